@@ -7,6 +7,8 @@ Functions with a parameter of type `AnyPath` also take paths in buckets (docs/st
 import argparse
 import contextlib
 import errno
+import fnmatch
+import glob
 import hashlib
 import json
 import os
@@ -18,13 +20,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from difftx.errors import UnreadableError, UserError
 from difftx.storage import objects
 from difftx.storage.lines import BucketLog
-from difftx.storage.paths import AnyPath, is_bucket
+from difftx.storage.paths import AnyPath, is_bucket, path_of
 
 if TYPE_CHECKING:
     from etils import epath
@@ -77,9 +79,20 @@ def require_writable(folder: AnyPath) -> None:
         raise OSError(error.errno, f"No file can be created there ({error.strerror})", str(folder)) from error
 
 
-def require_writable_file(path: Path) -> None:
+def resolved(path: AnyPath) -> AnyPath:
+    """Return the absolute path of a local path without symbolic links, or the path of an object as it is."""
+    return path if is_bucket(path) else path.resolve()
+
+
+def make_folder(path: AnyPath) -> None:
+    """Create a folder and its parents, unless it exists. Buckets have no folders."""
+    if not is_bucket(path):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+def require_writable_file(path: AnyPath) -> None:
     """Raise an `OSError` that names the cause, unless a file can be written."""
-    if path.is_dir():
+    if list_folder(path) if is_bucket(path) else path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     require_writable(path.parent)
 
@@ -103,7 +116,7 @@ def new_file(path: AnyPath) -> Iterator[BinaryIO]:
         with tempfile.TemporaryDirectory(prefix="difftx-") as folder:
             with (source := Path(folder, "file")).open("wb") as file:
                 yield file
-            _upload(path, source)
+            upload(path, source)
         return
     temporary = _temporary(path)
     try:
@@ -119,12 +132,83 @@ def new_file(path: AnyPath) -> Iterator[BinaryIO]:
         raise
 
 
-def _upload(path: "epath.Path", source: Path) -> None:
+def upload(path: "epath.Path", source: Path) -> None:
     """Create or replace an object with the content of a local file: small ones with one request."""
     if source.stat().st_size <= ONE_REQUEST_BYTES:
         objects.write(path, source.read_bytes())
     else:
         objects.upload(path, str(source))
+
+
+def matching_files(folder: AnyPath, pattern: str) -> list[AnyPath]:
+    """Return the files below a folder whose relative paths match a glob that begins with a name, as in "evals/*/*"."""
+    if not is_bucket(folder):
+        return list(folder.glob(pattern))
+    first, count = pattern.partition("/")[0], pattern.count("/")
+    names = [f"{first}/{name}" for name in objects.list_below(folder / first)]
+    return [folder / name for name in names if name.count("/") == count and PurePosixPath(name).match(pattern)]
+
+
+def matching_folders(flag: str, pattern: str, file: str) -> list[AnyPath]:
+    """Return the folders that match a glob and contain a file, in the order of their names."""
+    root = path_of(flag, pattern)
+    if not is_bucket(root):
+        return [Path(name) for name in sorted(glob.glob(pattern)) if (Path(name) / file).exists()]
+    scheme, _, names = str(root).partition("://")
+    bucket, *parts = names.split("/")
+    found = [path_of(flag, f"{scheme}://{bucket}")]
+    for part in filter(None, parts):
+        if glob.has_magic(part):
+            found = [
+                folder / name
+                for folder in found
+                for name, is_folder in sorted(list_folder(folder).items())
+                if is_folder and fnmatch.fnmatchcase(name, part)
+            ]
+        else:
+            found = [folder / part for folder in found]
+    return [folder for folder in found if size_of(folder / file) is not None]
+
+
+@contextlib.contextmanager
+def uploaded(path: AnyPath) -> Iterator[Path]:
+    """Yield a folder for files of a library: `path`, or a local one whose files the end of the block uploads."""
+    if not is_bucket(path):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="difftx-") as made:
+        yield Path(made)
+        for file in (file for file in sorted(Path(made).rglob("*")) if file.is_file()):
+            upload(path / file.relative_to(made).as_posix(), file)
+
+
+@contextlib.contextmanager
+def appended(path: AnyPath) -> Iterator[Path]:
+    """Yield a file to append to: `path`, or a local copy that the end of the block uploads."""
+    if not is_bucket(path):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="difftx-") as made:
+        local = Path(made, path.name)
+        local.write_bytes(read_file(path) or b"")
+        try:
+            yield local
+        finally:
+            upload(path, local)
+
+
+@contextlib.contextmanager
+def downloaded(path: AnyPath) -> Iterator[Path]:
+    """Yield a folder with the files of a folder: `path`, or a local copy that the end of the block deletes."""
+    if not is_bucket(path):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="difftx-") as made:
+        for name in objects.list_below(path):
+            target = Path(made, name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            objects.download(path / name, str(target))
+        yield Path(made)
 
 
 @contextlib.contextmanager
@@ -158,8 +242,17 @@ def _upload_folder(path: "epath.Path", source: Path) -> None:
     objects.delete(path / name for name in objects.list_below(path))  # What a killed process has left.
     files = sorted(file for file in source.rglob("*") if file.is_file())
     for file in files:
-        _upload(path / file.relative_to(source).as_posix(), file)
+        upload(path / file.relative_to(source).as_posix(), file)
     write_record(marker, {"files": {file.relative_to(source).as_posix(): file.stat().st_size for file in files}})
+
+
+def remove_folder(path: AnyPath) -> None:
+    """Delete a folder with all files. It may be absent. In a bucket, `FOLDER_MARKER` is deleted first."""
+    if is_bucket(path):
+        objects.delete([path / FOLDER_MARKER])
+        objects.delete(path / name for name in objects.list_below(path))
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 def write_atomically(path: AnyPath, text: str) -> None:
@@ -265,9 +358,12 @@ def check_link(path: Path) -> None:
         raise UnreadableError(f"{path} cannot be read: it is a link to {path.readlink()}, which does not exist here")
 
 
-def read_json(path: AnyPath) -> Any:
-    """Return the value in a JSON file. Raise `UserError` if the file does not exist or is not JSON."""
-    content = read_file(path)
+def read_json(path: AnyPath, content: bytes | None = None) -> Any:
+    """Return the value in a JSON file. Raise `UserError` if the file does not exist or is not JSON.
+
+    `content` is that of the file, if it has been read already.
+    """
+    content = read_file(path) if content is None else content
     if content is None:
         raise UserError(f"{path}: {os.strerror(errno.ENOENT)}")
     try:
@@ -324,7 +420,11 @@ class JsonLines:
 
     def append(self, rows: Iterable[dict[str, Any]]) -> None:
         """Append objects. They are on disk, or in the bucket, when the function returns."""
-        self._log.append("".join(json.dumps(row) + "\n" for row in rows).encode())
+        self.append_lines("".join(json.dumps(row) + "\n" for row in rows).encode())
+
+    def append_lines(self, content: bytes) -> None:
+        """Append objects that are JSON already, one per line."""
+        self._log.append(content)
 
     def rewrite(self, rows: Iterable[dict[str, Any]]) -> None:
         """Atomically replace the content of the file."""

@@ -9,10 +9,9 @@ import dataclasses
 import io
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from difftx.commands.flags import add_weights_flag, parse_command
+from difftx.commands.flags import PathFlag, add_weights_flag, parse_command
 from difftx.commands.generate import NEW_TOKENS, SEEDS
 from difftx.errors import UserError, did_you_mean, printable
 from difftx.parallel import multihost
@@ -38,7 +37,7 @@ HELP = """\
 def main(arguments: Sequence[str]) -> int:
     """Read the flags, then lines until the end of the input. Exit codes: 0 done, 2 bad input, 1 any other error."""
     parser = argparse.ArgumentParser("difftx chat", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--workdir", type=Path, required=True, help="directory of the run")
+    parser.add_argument("--workdir", action=PathFlag, required=True, help="directory of the run")
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
     add_weights_flag(parser)
     parser.add_argument("--system", help="first message of each conversation, which instructs the model")

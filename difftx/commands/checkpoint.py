@@ -2,9 +2,8 @@
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
-from difftx.commands.flags import add_extension_flag, prepare_process
+from difftx.commands.flags import PathFlag, add_extension_flag, prepare_process
 from difftx.errors import UserError, printable
 from difftx.files import list_folder
 
@@ -22,7 +21,7 @@ def main(arguments: Sequence[str]) -> int:
     }
     parsers = {name: commands.add_parser(name, help=text, allow_abbrev=False) for name, text in texts.items()}
     for command in parsers.values():
-        command.add_argument("--workdir", type=Path, required=True, help="directory of the run")
+        command.add_argument("--workdir", action=PathFlag, required=True, help="directory of the run")
         add_extension_flag(command)
     parsers["diff"].add_argument("a", help="a step of --workdir, or the folder of a checkpoint")
     parsers["diff"].add_argument("b", help="another step or folder")

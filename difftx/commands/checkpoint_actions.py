@@ -5,7 +5,6 @@ import datetime
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,9 +15,21 @@ import rich.markup
 import rich.table
 
 from difftx.errors import UnreadableError, UserError, printable
-from difftx.files import list_folder
+from difftx.files import list_folder, read_json
+from difftx.storage import objects
+from difftx.storage.paths import AnyPath, is_bucket, path_of
+from difftx.training.checkpoint import arrays
 from difftx.training.checkpoint.checkpointer import config_of
-from difftx.training.checkpoint.manifest import array_name, quarantined_in, read_manifest, steps_in, why_invalid
+from difftx.training.checkpoint.manifest import (
+    MANIFEST,
+    QUARANTINED_MANIFEST,
+    array_name,
+    contents_of,
+    quarantined_in,
+    read_manifest,
+    steps_in,
+    why_invalid,
+)
 from difftx.training.checkpoint.retention import remove, steps_to_keep
 from difftx.training.resume import changed_fields
 from difftx.training.run import read_config
@@ -26,20 +37,20 @@ from difftx.training.run import read_config
 PLAIN_WIDTH = 160  # Width of a table in a file or a pipe in characters. The reasons for failures fit.
 
 
-def list_checkpoints(folder: Path) -> None:
+def list_checkpoints(folder: AnyPath) -> None:
     """Print a table of all checkpoints, including quarantined ones."""
     table = rich.table.Table()
     for title, justify in (("step", "right"), ("size", "right"), ("age", "right"), ("state", "left")):
         table.add_column(title, justify=justify, overflow="fold")
     states = {folder / str(step): _problem(folder / str(step), content=False) for step in steps_in(folder)}
     for path, why in (states | dict.fromkeys(quarantined_in(folder), "quarantined")).items():
-        age = datetime.timedelta(seconds=round(time.time() - path.lstat().st_mtime))
+        age = datetime.timedelta(seconds=round(time.time() - _modified(path)))
         state = "verified (sizes)" if why is None else rich.markup.escape(printable(str(why)))
-        table.add_row(path.name, _size(path), str(age), state)
+        table.add_row(_name(path), _size(path), str(age), state)
     rich.console.Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(table)
 
 
-def verify(folder: Path) -> None:
+def verify(folder: AnyPath) -> None:
     """Compare the checksums of all checkpoints, print the results, and raise an error if one does not verify."""
     steps, corrupt, unreadable = steps_in(folder), [], []
     for step in steps:
@@ -56,7 +67,7 @@ def verify(folder: Path) -> None:
         raise UnreadableError(f"{folder}: {len(unreadable)} of {len(steps)} checkpoints cannot be read: {names}")
 
 
-def diff(a: Path, b: Path, values: bool) -> None:
+def diff(a: AnyPath, b: AnyPath, values: bool) -> None:
     """Print the differences of two checkpoints in config, names, shapes and dtypes, and optionally in `values`."""
     for folder in (a, b):
         if why := why_invalid(folder, content=values):
@@ -76,7 +87,7 @@ def diff(a: Path, b: Path, values: bool) -> None:
     print(*map(printable, lines or [none]), sep="\n")
 
 
-def prune(workdir: Path, keep: int | None, yes: bool) -> None:
+def prune(workdir: AnyPath, keep: int | None, yes: bool) -> None:
     """Print, and with `yes` delete, the quarantined checkpoints and the verified ones that need not be kept.
 
     The newest `keep` verified checkpoints are kept, or those that the run's config keeps if `keep` is None. Checkpoints
@@ -99,14 +110,14 @@ def prune(workdir: Path, keep: int | None, yes: bool) -> None:
     to_delete = [folder / str(step) for step in verified if step not in kept] + quarantined_in(folder)
     print(f"kept: {', '.join(map(str, sorted(kept)))}")
     for path in to_delete:
-        print(printable(f"{'deleted' if yes else 'would be deleted'}: {path.name} ({_size(path)})"))
+        print(printable(f"{'deleted' if yes else 'would be deleted'}: {_name(path)} ({_size(path)})"))
     if yes:
         remove(to_delete)
     elif to_delete:
         print("add --yes to delete")
 
 
-def _problem(folder: Path, *, content: bool) -> str | UnreadableError | None:
+def _problem(folder: AnyPath, *, content: bool) -> str | UnreadableError | None:
     """Return None if a checkpoint verifies, an error if it cannot be read, else the reason why it does not verify."""
     try:
         return why_invalid(folder, step=int(folder.name), content=content)
@@ -114,7 +125,7 @@ def _problem(folder: Path, *, content: bool) -> str | UnreadableError | None:
         return error
 
 
-def _value_changes(a: Path, b: Path) -> Iterator[str]:
+def _value_changes(a: AnyPath, b: AnyPath) -> Iterator[str]:
     """Yield a line for each array that has the same shape but different values in the two checkpoints."""
     old, new = _read_arrays(a), _read_arrays(b)
     for name, x in old.items():
@@ -127,7 +138,10 @@ def _value_changes(a: Path, b: Path) -> Iterator[str]:
             yield f"{name}: ‖difference‖ {norm:.4g}, ‖before‖ {np.linalg.norm(x):.4g}, ‖after‖ {np.linalg.norm(y):.4g}"
 
 
-def _read_arrays(folder: Path) -> dict[str, np.ndarray]:
+def _read_arrays(folder: AnyPath) -> dict[str, np.ndarray]:
+    manifest = read_manifest(folder)
+    if is_bucket(folder) or manifest.contents:
+        return arrays.read_arrays(contents_of(folder), manifest.arrays)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         saved: Any = reader.metadata(folder.resolve() / "state").item_metadata
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved.tree)
@@ -135,17 +149,38 @@ def _read_arrays(folder: Path) -> dict[str, np.ndarray]:
     return {array_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def find(folder: Path, name: str) -> Path:
+def find(folder: AnyPath, name: str) -> AnyPath:
     """Return the folder of the checkpoint whose step or path is `name`."""
     steps = steps_in(folder)
     if name.isdecimal() and int(name) in steps:
         return folder / str(int(name))
-    if not name.isdecimal() and list_folder(Path(name)):
-        return Path(name)
+    if not name.isdecimal() and list_folder(path := path_of("checkpoint", name)):
+        return path
     raise UserError(f"{name!r}: no such checkpoint; {folder} has the steps {', '.join(map(str, steps)) or '(none)'}")
 
 
-def _size(folder: Path) -> str:
+def _name(path: AnyPath) -> str:
+    """Return the name of a checkpoint for a table. That of a quarantined one in a bucket includes the step."""
+    return f"{path.parent.name}/{path.name}" if path.name.startswith(QUARANTINED_MANIFEST) else path.name
+
+
+def _modified(path: AnyPath) -> float:
+    """Return the time of the last change of a checkpoint's folder, or of its manifest in a bucket."""
+    if not is_bucket(path):
+        return path.lstat().st_mtime
+    found = objects.describe(path if path.name.startswith(QUARANTINED_MANIFEST) else path / MANIFEST)
+    return time.time() if found is None else found.modified
+
+
+def _size(folder: AnyPath) -> str:
+    if is_bucket(folder):
+        # The folder of a step also has the files of its quarantined checkpoints.
+        path = folder if folder.name.startswith(QUARANTINED_MANIFEST) else folder / MANIFEST
+        try:
+            size = sum(file["bytes"] for file in read_json(path)["files"].values())
+        except (UserError, LookupError, TypeError, AttributeError):
+            return "of unknown size"
+        return f"{size / 2**20:,.1f} MiB"
     try:
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     except OSError as error:

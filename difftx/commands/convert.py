@@ -7,14 +7,14 @@ hf is a model folder for transformers, diffllama is a DiffLlama, and official is
 import argparse
 import importlib.util
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from difftx.commands.flags import add_weights_flag, parse_command
+from difftx.commands.flags import PathFlag, add_weights_flag, parse_command
 from difftx.config import Config
 from difftx.config.recipes import load_config
 from difftx.errors import UserError, install_hint, printable
-from difftx.files import require_writable
+from difftx.files import FOLDER_MARKER, list_folder, require_writable, size_of
 from difftx.interop import SHARD_MIB
+from difftx.storage.paths import is_bucket
 
 OURS = "difftx"
 FORMATS = (OURS, "hf", "official")  # "hf" reads DiffLlama too.
@@ -26,8 +26,10 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("difftx convert", description=__doc__, allow_abbrev=False)
     parser.add_argument("--from", dest="source", required=True, choices=FORMATS, help="format of --input")
     parser.add_argument("--to", dest="target", required=True, choices=(*FORMATS, "diffllama"), help="format of --out")
-    parser.add_argument("--input", type=Path, required=True, metavar="DIR", help="run directory, or folder of a model")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
+    parser.add_argument(
+        "--input", action=PathFlag, required=True, metavar="DIR", help="run directory, or folder of a model"
+    )
+    parser.add_argument("--out", action=PathFlag, required=True, metavar="DIR", help="new folder")
     parser.add_argument("--step", type=int, help="step of the run's checkpoint; default: the newest")
     add_weights_flag(parser)
     parser.add_argument("--config", metavar="FILE.py[:ARG]", help="config of the new run")
@@ -65,11 +67,11 @@ def main(arguments: Sequence[str]) -> int:
 def _checked(options: argparse.Namespace, overrides: Mapping[str, str]) -> Config | None:
     """Check the flags. Return the config of the new run for an import, or None if `--input` is a run."""
     _check_formats(options)
-    if not options.input.is_dir():
+    if not (list_folder(options.input) if is_bucket(options.input) else options.input.is_dir()):
         raise UserError(f"--input={options.input}: no such folder")
-    if options.out.exists():
+    if size_of(options.out / FOLDER_MARKER) is not None if is_bucket(options.out) else options.out.exists():
         raise UserError(f"--out={options.out} exists already; name a new folder")
-    if not options.out.absolute().parent.is_dir():
+    if not is_bucket(options.out) and not options.out.absolute().parent.is_dir():
         raise UserError(f"--out={options.out}: there is no folder {options.out.absolute().parent}")
     require_writable(options.out)
     if options.verify:

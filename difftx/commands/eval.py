@@ -2,18 +2,18 @@
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
-from difftx.commands.flags import add_weights_flag, parse_command
+from difftx.commands.flags import PathFlag, add_weights_flag, parse_command
 from difftx.config import extras, suites
 from difftx.files import require_run, require_writable, require_writable_file
 from difftx.parallel import multihost
+from difftx.storage.paths import path_of
 
 
 def main(arguments: Sequence[str], prog: str = "difftx eval") -> int:
     """Read the flags and evaluate or draw. Exit codes: 0 done, 2 bad input, 1 any other error."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__, allow_abbrev=False)
-    parser.add_argument("--workdir", type=Path, help="directory of the run; with --report also several, A,B")
+    parser.add_argument("--workdir", help="directory of the run; with --report also several, A,B")
     parser.add_argument("--suite", help="suites to run, such as loss,sample")
     parser.add_argument("--step", metavar="N|A:B[:K]|all", help="checkpoints to evaluate; default: the newest")
     add_weights_flag(parser)
@@ -23,7 +23,9 @@ def main(arguments: Sequence[str], prog: str = "difftx eval") -> int:
     parser.add_argument("--metric", choices=("loss", "bits_per_byte"), default="loss", help="of --curves and --scaling")
     parser.add_argument("--against", choices=("tokens", "flops", "seconds", "steps"), default="tokens", help="x-axis")
     parser.add_argument("--report", action="store_true", help="write an HTML page about --workdir")
-    parser.add_argument("--out", type=Path, help="folder of the figures, or file of the report (WORKDIR/report.html)")
+    parser.add_argument(
+        "--out", action=PathFlag, help="folder of the figures, or file of the report (WORKDIR/report.html)"
+    )
     parser.add_argument("--list", action="store_true", help="list the suites")
     parser.add_argument("--trust_run_config", action="store_true", help="use and print the run's addresses, keys, code")
     multihost.add_flags(parser)
@@ -36,7 +38,9 @@ def main(arguments: Sequence[str], prog: str = "difftx eval") -> int:
         return 0
     if args.suite is not None:
         extras.check_suites(args.suite.split(","))
+    workdirs = [path_of("--workdir", name) for name in args.workdir.split(",")] if args.workdir and args.report else []
     if args.workdir is not None and not args.report:
+        args.workdir = path_of("--workdir", args.workdir)
         require_run(args.workdir)
 
     from difftx.commands import evaluate  # Imported after the flags are checked, because the import is slow.
@@ -45,8 +49,8 @@ def main(arguments: Sequence[str], prog: str = "difftx eval") -> int:
         if args.out is None:
             parser.error("--curves and --scaling need --out=DIR")
         (evaluate.draw_curves if args.curves else evaluate.fit_scaling)(args)
-    elif args.report and args.workdir is not None:
-        evaluate.write_report([Path(name) for name in str(args.workdir).split(",")], args.out)
+    elif workdirs:
+        evaluate.write_report(workdirs, args.out)
     elif args.workdir is None or not args.suite:
         parser.error("give --workdir and --suite, --workdir and --report, --curves or --scaling and --out, or --list")
     else:

@@ -5,7 +5,6 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,11 +21,12 @@ from difftx.errors import UserError, printable
 from difftx.evals.harness.suite import LOCAL_TASKS
 from difftx.evals.measures import explanation_of, format_value, measure_of
 from difftx.evals.throughput import pair
-from difftx.files import read_json, require_writable
+from difftx.files import list_folder, read_json, require_writable, resolved
 from difftx.parallel import multihost
 from difftx.parallel.mesh import check_divisible, make_mesh
 from difftx.progress import Work
 from difftx.report.runs import printable_json
+from difftx.storage.paths import AnyPath
 from difftx.training import kernel_choice
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpointer, restore_params
 from difftx.training.checkpoint.manifest import WeightsPart
@@ -100,7 +100,7 @@ class _Evaluator:
     def __init__(
         self,
         checkpointer: Checkpointer,
-        workdir: Path,
+        workdir: AnyPath,
         config: Config,
         suites: Sequence[str],
         options: argparse.Namespace,
@@ -158,7 +158,7 @@ def _suites_with_results(run: Run, suites: Sequence[str], step: int, checkpoint:
 
 
 def confirm_outward(
-    config: Config, workdir: Path, suites: Sequence[str], overrides: Mapping[str, str], *, trusted: bool
+    config: Config, workdir: AnyPath, suites: Sequence[str], overrides: Mapping[str, str], *, trusted: bool
 ) -> None:
     """Raise `UserError` if a suite would contact an address, send a secret or execute code without confirmation.
 
@@ -200,7 +200,7 @@ def load_params(run: Run, step: int, part: WeightsPart = "params") -> Any:
     """Return the parameters of a verified checkpoint, or their average, sharded over the run's mesh."""
     with jax.set_mesh(run.mesh):
         abstract = jax.eval_shape(lambda: init_state(run.config)).params
-    return restore_params(run.workdir.resolve() / "checkpoints" / str(step), abstract, run.mesh, part)
+    return restore_params(resolved(run.workdir) / "checkpoints" / str(step), abstract, run.mesh, part)
 
 
 def _show_result(run: Run, suite: str, step: int, part: WeightsPart, *, fresh: bool) -> None:
@@ -218,7 +218,7 @@ def _show_result(run: Run, suite: str, step: int, part: WeightsPart, *, fresh: b
         console.print(sample["prompt"], style="dim", end="", markup=False, highlight=False)
         console.print(sample["completion"], markup=False, highlight=False)
         console.rule()
-    if result["charts"] and (fresh or not figures.is_dir()):
+    if result["charts"] and (fresh or not list_folder(figures)):
         from difftx.report.charts import draw_chart  # matplotlib is slow to import.
 
         for chart in result["charts"]:
@@ -264,7 +264,7 @@ def fit_scaling(options: argparse.Namespace) -> None:
     print(*files, sep="\n")
 
 
-def write_report(workdirs: Sequence[Path], out: Path | None) -> None:
+def write_report(workdirs: Sequence[AnyPath], out: AnyPath | None) -> None:
     """Write the report of one run, or a report that compares several runs, and print its path."""
     from difftx.report.page import write_page  # Imported here because importing Bokeh takes half a second.
 

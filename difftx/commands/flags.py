@@ -9,12 +9,14 @@ import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from difftx import compilation_cache
 from difftx.config.build import annotation_of
 from difftx.errors import UserError, did_you_mean
 from difftx.files import require_local_paths, require_writable_file
 from difftx.registry import load_extensions
+from difftx.storage.paths import AnyPath, is_bucket, path_of
 
 
 def add_config_flag(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +29,16 @@ def add_extension_flag(parser: argparse.ArgumentParser) -> None:
     """Add the flag `--extension`, whose files `prepare_process` loads."""
     text = "run a file that adds architectures, suites, optimizers, …; may be repeated; see docs/extend.md"
     parser.add_argument("--extension", action="append", type=Path, default=[], metavar="FILE.py", help=text)
+
+
+class PathFlag(argparse.Action):
+    """The action of a flag for a local path or one in a bucket. A `type` would hide the messages of `path_of`."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, flag: str | None = None
+    ) -> None:
+        """Set the flag's path."""
+        setattr(namespace, self.dest, path_of(str(flag), value))
 
 
 def add_weights_flag(parser: argparse.ArgumentParser) -> None:
@@ -43,9 +55,9 @@ def prepare_process(options: argparse.Namespace) -> None:
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # difftx reports the failures of orbax itself.
 
 
-def require_file_path(flag: str, path: Path) -> None:
+def require_file_path(flag: str, path: AnyPath) -> None:
     """Raise an error unless a file can be written to the path that a flag gives."""
-    if not path.parent.is_dir():
+    if not is_bucket(path) and not path.parent.is_dir():
         raise UserError(f"{flag}={path}: there is no folder {path.parent}")
     require_writable_file(path)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from difftx.commands.flags import add_weights_flag, parse_command, require_file_path
+from difftx.commands.flags import PathFlag, add_weights_flag, parse_command, require_file_path
 from difftx.data.records import Record, read_records
 from difftx.errors import UserError, printable
 from difftx.files import json_sha256, write_atomically
@@ -29,12 +29,14 @@ SEEDS = 2**32
 def main(arguments: Sequence[str]) -> int:
     """Read the flags and generate text. Exit codes: 0 done, 2 bad input, 1 any other error."""
     parser = argparse.ArgumentParser("difftx generate", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--workdir", type=Path, required=True, help="directory of the run")
+    parser.add_argument("--workdir", action=PathFlag, required=True, help="directory of the run")
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
     add_weights_flag(parser)
     parser.add_argument("--prompt", help="text to complete")
     parser.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help='objects with "prompt", optionally "seed"')
-    parser.add_argument("--out", type=Path, metavar="FILE.jsonl", help="objects with completions; default: stdout")
+    parser.add_argument(
+        "--out", action=PathFlag, metavar="FILE.jsonl", help="objects with completions; default: stdout"
+    )
     parser.add_argument("--batch_rows", type=int, default=16, help="prompts of a file that are completed together")
     parser.add_argument("--new_tokens", type=int, help=f"at most; default: {NEW_TOKENS}, or what the context holds")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the most likely token")

@@ -2,9 +2,8 @@
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
-from difftx.commands.flags import add_config_flag, parse_command
+from difftx.commands.flags import PathFlag, add_config_flag, parse_command
 from difftx.errors import UserError
 from difftx.files import require_writable
 from difftx.launch import jobs
@@ -17,7 +16,9 @@ def main(arguments: Sequence[str]) -> int:
     add_config_flag(parser)
     values = "values of a name in the file's ARG, of `seed`, or of a config field; all combinations run"
     parser.add_argument("--grid", required=True, nargs="+", metavar="NAME=VALUE,VALUE", help=values)
-    parser.add_argument("--out", required=True, type=Path, help="directory of the runs; unfinished runs are resumed")
+    parser.add_argument(
+        "--out", required=True, action=PathFlag, help="directory of the runs; unfinished runs are resumed"
+    )
     parser.add_argument("--launcher", metavar="NAME", help=f"write job files for: {', '.join(jobs.LAUNCHERS)}")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings for the job files")
     parser.epilog = "--config.path.to.field=value changes a field of every run"

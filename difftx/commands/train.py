@@ -11,7 +11,7 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     began = time.perf_counter()
     # Imported here, so that the time of the imports counts.
     from difftx import compilation_cache
-    from difftx.commands.flags import add_config_flag, parse_command
+    from difftx.commands.flags import PathFlag, add_config_flag, parse_command
     from difftx.config.extras import check_extras
     from difftx.config.recipes import load_config
     from difftx.files import require_writable
@@ -19,7 +19,7 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
 
     parser = argparse.ArgumentParser(prog=prog, description=__doc__, allow_abbrev=False)
     add_config_flag(parser)
-    parser.add_argument("--workdir", type=Path, help="directory of the run; an existing run is resumed")
+    parser.add_argument("--workdir", action=PathFlag, help="directory of the run; an existing run is resumed")
     parser.add_argument("--print_config", action="store_true", help="print the config and exit")
     parser.add_argument("--dry_run", action="store_true", help="check the config and the data, print the cost and exit")
     parser.add_argument("--allow_config_change", action="store_true", help="resume even if model or data changed")

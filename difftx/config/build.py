@@ -23,6 +23,8 @@ from difftx.errors import UserError, did_you_mean
 from difftx.files import require_local
 from difftx.registry import EXTENSION_HINT
 
+IN_BUCKETS = ("checkpoint.init_from", "checkpoint.branch_from")  # Fields whose paths may be in a bucket.
+
 
 def config_from_dict(raw: Any) -> Config:
     """Return the config with the given values and the schema's defaults, or raise `UserError` if a value is invalid."""
@@ -118,7 +120,7 @@ def _checked(value: Any, annotation: Any, path: str) -> Any:
         raise UserError(f"{path}: an integer of {value.bit_length()} bits; at most 63 are possible")
     if type(value) is float and not math.isfinite(value):
         raise UserError(f"{path}={value}: expected a finite number")
-    if isinstance(value, str) and not path.endswith("_url"):
+    if isinstance(value, str) and not path.endswith("_url") and path not in IN_BUCKETS:
         require_local(path, value)
     if dataclasses.is_dataclass(annotation):
         return build_group(annotation, value, path)  # pyrefly: ignore[bad-argument-type]

@@ -14,9 +14,10 @@ from difftx.config.suites import SUITES
 from difftx.data.store import sha256_of
 from difftx.evals.evaluation import Evaluation, ItemJournal
 from difftx.evals.result import Result
-from difftx.files import json_sha256, read_json, write_atomically
+from difftx.files import json_sha256, make_folder, read_json, size_of, write_atomically
 from difftx.parallel.multihost import is_primary
 from difftx.progress import Work
+from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.checkpoint.reading import Checkpoint
 from difftx.training.run import Run
@@ -58,14 +59,14 @@ def evaluate(
                 checkpoint.require_unchanged()
             if not is_primary():
                 continue
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             content = {"suite": name, "step": step, "settings": digest} | source | dataclasses.asdict(result)
             write_atomically(path, json.dumps(content, indent=2) + "\n")
             evaluation.journal.remove()
     return results
 
 
-def result_path(workdir: Path, suite: str, step: int, part: WeightsPart = "params") -> Path:
+def result_path(workdir: AnyPath, suite: str, step: int, part: WeightsPart = "params") -> AnyPath:
     """Return the path of the JSON file with a suite's result for a step's parameters, or for their average."""
     return workdir / "evals" / suite / (f"{step}.json" if part == "params" else f"{step}.{part}.json")
 
@@ -73,7 +74,7 @@ def result_path(workdir: Path, suite: str, step: int, part: WeightsPart = "param
 def stored_result(run: Run, suite: str, step: int, part: WeightsPart = "params") -> dict[str, Any] | None:
     """Return the JSON of a stored result, or None if there is none or it was computed with other settings."""
     path = result_path(run.workdir, suite, step, part)
-    if not path.exists():
+    if size_of(path) is None:
         return None
     content = read_json(path)
     return content if isinstance(content, dict) and content.get("settings") == settings(run, suite) else None

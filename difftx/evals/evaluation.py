@@ -4,7 +4,6 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -20,6 +19,7 @@ from difftx.inference.decode import LanguageModel
 from difftx.inference.score import row_scores
 from difftx.parallel.multihost import decide_on_primary, is_primary
 from difftx.progress import Work
+from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS
 from difftx.training.loss import token_scores
 from difftx.training.run import Run
@@ -42,7 +42,7 @@ class ItemJournal:
     reads and writes the file.
     """
 
-    def __init__(self, path: Path, settings: str, weights: str | None):
+    def __init__(self, path: AnyPath, settings: str, weights: str | None):
         self._file, self._head = JsonLines(path), {"settings": settings, "weights": weights}
 
     def start(self, items: Sequence[Identified]) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class ItemJournal:
             self._file.append(self._rows(answers))
 
     def remove(self) -> None:
-        self._file.path.unlink(missing_ok=True)
+        self._file.remove()
 
     def _read(self) -> dict[str, Any]:
         if self._file.read()[:1] != [self._head]:

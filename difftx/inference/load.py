@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import jax
 
@@ -12,6 +11,7 @@ from difftx.errors import UserError
 from difftx.inference.decode import LanguageModel
 from difftx.parallel import multihost
 from difftx.parallel.mesh import check_model_divisible, make_mesh
+from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.checkpointer import Checkpointer, restore_params
 from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.checkpoint.reading import Checkpoint, open_checkpoint, open_tokenizer
@@ -20,7 +20,7 @@ from difftx.training.state import init_state
 
 
 def load(
-    workdir: Path,
+    workdir: AnyPath,
     step: int | None,
     overrides: Mapping[str, str],
     processes: argparse.Namespace,
@@ -54,7 +54,7 @@ def load(
 
 
 def read_checkpoint[T](
-    workdir: Path, step: int | None, now: Config, read: Callable[[Checkpoint], T], *, flag: str, part: WeightsPart
+    workdir: AnyPath, step: int | None, now: Config, read: Callable[[Checkpoint], T], *, flag: str, part: WeightsPart
 ) -> T:
     """Return `read(checkpoint)` for the checkpoint of `step`, or for the newest valid checkpoint if `step` is None.
 

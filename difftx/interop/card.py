@@ -10,9 +10,10 @@ from difftx.config import Config
 from difftx.config.fields import values_of
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import UserError, printable
-from difftx.files import read_json, write_atomically
+from difftx.files import matching_files, read_json, write_atomically
 from difftx.interop import custom
 from difftx.model.abstract import count_parameters
+from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.reading import Checkpoint
 from difftx.training.metrics import read_metrics
 
@@ -30,7 +31,7 @@ DIFFLLAMA = (
 
 
 def write_card(
-    folder: Path, name: str, settings: dict[str, Any], checkpoint: Checkpoint, workdir: Path, command: Sequence[str]
+    folder: Path, name: str, settings: dict[str, Any], checkpoint: Checkpoint, workdir: AnyPath, command: Sequence[str]
 ) -> None:
     """Write the model card of an export. `name` is the final name of `folder`, and `settings` is its config.json."""
     config, step = checkpoint.config, int(checkpoint.folder.name)
@@ -78,13 +79,13 @@ def _changed(config: Config) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in values_of(config.model).items() if name not in custom.FREE]
 
 
-def _losses(checkpoint: Checkpoint, workdir: Path, step: int) -> list[tuple[str, str]]:
+def _losses(checkpoint: Checkpoint, workdir: AnyPath, step: int) -> list[tuple[str, str]]:
     """Return the training loss, and the numbers of all suites whose results are of these weights."""
     found: list[tuple[str, Any]] = []
     if checkpoint.part == "params":
         rows = [row for row in read_metrics(workdir / "metrics.jsonl")[0] if row["split"] == "train"]
         found += [("training loss", row["loss"]) for row in rows if row["step"] == step][-1:]
-    for path in sorted(workdir.glob(f"evals/*/{step}*.json")):
+    for path in sorted(matching_files(workdir, f"evals/*/{step}*.json")):
         try:
             result = read_json(path)
         except UserError:

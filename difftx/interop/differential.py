@@ -10,7 +10,6 @@ of a new model.
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import flax.traverse_util
@@ -33,6 +32,7 @@ from difftx.model.abstract import abstract_parameters
 from difftx.model.decoder import Decoder
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import batch_shards
+from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.checkpointer import restore_params
 from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.checkpoint.weights import ParamsReader, Streamed
@@ -125,7 +125,7 @@ def added_parameters(transformer: ModelConfig, model: ModelConfig) -> tuple[int,
 
 
 def heads_by_entropy(
-    config: Config, mesh: jax.sharding.Mesh, checkpoint: Path, part: WeightsPart, sources: Sources
+    config: Config, mesh: jax.sharding.Mesh, checkpoint: AnyPath, part: WeightsPart, sources: Sources
 ) -> np.ndarray:
     """Return 1 for the half of each layer's heads whose attention has the highest entropy, else 0, float32 `[L, H]`.
 

@@ -1,12 +1,11 @@
 """Exports of checkpoints during training, every `checkpoint.export_every_steps`."""
 
-import shutil
-
 from difftx.errors import RunError, UserError
-from difftx.files import new_folder
+from difftx.files import make_folder, new_folder, remove_folder
 from difftx.interop import SHARD_MIB
 from difftx.interop.runs import check_representable, write_export
 from difftx.parallel.multihost import decide_on_primary
+from difftx.storage.paths import is_bucket
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS
 from difftx.training.checkpoint.reading import open_checkpoint
 from difftx.training.run import Run
@@ -25,15 +24,14 @@ def write(run: Run, step: int) -> str:
 
     Return a message, also after a failure, which does not end the training.
     """
-    workdir = run.workdir.absolute()
+    workdir = run.workdir if is_bucket(run.workdir) else run.workdir.absolute()
     checkpoint = open_checkpoint(workdir / "checkpoints" / str(step), run.config)
 
     def export() -> str:
         out = workdir / FOLDER / str(step)
         try:
-            out.parent.mkdir(exist_ok=True)
-            if out.exists():  # Written before a rewind to an earlier step.
-                shutil.rmtree(out)
+            make_folder(out.parent)
+            remove_folder(out)  # Written before a rewind to an earlier step.
             with new_folder(out) as folder:
                 return write_export(checkpoint, workdir, folder, out, "hf", SHARD_MIB * 2**20)[0]
         except (OSError, UserError, RunError) as error:

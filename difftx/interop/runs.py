@@ -18,7 +18,7 @@ from difftx.config.model import default_specific_fields
 from difftx.data.sources import load_sources
 from difftx.data.tokenizer import Tokenizer, load_tokenizer
 from difftx.errors import RunError, UserError
-from difftx.files import new_folder, write_atomically
+from difftx.files import downloaded, new_folder, write_atomically
 from difftx.inference.load import read_checkpoint
 from difftx.interop import custom, huggingface, in_transformers, official, tokenizers
 from difftx.interop.card import write_card, write_generation_config
@@ -36,6 +36,7 @@ from difftx.interop.parameters import Format, export_params, import_params
 from difftx.interop.safetensors import read_folder, write_folder
 from difftx.model.abstract import count_parameters
 from difftx.parallel.mesh import batch_shards, make_mesh
+from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint.checkpointer import restore_params
 from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.checkpoint.reading import Checkpoint, open_tokenizer
@@ -51,8 +52,8 @@ COMPARED_PARAMETERS = 500_000_000  # Larger models are not compared with the Tra
 
 
 def import_run(
-    source: Path,
-    out: Path,
+    source: AnyPath,
+    out: AnyPath,
     format_: Format,
     config: Config,
     overridden: Collection[str],
@@ -65,6 +66,19 @@ def import_run(
     is set, logits are compared with those of transformers. If `dex_heads` is set, the folder's Transformer becomes a
     model of the architecture of `config`, as by `differentialize_run`.
     """
+    with downloaded(source) as local:
+        return _import_run(local, out, format_, config, overridden, verify, dex_heads)
+
+
+def _import_run(
+    source: Path,
+    out: AnyPath,
+    format_: Format,
+    config: Config,
+    overridden: Collection[str],
+    verify: bool,
+    dex_heads: Heads | None,
+) -> list[str]:
     format_, fields = _model_fields(source / CONFIG, format_)
     chosen = config.model
     if dex_heads is not None:
@@ -77,6 +91,11 @@ def import_run(
     arrays = import_params(source, read_folder(source), format_, config.model)
     with new_folder(out) as folder:
         name, note = tokenizers.import_tokenizer(source, folder, out, config.data.tokenizer)
+        if is_bucket(out) and name.startswith(str(out)):
+            raise UserError(
+                f"--out={out}: the tokenizer of this model is a file, which must be local; import the model to a local "
+                "folder, and copy checkpoints/, config.json and manifest.json to the bucket"
+            )
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=name))
         tokenizer = load_tokenizer(config.data.tokenizer)
         check_vocabulary(config, tokenizer)
@@ -94,7 +113,7 @@ def import_run(
 
 
 def differentialize_run(
-    workdir: Path, out: Path, step: int | None, overrides: Mapping[str, str], part: WeightsPart, dex_heads: Heads
+    workdir: AnyPath, out: AnyPath, step: int | None, overrides: Mapping[str, str], part: WeightsPart, dex_heads: Heads
 ) -> list[str]:
     """Create the run directory `out` from the Transformer of a run. Return messages for the user.
 
@@ -119,7 +138,7 @@ def differentialize_run(
 
 
 def _differentialize(
-    checkpoint: Path,
+    checkpoint: AnyPath,
     part: WeightsPart,
     config: Config,
     model: ModelConfig,
@@ -147,7 +166,7 @@ def _differentialize(
 
 
 def _check_function(
-    checkpoint: Path, part: WeightsPart, config: Config, converted: Path, new: Config, mesh: jax.sharding.Mesh
+    checkpoint: AnyPath, part: WeightsPart, config: Config, converted: Path, new: Config, mesh: jax.sharding.Mesh
 ) -> str:
     """Compare the logits of a Transformer with those of the model that it became. Return the result as text."""
     is_preserved = new.model.architecture != "diff"
@@ -165,7 +184,7 @@ def _check_function(
 
 
 def export_run(
-    workdir: Path, out: Path, step: int | None, format_: Format, shard_bytes: int, verify: bool, part: WeightsPart
+    workdir: AnyPath, out: AnyPath, step: int | None, format_: Format, shard_bytes: int, verify: bool, part: WeightsPart
 ) -> list[str]:
     """Write weights of the checkpoint that `read_checkpoint` selects to a model folder. Return messages."""
 
@@ -180,7 +199,7 @@ def export_run(
 
 
 def write_export(
-    checkpoint: Checkpoint, workdir: Path, folder: Path, out: Path, format_: Format, shard_bytes: int
+    checkpoint: Checkpoint, workdir: AnyPath, folder: Path, out: AnyPath, format_: Format, shard_bytes: int
 ) -> list[str]:
     """Write a checkpoint of `workdir` to `folder`, which is later renamed to `out`. Return messages."""
     model, part = checkpoint.config.model, checkpoint.part
@@ -264,7 +283,7 @@ def _describe(model: ModelConfig) -> str:
     return f"{model.architecture}: {heads}, {'tied' if model.tie_embeddings else 'untied'} embeddings"
 
 
-def compare_logits(folder: Path, checkpoint: Path, config: Config, part: WeightsPart = "params") -> str:
+def compare_logits(folder: Path, checkpoint: AnyPath, config: Config, part: WeightsPart = "params") -> str:
     """Compare float32 logits and greedy text with transformers. Return the result as text.
 
     The tokens are random prompts and their greedy continuations by transformers with its cache. Raise `RunError` if a
@@ -296,7 +315,7 @@ def _random_tokens(config: Config, mesh: jax.sharding.Mesh, rows: int) -> np.nda
 
 
 def our_logits(
-    checkpoint: Path, config: Config, mesh: jax.sharding.Mesh, tokens_BT: np.ndarray, part: WeightsPart = "params"
+    checkpoint: AnyPath, config: Config, mesh: jax.sharding.Mesh, tokens_BT: np.ndarray, part: WeightsPart = "params"
 ) -> np.ndarray:
     """Return the logits that difftx computes from a verified checkpoint, in float32."""
     model = dataclasses.replace(config.model, compute_dtype="float32", attention_implementation="xla")

@@ -18,6 +18,7 @@ from difftx.data.tokenizer import BYTES, END_OF_TEXT, TiktokenTokenizer, Tokeniz
 from difftx.data.tokenizer_files import FILES, MODEL, TOKENIZER, FileTokenizer, load_files
 from difftx.errors import UserError
 from difftx.files import read_json, schema_error, write_atomically
+from difftx.storage.paths import AnyPath, is_bucket
 
 CL100K = "cl100k_base"
 COPY = "tokenizer"  # Folder of a run directory with the files of an imported model's tokenizer.
@@ -43,14 +44,14 @@ def export_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path) -> str:
     return f"tokenizer: {TOKENIZER} is data.tokenizer={name!r}"
 
 
-def import_tokenizer(source: Path, folder: Path, out: Path, name: str) -> tuple[str, str]:
+def import_tokenizer(source: Path, folder: Path, out: AnyPath, name: str) -> tuple[str, str]:
     """Return the value of `data.tokenizer` for the model in `source`, and a message for the user.
 
     The value is "bytes" or the configured `name` if that is the model's tokenizer. Otherwise, a .tiktoken file is
     written to `folder`, which is later renamed to `out`, or the tokenizer's files are copied there. If neither is
     possible, the value is `name`.
     """
-    path = source / TOKENIZER
+    path, place = source / TOKENIZER, out if is_bucket(out) else out.absolute()
     if not path.is_file():
         return name, f"tokenizer: {source} has no {TOKENIZER}; data.tokenizer={name!r} stays, and must be the model's"
     theirs = read_json(path)
@@ -62,12 +63,12 @@ def import_tokenizer(source: Path, folder: Path, out: Path, name: str) -> tuple[
         with contextlib.suppress(KeyError):  # Raised for a character that does not represent a byte.
             write_atomically(file, _ranks(theirs["model"]["vocab"]))
         if file.is_file() and _is_same(str(file), theirs):
-            kept = str(out.absolute() / file.name)
+            kept = str(place / file.name)
             return kept, f"tokenizer: converted, data.tokenizer={kept!r}"
         file.unlink(missing_ok=True)
     with contextlib.suppress(UserError):  # Such as a missing library, or no end-of-text token.
         _copy_files(load_files(source, field="data.tokenizer", end_of_text=None), folder / COPY)
-        kept = str(out.absolute() / COPY)
+        kept = str(place / COPY)
         return kept, f"tokenizer: copied, data.tokenizer={kept!r}"
     return name, (
         f"tokenizer: not converted: {path} is not byte-level BPE with cl100k_base's pattern, merges by rank and "

@@ -22,8 +22,9 @@ import rich.markup
 import rich.table
 
 from difftx.errors import EXIT_PREEMPTED, UserError, printable
-from difftx.files import write_atomically
+from difftx.files import appended, make_folder, write_atomically
 from difftx.launch.grid import SweepPoint
+from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint.checkpointer import config_of
 from difftx.training.checkpoint.manifest import why_invalid
 from difftx.training.metrics import read_newest_metrics
@@ -32,6 +33,7 @@ from difftx.training.resume import changed_fields
 State = Literal["pending", "running", "done", "failed", "stopped"]
 TETHERED = Path(__file__).with_name("tethered.py")
 POLL_SECONDS = 0.5
+BUCKET_REFRESH_SECONDS = 60.0  # Reading metrics from a bucket costs a request per row since the last compaction.
 PLAIN_LINE_SECONDS = 60.0
 PLAIN_WIDTH = 160  # Width in characters of a table in a file or a pipe, enough for an error message.
 # Beginning of a log line with the reason for a failure. JAX may print a note after it, so it may not be the last line.
@@ -43,7 +45,7 @@ class RunStatus:
     """State and progress of one run of a sweep."""
 
     point: SweepPoint
-    workdir: Path
+    workdir: AnyPath
     state: State = "pending"
     exit_code: int | None = None  # Exit code of the last process, which is -N if signal N killed it.
     error: str = ""
@@ -56,7 +58,7 @@ class RunStatus:
         return self.point.config.train.steps
 
     @property
-    def last_checkpoint(self) -> Path:
+    def last_checkpoint(self) -> AnyPath:
         """Folder of the last step's checkpoint, which a finished run has."""
         return self.workdir / "checkpoints" / str(self.steps)
 
@@ -106,7 +108,7 @@ class Sweep:
     and the table at the end.
     """
 
-    def __init__(self, points: Sequence[SweepPoint], out: Path, description: Mapping[str, Any]):
+    def __init__(self, points: Sequence[SweepPoint], out: AnyPath, description: Mapping[str, Any]):
         """Read the state of the runs that already exist in `out`. `description` is written first in `sweep.json`."""
         self._statuses = [RunStatus(point, out / point.name) for point in points]
         for status in self._statuses:
@@ -116,7 +118,7 @@ class Sweep:
                 for change in changed_fields(config_of(status.last_checkpoint), status.point.config):
                     if not change.is_neutral:
                         raise UserError(f"{status.workdir} is finished, but with another {change}; use another --out")
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out)
         self._out, self._description = out, description
         # No automatic refresh, because its thread would be unsafe while the sweep starts processes.
         console = rich.console.Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
@@ -170,8 +172,11 @@ class Sweep:
     def _run_process(self, status: RunStatus) -> tuple[int, str]:
         """Run `difftx train` until it ends. Return its exit code, and the reason for a failure."""
         command = [sys.executable, "-m", "difftx", "train", *status.point.flags(status.workdir)]
-        status.workdir.mkdir(parents=True, exist_ok=True)
-        path = status.workdir / "train.log"
+        make_folder(status.workdir)
+        with appended(status.workdir / "train.log") as path:
+            return self._run_with_log(status, command, path)
+
+    def _run_with_log(self, status: RunStatus, command: list[str], path: Path) -> tuple[int, str]:
         with path.open("ab") as log:
             log.write(f"$ {shlex.join(command)}\n".encode())
             log.flush()
@@ -185,9 +190,12 @@ class Sweep:
             )
         if self._stopping:  # The signal arrived before the process existed.
             self._process.terminate()
+        refreshed = time.monotonic()
         while (code := self._process.poll()) is None:
             time.sleep(POLL_SECONDS)
-            status.refresh()
+            if not is_bucket(status.workdir) or time.monotonic() - refreshed > BUCKET_REFRESH_SECONDS:
+                status.refresh()
+                refreshed = time.monotonic()
             self._show(status)
         log_text = path.read_bytes()[begin:].decode(errors="replace")
         return code, f"killed by {signal.Signals(-code).name}" if code < 0 else find_reason(log_text)

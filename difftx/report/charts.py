@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -12,7 +11,8 @@ import matplotlib.figure
 import matplotlib.ticker
 import numpy as np
 
-from difftx.files import new_file
+from difftx.files import make_folder, new_file
+from difftx.storage.paths import AnyPath
 
 # Okabe and Ito's palette, whose colours colour-blind readers can distinguish.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080")
@@ -22,7 +22,7 @@ MOST_TICKS = 12  # Most tick labels on an axis of a heatmap.
 MOST_CHARACTERS = 64  # If the x labels of a heatmap have more characters than this in total, they are rotated.
 
 
-def draw_chart(chart: Mapping[str, Any], folder: Path) -> list[Path]:
+def draw_chart(chart: Mapping[str, Any], folder: AnyPath) -> list[AnyPath]:
     """Draw a chart to the files `<name>.png` and `<name>.svg` in a folder, and return these files."""
     figure = matplotlib.figure.Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
@@ -156,9 +156,9 @@ def short_number(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def save_figure(figure: matplotlib.figure.Figure, stem: Path) -> list[Path]:
+def save_figure(figure: matplotlib.figure.Figure, stem: AnyPath) -> list[AnyPath]:
     """Write a figure to `<stem>.png` and `<stem>.svg`, and return these files. Equal figures give equal bytes."""
-    stem.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(stem.parent)
     files = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
     with matplotlib.rc_context({"svg.hashsalt": json.dumps(stem.name)}):
         for path in files:

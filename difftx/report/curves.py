@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib.axes
@@ -16,6 +15,7 @@ from difftx.errors import UserError
 from difftx.files import write_atomically
 from difftx.report.charts import add_legend, label_axes, save_figure, series_colours, short_number
 from difftx.report.runs import X_AXES, Metric, RunRecord, XAxis, check_comparable, match_runs
+from difftx.storage.paths import AnyPath
 
 METRIC_LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
 SMOOTHED_OVER = 21  # Values in the window of `smoothed`.
@@ -24,8 +24,8 @@ COLUMNS = ("architecture", "tokens", "loss", "perplexity", "bits_per_byte", "tok
 
 
 def write_curves(
-    pattern: str, out: Path, metric: Metric = "loss", against: XAxis = "tokens"
-) -> tuple[list[dict[str, Any]], list[Path]]:
+    pattern: str, out: AnyPath, metric: Metric = "loss", against: XAxis = "tokens"
+) -> tuple[list[dict[str, Any]], list[AnyPath]]:
     """Draw the loss of the runs that match a glob against one of `X_AXES`.
 
     Return a table's rows, one per run, and the files written.

@@ -13,7 +13,7 @@ import jinja2
 
 from difftx.errors import UserError, printable
 from difftx.evals.measures import format_value
-from difftx.files import write_atomically
+from difftx.files import make_folder, resolved, write_atomically
 from difftx.model.abstract import count_parameters
 from difftx.model.flops import flops_per_token
 from difftx.report import panels
@@ -23,6 +23,7 @@ from difftx.report.panels import Cell, Table
 from difftx.report.runs import Metric, RunRecord, different_tokenizers, read_runs
 from difftx.report.suites import suite_sections
 from difftx.report.verdict import verdict
+from difftx.storage.paths import AnyPath
 from difftx.training.resume import changed_fields
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -34,9 +35,9 @@ LOSSES = {
 }
 
 
-def write_page(workdirs: Sequence[Path], out: Path) -> Path:
+def write_page(workdirs: Sequence[AnyPath], out: AnyPath) -> AnyPath:
     """Write the report of the given runs, and return its path. All other runs are compared with the first one."""
-    if len({workdir.resolve() for workdir in workdirs}) < len(workdirs):
+    if len({resolved(workdir) for workdir in workdirs}) < len(workdirs):
         raise UserError(f"--workdir={','.join(map(str, workdirs))}: a run is named twice")
     runs = read_runs(workdirs)
     foreign = different_tokenizers(runs)
@@ -78,7 +79,7 @@ def write_page(workdirs: Sequence[Path], out: Path) -> Path:
         script=script,
         library=bokeh.resources.Resources("inline", components=["bokeh"]).render_js(),
     )
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent)
     write_atomically(out, page)
     return out
 
@@ -140,7 +141,7 @@ def _notes(runs: Sequence[RunRecord], foreign: tuple[str, str] | None) -> list[s
     return notes
 
 
-def _commands(runs: Sequence[RunRecord], out: Path) -> list[str]:
+def _commands(runs: Sequence[RunRecord], out: AnyPath) -> list[str]:
     """Return the commands that trained the runs, as far as known, evaluated them, and wrote this page."""
     commands = []
     for run in runs:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from difftx.errors import UserError, did_you_mean
-from difftx.files import read_json, require_local
+from difftx.files import read_json
 from difftx.model.abstract import count_parameters
 from difftx.report.runs import Metric, RunRecord, check_comparable, match_runs
 
@@ -35,7 +35,7 @@ def read_points(pattern: str, metric: Metric) -> tuple[list[LossPoint], list[str
     A table is a .csv file, or a .json file with a list of objects. Its columns are `architecture`, `size` (parameters),
     `tokens`, `loss` (or `bits_per_byte`) and optionally `seed`. Rows of equal architecture, size and seed form one run.
     """
-    require_local("--scaling", pattern)
+    # Tables are local. In a bucket, only run directories match.
     files = [Path(name) for name in sorted(glob.glob(pattern)) if Path(name).suffix in (".csv", ".json")]
     tables = [file for file in files if str(file) == str(Path(pattern)) or not _is_other_output(file)]
     if tables:

@@ -3,18 +3,17 @@
 import contextlib
 import dataclasses
 import functools
-import glob
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from difftx.config import Config
 from difftx.errors import UserError, printable
-from difftx.files import parse_json_lines, read_file, read_json, require_local
+from difftx.files import JsonLines, matching_files, matching_folders, parse_json_lines, read_json, resolved
 from difftx.model.flops import flops_per_token
+from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.manifest import MANIFEST, read_manifest, steps_in
 from difftx.training.checkpoint.reading import open_checkpoint
 from difftx.training.metrics import read_metrics
@@ -37,7 +36,7 @@ class RunRecord:
     """Contents of a run directory."""
 
     name: str  # Short name, unique among the runs that are read together.
-    workdir: Path
+    workdir: AnyPath
     config: Config  # Config of the newest checkpoint. Fields that do not affect its numbers are from config.json.
     steps: int  # Number of steps that config.json sets.
     manifest: dict[str, Any]  # Contents of manifest.json.
@@ -60,7 +59,8 @@ class RunRecord:
         results: Results = {}
         outdated = []
         weights_of_step = functools.cache(lambda step: _weights(self.workdir, step))
-        paths = [path for path in self.workdir.glob("evals/*/*.json") if re.fullmatch("[0-9]{1,18}", path.stem)]
+        found = matching_files(self.workdir, "evals/*/*.json")
+        paths = [path for path in found if re.fullmatch("[0-9]{1,18}", path.stem)]
         for path in sorted(paths, key=lambda path: (path.parent.name, int(path.stem))):
             suite, step = path.parent.name, int(path.stem)
             result = printable_json(read_json(path))
@@ -118,16 +118,15 @@ class RunRecord:
 
 def match_runs(pattern: str, flag: str) -> list[RunRecord]:
     """Read all folders with a metrics.jsonl that match a glob. Error messages name the command's flag, `flag`."""
-    require_local(f"--{flag}", pattern)
-    workdirs = [Path(name) for name in sorted(glob.glob(pattern)) if (Path(name) / "metrics.jsonl").exists()]
+    workdirs = matching_folders(f"--{flag}", pattern, "metrics.jsonl")
     if not workdirs:
         raise UserError(f"--{flag}={pattern!r}: no folder with a metrics.jsonl matches; quote the glob, as in 'runs/*'")
     return read_runs(workdirs)
 
 
-def read_runs(workdirs: Sequence[Path]) -> list[RunRecord]:
+def read_runs(workdirs: Sequence[AnyPath]) -> list[RunRecord]:
     """Read run directories. A run has the name of its folder, or the whole path if two folders have the same name."""
-    names = [printable(workdir.resolve().name) for workdir in workdirs]
+    names = [printable(resolved(workdir).name) for workdir in workdirs]
     paths = [printable(str(workdir)) for workdir in workdirs]
     names = [name if names.count(name) == 1 else path for name, path in zip(names, paths, strict=True)]
     return list(map(_read_run, workdirs, names))
@@ -164,7 +163,7 @@ def printable_json(value: Any) -> Any:
     return value
 
 
-def _weights(workdir: Path, step: int) -> str | None:
+def _weights(workdir: AnyPath, step: int) -> str | None:
     """Return the identifier of the weights in a step's checkpoint, or None if there is no readable checkpoint."""
     try:
         return read_manifest(workdir / "checkpoints" / str(step)).weights
@@ -172,7 +171,7 @@ def _weights(workdir: Path, step: int) -> str | None:
         return None
 
 
-def _config_of_newest_checkpoint(workdir: Path, now: Config) -> Config:
+def _config_of_newest_checkpoint(workdir: AnyPath, now: Config) -> Config:
     """Return the config of the newest readable checkpoint, or `now`, the config in config.json, if there is none."""
     folder = workdir / "checkpoints"
     for step in reversed(steps_in(folder)):
@@ -181,7 +180,7 @@ def _config_of_newest_checkpoint(workdir: Path, now: Config) -> Config:
     return now
 
 
-def _read_run(workdir: Path, name: str) -> RunRecord:
+def _read_run(workdir: AnyPath, name: str) -> RunRecord:
     now, manifest, path = read_config(workdir), read_description(workdir), workdir / "metrics.jsonl"
     for part in ("data", "devices"):
         if not isinstance(manifest.get(part, {}), dict):
@@ -192,7 +191,7 @@ def _read_run(workdir: Path, name: str) -> RunRecord:
         print(printable(f"{path}: skipped {skipped} lines that are not metrics"))
     if not any(row["split"] == "train" for row in rows):
         raise UserError(f"{path}: no training steps in it yet")
-    entries = parse_json_lines(read_file(workdir / "journal.jsonl") or b"", {"step": int, "event": object})
+    entries = parse_json_lines(JsonLines(workdir / "journal.jsonl").content(), {"step": int, "event": object})
     return RunRecord(
         name=name,
         workdir=workdir,

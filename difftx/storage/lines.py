@@ -66,7 +66,9 @@ class BucketLog:
             while objects.write_if(self._part(head.epoch, number), part, None) is None:
                 number += 1  # Another process has appended.
             now = head if self._is_current(head) else self._read_head()
-            if now.epoch != head.epoch or now.first > number:
+            # If another process has moved the part into the head, `first` is larger by at most `PARTS`. If it is larger
+            # by more, the number may be one whose part was deleted before this append.
+            if now.epoch != head.epoch or now.first > number + PARTS:
                 raise RunError(
                     f"{self._path}: another process replaced this file during a write; run the command again"
                 )

@@ -38,10 +38,11 @@ class Stored(NamedTuple):
 
 
 class Description(NamedTuple):
-    """The size of an object in bytes, and its CRC32C if the store has one."""
+    """What a store lists about an object."""
 
-    size: int
-    crc32c: int | None
+    size: int  # In bytes.
+    crc32c: int | None  # None if the store has none.
+    modified: float  # Time of the last write, in seconds since 1970.
 
 
 def read(path: "epath.Path") -> Stored | None:
@@ -128,9 +129,15 @@ def delete(paths: Iterable["epath.Path"]) -> None:
 
 def list_below(folder: "epath.Path") -> list[str]:
     """Return the names of all objects below a folder, relative to it, with one request per page."""
+    return sorted(describe_below(folder))
+
+
+def describe_below(folder: "epath.Path") -> dict[str, Description]:
+    """Return the descriptions of all objects below a folder by their names, as `list_below`."""
     # TensorStore would return an empty listing if the credentials may not list objects.
-    found = _described(folder, "list", lambda: _fsspec(folder).find(f"{_name(folder)}/")) or []
-    return sorted(name.removeprefix(f"{_name(folder)}/") for name in found)
+    prefix = f"{_name(folder)}/"
+    found = _described(folder, "list", lambda: _fsspec(folder).find(prefix, detail=True)) or {}
+    return {name.removeprefix(prefix): _description(entry) for name, entry in found.items()}
 
 
 def list_folder(path: "epath.Path") -> dict[str, bool]:
@@ -149,12 +156,32 @@ def list_folder(path: "epath.Path") -> dict[str, bool]:
 
 
 def describe(path: "epath.Path") -> Description | None:
-    """Return size and CRC32C of an object, or None if it is absent or a folder."""
+    """Return the description of an object, or None if it is absent or a folder."""
     found = _described(path, "read", lambda: _fsspec(path).info(_name(path)))
-    if found is None or found["type"] != "file":
-        return None
-    crc32c = found.get("crc32c")
-    return Description(found["size"], crc32c and int.from_bytes(base64.b64decode(crc32c)))
+    return None if found is None or found["type"] != "file" else _description(found)
+
+
+def _description(entry: dict[str, Any]) -> Description:
+    """Return the description in an entry of a listing of gcsfs or s3fs."""
+    crc32c = entry.get("crc32c")
+    modified = entry.get("LastModified") or entry["mtime"]
+    return Description(entry["size"], crc32c and int.from_bytes(base64.b64decode(crc32c)), modified.timestamp())
+
+
+def read_range(path: "epath.Path", start: int, end: int) -> bytes:
+    """Return the bytes from `start` to `end` of an object. Raise `UnreadableError` if it has fewer."""
+    for pause in (*REREAD_SECONDS, None):
+        found = _described(path, "read", lambda: _fsspec(path).cat_file(_name(path), start=start, end=end))
+        if found is not None and len(found) == end - start:
+            return found
+        if pause is not None:
+            time.sleep(pause)
+    raise UnreadableError(f"{path} cannot be read: it has fewer than {end} bytes; run the same command again")
+
+
+def download(path: "epath.Path", target: str) -> None:
+    """Write the content of an object to a local file."""
+    _described(path, "read", lambda: _fsspec(path).get_file(_name(path), target))
 
 
 def upload(path: "epath.Path", source: str) -> None:
@@ -256,19 +283,29 @@ def _bucket_of(path: "epath.Path") -> Any:
 @functools.cache
 def _bucket(scheme: str, bucket: str) -> Any:
     """Return the TensorStore client of a bucket."""
+    import tensorstore as ts
+
+    spec, context = _tensorstore_spec(scheme, bucket)
+    return ts.KvStore.open(spec, context=ts.Context(context)).result()
+
+
+def tensorstore_spec(path: "epath.Path") -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the specification of a folder as a key-value store of TensorStore, and that of its context."""
+    spec, context = _tensorstore_spec(_scheme(path), _name(path).partition("/")[0])
+    return spec | {"path": f"{_key(path)}/"}, context
+
+
+def _tensorstore_spec(scheme: str, bucket: str) -> tuple[dict[str, Any], dict[str, Any]]:
     for name, value in (("CONNECT_TIMEOUT_SECONDS", 10), ("LOW_SPEED_TIME_SECONDS", SILENCE_SECONDS)):
         os.environ.setdefault(f"TENSORSTORE_CURL_{name}", str(value))
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
-    import tensorstore as ts
-
     spec = {"driver": "gcs", "bucket": bucket}
     if scheme == "s3":
         spec["driver"] = "s3"
         # botocore, which s3fs uses, reads these variables. TensorStore takes an endpoint as an argument only.
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
         spec |= {"endpoint": endpoint} if endpoint else {}
-    context = ts.Context({f"{spec['driver']}_request_retries": RETRIES})
-    return ts.KvStore.open(spec, context=context).result()
+    return spec, {f"{spec['driver']}_request_retries": RETRIES}
 
 
 @functools.cache

@@ -18,15 +18,15 @@ import collections
 import dataclasses
 import statistics
 import sys
-from collections.abc import Collection
-from pathlib import Path
+from collections.abc import Callable, Collection
 from typing import Any
 
 from difftx.config import Config, GuardsConfig
 from difftx.data.loader import Loader
 from difftx.errors import EXIT_FAILED, UserError
-from difftx.files import JsonLines, parse_json_lines, read_file, schema_error, with_sha256, without_sha256
+from difftx.files import JsonLines, parse_json_lines, schema_error, with_sha256, without_sha256
 from difftx.parallel.multihost import barrier, is_primary, say
+from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.checkpoint.retention import remove
 
@@ -105,14 +105,17 @@ class Guard:
 class GuardJournal:
     """The file `<workdir>/journal.jsonl`, with an entry per rewind or stop. Only the primary process writes it."""
 
-    def __init__(self, workdir: Path):
-        self._file = JsonLines(workdir / "journal.jsonl")
+    def __init__(self, workdir: AnyPath, check: Callable[[], None] = lambda: None):
+        """Read the file. `check` raises an error if this process has lost the lock of the run."""
+        self._file, self.check = JsonLines(workdir / "journal.jsonl"), check
         self.entries: list[dict[str, Any]] = []
-        lines = parse_json_lines(read_file(self._file.path) or b"")
+        lines = parse_json_lines(self._file.content())
         for number, entry in enumerate(map(without_sha256, lines), start=1):
             if entry is None or not _is_valid(entry):
                 raise UserError(f"{self._file.path}: line {number} is not a valid entry; delete that line")
             self.entries.append(entry)
+        if is_bucket(workdir) and is_primary():
+            self._write()  # From now on, a previous owner of the run can no longer replace the file.
 
     def add(self, event: str, step: int, bad: BadSteps, attempt: int, **details: Any) -> None:
         steps = [bad.first, bad.last]
@@ -120,7 +123,11 @@ class GuardJournal:
             {"event": event, "step": step, "reason": bad.reason, "bad_steps": steps, "attempt": attempt, **details}
         )
         if is_primary():
-            self._file.rewrite(map(with_sha256, self.entries))
+            self._write()
+
+    def _write(self) -> None:
+        self.check()
+        self._file.rewrite(map(with_sha256, self.entries))
 
     def add_rewind(self, rewind: Rewind, step: int, examples: int, attempt: int) -> None:
         """Record a rewind to the checkpoint of `step`, which was saved after `examples` training examples."""
@@ -165,6 +172,7 @@ def act_on_bad_steps(
     if is_primary():
         # Delete the newest checkpoint first. If this is interrupted, the run rewinds again from an older checkpoint.
         newest_first = sorted((step for step in steps if step > target), reverse=True)
+        journal.check()
         remove(checkpointer.folder / str(step) for step in newest_first)
     barrier(f"rewind {rewind.number}", config.multihost.barrier_timeout_seconds)
     say(f"{where}; back to step {target}, on with example {rewind.examples}")

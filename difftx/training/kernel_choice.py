@@ -39,8 +39,8 @@ from difftx.compilation_cache import user_folder
 from difftx.config import Config
 from difftx.config.architectures import ARCHITECTURES
 from difftx.config.fields import values_of
-from difftx.errors import EXIT_FAILED, printable
-from difftx.files import json_sha256, read_record, schema_error, write_record
+from difftx.errors import EXIT_FAILED, UnreadableError, printable
+from difftx.files import json_sha256, read_file, read_record, schema_error, write_record
 from difftx.kernels import target
 from difftx.kernels.backend import Ranking
 from difftx.kernels.context import SequenceSharding
@@ -50,6 +50,7 @@ from difftx.parallel import multihost
 from difftx.parallel.mesh import mesh_sizes
 from difftx.parallel.presets import apply_preset
 from difftx.registry import load_extensions, loaded_extensions
+from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.manifest import MANIFEST
 
 DEADLINE_SECONDS = 60.0  # Time for all kernels.
@@ -67,7 +68,7 @@ SHAPE_FIELDS = (
 )
 
 
-def start(flags: argparse.Namespace, configs: Sequence[Config], workdir: Path | None) -> None:
+def start(flags: argparse.Namespace, configs: Sequence[Config], workdir: AnyPath | None) -> None:
     """Join the other processes, choose the attention kernels of the configs, and look for devices.
 
     `flags` are those of `multihost.add_flags`. `workdir` is the run of the first config, which may have recorded a
@@ -77,7 +78,7 @@ def start(flags: argparse.Namespace, configs: Sequence[Config], workdir: Path | 
     choose(configs, workdir)
 
 
-def choose(configs: Sequence[Config], workdir: Path | None = None) -> None:
+def choose(configs: Sequence[Config], workdir: AnyPath | None = None) -> None:
     """Choose the attention kernels of the configs, and look for devices."""
     measurable = {kernel_function(config): config for config in configs if _is_measured(config)}
     recorded = {function: _recorded(workdir, function) for function in measurable}
@@ -169,11 +170,17 @@ def _is_measured(config: Config) -> bool:
     return config.train.kernel_choice == "measured" and is_auto and kernel_function(config) != "mapped_attention"
 
 
-def _recorded(workdir: Path | None, function: str) -> Ranking | None:
+def _recorded(workdir: AnyPath | None, function: str) -> Ranking | None:
     """Return the ranking of a function in the manifest of a run, if there is one."""
     try:
-        found: Any = json.loads((workdir / MANIFEST).read_bytes())["kernels"][function] if workdir else None
-    except (OSError, ValueError, LookupError, TypeError):  # `Run.check_records` reports a manifest that is not one.
+        found: Any = json.loads(read_file(workdir / MANIFEST) or b"")["kernels"][function] if workdir else None
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        UnreadableError,
+    ):  # `Run.check_records` reports a manifest that is not one.
         return None
     return None if schema_error(found, SHAPE) else Ranking(**found)
 

@@ -49,10 +49,10 @@ def train(
     interrupt = Interrupt()
     try:
         run.check_records()
-        with run.lock(), Monitor(run.config.multihost) as monitor, jax.set_mesh(run.mesh):
+        with run.lock() as check, Monitor(run.config.multihost) as monitor, jax.set_mesh(run.mesh):
             step = jax.jit(make_train_step(run.config), donate_argnums=0)
-            journal = GuardJournal(run.workdir)
-            session = Session(run, evaluate, export, step, journal, interrupt, monitor, allow_config_change)
+            journal = GuardJournal(run.workdir, check)
+            session = Session(run, evaluate, export, step, journal, interrupt, monitor, check, allow_config_change)
             outcome = Attempt(session, Goodput(time.perf_counter() if began is None else began)).train()
             while isinstance(outcome, Rewind):
                 outcome = Attempt(session, Goodput(time.perf_counter()), outcome).train()
@@ -76,6 +76,7 @@ class Session:
     journal: GuardJournal
     interrupt: Interrupt
     monitor: Monitor
+    check: Callable[[], None]  # Raises an error if this process has lost the lock of the run.
     allow_config_change: bool
 
 
@@ -87,7 +88,9 @@ class Attempt:
         run, config = session.run, session.run.config
         self._session, self._goodput, self._config = session, goodput, config
         self._patience = config.multihost.barrier_timeout_seconds
-        self._checkpointer = Checkpointer(run.workdir, config.checkpoint, save_seconds=self._patience)
+        self._checkpointer = Checkpointer(
+            run.workdir, config.checkpoint, save_seconds=self._patience, check=session.check
+        )
         self._loader = Loader(
             run.data.examples,
             rows=config.batch_rows,
@@ -103,9 +106,12 @@ class Attempt:
                 run, self._checkpointer, self._loader, self._guard, allow_config_change=session.allow_config_change
             )
         if is_primary():
+            session.check()
             run.write_description()
             goodput.resume(run.workdir / "metrics.jsonl", self._start)
-        self._writer = MetricsWriter(run.workdir, config.logging, self._start, enabled=is_primary())
+        self._writer = MetricsWriter(
+            run.workdir, config.logging, self._start, enabled=is_primary(), check=session.check
+        )
         self._tracer = StepTracer(run.workdir, config.logging, enabled=is_primary())
         if rewind is not None:
             session.journal.add_rewind(rewind, self._start, self._loader.state()["examples"], self._writer.attempt)
@@ -137,6 +143,7 @@ class Attempt:
                     self._save(reporter)
                     self._export(reporter, display)
             reporter.flush()
+            self._writer.flush()
             self._goodput.switch("save")
             saved = self._guard.calm or (self._step == steps and self._guard.tripped is None)
             if saved:
@@ -175,6 +182,7 @@ class Attempt:
             work = Work(enabled=False, on_advance=functools.partial(session.monitor.beat, step))
             suites = self._config.eval.suites if self._guard.tripped is None else ()
             weights = self._checkpointer.weights_id(step)
+            session.check()
             results = session.evaluate(session.run, self._state.params, step, suites, work, weights)
         session.monitor.beat(step)
         for suite, result in results.items():
@@ -188,6 +196,7 @@ class Attempt:
         barrier(f"checkpoint of step {self._step}", self._patience)
         reporter.flush()  # Before the save, so that metrics.jsonl has all steps up to the checkpoint.
         self._write_goodput()
+        self._writer.flush()
         if self._guard.calm:
             with self._goodput.section("save"):
                 self._checkpointer.save(self._state, self._data_state(), self._config)
@@ -200,6 +209,7 @@ class Attempt:
         if session.export is None or every_steps is None or step % every_steps or not self._guard.calm:
             return
         with self._goodput.section("save"):
+            self._writer.flush()
             self._checkpointer.save_and_wait(self._state, self._data_state(), self._config)
             session.monitor.beat(step)
             display.note(f"step {step}  {session.export(session.run, step)}")

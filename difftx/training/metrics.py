@@ -1,5 +1,7 @@
 """Metrics of a run in metrics.jsonl, TensorBoard and Weights & Biases, and warnings if λ leaves its useful range."""
 
+import collections
+import concurrent.futures
 import contextlib
 import errno
 import json
@@ -8,18 +10,24 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from tensorboardX.event_file_writer import EventsWriter, directory_check
 from tensorboardX.proto import event_pb2, summary_pb2
 
 from difftx.config import LoggingConfig
-from difftx.errors import RunError, import_extra
-from difftx.files import JsonLines, parse_json_lines, read_file
+from difftx.errors import RunError, UnreadableError, import_extra
+from difftx.files import JsonLines, parse_json_lines, resolved, upload
+from difftx.storage import objects
+from difftx.storage.paths import AnyPath, is_bucket
+
+if TYPE_CHECKING:
+    from etils import epath
 
 NEWEST_BYTES = 65_536
 LOWEST_LAMBDA, HIGHEST_LAMBDA = -0.5, 2.0  # Range of λ in which a layer cancels noise.
@@ -38,18 +46,37 @@ class MetricsWriter:
     """A writer of metrics to metrics.jsonl and, if configured, to TensorBoard and Weights & Biases.
 
     It first deletes the rows of earlier attempts for steps after `start_step`. It does nothing unless `enabled`.
+
+    In a bucket, a thread appends the rows, so that training does not wait for the store. TensorBoard's events are
+    collected in local files, which `flush` uploads.
     """
 
-    def __init__(self, workdir: Path, config: LoggingConfig, start_step: int, *, enabled: bool = True):
+    def __init__(
+        self,
+        workdir: AnyPath,
+        config: LoggingConfig,
+        start_step: int,
+        *,
+        enabled: bool = True,
+        check: Callable[[], None] = lambda: None,
+    ):
+        """Rewind the file. `check` raises an error if this process has lost the lock of the run."""
         self.path = workdir / "metrics.jsonl"
         self.attempt = 0
-        self._file = self._tensorboard = self._wandb = None
+        self._file: BinaryIO | _Appender | None = None
+        self._tensorboard = self._wandb = self._uploads = None
         if not enabled:
             return
-        kept, self.attempt = self._rewind(start_step)
-        self._file = self.path.open("ab", buffering=0)
+        check()
+        log = JsonLines(self.path)
+        kept, self.attempt = self._rewind(log, start_step)
+        self._file = _Appender(log, check) if is_bucket(self.path) else self.path.open("ab", buffering=0)
         if config.tensorboard:
-            self._tensorboard = _start_tensorboard(workdir / "tensorboard", start_step, self.attempt)
+            folder = workdir / "tensorboard"
+            if is_bucket(folder):
+                self._uploads = _Uploads(folder)
+                folder = self._uploads.local
+            self._tensorboard = _start_tensorboard(folder, start_step, self.attempt)
         if config.wandb_project:
             self._wandb = _start_wandb(config.wandb_project, workdir, self.attempt)
             for row in kept:
@@ -80,11 +107,22 @@ class MetricsWriter:
         if self._wandb:
             self._wandb.log(scalars, step=step)
 
+    def flush(self) -> None:
+        """Return when all rows and events are on disk, or in the bucket."""
+        if isinstance(self._file, _Appender):
+            self._file.flush()
+        if self._uploads and self._tensorboard:
+            self._tensorboard.close()
+            self._uploads.upload()
+            self._tensorboard = self._uploads.next_file(self.attempt)
+
     def close(self) -> None:
         if self._file:
             self._file.close()
         if self._tensorboard:
             self._tensorboard.close()
+        if self._uploads:
+            self._uploads.upload()
         if self._wandb:
             self._wandb.finish()
 
@@ -95,24 +133,95 @@ class MetricsWriter:
                 file.close()
         self._file = self._tensorboard = None
 
-    def _rewind(self, start_step: int) -> tuple[list[dict[str, Any]], int]:
+    def _rewind(self, log: JsonLines, start_step: int) -> tuple[list[dict[str, Any]], int]:
         """Delete rows and evaluations after `start_step`. Return the other rows, and this attempt's number, from 1."""
-        rows, _ = read_metrics(self.path)
+        rows, _ = _parse_rows(log.content())
         kept = [row for row in rows if row["step"] <= start_step]
-        JsonLines(self.path).rewrite(kept)
-        for path in self.path.parent.glob("evals/*/*"):  # Results of steps that are trained again.
+        log.rewrite(kept)
+        workdir = self.path.parent
+        if is_bucket(workdir):
+            evals = workdir / "evals"
+            names = [(name, re.match(r"[^/]+/(\d+)", name)) for name in objects.list_below(evals)]
+            objects.delete(evals / name for name, step in names if step and int(step[1]) > start_step)
+            return kept, 1 + max((row["attempt"] for row in rows), default=0)
+        for path in workdir.glob("evals/*/*"):  # Results of steps that are trained again.
             if (step := re.match(r"\d+", path.name)) and int(step[0]) > start_step:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         return kept, 1 + max((row["attempt"] for row in rows), default=0)
 
 
-def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
+class _Appender:
+    """A file in a bucket, to which a thread appends. Lines that arrive during an append become one append."""
+
+    def __init__(self, log: JsonLines, check: Callable[[], None]):
+        self._log, self._check = log, check
+        self._lines: collections.deque[bytes] = collections.deque()
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "metrics")
+        self._job: concurrent.futures.Future[None] | None = None
+        self._error: Exception | None = None
+
+    def write(self, line: bytes) -> int:
+        """Append a line later. Raise the error of an earlier append, if there was one."""
+        if self._error is not None:
+            raise self._error
+        self._lines.append(line)
+        self._job = self._thread.submit(self._append)
+        return len(line)
+
+    def flush(self) -> None:
+        """Wait until all lines are in the bucket."""
+        if self._job is not None:
+            self._job.result()
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Wait for all lines, and end the thread."""
+        self.flush()
+        self._thread.shutdown()
+
+    def _append(self) -> None:
+        content = b"".join(self._lines.popleft() for _ in range(len(self._lines)))
+        if not content or self._error is not None:
+            return
+        try:
+            self._check()
+            self._log.append_lines(content)
+        except Exception as error:  # The main thread raises it.
+            self._error = error
+
+
+class _Uploads:
+    """Event files of TensorBoard in a local folder, each of which is uploaded once to a bucket."""
+
+    def __init__(self, folder: "epath.Path"):
+        self._folder, self._temporary, self._number = folder, tempfile.TemporaryDirectory(prefix="difftx-"), 0
+        self.local = Path(self._temporary.name)
+
+    def upload(self) -> None:
+        """Move all files to the bucket."""
+        for file in sorted(self.local.iterdir()):
+            upload(self._folder / file.name, file)
+            file.unlink()
+
+    def next_file(self, attempt: int) -> EventsWriter:
+        """Return a writer of a new file. TensorBoard reads the files in the order of their names."""
+        self._number += 1
+        return EventsWriter(str(self.local / "events"), f".{attempt}.{self._number:06d}")
+
+
+def read_metrics(path: AnyPath) -> tuple[list[dict[str, Any]], int]:
     """Return the rows of a metrics.jsonl and the number of invalid lines. An absent file has no rows."""
-    return _parse_rows(read_file(path) or b"")
+    return _parse_rows(JsonLines(path).content())
 
 
-def read_newest_metrics(path: Path) -> list[dict[str, Any]]:
+def read_newest_metrics(path: AnyPath) -> list[dict[str, Any]]:
     """Return the rows in the last 64 KiB of a metrics.jsonl, or none if the file cannot be read."""
+    if is_bucket(path):
+        try:
+            return _parse_rows(JsonLines(path).content()[-NEWEST_BYTES:])[0]
+        except UnreadableError:
+            return []
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - NEWEST_BYTES))
@@ -175,12 +284,13 @@ def _start_tensorboard(folder: Path, start_step: int, attempt: int) -> EventsWri
     return writer
 
 
-def _start_wandb(project: str, workdir: Path, attempt: int) -> Any:
+def _start_wandb(project: str, workdir: AnyPath, attempt: int) -> Any:
     wandb = import_extra("wandb", "wandb")
     # W&B accepts each step only once, so each attempt is a new W&B run that begins with the rows of earlier attempts.
-    name = "-".join(workdir.resolve().parts[-2:])
+    name = "-".join(resolved(workdir).parts[-2:])
     run = f"{name}-{attempt}"
-    return wandb.init(project=project, id=run, name=run, group=name, dir=str(workdir), resume="allow")
+    folder = tempfile.gettempdir() if is_bucket(workdir) else str(workdir)
+    return wandb.init(project=project, id=run, name=run, group=name, dir=folder, resume="allow")
 
 
 class LambdaRange:

@@ -1,13 +1,14 @@
 """Traces of train steps, and a profile of the devices' memory after an out-of-memory error."""
 
+import contextlib
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 
 from difftx.config import LoggingConfig
 from difftx.errors import RunError
-from difftx.files import new_file
+from difftx.files import new_file, uploaded
+from difftx.storage.paths import AnyPath
 
 TRACE_FOLDER = "profile"
 MEMORY_PROFILE = "device_memory-{process}.prof"
@@ -19,10 +20,11 @@ class StepTracer:
     It does nothing unless `enabled`. Of a run that starts again, each attempt writes a trace of its own.
     """
 
-    def __init__(self, workdir: Path, config: LoggingConfig, *, enabled: bool):
+    def __init__(self, workdir: AnyPath, config: LoggingConfig, *, enabled: bool):
         first, count = config.profile_steps or (0, 0)
         self._steps = range(first, first + count)
         self._folder, self._enabled, self._is_tracing = workdir / TRACE_FOLDER, enabled, False
+        self._stack = contextlib.ExitStack()
 
     def start(self, step: int, wait: Callable[[], None]) -> None:
         """Start the trace before the first of the steps. `wait` waits until the devices have finished earlier steps."""
@@ -32,7 +34,8 @@ class StepTracer:
             options.python_tracer_level = (
                 0  # Events of all Python functions would slow down the steps that are measured.
             )
-            jax.profiler.start_trace(self._folder, create_perfetto_trace=True, profiler_options=options)
+            folder = self._stack.enter_context(uploaded(self._folder))
+            jax.profiler.start_trace(folder, create_perfetto_trace=True, profiler_options=options)
             self._is_tracing = True
 
     def stop_after_last(self, step: int, wait: Callable[[], None]) -> None:
@@ -46,9 +49,10 @@ class StepTracer:
         if self._is_tracing:
             self._is_tracing = False
             jax.profiler.stop_trace()
+            self._stack.close()
 
 
-def out_of_memory(workdir: Path, error: jax.errors.JaxRuntimeError) -> RunError | None:
+def out_of_memory(workdir: AnyPath, error: jax.errors.JaxRuntimeError) -> RunError | None:
     """Write a profile of the memory of this process's devices if `error` says that they have no more memory.
 
     Return an error that names the file, or None for another error.

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 
@@ -10,9 +9,10 @@ from difftx.config import Config
 from difftx.config.fields import values_of
 from difftx.data.loader import Loader, signature_changes
 from difftx.errors import UserError
-from difftx.files import size_of
+from difftx.files import list_folder, resolved, size_of
 from difftx.parallel.multihost import decide_on_primary, say
 from difftx.registry import changed_extensions
+from difftx.storage.paths import AnyPath, path_of
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpointer, config_of, restore_params
 from difftx.training.checkpoint.manifest import MANIFEST, package_versions, read_manifest, why_invalid
 from difftx.training.guards import Guard
@@ -98,7 +98,7 @@ def starting_state(
     #   4. New parameters from `train.seed`.
     source = run.config.checkpoint
 
-    def resume(folder: Path) -> TrainState:
+    def resume(folder: AnyPath) -> TrainState:
         return _resume(run, checkpointer, loader, guard, folder, allow_config_change)
 
     if (step := checkpointer.newest()) is not None:
@@ -116,7 +116,7 @@ def starting_state(
 
 
 def _resume(
-    run: Run, checkpointer: Checkpointer, loader: Loader, guard: Guard, folder: Path, allow_config_change: bool
+    run: Run, checkpointer: Checkpointer, loader: Loader, guard: Guard, folder: AnyPath, allow_config_change: bool
 ) -> TrainState:
     """Return the state in a checkpoint of this run, or of the run from which it branches."""
     manifest, is_branch = read_manifest(folder), folder.parent != checkpointer.folder
@@ -181,11 +181,11 @@ def _unsafe_changes(
     return refused + (data_fields or [f"data, {change}" for change in data_changes])
 
 
-def _read_source[T](field: str, source: str, read: Callable[[Path], T]) -> T:
+def _read_source[T](field: str, source: str, read: Callable[[AnyPath], T]) -> T:
     """Return `read(folder)` for the checkpoint that a field of `checkpoint` names: its folder, or that of its run."""
-    path, name = Path(source), f"checkpoint.{field}={source}"
+    path, name = path_of(f"checkpoint.{field}", source), f"checkpoint.{field}={source}"
     if decide_on_primary(lambda: _is_checkpoint(path, name), DECISION_SECONDS):
-        return read(path.resolve())
+        return read(resolved(path))
     reader = Checkpointer(path)
     found = reader.read_newest(lambda step: read(reader.folder / str(step)))
     if found is None:
@@ -193,7 +193,7 @@ def _read_source[T](field: str, source: str, read: Callable[[Path], T]) -> T:
     return found
 
 
-def _params_in(run: Run, folder: Path) -> object:
+def _params_in(run: Run, folder: AnyPath) -> object:
     data = read_manifest(folder).data
     if data.get("tokenizer") != run.data.signature["tokenizer"]:
         raise UserError(
@@ -206,9 +206,9 @@ def _params_in(run: Run, folder: Path) -> object:
     return params
 
 
-def _is_checkpoint(source: Path, name: str) -> bool:
+def _is_checkpoint(source: AnyPath, name: str) -> bool:
     """Return whether `source` is the folder of one checkpoint. Raise `UserError` if it is a corrupt one."""
-    if size_of(source / MANIFEST) is None or (source / "checkpoints").is_dir():
+    if size_of(source / MANIFEST) is None or list_folder(source).get("checkpoints"):
         return False
     if why := why_invalid(source, content=True):
         raise UserError(f"{name}: the checkpoint does not verify: {why}")

@@ -29,6 +29,7 @@ from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import Tokenizer, load_tokenizer, padded_size
 from difftx.errors import UserError, printable
 from difftx.files import (
+    make_folder,
     read_file,
     read_json,
     remove_temporaries,
@@ -43,6 +44,8 @@ from difftx.parallel.mesh import check_divisible, make_mesh
 from difftx.parallel.multihost import agree, barrier, decide_on_primary, is_primary
 from difftx.parallel.presets import apply_preset
 from difftx.registry import loaded_extensions, require_extensions
+from difftx.storage.lock import BucketLock
+from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint.manifest import EXTENSIONS_SHAPE, MANIFEST, package_versions
 from difftx.training.kernel_choice import attention_call, attention_kernel
 from difftx.training.optimizer import make_optimizer
@@ -62,13 +65,13 @@ class Run:
     """A checked config with its mesh, tokenizer and data. `workdir` is the folder for the files of the run."""
 
     config: Config
-    workdir: Path
+    workdir: AnyPath
     mesh: jax.sharding.Mesh
     tokenizer: Tokenizer
     data: Sources
 
     @classmethod
-    def open(cls, config: Config, workdir: Path, mesh: jax.sharding.Mesh | None = None) -> "Run":
+    def open(cls, config: Config, workdir: AnyPath, mesh: jax.sharding.Mesh | None = None) -> "Run":
         """Open the tokenizer and the data, by default with the mesh of `config.mesh` over all devices.
 
         Raise `UserError` in every process if the config is invalid for the devices, the data or the tokenizer of any
@@ -105,12 +108,15 @@ class Run:
         return self.config.batch_rows // self.config.train.accumulation
 
     @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
-        """Lock the workdir. Raise `UserError` if another training still has the lock after a minute."""
-        with _lock_of(self.workdir) if is_primary() else contextlib.nullcontext():
+    def lock(self) -> Iterator[Callable[[], None]]:
+        """Lock the workdir. Raise `UserError` if another training still has the lock after a minute.
+
+        Yield a function that raises an error if this process has lost the lock, which is possible in a bucket.
+        """
+        with _lock(self) if is_primary() else contextlib.nullcontext() as held:
             # Wait for the primary process, because another process that has the lock may save a newer checkpoint.
             barrier("lock of the workdir", self.config.multihost.barrier_timeout_seconds)
-            yield
+            yield (lambda: None) if held is None else held.check
 
     def check_records(self) -> None:
         """Raise an error in every process if the files of an earlier attempt cannot be read."""
@@ -147,11 +153,7 @@ def agree_on_command(config: Config, flags: argparse.Namespace) -> None:
     """
 
     def fields() -> dict[str, Any]:
-        own = {
-            f"--{name}": os.path.abspath(value) if isinstance(value, Path) else value
-            for name, value in vars(flags).items()
-            if name not in OWN_FLAGS
-        }
+        own = {f"--{name}": _comparable(value) for name, value in vars(flags).items() if name not in OWN_FLAGS}
         packages = {f"package {name}": version for name, version in package_versions().items()}
         loaded = sorted((Path(extension.path).name, extension.sha256) for extension in loaded_extensions())
         extensions = {f"extension {number}, {name}": sha256 for number, (name, sha256) in enumerate(loaded, start=1)}
@@ -162,6 +164,13 @@ def agree_on_command(config: Config, flags: argparse.Namespace) -> None:
         return source_files() | packages | extensions | own | flax.traverse_util.flatten_dict(raw, sep=".")
 
     agree("the command", fields, dict, config.multihost.barrier_timeout_seconds)
+
+
+def _comparable(flag: Any) -> Any:
+    """Return the value of a flag as JSON. Equal paths of several processes may be relative to different folders."""
+    if isinstance(flag, os.PathLike):
+        return os.path.abspath(flag) if isinstance(flag, Path) else str(flag)
+    return flag
 
 
 def source_files() -> dict[str, str]:
@@ -200,7 +209,7 @@ def fit_to_devices(config: Config) -> Config:
     return apply_preset(config, kind=jax.devices()[0].device_kind, devices=jax.device_count(), parameters=parameters)
 
 
-def write_description(workdir: Path, config: Config, details: Mapping[str, Any] | None = None) -> None:
+def write_description(workdir: AnyPath, config: Config, details: Mapping[str, Any] | None = None) -> None:
     """Write `config.json` and `manifest.json`, which make a folder a run. `details` are added to the manifest."""
     manifest = {
         "format": RUN_FORMAT,
@@ -210,20 +219,20 @@ def write_description(workdir: Path, config: Config, details: Mapping[str, Any] 
         "extensions": list(map(dataclasses.asdict, loaded_extensions())),
         **(details or {}),
     }
-    workdir.mkdir(parents=True, exist_ok=True)
+    make_folder(workdir)
     # Write the manifest first, because the config can only be read with the extensions that the manifest names.
     write_atomically(workdir / MANIFEST, json.dumps(manifest, indent=2) + "\n")
     write_atomically(workdir / "config.json", config.to_json())
 
 
-def read_config(workdir: Path) -> Config:
+def read_config(workdir: AnyPath) -> Config:
     """Return the config of a run directory. Raise `UserError` if a required extension is not loaded."""
     require_run(workdir)
     require_extensions(read_description(workdir)["extensions"], f"--workdir={workdir}")
     return config_from_dict(read_json(workdir / "config.json"))
 
 
-def read_description(workdir: Path) -> dict[str, Any]:
+def read_description(workdir: AnyPath) -> dict[str, Any]:
     """Return the content of a run's `manifest.json`. Raise `UserError` if it is corrupt or has another format."""
     path = workdir / MANIFEST
     manifest = read_json(path) if size_of(path) is not None else {}
@@ -236,6 +245,13 @@ def read_description(workdir: Path) -> dict[str, Any]:
     if why := schema_error(manifest, {"format": int, "extensions": EXTENSIONS_SHAPE}):
         raise UserError(f"{path}: not the description of a run ({why}); delete it, and training writes it again")
     return manifest
+
+
+def _lock(run: Run) -> contextlib.AbstractContextManager[BucketLock | None]:
+    if not is_bucket(run.workdir):
+        return _lock_of(run.workdir)
+    takeover = float(run.config.multihost.lock_takeover_seconds)
+    return BucketLock(run.workdir / ".lock", takeover_seconds=takeover, wait_seconds=LOCK_WAIT_SECONDS)
 
 
 @contextlib.contextmanager

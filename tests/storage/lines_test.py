@@ -138,6 +138,26 @@ def killed_at_the_end(counted, request):
     return counted_request
 
 
+def test_an_append_that_another_process_compacts(bucket, monkeypatch):
+    """The other process moves the part into the head before the first one has looked at the head again."""
+    monkeypatch.setattr(lines, "PARTS", 3)
+    path = bucket.folder() / "log.jsonl"
+    log, other, write_if = JsonLines(path), JsonLines(path), objects.write_if
+    log.append(rows(0))
+
+    def write_then_compact(*args):
+        generation = write_if(*args)
+        if args[2] is None and b'"n": 1}' in args[1]:
+            other.append(rows(2))
+            other.append(rows(3))
+        return generation
+
+    monkeypatch.setattr(objects, "write_if", write_then_compact)
+    log.append(rows(1))
+    log.append(rows(4))
+    assert numbers(JsonLines(path)) == [0, 1, 2, 3, 4]
+
+
 def test_a_process_whose_rows_were_replaced_stops(bucket):
     path = bucket.folder() / "log.jsonl"
     late, owner = JsonLines(path), JsonLines(path)

@@ -10,7 +10,6 @@ import json
 import re
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from difftx.config.eval import HallucinationConfig, JudgeConfig
@@ -19,6 +18,7 @@ from difftx.evals.hallucination.chat import AttemptError, ChatEndpoint, Reply, S
 from difftx.files import JsonLines, json_sha256
 from difftx.parallel.multihost import say
 from difftx.progress import Work
+from difftx.storage.paths import AnyPath
 
 LONGEST_WHY = 300  # Most characters of a judge's reason in a result. The file of replies has the full reply.
 QUESTIONS = {
@@ -106,7 +106,7 @@ class OfflineJudge:
 class JudgeModel:
     """A judge model at a chat endpoint. A file keeps each reply under its request's hash, so none is paid for twice."""
 
-    def __init__(self, settings: HallucinationConfig, config: JudgeConfig, path: Path):
+    def __init__(self, settings: HallucinationConfig, config: JudgeConfig, path: AnyPath):
         assert settings.judge_model is not None
         self._model, self._temperature, self._config = settings.judge_model, settings.judge_temperature, config
         # `label` ends the names of the numbers that depend on the judge. Tables and charts show `name`.

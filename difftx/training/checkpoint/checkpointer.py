@@ -2,11 +2,13 @@
 
 Orbax saves a checkpoint in the background, into a folder with a temporary name. When every process has written its
 arrays, the primary process writes the manifest into the folder, and orbax renames the folder to the step number. All
-processes share the file system, but only the primary process checks, renames and deletes checkpoints.
+processes share the file system, but only the primary process checks, renames and deletes checkpoints. Buckets have no
+renames: `bucket.Save` saves there.
 """
 
 import concurrent.futures
 import contextlib
+import functools
 import json
 import os
 import re
@@ -14,7 +16,6 @@ import shutil
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,14 +24,16 @@ import orbax.checkpoint as ocp
 from difftx.config import CheckpointConfig, Config
 from difftx.config.build import config_from_dict
 from difftx.errors import RunError, UnreadableError, UserError
-from difftx.files import json_sha256, list_folder, read_json
+from difftx.files import json_sha256, list_folder, read_json, resolved, size_of
 from difftx.parallel.multihost import decide_on_primary, is_primary, say
 from difftx.registry import require_names
-from difftx.training.checkpoint import retention
+from difftx.storage.paths import AnyPath, is_bucket
+from difftx.training.checkpoint import arrays, bucket, retention
 from difftx.training.checkpoint.manifest import (
     MANIFEST,
     WeightsPart,
     describe_arrays,
+    manifest_text,
     quarantined_in,
     read_manifest,
     steps_in,
@@ -41,19 +44,29 @@ from difftx.training.state import TrainState
 
 # Timeout of the other processes while the primary process reads a checkpoint. If it dies, they notice much earlier.
 DECISION_SECONDS = 24 * 3600.0
-CONFIG_FILE = "config/metadata"  # Path of the config in a checkpoint, as orbax's JsonCheckpointHandler names it.
+# Paths of the config and of the state of the data loader in a checkpoint, as orbax's JsonCheckpointHandler names them.
+CONFIG_FILE, LOADER_FILE = "config/metadata", "loader/metadata"
 
 
 class Checkpointer:
     """The checkpoints in `<workdir>/checkpoints`, one folder per step."""
 
-    def __init__(self, workdir: Path, config: CheckpointConfig | None = None, *, save_seconds: int = 1200):
+    def __init__(
+        self,
+        workdir: AnyPath,
+        config: CheckpointConfig | None = None,
+        *,
+        save_seconds: int = 1200,
+        check: Callable[[], None] = lambda: None,
+    ):
         """Open the folder of checkpoints. Without a config, open it for reading, which changes nothing.
 
-        `save_seconds` is the timeout of a save, for example if another process fails meanwhile.
+        `save_seconds` is the timeout of a save, for example if another process fails meanwhile. `check` raises an
+        error if this process has lost the lock of the run (`Run.lock`).
         """
-        self.folder = workdir.resolve() / "checkpoints"
+        self.folder = resolved(workdir) / "checkpoints"
         self._workdir, self._config = workdir, config
+        self._save_seconds, self._check, self._saves = save_seconds, check, 0
         # Orbax's CheckpointManager would treat any folder with a numeric name as a checkpoint, so it is not used.
         handler = ocp.CompositeCheckpointHandler(
             state=ocp.StandardCheckpointHandler(),
@@ -104,7 +117,7 @@ class Checkpointer:
             try:
                 return read(step)
             except Exception as error:  # Orbax raises many exception types for a missing file.
-                if folder.exists():
+                if _exists(folder):
                     raise
                 if jax.process_count() > 1:
                     raise RunError(f"{folder} was deleted while it was read; run the same command again") from error
@@ -129,11 +142,14 @@ class Checkpointer:
         return self.restore_from(self.folder / str(step), abstract, mesh)
 
     def restore_from(
-        self, folder: Path, abstract: TrainState, mesh: jax.sharding.Mesh
+        self, folder: AnyPath, abstract: TrainState, mesh: jax.sharding.Mesh
     ) -> tuple[TrainState, dict[str, Any]]:
         """Return the result of `restore` for the valid checkpoint in any folder."""
         wanted = _on_mesh(_parts(abstract), mesh)
-        _check_arrays(folder, wanted)
+        contents = _check_arrays(folder, wanted)
+        if contents is not None:
+            with _reading(folder):
+                return TrainState(**arrays.restore(contents, wanted)), read_json(contents / LOADER_FILE)
         args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), loader=ocp.args.JsonRestore())
         with _reading(folder):
             restored = self._orbax.restore(folder, args=args)
@@ -152,11 +168,11 @@ class Checkpointer:
             folder, why = self.folder / str(step), self._damage(step)
             if why is None:
                 return step
-            if self._config is None and not folder.exists():
+            if self._config is None and not _exists(folder):
                 say(f"checkpoint {folder} was deleted while it was read; looking for the newest again")
                 return self.find_newest()
             reasons.append(f"{step}: {why}")
-            fate = "skipped" if self._config is None else f"renamed {retention.quarantine(folder).name}"
+            fate = "skipped" if self._config is None else f"renamed {self._quarantine(folder).name}"
             say(f"checkpoint {folder} does not verify: {why}; {fate}")
         if self._config is not None and (step := self._take_back(quarantined)) is not None:
             return step
@@ -167,14 +183,20 @@ class Checkpointer:
             )
         return None
 
+    def _quarantine(self, folder: AnyPath) -> AnyPath:
+        self._check()
+        return retention.quarantine(folder)
+
     def _make_folder(self) -> None:
+        if is_bucket(self.folder):
+            return
         if not list_folder(self.folder):  # Raises an error if it is a file, or a link to an unmounted disk.
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise RunError(f"{self.folder} cannot be made: {error.strerror}") from error
 
-    def _take_back(self, quarantined: Sequence[Path]) -> int | None:
+    def _take_back(self, quarantined: Sequence[AnyPath]) -> int | None:
         """Rename the newest valid quarantined checkpoint back to its step, and return the step.
 
         Call this only if no other checkpoint is valid, because a user may have quarantined checkpoints on purpose.
@@ -183,12 +205,11 @@ class Checkpointer:
         for path in sorted(quarantined, key=retention.quarantine_order, reverse=True):
             step, _ = retention.quarantine_order(path)
             try:
-                why = why_invalid(path, step=step, content=True)
+                why = retention.take_back(path, step)
             except UnreadableError as error:
                 unreadable.append(error)
                 continue
             if why is None:
-                retention.rename(path, self.folder / str(step))
                 say(f"checkpoint {path} verifies, and no other does; renamed {step}")
                 return step
         if unreadable:
@@ -217,9 +238,17 @@ class Checkpointer:
         step = int(jax.device_get(state.step))
         if step in self._verified:
             return
-        arrays, weights, data = describe_arrays(_parts(state)), self.weights_id(step), loader["signature"]
+        described, weights, data = describe_arrays(_parts(state)), self.weights_id(step), loader["signature"]
+        if is_bucket(self.folder):
+            self._saves += 1
+            contents = f"{self._attempt}-{self._saves}"
+            save = bucket.Save(self.folder / str(step), contents, _parts(state), self._check, self._save_seconds)
+            records = {CONFIG_FILE: json.loads(config.to_json()), LOADER_FILE: loader}
+            describe = functools.partial(manifest_text, step, weights, described, config, data)
+            self._saving = step, self._background.submit(self._finish, step, lambda: save.write(records, describe))
+            return
         unfinished = self._unfinished = self.folder / f"{step}{ocp.step.TMP_DIR_SUFFIX}"
-        self._write_manifest = lambda: write_manifest(unfinished, step, weights, arrays, config, data)
+        self._write_manifest = lambda: write_manifest(unfinished, step, weights, described, config, data)
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(_parts(state)),
             loader=ocp.args.JsonSave(loader),
@@ -230,7 +259,7 @@ class Checkpointer:
         except Exception as error:  # Orbax raises many types. The run can continue without this checkpoint.
             self._note_failure(step, error)
             return
-        self._saving = step, self._background.submit(self._finish, step)
+        self._saving = step, self._background.submit(self._finish, step, self._orbax.wait_until_finished)
 
     def check(self) -> None:
         """Record the result of the save in the background, if it has ended."""
@@ -253,17 +282,18 @@ class Checkpointer:
         if self._failures:
             raise RunError(f"{self.folder}: the last checkpoint was not saved")
 
-    def _finish(self, step: int) -> None:
-        """Wait for orbax in a background thread, then delete the checkpoints that the config does not keep."""
-        self._orbax.wait_until_finished()
+    def _finish(self, step: int, wait: Callable[[], None]) -> None:
+        """Wait for the save in a background thread, then delete the checkpoints that the config does not keep."""
+        wait()
         if self._config is None or not is_primary():
             return
         try:
             # A checkpoint with missing files must not count: a good one would be deleted in its place. It stays.
             steps = [other for other in self.steps() if other <= step and self._is_complete(other)]
             kept = retention.steps_to_keep(self._config, steps, self._workdir)
+            self._check()
             retention.remove(self.folder / str(other) for other in steps if other not in kept)
-        except (OSError, UserError, UnreadableError) as error:  # The save has succeeded nevertheless.
+        except (OSError, UserError, RunError) as error:  # The save has succeeded nevertheless.
             say(f"old checkpoints stay: {error}")
 
     def _is_complete(self, step: int) -> bool:
@@ -282,7 +312,7 @@ class Checkpointer:
 
     def _note_failure(self, step: int, error: BaseException) -> None:
         assert self._config is not None
-        if is_primary():  # Free the space, which may be missing for the next save.
+        if is_primary() and not is_bucket(self.folder):  # Free the space, which may be missing for the next save.
             shutil.rmtree(self._unfinished, ignore_errors=True)
         self._failures += 1
         limit = self._config.max_failed_saves
@@ -293,28 +323,35 @@ class Checkpointer:
         print(text, flush=True)
 
 
-def config_of(folder: Path) -> Config:
+def config_of(folder: AnyPath) -> Config:
     """Return the config that the checkpoint in `folder` was trained with."""
-    path = folder / CONFIG_FILE
-    raw = read_json(path)
     manifest = read_manifest(folder)
+    path = folder / manifest.contents / CONFIG_FILE if manifest.contents else folder / CONFIG_FILE
+    raw = read_json(path)
     if json_sha256(raw) != manifest.config_sha256:
         raise UserError(f"{path}: the file is corrupt: its SHA-256 is not the config_sha256 of {folder / MANIFEST}")
     require_names(manifest.extensions, str(folder))
     return config_from_dict(raw)
 
 
-def restore_params(folder: Path, params: Any, mesh: jax.sharding.Mesh, part: WeightsPart = "params") -> Any:
+def restore_params(folder: AnyPath, params: Any, mesh: jax.sharding.Mesh, part: WeightsPart = "params") -> Any:
     """Return the parameters of the valid checkpoint in `folder`, sharded over `mesh` like the abstract `params`.
 
     `part` is the part of the train state that has them: "params", or their average "ema".
     """
     wanted = _on_mesh({part: params}, mesh)
-    _check_arrays(folder, wanted, f"{part}/")
+    contents = _check_arrays(folder, wanted, f"{part}/")
+    if contents is not None:
+        with _reading(folder):
+            return arrays.restore(contents, wanted)[part]
     restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
     args = ocp.args.PyTreeRestore(wanted, restore_args=restore_args, partial_restore=True)
     with _reading(folder), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         return reader.restore(folder.resolve() / "state", args=args)[part]  # Orbax requires an absolute path.
+
+
+def _exists(folder: AnyPath) -> bool:
+    return size_of(folder / MANIFEST) is not None if is_bucket(folder) else folder.exists()
 
 
 def _parts(state: TrainState) -> dict[str, Any]:
@@ -323,11 +360,14 @@ def _parts(state: TrainState) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _reading(folder: Path) -> Iterator[None]:
+def _reading(folder: AnyPath) -> Iterator[None]:
     """Convert errors of orbax and tensorstore to `UnreadableError`, because the checkpoint has been verified."""
     try:
         yield
     except Exception as error:
+        if is_bucket(folder) and not isinstance(error, UserError | RunError):
+            why = (str(error) or type(error).__name__).splitlines()[0][:300]
+            raise UnreadableError(f"{folder} cannot be read: {why}; run the same command again") from error
         # Orbax wraps some of tensorstore's errors in a plain `Exception`.
         cause = error.__cause__ if type(error) is Exception else error
         code = re.search(r"os_error_code='(\d+)'", str(cause))  # Tensorstore has the code only in its message.
@@ -353,13 +393,17 @@ def _hide_late_writes() -> None:
     sys.unraisablehook = hide_late_writes
 
 
-def _check_arrays(folder: Path, wanted: Any, prefix: str = "") -> None:
-    """Raise `UserError` unless the checkpoint's arrays whose names begin with `prefix` are the `wanted` ones."""
+def _check_arrays(folder: AnyPath, wanted: Any, prefix: str = "") -> AnyPath | None:
+    """Raise `UserError` unless the checkpoint's arrays whose names begin with `prefix` are the `wanted` ones.
+
+    Return the folder that `arrays` reads, or None if orbax has written the checkpoint to a local disk.
+    """
     # Orbax would silently cast other dtypes, and its error for another shape would not name the array.
-    saved = {name: array for name, array in read_manifest(folder).arrays.items() if name.startswith(prefix)}
+    manifest = read_manifest(folder)
+    saved = {name: array for name, array in manifest.arrays.items() if name.startswith(prefix)}
     # Parameters come first, because users know their names. The optimizer's moments have the same mismatches.
-    arrays = sorted(describe_arrays(wanted).items(), key=lambda item: not item[0].startswith("params/"))
-    for name, (shape, dtype) in arrays:
+    ordered = sorted(describe_arrays(wanted).items(), key=lambda item: not item[0].startswith("params/"))
+    for name, (shape, dtype) in ordered:
         if saved.pop(name, None) != (shape, dtype):
             raise UserError(
                 f"{folder}: {name} is not {shape} {dtype} there; "
@@ -367,6 +411,7 @@ def _check_arrays(folder: Path, wanted: Any, prefix: str = "") -> None:
             )
     if saved:
         raise UserError(f"{folder}: {next(iter(saved))} has no place in this config's model or train state")
+    return folder / manifest.contents if manifest.contents else folder if is_bucket(folder) else None
 
 
 def _on_mesh(tree: Any, mesh: jax.sharding.Mesh) -> Any:

@@ -2,24 +2,26 @@
 
 import concurrent.futures
 import dataclasses
+import errno
 import hashlib
 import importlib.metadata
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import xxhash
 
 from difftx.config import Config
-from difftx.errors import UserError
+from difftx.errors import UserError, import_extra
 from difftx.files import (
     check_link,
     json_sha256,
     list_folder,
+    read_file,
     read_json,
     retry_read,
     schema_error,
@@ -29,10 +31,18 @@ from difftx.files import (
     write_atomically,
 )
 from difftx.registry import loaded_extensions
+from difftx.storage import objects
+from difftx.storage.paths import AnyPath, is_bucket
+
+if TYPE_CHECKING:
+    from etils import epath
 
 FORMAT = 4  # Version of the format. Increase it if difftx can no longer read older checkpoints.
 MANIFEST = "manifest.json"
 QUARANTINED = ".quarantined"  # Part of the folder name of a quarantined checkpoint.
+# Part of the name of an object in a step's folder that contains the manifest of a quarantined checkpoint.
+QUARANTINED_MANIFEST = "quarantined-"
+RESERVED = "writing"  # Field of the object at the path of a manifest in a bucket, during a save.
 # Files that must exist. Orbax writes them after the manifest, so the manifest has no checksums of them.
 COMMIT_MARKERS = ("commit_success.txt", "_CHECKPOINT_METADATA")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tiktoken", "numpy")
@@ -48,8 +58,9 @@ SHAPE = {
     "packages": {str: str},
     "extensions": EXTENSIONS_SHAPE,
     "arrays": {str: {"shape": [int], "dtype": str}},
-    "files": {str: {"bytes": int, "xxh3": str}},
+    "files": {str: {"bytes": int}},
 }
+RANGE_BYTES = 2**25  # Size of the parts in which an object is read.
 
 
 class OtherFormatError(UserError):
@@ -68,7 +79,8 @@ class Manifest:
     packages: dict[str, str]
     extensions: list[dict[str, str]]  # Path and SHA-256 of each loaded extension.
     arrays: dict[str, tuple[tuple[int, ...], str]]  # Path in the train state → shape and dtype.
-    files: dict[str, tuple[int, str]]  # Path in the folder → size in bytes, and XXH3-128 in hexadecimal.
+    files: dict[str, tuple[int, str, str]]  # Path in the folder → size in bytes, name of the checksum, checksum.
+    contents: str  # Folder of the files in the checkpoint's folder. It is "" on local disks.
 
 
 def array_name(path: tuple[Any, ...]) -> str:
@@ -95,6 +107,23 @@ def write_manifest(
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path not in markers)
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
         checksums = list(pool.map(xxh3_of, files))
+    described = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "xxh3": checksum}
+        for path, checksum in zip(files, checksums, strict=True)
+    }
+    write_atomically(folder / MANIFEST, manifest_text(step, weights, arrays, config, data, described))
+
+
+def manifest_text(
+    step: int,
+    weights: str,
+    arrays: dict[str, Any],
+    config: Config,
+    data: dict[str, Any],
+    files: dict[str, Any],
+    contents: str = "",
+) -> str:
+    """Return the text of a manifest. `files` are its entries for files, and `contents` is that of `Manifest`."""
     content = {
         "format": FORMAT,
         "step": step,
@@ -104,15 +133,30 @@ def write_manifest(
         "packages": package_versions(),
         "extensions": list(map(dataclasses.asdict, loaded_extensions())),
         "arrays": {name: {"shape": list(shape), "dtype": dtype} for name, (shape, dtype) in arrays.items()},
-        "files": {
-            path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "xxh3": checksum}
-            for path, checksum in zip(files, checksums, strict=True)
-        },
+        "files": files,
     }
-    write_atomically(folder / MANIFEST, json.dumps(with_sha256(content), indent=1) + "\n")
+    if contents:
+        content["contents"] = contents
+    return json.dumps(with_sha256(content), indent=1) + "\n"
 
 
-def read_manifest(folder: Path) -> Manifest:
+def describe_objects(folder: "epath.Path") -> dict[str, Any]:
+    """Return the entries of a manifest for all objects below a folder, with the checksums of the store if it has any.
+
+    Compute the XXH3-128 of objects otherwise.
+    """
+    found = objects.describe_below(folder)
+    without = [name for name, described in found.items() if described.crc32c is None]
+    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+        xxh3 = dict(zip(without, pool.map(xxh3_of, (folder / name for name in without)), strict=True))
+    return {
+        name: {"bytes": described.size}
+        | ({"xxh3": xxh3[name]} if name in xxh3 else {"crc32c": f"{described.crc32c:08x}"})
+        for name, described in found.items()
+    }
+
+
+def read_manifest(folder: AnyPath) -> Manifest:
     """Return a checkpoint's manifest. Raise `UserError` if it is absent or corrupt, or names a file elsewhere."""
     try:
         return _read_manifest(folder)
@@ -120,12 +164,16 @@ def read_manifest(folder: Path) -> Manifest:
         raise UserError(f"{folder}: {error}") from error
 
 
-def _read_manifest(folder: Path) -> Manifest:
+def _read_manifest(folder: AnyPath) -> Manifest:
     path = folder / MANIFEST
-    if size_of(path) is None:
-        check_link(folder)
+    content = None if not is_bucket(path) and size_of(path) is None else read_file(path)
+    if content is None:
+        if not is_bucket(folder):
+            check_link(folder)
         raise UserError(f"no {MANIFEST}")
-    signed = read_json(path)
+    signed = read_json(path, content)
+    if is_reservation(content):
+        raise UserError(f"the save was not finished, or is not yet: {MANIFEST} reserves the folder")
     raw = without_sha256(signed)
     if raw is None:
         raise UserError(f"{MANIFEST} is damaged: its SHA-256 is not that of its text")
@@ -137,13 +185,36 @@ def _read_manifest(folder: Path) -> Manifest:
     if why := schema_error(raw, SHAPE):
         raise UserError(f"{MANIFEST}: {why}")
     arrays = {name: (tuple(array["shape"]), array["dtype"]) for name, array in raw["arrays"].items()}
-    files = {name: (file["bytes"], file["xxh3"]) for name, file in raw["files"].items()}
+    files = {}
+    for name, file in raw["files"].items():
+        algorithm = next((each for each in ("xxh3", "crc32c") if isinstance(file.get(each), str)), None)
+        if algorithm is None:
+            raise UserError(f"{MANIFEST}: files.{name}: no 'xxh3'")
+        files[name] = file["bytes"], algorithm, file[algorithm]
+    contents = raw.get("contents", "")
+    if not isinstance(contents, str) or not re.fullmatch(r"[\w-]*", contents):
+        raise UserError(f"{MANIFEST}: contents: not the name of a folder")
     _check_inside(folder, files)
     others = {name: raw[name] for name in ("step", "weights", "config_sha256", "data", "packages", "extensions")}
-    return Manifest(sha256=signed["sha256"], arrays=arrays, files=files, **others)
+    return Manifest(sha256=signed["sha256"], arrays=arrays, files=files, contents=contents, **others)
 
 
-def why_invalid(folder: Path, *, step: int | None = None, content: bool) -> str | None:
+def is_reservation(content: bytes) -> bool:
+    """Return whether the object at the path of a manifest says that a save is in progress, or was not finished."""
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and list(found) == [RESERVED]
+
+
+def contents_of(folder: AnyPath) -> AnyPath:
+    """Return the folder that has the files of the checkpoint in `folder`."""
+    contents = read_manifest(folder).contents
+    return folder / contents if contents else folder
+
+
+def why_invalid(folder: AnyPath, *, step: int | None = None, content: bool) -> str | None:
     """Return why the checkpoint in `folder` is invalid, for example because it is not of step `step`, or None.
 
     Compare the sizes of the files with the manifest, and if `content` is True also their checksums. Raise
@@ -162,25 +233,40 @@ def why_invalid(folder: Path, *, step: int | None = None, content: bool) -> str 
         return f"{error.filename} is missing"
 
 
-def _damaged_file(folder: Path, manifest: Manifest, *, content: bool) -> str | None:
-    sizes = {name: size for name, (size, _) in manifest.files.items()}
-    for name in (*COMMIT_MARKERS, *sizes):
-        found = size_of(folder / name)
+def _damaged_file(folder: AnyPath, manifest: Manifest, *, content: bool) -> str | None:
+    expected = {name: size for name, (size, _, _) in manifest.files.items()}
+    if not manifest.contents:
+        expected = dict.fromkeys(COMMIT_MARKERS) | expected
+    listed = objects.describe_below(folder) if is_bucket(folder) else None
+    for name, size in expected.items():
+        found = size_of(folder / name) if listed is None else listed[name].size if name in listed else None
         if found is None:
             return f"{name} is missing"
-        if found != sizes.get(name, found):
-            return f"{name} has {found} bytes, not {sizes[name]}"
+        if size is not None and found != size:
+            return f"{name} has {found} bytes, not {size}"
     if content:
+
+        def checksum_of(name: str) -> str:
+            algorithm, stored = manifest.files[name][1], listed and listed[name].crc32c
+            if algorithm == "crc32c":
+                return crc32c_of(folder / name) if stored is None else f"{stored:08x}"
+            return xxh3_of(folder / name)
+
         with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-            checksums = pool.map(xxh3_of, (folder / name for name in manifest.files))
-            for (name, (_, expected)), checksum in zip(manifest.files.items(), checksums, strict=True):
-                if checksum != expected:
-                    return f"{name} is damaged: its XXH3 is {checksum}, not {expected}"
+            checksums = pool.map(checksum_of, manifest.files)
+            for (name, (_, algorithm, right)), checksum in zip(manifest.files.items(), checksums, strict=True):
+                if checksum != right:
+                    return f"{name} is damaged: its {algorithm.upper()} is {checksum}, not {right}"
     return None
 
 
-def xxh3_of(file: Path) -> str:
+def xxh3_of(file: AnyPath) -> str:
     """Return the XXH3-128 of a file in hexadecimal. It detects corruption, but not deliberate changes."""
+    if is_bucket(file):
+        digest = xxhash.xxh3_128()
+        for part in _ranges(file):
+            digest.update(part)
+        return digest.hexdigest()
 
     def read() -> str:
         with file.open("rb", buffering=0) as stream:
@@ -189,25 +275,56 @@ def xxh3_of(file: Path) -> str:
     return retry_read(file, read)
 
 
-def steps_in(folder: Path) -> list[int]:
-    """Return the steps with a folder in a run's `checkpoints`, in ascending order. Their checkpoints may be corrupt."""
+def crc32c_of(file: AnyPath) -> str:
+    """Return the CRC32C of a file in hexadecimal, for a copy of a checkpoint from Google Cloud Storage."""
+    google_crc32c = import_extra("google_crc32c", "gcs")
+    if is_bucket(file):
+        digest = google_crc32c.Checksum()
+        for part in _ranges(file):
+            digest.update(part)
+        return digest.digest().hex()
+    return retry_read(file, lambda: google_crc32c.Checksum(file.read_bytes()).digest().hex())
+
+
+def _ranges(path: "epath.Path") -> Iterator[bytes]:
+    """Yield the content of an object in parts."""
+    described = objects.describe(path)
+    if described is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    for start in range(0, described.size, RANGE_BYTES):
+        yield objects.read_range(path, start, min(start + RANGE_BYTES, described.size))
+
+
+def steps_in(folder: AnyPath) -> list[int]:
+    """Return the steps with a folder in a run's `checkpoints`, in ascending order. Their checkpoints may be corrupt.
+
+    In a bucket, only a step with a manifest counts, and not one that is being saved.
+    """
     # A symbolic link counts even if its target is absent. Otherwise a run would silently resume from an older step.
     found = list_folder(folder).items()
-    return sorted(int(name) for name, is_folder in found if is_folder and re.fullmatch(r"0|[1-9][0-9]{0,17}", name))
+    steps = sorted(int(name) for name, is_folder in found if is_folder and re.fullmatch(r"0|[1-9][0-9]{0,17}", name))
+    if not is_bucket(folder):
+        return steps
+    manifests = objects.read_all(folder / str(step) / MANIFEST for step in steps)
+    pairs = zip(steps, manifests, strict=True)
+    return [step for step, stored in pairs if stored is not None and not is_reservation(stored.content)]
 
 
-def quarantined_in(folder: Path) -> list[Path]:
-    """Return the folders of the checkpoints that training or a user has quarantined."""
+def quarantined_in(folder: AnyPath) -> list[AnyPath]:
+    """Return the folders of the checkpoints that training or a user has quarantined. In a bucket, return manifests."""
+    if is_bucket(folder):
+        names = [name for name in objects.list_below(folder) if f"/{QUARANTINED_MANIFEST}" in f"/{name}"]
+        return [folder / name for name in names]
     return sorted(folder / name for name in list_folder(folder) if QUARANTINED in name)
 
 
-def _check_inside(folder: Path, names: Iterable[str]) -> None:
+def _check_inside(folder: AnyPath, names: Iterable[str]) -> None:
     """Raise `UserError` if a file name leads out of the folder. The folder itself may be a symbolic link."""
-    real = os.path.realpath(folder)
+    real = os.path.realpath("/" if is_bucket(folder) else folder)
     for name in names:
         path = PurePosixPath(name)
         try:
-            inside = os.path.realpath(folder / name).startswith(f"{real}{os.sep}")
+            inside = is_bucket(folder) or os.path.realpath(folder / name).startswith(f"{real}{os.sep}")
         except ValueError:  # The name is invalid, for example because of a null character.
             inside = False
         if not inside or path.is_absolute() or ".." in path.parts:

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from difftx.config import Config
@@ -13,8 +12,10 @@ from difftx.config.fields import values_of
 from difftx.data.loader import signature_changes
 from difftx.data.tokenizer import Tokenizer, load_tokenizer
 from difftx.errors import RunError, UserError
+from difftx.files import list_folder
 from difftx.parallel.multihost import decide_on_primary
 from difftx.registry import require_extensions
+from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, config_of
 from difftx.training.checkpoint.manifest import WeightsPart, read_manifest
 from difftx.training.resume import changed_fields
@@ -28,7 +29,7 @@ LOCATIONS = ("path", "sources", "tokenizer", "end_of_text")
 class Checkpoint:
     """The description of a checkpoint, as read when the checkpoint was opened."""
 
-    folder: Path
+    folder: AnyPath
     part: WeightsPart  # Weights to read: the parameters, or their average.
     weights: str  # Identifier of these weights: that of the manifest, and "/ema" for the average.
     sha256: str  # SHA-256 of the manifest.
@@ -43,7 +44,7 @@ class Checkpoint:
             try:
                 change = None if read_manifest(self.folder).sha256 == self.sha256 else "was replaced"
             except UserError:
-                change = "was damaged" if self.folder.exists() else "was deleted"
+                change = "was damaged" if list_folder(self.folder) else "was deleted"
             if change is not None:
                 raise RunError(
                     f"{self.folder} {change} while this command used it, and no result was written; "
@@ -53,7 +54,7 @@ class Checkpoint:
         decide_on_primary(check, DECISION_SECONDS)
 
 
-def open_checkpoint(folder: Path, now: Config, part: WeightsPart = "params") -> Checkpoint:
+def open_checkpoint(folder: AnyPath, now: Config, part: WeightsPart = "params") -> Checkpoint:
     """Return the description of the checkpoint in `folder`, without verifying it. `now` is as in `Checkpoint`.
 
     Raise `UserError` if the checkpoint does not have the weights `part`.
@@ -83,7 +84,7 @@ def config_for_reader(trained: Config, now: Config) -> Config:
     return config_from_dict(raw)
 
 
-def open_run(checkpoint: Checkpoint, workdir: Path) -> Run:
+def open_run(checkpoint: Checkpoint, workdir: AnyPath) -> Run:
     """Open the run of a checkpoint, with the checkpoint's config, except that its training data may have been moved."""
     for config in _moved(checkpoint):
         with contextlib.suppress(UserError):

@@ -12,15 +12,17 @@ import orbax.checkpoint as ocp
 
 from difftx.config import CheckpointConfig
 from difftx.errors import RunError, UserError
-from difftx.files import list_folder, read_json, schema_error
-from difftx.training.checkpoint.manifest import QUARANTINED
+from difftx.files import list_folder, read_json, schema_error, size_of
+from difftx.storage.paths import AnyPath, is_bucket
+from difftx.training.checkpoint import bucket
+from difftx.training.checkpoint.manifest import QUARANTINED, why_invalid
 
 REMOVED = ".removed"  # Ending of the name of a folder that is being deleted.
 # Names of folders that an interrupted save or removal leaves behind.
 LEFTOVER = re.compile(rf"\d+({re.escape(ocp.step.TMP_DIR_SUFFIX)}.*|{re.escape(REMOVED)})")
 
 
-def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], workdir: Path) -> set[int]:
+def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], workdir: AnyPath) -> set[int]:
     """Return those of the `steps` whose checkpoints the config keeps."""
     newest_first = sorted(steps, reverse=True)
     kept = set(newest_first[: config.keep])
@@ -37,11 +39,11 @@ def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], workdir: Path)
     return kept
 
 
-def number_of(workdir: Path, step: int, name: str) -> float | None:
+def number_of(workdir: AnyPath, step: int, name: str) -> float | None:
     """Return an evaluated number such as "loss/perplexity" after a step, or None if it is absent or not finite."""
     suite, number = name.split("/")
     path = workdir / "evals" / suite / f"{step}.json"
-    if not path.exists():
+    if size_of(path) is None:
         return None
     result = read_json(path)
     numbers = result["numbers"] if schema_error(result, {"numbers": dict}) is None else {}
@@ -52,8 +54,13 @@ def number_of(workdir: Path, step: int, name: str) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def quarantine(folder: Path) -> Path:
-    """Rename a checkpoint's folder so that no command uses the checkpoint, and return the new path."""
+def quarantine(folder: AnyPath) -> AnyPath:
+    """Rename a checkpoint's folder so that no command uses the checkpoint, and return the new path.
+
+    In a bucket, rename its manifest.
+    """
+    if is_bucket(folder):
+        return bucket.quarantine(folder)
     first = f"{folder.name}{QUARANTINED}"
     names = itertools.chain([first], (f"{first}.{number}" for number in itertools.count(2)))
     path = next(path for path in map(folder.with_name, names) if not os.path.lexists(path))
@@ -68,20 +75,36 @@ def rename(folder: Path, to: Path) -> Path:
         raise RunError(f"{folder} cannot be renamed {to.name}: {error.strerror}") from error
 
 
-def quarantine_order(path: Path) -> tuple[int, int]:
+def take_back(path: AnyPath, step: int) -> str | None:
+    """Undo `quarantine` if the checkpoint verifies. Return None, or why it does not verify."""
+    if is_bucket(path):
+        return bucket.take_back(path)
+    if (why := why_invalid(path, step=step, content=True)) is None:
+        rename(path, path.with_name(str(step)))
+    return why
+
+
+def quarantine_order(path: AnyPath) -> tuple[int, int]:
     """Return the step and the number in the name of a quarantined checkpoint. The step is -1 if the name has none."""
+    if is_bucket(path):
+        return int(path.parent.name), 0
     found = re.fullmatch(rf"(\d+){re.escape(QUARANTINED)}(?:\.(\d+))?", path.name)
     return (int(found[1]), int(found[2] or 1)) if found else (-1, 0)
 
 
-def remove(folders: Iterable[Path]) -> None:
+def remove(folders: Iterable[AnyPath]) -> None:
     """Delete checkpoints. Rename each one first, so that an interruption leaves no incomplete checkpoint."""
     for folder in folders:
+        if is_bucket(folder):
+            bucket.remove(folder)
+            continue
         _delete(folder.rename(folder.with_name(f"{folder.name}{REMOVED}")))
 
 
-def remove_leftovers(folder: Path) -> list[str]:
+def remove_leftovers(folder: AnyPath) -> list[str]:
     """Delete the folders of interrupted saves and removals, and return the names of the deleted folders."""
+    if is_bucket(folder):
+        return bucket.remove_leftovers(folder)
     removed = []
     for name in sorted(filter(LEFTOVER.fullmatch, list_folder(folder))):
         try:

@@ -13,10 +13,11 @@ import flax.traverse_util
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
-from etils import epath
 
 from difftx.config import Config
-from difftx.training.checkpoint.manifest import WeightsPart, write_manifest
+from difftx.storage.paths import AnyPath
+from difftx.training.checkpoint.arrays import open_array
+from difftx.training.checkpoint.manifest import WeightsPart, contents_of, write_manifest
 
 DATA_FILE_BYTES = 2**28  # Size at which orbax writes a data file, which it collects in memory.
 CACHE_BYTES = 2**31  # Size of the cache for chunks that have several layers, as training saves them.
@@ -70,31 +71,19 @@ def save_params(workdir: Path, arrays: Mapping[str, Streamed], config: Config, d
 class ParamsReader:
     """A reader of a checkpoint's parameters, or of their average, that loads one layer at a time."""
 
-    def __init__(self, folder: Path, part: WeightsPart = "params"):
-        self._state, self._part = epath.Path(folder.resolve() / "state"), part
+    def __init__(self, folder: AnyPath, part: WeightsPart = "params"):
+        self._folder, self._part = contents_of(folder), part
         self._opened: dict[str, ts.TensorStore] = {}
 
     def read(self, name: str, index: int | slice) -> np.ndarray:
         """Return one layer of an array with all layers, or rows of another array, such as "embedding_VD"."""
         if name not in self._opened:
-            store = self._open(name, cache_bytes=0)
+            store = open_array(self._folder, f"{self._part}/{name}", cache_bytes=0)
             chunk = store.chunk_layout.read_chunk.shape
             if chunk is not None and chunk[0] != 1:
-                store = self._open(name, cache_bytes=CACHE_BYTES)
+                store = open_array(self._folder, f"{self._part}/{name}", cache_bytes=CACHE_BYTES)
             self._opened = {name: store}  # Frees the cache of the previous array.
         return self._opened[name][index].read().result()
-
-    def _open(self, name: str, *, cache_bytes: int) -> ts.TensorStore:
-        limits = {"cache_pool": cache_bytes, "cache_pool#ocdbt": 10**8}
-        context = ts.Context({pool: {"total_bytes_limit": size} for pool, size in limits.items()})
-        info = ocp.type_handlers.ParamInfo(
-            name=f"{self._part}.{name.replace('/', '.')}",
-            parent_dir=self._state,
-            is_ocdbt_checkpoint=True,
-            ts_context=context,
-        )
-        spec = ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=True)
-        return ts.open(ts.Spec(spec), open=True, context=context).result()
 
 
 class _StreamedHandler(ocp.type_handlers.NumpyHandler):

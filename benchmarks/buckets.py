@@ -1,0 +1,165 @@
+"""Requests and times of runs in buckets, on the emulators of the tests.
+
+python benchmarks/buckets.py [--megabytes=128] [--rounds=5]
+
+Requires the extras gcs, s3 and buckets-test. The emulators and the proxy in front of them run on this machine, so that
+requests are those of a real store, and times are not. Prints two tables:
+
+requests     by kind, of a row of metrics.jsonl, a save, a restore, a verification, and commands of a tiny run
+throughput   of saves and restores, beside plain copies of a file of the same size to the same emulator
+"""
+
+import argparse
+import contextlib
+import functools
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+import conftest  # Sets the variables of the tests' environment, before the import of JAX.
+import jax
+import jax.numpy as jnp
+import rich.console
+import rich.table
+from helpers import buckets
+from helpers.bucket_runs import command
+from helpers.command_server import commands
+
+from difftx.config import Config
+from difftx.config.recipes import load_config
+from difftx.storage import objects
+from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.training.checkpoint.manifest import why_invalid
+from difftx.training.metrics import MetricsWriter
+from difftx.training.state import TrainState
+
+KINDS = ("read", "describe", "list", "write", "delete")
+LOADER = {"examples": 0, "signature": {}}
+ARRAYS = 24
+
+
+def main() -> None:
+    """Measure both stores and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    console = rich.console.Console(width=None if sys.stdout.isatty() else 120)
+    with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
+        text = conftest.write_text(Path(folder, "text.txt"))
+        for scheme in buckets.MODULES:
+            bucket = buckets._start(scheme, stack)
+            console.print(requests_table(bucket, text), throughput_table(bucket, args.megabytes, args.rounds))
+
+
+def state_of(bytes_: int, step: int) -> TrainState:
+    """Return a train state of random arrays, a third of which are parameters."""
+    keys = jax.random.split(jax.random.key(step), ARRAYS)
+    arrays = [jax.random.normal(key, (max(1, bytes_ // ARRAYS // 4096), 1024)) for key in keys]
+    third = ARRAYS // 3
+    trees = [{f"w{i}": x for i, x in enumerate(arrays[n * third : (n + 1) * third])} for n in range(3)]
+    return jax.block_until_ready(TrainState(jnp.int32(step), trees[0], trees[1:]))
+
+
+def save(saver: Checkpointer, state: TrainState, config: Config) -> None:
+    """Save a checkpoint, and wait until it is in the bucket."""
+    saver.save(state, LOADER, config)
+    saver._settle()
+
+
+def requests_table(bucket: buckets.Bucket, text: Path) -> rich.table.Table:
+    """Count the requests of each operation."""
+    table = rich.table.Table(title=f"requests to {bucket.scheme}://", title_justify="left")
+    for name in ("operation", *KINDS, "all"):
+        table.add_column(name, justify="left" if name == "operation" else "right")
+
+    def count(name: str, run: Callable[[], Any]) -> Any:
+        bucket.plan()
+        result = run()
+        found = bucket.plan()["requests"]
+        table.add_row(name, *(str(found.get(kind, 0)) for kind in KINDS), str(sum(found.values())))
+        return result
+
+    workdir, config, mesh = bucket.folder(), load_config("quickstart:diff", {}), jax.make_mesh((1,), ("data",))
+    writer = MetricsWriter(workdir, config.logging, 0)
+
+    def write_row() -> None:
+        writer.write("train", 1, {"loss": 1.0})
+        writer._file.flush()  # pyrefly: ignore[missing-attribute]
+
+    count("the first row of metrics.jsonl", write_row)
+    count("a row of metrics.jsonl", write_row)
+    count("the events of TensorBoard until a save", writer.flush)
+    saver = Checkpointer(workdir, config.checkpoint)
+    count("look for a checkpoint, there is none", saver.newest)
+    for step in range(10, 50, 10):  # The last save deletes a checkpoint: checkpoint.keep is 3.
+        state = state_of(2**20, step)
+        name = {10: "the first save", 40: "a save, and the removal of a checkpoint"}.get(step, "a save")
+        count(name, functools.partial(save, saver, state, config))
+    abstract = jax.eval_shape(lambda: state)
+    count("verify sizes", lambda: why_invalid(saver.folder / "40", step=40, content=False))
+    count("verify checksums", lambda: why_invalid(saver.folder / "40", step=40, content=True))
+    count("restore", lambda: saver.restore(40, abstract, mesh))
+    count("look for the newest checkpoint of 3", Checkpointer(workdir, config.checkpoint).newest)
+    run = bucket.folder()
+
+    def train(**changes: object) -> None:
+        done = commands().run(command(text, run, logging__tensorboard=False, eval__every_steps=1000, **changes))
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    count("difftx train, 4 steps, 4 rows, 1 save", lambda: train(train__steps=4))
+    count("resume, 4 steps, 4 rows, 1 save", lambda: train(train__steps=8))
+    count("resume, 8 steps, 8 rows, 2 saves", lambda: train(train__steps=16))
+    count("resume, 40 steps, 40 rows, 1 save", lambda: train(train__steps=56, checkpoint__every_steps=56))
+    return table
+
+
+def throughput_table(bucket: buckets.Bucket, megabytes: int, rounds: int) -> rich.table.Table:
+    """Measure saves, restores and copies in turn, with a fault-free proxy between."""
+    workdir, config, mesh = bucket.folder(), load_config("quickstart:diff", {}), jax.make_mesh((1,), ("data",))
+    saver, size = Checkpointer(workdir, config.checkpoint), megabytes * 2**20
+    seconds: dict[str, list[float]] = {}
+
+    @contextlib.contextmanager
+    def timed(name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        seconds.setdefault(name, []).append(time.perf_counter() - began)
+
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder, "source"), Path(folder, "target")
+        for step in range(rounds + 1):  # The first round is a warm-up and not counted.
+            state = state_of(size, step)
+            source.write_bytes(b"".join(x.tobytes() for x in jax.device_get(jax.tree.leaves(state))))
+            with timed("upload of a file"):
+                objects.upload(workdir / "copy", str(source))
+            with timed("save"):
+                with timed("save, training waits"):
+                    saver.save(state, LOADER, config)
+                saver._settle()
+            with timed("verify"):
+                assert why_invalid(saver.folder / str(step), step=step, content=True) is None
+            with timed("download of a file"):
+                objects.download(workdir / "copy", str(target))
+            with timed("restore"):
+                jax.block_until_ready(saver.restore(step, jax.eval_shape(lambda s=state: s), mesh))
+    table = rich.table.Table(title=f"{megabytes} MiB to {bucket.scheme}://, median of {rounds}", title_justify="left")
+    for name in ("operation", "seconds", "best … worst", "MiB/s"):
+        table.add_column(name, justify="left" if name == "operation" else "right")
+    for name, found in seconds.items():
+        median = statistics.median(found[1:])
+        table.add_row(
+            name, f"{median:.2f}", f"{min(found[1:]):.2f} … {max(found[1:]):.2f}", f"{megabytes / median:,.0f}"
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Arrays of checkpoints as TensorStore reads and writes them, without orbax, in the format of orbax.
+
+Checkpoints in buckets are written by this module, because orbax cannot write to s3:// (google/orbax#2739), and because
+orbax would describe and list objects many times. The format is OCDBT with one zarr array per name. Both modules can
+read what the other one wrote. Each process writes its own database, and the primary process merges them.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import tensorstore as ts
+
+from difftx.errors import UnreadableError
+from difftx.storage import objects
+from difftx.storage.paths import AnyPath, is_bucket
+from difftx.training.checkpoint.manifest import array_name
+
+STATE = "state"  # Folder of a checkpoint with the arrays.
+CHUNK_BYTES = 2**25  # Size from which the shards of an array are split into several chunks.
+DATA_FILE_BYTES = 2**28  # Size at which a data file ends.
+CACHE_BYTES = 2**30  # Size of the cache for chunks that several devices of a process need.
+# Formats of the database, as orbax sets them: small values are stored with the names, and there is one manifest.
+FORMAT = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 10**8, "manifest_kind": "single"}
+# Reads that are less than 1 MB apart become one request.
+COALESCED = {
+    "experimental_read_coalescing_threshold_bytes": 10**6,
+    "experimental_read_coalescing_merged_bytes": 5 * 10**11,
+    "experimental_read_coalescing_interval": "1ms",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """The shards of an array that this process writes, as copies in the memory of the host."""
+
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...]
+    dtype: np.dtype
+    shards: list[tuple[tuple[slice, ...], np.ndarray]]
+
+
+def copy_shards(tree: Any) -> dict[str, Shards]:
+    """Return the shards of each array of a tree, by name. One device of all that have a shard writes it."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    written = {array_name(path): [s for s in leaf.addressable_shards if s.replica_id == 0] for path, leaf in leaves}
+    for shards in written.values():
+        for shard in shards:
+            shard.data.copy_to_host_async()
+    found = {}
+    for path, leaf in leaves:
+        name = array_name(path)
+        # Copies, because the next step may reuse the memory of the array.
+        copies = [(shard.index, np.array(shard.data)) for shard in written[name]]
+        chunk = _chunk(leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize)
+        found[name] = Shards(leaf.shape, chunk, leaf.dtype, copies)
+    return found
+
+
+def write_shards(folder: AnyPath, arrays: Mapping[str, Shards]) -> None:
+    """Write the shards of this process to the database of the checkpoint in `folder`, in one transaction."""
+    base, context = _base(_part(folder / STATE, jax.process_index()))
+    transaction, copies = ts.Transaction(atomic=True), []
+    for name, array in arrays.items():
+        metadata = {"shape": array.shape, "chunks": array.chunk, "compressor": {"id": "zstd", "level": 1}}
+        spec = _array(_database(base, writes=True), name) | {"metadata": metadata, "dtype": array.dtype.name}
+        spec |= {"store_data_equal_to_fill_value": True}
+        store = ts.open(spec, create=True, open=True, context=context, transaction=transaction).result()
+        for index, values in array.shards:
+            copies.append(store[index].write(values, can_reference_source_data_indefinitely=True).copy)
+    for copied in copies:  # The transaction would leave out writes that have not begun.
+        copied.result()
+    transaction.commit_async().result()
+
+
+def merge(folder: AnyPath) -> None:
+    """Merge the databases of all processes, if there are several. Their data files stay where they are."""
+    if jax.process_count() == 1:
+        return
+    state = folder / STATE
+    base, context = _base(state)
+    merged = ts.KvStore.open(_database(base, writes=True), context=context).result()
+    transaction = ts.Transaction(atomic=True)
+    for process in range(jax.process_count()):
+        part, _ = _base(_part(state, process))
+        source = ts.KvStore.open(_database(part), context=context).result()
+        source.experimental_copy_range_to(merged.with_transaction(transaction)).result()
+    transaction.commit_async().result()
+
+
+def restore(folder: AnyPath, wanted: Any) -> Any:
+    """Return the arrays of a checkpoint, like those of the abstract tree `wanted`, with its shardings.
+
+    Each process reads the parts of its own devices.
+    """
+    base, context = _base(folder / STATE)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(wanted)
+    opened = [ts.open(_readable(base, array_name(path)), open=True, context=context) for path, _ in leaves]
+    reads = []
+    for (path, leaf), future in zip(leaves, opened, strict=True):
+        store = future.result()
+        if store.shape != leaf.shape or store.dtype.numpy_dtype != leaf.dtype:  # The manifest says otherwise.
+            raise UnreadableError(f"{folder}: {array_name(path)} is {store.shape} {store.dtype.name} there")
+        indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+        reads.append({index: store[index].read() for index in dict.fromkeys(indices)})
+    arrays = [
+        jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index, found=found: found[index].result())
+        for (_, leaf), found in zip(leaves, reads, strict=True)
+    ]
+    return jax.tree_util.tree_unflatten(structure, arrays)
+
+
+def read_arrays(folder: AnyPath, names: Iterable[str]) -> dict[str, np.ndarray]:
+    """Return whole arrays of a checkpoint in the memory of the host, by name."""
+    base, context = _base(folder / STATE)
+    opened = {name: ts.open(_readable(base, name), open=True, context=context) for name in names}
+    reads = {name: future.result().read() for name, future in opened.items()}
+    return {name: read.result() for name, read in reads.items()}
+
+
+def open_array(folder: AnyPath, name: str, *, cache_bytes: int) -> ts.TensorStore:
+    """Return an array of a checkpoint, which reads ranges on demand."""
+    base, context = _base(folder / STATE, cache_bytes)
+    return ts.open(_readable(base, name), open=True, context=context).result()
+
+
+def _base(folder: AnyPath, cache_bytes: int = CACHE_BYTES) -> tuple[dict[str, Any], ts.Context]:
+    """Return the specification of the store below the database, and the context of all requests."""
+    pools = {"cache_pool": {"total_bytes_limit": cache_bytes}, "cache_pool#ocdbt": {"total_bytes_limit": 10**8}}
+    if is_bucket(folder):
+        spec, context = objects.tensorstore_spec(folder)
+        return spec, ts.Context(context | pools)
+    return {"driver": "file", "path": f"{folder.resolve()}/"}, ts.Context(pools)
+
+
+def _database(base: dict[str, Any], *, writes: bool = False) -> dict[str, Any]:
+    found = {"driver": "ocdbt", "base": base, "cache_pool": "cache_pool#ocdbt"}
+    if not writes:
+        return found if base["driver"] == "file" else found | COALESCED
+    # `assume_config` saves the request that would look for a database, since every save has a folder of its own.
+    return found | {"config": FORMAT, "assume_config": True, "target_data_file_size": DATA_FILE_BYTES}
+
+
+def _readable(base: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the specification of an array to read. An absent chunk is an error, and not zeros."""
+    return _array(_database(base), name) | {"fill_missing_data_reads": False}
+
+
+def _array(database: dict[str, Any], name: str) -> dict[str, Any]:
+    return {"driver": "zarr", "kvstore": database | {"path": f"{name.replace('/', '.')}/"}}
+
+
+def _part(state: AnyPath, process: int) -> AnyPath:
+    """Return the folder of the database of a process. That of a single process needs no merging."""
+    return state if jax.process_count() == 1 else state / f"ocdbt.process_{process}"
+
+
+def _chunk(shard: tuple[int, ...], item_bytes: int) -> tuple[int, ...]:
+    """Return the shape of chunks of at most `CHUNK_BYTES` that tile a shard."""
+    chunk = [max(1, size) for size in shard]
+    for axis, size in enumerate(shard):
+        parts = math.ceil(math.prod(chunk) * item_bytes / CHUNK_BYTES)
+        chunk[axis] = next((size // n for n in range(parts, size) if size % n == 0), 1) if parts > 1 else chunk[axis]
+    return tuple(chunk)

@@ -1,0 +1,159 @@
+"""Checkpoints in buckets: saves without renames, quarantine, deletion and leftovers (docs/storage.md, Checkpoints).
+
+The files of each save lie in a folder of their own below the step's folder, so that the late writes of a process that
+has lost the lock cannot change a checkpoint. `manifest.json` in the step's folder names this folder.
+"""
+
+import contextlib
+import json
+import uuid
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from difftx.errors import RunError, UnreadableError, UserError
+from difftx.files import list_folder
+from difftx.parallel.multihost import is_primary, together
+from difftx.storage import objects
+from difftx.training.checkpoint import arrays
+from difftx.training.checkpoint.manifest import (
+    COMMIT_MARKERS,
+    MANIFEST,
+    QUARANTINED_MANIFEST,
+    RESERVED,
+    describe_objects,
+    is_reservation,
+    why_invalid,
+)
+
+if TYPE_CHECKING:
+    from etils import epath
+
+
+class Save:
+    """A save of one checkpoint by all processes."""
+
+    def __init__(self, folder: "epath.Path", contents: str, state: Any, check: Callable[[], None], seconds: float):
+        """Copy the arrays to the host. `contents` is a name that no other save has, and that all processes know.
+
+        `check` raises an error if this process has lost the lock of the run. `seconds` is the timeout of each phase.
+        """
+        self._folder, self._contents, self._check, self._seconds = folder, contents, check, seconds
+        self._shards = arrays.copy_shards(state)
+        self._generation: bytes | None = None  # Of the reservation.
+
+    def write(self, records: dict[str, Any], describe: Callable[[dict[str, Any], str], str]) -> None:
+        """Write the arrays, the JSON files `records` by path, and the text of the manifest that `describe` returns.
+
+        `describe` gets the entries of all files and the name of their folder. All processes must call this method, in
+        a thread or not. It raises an error in all processes if one of them fails.
+        """
+        folder = self._folder / self._contents
+
+        def write_files() -> None:
+            if is_primary():
+                self._reserve()
+            arrays.write_shards(folder, self._shards)
+            if is_primary():
+                for name, value in records.items():
+                    objects.write(folder / name, json.dumps(value).encode())
+
+        def commit() -> None:
+            if not is_primary():
+                return
+            arrays.merge(folder)
+            files = {f"{self._contents}/{name}": entry for name, entry in describe_objects(folder).items()}
+            self._commit(describe(files, self._contents))
+
+        try:
+            together(f"{self._contents}, files", write_files, self._seconds)
+            together(f"{self._contents}, manifest", commit, self._seconds)
+        except Exception:
+            if is_primary():
+                with contextlib.suppress(UserError, UnreadableError):  # Otherwise a later start deletes the files.
+                    objects.delete(folder / name for name in objects.list_below(folder))
+            raise
+        finally:
+            self._shards = {}
+
+    def _reserve(self) -> None:
+        path = self._folder / MANIFEST
+        self._check()
+        found = objects.read(path)
+        content = json.dumps({RESERVED: self._contents}).encode()
+        self._generation = objects.write_if(path, content, None if found is None else found.generation)
+        if self._generation is None:
+            raise RunError(f"{self._folder}: another process saves this checkpoint")
+        _delete_unused(self._folder)
+
+    def _commit(self, manifest: str) -> None:
+        self._check()
+        if objects.write_if(self._folder / MANIFEST, manifest.encode(), self._generation) is None:
+            raise RunError(f"{self._folder}: another process has taken over this run, so the checkpoint was not saved")
+
+
+def quarantine(folder: "epath.Path") -> "epath.Path":
+    """Move the manifest of a step to an object of another name, and return its path. The files stay."""
+    path = folder / f"{QUARANTINED_MANIFEST}{uuid.uuid4().hex}.json"
+    found = objects.read(folder / MANIFEST)
+    if found is None:
+        raise UserError(f"{folder}: no such checkpoint")
+    objects.write(path, found.content)
+    objects.delete([folder / MANIFEST])
+    return path
+
+
+def take_back(path: "epath.Path") -> str | None:
+    """Undo a quarantine if the checkpoint verifies. Return None, or why it does not verify."""
+    folder, found = path.parent, objects.read(path)
+    if found is None or objects.write_if(folder / MANIFEST, found.content, None) is None:
+        return f"{folder} has another checkpoint"
+    undone = [folder / MANIFEST]
+    try:
+        why = why_invalid(folder, step=int(folder.name), content=True)
+        undone = undone if why else [path]
+    finally:
+        objects.delete(undone)
+    return why
+
+
+def remove(path: "epath.Path") -> None:
+    """Delete a checkpoint, its manifest first. Of a quarantined one, `path` is the manifest, else the step's folder."""
+    is_quarantined = path.name.startswith(QUARANTINED_MANIFEST)
+    objects.delete([path if is_quarantined else path / MANIFEST])
+    _delete_unused(path.parent if is_quarantined else path)
+
+
+def remove_leftovers(folder: "epath.Path") -> list[str]:
+    """Delete the reservations, and the files that no manifest refers to. Return the names of the steps' folders.
+
+    Only the owner of the run's lock may call this, and not during a save.
+    """
+    removed = []
+    for name, is_folder in list_folder(folder).items():
+        if not is_folder or not name.isdecimal():
+            continue
+        found = objects.read(folder / name / MANIFEST)
+        if is_reserved := found is not None and is_reservation(found.content):
+            objects.delete([folder / name / MANIFEST])
+        if _delete_unused(folder / name) or is_reserved:
+            removed.append(name)
+    return sorted(removed, key=int)
+
+
+def _delete_unused(folder: "epath.Path") -> bool:
+    """Delete the files in a step's folder that no manifest and no reservation refers to. Return if there were any.
+
+    If a manifest cannot be parsed, nothing is deleted, since it may be the only trace of a corrupt checkpoint.
+    """
+    names = objects.list_below(folder)
+    manifests = [name for name in names if name == MANIFEST or name.startswith(QUARANTINED_MANIFEST)]
+    used = set(COMMIT_MARKERS if MANIFEST in manifests else ())
+    for found in objects.read_all(folder / name for name in manifests):
+        try:
+            content = json.loads(found.content) if found is not None else {}
+            used |= {name.partition("/")[0] for name in content.get("files", {})} | {content.get(RESERVED)}
+        except (ValueError, TypeError, AttributeError):
+            return False
+    unused = [name for name in names if name not in manifests and name.partition("/")[0] not in used]
+    objects.delete(folder / name for name in unused)
+    return bool(unused)

@@ -1,0 +1,83 @@
+"""Training commands with `--workdir` in a bucket, and what a run leaves there."""
+
+import json
+import time
+from pathlib import Path
+
+from conftest import TINY, child_environment
+from processes import UNHURRIED
+
+from difftx.files import JsonLines, read_file
+from difftx.storage import objects
+from difftx.training.checkpoint import arrays
+from difftx.training.checkpoint.checkpointer import config_of
+from difftx.training.checkpoint.manifest import MANIFEST, contents_of, is_reservation, read_manifest, steps_in
+from helpers.command_server import commands
+
+CONFIG = TINY | {
+    "train.steps": "24",
+    "checkpoint.every_steps": "4",
+    "eval.every_steps": "12",
+    "eval.loss_tokens": "512",
+    "logging.every_steps": "1",
+    "multihost.lock_takeover_seconds": "3",
+}
+
+
+def command(text_file, workdir, script=("train.py",), **changes):
+    """Return the command line of a training."""
+    fields = CONFIG | {"data.path": str(text_file)} | {k.replace("__", "."): str(v) for k, v in changes.items()}
+    flags = [f"--config.{name}={value}" for name, value in fields.items()]
+    return [*script, "--config=configs/quickstart.py", f"--workdir={workdir}", *flags]
+
+
+def train(text_file, workdir, **changes):
+    """Train to the end, and return the exit code and output."""
+    return commands().run(command(text_file, workdir, **changes), environment=child_environment(1))
+
+
+def start(text_file, workdir, log: Path, **changes):
+    """Start a training with slow steps, whose output goes to a file."""
+    return commands().start(
+        command(text_file, workdir, UNHURRIED, **changes), stdout=log, stderr=log, environment=child_environment(1)
+    )
+
+
+def run_of(workdir):
+    """Return what must be equal in two runs: the losses and gradient norms of all steps, and the last checkpoint."""
+    rows = [json.loads(line) for line in JsonLines(workdir / "metrics.jsonl").content().splitlines()]
+    train_rows = [(row["step"], row["loss"], row["grad_norm"]) for row in rows if row["split"] == "train"]
+    folder = workdir / "checkpoints"
+    folder = folder / str(steps_in(folder)[-1])
+    return train_rows, state_in(folder), config_of(folder).train
+
+
+def state_in(folder):
+    """Return the bytes of all arrays of a checkpoint, and the state of the data loader."""
+    found = arrays.read_arrays(contents_of(folder), read_manifest(folder).arrays)
+    loader = json.loads(read_file(contents_of(folder) / "loader" / "metadata"))
+    return {name: array.tobytes() for name, array in found.items()}, loader["examples"]
+
+
+def newest_row(workdir):
+    """Return the last step in metrics.jsonl, or 0."""
+    rows = JsonLines(workdir / "metrics.jsonl").read({"split": str, "step": int})
+    return max((row["step"] for row in rows if row["split"] == "train"), default=0)
+
+
+def is_saving(workdir):
+    """Return whether a checkpoint is being saved."""
+    folder = workdir / "checkpoints"
+    manifests = objects.read_all(folder / name / MANIFEST for name in objects.list_folder(folder))
+    return any(found is not None and is_reservation(found.content) for found in manifests)
+
+
+def wait_until(condition, process, log, seconds=120):
+    """Wait for a condition, and return whether it came true before the process ended."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if process.poll() is not None:
+            return False
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.01)
+    return True

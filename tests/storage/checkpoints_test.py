@@ -1,0 +1,293 @@
+"""Checkpoints in buckets: saves, retention, quarantine, crashes, late writers, and copies to local disks."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import replace
+from helpers.training_checkpoints import LOADER, state_at
+
+from difftx import files
+from difftx.errors import RunError, UnreadableError, UserError
+from difftx.storage import objects
+from difftx.training.checkpoint import arrays
+from difftx.training.checkpoint import bucket as protocol
+from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.training.checkpoint.manifest import MANIFEST, contents_of, quarantined_in, steps_in, why_invalid
+from difftx.training.state import TrainState
+
+
+@pytest.fixture
+def trainer(bucket, config):
+    """Return a function that opens the checkpoints of one folder, as a training that starts again does."""
+    workdir = bucket.folder()
+
+    def opened(**options):
+        settings = replace(config(), "checkpoint", keep=2, every_steps=10).checkpoint
+        return Checkpointer(workdir, settings, save_seconds=60, **options)
+
+    return opened
+
+
+@pytest.fixture
+def save(config):
+    def saved(checkpointer, *steps, size=3):
+        for step in steps:
+            checkpointer.save(state_at(step, size), LOADER, config())
+            checkpointer._settle()
+
+    return saved
+
+
+def restored(checkpointer, step, mesh, size=3):
+    return checkpointer.restore(step, jax.eval_shape(lambda: state_at(0, size)), mesh)
+
+
+def check(checkpointer, step, mesh):
+    assert checkpointer.newest() == step
+    state, loader = restored(checkpointer, step, mesh)
+    jax.tree.map(np.testing.assert_array_equal, state, state_at(step))
+    assert loader == LOADER
+
+
+def test_saves_retention_and_leftovers(bucket, trainer, save, mesh_of):
+    writer = trainer()
+    assert writer.newest() is None
+    save(writer, 10, 20, 30)
+    writer.close()
+    assert writer.steps() == [20, 30]
+    assert {name.partition("/")[0] for name in objects.list_below(writer.folder)} == {"20", "30"}
+    objects.write(writer.folder / "40" / "abc-1" / "state" / "d" / "x", b"x")  # A save without a manifest yet.
+    objects.write_if(writer.folder / "50" / MANIFEST, b'{"writing": "abc-2"}', None)
+    objects.write(writer.folder / "30" / "abc-3" / "x", b"x")
+    reader = Checkpointer(writer.folder.parent)
+    check(reader, 30, mesh_of())
+    assert steps_in(writer.folder) == [20, 30]
+    check(trainer(), 30, mesh_of())
+    left = objects.list_below(writer.folder)
+    assert {name.partition("/")[0] for name in left} == {"20", "30"}
+    assert not any("abc" in name for name in left)
+
+
+def test_arrays_on_other_meshes(trainer, config, mesh_of, monkeypatch):
+    """Shards of eight devices are read by one device, by others, and in chunks smaller than a shard."""
+    monkeypatch.setattr(arrays, "CHUNK_BYTES", 64)
+    random_, mesh = np.random.default_rng(0), mesh_of(fsdp=4, tensor=2)
+    values = {
+        "w": (random_.standard_normal((16, 8)).astype("float32"), jax.P("fsdp", "tensor")),
+        "v": (random_.standard_normal((3, 8)).astype(jnp.bfloat16), jax.P(None, "fsdp")),
+        "n": (random_.integers(9, size=5).astype("int32"), jax.P()),
+    }
+    placed = {name: jax.device_put(x, jax.NamedSharding(mesh, spec)) for name, (x, spec) in values.items()}
+    writer = trainer()
+    writer.save(TrainState(jnp.int32(7), placed, {"mu": placed["w"]}), LOADER, config())
+    writer.close()
+    for other in (mesh_of(), mesh_of(fsdp=8), mesh_of(data=2, fsdp=2, tensor=2)):
+        wanted = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(other, jax.P(*reversed(spec))))
+            if x.ndim == 2 and name == "w"
+            else jax.ShapeDtypeStruct(x.shape, x.dtype)
+            for name, (x, spec) in values.items()
+        }
+        abstract = TrainState(jax.ShapeDtypeStruct((), "int32"), wanted, {"mu": wanted["w"]})
+        state, _ = writer.restore(7, abstract, other)
+        for name, (x, _) in values.items():
+            np.testing.assert_array_equal(state.params[name], x)
+            assert state.params[name].sharding.mesh == other
+        np.testing.assert_array_equal(state.opt_state["mu"], values["w"][0])
+
+
+def damage(path):
+    content = bytearray(objects.read(path).content)
+    content[len(content) // 2] ^= 1
+    objects.write(path, bytes(content))
+
+
+def largest(folder):
+    return max(objects.describe_below(folder).items(), key=lambda item: item[1].size)[0]
+
+
+def test_a_damaged_checkpoint_is_quarantined_and_saved_again(trainer, save, mesh_of, capsys):
+    writer = trainer()
+    save(writer, 10, 20)
+    contents = contents_of(writer.folder / "20")
+    damage(contents / largest(contents))
+    assert "is damaged: its " in why_invalid(writer.folder / "20", content=True)
+    assert why_invalid(writer.folder / "20", content=False) is None
+    again = trainer()
+    check(again, 10, mesh_of())
+    assert "is damaged" in capsys.readouterr().out
+    assert steps_in(writer.folder) == [10]
+    (marker,) = quarantined_in(writer.folder)
+    files_before = objects.list_below(contents)
+    save(again, 20)
+    check(trainer(), 20, mesh_of())
+    assert quarantined_in(writer.folder) == [marker]
+    assert objects.list_below(contents) == files_before  # The quarantined checkpoint is as it was.
+
+
+def test_a_quarantined_checkpoint_is_taken_back_if_no_other_verifies(trainer, save, mesh_of, capsys):
+    writer = trainer()
+    save(writer, 10, 20)
+    protocol.quarantine(writer.folder / "20")
+    contents = contents_of(writer.folder / "10")
+    objects.delete([contents / largest(contents)])
+    check(trainer(), 20, mesh_of())
+    assert "verifies, and no other does" in capsys.readouterr().out
+    (marker,) = quarantined_in(writer.folder)
+    assert marker.parent.name == "10"
+    protocol.remove(marker)
+    assert {name.partition("/")[0] for name in objects.list_below(writer.folder)} == {"20"}
+    contents = contents_of(writer.folder / "20")
+    objects.delete([contents / largest(contents)])
+    for _ in range(2):
+        with pytest.raises(UserError, match="there are checkpoints, but none verifies"):
+            trainer().newest()
+
+
+def test_a_kill_at_any_request_leaves_the_checkpoint_or_none(trainer, save, mesh_of, config, monkeypatch):
+    """The process ends before its first, second, … request of a save."""
+    first = trainer()
+    save(first, 10)
+    for requests in range(30):
+        writer = trainer()
+        assert writer.newest() == 10
+        counted = iter(range(requests))
+
+        def counting(request, counted=counted):
+            def counted_request(*args):
+                if next(counted, None) is None:
+                    raise KeyboardInterrupt
+                return request(*args)
+
+            return counted_request
+
+        with monkeypatch.context() as patch:
+            for name in ("read", "write", "write_if", "describe_below", "delete"):
+                patch.setattr(objects, name, counting(getattr(objects, name)))
+            patch.setattr(arrays, "write_shards", counting(arrays.write_shards))
+            writer.save(state_at(20), LOADER, config())
+            died = isinstance(writer._saving[1].exception(), KeyboardInterrupt)
+        after = trainer()
+        if not died:
+            check(after, 20, mesh_of())
+            break
+        found = after.newest()
+        assert found in (10, 20)
+        check(after, found, mesh_of())
+        if found == 20:  # The manifest was the last request of the save itself.
+            protocol.remove(after.folder / "20")
+        assert {name.partition("/")[0] for name in objects.list_below(after.folder)} == {"10"}
+    assert requests > 5
+
+
+def test_a_late_writer_cannot_commit_or_change_a_checkpoint(trainer, save, mesh_of, config, monkeypatch):
+    """A process is frozen between its check and its commit. The next owner saves the same step."""
+    frozen = trainer()
+    save(frozen, 10)
+    commit = protocol.Save._commit
+    later = []
+    monkeypatch.setattr(protocol.Save, "_commit", lambda self, text: later.append((self, text)))
+    frozen.save(state_at(20), LOADER, config())
+    assert frozen._saving[1].exception() is None
+    monkeypatch.setattr(protocol.Save, "_commit", commit)
+    owner = trainer()
+    check(owner, 10, mesh_of())
+    ((late, text),) = later
+    with pytest.raises(RunError, match="another process has taken over this run"):
+        late._commit(text)
+    save(owner, 20)
+    with pytest.raises(RunError, match="another process has taken over this run"):
+        late._commit(text)
+    arrays.write_shards(late._folder / late._contents, arrays.copy_shards(vars(state_at(5))))
+    check(trainer(), 20, mesh_of())
+
+
+def test_a_lost_lock_ends_the_saves(trainer, save, capsys):
+    def lost():
+        raise RunError("another process has the lock")
+
+    writer = trainer(check=lost)
+    for _ in range(2):
+        save(writer, 10)
+        assert "step 10 was not saved, failure" in capsys.readouterr().out
+    with pytest.raises(RunError, match=r"max_failed_saves=3"):
+        save(writer, 10)
+    assert objects.list_below(writer.folder) == []
+
+
+def test_faults_during_saves_and_restores(bucket, trainer, save, mesh_of, quick_retries, capsys):
+    """What is saved after faults is what was to be saved; what cannot be read is an error, and never another value."""
+    outcomes = {"saved": 0, "not saved": 0, "read": 0, "unreadable": 0}
+    kinds = ["429", "500", "503", "reset", "lost", "cut", "short"]
+    writer = trainer()
+    save(writer, 0)
+    for i in range(1, 16):
+        # Listings are requests of gcsfs, which waits for seconds after a fault.
+        bucket.plan(kinds=kinds, rate=0.35, in_a_row=3, seed=i, pattern="^((?!prefix=).)*$", limit=12)
+        writer._failures = 0
+        save(writer, 10 * i)
+        is_saved = 10 * i in writer._verified
+        bucket.plan()
+        outcomes["saved" if is_saved else "not saved"] += 1
+        # After lost replies, a manifest may be there although its save failed.
+        assert 10 * i in writer.steps() or not is_saved
+        reader, newest = Checkpointer(writer.folder.parent), max(writer.steps())
+        bucket.plan(kinds=kinds, rate=0.35, in_a_row=3, seed=100 + i, pattern="^((?!prefix=).)*$", limit=12)
+        try:
+            state, loader = restored(reader, newest, mesh_of())
+        except UnreadableError:
+            outcomes["unreadable"] += 1
+        else:
+            outcomes["read"] += 1
+            jax.tree.map(np.testing.assert_array_equal, state, state_at(newest))
+            assert loader == LOADER
+        bucket.plan()
+        assert why_invalid(writer.folder / str(newest), step=newest, content=True) is None
+    assert outcomes["saved"] >= 10, outcomes
+    assert outcomes["read"] >= 8, outcomes
+
+
+def test_a_copy_on_a_local_disk(bucket, trainer, save, mesh_of, tmp_path):
+    writer = trainer()
+    save(writer, 10)
+    folder = tmp_path / "checkpoints" / "10"
+    for name in objects.list_below(writer.folder / "10"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        objects.download(writer.folder / "10" / name, str(folder / name))
+    local = Checkpointer(tmp_path)
+    check(local, 10, mesh_of())
+    data = max((path for path in folder.rglob("d/*")), key=lambda path: path.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[5] ^= 1
+    data.write_bytes(content)
+    assert "is damaged" in why_invalid(folder, content=True)
+
+
+def test_a_local_checkpoint_in_a_bucket(bucket, config, mesh_of, tmp_path):
+    """A run that was imported, or copied from a disk, has the format of orbax."""
+    writer = Checkpointer(tmp_path, config().checkpoint)
+    writer.save(state_at(10), LOADER, config())
+    writer.close()
+    workdir = bucket.folder()
+    for path in (path for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()):
+        files.upload(workdir / path.relative_to(tmp_path).as_posix(), path)
+    owner = Checkpointer(workdir, config().checkpoint)
+    check(owner, 10, mesh_of())
+    assert why_invalid(owner.folder / "10", content=True) is None
+
+
+def test_requests_of_a_save_and_a_restore(bucket, config, save, mesh_of):
+    """Requests do not grow with the number of arrays."""
+    found = []
+    for size in (3, 300):
+        writer = Checkpointer(bucket.folder(), config().checkpoint)
+        writer.newest()
+        bucket.plan()
+        save(writer, 10, size=size)
+        saved = bucket.plan()["requests"]
+        restored(writer, 10, mesh_of(), size)
+        found.append((saved, bucket.plan()["requests"]))
+    assert found[0] == found[1], found
+    assert sum(found[0][0].values()) < 40, found
+    assert sum(found[0][1].values()) < 20, found

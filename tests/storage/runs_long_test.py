@@ -1,0 +1,194 @@
+"""Runs in buckets under kills, faults, a frozen owner, several processes, and as a sweep. Minutes."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT, child_environment, write_text
+from helpers.bucket_runs import CONFIG, command, is_saving, newest_row, run_of, start, train, wait_until
+from helpers.command_server import commands
+from processes import UNHURRIED, free_port
+
+from difftx.files import read_file, read_json
+from difftx.storage import objects
+from difftx.training.checkpoint.manifest import steps_in, why_invalid
+
+KILLS, FAULTS = 10, int(os.environ.get("FAULTS", "60"))
+OWNER = ("tests/helpers/one_bucket_owner.py",)
+KINDS = ["429", "500", "503", "reset", "lost", "slow", "cut", "short", "stale"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+@pytest.fixture(scope="module")
+def whole(text, tmp_path_factory):
+    """Return an unbroken run on a local disk."""
+    workdir = tmp_path_factory.mktemp("unbroken") / "run"
+    done = train(text, workdir)
+    assert done.returncode == 0, done.stderr
+    return workdir
+
+
+def check_start(workdir, before, log):
+    """Compare the step from which a start resumed with the newest checkpoint that was there before it."""
+    found = re.search(r"attempt \d+, from step (\d+) to", log)
+    assert found is None or int(found[1]) == before, f"{log}: not from {before}"
+
+
+def newest_valid(workdir):
+    folder = workdir / "checkpoints"
+    valid = [step for step in steps_in(folder) if why_invalid(folder / str(step), step=step, content=True) is None]
+    return max(valid, default=0)
+
+
+@pytest.mark.long
+def test_ten_kills_cost_nothing(bucket, text, whole, tmp_path):
+    """A training is killed at ten seeded moments: at its start, between steps and during saves."""
+    workdir, random_, during_saves = bucket.folder(), random.Random(0), 0
+    for kill in range(KILLS):
+        log, before = tmp_path / f"{kill}.log", newest_valid(workdir)
+        process = start(text, workdir, log)
+        moment = random_.choice(["start", "step", "saving", "saving", "saving"])
+        conditions = {
+            "start": lambda log=log: log.stat().st_size > 0,
+            "step": lambda before=before: newest_row(workdir) > before + 1,
+            "saving": lambda: is_saving(workdir),
+        }
+        if wait_until(conditions[moment], process, log):
+            time.sleep(random_.uniform(0, {"start": 3, "step": 0.3, "saving": 0.02}[moment]))
+        process.kill()
+        process.wait()
+        during_saves += is_saving(workdir)
+        check_start(workdir, before, log.read_text())
+        if newest_valid(workdir) == 24:
+            break
+    done = train(text, workdir)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert run_of(workdir) == run_of(whole)
+    assert during_saves >= 2
+    left = {name.partition("/")[0] for name in objects.list_below(workdir / "checkpoints")}
+    assert left == {str(step) for step in steps_in(workdir / "checkpoints")}
+
+
+@pytest.mark.chaos
+def test_faults_cost_no_row_and_no_checkpoint(bucket, text, whole, tmp_path):
+    """Starts under seeded faults. Each trains to the end, or ends with one line; the same command continues."""
+    workdir, met, codes = bucket.folder(), 0, []
+    for seed in range(40):
+        before = newest_valid(workdir)
+        # Few faults in a row are survived by retries, many end in one line.
+        bucket.plan(kinds=KINDS, rate=0.03, seed=seed, in_a_row=2 if seed % 4 else 12, limit=12)
+        done = train(text, workdir, train__steps=24 if seed >= 8 else min(24, 4 * seed + 4))
+        met += sum(bucket.plan()["faults"].values())
+        codes.append(done.returncode)
+        check_start(workdir, before, done.stdout)
+        if done.returncode:
+            assert done.returncode == 1, done.stdout + done.stderr
+            errors = re.findall(r"^error: .*", done.stderr, re.MULTILINE)
+            assert len(errors) == 1, done.stderr
+            assert "Traceback" not in done.stderr, done.stderr
+        if met >= FAULTS and newest_valid(workdir) == 24:
+            break
+    assert met >= FAULTS
+    print(f"{met} faults in {len(codes)} starts with exit codes {codes}")
+    assert run_of(workdir) == run_of(whole)
+
+
+@pytest.mark.long
+def test_two_trainings_on_one_path(bucket, text, whole, tmp_path):
+    """The second gives up. Then the first is frozen, is taken over, and comes back late."""
+    workdir, logs = bucket.folder(), [tmp_path / f"{i}.log" for i in range(3)]
+    first = _owner(text, workdir, logs[0])
+    assert wait_until(lambda: newest_row(workdir) >= 5, first, logs[0]), logs[0].read_text()
+    second = _owner(text, workdir, logs[1])
+    assert second.wait(timeout=120) == 2, logs[1].read_text()
+    assert f"--workdir={workdir}: process {first.pid} on " in logs[1].read_text()
+    assert first.poll() is None
+    first.send_signal(signal.SIGSTOP)
+    third = _owner(text, workdir, logs[2])
+    assert wait_until(lambda: "attempt 2" in logs[2].read_text(), third, logs[2]), logs[2].read_text()
+    first.send_signal(signal.SIGCONT)
+    assert first.wait(timeout=120) == 1, logs[0].read_text()
+    errors = re.findall(r"^error: .*", logs[0].read_text(), re.MULTILINE)
+    assert len(errors) == 1, logs[0].read_text()
+    assert "has taken this folder over" in errors[0] or "another process has replaced this file" in errors[0]
+    assert third.wait(timeout=240) == 0, logs[2].read_text()
+    assert run_of(workdir) == run_of(whole)
+
+
+def _owner(text, workdir, log):
+    with log.open("w") as file:
+        words = command(text, workdir, OWNER, train__steps=24)
+        return subprocess.Popen([sys.executable, *words], cwd=ROOT, env=child_environment(1), stdout=file, stderr=file)
+
+
+@pytest.mark.long
+def test_two_processes(bucket, text, tmp_path):
+    """Both stream their shards; both are killed during a save; one process of four devices continues."""
+    changes = {"mesh__fsdp": -1, "multihost__barrier_timeout_seconds": 60}
+
+    def together(workdir, count, log, devices):
+        together = ["--coordinator", f"localhost:{free_port()}", f"--processes={count}"] if count > 1 else []
+        words = [sys.executable, *command(text, workdir, UNHURRIED, **changes), *together]
+        with log.open("w") as file:
+            return [
+                subprocess.Popen(
+                    words + ([f"--process={i}"] if count > 1 else []),
+                    cwd=ROOT,
+                    env=child_environment(devices),
+                    stdout=file,
+                    stderr=file,
+                )
+                for i in range(count)
+            ]
+
+    def codes(processes):
+        return [process.wait(timeout=240) for process in processes]
+
+    expected, workdir = tmp_path / "local", bucket.folder()
+    assert codes(together(expected, 2, tmp_path / "log", 2)) == [0, 0], (tmp_path / "log").read_text()
+    running = together(workdir, 2, tmp_path / "killed", 2)
+    assert wait_until(lambda: steps_in(workdir / "checkpoints"), running[0], tmp_path / "killed")
+    wait_until(lambda: is_saving(workdir), running[0], tmp_path / "killed")
+    for process in running:
+        process.kill()
+    codes(running)
+    assert codes(together(workdir, 2, tmp_path / "again", 2)) == [0, 0], (tmp_path / "again").read_text()
+    assert run_of(workdir) == run_of(expected)
+    folder = workdir / "checkpoints" / "24"
+    names = " ".join(objects.list_below(folder))
+    assert "/ocdbt.process_0/d/" in names
+    assert "/ocdbt.process_1/d/" in names
+    changes["train__steps"] = 28
+    assert codes(together(workdir, 1, tmp_path / "one", 4)) == [0], (tmp_path / "one").read_text()
+    assert "attempt 3, from step 24 to 28" in (tmp_path / "one").read_text()
+
+
+@pytest.mark.long
+def test_a_sweep_of_four_runs(bucket, text, tmp_path):
+    out = bucket.folder()
+    changes = {**CONFIG, "train.steps": "4", "eval.every_steps": "4", "data.path": str(text)}
+    flags = [f"--config.{name}={value}" for name, value in changes.items()]
+    sweep = ["difftx", "sweep", "--config=quickstart", "--grid", "model.norm_eps=1e-5,1e-6", "seed=0,1", f"--out={out}"]
+    done = commands().run([*sweep, *flags], environment=child_environment(1))
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = read_json(out / "sweep.json")["runs"]
+    assert [run["state"] for run in runs] == ["done"] * 4
+    for run in runs:
+        assert b"attempt 1, from step 0 to 4" in read_file(out / run["name"] / "train.log")
+        assert steps_in(out / run["name"] / "checkpoints") == [4]
+    again = commands().run([*sweep, *flags], environment=child_environment(1))
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.count("done") >= 4
+    curves = commands().run(["difftx", "eval", f"--curves={out}/*", f"--out={tmp_path}"])
+    assert curves.returncode == 0, curves.stderr
+    assert len(json.loads((tmp_path / "curves.json").read_text())) == 4

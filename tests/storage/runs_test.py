@@ -1,0 +1,108 @@
+"""Runs in buckets through the users' commands: trained, stopped, evaluated, reported, exported."""
+
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, child_environment, write_text
+from helpers.bucket_runs import run_of, start, train, wait_until
+from helpers.command_server import commands
+
+from difftx.files import list_folder, read_file, read_json, read_record
+from difftx.report.runs import match_runs
+from difftx.storage import objects
+from difftx.training.checkpoint.manifest import steps_in
+
+
+@pytest.fixture(scope="session")
+def local_run(tmp_path_factory):
+    """Return an unbroken run on a local disk, and its text."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    text = write_text(folder / "text.txt")
+    done = train(text, folder / "run")
+    assert done.returncode == 0, done.stderr
+    return folder / "run", text
+
+
+def run(*command):
+    done = commands().run(["difftx", *command], environment=child_environment(1))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_run_is_killed_resumed_evaluated_reported_and_exported(bucket, local_run, tmp_path):
+    whole, text = local_run
+    workdir, log = bucket.folder(), tmp_path / "log"
+    process = start(text, workdir, log)
+    assert wait_until(lambda: steps_in(workdir / "checkpoints"), process, log), log.read_text()
+    process.kill()
+    process.wait()
+    done = train(text, workdir)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "attempt 2, from step" in done.stdout
+    assert run_of(workdir) == run_of(whole)
+    names = objects.list_below(workdir)
+    assert {name.partition("/")[0] for name in names} == {
+        *("config.json", "manifest.json", ".lock", "metrics.jsonl", "metrics.jsonl.parts", "journal.jsonl"),
+        *("checkpoints", "evals", "tensorboard"),
+    }
+    assert read_json(workdir / "config.json") == read_json(whole / "config.json")
+    numbers = [read_json(path / "evals" / "loss" / "24.json")["numbers"] for path in (workdir, whole)]
+    assert numbers[0] == numbers[1]
+
+    run("eval", f"--workdir={workdir}", "--suite=loss,sample", "--step=20:24:4")
+    assert list_folder(workdir / "evals" / "sample") == {"20.json": False, "24.json": False}
+    assert "skipped" in run("eval", f"--workdir={workdir}", "--suite=loss", "--step=24")
+    assert "report.html" in run("report", f"--workdir={workdir},{whole}")
+    assert b"<html" in read_file(workdir / "report.html")
+    assert "curves.png" in run("eval", f"--curves={workdir.parent}/*{workdir.name[-6:]}", f"--out={workdir}/figures")
+    assert [row.workdir for row in match_runs(str(workdir), "curves")] == [workdir]
+    flags = ["--new_tokens=8", "--temperature=0", "--prompt=line 1"]
+    assert run("generate", f"--workdir={workdir}", *flags) == run("generate", f"--workdir={whole}", *flags)
+    listed = run("checkpoint", "ls", f"--workdir={workdir}")
+    assert listed.count("verified (sizes)") == len(steps_in(workdir / "checkpoints"))
+    assert "every checksum is right" in run("checkpoint", "verify", f"--workdir={workdir}")
+    both = ("checkpoint", "diff", "24", str(whole / "checkpoints" / "24"), f"--workdir={workdir}", "--values")
+    assert "no difference" in run(*both)
+
+    export = ("convert", "--from=difftx", "--to=hf")
+    run(*export, f"--input={workdir}", f"--out={workdir}/export")
+    run(*export, f"--input={whole}", f"--out={tmp_path}/export")
+    exported = read_record(workdir / "export" / ".complete")["files"]
+    assert sorted(exported) == sorted(path.name for path in (tmp_path / "export").iterdir())
+    weights = "model.safetensors"
+    assert read_file(workdir / "export" / weights) == (tmp_path / "export" / weights).read_bytes()
+    run("convert", "--from=hf", "--to=difftx", f"--input={workdir}/export", f"--out={workdir}/imported",
+        "--config=configs/quickstart.py", f"--config.data.path={text}")  # fmt: skip
+    imported = run("generate", f"--workdir={workdir}/imported", *flags)
+    assert imported == run("generate", f"--workdir={whole}", *flags)
+    started = train(text, workdir / "second", checkpoint__init_from=workdir, train__steps=2)
+    assert f"parameters from {workdir}/checkpoints/24" in started.stdout, started.stdout + started.stderr
+
+
+HIDDEN = """
+import importlib.util, sys
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name in ("gcsfs", "s3fs") else find_spec(name, *rest)
+sys.argv = ["difftx", *sys.argv[1:]]
+from difftx.__main__ import main
+from difftx.errors import run_command
+run_command(main)
+"""
+
+
+@pytest.mark.parametrize(("scheme", "library", "extra"), [("gs", "gcsfs", "gcs"), ("s3", "s3fs", "s3")])
+def test_a_missing_extra_is_named_in_one_line(scheme, library, extra):
+    command = ["train", "--config=quickstart", f"--workdir={scheme}://runs/x"]
+    found = subprocess.run([sys.executable, "-c", HIDDEN, *command], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 2
+    (line,) = found.stderr.splitlines()
+    assert line.startswith(f"error: {library} is not installed: ")
+    assert f"[{extra}]" in line
+
+
+def test_a_path_that_cannot_be_in_a_bucket(bucket):
+    found = commands().run(["difftx", "eval", "--list", "--extension=gs://runs/a.py"])
+    assert found.returncode == 2
+    assert found.stderr.count("\n") == 1
+    assert "object stores are not supported" in found.stderr
