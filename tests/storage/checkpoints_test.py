@@ -216,6 +216,7 @@ def test_a_lost_lock_ends_the_saves(trainer, save, capsys):
     assert objects.list_below(writer.folder) == []
 
 
+@pytest.mark.long
 def test_faults_during_saves_and_restores(bucket, trainer, save, mesh_of, quick_retries, capsys):
     """What is saved after faults is what was to be saved; what cannot be read is an error, and never another value."""
     outcomes = {"saved": 0, "not saved": 0, "read": 0, "unreadable": 0}
@@ -280,7 +281,7 @@ def test_a_local_checkpoint_in_a_bucket(bucket, config, mesh_of, tmp_path):
 def test_requests_of_a_save_and_a_restore(bucket, config, save, mesh_of):
     """Requests do not grow with the number of arrays."""
     found = []
-    for size in (3, 300):
+    for size in (3, 3, 300):  # The first requests of a process are more.
         writer = Checkpointer(bucket.folder(), config().checkpoint)
         writer.newest()
         bucket.plan()
@@ -288,6 +289,6 @@ def test_requests_of_a_save_and_a_restore(bucket, config, save, mesh_of):
         saved = bucket.plan()["requests"]
         restored(writer, 10, mesh_of(), size)
         found.append((saved, bucket.plan()["requests"]))
-    assert found[0] == found[1], found
+    assert found[1] == found[2], found
     assert sum(found[0][0].values()) < 40, found
     assert sum(found[0][1].values()) < 20, found

@@ -30,9 +30,21 @@ def run(*command):
     return done.stdout
 
 
-def test_a_run_is_killed_resumed_evaluated_reported_and_exported(bucket, local_run, tmp_path):
-    whole, text = local_run
-    workdir, log = bucket.folder(), tmp_path / "log"
+@pytest.fixture(scope="module")
+def runs():
+    """Return the finished runs in buckets, by store."""
+    return {}
+
+
+@pytest.fixture
+def trained(bucket, local_run, runs, tmp_path):
+    """Return a run that was killed after its first checkpoint, and resumed."""
+    if bucket.scheme not in runs:
+        runs[bucket.scheme] = kill_and_resume(bucket.folder(), local_run[1], tmp_path / "log")
+    return runs[bucket.scheme]
+
+
+def kill_and_resume(workdir, text, log):
     process = start(text, workdir, log)
     assert wait_until(lambda: steps_in(workdir / "checkpoints"), process, log), log.read_text()
     process.kill()
@@ -40,6 +52,11 @@ def test_a_run_is_killed_resumed_evaluated_reported_and_exported(bucket, local_r
     done = train(text, workdir)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "attempt 2, from step" in done.stdout
+    return workdir
+
+
+def test_a_run_that_was_killed_is_resumed_bit_for_bit(trained, local_run):
+    workdir, whole = trained, local_run[0]
     assert run_of(workdir) == run_of(whole)
     names = objects.list_below(workdir)
     assert {name.partition("/")[0] for name in names} == {
@@ -50,6 +67,10 @@ def test_a_run_is_killed_resumed_evaluated_reported_and_exported(bucket, local_r
     numbers = [read_json(path / "evals" / "loss" / "24.json")["numbers"] for path in (workdir, whole)]
     assert numbers[0] == numbers[1]
 
+
+@pytest.mark.long
+def test_every_command_takes_the_run(trained, local_run, tmp_path):
+    workdir, (whole, text) = trained, local_run
     run("eval", f"--workdir={workdir}", "--suite=loss,sample", "--step=20:24:4")
     assert list_folder(workdir / "evals" / "sample") == {"20.json": False, "24.json": False}
     assert "skipped" in run("eval", f"--workdir={workdir}", "--suite=loss", "--step=24")
@@ -76,7 +97,7 @@ def test_a_run_is_killed_resumed_evaluated_reported_and_exported(bucket, local_r
         "--config=configs/quickstart.py", f"--config.data.path={text}")  # fmt: skip
     imported = run("generate", f"--workdir={workdir}/imported", *flags)
     assert imported == run("generate", f"--workdir={whole}", *flags)
-    started = train(text, workdir / "second", checkpoint__init_from=workdir, train__steps=2)
+    started = train(text, workdir / "second", checkpoint__init_from=workdir, train__steps=4)
     assert f"parameters from {workdir}/checkpoints/24" in started.stdout, started.stdout + started.stderr
 
 
