@@ -114,7 +114,7 @@ test-long: .venv/.installed .venv/.installed-eval .venv/.installed-tokenizers .v
 	$(BIN)/python -m pytest -m long tests/multihost
 
 chaos: .venv/.installed
-	FAULTS=$(FAULTS) SEED=$(SEED) RUN=$(RUN) JAX_PLATFORMS=cpu $(BIN)/python -m pytest -s -m "chaos and not exhaustive" tests/chaos
+	FAULTS=$(FAULTS) SEED=$(SEED) RUN=$(RUN) JAX_PLATFORMS=cpu $(BIN)/python -m pytest -s -m "chaos and not exhaustive" tests/chaos tests/storage
 
 # Compile every kernel for TPUs and GPUs that are not attached, with libtpu and with the CUDA plugin (without its large
 # dependencies), and run the kernels in Pallas's interpreters. The interpreter's warpgroups block on each other, so

@@ -137,7 +137,10 @@ def describe_below(folder: "epath.Path") -> dict[str, Description]:
     # TensorStore would return an empty listing if the credentials may not list objects.
     prefix = f"{_name(folder)}/"
     found = _described(folder, "list", lambda: _fsspec(folder).find(prefix, detail=True)) or {}
-    return {name.removeprefix(prefix): _description(entry) for name, entry in found.items()}
+    files = {
+        name: entry for name, entry in found.items() if entry["type"] == "file"
+    }  # s3fs may list the prefix itself.
+    return {name.removeprefix(prefix): _description(entry) for name, entry in files.items()}
 
 
 def list_folder(path: "epath.Path") -> dict[str, bool]:

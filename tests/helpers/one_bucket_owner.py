@@ -1,13 +1,25 @@
-"""Run train.py with slow steps, and give up at a lock after a few seconds: python one_bucket_owner.py [FLAGS]."""
+"""Run train.py with steps of a second, and give up at a lock after two: python one_bucket_owner.py [FLAGS]."""
 
 import runpy
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from difftx.training import run
+from difftx.training.metrics import MetricsWriter
 
+write = MetricsWriter.write
+
+
+def write_and_wait(*row):
+    """Write a row of metrics.jsonl, and wait."""
+    write(*row)
+    time.sleep(1)
+
+
+MetricsWriter.write = write_and_wait
 run.LOCK_WAIT_SECONDS = 2.0
-sys.argv[0] = "tests/unhurried.py"
-runpy.run_path("tests/unhurried.py", run_name="__main__")
+sys.argv[0] = "train.py"
+runpy.run_path("train.py", run_name="__main__")
