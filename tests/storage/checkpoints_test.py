@@ -279,7 +279,7 @@ def test_a_local_checkpoint_in_a_bucket(bucket, config, mesh_of, tmp_path):
 
 
 def test_requests_of_a_save_and_a_restore(bucket, config, save, mesh_of):
-    """Requests do not grow with the number of arrays."""
+    """Requests do not grow with the size of the arrays. A save has one read per array."""
     found = []
     for size in (3, 3, 300):  # The first requests of a process are more.
         writer = Checkpointer(bucket.folder(), config().checkpoint)
