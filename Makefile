@@ -104,13 +104,13 @@ stores/books/meta.json: | .venv/.installed
 stores/books.bigrams: stores/books/meta.json
 	$(BIN)/python -m difftx data bigrams stores/books --out=$@
 
-# The page of eval.py --report is tested in a browser if Chromium is installed.
-test: .venv/.installed .venv/.installed-tokenizers $(and $(CHROMIUM),.venv/.installed-browser)
+test: .venv/.installed .venv/.installed-tokenizers
 	$(BIN)/python -m pytest -n auto --dist=worksteal -m "not interpreter and not long and not chaos and not exhaustive"
 
 # Long tests: multi-process runs and sweeps that are killed, frozen or corrupted, training of every architecture, and
 # lm-eval. Those in tests/multihost run one at a time, because their processes time out on each other after seconds.
-test-long: .venv/.installed .venv/.installed-eval .venv/.installed-tokenizers .venv/.installed-docs
+# The page of `difftx report` is tested in a browser if Chromium is installed.
+test-long: .venv/.installed .venv/.installed-eval .venv/.installed-tokenizers .venv/.installed-docs $(and $(CHROMIUM),.venv/.installed-browser)
 	$(BIN)/python -m pytest -n auto --dist=worksteal -m "long and not exhaustive" --ignore=tests/multihost
 	$(BIN)/python -m pytest -m long tests/multihost
 

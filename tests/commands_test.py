@@ -136,6 +136,7 @@ def test_eval_report(trained):
         assert part in text
 
 
+@pytest.mark.long
 def test_report_is_eval_report(trained):
     runs, page = trained / "runs", trained / "page" / "same.html"
     both = f"--workdir={runs}/diff,{runs}/transformer"

@@ -1,6 +1,7 @@
 """`difftx convert --differential` on models of transformers and of difftx."""
 
 import dataclasses
+import itertools
 
 import flax.traverse_util
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from conftest import write_text
 from flax import nnx
+from helpers.cases import long_except
 from helpers.inference_models import language_model
 from helpers.model_layers import batch_on
 from model import oracle
@@ -54,9 +56,9 @@ def relative(found, expected):
 @pytest.mark.parametrize(
     ("method", "name"),
     [
-        *(("zero-branch", "qwen2"), ("dex", "llama3")),  # zero-branch adds a second branch of the biases, too.
-        *(pytest.param("zero-branch", name, marks=pytest.mark.long) for name in ("llama", "llama3")),
-        *(pytest.param("dex", name, marks=pytest.mark.long) for name in ("llama", "qwen2")),
+        *long_except(
+            itertools.product(["zero-branch", "dex"], ["llama", "llama3", "qwen2"]), [("zero-branch", "qwen2")]
+        ),
     ],
 )
 def test_at_first_the_function_is_that_of_the_transformer(tmp_path, mesh_of, capsys, name, method):
@@ -183,6 +185,7 @@ def entropies(params, model, tokens_T, monkeypatch):
     return np.reshape(found, (model.num_layers, model.num_heads, -1))
 
 
+@pytest.mark.long
 def test_dex_chooses_the_heads_of_highest_entropy(config, mesh_of, tmp_path, monkeypatch):
     lm = language_model(
         config, mesh_of(), "transformer", model__num_heads=4, model__num_kv_heads=2, model__num_layers=4,
