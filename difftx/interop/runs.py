@@ -239,8 +239,8 @@ def _check_published(model: ModelConfig, format_: Format) -> None:
         raise UserError(f"model.architecture={model.architecture!r} cannot be converted; 'diff' and 'transformer' can")
     for name in ("lambda_learned", "lambda_init", "lambda_bound", "post_scale"):
         value = getattr(model, name)
-        if model.architecture == "diff" and value != FIXED[name]:
-            raise UserError(f"model.{name}={value}: other formats learn λ, with the λ_init and 1 - λ_init of the paper")
+        if value != FIXED[name]:
+            raise UserError(f"model.{name}={value}: other formats learn λ, with the λ_init and factors of the paper")
     if model.architecture == "diff" and model.head_norm not in ("rms", "rms_affine"):
         raise UserError(f"model.head_norm={model.head_norm!r}: other formats normalise each differential head")
     if (bits := model.attention_logit_bits) is not None:
