@@ -68,7 +68,7 @@ def test_these_commands_are_executed():
 @pytest.mark.long
 def test_getting_started(place):
     train, evaluate, generate, report = lines_of("getting-started.md")
-    run(place, train)
+    run(place, train, data__sequence_length="64")
     assert "loss" in run(place, evaluate)
     assert run(place, generate).startswith("def main(")
     assert run(place, report) == "runs/first/report.html\n"

@@ -16,7 +16,7 @@ from difftx.config import Config, ModelConfig
 from difftx.config.build import override
 from difftx.config.model import default_specific_fields
 from difftx.data.sources import load_sources
-from difftx.data.tokenizer import Tokenizer, load_tokenizer
+from difftx.data.tokenizer import Tokenizer
 from difftx.errors import RunError, UserError
 from difftx.files import new_folder, write_atomically
 from difftx.inference.load import read_checkpoint
@@ -76,9 +76,8 @@ def import_run(
     model = config.model if dex_heads is None else differential_model(config.model, chosen)
     arrays = import_params(source, read_folder(source), format_, config.model)
     with new_folder(out) as folder:
-        name, note = tokenizers.import_tokenizer(source, folder, out, config.data.tokenizer)
+        name, tokenizer, note = tokenizers.import_tokenizer(source, folder, out, config.data.tokenizer)
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=name))
-        tokenizer = load_tokenizer(config.data.tokenizer)
         check_vocabulary(config, tokenizer)
         # Without `dex_heads`, the Transformer is the run. With `dex_heads`, it exists only during the conversion.
         imported = folder if dex_heads is None else folder / "transformer"
