@@ -14,10 +14,15 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 from conftest import ROOT
+from helpers.data_prepare import texts_of
 
 from benchmarks import novels
+from difftx.data.bigrams import as_bigrams, read_bigrams
+from difftx.data.store import open_store
+from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_PREEMPTED, RunError, UserError
 
 # Name → content and split. The first file has a byte-order mark and Windows line ends, as the corpus has.
@@ -307,3 +312,30 @@ def test_the_committed_list_keeps_authors_apart():
     assert all(5e6 < size[split] < 5.5e6 for split in ("test", "valid"))
     # Not in the public domain everywhere (the module's docstring).
     assert not [e["name"] for e in files if e["author"] == "Forster" or int(e["name"][-8:-4]) > 1930]
+
+
+@pytest.mark.long
+def test_make_novels_prepares_the_texts(tmp_path):
+    """In a copy of the source tree, and again after a change of the list."""
+    for name in ("Makefile", ".venv", "benchmarks", "difftx", "requirements.txt"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    stores = tmp_path / "stores"
+
+    def documents(store, split):
+        return texts_of(open_store(stores / store, split))
+
+    with Server() as server:
+        listed = write_list(tmp_path, server.url)
+        command = ["make", "--old-file=.venv/.installed", "novels", f"NOVELS=--list={listed}"]
+        for texts in (["One.\n\nIt was a “first” novel.\n", "Two.\n" * 50], ["Two.\n" * 50]):
+            done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            assert documents("novels", "train") == texts
+            assert documents("novels", "valid") == ["Three.\n" * 60]
+            assert documents("novels-test", "train") == ["Four.\n" * 70]
+            counts = read_bigrams(stores / "novels.bigrams", load_tokenizer("bytes").fingerprint, field="")
+            assert counts.of(as_bigrams(np.array([ord("T")]), np.array([ord("w")]))) == 50
+            assert subprocess.run([*command, "--question"], cwd=tmp_path).returncode == 0  # Nothing is left to do.
+            content = json.loads(listed.read_text())
+            listed.write_text(json.dumps(content | {"files": content["files"][1:]}))
+            (stores / "novels-text" / "record.json").unlink()
