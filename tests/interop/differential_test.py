@@ -204,6 +204,7 @@ def test_dex_chooses_the_heads_of_highest_entropy(config, mesh_of, tmp_path, mon
     assert len({*map(tuple, expected_LH)}) > 1  # The layers differ.
 
 
+@pytest.mark.long
 def test_flags_select_the_source_and_the_new_weights(config, mesh_of, tmp_path):
     lm = language_model(config, mesh_of(), "transformer", model__num_heads=4)
     source = run_of(lm, tmp_path / "source")
@@ -245,6 +246,7 @@ def test_folders_that_cannot_be_converted(tmp_path, method):
     refused(tmp_path, r"--config\.model\.num_layers: .* determines this field", FIXTURES / "llama3", *flags, flag)
 
 
+@pytest.mark.long
 def test_heads_that_cannot_be_paired(tmp_path):
     tensors = tensors_of(FIXTURES / "llama3")
     one_head = {name: value[:8] for name, value in tensors.items() if "k_proj" in name or "v_proj" in name}
