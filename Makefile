@@ -2,6 +2,8 @@
 # make test:       run the tests.
 # make reproduce:  train all arms in the tables of docs/results.md from scratch and compare the results with that page.
 # make study:      run the sweeps that the settings of these arms come from.
+# make novels:     fetch public-domain novels, and prepare them for training and tests. With NOVELS=--input=FOLDER, use
+#                  your own texts; with NOVELS=--mirror=URL, another server (benchmarks/novels.py).
 # make docs:       build the documentation site in build/site, and check the links of all pages.
 # make chaos:      kill, freeze and corrupt training runs, FAULTS=200 times. SEED=… repeats the faults of an earlier
 #                  call, and RUN=… only one of its runs.
@@ -17,7 +19,8 @@ STUDY ?= runs/study
 PYTHON := $(shell for p in "$$(command -v pyenv >/dev/null && pyenv which python 2>/dev/null)" python3.13 python3.12 python3 python; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && { command -v "$$p"; break; }; done)
 BIN := .venv/bin
-PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+# Without --no-compile, pip compiles all modules to bytecode, which takes longer than the rest. Python compiles those that it imports.
+PIP_INSTALL := -m pip install --quiet --no-compile --disable-pip-version-check
 CHROMIUM := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 # The packages of an extra in pyproject.toml, without difftx itself.
 extra = $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'])")
@@ -30,7 +33,7 @@ ARMS = transformer,transformer-8x256,transformer-8x256-norm,diff,diff-no_norm,di
 SWEEP = env JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_multi_thread_eigen=false \
 	$(BIN)/python -m difftx sweep --config=configs/toy.py
 
-.PHONY: quickstart reproduce study study-optimizers study-differential study-cache test test-long test-compile \
+.PHONY: quickstart reproduce study novels study-optimizers study-differential study-cache test test-long test-compile \
 	test-exhaustive test-lowest platforms parity chaos docs lint format
 
 quickstart: .venv/.installed
@@ -97,19 +100,33 @@ study-cache: .venv/.installed stores/books.bigrams
 		--config.eval.every_steps=1000 --out=$(STUDY)/cache-books
 
 stores/books/meta.json: | .venv/.installed
-	@test -d "$(BOOKS)" || { echo "BOOKS=$(BOOKS): no such folder; name one with train.jsonl.gz and valid.jsonl.gz, a line {\"text\": …} a book" >&2; exit 2; }
+	@test -d "$(BOOKS)" || { echo "BOOKS=$(BOOKS): no such folder; name one with train.jsonl.gz and valid.jsonl.gz, a line {\"text\": …} per book, or run make novels and set BOOKS=stores/novels-text" >&2; exit 2; }
 	$(BIN)/python -m difftx prepare --input=$(BOOKS)/train.jsonl.gz --valid_input=$(BOOKS)/valid.jsonl.gz --tokenizer=bytes --out=stores/books
 
-stores/books.bigrams: stores/books/meta.json
-	$(BIN)/python -m difftx data bigrams stores/books --out=$@
+stores/%.bigrams: stores/%/meta.json
+	$(BIN)/python -m difftx data bigrams stores/$* --out=$@
 
-# The page of eval.py --report is tested in a browser if Chromium is installed.
-test: .venv/.installed .venv/.installed-tokenizers $(and $(CHROMIUM),.venv/.installed-browser)
+novels: stores/novels.bigrams stores/novels-test/meta.json
+
+stores/novels-text/record.json: benchmarks/novels.json | .venv/.installed
+	$(BIN)/python benchmarks/novels.py --out=$(@D) $(NOVELS)
+
+# `prepare` refuses a folder that has a store of other files.
+stores/novels/meta.json: stores/novels-text/record.json
+	rm -rf $(@D)
+	$(BIN)/python -m difftx prepare --input=$(<D)/train.jsonl.gz --valid_input=$(<D)/valid.jsonl.gz --tokenizer=bytes --out=$(@D)
+
+stores/novels-test/meta.json: stores/novels-text/record.json
+	rm -rf $(@D)
+	$(BIN)/python -m difftx prepare --input=$(<D)/test.jsonl.gz --valid_fraction=0 --tokenizer=bytes --out=$(@D)
+
+test: .venv/.installed .venv/.installed-tokenizers
 	$(BIN)/python -m pytest -n auto --dist=worksteal -m "not interpreter and not long and not chaos and not exhaustive"
 
 # Long tests: multi-process runs and sweeps that are killed, frozen or corrupted, training of every architecture, and
 # lm-eval. Those in tests/multihost run one at a time, because their processes time out on each other after seconds.
-test-long: .venv/.installed .venv/.installed-eval .venv/.installed-tokenizers .venv/.installed-docs
+# The page of `difftx report` is tested in a browser if Chromium is installed.
+test-long: .venv/.installed .venv/.installed-eval .venv/.installed-tokenizers .venv/.installed-docs $(and $(CHROMIUM),.venv/.installed-browser)
 	$(BIN)/python -m pytest -n auto --dist=worksteal -m "long and not exhaustive" --ignore=tests/multihost
 	$(BIN)/python -m pytest -m long tests/multihost
 

@@ -155,6 +155,18 @@ def paired_numbers(records: Sequence[Record], task: str, arm: str, number: str, 
     return [own[seed] - other[seed] for seed in sorted(own)]
 
 
+def difference_of_changes(
+    records: Sequence[Record], task: str, arm: str, reference: str, number: str, plain: str
+) -> str:
+    """Return the mean over seeds of `number` − `plain` of an arm, minus the same difference of the reference's run.
+
+    The differences are small, so they have four decimals.
+    """
+    own, other = (paired_numbers(records, task, name, number, plain) for name in (arm, reference))
+    found = estimate([a - b for a, b in zip(own, other, strict=True)])
+    return f"{found.mean:+.4f} ± {found.half:.4f}"
+
+
 def difference(records: Sequence[Record], task: str, arm: str, number: str, reference: str = REFERENCE) -> str:
     """Return the mean over seeds of an arm's number minus the reference's, with sign and interval."""
     return signed(estimate(paired(records, task, arm, reference, number)))
@@ -359,27 +371,31 @@ def caches_table(records: Sequence[Record], task: str, number: str) -> str:
     """Return a table with a row for each cache of the suite `cache`, and a column of each arm's number with it.
 
     Below them are rows of the suite `quantize`, without a cache. All cells but those of the whole cache are differences
-    from the same runs without compression.
+    from the same runs without compression. The last column compares the differences of the two arms.
     """
     records = [r for r in records if r["task"] == task]
-    arms = list(dict.fromkeys(r["arm"] for r in records))
+    reference, own = dict.fromkeys(r["arm"] for r in records)
 
     def cells(compressed: str, plain: str) -> list[str]:
-        found = (paired_numbers(records, task, arm, compressed, plain) for arm in arms)
-        return [signed(estimate(values)) for values in found]
+        found = (paired_numbers(records, task, arm, compressed, plain) for arm in (reference, own))
+        last = difference_of_changes(records, task, own, reference, compressed, plain)
+        return [*(signed(estimate(values)) for values in found), last]
 
     whole = f"cache/{number}_{WHOLE}"
     rows = []
     for name in caches(records, task):
         size = " or ".join(dict.fromkeys(f"{r['numbers'][CACHE_SIZE + name]:g}" for r in records))
-        compressed = f"cache/{number}_{name}"
-        means = [mean(records, task, arm, whole) for arm in arms] if name == WHOLE else cells(compressed, whole)
+        if name == WHOLE:
+            means = [*(mean(records, task, arm, whole) for arm in (reference, own)), ""]
+        else:
+            means = cells(f"cache/{number}_{name}", whole)
         rows.append([name.replace("_", " "), size, *means])
     for bits in (8, 4):
         at = f"quantize/{number}_{{}}_bits"
         if at.format(bits) in records[0]["numbers"]:
             rows.append([f"no cache, Q, K and V in {bits} bits", "", *cells(at.format(bits), at.format(16))])
-    return markdown(["cache", "bytes per token", *arms], rows) + provenance(records)
+    header = ["cache", "bytes per token", reference, own, f"{own} − {reference}"]
+    return markdown(header, rows) + provenance(records)
 
 
 def mean(records: Sequence[Record], task: str, arm: str, number: str) -> str:
@@ -397,6 +413,7 @@ PLACES: dict[str, Callable[..., str]] = {
     "caches": caches_table,
     "mean": mean,
     "difference": difference,
+    "difference_of_changes": difference_of_changes,
     "best_difference": best_difference,
     "by_rate": by_rate,
     "solved": solved,
@@ -429,21 +446,28 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 def draw_caches(records: Sequence[Record], path: Path) -> None:
-    """Draw the loss with each cache against the cache's share of all bytes: means over seeds, a line for each arm."""
+    """Draw what each cache adds to the loss against its size: means and intervals over seeds, a line for each arm."""
     tasks = list(dict.fromkeys(r["task"] for r in records))
     figure = matplotlib.figure.Figure(figsize=(10, 3.6), layout="constrained")
     for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
         arms = list(dict.fromkeys(r["arm"] for r in records if r["task"] == task))
-        for arm, colour in zip(arms, COLOURS, strict=False):
+        for arm in arms:
+            colour = COLOURS[0] if arm == "diff" else COLOURS[1]
             for kind, style in (("bits", "o-"), ("tokens", "s--")):
                 names = [name for name in caches(records, task) if name == WHOLE or name.endswith(kind)]
-                points = [
-                    [estimate(list(of_seeds(records, task, arm, number + name).values())).mean for name in names]
-                    for number in (CACHE_SIZE, "cache/loss_loss_")
+                sizes = [next(iter(of_seeds(records, task, arm, CACHE_SIZE + name).values())) for name in names]
+                added = [
+                    estimate(paired_numbers(records, task, arm, f"cache/loss_loss_{name}", f"cache/loss_loss_{WHOLE}"))
+                    for name in names
                 ]
-                axes.plot(*points, style, color=colour, label=f"{arm}, fewer {kind}")
-        labels = {"title": task, "x_label": "bytes of the cache per token", "y_label": "loss, nats per token"}
+                centres, halves = zip(*added, strict=True)
+                label = f"{arm}, fewer {kind}"
+                axes.errorbar(sizes, centres, yerr=halves, fmt=style, capsize=3, color=colour, label=label)
+        labels = {"title": task, "x_label": "bytes of the cache per token", "y_label": "added loss, nats per token"}
         label_axes(axes, labels | {"log_x": True})
+        axes.set_xticks([2**power for power in range(7, 12) if axes.get_xlim()[0] < 2**power < axes.get_xlim()[1]])
+        axes.minorticks_off()
+        axes.xaxis.set_major_formatter("{x:g}")
         add_legend(axes)
     save_figure(figure, path)
 

@@ -96,7 +96,7 @@ READERS = {
     "lambda_learned": LEARNED,
     "lambda_std": LEARNED,
     "lambda_bound": LEARNED,
-    "post_scale": TWO_MAPS,
+    "post_scale": tuple(name for name in EVERY if name not in ("zero_branch", "dex")),
     "anneal_steps": ("zero_branch", "dex"),
 }
 VALUES = {

@@ -205,12 +205,14 @@ FIELDS = st.sampled_from(
 TEXTS = st.one_of(st.text(max_size=30), st.sampled_from([str(v) for v in VALUES if not isinstance(v, int)]))
 
 
+@pytest.mark.long
 @FUZZ
 @given(field=st.one_of(FIELDS, st.text(max_size=20)), text=st.one_of(TEXTS, st.integers().map(str)))
 def test_config_on_a_command_line(field, text):
     read(lambda: load_config(f"{ROOT / 'configs' / 'quickstart.py'}:diff", {field: text}))
 
 
+@pytest.mark.long
 @FUZZ
 @given(mutate=mutations(), field=st.sampled_from(["model", "data", "optimizer", "mesh", "eval"]))
 def test_config_file(folder, tiny, mutate, field):
@@ -241,6 +243,7 @@ def metrics_lines():
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
+@pytest.mark.long
 @FUZZ
 @given(mutate=mutations(), step=st.integers(0, 8))
 def test_metrics_of_a_run(folder, tiny, mutate, step):

@@ -1,4 +1,4 @@
-"""The code of docs/layer.md, executed from top to bottom."""
+"""The code of docs/layer.md, executed from top to bottom. tests/layer_test.py tests most of what the page shows."""
 
 import re
 
@@ -14,31 +14,34 @@ from difftx.config.fields import types_of
 from difftx.layer import OTHER_FIELDS
 from difftx.parallel.layout import Layout
 
-PAGE = (DOCS / "layer.md").read_text()
+BLOCKS = blocks("layer.md", "python")
 
 
 @pytest.fixture(scope="module")
 def names():
     """The variables of the page after its last line."""
     found = {}
-    for block in blocks("layer.md", "python"):
+    for block in BLOCKS:
         exec(block, found)
     return found
 
 
-def test_the_example_of_ten_lines(names):
-    first = PAGE.split("```")[1].strip().splitlines()
-    assert len([line for line in first if line and line != "python"]) <= 10
+def test_the_example_of_ten_lines():
+    names = {}
+    exec(BLOCKS[0], names)
+    assert len([line for line in BLOCKS[0].splitlines() if line]) <= 10
     y = names["apply"](names["layer"], names["x"])
     assert (y.shape, y.dtype) == (names["x"].shape, names["x"].dtype)
 
 
+@pytest.mark.long
 def test_all_architectures_are_on_the_page(names):
     architectures = [layer.attention.config.architecture for layer in names["layers"]]
     assert {"diff", *architectures} == set(ARCHITECTURES)
     assert {y.shape for y in names["outputs"]} == {names["x"].shape}
 
 
+@pytest.mark.long
 def test_the_model_learns_and_trains_on_all_devices(names):
     losses = names["losses"]
     assert losses[0] > np.log(16)
@@ -49,6 +52,7 @@ def test_the_model_learns_and_trains_on_all_devices(names):
     assert jax.tree.leaves(jax.tree.map(jnp.shape, names["grads"])) == jax.tree.leaves(shapes)
 
 
+@pytest.mark.long
 def test_the_linen_module_is_the_layer_with_its_weights(names):
     layer = names["DiffAttention"](64, 4, layer=2, rngs=names["nnx"].Rngs(0))
     parameters = names["variables"]["params"]["attention"]
@@ -60,6 +64,7 @@ def test_the_linen_module_is_the_layer_with_its_weights(names):
     np.testing.assert_allclose(names["y"], layer(names["x"]), atol=1e-6)
 
 
+@pytest.mark.long
 def test_shardings(names):
     assert names["y_explicit"].sharding.spec == jax.P("batch", None, None)
     assert names["y_sharded"].sharding.spec == Layout().act_BTD
@@ -70,7 +75,7 @@ def test_shardings(names):
 
 
 def test_the_table_has_every_argument():
-    table = PAGE.partition("| argument |")[2].partition("\n\n")[0]
+    table = (DOCS / "layer.md").read_text().partition("| argument |")[2].partition("\n\n")[0]
     arguments = re.findall(r"`(\w+)`", "".join(row.split("|")[1] for row in table.splitlines()[2:]))
     fields = set(types_of(ModelConfig)) - OTHER_FIELDS
     assert sorted(arguments) == sorted({"d_model", "num_heads", "rngs", "layer", *fields})

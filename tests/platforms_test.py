@@ -79,6 +79,7 @@ except FileNotFoundError:
     assert run("-c", code) == "darwin\n"
 
 
+@pytest.mark.long
 def test_training_and_evaluation(run, tmp_path):
     text, workdir = write_text(tmp_path / "text.txt"), tmp_path / "run"
     flags = [f"--config.{name}={value}" for name, value in (TINY | {"data.path": str(text)}).items()]

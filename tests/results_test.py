@@ -99,9 +99,21 @@ def test_the_study_of_converted_models_has_its_contrasts(arm):
         assert {best / 2, best * 2} <= {r["learning_rate"] for r in tried}
 
 
+def changes(task, arm, number, plain):
+    """Return one number minus another of the same run, for each seed of the study of caches."""
+    return [a - b for a, b in zip(*(of_arm(task, arm, name, "cache") for name in (number, plain)), strict=True)]
+
+
+def change_contrast(task, number, plain):
+    """Return mean and half-width of what compression changes in `diff`, minus what it changes in the Transformer."""
+    reference = {"books-0.8m": "transformer", "recall": "transformer-8x256-norm"}[task]
+    return interval(*(changes(task, arm, number, plain) for arm in ("diff", reference)))
+
+
 @pytest.mark.parametrize("task", ["books-0.8m", "recall"])
 @pytest.mark.parametrize("number", ["loss_loss", "exact_match_accuracy", "recall_ar_hit_loss"])
 def test_the_study_of_caches_has_its_differences(task, number):
+    """The loss with each cache minus that with the whole one, for each arm, and the contrast of the two arms."""
     section = PAGE.partition("## Compressed caches")[2].partition("## What was not run")[0]
     for arm in {r["arm"] for r in COLLECTED["cache"] if r["task"] == task}:
         first = next(r["numbers"] for r in COLLECTED["cache"] if r["task"] == task)
@@ -110,6 +122,8 @@ def test_the_study_of_caches_has_its_differences(task, number):
             mean, half = interval(own, whole)
             decimals = 3 if abs(mean) < 10 else 2
             assert name == "whole" or f"{mean:.{decimals}f} ± {half:.{decimals}f}" in section
+            mean, half = change_contrast(task, f"cache/{number}_{name}", f"cache/{number}_whole")
+            assert name == "whole" or f"{mean:+.4f} ± {half:.4f}" in section
 
 
 @pytest.mark.parametrize("page", ["docs/results.md", "README.md"])
@@ -177,8 +191,37 @@ def grown(task, arm, tokens):
     return own - other
 
 
+WHOLE = "cache/loss_loss_whole"
+CACHE_CLAIMS = {
+    "Neither interval holds zero: `diff` loses more to rounding": lambda: all(
+        mean > half
+        for mean, half in (
+            change_contrast("books-0.8m", "cache/loss_loss_4_bits", WHOLE),
+            change_contrast("books-0.8m", "quantize/loss_loss_4_bits", "quantize/loss_loss_16_bits"),
+        )
+    ),
+    "in 8 bits** add less than a thousandth to either loss, on both tasks": lambda: all(
+        abs(change) < 0.001
+        for r in COLLECTED["cache"]
+        for change in changes(r["task"], r["arm"], "cache/loss_loss_8_bits", WHOLE)
+    ),
+    "on books this adds less than a thousandth to either loss": lambda: all(
+        abs(change) < 0.001
+        for arm in ("diff", "transformer")
+        for change in changes("books-0.8m", arm, "cache/loss_loss_64_tokens", WHOLE)
+    ),
+    "On recall both models lose every fourth answer": lambda: all(
+        -0.3 < change < -0.2
+        for r in COLLECTED["cache"]
+        if r["task"] == "recall"
+        for change in changes(
+            "recall", r["arm"], "cache/exact_match_accuracy_16_tokens", "cache/exact_match_accuracy_whole"
+        )
+    ),
+}
+
 # What the page says in words, and how docs/results.json shows it.
-CLAIMS = {
+CLAIMS = CACHE_CLAIMS | {
     "The intervals of `zero-branch` and `dex` hold zero, and `split` is behind": lambda: (
         all(abs(mean) <= half for mean, half in map(converted, ("zero-branch", "dex")))
         and converted("split")[0] > converted("split")[1]

@@ -6,7 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import TINY, write_text
+from conftest import ROOT, TINY, write_text
 from helpers.pages import DOCS, blocks, named_files, page_commands, run_command
 from interop.folders import FIXTURES
 
@@ -68,7 +68,7 @@ def test_these_commands_are_executed():
 @pytest.mark.long
 def test_getting_started(place):
     train, evaluate, generate, report = lines_of("getting-started.md")
-    run(place, train)
+    run(place, train, data__sequence_length="64")
     assert "loss" in run(place, evaluate)
     assert run(place, generate).startswith("def main(")
     assert run(place, report) == "runs/first/report.html\n"
@@ -174,12 +174,13 @@ def test_another_architecture(place):
 
 
 @pytest.mark.long
-def test_the_notebook(tmp_path):
+def test_the_notebook(tmp_path, monkeypatch):
     nbformat = pytest.importorskip("nbformat", reason="make docs installs the extra docs")
     nbclient = pytest.importorskip("nbclient", reason="make docs installs the extra docs")
     notebook = nbformat.read(DOCS / "first-model.ipynb", as_version=4)
     (setting,) = (cell for cell in notebook.cells if cell.source.startswith("STEPS = "))
     setting.source = 'STEPS = 6\nSIZES = ["--config.model.d_model=32", "--config.eval.loss_tokens=512"]'
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # A reader of the notebook has installed difftx.
     nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert any("image/png" in output.get("data", {}) for output in outputs)

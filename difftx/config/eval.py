@@ -12,6 +12,7 @@ from difftx.errors import UserError
 
 Bits = Annotated[int, Rule(lambda bits: 2 <= bits <= 16, " must lie in 2 … 16")]
 Initialization = Literal["as_configured", "no_scale", "no_norm", "no_scale_no_norm", "counterpart"]
+TestSuite = Literal["loss", "recall", "position"]
 Order = Literal["random", "alternating"]
 HARNESS_TASKS = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "piqa", "winogrande")
 KINDS = "summarisation", "question_answering"
@@ -271,6 +272,15 @@ class CacheSuiteConfig(Group, path="eval.cache"):
     """Suites to run with each cache."""
 
 
+class TestConfig(Group, path="eval.test"):
+    """Settings of suite test: other suites on a test text."""
+
+    path: str | None = None
+    """Path of a store with the test text and no validation split (`difftx prepare --valid_fraction=0`)."""
+    suites: Entries[tuple[TestSuite, ...]] = ("loss",)
+    """Suites to run on the test text: "loss", "recall" or "position"."""
+
+
 class GradientsConfig(Group, path="eval.gradients"):
     """Settings of suite gradients: gradient norms of each matrix and layer (Appendix F of the paper)."""
 
@@ -379,6 +389,7 @@ class EvalConfig(Extensible, path="eval"):
     outliers: OutliersConfig
     quantize: QuantizeConfig
     cache: CacheSuiteConfig
+    test: TestConfig
     gradients: GradientsConfig
     hallucination: HallucinationConfig
     judge: JudgeConfig

@@ -149,7 +149,8 @@ class ModelConfig(Extensible, path="model"):
     "none": λ = e + λ_init as in the paper; "sigmoid": λ = σ(e + σ⁻¹(λ_init)) in (0, 1); "tanh": λ = tanh(e +
     tanh⁻¹(λ_init)) in (-1, 1)."""
     post_scale: float | None = None
-    """Factor that multiplies the output of the head norm. None: 1 - λ_init (Eq. 3 of the paper)."""
+    """Constant gain: a factor of the heads' outputs after the head norm. None: 1 - λ_init in diff, gda and signed_mask
+    (Eq. 3 of the paper), and 1 in all others. zero_branch and dex have none."""
     anneal_steps: Positive[int] = 1000
     """Architectures zero_branch and dex only: number of updates over which λ grows from 0 to its full value."""
     init: Literal["fan_in", "normal"] = "fan_in"

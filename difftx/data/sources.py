@@ -104,20 +104,22 @@ def _load(path: str | None, config: DataConfig, encoding: Tokenizer) -> tuple[Ro
     if (longer_than := config.upsampling.longer_than_tokens) is not None:
         train_store = UpsampledStore(train_store, longer_than_tokens=longer_than, share=config.upsampling.share)
         notes.append(train_store.report)
-    train, valid = (
-        PackedRows(
-            store,
-            sequence_length=config.sequence_length,
-            packing=config.packing,
-            document_mask=config.document_mask,
-            cache_path=config.cache_path,
-        )
-        for store in (train_store, valid_store)
-    )
+    train, valid = pack(train_store, config), pack(valid_store, config)
     if config.packing == "best_fit":
         padding = 1 - train.tokens / (len(train) * train.sequence_length)
         notes.append(f"packed into {len(train):,} rows, {padding:.2%} of them padding")
     return train, valid, notes
+
+
+def pack(store: TokenStore, config: DataConfig) -> PackedRows:
+    """Return the rows of a config that the documents of a store fill."""
+    return PackedRows(
+        store,
+        sequence_length=config.sequence_length,
+        packing=config.packing,
+        document_mask=config.document_mask,
+        cache_path=config.cache_path,
+    )
 
 
 def load_corpus(path: str | None, config: DataConfig, encoding: Tokenizer) -> tuple[TokenStore, TokenStore]:
@@ -126,13 +128,18 @@ def load_corpus(path: str | None, config: DataConfig, encoding: Tokenizer) -> tu
         train, valid = (open_split(config, path, split, encoding) for split in SPLITS)
     else:
         train, valid = _tokenise_text(path, config, encoding)
-    for name, store in {"training": train, "validation": valid}.items():
-        if len(store) <= config.sequence_length:
-            raise UserError(
-                f"data.path={path!r}: only {len(store)} {name} tokens, less than a row of "
-                f"data.sequence_length={config.sequence_length} and its last target; give more text or shorter rows"
-            )
+    require_row(train, config, f"data.path={path!r}", "training")
+    require_row(valid, config, f"data.path={path!r}", "validation")
     return train, valid
+
+
+def require_row(store: TokenStore, config: DataConfig, field: str, what: str) -> None:
+    """Raise `UserError` if the documents do not fill a row. `field` and `what` are for the message."""
+    if len(store) <= config.sequence_length:
+        raise UserError(
+            f"{field}: only {len(store)} {what} tokens, less than a row of data.sequence_length="
+            f"{config.sequence_length} and its last target; give more text or shorter rows"
+        )
 
 
 def open_split(config: DataConfig, path: str, split: str, encoding: Tokenizer, field: str = "data.path") -> TokenStore:

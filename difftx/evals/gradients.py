@@ -78,7 +78,7 @@ def initial_configs(config: Config) -> dict[str, Config]:
     """Return a config for each entry of `eval.gradients.at_initialization` that applies to the model."""
     model = dataclasses.replace(config.model, zero_init_output=False)
     changes: dict[str, dict[str, Any]] = {"as_configured": {}}
-    if "post_scale" in ARCHITECTURES[model.architecture].fields:
+    if {"lambda_init", "post_scale"} <= {*ARCHITECTURES[model.architecture].fields}:  # The usual scale is 1 - λ_init.
         changes["no_scale"] = {"post_scale": 1.0}
     if model.head_norm != "none":
         changes["no_norm"] = {"head_norm": "none"}

@@ -12,6 +12,10 @@ COUNTS = ("tokens", "documents", "demonstrations")
 # Suite → title, and a sentence that says what is measured and how to read it.
 EXPLANATIONS = {
     "loss": ("Validation loss", "How well the model predicts the next token of text that it was not trained on."),
+    "test": (
+        "Test text",
+        "Other suites on a text that neither the training nor the choice of settings has used.",
+    ),
     "recall": (
         "Recall of earlier tokens",
         "AR-Hit tokens repeat a pair of tokens from earlier in the row, so that attention can look them up. "

@@ -182,9 +182,8 @@ class DifftxAttention(nn.Module):
         # The schedule of the paper (arXiv 2410.05258), unless the config has constants.
         schedule = 0.8 - 0.6 * math.exp(-0.3 * layer_idx)
         self.lambda_init = schedule if config.lambda_init is None else config.lambda_init
-        self.post_scale = 1.0
-        if config.architecture in TWO_KEYS:
-            self.post_scale = 1 - self.lambda_init if config.post_scale is None else config.post_scale
+        usual = 1 - self.lambda_init if config.architecture in TWO_KEYS else 1.0
+        self.post_scale = usual if config.post_scale is None else config.post_scale
 
     def forward(
         self,

@@ -16,7 +16,7 @@ from difftx.config import Config, ModelConfig
 from difftx.config.build import override
 from difftx.config.model import default_specific_fields
 from difftx.data.sources import load_sources
-from difftx.data.tokenizer import Tokenizer, load_tokenizer
+from difftx.data.tokenizer import Tokenizer
 from difftx.errors import RunError, UserError
 from difftx.files import downloaded, new_folder, write_atomically
 from difftx.inference.load import read_checkpoint
@@ -90,14 +90,8 @@ def _import_run(
     model = config.model if dex_heads is None else differential_model(config.model, chosen)
     arrays = import_params(source, read_folder(source), format_, config.model)
     with new_folder(out) as folder:
-        name, note = tokenizers.import_tokenizer(source, folder, out, config.data.tokenizer)
-        if is_bucket(out) and name.startswith(str(out)):
-            raise UserError(
-                f"--out={out}: the tokenizer of this model is a file, which must be local; import the model to a local "
-                "folder, and copy checkpoints/, config.json and manifest.json to the bucket"
-            )
+        name, tokenizer, note = tokenizers.import_tokenizer(source, folder, out, config.data.tokenizer)
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=name))
-        tokenizer = load_tokenizer(config.data.tokenizer)
         check_vocabulary(config, tokenizer)
         # Without `dex_heads`, the Transformer is the run. With `dex_heads`, it exists only during the conversion.
         imported = folder if dex_heads is None else folder / "transformer"
@@ -258,8 +252,8 @@ def _check_published(model: ModelConfig, format_: Format) -> None:
         raise UserError(f"model.architecture={model.architecture!r} cannot be converted; 'diff' and 'transformer' can")
     for name in ("lambda_learned", "lambda_init", "lambda_bound", "post_scale"):
         value = getattr(model, name)
-        if model.architecture == "diff" and value != FIXED[name]:
-            raise UserError(f"model.{name}={value}: other formats learn λ, with the λ_init and 1 - λ_init of the paper")
+        if value != FIXED[name]:
+            raise UserError(f"model.{name}={value}: other formats learn λ, with the λ_init and factors of the paper")
     if model.architecture == "diff" and model.head_norm not in ("rms", "rms_affine"):
         raise UserError(f"model.head_norm={model.head_norm!r}: other formats normalise each differential head")
     if (bits := model.attention_logit_bits) is not None:

@@ -44,8 +44,8 @@ def export_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path) -> str:
     return f"tokenizer: {TOKENIZER} is data.tokenizer={name!r}"
 
 
-def import_tokenizer(source: Path, folder: Path, out: AnyPath, name: str) -> tuple[str, str]:
-    """Return the value of `data.tokenizer` for the model in `source`, and a message for the user.
+def import_tokenizer(source: Path, folder: Path, out: AnyPath, name: str) -> tuple[str, Tokenizer, str]:
+    """Return the value of `data.tokenizer` for the model in `source`, the tokenizer, and a message for the user.
 
     The value is "bytes" or the configured `name` if that is the model's tokenizer. Otherwise, a .tiktoken file is
     written to `folder`, which is later renamed to `out`, or the tokenizer's files are copied there. If neither is
@@ -53,28 +53,31 @@ def import_tokenizer(source: Path, folder: Path, out: AnyPath, name: str) -> tup
     """
     path, place = source / TOKENIZER, out if is_bucket(out) else out.absolute()
     if not path.is_file():
-        return name, f"tokenizer: {source} has no {TOKENIZER}; data.tokenizer={name!r} stays, and must be the model's"
+        note = f"tokenizer: {source} has no {TOKENIZER}; data.tokenizer={name!r} stays, and must be the model's"
+        return name, load_tokenizer(name), note
     theirs = read_json(path)
     if schema_error(theirs, SHAPE) is None and theirs.get("normalizer") is None:
         for known in (BYTES, name):
             if _is_same(known, theirs):
-                return known, f"tokenizer: that of the model, data.tokenizer={known!r}"
+                return known, load_tokenizer(known), f"tokenizer: that of the model, data.tokenizer={known!r}"
         file = folder / "tokenizer.tiktoken"
         with contextlib.suppress(KeyError):  # Raised for a character that does not represent a byte.
             write_atomically(file, _ranks(theirs["model"]["vocab"]))
         if file.is_file() and _is_same(str(file), theirs):
             kept = str(place / file.name)
-            return kept, f"tokenizer: converted, data.tokenizer={kept!r}"
+            return kept, load_tokenizer(str(file)), f"tokenizer: converted, data.tokenizer={kept!r}"
         file.unlink(missing_ok=True)
     with contextlib.suppress(UserError):  # Such as a missing library, or no end-of-text token.
-        _copy_files(load_files(source, field="data.tokenizer", end_of_text=None), folder / COPY)
+        tokenizer = load_files(source, field="data.tokenizer", end_of_text=None)
+        _copy_files(tokenizer, folder / COPY)
         kept = str(place / COPY)
-        return kept, f"tokenizer: copied, data.tokenizer={kept!r}"
-    return name, (
+        return kept, tokenizer, f"tokenizer: copied, data.tokenizer={kept!r}"
+    note = (
         f"tokenizer: not converted: {path} is not byte-level BPE with cl100k_base's pattern, merges by rank and "
         f"{END_OF_TEXT!r} last. data.tokenizer={name!r} stays, but its ids mean other text: generate and evaluate by "
         "token ids only, or set data.tokenizer to the model's tokenizer"
     )
+    return name, load_tokenizer(name), note
 
 
 def tokenizer_json(tokenizer: TiktokenTokenizer, name: str) -> dict[str, Any]:

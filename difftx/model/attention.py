@@ -383,6 +383,7 @@ class Attention(SelfAttention):
     """Multi-head softmax attention. It has as many parameters as differential attention with half as many heads."""
 
     kernel = "attention"
+    fields = ("post_scale",)
 
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
         super().__init__(config, layout, rngs=rngs)
@@ -407,7 +408,10 @@ class Attention(SelfAttention):
         return maps.softmax
 
     def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
-        return merge_heads(self.head_norm(heads_BTHE), self.output_HdD, self.layout)
+        heads_BTHE = self.head_norm(heads_BTHE)
+        if self.config.post_scale is not None:
+            heads_BTHE = heads_BTHE * self.config.post_scale
+        return merge_heads(heads_BTHE, self.output_HdD, self.layout)
 
 
 def merge_heads(heads_BTHE: jax.Array, output_HED: nnx.Param, layout: Layout) -> jax.Array:

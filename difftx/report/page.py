@@ -95,7 +95,7 @@ def _scores(runs: Sequence[RunRecord], metric: Metric) -> Table:
         if any(found) and not (len(runs) == 1 and name == metric):
             rows.append([label, *(format_value(last and last[1]) for last in found)])
     if any(guesses := [_guesses(run) for run in runs]):
-        rows.append([Cell("loss of guessing", unit="nats per token"), *_once(guesses)])
+        rows.append([Cell("loss of guessing", unit="nats per token"), *guesses])
     spent = [_spent(run) for run in runs]
     rows += [[label, *(of_run[label] for of_run in spent)] for label in spent[0]]
     return Table(["", *(run.name for run in runs)], rows)

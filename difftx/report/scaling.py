@@ -63,7 +63,7 @@ def write_scaling(pattern: str, out: AnyPath, metric: Metric = "loss") -> tuple[
 
 def format_study(study: Study) -> tuple[rich.table.Table, rich.table.Table]:
     """Return a table of a study's fits and a table of its matches, both with 95 % confidence intervals."""
-    laws = rich.table.Table(title=f"{study.title}: a·x^-b + c")
+    laws = rich.table.Table(title=f"{study.title}: a·x^-b + c (95 % intervals)")
     for title in ("architecture", "points", "a", "b", "c"):
         laws.add_column(title, justify="left" if title == "architecture" else "right")
     for name, fit in study.fits.items():
@@ -72,7 +72,9 @@ def format_study(study: Study) -> tuple[rich.table.Table, rich.table.Table]:
             low, high = fit.interval(p)
             parameters.append(f"{getattr(fit.law, p):.4g} ({low:.3g} to {high:.3g})")
         laws.add_row(rich.markup.escape(printable(name)), str(len(fit.x)), *parameters)
-    matches = rich.table.Table(title=f"{study.quantity} with which an architecture matches the {study.reference}")
+    matches = rich.table.Table(
+        title=f"{study.quantity} with which an architecture matches the {study.reference} (95 % intervals)"
+    )
     for title in ("architecture", study.quantity, study.reference, "loss", "ratio", ""):
         matches.add_column(title, justify="left" if title in ("architecture", "") else "right")
     for name, found in study.matches.items():

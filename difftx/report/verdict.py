@@ -9,7 +9,7 @@ import numpy as np
 from difftx.analysis.differences import FEWEST_BLOCKS, Difference, over_blocks, over_seeds
 from difftx.files import schema_error
 from difftx.model.abstract import count_parameters
-from difftx.report.runs import METRIC_UNITS, Metric, RunRecord
+from difftx.report.runs import METRIC_UNITS, Metric, RunRecord, different_tokenizers
 from difftx.training.resume import changed_fields
 
 # Runs of one arm have equal values in these groups of the config, except in the fields of SEEDS.
@@ -91,6 +91,8 @@ def _arms(runs: Sequence[RunRecord], metric: Metric) -> list[Arm]:
 
 
 def _differ_in_seeds_only(first: RunRecord, second: RunRecord) -> bool:
+    if different_tokenizers([first, second]):  # Equal configs may name a file that has changed.
+        return False
     changes = changed_fields(first.config, second.config)
     return all(change.is_in(SEEDS) for change in changes if change.is_in(TRAINING_GROUPS))
 

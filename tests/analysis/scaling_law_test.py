@@ -41,6 +41,7 @@ def test_without_noise_the_fit_is_the_law_and_one_outlier_moves_it_little():
     assert robust.law(x) == pytest.approx(TRANSFORMER(x), rel=1e-3)
 
 
+@pytest.mark.long
 def test_matches_have_the_planted_ratio():
     generator = np.random.default_rng(2)
     diff, both = shifted(TRANSFORMER, 0.622), 0

@@ -72,8 +72,10 @@ def test_attention_of_all_checkpoints_and_report(tmp_path):
         return result.stdout
 
     suite = ["--suite=attention", "--step=all", "--eval.attention.samples=2"]
-    assert "step 6 attention  answer 0." in call(*suite)
+    printed = call(*suite)
     first, last = (json.loads((run.workdir / "evals" / "attention" / f"{step}.json").read_text()) for step in (3, 6))
+    assert "Attention weights (suite attention)" in printed
+    assert all(f"{result['numbers']['answer']:.5g}" in printed for result in (first, last))
     assert first["numbers"]["cosine_noise"] != last["numbers"]["cosine_noise"]
     assert sum(last["numbers"][part] for part in ("answer", "others", "noise", "question", "first")) == pytest.approx(1)
     folder = run.workdir / "evals" / "attention" / "6"
@@ -82,7 +84,7 @@ def test_attention_of_all_checkpoints_and_report(tmp_path):
 
     call("--report", f"--out={tmp_path / 'page.html'}")
     text = html.unescape((tmp_path / "page.html").read_text())
-    for part in ("attention: Cosine of A1 and A2", "noise, over the steps: run", "A1 − λ A2 of the last tokens"):
+    for part in ("Cosine of A1 and A2", "noise, over the steps: run", "A1 − λ A2 of the last tokens"):
         assert part in text
     assert last["charts"][2]["x"][5][:2] == "5 "
     assert json.dumps(last["charts"][2]["x"][5])[1:-1] in text  # What a token says is shown under the pointer.

@@ -64,6 +64,7 @@ def replace_loss(monkeypatch, evaluate):
     monkeypatch.setitem(evals.SUITES._entries, "loss", dataclasses.replace(loss.SUITE, evaluate=evaluate))
 
 
+@pytest.mark.long
 def test_a_range_is_evaluated_once(run, capsys, monkeypatch):
     """All steps twice; then with another field, on another mesh, and again: only what is not done is computed."""
     passes = []

@@ -65,6 +65,7 @@ def loader_of(examples, mesh, where, vocab_size=264):
     )
 
 
+@pytest.mark.long
 def test_a_flipped_bit_that_makes_an_unknown_id_ends_training_and_evaluation(store, tmp_path, config, mesh_of):
     ids = np.fromfile(store / "train" / "00000.tokens", "<u2")
     set_value(store / "train" / "00000.tokens", "<u2", slice(None), ids ^ (np.arange(len(ids)) == 70) * 2**15)

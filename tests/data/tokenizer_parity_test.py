@@ -31,6 +31,7 @@ BLOCKS = """\
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ten_thousand_strings_are_encoded_and_decoded_as_by_transformers(family, tmp_path):
     folder = FAMILIES[family](tmp_path / "tokenizer")

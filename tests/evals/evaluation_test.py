@@ -11,13 +11,14 @@ from helpers.evals_params import one_device, params_of
 from helpers.evals_results import LOSS_SUITES, flat
 
 from difftx import evals
+from difftx.commands.prepare import main as prepare
 from difftx.errors import UserError
 from difftx.parallel.mesh import make_mesh
 from difftx.progress import Work
 from difftx.training.run import Run
 
 SMALL_TASK = {"data__synthetic__vocab_size": 64, "data__synthetic__pairs": 4}
-QUICK = {"loss", "recall", "position", "sample", "outliers", "quantize"}  # Others compile more.
+QUICK = {"loss", "recall", "position", "sample", "outliers", "quantize", "test"}  # Others compile more.
 
 
 @pytest.mark.long
@@ -68,6 +69,8 @@ def text_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("watched")
     (folder / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(8000)))
     write_all(folder)
+    flags = [f"--input={folder}/text.txt", f"--out={folder}/test", "--tokenizer=bytes", "--valid_fraction=0"]
+    assert prepare([*flags, "--workers=1"]) == 0
     trec = {"name": "trec", "train": f"{folder}/icl_train.jsonl", "test": f"{folder}/icl_test.jsonl", "text": "text"}
     trec |= {"label": "label", "text_word": "Question", "label_word": "Type"}
     news = {"name": "news", "path": f"{folder}/towns.jsonl", "kind": "summarisation", "document": "context"}
@@ -84,7 +87,7 @@ def text_run(tmp_path_factory):
         "math.tasks": json.dumps([sums | {"train": f"{folder}/gsm8k_train.jsonl"}]), "math.questions": 1,
         "math.shots": 1, "math.new_tokens": 4,
         "outliers.tokens": 512, "gradients.tokens": 512, "gradients.at_initialization": "as_configured",
-        "quantize.bits": "16",
+        "quantize.bits": "16", "test.path": folder / "test",
     }  # fmt: skip
     changes = {f"eval.{name}": value for name, value in fields.items()}
     sizes = {"mesh.fsdp": 1, "model.num_layers": 1, "train.global_batch_tokens": 1024}

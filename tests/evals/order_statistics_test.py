@@ -53,6 +53,7 @@ def counter(mesh, pieces, slots):
     return count
 
 
+@pytest.mark.long
 def test_exact_on_ten_million_values(mesh_of):
     """In two arrays of five million; the memory beside them is what the compiled pass says it takes."""
     mesh = mesh_of()

@@ -14,6 +14,7 @@ from difftx.training.run import Run
 from difftx.training.state import graph
 
 
+@pytest.mark.long
 def test_the_curve_and_its_band_by_brute_force(config, tmp_path):
     """Documents of 8 … 67 bytes and rows of 32: those of 33 tokens or more count, from their start."""
     for i in range(60):

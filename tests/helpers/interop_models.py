@@ -32,7 +32,10 @@ MODELS = {
     ),
     "gdla_ungated": ("gdla", {"model__num_heads": 4, "model__signal_heads": 4}),
     "gated": ("gated", {"model__num_heads": 4, "model__num_kv_heads": 2, "model__head_norm": "rms"}),
-    "transformer": ("transformer", {"model__num_heads": 4, "model__head_norm": "rms_affine"}),
+    "transformer": (
+        "transformer",
+        {"model__num_heads": 4, "model__head_norm": "rms_affine", "model__post_scale": 3.0},
+    ),
     "llama": ("transformer", {"model__num_heads": 4, "model__num_kv_heads": 2}),
     "diffllama": ("diff", {"model__num_heads": 4, "model__head_norm": "rms"}),
     "top_k": ("top_k", {"model__num_heads": 4, "model__top_k": 3}),

@@ -4,6 +4,7 @@ import re
 import shlex
 import subprocess
 import sys
+import types
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def run_command(
     folder: Path,
     line: str,
     *more: str,
-    fields: Mapping[str, str] | None = None,
+    fields: Mapping[str, str] = types.MappingProxyType({}),
     code: int = 0,
     typed: str | None = None,
 ) -> str:

@@ -59,6 +59,7 @@ def test_nothing_is_compiled_after_the_first_answer(config, mesh_of):
         assert len(found) == first
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [{}, TENSOR], ids=["one device", "mesh"])
 def test_a_completion_compiles_one_program_for_its_tokens(config, mesh_of, sizes):
     """Prompt and new tokens exceed the smallest cache. It once grew during the completion, for a second program."""

@@ -46,6 +46,7 @@ def test_a_rows_samples_follow_its_seed_and_not_its_batch(config, mesh_of):
     assert all(a.tokens != b.tokens for a, b in zip(together, other, strict=True))
 
 
+@pytest.mark.long
 def test_samples_on_a_mesh_are_those_of_one_device(config, mesh_of):
     runs = [generate(language_model(config, mesh_of(**sizes)), requests(), HOT) for sizes in ({}, TENSOR)]
     assert runs[0] == runs[1]

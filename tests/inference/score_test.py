@@ -69,6 +69,7 @@ def test_contexts_of_one_token_need_nothing_in_the_cache(config, mesh_of):
     assert [s.loglikelihood for s in loglikelihoods(lm, items, batch_rows=4)] == pytest.approx(expected, abs=2e-4)
 
 
+@pytest.mark.long
 def test_the_most_likely_label_is_that_of_brute_force(config, mesh_of):
     lm = language_model(config, mesh_of())
     rng = np.random.default_rng(1)

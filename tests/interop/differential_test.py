@@ -1,6 +1,7 @@
 """`difftx convert --differential` on models of transformers and of difftx."""
 
 import dataclasses
+import itertools
 
 import flax.traverse_util
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from conftest import write_text
 from flax import nnx
+from helpers.cases import long_except
 from helpers.inference_models import language_model
 from helpers.model_layers import batch_on
 from model import oracle
@@ -54,9 +56,9 @@ def relative(found, expected):
 @pytest.mark.parametrize(
     ("method", "name"),
     [
-        *(("zero-branch", "qwen2"), ("dex", "llama3")),  # zero-branch adds a second branch of the biases, too.
-        *(pytest.param("zero-branch", name, marks=pytest.mark.long) for name in ("llama", "llama3")),
-        *(pytest.param("dex", name, marks=pytest.mark.long) for name in ("llama", "qwen2")),
+        *long_except(
+            itertools.product(["zero-branch", "dex"], ["llama", "llama3", "qwen2"]), [("zero-branch", "qwen2")]
+        ),
     ],
 )
 def test_at_first_the_function_is_that_of_the_transformer(tmp_path, mesh_of, capsys, name, method):
@@ -183,6 +185,7 @@ def entropies(params, model, tokens_T, monkeypatch):
     return np.reshape(found, (model.num_layers, model.num_heads, -1))
 
 
+@pytest.mark.long
 def test_dex_chooses_the_heads_of_highest_entropy(config, mesh_of, tmp_path, monkeypatch):
     lm = language_model(
         config, mesh_of(), "transformer", model__num_heads=4, model__num_kv_heads=2, model__num_layers=4,
@@ -201,6 +204,7 @@ def test_dex_chooses_the_heads_of_highest_entropy(config, mesh_of, tmp_path, mon
     assert len({*map(tuple, expected_LH)}) > 1  # The layers differ.
 
 
+@pytest.mark.long
 def test_flags_select_the_source_and_the_new_weights(config, mesh_of, tmp_path):
     lm = language_model(config, mesh_of(), "transformer", model__num_heads=4)
     source = run_of(lm, tmp_path / "source")
@@ -242,6 +246,7 @@ def test_folders_that_cannot_be_converted(tmp_path, method):
     refused(tmp_path, r"--config\.model\.num_layers: .* determines this field", FIXTURES / "llama3", *flags, flag)
 
 
+@pytest.mark.long
 def test_heads_that_cannot_be_paired(tmp_path):
     tensors = tensors_of(FIXTURES / "llama3")
     one_head = {name: value[:8] for name, value in tensors.items() if "k_proj" in name or "v_proj" in name}

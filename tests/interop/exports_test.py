@@ -36,6 +36,7 @@ def test_exports_are_the_checkpoints_of_their_steps(text_file, tmp_path, mesh_of
     jax.tree.map(np.testing.assert_array_equal, parameters(back, mesh_of())[1], parameters(workdir, mesh_of())[1])
 
 
+@pytest.mark.long
 def test_an_export_that_fails_does_not_end_the_training(text_file, tmp_path):
     workdir = tmp_path / "run"
     workdir.mkdir()

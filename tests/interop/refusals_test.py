@@ -210,6 +210,7 @@ def test_an_output_that_is_there_or_has_no_parent(tmp_path):
             "model.attention_logit_bits=8: other formats do not quantise",
         ),
         ("diff", "official", {"post_scale": 0.2}, "model.post_scale=0.2: other formats learn λ"),
+        ("transformer", "official", {"post_scale": 3.0}, "model.post_scale=3.0: other formats learn λ"),
         ("diff", "diffllama", {"lambda_bound": "tanh"}, "model.lambda_bound=tanh: other formats learn λ"),
         (
             "diff",

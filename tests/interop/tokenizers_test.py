@@ -33,14 +33,16 @@ def test_bytes_go_out_and_are_recognised(tmp_path, capsys):
 def test_a_vocabulary_of_ones_own_comes_back(tmp_path, capsys):
     encoding = load_tokenizer(str(words_file(tmp_path / "words.tiktoken")))
     folder = with_json(tmp_path, tokenizers.tokenizer_json(encoding, "words.tiktoken"))
-    (tmp_path / "run").mkdir()
-    name, note = tokenizers.import_tokenizer(folder, tmp_path / "run", tmp_path / "run", "bytes")
+    (new := tmp_path / "new").mkdir()  # It becomes `run` later.
+    name, tokenizer, note = tokenizers.import_tokenizer(folder, new, tmp_path / "run", "bytes")
     assert name == str(tmp_path / "run" / "tokenizer.tiktoken")
     assert note.startswith("tokenizer: converted")
+    assert tokenizer.fingerprint == encoding.fingerprint
+    new.rename(tmp_path / "run")
     assert load_tokenizer(name).fingerprint == encoding.fingerprint
     # Where the run's config names it already, it stays.
     configured = str(tmp_path / "words.tiktoken")
-    name, note = tokenizers.import_tokenizer(folder, tmp_path / "run", tmp_path / "run", configured)
+    name, _, note = tokenizers.import_tokenizer(folder, tmp_path / "run", tmp_path / "run", configured)
     assert name == configured
     assert "that of the model" in note
 
@@ -70,7 +72,7 @@ def test_what_is_not_the_same_is_not_converted(tmp_path, change):
     change(raw)
     (tmp_path / "run").mkdir()
     run = tmp_path / "run"
-    name, note = tokenizers.import_tokenizer(with_json(tmp_path, raw), run, run, "bytes")
+    name, _, note = tokenizers.import_tokenizer(with_json(tmp_path, raw), run, run, "bytes")
     assert name == "bytes"
     assert note.startswith("tokenizer: not converted")
     assert "data.tokenizer='bytes' stays, but its ids mean other text" in note

@@ -63,6 +63,7 @@ def test_collectives_are_those_of_the_layers(planned):
     assert all(kind["network_bytes"] == 0 for kind in kinds.values())
 
 
+@pytest.mark.long
 def test_the_exchanges_of_muon_are_counted(planned, config):
     """Each weight is exchanged over four devices and over two, and back; the two layers are padded to eight."""
     c = config(optimizer__name="muon", mesh__fsdp=4, mesh__tensor=2)

@@ -12,6 +12,7 @@ import time
 import pytest
 import yaml
 from conftest import ROOT
+from helpers.cases import long_except
 
 from difftx.commands import sweep
 from difftx.errors import UserError
@@ -100,7 +101,9 @@ def run_script(file):
     return subprocess.run(["bash", file], timeout=60, check=False).returncode
 
 
-RESTARTS = pytest.mark.parametrize(("codes", "starts", "end"), [("75 75 0", 3, 0), ("2", 1, 2), ("1", 1, 1)])
+RESTARTS = pytest.mark.parametrize(
+    ("codes", "starts", "end"), long_except([("75 75 0", 3, 0), ("2", 1, 2), ("1", 1, 1)], [("75 75 0", 3, 0)])
+)
 
 
 @RESTARTS

@@ -125,6 +125,7 @@ def test_loss_and_gradients_are_those_of_the_definition(config, mesh_of, archite
         np.testing.assert_allclose(found, wanted, atol=TOLERANCE * largest, err_msg=jax.tree_util.keystr(path))
 
 
+@pytest.mark.long
 def test_the_step_reports_the_z_loss_beside_the_loss(config, mesh_of):
     """The metric "loss" is the same with and without z-loss, in one and in two microbatches."""
     mesh, found = mesh_of(), []

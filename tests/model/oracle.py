@@ -156,7 +156,8 @@ def layer(w: dict[str, Any], model: Any, x_TD: np.ndarray, depth: int, *, v2_pai
         if "gate_DHd" in w:
             heads[-1] = sigmoid(x @ w["gate_DHd"][:, i]) * heads[-1]
         heads[-1] = head_norm(heads[-1], i, w, model)
-    return np.concatenate(heads, axis=1) @ w["output_HdD"].reshape(-1, model.d_model)
+    gain = 1.0 if model.post_scale is None else model.post_scale
+    return gain * np.concatenate(heads, axis=1) @ w["output_HdD"].reshape(-1, model.d_model)
 
 
 def _two_keys(w, model, x, depth, window) -> np.ndarray:

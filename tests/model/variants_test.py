@@ -39,6 +39,7 @@ CASES = [
         for bound in ("sigmoid", "tanh")
     ),
     *((name, {"model__head_norm": norm}) for name in PAPER for norm in ("scalar", "sigmoid")),
+    *((name, {"model__post_scale": 3.0}) for name in ("transformer", "diff_v2", "gdla", "top_k")),
     ("gdla", {"model__num_kv_heads": "none", "model__output_gate": "false"}),
 ]
 # Every architecture without options, whose compiled layer the next tests use too, and the options of the paper's.

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import ROOT, child_environment
+from interop.folders import export, tensors_of
 from processes import UNHURRIED, free_port
 
 from difftx.parallel.mesh import AXES
@@ -68,6 +69,18 @@ def test_two_processes_rewind_and_stop_together(started):
     assert "Traceback" not in lead + other
     events = (two.metrics.parent / "journal.jsonl").read_text()
     assert re.findall(r'"event": "(\w+)"', events) == ["rewind", "stop"]
+
+
+def test_two_processes_export_what_one_process_makes_of_their_checkpoint(started, tmp_path):
+    options = {"train__steps": 4, "checkpoint__every_steps": 2, "checkpoint__export_every_steps": 4}
+    two = started("two", mesh__data=2, devices=4, **options)
+    codes_and_texts = [two.wait(process) for process in (0, 1)]
+    assert [code for code, _ in codes_and_texts] == [0, 0], codes_and_texts
+    workdir = two.metrics.parent
+    assert [path.name for path in (workdir / "exports").iterdir()] == ["4"]
+    now, expected = tensors_of(workdir / "exports" / "4"), tensors_of(export(workdir, tmp_path / "by_command"))
+    assert now.keys() == expected.keys()
+    assert all(np.array_equal(now[name], expected[name]) for name in now)
 
 
 COPY = """

@@ -199,6 +199,7 @@ def contrast(first, second):
     return (bright + 0.05) / (dark + 0.05)
 
 
+@pytest.mark.long
 def test_on_a_desktop(report, tmp_path):
     with browser(report, tmp_path, viewport={"width": 1200, "height": 900}) as (page, messages, requests):
         assert requests == [report.as_uri()]

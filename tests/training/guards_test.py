@@ -163,6 +163,7 @@ def test_a_skipped_update_changes_nothing_but_the_step(open_run):
     assert not all(jax.tree.leaves(is_equal))
 
 
+@pytest.mark.long
 def test_few_bad_steps_are_skipped_and_the_run_goes_on(open_run, capsys, brute_force):
     run = open_run("run", nan={5, 7, 8, 13}, logging__every_steps=6)
     assert train(run) == 0

@@ -1,9 +1,11 @@
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import long_except
 from helpers.model_layers import batch_on
 from helpers.training_updates import by_name, random_tree, shapes_of, updated
 
@@ -86,10 +88,7 @@ def test_decayed_are_the_matrices(config, mesh_of, architecture):
 @pytest.mark.parametrize(
     ("architecture", "optimizer"),
     [
-        ("zero_branch", "adamw"),
-        ("dex", "muon"),
-        pytest.param("zero_branch", "muon", marks=pytest.mark.long),
-        pytest.param("dex", "adamw", marks=pytest.mark.long),
+        *long_except(itertools.product(["zero_branch", "dex"], ["adamw", "muon"]), [("zero_branch", "adamw")]),
     ],
 )
 def test_prescribed_parameters_do_not_follow_a_gradient(config, mesh_of, architecture, optimizer):

@@ -73,6 +73,7 @@ def uninterrupted(tmp_path_factory):
     return text, folder / "run"
 
 
+@pytest.mark.long
 def test_a_resume_prints_the_packages_that_changed(uninterrupted, tmp_path):
     text, whole = uninterrupted
     workdir = tmp_path / "changed"

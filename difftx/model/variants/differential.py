@@ -101,7 +101,7 @@ class GroupedDiffAttentionV2(DiffAttentionV2):
     = N, attention has 2.75 D² + D H weights, and D² more with a gate.
     """
 
-    fields = ("signal_heads", "output_gate")
+    fields = ("signal_heads", "output_gate", "post_scale")
 
     @classmethod
     def check(cls, config):

@@ -58,7 +58,7 @@ class TopKAttention(Attention):
     """Softmax over the `top_k` largest logits of each query, zero elsewhere (explicit sparsity, arXiv 1912.11637)."""
 
     kernel = "mapped_attention"
-    fields = ("top_k",)
+    fields = ("top_k", "post_scale")
 
     @classmethod
     def check(cls, config):

@@ -1,0 +1,115 @@
+"""Suite `test` against runs whose validation text is the test text, and eval.py with both."""
+
+import json
+
+import pytest
+from conftest import ROOT, TINY, child_environment
+from helpers.command_server import commands
+from helpers.evals_params import one_device, random_params
+from helpers.report_runs import save_run
+
+from difftx import evals
+from difftx.commands.data import main as data_command
+from difftx.commands.prepare import main as prepare
+from difftx.config.recipes import load_config
+from difftx.errors import UserError
+from difftx.training.run import Run
+
+SUITES = ["loss", "recall", "position"]
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory):
+    """Stores: "valid" and "unseen" have the same training text, and "unseen" validates on the test text."""
+    folder = tmp_path_factory.mktemp("stores")
+    for name, unit in {"train": "squared", "valid": "cubed", "test": "doubled"}.items():
+        lines = (json.dumps({"text": f"{i} {unit} is {i**3}.\n" * 9}) for i in range(60))
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    for store, files in {"valid": ("train", "valid"), "unseen": ("train", "test"), "test": ("test",)}.items():
+        flags = [f"--input={folder / files[0]}.jsonl", f"--out={folder / store}", "--tokenizer=bytes", "--workers=1"]
+        held_out = f"--valid_input={folder / files[1]}.jsonl" if files[1:] else "--valid_fraction=0"
+        assert prepare([*flags, held_out]) == 0
+    assert data_command(["bigrams", str(folder / "valid"), f"--out={folder / 'bigrams'}", "--min_count=1"]) == 0
+    return folder
+
+
+def open_run(config, stores, tmp_path, store="valid", **changes):
+    fields = {"eval__loss_tokens": 512, "eval__position_documents": 8, "eval__recall_max_bigram_count": 60}
+    fields |= {"eval__bigrams_path": stores / "bigrams", "data__cache_path": tmp_path / "cache"}
+    return Run.open(config(data__path=stores / store, **fields | changes), tmp_path / store, one_device())
+
+
+@pytest.mark.parametrize("packing", ["concat", pytest.param("best_fit", marks=pytest.mark.long)])
+def test_the_numbers_are_those_of_a_run_that_validates_on_the_test_text(config, stores, tmp_path, packing):
+    packed = {"data__packing": packing, "data__document_mask": packing == "best_fit"}
+    on_test = {"eval__test__path": stores / "test", "eval__test__suites": ",".join(SUITES)}
+    run = open_run(config, stores, tmp_path, **packed, **on_test)
+    params = random_params(run)
+    expected = evals.evaluate(open_run(config, stores, tmp_path, "unseen", **packed), params, 3, SUITES)
+    valid = evals.evaluate(run, params, 3, SUITES)
+    before = {suite: evals.result_path(run.workdir, suite, 3).read_bytes() for suite in SUITES}
+    result = evals.evaluate(run, params, 3, ["test"])["test"]
+    assert result.numbers == {f"{s}_{name}": x for s in SUITES for name, x in expected[s].numbers.items()}
+    assert result.chance == {f"{s}_{name}": x for s in SUITES for name, x in expected[s].chance.items()}
+    assert valid["loss"].numbers["loss"] != result.numbers["loss_loss"]
+    assert result.details["loss"]["sets"]["test"] == expected["loss"].details["sets"]["valid"]
+    assert [chart.name for chart in result.charts] == [f"test_{chart.name}" for chart in expected["position"].charts]
+    # The results on the validation text are as before.
+    assert {suite: evals.result_path(run.workdir, suite, 3).read_bytes() for suite in SUITES} == before
+
+
+def test_a_result_depends_on_the_content_of_the_test_store(config, stores, tmp_path):
+    run = open_run(config, stores, tmp_path, eval__test__path=tmp_path / "store")
+    digests = set()
+    for name in ("test", "valid"):
+        flags = [f"--input={stores / name}.jsonl", f"--out={tmp_path / 'store'}", "--tokenizer=bytes", "--workers=1"]
+        assert prepare([*flags, "--valid_fraction=0"]) == 0
+        digests.add(evals.settings(run, "test"))
+        (tmp_path / "store").rename(tmp_path / name)
+    fewer = open_run(config, stores, tmp_path, eval__test__path=tmp_path / "test", eval__loss_tokens=256)
+    whole = open_run(config, stores, tmp_path, eval__test__path=tmp_path / "test")
+    assert evals.settings(fewer, "test") != evals.settings(whole, "test")
+    assert len(digests) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "changes", "message"),
+    [
+        (None, {}, "suite 'test': eval.test.path is not set"),
+        ("valid", {}, r"eval\.test\.path='.*valid': 60 documents .* held out for validation.* --valid_fraction=0"),
+        ("test.jsonl", {}, r"test.jsonl: no meta.json, so it is not a finished token store"),
+        ("test", {"data__sequence_length": 32_768}, r"eval\.test\.path=.*: only \d+ test tokens, less than a row"),
+    ],
+)
+def test_mistakes_are_one_line_with_a_fix(config, stores, tmp_path, path, changes, message):
+    (tmp_path / "long.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(30_000)))
+    fields = {"eval__test__path": path and stores / path, "train__global_batch_tokens": 32_768}
+    made = config(data__path=tmp_path / "long.txt", **{n: x for n, x in fields.items() if x is not None}, **changes)
+    with pytest.raises(UserError, match=message):
+        evals.check_run(Run.open(made, tmp_path, one_device()), ["test"])
+
+
+def test_only_suites_of_text_run_on_the_test_text(config):
+    with pytest.raises(UserError, match=r"eval\.test\.suites"):
+        config(eval__test__suites="sample")
+
+
+@pytest.mark.long
+def test_end_to_end(stores, tmp_path):
+    changes = {"data.path": str(stores / "valid"), "eval.loss_tokens": "500", "mesh.fsdp": "8"}
+    run = save_run(load_config(f"{ROOT}/configs/quickstart.py:diff", TINY | changes), tmp_path / "run", (6,))
+
+    def evaluate(*flags):
+        return commands().run(["eval.py", f"--workdir={run.workdir}", *flags], environment=child_environment(8))
+
+    mistake = evaluate("--suite=test")
+    assert mistake.returncode == 2
+    assert "eval.test.path is not set" in mistake.stderr
+    for suite in ("loss", "test"):
+        done = evaluate(f"--suite={suite}", f"--eval.test.path={stores / 'test'}")
+        assert done.returncode == 0, done.stderr
+    loss, test = (json.loads((run.workdir / "evals" / suite / "6.json").read_text()) for suite in ("loss", "test"))
+    assert loss["numbers"]["loss"] != test["numbers"]["loss_loss"]
+    assert (list(loss["details"]["sets"]), list(test["details"]["loss"]["sets"])) == (["valid"], ["test"])
+    again = evaluate("--suite=loss,test", f"--eval.test.path={stores / 'test'}")
+    assert again.stdout.count("was made with the same settings") == 2
