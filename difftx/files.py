@@ -25,6 +25,7 @@ from difftx.errors import UnreadableError, UserError
 from difftx.storage import objects
 from difftx.storage.lines import BucketLog
 from difftx.storage.paths import AnyPath, is_bucket
+from difftx.storage.reading import open_object
 
 if TYPE_CHECKING:
     from etils import epath
@@ -162,6 +163,15 @@ def _upload_folder(path: "epath.Path", source: Path) -> None:
     write_record(marker, {"files": {file.relative_to(source).as_posix(): file.stat().st_size for file in files}})
 
 
+def remove_folder(path: AnyPath) -> None:
+    """Delete a folder with all files. It may be absent. In a bucket, `FOLDER_MARKER` is deleted first."""
+    if is_bucket(path):
+        objects.delete([path / FOLDER_MARKER])
+        objects.delete(path / name for name in objects.list_below(path))
+    elif path.exists():
+        shutil.rmtree(path)
+
+
 def write_atomically(path: AnyPath, text: str) -> None:
     """Write a file so that a crash leaves either the complete old text or the complete new text."""
     with new_file(path) as file:
@@ -196,6 +206,11 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}")
 
 
+def remove_file(path: AnyPath) -> None:
+    """Delete a file that may be absent."""
+    objects.delete([path]) if is_bucket(path) else path.unlink(missing_ok=True)
+
+
 def retry_read[T](path: Path, read: Callable[[], T]) -> T:
     """Return `read()`. Call it again after an `OSError` that may be temporary, such as EIO, ESTALE, EACCES or EMFILE.
 
@@ -212,6 +227,11 @@ def retry_read[T](path: Path, read: Callable[[], T]) -> T:
                 raise UnreadableError(f"{path} cannot be read: {error.strerror} ({attempts})") from error
         time.sleep(pause)
     raise AssertionError("The last attempt returns or raises.")
+
+
+def open_file(path: AnyPath) -> BinaryIO:
+    """Open a file for reading, from the start or from any position."""
+    return open_object(path) if is_bucket(path) else path.open("rb")
 
 
 def read_file(path: AnyPath) -> bytes | None:
@@ -265,9 +285,12 @@ def check_link(path: Path) -> None:
         raise UnreadableError(f"{path} cannot be read: it is a link to {path.readlink()}, which does not exist here")
 
 
-def read_json(path: AnyPath) -> Any:
-    """Return the value in a JSON file. Raise `UserError` if the file does not exist or is not JSON."""
-    content = read_file(path)
+def read_json(path: AnyPath, content: bytes | None = None) -> Any:
+    """Return the value in a JSON file. Raise `UserError` if the file does not exist or is not JSON.
+
+    `content` is that of the file, if it has been read already.
+    """
+    content = read_file(path) if content is None else content
     if content is None:
         raise UserError(f"{path}: {os.strerror(errno.ENOENT)}")
     try:

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
@@ -22,6 +23,8 @@ from difftx.config.fields import (
 from difftx.errors import UserError, did_you_mean
 from difftx.files import require_local
 from difftx.registry import EXTENSION_HINT
+
+IN_BUCKETS = re.compile(r"data\.path|data\.sources\[\d+\]\.path|eval\.needle\.haystack")  # Fields of paths in buckets.
 
 
 def config_from_dict(raw: Any) -> Config:
@@ -118,7 +121,7 @@ def _checked(value: Any, annotation: Any, path: str) -> Any:
         raise UserError(f"{path}: an integer of {value.bit_length()} bits; at most 63 are possible")
     if type(value) is float and not math.isfinite(value):
         raise UserError(f"{path}={value}: expected a finite number")
-    if isinstance(value, str) and not path.endswith("_url"):
+    if isinstance(value, str) and not path.endswith("_url") and not IN_BUCKETS.fullmatch(path):
         require_local(path, value)
     if dataclasses.is_dataclass(annotation):
         return build_group(annotation, value, path)  # pyrefly: ignore[bad-argument-type]

@@ -17,6 +17,7 @@ from difftx.evals.result import Result
 from difftx.files import json_sha256, read_json, write_atomically
 from difftx.parallel.multihost import is_primary
 from difftx.progress import Work
+from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.checkpoint.reading import Checkpoint
 from difftx.training.run import Run
@@ -112,7 +113,7 @@ def with_inner(config: Config, suite: str) -> tuple[str, ...]:
     return (suite, *SUITES[suite].inner(config))
 
 
-def _sha256(path: Path) -> str | None:
+def _sha256(path: AnyPath) -> str | None:
     """Return the SHA-256 of a file, or None if it cannot be read. The suite's `check` reports that error."""
     try:
         return sha256_of(path)

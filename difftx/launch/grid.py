@@ -12,6 +12,7 @@ from difftx.config.fields import types_of
 from difftx.config.recipes import argument_of, load_config
 from difftx.data.tokenizer import with_vocabulary
 from difftx.errors import UserError, did_you_mean
+from difftx.storage.paths import AnyPath
 
 # Fields that `--grid seed=…` sets. Runs with the same seed see the data in the same order.
 SEED_FIELDS = ("train.seed", "data.seed")
@@ -27,7 +28,7 @@ class SweepPoint:
     config: Config
     extensions: Sequence[Path] = ()  # Python files, for the flags --extension.
 
-    def flags(self, workdir: str | Path) -> list[str]:
+    def flags(self, workdir: str | AnyPath) -> list[str]:
         """Return the arguments with which `difftx train` trains this run in `workdir`."""
         changes = [f"--config.{field}={value}" for field, value in self.overrides.items()]
         files = [f"--extension={path}" for path in self.extensions]

@@ -38,10 +38,12 @@ class Stored(NamedTuple):
 
 
 class Description(NamedTuple):
-    """The size of an object in bytes, and its CRC32C if the store has one."""
+    """What a store lists about an object."""
 
-    size: int
-    crc32c: int | None
+    size: int  # In bytes.
+    crc32c: int | None  # None if the store has none.
+    modified: float  # Time of the last write, in seconds since 1970.
+    version: str  # Differs if the content differs.
 
 
 def read(path: "epath.Path") -> Stored | None:
@@ -58,6 +60,26 @@ def read_all(paths: Iterable["epath.Path"]) -> Iterator[Stored | None]:
         futures = [_bucket_of(path).read(_key(path)) for path in group]
         for path, future in zip(group, futures, strict=True):
             found = _result(path, "read", lambda future=future: future)
+            yield Stored(found.value, found.stamp.generation) if found.state == "value" else None
+
+
+def read_ranges(path: "epath.Path", ranges: Iterable[tuple[int, int]]) -> Iterator[Stored | None]:
+    """Return bytes `start` … `stop - 1` of an object for each range in order, with several requests at a time.
+
+    As for `read`, the caller must verify the content. It may be shorter than its range.
+    """
+    ranges = list(ranges)
+    for first in range(0, len(ranges), CONCURRENT):
+        group = ranges[first : first + CONCURRENT]
+        futures = [_bucket_of(path).read(_key(path), byte_range=slice(*each)) for each in group]
+        for future in futures:
+            try:
+                found = _result(path, "read", lambda future=future: future)
+            except UnreadableError as error:
+                if "OUT_OF_RANGE" not in str(error.__cause__):
+                    raise
+                yield Stored(b"", b"")  # The response or the object is too short.
+                continue
             yield Stored(found.value, found.stamp.generation) if found.state == "value" else None
 
 
@@ -128,9 +150,18 @@ def delete(paths: Iterable["epath.Path"]) -> None:
 
 def list_below(folder: "epath.Path") -> list[str]:
     """Return the names of all objects below a folder, relative to it, with one request per page."""
+    return sorted(describe_below(folder))
+
+
+def describe_below(folder: "epath.Path") -> dict[str, Description]:
+    """Return the descriptions of all objects below a folder by their names, as `list_below`."""
     # TensorStore would return an empty listing if the credentials may not list objects.
-    found = _described(folder, "list", lambda: _fsspec(folder).find(f"{_name(folder)}/")) or []
-    return sorted(name.removeprefix(f"{_name(folder)}/") for name in found)
+    prefix = f"{_name(folder)}/"
+    found = _described(folder, "list", lambda: _fsspec(folder).find(prefix, detail=True)) or {}
+    files = {
+        name: entry for name, entry in found.items() if entry["type"] == "file"
+    }  # s3fs may list the prefix itself.
+    return {name.removeprefix(prefix): _description(entry) for name, entry in files.items()}
 
 
 def list_folder(path: "epath.Path") -> dict[str, bool]:
@@ -149,12 +180,18 @@ def list_folder(path: "epath.Path") -> dict[str, bool]:
 
 
 def describe(path: "epath.Path") -> Description | None:
-    """Return size and CRC32C of an object, or None if it is absent or a folder."""
+    """Return the description of an object, or None if it is absent or a folder."""
     found = _described(path, "read", lambda: _fsspec(path).info(_name(path)))
-    if found is None or found["type"] != "file":
-        return None
-    crc32c = found.get("crc32c")
-    return Description(found["size"], crc32c and int.from_bytes(base64.b64decode(crc32c)))
+    return None if found is None or found["type"] != "file" else _description(found)
+
+
+def _description(entry: dict[str, Any]) -> Description:
+    """Return the description in an entry of a listing of gcsfs or s3fs."""
+    crc32c, modified = entry.get("crc32c"), entry.get("LastModified") or entry["mtime"]
+    version = str(entry.get("generation") or entry["ETag"])
+    return Description(
+        entry["size"], crc32c and int.from_bytes(base64.b64decode(crc32c)), modified.timestamp(), version
+    )
 
 
 def upload(path: "epath.Path", source: str) -> None:

@@ -3,7 +3,8 @@
     python bucket_proxy.py PORT UPSTREAM_PORT gs|s3
 
 It enforces generation preconditions for Google Cloud Storage, one write at a time for both stores, and small pages of
-listings. `POST /-/plan` sets the faults (`FaultPlan`) and returns the requests and faults since the last call, by kind.
+listings. `POST /-/plan` sets the faults (`FaultPlan`) and returns the requests, the bytes of their bodies and of their
+replies, and the faults since the last call, by kind.
 """
 
 import contextlib
@@ -61,6 +62,7 @@ class Proxy(ThreadingHTTPServer):
         self.plan, self.random = plan, random.Random(plan.seed)
         self.faults: dict[str, int] = {}
         self.kinds: dict[str, int] = {}
+        self.bytes: dict[str, int] = {}
         self.row: dict[str, int] = {}
 
     def fault(self, line: str, what: str) -> str:
@@ -112,6 +114,8 @@ class Handler(BaseHTTPRequestHandler):
                 reply = self._conditional(split, query, body, enforced=fault != "unconditional")
         else:
             reply = self._read(split, query, what)
+        with self.server.state:
+            self.server.bytes[what] = self.server.bytes.get(what, 0) + len(body) + len(reply[2])
         if what == "list":
             self.server.listings[line] = reply
         if fault == "lost":
@@ -260,7 +264,7 @@ class Handler(BaseHTTPRequestHandler):
     def _control(self, body: bytes) -> None:
         server = self.server
         with server.state:
-            found = {"requests": server.kinds, "faults": server.faults}
+            found = {"requests": server.kinds, "bytes": server.bytes, "faults": server.faults}
             server.start_plan(FaultPlan(**json.loads(body)))
         self._reply(200, [], json.dumps(found).encode())
 
