@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import errno
 import hashlib
+import io
 import json
 import os
 import platform
@@ -229,7 +230,7 @@ def retry_read[T](path: Path, read: Callable[[], T]) -> T:
     raise AssertionError("The last attempt returns or raises.")
 
 
-def open_file(path: AnyPath) -> BinaryIO:
+def open_file(path: AnyPath) -> io.BufferedReader:
     """Open a file for reading, from the start or from any position."""
     return open_object(path) if is_bucket(path) else path.open("rb")
 

@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import numpy as np
 
@@ -167,11 +167,11 @@ class BucketStore(ShardedStore):
         slot, self._objects = int(self.fingerprint[:8], 16), []
         sizes = [(stop - start) * self.dtype.itemsize for start, stop in itertools.pairwise(self._starts)]
         for file, size, hashes in zip(self._files, sizes, self._arrays("blocks"), strict=True):
-            self._objects.append(CachedObject(file, size, hashes, cache=cache, slot=slot))
+            self._objects.append(CachedObject(cast("epath.Path", file), size, hashes, cache=cache, slot=slot))
             slot += block_count(size)
 
     def _arrays(self, kind: str) -> Iterator[np.ndarray]:
-        paths = [file.with_suffix(f".{kind}") for file in self._files]
+        paths = cast("list[epath.Path]", [file.with_suffix(f".{kind}") for file in self._files])
         for path, sha256, found in zip(paths, self._sha256, objects.read_all(paths), strict=True):
             yield np.frombuffer(_verified(path, sha256[kind], found), "<u8")
 
@@ -314,7 +314,7 @@ def write_meta(folder: AnyPath, meta: dict[str, Any]) -> None:
         raise RunError(f"{folder}: another process has finished another store there; choose another folder")
 
 
-def shard_file[P: AnyPath](folder: P, split: str, index: int, kind: str) -> P:
+def shard_file(folder: AnyPath, split: str, index: int, kind: str) -> AnyPath:
     """Return the path of one of a shard's files; `kind` is one of `KINDS`."""
     return folder / split / f"{index:05d}.{kind}"
 

@@ -5,7 +5,7 @@ import io
 import os
 import time
 from collections.abc import Buffer
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import TYPE_CHECKING
 
 from difftx.errors import UnreadableError, UserError
 from difftx.storage import objects
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 BUFFER_BYTES = 8 * 2**20  # Bytes of a request.
 
 
-def open_object(path: "epath.Path") -> BinaryIO:
+def open_object(path: "epath.Path") -> io.BufferedReader:
     """Open an object for reading. Raise `FileNotFoundError` if it is absent.
 
     A read raises `UserError` if another process has replaced the object since the first read.
@@ -24,7 +24,7 @@ def open_object(path: "epath.Path") -> BinaryIO:
     found = objects.describe(path)
     if found is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    return cast(BinaryIO, io.BufferedReader(_ObjectReader(path, found.size), BUFFER_BYTES))
+    return io.BufferedReader(_ObjectReader(path, found.size), BUFFER_BYTES)
 
 
 class _ObjectReader(io.RawIOBase):

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import ROOT, TINY
+from helpers.command_server import commands
 from helpers.data_prepare import PREPARE, tree
 
 from difftx.commands.data import main as data_command
@@ -23,6 +24,7 @@ from difftx.data.sources import load_corpus, load_sources
 from difftx.data.store import open_store, read_meta
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UnreadableError, UserError
+from difftx.files import JsonLines
 from difftx.parallel.layout import Layout
 from difftx.storage import objects
 from difftx.storage.paths import is_bucket
@@ -116,15 +118,11 @@ def test_requests_of_a_start_and_of_steps(bucket, local_store, store, mesh_of, t
     )  # Five files per shard, and three per page of the proxy.
     assert start["requests"]["list"] + start["requests"]["describe"] <= pages + 9
     assert start["bytes"]["read"] < 0.1 * sum(tokens)
-    next(loader)
-    loader._iterator.close()
+    for _ in range(40):  # Until every block has been read.
+        next(loader)
     found = bucket.plan()
     assert found["requests"].keys() == {"read"}
-    assert 3 < found["requests"]["read"] <= 4 * ROWS  # This batch, and those that are prepared in advance.
-    assert found["bytes"]["read"] <= sum(tokens)
-    for _ in range(40):
-        next(loader)
-    assert bucket.plan()["bytes"].get("read", 0) < 1.2 * sum(tokens)  # Two threads may read the same block.
+    assert found["bytes"]["read"] < 1.5 * sum(tokens)  # Two threads may read the same block.
     next(loader)
     assert bucket.plan()["requests"] == {}
     again = loader_of(config(store, tmp_path), mesh_of())
@@ -134,6 +132,7 @@ def test_requests_of_a_start_and_of_steps(bucket, local_store, store, mesh_of, t
     assert bucket.plan()["requests"] == {}
 
 
+@pytest.mark.long
 def test_each_host_reads_the_blocks_of_its_rows(bucket, local_store, store, mesh_of, tmp_path):
     """Of four hosts with a quarter of the rows each, none reads all blocks in an epoch."""
     size = sum(file.stat().st_size for file in (local_store / "train").glob("*.tokens"))
@@ -170,6 +169,7 @@ for _ in range(60):
 """
 
 
+@pytest.mark.long
 def test_processes_share_a_cache_that_is_never_larger_than_its_limit(local_store, store, tmp_path):
     """Two processes evict each other's blocks from a cache of six blocks."""
     commands = [
@@ -218,6 +218,7 @@ def test_a_full_disk_costs_requests_only(local_store, store, tmp_path, monkeypat
     assert "cannot be written (No space left on device); blocks are read from the bucket each time" in line
 
 
+@pytest.mark.long
 def test_faults_change_no_token(bucket, local_store, store, tmp_path, quick_retries, monkeypatch):
     """At least 60 seeded faults, truncated bodies among them."""
     monkeypatch.setattr(objects, "REREAD_SECONDS", (0.0,) * 8)
@@ -324,3 +325,21 @@ def test_text_in_a_bucket_is_the_same_corpus(bucket, tmp_path):
         load_corpus(f"{folder}/*.text", config(folder, tmp_path), load_tokenizer("bytes"))
     with pytest.raises(UserError, match=r"deep: no meta\.json, so it is not a finished token store"):
         load_corpus(f"{folder}/deep", config(folder, tmp_path), load_tokenizer("bytes"))
+
+
+@pytest.mark.long
+def test_a_training_on_a_store_in_a_bucket_is_that_on_a_local_store(bucket, local_store, store, tmp_path):
+    """Requests per step, and losses bit for bit."""
+    rows = []
+    for name, path in (("local", local_store), ("bucket", store)):
+        fields = TINY | {"data.tokenizer": "bytes", "data.path": path, "data.cache_path": tmp_path / "cache"}
+        command = ["difftx", "train", "--config=quickstart:diff", f"--workdir={tmp_path / name}"]
+        bucket.plan()
+        result = commands().run([*command, *(f"--config.{field}={value}" for field, value in fields.items())])
+        assert result.returncode == 0, result.stderr
+        assert "Traceback" not in result.stderr
+        rows.append(JsonLines(tmp_path / name / "metrics.jsonl").read({"step": int, "loss": float}))
+        found = bucket.plan()
+    assert [(row["step"], row["loss"]) for row in rows[0]] == [(row["step"], row["loss"]) for row in rows[1]]
+    assert len(rows[0]) >= 6
+    assert found["requests"].keys() == {"describe", "list", "read"}

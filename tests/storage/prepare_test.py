@@ -1,5 +1,6 @@
 """`difftx prepare` from bucket to bucket, as a user calls it."""
 
+import dataclasses
 import gzip
 import json
 import lzma
@@ -15,6 +16,7 @@ from helpers.buckets import environment
 from helpers.command_server import commands
 from helpers.data_prepare import COMMAND, ENVIRONMENT, PREPARE, tree
 
+from difftx.commands import prepare as command
 from difftx.data.prepare import job as job_module
 from difftx.data.prepare.job import Job, open_job
 from difftx.data.prepare.readers import Fields
@@ -26,7 +28,7 @@ from difftx.storage.lock import BucketLock
 from difftx.storage.paths import is_bucket
 
 SECRET = "a-secret-that-nothing-writes"
-FLAGS = ["--valid_fraction=0.2", "--shard_tokens=9000", "--workers=2"]
+FLAGS = ["--valid_fraction=0.2", "--shard_tokens=9000", "--workers=1"]
 
 
 def files_of(folder):
@@ -86,29 +88,53 @@ def splits(content):
     return meta["splits"], content
 
 
-def test_every_format_makes_the_same_store_everywhere(bucket, tmp_path):
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """Input files of each format by name, and the files of the store that they make on a local disk."""
+    folder = tmp_path_factory.mktemp("reference")
+    content = inputs(folder)
+    for name, data in content.items():
+        put(folder / "in" / name, data)
+    result = prepare(f"--input={folder}/in", f"--out={folder}/store", *FLAGS)
+    assert result.returncode == 0, result.stderr
+    return content, folder / "store"
+
+
+def test_every_format_makes_the_same_store_everywhere(bucket, reference):
     """Credentials are in no file, object or line of output."""
+    content, store = reference
     folder = bucket.folder()
-    for name, content in inputs(tmp_path).items():
-        put(folder / "in" / name, content)
-        put(tmp_path / "in" / name, content)
+    for name, data in content.items():
+        put(folder / "in" / name, data)
     made = prepare(f"--input={folder}/in", f"--out={folder}/store", *FLAGS, secret=SECRET)
     assert made.returncode == 0, made.stderr
-    assert prepare(f"--input={tmp_path}/in", f"--out={tmp_path}/store", *FLAGS).returncode == 0
-    remote, local = files_of(folder / "store"), files_of(tmp_path / "store")
-    assert splits(remote) == splits(local)
-    assert len(remote) > 12
-    assert all(SECRET.encode() not in content for content in files_of(folder).values())
-    again = prepare(f"--input={folder}/in", f"--out={folder}/store", *FLAGS)
+    remote = files_of(folder / "store")
+    assert splits(remote) == splits(files_of(store))
+    assert len(remote) > 10
+    assert all(SECRET.encode() not in data for data in files_of(folder).values())
+
+
+@pytest.mark.long
+def test_a_finished_store_is_kept(bucket):
+    folder = bucket.folder()
+    for name in "ab":
+        put(folder / "in" / f"{name}.jsonl", lines(name))
+    flags = [f"--out={folder}/store", *FLAGS]
+    made = prepare(f"--input={folder}/in", *flags)
+    assert made.returncode == 0, made.stderr
+    before = files_of(folder / "store")
+    again = prepare(f"--input={folder}/in", *flags)
     assert (again.returncode, again.stdout) == (0, made.stdout)
-    other = prepare(f"--input={folder}/in/b.jsonl", f"--out={folder}/store", *FLAGS)
+    other = prepare(f"--input={folder}/in/b.jsonl", *flags)
     assert other.returncode == 2
     assert "holds a store of other source.input" in other.stderr
+    assert files_of(folder / "store") == before
 
 
 def test_mistakes_are_one_line(bucket):
     folder = bucket.folder()
     put(folder / "in" / "a.txt", b"text")
+    put(folder / "other" / "file", b"x")
     for flags, message in (
         ([f"--input={folder}/out", f"--out={folder}/store"], f"--input={folder}/out: no such object or folder"),
         ([f"--input={folder}/in/*.gz", f"--out={folder}/store"], "no object matches it as a glob"),
@@ -116,12 +142,12 @@ def test_mistakes_are_one_line(bucket):
         ([f"--input={folder}/in", f"--out={bucket.scheme}://"], "no bucket is named"),
         (["--input=ftp://a/b", f"--out={folder}/store"], "stores of type ftp are not supported"),
     ):
-        result = prepare(*flags)
-        assert result.returncode == 2, result.stderr
-        assert message in result.stderr.splitlines()[-1]
-    put(folder / "other" / "file", b"x")
-    result = prepare(f"--input={folder}/in", f"--out={folder}/other")
-    assert "not empty, and no unfinished store" in result.stderr
+        with pytest.raises(UserError) as error:
+            command.main(["--tokenizer=bytes", *flags])
+        assert message in str(error.value)
+    job = dataclasses.replace(job_in(folder), out=folder / "other")
+    with pytest.raises(UserError, match="not empty, and no unfinished store"), open_job(job, {}, []):
+        pass
 
 
 def corpus_of(folder):
@@ -131,10 +157,10 @@ def corpus_of(folder):
     return [f"--input={folder}/in", "--valid_fraction=0.1", "--shard_tokens=9000"]
 
 
-def killed(command, environment_, folder, moment):
+def killed(words, environment_, folder, moment):
     """Start `prepare`, and kill it and its workers when `moment` objects are there. Return whether it was killed."""
     process = subprocess.Popen(
-        command,
+        words,
         env=environment_,
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
@@ -156,8 +182,8 @@ def check_kills(bucket, moments):
     expected = splits(files_of(folder / "reference"))
     count = 0
     for moment in moments:
-        command = [*COMMAND, *flags, f"--out={folder}/store", "--workers=2"]
-        if killed(command, ENVIRONMENT | environment(bucket.scheme, bucket.proxy), folder / "store", moment):
+        words = [*COMMAND, *flags, f"--out={folder}/store", "--workers=2"]
+        if killed(words, ENVIRONMENT | environment(bucket.scheme, bucket.proxy), folder / "store", moment):
             count += 1
             assert "meta.json" not in objects.list_below(folder / "store")
     assert prepare(*flags, f"--out={folder}/store").returncode == 0
@@ -165,6 +191,7 @@ def check_kills(bucket, moments):
     return count
 
 
+@pytest.mark.long
 def test_a_killed_prepare_resumes(bucket):
     assert check_kills(bucket, [15]) == 1
 
@@ -225,11 +252,9 @@ def test_one_prepare_per_folder(bucket, monkeypatch):
             check()
 
 
-def test_a_finished_store_is_not_replaced_by_a_late_process(bucket, tmp_path):
-    put(tmp_path / "in" / "a.jsonl", lines("a"))
-    folder = bucket.folder()
-    assert prepare(f"--input={tmp_path}/in", f"--out={folder}", *FLAGS).returncode == 0
-    meta = read_meta(folder)
+def test_a_finished_store_is_not_replaced_by_a_late_process(bucket, reference):
+    folder, meta = bucket.folder(), read_meta(reference[1])
+    write_meta(folder, meta)
     write_meta(folder, meta)  # The retry of a request whose reply was lost.
     with pytest.raises(RunError, match="another process has finished another store there"):
         write_meta(folder, meta | {"empty": 7})

@@ -10,7 +10,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from difftx.registry import loaded_extensions
 from difftx.storage import objects
 from difftx.storage.lock import BucketLock, LockedError
 from difftx.storage.paths import AnyPath, is_bucket
+
+if TYPE_CHECKING:
+    from etils import epath
 
 # If only these fields of meta.json change, an unfinished store can be resumed with its tokenised text. They assign
 # documents to splits and shards, or describe the input files. `_resume_or_start` finds the files that have changed.
@@ -131,7 +134,7 @@ def input_states(sources: Sequence[Source]) -> dict[str, list[Any]]:
     Objects in buckets have their version in place of the time.
     """
     states: dict[str, list[Any]] = {}
-    in_folders: dict[AnyPath, list[AnyPath]] = {}
+    in_folders: dict[epath.Path, list[epath.Path]] = {}
     for source in sources:
         for file in source.files:
             if source.kind == "hf":
@@ -208,7 +211,7 @@ def _resume_or_start(job: Job, journal: dict[str, Any]) -> None:
     """Delete the units of changed sources, delete the shards if anything has changed, and write the journal."""
     shard_folders = (job.shard_records, *(job.out / split for split in SPLITS))
     if size_of(job.journal) is not None:
-        before = read_record(job.journal)
+        before: dict[str, Any] | None = read_record(job.journal)
         if before is None:
             print(f"{job.journal}: corrupt; preparing everything again", file=sys.stderr)
             before = {"description": {}, "inputs": []}

@@ -235,7 +235,7 @@ def _input_files(pattern: str, flag: str) -> dict[AnyPath, int]:
     """Return the size of each file of a path, folder or glob. In folders, names that begin with a dot are left out."""
     path = path_of(flag, pattern)
     if is_bucket(path):
-        sizes = {file: description.size for file, description in bucket_files(path).items()}
+        sizes: dict[AnyPath, int] = {file: description.size for file, description in bucket_files(path).items()}
         if not sizes:
             raise UserError(f"{flag}={pattern}: no such object or folder, and no object matches it as a glob")
         return sizes
