@@ -27,6 +27,7 @@ SILENCE_SECONDS = 15
 OPERATION_SECONDS = 180.0
 REREAD_SECONDS = (0.2, 0.8, 2.0)  # Pauses before a content that does not match its size or checksum is read again.
 CONCURRENT = 32  # Requests at a time.
+PROBE = ".difftx-probe-"  # Beginning of the names of objects that test the store. A killed process may leave one.
 REFUSED = re.compile(r"PERMISSION_DENIED|UNAUTHENTICATED|Forbidden|Invalid Credentials|\b40[13]\b|AccessDenied")
 
 
@@ -201,7 +202,7 @@ def upload(path: "epath.Path", source: str) -> None:
 
 def require_conditions(folder: "epath.Path") -> None:
     """Raise `UserError` unless objects can be written to a folder and the store enforces the conditions of writes."""
-    probe = folder / f".difftx-probe-{secrets.token_hex(8)}"
+    probe = folder / f"{PROBE}{secrets.token_hex(8)}"
     # fsspec sends the condition with the write. On S3, TensorStore would first read the generation, and hide the fault.
     conditions = [{"mode": "create"}, {"IfMatch": '"0"'}] if _scheme(probe) == "s3" else [{"mode": "create"}]
     write(probe, b"first")

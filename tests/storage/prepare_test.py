@@ -135,6 +135,9 @@ def test_mistakes_are_one_line(bucket):
     folder = bucket.folder()
     put(folder / "in" / "a.txt", b"text")
     put(folder / "other" / "file", b"x")
+    put(folder / "new" / f"{objects.PROBE}1", b"x")  # Of a killed process.
+    with open_job(dataclasses.replace(job_in(folder), out=folder / "new"), {}, []):
+        pass
     for flags, message in (
         ([f"--input={folder}/out", f"--out={folder}/store"], f"--input={folder}/out: no such object or folder"),
         ([f"--input={folder}/in/*.gz", f"--out={folder}/store"], "no object matches it as a glob"),

@@ -29,6 +29,7 @@ from difftx.files import (
     write_atomically,
     write_record,
 )
+from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket
 
 ARRAYS = ("tokens", "lengths", "prompts", "sizes", "hashes", "ids", "summary")  # Names of the arrays in a unit's file.
@@ -306,6 +307,9 @@ def finish(job: Job, description: dict[str, Any], plan: Plan, check: Callable[[]
         }
     if plan.problems:
         write_atomically(job.out / SKIPPED, "".join(f"{problem}\n" for problem in plan.problems))
+    for name in list_folder(job.out):
+        if name.startswith(objects.PROBE):  # Of a killed run.
+            remove_file(job.out / name)
     check()
     write_meta(job.out, meta)
     remove_folder(job.work)

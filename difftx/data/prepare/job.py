@@ -176,7 +176,8 @@ def open_job(job: Job, description: dict[str, Any], sources: Sequence[Source]) -
         remove_folder(job.work)
         yield None
         return
-    if set(list_folder(job.out)) - {job.work.name} and size_of(job.journal) is None:
+    others = {name for name in list_folder(job.out) if not name.startswith(objects.PROBE)} - {job.work.name}
+    if others and size_of(job.journal) is None:
         raise UserError(f"--out={job.out}: not empty, and no unfinished store; choose another folder")
     with _locked(job) as check:
         states = input_states(sources)
