@@ -52,7 +52,8 @@ class Proxy(ThreadingHTTPServer):
     def __init__(self, port: int, upstream: int, store: str):
         super().__init__(("127.0.0.1", port), Handler)
         self.upstream, self.store = upstream, store
-        self.writes = threading.Lock()  # Conditions are checked, and writes take place, one at a time.
+        # Writes take place, with their conditions, one at a time. So do reads of Google Cloud Storage.
+        self.writes = threading.Lock()
         self.state = threading.Lock()
         self.generations: dict[str, str] = {}  # Object of Google Cloud Storage → its generation.
         self.listings: dict[str, tuple[int, list, bytes]] = {}
@@ -171,10 +172,14 @@ class Handler(BaseHTTPRequestHandler):
     def _read(self, split, query, what):
         if what == "list":
             return self._page(split, query)
-        reply = self._forward(self.path, b"", {name.lower(): value for name, value in self.headers.items()})
-        if self.server.store == "s3" or what != "read" or reply[0] not in (200, 206):
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        if self.server.store == "s3" or what != "read":
+            return self._forward(self.path, b"", headers)
+        with self.server.writes:  # Otherwise a write could take place between the content and its generation.
+            reply = self._forward(self.path, b"", headers)
+            generation = self._generation(self._object(split.path, query, b""))
+        if reply[0] not in (200, 206):
             return reply
-        generation = self._generation(self._object(split.path, query, b""))
         if query.get("ifGenerationNotMatch") == generation:
             return 304, [], b""
         return reply[0], [*reply[1], ("x-goog-generation", generation)], reply[2]
