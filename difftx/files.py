@@ -10,6 +10,7 @@ import errno
 import fnmatch
 import glob
 import hashlib
+import io
 import json
 import os
 import platform
@@ -27,6 +28,7 @@ from difftx.errors import UnreadableError, UserError
 from difftx.storage import objects
 from difftx.storage.lines import BucketLog
 from difftx.storage.paths import AnyPath, is_bucket, path_of
+from difftx.storage.reading import open_object
 
 if TYPE_CHECKING:
     from etils import epath
@@ -46,7 +48,7 @@ def require_local(name: str, path: str | Path) -> None:
     slashes = "/" if isinstance(path, Path) else "//"  # A `Path` has lost one of the two slashes.
     if re.search(f"(^|,)[A-Za-z][A-Za-z0-9+.-]+:{slashes}", str(path)):
         shown = re.sub(r":/(?!/)", "://", str(path))
-        raise UserError(f"{name}={shown}: object stores are not supported yet; use a local or mounted path")
+        raise UserError(f"{name}={shown}: this path must be on this machine; copy the file, or mount the bucket")
 
 
 def require_local_paths(flags: argparse.Namespace) -> None:
@@ -289,6 +291,11 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}")
 
 
+def remove_file(path: AnyPath) -> None:
+    """Delete a file that may be absent."""
+    objects.delete([path]) if is_bucket(path) else path.unlink(missing_ok=True)
+
+
 def retry_read[T](path: Path, read: Callable[[], T]) -> T:
     """Return `read()`. Call it again after an `OSError` that may be temporary, such as EIO, ESTALE, EACCES or EMFILE.
 
@@ -305,6 +312,11 @@ def retry_read[T](path: Path, read: Callable[[], T]) -> T:
                 raise UnreadableError(f"{path} cannot be read: {error.strerror} ({attempts})") from error
         time.sleep(pause)
     raise AssertionError("The last attempt returns or raises.")
+
+
+def open_file(path: AnyPath) -> io.BufferedReader:
+    """Open a file for reading, from the start or from any position."""
+    return open_object(path) if is_bucket(path) else path.open("rb")
 
 
 def read_file(path: AnyPath) -> bytes | None:

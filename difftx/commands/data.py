@@ -12,12 +12,15 @@ import rich.console
 import rich.text
 
 from difftx.data.bigrams import write_bigrams
+from difftx.data.blocks import BlockHasher
 from difftx.data.store import SPLITS, file_problems, offsets_problem, open_store, read_meta, shard_file
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError, printable
-from difftx.files import require_local_paths, require_writable_file
+from difftx.files import list_folder, open_file, require_local_paths, require_writable_file
 from difftx.progress import Work
+from difftx.storage.paths import AnyPath, is_bucket, path_of
 
+CHUNK_TOKENS = 2**24  # Tokens to hash at a time.
 DOCUMENT_STYLES = ("cyan", "yellow")  # Alternating, so that neighbouring documents differ.
 
 
@@ -26,30 +29,33 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("difftx data", description="Inspect token stores.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("verify", help="read every file and compare it with meta.json", allow_abbrev=False)
-    check.add_argument("folder", type=Path)
+    check.add_argument("folder")
     show = commands.add_parser("show", help="print a row, decoded", allow_abbrev=False)
-    show.add_argument("folder", type=Path)
+    show.add_argument("folder")
     show.add_argument("--row", type=int, required=True, help="row i consists of tokens i T … i T + T - 1")
     show.add_argument("--split", choices=SPLITS, default="train")
     show.add_argument("--sequence_length", type=int, default=2048, help="T (%(default)s)")
     show.add_argument("--tokenizer", help="path of the store's tokenizer, if it has moved")
     count = commands.add_parser("bigrams", help="count successive tokens, for the suite recall", allow_abbrev=False)
-    count.add_argument("folders", type=Path, nargs="+", metavar="folder")
+    count.add_argument("folders", nargs="+", metavar="folder")
     count.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write, for eval.bigrams_path")
     count.add_argument("--min_count", type=int, default=1, help="leave out rarer bigrams; up to the suite's limit + 1")
     count.add_argument("--max_memory_mib", type=int, default=1024, help="memory for counting (%(default)s)")
     options = parser.parse_args(arguments)
     require_local_paths(options)
     if options.command == "verify":
-        verify(options.folder)
+        verify(path_of("folder", options.folder))
     elif options.command == "bigrams":
-        count_bigrams(options.folders, options.out, options.min_count, options.max_memory_mib)
+        folders = [path_of("folder", folder) for folder in options.folders]
+        count_bigrams(folders, options.out, options.min_count, options.max_memory_mib)
     else:
-        show_row(options.folder, options.split, options.row, options.sequence_length, options.tokenizer)
+        show_row(
+            path_of("folder", options.folder), options.split, options.row, options.sequence_length, options.tokenizer
+        )
     return 0
 
 
-def verify(folder: Path) -> None:
+def verify(folder: AnyPath) -> None:
     """Check every file of a store. Print its counts, or print all problems and raise `UserError`."""
     meta = read_meta(folder)
     problems = [problem for split in SPLITS for problem in _problems(folder, meta, split)]
@@ -63,7 +69,7 @@ def verify(folder: Path) -> None:
     print(f"{folder}: every SHA-256, count, offset and token is right")
 
 
-def show_row(folder: Path, split: str, row: int, sequence_length: int, tokenizer: str | None) -> None:
+def show_row(folder: AnyPath, split: str, row: int, sequence_length: int, tokenizer: str | None) -> None:
     """Print the text of a row, with a title above each document and documents in alternating colours."""
     store = open_store(folder, split)
     meta = read_meta(folder)
@@ -89,7 +95,7 @@ def show_row(folder: Path, split: str, row: int, sequence_length: int, tokenizer
         console.print(rich.text.Text(printable(text), style=DOCUMENT_STYLES[document % 2]))
 
 
-def count_bigrams(folders: Sequence[Path], out: Path, min_count: int, memory_mib: int) -> None:
+def count_bigrams(folders: Sequence[AnyPath], out: Path, min_count: int, memory_mib: int) -> None:
     """Count the bigrams in the training documents of all given stores, and write one file of counts."""
     for flag, value in (("--min_count", min_count), ("--max_memory_mib", memory_mib)):
         if value < 1:
@@ -109,7 +115,10 @@ def count_bigrams(folders: Sequence[Path], out: Path, min_count: int, memory_mib
     origins = zip(folders, stores, strict=True)
     description = {
         "tokenizer": {key: first[key] for key in ("name", "vocabulary_sha256")},
-        "stores": [{"path": str(folder.resolve()), "sha256": store.fingerprint} for folder, store in origins],
+        "stores": [
+            {"path": str(folder if is_bucket(folder) else folder.resolve()), "sha256": store.fingerprint}
+            for folder, store in origins
+        ],
     }
     limits = {"min_count": min_count, "memory_bytes": memory_mib * 2**20}
     with Work() as work:
@@ -120,7 +129,7 @@ def count_bigrams(folders: Sequence[Path], out: Path, min_count: int, memory_mib
     )
 
 
-def _problems(folder: Path, meta: dict[str, Any], split: str) -> Iterator[str]:
+def _problems(folder: AnyPath, meta: dict[str, Any], split: str) -> Iterator[str]:
     corrupt_files = list(file_problems(folder, meta, split, content=True))
     yield from corrupt_files
     counts = meta["splits"][split]
@@ -128,29 +137,48 @@ def _problems(folder: Path, meta: dict[str, Any], split: str) -> Iterator[str]:
         if sum(shard[name] for shard in counts["shards"]) != counts[name]:
             yield f"{folder}: the {name} of {split}'s shards do not add up to {counts[name]}"
     known = {shard_file(folder, split, i, kind) for i, s in enumerate(counts["shards"]) for kind in s["sha256"]}
-    for file in sorted((folder / split).iterdir()):
-        if file not in known:
+    for name in sorted(list_folder(folder / split)):
+        if (file := folder / split / name) not in known:
             yield f"{file}: does not belong to this store"
     if corrupt_files:
         return
     for index, shard in enumerate(counts["shards"]):
         file = shard_file(folder, split, index, "tokens")
-        tokens = np.memmap(file, np.dtype(meta["dtype"]), mode="r")
-        offsets = np.fromfile(file.with_suffix(".offsets"), "<u8")
+        tokens, offsets = _array(file, meta["dtype"]), _array(file.with_suffix(".offsets"), "<u8")
         if problem := offsets_problem(offsets, shard["tokens"]):
             yield f"{file.with_suffix('.offsets')}: {problem}"
         elif (tokens[offsets[1:] - np.uint64(1)] != meta["tokenizer"]["end_of_text"]).any():
             yield f"{file}: a document does not end with the end-of-text token"
         if int(tokens.max()) >= meta["tokenizer"]["vocab_size"]:
             yield f"{file}: a token is not in the vocabulary of {meta['tokenizer']['vocab_size']}"
+        if "blocks" in shard["sha256"] and not np.array_equal(
+            _hashes(tokens), _array(file.with_suffix(".blocks"), "<u8")
+        ):
+            yield f"{file.with_suffix('.blocks')}: not the hashes of the blocks of {file.name}"
 
 
-def _document_id(folder: Path, meta: dict[str, Any], split: str, document: int) -> str | None:
+def _hashes(tokens: np.ndarray) -> np.ndarray:
+    """Return the hash of each block of tokens, uint64."""
+    hasher = BlockHasher()
+    for start in range(0, len(tokens), CHUNK_TOKENS):
+        hasher.update(tokens[start : start + CHUNK_TOKENS])
+    return hasher.hashes()
+
+
+def _array(file: AnyPath, dtype: str) -> np.ndarray:
+    """Return the content of a file that is not empty. A local file is memory-mapped."""
+    if not is_bucket(file):
+        return np.memmap(file, np.dtype(dtype), mode="r")
+    with open_file(file) as stream:
+        return np.frombuffer(stream.read(), np.dtype(dtype))
+
+
+def _document_id(folder: AnyPath, meta: dict[str, Any], split: str, document: int) -> str | None:
     for index, shard in enumerate(meta["splits"][split]["shards"]):
         if document < shard["documents"]:
             if "ids" not in shard["sha256"]:
                 return None
-            with shard_file(folder, split, index, "ids").open("rb") as lines:
+            with open_file(shard_file(folder, split, index, "ids")) as lines:
                 return json.loads(next(itertools.islice(lines, document, None)))
         document -= shard["documents"]
     return None

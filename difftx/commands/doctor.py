@@ -2,8 +2,9 @@
 
 python -m difftx doctor [--config=FILE.py[:ARG]] [--workdir=DIR] [--json]
 
-The command measures the devices, the attention kernels and the folder of the run. Its exit code is 1 if a training
-cannot start. Start it on every host of a job with the flags of train.py to check all of them.
+The command measures the devices, the attention kernels, the folder or bucket of the run, and the bucket of its data.
+Its exit code is 1 if a training cannot start. Start it on every host of a job with the flags of train.py to check all
+of them.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import shutil
 import sys
 import tempfile
@@ -23,12 +25,16 @@ from typing import TYPE_CHECKING, Any
 from difftx.commands.flags import parse_command
 from difftx.config import Config, MeshConfig
 from difftx.config.recipes import load_config
+from difftx.data.records import bucket_files
 from difftx.data.tokenizer import with_vocabulary
 from difftx.errors import EXIT_FAILED, UserError, explained, install_hint, printable
 from difftx.files import require_writable
 from difftx.parallel import multihost
+from difftx.storage.paths import AnyPath, is_bucket, path_of
 
 if TYPE_CHECKING:
+    from etils import epath
+
     from difftx.kernels.backend import Ranking
 
 WIDTH = 100  # Columns of the page.
@@ -41,11 +47,12 @@ def main(arguments: Sequence[str]) -> int:
     """Print the page, or one JSON object with --json. Exit codes: 0 a run can start, 1 it cannot, 2 bad input."""
     parser = argparse.ArgumentParser(prog="difftx doctor", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE.py[:ARG]", help="also check this config, and estimate its speed")
-    parser.add_argument("--workdir", type=Path, default=Path(), help="folder of the run; default: the current folder")
+    parser.add_argument("--workdir", default=".", help="folder of the run, or gs://… or s3://…; default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     multihost.add_flags(parser)
     parser.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
     options, overrides = parse_command(parser, arguments, "config")
+    options.workdir = path_of("--workdir", options.workdir)
     config = None if options.config is None else with_vocabulary(load_config(options.config, overrides))
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     if options.json:
@@ -68,6 +75,7 @@ class Findings:
     collectives: dict[str, float] = dataclasses.field(default_factory=dict)  # Bytes/s received, by axis of the mesh.
     kernels: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     storage: dict[str, Any] = dataclasses.field(default_factory=dict)
+    data: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)  # Speeds of data paths in buckets.
     folders: dict[str, str | None] = dataclasses.field(default_factory=dict)
     config: dict[str, Any] | None = None
     problems: list[str] = dataclasses.field(default_factory=list)  # Why a training cannot start.
@@ -125,6 +133,9 @@ def examine(options: argparse.Namespace, config: Config | None) -> Findings:
     with found.part():
         require_writable(options.workdir)
         found.storage = _storage(options.workdir, found.advice)
+    for path in _bucket_data(config):
+        with found.part():
+            found.data[str(path)] = _read_speeds(path)
     wrong = [function for function, (_, ranking) in rankings.items() if not ranking.milliseconds]
     found.problems += [f"no kernel of {function} gives right results on this device" for function in wrong]
     if config is not None and not wrong:
@@ -203,9 +214,15 @@ def _kernels(rankings: "dict[str, tuple[Config, Ranking]]", matmul_flops: float)
     return rows
 
 
-def _storage(workdir: Path, advice: list[str]) -> dict[str, Any]:
+def _storage(workdir: AnyPath, advice: list[str]) -> dict[str, Any]:
     from difftx.launch import health
 
+    if is_bucket(workdir):
+        speeds = health.bucket_speeds(workdir)
+        if speeds["write"] < SLOW_WRITES:
+            slow = f"{workdir} writes {speeds['write'] / 1e6:.0f} MB/s, so checkpoints take long"
+            advice.append(f"{slow}; use a bucket in the region of this machine")
+        return {"folder": str(workdir), **speeds, "conditional_writes": True}  # `require_writable` has tested them.
     folder = workdir.absolute()
     while not folder.exists():
         folder = folder.parent
@@ -219,6 +236,24 @@ def _storage(workdir: Path, advice: list[str]) -> dict[str, Any]:
         )
     free = shutil.disk_usage(folder).free
     return {"folder": str(folder), **speeds, "atomic_renames": atomic, "free_bytes": free}
+
+
+def _bucket_data(config: Config | None) -> "list[epath.Path]":
+    """Return the data paths of a config that are in buckets."""
+    texts = [] if config is None else [config.data.path, *(source.path for source in config.data.sources)]
+    paths = [path_of("data.path", text) for text in texts if text is not None]
+    return [path for path in paths if is_bucket(path)]
+
+
+def _read_speeds(path: "epath.Path") -> dict[str, float]:
+    """Measure reads of the largest object at a data path."""
+    from difftx.launch import health
+
+    found = bucket_files(path)
+    if not found:
+        raise UserError(f"data.path={path}: no such object or folder, and no object matches it as a glob")
+    largest = max(found, key=lambda file: found[file].size)
+    return health.object_speeds(largest, found[largest].size)
 
 
 def _config(options: argparse.Namespace, config: Config, found: Findings) -> dict[str, Any]:
@@ -302,9 +337,9 @@ def show(found: Findings) -> None:
     ]
     table("Attention kernels, forward and backward", kernels, "kernel", "right", "ms", "× floor", "reason")
     storage = [(name.replace("_", " "), str(value)) for name, value in found.storage.items() if name not in RATES]
-    storage += [
-        (name.replace("_bytes", ""), RATES[name](found.storage[name])) for name in RATES if name in found.storage
-    ]
+    for prefix, numbers in {"": found.storage, **{f"{path}: ": speeds for path, speeds in found.data.items()}}.items():
+        names = [name for name in RATES if name in numbers]
+        storage += [(f"{prefix}{re.sub('_(bytes|seconds)', '', name)}", RATES[name](numbers[name])) for name in names]
     table("Folders", [*storage, *((name, folder or "not kept") for name, folder in found.folders.items())])
     if found.config is not None:
         fields = {name.replace("_", " "): str(value) for name, value in found.config.items()}
@@ -327,5 +362,6 @@ def show(found: Findings) -> None:
 RATES: dict[str, Callable[[float], str]] = {
     "write": lambda rate: f"{rate / 1e6:,.0f} MB/s",
     "read": lambda rate: f"{rate / 1e6:,.0f} MB/s",
+    "latency_seconds": lambda seconds: f"{1e3 * seconds:,.1f} ms",
     "free_bytes": lambda count: f"{count / 2**30:,.0f} GiB",
 }

@@ -10,18 +10,18 @@ import dataclasses
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from difftx.commands.flags import add_extension_flag, prepare_process
 from difftx.data.prepare import assembly
-from difftx.data.prepare.job import Job, describe, input_states, open_job
+from difftx.data.prepare.job import Job, describe, input_states, open_job, with_states
 from difftx.data.prepare.readers import Fields, Source, sources_of
 from difftx.data.prepare.workers import BeamWorkers, Workers
 from difftx.data.store import SPLITS, read_meta
 from difftx.errors import EXIT_PREEMPTED, RunError, UserError
-from difftx.files import require_local, require_writable
+from difftx.files import require_writable
+from difftx.storage.paths import AnyPath, is_bucket, path_of
 
 LOCAL = "local"
 
@@ -30,10 +30,11 @@ def main(arguments: Sequence[str]) -> int:
     """Parse and check the flags, then run `prepare`."""
     processors = getattr(os, "process_cpu_count", os.cpu_count)() or 1  # Available CPUs; all CPUs before Python 3.13.
     parser = argparse.ArgumentParser("difftx prepare", description="Tokenise text into a store.", allow_abbrev=False)
-    parser.add_argument("--input", required=True, help="file, folder, glob, or hf:NAME[:SPLIT[:CONFIG]]")
+    paths = "file, folder or glob, also in a bucket, gs://… or s3://…"
+    parser.add_argument("--input", required=True, help=f"{paths}; or hf:NAME[:SPLIT[:CONFIG]]")
     parser.add_argument("--tokenizer", required=True, help="as data.tokenizer: a name, a file or a folder")
     parser.add_argument("--end_of_text", help="end-of-text token, if the files of the tokenizer do not name it")
-    parser.add_argument("--out", required=True, type=Path, help="folder of the store")
+    parser.add_argument("--out", required=True, help="folder of the store, also in a bucket")
     parser.add_argument("--valid_input", help="separate validation text; no other documents are then held out")
     parser.add_argument("--valid_fraction", type=float, default=0.01, help="share of documents held out (%(default)s)")
     parser.add_argument("--text_field", default="text", help="field of JSON lines and tables (%(default)s)")
@@ -61,9 +62,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.extension and options.runner != LOCAL:
         raise UserError(f"--extension={options.extension[0]}: only --runner={LOCAL} reads with extensions")
     prepare_process(options)
-    for flag in ("input", "valid_input"):
-        if (pattern := getattr(options, flag)) is not None:
-            require_local(f"--{flag}", pattern)
+    options.out = path_of("--out", options.out)
     require_writable(options.out)
     if not 0 <= options.valid_fraction < 1:
         raise UserError(f"--valid_fraction={options.valid_fraction} must lie in [0, 1)")
@@ -76,15 +75,15 @@ def _check(options: argparse.Namespace) -> None:
 
 def prepare(job: Job) -> int:
     """Prepare a store and print a summary of it. Return the exit code: 0, or 75 after a signal."""
-    sources = _sources(job)
+    sources = with_states(_sources(job))
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGINT, _interrupt)
     try:
         with Workers(job) if job.runner == LOCAL else contextlib.nullcontext(BeamWorkers(job)) as workers:
             description = describe(job, sources)
-            with open_job(job, description, sources) as unfinished:
-                if unfinished:
-                    _write_store(job, sources, description, workers)
+            with open_job(job, description, sources) as check:
+                if check is not None:
+                    _write_store(job, sources, description, workers, check)
         _print_summary(job)
     except KeyboardInterrupt:
         print(f"stopped; the same command resumes from the finished files in {job.work}", file=sys.stderr)
@@ -102,7 +101,7 @@ def _sources(job: Job) -> list[Source]:
     sources: list[Source] = []
     for pattern, valid in ((job.valid_input, True), (job.input, False)):
         if pattern is not None:
-            if job.out.resolve().is_relative_to(Path(pattern).resolve()):
+            if _is_below(job.out, path_of("--valid_input" if valid else "--input", pattern)):
                 raise UserError(f"--out={job.out}: lies in the input {pattern}; choose a folder outside of it")
             sources += sources_of(pattern, valid=valid, first_index=len(sources))
     if len(sources) == 1 and sources[0].kind == "texts" and len(sources[0].files) == 1 and job.valid_fraction:
@@ -116,8 +115,18 @@ def _sources(job: Job) -> list[Source]:
     return sources
 
 
+def _is_below(out: AnyPath, folder: AnyPath) -> bool:
+    if is_bucket(out) or is_bucket(folder):
+        return f"{out}/".startswith(f"{str(folder).rstrip('/')}/")
+    return out.resolve().is_relative_to(folder.resolve())
+
+
 def _write_store(
-    job: Job, sources: Sequence[Source], description: dict[str, Any], workers: Workers | BeamWorkers
+    job: Job,
+    sources: Sequence[Source],
+    description: dict[str, Any],
+    workers: Workers | BeamWorkers,
+    check: Callable[[], None],
 ) -> None:
     states = input_states(sources)
     for line in (*assembly.discard_corrupt_units(job), *assembly.discard_corrupt_shards(job)):
@@ -128,7 +137,7 @@ def _write_store(
             raise UserError(f"{name}: changed while it was read; run the same command again")
     plan = assembly.make_plan(job, sources)
     workers.write_shards(plan.shards)
-    assembly.finish(job, description, plan)
+    assembly.finish(job, description, plan, check)
 
 
 def _print_summary(job: Job) -> None:

@@ -3,11 +3,12 @@
 import argparse
 from collections.abc import Sequence
 
-from difftx.commands.flags import PathFlag, add_config_flag, parse_command
+from difftx.commands.flags import add_config_flag, parse_command
 from difftx.errors import UserError
 from difftx.files import require_writable
 from difftx.launch import jobs
 from difftx.launch.grid import make_points, parse_grid
+from difftx.storage.paths import is_bucket, path_of
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -16,14 +17,14 @@ def main(arguments: Sequence[str]) -> int:
     add_config_flag(parser)
     values = "values of a name in the file's ARG, of `seed`, or of a config field; all combinations run"
     parser.add_argument("--grid", required=True, nargs="+", metavar="NAME=VALUE,VALUE", help=values)
-    parser.add_argument(
-        "--out", required=True, action=PathFlag, help="directory of the runs; unfinished runs are resumed"
-    )
+    parser.add_argument("--out", required=True, help="directory of the runs; unfinished runs are resumed")
     parser.add_argument("--launcher", metavar="NAME", help=f"write job files for: {', '.join(jobs.LAUNCHERS)}")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings for the job files")
     parser.epilog = "--config.path.to.field=value changes a field of every run"
     args, overrides = parse_command(parser, arguments, "config")
-    require_writable(args.out)
+    args.out = path_of("--out", args.out)
+    if args.launcher is None or not is_bucket(args.out):  # Only the job may be able to write to the bucket.
+        require_writable(args.out)
     grid = parse_grid(args.grid)
     points = make_points(args.config, grid, overrides, args.extension)
     if args.launcher is not None:

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
@@ -23,7 +24,11 @@ from difftx.errors import UserError, did_you_mean
 from difftx.files import require_local
 from difftx.registry import EXTENSION_HINT
 
-IN_BUCKETS = ("checkpoint.init_from", "checkpoint.branch_from")  # Fields whose paths may be in a bucket.
+# Fields whose paths may be in a bucket.
+IN_BUCKETS = re.compile(
+    r"checkpoint\.(init|branch)_from|data\.(path|tokenizer)|data\.sources\[\d+\]\.path|"
+    r"eval\.(needle\.haystack|test\.path)"
+)
 
 
 def config_from_dict(raw: Any) -> Config:
@@ -120,7 +125,7 @@ def _checked(value: Any, annotation: Any, path: str) -> Any:
         raise UserError(f"{path}: an integer of {value.bit_length()} bits; at most 63 are possible")
     if type(value) is float and not math.isfinite(value):
         raise UserError(f"{path}={value}: expected a finite number")
-    if isinstance(value, str) and not path.endswith("_url") and path not in IN_BUCKETS:
+    if isinstance(value, str) and not path.endswith("_url") and not IN_BUCKETS.fullmatch(path):
         require_local(path, value)
     if dataclasses.is_dataclass(annotation):
         return build_group(annotation, value, path)  # pyrefly: ignore[bad-argument-type]

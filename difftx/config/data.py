@@ -71,7 +71,8 @@ class DataConfig(Group, path="data"):
 
     path: str | None = None
     """Path of a store written by `difftx prepare`, a text file or a glob of text files, "stdlib" for the source code of
-    Python's library, or a synthetic task: "synthetic:mqar", "synthetic:retrieval" or "synthetic:copy"."""
+    Python's library, or a synthetic task: "synthetic:mqar", "synthetic:retrieval" or "synthetic:copy". Stores and text
+    may be in buckets, gs://… or s3://… (docs/storage.md)."""
     sources: tuple[SourceConfig, ...] = ()
     """Sources in place of `data.path`: ({"name": "books", "path": "stores/books", "weight": 0.7}, …). Each source
     is also a validation set. The command line accepts JSON, or one field as in --config.data.sources.0.weight=0.5."""
@@ -101,7 +102,10 @@ class DataConfig(Group, path="data"):
     prefetch_batches: Positive[int] = 2
     """Number of batches that are prepared in advance."""
     cache_path: str = "~/.cache/difftx"
-    """Folder of packing indices for "best_fit". All runs share it, and you can delete it at any time."""
+    """Local folder of packing indices for "best_fit", and of parts of stores in buckets. All runs share it, and you can
+    delete it at any time."""
+    cache_mib: Positive[int] = 16_384
+    """Size limit of the parts of stores in buckets, in MiB."""
 
     def __post_init__(self):
         super().__post_init__()

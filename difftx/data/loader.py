@@ -4,9 +4,10 @@ Batch n of B rows consists of examples n·B to n·B + B - 1, for every mesh and 
 reads only the rows that its devices hold.
 """
 
+import concurrent.futures
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import grain
@@ -55,6 +56,7 @@ class Loader(Iterator[Batch]):
         *,
         rows: int,  # Number of rows in a global batch.
         prefetch_batches: int,
+        threads: int = 1,  # Number of rows to read at a time.
         sharding: jax.sharding.NamedSharding,  # Sharding of the `[rows, T]` arrays of a global batch.
         signature: dict[str, Any],
         vocab_size: int,
@@ -62,7 +64,7 @@ class Loader(Iterator[Batch]):
     ):
         self._rows_here = rows_here(sharding, rows)
         self._source = HostSlice(examples, rows, self._rows_here)
-        self._iterator = host_batches(self._source, prefetch_batches)
+        self._iterator = host_batches(self._source, prefetch_batches, threads)
         self._rows, self._sharding, self._signature = rows, sharding, signature
         self._vocab_size, self._where = vocab_size, where
         self._examples = 0
@@ -108,10 +110,33 @@ def signature_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return [f"{name} {shown(before)} → {shown(after)}" for name, (before, after) in pairs.items() if before != after]
 
 
-def host_batches(examples: HostSlice, prefetch: int) -> grain.DatasetIterator[Row]:
+class ConcurrentBatches:
+    """The batches of a `HostSlice`, each read by several threads, as a data source for grain."""
+
+    def __init__(self, examples: HostSlice, threads: int):
+        self._examples, self._rows = examples, len(examples.rows_here)
+        self._pool = concurrent.futures.ThreadPoolExecutor(threads, "difftx rows")
+
+    def __len__(self) -> int:
+        return len(self._examples) // self._rows
+
+    def __getitem__(self, index: int) -> Row:
+        return stacked(self._pool.map(self._examples.__getitem__, range(index * self._rows, (index + 1) * self._rows)))
+
+
+def host_batches(examples: HostSlice, prefetch: int, threads: int = 1) -> grain.DatasetIterator[Row]:
     """Return an iterator of batches with the rows of one process. A thread reads `prefetch` batches ahead."""
-    batches = grain.MapDataset.source(examples).batch(len(examples.rows_here))
+    if threads > 1:
+        batches = grain.MapDataset.source(ConcurrentBatches(examples, threads))
+    else:
+        batches = grain.MapDataset.source(examples).batch(len(examples.rows_here))
     return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)))
+
+
+def stacked(rows: Iterable[Row]) -> Row:
+    """Return arrays with an axis of rows before that of tokens."""
+    rows = list(rows)
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 def rows_here(sharding: jax.sharding.NamedSharding, rows: int) -> np.ndarray:
@@ -156,13 +181,13 @@ def ordered_batches(
     """Yield the first `limit_tokens` tokens of a source as batches. Rows with a loss mask of 0 pad the last batch."""
     total = ordered_rows(source, limit_tokens)
     here = rows_here(sharding, rows)
-    for start in range(0, total, rows):
-        indices = np.minimum(start + here, total - 1)  # Copies of the last row serve as padding.
-        examples = [source[int(index)] for index in indices]
-        stacked = {name: np.stack([example[name] for example in examples]) for name in examples[0]}
-        check_ids(stacked, vocab_size, lambda row, indices=indices: f"{source.name}: row {indices[row]}")
-        stacked["loss_mask"][start + here >= total] = 0
-        yield make_batch(stacked, rows, sharding)
+    with concurrent.futures.ThreadPoolExecutor(source.threads) as pool:
+        for start in range(0, total, rows):
+            indices = np.minimum(start + here, total - 1).tolist()  # Copies of the last row serve as padding.
+            examples = stacked((pool.map if source.threads > 1 else map)(source.__getitem__, indices))
+            check_ids(examples, vocab_size, lambda row, indices=indices: f"{source.name}: row {indices[row]}")
+            examples["loss_mask"][start + here >= total] = 0
+            yield make_batch(examples, rows, sharding)
 
 
 def ordered_rows(source: RowSource, limit_tokens: int) -> int:

@@ -31,6 +31,7 @@ class RowSource(Protocol):
     name: str  # Origin of the rows, for messages.
     sequence_length: int  # Number of tokens per row (T).
     tokens: int  # Number of tokens per epoch, without padding.
+    threads: int  # Number of threads that should read rows at a time.
     fingerprint: str  # Text that changes if the data change. It does not cover the packing settings.
 
     def __len__(self) -> int: ...  # Number of rows per epoch.
@@ -63,6 +64,7 @@ class PackedRows:
         """Assign the tokens to rows. The packing "best_fit" caches its result in the folder `cache_path`."""
         self.store, self.name, self.fingerprint = store, store.name, store.fingerprint
         self.sequence_length, self.tokens, self._document_mask = sequence_length, len(store), document_mask
+        self.threads = store.threads
         self._offsets = store.offsets.view(np.int64)  # As int64, because a sum of uint64 and int64 is a float.
         # Position in the store of the first token after each document's prompt.
         self._responses = None if store.prompts is None else self._offsets[:-1] + store.prompts.view(np.int64)

@@ -1,16 +1,24 @@
-"""Read files that may be compressed, and the JSON objects in their lines."""
+"""Read files that may be compressed, and the JSON objects in their lines. Files may be in buckets."""
 
 import dataclasses
+import glob
 import gzip
 import json
 import lzma
+import re
 import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from difftx.errors import UserError, did_you_mean
+from difftx.files import open_file
+from difftx.storage import objects
+from difftx.storage.paths import AnyPath
+
+if TYPE_CHECKING:
+    from etils import epath
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -23,12 +31,35 @@ LONGEST_DOCUMENT = 2**30  # Largest decompressed line or text file in bytes. Eac
 TOO_LONG = f"is longer than the {LONGEST_DOCUMENT:,} bytes that a document may have; split it"
 
 
-def open_stream(file: Path) -> BinaryIO:
+def open_stream(file: AnyPath) -> BinaryIO:
     """Open a file for reading, and decompress it if its suffix is .gz, .zst or .xz."""
-    return cast(BinaryIO, OPENERS.get(file.suffix, open)(file, "rb"))
+    if file.suffix not in OPENERS:
+        return open_file(file)
+    return cast(BinaryIO, OPENERS[file.suffix](file if isinstance(file, Path) else open_file(file), "rb"))
 
 
-def why_unreadable(file: Path, error: BaseException) -> str:
+def bucket_files(pattern: "epath.Path") -> "dict[epath.Path, objects.Description]":
+    """Return the description of each object that a path, folder or glob names, sorted by path.
+
+    As on local disks, wildcards match no "/" except for "**", and leave out names that begin with a dot, as folders do.
+    """
+    parts = pattern.parts
+    fixed = next((number for number, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    if fixed == len(parts) and (found := objects.describe(pattern)):
+        return {pattern: found}
+    folder = type(pattern)(*parts[:fixed])
+    rest = "/".join(parts[fixed:]) or "**"
+    from fsspec.utils import glob_translate
+
+    matches = re.compile(glob_translate(rest)).match
+    return {
+        folder / name: description
+        for name, description in sorted(objects.describe_below(folder).items())
+        if matches(name) and not re.search(r"(^|/)\.", name)
+    }
+
+
+def why_unreadable(file: AnyPath, error: BaseException) -> str:
     """Return a message that names a file and the cause of `error`, which is one of `READ_ERRORS`."""
     if isinstance(error, OSError) and error.strerror:
         return f"{file}: cannot be read ({error.strerror})"
@@ -57,7 +88,7 @@ class Record:
         return value
 
 
-def read_records(path: Path, *, field: str, what: str) -> Iterator[Record]:
+def read_records(path: AnyPath, *, field: str, what: str) -> Iterator[Record]:
     """Yield the JSON object of each line. Errors call the objects `what` and name `field`, which holds the path."""
     empty = True
     try:

@@ -8,7 +8,7 @@ import itertools
 import math
 import shlex
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,13 @@ import numpy as np
 from difftx.config.data import SYNTHETIC, DataConfig
 from difftx.data.mixture import BLOCK_ROWS, Mixture, Stage
 from difftx.data.packing import BEST_FIT_VERSION, PackedRows, RowSource
-from difftx.data.records import OPENERS
+from difftx.data.records import OPENERS, bucket_files
 from difftx.data.store import SPLITS, TokenStore, UpsampledStore, open_store, read_meta
 from difftx.data.synthetic import SyntheticRows
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import UserError
+from difftx.files import open_file, size_of
+from difftx.storage.paths import AnyPath, is_bucket, path_of
 
 GOLDEN = 0x9E3779B9  # 2**32 / golden ratio. It spreads the seeds of sources, because grain adds the epoch to a seed.
 ONLY_SOURCE, ONLY_SET = "train", "valid"  # Names of the training and validation data if data.sources is empty.
@@ -50,6 +52,11 @@ class Sources:
         """Endless random-access training rows: a mixture of the sources, each reshuffled in every epoch."""
         shuffled = [self._shuffled(grain.MapDataset.source(rows), i) for i, rows in enumerate(self.train.values())]
         return shuffled[0] if len(shuffled) == 1 else Mixture(shuffled, self._stages(), self.config.seed)
+
+    @property
+    def threads(self) -> int:
+        """Number of threads that should read training rows at a time."""
+        return max(rows.threads for rows in self.train.values())
 
     def where(self, example: int) -> str:
         """Return a text for messages with the source and the row number of a training example."""
@@ -124,7 +131,7 @@ def pack(store: TokenStore, config: DataConfig) -> PackedRows:
 
 def load_corpus(path: str | None, config: DataConfig, encoding: Tokenizer) -> tuple[TokenStore, TokenStore]:
     """Return the training and the validation documents of a path, which is a token store or text to tokenise."""
-    if path is not None and Path(path).is_dir():
+    if path is not None and may_be_store(path_of("data.path", path)):
         train, valid = (open_split(config, path, split, encoding) for split in SPLITS)
     else:
         train, valid = _tokenise_text(path, config, encoding)
@@ -142,16 +149,23 @@ def require_row(store: TokenStore, config: DataConfig, field: str, what: str) ->
         )
 
 
+def may_be_store(path: AnyPath) -> bool:
+    """Return whether a path is a folder, and not a file or a glob of files."""
+    if not is_bucket(path):
+        return path.is_dir()
+    return not glob.has_magic(str(path)) and size_of(path) is None
+
+
 def open_split(config: DataConfig, path: str, split: str, encoding: Tokenizer, field: str = "data.path") -> TokenStore:
     """Open a split of a store, and check its vocabulary against `encoding`. `field` is the config field of `path`."""
-    tokenizer = read_meta(path)["tokenizer"]
+    tokenizer = read_meta(path_of(field, path))["tokenizer"]
     if (vocabulary := tokenizer["vocabulary_sha256"]) != encoding.fingerprint:
         raise UserError(
             f"data.tokenizer={config.tokenizer!r} (vocabulary {encoding.fingerprint[:12]}) is not that of the store "
             f"{field}={path!r}: {tokenizer['name']!r} (vocabulary {vocabulary[:12]}); set data.tokenizer, or prepare "
             "again"
         )
-    return open_store(path, split, verify=config.verify)
+    return open_store(path, split, verify=config.verify, cache_path=config.cache_path, cache_mib=config.cache_mib)
 
 
 def _tokenise_text(path: str | None, config: DataConfig, encoding: Tokenizer) -> tuple[TokenStore, TokenStore]:
@@ -168,7 +182,7 @@ def _tokenise_text(path: str | None, config: DataConfig, encoding: Tokenizer) ->
     return _tokenise(texts[held_out:], encoding, name), _tokenise(texts[:held_out], encoding, name)
 
 
-def text_files(path: str | None, field: str = "data.path") -> list[Path]:
+def text_files(path: str | None, field: str = "data.path") -> Sequence[AnyPath]:
     """Return the files of a path: a file, a glob, or "stdlib" for the modules of Python's standard library."""
     if path is None:
         raise UserError(f"{field} is not set; give a store, a text file or a glob, --config.{field}='corpus/*.txt'")
@@ -177,7 +191,10 @@ def text_files(path: str | None, field: str = "data.path") -> list[Path]:
         files = [f for f in root.rglob("*.py") if not STDLIB_WITHOUT & set(f.relative_to(root).parts)]
         # Leave out `_sysconfigdata` files, which hold the build settings of one machine.
         return sorted(f for f in files if not f.name.startswith("_sysconfigdata"))
-    files = [file for name in sorted(glob.glob(path, recursive=True)) if (file := Path(name)).is_file()]
+    if is_bucket(root := path_of(field, path)):
+        files = list(bucket_files(root))
+    else:
+        files = [file for name in sorted(glob.glob(path, recursive=True)) if (file := Path(name)).is_file()]
     if not files:
         raise UserError(f"{field}={path!r}: no such file, and no file matches it as a glob")
     return files
@@ -192,7 +209,8 @@ def read_texts(path: str | None, field: str = "data.path") -> Iterator[str]:
                 f"--input={shlex.quote(str(path))} --tokenizer=TOKENIZER --out=FOLDER`, and set {field}=FOLDER"
             )
         try:
-            text = file.read_bytes().decode("utf-8")
+            with open_file(file) as stream:
+                text = stream.read().decode("utf-8")
         except UnicodeDecodeError as error:
             raise UserError(f"{file}: byte {error.start} is not UTF-8; convert the file, or leave it out") from error
         except OSError as error:

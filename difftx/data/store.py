@@ -2,8 +2,9 @@
 
 A shard consists of `NNNNN.tokens` (little-endian uint16 or uint32) and `NNNNN.offsets` (uint64, the start of each
 document in the shard and the end of the last one). If the input has ids or prompts, a shard also has `NNNNN.ids` (one
-JSON string per line) and `NNNNN.prompts` (uint64, the number of prompt tokens in each document). `meta.json` is written
-last, so a folder without it is not a finished store.
+JSON string per line) and `NNNNN.prompts` (uint64, the number of prompt tokens in each document). `NNNNN.blocks` has the
+hashes with which a reader of a bucket verifies parts of `NNNNN.tokens` (blocks.py). `meta.json` is written last, so a
+folder without it is not a finished store.
 """
 
 import bisect
@@ -12,19 +13,37 @@ import hashlib
 import itertools
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import numpy as np
 
-from difftx.errors import UserError
-from difftx.files import read_json, schema_error, with_sha256, without_sha256, write_atomically
+from difftx.config.data import DataConfig
+from difftx.data.blocks import BlockCache, CachedObject, block_count
+from difftx.errors import RunError, UserError
+from difftx.files import (
+    open_file,
+    read_file,
+    read_json,
+    schema_error,
+    size_of,
+    with_sha256,
+    without_sha256,
+    write_atomically,
+)
+from difftx.storage import objects
+from difftx.storage.paths import AnyPath, is_bucket, path_of
+
+if TYPE_CHECKING:
+    from etils import epath
 
 META = "meta.json"
 FORMAT = 1
 RESTORE = "restore it, or prepare the store again"
 SPLITS = ("train", "valid")
+KINDS = {"tokens", "offsets", "ids", "prompts", "blocks"}
 SHARD = {"documents": int, "tokens": int, "bytes": int, "sha256": {"tokens": str, "offsets": str}}
 SPLIT = {"documents": int, "tokens": int, "bytes": int, "duplicates": int, "shards": [SHARD]}
 SHAPE = {
@@ -41,6 +60,7 @@ class TokenStore:
 
     offsets: np.ndarray  # Start of each document among all tokens, then the end of the last, uint64 `[documents + 1]`.
     prompts: np.ndarray | None  # Number of prompt tokens in each document, uint64 `[documents]`.
+    threads: int = 1  # Number of threads that should read at a time.
 
     def __init__(
         self, tokens: np.ndarray, offsets: np.ndarray, prompts: np.ndarray | None = None, *, name: str = "memory"
@@ -65,7 +85,7 @@ class ShardedStore(TokenStore):
     memory would end the process by SIGBUS. Offsets and prompts are read and checked at the first access.
     """
 
-    def __init__(self, folder: Path, meta: dict[str, Any], split: str):
+    def __init__(self, folder: AnyPath, meta: dict[str, Any], split: str):
         """Take the shards from `meta`, the content of `meta.json`. No other file is read yet."""
         shards = meta["splits"][split]["shards"]
         self.name, self.dtype = str(folder / split), np.dtype(meta["dtype"])
@@ -83,8 +103,8 @@ class ShardedStore(TokenStore):
     @functools.cached_property
     def offsets(self) -> np.ndarray:  # pyrefly: ignore[bad-override]
         parts = []
-        for file, (start, stop) in zip(self._files, itertools.pairwise(self._starts), strict=True):
-            part = np.fromfile(file.with_suffix(".offsets"), "<u8")
+        found = zip(self._files, self._arrays("offsets"), itertools.pairwise(self._starts), strict=True)
+        for file, part, (start, stop) in found:
             if problem := offsets_problem(part, stop - start):
                 raise UserError(f"{file.with_suffix('.offsets')}: {problem}; {RESTORE}")
             parts.append(part[:-1] + np.uint64(start))
@@ -94,10 +114,14 @@ class ShardedStore(TokenStore):
     def prompts(self) -> np.ndarray | None:  # pyrefly: ignore[bad-override]
         if not self._has_prompts:
             return None
-        prompts = np.concatenate([np.fromfile(file.with_suffix(".prompts"), "<u8") for file in self._files])
+        prompts = np.concatenate(list(self._arrays("prompts")))
         if len(prompts) != len(self.offsets) - 1 or (prompts > np.diff(self.offsets)).any():
             raise UserError(f"{self.name}: a prompt is longer than its document; {RESTORE}")
         return prompts
+
+    def _arrays(self, kind: str) -> Iterator[np.ndarray]:
+        """Yield the content of each shard's file of one kind, uint64."""
+        return (np.fromfile(file.with_suffix(f".{kind}"), "<u8") for file in self._files)
 
     def slice(self, start: int, stop: int) -> np.ndarray:
         if not 0 <= start <= stop <= len(self):
@@ -127,6 +151,46 @@ class ShardedStore(TokenStore):
         return {name: value for name, value in self.__dict__.items() if name not in ("offsets", "prompts")}
 
 
+class BucketStore(ShardedStore):
+    """One split of a store in a bucket. Tokens are read by ranges, through a cache on the local disk."""
+
+    threads = objects.CONCURRENT
+
+    def __init__(self, folder: "epath.Path", meta: dict[str, Any], split: str, cache: BlockCache):
+        super().__init__(folder, meta, split)
+        self._sha256 = [shard["sha256"] for shard in meta["splits"][split]["shards"]]
+        if any("blocks" not in kinds for kinds in self._sha256):
+            raise UserError(
+                f"{folder}: the store has no hashes of blocks, because an earlier version of difftx has made it; "
+                "prepare it again, or copy it to a local folder"
+            )
+        slot, self._objects = int(self.fingerprint[:8], 16), []
+        sizes = [(stop - start) * self.dtype.itemsize for start, stop in itertools.pairwise(self._starts)]
+        for file, size, hashes in zip(self._files, sizes, self._arrays("blocks"), strict=True):
+            self._objects.append(CachedObject(cast("epath.Path", file), size, hashes, cache=cache, slot=slot))
+            slot += block_count(size)
+
+    def _arrays(self, kind: str) -> Iterator[np.ndarray]:
+        paths = cast("list[epath.Path]", [file.with_suffix(f".{kind}") for file in self._files])
+        for path, sha256, found in zip(paths, self._sha256, objects.read_all(paths), strict=True):
+            yield np.frombuffer(_verified(path, sha256[kind], found), "<u8")
+
+    def _read(self, shard: int, start: int, stop: int) -> np.ndarray:
+        content = self._objects[shard].read(start * self.dtype.itemsize, stop * self.dtype.itemsize)
+        return np.frombuffer(content, self.dtype)
+
+
+def _verified(path: "epath.Path", sha256: str, found: objects.Stored | None) -> bytes:
+    """Return the content of an object that was read. Read it again while it does not have the SHA-256."""
+    for pause in (*objects.REREAD_SECONDS, None):
+        if found is not None and hashlib.sha256(found.content).hexdigest() == sha256:
+            return found.content
+        if pause is not None:
+            time.sleep(pause)
+            found = objects.read(path)
+    raise UserError(f"{path}: corrupt or replaced, its SHA-256 is not that in {META}; {RESTORE}")
+
+
 class UpsampledStore(TokenStore):
     """A resampled store of nearly the same size in which long documents have a given share of the tokens.
 
@@ -150,6 +214,7 @@ class UpsampledStore(TokenStore):
             uses[chosen] = np.diff(np.floor(rate * np.arange(chosen.sum() + 1) + 0.5))
         documents = np.concatenate([np.flatnonzero(uses > times) for times in range(int(uses.max(initial=1)))])
         self.name, self.dtype, self._store, self._sources = store.name, store.dtype, store, offsets[documents]
+        self.threads = store.threads
         self.prompts = None if store.prompts is None else store.prompts[documents]
         self._ends = np.concatenate([[0], np.cumsum(lengths[documents])])
         self.offsets = self._ends.view(np.uint64)
@@ -177,32 +242,46 @@ class UpsampledStore(TokenStore):
         return np.concatenate(parts)
 
 
-def open_store(folder: str | Path, split: str, *, verify: bool = False) -> TokenStore:
-    """Open a split of a store. Raise `UserError` if a file is missing or has a wrong size (or SHA-256, if `verify`)."""
-    folder = Path(folder)
+def open_store(
+    folder: str | AnyPath,
+    split: str,
+    *,
+    verify: bool = False,
+    cache_path: str = DataConfig.cache_path,
+    cache_mib: int = DataConfig.cache_mib,
+) -> TokenStore:
+    """Open a split of a store. Raise `UserError` if a file is missing or has a wrong size (or SHA-256, if `verify`).
+
+    The last two arguments are the fields of the group `data`, and apply to buckets.
+    """
+    folder = path_of("data.path", str(folder))
     meta = read_meta(folder)
     shards = meta["splits"][split]["shards"]
     if not shards:
         raise UserError(f"{folder}: the store has no {split} documents; prepare it with more text or --valid_input")
     for problem in file_problems(folder, meta, split, content=verify):
         raise UserError(f"{problem}; {RESTORE}")
+    if is_bucket(folder):
+        return BucketStore(folder, meta, split, BlockCache(Path(cache_path), cache_mib * 2**20))
     return ShardedStore(folder, meta, split)
 
 
-def is_store(path: str | Path) -> bool:
+def is_store(path: str | AnyPath) -> bool:
     """Return whether a folder is a finished store."""
-    return (Path(path) / META).is_file()
+    file = path_of("data.path", str(path)) / META
+    return size_of(file) is not None if is_bucket(file) else file.is_file()
 
 
-def read_meta(folder: str | Path) -> dict[str, Any]:
+def read_meta(folder: str | AnyPath) -> dict[str, Any]:
     """Return the content of a store's `meta.json`; raise `UserError` if it is missing, corrupt or of another format."""
-    path = Path(folder) / META
-    if not path.exists():
+    path = path_of("data.path", str(folder)) / META
+    content = read_file(path) if is_bucket(path) else None
+    if content is None and (is_bucket(path) or not path.exists()):
         raise UserError(
             f"{folder}: no {META}, so it is not a finished token store; make it with `python -m difftx prepare`, or "
-            f"name the text files in it, such as {str(Path(folder) / '*.txt')!r}"
+            f"name the text files in it, such as {str(path.with_name('*.txt'))!r}"
         )
-    meta = read_json(path)
+    meta = read_json(path, content)
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise UserError(f"{path}: not a store of format {FORMAT}; prepare it again with this version")
     meta = without_sha256(meta)
@@ -219,35 +298,43 @@ def _invalid_value(meta: dict[str, Any]) -> str | None:
     for split in SPLITS:
         for shard in meta["splits"][split]["shards"]:
             # Reject unknown kinds, because a kind becomes part of a file name.
-            if not shard["documents"] or not shard["sha256"].keys() <= {"tokens", "offsets", "ids", "prompts"}:
+            if not shard["documents"] or not shard["sha256"].keys() <= KINDS:
                 return f"splits.{split}: a shard has no documents, or files of an unknown kind"
             if ("prompts" in shard["sha256"]) != ("prompts" in meta["splits"][split]["shards"][0]["sha256"]):
                 return f"splits.{split}: some shards have prompts, and some have none"
     return None
 
 
-def write_meta(folder: Path, meta: dict[str, Any]) -> None:
+def write_meta(folder: AnyPath, meta: dict[str, Any]) -> None:
     """Write `meta.json`, which makes the folder a store."""
-    write_atomically(folder / META, json.dumps(with_sha256(meta), indent=1, ensure_ascii=False) + "\n")
+    text = json.dumps(with_sha256(meta), indent=1, ensure_ascii=False) + "\n"
+    if not is_bucket(folder):
+        write_atomically(folder / META, text)
+    elif objects.write_if(folder / META, text.encode(), None) is None:
+        raise RunError(f"{folder}: another process has finished another store there; choose another folder")
 
 
-def shard_file(folder: Path, split: str, index: int, kind: str) -> Path:
-    """Return the path of one of a shard's files; `kind` is "tokens", "offsets", "ids" or "prompts"."""
+def shard_file(folder: AnyPath, split: str, index: int, kind: str) -> AnyPath:
+    """Return the path of one of a shard's files; `kind` is one of `KINDS`."""
     return folder / split / f"{index:05d}.{kind}"
 
 
-def file_problems(folder: Path, meta: dict[str, Any], split: str, *, content: bool) -> Iterator[str]:
+def file_problems(folder: AnyPath, meta: dict[str, Any], split: str, *, content: bool) -> Iterator[str]:
     """Yield a message for each file of a split with a wrong size or, if `content` is true, a wrong SHA-256."""
     itemsize = np.dtype(meta["dtype"]).itemsize
+    listed = objects.describe_below(folder / split) if is_bucket(folder) else {}
     for index, shard in enumerate(meta["splits"][split]["shards"]):
-        documents = shard["documents"]
-        sizes = {"tokens": shard["tokens"] * itemsize, "offsets": (documents + 1) * 8, "prompts": documents * 8}
+        documents, tokens = shard["documents"], shard["tokens"] * itemsize
+        sizes = {"tokens": tokens, "offsets": (documents + 1) * 8, "prompts": documents * 8}
+        sizes["blocks"] = block_count(tokens) * 8
         for kind, expected in shard["sha256"].items():
             file = shard_file(folder, split, index, kind)
-            if not file.is_file():
+            if not (file.name in listed if is_bucket(file) else file.is_file()):
                 yield f"{file}: missing"
-            elif kind in sizes and file.stat().st_size != sizes[kind]:
-                yield f"{file}: {file.stat().st_size} bytes, {META} says {sizes[kind]}"
+                continue
+            size = listed[file.name].size if is_bucket(file) else file.stat().st_size
+            if kind in sizes and size != sizes[kind]:
+                yield f"{file}: {size} bytes, {META} says {sizes[kind]}"
             elif content and sha256_of(file) != expected:
                 yield f"{file}: corrupt, its SHA-256 is not that in {META}"
 
@@ -258,9 +345,9 @@ def offsets_problem(offsets: np.ndarray, tokens: int) -> str | None:
     return None if rise else f"the offsets do not rise from 0 to {tokens}"
 
 
-def sha256_of(file: Path) -> str:
+def sha256_of(file: AnyPath) -> str:
     """Return the SHA-256 of a file's content, as hexadecimal digits."""
-    with file.open("rb") as stream:
+    with open_file(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 

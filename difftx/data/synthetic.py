@@ -93,6 +93,8 @@ TASKS: Registry[Task] = Registry(
 class SyntheticRows:
     """Rows of a synthetic task, one example per row. The splits use different streams of random numbers."""
 
+    threads = 1
+
     def __init__(self, path: str, config: DataConfig, split: str):
         name = path.removeprefix(SYNTHETIC)
         self._task, self._config, self.sequence_length = TASKS[name], config.synthetic, config.sequence_length

@@ -1,10 +1,13 @@
 """Tokenizers: tiktoken encodings by name or from a file, plain bytes, tokenizer.json files and SentencePiece models."""
 
 import abc
+import atexit
 import base64
 import dataclasses
 import functools
 import hashlib
+import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,8 +17,12 @@ import tiktoken
 
 from difftx.config import Config
 from difftx.errors import UserError, did_you_mean
+from difftx.files import read_file
+from difftx.storage.paths import is_bucket, path_of
 
 if TYPE_CHECKING:
+    from etils import epath
+
     from difftx.data.chat_template import ChatTemplate
 
 BYTES = "bytes"
@@ -126,12 +133,19 @@ def load_tokenizer(name: str, *, field: str = "data.tokenizer", end_of_text: str
     """Return a tokenizer, or raise `UserError`. `field` is the flag or config field that names it, for messages.
 
     `name` is "bytes", an encoding of tiktoken such as "cl100k_base", the path of a .tiktoken file, of a tokenizer.json
-    file (ending .json), of a SentencePiece model (ending .model), or of a folder with one of the last two. tiktoken
+    file (ending .json), of a SentencePiece model (ending .model), or of a folder with one of the last two. The path may
+    be in a bucket. tiktoken
     downloads a vocabulary once and caches it in `TIKTOKEN_CACHE_DIR`. Each line of a .tiktoken file has a token in
     base64 and its id. The file defines neither a pattern nor special tokens, so text is split by the pattern of
     cl100k_base, and <|endoftext|> gets the id after the largest. `end_of_text` is the end-of-text token for a
     tokenizer whose files do not name one.
     """
+    if is_bucket(path := path_of(field, name)):
+        local = str(_local_copy(path))
+        try:
+            return load_tokenizer(local, field=field, end_of_text=end_of_text)
+        except UserError as error:
+            raise UserError(str(error).replace(local, name)) from error
     known = tiktoken.list_encoding_names()
     if name not in known and (name.endswith((".json", ".model")) or Path(name).is_dir()):
         from difftx.data.tokenizer_files import load_files
@@ -154,6 +168,25 @@ def load_tokenizer(name: str, *, field: str = "data.tokenizer", end_of_text: str
             f"{field}={name!r}: its vocabulary is not in the cache and cannot be downloaded "
             f"({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a folder that has it, or use {field}='bytes'"
         ) from error
+
+
+@functools.cache
+def _local_copy(path: "epath.Path") -> Path:
+    """Copy a tokenizer from a bucket to this machine, and return its path here. The copy lasts as long as the process.
+
+    `path` is a file, whose settings lie next to it, or a folder.
+    """
+    from difftx.data.tokenizer_files import FILES
+
+    is_file = path.suffix in (".tiktoken", ".json", ".model")
+    folder = path.parent if is_file else path
+    local = Path(tempfile.mkdtemp(prefix="difftx-tokenizer-"))
+    atexit.register(shutil.rmtree, local, ignore_errors=True)
+    for file in {*FILES, path.name} if is_file else FILES:
+        content = read_file(folder / file)
+        if content is not None:
+            (local / file).write_bytes(content)
+    return local / path.name if is_file else local
 
 
 def with_vocabulary(config: Config) -> Config:

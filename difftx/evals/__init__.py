@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -113,7 +112,7 @@ def with_inner(config: Config, suite: str) -> tuple[str, ...]:
     return (suite, *SUITES[suite].inner(config))
 
 
-def _sha256(path: Path) -> str | None:
+def _sha256(path: AnyPath) -> str | None:
     """Return the SHA-256 of a file, or None if it cannot be read. The suite's `check` reports that error."""
     try:
         return sha256_of(path)

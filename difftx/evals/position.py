@@ -27,7 +27,7 @@ class DocumentStarts:
         found = offsets[:-1][lengths > sequence_length]  # T inputs and T targets take T + 1 tokens.
         count = min(limit, len(found))
         self.store, self.name, self.fingerprint = store, store.name, store.fingerprint
-        self.sequence_length = sequence_length
+        self.sequence_length, self.threads = sequence_length, store.threads
         self.longer, self.longest = len(found), int(lengths.max(initial=0))
         self.tokens = count * sequence_length
         self._starts = found[np.arange(count) * len(found) // max(count, 1)].tolist()

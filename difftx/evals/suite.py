@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from difftx.config import Config
@@ -12,6 +11,7 @@ from difftx.config.suites import SUITES
 from difftx.errors import UserError, did_you_mean
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Result
+from difftx.storage.paths import AnyPath
 from difftx.training.run import Run
 
 
@@ -32,7 +32,7 @@ class Suite:
 
     evaluate: Callable[[Evaluation], Result]
     reads: tuple[str, ...] = ()
-    files: Callable[[Config], Iterable[Path]] = lambda config: ()
+    files: Callable[[Config], Iterable[AnyPath]] = lambda config: ()
     inner: Callable[[Config], Sequence[str]] = lambda config: ()
     check: Callable[[Run], Any] = lambda run: None
     measures_device: bool = False

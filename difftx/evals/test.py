@@ -1,7 +1,6 @@
 """Suite `test`: other suites on a test text in place of the validation text (docs/suites.md)."""
 
 import dataclasses
-from pathlib import Path
 
 from difftx.config.suites import SUITES
 from difftx.data.packing import PackedRows
@@ -11,6 +10,7 @@ from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Result
 from difftx.evals.suite import Suite
+from difftx.storage.paths import path_of
 from difftx.training.run import Run
 
 FIELD = "eval.test.path"
@@ -61,7 +61,7 @@ def test_rows(run: Run) -> PackedRows:
 SUITE = Suite(
     evaluate=evaluate,
     reads=("test",),
-    files=lambda config: [] if config.eval.test.path is None else [Path(config.eval.test.path) / META],
+    files=lambda config: [] if config.eval.test.path is None else [path_of(FIELD, config.eval.test.path) / META],
     inner=lambda config: config.eval.test.suites,
     check=test_rows,
     quantizable=False,

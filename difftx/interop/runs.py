@@ -36,7 +36,7 @@ from difftx.interop.parameters import Format, export_params, import_params
 from difftx.interop.safetensors import read_folder, write_folder
 from difftx.model.abstract import count_parameters
 from difftx.parallel.mesh import batch_shards, make_mesh
-from difftx.storage.paths import AnyPath, is_bucket
+from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.checkpointer import restore_params
 from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.checkpoint.reading import Checkpoint, open_tokenizer

@@ -1,22 +1,31 @@
-"""Measurements of a machine: matrix products, memory, collectives, and the folder of a run."""
+"""Measurements of a machine: matrix products, memory, collectives, and the folder or bucket of a run."""
 
 import os
+import statistics
 import sys
+import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import P
 
 from difftx.files import new_file
+from difftx.storage import objects
+from difftx.storage.reading import BUFFER_BYTES
+
+if TYPE_CHECKING:
+    from etils import epath
 
 REPEATS = 5  # The fastest of these repeats counts, because other work on the machine only slows a repeat down.
 RENAMES = 200  # Renames onto a file that another thread reads.
 FILE_BYTES = 64 * 2**20
+SMALL_READS = 9  # Small reads, of which the median counts.
 
 
 def fastest_seconds(call: Callable[[], Any]) -> float:
@@ -78,6 +87,36 @@ def file_speeds(folder: Path) -> dict[str, float]:
         return {"write": FILE_BYTES / (written - start), "read": FILE_BYTES / (time.perf_counter() - written)}
     finally:
         path.unlink(missing_ok=True)
+
+
+def bucket_speeds(folder: "epath.Path") -> dict[str, float]:
+    """Return the bytes/s at which an object in `folder` is written and read, and the seconds of a small read."""
+    path = folder / f".difftx-doctor-{uuid.uuid4().hex}"
+    content = os.urandom(2**20) * (FILE_BYTES // 2**20)
+    try:
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(content)
+            file.flush()
+            start = time.perf_counter()
+            objects.upload(path, file.name)
+            written = time.perf_counter() - start
+        return {"write": FILE_BYTES / written, **object_speeds(path, FILE_BYTES)}
+    finally:
+        objects.delete([path])
+
+
+def object_speeds(path: "epath.Path", size: int) -> dict[str, float]:
+    """Return the bytes/s at which an object of `size` bytes is read, and the seconds of a small read."""
+    size = min(size, FILE_BYTES)
+    times = []
+    for _ in range(SMALL_READS):
+        start = time.perf_counter()
+        list(objects.read_ranges(path, [(0, min(size, 1024))]))
+        times.append(time.perf_counter() - start)
+    start = time.perf_counter()
+    parts = objects.read_ranges(path, [(at, min(at + BUFFER_BYTES, size)) for at in range(0, size, BUFFER_BYTES)])
+    found = sum(0 if part is None else len(part.content) for part in parts)
+    return {"read": found / (time.perf_counter() - start), "latency_seconds": statistics.median(times)}
 
 
 def renames_are_atomic(folder: Path) -> bool:

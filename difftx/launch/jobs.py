@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from difftx.config.recipes import is_name
 from difftx.errors import UserError, did_you_mean
 from difftx.launch.grid import SweepPoint
+from difftx.storage.paths import AnyPath, is_bucket
 
 TEMPLATES = Path(__file__).with_name("templates")
 ROOT = Path(__file__).parents[2]
@@ -28,7 +29,7 @@ class Launcher:
     submit: str  # Command that submits a job file.
     quote: Callable[[str], str]  # Quotes a setting for the template's language.
     # Whether the job sees this machine's files, as under Slurm. If not, the job has its own copy of the repository, and
-    # the workdir is on a shared file system, mounted at the path in the setting "mount".
+    # the workdir is in a bucket, or on a shared file system that is mounted at the path in the setting "mount".
     local_files: bool
 
 
@@ -59,18 +60,21 @@ def parse_settings(arguments: Sequence[str]) -> dict[str, str]:
     return settings
 
 
-def write_jobs(name: str, points: Sequence[SweepPoint], out: Path, settings: Mapping[str, str]) -> None:
-    """Write a job file for each point with the launcher `name`, and print the commands that submit the files."""
+def write_jobs(name: str, points: Sequence[SweepPoint], out: AnyPath, settings: Mapping[str, str]) -> None:
+    """Write a job file for each point with the launcher `name`, and print the commands that submit the files.
+
+    The files are in the folder `out`/jobs, or, if `out` is in a bucket, in the local folder jobs/NAME.
+    """
     if name not in LAUNCHERS:
         raise UserError(f"--launcher={name}: no such launcher.{did_you_mean(name, LAUNCHERS)}")
     launcher = LAUNCHERS[name]
-    template = string.Template((TEMPLATES / launcher.template).read_text())
-    _check_settings(name, template, settings)
+    template = _template(launcher, out)
+    _check_settings(name, template, settings, in_bucket=is_bucket(out))
     quoted = {setting: value if setting in COUNTS else launcher.quote(value) for setting, value in settings.items()}
     texts = {
         point.name: template.substitute(quoted, **_values(launcher, template, point, out, settings)) for point in points
     }
-    folder = out / "jobs"
+    folder = _job_folder(out)
     folder.mkdir(parents=True, exist_ok=True)
     for run, text in texts.items():
         file = folder / f"{run}{Path(launcher.template).suffix}"
@@ -78,10 +82,25 @@ def write_jobs(name: str, points: Sequence[SweepPoint], out: Path, settings: Map
         print(f"{launcher.submit} {shlex.quote(str(file))}")
 
 
-def _check_settings(name: str, template: string.Template, settings: Mapping[str, str]) -> None:
+def _job_folder(out: AnyPath) -> Path:
+    return Path("jobs", out.name) if is_bucket(out) else out / "jobs"
+
+
+def _template(launcher: Launcher, out: AnyPath) -> string.Template:
+    """Return a template. A run in a bucket needs no shared volume."""
+    text = (TEMPLATES / launcher.template).read_text()
+    if is_bucket(out):
+        text = re.sub(r"(?ms)^ *# begin: shared volume\n.*?# end: shared volume\n", "", text)
+    return string.Template(re.sub(r"(?m)^ *# (begin|end): shared volume\n", "", text))
+
+
+def _check_settings(name: str, template: string.Template, settings: Mapping[str, str], *, in_bucket: bool) -> None:
     """Raise `UserError` unless the settings are valid and exactly those that the launcher requires."""
     wanted = {*template.get_identifiers()} - {"name", "command"}
-    wanted = wanted - {"directory", "output"} if LAUNCHERS[name].local_files else wanted - {"label", "stop"} | {"mount"}
+    if LAUNCHERS[name].local_files:
+        wanted -= {"directory", "output"}
+    else:
+        wanted = wanted - {"label", "stop"} | (set() if in_bucket else {"mount"})
     for setting, value in settings.items():
         if setting not in wanted:
             raise UserError(f"--set {setting}=…: {name} asks for no such thing.{did_you_mean(setting, wanted)}")
@@ -93,20 +112,21 @@ def _check_settings(name: str, template: string.Template, settings: Mapping[str,
 
 
 def _values(
-    launcher: Launcher, template: string.Template, point: SweepPoint, out: Path, settings: Mapping[str, str]
+    launcher: Launcher, template: string.Template, point: SweepPoint, out: AnyPath, settings: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the values of the template's other placeholders, which are not settings, quoted for its language."""
     if launcher.local_files:
         here = Path.cwd()
-        command = [sys.executable, "-m", "difftx", "train", *point.flags(here / out / point.name)]
+        workdir = out / point.name if is_bucket(out) else here / out / point.name
+        command = [sys.executable, "-m", "difftx", "train", *point.flags(workdir)]
         # sbatch replaces %j by the job's id and %% by %.
-        output = str(here / out / "jobs" / point.name).replace("%", "%%") + "-%j.out"
+        output = str(here / _job_folder(out) / point.name).replace("%", "%%") + "-%j.out"
         values = {"directory": shlex.quote(str(here)), "output": launcher.quote(output)}
     else:
-        mount = PurePosixPath(settings["mount"])
-        workdir = mount / out / point.name
-        if not workdir.is_relative_to(mount):
-            raise UserError(f"--out={out}: not below mount={mount}, so the run would be lost; give --out=runs/NAME")
+        workdir = out / point.name if is_bucket(out) else PurePosixPath(settings["mount"]) / out / point.name
+        if not is_bucket(out) and not workdir.is_relative_to(settings["mount"]):
+            lost = f"not below mount={settings['mount']}, so the run would be lost"
+            raise UserError(f"--out={out}: {lost}; give --out=runs/NAME, or a bucket")
         command = ["python", "train.py", *_in_repository(point).flags(str(workdir))]
         # Send SIGTERM to the process that trains in `workdir`. The regular expression ends in `( |$)`, so it does not
         # match itself in the command line of the shell that runs pkill, and that shell gets no signal.

@@ -31,10 +31,14 @@ UNKNOWN = {"id": None, "host": "an unknown host", "machine": None, "pid": 0, "st
 EXTRA_WAIT = 1.5  # A waiting process gives up after this multiple of `takeover_seconds`, and after `wait_seconds`.
 
 
+class LockedError(UserError):
+    """Another live process has the lock."""
+
+
 class BucketLock:
     """The lock at a path in a bucket, as a context manager. Only its owner may write what the lock protects.
 
-    Entering raises `UserError` if a live process still has the lock after `wait_seconds`.
+    Entering raises `LockedError` if a live process still has the lock after `wait_seconds`.
     """
 
     def __init__(self, path: "epath.Path", *, takeover_seconds: float, wait_seconds: float):
@@ -95,10 +99,10 @@ class BucketLock:
                     return
                 continue  # Another process was first.
             if not announced:
-                print(printable(f"{self._path.parent}: waiting for {_name(owner)}, which trains there"), flush=True)
+                print(printable(f"{self._path.parent}: waiting for {_name(owner)}, which is at work there"), flush=True)
                 announced = True
             if now > deadline:
-                raise UserError(
+                raise LockedError(
                     f"--workdir={self._path.parent}: {_name(owner)} trains there; stop it, or use another --workdir"
                 )
             time.sleep(self._takeover / POLLS)

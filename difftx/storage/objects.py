@@ -27,6 +27,7 @@ SILENCE_SECONDS = 15
 OPERATION_SECONDS = 180.0
 REREAD_SECONDS = (0.2, 0.8, 2.0)  # Pauses before a content that does not match its size or checksum is read again.
 CONCURRENT = 32  # Requests at a time.
+PROBE = ".difftx-probe-"  # Beginning of the names of objects that test the store. A killed process may leave one.
 REFUSED = re.compile(r"PERMISSION_DENIED|UNAUTHENTICATED|Forbidden|Invalid Credentials|\b40[13]\b|AccessDenied")
 
 
@@ -43,6 +44,7 @@ class Description(NamedTuple):
     size: int  # In bytes.
     crc32c: int | None  # None if the store has none.
     modified: float  # Time of the last write, in seconds since 1970.
+    version: str  # Differs if the content differs.
 
 
 def read(path: "epath.Path") -> Stored | None:
@@ -59,6 +61,26 @@ def read_all(paths: Iterable["epath.Path"]) -> Iterator[Stored | None]:
         futures = [_bucket_of(path).read(_key(path)) for path in group]
         for path, future in zip(group, futures, strict=True):
             found = _result(path, "read", lambda future=future: future)
+            yield Stored(found.value, found.stamp.generation) if found.state == "value" else None
+
+
+def read_ranges(path: "epath.Path", ranges: Iterable[tuple[int, int]]) -> Iterator[Stored | None]:
+    """Return bytes `start` … `stop - 1` of an object for each range in order, with several requests at a time.
+
+    As for `read`, the caller must verify the content. It may be shorter than its range.
+    """
+    ranges = list(ranges)
+    for first in range(0, len(ranges), CONCURRENT):
+        group = ranges[first : first + CONCURRENT]
+        futures = [_bucket_of(path).read(_key(path), byte_range=slice(*each)) for each in group]
+        for future in futures:
+            try:
+                found = _result(path, "read", lambda future=future: future)
+            except UnreadableError as error:
+                if "OUT_OF_RANGE" not in str(error.__cause__):
+                    raise
+                yield Stored(b"", b"")  # The response or the object is too short.
+                continue
             yield Stored(found.value, found.stamp.generation) if found.state == "value" else None
 
 
@@ -166,20 +188,11 @@ def describe(path: "epath.Path") -> Description | None:
 
 def _description(entry: dict[str, Any]) -> Description:
     """Return the description in an entry of a listing of gcsfs or s3fs."""
-    crc32c = entry.get("crc32c")
-    modified = entry.get("LastModified") or entry["mtime"]
-    return Description(entry["size"], crc32c and int.from_bytes(base64.b64decode(crc32c)), modified.timestamp())
-
-
-def read_range(path: "epath.Path", start: int, end: int) -> bytes:
-    """Return the bytes from `start` to `end` of an object. Raise `UnreadableError` if it has fewer."""
-    for pause in (*REREAD_SECONDS, None):
-        found = _described(path, "read", lambda: _fsspec(path).cat_file(_name(path), start=start, end=end))
-        if found is not None and len(found) == end - start:
-            return found
-        if pause is not None:
-            time.sleep(pause)
-    raise UnreadableError(f"{path} cannot be read: it has fewer than {end} bytes; run the same command again")
+    crc32c, modified = entry.get("crc32c"), entry.get("LastModified") or entry["mtime"]
+    version = str(entry.get("generation") or entry["ETag"])
+    return Description(
+        entry["size"], crc32c and int.from_bytes(base64.b64decode(crc32c)), modified.timestamp(), version
+    )
 
 
 def download(path: "epath.Path", target: str) -> None:
@@ -194,7 +207,7 @@ def upload(path: "epath.Path", source: str) -> None:
 
 def require_conditions(folder: "epath.Path") -> None:
     """Raise `UserError` unless objects can be written to a folder and the store enforces the conditions of writes."""
-    probe = folder / f".difftx-probe-{secrets.token_hex(8)}"
+    probe = folder / f"{PROBE}{secrets.token_hex(8)}"
     # fsspec sends the condition with the write. On S3, TensorStore would first read the generation, and hide the fault.
     conditions = [{"mode": "create"}, {"IfMatch": '"0"'}] if _scheme(probe) == "s3" else [{"mode": "create"}]
     write(probe, b"first")

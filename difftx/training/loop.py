@@ -95,6 +95,7 @@ class Attempt:
             run.data.examples,
             rows=config.batch_rows,
             prefetch_batches=config.data.prefetch_batches,
+            threads=run.data.threads,
             sharding=run.batch_sharding,
             signature=run.data.signature,
             vocab_size=config.model.embeddings,

@@ -47,6 +47,7 @@ NEUTRAL = (
     "data.prefetch_batches",
     "data.verify",
     "data.cache_path",
+    "data.cache_mib",
 )
 
 

@@ -57,7 +57,7 @@ RECORDS = ("config.json", "manifest.json", "metrics.jsonl", "journal.jsonl", ".l
 # Flags that may differ between processes. For config and extension, the contents are compared in place of the paths.
 OWN_FLAGS = ("distributed", "coordinator", "processes", "process", "config", "extension")
 # Fields of `data` that may differ between processes, because `Run.open` compares the contents of the data.
-OWN_DATA_FIELDS = ("path", "tokenizer", "end_of_text", "cache_path")
+OWN_DATA_FIELDS = ("path", "tokenizer", "end_of_text", "cache_path", "cache_mib")
 
 
 @dataclasses.dataclass(frozen=True)

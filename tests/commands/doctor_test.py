@@ -16,7 +16,9 @@ from difftx.commands import doctor as examination
 from difftx.config.recipes import load_config
 from difftx.files import schema_error
 from difftx.kernels import api
+from difftx.launch import health
 from difftx.parallel import multihost
+from difftx.storage import objects
 from difftx.training import kernel_choice
 
 SCHEMA = {
@@ -33,6 +35,7 @@ SCHEMA = {
     },
     "collectives": {str: float},
     "kernels": [{"function": str, "name": str, "correct": bool, "milliseconds": float, "ratio_to_floor": float}],
+    "data": {str: {str: float}},
     "storage": {"folder": str, "write": float, "read": float, "atomic_renames": bool, "free_bytes": int},
     "folders": {str: str},
     "problems": [str],
@@ -135,6 +138,48 @@ def test_the_kernel_of_a_config_is_the_fastest_of_its_own_function(text_file, tm
     assert found(model__attention_implementation="auto", train__kernel_choice="fixed").config["kernel"] == "xla"
     times["diff_attention"] = {}
     assert found().problems == ["no kernel of diff_attention gives right results on this device"]
+
+
+BUCKET_SCHEMA = {"folder": str, "write": float, "read": float, "latency_seconds": float, "conditional_writes": bool}
+
+
+@pytest.mark.long
+def test_buckets_of_run_and_data(bucket, doctor):
+    folder = bucket.folder()
+    objects.write(folder / "text" / "a.txt", b"".join(b"line %d\n" % i for i in range(50_000)))
+    result = doctor("--json", f"--workdir={folder}/run", data__path=f"{folder}/text/*.txt")
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    shape = SCHEMA | {
+        "storage": BUCKET_SCHEMA,
+        "data": {f"{folder}/text/*.txt": {"read": float, "latency_seconds": float}},
+    }
+    assert schema_error(found, shape) is None, schema_error(found, shape)
+    assert found["storage"]["conditional_writes"]
+    assert objects.list_below(folder) == ["text/a.txt"]
+    page = doctor(f"--workdir={folder}/run", data__path=f"{folder}/text/*.txt")
+    assert page.returncode == 0, page.stderr
+    assert "latency" in page.stdout
+
+
+def test_speeds_of_a_bucket(bucket, monkeypatch):
+    monkeypatch.setattr(health, "FILE_BYTES", 2**20)
+    folder, advice = bucket.folder(), []
+    found = examination._storage(folder, advice)
+    assert schema_error(found, BUCKET_SCHEMA) is None
+    assert objects.list_below(folder) == []
+    bucket.plan(kinds=["slow"])
+    slow = examination._storage(folder, advice)
+    assert slow["latency_seconds"] > 0.3
+    assert advice[-1].endswith("so checkpoints take long; use a bucket in the region of this machine")
+    bucket.plan(kinds=["403"])
+    findings = examination.Findings()
+    with findings.part():
+        examination._read_speeds(folder / "text")
+    with findings.part():
+        examination._storage(folder, advice)
+    assert len(findings.problems) == 2
+    assert all("the credentials of this process may not" in line for line in findings.problems)
 
 
 def test_bad_flags_give_exit_code_2(doctor):

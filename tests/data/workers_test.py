@@ -41,16 +41,16 @@ def test_only_what_has_no_file_is_read_again(tmp_path, monkeypatch, done):
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
     job = job_in(tmp_path)
     sources = sources_of(job.input, valid=False, first_index=0)
-    units = list(units_to_do(job, sources))
+    units = list(units_to_do(job, sources, finished_units(job, sources)))
     assert len([unit for unit in units if unit.source == 0]) > 4
     for number in done:
         encode_unit(job, units[number])
-    assert list(units_to_do(job, sources)) == [unit for i, unit in enumerate(units) if i not in done]
+    left = [unit for i, unit in enumerate(units) if i not in done]
+    assert list(units_to_do(job, sources, finished_units(job, sources))) == left
     for unit in units:
         encode_unit(job, unit)
-    assert not list(units_to_do(job, sources))
-    for source in sources:
-        summaries = finished_units(job, source)
+    assert not list(units_to_do(job, sources, finished_units(job, sources)))
+    for source, summaries in zip(sources, finished_units(job, sources).values(), strict=True):
         assert (summaries[-1].end, summaries[-1].last) == (source.size, True)
         assert len(summaries) == len([unit for unit in units if unit.source == source.index])
     assert unit_file(job, 1, 0).exists()

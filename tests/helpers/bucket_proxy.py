@@ -3,7 +3,8 @@
     python bucket_proxy.py PORT UPSTREAM_PORT gs|s3
 
 It enforces generation preconditions for Google Cloud Storage, one write at a time for both stores, and small pages of
-listings. `POST /-/plan` sets the faults (`FaultPlan`) and returns the requests and faults since the last call, by kind.
+listings. `POST /-/plan` sets the faults (`FaultPlan`) and returns the requests, the bytes of their bodies and of their
+replies, and the faults since the last call, by kind.
 """
 
 import contextlib
@@ -51,7 +52,8 @@ class Proxy(ThreadingHTTPServer):
     def __init__(self, port: int, upstream: int, store: str):
         super().__init__(("127.0.0.1", port), Handler)
         self.upstream, self.store = upstream, store
-        self.writes = threading.Lock()  # Conditions are checked, and writes take place, one at a time.
+        # Writes take place, with their conditions, one at a time. So do reads of Google Cloud Storage.
+        self.writes = threading.Lock()
         self.state = threading.Lock()
         self.generations: dict[str, str] = {}  # Object of Google Cloud Storage → its generation.
         self.listings: dict[str, tuple[int, list, bytes]] = {}
@@ -61,6 +63,7 @@ class Proxy(ThreadingHTTPServer):
         self.plan, self.random = plan, random.Random(plan.seed)
         self.faults: dict[str, int] = {}
         self.kinds: dict[str, int] = {}
+        self.bytes: dict[str, int] = {}
         self.row: dict[str, int] = {}
 
     def fault(self, line: str, what: str) -> str:
@@ -112,6 +115,8 @@ class Handler(BaseHTTPRequestHandler):
                 reply = self._conditional(split, query, body, enforced=fault != "unconditional")
         else:
             reply = self._read(split, query, what)
+        with self.server.state:
+            self.server.bytes[what] = self.server.bytes.get(what, 0) + len(body) + len(reply[2])
         if what == "list":
             self.server.listings[line] = reply
         if fault == "lost":
@@ -167,10 +172,14 @@ class Handler(BaseHTTPRequestHandler):
     def _read(self, split, query, what):
         if what == "list":
             return self._page(split, query)
-        reply = self._forward(self.path, b"", {name.lower(): value for name, value in self.headers.items()})
-        if self.server.store == "s3" or what != "read" or reply[0] not in (200, 206):
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        if self.server.store == "s3" or what != "read":
+            return self._forward(self.path, b"", headers)
+        with self.server.writes:  # Otherwise a write could take place between the content and its generation.
+            reply = self._forward(self.path, b"", headers)
+            generation = self._generation(self._object(split.path, query, b""))
+        if reply[0] not in (200, 206):
             return reply
-        generation = self._generation(self._object(split.path, query, b""))
         if query.get("ifGenerationNotMatch") == generation:
             return 304, [], b""
         return reply[0], [*reply[1], ("x-goog-generation", generation)], reply[2]
@@ -260,7 +269,7 @@ class Handler(BaseHTTPRequestHandler):
     def _control(self, body: bytes) -> None:
         server = self.server
         with server.state:
-            found = {"requests": server.kinds, "faults": server.faults}
+            found = {"requests": server.kinds, "bytes": server.bytes, "faults": server.faults}
             server.start_plan(FaultPlan(**json.loads(body)))
         self._reply(200, [], json.dumps(found).encode())
 

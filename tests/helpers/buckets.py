@@ -30,7 +30,7 @@ class Bucket:
         self.scheme, self.proxy, self.emulator = scheme, proxy, emulator
 
     def plan(self, **plan: Any) -> dict[str, dict[str, int]]:
-        """Set the faults (`FaultPlan`). Return the requests and the faults since the last call, by kind."""
+        """Set the faults (`FaultPlan`). Return the requests, bytes and faults since the last call, by kind."""
         request = urllib.request.Request(f"{self.proxy}/-/plan", json.dumps(plan).encode(), method="POST")
         with urllib.request.urlopen(request) as reply:
             return json.load(reply)

@@ -300,6 +300,36 @@ def test_jobset(launcher, stubs, write):
     check_flags(flags, "configs/scaling.py", f"/mnt/shared/runs/scaling/{NAME}")
 
 
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_run_in_a_bucket_needs_no_volume_and_no_credentials(launcher, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("gcsfs")
+    secrets = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "GOOGLE_APPLICATION_CREDENTIALS")
+    for name in secrets:
+        monkeypatch.setenv(name, "a-secret-that-nothing-writes")
+    monkeypatch.chdir(tmp_path)
+    settings = [setting for setting in SETTINGS[launcher] if setting.partition("=")[0] not in ("mount", "claim")]
+    grid = ["size=1.4b", "architecture=diff", "seed=0"]
+    flags = [
+        f"--config={ROOT}/configs/scaling.py",
+        "--out=gs://bucket/deep/scaling",
+        "--config.data.path=gs://bucket/store",
+    ]
+    assert sweep.main([*flags, "--grid", *grid, f"--launcher={launcher}", "--set", *settings]) == 0
+    [job] = (tmp_path / "jobs" / "scaling").iterdir()
+    assert capsys.readouterr().out == f"{LAUNCHERS[launcher].submit} jobs/scaling/{job.name}\n"
+    text = job.read_text()
+    assert f"--workdir=gs://bucket/deep/scaling/{NAME} --config.data.path=gs://bucket/store" in text
+    assert "secret" not in text
+    assert not re.search("shared( volume)?$|mnt|claim|begin:|end:", text, re.MULTILINE)
+    if job.suffix == ".yaml":
+        pod = yaml.safe_load(text)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+        volumes = [{"name": "shm", "emptyDir": {"medium": "Memory"}}] if launcher == "jobset-gpu" else None
+        assert pod.get("volumes") == volumes
+        assert "securityContext" not in pod
+    else:
+        subprocess.run(["bash", "-n", job], check=True)
+
+
 @pytest.mark.parametrize("extra", ["cuda", "tpu"])
 def test_dockerfile(extra, stubs):
     text = (TEMPLATES / f"{extra}.Dockerfile").read_text()
@@ -337,6 +367,7 @@ def test_dockerfile(extra, stubs):
     (call,) = stubs.calls("pip")
     assert call[call.index("--constraint") + 1] == "constraints.txt"
     assert call[-1].startswith(f"jax[{'cuda13' if extra == 'cuda' else 'tpu'}]>=")
+    assert {"gcsfs", "s3fs"} <= {word.partition(">=")[0] for word in call}
     assert call[call.index("-r") + 1] == "requirements.txt"
 
 

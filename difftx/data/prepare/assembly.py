@@ -6,26 +6,37 @@ import hashlib
 import io
 import itertools
 import json
-import shutil
 import zipfile
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from difftx.data.blocks import BlockHasher
 from difftx.data.prepare.job import Job
 from difftx.data.prepare.readers import Conversation, Document, Source, Unit
 from difftx.data.store import SPLITS, sha256_of, shard_file, write_meta
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import RunError, UserError
-from difftx.files import new_file, read_record, write_atomically, write_record
+from difftx.files import (
+    list_folder,
+    new_file,
+    read_file,
+    read_record,
+    remove_file,
+    remove_folder,
+    size_of,
+    write_atomically,
+    write_record,
+)
+from difftx.storage import objects
+from difftx.storage.paths import AnyPath, is_bucket
 
 ARRAYS = ("tokens", "lengths", "prompts", "sizes", "hashes", "ids", "summary")  # Names of the arrays in a unit's file.
 HOW_TO_SKIP = "repair it, or leave such documents out with --on_error=skip"
 SKIPPED = "skipped.txt"
 
-type Selection = tuple[int, int, np.ndarray]  # Source index, unit index, and mask of the unit's documents to take.
+type Selection = tuple[AnyPath, np.ndarray]  # File of a unit, and mask of the unit's documents to take.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +52,12 @@ class UnitSummary:
     problems: list[str]  # One message per unreadable document, which is left out.
 
 
-def unit_file(job: Job, source: int, index: int) -> Path:
-    """Return the path of the file of unit `index` of a source."""
-    return job.units / f"{source:05d}-{index:06d}.npz"
+def unit_file(job: Job, source: int, index: int, state: str = "") -> AnyPath:
+    """Return the path of the file of unit `index` of a source.
+
+    In a bucket, its name has the `state` of the source, because a process that has lost its lock may write late.
+    """
+    return job.units / f"{source:05d}-{index:06d}{f'-{state}' if is_bucket(job.out) else ''}.npz"
 
 
 def encode_unit(job: Job, unit: Unit) -> UnitSummary:
@@ -72,7 +86,7 @@ def encode_unit(job: Job, unit: Unit) -> UnitSummary:
     sizes = np.array([len(d.utf8) for d in documents], np.int64)
     ids = "".join(json.dumps(d.id, ensure_ascii=False) + "\n" for d in documents if job.fields.id is not None)
     summary = UnitSummary(unit.end, unit.last, unit.input_bytes, int(sizes.sum()), len(tokens), empty, problems)
-    with new_file(unit_file(job, unit.source, unit.index)) as file:
+    with new_file(unit_file(job, unit.source, unit.index, unit.state)) as file:
         np.savez(
             file,
             tokens=tokens,
@@ -111,36 +125,52 @@ def _encode(encoding: Tokenizer, document: Document) -> tuple[np.ndarray, np.nda
 
 def discard_corrupt_units(job: Job) -> Iterator[str]:
     """Delete the corrupt unit files of an earlier run, and yield a message for each."""
-    for file in sorted(job.units.glob("*.npz")):
-        data = io.BytesIO(file.read_bytes())
+    for file in (job.units / name for name in sorted(list_folder(job.units)) if name.endswith(".npz")):
+        data = io.BytesIO(read_file(file) or b"")
         try:
             with zipfile.ZipFile(data) as archive:  # `testzip` compares the CRCs.
                 intact = set(archive.namelist()) == {f"{name}.npy" for name in ARRAYS} and archive.testzip() is None
         except Exception:  # zipfile raises many types of exceptions for corrupt archives.
             intact = False
         if not intact:
-            file.unlink()
+            remove_file(file)
             yield f"{file}: corrupt; tokenising that part of the input again"
 
 
-def finished_units(job: Job, source: Source) -> list[UnitSummary]:
-    """Return the summaries of a source's tokenised units, up to the first unit that has no file."""
-    summaries: list[UnitSummary] = []
-    while (file := unit_file(job, source.index, len(summaries))).exists():
-        with np.load(file) as archive:
-            summaries.append(UnitSummary(**json.loads(archive["summary"].tobytes())))
-    return summaries
+def finished_units(job: Job, sources: Sequence[Source]) -> dict[int, list[UnitSummary]]:
+    """Return the summaries of each source's tokenised units, up to the first unit that has no file."""
+    names = list_folder(job.units)
+    return {source.index: [_summary(archive) for _, archive in _archives(job, source, names)] for source in sources}
 
 
-def units_to_do(job: Job, sources: Sequence[Source]) -> Iterator[Unit]:
-    """Read and yield the units that have no file yet."""
+def _archives(job: Job, source: Source, names: Container[str]) -> Iterator[tuple[AnyPath, Mapping[str, np.ndarray]]]:
+    """Yield path and content of a source's unit files, up to the first that is not in `names`."""
+    for index in itertools.count():
+        if (file := unit_file(job, source.index, index, source.state)).name not in names:
+            return
+        with _load(file) as archive:
+            yield file, archive
+
+
+def _load(file: AnyPath) -> Any:
+    """Open the file of a unit. An object in a bucket is read as a whole."""
+    return np.load(io.BytesIO(read_file(file) or b"") if is_bucket(file) else file)
+
+
+def _summary(archive: Mapping[str, np.ndarray]) -> UnitSummary:
+    return UnitSummary(**json.loads(archive["summary"].tobytes()))
+
+
+def units_to_do(job: Job, sources: Sequence[Source], finished: Mapping[int, Sequence[UnitSummary]]) -> Iterator[Unit]:
+    """Read and yield the units that have no file yet. `finished` is the result of `finished_units`."""
+    names = list_folder(job.units)
     for source in sources:
-        finished = finished_units(job, source)
-        if finished and finished[-1].last:
+        done = finished[source.index]
+        if done and done[-1].last:
             continue
-        position = finished[-1].end if finished else 0
-        for unit in source.units(job.fields, position, len(finished)):
-            if not unit_file(job, source.index, unit.index).exists():
+        position = done[-1].end if done else 0
+        for unit in source.units(job.fields, position, len(done)):
+            if unit_file(job, source.index, unit.index, source.state).name not in names:
                 yield unit
 
 
@@ -170,13 +200,14 @@ def make_plan(job: Job, sources: Sequence[Source]) -> Plan:
     document that is also in the training input. The plan takes about 100 bytes of memory per document.
     """
     units, from_valid, lengths, hashes, problems, empty = [], [], [], [], [], 0
+    names = list_folder(job.units)
     for source in sources:
-        for index, summary in enumerate(finished_units(job, source)):
-            with np.load(unit_file(job, source.index, index)) as archive:
-                lengths.append(archive["lengths"])
-                hashes.append(archive["hashes"].reshape(-1, 2).astype(np.uint64))
+        for file, archive in _archives(job, source, names):
+            summary = _summary(archive)
+            lengths.append(archive["lengths"])
+            hashes.append(archive["hashes"].reshape(-1, 2).astype(np.uint64))
             from_valid.append(np.full(len(lengths[-1]), source.valid))
-            units.append((source.index, index, len(lengths[-1])))
+            units.append((file, len(lengths[-1])))
             problems += summary.problems
             empty += summary.empty
     if problems and not job.skip_unreadable:  # An earlier call had --on_error=skip.
@@ -205,24 +236,23 @@ def make_plan(job: Job, sources: Sequence[Source]) -> Plan:
 
 def discard_corrupt_shards(job: Job) -> Iterator[str]:
     """Delete the records of corrupt shards, so that they are written again, and yield a message for each."""
-    for file in sorted(job.shard_records.glob("*.json")):
+    for file in (job.shard_records / name for name in sorted(list_folder(job.shard_records)) if name.endswith(".json")):
         split, _, index = file.stem.partition("-")
         record = read_record(file)
         files = {} if record is None else record["files"]
-        if not files or any(
-            not (path := shard_file(job.out, split, int(index), kind)).is_file() or sha256_of(path) != expected
+        if set(files) != set(_kinds(job)) or any(
+            size_of(path := shard_file(job.out, split, int(index), kind)) is None or sha256_of(path) != expected
             for kind, expected in files.items()
         ):
-            file.unlink()
+            remove_file(file)
             yield f"{file}: the record or its shard is corrupt; writing the shard again"
 
 
 def write_shard(job: Job, shard: Shard) -> None:
     """Assemble a shard from its units, then write its record, which marks the shard as finished."""
-    if _record_file(job, shard).exists():
+    if size_of(_record_file(job, shard)) is not None:
         return
-    optional = {"ids": job.fields.id, "prompts": job.fields.has_prompts or None}
-    kinds = ["tokens", "offsets", *(kind for kind, field in optional.items() if field is not None)]
+    kinds, blocks = _kinds(job), BlockHasher()
     hashes = {kind: hashlib.sha256() for kind in kinds}
     documents, tokens, text_bytes = 0, 0, 0
     with contextlib.ExitStack() as stack:
@@ -234,10 +264,12 @@ def write_shard(job: Job, shard: Shard) -> None:
             hashes[kind].update(data)
             files[kind].write(data)
 
-        for source, unit, mask in shard.selections:
-            with np.load(unit_file(job, source, unit)) as archive:
+        for file, mask in shard.selections:
+            with _load(file) as archive:
                 length = archive["lengths"]
-                write("tokens", archive["tokens"] if mask.all() else archive["tokens"][np.repeat(mask, length)])
+                tokens_here = archive["tokens"] if mask.all() else archive["tokens"][np.repeat(mask, length)]
+                write("tokens", tokens_here)
+                blocks.update(tokens_here)
                 write("offsets", (tokens + np.cumsum(length[mask]) - length[mask]).astype("<u8"))
                 if "ids" in kinds:
                     lines = archive["ids"].tobytes().splitlines(keepends=True)
@@ -248,18 +280,26 @@ def write_shard(job: Job, shard: Shard) -> None:
                 tokens += int(length[mask].sum())
                 text_bytes += int(archive["sizes"][mask].sum())
         write("offsets", np.array([tokens], "<u8"))
+        write("blocks", blocks.hashes())
     files_sha256 = {kind: digest.hexdigest() for kind, digest in hashes.items()}
     counts = {"documents": documents, "tokens": tokens, "bytes": text_bytes}
     write_record(_record_file(job, shard), counts | {"files": files_sha256})
 
 
-def finish(job: Job, description: dict[str, Any], plan: Plan) -> None:
-    """Write `meta.json`, which makes the folder a store, and remove temporary files."""
+def _kinds(job: Job) -> list[str]:
+    """Return the kinds of files of each shard."""
+    optional = {"ids": job.fields.id, "prompts": job.fields.has_prompts or None}
+    return ["tokens", "offsets", "blocks", *(kind for kind, field in optional.items() if field is not None)]
+
+
+def finish(job: Job, description: dict[str, Any], plan: Plan, check: Callable[[], None]) -> None:
+    """Write `meta.json`, which makes the folder a store, and remove temporary files. `check` comes from `open_job`."""
     meta = description | {"empty": plan.empty, "skipped": len(plan.problems), "splits": {}}
     for split in SPLITS:
         shards = [_meta_entry(job, shard) for shard in plan.shards if shard.split == split]
-        for leftover in (job.out / split).glob(".*"):  # Temporary files of a killed run.
-            leftover.unlink()
+        if not is_bucket(job.out):
+            for leftover in (job.out / split).glob(".*"):  # Temporary files of a killed run.
+                leftover.unlink()
         meta["splits"][split] = {
             **{name: sum(shard[name] for shard in shards) for name in ("documents", "tokens", "bytes")},
             "duplicates": plan.duplicates[split],
@@ -267,8 +307,12 @@ def finish(job: Job, description: dict[str, Any], plan: Plan) -> None:
         }
     if plan.problems:
         write_atomically(job.out / SKIPPED, "".join(f"{problem}\n" for problem in plan.problems))
+    for name in list_folder(job.out):
+        if name.startswith(objects.PROBE):  # Of a killed run.
+            remove_file(job.out / name)
+    check()
     write_meta(job.out, meta)
-    shutil.rmtree(job.work)
+    remove_folder(job.work)
 
 
 def _meta_entry(job: Job, shard: Shard) -> dict[str, Any]:
@@ -279,7 +323,7 @@ def _meta_entry(job: Job, shard: Shard) -> dict[str, Any]:
     return record
 
 
-def _record_file(job: Job, shard: Shard) -> Path:
+def _record_file(job: Job, shard: Shard) -> AnyPath:
     return job.shard_records / f"{shard.split}-{shard.index:05d}.json"
 
 
@@ -299,13 +343,17 @@ def _held_out(hash_: np.ndarray, fraction: float) -> np.ndarray:
     return valid if valid.any() else hash_ == hash_.min()
 
 
-def _shards_of(split: str, units: Sequence[tuple[int, int, int]], shard_of: np.ndarray) -> list[Shard]:
-    """Return the shards of a split. `shard_of` has the shard of each document, or -1 if it is not in the split."""
+def _shards_of(split: str, units: Sequence[tuple[AnyPath, int]], shard_of: np.ndarray) -> list[Shard]:
+    """Return the shards of a split.
+
+    `units` has the file and the number of documents of each unit, and `shard_of` the shard of each document, or -1 if
+    the document is not in the split.
+    """
     selections: list[list[Selection]] = [[] for _ in range(int(shard_of.max()) + 1)]
     start = 0
-    for source, unit, documents in units:
+    for file, documents in units:
         shards = shard_of[start : start + documents]
         for shard in np.unique(shards[shards >= 0]):
-            selections[shard].append((source, unit, shards == shard))
+            selections[shard].append((file, shards == shard))
         start += documents
     return [Shard(split, index, tuple(each)) for index, each in enumerate(selections)]

@@ -8,11 +8,9 @@ import hashlib
 import importlib.metadata
 import itertools
 import json
-import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,8 +18,14 @@ from difftx.data.prepare.readers import Fields, Source, load_hugging_face
 from difftx.data.store import FORMAT, SPLITS, is_store, read_meta
 from difftx.data.tokenizer import Tokenizer, load_tokenizer
 from difftx.errors import UserError
-from difftx.files import read_record, write_record
+from difftx.files import json_sha256, list_folder, read_record, remove_file, remove_folder, size_of, write_record
 from difftx.registry import loaded_extensions
+from difftx.storage import objects
+from difftx.storage.lock import BucketLock, LockedError
+from difftx.storage.paths import AnyPath, is_bucket
+
+if TYPE_CHECKING:
+    from etils import epath
 
 # If only these fields of meta.json change, an unfinished store can be resumed with its tokenised text. They assign
 # documents to splits and shards, or describe the input files. `_resume_or_start` finds the files that have changed.
@@ -34,6 +38,9 @@ FIELDS_WITHOUT_EFFECT_ON_UNITS = (
     "shard_tokens",
 )
 
+DESCRIBED = 8  # Most objects of a folder that are described one by one. More are listed.
+TAKEOVER_SECONDS = 60.0  # Time without a renewal after which another process may take the lock in a bucket.
+
 _load_tokenizer = functools.cache(load_tokenizer)  # Cached, because every task has a new copy of the job.
 
 
@@ -43,7 +50,7 @@ class Job:
 
     input: str
     valid_input: str | None
-    out: Path
+    out: AnyPath
     tokenizer: str
     end_of_text: str | None  # Name of the end-of-text token, for tokenizers whose files do not name one.
     fields: Fields
@@ -55,21 +62,21 @@ class Job:
     runner_options: str
 
     @property
-    def work(self) -> Path:
+    def work(self) -> AnyPath:
         """Folder of intermediate files, deleted when the store is finished."""
         return self.out / ".prepare"
 
     @property
-    def units(self) -> Path:
+    def units(self) -> AnyPath:
         return self.work / "units"
 
     @property
-    def shard_records(self) -> Path:
+    def shard_records(self) -> AnyPath:
         """Folder with one JSON file per finished shard, which has the shard's entry for `meta.json`."""
         return self.work / "shards"
 
     @property
-    def journal(self) -> Path:
+    def journal(self) -> AnyPath:
         return self.work / "job.json"
 
     @property
@@ -122,67 +129,117 @@ def _messages(job: Job) -> dict[str, str]:
 
 
 def input_states(sources: Sequence[Source]) -> dict[str, list[Any]]:
-    """Return the size and modification time of each file, or the fingerprint of a data set, to detect changes."""
+    """Return the size and modification time of each file, or the fingerprint of a data set, to detect changes.
+
+    Objects in buckets have their version in place of the time.
+    """
     states: dict[str, list[Any]] = {}
+    in_folders: dict[epath.Path, list[epath.Path]] = {}
     for source in sources:
         for file in source.files:
             if source.kind == "hf":
                 states[str(file)] = [load_hugging_face(str(file))._fingerprint]
+            elif is_bucket(file):
+                in_folders.setdefault(file.parent, []).append(file)
             else:
                 stat = file.stat()
                 states[str(file)] = [stat.st_size, stat.st_mtime_ns]
+    for folder, files in in_folders.items():
+        listed = objects.describe_below(folder) if len(files) > DESCRIBED else {}
+        for file in files:
+            if (found := listed.get(file.name) or objects.describe(file)) is None:
+                raise UserError(f"{file}: deleted while it was read; run the same command again")
+            states[str(file)] = [found.size, found.version]
     return states
 
 
+def with_states(sources: Sequence[Source]) -> list[Source]:
+    """Return the sources with their field `state`."""
+    states = input_states(sources)
+    contents = ([source.held_out, *(states[str(file)] for file in source.files)] for source in sources)
+    return [
+        dataclasses.replace(source, state=json_sha256(content)[:8])
+        for source, content in zip(sources, contents, strict=True)
+    ]
+
+
 @contextlib.contextmanager
-def open_job(job: Job, description: dict[str, Any], sources: Sequence[Source]) -> Iterator[bool]:
-    """Lock the folder `job.out` for this process. Yield False if it already holds the finished store, else True."""
+def open_job(job: Job, description: dict[str, Any], sources: Sequence[Source]) -> Iterator[Callable[[], None] | None]:
+    """Lock the folder `job.out` for this process. Yield None if it already holds the finished store.
+
+    Otherwise, yield a function to call before `finish`. It raises `RunError` if another process has taken the lock.
+    """
     if is_store(job.out):
         meta = read_meta(job.out)
         if difference := _difference({name: meta[name] for name in description}, description):
             raise UserError(f"--out={job.out}: holds a store of other {difference}; choose another --out, or delete it")
-        shutil.rmtree(job.work, ignore_errors=True)
-        yield False
+        remove_folder(job.work)
+        yield None
         return
-    others = [path for path in job.out.iterdir() if path != job.work] if job.out.exists() else []
-    if others and not job.journal.exists():
+    others = {name for name in list_folder(job.out) if not name.startswith(objects.PROBE)} - {job.work.name}
+    if others and size_of(job.journal) is None:
         raise UserError(f"--out={job.out}: not empty, and no unfinished store; choose another folder")
-    job.work.mkdir(parents=True, exist_ok=True)
-    with (job.work / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UserError(f"--out={job.out}: another `difftx prepare` is at work there") from error
-        inputs = [{"held_out": source.held_out, **input_states([source])} for source in sources]
+    with _locked(job) as check:
+        states = input_states(sources)
+        inputs = [{"held_out": s.held_out} | {str(file): states[str(file)] for file in s.files} for s in sources]
         _resume_or_start(job, {"description": description, "inputs": inputs})
-        yield True
+        yield check
+
+
+@contextlib.contextmanager
+def _locked(job: Job) -> Iterator[Callable[[], None]]:
+    """Lock the work folder. Yield a function that raises `RunError` if this process has lost the lock."""
+    busy = f"--out={job.out}: another `difftx prepare` is at work there"
+    if is_bucket(job.work):
+        with contextlib.ExitStack() as stack:
+            try:
+                lock = BucketLock(job.work / "lock", takeover_seconds=TAKEOVER_SECONDS, wait_seconds=0)
+                stack.enter_context(lock)
+            except LockedError as error:
+                raise UserError(busy) from error
+            yield lock.check
+        return
+    job.work.mkdir(parents=True, exist_ok=True)
+    with (job.work / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(busy) from error
+        yield lambda: None
 
 
 def _resume_or_start(job: Job, journal: dict[str, Any]) -> None:
     """Delete the units of changed sources, delete the shards if anything has changed, and write the journal."""
     shard_folders = (job.shard_records, *(job.out / split for split in SPLITS))
-    if job.journal.exists():
-        before = read_record(job.journal)
+    if size_of(job.journal) is not None:
+        before: dict[str, Any] | None = read_record(job.journal)
         if before is None:
             print(f"{job.journal}: corrupt; preparing everything again", file=sys.stderr)
             before = {"description": {}, "inputs": []}
         elif difference := _difference(before["description"], journal["description"], FIELDS_WITHOUT_EFFECT_ON_UNITS):
             advice = f"choose another --out, or delete {job.out}"
             raise UserError(f"{difference}: differs from the unfinished run in {job.work}; {advice}")
-        inputs = itertools.zip_longest(before["inputs"], journal["inputs"], fillvalue={})
-        for source, (old, new) in enumerate(inputs):
-            if old != new:
-                if changed := [name for name in old if name in new and old[name] != new[name]]:
-                    what = changed[-1] if changed != ["held_out"] else "--valid_fraction"
-                    print(f"{what}: changed since the unfinished run; tokenising again", file=sys.stderr)
-                for unit in job.units.glob(f"{source:05d}-*.npz"):
-                    unit.unlink()
+        _remove_units_of_changed(job, before["inputs"], journal["inputs"])
         if before != journal:
             for folder in shard_folders:
-                shutil.rmtree(folder, ignore_errors=True)
+                remove_folder(folder)
     write_record(job.journal, journal)  # Before the folders, because `open_job` rejects folders without a journal.
-    for folder in (job.units, *shard_folders):
-        folder.mkdir(exist_ok=True)
+    if not is_bucket(job.out):
+        for folder in (job.units, *shard_folders):
+            folder.mkdir(exist_ok=True)
+
+
+def _remove_units_of_changed(job: Job, before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> None:
+    """Delete the units of sources that differ between two journals."""
+    units = list_folder(job.units)
+    for source, (old, new) in enumerate(itertools.zip_longest(before, now, fillvalue={})):
+        if old != new:
+            if changed := [name for name in old if name in new and old[name] != new[name]]:
+                what = changed[-1] if changed != ["held_out"] else "--valid_fraction"
+                print(f"{what}: changed since the unfinished run; tokenising again", file=sys.stderr)
+            for name in units:
+                if name.startswith(f"{source:05d}-"):
+                    remove_file(job.units / name)
 
 
 def _difference(old: dict[str, Any], new: dict[str, Any], ignored: Sequence[str] = ()) -> str:

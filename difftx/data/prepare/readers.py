@@ -13,9 +13,19 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from difftx.data.chat_template import ChatTemplate
-from difftx.data.records import LONGEST_DOCUMENT, OPENERS, READ_ERRORS, TOO_LONG, open_stream, why_unreadable
+from difftx.data.records import (
+    LONGEST_DOCUMENT,
+    OPENERS,
+    READ_ERRORS,
+    TOO_LONG,
+    bucket_files,
+    open_stream,
+    why_unreadable,
+)
 from difftx.errors import UserError, import_extra
+from difftx.files import open_file
 from difftx.registry import Registry
+from difftx.storage.paths import AnyPath, is_bucket, path_of
 
 UNIT_BYTES = 4 * 2**20
 HUGGING_FACE = "hf:"
@@ -77,7 +87,7 @@ type Found = Document | Conversation | UserError
 class Lines:
     """Whole lines of JSON from byte `start` of a decompressed file. Each line that is not blank is a document."""
 
-    file: Path
+    file: AnyPath
     start: int
     data: bytes
 
@@ -117,7 +127,7 @@ class Lines:
 class Texts:
     """Text files, each of which is a document with its path as id."""
 
-    files: tuple[tuple[Path, bytes | UserError], ...]  # Path and content of each file, or the error of reading it.
+    files: tuple[tuple[AnyPath, bytes | UserError], ...]  # Path and content of each file, or the error of reading it.
     start: int = 0  # Byte at which the content starts in its file. It is not 0 for the held-out end of a single file.
 
     def documents(self, fields: Fields) -> Iterator[Found]:
@@ -160,6 +170,7 @@ class Unit:
     end: int  # Position at which the next unit starts: a byte of the decompressed file, or a row of the table.
     input_bytes: int  # Size of the unit in bytes of the file, which may be compressed.
     last: bool = False  # Whether this is the last unit of the source.
+    state: str = ""  # That of the source.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,10 +179,11 @@ class Source:
 
     index: int
     kind: str  # "texts", "hf", or a name in `READERS`.
-    files: tuple[Path, ...]  # Paths. For "hf", the only entry is NAME[:SPLIT[:CONFIG]].
+    files: tuple[AnyPath, ...]  # Paths. For "hf", the only entry is NAME[:SPLIT[:CONFIG]].
     size: int  # Size on disk in bytes.
     valid: bool  # Whether the source is validation text.
     held_out: float | None = None  # Share at the end of a single text that is validation text.
+    state: str = ""  # Text that changes with the files, from `with_states`.
 
     def units(self, fields: Fields, position: int = 0, index: int = 0) -> Iterator[Unit]:
         """Read and yield unit `index`, which starts at `position`, and all later units."""
@@ -179,7 +191,7 @@ class Source:
         # Read one unit ahead to identify the last unit.
         for unit, following in itertools.pairwise(itertools.chain(numbered, [None])):
             assert unit is not None
-            yield dataclasses.replace(unit, last=following is None)
+            yield dataclasses.replace(unit, last=following is None, state=self.state)
 
     def _chunks(self, fields: Fields, position: int) -> Iterator[Chunk]:
         read = {"texts": _read_texts, "hf": _read_hugging_face}.get(self.kind) or READERS[self.kind]
@@ -208,9 +220,9 @@ def sources_of(pattern: str, *, valid: bool, first_index: int) -> list[Source]:
         return [Source(first_index, "hf", (Path(name),), load_hugging_face(name).data.nbytes, valid)]
     files = _input_files(pattern, "--valid_input" if valid else "--input")
     sources: list[Source] = []
-    for file in files:
+    for file, size in files.items():
         ending = (Path(file.stem) if file.suffix in OPENERS else file).suffix.removeprefix(".")
-        kind, size = ending if ending in READERS else "texts", file.stat().st_size
+        kind = ending if ending in READERS else "texts"
         if sources and kind == "texts" == sources[-1].kind and sources[-1].size < UNIT_BYTES:
             group = sources[-1]  # Small texts are read together, as one source.
             sources[-1] = dataclasses.replace(group, files=(*group.files, file), size=group.size + size)
@@ -219,9 +231,14 @@ def sources_of(pattern: str, *, valid: bool, first_index: int) -> list[Source]:
     return sources
 
 
-def _input_files(pattern: str, flag: str) -> list[Path]:
-    """Return the sorted files of a path, folder or glob. Within a folder, names that begin with a dot are left out."""
-    path = Path(pattern)
+def _input_files(pattern: str, flag: str) -> dict[AnyPath, int]:
+    """Return the size of each file of a path, folder or glob. In folders, names that begin with a dot are left out."""
+    path = path_of(flag, pattern)
+    if is_bucket(path):
+        sizes: dict[AnyPath, int] = {file: description.size for file, description in bucket_files(path).items()}
+        if not sizes:
+            raise UserError(f"{flag}={pattern}: no such object or folder, and no object matches it as a glob")
+        return sizes
     if path.is_dir():
         found = (f for f in path.rglob("*") if not any(part.startswith(".") for part in f.relative_to(path).parts))
     elif path.exists():
@@ -232,7 +249,7 @@ def _input_files(pattern: str, flag: str) -> list[Path]:
     if not files:
         reason = "the folder holds no files" if path.is_dir() else "no such file, and no file matches it as a glob"
         raise UserError(f"{flag}={pattern}: {reason}")
-    return files
+    return {file: file.stat().st_size for file in files}
 
 
 @functools.cache
@@ -250,7 +267,7 @@ def load_hugging_face(name: str) -> Any:
 def _read_lines(source: Source, fields: Fields, position: int) -> Iterator[Chunk]:
     file = source.files[0]
     opener = OPENERS.get(file.suffix, lambda stored, mode: stored)
-    with file.open("rb") as stored, cast(BinaryIO, opener(stored, "rb")) as stream:
+    with open_file(file) as stored, cast(BinaryIO, opener(stored, "rb")) as stream:
         stream.seek(position)
         before = stored.tell()
         while data := stream.read(UNIT_BYTES):
@@ -271,7 +288,7 @@ def _read_lines(source: Source, fields: Fields, position: int) -> Iterator[Chunk
 
 
 def _read_texts(source: Source, fields: Fields, position: int) -> Iterator[Chunk]:
-    texts: list[tuple[Path, bytes | UserError]] = []
+    texts: list[tuple[AnyPath, bytes | UserError]] = []
     for file in source.files:
         try:
             with open_stream(file) as stream:
@@ -301,7 +318,8 @@ def validation_start(text: bytes, share: float) -> int:
 def _read_parquet(source: Source, fields: Fields, position: int) -> Iterator[Chunk]:
     pyarrow, parquet = import_extra("pyarrow", "parquet"), import_extra("pyarrow.parquet", "parquet")
     try:
-        table = parquet.ParquetFile(source.files[0])
+        file = source.files[0]
+        table = parquet.ParquetFile(open_file(file) if is_bucket(file) else file)
         columns = [name for name in fields.names if name in table.schema_arrow.names]
         batches = table.iter_batches(batch_size=1024, columns=columns)
         # `to_pylist` returns an empty list for a batch without columns.
@@ -343,7 +361,7 @@ def read_rows(
         yield _unreadable(source.files[0], f"{name}: the table has no rows", source.size)
 
 
-def _unreadable(file: Path, reason: str, input_bytes: int = 0) -> Chunk:
+def _unreadable(file: AnyPath, reason: str, input_bytes: int = 0) -> Chunk:
     """Return a chunk that stands for a file, or for the rest of it, that cannot be read."""
     return Texts(((file, UserError(reason)),)), 0, input_bytes
 

@@ -37,12 +37,13 @@ class Workers(contextlib.AbstractContextManager):
 
     def encode_units(self, sources: Sequence[Source]) -> None:
         """Tokenise the units that have no file yet. This process reads them, and the workers tokenise them."""
-        before = [summary.input_bytes for source in sources for summary in finished_units(self._job, source)]
+        finished = finished_units(self._job, sources)
+        before = [summary.input_bytes for summaries in finished.values() for summary in summaries]
         size = max(1, sum(source.size for source in sources))
         line = f"{{share:.0%}} of {size / 1e6:,.1f} MB, {{text}}, {{seconds:,.0f}} s left"
         text_bytes, tokens, start = 0, 0, time.monotonic()
         with Work() as work, work.task("tokenising", size, done=sum(before), line=line) as advance:
-            for done in self._map(encode_unit, units_to_do(self._job, sources)):
+            for done in self._map(encode_unit, units_to_do(self._job, sources, finished)):
                 text_bytes += done.text_bytes
                 tokens += done.tokens
                 seconds = max(time.monotonic() - start, 1e-9)
@@ -81,8 +82,8 @@ class Workers(contextlib.AbstractContextManager):
 class BeamWorkers:
     """Workers on the machines of an Apache Beam runner, with the methods of `Workers`.
 
-    Every machine must have difftx installed and must see the input and --out under the same paths (NFS, or a mounted
-    bucket). Each method waits until its pipeline has finished.
+    Every machine must have difftx installed and must see the input and --out under the same paths (NFS, or a bucket).
+    Each method waits until its pipeline has finished.
     """
 
     def __init__(self, job: Job):
@@ -96,7 +97,7 @@ class BeamWorkers:
 
     def encode_units(self, sources: Sequence[Source]) -> None:
         beam, job = self._beam, self._job
-        read = beam.FlatMap(lambda source: units_to_do(job, [source]))
+        read = beam.FlatMap(lambda source: units_to_do(job, [source], finished_units(job, [source])))
         self._run(sources, read, beam.Reshuffle(), beam.Map(lambda unit: encode_unit(job, unit)))
 
     def write_shards(self, shards: Sequence[Shard]) -> None:

@@ -3,16 +3,17 @@
 
 import dataclasses
 import re
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 
 from difftx.config import Config
 from difftx.data.packing import PackedRows
-from difftx.data.sources import open_split, read_texts, text_files
+from difftx.data.sources import may_be_store, open_split, read_texts, text_files
 from difftx.data.store import META
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import UserError
+from difftx.storage.paths import AnyPath, path_of
 from difftx.training.run import Run
 
 FIELD = "eval.needle.haystack"
@@ -82,7 +83,7 @@ def find_boundaries(tokens: np.ndarray, tokenizer: Tokenizer, *, longest: int) -
 def read_haystack(run: Run, *, longest: int) -> np.ndarray:
     """Return the token ids of the text at `eval.needle.haystack`, or by default of the first validation set of text."""
     path, limit = run.config.eval.needle.haystack, max(TEXT_TOKENS, 4 * longest)
-    if path is not None and not Path(path).is_dir():
+    if path is not None and not may_be_store(path_of(FIELD, path)):
         tokens = _encode_files(run, path, limit)
     else:
         stores = [rows.store for rows in run.data.valid.values() if isinstance(rows, PackedRows)]
@@ -97,12 +98,13 @@ def read_haystack(run: Run, *, longest: int) -> np.ndarray:
     return tokens
 
 
-def haystack_files(config: Config) -> list[Path]:
+def haystack_files(config: Config) -> Sequence[AnyPath]:
     """Return the haystack's files. For a token store, that is only its metadata file, which has the others' hashes."""
     path = config.eval.needle.haystack
     if path is None:
         return []
-    return [Path(path) / META] if Path(path).is_dir() else text_files(path, FIELD)
+    folder = path_of(FIELD, path)
+    return [folder / META] if may_be_store(folder) else text_files(path, FIELD)
 
 
 def _encode_files(run: Run, path: str, limit: int) -> np.ndarray:

@@ -8,7 +8,7 @@ RUN useradd --uid 1000 --create-home --home-dir /difftx difftx
 WORKDIR /difftx
 COPY pyproject.toml requirements.txt constraints.txt ./
 RUN pip install --no-cache-dir -r requirements.txt --constraint constraints.txt \
-    $(python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['cuda'])")
+    $(python -c "import tomllib; extras = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; print(*extras['gcs'], *extras['s3'], *extras['cuda'])")
 COPY configs configs
 COPY difftx difftx
 COPY train.py eval.py ./

@@ -2,13 +2,12 @@
 
 import concurrent.futures
 import dataclasses
-import errno
 import hashlib
 import importlib.metadata
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +20,7 @@ from difftx.files import (
     check_link,
     json_sha256,
     list_folder,
+    open_file,
     read_file,
     read_json,
     retry_read,
@@ -60,7 +60,6 @@ SHAPE = {
     "arrays": {str: {"shape": [int], "dtype": str}},
     "files": {str: {"bytes": int}},
 }
-RANGE_BYTES = 2**25  # Size of the parts in which an object is read.
 
 
 class OtherFormatError(UserError):
@@ -262,37 +261,21 @@ def _damaged_file(folder: AnyPath, manifest: Manifest, *, content: bool) -> str 
 
 def xxh3_of(file: AnyPath) -> str:
     """Return the XXH3-128 of a file in hexadecimal. It detects corruption, but not deliberate changes."""
-    if is_bucket(file):
-        digest = xxhash.xxh3_128()
-        for part in _ranges(file):
-            digest.update(part)
-        return digest.hexdigest()
-
-    def read() -> str:
-        with file.open("rb", buffering=0) as stream:
-            return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
-
-    return retry_read(file, read)
+    return _digest_of(file, xxhash.xxh3_128).hexdigest()
 
 
 def crc32c_of(file: AnyPath) -> str:
     """Return the CRC32C of a file in hexadecimal, for a copy of a checkpoint from Google Cloud Storage."""
     google_crc32c = import_extra("google_crc32c", "gcs")
-    if is_bucket(file):
-        digest = google_crc32c.Checksum()
-        for part in _ranges(file):
-            digest.update(part)
-        return digest.digest().hex()
-    return retry_read(file, lambda: google_crc32c.Checksum(file.read_bytes()).digest().hex())
+    return _digest_of(file, google_crc32c.Checksum).digest().hex()
 
 
-def _ranges(path: "epath.Path") -> Iterator[bytes]:
-    """Yield the content of an object in parts."""
-    described = objects.describe(path)
-    if described is None:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    for start in range(0, described.size, RANGE_BYTES):
-        yield objects.read_range(path, start, min(start + RANGE_BYTES, described.size))
+def _digest_of(file: AnyPath, algorithm: Callable[[], Any]) -> Any:
+    def read() -> Any:
+        with open_file(file) as stream:
+            return hashlib.file_digest(stream, algorithm)
+
+    return read() if is_bucket(file) else retry_read(file, read)
 
 
 def steps_in(folder: AnyPath) -> list[int]:

@@ -1,0 +1,173 @@
+"""Files of tokens in buckets, read by ranges through a cache on the local disk that all processes of a host share.
+
+A file of tokens consists of blocks of `BLOCK_BYTES`; the last one may be shorter. `NNNNN.blocks` of a store has the
+XXH3-64 of each block of `NNNNN.tokens`, so that every block can be verified by itself.
+
+The cache is one sparse file of S slots. Block b of an object that begins at slot s lies in slot (s + b) mod S. A slot
+may hold anything: a reader compares it with the hash of the block that it expects, and reads the block from the bucket
+if they differ. Therefore, several writers, killed processes and faulty disks do no harm, no lock is needed, and the
+file cannot become larger than its limit. The block that was in the slot before is lost.
+"""
+
+import functools
+import itertools
+import os
+import sys
+import time
+from collections.abc import Buffer, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+
+from difftx.errors import UserError
+from difftx.storage import objects
+
+if TYPE_CHECKING:
+    from etils import epath
+
+BLOCK_BYTES = 2**14
+REQUEST_BLOCKS = 512  # Most blocks of one request.
+CACHE_FILE = "blocks"
+
+
+class BlockHasher:
+    """Computes the hashes of the blocks of a file whose content is given part by part."""
+
+    def __init__(self):
+        self._rest = b""
+        self._hashes: list[int] = []
+
+    def update(self, content: Buffer) -> None:
+        view = memoryview(self._rest + bytes(content))
+        whole = len(view) // BLOCK_BYTES * BLOCK_BYTES
+        self._hashes += _hashes(view[:whole])
+        self._rest = bytes(view[whole:])
+
+    def hashes(self) -> np.ndarray:
+        """Return the hash of each block, little-endian uint64."""
+        return np.array([*self._hashes, *_hashes(self._rest)], "<u8")
+
+
+def block_count(size: int) -> int:
+    """Return the number of blocks of a file of `size` bytes."""
+    return -(-size // BLOCK_BYTES)
+
+
+class BlockCache:
+    """The file of blocks in a folder. It can be pickled, and any number of threads and processes may use it."""
+
+    def __init__(self, folder: Path, limit_bytes: int):
+        """Create the file, and shorten it to the limit. Raise `UserError` if that is not possible."""
+        self._file, self._slots = folder.expanduser() / CACHE_FILE, limit_bytes // BLOCK_BYTES
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            if os.fstat(self._open).st_size > self._slots * BLOCK_BYTES:
+                os.ftruncate(self._open, self._slots * BLOCK_BYTES)
+        except OSError as error:
+            raise UserError(
+                f"data.cache_path: {self._file} cannot be written or read ({error.strerror}); name another folder"
+            ) from error
+
+    def read(self, slot: int, count: int) -> bytes:
+        """Return the content of `count` slots. What is not in the file is zero."""
+        return b"".join(self._read(*each) for each in self._parts(slot, count))
+
+    def write(self, slot: int, content: memoryview) -> None:
+        """Write blocks to consecutive slots. If the disk is full, print one line, and leave the slots as they are."""
+        try:
+            for start, count in self._parts(slot, block_count(len(content))):
+                size = count * BLOCK_BYTES
+                os.pwrite(self._open, content[:size], start * BLOCK_BYTES)
+                content = content[size:]
+        except OSError as error:
+            _print_once(f"{self._file} cannot be written ({error.strerror}); blocks are read from the bucket each time")
+
+    @functools.cached_property
+    def _open(self) -> int:
+        return os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def _read(self, slot: int, count: int) -> bytes:
+        try:
+            return os.pread(self._open, count * BLOCK_BYTES, slot * BLOCK_BYTES).ljust(count * BLOCK_BYTES, b"\0")
+        except OSError:  # A faulty disk.
+            return bytes(count * BLOCK_BYTES)
+
+    def _parts(self, slot: int, count: int) -> Iterator[tuple[int, int]]:
+        """Yield the first slot and the number of slots of each part of a sequence that begins at `slot` mod S."""
+        while count:
+            slot %= self._slots
+            part = min(count, self._slots - slot)
+            yield slot, part
+            slot, count = slot + part, count - part
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "_open"}
+
+
+class CachedObject:
+    """An object of a known size and of blocks with known hashes, read through a cache."""
+
+    def __init__(self, path: "epath.Path", size: int, hashes: np.ndarray, *, cache: BlockCache, slot: int):
+        """Take the hash of each block, uint64, and the slot of the first block."""
+        self._path, self._size, self._hashes, self._cache, self._slot = path, size, hashes, cache, slot
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Return bytes `start` … `stop - 1`. Raise `UserError` if the object does not have the blocks of the hashes."""
+        first, last = start // BLOCK_BYTES, block_count(stop)
+        content = bytearray(self._cache.read(self._slot + first, last - first))
+        missing = [
+            block for block in range(first, last) if not self._is_right(block, self._part(content, first, block))
+        ]
+        for number in range(len(objects.REREAD_SECONDS) + 1):
+            if not missing:
+                return memoryview(content)[start - first * BLOCK_BYTES : stop - first * BLOCK_BYTES]
+            if number:
+                time.sleep(objects.REREAD_SECONDS[number - 1])
+            missing = [block for run in self._fetch(missing, content, first) for block in run]
+        raise UserError(
+            f"{self._path}: changed since the store was opened, or corrupt: bytes from {missing[0] * BLOCK_BYTES} on "
+            "do not have the hash in the store; restore it, or prepare the store again"
+        )
+
+    def _fetch(self, missing: list[int], content: bytearray, first: int) -> Iterator[list[int]]:
+        """Read blocks into `content`, which begins at block `first`, and into the cache. Yield those that are wrong."""
+        runs = list(_runs(missing))
+        ranges = [(run[0] * BLOCK_BYTES, min((run[-1] + 1) * BLOCK_BYTES, self._size)) for run in runs]
+        for run, found in zip(runs, objects.read_ranges(self._path, ranges), strict=True):
+            stored = memoryview(b"" if found is None else found.content)
+            wrong = [block for block in run if not self._is_right(block, self._part(stored, run[0], block))]
+            if wrong:
+                yield wrong
+            for good in _runs(sorted(set(run) - set(wrong))):
+                begin, end = good[0] - run[0], good[-1] + 1 - run[0]
+                part = stored[begin * BLOCK_BYTES : end * BLOCK_BYTES]
+                at = (good[0] - first) * BLOCK_BYTES
+                content[at : at + len(part)] = part
+                self._cache.write(self._slot + good[0], part)
+
+    def _part(self, content: bytearray | memoryview, first: int, block: int) -> memoryview:
+        """Return a block of a content that begins with block `first`."""
+        size = min(BLOCK_BYTES, self._size - block * BLOCK_BYTES)
+        return memoryview(content)[(block - first) * BLOCK_BYTES :][:size]
+
+    def _is_right(self, block: int, content: memoryview) -> bool:
+        return xxhash.xxh3_64_intdigest(content) == self._hashes[block]
+
+
+def _hashes(content: Buffer) -> list[int]:
+    view = memoryview(content)
+    return [xxhash.xxh3_64_intdigest(view[at : at + BLOCK_BYTES]) for at in range(0, len(view), BLOCK_BYTES)]
+
+
+def _runs(blocks: list[int]) -> Iterator[list[int]]:
+    """Split ascending numbers into runs of successive ones, of at most `REQUEST_BLOCKS`."""
+    for _, run in itertools.groupby(enumerate(blocks), lambda pair: pair[1] - pair[0]):
+        for part in itertools.batched((block for _, block in run), REQUEST_BLOCKS):
+            yield list(part)
+
+
+@functools.cache
+def _print_once(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,73 @@
+"""Objects in buckets as files that are read from the start to the end, or from any position."""
+
+import errno
+import io
+import os
+import time
+from collections.abc import Buffer
+from typing import TYPE_CHECKING
+
+from difftx.errors import UnreadableError, UserError
+from difftx.storage import objects
+
+if TYPE_CHECKING:
+    from etils import epath
+
+BUFFER_BYTES = 8 * 2**20  # Bytes of a request.
+
+
+def open_object(path: "epath.Path") -> io.BufferedReader:
+    """Open an object for reading. Raise `FileNotFoundError` if it is absent.
+
+    A read raises `UserError` if another process has replaced the object since the first read.
+    """
+    found = objects.describe(path)
+    if found is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    return io.BufferedReader(_ObjectReader(path, found.size), BUFFER_BYTES)
+
+
+class _ObjectReader(io.RawIOBase):
+    """An object of a known size, read by ranges."""
+
+    def __init__(self, path: "epath.Path", size: int):
+        self.name = str(path)
+        self._path, self._size, self._position = path, size, 0
+        self._generation: bytes | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = max(0, start + offset)
+        return self._position
+
+    def readinto(self, buffer: Buffer) -> int:
+        view = memoryview(buffer).cast("B")
+        stop = min(self._position + len(view), self._size)
+        if stop <= self._position:
+            return 0
+        content = self._read(self._position, stop)
+        view[: len(content)] = content
+        self._position = stop
+        return len(content)
+
+    def _read(self, start: int, stop: int) -> bytes:
+        for pause in (*objects.REREAD_SECONDS, None):
+            [found] = objects.read_ranges(self._path, [(start, stop)])
+            if found is not None and len(found.content) == stop - start:
+                if self._generation not in (None, found.generation):
+                    raise UserError(f"{self._path}: changed while it was read; run the same command again")
+                self._generation = found.generation
+                return found.content
+            if pause is not None:
+                time.sleep(pause)
+        short = f"it has fewer than {stop} bytes; run the same command again"
+        raise UnreadableError(f"{self._path} cannot be read: {short}")
