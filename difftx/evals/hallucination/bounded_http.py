@@ -52,10 +52,10 @@ def post_json(url: str, body: Any, *, key: str | None, seconds: float) -> Respon
         # Refuse compression: a small compressed response could expand to any size.
         headers = {"Accept-Encoding": "identity"}
         try:
-            response = session.post(
+            with session.post(
                 url, json=body, auth=authorize, headers=headers, timeout=seconds, allow_redirects=False, stream=True
-            )
-            content = response.raw.read(MOST_RESPONSE_BYTES + 1, decode_content=False)
+            ) as response:
+                content = response.raw.read(MOST_RESPONSE_BYTES + 1, decode_content=False)
         except (requests.exceptions.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
             if adapter.expired.is_set() or isinstance(error, TIMEOUTS):
                 raise too_late from error
