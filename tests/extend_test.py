@@ -118,7 +118,7 @@ def test_an_extension_that_fails_is_one_line(own_registry, tmp_path, text, messa
         ([], "'temperature': no such architecture."),
         ([], "If a file of yours adds it, name the file with --extension=FILE.py"),
         (["--extension=nowhere.py"], "--extension=nowhere.py: no such file"),
-        (["--extension=gs://bucket/a.py"], "object stores are not supported"),
+        (["--extension=gs://bucket/a.py"], "this path must be on this machine"),
     ],
 )
 @pytest.mark.long

@@ -169,27 +169,29 @@ def gather(what: str, value: Any, timeout_seconds: float) -> list[Any]:
     return [json.loads(text) for _, text in sorted(_published(f"difftx/{name}").items())]
 
 
-def together(name: str, action: Callable[[], object], timeout_seconds: float) -> None:
-    """Call `action` in every process. After an error in one process, raise an error in all processes.
+def together(name: str, action: Callable[[], Any], timeout_seconds: float) -> list[Any]:
+    """Call `action` in every process, and return the results, JSON values, in the order of the processes.
 
-    A thread may call this beside the main thread, because `name`, which no other call has, identifies the call.
+    After an error in one process, raise an error in all processes. A thread may call this beside the main thread,
+    because `name`, which no other call has, identifies the call.
     """
     if jax.process_count() == 1:
-        action()
-        return
+        return [action()]
     error = None
     try:
-        action()
+        notice = {"value": action()}
     except Exception as raised:  # The other processes must learn of any error.
-        error = raised
+        error, notice = raised, {"failure": f"process {jax.process_index()}: {type(raised).__name__}: {raised}"}
     folder = f"difftx/together/{name}"
-    _publish(folder, "" if error is None else f"process {jax.process_index()}: {type(error).__name__}: {error}")
+    _publish(folder, json.dumps(notice))
     timeout = int(timeout_seconds * 1000)
     texts = [service().blocking_key_value_get(f"{folder}/{i}", timeout) for i in range(jax.process_count())]
     if error is not None:
         raise error
-    if failures := [text for text in texts if text]:
+    notices = [json.loads(text) for text in texts]
+    if failures := [notice["failure"] for notice in notices if "failure" in notice]:
         raise RunError(failures[0])
+    return [notice["value"] for notice in notices]
 
 
 def agree[T](what: str, make: Callable[[], T], describe: Callable[[T], Mapping[str, Any]], timeout_seconds: float) -> T:

@@ -126,4 +126,4 @@ def test_a_path_that_cannot_be_in_a_bucket(bucket):
     found = commands().run(["difftx", "eval", "--list", "--extension=gs://runs/a.py"])
     assert found.returncode == 2
     assert found.stderr.count("\n") == 1
-    assert "object stores are not supported" in found.stderr
+    assert "this path must be on this machine" in found.stderr

@@ -6,6 +6,7 @@ read what the other one wrote. Each process writes its own database, and the pri
 """
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -20,6 +21,7 @@ from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint.manifest import array_name
 
 STATE = "state"  # Folder of a checkpoint with the arrays.
+ZARR_METADATA = ".zarray"
 CHUNK_BYTES = 2**25  # Size from which the shards of an array are split into several chunks.
 DATA_FILE_BYTES = 2**28  # Size at which a data file ends.
 CACHE_BYTES = 2**30  # Size of the cache for chunks that several devices of a process need.
@@ -62,13 +64,16 @@ def copy_shards(tree: Any) -> dict[str, Shards]:
 
 def write_shards(folder: AnyPath, arrays: Mapping[str, Shards]) -> None:
     """Write the shards of this process to the database of the checkpoint in `folder`, in one transaction."""
-    base, context = _base(_part(folder / STATE, jax.process_index()))
+    base, context = _base(folder / own_part())
     transaction, copies = ts.Transaction(atomic=True), []
+    database = ts.KvStore.open(_database(base, writes=True), context=context).result().with_transaction(transaction)
     for name, array in arrays.items():
-        metadata = {"shape": array.shape, "chunks": array.chunk, "compressor": {"id": "zstd", "level": 1}}
-        spec = _array(_database(base, writes=True), name) | {"metadata": metadata, "dtype": array.dtype.name}
+        metadata = _zarr_metadata(array)
+        database[f"{_zarr_folder(name)}{ZARR_METADATA}"] = json.dumps(metadata)
+        # Otherwise TensorStore would send a request for the metadata of each array, which do not exist yet.
+        spec = _array(_database(base, writes=True), name) | {"metadata": metadata, "assume_metadata": True}
         spec |= {"store_data_equal_to_fill_value": True}
-        store = ts.open(spec, create=True, open=True, context=context, transaction=transaction).result()
+        store = ts.open(spec, open=True, context=context, transaction=transaction).result()
         for index, values in array.shards:
             copies.append(store[index].write(values, can_reference_source_data_indefinitely=True).copy)
     for copied in copies:  # The transaction would leave out writes that have not begun.
@@ -80,12 +85,11 @@ def merge(folder: AnyPath) -> None:
     """Merge the databases of all processes, if there are several. Their data files stay where they are."""
     if jax.process_count() == 1:
         return
-    state = folder / STATE
-    base, context = _base(state)
+    base, context = _base(folder / STATE)
     merged = ts.KvStore.open(_database(base, writes=True), context=context).result()
     transaction = ts.Transaction(atomic=True)
     for process in range(jax.process_count()):
-        part, _ = _base(_part(state, process))
+        part, _ = _base(folder / _part(process))
         source = ts.KvStore.open(_database(part), context=context).result()
         source.experimental_copy_range_to(merged.with_transaction(transaction)).result()
     transaction.commit_async().result()
@@ -150,12 +154,37 @@ def _readable(base: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _array(database: dict[str, Any], name: str) -> dict[str, Any]:
-    return {"driver": "zarr", "kvstore": database | {"path": f"{name.replace('/', '.')}/"}}
+    return {"driver": "zarr", "kvstore": database | {"path": _zarr_folder(name)}}
 
 
-def _part(state: AnyPath, process: int) -> AnyPath:
-    """Return the folder of the database of a process. That of a single process needs no merging."""
-    return state if jax.process_count() == 1 else state / f"ocdbt.process_{process}"
+def _zarr_folder(name: str) -> str:
+    return f"{name.replace('/', '.')}/"
+
+
+def _zarr_metadata(array: Shards) -> dict[str, Any]:
+    """Return the content of the file `ZARR_METADATA` of an array (zarr storage specification, version 2)."""
+    dtype = array.dtype.name if array.dtype.kind == "V" else array.dtype.str  # Such as "bfloat16", or "<f4".
+    return {
+        "zarr_format": 2,
+        "shape": array.shape,
+        "chunks": array.chunk,
+        "dtype": dtype,
+        "compressor": {"id": "zstd", "level": 1},
+        "fill_value": None,
+        "filters": None,
+        "order": "C",
+        "dimension_separator": ".",
+    }
+
+
+def own_part() -> str:
+    """Return the path of the database that this process writes, relative to the folder of a checkpoint."""
+    return _part(jax.process_index())
+
+
+def _part(process: int) -> str:
+    """Return the path of the database of a process. That of a single process needs no merging."""
+    return STATE if jax.process_count() == 1 else f"{STATE}/ocdbt.process_{process}"
 
 
 def _chunk(shard: tuple[int, ...], item_bytes: int) -> tuple[int, ...]:

@@ -2,12 +2,11 @@
 
 import concurrent.futures
 import dataclasses
-import hashlib
 import importlib.metadata
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -47,6 +46,7 @@ RESERVED = "writing"  # Field of the object at the path of a manifest in a bucke
 COMMIT_MARKERS = ("commit_success.txt", "_CHECKPOINT_METADATA")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tiktoken", "numpy")
 WeightsPart = Literal["params", "ema"]  # Part of a train state with weights: the parameters, or their average.
+PART_BYTES = 2**20  # Size of the parts of a file that are read at a time for its checksum.
 THREADS = min(8, os.cpu_count() or 1)  # Threads compute checksums in parallel, because xxhash releases the GIL.
 EXTENSIONS_SHAPE = [{"path": str, "sha256": str}]
 SHAPE = {
@@ -139,20 +139,22 @@ def manifest_text(
     return json.dumps(with_sha256(content), indent=1) + "\n"
 
 
-def describe_objects(folder: "epath.Path") -> dict[str, Any]:
+def describe_objects(folder: "epath.Path", known: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the entries of a manifest for all objects below a folder, with the checksums of the store if it has any.
 
-    Compute the XXH3-128 of objects otherwise.
+    If it has none, read the objects back and compute their XXH3-128, but for those whose entry is `known`.
     """
-    found = objects.describe_below(folder)
-    without = [name for name, described in found.items() if described.crc32c is None]
+    found, entries = objects.describe_below(folder), dict(known or {})
+
+    def checksum_of(name: str) -> dict[str, str]:
+        crc32c = found[name].crc32c
+        return {"xxh3": xxh3_of(folder / name)} if crc32c is None else {"crc32c": f"{crc32c:08x}"}
+
+    unknown = [name for name in found if name not in entries]
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        xxh3 = dict(zip(without, pool.map(xxh3_of, (folder / name for name in without)), strict=True))
-    return {
-        name: {"bytes": described.size}
-        | ({"xxh3": xxh3[name]} if name in xxh3 else {"crc32c": f"{described.crc32c:08x}"})
-        for name, described in found.items()
-    }
+        for name, checksum in zip(unknown, pool.map(checksum_of, unknown), strict=True):
+            entries[name] = {"bytes": found[name].size} | checksum
+    return entries
 
 
 def read_manifest(folder: AnyPath) -> Manifest:
@@ -272,8 +274,11 @@ def crc32c_of(file: AnyPath) -> str:
 
 def _digest_of(file: AnyPath, algorithm: Callable[[], Any]) -> Any:
     def read() -> Any:
+        digest = algorithm()
         with open_file(file) as stream:
-            return hashlib.file_digest(stream, algorithm)
+            while part := stream.read(PART_BYTES):  # The CRC32C takes `bytes` only, which hashlib.file_digest lacks.
+                digest.update(part)
+        return digest
 
     return read() if is_bucket(file) else retry_read(file, read)
 
