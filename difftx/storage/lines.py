@@ -66,6 +66,7 @@ class BucketLog:
             while objects.write_if(self._part(head.epoch, number), part, None) is None:
                 number += 1  # Another process has appended.
             now = head if self._is_current(head) else self._read_head()
+            self._require_owned(now)
             # If another process has moved the part into the head, `first` is larger by at most `PARTS`. If it is larger
             # by more, the number may be one whose part was deleted before this append.
             if now.epoch != head.epoch or now.first > number + PARTS:

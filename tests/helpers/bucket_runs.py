@@ -38,6 +38,7 @@ def train(text_file, workdir, **changes):
 
 def start(text_file, workdir, log: Path, **changes):
     """Start a training with slow steps, whose output goes to a file."""
+    log.touch()
     return commands().start(
         command(text_file, workdir, UNHURRIED, **changes), stdout=log, stderr=log, environment=child_environment(1)
     )
