@@ -126,11 +126,11 @@ test: .venv/.installed .venv/.installed-tokenizers
 # Long tests: multi-process runs and sweeps that are killed, frozen or corrupted, training of every architecture, and
 # lm-eval. Those in tests/multihost run one at a time, because their processes time out on each other after seconds.
 # The page of `difftx report` is tested in a browser if Chromium is installed.
-test-long: .venv/.installed .venv/.installed-eval .venv/.installed-tokenizers .venv/.installed-docs $(and $(CHROMIUM),.venv/.installed-browser)
-	$(BIN)/python -m pytest -n auto --dist=worksteal -m "long and not exhaustive" --ignore=tests/multihost
+test-long: .venv/.installed .venv/.installed-eval .venv/.installed-tokenizers .venv/.installed-docs .venv/.installed-buckets $(and $(CHROMIUM),.venv/.installed-browser)
+	$(BIN)/python -m pytest -n auto --dist=worksteal -m "long and not chaos and not exhaustive" --ignore=tests/multihost
 	$(BIN)/python -m pytest -m long tests/multihost
 
-chaos: .venv/.installed
+chaos: .venv/.installed .venv/.installed-buckets
 	FAULTS=$(FAULTS) SEED=$(SEED) RUN=$(RUN) JAX_PLATFORMS=cpu $(BIN)/python -m pytest -s -m "chaos and not exhaustive" tests/chaos tests/storage
 
 # Compile every kernel for TPUs and GPUs that are not attached, with libtpu and with the CUDA plugin (without its large
@@ -199,6 +199,11 @@ format: .venv/.installed-lint
 
 .venv/.installed-docs: .venv/.installed pyproject.toml
 	$(BIN)/python $(PIP_INSTALL) $(call extra,docs)
+	touch $@
+
+# Clients and emulators of Google Cloud Storage and S3.
+.venv/.installed-buckets: .venv/.installed pyproject.toml
+	$(BIN)/python $(PIP_INSTALL) $(call extra,gcs) $(call extra,s3) $(call extra,buckets-test)
 	touch $@
 
 .venv/.installed-browser: .venv/.installed pyproject.toml

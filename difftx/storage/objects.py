@@ -321,6 +321,8 @@ def _tensorstore_spec(scheme: str, bucket: str) -> tuple[dict[str, Any], dict[st
         # botocore, which s3fs uses, reads these variables. TensorStore takes an endpoint as an argument only.
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
         spec |= {"endpoint": endpoint} if endpoint else {}
+        if "AWS_ACCESS_KEY_ID" in os.environ:  # Otherwise TensorStore prints lines if ~/.aws has no settings.
+            spec["aws_credentials"] = {"type": "environment"}
     return spec, {f"{spec['driver']}_request_retries": RETRIES}
 
 

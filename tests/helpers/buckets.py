@@ -20,7 +20,8 @@ from difftx.storage import objects
 from difftx.storage.paths import AnyPath, path_of
 
 MODULES = {"gs": ("gcp_storage_emulator", "gcsfs"), "s3": ("moto", "s3fs")}
-KINDS = ("local", "gs", "s3")
+# Only `make test-long` and `make chaos` install the emulators.
+STORES = [pytest.param(scheme, marks=pytest.mark.long) for scheme in MODULES]
 
 
 class Bucket:
@@ -49,7 +50,7 @@ def buckets() -> Iterator[dict[str, Bucket]]:
 
 def _why_missing(scheme: str) -> str | None:
     missing = [name for name in MODULES[scheme] if importlib.util.find_spec(name) is None]
-    return f"{missing[0]} is not installed: pip install -e .[gcs,s3,buckets-test]" if missing else None
+    return f"{missing[0]} is not installed: make test-long installs it" if missing else None
 
 
 def _start(scheme: str, stack: contextlib.ExitStack) -> Bucket:
@@ -98,7 +99,7 @@ def _free_port() -> int:
         return listener.getsockname()[1]
 
 
-@pytest.fixture(params=["gs", "s3"])
+@pytest.fixture(params=STORES)
 def bucket(request: pytest.FixtureRequest, buckets: dict[str, Bucket]) -> Iterator[Bucket]:
     """A bucket of each store, without faults at the start and at the end."""
     if why := _why_missing(request.param):
@@ -109,7 +110,7 @@ def bucket(request: pytest.FixtureRequest, buckets: dict[str, Bucket]) -> Iterat
     found.plan()
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=["local", *STORES])
 def folder(request: pytest.FixtureRequest, buckets: dict[str, Bucket], tmp_path: Path) -> AnyPath:
     """An empty folder on each kind of storage."""
     if request.param == "local":
