@@ -55,6 +55,7 @@ def on_one_device(c, packed):
 
 
 LONG = {
+    ("diff", 2, "gather", False),
     ("diff_v2", 4, "zigzag", True),
 }
 CASES = [
