@@ -120,11 +120,13 @@ stores/novels-test/meta.json: stores/novels-text/record.json
 	rm -rf $(@D)
 	$(BIN)/python -m difftx prepare --input=$(<D)/test.jsonl.gz --valid_fraction=0 --tokenizer=bytes --out=$(@D)
 
+# Fast tests: of each part at least the strictest that is quick enough. `make test-long` has the other cases.
 test: .venv/.installed .venv/.installed-tokenizers
 	$(BIN)/python -m pytest -n auto --dist=worksteal -m "not interpreter and not long and not chaos and not exhaustive"
 
-# Long tests: multi-process runs and sweeps that are killed, frozen or corrupted, training of every architecture, and
-# lm-eval. Those in tests/multihost run one at a time, because their processes time out on each other after seconds.
+# Long tests: multi-process runs and sweeps that are killed, frozen or corrupted, training of every architecture,
+# lm-eval, whole commands, full disks and other failures of the system, and what needs many compiled programs. Those in
+# tests/multihost run one at a time, because their processes time out on each other after seconds.
 # The page of `difftx report` is tested in a browser if Chromium is installed.
 test-long: .venv/.installed .venv/.installed-eval .venv/.installed-tokenizers .venv/.installed-docs .venv/.installed-buckets $(and $(CHROMIUM),.venv/.installed-browser)
 	$(BIN)/python -m pytest -n auto --dist=worksteal -m "long and not chaos and not exhaustive" --ignore=tests/multihost

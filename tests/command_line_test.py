@@ -127,6 +127,7 @@ def test_recipes_are_found_by_name_and_by_path():
         load_config("nowhere/quickstart.py", {})
 
 
+@pytest.mark.long
 def test_a_recipe_imports_its_base_in_any_folder(tmp_path):
     """The line that the recipes of difftx use works in a user's own file, from another working directory."""
     path = tmp_path / "mine.py"

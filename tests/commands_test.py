@@ -37,18 +37,28 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     text = folder / "text.txt"
     text.write_text("".join(f"{i} squared is {i * i}.\n" for i in range(8000)))
-    flags = [*TINY_FLAGS, f"--config.data.path={text}", "--config.eval.loss_tokens=512"]
-    for architecture in ("diff", "transformer"):
-        command = [
-            "train.py",
-            f"--config=configs/quickstart.py:{architecture}",
-            f"--workdir={folder / 'runs' / architecture}",
-            "--config.checkpoint.every_steps=3",
-            *flags,
-        ]
-        result = (run_new if architecture == "diff" else run)(*command)
-        assert result.returncode == 0, result.stderr
+    result = run_new(*training_of("diff", folder))
+    assert result.returncode == 0, result.stderr
     return folder
+
+
+@pytest.fixture(scope="module")
+def both_trained(trained):
+    result = run(*training_of("transformer", trained))
+    assert result.returncode == 0, result.stderr
+    return trained
+
+
+def training_of(architecture, folder):
+    return [
+        "train.py",
+        f"--config=configs/quickstart.py:{architecture}",
+        f"--workdir={folder / 'runs' / architecture}",
+        "--config.checkpoint.every_steps=3",
+        *TINY_FLAGS,
+        f"--config.data.path={folder / 'text.txt'}",
+        "--config.eval.loss_tokens=512",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -79,6 +89,7 @@ def test_print_config_is_the_config():
     assert json.loads(result.stdout)["train"]["steps"] == 777
 
 
+@pytest.mark.long
 def test_dry_run_prints_the_cost_and_trains_nothing(tmp_path):
     result = run_new("train.py", "--config=configs/quickstart.py", "--dry_run", f"--workdir={tmp_path / 'run'}")
     assert result.returncode == 0, result.stderr
@@ -115,19 +126,21 @@ def test_eval_suites(trained):
     assert (workdir / "evals" / "loss" / "3.json").exists()
 
 
-def test_eval_curves(trained):
-    result = run("eval.py", f"--curves={trained}/runs/*", f"--out={trained / 'out'}")
+@pytest.mark.long
+def test_eval_curves(both_trained):
+    result = run("eval.py", f"--curves={both_trained}/runs/*", f"--out={both_trained / 'out'}")
     assert result.returncode == 0, result.stderr
     assert "transformer" in result.stdout
-    assert {p.name for p in (trained / "out").iterdir()} == {
+    assert {p.name for p in (both_trained / "out").iterdir()} == {
         "curves.png",
         "curves.svg",
         "curves.json",
     }
 
 
-def test_eval_report(trained):
-    runs, page = trained / "runs", trained / "page" / "report.html"
+@pytest.mark.long
+def test_eval_report(both_trained):
+    runs, page = both_trained / "runs", both_trained / "page" / "report.html"
     result = run("eval.py", "--report", f"--workdir={runs}/diff,{runs}/transformer", f"--out={page}")
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == str(page)
@@ -137,8 +150,8 @@ def test_eval_report(trained):
 
 
 @pytest.mark.long
-def test_report_is_eval_report(trained):
-    runs, page = trained / "runs", trained / "page" / "same.html"
+def test_report_is_eval_report(both_trained):
+    runs, page = both_trained / "runs", both_trained / "page" / "same.html"
     both = f"--workdir={runs}/diff,{runs}/transformer"
     assert run("difftx", "report", both, f"--out={page}").stdout.strip() == str(page)
     result = run("eval.py", "--report", both)
@@ -174,6 +187,7 @@ def test_the_command_train_is_train_py(trained):
     assert "step 6" in result.stdout
 
 
+@pytest.mark.long
 def test_eval_scaling(tmp_path):
     losses = {"diff": 0.7, "transformer": 1.0}  # What they need of each other's size.
     points = [

@@ -26,10 +26,24 @@ from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import AXES
 
 NAMES = [name for name in ARCHITECTURES if name in {*oracle.SIZES, "diff", "transformer"}]
+# Architectures whose layers are traced, mapped and sharded as those of others are.
+ALIKE = ("gdla", "gated", "off_by_one", "sink", "top_k", "signed_mask", "zero_branch", "dex")
 TOLERANCE = 1e-5  # Relative to the largest value, as in tests/model/variants_test.py.
-PLAIN = pytest.param({}, marks=pytest.mark.long, id="plain")  # The defaults have a test of their own.
+PLAIN = pytest.param({}, marks=pytest.mark.exhaustive, id="plain")  # The defaults have a test of their own.
 ROWS_BTD = np.random.default_rng(4).normal(size=(8, TOKENS, 32)).astype(np.float32)
 IDS_BT = np.sort(np.random.default_rng(5).integers(0, 3, (8, TOKENS))).astype(np.int32)
+
+
+def with_each_name(long, fast):
+    """Return cases of a value and an architecture. One is fast, "diff" with `fast`."""
+    of_long = dict.fromkeys(NAMES, pytest.mark.exhaustive) | {"diff": pytest.mark.long}
+    of_fast = dict.fromkeys(NAMES, pytest.mark.long) | dict.fromkeys(ALIKE, pytest.mark.exhaustive) | {"diff": []}
+    return [
+        pytest.param(value, name, marks=marks[name], id=f"{value}-{name}")
+        for value, marks in ((long, of_long), (fast, of_fast))
+        for name in NAMES
+    ]
+
 
 apply = jax.jit(lambda layer, x, **options: layer(x, **options))
 
@@ -120,7 +134,7 @@ def test_segments_and_positions():
     assert np.abs(stretched_BTD - expected_BTD).max() > 1e-3
 
 
-@pytest.mark.parametrize("name", long_except(NAMES, ["diff"]))
+@pytest.mark.parametrize("name", long_except(NAMES, [], ALIKE))
 def test_vmap_equals_a_loop(name):
     layer = random_layer(name)
     x_NBTD = ROWS_BTD.reshape(4, 2, TOKENS, 32)
@@ -140,8 +154,7 @@ def without_a_mesh(name):
     return jax.tree.map(np.asarray, (apply(layer, ROWS_BTD, segment_ids=IDS_BT), gradients(layer, ROWS_BTD)))
 
 
-@pytest.mark.parametrize("name", long_except(NAMES, ["diff"]))
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize(("kind", "name"), with_each_name("Auto", "Explicit"))
 def test_a_mesh_with_axes_of_other_names_shards_the_batch(name, kind):
     mesh = jax.make_mesh((4, 2), ("rows", "others"), axis_types=(getattr(AxisType, kind),) * 2)
     layer = random_layer(name)
@@ -153,6 +166,7 @@ def test_a_mesh_with_axes_of_other_names_shards_the_batch(name, kind):
     assert_equal_calls((out_BTD, grads), without_a_mesh(name))
 
 
+@pytest.mark.long
 def test_automatic_axes_shard_weights_and_need_no_current_mesh():
     mesh = jax.make_mesh((4, 2), ("rows", "heads"), axis_types=(AxisType.Auto,) * 2)
     layer = random_layer("diff")
@@ -180,8 +194,7 @@ def test_a_shard_map_of_the_caller():
     assert_close(actual_BTD, without_a_mesh("diff")[0])
 
 
-@pytest.mark.parametrize("name", long_except(NAMES))
-@pytest.mark.parametrize("sizes", [{"fsdp": 4, "tensor": 2}, {"data": 4, "context": 2}], ids=str)
+@pytest.mark.parametrize(("sizes", "name"), with_each_name({"fsdp": 4, "tensor": 2}, {"data": 4, "context": 2}))
 def test_the_axes_of_difftx_shard_as_in_the_decoder(name, sizes, mesh_of):
     expected = without_a_mesh(name)
     mesh = mesh_of(**sizes)
@@ -251,6 +264,7 @@ def test_a_wrong_input_is_one_line(x, options, message):
         layer(x, **options)
 
 
+@pytest.mark.long
 def test_a_mesh_that_does_not_fit_is_one_line(mesh_of):
     with (
         jax.set_mesh(mesh_of(tensor=4)),

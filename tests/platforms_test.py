@@ -109,6 +109,7 @@ def test_a_sweeps_run_starts_without_prctl(run):
     assert run(tethered, 0, sys.executable, "-c", "print('trains')") == "trains\n"
 
 
+@pytest.mark.long
 def test_without_fcntl_one_line_says_where_difftx_runs(tmp_path):
     code = "import sys; sys.modules['fcntl'] = None; from difftx.__main__ import entry; entry()"
     command = [sys.executable, "-c", code, "train", "--config=quickstart:diff", f"--workdir={tmp_path}"]

@@ -76,6 +76,7 @@ def bad_folders(place):
     }
 
 
+@pytest.mark.long
 def test_no_command_writes_into_a_bad_folder(run, place, bad_folders, config):
     runs = place / "runs"
     write_run(runs / "one", config(), layers=2)
@@ -122,6 +123,7 @@ def test_no_command_writes_into_a_bad_folder(run, place, bad_folders, config):
     assert sorted(place.glob("*")) == before
 
 
+@pytest.mark.long
 def test_no_command_reads_what_cannot_be_read(run, place, config):
     unreadable = write_run(place / "unreadable", config(), layers=2)
     (unreadable / "metrics.jsonl").chmod(0)
@@ -211,6 +213,7 @@ def test_a_read_only_file_system(run, tmp_path):
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
+@pytest.mark.long
 def test_real_processes_say_the_same(place):
     for command in (
         [sys.executable, "train.py", "--config=configs/quickstart.py", f"--workdir={place / 'file'}"],
@@ -232,6 +235,7 @@ def test_real_processes_say_the_same(place):
         assert (result.returncode, result.stderr) == (2, line)
 
 
+@pytest.mark.long
 def test_mistakes_get_the_advice_that_helps(run, place, tmp_path):
     configs = {
         "syntax": "x = 1\ndef get_config(:\n",
@@ -274,6 +278,7 @@ def test_mistakes_get_the_advice_that_helps(run, place, tmp_path):
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.long
 def test_a_platform_that_jax_lacks_is_one_line(tmp_path):
     command = [sys.executable, "train.py", "--config=configs/quickstart.py", f"--workdir={tmp_path / 'run'}"]
     environment = child_environment(1) | {"JAX_PLATFORMS": "rocm"}

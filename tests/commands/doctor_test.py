@@ -73,6 +73,7 @@ def doctor(tmp_path):
     return run
 
 
+@pytest.mark.long
 def test_json_is_one_object_with_the_documented_fields(doctor):
     result = doctor("--json")
     assert result.returncode == 0, result.stderr
@@ -90,6 +91,7 @@ def test_json_is_one_object_with_the_documented_fields(doctor):
     assert found["config"]["kernel"] == "xla"
 
 
+@pytest.mark.long
 def test_the_page_fits_100_columns(doctor):
     result = doctor()
     assert result.returncode == 0, result.stderr
@@ -103,8 +105,10 @@ def test_the_page_fits_100_columns(doctor):
     [
         ((), {"data__path": "/nowhere/text.txt"}, "data.path='/nowhere/text.txt': "),
         ((), {"mesh__fsdp": 3}, "these sizes do not multiply to the 2 devices here"),
-        (("--workdir=/proc/run",), {}, "No file can be created there"),
-        ((), {"model__vocab_size": 128}, "model.vocab_size=128 is less than the 257 tokens"),
+        pytest.param(("--workdir=/proc/run",), {}, "No file can be created there", marks=pytest.mark.long),
+        pytest.param(
+            (), {"model__vocab_size": 128}, "model.vocab_size=128 is less than the 257 tokens", marks=pytest.mark.long
+        ),
     ],
 )
 def test_what_keeps_a_training_from_starting_gives_exit_code_1(doctor, flags, changes, problem):
@@ -115,6 +119,7 @@ def test_what_keeps_a_training_from_starting_gives_exit_code_1(doctor, flags, ch
     assert any(problem in line for line in found["problems"]), found["problems"]
 
 
+@pytest.mark.long
 def test_the_kernel_of_a_config_is_the_fastest_of_its_own_function(text_file, tmp_path, monkeypatch):
     """The Transformer's kernel is faster than both of the differential model, which cannot use it."""
     xla = kernels.BACKENDS["diff_attention"]["xla"]

@@ -111,6 +111,7 @@ def change_run(run, step, **changes):
     return save_run(config, run.workdir, [step])
 
 
+@pytest.mark.long
 def test_each_step_is_evaluated_by_its_own_config(run, monkeypatch):
     """Of two models, in one command; the data is opened once for each."""
     evaluate(run, "loss", step="all")
@@ -182,6 +183,7 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.long
 def test_an_interrupted_suite_keeps_no_answers_of_other_weights(run, monkeypatch):
     """Its items are in a journal, as those of a killed evaluation; then the step is trained again."""
     asked, began = [], []

@@ -20,6 +20,7 @@ from difftx.errors import UserError
 FIELDS = Fields("text", None)
 
 
+@pytest.mark.long
 def test_a_single_text_gives_training_and_validation_text(tmp_path):
     text = "".join(f"line {i} costs €{i * i}\n" for i in range(3000))
     (tmp_path / "one.txt").write_text(text)
@@ -68,6 +69,7 @@ def test_the_advice_for_too_few_documents_works_where_it_was_given(tmp_path):
     assert tree(out) == tree(tmp_path / "d")
 
 
+@pytest.mark.long
 def test_another_share_or_size_of_shards_keeps_what_is_tokenised(tmp_path):
     for name in "abc":
         lines = (json.dumps({"text": f"document {name} {i}"}) + "\n" for i in range(300))
@@ -132,18 +134,38 @@ def drop_a_part(file):
     ("name", "corrupt", "message"),
     [
         (".prepare/units/00001-000000.npz", flip, "corrupt; tokenising that part of the input again"),
-        (".prepare/units/00001-000000.npz", lambda f: f.write_bytes(f.read_bytes()[:900]), "corrupt; tokenising"),
-        (".prepare/units/00002-000000.npz", lambda f: f.write_bytes(b""), "corrupt; tokenising"),
-        (".prepare/units/00000-000000.npz", drop_a_part, "corrupt; tokenising"),
+        pytest.param(
+            ".prepare/units/00001-000000.npz",
+            lambda f: f.write_bytes(f.read_bytes()[:900]),
+            "corrupt; tokenising",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            ".prepare/units/00002-000000.npz",
+            lambda f: f.write_bytes(b""),
+            "corrupt; tokenising",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(".prepare/units/00000-000000.npz", drop_a_part, "corrupt; tokenising", marks=pytest.mark.long),
         (
             ".prepare/shards/train-00001.json",
             rewrite_record,
             "the record or its shard is corrupt; writing the shard again",
         ),
-        (".prepare/shards/train-00001.json", lambda f: f.write_text("[1]"), "the record or its shard is corrupt"),
+        pytest.param(
+            ".prepare/shards/train-00001.json",
+            lambda f: f.write_text("[1]"),
+            "the record or its shard is corrupt",
+            marks=pytest.mark.long,
+        ),
         ("train/00001.tokens", flip, "train-00001.json: the record or its shard is corrupt"),
         ("valid/00000.offsets", lambda f: f.unlink(), "valid-00000.json: the record or its shard is corrupt"),
-        (".prepare/job.json", lambda f: f.write_text("[1]"), "job.json: corrupt; preparing everything again"),
+        pytest.param(
+            ".prepare/job.json",
+            lambda f: f.write_text("[1]"),
+            "job.json: corrupt; preparing everything again",
+            marks=pytest.mark.long,
+        ),
         (".prepare/job.json", flip, "job.json: corrupt; preparing everything again"),
     ],
 )

@@ -76,6 +76,7 @@ def test_every_different_document_is_in_one_split_in_the_order_of_the_input(corp
     assert ids == [first[text] for text in found["train"]]
 
 
+@pytest.mark.long
 def test_prompts_are_kept_apart_from_what_is_to_be_learned(tmp_path):
     pairs = {f"What is {i} + {i}? ": f"It is {2 * i}." for i in range(200)}
     lines = [json.dumps({"question": q, "answer": a, "id": i}) for i, (q, a) in enumerate(pairs.items())]
@@ -94,6 +95,7 @@ def test_prompts_are_kept_apart_from_what_is_to_be_learned(tmp_path):
     assert "plain.txt: a text file has no field 'question'; --prompt_field is for JSON lines" in line
 
 
+@pytest.mark.long
 def test_the_number_of_workers_does_not_matter(flags, reference, tmp_path):
     prepared(tmp_path / "store", *flags, "--workers=3")
     assert tree(tmp_path / "store") == tree(reference[0])
@@ -153,6 +155,7 @@ def group_lives(group):
     return True
 
 
+@pytest.mark.long
 def test_stopped_by_a_signal_it_says_so_and_goes_on(flags, reference, tmp_path):
     out = tmp_path / "store"
     process = subprocess.Popen(
@@ -221,6 +224,7 @@ def test_a_document_keeps_its_split_when_the_corpus_grows(corpus, reference, tmp
         assert set(texts_of(open_store(tmp_path / "store", split))) < set(texts_of(open_store(reference[0], split)))
 
 
+@pytest.mark.long
 def test_what_cannot_be_read_is_skipped_counted_and_named(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": \n{"text": "\xff"}\n{"text": "b"}\n')
     with gzip.open(tmp_path / "b.jsonl.gz", "wb") as file:
@@ -299,6 +303,7 @@ def test_an_unfinished_run_of_something_else_is_refused(corpus, tmp_path):
     assert "not empty, and no unfinished store" in refused(tmp_path, f"--input={source}")
 
 
+@pytest.mark.long
 def test_a_full_disk_is_said_and_room_lets_it_go_on(flags, reference, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -163,7 +163,8 @@ def expected_of(run, architecture):
     return {key: np.mean(values) for key, values in found.items()}
 
 
-@pytest.mark.parametrize("architecture", ["diff", pytest.param("transformer", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("architecture", ["diff", pytest.param("transformer", marks=pytest.mark.exhaustive)])
 def test_a_model_whose_attention_is_known(tmp_path, architecture):
     config = config_of(tmp_path, architecture)
     run = Run.open(config, tmp_path / "run")
@@ -262,6 +263,7 @@ def test_prompts_are_those_of_the_suite_needle(tmp_path):
     assert [prompts.prompt(item) for item in prompts.items] == [needle.prompt(item) for item in needle.items]
 
 
+@pytest.mark.long
 def test_examples_of_retrieval_are_prompts_with_their_parts(config, tmp_path):
     """An even map gives every part its share of the tokens; the parts are found in the rows by hand."""
     synthetic = {"pairs": 4, "distractors": 12, "vocab_size": 64, "valid_examples": 200}

@@ -26,7 +26,7 @@ QUICK = {"loss", "recall", "position", "sample", "outliers", "quantize", "test"}
     ("packing", "rows", "axes"),
     [
         ("concat", 8, {"fsdp": 4, "tensor": 2}),
-        ("best_fit", 4, {"data": 2, "fsdp": 2, "context": 2}),
+        pytest.param("best_fit", 4, {"data": 2, "fsdp": 2, "context": 2}, marks=pytest.mark.exhaustive),
         ("best_fit", 1, {"context": 8, "context_method": "zigzag"}),  # More devices than heads.
     ],
 )

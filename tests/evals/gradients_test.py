@@ -126,9 +126,10 @@ def check(found, numbers, prefix, value, gradient):
     assert numbers[f"{prefix}_loss"] == pytest.approx(value, rel=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "axes"),
-    [pytest.param("diff", {"fsdp": 2, "tensor": 2}, marks=pytest.mark.long), ("transformer", {})],
+    [("diff", {"fsdp": 2, "tensor": 2}), pytest.param("transformer", {}, marks=pytest.mark.exhaustive)],
 )
 def test_norms_and_cosines_of_a_checkpoint(config, text_file, tmp_path, name, axes):
     changes = {f"mesh__{axis}": size for axis, size in axes.items()}

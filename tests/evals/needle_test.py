@@ -173,6 +173,7 @@ def evaluated(long, texts, tmp_path, **changes):
     return evals.evaluate(run, None, 3, ["needle"])["needle"]
 
 
+@pytest.mark.long
 def test_an_oracle_scores_1_and_a_uniform_answer_chance(long, texts, tmp_path, monkeypatch):
     sizes = {"cases": cases_of((1, 1), (4, 2), (8, 1)), "lengths": "1024,4096"}
     Reader(monkeypatch, lambda text, numbers, cities: " and ".join(numbers[city] for city in cities))

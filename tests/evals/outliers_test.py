@@ -74,9 +74,9 @@ def logits_of(w, config, h_TD, window):
     ("name", "packing", "axes", "options"),
     [
         ("diff", "concat", {"context": 2, "tensor": 1, "fsdp": 4}, {}),
-        ("diff", "concat", {}, OPTIONS),
-        pytest.param("zero_branch", "concat", {}, {}, marks=pytest.mark.long),
-        pytest.param("gda", "best_fit", {"data": 2, "fsdp": 2, "tensor": 2}, {}, marks=pytest.mark.long),
+        pytest.param("diff", "concat", {}, OPTIONS, marks=pytest.mark.long),
+        pytest.param("zero_branch", "concat", {}, {}, marks=pytest.mark.exhaustive),
+        pytest.param("gda", "best_fit", {"data": 2, "fsdp": 2, "tensor": 2}, {}, marks=pytest.mark.exhaustive),
         pytest.param("gdla", "best_fit", {"data": 2, "fsdp": 2, "tensor": 2}, {}, marks=pytest.mark.long),
         pytest.param("diff_v2", "best_fit", {"context": 4, "context_method": "zigzag"}, {}, marks=pytest.mark.long),
         pytest.param("off_by_one", "concat", {"tensor": 2}, OPTIONS, marks=pytest.mark.long),

@@ -45,6 +45,7 @@ def test_the_curve_and_its_band_by_brute_force(config, tmp_path):
     assert result.numbers == {"loss": pytest.approx(np.mean(nll), rel=1e-6), "documents": len(nll)}
 
 
+@pytest.mark.long
 def test_position_and_loss_sum_to_the_same_on_the_same_tokens(config, tmp_path):
     """Documents of a row and one token more: best-fit rows and the starts of the documents are the same rows."""
     for i in range(60):

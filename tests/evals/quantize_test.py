@@ -75,10 +75,8 @@ def test_mistakes_are_one_line_with_a_fix(config, text_file, tmp_path, changes, 
         evals.check_run(open_run(config, text_file, tmp_path, **changes), ["quantize"])
 
 
-@pytest.mark.parametrize(
-    ("architecture", "granularity"),
-    [("diff", "token"), pytest.param("transformer", "query", marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("architecture", "granularity"), [("diff", "token"), ("transformer", "query")])
 def test_a_cache_and_a_mesh_change_nothing(config, mesh_of, architecture, granularity):
     """Prefill over eight devices that have a head each, against one pass on one device."""
     from difftx.inference import decode

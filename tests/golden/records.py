@@ -15,8 +15,8 @@ from difftx import compilation_cache
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 GOLDEN = HERE / "golden.json"
-FAST_PARTS = ("training", "data")  # Of the driver: what `make test` runs.
-SLOW_PARTS = ("variants", "suites", "more_suites", "extras")
+FAST_PARTS = ("training",)  # Of the driver: what `make test` runs.
+SLOW_PARTS = ("data", "variants", "suites", "more_suites", "extras")
 BITS = "bits:"  # As in driver.py.
 
 # Relative to the recorded number, and absolute below 1e-2. The losses, after steps of Adam that amplify rounding, need

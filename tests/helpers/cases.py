@@ -1,4 +1,4 @@
-"""Cases that only `make test-long` runs."""
+"""Cases that only `make test-long` or `make test-exhaustive` runs."""
 
 from collections.abc import Collection, Iterable
 
@@ -7,10 +7,11 @@ import pytest
 PAPER = ("diff", "transformer")  # The architectures of arXiv 2410.05258.
 
 
-def long_except[T](cases: Iterable[T], kept: Collection[T] = PAPER) -> list:
-    """Return the cases, each a value or a tuple of values. Those that are not in `kept` are long."""
+def long_except[T](cases: Iterable[T], kept: Collection[T] = PAPER, exhaustive: Collection[T] = ()) -> list:
+    """Return the cases, each a value or a tuple of values. Those that are not in `kept` are long or `exhaustive`."""
 
-    def long(case: T):
-        return pytest.param(*case if isinstance(case, tuple) else (case,), marks=pytest.mark.long)
+    def marked(case: T):
+        mark = pytest.mark.exhaustive if case in exhaustive else pytest.mark.long
+        return pytest.param(*case if isinstance(case, tuple) else (case,), marks=mark)
 
-    return [case if case in kept else long(case) for case in cases]
+    return [case if case in kept else marked(case) for case in cases]

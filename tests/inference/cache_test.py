@@ -56,10 +56,10 @@ def check_against_full_pass(lm, one):
 @pytest.mark.parametrize(
     ("architecture", "kv_heads", "sizes", "chunks"),
     [
-        ("diff", None, {}, [16, 128]),
+        pytest.param("diff", None, {}, [16, 128], marks=pytest.mark.long),
         ("diff", 2, TENSOR, [32]),
-        ("transformer", None, CONTEXT, [32]),
-        pytest.param("transformer", 2, {}, [64], marks=pytest.mark.long),
+        pytest.param("transformer", None, CONTEXT, [32], marks=pytest.mark.long),
+        pytest.param("transformer", 2, {}, [64], marks=pytest.mark.exhaustive),
     ],
 )
 def test_prefill_and_decode_equal_a_full_pass(config, mesh_of, monkeypatch, architecture, kv_heads, sizes, chunks):
@@ -73,10 +73,10 @@ def test_prefill_and_decode_equal_a_full_pass(config, mesh_of, monkeypatch, arch
 @pytest.mark.parametrize(
     ("architecture", "sizes", "options"),
     [
-        ("diff", {}, OPTIONS),
+        pytest.param("diff", {}, OPTIONS, marks=pytest.mark.exhaustive),
         pytest.param("transformer", TENSOR, OPTIONS, marks=pytest.mark.long),
         *(
-            pytest.param("diff", {}, {name: OPTIONS[name] for name in names}, marks=pytest.mark.long)
+            pytest.param("diff", {}, {name: OPTIONS[name] for name in names}, marks=pytest.mark.exhaustive)
             for names in (["model__qk_norm"], ["model__logit_soft_cap"], list(WINDOWS))
         ),
         # Layers in a loop over groups, which are not separated for decoding.
@@ -99,6 +99,7 @@ def test_heads_need_not_divide_by_context_if_training_shards_rows(config, mesh_o
     check_against_full_pass(lm, mesh_of())
 
 
+@pytest.mark.long
 def test_casting_the_weights_once_changes_no_bit(config, mesh_of):
     outputs = []
     for name in ("weights", "params"):

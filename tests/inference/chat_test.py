@@ -49,6 +49,7 @@ def alone(lm, prompt, seed, tokens=8, sampling=HOT):
     return generate(lm, [request], sampling)[0].text
 
 
+@pytest.mark.long
 def test_nothing_is_compiled_after_the_first_answer(config, mesh_of):
     lm = language_model(config, mesh_of())
     with compilations() as found:
@@ -70,6 +71,7 @@ def test_a_completion_compiles_one_program_for_its_tokens(config, mesh_of, sizes
     assert decode._decode_block._cache_size() == before + 1
 
 
+@pytest.mark.long
 def test_answers_are_those_of_generate_and_settings_hold(config, mesh_of):
     lm = language_model(config, mesh_of())
     pieces = said(lm, "/tokens 8", "/seed 3", "é 1", "é 1", "/temperature 0", "é 1")

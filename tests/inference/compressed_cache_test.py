@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import long_except
 from helpers.evals_params import one_device, random_params
 from jax.sharding import reshard
 
@@ -89,7 +88,7 @@ class Oracle:
         *(pytest.param(*case, marks=pytest.mark.long) for case in ((1, 0.5, None), (32, 0.9, None))),
     ],
 )
-@pytest.mark.parametrize("devices", [{}, {"fsdp": 2, "tensor": 2}])
+@pytest.mark.parametrize("devices", [{}, pytest.param({"fsdp": 2, "tensor": 2}, marks=pytest.mark.long)])
 def test_kept_tokens_and_outputs_equal_brute_force(mesh_of, chunk, share, window, devices):
     T = 160 if chunk > 1 else 80
     config = CacheConfig(tokens=64, recent_share=share)
@@ -159,7 +158,8 @@ def test_kept_tokens_and_outputs_equal_brute_force(mesh_of, chunk, share, window
         assert (np.asarray(larger[2].position_BKS)[..., 64:] == EMPTY).all()
 
 
-@pytest.mark.parametrize("architecture", long_except(["diff", "transformer", "diff_v2"], ["diff"]))
+@pytest.mark.long
+@pytest.mark.parametrize("architecture", ["diff", pytest.param("transformer", marks=pytest.mark.exhaustive), "diff_v2"])
 def test_losses_by_cache(config, text_file, tmp_path, architecture):
     """A cache of 8 bits changes the loss less than one of 4 bits. A cache of all tokens changes nothing."""
     c = config(

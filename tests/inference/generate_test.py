@@ -34,6 +34,7 @@ def test_greedy_equals_a_plain_loop_while_the_cache_grows(config, mesh_of, monke
         assert new == 40 or best_T[len(prompt) - 1 + new] == 256
 
 
+@pytest.mark.long
 def test_a_rows_samples_follow_its_seed_and_not_its_batch(config, mesh_of):
     lm = language_model(config, mesh_of())
     together = generate(lm, requests(), HOT)
@@ -52,6 +53,7 @@ def test_samples_on_a_mesh_are_those_of_one_device(config, mesh_of):
     assert runs[0] == runs[1]
 
 
+@pytest.mark.long
 def test_only_tokens_of_the_vocabulary_are_produced(config, mesh_of):
     lm = language_model(config, mesh_of(), model__vocab_size=1024)
     flat = Sampling(repetition_penalty=None, temperature=1e6, top_k=None, top_p=None)

@@ -42,7 +42,7 @@ def some_items(rng):
 @pytest.mark.parametrize(
     ("architecture", "sizes", "rows", "branch_tokens", "options"),
     [
-        ("diff", {}, 2, 12, {}),
+        pytest.param("diff", {}, 2, 12, {}, marks=pytest.mark.long),
         pytest.param("diff", {}, 4, 256, OPTIONS | {"model__logit_soft_cap": 0.1}, marks=pytest.mark.long),
         pytest.param("transformer", CONTEXT, 4, 256, {}, marks=pytest.mark.long),
     ],

@@ -18,7 +18,7 @@ from difftx.training.run import read_config
 from interop.folders import export, import_, parameters, rewrite, with_model
 
 
-@pytest.mark.parametrize("name", long_except(MODELS, ["diff", "gda", "llama"]))
+@pytest.mark.parametrize("name", long_except(MODELS, ["diff", "llama"]))
 def test_there_and_back_is_bit_for_bit(config, mesh_of, tmp_path, name):
     lm, workdir, folder = exported(config, mesh_of(), name, tmp_path)
     back = import_(folder, tmp_path / "back")

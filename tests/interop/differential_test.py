@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from conftest import write_text
 from flax import nnx
-from helpers.cases import long_except
 from helpers.inference_models import language_model
 from helpers.model_layers import batch_on
 from model import oracle
@@ -26,6 +25,7 @@ from difftx.training.state import init_state, make_train_step
 from interop.folders import FIXTURES, edit_config, import_, parameters, rewrite, run_of, tensors_of
 
 # Of FIXTURES, llama, llama3 and qwen2 all have grouped queries; llama3 has scaled rotary frequencies, qwen2 has biases.
+LONG = (("zero-branch", "qwen2"), ("dex", "llama3"))  # The other cases are exhaustive.
 LAYERS, D = 3, 32
 # Float32 against float32 with sums in another order. The norm of the difference is relative to the norm of the logits.
 ROUNDING = 1e-6
@@ -56,9 +56,8 @@ def relative(found, expected):
 @pytest.mark.parametrize(
     ("method", "name"),
     [
-        *long_except(
-            itertools.product(["zero-branch", "dex"], ["llama", "llama3", "qwen2"]), [("zero-branch", "qwen2")]
-        ),
+        pytest.param(*case, marks=pytest.mark.long if case in LONG else pytest.mark.exhaustive)
+        for case in itertools.product(["zero-branch", "dex"], ["llama", "llama3", "qwen2"])
     ],
 )
 def test_at_first_the_function_is_that_of_the_transformer(tmp_path, mesh_of, capsys, name, method):
@@ -93,7 +92,7 @@ def test_at_first_the_function_is_that_of_the_transformer(tmp_path, mesh_of, cap
 
 
 @pytest.mark.long  # optimizer_test.py trains both architectures.
-@pytest.mark.parametrize("method", ["zero-branch", "dex"])
+@pytest.mark.parametrize("method", ["zero-branch", pytest.param("dex", marks=pytest.mark.exhaustive)])
 def test_it_learns_and_becomes_another_function(tmp_path, mesh_of, method):
     workdir = import_(
         FIXTURES / "llama3", tmp_path / "run", f"--differential={method}", "--config.model.anneal_steps=4",

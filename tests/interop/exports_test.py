@@ -19,6 +19,7 @@ def train(text_file, workdir, **changes):
     return commands().run(["train.py", "--config=configs/quickstart.py:diff", f"--workdir={workdir}", *flags])
 
 
+@pytest.mark.long
 def test_exports_are_the_checkpoints_of_their_steps(text_file, tmp_path, mesh_of):
     workdir = tmp_path / "run"
     result = train(text_file, workdir, checkpoint__keep="9")

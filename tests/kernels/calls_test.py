@@ -37,8 +37,14 @@ CALLS = {
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
-@pytest.mark.parametrize("backend", ["auto", pytest.param("reference", marks=pytest.mark.long)])
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("backend", ["auto", pytest.param("reference", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(call, id=name, marks=[pytest.mark.long] * (name != "diff_attention"))
+        for name, call in CALLS.items()
+    ],
+)
 def test_numpy_arrays_and_vmap(call, backend, dtype):
     arrays = [x.astype(dtype) for x in ARRAYS]
     out_BTHE = call(*arrays, **OPTIONS, implementation=backend)

@@ -92,6 +92,7 @@ def test_sharded_rows_equal_whole_ones(mesh_of, monkeypatch, kind, implementatio
     check(mesh, kind, implementation, tokens=96, zigzag=zigzag, segments=True)
 
 
+@pytest.mark.long
 @BOTH_ORDERS
 def test_a_window_crosses_the_shards(mesh_of, zigzag):
     check(mesh_of(data=2, context=4), "diff", "xla", tokens=64, zigzag=zigzag, segments=False, window=11)
@@ -131,7 +132,7 @@ def test_tpu_kernels_in_one_backward_kernel(mesh_of, monkeypatch, window, zigzag
     check(mesh_of(context=2), "diff", "pallas_tpu", tokens=1024, zigzag=zigzag, segments=False, window=window)
 
 
-@pytest.mark.parametrize("devices", [3, 8, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 4))])
+@pytest.mark.parametrize("devices", [3, 8, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 4))])
 def test_orders(mesh_of, devices):
     mesh = jax.make_mesh((devices,), ("context",), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:devices])
     x_BT = jnp.arange(4 * devices * 3).reshape(3, 4 * devices)

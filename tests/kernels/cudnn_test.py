@@ -70,7 +70,7 @@ def on_hopper():
 @pytest.mark.parametrize(
     ("attention", "widest", "segments"),
     [
-        (cudnn.diff_attention, 32, False),
+        pytest.param(cudnn.diff_attention, 32, False, marks=pytest.mark.exhaustive),
         (cudnn.diff_attention, 32, True),
         (cudnn.diff_attention, 16, True),  # V is split.
         (cudnn.diff_attention_wide_values, 32, False),

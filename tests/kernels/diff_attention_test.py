@@ -67,8 +67,23 @@ CASES = {
     "lambda per token": {"lam": "per token", "K": 2},
     "large logits": {"scale": LARGE},
 }
-WITHIN = ("T=63", "one key head", "lambda 0", "lambda 1")  # What other cases have, too.
-RUNS = [pytest.param(c, "float32", marks=[pytest.mark.exhaustive] * (c in WITHIN)) for c in CASES]
+# What other cases have, too.
+WITHIN = (
+    "T=63",
+    "T=64",
+    "grouped queries",
+    "one key head",
+    "segments",
+    "window",
+    "lambda 0",
+    "lambda 1",
+    "lambda negative",
+)
+RUNS = long_except(
+    [(case, "float32") for case in CASES],
+    [(case, "float32") for case in CASES if case not in (*WITHIN, "T=1000")],
+    [(case, "float32") for case in WITHIN],
+)
 RUNS += [(case, "bfloat16") for case in ("plain", "window, segments, groups", "lambda per token")]
 
 
@@ -151,7 +166,8 @@ def test_a_scalar_lambda_gets_the_sum_of_its_tokens_gradients(backend):
     assert float(scalar) == pytest.approx(float(jnp.sum(each)), rel=1e-5)
 
 
-@pytest.mark.parametrize("elements", long_except([40, 33 * 33 - 1], [33 * 33 - 1]))
+@pytest.mark.long
+@pytest.mark.parametrize("elements", [40, 33 * 33 - 1])
 def test_chunks_do_not_change_the_result(monkeypatch, elements):
     arguments = (*inputs(lam="per token", segments=True, K=2), 9)
     whole = output_and_gradients("xla", *arguments)

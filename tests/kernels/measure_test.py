@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers.cases import long_except
 
 from difftx import kernels
 from difftx.kernels import api, measure, xla
@@ -33,13 +32,17 @@ def backend(monkeypatch):
 
 
 # The next tests compare the other workloads with the reference, too.
-@pytest.mark.parametrize("name", long_except(WORKLOADS, ["grouped, segments", "softmax"]))
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n in ("plain", "window"))) for n in WORKLOADS]
+)
 def test_a_right_backend_is_timed(name):
     workload = WORKLOADS[name]
     assert "xla" in workload.candidates()
     assert 0 < measure.measure(workload, "xla") < 60_000
 
 
+@pytest.mark.long
 def test_a_long_row_is_compared_in_linear_memory(monkeypatch):
     monkeypatch.setattr(measure, "REFERENCE_TOKENS", 100)
     workload = dataclasses.replace(WORKLOADS["plain"], batch=1)
@@ -57,8 +60,16 @@ def backward_with(change):
     ("change", "error"),
     [
         (lambda dq, dk, dv, dlam: (dq, -dk, dv, dlam), "the gradient of k is off by 200.0%"),
-        (lambda dq, dk, dv, dlam: (dq, dk, dv * jnp.nan, dlam), "the gradient of v has values that are not finite"),
-        (lambda dq, dk, dv, dlam: (dq, dk, dv, 1.1 * dlam), "the gradient of lam is off by 10"),
+        pytest.param(
+            lambda dq, dk, dv, dlam: (dq, dk, dv * jnp.nan, dlam),
+            "the gradient of v has values that are not finite",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            lambda dq, dk, dv, dlam: (dq, dk, dv, 1.1 * dlam),
+            "the gradient of lam is off by 10",
+            marks=pytest.mark.long,
+        ),
         # One wrong tile changes the norm of a row of 4,096 tokens by less than the tolerance.
         (lambda dq, dk, dv, dlam: (dq.at[:, 128:192].set(0), dk, dv, dlam), "the gradient of q is off by 100.0%"),
         # A wrong second row is found if it is not finite. Its values are not compared.
@@ -85,6 +96,7 @@ def test_a_backend_that_ignores_documents_is_found(backend, name):
         measure.measure(workload, "xla")
 
 
+@pytest.mark.long
 def test_a_backend_that_ignores_the_window_is_found(backend):
     backend(forward=lambda *operands, window: xla.forward(*operands, window=None))
     with pytest.raises(WrongResultError, match="the output is off by"):

@@ -99,7 +99,7 @@ def by_hand(q, k, v, lam, ids, window, bits, granularity):
     return out
 
 
-@pytest.mark.parametrize("granularity", ["query", "token"])
+@pytest.mark.parametrize("granularity", [pytest.param("query", marks=pytest.mark.long), "token"])
 def test_in_chunks_over_a_cache_and_by_hand(granularity, monkeypatch):
     B, T, H, K, D, new = 2, 14, 4, 2, 8, 5
     rng = np.random.default_rng(0)

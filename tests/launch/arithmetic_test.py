@@ -61,6 +61,7 @@ def test_a_device_of_a_mesh_counts_its_share(mesh_of):
         assert flops(local, placed(P("fsdp", None), 8, 16), placed(P(), 16, 32)) == full / 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("architecture", ["diff", "transformer"])
 def test_the_step_agrees_with_xla_where_nothing_loops(config, architecture):
     """With one layer, chunk and device XLA's own count is right; it has more in it than matrix products."""

@@ -76,6 +76,7 @@ def test_the_exchanges_of_muon_are_counted(planned, config):
     assert adamw["argument_bytes"] - found.argument_bytes == pytest.approx(2 * layer * 4 / 8, abs=8)  # One moment less.
 
 
+@pytest.mark.long
 def test_what_does_not_fit_says_by_how_much():
     preset = ["--config.mesh.preset=auto", "--config.model.remat=full"]  # The preset of CPUs keeps everything.
     result = plan("--topology=cpu:1", "--hbm_gib=0.0001", *FLAGS[:-2], "--config.model.num_layers=1", *preset)

@@ -306,6 +306,7 @@ def test_a_mistake_in_the_grid_is_one_line(config, grid, message, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
 def test_a_mistake_ends_the_command_with_2(config_file, tmp_path):
     code, _, stderr = Sweep(config_file, tmp_path / "out", "--grid", "sise=s").end()
     assert code == 2

@@ -102,7 +102,8 @@ def run_script(file):
 
 
 RESTARTS = pytest.mark.parametrize(
-    ("codes", "starts", "end"), long_except([("75 75 0", 3, 0), ("2", 1, 2), ("1", 1, 1)], [("75 75 0", 3, 0)])
+    ("codes", "starts", "end"),
+    long_except([("75 75 0", 3, 0), ("2", 1, 2), ("1", 1, 1)], [("75 75 0", 3, 0)], [("1", 1, 1)]),
 )
 
 
@@ -260,6 +261,7 @@ def outcome(job_set, exit_codes):
     raise AssertionError("the pods would be started once more")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("launcher", ["jobset", "jobset-gpu"])
 def test_jobset(launcher, stubs, write):
     job_set = yaml.safe_load(write(launcher).read_text())

@@ -72,8 +72,10 @@ def paper_layer(module: DiffAttention, model, x_TD: np.ndarray, layer: int) -> n
 @pytest.mark.parametrize(
     ("head_norm", "kv_heads"),
     [
-        *(("rms_affine", "none"), ("rms_affine", "2"), ("rms", "1"), ("none", "2"), ("scalar", "2")),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in (("rms", "none"), ("rms", "2"), ("rms_affine", "1"))),
+        *(("rms_affine", "2"), ("rms", "1")),
+        *(pytest.param(norm, "2", marks=pytest.mark.long) for norm in ("none", "scalar")),
+        *(pytest.param("rms", heads, marks=pytest.mark.exhaustive) for heads in ("none", "2")),
+        *(pytest.param("rms_affine", heads, marks=pytest.mark.exhaustive) for heads in ("none", "1")),
     ],
 )
 def test_layer_equals_the_paper(config, head_norm, kv_heads):
@@ -112,7 +114,8 @@ def test_parameter_counts_of_the_official_example(config, architecture, heads, k
     assert sum(np.prod(p.shape) for p in jax.tree.leaves(parameters)) == expected
 
 
-@pytest.mark.parametrize("architecture", ["diff", "transformer"])
+@pytest.mark.long
+@pytest.mark.parametrize("architecture", ["diff", pytest.param("transformer", marks=pytest.mark.exhaustive)])
 def test_causality_by_gradient(config, architecture):
     model = config(architecture).model
     module, x_BTD = build(model), some_input(config().model, batch=1)
@@ -121,6 +124,7 @@ def test_causality_by_gradient(config, architecture):
     np.testing.assert_array_equal(seen_TT, np.tril(np.ones((TOKENS, TOKENS), bool)))
 
 
+@pytest.mark.long
 def test_at_lambda_zero_it_is_softmax_attention(config):
     """With λ = 0, no norm and scale 1, the first group attends like softmax heads of the same weights."""
     options = {
@@ -143,6 +147,7 @@ def test_at_lambda_zero_it_is_softmax_attention(config):
     np.testing.assert_allclose(call(module, diff, x_BTD)[0], total, atol=1e-6)
 
 
+@pytest.mark.long
 def test_fixed_lambda_one_keeps_its_output(config):
     """λ_init = 1 alone would zero the layer, because of the factor 1 - λ_init."""
     options = {"model__lambda_init": 1.0, "model__lambda_learned": "false"}
@@ -168,7 +173,8 @@ def test_lambda_stays_float32_in_bfloat16(config):
     np.testing.assert_allclose(stats["lambda"], expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("architecture", ["diff", "transformer"])
+@pytest.mark.long
+@pytest.mark.parametrize("architecture", ["diff", pytest.param("transformer", marks=pytest.mark.exhaustive)])
 def test_a_segment_is_a_row_of_its_own(config, architecture):
     model = config(architecture).model
     module, x_BTD = build(model), some_input(model)
@@ -183,8 +189,8 @@ def test_a_segment_is_a_row_of_its_own(config, architecture):
     ("changes", "std"),
     [
         ({}, (3 * 64) ** -0.5),
-        pytest.param({"model__init": "normal"}, 0.02, marks=pytest.mark.long),
-        ({"model__init": "normal", "model__init_std": 0.1}, 0.1),
+        pytest.param({"model__init": "normal"}, 0.02, marks=pytest.mark.exhaustive),
+        pytest.param({"model__init": "normal", "model__init_std": 0.1}, 0.1, marks=pytest.mark.long),
     ],
 )
 def test_initial_scale(config, changes, std):

@@ -15,9 +15,9 @@ from difftx.training.loss import batch_nll
 from difftx.training.state import graph, init_state
 
 MESHES = [
-    pytest.param({"fsdp": 8}, marks=pytest.mark.long),
+    pytest.param({"fsdp": 8}, marks=pytest.mark.exhaustive),
     {"data": 2, "fsdp": 2, "tensor": 2},
-    pytest.param({"context": 2, "fsdp": 4}, marks=pytest.mark.long),
+    {"context": 2, "fsdp": 4},
 ]
 
 
@@ -26,8 +26,9 @@ def loss_of(c):
     return lambda params, batch: batch_nll(nnx.merge(graphdef, params), batch)[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", MESHES)
-@pytest.mark.parametrize("architecture", ["diff", "transformer"])
+@pytest.mark.parametrize("architecture", ["diff", pytest.param("transformer", marks=pytest.mark.exhaustive)])
 def test_nothing_large_is_replicated(config, mesh_of, architecture, sizes):
     c = config(
         architecture,
@@ -113,6 +114,7 @@ def test_remat_changes_nothing_but_memory(config, mesh_of, remat):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), results["none"], results[remat])
 
 
+@pytest.mark.long
 def test_positions_and_segments_reach_attention(config, mesh_of):
     """Two documents packed in one row have the same logits as in rows of their own."""
     c = config()
@@ -127,6 +129,7 @@ def test_positions_and_segments_reach_attention(config, mesh_of):
     np.testing.assert_allclose(packed[:, 8:], second, atol=1e-5)
 
 
+@pytest.mark.long
 def test_bfloat16_stays_near_float32(config, mesh_of):
     with jax.set_mesh(mesh_of()):
         logits = {}

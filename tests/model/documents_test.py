@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.cases import long_except
 from helpers.model_layers import parameters_of
 
 from difftx.data.loader import make_batch
@@ -27,14 +28,11 @@ def packed_rows(c, cache):
     )
 
 
-BACKENDS = [("diff", "xla"), ("transformer", "xla"), ("diff", "pallas_tpu")]
-BACKENDS += [
-    pytest.param(architecture, backend, marks=pytest.mark.long)
-    for architecture, backend in (("diff", "reference"), ("transformer", "reference"), ("transformer", "splash"))
-]
+BACKENDS = [("diff", "xla"), ("transformer", "xla"), ("diff", "pallas_tpu"), ("transformer", "splash")]
+REFERENCE = [("diff", "reference"), ("transformer", "reference")]
 
 
-@pytest.mark.parametrize(("architecture", "backend"), BACKENDS)
+@pytest.mark.parametrize(("architecture", "backend"), long_except(BACKENDS + REFERENCE, BACKENDS[:1], REFERENCE))
 def test_a_document_changes_no_output_of_another(config, mesh_of, tmp_path, architecture, backend):
     c = config(architecture, model__attention_implementation=backend, data__document_mask="true")
     rows = packed_rows(c, tmp_path)

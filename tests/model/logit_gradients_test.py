@@ -10,7 +10,8 @@ from difftx.model.attention import depth_schedule
 from difftx.model.layers import rotary_angles
 
 
-@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.long), OPTIONS])
+@pytest.mark.long
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.exhaustive), OPTIONS])
 @pytest.mark.parametrize("name", ["diff", "gda", "diff_v2", "gdla"])
 def test_sums_equal_those_of_dense_attention(name, options, mesh_of):
     with jax.set_mesh(mesh_of()):

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from flax import nnx
-from helpers.cases import long_except
 from helpers.inference_models import random_params
 from helpers.model_layers import OPTIONS, WINDOWS, batch_on
 
@@ -97,7 +96,10 @@ def plain_loss(params, c, tokens, targets, weight):
 
 
 # "all" with two groups of layers has the other cases in it. variants_test.py has the options of a Transformer's layer.
-@pytest.mark.parametrize("case", long_except(CASES, ["all, two groups in a loop"]))
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.exhaustive] * (case != "all, two groups in a loop")) for case in CASES],
+)
 @pytest.mark.parametrize("architecture", ["diff", pytest.param("transformer", marks=pytest.mark.long)])
 def test_loss_and_gradients_are_those_of_the_definition(config, mesh_of, architecture, case):
     c = config(architecture, model__num_heads=4, model__num_kv_heads=2, data__sequence_length=16, **CASES[case])

@@ -301,6 +301,7 @@ def test_on_a_phone_in_the_dark(report, tmp_path):
         assert [text for kind, text in messages if kind == "error"] == []
 
 
+@pytest.mark.long
 def test_the_page_is_small_and_asks_nobody(report):
     html = report.read_text()
     assert len(html.encode()) < 5e6
@@ -310,6 +311,7 @@ def test_the_page_is_small_and_asks_nobody(report):
     assert "</script><script>window" not in html
 
 
+@pytest.mark.long
 def test_what_the_page_says(report):
     text = report.read_text()
     assert "thinned to 2,000 points" in text

@@ -109,6 +109,7 @@ def test_runs_are_fitted_by_size_and_by_tokens(config, tmp_path):
     assert (laws.row_count, matches.row_count) == (2, 6)  # Five sizes, and the Transformer's largest.
 
 
+@pytest.mark.long
 def test_an_unfinished_run_is_no_point_of_loss_against_size(config, tmp_path):
     pattern = sweep(config, tmp_path / "runs")
     metrics = tmp_path / "runs" / "diff-256" / "metrics.jsonl"
@@ -191,6 +192,7 @@ def test_a_glob_of_a_sweep_passes_over_its_other_files(config, tmp_path):
         read_points(f"{tmp_path}/*", "loss")
 
 
+@pytest.mark.long
 def test_runs_with_different_tokenizers_are_fitted_by_bits_per_byte_only(config, tmp_path):
     pattern = sweep(config, tmp_path / "runs")
     manifest = tmp_path / "runs" / "diff-16" / "manifest.json"

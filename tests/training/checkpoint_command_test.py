@@ -73,6 +73,7 @@ def test_diff_names_fields_and_arrays(workdir, capsys):
         run("diff", "10", "15", "--workdir", workdir)
 
 
+@pytest.mark.long
 def test_diff_prints_no_warnings_of_orbax(workdir):
     command = [sys.executable, "-m", "difftx", "checkpoint", "diff", "10", "20", "--values", f"--workdir={workdir}"]
     result = subprocess.run(command, cwd=ROOT, env=child_environment(1), capture_output=True, text=True, timeout=120)

@@ -55,10 +55,8 @@ def on_one_device(c, packed):
 
 
 LONG = {
-    ("diff", 8, "zigzag", True),
     ("diff", 2, "gather", False),
     ("diff_v2", 4, "zigzag", True),
-    ("transformer", 8, "zigzag", False),
 }
 CASES = [
     pytest.param(

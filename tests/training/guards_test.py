@@ -145,6 +145,7 @@ def loader_of(run):
     )
 
 
+@pytest.mark.long
 def test_a_skipped_update_changes_nothing_but_the_step(open_run):
     run = open_run("run", nan={1}, optimizer__warmup_steps=5, train__accumulation=2, axes={"fsdp": 2, "tensor": 2})
     loader = loader_of(run)
@@ -228,6 +229,7 @@ def test_a_run_can_go_back_to_its_start_and_more_than_once(open_run, brute_force
     assert losses(run) == brute_force(run, [*range(12, 20), *range(26, 34)])[0]
 
 
+@pytest.mark.long
 def test_rewinds_have_an_end(open_run, capsys):
     run = open_run("run", nan=range(9, 10_000), guards__max_rewinds=1)
     assert train(run) == EXIT_FAILED
@@ -239,6 +241,7 @@ def test_rewinds_have_an_end(open_run, capsys):
     )
 
 
+@pytest.mark.long
 def test_a_run_can_be_told_to_stop_and_stops_again(open_run, capsys, brute_force):
     run = open_run("run", nan={9, 10, 11}, guards__on_bad_steps="stop")
     for _ in range(2):
@@ -259,6 +262,7 @@ SPIKES = {
 }
 
 
+@pytest.mark.long
 def test_a_spike_is_passed_over_too(open_run, brute_force):
     run = open_run("run", **SPIKES)
     assert train(run) == 0
@@ -306,9 +310,9 @@ class StopAfter:
         pass
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("kind", "stopped"),
-    [("nan", 11), *(pytest.param(*stop, marks=pytest.mark.long) for stop in (("nan", 9), ("nan", 13), ("spike", 11)))],
+    ("kind", "stopped"), [("nan", 9), ("nan", 11), pytest.param("nan", 13, marks=pytest.mark.exhaustive), ("spike", 11)]
 )
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(open_run, uninterrupted, monkeypatch, kind, stopped):
     """Stopped before and between bad steps, and after the rewind, which forgets a checkpoint that a stop left."""

@@ -72,6 +72,7 @@ def test_a_training_tells_what_its_own_rows_show(config, text_file, tmp_path, ca
     assert not steps_of("lambda_crossing", other)
 
 
+@pytest.mark.long
 def test_the_report_has_it_beside_the_chart(config, tmp_path):
     workdir = write_run(tmp_path / "diff", config("diff"), layers=2)
     assert "Warning: λ left" not in write_page([workdir], tmp_path / "without.html").read_text()

@@ -54,7 +54,7 @@ def train(c, mesh, steps):
 @pytest.mark.parametrize(
     ("architecture", "changes"),
     [
-        ("diff", {}),
+        pytest.param("diff", {}, marks=pytest.mark.exhaustive),
         ("diff", {"optimizer__name": "muon", "train__ema_decay": 0.9}),
         pytest.param("transformer", {}, marks=pytest.mark.exhaustive),
     ],
@@ -101,10 +101,10 @@ def results(hlo, operation):
             pytest.param(sizes, options, marks=pytest.mark.long)
             for sizes, options in [
                 ({"data": 2, "fsdp": 2, "tensor": 2}, {"model__window": 9, "model__window_pattern": "LLLLG"}),
-                ({"fsdp": 8}, {}),
                 ({"context": 2, "fsdp": 4}, {}),
             ]
         ),
+        pytest.param({"fsdp": 8}, {}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_compiled_step_gathers_one_layer_at_a_time_and_no_logits(config, mesh_of, monkeypatch, sizes, options):

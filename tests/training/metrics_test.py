@@ -151,6 +151,7 @@ def test_plain_progress_ends_with_the_last_step(capsys):
     assert capsys.readouterr().out == "step 4/4  loss 1.5000  grad 0.25  1,234 tokens/s  0 s left\n"
 
 
+@pytest.mark.long
 def test_a_full_disk_is_one_line_and_every_step_that_is_written_can_be_read(tmp_path):
     """A child may write 4,000 bytes a file; the next attempt goes on where the last whole line ends."""
     script = (

@@ -1,11 +1,9 @@
 import dataclasses
-import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import long_except
 from helpers.model_layers import batch_on
 from helpers.training_updates import by_name, random_tree, shapes_of, updated
 
@@ -31,7 +29,6 @@ def test_schedule_is_linear_up_and_down(config):
     assert float(learning_rate(config(optimizer__warmup_steps=0))(0)) == pytest.approx(4e-3)
 
 
-OPTIMIZERS = ["adamw", pytest.param("muon", marks=pytest.mark.long)]
 STEPS, WARMUP, DECAY, PEAK, FINAL = 100, 10, 25, 1e-2, 1e-3
 # Schedule → learning rate of update n after the warm-up, as a share of the way from the peak to the final value.
 FALL = {
@@ -88,7 +85,10 @@ def test_decayed_are_the_matrices(config, mesh_of, architecture):
 @pytest.mark.parametrize(
     ("architecture", "optimizer"),
     [
-        *long_except(itertools.product(["zero_branch", "dex"], ["adamw", "muon"]), [("zero_branch", "adamw")]),
+        pytest.param("zero_branch", "adamw", marks=pytest.mark.long),
+        pytest.param("zero_branch", "muon", marks=pytest.mark.exhaustive),
+        pytest.param("dex", "adamw", marks=pytest.mark.exhaustive),
+        pytest.param("dex", "muon", marks=pytest.mark.long),
     ],
 )
 def test_prescribed_parameters_do_not_follow_a_gradient(config, mesh_of, architecture, optimizer):
@@ -173,7 +173,14 @@ GROUPS = WHOLE | {"query_DHGd": "LG D Hd", "key_DKGd": "LG D Hd"}
 HEADS = WHOLE | {"query_DHGd": "LHG D d", "key_DKGd": "LHG D d", "value_DKE": "LH D E"}
 
 
-@pytest.mark.parametrize(("split", "matrices"), [("none", WHOLE), ("groups", GROUPS), ("heads", HEADS)])
+@pytest.mark.parametrize(
+    ("split", "matrices"),
+    [
+        pytest.param("none", WHOLE, marks=pytest.mark.long),
+        pytest.param("groups", GROUPS, marks=pytest.mark.long),
+        ("heads", HEADS),
+    ],
+)
 def test_twenty_updates_equal_muon_by_hand(config, mesh_of, split, matrices):
     """Float64: Nesterov's momentum, orthogonalised matrix by matrix, and Adam for embeddings and vectors."""
     c = config(
@@ -205,8 +212,9 @@ def test_twenty_updates_equal_muon_by_hand(config, mesh_of, split, matrices):
         np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, pytest.param({"fsdp": 8}, marks=pytest.mark.long)]
+    "sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, pytest.param({"fsdp": 8}, marks=pytest.mark.exhaustive)]
 )
 def test_sharded_weights_are_orthogonalised_as_on_one_device(config, mesh_of, sizes):
     """Three layers: some devices have none, and two groups that share a device's matrices."""
@@ -217,6 +225,7 @@ def test_sharded_weights_are_orthogonalised_as_on_one_device(config, mesh_of, si
         np.testing.assert_allclose(eight[name], value, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.long
 def test_an_architecture_without_groups_stays_whole(config, mesh_of):
     options = {"optimizer__name": "muon", "model__num_layers": 1}
     (_, none, _), (_, groups, _) = (
@@ -227,7 +236,8 @@ def test_an_architecture_without_groups_stays_whole(config, mesh_of):
         np.testing.assert_array_equal(groups[name], value, err_msg=name)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_lambda_vectors_have_a_learning_rate_of_their_own(config, mesh_of, optimizer):
     options = {"optimizer__name": optimizer, "model__num_layers": 1}
     (first, plain, _), (_, scaled, _) = (
@@ -241,7 +251,8 @@ def test_lambda_vectors_have_a_learning_rate_of_their_own(config, mesh_of, optim
         np.testing.assert_allclose(scaled[name] - value, factor * (plain[name] - value), atol=3e-7)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_lambda_vectors_decay_at_their_own_rate(config, mesh_of, optimizer):
     """Gradients of zero leave only the weight decay: each update multiplies a λ vector by 1 - rate · factor · decay."""
     options = {

@@ -30,8 +30,9 @@ def only(folder, pattern):
     return path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("profiled", "traced"), [("3,2", ["3", "4"]), pytest.param("6,1", ["6"], marks=pytest.mark.long)]
+    ("profiled", "traced"), [("3,2", ["3", "4"]), pytest.param("6,1", ["6"], marks=pytest.mark.exhaustive)]
 )
 def test_a_trace_has_the_events_of_the_chosen_steps(text_file, tmp_path, profiled, traced):
     train(tmp_path / "plain", text_file)
@@ -79,6 +80,7 @@ class Greedy(Attention):
 """
 
 
+@pytest.mark.long
 def test_out_of_memory_names_the_profile_of_memory(text_file, tmp_path):
     (tmp_path / "greedy.py").write_text(GREEDY)
     workdir, flags = tmp_path / "run", [f"--extension={tmp_path / 'greedy.py'}"]

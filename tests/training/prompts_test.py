@@ -22,7 +22,8 @@ from difftx.training.state import graph, init_state
 LENGTHS = [(5, 7), (9, 2), (1, 20), (12, 4), (3, 1)]  # Tokens of prompt and response.
 
 
-@pytest.mark.parametrize("packing", ["concat", pytest.param("best_fit", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("packing", [pytest.param("concat", marks=pytest.mark.exhaustive), "best_fit"])
 def test_the_gradient_is_that_of_the_responses_by_hand(config, mesh_of, packing, tmp_path):
     """Against optax on whole logits, a piece of a document a row: packing and masks play no part in the oracle."""
     c, mesh, rng = config("transformer", data__document_mask="true"), mesh_of(), np.random.default_rng(0)

@@ -264,7 +264,8 @@ def final_state(workdir):
         return Checkpointer(workdir).restore(STEPS, jax.eval_shape(lambda: init_state(config)), mesh)[0]
 
 
-@pytest.mark.parametrize("of", ["checkpoint", pytest.param("run", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("of", ["checkpoint", "run"])
 def test_a_branch_continues_as_its_source_bit_for_bit(uninterrupted, tmp_path, of):
     text, whole = uninterrupted
     source, workdir = tmp_path / "source", tmp_path / "branch"

@@ -71,6 +71,7 @@ with _lock_of(pathlib.Path(sys.argv[1])):
 """
 
 
+@pytest.mark.long
 def test_deleting_the_file_lets_no_second_training_in(lock, tmp_path, monkeypatch):
     monkeypatch.setattr(run_module, "LOCK_WAIT_SECONDS", 0.0)
     pipe = subprocess.PIPE

@@ -149,7 +149,7 @@ def sources(tmp_path_factory):
     ("config", "data", "changes"),
     [
         ("long_context.py:diff", "texts/*.txt", EXTENDED),
-        ("math.py:diff-stage2", "pairs", TUNED),
+        pytest.param("math.py:diff-stage2", "pairs", TUNED, marks=pytest.mark.exhaustive),
         ("math.py:diff-stage2", "pairs", TUNED | {"optimizer__name": "muon", "train__ema_decay": 0.9}),
     ],
     ids=["extension", "fine-tuning", "muon and an average of the weights"],

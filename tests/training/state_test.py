@@ -31,6 +31,7 @@ def run_steps(c, mesh, count=2):
     return jax.device_get(state), jax.device_get(metrics)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [pytest.param({}, marks=pytest.mark.exhaustive), {"data": 2, "fsdp": 2, "tensor": 2}])
 @pytest.mark.parametrize("architecture", ["diff", pytest.param("transformer", marks=pytest.mark.exhaustive)])
 def test_accumulation_changes_nothing(config, mesh_of, architecture, sizes):
@@ -56,7 +57,8 @@ def test_microbatches_keep_every_row_on_its_device(config, mesh_of):
     np.testing.assert_array_equal(parts.tokens_BT, rows.reshape(8, 2, -1).transpose(1, 0, 2))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.exhaustive), "muon"])
 def test_the_average_of_the_weights_is_that_of_the_updates(config, mesh_of, optimizer):
     """Float64, by the definition; a skipped update counts neither in the average nor in its weights."""
     decay, skipped = 0.7, 3
@@ -99,10 +101,11 @@ def test_loss_is_the_mean_over_counted_tokens(config, mesh_of):
     assert metrics["lambda"].shape == (2,)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("architecture", "options"),
     [
-        pytest.param("diff", {}, marks=pytest.mark.long),  # As the last case, without groups of layers.
+        pytest.param("diff", {}, marks=pytest.mark.exhaustive),  # As the last case, without groups of layers.
         ("transformer", {}),
         ("diff", {"model__window": 5, "model__window_pattern": "LG"}),
     ],

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.cases import PAPER
 from helpers.model_layers import OPTIONS, batch_on
 from jax.sharding import reshard
 from model.oracle import SIZES
@@ -69,13 +70,9 @@ VARIANTS = [name for name in SIZES if name != "diff_fixed_lambda"]
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        *(pytest.param(name, {}, id=name) for name in VARIANTS),
-        *(pytest.param(name, ALL_OPTIONS, id=f"{name} with options") for name in ("diff", "transformer")),
-        *(
-            pytest.param(name, ALL_OPTIONS, id=f"{name} with options", marks=pytest.mark.long)
-            for name in VARIANTS
-            if name not in ("diff", "transformer")
-        ),
+        # One stands for all: without options they use no code that they do not use with them.
+        *(pytest.param(name, {}, id=name, marks=[pytest.mark.exhaustive] * (name != "diff_v2")) for name in VARIANTS),
+        *(pytest.param(name, ALL_OPTIONS, id=f"{name} with options") for name in (*PAPER, *VARIANTS)),
     ],
 )
 def test_a_variant_is_trained_cut_saved_and_decoded(config, mesh_of, tmp_path, name, options):

@@ -291,6 +291,7 @@ def start(config, mesh_of, text_file, tmp_path):
     return begin
 
 
+@pytest.mark.long
 def test_own_checkpoint_then_other_weights_then_fresh(start, tmp_path):
     theirs, step, _ = start("a", save=True)
     assert step == 0
@@ -326,6 +327,7 @@ def test_weights_that_do_not_fit_are_refused(start, tmp_path, changes, message):
     assert not list((tmp_path / "b" / "checkpoints").iterdir())
 
 
+@pytest.mark.long
 def test_weights_of_another_tokenizer_are_refused(start, tmp_path):
     start("a", save=True)
     edit_manifest(tmp_path / "a" / "checkpoints" / "1", lambda m: m["data"].update(tokenizer="another"))
@@ -333,6 +335,7 @@ def test_weights_of_another_tokenizer_are_refused(start, tmp_path):
         start("b", checkpoint__init_from=tmp_path / "a")
 
 
+@pytest.mark.long
 def test_safe_changes_pass_and_unsafe_ones_need_the_flag(start, tmp_path, text_file, capsys):
     start("a", save=True)
     moved = tmp_path / "moved.txt"
