@@ -315,7 +315,7 @@ def _tensorstore_spec(scheme: str, bucket: str) -> tuple[dict[str, Any], dict[st
     for name, value in (("CONNECT_TIMEOUT_SECONDS", 10), ("LOW_SPEED_TIME_SECONDS", SILENCE_SECONDS)):
         os.environ.setdefault(f"TENSORSTORE_CURL_{name}", str(value))
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
-    spec = {"driver": "gcs", "bucket": bucket}
+    spec: dict[str, Any] = {"driver": "gcs", "bucket": bucket}
     if scheme == "s3":
         spec["driver"] = "s3"
         # botocore, which s3fs uses, reads these variables. TensorStore takes an endpoint as an argument only.
