@@ -76,7 +76,7 @@ def write_shards(folder: AnyPath, arrays: Mapping[str, Shards]) -> None:
         store = ts.open(spec, open=True, context=context, transaction=transaction).result()
         for index, values in array.shards:
             copies.append(store[index].write(values, can_reference_source_data_indefinitely=True).copy)
-    for copied in copies:  # The transaction would leave out writes that have not begun.
+    for copied in copies:  # Raise the error of a write, if there was one.
         copied.result()
     transaction.commit_async().result()
 

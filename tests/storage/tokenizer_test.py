@@ -1,0 +1,47 @@
+"""Tokenizers in buckets: the same ids as on a local disk, exported with the model, and named in errors."""
+
+import base64
+
+import pytest
+from helpers.tokenizer_files import byte_level_folder
+
+from difftx.data.tokenizer import load_tokenizer
+from difftx.errors import UserError
+from difftx.files import upload
+from difftx.interop.tokenizers import export_tokenizer
+
+TEXT = "def main():\n    return 'é漢字🙂'"
+
+
+def test_a_tiktoken_file(bucket, tmp_path):
+    path, lines = tmp_path / "own.tiktoken", [b"%s %d" % (base64.b64encode(bytes([i])), i) for i in range(256)]
+    path.write_bytes(b"\n".join([*lines, b"cmV0 256"]))
+    folder = bucket.folder()
+    upload(folder / path.name, path)
+    here, there = load_tokenizer(str(path)), load_tokenizer(f"{folder}/{path.name}")
+    assert there.fingerprint == here.fingerprint
+    assert list(there.encode_to_numpy(TEXT)) == list(here.encode_to_numpy(TEXT))
+    path.write_bytes(b"\n".join(lines[1:]))
+    upload(folder / "bad.tiktoken", path)
+    with pytest.raises(UserError, match=rf"data\.tokenizer='{folder}/bad\.tiktoken': no token for byte 0"):
+        load_tokenizer(f"{folder}/bad.tiktoken")
+    with pytest.raises(UserError, match=rf"data\.tokenizer='{folder}/absent\.tiktoken': cannot be read"):
+        load_tokenizer(f"{folder}/absent.tiktoken")
+
+
+def test_a_folder_of_hugging_face(bucket, tmp_path, config):
+    pytest.importorskip("tokenizers", reason="needs the extra tokenizers")
+    local, folder = byte_level_folder(tmp_path / "tokenizer"), bucket.folder()
+    for path in local.iterdir():
+        upload(folder / path.name, path)
+    here = load_tokenizer(str(local))
+    for name in (str(folder), f"{folder}/tokenizer.json"):
+        there = load_tokenizer(name)
+        assert there.fingerprint == here.fingerprint
+        assert list(there.encode_to_numpy(TEXT)) == list(here.encode_to_numpy(TEXT))
+        assert there.chat_template is not None
+    (tmp_path / "export").mkdir()
+    export_tokenizer(config(data__tokenizer=str(folder)), load_tokenizer(str(folder)), tmp_path / "export")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "export").iterdir()} == {
+        path.name: path.read_bytes() for path in local.iterdir()
+    }
