@@ -1,7 +1,7 @@
 """The lock of a run in a bucket: an object that names its owner, which the owner renews.
 
-A waiting process takes the lock over if the owner ran on the same machine and is dead, or if the generation of the
-object has not changed for `takeover_seconds` of the waiting process's own clock, so that clocks may differ. The owner
+A waiting process takes the lock over if the owner ran on the same machine and is dead. It also does so if the
+generation of the object has not changed for `takeover_seconds` on its own clock, so that clocks may differ. The owner
 stops writing before that: it counts from the start of its last renewal, on a clock that includes suspension.
 """
 
@@ -128,7 +128,7 @@ class BucketLock:
             if found is None or owner is None or owner["id"] != self._me["id"]:
                 self._successor = "another process" if owner is None else _name(owner)
                 return
-            self._generation = found.generation  # Of a renewal that took place although it raised an error.
+            self._generation = found.generation  # A renewal may take place although it raises an error.
 
     def _read(self) -> objects.Stored | None:
         """Return the lock. Read it again while it is not JSON, because a response may be shortened."""

@@ -39,7 +39,7 @@ class Stored(NamedTuple):
 
 
 class Description(NamedTuple):
-    """What a store lists about an object."""
+    """The entry of an object in a listing of its store."""
 
     size: int  # In bytes.
     crc32c: int | None  # None if the store has none.

@@ -39,7 +39,7 @@ class Save:
         """
         self._folder, self._contents, self._check, self._seconds = folder, contents, check, seconds
         self._shards = arrays.copy_shards(state)
-        self._generation: bytes | None = None  # Of the reservation.
+        self._generation: bytes | None = None  # The generation of the reservation.
 
     def write(self, records: dict[str, Any], describe: Callable[[dict[str, Any], str], str]) -> None:
         """Write the arrays, the JSON files `records` by path, and the text of the manifest that `describe` returns.
