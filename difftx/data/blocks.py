@@ -71,7 +71,7 @@ class BlockCache:
             ) from error
 
     def read(self, slot: int, count: int) -> bytes:
-        """Return the content of `count` slots. What is not in the file is zero."""
+        """Return the content of `count` slots. Bytes beyond the end of the file are zero."""
         return b"".join(self._read(*each) for each in self._parts(slot, count))
 
     def write(self, slot: int, content: memoryview) -> None:
