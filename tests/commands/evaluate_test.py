@@ -213,6 +213,7 @@ def test_charts_are_drawn_beside_the_result(run, monkeypatch, capsys):
     def draw_chart(chart, folder):
         drawn.append((chart["name"], folder))
         folder.mkdir(exist_ok=True)
+        (folder / "file.png").touch()
         return [folder / "file.png"]
 
     monkeypatch.setitem(sys.modules, "difftx.report.charts", types.SimpleNamespace(draw_chart=draw_chart))
@@ -222,7 +223,7 @@ def test_charts_are_drawn_beside_the_result(run, monkeypatch, capsys):
     assert str(folder / "file.png") in capsys.readouterr().out
     evaluate(run, "position")
     assert len(drawn) == 1
-    folder.rmdir()  # As after an evaluation in the training loop, which draws nothing.
+    (folder / "file.png").unlink()  # As after an evaluation in the training loop, which draws nothing.
     evaluate(run, "position")
     assert len(drawn) == 2
 
