@@ -172,8 +172,8 @@ class ModelConfig(Extensible, path="model"):
     """`d_model` of the model whose learning rate this model takes over (µP, arXiv 2203.03466, and CompleteP, arXiv
     2505.01618). docs/operations.md shows how to use it. None: the rate is this model's own, and nothing is scaled."""
     mup_base_layers: AxisLength | None = None
-    """`num_layers` of the model whose learning rate this model takes over. The λ_init of a layer is then that of the same
-    relative depth in that model."""
+    """`num_layers` of the model whose learning rate this model takes over. The λ_init of a layer is then that of the
+    same relative depth in that model."""
     mup_base_head_dim: AxisLength | None = None
     """Width of a query/key sub-head in the model whose learning rate this model takes over. This model must have the
     same, because rates do not transfer between heads of different widths."""
@@ -255,8 +255,8 @@ class ModelConfig(Extensible, path="model"):
             raise UserError(f"model.{missing[0]}=None: set all of {', '.join(base)}, or none of them")
         if self.mup_base_head_dim not in (None, self.d_head):
             raise UserError(
-                f"model.mup_base_head_dim={self.mup_base_head_dim}: the sub-heads of this model are {self.d_head} wide, "
-                "and rates transfer only between heads of the same width; change model.num_heads or model.head_dim"
+                f"model.mup_base_head_dim={self.mup_base_head_dim}: this model's sub-heads are {self.d_head} wide, and "
+                "rates transfer only between heads of the same width; change model.num_heads or model.head_dim"
             )
 
     @property

@@ -1,7 +1,7 @@
 """µP across width (arXiv 2203.03466) and CompleteP across depth (arXiv 2505.01618): one learning rate for all sizes.
 
-A model takes over the learning rate η, the weight decay w and the initialisation of a base model, whose width, number of
-layers and head width are `model.mup_base_…`. With m = `model.width_ratio` and k = `model.depth_ratio`:
+A model takes over the learning rate η, the weight decay w and the initial variances of a base model, whose width,
+number of layers and head width are `model.mup_base_…`. With m = `model.width_ratio` and k = `model.depth_ratio`:
 
 | | base model | this model | where |
 |---|---|---|---|
