@@ -77,6 +77,13 @@ study-init:
 	$(SWEEP) --grid task=books arm=diff,transformer model.init=fan_in,normal model.zero_init_output=false,true $(TWO_RATES) \
 		$(LOSS) --out=$(STUDY)/init
 
+# Learning rates at 0.1M to 3M parameters. At 0.1M, the two parametrisations are the same. Six hours of a core.
+TRANSFER = $(subst toy,transfer,$(SWEEP)) --grid architecture=transformer,diff \
+	optimizer.learning_rate=2e-3,4e-3,8e-3,1.6e-2,3.2e-2,6.4e-2
+study-transfer: stores/books/meta.json
+	$(TRANSFER) size=0.1m parametrization=standard --out=$(STUDY)/transfer-base
+	$(TRANSFER) size=0.6m,3m parametrization=standard,mup --out=$(STUDY)/transfer
+
 LONGER = --config.train.steps=2000 --config.optimizer.warmup_steps=1000 --config.eval.every_steps=2000
 study-sizes:
 	$(SWEEP) --grid task=books-0.8m arm=transformer,diff,diff_v2 optimizer.learning_rate=2e-3,4e-3,8e-3 $(LOSS) --out=$(STUDY)/size-0.5m
