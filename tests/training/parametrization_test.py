@@ -133,7 +133,7 @@ def test_at_all_widths_and_depths(mesh_of, architecture, shape):
     ],
 )
 def test_with_other_optimizers_options_and_architectures(mesh_of, architecture, options):
-    """Only from half of the largest size on: the base is up to 22 % off, by differences that shrink with each doubling."""
+    """From half of the largest size on: the base is up to 22 % off, in differences that shrink with each doubling."""
     for half, whole in (({"width": 256}, {"width": 512}), ({"layers": 8}, {"layers": 16})):
         smaller, larger = (
             coordinates(model_of(architecture, **shape, **options), mesh_of(), seeds=8) for shape in (half, whole)
@@ -191,14 +191,15 @@ def test_updates_equal_the_rules_by_hand(mesh_of, tied):
 
 def test_updates_of_muon_are_divided_by_the_root_of_the_width_ratio(mesh_of):
     base = {"model__mup_base_width": 16, "model__mup_base_layers": 1, "model__mup_base_head_dim": 16}
-    options = {"mup": False, "optimizer__name": "muon", "optimizer__weight_decay": 0}
+    # Without ε, the updates of the AdamW part are the same.
+    options = {"mup": False, "optimizer__name": "muon", "optimizer__weight_decay": 0, "optimizer__eps": 1e-20}
     (first, standard, _), (_, found, _) = (
         updated(model_of("diff", **options, **fields), mesh_of(), 1) for fields in ({}, base)
     )
     for name, value in first.items():
         factor = 1 / np.sqrt(4) if name.startswith(("blocks/attention/", "blocks/mlp/")) else 1
         factor = 1 if "scale" in name or "lambda" in name else factor
-        np.testing.assert_allclose(found[name] - value, factor * (standard[name] - value), atol=3e-7, err_msg=name)
+        np.testing.assert_allclose(found[name] - value, factor * (standard[name] - value), atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("init", ["normal", "fan_in"])
