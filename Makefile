@@ -33,8 +33,8 @@ ARMS = transformer,transformer-8x256,transformer-8x256-norm,diff,diff-no_norm,di
 SWEEP = env JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_multi_thread_eigen=false \
 	$(BIN)/python -m difftx sweep --config=configs/toy.py
 
-.PHONY: quickstart reproduce study novels study-optimizers study-differential study-cache test test-long test-compile \
-	test-exhaustive test-lowest platforms parity chaos docs lint format
+.PHONY: quickstart reproduce study novels study-transfer study-optimizers study-differential study-cache test test-long \
+	test-compile test-exhaustive test-lowest platforms parity chaos docs lint format
 
 quickstart: .venv/.installed
 	$(BIN)/python train.py --config=configs/quickstart.py:diff --workdir=$(RUNS)/diff $(FLAGS)
@@ -80,7 +80,7 @@ study-init:
 # Learning rates at 0.1M to 3M parameters. At 0.1M, the two parametrisations are the same. Six hours of a core.
 TRANSFER = $(subst toy,transfer,$(SWEEP)) --grid architecture=transformer,diff \
 	optimizer.learning_rate=2e-3,4e-3,8e-3,1.6e-2,3.2e-2,6.4e-2
-study-transfer: stores/books/meta.json
+study-transfer: .venv/.installed stores/books/meta.json
 	$(TRANSFER) size=0.1m parametrization=standard --out=$(STUDY)/transfer-base
 	$(TRANSFER) size=0.6m,3m parametrization=standard,mup --out=$(STUDY)/transfer
 

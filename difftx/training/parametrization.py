@@ -24,6 +24,7 @@ import jax
 import optax
 
 from difftx.config import Config
+from difftx.config.architectures import ARCHITECTURES
 from difftx.errors import UserError
 from difftx.model.abstract import parameter_metadata, vector_mask
 
@@ -37,6 +38,11 @@ def check_parametrization(config: Config) -> None:
     if config.optimizer.name not in OPTIMIZERS:
         known = " and ".join(OPTIMIZERS)
         raise UserError(f"optimizer.name={config.optimizer.name!r}: model.mup_base_width has rules for {known} only")
+    if "anneal_steps" in ARCHITECTURES[config.model.architecture].fields:  # The fan-in of DEX's matrix does not grow.
+        raise UserError(
+            f"model.architecture={config.model.architecture!r} continues the training of a Transformer, at a learning rate "
+            "of its own; leave model.mup_base_width at None"
+        )
     is_vector, is_projection = vector_mask(config.model)["blocks"], _projections(config)["blocks"]
     for path, is_known in jax.tree.leaves_with_path(jax.tree.map(operator.or_, is_vector, is_projection)):
         if not is_known:

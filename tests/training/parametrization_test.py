@@ -65,7 +65,7 @@ def coordinates(c, mesh, *, seeds):
     targets_BT = (tokens_BT + np.roll(tokens_BT, 1, axis=1)) % KINDS
     put = functools.partial(jax.device_put, device=batch.tokens_BT.sharding)
     batch = dataclasses.replace(batch, tokens_BT=put(tokens_BT), targets_BT=put(targets_BT))
-    angles = rotary_angles(jnp.arange(TOKENS)[None], c.model.d_head, c.model.rope_theta)
+    angles = rotary_angles(jnp.arange(TOKENS)[None], c.model)
 
     def activations(params):
         model = nnx.merge(graph(c), params)
@@ -243,3 +243,7 @@ def test_what_has_no_rule_is_refused(monkeypatch):
     with pytest.raises(UserError, match=r"optimizer\.name='own': model\.mup_base_width has rules for adamw and muon"):
         make_optimizer(model_of("diff", optimizer__name="own"))
     make_optimizer(model_of("diff", mup=False, optimizer__name="own"))
+    converted = {"model__architecture": "dex", "model__num_heads": 4, "model__head_norm": "none"}
+    with pytest.raises(UserError, match=r"'dex' continues the training of a Transformer, at a learning rate of its own"):
+        make_optimizer(model_of("diff", **converted))
+    make_optimizer(model_of("diff", mup=False, **converted))
