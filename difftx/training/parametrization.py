@@ -40,8 +40,8 @@ def check_parametrization(config: Config) -> None:
         raise UserError(f"optimizer.name={config.optimizer.name!r}: model.mup_base_width has rules for {known} only")
     if "anneal_steps" in ARCHITECTURES[config.model.architecture].fields:  # The fan-in of DEX's matrix does not grow.
         raise UserError(
-            f"model.architecture={config.model.architecture!r} continues the training of a Transformer, at a learning rate "
-            "of its own; leave model.mup_base_width at None"
+            f"model.architecture={config.model.architecture!r} continues the training of a Transformer, at a learning "
+            "rate of its own; leave model.mup_base_width at None"
         )
     is_vector, is_projection = vector_mask(config.model)["blocks"], _projections(config)["blocks"]
     for path, is_known in jax.tree.leaves_with_path(jax.tree.map(operator.or_, is_vector, is_projection)):

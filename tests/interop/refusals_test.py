@@ -245,7 +245,12 @@ MUP = {"mup_base_width": 16, "mup_base_layers": 1, "mup_base_head_dim": 8}
         ("diff", "official", {"rope_scaling": RopeScalingConfig(factor=2.0)}, r"model.rope_scaling=.*factor=2\.0"),
         ("diff", "diffllama", MUP, "model.mup_base_width=16 cannot be converted: models of the other formats do not"),
         ("diff", "hf", MUP, "model.mup_base_width=16 cannot be converted: modeling_difftx.py does not have it"),
-        ("transformer", "hf", MUP, "model.mup_base_width=16 cannot be converted: modeling_difftx.py does not have it"),
+        (
+            "transformer",
+            "hf",
+            MUP | {"mup_base_head_dim": 16},
+            "model.mup_base_width=16 cannot be converted: modeling_difftx.py does not have it",
+        ),
     ],
 )
 def test_runs_that_other_formats_cannot_represent(config, architecture, format_, changes, message):

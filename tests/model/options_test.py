@@ -97,10 +97,17 @@ def plain_loss(params, c, tokens, targets, weight):
     return jnp.sum(nll * weight) + z_loss, z_loss
 
 
-# "all" with two groups of layers has the other cases in it. variants_test.py has the options of a Transformer's layer.
+# The first has all cases but "mup" in it. variants_test.py has the options of a Transformer's layer.
+IN_CI = ("all, two groups in a loop", "mup")
+
+
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[pytest.mark.exhaustive] * (case != "all, two groups in a loop")) for case in CASES],
+    [
+        IN_CI[0],
+        pytest.param(IN_CI[1], marks=pytest.mark.long),
+        *(pytest.param(case, marks=pytest.mark.exhaustive) for case in CASES if case not in IN_CI),
+    ],
 )
 @pytest.mark.parametrize("architecture", ["diff", pytest.param("transformer", marks=pytest.mark.long)])
 def test_loss_and_gradients_are_those_of_the_definition(config, mesh_of, architecture, case):

@@ -99,6 +99,7 @@ def deviations(base, found):
     return {name: round(float(value / base[name] - 1), 3) for name, value in found.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("architecture", ["transformer", "diff"])
 def test_activations_do_not_depend_on_width_and_depth(mesh_of, architecture):
     base = coordinates(model_of(architecture), mesh_of(), seeds=24)
@@ -244,6 +245,8 @@ def test_what_has_no_rule_is_refused(monkeypatch):
         make_optimizer(model_of("diff", optimizer__name="own"))
     make_optimizer(model_of("diff", mup=False, optimizer__name="own"))
     converted = {"model__architecture": "dex", "model__num_heads": 4, "model__head_norm": "none"}
-    with pytest.raises(UserError, match=r"'dex' continues the training of a Transformer, at a learning rate of its own"):
+    with pytest.raises(
+        UserError, match=r"'dex' continues the training of a Transformer, at a learning rate of its own"
+    ):
         make_optimizer(model_of("diff", **converted))
     make_optimizer(model_of("diff", mup=False, **converted))
