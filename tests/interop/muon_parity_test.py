@@ -11,7 +11,9 @@ torch = pytest.importorskip("torch", reason="make parity installs torch and tran
 
 @pytest.mark.parametrize("split", ["none", "groups"])
 def test_twenty_updates_equal_those_of_torch(config, mesh_of, monkeypatch, split):
-    monkeypatch.setattr(torch, "bfloat16", torch.float64)  # Of its Newton-Schulz iterations.
+    # Of its Newton-Schulz iterations: `x.to(torch.bfloat16)`, or `x.bfloat16()` since torch 2.14.
+    monkeypatch.setattr(torch, "bfloat16", torch.float64)
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)
     c = config(
         optimizer__name="muon",
         optimizer__muon__split=split,
