@@ -77,12 +77,14 @@ study-init:
 	$(SWEEP) --grid task=books arm=diff,transformer model.init=fan_in,normal model.zero_init_output=false,true $(TWO_RATES) \
 		$(LOSS) --out=$(STUDY)/init
 
-# Learning rates at 0.1M to 3M parameters. At 0.1M, the two parametrisations are the same. Six hours of a core.
-TRANSFER = $(subst toy,transfer,$(SWEEP)) --grid architecture=transformer,diff \
-	optimizer.learning_rate=2e-3,4e-3,8e-3,1.6e-2,3.2e-2,6.4e-2
+# Learning rates at 0.1M and 3M parameters. At 0.1M, the two parametrisations are the same. One hour of two idle cores.
+TRANSFER = $(subst toy,transfer,$(SWEEP)) --grid optimizer.learning_rate=5e-4,1e-3,2e-3,4e-3,8e-3,1.6e-2,3.2e-2
 study-transfer: .venv/.installed stores/books/meta.json
-	$(TRANSFER) size=0.1m parametrization=standard --out=$(STUDY)/transfer-base
-	$(TRANSFER) size=0.6m,3m parametrization=standard,mup --out=$(STUDY)/transfer
+	$(MAKE) --no-print-directory -j2 study-transfer-transformer study-transfer-diff
+
+study-transfer-%:
+	$(TRANSFER) architecture=$* size=0.1m parametrization=standard --out=$(STUDY)/transfer-$*-base
+	$(TRANSFER) architecture=$* size=3m parametrization=standard,mup --out=$(STUDY)/transfer-$*
 
 LONGER = --config.train.steps=2000 --config.optimizer.warmup_steps=1000 --config.eval.every_steps=2000
 study-sizes:

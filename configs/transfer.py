@@ -1,11 +1,11 @@
 """Transfer of the learning rate from 0.1M to 3M parameters, with and without µP and CompleteP, on books.
 
 Paper:    arXiv 2203.03466 (µP) and 2505.01618 (CompleteP); docs/operations.md, "One learning rate for all sizes".
-Command:  make study-transfer    # all sizes, both architectures, both parametrisations, a grid of rates
+Command:  make study-transfer    # 0.1m and 3m, both architectures, both parametrisations, a grid of rates
           python train.py --config=configs/transfer.py:3m-diff-mup --workdir=runs/transfer-3m
 Protocol: the books and the other settings of configs/toy.py, with one million tokens and heads of the same width at all
           sizes. A run with "mup" has the 0.1M model as its base, so at 0.1M "mup" and "standard" are the same.
-Hardware: 2 CPU cores; a run of 0.1m takes one minute of a core, one of 3m about ten. Result: none yet.
+Hardware: 2 CPU cores; a run of 0.1m takes half a minute of an idle core, one of 3m about four. Result: none yet.
 """
 
 from ml_collections import ConfigDict
