@@ -15,6 +15,7 @@ from helpers.pages import DOCS, blocks
 
 from difftx import api
 from difftx.commands.flags import parse_overrides
+from difftx.config.architectures import ARCHITECTURES
 from difftx.config.build import override
 from difftx.config.recipes import load_config
 from difftx.config.suites import SUITES
@@ -66,6 +67,11 @@ def test_the_readme_is_short_and_its_example_runs():
     names = {}
     exec(code, names)
     assert (names["y"].shape, names["y"].dtype) == ((2, 32, 64), jax.numpy.float32)
+
+
+def test_the_readme_counts_the_architectures():
+    (count,) = re.findall(r"and (\w+) further architectures", (ROOT / "README.md").read_text())
+    assert count == {10: "ten", 11: "eleven", 12: "twelve"}[len(ARCHITECTURES) - len(["diff", "transformer"])]
 
 
 def unexecuted():
