@@ -2,8 +2,8 @@
 
 import importlib
 import inspect
+import json
 import re
-import shlex
 import subprocess
 import sys
 from urllib.parse import unquote
@@ -11,14 +11,12 @@ from urllib.parse import unquote
 import jax
 import pytest
 from conftest import ROOT
-from helpers.pages import DOCS, blocks
+from helpers.page_commands import check_line, commands_of, fences, stray_commands
+from helpers.pages import DOCS
 
 from difftx import api
-from difftx.commands.flags import parse_overrides
 from difftx.config.architectures import ARCHITECTURES
-from difftx.config.build import override
-from difftx.config.recipes import load_config
-from difftx.config.suites import SUITES
+from difftx.errors import UserError
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(DOCS.rglob("*.md"))
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
@@ -75,22 +73,74 @@ def test_the_readme_counts_the_architectures():
 
 
 def unexecuted():
-    """Return the commands that tests do not run: those of README.md, and the blocks `console` of all pages."""
-    readme = re.findall(r"^    (difftx .*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
-    pages = [line for page in DOCS.rglob("*.md") for block in blocks(page, "console") for line in block.splitlines()]
-    return readme + [line for line in pages if line.startswith("difftx ")]
+    """Return page and command, for each command in the blocks of all pages that no test executes."""
+    executed = {"tutorials_test", "differentialize_test", "extend_test", "tokenizers_page_test"}
+    assert all((ROOT / "tests" / f"{name}.py").is_file() for name in executed)
+    found = []
+    for page, name in zip(PAGES, IDS, strict=True):
+        text = page.read_text()
+        if page == DOCS / "results.md":  # Generated, with commands in indented blocks.
+            text = re.sub(r"(?m)((?:^    .*\n)+)", "```console\n\\1```\n", text)
+        elif page.is_relative_to(DOCS):
+            text = text.replace("```bash", "```executed")  # test_these_commands_are_executed lists these pages.
+        found += [(name, line) for line in commands_of(text)]
+    return found
 
 
-@pytest.mark.parametrize("line", unexecuted())
-def test_commands_that_no_test_runs_have_existing_flags_and_fields(line):
-    _, command, *words = shlex.split(re.sub(r'"\$\(cat \S+\)"', "()", line))
-    flags = dict(word.partition("=")[::2] for word in words if re.match(r"--(?!(config|eval|mesh)\.)", word))
-    known = (DOCS / "cli.md").read_text().partition(f"\n## difftx {command}\n")[2].partition("\n## ")[0]
-    assert {name for name in flags if not re.search(rf"^  {name}\b", known, re.MULTILINE)} == set()
-    assert set(flags.get("--suite", "loss").split(",")) <= set(SUITES)
-    fields = [word for word in words if word.startswith("--config.")]
-    config = load_config(flags.get("--config", "quickstart"), parse_overrides(fields, "config"))
-    override(config, parse_overrides([word for word in words if re.match(r"--(eval|mesh)\.", word)], "eval", "mesh"))
+@pytest.mark.parametrize(("page", "line"), unexecuted())
+def test_commands_that_no_test_runs_name_what_exists(page, line, tmp_path):
+    check_line(line, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "difftx trian --config=quickstart",
+        "difftx train --config=quickstart --worksdir=runs/a",
+        "difftx train --config=quickstrat --workdir=runs/a",
+        "difftx train --config=quickstart --workdir=runs/a --config.train.step=3",
+        "difftx train --config=quickstart --workdir=runs/a --config.train.steps=many",
+        "difftx train --config=quickstart runs/a",
+        "difftx eval --workdir=runs/a --suite=lose",
+        "difftx eval --workdir=runs/a --suite=loss --eval.loss_token=3",
+        "difftx checkpoint lst --workdir=runs/a",
+        "difftx plan --config=quickstart --topology=v9p:2x2",
+        "difftx sweep --config=scaling --grid sise=830m --out=runs/a",
+        "difftx sweep --config=scaling --grid size=830m architecture=diff --out=runs/a --launcher=slurm --set nodes=4",
+        "python benchmarks/nothing.py",
+        "python benchmarks/plan_table.py --no_such_flag",
+        "make quickstrat",
+        "make quickstart STEP=3",
+        "pip install -e '.[tpus]'",
+        "diffftx train",
+        "make test && make tests",
+    ],
+)
+def test_a_wrong_command_is_found(line, tmp_path):
+    with pytest.raises((AssertionError, UserError, OSError)):
+        check_line(line, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name not in ("results.md", "operations.md")], ids=lambda page: page.name
+)
+def test_commands_stand_in_blocks_that_tests_read(page):
+    assert stray_commands(page.read_text()) == []
+
+
+def test_a_command_outside_a_block_is_found():
+    assert stray_commands("text\n\n    difftx train --config=a\n") == ["difftx train --config=a"]
+    assert stray_commands("```text\nmake test\n```\n") == ["make test"]
+    assert stray_commands("```console\nmake test\n```\n") == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_code_of_all_pages_is_valid(page):
+    for language, block in fences(page.read_text()):
+        if language == "python" and page.name != "api.md":  # api.md shows signatures.
+            compile(block, page.name, "exec")
+        elif language == "json":
+            json.loads(block)
 
 
 def test_docstrings_shows_every_public_function_and_class():
