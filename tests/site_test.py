@@ -4,6 +4,7 @@ import importlib
 import inspect
 import json
 import re
+import shutil
 import subprocess
 import sys
 from urllib.parse import unquote
@@ -19,6 +20,7 @@ from difftx.config.architectures import ARCHITECTURES
 from difftx.errors import UserError
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(DOCS.rglob("*.md"))
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
@@ -186,6 +188,28 @@ def test_the_site_has_every_page_and_loads_nothing_from_other_hosts(site):
         assert loaded
         assert [link for link in loaded if re.match(r"(https?:)?//", link)] == [], path
         assert len(text) < 1_500_000
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["index.html", "tutorials/own-text.html"])
+def test_the_search_works_without_a_server(site, name):
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install '.[browser]'")
+    if CHROMIUM is None:
+        pytest.skip("needs a Chromium: apt-get install chromium")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page, said = browser.new_page(), []
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.goto((site / name).as_uri())
+        page.locator(".md-search__input").click()
+        page.keyboard.type("zigzag")
+        page.wait_for_selector(".md-search-result__item", timeout=60_000)
+        links = page.locator(".md-search-result__link").evaluate_all("links => links.map(link => link.href)")
+        browser.close()
+    assert said == []
+    assert links
+    assert all((site / re.match(rf"{site.as_uri()}/([^?#]+)", link)[1]).is_file() for link in links)
 
 
 @pytest.mark.long
