@@ -15,6 +15,7 @@ from conftest import ROOT
 from helpers.page_commands import check_line, commands_of, fences, stray_commands
 from helpers.pages import DOCS
 
+from benchmarks import reference_tables
 from difftx import api
 from difftx.config.architectures import ARCHITECTURES
 from difftx.errors import UserError
@@ -150,6 +151,12 @@ def test_code_of_all_pages_is_valid(page):
             compile(block, page.name, "exec")
         elif language == "json":
             json.loads(block)
+
+
+@pytest.mark.parametrize("page", reference_tables.TABLES)
+def test_generated_tables_are_up_to_date(page):
+    path, text = reference_tables.with_table(page)
+    assert path.read_text() == text, "run: python benchmarks/reference_tables.py"
 
 
 def test_docstrings_shows_every_public_function_and_class():
