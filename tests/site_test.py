@@ -1,5 +1,6 @@
 """README.md and docs/: links, the example, commands that no test runs, and the site that MkDocs builds of them."""
 
+import html
 import importlib
 import inspect
 import json
@@ -186,7 +187,10 @@ def site(tmp_path_factory):
 @pytest.mark.long
 def test_the_site_has_every_page_and_loads_nothing_from_other_hosts(site):
     pages = {path.relative_to(site).with_suffix(".md") for path in site.rglob("*.html")}
-    assert {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} == {*map(str, pages)} - {"404.md"}
+    assert {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} == {*map(str, pages)} - {
+        "404.md",
+        "first-model.md",
+    }
     for path in site.rglob("*.html"):
         text = path.read_text()
         loaded = re.findall(r"<(?:script|img|iframe|source)\b[^>]*\bsrc(?:set)?=\"([^\"]+)", text)
@@ -217,6 +221,18 @@ def test_the_search_works_without_a_server(site, name):
     assert said == []
     assert links
     assert all((site / re.match(rf"{site.as_uri()}/([^?#]+)", link)[1]).is_file() for link in links)
+
+
+@pytest.mark.long
+def test_the_site_shows_the_notebook(site):
+    text = html.unescape(re.sub(r"<[^>]+>", "", (site / "first-model.html").read_text()))
+    cells = json.loads((DOCS / "first-model.ipynb").read_text())["cells"]
+    code = [line for cell in cells if cell["cell_type"] == "code" for line in "".join(cell["source"]).splitlines()]
+    assert code
+    assert [line for line in code if line not in text] == []
+    assert (site / "first-model.ipynb").is_file()
+    assert 'href="first-model.html"' in (site / "getting-started.html").read_text()
+    assert not (site / "notebook.py").exists()
 
 
 @pytest.mark.long
