@@ -13,7 +13,7 @@ from urllib.parse import unquote
 import jax
 import pytest
 from conftest import ROOT
-from helpers.page_commands import check_line, commands_of, fences, stray_commands
+from helpers.page_commands import check_line, commands_of, fences, inline_commands, stray_commands
 from helpers.pages import DOCS
 
 from benchmarks import reference_tables
@@ -23,6 +23,7 @@ from difftx.errors import UserError
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(DOCS.rglob("*.md"))
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+READ = [page for page in PAGES if page.name != "results.md"]  # That page is generated.
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
@@ -84,7 +85,7 @@ def test_the_readme_counts_the_architectures():
 
 
 def unexecuted():
-    """Return page and command, for each command in the blocks of all pages that no test executes."""
+    """Return page and command, for each command in the blocks and sentences of all pages that no test executes."""
     executed = {"tutorials_test", "differentialize_test", "extend_test", "tokenizers_page_test"}
     assert all((ROOT / "tests" / f"{name}.py").is_file() for name in executed)
     found = []
@@ -94,7 +95,7 @@ def unexecuted():
             text = re.sub(r"(?m)((?:^    .*\n)+)", "```console\n\\1```\n", text)
         elif page.is_relative_to(DOCS):
             text = text.replace("```bash", "```executed")  # test_these_commands_are_executed lists these pages.
-        found += [(name, line) for line in commands_of(text)]
+        found += [(name, line) for line in commands_of(text) + (inline_commands(text) if page in READ else [])]
     return found
 
 
@@ -132,9 +133,7 @@ def test_a_wrong_command_is_found(line, tmp_path):
         check_line(line, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.name not in ("results.md",)], ids=lambda page: page.name
-)
+@pytest.mark.parametrize("page", READ, ids=lambda page: page.name)
 def test_commands_stand_in_blocks_that_tests_read(page):
     assert stray_commands(page.read_text()) == []
 

@@ -45,6 +45,17 @@ def commands_of(text: str) -> list[str]:
     return [line for line in lines if shlex.split(line, comments=True)]
 
 
+def inline_commands(text: str) -> list[str]:
+    """Return the commands in the sentences of a page, unless they are only a name, or only a form."""
+    without = re.sub(r"(?ms)^( *)```.*?^\1```$", "", text).replace("\n", " ")
+    found = re.findall(r"`((?:difftx|make|pip|python) [^`]+)`", without)
+    return [
+        line
+        for line in found
+        if ("--" in line or line.startswith(("make", "pip"))) and not re.search("…|COMMAND", line)
+    ]
+
+
 def joined(block: str) -> list[str]:
     """Return the lines of a block, with lines that end in a backslash joined to the next."""
     return [line.strip() for line in re.sub(r" *\\\n *", " ", block).splitlines()]
