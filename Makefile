@@ -43,6 +43,7 @@ quickstart: .venv/.installed
 	$(BIN)/python eval.py --workdir=$(RUNS)/transformer --suite=sample
 	$(BIN)/python eval.py --curves='$(RUNS)/*' --out=$(RUNS)
 	$(BIN)/python eval.py --report --workdir=$(RUNS)/diff,$(RUNS)/transformer --out=$(RUNS)/report.html
+	@echo "Open $(abspath $(RUNS)/report.html) in a browser; docs/tutorials/report.md explains it. Next: docs/tutorials/own-text.md"
 
 # An interrupted reproduce or study resumes when it is called again.
 reproduce: .venv/.installed stores/books.bigrams

@@ -1,10 +1,10 @@
-"""Tables of docs/operations.md: memory and time of the paper's models, compiled for TPU slices that are not attached.
+"""Tables of docs/fit.md: memory and time of the paper's models, compiled for TPU slices that are not attached.
 
     python benchmarks/plan_table.py [--only=830m] [--out=runs/plan_table] [--write] [--config.path.to.field=value …]
 
-Needs libtpu and JAX's CUDA plugin (pip install 'difftx[tpu]' 'difftx[cuda]'). For each row, one `difftx plan` runs in
+Needs libtpu and JAX's CUDA plugin (pip install -e '.[tpu,cuda]'). For each row, one `difftx plan` runs in
 its own process, whose peak memory is measured. Rows whose numbers exist in --out are not compiled again. --write
-replaces the tables between their markers in docs/operations.md; rows without numbers are left out. All rows take more
+replaces the tables between their markers in docs/fit.md; rows without numbers are left out. All rows take more
 than an hour on two cores.
 
 --only=long compiles the 3B models with rows of up to 64K tokens. A microbatch then has one row of tokens per group of
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from difftx.launch.topology import GPUS, parse_topology
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "operations.md"
+PAGE = ROOT / "docs" / "fit.md"
 
 PRESET = "--config.mesh.preset=auto"
 # A run measures its kernels. The tables assume that ours is the fastest on TPUs.
@@ -70,11 +70,11 @@ class Row:
 
 
 def main() -> None:
-    """Compile the missing rows and print the tables; with --write, also write them to docs/operations.md."""
+    """Compile the missing rows and print the tables; with --write, also write them to docs/fit.md."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--only", choices=[*TOPOLOGIES, LONG], help="one size, or long rows")
     parser.add_argument("--out", type=Path, default=Path("runs/plan_table"), help="where each row's numbers are kept")
-    parser.add_argument("--write", action="store_true", help="replace the tables in docs/operations.md")
+    parser.add_argument("--write", action="store_true", help="replace the tables in docs/fit.md")
     parser.epilog = "--config.path.to.field=value changes a field in long rows"
     args, rest = parser.parse_known_args()
     if wrong := [flag for flag in rest if not flag.startswith("--config.")]:
@@ -109,7 +109,7 @@ def compile_missing(wanted: Iterable[Row], out: Path) -> None:
 
 
 def write(table: str, text: str) -> None:
-    """Write a table between its markers in docs/operations.md."""
+    """Write a table between its markers in docs/fit.md."""
     begin, end = f"<!-- benchmarks/plan_table.py writes {table} from here -->", "<!-- to here -->"
     before, _, rest = PAGE.read_text().partition(begin)
     _, _, after = rest.partition(end)

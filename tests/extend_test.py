@@ -33,7 +33,7 @@ def place(tmp_path):
 
 def run(place, line, *more, code=0):
     """Execute a command of the page with tiny sizes; return what it printed."""
-    fields = SHORT | {"data.path": "text.txt"} if "train.py" in line else {}
+    fields = SHORT | {"data.path": "text.txt"} if re.match("python train.py|difftx train", line) else {}
     return run_command(place, line, *more, fields=fields, code=code)
 
 

@@ -1,6 +1,7 @@
 """The files of the project that must agree with pyproject.toml."""
 
 import re
+import subprocess
 import tomllib
 
 import pytest
@@ -35,6 +36,26 @@ def test_constraints_satisfy_the_declared_ranges(extra):
             assert name in pinned
         if name in pinned:
             assert requirement.specifier.contains(pinned[name]), f"{requirement} and {name}=={pinned[name]}"
+
+
+def test_the_context_of_an_image_is_what_the_image_copies():
+    patterns = requirements(".dockerignore")
+    assert patterns[0] == "*"
+    for name in ("tpu", "cuda"):
+        text = (ROOT / "difftx" / "launch" / "templates" / f"{name}.Dockerfile").read_text()
+        copied = {word for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE) for word in line.split()[:-1]}
+        assert copied == {pattern.removeprefix("!") for pattern in patterns if pattern.startswith("!")}
+
+
+def test_no_file_installs_difftx_from_an_index():
+    from_index = re.compile(r"pip3? install[^\n`]*[ '\"]difftx\b(?!:)")
+    assert from_index.search("pip install 'difftx[tpu]'")
+    assert from_index.search("pip install -U difftx")
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    names = names or [str(path.relative_to(ROOT)) for path in ROOT.glob("*.md")]  # Without git, as in an archive.
+    paths = [ROOT / name for name in names if name != "tests/project_files_test.py"]
+    texts = {path: path.read_text(errors="ignore") for path in paths if path.is_file()}
+    assert [path for path, text in texts.items() if from_index.search(text)] == []
 
 
 def test_the_citation_and_the_change_log_have_the_version():

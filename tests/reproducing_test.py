@@ -1,66 +1,20 @@
-"""Every command of docs/reproducing.md: its config, fields and suites are there. None of them is run."""
+"""docs/reproducing.md names every table, figure and experiment, with costs that follow from the configs."""
 
 import re
-import shlex
 
 import pytest
 from conftest import ROOT
+from helpers.page_commands import commands_of
 
-from difftx.__main__ import COMMANDS
-from difftx.commands.flags import parse_overrides
-from difftx.config.build import override
 from difftx.config.recipes import load_config
-from difftx.config.suites import SUITES
-from difftx.launch.grid import make_points, parse_grid
 from difftx.model.flops import flops_per_token
 
 PAGE = (ROOT / "docs" / "reproducing.md").read_text()
-LINES = [line.strip() for line in PAGE.splitlines() if line.startswith("    python ")]
-# What a reader's own files stand for.
-FILES = {
-    "sets.json": '[{"name": "a", "path": "a.jsonl", "kind": "question_answering", "document": "context", '
-    '"question": "input", "answers": "answers", "new_tokens": 32}]',
-    "tasks.json": '[{"name": "a", "train": "a", "test": "b", "text": "text", "label": "label", "text_word": "Q", '
-    '"label_word": "A"}]',
-    "math.json": '[{"name": "gsm8k", "format": "gsm8k", "test": "a", "train": "b", "train_format": null}]',
-}
 
 
-def arguments(line):
-    return shlex.split(re.sub(r"\$\(cat (\S+)\)", lambda found: FILES[found[1]].replace('"', '\\"'), line))
-
-
-def options(flags, *groups):
-    """Return the flags that no group of the config has, by name, and those of the groups."""
-    of_groups = [flag for flag in flags if flag.startswith(tuple(f"--{group}." for group in groups))]
-    own = dict(flag.partition("=")[::2] for flag in flags if flag not in of_groups)
-    return own, of_groups
-
-
-@pytest.mark.parametrize("line", [line for line in LINES if line.startswith("python train.py")])
-def test_training_commands(line):
-    own, overrides = options(arguments(line)[2:], "config")
-    load_config(str(ROOT / own["--config"]), parse_overrides(overrides, "config"))
-    assert own.keys() <= {"--config", "--workdir", "--dry_run"}
-
-
-@pytest.mark.parametrize("line", [line for line in LINES if line.startswith("python eval.py")])
-def test_evaluation_commands(line):
-    own, overrides = options(arguments(line)[2:], "eval")
-    override(load_config(str(ROOT / "configs" / "base.py"), {}), parse_overrides(overrides, "eval"))
-    assert set(own.get("--suite", "loss").split(",")) <= set(SUITES)
-    assert own.keys() <= {"--workdir", "--suite", "--step", "--report", "--out", "--scaling", "--curves"}
-
-
-@pytest.mark.parametrize("line", [line for line in LINES if line.startswith("python -m")])
-def test_other_commands(line):
-    words = arguments(line)
-    assert words[2] == "difftx"
-    assert words[3] in COMMANDS
-    if words[3] == "sweep":
-        own, overrides = options([word for word in words if word.startswith("--") and word != "--grid"], "config")
-        grid = parse_grid([word for word in words[4:] if not word.startswith("--")])
-        assert make_points(str(ROOT / own["--config"]), grid, parse_overrides(overrides, "config"))
+def test_the_page_has_commands():
+    """tests/site_test.py checks each of them."""
+    assert len(commands_of(PAGE)) > 40
 
 
 def test_every_table_and_figure_of_the_paper_and_experiment_of_the_review_is_there():

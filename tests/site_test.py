@@ -1,9 +1,11 @@
 """README.md and docs/: links, the example, commands that no test runs, and the site that MkDocs builds of them."""
 
+import html
 import importlib
 import inspect
+import json
 import re
-import shlex
+import shutil
 import subprocess
 import sys
 from urllib.parse import unquote
@@ -11,15 +13,17 @@ from urllib.parse import unquote
 import jax
 import pytest
 from conftest import ROOT
-from helpers.pages import DOCS, blocks
+from helpers.page_commands import check_line, commands_of, fences, inline_commands, stray_commands
+from helpers.pages import DOCS
 
+from benchmarks import reference_tables
 from difftx import api
-from difftx.commands.flags import parse_overrides
-from difftx.config.build import override
-from difftx.config.recipes import load_config
-from difftx.config.suites import SUITES
+from difftx.config.architectures import ARCHITECTURES
+from difftx.errors import UserError
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(DOCS.rglob("*.md"))
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+READ = [page for page in PAGES if page.name != "results.md"]  # That page is generated.
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
@@ -52,6 +56,13 @@ def test_relative_links_lead_to_files_and_headings(page):
     assert {link: why for link in relative if (why := why_broken(page, link))} == {}
 
 
+def test_messages_name_sections_that_exist():
+    source = "".join(path.read_text() for path in (ROOT / "difftx").rglob("*.py"))
+    named = re.findall(r'see "([^"]+)" in docs/([\w/]+\.md)', source)
+    assert named
+    assert [(title, page) for title, page in named if f"# {title}\n" not in (DOCS / page).read_text()] == []
+
+
 def test_broken_links_are_found():
     assert why_broken(DOCS / "index.md", "design.md#5-model") is None
     assert why_broken(DOCS / "index.md", "design.md#6-model") == "no heading #6-model"
@@ -68,23 +79,84 @@ def test_the_readme_is_short_and_its_example_runs():
     assert (names["y"].shape, names["y"].dtype) == ((2, 32, 64), jax.numpy.float32)
 
 
+def test_the_readme_counts_the_architectures():
+    (count,) = re.findall(r"and (\w+) further architectures", (ROOT / "README.md").read_text())
+    assert count == {10: "ten", 11: "eleven", 12: "twelve"}[len(ARCHITECTURES) - len(["diff", "transformer"])]
+
+
 def unexecuted():
-    """Return the commands that tests do not run: those of README.md, and the blocks `console` of all pages."""
-    readme = re.findall(r"^    (difftx .*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
-    pages = [line for page in DOCS.rglob("*.md") for block in blocks(page, "console") for line in block.splitlines()]
-    return readme + [line for line in pages if line.startswith("difftx ")]
+    """Return page and command, for each command in the blocks and sentences of all pages that no test executes."""
+    executed = {"tutorials_test", "differentialize_test", "extend_test", "tokenizers_page_test"}
+    assert all((ROOT / "tests" / f"{name}.py").is_file() for name in executed)
+    found = []
+    for page, name in zip(PAGES, IDS, strict=True):
+        text = page.read_text()
+        if page == DOCS / "results.md":  # Generated, with commands in indented blocks.
+            text = re.sub(r"(?m)((?:^    .*\n)+)", "```console\n\\1```\n", text)
+        elif page.is_relative_to(DOCS):
+            text = text.replace("```bash", "```executed")  # test_these_commands_are_executed lists these pages.
+        found += [(name, line) for line in commands_of(text) + (inline_commands(text) if page in READ else [])]
+    return found
 
 
-@pytest.mark.parametrize("line", unexecuted())
-def test_commands_that_no_test_runs_have_existing_flags_and_fields(line):
-    _, command, *words = shlex.split(re.sub(r'"\$\(cat \S+\)"', "()", line))
-    flags = dict(word.partition("=")[::2] for word in words if re.match(r"--(?!(config|eval|mesh)\.)", word))
-    known = (DOCS / "cli.md").read_text().partition(f"\n## difftx {command}\n")[2].partition("\n## ")[0]
-    assert {name for name in flags if not re.search(rf"^  {name}\b", known, re.MULTILINE)} == set()
-    assert set(flags.get("--suite", "loss").split(",")) <= set(SUITES)
-    fields = [word for word in words if word.startswith("--config.")]
-    config = load_config(flags.get("--config", "quickstart"), parse_overrides(fields, "config"))
-    override(config, parse_overrides([word for word in words if re.match(r"--(eval|mesh)\.", word)], "eval", "mesh"))
+@pytest.mark.parametrize(("page", "line"), unexecuted())
+def test_commands_that_no_test_runs_name_what_exists(page, line, tmp_path):
+    check_line(line, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "difftx trian --config=quickstart",
+        "difftx train --config=quickstart --worksdir=runs/a",
+        "difftx train --config=quickstrat --workdir=runs/a",
+        "difftx train --config=quickstart --workdir=runs/a --config.train.step=3",
+        "difftx train --config=quickstart --workdir=runs/a --config.train.steps=many",
+        "difftx train --config=quickstart runs/a",
+        "difftx eval --workdir=runs/a --suite=lose",
+        "difftx eval --workdir=runs/a --suite=loss --eval.loss_token=3",
+        "difftx checkpoint lst --workdir=runs/a",
+        "difftx plan --config=quickstart --topology=v9p:2x2",
+        "difftx sweep --config=scaling --grid sise=830m --out=runs/a",
+        "difftx sweep --config=scaling --grid size=830m architecture=diff --out=runs/a --launcher=slurm --set nodes=4",
+        "python benchmarks/nothing.py",
+        "python benchmarks/plan_table.py --no_such_flag",
+        "make quickstrat",
+        "make quickstart STEP=3",
+        "pip install -e '.[tpus]'",
+        "diffftx train",
+        "make test && make tests",
+    ],
+)
+def test_a_wrong_command_is_found(line, tmp_path):
+    with pytest.raises((AssertionError, UserError, OSError)):
+        check_line(line, tmp_path)
+
+
+@pytest.mark.parametrize("page", READ, ids=lambda page: page.name)
+def test_commands_stand_in_blocks_that_tests_read(page):
+    assert stray_commands(page.read_text()) == []
+
+
+def test_a_command_outside_a_block_is_found():
+    assert stray_commands("text\n\n    difftx train --config=a\n") == ["difftx train --config=a"]
+    assert stray_commands("```text\nmake test\n```\n") == ["make test"]
+    assert stray_commands("```console\nmake test\n```\n") == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_code_of_all_pages_is_valid(page):
+    for language, block in fences(page.read_text()):
+        if language == "python" and page.name != "api.md":  # api.md shows signatures.
+            compile(block, page.name, "exec")
+        elif language == "json":
+            json.loads(block)
+
+
+@pytest.mark.parametrize("page", reference_tables.TABLES)
+def test_generated_tables_are_up_to_date(page):
+    path, text = reference_tables.with_table(page)
+    assert path.read_text() == text, "run: python benchmarks/reference_tables.py"
 
 
 def test_docstrings_shows_every_public_function_and_class():
@@ -114,7 +186,10 @@ def site(tmp_path_factory):
 @pytest.mark.long
 def test_the_site_has_every_page_and_loads_nothing_from_other_hosts(site):
     pages = {path.relative_to(site).with_suffix(".md") for path in site.rglob("*.html")}
-    assert {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} == {*map(str, pages)} - {"404.md"}
+    assert {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} == {*map(str, pages)} - {
+        "404.md",
+        "first-model.md",
+    }
     for path in site.rglob("*.html"):
         text = path.read_text()
         loaded = re.findall(r"<(?:script|img|iframe|source)\b[^>]*\bsrc(?:set)?=\"([^\"]+)", text)
@@ -123,6 +198,40 @@ def test_the_site_has_every_page_and_loads_nothing_from_other_hosts(site):
         assert loaded
         assert [link for link in loaded if re.match(r"(https?:)?//", link)] == [], path
         assert len(text) < 1_500_000
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["index.html", "tutorials/own-text.html"])
+def test_the_search_works_without_a_server(site, name):
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install '.[browser]'")
+    if CHROMIUM is None:
+        pytest.skip("needs a Chromium: apt-get install chromium")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page, said = browser.new_page(), []
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.goto((site / name).as_uri())
+        page.locator(".md-search__input").click()
+        page.keyboard.type("zigzag")
+        page.wait_for_selector(".md-search-result__item", timeout=60_000)
+        links = page.locator(".md-search-result__link").evaluate_all("links => links.map(link => link.href)")
+        browser.close()
+    assert said == []
+    assert links
+    assert all((site / re.match(rf"{site.as_uri()}/([^?#]+)", link)[1]).is_file() for link in links)
+
+
+@pytest.mark.long
+def test_the_site_shows_the_notebook(site):
+    text = html.unescape(re.sub(r"<[^>]+>", "", (site / "first-model.html").read_text()))
+    cells = json.loads((DOCS / "first-model.ipynb").read_text())["cells"]
+    code = [line for cell in cells if cell["cell_type"] == "code" for line in "".join(cell["source"]).splitlines()]
+    assert code
+    assert [line for line in code if line not in text] == []
+    assert (site / "first-model.ipynb").is_file()
+    assert 'href="first-model.html"' in (site / "getting-started.html").read_text()
+    assert not (site / "notebook.py").exists()
 
 
 @pytest.mark.long

@@ -127,7 +127,7 @@ def test_compare_and_report(place):
     for line in pair:
         run(place, line, data__sequence_length="512", train__global_batch_tokens="1024")
     assert (place / "figures" / "curves.png").is_file()
-    details = json.loads((place / "runs" / "diff" / "evals" / "attention" / "6.json").read_text())["details"]
+    details = json.loads((place / "runs" / "pair" / "diff" / "evals" / "attention" / "6.json").read_text())["details"]
     assert len(details["by_layer"]["cosine_answer"]) == 2  # A1 and A2 of each layer.
     run(place, *lines_of("tutorials/report.md"))
     assert (place / "report.html").is_file()

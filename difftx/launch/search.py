@@ -59,7 +59,7 @@ def _meshes(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Iterat
     """Yield the config with a few promising meshes for each size of the tensor axis in `TENSOR`.
 
     A slice has one replica of the parameters, or as many as fit half of the memory, or a number in between. With more
-    replicas, the devices of one replica span less of a torus and communicate faster (docs/operations.md).
+    replicas, the devices of one replica span less of a torus and communicate faster (docs/fit.md).
     """
     slices, context, persistent = config.mesh.slices, config.mesh.context, state_bytes(config)
     needed = persistent + gradient_bytes(config.model)

@@ -21,7 +21,7 @@ class Preset:
 
 
 # The first preset that matches applies. Comments name the topologies for which `difftx plan` compiled the preset
-# (docs/operations.md). `fsdp` is small because libtpu turns gathers into all-reduces of twice the bytes if the group
+# (docs/fit.md). `fsdp` is small because libtpu turns gathers into all-reduces of twice the bytes if the group
 # spans a whole 3D torus or if the shards have fewer than 128 columns.
 PRESETS = (
     Preset(kind="TPU v5 lite", parameters=1e9, fsdp=8, tensor=1, remat="dots", tokens=8192),  # v5e:4x4, 8x8
