@@ -147,6 +147,7 @@ def test_configs_that_contradict_themselves(config, tmp_path, changes, message):
     ("name", "changes", "message"),
     [
         ("zero_branch", {"num_key_value_heads": 3}, "num_key_value_heads=3 cannot be converted; only 2 can"),
+        ("zero_branch", {"num_key_value_heads": 1}, r"config\.json: model\.num_kv_heads=0"),
         ("zero_branch", {"num_noise_heads": None}, r"config\.json: "),
         ("dex", {"num_noise_heads": 2}, "num_attention_heads=4 cannot be converted; only 2 can"),
         ("dex", {"lambda_bound": "tanh"}, r"model\.lambda_bound=tanh: architecture 'dex' does not use it"),
