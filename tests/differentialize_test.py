@@ -61,12 +61,12 @@ def numbers(workdir, suite, step):
 
 
 def test_the_page_has_as_many_commands_as_are_executed():
-    assert [len(lines) for lines in COMMANDS] == [4, 2, 2, 2, 3]
+    assert [len(lines) for lines in COMMANDS] == [4, 2, 2, 2, 3, 1]
 
 
 @pytest.mark.long
 def test_a_run_is_converted_checked_trained_and_evaluated(place):
-    (train, zero_branch, dex, split), _, check, continued, evaluate = COMMANDS
+    (train, zero_branch, dex, split), _, check, continued, evaluate, (export,) = COMMANDS
     runs = place / "runs"
     run(place, train)
     said = run(place, zero_branch)
@@ -99,6 +99,9 @@ def test_a_run_is_converted_checked_trained_and_evaluated(place):
     assert (runs / "report.html").is_file()
     for name in ("dex", "split"):
         run(place, continued[0].replace("zero_branch", name))
+    for name in ("zero_branch", "dex", "split"):
+        run(place, export.replace("zero_branch", name))
+        assert (runs / f"{name}-hf" / "model.safetensors").is_file()
 
 
 @pytest.mark.long

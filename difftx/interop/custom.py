@@ -13,11 +13,14 @@ from difftx.config.build import build_group
 from difftx.config.fields import values_of
 from difftx.config.model import default_specific_fields
 from difftx.errors import UserError
-from difftx.interop.fields import Fields
+from difftx.interop.fields import Fields, longest_context, rope_fields, rope_parameters
 
 MODELING = Path(__file__).with_name("modeling_difftx.py")
 SERVABLE, EAGER = "DifftxForCausalLM", "DifftxEagerForCausalLM"
-SUPPORTED = ("diff", "gda", "diff_v2", "gdla", "gated", "transformer", "top_k", "off_by_one", "sink", "signed_mask")
+SUPPORTED = (
+    "diff", "gda", "diff_v2", "gdla", "gated", "zero_branch", "dex", "transformer",
+    "top_k", "off_by_one", "sink", "signed_mask",
+)  # fmt: skip
 # Fields of config.json, and the fields of `model` with the same values.
 SAME = {
     "architecture": "architecture",
@@ -27,6 +30,7 @@ SAME = {
     "num_hidden_layers": "num_layers",
     "rms_norm_eps": "norm_eps",
     "tie_word_embeddings": "tie_embeddings",
+    "attention_bias": "attention_bias",
     "qk_norm": "qk_norm",
     "head_norm": "head_norm",
     "head_norm_eps": "head_norm_eps",
@@ -39,9 +43,10 @@ SAME = {
     "final_logit_softcapping": "logit_soft_cap",  # Gemma's name, which engines read.
 }
 # Fields of `model` that other fields of config.json determine.
-DERIVED = ("num_heads", "num_kv_heads", "head_dim", "signal_heads", "output_gate", "rope_theta")
+DERIVED = ("num_heads", "num_kv_heads", "head_dim", "signal_heads", "output_gate", "rope_theta", "rope_scaling")
 # Fields of `model` that do not change what a trained model computes, except by rounding.
 FREE = (
+    "anneal_steps",
     "init",
     "init_std",
     "embedding_std",
@@ -73,7 +78,8 @@ def model_fields(path: Path) -> dict[str, Any]:
     """Return the fields of `model` that a config.json determines, or raise `UserError` if it contradicts itself."""
     fields = Fields(path)
     fields.require("quantization_config", None)
-    raw = fields.read(*SAME, "num_noise_heads")
+    fields.require("rope_scaling", None)  # transformers would prefer it to rope_parameters.
+    raw = fields.read(*SAME, "num_noise_heads", "rope_parameters")
     queries, noise_heads = fields.get("num_attention_heads", int), raw["num_noise_heads"]
     if noise_heads is not None and (type(noise_heads) is not int or not 0 < noise_heads < queries):
         raise UserError(f"{path}: num_noise_heads={noise_heads!r}: expected null or a count below {queries}, all heads")
@@ -82,8 +88,10 @@ def model_fields(path: Path) -> dict[str, Any]:
     if architecture not in SUPPORTED:
         raise UserError(f"{path}: architecture={architecture!r} cannot be converted; use one of {', '.join(SUPPORTED)}")
     shares_noise = architecture in ("gda", "gdla") and noise_heads
-    groups, width = ARCHITECTURES[architecture].groups, fields.get("head_dim", int)
-    sub_heads = queries if groups == 2 else heads
+    attention, width = ARCHITECTURES[architecture], fields.get("head_dim", int)
+    groups = attention.value_groups  # Number of sub-heads in a head of the call.
+    kv_heads = kv_heads * groups // attention.groups
+    sub_heads, rope = queries if groups == 2 else heads, rope_fields(fields)
     model = {
         **default_specific_fields(),
         **{ours: raw[theirs] for theirs, ours in SAME.items()},
@@ -92,7 +100,8 @@ def model_fields(path: Path) -> dict[str, Any]:
         "head_dim": None if sub_heads * width == groups * d_model else width // groups,
         "signal_heads": heads // noise_heads if shares_noise else None,
         "output_gate": fields.get("output_gate", bool, False) and architecture == "gdla",
-        "rope_theta": fields.get("rope_parameters", dict).get("rope_theta"),
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": values_of(rope["rope_scaling"]),
     }
     try:
         built = build_group(ModelConfig, model, "model")
@@ -120,7 +129,7 @@ def config_json(config: Config, end_of_text: int) -> dict[str, Any]:
     model = config.model
     return {
         **_description(model),
-        "max_position_embeddings": config.data.sequence_length,
+        "max_position_embeddings": longest_context(config),
         "initializer_range": model.init_std,
         "use_cache": True,
         "bos_token_id": None,  # nosec B105: a token of text, not a password
@@ -141,9 +150,10 @@ def _description(model: ModelConfig) -> dict[str, Any]:
         "model_type": "difftx",
         **{theirs: values[ours] for theirs, ours in SAME.items()},
         "num_attention_heads": model.query_heads,
-        "num_key_value_heads": model.kv_heads,
+        # The keys of a token, divided into heads as wide as a value.
+        "num_key_value_heads": model.kv_heads * model.groups * model.d_head // model.d_value,
         "num_noise_heads": model.query_heads - model.num_heads or None,
-        "head_dim": model.groups * model.d_head,
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+        "head_dim": model.d_value,
+        "rope_parameters": rope_parameters(model),
         "output_gate": model.output_gate or model.architecture == "gated",
     }

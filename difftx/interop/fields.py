@@ -3,6 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from difftx.config import Config, ModelConfig
+from difftx.config.build import build_group
+from difftx.config.fields import types_of, values_of
 from difftx.config.model import RopeScalingConfig
 from difftx.errors import UserError
 from difftx.files import NAMES, read_json
@@ -67,3 +70,38 @@ def heads_from(d_model: int, groups: int, heads: int, kv_heads: int, head_dim: i
         "num_kv_heads": None if kv_heads == heads else kv_heads,
         "head_dim": None if groups * heads * head_dim == d_model else head_dim,
     }
+
+
+def rope_fields(fields: Fields) -> dict[str, Any]:
+    """Return the fields of the rotary embedding, which transformers 4 and 5 write to different fields."""
+    raw: dict[str, Any] = fields.get("rope_parameters", dict, {}) or fields.get("rope_scaling", dict, {})
+    kind = raw.get("rope_type", raw.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise UserError(
+            f"{fields.path}: rope scaling of type {kind!r} cannot be converted; only types 'default' and 'llama3' can"
+        )
+    fields.require("partial_rotary_factor", 1.0)
+    theta = raw.get("rope_theta", fields.get("rope_theta", float, 10_000.0))
+    scaling = {name: raw.get(name) for name in types_of(RopeScalingConfig)} if kind == "llama3" else {}
+    numbers = [theta, *scaling.values()]
+    if raw.get("partial_rotary_factor", 1.0) != 1.0 or not all(map(_is_positive, numbers)):
+        raise UserError(f"{fields.path}: rope_parameters={raw} cannot be converted; its numbers must be positive")
+    return {"rope_theta": float(theta), "rope_scaling": build_group(RopeScalingConfig, scaling, "model.rope_scaling")}
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and value > 0
+
+
+def rope_parameters(model: ModelConfig) -> dict[str, Any]:
+    """Return the field `rope_parameters` of config.json."""
+    scaling = model.rope_scaling
+    kind = {"rope_type": "default"} if scaling.factor == 1 else {"rope_type": "llama3", **values_of(scaling)}
+    return kind | {"rope_theta": model.rope_theta}
+
+
+def longest_context(config: Config) -> int:
+    """Return the field `max_position_embeddings` of config.json."""
+    scaling = config.model.rope_scaling
+    scaled = 0 if scaling.factor == 1 else round(scaling.factor * scaling.original_max_position_embeddings)
+    return max(config.data.sequence_length, scaled)

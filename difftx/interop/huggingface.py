@@ -4,11 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from difftx.config import Config, ModelConfig
-from difftx.config.build import build_group
-from difftx.config.fields import types_of, values_of
-from difftx.config.model import RopeScalingConfig
 from difftx.errors import UserError, did_you_mean
-from difftx.interop.fields import FIXED, Fields, heads_from
+from difftx.interop.fields import FIXED, Fields, heads_from, longest_context, rope_fields, rope_parameters
 
 CLASSES = {"DiffLlamaForCausalLM": "diff", "LlamaForCausalLM": "transformer", "Qwen2ForCausalLM": "transformer"}
 QWEN = "Qwen2ForCausalLM"  # A Llama with biases of queries, keys and values, which no field of its config.json states.
@@ -47,34 +44,13 @@ def model_fields(path: Path) -> dict[str, Any]:
         "num_layers": fields.get("num_hidden_layers", int),
         **heads_from(d_model, groups, heads // groups, kv_heads // groups, head_dim),
         "mlp_dim": fields.get("intermediate_size", int),
-        **_rope(fields),
+        **rope_fields(fields),
         "attention_bias": name == QWEN,
         "norm_eps": eps,
         "head_norm": "rms" if groups == 2 else "none",
         "tie_embeddings": fields.get("tie_word_embeddings", bool, False),
     }
     return model | {"head_norm_eps": eps} if groups == 2 else model
-
-
-def _rope(fields: Fields) -> dict[str, Any]:
-    """Return the fields of the rotary embedding, which transformers 4 and 5 write to different fields."""
-    raw: dict[str, Any] = fields.get("rope_parameters", dict, {}) or fields.get("rope_scaling", dict, {})
-    kind = raw.get("rope_type", raw.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise UserError(
-            f"{fields.path}: rope scaling of type {kind!r} cannot be converted; only types 'default' and 'llama3' can"
-        )
-    fields.require("partial_rotary_factor", 1.0)
-    theta = raw.get("rope_theta", fields.get("rope_theta", float, 10_000.0))
-    scaling = {name: raw.get(name) for name in types_of(RopeScalingConfig)} if kind == "llama3" else {}
-    numbers = [theta, *scaling.values()]
-    if raw.get("partial_rotary_factor", 1.0) != 1.0 or not all(map(_is_positive, numbers)):
-        raise UserError(f"{fields.path}: rope_parameters={raw} cannot be converted; its numbers must be positive")
-    return {"rope_theta": float(theta), "rope_scaling": build_group(RopeScalingConfig, scaling, "model.rope_scaling")}
-
-
-def _is_positive(value: Any) -> bool:
-    return type(value) in (int, float) and value > 0
 
 
 def check_model(model: ModelConfig) -> None:
@@ -103,11 +79,8 @@ def config_json(config: Config, end_of_text: int) -> dict[str, Any]:
     model, groups = config.model, config.model.groups
     special: dict[str, Any] = {"lambda_std_dev": model.lambda_std} if groups == 2 else {"mlp_bias": False}
     names = [name for name in CLASSES if CLASSES[name] == model.architecture and (name == QWEN) == model.attention_bias]
-    rope, longest = {"rope_type": "default", "rope_theta": model.rope_theta}, config.data.sequence_length
-    if (scaling := model.rope_scaling).factor != 1:
-        rope |= {"rope_type": "llama3", **values_of(scaling)}
+    if (rope := rope_parameters(model))["rope_type"] == "llama3":
         special["rope_scaling"] = rope  # transformers 4 reads this field instead of rope_parameters.
-        longest = max(longest, round(scaling.factor * scaling.original_max_position_embeddings))
     return {
         "architectures": names,
         "model_type": names[0].removesuffix("ForCausalLM").lower(),
@@ -119,7 +92,7 @@ def config_json(config: Config, end_of_text: int) -> dict[str, Any]:
         "num_key_value_heads": groups * model.kv_heads,
         "head_dim": model.d_head,
         "hidden_act": "silu",
-        "max_position_embeddings": longest,
+        "max_position_embeddings": longest_context(config),
         "initializer_range": model.init_std,
         "rms_norm_eps": model.norm_eps,
         "rope_parameters": rope,

@@ -6,6 +6,10 @@ A layer calls the attention function of transformers once, with ordinary softmax
 one key/value cache per layer can compute it. Differential attention, (A1 - λ A2) V with A_g = softmax(Q_g K_gᵀ/√d), has
 this form: each key/value head has the key [K1; K2] and the value V, both of width E = 2d. A signal query is [Q1; 0],
 and a noise query is [0; Q2]. The scale stays 1/√d. λ times the output of the noise head is subtracted after the call.
+
+Two architectures continue the training of a Transformer. In "zero_branch", both keys of a head have a value of width d,
+so each key is an ordinary key/value head, and each value is given to two of them. "dex" corrects the outputs of the
+heads after the call: O - λ f_D(O) (arXiv 2505.16333).
 """
 # Axes in comments: B = batch, T = tokens, S = keys, N = noise heads, R = signal heads per noise head, H = N R heads,
 #   K = key/value heads, d = width of a query/key (sub-)head, E = width of a value head
@@ -25,7 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.utils import can_return_tuple
 
 TWO_KEYS = ("diff", "gda", "signed_mask")  # Architectures whose key/value heads have two keys of width d.
-LAMBDA_VECTORS = ("diff", "gda")  # Architectures with one λ per layer.
+LAMBDA_VECTORS = ("diff", "gda", "zero_branch")  # Architectures with one λ per layer.
 LAMBDA_PROJECTIONS = ("diff_v2", "gdla")  # Architectures with one λ per token and head.
 # Architectures whose attention weights are not a softmax. No engine's attention function computes them.
 EAGER_ONLY = ("top_k", "off_by_one", "sink", "signed_mask")
@@ -66,6 +70,7 @@ class DifftxConfig(PreTrainedConfig):
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-5
     rope_parameters: dict | None = None
+    attention_bias: bool = False
     tie_word_embeddings: bool = True
     initializer_range: float = 0.02
     qk_norm: bool = False
@@ -86,8 +91,8 @@ class DifftxConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any):
         super().__post_init__(**kwargs)
-        if self.head_norm == "sigmoid":
-            self.base_model_tp_plan = {}  # Its factors, one per head, are not sharded.
+        if self.head_norm == "sigmoid" or self.architecture == "dex":
+            self.base_model_tp_plan = {}  # Their factors, one per head, are not sharded.
 
 
 class DifftxRMSNorm(nn.Module):
@@ -157,10 +162,11 @@ class DifftxAttention(nn.Module):
         noise_heads = config.num_noise_heads or 0
         heads = config.num_attention_heads - noise_heads
         self.signal_heads = heads // noise_heads if noise_heads else 0  # Per noise head.
-        width, kv_width = config.hidden_size, config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(width, config.num_attention_heads * self.sub_head_dim, bias=False)
-        self.k_proj = nn.Linear(width, kv_width, bias=False)
-        self.v_proj = nn.Linear(width, kv_width, bias=False)
+        self.keys_per_value = 2 if config.architecture == "zero_branch" else 1
+        width, kv_width, bias = config.hidden_size, config.num_key_value_heads * self.head_dim, config.attention_bias
+        self.q_proj = nn.Linear(width, config.num_attention_heads * self.sub_head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, kv_width, bias=bias)
+        self.v_proj = nn.Linear(width, kv_width // self.keys_per_value, bias=bias)
         self.o_proj = nn.Linear(heads * self.head_dim, width, bias=False)
         if config.qk_norm:
             self.q_norm = DifftxRMSNorm(self.sub_head_dim, config.rms_norm_eps)
@@ -170,6 +176,14 @@ class DifftxAttention(nn.Module):
         elif config.architecture in LAMBDA_VECTORS and config.lambda_learned:
             for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
                 self.register_parameter(name, nn.Parameter(torch.empty(self.sub_head_dim)))
+        # `chosen_heads` and `progress` are not trained. They are parameters, because older versions of vLLM do not load
+        # buffers.
+        if config.architecture == "dex":
+            self.correction_proj = nn.Linear(self.head_dim, self.head_dim, bias=False)
+            self.dex_lambda = nn.Parameter(torch.zeros(1))
+            self.chosen_heads = nn.Parameter(torch.ones(heads))  # 1 for the heads that are corrected, else 0.
+        if config.architecture in ("zero_branch", "dex"):
+            self.progress = nn.Parameter(torch.zeros(1))  # From 0, where λ = 0, to 1.
         if config.output_gate:
             self.gate_proj = nn.Linear(width, heads * self.head_dim, bias=False)
         if config.architecture == "sink":
@@ -207,6 +221,7 @@ class DifftxAttention(nn.Module):
             signal = nn.functional.pad(signal, (0, self.sub_head_dim))
             noise = nn.functional.pad(noise, (self.sub_head_dim, 0))
             query = torch.cat([signal, noise], dim=-2).flatten(-3, -2)
+        value = value.repeat_interleave(self.keys_per_value, dim=-2)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
@@ -245,15 +260,27 @@ class DifftxAttention(nn.Module):
     def _subtracted(self, heads: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return head_i - λ noise_(i // R), `[B, T, H, E]`, given the outputs of the attention function."""
         architecture = self.config.architecture
-        if architecture not in LAMBDA_VECTORS and architecture not in LAMBDA_PROJECTIONS:
-            return heads
-        signal, noise = self._by_noise_head(heads)
-        if architecture in LAMBDA_PROJECTIONS:
+        if architecture == "dex":
+            signal, noise, lam = heads, self.correction_proj(heads), self._lam_of_dex()
+        elif architecture == "zero_branch":  # Heads with the same key are neighbours: [B, T, keys / 2, 2, heads, E].
+            signal, noise = heads.unflatten(-2, (-1, 2, self.num_key_value_groups)).unbind(-3)
+            lam = self.progress.detach().float() * self._lam(heads.device)
+        elif architecture in LAMBDA_VECTORS:
+            (signal, noise), lam = self._by_noise_head(heads), self._lam(heads.device)
+        elif architecture in LAMBDA_PROJECTIONS:
+            signal, noise = self._by_noise_head(heads)
             lam = self.lambda_proj(hidden_states).float().sigmoid()
             lam = lam.unflatten(-1, (-1, self.signal_heads))[..., None]
         else:
-            lam = self._lam(heads.device)
-        return (signal.float() - lam * noise.float()).to(heads.dtype).flatten(-3, -2)
+            return heads
+        heads = (signal.float() - lam * noise.float()).to(heads.dtype)
+        return heads.reshape(*hidden_states.shape[:-1], -1, self.head_dim)
+
+    def _lam_of_dex(self) -> torch.Tensor:
+        """Return the λ of each head, float32 `[H, 1]`."""
+        progress = self.progress.detach().float()
+        lam = (1 - progress) * progress * self.lambda_init + progress * self.dex_lambda.float()
+        return (lam * self.chosen_heads.detach().float())[:, None]
 
     def _lam(self, device: torch.device) -> torch.Tensor:
         """Return the λ of the layer, a float32 scalar."""
@@ -310,7 +337,7 @@ class DifftxPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["DifftxDecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
     # In bfloat16, the error of λ would reach 0.01.
-    _keep_in_fp32_modules_strict = ["lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"]
+    _keep_in_fp32_modules_strict = ["lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "dex_lambda", "progress"]
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -320,7 +347,8 @@ class DifftxPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, DifftxAttention):
             for name, parameter in module.named_parameters(recurse=False):
-                nn.init.normal_(parameter, std=self.config.lambda_std_dev if name.startswith("lambda") else 0.0)
+                std = self.config.lambda_std_dev if name.startswith("lambda") else 0.0
+                nn.init.normal_(parameter, mean=float(name == "chosen_heads"), std=std)
 
 
 class DifftxModel(DifftxPreTrainedModel):
@@ -377,9 +405,15 @@ class DifftxModel(DifftxPreTrainedModel):
 
     def _angles(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines of the rotary embedding, float32 `[B, T, 1, d/2]`."""
-        width, theta = self.layers[0].self_attn.sub_head_dim, self.config.rope_parameters["rope_theta"]
+        width, rope = self.layers[0].self_attn.sub_head_dim, self.config.rope_parameters
         channels = torch.arange(0, width, 2, dtype=torch.float32, device=position_ids.device)
-        angles = position_ids[..., None, None].float() * theta ** (-channels / width)
+        frequencies = rope["rope_theta"] ** (-channels / width)
+        if rope["rope_type"] == "llama3":  # Lower frequencies for a longer context (arXiv 2407.21783).
+            low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+            rotations = frequencies * (rope["original_max_position_embeddings"] / (2 * math.pi))
+            kept = ((rotations - low) / (high - low)).clamp(0, 1)
+            frequencies = frequencies * (kept + (1 - kept) / rope["factor"])
+        angles = position_ids[..., None, None].float() * frequencies
         return angles.cos(), angles.sin()
 
 

@@ -4,7 +4,8 @@ Values stay bit-identical, except where the gain of a head norm is folded into W
 """
 # Axes in names and strings: D = model width, V = vocabulary, F = hidden width of the MLP, L = layers, H = heads,
 # K = key/value heads, G = 2 groups (of the attention weights A1 and A2), d = width of a head's query and key in a
-# group, E = 2 d = width of a head's output, p = 2 channels that the rotary embedding rotates together, j = d / 2 pairs
+# group, E = width of a head's output, p = 2 channels that the rotary embedding rotates together, j = d / 2 pairs,
+# A = queries per token, N = noise heads, Q = A / N, R = H / K
 
 import dataclasses
 import math
@@ -68,6 +69,19 @@ _TWO_KEYS = [
     _layer("self_attn.v_proj.weight", "KGd D", "attention/value_DKE", "D K Gd"),
     _layer("self_attn.o_proj.weight", "D HGd", "attention/output_HED", "H Gd D"),
 ]
+# A query head of zero_branch follows the heads with the same key, since it is one head of the attention call.
+_ZERO_BRANCH = [
+    _layer("self_attn.q_proj.weight", "KGRd D", "attention/query_DHGd", "D KR G d"),
+    _layer("self_attn.k_proj.weight", "KGd D", "attention/key_DKGd", "D K G d"),
+    _layer("self_attn.v_proj.weight", "Kd D", "attention/value_DKE", "D K d"),
+    _layer("self_attn.o_proj.weight", "D Hd", "attention/output_HED", "H d D"),
+]
+_PROGRESS = _layer("self_attn.progress", "o", "attention/progress", "")
+_DEX = [
+    _layer("self_attn.correction_proj.weight", "E d", "attention/correction_de", "d E"),
+    _layer("self_attn.dex_lambda", "o", "attention/lambda_learned", ""),
+    _layer("self_attn.chosen_heads", "H", "attention/chosen_H", "H"),
+]
 _LAMBDA_PROJECTION = _layer("self_attn.lambda_proj.weight", "H D", "attention/lambda_DH", "D H")
 _GATE = _layer("self_attn.gate_proj.weight", "Hd D", "attention/gate_DHd", "D H d")
 _QK_NORM = [
@@ -91,6 +105,8 @@ _ATTENTION: dict[tuple[Format, str], list[Weight]] = {
     ("hf", "diff"): _TWO_KEYS,
     ("hf", "gda"): _TWO_KEYS,
     ("hf", "signed_mask"): _TWO_KEYS,
+    ("hf", "zero_branch"): [*_ZERO_BRANCH, _PROGRESS],
+    ("hf", "dex"): [*_SOFTMAX, *_DEX, _PROGRESS],
     ("diffllama", "diff"): [
         _layer("self_attn.q_proj.weight", "GHd D", "attention/query_DHGd", "D H G d"),
         _layer("self_attn.k_proj.weight", "GKd D", "attention/key_DKGd", "D K G d"),
@@ -113,18 +129,14 @@ _ATTENTION: dict[tuple[Format, str], list[Weight]] = {
         _layer("self_attn.out_proj.weight", "D Hd", "attention/output_HdD", "H d D"),
     ],
 }
-_BIASES = [
-    _layer("self_attn.q_proj.bias", "Hd", "attention/query_bias", "H d"),
-    _layer("self_attn.k_proj.bias", "Kd", "attention/key_bias", "K d"),
-    _layer("self_attn.v_proj.bias", "Kd", "attention/value_bias", "K d"),
-]
 
 
 def weights_of(format_: Format, model: ModelConfig) -> list[Weight]:
     """Return the weights of a model. Outside of attention layers, all formats use Llama's names."""
+    attention = _ATTENTION[format_, model.architecture]
     weights = [
         Weight((EMBEDDING,), "V D", "embedding_VD", "V D"),
-        *_ATTENTION[format_, model.architecture],
+        *attention,
         _layer("mlp.gate_proj.weight", "F D", "mlp/gate_DF", "D F"),
         _layer("mlp.up_proj.weight", "F D", "mlp/up_DF", "D F"),
         _layer("mlp.down_proj.weight", "D F", "mlp/down_FD", "F D"),
@@ -133,7 +145,7 @@ def weights_of(format_: Format, model: ModelConfig) -> list[Weight]:
         Weight(("model.norm.weight",), "D", "final_norm/scale", "D"),
     ]
     if model.attention_bias:
-        weights += _BIASES
+        weights += map(_bias, attention[:3])
     if format_ == "hf":
         weights += _optional_weights(model)
     if not model.tie_embeddings:
@@ -141,10 +153,18 @@ def weights_of(format_: Format, model: ModelConfig) -> list[Weight]:
     return weights
 
 
+def _bias(weight: Weight) -> Weight:
+    """Return the bias of a projection to queries, keys or values, given its weight."""
+    (name,) = weight.names
+    path = f"{weight.path.partition('_D')[0]}_bias"
+    axes, our_axes = weight.axes.removesuffix(" D"), weight.our_axes.removeprefix("D ")
+    return Weight((name.replace(".weight", ".bias"),), axes, path, our_axes)
+
+
 def _optional_weights(model: ModelConfig) -> list[Weight]:
     """Return the weights of attention that fields of `model` add in the layout "hf"."""
     weights = list(_QK_NORM) if model.qk_norm else []
-    if model.architecture in ("diff", "gda") and model.lambda_learned:
+    if model.architecture in ("diff", "gda", "zero_branch") and model.lambda_learned:
         weights += _LAMBDAS
     if model.output_gate:
         weights.append(_GATE)
@@ -160,7 +180,7 @@ def sizes_of(model: ModelConfig) -> dict[str, int]:
     sizes = {"D": model.d_model, "V": model.embeddings, "F": model.mlp_dim, "H": model.num_heads, "K": model.kv_heads}
     if noise_heads:
         sizes |= {"N": noise_heads, "Q": model.query_heads // noise_heads}
-    sizes |= {"A": model.query_heads, "E": model.groups * d}
+    sizes |= {"A": model.query_heads, "E": model.d_value, "R": model.num_heads // model.kv_heads}
     return sizes | {"G": 2, "d": d, "p": 2, "j": d // 2, "o": 1}
 
 

@@ -4,6 +4,11 @@ from interop.folders import export, run_of
 
 from helpers.inference_models import language_model
 
+LLAMA3 = {
+    "model__rope_scaling__factor": 8.0,
+    "model__rope_scaling__low_freq_factor": 0.5,
+    "model__rope_scaling__original_max_position_embeddings": 64,
+}
 # Name → architecture and overrides. Together they have every option that the modelling file supports.
 MODELS = {
     "diff": ("diff", {"model__num_heads": 4, "model__num_kv_heads": 2, "model__tie_embeddings": "false"}),
@@ -18,6 +23,16 @@ MODELS = {
             "model__head_norm": "sigmoid",
         },
     ),
+    # As `--differential=split` makes them of Qwen 2 and Llama 3.
+    "diff_biased": ("diff", {"model__num_heads": 4, "model__num_kv_heads": 2, "model__attention_bias": "true"}),
+    "diff_llama3": ("diff", {"model__num_heads": 2, **LLAMA3}),
+    "zero_branch": ("zero_branch", {"model__num_heads": 4, "model__num_kv_heads": 2, "model__attention_bias": "true"}),
+    "zero_branch_bounded": ("zero_branch", {"model__num_heads": 2, "model__lambda_bound": "tanh", **LLAMA3}),
+    "dex": (
+        "dex",
+        {"model__num_heads": 4, "model__num_kv_heads": 2, "model__head_norm": "none", "model__anneal_steps": 7},
+    ),
+    "dex_normed": ("dex", {"model__num_heads": 4, "model__head_norm": "rms_affine", "model__lambda_init": 0.5}),
     "gda": ("gda", {"model__num_heads": 6, "model__signal_heads": 3, "model__qk_norm": "true"}),
     "diff_v2": ("diff_v2", {"model__num_heads": 4, "model__num_kv_heads": 2, "model__qk_norm": "true"}),
     "gdla": (
@@ -30,7 +45,7 @@ MODELS = {
             "model__logit_soft_cap": 2.0,
         },
     ),
-    "gdla_ungated": ("gdla", {"model__num_heads": 4, "model__signal_heads": 4}),
+    "gdla_ungated": ("gdla", {"model__num_heads": 4, "model__signal_heads": 4, "model__attention_bias": "true"}),
     "gated": ("gated", {"model__num_heads": 4, "model__num_kv_heads": 2, "model__head_norm": "rms"}),
     "transformer": (
         "transformer",
@@ -41,7 +56,10 @@ MODELS = {
     "top_k": ("top_k", {"model__num_heads": 4, "model__top_k": 3}),
     "off_by_one": ("off_by_one", {"model__num_heads": 4, "model__num_kv_heads": 2}),
     "sink": ("sink", {"model__num_heads": 4, "model__num_kv_heads": 2}),
-    "signed_mask": ("signed_mask", {"model__num_heads": 2, "model__num_kv_heads": 1}),
+    "signed_mask": (
+        "signed_mask",
+        {"model__num_heads": 2, "model__num_kv_heads": 1, "model__attention_bias": "true", **LLAMA3},
+    ),
 }
 NOT_SERVABLE = ("top_k", "off_by_one", "sink", "signed_mask")
 SERVABLE = tuple(name for name in MODELS if name not in NOT_SERVABLE)

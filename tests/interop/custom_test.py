@@ -17,6 +17,9 @@ from difftx.interop.runs import check_representable
 from difftx.training.run import read_config
 from interop.folders import export, import_, parameters, rewrite, with_model
 
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
+
 
 @pytest.mark.parametrize("name", long_except(MODELS, ["diff", "llama"]))
 def test_there_and_back_is_bit_for_bit(config, mesh_of, tmp_path, name):
@@ -32,9 +35,7 @@ def test_there_and_back_is_bit_for_bit(config, mesh_of, tmp_path, name):
 
 
 def test_every_architecture_can_be_exported():
-    # A Transformer that becomes differential is exported after its λ has grown, which is not built yet.
-    known = {*ARCHITECTURES} - {"zero_branch", "dex"}
-    assert {architecture for architecture, _ in MODELS.values()} == {*custom.SUPPORTED} == known
+    assert {architecture for architecture, _ in MODELS.values()} == {*custom.SUPPORTED} == {*ARCHITECTURES}
     (constant,) = [
         node.value
         for node in ast.parse(custom.MODELING.read_text()).body
@@ -125,12 +126,35 @@ def refused(source, tmp_path, message):
         ({"rms_norm_eps": 0}, r"config\.json: model\.norm_eps=0"),
         ({"lambda_bound": "arctan"}, r"config\.json: model\.lambda_bound='arctan': expected"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_parameters=.* cannot be converted"),
-        ({"rope_parameters": {"rope_type": "default"}}, r"config\.json: model\.rope_theta=None"),
+        ({"rope_parameters": LLAMA3 | {"factor": None}}, "'factor': None.* its numbers must be positive"),
+        ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, r"high_freq_factor=1\.0 must exceed"),
+        ({"rope_parameters": LLAMA3 | {"attention_factor": 2.0}}, "'attention_factor': 2.0.* only .* can"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope scaling of type 'yarn' cannot be"),
+        ({"rope_parameters": {"rope_type": "default"}}, r"rope_parameters=\{'rope_type': 'default'\} cannot be conv"),
+        ({"rope_parameters": None, "rope_scaling": LLAMA3}, "rope_scaling=.* cannot be converted; only None can"),
+        ({"rope_parameters": "llama3"}, "rope_parameters='llama3': expected an object"),
+        ({"attention_bias": "yes"}, r"config\.json: model\.attention_bias='yes'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config=.* cannot be converted; only None can"),
     ],
 )
 def test_configs_that_contradict_themselves(config, tmp_path, changes, message):
     settings = custom.config_json(config_of(config, "gda"), 256) | changes
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    refused(tmp_path, tmp_path, message)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("zero_branch", {"num_key_value_heads": 3}, "num_key_value_heads=3 cannot be converted; only 2 can"),
+        ("zero_branch", {"num_key_value_heads": 1}, r"config\.json: model\.num_kv_heads=0"),
+        ("zero_branch", {"num_noise_heads": None}, r"config\.json: "),
+        ("dex", {"num_noise_heads": 2}, "num_attention_heads=4 cannot be converted; only 2 can"),
+        ("dex", {"lambda_bound": "tanh"}, r"model\.lambda_bound=tanh: architecture 'dex' does not use it"),
+    ],
+)
+def test_configs_of_converted_transformers(config, tmp_path, name, changes, message):
+    settings = custom.config_json(config_of(config, name), 256) | changes
     (tmp_path / "config.json").write_text(json.dumps(settings))
     refused(tmp_path, tmp_path, message)
 

@@ -65,8 +65,8 @@ def test_frequencies_of_llama_3_1(tmp_path, config):
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2"])
-@pytest.mark.parametrize("method", ["zero-branch", "dex"])
-def test_at_first_a_differential_model_computes_what_transformers_does(tmp_path, mesh_of, name, method):
+@pytest.mark.parametrize("method", ["zero-branch", "dex", "split"])
+def test_a_differential_model_of_their_weights_goes_out_again(tmp_path, mesh_of, capsys, name, method):
     from interop.fixtures.make import write_model
 
     write_model(name, 13, tmp_path / "hf")
@@ -74,7 +74,10 @@ def test_at_first_a_differential_model_computes_what_transformers_does(tmp_path,
     flags = [f"--differential={method}", "--verify", "--config.mesh.fsdp=8", *heads]
     workdir, theirs = import_(tmp_path / "hf", tmp_path / "run", *flags), np.load(tmp_path / "hf" / "expected.npz")
     ours = runs.our_logits(workdir / "checkpoints" / "0", read_config(workdir), mesh_of(fsdp=1), theirs["tokens"])
-    assert np.linalg.norm(ours - theirs["logits"]) < 1e-6 * np.linalg.norm(theirs["logits"])
+    is_preserved = np.linalg.norm(ours - theirs["logits"]) < 1e-6 * np.linalg.norm(theirs["logits"])
+    assert is_preserved == (method != "split")
+    export(workdir, tmp_path / "out", "--verify")
+    assert capsys.readouterr().out.count("verified: logits of") == 2
 
 
 def difftx(*arguments):

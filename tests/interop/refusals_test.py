@@ -237,7 +237,7 @@ def test_an_output_that_is_there_or_has_no_parent(tmp_path):
         ),
         ("transformer", "hf", {"window": 8}, "model.window=8 cannot be converted"),
         ("diff", "official", {"logit_soft_cap": 30.0}, "model.logit_soft_cap=30.0 cannot be converted"),
-        ("diff", "hf", {"attention_bias": True}, "model.attention_bias=True cannot be converted"),
+        ("diff", "diffllama", {"attention_bias": True}, "model.attention_bias=True cannot be converted"),
         ("transformer", "official", {"attention_bias": True}, "model.attention_bias=True cannot be converted"),
         ("diff", "official", {"rope_scaling": RopeScalingConfig(factor=2.0)}, r"model.rope_scaling=.*factor=2\.0"),
     ],

@@ -175,7 +175,7 @@ def test_what_is_not_servable_says_so(config, mesh_of, tmp_path, name):
         importlib.import_module("difftx.interop.modeling_difftx").DifftxForCausalLM.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("name", ["diff", "gda", "diff_v2", "gdla", "gated"])
+@pytest.mark.parametrize("name", ["diff", "gda", "diff_v2", "gdla", "gated", "zero_branch"])
 def test_two_tensor_parallel_ranks_add_up(config, mesh_of, tmp_path, name):
     """Each rank has the rows or columns of the projections that `base_model_tp_plan` gives it."""
     model = load(exported(config, mesh_of(), name, tmp_path)[2])
@@ -193,17 +193,25 @@ def test_two_tensor_parallel_ranks_add_up(config, mesh_of, tmp_path, name):
                 if isinstance(child, torch.nn.Linear):
                     axis = {"colwise": 0, "rowwise": 1}[plan[name]]
                     child.weight = torch.nn.Parameter(child.weight.chunk(2, axis)[rank])
+                    if child.bias is not None:
+                        child.bias = torch.nn.Parameter(child.bias.chunk(2)[rank])
             parts.append(part(x, angles, mask)[0])
     torch.testing.assert_close(sum(parts), expected)
     assert not torch.allclose(parts[0], parts[1])
 
 
-def test_lambda_stays_float32_in_bfloat16(config, mesh_of, tmp_path):
-    lm, _, folder = exported(config, mesh_of(), "diff", tmp_path)
-    model = load(folder, dtype=torch.bfloat16)
+@pytest.mark.parametrize("name", ["diff", "zero_branch", "dex"])
+def test_lambda_stays_float32_in_bfloat16(config, mesh_of, tmp_path, name):
+    model = load(exported(config, mesh_of(), name, tmp_path)[2], dtype=torch.bfloat16)
     dtypes = {name.split(".")[-1]: p.dtype for name, p in model.named_parameters()}
-    assert {dtype for name, dtype in dtypes.items() if name.startswith("lambda")} == {torch.float32}
-    assert {dtype for name, dtype in dtypes.items() if not name.startswith("lambda")} == {torch.bfloat16}
+    expected = {name: torch.float32 if "lambda" in name or name == "progress" else torch.bfloat16 for name in dtypes}
+    assert dtypes == expected
+
+
+@pytest.mark.parametrize("name", ["diff", "zero_branch"])
+def test_logits_in_bfloat16(config, mesh_of, tmp_path, name):
+    lm, _, folder = exported(config, mesh_of(), name, tmp_path)
+    model = load(folder, dtype=torch.bfloat16)
     tokens_BT = np.random.default_rng(1).integers(260, size=(1, 32))
     with torch.no_grad():
         theirs_BTV = model(torch.from_numpy(tokens_BT)).logits.float().numpy()
