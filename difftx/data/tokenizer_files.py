@@ -41,7 +41,7 @@ def load_files(path: Path, *, field: str, end_of_text: str | None) -> "FileToken
         if not found:
             raise UserError(f"{name}: the folder has neither {TOKENIZER} nor {MODEL}")
         path = found[0]
-    settings = _read_settings(path.parent)
+    settings = read_settings(path.parent)
     family = SentencePieceTokenizer if path.suffix == ".model" else JsonTokenizer
     try:
         return family(path, settings, name, end_of_text)
@@ -49,6 +49,26 @@ def load_files(path: Path, *, field: str, end_of_text: str | None) -> "FileToken
         if isinstance(error, UserError):
             raise
         raise UserError(f"{name}: its files are not those of a tokenizer ({error!r})") from error
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings of tokenizer_config.json, and those of other files that take precedence in transformers.
+
+    Raise `UserError` if the settings name code, which transformers would execute and difftx does not.
+    """
+    settings = _read_object(folder / CONFIG)
+    if (code := settings.get("auto_map")) is not None:
+        raise UserError(
+            f"{folder / CONFIG}: auto_map={code!r} names code of a tokenizer, and difftx executes no code of a folder; "
+            "if the tokenizer encodes alike without it, remove auto_map from the file"
+        )
+    if "added_tokens_decoder" not in settings:
+        settings |= _read_object(folder / SPECIAL_TOKENS)
+    if (template := read_file(folder / TEMPLATE)) is not None:
+        settings["chat_template"] = template.decode()
+    elif isinstance(templates := settings.get("chat_template"), list):  # Several templates with names.
+        settings["chat_template"] = {entry["name"]: entry["template"] for entry in templates}.get("default")
+    return settings
 
 
 class FileTokenizer(Tokenizer):
@@ -240,16 +260,12 @@ class SentencePieceTokenizer(FileTokenizer):
         return (self._continuing if continues else self._model).encode(_without_surrogates(text))
 
 
-def _read_settings(folder: Path) -> dict[str, Any]:
-    """Return the settings of tokenizer_config.json, and those of other files that take precedence in transformers."""
-    settings = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-    if "added_tokens_decoder" not in settings and (folder / SPECIAL_TOKENS).is_file():
-        settings |= read_json(folder / SPECIAL_TOKENS)
-    if (template := read_file(folder / TEMPLATE)) is not None:
-        settings["chat_template"] = template.decode()
-    elif isinstance(templates := settings.get("chat_template"), list):  # Several templates with names.
-        settings["chat_template"] = {entry["name"]: entry["template"] for entry in templates}.get("default")
-    return settings
+def _read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, or an empty one if there is no such file."""
+    content = read_json(path) if path.is_file() else {}
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected an object with settings of a tokenizer")
+    return content
 
 
 def _added_entries(settings: Mapping[str, Any]) -> list[dict[str, Any]]:

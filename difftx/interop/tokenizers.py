@@ -15,7 +15,7 @@ from typing import Any
 from difftx.config import Config
 from difftx.data.byte_level import BYTE_LEVEL, BYTES_OF, CHARACTERS, SPLIT
 from difftx.data.tokenizer import BYTES, END_OF_TEXT, TiktokenTokenizer, Tokenizer, load_tokenizer
-from difftx.data.tokenizer_files import FILES, MODEL, TOKENIZER, FileTokenizer, load_files
+from difftx.data.tokenizer_files import FILES, MODEL, TOKENIZER, FileTokenizer, load_files, read_settings
 from difftx.errors import UserError
 from difftx.files import read_json, schema_error, write_atomically
 from difftx.storage.paths import AnyPath, is_bucket
@@ -51,6 +51,7 @@ def import_tokenizer(source: Path, folder: Path, out: AnyPath, name: str) -> tup
     written to `folder`, which is later renamed to `out`, or the tokenizer's files are copied there. If neither is
     possible, the value is `name`.
     """
+    read_settings(source)  # Refuse code of others, also if the settings have no other effect.
     path, place = source / TOKENIZER, out if is_bucket(out) else out.absolute()
     if not path.is_file():
         note = f"tokenizer: {source} has no {TOKENIZER}; data.tokenizer={name!r} stays, and must be the model's"
