@@ -1,4 +1,4 @@
-"""Attention with rounded queries, keys and values, or rounded logits, against the float64 oracle with the same rounding."""
+"""Attention with rounded queries, keys and values, or rounded logits, against the float64 oracle."""
 
 import jax
 import jax.numpy as jnp
