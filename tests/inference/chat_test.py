@@ -98,6 +98,25 @@ def test_a_conversation_is_written_by_the_template(config, mesh_of):
     assert answers == "".join(lines)
 
 
+def test_answers_are_streamed_and_ctrl_c_ends_one_but_not_the_loop(config, mesh_of):
+    lm = language_model(config, mesh_of())
+    streamed = said(lm, "/tokens 100", "/temperature 0", "a")
+    assert len(streamed) > 4  # Pieces of at most 16 tokens.
+    pieces = []
+
+    def write(text):
+        pieces.append(text)
+        if len(pieces) == 1:
+            raise KeyboardInterrupt
+
+    converse(lm, ["/tokens 100", "/temperature 0", "a", "/tokens 4", "a"], write)
+    whole = alone(lm, list(b"a"), 0, tokens=100, sampling=GREEDY)
+    assert "".join(streamed).removesuffix("\n") == whole.removesuffix("\n")
+    assert pieces[0] == streamed[0]
+    after = alone(lm, list(b"a"), 0, tokens=4, sampling=GREEDY)
+    assert "".join(pieces[1:]).endswith(after + "\n" * (not after.endswith("\n")))
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
