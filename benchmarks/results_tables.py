@@ -446,24 +446,30 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 def draw_caches(records: Sequence[Record], path: Path) -> None:
-    """Draw what each cache adds to the loss against its size: means and intervals over seeds, a line for each arm."""
+    """Draw what each cache adds to the loss, and the accuracy of recall, against its size, with a line for each arm.
+
+    Points are means and intervals over seeds.
+    """
     tasks = list(dict.fromkeys(r["task"] for r in records))
-    figure = matplotlib.figure.Figure(figsize=(10, 3.6), layout="constrained")
-    for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
+    panels = [(task, "loss_loss", "added loss, nats per token") for task in tasks]
+    panels.append(("recall", "exact_match_accuracy", "share of right answers"))
+    figure = matplotlib.figure.Figure(figsize=(15, 3.6), layout="constrained")
+    for axes, (task, number, y_label) in zip(figure.subplots(1, len(panels)), panels, strict=True):
         arms = list(dict.fromkeys(r["arm"] for r in records if r["task"] == task))
         for arm in arms:
             colour = COLOURS[0] if arm == "diff" else COLOURS[1]
             for kind, style in (("bits", "o-"), ("tokens", "s--")):
                 names = [name for name in caches(records, task) if name == WHOLE or name.endswith(kind)]
                 sizes = [next(iter(of_seeds(records, task, arm, CACHE_SIZE + name).values())) for name in names]
-                added = [
-                    estimate(paired_numbers(records, task, arm, f"cache/loss_loss_{name}", f"cache/loss_loss_{WHOLE}"))
-                    for name in names
-                ]
-                centres, halves = zip(*added, strict=True)
+                if number == "loss_loss":
+                    whole = f"cache/{number}_{WHOLE}"
+                    values = [paired_numbers(records, task, arm, f"cache/{number}_{name}", whole) for name in names]
+                else:
+                    values = [[*of_seeds(records, task, arm, f"cache/{number}_{name}").values()] for name in names]
+                centres, halves = zip(*map(estimate, values), strict=True)
                 label = f"{arm}, fewer {kind}"
                 axes.errorbar(sizes, centres, yerr=halves, fmt=style, capsize=3, color=colour, label=label)
-        labels = {"title": task, "x_label": "bytes of the cache per token", "y_label": "added loss, nats per token"}
+        labels = {"title": task, "x_label": "bytes of the cache per token", "y_label": y_label}
         label_axes(axes, labels | {"log_x": True})
         axes.set_xticks([2**power for power in range(7, 12) if axes.get_xlim()[0] < 2**power < axes.get_xlim()[1]])
         axes.minorticks_off()

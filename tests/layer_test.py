@@ -27,7 +27,7 @@ from difftx.parallel.mesh import AXES
 
 NAMES = [name for name in ARCHITECTURES if name in {*oracle.SIZES, "diff", "transformer"}]
 # Architectures whose layers are traced, mapped and sharded as those of others are.
-ALIKE = ("gdla", "gated", "off_by_one", "sink", "top_k", "signed_mask", "zero_branch", "dex")
+ALIKE = ("gated", "off_by_one", "sink", "top_k", "signed_mask", "zero_branch", "dex")
 TOLERANCE = 1e-5  # Relative to the largest value, as in tests/model/variants_test.py.
 PLAIN = pytest.param({}, marks=pytest.mark.exhaustive, id="plain")  # The defaults have a test of their own.
 ROWS_BTD = np.random.default_rng(4).normal(size=(8, TOKENS, 32)).astype(np.float32)

@@ -130,16 +130,15 @@ def _answer(
     from difftx.inference.generate import Request, check, generate
 
     asked = [*messages, {"role": "user", "content": line}]
-    if (template := lm.tokenizer.chat_template) is not None:
-        prompt = lm.tokenizer.encode_chat(template.render(asked, add_generation_prompt=True))
-    else:
-        prompt = lm.tokenizer.encode_prompt(line)
-    name, room = "the line" if template is None else "the conversation", lm.window - len(prompt)
+    is_conversation = lm.tokenizer.chat_template is not None
+    name = "the conversation" if is_conversation else "the line"
+    prompt = lm.tokenizer.encode_messages(asked, name) if is_conversation else lm.tokenizer.encode_prompt(line)
+    room = lm.window - len(prompt)
     request = Request(prompt=prompt, new_tokens=max(1, min(settings.tokens, room)), seed=settings.seed)
     try:
         check(lm, request, name)
     except UserError as error:
-        raise UserError(f"{error}" + ("" if template is None else "; /reset begins a new one")) from error
+        raise UserError(f"{error}" + ("; /reset begins a new one" if is_conversation else "")) from error
     pieces: list[str] = []
 
     def show(_: int, text: str) -> None:

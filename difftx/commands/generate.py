@@ -33,7 +33,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
     add_weights_flag(parser)
     parser.add_argument("--prompt", help="text to complete")
-    parser.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help='objects with "prompt", optionally "seed"')
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE.jsonl", help='objects with "prompt" or "messages", optionally "seed"'
+    )
     parser.add_argument(
         "--out", action=PathFlag, metavar="FILE.jsonl", help="objects with completions; default: stdout"
     )
@@ -100,7 +102,10 @@ def _read_prompts(options: argparse.Namespace) -> list[tuple[Record, int]]:
         return [(Record("--prompt", {"prompt": options.prompt}), options.seed)]
     prompts = []
     for i, record in enumerate(read_records(options.prompts, field="--prompts", what="prompts")):
-        record.text("prompt")  # Raises an error if the prompt is not text.
+        if "messages" not in record.values:
+            record.text("prompt")  # Raises an error if the prompt is not text.
+        elif "prompt" in record.values:
+            raise UserError(f"{record.name} has both prompt and messages; remove one of them")
         seed = record.values.get("seed", options.seed + i)
         if type(seed) is not int or not 0 <= seed < SEEDS:
             raise UserError(f"{record.name}: seed={seed!r} must be an integer in 0 … 2**32 - 1")
@@ -111,7 +116,13 @@ def _read_prompts(options: argparse.Namespace) -> list[tuple[Record, int]]:
 def _request(lm: "LanguageModel", record: Record, seed: int, new_tokens: int | None) -> "Request":
     from difftx.inference.generate import Request, check
 
-    tokens = lm.tokenizer.encode_prompt(record.text("prompt"))
+    if "messages" in record.values:
+        try:
+            tokens = lm.tokenizer.encode_messages(record.field("messages"), "messages")
+        except UserError as error:
+            raise UserError(f"{record.name}: {error}") from error
+    else:
+        tokens = lm.tokenizer.encode_prompt(record.text("prompt"))
     if new_tokens is None:
         new_tokens = max(1, min(NEW_TOKENS, lm.window - len(tokens)))
     request = Request(prompt=tokens, new_tokens=new_tokens, seed=seed)

@@ -23,7 +23,7 @@ from difftx.storage.paths import is_bucket, path_of
 if TYPE_CHECKING:
     from etils import epath
 
-    from difftx.data.chat_template import ChatTemplate
+    from difftx.data.chat_template import ChatTemplate, Message
 
 BYTES = "bytes"
 LARGEST_ID = 2**24 - 1  # Largest id in a .tiktoken file, because an embedding has a row for every id up to the largest.
@@ -79,6 +79,11 @@ class Tokenizer(abc.ABC):
     def encode_prompt(self, text: str) -> list[int]:
         """Return the ids of a text that a model continues, with the ids that precede each text."""
         return [*self.prefix, *self.encode_ordinary(text)]
+
+    def encode_messages(self, messages: "Sequence[Message]", field: str) -> list[int]:
+        """Return the ids of a conversation and of the beginning of the assistant's next message. `field` has it."""
+        text = self.require_chat_template(field).render(messages, add_generation_prompt=True)
+        return self.encode_chat(text)
 
     def require_chat_template(self, field: str) -> "ChatTemplate":
         """Return the chat template, or raise `UserError` if there is none. `field` needs it."""

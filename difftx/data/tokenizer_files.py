@@ -41,7 +41,7 @@ def load_files(path: Path, *, field: str, end_of_text: str | None) -> "FileToken
         if not found:
             raise UserError(f"{name}: the folder has neither {TOKENIZER} nor {MODEL}")
         path = found[0]
-    settings = _read_settings(path.parent)
+    settings = read_settings(path.parent)
     family = SentencePieceTokenizer if path.suffix == ".model" else JsonTokenizer
     try:
         return family(path, settings, name, end_of_text)
@@ -51,8 +51,38 @@ def load_files(path: Path, *, field: str, end_of_text: str | None) -> "FileToken
         raise UserError(f"{name}: its files are not those of a tokenizer ({error!r})") from error
 
 
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings of tokenizer_config.json, and those of other files that take precedence in transformers.
+
+    Raise `UserError` if the settings name code, which transformers would execute and difftx does not.
+    """
+    settings = read_object(folder / CONFIG)
+    if (code := settings.get("auto_map")) is not None:
+        raise UserError(
+            f"{folder / CONFIG}: auto_map={code!r} names code of a tokenizer, and difftx executes no code of a folder; "
+            "if the tokenizer encodes alike without it, remove auto_map from the file"
+        )
+    if "added_tokens_decoder" not in settings:
+        settings |= read_object(folder / SPECIAL_TOKENS)
+    if (template := read_file(folder / TEMPLATE)) is not None:
+        settings["chat_template"] = template.decode()
+    elif isinstance(templates := settings.get("chat_template"), list):  # Several templates with names.
+        settings["chat_template"] = {entry["name"]: entry["template"] for entry in templates}.get("default")
+    return settings
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, or an empty one if there is no such file."""
+    content = read_json(path) if path.is_file() else {}
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected an object with settings of a tokenizer")
+    return content
+
+
 class FileTokenizer(Tokenizer):
     """The parts that the two families share. Errors begin with `field`, such as "data.tokenizer='/path'"."""
+
+    transformers_class: str | None  # The class of transformers that encodes alike with the same files, if there is one.
 
     def __init__(
         self,
@@ -82,6 +112,7 @@ class JsonTokenizer(FileTokenizer):
     """A tokenizer.json, by the library `tokenizers`."""
 
     library = "tokenizers"
+    transformers_class = "PreTrainedTokenizerFast"
 
     def __init__(self, path: Path, settings: dict[str, Any], field: str, end_of_text: str | None):
         self._raw, self._settings, self._field = read_json(path), settings, field
@@ -181,6 +212,8 @@ class SentencePieceTokenizer(FileTokenizer):
             self._model = library.SentencePieceProcessor(model_proto=content)
         except Exception as error:  # Errors of protobuf and of the library, of several types.
             raise UserError(f"{field}: not a SentencePiece model ({error})") from error
+        trainer, normal = description.trainer_spec, type(description.normalizer_spec)()
+        normal.CopyFrom(description.normalizer_spec)
         # Text that continues another one has no leading space unless it begins with one, which is then kept.
         description.normalizer_spec.add_dummy_prefix = description.normalizer_spec.remove_extra_whitespaces = False
         self._continuing = library.SentencePieceProcessor(model_proto=description.SerializeToString())
@@ -200,6 +233,10 @@ class SentencePieceTokenizer(FileTokenizer):
         if settings.get("add_bos_token"):
             self.prefix = (vocabulary[_content(settings["bos_token"])],)
         self._content = content
+        # LlamaTokenizer does not read these options of the model, and merges as BPE does.
+        options = (normal.name, normal.add_dummy_prefix, normal.remove_extra_whitespaces, normal.escape_whitespaces)
+        is_bpe = trainer.model_type == trainer.BPE and trainer.byte_fallback and not trainer.treat_whitespace_as_suffix
+        self.transformers_class = "LlamaTokenizer" if is_bpe and options == ("identity", True, False, True) else None
 
     def encode_to_numpy(self, text: str, *, continues: bool = False) -> np.ndarray:
         return np.array(self._encode(text, continues=continues), np.uint32)
@@ -238,18 +275,6 @@ class SentencePieceTokenizer(FileTokenizer):
 
     def _encode(self, text: str, *, continues: bool) -> list[int]:
         return (self._continuing if continues else self._model).encode(_without_surrogates(text))
-
-
-def _read_settings(folder: Path) -> dict[str, Any]:
-    """Return the settings of tokenizer_config.json, and those of other files that take precedence in transformers."""
-    settings = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-    if "added_tokens_decoder" not in settings and (folder / SPECIAL_TOKENS).is_file():
-        settings |= read_json(folder / SPECIAL_TOKENS)
-    if (template := read_file(folder / TEMPLATE)) is not None:
-        settings["chat_template"] = template.decode()
-    elif isinstance(templates := settings.get("chat_template"), list):  # Several templates with names.
-        settings["chat_template"] = {entry["name"]: entry["template"] for entry in templates}.get("default")
-    return settings
 
 
 def _added_entries(settings: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from difftx.data.tokenizer import Tokenizer
 from difftx.errors import UserError, printable
 from difftx.files import matching_files, read_json, write_atomically
 from difftx.interop import custom
+from difftx.interop.tokenizers import has_tokenizer
 from difftx.model.abstract import count_parameters
 from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.reading import Checkpoint
@@ -20,8 +21,9 @@ from difftx.training.metrics import read_metrics
 CARD, GENERATION = "README.md", "generation_config.json"
 LOAD = """import transformers
 
-model = transformers.AutoModelForCausalLM.from_pretrained({arguments})
-tokenizer = transformers.AutoTokenizer.from_pretrained({folder!r})"""
+model = transformers.AutoModelForCausalLM.from_pretrained({arguments})"""
+LOAD_TOKENIZER = "\ntokenizer = transformers.AutoTokenizer.from_pretrained({folder!r})"
+NO_TOKENIZER = "The folder has no tokenizer. The model was trained with the tokenizer {name!r}."
 SERVABLE = "Each layer calls the attention function once, so engines with one key/value cache per layer can serve it."
 NOT_SERVABLE = "**This model is not servable**: vLLM, SGLang and similar engines cannot compute its attention weights."
 DIFFLLAMA = (
@@ -39,6 +41,7 @@ def write_card(
     is_custom = "auto_map" in settings
     arguments = f"{name!r}, trust_remote_code=True" if is_custom else f"{name!r}"
     serving = DIFFLLAMA if causal.startswith("DiffLlama") else NOT_SERVABLE if causal == custom.EAGER else SERVABLE
+    load = LOAD.format(arguments=arguments) + (LOAD_TOKENIZER.format(folder=name) if has_tokenizer(folder) else "")
     code = f"The class `{causal}` is in `{custom.MODELING.name}`." if is_custom else f"The class is `{causal}`."
     parts = [
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"
@@ -48,7 +51,8 @@ def write_card(
         f"{count_parameters(config.model).total:,} parameters, step {step:,} of {config.train.steps:,}, "
         f"{step * config.train.global_batch_tokens:,} tokens.",
         f"{code} {serving}",
-        _code("python", LOAD.format(arguments=arguments, folder=name)),
+        _code("python", load),
+        *([] if has_tokenizer(folder) else [NO_TOKENIZER.format(name=config.data.tokenizer)]),
         "## Model",
         _table(("field", "value"), [(f"`{field}`", f"`{value}`") for field, value in _changed(config)]),
         "## Losses",

@@ -90,7 +90,9 @@ def _import_run(
     model = config.model if dex_heads is None else differential_model(config.model, chosen)
     arrays = import_params(source, read_folder(source), format_, config.model)
     with new_folder(out) as folder:
-        name, tokenizer, note = tokenizers.import_tokenizer(source, folder, out, config.data.tokenizer)
+        name, tokenizer, note = tokenizers.import_tokenizer(
+            source, folder, out, config.data.tokenizer, config.data.end_of_text
+        )
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=name))
         check_vocabulary(config, tokenizer)
         # Without `dex_heads`, the Transformer is the run. With `dex_heads`, it exists only during the conversion.
@@ -185,7 +187,10 @@ def export_run(
     def export(checkpoint: Checkpoint) -> list[str]:
         with new_folder(out) as folder:
             lines = write_export(checkpoint, workdir, folder, out, format_, shard_bytes)
-            lines += [compare_logits(folder, checkpoint.folder, checkpoint.config, part)] if verify else []
+            if verify:
+                lines.append(compare_logits(folder, checkpoint.folder, checkpoint.config, part))
+                if tokenizers.has_tokenizer(folder):
+                    lines.append(in_transformers.compare_tokenizer(folder, open_tokenizer(checkpoint)[1]))
             checkpoint.require_unchanged()
         return lines
 

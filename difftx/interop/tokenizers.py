@@ -1,4 +1,4 @@
-"""Conversion between tiktoken encodings and Hugging Face's tokenizer.json, for tokenizers that both can represent.
+"""Export and import of tokenizers, and conversion between tiktoken encodings and Hugging Face's tokenizer.json.
 
 Both formats merge bytes in the order of the tokens' ranks. tiktoken merges any two neighbours that form a token. A
 tokenizer.json lists the pairs to merge, so it must list every split of each token into two tokens. A tokenizer can be
@@ -15,7 +15,16 @@ from typing import Any
 from difftx.config import Config
 from difftx.data.byte_level import BYTE_LEVEL, BYTES_OF, CHARACTERS, SPLIT
 from difftx.data.tokenizer import BYTES, END_OF_TEXT, TiktokenTokenizer, Tokenizer, load_tokenizer
-from difftx.data.tokenizer_files import FILES, MODEL, TOKENIZER, FileTokenizer, load_files
+from difftx.data.tokenizer_files import (
+    CONFIG,
+    FILES,
+    MODEL,
+    TOKENIZER,
+    FileTokenizer,
+    load_files,
+    read_object,
+    read_settings,
+)
 from difftx.errors import UserError
 from difftx.files import read_json, schema_error, write_atomically
 from difftx.storage.paths import AnyPath, is_bucket
@@ -26,10 +35,19 @@ SHAPE = {"model": {"type": str, "vocab": {str: int}, "merges": list}, "added_tok
 
 
 def export_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path) -> str:
-    """Write tokenizer.json and tokenizer_config.json if the tokenizer is convertible. Return a message for the user."""
+    """Write the tokenizer's files if transformers encodes alike with them. Return a message for the user."""
     name = config.data.tokenizer
     if isinstance(tokenizer, FileTokenizer):
+        if tokenizer.transformers_class is None:
+            return (
+                f"tokenizer: not exported: transformers would encode texts differently with data.tokenizer={name!r}. "
+                "Use the library sentencepiece with this file"
+            )
         _copy_files(tokenizer, folder)
+        settings = read_object(folder / CONFIG) | {"tokenizer_class": tokenizer.transformers_class}
+        if (end := config.data.end_of_text) is not None:
+            settings["eos_token"] = end
+        write_atomically(folder / CONFIG, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
         return f"tokenizer: the files of data.tokenizer={name!r}"
     if not (isinstance(tokenizer, TiktokenTokenizer) and _is_convertible(name)):
         return f"tokenizer: not converted; only {BYTES}, {CL100K} and .tiktoken files can be. Use tiktoken's {name!r}"
@@ -40,44 +58,57 @@ def export_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path) -> str:
         "model_max_length": config.data.sequence_length,
         "clean_up_tokenization_spaces": False,
     }
-    write_atomically(folder / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
+    write_atomically(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
     return f"tokenizer: {TOKENIZER} is data.tokenizer={name!r}"
 
 
-def import_tokenizer(source: Path, folder: Path, out: AnyPath, name: str) -> tuple[str, Tokenizer, str]:
+def import_tokenizer(
+    source: Path, folder: Path, out: AnyPath, name: str, end_of_text: str | None
+) -> tuple[str, Tokenizer, str]:
     """Return the value of `data.tokenizer` for the model in `source`, the tokenizer, and a message for the user.
 
     The value is "bytes" or the configured `name` if that is the model's tokenizer. Otherwise, a .tiktoken file is
     written to `folder`, which is later renamed to `out`, or the tokenizer's files are copied there. If neither is
-    possible, the value is `name`.
+    possible, the value is `name`. If `end_of_text` is set, the files must be a tokenizer with this end-of-text token.
     """
-    path, place = source / TOKENIZER, out if is_bucket(out) else out.absolute()
-    if not path.is_file():
-        note = f"tokenizer: {source} has no {TOKENIZER}; data.tokenizer={name!r} stays, and must be the model's"
+    read_settings(source)  # Refuse code of others, also if the settings have no other effect.
+    place = out if is_bucket(out) else out.absolute()
+    if not has_tokenizer(source):
+        note = (
+            f"tokenizer: {source} has no {TOKENIZER} or {MODEL}; data.tokenizer={name!r} stays, and must be the model's"
+        )
+        return name, load_tokenizer(name, end_of_text=end_of_text), note
+    if end_of_text is None and (source / TOKENIZER).is_file():
+        theirs = read_json(source / TOKENIZER)
+        if schema_error(theirs, SHAPE) is None and theirs.get("normalizer") is None:
+            for known in (BYTES, name):
+                if _is_same(known, theirs):
+                    return known, load_tokenizer(known), f"tokenizer: that of the model, data.tokenizer={known!r}"
+            file = folder / "tokenizer.tiktoken"
+            with contextlib.suppress(KeyError):  # Raised for a character that does not represent a byte.
+                write_atomically(file, _ranks(theirs["model"]["vocab"]))
+            if file.is_file() and _is_same(str(file), theirs):
+                kept = str(place / file.name)
+                return kept, load_tokenizer(str(file)), f"tokenizer: converted, data.tokenizer={kept!r}"
+            file.unlink(missing_ok=True)
+    try:
+        tokenizer = load_files(source, field="data.tokenizer", end_of_text=end_of_text)
+    except UserError as error:  # Such as a missing library, or no end-of-text token.
+        if end_of_text is not None:
+            raise
+        note = (
+            f"tokenizer: not imported: {error}. data.tokenizer={name!r} stays, but its ids mean other text: generate "
+            "and evaluate by token ids only, or set data.tokenizer to the model's tokenizer"
+        )
         return name, load_tokenizer(name), note
-    theirs = read_json(path)
-    if schema_error(theirs, SHAPE) is None and theirs.get("normalizer") is None:
-        for known in (BYTES, name):
-            if _is_same(known, theirs):
-                return known, load_tokenizer(known), f"tokenizer: that of the model, data.tokenizer={known!r}"
-        file = folder / "tokenizer.tiktoken"
-        with contextlib.suppress(KeyError):  # Raised for a character that does not represent a byte.
-            write_atomically(file, _ranks(theirs["model"]["vocab"]))
-        if file.is_file() and _is_same(str(file), theirs):
-            kept = str(place / file.name)
-            return kept, load_tokenizer(str(file)), f"tokenizer: converted, data.tokenizer={kept!r}"
-        file.unlink(missing_ok=True)
-    with contextlib.suppress(UserError):  # Such as a missing library, or no end-of-text token.
-        tokenizer = load_files(source, field="data.tokenizer", end_of_text=None)
-        _copy_files(tokenizer, folder / COPY)
-        kept = str(place / COPY)
-        return kept, tokenizer, f"tokenizer: copied, data.tokenizer={kept!r}"
-    note = (
-        f"tokenizer: not converted: {path} is not byte-level BPE with cl100k_base's pattern, merges by rank and "
-        f"{END_OF_TEXT!r} last. data.tokenizer={name!r} stays, but its ids mean other text: generate and evaluate by "
-        "token ids only, or set data.tokenizer to the model's tokenizer"
-    )
-    return name, load_tokenizer(name), note
+    _copy_files(tokenizer, folder / COPY)
+    kept = str(place / COPY)
+    return kept, tokenizer, f"tokenizer: copied, data.tokenizer={kept!r}"
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a model folder has files of a tokenizer."""
+    return any((folder / file).is_file() for file in (TOKENIZER, MODEL))
 
 
 def tokenizer_json(tokenizer: TiktokenTokenizer, name: str) -> dict[str, Any]:

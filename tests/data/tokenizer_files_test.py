@@ -123,6 +123,7 @@ def test_the_fingerprint_is_that_of_the_content(tmp_path):
         (lambda folder: (folder / "tokenizer.json").write_text("{}"), "not a tokenizer.json that `tokenizers` reads"),
         (lambda folder: (folder / "tokenizer.json").write_text("{"), "line 1 is not JSON"),
         (lambda folder: (folder / "tokenizer.json").write_text("[]"), "not a tokenizer.json that `tokenizers` reads"),
+        (lambda folder: (folder / "tokenizer_config.json").write_text("[]"), "expected an object with settings"),
         (lambda folder: (folder / "tokenizer_config.json").unlink(), "no file names its end-of-text token"),
         (
             lambda folder: edited(folder, "tokenizer_config.json", lambda v: v.update(added_tokens_decoder=[1])),

@@ -39,6 +39,21 @@ def test_numbers_by_bits(config, text_file, tmp_path):
     assert {chart.name for chart in result.charts} == {name for name in names if not name.endswith("_tokens")}
 
 
+@pytest.mark.long
+def test_operands_are_rounded(config, text_file, tmp_path):
+    """The suite sets the field that tests/model/rounded_test.py compares with an oracle."""
+    changes = {"eval__quantize__bits": "16,4", "eval__quantize__rounded": "operands", "eval__quantize__suites": "loss"}
+    run = open_run(config, text_file, tmp_path, **changes)
+    params = random_params(run)
+    result = evals.evaluate(run, params, 0, ["quantize"])["quantize"]
+    rounded = dataclasses.replace(run, config=replace(run.config, "model", attention_operand_bits=4))
+    for bits, of_run in (("16", run), ("4", rounded)):
+        expected = evals.evaluate(of_run, params, 0, ["loss"])["loss"].numbers["loss"]
+        assert result.numbers[f"loss_loss_{bits}_bits"] == expected
+    assert abs(result.numbers["loss_loss_4_bits"] / result.numbers["loss_loss_16_bits"] - 1) > 1e-4
+    assert result.details["rounded"] == "operands"
+
+
 def test_which_kernel_and_which_fields(config):
     named = replace(config(), "model", attention_implementation="cudnn")
     for bits, implementation in ((16, "cudnn"), (4, "auto")):
@@ -76,13 +91,20 @@ def test_mistakes_are_one_line_with_a_fix(config, text_file, tmp_path, changes, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("architecture", "granularity"), [("diff", "token"), ("transformer", "query")])
-def test_a_cache_and_a_mesh_change_nothing(config, mesh_of, architecture, granularity):
+@pytest.mark.parametrize(
+    ("architecture", "field", "granularity"),
+    [
+        ("diff", "attention_logit_bits", "token"),
+        ("transformer", "attention_logit_bits", "query"),
+        ("diff", "attention_operand_bits", "query"),
+    ],
+)
+def test_a_cache_and_a_mesh_change_nothing(config, mesh_of, architecture, field, granularity):
     """Prefill over eight devices that have a head each, against one pass on one device."""
     from difftx.inference import decode
 
-    changes = {"model__num_heads": 4, "model__attention_logit_granularity": granularity}
-    lm = language_model(config, mesh_of(**TENSOR), architecture, model__attention_logit_bits=4, **changes)
+    changes = {"model__num_heads": 4, "model__attention_logit_granularity": granularity, f"model__{field}": 4}
+    lm = language_model(config, mesh_of(**TENSOR), architecture, **changes)
     prompts = prompts_of([40, 33, 64, 90, 1, 7, 12, 50])
     with jax.set_mesh(lm.mesh):
         rows = decode.prefill(lm, prompts, seeds=[0] * 8, limits=[0] * 8)
@@ -90,9 +112,9 @@ def test_a_cache_and_a_mesh_change_nothing(config, mesh_of, architecture, granul
     actual_BV = hidden_BD @ np.asarray(lm.params["embedding_VD"]).T
     tokens_BT, length_B, _ = decode.padded(prompts, lm.mesh, lm.config.model.cache)
     expected_BV = full_logits(lm, mesh_of(), tokens_BT)[np.arange(8), length_B - 1]
-    unquantized = dataclasses.replace(lm, config=replace(lm.config, "model", attention_logit_bits=None))
+    unquantized = dataclasses.replace(lm, config=replace(lm.config, "model", **{field: None}))
     other_BV = full_logits(unquantized, mesh_of(), tokens_BT)[np.arange(8), length_B - 1]
-    # A logit that lies on the edge of two levels may fall either way: most rows must agree.
+    # A number that lies on the edge of two levels may fall either way: most rows must agree.
     errors_B = np.abs(actual_BV - expected_BV).max(axis=1)
     assert np.median(errors_B) < 1e-5
     assert np.median(np.abs(other_BV - expected_BV).max(axis=1)) > 1e-2

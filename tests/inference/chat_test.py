@@ -2,15 +2,18 @@
 
 import contextlib
 import dataclasses
+import json
 
 import jax
 import pytest
 from helpers.inference_models import TENSOR, language_model
 
+from difftx.commands import generate as generate_command
 from difftx.commands.chat import converse
 from difftx.data.chat_template import ChatTemplate
 from difftx.data.tokenizer import load_tokenizer
-from difftx.inference import cache, decode
+from difftx.errors import UserError
+from difftx.inference import cache, decode, load
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY, Sampling
 
@@ -95,6 +98,25 @@ def test_a_conversation_is_written_by_the_template(config, mesh_of):
     assert answers == "".join(lines)
 
 
+def test_answers_are_streamed_and_ctrl_c_ends_one_but_not_the_loop(config, mesh_of):
+    lm = language_model(config, mesh_of())
+    streamed = said(lm, "/tokens 100", "/temperature 0", "a")
+    assert len(streamed) > 4  # Pieces of at most 16 tokens.
+    pieces = []
+
+    def write(text):
+        pieces.append(text)
+        if len(pieces) == 1:
+            raise KeyboardInterrupt
+
+    converse(lm, ["/tokens 100", "/temperature 0", "a", "/tokens 4", "a"], write)
+    whole = alone(lm, list(b"a"), 0, tokens=100, sampling=GREEDY)
+    assert "".join(streamed).removesuffix("\n") == whole.removesuffix("\n")
+    assert pieces[0] == streamed[0]
+    after = alone(lm, list(b"a"), 0, tokens=4, sampling=GREEDY)
+    assert "".join(pieces[1:]).endswith(after + "\n" * (not after.endswith("\n")))
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -112,3 +134,25 @@ def test_mistakes_are_one_line_and_the_loop_goes_on(config, mesh_of, line, messa
     answer, helped = said(lm, line, "", "/help", "/quit", "/seed x")
     assert answer.startswith(message)
     assert helped.startswith("/temperature")
+
+
+def test_a_file_of_conversations_is_completed_as_the_template_writes_them(config, mesh_of, tmp_path, monkeypatch):
+    lm = language_model(config, mesh_of())
+    tokenizer = load_tokenizer("bytes")
+    lm = dataclasses.replace(lm, tokenizer=tokenizer)
+    monkeypatch.setattr(load, "load", lambda *_: lm)
+    message = {"role": "user", "content": "a"}
+    lines = [{"messages": [message]}, {"prompt": "[user]a[assistant]", "id": 1}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = tmp_path / "out.jsonl"
+    flags = [f"--prompts={tmp_path / 'prompts.jsonl'}", f"--out={out}", "--temperature=0", "--new_tokens=4"]
+    with pytest.raises(UserError, match=r"prompts\.jsonl: line 1: messages needs a chat template, and the tokenizer"):
+        generate_command.main([f"--workdir={tmp_path}", *flags])
+    tokenizer.chat_template = ChatTemplate(TEMPLATE, {}, "bytes")
+    assert generate_command.main([f"--workdir={tmp_path}", *flags]) == 0
+    first, second = map(json.loads, out.read_text().splitlines())
+    assert (first["messages"], second["id"]) == ([message], 1)
+    assert first["completion"] == second["completion"] != ""
+    (tmp_path / "prompts.jsonl").write_text('{"messages": "a"}')
+    with pytest.raises(UserError, match="line 1: messages: not a list of at least one message"):
+        generate_command.main([f"--workdir={tmp_path}", *flags])

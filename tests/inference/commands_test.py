@@ -79,6 +79,7 @@ def test_a_prompt_must_fit_the_context(workdir):
         ('{"prompt": ""}', "line 1: prompt='' must be text"),
         ('{"prompt": 3}', "line 1: prompt=3 must be text"),
         ('{"prompt": "a", "seed": -1}', "line 1: seed=-1 must be"),
+        ('{"prompt": "a", "messages": []}', "line 1 has both prompt and messages"),
     ],
 )
 def test_mistakes_in_a_file_of_prompts_name_its_line(tmp_path, lines, message):

@@ -1,11 +1,14 @@
 """Quantised caches and caches that evict tokens, against numpy, and the suite that measures them."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import suite_config, write_text
+from helpers.evals_examples import examples, task_of, write_lines
 from helpers.evals_params import one_device, random_params
 from jax.sharding import reshard
 
@@ -215,6 +218,31 @@ def test_answers_are_those_of_the_compressed_cache(config, tmp_path):
     numbers = evals.evaluate(run, random_params(run), 0, ["cache"])["cache"].numbers
     assert numbers["exact_match_accuracy_64_tokens"] == numbers["exact_match_accuracy_whole"] > 0
     assert numbers["exact_match_accuracy_16_tokens"] != numbers["exact_match_accuracy_whole"]
+
+
+@pytest.mark.long
+def test_retrieval_from_a_cache(tmp_path):
+    """The suites needle and icl, which docs/suites.md recommends for this suite."""
+    write_lines(tmp_path / "train.jsonl.gz", examples(100, 0))
+    write_lines(tmp_path / "test.jsonl", examples(40, 1))
+    write_text(tmp_path / "text.txt")
+    changes = {
+        "mesh.fsdp": 1, "eval.cache.suites": "needle,icl", "eval.cache.shares": "1,0.5", "eval.cache.bits": "4",
+        "eval.icl.tasks": json.dumps([task_of(tmp_path)]), "eval.icl.questions": 4, "eval.icl.permutations": 1,
+        "eval.needle.samples": 1, "eval.needle.depths": "0.5", "eval.needle.new_tokens": 4,
+        "eval.needle.cases": json.dumps([{"needles": 2, "queries": 1}]),
+    }  # fmt: skip
+    run = Run.open(suite_config(tmp_path, 512, **changes), tmp_path / "run", one_device())
+    params = random_params(run)
+    plain = evals.evaluate(run, params, 0, ["needle", "icl"])
+    numbers = evals.evaluate(run, params, 0, ["cache"])["cache"].numbers
+    for suite, result in plain.items():
+        for name, value in result.numbers.items():
+            assert numbers[f"{suite}_{name}_whole"] == value
+            assert {f"{suite}_{name}_{cache}" for cache in ("4_bits", "512_tokens", "256_tokens")} <= numbers.keys()
+    # All tokens are kept, so only the order of sums differs.
+    for name, value in plain["icl"].numbers.items():
+        assert numbers[f"icl_{name}_512_tokens"] == pytest.approx(value)
 
 
 def test_a_row_of_documents_is_refused(config, text_file, tmp_path):

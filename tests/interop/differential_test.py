@@ -204,6 +204,19 @@ def test_dex_chooses_the_heads_of_highest_entropy(config, mesh_of, tmp_path, mon
 
 
 @pytest.mark.long
+def test_dex_chooses_the_same_heads_in_a_model_of_hugging_face(mesh_of, tmp_path):
+    """As in the run of the imported Transformer, for which the test above has an oracle."""
+    data = f"--config.data.path={write_text(tmp_path / 'text.txt')}"
+    flags = ["--differential=dex", data, "--config.mesh.fsdp=8"]
+    of_folder = import_(FIXTURES / "llama", tmp_path / "folder", *flags)
+    transformer = import_(FIXTURES / "llama", tmp_path / "transformer", data)
+    convert_run(transformer, tmp_path / "run", *flags)
+    chosen, expected = (flat(w, mesh_of())["blocks/attention/chosen_H"] for w in (of_folder, tmp_path / "run"))
+    np.testing.assert_array_equal(chosen, expected)
+    assert (chosen.sum(axis=1) == chosen.shape[1] // 2).all()
+
+
+@pytest.mark.long
 def test_flags_select_the_source_and_the_new_weights(config, mesh_of, tmp_path):
     lm = language_model(config, mesh_of(), "transformer", model__num_heads=4)
     source = run_of(lm, tmp_path / "source")

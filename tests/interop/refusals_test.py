@@ -9,8 +9,10 @@ from helpers.inference_models import language_model
 
 from difftx.commands.convert import main
 from difftx.config.model import RopeScalingConfig
+from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError
 from difftx.interop.runs import check_representable
+from difftx.interop.tokenizers import tokenizer_json
 from interop.folders import FIXTURES, IMPORT, edit_config, export, import_, rewrite, run_of, tensors_of, with_model
 
 GROUPED = FIXTURES / "diff_grouped"
@@ -150,6 +152,21 @@ def test_two_embeddings_of_a_tied_model_must_be_one(tmp_path):
 )
 def test_models_that_ours_cannot_represent(tmp_path, changes, message):
     refused(edit_config(GROUPED, tmp_path / "source", **changes), tmp_path, message)
+
+
+@pytest.mark.parametrize("recognised", [False, True])
+def test_a_tokenizer_of_foreign_code(tmp_path, recognised):
+    """An export would contain the reference to the code, and `trust_remote_code=True` would execute it."""
+    source = tmp_path / "source"
+    shutil.copytree(FIXTURES / "llama", source)
+    auto_map = {"AutoTokenizer": ["someone/evil--tokenization.Evil", None]}
+    (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<s>", "auto_map": auto_map}))
+    raw = tokenizer_json(load_tokenizer("bytes"), "bytes") if recognised else {}
+    (source / "tokenizer.json").write_text(json.dumps(raw))
+    message = r"tokenizer_config\.json: auto_map=.*someone/evil.* names code of a tokenizer"
+    refused(source, tmp_path, message)
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(str(source))
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer(tmp_path):

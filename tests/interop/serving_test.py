@@ -3,9 +3,14 @@
 
 import copy
 import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import child_environment
 from helpers.inference_models import full_logits, prompts_of
 from helpers.interop_models import MODELS, NOT_SERVABLE, SERVABLE, exported
 
@@ -237,6 +242,31 @@ def test_verify_compares_logits_and_greedy_text(config, mesh_of, tmp_path, monke
     monkeypatch.setattr(runs, "TOLERANCE", 0.0)
     with pytest.raises(RunError, match="more than rounding; nothing was written"):
         compare_logits(folder, checkpoint, settings)
+
+
+LOAD_AND_LIST = """
+import json, sys
+executed = set()
+sys.addaudithook(lambda event, given: executed.add(given[0].co_filename) if event == "exec" else None)
+import transformers
+transformers.AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)
+transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+print(json.dumps(sorted(executed)))
+"""
+
+
+def test_only_the_modelling_file_of_an_export_is_executed(config, mesh_of, tmp_path):
+    folder = exported(config, mesh_of(), "gdla", tmp_path)[2]
+    for name in ("__init__.py", "tokenization_difftx.py", "configuration_difftx.py"):
+        (folder / name).write_text("raise SystemExit('executed')\n")
+    environment = child_environment(1) | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    command = [sys.executable, "-c", LOAD_AND_LIST, str(folder)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    ours = [name for name in json.loads(result.stdout.splitlines()[-1]) if name.startswith(str(tmp_path))]
+    # transformers writes empty __init__.py files next to its copy.
+    code = [name for name in ours if Path(name).read_text()]
+    assert [Path(name).name for name in code] == [custom.MODELING.name]
 
 
 def test_verify_executes_no_code_of_the_folder(config, mesh_of, tmp_path):

@@ -22,7 +22,10 @@ def with_json(tmp_path, raw):
 
 def test_bytes_go_out_and_are_recognised(tmp_path, capsys):
     workdir = import_(LLAMA, tmp_path / "run")
-    assert "has no tokenizer.json; data.tokenizer='bytes' stays, and must be the model's" in capsys.readouterr().out
+    assert (
+        "has no tokenizer.json or tokenizer.model; data.tokenizer='bytes' stays, and must be the model's"
+        in capsys.readouterr().out
+    )
     raw = json.loads((export(workdir, tmp_path / "hf") / "tokenizer.json").read_text())
     assert raw["model"]["vocab"]["Ġ"] == ord(" ")
     assert raw["added_tokens"][0]["id"] == 256
@@ -34,7 +37,7 @@ def test_a_vocabulary_of_ones_own_comes_back(tmp_path, capsys):
     encoding = load_tokenizer(str(words_file(tmp_path / "words.tiktoken")))
     folder = with_json(tmp_path, tokenizers.tokenizer_json(encoding, "words.tiktoken"))
     (new := tmp_path / "new").mkdir()  # It becomes `run` later.
-    name, tokenizer, note = tokenizers.import_tokenizer(folder, new, tmp_path / "run", "bytes")
+    name, tokenizer, note = tokenizers.import_tokenizer(folder, new, tmp_path / "run", "bytes", None)
     assert name == str(tmp_path / "run" / "tokenizer.tiktoken")
     assert note.startswith("tokenizer: converted")
     assert tokenizer.fingerprint == encoding.fingerprint
@@ -42,7 +45,7 @@ def test_a_vocabulary_of_ones_own_comes_back(tmp_path, capsys):
     assert load_tokenizer(name).fingerprint == encoding.fingerprint
     # Where the run's config names it already, it stays.
     configured = str(tmp_path / "words.tiktoken")
-    name, _, note = tokenizers.import_tokenizer(folder, tmp_path / "run", tmp_path / "run", configured)
+    name, _, note = tokenizers.import_tokenizer(folder, tmp_path / "run", tmp_path / "run", configured, None)
     assert name == configured
     assert "that of the model" in note
 
@@ -72,9 +75,9 @@ def test_what_is_not_the_same_is_not_converted(tmp_path, change):
     change(raw)
     (tmp_path / "run").mkdir()
     run = tmp_path / "run"
-    name, _, note = tokenizers.import_tokenizer(with_json(tmp_path, raw), run, run, "bytes")
+    name, _, note = tokenizers.import_tokenizer(with_json(tmp_path, raw), run, run, "bytes", None)
     assert name == "bytes"
-    assert note.startswith("tokenizer: not converted")
+    assert note.startswith("tokenizer: not imported: data.tokenizer=")
     assert "data.tokenizer='bytes' stays, but its ids mean other text" in note
     assert not list((tmp_path / "run").iterdir())
     assert END_OF_TEXT in encoding.encoding.special_tokens_set

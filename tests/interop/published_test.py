@@ -1,0 +1,51 @@
+"""Published models, by their config.json (fixtures/published.json)."""
+
+import dataclasses
+import json
+
+import pytest
+
+from difftx.config.build import override
+from difftx.errors import UserError
+from difftx.interop.differential import differential_model
+from difftx.interop.huggingface import model_fields
+from difftx.model.abstract import count_parameters
+from interop.folders import FIXTURES
+
+PUBLISHED = json.loads((FIXTURES / "published.json").read_text())
+# Numbers of parameters, as the models' pages state them.
+SIZES = {
+    "SmolLM2-135M": 134_515_008,
+    "TinyLlama": 1_100_048_384,
+    "Qwen2.5-0.5B": 494_032_768,
+    "Llama-3.2-1B": 1_235_814_400,
+}
+
+
+def model_of(config, tmp_path, name):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    return dataclasses.replace(config("transformer").model, **model_fields(tmp_path / "config.json"))
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_model_has_the_published_size_and_rotary_embedding(config, tmp_path, name):
+    model, published = model_of(config, tmp_path, name), PUBLISHED[name]
+    assert count_parameters(model).total == SIZES[name]
+    assert model.rope_theta == published["rope_theta"]
+    scaling = published.get("rope_scaling")
+    assert model.rope_scaling.factor == (scaling["factor"] if scaling else 1)
+    assert model.attention_bias == (name == "Qwen2.5-0.5B")
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("architecture", ["zero_branch", "dex", "diff"])
+def test_it_becomes_differential(config, tmp_path, name, architecture):
+    """SmolLM2-135M has 9 heads and 3 key/value heads, which cannot be paired."""
+    model = model_of(config, tmp_path, name)
+    changes = {"model.head_norm": "rms_affine" if architecture == "diff" else "none"}
+    chosen = override(config("transformer"), changes | {"model.architecture": architecture}).model
+    if (name, architecture) == ("SmolLM2-135M", "diff"):
+        with pytest.raises(UserError, match=r"num_kv_heads=3: split makes one head of two .* use zero-branch or dex"):
+            differential_model(model, chosen)
+    else:
+        assert count_parameters(differential_model(model, chosen)).total >= SIZES[name]

@@ -1,0 +1,96 @@
+"""Exported tokenizers against transformers' AutoTokenizer, which does not need torch, and their import."""
+
+import dataclasses
+import json
+
+import pytest
+from helpers.tokenizer_files import FAMILIES, random_strings, sentencepiece_model, write_settings
+
+from difftx.data.tokenizer import load_tokenizer
+from difftx.errors import RunError, UserError
+from difftx.interop import in_transformers, tokenizers
+
+transformers = pytest.importorskip("transformers", reason="make test and make parity install it")
+pytest.importorskip("sentencepiece", reason="make test installs the extra tokenizers")
+
+
+def sentencepiece_folder(folder):
+    folder.mkdir()
+    sentencepiece_model(folder / "tokenizer.model", "bpe")
+    write_settings(folder)
+    return folder
+
+
+def exported(config, source, folder, end_of_text=None):
+    """Return the message of an export, and the tokenizer that was exported."""
+    data = dataclasses.replace(config().data, tokenizer=str(source), end_of_text=end_of_text)
+    tokenizer = load_tokenizer(str(source), end_of_text=end_of_text)
+    folder.mkdir()
+    return tokenizers.export_tokenizer(dataclasses.replace(config(), data=data), tokenizer, folder), tokenizer
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "sentencepiece"])
+@pytest.mark.parametrize("settings", [True, False])
+def test_transformers_reads_an_export_alike_and_so_does_an_import(config, tmp_path, family, settings):
+    source = (FAMILIES | {"sentencepiece": sentencepiece_folder})[family](tmp_path / "tokenizer")
+    if not settings:
+        (source / "tokenizer_config.json").unlink()
+    _, ours = exported(config, source, tmp_path / "export", None if settings else "</s>")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert (theirs.eos_token_id, len(theirs)) == (ours.eot_token, ours.n_vocab)
+    compared = 0
+    for text in random_strings(300):
+        # LlamaTokenizer leaves out the space that SentencePiece adds before a space.
+        if family != "sentencepiece" or not text.startswith((" ", "▁")):
+            compared += 1
+            ids = theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            assert ours.encode_ordinary(text) == ids, repr(text)
+            assert ours.decode(ids) == theirs.decode(ids), repr(text)
+    assert compared > 240
+    in_transformers.compare_tokenizer(tmp_path / "export", ours)
+    (run := tmp_path / "run").mkdir()
+    name, back, note = tokenizers.import_tokenizer(tmp_path / "export", run, run, "bytes", None)
+    assert name == str(run / "tokenizer"), note
+    assert load_tokenizer(name).fingerprint == back.fingerprint == ours.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("unigram", {}),
+        ("bpe", {"normalization": "nmt_nfkc"}),
+        ("bpe", {"byte_fallback": False}),
+        ("bpe", {"add_dummy_prefix": False}),
+    ],
+)
+def test_models_that_no_class_of_transformers_reads_alike_are_not_exported(config, tmp_path, kind, options):
+    model = sentencepiece_model(tmp_path / "own.model", kind, **options)
+    note, _ = exported(config, model, tmp_path / "export")
+    assert note.startswith("tokenizer: not exported: transformers would encode texts differently")
+    assert not list((tmp_path / "export").iterdir())
+
+
+def test_another_tokenizer_in_the_folder_is_found(config, tmp_path):
+    _, ours = exported(config, sentencepiece_folder(tmp_path / "tokenizer"), tmp_path / "export")
+    settings = json.loads((tmp_path / "export" / "tokenizer_config.json").read_text())
+    (tmp_path / "export" / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<s>"}))
+    with pytest.raises(RunError, match="end-of-text token of transformers' tokenizer is 1, and that of difftx is 2"):
+        in_transformers.compare_tokenizer(tmp_path / "export", ours)
+    (tmp_path / "export" / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "T5Tokenizer"}))
+    with pytest.raises(RunError, match=r"transformers' tokenizer encodes .* differently"):
+        in_transformers.compare_tokenizer(tmp_path / "export", ours)
+
+
+def test_an_imported_tokenizer_needs_its_end_of_text(tmp_path):
+    """Its absence is the reason that the import states, and data.end_of_text adds it."""
+    folder = FAMILIES["byte-level BPE"](tmp_path / "model")
+    (folder / "tokenizer_config.json").unlink()
+    (run := tmp_path / "run").mkdir()
+    name, _, note = tokenizers.import_tokenizer(folder, run, run, "bytes", None)
+    assert name == "bytes"
+    assert "no file names its end-of-text token (eos_token); set data.end_of_text to its name" in note
+    with pytest.raises(UserError, match="'none' is not in the vocabulary"):
+        tokenizers.import_tokenizer(folder, run, run, "bytes", "none")
+    name, tokenizer, note = tokenizers.import_tokenizer(folder, run, run, "bytes", "</s>")
+    assert name == str(run / "tokenizer"), note
+    assert tokenizer.eot_token == 1
