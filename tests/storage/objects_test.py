@@ -132,6 +132,7 @@ require_conditions(path_of("--workdir", sys.argv[1]))
 """
 
 
+@pytest.mark.long
 def test_the_emulator_without_the_proxy_is_refused(buckets):
     """The emulator of Google Cloud Storage ignores generations."""
     if "gs" not in buckets:

@@ -19,6 +19,7 @@ def test_local_paths_are_pathlib_paths():
         assert path_of("--workdir", text) == Path(text)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["gs", "s3"])
 def test_paths_of_buckets_keep_their_address(scheme):
     pytest.importorskip({"gs": "gcsfs", "s3": "s3fs"}[scheme])
