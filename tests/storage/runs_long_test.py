@@ -20,7 +20,7 @@ from difftx.files import read_file, read_json
 from difftx.storage import objects
 from difftx.training.checkpoint.manifest import steps_in, why_invalid
 
-FAULTS = int(os.environ.get("FAULTS", "60"))
+FAULTS = max(60, int(os.environ.get("FAULTS", "0")))
 OWNER = ("tests/helpers/one_bucket_owner.py",)
 KINDS = ["429", "500", "503", "reset", "lost", "slow", "cut", "short", "stale"]
 
