@@ -30,9 +30,10 @@ CONDITIONS = ("if-match", "if-none-match")
 class FaultPlan:
     """Faults for the requests whose "METHOD path" matches a pattern. A fault that changes nothing does not count.
 
-    kinds: "401", "403", "429", "500", "503" (replies), "reset" (before the request takes place), "lost" (a reset after
-    it took place), "slow", "silent" (no reply for a minute), "cut" (the connection ends within the body), "short" (half
-    of the body, and its length), "stale" (the listing before this one), "unconditional" (conditions are dropped).
+    kinds: "400" (the credentials have expired), "401", "403", "429", "500", "503" (replies), "reset" (before the
+    request takes place), "lost" (a reset after it took place), "slow", "silent" (no reply for a minute), "cut" (the
+    connection ends within the body), "short" (half of the body, and its length), "stale" (the listing before this
+    one), "unconditional" (conditions are dropped).
     `rate` is the probability of a fault, `limit` the number of faults, and `in_a_row` the number of faults without a
     request of the same line that succeeds.
     """
@@ -280,8 +281,9 @@ class Handler(BaseHTTPRequestHandler):
     def _error(self, status: int) -> bytes:
         if self.server.store == "gs":
             return json.dumps({"error": {"code": status, "message": f"fault {status}"}}).encode()
-        codes = {401: "InvalidAccessKeyId", 403: "AccessDenied", 500: "InternalError"}
-        return f"<Error><Code>{codes.get(status, 'SlowDown')}</Code><Message>fault {status}</Message></Error>".encode()
+        codes = {400: "InvalidToken", 401: "InvalidAccessKeyId", 403: "AccessDenied", 500: "InternalError"}
+        content = f"<Code>{codes.get(status, 'SlowDown')}</Code><Message>fault {status}</Message>"
+        return f"<Error>{content}<Token-0>it's-a-session-token</Token-0></Error>".encode()  # As Amazon's.
 
     def _control(self, body: bytes) -> None:
         server = self.server
