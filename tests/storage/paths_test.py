@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from etils import epath
 
 from difftx import files
 from difftx.errors import UnreadableError, UserError
@@ -122,3 +123,14 @@ def test_shortened_contents_are_never_returned(bucket, monkeypatch):
     message = re.escape(f"{path} cannot be read: its content does not have the size and CRC32C")
     with pytest.raises(UnreadableError, match=message):
         files.read_file(path)
+
+
+@pytest.mark.parametrize("name", ["/tmp/absolute", "../outside", "a/../../outside", ".."])
+def test_no_download_leaves_its_folder(name, monkeypatch, tmp_path):
+    """Anyone who may write to a bucket chooses the names of its objects."""
+    written = []
+    monkeypatch.setattr("difftx.storage.objects.list_below", lambda path: ["config.json", name])
+    monkeypatch.setattr("difftx.storage.objects.download", lambda path, target: written.append(Path(target).name))
+    with pytest.raises(UserError, match=rf"gs://other/model: the name of an object, '{re.escape(name)}', is not a"):
+        files.downloaded(epath.Path("gs://other/model")).__enter__()
+    assert written == []
