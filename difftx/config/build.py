@@ -27,8 +27,9 @@ from difftx.storage.paths import require_supported
 
 # Fields whose paths may be in a bucket.
 IN_BUCKETS = re.compile(
-    r"checkpoint\.(init|branch)_from|data\.(path|tokenizer)|data\.sources(\[\d+\]|\.\d+)\.path|"
-    r"eval\.(needle\.haystack|test\.path)"
+    r"checkpoint\.(init|branch)_from|data\.(path|tokenizer)|eval\.(needle\.haystack|test\.path)|"
+    r"(data\.sources|eval\.hallucination\.sets)(\[\d+\]|\.\d+)\.path|"
+    r"eval\.(icl|math)\.tasks(\[\d+\]|\.\d+)\.(train|test)"
 )
 
 

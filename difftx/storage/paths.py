@@ -34,10 +34,14 @@ def path_of(field: str, text: str) -> AnyPath:
 def require_supported(field: str, text: str) -> str | None:
     """Return the scheme of a path in a bucket, or None for a local path.
 
-    Raise `UserError` if the store is unknown, or if the text names no bucket.
+    Raise `UserError` if the store is unknown, if the text names no bucket, or if it lacks the two slashes.
     """
     found = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)", text)
     if found is None:
+        scheme, _, rest = text.partition(":")
+        if rest and scheme in LIBRARIES:  # As a local path, it would create a folder with a colon in its name.
+            address = f"{scheme}://{rest.lstrip('/')}"
+            raise UserError(f"{field}={text}: write {address} for a bucket, or ./{text} for a file")
         return None
     scheme, bucket = found.groups()
     if scheme not in LIBRARIES:

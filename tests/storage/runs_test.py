@@ -8,7 +8,7 @@ from conftest import ROOT, child_environment, write_text
 from helpers.bucket_runs import run_of, start, train, wait_until
 from helpers.command_server import commands
 
-from difftx.files import list_folder, read_file, read_json, read_record
+from difftx.files import list_folder, read_file, read_json, read_record, write_atomically
 from difftx.report.runs import match_runs
 from difftx.storage import objects
 from difftx.training.checkpoint.manifest import steps_in
@@ -80,6 +80,9 @@ def test_every_command_takes_the_run(trained, local_run, tmp_path):
     assert [row.workdir for row in match_runs(str(workdir), "curves")] == [workdir]
     flags = ["--new_tokens=8", "--temperature=0", "--prompt=line 1"]
     assert run("generate", f"--workdir={workdir}", *flags) == run("generate", f"--workdir={whole}", *flags)
+    write_atomically(workdir / "prompts.jsonl", '{"prompt": "line 1", "seed": 0}\n')
+    file_of_prompts = (f"--prompts={workdir}/prompts.jsonl", *flags[:2])
+    assert run("generate", f"--workdir={whole}", *file_of_prompts).count("completion") == 1
     listed = run("checkpoint", "ls", f"--workdir={workdir}")
     assert listed.count("verified (sizes)") == len(steps_in(workdir / "checkpoints"))
     assert "every checksum is right" in run("checkpoint", "verify", f"--workdir={workdir}")
