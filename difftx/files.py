@@ -205,8 +205,12 @@ def downloaded(path: AnyPath) -> Iterator[Path]:
     if not is_bucket(path):
         yield path
         return
+    names = objects.list_below(path)
+    for name in names:  # Whoever may write to the bucket has chosen them.
+        if name.startswith("/") or ".." in name.split("/"):
+            raise UserError(f"{path}: the name of an object, {name!r}, is not a path below that folder; rename it")
     with tempfile.TemporaryDirectory(prefix="difftx-") as made:
-        for name in objects.list_below(path):
+        for name in names:
             target = Path(made, name)
             target.parent.mkdir(parents=True, exist_ok=True)
             objects.download(path / name, str(target))

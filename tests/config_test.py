@@ -335,3 +335,35 @@ def test_the_checkpoints_that_the_paper_evaluates_are_kept():
     config = load_config(str(ROOT / "configs" / "diff_3b.py:diff"), {})
     assert config.checkpoint.keep_every_steps == 10_000
     assert 10_000 % config.checkpoint.every_steps == 0
+
+
+BUCKET_FIELDS = ("data.path", "data.tokenizer", "data.sources.1.path", "checkpoint.init_from", "checkpoint.branch_from")
+SUITE_FIELDS = ("eval.needle.haystack", "eval.test.path", "eval.icl.tasks.0.train", "eval.math.tasks.0.test")
+SUITE_FIELDS += ("eval.hallucination.sets.0.path",)
+LOCAL_FIELDS = ("data.cache_path", "eval.bigrams_path", "eval.harness.data_path", "eval.harness.include_path")
+
+
+def test_paths_are_checked_when_a_config_is_built(monkeypatch):
+    """Also those of suites that do not run."""
+    tasks = {
+        "eval.icl.tasks": '[{"name": "a", "train": "x", "test": "y", "text": "t", "label": "l", '
+        '"text_word": "T", "label_word": "L"}]',
+        "eval.math.tasks": '[{"name": "a", "test": "x", "format": "gsm8k", "train": null, "train_format": null}]',
+        "eval.hallucination.sets": '[{"name": "a", "path": "x", "kind": "summarisation", "document": "d", '
+        '"question": null, "answers": "b", "new_tokens": 1}]',
+    }
+    plain = load_config(QUICKSTART, tasks | {"eval.math.shots": "0"})
+    mixed = override(plain, {"data.path": "none", "data.sources": SOURCES})
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # Reading a config needs no library of a store.
+    for field in (*BUCKET_FIELDS, *SUITE_FIELDS):
+        config = mixed if field.startswith("data.sources") else plain
+        assert override(config, {field: "s3://bucket/a"}) != config
+        for value, message in (
+            ("hdfs://bucket/a", "hdfs are not supported; use gs://, s3:// or a local path"),
+            ("gs:///a", "no bucket is named"),
+        ):
+            with pytest.raises(UserError, match=rf"{value}: .*{message}"):
+                override(config, {field: value})
+    for field in LOCAL_FIELDS:
+        with pytest.raises(UserError, match=f"{field}=gs://bucket/a: this path must be on this machine"):
+            override(plain, {field: "gs://bucket/a"})

@@ -7,7 +7,6 @@ import io
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from difftx.commands.flags import PathFlag, add_weights_flag, parse_command, require_file_path
@@ -34,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     add_weights_flag(parser)
     parser.add_argument("--prompt", help="text to complete")
     parser.add_argument(
-        "--prompts", type=Path, metavar="FILE.jsonl", help='objects with "prompt" or "messages", optionally "seed"'
+        "--prompts", action=PathFlag, metavar="FILE.jsonl", help='objects with "prompt" or "messages", optionally "seed"'
     )
     parser.add_argument(
         "--out", action=PathFlag, metavar="FILE.jsonl", help="objects with completions; default: stdout"

@@ -9,16 +9,16 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-from difftx.commands.flags import add_extension_flag, prepare_process
+from difftx.commands.flags import PathFlag, add_extension_flag, prepare_process
 from difftx.data.byte_level import BYTE_LEVEL, SPLIT
 from difftx.data.prepare.readers import Document, Fields, Source, sources_of
 from difftx.data.tokenizer import END_OF_TEXT, load_tokenizer
 from difftx.data.tokenizer_files import CONFIG, EXTRA, TOKENIZER
 from difftx.errors import UserError, import_extra, printable
-from difftx.files import new_folder, require_local, require_writable, write_atomically
+from difftx.files import FOLDER_MARKER, new_folder, require_writable, size_of, write_atomically
 from difftx.progress import Work
+from difftx.storage.paths import is_bucket
 
 SMALLEST = 257  # Every byte and <|endoftext|>.
 HELD_OUT = 5  # Documents are not trained on if the first byte of their hash is less than this: 2 % of them.
@@ -30,15 +30,14 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("difftx tokenizer", description="Make tokenizers.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="train byte-level BPE", allow_abbrev=False)
-    train.add_argument("--input", required=True, help="file, folder, glob, or hf:NAME[:SPLIT[:CONFIG]]")
+    train.add_argument("--input", required=True, help="as --input of difftx prepare, also in a bucket")
     train.add_argument("--vocab_size", required=True, type=int, help="number of tokens, special tokens included")
-    train.add_argument("--out", required=True, type=Path, help="folder for the tokenizer's files")
+    train.add_argument("--out", required=True, action=PathFlag, help="new folder, also in a bucket")
     train.add_argument("--text_field", default="text", help="field of JSON lines and tables (%(default)s)")
     train.add_argument("--special_token", action="append", default=[], metavar="NAME", help="may be repeated")
     add_extension_flag(train)
     options = parser.parse_args(arguments)
     prepare_process(options)
-    require_local("--input", options.input)
     _check(options)
     train_tokenizer(options)
     return 0
@@ -52,7 +51,7 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(
             f"--special_token={','.join(options.special_token)}: names must differ, also from {END_OF_TEXT}"
         )
-    if options.out.exists():
+    if size_of(options.out / FOLDER_MARKER) is not None if is_bucket(options.out) else options.out.exists():
         raise UserError(f"--out={options.out} exists already; name a new folder")
     require_writable(options.out)
 

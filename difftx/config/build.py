@@ -23,11 +23,13 @@ from difftx.config.fields import (
 from difftx.errors import UserError, did_you_mean
 from difftx.files import require_local
 from difftx.registry import EXTENSION_HINT
+from difftx.storage.paths import require_supported
 
 # Fields whose paths may be in a bucket.
 IN_BUCKETS = re.compile(
-    r"checkpoint\.(init|branch)_from|data\.(path|tokenizer)|data\.sources\[\d+\]\.path|"
-    r"eval\.(needle\.haystack|test\.path)"
+    r"checkpoint\.(init|branch)_from|data\.(path|tokenizer)|eval\.(needle\.haystack|test\.path)|"
+    r"(data\.sources|eval\.hallucination\.sets)(\[\d+\]|\.\d+)\.path|"
+    r"eval\.(icl|math)\.tasks(\[\d+\]|\.\d+)\.(train|test)"
 )
 
 
@@ -125,8 +127,9 @@ def _checked(value: Any, annotation: Any, path: str) -> Any:
         raise UserError(f"{path}: an integer of {value.bit_length()} bits; at most 63 are possible")
     if type(value) is float and not math.isfinite(value):
         raise UserError(f"{path}={value}: expected a finite number")
-    if isinstance(value, str) and not path.endswith("_url") and not IN_BUCKETS.fullmatch(path):
-        require_local(path, value)
+    if isinstance(value, str) and not path.endswith("_url"):
+        # Not `path_of`: a config must be readable without the extra of a store that the reader does not need.
+        (require_supported if IN_BUCKETS.fullmatch(path) else require_local)(path, value)
     if dataclasses.is_dataclass(annotation):
         return build_group(annotation, value, path)  # pyrefly: ignore[bad-argument-type]
     for option in options(annotation):

@@ -6,6 +6,7 @@ are wrong, and `UnreadableError` when the retries end. A write that raises `Unre
 """
 
 import base64
+import contextlib
 import errno
 import functools
 import os
@@ -28,7 +29,12 @@ OPERATION_SECONDS = 180.0
 REREAD_SECONDS = (0.2, 0.8, 2.0)  # Pauses before a content that does not match its size or checksum is read again.
 CONCURRENT = 32  # Requests at a time.
 PROBE = ".difftx-probe-"  # Beginning of the names of objects that test the store. A killed process may leave one.
-REFUSED = re.compile(r"PERMISSION_DENIED|UNAUTHENTICATED|Forbidden|Invalid Credentials|\b40[13]\b|AccessDenied")
+# Parts of the errors of TensorStore. The body of a reply may contain a session token.
+STATUS = re.compile(r"\[http_response_code='(\d+)'\]")
+BODY = re.compile(r" ?\[http_response_body='(?:[^'\\]|\\.)*'\]", re.DOTALL)
+CODES = re.compile(r"(?:^|: )([A-Za-z_]+)(?=: )")
+# Codes of S3 for credentials that are not valid any more, with status 400.
+EXPIRED = {"ExpiredToken", "InvalidToken", "TokenRefreshRequired"}
 
 
 class Stored(NamedTuple):
@@ -247,28 +253,67 @@ def _described(path: "epath.Path", verb: str, request: Callable[[], Any]) -> Any
         if verb == "write":
             raise _explained(path, verb, error) from error
         return None
-    except FileExistsError:
-        raise
     except Exception as error:  # fsspec's stores raise errors of several HTTP libraries.
-        if "PreconditionFailed" in str(error) or getattr(error, "errno", None) == errno.EINVAL:
-            raise FileExistsError(str(path)) from error
+        # gcsfs raises this error for a failed condition, which it has no other sign of.
+        if verb == "write" and (isinstance(error, FileExistsError) or _reply(error).status == 412):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
         raise _explained(path, verb, error) from error
 
 
 def _explained(path: "epath.Path", verb: str, error: Exception) -> UserError | UnreadableError:
     """Return the error of one line for a failed request."""
     scheme, bucket = _scheme(path), _name(path).partition("/")[0]
-    if isinstance(error, PermissionError) or REFUSED.search(str(error)):
+    reply = _reply(error)
+    if isinstance(error, PermissionError) or reply.status in (401, 403) or reply.codes & EXPIRED:
         default = {"gs": "gcloud auth application-default login", "s3": "aws configure"}[scheme]
         return UserError(
             f"{path}: the credentials of this process may not {verb} objects of bucket {bucket}; grant them the "
             f"permission, or use other credentials ({default})"
         )
-    if isinstance(error, FileNotFoundError) or "NOT_FOUND" in str(error):
+    if isinstance(error, FileNotFoundError) or "NOT_FOUND" in reply.codes:
         return UserError(f"{path}: there is no bucket {bucket}; create it, or use another one")
     done = {"read": "read", "write": "written", "delete": "deleted", "list": "listed"}[verb]
-    cause = str(error) or type(error).__name__
-    return UnreadableError(f"{path} cannot be {done}: {cause[:300]} (all retries failed); run the same command again")
+    hint = "; the credentials may have expired" if scheme == "s3" and reply.status == 400 and not reply.codes else ""
+    return UnreadableError(
+        f"{path} cannot be {done}: {cause_of(error)}{hint} (all retries failed); run the same command again"
+    )
+
+
+class _Reply(NamedTuple):
+    """The reply to a failed request."""
+
+    status: int | None  # HTTP status. None if there was no reply.
+    codes: set[str]  # Of the store, such as "ExpiredToken", and of TensorStore, such as "NOT_FOUND".
+
+
+def _reply(error: Exception) -> _Reply:
+    """Return the reply in an error of TensorStore, s3fs or gcsfs. The names of objects in the text do not count."""
+    response = getattr(error.__cause__, "response", getattr(error, "response", None))
+    if isinstance(response, dict):  # Of botocore, which takes the status as the code of a reply without a body.
+        code = str(response["Error"].get("Code", ""))
+        return _Reply(response["ResponseMetadata"].get("HTTPStatusCode"), set() if code.isdecimal() else {code})
+    if str(getattr(error, "code", None)).isdecimal():  # Of gcsfs.
+        return _Reply(int(error.code), set())  # pyrefly: ignore[missing-attribute]
+    if type(error) is OSError and str(error).startswith("Forbidden: "):  # Of gcsfs.
+        return _Reply(403, set())
+    text = BODY.sub("", str(error))
+    return _Reply(int(found[1]) if (found := STATUS.search(text)) else None, set(CODES.findall(text)))
+
+
+def cause_of(error: Exception) -> str:
+    """Return the text of an error for a message, without the body of a reply."""
+    return (BODY.sub("", str(error)) or type(error).__name__)[:300]
+
+
+@contextlib.contextmanager
+def requests_of_tensorstore(path: "epath.Path", verb: str) -> Iterator[None]:
+    """Raise `UnreadableError` if a request of TensorStore fails in the block."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (ValueError, TimeoutError) as error:
+        raise UnreadableError(f"{path} cannot be {verb}: {cause_of(error)}; run the same command again") from error
 
 
 def _matches(content: bytes, described: Description) -> bool:

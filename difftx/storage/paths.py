@@ -20,20 +20,35 @@ LIBRARIES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
 def path_of(field: str, text: str) -> AnyPath:
     """Return the path in a flag or field: an `etils.epath.Path` for gs:// and s3://, or else a local `pathlib.Path`.
 
-    Raise `UserError` if the store is unknown, if its library is missing, or if the text names no bucket.
+    Raise `UserError` if the library of the store is missing, or as `require_supported`.
+    """
+    scheme = require_supported(field, text)
+    if scheme is None:
+        return Path(text)
+    require_extra(*LIBRARIES[scheme])
+    # Otherwise gcsfs asks a second service for the kind of each bucket, and prints a line if that fails.
+    os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    return import_extra("etils.epath", LIBRARIES[scheme][1]).Path(text)
+
+
+def require_supported(field: str, text: str) -> str | None:
+    """Return the scheme of a path in a bucket, or None for a local path.
+
+    Raise `UserError` if the store is unknown, if the text names no bucket, or if it lacks the two slashes.
     """
     found = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)", text)
     if found is None:
-        return Path(text)
+        scheme, _, rest = text.partition(":")
+        if rest and scheme in LIBRARIES:  # As a local path, it would create a folder with a colon in its name.
+            address = f"{scheme}://{rest.lstrip('/')}"
+            raise UserError(f"{field}={text}: write {address} for a bucket, or ./{text} for a file")
+        return None
     scheme, bucket = found.groups()
     if scheme not in LIBRARIES:
         raise UserError(f"{field}={text}: stores of type {scheme} are not supported; use gs://, s3:// or a local path")
     if not bucket:
         raise UserError(f"{field}={text}: no bucket is named; write {scheme}://bucket/folder")
-    require_extra(*LIBRARIES[scheme])
-    # Otherwise gcsfs asks a second service for the kind of each bucket, and prints a line if that fails.
-    os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-    return import_extra("etils.epath", LIBRARIES[scheme][1]).Path(text)
+    return scheme
 
 
 def is_bucket(path: AnyPath) -> "TypeIs[epath.Path]":

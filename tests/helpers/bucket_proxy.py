@@ -28,11 +28,12 @@ CONDITIONS = ("if-match", "if-none-match")
 
 @dataclasses.dataclass
 class FaultPlan:
-    """Faults for the requests whose "METHOD path" matches a pattern.
+    """Faults for the requests whose "METHOD path" matches a pattern. A fault that changes nothing does not count.
 
-    kinds: "401", "403", "429", "500", "503" (replies), "reset" (before the request takes place), "lost" (a reset after
-    it took place), "slow", "silent" (no reply for a minute), "cut" (the connection ends within the body), "short" (half
-    of the body, and its length), "stale" (the listing before this one), "unconditional" (conditions are dropped).
+    kinds: "400" (the credentials have expired), "401", "403", "429", "500", "503" (replies), "reset" (before the
+    request takes place), "lost" (a reset after it took place), "slow", "silent" (no reply for a minute), "cut" (the
+    connection ends within the body), "short" (half of the body, and its length), "stale" (the listing before this
+    one), "unconditional" (conditions are dropped).
     `rate` is the probability of a fault, `limit` the number of faults, and `in_a_row` the number of faults without a
     request of the same line that succeeds.
     """
@@ -80,10 +81,18 @@ class Proxy(ThreadingHTTPServer):
             self.faults[kind] = self.faults.get(kind, 0) + 1
             return kind
 
+    def take_back(self, line: str, kind: str) -> None:
+        """Do not count a fault, because it would not change the reply to this request."""
+        with self.state:
+            self.row[line] = 0
+            self.faults[kind] = max(0, self.faults.get(kind, 0) - 1)  # A new plan may have begun.
+
 
 def _applies(kind: str, what: str) -> bool:
     if kind in ("cut", "short"):
         return what == "read"
+    if kind == "unconditional":
+        return what in ("write", "delete")
     return what == "list" if kind == "stale" else True
 
 
@@ -108,8 +117,6 @@ class Handler(BaseHTTPRequestHandler):
             return self._reset()
         if fault in ("slow", "silent"):
             time.sleep(60 if fault == "silent" else 0.3)
-        if fault == "stale" and line in self.server.listings:
-            return self._reply(*self.server.listings[line])
         if what in ("write", "delete"):
             with self.server.writes:
                 reply = self._conditional(split, query, body, enforced=fault != "unconditional")
@@ -118,15 +125,26 @@ class Handler(BaseHTTPRequestHandler):
         with self.server.state:
             self.server.bytes[what] = self.server.bytes.get(what, 0) + len(body) + len(reply[2])
         if what == "list":
-            self.server.listings[line] = reply
+            before, self.server.listings[line] = self.server.listings.get(line, reply), reply
+            if fault == "stale":
+                is_other = before[2] != reply[2]
+                reply, fault = (before if is_other else reply), self._fault_if(is_other, line, fault)
+        if fault in ("cut", "short"):
+            fault = self._fault_if(reply[0] in (200, 206) and len(reply[2]) > 1, line, fault)
         if fault == "lost":
             return self._reset()
-        if fault in ("cut", "short") and len(reply[2]) > 1:
+        if fault in ("cut", "short"):
             half = reply[2][: len(reply[2]) // 2]
             self._reply(*reply[:2], half, length=len(half if fault == "short" else reply[2]))
             self.close_connection = True
             return None
         return self._reply(*reply)
+
+    def _fault_if(self, changes_reply: bool, line: str, fault: str) -> str:
+        """Return the fault, or "" if it changes nothing; then it does not count."""
+        if not changes_reply:
+            self.server.take_back(line, fault)
+        return fault if changes_reply else ""
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_PATCH = serve
 
@@ -263,8 +281,9 @@ class Handler(BaseHTTPRequestHandler):
     def _error(self, status: int) -> bytes:
         if self.server.store == "gs":
             return json.dumps({"error": {"code": status, "message": f"fault {status}"}}).encode()
-        codes = {401: "InvalidAccessKeyId", 403: "AccessDenied", 500: "InternalError"}
-        return f"<Error><Code>{codes.get(status, 'SlowDown')}</Code><Message>fault {status}</Message></Error>".encode()
+        codes = {400: "InvalidToken", 401: "InvalidAccessKeyId", 403: "AccessDenied", 500: "InternalError"}
+        content = f"<Code>{codes.get(status, 'SlowDown')}</Code><Message>fault {status}</Message>"
+        return f"<Error>{content}<Token-0>it's-a-session-token</Token-0></Error>".encode()  # As Amazon's.
 
     def _control(self, body: bytes) -> None:
         server = self.server

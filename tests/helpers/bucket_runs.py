@@ -37,12 +37,12 @@ def train(text_file, workdir, **changes):
     return commands().run(command(text_file, workdir, **changes), environment=child_environment(1))
 
 
-def start(text_file, workdir, log: Path, **changes):
-    """Start a training with slow steps, whose output goes to a file."""
+def start(text_file, workdir, log: Path, *, stop_after_row=None, **changes):
+    """Start a training with slow steps, whose output goes to a file. It waits for a signal after the given row."""
     log.touch()
-    return commands().start(
-        command(text_file, workdir, UNHURRIED, **changes), stdout=log, stderr=log, environment=child_environment(1)
-    )
+    environment = child_environment(1) | ({"STOP_AFTER_ROW": str(stop_after_row)} if stop_after_row else {})
+    words = command(text_file, workdir, UNHURRIED, **changes)
+    return commands().start(words, stdout=log, stderr=log, environment=environment)
 
 
 def run_of(workdir):
@@ -61,10 +61,20 @@ def state_in(folder):
     return {name: array.tobytes() for name, array in found.items()}, loader["examples"]
 
 
-def newest_row(workdir):
-    """Return the last step in metrics.jsonl, or 0."""
-    rows = JsonLines(workdir / "metrics.jsonl").read({"split": str, "step": int})
-    return max((row["step"] for row in rows if row["split"] == "train"), default=0)
+def newest_row(workdir, *, after_attempt=0):
+    """Return the last step in metrics.jsonl, or 0. Rows of an attempt up to `after_attempt` do not count."""
+    return max((step for attempt, step in _rows(workdir) if attempt > after_attempt), default=0)
+
+
+def newest_attempt(workdir):
+    """Return the last attempt in metrics.jsonl, or 0."""
+    return max((attempt for attempt, _ in _rows(workdir)), default=0)
+
+
+def _rows(workdir):
+    """Return attempt and step of each row of the training."""
+    rows = JsonLines(workdir / "metrics.jsonl").read({"split": str, "step": int, "attempt": int})
+    return [(row["attempt"], row["step"]) for row in rows if row["split"] == "train"]
 
 
 def is_saving(workdir):

@@ -302,6 +302,7 @@ def test_jobset(launcher, stubs, write):
     check_flags(flags, "configs/scaling.py", f"/mnt/shared/runs/scaling/{NAME}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_run_in_a_bucket_needs_no_volume_and_no_credentials(launcher, tmp_path, monkeypatch, capsys):
     pytest.importorskip("gcsfs")

@@ -294,3 +294,22 @@ def test_requests_of_a_save_and_a_restore(bucket, config, save, mesh_of):
         assert abs(sum(large.values()) - sum(small.values())) <= 5, found
     assert sum(found[0][0].values()) < 40, found
     assert sum(found[0][1].values()) < 20, found
+
+
+def test_errors_of_arrays_do_not_quote_replies(bucket, quick_retries):
+    """A reply of Amazon may contain the session token."""
+    folder, values = bucket.folder(), np.zeros(2, np.float32)
+    shards = {"params/a": arrays.Shards((2,), (2,), values.dtype, [((slice(0, 2),), values)])}
+    arrays.write_shards(folder, shards)
+    opened = arrays.open_array(folder, "params/a", cache_bytes=0)
+    for request in (
+        lambda: arrays.read_arrays(folder, ["params/a"]),
+        lambda: arrays.open_array(folder, "params/a", cache_bytes=0),
+        lambda: arrays.read_part(folder, opened, 0),
+        lambda: arrays.write_shards(bucket.folder(), shards),
+    ):
+        for kind in ("400", "503"):
+            bucket.plan(kinds=[kind])
+            with pytest.raises(UnreadableError, match=r"cannot be (read|written): ") as caught:
+                request()
+            assert "session-token" not in str(caught.value)

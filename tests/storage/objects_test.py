@@ -54,6 +54,23 @@ def test_every_request_survives_faults(bucket, fault):
     assert bucket.plan()["faults"][fault] >= (2 if fault in ("cut", "short") else 8)
 
 
+def test_only_faults_that_change_a_reply_count(bucket):
+    """Otherwise tests with a number of faults would have fewer of them."""
+    folder = bucket.folder()
+    bucket.plan(kinds=["stale", "cut", "short"])
+    assert objects.list_folder(folder) == {}
+    assert objects.list_folder(folder) == {}
+    assert objects.read(folder / "a") is None
+    objects.write(folder / "a", b"")
+    assert objects.read(folder / "a").content == b""
+    assert sum(bucket.plan(kinds=["stale"])["faults"].values()) == 0
+    assert objects.list_folder(folder) == {}
+    assert bucket.plan(kinds=["short"], limit=1)["faults"]["stale"] >= 1
+    objects.write(folder / "a", b"ab")
+    assert objects.read(folder / "a").content == b"a"
+    assert bucket.plan()["faults"] == {"short": 1}
+
+
 def test_listings_have_pages(bucket):
     folder = bucket.folder()
     for i in range(7):
@@ -99,6 +116,32 @@ def test_refusals_name_bucket_and_credentials(bucket, request_):
         REQUESTS[request_](bucket.folder() / "a")
 
 
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_expired_credentials_are_one_line_without_the_token(bucket, request_):
+    """Amazon's reply has status 400 and quotes the session token."""
+    bucket.plan(kinds=["400"])
+    with pytest.raises((UserError, UnreadableError)) as caught:
+        REQUESTS[request_](bucket.folder() / "a")
+    assert "the credentials" in str(caught.value) or bucket.scheme == "gs"
+    assert "session-token" not in str(caught.value)
+
+
+def test_an_error_is_not_a_condition_that_failed(bucket, monkeypatch):
+    """Otherwise the probe of a store would succeed without a test of its conditions."""
+    monkeypatch.setattr(objects, "write", lambda *_: None)
+    bucket.plan(kinds=["400"], pattern="^(PUT|POST)")
+    with pytest.raises((UserError, UnreadableError)):
+        objects.require_conditions(bucket.folder())
+
+
+@pytest.mark.parametrize("request_", ["read", "list", "describe"])
+def test_an_outage_is_not_a_refusal(bucket, request_, quick_retries):
+    """Also if the name of an object, which the errors of connections quote, looks like a status."""
+    bucket.plan(kinds=["reset"])
+    with pytest.raises(UnreadableError, match="run the same command again"):
+        REQUESTS[request_](bucket.folder() / "seed-403" / "checkpoints" / "401")
+
+
 @pytest.mark.parametrize("request_", ["read", "written", "list"])
 def test_retries_end_in_one_line(bucket, request_, monkeypatch):
     bucket.plan(kinds=["503"])
@@ -132,6 +175,7 @@ require_conditions(path_of("--workdir", sys.argv[1]))
 """
 
 
+@pytest.mark.long
 def test_the_emulator_without_the_proxy_is_refused(buckets):
     """The emulator of Google Cloud Storage ignores generations."""
     if "gs" not in buckets:

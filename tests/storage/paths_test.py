@@ -1,5 +1,6 @@
 """Paths of all stores, and the functions of difftx/files.py on each of them."""
 
+import gzip
 import json
 import re
 import subprocess
@@ -7,18 +8,21 @@ import sys
 from pathlib import Path
 
 import pytest
+from etils import epath
 
 from difftx import files
 from difftx.errors import UnreadableError, UserError
+from difftx.evals.math.formats import read_problems
 from difftx.storage.paths import is_bucket, path_of
 
 
 def test_local_paths_are_pathlib_paths():
-    for text in ("runs/a", "/runs/a", ".", "gs:/a", "C:a", "a://b/c".replace("://", ":/")):
+    for text in ("runs/a", "/runs/a", ".", "C:a", "a:/b/c", "gs", "runs/gs:/a"):
         assert type(path_of("--workdir", text)) is type(Path(text))
         assert path_of("--workdir", text) == Path(text)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["gs", "s3"])
 def test_paths_of_buckets_keep_their_address(scheme):
     pytest.importorskip({"gs": "gcsfs", "s3": "s3fs"}[scheme])
@@ -33,6 +37,9 @@ def test_errors_of_one_line(monkeypatch):
         path_of("--workdir", "ftp://a/b")
     with pytest.raises(UserError, match=r"data\.path=gs://: no bucket is named; write gs://bucket/folder"):
         path_of("data.path", "gs://")
+    for text in ("gs:/runs/a", "gs:runs/a"):  # As local paths, they would become a folder "gs:".
+        with pytest.raises(UserError, match=f"--out={text}: write gs://runs/a for a bucket, or ./{text} for a file"):
+            path_of("--out", text)
     for scheme, library, extra in (("gs", "gcsfs", "gcs"), ("s3", "s3fs", "s3")):
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         with pytest.raises(UserError, match=rf"^{library} is not installed: .*\[{extra}\]"):
@@ -121,3 +128,25 @@ def test_shortened_contents_are_never_returned(bucket, monkeypatch):
     message = re.escape(f"{path} cannot be read: its content does not have the size and CRC32C")
     with pytest.raises(UnreadableError, match=message):
         files.read_file(path)
+
+
+@pytest.mark.parametrize("name", ["/tmp/absolute", "../outside", "a/../../outside", ".."])
+def test_no_download_leaves_its_folder(name, monkeypatch, tmp_path):
+    """Anyone who may write to a bucket chooses the names of its objects."""
+    written = []
+    monkeypatch.setattr("difftx.storage.objects.list_below", lambda path: ["config.json", name])
+    monkeypatch.setattr("difftx.storage.objects.download", lambda path, target: written.append(Path(target).name))
+    with pytest.raises(UserError, match=rf"gs://other/model: the name of an object, '{re.escape(name)}', is not a"):
+        files.downloaded(epath.Path("gs://other/model")).__enter__()
+    assert written == []
+
+
+def test_records_of_suites_are_read_from_buckets(bucket):
+    path = bucket.folder() / "problems.jsonl.gz"
+    text = json.dumps({"question": "1 + 1?", "answer": "2\n#### 2"}) + "\n"
+    with files.new_file(path) as file:
+        file.write(gzip.compress(text.encode()))
+    (problem,) = read_problems(str(path), "gsm8k", field="eval.math.tasks, a.test")
+    assert (problem.question, problem.answer) == ("1 + 1?", "2")
+    with pytest.raises(UserError, match=r"eval\.math\.tasks, a\.test=.*absent: cannot be read"):
+        read_problems(f"{path.parent}/absent", "gsm8k", field="eval.math.tasks, a.test")

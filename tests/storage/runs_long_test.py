@@ -1,5 +1,6 @@
 """Runs in buckets under kills, faults, a frozen owner, several processes, and as a sweep. Minutes."""
 
+import functools
 import json
 import os
 import random
@@ -11,7 +12,7 @@ import time
 
 import pytest
 from conftest import ROOT, child_environment, write_text
-from helpers.bucket_runs import CONFIG, command, is_saving, newest_row, run_of, start, train, wait_until
+from helpers.bucket_runs import CONFIG, command, is_saving, newest_attempt, newest_row, run_of, start, train, wait_until
 from helpers.command_server import commands
 from processes import UNHURRIED, free_port
 
@@ -19,7 +20,7 @@ from difftx.files import read_file, read_json
 from difftx.storage import objects
 from difftx.training.checkpoint.manifest import steps_in, why_invalid
 
-KILLS, FAULTS = 10, int(os.environ.get("FAULTS", "60"))
+FAULTS = max(60, int(os.environ.get("FAULTS", "0")))
 OWNER = ("tests/helpers/one_bucket_owner.py",)
 KINDS = ["429", "500", "503", "reset", "lost", "slow", "cut", "short", "stale"]
 
@@ -50,31 +51,36 @@ def newest_valid(workdir):
     return max(valid, default=0)
 
 
+# Moments of the kills: a save may begin `saves` times in this start, then it waits to be killed.
+KILLS = [(0, "start"), (0, "start"), (1, "step"), (1, "step"), *[(1, "saving")] * 5, (2, "saving")]
+
+
 @pytest.mark.long
 def test_ten_kills_cost_nothing(bucket, text, whole, tmp_path):
-    """A training is killed at ten seeded moments: at its start, between steps and during saves."""
+    """A training is killed at ten seeded moments: at its start, between steps and during saves.
+
+    Each start waits after a row, and saves take seconds. So neither a fast nor a slow machine misses a moment.
+    """
     workdir, random_, during_saves = bucket.folder(), random.Random(0), 0
-    for kill in range(KILLS):
-        log, before = tmp_path / f"{kill}.log", newest_valid(workdir)
-        process = start(text, workdir, log)
-        moment = random_.choice(["start", "step", "saving", "saving", "saving"])
-        rows = before + random_.choice([0, 1, 1, 5])
-        conditions = {
-            "start": lambda log=log: log.stat().st_size > 0,
-            "step": lambda rows=rows: newest_row(workdir) > rows,
-            "saving": lambda rows=rows: newest_row(workdir) > rows and is_saving(workdir),
-        }
-        if wait_until(conditions[moment], process, log):
-            time.sleep(random_.uniform(0, {"start": 3, "step": 0.3, "saving": 0.2}[moment]))
+    every = {"checkpoint__every_steps": 2}
+    for kill, (saves, moment) in enumerate(random_.sample(KILLS, len(KILLS))):
+        log, before, attempt = tmp_path / f"{kill}.log", newest_valid(workdir), newest_attempt(workdir)
+        last = before + 2 * saves + 1  # The last save begins before this row.
+        bucket.plan(kinds=["slow"], pattern="^(PUT|POST) .*checkpoints")
+        process = start(text, workdir, log, stop_after_row=last, **every)
+        row = {"start": 0, "step": before + 1, "saving": last}[moment]
+        reached = functools.partial(newest_row, workdir, after_attempt=attempt)
+        assert wait_until(lambda row=row, reached=reached: reached() >= row, process, log), log.read_text()
+        time.sleep(random_.uniform(0, {"start": 6, "step": 0.2, "saving": 2}[moment]))
         process.kill()
         process.wait()
-        during_saves += is_saving(workdir)
+        bucket.plan()
+        during_saves += moment == "saving" and is_saving(workdir)
         check_start(workdir, before, log.read_text())
         print(
             f"kill {kill}: {moment}, from step {before}, newest row {newest_row(workdir)}, saving {is_saving(workdir)}"
         )
-        assert newest_valid(workdir) < 24, "the run has ended before the last kill"
-    done = train(text, workdir)
+    done = train(text, workdir, **every)
     assert done.returncode == 0, done.stdout + done.stderr
     assert run_of(workdir) == run_of(whole)
     assert during_saves >= 2

@@ -7,11 +7,13 @@ import pytest
 from conftest import ROOT, child_environment, write_text
 from helpers.bucket_runs import run_of, start, train, wait_until
 from helpers.command_server import commands
+from helpers.events import events
 
-from difftx.files import list_folder, read_file, read_json, read_record
+from difftx.files import list_folder, read_file, read_json, read_record, write_atomically
 from difftx.report.runs import match_runs
 from difftx.storage import objects
 from difftx.training.checkpoint.manifest import steps_in
+from difftx.training.metrics import read_metrics
 
 
 @pytest.fixture(scope="session")
@@ -68,6 +70,23 @@ def test_a_run_that_was_killed_is_resumed_bit_for_bit(trained, local_run):
     assert numbers[0] == numbers[1]
 
 
+def test_tensorboard_shows_the_rows_of_a_run_that_was_killed(trained):
+    """Read the event files as TensorBoard does: by name, and without points from the step of a restart on."""
+    losses, restarts = {}, []
+    for name in sorted(list_folder(trained / "tensorboard")):
+        for event in events(read_file(trained / "tensorboard" / name)):
+            if event.HasField("session_log"):
+                restarts.append(event.step)
+                losses = {step: loss for step, loss in losses.items() if step < event.step}
+            for value in event.summary.value:
+                if value.tag == "train/loss":
+                    losses[event.step] = value.simple_value
+    rows = [row for row in read_metrics(trained / "metrics.jsonl")[0] if row["split"] == "train"]
+    assert losses == {row["step"]: pytest.approx(row["loss"], rel=1e-6) for row in rows}
+    assert sorted(losses) == list(range(1, 25))
+    assert restarts[-1] > 4  # The run was resumed from a checkpoint.
+
+
 @pytest.mark.long
 def test_every_command_takes_the_run(trained, local_run, tmp_path):
     workdir, (whole, text) = trained, local_run
@@ -80,6 +99,9 @@ def test_every_command_takes_the_run(trained, local_run, tmp_path):
     assert [row.workdir for row in match_runs(str(workdir), "curves")] == [workdir]
     flags = ["--new_tokens=8", "--temperature=0", "--prompt=line 1"]
     assert run("generate", f"--workdir={workdir}", *flags) == run("generate", f"--workdir={whole}", *flags)
+    write_atomically(workdir / "prompts.jsonl", '{"prompt": "line 1", "seed": 0}\n')
+    file_of_prompts = (f"--prompts={workdir}/prompts.jsonl", *flags[:2])
+    assert run("generate", f"--workdir={whole}", *file_of_prompts).count("completion") == 1
     listed = run("checkpoint", "ls", f"--workdir={workdir}")
     assert listed.count("verified (sizes)") == len(steps_in(workdir / "checkpoints"))
     assert "every checksum is right" in run("checkpoint", "verify", f"--workdir={workdir}")

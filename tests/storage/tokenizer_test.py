@@ -5,9 +5,10 @@ import base64
 import pytest
 from helpers.tokenizer_files import byte_level_folder
 
+from difftx.commands import tokenizer
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError
-from difftx.files import upload
+from difftx.files import list_folder, read_file, upload
 from difftx.interop.tokenizers import export_tokenizer
 
 TEXT = "def main():\n    return 'é漢字🙂'"
@@ -44,3 +45,19 @@ def test_a_folder_of_hugging_face(bucket, tmp_path, config):
     export_tokenizer(config(data__tokenizer=str(folder)), load_tokenizer(str(folder)), tmp_path / "export")
     assert {path.name for path in (tmp_path / "export").iterdir()} == {path.name for path in local.iterdir()}
     assert load_tokenizer(str(tmp_path / "export")).fingerprint == here.fingerprint
+
+
+def test_a_trained_tokenizer(bucket, tmp_path, monkeypatch):
+    """Text in a bucket gives the files that the same text on a local disk gives."""
+    pytest.importorskip("tokenizers", reason="needs the extra tokenizers")
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
+    folder = bucket.folder()
+    upload(folder / "text.txt", tmp_path / "text.txt")
+    for place in (tmp_path, folder):
+        tokenizer.main(["train", f"--input={place}/text.txt", "--vocab_size=270", f"--out={place}/tokenizer"])
+    names = {"tokenizer.json", "tokenizer_config.json"}
+    assert set(list_folder(folder / "tokenizer")) == names | {".complete"}
+    for name in names:
+        assert read_file(folder / "tokenizer" / name) == (tmp_path / "tokenizer" / name).read_bytes()
+    with pytest.raises(UserError, match=r"--out=.*/tokenizer exists already"):
+        tokenizer.main(["train", f"--input={folder}/text.txt", "--vocab_size=270", f"--out={folder}/tokenizer"])

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from conftest import ROOT
-from tensorboardX.proto import event_pb2
+from helpers.events import events
 
 from difftx.config import LoggingConfig
 from difftx.config.extras import check_extras
@@ -75,22 +75,13 @@ def test_tensorboard_hides_the_overlap(tmp_path):
     write_steps(tmp_path, 3, 4, config)
     restarts, values = [], []
     for path in sorted((tmp_path / "tensorboard").iterdir(), key=lambda p: p.stat().st_mtime_ns):
-        for event in events(path):
+        for event in events(path.read_bytes()):
             if event.HasField("session_log"):
                 restarts.append(event.step)
             values += [(event.step, v.tag, round(v.simple_value, 4)) for v in event.summary.value]
     assert 4 in restarts  # TensorBoard drops what it had from this step on.
     assert (2, "train/loss", 0.5) in values
     assert (1, "train/lambda/02", 0.3) in values
-
-
-def events(path):
-    """Read a TFRecord file: length, its checksum, the event, its checksum."""
-    data = path.read_bytes()
-    while data:
-        length = int.from_bytes(data[:8], "little")
-        yield event_pb2.Event.FromString(data[12 : 12 + length])
-        data = data[16 + length :]
 
 
 def test_wandb_that_is_not_installed_says_so(config, monkeypatch):
@@ -181,5 +172,5 @@ def test_what_tensorboard_shows_is_on_disk_at_once(tmp_path):
     for step in range(1, 20):
         writer.write("train", step, {"loss": 0.5})
         (file,) = (tmp_path / "tensorboard").iterdir()
-        assert [event.step for event in events(file)][-1] == step
+        assert [event.step for event in events(file.read_bytes())][-1] == step
     writer.close()

@@ -1,7 +1,6 @@
 """Prompts of suite `hallucination`: a document, then a question or a request for a summary."""
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 
@@ -9,6 +8,7 @@ from difftx.config.eval import HallucinationSetConfig
 from difftx.data.records import Record, read_records
 from difftx.errors import UserError
 from difftx.files import schema_error
+from difftx.storage.paths import path_of
 from difftx.training.run import Run
 
 BEFORE = {
@@ -48,7 +48,7 @@ class HallucinationSet:
         self._window, settings = run.config.data.sequence_length, run.config.eval.hallucination
         self._refuse_long = settings.long_documents == "refuse"
         field = f"eval.hallucination.sets, {config.name}.path"
-        records = read_records(Path(config.path), field=field, what="documents")
+        records = read_records(path_of(field, config.path), field=field, what="documents")
         samples = [self._sample(f"{self.name}/{number}", record) for number, record in enumerate(records)]
         chosen = np.random.default_rng(settings.seed).permutation(len(samples))[: settings.samples]
         items = [self._with_prompt(samples[number]) for number in sorted(chosen.tolist())]

@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from difftx.config import Config
@@ -17,6 +16,7 @@ from difftx.evals.suite import Suite
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY
 from difftx.parallel.multihost import decide_on_primary
+from difftx.storage.paths import AnyPath, path_of
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS
 from difftx.training.run import Run
 
@@ -69,8 +69,8 @@ def sets_and_judge(run: Run) -> tuple[list[HallucinationSet], Judge]:
     return sets, JudgeModel(settings, run.config.eval.judge, replies)
 
 
-def _files(config: Config) -> list[Path]:
-    return [Path(data_set.path) for data_set in config.eval.hallucination.sets]
+def _files(config: Config) -> list[AnyPath]:
+    return [path_of("eval.hallucination.sets", data_set.path) for data_set in config.eval.hallucination.sets]
 
 
 def _answered(evaluation: Evaluation, data_set: HallucinationSet) -> dict[str, Entry]:

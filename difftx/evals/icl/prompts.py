@@ -13,7 +13,6 @@ import functools
 import itertools
 import math
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from difftx.config.eval import IclConfig, IclTaskConfig
 from difftx.data.records import Record, read_records
 from difftx.errors import UserError, did_you_mean
 from difftx.inference.score import Prompt
+from difftx.storage.paths import path_of
 from difftx.training.run import Run
 
 
@@ -59,8 +59,11 @@ class IclTask:
         self.name, self._config, self._tokenizer = config.name, config, run.tokenizer
         self._settings: IclConfig = run.config.eval.icl
         train, test = (
-            list(read_records(Path(path), field=f"eval.icl.tasks, {config.name}.{name}", what="examples"))
-            for name, path in (("train", config.train), ("test", config.test))
+            list(read_records(path_of(field, path), field=field, what="examples"))
+            for field, path in (
+                (f"eval.icl.tasks, {config.name}.train", config.train),
+                (f"eval.icl.tasks, {config.name}.test", config.test),
+            )
         )
         self._label_names = sorted({_one_line(record, config.label) for record in train})
         # The line break ensures that no label is a prefix of another, as `most_likely` requires.

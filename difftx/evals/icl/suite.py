@@ -1,7 +1,6 @@
 """Suite `icl`: classification from demonstrations in the prompt (Figures 6, 7 and 9 of the paper; docs/suites.md)."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from difftx.evals.icl.prompts import IclItem, IclTask
 from difftx.evals.result import LineChart, ReferenceLine, Result, ScatterChart, Series
 from difftx.evals.suite import Suite
 from difftx.inference.score import most_likely
+from difftx.storage.paths import AnyPath, path_of
 from difftx.training.run import Run
 
 type Accuracies = dict[tuple[str, int], list[float]]  # (order, number of demonstrations) → accuracy per permutation.
@@ -87,8 +87,8 @@ def tasks_of(run: Run) -> list[IclTask]:
     return [IclTask(run, config) for config in run.config.eval.icl.tasks]
 
 
-def _files(config: Config) -> list[Path]:
-    return [Path(path) for task in config.eval.icl.tasks for path in (task.train, task.test)]
+def _files(config: Config) -> list[AnyPath]:
+    return [path_of("eval.icl.tasks", path) for task in config.eval.icl.tasks for path in (task.train, task.test)]
 
 
 def _accuracies(evaluation: Evaluation, task: IclTask) -> Accuracies:

@@ -3,12 +3,12 @@
 import dataclasses
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from difftx.config.eval import MathFormat
 from difftx.data.records import Record, read_records
 from difftx.errors import UserError
+from difftx.storage.paths import path_of
 
 BOXED = r"\boxed{"
 
@@ -67,7 +67,8 @@ class Problem:
 
 def read_problems(path: str, name: MathFormat, *, field: str) -> list[Problem]:
     """Return the problems of a file in the format `name`. Errors name the config field `field`, which has the path."""
-    return [_problem(record, name, FORMATS[name]) for record in read_records(Path(path), field=field, what="problems")]
+    records = read_records(path_of(field, path), field=field, what="problems")
+    return [_problem(record, name, FORMATS[name]) for record in records]
 
 
 def last_boxed(text: str) -> str | None:

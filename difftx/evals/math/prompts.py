@@ -7,7 +7,6 @@ A demonstration, followed by an empty line, is:
 """
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from difftx.config.eval import MathTaskConfig
 from difftx.errors import UserError
 from difftx.evals.math.formats import Problem, read_problems
 from difftx.inference.generate import Request
+from difftx.storage.paths import AnyPath, path_of
 from difftx.training.run import Run
 
 STOP = ("\nQuestion:",)  # After its answer, the model may continue with a new problem.
@@ -86,7 +86,8 @@ class MathTask:
         return f"Question: {problem.question}\nAnswer: {reasoning}{answer}\n\n"
 
 
-def files(config: Config) -> list[Path]:
+def files(config: Config) -> list[AnyPath]:
     """Return the files with the problems, and those with the demonstrations unless `eval.math.shots` is 0."""
     read = config.eval.math.shots > 0
-    return [Path(path) for task in config.eval.math.tasks for path in (task.test, task.train if read else None) if path]
+    paths = [path for task in config.eval.math.tasks for path in (task.test, task.train if read else None) if path]
+    return [path_of("eval.math.tasks", path) for path in paths]

@@ -5,11 +5,13 @@ orbax would describe and list objects many times. The format is OCDBT with one z
 read what the other one wrote. Each process writes its own database, and the primary process merges them.
 """
 
+import contextlib
 import dataclasses
+import functools
 import json
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Concatenate
 
 import jax
 import numpy as np
@@ -45,6 +47,22 @@ class Shards:
     shards: list[tuple[tuple[slice, ...], np.ndarray]]
 
 
+def _explained[**P, R](
+    verb: str,
+) -> Callable[[Callable[Concatenate[AnyPath, P], R]], Callable[Concatenate[AnyPath, P], R]]:
+    """Return a decorator that converts the errors of TensorStore in a bucket to one line."""
+
+    def decorate(function: Callable[Concatenate[AnyPath, P], R]) -> Callable[Concatenate[AnyPath, P], R]:
+        @functools.wraps(function)
+        def call(folder: AnyPath, *args: P.args, **kwargs: P.kwargs) -> R:
+            with objects.requests_of_tensorstore(folder, verb) if is_bucket(folder) else contextlib.nullcontext():
+                return function(folder, *args, **kwargs)
+
+        return call
+
+    return decorate
+
+
 def copy_shards(tree: Any) -> dict[str, Shards]:
     """Return the shards of each array of a tree, by name. One device of all that have a shard writes it."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
@@ -62,6 +80,7 @@ def copy_shards(tree: Any) -> dict[str, Shards]:
     return found
 
 
+@_explained("written")
 def write_shards(folder: AnyPath, arrays: Mapping[str, Shards]) -> None:
     """Write the shards of this process to the database of the checkpoint in `folder`, in one transaction."""
     base, context = _base(folder / own_part())
@@ -81,6 +100,7 @@ def write_shards(folder: AnyPath, arrays: Mapping[str, Shards]) -> None:
     transaction.commit_async().result()
 
 
+@_explained("written")
 def merge(folder: AnyPath) -> None:
     """Merge the databases of all processes, if there are several. Their data files stay where they are."""
     if jax.process_count() == 1:
@@ -95,6 +115,7 @@ def merge(folder: AnyPath) -> None:
     transaction.commit_async().result()
 
 
+@_explained("read")
 def restore(folder: AnyPath, wanted: Any) -> Any:
     """Return the arrays of a checkpoint, like those of the abstract tree `wanted`, with its shardings.
 
@@ -117,6 +138,7 @@ def restore(folder: AnyPath, wanted: Any) -> Any:
     return jax.tree_util.tree_unflatten(structure, arrays)
 
 
+@_explained("read")
 def read_arrays(folder: AnyPath, names: Iterable[str]) -> dict[str, np.ndarray]:
     """Return whole arrays of a checkpoint in the memory of the host, by name."""
     base, context = _base(folder / STATE)
@@ -125,10 +147,17 @@ def read_arrays(folder: AnyPath, names: Iterable[str]) -> dict[str, np.ndarray]:
     return {name: read.result() for name, read in reads.items()}
 
 
+@_explained("read")
 def open_array(folder: AnyPath, name: str, *, cache_bytes: int) -> ts.TensorStore:
     """Return an array of a checkpoint, which reads ranges on demand."""
     base, context = _base(folder / STATE, cache_bytes)
     return ts.open(_readable(base, name), open=True, context=context).result()
+
+
+@_explained("read")
+def read_part(folder: AnyPath, opened: ts.TensorStore, index: int | slice) -> np.ndarray:
+    """Return a part of an array that `open_array` has opened in a checkpoint."""
+    return opened[index].read().result()
 
 
 def _base(folder: AnyPath, cache_bytes: int = CACHE_BYTES) -> tuple[dict[str, Any], ts.Context]:

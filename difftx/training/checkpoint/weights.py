@@ -16,7 +16,7 @@ import tensorstore as ts
 
 from difftx.config import Config
 from difftx.storage.paths import AnyPath
-from difftx.training.checkpoint.arrays import open_array
+from difftx.training.checkpoint.arrays import open_array, read_part
 from difftx.training.checkpoint.manifest import WeightsPart, contents_of, write_manifest
 
 DATA_FILE_BYTES = 2**28  # Size at which orbax writes a data file, which it collects in memory.
@@ -83,7 +83,7 @@ class ParamsReader:
             if chunk is not None and chunk[0] != 1:
                 store = open_array(self._folder, f"{self._part}/{name}", cache_bytes=CACHE_BYTES)
             self._opened = {name: store}  # Frees the cache of the previous array.
-        return self._opened[name][index].read().result()
+        return read_part(self._folder, self._opened[name], index)
 
 
 class _StreamedHandler(ocp.type_handlers.NumpyHandler):
