@@ -149,6 +149,11 @@ def delete(paths: Iterable["epath.Path"]) -> None:
             _result(path, "delete", lambda future=future: future)
 
 
+def delete_if(path: "epath.Path", generation: bytes) -> None:
+    """Delete an object if it has the generation. It may be absent. On S3, TensorStore compares, and then deletes."""
+    _result(path, "delete", lambda: _bucket_of(path).write(_key(path), None, if_equal=generation))
+
+
 def list_below(folder: "epath.Path") -> list[str]:
     """Return the names of all objects below a folder, relative to it, with one request per page."""
     return sorted(describe_below(folder))
