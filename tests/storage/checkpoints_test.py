@@ -13,7 +13,15 @@ from difftx.storage import objects
 from difftx.training.checkpoint import arrays
 from difftx.training.checkpoint import bucket as protocol
 from difftx.training.checkpoint.checkpointer import Checkpointer
-from difftx.training.checkpoint.manifest import MANIFEST, contents_of, quarantined_in, steps_in, why_invalid
+from difftx.training.checkpoint.manifest import (
+    MANIFEST,
+    contents_of,
+    is_reservation,
+    quarantined_in,
+    steps_in,
+    why_invalid,
+)
+from difftx.training.checkpoint.retention import quarantine, remove, remove_leftovers
 from difftx.training.state import TrainState
 
 
@@ -129,14 +137,14 @@ def test_a_damaged_checkpoint_is_quarantined_and_saved_again(trainer, save, mesh
 def test_a_quarantined_checkpoint_is_taken_back_if_no_other_verifies(trainer, save, mesh_of, capsys):
     writer = trainer()
     save(writer, 10, 20)
-    protocol.quarantine(writer.folder / "20")
+    quarantine(writer.folder / "20")
     contents = contents_of(writer.folder / "10")
     objects.delete([contents / largest(contents)])
     check(trainer(), 20, mesh_of())
     assert "verifies, and no other does" in capsys.readouterr().out
     (marker,) = quarantined_in(writer.folder)
     assert marker.parent.name == "10"
-    protocol.remove(marker)
+    remove([marker])
     assert {name.partition("/")[0] for name in objects.list_below(writer.folder)} == {"20"}
     contents = contents_of(writer.folder / "20")
     objects.delete([contents / largest(contents)])
@@ -176,7 +184,7 @@ def test_a_kill_at_any_request_leaves_the_checkpoint_or_none(trainer, save, mesh
         assert found in (10, 20)
         check(after, found, mesh_of())
         if found == 20:  # The manifest was the last request of the save itself.
-            protocol.remove(after.folder / "20")
+            remove([after.folder / "20"])
         assert {name.partition("/")[0] for name in objects.list_below(after.folder)} == {"10"}
     assert requests > 5
 
@@ -201,6 +209,121 @@ def test_a_late_writer_cannot_commit_or_change_a_checkpoint(trainer, save, mesh_
         late._commit(text)
     arrays.write_shards(late._folder / late._contents, arrays.copy_shards(vars(state_at(5))))
     check(trainer(), 20, mesh_of())
+
+
+@pytest.fixture
+def owner_saves(trainer, save):
+    """Return a function for a process that has the lock: at its first call, another one takes over and saves a step.
+
+    It is called where the process is frozen after a request or a check that has succeeded.
+    """
+
+    def made(step):
+        waiting = [step]
+
+        def interfere():
+            if waiting:
+                save(trainer(), waiting.pop())
+
+        return interfere
+
+    return made
+
+
+def test_a_late_reservation_does_not_replace_a_manifest(trainer, save, mesh_of, owner_saves, capsys):
+    save(trainer(), 10)
+    save(trainer(check=owner_saves(20)), 20)
+    assert "another process saves this checkpoint" in capsys.readouterr().out
+    check(trainer(), 20, mesh_of())
+
+
+@pytest.mark.parametrize("operation", ["leftovers", "quarantine", "retention"])
+def test_a_late_removal_does_not_delete_the_next_owners_manifest(
+    trainer, save, mesh_of, owner_saves, monkeypatch, operation
+):
+    writer = trainer()
+    if operation == "leftovers":
+        save(writer, 10)
+        objects.write_if(writer.folder / "20" / MANIFEST, b'{"writing": "abc-1"}', None)
+        read, interfere = objects.read, owner_saves(20)
+
+        def read_and_freeze(path):
+            found = read(path)
+            if found is not None and is_reservation(found.content):
+                interfere()
+            return found
+
+        monkeypatch.setattr(objects, "read", read_and_freeze)
+        trainer().newest()
+        step = 20
+    elif operation == "quarantine":
+        save(writer, 10, 20)
+        contents = contents_of(writer.folder / "20")
+        damage(contents / largest(contents))
+        trainer(check=owner_saves(20)).newest()
+        step = 20
+    else:
+        save(writer, 10, 20)
+        interfere = owner_saves(10)
+        late = trainer(check=lambda: interfere() if steps_in(writer.folder) == [10, 20, 30] else None)
+        save(late, 30)
+        step = 10
+    folder = writer.folder / str(step)
+    assert why_invalid(folder, step=step, content=True) is None
+    jax.tree.map(np.testing.assert_array_equal, restored(trainer(), step, mesh_of())[0], state_at(step))
+
+
+@pytest.mark.parametrize("fault", ["lost reply", "another process failed"])
+def test_a_commit_of_unknown_outcome_keeps_the_files(trainer, save, mesh_of, monkeypatch, capsys, fault):
+    writer = trainer()
+    save(writer, 10)
+    write_if, together = objects.write_if, protocol.together
+
+    def lose_reply(path, content, generation):
+        written = write_if(path, content, generation)
+        if not is_reservation(content):
+            raise UnreadableError("all retries failed")
+        return written
+
+    def fail_elsewhere(name, *args):
+        found = together(name, *args)
+        if name.endswith(", manifest"):
+            raise RunError("process 1: failed")
+        return found
+
+    with monkeypatch.context() as patch:
+        if fault == "lost reply":
+            patch.setattr(objects, "write_if", lose_reply)
+        else:
+            patch.setattr(protocol, "together", fail_elsewhere)
+        save(writer, 20)
+    assert "step 20 was not saved" in capsys.readouterr().out
+    check(trainer(), 20, mesh_of())
+
+
+def test_a_listing_without_the_manifest_deletes_nothing(trainer, save, mesh_of, monkeypatch):
+    save(trainer(), 10)
+    list_below = objects.list_below
+    monkeypatch.setattr(objects, "list_below", lambda path: [n for n in list_below(path) if not n.endswith(MANIFEST)])
+    check(trainer(), 10, mesh_of())
+
+
+def test_a_quarantine_between_two_requests_of_a_start_keeps_the_files(trainer, save, mesh_of, monkeypatch):
+    """A user quarantines a checkpoint while a training looks for files that no manifest refers to."""
+    writer = trainer()
+    save(writer, 10)
+    list_below, folders = objects.list_below, [writer.folder / "10"]
+
+    def list_and_quarantine(path):
+        names = list_below(path)
+        if path in folders:
+            quarantine(folders.pop())
+        return names
+
+    monkeypatch.setattr(objects, "list_below", list_and_quarantine)
+    remove_leftovers(writer.folder, lambda: None)
+    assert not folders
+    check(trainer(), 10, mesh_of())
 
 
 def test_a_lost_lock_ends_the_saves(trainer, save, capsys):
