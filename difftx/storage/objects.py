@@ -213,7 +213,7 @@ def upload(path: "epath.Path", source: str) -> None:
 def require_conditions(folder: "epath.Path") -> None:
     """Raise `UserError` unless objects can be written to a folder and the store enforces the conditions of writes."""
     probe = folder / f"{PROBE}{secrets.token_hex(8)}"
-    # fsspec sends the condition with the write. On S3, TensorStore would first read the generation, and hide the fault.
+    # Requests of fsspec, whose error tells that the store has refused the condition.
     conditions = [{"mode": "create"}, {"IfMatch": '"0"'}] if _scheme(probe) == "s3" else [{"mode": "create"}]
     write(probe, b"first")
     try:
@@ -322,7 +322,8 @@ def _tensorstore_spec(scheme: str, bucket: str) -> tuple[dict[str, Any], dict[st
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
     spec: dict[str, Any] = {"driver": "gcs", "bucket": bucket}
     if scheme == "s3":
-        spec["driver"] = "s3"
+        # Otherwise TensorStore would compare the ETag itself, before it writes, at other endpoints than Amazon's.
+        spec |= {"driver": "s3", "use_conditional_write": True}
         # botocore, which s3fs uses, reads these variables. TensorStore takes an endpoint as an argument only.
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
         spec |= {"endpoint": endpoint} if endpoint else {}

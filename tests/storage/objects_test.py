@@ -29,7 +29,13 @@ def test_a_write_replaces_only_the_generation_that_was_read(bucket):
     assert objects.read(path) == (b"second", second)
     assert objects.is_current(path, second)
     assert not objects.is_current(path, first)
-    objects.delete([path])
+    bucket.plan()
+    second = objects.write_if(path, b"again", second)
+    assert bucket.plan()["requests"] == {"write": 1}
+    objects.delete_if(path, first)
+    assert objects.read(path) == (b"again", second)
+    objects.delete_if(path, second)
+    objects.delete_if(path, second)
     assert objects.read(path) is None
     assert objects.write_if(path, b"third", second) is None
     assert not objects.is_current(path, second)
