@@ -269,7 +269,7 @@ def _unfinished_upload(path: "epath.Path") -> tuple[bytes | None, list[str]] | N
     """Return the generation of `UPLOAD_RECORD` and the names in it, or None if the folder has other objects too."""
     found = objects.read(path / UPLOAD_RECORD)
     content = {"files": []} if found is None else without_sha256(_parse_json(found.content))
-    if schema_error(content, {"files": [str]}):
+    if content is None or schema_error(content, {"files": [str]}):
         return None
     ours = {UPLOAD_RECORD, *content["files"]}
     if any(name not in ours and not name.startswith(objects.PROBE) for name in objects.list_below(path)):
