@@ -28,6 +28,7 @@ OPERATION_SECONDS = 180.0
 REREAD_SECONDS = (0.2, 0.8, 2.0)  # Pauses before a content that does not match its size or checksum is read again.
 CONCURRENT = 32  # Requests at a time.
 PROBE = ".difftx-probe-"  # Beginning of the names of objects that test the store. A killed process may leave one.
+PROBE_SECONDS = 3600.0  # Age from which no process uses a probe.
 REFUSED = re.compile(r"PERMISSION_DENIED|UNAUTHENTICATED|Forbidden|Invalid Credentials|\b40[13]\b|AccessDenied")
 
 
@@ -225,6 +226,14 @@ def require_conditions(folder: "epath.Path") -> None:
                 )
     finally:
         delete([probe])
+
+
+def remove_probes(folder: "epath.Path", new: "epath.Path") -> None:
+    """Delete the probes of killed processes in a folder. `new` is an object that has just been written."""
+    probes = [folder / name for name in list_folder(folder) if name.startswith(PROBE)]
+    found = {path: description for path in (new, *probes) if (description := describe(path)) is not None}
+    if new in found:  # Times of the store are compared, because the clock of this machine may be wrong.
+        delete(path for path in probes if path in found and found[new].modified - found[path].modified > PROBE_SECONDS)
 
 
 def _accepts(path: "epath.Path", condition: dict[str, str]) -> bool:
