@@ -18,6 +18,7 @@ from difftx.training.checkpoint.manifest import (
     contents_of,
     is_reservation,
     quarantined_in,
+    read_manifest,
     steps_in,
     why_invalid,
 )
@@ -372,6 +373,52 @@ def test_faults_during_saves_and_restores(bucket, trainer, save, mesh_of, quick_
     assert outcomes["read"] >= 8, outcomes
 
 
+def algorithms(folder):
+    return {algorithm for _, algorithm, _ in read_manifest(folder).files.values()}
+
+
+def random_state(step):
+    return TrainState(jnp.int32(step), {"w": jax.random.normal(jax.random.key(step), (1000, 100))}, {})
+
+
+def test_neither_a_save_nor_a_verification_reads_the_arrays(bucket, trainer, config):
+    """The store lists checksums."""
+    writer = trainer()
+    writer.newest()
+    bucket.plan()
+    writer.save(random_state(10), LOADER, config())
+    writer.close()
+    saved = bucket.plan()["bytes"]
+    assert why_invalid(writer.folder / "10", step=10, content=True) is None
+    verified = bucket.plan()["bytes"]
+    assert saved["write"] > 300_000
+    assert max(saved["read"], verified["read"]) < 30_000
+    assert algorithms(writer.folder / "10") == {"crc32c" if bucket.scheme == "gs" else "md5"}
+
+
+def test_other_entity_tags_than_checksums(trainer, config, monkeypatch):
+    """S3's ETag is not an MD5 if the bucket has keys of KMS, or if another program has uploaded a copy in parts."""
+    writer, describe = trainer(), objects.describe_below
+    if str(writer.folder).startswith("gs"):
+        pytest.skip("Google Cloud Storage lists CRC32Cs")
+    writer.save(random_state(10), LOADER, config())
+    writer._settle()
+
+    def described(folder):
+        return {name: found._replace(version=f'"{found.size:032x}"') for name, found in describe(folder).items()}
+
+    monkeypatch.setattr(objects, "describe_below", described)
+    assert why_invalid(writer.folder / "10", step=10, content=True) is None
+    writer.save(random_state(20), LOADER, config())
+    writer.close()
+    assert algorithms(writer.folder / "20") == {"xxh3"}
+    for step in (10, 20):
+        assert why_invalid(writer.folder / str(step), step=step, content=True) is None
+        contents = contents_of(writer.folder / str(step))
+        damage(contents / largest(contents))
+        assert "is damaged" in why_invalid(writer.folder / str(step), step=step, content=True)
+
+
 def test_a_copy_on_a_local_disk(bucket, trainer, save, mesh_of, tmp_path):
     writer = trainer()
     save(writer, 10)
@@ -402,7 +449,7 @@ def test_a_local_checkpoint_in_a_bucket(bucket, config, mesh_of, tmp_path):
 
 
 def test_requests_of_a_save_and_a_restore(bucket, config, save, mesh_of):
-    """Requests do not grow with the size of the arrays. A save has one read per array."""
+    """Requests do not grow with the size of the arrays."""
     found = []
     for size in (3, 3, 300):  # The first requests of a process are more.
         writer = Checkpointer(bucket.folder(), config().checkpoint)

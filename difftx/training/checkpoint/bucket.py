@@ -58,7 +58,7 @@ class Save:
                 for name, value in records.items():
                     objects.write(folder / name, json.dumps(value).encode())
                 return {}
-            # A store without checksums has the files read back, by the process that wrote them.
+            # If the store lists no checksums, each process reads back the files that it has written.
             part = arrays.own_part()
             return {f"{part}/{name}": entry for name, entry in describe_objects(folder / part).items()}
 
