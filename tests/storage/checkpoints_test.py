@@ -396,6 +396,34 @@ def test_neither_a_save_nor_a_verification_reads_the_arrays(bucket, trainer, con
     assert algorithms(writer.folder / "10") == {"crc32c" if bucket.scheme == "gs" else "md5"}
 
 
+def test_a_restore_reads_only_the_chunks_of_its_devices(bucket, trainer, config, mesh_of):
+    """A checkpoint of eight devices is read on other meshes, and in part, as by one of several hosts."""
+    size = (1024, 256)
+    values = np.random.default_rng(0).standard_normal(size).astype("float32")
+    sharding = jax.NamedSharding(mesh_of(fsdp=8), jax.P("fsdp"))
+    writer = trainer()
+    writer.save(TrainState(jnp.int32(10), {"w": jax.device_put(values, sharding)}, {}), LOADER, config())
+    writer.close()
+    contents = contents_of(writer.folder / "10")
+    bucket.plan()
+    np.testing.assert_array_equal(arrays.read_arrays(contents, ["params/w"])["params/w"], values)
+    whole = bucket.plan()["bytes"]["read"]
+    store = arrays.open_array(contents, "params/w", cache_bytes=0)
+    for region in (slice(0, 256), slice(300, 400)):
+        bucket.plan()
+        np.testing.assert_array_equal(store[region].read().result(), values[region])
+        chunks = -(-region.stop // 128) - region.start // 128
+        assert bucket.plan()["bytes"]["read"] < (chunks + 0.5) / 8 * whole
+    assert whole > values.nbytes / 2
+    for sizes in ({"fsdp": 4}, {"tensor": 8}):
+        other = mesh_of(**sizes)
+        abstract = jax.ShapeDtypeStruct(size, "float32", sharding=jax.NamedSharding(other, jax.P(*sizes)))
+        bucket.plan()
+        wanted = TrainState(jax.ShapeDtypeStruct((), "int32"), {"w": abstract}, {})
+        np.testing.assert_array_equal(writer.restore(10, wanted, other)[0].params["w"], values)
+        assert bucket.plan()["bytes"]["read"] < 1.3 * whole
+
+
 def test_other_entity_tags_than_checksums(trainer, config, monkeypatch):
     """S3's ETag is not an MD5 if the bucket has keys of KMS, or if another program has uploaded a copy in parts."""
     writer, describe = trainer(), objects.describe_below
