@@ -266,15 +266,15 @@ def _upload_folder(path: "epath.Path", source: Path) -> None:
 
 
 def _unfinished_upload(path: "epath.Path") -> tuple[bytes | None, list[str]] | None:
-    """Return the generation of `UPLOAD_RECORD` and the names in it, or None if the folder has other objects too."""
+    """Return the generation of `UPLOAD_RECORD` and the objects that it names, or None if there are others too."""
     found = objects.read(path / UPLOAD_RECORD)
     content = {"files": []} if found is None else without_sha256(_parse_json(found.content))
     if content is None or schema_error(content, {"files": [str]}):
         return None
-    ours = {UPLOAD_RECORD, *content["files"]}
-    if any(name not in ours and not name.startswith(objects.PROBE) for name in objects.list_below(path)):
+    names = [name for name in objects.list_below(path) if name != UPLOAD_RECORD and not name.startswith(objects.PROBE)]
+    if not set(names) <= set(content["files"]):
         return None
-    return None if found is None else found.generation, content["files"]
+    return None if found is None else found.generation, names
 
 
 def _unique_record(content: dict[str, Any]) -> bytes:
