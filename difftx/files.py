@@ -20,6 +20,7 @@ import stat
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -39,6 +40,7 @@ RETRY_SECONDS = (0.2, 0.8, 2.0)
 PERMANENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 ONE_REQUEST_BYTES = 32 * 2**20  # Size from which a file is uploaded to a bucket in parts.
 FOLDER_MARKER = ".complete"
+UPLOAD_RECORD = ".incomplete"  # Names the files of a folder in a bucket, until all of them are uploaded.
 # JSON type → name in error messages.
 NAMES = {int: "a count", str: "text", dict: "an object", bool: "true or false", float: "a number"}
 
@@ -223,7 +225,8 @@ def new_folder(path: AnyPath) -> Iterator[Path]:
 
     If the block raises an exception, delete the folder. The next call deletes a folder that a killed process has left.
     For a bucket, the folder is a local temporary folder. At the end of the block, its files are uploaded, and then the
-    record `FOLDER_MARKER` with their sizes. A folder without this record is incomplete.
+    record `FOLDER_MARKER` with their sizes. A folder without this record is incomplete. Raise `FileExistsError` if
+    there are objects that no unfinished call has uploaded.
     """
     if is_bucket(path):
         with tempfile.TemporaryDirectory(prefix="difftx-") as made:
@@ -241,15 +244,46 @@ def new_folder(path: AnyPath) -> Iterator[Path]:
         raise
 
 
+def is_taken(path: AnyPath) -> bool:
+    """Return whether `new_folder` cannot create a folder, because there is one, or objects of others in a bucket."""
+    return _unfinished_upload(path) is None if is_bucket(path) else path.exists()
+
+
 def _upload_folder(path: "epath.Path", source: Path) -> None:
-    marker = path / FOLDER_MARKER
-    if size_of(marker) is not None:
+    sizes = {file.relative_to(source).as_posix(): file.stat().st_size for file in source.rglob("*") if file.is_file()}
+    unfinished = _unfinished_upload(path)
+    if unfinished is None:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-    objects.delete(path / name for name in objects.list_below(path))  # What a killed process has left.
-    files = sorted(file for file in source.rglob("*") if file.is_file())
-    for file in files:
-        upload(path / file.relative_to(source).as_posix(), file)
-    write_record(marker, {"files": {file.relative_to(source).as_posix(): file.stat().st_size for file in files}})
+    generation, left = unfinished
+    record, marker = path / UPLOAD_RECORD, path / FOLDER_MARKER
+    generation = objects.write_if(record, _unique_record({"files": sorted({*sizes, *left})}), generation)
+    taken = FileExistsError(errno.EEXIST, "Another process writes the same folder", str(path))
+    if generation is None:
+        raise taken
+    objects.delete(path / name for name in left)
+    for name in sorted(sizes):
+        upload(path / name, source / name)
+    is_ours = objects.is_current(record, generation)
+    if not is_ours or objects.write_if(marker, _unique_record({"files": sizes}), None) is None:
+        raise taken
+    objects.delete_if(record, generation)
+
+
+def _unfinished_upload(path: "epath.Path") -> tuple[bytes | None, list[str]] | None:
+    """Return the generation of `UPLOAD_RECORD` and the objects that it names, or None if there are others too."""
+    found = objects.read(path / UPLOAD_RECORD)
+    content = {"files": []} if found is None else without_sha256(_parse_json(found.content))
+    if content is None or schema_error(content, {"files": [str]}):
+        return None
+    names = [name for name in objects.list_below(path) if name != UPLOAD_RECORD and not name.startswith(objects.PROBE)]
+    if not set(names) <= set(content["files"]):
+        return None
+    return None if found is None else found.generation, names
+
+
+def _unique_record(content: dict[str, Any]) -> bytes:
+    """Return a record that no other call returns, as `objects.write_if` requires."""
+    return json.dumps(with_sha256(content | {"id": uuid.uuid4().hex})).encode()
 
 
 def remove_folder(path: AnyPath) -> None:

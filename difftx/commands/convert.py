@@ -12,7 +12,7 @@ from difftx.commands.flags import PathFlag, add_weights_flag, parse_command
 from difftx.config import Config
 from difftx.config.recipes import load_config
 from difftx.errors import UserError, install_hint, printable
-from difftx.files import FOLDER_MARKER, list_folder, require_writable, size_of
+from difftx.files import is_taken, list_folder, require_writable
 from difftx.interop import SHARD_MIB
 from difftx.storage.paths import is_bucket
 
@@ -69,7 +69,7 @@ def _checked(options: argparse.Namespace, overrides: Mapping[str, str]) -> Confi
     _check_formats(options)
     if not (list_folder(options.input) if is_bucket(options.input) else options.input.is_dir()):
         raise UserError(f"--input={options.input}: no such folder")
-    if size_of(options.out / FOLDER_MARKER) is not None if is_bucket(options.out) else options.out.exists():
+    if is_taken(options.out):
         raise UserError(f"--out={options.out} exists already; name a new folder")
     if not is_bucket(options.out) and not options.out.absolute().parent.is_dir():
         raise UserError(f"--out={options.out}: there is no folder {options.out.absolute().parent}")

@@ -33,7 +33,10 @@ def main(arguments: Sequence[str]) -> int:
     add_weights_flag(parser)
     parser.add_argument("--prompt", help="text to complete")
     parser.add_argument(
-        "--prompts", action=PathFlag, metavar="FILE.jsonl", help='objects with "prompt" or "messages", optionally "seed"'
+        "--prompts",
+        action=PathFlag,
+        metavar="FILE.jsonl",
+        help='objects with "prompt" or "messages", optionally "seed"',
     )
     parser.add_argument(
         "--out", action=PathFlag, metavar="FILE.jsonl", help="objects with completions; default: stdout"

@@ -16,7 +16,7 @@ from difftx.data.prepare.readers import Document, Fields, Source, sources_of
 from difftx.data.tokenizer import END_OF_TEXT, load_tokenizer
 from difftx.data.tokenizer_files import CONFIG, EXTRA, TOKENIZER
 from difftx.errors import UserError, import_extra, printable
-from difftx.files import FOLDER_MARKER, new_folder, require_writable, size_of, write_atomically
+from difftx.files import is_taken, new_folder, require_writable, write_atomically
 from difftx.progress import Work
 from difftx.storage.paths import is_bucket
 
@@ -51,7 +51,7 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(
             f"--special_token={','.join(options.special_token)}: names must differ, also from {END_OF_TEXT}"
         )
-    if size_of(options.out / FOLDER_MARKER) is not None if is_bucket(options.out) else options.out.exists():
+    if is_taken(options.out):
         raise UserError(f"--out={options.out} exists already; name a new folder")
     require_writable(options.out)
 

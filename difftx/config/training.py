@@ -140,9 +140,10 @@ class MultihostConfig(Group, path="multihost"):
     """Time without a heartbeat after which a process counts as dead. JAX's own heartbeat has four times this limit."""
     barrier_timeout_seconds: Positive[int] = 600
     """Time for all processes to reach a common point, such as a checkpoint, and for a save to be on disk."""
-    lock_takeover_seconds: Positive[int] = 60
+    lock_takeover_seconds: Annotated[int, Rule(lambda seconds: seconds >= 10, " must be at least 10")] = 60
     """Time without a sign of life after which a run in a bucket counts as abandoned, so that another process may take
-    it over. The signs of life are six writes in this time (docs/storage.md). Local disks need no such time."""
+    it over. The signs of life are six writes in this time (docs/storage.md), and Google Cloud Storage allows
+    one per second. Local disks need no such time."""
     watchdog_seconds: Positive[int] = 1800
     """Time limit for a step, including compilation. A process that exceeds it prints all stacks and exits."""
 

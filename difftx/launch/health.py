@@ -91,7 +91,7 @@ def file_speeds(folder: Path) -> dict[str, float]:
 
 def bucket_speeds(folder: "epath.Path") -> dict[str, float]:
     """Return the bytes/s at which an object in `folder` is written and read, and the seconds of a small read."""
-    path = folder / f".difftx-doctor-{uuid.uuid4().hex}"
+    path = folder / f"{objects.PROBE}{uuid.uuid4().hex}"
     content = os.urandom(2**20) * (FILE_BYTES // 2**20)
     try:
         with tempfile.NamedTemporaryFile() as file:

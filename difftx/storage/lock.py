@@ -26,6 +26,7 @@ RENEWALS = 6  # Renewals of the owner within `takeover_seconds`.
 # Share of `takeover_seconds` for which the owner trusts a renewal. The rest covers clocks of different speed.
 TRUSTED = 0.8
 POLLS = 10  # Reads of a waiting process within `takeover_seconds`.
+UNKNOWN_START = "running"  # Start time of a process of which the operating system tells only that it exists.
 # Owner of an object that is not a lock.
 UNKNOWN = {"id": None, "host": "an unknown host", "machine": None, "pid": 0, "start": None}
 EXTRA_WAIT = 1.5  # A waiting process gives up after this multiple of `takeover_seconds`, and after `wait_seconds`.
@@ -68,11 +69,13 @@ class BucketLock:
                     objects.write_if(self._path, _content(None), self._generation)
 
     def check(self) -> None:
-        """Raise `RunError` if this process has lost the lock. Call this directly before each commit.
+        """Raise `RunError` if this process has lost or released the lock. Call this directly before each commit.
 
         Without a recent renewal, renew the lock now, and raise `UnreadableError` if the store cannot be reached.
         """
         with self._renewing:
+            if self._ended.is_set():
+                raise RunError(f"{self._path.parent}: this process has released the lock, so it does not write there")
             if self._successor is None and _now() - self._renewed > TRUSTED * self._takeover:
                 self._renew()
             if self._successor is not None:
@@ -105,7 +108,7 @@ class BucketLock:
                 raise LockedError(
                     f"--workdir={self._path.parent}: {_name(owner)} trains there; stop it, or use another --workdir"
                 )
-            time.sleep(self._takeover / POLLS)
+            time.sleep(max(0.0, min(self._takeover / POLLS, since + self._takeover - now)))
 
     def _renew_regularly(self) -> None:
         while not self._ended.wait(self._takeover / RENEWALS) and self._successor is None:
@@ -161,7 +164,10 @@ def _name(owner: dict[str, Any]) -> str:
 
 def _is_dead(owner: dict[str, Any]) -> bool:
     """Return whether the owner ran on this machine and has ended."""
-    return owner["machine"] == _machine() and _start_time(owner["pid"]) != owner["start"]
+    if owner["machine"] != _machine():
+        return False
+    start = _start_time(owner["pid"])
+    return start is None or (start != owner["start"] and UNKNOWN_START not in (start, owner["start"]))
 
 
 def _machine() -> list[str]:
@@ -177,20 +183,17 @@ def _machine() -> list[str]:
 
 def _start_time(process: int) -> str | None:
     """Return the start time of a process, in units of the operating system, or None if the process has ended."""
-    try:
+    # Without /proc, or if it hides the processes of other users (hidepid), only the existence of a process is known.
+    with contextlib.suppress(OSError):
         # The fields after the name, which may contain spaces and parentheses. A zombie has ended.
         state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return None if state in "ZX" else fields[18]
-    except FileNotFoundError:
-        if Path("/proc/self/stat").exists():
+    with contextlib.suppress(PermissionError, OverflowError):
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
             return None
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return None
-    except (PermissionError, OverflowError):
-        pass
-    return "running"
+    return UNKNOWN_START
 
 
 def _now() -> float:

@@ -29,6 +29,7 @@ OPERATION_SECONDS = 180.0
 REREAD_SECONDS = (0.2, 0.8, 2.0)  # Pauses before a content that does not match its size or checksum is read again.
 CONCURRENT = 32  # Requests at a time.
 PROBE = ".difftx-probe-"  # Beginning of the names of objects that test the store. A killed process may leave one.
+PROBE_SECONDS = 3600.0  # Age from which no process uses a probe.
 # Parts of the errors of TensorStore. The body of a reply may contain a session token.
 STATUS = re.compile(r"\[http_response_code='(\d+)'\]")
 BODY = re.compile(r" ?\[http_response_body='(?:[^'\\]|\\.)*'\]", re.DOTALL)
@@ -155,6 +156,11 @@ def delete(paths: Iterable["epath.Path"]) -> None:
             _result(path, "delete", lambda future=future: future)
 
 
+def delete_if(path: "epath.Path", generation: bytes) -> None:
+    """Delete an object if it has the generation. It may be absent. On S3, TensorStore compares, and then deletes."""
+    _result(path, "delete", lambda: _bucket_of(path).write(_key(path), None, if_equal=generation))
+
+
 def list_below(folder: "epath.Path") -> list[str]:
     """Return the names of all objects below a folder, relative to it, with one request per page."""
     return sorted(describe_below(folder))
@@ -214,7 +220,7 @@ def upload(path: "epath.Path", source: str) -> None:
 def require_conditions(folder: "epath.Path") -> None:
     """Raise `UserError` unless objects can be written to a folder and the store enforces the conditions of writes."""
     probe = folder / f"{PROBE}{secrets.token_hex(8)}"
-    # fsspec sends the condition with the write. On S3, TensorStore would first read the generation, and hide the fault.
+    # Requests of fsspec, whose error tells that the store has refused the condition.
     conditions = [{"mode": "create"}, {"IfMatch": '"0"'}] if _scheme(probe) == "s3" else [{"mode": "create"}]
     write(probe, b"first")
     try:
@@ -226,6 +232,14 @@ def require_conditions(folder: "epath.Path") -> None:
                 )
     finally:
         delete([probe])
+
+
+def remove_probes(folder: "epath.Path", new: "epath.Path") -> None:
+    """Delete the probes of killed processes in a folder. `new` is an object that has just been written."""
+    probes = [folder / name for name in list_folder(folder) if name.startswith(PROBE)]
+    found = {path: description for path in (new, *probes) if (description := describe(path)) is not None}
+    if new in found:  # Times of the store are compared, because the clock of this machine may be wrong.
+        delete(path for path in probes if path in found and found[new].modified - found[path].modified > PROBE_SECONDS)
 
 
 def _accepts(path: "epath.Path", condition: dict[str, str]) -> bool:
@@ -362,7 +376,8 @@ def _tensorstore_spec(scheme: str, bucket: str) -> tuple[dict[str, Any], dict[st
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
     spec: dict[str, Any] = {"driver": "gcs", "bucket": bucket}
     if scheme == "s3":
-        spec["driver"] = "s3"
+        # Otherwise TensorStore would compare the ETag itself, before it writes, at other endpoints than Amazon's.
+        spec |= {"driver": "s3", "use_conditional_write": True}
         # botocore, which s3fs uses, reads these variables. TensorStore takes an endpoint as an argument only.
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
         spec |= {"endpoint": endpoint} if endpoint else {}

@@ -172,8 +172,7 @@ def act_on_bad_steps(
     if is_primary():
         # Delete the newest checkpoint first. If this is interrupted, the run rewinds again from an older checkpoint.
         newest_first = sorted((step for step in steps if step > target), reverse=True)
-        journal.check()
-        remove(checkpointer.folder / str(step) for step in newest_first)
+        remove((checkpointer.folder / str(step) for step in newest_first), journal.check)
     barrier(f"rewind {rewind.number}", config.multihost.barrier_timeout_seconds)
     say(f"{where}; back to step {target}, on with example {rewind.examples}")
     return rewind

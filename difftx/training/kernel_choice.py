@@ -39,7 +39,7 @@ from difftx.compilation_cache import user_folder
 from difftx.config import Config
 from difftx.config.architectures import ARCHITECTURES
 from difftx.config.fields import values_of
-from difftx.errors import EXIT_FAILED, UnreadableError, printable
+from difftx.errors import EXIT_FAILED, printable
 from difftx.files import json_sha256, read_file, read_record, schema_error, write_record
 from difftx.kernels import target
 from difftx.kernels.backend import Ranking
@@ -171,16 +171,14 @@ def _is_measured(config: Config) -> bool:
 
 
 def _recorded(workdir: AnyPath | None, function: str) -> Ranking | None:
-    """Return the ranking of a function in the manifest of a run, if there is one."""
+    """Return the ranking of a function in the manifest of a run, if there is one.
+
+    Raise `UnreadableError` if the manifest cannot be read: a new measurement could choose another kernel.
+    """
+    content = read_file(workdir / MANIFEST) if workdir else None
     try:
-        found: Any = json.loads(read_file(workdir / MANIFEST) or b"")["kernels"][function] if workdir else None
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        UnreadableError,
-    ):  # `Run.check_records` reports a manifest that is not one.
+        found: Any = json.loads(content or b"")["kernels"][function]
+    except (ValueError, LookupError, TypeError):  # `Run.check_records` reports a manifest that is not one.
         return None
     return None if schema_error(found, SHAPE) else Ranking(**found)
 

@@ -44,6 +44,7 @@ from difftx.parallel.mesh import check_divisible, make_mesh
 from difftx.parallel.multihost import agree, barrier, decide_on_primary, is_primary
 from difftx.parallel.presets import apply_preset
 from difftx.registry import loaded_extensions, require_extensions
+from difftx.storage import objects
 from difftx.storage.lock import BucketLock
 from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint.manifest import EXTENSIONS_SHAPE, MANIFEST, package_versions
@@ -247,11 +248,16 @@ def read_description(workdir: AnyPath) -> dict[str, Any]:
     return manifest
 
 
-def _lock(run: Run) -> contextlib.AbstractContextManager[BucketLock | None]:
+@contextlib.contextmanager
+def _lock(run: Run) -> Iterator[BucketLock | None]:
     if not is_bucket(run.workdir):
-        return _lock_of(run.workdir)
-    takeover = float(run.config.multihost.lock_takeover_seconds)
-    return BucketLock(run.workdir / ".lock", takeover_seconds=takeover, wait_seconds=LOCK_WAIT_SECONDS)
+        with _lock_of(run.workdir):
+            yield None
+        return
+    path, takeover = run.workdir / ".lock", float(run.config.multihost.lock_takeover_seconds)
+    with BucketLock(path, takeover_seconds=takeover, wait_seconds=LOCK_WAIT_SECONDS) as held:
+        objects.remove_probes(run.workdir, path)
+        yield held
 
 
 @contextlib.contextmanager

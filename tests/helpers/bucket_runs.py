@@ -20,7 +20,7 @@ CONFIG = TINY | {
     "eval.every_steps": "12",
     "eval.loss_tokens": "512",
     "logging.every_steps": "1",
-    "multihost.lock_takeover_seconds": "3",
+    "multihost.lock_takeover_seconds": "10",
     "optimizer.schedule": "constant",  # Independent of train.steps, which some tests raise when a run continues.
 }
 

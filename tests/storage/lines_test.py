@@ -175,15 +175,12 @@ def test_requests_of_an_append_do_not_grow(bucket):
     owner, other = JsonLines(path), JsonLines(path)
     owner.rewrite([])
     other.append(rows(0))
-    expected = {"write": 1, "read": 2}
-    if bucket.scheme == "s3":
-        expected["describe"] = 1  # TensorStore compares the generation before the write.
     for log in (owner, other):
         log.append(rows(0))
         for _ in range(5):
             bucket.plan()
             log.append(rows(1))
-            assert bucket.plan()["requests"] == expected
+            assert bucket.plan()["requests"] == {"write": 1, "read": 2}
     owner.rewrite(rows(0))
     owner.append(rows(1))
     bucket.plan()

@@ -164,6 +164,59 @@ def test_a_late_append_without_a_check_is_not_visible(bucket, start):
     assert rows(folder) == ["second", "second"]
 
 
+def test_a_released_lock_does_not_pass(bucket):
+    """A save in the background may outlive the block of its lock, after an error."""
+    with BucketLock(bucket.folder() / ".lock", takeover_seconds=60, wait_seconds=0) as held:
+        held.check()
+    with pytest.raises(RunError, match="has released the lock"):
+        held.check()
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, PermissionError])
+def test_a_process_of_another_user_is_alive(monkeypatch, error):
+    """With the option hidepid of /proc, a user does not see the processes of others."""
+
+    def hidden(path, *_):
+        if path.name == "stat" and path.parent.name not in ("self", "proc"):
+            raise error(str(path))
+        return ""
+
+    def kill(process, number):
+        raise {1: PermissionError, 2: ProcessLookupError}[process]
+
+    monkeypatch.setattr(Path, "read_text", hidden)
+    monkeypatch.setattr(os, "kill", kill)
+    owner = {"machine": lock_module._machine(), "start": "1234"}
+    assert not lock_module._is_dead(owner | {"pid": 1})
+    assert lock_module._is_dead(owner | {"pid": 2})
+
+
+def test_a_takeover_is_not_later_than_its_time(monkeypatch):
+    """A waiting process, whose reads take half a second, reads the lock when it may take it."""
+    store = types.SimpleNamespace(REREAD_SECONDS=(), written=None)
+    clock = types.SimpleNamespace(now=0.0)
+
+    owner = {"id": "a", "host": "b", "machine": ["c"], "pid": 1, "start": "1"}
+
+    def sleep(seconds):
+        clock.now += seconds + 0.001
+
+    def read(path):
+        sleep(0.5)
+        return objects.Stored(json.dumps({"owner": owner}).encode(), b"1")
+
+    def write_if(path, content, generation):
+        store.written = clock.now
+        return b"2"
+
+    store.read, store.write_if = read, write_if
+    monkeypatch.setattr(lock_module, "objects", store)
+    monkeypatch.setattr(lock_module, "time", types.SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
+    monkeypatch.setattr(lock_module, "_now", lambda: clock.now)
+    BucketLock(Path("run/.lock"), takeover_seconds=60.0, wait_seconds=0)._acquire()
+    assert 60.5 < store.written < 61.1
+
+
 class Store:
     """A store of one object with conditional writes, for schedules of thousands of requests."""
 

@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+import types
 
 import pytest
 from conftest import ROOT
@@ -12,6 +13,7 @@ from helpers.buckets import environment
 from difftx.errors import UnreadableError, UserError
 from difftx.storage import objects
 from difftx.storage.paths import path_of
+from difftx.training import run as run_module
 
 TRANSIENT = ["429", "500", "503", "reset", "lost", "slow", "cut"]
 
@@ -29,7 +31,13 @@ def test_a_write_replaces_only_the_generation_that_was_read(bucket):
     assert objects.read(path) == (b"second", second)
     assert objects.is_current(path, second)
     assert not objects.is_current(path, first)
-    objects.delete([path])
+    bucket.plan()
+    second = objects.write_if(path, b"again", second)
+    assert bucket.plan()["requests"] == {"write": 1}
+    objects.delete_if(path, first)
+    assert objects.read(path) == (b"again", second)
+    objects.delete_if(path, second)
+    objects.delete_if(path, second)
     assert objects.read(path) is None
     assert objects.write_if(path, b"third", second) is None
     assert not objects.is_current(path, second)
@@ -165,6 +173,20 @@ def test_conditions_are_required(bucket):
         objects.require_conditions(folder)
     bucket.plan()
     assert objects.list_folder(folder) == {}
+
+
+def test_probes_of_killed_processes_are_deleted(bucket, config, monkeypatch):
+    """A training deletes those that are older than an hour, since another process may use the others."""
+    folder = bucket.folder()
+    objects.write(folder / f"{objects.PROBE}1", b"x")
+    objects.write(folder / "runs" / f"{objects.PROBE}2", b"x")
+    run = types.SimpleNamespace(workdir=folder, config=config())
+    with run_module._lock(run):
+        assert objects.list_folder(folder).keys() == {".lock", f"{objects.PROBE}1", "runs"}
+    monkeypatch.setattr(objects, "PROBE_SECONDS", -10.0)
+    with run_module._lock(run):
+        assert objects.list_folder(folder).keys() == {".lock", "runs"}
+    assert objects.list_folder(folder / "runs").keys() == {f"{objects.PROBE}2"}
 
 
 PROBE = """

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 from etils import epath
+from helpers.command_server import commands
 
 from difftx import files
 from difftx.errors import UnreadableError, UserError
 from difftx.evals.math.formats import read_problems
+from difftx.storage import objects
 from difftx.storage.paths import is_bucket, path_of
 
 
@@ -105,17 +107,53 @@ def test_a_new_folder_is_complete_with_its_marker(bucket, monkeypatch):
     folder = bucket.folder() / "out"
     for name in ("a", "b"):
         with monkeypatch.context() as patch:
-            patch.setattr(files, "write_record", lambda *_: 1 / 0)  # The process ends before the marker.
+            patch.setattr(objects, "is_current", lambda *_: 1 / 0)  # The process ends before the marker.
             with pytest.raises(ZeroDivisionError), files.new_folder(folder) as made:
                 (made / name).write_text("half")
-        assert files.list_folder(folder) == {name: False}
+        assert files.list_folder(folder) == {".incomplete": False, name: False}
+        assert not files.is_taken(folder)
     with files.new_folder(folder) as made:
         (made / "deep").mkdir()
         (made / "deep" / "c").write_text("all")
     assert files.list_folder(folder) == {".complete": False, "deep": True}
-    assert files.read_record(folder / ".complete") == {"files": {"deep/c": 3}}
+    assert files.read_record(folder / ".complete")["files"] == {"deep/c": 3}
     with pytest.raises(FileExistsError), files.new_folder(folder):
         pass
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_new_folder_deletes_only_its_own_objects(bucket, monkeypatch, is_interrupted):
+    folder = bucket.folder()
+    if is_interrupted:
+        monkeypatch.setattr(objects, "is_current", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError), files.new_folder(folder) as made:
+            (made / "a").write_text("half")
+    objects.write(folder / "diff" / "checkpoints" / "10" / "manifest.json", b"manifest")
+    before = objects.list_below(folder)
+    assert files.is_taken(folder)
+    with pytest.raises(FileExistsError), files.new_folder(folder) as made:
+        (made / "b").write_text("new")
+    assert objects.list_below(folder) == before
+    command = ["difftx", "convert", "--from=difftx", "--to=hf", f"--input={folder}", f"--out={folder}"]
+    found = commands().run(command)
+    assert found.returncode == 2
+    assert "exists already; name a new folder" in found.stderr
+
+
+def test_of_two_uploads_of_one_folder_one_is_complete(bucket, monkeypatch):
+    folder = bucket.folder() / "out"
+    is_current = objects.is_current
+
+    def upload_another(*args):
+        monkeypatch.setattr(objects, "is_current", is_current)
+        with files.new_folder(folder) as made:
+            (made / "b").write_text("second")
+        return is_current(*args)
+
+    monkeypatch.setattr(objects, "is_current", upload_another)
+    with pytest.raises(FileExistsError), files.new_folder(folder) as made:
+        (made / "a").write_text("first")
+    assert files.list_folder(folder) == {".complete": False, "b": False}
 
 
 def test_shortened_contents_are_never_returned(bucket, monkeypatch):

@@ -11,7 +11,9 @@ from processes import Processes
 
 from difftx.config import Config
 from difftx.config.recipes import load_config
+from difftx.errors import UnreadableError
 from difftx.kernels.backend import Ranking
+from difftx.training import kernel_choice
 from difftx.training.kernel_choice import workload, worst
 
 FAKES = {"ours": "right", "tardy": "slow", "bad": "wrong", "broken": "raises", "dead": "crashes", "stuck": "hangs"}
@@ -105,6 +107,18 @@ def test_kernels_that_are_wrong_raise_crash_or_hang_are_not_used_and_the_choice_
     change = f"changed since the run began: attention kernel {fastest} → xla, for other devices (safe)"
     assert elsewhere[0] == change
     assert machine.manifest["kernels"]["diff_attention"]["device"] == "1 × Other"
+
+
+def test_an_unreadable_record_is_not_a_missing_one(monkeypatch, tmp_path):
+    def unreadable(path):
+        raise UnreadableError(f"{path} cannot be read")
+
+    assert kernel_choice._recorded(tmp_path, "attention") is None
+    (tmp_path / "manifest.json").write_text("not JSON")
+    assert kernel_choice._recorded(tmp_path, "attention") is None
+    monkeypatch.setattr(kernel_choice, "read_file", unreadable)
+    with pytest.raises(UnreadableError):
+        kernel_choice._recorded(tmp_path, "attention")
 
 
 @pytest.mark.long

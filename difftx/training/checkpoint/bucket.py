@@ -40,6 +40,7 @@ class Save:
         self._folder, self._contents, self._check, self._seconds = folder, contents, check, seconds
         self._shards = arrays.copy_shards(state)
         self._generation: bytes | None = None  # The generation of the reservation.
+        self._may_exist = False  # Whether the manifest may be in the bucket.
 
     def write(self, records: dict[str, Any], describe: Callable[[dict[str, Any], str], str]) -> None:
         """Write the arrays, the JSON files `records` by path, and the text of the manifest that `describe` returns.
@@ -57,7 +58,7 @@ class Save:
                 for name, value in records.items():
                     objects.write(folder / name, json.dumps(value).encode())
                 return {}
-            # A store without checksums has the files read back, by the process that wrote them.
+            # If the store lists no checksums, each process reads back the files that it has written.
             part = arrays.own_part()
             return {f"{part}/{name}": entry for name, entry in describe_objects(folder / part).items()}
 
@@ -73,7 +74,7 @@ class Save:
             described = together(f"{self._contents}, files", write_files, self._seconds)
             together(f"{self._contents}, manifest", lambda: commit(described), self._seconds)
         except Exception:
-            if is_primary():
+            if is_primary() and not self._may_exist:
                 with contextlib.suppress(UserError, UnreadableError):  # Otherwise a later start deletes the files.
                     objects.delete(folder / name for name in objects.list_below(folder))
             raise
@@ -82,8 +83,8 @@ class Save:
 
     def _reserve(self) -> None:
         path = self._folder / MANIFEST
+        found = objects.read(path)  # Before the check, so that the manifest is not one of the next owner of the lock.
         self._check()
-        found = objects.read(path)
         content = json.dumps({RESERVED: self._contents}).encode()
         self._generation = objects.write_if(path, content, None if found is None else found.generation)
         if self._generation is None:
@@ -92,43 +93,59 @@ class Save:
 
     def _commit(self, manifest: str) -> None:
         self._check()
+        self._may_exist = True
         if objects.write_if(self._folder / MANIFEST, manifest.encode(), self._generation) is None:
             raise RunError(f"{self._folder}: another process has taken over this run, so the checkpoint was not saved")
 
 
-def quarantine(folder: "epath.Path") -> "epath.Path":
-    """Move the manifest of a step to an object of another name, and return its path. The files stay."""
+def quarantine(folder: "epath.Path", check: Callable[[], None]) -> "epath.Path":
+    """Move the manifest of a step to an object of another name, and return its path. The files stay.
+
+    Here and below, `check` is that of `Save`.
+    """
     path = folder / f"{QUARANTINED_MANIFEST}{uuid.uuid4().hex}.json"
     found = objects.read(folder / MANIFEST)
     if found is None:
         raise UserError(f"{folder}: no such checkpoint")
+    check()
     objects.write(path, found.content)
-    objects.delete([folder / MANIFEST])
+    objects.delete_if(folder / MANIFEST, found.generation)
     return path
 
 
-def take_back(path: "epath.Path") -> str | None:
+def take_back(path: "epath.Path", check: Callable[[], None]) -> str | None:
     """Undo a quarantine if the checkpoint verifies. Return None, or why it does not verify."""
     folder, found = path.parent, objects.read(path)
-    if found is None or objects.write_if(folder / MANIFEST, found.content, None) is None:
+    check()
+    generation = None if found is None else objects.write_if(folder / MANIFEST, found.content, None)
+    if generation is None:
         return f"{folder} has another checkpoint"
-    undone = [folder / MANIFEST]
+    is_valid = False
     try:
         why = why_invalid(folder, step=int(folder.name), content=True)
-        undone = undone if why else [path]
+        is_valid = why is None
     finally:
-        objects.delete(undone)
+        if is_valid:
+            objects.delete([path])
+        else:
+            objects.delete_if(folder / MANIFEST, generation)
     return why
 
 
-def remove(path: "epath.Path") -> None:
+def remove(path: "epath.Path", check: Callable[[], None]) -> None:
     """Delete a checkpoint, its manifest first. Of a quarantined one, `path` is the manifest, else the step's folder."""
-    is_quarantined = path.name.startswith(QUARANTINED_MANIFEST)
-    objects.delete([path if is_quarantined else path / MANIFEST])
-    _delete_unused(path.parent if is_quarantined else path)
+    if path.name.startswith(QUARANTINED_MANIFEST):
+        objects.delete([path])
+        _delete_unused(path.parent)
+        return
+    found = objects.read(path / MANIFEST)
+    check()
+    if found is not None:
+        objects.delete_if(path / MANIFEST, found.generation)
+    _delete_unused(path)
 
 
-def remove_leftovers(folder: "epath.Path") -> list[str]:
+def remove_leftovers(folder: "epath.Path", check: Callable[[], None]) -> list[str]:
     """Delete the reservations, and the files that no manifest refers to. Return the names of the steps' folders.
 
     Only the owner of the run's lock may call this, and not during a save.
@@ -139,7 +156,8 @@ def remove_leftovers(folder: "epath.Path") -> list[str]:
             continue
         found = objects.read(folder / name / MANIFEST)
         if is_reserved := found is not None and is_reservation(found.content):
-            objects.delete([folder / name / MANIFEST])
+            check()
+            objects.delete_if(folder / name / MANIFEST, found.generation)
         if _delete_unused(folder / name) or is_reserved:
             removed.append(name)
     return sorted(removed, key=int)
@@ -150,15 +168,20 @@ def _delete_unused(folder: "epath.Path") -> bool:
 
     If a manifest cannot be parsed, nothing is deleted, since it may be the only trace of a corrupt checkpoint.
     """
+    # Other processes may write meanwhile. The files of a save come after its reservation, so that the manifest is read
+    # after the listing. A quarantine writes the second manifest before it deletes the first one, so that the second
+    # ones are listed last. A file that nothing refers to stays so, because only its own save could commit it.
     names = objects.list_below(folder)
-    manifests = [name for name in names if name == MANIFEST or name.startswith(QUARANTINED_MANIFEST)]
-    used = set(COMMIT_MARKERS if MANIFEST in manifests else ())
-    for found in objects.read_all(folder / name for name in manifests):
+    manifests = [objects.read(folder / MANIFEST)]  # Not from the listing, which would be fatal if it were stale.
+    quarantined = [name for name in objects.list_below(folder) if name.startswith(QUARANTINED_MANIFEST)]
+    manifests += objects.read_all(folder / name for name in quarantined)
+    used = {MANIFEST, *quarantined, *(COMMIT_MARKERS if manifests[0] is not None else ())}
+    for found in manifests:
         try:
             content = json.loads(found.content) if found is not None else {}
             used |= {name.partition("/")[0] for name in content.get("files", {})} | {content.get(RESERVED)}
         except (ValueError, TypeError, AttributeError):
             return False
-    unused = [name for name in names if name not in manifests and name.partition("/")[0] not in used]
+    unused = [name for name in names if name.partition("/")[0] not in used]
     objects.delete(folder / name for name in unused)
     return bool(unused)

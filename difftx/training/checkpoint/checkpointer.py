@@ -161,7 +161,7 @@ class Checkpointer:
 
     def find_newest(self) -> int | None:
         """Return the result of `newest`, computed in this process alone."""
-        if self._config is not None and (leftovers := retention.remove_leftovers(self.folder)):
+        if self._config is not None and (leftovers := retention.remove_leftovers(self.folder, self._check)):
             say(f"{self.folder}: removed {', '.join(leftovers)}: a save or a removal was not finished")
         reasons, quarantined = [], quarantined_in(self.folder)
         for step in reversed(self.steps()):
@@ -172,7 +172,7 @@ class Checkpointer:
                 say(f"checkpoint {folder} was deleted while it was read; looking for the newest again")
                 return self.find_newest()
             reasons.append(f"{step}: {why}")
-            fate = "skipped" if self._config is None else f"renamed {self._quarantine(folder).name}"
+            fate = "skipped" if self._config is None else f"renamed {retention.quarantine(folder, self._check).name}"
             say(f"checkpoint {folder} does not verify: {why}; {fate}")
         if self._config is not None and (step := self._take_back(quarantined)) is not None:
             return step
@@ -182,10 +182,6 @@ class Checkpointer:
                 "restore one from a copy, or use a new --workdir"
             )
         return None
-
-    def _quarantine(self, folder: AnyPath) -> AnyPath:
-        self._check()
-        return retention.quarantine(folder)
 
     def _make_folder(self) -> None:
         if is_bucket(self.folder):
@@ -205,7 +201,7 @@ class Checkpointer:
         for path in sorted(quarantined, key=retention.quarantine_order, reverse=True):
             step, _ = retention.quarantine_order(path)
             try:
-                why = retention.take_back(path, step)
+                why = retention.take_back(path, step, self._check)
             except UnreadableError as error:
                 unreadable.append(error)
                 continue
@@ -291,8 +287,7 @@ class Checkpointer:
             # A checkpoint with missing files must not count: a good one would be deleted in its place. It stays.
             steps = [other for other in self.steps() if other <= step and self._is_complete(other)]
             kept = retention.steps_to_keep(self._config, steps, self._workdir)
-            self._check()
-            retention.remove(self.folder / str(other) for other in steps if other not in kept)
+            retention.remove((self.folder / str(other) for other in steps if other not in kept), self._check)
         except (OSError, UserError, RunError) as error:  # The save has succeeded nevertheless.
             say(f"old checkpoints stay: {error}")
 

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -145,12 +146,18 @@ def describe_objects(folder: "epath.Path", known: Mapping[str, Any] | None = Non
     If it has none, read the objects back and compute their XXH3-128, but for those whose entry is `known`.
     """
     found, entries = objects.describe_below(folder), dict(known or {})
+    unknown = [name for name in found if name not in entries]
+    # An ETag is the MD5 of the content, unless the store encrypts it with keys of KMS. The smallest object tells which.
+    with_md5 = [name for name in unknown if _listed("md5", found[name])]
+    smallest = min(with_md5, key=lambda name: found[name].size, default=None)
+    lists_md5 = smallest is not None and _listed("md5", found[smallest]) == _checksum_of("md5", folder / smallest)
 
     def checksum_of(name: str) -> dict[str, str]:
-        crc32c = found[name].crc32c
-        return {"xxh3": xxh3_of(folder / name)} if crc32c is None else {"crc32c": f"{crc32c:08x}"}
+        for algorithm in ("crc32c", "md5") if lists_md5 else ("crc32c",):
+            if (listed := _listed(algorithm, found[name])) is not None:
+                return {algorithm: listed}
+        return {"xxh3": xxh3_of(folder / name)}
 
-    unknown = [name for name in found if name not in entries]
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
         for name, checksum in zip(unknown, pool.map(checksum_of, unknown), strict=True):
             entries[name] = {"bytes": found[name].size} | checksum
@@ -188,7 +195,7 @@ def _read_manifest(folder: AnyPath) -> Manifest:
     arrays = {name: (tuple(array["shape"]), array["dtype"]) for name, array in raw["arrays"].items()}
     files = {}
     for name, file in raw["files"].items():
-        algorithm = next((each for each in ("xxh3", "crc32c") if isinstance(file.get(each), str)), None)
+        algorithm = next((each for each in ("xxh3", "crc32c", "md5") if isinstance(file.get(each), str)), None)
         if algorithm is None:
             raise UserError(f"{MANIFEST}: files.{name}: no 'xxh3'")
         files[name] = file["bytes"], algorithm, file[algorithm]
@@ -248,10 +255,11 @@ def _damaged_file(folder: AnyPath, manifest: Manifest, *, content: bool) -> str 
     if content:
 
         def checksum_of(name: str) -> str:
-            algorithm, stored = manifest.files[name][1], listed and listed[name].crc32c
-            if algorithm == "crc32c":
-                return crc32c_of(folder / name) if stored is None else f"{stored:08x}"
-            return xxh3_of(folder / name)
+            _, algorithm, right = manifest.files[name]
+            if listed is not None and _listed(algorithm, listed[name]) == right:
+                return right
+            # Other programs may have copied the object in parts, and its ETag is then not the MD5.
+            return _checksum_of(algorithm, folder / name)
 
         with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
             checksums = pool.map(checksum_of, manifest.files)
@@ -263,23 +271,32 @@ def _damaged_file(folder: AnyPath, manifest: Manifest, *, content: bool) -> str 
 
 def xxh3_of(file: AnyPath) -> str:
     """Return the XXH3-128 of a file in hexadecimal. It detects corruption, but not deliberate changes."""
-    return _digest_of(file, xxhash.xxh3_128).hexdigest()
+    return _checksum_of("xxh3", file)
 
 
-def crc32c_of(file: AnyPath) -> str:
-    """Return the CRC32C of a file in hexadecimal, for a copy of a checkpoint from Google Cloud Storage."""
-    google_crc32c = import_extra("google_crc32c", "gcs")
-    return _digest_of(file, google_crc32c.Checksum).digest().hex()
+def _listed(algorithm: str, description: objects.Description) -> str | None:
+    """Return the checksum of an object in the listing of its store, or None if the listing cannot have it."""
+    if algorithm == "crc32c" and description.crc32c is not None:
+        return f"{description.crc32c:08x}"
+    etag = description.version.strip('"')
+    return etag if algorithm == "md5" and re.fullmatch("[0-9a-f]{32}", etag) else None
 
 
-def _digest_of(file: AnyPath, algorithm: Callable[[], Any]) -> Any:
-    def read() -> Any:
-        digest = algorithm()
+def _checksum_of(algorithm: str, file: AnyPath) -> str:
+    """Return a checksum of a file in hexadecimal. "crc32c" and "md5" are those of Google Cloud Storage and of S3."""
+
+    def read() -> str:
+        digest = new_digest()
         with open_file(file) as stream:
             while part := stream.read(PART_BYTES):  # The CRC32C takes `bytes` only, which hashlib.file_digest lacks.
                 digest.update(part)
-        return digest
+        return digest.digest().hex()
 
+    new_digest: Callable[[], Any] = {
+        "xxh3": lambda: xxhash.xxh3_128(),
+        "md5": lambda: hashlib.md5(usedforsecurity=False),
+        "crc32c": lambda: import_extra("google_crc32c", "gcs").Checksum(),
+    }[algorithm]
     return read() if is_bucket(file) else retry_read(file, read)
 
 

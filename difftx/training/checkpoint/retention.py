@@ -5,7 +5,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import orbax.checkpoint as ocp
@@ -54,13 +54,14 @@ def number_of(workdir: AnyPath, step: int, name: str) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def quarantine(folder: AnyPath) -> AnyPath:
+def quarantine(folder: AnyPath, check: Callable[[], None] = lambda: None) -> AnyPath:
     """Rename a checkpoint's folder so that no command uses the checkpoint, and return the new path.
 
-    In a bucket, rename its manifest.
+    In a bucket, rename its manifest. Here and below, `check` raises an error if this process has lost the lock of a run
+    in a bucket.
     """
     if is_bucket(folder):
-        return bucket.quarantine(folder)
+        return bucket.quarantine(folder, check)
     first = f"{folder.name}{QUARANTINED}"
     names = itertools.chain([first], (f"{first}.{number}" for number in itertools.count(2)))
     path = next(path for path in map(folder.with_name, names) if not os.path.lexists(path))
@@ -75,10 +76,10 @@ def rename(folder: Path, to: Path) -> Path:
         raise RunError(f"{folder} cannot be renamed {to.name}: {error.strerror}") from error
 
 
-def take_back(path: AnyPath, step: int) -> str | None:
+def take_back(path: AnyPath, step: int, check: Callable[[], None] = lambda: None) -> str | None:
     """Undo `quarantine` if the checkpoint verifies. Return None, or why it does not verify."""
     if is_bucket(path):
-        return bucket.take_back(path)
+        return bucket.take_back(path, check)
     if (why := why_invalid(path, step=step, content=True)) is None:
         rename(path, path.with_name(str(step)))
     return why
@@ -92,19 +93,19 @@ def quarantine_order(path: AnyPath) -> tuple[int, int]:
     return (int(found[1]), int(found[2] or 1)) if found else (-1, 0)
 
 
-def remove(folders: Iterable[AnyPath]) -> None:
+def remove(folders: Iterable[AnyPath], check: Callable[[], None] = lambda: None) -> None:
     """Delete checkpoints. Rename each one first, so that an interruption leaves no incomplete checkpoint."""
     for folder in folders:
         if is_bucket(folder):
-            bucket.remove(folder)
+            bucket.remove(folder, check)
             continue
         _delete(folder.rename(folder.with_name(f"{folder.name}{REMOVED}")))
 
 
-def remove_leftovers(folder: AnyPath) -> list[str]:
+def remove_leftovers(folder: AnyPath, check: Callable[[], None]) -> list[str]:
     """Delete the folders of interrupted saves and removals, and return the names of the deleted folders."""
     if is_bucket(folder):
-        return bucket.remove_leftovers(folder)
+        return bucket.remove_leftovers(folder, check)
     removed = []
     for name in sorted(filter(LEFTOVER.fullmatch, list_folder(folder))):
         try:
