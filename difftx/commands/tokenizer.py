@@ -1,4 +1,4 @@
-"""The command `python -m difftx tokenizer train --input=… --vocab_size=… --out=DIR`: byte-level BPE from your own text.
+"""The command `difftx tokenizer train --input=… --vocab_size=… --out=DIR`: byte-level BPE from your own text.
 
 The folder has a tokenizer.json and a tokenizer_config.json, for `data.tokenizer` and for transformers. The pattern that
 splits text before the merges is that of cl100k_base.

@@ -27,6 +27,8 @@ from difftx.storage.paths import AnyPath
 from difftx.training.resume import changed_fields
 
 TEMPLATES = Path(__file__).parent / "templates"
+# Script that a training was started with → command of difftx.
+SCRIPTS = {"train.py": "difftx train", "__main__.py": "difftx", "difftx": "difftx"}
 # Numbers of the suite "loss" → label and unit, as in the table below the verdict.
 LOSSES = {
     "loss": Cell("validation loss", unit="nats per token"),
@@ -131,8 +133,9 @@ def _notes(runs: Sequence[RunRecord], foreign: tuple[str, str] | None) -> list[s
         if run.skipped:
             notes.append(f"{run.name}: {run.skipped} lines of metrics and journal could not be read.")
         notes += [
-            f"{run.name}: evals/{suite}/{step}.json is left out: its weights are not those of checkpoints/{step}. Run "
-            f"eval.py --workdir={run.workdir} --suite={suite} --step={step} to evaluate that checkpoint."
+            f"{run.name}: evals/{suite}/{step}.json is left out: its weights are not those of checkpoints/{step}. To "
+            "evaluate that checkpoint, run "
+            + _command("eval", f"--workdir={run.workdir}", f"--suite={suite}", f"--step={step}")
             for suite, step in run.outdated
         ]
     if foreign:
@@ -146,12 +149,22 @@ def _commands(runs: Sequence[RunRecord], out: AnyPath) -> list[str]:
     commands = []
     for run in runs:
         if isinstance(command := run.manifest.get("command"), str):
-            commands.append(command)
+            commands.append(_as_difftx(command))
         if run.results:
-            flags = [f"--workdir={run.workdir}", f"--suite={','.join(run.results)}"]
-            commands.append(shlex.join(["python", "eval.py", *flags]))
+            commands.append(_command("eval", f"--workdir={run.workdir}", f"--suite={','.join(run.results)}"))
     workdirs = ",".join(str(run.workdir) for run in runs)
-    return [*commands, shlex.join(["python", "eval.py", "--report", f"--workdir={workdirs}", f"--out={out}"])]
+    return [*commands, _command("report", f"--workdir={workdirs}", f"--out={out}")]
+
+
+def _command(*words: str) -> str:
+    return shlex.join(["difftx", *words])
+
+
+def _as_difftx(command: str) -> str:
+    """Return a command of a manifest, which begins with the path of a script, as a command of `difftx`."""
+    program, _, flags = command.partition(" ")
+    name = Path(program).name
+    return f"{SCRIPTS[name]} {flags}".strip() if name in SCRIPTS else command
 
 
 def _run_headers(runs: Sequence[RunRecord]) -> Table:

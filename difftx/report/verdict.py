@@ -50,7 +50,7 @@ def verdict(runs: Sequence[RunRecord], metric: Metric) -> Verdict:
     missing = [run.name for run in runs if run.last_validation(metric) is None]
     if missing:
         what = "loss" if metric == "loss" else f"loss in {unit}"
-        fix = "Run eval.py --suite=loss on each of them."
+        fix = "Run difftx eval --suite=loss on each of them."
         return Verdict(f"No verdict: there is no finite validation {what} of {_listed(missing)} yet.", [fix])
     arms = _arms(runs, metric)
     limits = _limits(runs)

@@ -1,6 +1,7 @@
 """The report's page: its text, and its behaviour in a browser."""
 
 import contextlib
+import html
 import json
 import re
 import shutil
@@ -303,12 +304,12 @@ def test_on_a_phone_in_the_dark(report, tmp_path):
 
 @pytest.mark.long
 def test_the_page_is_small_and_asks_nobody(report):
-    html = report.read_text()
-    assert len(html.encode()) < 5e6
-    assert "default-src 'none'" in html
-    assert "<img src=x" not in html
-    assert "<script>window.pwned" not in html
-    assert "</script><script>window" not in html
+    text = report.read_text()
+    assert len(text.encode()) < 5e6
+    assert "default-src 'none'" in text
+    assert "<img src=x" not in text
+    assert "<script>window.pwned" not in text
+    assert "</script><script>window" not in text
 
 
 @pytest.mark.long
@@ -331,6 +332,23 @@ def test_a_run_without_evaluations_and_one_step(tmp_path):
     assert "No suite has been evaluated yet." in page.read_text()
     assert "Where the time went" not in page.read_text()
     assert "Fields in which the configs differ" not in page.read_text()
+
+
+@pytest.mark.parametrize("program", ["train.py", "/venv/bin/difftx train", "/src/difftx/__main__.py train"])
+def test_the_commands_are_those_of_difftx(tmp_path, program):
+    run = write_run(tmp_path / "run", tiny("diff", train__steps=3))
+    manifest = json.loads((run / "manifest.json").read_text())
+    (run / "manifest.json").write_text(json.dumps(manifest | {"command": f"{program} --config='a b.py' --workdir=x"}))
+    write_result(run, "position", 3, {"loss": 1.0})
+    out = tmp_path / "page.html"
+    shown = html.unescape(
+        re.search(r"<h3>Commands</h3>\n<pre>(.*?)</pre>", write_page([run], out).read_text(), re.S)[1]
+    )
+    assert shown.splitlines() == [
+        "difftx train --config='a b.py' --workdir=x",
+        f"difftx eval --workdir={run} --suite=position",
+        f"difftx report --workdir={run} --out={out}",
+    ]
 
 
 def test_different_tokenizers_compare_by_bits_per_byte_only(tmp_path):
