@@ -120,7 +120,7 @@ def _result(tasks: Sequence[str], found: Mapping[str, Any], truncated: int) -> R
     table = Heatmap(
         name="harness",
         title="Accuracy of lm-eval's tasks",
-        x_label="by likelihood (acc), by likelihood a character (acc_norm)",
+        x_label="by likelihood (acc), by likelihood per character (acc_norm)",
         y_label="task",
         x=["acc", "acc_norm"],
         y=list(rows),
