@@ -126,7 +126,7 @@ def number_axis(figure: bokeh.plotting.figure, most: float) -> None:
 
     `most` is the largest x. Ticks between the multiples, which a reader sees after zooming in, have all digits.
     """
-    figure.x_range.start = 0  # Otherwise a single point would have an axis of a width of 2.
+    figure.x_range.update(start=0)  # Otherwise a single point would have an axis of a width of 2.
     figure.xaxis.formatter = bokeh.models.NumeralTickFormatter(format="0,0.[00]")
     if most >= MOST_TICK_LABELS:
         step = 10 ** math.ceil(math.log10(most / MOST_TICK_LABELS))
