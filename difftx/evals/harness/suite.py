@@ -118,7 +118,7 @@ def _guesses(tasks: Mapping[str, Any]) -> dict[str, float]:
     """
     guesses = {}
     for name, task in tasks.items():
-        config = getattr(task, "config", None)
+        config: Any = getattr(task, "config", None)  # Groups have none, or one of another kind.
         if getattr(config, "output_type", None) == "multiple_choice" and config.process_results is None:
             choices: dict[int, set[int]] = {}  # Question → its choices.
             for request in task.instances or []:
