@@ -24,6 +24,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import matplotlib
+
 from benchmarks.results_tables import (
     COMPARED,
     Record,
@@ -51,6 +53,10 @@ SUMMARY = ROOT / "benchmarks" / "results_summary.md"
 README = ROOT / "README.md"
 SUMMARY_MARKERS = ("<!-- benchmarks/results.py writes from here -->\n", "<!-- to here -->\n")
 IMAGES = ROOT / "docs" / "images"
+INK = "#e6edf3"  # Text on dark pages.
+DARK_TEXTS = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+# End of a figure's name → its style. Figures for dark pages have no ground of their own.
+SCHEMES = {"": {}, "-dark": {**dict.fromkeys(DARK_TEXTS, INK), "axes.facecolor": "none", "savefig.transparent": True}}
 PLACES_OF_DATA = (
     "data.path",
     "eval.bigrams_path",
@@ -159,12 +165,13 @@ def main(arguments: Sequence[str]) -> int:
     if args.command == "render":
         write_atomically(PAGE, render(collected, TEMPLATE.read_text()))
         write_atomically(README, with_summary(README.read_text(), collected))
-        draw(collected["arms"], IMAGES / "results")
-        draw(collected["differential"], IMAGES / "results_differential")
-        draw_caches(collected["cache"], IMAGES / "results_cache")
-        draw_warmup(
-            collected["settings"], toy.get_config("books-diff").optimizer.warmup_steps, IMAGES / "results_warmup"
-        )
+        own_steps = toy.get_config("books-diff").optimizer.warmup_steps
+        for suffix, style in SCHEMES.items():
+            with matplotlib.rc_context(style):
+                draw(collected["arms"], IMAGES / f"results{suffix}")
+                draw(collected["differential"], IMAGES / f"results_differential{suffix}")
+                draw_caches(collected["cache"], IMAGES / f"results_cache{suffix}")
+                draw_warmup(collected["settings"], own_steps, IMAGES / f"results_warmup{suffix}")
         return 0
     records = collect(args.sweeps)
     if args.command == "compare":

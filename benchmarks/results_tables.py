@@ -469,7 +469,8 @@ def draw_caches(records: Sequence[Record], path: Path) -> None:
                 centres, halves = zip(*map(estimate, values), strict=True)
                 label = f"{arm}, fewer {kind}"
                 axes.errorbar(sizes, centres, yerr=halves, fmt=style, capsize=3, color=colour, label=label)
-        labels = {"title": task, "x_label": "bytes of the cache per token", "y_label": y_label}
+        title = task.replace("books-0.8m", "books, models of 0.8M parameters")
+        labels = {"title": title, "x_label": "bytes of the cache per token", "y_label": y_label}
         label_axes(axes, labels | {"log_x": True})
         axes.set_xticks([2**power for power in range(7, 12) if axes.get_xlim()[0] < 2**power < axes.get_xlim()[1]])
         axes.minorticks_off()
@@ -495,5 +496,7 @@ def draw_warmup(records: Sequence[Record], own_steps: int, path: Path) -> None:
     label_axes(
         axes, {"title": "books", "x_label": "steps of warm-up, of 500", "y_label": "bits per byte", "log_x": True}
     )
+    axes.set_xticks(sorted(best), [f"{steps:g}" for steps in sorted(best)])
+    axes.minorticks_off()
     add_legend(axes)
     save_figure(figure, path)

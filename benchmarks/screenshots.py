@@ -1,9 +1,11 @@
 """Screenshots of the documentation site and of a report, in Chromium: on a desktop, on a phone, and in the dark.
 
     make docs quickstart
+    for arm in diff transformer; do difftx eval --workdir=runs/quickstart/$arm --suite=attention,position; done
+    difftx report --workdir=runs/quickstart/diff,runs/quickstart/transformer --out=runs/quickstart/report.html
     python benchmarks/screenshots.py --report=runs/quickstart/report.html --out=docs/images/screens
 
-Look at them after a change of the site or of the report.
+Look at them after a change of the site or of the report. `--only=report` needs no site.
 """
 
 import argparse
@@ -11,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import PIL.Image
 
@@ -26,6 +29,8 @@ KINDS = {
     "phone": {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True},
     "dark": DESKTOP | {"color_scheme": "dark"},
 }
+# Name of a picture → the section of the report that it begins with. A report without the section has no such picture.
+SECTIONS = {"report-suite": "#suite-attention", "report-samples": "#suite-sample"}
 COLOURS = 256  # Of the palette of a picture, so that its file is small.
 LOADING_MILLISECONDS = 2000
 
@@ -35,11 +40,13 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--report", type=Path, required=True, metavar="FILE.html", help="a page of `difftx report`")
     parser.add_argument("--out", type=Path, required=True, help="folder of the pictures")
+    parser.add_argument("--only", choices=(*PAGES, "report"), help="one of the pages; default: all")
     args = parser.parse_args(arguments)
     pages = PAGES | {"report": args.report.absolute()}
-    for page in pages.values():
+    pages = {name: page for name, page in pages.items() if args.only in (None, name)}
+    for name, page in pages.items():
         if not page.exists():
-            raise UserError(f"{page}: {'no such report' if page == pages['report'] else 'run `make docs` first'}")
+            raise UserError(f"{page}: {'no such report' if name == 'report' else 'run `make docs` first'}")
     args.out.mkdir(parents=True, exist_ok=True)
     playwright = import_extra("playwright.sync_api", "browser")
     with playwright.sync_playwright() as driver:
@@ -48,13 +55,24 @@ def main(arguments: Sequence[str]) -> int:
             tab = chromium.new_context(**options).new_page()
             for name, page in pages.items():
                 tab.goto(page.as_uri())
+                if name == "report":
+                    tab.wait_for_function("window.Bokeh?.documents.length && Bokeh.documents[0].is_idle")
                 tab.wait_for_timeout(LOADING_MILLISECONDS)
-                path = args.out / f"{name}-{kind}.png"
-                tab.screenshot(path=path)
-                with PIL.Image.open(path) as picture:
-                    picture.convert("RGB").quantize(COLOURS, PIL.Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
-                print(path)
+                take(tab, args.out / f"{name}-{kind}.png")
+                for section, selector in SECTIONS.items() if name == "report" else ():
+                    if tab.locator(selector).count():
+                        tab.locator(selector).evaluate("section => section.scrollIntoView()")
+                        tab.wait_for_timeout(LOADING_MILLISECONDS)
+                        take(tab, args.out / f"{section}-{kind}.png")
     return 0
+
+
+def take(tab: Any, path: Path) -> None:
+    """Write what a tab shows as a small PNG file, and print its path."""
+    tab.screenshot(path=path)
+    with PIL.Image.open(path) as picture:
+        picture.convert("RGB").quantize(COLOURS, PIL.Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
+    print(path)
 
 
 if __name__ == "__main__":

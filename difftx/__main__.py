@@ -13,6 +13,7 @@ HELP = "\n".join(
         "usage: difftx COMMAND [FLAG …]\n",
         *(f"  {command:<12}{text}" for command, text in COMMANDS.items()),
         "\n`difftx COMMAND --help` describes the flags of a command. `difftx --version` prints the version.",
+        "Pages that help texts name, such as docs/config.md, are in the repository of difftx.",
     ]
 )
 

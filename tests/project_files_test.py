@@ -13,6 +13,18 @@ import difftx
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
+OF_CI = (
+    None,
+    "test",
+    "lint",
+    "eval",
+    "tokenizers",
+    "browser",
+    "docs",
+    "gcs",
+    "s3",
+    "buckets-test",
+)  # See the Makefile.
 
 
 def requirements(name):
@@ -32,7 +44,7 @@ def test_constraints_satisfy_the_declared_ranges(extra):
     declared = [Requirement(text) for text in (PROJECT["dependencies"] if extra is None else EXTRAS[extra])]
     for requirement in declared:
         name = canonicalize_name(requirement.name)
-        if extra in (None, "test", "lint", "eval", "tokenizers", "browser"):
+        if extra in OF_CI:
             assert name in pinned
         if name in pinned:
             assert requirement.specifier.contains(pinned[name]), f"{requirement} and {name}=={pinned[name]}"

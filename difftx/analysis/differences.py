@@ -48,3 +48,12 @@ def over_seeds(first: Sequence[float], second: Sequence[float]) -> Difference:
     """Return the difference of two mean values over seeds, at least two of each, with Welch's interval."""
     found = scipy.stats.ttest_ind(second, first, equal_var=False).confidence_interval(CONFIDENCE)
     return Difference(float(np.mean(second) - np.mean(first)), float(found.low), float(found.high))
+
+
+def over_pairs(first: Sequence[float], second: Sequence[float]) -> Difference:
+    """Return the mean difference of at least two pairs, such as the runs of equal seeds, with Student's interval."""
+    differences = np.subtract(second, first)
+    if np.ptp(differences) == 0:  # scipy divides by the standard deviation.
+        return Difference(*3 * [float(differences[0])])
+    found = scipy.stats.ttest_rel(second, first).confidence_interval(CONFIDENCE)
+    return Difference(float(np.mean(second) - np.mean(first)), float(found.low), float(found.high))

@@ -1,4 +1,4 @@
-"""Commands of difftx and eval.py, one module each."""
+"""Commands of difftx, one module each."""
 
 # Command → description. Each command is a module of this package with a function `main(arguments) -> exit code`.
 COMMANDS = {

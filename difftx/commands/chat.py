@@ -1,4 +1,4 @@
-"""Talk to a trained model: python -m difftx chat --workdir=DIR. The model is loaded and compiled once.
+"""Talk to a trained model: difftx chat --workdir=DIR. The model is loaded and compiled once.
 
 With a chat template, the lines are messages of one conversation. Without one, the model continues each line by itself.
 """

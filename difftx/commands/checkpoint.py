@@ -1,4 +1,4 @@
-"""List, verify, compare and delete the checkpoints of a run: python -m difftx checkpoint COMMAND --workdir=DIR."""
+"""List, verify, compare and delete the checkpoints of a run: difftx checkpoint COMMAND --workdir=DIR."""
 
 import argparse
 from collections.abc import Sequence

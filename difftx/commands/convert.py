@@ -1,4 +1,4 @@
-"""Convert weights between formats: python -m difftx convert --from=hf|official|difftx --to=… --input=DIR --out=DIR.
+"""Convert weights between formats: difftx convert --from=hf|official|difftx --to=… --input=DIR --out=DIR.
 
 hf is a model folder for transformers, diffllama is a DiffLlama, and official is the layout of the paper's code. With
 --differential, also make a differential model of a Transformer (docs/differentialize.md).

@@ -1,4 +1,4 @@
-"""Estimated cost of a config (parameters, FLOPs, memory), which train.py prints before training and with --dry_run."""
+"""Estimated cost of a config: parameters, FLOPs, memory. `difftx train` prints it, with --dry_run without training."""
 
 import math
 import os

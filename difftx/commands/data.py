@@ -1,4 +1,4 @@
-"""Commands for token stores: python -m difftx data verify DIR, data show DIR --row N, data bigrams DIR --out=FILE."""
+"""Commands for token stores: difftx data verify DIR, data show DIR --row N, data bigrams DIR --out=FILE."""
 
 import argparse
 import itertools

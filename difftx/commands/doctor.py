@@ -1,10 +1,10 @@
 """Check whether a training can start on this machine, and measure how fast it will be.
 
-python -m difftx doctor [--config=FILE.py[:ARG]] [--workdir=DIR] [--json]
+difftx doctor [--config=FILE.py[:ARG]] [--workdir=DIR] [--json]
 
 The command measures the devices, the attention kernels, the folder or bucket of the run, and the bucket of its data.
-Its exit code is 1 if a training cannot start. Start it on every host of a job with the flags of train.py to check all
-of them.
+Its exit code is 1 if a training cannot start. Start it on every host of a job with the flags of `difftx train` to
+check all of them.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Actions of eval.py: evaluate checkpoints, draw curves, fit scaling laws, write reports and list suites."""
+"""Actions of `difftx eval`: evaluate checkpoints, draw curves, fit scaling laws, write reports and list suites."""
 
 import argparse
 import re

@@ -1,4 +1,4 @@
-"""Generate text with a trained model: python -m difftx generate --workdir=DIR --prompt=TEXT | --prompts=FILE.jsonl."""
+"""Generate text with a trained model: difftx generate --workdir=DIR --prompt=TEXT | --prompts=FILE.jsonl."""
 
 import argparse
 import contextlib

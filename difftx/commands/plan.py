@@ -1,6 +1,6 @@
 """Estimate the memory and time of a config on devices that are not attached, by compiling its train step.
 
-python -m difftx plan --config=configs/scaling.py:diff-13.1b --topology=v5p:4x4x4 [--search]
+difftx plan --config=configs/scaling.py:diff-13.1b --topology=v5p:4x4x4 [--search]
 
 The command allocates no arrays and reads no data. Its exit code is 2 if the step does not fit the devices' memory.
 """

@@ -1,4 +1,4 @@
-"""The command `python -m difftx prepare --input=… --tokenizer=… --out=DIR`, which makes a token store from text.
+"""The command `difftx prepare --input=… --tokenizer=… --out=DIR`, which makes a token store from text.
 
 It tokenises the input in parts (units), then assembles them into the shards of a store. If it is stopped or killed,
 the same command resumes from the finished files. The bytes of the store depend only on the input and the options.

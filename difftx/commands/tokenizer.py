@@ -1,4 +1,4 @@
-"""The command `python -m difftx tokenizer train --input=… --vocab_size=… --out=DIR`: byte-level BPE from your own text.
+"""The command `difftx tokenizer train --input=… --vocab_size=… --out=DIR`: byte-level BPE from your own text.
 
 The folder has a tokenizer.json and a tokenizer_config.json, for `data.tokenizer` and for transformers. The pattern that
 splits text before the merges is that of cl100k_base.
@@ -18,7 +18,6 @@ from difftx.data.tokenizer_files import CONFIG, EXTRA, TOKENIZER
 from difftx.errors import UserError, import_extra, printable
 from difftx.files import is_taken, new_folder, require_writable, write_atomically
 from difftx.progress import Work
-from difftx.storage.paths import is_bucket
 
 SMALLEST = 257  # Every byte and <|endoftext|>.
 HELD_OUT = 5  # Documents are not trained on if the first byte of their hash is less than this: 2 % of them.

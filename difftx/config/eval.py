@@ -365,7 +365,7 @@ class EvalConfig(Extensible, path="eval"):
     every_steps: Positive[int] = 1000
     """Number of steps between evaluations in the training loop. The last step is always evaluated."""
     suites: tuple[str, ...] = ("loss",)
-    """Suites that the training loop runs. `python eval.py --list` lists all suites."""
+    """Suites that the training loop runs. `difftx eval --list` lists all suites."""
     loss_tokens: Positive[int] = 1_048_576
     """Suites loss and recall: largest number of tokens of each validation set."""
     recall_max_bigram_count: NotNegative[int] = 1250

@@ -88,8 +88,8 @@ class TrainConfig(Group, path="train"):
     accumulation: AxisLength = 1
     """Number of microbatches per update. The gradient is the mean over the tokens of all microbatches."""
     ema_decay: ProperShare | None = None
-    """Decay rate per update of an exponential moving average of the weights. The flag --weights=ema of eval.py,
-    `generate` and `convert` selects it. None: no average."""
+    """Decay rate per update of an exponential moving average of the weights. The flag --weights=ema of `difftx
+    eval`, `difftx generate` and `difftx convert` selects it. None: no average."""
     z_loss: NotNegative[float] = 0.0
     """Coefficient of the z-loss, the mean of log² Z over the tokens of the loss. Z is the denominator of the softmax
     over the vocabulary. PaLM has 1e-4 (arXiv 2204.02311). `loss` in `metrics.jsonl` does not contain the z-loss."""

@@ -117,7 +117,7 @@ def read_bigrams(path: Path, vocabulary_sha256: str, *, field: str) -> BigramCou
     except (ValueError, RecursionError):  # Not JSON, or not UTF-8.
         header = None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise UserError(f"{where}: not a file of bigrams; count them with `python -m difftx data bigrams`")
+        raise UserError(f"{where}: not a file of bigrams; count them with `difftx data bigrams`")
     if why := schema_error(header, SHAPE):
         raise UserError(f"{where}: the header is corrupt: {why}; count the bigrams again")
     size, expected = path.stat().st_size, len(line) + 16 * header["bigrams"]

@@ -205,7 +205,7 @@ def read_texts(path: str | None, field: str = "data.path") -> Iterator[str]:
     for file in text_files(path, field):
         if file.suffix in NOT_PLAIN_TEXT:
             raise UserError(
-                f"{field}={path!r}: {file.name} is not plain text; make a store of it, `python -m difftx prepare "
+                f"{field}={path!r}: {file.name} is not plain text; make a store of it, `difftx prepare "
                 f"--input={shlex.quote(str(path))} --tokenizer=TOKENIZER --out=FOLDER`, and set {field}=FOLDER"
             )
         try:

@@ -278,7 +278,7 @@ def read_meta(folder: str | AnyPath) -> dict[str, Any]:
     content = read_file(path) if is_bucket(path) else None
     if content is None and (is_bucket(path) or not path.exists()):
         raise UserError(
-            f"{folder}: no {META}, so it is not a finished token store; make it with `python -m difftx prepare`, or "
+            f"{folder}: no {META}, so it is not a finished token store; make it with `difftx prepare`, or "
             f"name the text files in it, such as {str(path.with_name('*.txt'))!r}"
         )
     meta = read_json(path, content)

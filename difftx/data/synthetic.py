@@ -72,20 +72,26 @@ def _retrieval_tokens(config: SyntheticConfig, row_tokens: int) -> int:
     return 2 * config.pairs + config.distractors + 1
 
 
+def _values(config: SyntheticConfig) -> int:
+    return config.vocab_size - config.vocab_size // 2
+
+
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A task, defined by two functions. Both receive the config and the number of tokens in a row."""
+    """A task, defined by functions. `make` and `tokens` receive the config and the number of tokens in a row."""
 
     make: Callable[[SyntheticConfig, int, np.random.Generator], Example]  # Returns a random example.
     tokens: Callable[[SyntheticConfig, int], int]  # Returns the number of tokens in an example.
+    # Returns the number of equally likely tokens that an answer is drawn from. None: there is no such number.
+    candidates: Callable[[SyntheticConfig], int] | None = None
 
 
 TASKS: Registry[Task] = Registry(
     "synthetic task",
     {
-        "mqar": Task(mqar, lambda config, _: 4 * config.pairs),
-        "retrieval": Task(retrieval, _retrieval_tokens),
-        "copy": Task(copy, lambda _, row_tokens: max(2, row_tokens)),
+        "mqar": Task(mqar, lambda config, _: 4 * config.pairs, _values),
+        "retrieval": Task(retrieval, _retrieval_tokens, _values),
+        "copy": Task(copy, lambda _, row_tokens: max(2, row_tokens), lambda config: config.vocab_size - 1),
     },
 )
 
@@ -116,6 +122,11 @@ class SyntheticRows:
     def __len__(self) -> int:
         return self._length
 
+    @property
+    def chance(self) -> float | None:
+        """The probability that a guess is the right answer, or None if the task does not define it."""
+        return None if self._task.candidates is None else 1 / self._task.candidates(self._config)
+
     def random(self, index: int) -> np.random.Generator:
         if not 0 <= index < self._length:
             raise IndexError(f"example {index} of {self._length}")
@@ -136,5 +147,5 @@ def _keys_and_values(config: SyntheticConfig, rng: np.random.Generator) -> tuple
     """Draw distinct keys from the lower half of the tokens, and distinct values from the upper half."""
     middle = config.vocab_size // 2
     keys = 1 + rng.choice(middle - 1, config.pairs, replace=False)
-    values = middle + rng.choice(config.vocab_size - middle, config.pairs, replace=False)
+    values = middle + rng.choice(_values(config), config.pairs, replace=False)
     return keys, values

@@ -1,6 +1,8 @@
 """Suite `exact_match`: accuracy of a synthetic task on its validation examples (docs/suites.md)."""
 # Axes of arrays: B = rows, T = tokens of a row
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from difftx.data.synthetic import SyntheticRows
@@ -13,9 +15,22 @@ from difftx.training.run import Run
 
 def evaluate(evaluation: Evaluation) -> Result:
     """Compare the most likely token with each answer. The numbers are unweighted means over validation sets."""
-    sets = {name: _score_set(evaluation, name, rows) for name, rows in synthetic_sets(evaluation.run).items()}
+    tasks = synthetic_sets(evaluation.run)
+    sets = {name: _score_set(evaluation, name, rows) for name, rows in tasks.items()}
     numbers = {name: float(np.mean([s[name] for s in sets.values()])) for name in ("accuracy", "exact_match")}
-    return Result(numbers=numbers, details={"sets": sets})
+    return Result(numbers=numbers, chance=_chance(tasks, sets), details={"sets": sets})
+
+
+def _chance(tasks: Mapping[str, SyntheticRows], sets: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Return the numbers of a model that guesses each answer on its own among a task's possible answers.
+
+    All examples of a task have the same number of answers.
+    """
+    guesses = {name: rows.chance for name, rows in tasks.items() if rows.chance is not None}
+    if len(guesses) < len(tasks):
+        return {}
+    all_right = [guess ** (sets[name]["answers"] / sets[name]["examples"]) for name, guess in guesses.items()]
+    return {"accuracy": float(np.mean(list(guesses.values()))), "exact_match": float(np.mean(all_right))}
 
 
 def synthetic_sets(run: Run) -> dict[str, SyntheticRows]:

@@ -63,7 +63,7 @@ def evaluate(evaluation: Evaluation) -> Result:
             "cosines": {pair: cosine_L.tolist() for pair, cosine_L in cosines.items()},
         }
         charts.append(
-            _chart(f"gradients_{name}", f"Gradient norms {TITLES[name]}", "norm, nats a token", norms, log_y=True)
+            _chart(f"gradients_{name}", f"Gradient norms {TITLES[name]}", "norm, nats per token", norms, log_y=True)
         )
         if name in COSINES_OF:
             labels = {LOGITS: LOGITS} | {pair: f"W_{pair[0].upper()}" for pair in PAIRS}

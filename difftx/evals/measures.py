@@ -107,6 +107,10 @@ RULES = {
 }
 
 
+# Words in names of numbers → how readers know them.
+WORDS = {"ar hit": "AR-Hit"}
+
+
 @functools.cache
 def measure_of(number: str) -> Measure:
     """Return the measure of a number of a suite by its name. A number that no rule knows has no unit or direction."""

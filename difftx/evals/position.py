@@ -59,7 +59,7 @@ def evaluate(evaluation: Evaluation) -> Result:
         name="loss_by_position",
         title="Loss up to a position",
         x_label="position, tokens",
-        y_label="cumulative average loss, nats a token",
+        y_label="cumulative average loss, nats per token",
         series=series,
     )
     band = f"95 %, normal approximation: the mean over documents ± {ERRORS:.2f} of its standard errors"

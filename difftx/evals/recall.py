@@ -74,7 +74,7 @@ def training_counts(run: Run) -> BigramCounts:
         if on_disk:
             raise UserError(
                 "suite 'recall': eval.bigrams_path is not set; count the bigrams of the training data with "
-                f"`python -m difftx data bigrams {' '.join(on_disk)} --out=FILE` and set it to FILE"
+                f"`difftx data bigrams {' '.join(on_disk)} --out=FILE` and set it to FILE"
             )
         rows = [run.data.train[name] for name in names]
         return _count_once(tuple(r.store for r in rows if isinstance(r, PackedRows)))

@@ -20,7 +20,7 @@ class Suite:
     """A function that evaluates a model, and what its result depends on besides the model and the validation data.
 
     Attributes:
-        evaluate: function that runs the suite. `eval.py --list` prints the first line of its docstring.
+        evaluate: function that runs the suite. `difftx eval --list` prints the first line of its docstring.
         reads: fields of the config group `eval`. A stored result is reused only if their values are the same.
         files: function that returns the files that the suite reads. A stored result depends on their contents.
         inner: function that returns the names of other suites that this suite runs. It may raise `UserError`.

@@ -45,7 +45,7 @@ def test_rows(run: Run) -> PackedRows:
     path = run.config.eval.test.path
     if path is None:
         raise UserError(
-            f"suite 'test': {FIELD} is not set; make a store of the test text with `python -m difftx prepare "
+            f"suite 'test': {FIELD} is not set; make a store of the test text with `difftx prepare "
             "--input=… --valid_fraction=0` and set it to that folder"
         )
     store = open_split(run.config.data, path, "train", run.tokenizer, FIELD)

@@ -35,7 +35,7 @@ _barriers = itertools.count()
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that `start` reads."""
-    group = parser.add_argument_group("several processes", "run the same command on every host: docs/operations.md")
+    group = parser.add_argument_group("several processes", "run the same command on every host; see docs/operations.md")
     group.add_argument("--distributed", action="store_true", help="join the processes of the Slurm, GKE or TPU job")
     group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0, outside of such a job")
     group.add_argument("--processes", type=int, help="number of processes, with --coordinator")

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -14,8 +14,11 @@ import numpy as np
 from difftx.files import make_folder, new_file
 from difftx.storage.paths import AnyPath
 
-# Okabe and Ito's palette, whose colours colour-blind readers can distinguish.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080")
+# Okabe and Ito's palette, whose colours colour-blind readers can distinguish. The blue is lighter than theirs, #0072B2,
+# which is dim on black.
+COLOURS = ("#2A86CC", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080")
+LETTERS = (("T", 1e12), ("B", 1e9), ("M", 1e6))
+MOST_WITH_LETTERS = 1e15  # Larger numbers are written with a power of ten.
 GREY = "#808080"  # Visible on white and on black.
 MOST_CELLS_WITH_NUMBERS = 100  # A heatmap with more cells shows no numbers in them, because they would overlap.
 MOST_TICKS = 12  # Most tick labels on an axis of a heatmap.
@@ -146,11 +149,19 @@ def tick_text(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:g}"
 
 
+def axis_number(most: float) -> Callable[[float], str]:
+    """Return the format of the numbers on an axis up to `most`. All have the letter of `most`, such as 0.2M and 1M."""
+    letter, size = next(((letter, size) for letter, size in LETTERS if most >= size), ("", 1))
+    if most >= MOST_WITH_LETTERS:
+        return lambda x: f"{x:.3g}"
+    return lambda x: f"{x / size:,.4g}{letter}" if x and letter else f"{x:,.6g}"
+
+
 def short_number(number: float) -> str:
     """Format a number of parameters, tokens, FLOPs or seconds, with a letter from a million up, such as 6.8B."""
-    if number >= 1e15:
+    if number >= MOST_WITH_LETTERS:
         return f"{number:.3g}"
-    for letter, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+    for letter, size in LETTERS:
         if number >= size:
             return f"{number / size:.3g}{letter}"
     return f"{number:,.0f}"

@@ -13,7 +13,7 @@ import rich.table
 
 from difftx.errors import UserError
 from difftx.files import write_atomically
-from difftx.report.charts import add_legend, label_axes, save_figure, series_colours, short_number
+from difftx.report.charts import add_legend, axis_number, label_axes, save_figure, series_colours
 from difftx.report.runs import X_AXES, Metric, RunRecord, XAxis, check_comparable, match_runs
 from difftx.storage.paths import AnyPath
 
@@ -112,7 +112,8 @@ def _draw(runs: Sequence[RunRecord], metric: Metric, against: XAxis) -> matplotl
     label_axes(axes, {"title": title, "x_label": X_AXES[against], "y_label": METRIC_LABELS[metric]})
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    axes.xaxis.set_major_formatter(lambda x, _: short_number(x))
+    written = axis_number(max(axes.get_xlim()))
+    axes.xaxis.set_major_formatter(lambda x, _: written(x))
     _fit_to_values(axes)
     if len(runs) > MOST_NAMED_AT_END:
         add_legend(axes)

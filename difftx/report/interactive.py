@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ import numpy as np
 from difftx.report.charts import (
     GREY,
     MOST_TICKS,
+    axis_number,
     colour_limits,
     heatmap_values,
     line_colours,
@@ -22,6 +24,7 @@ from difftx.report.charts import (
 )
 
 MOST_CHARACTERS = 40  # Most characters of a heatmap's x labels together, so that they do not overlap on a phone.
+MOST_TICK_LABELS = 200  # About as many multiples of a step have a label of their own on an axis of tokens.
 HEIGHT = 240  # Height of a figure's frame in pixels, without axes and legend.
 MOST_NAMED_LINES = 12  # A figure with more lines has no legend.
 # Up to four lines show their tooltips at the same time, on different sides of the pointer, so that they do not overlap.
@@ -118,6 +121,20 @@ def chart_figure(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
     return figure
 
 
+def number_axis(figure: bokeh.plotting.figure, most: float) -> None:
+    """Begin a linear x-axis at 0, and label multiples of a step with `axis_number`, such as 2M.
+
+    `most` is the largest x. Ticks between the multiples, which a reader sees after zooming in, have all digits.
+    """
+    figure.x_range.update(start=0)  # Otherwise a single point would have an axis of a width of 2.
+    figure.xaxis.formatter = bokeh.models.NumeralTickFormatter(format="0,0.[00]")
+    if most >= MOST_TICK_LABELS:
+        step = 10 ** math.ceil(math.log10(most / MOST_TICK_LABELS))
+        written = axis_number(most)
+        multiples = range(0, int(1.2 * most) + step, step)
+        figure.xaxis.major_label_overrides = {x: written(x) for x in multiples}
+
+
 def mark_events(figure: bokeh.plotting.figure, events: Sequence[tuple[str, int, str]]) -> None:
     """Draw a vertical line for each event (run, step, text) at its step. A tooltip shows the run and the text."""
     texts = [f"{run}: {text}" for run, _, text in events]
@@ -176,7 +193,7 @@ def _heatmap(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
         axis.major_label_overrides = labels
         axis.ticker = bokeh.models.FixedTicker(ticks=list(labels))
     figure.grid.visible = False
-    bar = bokeh.models.ColorBar(color_mapper=mapper, title=chart["value_label"], width=12, background_fill_alpha=0)
+    bar = bokeh.models.ColorBar(color_mapper=mapper, width=12, background_fill_alpha=0)
     figure.add_layout(bar, "right")
     return figure
 

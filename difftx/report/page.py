@@ -4,6 +4,7 @@ import datetime
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import bokeh.document
 import bokeh.embed
@@ -21,12 +22,14 @@ from difftx.report.charts import series_colours, short_number
 from difftx.report.curves import summary
 from difftx.report.panels import Cell, Table
 from difftx.report.runs import Metric, RunRecord, different_tokenizers, read_runs
-from difftx.report.suites import suite_sections
+from difftx.report.suites import difference_of, suite_sections
 from difftx.report.verdict import verdict
 from difftx.storage.paths import AnyPath
 from difftx.training.resume import changed_fields
 
 TEMPLATES = Path(__file__).parent / "templates"
+# Script that a training was started with → command of difftx.
+SCRIPTS = {"train.py": "difftx train", "__main__.py": "difftx", "difftx": "difftx"}
 # Numbers of the suite "loss" → label and unit, as in the table below the verdict.
 LOSSES = {
     "loss": Cell("validation loss", unit="nats per token"),
@@ -85,20 +88,31 @@ def write_page(workdirs: Sequence[AnyPath], out: AnyPath) -> AnyPath:
 
 
 def _scores(runs: Sequence[RunRecord], metric: Metric) -> Table:
-    """Return a table of the validation losses, and of what each run spent on them.
+    """Return a table of the validation losses, of guessing, and of the sizes of the comparison.
 
-    The verdict on a single run contains its loss, so that the table leaves it out.
+    The verdict on a single run contains its loss, so that the table leaves it out. Two runs have a column for the
+    difference, without a word such as "better", because the verdict says how certain it is.
     """
+    is_pair, comparable = len(runs) == 2, metric == "loss"
     rows: list[Sequence[str | Cell]] = []
+
+    def add(label: Cell, values: Sequence[Any], difference: str | Cell = "") -> None:
+        cells = _once([format_value(value) for value in values])
+        rows.append([label, *cells, *([difference] if is_pair else [])])
+
     for name, label in LOSSES.items():
-        found = [run.last_validation(name) for run in runs]
-        if any(found) and not (len(runs) == 1 and name == metric):
-            rows.append([label, *(format_value(last and last[1]) for last in found)])
-    if any(guesses := [_guesses(run) for run in runs]):
-        rows.append([Cell("loss of guessing", unit="nats per token"), *guesses])
-    spent = [_spent(run) for run in runs]
-    rows += [[label, *(of_run[label] for of_run in spent)] for label in spent[0]]
-    return Table(["", *(run.name for run in runs)], rows)
+        found = [last and last[1] for last in (run.last_validation(name) for run in runs)]
+        if any(value is not None for value in found) and not (len(runs) == 1 and name == metric):
+            difference = difference_of(name, *found) if is_pair and (comparable or name == metric) else ""
+            add(label, found, difference.text if isinstance(difference, Cell) else difference)
+    if any(guesses := [_guess(run) for run in runs]):
+        add(Cell("loss of guessing", unit="nats per token"), guesses)
+    for label, sizes in (
+        ("parameters", [count_parameters(run.config.model).total for run in runs]),
+        ("training tokens", [run.tokens for run in runs]),
+    ):
+        add(Cell(label), sizes, f"{sizes[1] / sizes[0] - 1:+.2%}".replace("-", "−") if len(set(sizes)) == 2 else "")
+    return Table(["", *(run.name for run in runs), *(["difference"] if is_pair else [])], rows)
 
 
 def _once(values: Sequence[str]) -> list[str | Cell]:
@@ -106,18 +120,16 @@ def _once(values: Sequence[str]) -> list[str | Cell]:
     return [Cell(values[0], span=len(values))] if len(set(values)) == 1 else list(values)
 
 
-def _guesses(run: RunRecord) -> str:
-    """Return the loss of a uniform guess, or "" if no result of the suite `loss` has it."""
+def _guess(run: RunRecord) -> float | None:
+    """Return the loss of a uniform guess, or None if no result of the suite `loss` has it."""
     newest = list(run.results.get("loss", {}).values())[-1:]
-    return next((format_value(result.get("chance", {}).get("loss")) for result in newest), "")
+    return next((result.get("chance", {}).get("loss") for result in newest), None)
 
 
 def _spent(run: RunRecord) -> dict[str, str]:
-    """Return the size of a run's model, and what its training has spent so far."""
+    """Return what the training of a run has spent so far."""
     total, rate = summary(run), flops_per_token(run.config.model, run.config.data.sequence_length, causal=False)
     return {
-        "parameters": f"{count_parameters(run.config.model).total:,}",
-        "training tokens": f"{run.tokens:,}",
         "training FLOPs": short_number(rate * run.tokens),
         "training time (h:mm:ss)": str(datetime.timedelta(seconds=round(total["seconds"]))),
         "median tokens per second": f"{total['tokens_per_second']:,.0f}",
@@ -131,8 +143,9 @@ def _notes(runs: Sequence[RunRecord], foreign: tuple[str, str] | None) -> list[s
         if run.skipped:
             notes.append(f"{run.name}: {run.skipped} lines of metrics and journal could not be read.")
         notes += [
-            f"{run.name}: evals/{suite}/{step}.json is left out: its weights are not those of checkpoints/{step}. Run "
-            f"eval.py --workdir={run.workdir} --suite={suite} --step={step} to evaluate that checkpoint."
+            f"{run.name}: evals/{suite}/{step}.json is left out: its weights are not those of checkpoints/{step}. To "
+            "evaluate that checkpoint, run "
+            + _command("eval", f"--workdir={run.workdir}", f"--suite={suite}", f"--step={step}")
             for suite, step in run.outdated
         ]
     if foreign:
@@ -146,12 +159,22 @@ def _commands(runs: Sequence[RunRecord], out: AnyPath) -> list[str]:
     commands = []
     for run in runs:
         if isinstance(command := run.manifest.get("command"), str):
-            commands.append(command)
+            commands.append(_as_difftx(command))
         if run.results:
-            flags = [f"--workdir={run.workdir}", f"--suite={','.join(run.results)}"]
-            commands.append(shlex.join(["python", "eval.py", *flags]))
+            commands.append(_command("eval", f"--workdir={run.workdir}", f"--suite={','.join(run.results)}"))
     workdirs = ",".join(str(run.workdir) for run in runs)
-    return [*commands, shlex.join(["python", "eval.py", "--report", f"--workdir={workdirs}", f"--out={out}"])]
+    return [*commands, _command("report", f"--workdir={workdirs}", f"--out={out}")]
+
+
+def _command(*words: str) -> str:
+    return shlex.join(["difftx", *words])
+
+
+def _as_difftx(command: str) -> str:
+    """Return a command of a manifest, which begins with the path of a script, as a command of `difftx`."""
+    program, _, flags = command.partition(" ")
+    name = Path(program).name
+    return f"{SCRIPTS[name]} {flags}".strip() if name in SCRIPTS else command
 
 
 def _run_headers(runs: Sequence[RunRecord]) -> Table:
@@ -184,6 +207,7 @@ def _header(run: RunRecord) -> dict[str, str]:
         "embedding parameters": f"{count_parameters(config.model).embedding:,}",
         "steps": f"{train[-1]['step']:,} of {run.steps:,}",
         "attempts": str(max(row["attempt"] for row in train)),
+        **_spent(run),
     }
     if devices:
         header["devices"] = f"{devices.get('count')} × {devices.get('kind')}" + (f"; mesh {mesh}" if mesh else "")

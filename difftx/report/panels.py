@@ -15,6 +15,7 @@ from difftx.report.charts import heatmap_values, series_colours
 from difftx.report.curves import METRIC_LABELS, smoothed, training_losses
 from difftx.report.runs import X_AXES, Metric, RunRecord
 from difftx.training import metrics
+from difftx.training.goodput import SECTIONS
 
 MOST_POINTS = 2_000  # Most points of a line. More points would enlarge the page without being visible.
 MOST_POINTS_OF_MANY = 400  # Most points of a line in a figure of many lines, such as one per layer.
@@ -111,7 +112,7 @@ def lambdas(runs: Sequence[RunRecord]) -> Section:
         lines = {f"layer {layer}": (steps, of_layer) for layer, of_layer in enumerate(values, 1)}
         title = f"λ of each layer: {run.name}"
         panels.append(panel_over_steps(title, lines, "λ", note=_crossings_note(run)))
-    return Section(id="lambda", title="λ", panels=panels)
+    return Section(id="lambda", title="λ by layer", panels=panels)
 
 
 def gradients(runs: Sequence[RunRecord]) -> Section:
@@ -151,7 +152,7 @@ def wall_time(runs: Sequence[RunRecord]) -> Section:
     for run in runs:
         rows = run.split("goodput")
         parts = {
-            name.removesuffix("_seconds").replace("_", " "): float(value)
+            SECTIONS.get(section := name.removesuffix("_seconds"), section): float(value)
             for name, value in (rows[-1] if rows else {}).items()
             if name.endswith("_seconds") and name != "wall_seconds" and value is not None
         }
@@ -199,8 +200,9 @@ def _loss_panels(
                     lines.append(dataclasses.replace(line, y="raw", faint=True))
         is_log = scale == "log"
         figure = interactive.line_figure(lines, x_label=X_AXES[x], y_label=y_label, log_x=is_log, log_y=is_log)
-        if x in ("tokens", "seconds") and not is_log:
-            figure.xaxis.formatter = bokeh.models.NumeralTickFormatter(format="0.[00]a")
+        if not is_log:
+            ends = [float(np.max(source.data[x], initial=0)) for source in sources.values()]
+            interactive.number_axis(figure, max(ends))
         values = {run: (source.data[x], source.data["value"]) for run, source in sources.items()}
         table, shown_for = _series_values(X_AXES[x], values), f"against-{x} axes-{scale}"
         panels.append(Panel(title=title, figure=figure, values=table, shown_for=shown_for))
@@ -219,8 +221,8 @@ def _crossings_note(run: RunRecord) -> str:
     more = f" and {len(rows) - MOST_CROSSINGS:,} more times" if len(rows) > MOST_CROSSINGS else ""
     inside = f"[{metrics.LOWEST_LAMBDA:g}, {metrics.HIGHEST_LAMBDA:g}]"
     return (
-        f"Warning: λ left {inside} in {', '.join(crossings)}{more}. Below it the second map is added to the first, "
-        "above it the second map dominates: the layer no longer cancels noise."
+        f"Warning: λ left {inside} in {', '.join(crossings)}{more}. Below this range, the second attention "
+        "weights are added to the first; above it, they dominate the first. The layer no longer cancels noise."
     )
 
 
@@ -236,6 +238,8 @@ def chart_panel(title: str, chart: Mapping[str, Any], note: str) -> Panel:
     if chart["kind"] == "line" and len(chart["series"]) > interactive.MOST_NAMED_LINES:
         first, last = chart["series"][0]["name"], chart["series"][-1]["name"]
         note = f"{note} Colours run from {first}, dark, to {last}, bright; hovering over a line names it.".strip()
+    if chart["kind"] == "heatmap":
+        note = f"The colour shows: {chart['value_label']}. {note}".strip()
     return Panel(title=title, figure=interactive.chart_figure(chart), values=_chart_values(chart), note=note)
 
 
@@ -245,7 +249,7 @@ def thinned_lines(chart: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     for line in chart["series"]:
         kept = thinned(np.array(line["y"], float), MOST_POINTS)
         if len(kept) < len(line["y"]):
-            note = f"Thinned to {MOST_POINTS:,} points a line."
+            note = f"Thinned to {MOST_POINTS:,} points per line."
             columns = [name for name in ("x", "y", "low", "high") if line.get(name) is not None]
             line = {**line, **{name: [line[name][i] for i in kept] for name in columns}}
         series.append(line)

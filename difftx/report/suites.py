@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from difftx.evals.measures import COUNTS, EXPLANATIONS, explanation_of, format_value, measure_of
+from difftx.evals.measures import COUNTS, EXPLANATIONS, WORDS, explanation_of, format_value, measure_of
 from difftx.report.panels import (
     Cell,
     Panel,
@@ -103,12 +103,12 @@ def _numbers(
         row.append(format_value(values[0]))
         for value in values[1:]:
             is_comparable = comparable or name == "bits_per_byte"
-            row += [format_value(value), _difference(name, values[0], value) if is_comparable else "–"]
+            row += [format_value(value), difference_of(name, values[0], value) if is_comparable else "–"]
         rows[name] = row
     return header, rows, basis
 
 
-def _difference(name: str, before: Any, value: Any) -> str | Cell:
+def difference_of(name: str, before: Any, value: Any) -> str | Cell:
     """Return the difference of two values of a number, with a verdict if the number has a better direction."""
     if not all(isinstance(v, int | float) for v in (before, value)):
         return "–"
@@ -124,7 +124,10 @@ def _difference(name: str, before: Any, value: Any) -> str | Cell:
 
 def label_of(number: str) -> str:
     """Return the name of a number for readers. A suite that runs the suite "loss" has numbers such as `loss_loss`."""
-    return re.sub(r"^(\w+)_\1(?=_|$)", r"\1", number).replace("_", " ")
+    label = re.sub(r"^(\w+)_\1(?=_|$)", r"\1", number).replace("_", " ")
+    for words, text in WORDS.items():
+        label = re.sub(rf"\b{words}\b", text, label)
+    return label
 
 
 def axis_label(text: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from difftx.analysis.differences import FEWEST_BLOCKS, Difference, over_blocks, over_seeds
+from difftx.analysis.differences import FEWEST_BLOCKS, Difference, over_blocks, over_pairs, over_seeds
 from difftx.files import schema_error
 from difftx.model.abstract import count_parameters
 from difftx.report.runs import METRIC_UNITS, Metric, RunRecord, different_tokenizers
@@ -39,9 +39,10 @@ class Arm:
         return float(np.mean(self.losses))
 
     @property
-    def seeds(self) -> int:
-        """The number of different seeds."""
-        return len({(run.config.train.seed, run.config.data.seed) for run in self.runs})
+    def of_seeds(self) -> dict[tuple[int, int], float]:
+        """The seeds of weights and data → the loss. Several runs of the same seeds have one entry."""
+        seeds = [(run.config.train.seed, run.config.data.seed) for run in self.runs]
+        return dict(zip(seeds, self.losses, strict=True))
 
 
 def verdict(runs: Sequence[RunRecord], metric: Metric) -> Verdict:
@@ -50,14 +51,14 @@ def verdict(runs: Sequence[RunRecord], metric: Metric) -> Verdict:
     missing = [run.name for run in runs if run.last_validation(metric) is None]
     if missing:
         what = "loss" if metric == "loss" else f"loss in {unit}"
-        fix = "Run eval.py --suite=loss on each of them."
+        fix = "Run difftx eval --suite=loss on each of them."
         return Verdict(f"No verdict: there is no finite validation {what} of {_listed(missing)} yet.", [fix])
     arms = _arms(runs, metric)
     limits = _limits(runs)
     if len(arms) == 1:
         (arm,) = arms
         spread = f", the mean over {len(runs)} seeds ({min(arm.losses):.4g} to {max(arm.losses):.4g})" * (len(runs) > 1)
-        headline = f"{arm.name} reaches a validation loss of {arm.mean:.4g} {unit}{spread}."
+        headline = f"{arm.name} reaches a validation loss of {arm.mean:.4g} {unit}{_text(runs)}{spread}."
         return Verdict(headline, ["There is no other model to compare it with.", *limits])
     if pair := _different_text(runs):
         headline = f"No verdict: {pair[0]} and {pair[1]} were validated on different text."
@@ -68,7 +69,7 @@ def verdict(runs: Sequence[RunRecord], metric: Metric) -> Verdict:
         headline, uncertainty = found[0]
         return Verdict(headline, [uncertainty, *limits])
     best = min(arms, key=lambda arm: arm.mean)
-    headline = f"Of {len(arms)} models, {best.name} has the lowest validation loss."
+    headline = f"Of {len(arms)} models, {best.name} has the lowest validation loss{_text(runs)}."
     return Verdict(headline, [*(f"{sentence} {uncertainty}" for sentence, uncertainty in found), *limits])
 
 
@@ -102,20 +103,28 @@ def _compared(first: Arm, second: Arm, metric: Metric) -> tuple[str, str]:
     better, worse = sorted((first, second), key=lambda arm: arm.mean)
     gap = worse.mean - better.mean
     size = f"{gap:.3g} {METRIC_UNITS[metric]} ({100 * gap / (worse.mean or 1):.2g} %)"
-    sentence = f"{better.name} has a lower validation loss than {worse.name}, by {size}"
+    text = _text([*first.runs, *second.runs])
     difference, how = _difference(better, worse, metric)
+    single = ", in one run each" if len(first.runs) == len(second.runs) == 1 else ""
     if difference is None:
-        return f"{sentence}, but {how}.", "Train more seeds of both, or see whether the suites agree."
+        sentence = f"{better.name} has a lower validation loss{text} than {worse.name}, by {size}, but {how}."
+        return sentence, "Train more seeds of both, or see whether the suites agree."
+    sentence = f"{better.name} has a lower validation loss{text} than {worse.name}{single}, by {size}"
     if difference.low <= 0:
-        sentence = f"{better.name} and {worse.name} cannot be told apart: their validation losses differ by {size}"
+        losses = f"their validation losses{text} differ by {size}{single}"
+        sentence = f"{better.name} and {worse.name} cannot be told apart: {losses}"
     return f"{sentence}.", f"95 % interval of the difference: {difference.low:.3g} to {difference.high:.3g}, {how}."
 
 
 def _difference(first: Arm, second: Arm, metric: Metric) -> tuple[Difference | None, str]:
     """Return an interval and what it covers, or None and why there is none."""
     counts = [len(arm.runs) for arm in (first, second)]
-    if min(counts) > 1 and counts == [first.seeds, second.seeds]:
-        return over_seeds(first.losses, second.losses), f"over {counts[0]} and {counts[1]} seeds"
+    of_seeds = first.of_seeds, second.of_seeds
+    if min(counts) > 1 and counts == [len(of_seeds[0]), len(of_seeds[1])]:
+        if of_seeds[0].keys() == of_seeds[1].keys():
+            pairs = [(loss, of_seeds[1][seeds]) for seeds, loss in of_seeds[0].items()]
+            return over_pairs(*zip(*pairs, strict=True)), f"over {counts[0]} pairs of runs with equal seeds"
+        return over_seeds(first.losses, second.losses), f"over {counts[0]} and {counts[1]} seeds, which are not pairs"
     if max(counts) > 1:
         return None, "an interval over seeds needs at least two different seeds of each"
     blocks = [_blocks(arm.runs[0]) for arm in (first, second)]
@@ -124,9 +133,17 @@ def _difference(first: Arm, second: Arm, metric: Metric) -> tuple[Difference | N
         if min(len(tokens) for _, tokens, _ in pairs) >= FEWEST_BLOCKS:
             found = over_blocks([(nats, others, tokens) for nats, tokens, others in pairs])
             count = sum(len(tokens) for _, tokens, _ in pairs)
-            how = f"paired over {count} blocks of the same validation text. It covers the choice of the text"
-            return found, f"{how}; one run each cannot tell what another seed would do"
+            how = f"paired over {count} blocks of the same validation text"
+            meaning = "It shows what the choice of text changes; one run each cannot tell what another seed would do"
+            return found, f"{how}. {meaning}"
     return None, "one run each cannot tell whether that is chance"
+
+
+def _text(runs: Sequence[RunRecord]) -> str:
+    """Return " on " and the data that the runs are validated on, or "" if the configs do not name the same data."""
+    configs = [run.config.data for run in runs]
+    names = {data.path or _listed([source.name for source in data.sources]) for data in configs}
+    return f" on {name}" if len(names) == 1 and (name := names.pop()) else ""
 
 
 def _blocks(run: RunRecord) -> dict[tuple[str, ...], tuple[np.ndarray, np.ndarray]]:
@@ -170,4 +187,6 @@ def _limits(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def _listed(names: Sequence[str]) -> str:
+    if not names:
+        return ""
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

@@ -200,7 +200,7 @@ def check_attention(config: Config, mesh: jax.sharding.Mesh) -> None:
         usable = [name for name in backends if kernels.why_unavailable(name, call) is None]
         raise UserError(
             f"model.attention_implementation={model.attention_implementation!r}: {why}; use one of "
-            f"{', '.join(usable)} (eval.py: --model.attention_implementation={usable[0]})"
+            f"{', '.join(usable)} (difftx eval: --model.attention_implementation={usable[0]})"
         )
 
 

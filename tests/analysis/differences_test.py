@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from difftx.analysis.differences import over_blocks, over_seeds
+from difftx.analysis.differences import over_blocks, over_pairs, over_seeds
 
 
 def test_blocks_of_equal_size_are_a_paired_t_test():
@@ -41,6 +41,20 @@ def test_seeds_by_welchs_formula():
     half = scipy.stats.t.ppf(0.975, freedom) * np.sqrt(a + b)
     value = np.mean(second) - np.mean(first)
     assert (found.value, found.low, found.high) == pytest.approx((value, value - half, value + half), rel=1e-9)
+
+
+def test_pairs_by_students_formula():
+    first, second = [2.0, 2.1, 2.3, 2.6], [1.9, 1.95, 2.25, 2.4]
+    found = over_pairs(first, second)
+    differences = np.subtract(second, first)
+    half = scipy.stats.t.ppf(0.975, 3) * np.std(differences, ddof=1) / 2
+    value = np.mean(differences)
+    assert (found.value, found.low, found.high) == pytest.approx((value, value - half, value + half), rel=1e-9)
+    # What the pairs have in common does not widen the interval, as it does in Welch's.
+    welch = over_seeds(first, second)
+    assert found.high - found.low < 0.25 * (welch.high - welch.low)
+    same = over_pairs([1.0, 2.0], [1.5, 2.5])
+    assert (same.value, same.low, same.high) == (0.5, 0.5, 0.5)
 
 
 def test_equal_models_differ_by_nothing():

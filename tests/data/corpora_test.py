@@ -75,7 +75,7 @@ def test_bad_input_is_named(config, tmp_path):
     packed = tmp_path / "packed.jsonl.gz"
     packed.write_bytes(gzip.compress(b'{"text": "a"}'))
     (tmp_path / "lines.jsonl").write_text('{"text": "a"}')
-    advice = rf"is not plain text; make a store of it, `python -m difftx prepare --input={tmp_path}/\S+ --tokenizer="
+    advice = rf"is not plain text; make a store of it, `difftx prepare --input={tmp_path}/\S+ --tokenizer="
     cases = [
         (packed, {}, rf"packed\.jsonl\.gz {advice}"),
         (tmp_path / "lines.jsonl", {}, rf"lines\.jsonl {advice}"),

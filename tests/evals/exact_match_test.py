@@ -3,10 +3,12 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+import scipy.stats
 from flax import nnx
 from helpers.evals_params import params_of
 
 from difftx import evals
+from difftx.data.synthetic import SyntheticRows
 from difftx.errors import UserError
 from difftx.training.run import Run
 from difftx.training.state import graph
@@ -41,6 +43,7 @@ def test_answers_that_are_right_are_seen_to_be(config, tmp_path, monkeypatch):
     monkeypatch.setattr(type(rows), "__getitem__", with_the_models_answers)
     result = evals.evaluate(run, params, 0, ["exact_match"])["exact_match"]
     assert result.numbers == {"accuracy": (21 * 16 - 3) / (21 * 16), "exact_match": 19 / 21}
+    assert result.chance == {"accuracy": pytest.approx(1 / 63), "exact_match": pytest.approx(63.0**-16)}
     assert result.details == {"sets": {"valid": {**result.numbers, "answers": 21 * 16, "examples": 21}}}
 
 
@@ -54,3 +57,15 @@ def test_text_is_refused_and_tasks_have_a_loss_without_bytes(config, text_file, 
     assert result.details["sets"]["valid"]["tokens"] == 21  # Answers only.
     with pytest.raises(UserError, match="suite 'sample': no validation set is text"):
         evals.evaluate(dataclasses.replace(run), None, 0, ["sample"])
+
+
+@pytest.mark.parametrize("task", ["mqar", "retrieval", "copy"])
+def test_the_share_of_guessing_is_that_of_the_answers(config, task):
+    """Each of the possible answers is as frequent as the others: a chi-squared test of 400 examples' answers."""
+    data = config(data__path=f"synthetic:{task}", **SMALL | {"data__synthetic__vocab_size": 25}).data
+    rows = SyntheticRows(data.path, data, "train")
+    drawn = [rows[i] for i in range(400)]
+    answers = np.concatenate([row["targets"][row["loss_mask"] > 0] for row in drawn])
+    counts = np.unique(answers, return_counts=True)[1]
+    assert 1 / len(counts) == pytest.approx(rows.chance)
+    assert scipy.stats.chisquare(counts).pvalue > 1e-3

@@ -411,6 +411,9 @@ def test_a_uniform_byte_model_has_8_bits_per_byte_and_chance_accuracy(lm_eval, f
     assert result.numbers["texts_byte_perplexity"] == pytest.approx(256, rel=1e-6)
     assert result.numbers["balanced_acc"] == result.numbers["balanced_acc_norm"] == 0.25
     assert result.numbers["average_acc"] == 0.25
+    assert result.chance == dict.fromkeys(
+        ["balanced_acc", "balanced_acc_norm", "average_acc", "average_acc_norm"], 0.25
+    )
 
 
 @pytest.mark.long

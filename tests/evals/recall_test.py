@@ -144,7 +144,7 @@ def test_a_store_needs_a_file_of_its_own_tokenizers_counts(config, tmp_path, mon
     def run(**changes):
         return Run.open(config(data__path=store, eval__loss_tokens=512, **changes), tmp_path / "run", one_device())
 
-    with pytest.raises(UserError, match=f"python -m difftx data bigrams {store} --out=FILE"):
+    with pytest.raises(UserError, match=f"difftx data bigrams {store} --out=FILE"):
         evals.evaluate(run(), None, 0, ["recall"])
     assert data_command(["bigrams", str(store), f"--out={file}", "--min_count=21"]) == 0
     counted = run(eval__bigrams_path=file, eval__recall_max_bigram_count=20)

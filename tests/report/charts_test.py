@@ -6,10 +6,11 @@ import matplotlib.figure
 import matplotlib.image
 import numpy as np
 import pytest
+from helpers.pages import contrast
 
 from difftx.evals.result import Heatmap, LineChart, ReferenceLine, ScatterChart, Series
 from difftx.report import charts
-from difftx.report.charts import GREY, colour_limits, draw_chart
+from difftx.report.charts import COLOURS, GREY, axis_number, colour_limits, draw_chart
 
 LINES = LineChart(
     name="position/α",
@@ -43,6 +44,27 @@ def test_charts_become_a_picture_and_a_drawing(chart, tmp_path):
     assert {path.name for path in (tmp_path / "out").iterdir()} == {png.name, svg.name}
     again = draw_chart(dataclasses.asdict(chart), tmp_path / "again")
     assert [path.read_bytes() for path in again] == [png.read_bytes(), svg.read_bytes()]
+
+
+def test_the_first_colours_are_visible_on_white_and_on_black():
+    """The lines of two runs have a contrast of at least 3 with the page (WCAG 2.2 for graphics), and a little more."""
+    for colour in COLOURS[:2]:
+        for ground in ("ffffff", "15181c"):
+            assert contrast(*(tuple(bytes.fromhex(text)) for text in (colour[1:], ground))) >= 3.5, (colour, ground)
+
+
+@pytest.mark.parametrize(
+    ("most", "shown"),
+    [
+        (1.1e6, {0: "0", 2e5: "0.2M", 1e6: "1M"}),
+        (8e5, {0: "0", 2e5: "200,000"}),
+        (9.04e14, {2e14: "200T"}),
+        (5e15, {1e15: "1e+15"}),
+        (3, {0.5: "0.5"}),
+    ],
+)
+def test_numbers_on_an_axis_have_the_same_letter(most, shown):
+    assert {x: axis_number(most)(x) for x in shown} == shown
 
 
 def test_empty_and_single_charts_are_drawn(tmp_path):

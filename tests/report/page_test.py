@@ -1,6 +1,7 @@
 """The report's page: its text, and its behaviour in a browser."""
 
 import contextlib
+import html
 import json
 import re
 import shutil
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT
+from helpers.pages import contrast
 from helpers.report_runs import tiny, write_result, write_run
 
 from difftx.config.recipes import load_config
@@ -145,7 +147,9 @@ def check_order(page):
     assert [name for name, _ in sections] == ["verdict", "curves", "suites", "lambda", "gradients", "provenance"]
     assert [top for _, top in sections] == sorted(top for _, top in sections)
     headline = page.locator("#verdict h2").inner_text()
-    assert headline.startswith("diff has a lower validation loss than trans<script>window.pwned=1<script>, by 0.5 nats")
+    assert headline.startswith(
+        "diff has a lower validation loss on stdlib than trans<script>window.pwned=1<script>, by 0.5 nats"
+    )
     # The numbers of the suite `loss` are only in the verdict, and no number of a suite is in two tables.
     assert page.locator("[id=suite-loss]").count() == 0
     names = page.locator("#suites > section").evaluate_all(
@@ -184,19 +188,17 @@ def check_contrast(page):
     )
     shown = {(name, *(tuple(map(float, re.findall(r"[\d.]+", c)))[:3] for c in pair)) for name, *pair in colours}
     assert {"better", "worse", "unit", "note"} <= {name for name, *_ in shown}
+    # The numbers of colour bars are drawn on a canvas, on the ground of the page.
+    drawn, ground = page.evaluate(
+        """() => [
+            [...Bokeh.documents[0].all_models].filter(m => m.type === "ColorBar").map(m => m.major_label_text_color),
+            getComputedStyle(document.body).backgroundColor]"""
+    )
+    assert len(drawn) >= 4
+    below = tuple(map(float, re.findall(r"[\d.]+", ground)))[:3]
+    shown |= {("ColorBar", tuple(bytes.fromhex(colour[1:])), below) for colour in drawn}
     low = [(name, text, ground) for name, text, ground in shown if contrast(text, ground) < 4.5]
     assert low == []
-
-
-def contrast(first, second):
-    """Return the contrast ratio of two colours, given as red, green and blue in 0 … 255."""
-
-    def luminance(colour):
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in np.array(colour) / 255]
-        return np.dot(linear, (0.2126, 0.7152, 0.0722))
-
-    dark, bright = sorted(map(luminance, (first, second)))
-    return (bright + 0.05) / (dark + 0.05)
 
 
 @pytest.mark.long
@@ -303,12 +305,12 @@ def test_on_a_phone_in_the_dark(report, tmp_path):
 
 @pytest.mark.long
 def test_the_page_is_small_and_asks_nobody(report):
-    html = report.read_text()
-    assert len(html.encode()) < 5e6
-    assert "default-src 'none'" in html
-    assert "<img src=x" not in html
-    assert "<script>window.pwned" not in html
-    assert "</script><script>window" not in html
+    text = report.read_text()
+    assert len(text.encode()) < 5e6
+    assert "default-src 'none'" in text
+    assert "<img src=x" not in text
+    assert "<script>window.pwned" not in text
+    assert "</script><script>window" not in text
 
 
 @pytest.mark.long
@@ -333,6 +335,41 @@ def test_a_run_without_evaluations_and_one_step(tmp_path):
     assert "Fields in which the configs differ" not in page.read_text()
 
 
+@pytest.mark.parametrize("program", ["train.py", "/venv/bin/difftx train", "/src/difftx/__main__.py train"])
+def test_the_commands_are_those_of_difftx(tmp_path, program):
+    run = write_run(tmp_path / "run", tiny("diff", train__steps=3))
+    manifest = json.loads((run / "manifest.json").read_text())
+    (run / "manifest.json").write_text(json.dumps(manifest | {"command": f"{program} --config='a b.py' --workdir=x"}))
+    write_result(run, "position", 3, {"loss": 1.0})
+    out = tmp_path / "page.html"
+    shown = html.unescape(
+        re.search(r"<h3>Commands</h3>\n<pre>(.*?)</pre>", write_page([run], out).read_text(), re.S)[1]
+    )
+    assert shown.splitlines() == [
+        "difftx train --config='a b.py' --workdir=x",
+        f"difftx eval --workdir={run} --suite=position",
+        f"difftx report --workdir={run} --out={out}",
+    ]
+
+
+def test_the_table_of_the_verdict(tmp_path):
+    """Two runs have a column for the difference, and what both have in common is written once."""
+    runs = [write_run(tmp_path / name, tiny(name, train__steps=6)) for name in ("diff", "transformer")]
+    for run, loss in zip(runs, (2.0, 2.5), strict=True):
+        write_result(run, "loss", 6, {"loss": loss})
+    text = write_page(runs, tmp_path / "report.html").read_text()
+    table = re.search(r'<table class="numbers">(.*?)</table>', text, re.DOTALL)[1]
+    rows = [re.sub(r"<[^>]+>", " ", row).split() for row in re.findall(r"<tr>(.*?)</tr>", table, re.DOTALL)]
+    found = {" ".join(row[:2]): row for row in rows}
+    assert found["diff transformer"][-1] == "difference"
+    assert found["validation loss"][-4:] == ["2", "2.5", "+0.5", "(+25.00%)"]
+    assert found["training tokens"] == ["training", "tokens", "12,288"]
+    assert '<td class="shared" colspan="2">12,288</td>' in table
+    parameters = next(row for row in rows if row[0] == "parameters")
+    assert len(parameters) == 4
+    assert parameters[-1] == "−0.09%"
+
+
 def test_different_tokenizers_compare_by_bits_per_byte_only(tmp_path):
     runs = [
         write_run(tmp_path / name, tiny("diff", train__steps=6), tokenizer=tokenizer * 64)
@@ -344,7 +381,7 @@ def test_different_tokenizers_compare_by_bits_per_byte_only(tmp_path):
     text = write_page(runs, tmp_path / "report.html").read_text()
     assert "one and two have different tokenizers" in text
     assert "Training loss" not in text
-    assert "one has a lower validation loss than two, by 0.25 bits per byte (33 %)" in text
+    assert "one has a lower validation loss on stdlib than two, by 0.25 bits per byte (33 %)" in text
     assert "+1 (" not in text
 
 

@@ -1,8 +1,10 @@
 """Panels of the report, and what its sections on suites show."""
 
+import json
+
 from helpers.report_runs import tiny, write_result, write_run
 
-from difftx.report.panels import Cell
+from difftx.report.panels import Cell, chart_panel, losses, wall_time
 from difftx.report.runs import read_runs
 from difftx.report.suites import axis_label, label_of, suite_sections
 
@@ -61,8 +63,8 @@ def test_counts_that_are_equal_are_written_once_and_suites_have_an_order(tmp_pat
     sections = sections_of(tmp_path, runs | {"b": {"recall": numbers, "position": {"loss": 2.0, "documents": 3.0}}})
     assert list(sections) == ["suite-recall", "suite-position", "suite-quantize", "suite-own"]
     recall = sections["suite-recall"]
-    assert recall.basis == "a at step 3; b at step 3; ar hit tokens: 645"
-    assert [row[0].text for row in recall.numbers.rows] == ["ar hit loss"]
+    assert recall.basis == "a at step 3; b at step 3; AR-Hit tokens: 645"
+    assert [row[0].text for row in recall.numbers.rows] == ["AR-Hit loss"]
     assert recall.numbers.rows[0][-1] == Cell("0", "equal")
     assert sections["suite-quantize"].numbers.rows == []  # Its charts show them.
     assert [row[0] for row in sections["suite-quantize"].further.rows] == [Cell("loss 4 bits", unit="nats per token")]
@@ -92,3 +94,31 @@ def test_lines_of_several_runs_share_colours_by_name_and_dashes_by_run(tmp_path)
     assert drawn["one: noise"][1] != drawn["two: noise"][1]
     assert list(alone) == ["one", "guessing", "two"]
     assert alone["one"][0] != alone["two"][0]
+
+
+def test_one_validation_has_an_axis_from_zero(tmp_path):
+    """With a single point, the axis of tokens is not 2 tokens wide, and its labels have the units of curves.png."""
+    run = write_run(tmp_path / "run", tiny("diff", train__steps=3, train__global_batch_tokens=2**20))
+    section = losses(read_runs([run]), "loss")
+    panel = next(
+        p for p in section.panels if p.title == "Validation loss" and p.shown_for == "against-tokens axes-linear"
+    )
+    assert panel.figure.x_range.start == 0
+    assert panel.figure.xaxis.major_label_overrides[2_000_000] == "2M"
+    assert panel.figure.xaxis.major_label_overrides[500_000] == "0.5M"
+    assert len(panel.figure.xaxis.major_label_overrides) < 300
+
+
+def test_wall_time_has_the_labels_of_the_terminal(tmp_path):
+    run = write_run(tmp_path / "run", tiny("diff", train__steps=3))
+    with (run / "metrics.jsonl").open("a") as file:
+        seconds = {"train_seconds": 8.0, "data_wait_seconds": 1.0, "lost_work_seconds": 1.0, "wall_seconds": 10.0}
+        file.write(json.dumps({"split": "goodput", "step": 3, "attempt": 1, **seconds}) + "\n")
+    (panel,) = wall_time(read_runs([run])).panels
+    assert panel.values.header == ["run", "training steps", "waiting for data", "steps done again"]
+
+
+def test_a_heatmap_says_in_html_what_its_colour_shows():
+    chart = {"kind": "heatmap", "x": [1], "y": [1], "values": [[0.5]], "x_label": "x", "y_label": "y"}
+    panel = chart_panel("Found", chart | {"value_label": "accuracy"}, "Thinned.")
+    assert panel.note == "The colour shows: accuracy. Thinned."

@@ -43,7 +43,7 @@ def test_one_run_each_is_paired_over_the_text(tmp_path):
     gap = np.mean(first) - np.mean(second)
     for order in (runs, runs[::-1]):
         found = judged(order)
-        assert found.headline.startswith("plain has a lower validation loss than diff, by ")
+        assert found.headline.startswith("plain has a lower validation loss on stdlib than diff, in one run each, by ")
         assert numbers(found.headline) == [float(f"{gap:.3g}"), float(f"{100 * gap / np.mean(first):.2g}")]
         _, low, high, blocks = numbers(found.details[0])
         assert (low, high, blocks) == (
@@ -76,10 +76,17 @@ def test_seeds_count_instead_of_text(tmp_path):
     ]
     found = judged(runs)
     gap = np.mean(losses["transformer"]) - np.mean(losses["diff"])
-    assert found.headline.startswith("diff has a lower validation loss than transformer, by ")
+    assert found.headline.startswith("diff has a lower validation loss on stdlib than transformer, by ")
     assert numbers(found.headline)[0] == pytest.approx(gap, rel=1e-2)
+    student = scipy.stats.ttest_rel(losses["transformer"], losses["diff"]).confidence_interval(0.95)
+    assert numbers(found.details[0])[1:] == pytest.approx([student.low, student.high, 3], rel=1e-2)
+    # The order of the runs does not matter, because their seeds make the pairs. Other seeds make none.
+    assert judged([*runs[:3], *runs[:2:-1]]).details == found.details
+    other = make(tmp_path / "other", [2.28] * BLOCKS, architecture="transformer", train__seed=7, data__seed=7)
     welch = scipy.stats.ttest_ind(losses["transformer"], losses["diff"], equal_var=False).confidence_interval(0.95)
-    assert numbers(found.details[0])[1:] == pytest.approx([welch.low, welch.high, 3, 3], rel=1e-2)
+    unpaired = judged([*runs[:5], other]).details[0]
+    assert numbers(unpaired)[1:] == pytest.approx([welch.low, welch.high, 3, 3], rel=1e-2)
+    assert "which are not pairs" in unpaired
     # Two seeds of one arm and one of the other, or one seed twice, give no interval.
     assert "at least two different seeds of each" in judged(runs[:4]).headline
     again = make(tmp_path / "again", [2.31] * BLOCKS, architecture="transformer")
@@ -108,15 +115,19 @@ def test_what_cannot_be_compared_says_so(tmp_path):
 def test_one_run_and_many(tmp_path):
     a = make(tmp_path / "a", [2.0] * BLOCKS)
     found = judged([a])
-    assert found.headline == "a reaches a validation loss of 2 nats per token."
+    assert found.headline == "a reaches a validation loss of 2 nats per token on stdlib."
     assert found.details == ["There is no other model to compare it with."]
     others = [
         make(tmp_path / name, [loss] * BLOCKS, architecture=name) for name, loss in (("gda", 1.5), ("diff_v2", 3))
     ]
     found = judged([a, *others])
-    assert found.headline == "Of 3 models, gda has the lowest validation loss."
-    assert found.details[0].startswith("gda has a lower validation loss than a, by 0.5 nats per token (25 %).")
-    assert found.details[1].startswith("a has a lower validation loss than diff_v2, by 1 nats per token (33 %).")
+    assert found.headline == "Of 3 models, gda has the lowest validation loss on stdlib."
+    assert found.details[0].startswith(
+        "gda has a lower validation loss on stdlib than a, in one run each, by 0.5 nats per token (25 %)."
+    )
+    assert found.details[1].startswith(
+        "a has a lower validation loss on stdlib than diff_v2, in one run each, by 1 nats per token (33 %)."
+    )
 
 
 def test_malformed_blocks_count_as_none(tmp_path):

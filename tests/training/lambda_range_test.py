@@ -82,4 +82,4 @@ def test_the_report_has_it_beside_the_chart(config, tmp_path):
     writer.close()
     page = write_page([workdir], tmp_path / "report.html").read_text()
     assert "Warning: λ left [-0.5, 2] in layer 2 at step 4 (λ = -0.625), layer 2 at step 5 (λ = –)" in page
-    assert "and 4 more times. Below it the second map is added to the first" in page
+    assert "and 4 more times. Below this range, the second attention weights are added to the first" in page

@@ -49,7 +49,7 @@ def evaluate(evaluation: Evaluation) -> Result:
         torch_random_seed=None,
         fewshot_random_seed=settings.seed,
     )
-    return _result(list(tasks), found, model.truncated)
+    return _result(list(tasks), found, model.truncated, _guesses(tasks))
 
 
 def files(config: Config) -> list[Path]:
@@ -111,7 +111,24 @@ def _load(manager: Any, name: str) -> dict[str, Any]:
     return {name: groups[name]} if name in groups else loaded["tasks"]
 
 
-def _result(tasks: Sequence[str], found: Mapping[str, Any], truncated: int) -> Result:
+def _guesses(tasks: Mapping[str, Any]) -> dict[str, float]:
+    """Return the accuracy of guessing for each task of multiple choice that has been evaluated.
+
+    It is the mean of 1 / choices over the questions. Groups and tasks with a score of their own have none.
+    """
+    guesses = {}
+    for name, task in tasks.items():
+        config: Any = getattr(task, "config", None)  # Groups have none, or one of another kind.
+        if getattr(config, "output_type", None) == "multiple_choice" and config.process_results is None:
+            choices: dict[int, set[int]] = {}  # Question → its choices.
+            for request in task.instances or []:
+                choices.setdefault(request.doc_id, set()).add(request.idx)
+            if choices:
+                guesses[name] = float(np.mean([1 / len(of_question) for of_question in choices.values()]))
+    return guesses
+
+
+def _result(tasks: Sequence[str], found: Mapping[str, Any], truncated: int, guesses: Mapping[str, float]) -> Result:
     scores = {task: _numbers(values) for task, values in found["results"].items()}
     rows = {task: scores[task] for task in tasks if "acc" in scores.get(task, {})}  # Some groups have no mean accuracy.
     numbers = averages(rows)
@@ -120,7 +137,7 @@ def _result(tasks: Sequence[str], found: Mapping[str, Any], truncated: int) -> R
     table = Heatmap(
         name="harness",
         title="Accuracy of lm-eval's tasks",
-        x_label="by likelihood (acc), by likelihood a character (acc_norm)",
+        x_label="by likelihood (acc), by likelihood per character (acc_norm)",
         y_label="task",
         x=["acc", "acc_norm"],
         y=list(rows),
@@ -136,7 +153,11 @@ def _result(tasks: Sequence[str], found: Mapping[str, Any], truncated: int) -> R
         "versions_of_tasks": found["versions"],
         "truncated_requests": truncated,
     }
-    return Result(numbers=numbers, details=details, charts=[table] if rows else [])
+    guessed = {task: {"acc": guess, "acc_norm": guess} for task, guess in guesses.items()}
+    by_guessing = averages({task: guessed[task] for task in rows}) if rows.keys() <= guessed.keys() else {}
+    by_guessing |= {f"{task}_{metric}": value for task in guessed for metric, value in guessed[task].items()}
+    chance = {name: value for name, value in by_guessing.items() if name in numbers}
+    return Result(numbers=numbers, chance=chance, details=details, charts=[table] if rows else [])
 
 
 def averages(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

@@ -36,8 +36,10 @@ def evaluate(evaluation: Evaluation) -> Result:
         for rule in (share_found, lwm_share_found)
     )
     first = [(item, given) for item, given in found if item.sample == 0]
+    numbers = _numbers(prompts, accuracy_LCD, "") | _numbers(prompts, lwm_accuracy_LCD, "_lwm")
     return Result(
-        numbers=_numbers(prompts, accuracy_LCD, "") | _numbers(prompts, lwm_accuracy_LCD, "_lwm"),
+        numbers=numbers,
+        chance=dict.fromkeys(numbers, 0.0),  # Numbers have so many digits that one guess in millions is right.
         details={
             "haystack_tokens": prompts.haystack_tokens,
             "samples_a_cell": settings.samples,

@@ -222,7 +222,7 @@ class Checkpointer:
         except UnreadableError as error:
             raise UnreadableError(
                 f"{error}; nothing was renamed: run the same command again once it can be read, or put the checkpoint "
-                f"aside: python -m difftx checkpoint quarantine --workdir={self._workdir} --step={step}"
+                f"aside: difftx checkpoint quarantine --workdir={self._workdir} --step={step}"
             ) from error
 
     def save(self, state: TrainState, loader: dict[str, Any], config: Config) -> None:

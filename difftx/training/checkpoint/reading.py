@@ -1,4 +1,4 @@
-"""Opening of checkpoints in eval.py, `generate` and `convert`, with the config that they were trained with."""
+"""Opening of checkpoints in `eval`, `generate` and `convert`, with the config that they were trained with."""
 
 import contextlib
 import dataclasses
