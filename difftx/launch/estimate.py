@@ -161,6 +161,7 @@ def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estim
         raise _does_not_fit(str(error)) or error from None
     seconds = time.perf_counter() - start
     memory: Any = compiled.memory_analysis()
+    inputs_and_outputs = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     kind, hlo = devices[0].device_kind, compiled.as_text() or ""
     length, tokens = config.data.sequence_length, config.train.global_batch_tokens
     return Estimate(
@@ -173,7 +174,8 @@ def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estim
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
-        allocated_bytes=memory.total_allocation_bytes,
+        # jaxlib 0.11 does not report the sum of all allocations, which XLA may have rounded up.
+        allocated_bytes=getattr(memory, "total_allocation_bytes", inputs_and_outputs + memory.temp_size_in_bytes),
         code_bytes=memory.generated_code_size_in_bytes,
         capacity_bytes=chip.hbm_bytes,
         compile_seconds=seconds,
