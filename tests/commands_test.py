@@ -161,7 +161,10 @@ def test_report_is_eval_report(both_trained):
         for path in (page, runs / "diff" / "report.html")
     ]
     assert pages[0] == pages[1]
-    for wrong, message in ((f"--workdir={runs}/diff,{runs}", "no config.json there"), ("--workdir=gs://x", "gs://x")):
+    for wrong, message in (
+        (f"--workdir={runs}/diff,{runs}", "no config.json there"),
+        ("--workdir=hdfs://x", "hdfs://x"),
+    ):
         result = run("difftx", "report", wrong)
         assert (result.returncode, result.stdout) == (2, "")
         assert message in result.stderr

@@ -99,7 +99,12 @@ def unexecuted():
     return found
 
 
-@pytest.mark.parametrize(("page", "line"), unexecuted())
+def with_extras(page, line):
+    """Return the arguments of a test, which needs the extras of `make test-long` if the command names a bucket."""
+    return pytest.param(page, line, marks=[pytest.mark.long] if re.search("(gs|s3)://", line) else [])
+
+
+@pytest.mark.parametrize(("page", "line"), [with_extras(*command) for command in unexecuted()])
 def test_commands_that_no_test_runs_name_what_exists(page, line, tmp_path):
     check_line(line, tmp_path)
 

@@ -70,6 +70,7 @@ def test_every_cut_of_a_token_is_a_merge(tmp_path):
     ],
 )
 def test_what_is_not_the_same_is_not_converted(tmp_path, change):
+    pytest.importorskip("tokenizers", reason="needs the extra tokenizers")
     encoding = load_tokenizer(str(words_file(tmp_path / "words.tiktoken")))
     raw = tokenizers.tokenizer_json(encoding, "words.tiktoken")
     change(raw)
