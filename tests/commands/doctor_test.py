@@ -92,6 +92,24 @@ def test_json_is_one_object_with_the_documented_fields(doctor):
 
 
 @pytest.mark.long
+def test_a_microbatch_that_does_not_fit_is_measured_in_part(tmp_path):
+    """configs/diff_3b.py with 32,768 shorter rows on one CPU: q, k and v need 77 GB."""
+    # The vocabulary of the default tokenizer needs a network.
+    flags = ["--json", "--config=configs/diff_3b.py:diff", f"--workdir={tmp_path}", "--config.data.tokenizer=bytes"]
+    command = ["difftx", "doctor", *flags, "--config.data.sequence_length=128"]
+    result = commands().run(command, environment=child_environment(1), folder=ROOT)
+    assert result.returncode == 1, result.stderr
+    found = json.loads(result.stdout)
+    assert len(found["problems"]) == 1
+    assert found["problems"][0].startswith("data.path is not set")
+    assert [row["correct"] for row in found["kernels"]] == [True, True]
+    assert all(1 < row["ratio_to_floor"] < 100 for row in found["kernels"])
+    for function in ("attention", "diff_attention"):
+        scaled = f"32768 rows per device, of which 56 fit a measurement: the times of {function} are scaled"
+        assert any(scaled in line for line in found["advice"]), found["advice"]
+
+
+@pytest.mark.long
 def test_the_page_fits_100_columns(doctor):
     result = doctor()
     assert result.returncode == 0, result.stderr
