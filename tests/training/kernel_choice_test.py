@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -12,6 +13,7 @@ from processes import Processes
 from difftx.config import Config
 from difftx.config.recipes import load_config
 from difftx.kernels.backend import Ranking
+from difftx.training import kernel_choice
 from difftx.training.kernel_choice import workload, worst
 
 FAKES = {"ours": "right", "tardy": "slow", "bad": "wrong", "broken": "raises", "dead": "crashes", "stuck": "hangs"}
@@ -33,18 +35,38 @@ class Machine:
         self.cache, self.measured = tmp_path / "cache", tmp_path / "measured"
         write_text(self.text)
 
-    def train(self, steps, fakes=FAKES, gpu="1 × Fake", count=1, own_fakes=(), **environment):
+    def train(self, steps, fakes=FAKES, gpu="1 × Fake", count=1, **options):
         """Train, and return the lines that name kernels, of each process, and the kernels that were measured."""
+        processes = self._start(fakes, count, train__steps=steps, FAKES_GPU=gpu, **options)
+        try:
+            ended = [processes.wait(process) for process in range(count)]
+        finally:
+            processes.kill()
+        assert all(code == 0 for code, _ in ended), ended
+        self.traced = [set(re.findall("^traced (.*)", text, re.MULTILINE)) for _, text in ended]
+        said = [[line for line in text.splitlines() if ABOUT_KERNELS.search(line)] for _, text in ended]
+        return said, self.measured.read_text().split()
+
+    def end(self, fakes, **options):
+        """Train on a machine with a faked TPU in place of the GPU, and return the exit code and what is printed."""
+        processes = self._start(fakes, 1, train__steps=2, **options)
+        try:
+            return processes.wait(0)
+        finally:
+            processes.kill()
+
+    def _start(self, fakes, count, own_fakes=(), **options):
         self.measured.write_text("")
         changes = {
-            "train__steps": steps,
             "optimizer__warmup_steps": 1,
             "model__attention_implementation": "auto",
             "train__compilation_cache": "auto",
         }
-        variables = {"FAKES": json.dumps(fakes), "FAKES_GPU": gpu, "FAKES_LOG": str(self.measured)}
-        variables |= {"XDG_CACHE_HOME": str(self.cache), **environment}
-        processes = Processes(
+        variables = {"FAKES": json.dumps(fakes), "FAKES_LOG": str(self.measured), "XDG_CACHE_HOME": str(self.cache)}
+        for name, value in options.items():
+            (variables if name.isupper() else changes)[name] = value
+        own = {process: {"FAKES": json.dumps(fakes | fakes_of_one)} for process, fakes_of_one in own_fakes}
+        return Processes(
             self.text,
             self.workdir,
             self.logs,
@@ -52,17 +74,10 @@ class Machine:
             count=count,
             script=("tests/fake_kernels.py",),
             environment=variables,
-            own_environment={process: {"FAKES": json.dumps(fakes | own)} for process, own in own_fakes},
+            own_environment=own,
             multihost__barrier_timeout_seconds=120,
             **changes,
         )
-        try:
-            ended = [processes.wait(process) for process in range(count)]
-        finally:
-            processes.kill()
-        assert all(code == 0 for code, _ in ended), ended
-        said = [[line for line in text.splitlines() if ABOUT_KERNELS.search(line)] for _, text in ended]
-        return said, self.measured.read_text().split()
 
     @property
     def manifest(self):
@@ -126,6 +141,28 @@ def test_two_processes_use_the_worst_of_both_verdicts(machine):
     assert "ours" not in first[0]
     assert re.fullmatch(r" +ours is not used: process 1: WrongResultError: the gradient of k is off by .*", first[1])
     assert machine.manifest["attention_kernel"] in ("other", "xla")
+
+
+@pytest.mark.long
+def test_a_kernel_that_hangs_on_a_tpu_ends_the_process_with_advice(machine):
+    code, text = machine.end({"stuck": "hangs", "ours": "right"}, FAKES_DEADLINE_SECONDS="10", FAKES_KERNEL_SECONDS="5")
+    assert code == 1, text
+    assert (
+        "error: attention kernel 'stuck' did not finish before the deadline of 10 s; name another one, such as "
+        "model.attention_implementation=xla, or set train.kernel_choice=fixed" in text.splitlines()
+    )
+    assert "Traceback" not in text
+    assert not machine.workdir.exists()
+
+
+def test_kernels_that_a_tpu_cannot_finish_by_the_deadline_are_not_tried(monkeypatch):
+    clock = iter([0.0, 30.0, 40.0, 50.0])  # The start, and before each kernel.
+    shapes = SimpleNamespace(candidates=lambda: ["first", "second", "xla"])
+    monkeypatch.setattr(kernel_choice, "workload", lambda *_: shapes)
+    monkeypatch.setattr(kernel_choice, "_outcome", lambda shapes, name: 1.0 if name == "first" else "it is wrong")
+    monkeypatch.setattr(kernel_choice.time, "monotonic", clock.__next__)
+    found = kernel_choice._measured_here(load_config("configs/quickstart.py:diff", TINY))
+    assert found == ({"first": 1.0}, {"second": "not tried within 60 s"})
 
 
 def test_the_worst_of_rankings():
