@@ -184,7 +184,7 @@ def _rankings(config: Config) -> "dict[str, tuple[Config, Ranking]]":
     for one in pair(config).values() if config.model.architecture in COMPARED else [config]:
         function = kernel_choice.kernel_function(one)
         if function != "mapped_attention":  # It has one kernel.
-            found[function] = one, Ranking(function, "", *kernel_choice.measured(one))
+            found[function] = one, Ranking(function, {}, *kernel_choice.measured(one))
     return found
 
 

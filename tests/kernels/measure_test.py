@@ -152,16 +152,16 @@ def test_auto_follows_a_ranking(monkeypatch):
         return kernels.selected("attention", "auto", call)
 
     assert selected() == "xla"
-    kernels.use(Ranking("attention", "GPU", {"second": 1.0, "xla": 2.0}, {"first": "it is wrong"}))
+    kernels.use(Ranking("attention", {}, {"second": 1.0, "xla": 2.0}, {"first": "it is wrong"}))
     assert selected() == "second"
-    kernels.use(Ranking("attention", "GPU", {"xla": 2.0}, {"second": "it is wrong"}))
+    kernels.use(Ranking("attention", {}, {"xla": 2.0}, {"second": "it is wrong"}))
     assert selected() == "xla"
     # A backend that was not measured serves the calls that no measured one supports.
-    kernels.use(Ranking("attention", "GPU", {"xla": 2.0}, {"second": "it is wrong"}))
+    kernels.use(Ranking("attention", {}, {"xla": 2.0}, {"second": "it is wrong"}))
     monkeypatch.setitem(
         kernels.BACKENDS["attention"], "xla", dataclasses.replace(right, unsupported=lambda call: "a reason")
     )
     assert selected() == "first"
-    kernels.use(Ranking("attention", "GPU", {}, dict.fromkeys(["first", "second"], "it is wrong")))
+    kernels.use(Ranking("attention", {}, {}, dict.fromkeys(["first", "second"], "it is wrong")))
     with pytest.raises(ValueError, match="xla: a reason; first: it is wrong; second: it is wrong"):
         jax.eval_shape(lambda: kernels.attention(*(jnp.zeros(x.shape, x.dtype) for x in call[:3])))

@@ -1,5 +1,6 @@
 """The measured choice of attention kernels, with faked kernels in real processes (tests/fake_kernels.py)."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -12,6 +13,7 @@ from processes import Processes
 
 from difftx.config import Config
 from difftx.config.recipes import load_config
+from difftx.kernels import api
 from difftx.kernels.backend import Ranking
 from difftx.training import kernel_choice
 from difftx.training.kernel_choice import workload, worst
@@ -55,7 +57,7 @@ class Machine:
         finally:
             processes.kill()
 
-    def _start(self, fakes, count, own_fakes=(), **options):
+    def _start(self, fakes, count, own_fakes=(), own_gpus=None, **options):
         self.measured.write_text("")
         changes = {
             "optimizer__warmup_steps": 1,
@@ -66,6 +68,8 @@ class Machine:
         for name, value in options.items():
             (variables if name.isupper() else changes)[name] = value
         own = {process: {"FAKES": json.dumps(fakes | fakes_of_one)} for process, fakes_of_one in own_fakes}
+        for process, gpu in (own_gpus or {}).items():
+            own.setdefault(process, {})["FAKES_GPU"] = gpu
         return Processes(
             self.text,
             self.workdir,
@@ -119,7 +123,7 @@ def test_kernels_that_are_wrong_raise_crash_or_hang_are_not_used_and_the_choice_
     assert measured == ["tardy"]
     change = f"changed since the run began: attention kernel {fastest} → xla, for other devices (safe)"
     assert elsewhere[0] == change
-    assert machine.manifest["kernels"]["diff_attention"]["device"] == "1 × Other"
+    assert machine.manifest["kernels"]["diff_attention"]["conditions"]["devices"] == "1 × Other"
 
 
 @pytest.mark.long
@@ -135,12 +139,40 @@ def test_kernels_that_were_not_tried_in_time_are_named(machine):
 
 @pytest.mark.long
 def test_two_processes_use_the_worst_of_both_verdicts(machine):
-    said, _ = machine.train(2, {"ours": "right", "other": "right"}, count=2, own_fakes=[(1, {"ours": "wrong"})])
-    first, second = said
+    """Process 1 rejects kernels that are right, and one that is slow, in process 0."""
+    fakes = {"ours": "right", "broken": "right", "stuck": "slow", "tardy": "right"}
+    theirs = {"ours": "wrong", "broken": "raises", "stuck": "hangs", "tardy": "slow"}
+    (first, second), measured = machine.train(
+        2, fakes, count=2, own_fakes=[(1, theirs)], FAKES_KERNEL_SECONDS="20", FAKES_DEADLINE_SECONDS="300"
+    )
+    assert sorted(measured) == sorted(2 * list(fakes))
     assert second == []  # The primary process speaks for all.
-    assert "ours" not in first[0]
-    assert re.fullmatch(r" +ours is not used: process 1: WrongResultError: the gradient of k is off by .*", first[1])
-    assert machine.manifest["attention_kernel"] in ("other", "xla")
+    assert re.fullmatch(r"kernels  diff_attention: xla [\d.]+ ms, tardy [\d.]+ ms", first[0])
+    for name in ("ours", "broken", "stuck"):
+        reason = REASONS.get(name, REASONS["bad"])
+        assert any(re.fullmatch(f" +{name} is not used: process 1: {reason}", line) for line in first[1:]), first
+    assert machine.traced == [{"xla"}, {"xla"}]
+    ranking = machine.manifest["kernels"]["diff_attention"]
+    assert list(ranking["milliseconds"]) == ["xla", "tardy"]
+    assert ranking["milliseconds"]["tardy"] > 50
+
+    # Both resume with the recorded ranking, without measuring.
+    (again, _), measured = machine.train(3, fakes, count=2, own_fakes=[(1, theirs)])
+    assert (again, measured) == (first, [])
+    assert machine.traced == [{"xla"}, {"xla"}]
+
+    # Process 1 has another driver now, so it alone measures again. There, all kernels but one are right.
+    theirs = {"ours": "right", "broken": "right", "stuck": "right", "tardy": "wrong"}
+    (changed, second), measured = machine.train(
+        4, fakes, count=2, own_fakes=[(1, theirs)], own_gpus={1: "1 × Fake, new driver"}
+    )
+    assert sorted(measured) == sorted(fakes)
+    assert second == []
+    assert changed[0] == "changed since the run began: attention kernel xla → xla, for other devices (safe)"
+    rejected = machine.manifest["kernels"]["diff_attention"]["rejected"]
+    assert sorted(rejected) == sorted(fakes)  # Those of the record, and the new one.
+    assert all(reason.startswith("process 1: ") for reason in rejected.values())
+    assert machine.traced == [{"xla"}, {"xla"}]
 
 
 @pytest.mark.long
@@ -165,15 +197,59 @@ def test_kernels_that_a_tpu_cannot_finish_by_the_deadline_are_not_tried(monkeypa
     assert found == ({"first": 1.0}, {"second": "not tried within 60 s"})
 
 
+def ranking(milliseconds, rejected, **conditions):
+    return Ranking(
+        "attention", {"devices": "GPU", "versions": "jax 1", "shapes": "s"} | conditions, milliseconds, rejected
+    )
+
+
 def test_the_worst_of_rankings():
-    rankings = [
-        Ranking("attention", "GPU", {"a": 1.0, "b": 2.0, "c": 3.0}, {}),
-        Ranking("attention", "GPU", {"b": 5.0, "c": 3.5}, {"a": "it is wrong"}),
-    ]
-    expected = Ranking("attention", "GPU", {"c": 3.5, "b": 5.0}, {"a": "process 1: it is wrong"})
-    assert worst(rankings) == expected
-    assert list(worst(rankings).milliseconds) == ["c", "b"]
-    assert worst(rankings[:1]) == rankings[0]
+    first = ranking({"a": 1.0, "b": 2.0, "c": 3.0}, {})
+    second = ranking({"b": 5.0, "c": 3.5}, {"a": "it is wrong"})
+    expected = ranking({"c": 3.5, "b": 5.0}, {"a": "process 1: it is wrong"})
+    assert worst({0: first, 1: second}) == expected
+    assert list(worst({0: first, 1: second}).milliseconds) == ["c", "b"]
+    assert worst({0: second}) == second
+    assert worst({0: expected, 1: expected}) == expected
+
+
+def test_a_process_that_measured_again_does_not_discard_what_others_know(monkeypatch):
+    monkeypatch.setattr(api, "_rankings", {})
+    recorded = ranking({"a": 1.0, "b": 2.0, "c": 3.0}, {"d": "process 1: it is wrong"})
+    renewed = ranking({"a": 1.0, "c": 2.5, "d": 0.5}, {"b": "it is wrong"}, devices="GPU, new driver")
+    for everywhere in ([(recorded, recorded), (recorded, renewed)], [(recorded, renewed), (recorded, recorded)]):
+        kernel_choice._use([list(map(dataclasses.asdict, pair)) for pair in everywhere])
+        used = api.rankings()["attention"]
+        assert used.milliseconds == {"a": 1.0, "c": 3.0}
+        assert sorted(used.rejected) == ["b", "d"]
+    # A process that could not measure does not decide.
+    kernel_choice._use([[None, None], [None, dataclasses.asdict(renewed)]])
+    assert api.rankings()["attention"] == renewed
+
+
+@pytest.mark.parametrize(
+    ("changes", "version", "differs"),
+    [
+        ({}, jax.__version__, None),
+        ({"train.steps": "7"}, jax.__version__, None),
+        ({"train.accumulation": "2"}, jax.__version__, "shapes"),
+        ({}, "0.99", "versions"),
+    ],
+)
+def test_a_recorded_ranking_holds_for_its_versions_and_shapes(changes, version, differs, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(api, "_rankings", {})
+    times = iter([{"a": 1.0, "xla": 2.0}, {"xla": 2.0, "a": 3.0}])
+    monkeypatch.setattr(kernel_choice, "measured", lambda config: (next(times), {}))
+    recorded = kernel_choice._ranked("GPU", load_config("configs/quickstart.py:diff", TINY), None)
+    monkeypatch.setattr(jax, "__version__", version)
+    again = kernel_choice._ranked("GPU", load_config("configs/quickstart.py:diff", TINY | changes), recorded)
+    kernel_choice._use([[dataclasses.asdict(recorded), dataclasses.asdict(again)]])
+    said = capsys.readouterr().out
+    assert next(iter(api.rankings()["diff_attention"].milliseconds)) == ("a" if differs is None else "xla")
+    change = f"changed since the run began: attention kernel a → xla, for other {differs} (safe)"
+    assert (change in said) == (differs is not None)
+    assert ("changed" in said) == (differs is not None)
 
 
 @pytest.mark.parametrize(
