@@ -7,8 +7,8 @@ A kernel may hang, or leave the device in a state in which every later call fail
 measures the kernels before this process opens the device; after a failure, a new child measures the remaining ones. A
 TPU belongs to one process, so the process itself measures there, and ends with an advice if a kernel hangs.
 
-The ranking is stored in the user's cache folder and in the manifest of the run. A run that resumes on the same kind of
-device, with the same version of JAX and the same shapes, uses the recorded ranking, so that its results stay the same
+The ranking is stored in the user's cache folder and in the manifest of the run. A run that resumes on the same devices
+with the same versions of `COMPILERS` and the same shapes uses the recorded ranking, so that its results stay the same
 bit for bit.
 """
 
@@ -52,10 +52,11 @@ from difftx.parallel.mesh import mesh_sizes
 from difftx.parallel.presets import apply_preset
 from difftx.registry import load_extensions, loaded_extensions
 from difftx.storage.paths import AnyPath
-from difftx.training.checkpoint.manifest import MANIFEST
+from difftx.training.checkpoint.manifest import ACCELERATOR_PACKAGES, MANIFEST, package_versions
 
 DEADLINE_SECONDS = 60.0  # Time for all kernels.
 KERNEL_SECONDS = 25.0  # Time for one kernel, including its compilation.
+COMPILERS = ("jax", "jaxlib", *ACCELERATOR_PACKAGES)  # Packages whose versions may change a kernel.
 SHAPE = {"function": str, "conditions": {str: str}, "milliseconds": {str: float}, "rejected": {str: str}}
 Measured = tuple[dict[str, float], dict[str, str]]  # Milliseconds, or else the reason for a rejection, by kernel.
 # Groups and fields that determine the shapes of a call.
@@ -193,7 +194,7 @@ def _ranked(devices: str, config: Config, recorded: Ranking | None) -> Ranking |
     shapes = {name: value for name, value in values.items() if name.startswith(SHAPE_FIELDS)}
     conditions = {
         "devices": devices,
-        "versions": f"jax {jax.__version__}",
+        "versions": ", ".join(f"{name} {version}" for name, version in package_versions().items() if name in COMPILERS),
         "shapes": json_sha256([_process_count(), shapes]),
     }
     if recorded is not None and recorded.conditions == conditions:

@@ -16,6 +16,7 @@ from difftx.config.recipes import load_config
 from difftx.kernels import api
 from difftx.kernels.backend import Ranking
 from difftx.training import kernel_choice
+from difftx.training.checkpoint.manifest import package_versions
 from difftx.training.kernel_choice import workload, worst
 
 FAKES = {"ours": "right", "tardy": "slow", "bad": "wrong", "broken": "raises", "dead": "crashes", "stuck": "hangs"}
@@ -228,21 +229,24 @@ def test_a_process_that_measured_again_does_not_discard_what_others_know(monkeyp
 
 
 @pytest.mark.parametrize(
-    ("changes", "version", "differs"),
+    ("changes", "changed_packages", "differs"),
     [
-        ({}, jax.__version__, None),
-        ({"train.steps": "7"}, jax.__version__, None),
-        ({"train.accumulation": "2"}, jax.__version__, "shapes"),
-        ({}, "0.99", "versions"),
+        ({}, {}, None),
+        ({"train.steps": "7"}, {"grain": "9"}, None),
+        ({"train.accumulation": "2"}, {}, "shapes"),
+        ({}, {"jax": "0.99"}, "versions"),
+        ({}, {"nvidia-cudnn-cu13": "9.99"}, "versions"),
     ],
 )
-def test_a_recorded_ranking_holds_for_its_versions_and_shapes(changes, version, differs, monkeypatch, tmp_path, capsys):
+def test_a_recorded_ranking_holds_for_its_versions_and_shapes(
+    changes, changed_packages, differs, monkeypatch, tmp_path, capsys
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(api, "_rankings", {})
     times = iter([{"a": 1.0, "xla": 2.0}, {"xla": 2.0, "a": 3.0}])
     monkeypatch.setattr(kernel_choice, "measured", lambda config: (next(times), {}))
     recorded = kernel_choice._ranked("GPU", load_config("configs/quickstart.py:diff", TINY), None)
-    monkeypatch.setattr(jax, "__version__", version)
+    monkeypatch.setattr(kernel_choice, "package_versions", lambda: package_versions() | changed_packages)
     again = kernel_choice._ranked("GPU", load_config("configs/quickstart.py:diff", TINY | changes), recorded)
     kernel_choice._use([[dataclasses.asdict(recorded), dataclasses.asdict(again)]])
     said = capsys.readouterr().out
