@@ -1,8 +1,8 @@
-"""train.py on a machine that seems to have a GPU, whose attention kernels are fakes.
+"""train.py or eval.py on a machine that seems to have a GPU, whose attention kernels are fakes.
 
 The variable FAKES is a JSON object: kernel → behaviour, a key of `BEHAVIOURS`. Each kernel that is traced in a child
 process is appended as a line to the file FAKES_LOG. Each kernel with which the process itself trains is printed.
-FAKES_GPU is the name of the GPU. Without it, the machine seems to have a TPU.
+FAKES_GPU is the name of the GPU. Without it, the machine seems to have a TPU. FAKES_SCRIPT may name another script.
 """
 
 import dataclasses
@@ -84,7 +84,6 @@ kernel_choice.KERNEL_SECONDS = float(os.environ.get("FAKES_KERNEL_SECONDS", "20"
 kernel_choice.DEADLINE_SECONDS = float(os.environ.get("FAKES_DEADLINE_SECONDS", "60"))
 
 if __name__ == "__main__":
-    from difftx.errors import run_command
-    from train import main
+    import runpy
 
-    run_command(main)
+    runpy.run_path(os.environ.get("FAKES_SCRIPT", "train.py"), run_name="__main__")
