@@ -30,8 +30,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from difftx import kernels
 from difftx.kernels import target
 
-# Device kind → (FLOP/s of large dense bf16 matrix products, bytes/s of memory), measured on such a device.
-DEVICES = {"NVIDIA H200": (790e12, 4.3e12), "TPU v5": (459e12, 2.77e12), "TPU v6 lite": (918e12, 1.64e12)}
+# Device kind → (FLOP/s of large dense bf16 matrix products, bytes/s of memory): measured on an H200, otherwise from the
+# data sheet.
+DEVICES = {
+    "NVIDIA A100-SXM4-40GB": (312e12, 1.555e12),
+    "NVIDIA A100-SXM4-80GB": (312e12, 2.039e12),
+    "NVIDIA H100 80GB HBM3": (989e12, 3.35e12),
+    "NVIDIA H200": (790e12, 4.3e12),
+    "TPU v5": (459e12, 2.77e12),
+    "TPU v6 lite": (918e12, 1.64e12),
+}
 
 # Number of matrix products of width D over T² / 2 pairs for one differential head, as (forward, backward), at 2 FLOPs
 # per multiply-add. The floor counts P1 V and P2 V separately, as kernels with an online softmax compute them.

@@ -1,7 +1,8 @@
-"""train.py on a machine that seems to have a GPU, whose attention kernels are fakes.
+"""train.py or eval.py on a machine that seems to have a GPU, whose attention kernels are fakes.
 
 The variable FAKES is a JSON object: kernel → behaviour, a key of `BEHAVIOURS`. Each kernel that is traced in a child
-process is appended as a line to the file FAKES_LOG. FAKES_GPU is the name of the GPU.
+process is appended as a line to the file FAKES_LOG. Each kernel with which the process itself trains is printed.
+FAKES_GPU is the name of the GPU. Without it, the machine seems to have a TPU. FAKES_SCRIPT may name another script.
 """
 
 import dataclasses
@@ -11,12 +12,13 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 
-from difftx.kernels import xla
+from difftx.kernels import target, xla
 from difftx.kernels.api import BACKENDS
 from difftx.training import kernel_choice
 
@@ -59,7 +61,9 @@ BEHAVIOURS = {
 
 def logged(name, forward):
     def call(*operands, **options):
-        if multiprocessing.parent_process() is not None:
+        if multiprocessing.parent_process() is None:
+            print(f"traced {name}", flush=True)
+        elif name != "xla":
             with Path(os.environ["FAKES_LOG"]).open("a") as file:
                 print(name, file=file)
         return forward(*operands, **options)
@@ -71,13 +75,15 @@ real = BACKENDS["diff_attention"]["xla"]
 for name, behaviour in json.loads(os.environ["FAKES"]).items():
     fake = dataclasses.replace(real, name=name, **BEHAVIOURS[behaviour])
     BACKENDS["diff_attention"][name] = dataclasses.replace(fake, forward=logged(name, fake.forward))
-BACKENDS["diff_attention"]["xla"] = BACKENDS["diff_attention"].pop("xla")  # The last, as ever.
-kernel_choice.gpu_identity = lambda: os.environ["FAKES_GPU"]
+del BACKENDS["diff_attention"]["xla"]
+BACKENDS["diff_attention"]["xla"] = dataclasses.replace(real, forward=logged("xla", real.forward))  # The last, as ever.
+kernel_choice.gpu_identity = lambda: os.environ.get("FAKES_GPU")
+if "FAKES_GPU" not in os.environ:
+    kernel_choice.target = SimpleNamespace(platform=lambda: "tpu", device_kind=target.device_kind)
 kernel_choice.KERNEL_SECONDS = float(os.environ.get("FAKES_KERNEL_SECONDS", "20"))
 kernel_choice.DEADLINE_SECONDS = float(os.environ.get("FAKES_DEADLINE_SECONDS", "60"))
 
 if __name__ == "__main__":
-    from difftx.errors import run_command
-    from train import main
+    import runpy
 
-    run_command(main)
+    runpy.run_path(os.environ.get("FAKES_SCRIPT", "train.py"), run_name="__main__")

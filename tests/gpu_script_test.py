@@ -1,10 +1,12 @@
 """benchmarks/gpu.sh with programs that only print their arguments, in place of a GPU's."""
 
 import os
+import shlex
 import subprocess
+import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, TINY
 
 PROGRAMS = {
     "nvidia-smi": "echo NVIDIA TEST, 1.0, 1980 MHz",
@@ -51,6 +53,21 @@ def test_all_continues_where_the_last_call_ended(gpu_sh):
     assert code == 0
     assert sorted(records) == sorted(PIECES)
     assert "difftx sweep --config=configs/small.py --grid size=10m,20m" in records["small"]
+
+
+@pytest.mark.long
+def test_the_flags_of_doctor_suffice_for_a_training(gpu_sh, tmp_path):
+    """A tiny model on the CPU, without a network. Only the sizes differ from the call on a GPU."""
+    sizes = [f"--config.{name}={value}" for name, value in TINY.items() if not name.startswith("mesh.")]
+    (tmp_path / "bin" / "python").write_text(
+        "#!/usr/bin/env bash\n"
+        f"JAX_PLATFORMS=cpu TIKTOKEN_CACHE_DIR={tmp_path} https_proxy=http://localhost:9 "
+        f'exec {shlex.join([sys.executable])} "$@" --workdir={tmp_path / "run"} {shlex.join(sizes)}\n'
+    )
+    code, records = gpu_sh("doctor")
+    assert code == 0, records
+    assert "tokens per second" in records["doctor"]
+    assert "A training can start here." in records["doctor"]
 
 
 def test_one_piece_with_arguments(gpu_sh):

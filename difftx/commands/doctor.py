@@ -126,7 +126,7 @@ def examine(options: argparse.Namespace, config: Config | None) -> Findings:
         found.advice.append(f"JAX uses the CPU, although there is an NVIDIA GPU: {install_hint('cuda')}")
     with found.part():
         rankings = rankings or _rankings(shown)
-        found.kernels = _kernels(rankings, found.devices["matmul_flops"])
+        found.kernels = _kernels(rankings, found.devices["matmul_flops"], found.advice)
     with found.part():
         mesh = shown.mesh if config is not None else MeshConfig()
         found.collectives = health.collective_bandwidths(make_mesh(mesh), count)
@@ -184,11 +184,13 @@ def _rankings(config: Config) -> "dict[str, tuple[Config, Ranking]]":
     for one in pair(config).values() if config.model.architecture in COMPARED else [config]:
         function = kernel_choice.kernel_function(one)
         if function != "mapped_attention":  # It has one kernel.
-            found[function] = one, Ranking(function, "", *kernel_choice.measured(one))
+            found[function] = one, Ranking(function, {}, *kernel_choice.measured(one))
     return found
 
 
-def _kernels(rankings: "dict[str, tuple[Config, Ranking]]", matmul_flops: float) -> list[dict[str, Any]]:
+def _kernels(
+    rankings: "dict[str, tuple[Config, Ranking]]", matmul_flops: float, advice: list[str]
+) -> list[dict[str, Any]]:
     """Return a row for each backend of the platform: function, name, correct, milliseconds, ratio_to_floor, reason."""
     import jax
 
@@ -198,6 +200,11 @@ def _kernels(rankings: "dict[str, tuple[Config, Ranking]]", matmul_flops: float)
     rows = []
     for function, (one, ranking) in rankings.items():
         shapes = workload(one, jax.devices()[0].device_kind, jax.device_count())
+        if (rows_measured := shapes.fitting().batch) < shapes.batch:
+            advice.append(
+                f"a microbatch has {shapes.batch} rows per device, of which {rows_measured} fit a measurement: the "
+                f"times of {function} are scaled; raise train.accumulation, or set mesh.preset=auto"
+            )
         floor = 1e3 * shapes.flops / matmul_flops
         for backend in api.candidates(function):
             time, reason = ranking.milliseconds.get(backend.name), ranking.rejected.get(backend.name)

@@ -82,7 +82,7 @@ class Ranking:
     """The backends of an attention function that were measured on a device. "auto" tries them in this order."""
 
     function: str  # Such as "diff_attention".
-    device: str  # The kind of device, with its driver.
+    conditions: dict[str, str]  # Under which they were measured: "devices" with driver, "versions", and "shapes".
     milliseconds: dict[str, float]  # Time of a forward and a backward pass by backend, fastest first.
     rejected: dict[str, str]  # Reason by backend that "auto" does not try.
 

@@ -25,7 +25,12 @@ TOLERANCE = 0.05
 BLOCK_TOKENS = 64  # Errors are computed by block, because one wrong tile of a long row hardly changes the row's norm.
 REFERENCE_TOKENS = 4096  # Longest row for the reference, whose memory is quadratic. Longer rows use "xla" in float32.
 ARGUMENTS, OUTPUT = ("q", "k", "v", "lam"), "the output"
+# The share of a device's memory for q, k and v. A measurement also needs gradients, the results of two calls and
+# temporaries in float32, about 6 times as much.
+MEMORY_SHARE = 1 / 12
+CPU_BYTES = 2**27  # The limit for q, k and v on a CPU, on which a larger call takes many seconds.
 REPEATS, REPEAT_SECONDS = 5, 0.05  # The time of a call is the median over repeats of at least this length.
+LONG_SECONDS = 1.0  # A longer call is timed once.
 
 
 class WrongResultError(Exception):
@@ -67,6 +72,14 @@ class Workload:
         products = 16 if self.function == "diff_attention" else 7
         return products * self.batch * self.heads * self.width * self.tokens * visible_keys(self.tokens, self.window)
 
+    def fitting(self) -> "Workload":
+        """Return this workload with at most as many rows as this process's first device has memory to measure."""
+        device, call = jax.local_devices()[0], self.call()
+        memory = (device.memory_stats() or {}).get("bytes_limit")
+        limit = CPU_BYTES if memory is None else memory * MEMORY_SHARE
+        row_bytes = sum(x.size * x.dtype.itemsize for x in (call.q, call.k, call.v)) // self.batch
+        return dataclasses.replace(self, batch=min(self.batch, max(1, int(limit) // row_bytes)))
+
     def candidates(self) -> list[str]:
         """Return the backends that "auto" may select on this platform and that support the call."""
         backends = api.candidates(self.function)
@@ -76,8 +89,10 @@ class Workload:
 def measure(workload: Workload, name: str) -> float:
     """Return the milliseconds of a forward and a backward pass of a backend.
 
-    Raise `WrongResultError` if its output or a gradient is wrong. Errors of compilers and devices are passed on.
+    If the device has memory for a part of the rows (`Workload.fitting`), the time of these is scaled to all rows. Raise
+    `WrongResultError` if the output or a gradient is wrong. Errors of compilers and devices are passed on.
     """
+    full_batch, workload = workload.batch, workload.fitting()
     inputs, dout_BTHE = _inputs(workload)
     program = jax.jit(_with_gradients(workload, name)).lower(inputs, dout_BTHE).compile()
     results = program(inputs, dout_BTHE)
@@ -90,8 +105,11 @@ def measure(workload: Workload, name: str) -> float:
         jax.block_until_ready(program(inputs, dout_BTHE))
         return (time.perf_counter() - start) / calls
 
-    calls = max(1, int(REPEAT_SECONDS / seconds(1)))
-    return 1e3 * statistics.median(seconds(calls) for _ in range(REPEATS))
+    median = seconds(1)
+    if median < LONG_SECONDS:
+        calls = max(1, int(REPEAT_SECONDS / median))
+        median = statistics.median(seconds(calls) for _ in range(REPEATS))
+    return 1e3 * median * full_batch / workload.batch
 
 
 def check(workload: Workload, results: dict[str, jax.Array]) -> None:

@@ -13,13 +13,19 @@ from difftx.model.abstract import count_parameters
 # Peak dense bfloat16 FLOP/s by JAX's device kind, from the vendors' data sheets. MFU is not reported for other devices.
 # The data sheet of the L4 states 242 TFLOP/s with sparsity, twice the dense rate. The RTX 4090's is that with float32
 # accumulation in NVIDIA's whitepaper of the Ada GPU architecture. DGX B200: 72 PFLOP/s of sparse FP8 for eight GPUs, a
-# quarter of which is dense bfloat16.
+# quarter of which is dense bfloat16. H100 PCIe: 1,513 TFLOP/s with sparsity, H100 NVL: 1,671. GB200 NVL72: 360 PFLOPS
+# with sparsity for 72 GPUs. Names are complete, because "NVIDIA L4" also begins the name of the faster L40S.
 PEAK_FLOPS = {
     "NVIDIA A100-SXM4-40GB": 312e12,
     "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
     "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
     "NVIDIA H200": 989e12,
     "NVIDIA B200": 2250e12,
+    "NVIDIA GB200": 2500e12,
     "NVIDIA L4": 121e12,
     "NVIDIA GeForce RTX 4090": 165.2e12,
     "TPU v4": 275e12,

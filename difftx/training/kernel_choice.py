@@ -7,8 +7,9 @@ A kernel may hang, or leave the device in a state in which every later call fail
 measures the kernels before this process opens the device; after a failure, a new child measures the remaining ones. A
 TPU belongs to one process, so the process itself measures there, and ends with an advice if a kernel hangs.
 
-The ranking is stored in the user's cache folder and in the manifest of the run. A run that resumes on the same kind of
-device uses the recorded ranking, so that its results stay the same bit for bit.
+The ranking is stored in the user's cache folder and in the manifest of the run. A run that resumes on the same devices
+with the same versions of `COMPILERS` and the same shapes uses the recorded ranking, so that its results stay the same
+bit for bit.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
@@ -51,11 +52,12 @@ from difftx.parallel.mesh import mesh_sizes
 from difftx.parallel.presets import apply_preset
 from difftx.registry import load_extensions, loaded_extensions
 from difftx.storage.paths import AnyPath
-from difftx.training.checkpoint.manifest import MANIFEST
+from difftx.training.checkpoint.manifest import ACCELERATOR_PACKAGES, MANIFEST, package_versions
 
 DEADLINE_SECONDS = 60.0  # Time for all kernels.
 KERNEL_SECONDS = 25.0  # Time for one kernel, including its compilation.
-SHAPE = {"function": str, "device": str, "milliseconds": {str: float}, "rejected": {str: str}}
+COMPILERS = ("jax", "jaxlib", *ACCELERATOR_PACKAGES)  # Packages whose versions may change a kernel.
+SHAPE = {"function": str, "conditions": {str: str}, "milliseconds": {str: float}, "rejected": {str: str}}
 Measured = tuple[dict[str, float], dict[str, str]]  # Milliseconds, or else the reason for a rejection, by kernel.
 # Groups and fields that determine the shapes of a call.
 SHAPE_FIELDS = (
@@ -86,15 +88,13 @@ def choose(configs: Sequence[Config], workdir: AnyPath | None = None) -> None:
     own: dict[str, Ranking | None] = {}
     if gpus is not None:  # Before this process takes the memory of the GPUs.
         for function, config in measurable.items():
-            if not _is_of(recorded[function], gpus):
-                own[function] = _ranked(gpus, config)
+            own[function] = _ranked(gpus, config, recorded[function])
     multihost.require_devices()
     if measurable and gpus is None and target.platform() == "tpu":
         device = jax.devices()[0]
         tpus = f"{jax.device_count()} × {device.device_kind}, {device.client.platform_version.splitlines()[0]}"
         for function, config in measurable.items():
-            if not _is_of(recorded[function], tpus):
-                own[function] = _ranked(tpus, config)
+            own[function] = _ranked(tpus, config, recorded[function])
     for function, config in measurable.items():
         pair = [r and dataclasses.asdict(r) for r in (recorded[function], own.get(function))]
         _use(multihost.gather(f"kernels of {function}", pair, config.multihost.barrier_timeout_seconds))
@@ -183,18 +183,24 @@ def _recorded(workdir: AnyPath | None, function: str) -> Ranking | None:
     return None if schema_error(found, SHAPE) else Ranking(**found)
 
 
-def _is_of(ranking: Ranking | None, device: str) -> bool:
-    return ranking is not None and ranking.device == device
+def _ranked(devices: str, config: Config, recorded: Ranking | None) -> Ranking | None:
+    """Return the recorded ranking if it is of these conditions, or that of the user's cache folder, or measure it.
 
-
-def _ranked(device: str, config: Config) -> Ranking | None:
-    """Return the ranking of the user's cache folder, or else measure and store it. None: nothing was measured."""
+    None: nothing could be measured.
+    """
     values = flax.traverse_util.flatten_dict(values_of(config), sep=".")
     shapes = {name: value for name, value in values.items() if name.startswith(SHAPE_FIELDS)}
+    conditions = {
+        "devices": devices,
+        "versions": ", ".join(f"{name} {version}" for name, version in package_versions().items() if name in COMPILERS),
+        "shapes": json_sha256([_process_count(), shapes]),
+    }
+    if recorded is not None and recorded.conditions == conditions:
+        return recorded
     sources = [
         hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(kernels.__file__).parent.glob("*.py"))
     ]
-    key = json_sha256([device, jax.__version__, _process_count(), sources, shapes])
+    key = json_sha256([conditions, sources])
     path = user_folder() / f"kernels-{key[:16]}.json"
     with contextlib.suppress(OSError, ValueError):
         found = read_record(path)
@@ -203,7 +209,7 @@ def _ranked(device: str, config: Config) -> Ranking | None:
     milliseconds, rejected = measured(config)
     if not (milliseconds or rejected):
         return None
-    ranking = Ranking(kernel_function(config), device, milliseconds, rejected)
+    ranking = Ranking(kernel_function(config), conditions, milliseconds, rejected)
     if config.train.compilation_cache != "off":
         with contextlib.suppress(OSError):  # The user may have no home folder.
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -303,23 +309,25 @@ def _outcome(shapes: Workload, name: str) -> float | str:
 
 def _measured_here(config: Config) -> Measured:
     """Measure the kernels in this process. If one hangs, the process ends with exit code 1 and an advice."""
-    deadline = time.monotonic() + DEADLINE_SECONDS
+    last_start = time.monotonic() + DEADLINE_SECONDS - KERNEL_SECONDS
     shapes = workload(config, target.device_kind(), jax.device_count())
     milliseconds: dict[str, float] = {}
     rejected: dict[str, str] = {}
+    running: list[str] = []
+    watchdog = threading.Timer(DEADLINE_SECONDS, _abort, [running])
+    watchdog.daemon = True
+    watchdog.start()
     for name in shapes.candidates():
-        if time.monotonic() > deadline:
+        if time.monotonic() > last_start:  # The watchdog ends the process even if a kernel is only slow to compile.
             rejected |= _not_tried([name])
             continue
-        watchdog = threading.Timer(DEADLINE_SECONDS, _abort, [name])
-        watchdog.daemon = True
-        watchdog.start()
+        running[:] = [name]
         outcome = _outcome(shapes, name)
-        watchdog.cancel()
         if isinstance(outcome, str):
             rejected[name] = outcome
         else:
             milliseconds[name] = outcome
+    watchdog.cancel()
     return milliseconds, rejected
 
 
@@ -328,10 +336,10 @@ def _not_tried(names: list[str]) -> dict[str, str]:
     return {name: f"not tried within {DEADLINE_SECONDS:.0f} s" for name in names if name != "xla"}
 
 
-def _abort(name: str) -> None:
+def _abort(running: list[str]) -> None:
     print(
-        f"error: attention kernel {name!r} did not finish within {DEADLINE_SECONDS:.0f} s; name another one, such as "
-        "model.attention_implementation=xla, or set train.kernel_choice=fixed",
+        f"error: attention kernel {running[0]!r} did not finish before the deadline of {DEADLINE_SECONDS:.0f} s; name "
+        "another one, such as model.attention_implementation=xla, or set train.kernel_choice=fixed",
         file=sys.stderr,
         flush=True,
     )
@@ -344,20 +352,23 @@ def _process_count() -> int:
 
 
 def _use(everywhere: list[list[dict[str, Any] | None]]) -> None:
-    """Let "auto" follow the ranking that process 0 has recorded, or else the worst of all rankings. Log it.
+    """Let "auto" follow the worst of the rankings of all processes, or else what process 0 has recorded. Log it.
 
-    `everywhere` has the recorded and the measured ranking of each process.
+    `everywhere` has the recorded ranking of each process, and its own under the present conditions. The own one equals
+    the recorded one if the conditions do, so a process that measures again discards nothing that others have found.
     """
-    recorded, own = everywhere[0]
-    if own is None and recorded is None:
+    recorded = None if everywhere[0][0] is None else Ranking(**cast(dict[str, Any], everywhere[0][0]))
+    own = {process: Ranking(**ranking) for process, (_, ranking) in enumerate(everywhere) if ranking is not None}
+    ranking = worst(own) if own else recorded
+    if ranking is None:
         return
-    if own is None:
-        ranking = Ranking(**cast(dict[str, Any], recorded))
-    else:
-        ranking = worst([Ranking(**measured) for _, measured in everywhere if measured is not None])
-        if recorded is not None:
-            before, now = (next(iter(one["milliseconds"]), "none") for one in (recorded, own))
-            multihost.say(f"changed since the run began: attention kernel {before} → {now}, for other devices (safe)")
+    if recorded is not None and ranking != recorded:
+        before, now = (next(iter(one.milliseconds), "none") for one in (recorded, ranking))
+        present = [item for one in own.values() for item in one.conditions.items()]
+        others = dict.fromkeys(name for name, value in present if recorded.conditions.get(name) != value)
+        multihost.say(
+            f"changed since the run began: attention kernel {before} → {now}, for other {' and '.join(others)} (safe)"
+        )
     kernels.use(ranking)
     times = ", ".join(f"{name} {ms:.2f} ms" for name, ms in ranking.milliseconds.items())
     multihost.say(f"kernels  {ranking.function}: {times or 'no measured kernel is right'}")
@@ -365,13 +376,16 @@ def _use(everywhere: list[list[dict[str, Any] | None]]) -> None:
         multihost.say(f"         {name} is not used: {reason}")
 
 
-def worst(rankings: list[Ranking]) -> Ranking:
-    """Return the ranking with the largest time of each kernel, without kernels that a ranking rejects."""
-    rejected = {}
-    for process, ranking in enumerate(rankings):
+def worst(rankings: Mapping[int, Ranking]) -> Ranking:
+    """Return the ranking with the largest time of each kernel, without kernels that a process rejects."""
+    first, *others = rankings.values()
+    rejected: dict[str, str] = {}
+    for process, ranking in rankings.items():
         for name, reason in ranking.rejected.items():
-            rejected.setdefault(name, reason if len(rankings) == 1 else f"process {process}: {reason}")
-    names = [name for name in rankings[0].milliseconds if name not in rejected]
-    slowest = {name: max(ranking.milliseconds.get(name, math.inf) for ranking in rankings) for name in names}
+            # The reasons in a recorded ranking of several processes already name the process.
+            is_named = not others or reason.startswith("process ")
+            rejected.setdefault(name, reason if is_named else f"process {process}: {reason}")
+    names = [name for name in first.milliseconds if name not in rejected]
+    slowest = {name: max(one.milliseconds.get(name, math.inf) for one in rankings.values()) for name in names}
     ordered = dict(sorted(slowest.items(), key=lambda item: item[1]))
-    return dataclasses.replace(rankings[0], milliseconds=ordered, rejected=rejected)
+    return dataclasses.replace(first, milliseconds=ordered, rejected=rejected)

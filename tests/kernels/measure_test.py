@@ -1,6 +1,9 @@
 """The comparison of backends with the reference before a run uses them."""
 
 import dataclasses
+import itertools
+import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +50,23 @@ def test_a_long_row_is_compared_in_linear_memory(monkeypatch):
     monkeypatch.setattr(measure, "REFERENCE_TOKENS", 100)
     workload = dataclasses.replace(WORKLOADS["plain"], batch=1)
     assert measure.measure(workload, "reference") > 0
+
+
+def test_rows_that_do_not_fit_are_not_measured(monkeypatch):
+    """The microbatch of configs/diff_3b.py on one device has 1,024 rows, whose q, k and v need 77 GB."""
+    paper = Workload("diff_attention", 1024, 4096, 12, 12, 128, "bfloat16", has_segments=False)
+    assert paper.fitting() == dataclasses.replace(paper, batch=1)
+    assert WORKLOADS["plain"].fitting() == WORKLOADS["plain"]
+    stats = {"bytes_limit": 60 * 10**9}
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
+    assert paper.fitting().batch == 60 * 10**9 // 12 // (3 * 4096 * 12 * 256 * 2)
+
+    stats["bytes_limit"] = 10**6
+    monkeypatch.setattr(time, "perf_counter", itertools.count(step=2.0).__next__)  # A call takes two seconds.
+    tiny = Workload("attention", 40, 32, 2, 2, 16, "bfloat16", has_segments=False)
+    rows = tiny.fitting().batch
+    assert rows == 10**6 // 12 // (3 * 32 * 2 * 16 * 2)
+    assert measure.measure(tiny, "xla") == 2000 * 40 / rows
 
 
 def backward_with(change):
@@ -132,16 +152,16 @@ def test_auto_follows_a_ranking(monkeypatch):
         return kernels.selected("attention", "auto", call)
 
     assert selected() == "xla"
-    kernels.use(Ranking("attention", "GPU", {"second": 1.0, "xla": 2.0}, {"first": "it is wrong"}))
+    kernels.use(Ranking("attention", {}, {"second": 1.0, "xla": 2.0}, {"first": "it is wrong"}))
     assert selected() == "second"
-    kernels.use(Ranking("attention", "GPU", {"xla": 2.0}, {"second": "it is wrong"}))
+    kernels.use(Ranking("attention", {}, {"xla": 2.0}, {"second": "it is wrong"}))
     assert selected() == "xla"
     # A backend that was not measured serves the calls that no measured one supports.
-    kernels.use(Ranking("attention", "GPU", {"xla": 2.0}, {"second": "it is wrong"}))
+    kernels.use(Ranking("attention", {}, {"xla": 2.0}, {"second": "it is wrong"}))
     monkeypatch.setitem(
         kernels.BACKENDS["attention"], "xla", dataclasses.replace(right, unsupported=lambda call: "a reason")
     )
     assert selected() == "first"
-    kernels.use(Ranking("attention", "GPU", {}, dict.fromkeys(["first", "second"], "it is wrong")))
+    kernels.use(Ranking("attention", {}, {}, dict.fromkeys(["first", "second"], "it is wrong")))
     with pytest.raises(ValueError, match="xla: a reason; first: it is wrong; second: it is wrong"):
         jax.eval_shape(lambda: kernels.attention(*(jnp.zeros(x.shape, x.dtype) for x in call[:3])))

@@ -68,8 +68,25 @@ def test_every_kind_has_a_peak():
     assert set(kinds.values()) <= set(PEAK_FLOPS)
 
 
+@pytest.mark.parametrize(
+    ("kind", "relative", "share"),
+    [
+        ("NVIDIA A100-PCIE-40GB", "NVIDIA A100-SXM4-40GB", 1.0),
+        ("NVIDIA A100 80GB PCIe", "NVIDIA A100-SXM4-80GB", 1.0),
+        # NVIDIA's data sheets: 1,513 and 1,671 of the 1,979 TFLOP/s of the SXM module.
+        ("NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3", 1513 / 1979),
+        ("NVIDIA H100 NVL", "NVIDIA H100 80GB HBM3", 1671 / 1979),
+        # 5 PFLOP/s with sparsity in a GB200, and 4.5 in a B200.
+        ("NVIDIA GB200", "NVIDIA B200", 5 / 4.5),
+    ],
+)
+def test_peak_flops_of_other_modules_with_the_same_chip(kind, relative, share):
+    assert PEAK_FLOPS[kind] == pytest.approx(share * PEAK_FLOPS[relative], rel=2e-3)
+    assert "NVIDIA L40S" not in PEAK_FLOPS
+
+
 @pytest.mark.parametrize("kind", GPUS)
-def test_peak_flops_are_those_of_the_cores(kind):
+def test_peak_flops_are_are_those_of_the_cores(kind):
     """The data sheet's dense bfloat16 peak = cores × tensor FLOPs per core and cycle × at most the largest clock.
 
     A core does 2,048 FLOPs per cycle on Ampere, 1,024 on Ada (half of that on GeForce with float32 accumulation), 4,096

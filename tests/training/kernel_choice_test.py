@@ -1,19 +1,25 @@
 """The measured choice of attention kernels, with faked kernels in real processes (tests/fake_kernels.py)."""
 
+import dataclasses
 import json
 import re
 import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import jax
 import pytest
-from conftest import TINY, write_text
+from conftest import ROOT, TINY, child_environment, write_text
 from processes import Processes
 
 from difftx.config import Config
 from difftx.config.recipes import load_config
 from difftx.errors import UnreadableError
+from difftx.kernels import api
 from difftx.kernels.backend import Ranking
 from difftx.training import kernel_choice
+from difftx.training.checkpoint.manifest import package_versions
 from difftx.training.kernel_choice import workload, worst
 
 FAKES = {"ours": "right", "tardy": "slow", "bad": "wrong", "broken": "raises", "dead": "crashes", "stuck": "hangs"}
@@ -35,18 +41,40 @@ class Machine:
         self.cache, self.measured = tmp_path / "cache", tmp_path / "measured"
         write_text(self.text)
 
-    def train(self, steps, fakes=FAKES, gpu="1 × Fake", count=1, own_fakes=(), **environment):
+    def train(self, steps, fakes=FAKES, gpu="1 × Fake", count=1, **options):
         """Train, and return the lines that name kernels, of each process, and the kernels that were measured."""
+        processes = self._start(fakes, count, train__steps=steps, FAKES_GPU=gpu, **options)
+        try:
+            ended = [processes.wait(process) for process in range(count)]
+        finally:
+            processes.kill()
+        assert all(code == 0 for code, _ in ended), ended
+        self.traced = [set(re.findall("^traced (.*)", text, re.MULTILINE)) for _, text in ended]
+        said = [[line for line in text.splitlines() if ABOUT_KERNELS.search(line)] for _, text in ended]
+        return said, self.measured.read_text().split()
+
+    def end(self, fakes, **options):
+        """Train on a machine with a faked TPU in place of the GPU, and return the exit code and what is printed."""
+        processes = self._start(fakes, 1, train__steps=2, **options)
+        try:
+            return processes.wait(0)
+        finally:
+            processes.kill()
+
+    def _start(self, fakes, count, own_fakes=(), own_gpus=None, **options):
         self.measured.write_text("")
         changes = {
-            "train__steps": steps,
             "optimizer__warmup_steps": 1,
             "model__attention_implementation": "auto",
             "train__compilation_cache": "auto",
         }
-        variables = {"FAKES": json.dumps(fakes), "FAKES_GPU": gpu, "FAKES_LOG": str(self.measured)}
-        variables |= {"XDG_CACHE_HOME": str(self.cache), **environment}
-        processes = Processes(
+        variables = {"FAKES": json.dumps(fakes), "FAKES_LOG": str(self.measured), "XDG_CACHE_HOME": str(self.cache)}
+        for name, value in options.items():
+            (variables if name.isupper() else changes)[name] = value
+        own = {process: {"FAKES": json.dumps(fakes | fakes_of_one)} for process, fakes_of_one in own_fakes}
+        for process, gpu in (own_gpus or {}).items():
+            own.setdefault(process, {})["FAKES_GPU"] = gpu
+        return Processes(
             self.text,
             self.workdir,
             self.logs,
@@ -54,17 +82,10 @@ class Machine:
             count=count,
             script=("tests/fake_kernels.py",),
             environment=variables,
-            own_environment={process: {"FAKES": json.dumps(fakes | own)} for process, own in own_fakes},
+            own_environment=own,
             multihost__barrier_timeout_seconds=120,
             **changes,
         )
-        try:
-            ended = [processes.wait(process) for process in range(count)]
-        finally:
-            processes.kill()
-        assert all(code == 0 for code, _ in ended), ended
-        said = [[line for line in text.splitlines() if ABOUT_KERNELS.search(line)] for _, text in ended]
-        return said, self.measured.read_text().split()
 
     @property
     def manifest(self):
@@ -106,7 +127,7 @@ def test_kernels_that_are_wrong_raise_crash_or_hang_are_not_used_and_the_choice_
     assert measured == ["tardy"]
     change = f"changed since the run began: attention kernel {fastest} → xla, for other devices (safe)"
     assert elsewhere[0] == change
-    assert machine.manifest["kernels"]["diff_attention"]["device"] == "1 × Other"
+    assert machine.manifest["kernels"]["diff_attention"]["conditions"]["devices"] == "1 × Other"
 
 
 def test_an_unreadable_record_is_not_a_missing_one(monkeypatch, tmp_path):
@@ -134,23 +155,148 @@ def test_kernels_that_were_not_tried_in_time_are_named(machine):
 
 @pytest.mark.long
 def test_two_processes_use_the_worst_of_both_verdicts(machine):
-    said, _ = machine.train(2, {"ours": "right", "other": "right"}, count=2, own_fakes=[(1, {"ours": "wrong"})])
-    first, second = said
+    """Process 1 rejects kernels that are right, and one that is slow, in process 0."""
+    fakes = {"ours": "right", "broken": "right", "stuck": "slow", "tardy": "right"}
+    theirs = {"ours": "wrong", "broken": "raises", "stuck": "hangs", "tardy": "slow"}
+    (first, second), measured = machine.train(
+        2, fakes, count=2, own_fakes=[(1, theirs)], FAKES_KERNEL_SECONDS="20", FAKES_DEADLINE_SECONDS="300"
+    )
+    assert sorted(measured) == sorted(2 * list(fakes))
     assert second == []  # The primary process speaks for all.
-    assert "ours" not in first[0]
-    assert re.fullmatch(r" +ours is not used: process 1: WrongResultError: the gradient of k is off by .*", first[1])
-    assert machine.manifest["attention_kernel"] in ("other", "xla")
+    assert re.fullmatch(r"kernels  diff_attention: xla [\d.]+ ms, tardy [\d.]+ ms", first[0])
+    for name in ("ours", "broken", "stuck"):
+        reason = REASONS.get(name, REASONS["bad"])
+        assert any(re.fullmatch(f" +{name} is not used: process 1: {reason}", line) for line in first[1:]), first
+    assert machine.traced == [{"xla"}, {"xla"}]
+    ranking = machine.manifest["kernels"]["diff_attention"]
+    assert list(ranking["milliseconds"]) == ["xla", "tardy"]
+    assert ranking["milliseconds"]["tardy"] > 50
+
+    # Both resume with the recorded ranking, without measuring.
+    (again, _), measured = machine.train(3, fakes, count=2, own_fakes=[(1, theirs)])
+    assert (again, measured) == (first, [])
+    assert machine.traced == [{"xla"}, {"xla"}]
+
+    # Process 1 has another driver now, so it alone measures again. There, all kernels but one are right.
+    theirs = {"ours": "right", "broken": "right", "stuck": "right", "tardy": "wrong"}
+    (changed, second), measured = machine.train(
+        4, fakes, count=2, own_fakes=[(1, theirs)], own_gpus={1: "1 × Fake, new driver"}
+    )
+    assert sorted(measured) == sorted(fakes)
+    assert second == []
+    assert changed[0] == "changed since the run began: attention kernel xla → xla, for other devices (safe)"
+    rejected = machine.manifest["kernels"]["diff_attention"]["rejected"]
+    assert sorted(rejected) == sorted(fakes)  # Those of the record, and the new one.
+    assert all(reason.startswith("process 1: ") for reason in rejected.values())
+    assert machine.traced == [{"xla"}, {"xla"}]
+
+
+@pytest.mark.long
+def test_eval_uses_the_ranking_of_the_run(machine):
+    fakes = {"ours": "right", "other": "right"}
+    machine.train(2, fakes)
+    manifest = machine.manifest
+    manifest["kernels"]["diff_attention"]["milliseconds"] = {"other": 1.0, "ours": 2.0, "xla": 3.0}
+    (machine.workdir / "manifest.json").write_text(json.dumps(manifest))
+    machine.measured.write_text("")
+    variables = {"FAKES": json.dumps(fakes), "FAKES_LOG": str(machine.measured), "FAKES_GPU": "1 × Fake"}
+    ended = subprocess.run(
+        [
+            sys.executable,
+            "tests/fake_kernels.py",
+            f"--workdir={machine.workdir}",
+            "--suite=loss",
+            "--eval.loss_tokens=256",
+        ],
+        cwd=ROOT,
+        env=child_environment(1) | variables | {"FAKES_SCRIPT": "eval.py", "XDG_CACHE_HOME": str(machine.cache)},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "kernels  diff_attention: other 1.00 ms, ours 2.00 ms, xla 3.00 ms" in ended.stdout.splitlines()
+    assert set(re.findall("^traced (.*)", ended.stdout, re.MULTILINE)) == {"other"}
+    assert machine.measured.read_text() == ""
+
+
+@pytest.mark.long
+def test_a_kernel_that_hangs_on_a_tpu_ends_the_process_with_advice(machine):
+    code, text = machine.end({"stuck": "hangs", "ours": "right"}, FAKES_DEADLINE_SECONDS="10", FAKES_KERNEL_SECONDS="5")
+    assert code == 1, text
+    assert (
+        "error: attention kernel 'stuck' did not finish before the deadline of 10 s; name another one, such as "
+        "model.attention_implementation=xla, or set train.kernel_choice=fixed" in text.splitlines()
+    )
+    assert "Traceback" not in text
+    assert not machine.workdir.exists()
+
+
+def test_kernels_that_a_tpu_cannot_finish_by_the_deadline_are_not_tried(monkeypatch):
+    clock = iter([0.0, 30.0, 40.0, 50.0])  # The start, and before each kernel.
+    shapes = SimpleNamespace(candidates=lambda: ["first", "second", "xla"])
+    monkeypatch.setattr(kernel_choice, "workload", lambda *_: shapes)
+    monkeypatch.setattr(kernel_choice, "_outcome", lambda shapes, name: 1.0 if name == "first" else "it is wrong")
+    monkeypatch.setattr(kernel_choice.time, "monotonic", clock.__next__)
+    found = kernel_choice._measured_here(load_config("configs/quickstart.py:diff", TINY))
+    assert found == ({"first": 1.0}, {"second": "not tried within 60 s"})
+
+
+def ranking(milliseconds, rejected, **conditions):
+    return Ranking(
+        "attention", {"devices": "GPU", "versions": "jax 1", "shapes": "s"} | conditions, milliseconds, rejected
+    )
 
 
 def test_the_worst_of_rankings():
-    rankings = [
-        Ranking("attention", "GPU", {"a": 1.0, "b": 2.0, "c": 3.0}, {}),
-        Ranking("attention", "GPU", {"b": 5.0, "c": 3.5}, {"a": "it is wrong"}),
-    ]
-    expected = Ranking("attention", "GPU", {"c": 3.5, "b": 5.0}, {"a": "process 1: it is wrong"})
-    assert worst(rankings) == expected
-    assert list(worst(rankings).milliseconds) == ["c", "b"]
-    assert worst(rankings[:1]) == rankings[0]
+    first = ranking({"a": 1.0, "b": 2.0, "c": 3.0}, {})
+    second = ranking({"b": 5.0, "c": 3.5}, {"a": "it is wrong"})
+    expected = ranking({"c": 3.5, "b": 5.0}, {"a": "process 1: it is wrong"})
+    assert worst({0: first, 1: second}) == expected
+    assert list(worst({0: first, 1: second}).milliseconds) == ["c", "b"]
+    assert worst({0: second}) == second
+    assert worst({0: expected, 1: expected}) == expected
+
+
+def test_a_process_that_measured_again_does_not_discard_what_others_know(monkeypatch):
+    monkeypatch.setattr(api, "_rankings", {})
+    recorded = ranking({"a": 1.0, "b": 2.0, "c": 3.0}, {"d": "process 1: it is wrong"})
+    renewed = ranking({"a": 1.0, "c": 2.5, "d": 0.5}, {"b": "it is wrong"}, devices="GPU, new driver")
+    for everywhere in ([(recorded, recorded), (recorded, renewed)], [(recorded, renewed), (recorded, recorded)]):
+        kernel_choice._use([list(map(dataclasses.asdict, pair)) for pair in everywhere])
+        used = api.rankings()["attention"]
+        assert used.milliseconds == {"a": 1.0, "c": 3.0}
+        assert sorted(used.rejected) == ["b", "d"]
+    # A process that could not measure does not decide.
+    kernel_choice._use([[None, None], [None, dataclasses.asdict(renewed)]])
+    assert api.rankings()["attention"] == renewed
+
+
+@pytest.mark.parametrize(
+    ("changes", "changed_packages", "differs"),
+    [
+        ({}, {}, None),
+        ({"train.steps": "7"}, {"grain": "9"}, None),
+        ({"train.accumulation": "2"}, {}, "shapes"),
+        ({}, {"jax": "0.99"}, "versions"),
+        ({}, {"nvidia-cudnn-cu13": "9.99"}, "versions"),
+    ],
+)
+def test_a_recorded_ranking_holds_for_its_versions_and_shapes(
+    changes, changed_packages, differs, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(api, "_rankings", {})
+    times = iter([{"a": 1.0, "xla": 2.0}, {"xla": 2.0, "a": 3.0}])
+    monkeypatch.setattr(kernel_choice, "measured", lambda config: (next(times), {}))
+    recorded = kernel_choice._ranked("GPU", load_config("configs/quickstart.py:diff", TINY), None)
+    monkeypatch.setattr(kernel_choice, "package_versions", lambda: package_versions() | changed_packages)
+    again = kernel_choice._ranked("GPU", load_config("configs/quickstart.py:diff", TINY | changes), recorded)
+    kernel_choice._use([[dataclasses.asdict(recorded), dataclasses.asdict(again)]])
+    said = capsys.readouterr().out
+    assert next(iter(api.rankings()["diff_attention"].milliseconds)) == ("a" if differs is None else "xla")
+    change = f"changed since the run began: attention kernel a → xla, for other {differs} (safe)"
+    assert (change in said) == (differs is not None)
+    assert ("changed" in said) == (differs is not None)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The manifest of a checkpoint, `manifest.json`, which lists all files and arrays of the checkpoint."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -46,6 +47,8 @@ RESERVED = "writing"  # Field of the object at the path of a manifest in a bucke
 # Files that must exist. Orbax writes them after the manifest, so the manifest has no checksums of them.
 COMMIT_MARKERS = ("commit_success.txt", "_CHECKPOINT_METADATA")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tiktoken", "numpy")
+# Plugins and libraries of accelerators, of which a machine has some.
+ACCELERATOR_PACKAGES = ("jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "libtpu")
 WeightsPart = Literal["params", "ema"]  # Part of a train state with weights: the parameters, or their average.
 PART_BYTES = 2**20  # Size of the parts of a file that are read at a time for its checksum.
 THREADS = min(8, os.cpu_count() or 1)  # Threads compute checksums in parallel, because xxhash releases the GIL.
@@ -96,7 +99,11 @@ def describe_arrays(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
 
 def package_versions() -> dict[str, str]:
     """Return the versions of the packages that can change the numbers of a run."""
-    return {name: importlib.metadata.version(name) for name in PACKAGES}
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    for name in ACCELERATOR_PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def write_manifest(
