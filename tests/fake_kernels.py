@@ -1,11 +1,12 @@
-"""train.py on a machine that seems to have a GPU, whose attention kernels are fakes.
+"""train.py or eval.py on a machine that seems to have a GPU, whose attention kernels are fakes.
 
 The variable FAKES is a JSON object: kernel → behaviour, a key of `BEHAVIOURS`. Each kernel that is traced in a child
 process is appended as a line to the file FAKES_LOG. Each kernel with which the process itself trains is printed.
-FAKES_GPU is the name of the GPU. Without it, the machine seems to have a TPU.
+FAKES_GPU is the name of the GPU. Without it, the machine seems to have a TPU. FAKES_SCRIPT may name another script.
 """
 
 import dataclasses
+import importlib
 import json
 import multiprocessing
 import os
@@ -85,6 +86,6 @@ kernel_choice.DEADLINE_SECONDS = float(os.environ.get("FAKES_DEADLINE_SECONDS", 
 
 if __name__ == "__main__":
     from difftx.errors import run_command
-    from train import main
 
-    run_command(main)
+    # Child processes import this file as their main module, so the script must not become it.
+    run_command(importlib.import_module(os.environ.get("FAKES_SCRIPT", "train")).main)

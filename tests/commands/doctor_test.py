@@ -2,10 +2,12 @@
 
 import argparse
 import dataclasses
+import importlib.metadata
 import json
 import subprocess
 import sys
 
+import jax
 import pytest
 from conftest import ROOT, TINY, child_environment, write_text
 from helpers.command_server import commands
@@ -20,6 +22,7 @@ from difftx.launch import health
 from difftx.parallel import multihost
 from difftx.storage import objects
 from difftx.training import kernel_choice
+from difftx.training.checkpoint import manifest
 
 SCHEMA = {
     "software": {str: str},
@@ -205,35 +208,99 @@ def test_speeds_of_a_bucket(bucket, monkeypatch):
     assert all("the credentials of this process may not" in line for line in findings.problems)
 
 
+@pytest.mark.parametrize(
+    ("kind", "matmul_flops", "changes", "expected"),
+    [
+        ("NVIDIA H200", 900e12, {"model.compute_dtype": "bfloat16", "mesh.preset": "auto"}, []),
+        ("NVIDIA H200", 900e12, {"model.compute_dtype": "bfloat16"}, ["mesh.preset=none; with auto, difftx selects"]),
+        (
+            "NVIDIA H200",
+            247e12,
+            {"model.compute_dtype": "bfloat16", "mesh.preset": "auto"},
+            ["matrix products reach 25% of the data sheet; look for other processes"],
+        ),
+        ("NVIDIA L40S", 1e12, {"model.compute_dtype": "bfloat16", "mesh.preset": "auto"}, []),  # No peak is known.
+        (
+            "NVIDIA H200",
+            50e12,
+            {"model.compute_dtype": "float32", "mesh.preset": "auto"},
+            ["model.compute_dtype=float32 does not use the fast matrix units; set it to bfloat16"],
+        ),
+    ],
+)
+def test_advice_on_a_gpu(kind, matmul_flops, changes, expected, text_file, tmp_path, monkeypatch):
+    overrides = TINY | {"data.path": str(text_file), "mesh.fsdp": "-1"} | changes
+    config = load_config("quickstart:diff", overrides)
+    found = examination.Findings(devices={"kind": kind, "matmul_flops": matmul_flops}, storage={"write": 1e9})
+    options = argparse.Namespace(workdir=tmp_path / "run", config="quickstart:diff")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    result = examination._config(options, config, found)
+    assert len(found.advice) == len(expected)
+    assert all(line.startswith(start) for line, start in zip(found.advice, expected, strict=True)), found.advice
+    assert result["tokens_per_second"] > 0
+
+
+def test_versions_of_libraries_of_accelerators(monkeypatch):
+    installed = importlib.metadata.version
+    theirs = {"jax-cuda13-plugin": "0.12.0", "nvidia-cudnn-cu13": "9.19.0.56"}
+
+    def version(name):
+        if name in theirs or name not in manifest.ACCELERATOR_PACKAGES:
+            return theirs.get(name) or installed(name)
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    software = examination._software()
+    assert {name: software[name] for name in theirs} == theirs
+    assert "libtpu" not in software
+
+
 def test_bad_flags_give_exit_code_2(doctor):
     result = doctor(model__width=3)
     assert result.returncode == 2
     assert "model.width: no such field" in result.stderr
 
 
+def together(*flags, own=((), ())):
+    """Run the command in two processes of two devices, and return the exit code and the outputs of both."""
+    shared = ["--coordinator", f"localhost:{free_port()}", "--processes", "2", "--json"]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "difftx", "doctor", *flags, *shared, "--process", str(process), *more],
+            cwd=ROOT,
+            env=child_environment(2),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process, more in enumerate(own)
+    ]
+    outputs = [process.communicate(timeout=240) for process in started]
+    return [(process.returncode, *output) for process, output in zip(started, outputs, strict=True)]
+
+
 @pytest.mark.long
 def test_two_processes_report_what_one_of_them_lacks(tmp_path):
     text, missing = tmp_path / "text.txt", tmp_path / "nowhere.txt"
     write_text(text)
-    fields = TINY | {"mesh.fsdp": "4"}
-    together = ["--coordinator", f"localhost:{free_port()}", "--processes", "2", "--json"]
-    started = []
-    for process, path in enumerate((text, missing)):
-        overrides = [f"--config.{name}={value}" for name, value in (fields | {"data.path": path}).items()]
-        command = ["-m", "difftx", "doctor", "--config=configs/quickstart.py:diff", f"--workdir={tmp_path / 'run'}"]
-        started.append(
-            subprocess.Popen(
-                [sys.executable, *command, *together, "--process", str(process), *overrides],
-                cwd=ROOT,
-                env=child_environment(2),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    first, second = (process.communicate(timeout=240) for process in started)
-    assert [process.returncode for process in started] == [1, 1], (first, second)
-    assert second[0] == ""
-    found = json.loads(first[0])
+    overrides = [f"--config.{name}={value}" for name, value in (TINY | {"mesh.fsdp": "4"}).items()]
+    own = [[f"--config.data.path={path}"] for path in (text, missing)]
+    flags = ["--config=configs/quickstart.py:diff", f"--workdir={tmp_path / 'run'}", *overrides]
+    first, second = together(*flags, own=own)
+    assert (first[0], second[0]) == (1, 1), (first, second)
+    assert second[1] == ""
+    found = json.loads(first[1])
     assert found["devices"]["count"] == 4
     assert any(f"data.path='{missing}'" in line for line in found["problems"]), found["problems"]
+
+
+@pytest.mark.long
+def test_two_processes_without_a_config(tmp_path):
+    first, second = together(f"--workdir={tmp_path / 'run'}")
+    assert (first[0], second[0]) == (0, 0), (first, second)
+    assert second[1] == ""
+    found = json.loads(first[1])
+    assert schema_error(found, SCHEMA) is None, schema_error(found, SCHEMA)
+    assert (found["ok"], found["problems"], found["config"]) == (True, [], None)
+    assert (found["devices"]["count"], found["devices"]["processes"]) == (4, 2)
+    assert [row["correct"] for row in found["kernels"]] == [True, True]

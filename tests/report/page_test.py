@@ -101,6 +101,19 @@ def report(tmp_path_factory):
     return write_page(runs, folder / "report.html")
 
 
+def test_the_report_names_the_attention_kernel(tmp_path):
+    workdir = write_run(tmp_path / "run", tiny("diff"))
+    manifest = json.loads((workdir / "manifest.json").read_text())
+
+    def page(**more):
+        (workdir / "manifest.json").write_text(json.dumps(manifest | more))
+        return write_page([workdir], tmp_path / "report.html").read_text()
+
+    text = re.sub("<[^>]*>", " ", page(attention_kernel="pallas_gpu"))
+    assert re.search(r"attention kernel\s+pallas_gpu\s", text)
+    assert "attention kernel" not in page()
+
+
 @contextlib.contextmanager
 def browser(file, tmp_path, **options):
     """Open a page in Chromium; yield it when its figures are drawn, with its console's messages and its requests."""

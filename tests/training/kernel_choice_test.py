@@ -4,11 +4,13 @@ import dataclasses
 import json
 import re
 import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
 import pytest
-from conftest import TINY, write_text
+from conftest import ROOT, TINY, child_environment, write_text
 from processes import Processes
 
 from difftx.config import Config
@@ -174,6 +176,34 @@ def test_two_processes_use_the_worst_of_both_verdicts(machine):
     assert sorted(rejected) == sorted(fakes)  # Those of the record, and the new one.
     assert all(reason.startswith("process 1: ") for reason in rejected.values())
     assert machine.traced == [{"xla"}, {"xla"}]
+
+
+@pytest.mark.long
+def test_eval_uses_the_ranking_of_the_run(machine):
+    fakes = {"ours": "right", "other": "right"}
+    machine.train(2, fakes)
+    manifest = machine.manifest
+    manifest["kernels"]["diff_attention"]["milliseconds"] = {"other": 1.0, "ours": 2.0, "xla": 3.0}
+    (machine.workdir / "manifest.json").write_text(json.dumps(manifest))
+    machine.measured.write_text("")
+    variables = {"FAKES": json.dumps(fakes), "FAKES_LOG": str(machine.measured), "FAKES_GPU": "1 × Fake"}
+    ended = subprocess.run(
+        [
+            sys.executable,
+            "tests/fake_kernels.py",
+            f"--workdir={machine.workdir}",
+            "--suite=loss",
+            "--eval.loss_tokens=256",
+        ],
+        cwd=ROOT,
+        env=child_environment(1) | variables | {"FAKES_SCRIPT": "eval", "XDG_CACHE_HOME": str(machine.cache)},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "kernels  diff_attention: other 1.00 ms, ours 2.00 ms, xla 3.00 ms" in ended.stdout.splitlines()
+    assert set(re.findall("^traced (.*)", ended.stdout, re.MULTILINE)) == {"other"}
+    assert machine.measured.read_text() == ""
 
 
 @pytest.mark.long
