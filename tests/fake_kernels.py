@@ -6,6 +6,7 @@ FAKES_GPU is the name of the GPU. Without it, the machine seems to have a TPU. F
 """
 
 import dataclasses
+import importlib
 import json
 import multiprocessing
 import os
@@ -84,6 +85,7 @@ kernel_choice.KERNEL_SECONDS = float(os.environ.get("FAKES_KERNEL_SECONDS", "20"
 kernel_choice.DEADLINE_SECONDS = float(os.environ.get("FAKES_DEADLINE_SECONDS", "60"))
 
 if __name__ == "__main__":
-    import runpy
+    from difftx.errors import run_command
 
-    runpy.run_path(os.environ.get("FAKES_SCRIPT", "train.py"), run_name="__main__")
+    # Child processes import this file as their main module, so the script must not become it.
+    run_command(importlib.import_module(os.environ.get("FAKES_SCRIPT", "train")).main)

@@ -94,7 +94,7 @@ def test_json_is_one_object_with_the_documented_fields(doctor):
     assert found["config"]["kernel"] == "xla"
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive  # A minute. measure_test.py has the rule.
 def test_a_microbatch_that_does_not_fit_is_measured_in_part(tmp_path):
     """configs/diff_3b.py with 32,768 shorter rows on one CPU: q, k and v need 77 GB."""
     # The vocabulary of the default tokenizer needs a network.

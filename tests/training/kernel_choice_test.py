@@ -209,7 +209,7 @@ def test_eval_uses_the_ranking_of_the_run(machine):
             "--eval.loss_tokens=256",
         ],
         cwd=ROOT,
-        env=child_environment(1) | variables | {"FAKES_SCRIPT": "eval.py", "XDG_CACHE_HOME": str(machine.cache)},
+        env=child_environment(1) | variables | {"FAKES_SCRIPT": "eval", "XDG_CACHE_HOME": str(machine.cache)},
         capture_output=True,
         text=True,
     )
