@@ -43,7 +43,8 @@ quickstart: .venv/.installed
 	$(BIN)/python eval.py --workdir=$(RUNS)/transformer --suite=sample
 	$(BIN)/python eval.py --curves='$(RUNS)/*' --out=$(RUNS)
 	$(BIN)/python eval.py --report --workdir=$(RUNS)/diff,$(RUNS)/transformer --out=$(RUNS)/report.html
-	@echo "Open $(abspath $(RUNS)/report.html) in a browser; docs/tutorials/report.md explains it. Next: docs/tutorials/own-text.md"
+	@echo "Open $(abspath $(RUNS)/report.html) in a browser; docs/tutorials/report.md explains it."
+	@echo "Next: source .venv/bin/activate && pip install -e . (the command of the tutorials); then docs/tutorials/own-text.md"
 
 # An interrupted reproduce or study resumes when it is called again.
 reproduce: .venv/.installed stores/books.bigrams
