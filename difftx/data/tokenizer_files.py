@@ -83,6 +83,7 @@ class FileTokenizer(Tokenizer):
     """The parts that the two families share. Errors begin with `field`, such as "data.tokenizer='/path'"."""
 
     transformers_class: str | None  # The class of transformers that encodes alike with the same files, if there is one.
+    normalization: str | None = None  # Type of the normalizer in tokenizer.json, such as "NFC".
 
     def __init__(
         self,
@@ -116,6 +117,7 @@ class JsonTokenizer(FileTokenizer):
 
     def __init__(self, path: Path, settings: dict[str, Any], field: str, end_of_text: str | None):
         self._raw, self._settings, self._field = read_json(path), settings, field
+        self.normalization = (self._raw.get("normalizer") or {}).get("type")
         self._library = import_extra("tokenizers", EXTRA)
         self._coders: dict[tuple[bool, bool], Any] = {}
         self._plain = self._coder(chat=True, continues=False)

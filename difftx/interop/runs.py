@@ -208,7 +208,7 @@ def write_export(
     files = write_folder(folder, export_params(ParamsReader(checkpoint.folder, part), format_, model), shard_bytes)
     settings = (custom if is_custom else FORMATS[format_]).config_json(config, tokenizer.eot_token)
     write_atomically(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
-    note = tokenizers.export_tokenizer(config, tokenizer, folder)
+    note = tokenizers.export_tokenizer(config, tokenizer, folder, settings.get("model_type"))
     if is_custom:
         shutil.copyfile(custom.MODELING, folder / custom.MODELING.name)
     if format_ != "official":

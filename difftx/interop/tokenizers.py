@@ -30,13 +30,23 @@ from difftx.files import read_json, schema_error, write_atomically
 from difftx.storage.paths import AnyPath, is_bucket
 
 CL100K = "cl100k_base"
+QWEN = "qwen2"  # A model type of transformers.
 COPY = "tokenizer"  # Folder of a run directory with the files of an imported model's tokenizer.
 SHAPE = {"model": {"type": str, "vocab": {str: int}, "merges": list}, "added_tokens": [{"id": int, "content": str}]}
 
 
-def export_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path) -> str:
-    """Write the tokenizer's files if transformers encodes alike with them. Return a message for the user."""
+def export_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path, model_type: str | None) -> str:
+    """Write the tokenizer's files if transformers encodes alike with them. Return a message for the user.
+
+    `model_type` is that of the model's config.json, if it has one.
+    """
     name = config.data.tokenizer
+    # transformers encodes by the rules of Qwen 2 in all folders of this type, whatever class the settings name.
+    if model_type == QWEN and not (isinstance(tokenizer, FileTokenizer) and tokenizer.normalization == "NFC"):
+        return (
+            f"tokenizer: not exported: transformers would encode texts by the rules of Qwen 2, which are not those of "
+            f"data.tokenizer={name!r}"
+        )
     if isinstance(tokenizer, FileTokenizer):
         if tokenizer.transformers_class is None:
             return (

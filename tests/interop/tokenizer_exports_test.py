@@ -21,12 +21,13 @@ def sentencepiece_folder(folder):
     return folder
 
 
-def exported(config, source, folder, end_of_text=None):
+def exported(config, source, folder, end_of_text=None, model_type="llama"):
     """Return the message of an export, and the tokenizer that was exported."""
     data = dataclasses.replace(config().data, tokenizer=str(source), end_of_text=end_of_text)
     tokenizer = load_tokenizer(str(source), end_of_text=end_of_text)
     folder.mkdir()
-    return tokenizers.export_tokenizer(dataclasses.replace(config(), data=data), tokenizer, folder), tokenizer
+    config_ = dataclasses.replace(config(), data=data)
+    return tokenizers.export_tokenizer(config_, tokenizer, folder, model_type), tokenizer
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "sentencepiece"])
@@ -94,3 +95,14 @@ def test_an_imported_tokenizer_needs_its_end_of_text(tmp_path):
     name, tokenizer, note = tokenizers.import_tokenizer(folder, run, run, "bytes", "</s>")
     assert name == str(run / "tokenizer"), note
     assert tokenizer.eot_token == 1
+
+
+def test_transformers_encodes_in_every_folder_of_qwen_2_by_its_rules(config, tmp_path):
+    """The reason why other tokenizers are not exported there: "é" of two characters becomes one."""
+    exported(config, "bytes", tmp_path / "llama")
+    (tmp_path / "llama" / "config.json").write_text('{"model_type": "qwen2"}')
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "llama")
+    assert theirs("e\u0301")["input_ids"] == list("é".encode()) != list("e\u0301".encode())
+    message, _ = exported(config, "bytes", tmp_path / "qwen2", model_type="qwen2")
+    assert message.startswith("tokenizer: not exported: transformers would encode texts by the rules of Qwen 2")
+    assert not list((tmp_path / "qwen2").iterdir())

@@ -42,7 +42,7 @@ def test_a_folder_of_hugging_face(bucket, tmp_path, config):
         assert list(there.encode_to_numpy(TEXT)) == list(here.encode_to_numpy(TEXT))
         assert there.chat_template is not None
     (tmp_path / "export").mkdir()
-    export_tokenizer(config(data__tokenizer=str(folder)), load_tokenizer(str(folder)), tmp_path / "export")
+    export_tokenizer(config(data__tokenizer=str(folder)), load_tokenizer(str(folder)), tmp_path / "export", "llama")
     assert {path.name for path in (tmp_path / "export").iterdir()} == {path.name for path in local.iterdir()}
     assert load_tokenizer(str(tmp_path / "export")).fingerprint == here.fingerprint
 
