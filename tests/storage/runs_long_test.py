@@ -74,9 +74,7 @@ def test_ten_kills_cost_nothing(bucket, text, whole, tmp_path):
         time.sleep(random_.uniform(0, {"start": 6, "step": 0.2, "saving": 2}[moment]))
         process.kill()
         process.wait()
-        time.sleep(
-            1
-        )  # The proxy forwards slow requests up to 0.3 s later, so that a commit may take place after the kill.
+        time.sleep(1)  # The proxy forwards a slow request 0.3 s later, so a commit may take place after the kill.
         bucket.plan()
         during_saves += moment == "saving" and is_saving(workdir)
         check_start(workdir, before, log.read_text())
