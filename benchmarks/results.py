@@ -10,7 +10,7 @@ python benchmarks/results.py compare runs/reproduce/books runs/reproduce/recall
     the exit code is 1 if a result does not agree
 
 In the template, `{{WORD STUDY …}}` stands for a table or a value of one study, or of several (STUDY+STUDY). PLACES in
-benchmarks/results_tables.py defines the words.
+benchmarks/results_tables.py and optimizer_tables.py define the words.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks import optimizer_tables, results_tables
 from benchmarks.results_tables import (
     COMPARED,
     Record,
@@ -34,7 +35,6 @@ from benchmarks.results_tables import (
     markdown,
     of_seeds,
     outcomes,
-    render,
     solved,
 )
 from difftx.configs import toy
@@ -51,6 +51,7 @@ SUMMARY = ROOT / "benchmarks" / "results_summary.md"
 README = ROOT / "README.md"
 SUMMARY_MARKERS = ("<!-- benchmarks/results.py writes from here -->\n", "<!-- to here -->\n")
 IMAGES = ROOT / "docs" / "images"
+PLACES = {**results_tables.PLACES, **optimizer_tables.PLACES}
 PLACES_OF_DATA = (
     "data.path",
     "eval.bigrams_path",
@@ -142,6 +143,29 @@ def _hardware(devices: Mapping[str, Any]) -> str:
     return f"a core of {found[1] if found else platform.processor() or platform.machine()}"
 
 
+# ── Records to pages ──
+
+
+def render(collected: Mapping[str, Sequence[Record]], template: str) -> str:
+    """Return the template with a table or a value for each placeholder `{{…}}`.
+
+    Raises:
+        UserError: A placeholder names an unknown word or study.
+    """
+
+    def fill(found: re.Match[str]) -> str:
+        kind, *arguments = found[1].split()
+        if kind not in PLACES:
+            raise UserError(f"{{{{{found[1]}}}}}: no such place; known: {', '.join(PLACES)}")
+        studies, *rest = arguments
+        if missing := set(studies.split("+")) - collected.keys():
+            known = ", ".join(collected)
+            raise UserError(f"{{{{{found[1]}}}}}: no such study as {', '.join(missing)}; docs/results.json has {known}")
+        return PLACES[kind]([record for study in studies.split("+") for record in collected[study]], *rest)
+
+    return re.sub(r"\{\{(.+?)\}\}", fill, template)
+
+
 # ── The command ──
 
 
@@ -161,6 +185,7 @@ def main(arguments: Sequence[str]) -> int:
         write_atomically(README, with_summary(README.read_text(), collected))
         draw(collected["arms"], IMAGES / "results")
         draw(collected["differential"], IMAGES / "results_differential")
+        optimizer_tables.draw(collected["optimizers"], IMAGES / "results_optimizers")
         draw_caches(collected["cache"], IMAGES / "results_cache")
         draw_warmup(
             collected["settings"], toy.get_config("books-diff").optimizer.warmup_steps, IMAGES / "results_warmup"
