@@ -297,18 +297,18 @@ class _Reply(NamedTuple):
     """The reply to a failed request."""
 
     status: int | None  # HTTP status. None if there was no reply.
-    codes: set[str]  # Of the store, such as "ExpiredToken", and of TensorStore, such as "NOT_FOUND".
+    codes: set[str]  # Codes of the store, such as "ExpiredToken", and of TensorStore, such as "NOT_FOUND".
 
 
 def _reply(error: Exception) -> _Reply:
     """Return the reply in an error of TensorStore, s3fs or gcsfs. The names of objects in the text do not count."""
     response = getattr(error.__cause__, "response", getattr(error, "response", None))
-    if isinstance(response, dict):  # Of botocore, which takes the status as the code of a reply without a body.
+    if isinstance(response, dict):  # botocore takes the status as the code of a reply without a body.
         code = str(response["Error"].get("Code", ""))
         return _Reply(response["ResponseMetadata"].get("HTTPStatusCode"), set() if code.isdecimal() else {code})
-    if str(getattr(error, "code", None)).isdecimal():  # Of gcsfs.
+    if str(getattr(error, "code", None)).isdecimal():  # An error of gcsfs.
         return _Reply(int(error.code), set())  # pyrefly: ignore[missing-attribute]
-    if type(error) is OSError and str(error).startswith("Forbidden: "):  # Of gcsfs.
+    if type(error) is OSError and str(error).startswith("Forbidden: "):  # An error of gcsfs.
         return _Reply(403, set())
     text = BODY.sub("", str(error))
     return _Reply(int(found[1]) if (found := STATUS.search(text)) else None, set(CODES.findall(text)))

@@ -186,7 +186,7 @@ def test_two_processes_use_the_worst_of_both_verdicts(machine):
     assert second == []
     assert changed[0] == "changed since the run began: attention kernel xla → xla, for other devices (safe)"
     rejected = machine.manifest["kernels"]["diff_attention"]["rejected"]
-    assert sorted(rejected) == sorted(fakes)  # Those of the record, and the new one.
+    assert sorted(rejected) == sorted(fakes)  # The record has some of them, and the new measurement the rest.
     assert all(reason.startswith("process 1: ") for reason in rejected.values())
     assert machine.traced == [{"xla"}, {"xla"}]
 
