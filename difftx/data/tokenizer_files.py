@@ -117,10 +117,10 @@ class JsonTokenizer(FileTokenizer):
 
     def __init__(self, path: Path, settings: dict[str, Any], field: str, end_of_text: str | None):
         self._raw, self._settings, self._field = read_json(path), settings, field
-        self.normalization = (self._raw.get("normalizer") or {}).get("type")
         self._library = import_extra("tokenizers", EXTRA)
         self._coders: dict[tuple[bool, bool], Any] = {}
         self._plain = self._coder(chat=True, continues=False)
+        self.normalization = (self._raw.get("normalizer") or {}).get("type")
         super().__init__(path, settings, field, end_of_text, self._plain.get_vocab(with_added_tokens=True))
         self.prefix = tuple(self._prefix())
         self._bytes_of = self._byte_rule()
