@@ -79,7 +79,7 @@ study-init:
 	$(SWEEP) --grid task=books arm=diff,transformer model.init=fan_in,normal model.zero_init_output=false,true $(TWO_RATES) \
 		$(LOSS) --out=$(STUDY)/init
 
-LONGER = --config.train.steps=2000 --config.optimizer.warmup_steps=1000 --config.eval.every_steps=2000
+LONGER = --config.train.steps=2000 --config.eval.every_steps=2000
 study-sizes:
 	$(SWEEP) --grid task=books-0.8m arm=transformer,diff,diff_v2 optimizer.learning_rate=2e-3,4e-3,8e-3 $(LOSS) --out=$(STUDY)/size-0.5m
 	$(SWEEP) --grid task=books-0.8m,books arm=transformer,diff,diff_v2 $(LONGER) $(LOSS) --out=$(STUDY)/tokens-2m
@@ -98,7 +98,7 @@ study-cache: .venv/.installed stores/books.bigrams
 	$(SWEEP) --grid task=recall arm=transformer-8x256-norm,diff seed=0,1,2 $(CACHES) --config.eval.cache.suites=loss,exact_match \
 		--config.eval.cache.chunk_tokens=4 --out=$(STUDY)/cache-recall
 	$(SWEEP) --grid task=books-0.8m arm=transformer,diff seed=0,1,2 $(CACHES) --config.eval.cache.suites=loss,recall \
-		--config.eval.cache.chunk_tokens=8 --config.train.steps=1000 --config.optimizer.warmup_steps=500 \
+		--config.eval.cache.chunk_tokens=8 --config.train.steps=1000 \
 		--config.eval.every_steps=1000 --out=$(STUDY)/cache-books
 
 stores/books/meta.json: | .venv/.installed

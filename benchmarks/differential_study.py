@@ -2,10 +2,10 @@
 
     python benchmarks/differential_study.py --out=runs/study/differential [--jobs=2]
 
-There are two tasks: books with 0.8M parameters, and recall with 0.1M. For each seed and task, a Transformer is trained
-and converted by each method of `difftx convert --differential`. Then the arms of configs/toy_continued.py train for as
-many tokens again, on new data. Each arm has its own learning rate, tuned on a seed that is not reported. Each job takes
-one core. An interrupted study continues where it stopped.
+There are three tasks: books with 0.8M parameters, and recall and recall-easy with 0.1M. For each seed and task, a
+Transformer is trained and converted by each method of `difftx convert --differential`. Then the arms of
+configs/toy_continued.py train for as many tokens again, on new data. Each arm has its own learning rate, tuned on a
+seed that is not reported. Each job takes one core. An interrupted study continues where it stopped.
 
     python benchmarks/results.py collect --study=differential runs/study/differential/reported-*
     python benchmarks/results.py collect --study=differential-rates runs/study/differential/rate-*
@@ -24,12 +24,12 @@ from difftx.configs.toy_continued import ARMS, STEPS
 from difftx.errors import run_command
 
 # Rates that each arm tries first.
-RATES = {"books-0.8m": (2e-3, 4e-3), "recall": (2.5e-3, 5e-3)}
+RATES = {"books-0.8m": (2e-3, 4e-3), "recall": (2.5e-3, 5e-3), "recall-easy": (2.5e-3, 5e-3)}
 NEW_DATA = 100  # Added to a Transformer's seed, so that its data come in another order.
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train all arms of both tasks; return the exit code."""
+    """Train all arms of all tasks; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--jobs", type=int, default=2, help="number of runs at a time (%(default)s)")

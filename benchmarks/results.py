@@ -165,7 +165,8 @@ def main(arguments: Sequence[str]) -> int:
     if args.command == "render":
         write_atomically(PAGE, render(collected, TEMPLATE.read_text()))
         write_atomically(README, with_summary(README.read_text(), collected))
-        own_steps = toy.get_config("books-diff").optimizer.warmup_steps
+        own = toy.get_config("books-diff")
+        own_steps = round(own.optimizer.warmup_fraction * own.train.steps)
         for suffix, style in SCHEMES.items():
             with matplotlib.rc_context(style):
                 draw(collected["arms"], IMAGES / f"results{suffix}")

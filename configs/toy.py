@@ -8,8 +8,9 @@ Command:  make reproduce    # all arms, both tasks, three seeds; compares with d
           python -m difftx sweep --config=configs/toy.py --grid task=books arm=diff,transformer seed=0,1 --out=runs/toy
 Protocol: books: half a million bytes drawn from 160 novels. books-0.8m: the same data with a larger model. recall: rows
           of 32 tokens with eight keys and their values; the answer is the value of one key, or of each key in turn
-          (difftx/data/synthetic.py). All runs warm up for half of their steps: in single runs on books, a shorter
-          warm-up hurts the differential model more.
+          (difftx/data/synthetic.py). recall-easy: rows of 16 tokens with four keys, which a Transformer learns too. All
+          runs warm up for half of their steps: in single runs on books, a shorter warm-up hurts the differential model
+          more.
 Hardware: 2 CPU cores. Result: docs/results.md.
 """
 
@@ -29,7 +30,7 @@ RECALL = (
 ARMS = {**ablations.ARMS, "diff_v2": base.Arm("diff_v2")}
 
 # Task → (d_model, number of layers). Recall needs two layers: one copies the previous token, the other finds the key.
-SIZES = {"books": (64, 2), "recall": (64, 2), "books-0.8m": (128, 4)}
+SIZES = {"books": (64, 2), "recall": (64, 2), "recall-easy": (64, 2), "books-0.8m": (128, 4)}
 
 # Task → arm → the best learning rate in the sweeps of `make study`.
 LEARNING_RATES = {
@@ -37,6 +38,7 @@ LEARNING_RATES = {
     "recall": dict.fromkeys(ARMS, 5e-3)
     | dict.fromkeys(["transformer-8x256-norm", "diff", "diff_v2"], 2.5e-3)
     | dict.fromkeys(["transformer-8x256", "diff-no_norm"], 1e-2),
+    "recall-easy": {"transformer": 2.5e-3},
     "books-0.8m": {"transformer": 4e-3, "diff": 2e-3, "diff_v2": 2e-3},
 }
 
@@ -57,6 +59,7 @@ def get_config(arg: str = "books-diff") -> ConfigDict:
     c.data.tokenizer = "bytes"
     c.optimizer.b2 = 0.95
     c.optimizer.weight_decay = 0.1
+    c.optimizer.warmup_fraction = 0.5
     c.logging.tensorboard = False
     heads = TASKS[task](c)
     c.optimizer.learning_rate = LEARNING_RATES[task][name]
@@ -78,10 +81,19 @@ def _recall(c: ConfigDict) -> int:
     c.optimizer.weight_decay = 0.01
     c.train.global_batch_tokens = 512
     c.train.steps = 2000
-    c.optimizer.warmup_steps = 1000
     c.eval.suites = ("loss", "exact_match", "attention")
     c.eval.needle.depths = (0.25, 0.5, 0.75)  # Suite attention uses these depths for its prompts.
     return 4
+
+
+def _recall_easy(c: ConfigDict) -> int:
+    """Set the fields of the task recall-easy, and return the Transformer's number of heads."""
+    heads = _recall(c)
+    c.data.synthetic.pairs = 4
+    c.data.synthetic.distractors = 7
+    c.data.sequence_length = 16
+    c.train.global_batch_tokens = 256
+    return heads
 
 
 def _books(c: ConfigDict) -> int:
@@ -90,7 +102,6 @@ def _books(c: ConfigDict) -> int:
     c.data.sequence_length = 128
     c.train.global_batch_tokens = 1024
     c.train.steps = 500
-    c.optimizer.warmup_steps = 250
     c.eval.suites = ("loss", "recall", "outliers")
     c.eval.loss_tokens = 131_072
     c.eval.bigrams_path = "stores/books.bigrams"
@@ -99,4 +110,4 @@ def _books(c: ConfigDict) -> int:
     return 8
 
 
-TASKS = {"recall": _recall, "books": _books, "books-0.8m": _books}
+TASKS = {"recall": _recall, "recall-easy": _recall_easy, "books": _books, "books-0.8m": _books}

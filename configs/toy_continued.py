@@ -21,7 +21,8 @@ ARMS = {
     "dex": Arm("dex", {"anneal_steps": 250}),
     "split": Arm("diff", {"head_norm": "rms_affine"}, wide_heads=True),
 }
-STEPS = {"books-0.8m": 1000, "recall": 2000}  # Task → steps, of the Transformer and again of each arm.
+# Task → steps, of the Transformer and again of each arm.
+STEPS = {"books-0.8m": 1000, "recall": 2000, "recall-easy": 2000}
 
 
 def get_config(arg: str = "books-0.8m-zero-branch") -> ConfigDict:
@@ -33,5 +34,5 @@ def get_config(arg: str = "books-0.8m-zero-branch") -> ConfigDict:
     c.model.architecture = ARMS[name].architecture
     ARMS[name].change(c)
     c.train.steps = c.eval.every_steps = STEPS[task]
-    c.optimizer.warmup_steps, c.optimizer.warmup_fraction = None, 0.05
+    c.optimizer.warmup_fraction = 0.05
     return c
