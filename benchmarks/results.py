@@ -10,7 +10,7 @@ python benchmarks/results.py compare runs/reproduce/books runs/reproduce/recall
     the exit code is 1 if a result does not agree
 
 In the template, `{{WORD STUDY …}}` stands for a table or a value of one study, or of several (STUDY+STUDY). PLACES in
-benchmarks/results_tables.py defines the words.
+benchmarks/results_tables.py and optimizer_tables.py define the words.
 """
 
 import argparse
@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import matplotlib
 
+from benchmarks import optimizer_tables, results_tables
 from benchmarks.results_tables import (
     COMPARED,
     Record,
@@ -36,7 +37,6 @@ from benchmarks.results_tables import (
     markdown,
     of_seeds,
     outcomes,
-    render,
     solved,
 )
 from difftx.configs import toy
@@ -57,6 +57,7 @@ INK = "#e6edf3"  # Text on dark pages.
 DARK_TEXTS = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 # End of a figure's name → its style. Figures for dark pages have no ground of their own.
 SCHEMES = {"": {}, "-dark": {**dict.fromkeys(DARK_TEXTS, INK), "axes.facecolor": "none", "savefig.transparent": True}}
+PLACES = {**results_tables.PLACES, **optimizer_tables.PLACES}
 PLACES_OF_DATA = (
     "data.path",
     "eval.bigrams_path",
@@ -148,6 +149,29 @@ def _hardware(devices: Mapping[str, Any]) -> str:
     return f"a core of {found[1] if found else platform.processor() or platform.machine()}"
 
 
+# ── Records to pages ──
+
+
+def render(collected: Mapping[str, Sequence[Record]], template: str) -> str:
+    """Return the template with a table or a value for each placeholder `{{…}}`.
+
+    Raises:
+        UserError: A placeholder names an unknown word or study.
+    """
+
+    def fill(found: re.Match[str]) -> str:
+        kind, *arguments = found[1].split()
+        if kind not in PLACES:
+            raise UserError(f"{{{{{found[1]}}}}}: no such place; known: {', '.join(PLACES)}")
+        studies, *rest = arguments
+        if missing := set(studies.split("+")) - collected.keys():
+            known = ", ".join(collected)
+            raise UserError(f"{{{{{found[1]}}}}}: no such study as {', '.join(missing)}; docs/results.json has {known}")
+        return PLACES[kind]([record for study in studies.split("+") for record in collected[study]], *rest)
+
+    return re.sub(r"\{\{(.+?)\}\}", fill, template)
+
+
 # ── The command ──
 
 
@@ -171,6 +195,7 @@ def main(arguments: Sequence[str]) -> int:
             with matplotlib.rc_context(style):
                 draw(collected["arms"], IMAGES / f"results{suffix}")
                 draw(collected["differential"], IMAGES / f"results_differential{suffix}")
+                optimizer_tables.draw(collected["optimizers"], IMAGES / f"results_optimizers{suffix}")
                 draw_caches(collected["cache"], IMAGES / f"results_cache{suffix}")
                 draw_warmup(collected["settings"], own_steps, IMAGES / f"results_warmup{suffix}")
         return 0

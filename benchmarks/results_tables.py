@@ -7,16 +7,14 @@ would describe no run.
 
 import collections
 import math
-import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib.figure
 import scipy.stats
 
-from difftx.errors import UserError
 from difftx.report.charts import COLOURS, add_legend, label_axes, save_figure
 
 CONFIDENCE = 0.95
@@ -111,26 +109,6 @@ COMPARED = {
     for task, columns in TASK_COLUMNS.items()
     if task not in BY_SEED
 }
-
-
-def render(collected: Mapping[str, Sequence[Record]], template: str) -> str:
-    """Return the template with a table or a value for each placeholder `{{…}}`.
-
-    Raises:
-        UserError: A placeholder names an unknown word or study.
-    """
-
-    def fill(found: re.Match[str]) -> str:
-        kind, *arguments = found[1].split()
-        if kind not in PLACES:
-            raise UserError(f"{{{{{found[1]}}}}}: no such place; known: {', '.join(PLACES)}")
-        studies, *rest = arguments
-        if missing := set(studies.split("+")) - collected.keys():
-            known = ", ".join(collected)
-            raise UserError(f"{{{{{found[1]}}}}}: no such study as {', '.join(missing)}; docs/results.json has {known}")
-        return PLACES[kind]([record for study in studies.split("+") for record in collected[study]], *rest)
-
-    return re.sub(r"\{\{(.+?)\}\}", fill, template)
 
 
 def of_seeds(records: Iterable[Record], task: str, arm: str, number: str) -> dict[int, float]:

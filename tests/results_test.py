@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 from helpers.report_runs import write_run
 
-from benchmarks import results, results_tables
+from benchmarks import optimizer_study, optimizer_tables, results, results_tables
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
 
@@ -18,7 +18,7 @@ AUDIT = ROOT / "benchmarks" / "records" / "2026-11-22_gain.md"
 
 
 def test_the_page_is_what_the_runs_make_of_the_template():
-    page = results_tables.render(COLLECTED, results.TEMPLATE.read_text())
+    page = results.render(COLLECTED, results.TEMPLATE.read_text())
     assert page == results.PAGE.read_text(), "run `python benchmarks/results.py render`, and read what changed"
 
 
@@ -378,9 +378,7 @@ def test_a_sweep_becomes_records_and_these_a_table(sweep):
     assert first["numbers"] == {"loss/loss": 0.5, **accuracies, "lambda/1": 0.2, "lambda/2": 0.22}
     assert first["sweep"].endswith("--grid task=recall optimizer.learning_rate=0.02")
     assert "/here/alone" not in json.dumps(records)
-    page = results_tables.render(
-        {"mine": records}, "{{arms mine recall}}\nmore by {{difference mine recall diff loss/loss}}"
-    )
+    page = results.render({"mine": records}, "{{arms mine recall}}\nmore by {{difference mine recall diff loss/loss}}")
     assert "| diff | 115,456 | 0.02 | 0 of 2 | 0.500, 0.600 | 0.550, 0.650 | 0.500, 0.400 |" in page
     assert "| transformer | 115,264 | 0.02 | 0 of 2 | 0.250, 0.350 | 0.300, 0.400 | 0.750, 0.650 |" in page
     assert "4 runs of 1,024 tokens, seeds 0, 1; 4 minutes" in page
@@ -420,10 +418,35 @@ def test_sizes_and_lengths_of_training_are_rows_and_every_arm_has_its_best_rate(
         record("other", 700, "diff", 0.2, 0, 9.0),
     ]
     halves = {"a": records[:3], "b": records[3:]}
-    assert results_tables.render(halves, "{{growth a+b set loss/loss diff diff_v2}}").splitlines()[2:4] == [
+    assert results.render(halves, "{{growth a+b set loss/loss diff diff_v2}}").splitlines()[2:4] == [
         "| 10 | 700 | 3.600 ± 1.271 (0.2) | +0.100 ± 0.000 (0.1) |  |",
         "| 90 | 500 | 3.000 (0.1) | -0.500 (0.1) |  |",
     ]
+
+
+def test_cells_of_the_optimizer_study_become_a_table_and_contrasts(tmp_path):
+    def record(cell, seed):
+        warmup = {"optimizer.warmup_fraction": f"{cell.warmup:g}", "optimizer.learning_rate": "0.02"}
+        effect = {"adamw": 1.0, "muon": 0.5, "muon-groups": 0.25}[cell.optimizer] * (cell.warmup == 0.01)
+        value = {"transformer": 2.0, "diff": 3.0, "diff_v2": 4.0}[cell.arm] + effect * (1 + seed / 10) + seed / 100
+        own = {"seed": seed, "numbers": {"loss/bits_per_byte": value}, "learning_rate": 0.02}
+        changes = {**warmup, **optimizer_study.OPTIMIZERS[cell.optimizer]}
+        return {"task": "books", "arm": cell.arm, "changes": changes, "tokens": 5, "wall_seconds": 0} | own
+
+    rest = dict.fromkeys(("sweep", "hardware", "commit", "jax"), "")
+    records = [record(cell, seed) | rest for cell in optimizer_study.cells() for seed in (1, 0)]
+    assert len(records) == 2 * 8 * 4
+    lines = results.render({"mine": records}, "{{optimizers mine}}").splitlines()
+    # Of two seeds: mean ± 12.706 · |a - b| / 2.
+    assert "| AdamW | diff | 4.055 ± 0.699 (0.02) | 3.005 ± 0.064 (0.02) |" in lines[3]
+    assert lines[3].endswith("| 3.005 ± 0.064 (0.02) | +1.050 ± 0.635 |")
+    template = (
+        "{{arms_difference mine muon 0.01 diff transformer}}, {{warmup_gain mine muon-groups diff_v2}}, "
+        "{{gain_difference mine diff adamw muon}}"
+    )
+    assert results.render({"mine": records}, template) == "+1.000 ± 0.000, +0.263 ± 0.159, +0.525 ± 0.318"
+    optimizer_tables.draw(records, tmp_path / "results_optimizers")
+    assert (tmp_path / "results_optimizers.png").stat().st_size > 10_000
 
 
 def test_new_runs_are_compared_with_the_stated_intervals(capsys):
@@ -462,4 +485,4 @@ def test_what_is_not_finished_or_not_there_is_said(sweep):
         results.collect([folder])
     for place, message in (("{{arm mine}}", "no such place"), ("{{arms yours recall}}", "no such study")):
         with pytest.raises(UserError, match=message):
-            results_tables.render({"mine": []}, place)
+            results.render({"mine": []}, place)

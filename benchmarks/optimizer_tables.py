@@ -1,0 +1,104 @@
+"""Table, values and figure of docs/results.md on warm-up and optimizers (benchmarks/optimizer_study.py)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib.figure
+
+from benchmarks.optimizer_study import OPTIMIZERS, WARMUPS, Cell, cells
+from benchmarks.results_tables import REFERENCE, Estimate, Record, estimate, markdown, provenance, signed
+from difftx.report.charts import COLOURS, add_legend, label_axes, save_figure
+
+NUMBER = "loss/bits_per_byte"
+TITLES = {"adamw": "AdamW", "muon": "Muon, both maps together", "muon-groups": "Muon, each map by itself"}
+ARM_COLOURS = {"diff": COLOURS[0], REFERENCE: COLOURS[1], "diff_v2": COLOURS[2]}
+
+
+def runs_of(records: Sequence[Record], cell: Cell) -> list[Record]:
+    """Return the runs of a cell, in the order of their seeds."""
+    fields = dict(OPTIMIZERS[cell.optimizer]) | {"optimizer.warmup_fraction": f"{cell.warmup:g}"}
+    rate = "optimizer.learning_rate"
+    found = [r for r in records if r["arm"] == cell.arm and r["changes"] == fields | {rate: r["changes"][rate]}]
+    return sorted(found, key=lambda r: r["seed"])
+
+
+def difference(records: Sequence[Record], one: Cell, other: Cell) -> list[float]:
+    """Return by how many bits per byte each run of a cell is above that of another cell with the same seed."""
+    pairs = zip(runs_of(records, one), runs_of(records, other), strict=True)
+    return [a["numbers"][NUMBER] - b["numbers"][NUMBER] for a, b in pairs]
+
+
+def sensitivity(records: Sequence[Record], arm: str, optimizer: str) -> list[float]:
+    """Return by how much the loss of each seed is higher with the shortest warm-up than with the longest."""
+    return difference(records, *(Cell(arm, optimizer, warmup) for warmup in (min(WARMUPS), max(WARMUPS))))
+
+
+def table(records: Sequence[Record]) -> str:
+    """Return a table with a row for each arm and optimizer: mean, interval and learning rate by length of warm-up."""
+    rows = []
+    pairs = dict.fromkeys((cell.arm, cell.optimizer) for cell in cells())
+    for arm, optimizer in sorted(pairs, key=lambda pair: list(OPTIMIZERS).index(pair[1])):
+        shown = [TITLES[optimizer], arm]
+        for warmup in WARMUPS:
+            runs = runs_of(records, Cell(arm, optimizer, warmup))
+            shown.append(f"{estimate([r['numbers'][NUMBER] for r in runs])} ({runs[0]['learning_rate']:g})")
+        rows.append([*shown, signed(estimate(sensitivity(records, arm, optimizer)))])
+    header = ["optimizer", "arm", *(f"{warmup:.0%}" for warmup in WARMUPS), f"{min(WARMUPS):.0%} − {max(WARMUPS):.0%}"]
+    return markdown(header, rows) + provenance(records)
+
+
+def arms_difference(records: Sequence[Record], optimizer: str, warmup: str, arm: str, reference: str) -> str:
+    """Return the difference between two arms with the same optimizer and warm-up, with its interval."""
+    ones = (Cell(name, optimizer, float(warmup)) for name in (arm, reference))
+    return signed(estimate(difference(records, *ones)))
+
+
+def warmup_gain(records: Sequence[Record], optimizer: str, arm: str) -> str:
+    """Return `sensitivity` as text, with its interval."""
+    return signed(estimate(sensitivity(records, arm, optimizer)))
+
+
+def gain_difference(records: Sequence[Record], arm: str, optimizer: str, reference: str) -> str:
+    """Return by how much an arm's `sensitivity` is higher with one optimizer than with another, with its interval."""
+    pairs = zip(*(sensitivity(records, arm, name) for name in (optimizer, reference)), strict=True)
+    return signed(estimate([one - other for one, other in pairs]))
+
+
+PLACES = {
+    "optimizers": table,
+    "arms_difference": arms_difference,
+    "warmup_gain": warmup_gain,
+    "gain_difference": gain_difference,
+}
+
+
+def draw(records: Sequence[Record], path: Path) -> None:
+    """Draw the loss of each arm against the length of the warm-up, one panel per optimizer."""
+    figure = matplotlib.figure.Figure(figsize=(10, 3.6), layout="constrained")
+    panels = figure.subplots(1, len(OPTIMIZERS), sharey=True)
+    for axes, optimizer in zip(panels, OPTIMIZERS, strict=True):
+        for arm in dict.fromkeys(cell.arm for cell in cells() if cell.optimizer == optimizer):
+            found: list[Estimate] = [
+                estimate([r["numbers"][NUMBER] for r in runs_of(records, Cell(arm, optimizer, warmup))])
+                for warmup in WARMUPS
+            ]
+            axes.errorbar(
+                [100 * warmup for warmup in WARMUPS],
+                [value.mean for value in found],
+                yerr=[value.half or 0 for value in found],
+                fmt="o-",
+                capsize=3,
+                color=ARM_COLOURS[arm],
+                label=arm,
+            )
+        label_axes(
+            axes,
+            {
+                "title": TITLES[optimizer],
+                "x_label": "warm-up, % of the steps",
+                "y_label": "bits per byte" if axes is panels[0] else "",
+                "log_x": True,
+            },
+        )
+        add_legend(axes)
+    save_figure(figure, path)
