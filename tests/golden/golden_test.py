@@ -2,6 +2,7 @@
 
 import pytest
 
+from difftx.config.architectures import ARCHITECTURES
 from golden import records
 
 RENEW = """\
@@ -24,6 +25,12 @@ def test_golden_numbers(part):
     found = records.differences(old, new, exact=False)
     if found:
         pytest.fail(RENEW.format(count=len(found), table=records.table(found)), pytrace=False)
+
+
+def test_every_architecture_is_recorded():
+    values = records.read_golden()[1]
+    recorded = {path.split("/")[1] for path in values if path.startswith(("training/", "variants/"))}
+    assert set(ARCHITECTURES) <= recorded
 
 
 def test_what_differs():
