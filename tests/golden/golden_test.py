@@ -5,6 +5,7 @@ import pytest
 from difftx.config.architectures import ARCHITECTURES
 from golden import records
 
+BUILT_IN = set(ARCHITECTURES)  # Before a test loads an extension.
 RENEW = """\
 {count} values differ from tests/golden/golden.json:
 {table}
@@ -30,7 +31,7 @@ def test_golden_numbers(part):
 def test_every_architecture_is_recorded():
     values = records.read_golden()[1]
     recorded = {path.split("/")[1] for path in values if path.startswith(("training/", "variants/"))}
-    assert set(ARCHITECTURES) <= recorded
+    assert recorded >= BUILT_IN
 
 
 def test_what_differs():
