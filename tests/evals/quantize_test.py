@@ -18,10 +18,14 @@ def open_run(config, text_file, tmp_path, **changes):
     return Run.open(config(data__path=text_file, eval__loss_tokens=256, **changes), tmp_path, one_device())
 
 
-def test_numbers_by_bits(config, text_file, tmp_path):
+OPTIONS = {"model__qk_norm": "true", "model__logit_soft_cap": 2.0, "model__window": 3, "model__window_pattern": "LG"}
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param(OPTIONS, marks=pytest.mark.long)], ids=["plain", "options"])
+def test_numbers_by_bits(config, text_file, tmp_path, options):
     """At 16 bits what the suites give by themselves, to the last bit; at few, what a model of the oracle gives."""
     changes = {"eval__quantize__bits": "16,2", "eval__quantize__suites": "loss,recall"}
-    run = open_run(config, text_file, tmp_path, **changes)
+    run = open_run(config, text_file, tmp_path, **changes, **options)
     params = random_params(run)
     plain = evals.evaluate(run, params, 0, ["loss", "recall"])
     result = evals.evaluate(run, params, 0, ["quantize"])["quantize"]
