@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,7 @@ class FileTokenizer(Tokenizer):
     """The parts that the two families share. Errors begin with `field`, such as "data.tokenizer='/path'"."""
 
     transformers_class: str | None  # The class of transformers that encodes alike with the same files, if there is one.
-    normalization: str | None = None  # Type of the normalizer in tokenizer.json, such as "NFC".
+    content: Mapping[str, Any] = MappingProxyType({})  # Of tokenizer.json, if the tokenizer is one.
 
     def __init__(
         self,
@@ -116,11 +117,10 @@ class JsonTokenizer(FileTokenizer):
     transformers_class = "PreTrainedTokenizerFast"
 
     def __init__(self, path: Path, settings: dict[str, Any], field: str, end_of_text: str | None):
-        self._raw, self._settings, self._field = read_json(path), settings, field
+        self.content, self._settings, self._field = read_json(path), settings, field
         self._library = import_extra("tokenizers", EXTRA)
         self._coders: dict[tuple[bool, bool], Any] = {}
         self._plain = self._coder(chat=True, continues=False)
-        self.normalization = (self._raw.get("normalizer") or {}).get("type")
         super().__init__(path, settings, field, end_of_text, self._plain.get_vocab(with_added_tokens=True))
         self.prefix = tuple(self._prefix())
         self._bytes_of = self._byte_rule()
@@ -145,7 +145,7 @@ class JsonTokenizer(FileTokenizer):
     @functools.cached_property
     def fingerprint(self) -> str:
         added = [str(token) for _, token in sorted(self._plain.get_added_tokens_decoder().items())]
-        return json_sha256([self._raw, added, self.eot_token])
+        return json_sha256([self.content, added, self.eot_token])
 
     def _encode(self, text: str, *, chat: bool, continues: bool) -> list[int]:
         coder = self._coder(chat=chat, continues=continues)
@@ -154,7 +154,7 @@ class JsonTokenizer(FileTokenizer):
     def _coder(self, *, chat: bool, continues: bool) -> Any:
         """Return the library's tokenizer. Only for a chat do the names of special tokens in the text have a meaning."""
         if (chat, continues) not in self._coders:
-            coder = self._build(_without_leading_space(self._raw) if continues else self._raw)
+            coder = self._build(_without_leading_space(self.content) if continues else self.content)
             coder.encode_special_tokens = not chat
             self._coders[chat, continues] = coder
         return self._coders[chat, continues]
@@ -188,7 +188,7 @@ class JsonTokenizer(FileTokenizer):
 
     def _byte_rule(self) -> Callable[[str], bytes]:
         """Return a function from a token to its bytes within a text, which depends on the decoder."""
-        kinds = {part["type"] for part in _parts(self._raw.get("decoder"), "decoders")}
+        kinds = {part["type"] for part in _parts(self.content.get("decoder"), "decoders")}
         if "ByteLevel" in kinds:
             return _byte_level
         if kinds and kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:

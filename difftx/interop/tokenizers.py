@@ -9,11 +9,12 @@ import base64
 import contextlib
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from difftx.config import Config
-from difftx.data.byte_level import BYTE_LEVEL, BYTES_OF, CHARACTERS, SPLIT
+from difftx.data.byte_level import BYTE_LEVEL, BYTES_OF, CHARACTERS, PATTERN, SPLIT
 from difftx.data.tokenizer import BYTES, END_OF_TEXT, TiktokenTokenizer, Tokenizer, load_tokenizer
 from difftx.data.tokenizer_files import (
     CONFIG,
@@ -31,6 +32,8 @@ from difftx.storage.paths import AnyPath, is_bucket
 
 CL100K = "cl100k_base"
 QWEN = "qwen2"  # A model type of transformers.
+# Pre-tokenizers of Qwen 2: cl100k_base's pattern, but each digit is a piece of its own.
+QWEN_SPLIT = [SPLIT | {"pattern": {"Regex": PATTERN.replace("{1,3}", "")}}, BYTE_LEVEL]
 COPY = "tokenizer"  # Folder of a run directory with the files of an imported model's tokenizer.
 SHAPE = {"model": {"type": str, "vocab": {str: int}, "merges": list}, "added_tokens": [{"id": int, "content": str}]}
 
@@ -42,7 +45,7 @@ def export_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path, model_t
     """
     name = config.data.tokenizer
     # transformers encodes by the rules of Qwen 2 in all folders of this type, whatever class the settings name.
-    if model_type == QWEN and not (isinstance(tokenizer, FileTokenizer) and tokenizer.normalization == "NFC"):
+    if model_type == QWEN and not (isinstance(tokenizer, FileTokenizer) and _splits_as_qwen(tokenizer.content)):
         return (
             f"tokenizer: not exported: transformers would encode texts by the rules of Qwen 2, which are not those of "
             f"data.tokenizer={name!r}"
@@ -162,6 +165,16 @@ def _copy_files(tokenizer: FileTokenizer, folder: Path) -> None:
     for file in (tokenizer.path, *(source / name for name in FILES if name not in (MODEL, TOKENIZER))):
         if file.is_file():
             shutil.copyfile(file, folder / (main if file == tokenizer.path else file.name))
+
+
+def _splits_as_qwen(content: Mapping[str, Any]) -> bool:
+    """Return whether a tokenizer.json with this content normalizes and splits texts as Qwen 2's does."""
+    steps = (content.get("pre_tokenizer") or {}).get("pretokenizers", [])
+    # trim_offsets changes no token ids.
+    same_split = [step | {"trim_offsets": True} for step in steps] == [
+        step | {"trim_offsets": True} for step in QWEN_SPLIT
+    ]
+    return content.get("normalizer") == {"type": "NFC"} and same_split
 
 
 def _is_convertible(name: str) -> bool:
