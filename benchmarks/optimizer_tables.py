@@ -1,17 +1,12 @@
-"""Table, values and figure of docs/results.md on warm-up and optimizers (benchmarks/optimizer_study.py)."""
+"""Table and values of docs/results.md on warm-up and optimizers (benchmarks/optimizer_study.py)."""
 
 from collections.abc import Sequence
-from pathlib import Path
-
-import matplotlib.figure
 
 from benchmarks.optimizer_study import OPTIMIZERS, WARMUPS, Cell, cells
-from benchmarks.results_tables import REFERENCE, Estimate, Record, estimate, markdown, provenance, signed
-from difftx.report.charts import COLOURS, add_legend, label_axes, save_figure
+from benchmarks.results_tables import Record, estimate, markdown, provenance, signed
 
 NUMBER = "loss/bits_per_byte"
 TITLES = {"adamw": "AdamW", "muon": "Muon, both maps together", "muon-groups": "Muon, each map by itself"}
-ARM_COLOURS = {"diff": COLOURS[0], REFERENCE: COLOURS[1], "diff_v2": COLOURS[2]}
 
 
 def runs_of(records: Sequence[Record], cell: Cell) -> list[Record]:
@@ -70,35 +65,3 @@ PLACES = {
     "warmup_gain": warmup_gain,
     "gain_difference": gain_difference,
 }
-
-
-def draw(records: Sequence[Record], path: Path) -> None:
-    """Draw the loss of each arm against the length of the warm-up, one panel per optimizer."""
-    figure = matplotlib.figure.Figure(figsize=(10, 3.6), layout="constrained")
-    panels = figure.subplots(1, len(OPTIMIZERS), sharey=True)
-    for axes, optimizer in zip(panels, OPTIMIZERS, strict=True):
-        for arm in dict.fromkeys(cell.arm for cell in cells() if cell.optimizer == optimizer):
-            found: list[Estimate] = [
-                estimate([r["numbers"][NUMBER] for r in runs_of(records, Cell(arm, optimizer, warmup))])
-                for warmup in WARMUPS
-            ]
-            axes.errorbar(
-                [100 * warmup for warmup in WARMUPS],
-                [value.mean for value in found],
-                yerr=[value.half or 0 for value in found],
-                fmt="o-",
-                capsize=3,
-                color=ARM_COLOURS[arm],
-                label=arm,
-            )
-        label_axes(
-            axes,
-            {
-                "title": TITLES[optimizer],
-                "x_label": "warm-up, % of the steps",
-                "y_label": "bits per byte" if axes is panels[0] else "",
-                "log_x": True,
-            },
-        )
-        add_legend(axes)
-    save_figure(figure, path)

@@ -27,12 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import matplotlib
 
 from benchmarks import optimizer_tables, results_tables
+from benchmarks.results_figures import draw_arms, draw_caches, draw_optimizers, draw_warmup
 from benchmarks.results_tables import (
     COMPARED,
     Record,
-    draw,
-    draw_caches,
-    draw_warmup,
     estimate,
     markdown,
     of_seeds,
@@ -193,9 +191,9 @@ def main(arguments: Sequence[str]) -> int:
         own_steps = round(own.optimizer.warmup_fraction * own.train.steps)
         for suffix, style in SCHEMES.items():
             with matplotlib.rc_context(style):
-                draw(collected["arms"], IMAGES / f"results{suffix}")
-                draw(collected["differential"], IMAGES / f"results_differential{suffix}")
-                optimizer_tables.draw(collected["optimizers"], IMAGES / f"results_optimizers{suffix}")
+                draw_arms(collected["arms"], IMAGES / f"results{suffix}")
+                draw_arms(collected["differential"], IMAGES / f"results_differential{suffix}")
+                draw_optimizers(collected["optimizers"], IMAGES / f"results_optimizers{suffix}")
                 draw_caches(collected["cache"], IMAGES / f"results_cache{suffix}")
                 draw_warmup(collected["settings"], own_steps, IMAGES / f"results_warmup{suffix}")
         return 0

@@ -1,4 +1,4 @@
-"""Tables, values and figures of docs/results.md, made from the records that benchmarks/results.py collects.
+"""Tables and values of docs/results.md, made from the records that benchmarks/results.py collects.
 
 Intervals are 95 % Student's t intervals over seeds. Results on the tasks in `BY_SEED` have two modes, solved or not.
 For these tasks the tables show the value of each seed and the number of solved runs, because a mean over both modes
@@ -9,13 +9,9 @@ import collections
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib.figure
 import scipy.stats
-
-from difftx.report.charts import COLOURS, add_legend, label_axes, save_figure
 
 CONFIDENCE = 0.95
 
@@ -400,83 +396,3 @@ PLACES: dict[str, Callable[..., str]] = {
     "seeds": seeds,
     "modes": modes,
 }
-
-
-def draw(records: Sequence[Record], path: Path) -> None:
-    """Draw every arm's seeds on the tasks of a study, and means and intervals except for tasks in `BY_SEED`."""
-    tasks = [task for task in TASK_COLUMNS if any(r["task"] == task for r in records)]
-    figure = matplotlib.figure.Figure(figsize=(10, 1.2 + 0.3 * len({r["arm"] for r in records})), layout="constrained")
-    for axes, task in zip(figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0], tasks, strict=True):
-        columns = TASK_COLUMNS[task]
-        arms = list(dict.fromkeys(r["arm"] for r in records if r["task"] == task))[::-1]
-        for y, arm in enumerate(arms):
-            values = list(of_seeds(records, task, arm, columns[0].number).values())
-            colour = {"diff": COLOURS[0], REFERENCE: COLOURS[1]}.get(arm, COLOURS[-1])
-            if task in BY_SEED:
-                axes.plot(values, [y] * len(values), "o", color=colour, alpha=0.5)
-                continue
-            centre, half = estimate(values)
-            axes.errorbar(centre, y, xerr=half, fmt="o", capsize=3, color=colour)
-            axes.plot(values, [y] * len(values), "|", color=colour, alpha=0.6)
-        axes.set_yticks(range(len(arms)), arms)
-        if columns[0].number.startswith("exact_match/"):
-            axes.set_xlim(-0.03, 1.03)  # An accuracy.
-        label_axes(axes, {"title": task, "x_label": columns[0].title, "y_label": ""})
-    save_figure(figure, path)
-
-
-def draw_caches(records: Sequence[Record], path: Path) -> None:
-    """Draw what each cache adds to the loss, and the accuracy of recall, against its size, with a line for each arm.
-
-    Points are means and intervals over seeds.
-    """
-    tasks = list(dict.fromkeys(r["task"] for r in records))
-    panels = [(task, "loss_loss", "added loss, nats per token") for task in tasks]
-    panels.append(("recall", "exact_match_accuracy", "share of right answers"))
-    figure = matplotlib.figure.Figure(figsize=(15, 3.6), layout="constrained")
-    for axes, (task, number, y_label) in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        arms = list(dict.fromkeys(r["arm"] for r in records if r["task"] == task))
-        for arm in arms:
-            colour = COLOURS[0] if arm == "diff" else COLOURS[1]
-            for kind, style in (("bits", "o-"), ("tokens", "s--")):
-                names = [name for name in caches(records, task) if name == WHOLE or name.endswith(kind)]
-                sizes = [next(iter(of_seeds(records, task, arm, CACHE_SIZE + name).values())) for name in names]
-                if number == "loss_loss":
-                    whole = f"cache/{number}_{WHOLE}"
-                    values = [paired_numbers(records, task, arm, f"cache/{number}_{name}", whole) for name in names]
-                else:
-                    values = [[*of_seeds(records, task, arm, f"cache/{number}_{name}").values()] for name in names]
-                centres, halves = zip(*map(estimate, values), strict=True)
-                label = f"{arm}, fewer {kind}"
-                axes.errorbar(sizes, centres, yerr=halves, fmt=style, capsize=3, color=colour, label=label)
-        title = task.replace("books-0.8m", "books, models of 0.8M parameters")
-        labels = {"title": title, "x_label": "bytes of the cache per token", "y_label": y_label}
-        label_axes(axes, labels | {"log_x": True})
-        axes.set_xticks([2**power for power in range(7, 12) if axes.get_xlim()[0] < 2**power < axes.get_xlim()[1]])
-        axes.minorticks_off()
-        axes.xaxis.set_major_formatter("{x:g}")
-        add_legend(axes)
-    save_figure(figure, path)
-
-
-def draw_warmup(records: Sequence[Record], own_steps: int, path: Path) -> None:
-    """Draw the best loss of diff and the Transformer against the steps of warm-up.
-
-    `own_steps` is the warm-up of runs that do not override it.
-    """
-    figure = matplotlib.figure.Figure(figsize=(5, 3.6), layout="constrained")
-    axes = figure.subplots()
-    for arm, colour in (("diff", COLOURS[0]), (REFERENCE, COLOURS[1])):
-        best: dict[int, float] = collections.defaultdict(lambda: math.inf)
-        for r in records:
-            if r["arm"] == arm and r["changes"].keys() <= {"optimizer.warmup_steps", "optimizer.learning_rate"}:
-                steps = int(r["changes"].get("optimizer.warmup_steps", own_steps))
-                best[steps] = min(best[steps], r["numbers"]["loss/bits_per_byte"])
-        axes.plot(*zip(*sorted(best.items()), strict=True), "o-", color=colour, label=arm)
-    label_axes(
-        axes, {"title": "books", "x_label": "steps of warm-up, of 500", "y_label": "bits per byte", "log_x": True}
-    )
-    axes.set_xticks(sorted(best), [f"{steps:g}" for steps in sorted(best)])
-    axes.minorticks_off()
-    add_legend(axes)
-    save_figure(figure, path)

@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 from helpers.report_runs import write_run
 
-from benchmarks import optimizer_study, optimizer_tables, results, results_tables
+from benchmarks import optimizer_study, results, results_figures, results_tables
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
 
@@ -445,7 +445,7 @@ def test_cells_of_the_optimizer_study_become_a_table_and_contrasts(tmp_path):
         "{{gain_difference mine diff adamw muon}}"
     )
     assert results.render({"mine": records}, template) == "+1.000 ± 0.000, +0.263 ± 0.159, +0.525 ± 0.318"
-    optimizer_tables.draw(records, tmp_path / "results_optimizers")
+    results_figures.draw_optimizers(records, tmp_path / "results_optimizers")
     assert (tmp_path / "results_optimizers.png").stat().st_size > 10_000
 
 
