@@ -33,8 +33,8 @@ ARMS = transformer,transformer-8x256,transformer-8x256-norm,diff,diff-no_norm,di
 SWEEP = env JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_multi_thread_eigen=false \
 	$(BIN)/python -m difftx sweep --config=configs/toy.py
 
-.PHONY: quickstart reproduce study novels study-optimizers study-differential study-cache test test-long test-compile \
-	test-exhaustive test-lowest platforms parity chaos docs lint format
+.PHONY: quickstart reproduce study novels study-transfer study-optimizers study-differential study-cache test test-long \
+	test-compile test-exhaustive test-lowest platforms parity chaos docs lint format
 
 quickstart: .venv/.installed
 	$(BIN)/python train.py --config=configs/quickstart.py:diff --workdir=$(RUNS)/diff $(FLAGS)
@@ -88,6 +88,10 @@ study-sizes:
 # Exploratory studies: warm-up and optimizers (two hours of a core), Transformers made differential, compressed caches.
 study-optimizers: .venv/.installed stores/books.bigrams
 	$(BIN)/python benchmarks/optimizer_study.py --out=$(STUDY)/optimizers
+
+# The best learning rates at 0.1M and 3M parameters, with and without µP. One hour of two idle cores.
+study-transfer: .venv/.installed stores/books.bigrams
+	$(BIN)/python benchmarks/transfer_study.py --out=$(STUDY)/transfer
 
 study-differential: .venv/.installed stores/books.bigrams
 	$(BIN)/python benchmarks/differential_study.py --out=$(STUDY)/differential

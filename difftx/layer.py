@@ -33,6 +33,9 @@ OTHER_FIELDS = {
     "logit_soft_cap",
     "mlp_dim",
     "window_pattern",
+    "mup_base_width",
+    "mup_base_layers",
+    "mup_base_head_dim",
     "remat",
     "cache",
 }

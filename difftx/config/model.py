@@ -168,6 +168,15 @@ class ModelConfig(Extensible, path="model"):
     logit_soft_cap: Positive[float] | None = None
     """Bound c of the vocabulary's logits, which become c tanh(logits / c). Gemma 2 has 30 (arXiv 2408.00118). None: no
     bound."""
+    mup_base_width: AxisLength | None = None
+    """`d_model` of the model whose learning rate this model takes over (µP, arXiv 2203.03466, and CompleteP, arXiv
+    2505.01618). docs/operations.md shows how to use it. None: the rate is this model's own, and nothing is scaled."""
+    mup_base_layers: AxisLength | None = None
+    """`num_layers` of the model whose learning rate this model takes over. The λ_init of a layer is then that of the
+    same relative depth in that model."""
+    mup_base_head_dim: AxisLength | None = None
+    """Width of a query/key sub-head in the model whose learning rate this model takes over. This model must have the
+    same, because rates do not transfer between heads of different widths."""
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of activations and matrix products. Parameters and λ are float32."""
     remat: Literal["none", "dots", "full", "offload"] = "dots"
@@ -220,6 +229,7 @@ class ModelConfig(Extensible, path="model"):
                     f"values; use {divisor_below(self.num_kv_heads, heads)}"
                 )
         self._check_windows()
+        self._check_base()
 
     def _check_windows(self) -> None:
         pattern = self.window_pattern
@@ -237,6 +247,27 @@ class ModelConfig(Extensible, path="model"):
                 f"model.window_pattern={pattern!r} has {len(pattern)} letters, which do not divide model.num_layers="
                 f"{self.num_layers}; use a pattern of one of these lengths: {lengths}"
             )
+
+    def _check_base(self) -> None:
+        base = {f"mup_base_{name}": getattr(self, f"mup_base_{name}") for name in ("width", "layers", "head_dim")}
+        missing = [name for name, value in base.items() if value is None]
+        if missing and len(missing) < len(base):
+            raise UserError(f"model.{missing[0]}=None: set all of {', '.join(base)}, or none of them")
+        if self.mup_base_head_dim not in (None, self.d_head):
+            raise UserError(
+                f"model.mup_base_head_dim={self.mup_base_head_dim}: this model's sub-heads are {self.d_head} wide, and "
+                "rates transfer only between heads of the same width; change model.num_heads or model.head_dim"
+            )
+
+    @property
+    def width_ratio(self) -> float:
+        """Width of the model divided by that of the model of `mup_base_width`. 1 if that is not set."""
+        return self.d_model / (self.mup_base_width or self.d_model)
+
+    @property
+    def depth_ratio(self) -> float:
+        """Number of layers divided by that of the model of `mup_base_layers`. 1 if that is not set."""
+        return self.num_layers / (self.mup_base_layers or self.num_layers)
 
     @property
     def windows(self) -> tuple[int | None, ...]:

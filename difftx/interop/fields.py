@@ -27,6 +27,9 @@ FIXED = {
     "logit_soft_cap": None,
     "attention_bias": False,
     "rope_scaling": RopeScalingConfig(),
+    "mup_base_width": None,
+    "mup_base_layers": None,
+    "mup_base_head_dim": None,
 }
 EXPECTED: dict[type, str] = NAMES | {float: "a positive number", bool: "true or false", list: "a list"}
 

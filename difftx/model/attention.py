@@ -49,7 +49,8 @@ def depth_schedule(config: ModelConfig) -> Depth:
 
     If `config.lambda_init` or `config.post_scale` is set, that constant replaces the schedule.
     """
-    layer_L = jnp.arange(config.num_layers, dtype=jnp.float32)  # Index l - 1 of each layer.
+    # Index l - 1 of each layer, or of the layer at the same relative depth in the model of `config.mup_base_layers`.
+    layer_L = jnp.arange(config.num_layers, dtype=jnp.float32) / config.depth_ratio
     lambda_init_L = 0.8 - 0.6 * jnp.exp(-0.3 * layer_L)
     if config.lambda_init is not None:
         lambda_init_L = jnp.full_like(lambda_init_L, config.lambda_init)

@@ -18,7 +18,7 @@ from difftx.kernels import context
 from difftx.kernels.cached import KVCache, SegmentMask
 from difftx.kernels.rows import MapRows
 from difftx.model.attention import Angles, Depth, depth_schedule
-from difftx.model.layers import RMSNorm, SwiGLU, rotary_angles, soft_cap
+from difftx.model.layers import RMSNorm, SwiGLU, rotary_angles, scaled, soft_cap
 from difftx.parallel.layout import Layout
 
 UNROLLED_LAYERS = 8  # Largest number of layers that are compiled one by one.
@@ -47,6 +47,7 @@ class Block(nnx.Module):
         self.attention = ARCHITECTURES[config.architecture](config, layout, rngs=rngs)
         self.mlp_norm = RMSNorm(config.d_model, config.norm_eps, layout)
         self.mlp = SwiGLU(config, layout, rngs=rngs)
+        self.branch_scale = 1 / config.depth_ratio
 
     def __call__[Extra](
         self, x_BTD: jax.Array, attend: Callable[[jax.Array], tuple[jax.Array, Extra]]
@@ -57,9 +58,9 @@ class Block(nnx.Module):
         """
         with jax.named_scope("attention"):
             update_BTD, extra = attend(self.attention_norm(x_BTD))
-            x_BTD = x_BTD + update_BTD
+            x_BTD = x_BTD + scaled(update_BTD, self.branch_scale)
         with jax.named_scope("mlp"):
-            return x_BTD + self.mlp(self.mlp_norm(x_BTD)), extra
+            return x_BTD + scaled(self.mlp(self.mlp_norm(x_BTD)), self.branch_scale), extra
 
 
 class Decoder(nnx.Module):
@@ -258,8 +259,12 @@ class Decoder(nnx.Module):
         return soft_cap(jnp.einsum("BTD,VD->BTV", x_BTD, weight_VD, **kind), self.config.logit_soft_cap)
 
     def unembedding(self) -> jax.Array:
-        """Return the float32 matrix `[V, D]` that maps hidden states to logits before `model.logit_soft_cap`."""
-        return (self.embedding_VD if self.config.tie_embeddings else self.unembedding_VD)[...]
+        """Return the float32 matrix `[V, D]` that maps hidden states to logits before `model.logit_soft_cap`.
+
+        It contains the factor of µP on the logits.
+        """
+        weight_VD = (self.embedding_VD if self.config.tie_embeddings else self.unembedding_VD)[...]
+        return scaled(weight_VD, 1 / self.config.width_ratio)
 
     def _scan(self, layer: Callable[..., Any], carry: Any, *inputs: Any, may_unroll: bool = True) -> tuple[Any, Any]:
         """Apply `layer` to the carry, and to the block, the depth and the inputs of each layer, as `jax.lax.scan` does.

@@ -110,6 +110,11 @@ def soft_cap(logits: jax.Array, cap: float | None) -> jax.Array:
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
+def scaled(x: jax.Array, factor: float) -> jax.Array:
+    """Return `factor * x`, or `x` itself if the factor is 1."""
+    return x if factor == 1 else factor * x
+
+
 def projection(
     config: ModelConfig, shape: Sequence[int], inputs: int, spec: P, *, rngs: nnx.Rngs, output: bool = False
 ) -> nnx.Param:
@@ -125,7 +130,7 @@ def projection(
         # The official code uses torch's Linear, whose default is U(±1/√fan_in).
         init = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", in_axis=in_axis, out_axis=out_axis)
     else:
-        init = jax.nn.initializers.normal(config.init_std)
+        init = jax.nn.initializers.normal(config.init_std / math.sqrt(config.width_ratio))
     # Counted from the end, because `Decoder` stacks the weights of all layers along a leading axis.
     axes = tuple(tuple(axis - len(shape) for axis in part) for part in (in_axis, out_axis))
     return nnx.Param(init(rngs.params(), tuple(shape), jnp.float32, out_sharding=spec), matrix_axes=axes)

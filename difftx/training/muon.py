@@ -12,6 +12,7 @@ import optax
 
 from difftx.config import Config
 from difftx.model.abstract import parameter_metadata
+from difftx.training.parametrization import adam_eps, rate_factors
 
 MatrixAxes = tuple[tuple[int, ...], tuple[int, ...]]  # Input axes and output axes of weights, counted from the end.
 
@@ -38,11 +39,12 @@ def muon(config: Config, schedule: optax.Schedule, decayed: Any) -> optax.Gradie
 
     moments: dict[Hashable, optax.GradientTransformation] = {
         "muon": optax.trace(c.muon.momentum, nesterov=True),
-        "adamw": optax.scale_by_adam(b1=c.b1, b2=c.b2, eps=c.eps),
+        "adamw": optax.scale_by_adam(b1=c.b1, b2=c.b2, eps=adam_eps(config)),
     }
     return optax.chain(
         optax.partition(moments, labels),
         optax.stateless(orthogonalized),
+        *rate_factors(config, exponent=0.5),
         optax.add_decayed_weights(c.weight_decay, decayed),
         optax.scale_by_learning_rate(schedule),
     )

@@ -12,6 +12,7 @@ from difftx.config import Config
 from difftx.config.architectures import ARCHITECTURES
 from difftx.model.abstract import parameter_metadata, vector_mask
 from difftx.registry import Registry
+from difftx.training.parametrization import adam_eps, check_parametrization, rate_factors
 
 # An entry returns an optax schedule, which maps an update's index, from 0, to the learning rate.
 SCHEDULES: Registry[Callable[[Config], optax.Schedule]] = Registry(
@@ -26,7 +27,12 @@ OPTIMIZERS: Registry[Callable[[Config, optax.Schedule, Any], optax.GradientTrans
 def adamw(config: Config, schedule: optax.Schedule, decayed: Any) -> optax.GradientTransformation:
     """Return AdamW (arXiv 1711.05101)."""
     c = config.optimizer
-    return optax.adamw(schedule, b1=c.b1, b2=c.b2, eps=c.eps, weight_decay=c.weight_decay, mask=decayed)
+    return optax.chain(
+        optax.scale_by_adam(b1=c.b1, b2=c.b2, eps=adam_eps(config)),
+        *rate_factors(config, exponent=1),
+        optax.add_decayed_weights(c.weight_decay, decayed),
+        optax.scale_by_learning_rate(schedule),
+    )
 
 
 def learning_rate(config: Config) -> optax.Schedule:
@@ -41,6 +47,7 @@ def make_optimizer(config: Config, decayed: Any = None) -> optax.GradientTransfo
     do not change, and those of `layers.progress` grow. `decayed` is a tree of booleans that selects the parameters with
     `optimizer.weight_decay`, by default all except vectors.
     """
+    check_parametrization(config)
     c = config.optimizer
     decayed = decay_mask(config) if decayed is None else decayed
     optimizer = OPTIMIZERS[c.name](config, schedule := learning_rate(config), decayed)

@@ -13,7 +13,13 @@ from difftx.files import list_folder, resolved, size_of
 from difftx.parallel.multihost import decide_on_primary, say
 from difftx.registry import changed_extensions
 from difftx.storage.paths import AnyPath, path_of
-from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpointer, config_of, restore_params
+from difftx.training.checkpoint.checkpointer import (
+    DECISION_SECONDS,
+    Checkpointer,
+    config_of,
+    config_values,
+    restore_params,
+)
 from difftx.training.checkpoint.manifest import MANIFEST, package_versions, read_manifest, why_invalid
 from difftx.training.guards import Guard
 from difftx.training.run import Run
@@ -201,6 +207,15 @@ def _params_in(run: Run, folder: AnyPath) -> object:
             f"checkpoint.init_from={run.config.checkpoint.init_from}: {folder} was trained with another tokenizer than "
             f"data.tokenizer={run.config.data.tokenizer!r}; use that one"
         )
+    # The same weights are another model if the factors of the residual branches and the logits differ.
+    model = config_values(folder)["model"]
+    for name in ("mup_base_width", "mup_base_layers"):
+        theirs, ours = model.get(name), getattr(run.config.model, name)
+        if theirs != ours:
+            raise UserError(
+                f"checkpoint.init_from={run.config.checkpoint.init_from}: {folder} has model.{name}={theirs}, and this "
+                f"model {ours}; use the same"
+            )
     abstract = jax.eval_shape(lambda: init_state(run.config)).params
     params = restore_params(folder, abstract, run.mesh)
     say(f"parameters from {folder}")

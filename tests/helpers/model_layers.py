@@ -31,6 +31,8 @@ OPTIONS = (
     | {"model__qk_norm": "true", "model__logit_soft_cap": 2.0, "model__attention_bias": "true"}
     | {f"model__rope_scaling__{name}": value for name, value in SCALING.items()}
 )
+# A base model of a quarter of the tiny model's width, and half of its layers.
+MUP = {"model__head_dim": 8, "model__mup_base_width": 8, "model__mup_base_layers": 1, "model__mup_base_head_dim": 8}
 TOKENS = 18
 X_BTD = np.random.default_rng(3).normal(size=(2, TOKENS, 32)).astype(np.float32)
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 from helpers.inference_models import CONTEXT, TENSOR, full_logits, language_model, prompts_of
-from helpers.model_layers import OPTIONS, WINDOWS
+from helpers.model_layers import MUP, OPTIONS, WINDOWS
 
 from difftx.inference import decode
 from difftx.inference.sampling import GREEDY
@@ -38,7 +38,7 @@ def check_against_full_pass(lm, one):
     embedding_VD, cap = np.asarray(lm.params["embedding_VD"]), lm.config.model.logit_soft_cap
 
     def logits_of(x_D):
-        logits_V = embedding_VD @ x_D
+        logits_V = embedding_VD @ x_D / lm.config.model.width_ratio
         return logits_V if cap is None else cap * np.tanh(logits_V / cap)
 
     for b, length in enumerate(LENGTHS):
@@ -75,6 +75,7 @@ def test_prefill_and_decode_equal_a_full_pass(config, mesh_of, monkeypatch, arch
     [
         pytest.param("diff", {}, OPTIONS, marks=pytest.mark.exhaustive),
         pytest.param("transformer", TENSOR, OPTIONS, marks=pytest.mark.long),
+        pytest.param("diff", {}, MUP, marks=pytest.mark.long),
         *(
             pytest.param("diff", {}, {name: OPTIONS[name] for name in names}, marks=pytest.mark.exhaustive)
             for names in (["model__qk_norm"], ["model__logit_soft_cap"], list(WINDOWS))

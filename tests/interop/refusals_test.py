@@ -211,6 +211,9 @@ def test_an_output_that_is_there_or_has_no_parent(tmp_path):
         main(["--from=hf", "--to=official", f"--input={GROUPED}", f"--out={tmp_path / 'x'}", *IMPORT])
 
 
+MUP = {"mup_base_width": 16, "mup_base_layers": 1, "mup_base_head_dim": 8}
+
+
 @pytest.mark.parametrize(
     ("architecture", "format_", "changes", "message"),
     [
@@ -257,6 +260,14 @@ def test_an_output_that_is_there_or_has_no_parent(tmp_path):
         ("diff", "diffllama", {"attention_bias": True}, "model.attention_bias=True cannot be converted"),
         ("transformer", "official", {"attention_bias": True}, "model.attention_bias=True cannot be converted"),
         ("diff", "official", {"rope_scaling": RopeScalingConfig(factor=2.0)}, r"model.rope_scaling=.*factor=2\.0"),
+        ("diff", "diffllama", MUP, "model.mup_base_width=16 cannot be converted: models of the other formats do not"),
+        ("diff", "hf", MUP, "model.mup_base_width=16 cannot be converted: modeling_difftx.py does not have it"),
+        (
+            "transformer",
+            "hf",
+            MUP | {"mup_base_head_dim": 16},
+            "model.mup_base_width=16 cannot be converted: modeling_difftx.py does not have it",
+        ),
     ],
 )
 def test_runs_that_other_formats_cannot_represent(config, architecture, format_, changes, message):

@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 from flax import nnx
 from helpers.inference_models import random_params
-from helpers.model_layers import OPTIONS, WINDOWS, batch_on
+from helpers.model_layers import MUP, OPTIONS, WINDOWS, batch_on
 
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
@@ -29,6 +29,7 @@ CASES = {
     "attention_bias": {"model__attention_bias": "true"},
     "rope_scaling": {name: value for name, value in OPTIONS.items() if "rope_scaling" in name},
     "a window in all layers": {"model__window": 3},
+    "mup": MUP,
     "all": OPTIONS | {"train__z_loss": 0.03},
     "all, two groups in a loop": OPTIONS
     | {"train__z_loss": 0.03, "model__num_layers": 4, "model__window_pattern": "LG", "model__remat": "full"},
@@ -71,7 +72,7 @@ def plain_attention(p, model, h_BTD, layer):
     weights = jax.nn.softmax(jnp.where(seen_TS, logits, -jnp.inf), axis=-1)
     if model.architecture == "transformer":
         return jnp.einsum("bhts,bshe,hex->btx", weights[:, :, 0], v, output)
-    lambda_init = 0.8 - 0.6 * np.exp(-0.3 * layer)
+    lambda_init = 0.8 - 0.6 * np.exp(-0.3 * layer * (model.mup_base_layers or model.num_layers) / model.num_layers)
     exponents = jnp.sum(p["lambda_query_Gd"] * p["lambda_key_Gd"], axis=-1)
     lam = jnp.exp(exponents[0]) - jnp.exp(exponents[1]) + lambda_init
     heads = jnp.einsum("bhts,bshe->bthe", weights[:, :, 0] - lam * weights[:, :, 1], v)
@@ -81,12 +82,13 @@ def plain_attention(p, model, h_BTD, layer):
 def plain_loss(params, c, tokens, targets, weight):
     """Return the sum of NLL and z-loss, and the sum of the z-loss, by their definitions."""
     model, x = c.model, params["embedding_VD"][tokens]
+    depth, width = (model.num_layers / 1, model.d_model / 8) if model.mup_base_width else (1, 1)
     for layer in range(model.num_layers):
         p = jax.tree.map(lambda w_L, layer=layer: w_L[layer], params["blocks"])
-        x = x + plain_attention(p["attention"], model, rms(x, p["attention_norm"]["scale"]), layer)
+        x = x + plain_attention(p["attention"], model, rms(x, p["attention_norm"]["scale"]), layer) / depth
         h = rms(x, p["mlp_norm"]["scale"])
-        x = x + (jax.nn.silu(h @ p["mlp"]["gate_DF"]) * (h @ p["mlp"]["up_DF"])) @ p["mlp"]["down_FD"]
-    logits = rms(x, params["final_norm"]["scale"]) @ params["embedding_VD"].T
+        x = x + (jax.nn.silu(h @ p["mlp"]["gate_DF"]) * (h @ p["mlp"]["up_DF"])) @ p["mlp"]["down_FD"] / depth
+    logits = rms(x, params["final_norm"]["scale"]) @ params["embedding_VD"].T / width
     if model.logit_soft_cap is not None:
         logits = model.logit_soft_cap * jnp.tanh(logits / model.logit_soft_cap)
     log_z = jnp.log(jnp.sum(jnp.exp(logits), axis=-1))
@@ -95,10 +97,17 @@ def plain_loss(params, c, tokens, targets, weight):
     return jnp.sum(nll * weight) + z_loss, z_loss
 
 
-# "all" with two groups of layers has the other cases in it. variants_test.py has the options of a Transformer's layer.
+# The first has all cases but "mup" in it. variants_test.py has the options of a Transformer's layer.
+IN_CI = ("all, two groups in a loop", "mup")
+
+
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[pytest.mark.exhaustive] * (case != "all, two groups in a loop")) for case in CASES],
+    [
+        IN_CI[0],
+        pytest.param(IN_CI[1], marks=pytest.mark.long),
+        *(pytest.param(case, marks=pytest.mark.exhaustive) for case in CASES if case not in IN_CI),
+    ],
 )
 @pytest.mark.parametrize("architecture", ["diff", pytest.param("transformer", marks=pytest.mark.long)])
 def test_loss_and_gradients_are_those_of_the_definition(config, mesh_of, architecture, case):

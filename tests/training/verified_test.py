@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import replace
+from helpers.model_layers import MUP
 from helpers.training_checkpoints import LOADER, flip_a_bit, largest_file, names, state_at
 
 from difftx.config.build import override
@@ -309,6 +310,7 @@ def test_own_checkpoint_then_other_weights_then_fresh(start, tmp_path):
     ("changes", "message"),
     [
         ({"model__mlp_dim": 96}, r"params/blocks/mlp/down_FD is not \(2, 96, 32\) float32 there"),
+        (MUP, r"init_from=.* has model\.mup_base_width=None, and this model 8; use the same"),
         ({"checkpoint__init_from": "nowhere"}, "init_from=nowhere: neither a run with checkpoints nor"),
         (
             {"checkpoint__init_from": "damaged"},

@@ -320,13 +320,19 @@ class Checkpointer:
 
 def config_of(folder: AnyPath) -> Config:
     """Return the config that the checkpoint in `folder` was trained with."""
+    manifest, raw = read_manifest(folder), config_values(folder)
+    require_names(manifest.extensions, str(folder))
+    return config_from_dict(raw)
+
+
+def config_values(folder: AnyPath) -> dict[str, Any]:
+    """Return the values of `config_of`, which may need extensions that are not loaded."""
     manifest = read_manifest(folder)
     path = folder / manifest.contents / CONFIG_FILE if manifest.contents else folder / CONFIG_FILE
     raw = read_json(path)
     if json_sha256(raw) != manifest.config_sha256:
         raise UserError(f"{path}: the file is corrupt: its SHA-256 is not the config_sha256 of {folder / MANIFEST}")
-    require_names(manifest.extensions, str(folder))
-    return config_from_dict(raw)
+    return raw
 
 
 def restore_params(folder: AnyPath, params: Any, mesh: jax.sharding.Mesh, part: WeightsPart = "params") -> Any:

@@ -1,0 +1,76 @@
+"""µP across width (arXiv 2203.03466) and CompleteP across depth (arXiv 2505.01618): one learning rate for all sizes.
+
+A model takes over the learning rate η, the weight decay w and the initial variances of a base model, whose width,
+number of layers and head width are `model.mup_base_…`. With m = `model.width_ratio` and k = `model.depth_ratio`:
+
+| | base model | this model | where |
+|---|---|---|---|
+| initial variance of projections | σ² | σ² / m; "fan_in" contains this factor | `layers.projection` |
+| update of projections by AdamW | η | η / m | `rate_factors` |
+| update of projections by Muon | η | η / √m | `rate_factors` |
+| update of embeddings, gains and λ vectors | η | η | |
+| decay per update of projections and embeddings | η w | η w | `rate_factors` does not scale it |
+| Adam's ε | ε | ε / (m k) | `adam_eps` |
+| residual branches | 1 | 1 / k | `decoder.Block` |
+| logits | 1 | 1 / m | `Decoder.unembedding` |
+| λ_init and post-norm scale of layer l | f(l - 1) | f((l - 1) / k) | `attention.depth_schedule` |
+
+The widths of heads are equal, so factors of logits in attention, head norms and λ vectors do not change.
+"""
+
+import operator
+
+import jax
+import optax
+
+from difftx.config import Config
+from difftx.config.architectures import ARCHITECTURES
+from difftx.errors import UserError
+from difftx.model.abstract import parameter_metadata, vector_mask
+
+OPTIMIZERS = ("adamw", "muon")  # Optimizers that use `rate_factors`.
+
+
+def check_parametrization(config: Config) -> None:
+    """Raise `UserError` if the learning rate comes from a base model, but the rules above do not cover the config."""
+    if config.model.mup_base_width is None:
+        return
+    if config.optimizer.name not in OPTIMIZERS:
+        known = " and ".join(OPTIMIZERS)
+        raise UserError(f"optimizer.name={config.optimizer.name!r}: model.mup_base_width has rules for {known} only")
+    if "anneal_steps" in ARCHITECTURES[config.model.architecture].fields:  # The fan-in of DEX's matrix does not grow.
+        raise UserError(
+            f"model.architecture={config.model.architecture!r} continues the training of a Transformer, at a learning "
+            "rate of its own; leave model.mup_base_width at None"
+        )
+    is_vector, is_projection = vector_mask(config.model)["blocks"], _projections(config)["blocks"]
+    for path, is_known in jax.tree.leaves_with_path(jax.tree.map(operator.or_, is_vector, is_projection)):
+        if not is_known:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise UserError(
+                f"model.architecture={config.model.architecture!r}: model.mup_base_width has no rule for the parameter "
+                f"{name}; create it with layers.projection or layers.vector"
+            )
+
+
+def adam_eps(config: Config) -> float:
+    """Return Adam's ε, which shrinks with the gradients."""
+    return config.optimizer.eps / (config.model.width_ratio * config.model.depth_ratio)
+
+
+def rate_factors(config: Config, *, exponent: float) -> tuple[optax.GradientTransformation, ...]:
+    """Return the transformations of µP between the moments of an optimizer and its weight decay: at most one.
+
+    It divides the updates of projections by `width_ratio ** exponent`. The decay per update, which is added afterwards,
+    does not depend on the width.
+    """
+    factor = config.model.width_ratio**-exponent
+    return () if factor == 1 else (optax.masked(optax.scale(factor), _projections(config)),)
+
+
+def _projections(config: Config) -> dict:
+    """Return the tree of parameters with True for linear maps between activations, else False."""
+    axes = parameter_metadata(config.model, "matrix_axes", None)
+    return jax.tree.map(
+        lambda axes: axes is not None, axes, is_leaf=lambda axes: axes is None or isinstance(axes, tuple)
+    )
