@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import matplotlib
 
 from benchmarks import optimizer_tables, results_tables
-from benchmarks.results_figures import draw_arms, draw_caches, draw_optimizers, draw_warmup
+from benchmarks.results_figures import draw_arms, draw_caches, draw_optimizers, draw_transfer, draw_warmup
 from benchmarks.results_tables import (
     COMPARED,
     Record,
@@ -194,6 +194,7 @@ def main(arguments: Sequence[str]) -> int:
                 draw_arms(collected["arms"], IMAGES / f"results{suffix}")
                 draw_arms(collected["differential"], IMAGES / f"results_differential{suffix}")
                 draw_optimizers(collected["optimizers"], IMAGES / f"results_optimizers{suffix}")
+                draw_transfer(collected["transfer"], IMAGES / f"results_transfer{suffix}")
                 draw_caches(collected["cache"], IMAGES / f"results_cache{suffix}")
                 draw_warmup(collected["settings"], own_steps, IMAGES / f"results_warmup{suffix}")
         return 0

@@ -20,11 +20,13 @@ from benchmarks.results_tables import (
     WHOLE,
     Estimate,
     Record,
+    by_rates,
     caches,
     estimate,
     of_seeds,
     paired_numbers,
 )
+from difftx.configs.transfer import ARCHITECTURES, MUP
 from difftx.report.charts import COLOURS, add_legend, label_axes, save_figure
 
 ARM_COLOURS = {"diff": COLOURS[0], REFERENCE: COLOURS[1], "diff_v2": COLOURS[2]}
@@ -137,6 +139,31 @@ def draw_optimizers(records: Sequence[Record], path: Path) -> None:
                 "y_label": "bits per byte" if axes is panels[0] else "",
                 "log_x": True,
             },
+        )
+        add_legend(axes)
+    save_figure(figure, path)
+
+
+def draw_transfer(records: Sequence[Record], path: Path) -> None:
+    """Draw the loss of both sizes against the learning rate, one panel per architecture."""
+    figure = matplotlib.figure.Figure(figsize=(10, 3.6), layout="constrained")
+    lines = {("0.1m", ""): "0.1M parameters", ("3m", ""): "3M, standard", ("3m", MUP): "3M, µP and CompleteP"}
+    panels = figure.subplots(1, len(ARCHITECTURES))
+    for axes, architecture in zip(panels, ARCHITECTURES, strict=True):
+        for ((task, end), label), colour in zip(lines.items(), COLOURS, strict=False):
+            found = by_rates(records, task, architecture + end, NUMBER)
+            axes.errorbar(
+                found.keys(),
+                [value.mean for value in found.values()],
+                yerr=[value.half or 0 for value in found.values()],
+                fmt="o-",
+                capsize=3,
+                color=colour,
+                label=label,
+            )
+        label_axes(
+            axes,
+            {"title": architecture, "x_label": "learning rate", "y_label": "bits per byte", "log_x": True},
         )
         add_legend(axes)
     save_figure(figure, path)

@@ -196,9 +196,23 @@ def seeds(records: Sequence[Record], task: str, arm: str, number: str) -> str:
 
 
 def by_rate(records: Sequence[Record], task: str, arm: str, number: str) -> str:
-    """Return an arm's number at each learning rate, as text; the records have one seed."""
-    found = {r["learning_rate"]: r["numbers"][number] for r in records if (r["task"], r["arm"]) == (task, arm)}
-    return ", ".join(f"{Estimate(found[rate], None)} at {rate:g}" for rate in sorted(found))
+    """Return an arm's number at each learning rate, as text."""
+    return ", ".join(f"{value} at {rate:g}" for rate, value in by_rates(records, task, arm, number).items())
+
+
+def by_rates(records: Sequence[Record], task: str, arm: str, number: str) -> dict[float, Estimate]:
+    """Return learning rate → an arm's number, over the seeds of each rate, in the order of the rates."""
+    found: dict[float, list[float]] = collections.defaultdict(list)
+    for r in records:
+        if (r["task"], r["arm"]) == (task, arm):
+            found[r["learning_rate"]].append(r["numbers"][number])
+    return {rate: estimate(found[rate]) for rate in sorted(found)}
+
+
+def best_rate(records: Sequence[Record], task: str, arm: str, number: str) -> str:
+    """Return the learning rate with an arm's smallest mean, as text."""
+    found = by_rates(records, task, arm, number)
+    return f"{min(found, key=lambda rate: found[rate].mean):g}"
 
 
 def best_difference(records: Sequence[Record], task: str, number: str, row: str, reference: str) -> str:
@@ -391,6 +405,7 @@ PLACES: dict[str, Callable[..., str]] = {
     "difference": difference,
     "difference_of_changes": difference_of_changes,
     "best_difference": best_difference,
+    "best_rate": best_rate,
     "by_rate": by_rate,
     "solved": solved,
     "seeds": seeds,

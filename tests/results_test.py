@@ -424,6 +424,27 @@ def test_sizes_and_lengths_of_training_are_rows_and_every_arm_has_its_best_rate(
     ]
 
 
+def test_the_best_rate_is_that_of_the_smallest_mean(tmp_path):
+    def record(arm, rate, seed, value):
+        numbers = {"loss/bits_per_byte": value}
+        return {"task": "3m", "arm": arm, "seed": seed, "learning_rate": rate, "numbers": numbers}
+
+    records = [record("diff-mup", *at) for at in ((2e-3, 0, 3.0), (1e-3, 1, 1.0), (1e-3, 0, 6.0), (2e-3, 1, 3.0))]
+    page = results.render({"mine": records}, "{{best_rate mine 3m diff-mup loss/bits_per_byte}}")
+    assert page == "0.002"
+    assert results.render({"mine": records}, "{{by_rate mine 3m diff-mup loss/bits_per_byte}}") == (
+        "3.500 ± 31.766 at 0.001, 3.000 ± 0.000 at 0.002"
+    )
+    lines = [
+        r | {"task": task, "arm": arm + end}
+        for r in records
+        for arm in ("transformer", "diff")
+        for task, end in (("0.1m", ""), ("3m", ""), ("3m", "-mup"))
+    ]
+    results_figures.draw_transfer(lines, tmp_path / "results_transfer")
+    assert (tmp_path / "results_transfer.png").stat().st_size > 10_000
+
+
 def test_cells_of_the_optimizer_study_become_a_table_and_contrasts(tmp_path):
     def record(cell, seed):
         warmup = {"optimizer.warmup_fraction": f"{cell.warmup:g}", "optimizer.learning_rate": "0.02"}
