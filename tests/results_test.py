@@ -88,7 +88,7 @@ def test_the_study_of_converted_models_has_its_contrasts(arm):
     mean, half = converted(arm)
     prose = " ".join(PAGE.partition("## From a Transformer")[2].split())
     assert re.search(rf"`{arm}` − `transformer` (is )?{re.escape(f'{mean:+.3f} ± {half:.3f}')}", prose)
-    for task in ("books-0.8m", "recall"):
+    for task in ("books-0.8m", "recall", "recall-easy"):
         runs, tried = (
             [r for r in COLLECTED[study] if (r["task"], r["arm"]) == (task, arm)]
             for study in ("differential", "differential-rates")
@@ -192,6 +192,11 @@ def grown(task, arm, tokens):
 
 
 WHOLE = "cache/loss_loss_whole"
+def easy(study):
+    """Return the records of recall-easy."""
+    return [r for r in COLLECTED[study] if r["task"] == "recall-easy"]
+
+
 CACHE_CLAIMS = {
     "Neither interval holds zero: `diff` loses more to rounding": lambda: all(
         mean > half
@@ -225,6 +230,15 @@ CLAIMS = CACHE_CLAIMS | {
     "The intervals of `zero-branch` and `dex` hold zero, and `split` is behind": lambda: (
         all(abs(mean) <= half for mean, half in map(converted, ("zero-branch", "dex")))
         and converted("split")[0] > converted("split")[1]
+    ),
+    "The runs that do not solve it are those of seed 0, whose Transformer had learned least": lambda: (
+        {r["seed"] for r in easy("differential") if not results_tables.is_solved(r)} == {0}
+        and min(easy("differential-start"), key=lambda r: r["numbers"]["exact_match/retrieval"])["seed"] == 0
+    ),
+    "the two arms with such a run have twice the learning rate of the others": lambda: (
+        {(r["arm"], r["learning_rate"]) for r in easy("differential")}
+        == {("transformer", 0.01), ("dex", 0.01), ("zero-branch", 0.005), ("split", 0.005)}
+        and {r["arm"] for r in easy("differential") if not results_tables.is_solved(r)} == {"transformer", "dex"}
     ),
     "All six differences of the subtraction's two contrasts are positive, but both intervals hold zero": lambda: (
         all(
