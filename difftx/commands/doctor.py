@@ -247,8 +247,7 @@ def _storage(workdir: AnyPath, advice: list[str]) -> dict[str, Any]:
 
 def _bucket_data(config: Config | None) -> "list[epath.Path]":
     """Return the data paths of a config that are in buckets."""
-    texts = [] if config is None else [config.data.path, *(source.path for source in config.data.sources)]
-    paths = [path_of("data.path", text) for text in texts if text is not None]
+    paths = [] if config is None else [path_of("data.path", text) for text in config.data.paths]
     return [path for path in paths if is_bucket(path)]
 
 
