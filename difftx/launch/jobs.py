@@ -19,6 +19,7 @@ from difftx.storage.paths import AnyPath, is_bucket, require_supported
 
 TEMPLATES = Path(__file__).with_name("templates")
 ROOT = Path(__file__).parents[2]
+GRACE_SECONDS = 120  # Time between the signal of a preemption and the end of a job, in the templates.
 MOST_NAME_CHARACTERS = 40  # Longest name of a JobSet: a pod's host name adds suffixes and has at most 63 characters.
 COUNTS = {"nodes", "gpus", "cpus", "slices", "hosts", "chips", "restarts"}  # Settings with integer values, not quoted.
 

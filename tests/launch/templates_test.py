@@ -16,7 +16,7 @@ from helpers.cases import long_except
 
 from difftx.commands import sweep
 from difftx.errors import UserError
-from difftx.launch.jobs import LAUNCHERS, TEMPLATES
+from difftx.launch.jobs import GRACE_SECONDS, LAUNCHERS, TEMPLATES
 from difftx.storage.paths import LIBRARIES
 
 NAME = "diff-1.4b-seed0"
@@ -171,7 +171,7 @@ def test_slurm_options(write, tmp_path):
         "cpus-per-task": "12",
         "time": "24:00:00",
         "requeue": "",
-        "signal": "TERM@120",
+        "signal": f"TERM@{GRACE_SECONDS}",
     }
     first_command = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
     assert all(not line.startswith("#SBATCH") for line in lines[first_command:])  # sbatch reads none below it.
@@ -277,6 +277,7 @@ def test_jobset(launcher, stubs, write):
 
     (group,) = job_set["spec"]["replicatedJobs"]
     job, pod = group["template"]["spec"], group["template"]["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == GRACE_SECONDS
     assert pod["restartPolicy"] == "Never"  # podFailurePolicy asks for it.
     assert pod["securityContext"]["fsGroup"] == USER
     assert pod["securityContext"]["runAsNonRoot"]
