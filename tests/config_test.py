@@ -49,6 +49,11 @@ def test_every_config_is_valid_and_survives_json(spec):
     assert model.num_heads * model.groups * model.d_head == model.d_model
 
 
+def test_a_shorter_quickstart_needs_no_other_warm_up():
+    assert load_config("quickstart:diff", {}).warmup_steps == 275
+    assert load_config("quickstart:diff", {"train.steps": "40"}).warmup_steps == 20
+
+
 def test_matched_models_have_equal_head_width():
     for size in ("830m", "13.1b"):
         path = ROOT / "configs" / "scaling.py"
@@ -116,7 +121,7 @@ def test_a_recipe_by_size_explains_what_a_size_is(size):
         ("train.global_batch_tokens", "1000", ["train.global_batch_tokens=1000", "use 1024"]),
         ("optimizer.warmup_steps", "100000", ["optimizer.warmup_steps=100000", "train.steps"]),
         (
-            "optimizer.warmup_steps",
+            "optimizer.warmup_fraction",
             "none",
             ["optimizer.warmup_steps=None, optimizer.warmup_fraction=None", "exactly one"],
         ),
@@ -182,7 +187,7 @@ def test_a_wrong_config_file_names_field_or_line(tmp_path, line, expected):
 @pytest.mark.parametrize(
     ("recipe", "overrides", "steps"),
     [
-        ({}, {}, 275),
+        ({}, {}, 200),
         ({}, {"warmup_fraction": "0.25"}, 100),
         ({"warmup_fraction": 0.5}, {}, 200),
         ({"warmup_steps": 7, "warmup_fraction": 0.5}, {}, 200),

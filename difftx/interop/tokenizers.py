@@ -26,7 +26,7 @@ from difftx.data.tokenizer_files import (
     read_object,
     read_settings,
 )
-from difftx.errors import UserError
+from difftx.errors import UnreadableError, UserError
 from difftx.files import read_json, schema_error, write_atomically
 from difftx.storage.paths import AnyPath, is_bucket
 
@@ -187,7 +187,7 @@ def _is_same(name: str, raw: dict[str, Any]) -> bool:
         return False
     try:
         tokenizer = load_tokenizer(name)
-    except UserError:
+    except (UserError, UnreadableError):
         return False
     return isinstance(tokenizer, TiktokenTokenizer) and _parts(tokenizer_json(tokenizer, name)) == _parts(raw)
 
