@@ -13,7 +13,7 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     from difftx import compilation_cache
     from difftx.commands.flags import PathFlag, add_config_flag, parse_command
     from difftx.config.extras import check_extras
-    from difftx.config.recipes import load_config
+    from difftx.config.recipes import load_config, matched_by
     from difftx.files import require_writable
     from difftx.parallel import multihost
 
@@ -41,6 +41,7 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     from difftx.commands.cost import format_cost, format_data
     from difftx.data.tokenizer import with_vocabulary
     from difftx.interop import exports
+    from difftx.model.abstract import matching_warning
     from difftx.training import kernel_choice, loop
     from difftx.training.run import Run, agree_on_command, fit_to_devices
 
@@ -48,6 +49,8 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     agree_on_command(config, args)
     config = fit_to_devices(config)
     multihost.say(format_cost(config))
+    if warning := matching_warning(config, matched_by(args.config)):
+        multihost.say(warning)
     run = Run.open(config, args.workdir or Path())
     run.check_everywhere(lambda run: (exports.check_run(run), evals.check_run(run, config.eval.suites)))
     multihost.say(format_data(run))

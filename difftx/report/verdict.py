@@ -1,7 +1,7 @@
 """The first sentences of a report: which model has the lower validation loss, by how much, and how certain that is."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,7 @@ def verdict(runs: Sequence[RunRecord], metric: Metric) -> Verdict:
         fix = "Run difftx eval --suite=loss on each of them."
         return Verdict(f"No verdict: there is no finite validation {what} of {_listed(missing)} yet.", [fix])
     arms = _arms(runs, metric)
-    limits = _limits(runs)
+    limits = _limits(arms)
     if len(arms) == 1:
         (arm,) = arms
         spread = f", the mean over {len(runs)} seeds ({min(arm.losses):.4g} to {max(arm.losses):.4g})" * (len(runs) > 1)
@@ -170,20 +170,31 @@ def _different_text(runs: Sequence[RunRecord]) -> tuple[str, str] | None:
     return next(((known[0][0], name) for name, targets in known if targets != known[0][1]), None)
 
 
-def _limits(runs: Sequence[RunRecord]) -> list[str]:
-    """Return sentences on runs that are unfinished, and on unequal training or sizes."""
+def _limits(arms: Sequence[Arm]) -> list[str]:
+    """Return sentences on runs that are unfinished, and on unequal training, sizes, heads or head norms."""
+    runs = [run for arm in arms for run in arm.runs]
     found = []
     for run in runs:
         if (step := run.split("train")[-1]["step"]) < run.steps:
             found.append(f"{run.name} is not finished: step {step:,} of {run.steps:,}.")
-    for what, values in (
-        ("training tokens", [run.tokens for run in runs]),
-        ("parameters", [count_parameters(run.config.model).total for run in runs]),
+    models = {arm.name: arm.runs[0].config.model for arm in arms}
+    for what, sizes in (
+        ("training tokens", {run.name: run.tokens for run in runs}),
+        ("parameters", {name: count_parameters(model).total for name, model in models.items()}),
     ):
-        if max(values) > (1 + EQUAL_SIZES) * min(values):
-            counts = _listed([f"{run.name} {value:,}" for run, value in zip(runs, values, strict=True)])
-            found.append(f"The comparison is unequal in {what}: {counts}.")
+        if max(sizes.values()) > (1 + EQUAL_SIZES) * min(sizes.values()):
+            found.append(_unequal(what, {name: f"{size:,}" for name, size in sizes.items()}))
+    for what, texts in (
+        ("the width of heads", {name: f"{model.d_head:,}" for name, model in models.items()}),
+        ("the head norm", {name: model.head_norm for name, model in models.items()}),
+    ):
+        if len(set(texts.values())) > 1:
+            found.append(_unequal(what, texts))
     return found
+
+
+def _unequal(what: str, value_of: Mapping[str, str]) -> str:
+    return f"The comparison is unequal in {what}: {_listed([f'{name} {value}' for name, value in value_of.items()])}."
 
 
 def _listed(names: Sequence[str]) -> str:

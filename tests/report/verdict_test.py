@@ -52,7 +52,23 @@ def test_one_run_each_is_paired_over_the_text(tmp_path):
             BLOCKS,
         )
         assert "one run each cannot tell what another seed would do" in found.details[0]
-        assert len(found.details) == 1  # Equal sizes and equal training: no limits.
+        # The sizes, the training and the widths of heads are equal.
+        names = " and ".join({runs[0]: "diff rms_affine", runs[1]: "plain none"}[run] for run in order)
+        assert found.details[1:] == [f"The comparison is unequal in the head norm: {names}."]
+
+
+def test_unequal_models_are_named(tmp_path):
+    changes = {"model__num_heads": 2, "model__head_norm": "none", "model__mlp_dim": 400}
+    runs = [
+        make(tmp_path / "a", [2.0] * BLOCKS, model__head_norm="none"),
+        make(tmp_path / "b", [2.1] * BLOCKS, architecture="transformer", **changes),
+    ]
+    # 4 layers with 3 * 128 more weights for each of 60 more units, less 4 λ vectors of 32 numbers per layer.
+    counts = f"a 819,840 and b {819_840 + 4 * (60 * 3 * 128 - 128):,}"
+    assert judged(runs).details[1:] == [
+        f"The comparison is unequal in parameters: {counts}.",
+        "The comparison is unequal in the width of heads: a 32 and b 64.",
+    ]
 
 
 def test_an_interval_around_zero_is_no_difference(tmp_path):
@@ -105,7 +121,7 @@ def test_what_cannot_be_compared_says_so(tmp_path):
     none = write_run(tmp_path / "none", tiny("transformer", train__steps=2))
     assert judged([a, none]).headline == "No verdict: there is no finite validation loss of none yet."
     short = make(tmp_path / "short", [2.1] * BLOCKS, architecture="transformer", steps=3)
-    (limit,) = judged([a, short]).details[1:]
+    limit, _ = judged([a, short]).details[1:]
     assert re.fullmatch(r"The comparison is unequal in training tokens: a [\d,]+ and short [\d,]+\.", limit)
     metrics = (b / "metrics.jsonl").read_text().splitlines(keepends=True)
     (b / "metrics.jsonl").write_text("".join(line for line in metrics if '"step": 6' not in line))
