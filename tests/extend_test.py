@@ -169,6 +169,17 @@ def test_an_attention_variant(place):
     assert (
         f"was made with another content of {place / 'temperature.py'} (SHA-256 {recorded['sha256'][:12]}… → " in error
     )
+    error = run(place, report, code=2)
+    assert f"was made with another content of {place / 'temperature.py'}" in error
+    # The training has ended, so it saves no checkpoint with the new content. Its checkpoint still needs the old one.
+    run(place, train, "--allow_config_change")
+    changed = (workdir / "manifest.json").read_text()
+    assert recorded["sha256"] not in changed
+    assert "checkpoints/6 was made with another content of" in run(place, evaluate, "--again", code=2)
+    (place / "temperature.py").write_text(FILES["temperature.py"])
+    for line in (f"{evaluate} --again", report, generate):
+        run(place, line)
+    (place / "temperature.py").write_text(FILES["temperature.py"] + "\n# Changed.\n")
     longer = ["--config.train.steps=8"]
     error = run(place, train, *longer, code=2)
     assert f"changed since the checkpoint of step 6: extension {place / 'temperature.py'} (SHA-256 " in error
