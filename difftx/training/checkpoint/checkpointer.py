@@ -185,7 +185,7 @@ class Checkpointer:
             )
         if self._config is not None and size_of(saved := self._workdir / SAVED) is not None:
             raise UserError(
-                f"{self.folder}: there is no checkpoint, but {saved} shows that one was saved; restore the folder, or use "
+                f"{self.folder}: there is no checkpoint, but {saved} shows that one was saved; restore it, or use "
                 f"a new --workdir. To start from step 0 in this --workdir and lose its metrics, delete {saved}"
             )
         return None
