@@ -92,7 +92,7 @@ def _numbers(
     chance = base.get("chance") or {}
     header = ["", *(["guessing"] if chance else []), first]
     for run, _ in others:
-        header += [run, f"difference from {first}"]
+        header += [run, f"{run} − {first}"]
     rows, basis = {}, []
     for name in dict.fromkeys(name for result in newest.values() for name in result["numbers"]):
         values, measure = [result["numbers"].get(name) for result in newest.values()], measure_of(name)
@@ -113,13 +113,18 @@ def difference_of(name: str, before: Any, value: Any) -> str | Cell:
     if not all(isinstance(v, int | float) for v in (before, value)):
         return "–"
     difference, measure = value - before, measure_of(name)
-    relative = f" ({difference / abs(before):+.2%})" if before and measure.unit != "share" else ""
-    text = f"{difference:+.4g}{relative}".replace("-", "−")
+    text = signed_change(before, value, relative=measure.unit != "share")
     if measure.better is None or difference != difference:
         return Cell(text, "")
     if difference == 0:
         return Cell("0", "equal")
     return Cell(text, "better" if (difference < 0) == (measure.better == "lower") else "worse")
+
+
+def signed_change(before: float, value: float, *, relative: bool = True) -> str:
+    """Return the difference of two values with its sign and, if `relative`, as a percentage of the first value."""
+    share = f" ({(value - before) / abs(before):+.2%})" if before and relative else ""
+    return f"{value - before:+.4g}{share}".replace("-", "−")
 
 
 def label_of(number: str) -> str:
