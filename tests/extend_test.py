@@ -228,7 +228,7 @@ def test_a_suite(place):
     train, listing, evaluate, report, train_with = COMMANDS[3]
     run(place, train)
     assert re.search(r"^confident +Return the share of validation tokens", run(place, listing), re.MULTILINE)
-    assert "share" in run(place, evaluate)
+    assert re.search(r"share +\S+ +share of tokens +higher", run(place, evaluate))
     assert "skipped" in run(place, evaluate)
     other = evaluate.replace("0.9", "0.001")
     assert "skipped" not in run(place, other)

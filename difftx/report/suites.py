@@ -5,7 +5,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from difftx.evals.measures import COUNTS, EXPLANATIONS, WORDS, explanation_of, format_value, measure_of
+from difftx.evals.measures import COUNTS, EXPLANATIONS, WORDS, explanation_of, format_value, measure_of, measures_of
+from difftx.evals.result import Measure
 from difftx.report.panels import (
     Cell,
     Panel,
@@ -59,11 +60,12 @@ def suite_sections(runs: Sequence[RunRecord], *, comparable: bool) -> list[Suite
         newest = {run: of_run[max(of_run)] for run, of_run in results.items()}
         title, explanation = explanation_of(suite)
         panels = _chart_panels({run: result.get("charts", []) for run, result in newest.items()})
-        panels += _number_panels(results)
+        measures = {name: m for result in reversed(newest.values()) for name, m in measures_of(result).items()}
+        panels += _number_panels(results, measures)
         for run, of_run in results.items():
             panels += _charts_over_steps(run, of_run)
-        header, rows, basis = _numbers(newest, comparable=comparable)
-        first = [] if suite in SHOWN_IN_CHARTS else [name for name in rows if measure_of(name).better] or list(rows)
+        header, rows, basis = _numbers(newest, measures, comparable=comparable)
+        first = [] if suite in SHOWN_IN_CHARTS else [name for name in rows if measures[name].better] or list(rows)
         first = first[:MOST_ROWS]
         steps = {run: max(of_run) for run, of_run in results.items()}
         of_steps = [f"{run} at step {step:,}" for run, step in steps.items()]
@@ -82,7 +84,7 @@ def suite_sections(runs: Sequence[RunRecord], *, comparable: bool) -> list[Suite
 
 
 def _numbers(
-    newest: Mapping[str, Result], *, comparable: bool
+    newest: Mapping[str, Result], measures: Mapping[str, Measure], *, comparable: bool
 ) -> tuple[list[str], dict[str, list[str | Cell]], list[str]]:
     """Return the header and the rows of a table of the numbers, and texts of the counts that are equal in all runs.
 
@@ -95,7 +97,7 @@ def _numbers(
         header += [run, f"{run} − {first}"]
     rows, basis = {}, []
     for name in dict.fromkeys(name for result in newest.values() for name in result["numbers"]):
-        values, measure = [result["numbers"].get(name) for result in newest.values()], measure_of(name)
+        values, measure = [result["numbers"].get(name) for result in newest.values()], measures[name]
         if measure.unit in COUNTS and len(set(values)) == 1:
             basis.append(f"{label_of(name)}: {format_value(values[0])}")
             continue
@@ -103,16 +105,16 @@ def _numbers(
         row.append(format_value(values[0]))
         for value in values[1:]:
             is_comparable = comparable or name == "bits_per_byte"
-            row += [format_value(value), difference_of(name, values[0], value) if is_comparable else "–"]
+            row += [format_value(value), difference_of(measure, values[0], value) if is_comparable else "–"]
         rows[name] = row
     return header, rows, basis
 
 
-def difference_of(name: str, before: Any, value: Any) -> str | Cell:
-    """Return the difference of two values of a number, with a verdict if the number has a better direction."""
+def difference_of(measure: Measure, before: Any, value: Any) -> str | Cell:
+    """Return the difference of two values of a number, with a verdict if one direction is better."""
     if not all(isinstance(v, int | float) for v in (before, value)):
         return "–"
-    difference, measure = value - before, measure_of(name)
+    difference = value - before
     text = signed_change(before, value, relative=measure.unit != "share")
     if measure.better is None or difference != difference:
         return Cell(text, "")
@@ -135,11 +137,11 @@ def label_of(number: str) -> str:
     return label
 
 
-def axis_label(text: str) -> str:
-    """Return the label of an axis: the name of a number gets its unit, other texts stay."""
+def axis_label(text: str, measure: Measure | None = None) -> str:
+    """Return the label of an axis: the name of a number gets the unit of its measure, other texts stay."""
     if not re.fullmatch(r"\w+", text):
         return text
-    label, unit = label_of(text), measure_of(text).unit
+    label, unit = label_of(text), (measure or measure_of(text)).unit
     return f"{label} ({unit})" if unit not in ("", label) else label
 
 
@@ -161,7 +163,7 @@ def _chart_panels(charts_of_run: Mapping[str, Sequence[Mapping[str, Any]]]) -> l
     return panels
 
 
-def _number_panels(results: Mapping[str, Results]) -> list[Panel]:
+def _number_panels(results: Mapping[str, Results], measures: Mapping[str, Measure]) -> list[Panel]:
     """Return a panel for each metric of a suite that changes between the evaluated steps of a run."""
     panels = []
     of_all_runs = [result["numbers"] for of_run in results.values() for result in of_run.values()]
@@ -173,7 +175,9 @@ def _number_panels(results: Mapping[str, Results]) -> list[Panel]:
             lines[run] = list(values), list(values.values())
         is_constant = len({value for _, values in lines.values() for value in values}) < 2
         if max(len(steps) for steps, _ in lines.values()) > 1 and not is_constant:
-            panels.append(panel_over_steps(f"{label_of(name)} over the steps", lines, axis_label(name)))
+            panels.append(
+                panel_over_steps(f"{label_of(name)} over the steps", lines, axis_label(name, measures.get(name)))
+            )
     return panels
 
 

@@ -405,6 +405,23 @@ def test_seeds_have_one_column_for_their_mean(tmp_path):
     assert "<td>2.45</td><td>2.1</td><td>−0.35 (−14.29%)</td>" in table
 
 
+def test_a_suite_gives_the_units_and_directions_of_its_numbers(tmp_path):
+    runs = [write_run(tmp_path / name, tiny(name, train__steps=6)) for name in ("diff", "transformer")]
+    numbers = {"loss_of_detail": 1.0, "accuracy": 0.5}
+    for run, factor in zip(runs, (1.25, 1), strict=True):
+        write_result(run, "own", 6, {name: factor * value for name, value in numbers.items()})
+        path = run / "evals" / "own" / "6.json"
+        measures = {"loss_of_detail": {"unit": "metres", "better": "higher"}, "accuracy": {"unit": "", "better": None}}
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"measures": measures}))
+    text = write_page(runs, tmp_path / "report.html").read_text()
+    assert 'loss of detail <span class="unit">metres</span>' in text
+    assert '+0.25 (+25.00%)<span class="word">better</span>' in text
+    # A result that somebody else wrote may have anything.
+    for measures in ([], {"accuracy": 3}, {"accuracy": {"unit": "", "better": "<evil>"}}):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"measures": measures}))
+        assert "<evil>" not in write_page(runs[1:], tmp_path / "report.html").read_text()
+
+
 def test_different_tokenizers_compare_by_bits_per_byte_only(tmp_path):
     runs = [
         write_run(tmp_path / name, tiny("diff", train__steps=6), tokenizer=tokenizer * 64)
