@@ -199,8 +199,14 @@ def test_report_is_eval_report(both_trained):
         for path in (page, runs / "diff" / "report.html")
     ]
     assert pages[0] == pages[1]
+    # The folder of the runs, as of a sweep, and a glob.
+    for runs_flag in (f"--workdir={runs}", f"--workdir={runs}/*"):
+        assert run("difftx", "report", runs_flag, f"--out={page}").returncode == 0
+        assert "difftx report: transformer and diff" in page.read_text()
     for wrong, message in (
-        (f"--workdir={runs}/diff,{runs}", "no config.json there"),
+        (f"--workdir={runs}/diff,{runs}/none", "no config.json there"),
+        (f"--workdir={runs}/none*", "no config.json there"),
+        (f"--workdir={runs}/diff,{runs}", "a run is named twice"),
         ("--workdir=hdfs://x", "hdfs://x"),
     ):
         result = run("difftx", "report", wrong)
