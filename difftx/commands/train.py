@@ -1,9 +1,14 @@
 """Train a model: difftx train --config=quickstart:diff --workdir=runs/quickstart/diff."""
 
 import argparse
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from difftx.training.run import Run
 
 
 def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
@@ -21,7 +26,7 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     add_config_flag(parser)
     parser.add_argument("--workdir", action=PathFlag, help="directory of the run; an existing run is resumed")
     parser.add_argument("--print_config", action="store_true", help="print the config and exit")
-    parser.add_argument("--dry_run", action="store_true", help="check the config and the data, print the cost and exit")
+    parser.add_argument("--dry_run", action="store_true", help="check config, model and data, print the cost, exit")
     parser.add_argument("--allow_config_change", action="store_true", help="resume even if model or data changed")
     multihost.add_flags(parser)
     parser.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
@@ -55,4 +60,17 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     run.check_everywhere(lambda run: (exports.check_run(run), evals.check_run(run, config.eval.suites)))
     multihost.say(format_data(run))
     options = {"began": began, "allow_config_change": args.allow_config_change}
-    return 0 if args.dry_run else loop.train(run, evals.evaluate, exports.write, **options)
+    if args.dry_run:
+        trace(run)
+        return 0
+    return loop.train(run, evals.evaluate, exports.write, **options)
+
+
+def trace(run: "Run") -> None:
+    """Trace the train step, which executes the Python code of the model. Name the line of an extension that fails."""
+    from difftx.config.architectures import ARCHITECTURES
+    from difftx.launch.estimate import trace_step
+    from difftx.registry import one_line_errors
+
+    with one_line_errors(sys.modules[ARCHITECTURES[run.config.model.architecture].__module__]):
+        trace_step(run.config, run.mesh)
