@@ -103,6 +103,33 @@ RULES = {
 
 # Words in names of numbers → how readers know them.
 WORDS = {"ar hit": "AR-Hit"}
+# Suite → number → what it is, for numbers whose names do not tell readers.
+LABELS = {
+    "attention": {
+        "answer": "weight on the answer",
+        "others": "weight on the other needles",
+        "noise": "weight on irrelevant text (noise)",
+        "question": "weight on the question",
+        "first": "weight on the first token",
+        "answer_signed": "weight on the answer, with its sign",
+        "noise_signed": "weight on noise, with its sign",
+        "first_signed": "weight on the first token, with its sign",
+        "first_a1": "weight of A1 on the first token",
+        "first_a2": "weight of A2 on the first token",
+        "gini": "Gini coefficient of the weights (0: even)",
+        "entropy": "entropy of the weights",
+        "l0": "tokens with a weight above the threshold",
+        "lambda": "λ",
+        "cosine_answer": "cosine of A1 and A2 on the answer",
+        "cosine_noise": "cosine of A1 and A2 on noise",
+        "kl_answer": "KL(A1 ‖ A2) on the answer",
+        "kl_noise": "KL(A1 ‖ A2) on noise",
+        "cosine_answer_with_first": "cosine of A1 and A2 on the answer and the first token",
+        "cosine_noise_with_first": "cosine of A1 and A2 on noise and the first token",
+        "kl_answer_with_first": "KL(A1 ‖ A2) on the answer and the first token",
+        "kl_noise_with_first": "KL(A1 ‖ A2) on noise and the first token",
+    }
+}
 
 
 @functools.cache

@@ -6,7 +6,8 @@ from conftest import ROOT
 
 from difftx.config.suites import SUITES
 from difftx.errors import UserError
-from difftx.evals.measures import EXPLANATIONS, RULES, explanation_of, format_value, measure_of, measures_of
+from difftx.evals.attention.suite import NUMBERS
+from difftx.evals.measures import EXPLANATIONS, LABELS, RULES, explanation_of, format_value, measure_of, measures_of
 from difftx.evals.result import Measure, Result
 
 
@@ -63,6 +64,10 @@ def test_every_rule_serves_a_recorded_number():
     used = {id(measure_of(name)) for name in names}
     unused = {words for words, measure in RULES.items() if id(measure) not in used}
     assert unused == {"percent", "tokens_per_second", "bytes_per_token"}
+
+
+def test_every_number_of_the_suite_attention_has_a_label():
+    assert list(LABELS["attention"]) == list(NUMBERS)
 
 
 def test_a_suite_gives_its_own_measures():
