@@ -149,6 +149,15 @@ def test_a_dry_run_compares_the_model_with_its_transformer(recipe, flags, warnin
     assert warning is None or warning in found[0]
 
 
+def test_a_recipe_that_resizes_a_matched_model_is_named(trained, tmp_path):
+    recipe = tmp_path / "own.py"
+    lines = ["c = quickstart.get_config('gda')", "c.model.d_model = 256", f"c.data.path = '{trained / 'text.txt'}'"]
+    body = "".join(f"    {line}\n" for line in [*lines, "return c"])
+    recipe.write_text(f"from difftx.configs import quickstart\n\n\ndef get_config():\n{body}")
+    result = run("train.py", f"--config={recipe}", "--dry_run")
+    assert "model.mlp_dim=360, not 384; 2,094,848 parameters, not 2,168,576" in result.stdout, result.stderr
+
+
 def test_eval_suites(trained):
     workdir = trained / "runs" / "diff"
     result = run_new("eval.py", f"--workdir={workdir}", "--suite=loss,sample", "--eval.sample_tokens=8")

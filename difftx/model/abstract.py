@@ -89,7 +89,8 @@ def match(c: ConfigDict, architecture: str, *, heads: int) -> None:
     """Convert the config of a Transformer with `heads` heads to another architecture with as many parameters.
 
     `SelfAttention.configure` sets the heads of the new architecture. If its attention has more or fewer weights than
-    the Transformer's, `model.mlp_dim` compensates, because SwiGLU has 3 d_model weights per unit of its width.
+    the Transformer's, `model.mlp_dim` compensates, because SwiGLU has 3 d_model weights per unit of its width. The
+    config keeps the Transformer for `matching_warning`.
     """
     mlp_dim = c.model.mlp_dim
     c.model.architecture, c.model.num_heads, c.model.head_norm = "transformer", heads, "none"
