@@ -69,8 +69,8 @@ def run_folders(flag: str) -> list[AnyPath]:
     Raise `UserError` if a part of the flag names no run.
     """
     found: list[AnyPath] = []
-    for name in flag.split(","):
-        folder = path_of("--workdir", name)
+    parts = [(name, path_of("--workdir", name)) for name in flag.split(",")]  # Check all before files are read.
+    for name, folder in parts:
         if size_of(folder / "config.json") is not None:
             found.append(folder)
             continue
