@@ -37,12 +37,12 @@ SWEEP = env JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_multi_thread_eigen=false \
 	test-exhaustive test-lowest platforms parity chaos docs lint format
 
 quickstart: .venv/.installed
-	$(BIN)/python train.py --config=configs/quickstart.py:diff --workdir=$(RUNS)/diff $(FLAGS)
 	$(BIN)/python train.py --config=configs/quickstart.py:transformer --workdir=$(RUNS)/transformer $(FLAGS)
-	$(BIN)/python eval.py --workdir=$(RUNS)/diff --suite=sample,attention
+	$(BIN)/python train.py --config=configs/quickstart.py:diff --workdir=$(RUNS)/diff $(FLAGS)
 	$(BIN)/python eval.py --workdir=$(RUNS)/transformer --suite=sample,attention
+	$(BIN)/python eval.py --workdir=$(RUNS)/diff --suite=sample,attention
 	$(BIN)/python eval.py --curves='$(RUNS)/*' --out=$(RUNS)
-	$(BIN)/python eval.py --report --workdir=$(RUNS)/diff,$(RUNS)/transformer --out=$(RUNS)/report.html
+	$(BIN)/python eval.py --report --workdir=$(RUNS)/transformer,$(RUNS)/diff --out=$(RUNS)/report.html
 	@echo "Open $(abspath $(RUNS)/report.html) in a browser; docs/tutorials/report.md explains it."
 	@echo "Next: source .venv/bin/activate && pip install -e . (the command of the tutorials); then docs/tutorials/own-text.md"
 

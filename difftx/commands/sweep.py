@@ -4,10 +4,12 @@ import argparse
 from collections.abc import Sequence
 
 from difftx.commands.flags import add_config_flag, parse_command
-from difftx.errors import UserError
+from difftx.config.recipes import matched_by
+from difftx.errors import UserError, printable
 from difftx.files import require_writable
 from difftx.launch import jobs
 from difftx.launch.grid import make_points, parse_grid
+from difftx.model.abstract import matching_warning
 from difftx.storage.paths import is_bucket, name_of, path_of
 
 
@@ -28,6 +30,9 @@ def main(arguments: Sequence[str]) -> int:
         require_writable(args.out)
     grid = parse_grid(args.grid)
     points = make_points(args.config, grid, overrides, args.extension)
+    for point in points:
+        if warning := matching_warning(point.config, matched_by(point.spec)):
+            print(printable(f"{point.name}: {warning}"), flush=True)
     if args.launcher is not None:
         jobs.write_jobs(args.launcher, points, args.out, jobs.parse_settings(args.set))
         return 0

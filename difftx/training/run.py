@@ -43,7 +43,7 @@ from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import check_divisible, make_mesh
 from difftx.parallel.multihost import agree, barrier, decide_on_primary, is_primary
 from difftx.parallel.presets import apply_preset
-from difftx.registry import loaded_extensions, require_extensions
+from difftx.registry import loaded_extensions, require_names
 from difftx.storage import objects
 from difftx.storage.lock import BucketLock
 from difftx.storage.paths import AnyPath, is_bucket
@@ -233,9 +233,12 @@ def write_description(workdir: AnyPath, config: Config, details: Mapping[str, An
 
 
 def read_config(workdir: AnyPath) -> Config:
-    """Return the config of a run directory. Raise `UserError` if a required extension is not loaded."""
+    """Return the config of a run directory. Raise `UserError` if a required extension is not loaded.
+
+    The extensions may have changed since, because readers compare them with those of the checkpoint that they read.
+    """
     require_run(workdir)
-    require_extensions(read_description(workdir)["extensions"], f"--workdir={workdir}")
+    require_names(read_description(workdir)["extensions"], f"--workdir={workdir}")
     return config_from_dict(read_json(workdir / "config.json"))
 
 

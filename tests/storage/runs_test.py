@@ -63,7 +63,7 @@ def test_a_run_that_was_killed_is_resumed_bit_for_bit(trained, local_run):
     names = objects.list_below(workdir)
     assert {name.partition("/")[0] for name in names} == {
         *("config.json", "manifest.json", ".lock", "metrics.jsonl", "metrics.jsonl.parts", "journal.jsonl"),
-        *("checkpoints", "evals", "tensorboard"),
+        *("checkpoints", "evals", "tensorboard", "saved.json"),
     }
     assert read_json(workdir / "config.json") == read_json(whole / "config.json")
     numbers = [read_json(path / "evals" / "loss" / "24.json")["numbers"] for path in (workdir, whole)]

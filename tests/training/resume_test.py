@@ -133,6 +133,38 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(uninterrupted, tmp_path):
     assert train_losses(workdir)[0] == train_losses(whole)[0]
 
 
+def test_a_run_without_its_checkpoints_keeps_its_metrics(uninterrupted, tmp_path):
+    text, whole = uninterrupted
+    workdir = tmp_path / "lost"
+    shutil.copytree(whole, workdir)
+    (workdir / "checkpoints").rename(tmp_path / "elsewhere")
+
+    def contents():
+        return {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file() and path.name != ".lock"}
+
+    before = contents()
+    result = train(text, workdir)
+    assert result.returncode == 2
+    assert "there is no checkpoint, but" in result.stderr
+    assert contents() == before
+    # Each of the proposed fixes.
+    (workdir / "checkpoints").rmdir()
+    (tmp_path / "elsewhere").rename(workdir / "checkpoints")
+    assert f"attempt 2, from step {STEPS}" in train(text, workdir).stdout
+    shutil.rmtree(workdir / "checkpoints")
+    (workdir / "saved.json").unlink()
+    assert "from step 0" in train(text, workdir, train__steps=1, optimizer__warmup_steps=0).stdout
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(uninterrupted, tmp_path):
+    text, whole = uninterrupted
+    killed = command(text, tmp_path / "killed", checkpoint__every_steps=STEPS + 1)
+    assert stop_after(10, signal.SIGKILL, killed, tmp_path / "killed") == -signal.SIGKILL
+    result = train(text, tmp_path / "killed")
+    assert "attempt 2, from step 0" in result.stdout, result.stderr
+    assert train_losses(tmp_path / "killed")[0] == train_losses(whole)[0]
+
+
 @pytest.mark.long
 def test_eight_devices_continue_what_one_began(uninterrupted, tmp_path):
     text, whole = uninterrupted
