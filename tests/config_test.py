@@ -6,11 +6,11 @@ from conftest import ROOT
 
 from difftx.config import EvalConfig, fields
 from difftx.config.build import config_from_dict, override
-from difftx.config.recipes import load_config
+from difftx.config.recipes import load_config, matched_by
 from difftx.config.reference import reference_page
 from difftx.configs import ablations, review, small, toy
 from difftx.errors import UserError
-from difftx.model.abstract import count_parameters
+from difftx.model.abstract import count_parameters, matching_warning
 
 SOURCES = '[{"name": "a", "path": "x", "weight": 1}, {"name": "b", "path": "y", "weight": 3}]'
 QUICKSTART = str(ROOT / "configs" / "quickstart.py")
@@ -73,6 +73,12 @@ def test_arms_have_as_many_parameters_and_tokens(spec, arms):
     configs = [load_config(f"{ROOT / 'configs' / spec}-{arm}", {}) for arm in arms]
     counts = [count_parameters(config.model).total for config in configs]
     assert max(counts) < 1.01 * min(counts)
+
+
+@pytest.mark.parametrize("arm", toy.ARMS)
+def test_an_arm_of_a_recipe_differs_on_purpose_and_is_no_warning(arm):
+    spec = f"{ROOT / 'configs' / 'toy.py'}:books-{arm}"
+    assert matching_warning(load_config(spec, {}), matched_by(spec)) is None
     assert len({(c.train.steps, c.train.global_batch_tokens, c.data, c.train.seed) for c in configs}) == 1
 
 
