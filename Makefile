@@ -24,7 +24,7 @@ PIP_INSTALL := -m pip install --quiet --no-compile --disable-pip-version-check
 CHROMIUM := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 # The packages of an extra in pyproject.toml, without difftx itself.
 extra = $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'])")
-FLAGS = --config.train.steps=$(STEPS) --config.optimizer.warmup_steps=$$(($(STEPS) / 2))
+FLAGS = --config.train.steps=$(STEPS)
 
 # Arms of configs/toy.py.
 ARMS = transformer,transformer-8x256,transformer-8x256-norm,diff,diff-no_norm,diff-lambda_0.8,diff-lambda_0.5,diff_v2
@@ -37,12 +37,12 @@ SWEEP = env JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_multi_thread_eigen=false \
 	test-compile test-exhaustive test-lowest platforms parity chaos docs lint format
 
 quickstart: .venv/.installed
-	$(BIN)/python train.py --config=configs/quickstart.py:diff --workdir=$(RUNS)/diff $(FLAGS)
 	$(BIN)/python train.py --config=configs/quickstart.py:transformer --workdir=$(RUNS)/transformer $(FLAGS)
-	$(BIN)/python eval.py --workdir=$(RUNS)/diff --suite=sample
-	$(BIN)/python eval.py --workdir=$(RUNS)/transformer --suite=sample
+	$(BIN)/python train.py --config=configs/quickstart.py:diff --workdir=$(RUNS)/diff $(FLAGS)
+	$(BIN)/python eval.py --workdir=$(RUNS)/transformer --suite=sample,attention
+	$(BIN)/python eval.py --workdir=$(RUNS)/diff --suite=sample,attention
 	$(BIN)/python eval.py --curves='$(RUNS)/*' --out=$(RUNS)
-	$(BIN)/python eval.py --report --workdir=$(RUNS)/diff,$(RUNS)/transformer --out=$(RUNS)/report.html
+	$(BIN)/python eval.py --report --workdir=$(RUNS)/transformer,$(RUNS)/diff --out=$(RUNS)/report.html
 	@echo "Open $(abspath $(RUNS)/report.html) in a browser; docs/tutorials/report.md explains it."
 	@echo "Next: source .venv/bin/activate && pip install -e . (the command of the tutorials); then docs/tutorials/own-text.md"
 

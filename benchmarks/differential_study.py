@@ -7,6 +7,7 @@ Transformer is trained and converted by each method of `difftx convert --differe
 configs/toy_continued.py train for as many tokens again, on new data. Each arm has its own learning rate, tuned on a
 seed that is not reported. Each job takes one core. An interrupted study continues where it stopped.
 
+    python benchmarks/results.py collect --study=differential-start runs/study/differential/start-*-[012]
     python benchmarks/results.py collect --study=differential runs/study/differential/reported-*
     python benchmarks/results.py collect --study=differential-rates runs/study/differential/rate-*
 """

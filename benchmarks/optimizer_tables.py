@@ -48,6 +48,12 @@ def arms_difference(records: Sequence[Record], optimizer: str, warmup: str, arm:
     return signed(estimate(difference(records, *ones)))
 
 
+def optimizers_difference(records: Sequence[Record], arm: str, warmup: str, optimizer: str, reference: str) -> str:
+    """Return the difference between two optimizers of an arm with the same warm-up, with its interval."""
+    ones = (Cell(arm, name, float(warmup)) for name in (optimizer, reference))
+    return signed(estimate(difference(records, *ones)))
+
+
 def warmup_gain(records: Sequence[Record], optimizer: str, arm: str) -> str:
     """Return `sensitivity` as text, with its interval."""
     return signed(estimate(sensitivity(records, arm, optimizer)))
@@ -62,6 +68,7 @@ def gain_difference(records: Sequence[Record], arm: str, optimizer: str, referen
 PLACES = {
     "optimizers": table,
     "arms_difference": arms_difference,
+    "optimizers_difference": optimizers_difference,
     "warmup_gain": warmup_gain,
     "gain_difference": gain_difference,
 }

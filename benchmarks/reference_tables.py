@@ -16,7 +16,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from difftx.config.suites import SUITES
-from difftx.evals.measures import Measure, measure_of
+from difftx.evals.measures import measure_of
+from difftx.evals.result import Measure
 from difftx.training.metrics import REQUIRED, ROW
 
 ROOT = Path(__file__).resolve().parents[1]

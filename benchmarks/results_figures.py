@@ -140,6 +140,8 @@ def draw_optimizers(records: Sequence[Record], path: Path) -> None:
                 "log_x": True,
             },
         )
+        axes.set_xticks([100 * warmup for warmup in WARMUPS], [f"{100 * warmup:g}" for warmup in WARMUPS])
+        axes.minorticks_off()
         add_legend(axes)
     save_figure(figure, path)
 

@@ -27,6 +27,8 @@ class Arm(NamedTuple):
         if self.wide_heads:
             c.model.num_heads //= 2
         c.model.update(self.model)
+        if self.wide_heads or self.model:
+            object.__setattr__(c, "matched", None)  # The arm differs from its Transformer on purpose: no warning.
 
 
 def get_config() -> ConfigDict:

@@ -38,7 +38,8 @@ PUBLIC = {
     "difftx.training.optimizer": ("OPTIMIZERS", "SCHEDULES"),
     "difftx.evals": ("Evaluation",),
     "difftx.evals.suite": ("SUITES", "Suite", "register_suite"),
-    "difftx.evals.result": ("Result",),
+    "difftx.evals.result": ("Measure", "Result"),
+    "difftx.inference.score": ("Item", "loglikelihoods"),
 }
 
 DECORATORS = ("classmethod", "staticmethod", "property")  # Those that change how a method is called.

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -150,7 +151,11 @@ def run_command(main: Callable[[], int]) -> None:
     """Run a command's `main` and exit with its result. Print a known error as one line in place of a traceback."""
     restart_with_huge_pages()
     try:
-        sys.exit(main())
+        code = main()
+        if code == EXIT_PREEMPTED:  # A second signal during the exit handlers must not change the code.
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
+        sys.exit(code)
     except Exception as error:
         explanation = explained(error)
         if explanation is None:

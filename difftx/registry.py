@@ -123,14 +123,16 @@ def import_file(path: Path, flag: str) -> types.ModuleType:
 
 @contextlib.contextmanager
 def one_line_errors(module: types.ModuleType) -> Iterator[None]:
-    """Convert any exception from a user's file to a `UserError` whose message names the file and the line."""
+    """Convert any exception from a user's file to a `UserError` whose message names the file and the line.
+
+    The file is `module`, or an extension that this module calls.
+    """
     try:
         yield
     except Exception as error:  # A user's file may raise any exception.
-        path = Path(str(module.__file__))
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
-        at = f"{module.__file__}:{lines[-1]}" if lines else str(module.__file__)
+        files = {Path(str(module.__file__)).resolve(), *_modules}
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() in files]
+        at = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else str(module.__file__)
         if isinstance(error, SyntaxError) and error.filename and error.lineno:  # The file has no frame.
             at = f"{error.filename}:{error.lineno}"
         text = str(error.args[0] if error.args else error).splitlines()

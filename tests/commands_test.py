@@ -111,6 +111,53 @@ def test_dry_run_of_a_paper_config_prints_its_cost_before_it_asks_for_data():
     assert "data.path is not set" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("recipe", "flags", "warning"),
+    [
+        ("transformer", ["model.d_model=256"], None),
+        ("diff", ["model.d_model=256", "model.mlp_dim=680"], None),  # A change that all models of a comparison share.
+        (
+            "diff",
+            ["model.architecture=transformer"],
+            "a Transformer of 4 heads: model.num_heads=2, not 4; model.head_norm=rms_affine, not none; heads of width "
+            "64, not 32; 819,584 parameters, not 819,328; for an equal comparison, add --config.model.num_heads=4 "
+            "--config.model.head_norm=none",
+        ),
+        # The gate has 128² weights in each of the four layers. The MLP has 3 * 128 weights per unit of its width.
+        (
+            "transformer",
+            ["model.architecture=gated"],
+            "model.mlp_dim=340, not 296; 884,864 parameters, not 817,280; for an equal comparison, add "
+            "--config.model.mlp_dim=296",
+        ),
+        ("gda", ["model.d_model=256"], "model.mlp_dim=360, not 384; 2,094,848 parameters, not 2,168,576"),
+        ("gda", ["model.d_model=256", "model.mlp_dim=384"], None),  # The proposed fix.
+        (
+            "gdla",
+            ["model.output_gate=true"],
+            "884,864 parameters, not 819,328; for an equal comparison, add --config.mo",
+        ),
+        ("diff", ["model.d_model=100", "model.num_heads=5"], "it has none: model.head_dim=25 must be even"),
+    ],
+)
+def test_a_dry_run_compares_the_model_with_its_transformer(recipe, flags, warning, trained):
+    changes = [f"--config.{flag}" for flag in (*flags, f"data.path={trained / 'text.txt'}")]
+    result = run("train.py", f"--config=quickstart:{recipe}", "--dry_run", *changes)
+    assert result.returncode == 0, result.stderr
+    found = [line for line in result.stdout.splitlines() if line.startswith("warning ")]
+    assert len(found) == (warning is not None)
+    assert warning is None or warning in found[0]
+
+
+def test_a_recipe_that_resizes_a_matched_model_is_named(trained, tmp_path):
+    recipe = tmp_path / "own.py"
+    lines = ["c = quickstart.get_config('gda')", "c.model.d_model = 256", f"c.data.path = '{trained / 'text.txt'}'"]
+    body = "".join(f"    {line}\n" for line in [*lines, "return c"])
+    recipe.write_text(f"from difftx.configs import quickstart\n\n\ndef get_config():\n{body}")
+    result = run("train.py", f"--config={recipe}", "--dry_run")
+    assert "model.mlp_dim=360, not 384; 2,094,848 parameters, not 2,168,576" in result.stdout, result.stderr
+
+
 def test_eval_suites(trained):
     workdir = trained / "runs" / "diff"
     result = run_new("eval.py", f"--workdir={workdir}", "--suite=loss,sample", "--eval.sample_tokens=8")
@@ -161,8 +208,14 @@ def test_report_is_eval_report(both_trained):
         for path in (page, runs / "diff" / "report.html")
     ]
     assert pages[0] == pages[1]
+    # The folder of the runs, as of a sweep, and a glob.
+    for runs_flag in (f"--workdir={runs}", f"--workdir={runs}/*"):
+        assert run("difftx", "report", runs_flag, f"--out={page}").returncode == 0
+        assert "difftx report: transformer and diff" in page.read_text()
     for wrong, message in (
-        (f"--workdir={runs}/diff,{runs}", "no config.json there"),
+        (f"--workdir={runs}/diff,{runs}/none", "no config.json there"),
+        (f"--workdir={runs}/none*", "no config.json there"),
+        (f"--workdir={runs}/diff,{runs}", "a run is named twice"),
         ("--workdir=hdfs://x", "hdfs://x"),
     ):
         result = run("difftx", "report", wrong)

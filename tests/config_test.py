@@ -6,11 +6,11 @@ from conftest import ROOT
 
 from difftx.config import EvalConfig, fields
 from difftx.config.build import config_from_dict, override
-from difftx.config.recipes import load_config
+from difftx.config.recipes import load_config, matched_by
 from difftx.config.reference import reference_page
 from difftx.configs import ablations, review, small, toy
 from difftx.errors import UserError
-from difftx.model.abstract import count_parameters
+from difftx.model.abstract import count_parameters, matching_warning
 
 SOURCES = '[{"name": "a", "path": "x", "weight": 1}, {"name": "b", "path": "y", "weight": 3}]'
 QUICKSTART = str(ROOT / "configs" / "quickstart.py")
@@ -49,6 +49,11 @@ def test_every_config_is_valid_and_survives_json(spec):
     assert model.num_heads * model.groups * model.d_head == model.d_model
 
 
+def test_a_shorter_quickstart_needs_no_other_warm_up():
+    assert load_config("quickstart:diff", {}).warmup_steps == 275
+    assert load_config("quickstart:diff", {"train.steps": "40"}).warmup_steps == 20
+
+
 def test_matched_models_have_equal_head_width():
     for size in ("830m", "13.1b"):
         path = ROOT / "configs" / "scaling.py"
@@ -69,6 +74,12 @@ def test_arms_have_as_many_parameters_and_tokens(spec, arms):
     counts = [count_parameters(config.model).total for config in configs]
     assert max(counts) < 1.01 * min(counts)
     assert len({(c.train.steps, c.train.global_batch_tokens, c.data, c.train.seed) for c in configs}) == 1
+
+
+@pytest.mark.parametrize("arm", toy.ARMS)
+def test_an_arm_of_a_recipe_differs_on_purpose_and_is_no_warning(arm):
+    spec = f"{ROOT / 'configs' / 'toy.py'}:books-{arm}"
+    assert matching_warning(load_config(spec, {}), matched_by(spec)) is None
 
 
 @pytest.mark.parametrize("size", ["0.1m", "0.8m", "3m", "10m", "25m", "99m", "160m", "340m", "830m", "2.8b", "13b"])
@@ -116,7 +127,7 @@ def test_a_recipe_by_size_explains_what_a_size_is(size):
         ("train.global_batch_tokens", "1000", ["train.global_batch_tokens=1000", "use 1024"]),
         ("optimizer.warmup_steps", "100000", ["optimizer.warmup_steps=100000", "train.steps"]),
         (
-            "optimizer.warmup_steps",
+            "optimizer.warmup_fraction",
             "none",
             ["optimizer.warmup_steps=None, optimizer.warmup_fraction=None", "exactly one"],
         ),
@@ -182,7 +193,7 @@ def test_a_wrong_config_file_names_field_or_line(tmp_path, line, expected):
 @pytest.mark.parametrize(
     ("recipe", "overrides", "steps"),
     [
-        ({}, {}, 275),
+        ({}, {}, 200),
         ({}, {"warmup_fraction": "0.25"}, 100),
         ({"warmup_fraction": 0.5}, {}, 200),
         ({"warmup_steps": 7, "warmup_fraction": 0.5}, {}, 200),

@@ -42,8 +42,9 @@ def flags(line, name):
 
 
 def test_what_is_executed_is_the_page():
-    assert list(FILES) == ["temperature.py", "tda.py", "shared_diff.py", "confident.py", "lion.py", "csv_reader.py"]
-    assert [len(lines) for lines in COMMANDS] == [6, 2, 2, 5, 3, 1]
+    variants = ["temperature.py", "head_lambda.py", "tda.py", "shared_diff.py"]
+    assert list(FILES) == [*variants, "confident.py", "counting.py", "lion.py", "csv_reader.py"]
+    assert [len(lines) for lines in COMMANDS] == [6, 2, 2, 2, 5, 1, 3, 1]
 
 
 def test_added_fields_are_config_fields(place):
@@ -169,6 +170,17 @@ def test_an_attention_variant(place):
     assert (
         f"was made with another content of {place / 'temperature.py'} (SHA-256 {recorded['sha256'][:12]}… → " in error
     )
+    error = run(place, report, code=2)
+    assert f"was made with another content of {place / 'temperature.py'}" in error
+    # The training has ended, so it saves no checkpoint with the new content. Its checkpoint still needs the old one.
+    run(place, train, "--allow_config_change")
+    changed = (workdir / "manifest.json").read_text()
+    assert recorded["sha256"] not in changed
+    assert "checkpoints/6 was made with another content of" in run(place, evaluate, "--again", code=2)
+    (place / "temperature.py").write_text(FILES["temperature.py"])
+    for line in (f"{evaluate} --again", report, generate):
+        run(place, line)
+    (place / "temperature.py").write_text(FILES["temperature.py"] + "\n# Changed.\n")
     longer = ["--config.train.steps=8"]
     error = run(place, train, *longer, code=2)
     assert f"changed since the checkpoint of step 6: extension {place / 'temperature.py'} (SHA-256 " in error
@@ -181,25 +193,25 @@ def test_an_attention_variant(place):
 @pytest.mark.long
 def test_other_attention_variants(place):
     """Train and evaluate them, and compare them with float64 formulas in a process that has their config fields."""
-    for train, evaluate in COMMANDS[1:3]:
+    for train, evaluate in COMMANDS[1:4]:
         run(place, train)
         run(place, evaluate)
     for name in ("tda", "shared"):
         assert (place / "runs" / name / "evals" / "sample" / "6.json").is_file()
-    files = ":".join(str(place / name) for name in ("tda.py", "shared_diff.py"))
+    files = ":".join(str(place / name) for name in ("head_lambda.py", "tda.py", "shared_diff.py"))
     checks = str(ROOT / "tests" / "model" / "extension_checks.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", checks]
     ended = subprocess.run(
         command, cwd=ROOT, env=child_environment(8) | {"EXTENSIONS": files}, capture_output=True, text=True
     )
     assert ended.returncode == 0, ended.stdout
-    assert "4 passed" in ended.stdout
+    assert "6 passed" in ended.stdout
 
 
 @pytest.mark.long
 def test_a_path_of_a_run_directory_is_never_executed(place):
     """Somebody else wrote the run: its manifest names a file that is there."""
-    run(place, COMMANDS[3][0])
+    run(place, COMMANDS[4][0])
     (place / "evil.py").write_text(f"open({str(place / 'executed')!r}, 'w')\n")
     manifest = place / "runs" / "plain" / "manifest.json"
     content = json.loads(manifest.read_text()) | {"extensions": [{"path": str(place / "evil.py"), "sha256": "0" * 64}]}
@@ -212,12 +224,33 @@ def test_a_path_of_a_run_directory_is_never_executed(place):
     assert "manifest.json: not the description of a run (extensions[0]: not an object)" in error
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        ("return q_BTHd *", "return 1 / 0, q_BTHd *", "temperature.py:34: ZeroDivisionError: division by zero"),
+        ("k_BTKd, v_BTKd\n", "k_BTKd[..., :1], v_BTKd\n", "temperature.py: ValueError: "),
+        ("shape, initial =", "shape, initial = undefined", "temperature.py:29: NameError: name 'undefined' is not"),
+    ],
+    ids=["a line of the file fails", "a result has a wrong shape", "the constructor fails"],
+)
+def test_a_dry_run_names_the_error_of_a_variant(place, right, wrong, message):
+    assert FILES["temperature.py"].count(right) == 1
+    (place / "temperature.py").write_text(FILES["temperature.py"].replace(right, wrong))
+    _, line, *_ = COMMANDS[0]
+    error = run(place, line, code=2)
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
 @pytest.mark.long
 def test_a_suite(place):
-    train, listing, evaluate, report, train_with = COMMANDS[3]
+    train, listing, evaluate, report, train_with = COMMANDS[4]
     run(place, train)
+    (counting,) = COMMANDS[5]
+    assert re.search(r"right +(0|0\.25|0\.5|0\.75|1) +0\.5 +share of prompts +higher", run(place, counting))
     assert re.search(r"^confident +Return the share of validation tokens", run(place, listing), re.MULTILINE)
-    assert "share" in run(place, evaluate)
+    assert re.search(r"share +\S+ +share of tokens +higher", run(place, evaluate))
     assert "skipped" in run(place, evaluate)
     other = evaluate.replace("0.9", "0.001")
     assert "skipped" not in run(place, other)
@@ -248,7 +281,7 @@ def test_a_suite(place):
 
 @pytest.mark.long
 def test_an_optimizer_and_a_schedule(place):
-    train, evaluate, report = COMMANDS[4]
+    train, evaluate, report = COMMANDS[6]
     run(place, train, "--config.train.steps=4")
     error = run(place, train.replace("--extension=lion.py", ""), code=2)
     assert "'lion': no such optimizer" in error
@@ -289,7 +322,7 @@ def test_a_reader(place):
     with gzip.open(place / "reviews.csv.gz", "wt", newline="") as file:
         csv.writer(file).writerows([["stars", "review"], *([i % 5, text] for i, text in enumerate(reviews))])
     (place / "reviews.jsonl").write_text("".join(json.dumps({"review": text}) + "\n" for text in reviews))
-    line = COMMANDS[5][0].replace("reviews.csv", "reviews.csv.gz") + " --workers=1"
+    line = COMMANDS[7][0].replace("reviews.csv", "reviews.csv.gz") + " --workers=1"
     run(place, line)
     run(place, line.replace("reviews.csv.gz", "reviews.jsonl").replace("data/reviews", "data/lines"))
     tokens, expected = (

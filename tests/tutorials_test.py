@@ -85,7 +85,7 @@ def test_own_text(place):
     assert run(place, generate).startswith("The ")
     run(place, longer.replace("800", "8"))
     assert len(losses(place / "runs" / "mine")) == 8
-    config = json.loads(run(place, printed, optimizer__warmup_steps="2"))
+    config = json.loads(run(place, printed))
     assert (config["optimizer"]["learning_rate"], config["data"]["path"]) == (2e-3, "text.txt")
     run(place, own)
     assert re.search(r"2[45],\d{3},\d{3} parameters", run(place, by_size))

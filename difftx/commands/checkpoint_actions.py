@@ -14,6 +14,7 @@ import rich.console
 import rich.markup
 import rich.table
 
+from difftx.config import CheckpointConfig
 from difftx.errors import UnreadableError, UserError, printable
 from difftx.files import list_folder, read_json
 from difftx.storage import objects
@@ -32,7 +33,7 @@ from difftx.training.checkpoint.manifest import (
 )
 from difftx.training.checkpoint.retention import remove, steps_to_keep
 from difftx.training.resume import changed_fields
-from difftx.training.run import read_config
+from difftx.training.run import lock_workdir, read_config
 
 PLAIN_WIDTH = 160  # Width of a table in a file or a pipe in characters. The reasons for failures fit.
 
@@ -45,7 +46,7 @@ def list_checkpoints(folder: AnyPath) -> None:
     states = {folder / str(step): _problem(folder / str(step), content=False) for step in steps_in(folder)}
     for path, why in (states | dict.fromkeys(quarantined_in(folder), "quarantined")).items():
         age = datetime.timedelta(seconds=round(time.time() - _modified(path)))
-        state = "verified (sizes)" if why is None else rich.markup.escape(printable(str(why)))
+        state = "sizes match" if why is None else rich.markup.escape(printable(str(why)))
         table.add_row(_name(path), _size(path), str(age), state)
     rich.console.Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(table)
 
@@ -91,14 +92,26 @@ def prune(workdir: AnyPath, keep: int | None, yes: bool) -> None:
     """Print, and with `yes` delete, the quarantined checkpoints and the verified ones that need not be kept.
 
     The newest `keep` verified checkpoints are kept, or those that the run's config keeps if `keep` is None. Checkpoints
-    that do not verify or cannot be read are kept. If no checkpoint verifies, none is deleted.
+    that do not verify or cannot be read are kept. If no checkpoint verifies, none is deleted. With `yes`, raise
+    `UserError` while a training uses the directory.
     """
     if keep is not None and keep < 1:
         raise UserError(f"--keep={keep} must be at least 1")
-    folder = workdir / "checkpoints"
-    rule = read_config(workdir).checkpoint
+    config = read_config(workdir)
+    rule = config.checkpoint
     if keep is not None:
         rule = dataclasses.replace(rule, keep=keep, every_steps=1, keep_every_steps=None, keep_best=None)
+    if not yes:
+        if _superfluous(workdir, rule, "would be deleted"):
+            print("add --yes to delete")
+        return
+    with lock_workdir(workdir, config.multihost, wait_seconds=0) as check:
+        remove(_superfluous(workdir, rule, "deleted"), check)
+
+
+def _superfluous(workdir: AnyPath, rule: CheckpointConfig, what: str) -> list[AnyPath]:
+    """Print what is kept and what is deleted, and return the latter: quarantined checkpoints and those without need."""
+    folder = workdir / "checkpoints"
     reasons = {step: _problem(folder / str(step), content=True) for step in steps_in(folder)}
     verified = [step for step, why in reasons.items() if why is None]
     for step, why in reasons.items():
@@ -110,11 +123,8 @@ def prune(workdir: AnyPath, keep: int | None, yes: bool) -> None:
     to_delete = [folder / str(step) for step in verified if step not in kept] + quarantined_in(folder)
     print(f"kept: {', '.join(map(str, sorted(kept)))}")
     for path in to_delete:
-        print(printable(f"{'deleted' if yes else 'would be deleted'}: {_name(path)} ({_size(path)})"))
-    if yes:
-        remove(to_delete)
-    elif to_delete:
-        print("add --yes to delete")
+        print(printable(f"{what}: {_name(path)} ({_size(path)})"))
+    return to_delete
 
 
 def _problem(folder: AnyPath, *, content: bool) -> str | UnreadableError | None:

@@ -1,5 +1,6 @@
 """Estimated cost of a config: parameters, FLOPs, memory. `difftx train` prints it, with --dry_run without training."""
 
+import dataclasses
 import math
 import os
 from collections.abc import Sequence
@@ -22,8 +23,7 @@ def format_cost(config: Config) -> str:
     length, steps, batch = config.data.sequence_length, config.train.steps, config.train.global_batch_tokens
     full = flops_per_token(config.model, length, causal=False)
     halved = flops_per_token(config.model, length, causal=True)
-    state = (state_bytes(config) + gradient_bytes(config.model)) / (mesh.shape["fsdp"] * mesh.shape["tensor"])
-    activations = activation_bytes(config, config.batch_rows // config.train.accumulation // batch_shards(mesh))
+    memory = memory_of(config, mesh)
     model, warmup = config.model, config.warmup_steps
     lines = [
         f"model    {model.architecture}, {parameters.total:,} parameters ({parameters.embedding:,} of them embedding)",
@@ -34,26 +34,60 @@ def format_cost(config: Config) -> str:
         f"{warmup:,} steps, schedule {config.optimizer.schedule}",
         f"compute  {full:.3g} FLOPs per token (6 N + 12 L T d; {halved:.3g} if causal attention is counted as half), "
         f"{full * steps * batch:.3g} in all",
-        f"memory   {format_bytes(state)} of train state and gradients, and about {format_bytes(activations)} of "
-        f"activations per device; mesh {dict(mesh.shape)} of {mesh.devices.flat[0].device_kind}",
+        f"memory   {format_bytes(memory.state)} of train state and gradients, and about "
+        f"{format_bytes(memory.activations)} of activations per device; mesh {dict(mesh.shape)} of "
+        f"{mesh.devices.flat[0].device_kind}",
     ]
-    return "\n".join([*lines, *_memory_warning(state, activations, mesh.local_devices)])
+    if warning := memory.warning():
+        lines.append(f"warning  {warning}")
+    return "\n".join(lines)
 
 
-def _memory_warning(state: float, activations: float, devices: Sequence[jax.Device]) -> list[str]:
-    """Return a list with a warning if the estimate exceeds the memory of the devices, else an empty list."""
-    if devices[0].platform == "cpu":  # CPU devices share the host's memory.
-        needed, owner = (state + activations) * len(devices), "this machine"
-        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    else:
-        needed, owner = state + activations, "the device"
-        available = (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
-    if needed <= available:
-        return []
-    fix = "raise train.accumulation, lower train.global_batch_tokens, or set model.remat to full"
-    if state > activations:
-        fix = "use a smaller model, or more devices along mesh.fsdp"
-    return [f"warning  about {format_bytes(needed)} exceed the {format_bytes(available)} of {owner}; {fix}"]
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of memory that a training needs per device, and the devices of this process."""
+
+    state: float  # Train state and gradients, counted.
+    activations: float  # Estimated.
+    devices: Sequence[jax.Device]
+
+    @property
+    def holds_state(self) -> bool:
+        """Whether the memory suffices for the part of the need that is counted."""
+        return self.state * self._sharers <= self._available
+
+    def warning(self) -> str | None:
+        """Return a text with the need, the available memory and a fix if the estimate exceeds the memory."""
+        needed = (self.state + self.activations) * self._sharers
+        if needed <= self._available:
+            return None
+        owner = "this machine" if self._on_cpu else "the device"
+        fix = "raise train.accumulation, lower train.global_batch_tokens, or set model.remat to full"
+        if self.state > self.activations or not self.holds_state:
+            fix = "use a smaller model, or more devices along mesh.fsdp"
+        return f"about {format_bytes(needed)} exceed the {format_bytes(self._available)} of {owner}; {fix}"
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self.devices[0].platform == "cpu"
+
+    @property
+    def _sharers(self) -> int:
+        """Number of devices that share a memory: CPU devices share the host's."""
+        return len(self.devices) if self._on_cpu else 1
+
+    @property
+    def _available(self) -> float:
+        if self._on_cpu:
+            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return (self.devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
+
+
+def memory_of(config: Config, mesh: jax.sharding.Mesh) -> Memory:
+    """Return the memory that a training needs on a mesh."""
+    state = (state_bytes(config) + gradient_bytes(config.model)) / (mesh.shape["fsdp"] * mesh.shape["tensor"])
+    activations = activation_bytes(config, config.batch_rows // config.train.accumulation // batch_shards(mesh))
+    return Memory(state, activations, mesh.local_devices)
 
 
 def format_data(run: Run) -> str:

@@ -247,8 +247,7 @@ def _storage(workdir: AnyPath, advice: list[str]) -> dict[str, Any]:
 
 def _bucket_data(config: Config | None) -> "list[epath.Path]":
     """Return the data paths of a config that are in buckets."""
-    texts = [] if config is None else [config.data.path, *(source.path for source in config.data.sources)]
-    paths = [path_of("data.path", text) for text in texts if text is not None]
+    paths = [] if config is None else [path_of("data.path", text) for text in config.data.paths]
     return [path for path in paths if is_bucket(path)]
 
 
@@ -267,19 +266,31 @@ def _config(options: argparse.Namespace, config: Config, found: Findings) -> dic
     """Return what a training of the config would use, and its expected speed. Raise `UserError` if it cannot start."""
     import jax
 
-    from difftx.commands.cost import format_cost
+    from difftx.commands.cost import memory_of
+    from difftx.launch.jobs import GRACE_SECONDS
     from difftx.model.abstract import count_parameters
-    from difftx.model.flops import PEAK_FLOPS, flops_per_token
+    from difftx.model.flops import PEAK_FLOPS, flops_per_token, format_bytes
+    from difftx.parallel.mesh import check_divisible, make_mesh
+    from difftx.training.checkpoint.manifest import steps_in
     from difftx.training.kernel_choice import attention_kernel
     from difftx.training.run import Run, fit_to_devices
     from difftx.training.state import state_bytes
 
     fitted = fit_to_devices(config)
-    cost = format_cost(fitted)
+    mesh = make_mesh(fitted.mesh)
+    check_divisible(fitted, mesh)
+    memory, size = memory_of(fitted, mesh), state_bytes(fitted)
+    if warning := memory.warning():
+        (found.advice if memory.holds_state else found.problems).append(warning)
+    if (free := found.storage.get("free_bytes")) is not None:
+        missing = _most_checkpoints(fitted) - len(steps_in(options.workdir / "checkpoints"))
+        if missing * size > free:
+            found.problems.append(
+                f"{missing} checkpoints of {format_bytes(size)} exceed the {format_bytes(free)} that are free in "
+                f"{found.storage['folder']}; make room, use another --workdir, or lower checkpoint.keep"
+            )
     run = Run.open(fitted, options.workdir)
     on_cpu = jax.default_backend() == "cpu"
-    warnings = [line.removeprefix("warning").strip() for line in cost.splitlines() if line.startswith("warning")]
-    found.advice += warnings
     if not on_cpu:
         peak = PEAK_FLOPS.get(found.devices["kind"])
         if config.model.compute_dtype == "float32":
@@ -289,8 +300,16 @@ def _config(options: argparse.Namespace, config: Config, found: Findings) -> dic
             found.advice.append(f"matrix products reach {reached:.0%} of the data sheet; look for other processes")
         if config.mesh.preset == "none":
             found.advice.append("mesh.preset=none; with auto, difftx selects mesh, remat and microbatches")
-    saving = state_bytes(fitted) / found.storage["write"] if found.storage else 0
     flops = flops_per_token(fitted.model, fitted.data.sequence_length, causal=True)
+    speed = EFFICIENCY * found.devices["matmul_flops"] * jax.device_count() / flops
+    # Each process writes its shards at the speed that it has measured next to the others.
+    saving = size / jax.process_count() / found.storage["write"] if found.storage else 0
+    if (stopping := fitted.train.global_batch_tokens / speed + saving) > GRACE_SECONDS:
+        found.advice.append(
+            f"a step and a save take about {stopping:,.0f} s, but jobs end {GRACE_SECONDS} s after the signal of a "
+            "preemption, without a checkpoint; raise the time in the job file, write to faster storage, or lower "
+            "checkpoint.every_steps"
+        )
     return {
         "config": options.config,
         "parameters": count_parameters(fitted.model).total,
@@ -298,9 +317,16 @@ def _config(options: argparse.Namespace, config: Config, found: Findings) -> dic
         "remat": fitted.model.remat,
         "accumulation": fitted.train.accumulation,
         "kernel": attention_kernel(fitted, run.mesh),
-        "tokens_per_second": EFFICIENCY * found.devices["matmul_flops"] * jax.device_count() / flops,
+        "tokens_per_second": speed,
         "save_seconds": saving,
     }
+
+
+def _most_checkpoints(config: Config) -> int:
+    """Return the largest number of checkpoints that a run has at a time, the one that is being written included."""
+    steps, checkpoint = config.train.steps, config.checkpoint
+    kept = min(-(-steps // checkpoint.every_steps), checkpoint.keep + 1)
+    return kept + (0 if checkpoint.keep_every_steps is None else steps // checkpoint.keep_every_steps)
 
 
 def show(found: Findings) -> None:

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from difftx.commands.flags import PathFlag, add_weights_flag, parse_command
+from difftx.commands.flags import PathFlag, add_weights_flag, parse_command, run_folders
 from difftx.config import extras, suites
 from difftx.files import require_run, require_writable, require_writable_file
 from difftx.parallel import multihost
@@ -13,7 +13,7 @@ from difftx.storage.paths import path_of
 def main(arguments: Sequence[str], prog: str = "difftx eval") -> int:
     """Read the flags and evaluate or draw. Exit codes: 0 done, 2 bad input, 1 any other error."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__, allow_abbrev=False)
-    parser.add_argument("--workdir", help="directory of the run; with --report also several, A,B")
+    parser.add_argument("--workdir", help="directory of the run; with --report as in difftx report")
     parser.add_argument("--suite", help="suites to run, such as loss,sample")
     parser.add_argument("--step", metavar="N|A:B[:K]|all", help="checkpoints to evaluate; default: the newest")
     add_weights_flag(parser)
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str], prog: str = "difftx eval") -> int:
         return 0
     if args.suite is not None:
         extras.check_suites(args.suite.split(","))
-    workdirs = [path_of("--workdir", name) for name in args.workdir.split(",")] if args.workdir and args.report else []
+    workdirs = run_folders(args.workdir) if args.workdir and args.report else []
     if args.workdir is not None and not args.report:
         args.workdir = path_of("--workdir", args.workdir)
         require_run(args.workdir)

@@ -19,7 +19,7 @@ from difftx.config.build import override
 from difftx.config.eval import JudgeConfig
 from difftx.errors import UserError, printable
 from difftx.evals.harness.suite import LOCAL_TASKS
-from difftx.evals.measures import explanation_of, format_value, measure_of
+from difftx.evals.measures import explanation_of, format_value, measures_of
 from difftx.evals.throughput import pair
 from difftx.files import list_folder, read_json, require_writable, resolved
 from difftx.parallel import multihost
@@ -235,8 +235,9 @@ def format_numbers(result: Mapping[str, Any]) -> rich.table.Table:
         table.add_column("by guessing", justify="right", no_wrap=True)
     table.add_column("unit")
     table.add_column("better")
+    measures = measures_of(result)
     for name, value in result["numbers"].items():
-        measure = measure_of(name)
+        measure = measures[name]
         guess = [format_value(chance.get(name))] if chance else []
         cells = [name, format_value(value), *guess, measure.unit, measure.better or ""]
         table.add_row(*map(rich.markup.escape, cells))

@@ -5,6 +5,7 @@ Examples are `--config.train.steps=10`, `--config.train.steps 10`, `--config.dat
 """
 
 import argparse
+import glob
 import logging
 import re
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typing import Any
 from difftx import compilation_cache
 from difftx.config.build import annotation_of
 from difftx.errors import UserError, did_you_mean
-from difftx.files import require_local_paths, require_writable_file
+from difftx.files import matching_folders, require_local_paths, require_run, require_writable_file, size_of
 from difftx.registry import load_extensions
 from difftx.storage.paths import AnyPath, is_bucket, path_of
 
@@ -60,6 +61,25 @@ def require_file_path(flag: str, path: AnyPath) -> None:
     if not is_bucket(path) and not path.parent.is_dir():
         raise UserError(f"{flag}={path}: there is no folder {path.parent}")
     require_writable_file(path)
+
+
+def run_folders(flag: str) -> list[AnyPath]:
+    """Return the runs that a `--workdir` of the report names: runs, folders of runs such as a sweep's, and globs.
+
+    Raise `UserError` if a part of the flag names no run.
+    """
+    found: list[AnyPath] = []
+    parts = [(name, path_of("--workdir", name)) for name in flag.split(",")]  # Check all before files are read.
+    for name, folder in parts:
+        if size_of(folder / "config.json") is not None:
+            found.append(folder)
+            continue
+        pattern = name if glob.has_magic(name) else f"{name.rstrip('/')}/*"
+        runs = matching_folders("--workdir", pattern, "config.json")
+        if not runs:
+            require_run(folder)
+        found += runs
+    return found
 
 
 def parse_command(

@@ -4,11 +4,13 @@ import argparse
 from collections.abc import Sequence
 
 from difftx.commands.flags import add_config_flag, parse_command
-from difftx.errors import UserError
+from difftx.config.recipes import matched_by
+from difftx.errors import UserError, printable
 from difftx.files import require_writable
 from difftx.launch import jobs
 from difftx.launch.grid import make_points, parse_grid
-from difftx.storage.paths import is_bucket, path_of
+from difftx.model.abstract import matching_warning
+from difftx.storage.paths import is_bucket, name_of, path_of
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -22,11 +24,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings for the job files")
     parser.epilog = "--config.path.to.field=value changes a field of every run"
     args, overrides = parse_command(parser, arguments, "config")
-    args.out = path_of("--out", args.out)
-    if args.launcher is None or not is_bucket(args.out):  # Only the job may be able to write to the bucket.
+    # Only the job needs the library and the credentials of a bucket.
+    args.out = path_of("--out", args.out) if args.launcher is None else name_of("--out", args.out)
+    if args.launcher is None or not is_bucket(args.out):
         require_writable(args.out)
     grid = parse_grid(args.grid)
     points = make_points(args.config, grid, overrides, args.extension)
+    for point in points:
+        if warning := matching_warning(point.config, matched_by(point.spec)):
+            print(printable(f"{point.name}: {warning}"), flush=True)
     if args.launcher is not None:
         jobs.write_jobs(args.launcher, points, args.out, jobs.parse_settings(args.set))
         return 0

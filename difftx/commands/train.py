@@ -1,9 +1,14 @@
 """Train a model: difftx train --config=quickstart:diff --workdir=runs/quickstart/diff."""
 
 import argparse
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from difftx.training.run import Run
 
 
 def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
@@ -13,7 +18,7 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     from difftx import compilation_cache
     from difftx.commands.flags import PathFlag, add_config_flag, parse_command
     from difftx.config.extras import check_extras
-    from difftx.config.recipes import load_config
+    from difftx.config.recipes import load_config, matched_by
     from difftx.files import require_writable
     from difftx.parallel import multihost
 
@@ -21,7 +26,7 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     add_config_flag(parser)
     parser.add_argument("--workdir", action=PathFlag, help="directory of the run; an existing run is resumed")
     parser.add_argument("--print_config", action="store_true", help="print the config and exit")
-    parser.add_argument("--dry_run", action="store_true", help="check the config and the data, print the cost and exit")
+    parser.add_argument("--dry_run", action="store_true", help="check config, model and data, print the cost, exit")
     parser.add_argument("--allow_config_change", action="store_true", help="resume even if model or data changed")
     multihost.add_flags(parser)
     parser.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
@@ -41,6 +46,7 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     from difftx.commands.cost import format_cost, format_data
     from difftx.data.tokenizer import with_vocabulary
     from difftx.interop import exports
+    from difftx.model.abstract import matching_warning
     from difftx.training import kernel_choice, loop
     from difftx.training.run import Run, agree_on_command, fit_to_devices
 
@@ -48,8 +54,23 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     agree_on_command(config, args)
     config = fit_to_devices(config)
     multihost.say(format_cost(config))
+    if warning := matching_warning(config, matched_by(args.config)):
+        multihost.say(warning)
     run = Run.open(config, args.workdir or Path())
     run.check_everywhere(lambda run: (exports.check_run(run), evals.check_run(run, config.eval.suites)))
     multihost.say(format_data(run))
     options = {"began": began, "allow_config_change": args.allow_config_change}
-    return 0 if args.dry_run else loop.train(run, evals.evaluate, exports.write, **options)
+    if args.dry_run:
+        trace(run)
+        return 0
+    return loop.train(run, evals.evaluate, exports.write, **options)
+
+
+def trace(run: "Run") -> None:
+    """Trace the train step, which executes the Python code of the model. Name the line of an extension that fails."""
+    from difftx.config.architectures import ARCHITECTURES
+    from difftx.launch.estimate import trace_step
+    from difftx.registry import one_line_errors
+
+    with one_line_errors(sys.modules[ARCHITECTURES[run.config.model.architecture].__module__]):
+        trace_step(run.config, run.mesh)

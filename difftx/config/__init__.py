@@ -76,8 +76,7 @@ class Config(Group):
                 f"eval.every_steps={self.eval.every_steps} does not divide checkpoint.every_steps="
                 f"{self.checkpoint.every_steps}, so that checkpoint.keep_best has no numbers to compare; use a divisor"
             )
-        paths = [data.path, *(source.path for source in data.sources)]
-        is_synthetic = any(path is not None and path.startswith(SYNTHETIC) for path in paths)
+        is_synthetic = any(path.startswith(SYNTHETIC) for path in data.paths)
         if is_synthetic and model.vocab_size is not None and data.synthetic.vocab_size > model.vocab_size:
             raise UserError(
                 f"data.synthetic.vocab_size={data.synthetic.vocab_size} exceeds model.vocab_size={model.vocab_size}; "

@@ -7,6 +7,7 @@ from difftx.config.checks import require_distinct_names
 from difftx.config.fields import AxisLength, Group, NotNegative, Positive, ProperShare, Seed
 from difftx.errors import UserError
 
+STDLIB = "stdlib"  # Data path of the source code of Python's library.
 SYNTHETIC = "synthetic:"  # Prefix of data paths that select a task of difftx/data/synthetic.py.
 
 
@@ -121,6 +122,11 @@ class DataConfig(Group, path="data"):
                 raise UserError(f"data.stages[{i}].from_tokens={stage.from_tokens} must be more than {start}")
             start = stage.from_tokens
             _check_weights(f"data.stages[{i}].weights", names, stage.weights)
+
+    @property
+    def paths(self) -> list[str]:
+        """`path`, or the paths of `sources`."""
+        return [source.path for source in self.sources] if self.path is None else [self.path]
 
 
 def _check_weights(field: str, names: Sequence[str], weights: Sequence[float]) -> None:

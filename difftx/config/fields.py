@@ -8,7 +8,18 @@ import dataclasses
 import functools
 import types
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
@@ -168,10 +179,19 @@ def describe_type(annotation: Any) -> str:
     return " or ".join(names)
 
 
+class Matched(NamedTuple):
+    """The Transformer with which a recipe has matched its model."""
+
+    num_heads: int
+    mlp_dim: int
+    matched_mlp_dim: int  # The model's `mlp_dim` after matching.
+
+
 class GroupValues(ConfigDict):
     """The values of a group that a recipe edits. Of two alternative fields, the one that is set last holds."""
 
     _group: type | None = None  # Set when all fields have their defaults.
+    matched: "Matched | None" = None  # Set by `match` of difftx/model/abstract.py. It is not a field.
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value)

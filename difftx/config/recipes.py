@@ -14,7 +14,7 @@ from ml_collections.config_dict import RequiredValueError
 
 from difftx.config import Config
 from difftx.config.build import apply_overrides, config_from_dict
-from difftx.config.fields import defaults_of
+from difftx.config.fields import Matched, defaults_of
 from difftx.errors import UserError, did_you_mean
 from difftx.registry import import_file, one_line_errors
 
@@ -30,18 +30,28 @@ def load_config(spec: str, overrides: Mapping[str, str]) -> Config:
     `spec` is `FILE.py` or the name of a recipe of difftx, such as `quickstart`. An appended `:ARG` is the argument of
     `get_config`. An override also changes the fields that the recipe derives from the field by `ConfigDict.get_ref`.
     """
-    path, _, argument = spec.partition(":")
-    module = _import_recipe(path)
-    with one_line_errors(module):
-        values = module.get_config(argument) if argument else module.get_config()
-        if not isinstance(values, ConfigDict):
-            raise TypeError(f"get_config returned {type(values).__name__}, not a ConfigDict")
+    values = _values_of(spec)
     with values.unlocked():
         apply_overrides(values, overrides)
     try:
         return config_from_dict(values.to_dict())
     except RequiredValueError as error:
         raise UserError(f"--config={spec}: {error}; set it with --config.FIELD=value") from error
+
+
+def matched_by(spec: str) -> Matched | None:
+    """Return the Transformer with which the recipe has matched its model, or None if it has matched it with none."""
+    return getattr(_values_of(spec), "matched", None)
+
+
+def _values_of(spec: str) -> ConfigDict:
+    path, _, argument = spec.partition(":")
+    module = _import_recipe(path)
+    with one_line_errors(module):
+        values = module.get_config(argument) if argument else module.get_config()
+        if not isinstance(values, ConfigDict):
+            raise TypeError(f"get_config returned {type(values).__name__}, not a ConfigDict")
+    return values
 
 
 def argument_of(path: str) -> str | None:

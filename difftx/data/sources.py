@@ -15,7 +15,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from difftx.config.data import SYNTHETIC, DataConfig
+from difftx.config.data import STDLIB, SYNTHETIC, DataConfig
 from difftx.data.mixture import BLOCK_ROWS, Mixture, Stage
 from difftx.data.packing import BEST_FIT_VERSION, PackedRows, RowSource
 from difftx.data.records import OPENERS, bucket_files
@@ -28,7 +28,6 @@ from difftx.storage.paths import AnyPath, is_bucket, path_of
 
 GOLDEN = 0x9E3779B9  # 2**32 / golden ratio. It spreads the seeds of sources, because grain adds the epoch to a seed.
 ONLY_SOURCE, ONLY_SET = "train", "valid"  # Names of the training and validation data if data.sources is empty.
-STDLIB = "stdlib"
 # Folders that the corpus "stdlib" excludes: tests, installed packages, character tables, and generated text.
 STDLIB_WITHOUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
 # Suffixes of files that only `difftx prepare` reads. `.json` is missing, because such a file may be plain text.

@@ -16,7 +16,7 @@ import numpy as np
 import tiktoken
 
 from difftx.config import Config
-from difftx.errors import UserError, did_you_mean
+from difftx.errors import UnreadableError, UserError, did_you_mean
 from difftx.files import read_file
 from difftx.storage.paths import is_bucket, path_of
 
@@ -139,11 +139,10 @@ def load_tokenizer(name: str, *, field: str = "data.tokenizer", end_of_text: str
 
     `name` is "bytes", an encoding of tiktoken such as "cl100k_base", the path of a .tiktoken file, of a tokenizer.json
     file (ending .json), of a SentencePiece model (ending .model), or of a folder with one of the last two. The path may
-    be in a bucket. tiktoken
-    downloads a vocabulary once and caches it in `TIKTOKEN_CACHE_DIR`. Each line of a .tiktoken file has a token in
-    base64 and its id. The file defines neither a pattern nor special tokens, so text is split by the pattern of
-    cl100k_base, and <|endoftext|> gets the id after the largest. `end_of_text` is the end-of-text token for a
-    tokenizer whose files do not name one.
+    be in a bucket. tiktoken downloads a vocabulary once and caches it in `TIKTOKEN_CACHE_DIR`; a failed download raises
+    `UnreadableError`. Each line of a .tiktoken file has a token in base64 and its id. The file defines neither a
+    pattern nor special tokens, so text is split by the pattern of cl100k_base, and <|endoftext|> gets the id after the
+    largest. `end_of_text` is the end-of-text token for a tokenizer whose files do not name one.
     """
     if is_bucket(path := path_of(field, name)):
         local = str(_local_copy(path))
@@ -168,8 +167,10 @@ def load_tokenizer(name: str, *, field: str = "data.tokenizer", end_of_text: str
         raise UserError(f"{field}={name!r}: no such encoding, and no .tiktoken, .json or .model file or folder.{hint}")
     try:
         return TiktokenTokenizer(tiktoken.get_encoding(name))
-    except OSError as error:  # Raised by the cache or by requests, whose exceptions are OSErrors.
-        raise UserError(
+    except OSError as error:
+        if error.errno is not None:
+            raise  # From a file of the cache. The exceptions of requests have no number.
+        raise UnreadableError(
             f"{field}={name!r}: its vocabulary is not in the cache and cannot be downloaded "
             f"({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a folder that has it, or use {field}='bytes'"
         ) from error

@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -84,7 +83,6 @@ class FileTokenizer(Tokenizer):
     """The parts that the two families share. Errors begin with `field`, such as "data.tokenizer='/path'"."""
 
     transformers_class: str | None  # The class of transformers that encodes alike with the same files, if there is one.
-    content: Mapping[str, Any] = MappingProxyType({})  # Of tokenizer.json, if the tokenizer is one.
 
     def __init__(
         self,

@@ -1,11 +1,13 @@
 """What suites and their numbers mean: explanations for readers, units, and whether lower or higher is better."""
 
-import dataclasses
 import functools
 import re
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 from difftx.config.suites import SUITES, summary
+from difftx.evals.result import Measure
+from difftx.files import schema_error
 
 # Units of numbers that describe how much was measured, such as the number of tokens.
 COUNTS = ("tokens", "documents", "demonstrations")
@@ -74,14 +76,6 @@ EXPLANATIONS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Measure:
-    """Unit of a number, "" if it has none, and which direction is better, None if neither is."""
-
-    unit: str
-    better: Literal["lower", "higher"] | None = None
-
-
 # Part of a number's name → measure. The first match counts. Suites that run other suites add words before and after
 # the name, as in `recall_ar_hit_loss_4_bits`, so patterns match whole words anywhere unless they say otherwise.
 RULES = {
@@ -109,6 +103,33 @@ RULES = {
 
 # Words in names of numbers → how readers know them.
 WORDS = {"ar hit": "AR-Hit"}
+# Suite → number → what it is, for numbers whose names do not tell readers.
+LABELS = {
+    "attention": {
+        "answer": "weight on the answer",
+        "others": "weight on the other needles",
+        "noise": "weight on irrelevant text (noise)",
+        "question": "weight on the question",
+        "first": "weight on the first token",
+        "answer_signed": "weight on the answer, with its sign",
+        "noise_signed": "weight on noise, with its sign",
+        "first_signed": "weight on the first token, with its sign",
+        "first_a1": "weight of A1 on the first token",
+        "first_a2": "weight of A2 on the first token",
+        "gini": "Gini coefficient of the weights (0: even)",
+        "entropy": "entropy of the weights",
+        "l0": "tokens with a weight above the threshold",
+        "lambda": "λ",
+        "cosine_answer": "cosine of A1 and A2 on the answer",
+        "cosine_noise": "cosine of A1 and A2 on noise",
+        "kl_answer": "KL(A1 ‖ A2) on the answer",
+        "kl_noise": "KL(A1 ‖ A2) on noise",
+        "cosine_answer_with_first": "cosine of A1 and A2 on the answer and the first token",
+        "cosine_noise_with_first": "cosine of A1 and A2 on noise and the first token",
+        "kl_answer_with_first": "KL(A1 ‖ A2) on the answer and the first token",
+        "kl_noise_with_first": "KL(A1 ‖ A2) on noise and the first token",
+    }
+}
 
 
 @functools.cache
@@ -118,6 +139,17 @@ def measure_of(number: str) -> Measure:
         if re.search(rf"(^|_)({words})(_|$)", number):
             return measure
     return Measure("")
+
+
+def measures_of(result: Mapping[str, Any]) -> dict[str, Measure]:
+    """Return the measure of each number in a result as JSON: the suite's own, or else that of the number's name."""
+    stored = result.get("measures")
+    own = {} if stored is None or schema_error(stored, {str: {"unit": str}}) else stored
+    measures = {name: measure_of(name) for name in result["numbers"]}
+    for name, measure in own.items():
+        if (better := measure.get("better")) in ("lower", "higher", None):
+            measures[name] = Measure(measure["unit"], better)
+    return measures
 
 
 def explanation_of(suite: str) -> tuple[str, str]:

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from difftx.errors import UserError
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Series:
@@ -62,6 +64,18 @@ class Heatmap:
     kind: Literal["heatmap"] = "heatmap"
 
 
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """Unit of a number, "" if it has none, and which direction is better, None if neither is."""
+
+    unit: str
+    better: Literal["lower", "higher"] | None = None
+
+    def __post_init__(self):
+        if self.better not in ("lower", "higher", None):
+            raise UserError(f"Measure.better={self.better!r}: use 'lower', 'higher' or None")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
     """The result of a suite, which can be written as JSON."""
@@ -70,3 +84,9 @@ class Result:
     chance: dict[str, float] = dataclasses.field(default_factory=dict)  # Number → its value for a model that guesses.
     details: dict[str, Any] = dataclasses.field(default_factory=dict)  # Further results, as JSON.
     charts: Sequence[LineChart | Heatmap] = dataclasses.field(default_factory=list)
+    # Number → its unit and better direction. Those of other numbers follow from their names (difftx/evals/measures.py).
+    measures: dict[str, Measure] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        if unknown := [name for name in self.measures if name not in self.numbers]:
+            raise UserError(f"Result.measures has {unknown[0]!r}, which is not one of the numbers")

@@ -1,6 +1,7 @@
 """Suite `test`: other suites on a test text in place of the validation text (docs/suites.md)."""
 
 import dataclasses
+from typing import Any
 
 from difftx.config.suites import SUITES
 from difftx.data.packing import PackedRows
@@ -24,9 +25,14 @@ def evaluate(evaluation: Evaluation) -> Result:
     # The suites share a forward pass over the test text.
     on_test = Evaluation(dataclasses.replace(run, data=data), evaluation.params, evaluation.work)
     results = {suite: SUITES[suite].evaluate(on_test) for suite in run.config.eval.test.suites}
+
+    def of_all(field: str) -> dict[str, Any]:
+        return {f"{suite}_{name}": x for suite, result in results.items() for name, x in getattr(result, field).items()}
+
     return Result(
-        numbers={f"{suite}_{name}": x for suite, result in results.items() for name, x in result.numbers.items()},
-        chance={f"{suite}_{name}": x for suite, result in results.items() for name, x in result.chance.items()},
+        numbers=of_all("numbers"),
+        chance=of_all("chance"),
+        measures=of_all("measures"),
         details={suite: result.details for suite, result in results.items()},
         charts=[
             dataclasses.replace(chart, name=f"test_{chart.name}", title=f"Test text: {chart.title}")

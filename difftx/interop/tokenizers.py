@@ -22,11 +22,12 @@ from difftx.data.tokenizer_files import (
     MODEL,
     TOKENIZER,
     FileTokenizer,
+    JsonTokenizer,
     load_files,
     read_object,
     read_settings,
 )
-from difftx.errors import UserError
+from difftx.errors import UnreadableError, UserError
 from difftx.files import read_json, schema_error, write_atomically
 from difftx.storage.paths import AnyPath, is_bucket
 
@@ -45,7 +46,7 @@ def export_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path, model_t
     """
     name = config.data.tokenizer
     # transformers encodes by the rules of Qwen 2 in all folders of this type, whatever class the settings name.
-    if model_type == QWEN and not (isinstance(tokenizer, FileTokenizer) and _splits_as_qwen(tokenizer.content)):
+    if model_type == QWEN and not (isinstance(tokenizer, JsonTokenizer) and _splits_as_qwen(tokenizer.content)):
         return (
             f"tokenizer: not exported: transformers would encode texts by the rules of Qwen 2, which are not those of "
             f"data.tokenizer={name!r}"
@@ -187,7 +188,7 @@ def _is_same(name: str, raw: dict[str, Any]) -> bool:
         return False
     try:
         tokenizer = load_tokenizer(name)
-    except UserError:
+    except (UserError, UnreadableError):
         return False
     return isinstance(tokenizer, TiktokenTokenizer) and _parts(tokenizer_json(tokenizer, name)) == _parts(raw)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import re
 import shlex
 import string
@@ -10,13 +11,15 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
+from difftx.config.data import STDLIB, SYNTHETIC
 from difftx.config.recipes import is_name
 from difftx.errors import UserError, did_you_mean
 from difftx.launch.grid import SweepPoint
-from difftx.storage.paths import AnyPath, is_bucket
+from difftx.storage.paths import AnyPath, is_bucket, require_supported
 
 TEMPLATES = Path(__file__).with_name("templates")
 ROOT = Path(__file__).parents[2]
+GRACE_SECONDS = 120  # Time between the signal of a preemption and the end of a job, in the templates.
 MOST_NAME_CHARACTERS = 40  # Longest name of a JobSet: a pod's host name adds suffixes and has at most 63 characters.
 COUNTS = {"nodes", "gpus", "cpus", "slices", "hosts", "chips", "restarts"}  # Settings with integer values, not quoted.
 
@@ -63,13 +66,15 @@ def parse_settings(arguments: Sequence[str]) -> dict[str, str]:
 def write_jobs(name: str, points: Sequence[SweepPoint], out: AnyPath, settings: Mapping[str, str]) -> None:
     """Write a job file for each point with the launcher `name`, and print the commands that submit the files.
 
-    The files are in the folder `out`/jobs, or, if `out` is in a bucket, in the local folder jobs/NAME.
+    The files are in the folder `out`/jobs, or, if `out` is in a bucket, in a local folder such as jobs/gs/BUCKET/NAME.
     """
     if name not in LAUNCHERS:
         raise UserError(f"--launcher={name}: no such launcher.{did_you_mean(name, LAUNCHERS)}")
     launcher = LAUNCHERS[name]
-    template = _template(launcher, out)
+    template = _template(launcher, out, settings)
     _check_settings(name, template, settings, in_bucket=is_bucket(out))
+    for point in points:
+        _check_config(launcher, point, settings)
     quoted = {setting: value if setting in COUNTS else launcher.quote(value) for setting, value in settings.items()}
     texts = {
         point.name: template.substitute(quoted, **_values(launcher, template, point, out, settings)) for point in points
@@ -83,15 +88,15 @@ def write_jobs(name: str, points: Sequence[SweepPoint], out: AnyPath, settings: 
 
 
 def _job_folder(out: AnyPath) -> Path:
-    return Path("jobs", out.name) if is_bucket(out) else out / "jobs"
+    return Path("jobs", str(out).replace("://", "/")) if is_bucket(out) else out / "jobs"
 
 
-def _template(launcher: Launcher, out: AnyPath) -> string.Template:
-    """Return a template. A run in a bucket needs no shared volume."""
+def _template(launcher: Launcher, out: AnyPath, settings: Mapping[str, str]) -> string.Template:
+    """Return a template without the blocks that the job does not need: a run in a bucket needs no shared volume."""
     text = (TEMPLATES / launcher.template).read_text()
-    if is_bucket(out):
-        text = re.sub(r"(?ms)^ *# begin: shared volume\n.*?# end: shared volume\n", "", text)
-    return string.Template(re.sub(r"(?m)^ *# (begin|end): shared volume\n", "", text))
+    for block in ["shared volume"] * is_bucket(out) + ["spot"] * ("spot" not in settings):
+        text = re.sub(rf"(?ms)^ *# begin: {block}\n.*?# end: {block}\n", "", text)
+    return string.Template(re.sub(r"(?m)^ *# (begin|end): .*\n", "", text))
 
 
 def _check_settings(name: str, template: string.Template, settings: Mapping[str, str], *, in_bucket: bool) -> None:
@@ -107,8 +112,30 @@ def _check_settings(name: str, template: string.Template, settings: Mapping[str,
         _check_printable(f"--set {setting}", [value])
         if setting in COUNTS and not re.fullmatch("[0-9]{1,9}", value):
             raise UserError(f"--set {setting}={value}: not a count; write an integer")
+        if setting == "spot" and value != "true":  # The label of GKE has no other value.
+            raise UserError(f"--set spot={value}: write spot=true, or leave it out")
     if missing := sorted(wanted - settings.keys()):
         raise UserError(f"--launcher={name}: give --set {' '.join(f'{m}=…' for m in missing)}; see docs/operations.md")
+
+
+def _check_config(launcher: Launcher, point: SweepPoint, settings: Mapping[str, str]) -> None:
+    """Raise `UserError` if a config does not fit the devices and the volume that the settings describe."""
+    if "topology" in settings:
+        chips = math.prod(map(int, re.findall("[0-9]+", settings["topology"])))
+        hosts, per_host = int(settings["hosts"]), int(settings["chips"])
+        if hosts * per_host != chips:
+            given = f"--set hosts={hosts} chips={per_host} topology={settings['topology']}"
+            raise UserError(f"{given}: {hosts * per_host} chips per slice, but the topology has {chips}")
+        if point.config.mesh.slices != int(settings["slices"]):
+            given = f"--set slices={settings['slices']}, but mesh.slices={point.config.mesh.slices}"
+            raise UserError(f"run {point.name}: {given}; give --config.mesh.slices={settings['slices']}")
+    if launcher.quote is not _yaml:
+        return
+    for path in point.config.data.paths:  # A pod has no files but those of the image and of the volume.
+        everywhere = path == STDLIB or path.startswith(SYNTHETIC) or require_supported("data.path", path)
+        if not everywhere and not ("mount" in settings and PurePosixPath(path).is_relative_to(settings["mount"])):
+            where = f"below mount={settings['mount']} or in a bucket" if "mount" in settings else "in a bucket"
+            raise UserError(f"run {point.name}: data.path={path}: the pods would not have it; give a path {where}")
 
 
 def _values(

@@ -7,6 +7,7 @@ from typing import Any
 
 import matplotlib
 import matplotlib.axes
+import matplotlib.colors
 import matplotlib.figure
 import matplotlib.ticker
 import numpy as np
@@ -17,6 +18,8 @@ from difftx.storage.paths import AnyPath
 # Okabe and Ito's palette, whose colours colour-blind readers can distinguish. The blue is lighter than theirs, #0072B2,
 # which is dim on black.
 COLOURS = ("#2A86CC", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080")
+# Colour map of values of both signs, such as A1 - λ A2, as in docs/images/attention-*.png: positive values are blue.
+DIVERGING = matplotlib.colors.LinearSegmentedColormap.from_list("diverging", [COLOURS[1], "#f7f7f7", COLOURS[0]])
 LETTERS = (("T", 1e12), ("B", 1e9), ("M", 1e6))
 MOST_WITH_LETTERS = 1e15  # Larger numbers are written with a power of ten.
 GREY = "#808080"  # Visible on white and on black.
@@ -61,8 +64,8 @@ def _draw_heatmap(axes: matplotlib.axes.Axes, chart: Mapping[str, Any]) -> None:
     """Draw a `Heatmap` with the first row at the top, and numbers in the cells if they fit."""
     values = heatmap_values(chart)
     low, high = colour_limits(chart)
-    map_name = "RdBu_r" if low < 0 < high else "viridis"  # Values of both signs get a diverging colour map.
-    image = axes.imshow(values, cmap=map_name, vmin=low, vmax=high, aspect="auto", interpolation="nearest")
+    colours = DIVERGING if low < 0 < high else "viridis"
+    image = axes.imshow(values, cmap=colours, vmin=low, vmax=high, aspect="auto", interpolation="nearest")
     for set_ticks, names in ((axes.set_xticks, chart["x"]), (axes.set_yticks, chart["y"])):
         shown = ticks(names)
         is_wide = set_ticks == axes.set_xticks and sum(map(len, shown.values())) > MOST_CHARACTERS

@@ -9,9 +9,11 @@ from typing import Any, Literal
 import bokeh.models
 import bokeh.palettes
 import bokeh.plotting
+import matplotlib.colors
 import numpy as np
 
 from difftx.report.charts import (
+    DIVERGING,
     GREY,
     MOST_TICKS,
     axis_number,
@@ -180,7 +182,7 @@ def _heatmap(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
         data["row"] = [[[tick_text(y)] * len(columns) for y in rows]]
         column_text, row_text = "@column", "@row"
     low, high = colour_limits(chart)
-    palette = bokeh.palettes.interp_palette(bokeh.palettes.RdBu11, 256) if low < 0 < high else "Viridis256"
+    palette = list(map(matplotlib.colors.to_hex, DIVERGING(range(256)))) if low < 0 < high else "Viridis256"
     mapper = bokeh.models.LinearColorMapper(palette=palette, low=low, high=high, nan_color=GREY)
     source = bokeh.models.ColumnDataSource(data)
     shown = figure.image("image", source=source, x=-0.5, y=-0.5, dw=len(columns), dh=len(rows))

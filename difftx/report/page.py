@@ -12,6 +12,7 @@ import bokeh.model
 import bokeh.resources
 import jinja2
 
+from difftx.data.sources import STDLIB
 from difftx.errors import UserError, printable
 from difftx.evals.measures import format_value
 from difftx.files import make_folder, resolved, write_atomically
@@ -22,8 +23,8 @@ from difftx.report.charts import series_colours, short_number
 from difftx.report.curves import summary
 from difftx.report.panels import Cell, Table
 from difftx.report.runs import Metric, RunRecord, different_tokenizers, read_runs
-from difftx.report.suites import difference_of, suite_sections
-from difftx.report.verdict import verdict
+from difftx.report.suites import signed_change, suite_sections
+from difftx.report.verdict import Verdict, verdict
 from difftx.storage.paths import AnyPath
 from difftx.training.resume import changed_fields
 
@@ -39,13 +40,17 @@ LOSSES = {
 
 
 def write_page(workdirs: Sequence[AnyPath], out: AnyPath) -> AnyPath:
-    """Write the report of the given runs, and return its path. All other runs are compared with the first one."""
+    """Write the report of the given runs, and return its path.
+
+    Transformers stand first, because they are the baselines, and all other runs are compared with the first run.
+    """
     if len({resolved(workdir) for workdir in workdirs}) < len(workdirs):
         raise UserError(f"--workdir={','.join(map(str, workdirs))}: a run is named twice")
-    runs = read_runs(workdirs)
+    runs = sorted(read_runs(workdirs), key=lambda run: run.config.model.architecture != "transformer")
     foreign = different_tokenizers(runs)
     metric: Metric = "bits_per_byte" if foreign else "loss"
     curves = panels.losses(runs, metric)
+    judged = verdict(runs, metric)
     suites = suite_sections(runs, comparable=foreign is None)
     dynamics = [section for section in (panels.lambdas(runs), panels.gradients(runs)) if section.panels]
     time = panels.wall_time(runs)
@@ -67,8 +72,8 @@ def write_page(workdirs: Sequence[AnyPath], out: AnyPath) -> AnyPath:
     page = environment.get_template("report.html").render(
         title=" and ".join(run.name for run in runs),
         colours={run.name: colour for run, colour in zip(runs, series_colours(len(runs)), strict=True)},
-        verdict=verdict(runs, metric),
-        scores=_scores(runs, metric),
+        verdict=judged,
+        scores=_scores(judged, metric),
         notes=_notes(runs, foreign),
         curves=curves,
         suites=suites,
@@ -87,32 +92,41 @@ def write_page(workdirs: Sequence[AnyPath], out: AnyPath) -> AnyPath:
     return out
 
 
-def _scores(runs: Sequence[RunRecord], metric: Metric) -> Table:
-    """Return a table of the validation losses, of guessing, and of the sizes of the comparison.
+def _scores(judged: Verdict, metric: Metric) -> Table:
+    """Return a table of the validation losses, of guessing, and of the sizes of the comparison, with a column per arm.
 
-    The verdict on a single run contains its loss, so that the table leaves it out. Two runs have a column for the
+    The verdict on a single arm contains its loss, so that the table leaves it out. Two arms have a column for the
     difference, without a word such as "better", because the verdict says how certain it is.
     """
-    is_pair, comparable = len(runs) == 2, metric == "loss"
+    arms = judged.arms
+    is_pair, comparable = len(arms) == 2, metric == "loss"
     rows: list[Sequence[str | Cell]] = []
 
-    def add(label: Cell, values: Sequence[Any], difference: str | Cell = "") -> None:
+    def add(label: Cell, values: Sequence[Any], difference: str = "") -> None:
         cells = _once([format_value(value) for value in values])
         rows.append([label, *cells, *([difference] if is_pair else [])])
 
     for name, label in LOSSES.items():
-        found = [last and last[1] for last in (run.last_validation(name) for run in runs)]
-        if any(value is not None for value in found) and not (len(runs) == 1 and name == metric):
-            difference = difference_of(name, *found) if is_pair and (comparable or name == metric) else ""
-            add(label, found, difference.text if isinstance(difference, Cell) else difference)
-    if any(guesses := [_guess(run) for run in runs]):
-        add(Cell("loss of guessing", unit="nats per token"), guesses)
-    for label, sizes in (
-        ("parameters", [count_parameters(run.config.model).total for run in runs]),
-        ("training tokens", [run.tokens for run in runs]),
+        found = [arm.mean(name) for arm in arms]
+        numbers = [value for value in found if value is not None]
+        if numbers and not (len(arms) == 1 and name == metric):
+            difference = ""
+            if len(numbers) == len(arms) == 2 and (comparable or name == metric):
+                difference = signed_change(numbers[0], numbers[1])
+            add(label, found, difference)
+            if name == metric and judged.interval:
+                add(Cell("95 % interval"), ["", ""], judged.interval)
+    if any(guesses := [_guess(arm.runs[0]) for arm in arms]):
+        add(Cell("loss of a uniform guess", unit="nats per token"), guesses)
+    for name, of_arms in (
+        ("parameters", [[count_parameters(arm.runs[0].config.model).total] for arm in arms]),
+        ("training tokens", [sorted({run.tokens for run in arm.runs}) for arm in arms]),
     ):
-        add(Cell(label), sizes, f"{sizes[1] / sizes[0] - 1:+.2%}".replace("-", "−") if len(set(sizes)) == 2 else "")
-    return Table(["", *(run.name for run in runs), *(["difference"] if is_pair else [])], rows)
+        sizes = [max(of_arm) for of_arm in of_arms]
+        texts = [" to ".join(map(format_value, of_arm[:: max(len(of_arm) - 1, 1)])) for of_arm in of_arms]
+        add(Cell(name), texts, f"{sizes[1] / sizes[0] - 1:+.2%}".replace("-", "−") if len(set(sizes)) == 2 else "")
+    difference = [f"{arms[1].name} − {arms[0].name}"] if is_pair else []
+    return Table(["", *(arm.title for arm in arms), *difference], rows)
 
 
 def _once(values: Sequence[str]) -> list[str | Cell]:
@@ -137,8 +151,10 @@ def _spent(run: RunRecord) -> dict[str, str]:
 
 
 def _notes(runs: Sequence[RunRecord], foreign: tuple[str, str] | None) -> list[str]:
-    """Return notes on data that could not be read, or that do not belong to the runs' checkpoints."""
+    """Return notes on the data: their name, what could not be read, and what is not of the runs' checkpoints."""
     notes = []
+    if any(run.config.data.path == STDLIB for run in runs):
+        notes.append(f"{STDLIB} is the source code of Python's standard library.")
     for run in runs:
         if run.skipped:
             notes.append(f"{run.name}: {run.skipped} lines of metrics and journal could not be read.")

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -13,6 +13,7 @@ from difftx.config import Config
 from difftx.errors import UserError, printable
 from difftx.files import JsonLines, matching_files, matching_folders, parse_json_lines, read_json, resolved
 from difftx.model.flops import flops_per_token
+from difftx.registry import require_extensions
 from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.manifest import MANIFEST, read_manifest, steps_in
 from difftx.training.checkpoint.reading import open_checkpoint
@@ -171,12 +172,21 @@ def _weights(workdir: AnyPath, step: int) -> str | None:
         return None
 
 
-def _config_of_newest_checkpoint(workdir: AnyPath, now: Config) -> Config:
-    """Return the config of the newest readable checkpoint, or `now`, the config in config.json, if there is none."""
-    folder = workdir / "checkpoints"
-    for step in reversed(steps_in(folder)):
-        with contextlib.suppress(UserError):  # `difftx checkpoint verify` reports the reason.
-            return open_checkpoint(folder / str(step), now).config
+def _config_of_newest_checkpoint(workdir: AnyPath, now: Config, manifest: Mapping[str, Any]) -> Config:
+    """Return the config of the newest readable checkpoint, or `now`, the config in config.json, if there is none.
+
+    Raise `UserError` if an extension has changed since that checkpoint or, without one, since `manifest` of the run.
+    """
+    for step in reversed(steps_in(workdir / "checkpoints")):
+        folder = workdir / "checkpoints" / str(step)
+        try:
+            recorded = read_manifest(folder).extensions
+        except UserError:  # `difftx checkpoint verify` reports the reason.
+            continue
+        require_extensions(recorded, str(folder))
+        with contextlib.suppress(UserError):
+            return open_checkpoint(folder, now).config
+    require_extensions(manifest["extensions"], f"--workdir={workdir}")
     return now
 
 
@@ -195,7 +205,7 @@ def _read_run(workdir: AnyPath, name: str) -> RunRecord:
     return RunRecord(
         name=name,
         workdir=workdir,
-        config=_config_of_newest_checkpoint(workdir, now),
+        config=_config_of_newest_checkpoint(workdir, now, manifest),
         steps=now.train.steps,
         manifest=printable_json(manifest),
         rows=[row if row["split"] == "train" else printable_json(row) for row in rows],

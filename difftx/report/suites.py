@@ -5,7 +5,17 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from difftx.evals.measures import COUNTS, EXPLANATIONS, WORDS, explanation_of, format_value, measure_of
+from difftx.evals.measures import (
+    COUNTS,
+    EXPLANATIONS,
+    LABELS,
+    WORDS,
+    explanation_of,
+    format_value,
+    measure_of,
+    measures_of,
+)
+from difftx.evals.result import Measure
 from difftx.report.panels import (
     Cell,
     Panel,
@@ -59,11 +69,12 @@ def suite_sections(runs: Sequence[RunRecord], *, comparable: bool) -> list[Suite
         newest = {run: of_run[max(of_run)] for run, of_run in results.items()}
         title, explanation = explanation_of(suite)
         panels = _chart_panels({run: result.get("charts", []) for run, result in newest.items()})
-        panels += _number_panels(results)
+        measures = {name: m for result in reversed(newest.values()) for name, m in measures_of(result).items()}
+        panels += _number_panels(suite, results, measures)
         for run, of_run in results.items():
             panels += _charts_over_steps(run, of_run)
-        header, rows, basis = _numbers(newest, comparable=comparable)
-        first = [] if suite in SHOWN_IN_CHARTS else [name for name in rows if measure_of(name).better] or list(rows)
+        header, rows, basis = _numbers(suite, newest, measures, comparable=comparable)
+        first = [] if suite in SHOWN_IN_CHARTS else [name for name in rows if measures[name].better] or list(rows)
         first = first[:MOST_ROWS]
         steps = {run: max(of_run) for run, of_run in results.items()}
         of_steps = [f"{run} at step {step:,}" for run, step in steps.items()]
@@ -82,7 +93,7 @@ def suite_sections(runs: Sequence[RunRecord], *, comparable: bool) -> list[Suite
 
 
 def _numbers(
-    newest: Mapping[str, Result], *, comparable: bool
+    suite: str, newest: Mapping[str, Result], measures: Mapping[str, Measure], *, comparable: bool
 ) -> tuple[list[str], dict[str, list[str | Cell]], list[str]]:
     """Return the header and the rows of a table of the numbers, and texts of the counts that are equal in all runs.
 
@@ -92,29 +103,28 @@ def _numbers(
     chance = base.get("chance") or {}
     header = ["", *(["guessing"] if chance else []), first]
     for run, _ in others:
-        header += [run, f"difference from {first}"]
+        header += [run, f"{run} − {first}"]
     rows, basis = {}, []
     for name in dict.fromkeys(name for result in newest.values() for name in result["numbers"]):
-        values, measure = [result["numbers"].get(name) for result in newest.values()], measure_of(name)
+        values, measure = [result["numbers"].get(name) for result in newest.values()], measures[name]
         if measure.unit in COUNTS and len(set(values)) == 1:
-            basis.append(f"{label_of(name)}: {format_value(values[0])}")
+            basis.append(f"{label_of(name, suite)}: {format_value(values[0])}")
             continue
-        row = [Cell(label_of(name), unit=measure.unit), *([format_value(chance.get(name))] if chance else [])]
+        row = [Cell(label_of(name, suite), unit=measure.unit), *([format_value(chance.get(name))] if chance else [])]
         row.append(format_value(values[0]))
         for value in values[1:]:
             is_comparable = comparable or name == "bits_per_byte"
-            row += [format_value(value), difference_of(name, values[0], value) if is_comparable else "–"]
+            row += [format_value(value), difference_of(measure, values[0], value) if is_comparable else "–"]
         rows[name] = row
     return header, rows, basis
 
 
-def difference_of(name: str, before: Any, value: Any) -> str | Cell:
-    """Return the difference of two values of a number, with a verdict if the number has a better direction."""
+def difference_of(measure: Measure, before: Any, value: Any) -> str | Cell:
+    """Return the difference of two values of a number, with a verdict if one direction is better."""
     if not all(isinstance(v, int | float) for v in (before, value)):
         return "–"
-    difference, measure = value - before, measure_of(name)
-    relative = f" ({difference / abs(before):+.2%})" if before and measure.unit != "share" else ""
-    text = f"{difference:+.4g}{relative}".replace("-", "−")
+    difference = value - before
+    text = signed_change(before, value, relative=measure.unit != "share")
     if measure.better is None or difference != difference:
         return Cell(text, "")
     if difference == 0:
@@ -122,8 +132,16 @@ def difference_of(name: str, before: Any, value: Any) -> str | Cell:
     return Cell(text, "better" if (difference < 0) == (measure.better == "lower") else "worse")
 
 
-def label_of(number: str) -> str:
+def signed_change(before: float, value: float, *, relative: bool = True) -> str:
+    """Return the difference of two values with its sign and, if `relative`, as a percentage of the first value."""
+    share = f" ({(value - before) / abs(before):+.2%})" if before and relative else ""
+    return f"{value - before:+.4g}{share}".replace("-", "−")
+
+
+def label_of(number: str, suite: str = "") -> str:
     """Return the name of a number for readers. A suite that runs the suite "loss" has numbers such as `loss_loss`."""
+    if (label := LABELS.get(suite, {}).get(number)) is not None:
+        return label
     label = re.sub(r"^(\w+)_\1(?=_|$)", r"\1", number).replace("_", " ")
     for words, text in WORDS.items():
         label = re.sub(rf"\b{words}\b", text, label)
@@ -132,10 +150,11 @@ def label_of(number: str) -> str:
 
 def axis_label(text: str) -> str:
     """Return the label of an axis: the name of a number gets its unit, other texts stay."""
-    if not re.fullmatch(r"\w+", text):
-        return text
-    label, unit = label_of(text), measure_of(text).unit
-    return f"{label} ({unit})" if unit not in ("", label) else label
+    return _with_unit(label_of(text), measure_of(text)) if re.fullmatch(r"\w+", text) else text
+
+
+def _with_unit(label: str, measure: Measure) -> str:
+    return f"{label} ({measure.unit})" if measure.unit not in ("", label) else label
 
 
 def _samples(newest: Mapping[str, Result]) -> list[Sample]:
@@ -156,7 +175,7 @@ def _chart_panels(charts_of_run: Mapping[str, Sequence[Mapping[str, Any]]]) -> l
     return panels
 
 
-def _number_panels(results: Mapping[str, Results]) -> list[Panel]:
+def _number_panels(suite: str, results: Mapping[str, Results], measures: Mapping[str, Measure]) -> list[Panel]:
     """Return a panel for each metric of a suite that changes between the evaluated steps of a run."""
     panels = []
     of_all_runs = [result["numbers"] for of_run in results.values() for result in of_run.values()]
@@ -168,7 +187,9 @@ def _number_panels(results: Mapping[str, Results]) -> list[Panel]:
             lines[run] = list(values), list(values.values())
         is_constant = len({value for _, values in lines.values() for value in values}) < 2
         if max(len(steps) for steps, _ in lines.values()) > 1 and not is_constant:
-            panels.append(panel_over_steps(f"{label_of(name)} over the steps", lines, axis_label(name)))
+            label = label_of(name, suite)
+            y_label = _with_unit(label, measures.get(name) or measure_of(name))
+            panels.append(panel_over_steps(f"{label} over the steps", lines, y_label))
     return panels
 
 

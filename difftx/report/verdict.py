@@ -1,20 +1,19 @@
 """The first sentences of a report: which model has the lower validation loss, by how much, and how certain that is."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from difftx.analysis.differences import FEWEST_BLOCKS, Difference, over_blocks, over_pairs, over_seeds
+from difftx.evals.measures import format_value
 from difftx.files import schema_error
 from difftx.model.abstract import count_parameters
-from difftx.report.runs import METRIC_UNITS, Metric, RunRecord, different_tokenizers
-from difftx.training.resume import changed_fields
+from difftx.report.arms import Arm, arms_of
+from difftx.report.runs import METRIC_UNITS, Metric, RunRecord
+from difftx.report.suites import signed_change
 
-# Runs of one arm have equal values in these groups of the config, except in the fields of SEEDS.
-TRAINING_GROUPS = ("model", "data", "optimizer", "train")
-SEEDS = ("train.seed", "data.seed")
 EQUAL_SIZES = 0.02  # Largest relative difference of parameters or tokens that counts as equal.
 
 
@@ -24,107 +23,75 @@ class Verdict:
 
     headline: str
     details: list[str]
-
-
-@dataclasses.dataclass(frozen=True)
-class Arm:
-    """Runs that differ only in their seeds, with their last validation losses."""
-
-    name: str
-    runs: list[RunRecord]
-    losses: list[float]
-
-    @property
-    def mean(self) -> float:
-        return float(np.mean(self.losses))
-
-    @property
-    def of_seeds(self) -> dict[tuple[int, int], float]:
-        """The seeds of weights and data → the loss. Several runs of the same seeds have one entry."""
-        seeds = [(run.config.train.seed, run.config.data.seed) for run in self.runs]
-        return dict(zip(seeds, self.losses, strict=True))
+    arms: list[Arm]
+    interval: str = ""  # Of two arms, the 95 % interval of the difference from the first one, if there is one.
 
 
 def verdict(runs: Sequence[RunRecord], metric: Metric) -> Verdict:
     """Compare the arms by the last validation in `metric`. All other arms are compared with the first one."""
-    unit = METRIC_UNITS[metric]
+    unit, arms = METRIC_UNITS[metric], arms_of(runs)
     missing = [run.name for run in runs if run.last_validation(metric) is None]
     if missing:
         what = "loss" if metric == "loss" else f"loss in {unit}"
         fix = "Run difftx eval --suite=loss on each of them."
-        return Verdict(f"No verdict: there is no finite validation {what} of {_listed(missing)} yet.", [fix])
-    arms = _arms(runs, metric)
-    limits = _limits(runs)
+        return Verdict(f"No verdict: there is no finite validation {what} of {_listed(missing)} yet.", [fix], arms)
+    limits = _limits(arms)
     if len(arms) == 1:
         (arm,) = arms
-        spread = f", the mean over {len(runs)} seeds ({min(arm.losses):.4g} to {max(arm.losses):.4g})" * (len(runs) > 1)
-        headline = f"{arm.name} reaches a validation loss of {arm.mean:.4g} {unit}{_text(runs)}{spread}."
-        return Verdict(headline, ["There is no other model to compare it with.", *limits])
+        losses = arm.values(metric)
+        spread = f", the mean over {len(runs)} seeds ({format_value(min(losses))} to {format_value(max(losses))})" * (
+            len(runs) > 1
+        )
+        headline = (
+            f"{arm.name} reaches a validation loss of {format_value(arm.mean(metric))} {unit}{_text(runs)}{spread}."
+        )
+        return Verdict(headline, ["There is no other model to compare it with.", *limits], arms)
     if pair := _different_text(runs):
         headline = f"No verdict: {pair[0]} and {pair[1]} were validated on different text."
-        return Verdict(headline, ["Losses on different text cannot be compared.", *limits])
-    first, *others = arms
-    found = [_compared(first, other, metric) for other in others]
+        return Verdict(headline, ["Losses on different text cannot be compared.", *limits], arms)
+    baseline, *others = arms
+    found = [_compared(baseline, other, metric) for other in others]
     if len(found) == 1:
-        headline, uncertainty = found[0]
-        return Verdict(headline, [uncertainty, *limits])
-    best = min(arms, key=lambda arm: arm.mean)
+        headline, uncertainty, interval = found[0]
+        return Verdict(headline, [uncertainty, *limits], arms, interval)
+    best = min(arms, key=lambda arm: np.mean(arm.values(metric)))
     headline = f"Of {len(arms)} models, {best.name} has the lowest validation loss{_text(runs)}."
-    return Verdict(headline, [*(f"{sentence} {uncertainty}" for sentence, uncertainty in found), *limits])
+    return Verdict(headline, [*(f"{sentence} {uncertainty}" for sentence, uncertainty, _ in found), *limits], arms)
 
 
-def _arms(runs: Sequence[RunRecord], metric: Metric) -> list[Arm]:
-    """Group runs that differ only in their seeds. An arm has its architecture's name, or the name of its first run."""
-    groups: list[list[RunRecord]] = []
-    for run in runs:
-        group = next((group for group in groups if _differ_in_seeds_only(group[0], run)), None)
-        if group is None:
-            groups.append([run])
-        else:
-            group.append(run)
-    architectures = [group[0].config.model.architecture for group in groups]
-    arms = []
-    for group, architecture in zip(groups, architectures, strict=True):
-        is_unique = len(group) > 1 and architectures.count(architecture) == 1
-        losses = [loss for run in group if (last := run.last_validation(metric)) for loss in last[1:]]
-        arms.append(Arm(architecture if is_unique else group[0].name, group, losses))
-    return arms
-
-
-def _differ_in_seeds_only(first: RunRecord, second: RunRecord) -> bool:
-    if different_tokenizers([first, second]):  # Equal configs may name a file that has changed.
-        return False
-    changes = changed_fields(first.config, second.config)
-    return all(change.is_in(SEEDS) for change in changes if change.is_in(TRAINING_GROUPS))
-
-
-def _compared(first: Arm, second: Arm, metric: Metric) -> tuple[str, str]:
-    """Return a sentence on the difference of two arms, and a sentence on its uncertainty."""
-    better, worse = sorted((first, second), key=lambda arm: arm.mean)
-    gap = worse.mean - better.mean
-    size = f"{gap:.3g} {METRIC_UNITS[metric]} ({100 * gap / (worse.mean or 1):.2g} %)"
-    text = _text([*first.runs, *second.runs])
-    difference, how = _difference(better, worse, metric)
-    single = ", in one run each" if len(first.runs) == len(second.runs) == 1 else ""
+def _compared(baseline: Arm, other: Arm, metric: Metric) -> tuple[str, str, str]:
+    """Return a sentence on two arms, a sentence on their difference, and the interval of the difference or ""."""
+    unit, text = METRIC_UNITS[metric], _text([*baseline.runs, *other.runs])
+    means = [float(np.mean(arm.values(metric))) for arm in (other, baseline)]
+    counts = [len(arm.runs) for arm in (other, baseline)]
+    losses = f"{format_value(means[0])} and {format_value(means[1])} {unit}, "
+    losses += "in one run each" if counts == [1, 1] else f"the means over {counts[0]} and {counts[1]} runs"
+    change = signed_change(means[1], means[0])
+    named = f"In {unit}, {other.name} − {baseline.name} = {change}"
+    lower = (
+        f"{other.name} has a {'lower' if means[0] < means[1] else 'higher'} validation loss{text} than {baseline.name}"
+    )
+    difference, how = _difference(baseline, other, metric)
     if difference is None:
-        sentence = f"{better.name} has a lower validation loss{text} than {worse.name}, by {size}, but {how}."
-        return sentence, "Train more seeds of both, or see whether the suites agree."
-    sentence = f"{better.name} has a lower validation loss{text} than {worse.name}{single}, by {size}"
-    if difference.low <= 0:
-        losses = f"their validation losses{text} differ by {size}{single}"
-        sentence = f"{better.name} and {worse.name} cannot be told apart: {losses}"
-    return f"{sentence}.", f"95 % interval of the difference: {difference.low:.3g} to {difference.high:.3g}, {how}."
+        advice = "Train more seeds of both, or see whether the suites agree."
+        return f"{lower}: {losses}, but {how}.", f"{named}. {advice}", ""
+    sentence = f"{lower}: {losses}."
+    if difference.low <= 0 <= difference.high:
+        sentence = f"{other.name} and {baseline.name} cannot be told apart: their validation losses{text} are {losses}."
+    interval = f"{difference.low:+.3g} to {difference.high:+.3g}".replace("-", "−")
+    return sentence, f"{named}, with a 95 % interval of {interval}, {how}.", interval
 
 
 def _difference(first: Arm, second: Arm, metric: Metric) -> tuple[Difference | None, str]:
-    """Return an interval and what it covers, or None and why there is none."""
+    """Return an interval of the second arm minus the first and what it covers, or None and why there is none."""
     counts = [len(arm.runs) for arm in (first, second)]
-    of_seeds = first.of_seeds, second.of_seeds
+    of_seeds = _of_seeds(first, metric), _of_seeds(second, metric)
     if min(counts) > 1 and counts == [len(of_seeds[0]), len(of_seeds[1])]:
         if of_seeds[0].keys() == of_seeds[1].keys():
             pairs = [(loss, of_seeds[1][seeds]) for seeds, loss in of_seeds[0].items()]
             return over_pairs(*zip(*pairs, strict=True)), f"over {counts[0]} pairs of runs with equal seeds"
-        return over_seeds(first.losses, second.losses), f"over {counts[0]} and {counts[1]} seeds, which are not pairs"
+        how = f"over {counts[0]} and {counts[1]} seeds, which are not pairs"
+        return over_seeds(first.values(metric), second.values(metric)), how
     if max(counts) > 1:
         return None, "an interval over seeds needs at least two different seeds of each"
     blocks = [_blocks(arm.runs[0]) for arm in (first, second)]
@@ -137,6 +104,12 @@ def _difference(first: Arm, second: Arm, metric: Metric) -> tuple[Difference | N
             meaning = "It shows what the choice of text changes; one run each cannot tell what another seed would do"
             return found, f"{how}. {meaning}"
     return None, "one run each cannot tell whether that is chance"
+
+
+def _of_seeds(arm: Arm, metric: Metric) -> dict[tuple[int, int], float]:
+    """Return the seeds of weights and data → the loss. Several runs of the same seeds have one entry."""
+    seeds = [(run.config.train.seed, run.config.data.seed) for run in arm.runs]
+    return dict(zip(seeds, arm.values(metric), strict=True))
 
 
 def _text(runs: Sequence[RunRecord]) -> str:
@@ -170,20 +143,31 @@ def _different_text(runs: Sequence[RunRecord]) -> tuple[str, str] | None:
     return next(((known[0][0], name) for name, targets in known if targets != known[0][1]), None)
 
 
-def _limits(runs: Sequence[RunRecord]) -> list[str]:
-    """Return sentences on runs that are unfinished, and on unequal training or sizes."""
+def _limits(arms: Sequence[Arm]) -> list[str]:
+    """Return sentences on runs that are unfinished, and on unequal training, sizes, heads or head norms."""
+    runs = [run for arm in arms for run in arm.runs]
     found = []
     for run in runs:
         if (step := run.split("train")[-1]["step"]) < run.steps:
             found.append(f"{run.name} is not finished: step {step:,} of {run.steps:,}.")
-    for what, values in (
-        ("training tokens", [run.tokens for run in runs]),
-        ("parameters", [count_parameters(run.config.model).total for run in runs]),
+    models = {arm.name: arm.runs[0].config.model for arm in arms}
+    for what, sizes in (
+        ("training tokens", {run.name: run.tokens for run in runs}),
+        ("parameters", {name: count_parameters(model).total for name, model in models.items()}),
     ):
-        if max(values) > (1 + EQUAL_SIZES) * min(values):
-            counts = _listed([f"{run.name} {value:,}" for run, value in zip(runs, values, strict=True)])
-            found.append(f"The comparison is unequal in {what}: {counts}.")
+        if max(sizes.values()) > (1 + EQUAL_SIZES) * min(sizes.values()):
+            found.append(_unequal(what, {name: f"{size:,}" for name, size in sizes.items()}))
+    for what, texts in (
+        ("the width of heads", {name: f"{model.d_head:,}" for name, model in models.items()}),
+        ("the head norm", {name: model.head_norm for name, model in models.items()}),
+    ):
+        if len(set(texts.values())) > 1:
+            found.append(_unequal(what, texts))
     return found
+
+
+def _unequal(what: str, value_of: Mapping[str, str]) -> str:
+    return f"The comparison is unequal in {what}: {_listed([f'{name} {value}' for name, value in value_of.items()])}."
 
 
 def _listed(names: Sequence[str]) -> str:

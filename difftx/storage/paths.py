@@ -23,12 +23,20 @@ def path_of(field: str, text: str) -> AnyPath:
     Raise `UserError` if the library of the store is missing, or as `require_supported`.
     """
     scheme = require_supported(field, text)
-    if scheme is None:
-        return Path(text)
-    require_extra(*LIBRARIES[scheme])
-    # Otherwise gcsfs asks a second service for the kind of each bucket, and prints a line if that fails.
-    os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-    return import_extra("etils.epath", LIBRARIES[scheme][1]).Path(text)
+    if scheme is not None:
+        require_extra(*LIBRARIES[scheme])
+        # Otherwise gcsfs asks a second service for the kind of each bucket, and prints a line if that fails.
+        os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    return name_of(field, text)
+
+
+def name_of(field: str, text: str) -> AnyPath:
+    """Return a path that only another machine opens, so that the library of the store may be missing here.
+
+    Raise `UserError` as `require_supported`.
+    """
+    scheme = require_supported(field, text)
+    return Path(text) if scheme is None else import_extra("etils.epath", LIBRARIES[scheme][1]).Path(text)
 
 
 def require_supported(field: str, text: str) -> str | None:

@@ -149,6 +149,7 @@ class Attempt:
             saved = self._guard.calm or (self._step == steps and self._guard.tripped is None)
             if saved:
                 self._checkpointer.save_and_wait(self._state, self._data_state(), config)
+                interrupt.work_is_saved()
             self._checkpointer.close()
         return self._finish(saved)
 

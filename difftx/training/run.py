@@ -21,7 +21,7 @@ import flax.traverse_util
 import jax
 
 from difftx import kernels
-from difftx.config import Config
+from difftx.config import Config, MultihostConfig
 from difftx.config.architectures import ARCHITECTURES
 from difftx.config.build import config_from_dict
 from difftx.config.fields import values_of
@@ -43,7 +43,7 @@ from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import check_divisible, make_mesh
 from difftx.parallel.multihost import agree, barrier, decide_on_primary, is_primary
 from difftx.parallel.presets import apply_preset
-from difftx.registry import loaded_extensions, require_extensions
+from difftx.registry import loaded_extensions, require_names
 from difftx.storage import objects
 from difftx.storage.lock import BucketLock
 from difftx.storage.paths import AnyPath, is_bucket
@@ -114,10 +114,16 @@ class Run:
 
         Yield a function that raises an error if this process has lost the lock, which is possible in a bucket.
         """
-        with _lock(self) if is_primary() else contextlib.nullcontext() as held:
+        limits = self.config.multihost
+        held = (
+            lock_workdir(self.workdir, limits, LOCK_WAIT_SECONDS)
+            if is_primary()
+            else contextlib.nullcontext(lambda: None)
+        )
+        with held as check:
             # Wait for the primary process, because another process that has the lock may save a newer checkpoint.
-            barrier("lock of the workdir", self.config.multihost.barrier_timeout_seconds)
-            yield (lambda: None) if held is None else held.check
+            barrier("lock of the workdir", limits.barrier_timeout_seconds)
+            yield check
 
     def check_records(self) -> None:
         """Raise an error in every process if the files of an earlier attempt cannot be read."""
@@ -227,9 +233,12 @@ def write_description(workdir: AnyPath, config: Config, details: Mapping[str, An
 
 
 def read_config(workdir: AnyPath) -> Config:
-    """Return the config of a run directory. Raise `UserError` if a required extension is not loaded."""
+    """Return the config of a run directory. Raise `UserError` if a required extension is not loaded.
+
+    The extensions may have changed since, because readers compare them with those of the checkpoint that they read.
+    """
     require_run(workdir)
-    require_extensions(read_description(workdir)["extensions"], f"--workdir={workdir}")
+    require_names(read_description(workdir)["extensions"], f"--workdir={workdir}")
     return config_from_dict(read_json(workdir / "config.json"))
 
 
@@ -249,23 +258,28 @@ def read_description(workdir: AnyPath) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _lock(run: Run) -> Iterator[BucketLock | None]:
-    if not is_bucket(run.workdir):
-        with _lock_of(run.workdir):
-            yield None
+def lock_workdir(workdir: AnyPath, limits: MultihostConfig, wait_seconds: float) -> Iterator[Callable[[], None]]:
+    """Lock the directory of a run. Raise `UserError` if another process still has the lock after `wait_seconds`.
+
+    In a bucket, the wait is long enough to find out whether that process lives. Yield a function that raises an error
+    if this process has lost the lock, which is possible in a bucket.
+    """
+    if not is_bucket(workdir):
+        with _lock_folder(workdir, wait_seconds):
+            yield lambda: None
         return
-    path, takeover = run.workdir / ".lock", float(run.config.multihost.lock_takeover_seconds)
-    with BucketLock(path, takeover_seconds=takeover, wait_seconds=LOCK_WAIT_SECONDS) as held:
-        objects.remove_probes(run.workdir, path)
-        yield held
+    path, takeover = workdir / ".lock", float(limits.lock_takeover_seconds)
+    with BucketLock(path, takeover_seconds=takeover, wait_seconds=wait_seconds) as held:
+        objects.remove_probes(workdir, path)
+        yield held.check
 
 
 @contextlib.contextmanager
-def _lock_of(workdir: Path) -> Iterator[None]:
-    """Lock the folder and its file `.lock`, which names the process that has the lock."""
+def _lock_folder(workdir: Path, wait_seconds: float) -> Iterator[None]:
+    """Lock the folder and its file `.lock`, which names the process that has the lock, and is empty afterwards."""
     # The folder is locked because a user may delete `.lock`, and the file because NFS cannot lock folders.
     workdir.mkdir(parents=True, exist_ok=True)
-    folder, path, deadline = os.open(workdir, os.O_RDONLY), workdir / ".lock", time.monotonic() + LOCK_WAIT_SECONDS
+    folder, path, deadline = os.open(workdir, os.O_RDONLY), workdir / ".lock", time.monotonic() + wait_seconds
     try:  # However the process ends, the operating system releases the locks.
         folder_is_locked = _wait_for_lock(folder, path, deadline)
         with path.open("a+") as file:
@@ -273,8 +287,11 @@ def _lock_of(workdir: Path) -> Iterator[None]:
                 print(printable(f"{workdir}: no file locks here, so nothing keeps a second training out"), flush=True)
             file.truncate(0)
             print(f"process {os.getpid()} on {platform.node()}", file=file, flush=True)
-            remove_temporaries(workdir)
-            yield
+            try:
+                remove_temporaries(workdir)
+                yield
+            finally:
+                file.truncate(0)  # The process id may become that of another process.
     finally:
         os.close(folder)
 

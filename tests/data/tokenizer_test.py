@@ -4,10 +4,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+import tiktoken.load
+from conftest import ROOT, child_environment
+from helpers.command_server import commands
 
 from difftx.data.tokenizer import CL100K_PATTERN, TiktokenTokenizer, load_tokenizer
-from difftx.errors import UserError
+from difftx.errors import EXIT_FAILED, UserError
 
 VOCABULARIES = ROOT.parent / "shared" / "tiktoken"
 
@@ -78,10 +80,24 @@ def test_an_unknown_name_suggests_one():
         load_tokenizer("cl100k")
 
 
-def test_a_vocabulary_that_cannot_be_had_says_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+def test_a_failed_download_of_a_vocabulary_has_the_exit_code_of_a_restart(tmp_path):
+    """A job starts again after exit code 1, and never after exit code 2."""
+    environment = child_environment(1) | {"TIKTOKEN_CACHE_DIR": str(tmp_path)}
     for variable in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
-        monkeypatch.setenv(variable, "http://127.0.0.1:9")  # Nothing listens there.
-    with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR") as error:
+        environment[variable] = "http://127.0.0.1:9"  # Nothing listens there.
+    command = ["difftx", "train", "--config=quickstart:diff", f"--workdir={tmp_path / 'run'}"]
+    result = commands().run([*command, "--config.data.tokenizer=p50k_base"], environment=environment)
+    assert result.returncode == EXIT_FAILED, result.stderr
+    message = result.stderr.splitlines()[-1]
+    assert message.startswith("error: data.tokenizer='p50k_base': its vocabulary is not in the cache and cannot be")
+    assert "TIKTOKEN_CACHE_DIR" in message
+    assert "Traceback" not in result.stderr
+
+
+def test_a_cache_of_vocabularies_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(tiktoken.load, "read_file", lambda url: b"")
+    monkeypatch.setattr(tiktoken.load, "check_hash", lambda content, expected: True)
+    with pytest.raises(NotADirectoryError, match="file/cache"):
         load_tokenizer("p50k_base")
-    assert "\n" not in str(error.value)

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -237,7 +238,7 @@ def check_charts(result, expected, depths, architecture):
         ({"layers": "1,1"}, r"eval.attention.layers=\(1, 1\): the entries must differ"),
         ({"queries": 5}, "eval.attention.queries=5 must lie in 1 … needles=4"),
         ({"length": 600}, "eval.attention.length: 600 tokens are more than the model's context"),
-        ({"length": 100}, "eval.attention.length: 100 tokens do not hold 4 needles.*or other eval.attention.needles"),
+        ({"length": 100}, r"eval\.attention\.length: 100 tokens do not hold 4 needles.*; use at least \d+$"),
         ({"needles": 200}, "eval.attention.needles: needles=200, and there are 76 cities"),
         ({"samples": 0}, "eval.attention.samples=0 must be positive"),
         ({"l0_share": 1.5}, "eval.attention.l0_share=1.5 must lie in 0 … 1"),
@@ -252,6 +253,32 @@ def test_mistakes_are_named(tmp_path, changes, message):
 
     with pytest.raises(UserError, match=message):
         check()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"eval.attention.length": "100"},
+        {"eval.needle.new_tokens": "500"},
+        {"eval.needle.new_tokens": "500", "eval.attention.length": "100"},
+        {"eval.attention.needles": "70"},
+        {"eval.attention.needles": "70", "eval.needle.new_tokens": "500", "eval.attention.length": "100"},
+    ],
+)
+def test_a_prompt_that_does_not_fit_names_a_fix_that_works(tmp_path, changes):
+    run = Run.open(config_of(tmp_path, "diff"), tmp_path / "run")
+
+    def check(changes):
+        evals.check_run(dataclasses.replace(run, config=override(run.config, changes)), ["attention"])
+
+    with pytest.raises(UserError, match="tokens do not hold") as error:
+        check(changes)
+    fix = str(error.value).rpartition("; ")[2]
+    if needles := re.search(r"use (\d+) needles \(eval.attention.needles\)", fix):
+        changes = changes | {"eval.attention.needles": needles[1]}
+    if least := re.search(r"use at least (\d+)", fix):
+        changes = changes | {"eval.attention.length": least[1]}
+    check(changes | dict(re.findall(r"(eval\.[\w.]+)=(\d+)", fix)))
 
 
 def test_prompts_are_those_of_the_suite_needle(tmp_path):

@@ -1,10 +1,14 @@
+import dataclasses
 import json
 
 import pytest
 from conftest import ROOT
 
 from difftx.config.suites import SUITES
-from difftx.evals.measures import EXPLANATIONS, RULES, explanation_of, format_value, measure_of
+from difftx.errors import UserError
+from difftx.evals.attention.suite import NUMBERS
+from difftx.evals.measures import EXPLANATIONS, LABELS, RULES, explanation_of, format_value, measure_of, measures_of
+from difftx.evals.result import Measure, Result
 
 
 def test_every_suite_is_explained():
@@ -60,6 +64,20 @@ def test_every_rule_serves_a_recorded_number():
     used = {id(measure_of(name)) for name in names}
     unused = {words for words, measure in RULES.items() if id(measure) not in used}
     assert unused == {"percent", "tokens_per_second", "bytes_per_token"}
+
+
+def test_every_number_of_the_suite_attention_has_a_label():
+    assert list(LABELS["attention"]) == list(NUMBERS)
+
+
+def test_a_suite_gives_its_own_measures():
+    result = Result(numbers={"loss": 1.0, "accuracy": 2.0}, measures={"loss": Measure("metres", "higher")})
+    found = measures_of(json.loads(json.dumps(dataclasses.asdict(result))))
+    assert found == {"loss": Measure("metres", "higher"), "accuracy": Measure("share", "higher")}
+    with pytest.raises(UserError, match="'los', which is not one of the numbers"):
+        Result(numbers={"loss": 1.0}, measures={"los": Measure("metres")})
+    with pytest.raises(UserError, match="better='low': use 'lower', 'higher' or None"):
+        Measure("metres", "low")
 
 
 def test_values():

@@ -110,6 +110,14 @@ def bucket(request: pytest.FixtureRequest, buckets: dict[str, Bucket]) -> Iterat
     found.plan()
 
 
+def in_ci_with(store: str) -> pytest.MarkDecorator:
+    """Return a mark for tests of the fixture `bucket`: long with one store, and exhaustive with the other."""
+    marks = {scheme: pytest.mark.long if scheme == store else pytest.mark.exhaustive for scheme in MODULES}
+    return pytest.mark.parametrize(
+        "bucket", [pytest.param(scheme, marks=mark) for scheme, mark in marks.items()], indirect=True
+    )
+
+
 @pytest.fixture(params=["local", *STORES])
 def folder(request: pytest.FixtureRequest, buckets: dict[str, Bucket], tmp_path: Path) -> AnyPath:
     """An empty folder on each kind of storage."""

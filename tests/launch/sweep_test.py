@@ -306,6 +306,14 @@ def test_a_mistake_in_the_grid_is_one_line(config, grid, message, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_models_of_unequal_size_are_named_before_they_train(tmp_path, capsys):
+    flags = ["--config=quickstart:diff", f"--out={tmp_path / 'jobs'}", "--launcher=slurm", "--set"]
+    settings = ["cpus=1", "gpus=1", "nodes=1", "time=1"]
+    assert sweep.main([*flags, *settings, "--grid", "model.architecture=diff,transformer"]) == 0
+    (warning,) = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
+    assert warning.startswith("diff-architecturetransformer: warning  the model is not matched with a Transformer of 4")
+
+
 @pytest.mark.long
 def test_a_mistake_ends_the_command_with_2(config_file, tmp_path):
     code, _, stderr = Sweep(config_file, tmp_path / "out", "--grid", "sise=s").end()

@@ -16,7 +16,8 @@ from helpers.cases import long_except
 
 from difftx.commands import sweep
 from difftx.errors import UserError
-from difftx.launch.jobs import LAUNCHERS, TEMPLATES
+from difftx.launch.jobs import GRACE_SECONDS, LAUNCHERS, TEMPLATES
+from difftx.storage.paths import LIBRARIES
 
 NAME = "diff-1.4b-seed0"
 USER = 1000  # Of the images.
@@ -24,8 +25,9 @@ SETTINGS = {
     "slurm": ["nodes=2", "gpus=8", "cpus=12", "time=24:00:00"],
     "jobset": ["slices=2", "hosts=16", "chips=4", "accelerator=tpu-v5p-slice", "topology=4x4x4"],
     "jobset-gpu": ["nodes=4", "gpus=8", "accelerator=nvidia-h100-80gb"],
-    "tpu-vm": ["tpu=pod", "zone=us-east5-a", "directory=difftx", "mount=/mnt/shared"],
+    "tpu-vm": ["tpu=pod", "zone=us-east5-a", "directory=difftx", "mount=/mnt/shared", "restarts=3"],
 }
+MESH = {"jobset": ["--config.mesh.slices=2", "--config.mesh.data=2"]}  # Launcher → flags for its settings.
 for jobset in ("jobset", "jobset-gpu"):
     SETTINGS[jobset] += ["image=example.org/difftx:1", "restarts=3", "mount=/mnt/shared", "claim=shared"]
 
@@ -76,7 +78,8 @@ def write(tmp_path, monkeypatch, capsys):
 
     def write(launcher):
         grid = ["size=1.4b", "architecture=diff,transformer", "seed=0"]
-        flags = [f"--config={ROOT}/configs/scaling.py", "--out=runs/scaling", "--config.data.path=/data/*.txt"]
+        flags = [f"--config={ROOT}/configs/scaling.py", "--out=runs/scaling", "--config.data.path=/mnt/shared/*.txt"]
+        flags += MESH.get(launcher, [])
         assert sweep.main([*flags, "--grid", *grid, f"--launcher={launcher}", "--set", *SETTINGS[launcher]]) == 0
         commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
         files = sorted((tmp_path / "runs" / "scaling" / "jobs").iterdir())
@@ -93,7 +96,7 @@ def check_flags(flags, config, workdir):
     assert flags[:2] == [f"--config={config}:diff-1.4b", f"--workdir={workdir}"]
     command = [sys.executable, "train.py", *flags, "--print_config"]
     result = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
-    assert (result["model"]["d_model"], result["data"]["path"]) == (2048, "/data/*.txt")
+    assert (result["model"]["d_model"], result["data"]["path"]) == (2048, "/mnt/shared/*.txt")
 
 
 def run_script(file):
@@ -101,13 +104,10 @@ def run_script(file):
     return subprocess.run(["bash", file], timeout=60, check=False).returncode
 
 
-RESTARTS = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("codes", "starts", "end"),
     long_except([("75 75 0", 3, 0), ("2", 1, 2), ("1", 1, 1)], [("75 75 0", 3, 0)], [("1", 1, 1)]),
 )
-
-
-@RESTARTS
 def test_slurm_queues_the_job_again_after_75(codes, starts, end, stubs, write, tmp_path, monkeypatch):
     job = write("slurm")
     stubs.put("srun")
@@ -171,7 +171,7 @@ def test_slurm_options(write, tmp_path):
         "cpus-per-task": "12",
         "time": "24:00:00",
         "requeue": "",
-        "signal": "TERM@120",
+        "signal": f"TERM@{GRACE_SECONDS}",
     }
     first_command = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
     assert all(not line.startswith("#SBATCH") for line in lines[first_command:])  # sbatch reads none below it.
@@ -195,8 +195,11 @@ sys.exit(subprocess.run(["bash", "-c", command], cwd=os.environ["HOME"]).returnc
 """
 
 
-@RESTARTS
-def test_tpu_vm_starts_again_after_75(codes, starts, end, stubs, write):
+@pytest.mark.parametrize(
+    ("codes", "starts", "end"),
+    [("75 134 137 0", 4, 0), ("1 1 1 1", 4, 1), ("2", 1, 2), ("75 255", 2, 255)],  # restarts=3.
+)
+def test_tpu_vm_starts_again_as_a_jobset_does(codes, starts, end, stubs, write):
     job = write("tpu-vm")
     stubs.put("gcloud", GCLOUD)
     stubs.put("python", STUB, folder="home/difftx/.venv/bin")
@@ -274,9 +277,13 @@ def test_jobset(launcher, stubs, write):
 
     (group,) = job_set["spec"]["replicatedJobs"]
     job, pod = group["template"]["spec"], group["template"]["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == GRACE_SECONDS
     assert pod["restartPolicy"] == "Never"  # podFailurePolicy asks for it.
     assert pod["securityContext"]["fsGroup"] == USER
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert "cloud.google.com/gke-spot" not in pod["nodeSelector"]
     (container,) = pod["containers"]
+    assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     assert container["volumeMounts"][0]["mountPath"] == "/mnt/shared"
     assert container["image"] == "example.org/difftx:1"
@@ -302,24 +309,35 @@ def test_jobset(launcher, stubs, write):
     check_flags(flags, "configs/scaling.py", f"/mnt/shared/runs/scaling/{NAME}")
 
 
-@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["jobset", "jobset-gpu"])
+def test_spot_nodes_are_selected_and_tolerated(launcher, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pod = yaml.safe_load(write_in_bucket(launcher, "gs://bucket/scaling", "spot=true").read_text())
+    pod = pod["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert pod["nodeSelector"]["cloud.google.com/gke-spot"] == "true"
+    assert {"key": "cloud.google.com/gke-spot", "operator": "Exists"} in pod["tolerations"]
+
+
+def write_in_bucket(launcher, out, *more):
+    """Return the job file of a run in a bucket."""
+    settings = [setting for setting in SETTINGS[launcher] if setting.partition("=")[0] not in ("mount", "claim")]
+    flags = [f"--config={ROOT}/configs/scaling.py", f"--out={out}", "--config.data.path=gs://bucket/store"]
+    grid = ["--grid", "size=1.4b", "architecture=diff", "seed=0"]
+    flags += [*MESH.get(launcher, []), *grid, f"--launcher={launcher}"]
+    assert sweep.main([*flags, "--set", *settings, *more]) == 0
+    (job,) = (ROOT.__class__("jobs") / out.replace("://", "/")).iterdir()
+    return job
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_run_in_a_bucket_needs_no_volume_and_no_credentials(launcher, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("gcsfs")
+def test_a_run_in_a_bucket_needs_no_volume_no_library_and_no_credentials(launcher, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(LIBRARIES, "gs", ("a_library_that_is_missing", "gcs"))
     secrets = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "GOOGLE_APPLICATION_CREDENTIALS")
     for name in secrets:
         monkeypatch.setenv(name, "a-secret-that-nothing-writes")
     monkeypatch.chdir(tmp_path)
-    settings = [setting for setting in SETTINGS[launcher] if setting.partition("=")[0] not in ("mount", "claim")]
-    grid = ["size=1.4b", "architecture=diff", "seed=0"]
-    flags = [
-        f"--config={ROOT}/configs/scaling.py",
-        "--out=gs://bucket/deep/scaling",
-        "--config.data.path=gs://bucket/store",
-    ]
-    assert sweep.main([*flags, "--grid", *grid, f"--launcher={launcher}", "--set", *settings]) == 0
-    [job] = (tmp_path / "jobs" / "scaling").iterdir()
-    assert capsys.readouterr().out == f"{LAUNCHERS[launcher].submit} jobs/scaling/{job.name}\n"
+    job = write_in_bucket(launcher, "gs://bucket/deep/scaling")
+    assert capsys.readouterr().out == f"{LAUNCHERS[launcher].submit} jobs/gs/bucket/deep/scaling/{job.name}\n"
     text = job.read_text()
     assert f"--workdir=gs://bucket/deep/scaling/{NAME} --config.data.path=gs://bucket/store" in text
     assert "secret" not in text
@@ -328,9 +346,16 @@ def test_a_run_in_a_bucket_needs_no_volume_and_no_credentials(launcher, tmp_path
         pod = yaml.safe_load(text)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
         volumes = [{"name": "shm", "emptyDir": {"medium": "Memory"}}] if launcher == "jobset-gpu" else None
         assert pod.get("volumes") == volumes
-        assert "securityContext" not in pod
+        assert "fsGroup" not in pod["securityContext"]
     else:
         subprocess.run(["bash", "-n", job], check=True)
+
+
+def test_two_buckets_have_their_own_job_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    jobs = [write_in_bucket("tpu-vm", f"gs://{place}/scaling") for place in ("one", "two", "two/deep")]
+    for place, job in zip(("one", "two", "two/deep"), jobs, strict=True):
+        assert f"--workdir=gs://{place}/scaling/{NAME} " in job.read_text()
 
 
 @pytest.mark.parametrize("extra", ["cuda", "tpu"])
@@ -343,7 +368,13 @@ def test_dockerfile(extra, stubs):
     assert re.fullmatch(r"python:3\.12\.\d+-slim-\w+", base)  # A release of Python on a release of Debian.
     assert {name for name, _ in instructions} <= {"FROM", "ENV", "WORKDIR", "COPY", "RUN", "USER"}
     assert instructions[-1] == ("USER", str(USER))
-    copied = []
+    # Notes the vocabulary and the folder, and downloads nothing.
+    (stubs.folder / "tiktoken.py").write_text(
+        "import os, pathlib\n"
+        "def get_encoding(name):\n"
+        "    pathlib.Path(os.environ['STUBS'], name).write_text(os.environ['TIKTOKEN_CACHE_DIR'])\n"
+    )
+    copied, variables = [], {}
     for name, rest in instructions:
         if name == "COPY":
             *sources, target = rest.split()
@@ -355,18 +386,23 @@ def test_dockerfile(extra, stubs):
             copied += sources
         if name == "ENV":
             assert all(re.fullmatch(r"\w+=\S+", setting) for setting in rest.split())
+            variables |= dict(setting.split("=") for setting in rest.split())
         if name == "RUN":
             stubs.put("python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-            for program in ("pip", "useradd"):
+            for program in ("pip", "useradd", "chown"):
                 stubs.put(program)
             stubs.end_with("0")
-            subprocess.run(["sh", "-c", rest], cwd=ROOT, check=True)
+            environment = os.environ | {"PYTHONPATH": str(stubs.folder)} | variables
+            subprocess.run(["sh", "-c", rest], cwd=ROOT, env=environment, check=True)
             if rest.startswith("pip"):
                 assert {"pyproject.toml", "requirements.txt", "constraints.txt"} <= set(copied)
     assert {"configs", "difftx", "train.py", "eval.py"} <= set(copied)
     (user,) = stubs.calls("useradd")
     assert user[user.index("--uid") + 1] == str(USER)
     assert ("WORKDIR", user[user.index("--home-dir") + 1]) in instructions  # The user can write there.
+    # The image has the vocabulary of the paper's recipes, where tiktoken looks and the user can add others.
+    assert (stubs.folder / "cl100k_base").read_text() == variables["TIKTOKEN_CACHE_DIR"] == "/difftx/vocabularies"
+    assert stubs.calls("chown") == [["-R", str(USER), "vocabularies"]]
     (call,) = stubs.calls("pip")
     assert call[call.index("--constraint") + 1] == "constraints.txt"
     assert call[-1].startswith(f"jax[{'cuda13' if extra == 'cuda' else 'tpu'}]>=")
@@ -396,7 +432,9 @@ def write_hostile(launcher, *settings):
     out = f"runs/{HOSTILE}"
     given = {setting.partition("=")[0] for setting in settings}
     settings = [*settings, *(s for s in SETTINGS[launcher] if s.partition("=")[0] not in given)]
-    flags = [f"--config={ROOT}/configs/scaling.py:diff-1.4b", f"--out={out}", f"--config.data.path=/data/{HOSTILE}"]
+    data = f"/mnt/{HOSTILE}/data/{HOSTILE}"
+    flags = [f"--config={ROOT}/configs/scaling.py:diff-1.4b", f"--out={out}", f"--config.data.path={data}"]
+    flags += MESH.get(launcher, [])
     assert sweep.main([*flags, "--grid", "seed=0", f"--launcher={launcher}", "--set", *settings]) == 0
     (file,) = (path for path in (ROOT.__class__(out) / "jobs").iterdir())
     return file
@@ -414,7 +452,7 @@ def test_slurm_quotes_what_is_hostile(hostile_folder, stubs):
     assert run_script(job) == 0
     (call,) = stubs.calls("srun")
     assert f"--workdir={hostile_folder}/runs/{HOSTILE}/{NAME}" in call
-    assert f"--config.data.path=/data/{HOSTILE}" in call
+    assert f"--config.data.path=/mnt/{HOSTILE}/data/{HOSTILE}" in call
 
 
 def test_tpu_vm_quotes_what_is_hostile(hostile_folder, stubs, tmp_path):
@@ -468,7 +506,7 @@ def test_jobset_quotes_what_is_hostile(launcher, hostile_folder, stubs):
     assert subprocess.run([*container["command"], *arguments], env=environment).returncode == 0
     ((program, *flags),) = stubs.calls("python")
     assert (program, flags[1]) == ("train.py", f"--workdir={settings['mount']}/runs/{HOSTILE}/{NAME}")
-    assert f"--config.data.path=/data/{HOSTILE}" in flags
+    assert f"--config.data.path=/mnt/{HOSTILE}/data/{HOSTILE}" in flags
 
 
 MISTAKES = pytest.mark.parametrize(
@@ -476,12 +514,29 @@ MISTAKES = pytest.mark.parametrize(
     [
         (["--launcher=slurn"], "Did you mean 'slurm'"),
         (["--launcher=slurm"], "slurm: give --set cpus=… gpus=… nodes=… time=…"),
-        (["--launcher=tpu-vm", "--set", "tpu=pod", "zone=z", "directory=d"], "give --set mount=…"),
+        (["--launcher=tpu-vm", "--set", "tpu=pod", "zone=z", "directory=d"], "give --set mount=… restarts=…"),
         (["--launcher=slurm", "--set", "node=2"], "asks for no such thing. Did you mean 'nodes'"),
         (["--launcher=slurm", "--set", "nodes"], "'nodes' is not understood"),
         (["--set", "nodes=2"], "requires --launcher"),
         (["--launcher=jobset", "--set", *SETTINGS["jobset"], "mount=m"], "'mount=m': given twice"),
-        (["--launcher=jobset", "--set", *SETTINGS["jobset"]], "out: not below mount=/mnt/shared"),
+        (
+            ["--launcher=jobset", *MESH["jobset"], "--set", *SETTINGS["jobset"]],
+            "out: not below mount=/mnt/shared",
+        ),
+        (
+            ["--launcher=jobset", "--set", *(s.replace("chips=4", "chips=8") for s in SETTINGS["jobset"])],
+            "hosts=16 chips=8 topology=4x4x4: 128 chips per slice, but the topology has 64",
+        ),
+        (
+            ["--launcher=jobset", "--set", *SETTINGS["jobset"]],
+            "slices=2, but mesh.slices=1; give --config.mesh.slices=2",
+        ),
+        (
+            ["--launcher=jobset-gpu", "--config.data.path=/data/*.txt", "--set", *SETTINGS["jobset-gpu"]],
+            r"run seed0: data.path=/data/\*.txt: the pods would not have it; give a path below mount=/mnt/shared",
+        ),
+        (["--launcher=jobset", "--set", *SETTINGS["jobset"], "spot=false"], "spot=false: write spot=true, or leave"),
+        (["--launcher=slurm", "--set", *SETTINGS["slurm"], "spot=true"], "spot=…: slurm asks for no such thing"),
         (["--launcher=slurm", "--set", *SETTINGS["slurm"][:-1], "time=1\nrm"], r"--set time: '1\\nrm' has control"),
         (["--launcher=slurm", "--set", *SETTINGS["slurm"][:-1], "time=\u2028"], r"'\\u2028' has control characters"),
         (["--launcher=slurm", "--set", "nodes=2; rm"], "--set nodes=2; rm: not a count; write an integer"),
@@ -520,6 +575,6 @@ def test_a_job_elsewhere_has_the_configs_of_difftx(tmp_path, monkeypatch):
 def test_a_name_too_long_for_kubernetes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     grid = ["--grid", "seed=0", "optimizer.final_learning_rate=1e-5", "optimizer.weight_decay=0.05"]
-    flags = ["--out=out", "--launcher=jobset", "--set", *SETTINGS["jobset"]]
+    flags = ["--out=out", "--launcher=jobset", *MESH["jobset"], "--set", *SETTINGS["jobset"]]
     with pytest.raises(UserError, match="at most 40 characters"):
         sweep.main([f"--config={ROOT}/configs/quickstart.py:diff", *grid, *flags])

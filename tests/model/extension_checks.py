@@ -33,8 +33,12 @@ def difference_row(model, lam):
     return lambda logits1, logits2: oracle.softmax_row(logits1) - lam * oracle.softmax_row(logits2)
 
 
+def diff_projections(w, model, x_TD, head, kv, g):
+    return oracle.position_encoded(w, model, x_TD @ w["query_DHGd"][:, head, g], x_TD @ w["key_DKGd"][:, kv, g])
+
+
 def tda_projections(w, model, x_TD, head, kv, g):
-    q_Td, k_Td = oracle.position_encoded(w, model, x_TD @ w["query_DHGd"][:, head, g], x_TD @ w["key_DKGd"][:, kv, g])
+    q_Td, k_Td = diff_projections(w, model, x_TD, head, kv, g)
     q_Td, k_Td = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (q_Td, k_Td))
     return np.sqrt(model.d_head) * q_Td, k_Td  # `oracle.attend` divides the products by √d.
 
@@ -47,21 +51,29 @@ def shared_projections(w, model, x_TD, head, kv, g):
     return oracle.position_encoded(w, model, x_TD @ query_Dd, x_TD @ key_Dd)
 
 
-FORMULAS = {"tda": (tda_row, tda_projections), "shared_diff": (difference_row, shared_projections)}
+FORMULAS = {
+    "head_lambda": (difference_row, diff_projections),
+    "tda": (tda_row, tda_projections),
+    "shared_diff": (difference_row, shared_projections),
+}
 
 
 def layer(w, model, x_BTD, depth):
     """Return the update by layer `depth` + 1."""
     row_of, projections = FORMULAS[model.architecture]
     lambda_init = 0.8 - 0.6 * np.exp(-0.3 * depth)
-    exponents = np.sum(w["lambda_query_Gd"] * w["lambda_key_Gd"], axis=-1)
-    row = row_of(model, np.exp(exponents[0]) - np.exp(exponents[1]) + lambda_init)
+    if "change_H" in w:
+        change_H = w["change_H"]
+    else:
+        exponents = np.sum(w["lambda_query_Gd"] * w["lambda_key_Gd"], axis=-1)
+        change_H = np.full(model.num_heads, np.exp(exponents[0]) - np.exp(exponents[1]))
 
     def update(x_TD):
         heads = []
         for head in range(model.num_heads):
             kv = head * model.kv_heads // model.num_heads
             pairs = [projections(w, model, x_TD, head, kv, g) for g in range(2)]
+            row = row_of(model, change_H[head] + lambda_init)
             head_TE = oracle.attend(row, pairs, x_TD @ w["value_DKE"][:, kv])
             heads.append((1 - lambda_init) * oracle.head_norm(head_TE, head, w, model))
         return np.concatenate(heads, axis=1) @ w["output_HED"].reshape(-1, model.d_model)

@@ -44,15 +44,15 @@ def test_differences_are_better_or_worse_by_direction_not_by_sign(tmp_path):
     second = {"answer": 0.1, "noise": 0.4, "gini": 0.9, "entropy": 3.0}
     sections = sections_of(tmp_path, {"a": {"attention": first}, "b": {"attention": second}})
     section = sections["suite-attention"]
-    assert section.numbers.header == ["", "a", "b", "difference from a"]
+    assert section.numbers.header == ["", "a", "b", "b − a"]
     assert [(row[0].text, row[-1]) for row in section.numbers.rows] == [
-        ("answer", Cell("−0.1", "worse")),
-        ("noise", Cell("−0.1", "better")),
+        ("weight on the answer", Cell("−0.1", "worse")),
+        ("weight on irrelevant text (noise)", Cell("−0.1", "better")),
     ]
     assert [(row[0].text, row[2], row[-1]) for row in section.further.rows] == [
-        ("gini", "0.9", Cell("+0.2 (+28.57%)", "")),
-        ("entropy", "3", Cell("+0 (+0.00%)", "")),
-        ("lambda", "–", "–"),
+        ("Gini coefficient of the weights (0: even)", "0.9", Cell("+0.2 (+28.57%)", "")),
+        ("entropy of the weights", "3", Cell("+0 (+0.00%)", "")),
+        ("λ", "–", "–"),
     ]
 
 
@@ -72,6 +72,7 @@ def test_counts_that_are_equal_are_written_once_and_suites_have_an_order(tmp_pat
 
 def test_labels():
     assert (label_of("loss_loss_4_bits"), label_of("loss_perplexity")) == ("loss 4 bits", "loss perplexity")
+    assert label_of("first_a1", "attention") == "weight of A1 on the first token"
     assert axis_label("bits_per_byte") == "bits per byte"
     assert axis_label("accuracy") == "accuracy (share)"
     assert axis_label("position, tokens") == "position, tokens"

@@ -31,28 +31,51 @@ def judged(workdirs, metric="loss"):
 
 
 def numbers(text):
-    return [float(number) for number in re.findall(r"-?\d+\.?\d*(?:e-\d+)?", text)]
+    return [float(number) for number in re.findall(r"-?\d+\.?\d*(?:e-\d+)?", text.replace("−", "-"))]
 
 
 def test_one_run_each_is_paired_over_the_text(tmp_path):
     rng = np.random.default_rng(0)
-    first = rng.normal(2.5, 0.4, BLOCKS)  # The blocks differ more than the models, which only pairing can resolve.
-    second = first - rng.normal(0.1, 0.05, BLOCKS)
-    runs = [make(tmp_path / "diff", first), make(tmp_path / "plain", second, architecture="transformer")]
-    expected = scipy.stats.ttest_rel(first, second).confidence_interval(0.95)
-    gap = np.mean(first) - np.mean(second)
-    for order in (runs, runs[::-1]):
-        found = judged(order)
-        assert found.headline.startswith("plain has a lower validation loss on stdlib than diff, in one run each, by ")
-        assert numbers(found.headline) == [float(f"{gap:.3g}"), float(f"{100 * gap / np.mean(first):.2g}")]
-        _, low, high, blocks = numbers(found.details[0])
-        assert (low, high, blocks) == (
-            pytest.approx(expected.low, rel=1e-2),
-            pytest.approx(expected.high, rel=1e-2),
-            BLOCKS,
-        )
+    diff = rng.normal(2.5, 0.4, BLOCKS)  # The blocks differ more than the models, which only pairing can resolve.
+    plain = diff - rng.normal(0.1, 0.05, BLOCKS)
+    runs = {
+        "plain": (make(tmp_path / "plain", plain, architecture="transformer"), plain, "none"),
+        "diff": (make(tmp_path / "diff", diff), diff, "rms_affine"),
+    }
+    for (first, (baseline, before, norm)), (second, (other, after, its_norm)) in (
+        tuple(runs.items()),
+        tuple(runs.items())[::-1],
+    ):
+        found = judged([baseline, other])
+        direction = {"plain": "lower", "diff": "higher"}[second]
+        assert found.headline.startswith(f"{second} has a {direction} validation loss on stdlib than {first}: ")
+        assert numbers(found.headline) == [float(f"{np.mean(losses):.5g}") for losses in (after, before)]
+        assert found.details[0].startswith(f"In nats per token, {second} − {first} = ")
+        value, percent, _, low, high, blocks = numbers(found.details[0])
+        gap = np.mean(after) - np.mean(before)
+        assert (value, percent) == (float(f"{gap:.4g}"), float(f"{100 * gap / np.mean(before):.2f}"))
+        expected = scipy.stats.ttest_rel(after, before).confidence_interval(0.95)
+        assert (low, high) == (pytest.approx(expected.low, rel=1e-2), pytest.approx(expected.high, rel=1e-2))
+        assert blocks == BLOCKS
+        assert found.interval in found.details[0]
         assert "one run each cannot tell what another seed would do" in found.details[0]
-        assert len(found.details) == 1  # Equal sizes and equal training: no limits.
+        # The sizes, the training and the widths of heads are equal.
+        norms = f"{first} {norm} and {second} {its_norm}"
+        assert found.details[1:] == [f"The comparison is unequal in the head norm: {norms}."]
+
+
+def test_unequal_models_are_named(tmp_path):
+    changes = {"model__num_heads": 2, "model__head_norm": "none", "model__mlp_dim": 400}
+    runs = [
+        make(tmp_path / "a", [2.0] * BLOCKS, model__head_norm="none"),
+        make(tmp_path / "b", [2.1] * BLOCKS, architecture="transformer", **changes),
+    ]
+    # 4 layers with 3 * 128 more weights for each of 60 more units, less 4 λ vectors of 32 numbers per layer.
+    counts = f"a 819,840 and b {819_840 + 4 * (60 * 3 * 128 - 128):,}"
+    assert judged(runs).details[1:] == [
+        f"The comparison is unequal in parameters: {counts}.",
+        "The comparison is unequal in the width of heads: a 32 and b 64.",
+    ]
 
 
 def test_an_interval_around_zero_is_no_difference(tmp_path):
@@ -60,36 +83,39 @@ def test_an_interval_around_zero_is_no_difference(tmp_path):
     first = rng.normal(2.5, 0.4, BLOCKS)
     second = first + rng.normal(0, 0.1, BLOCKS)
     found = judged([make(tmp_path / "a", first), make(tmp_path / "b", second, architecture="transformer")])
-    low, high = scipy.stats.ttest_rel(first, second).confidence_interval(0.95)
+    low, high = scipy.stats.ttest_rel(second, first).confidence_interval(0.95)
     assert low < 0 < high
-    assert "cannot be told apart" in found.headline
-    ends = sorted([low, high] if np.mean(first) > np.mean(second) else [-high, -low])
-    assert numbers(found.details[0])[1:3] == pytest.approx(ends, rel=1e-2)
+    assert found.headline.startswith("b and a cannot be told apart: their validation losses on stdlib are ")
+    assert numbers(found.details[0])[3:5] == pytest.approx([low, high], rel=1e-2)
 
 
 def test_seeds_count_instead_of_text(tmp_path):
-    losses = {"diff": [2.0, 2.1, 2.05], "transformer": [2.2, 2.3, 2.28]}
+    losses = {"transformer": [2.2, 2.3, 2.28], "diff": [2.0, 2.1, 2.05]}
     runs = [
         make(tmp_path / f"{name}-{seed}", [loss] * BLOCKS, architecture=name, train__seed=seed, data__seed=seed)
         for name, of_seeds in losses.items()
         for seed, loss in enumerate(of_seeds)
     ]
     found = judged(runs)
-    gap = np.mean(losses["transformer"]) - np.mean(losses["diff"])
-    assert found.headline.startswith("diff has a lower validation loss on stdlib than transformer, by ")
-    assert numbers(found.headline)[0] == pytest.approx(gap, rel=1e-2)
-    student = scipy.stats.ttest_rel(losses["transformer"], losses["diff"]).confidence_interval(0.95)
-    assert numbers(found.details[0])[1:] == pytest.approx([student.low, student.high, 3], rel=1e-2)
+    means = {name: np.mean(of_seeds) for name, of_seeds in losses.items()}
+    assert found.headline == (
+        f"diff has a lower validation loss on stdlib than transformer: {means['diff']:.5g} and "
+        f"{means['transformer']:.5g} nats per token, the means over 3 and 3 runs."
+    )
+    assert [arm.title for arm in found.arms] == ["transformer, mean of 3 runs", "diff, mean of 3 runs"]
+    assert numbers(found.details[0])[0] == pytest.approx(means["diff"] - means["transformer"], rel=1e-3)
+    student = scipy.stats.ttest_rel(losses["diff"], losses["transformer"]).confidence_interval(0.95)
+    assert numbers(found.details[0])[3:] == pytest.approx([student.low, student.high, 3], rel=1e-2)
     # The order of the runs does not matter, because their seeds make the pairs. Other seeds make none.
     assert judged([*runs[:3], *runs[:2:-1]]).details == found.details
-    other = make(tmp_path / "other", [2.28] * BLOCKS, architecture="transformer", train__seed=7, data__seed=7)
-    welch = scipy.stats.ttest_ind(losses["transformer"], losses["diff"], equal_var=False).confidence_interval(0.95)
+    other = make(tmp_path / "other", [2.05] * BLOCKS, train__seed=7, data__seed=7)
+    welch = scipy.stats.ttest_ind(losses["diff"], losses["transformer"], equal_var=False).confidence_interval(0.95)
     unpaired = judged([*runs[:5], other]).details[0]
-    assert numbers(unpaired)[1:] == pytest.approx([welch.low, welch.high, 3, 3], rel=1e-2)
+    assert numbers(unpaired)[3:] == pytest.approx([welch.low, welch.high, 3, 3], rel=1e-2)
     assert "which are not pairs" in unpaired
     # Two seeds of one arm and one of the other, or one seed twice, give no interval.
     assert "at least two different seeds of each" in judged(runs[:4]).headline
-    again = make(tmp_path / "again", [2.31] * BLOCKS, architecture="transformer")
+    again = make(tmp_path / "again", [2.06] * BLOCKS)
     assert "at least two different seeds" in judged([*runs[:2], runs[3], again]).headline
 
 
@@ -105,7 +131,7 @@ def test_what_cannot_be_compared_says_so(tmp_path):
     none = write_run(tmp_path / "none", tiny("transformer", train__steps=2))
     assert judged([a, none]).headline == "No verdict: there is no finite validation loss of none yet."
     short = make(tmp_path / "short", [2.1] * BLOCKS, architecture="transformer", steps=3)
-    (limit,) = judged([a, short]).details[1:]
+    limit, _ = judged([a, short]).details[1:]
     assert re.fullmatch(r"The comparison is unequal in training tokens: a [\d,]+ and short [\d,]+\.", limit)
     metrics = (b / "metrics.jsonl").read_text().splitlines(keepends=True)
     (b / "metrics.jsonl").write_text("".join(line for line in metrics if '"step": 6' not in line))
@@ -123,10 +149,12 @@ def test_one_run_and_many(tmp_path):
     found = judged([a, *others])
     assert found.headline == "Of 3 models, gda has the lowest validation loss on stdlib."
     assert found.details[0].startswith(
-        "gda has a lower validation loss on stdlib than a, in one run each, by 0.5 nats per token (25 %)."
+        "gda has a lower validation loss on stdlib than a: 1.5 and 2 nats per token, in one run each. "
+        "In nats per token, gda − a = −0.5 (−25.00%), with a 95 % interval of −0.5 to −0.5, paired"
     )
     assert found.details[1].startswith(
-        "a has a lower validation loss on stdlib than diff_v2, in one run each, by 1 nats per token (33 %)."
+        "diff_v2 has a higher validation loss on stdlib than a: 3 and 2 nats per token, in one run each. "
+        "In nats per token, diff_v2 − a = +1 (+50.00%), with"
     )
 
 

@@ -4,7 +4,6 @@ import os
 import random
 import subprocess
 import sys
-import types
 
 import pytest
 from conftest import ROOT
@@ -13,7 +12,7 @@ from helpers.buckets import environment
 from difftx.errors import UnreadableError, UserError
 from difftx.storage import objects
 from difftx.storage.paths import path_of
-from difftx.training import run as run_module
+from difftx.training.run import lock_workdir
 
 TRANSIENT = ["429", "500", "503", "reset", "lost", "slow", "cut"]
 
@@ -180,11 +179,11 @@ def test_probes_of_killed_processes_are_deleted(bucket, config, monkeypatch):
     folder = bucket.folder()
     objects.write(folder / f"{objects.PROBE}1", b"x")
     objects.write(folder / "runs" / f"{objects.PROBE}2", b"x")
-    run = types.SimpleNamespace(workdir=folder, config=config())
-    with run_module._lock(run):
+    limits = config().multihost
+    with lock_workdir(folder, limits, wait_seconds=0):
         assert objects.list_folder(folder).keys() == {".lock", f"{objects.PROBE}1", "runs"}
     monkeypatch.setattr(objects, "PROBE_SECONDS", -10.0)
-    with run_module._lock(run):
+    with lock_workdir(folder, limits, wait_seconds=0):
         assert objects.list_folder(folder).keys() == {".lock", "runs"}
     assert objects.list_folder(folder / "runs").keys() == {f"{objects.PROBE}2"}
 

@@ -17,9 +17,10 @@ from helpers.command_server import commands
 from helpers.data_prepare import COMMAND, ENVIRONMENT, PREPARE, tree
 
 from difftx.commands import prepare as command
+from difftx.data.prepare import assembly
 from difftx.data.prepare import job as job_module
 from difftx.data.prepare.job import Job, open_job
-from difftx.data.prepare.readers import Fields
+from difftx.data.prepare.readers import Fields, sources_of
 from difftx.data.records import zstd
 from difftx.data.store import read_meta, write_meta
 from difftx.errors import RunError, UserError
@@ -129,6 +130,35 @@ def test_a_finished_store_is_kept(bucket):
     assert other.returncode == 2
     assert "holds a store of other source.input" in other.stderr
     assert files_of(folder / "store") == before
+
+
+@pytest.mark.long
+def test_reads_of_units_and_small_texts_overlap(bucket):
+    """One after the other, two requests per object, of 0.3 s each, would take twice as long as the limit."""
+    folder, count = bucket.folder(), 24
+    for number in range(count):
+        put(folder / "texts" / f"{number:02d}.txt", b"a small text")
+        put(folder / "lines" / f"{number:02d}.jsonl", lines(f"{number}", 3))
+    job = dataclasses.replace(job_in(folder), valid_fraction=0.0, shard_tokens=10**6)
+    [texts] = sources_of(f"{folder}/texts", valid=False, first_index=0)
+    sources = job_module.with_states(sources_of(f"{folder}/lines", valid=False, first_index=0))
+    for unit in assembly.units_to_do(job, sources, assembly.finished_units(job, sources)):
+        assembly.encode_unit(job, unit)
+
+    def seconds(read):
+        bucket.plan(kinds=["slow"], pattern="^GET ")
+        began = time.monotonic()
+        found = read()
+        bucket.plan()
+        assert time.monotonic() - began < count * 0.3
+        return found
+
+    [unit] = seconds(lambda: list(texts.units(job.fields)))
+    assert [file.name for file, _ in unit.content.files] == [f"{number:02d}.txt" for number in range(count)]
+    plan = seconds(lambda: assembly.make_plan(job, sources))
+    [shard] = plan.shards
+    assert [file.name[:5] for file, _ in shard.selections] == [f"{number:05d}" for number in range(count)]
+    seconds(lambda: assembly.write_shard(job, shard))
 
 
 def test_mistakes_are_one_line(bucket):

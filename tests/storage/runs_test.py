@@ -63,7 +63,7 @@ def test_a_run_that_was_killed_is_resumed_bit_for_bit(trained, local_run):
     names = objects.list_below(workdir)
     assert {name.partition("/")[0] for name in names} == {
         *("config.json", "manifest.json", ".lock", "metrics.jsonl", "metrics.jsonl.parts", "journal.jsonl"),
-        *("checkpoints", "evals", "tensorboard"),
+        *("checkpoints", "evals", "tensorboard", "saved.json"),
     }
     assert read_json(workdir / "config.json") == read_json(whole / "config.json")
     numbers = [read_json(path / "evals" / "loss" / "24.json")["numbers"] for path in (workdir, whole)]
@@ -103,7 +103,7 @@ def test_every_command_takes_the_run(trained, local_run, tmp_path):
     file_of_prompts = (f"--prompts={workdir}/prompts.jsonl", *flags[:2])
     assert run("generate", f"--workdir={whole}", *file_of_prompts).count("completion") == 1
     listed = run("checkpoint", "ls", f"--workdir={workdir}")
-    assert listed.count("verified (sizes)") == len(steps_in(workdir / "checkpoints"))
+    assert listed.count("sizes match") == len(steps_in(workdir / "checkpoints"))
     assert "every checksum is right" in run("checkpoint", "verify", f"--workdir={workdir}")
     both = ("checkpoint", "diff", "24", str(whole / "checkpoints" / "24"), f"--workdir={workdir}", "--values")
     assert "no difference" in run(*both)

@@ -12,7 +12,7 @@ from helpers.training_checkpoints import LOADER, flip_a_bit, largest_file, names
 from difftx.commands.checkpoint import main
 from difftx.errors import UserError
 from difftx.training.checkpoint.checkpointer import Checkpointer
-from difftx.training.run import write_description
+from difftx.training.run import lock_workdir, write_description
 from difftx.training.state import TrainState
 
 
@@ -40,9 +40,9 @@ def test_ls_shows_what_there_is(workdir, capsys):
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
     states = {row[0]: row[-1] for row in rows if row}
     assert states == {
-        "10": "verified (sizes)",
+        "10": "sizes match",
         "20": "no manifest.json",
-        "30": "verified (sizes)",
+        "30": "sizes match",
         "40.quarantined": "quarantined",
     }
 
@@ -88,6 +88,14 @@ def test_prune_follows_the_runs_rule_and_needs_yes(workdir, capsys):
     assert names(folder) == ["10", "20", "30", "40.quarantined"]
     assert run("prune", "--yes", "--workdir", workdir) == 0
     assert names(folder) == ["20", "30"]
+
+
+def test_prune_deletes_nothing_while_a_training_runs(workdir, config, capsys):
+    with lock_workdir(workdir, config().multihost, wait_seconds=0):
+        with pytest.raises(UserError, match=r"process \d+ on .* trains there; stop it"):
+            run("prune", "--keep=1", "--yes", "--workdir", workdir)
+        assert run("prune", "--keep=1", "--workdir", workdir) == 0  # Only prints.
+    assert names(workdir / "checkpoints") == ["10", "20", "30"]
 
 
 def test_prune_never_deletes_the_last_that_verifies(workdir, capsys):

@@ -133,6 +133,38 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(uninterrupted, tmp_path):
     assert train_losses(workdir)[0] == train_losses(whole)[0]
 
 
+def test_a_run_without_its_checkpoints_keeps_its_metrics(uninterrupted, tmp_path):
+    text, whole = uninterrupted
+    workdir = tmp_path / "lost"
+    shutil.copytree(whole, workdir)
+    (workdir / "checkpoints").rename(tmp_path / "elsewhere")
+
+    def contents():
+        return {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file() and path.name != ".lock"}
+
+    before = contents()
+    result = train(text, workdir)
+    assert result.returncode == 2
+    assert "there is no checkpoint, but" in result.stderr
+    assert contents() == before
+    # Each of the proposed fixes.
+    (workdir / "checkpoints").rmdir()
+    (tmp_path / "elsewhere").rename(workdir / "checkpoints")
+    assert f"attempt 2, from step {STEPS}" in train(text, workdir).stdout
+    shutil.rmtree(workdir / "checkpoints")
+    (workdir / "saved.json").unlink()
+    assert "from step 0" in train(text, workdir, train__steps=1, optimizer__warmup_steps=0).stdout
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(uninterrupted, tmp_path):
+    text, whole = uninterrupted
+    killed = command(text, tmp_path / "killed", checkpoint__every_steps=STEPS + 1)
+    assert stop_after(10, signal.SIGKILL, killed, tmp_path / "killed") == -signal.SIGKILL
+    result = train(text, tmp_path / "killed")
+    assert "attempt 2, from step 0" in result.stdout, result.stderr
+    assert train_losses(tmp_path / "killed")[0] == train_losses(whole)[0]
+
+
 @pytest.mark.long
 def test_eight_devices_continue_what_one_began(uninterrupted, tmp_path):
     text, whole = uninterrupted
@@ -346,6 +378,52 @@ Temporary.finalize = only_of_step_20
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+
+
+# Runs train.py, and waits after the save: before the last rows are written, or in the exit handlers.
+LATE = """
+import atexit, runpy, sys, time
+from difftx.parallel.multihost import REPEAT_SECONDS
+from difftx.training.loop import Attempt
+
+def wait():
+    print("saved", flush=True)
+    time.sleep(2 * REPEAT_SECONDS)
+
+finish = Attempt._finish
+
+def wait_and_finish(attempt, saved):
+    wait()
+    return finish(attempt, saved)
+
+if sys.argv[1] == "exit":
+    atexit.register(wait)
+else:
+    Attempt._finish = wait_and_finish
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("moment", ["finish", "exit"])
+def test_a_second_signal_after_the_save_does_not_change_the_exit_code(uninterrupted, tmp_path, moment):
+    text, _ = uninterrupted
+    workdir = tmp_path / "stopped"
+    process = subprocess.Popen(
+        [sys.executable, "-c", LATE, moment, *command(text, workdir)],
+        cwd=ROOT,
+        env=child_environment(1),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    wait_for_step(10, process, workdir)
+    process.send_signal(signal.SIGTERM)
+    asked = time.monotonic()
+    assert any(line == "saved\n" for line in process.stdout)
+    time.sleep(max(0, asked + 1.2 * REPEAT_SECONDS - time.monotonic()))
+    process.send_signal(signal.SIGTERM)
+    process.stdout.read()
+    assert process.wait(timeout=30) == 75
 
 
 @pytest.mark.long

@@ -64,8 +64,8 @@ def test_the_second_gives_up_and_names_the_first(lock, holder, tmp_path, monkeyp
 # Holds the lock as a training does, until its stdin ends.
 TRAINING = """
 import pathlib, sys
-from difftx.training.run import _lock_of
-with _lock_of(pathlib.Path(sys.argv[1])):
+from difftx.training.run import lock_workdir
+with lock_workdir(pathlib.Path(sys.argv[1]), None, 0):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -112,6 +112,7 @@ def test_the_lock_is_free_again_afterwards(lock, tmp_path):
             raise KeyError
     with lock(tmp_path / "new"), lock(tmp_path / "other"):  # Each directory has its own.
         pass
+    assert (tmp_path / "new" / ".lock").read_text() == ""  # It does not name a process that has ended.
 
 
 def test_a_file_system_without_locks_is_no_error(lock, tmp_path, capsys, monkeypatch):

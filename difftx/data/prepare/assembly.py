@@ -7,7 +7,7 @@ import io
 import itertools
 import json
 import zipfile
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from difftx.files import (
 )
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket
+from difftx.storage.reading import map_ahead
 
 ARRAYS = ("tokens", "lengths", "prompts", "sizes", "hashes", "ids", "summary")  # Names of the arrays in a unit's file.
 HOW_TO_SKIP = "repair it, or leave such documents out with --on_error=skip"
@@ -125,8 +126,9 @@ def _encode(encoding: Tokenizer, document: Document) -> tuple[np.ndarray, np.nda
 
 def discard_corrupt_units(job: Job) -> Iterator[str]:
     """Delete the corrupt unit files of an earlier run, and yield a message for each."""
-    for file in (job.units / name for name in sorted(list_folder(job.units)) if name.endswith(".npz")):
-        data = io.BytesIO(read_file(file) or b"")
+    files = [job.units / name for name in sorted(list_folder(job.units)) if name.endswith(".npz")]
+    for file, content in zip(files, map_ahead(read_file, files), strict=True):
+        data = io.BytesIO(content or b"")
         try:
             with zipfile.ZipFile(data) as archive:  # `testzip` compares the CRCs.
                 intact = set(archive.namelist()) == {f"{name}.npy" for name in ARRAYS} and archive.testzip() is None
@@ -139,22 +141,32 @@ def discard_corrupt_units(job: Job) -> Iterator[str]:
 
 def finished_units(job: Job, sources: Sequence[Source]) -> dict[int, list[UnitSummary]]:
     """Return the summaries of each source's tokenised units, up to the first unit that has no file."""
+    finished: dict[int, list[UnitSummary]] = {source.index: [] for source in sources}
+    for source, _, archive in _archives(job, sources):
+        finished[source.index].append(_summary(archive))
+    return finished
+
+
+def _archives(job: Job, sources: Sequence[Source]) -> Iterator[tuple[Source, AnyPath, Mapping[str, np.ndarray]]]:
+    """Yield source, path and content of each source's unit files, up to the first unit that has no file."""
     names = list_folder(job.units)
-    return {source.index: [_summary(archive) for _, archive in _archives(job, source, names)] for source in sources}
+    found: list[tuple[Source, AnyPath]] = []
+    for source in sources:
+        files = (unit_file(job, source.index, index, source.state) for index in itertools.count())
+        found += ((source, file) for file in itertools.takewhile(lambda file: file.name in names, files))
+    for (file, archive), (source, _) in zip(_opened(file for _, file in found), found, strict=True):
+        yield source, file, archive
 
 
-def _archives(job: Job, source: Source, names: Container[str]) -> Iterator[tuple[AnyPath, Mapping[str, np.ndarray]]]:
-    """Yield path and content of a source's unit files, up to the first that is not in `names`."""
-    for index in itertools.count():
-        if (file := unit_file(job, source.index, index, source.state)).name not in names:
-            return
-        with _load(file) as archive:
+def _opened(files: Iterable[AnyPath]) -> Iterator[tuple[AnyPath, Mapping[str, np.ndarray]]]:
+    """Yield path and content of unit files in order. Objects in a bucket are read as a whole, and ahead."""
+
+    def content(file: AnyPath) -> tuple[AnyPath, Any]:
+        return file, io.BytesIO(read_file(file) or b"") if is_bucket(file) else file
+
+    for file, opened in map_ahead(content, files):
+        with np.load(opened) as archive:
             yield file, archive
-
-
-def _load(file: AnyPath) -> Any:
-    """Open the file of a unit. An object in a bucket is read as a whole."""
-    return np.load(io.BytesIO(read_file(file) or b"") if is_bucket(file) else file)
 
 
 def _summary(archive: Mapping[str, np.ndarray]) -> UnitSummary:
@@ -200,16 +212,14 @@ def make_plan(job: Job, sources: Sequence[Source]) -> Plan:
     document that is also in the training input. The plan takes about 100 bytes of memory per document.
     """
     units, from_valid, lengths, hashes, problems, empty = [], [], [], [], [], 0
-    names = list_folder(job.units)
-    for source in sources:
-        for file, archive in _archives(job, source, names):
-            summary = _summary(archive)
-            lengths.append(archive["lengths"])
-            hashes.append(archive["hashes"].reshape(-1, 2).astype(np.uint64))
-            from_valid.append(np.full(len(lengths[-1]), source.valid))
-            units.append((file, len(lengths[-1])))
-            problems += summary.problems
-            empty += summary.empty
+    for source, file, archive in _archives(job, sources):
+        summary = _summary(archive)
+        lengths.append(archive["lengths"])
+        hashes.append(archive["hashes"].reshape(-1, 2).astype(np.uint64))
+        from_valid.append(np.full(len(lengths[-1]), source.valid))
+        units.append((file, len(lengths[-1])))
+        problems += summary.problems
+        empty += summary.empty
     if problems and not job.skip_unreadable:  # An earlier call had --on_error=skip.
         raise UserError(f"{problems[0]}; {HOW_TO_SKIP}")
     length, hash_, valid = np.concatenate(lengths), np.concatenate(hashes), np.concatenate(from_valid)
@@ -264,21 +274,21 @@ def write_shard(job: Job, shard: Shard) -> None:
             hashes[kind].update(data)
             files[kind].write(data)
 
-        for file, mask in shard.selections:
-            with _load(file) as archive:
-                length = archive["lengths"]
-                tokens_here = archive["tokens"] if mask.all() else archive["tokens"][np.repeat(mask, length)]
-                write("tokens", tokens_here)
-                blocks.update(tokens_here)
-                write("offsets", (tokens + np.cumsum(length[mask]) - length[mask]).astype("<u8"))
-                if "ids" in kinds:
-                    lines = archive["ids"].tobytes().splitlines(keepends=True)
-                    write("ids", b"".join(line for line, kept in zip(lines, mask, strict=True) if kept))
-                if "prompts" in kinds:
-                    write("prompts", archive["prompts"][mask].astype("<u8"))
-                documents += int(mask.sum())
-                tokens += int(length[mask].sum())
-                text_bytes += int(archive["sizes"][mask].sum())
+        archives = _opened(file for file, _ in shard.selections)
+        for (_, archive), (_, mask) in zip(archives, shard.selections, strict=True):
+            length = archive["lengths"]
+            tokens_here = archive["tokens"] if mask.all() else archive["tokens"][np.repeat(mask, length)]
+            write("tokens", tokens_here)
+            blocks.update(tokens_here)
+            write("offsets", (tokens + np.cumsum(length[mask]) - length[mask]).astype("<u8"))
+            if "ids" in kinds:
+                lines = archive["ids"].tobytes().splitlines(keepends=True)
+                write("ids", b"".join(line for line, kept in zip(lines, mask, strict=True) if kept))
+            if "prompts" in kinds:
+                write("prompts", archive["prompts"][mask].astype("<u8"))
+            documents += int(mask.sum())
+            tokens += int(length[mask].sum())
+            text_bytes += int(archive["sizes"][mask].sum())
         write("offsets", np.array([tokens], "<u8"))
         write("blocks", blocks.hashes())
     files_sha256 = {kind: digest.hexdigest() for kind, digest in hashes.items()}

@@ -26,6 +26,7 @@ from difftx.errors import UserError, import_extra
 from difftx.files import open_file
 from difftx.registry import Registry
 from difftx.storage.paths import AnyPath, is_bucket, path_of
+from difftx.storage.reading import map_ahead
 
 UNIT_BYTES = 4 * 2**20
 HUGGING_FACE = "hf:"
@@ -288,14 +289,15 @@ def _read_lines(source: Source, fields: Fields, position: int) -> Iterator[Chunk
 
 
 def _read_texts(source: Source, fields: Fields, position: int) -> Iterator[Chunk]:
-    texts: list[tuple[AnyPath, bytes | UserError]] = []
-    for file in source.files:
+    def read(file: AnyPath) -> tuple[AnyPath, bytes | UserError]:
         try:
             with open_stream(file) as stream:
                 data = stream.read(LONGEST_DOCUMENT + 1)
-            texts.append((file, UserError(f"{file}: the file {TOO_LONG}") if len(data) > LONGEST_DOCUMENT else data))
+            return file, UserError(f"{file}: the file {TOO_LONG}") if len(data) > LONGEST_DOCUMENT else data
         except READ_ERRORS as error:
-            texts.append((file, UserError(why_unreadable(file, error))))
+            return file, UserError(why_unreadable(file, error))
+
+    texts = list(map_ahead(read, source.files))
     start, (file, data) = 0, texts[0]
     if source.held_out is not None and data and not isinstance(data, UserError):
         valid_start = validation_start(data, source.held_out)

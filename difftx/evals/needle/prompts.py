@@ -75,7 +75,7 @@ class NeedlePrompts:
         """Read the haystack. `settings` replace `eval.needle`. Errors mention `length_field` and `case_field`."""
         self._settings = settings = settings or run.config.eval.needle
         self._tokenizer, self.text_of = run.tokenizer, run.tokenizer.decode
-        window = run.config.data.sequence_length
+        self._window = window = run.config.data.sequence_length
         self.cases, self.depths = settings.cases, settings.depths
         self.lengths = sorted(settings.lengths) or [window]
         if self.lengths[-1] > window:
@@ -135,15 +135,30 @@ class NeedlePrompts:
     def _check_length(self, case: NeedleCaseConfig, length_field: str, case_field: str) -> None:
         if case.needles > len(CITIES):
             raise UserError(f"{case_field}: needles={case.needles}, and there are {len(CITIES)} cities; use fewer")
-        longest = sorted(CITIES, key=lambda city: len(self._needle(city, "")), reverse=True)[: case.needles]
-        # `needed` is an upper bound, since a number has at most as many tokens as digits.
-        parts = [*(self._needle(city, "") for city in longest), self._question(longest[: case.queries])]
-        needed = sum(map(len, parts)) + case.needles * DIGITS + self._settings.new_tokens + SMALLEST_HAYSTACK
-        if self.lengths[0] < needed:
-            raise UserError(
-                f"{length_field}: {self.lengths[0]} tokens do not hold {case.needles} needles, a question and "
-                f"eval.needle.new_tokens={self._settings.new_tokens}; use at least {needed}, or other {case_field}"
-            )
+        new_tokens, window = self._settings.new_tokens, self._window
+        needed = self._prompt_tokens(case.needles, case.queries) + new_tokens
+        if self.lengths[0] >= needed:
+            return
+        fewer = [n for n in range(1, case.needles + 1) if self._prompt_tokens(n, min(n, case.queries)) < window]
+        if needed <= window:
+            fix = f"use at least {needed}"
+        elif fewer:
+            needles = f"use {fewer[-1]} needles ({case_field}), and " if fewer[-1] < case.needles else ""
+            room = window - self._prompt_tokens(fewer[-1], min(fewer[-1], case.queries))
+            length = f"{length_field}={window}, and " if self.lengths[0] < window else ""
+            fix = f"{needles}set {length}eval.needle.new_tokens={min(new_tokens, room)}"
+        else:
+            fix = f"leave out the suite, because the model's context data.sequence_length={window} is too short"
+        raise UserError(
+            f"{length_field}: {self.lengths[0]} tokens do not hold {case.needles} needles, a question and "
+            f"eval.needle.new_tokens={new_tokens}; {fix}"
+        )
+
+    def _prompt_tokens(self, needles: int, queries: int) -> int:
+        """Return an upper bound of the tokens of the shortest prompt: a number has at most as many tokens as digits."""
+        longest = sorted(CITIES, key=lambda city: len(self._needle(city, "")), reverse=True)[:needles]
+        parts = [*(self._needle(city, "") for city in longest), self._question(longest[:queries])]
+        return sum(map(len, parts)) + needles * DIGITS + SMALLEST_HAYSTACK
 
 
 def _distinct_numbers(count: int, rng: np.random.Generator) -> list[str]:

@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 from difftx.config import CheckpointConfig, Config
 from difftx.config.build import config_from_dict
 from difftx.errors import RunError, UnreadableError, UserError
-from difftx.files import json_sha256, list_folder, read_json, resolved, size_of
+from difftx.files import json_sha256, list_folder, read_json, remove_file, resolved, size_of, write_atomically
 from difftx.parallel.multihost import decide_on_primary, is_primary, say
 from difftx.registry import require_names
 from difftx.storage.paths import AnyPath, is_bucket
@@ -46,6 +46,8 @@ from difftx.training.state import TrainState
 DECISION_SECONDS = 24 * 3600.0
 # Paths of the config and of the state of the data loader in a checkpoint, as orbax's JsonCheckpointHandler names them.
 CONFIG_FILE, LOADER_FILE = "config/metadata", "loader/metadata"
+# File of a run with the step of the checkpoint that was saved last. It shows whether all checkpoints have been lost.
+SAVED = "saved.json"
 
 
 class Checkpointer:
@@ -181,7 +183,17 @@ class Checkpointer:
                 f"{self.folder}: there are checkpoints, but none verifies ({'; '.join(reasons)}); "
                 "restore one from a copy, or use a new --workdir"
             )
+        if self._config is not None and size_of(saved := self._workdir / SAVED) is not None:
+            raise UserError(
+                f"{self.folder}: there is no checkpoint, but {saved} shows that one was saved; restore it, or use "
+                f"a new --workdir. To start from step 0 in this --workdir and lose its metrics, delete {saved}"
+            )
         return None
+
+    def forget(self) -> None:
+        """Record that the run starts again without a checkpoint. Only the primary process may call this."""
+        self._check()
+        remove_file(self._workdir / SAVED)
 
     def _make_folder(self) -> None:
         if is_bucket(self.folder):
@@ -284,6 +296,8 @@ class Checkpointer:
         if self._config is None or not is_primary():
             return
         try:
+            self._check()
+            write_atomically(self._workdir / SAVED, json.dumps({"step": step}) + "\n")
             # A checkpoint with missing files must not count: a good one would be deleted in its place. It stays.
             steps = [other for other in self.steps() if other <= step and self._is_complete(other)]
             kept = retention.steps_to_keep(self._config, steps, self._workdir)

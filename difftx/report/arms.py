@@ -1,0 +1,59 @@
+"""Arms of a comparison: the runs of a report, grouped by everything but their seeds."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from difftx.report.runs import RunRecord, different_tokenizers
+from difftx.training.resume import changed_fields
+
+# Runs of one arm have equal values in these groups of the config, except in the fields of SEEDS.
+TRAINING_GROUPS = ("model", "data", "optimizer", "train")
+SEEDS = ("train.seed", "data.seed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """Runs that differ only in their seeds."""
+
+    name: str
+    runs: list[RunRecord]
+
+    @property
+    def title(self) -> str:
+        """The name, and the number of runs if their mean is shown."""
+        return self.name if len(self.runs) == 1 else f"{self.name}, mean of {len(self.runs)} runs"
+
+    def values(self, number: str) -> list[float]:
+        """Return the last validation of each run in a number of the suite "loss", without runs that have none."""
+        return [last[1] for run in self.runs if (last := run.last_validation(number))]
+
+    def mean(self, number: str) -> float | None:
+        """Return the mean of `values`, or None if a run has none."""
+        values = self.values(number)
+        return float(np.mean(values)) if len(values) == len(self.runs) else None
+
+
+def arms_of(runs: Sequence[RunRecord]) -> list[Arm]:
+    """Group the runs. An arm of several runs has the name of its architecture if no other arm has it."""
+    groups: list[list[RunRecord]] = []
+    for run in runs:
+        group = next((group for group in groups if _differ_in_seeds_only(group[0], run)), None)
+        if group is None:
+            groups.append([run])
+        else:
+            group.append(run)
+    architectures = [group[0].config.model.architecture for group in groups]
+    arms = []
+    for group, architecture in zip(groups, architectures, strict=True):
+        is_unique = len(group) > 1 and architectures.count(architecture) == 1
+        arms.append(Arm(architecture if is_unique else group[0].name, group))
+    return arms
+
+
+def _differ_in_seeds_only(first: RunRecord, second: RunRecord) -> bool:
+    if different_tokenizers([first, second]):  # Equal configs may name a file that has changed.
+        return False
+    changes = changed_fields(first.config, second.config)
+    return all(change.is_in(SEEDS) for change in changes if change.is_in(TRAINING_GROUPS))
