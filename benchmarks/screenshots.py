@@ -1,8 +1,8 @@
 """Screenshots of the documentation site and of a report, in Chromium: on a desktop, on a phone, and in the dark.
 
     make docs quickstart
-    for arm in diff transformer; do difftx eval --workdir=runs/quickstart/$arm --suite=attention,position; done
-    difftx report --workdir=runs/quickstart/diff,runs/quickstart/transformer --out=runs/quickstart/report.html
+    for arm in transformer diff; do difftx eval --workdir=runs/quickstart/$arm --suite=position; done
+    difftx report --workdir=runs/quickstart/transformer,runs/quickstart/diff --out=runs/quickstart/report.html
     python benchmarks/screenshots.py --report=runs/quickstart/report.html --out=docs/images/screens
 
 Look at them after a change of the site or of the report. `--only=report` needs no site.

@@ -1,5 +1,10 @@
-"""Run train.py with steps of a second, and give up at a lock after two: python one_bucket_owner.py [FLAGS]."""
+"""Run train.py with steps of a second, and give up at a lock after two: python one_bucket_owner.py [FLAGS].
 
+While the file $HOLD exists, training writes no more than `HELD_ROWS` rows.
+"""
+
+import itertools
+import os
 import runpy
 import sys
 import time
@@ -10,13 +15,16 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from difftx.training import run
 from difftx.training.metrics import MetricsWriter
 
-write = MetricsWriter.write
+HELD_ROWS = 10
+write, rows = MetricsWriter.write, itertools.count(1)
 
 
 def write_and_wait(*row):
     """Write a row of metrics.jsonl, and wait."""
     write(*row)
     time.sleep(1)
+    while next(rows) >= HELD_ROWS and Path(os.environ["HOLD"]).exists():
+        time.sleep(0.1)
 
 
 MetricsWriter.write = write_and_wait

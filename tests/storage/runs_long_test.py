@@ -120,14 +120,16 @@ def test_faults_cost_no_row_and_no_checkpoint(bucket, text, whole, tmp_path):
 def test_two_trainings_on_one_path(bucket, text, whole, tmp_path):
     """The second gives up. Then the first is frozen, is taken over, and comes back late."""
     workdir, logs = bucket.folder(), [tmp_path / f"{i}.log" for i in range(3)]
-    first = _owner(text, workdir, logs[0])
+    (hold := tmp_path / "hold").touch()  # The first must not finish while the others start.
+    first = _owner(text, workdir, logs[0], hold)
     assert wait_until(lambda: newest_row(workdir) >= 5, first, logs[0]), logs[0].read_text()
-    second = _owner(text, workdir, logs[1])
+    second = _owner(text, workdir, logs[1], hold)
     assert second.wait(timeout=120) == 2, logs[1].read_text()
     assert f"--workdir={workdir}: process {first.pid} on " in logs[1].read_text()
     assert first.poll() is None
     first.send_signal(signal.SIGSTOP)
-    third = _owner(text, workdir, logs[2])
+    hold.unlink()
+    third = _owner(text, workdir, logs[2], hold)
     assert wait_until(lambda: "attempt 2" in logs[2].read_text(), third, logs[2]), logs[2].read_text()
     first.send_signal(signal.SIGCONT)
     assert first.wait(timeout=120) == 1, logs[0].read_text()
@@ -154,10 +156,10 @@ def test_an_outage_during_steps(bucket, text, tmp_path, seconds, code):
     assert (newest_row(workdir) == 200) == (code == 0)
 
 
-def _owner(text, workdir, log):
+def _owner(text, workdir, log, hold):
+    words, env = command(text, workdir, OWNER, train__steps=24), child_environment(1) | {"HOLD": str(hold)}
     with log.open("w") as file:
-        words = command(text, workdir, OWNER, train__steps=24)
-        return subprocess.Popen([sys.executable, *words], cwd=ROOT, env=child_environment(1), stdout=file, stderr=file)
+        return subprocess.Popen([sys.executable, *words], cwd=ROOT, env=env, stdout=file, stderr=file)
 
 
 @in_ci_with("gs")  # The other store than that of `test_two_trainings_on_one_path`.
