@@ -220,6 +220,21 @@ def behind(optimizer, warmup):
     return interval(of_cell("diff", optimizer, warmup), of_cell("transformer", optimizer, warmup))
 
 
+def lowest(task, arm):
+    """Return the smallest mean over seeds of an arm of the study of transfer, and its learning rate."""
+    found = {}
+    for r in COLLECTED["transfer"]:
+        if (r["task"], r["arm"]) == (task, arm):
+            found.setdefault(r["learning_rate"], []).append(r["numbers"]["loss/bits_per_byte"])
+    loss, rate = min((statistics.fmean(losses), rate) for rate, losses in found.items())
+    assert {rate / 2, rate * 2} <= {round(tried, 6) for tried in found}  # The best rate is between two others.
+    return loss, rate
+
+
+def rate_at(task, arm):
+    return lowest(task, arm)[1]
+
+
 def easy(study):
     """Return the records of recall-easy."""
     return [r for r in COLLECTED[study] if r["task"] == "recall-easy"]
@@ -258,6 +273,18 @@ CLAIMS = CACHE_CLAIMS | {
     "The intervals of `zero-branch` and `dex` hold zero, and `split` is behind": lambda: (
         all(abs(mean) <= half for mean, half in map(converted, ("zero-branch", "dex")))
         and converted("split")[0] > converted("split")[1]
+    ),
+    "Without µP the best rate does not transfer": lambda: all(
+        rate_at("0.1m", name) >= 4 * rate_at("3m", name) for name in ("transformer", "diff")
+    ),
+    "With µP and CompleteP it transfers within a factor of two": lambda: all(
+        0.4 < rate_at("3m", f"{name}-mup") / rate_at("0.1m", name) < 2.1 for name in ("transformer", "diff")
+    ),
+    "At its own best rate, each 3M model has a lower loss without µP than with it": lambda: all(
+        lowest("3m", name)[0] < lowest("3m", f"{name}-mup")[0] for name in ("transformer", "diff")
+    ),
+    "µP saves the search at 3M, and costs about a hundredth of the loss": lambda: all(
+        0.005 < lowest("3m", f"{name}-mup")[0] / lowest("3m", name)[0] - 1 < 0.015 for name in ("transformer", "diff")
     ),
     "With Muon this difference is less than a fifth of AdamW's": lambda: all(
         0 < warmup_gain("diff", name)[0] < warmup_gain("diff", "adamw")[0] / 5 for name in ("muon", "muon-groups")

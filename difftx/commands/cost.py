@@ -25,13 +25,16 @@ def format_cost(config: Config) -> str:
     halved = flops_per_token(config.model, length, causal=True)
     memory = memory_of(config, mesh)
     model, warmup = config.model, config.warmup_steps
+    base = ""
+    if model.mup_base_width is not None:
+        base = f"; taken over from a base of width {model.mup_base_width:,} and {model.mup_base_layers:,} layers (µP)"
     lines = [
         f"model    {model.architecture}, {parameters.total:,} parameters ({parameters.embedding:,} of them embedding)",
         f"shape    {model.num_layers} layers of width {model.d_model:,} with {model.num_heads} heads (d_head "
         f"{model.d_head}) and mlp_dim {model.mlp_dim:,}",
         f"training {steps:,} steps of {batch:,} tokens = {steps * batch:,}; rows of {length:,} tokens",
         f"rate     {config.optimizer.name}, peak learning rate {config.optimizer.learning_rate:g} after a warm-up of "
-        f"{warmup:,} steps, schedule {config.optimizer.schedule}",
+        f"{warmup:,} steps, schedule {config.optimizer.schedule}{base}",
         f"compute  {full:.3g} FLOPs per token (6 N + 12 L T d; {halved:.3g} if causal attention is counted as half), "
         f"{full * steps * batch:.3g} in all",
         f"memory   {format_bytes(memory.state)} of train state and gradients, and about "
