@@ -22,7 +22,8 @@ from difftx.configs.transfer import ARCHITECTURES, MUP
 from difftx.errors import run_command
 
 SEEDS: Mapping[str, Sequence[int]] = {"0.1m": (0, 1, 2), "3m": (0,)}  # Size → seeds.
-SMALL_RATES, LARGE_RATES = (8e-3, 1.6e-2), (1e-3, 2e-3)  # Rates that a model tries first.
+# Rates that a model tries first. A large model without µP also tries the best one at 0.1M.
+SMALL_RATES, LARGE_RATES = (8e-3, 1.6e-2), (1e-3, 2e-3, 8e-3)
 # (size, arm) → rates that it tries first. The longest runs are first. At 0.1M, µP changes nothing.
 RATES = {
     **{("3m", name + MUP): SMALL_RATES for name in ARCHITECTURES},
