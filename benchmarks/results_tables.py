@@ -209,6 +209,11 @@ def by_rates(records: Sequence[Record], task: str, arm: str, number: str) -> dic
     return {rate: estimate(found[rate]) for rate in sorted(found)}
 
 
+def at_rate(records: Sequence[Record], task: str, arm: str, number: str, rate: str) -> str:
+    """Return an arm's number at a learning rate, as text."""
+    return str(by_rates(records, task, arm, number)[float(rate)])
+
+
 def best_rate(records: Sequence[Record], task: str, arm: str, number: str) -> str:
     """Return the learning rate with an arm's smallest mean, as text."""
     found = by_rates(records, task, arm, number)
@@ -405,6 +410,7 @@ PLACES: dict[str, Callable[..., str]] = {
     "difference": difference,
     "difference_of_changes": difference_of_changes,
     "best_difference": best_difference,
+    "at_rate": at_rate,
     "best_rate": best_rate,
     "by_rate": by_rate,
     "solved": solved,
