@@ -161,7 +161,7 @@ def check_order(page):
     assert [top for _, top in sections] == sorted(top for _, top in sections)
     headline = page.locator("#verdict h2").inner_text()
     assert headline.startswith(
-        "diff has a lower validation loss on stdlib than trans<script>window.pwned=1<script>, by 0.5 nats"
+        "diff has a lower validation loss on stdlib than trans<script>window.pwned=1<script>: 2.01 and 2.51 nats"
     )
     # The numbers of the suite `loss` are only in the verdict, and no number of a suite is in two tables.
     assert page.locator("[id=suite-loss]").count() == 0
@@ -177,7 +177,7 @@ def check_samples(page):
     assert [box["y"] for box in boxes] == [boxes[0]["y"]] * 2
     assert boxes[0]["x"] + boxes[0]["width"] < boxes[1]["x"]
     texts = page.locator(".samples pre").all_inner_texts()
-    assert texts == [f"</pre>{EVIL} of {architecture}" for architecture in ("diff", "transformer")]
+    assert texts == [f"</pre>{EVIL} of {architecture}" for architecture in ("transformer", "diff")]
     assert page.locator("pre.prompt").all_inner_texts() == [EVIL]
 
 
@@ -240,9 +240,9 @@ def test_on_a_desktop(report, tmp_path):
         figure = page.locator("article:visible .figure").first
         figure.hover(position={"x": 250, "y": 100})
         values = tooltip(page)
-        assert values[0] == "diff"
-        assert values[3] == "trans<script>window.pwned=1<script>"  # As text.
-        assert 1 < float(values[2]) < float(values[5])
+        assert values[0] == "trans<script>window.pwned=1<script>"  # As text.
+        assert values[3] == "diff"
+        assert 1 < float(values[5]) < float(values[2])
 
         check_order(page)
         check_samples(page)
@@ -312,7 +312,7 @@ def test_on_a_phone_in_the_dark(report, tmp_path):
         figure.scroll_into_view_if_needed()
         box = figure.bounding_box()
         page.touchscreen.tap(box["x"] + 150, box["y"] + 100)
-        assert tooltip(page)[0] == "diff"
+        assert tooltip(page)[3] == "diff"
         assert [text for kind, text in messages if kind == "error"] == []
 
 

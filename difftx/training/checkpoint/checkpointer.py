@@ -296,7 +296,6 @@ class Checkpointer:
         if self._config is None or not is_primary():
             return
         try:
-            self._check()
             write_atomically(self._workdir / SAVED, json.dumps({"step": step}) + "\n")
             # A checkpoint with missing files must not count: a good one would be deleted in its place. It stays.
             steps = [other for other in self.steps() if other <= step and self._is_complete(other)]
