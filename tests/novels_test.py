@@ -221,7 +221,12 @@ def test_an_interrupted_command_resumes(tmp_path, number, code):
     """The files that were complete are kept, and the result is that of a command that was not interrupted."""
     with Server(lambda path, attempt: "hangs" if "Two" in path else None) as server:
         flags = [f"--list={write_list(tmp_path, server.url)}"]
-        process = subprocess.Popen(command(tmp_path, *flags), cwd=ROOT, stderr=subprocess.PIPE)
+        process = subprocess.Popen(
+            command(tmp_path, *flags),
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # A shell ignores it in background jobs.
+        )
         folder, deadline = tmp_path / "out" / "files", time.monotonic() + 60
         while not folder.is_dir() or len([p for p in folder.iterdir() if p.suffix == ".txt"]) < 3:
             assert time.monotonic() < deadline
