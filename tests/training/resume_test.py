@@ -405,17 +405,17 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+def start_script(script, *arguments):
+    """Start a Python script with one device, whose output the test reads."""
+    words = [sys.executable, "-c", script, *arguments]
+    return subprocess.Popen(words, cwd=ROOT, env=child_environment(1), stdout=subprocess.PIPE, text=True)
+
+
 @pytest.mark.parametrize("moment", ["finish", "exit"])
 def test_a_second_signal_after_the_save_does_not_change_the_exit_code(uninterrupted, tmp_path, moment):
     text, _ = uninterrupted
     workdir = tmp_path / "stopped"
-    process = subprocess.Popen(
-        [sys.executable, "-c", LATE, moment, *command(text, workdir)],
-        cwd=ROOT,
-        env=child_environment(1),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = start_script(LATE, moment, *command(text, workdir))
     wait_for_step(10, process, workdir)
     process.send_signal(signal.SIGTERM)
     asked = time.monotonic()
@@ -430,13 +430,7 @@ def test_a_second_signal_after_the_save_does_not_change_the_exit_code(uninterrup
 def test_a_second_signal_ends_a_save_and_harms_no_checkpoint(uninterrupted, tmp_path):
     text, whole = uninterrupted
     workdir = tmp_path / "stopped"
-    process = subprocess.Popen(
-        [sys.executable, "-c", STUCK, *command(text, workdir)],
-        cwd=ROOT,
-        env=child_environment(1),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = start_script(STUCK, *command(text, workdir))
     wait_for_step(30, process, workdir)
     process.send_signal(signal.SIGTERM)
     asked = time.monotonic()
