@@ -46,7 +46,7 @@ class Column(NamedTuple):
     minus_reference: bool = False  # Whether the Transformer's number for the same seed is subtracted.
 
 
-MOST_COMMANDS = 6  # Of a table. Of more commands, the first one stands for all.
+MOST_COMMANDS = 6  # Largest number of commands below a table. If there are more, only the first one is shown.
 REFERENCE = "transformer"
 BY_SEED = {"recall", "recall-easy"}
 # A run has solved recall or recall-easy if its accuracy on rows that ask for one key is at least this.

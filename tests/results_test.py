@@ -544,7 +544,7 @@ def test_cells_of_the_optimizer_study_become_a_table_and_contrasts(tmp_path):
     records = [record(cell, seed) | rest for cell in optimizer_study.cells() for seed in (1, 0)]
     assert len(records) == 2 * 7 * 4
     lines = results.render({"mine": records}, "{{optimizers mine}}").splitlines()
-    # Of two seeds: mean ± 12.706 · |a - b| / 2.
+    # The interval of two seeds is their mean ± 12.706 · |a - b| / 2.
     assert "| AdamW | diff | 4.055 ± 0.699 (0.02) | 3.005 ± 0.064 (0.02) |" in lines[3]
     assert lines[3].endswith("| 3.005 ± 0.064 (0.02) | +1.050 ± 0.635 |")
     template = (

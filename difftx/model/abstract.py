@@ -145,7 +145,7 @@ def _matched_model(config: Config, heads: int, mlp_dim: int) -> ModelConfig:
 
 
 def _is_equal(model: ModelConfig, expected: ModelConfig) -> bool:
-    """Whether two models have equal heads, and numbers of parameters that differ by the rounding of `match` at most."""
+    """Return whether two models have equal heads and, up to the rounding of `match`, equally many parameters."""
     counts = [count_parameters(each).total for each in (model, expected)]
     heads = [(each.num_heads, each.d_head, each.head_norm) for each in (model, expected)]
     rounding = 3 * MLP_MULTIPLE * model.d_model * model.num_layers

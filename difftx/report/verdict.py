@@ -24,7 +24,7 @@ class Verdict:
     headline: str
     details: list[str]
     arms: list[Arm]
-    interval: str = ""  # Of two arms, the 95 % interval of the difference from the first one, if there is one.
+    interval: str = ""  # The 95 % interval of the difference between two arms, if there is one.
 
 
 def verdict(runs: Sequence[RunRecord], metric: Metric) -> Verdict:

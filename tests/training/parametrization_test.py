@@ -23,7 +23,7 @@ from difftx.model.layers import projection, rotary_angles
 from difftx.training.optimizer import OPTIMIZERS, learning_rate, make_optimizer
 from difftx.training.state import graph, init_state, make_train_step
 
-WIDTH, LAYERS, HEAD_DIM = 64, 2, 16  # Of the base model.
+WIDTH, LAYERS, HEAD_DIM = 64, 2, 16  # Sizes of the base model.
 TOKENS, KINDS = 32, 8  # Length of rows, and number of different tokens in them.
 UPDATES = 5
 TOLERANCE = 0.1

@@ -297,7 +297,7 @@ class Checkpointer:
             return
         try:
             write_atomically(self._workdir / SAVED, json.dumps({"step": step}) + "\n")
-            # A checkpoint with missing files must not count: a good one would be deleted in its place. It stays.
+            # A checkpoint with missing files must not count: otherwise a good one would be deleted instead. It stays.
             steps = [other for other in self.steps() if other <= step and self._is_complete(other)]
             kept = retention.steps_to_keep(self._config, steps, self._workdir)
             retention.remove((self.folder / str(other) for other in steps if other not in kept), self._check)
