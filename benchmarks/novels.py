@@ -13,6 +13,8 @@ The source is the corpus "100 English Novels" of the Computational Stylistics Gr
 stay in OUT/files, and the same command resumes. The files have no headers or licences of Project Gutenberg. The text of
 a document is that of its file without the byte-order mark and with line feeds as line ends. Everything else stays:
 hard-wrapped lines, a few page numbers and page breaks, and the quotation marks that stand for accents in some files.
+Validation and test text are excerpts of 4,096 characters in a random order, together all of each novel. The suites score
+the first `eval.loss_tokens` tokens of a text, which are then a sample of all its novels.
 
 How the split was chosen, before any model was trained on it:
 - 95 of the 100 files are in the list. Two novels are not in the public domain in the United States (Galsworthy 1933,
@@ -31,6 +33,7 @@ import gzip
 import hashlib
 import http.client
 import json
+import random
 import sys
 import time
 import urllib.error
@@ -57,6 +60,7 @@ from difftx.progress import Work
 LIST = Path(__file__).with_suffix(".json")
 LIST_SHAPE = {"url": str, "files": [{"name": str, "author": str, "bytes": int, "sha256": str, "split": str}]}
 SPLITS = ("train", "valid", "test")
+EXCERPT = 4096  # Characters of a document of the validation and test text.
 HELD_OUT = 0.05  # Share of the files of --input in the validation split, and in the test split.
 JOBS = 8  # Downloads at a time.
 PAUSES = (1.0, 4.0, 10.0)  # Seconds between attempts to download a file.
@@ -171,18 +175,34 @@ def write_splits(novels: Sequence[Novel], out: Path) -> None:
         lines, files, size = hashlib.sha256(), {}, 0
         # The header of the gzip file has neither a time nor a name.
         with new_file(out / f"{split}.jsonl.gz") as file, gzip.GzipFile("", "wb", 6, file, mtime=0) as compressed:
+            documents = []
             for novel in chosen:
                 text = _text(novel.file)
-                line = json.dumps({"id": novel.file.stem, "author": novel.author, "text": text}).encode() + b"\n"
-                compressed.write(line)
-                lines.update(line)
                 files[novel.file.name] = _sha256(text.encode())
                 size += len(text.encode())
+                documents += _documents(novel, text, None if split == "train" else EXCERPT)
+            if split != "train":
+                random.Random(0).shuffle(documents)
+            for document in documents:
+                line = json.dumps(document).encode() + b"\n"
+                compressed.write(line)
+                lines.update(line)
         # Versions of zlib may compress differently, so the hash is that of the decompressed lines.
         record[split] = {"sha256_of_lines": lines.hexdigest(), "bytes_of_text": size, "sha256_of_texts": files}
         authors = len({novel.author for novel in chosen})
         print(f"{out}/{split}.jsonl.gz: novels: {len(chosen)}, authors: {authors}, bytes of text: {size:,}")
     write_record(out / "record.json", record)
+
+
+def _documents(novel: Novel, text: str, characters: int | None) -> list[dict[str, str]]:
+    """Return the text of a novel as documents of at most `characters` characters, or as one document for None."""
+    about = {"author": novel.author}
+    if characters is None:
+        return [{"id": novel.file.stem, **about, "text": text}]
+    return [
+        {"id": f"{novel.file.stem}:{start}", **about, "text": text[start : start + characters]}
+        for start in range(0, len(text), characters)
+    ]
 
 
 def _text(path: Path) -> str:

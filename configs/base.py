@@ -26,6 +26,8 @@ class Arm(NamedTuple):
         """Apply the arm's changes to a config that already has the arm's architecture."""
         if self.wide_heads:
             c.model.num_heads //= 2
+            if c.model.head_dim is not None:
+                c.model.head_dim *= 2
         c.model.update(self.model)
         if self.wide_heads or self.model:
             object.__setattr__(c, "matched", None)  # The arm differs from its Transformer on purpose: no warning.

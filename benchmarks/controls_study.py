@@ -1,0 +1,141 @@
+"""Runs of the preregistered questions in docs/preregistration.md: models of 0.1M parameters on novels and on recall.
+
+    python benchmarks/controls_study.py --out=runs/study/controls --question=1-novels [--jobs=2]
+
+A cell is a task, an arm, and changes of other fields. Most cells get their own learning rate, and some their own gain:
+those with the smallest validation loss on a seed that is not reported. The reported seeds then train with them. Each
+job takes one core. An interrupted study continues where it stopped, and questions share the cells that they have in
+common.
+
+    python benchmarks/results.py collect --study=question-1-novels runs/study/controls/novels-*/reported
+    python benchmarks/results.py collect --study=question-1-novels-tuning runs/study/controls/*/tune-*
+"""
+
+import argparse
+import concurrent.futures
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.tuning import best_rate, sweep
+from difftx.configs.controls import DISTRACTORS, NOVELS_RATE, RECALL_RATE
+from difftx.errors import run_command
+
+CONFIG = "configs/controls.py"
+# (Is recall, optimizer) → rates that a cell tries first. While the best one is the smallest or the largest one, the
+# cell also tries half or twice that rate. Gains are tried at the first of these rates.
+START_RATES = {
+    (False, "adamw"): (NOVELS_RATE, 2 * NOVELS_RATE),
+    (False, "muon"): (1.6e-2, 3.2e-2),
+    (True, "adamw"): (RECALL_RATE, RECALL_RATE / 2),
+}
+TUNED_SEED, REPORTED_SEEDS = 100, (10, 11, 12, 13, 14)
+GAINS = (1, 2, 4, 8)
+NO_CHANGES: Mapping[str, str] = MappingProxyType({})
+
+
+class Cell(NamedTuple):
+    """A cell of the study."""
+
+    task: str
+    arm: str
+    changes: Mapping[str, str] = NO_CHANGES  # Fields → values. A learning rate here is not tuned.
+
+    @property
+    def folder(self) -> str:
+        changes = "".join(f"-{name.rpartition('.')[2]}-{value}" for name, value in self.changes.items())
+        return f"{self.task}-{self.arm}{changes}"
+
+
+NORM_OR_GAIN = (
+    "transformer",
+    "transformer-gain",
+    "transformer-wide-norm",
+    "zero-norm",
+    "zero-gain",
+    "diff",
+    "diff-gain",
+    "diff-plain",
+)
+AGAINST_NOISE = (
+    "transformer-gain",
+    "transformer-wide-norm",
+    "zero-norm",
+    "zero-gain",
+    "diff",
+    "diff-gain",
+    "diff-lambda_1",
+)
+LAMBDAS: Sequence[Mapping[str, str]] = (
+    {"model.lambda_bound": "sigmoid"},
+    {"model.lambda_bound": "tanh"},
+    {"optimizer.lambda_learning_rate_factor": "0.1"},
+    {"optimizer.lambda_weight_decay": "0.1"},
+)
+DIVERGING_RATES = ("0.0025", "0.005", "0.01", "0.02")
+RATE, GAIN = "optimizer.learning_rate", "model.post_scale"
+OPTIMIZERS: Sequence[Mapping[str, str]] = ({}, {"optimizer.name": "muon"})
+WARMUPS = ("0.01", "0.5")  # Shares of the steps.
+
+# Question → its cells.
+QUESTIONS: Mapping[str, Sequence[Cell]] = {
+    "1-novels": [Cell("novels", arm) for arm in NORM_OR_GAIN],
+    "1-recall": [Cell("recall", arm) for arm in NORM_OR_GAIN],
+    "1-wide": [Cell("novels-wide", arm) for arm in ("transformer", "transformer-gain", "zero-norm", "diff")],
+    "3-novels": [Cell("novels", "diff", changes) for changes in (NO_CHANGES, *LAMBDAS)],
+    "3-recall": [Cell("recall", "diff-plain", {RATE: rate}) for rate in DIVERGING_RATES],
+    "6": [Cell(task, arm) for task in ("recall", "recall-31") for arm in AGAINST_NOISE],
+    "2": [
+        Cell("novels", arm, {"optimizer.warmup_fraction": warmup, **optimizer})
+        for arm in ("transformer", "diff")
+        for optimizer in OPTIMIZERS
+        for warmup in WARMUPS
+    ],
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Train the cells of a question; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--question", choices=QUESTIONS, action="append", required=True, help="may be repeated")
+    parser.add_argument("--jobs", type=int, default=2, help="number of runs at a time (%(default)s)")
+    args = parser.parse_args(arguments)
+    todo = {cell.folder: cell for question in args.question for cell in QUESTIONS[question]}
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        trained = {pool.submit(train_cell, cell, args.out): folder for folder, cell in todo.items()}
+        for number, done in enumerate(concurrent.futures.as_completed(trained), 1):
+            tuned = ", ".join(f"{name}={value}" for name, value in done.result().items())
+            print(f"[{number}/{len(trained)}] {trained[done]}: {tuned}", flush=True)
+    return 0
+
+
+def train_cell(cell: Cell, out: Path) -> Mapping[str, str]:
+    """Tune a cell, train its reported seeds, and return the tuned fields with their values."""
+    folder = out / cell.folder
+    grid = [f"task={cell.task}", f"arm={cell.arm}"]
+    flags = [f"--config.{name}={value}" for name, value in cell.changes.items()]
+    rates = START_RATES[cell.task in DISTRACTORS, cell.changes.get("optimizer.name", "adamw")]
+    tuned: dict[str, str] = {}
+
+    def loss(name: str, value: float) -> float:
+        """Return the validation loss of the tuned seed, with one more field."""
+        fields = {RATE: f"{rates[0]:g}"} | tuned | {name: f"{value:g}"}
+        path = folder / "-".join(["tune", *(f"{n.rpartition('.')[2]}-{v}" for n, v in sorted(fields.items()))])
+        return sweep(path, CONFIG, [*grid, f"seed={TUNED_SEED}", *(f"{n}={v}" for n, v in fields.items())], flags)
+
+    if cell.arm.endswith("-gain"):
+        tuned[GAIN] = f"{min(GAINS, key=lambda gain: loss(GAIN, gain)):g}"
+    if RATE not in cell.changes:
+        tuned[RATE] = f"{best_rate(rates, lambda rate: loss(RATE, rate)):g}"
+    seeds = f"seed={','.join(map(str, REPORTED_SEEDS))}"
+    sweep(folder / "reported", CONFIG, [*grid, seeds, *(f"{n}={v}" for n, v in tuned.items())], flags)
+    return tuned
+
+
+if __name__ == "__main__":
+    run_command(lambda: main(sys.argv[1:]))
