@@ -13,8 +13,8 @@ The source is the corpus "100 English Novels" of the Computational Stylistics Gr
 stay in OUT/files, and the same command resumes. The files have no headers or licences of Project Gutenberg. The text of
 a document is that of its file without the byte-order mark and with line feeds as line ends. Everything else stays:
 hard-wrapped lines, a few page numbers and page breaks, and the quotation marks that stand for accents in some files.
-Validation and test text are excerpts of 4,096 characters in a random order, together all of each novel. The suites score
-the first `eval.loss_tokens` tokens of a text, which are then a sample of all its novels.
+Validation and test text are excerpts of 4,096 characters in a random order, together all of each novel. The suites
+score the first `eval.loss_tokens` tokens of a text, which are then a sample of all its novels.
 
 How the split was chosen, before any model was trained on it:
 - 95 of the 100 files are in the list. Two novels are not in the public domain in the United States (Galsworthy 1933,

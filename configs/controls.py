@@ -4,7 +4,8 @@ Paper:    arXiv 2410.05258; the protocol of §3.2 (equal parameters and tokens, 
           decay). docs/preregistration.md states the questions, contrasts and tests.
 Command:  make study-controls    # all tasks and arms, with tuned learning rates and gains
           python train.py --config=configs/controls.py:novels-diff --workdir=runs/controls
-          python -m difftx sweep --config=configs/controls.py --grid task=recall arm=diff,zero-norm seed=10,11 --out=runs/controls
+          python -m difftx sweep --config=configs/controls.py --grid task=recall arm=diff,zero-norm seed=10,11 \
+              --out=runs/controls
 Protocol: two layers of width 64; differential models have 4 heads of width 16 (two queries and keys per head), the
           Transformer has 8. novels: 2M bytes of public-domain novels (`make novels`). novels-wide: heads of width 32.
           recall: eight keys and their values among 15 distractors, recall-31 among 31. All rates
