@@ -80,23 +80,25 @@ LAMBDAS: Sequence[Mapping[str, str]] = (
 )
 DIVERGING_RATES = ("0.0025", "0.005", "0.01", "0.02")
 RATE, GAIN = "optimizer.learning_rate", "model.post_scale"
-OPTIMIZERS: Sequence[Mapping[str, str]] = ({}, {"optimizer.name": "muon"})
-WARMUPS = ("0.01", "0.5")  # Shares of the steps.
+SHORT_WARMUP = {"optimizer.warmup_fraction": "0.01"}
+MUON = {"optimizer.name": "muon"}
+MAIN = ("transformer", "transformer-gain", "zero-norm", "diff")
 
 # Question → its cells.
 QUESTIONS: Mapping[str, Sequence[Cell]] = {
     "1-novels": [Cell("novels", arm) for arm in NORM_OR_GAIN],
     "1-recall": [Cell("recall", arm) for arm in NORM_OR_GAIN],
-    "1-wide": [Cell("novels-wide", arm) for arm in ("transformer", "transformer-gain", "zero-norm", "diff")],
     "3-novels": [Cell("novels", "diff", changes) for changes in (NO_CHANGES, *LAMBDAS)],
     "3-recall": [Cell("recall", "diff-plain", {RATE: rate}) for rate in DIVERGING_RATES],
     "6": [Cell(task, arm) for task in ("recall", "recall-31") for arm in AGAINST_NOISE],
     "2": [
-        Cell("novels", arm, {"optimizer.warmup_fraction": warmup, **optimizer})
+        Cell("novels", arm, {**optimizer, **warmup})
         for arm in ("transformer", "diff")
-        for optimizer in OPTIMIZERS
-        for warmup in WARMUPS
+        for optimizer in (NO_CHANGES, MUON)
+        for warmup in (NO_CHANGES, SHORT_WARMUP)
     ],
+    "1-stdlib": [Cell("novels", arm, {"data.path": "stdlib", "eval.suites": "loss"}) for arm in MAIN],
+    "1-wide": [Cell("novels-wide", arm) for arm in MAIN],
 }
 
 

@@ -10,7 +10,7 @@ python benchmarks/results.py compare runs/reproduce/books runs/reproduce/recall
     the exit code is 1 if a result does not agree
 
 In the template, `{{WORD STUDY …}}` stands for a table or a value of one study, or of several (STUDY+STUDY). PLACES in
-benchmarks/results_tables.py and optimizer_tables.py define the words.
+benchmarks/results_tables.py, optimizer_tables.py and controls_tables.py define the words.
 """
 
 import argparse
@@ -26,10 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import matplotlib
 
-from benchmarks import optimizer_tables, results_tables
+from benchmarks import controls_tables, optimizer_tables, results_tables
 from benchmarks.results_figures import draw_arms, draw_caches, draw_optimizers, draw_transfer, draw_warmup
 from benchmarks.results_tables import (
     COMPARED,
+    SOLVED_FROM,
+    SOLVED_TASK,
     Record,
     estimate,
     markdown,
@@ -55,7 +57,7 @@ INK = "#e6edf3"  # Text on dark pages.
 DARK_TEXTS = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 # End of a figure's name → its style. Figures for dark pages have no ground of their own.
 SCHEMES = {"": {}, "-dark": {**dict.fromkeys(DARK_TEXTS, INK), "axes.facecolor": "none", "savefig.transparent": True}}
-PLACES = {**results_tables.PLACES, **optimizer_tables.PLACES}
+PLACES = {**results_tables.PLACES, **optimizer_tables.PLACES, **controls_tables.PLACES}
 PLACES_OF_DATA = (
     "data.path",
     "eval.bigrams_path",
@@ -63,7 +65,7 @@ PLACES_OF_DATA = (
 )  # Fields left out of printed commands: paths differ by machine.
 NO_CHANGES = ("train.seed", "data.", "eval.", "checkpoint.")  # Overrides of these fields do not change a run's arm.
 # Suites whose numbers at the last step are collected.
-SUITES = ("loss", "recall", "exact_match", "attention", "outliers", "cache", "quantize")
+SUITES = ("loss", "test", "recall", "exact_match", "attention", "outliers", "cache", "quantize")
 SIGNIFICANT_DIGITS = 6
 # Added to the half width of an interval in comparisons: equal results of all seeds would give an interval of width 0.
 RESOLUTION = 0.005
@@ -127,8 +129,17 @@ def _numbers(run: RunRecord) -> dict[str, float]:
     if "exact_match" in newest:
         tasks = newest["exact_match"]["details"]["sets"]
         numbers |= {f"exact_match/{name}": scores["accuracy"] for name, scores in tasks.items()}
+        if len(run.results["exact_match"]) > 1 and SOLVED_TASK in tasks:
+            numbers |= _solved_at(run.results["exact_match"])
     lambdas = run.split("train")[-1].get("lambda", ())
     return numbers | {f"lambda/{layer}": value for layer, value in enumerate(lambdas, 1)}
+
+
+def _solved_at(results: Mapping[int, Mapping[str, Any]]) -> dict[str, float]:
+    """Return the first evaluated step at which a run solved recall, under its name, or nothing if it did not."""
+    accuracies = {step: found["details"]["sets"][SOLVED_TASK]["accuracy"] for step, found in results.items()}
+    steps = [step for step, accuracy in accuracies.items() if accuracy >= SOLVED_FROM]
+    return {controls_tables.SOLVED_AT: float(min(steps))} if steps else {}
 
 
 def _flags(fields: Mapping[str, str]) -> list[str]:

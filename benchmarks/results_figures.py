@@ -10,12 +10,15 @@ from pathlib import Path
 
 import matplotlib.figure
 
+from benchmarks.controls_tables import FAMILIES, SIGNIFICANT, TEST_LOSS, holm, p_value, values
 from benchmarks.optimizer_study import OPTIMIZERS, WARMUPS, Cell, cells
 from benchmarks.optimizer_tables import NUMBER, TITLES, runs_of
 from benchmarks.results_tables import (
     BY_SEED,
     CACHE_SIZE,
     REFERENCE,
+    SOLVED_FROM,
+    SOLVED_NUMBER,
     TASK_COLUMNS,
     WHOLE,
     Estimate,
@@ -26,6 +29,7 @@ from benchmarks.results_tables import (
     of_seeds,
     paired_numbers,
 )
+from difftx.configs import controls
 from difftx.configs.transfer import ARCHITECTURES, MUP
 from difftx.report.charts import COLOURS, add_legend, label_axes, save_figure
 
@@ -52,6 +56,41 @@ def draw_arms(records: Sequence[Record], path: Path) -> None:
         if columns[0].number.startswith("exact_match/"):
             axes.set_xlim(-0.03, 1.03)  # An accuracy.
         label_axes(axes, {"title": task, "x_label": columns[0].title, "y_label": ""})
+    save_figure(figure, path)
+
+
+def draw_family(records: Sequence[Record], family: str, path: Path) -> None:
+    """Draw the contrasts of a family with their intervals. Those that are significant after correction are filled."""
+    contrasts = FAMILIES[family][::-1]
+    found = [values(records, contrast, TEST_LOSS) for contrast in contrasts]
+    corrected = holm([p_value(of) for of in found])
+    figure = matplotlib.figure.Figure(figsize=(10, 1.2 + 0.35 * len(contrasts)), layout="constrained")
+    axes = figure.subplots()
+    axes.axvline(0, color=COLOURS[-1], linewidth=1)
+    for y, (of, p) in enumerate(zip(found, corrected, strict=True)):
+        mean, half = estimate(of)
+        filled = None if p < SIGNIFICANT else "none"
+        axes.errorbar(mean, y, xerr=half, fmt="o", capsize=3, color=COLOURS[0], markerfacecolor=filled)
+        axes.plot(of, [y] * len(of), "|", color=COLOURS[0], alpha=0.6)
+    axes.set_yticks(range(len(contrasts)), [contrast.title.replace("`", "") for contrast in contrasts])
+    label_axes(axes, {"title": "", "x_label": "difference in bits per byte of the test text", "y_label": ""})
+    save_figure(figure, path)
+
+
+def draw_solved(records: Sequence[Record], path: Path) -> None:
+    """Draw the accuracy of each run on recall by arm, with a panel per number of distractors."""
+    tasks = list(dict.fromkeys(r["task"] for r in records))
+    arms = list(dict.fromkeys(r["arm"] for r in records))[::-1]
+    figure = matplotlib.figure.Figure(figsize=(10, 1.2 + 0.3 * len(arms)), layout="constrained")
+    for axes, task in zip(figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0], tasks, strict=True):
+        for y, arm in enumerate(arms):
+            own = [r["numbers"][SOLVED_NUMBER] for r in records if (r["task"], r["arm"]) == (task, arm)]
+            axes.plot(own, [y] * len(own), "o", color=ARM_COLOURS.get(arm, COLOURS[-1]), alpha=0.5)
+        axes.axvline(SOLVED_FROM, color=COLOURS[-1], linewidth=1, linestyle="--")
+        axes.set_yticks(range(len(arms)), arms)
+        axes.set_xlim(-0.03, 1.03)
+        title = f"{controls.DISTRACTORS[task]} distractors"
+        label_axes(axes, {"title": title, "x_label": "accuracy, one key asked for", "y_label": ""})
     save_figure(figure, path)
 
 

@@ -1,0 +1,169 @@
+"""The analysis of the preregistered questions: contrasts, Holm's correction and Fisher's test, each by brute force."""
+
+import itertools
+import math
+import random
+import statistics
+
+import numpy as np
+import pytest
+
+from benchmarks import controls_study, controls_tables
+from benchmarks.controls_tables import Contrast
+from difftx.config.recipes import load_config
+from difftx.configs import controls
+from difftx.errors import UserError
+from difftx.model.abstract import count_parameters
+
+
+def record(arm, seed, number=0.0, task="novels", rate=0.008, solved_at=None, **changes):
+    numbers = {controls_tables.TEST_LOSS: number, "exact_match/retrieval": number}
+    numbers |= {} if solved_at is None else {controls_tables.SOLVED_AT: solved_at}
+    return {
+        "task": task,
+        "arm": arm,
+        "seed": seed,
+        "changes": {"optimizer.learning_rate": f"{rate:g}", **{n.replace("__", "."): v for n, v in changes.items()}},
+        "numbers": numbers,
+        "learning_rate": rate,
+        "parameters": 1,
+        "sweep": "sweep",
+        "commit": "0123456789",
+        "hardware": "a core",
+        "wall_seconds": 60.0,
+        "tokens": 1000,
+        "jax": "0",
+    }
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_holm_is_the_closed_test_of_bonferroni(seed):
+    """A hypothesis is rejected if Bonferroni's test rejects each set of hypotheses that contains it."""
+    rng = random.Random(seed)
+    p_values = [rng.choice([rng.random(), 0.001, 0.02, 0.02]) for _ in range(6)]
+    sets = [set(s) for size in range(1, 7) for s in itertools.combinations(range(6), size)]
+    closed = [max(min(1.0, len(s) * min(p_values[j] for j in s)) for s in sets if i in s) for i in range(6)]
+    np.testing.assert_allclose(controls_tables.holm(p_values), closed, rtol=1e-12)
+
+
+def hypergeometric(k, n, solved, runs):
+    return math.comb(n, k) * math.comb(runs - n, solved - k) / math.comb(runs, solved)
+
+
+@pytest.mark.parametrize(("first", "second"), [(6, 0), (6, 3), (2, 2), (0, 4)])
+def test_solved_runs_are_compared_by_fishers_exact_test(first, second):
+    """The p-value is the probability of tables that are at most as likely as the one found."""
+    records = [record("diff", seed, number=float(seed < first)) for seed in range(6)]
+    records += [record("zero-norm", seed, number=float(seed < second)) for seed in range(6)]
+    solved = first + second
+    chances = [hypergeometric(k, 6, solved, 12) for k in range(max(0, solved - 6), min(6, solved) + 1)]
+    own = hypergeometric(first, 6, solved, 12)
+    expected = sum(chance for chance in chances if chance <= own * (1 + 1e-9))
+    assert controls_tables.fisher(records, Contrast("", ("diff",), ("zero-norm",))) == pytest.approx(expected)
+
+
+def test_a_contrast_pairs_the_seeds_of_its_cells():
+    """The order of the records does not matter, and neither do the tuned fields."""
+    records = [record("diff", seed, 2.0 + seed) for seed in (2, 0, 1)]
+    records += [record("zero-gain", seed, 1.0 + seed**2, rate=0.016, model__post_scale="4") for seed in (0, 1, 2)]
+    contrast = Contrast("", ("diff",), ("zero-gain",))
+    assert controls_tables.values(records, contrast, controls_tables.TEST_LOSS) == [1.0, 1.0, -1.0]
+    with pytest.raises(AssertionError, match="different seeds"):
+        controls_tables.values(records[1:], contrast, controls_tables.TEST_LOSS)
+
+
+def test_differences_of_differences_have_four_cells():
+    cells = {"diff, a=1": 4.0, "diff, a=2": 3.0, "transformer, a=1": 2.5, "transformer, a=2": 2.0}
+    records = [
+        record(name.split(", ")[0], seed, value, a=name[-1]) for name, value in cells.items() for seed in range(3)
+    ]
+    contrast = Contrast("", ("diff, a=1", "transformer, a=2"), ("diff, a=2", "transformer, a=1"))
+    assert controls_tables.values(records, contrast, controls_tables.TEST_LOSS) == [0.5] * 3
+
+
+def test_the_p_value_is_that_of_a_test_by_simulation():
+    """Of normal samples with mean zero, a share p has a t statistic at least as far from zero."""
+    found = [-0.02, -0.031, -0.008, -0.025, 0.004]
+    rng = np.random.default_rng(0)
+    samples = rng.standard_normal((200_000, len(found)))
+
+    def t(rows):
+        return np.abs(rows.mean(1)) / (rows.std(1, ddof=1) / math.sqrt(len(found)))
+
+    expected = (t(samples) >= t(np.array([found]))).mean()
+    assert controls_tables.p_value(found) == pytest.approx(expected, abs=0.004)
+    assert controls_tables.p_value([0.0] * 5) == 1.0  # One cell under two names.
+
+
+def test_only_contrasts_below_the_corrected_threshold_get_a_verdict():
+    differences = {"diff": -0.05, "zero-norm": 0.0}
+    noise = [0.001, -0.002, 0.0, 0.002, -0.001]
+    arms = {arm for contrast in controls_tables.NORM_OR_GAIN for arm in (*contrast.plus, *contrast.minus)}
+    records = [
+        record(arm, seed, 2.0 + differences.get(arm, 0.0) + noise[(seed + i) % 5])
+        for i, arm in enumerate(sorted(arms))
+        for seed in range(5)
+    ]
+    rows = controls_tables.family_table(records, "norm-or-gain").splitlines()[2:]
+    verdicts = {row.split("|")[1].strip(): row.split("|")[-2].strip() for row in rows}
+    assert verdicts.pop("`diff` − `zero-norm`") == "better"
+    assert verdicts.pop("`diff` − `transformer`") == "better"
+    assert verdicts["`zero-norm` − `zero-gain`"] == "open"
+
+
+def test_steps_to_solve_are_those_of_solved_runs():
+    records = [record("diff", s, 0.95, "recall", solved_at=1250.0 + 250 * s) for s in range(2)]
+    records += [record("diff", 2, 0.1, "recall")]
+    table = controls_tables.solved_table(records, "recall")
+    assert "| 2 of 3 | 1250, 1500, – | 0.950 |" in table
+    assert statistics.median([0.95, 0.95, 0.1]) == 0.95
+
+
+def test_the_controls_have_equally_many_parameters_and_widths():
+    """All arms have the Transformer's parameters up to the vectors of norm and λ, and queries as wide."""
+    for task in controls.TASKS:
+        models = {arm: load_config(f"controls:{task}-{arm}", {}).model for arm in controls.ARMS}
+        base = count_parameters(models["transformer"]).total
+        assert all(abs(count_parameters(model).total - base) < base / 100 for model in models.values())
+        assert models["diff"].num_heads >= 4
+        heads = models["transformer"], models["transformer-wide-norm"], models["diff"]
+        assert [model.d_head for model in heads] == [heads[0].d_head, 2 * heads[0].d_head, heads[0].d_head]
+        assert heads[0].num_heads * heads[0].d_head == 2 * heads[2].num_heads * heads[2].d_head
+
+
+def test_lambda_zero_is_attention_of_the_first_map():
+    model = load_config("controls:novels-zero-norm", {}).model
+    assert (model.architecture, model.lambda_learned, model.lambda_init) == ("diff", False, 0.0)
+    factors = [1 - (0.8 - 0.6 * math.exp(-0.3 * layer)) for layer in range(model.num_layers)]
+    assert model.post_scale == pytest.approx(statistics.fmean(factors), abs=0.003)
+
+
+def test_the_study_tunes_and_reports_on_different_seeds(tmp_path, monkeypatch):
+    """A cell tries gains, then rates until the best lies between two others, and reports with the best of both."""
+    calls = []
+
+    def sweep(out, config, grid, flags):
+        fields = dict(word.split("=") for word in grid)
+        calls.append((out.name, fields, flags))
+        gain, rate = float(fields["model.post_scale"]), float(fields["optimizer.learning_rate"])
+        return abs(math.log2(gain / 4)) + abs(math.log2(rate / 3.2e-2))
+
+    monkeypatch.setattr(controls_study, "sweep", sweep)
+    tuned = controls_study.train_cell(controls_study.Cell("novels", "zero-gain", {"a.b": "c"}), tmp_path)
+    assert tuned == {"model.post_scale": "4", "optimizer.learning_rate": "0.032"}
+    tries = [(float(f["model.post_scale"]), float(f["optimizer.learning_rate"])) for _, f, _ in calls[:-1]]
+    assert tries[:4] == [(1, 8e-3), (2, 8e-3), (4, 8e-3), (8, 8e-3)]
+    assert {rate for gain, rate in tries[4:]} == {8e-3, 1.6e-2, 3.2e-2, 6.4e-2}
+    assert {f["seed"] for _, f, _ in calls[:-1]} == {"100"}
+    name, fields, flags = calls[-1]
+    assert (name, fields["seed"], flags) == ("reported", "10,11,12,13,14", ["--config.a.b=c"])
+    assert {k: fields[k] for k in tuned} == tuned
+
+
+def test_every_cell_of_the_plan_is_an_arm_of_the_recipe():
+    cells = [cell for question in controls_study.QUESTIONS.values() for cell in question]
+    assert len(cells) > 40
+    for cell in cells:
+        load_config(f"controls:{cell.task}-{cell.arm}", dict(cell.changes))
+    with pytest.raises(UserError, match="novels-dif"):
+        load_config("controls:novels-dif", {})
