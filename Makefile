@@ -1,7 +1,8 @@
 # make quickstart: train a differential model and its matched Transformer on this machine.
 # make test:       run the tests.
-# make reproduce:  train all arms in the tables of docs/results.md from scratch and compare the results with that page.
-# make study:      run the sweeps that the settings of these arms come from.
+# make reproduce:  train the arms of question 1 of docs/results.md from nothing, on novels and on recall, and compare the
+#                  results with that page. Half an hour of two cores.
+# make study:      run all studies of docs/results.md and docs/exploratory.md, which also choose the settings. A day.
 # make novels:     fetch public-domain novels, and prepare them for training and tests. With NOVELS=--input=FOLDER, use
 #                  your own texts; with NOVELS=--mirror=URL, another server (benchmarks/novels.py).
 # make docs:       build the documentation site in build/site, and check the links of all pages.
@@ -11,7 +12,9 @@
 RUNS ?= runs/quickstart
 STEPS ?= 550
 FAULTS ?= 200
-BOOKS ?= ../shared/data/books
+# Text of the exploratory studies: a folder with train.jsonl.gz and valid.jsonl.gz, a line {"text": …} per book. The
+# numbers in docs/exploratory.md are of other novels, which cannot be distributed.
+BOOKS ?= stores/novels-text
 REPRODUCED ?= runs/reproduce
 STUDY ?= runs/study
 
@@ -28,13 +31,13 @@ FLAGS = --config.train.steps=$(STEPS)
 
 # Arms of configs/toy.py.
 ARMS = transformer,transformer-8x256,transformer-8x256-norm,diff,diff-no_norm,diff-lambda_0.8,diff-lambda_0.5,diff_v2
-# Command of a sweep of configs/toy.py. The targets run two sweeps at a time on one core each, which is faster than one
+# The targets run two sweeps at a time on one core each, which is faster than one
 # sweep on two cores. `env` sets the variables because assignments need a shell, which would not forward make's signals.
-SWEEP = env JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_multi_thread_eigen=false \
-	$(BIN)/python -m difftx sweep --config=configs/toy.py
+ONE_CORE = env JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_multi_thread_eigen=false
+SWEEP = $(ONE_CORE) $(BIN)/python -m difftx sweep --config=configs/toy.py
 
-.PHONY: quickstart reproduce study novels study-transfer study-optimizers study-differential study-cache test test-long \
-	test-compile test-exhaustive test-lowest platforms parity chaos docs lint format
+.PHONY: quickstart reproduce study novels study-controls study-arms study-toy study-transfer study-optimizers \
+	study-differential study-cache test test-long test-compile test-exhaustive test-lowest platforms parity chaos docs lint format
 
 quickstart: .venv/.installed
 	$(BIN)/python train.py --config=configs/quickstart.py:transformer --workdir=$(RUNS)/transformer $(FLAGS)
@@ -47,15 +50,33 @@ quickstart: .venv/.installed
 	@echo "Next: source .venv/bin/activate && pip install -e . (the command of the tutorials); then docs/tutorials/own-text.md"
 
 # An interrupted reproduce or study resumes when it is called again.
-reproduce: .venv/.installed stores/books.bigrams
-	$(MAKE) --no-print-directory -j2 reproduce-books reproduce-recall
-	$(BIN)/python benchmarks/results.py compare $(REPRODUCED)/books $(REPRODUCED)/recall
+reproduce: .venv/.installed novels
+	$(MAKE) --no-print-directory -j2 reproduce-novels reproduce-recall
+	$(BIN)/python benchmarks/results.py compare --study=question-1-novels $(REPRODUCED)/novels
+	$(BIN)/python benchmarks/results.py compare --study=question-1-recall $(REPRODUCED)/recall
 
+CONTROLS = transformer,transformer-gain,transformer-wide-norm,zero-norm,zero-gain,diff,diff-gain,diff-plain
+SEEDS_novels = 10,11,12,13,14
+SEEDS_recall = $(SEEDS_novels),15
 reproduce-%:
-	$(SWEEP) --grid task=$* arm=$(ARMS) seed=0,1,2 --out=$(REPRODUCED)/$*
+	$(ONE_CORE) $(BIN)/python -m difftx sweep --config=configs/controls.py --grid task=$* arm=$(CONTROLS) seed=$(SEEDS_$*) \
+		--out=$(REPRODUCED)/$*
+
+study: study-controls study-arms study-toy study-optimizers study-transfer study-differential study-cache
+
+# The preregistered questions of docs/results.md. Five hours of two cores.
+study-controls: .venv/.installed novels
+	$(BIN)/python benchmarks/controls_study.py --out=$(STUDY)/controls
+
+# All arms of configs/toy.py. An hour of two cores.
+study-arms: .venv/.installed stores/books.bigrams
+	$(MAKE) --no-print-directory -j2 study-arms-books study-arms-recall
+
+study-arms-%:
+	$(SWEEP) --grid task=$* arm=$(ARMS) seed=0,1,2 --out=$(STUDY)/arms-$*
 
 # Sweeps that the settings of configs/toy.py come from, and sweeps of a larger model and longer training. Two hours.
-study: .venv/.installed stores/books.bigrams
+study-toy: .venv/.installed stores/books.bigrams
 	$(MAKE) --no-print-directory -j2 study-sizes study-rates study-settings study-init
 
 TWO_RATES = optimizer.learning_rate=4e-3,8e-3
@@ -105,8 +126,8 @@ study-cache: .venv/.installed stores/books.bigrams
 		--config.eval.cache.chunk_tokens=8 --config.train.steps=1000 \
 		--config.eval.every_steps=1000 --out=$(STUDY)/cache-books
 
-stores/books/meta.json: | .venv/.installed
-	@test -d "$(BOOKS)" || { echo "BOOKS=$(BOOKS): no such folder; name one with train.jsonl.gz and valid.jsonl.gz, a line {\"text\": …} per book, or run make novels and set BOOKS=stores/novels-text" >&2; exit 2; }
+stores/books/meta.json: | .venv/.installed $(if $(filter stores/novels-text,$(BOOKS)),stores/novels-text/record.json)
+	@test -d "$(BOOKS)" || { echo "BOOKS=$(BOOKS): no such folder; name one with train.jsonl.gz and valid.jsonl.gz, a line {\"text\": …} per book, or leave BOOKS out for the novels of make novels" >&2; exit 2; }
 	$(BIN)/python -m difftx prepare --input=$(BOOKS)/train.jsonl.gz --valid_input=$(BOOKS)/valid.jsonl.gz --tokenizer=bytes --out=stores/books
 
 stores/%.bigrams: stores/%/meta.json

@@ -106,10 +106,10 @@ def main(arguments: Sequence[str]) -> int:
     """Train the cells of a question; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
-    parser.add_argument("--question", choices=QUESTIONS, action="append", required=True, help="may be repeated")
+    parser.add_argument("--question", choices=QUESTIONS, action="append", help="may be repeated; all by default")
     parser.add_argument("--jobs", type=int, default=2, help="number of runs at a time (%(default)s)")
     args = parser.parse_args(arguments)
-    todo = {cell.folder: cell for question in args.question for cell in QUESTIONS[question]}
+    todo = {cell.folder: cell for question in args.question or QUESTIONS for cell in QUESTIONS[question]}
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         trained = {pool.submit(train_cell, cell, args.out): folder for folder, cell in todo.items()}
         for number, done in enumerate(concurrent.futures.as_completed(trained), 1):

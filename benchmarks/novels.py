@@ -195,9 +195,9 @@ def write_splits(novels: Sequence[Novel], out: Path) -> None:
 
 
 def _documents(novel: Novel, text: str, characters: int | None) -> list[dict[str, str]]:
-    """Return the text of a novel as documents of at most `characters` characters, or as one document for None."""
+    """Return the text of a novel as documents of at most `characters` characters, or whole for None."""
     about = {"author": novel.author}
-    if characters is None:
+    if characters is None or len(text) <= characters:
         return [{"id": novel.file.stem, **about, "text": text}]
     return [
         {"id": f"{novel.file.stem}:{start}", **about, "text": text[start : start + characters]}

@@ -266,7 +266,7 @@ def test_own_texts_are_split_by_the_hash_of_their_names(tmp_path, capsys, number
     assert set(by_hash[:held_out]) == set(found["test"])
     assert set(by_hash[held_out : 2 * held_out]) == set(found["valid"])
     printed = capsys.readouterr().out
-    assert f"  test: {', '.join(f'{name}.txt' for name in found['test'])}\n" in printed
+    assert f"  test: {', '.join(f'{name}.txt' for name in sorted(found['test']))}\n" in printed
     assert rows(out, "test")[0]["text"].endswith(".\n")
     first = contents(out)
     novels.main([f"--input={folder}", f"--out={out}"])
@@ -318,6 +318,30 @@ def test_the_committed_list_keeps_authors_apart():
     assert all(5e6 < size[split] < 5.5e6 for split in ("test", "valid"))
     # Not in the public domain everywhere (the module's docstring).
     assert not [e["name"] for e in files if e["author"] == "Forster" or int(e["name"][-8:-4]) > 1930]
+
+
+def test_validation_and_test_text_are_excerpts_of_all_novels_in_a_random_order(tmp_path, monkeypatch):
+    """The same excerpts again in another call. The training text keeps whole novels."""
+    monkeypatch.setattr(novels, "EXCERPT", 100)
+    texts = {name: "".join(f"{name} {line}\n" for line in range(300)) for name in ("A_1", "B_2", "C_3", "D_4")}
+    split = {"A_1": "test", "B_2": "test", "C_3": "valid", "D_4": "train"}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    listed = [novels.Novel(tmp_path / f"{name}.txt", name, split[name]) for name in texts]
+    for out in ("out", "again"):
+        (tmp_path / out).mkdir()
+    novels.write_splits(listed, tmp_path / "out")
+    found = {name: rows(tmp_path / "out", name) for name in ("train", "valid", "test")}
+    assert [row["text"] for row in found["train"]] == [texts["D_4"]]
+    for name in ("A_1", "B_2", "C_3"):
+        excerpts = [row for row in found[split[name]] if row["author"] == name]
+        excerpts.sort(key=lambda row: int(row["id"].partition(":")[2]))
+        assert "".join(row["text"] for row in excerpts) == texts[name]
+        assert {len(row["text"]) for row in excerpts[:-1]} == {100}
+    first = [row["author"] for row in found["test"][:16]]
+    assert 4 <= first.count("A_1") <= 12
+    novels.write_splits(listed, tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(tmp_path / "out")
 
 
 @pytest.mark.long
