@@ -1,6 +1,6 @@
 # make quickstart: train a differential model and its matched Transformer on this machine.
 # make test:       run the tests.
-# make reproduce:  train all arms in the tables of docs/results.md from scratch and compare the results with that page.
+# make reproduce:  train all arms in the tables of docs/exploratory.md from scratch and compare the results with that page.
 # make study:      run the sweeps that the settings of these arms come from.
 # make novels:     fetch public-domain novels, and prepare them for training and tests. With NOVELS=--input=FOLDER, use
 #                  your own texts; with NOVELS=--mirror=URL, another server (benchmarks/novels.py).

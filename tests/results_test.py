@@ -1,4 +1,4 @@
-"""docs/results.md and README.md state what docs/results.json holds, and that is what the runs measured."""
+"""docs/results.md, docs/exploratory.md and README.md state the numbers that docs/results.json has from the runs."""
 
 import json
 import re
@@ -13,13 +13,14 @@ from difftx.config.recipes import load_config
 from difftx.errors import UserError
 
 COLLECTED = json.loads(results.COLLECTED.read_text())
-PAGE = results.PAGE.read_text()
+PAGE = (ROOT / "docs" / "exploratory.md").read_text()
 AUDIT = ROOT / "benchmarks" / "records" / "2026-11-22_gain.md"
 
 
-def test_the_page_is_what_the_runs_make_of_the_template():
-    page = results.render(COLLECTED, results.TEMPLATE.read_text())
-    assert page == results.PAGE.read_text(), "run `python benchmarks/results.py render`, and read what changed"
+@pytest.mark.parametrize(("template", "page"), results.PAGES.items(), ids=lambda path: path.name)
+def test_pages_are_what_the_runs_make_of_their_templates(template, page):
+    rendered = results.render(COLLECTED, template.read_text())
+    assert rendered == page.read_text(), "run `python benchmarks/results.py render`, and read what changed"
 
 
 def test_the_readme_is_what_the_runs_make_of_the_summary():
@@ -29,7 +30,7 @@ def test_the_readme_is_what_the_runs_make_of_the_summary():
     assert not re.findall(r"\d\.\d{2,}", own)
 
 
-@pytest.mark.parametrize("template", [results.TEMPLATE, results.SUMMARY])
+@pytest.mark.parametrize("template", [*results.PAGES, results.SUMMARY], ids=lambda path: path.name)
 def test_templates_have_no_result_of_their_own(template):
     """Results have three decimals: such a number in the prose is an audit's, and its record has it."""
     text = re.sub(r"`[^`]*`|^    .*$|\{\{.*?\}\}|arXiv \S+", "", template.read_text(), flags=re.MULTILINE)
@@ -126,7 +127,7 @@ def test_the_study_of_caches_has_its_differences(task, number):
             assert name == "whole" or f"{mean:+.4f} ± {half:.4f}" in section
 
 
-@pytest.mark.parametrize("page", ["docs/results.md", "README.md"])
+@pytest.mark.parametrize("page", ["docs/exploratory.md", "README.md"])
 @pytest.mark.parametrize("arm", ["diff", "transformer", "transformer-8x256-norm"])
 def test_recall_is_reported_as_runs_that_solved_it(page, arm):
     count = sum(share >= 0.9 for share in of_arm("recall", arm, "exact_match/retrieval"))
