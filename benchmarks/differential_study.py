@@ -1,4 +1,4 @@
-"""Runs of the study of Transformers made differential in docs/results.md.
+"""Runs of the study of Transformers made differential in docs/exploratory.md.
 
     python benchmarks/differential_study.py --out=runs/study/differential [--jobs=2]
 

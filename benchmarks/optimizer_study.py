@@ -1,4 +1,4 @@
-"""Runs of the study of warm-up and optimizers in docs/results.md: models of 0.1M parameters on books.
+"""Runs of the study of warm-up and optimizers in docs/exploratory.md: models of 0.1M parameters on books.
 
     python benchmarks/optimizer_study.py --out=runs/study/optimizers [--jobs=2]
 

@@ -1,4 +1,4 @@
-"""Table and values of docs/results.md on warm-up and optimizers (benchmarks/optimizer_study.py)."""
+"""Table and values of docs/exploratory.md on warm-up and optimizers (benchmarks/optimizer_study.py)."""
 
 from collections.abc import Sequence
 

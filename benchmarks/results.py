@@ -1,10 +1,10 @@
-"""Generator of docs/results.md, which takes every number on the page from run directories.
+"""Generator of docs/results.md and docs/exploratory.md, which takes every number on them from run directories.
 
 python benchmarks/results.py collect --study=arms runs/reproduce/books runs/reproduce/recall
     reads the sweeps in these folders and replaces the study's runs in docs/results.json by them
 python benchmarks/results.py render
-    writes docs/results.md and its figures from docs/results.json and benchmarks/results_template.md, and the part of
-    README.md between the markers from benchmarks/results_summary.md
+    writes both pages and their figures from docs/results.json and the templates of the pages, and the part of README.md
+    between the markers from benchmarks/results_summary.md
 python benchmarks/results.py compare runs/reproduce/books runs/reproduce/recall
     compares new runs with docs/results.json: on recall the number of solved runs, on other tasks means with intervals;
     the exit code is 1 if a result does not agree
@@ -47,8 +47,9 @@ from difftx.report.runs import RunRecord, read_runs
 
 ROOT = Path(__file__).resolve().parents[1]
 COLLECTED = ROOT / "docs" / "results.json"
-TEMPLATE = ROOT / "benchmarks" / "results_template.md"
-PAGE = ROOT / "docs" / "results.md"
+PAGES = {  # Template → page.
+    ROOT / "benchmarks" / f"{name}_template.md": ROOT / "docs" / f"{name}.md" for name in ("results", "exploratory")
+}
 SUMMARY = ROOT / "benchmarks" / "results_summary.md"
 README = ROOT / "README.md"
 SUMMARY_MARKERS = ("<!-- benchmarks/results.py writes from here -->\n", "<!-- to here -->\n")
@@ -196,7 +197,8 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     collected = read_json(COLLECTED) if COLLECTED.is_file() else {}
     if args.command == "render":
-        write_atomically(PAGE, render(collected, TEMPLATE.read_text()))
+        for template, page in PAGES.items():
+            write_atomically(page, render(collected, template.read_text()))
         write_atomically(README, with_summary(README.read_text(), collected))
         own = toy.get_config("books-diff")
         own_steps = round(own.optimizer.warmup_fraction * own.train.steps)

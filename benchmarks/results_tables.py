@@ -1,4 +1,4 @@
-"""Tables and values of docs/results.md, made from the records that benchmarks/results.py collects.
+"""Tables and values of docs/exploratory.md, made from the records that benchmarks/results.py collects.
 
 Intervals are 95 % Student's t intervals over seeds. Results on the tasks in `BY_SEED` have two modes, solved or not.
 For these tasks the tables show the value of each seed and the number of solved runs, because a mean over both modes

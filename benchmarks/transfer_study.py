@@ -1,4 +1,4 @@
-"""Runs of the study of learning rates across sizes in docs/results.md: 0.1M and 3M parameters, with and without µP.
+"""Runs of the study of learning rates across sizes in docs/exploratory.md: 0.1M and 3M parameters, with and without µP.
 
     python benchmarks/transfer_study.py --out=runs/study/transfer [--jobs=2]
 

@@ -35,7 +35,7 @@ def get_config(arg: str = "diff-25m") -> ConfigDict:
         c.model.vocab_size = 264  # 256 bytes and <|endoftext|>, rounded up to a multiple of 8.
         c.data.tokenizer = "bytes"
         c.data.sequence_length = 256 if parameters < FLOAT32_BELOW else 1024
-        c.model.zero_init_output = True  # The best initialisation at 0.1M parameters (docs/results.md).
+        c.model.zero_init_output = True  # The best initialisation at 0.1M parameters (docs/exploratory.md).
         c.model.remat = "none"
     if parameters < FLOAT32_BELOW:
         c.model.compute_dtype = "float32"

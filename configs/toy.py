@@ -2,7 +2,7 @@
 
 Paper:    arXiv 2410.05258; the protocol of §3.2 (equal parameters and tokens, the same data order, linear warm-up and
           decay) and the arms of Table 6, at a ten-thousandth of their size.
-Command:  make reproduce    # all arms, both tasks, three seeds; compares with docs/results.md
+Command:  make reproduce    # all arms, both tasks, three seeds; compares with docs/exploratory.md
           make study        # the sweeps that the learning rates below and the initialisation come from
           python train.py --config=configs/toy.py:recall-diff --workdir=runs/toy
           python -m difftx sweep --config=configs/toy.py --grid task=books arm=diff,transformer seed=0,1 --out=runs/toy
@@ -11,7 +11,7 @@ Protocol: books: half a million bytes drawn from 160 novels. books-0.8m: the sam
           (difftx/data/synthetic.py). recall-easy: rows of 16 tokens with four keys, which a Transformer learns too. All
           runs warm up for half of their steps: in single runs on books, a shorter warm-up hurts the differential model
           more.
-Hardware: 2 CPU cores. Result: docs/results.md.
+Hardware: 2 CPU cores. Result: docs/exploratory.md.
 """
 
 from ml_collections import ConfigDict
@@ -53,7 +53,7 @@ def get_config(arg: str = "books-diff") -> ConfigDict:
     c.model.vocab_size = 264  # 256 bytes and <|endoftext|>, rounded up to a multiple of 8.
     c.model.d_model, c.model.num_layers = SIZES[task]
     c.model.mlp_dim = 2 * (4 * c.model.d_model // 3)
-    c.model.zero_init_output = True  # The best initialisation at 0.1M parameters (docs/results.md).
+    c.model.zero_init_output = True  # The best initialisation at 0.1M parameters (docs/exploratory.md).
     c.model.compute_dtype = "float32"  # Most CPUs emulate bfloat16, which is slower.
     c.model.remat = "none"
     c.data.tokenizer = "bytes"

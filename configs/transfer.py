@@ -5,7 +5,8 @@ Command:  make study-transfer    # 0.1m and 3m, both architectures, with and wit
           python train.py --config=configs/transfer.py:3m-diff-mup --workdir=runs/transfer-3m
 Protocol: the books and the other settings of configs/toy.py, with one million tokens and heads of the same width at all
           sizes. Arms that end in "-mup" have the 0.1M model as their base, so at 0.1M they are the same as the others.
-Hardware: 2 CPU cores; a run of 0.1m takes half a minute of an idle core, one of 3m about four. Result: docs/results.md.
+Hardware: 2 CPU cores; a run of 0.1m takes half a minute of an idle core, one of 3m about four.
+Result:   docs/exploratory.md.
 """
 
 from ml_collections import ConfigDict

@@ -16,14 +16,14 @@ from conftest import ROOT
 from helpers.page_commands import check_line, commands_of, fences, inline_commands, stray_commands
 from helpers.pages import DOCS
 
-from benchmarks import reference_tables
+from benchmarks import reference_tables, results
 from difftx import api
 from difftx.config.architectures import ARCHITECTURES
 from difftx.errors import UserError
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(DOCS.rglob("*.md"))
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-READ = [page for page in PAGES if page.name != "results.md"]  # That page is generated.
+READ = [page for page in PAGES if page not in results.PAGES.values()]  # Those pages are generated.
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
@@ -91,7 +91,7 @@ def unexecuted():
     found = []
     for page, name in zip(PAGES, IDS, strict=True):
         text = page.read_text()
-        if page == DOCS / "results.md":  # Generated, with commands in indented blocks.
+        if page not in READ:  # Generated, with commands in indented blocks.
             text = re.sub(r"(?m)((?:^    .*\n)+)", "```console\n\\1```\n", text)
         elif page.is_relative_to(DOCS):
             text = text.replace("```bash", "```executed")  # test_these_commands_are_executed lists these pages.

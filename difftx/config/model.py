@@ -162,7 +162,7 @@ class ModelConfig(Extensible, path="model"):
     """Standard deviation of the initial embeddings. The paper and its code do not state a value."""
     zero_init_output: bool = False
     """Whether attention's output projection and the MLP's last matrix are initially zero. The official code has False,
-    with `init` = "fan_in". True is better for both models at 0.1M parameters (docs/results.md)."""
+    with `init` = "fan_in". True is better for both models at 0.1M parameters (docs/exploratory.md)."""
     tie_embeddings: bool = True
     """Whether the embedding is also the output projection. The model sizes of Table 10 require it."""
     logit_soft_cap: Positive[float] | None = None
