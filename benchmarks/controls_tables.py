@@ -73,6 +73,7 @@ def _warmup_contrasts() -> Sequence[Contrast]:
 # Name of a family → its contrasts, of which each has a number per seed.
 FAMILIES: Mapping[str, Sequence[Contrast]] = {
     "norm-or-gain": NORM_OR_GAIN,
+    "again": tuple(contrast for contrast in NORM_OR_GAIN if "diff-plain" not in contrast.minus),
     "main": (
         _versus("diff", "zero-norm", "the subtraction, with the norm"),
         _versus("diff", "transformer", "all of it"),

@@ -8,10 +8,12 @@ Command:  make study-controls    # all tasks and arms, with tuned learning rates
               --out=runs/controls
 Protocol: two layers of width 64; differential models have 4 heads of width 16 (two queries and keys per head), the
           Transformer has 8. novels: 2M bytes of public-domain novels (`make novels`). novels-wide: heads of width 32.
-          recall: eight keys and their values among 15 distractors, recall-31 among 31. All rates
-          are examples; `benchmarks/controls_study.py` tunes them for each arm.
+          recall: eight keys and their values among 15 distractors, recall-31 among 31. TUNED has the
+          rates and gains that `benchmarks/controls_study.py` found.
 Hardware: 2 CPU cores, a minute per run. Result: docs/results.md.
 """
+
+from collections.abc import Mapping
 
 from ml_collections import ConfigDict
 
@@ -22,17 +24,18 @@ ARG = "{task}-{arm}"  # Format of the recipe's argument. `difftx sweep --grid` f
 
 # λ = 0: the code of differential attention computes the second attention weights, and multiplies them by zero.
 NO_SUBTRACTION = {"lambda_learned": False, "lambda_init": 0.0}
+GAIN = 2.0  # Where TUNED has no gain.
 MEAN_FACTOR = 0.72  # Mean over the two layers of diff's factor 1 - λ_init, 0.8 and 0.64.
 
-# In the arms with a gain, `model.post_scale` is the constant gain. The study tunes it.
+# In the arms with a gain, `model.post_scale` is the constant gain.
 ARMS = {
     "transformer": Arm("transformer"),
-    "transformer-gain": Arm("transformer", {"post_scale": 2.0}),
+    "transformer-gain": Arm("transformer", {"post_scale": GAIN}),
     "transformer-wide-norm": Arm("transformer", {"head_norm": "rms_affine"}, wide_heads=True),
     "zero-norm": Arm("diff", {**NO_SUBTRACTION, "post_scale": MEAN_FACTOR}),
-    "zero-gain": Arm("diff", {**NO_SUBTRACTION, "head_norm": "none", "post_scale": 2.0}),
+    "zero-gain": Arm("diff", {**NO_SUBTRACTION, "head_norm": "none", "post_scale": GAIN}),
     "diff": Arm("diff"),
-    "diff-gain": Arm("diff", {"head_norm": "none", "post_scale": 2.0}),
+    "diff-gain": Arm("diff", {"head_norm": "none", "post_scale": GAIN}),
     "diff-plain": Arm("diff", {"head_norm": "none", "post_scale": 1.0}),
     "diff-lambda_1": Arm("diff", {"lambda_learned": False, "lambda_init": 1.0, "post_scale": MEAN_FACTOR}),
     "diff_v2": Arm("diff_v2"),
@@ -40,8 +43,20 @@ ARMS = {
 TRANSFORMER_HEADS = 8
 ROWS_PER_UPDATE = 16  # On recall.
 
-# Task → learning rate from which the study starts, without tuning.
-NOVELS_RATE, RECALL_RATE = 8e-3, 2.5e-3
+NOVELS_RATE, RECALL_RATE = 8e-3, 2.5e-3  # Learning rates where TUNED has none. The study starts from them.
+# Task → arm → the best fields on a seed that is not reported.
+TUNED: Mapping[str, Mapping[str, Mapping[str, float]]] = {
+    "novels": {
+        "transformer": {"optimizer.learning_rate": 8e-3},
+        "transformer-gain": {"optimizer.learning_rate": 8e-3, "model.post_scale": 2.0},
+        "transformer-wide-norm": {"optimizer.learning_rate": 8e-3},
+        "zero-norm": {"optimizer.learning_rate": 4e-3},
+        "zero-gain": {"optimizer.learning_rate": 8e-3, "model.post_scale": 2.0},
+        "diff": {"optimizer.learning_rate": 4e-3},
+        "diff-gain": {"optimizer.learning_rate": 4e-3, "model.post_scale": 1.0},
+        "diff-plain": {"optimizer.learning_rate": 4e-3},
+    },
+}
 DISTRACTORS = {"recall": 15, "recall-31": 31}
 TASKS = ("novels", "novels-wide", *DISTRACTORS)
 
@@ -60,6 +75,7 @@ def get_config(arg: str = "novels-diff") -> ConfigDict:
         _novels(c)
     base.choose(c, arm.architecture, heads=TRANSFORMER_HEADS)
     arm.change(c)
+    c.update_from_flattened_dict(TUNED.get(task, {}).get(name, {}))
     return c
 
 

@@ -160,6 +160,18 @@ def test_the_study_tunes_and_reports_on_different_seeds(tmp_path, monkeypatch):
     assert {k: fields[k] for k in tuned} == tuned
 
 
+def test_the_second_set_of_runs_takes_the_recipes_rate_and_gain(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(controls_study, "sweep", lambda *arguments: calls.append(arguments))
+    for cell in controls_study.QUESTIONS["1-again"]:
+        assert controls_study.train_cell(cell, tmp_path) == {}
+    grids = [grid for _, _, grid, _ in calls]
+    assert [grid[1] for grid in grids] == [f"arm={cell.arm}" for cell in controls_study.QUESTIONS["1-again"]]
+    assert {tuple(grid[2:]) for grid in grids} == {("seed=20,21,22,23,24,25,26,27,28,29",)}
+    first = {cell.folder for cell in controls_study.QUESTIONS["1-novels"]}
+    assert not first & {folder.parent.name for folder, *_ in calls}
+
+
 def test_every_cell_of_the_plan_is_an_arm_of_the_recipe():
     cells = [cell for question in controls_study.QUESTIONS.values() for cell in question]
     assert len(cells) > 40
