@@ -52,8 +52,8 @@ quickstart: .venv/.installed
 # An interrupted reproduce or study resumes when it is called again.
 reproduce: .venv/.installed novels
 	$(MAKE) --no-print-directory -j2 reproduce-novels reproduce-recall
-	$(BIN)/python benchmarks/results.py compare --study=question-1-novels $(REPRODUCED)/novels
-	$(BIN)/python benchmarks/results.py compare --study=question-1-recall $(REPRODUCED)/recall
+	$(BIN)/python benchmarks/results.py compare --study=question-1-novels+question-1-recall \
+		$(REPRODUCED)/novels $(REPRODUCED)/recall
 
 CONTROLS = transformer,transformer-gain,transformer-wide-norm,zero-norm,zero-gain,diff,diff-gain,diff-plain
 SEEDS_novels = 10,11,12,13,14

@@ -12,9 +12,8 @@ from typing import NamedTuple
 import scipy.stats
 
 from benchmarks.controls_study import GAIN, RATE
-from benchmarks.results_tables import Record, estimate, is_solved, markdown, provenance, signed
+from benchmarks.results_tables import TEST_LOSS, Record, estimate, is_solved, markdown, provenance, signed
 
-TEST_LOSS = "test/loss_bits_per_byte"
 SOLVED_AT = "exact_match/solved_at_step"
 SIGNIFICANT = 0.05  # Largest corrected p-value at which the page says that an arm is better.
 

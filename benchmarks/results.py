@@ -1,13 +1,13 @@
 """Generator of docs/results.md and docs/exploratory.md, which takes every number on them from run directories.
 
-python benchmarks/results.py collect --study=arms runs/reproduce/books runs/reproduce/recall
+python benchmarks/results.py collect --study=arms runs/study/arms-books runs/study/arms-recall
     reads the sweeps in these folders and replaces the study's runs in docs/results.json by them
 python benchmarks/results.py render
     writes both pages and their figures from docs/results.json and the templates of the pages, and the part of README.md
     between the markers from benchmarks/results_summary.md
-python benchmarks/results.py compare runs/reproduce/books runs/reproduce/recall
-    compares new runs with docs/results.json: on recall the number of solved runs, on other tasks means with intervals;
-    the exit code is 1 if a result does not agree
+python benchmarks/results.py compare --study=question-1-novels+question-1-recall runs/reproduce/*
+    compares new runs with those of one or several studies in docs/results.json: on recall the number of solved runs, on
+    other tasks means with intervals; the exit code is 1 if a result does not agree
 
 In the template, `{{WORD STUDY …}}` stands for a table or a value of one study, or of several (STUDY+STUDY). PLACES in
 benchmarks/results_tables.py, optimizer_tables.py and controls_tables.py define the words.
@@ -27,7 +27,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import matplotlib
 
 from benchmarks import controls_tables, optimizer_tables, results_tables
-from benchmarks.results_figures import draw_arms, draw_caches, draw_optimizers, draw_transfer, draw_warmup
+from benchmarks.results_figures import (
+    draw_arms,
+    draw_caches,
+    draw_family,
+    draw_optimizers,
+    draw_solved,
+    draw_transfer,
+    draw_warmup,
+)
 from benchmarks.results_tables import (
     COMPARED,
     SOLVED_FROM,
@@ -192,7 +200,7 @@ def main(arguments: Sequence[str]) -> int:
     for name in ("collect", "compare"):
         command = commands.add_parser(name, allow_abbrev=False)
         command.add_argument("sweeps", nargs="+", type=Path, help="folders of `difftx sweep --out`")
-        command.add_argument("--study", default="arms", help="its name in docs/results.json (%(default)s)")
+        command.add_argument("--study", default="arms", help="name in docs/results.json (%(default)s)")
     commands.add_parser("render", allow_abbrev=False)
     args = parser.parse_args(arguments)
     collected = read_json(COLLECTED) if COLLECTED.is_file() else {}
@@ -204,6 +212,10 @@ def main(arguments: Sequence[str]) -> int:
         own_steps = round(own.optimizer.warmup_fraction * own.train.steps)
         for suffix, style in SCHEMES.items():
             with matplotlib.rc_context(style):
+                draw_family(collected["question-1-again"], "again", IMAGES / f"results_again{suffix}")
+                draw_solved(
+                    [*collected["question-1-recall"], *collected["question-6"]], IMAGES / f"results_solved{suffix}"
+                )
                 draw_arms(collected["arms"], IMAGES / f"results{suffix}")
                 draw_arms(collected["differential"], IMAGES / f"results_differential{suffix}")
                 draw_optimizers(collected["optimizers"], IMAGES / f"results_optimizers{suffix}")
@@ -213,9 +225,10 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     records = collect(args.sweeps)
     if args.command == "compare":
-        if args.study not in collected:
-            raise UserError(f"--study={args.study}: docs/results.json has {', '.join(collected) or 'none'}")
-        return compare(records, collected[args.study])
+        if missing := set(studies := args.study.split("+")) - collected.keys():
+            known = ", ".join(collected) or "none"
+            raise UserError(f"--study={args.study}: no {', '.join(missing)}; docs/results.json has {known}")
+        return compare(records, [record for study in studies for record in collected[study]])
     lines = ",\n".join(
         f"{json.dumps(name)}: [\n" + ",\n".join(map(json.dumps, runs)) + "\n]"
         for name, runs in {**collected, args.study: records}.items()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import matplotlib.figure
 
-from benchmarks.controls_tables import FAMILIES, SIGNIFICANT, TEST_LOSS, holm, p_value, values
+from benchmarks.controls_tables import FAMILIES, SIGNIFICANT, holm, p_value, values
 from benchmarks.optimizer_study import OPTIMIZERS, WARMUPS, Cell, cells
 from benchmarks.optimizer_tables import NUMBER, TITLES, runs_of
 from benchmarks.results_tables import (
@@ -20,6 +20,7 @@ from benchmarks.results_tables import (
     SOLVED_FROM,
     SOLVED_NUMBER,
     TASK_COLUMNS,
+    TEST_LOSS,
     WHOLE,
     Estimate,
     Record,
@@ -60,7 +61,7 @@ def draw_arms(records: Sequence[Record], path: Path) -> None:
 
 
 def draw_family(records: Sequence[Record], family: str, path: Path) -> None:
-    """Draw the contrasts of a family with their intervals. Those that are significant after correction are filled."""
+    """Draw a family's contrasts of the test loss. Those that are significant after correction are filled."""
     contrasts = FAMILIES[family][::-1]
     found = [values(records, contrast, TEST_LOSS) for contrast in contrasts]
     corrected = holm([p_value(of) for of in found])

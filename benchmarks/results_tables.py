@@ -76,7 +76,9 @@ BOOKS = (
     Column("AR-Hit, nats", "recall/ar_hit_loss"),
     Column("Others, nats", "recall/others_loss"),
 )
+TEST_LOSS = "test/loss_bits_per_byte"  # Loss on the test text.
 TASK_COLUMNS = {
+    "novels": (Column("bits per byte of the test text", TEST_LOSS),),
     "books": BOOKS,
     "books-0.8m": BOOKS,
     "recall": RECALL,
