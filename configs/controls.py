@@ -56,6 +56,16 @@ TUNED: Mapping[str, Mapping[str, Mapping[str, float]]] = {
         "diff-gain": {"optimizer.learning_rate": 4e-3, "model.post_scale": 1.0},
         "diff-plain": {"optimizer.learning_rate": 4e-3},
     },
+    "recall": {
+        "transformer": {"optimizer.learning_rate": 2.5e-3},
+        "transformer-gain": {"optimizer.learning_rate": 5e-3, "model.post_scale": 8.0},
+        "transformer-wide-norm": {"optimizer.learning_rate": 5e-3},
+        "zero-norm": {"optimizer.learning_rate": 2.5e-3},
+        "zero-gain": {"optimizer.learning_rate": 5e-3, "model.post_scale": 4.0},
+        "diff": {"optimizer.learning_rate": 2.5e-3},
+        "diff-gain": {"optimizer.learning_rate": 5e-3, "model.post_scale": 4.0},
+        "diff-plain": {"optimizer.learning_rate": 1.25e-3},
+    },
 }
 DISTRACTORS = {"recall": 15, "recall-31": 31}
 TASKS = ("novels", "novels-wide", *DISTRACTORS)
