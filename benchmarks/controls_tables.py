@@ -13,6 +13,7 @@ import scipy.stats
 
 from benchmarks.controls_study import GAIN, RATE
 from benchmarks.results_tables import TEST_LOSS, Record, estimate, is_solved, markdown, provenance, signed
+from difftx.configs import controls
 
 SOLVED_AT = "exact_match/solved_at_step"
 SIGNIFICANT = 0.05  # Largest corrected p-value at which the page says that an arm is better.
@@ -158,7 +159,8 @@ def cells_table(records: Sequence[Record], number: str = TEST_LOSS) -> str:
     rows = []
     for cell in dict.fromkeys(map(cell_of, records)):
         run = next(r for r in records if cell_of(r) == cell)
-        gain = run["changes"].get(GAIN, "")
+        of_recipe = controls.TUNED.get(run["task"], {}).get(run["arm"], {})
+        gain = run["changes"].get(GAIN) or (f"{of_recipe[GAIN]:g}" if GAIN in of_recipe else "")
         losses = by_seed(records, cell, number).values()
         rows.append([cell, f"{run['parameters']:,}", f"{run['learning_rate']:g}", gain, str(estimate(list(losses)))])
     return markdown(["arm", "parameters", "rate", "gain", "bits per byte"], rows) + provenance(records)
@@ -220,7 +222,30 @@ def solved_family_table(records: Sequence[Record], task: str) -> str:
     return markdown(["contrast", "asks for", "first solved", "second", "p, corrected", "the first is"], rows)
 
 
+ATTENTION_COLUMNS = {
+    "to the answer": "answer",
+    "to other pairs": "others",
+    "to distractors": "noise",
+    "to position 0": "first",
+    "Gini": "gini",
+    "cosine of A1 and A2, answer": "cosine_answer",
+    "distractors": "cosine_noise",
+}
+
+
+def attention_table(records: Sequence[Record], task: str) -> str:
+    """Return a table of the suite attention: means over the solved runs of each cell that has its numbers."""
+    own = [r for r in records if r["task"] == task and "attention/answer" in r["numbers"] and is_solved(r)]
+    rows = []
+    for cell in dict.fromkeys(map(cell_of, own)):
+        runs = [r["numbers"] for r in own if cell_of(r) == cell]
+        found = ([run.get(f"attention/{name}") for run in runs] for name in ATTENTION_COLUMNS.values())
+        rows.append([cell, str(len(runs)), *("" if None in of else str(estimate(of)) for of in found)])
+    return markdown(["arm", "solved runs", *ATTENTION_COLUMNS], rows)
+
+
 PLACES = {
+    "attention": attention_table,
     "family": family_table,
     "contrast": contrast_value,
     "cells": cells_table,

@@ -213,9 +213,7 @@ def main(arguments: Sequence[str]) -> int:
         for suffix, style in SCHEMES.items():
             with matplotlib.rc_context(style):
                 draw_family(collected["question-1-again"], "again", IMAGES / f"results_again{suffix}")
-                draw_solved(
-                    [*collected["question-1-recall"], *collected["question-6"]], IMAGES / f"results_solved{suffix}"
-                )
+                draw_solved(collected["question-1-recall"], IMAGES / f"results_solved{suffix}")
                 draw_arms(collected["arms"], IMAGES / f"results{suffix}")
                 draw_arms(collected["differential"], IMAGES / f"results_differential{suffix}")
                 draw_optimizers(collected["optimizers"], IMAGES / f"results_optimizers{suffix}")
