@@ -281,3 +281,26 @@ def test_every_arm_has_equally_many_tokens_and_seeds(study):
     assert len({r["tokens"] for r in runs}) == 1
     counts = [r["parameters"] for r in runs]
     assert max(counts) / min(counts) < 1.01
+
+
+LAMBDAS = {
+    "lambda_bound=sigmoid": {"model__lambda_bound": "sigmoid"},
+    "lambda_bound=tanh": {"model__lambda_bound": "tanh"},
+    "optimizer.lambda_learning_rate_factor=0.1": {"optimizer__lambda_learning_rate_factor": "0.1"},
+    "optimizer.lambda_weight_decay=0.1": {"optimizer__lambda_weight_decay": "0.1"},
+}
+
+
+def test_forms_of_lambda_are_compared_with_the_papers():
+    """All four contrasts are open, as the page says."""
+    plain, p_values = losses(FIRST, "diff"), {}
+    for name, changes in LAMBDAS.items():
+        own = losses("question-3-novels", "diff", **changes)
+        values = [own[seed] - plain[seed] for seed in range(10, 15)]
+        [row] = [line for line in PAGE.splitlines() if line.startswith(f"| `diff, {name}` − `diff` |")]
+        assert row.split("|")[3].strip().lstrip("+") == shown(values).lstrip("+")
+        assert row.split("|")[5].strip() == "open"
+        p_values[name,] = two_sided(values)
+    assert min(corrected(p_values).values()) > 0.05
+    assert "Open: no form of λ changes the loss on novels by more than its interval allows" in PROSE
+    assert "all four contrasts with the paper's λ are undecided" in PROSE
