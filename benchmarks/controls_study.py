@@ -7,8 +7,8 @@ those with the smallest validation loss on a seed that is not reported. The repo
 job takes one core. An interrupted study continues where it stopped, and questions share the cells that they have in
 common.
 
-    python benchmarks/results.py collect --study=question-1-novels runs/study/controls/novels-*/reported
-    python benchmarks/results.py collect --study=question-1-novels-tuning runs/study/controls/*/tune-*
+    python benchmarks/results.py collect --study=question-3 runs/study/controls/novels-diff-lambda_*/reported
+    python benchmarks/results.py collect --study=question-3-tuning runs/study/controls/novels-diff-lambda_*/tune-*
 """
 
 import argparse
