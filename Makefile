@@ -31,13 +31,13 @@ FLAGS = --config.train.steps=$(STEPS)
 
 # Arms of configs/toy.py.
 ARMS = transformer,transformer-8x256,transformer-8x256-norm,diff,diff-no_norm,diff-lambda_0.8,diff-lambda_0.5,diff_v2
-# The targets run two sweeps at a time on one core each, which is faster than one
-# sweep on two cores. `env` sets the variables because assignments need a shell, which would not forward make's signals.
+# The targets run two sweeps at a time on one core each, which is faster than one sweep on two cores. `env` sets the variables because assignments need a shell, which would not forward make's signals.
 ONE_CORE = env JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_multi_thread_eigen=false
 SWEEP = $(ONE_CORE) $(BIN)/python -m difftx sweep --config=configs/toy.py
 
 .PHONY: quickstart reproduce study novels study-controls study-arms study-toy study-transfer study-optimizers \
-	study-differential study-cache test test-long test-compile test-exhaustive test-lowest platforms parity chaos docs lint format
+	study-differential study-cache test test-long test-compile test-exhaustive test-lowest platforms \
+	parity chaos docs lint format
 
 quickstart: .venv/.installed
 	$(BIN)/python train.py --config=configs/quickstart.py:transformer --workdir=$(RUNS)/transformer $(FLAGS)
@@ -64,7 +64,7 @@ reproduce-%:
 
 study: study-controls study-arms study-toy study-optimizers study-transfer study-differential study-cache
 
-# The preregistered questions of docs/results.md. Five hours of two cores.
+# The preregistered questions of docs/results.md. About four hours of two cores.
 study-controls: .venv/.installed novels
 	$(BIN)/python benchmarks/controls_study.py --out=$(STUDY)/controls
 

@@ -1,4 +1,4 @@
-"""Runs of the preregistered questions in docs/preregistration.md: models of 0.1M parameters on novels and on recall.
+"""Runs of the preregistered questions in docs/preregistration.md: models of 0.15M parameters on novels and on recall.
 
     python benchmarks/controls_study.py --out=runs/study/controls --question=1-novels [--jobs=2]
 
@@ -66,15 +66,7 @@ NORM_OR_GAIN = (
     "diff-gain",
     "diff-plain",
 )
-AGAINST_NOISE = (
-    "transformer-gain",
-    "transformer-wide-norm",
-    "zero-norm",
-    "zero-gain",
-    "diff",
-    "diff-gain",
-    "diff-lambda_1",
-)
+AGAINST_NOISE = (*(arm for arm in NORM_OR_GAIN if arm not in ("transformer", "diff-plain")), "diff-lambda_1")
 LAMBDAS: Sequence[Mapping[str, str]] = (
     {"model.lambda_bound": "sigmoid"},
     {"model.lambda_bound": "tanh"},

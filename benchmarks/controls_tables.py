@@ -70,7 +70,8 @@ def _warmup_contrasts() -> Sequence[Contrast]:
     return found
 
 
-# Name of a family → its contrasts, of which each has a number per seed.
+# Name of a family → its contrasts. The families of questions without runs are here too, because the analysis was
+# committed before the runs.
 FAMILIES: Mapping[str, Sequence[Contrast]] = {
     "norm-or-gain": NORM_OR_GAIN,
     "again": tuple(contrast for contrast in NORM_OR_GAIN if "diff-plain" not in contrast.minus),

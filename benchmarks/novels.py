@@ -1,4 +1,4 @@
-"""Training, validation and test text from public-domain novels, for everybody who wants to repeat docs/results.md.
+"""Training, validation and test text from public-domain novels, for the runs of docs/results.md.
 
 python benchmarks/novels.py --out=stores/novels-text
     fetches the novels in benchmarks/novels.json (75 MB) and writes train.jsonl.gz, valid.jsonl.gz and test.jsonl.gz

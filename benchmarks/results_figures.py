@@ -1,4 +1,4 @@
-"""Figures of docs/exploratory.md, made from the records that benchmarks/results.py collects.
+"""Figures of docs/results.md and docs/exploratory.md, made from the records that benchmarks/results.py collects.
 
 Intervals are 95 % Student's t intervals over seeds.
 """

@@ -1,4 +1,4 @@
-"""Causal controls for the differential model at 0.1M parameters: which of norm, gain and subtraction changes the loss?
+"""Causal controls for the differential model at 0.15M parameters: which of norm, gain and subtraction changes the loss?
 
 Paper:    arXiv 2410.05258; the protocol of §3.2 (equal parameters and tokens, the same data order, linear warm-up and
           decay). docs/preregistration.md states the questions, contrasts and tests.

@@ -7,6 +7,7 @@ import statistics
 
 import numpy as np
 import pytest
+from conftest import ROOT
 
 from benchmarks import controls_study, controls_tables
 from benchmarks.controls_tables import Contrast
@@ -179,3 +180,14 @@ def test_every_cell_of_the_plan_is_an_arm_of_the_recipe():
         load_config(f"controls:{cell.task}-{cell.arm}", dict(cell.changes))
     with pytest.raises(UserError, match="novels-dif"):
         load_config("controls:novels-dif", {})
+
+
+def test_make_reproduce_trains_the_arms_and_seeds_of_question_1():
+    lines = (ROOT / "Makefile").read_text().splitlines()
+    variables = dict(line.split(" = ", 1) for line in lines if line.startswith(("CONTROLS = ", "SEEDS_")))
+    assert tuple(variables["CONTROLS"].split(",")) == controls_study.NORM_OR_GAIN
+    novels = variables["SEEDS_novels"]
+    seeds = {"novels": novels, "recall": variables["SEEDS_recall"].replace("$(SEEDS_novels)", novels)}
+    for task, of_task in seeds.items():
+        for cell in controls_study.QUESTIONS[f"1-{task}"]:
+            assert of_task == ",".join(map(str, cell.seeds))
