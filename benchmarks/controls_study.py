@@ -15,6 +15,7 @@ import argparse
 import concurrent.futures
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.tuning import best_rate, sweep
-from difftx.configs.controls import DISTRACTORS, NOVELS_RATE, RECALL_RATE
+from difftx.configs.controls import DISTRACTORS, NOVELS_RATE, RECALL_RATE, WIDER
 from difftx.errors import run_command
 
 CONFIG = "configs/controls.py"
@@ -38,7 +39,8 @@ TUNED_SEED, REPORTED_SEEDS = 100, (10, 11, 12, 13, 14)
 RECALL_SEEDS = (*REPORTED_SEEDS, 15)
 SEEDS_AGAIN = tuple(range(20, 30))  # The second set of runs of question 1.
 GAINS = (1, 2, 4, 8)
-NO_CHANGES: Mapping[str, str] = MappingProxyType({})
+type Fields = Mapping[str, str]  # Fields of the config → values.
+NO_CHANGES: Fields = MappingProxyType({})
 
 
 class Cell(NamedTuple):
@@ -46,8 +48,9 @@ class Cell(NamedTuple):
 
     task: str
     arm: str
-    changes: Mapping[str, str] = NO_CHANGES  # Fields → values.
+    changes: Fields = NO_CHANGES
     is_tuned: bool = True  # Whether to tune rate and gain. If not, they are those of the recipe or of `changes`.
+    tuned_as: str | None = None  # Folder of an earlier cell of the question, whose tuned fields this cell takes.
     seeds: Sequence[int] = REPORTED_SEEDS
 
     @property
@@ -67,7 +70,7 @@ NORM_OR_GAIN = (
     "diff-plain",
 )
 AGAINST_NOISE = (*(arm for arm in NORM_OR_GAIN if arm not in ("transformer", "diff-plain")), "diff-lambda_1")
-LAMBDAS: Sequence[Mapping[str, str]] = (
+LAMBDAS: Sequence[Fields] = (
     {"model.lambda_bound": "sigmoid"},
     {"model.lambda_bound": "tanh"},
     {"optimizer.lambda_learning_rate_factor": "0.1"},
@@ -78,6 +81,22 @@ RATE, GAIN = "optimizer.learning_rate", "model.post_scale"
 SHORT_WARMUP = {"optimizer.warmup_fraction": "0.01"}
 MUON = {"optimizer.name": "muon"}
 MAIN = ("transformer", "transformer-gain", "zero-norm", "diff")
+SPARSE_OR_SIGNED = ("top_k", "signed_mask")
+ATTENTION, ATTENTION_SEEDS = {"eval.suites": "loss,exact_match,attention"}, tuple(range(20, 26))
+ARCHITECTURES = ("transformer", "zero-norm", "diff", "diff_v2", "gdla", "gated")
+SIZE_SEEDS = tuple(range(30, 38))
+STEPS, TUNED_TOKENS = "train.steps", 5
+# Task → tokens per parameter → number of updates of 1,024 tokens. The Transformers have 148,032 and 426,624 parameters.
+LENGTHS = {"novels": {5: 723, 20: 2891, 80: 11565}, WIDER: {5: 2083, 20: 8333}}
+
+
+def _of_length(task: str, tokens: int, arm: str) -> Cell:
+    """Return a cell of question 4. The cell with the fewest tokens per parameter chooses the rate for all lengths."""
+    changes = {STEPS: str(LENGTHS[task][tokens])}
+    if tokens == TUNED_TOKENS:
+        return Cell(task, arm, changes, seeds=SIZE_SEEDS)
+    return Cell(task, arm, changes, tuned_as=_of_length(task, TUNED_TOKENS, arm).folder, seeds=SIZE_SEEDS)
+
 
 # Question → its cells.
 QUESTIONS: Mapping[str, Sequence[Cell]] = {
@@ -96,6 +115,17 @@ QUESTIONS: Mapping[str, Sequence[Cell]] = {
     ],
     "1-stdlib": [Cell("novels", arm, {"data.path": "stdlib", "eval.suites": "loss"}) for arm in MAIN],
     "1-wide": [Cell("novels-wide", arm) for arm in MAIN],
+    "review": [
+        *(Cell("novels", arm, seeds=SEEDS_AGAIN) for arm in SPARSE_OR_SIGNED),
+        *(Cell("recall-31", arm, seeds=RECALL_SEEDS) for arm in SPARSE_OR_SIGNED),
+        *(Cell("recall", arm, ATTENTION, is_tuned=False, seeds=ATTENTION_SEEDS) for arm in ("zero-norm", "diff")),
+    ],
+    # The cheapest cells first, so that an interrupted study has whole rows of the table.
+    "4": [
+        _of_length(task, tokens, arm)
+        for task, tokens in (("novels", 5), ("novels", 20), (WIDER, 5), ("novels", 80), (WIDER, 20))
+        for arm in ARCHITECTURES
+    ],
 }
 
 
@@ -108,20 +138,27 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     todo = {cell.folder: cell for question in args.question or QUESTIONS for cell in QUESTIONS[question]}
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        trained = {pool.submit(train_cell, cell, args.out): folder for folder, cell in todo.items()}
-        for number, done in enumerate(concurrent.futures.as_completed(trained), 1):
+        trained: dict[str, Future[Fields]] = {}
+        # The pool starts the cells in this order, so no cell waits for one that has not started.
+        for folder, cell in todo.items():
+            trained[folder] = pool.submit(train_cell, cell, args.out, trained[cell.tuned_as] if cell.tuned_as else None)
+        folders = {future: folder for folder, future in trained.items()}
+        for number, done in enumerate(concurrent.futures.as_completed(folders), 1):
             tuned = ", ".join(f"{name}={value}" for name, value in done.result().items())
-            print(f"[{number}/{len(trained)}] {trained[done]}: {tuned}", flush=True)
+            print(f"[{number}/{len(trained)}] {folders[done]}: {tuned}", flush=True)
     return 0
 
 
-def train_cell(cell: Cell, out: Path) -> Mapping[str, str]:
-    """Tune a cell, train its reported seeds, and return the tuned fields with their values."""
+def train_cell(cell: Cell, out: Path, tuned_as: Future[Fields] | None = None) -> Fields:
+    """Train the reported seeds of a cell, and return its tuned fields with their values.
+
+    The fields are the result of `tuned_as`, or are tuned here first.
+    """
     folder = out / cell.folder
     grid = [f"task={cell.task}", f"arm={cell.arm}"]
     flags = [f"--config.{name}={value}" for name, value in cell.changes.items()]
     rates = START_RATES[cell.task in DISTRACTORS, cell.changes.get("optimizer.name", "adamw")]
-    tuned: dict[str, str] = {}
+    tuned = dict(tuned_as.result()) if tuned_as else {}
 
     def loss(name: str, value: float) -> float:
         """Return the validation loss of the tuned seed, with one more field."""
@@ -129,9 +166,10 @@ def train_cell(cell: Cell, out: Path) -> Mapping[str, str]:
         path = folder / "-".join(["tune", *(f"{n.rpartition('.')[2]}-{v}" for n, v in sorted(fields.items()))])
         return sweep(path, CONFIG, [*grid, f"seed={TUNED_SEED}", *(f"{n}={v}" for n, v in fields.items())], flags)
 
-    if cell.is_tuned and cell.arm.endswith("-gain"):
+    is_tuned = cell.is_tuned and tuned_as is None
+    if is_tuned and cell.arm.endswith("-gain"):
         tuned[GAIN] = f"{min(GAINS, key=lambda gain: loss(GAIN, gain)):g}"
-    if cell.is_tuned:
+    if is_tuned:
         tuned[RATE] = f"{best_rate(rates, lambda rate: loss(RATE, rate)):g}"
     seeds = f"seed={','.join(map(str, cell.seeds))}"
     sweep(folder / "reported", CONFIG, [*grid, seeds, *(f"{n}={v}" for n, v in tuned.items())], flags)

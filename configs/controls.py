@@ -8,6 +8,7 @@ Command:  make study-controls    # all tasks and arms, with tuned learning rates
               --out=runs/controls
 Protocol: two layers of width 64; differential models have 4 heads of width 16 (two queries and keys per head), the
           Transformer has 8. novels: 2M bytes of public-domain novels (`make novels`). novels-wide: heads of width 32.
+          novels-0.4m: models of width 128, with 0.43M parameters. The last five arms are other architectures.
           recall: eight keys and their values among 15 distractors, recall-31 among 31. TUNED has the rates and gains
           that `benchmarks/controls_study.py` found.
 Hardware: 2 CPU cores, half a minute per run. Result: docs/results.md.
@@ -38,6 +39,7 @@ ARMS = {
     "diff-gain": Arm("diff", {"head_norm": "none", "post_scale": GAIN}),
     "diff-plain": Arm("diff", {"head_norm": "none", "post_scale": 1.0}),
     "diff-lambda_1": Arm("diff", {"lambda_learned": False, "lambda_init": 1.0, "post_scale": MEAN_FACTOR}),
+    **{architecture: Arm(architecture) for architecture in ("diff_v2", "gdla", "gated", "top_k", "signed_mask")},
 }
 TRANSFORMER_HEADS = 8
 ROWS_PER_UPDATE = 16  # On recall.
@@ -67,7 +69,8 @@ TUNED: Mapping[str, Mapping[str, Mapping[str, float]]] = {
     },
 }
 DISTRACTORS = {"recall": 15, "recall-31": 31}
-TASKS = ("novels", "novels-wide", *DISTRACTORS)
+WIDER = "novels-0.4m"
+TASKS = ("novels", "novels-wide", WIDER, *DISTRACTORS)
 
 
 def get_config(arg: str = "novels-diff") -> ConfigDict:
@@ -78,6 +81,8 @@ def get_config(arg: str = "novels-diff") -> ConfigDict:
     arm = ARMS[name]
     c = toy.get_config(f"{'recall' if task in DISTRACTORS else 'books'}-transformer")
     c.model.head_dim = 32 if task == "novels-wide" else 16
+    if task == WIDER:
+        c.model.d_model, c.model.mlp_dim = 128, 340
     if task in DISTRACTORS:
         _recall(c, DISTRACTORS[task])
     else:

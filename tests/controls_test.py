@@ -173,6 +173,35 @@ def test_the_second_set_of_runs_takes_the_recipes_rate_and_gain(tmp_path, monkey
     assert not first & {folder.parent.name for folder, *_ in calls}
 
 
+def test_longer_trainings_take_the_rate_of_the_shortest(tmp_path, monkeypatch):
+    """In question 4, only the cells with the fewest tokens per parameter choose a rate."""
+    calls = []
+
+    def sweep(out, config, grid, flags):
+        fields = dict(word.split("=") for word in grid)
+        calls.append((fields["task"], fields["arm"], fields["seed"], fields["optimizer.learning_rate"], *flags))
+        return abs(math.log2(float(fields["optimizer.learning_rate"]) / (4e-3 if fields["arm"] == "diff" else 1.6e-2)))
+
+    monkeypatch.setattr(controls_study, "sweep", sweep)
+    assert controls_study.main([f"--out={tmp_path}", "--question=4", "--jobs=3"]) == 0
+    assert {steps for *_, seed, _, steps in calls if seed == "100"} == {
+        "--config.train.steps=723",
+        "--config.train.steps=2083",
+    }
+    reported = [(arm, rate) for _, arm, seed, rate, _ in calls if seed == "30,31,32,33,34,35,36,37"]
+    assert len(reported) == 5 * len(controls_study.ARCHITECTURES)
+    assert {rate for arm, rate in reported if arm == "diff"} == {"0.004"}
+    assert {rate for arm, rate in reported if arm != "diff"} == {"0.016"}
+
+
+def test_lengths_are_tokens_per_parameter():
+    for task, lengths in controls_study.LENGTHS.items():
+        config = load_config(f"controls:{task}-transformer", {})
+        parameters = count_parameters(config.model).total
+        for tokens, steps in lengths.items():
+            assert steps * config.train.global_batch_tokens / parameters == pytest.approx(tokens, rel=1e-3)
+
+
 def test_every_cell_of_the_plan_is_an_arm_of_the_recipe():
     cells = [cell for question in controls_study.QUESTIONS.values() for cell in question]
     assert len(cells) > 40
