@@ -5,17 +5,16 @@ paired numbers. The contrasts of a question are a family, whose p-values Holm's 
 """
 
 import itertools
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import scipy.stats
 
-from benchmarks.controls_study import GAIN, RATE
-from benchmarks.results_tables import TEST_LOSS, Record, estimate, is_solved, markdown, provenance, signed
+from benchmarks.controls_study import ARCHITECTURES, GAIN, LENGTHS, RATE, STEPS
+from benchmarks.results_tables import TEST_LOSS, Record, estimate, markdown, provenance, signed
 from difftx.configs import controls
 
-SOLVED_AT = "exact_match/solved_at_step"
 SIGNIFICANT = 0.05  # Largest corrected p-value at which the page says that an arm is better.
 
 
@@ -35,20 +34,21 @@ class Contrast(NamedTuple):
         ).removeprefix("+ ")
 
 
-def _versus(one: str, other: str, asks: str) -> Contrast:
+def versus(one: str, other: str, asks: str) -> Contrast:
+    """Return the contrast of two cells."""
     return Contrast(asks, (one,), (other,))
 
 
 NORM_OR_GAIN = (
-    _versus("diff", "zero-norm", "the subtraction, with the norm"),
-    _versus("diff-gain", "zero-gain", "the subtraction, with a gain"),
-    _versus("diff", "diff-gain", "the norm in place of a gain, with the subtraction"),
-    _versus("zero-norm", "zero-gain", "the norm in place of a gain, without the subtraction"),
-    _versus("diff-gain", "diff-plain", "the gain, with the subtraction"),
-    _versus("diff", "transformer", "all of it"),
-    _versus("diff", "transformer-gain", "all of it, against the stronger baseline"),
+    versus("diff", "zero-norm", "the subtraction, with the norm"),
+    versus("diff-gain", "zero-gain", "the subtraction, with a gain"),
+    versus("diff", "diff-gain", "the norm in place of a gain, with the subtraction"),
+    versus("zero-norm", "zero-gain", "the norm in place of a gain, without the subtraction"),
+    versus("diff-gain", "diff-plain", "the gain, with the subtraction"),
+    versus("diff", "transformer", "all of it"),
+    versus("diff", "transformer-gain", "all of it, against the stronger baseline"),
 )
-MUON, SHORT_WARMUP = "optimizer.name=muon", "optimizer.warmup_fraction=0.01"
+MUON, SHORT_WARMUP = "optimizer=muon", "warmup_fraction=0.01"
 
 
 def _warmup_contrasts() -> Sequence[Contrast]:
@@ -58,7 +58,7 @@ def _warmup_contrasts() -> Sequence[Contrast]:
             {arm: ", ".join([arm, *changes, *warmup]) for arm in ("transformer", "diff")}
             for warmup in ([], [SHORT_WARMUP])
         )
-        found += [_versus(short[arm], long[arm], f"{arm}'s need for a long warm-up, {name}") for arm in short]
+        found += [versus(short[arm], long[arm], f"{arm}'s need for a long warm-up, {name}") for arm in short]
         found.append(
             Contrast(
                 f"whether diff needs it more, {name}",
@@ -66,7 +66,7 @@ def _warmup_contrasts() -> Sequence[Contrast]:
                 (long["diff"], short["transformer"]),
             )
         )
-        found.append(_versus(long["diff"], long["transformer"], f"all of it, {name}"))
+        found.append(versus(long["diff"], long["transformer"], f"all of it, {name}"))
     return found
 
 
@@ -76,25 +76,32 @@ FAMILIES: Mapping[str, Sequence[Contrast]] = {
     "norm-or-gain": NORM_OR_GAIN,
     "again": tuple(contrast for contrast in NORM_OR_GAIN if "diff-plain" not in contrast.minus),
     "main": (
-        _versus("diff", "zero-norm", "the subtraction, with the norm"),
-        _versus("diff", "transformer", "all of it"),
-        _versus("diff", "transformer-gain", "all of it, against the stronger baseline"),
+        versus("diff", "zero-norm", "the subtraction, with the norm"),
+        versus("diff", "transformer", "all of it"),
+        versus("diff", "transformer-gain", "all of it, against the stronger baseline"),
     ),
     "lambda": (
-        _versus("diff, lambda_bound=sigmoid", "diff", "λ between 0 and 1"),
-        _versus("diff, lambda_bound=tanh", "diff", "λ between -1 and 1"),
-        _versus("diff, optimizer.lambda_learning_rate_factor=0.1", "diff", "a slower λ"),
-        _versus("diff, optimizer.lambda_weight_decay=0.1", "diff", "a decayed λ"),
+        versus("diff, lambda_bound=sigmoid", "diff", "λ between 0 and 1"),
+        versus("diff, lambda_bound=tanh", "diff", "λ between -1 and 1"),
+        versus("diff, lambda_learning_rate_factor=0.1", "diff", "a slower λ"),
+        versus("diff, lambda_weight_decay=0.1", "diff", "a decayed λ"),
     ),
     "warmup": _warmup_contrasts(),
+    "review": tuple(
+        versus(arm, other, f"{what} in place of {instead}")
+        for other, instead in (("transformer", "softmax"), ("diff", "the subtraction"))
+        for arm, what in (("top_k", "explicit top-k"), ("signed_mask", "a signed mask"))
+    ),
 }
 
 
 def cell_of(record: Record) -> str:
-    """Return the name of a record's cell: the arm, and the changes that are not tuned."""
+    """Return the name of a record's cell: the arm, and the changes that are not tuned, without their config groups."""
     tuned = {RATE} | ({GAIN} if record["arm"].endswith("-gain") else set())
     changes = (
-        f"{name.removeprefix('model.')}={x}" for name, x in sorted(record["changes"].items()) if name not in tuned
+        f"{name.removesuffix('.name').rpartition('.')[2]}={x}"
+        for name, x in sorted(record["changes"].items())
+        if name not in tuned
     )
     return ", ".join([record["arm"], *changes])
 
@@ -151,7 +158,7 @@ def family_table(records: Sequence[Record], family: str, number: str = TEST_LOSS
 
 def contrast_value(records: Sequence[Record], one: str, other: str, number: str = TEST_LOSS) -> str:
     """Return the difference of two cells with its interval. Their names have no spaces after commas."""
-    contrast = _versus(one.replace(",", ", "), other.replace(",", ", "), "")
+    contrast = versus(one.replace(",", ", "), other.replace(",", ", "), "")
     return signed(estimate(values(records, contrast, number)))
 
 
@@ -167,90 +174,71 @@ def cells_table(records: Sequence[Record], number: str = TEST_LOSS) -> str:
     return markdown(["arm", "parameters", "rate", "gain", "bits per byte"], rows) + provenance(records)
 
 
-# ── Recall: solved runs ──
+# ── Question 4: size and tokens ──
+
+BASELINE, FAMILY_TOKENS = "transformer", 20
+COMPARED_ARMS = tuple(arm for arm in ARCHITECTURES if arm != BASELINE)
 
 
-def outcomes(records: Sequence[Record], cell: str) -> list[bool]:
-    """Return for each run of a cell whether it has solved the task."""
-    return [is_solved(r) for r in records if cell_of(r) == cell]
+def of_size(records: Sequence[Record], task: str, arm: str) -> dict[int, list[float]]:
+    """Return tokens per parameter → differences of an arm from the Transformer by seed, for lengths with runs."""
+    done = {r["changes"][STEPS] for r in records if r["task"] == task}
+    return {
+        tokens: values(records, versus(f"{arm}, steps={steps}", f"{BASELINE}, steps={steps}", ""), TEST_LOSS)
+        for tokens, steps in LENGTHS[task].items()
+        if str(steps) in done
+    }
 
 
-def solved_count(records: Sequence[Record], task: str, cell: str) -> str:
-    """Return the number of a cell's runs that have solved the task, such as "2 of 6"."""
-    own = outcomes([r for r in records if r["task"] == task], cell)
-    return f"{sum(own)} of {len(own)}"
+def slopes(differences: Mapping[int, Sequence[float]]) -> list[float]:
+    """Return the least-squares slope of each seed's difference over log2 of the tokens: bits per byte per doubling."""
+    x = np.log2([*differences])
+    return np.polyfit(x, np.array([*differences.values()]), 1)[0].tolist()
 
 
-def fisher(records: Sequence[Record], contrast: Contrast) -> float:
-    """Return the p-value of Fisher's exact test on the solved runs of a contrast's two cells."""
-    table = [
-        [sum(own), len(own) - sum(own)] for own in (outcomes(records, *of) for of in (contrast.plus, contrast.minus))
-    ]
-    return float(scipy.stats.fisher_exact(table).pvalue)
-
-
-def solved_table(records: Sequence[Record], task: str) -> str:
-    """Return a table of a task's cells: tuned rate and gain, solved runs, and the step at which a run solves it."""
-    records = [r for r in records if r["task"] == task]
+def sizes_table(records: Sequence[Record]) -> str:
+    """Return a table of sizes and lengths of training: the Transformer's loss, and the differences from it."""
     rows = []
-    for cell in dict.fromkeys(map(cell_of, records)):
-        own = [r for r in records if cell_of(r) == cell]
-        steps = [f"{r['numbers'][SOLVED_AT]:g}" if is_solved(r) else "–" for r in sorted(own, key=lambda r: r["seed"])]
-        accuracies = [r["numbers"]["exact_match/retrieval"] for r in own]
-        rows.append(
-            [
-                cell,
-                f"{own[0]['learning_rate']:g}",
-                own[0]["changes"].get(GAIN, ""),
-                solved_count(records, task, cell),
-                ", ".join(steps),
-                f"{statistics.median(accuracies):.3f}",
-            ]
-        )
-    header = ["arm", "rate", "gain", "solved", "step of the first solution, by seed", "median accuracy"]
+    for task, lengths in LENGTHS.items():
+        differences = {arm: of_size(records, task, arm) for arm in COMPARED_ARMS}
+        for tokens in differences[COMPARED_ARMS[0]]:
+            own = [r for r in records if (r["task"], r["changes"][STEPS]) == (task, str(lengths[tokens]))]
+            losses = list(by_seed(own, f"{BASELINE}, steps={lengths[tokens]}", TEST_LOSS).values())
+            sizes = {r["parameters"] for r in own if r["arm"] == BASELINE}
+            found = (signed(estimate(differences[arm][tokens])) for arm in COMPARED_ARMS)
+            rows.append([f"{max(sizes):,}", str(tokens), f"{own[0]['tokens']:,}", str(estimate(losses)), *found])
+    header = ["parameters", "tokens per parameter", "tokens", f"`{BASELINE}`", *(f"`{arm}` −" for arm in COMPARED_ARMS)]
     return markdown(header, rows) + provenance(records)
 
 
-def solved_family_table(records: Sequence[Record], task: str) -> str:
-    """Return a table of the contrasts of norm, gain and subtraction by solved runs."""
-    records = [r for r in records if r["task"] == task]
-    corrected = holm([fisher(records, contrast) for contrast in NORM_OR_GAIN])
+def size_family(records: Sequence[Record], task: str) -> list[tuple[str, str, list[float]]]:
+    """Return name, purpose and values by seed of a size's contrasts: at 20 tokens per parameter, and the slopes."""
+    differences = {arm: of_size(records, task, arm) for arm in COMPARED_ARMS}
+    title = "`{}` − `" + BASELINE + "`"
+    return [
+        *(
+            (title.format(arm), f"{FAMILY_TOKENS} tokens per parameter", of[FAMILY_TOKENS])
+            for arm, of in differences.items()
+        ),
+        *((title.format(arm), "slope per doubling of the tokens", slopes(of)) for arm, of in differences.items()),
+    ]
+
+
+def sizes_family_table(records: Sequence[Record], task: str) -> str:
+    """Return a table of a size's family of contrasts."""
+    family = size_family(records, task)
     rows = []
-    for contrast, p in zip(NORM_OR_GAIN, corrected, strict=True):
-        counts = [solved_count(records, task, cell) for cell in (*contrast.plus, *contrast.minus)]
-        better = "open" if p >= SIGNIFICANT else "better" if counts[0] > counts[1] else "worse"
-        rows.append([contrast.title, contrast.asks, *counts, f"{p:.3f}", better])
-    return markdown(["contrast", "asks for", "first solved", "second", "p, corrected", "the first is"], rows)
-
-
-ATTENTION_COLUMNS = {
-    "to the answer": "answer",
-    "to other pairs": "others",
-    "to distractors": "noise",
-    "to position 0": "first",
-    "Gini": "gini",
-    "cosine of A1 and A2, answer": "cosine_answer",
-    "distractors": "cosine_noise",
-}
-
-
-def attention_table(records: Sequence[Record], task: str) -> str:
-    """Return a table of the suite attention: means over the solved runs of each cell that has its numbers."""
-    own = [r for r in records if r["task"] == task and "attention/answer" in r["numbers"] and is_solved(r)]
-    rows = []
-    for cell in dict.fromkeys(map(cell_of, own)):
-        runs = [r["numbers"] for r in own if cell_of(r) == cell]
-        found = ([run.get(f"attention/{name}") for run in runs] for name in ATTENTION_COLUMNS.values())
-        rows.append([cell, str(len(runs)), *("" if None in of else str(estimate(of)) for of in found)])
-    return markdown(["arm", "solved runs", *ATTENTION_COLUMNS], rows)
+    for (title, what, of), p in zip(family, holm([p_value(of) for *_, of in family]), strict=True):
+        mean = estimate(of)
+        words = ("worse", "better") if what.startswith(str(FAMILY_TOKENS)) else ("rises", "falls")
+        rows.append([title, what, signed(mean), f"{p:.3f}", "open" if p >= SIGNIFICANT else words[mean.mean < 0]])
+    return markdown(["contrast", "at", "bits per byte", "p, corrected", "verdict"], rows)
 
 
 PLACES = {
-    "attention": attention_table,
     "family": family_table,
     "contrast": contrast_value,
     "cells": cells_table,
-    "solved_table": solved_table,
-    "solved_family": solved_family_table,
-    "solved_count": solved_count,
+    "sizes": sizes_table,
+    "sizes_family": sizes_family_table,
 }

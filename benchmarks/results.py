@@ -10,7 +10,7 @@ python benchmarks/results.py compare --study=question-1-novels+question-1-recall
     other tasks means with intervals; the exit code is 1 if a result does not agree
 
 In the template, `{{WORD STUDY …}}` stands for a table or a value of one study, or of several (STUDY+STUDY). PLACES in
-benchmarks/results_tables.py, optimizer_tables.py and controls_tables.py define the words.
+benchmarks/results_tables.py, optimizer_tables.py, controls_tables.py and recall_tables.py define the words.
 """
 
 import argparse
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import matplotlib
 
-from benchmarks import controls_tables, optimizer_tables, results_tables
+from benchmarks import controls_tables, optimizer_tables, recall_tables, results_tables
 from benchmarks.results_figures import (
     draw_arms,
     draw_caches,
@@ -66,12 +66,9 @@ INK = "#e6edf3"  # Text on dark pages.
 DARK_TEXTS = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 # End of a figure's name → its style. Figures for dark pages have no ground of their own.
 SCHEMES = {"": {}, "-dark": {**dict.fromkeys(DARK_TEXTS, INK), "axes.facecolor": "none", "savefig.transparent": True}}
-PLACES = {**results_tables.PLACES, **optimizer_tables.PLACES, **controls_tables.PLACES}
-PLACES_OF_DATA = (
-    "data.path",
-    "eval.bigrams_path",
-    "checkpoint.init_from",
-)  # Fields left out of printed commands: paths differ by machine.
+PLACES = {**results_tables.PLACES, **optimizer_tables.PLACES, **controls_tables.PLACES, **recall_tables.PLACES}
+# Fields whose paths are left out of printed commands, because they differ by machine.
+PLACES_OF_DATA = ("data.path", "eval.bigrams_path", "checkpoint.init_from")
 NO_CHANGES = ("train.seed", "data.", "eval.", "checkpoint.")  # Overrides of these fields do not change a run's arm.
 # Suites whose numbers at the last step are collected.
 SUITES = ("loss", "test", "recall", "exact_match", "attention", "outliers", "cache", "quantize")
@@ -132,7 +129,11 @@ def _record(sweep: Mapping[str, Any], point: Mapping[str, Any], run: RunRecord) 
 
 
 def _numbers(run: RunRecord) -> dict[str, float]:
-    """Return the numbers of the newest results, the accuracies of the tasks, and λ of each layer at the last step."""
+    """Return a run's numbers.
+
+    They are those of the newest results, the accuracies of the tasks, the step at which the run solved recall, the
+    first cosines of A1 and A2, and λ of each layer at the last step.
+    """
     newest = {suite: max(steps.items())[1] for suite, steps in run.results.items()}
     numbers = {f"{suite}/{n}": x for suite in SUITES if suite in newest for n, x in newest[suite]["numbers"].items()}
     if "exact_match" in newest:
@@ -140,6 +141,10 @@ def _numbers(run: RunRecord) -> dict[str, float]:
         numbers |= {f"exact_match/{name}": scores["accuracy"] for name, scores in tasks.items()}
         if len(run.results["exact_match"]) > 1 and SOLVED_TASK in tasks:
             numbers |= _solved_at(run.results["exact_match"])
+    if len(steps := run.results.get("attention", {})) > 1:
+        first = min(steps.items())[1]["numbers"]
+        names = (name for name in recall_tables.ALIGNMENT if name.partition("/")[2] in first)
+        numbers |= {recall_tables.FIRST + name: first[name.partition("/")[2]] for name in names}
     lambdas = run.split("train")[-1].get("lambda", ())
     return numbers | {f"lambda/{layer}": value for layer, value in enumerate(lambdas, 1)}
 
@@ -148,11 +153,11 @@ def _solved_at(results: Mapping[int, Mapping[str, Any]]) -> dict[str, float]:
     """Return the first evaluated step at which a run solved recall, under its name, or nothing if it did not."""
     accuracies = {step: found["details"]["sets"][SOLVED_TASK]["accuracy"] for step, found in results.items()}
     steps = [step for step, accuracy in accuracies.items() if accuracy >= SOLVED_FROM]
-    return {controls_tables.SOLVED_AT: float(min(steps))} if steps else {}
+    return {recall_tables.SOLVED_AT: float(min(steps))} if steps else {}
 
 
 def _flags(fields: Mapping[str, str]) -> list[str]:
-    return [f"--config.{name}={value}" for name, value in fields.items() if name not in PLACES_OF_DATA]
+    return [f"--config.{n}={value}" for n, value in fields.items() if n not in PLACES_OF_DATA or "/" not in value]
 
 
 def _hardware(devices: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from benchmarks import controls_study, controls_tables
+from benchmarks import controls_study, controls_tables, recall_tables
 from benchmarks.controls_tables import Contrast
 from difftx.config.recipes import load_config
 from difftx.configs import controls
@@ -19,7 +19,7 @@ from difftx.model.abstract import count_parameters
 
 def record(arm, seed, number=0.0, task="novels", rate=0.008, solved_at=None, **changes):
     numbers = {controls_tables.TEST_LOSS: number, "exact_match/retrieval": number}
-    numbers |= {} if solved_at is None else {controls_tables.SOLVED_AT: solved_at}
+    numbers |= {} if solved_at is None else {recall_tables.SOLVED_AT: solved_at}
     return {
         "task": task,
         "arm": arm,
@@ -60,7 +60,7 @@ def test_solved_runs_are_compared_by_fishers_exact_test(first, second):
     chances = [hypergeometric(k, 6, solved, 12) for k in range(max(0, solved - 6), min(6, solved) + 1)]
     own = hypergeometric(first, 6, solved, 12)
     expected = sum(chance for chance in chances if chance <= own * (1 + 1e-9))
-    assert controls_tables.fisher(records, Contrast("", ("diff",), ("zero-norm",))) == pytest.approx(expected)
+    assert recall_tables.fisher(records, Contrast("", ("diff",), ("zero-norm",))) == pytest.approx(expected)
 
 
 def test_a_contrast_pairs_the_seeds_of_its_cells():
@@ -115,9 +115,104 @@ def test_only_contrasts_below_the_corrected_threshold_get_a_verdict():
 def test_steps_to_solve_are_those_of_solved_runs():
     records = [record("diff", s, 0.95, "recall", solved_at=1250.0 + 250 * s) for s in range(2)]
     records += [record("diff", 2, 0.1, "recall")]
-    table = controls_tables.solved_table(records, "recall")
+    table = recall_tables.solved_table(records, "recall")
     assert "| 2 of 3 | 1250, 1500, – | 0.950 |" in table
     assert statistics.median([0.95, 0.95, 0.1]) == 0.95
+
+
+def test_names_of_cells_have_no_config_groups():
+    changes = {"optimizer__name": "muon", "optimizer__warmup_fraction": "0.01"}
+    assert controls_tables.cell_of(record("diff", 0, **changes)) == "diff, optimizer=muon, warmup_fraction=0.01"
+    names = {cell for contrast in controls_tables.FAMILIES["warmup"] for cell in (*contrast.plus, *contrast.minus)}
+    assert "diff, optimizer=muon, warmup_fraction=0.01" in names
+
+
+def test_the_subtraction_helps_against_noise_if_both_conditions_hold():
+    """It solves more runs among 31 distractors, and its lead in accuracy grows, with an interval above zero."""
+
+    def runs(many, few=(1.0,) * 6):
+        return [
+            record(arm, seed, accuracy, task)
+            for task, of_arm in (("recall", {"diff": few, "zero-norm": (0.95,) * 6}), ("recall-31", many))
+            for arm, accuracies in of_arm.items()
+            for seed, accuracy in enumerate(accuracies)
+        ]
+
+    with_norm, _ = recall_tables.SUBTRACTIONS
+    helps = {"diff": (1.0,) * 6, "zero-norm": (0.1, 0.2, 0.1, 0.2, 0.1, 0.95)}
+    growth = recall_tables.noise_growth(runs(helps), with_norm)
+    np.testing.assert_allclose(growth, [0.85, 0.75, 0.85, 0.75, 0.85, 0.0])
+    assert recall_tables.helps_against_noise(runs(helps), with_norm)
+    unsure = {"diff": (1.0,) * 6, "zero-norm": (1.0, 1.0, 1.0, 1.0, 1.0, 0.1)}
+    assert not recall_tables.helps_against_noise(runs(unsure), with_norm)
+    equally_many = {"diff": (0.8,) * 6, "zero-norm": (0.1,) * 6}
+    assert not recall_tables.helps_against_noise(runs(equally_many), with_norm)
+    smaller_lead = {"diff": (0.9,) * 6, "zero-norm": (0.88,) * 6}
+    assert not recall_tables.helps_against_noise(runs(smaller_lead), with_norm)
+
+
+def test_the_slope_is_the_change_per_doubling_of_the_tokens():
+    """Differences that follow a line in the logarithm of the tokens have its slope, and noise that is even has none."""
+    wiggle = {5: 0.003, 20: -0.006, 80: 0.003}  # Orthogonal to a line, since the lengths are equally far apart.
+    exact = {tokens: [-0.02 * math.log2(tokens) + c + wiggle[tokens] for c in (0.1, 0.5)] for tokens in wiggle}
+    np.testing.assert_allclose(controls_tables.slopes(exact), [-0.02, -0.02])
+    two = {5: [0.25, 0.0], 20: [0.05, 0.02]}
+    np.testing.assert_allclose(controls_tables.slopes(two), [-0.1, 0.01], atol=1e-12)
+
+
+def test_sizes_are_a_table_and_a_family():
+    effects = {"diff": 0.02, "gdla": -0.03}
+    records = [
+        record(
+            arm,
+            seed,
+            2.0 + effects.get(arm, 0.0) + 0.001 * math.sin(7 * seed + i * steps),
+            task,
+            train__steps=str(steps),
+        )
+        for task, lengths in controls_study.LENGTHS.items()
+        for steps in lengths.values()
+        for i, arm in enumerate(controls_study.ARCHITECTURES)
+        for seed in range(8)
+    ]
+    rows = controls_tables.sizes_table(records).splitlines()
+    assert len([row for row in rows if row.startswith("| 1 | ")]) == 5
+    assert [row.split("|")[2].strip() for row in rows[2:7]] == ["5", "20", "80", "5", "20"]
+    few = [r for r in records if r["changes"]["train.steps"] != "11565"]
+    assert "| 80 |" not in controls_tables.sizes_table(few)
+    rows = [row.split("|") for row in controls_tables.sizes_family_table(records, "novels").splitlines()[2:]]
+    verdicts = {(row[1].strip(), row[2].strip()): row[5].strip() for row in rows}
+    assert len(verdicts) == 10
+    assert verdicts["`diff` − `transformer`", "20 tokens per parameter"] == "worse"
+    assert verdicts["`gdla` − `transformer`", "20 tokens per parameter"] == "better"
+    assert verdicts["`diff` − `transformer`", "slope per doubling of the tokens"] == "open"
+
+
+def test_alignment_is_the_growth_of_a_cosine_of_the_same_seed():
+    def run(arm, seed, first, last):
+        found = record(arm, seed, task="recall")
+        cosines = {"attention/cosine_noise": last, "attention/cosine_answer": last / 2}
+        firsts = {f"first/{name}": value - last + first for name, value in cosines.items()}
+        return found | {"numbers": cosines | firsts}
+
+    records = [run("diff", 1, 0.5, 0.6), run("zero-norm", 0, 0.4, 0.3), run("diff", 0, 0.5, 0.8)]
+    records.append(run("zero-norm", 1, 0.4, 0.3))
+    np.testing.assert_allclose(recall_tables.alignment_growth(records, "diff"), [0.3, 0.1])
+    assert recall_tables.alignment_contrast(records, "diff", "zero-norm").startswith("+0.300 ±")
+    assert "| diff | distractors | 0.500 ± 0.000 | 0.700 ± 1.271 | +0.200 ± 1.271 |" in (
+        recall_tables.alignment_table(records)
+    )
+
+
+def test_diverging_lambdas_stand_by_rate_and_seed():
+    def run(rate, seed, accuracy, *lambdas):
+        found = record("diff-plain", seed, accuracy, "recall", rate=rate)
+        return found | {"numbers": found["numbers"] | {f"lambda/{i}": x for i, x in enumerate(lambdas, 1)}}
+
+    records = [run(0.01, 1, 0.1, -9.0, 0.5), run(0.01, 0, 0.2, -70.28, 0.4), run(0.02, 0, 0.95, 1.0, 2.0)]
+    table = recall_tables.lambdas_table(records)
+    assert "| 0.01 | 0 of 2 | -70.28, -9.00 | 0.40, 0.50 |" in table
+    assert "| 0.02 | 1 of 1 | 1.00 | 2.00 |" in table
 
 
 def test_the_controls_have_equally_many_parameters_and_widths():

@@ -286,8 +286,8 @@ def test_every_arm_has_equally_many_tokens_and_seeds(study):
 LAMBDAS = {
     "lambda_bound=sigmoid": {"model__lambda_bound": "sigmoid"},
     "lambda_bound=tanh": {"model__lambda_bound": "tanh"},
-    "optimizer.lambda_learning_rate_factor=0.1": {"optimizer__lambda_learning_rate_factor": "0.1"},
-    "optimizer.lambda_weight_decay=0.1": {"optimizer__lambda_weight_decay": "0.1"},
+    "lambda_learning_rate_factor=0.1": {"optimizer__lambda_learning_rate_factor": "0.1"},
+    "lambda_weight_decay=0.1": {"optimizer__lambda_weight_decay": "0.1"},
 }
 
 

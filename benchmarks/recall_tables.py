@@ -1,0 +1,198 @@
+"""Tables and values of docs/results.md on recall: solved runs, attention weights, λ and the number of distractors."""
+
+import statistics
+from collections.abc import Sequence
+
+import scipy.stats
+
+from benchmarks.controls_study import GAIN
+from benchmarks.controls_tables import NORM_OR_GAIN, SIGNIFICANT, Contrast, by_seed, cell_of, holm, values, versus
+from benchmarks.results_tables import (
+    SOLVED_NUMBER,
+    Record,
+    estimate,
+    is_solved,
+    markdown,
+    provenance,
+    signed,
+)
+from difftx.configs.controls import DISTRACTORS
+
+SOLVED_AT = "exact_match/solved_at_step"
+
+
+def outcomes(records: Sequence[Record], cell: str) -> list[bool]:
+    """Return for each run of a cell whether it has solved the task."""
+    return [is_solved(r) for r in records if cell_of(r) == cell]
+
+
+def solved_count(records: Sequence[Record], task: str, cell: str) -> str:
+    """Return the number of a cell's runs that have solved the task, such as "2 of 6"."""
+    own = outcomes([r for r in records if r["task"] == task], cell)
+    return f"{sum(own)} of {len(own)}"
+
+
+def fisher(records: Sequence[Record], contrast: Contrast) -> float:
+    """Return the p-value of Fisher's exact test on the solved runs of a contrast's two cells."""
+    table = [
+        [sum(own), len(own) - sum(own)] for own in (outcomes(records, *of) for of in (contrast.plus, contrast.minus))
+    ]
+    return float(scipy.stats.fisher_exact(table).pvalue)
+
+
+def solved_table(records: Sequence[Record], task: str) -> str:
+    """Return a table of a task's cells: tuned rate and gain, solved runs, and the step at which a run solves it."""
+    records = [r for r in records if r["task"] == task]
+    rows = []
+    for cell in dict.fromkeys(map(cell_of, records)):
+        own = [r for r in records if cell_of(r) == cell]
+        steps = [f"{r['numbers'][SOLVED_AT]:g}" if is_solved(r) else "–" for r in sorted(own, key=lambda r: r["seed"])]
+        accuracies = [r["numbers"]["exact_match/retrieval"] for r in own]
+        rows.append(
+            [
+                cell,
+                f"{own[0]['learning_rate']:g}",
+                own[0]["changes"].get(GAIN, ""),
+                solved_count(records, task, cell),
+                ", ".join(steps),
+                f"{statistics.median(accuracies):.3f}",
+            ]
+        )
+    header = ["arm", "rate", "gain", "solved", "step of the first solution, by seed", "median accuracy"]
+    return markdown(header, rows) + provenance(records)
+
+
+def solved_family_table(records: Sequence[Record], task: str) -> str:
+    """Return a table of the contrasts of norm, gain and subtraction by solved runs."""
+    records = [r for r in records if r["task"] == task]
+    corrected = holm([fisher(records, contrast) for contrast in NORM_OR_GAIN])
+    rows = []
+    for contrast, p in zip(NORM_OR_GAIN, corrected, strict=True):
+        counts = [solved_count(records, task, cell) for cell in (*contrast.plus, *contrast.minus)]
+        better = "open" if p >= SIGNIFICANT else "better" if counts[0] > counts[1] else "worse"
+        rows.append([contrast.title, contrast.asks, *counts, f"{p:.3f}", better])
+    return markdown(["contrast", "asks for", "first solved", "second", "p, corrected", "the first is"], rows)
+
+
+ATTENTION_COLUMNS = {
+    "to the answer": "answer",
+    "to other pairs": "others",
+    "to distractors": "noise",
+    "to position 0": "first",
+    "Gini": "gini",
+    "cosine of A1 and A2, answer": "cosine_answer",
+    "distractors": "cosine_noise",
+}
+
+
+def attention_table(records: Sequence[Record], task: str) -> str:
+    """Return a table of the suite attention: means over the solved runs of each cell that has its numbers."""
+    own = [r for r in records if r["task"] == task and "attention/answer" in r["numbers"] and is_solved(r)]
+    rows = []
+    for cell in dict.fromkeys(map(cell_of, own)):
+        runs = [r["numbers"] for r in own if cell_of(r) == cell]
+        found = ([run.get(f"attention/{name}") for run in runs] for name in ATTENTION_COLUMNS.values())
+        rows.append([cell, str(len(runs)), *("" if None in of else str(estimate(of)) for of in found)])
+    return markdown(["arm", "solved runs", *ATTENTION_COLUMNS], rows)
+
+
+# ── Question 6: does the subtraction help more among more distractors? ──
+
+FEW, MANY = DISTRACTORS
+SUBTRACTIONS = (versus("diff", "zero-norm", "with the norm"), versus("diff-gain", "zero-gain", "with a gain"))
+
+
+def accuracies(records: Sequence[Record], contrast: Contrast, task: str) -> list[float]:
+    """Return the difference of two arms' accuracies on a task by seed."""
+    return values([r for r in records if r["task"] == task], contrast, SOLVED_NUMBER)
+
+
+def noise_growth(records: Sequence[Record], contrast: Contrast) -> list[float]:
+    """Return by how much the difference of two arms' accuracies is larger with more distractors, by seed."""
+    few, many = (accuracies(records, contrast, task) for task in (FEW, MANY))
+    return [b - a for a, b in zip(few, many, strict=True)]
+
+
+def helps_against_noise(records: Sequence[Record], contrast: Contrast) -> bool:
+    """Return whether both preregistered conditions hold, for the subtraction with the norm or with a gain."""
+    own = [r for r in records if r["task"] == MANY]
+    one, other = (sum(outcomes(own, *of)) for of in (contrast.plus, contrast.minus))
+    grows = estimate(noise_growth(records, contrast))
+    return one > other and grows.half is not None and grows.mean > grows.half
+
+
+def noise_table(records: Sequence[Record]) -> str:
+    """Return a table of the subtraction's contrasts with few and many distractors."""
+    rows = []
+    for contrast in SUBTRACTIONS:
+        counts = (
+            ", ".join(solved_count(records, task, *of) for of in (contrast.plus, contrast.minus))
+            for task in DISTRACTORS
+        )
+        numbers = [accuracies(records, contrast, task) for task in DISTRACTORS]
+        found = (signed(estimate(of)) for of in (*numbers, noise_growth(records, contrast)))
+        verdict = "helps against noise" if helps_against_noise(records, contrast) else "not shown"
+        rows.append([contrast.title, *counts, *found, verdict])
+    few, many = (f"{count} distractors" for count in DISTRACTORS.values())
+    header = ["contrast", f"solved, {few}", many, f"difference of accuracies, {few}", many, "growth", "the subtraction"]
+    return markdown(header, rows)
+
+
+# ── Question 3: λ without a norm ──
+
+
+def lambdas_table(records: Sequence[Record]) -> str:
+    """Return a table of learning rates: solved runs, and λ of each layer at the last step by seed."""
+    rows = []
+    for rate in dict.fromkeys(r["learning_rate"] for r in records):
+        own = sorted((r for r in records if r["learning_rate"] == rate), key=lambda r: r["seed"])
+        layers = [name for name in own[0]["numbers"] if name.startswith("lambda/")]
+        by_layer = (", ".join(f"{r['numbers'][name]:.2f}" for r in own) for name in layers)
+        rows.append([f"{rate:g}", f"{sum(map(is_solved, own))} of {len(own)}", *by_layer])
+    return markdown(["rate", "solved", "λ of layer 1, by seed", "λ of layer 2"], rows) + provenance(records)
+
+
+# ── NC3 of the review: does training align A1 and A2 in noise? ──
+
+FIRST = "first/"  # Prefix of numbers of a run's first evaluation.
+ALIGNMENT = ("attention/cosine_noise", "attention/cosine_answer")
+
+
+def alignment_growth(records: Sequence[Record], arm: str, number: str = ALIGNMENT[0]) -> list[float]:
+    """Return by how much a cosine of A1 and A2 grows from the first tenth of the training to its end, by seed."""
+    first, last = (by_seed(records, arm, name) for name in (FIRST + number, number))
+    return [last[seed] - first[seed] for seed in last]
+
+
+def alignment_value(records: Sequence[Record], arm: str) -> str:
+    """Return the growth of the cosine at distractors with its interval."""
+    return signed(estimate(alignment_growth(records, arm)))
+
+
+def alignment_contrast(records: Sequence[Record], one: str, other: str) -> str:
+    """Return by how much more the cosine at distractors grows in one arm than in another."""
+    pairs = zip(alignment_growth(records, one), alignment_growth(records, other), strict=True)
+    return signed(estimate([a - b for a, b in pairs]))
+
+
+def alignment_table(records: Sequence[Record]) -> str:
+    """Return a table of cosines of A1 and A2 at the first tenth of the training and at its end."""
+    rows = []
+    for arm in dict.fromkeys(map(cell_of, records)):
+        for number, where in zip(ALIGNMENT, ("distractors", "the answer"), strict=True):
+            first, last = (estimate(list(by_seed(records, arm, name).values())) for name in (FIRST + number, number))
+            rows.append([arm, where, str(first), str(last), signed(estimate(alignment_growth(records, arm, number)))])
+    return markdown(["arm", "cosine of A1 and A2 at", "first tenth", "end", "growth"], rows) + provenance(records)
+
+
+PLACES = {
+    "attention": attention_table,
+    "solved_table": solved_table,
+    "solved_family": solved_family_table,
+    "solved_count": solved_count,
+    "noise": noise_table,
+    "lambdas": lambdas_table,
+    "alignment": alignment_table,
+    "alignment_value": alignment_value,
+    "alignment_contrast": alignment_contrast,
+}
