@@ -98,7 +98,7 @@ def attention_table(records: Sequence[Record], task: str) -> str:
 
 # ── Question 6: does the subtraction help more among more distractors? ──
 
-FEW, MANY = DISTRACTORS
+FEW, *MORE = DISTRACTORS
 SUBTRACTIONS = (versus("diff", "zero-norm", "with the norm"), versus("diff-gain", "zero-gain", "with a gain"))
 
 
@@ -107,35 +107,34 @@ def accuracies(records: Sequence[Record], contrast: Contrast, task: str) -> list
     return values([r for r in records if r["task"] == task], contrast, SOLVED_NUMBER)
 
 
-def noise_growth(records: Sequence[Record], contrast: Contrast) -> list[float]:
-    """Return by how much the difference of two arms' accuracies is larger with more distractors, by seed."""
-    few, many = (accuracies(records, contrast, task) for task in (FEW, MANY))
+def noise_growth(records: Sequence[Record], contrast: Contrast, task: str) -> list[float]:
+    """Return how much larger the difference of two arms' accuracies is on a task than with 15 distractors, by seed."""
+    few, many = (accuracies(records, contrast, name) for name in (FEW, task))
     return [b - a for a, b in zip(few, many, strict=True)]
 
 
-def helps_against_noise(records: Sequence[Record], contrast: Contrast) -> bool:
-    """Return whether both preregistered conditions hold, for the subtraction with the norm or with a gain."""
-    own = [r for r in records if r["task"] == MANY]
+def helps_against_noise(records: Sequence[Record], contrast: Contrast, task: str) -> bool:
+    """Return whether the arm with the subtraction solves more runs of a task, and its lead in accuracy has grown."""
+    own = [r for r in records if r["task"] == task]
     one, other = (sum(outcomes(own, *of)) for of in (contrast.plus, contrast.minus))
-    grows = estimate(noise_growth(records, contrast))
-    return one > other and grows.half is not None and grows.mean > grows.half
+    growth = estimate(noise_growth(records, contrast, task))
+    return one > other and growth.half is not None and growth.mean > growth.half
 
 
 def noise_table(records: Sequence[Record]) -> str:
-    """Return a table of the subtraction's contrasts with few and many distractors."""
+    """Return a table of the subtraction's contrasts by the number of distractors."""
     rows = []
     for contrast in SUBTRACTIONS:
-        counts = (
-            ", ".join(solved_count(records, task, *of) for of in (contrast.plus, contrast.minus))
-            for task in DISTRACTORS
-        )
-        numbers = [accuracies(records, contrast, task) for task in DISTRACTORS]
-        found = (signed(estimate(of)) for of in (*numbers, noise_growth(records, contrast)))
-        verdict = "helps against noise" if helps_against_noise(records, contrast) else "not shown"
-        rows.append([contrast.title, *counts, *found, verdict])
-    few, many = (f"{count} distractors" for count in DISTRACTORS.values())
-    header = ["contrast", f"solved, {few}", many, f"difference of accuracies, {few}", many, "growth", "the subtraction"]
-    return markdown(header, rows)
+        for task, distractors in DISTRACTORS.items():
+            counts = (solved_count(records, task, *of) for of in (contrast.plus, contrast.minus))
+            row = [contrast.title, str(distractors), *counts, signed(estimate(accuracies(records, contrast, task)))]
+            if task == FEW:
+                rows.append([*row, "", ""])
+                continue
+            growth = signed(estimate(noise_growth(records, contrast, task)))
+            rows.append([*row, growth, "yes" if helps_against_noise(records, contrast, task) else "not shown"])
+    header = ["contrast", "distractors", "first solved", "second", "difference of accuracies", "its growth"]
+    return markdown([*header, "helps against noise"], rows)
 
 
 # ── Question 3: λ without a norm ──

@@ -128,27 +128,30 @@ def test_names_of_cells_have_no_config_groups():
 
 
 def test_the_subtraction_helps_against_noise_if_both_conditions_hold():
-    """It solves more runs among 31 distractors, and its lead in accuracy grows, with an interval above zero."""
+    """It solves more runs among many distractors, and its lead in accuracy grows, with an interval above zero."""
+    few = {"diff": (1.0,) * 6, "zero-norm": (0.95,) * 6}
+    with_norm, _ = recall_tables.SUBTRACTIONS
 
-    def runs(many, few=(1.0,) * 6):
+    def runs(many):
         return [
             record(arm, seed, accuracy, task)
-            for task, of_arm in (("recall", {"diff": few, "zero-norm": (0.95,) * 6}), ("recall-31", many))
-            for arm, accuracies in of_arm.items()
+            for task, of_task in (("recall", few), ("recall-31", many))
+            for arm, accuracies in of_task.items()
             for seed, accuracy in enumerate(accuracies)
         ]
 
-    with_norm, _ = recall_tables.SUBTRACTIONS
-    helps = {"diff": (1.0,) * 6, "zero-norm": (0.1, 0.2, 0.1, 0.2, 0.1, 0.95)}
-    growth = recall_tables.noise_growth(runs(helps), with_norm)
+    def helps(**many):
+        return recall_tables.helps_against_noise(
+            runs({name.replace("_", "-"): of for name, of in many.items()}), with_norm, "recall-31"
+        )
+
+    some = {"diff": (1.0,) * 6, "zero-norm": (0.1, 0.2, 0.1, 0.2, 0.1, 0.95)}
+    growth = recall_tables.noise_growth(runs(some), with_norm, "recall-31")
     np.testing.assert_allclose(growth, [0.85, 0.75, 0.85, 0.75, 0.85, 0.0])
-    assert recall_tables.helps_against_noise(runs(helps), with_norm)
-    unsure = {"diff": (1.0,) * 6, "zero-norm": (1.0, 1.0, 1.0, 1.0, 1.0, 0.1)}
-    assert not recall_tables.helps_against_noise(runs(unsure), with_norm)
-    equally_many = {"diff": (0.8,) * 6, "zero-norm": (0.1,) * 6}
-    assert not recall_tables.helps_against_noise(runs(equally_many), with_norm)
-    smaller_lead = {"diff": (0.9,) * 6, "zero-norm": (0.88,) * 6}
-    assert not recall_tables.helps_against_noise(runs(smaller_lead), with_norm)
+    assert helps(diff=some["diff"], zero_norm=some["zero-norm"])
+    assert not helps(diff=(1.0,) * 6, zero_norm=(1.0, 1.0, 1.0, 1.0, 1.0, 0.1))  # The interval contains zero.
+    assert not helps(diff=(0.8,) * 6, zero_norm=(0.1,) * 6)  # None of them solves the task.
+    assert not helps(diff=(0.9,) * 6, zero_norm=(0.88,) * 6)  # The lead shrinks.
 
 
 def test_the_slope_is_the_change_per_doubling_of_the_tokens():
