@@ -140,18 +140,16 @@ def test_the_subtraction_helps_against_noise_if_both_conditions_hold():
             for seed, accuracy in enumerate(accuracies)
         ]
 
-    def helps(**many):
-        return recall_tables.helps_against_noise(
-            runs({name.replace("_", "-"): of for name, of in many.items()}), with_norm, "recall-31"
-        )
+    def helps(diff, zero):
+        return recall_tables.helps_against_noise(runs({"diff": diff, "zero-norm": zero}), with_norm, "recall-31")
 
-    some = {"diff": (1.0,) * 6, "zero-norm": (0.1, 0.2, 0.1, 0.2, 0.1, 0.95)}
-    growth = recall_tables.noise_growth(runs(some), with_norm, "recall-31")
+    all_solved, one_solved = (1.0,) * 6, (0.1, 0.2, 0.1, 0.2, 0.1, 0.95)
+    growth = recall_tables.noise_growth(runs({"diff": all_solved, "zero-norm": one_solved}), with_norm, "recall-31")
     np.testing.assert_allclose(growth, [0.85, 0.75, 0.85, 0.75, 0.85, 0.0])
-    assert helps(diff=some["diff"], zero_norm=some["zero-norm"])
-    assert not helps(diff=(1.0,) * 6, zero_norm=(1.0, 1.0, 1.0, 1.0, 1.0, 0.1))  # The interval contains zero.
-    assert not helps(diff=(0.8,) * 6, zero_norm=(0.1,) * 6)  # None of them solves the task.
-    assert not helps(diff=(0.9,) * 6, zero_norm=(0.88,) * 6)  # The lead shrinks.
+    assert helps(all_solved, one_solved)
+    assert not helps(all_solved, (1.0, 1.0, 1.0, 1.0, 1.0, 0.1))  # The interval contains zero.
+    assert not helps((0.8,) * 6, (0.1,) * 6)  # None of them solves the task.
+    assert not helps((0.9,) * 6, (0.88,) * 6)  # The lead shrinks.
 
 
 def test_the_slope_is_the_change_per_doubling_of_the_tokens():
