@@ -124,10 +124,16 @@ def helps_against_noise(records: Sequence[Record], contrast: Contrast, task: str
 def noise_table(records: Sequence[Record]) -> str:
     """Return a table of the subtraction's contrasts by the number of distractors."""
     rows = []
+    done = [task for task in DISTRACTORS if any(r["task"] == task for r in records)]
     for contrast in SUBTRACTIONS:
-        for task, distractors in DISTRACTORS.items():
+        for task in done:
             counts = (solved_count(records, task, *of) for of in (contrast.plus, contrast.minus))
-            row = [contrast.title, str(distractors), *counts, signed(estimate(accuracies(records, contrast, task)))]
+            row = [
+                contrast.title,
+                str(DISTRACTORS[task]),
+                *counts,
+                signed(estimate(accuracies(records, contrast, task))),
+            ]
             if task == FEW:
                 rows.append([*row, "", ""])
                 continue

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import matplotlib
 
 from benchmarks import controls_tables, optimizer_tables, recall_tables, results_tables
+from benchmarks.controls_study import AGAINST_NOISE
 from benchmarks.results_figures import (
     draw_arms,
     draw_caches,
@@ -215,10 +216,13 @@ def main(arguments: Sequence[str]) -> int:
         write_atomically(README, with_summary(README.read_text(), collected))
         own = toy.get_config("books-diff")
         own_steps = round(own.optimizer.warmup_fraction * own.train.steps)
+        on_recall = [record for study in ("question-1-recall", "question-6") for record in collected[study]]
+        of_question_6 = [record for record in on_recall if record["arm"] in AGAINST_NOISE]
         for suffix, style in SCHEMES.items():
             with matplotlib.rc_context(style):
                 draw_family(collected["question-1-again"], "again", IMAGES / f"results_again{suffix}")
                 draw_solved(collected["question-1-recall"], IMAGES / f"results_solved{suffix}")
+                draw_solved(of_question_6, IMAGES / f"results_noise{suffix}")
                 draw_arms(collected["arms"], IMAGES / f"results{suffix}")
                 draw_arms(collected["differential"], IMAGES / f"results_differential{suffix}")
                 draw_optimizers(collected["optimizers"], IMAGES / f"results_optimizers{suffix}")

@@ -240,6 +240,101 @@ CLAIMS = {
 }
 
 
+NOISE, DIVERGING = "question-6", "question-3-recall"
+
+
+def accuracies(study, arm, task):
+    return {
+        r["seed"]: r["numbers"]["exact_match/retrieval"]
+        for r in COLLECTED[study]
+        if (r["arm"], r["task"]) == (arm, task)
+    }
+
+
+def lambdas(study, layer, **where):
+    return [
+        r["numbers"][f"lambda/{layer}"]
+        for r in COLLECTED[study]
+        if all(r[name] == value for name, value in where.items())
+    ]
+
+
+def first_solutions(study, arm, task):
+    runs = [r for r in COLLECTED[study] if (r["arm"], r["task"]) == (arm, task)]
+    return [r["numbers"]["exact_match/solved_at_step"] for r in sorted(runs, key=lambda r: r["seed"])]
+
+
+def rates(study, arm, task):
+    return {r["learning_rate"] for r in COLLECTED[study] if (r["arm"], r["task"]) == (arm, task)}
+
+
+def diverging():
+    """Return λ of layer 1 and whether the run solved the task, of each run."""
+    return [(r["numbers"]["lambda/1"], r["numbers"]["exact_match/retrieval"] >= 0.9) for r in COLLECTED[DIVERGING]]
+
+
+CLAIMS |= {
+    "λ of layer 1 falls to between -1.8 and -182 in 17 of 20 runs, and none of these solves the task": lambda: (
+        [done for x, done in diverging() if -182 < x < -1.8] == [False] * 17 and len(diverging()) == 20
+    ),
+    "In the three others, |λ| of layer 1 is below 0.2, and all three solve it": lambda: (
+        [done for x, done in diverging() if abs(x) < 0.2] == [True] * 3
+    ),
+    "λ of layer 2 stays between 0.2 and 1 in all runs": lambda: all(0.2 < x < 1 for x in lambdas(DIVERGING, 2)),
+    "With the norm, λ stays between 0 and 1": lambda: all(
+        0 < x < 1 for study in (RECALL, NOISE) for layer in (1, 2) for x in lambdas(study, layer, arm="diff")
+    ),
+    "With 31 distractors, neither the norm nor the gain satisfies the first": lambda: all(
+        solved(NOISE, one, "recall-31") <= solved(NOISE, other, "recall-31")
+        for one, other in (("diff", "zero-norm"), ("diff-gain", "zero-gain"))
+    ),
+    "Two runs of `diff` do not reach an accuracy of 0.9, and all of `zero-norm` do": lambda: (
+        (solved(NOISE, "diff", "recall-31"), solved(NOISE, "zero-norm", "recall-31")) == ((4, 6), (6, 6))
+    ),
+    "`zero-gain` is slightly more accurate than `diff-gain` in every run, and reaches 0.9 at least as early": lambda: (
+        all(
+            0 < value - accuracies(NOISE, "diff-gain", "recall-31")[seed] < 0.02
+            for seed, value in accuracies(NOISE, "zero-gain", "recall-31").items()
+        )
+        and all(
+            zero <= diff
+            for zero, diff in zip(
+                *(first_solutions(NOISE, arm, "recall-31") for arm in ("zero-gain", "diff-gain")), strict=True
+            )
+        )
+    ),
+    "with 31, where no arm solves fewer": lambda: (
+        min(solved(NOISE, r["arm"], "recall-31") for r in COLLECTED[NOISE])
+        == solved(NOISE, "diff-lambda_1", "recall-31")
+    ),
+    "training turns the subtraction of layer 1 nearly off": lambda: (
+        max(lambdas(NOISE, 1, arm="diff", task="recall-31")) < 0.3
+    ),
+    "`transformer-gain` and `transformer-wide-norm` solve more runs with 31 distractors than with 15": lambda: all(
+        solved(NOISE, arm, "recall-31") > solved(RECALL, arm) for arm in ("transformer-gain", "transformer-wide-norm")
+    ),
+    "with 15, the tuned seed chose twice the rate": lambda: all(
+        {2 * rate for rate in rates(NOISE, arm, "recall-31")} == rates(RECALL, arm, "recall")
+        for arm in ("transformer-gain", "transformer-wide-norm")
+    ),
+}
+
+
+@pytest.mark.parametrize(("one", "other"), [("diff", "zero-norm"), ("diff-gain", "zero-gain")])
+def test_leads_among_distractors_are_differences_of_accuracies(one, other):
+    leads = {}
+    for study, task in ((RECALL, "recall"), (NOISE, "recall-31")):
+        own, reference = (accuracies(study, arm, task) for arm in (one, other))
+        leads[task] = [own[seed] - reference[seed] for seed in sorted(own)]
+    growth = [many - few for few, many in zip(leads["recall"], leads["recall-31"], strict=True)]
+    [line] = [line for line in PAGE.splitlines() if line.startswith(f"| `{one}` − `{other}` | 31 |")]
+    cells = [cell.strip().lstrip("+") for cell in line.strip("|").split("|")]
+    assert cells[4:6] == [shown(leads["recall-31"]).lstrip("+"), shown(growth).lstrip("+")]
+    more = solved(NOISE, one, "recall-31") > solved(NOISE, other, "recall-31")
+    mean, half = interval(growth)
+    assert (cells[6] == "yes") == (more and mean > half)
+
+
 @pytest.mark.parametrize("claim", CLAIMS)
 def test_words_of_the_page_follow_from_the_runs(claim):
     assert claim in PROSE
