@@ -217,11 +217,14 @@ def main(arguments: Sequence[str]) -> int:
         own = toy.get_config("books-diff")
         own_steps = round(own.optimizer.warmup_fraction * own.train.steps)
         on_recall = [record for study in ("question-1-recall", "question-6") for record in collected[study]]
+        of_question_2 = [record for study in ("question-1-novels", "question-2") for record in collected[study]]
         of_question_6 = [record for record in on_recall if record["arm"] in AGAINST_NOISE]
         for suffix, style in SCHEMES.items():
             with matplotlib.rc_context(style):
                 draw_family(collected["question-1-again"], "again", IMAGES / f"results_again{suffix}")
                 draw_solved(collected["question-1-recall"], IMAGES / f"results_solved{suffix}")
+                path = IMAGES / f"results_optimizer_family{suffix}"
+                draw_family(of_question_2, "warmup", path, purposes=True)
                 draw_solved(of_question_6, IMAGES / f"results_noise{suffix}")
                 draw_arms(collected["arms"], IMAGES / f"results{suffix}")
                 draw_arms(collected["differential"], IMAGES / f"results_differential{suffix}")

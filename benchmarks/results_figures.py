@@ -61,8 +61,11 @@ def draw_arms(records: Sequence[Record], path: Path) -> None:
     save_figure(figure, path)
 
 
-def draw_family(records: Sequence[Record], family: str, path: Path) -> None:
-    """Draw a family's contrasts of the test loss. Those that are significant after correction are filled."""
+def draw_family(records: Sequence[Record], family: str, path: Path, *, purposes: bool = False) -> None:
+    """Draw a family's contrasts of the test loss. Those that are significant after correction are filled.
+
+    Labels are the contrasts' titles, or with `purposes` what they ask for.
+    """
     contrasts = FAMILIES[family][::-1]
     found = [values(records, contrast, TEST_LOSS) for contrast in contrasts]
     corrected = holm([p_value(of) for of in found])
@@ -74,7 +77,8 @@ def draw_family(records: Sequence[Record], family: str, path: Path) -> None:
         filled = None if p < SIGNIFICANT else "none"
         axes.errorbar(mean, y, xerr=half, fmt="o", capsize=3, color=COLOURS[0], markerfacecolor=filled)
         axes.plot(of, [y] * len(of), "|", color=COLOURS[0], alpha=0.6)
-    axes.set_yticks(range(len(contrasts)), [contrast.title.replace("`", "") for contrast in contrasts])
+    labels = [contrast.asks if purposes else contrast.title.replace("`", "") for contrast in contrasts]
+    axes.set_yticks(range(len(contrasts)), labels)
     label_axes(axes, {"title": "", "x_label": "difference in bits per byte of the test text", "y_label": ""})
     save_figure(figure, path)
 

@@ -320,6 +320,95 @@ CLAIMS |= {
 }
 
 
+SHORT = {"optimizer__warmup_fraction": "0.01"}
+MUON = {"optimizer__name": "muon"}
+OPTIMIZERS = {"AdamW": {}, "Muon": MUON}
+DIFFERENCES = {  # Name → (sign, model, has the short warm-up) of its terms.
+    "transformer's need for a long warm-up": [(1, "transformer", True), (-1, "transformer", False)],
+    "diff's need for a long warm-up": [(1, "diff", True), (-1, "diff", False)],
+    "whether diff needs it more": [
+        (1, "diff", True),
+        (1, "transformer", False),
+        (-1, "diff", False),
+        (-1, "transformer", True),
+    ],
+    "all of it": [(1, "diff", False), (-1, "transformer", False)],
+}
+
+
+def by_optimizer(optimizer, *terms):
+    """Return a sum of losses with signs by seed."""
+    found = []
+    for sign, arm, is_short in terms:
+        changes = OPTIMIZERS[optimizer] | (SHORT if is_short else {})
+        found.append((sign, losses("question-2" if changes else FIRST, arm, **changes)))
+    return [sum(sign * of[seed] for sign, of in found) for seed in range(10, 15)]
+
+
+WARMUP_FAMILY = {
+    f"{name}, {optimizer}": by_optimizer(optimizer, *terms)
+    for optimizer in OPTIMIZERS
+    for name, terms in DIFFERENCES.items()
+}
+
+
+@pytest.mark.parametrize("name", WARMUP_FAMILY)
+def test_contrasts_of_question_2_have_their_intervals(name):
+    """With Holm's correction over all eight."""
+    [line] = [line for line in PAGE.splitlines() if f"| {name} |" in line]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    values = WARMUP_FAMILY[name]
+    assert cells[2] == shown(values)
+    p = corrected({(other,): two_sided(of) for other, of in WARMUP_FAMILY.items()})[name,]
+    assert float(cells[3]) == pytest.approx(p, abs=6e-4)
+    assert (cells[4] == "open") == (p >= 0.05)
+
+
+def is_decided(name):
+    """Return the sign of a contrast of question 2, or zero if it is open."""
+    p = corrected({(other,): two_sided(of) for other, of in WARMUP_FAMILY.items()})[name,]
+    return 0 if p >= 0.05 else math.copysign(1, interval(WARMUP_FAMILY[name])[0])
+
+
+CLAIMS |= {
+    "Both models need a long warm-up with AdamW, and neither does with Muon": lambda: (
+        all(is_decided(f"{arm}'s need for a long warm-up, AdamW") > 0 for arm in ("diff", "transformer"))
+        and all(is_decided(f"{arm}'s need for a long warm-up, Muon") <= 0 for arm in ("diff", "transformer"))
+    ),
+    "Whether `diff` needs the long warm-up more is open": lambda: not is_decided("whether diff needs it more, AdamW"),
+    "The short warm-up makes the Transformer better": lambda: (
+        is_decided("transformer's need for a long warm-up, Muon") < 0
+    ),
+    "For `diff` the change is open": lambda: not is_decided("diff's need for a long warm-up, Muon"),
+    "So `diff` gains less from it; this difference is significant": lambda: (
+        is_decided("whether diff needs it more, Muon") > 0
+    ),
+    "With Muon and the long warm-up, `diff` is better than the Transformer": lambda: is_decided("all of it, Muon") < 0,
+    "A comparison of each model at its own best warm-up favours the Transformer": lambda: (
+        interval(by_optimizer("Muon", (1, "diff", True), (-1, "transformer", True)))[0]
+        > interval(by_optimizer("Muon", (1, "diff", True), (-1, "transformer", True)))[1]
+        and all(
+            statistics.fmean(losses("question-2", arm, **MUON, **SHORT).values())
+            < statistics.fmean(losses("question-2", arm, **MUON).values())
+            for arm in ("diff", "transformer")
+        )
+    ),
+    "Both effects are larger than every difference between the architectures in question 1": lambda: (
+        max(
+            statistics.fmean(losses("question-2", arm, **MUON, **SHORT).values())
+            - statistics.fmean(losses(FIRST, arm).values())
+            for arm in ("diff", "transformer")
+        )
+        < -max(
+            abs(interval(contrast(AGAIN, one, other))[0])
+            for one in controls_study.NORM_OR_GAIN
+            for other in controls_study.NORM_OR_GAIN
+            if one != other and "diff-plain" not in (one, other)
+        )
+    ),
+}
+
+
 @pytest.mark.parametrize(("one", "other"), [("diff", "zero-norm"), ("diff-gain", "zero-gain")])
 def test_leads_among_distractors_are_differences_of_accuracies(one, other):
     leads = {}
