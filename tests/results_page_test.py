@@ -370,6 +370,46 @@ def is_decided(name):
     return 0 if p >= 0.05 else math.copysign(1, interval(WARMUP_FAMILY[name])[0])
 
 
+MAIN = [("diff", "zero-norm"), ("diff", "transformer"), ("diff", "transformer-gain")]
+WIDE_SECTION = section("### Wide heads", "### Other text")
+STDLIB_SECTION = section("### Other text", "## Question 2: warm-up and optimizer")
+MAIN_PARTS = [
+    ("question-1-wide", LOSS, WIDE_SECTION),
+    ("question-1-stdlib", "loss/bits_per_byte", STDLIB_SECTION),
+]
+
+
+@pytest.mark.parametrize(("study", "number", "part"), MAIN_PARTS, ids=["wide", "stdlib"])
+def test_wide_heads_and_other_text_have_the_three_contrasts(study, number, part):
+    values = {pair: contrast(study, *pair, number) for pair in MAIN}
+    p_values = corrected({pair: two_sided(of) for pair, of in values.items()})
+    for pair, of in values.items():
+        cells = row_of(*pair, part)
+        assert cells[2] == shown(of)
+        assert float(cells[3]) == pytest.approx(p_values[pair], abs=6e-4)
+        expected = "open" if p_values[pair] >= 0.05 else "worse" if interval(of)[0] > 0 else "better"
+        assert cells[4] == expected
+
+
+def verdicts(part):
+    return [row_of(*pair, part)[4] for pair in MAIN]
+
+
+CLAIMS |= {
+    "With heads of width 32, `diff` is behind the Transformer with a gain; the other two contrasts are open": lambda: (
+        verdicts(WIDE_SECTION) == ["open", "open", "worse"]
+    ),
+    "Each interval overlaps that with heads of 16": lambda: all(
+        abs(wide[0] - narrow[0]) < wide[1] + narrow[1]
+        for wide, narrow in (
+            (interval(contrast("question-1-wide", *pair)), interval(contrast(AGAIN, *pair))) for pair in MAIN
+        )
+    ),
+    "On the source code of Python's library, `diff` is behind both Transformers, as on novels": lambda: (
+        verdicts(STDLIB_SECTION) == ["open", "worse", "worse"]
+        and all(better(arm, "diff") for arm in ("transformer", "transformer-gain"))
+    ),
+}
 CLAIMS |= {
     "Both models need a long warm-up with AdamW, and neither does with Muon": lambda: (
         all(is_decided(f"{arm}'s need for a long warm-up, AdamW") > 0 for arm in ("diff", "transformer"))
