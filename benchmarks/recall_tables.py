@@ -40,6 +40,11 @@ def fisher(records: Sequence[Record], contrast: Contrast) -> float:
     return float(scipy.stats.fisher_exact(table).pvalue)
 
 
+def solved_p(records: Sequence[Record], task: str, one: str, other: str) -> str:
+    """Return the p-value of Fisher's exact test on the solved runs of two arms, without a correction."""
+    return f"{fisher([r for r in records if r['task'] == task], versus(one, other, '')):.3f}"
+
+
 def solved_table(records: Sequence[Record], task: str) -> str:
     """Return a table of a task's cells: tuned rate and gain, solved runs, and the step at which a run solves it."""
     records = [r for r in records if r["task"] == task]
@@ -195,6 +200,7 @@ PLACES = {
     "solved_table": solved_table,
     "solved_family": solved_family_table,
     "solved_count": solved_count,
+    "solved_p": solved_p,
     "noise": noise_table,
     "lambdas": lambdas_table,
     "alignment": alignment_table,
