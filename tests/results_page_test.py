@@ -8,6 +8,7 @@ import pytest
 from conftest import ROOT
 
 from benchmarks import controls_study, results
+from difftx.config.recipes import load_config
 from difftx.configs import controls
 
 COLLECTED = json.loads(results.COLLECTED.read_text())
@@ -438,6 +439,38 @@ CLAIMS |= {
         if r["arm"] == "diff" and "optimizer.warmup_fraction" not in r["changes"]
     ),
 }
+
+
+REVIEW_FAMILY = [(arm, other) for other in ("transformer", "diff") for arm in ("top_k", "signed_mask")]
+
+
+def from_review(one, other):
+    own, reference = losses("review-novels", one), losses(AGAIN, other)
+    assert own.keys() == reference.keys()
+    return [own[seed] - reference[seed] for seed in sorted(own)]
+
+
+def test_the_reviews_arms_have_their_contrasts():
+    part = section("### Explicit sparsity and a signed mask", "## Defaults that follow")
+    p_values = corrected({pair: two_sided(from_review(*pair)) for pair in REVIEW_FAMILY})
+    for pair in REVIEW_FAMILY:
+        values = from_review(*pair)
+        cells = row_of(*pair, part)
+        assert cells[2] == shown(values)
+        assert float(cells[3]) == pytest.approx(p_values[pair], abs=6e-4)
+        assert cells[4] == ("better" if pair[0] == "top_k" else "worse")
+        assert p_values[pair] < 0.05
+        assert (interval(values)[0] < 0) == (pair[0] == "top_k")
+        assert f"`{pair[0]}` − `{pair[1]}` {shown(values)}" in PROSE
+    assert (
+        "explicit top-k is better than the Transformer and than `diff`, and a signed mask is worse than both" in PROSE
+    )
+    assert "most of its runs fail" in PROSE
+    assert solved("review-recall", "top_k", "recall-31")[0] < 3
+    assert "solves every run" in PROSE
+    assert solved("review-recall", "signed_mask", "recall-31") == (6, 6)
+    keys = {task: load_config(f"controls:{task}-top_k", {}).model.top_k for task in ("novels", "recall-31")}
+    assert keys == {"novels": 16, "recall-31": 6}
 
 
 @pytest.mark.parametrize(("one", "other"), [("diff", "zero-norm"), ("diff-gain", "zero-gain")])
