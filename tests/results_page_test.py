@@ -473,6 +473,27 @@ def test_the_reviews_arms_have_their_contrasts():
     assert keys == {"novels": 16, "recall-31": 6}
 
 
+def test_training_does_not_align_the_maps_in_noise():
+    """The cosine at distractors has to grow in `diff`, and more than in `zero-norm`; only the second holds."""
+    runs = COLLECTED["review-nc3"]
+    growth = {
+        arm: {
+            r["seed"]: r["numbers"]["attention/cosine_noise"] - r["numbers"]["first/attention/cosine_noise"]
+            for r in runs
+            if r["arm"] == arm
+        }
+        for arm in ("diff", "zero-norm")
+    }
+    own = [*growth["diff"].values()]
+    more = [growth["diff"][seed] - growth["zero-norm"][seed] for seed in growth["diff"]]
+    assert all(sum(interval(values)) < 0 for values in (own, [*growth["zero-norm"].values()]))
+    assert interval(more)[0] > interval(more)[1]
+    assert f"It falls in `diff` ({shown(own)})" in PROSE
+    assert f"it falls further (`diff` − `zero-norm` {shown(more)})" in PROSE
+    assert "All of these runs solve recall" in PROSE
+    assert all(r["numbers"]["exact_match/retrieval"] >= 0.9 for r in runs)
+
+
 @pytest.mark.parametrize(("one", "other"), [("diff", "zero-norm"), ("diff-gain", "zero-gain")])
 def test_leads_among_distractors_are_differences_of_accuracies(one, other):
     leads = {}
