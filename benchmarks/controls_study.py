@@ -70,7 +70,7 @@ NORM_OR_GAIN = (
     "diff-plain",
 )
 AGAINST_NOISE = (*(arm for arm in NORM_OR_GAIN if arm not in ("transformer", "diff-plain")), "diff-lambda_1")
-SUBTRACTIONS = ("zero-norm", "zero-gain", "diff", "diff-gain", "diff-lambda_1")
+AGAINST_MORE_NOISE = ("zero-norm", "zero-gain", "diff", "diff-gain", "diff-lambda_1")
 LAMBDAS: Sequence[Fields] = (
     {"model.lambda_bound": "sigmoid"},
     {"model.lambda_bound": "tanh"},
@@ -108,7 +108,7 @@ QUESTIONS: Mapping[str, Sequence[Cell]] = {
     "3-novels": [Cell("novels", "diff", changes) for changes in (NO_CHANGES, *LAMBDAS)],
     "3-recall": [Cell("recall", "diff-plain", {RATE: rate}, is_tuned=False) for rate in DIVERGING_RATES],
     "6": [Cell(task, arm, seeds=RECALL_SEEDS) for task in ("recall", "recall-31") for arm in AGAINST_NOISE],
-    "6-more": [Cell("recall-63", arm, seeds=RECALL_SEEDS) for arm in SUBTRACTIONS],
+    "6-more": [Cell("recall-63", arm, seeds=RECALL_SEEDS) for arm in AGAINST_MORE_NOISE],
     "2": [
         Cell("novels", arm, {**optimizer, **warmup})
         for arm in ("transformer", "diff")

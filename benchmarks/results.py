@@ -191,9 +191,14 @@ def render(collected: Mapping[str, Sequence[Record]], template: str) -> str:
         if missing := set(studies.split("+")) - collected.keys():
             known = ", ".join(collected)
             raise UserError(f"{{{{{found[1]}}}}}: no such study as {', '.join(missing)}; docs/results.json has {known}")
-        return PLACES[kind]([record for study in studies.split("+") for record in collected[study]], *rest)
+        return PLACES[kind](joined(collected, studies), *rest)
 
     return re.sub(r"\{\{(.+?)\}\}", fill, template)
+
+
+def joined(collected: Mapping[str, Sequence[Record]], studies: str) -> list[Record]:
+    """Return the records of one study or of several, whose names are joined by "+"."""
+    return [record for study in studies.split("+") for record in collected[study]]
 
 
 # ── The command ──
@@ -216,8 +221,8 @@ def main(arguments: Sequence[str]) -> int:
         write_atomically(README, with_summary(README.read_text(), collected))
         own = toy.get_config("books-diff")
         own_steps = round(own.optimizer.warmup_fraction * own.train.steps)
-        on_recall = [record for study in ("question-1-recall", "question-6") for record in collected[study]]
-        of_question_2 = [record for study in ("question-1-novels", "question-2") for record in collected[study]]
+        of_question_2 = joined(collected, "question-1-novels+question-2")
+        on_recall = joined(collected, "question-1-recall+question-6")
         of_question_6 = [record for record in on_recall if record["arm"] in AGAINST_NOISE]
         for suffix, style in SCHEMES.items():
             with matplotlib.rc_context(style):
@@ -235,10 +240,10 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     records = collect(args.sweeps)
     if args.command == "compare":
-        if missing := set(studies := args.study.split("+")) - collected.keys():
+        if missing := set(args.study.split("+")) - collected.keys():
             known = ", ".join(collected) or "none"
             raise UserError(f"--study={args.study}: no {', '.join(missing)}; docs/results.json has {known}")
-        return compare(records, [record for study in studies for record in collected[study]])
+        return compare(records, joined(collected, args.study))
     lines = ",\n".join(
         f"{json.dumps(name)}: [\n" + ",\n".join(map(json.dumps, runs)) + "\n]"
         for name, runs in {**collected, args.study: records}.items()
