@@ -52,7 +52,7 @@ def solved_table(records: Sequence[Record], task: str) -> str:
     for cell in dict.fromkeys(map(cell_of, records)):
         own = [r for r in records if cell_of(r) == cell]
         steps = [f"{r['numbers'][SOLVED_AT]:g}" if is_solved(r) else "–" for r in sorted(own, key=lambda r: r["seed"])]
-        accuracies = [r["numbers"]["exact_match/retrieval"] for r in own]
+        accuracies = [r["numbers"][SOLVED_NUMBER] for r in own]
         rows.append(
             [
                 cell,
@@ -103,7 +103,7 @@ def attention_table(records: Sequence[Record], task: str) -> str:
 
 # ── Question 6: does the subtraction help more among more distractors? ──
 
-FEW, *MORE = DISTRACTORS
+FEW = next(iter(DISTRACTORS))
 SUBTRACTIONS = (versus("diff", "zero-norm", "with the norm"), versus("diff-gain", "zero-gain", "with a gain"))
 
 
@@ -114,6 +114,9 @@ def accuracies(records: Sequence[Record], contrast: Contrast, task: str) -> list
 
 def noise_growth(records: Sequence[Record], contrast: Contrast, task: str) -> list[float]:
     """Return how much larger the difference of two arms' accuracies is on a task than with 15 distractors, by seed."""
+    seeds = [{r["seed"] for r in records if (r["task"], r["arm"]) == (name, *contrast.plus)} for name in (FEW, task)]
+    if seeds[0] != seeds[1]:
+        raise AssertionError(f"{contrast.title}: the tasks have runs of different seeds")
     few, many = (accuracies(records, contrast, name) for name in (FEW, task))
     return [b - a for a, b in zip(few, many, strict=True)]
 
@@ -165,10 +168,11 @@ def lambdas_table(records: Sequence[Record]) -> str:
 # ── NC3 of the review: does training align A1 and A2 in noise? ──
 
 FIRST = "first/"  # Prefix of numbers of a run's first evaluation.
-ALIGNMENT = ("attention/cosine_noise", "attention/cosine_answer")
+ALIGNMENT = {"attention/cosine_noise": "distractors", "attention/cosine_answer": "the answer"}
+AT_DISTRACTORS = next(iter(ALIGNMENT))
 
 
-def alignment_growth(records: Sequence[Record], arm: str, number: str = ALIGNMENT[0]) -> list[float]:
+def alignment_growth(records: Sequence[Record], arm: str, number: str = AT_DISTRACTORS) -> list[float]:
     """Return by how much a cosine of A1 and A2 grows from the first tenth of the training to its end, by seed."""
     first, last = (by_seed(records, arm, name) for name in (FIRST + number, number))
     return [last[seed] - first[seed] for seed in last]
@@ -181,15 +185,15 @@ def alignment_value(records: Sequence[Record], arm: str) -> str:
 
 def alignment_contrast(records: Sequence[Record], one: str, other: str) -> str:
     """Return by how much more the cosine at distractors grows in one arm than in another."""
-    pairs = zip(alignment_growth(records, one), alignment_growth(records, other), strict=True)
-    return signed(estimate([a - b for a, b in pairs]))
+    first, last = (values(records, versus(one, other, ""), name) for name in (FIRST + AT_DISTRACTORS, AT_DISTRACTORS))
+    return signed(estimate([b - a for a, b in zip(first, last, strict=True)]))
 
 
 def alignment_table(records: Sequence[Record]) -> str:
     """Return a table of cosines of A1 and A2 at the first tenth of the training and at its end."""
     rows = []
     for arm in dict.fromkeys(map(cell_of, records)):
-        for number, where in zip(ALIGNMENT, ("distractors", "the answer"), strict=True):
+        for number, where in ALIGNMENT.items():
             first, last = (estimate(list(by_seed(records, arm, name).values())) for name in (FIRST + number, number))
             rows.append([arm, where, str(first), str(last), signed(estimate(alignment_growth(records, arm, number)))])
     return markdown(["arm", "cosine of A1 and A2 at", "first tenth", "end", "growth"], rows) + provenance(records)

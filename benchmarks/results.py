@@ -130,10 +130,10 @@ def _record(sweep: Mapping[str, Any], point: Mapping[str, Any], run: RunRecord) 
 
 
 def _numbers(run: RunRecord) -> dict[str, float]:
-    """Return a run's numbers.
+    """Return the numbers of a run's newest results, with λ of each layer at the last step.
 
-    They are those of the newest results, the accuracies of the tasks, the step at which the run solved recall, the
-    first cosines of A1 and A2, and λ of each layer at the last step.
+    Runs of recall also have the accuracy of each task and the first step that solved it. If the suite attention ran
+    several times, the cosines of its first result are included.
     """
     newest = {suite: max(steps.items())[1] for suite, steps in run.results.items()}
     numbers = {f"{suite}/{n}": x for suite in SUITES if suite in newest for n, x in newest[suite]["numbers"].items()}
