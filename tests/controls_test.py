@@ -144,13 +144,11 @@ def test_the_subtraction_helps_against_noise_if_both_conditions_hold():
         return recall_tables.helps_against_noise(runs({"diff": diff, "zero-norm": zero}), with_norm, "recall-31")
 
     all_solved, one_solved = (1.0,) * 6, (0.1, 0.2, 0.1, 0.2, 0.1, 0.95)
-    growth = recall_tables.noise_growth(runs({"diff": all_solved, "zero-norm": one_solved}), with_norm, "recall-31")
+    solved_once = runs({"diff": all_solved, "zero-norm": one_solved})
+    growth = recall_tables.noise_growth(solved_once, with_norm, "recall-31")
     np.testing.assert_allclose(growth, [0.85, 0.75, 0.85, 0.75, 0.85, 0.0])
+    later = [r | {"seed": r["seed"] + 1} if r["task"] == "recall" else r for r in solved_once]
     with pytest.raises(AssertionError, match="different seeds"):
-        later = [
-            r | {"seed": r["seed"] + 1} if r["task"] == "recall" else r
-            for r in runs({"diff": all_solved, "zero-norm": one_solved})
-        ]
         recall_tables.noise_growth(later, with_norm, "recall-31")
     assert helps(all_solved, one_solved)
     assert not helps(all_solved, (1.0, 1.0, 1.0, 1.0, 1.0, 0.1))  # The interval contains zero.
