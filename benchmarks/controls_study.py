@@ -115,6 +115,7 @@ QUESTIONS: Mapping[str, Sequence[Cell]] = {
         for optimizer in (NO_CHANGES, MUON)
         for warmup in (NO_CHANGES, SHORT_WARMUP)
     ],
+    "2-zero": [Cell("novels", "zero-norm", {**MUON, **warmup}) for warmup in (NO_CHANGES, SHORT_WARMUP)],
     "1-stdlib": [Cell("novels", arm, {"data.path": "stdlib", "eval.suites": "loss"}) for arm in MAIN],
     "1-wide": [Cell("novels-wide", arm) for arm in MAIN],
     "review": [
@@ -122,11 +123,9 @@ QUESTIONS: Mapping[str, Sequence[Cell]] = {
         *(Cell("recall-31", arm, seeds=RECALL_SEEDS) for arm in SPARSE_OR_SIGNED),
         *(Cell("recall", arm, ATTENTION, is_tuned=False, seeds=ATTENTION_SEEDS) for arm in ("zero-norm", "diff")),
     ],
-    # The cheapest cells first, so that an interrupted study has whole rows of the table.
+    # One size after the other, so that an interrupted study has a whole family of contrasts.
     "4": [
-        _of_length(task, tokens, arm)
-        for task, tokens in (("novels", 5), ("novels", 20), (WIDER, 5), ("novels", 80), (WIDER, 20))
-        for arm in ARCHITECTURES
+        _of_length(task, tokens, arm) for task, lengths in LENGTHS.items() for tokens in lengths for arm in ARCHITECTURES
     ],
 }
 

@@ -87,6 +87,10 @@ FAMILIES: Mapping[str, Sequence[Contrast]] = {
         versus("diff, lambda_weight_decay=0.1", "diff", "a decayed λ"),
     ),
     "warmup": _warmup_contrasts(),
+    "muon-subtraction": tuple(
+        versus(", ".join(["diff", *changes]), ", ".join(["zero-norm", *changes]), f"the subtraction, warm-up of {name}")
+        for name, changes in (("50 %", [MUON]), ("1 %", [MUON, SHORT_WARMUP]))
+    ),
     "review": tuple(
         versus(arm, other, f"{what} in place of {instead}")
         for other, instead in (("transformer", "softmax"), ("diff", "the subtraction"))
