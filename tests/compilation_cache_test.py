@@ -47,6 +47,9 @@ def test_a_second_training_compiles_nothing_new(tmp_path):
     assert "cache" not in errors
     assert losses_again == losses
     assert len(losses) == 6
+    other_losses, _ = train(tmp_path, "other_seed", cache_home=home, **{"train.seed": 1, "data.seed": 1})
+    assert {path for path in entries(home) if path.name.endswith("-cache")} == compiled
+    assert other_losses != losses
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
+import numpy as np
 
 from difftx.config import Config
 from difftx.config.fields import values_of
@@ -115,7 +116,8 @@ def starting_state(
         # The source may delete its checkpoint, and may have a newer one at the next start.
         checkpointer.save_and_wait(state, loader.state() | {"guard": guard.state()}, run.config)
         return state, int(jax.device_get(state.step))
-    state = jax.jit(lambda: init_state(run.config))()
+    # The seed is an argument, so that the compilation cache serves runs with other seeds.
+    state = jax.jit(lambda seed: init_state(run.config, seed))(np.uint32(run.config.train.seed))
     if source.init_from is None:
         return state, 0
     params = _read_source("init_from", source.init_from, lambda folder: _params_in(run, folder))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import P
+from jax.typing import ArrayLike
 
 from difftx.config import Config
 from difftx.data.loader import Batch
@@ -40,9 +41,15 @@ def graph(config: Config, layout: Layout | None = None) -> nnx.GraphDef:
     return nnx.graphdef(nnx.eval_shape(lambda: Decoder(config.model, layout, rngs=nnx.Rngs(0))))
 
 
-def init_state(config: Config) -> TrainState:
-    """Return the state before the first update. Under jit, all arrays are created with their sharding."""
-    params = nnx.to_pure_dict(nnx.state(Decoder(config.model, rngs=nnx.Rngs(config.train.seed))))
+def init_state(config: Config, seed: ArrayLike | None = None) -> TrainState:
+    """Return the state before the first update. Under jit, all arrays are created with their sharding.
+
+    Args:
+        config: The config of the run.
+        seed: Random seed of the parameters, uint32. The default is `train.seed`.
+    """
+    key = jax.random.key(config.train.seed if seed is None else seed)
+    params = nnx.to_pure_dict(nnx.state(Decoder(config.model, rngs=nnx.Rngs(key))))
     ema = None if config.train.ema_decay is None else jax.tree.map(jnp.zeros_like, params)
     return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config).init(params), ema)
 
