@@ -222,7 +222,7 @@ def main(arguments: Sequence[str]) -> int:
         own = toy.get_config("books-diff")
         own_steps = round(own.optimizer.warmup_fraction * own.train.steps)
         of_question_2 = joined(collected, "question-1-novels+question-2")
-        on_recall = joined(collected, "question-1-recall+question-6")
+        on_recall = joined(collected, "question-1-recall+question-6+question-6-more")
         of_question_6 = [record for record in on_recall if record["arm"] in AGAINST_NOISE]
         for suffix, style in SCHEMES.items():
             with matplotlib.rc_context(style):

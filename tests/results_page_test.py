@@ -241,7 +241,7 @@ CLAIMS = {
 }
 
 
-NOISE, DIVERGING = "question-6", "question-3-recall"
+NOISE, MORE_NOISE, DIVERGING = "question-6", "question-6-more", "question-3-recall"
 
 
 def accuracies(study, arm, task):
@@ -299,13 +299,45 @@ CLAIMS |= {
         for arm in ("diff", "diff-gain")
         for x in lambdas(study, layer, arm=arm)
     ),
-    "Both arms with λ = 0 solve every run with 31 distractors": lambda: all(
+    "With 31 distractors, both arms with λ = 0 solve every run": lambda: all(
         solved(NOISE, arm, "recall-31") == (6, 6) for arm in ("zero-norm", "zero-gain")
     ),
     "`zero-norm`, `zero-gain` and `diff-gain` solve all six": lambda: all(
         solved(NOISE, arm, "recall-31") == (6, 6) for arm in ("zero-norm", "zero-gain", "diff-gain")
     ),
-    "Two runs of `diff` do not reach an accuracy of 0.9, and all of `zero-norm` do": lambda: (
+    "`diff` and `diff-gain` solve no run, and `zero-gain`, which does not subtract, solves all six": lambda: (
+        [solved(MORE_NOISE, arm, "recall-63") for arm in ("diff", "diff-gain", "zero-gain")] == [(0, 6), (0, 6), (6, 6)]
+    ),
+    "No gain or rate that was tried lets `diff-gain` solve the task on the tuned seed": lambda: (
+        max(
+            r["numbers"]["exact_match/retrieval"]
+            for r in COLLECTED[f"{MORE_NOISE}-tuning"]
+            if r["arm"] == "diff-gain"
+        )
+        < 0.9
+    ),
+    "runs with 31 have 1.5 times the tokens of those with 15, and runs with 63 have 2.5 times": lambda: (
+        [{r["tokens"] for r in COLLECTED[of] if r["task"] != "recall"} for of in (NOISE, MORE_NOISE)]
+        == [{factor * r["tokens"] for r in COLLECTED[RECALL]} for factor in (1.5, 2.5)]
+    ),
+    "With 63, the accuracy of `diff` is lower, with an interval that excludes zero": lambda: (
+        sum(
+            interval(
+                [
+                    accuracy - accuracies(MORE_NOISE, "zero-norm", "recall-63")[seed]
+                    for seed, accuracy in accuracies(MORE_NOISE, "diff", "recall-63").items()
+                ]
+            )
+        )
+        < 0
+    ),
+    "With 63 distractors, each solution comes in the last fifth of the 2,500 steps": lambda: all(
+        r["numbers"].get("exact_match/solved_at_step", 2500) >= 0.8 * 2500 for r in COLLECTED[MORE_NOISE]
+    ),
+    "With 63 distractors it does not": lambda: (
+        solved(MORE_NOISE, "diff", "recall-63") <= solved(MORE_NOISE, "zero-norm", "recall-63")
+    ),
+    "two runs of `diff` do not reach an accuracy of 0.9, and all of `zero-norm` do": lambda: (
         (solved(NOISE, "diff", "recall-31"), solved(NOISE, "zero-norm", "recall-31")) == ((4, 6), (6, 6))
     ),
     "`zero-gain` is slightly more accurate than `diff-gain` in every run, at another rate and gain": lambda: (
@@ -318,10 +350,6 @@ CLAIMS |= {
     "whose tuned rates differ by a factor of two between them": lambda: all(
         {2 * rate for rate in rates(NOISE, arm, "recall-31")} == rates(RECALL, arm, "recall")
         for arm in ("transformer-gain", "transformer-wide-norm")
-    ),
-    "these runs have 1.5 times the tokens": lambda: (
-        {r["tokens"] for r in COLLECTED[NOISE] if r["task"] == "recall-31"}
-        == {1.5 * r["tokens"] for r in COLLECTED[RECALL]}
     ),
     "For `transformer`, no rate solves the task on the tuned seed": lambda: (
         max(r["numbers"]["exact_match/retrieval"] for r in COLLECTED[f"{RECALL}-tuning"] if r["arm"] == "transformer")
@@ -513,19 +541,22 @@ def test_training_does_not_align_the_maps_in_noise():
     assert all(r["numbers"]["exact_match/retrieval"] >= 0.9 for r in runs)
 
 
+@pytest.mark.parametrize(("study", "distractors"), [(NOISE, 31), (MORE_NOISE, 63)])
 @pytest.mark.parametrize(("one", "other"), [("diff", "zero-norm"), ("diff-gain", "zero-gain")])
-def test_leads_among_distractors_are_differences_of_accuracies(one, other):
-    leads = {}
-    for study, task in ((RECALL, "recall"), (NOISE, "recall-31")):
-        own, reference = (accuracies(study, arm, task) for arm in (one, other))
-        leads[task] = [own[seed] - reference[seed] for seed in sorted(own)]
-    growth = [many - few for few, many in zip(leads["recall"], leads["recall-31"], strict=True)]
-    [line] = [line for line in PAGE.splitlines() if line.startswith(f"| `{one}` − `{other}` | 31 |")]
+def test_leads_among_distractors_are_differences_of_accuracies(one, other, study, distractors):
+    leads = []
+    for of, task in ((RECALL, "recall"), (study, f"recall-{distractors}")):
+        own, reference = (accuracies(of, arm, task) for arm in (one, other))
+        assert own.keys() == reference.keys()
+        leads.append([own[seed] - reference[seed] for seed in sorted(own)])
+    growth = [many - few for few, many in zip(*leads, strict=True)]
+    [line] = [line for line in PAGE.splitlines() if line.startswith(f"| `{one}` − `{other}` | {distractors} |")]
     cells = [cell.strip().lstrip("+") for cell in line.strip("|").split("|")]
-    assert cells[4:6] == [shown(leads["recall-31"]).lstrip("+"), shown(growth).lstrip("+")]
-    more = solved(NOISE, one, "recall-31") > solved(NOISE, other, "recall-31")
+    assert cells[4:6] == [shown(leads[1]).lstrip("+"), shown(growth).lstrip("+")]
+    counts = [solved(study, arm, f"recall-{distractors}") for arm in (one, other)]
+    assert cells[2:4] == ["{} of {}".format(*count) for count in counts]
     mean, half = interval(growth)
-    assert (cells[6] == "yes") == (more and mean > half)
+    assert (cells[6] == "yes") == (counts[0] > counts[1] and mean > half)
 
 
 @pytest.mark.parametrize("claim", CLAIMS)
