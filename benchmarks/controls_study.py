@@ -125,7 +125,10 @@ QUESTIONS: Mapping[str, Sequence[Cell]] = {
     ],
     # One size after the other, so that an interrupted study has a whole family of contrasts.
     "4": [
-        _of_length(task, tokens, arm) for task, lengths in LENGTHS.items() for tokens in lengths for arm in ARCHITECTURES
+        _of_length(task, tokens, arm)
+        for task, lengths in LENGTHS.items()
+        for tokens in lengths
+        for arm in ARCHITECTURES
     ],
 }
 

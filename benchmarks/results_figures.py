@@ -10,8 +10,7 @@ from pathlib import Path
 
 import matplotlib.figure
 
-from benchmarks.controls_study import LENGTHS
-from benchmarks.controls_tables import COMPARED_ARMS, FAMILIES, SIGNIFICANT, holm, of_size, p_value, values
+from benchmarks.controls_tables import FAMILIES, SIGNIFICANT, holm, p_value, values
 from benchmarks.optimizer_study import OPTIMIZERS, WARMUPS, Cell, cells
 from benchmarks.optimizer_tables import NUMBER, TITLES, runs_of
 from benchmarks.results_tables import (
@@ -97,26 +96,6 @@ def draw_solved(records: Sequence[Record], path: Path) -> None:
         axes.set_xlim(-0.03, 1.03)
         title = f"{controls.DISTRACTORS[task]} distractors"
         label_axes(axes, {"title": title, "x_label": "accuracy, one key asked for", "y_label": ""})
-    save_figure(figure, path)
-
-
-def draw_sizes(records: Sequence[Record], path: Path) -> None:
-    """Draw each arm's difference from the Transformer against the tokens per parameter, with a panel per size."""
-    tasks = [task for task in LENGTHS if any(r["task"] == task for r in records)]
-    figure = matplotlib.figure.Figure(figsize=(10, 3.6), layout="constrained")
-    for axes, task in zip(figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0], tasks, strict=True):
-        axes.axhline(0, color=COLOURS[-1], linewidth=1)
-        for place, arm in enumerate(COMPARED_ARMS):
-            differences = of_size(records, task, arm)
-            centres, halves = zip(*map(estimate, differences.values()), strict=True)
-            x = [tokens * 1.04 ** (place - 2) for tokens in differences]  # Side by side, so that intervals are visible.
-            axes.errorbar(x, centres, yerr=halves, fmt="o-", capsize=3, color=COLOURS[place], label=arm)
-        parameters = max(r["parameters"] for r in records if r["task"] == task and r["arm"] == REFERENCE)
-        labels = {"title": f"{parameters / 1e6:.2f}M parameters", "x_label": "tokens per parameter"}
-        label_axes(axes, labels | {"y_label": "bits per byte − Transformer", "log_x": True})
-        axes.set_xticks([*differences], [str(tokens) for tokens in differences])
-        axes.minorticks_off()
-    add_legend(axes)
     save_figure(figure, path)
 
 

@@ -309,11 +309,7 @@ CLAIMS |= {
         [solved(MORE_NOISE, arm, "recall-63") for arm in ("diff", "diff-gain", "zero-gain")] == [(0, 6), (0, 6), (6, 6)]
     ),
     "No gain or rate that was tried lets `diff-gain` solve the task on the tuned seed": lambda: (
-        max(
-            r["numbers"]["exact_match/retrieval"]
-            for r in COLLECTED[f"{MORE_NOISE}-tuning"]
-            if r["arm"] == "diff-gain"
-        )
+        max(r["numbers"]["exact_match/retrieval"] for r in COLLECTED[f"{MORE_NOISE}-tuning"] if r["arm"] == "diff-gain")
         < 0.9
     ),
     "runs with 31 have 1.5 times the tokens of those with 15, and runs with 63 have 2.5 times": lambda: (
