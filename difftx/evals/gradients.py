@@ -22,7 +22,7 @@ from difftx.model.attention import Angles, Depth, SelfAttention
 from difftx.model.decoder import Decoder
 from difftx.parallel.layout import Layout
 from difftx.training.loss import batch_nll, weighted_loss
-from difftx.training.state import graph, init_state
+from difftx.training.state import graph, init_params, jit_init
 
 _add = jax.jit(functools.partial(jax.tree.map, jnp.add), donate_argnums=0)
 
@@ -50,7 +50,7 @@ def evaluate(evaluation: Evaluation) -> Result:
     charts: list[LineChart | Heatmap] = []
     for name, config in configs.items():
         is_checkpoint = name == CHECKPOINT
-        params = evaluation.params if is_checkpoint else jax.jit(lambda config=config: init_state(config).params)()
+        params = evaluation.params if is_checkpoint else jit_init(init_params, config)
         loss, norms, cosines = _gradient(evaluation, name, config, params)
         if ARCHITECTURES[config.model.architecture].subtracts and name in COSINES_OF:
             cosines[LOGITS] = _logit_cosines(evaluation, name, config, params)

@@ -21,7 +21,7 @@ from difftx.evals.result import Result
 from difftx.evals.suite import Suite
 from difftx.parallel.mesh import check_divisible
 from difftx.training.loss import batch_nll
-from difftx.training.state import graph, init_state
+from difftx.training.state import graph, init_params, jit_init
 
 COMPARED = ("transformer", "diff")  # The first is the baseline.
 PASSES = ("forward", "forward_backward")
@@ -37,7 +37,7 @@ def evaluate(evaluation: Evaluation) -> Result:
     configs, params = pair(run.config), {}
     for name, config in configs.items():
         check_divisible(config, run.mesh)
-        params[name] = evaluation.params if config == run.config else jax.jit(lambda c=config: init_state(c).params)()
+        params[name] = evaluation.params if config == run.config else jit_init(init_params, config)
     numbers, details = {}, {}
     for kind in PASSES:
         rounds = evaluation.work.track(range(settings.throughput_rounds), kind, settings.throughput_rounds)

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
-import numpy as np
 
 from difftx.config import Config
 from difftx.config.fields import values_of
@@ -24,7 +23,7 @@ from difftx.training.checkpoint.checkpointer import (
 from difftx.training.checkpoint.manifest import MANIFEST, package_versions, read_manifest, why_invalid
 from difftx.training.guards import Guard
 from difftx.training.run import Run
-from difftx.training.state import TrainState, init_state
+from difftx.training.state import TrainState, init_state, jit_init
 
 # Groups and fields that may change when a run resumes, although this changes its results.
 RESUMABLE = ("guards", "train.steps", "checkpoint.init_from", "checkpoint.branch_from")
@@ -116,8 +115,7 @@ def starting_state(
         # The source may delete its checkpoint, and may have a newer one at the next start.
         checkpointer.save_and_wait(state, loader.state() | {"guard": guard.state()}, run.config)
         return state, int(jax.device_get(state.step))
-    # The seed is an argument, so that the compilation cache serves runs with other seeds.
-    state = jax.jit(lambda seed: init_state(run.config, seed))(np.uint32(run.config.train.seed))
+    state = jit_init(init_state, run.config)
     if source.init_from is None:
         return state, 0
     params = _read_source("init_from", source.init_from, lambda folder: _params_in(run, folder))

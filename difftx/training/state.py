@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax import P
@@ -41,17 +42,30 @@ def graph(config: Config, layout: Layout | None = None) -> nnx.GraphDef:
     return nnx.graphdef(nnx.eval_shape(lambda: Decoder(config.model, layout, rngs=nnx.Rngs(0))))
 
 
-def init_state(config: Config, seed: ArrayLike | None = None) -> TrainState:
-    """Return the state before the first update. Under jit, all arrays are created with their sharding.
+def init_params(config: Config, seed: ArrayLike | None = None) -> Any:
+    """Return the parameters before the first update. Under jit, all arrays are created with their sharding.
 
     Args:
         config: The config of the run.
         seed: Random seed of the parameters, uint32. The default is `train.seed`.
     """
     key = jax.random.key(config.train.seed if seed is None else seed)
-    params = nnx.to_pure_dict(nnx.state(Decoder(config.model, rngs=nnx.Rngs(key))))
+    return nnx.to_pure_dict(nnx.state(Decoder(config.model, rngs=nnx.Rngs(key))))
+
+
+def init_state(config: Config, seed: ArrayLike | None = None) -> TrainState:
+    """Return the state before the first update, with the parameters of `init_params`."""
+    params = init_params(config, seed)
     ema = None if config.train.ema_decay is None else jax.tree.map(jnp.zeros_like, params)
     return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config).init(params), ema)
+
+
+def jit_init[T](init: Callable[[Config, ArrayLike], T], config: Config) -> T:
+    """Compile and call `init_params` or `init_state` with the seed of a config.
+
+    The compiled function takes the seed as an argument, so that the compilation cache serves runs with other seeds.
+    """
+    return jax.jit(lambda seed: init(config, seed))(np.uint32(config.train.seed))
 
 
 def state_bytes(config: Config) -> int:

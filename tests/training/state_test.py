@@ -8,7 +8,7 @@ from flax import nnx
 
 from difftx.data.loader import Batch
 from difftx.parallel.layout import Layout
-from difftx.training.state import graph, init_state, make_train_step, split_microbatches
+from difftx.training.state import graph, init_state, jit_init, make_train_step, split_microbatches
 
 
 def ragged_batch(mesh, c, seed=0):
@@ -20,6 +20,14 @@ def ragged_batch(mesh, c, seed=0):
     tokens, targets = (rng.integers(0, 257, shape).astype(np.int32) for _ in range(2))
     put = [jax.device_put(x, jax.NamedSharding(mesh, Layout().act_BT)) for x in (tokens, targets, mask)]
     return Batch(tokens_BT=put[0], targets_BT=put[1], loss_mask_BT=put[2])
+
+
+@pytest.mark.long
+def test_the_seed_as_an_argument_leaves_the_parameters_equal(config, mesh_of):
+    c = config("diff", train__seed=2**32 - 1)
+    with jax.set_mesh(mesh_of()):
+        as_constant, as_argument = jax.jit(lambda: init_state(c))(), jit_init(init_state, c)
+    jax.tree.map(np.testing.assert_array_equal, as_constant, as_argument)
 
 
 def run_steps(c, mesh, count=2):
