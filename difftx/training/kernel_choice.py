@@ -279,7 +279,10 @@ def _received(pipe: Connection, deadline: float) -> Any:
 def _child(
     end: Connection, config: Config, extensions: list[str], devices: str, processes: int, todo: list[str] | None
 ):
-    """Send the names of the kernels to measure, and then, for each, its milliseconds or the reason why it failed."""
+    """Send the names of the kernels to measure, and then, for each, its milliseconds or the reason why it failed.
+
+    The first failure is the last thing that a child sends, because another child measures the remaining kernels.
+    """
     # A hung kernel must not keep the GPU if the parent dies.
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
@@ -289,7 +292,10 @@ def _child(
     names = shapes.candidates() if todo is None else todo
     end.send(names)
     for name in names:
-        end.send(_outcome(shapes, name))
+        outcome = _outcome(shapes, name)
+        end.send(outcome)
+        if isinstance(outcome, str):
+            return
 
 
 def _end_with_parent() -> None:
