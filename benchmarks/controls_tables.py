@@ -182,13 +182,14 @@ def cells_table(records: Sequence[Record], number: str = TEST_LOSS) -> str:
 
 BASELINE, FAMILY_TOKENS = "transformer", 20
 COMPARED_ARMS = tuple(arm for arm in ARCHITECTURES if arm != BASELINE)
+PAIRS = (*((arm, BASELINE) for arm in COMPARED_ARMS), ("diff", "zero-norm"))  # The last pair is the subtraction.
 
 
-def of_size(records: Sequence[Record], task: str, arm: str) -> dict[int, list[float]]:
-    """Return tokens per parameter → differences of an arm from the Transformer by seed, for lengths with runs."""
-    done = {r["changes"][STEPS] for r in records if r["task"] == task}
+def of_size(records: Sequence[Record], task: str, arm: str, reference: str = BASELINE) -> dict[int, list[float]]:
+    """Return tokens per parameter → differences of two arms by seed, for the lengths at which the first has runs."""
+    done = {r["changes"][STEPS] for r in records if (r["task"], r["arm"]) == (task, arm)}
     return {
-        tokens: values(records, versus(f"{arm}, steps={steps}", f"{BASELINE}, steps={steps}", ""), TEST_LOSS)
+        tokens: values(records, versus(f"{arm}, steps={steps}", f"{reference}, steps={steps}", ""), TEST_LOSS)
         for tokens, steps in LENGTHS[task].items()
         if str(steps) in done
     }
@@ -201,31 +202,29 @@ def slopes(differences: Mapping[int, Sequence[float]]) -> list[float]:
 
 
 def sizes_table(records: Sequence[Record]) -> str:
-    """Return a table of sizes and lengths of training: the Transformer's loss, and the differences from it."""
+    """Return a table of sizes and lengths of training: the Transformer's loss, and differences of pairs of arms."""
     rows = []
     for task, lengths in LENGTHS.items():
-        differences = {arm: of_size(records, task, arm) for arm in COMPARED_ARMS}
-        for tokens in differences[COMPARED_ARMS[0]]:
-            own = [r for r in records if (r["task"], r["changes"][STEPS]) == (task, str(lengths[tokens]))]
-            losses = list(by_seed(own, f"{BASELINE}, steps={lengths[tokens]}", TEST_LOSS).values())
+        differences = [of_size(records, task, *pair) for pair in PAIRS]
+        for tokens, steps in lengths.items():
+            own = [r for r in records if (r["task"], r["changes"][STEPS]) == (task, str(steps))]
+            if not own:
+                continue
+            losses = list(by_seed(own, f"{BASELINE}, steps={steps}", TEST_LOSS).values())
             sizes = {r["parameters"] for r in own if r["arm"] == BASELINE}
-            found = (signed(estimate(differences[arm][tokens])) for arm in COMPARED_ARMS)
+            found = (signed(estimate(of[tokens])) if tokens in of else "" for of in differences)
             rows.append([f"{max(sizes):,}", str(tokens), f"{own[0]['tokens']:,}", str(estimate(losses)), *found])
-    header = ["parameters", "tokens per parameter", "tokens", f"`{BASELINE}`", *(f"`{arm}` −" for arm in COMPARED_ARMS)]
+    pairs = (f"`{arm}` − `{reference}`" for arm, reference in PAIRS)
+    header = ["parameters", "tokens per parameter", "tokens", f"`{BASELINE}`", *pairs]
     return markdown(header, rows) + provenance(records)
 
 
 def size_family(records: Sequence[Record], task: str) -> list[tuple[str, str, list[float]]]:
     """Return name, purpose and values by seed of a size's contrasts: at 20 tokens per parameter, and the slopes."""
-    differences = {arm: of_size(records, task, arm) for arm in COMPARED_ARMS}
-    title = "`{}` − `" + BASELINE + "`"
-    return [
-        *(
-            (title.format(arm), f"{FAMILY_TOKENS} tokens per parameter", of[FAMILY_TOKENS])
-            for arm, of in differences.items()
-        ),
-        *((title.format(arm), "slope per doubling of the tokens", slopes(of)) for arm, of in differences.items()),
-    ]
+    pairs = [(f"`{arm}` − `{reference}`", of_size(records, task, arm, reference)) for arm, reference in PAIRS]
+    at = [(title, f"{FAMILY_TOKENS} tokens per parameter", of[FAMILY_TOKENS]) for title, of in pairs]
+    slope = "slope per doubling of the tokens"
+    return at + [(title, f"{slope}, {min(of)} to {max(of)}", slopes(of)) for title, of in pairs]
 
 
 def sizes_family_table(records: Sequence[Record], task: str) -> str:
