@@ -10,7 +10,8 @@ from pathlib import Path
 
 import matplotlib.figure
 
-from benchmarks.controls_tables import FAMILIES, SIGNIFICANT, holm, p_value, values
+from benchmarks.controls_study import LENGTHS
+from benchmarks.controls_tables import FAMILIES, PAIRS, SIGNIFICANT, holm, of_size, p_value, values
 from benchmarks.optimizer_study import OPTIMIZERS, WARMUPS, Cell, cells
 from benchmarks.optimizer_tables import NUMBER, TITLES, runs_of
 from benchmarks.results_tables import (
@@ -96,6 +97,30 @@ def draw_solved(records: Sequence[Record], path: Path) -> None:
         axes.set_xlim(-0.03, 1.03)
         title = f"{controls.DISTRACTORS[task]} distractors"
         label_axes(axes, {"title": title, "x_label": "accuracy, one key asked for", "y_label": ""})
+    save_figure(figure, path)
+
+
+def draw_sizes(records: Sequence[Record], path: Path) -> None:
+    """Draw the differences of pairs of arms against the tokens per parameter, with a panel per size of question 4."""
+    tasks = [task for task in LENGTHS if any(r["task"] == task for r in records)]
+    figure = matplotlib.figure.Figure(figsize=(4 + 4 * len(tasks), 4), layout="constrained")
+    for axes, task in zip(figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0], tasks, strict=True):
+        axes.axhline(0, color=COLOURS[-1], linewidth=1)
+        for place, (arm, reference) in enumerate(PAIRS):
+            differences = of_size(records, task, arm, reference)
+            centres, halves = zip(*map(estimate, differences.values()), strict=True)
+            x = [
+                tokens * 1.05 ** (place - 2.5) for tokens in differences
+            ]  # Side by side, so that intervals are visible.
+            axes.errorbar(
+                x, centres, yerr=halves, fmt="o-", capsize=3, color=COLOURS[place], label=f"{arm} − {reference}"
+            )
+        parameters = max(r["parameters"] for r in records if r["task"] == task and r["arm"] == REFERENCE)
+        labels = {"title": f"{parameters / 1e6:.2f}M parameters", "x_label": "tokens per parameter"}
+        label_axes(axes, labels | {"y_label": "difference in bits per byte", "log_x": True})
+        axes.set_xticks([*LENGTHS[task]], [str(tokens) for tokens in LENGTHS[task]])
+        axes.minorticks_off()
+    add_legend(axes)
     save_figure(figure, path)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from benchmarks import controls_study, controls_tables, recall_tables
+from benchmarks import controls_study, controls_tables, recall_tables, results_figures
 from benchmarks.controls_tables import Contrast
 from difftx.config.recipes import load_config
 from difftx.configs import controls
@@ -165,7 +165,7 @@ def test_the_slope_is_the_change_per_doubling_of_the_tokens():
     np.testing.assert_allclose(controls_tables.slopes(two), [-0.1, 0.01], atol=1e-12)
 
 
-def test_sizes_are_a_table_and_a_family():
+def test_sizes_are_a_table_a_family_and_a_figure(tmp_path):
     effects = {"diff": 0.02, "gdla": -0.03}
     records = [
         record(
@@ -186,6 +186,8 @@ def test_sizes_are_a_table_and_a_family():
     assert [row.split("|")[2].strip() for row in rows[2:7]] == ["5", "20", "80", "5", "20"]
     cells = [[cell.strip() for cell in row.split("|")[5:-1]] for row in rows[2:7]]
     assert [sum(bool(cell) for cell in row) for row in cells] == [6, 6, 3, 6, 6]  # At 80, three arms have runs.
+    results_figures.draw_sizes(records, tmp_path / "results_sizes")
+    assert (tmp_path / "results_sizes.png").stat().st_size > 10_000
     few = [r for r in records if r["changes"]["train.steps"] != "11565"]
     assert "| 80 |" not in controls_tables.sizes_table(few)
     rows = [row.split("|") for row in controls_tables.sizes_family_table(records, "novels").splitlines()[2:]]
