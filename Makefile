@@ -156,8 +156,8 @@ test: .venv/.installed .venv/.installed-tokenizers
 # tests/multihost run one at a time, because their processes time out on each other after seconds.
 # The page of `difftx report` is tested in a browser if Chromium is installed.
 test-long: .venv/.installed .venv/.installed-eval .venv/.installed-tokenizers .venv/.installed-docs .venv/.installed-buckets $(and $(CHROMIUM),.venv/.installed-browser)
-	$(BIN)/python -m pytest -n auto --dist=worksteal -m "long and not chaos and not exhaustive" --ignore=tests/multihost
-	$(BIN)/python -m pytest -m long tests/multihost
+	$(BIN)/python -m pytest -n auto --dist=worksteal --durations=25 -m "long and not chaos and not exhaustive" --ignore=tests/multihost
+	$(BIN)/python -m pytest --durations=5 -m long tests/multihost
 
 chaos: .venv/.installed .venv/.installed-buckets
 	FAULTS=$(FAULTS) SEED=$(SEED) RUN=$(RUN) JAX_PLATFORMS=cpu $(BIN)/python -m pytest -s -m "chaos and not exhaustive" tests/chaos tests/storage
