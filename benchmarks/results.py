@@ -33,6 +33,7 @@ from benchmarks.results_figures import (
     draw_caches,
     draw_family,
     draw_optimizers,
+    draw_sizes,
     draw_solved,
     draw_transfer,
     draw_warmup,
@@ -231,6 +232,7 @@ def main(arguments: Sequence[str]) -> int:
                 path = IMAGES / f"results_optimizer_family{suffix}"
                 draw_family(of_question_2, "warmup", path, purposes=True)
                 draw_solved(of_question_6, IMAGES / f"results_noise{suffix}")
+                draw_sizes(collected["question-4"], IMAGES / f"results_sizes{suffix}")
                 draw_arms(collected["arms"], IMAGES / f"results{suffix}")
                 draw_arms(collected["differential"], IMAGES / f"results_differential{suffix}")
                 draw_optimizers(collected["optimizers"], IMAGES / f"results_optimizers{suffix}")

@@ -15,7 +15,13 @@ COLLECTED = json.loads(results.COLLECTED.read_text())
 PAGE = (ROOT / "docs" / "results.md").read_text()
 PROSE = " ".join(PAGE.split())
 LOSS = "test/loss_bits_per_byte"
-T_975 = {5: 2.776445, 6: 2.570582, 10: 2.262157}  # Quantiles of Student's t, by the number of seeds.
+T_975 = {
+    5: 2.776445,
+    6: 2.570582,
+    7: 2.446912,
+    8: 2.364624,
+    10: 2.262157,
+}  # Quantiles of Student's t, by the number of seeds.
 FIRST, AGAIN, RECALL = "question-1-novels", "question-1-again", "question-1-recall"
 
 
@@ -553,6 +559,112 @@ def test_leads_among_distractors_are_differences_of_accuracies(one, other, study
     assert cells[2:4] == ["{} of {}".format(*count) for count in counts]
     mean, half = interval(growth)
     assert (cells[6] == "yes") == (counts[0] > counts[1] and mean > half)
+
+
+SIZES = COLLECTED["question-4"]
+SIZE_PAIRS = [
+    *((arm, "transformer") for arm in ("zero-norm", "diff", "diff_v2", "gdla", "gated")),
+    ("diff", "zero-norm"),
+]
+SIZES_SECTION = section("## Question 4: size and tokens", "## Question 5: from a pretrained Transformer")
+STEPS_OF = {5: 723, 20: 2891, 80: 11565}  # Tokens per parameter → updates of 1,024 tokens of the 0.15M models.
+
+
+def at_length(one, other, tokens):
+    """Return the differences of two arms by seed, or an empty list if the first has no runs of this length."""
+    own, reference = (
+        {
+            r["seed"]: r["numbers"][LOSS]
+            for r in SIZES
+            if (r["arm"], r["changes"]["train.steps"]) == (arm, str(STEPS_OF[tokens]))
+        }
+        for arm in (one, other)
+    )
+    assert not own or own.keys() == reference.keys()
+    return [own[seed] - reference[seed] for seed in sorted(own)]
+
+
+def slope(one, other):
+    """Return for each seed the covariance of difference and log2 of the tokens, over the variance of the latter."""
+    of = {math.log2(tokens): values for tokens in STEPS_OF if (values := at_length(one, other, tokens))}
+    mean = statistics.fmean(of)
+    scale = sum((x - mean) ** 2 for x in of)
+    return [sum((x - mean) * y for x, y in zip(of, ys, strict=True)) / scale for ys in zip(*of.values(), strict=True)]
+
+
+SIZE_FAMILY = {
+    **{(*pair, "at 20"): at_length(*pair, 20) for pair in SIZE_PAIRS},
+    **{(*pair, "slope"): slope(*pair) for pair in SIZE_PAIRS},
+}
+SIZE_P_VALUES = corrected({name: two_sided(of) for name, of in SIZE_FAMILY.items()})
+
+
+def size_verdict(one, other, at):
+    """Return the sign of a contrast of question 4, or 0 if it is open."""
+    mean, _ = interval(SIZE_FAMILY[one, other, at])
+    return 0 if SIZE_P_VALUES[one, other, at] >= 0.05 else math.copysign(1, mean)
+
+
+def wall_seconds(arm):
+    """Return the median time of an arm's runs at 20 tokens per parameter."""
+    changes = ("train.steps", str(STEPS_OF[20]))
+    return statistics.median(r["wall_seconds"] for r in SIZES if r["arm"] == arm and changes in r["changes"].items())
+
+
+CLAIMS |= {
+    "With 20 tokens per parameter, `gdla` and `gated` are better than the Transformer, and the subtraction lowers the "
+    "loss of `diff`": lambda: (
+        size_verdict("gdla", "transformer", "at 20")
+        == size_verdict("gated", "transformer", "at 20")
+        == size_verdict("diff", "zero-norm", "at 20")
+        == -1
+    ),
+    "The difference falls with the number of tokens": lambda: size_verdict("diff", "transformer", "slope") == -1,
+    "Whether this grows with the number of tokens is open": lambda: size_verdict("diff", "zero-norm", "slope") == 0,
+    "`zero-norm` − `transformer` falls with the number of tokens as well": lambda: (
+        size_verdict("zero-norm", "transformer", "slope") == -1
+    ),
+    "The lead of `gdla` gets smaller with more tokens, and that of `gated` is not shown to change": lambda: (
+        size_verdict("gdla", "transformer", "slope") == 1 and size_verdict("gated", "transformer", "slope") == 0
+    ),
+    "`diff_v2` is ahead at 5 tokens per parameter": lambda: (
+        sum(interval(at_length("diff_v2", "transformer", 5))) < 0
+        and size_verdict("diff_v2", "transformer", "at 20") == 0
+    ),
+    "All arms have as many parameters as the Transformer within 0.2 %": lambda: all(
+        abs(r["parameters"] / 148_032 - 1) < 0.002 for r in SIZES
+    ),
+    "At 20 tokens per parameter, `diff_v2` took 1.9 times as long as the Transformer": lambda: (
+        round(wall_seconds("diff_v2") / wall_seconds("transformer"), 1) == 1.9
+    ),
+}
+
+
+def test_the_lengths_of_question_4_have_their_differences():
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in SIZES_SECTION.splitlines()]
+    rows = {int(row[1]): row for row in rows if row[0] == "148,032"}
+    assert list(rows) == [tokens for tokens in STEPS_OF if at_length("diff", "transformer", tokens)]
+    for tokens, row in rows.items():
+        assert row[2] == f"{1024 * STEPS_OF[tokens]:,}"
+        values = [at_length(*pair, tokens) for pair in SIZE_PAIRS]
+        assert row[4:] == [shown(of) if of else "" for of in values]
+
+
+@pytest.mark.parametrize("at", ["at 20", "slope"])
+def test_the_contrasts_of_question_4_have_their_intervals(at):
+    lines = [
+        line
+        for line in SIZES_SECTION.splitlines()
+        if ("slope per doubling" if at == "slope" else "| 20 tokens") in line
+    ]
+    rows = {cells[1]: cells[3:6] for line in lines for cells in [[cell.strip() for cell in line.split("|")]]}
+    assert len(rows) == len(SIZE_PAIRS)
+    words = {"at 20": {1: "worse", -1: "better"}, "slope": {1: "rises", -1: "falls"}}[at] | {0: "open"}
+    for pair in SIZE_PAIRS:
+        mean, p, verdict = rows["`{}` − `{}`".format(*pair)]
+        assert mean == shown(SIZE_FAMILY[*pair, at])
+        assert float(p) == pytest.approx(SIZE_P_VALUES[*pair, at], abs=6e-4)
+        assert verdict == words[size_verdict(*pair, at)]
 
 
 @pytest.mark.parametrize("claim", CLAIMS)
