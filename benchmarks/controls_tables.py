@@ -185,20 +185,26 @@ COMPARED_ARMS = tuple(arm for arm in ARCHITECTURES if arm != BASELINE)
 PAIRS = (*((arm, BASELINE) for arm in COMPARED_ARMS), ("diff", "zero-norm"))  # The last pair is the subtraction.
 
 
-def of_size(records: Sequence[Record], task: str, arm: str, reference: str = BASELINE) -> dict[int, list[float]]:
-    """Return tokens per parameter → differences of two arms by seed, for the lengths at which the first has runs."""
-    done = {r["changes"][STEPS] for r in records if (r["task"], r["arm"]) == (task, arm)}
-    return {
-        tokens: values(records, versus(f"{arm}, steps={steps}", f"{reference}, steps={steps}", ""), TEST_LOSS)
-        for tokens, steps in LENGTHS[task].items()
-        if str(steps) in done
-    }
+def of_size(records: Sequence[Record], task: str, arm: str, reference: str = BASELINE) -> dict[int, dict[int, float]]:
+    """Return tokens per parameter → seed → difference of two arms, for the lengths at which the first has runs."""
+    found = {}
+    for tokens, steps in LENGTHS[task].items():
+        own, other = (by_seed(records, f"{name}, steps={steps}", TEST_LOSS) for name in (arm, reference))
+        if own.keys() - other.keys():
+            raise AssertionError(f"{arm} − {reference}, steps={steps}: the cells have runs of different seeds")
+        if own:
+            found[tokens] = {seed: own[seed] - other[seed] for seed in own}
+    return found
 
 
-def slopes(differences: Mapping[int, Sequence[float]]) -> list[float]:
-    """Return the least-squares slope of each seed's difference over log2 of the tokens: bits per byte per doubling."""
-    x = np.log2([*differences])
-    return np.polyfit(x, np.array([*differences.values()]), 1)[0].tolist()
+def slopes(differences: Mapping[int, Mapping[int, float]]) -> list[float]:
+    """Return the least-squares slopes of differences over log2 of the tokens: bits per byte per doubling.
+
+    They are those of the seeds that have runs of all lengths.
+    """
+    seeds = sorted(set.intersection(*(set(of) for of in differences.values())))
+    y = [[of[seed] for seed in seeds] for of in differences.values()]
+    return np.polyfit(np.log2([*differences]), np.array(y), 1)[0].tolist()
 
 
 def sizes_table(records: Sequence[Record]) -> str:
@@ -212,7 +218,7 @@ def sizes_table(records: Sequence[Record]) -> str:
                 continue
             losses = list(by_seed(own, f"{BASELINE}, steps={steps}", TEST_LOSS).values())
             sizes = {r["parameters"] for r in own if r["arm"] == BASELINE}
-            found = (signed(estimate(of[tokens])) if tokens in of else "" for of in differences)
+            found = (signed(estimate([*of[tokens].values()])) if tokens in of else "" for of in differences)
             rows.append([f"{max(sizes):,}", str(tokens), f"{own[0]['tokens']:,}", str(estimate(losses)), *found])
     pairs = (f"`{arm}` − `{reference}`" for arm, reference in PAIRS)
     header = ["parameters", "tokens per parameter", "tokens", f"`{BASELINE}`", *pairs]
@@ -222,7 +228,7 @@ def sizes_table(records: Sequence[Record]) -> str:
 def size_family(records: Sequence[Record], task: str) -> list[tuple[str, str, list[float]]]:
     """Return name, purpose and values by seed of a size's contrasts: at 20 tokens per parameter, and the slopes."""
     pairs = [(f"`{arm}` − `{reference}`", of_size(records, task, arm, reference)) for arm, reference in PAIRS]
-    at = [(title, f"{FAMILY_TOKENS} tokens per parameter", of[FAMILY_TOKENS]) for title, of in pairs]
+    at = [(title, f"{FAMILY_TOKENS} tokens per parameter", [*of[FAMILY_TOKENS].values()]) for title, of in pairs]
     slope = "slope per doubling of the tokens"
     return at + [(title, f"{slope}, {min(of)} to {max(of)}", slopes(of)) for title, of in pairs]
 

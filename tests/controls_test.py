@@ -159,9 +159,12 @@ def test_the_subtraction_helps_against_noise_if_both_conditions_hold():
 def test_the_slope_is_the_change_per_doubling_of_the_tokens():
     """Differences that follow a line in the logarithm of the tokens have its slope, and noise that is even has none."""
     wiggle = {5: 0.003, 20: -0.006, 80: 0.003}  # Orthogonal to a line, since the lengths are equally far apart.
-    exact = {tokens: [-0.02 * math.log2(tokens) + c + wiggle[tokens] for c in (0.1, 0.5)] for tokens in wiggle}
+    seeds = {30: 0.1, 31: 0.5}
+    exact = {
+        tokens: {seed: -0.02 * math.log2(tokens) + c + wiggle[tokens] for seed, c in seeds.items()} for tokens in wiggle
+    }
     np.testing.assert_allclose(controls_tables.slopes(exact), [-0.02, -0.02])
-    two = {5: [0.25, 0.0], 20: [0.05, 0.02]}
+    two = {5: {30: 0.25, 31: 0.0, 32: 9.0}, 20: {31: 0.02, 30: 0.05}}  # Seed 32 has no run at 20.
     np.testing.assert_allclose(controls_tables.slopes(two), [-0.1, 0.01], atol=1e-12)
 
 

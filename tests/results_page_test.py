@@ -570,8 +570,8 @@ SIZES_SECTION = section("## Question 4: size and tokens", "## Question 5: from a
 STEPS_OF = {5: 723, 20: 2891, 80: 11565}  # Tokens per parameter → updates of 1,024 tokens of the 0.15M models.
 
 
-def at_length(one, other, tokens):
-    """Return the differences of two arms by seed, or an empty list if the first has no runs of this length."""
+def by_seed_at(one, other, tokens):
+    """Return seed → difference of two arms, for the seeds of the first."""
     own, reference = (
         {
             r["seed"]: r["numbers"][LOSS]
@@ -580,16 +580,20 @@ def at_length(one, other, tokens):
         }
         for arm in (one, other)
     )
-    assert not own or own.keys() == reference.keys()
-    return [own[seed] - reference[seed] for seed in sorted(own)]
+    return {seed: own[seed] - reference[seed] for seed in sorted(own)}
+
+
+def at_length(*of):
+    return [*by_seed_at(*of).values()]
 
 
 def slope(one, other):
     """Return for each seed the covariance of difference and log2 of the tokens, over the variance of the latter."""
-    of = {math.log2(tokens): values for tokens in STEPS_OF if (values := at_length(one, other, tokens))}
+    of = {math.log2(tokens): found for tokens in STEPS_OF if (found := by_seed_at(one, other, tokens))}
     mean = statistics.fmean(of)
     scale = sum((x - mean) ** 2 for x in of)
-    return [sum((x - mean) * y for x, y in zip(of, ys, strict=True)) / scale for ys in zip(*of.values(), strict=True)]
+    seeds = [seed for seed in min(of.values(), key=len) if all(seed in found for found in of.values())]
+    return [sum((x - mean) * found[seed] for x, found in of.items()) / scale for seed in seeds]
 
 
 SIZE_FAMILY = {
