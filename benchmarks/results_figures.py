@@ -108,10 +108,9 @@ def draw_sizes(records: Sequence[Record], path: Path) -> None:
         axes.axhline(0, color=COLOURS[-1], linewidth=1)
         for place, (arm, reference) in enumerate(PAIRS):
             differences = of_size(records, task, arm, reference)
-            centres, halves = zip(*map(estimate, differences.values()), strict=True)
-            x = [
-                tokens * 1.05 ** (place - 2.5) for tokens in differences
-            ]  # Side by side, so that intervals are visible.
+            centres, halves = zip(*(estimate([*of.values()]) for of in differences.values()), strict=True)
+            # Side by side, so that intervals are visible.
+            x = [tokens * 1.05 ** (place - 2.5) for tokens in differences]
             axes.errorbar(
                 x, centres, yerr=halves, fmt="o-", capsize=3, color=COLOURS[place], label=f"{arm} − {reference}"
             )

@@ -168,7 +168,7 @@ def test_the_slope_is_the_change_per_doubling_of_the_tokens():
     np.testing.assert_allclose(controls_tables.slopes(two), [-0.1, 0.01], atol=1e-12)
 
 
-def test_sizes_are_a_table_a_family_and_a_figure(tmp_path):
+def test_sizes_are_a_table_a_family_and_a_figure(tmp_path, monkeypatch):
     effects = {"diff": 0.02, "gdla": -0.03}
     records = [
         record(
@@ -189,8 +189,14 @@ def test_sizes_are_a_table_a_family_and_a_figure(tmp_path):
     assert [row.split("|")[2].strip() for row in rows[2:7]] == ["5", "20", "80", "5", "20"]
     cells = [[cell.strip() for cell in row.split("|")[5:-1]] for row in rows[2:7]]
     assert [sum(bool(cell) for cell in row) for row in cells] == [6, 6, 3, 6, 6]  # At 80, three arms have runs.
-    results_figures.draw_sizes(records, tmp_path / "results_sizes")
-    assert (tmp_path / "results_sizes.png").stat().st_size > 10_000
+    drawn = []
+    monkeypatch.setattr(results_figures, "save_figure", lambda figure, path: drawn.append(figure))
+    results_figures.draw_sizes(records, tmp_path)
+    panels = [{str(c.get_label()): c.lines[0].get_ydata() for c in axes.containers} for axes in drawn[0].axes]
+    lengths = {"diff − transformer": 3, "gdla − transformer": 2, "diff − zero-norm": 3}  # At 80, three arms have runs.
+    assert {name: len(panels[0][name]) for name in lengths} == lengths
+    for name, difference in {"diff − transformer": 0.02, "gdla − transformer": -0.03, "diff − zero-norm": 0.02}.items():
+        assert all(panel[name] == pytest.approx(difference, abs=0.002) for panel in panels)
     few = [r for r in records if r["changes"]["train.steps"] != "11565"]
     assert "| 80 |" not in controls_tables.sizes_table(few)
     rows = [row.split("|") for row in controls_tables.sizes_family_table(records, "novels").splitlines()[2:]]
