@@ -15,13 +15,8 @@ COLLECTED = json.loads(results.COLLECTED.read_text())
 PAGE = (ROOT / "docs" / "results.md").read_text()
 PROSE = " ".join(PAGE.split())
 LOSS = "test/loss_bits_per_byte"
-T_975 = {
-    5: 2.776445,
-    6: 2.570582,
-    7: 2.446912,
-    8: 2.364624,
-    10: 2.262157,
-}  # Quantiles of Student's t, by the number of seeds.
+# Quantiles of Student's t, by the number of seeds.
+T_975 = {4: 3.182446, 5: 2.776445, 6: 2.570582, 7: 2.446912, 8: 2.364624, 10: 2.262157}
 FIRST, AGAIN, RECALL = "question-1-novels", "question-1-again", "question-1-recall"
 
 
@@ -609,6 +604,12 @@ def size_verdict(one, other, at):
     return 0 if SIZE_P_VALUES[one, other, at] >= 0.05 else math.copysign(1, mean)
 
 
+def sign_of_interval(one, other, tokens):
+    """Return the sign of the mean if the uncorrected interval of a length excludes zero, or else 0."""
+    mean, half = interval(at_length(one, other, tokens))
+    return 0 if abs(mean) < half else math.copysign(1, mean)
+
+
 def wall_seconds(arm):
     """Return the median time of an arm's runs at 20 tokens per parameter."""
     changes = ("train.steps", str(STEPS_OF[20]))
@@ -623,10 +624,25 @@ CLAIMS |= {
         == size_verdict("diff", "zero-norm", "at 20")
         == -1
     ),
-    "The difference falls with the number of tokens": lambda: size_verdict("diff", "transformer", "slope") == -1,
-    "Whether this grows with the number of tokens is open": lambda: size_verdict("diff", "zero-norm", "slope") == 0,
-    "`zero-norm` − `transformer` falls with the number of tokens as well": lambda: (
-        size_verdict("zero-norm", "transformer", "slope") == -1
+    "is behind the Transformer at 5 tokens per parameter. The gap shrinks with more tokens, and at 20 and 80 it is "
+    "open": lambda: (
+        sign_of_interval("diff", "transformer", 5) == 1
+        and size_verdict("diff", "transformer", "slope") == -1
+        and size_verdict("diff", "transformer", "at 20") == 0
+        and sign_of_interval("diff", "transformer", 80) == 0
+    ),
+    "The difference falls with the number of tokens, and no length shows `diff` ahead": lambda: all(
+        sign_of_interval("diff", "transformer", tokens) != -1 for tokens in STEPS_OF
+    ),
+    "and this difference falls too": lambda: size_verdict("zero-norm", "transformer", "slope") == -1,
+    "Whether it grows with the number of tokens is open": lambda: size_verdict("diff", "zero-norm", "slope") == 0,
+    "the same code with λ = 0 catches up as well": lambda: (
+        interval(at_length("zero-norm", "transformer", 80))[0]
+        < interval(at_length("zero-norm", "transformer", 5))[0]
+        - sum(interval(at_length("zero-norm", "transformer", tokens))[1] for tokens in (5, 80))
+    ),
+    "at 80 tokens per parameter, because the time of the machine ended": lambda: (
+        len(at_length("diff", "transformer", 80)) < 8 == len(at_length("diff", "transformer", 20))
     ),
     "The lead of `gdla` gets smaller with more tokens, and that of `gated` is not shown to change": lambda: (
         size_verdict("gdla", "transformer", "slope") == 1 and size_verdict("gated", "transformer", "slope") == 0
@@ -696,6 +712,23 @@ def test_contrasts_in_the_prose_have_their_intervals(one, other):
     assert f"`{one}` − `{other}` is {values}" in PROSE
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert (f"`{one}` − `{other}` is" not in readme) or f"`{one}` − `{other}` is {values}" in readme
+
+
+def test_the_prose_of_question_4_has_its_differences():
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    at = {tokens: shown(at_length("diff", "transformer", tokens)) for tokens in STEPS_OF}
+    subtraction = shown(at_length("diff", "zero-norm", 20))
+    others = {arm: shown(at_length(arm, "transformer", 20)) for arm in ("gdla", "gated")}
+    assert f"`diff` − `transformer` is {at[5]} with 5 tokens per parameter, {at[20]} with 20" in readme
+    count = {4: "four", 5: "five", 6: "six", 7: "seven"}[len(at_length("diff", "transformer", 80))]
+    assert f"and {at[80]} with 80 (eight seeds; {count} with 80). With 80 it is open." in readme
+    assert f"over eight seeds ({count} at 80 tokens per parameter" in PROSE
+    helps = "With 20 tokens per parameter, the subtraction helps with the norm too"
+    assert f"{helps}:** `diff` − `zero-norm` is {subtraction}." in readme
+    assert f"`gdla` − `transformer` is {others['gdla']}, and `gated` − `transformer` is {others['gated']}" in readme
+    assert f"`diff` − `transformer` is {at[5]} at 5 tokens per parameter" in PROSE
+    assert f"{at[20]} at 20 (with a corrected p-value above 0.05), and {at[80]} at 80" in PROSE
+    assert f"`diff` − `zero-norm` is {subtraction}. At 80 it is {shown(at_length('diff', 'zero-norm', 80))}" in PROSE
 
 
 @pytest.mark.parametrize("arm", ["diff", "zero-norm", "zero-gain", "transformer"])
