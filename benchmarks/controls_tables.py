@@ -190,7 +190,7 @@ def of_size(records: Sequence[Record], task: str, arm: str, reference: str = BAS
     found = {}
     for tokens, steps in LENGTHS[task].items():
         own, other = (by_seed(records, f"{name}, steps={steps}", TEST_LOSS) for name in (arm, reference))
-        if own.keys() - other.keys():
+        if own and own.keys() != other.keys():
             raise AssertionError(f"{arm} − {reference}, steps={steps}: the cells have runs of different seeds")
         if own:
             found[tokens] = {seed: own[seed] - other[seed] for seed in own}
