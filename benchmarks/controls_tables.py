@@ -189,11 +189,9 @@ def of_size(records: Sequence[Record], task: str, arm: str, reference: str = BAS
     """Return tokens per parameter → seed → difference of two arms, for the lengths at which the first has runs."""
     found = {}
     for tokens, steps in LENGTHS[task].items():
-        own, other = (by_seed(records, f"{name}, steps={steps}", TEST_LOSS) for name in (arm, reference))
-        if own and own.keys() != other.keys():
-            raise AssertionError(f"{arm} − {reference}, steps={steps}: the cells have runs of different seeds")
-        if own:
-            found[tokens] = {seed: own[seed] - other[seed] for seed in own}
+        if seeds := by_seed(records, f"{arm}, steps={steps}", TEST_LOSS):
+            contrast = versus(f"{arm}, steps={steps}", f"{reference}, steps={steps}", "")
+            found[tokens] = dict(zip(seeds, values(records, contrast, TEST_LOSS), strict=True))
     return found
 
 

@@ -727,9 +727,9 @@ def test_the_prose_of_question_4_has_its_differences():
     at = {tokens: shown(at_length("diff", "transformer", tokens)) for tokens in STEPS_OF}
     subtraction = shown(at_length("diff", "zero-norm", 20))
     others = {arm: shown(at_length(arm, "transformer", 20)) for arm in ("gdla", "gated")}
-    assert f"`diff` − `transformer` is {at[5]} with 5 tokens per parameter, {at[20]} with 20" in readme
+    assert f"`diff` − `transformer` is {at[5]} with 5 tokens per parameter. It is {at[20]} with 20" in readme
     count = {5: "five", 6: "six", 7: "seven"}[len(at_length("diff", "transformer", 80))]
-    assert f"and {at[80]} with 80 (eight seeds; {count} with 80). With 80 it is open." in readme
+    assert f"and {at[80]} with 80 (open). There are eight seeds, and {count} with 80." in readme
     assert f"over eight seeds ({count} at 80 tokens per parameter" in PROSE
     helps = "With 20 tokens per parameter, the subtraction helps with the norm too"
     assert f"{helps}:** `diff` − `zero-norm` is {subtraction}." in readme
