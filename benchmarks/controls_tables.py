@@ -183,6 +183,8 @@ def cells_table(records: Sequence[Record], number: str = TEST_LOSS) -> str:
 BASELINE, FAMILY_TOKENS = "transformer", 20
 COMPARED_ARMS = tuple(arm for arm in ARCHITECTURES if arm != BASELINE)
 PAIRS = (*((arm, BASELINE) for arm in COMPARED_ARMS), ("diff", "zero-norm"))  # The last pair is the subtraction.
+SMALLEST, *_ = LENGTHS  # Task of the smallest models.
+RESIZED_PAIRS = (("diff", BASELINE), ("diff", "zero-norm"))  # Pairs whose change with the size is in the family.
 
 
 def of_size(records: Sequence[Record], task: str, arm: str, reference: str = BASELINE) -> dict[int, dict[int, float]]:
@@ -223,22 +225,44 @@ def sizes_table(records: Sequence[Record]) -> str:
     return markdown(header, rows) + provenance(records)
 
 
-def size_family(records: Sequence[Record], task: str) -> list[tuple[str, str, list[float]]]:
-    """Return name, purpose and values by seed of a size's contrasts: at 20 tokens per parameter, and the slopes."""
-    pairs = [(f"`{arm}` − `{reference}`", of_size(records, task, arm, reference)) for arm, reference in PAIRS]
-    at = [(title, f"{FAMILY_TOKENS} tokens per parameter", [*of[FAMILY_TOKENS].values()]) for title, of in pairs]
-    slope = "slope per doubling of the tokens"
-    return at + [(title, f"{slope}, {min(of)} to {max(of)}", slopes(of)) for title, of in pairs]
+class SizeContrast(NamedTuple):
+    """A contrast of question 4."""
+
+    title: str  # The pair of arms.
+    at: str  # What it is: the difference at a length, its slope, or its change with the size.
+    values: list[float]  # One for each seed, in bits per byte.
+    above_zero: str  # Verdict on a mean above zero.
+    below_zero: str
+
+
+def size_family(records: Sequence[Record], task: str) -> list[SizeContrast]:
+    """Return a size's family: differences at 20 tokens per parameter, their slopes, and their change with the size."""
+    differences = {pair: of for pair in PAIRS if (of := of_size(records, task, *pair))}
+    titles = {pair: f"`{pair[0]}` − `{pair[1]}`" for pair in differences}
+    at = f"{FAMILY_TOKENS} tokens per parameter"
+    family = [
+        SizeContrast(titles[pair], at, [*of[FAMILY_TOKENS].values()], "worse", "better")
+        for pair, of in differences.items()
+    ]
+    for pair, of in differences.items():
+        lengths = f"slope per doubling of the tokens, {min(of)} to {max(of)}"
+        family.append(SizeContrast(titles[pair], lengths, slopes(of), "rises", "falls"))
+    if task != SMALLEST:
+        for pair in RESIZED_PAIRS:
+            smaller = of_size(records, SMALLEST, *pair)[FAMILY_TOKENS]
+            change = [loss - smaller[seed] for seed, loss in differences[pair][FAMILY_TOKENS].items()]
+            family.append(SizeContrast(titles[pair], f"{at}, change with the size", change, "rises", "falls"))
+    return family
 
 
 def sizes_family_table(records: Sequence[Record], task: str) -> str:
     """Return a table of a size's family of contrasts."""
     family = size_family(records, task)
     rows = []
-    for (title, what, of), p in zip(family, holm([p_value(of) for *_, of in family]), strict=True):
-        mean = estimate(of)
-        words = ("worse", "better") if what.startswith(str(FAMILY_TOKENS)) else ("rises", "falls")
-        rows.append([title, what, signed(mean), f"{p:.3f}", "open" if p >= SIGNIFICANT else words[mean.mean < 0]])
+    for contrast, p in zip(family, holm([p_value(contrast.values) for contrast in family]), strict=True):
+        mean = estimate(contrast.values)
+        found = contrast.above_zero if mean.mean > 0 else contrast.below_zero
+        rows.append([contrast.title, contrast.at, signed(mean), f"{p:.3f}", "open" if p >= SIGNIFICANT else found])
     return markdown(["contrast", "at", "bits per byte", "p, corrected", "verdict"], rows)
 
 

@@ -107,7 +107,8 @@ def draw_sizes(records: Sequence[Record], path: Path) -> None:
     for axes, task in zip(figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0], tasks, strict=True):
         axes.axhline(0, color=COLOURS[-1], linewidth=1)
         for place, (arm, reference) in enumerate(PAIRS):
-            differences = of_size(records, task, arm, reference)
+            if not (differences := of_size(records, task, arm, reference)):
+                continue
             centres, halves = zip(*(estimate([*of.values()]) for of in differences.values()), strict=True)
             # Side by side, so that intervals are visible.
             x = [tokens * 1.05 ** (place - 2.5) for tokens in differences]

@@ -174,39 +174,56 @@ def test_sizes_are_a_table_a_family_and_a_figure(tmp_path, monkeypatch):
         record(
             arm,
             seed,
-            2.0 + effects.get(arm, 0.0) + 0.001 * math.sin(7 * seed + i * steps),
+            # With the size, the effect of diff grows by 0.01.
+            2.0
+            + effects.get(arm, 0.0)
+            + 0.01 * (arm == "diff" and task != "novels")
+            + 0.001 * math.sin(7 * seed + i * steps),
             task,
             train__steps=str(steps),
         )
         for task, lengths in controls_study.LENGTHS.items()
         for tokens, steps in lengths.items()
         for i, arm in enumerate(controls_study.ARCHITECTURES)
-        if tokens != 80 or arm in ("transformer", "zero-norm", "diff")
+        if (task == "novels" and tokens != 80) or arm in ("transformer", "zero-norm", "diff")
         for seed in range(8)
     ]
     rows = controls_tables.sizes_table(records).splitlines()
     assert len([row for row in rows if row.startswith("| 1 | ")]) == 5
     assert [row.split("|")[2].strip() for row in rows[2:7]] == ["5", "20", "80", "5", "20"]
     cells = [[cell.strip() for cell in row.split("|")[5:-1]] for row in rows[2:7]]
-    assert [sum(bool(cell) for cell in row) for row in cells] == [6, 6, 3, 6, 6]  # At 80, three arms have runs.
+    assert [sum(bool(cell) for cell in row) for row in cells] == [6, 6, 3, 3, 3]  # In long runs, there are three arms.
     drawn = []
     monkeypatch.setattr(results_figures, "save_figure", lambda figure, path: drawn.append(figure))
     results_figures.draw_sizes(records, tmp_path)
     panels = [{str(c.get_label()): c.lines[0].get_ydata() for c in axes.containers} for axes in drawn[0].axes]
     lengths = {"diff − transformer": 3, "gdla − transformer": 2, "diff − zero-norm": 3}  # At 80, three arms have runs.
     assert {name: len(panels[0][name]) for name in lengths} == lengths
-    for name, difference in {"diff − transformer": 0.02, "gdla − transformer": -0.03, "diff − zero-norm": 0.02}.items():
-        assert all(panel[name] == pytest.approx(difference, abs=0.002) for panel in panels)
+    assert panels[0]["gdla − transformer"] == pytest.approx(-0.03, abs=0.002)
+    assert "gdla − transformer" not in panels[1]
+    for name in ("diff − transformer", "diff − zero-norm"):
+        assert panels[0][name] == pytest.approx(0.02, abs=0.002)
+        assert panels[1][name] == pytest.approx(0.02 + 0.01, abs=0.002)
     few = [r for r in records if r["changes"]["train.steps"] != "11565"]
     assert "| 80 |" not in controls_tables.sizes_table(few)
-    rows = [row.split("|") for row in controls_tables.sizes_family_table(records, "novels").splitlines()[2:]]
-    verdicts = {(row[1].strip(), row[2].strip()): row[5].strip() for row in rows}
+
+    def verdicts_of(task):
+        rows = [row.split("|") for row in controls_tables.sizes_family_table(records, task).splitlines()[2:]]
+        return {(row[1].strip(), row[2].strip()): row[5].strip() for row in rows}
+
+    verdicts = verdicts_of("novels")
     assert len(verdicts) == 12
     assert verdicts["`diff` − `zero-norm`", "20 tokens per parameter"] == "worse"
     assert verdicts["`diff` − `transformer`", "20 tokens per parameter"] == "worse"
     assert verdicts["`gdla` − `transformer`", "20 tokens per parameter"] == "better"
     assert verdicts["`diff` − `transformer`", "slope per doubling of the tokens, 5 to 80"] == "open"
     assert verdicts["`gdla` − `transformer`", "slope per doubling of the tokens, 5 to 20"] == "open"
+    verdicts = verdicts_of("novels-0.4m")
+    assert len(verdicts) == 8
+    assert verdicts["`diff` − `zero-norm`", "20 tokens per parameter"] == "worse"
+    assert verdicts["`diff` − `transformer`", "20 tokens per parameter, change with the size"] == "rises"
+    assert verdicts["`diff` − `zero-norm`", "20 tokens per parameter, change with the size"] == "rises"
+    assert verdicts["`zero-norm` − `transformer`", "slope per doubling of the tokens, 5 to 20"] == "open"
 
 
 def test_alignment_is_the_growth_of_a_cosine_of_the_same_seed():
@@ -305,7 +322,7 @@ def test_longer_trainings_take_the_rate_of_the_shortest(tmp_path, monkeypatch):
         "--config.train.steps=2083",
     }
     reported = [(arm, rate) for _, arm, seed, rate, _ in calls if seed == "30,31,32,33,34,35,36,37"]
-    assert len(reported) == 4 * 6 + 3  # Three arms at the largest number of tokens.
+    assert len(reported) == 2 * 6 + 3 * 3  # Three arms at the largest number of tokens, and with the larger models.
     assert {rate for arm, rate in reported if arm == "diff"} == {"0.004"}
     assert {rate for arm, rate in reported if arm != "diff"} == {"0.016"}
 
