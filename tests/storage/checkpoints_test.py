@@ -348,7 +348,7 @@ def test_faults_during_saves_and_restores(bucket, trainer, save, mesh_of, quick_
     writer = trainer()
     save(writer, 0)
     for i in range(1, 16):
-        # Listings are requests of gcsfs, which waits for seconds after a fault.
+        # Listings are requests of fsspec. s3fs waits for seconds after a fault.
         bucket.plan(kinds=kinds, rate=0.35, in_a_row=3, seed=i, pattern="^((?!prefix=).)*$", limit=12)
         writer._failures = 0
         save(writer, 10 * i)

@@ -55,7 +55,7 @@ def test_faults_neither_lose_nor_double_a_row(bucket, quick_retries, monkeypatch
     path, random_ = bucket.folder() / "log.jsonl", random.Random(0)
     logs, expected, unknown, met = [JsonLines(path), JsonLines(path)], [], [], 0
     for step in range(70):
-        # Listings are requests of gcsfs, which waits for seconds after a fault.
+        # Listings are requests of fsspec. s3fs waits for seconds after a fault.
         pattern = "." if step % 20 == 0 else "^((?!prefix=).)*$"
         bucket.plan(kinds=FAULTS, rate=0.3, in_a_row=2, seed=step, pattern=pattern)
         log = random_.choice(logs)

@@ -43,7 +43,7 @@ def test_a_write_replaces_only_the_generation_that_was_read(bucket):
 
 
 @pytest.mark.parametrize("fault", [*TRANSIENT, "short"])
-def test_every_request_survives_faults(bucket, fault):
+def test_every_request_survives_faults(bucket, fault, quick_retries):
     folder, content = bucket.folder(), random.Random(0).randbytes(5000)
     objects.write(folder / "before", content)
     bucket.plan(kinds=[fault], in_a_row=1)
@@ -150,7 +150,7 @@ def test_an_outage_is_not_a_refusal(bucket, request_, quick_retries):
 
 
 @pytest.mark.parametrize("request_", ["read", "written", "list"])
-def test_retries_end_in_one_line(bucket, request_, monkeypatch):
+def test_retries_end_in_one_line(bucket, request_, quick_retries):
     bucket.plan(kinds=["503"])
     with pytest.raises(UnreadableError, match=r"a cannot be (read|written|listed): .*run the same command again"):
         REQUESTS[request_](bucket.folder() / "a")
