@@ -169,9 +169,10 @@ test-compile: .venv-compile/.installed
 	JAX_PLATFORMS=cpu .venv-compile/bin/python -m pytest -n auto --dist=worksteal -m "not exhaustive" tests/compile
 	NPROC=16 JAX_PLATFORMS=cpu .venv-compile/bin/python -m pytest -n auto --dist=worksteal -m "interpreter and not exhaustive" tests/kernels
 
-# Tests that CI leaves out. They use the environment of test-compile.
-test-exhaustive: .venv-compile/.installed
-	NPROC=16 JAX_PLATFORMS=cpu .venv-compile/bin/python -m pytest -n auto --dist=worksteal -m exhaustive
+# Tests that CI leaves out. They use the environment of test-compile. Those of buckets need the emulators.
+test-exhaustive: .venv-compile/.installed .venv/.installed-buckets
+	NPROC=16 JAX_PLATFORMS=cpu .venv-compile/bin/python -m pytest -n auto --dist=worksteal -m exhaustive --ignore=tests/storage
+	$(BIN)/python -m pytest -n auto --dist=worksteal -m exhaustive tests/storage
 
 # The tests of `make test` with the lowest versions that requirements.txt allows.
 test-lowest: .venv-lowest/.installed

@@ -12,7 +12,7 @@ import time
 
 import pytest
 from conftest import ROOT, child_environment
-from helpers.buckets import environment
+from helpers.buckets import environment, in_ci_with
 from helpers.command_server import commands
 from helpers.data_prepare import COMMAND, ENVIRONMENT, PREPARE, tree
 
@@ -224,17 +224,17 @@ def check_kills(bucket, moments):
     return count
 
 
-@pytest.mark.long
+@in_ci_with("gs")
 def test_a_killed_prepare_resumes(bucket):
     assert check_kills(bucket, [15]) == 1
 
 
-@pytest.mark.long
+@in_ci_with("s3")
 def test_a_prepare_that_is_killed_ten_times_makes_the_same_store(bucket):
     assert check_kills(bucket, sorted(random.Random(0).sample(range(2, 60), 10))) >= 5
 
 
-@pytest.mark.long
+@in_ci_with("s3")
 def test_faults_change_nothing(bucket):
     """At least 60 seeded faults in a whole `prepare`, from bucket to bucket."""
     folder = bucket.folder()

@@ -56,7 +56,7 @@ def newest_valid(workdir):
 KILLS = [(0, "start"), (0, "start"), (1, "step"), (1, "step"), *[(1, "saving")] * 5, (2, "saving")]
 
 
-@pytest.mark.long
+@in_ci_with("gs")
 def test_ten_kills_cost_nothing(bucket, text, whole, tmp_path):
     """A training is killed at ten seeded moments: at its start, between steps and during saves.
 
@@ -204,7 +204,7 @@ def test_two_processes(bucket, text, tmp_path):
     assert "attempt 3, from step 24 to 28" in (tmp_path / "one").read_text()
 
 
-@pytest.mark.long
+@in_ci_with("s3")
 def test_a_sweep_of_four_runs(bucket, text, tmp_path):
     out = bucket.folder()
     changes = {**CONFIG, "train.steps": "4", "eval.every_steps": "4", "data.path": str(text)}
