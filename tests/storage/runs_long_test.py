@@ -91,6 +91,7 @@ def test_ten_kills_cost_nothing(bucket, text, whole, tmp_path):
 
 
 @pytest.mark.chaos
+@in_ci_with("s3")
 def test_faults_cost_no_row_and_no_checkpoint(bucket, text, whole, tmp_path):
     """Starts under seeded faults. Each trains to the end, or ends with one line; the same command continues."""
     workdir, met, codes = bucket.folder(), 0, []
