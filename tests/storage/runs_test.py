@@ -6,6 +6,7 @@ import sys
 import pytest
 from conftest import ROOT, child_environment, write_text
 from helpers.bucket_runs import run_of, start, train, wait_until
+from helpers.buckets import in_ci_with
 from helpers.command_server import commands
 from helpers.events import events
 
@@ -87,7 +88,7 @@ def test_tensorboard_shows_the_rows_of_a_run_that_was_killed(trained):
     assert restarts[-1] > 4  # The run was resumed from a checkpoint.
 
 
-@pytest.mark.long
+@in_ci_with("gs")
 def test_every_command_takes_the_run(trained, local_run, tmp_path):
     workdir, (whole, text) = trained, local_run
     run("eval", f"--workdir={workdir}", "--suite=loss,sample", "--step=20:24:4")
