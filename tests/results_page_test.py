@@ -561,17 +561,21 @@ SIZE_PAIRS = [
     *((arm, "transformer") for arm in ("zero-norm", "diff", "diff_v2", "gdla", "gated")),
     ("diff", "zero-norm"),
 ]
+SMALL, LARGE = "novels", "novels-0.4m"
 SIZES_SECTION = section("## Question 4: size and tokens", "## Question 5: from a pretrained Transformer")
-STEPS_OF = {5: 723, 20: 2891, 80: 11565}  # Tokens per parameter → updates of 1,024 tokens of the 0.15M models.
+SMALL_SECTION, _, LARGE_SECTION = SIZES_SECTION.partition("### Models of 430,000 parameters")
+# Task → tokens per parameter → updates of 1,024 tokens.
+STEPS_OF = {SMALL: {5: 723, 20: 2891, 80: 11565}, LARGE: {5: 2083, 20: 8333}}
+PARAMETERS_OF = {SMALL: 148_032, LARGE: 426_624}
 
 
-def by_seed_at(one, other, tokens):
+def by_seed_at(one, other, tokens, task=SMALL):
     """Return seed → difference of two arms, for the seeds of the first."""
     own, reference = (
         {
             r["seed"]: r["numbers"][LOSS]
             for r in SIZES
-            if (r["arm"], r["changes"]["train.steps"]) == (arm, str(STEPS_OF[tokens]))
+            if (r["task"], r["arm"], r["changes"]["train.steps"]) == (task, arm, str(STEPS_OF[task][tokens]))
         }
         for arm in (one, other)
     )
@@ -582,37 +586,50 @@ def at_length(*of):
     return [*by_seed_at(*of).values()]
 
 
-def slope(one, other):
+def slope(one, other, task):
     """Return for each seed the covariance of difference and log2 of the tokens, over the variance of the latter."""
-    of = {math.log2(tokens): found for tokens in STEPS_OF if (found := by_seed_at(one, other, tokens))}
+    of = {math.log2(tokens): found for tokens in STEPS_OF[task] if (found := by_seed_at(one, other, tokens, task))}
     mean = statistics.fmean(of)
     scale = sum((x - mean) ** 2 for x in of)
     seeds = [seed for seed in min(of.values(), key=len) if all(seed in found for found in of.values())]
     return [sum((x - mean) * found[seed] for x, found in of.items()) / scale for seed in seeds]
 
 
-SIZE_FAMILY = {
-    **{(*pair, "at 20"): at_length(*pair, 20) for pair in SIZE_PAIRS},
-    **{(*pair, "slope"): slope(*pair) for pair in SIZE_PAIRS},
+def change_with_size(one, other):
+    small = by_seed_at(one, other, 20)
+    return [difference - small[seed] for seed, difference in by_seed_at(one, other, 20, LARGE).items()]
+
+
+LARGE_PAIRS = [pair for pair in SIZE_PAIRS if at_length(*pair, 20, LARGE)]
+SIZE_FAMILIES = {
+    task: {
+        **{(*pair, "at 20"): at_length(*pair, 20, task) for pair in pairs},
+        **{(*pair, "slope"): slope(*pair, task) for pair in pairs},
+    }
+    for task, pairs in ((SMALL, SIZE_PAIRS), (LARGE, LARGE_PAIRS))
 }
-SIZE_P_VALUES = corrected({name: two_sided(of) for name, of in SIZE_FAMILY.items()})
+for pair in (("diff", "transformer"), ("diff", "zero-norm")):
+    SIZE_FAMILIES[LARGE][*pair, "size"] = change_with_size(*pair)
+SIZE_P_VALUES = {
+    task: corrected({name: two_sided(of) for name, of in family.items()}) for task, family in SIZE_FAMILIES.items()
+}
 
 
-def size_verdict(one, other, at):
+def size_verdict(one, other, at, task=SMALL):
     """Return the sign of a contrast of question 4, or 0 if it is open."""
-    mean, _ = interval(SIZE_FAMILY[one, other, at])
-    return 0 if SIZE_P_VALUES[one, other, at] >= 0.05 else math.copysign(1, mean)
+    mean, _ = interval(SIZE_FAMILIES[task][one, other, at])
+    return 0 if SIZE_P_VALUES[task][one, other, at] >= 0.05 else math.copysign(1, mean)
 
 
-def sign_of_interval(one, other, tokens):
+def sign_of_interval(one, other, tokens, task=SMALL):
     """Return the sign of the mean if the uncorrected interval of a length excludes zero, or else 0."""
-    mean, half = interval(at_length(one, other, tokens))
+    mean, half = interval(at_length(one, other, tokens, task))
     return 0 if abs(mean) < half else math.copysign(1, mean)
 
 
 def wall_seconds(arm):
     """Return the median time of an arm's runs at 20 tokens per parameter."""
-    changes = ("train.steps", str(STEPS_OF[20]))
+    changes = ("train.steps", str(STEPS_OF[SMALL][20]))
     return statistics.median(r["wall_seconds"] for r in SIZES if r["arm"] == arm and changes in r["changes"].items())
 
 
@@ -632,7 +649,7 @@ CLAIMS |= {
         and sign_of_interval("diff", "transformer", 80) == 0
     ),
     "The difference falls with the number of tokens, and no length shows `diff` ahead": lambda: all(
-        sign_of_interval("diff", "transformer", tokens) != -1 for tokens in STEPS_OF
+        sign_of_interval("diff", "transformer", tokens) != -1 for tokens in STEPS_OF[SMALL]
     ),
     "and this difference falls too": lambda: size_verdict("zero-norm", "transformer", "slope") == -1,
     "Whether it grows with the number of tokens is open": lambda: size_verdict("diff", "zero-norm", "slope") == 0,
@@ -641,8 +658,24 @@ CLAIMS |= {
         < interval(at_length("zero-norm", "transformer", 5))[0]
         - sum(interval(at_length("zero-norm", "transformer", tokens))[1] for tokens in (5, 80))
     ),
-    "at 80 tokens per parameter, because the time of the machine ended": lambda: (
-        len(at_length("diff", "transformer", 80)) < 8 == len(at_length("diff", "transformer", 20))
+    "five with 426,624 parameters, because the time of the machine ended": lambda: (
+        {len(at_length(*pair, tokens, LARGE)) for pair in LARGE_PAIRS for tokens in (5, 20)} == {5}
+        and len(at_length("diff", "transformer", 80)) < 8 == len(at_length("diff", "transformer", 20))
+    ),
+    "With more tokens, `zero-norm`, which does not subtract, catches up with the Transformer at this size too. The "
+    "seven other preregistered contrasts are open with five seeds": lambda: (
+        len(SIZE_FAMILIES[LARGE]) == 8
+        and size_verdict("zero-norm", "transformer", "slope", LARGE) == -1
+        and sum(size_verdict(*name, LARGE) == 0 for name in SIZE_FAMILIES[LARGE]) == 7
+    ),
+    "At 5 tokens per parameter, `diff` is less far behind than with 148,032 parameters": lambda: (
+        sum(interval(at_length("diff", "transformer", 5, LARGE)))
+        < interval(at_length("diff", "transformer", 5))[0] - interval(at_length("diff", "transformer", 5))[1]
+    ),
+    "At 20 the intervals contain the differences of the smaller models": lambda: all(
+        abs(mean - interval(at_length(*pair, 20))[0]) < half
+        for pair in LARGE_PAIRS
+        for mean, half in [interval(at_length(*pair, 20, LARGE))]
     ),
     "The lead of `gdla` gets smaller with more tokens, and that of `gated` is not shown to change": lambda: (
         size_verdict("gdla", "transformer", "slope") == 1 and size_verdict("gated", "transformer", "slope") == 0
@@ -660,7 +693,7 @@ CLAIMS |= {
         and size_verdict("diff_v2", "transformer", "at 20") == 0
     ),
     "All arms have as many parameters as the Transformer within 0.2 %": lambda: all(
-        abs(r["parameters"] / 148_032 - 1) < 0.002 for r in SIZES
+        abs(r["parameters"] / PARAMETERS_OF[r["task"]] - 1) < 0.002 for r in SIZES
     ),
     "At 20 tokens per parameter, `diff_v2` took 1.9 times as long as the Transformer": lambda: (
         round(wall_seconds("diff_v2") / wall_seconds("transformer"), 1) == 1.9
@@ -668,31 +701,34 @@ CLAIMS |= {
 }
 
 
-def test_the_lengths_of_question_4_have_their_differences():
+@pytest.mark.parametrize("task", STEPS_OF)
+def test_the_lengths_of_question_4_have_their_differences(task):
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in SIZES_SECTION.splitlines()]
-    rows = {int(row[1]): row for row in rows if row[0] == "148,032"}
-    assert list(rows) == [tokens for tokens in STEPS_OF if at_length("diff", "transformer", tokens)]
+    rows = {int(row[1]): row for row in rows if row[0] == f"{PARAMETERS_OF[task]:,}"}
+    assert list(rows) == [tokens for tokens in STEPS_OF[task] if at_length("diff", "transformer", tokens, task)]
     for tokens, row in rows.items():
-        assert row[2] == f"{1024 * STEPS_OF[tokens]:,}"
-        values = [at_length(*pair, tokens) for pair in SIZE_PAIRS]
+        assert row[2] == f"{1024 * STEPS_OF[task][tokens]:,}"
+        values = [at_length(*pair, tokens, task) for pair in SIZE_PAIRS]
         assert row[4:] == [shown(of) if of else "" for of in values]
 
 
-@pytest.mark.parametrize("at", ["at 20", "slope"])
-def test_the_contrasts_of_question_4_have_their_intervals(at):
-    lines = [
-        line
-        for line in SIZES_SECTION.splitlines()
-        if ("slope per doubling" if at == "slope" else "| 20 tokens") in line
-    ]
-    rows = {cells[1]: cells[3:6] for line in lines for cells in [[cell.strip() for cell in line.split("|")]]}
-    assert len(rows) == len(SIZE_PAIRS)
-    words = {"at 20": {1: "worse", -1: "better"}, "slope": {1: "rises", -1: "falls"}}[at] | {0: "open"}
-    for pair in SIZE_PAIRS:
-        mean, p, verdict = rows["`{}` − `{}`".format(*pair)]
-        assert mean == shown(SIZE_FAMILY[*pair, at])
-        assert float(p) == pytest.approx(SIZE_P_VALUES[*pair, at], abs=6e-4)
-        assert verdict == words[size_verdict(*pair, at)]
+@pytest.mark.parametrize(("task", "text"), [(SMALL, SMALL_SECTION), (LARGE, LARGE_SECTION)])
+def test_the_contrasts_of_question_4_have_their_intervals(task, text):
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if " tokens" in line]
+    rows = {tuple(cells[:2]): cells[2:] for cells in lines if cells and cells[0].startswith("`")}
+    assert len(rows) == len(SIZE_FAMILIES[task])
+    titles = {
+        "at 20": "20 tokens per parameter",
+        "size": "20 tokens per parameter, change with the size",
+        "slope": "slope per doubling of the tokens, 5 to {}",
+    }
+    for (one, other, at), of in SIZE_FAMILIES[task].items():
+        longest = max(tokens for tokens in STEPS_OF[task] if at_length(one, other, tokens, task))
+        mean, p, verdict = rows[f"`{one}` − `{other}`", titles[at].format(longest)]
+        assert mean == shown(of)
+        assert float(p) == pytest.approx(SIZE_P_VALUES[task][one, other, at], abs=6e-4)
+        words = {0: "open", 1: "worse", -1: "better"} if at == "at 20" else {0: "open", 1: "rises", -1: "falls"}
+        assert verdict == words[size_verdict(one, other, at, task)]
 
 
 @pytest.mark.parametrize("claim", CLAIMS)
@@ -724,13 +760,20 @@ def test_contrasts_in_the_prose_have_their_intervals(one, other):
 
 def test_the_prose_of_question_4_has_its_differences():
     readme = " ".join((ROOT / "README.md").read_text().split())
-    at = {tokens: shown(at_length("diff", "transformer", tokens)) for tokens in STEPS_OF}
+    at = {tokens: shown(at_length("diff", "transformer", tokens)) for tokens in STEPS_OF[SMALL]}
     subtraction = shown(at_length("diff", "zero-norm", 20))
     others = {arm: shown(at_length(arm, "transformer", 20)) for arm in ("gdla", "gated")}
     assert f"`diff` − `transformer` is {at[5]} with 5 tokens per parameter. It is {at[20]} with 20" in readme
     count = {5: "five", 6: "six", 7: "seven"}[len(at_length("diff", "transformer", 80))]
     assert f"and {at[80]} with 80 (open). There are eight seeds, and {count} with 80." in readme
     assert f"over eight seeds ({count} at 80 tokens per parameter" in PROSE
+    large = {tokens: shown(at_length("diff", "transformer", tokens, LARGE)) for tokens in (5, 20)}
+    assert (
+        f"`diff` − `transformer` is {large[5]} at 5 tokens per parameter (not preregistered), and {large[20]}" in PROSE
+    )
+    assert f"`diff` − `zero-norm` is {shown(at_length('diff', 'zero-norm', 20, LARGE))} at 20 tokens" in PROSE
+    assert f"With 430,000 parameters, it is {large[5]} with 5 and {large[20]} with 20." in PROSE
+    assert f"With 430,000 parameters, it is {large[20]} with 20 (open, five seeds)." in readme
     helps = "With 20 tokens per parameter, the subtraction helps with the norm too"
     assert f"{helps}:** `diff` − `zero-norm` is {subtraction}." in readme
     assert f"`gdla` − `transformer` is {others['gdla']}, and `gated` − `transformer` is {others['gated']}" in readme
