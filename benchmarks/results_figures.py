@@ -104,7 +104,8 @@ def draw_sizes(records: Sequence[Record], path: Path) -> None:
     """Draw the differences of pairs of arms against the tokens per parameter, with a panel per size of question 4."""
     tasks = [task for task in LENGTHS if any(r["task"] == task for r in records)]
     figure = matplotlib.figure.Figure(figsize=(4 + 4 * len(tasks), 4), layout="constrained")
-    for axes, task in zip(figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0], tasks, strict=True):
+    panels = figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0]
+    for axes, task in zip(panels, tasks, strict=True):
         axes.axhline(0, color=COLOURS[-1], linewidth=1)
         for place, (arm, reference) in enumerate(PAIRS):
             if not (differences := of_size(records, task, arm, reference)):
@@ -120,7 +121,7 @@ def draw_sizes(records: Sequence[Record], path: Path) -> None:
         label_axes(axes, labels | {"y_label": "difference in bits per byte", "log_x": True})
         axes.set_xticks([*LENGTHS[task]], [str(tokens) for tokens in LENGTHS[task]])
         axes.minorticks_off()
-    add_legend(axes)
+    add_legend(panels[0])  # All pairs have runs of the smallest models.
     save_figure(figure, path)
 
 

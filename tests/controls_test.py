@@ -197,6 +197,8 @@ def test_sizes_are_a_table_a_family_and_a_figure(tmp_path, monkeypatch):
     monkeypatch.setattr(results_figures, "save_figure", lambda figure, path: drawn.append(figure))
     results_figures.draw_sizes(records, tmp_path)
     panels = [{str(c.get_label()): c.lines[0].get_ydata() for c in axes.containers} for axes in drawn[0].axes]
+    legend = [text.get_text() for axes in drawn[0].axes if axes.get_legend() for text in axes.get_legend().get_texts()]
+    assert sorted(legend) == sorted(panels[0])
     lengths = {"diff − transformer": 3, "gdla − transformer": 2, "diff − zero-norm": 3}  # At 80, three arms have runs.
     assert {name: len(panels[0][name]) for name in lengths} == lengths
     assert panels[0]["gdla − transformer"] == pytest.approx(-0.03, abs=0.002)
