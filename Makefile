@@ -155,7 +155,7 @@ test: .venv/.installed .venv/.installed-tokenizers
 # lm-eval, whole commands, full disks and other failures of the system, and what needs many compiled programs. Those in
 # tests/multihost run one at a time, because their processes time out on each other after seconds.
 # The page of `difftx report` is tested in a browser if Chromium is installed.
-# Many of these tests wait for processes and emulators, so that there are three workers for two cores.
+# These tests wait for processes and emulators for a third of their time, so three workers share two cores.
 test-long: .venv/.installed .venv/.installed-eval .venv/.installed-tokenizers .venv/.installed-docs .venv/.installed-buckets $(and $(CHROMIUM),.venv/.installed-browser)
 	$(BIN)/python -m pytest -n $$(($$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN) * 3 / 2)) --dist=worksteal --durations=25 -m "long and not chaos and not exhaustive" --ignore=tests/multihost
 	$(BIN)/python -m pytest --durations=5 -m long tests/multihost

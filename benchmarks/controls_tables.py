@@ -220,7 +220,7 @@ def sizes_table(records: Sequence[Record]) -> str:
             sizes = {r["parameters"] for r in own if r["arm"] == BASELINE}
             found = (signed(estimate([*of[tokens].values()])) if tokens in of else "" for of in differences)
             rows.append([f"{max(sizes):,}", str(tokens), f"{own[0]['tokens']:,}", str(estimate(losses)), *found])
-    pairs = (f"`{arm}` − `{reference}`" for arm, reference in PAIRS)
+    pairs = (versus(*pair, "").title for pair in PAIRS)
     header = ["parameters", "tokens per parameter", "tokens", f"`{BASELINE}`", *pairs]
     return markdown(header, rows) + provenance(records)
 
@@ -238,7 +238,7 @@ class SizeContrast(NamedTuple):
 def size_family(records: Sequence[Record], task: str) -> list[SizeContrast]:
     """Return a size's family: differences at 20 tokens per parameter, their slopes, and their change with the size."""
     differences = {pair: of for pair in PAIRS if (of := of_size(records, task, *pair))}
-    titles = {pair: f"`{pair[0]}` − `{pair[1]}`" for pair in differences}
+    titles = {pair: versus(*pair, "").title for pair in differences}
     at = f"{FAMILY_TOKENS} tokens per parameter"
     family = [
         SizeContrast(titles[pair], at, [*of[FAMILY_TOKENS].values()], "worse", "better")
