@@ -114,7 +114,7 @@ study-optimizers: .venv/.installed stores/books.bigrams
 study-transfer: .venv/.installed stores/books.bigrams
 	$(BIN)/python benchmarks/transfer_study.py --out=$(STUDY)/transfer
 
-study-differential: .venv/.installed stores/books.bigrams
+study-differential: .venv/.installed novels stores/books.bigrams
 	$(BIN)/python benchmarks/differential_study.py --out=$(STUDY)/differential
 
 CACHES = --config.model.compute_dtype=bfloat16 --config.eval.suites=cache,quantize --config.eval.loss_tokens=32768 \

@@ -91,6 +91,10 @@ FAMILIES: Mapping[str, Sequence[Contrast]] = {
         versus(", ".join(["diff", *changes]), ", ".join(["zero-norm", *changes]), f"the subtraction, warm-up of {name}")
         for name, changes in (("50 %", [MUON]), ("1 %", [MUON, SHORT_WARMUP]))
     ),
+    "differential": tuple(
+        versus(arm, "transformer", f"what {arm} adds to a trained Transformer")
+        for arm in ("zero-branch", "dex", "split")
+    ),
     "review": tuple(
         versus(arm, other, f"{what} in place of {instead}")
         for other, instead in (("transformer", "softmax"), ("diff", "the subtraction"))

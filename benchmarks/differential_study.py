@@ -1,15 +1,19 @@
-"""Runs of the study of Transformers made differential in docs/exploratory.md.
+"""Runs of the studies of Transformers made differential: question 5 of docs/results.md, and docs/exploratory.md.
 
-    python benchmarks/differential_study.py --out=runs/study/differential [--jobs=2]
+    python benchmarks/differential_study.py --out=runs/study/differential --task=novels [--jobs=2]
 
-There are three tasks: books with 0.8M parameters, and recall and recall-easy with 0.1M. For each seed and task, a
-Transformer is trained and converted by each method of `difftx convert --differential`. Then the arms of
-configs/toy_continued.py train for as many tokens again, on new data. Each arm has its own learning rate, tuned on a
-seed that is not reported. Each job takes one core. An interrupted study continues where it stopped.
+Question 5 has the task novels, with 0.15M parameters. The exploratory study has three tasks: books with 0.8M parameters,
+and recall and recall-easy with 0.1M. For each seed and task, a Transformer is trained and converted by each method of
+`difftx convert --differential`. Then the arms of configs/toy_continued.py train for as many tokens again, on new data.
+Each arm has its own learning rate, tuned on a seed that is not reported. Each job takes one core. An interrupted study
+continues where it stopped.
 
-    python benchmarks/results.py collect --study=differential-start runs/study/differential/start-*-[012]
-    python benchmarks/results.py collect --study=differential runs/study/differential/reported-*
-    python benchmarks/results.py collect --study=differential-rates runs/study/differential/rate-*
+    python benchmarks/results.py collect --study=question-5-start runs/study/differential/start-novels-4?
+    python benchmarks/results.py collect --study=question-5 runs/study/differential/reported-novels-*
+    python benchmarks/results.py collect --study=question-5-tuning runs/study/differential/rate-novels-*
+
+For the exploratory study, the names are differential-start, differential and differential-rates, with the folders of its
+three tasks.
 """
 
 import argparse
@@ -17,28 +21,47 @@ import concurrent.futures
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks import controls_study
 from benchmarks.tuning import REPORTED_SEEDS, TUNED_SEED, best_rate, run_difftx, sweep
-from difftx.configs.toy_continued import ARMS, STEPS
+from difftx.configs.toy_continued import ARMS, RECIPES, STEPS
 from difftx.errors import run_command
 
-# Rates that each arm tries first.
-RATES = {"books-0.8m": (2e-3, 4e-3), "recall": (2.5e-3, 5e-3), "recall-easy": (2.5e-3, 5e-3)}
+CONFIG = "configs/toy_continued.py"
 NEW_DATA = 100  # Added to a Transformer's seed, so that its data come in another order.
 
 
+class Task(NamedTuple):
+    """Learning rates and seeds of a task."""
+
+    rates: Sequence[float]  # Rates that each arm tries first.
+    tuned_seed: int = TUNED_SEED
+    seeds: Sequence[int] = REPORTED_SEEDS
+
+
+TASKS = {
+    "books-0.8m": Task((2e-3, 4e-3)),
+    "recall": Task((2.5e-3, 5e-3)),
+    "recall-easy": Task((2.5e-3, 5e-3)),
+    "novels": Task((4e-3, 8e-3), controls_study.TUNED_SEED, tuple(range(40, 48))),
+}
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Train all arms of all tasks; return the exit code."""
+    """Train all arms of the tasks; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--task", choices=TASKS, action="append", help="may be repeated; all by default")
     parser.add_argument("--jobs", type=int, default=2, help="number of runs at a time (%(default)s)")
     args = parser.parse_args(arguments)
-    seeds = (TUNED_SEED, *REPORTED_SEEDS)
+    tasks = args.task or [*TASKS]
+    starts = [(task, seed) for task in tasks for seed in (TASKS[task].tuned_seed, *TASKS[task].seeds)]
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(lambda at: train_transformer(args.out, *at), [(task, seed) for seed in seeds for task in STEPS]))
-        arms = [(task, arm) for arm in ARMS for task in STEPS]
+        list(pool.map(lambda at: train_transformer(args.out, *at), starts))
+        arms = [(task, arm) for task in tasks for arm in ARMS]
         for (task, arm), rate in zip(arms, pool.map(lambda at: train_arm(args.out, *at), arms), strict=True):
             print(f"{task}, {arm}: rate {rate:g}", flush=True)
     return 0
@@ -49,7 +72,7 @@ def train_transformer(out: Path, task: str, seed: int) -> None:
     grid = [f"task={task}", "arm=transformer", f"seed={seed}"]
     steps = [f"--config.train.steps={STEPS[task]}", f"--config.eval.every_steps={STEPS[task]}"]
     folder = out / f"start-{task}-{seed}"
-    sweep(folder, "configs/toy.py", grid, steps)
+    sweep(folder, f"configs/{RECIPES[task].__name__.rpartition('.')[2]}.py", grid, steps)
     for method in ARMS:
         if method != "transformer":
             to = start_of(out, task, method, seed)
@@ -70,10 +93,12 @@ def train_arm(out: Path, task: str, arm: str) -> float:
         grid = [f"task={task}", f"arm={arm}", f"train.seed={seed}", f"optimizer.learning_rate={rate:g}"]
         start = start_of(out, task, arm, seed).resolve()
         flags = [f"--config.checkpoint.init_from={start}", f"--config.data.seed={seed + NEW_DATA}"]
-        return sweep(out / folder, "configs/toy_continued.py", grid, flags)
+        return sweep(out / folder, CONFIG, grid, flags)
 
-    best = best_rate(RATES[task], lambda rate: train(f"rate-{task}-{arm}-{rate:g}", TUNED_SEED, rate))
-    for seed in REPORTED_SEEDS:
+    best = best_rate(
+        TASKS[task].rates, lambda rate: train(f"rate-{task}-{arm}-{rate:g}", TASKS[task].tuned_seed, rate)
+    )
+    for seed in TASKS[task].seeds:
         train(f"reported-{task}-{arm}-{seed}", seed, best)
     return best
 
