@@ -2,18 +2,18 @@
 
     python benchmarks/differential_study.py --out=runs/study/differential --task=novels [--jobs=2]
 
-Question 5 has the task novels, with 0.15M parameters. The exploratory study has three tasks: books with 0.8M parameters,
-and recall and recall-easy with 0.1M. For each seed and task, a Transformer is trained and converted by each method of
-`difftx convert --differential`. Then the arms of configs/toy_continued.py train for as many tokens again, on new data.
-Each arm has its own learning rate, tuned on a seed that is not reported. Each job takes one core. An interrupted study
-continues where it stopped.
+Question 5 has the task novels, with 0.15M parameters. The exploratory study has three tasks: books with 0.8M
+parameters, and recall and recall-easy with 0.1M. For each seed and task, a Transformer is trained and converted by each
+method of `difftx convert --differential`. Then the arms of configs/toy_continued.py train for as many tokens again, on
+new data. Each arm has its own learning rate, tuned on a seed that is not reported. Each job takes one core. An
+interrupted study continues where it stopped.
 
     python benchmarks/results.py collect --study=question-5-start runs/study/differential/start-novels-4?
     python benchmarks/results.py collect --study=question-5 runs/study/differential/reported-novels-*
     python benchmarks/results.py collect --study=question-5-tuning runs/study/differential/rate-novels-*
 
-For the exploratory study, the names are differential-start, differential and differential-rates, with the folders of its
-three tasks.
+For the exploratory study, the names are differential-start, differential and differential-rates, with the folders of
+its three tasks.
 """
 
 import argparse
@@ -95,9 +95,7 @@ def train_arm(out: Path, task: str, arm: str) -> float:
         flags = [f"--config.checkpoint.init_from={start}", f"--config.data.seed={seed + NEW_DATA}"]
         return sweep(out / folder, CONFIG, grid, flags)
 
-    best = best_rate(
-        TASKS[task].rates, lambda rate: train(f"rate-{task}-{arm}-{rate:g}", TASKS[task].tuned_seed, rate)
-    )
+    best = best_rate(TASKS[task].rates, lambda rate: train(f"rate-{task}-{arm}-{rate:g}", TASKS[task].tuned_seed, rate))
     for seed in TASKS[task].seeds:
         train(f"reported-{task}-{arm}-{seed}", seed, best)
     return best

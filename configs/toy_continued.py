@@ -2,8 +2,9 @@
 
 Command:  python benchmarks/differential_study.py --out=runs/study/differential
           trains the Transformers, converts them, and trains every arm from `checkpoint.init_from` on new data.
-Protocol: docs/differentialize.md, at the size of configs/toy.py and, for novels, of configs/controls.py. Each arm trains
-          for as many tokens as its Transformer had, with a warm-up of 5 % and linear decay; λ grows over 250 steps.
+Protocol: docs/differentialize.md, at the size of configs/toy.py and, for novels, of configs/controls.py. Each arm
+          trains for as many tokens as its Transformer had, with a warm-up of 5 % and linear decay; λ grows over 250
+          steps.
 Hardware: 2 CPU cores. Result: docs/results.md for novels (question 5), and docs/exploratory.md for the other tasks.
 """
 
