@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
-from tensorboardX.event_file_writer import EventsWriter, directory_check
-from tensorboardX.proto import event_pb2, summary_pb2
 
 from difftx.config import LoggingConfig
 from difftx.errors import RunError, UnreadableError, import_extra
 from difftx.files import JsonLines, parse_json_lines, resolved, upload
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket
+from difftx.training.event_files import EventsWriter, directory_check, event_pb2, summary_pb2
 
 if TYPE_CHECKING:
     from etils import epath

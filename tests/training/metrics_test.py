@@ -174,3 +174,22 @@ def test_what_tensorboard_shows_is_on_disk_at_once(tmp_path):
         (file,) = (tmp_path / "tensorboard").iterdir()
         assert [event.step for event in events(file.read_bytes())][-1] == step
     writer.close()
+
+
+def test_metrics_do_not_import_the_bucket_clients_of_tensorboardx(tmp_path):
+    """tensorboardX imports them if they are installed. Later imports by others still work."""
+    for name in ("boto3/__init__.py", "google/cloud/storage/__init__.py"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    code = """
+import sys
+import difftx.training.metrics
+assert "tensorboardX" in sys.modules
+print(sys.modules.keys() & {"boto3", "google.cloud.storage"})
+import boto3
+from google.cloud import storage
+print(storage.__name__)
+"""
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert (done.stdout, done.returncode) == ("set()\ngoogle.cloud.storage\n", 0), done.stderr
