@@ -5,9 +5,11 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from conftest import ROOT, TINY, child_environment
+from helpers.command_server import Command, commands
 
 PATIENCE = 8  # Seconds, of barriers and of silence.
 
@@ -69,20 +71,14 @@ class Processes:
         flags = [*flags, *(f"--config.{name}={value}" for name, value in overrides.items())]
         self.metrics = workdir / "metrics.jsonl"
         self.logs = [logs / f"{process}.log" for process in range(count)]
-        self.running: dict[int, subprocess.Popen] = {}
+        self.running: dict[int, subprocess.Popen | Command] = {}
         together = ["--coordinator", f"localhost:{free_port()}", "--processes", str(count)] if count > 1 else []
         for process in start[:count]:
             which = ["--process", str(process)] if count > 1 else []
             command = [*script, "--config=configs/quickstart.py", f"--workdir={workdir}", *together, *which, *flags]
             command += (own_flags or {}).get(process, ())
-            with self.logs[process].open("w") as log:
-                self.running[process] = subprocess.Popen(
-                    [*before, sys.executable, *command],
-                    cwd=ROOT,
-                    env=child_environment(devices) | (environment or {}) | (own_environment or {}).get(process, {}),
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
+            own = child_environment(devices) | (environment or {}) | (own_environment or {}).get(process, {})
+            self.running[process] = _start(command, self.logs[process], own, tuple(before))
 
     def until_step(self, step):
         """Wait until a step is in metrics.jsonl."""
@@ -109,6 +105,19 @@ class Processes:
         for popen in self.running.values():
             popen.kill()
             popen.wait()
+
+
+def _start(
+    command: Sequence[str], log: Path, environment: Mapping[str, str], before: tuple[str, ...]
+) -> subprocess.Popen | Command:
+    """Start a command whose output is the file `log`. Code and preloaded libraries need a new interpreter."""
+    log.write_text("")
+    if command[0] != "-c" and "LD_PRELOAD" not in environment:
+        return commands(before).start(command, stdout=log, stderr=log, environment=environment)
+    with log.open("w") as file:
+        return subprocess.Popen(
+            [*before, sys.executable, *command], cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT
+        )
 
 
 def newest_step(metrics: Path) -> int:

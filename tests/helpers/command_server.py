@@ -1,8 +1,8 @@
 """Commands of difftx as processes that need not import JAX again.
 
 `SERVER` is a process that has imported what the commands import. It forks for each command, and the fork runs the
-command's own `__main__` block and ends as any process does. This saves two seconds per command. Tests of start-up, of
-imports and of several hosts start new interpreters instead.
+command's own `__main__` block and ends as any process does. This saves two to four seconds per command. Tests of
+start-up and of imports start new interpreters instead.
 """
 
 import atexit
@@ -22,8 +22,16 @@ from typing import Any
 from conftest import ROOT, child_environment
 
 SERVER = """
-import gc, json, os, runpy, sys, warnings
+import contextlib, gc, importlib, json, os, runpy, sys, warnings
 import difftx.commands.evaluate, difftx.inference.load, difftx.launch.runner, difftx.training.loop
+
+# Part of a command line → module that such commands import. It takes seconds, and only some tests need it.
+LATER = {
+    "report": "difftx.report.page",
+    "--curves": "difftx.report.curves",
+    "gs://": "gcsfs",
+    "s3://": "s3fs",
+}
 
 def serve():
     for line in sys.stdin:
@@ -32,6 +40,10 @@ def serve():
             pid, status = os.waitpid(request["poll"], os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if pid else None
         else:
+            for part, module in LATER.items():
+                if module not in sys.modules and any(part in word for word in request["command"]):
+                    with contextlib.suppress(ImportError):  # The command will say what is missing.
+                        importlib.import_module(module)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*os.fork")  # JAX has no threads before its first use.
                 answer = os.fork()
@@ -179,8 +191,11 @@ class Command:
 
 
 @functools.cache
-def commands() -> CommandServer:
-    """Return the server of this test process, which starts at the first call and stops with the tests."""
-    server = CommandServer()
+def commands(before: tuple[str, ...] = ()) -> CommandServer:
+    """Return the server of this test process with `before` in front of its command line.
+
+    It starts at the first call and stops with the tests.
+    """
+    server = CommandServer(before)
     atexit.register(server.stop)
     return server

@@ -3,11 +3,10 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 from conftest import ROOT, child_environment, write_text
+from helpers.command_server import commands
 from processes import free_port
 
 pytestmark = pytest.mark.long
@@ -137,18 +136,8 @@ def test_other_sources_of_difftx_are_noticed(started, tmp_path):
 
 def run_both(command, own):
     together = ["--coordinator", f"localhost:{free_port()}", "--processes=2"]
-    running = [
-        subprocess.Popen(
-            [sys.executable, *command, *together, f"--process={i}", *own[i]],
-            cwd=ROOT,
-            env=child_environment(2),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    return [(process.communicate(timeout=240), process.returncode) for process in running]
+    both = [[*command, *together, f"--process={i}", *own[i]] for i in range(2)]
+    return commands().run_together(both, environment=child_environment(2))
 
 
 def test_eval_and_generate_compare_their_flags_and_prompts(started, tmp_path):
@@ -159,7 +148,7 @@ def test_eval_and_generate_compare_their_flags_and_prompts(started, tmp_path):
     for i, path in enumerate(prompts):
         path.parent.mkdir()
         path.write_text(json.dumps({"prompt": "line " * (1 + i)}) + "\n")
-    generate = ["-m", "difftx", "generate", workdir, "--temperature=0", "--new_tokens=2"]
+    generate = ["difftx", "generate", workdir, "--temperature=0", "--new_tokens=2"]
     mesh = ["--mesh.data=2", "--mesh.fsdp=2"]
     cases = [
         (["eval.py", workdir, "--suite=loss", *mesh], ([], ["--eval.loss_tokens=256"]), "eval.loss_tokens=256"),
@@ -168,9 +157,9 @@ def test_eval_and_generate_compare_their_flags_and_prompts(started, tmp_path):
         ([*generate, *mesh], (["--prompt=line", "--top_k=5"], ["--prompt=line"]), "--top_k=None"),
     ]
     for command, own, difference in cases:
-        (out_first, code_first), (out_second, code_second) = run_both(command, own)
-        assert (code_first, code_second) == (2, 2), (out_first, out_second)
-        lines = [[x for x in out[1].splitlines() if x.startswith("error: ")] for out in (out_first, out_second)]
+        ended = run_both(command, own)
+        assert [process.returncode for process in ended] == [2, 2], ended
+        lines = [[x for x in process.stderr.splitlines() if x.startswith("error: ")] for process in ended]
         assert lines[0] == lines[1]
         assert len(lines[0]) == 1
         assert f": {difference}, but process 0 has " in lines[0][0]

@@ -2,12 +2,11 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT, child_environment
+from conftest import child_environment
+from helpers.command_server import commands
 from helpers.evals_results import LOSS_SUITES, flat
 from helpers.report_runs import save_run
 from processes import free_port
@@ -28,21 +27,12 @@ def test_two_processes_score_as_one(config, text_file, tmp_path):
     expected = evals.evaluate(run, load_params(run, 6), 6, suites)
     flags = [f"--workdir={run.workdir}", f"--suite={','.join(suites)}", "--again", "--mesh.data=2", "--mesh.fsdp=2"]
     together = ["--coordinator", f"localhost:{free_port()}", "--processes=2"]
-    running = [
-        subprocess.Popen(
-            [sys.executable, "eval.py", *flags, *together, f"--process={i}"],
-            cwd=ROOT,
-            env=child_environment(2),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    texts = [process.communicate(timeout=240) for process in running]
-    assert [process.returncode for process in running] == [0, 0], texts
-    assert "(suite recall)" in texts[0][0]
-    assert "suite" not in texts[1][0]  # One process reports.
+    ended = commands().run_together(
+        [["eval.py", *flags, *together, f"--process={i}"] for i in range(2)], environment=child_environment(2)
+    )
+    assert [process.returncode for process in ended] == [0, 0], ended
+    assert "(suite recall)" in ended[0].stdout
+    assert "suite" not in ended[1].stdout  # One process reports.
     for suite, result in expected.items():
         written = json.loads((run.workdir / "evals" / suite / "6.json").read_text())
         both = [flat(values) for values in (written, {"step": 6, **dataclasses.asdict(result)})]

@@ -6,12 +6,10 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
-from conftest import ROOT, child_environment, write_text
+from conftest import child_environment, write_text
 from helpers.bucket_runs import CONFIG, command, is_saving, newest_attempt, newest_row, run_of, start, train, wait_until
 from helpers.buckets import in_ci_with
 from helpers.command_server import commands
@@ -158,9 +156,9 @@ def test_an_outage_during_steps(bucket, text, tmp_path, seconds, code):
 
 
 def _owner(text, workdir, log, hold):
-    words, env = command(text, workdir, OWNER, train__steps=24), child_environment(1) | {"HOLD": str(hold)}
-    with log.open("w") as file:
-        return subprocess.Popen([sys.executable, *words], cwd=ROOT, env=env, stdout=file, stderr=file)
+    log.touch()
+    words, environment = command(text, workdir, OWNER, train__steps=24), child_environment(1) | {"HOLD": str(hold)}
+    return commands().start(words, stdout=log, stderr=log, environment=environment)
 
 
 @in_ci_with("gs")  # The other store than that of `test_two_trainings_on_one_path`.
@@ -170,18 +168,17 @@ def test_two_processes(bucket, text, tmp_path):
 
     def together(workdir, count, log, devices):
         together = ["--coordinator", f"localhost:{free_port()}", f"--processes={count}"] if count > 1 else []
-        words = [sys.executable, *command(text, workdir, UNHURRIED, **changes), *together]
-        with log.open("w") as file:
-            return [
-                subprocess.Popen(
-                    words + ([f"--process={i}"] if count > 1 else []),
-                    cwd=ROOT,
-                    env=child_environment(devices),
-                    stdout=file,
-                    stderr=file,
-                )
-                for i in range(count)
-            ]
+        words = [*command(text, workdir, UNHURRIED, **changes), *together]
+        log.touch()
+        return [
+            commands().start(
+                words + ([f"--process={i}"] if count > 1 else []),
+                stdout=log,
+                stderr=log,
+                environment=child_environment(devices),
+            )
+            for i in range(count)
+        ]
 
     def codes(processes):
         return [process.wait(timeout=240) for process in processes]

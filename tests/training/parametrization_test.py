@@ -116,7 +116,15 @@ def test_activations_do_not_depend_on_width_and_depth(mesh_of, architecture):
 
 @pytest.mark.long
 @pytest.mark.parametrize("architecture", ["transformer", "diff"])
-@pytest.mark.parametrize("shape", [{"width": 128}, {"width": 512}, {"layers": 4}, {"layers": 16}])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param({"width": 128}, marks=pytest.mark.exhaustive),  # Between the base and the sizes that CI tests.
+        {"width": 512},
+        pytest.param({"layers": 4}, marks=pytest.mark.exhaustive),
+        {"layers": 16},
+    ],
+)
 def test_at_all_widths_and_depths(mesh_of, architecture, shape):
     base = coordinates(model_of(architecture), mesh_of(), seeds=24)
     found = deviations(base, coordinates(model_of(architecture, **shape), mesh_of(), seeds=12))
@@ -128,8 +136,8 @@ def test_at_all_widths_and_depths(mesh_of, architecture, shape):
     ("architecture", "options"),
     [
         ("diff", {"optimizer__name": "muon", "optimizer__learning_rate": 4e-3}),
-        ("diff", {"model__tie_embeddings": False}),
-        ("diff", {"model__qk_norm": True}),
+        pytest.param("diff", {"model__tie_embeddings": False}, marks=pytest.mark.exhaustive),
+        pytest.param("diff", {"model__qk_norm": True}, marks=pytest.mark.exhaustive),
         ("diff_v2", {}),
     ],
 )
