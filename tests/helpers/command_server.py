@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -74,6 +75,7 @@ class CommandServer:
 
     def __init__(self, before: Sequence[str] = ()):
         """Start the process, with `before` in front of its command line."""
+        self._lock = threading.Lock()  # Threads of the chaos test start and wait for commands at the same time.
         self._process = subprocess.Popen(
             [*before, sys.executable, "-c", SERVER],
             cwd=ROOT,
@@ -104,11 +106,12 @@ class CommandServer:
         return Command(self, self.ask(request | {"stdout": str(stdout), "stderr": str(stderr)}))
 
     def ask(self, request: dict[str, Any]) -> Any:
-        """Return the server's answer to a request."""
+        """Return the server's answer to a request. Several threads may ask."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-        return json.loads(self._process.stdout.readline())
+        with self._lock:
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+            return json.loads(self._process.stdout.readline())
 
     def run(
         self,
