@@ -9,7 +9,7 @@ Protocol: the argument is a run directory. Model and data are those of that run,
           ones. Both models train on the same batches with the same settings. λ grows over `model.anneal_steps` updates.
           The settings are those of DEX (arXiv 2505.16333), 887M tokens at a learning rate of 1e-4, as far as it states
           them.
-Expected: nothing is reproduced here yet. configs/toy_continued.py is a study with 0.8M and 0.1M parameters.
+Expected: nothing is reproduced here yet. configs/toy_continued.py has studies with 0.1M to 0.8M parameters.
 """
 
 from pathlib import Path

@@ -563,6 +563,7 @@ SIZE_PAIRS = [
 ]
 SMALL, LARGE = "novels", "novels-0.4m"
 SIZES_SECTION = section("## Question 4: size and tokens", "## Question 5: from a pretrained Transformer")
+CONVERTED_SECTION = section("## Question 5: from a pretrained Transformer", "## Question 6: distractors")
 SMALL_SECTION, _, LARGE_SECTION = SIZES_SECTION.partition("### Models of 430,000 parameters")
 # Task → tokens per parameter → updates of 1,024 tokens.
 STEPS_OF = {SMALL: {5: 723, 20: 2891, 80: 11565}, LARGE: {5: 2083, 20: 8333}}
@@ -729,6 +730,91 @@ def test_the_contrasts_of_question_4_have_their_intervals(task, text):
         assert float(p) == pytest.approx(SIZE_P_VALUES[task][one, other, at], abs=6e-4)
         words = {0: "open", 1: "worse", -1: "better"} if at == "at 20" else {0: "open", 1: "rises", -1: "falls"}
         assert verdict == words[size_verdict(one, other, at, task)]
+
+
+CONVERTED = "question-5"
+METHODS = ("zero-branch", "dex", "split")
+CONVERTED_P_VALUES = corrected({(arm,): two_sided(contrast(CONVERTED, arm, "transformer")) for arm in METHODS})
+
+
+def converted_verdict(arm):
+    """Return the sign of a method's difference from the Transformer, or 0 if it is open."""
+    mean, _ = interval(contrast(CONVERTED, arm, "transformer"))
+    return 0 if CONVERTED_P_VALUES[arm,] >= 0.05 else math.copysign(1, mean)
+
+
+def is_as_good(arm):
+    """Return whether the interval of a method's difference from the Transformer lies within ±0.01."""
+    mean, half = interval(contrast(CONVERTED, arm, "transformer"))
+    return abs(mean) + half < 0.01
+
+
+def parameters(arm):
+    (found,) = {r["parameters"] for r in COLLECTED[CONVERTED] if r["arm"] == arm}
+    return found
+
+
+CLAIMS |= {
+    "`zero-branch` is better than the Transformer, `dex` is as good, and `split` is worse": lambda: (
+        converted_verdict("zero-branch") == -1 and is_as_good("dex") and converted_verdict("split") == 1
+    ),
+    "They have 22 % more parameters than the Transformer": lambda: (
+        round(100 * (parameters("zero-branch") / parameters("transformer") - 1)) == 22
+        and max(parameters(arm) / parameters("transformer") for arm in ("dex", "split")) < 1.005
+    ),
+    "λ ends within ±0.02 in every run and layer": lambda: (
+        max(abs(x) for layer in (1, 2) for x in lambdas(CONVERTED, layer, arm="dex")) < 0.02
+    ),
+    "λ is negative at the end of every run, in both layers": lambda: all(
+        x < 0 for layer in (1, 2) for x in lambdas(CONVERTED, layer, arm="split")
+    ),
+    "so the models do subtract": lambda: all(
+        x > 0 for layer in (1, 2) for x in lambdas(CONVERTED, layer, arm="zero-branch")
+    ),
+    "The models here have seen 14 bytes per parameter before the conversion": lambda: (
+        {round(r["tokens"] / r["parameters"]) for r in COLLECTED[f"{CONVERTED}-start"]} == {14}
+    ),
+    "on other text, with 0.8M parameters and three seeds, the means have the same order": lambda: (
+        [
+            sorted(
+                METHODS,
+                key=lambda arm: statistics.fmean(
+                    r["numbers"][number] for r in COLLECTED[study] if (r["task"], r["arm"]) == (task, arm)
+                ),
+            )
+            for study, task, number in (
+                (CONVERTED, "novels", LOSS),
+                ("differential", "books-0.8m", "loss/bits_per_byte"),
+            )
+        ]
+        == [["zero-branch", "dex", "split"]] * 2
+    ),
+}
+
+
+@pytest.mark.parametrize("arm", METHODS)
+def test_the_contrasts_of_question_5_have_their_intervals(arm):
+    cells = row_of(arm, "transformer", CONVERTED_SECTION)
+    assert cells[2] == shown(contrast(CONVERTED, arm, "transformer"))
+    assert float(cells[3]) == pytest.approx(CONVERTED_P_VALUES[arm,], abs=6e-4)
+    assert cells[4] == {0: "open", 1: "worse", -1: "better"}[converted_verdict(arm)]
+    assert f"`{arm}` − `transformer` {'is ' if arm == 'zero-branch' else ''}{cells[2]}" in PROSE  # In the answers.
+
+
+def test_the_models_of_question_5_train_as_preregistered():
+    """Fresh seeds, a rate per arm from another seed, and as many bytes after the conversion as before."""
+    start = COLLECTED[f"{CONVERTED}-start"]
+    assert [r["seed"] for r in start] == list(range(40, 48))
+    assert {r["learning_rate"] for r in start} == {0.008}
+    assert {r["tokens"] for r in (*start, *COLLECTED[CONVERTED])} == {2_048_000}
+    for arm in ("transformer", *METHODS):
+        tries = [r for r in COLLECTED[f"{CONVERTED}-tuning"] if r["arm"] == arm]
+        assert {r["seed"] for r in tries} == {controls_study.TUNED_SEED}
+        rate = min(tries, key=lambda r: r["numbers"]["loss/loss"])["learning_rate"]
+        assert {rate / 2, rate * 2} <= {round(r["learning_rate"], 8) for r in tries}
+        reported = [r for r in COLLECTED[CONVERTED] if r["arm"] == arm]
+        assert {r["learning_rate"] for r in reported} == {rate}
+        assert sorted(r["seed"] for r in reported) == list(range(40, 48))
 
 
 @pytest.mark.parametrize("claim", CLAIMS)
