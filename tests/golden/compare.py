@@ -22,10 +22,10 @@ def main() -> int:
     parser.add_argument("new", metavar="NEW", help="commit or folder")
     parser.add_argument("--parts", help="parts of the driver, such as training,data; all if not given")
     options = parser.parse_args()
-    parts = [part for part in records.FAST_PARTS + records.SLOW_PARTS if not records.lacks_extra(part)]
+    parts = [part for part in records.PARTS if not records.lacks_extra(part)]
     if options.parts:
         parts = options.parts.split(",")
-    elif len(parts) < len(records.FAST_PARTS + records.SLOW_PARTS):
+    elif len(parts) < len(records.PARTS):
         print("not compared, as the extra eval is not installed: suites harness and math")
     with _source_tree(options.old) as old, _source_tree(options.new) as new:
         before, after = records.make_records([old, new], parts)

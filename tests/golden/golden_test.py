@@ -16,7 +16,12 @@ If not, find the commit: python -m tests.golden.compare OLD NEW
 
 
 @pytest.mark.parametrize(
-    "part", [*records.FAST_PARTS, *(pytest.param(part, marks=pytest.mark.long) for part in records.SLOW_PARTS)]
+    "part",
+    [
+        *records.FAST_PARTS,
+        *(pytest.param(part, marks=pytest.mark.long) for part in records.SLOW_PARTS),
+        *(pytest.param(part, marks=pytest.mark.exhaustive) for part in records.SLOWEST_PARTS),
+    ],
 )
 def test_golden_numbers(part):
     if records.lacks_extra(part):

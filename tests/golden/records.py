@@ -16,7 +16,9 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 GOLDEN = HERE / "golden.json"
 FAST_PARTS = ("training",)  # Of the driver: what `make test` runs.
-SLOW_PARTS = ("data", "variants", "suites", "more_suites", "extras")
+SLOW_PARTS = ("data", "suites", "extras")  # What `make test-long` runs.
+SLOWEST_PARTS = ("variants", "more_suites")  # Minutes, most of them for compilation. `make test-exhaustive` runs them.
+PARTS = FAST_PARTS + SLOW_PARTS + SLOWEST_PARTS
 BITS = "bits:"  # As in driver.py.
 
 # Relative to the recorded number, and absolute below 1e-2. The losses, after steps of Adam that amplify rounding, need

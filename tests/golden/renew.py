@@ -14,7 +14,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--reason", required=True, help="why the numbers change; kept in golden.json")
     options = parser.parse_args()
-    parts = records.FAST_PARTS + records.SLOW_PARTS
+    parts = records.PARTS
     if any(map(records.lacks_extra, parts)):
         parser.error("suites harness and math need the extra eval: pip install -e '.[eval]'")
     log, before = records.read_golden() if records.GOLDEN.exists() else ([], {})

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import ROOT, TINY
+from helpers.buckets import in_ci_with
 from helpers.command_server import commands
 from helpers.data_prepare import PREPARE, tree
 
@@ -328,7 +329,7 @@ def test_text_in_a_bucket_is_the_same_corpus(bucket, tmp_path):
         load_corpus(f"{folder}/deep", config(folder, tmp_path), load_tokenizer("bytes"))
 
 
-@pytest.mark.long
+@in_ci_with("s3")
 def test_a_training_on_a_store_in_a_bucket_is_that_on_a_local_store(bucket, local_store, store, tmp_path):
     """Requests per step, and losses bit for bit."""
     rows = []

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from helpers.buckets import in_ci_with
 
 from difftx.errors import RunError, UnreadableError, UserError
 from difftx.files import JsonLines
@@ -102,6 +103,7 @@ def rows(folder):
     return [row["name"] for row in JsonLines(folder / "log.jsonl").read()]
 
 
+@in_ci_with("s3")
 def test_a_second_process_waits_then_gives_up_or_follows(bucket, start):
     folder = bucket.folder()
     first = start(folder, "first")
@@ -118,6 +120,7 @@ def test_a_second_process_waits_then_gives_up_or_follows(bucket, start):
     assert rows(folder) == ["first", "third"]
 
 
+@in_ci_with("gs")
 @pytest.mark.parametrize("other_machine", ["no", "yes"])
 def test_a_killed_owner_is_followed(bucket, start, other_machine):
     folder = bucket.folder()
@@ -132,6 +135,7 @@ def test_a_killed_owner_is_followed(bucket, start, other_machine):
     assert waited < 1 if other_machine == "no" else 5 < waited < 9
 
 
+@in_ci_with("gs")
 def test_a_frozen_owner_that_continues_late_does_not_write(bucket, start):
     folder = bucket.folder()
     first = start(folder, "first")
@@ -149,6 +153,7 @@ def test_a_frozen_owner_that_continues_late_does_not_write(bucket, start):
     assert rows(folder) == ["first", owner]
 
 
+@in_ci_with("s3")
 def test_a_late_append_without_a_check_is_not_visible(bucket, start):
     """The owner is frozen between its check and its write."""
     folder = bucket.folder()

@@ -101,6 +101,7 @@ def reference(tmp_path_factory):
     return content, folder / "store"
 
 
+@in_ci_with("gs")
 def test_every_format_makes_the_same_store_everywhere(bucket, reference):
     """Credentials are in no file, object or line of output."""
     content, store = reference
@@ -115,7 +116,7 @@ def test_every_format_makes_the_same_store_everywhere(bucket, reference):
     assert all(SECRET.encode() not in data for data in files_of(folder).values())
 
 
-@pytest.mark.long
+@in_ci_with("s3")
 def test_a_finished_store_is_kept(bucket):
     folder = bucket.folder()
     for name in "ab":
@@ -132,7 +133,7 @@ def test_a_finished_store_is_kept(bucket):
     assert files_of(folder / "store") == before
 
 
-@pytest.mark.long
+@in_ci_with("gs")
 def test_reads_of_units_and_small_texts_overlap(bucket):
     """One after the other, two requests per object, of 0.3 s each, would take twice as long as the limit."""
     folder, count = bucket.folder(), 24
@@ -229,7 +230,7 @@ def test_a_killed_prepare_resumes(bucket):
     assert check_kills(bucket, [15]) == 1
 
 
-@in_ci_with("s3")
+@pytest.mark.exhaustive
 def test_a_prepare_that_is_killed_ten_times_makes_the_same_store(bucket):
     assert check_kills(bucket, sorted(random.Random(0).sample(range(2, 60), 10))) >= 5
 

@@ -120,7 +120,7 @@ def test_activations_do_not_depend_on_width_and_depth(mesh_of, architecture):
     "shape",
     [
         pytest.param({"width": 128}, marks=pytest.mark.exhaustive),  # Between the base and the sizes that CI tests.
-        {"width": 512},
+        pytest.param({"width": 512}, marks=pytest.mark.exhaustive),  # CI tests this width with Muon.
         pytest.param({"layers": 4}, marks=pytest.mark.exhaustive),
         {"layers": 16},
     ],
@@ -138,7 +138,7 @@ def test_at_all_widths_and_depths(mesh_of, architecture, shape):
         ("diff", {"optimizer__name": "muon", "optimizer__learning_rate": 4e-3}),
         pytest.param("diff", {"model__tie_embeddings": False}, marks=pytest.mark.exhaustive),
         pytest.param("diff", {"model__qk_norm": True}, marks=pytest.mark.exhaustive),
-        ("diff_v2", {}),
+        pytest.param("diff_v2", {}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_with_other_optimizers_options_and_architectures(mesh_of, architecture, options):

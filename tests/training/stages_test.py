@@ -150,7 +150,12 @@ def sources(tmp_path_factory):
     [
         ("long_context.py:diff", "texts/*.txt", EXTENDED),
         pytest.param("math.py:diff-stage2", "pairs", TUNED, marks=pytest.mark.exhaustive),
-        ("math.py:diff-stage2", "pairs", TUNED | {"optimizer__name": "muon", "train__ema_decay": 0.9}),
+        pytest.param(
+            "math.py:diff-stage2",
+            "pairs",
+            TUNED | {"optimizer__name": "muon", "train__ema_decay": 0.9},
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=["extension", "fine-tuning", "muon and an average of the weights"],
 )
