@@ -12,7 +12,7 @@ from conftest import ROOT
 from benchmarks import controls_study, controls_tables, recall_tables, results_figures
 from benchmarks.controls_tables import Contrast
 from difftx.config.recipes import load_config
-from difftx.configs import controls
+from difftx.configs import controls, toy_continued
 from difftx.errors import UserError
 from difftx.model.abstract import count_parameters
 
@@ -355,3 +355,17 @@ def test_make_reproduce_trains_the_arms_and_seeds_of_question_1():
     for task, of_task in seeds.items():
         for cell in controls_study.QUESTIONS[f"1-{task}"]:
             assert of_task == ",".join(map(str, cell.seeds))
+
+
+@pytest.mark.parametrize("task", toy_continued.STEPS)
+def test_converted_arms_have_the_heads_of_their_transformer(task):
+    """A weight of the Transformer fits the arm that starts from it; `split` pairs heads, which keep their width."""
+    transformer, *arms = (
+        load_config(f"{ROOT}/configs/toy_continued.py:{task}-{arm}", {}) for arm in toy_continued.ARMS
+    )
+    for arm in arms:
+        pairs = 2 if arm.model.architecture == "diff" else 1
+        assert pairs * arm.model.num_heads == transformer.model.num_heads
+        assert arm.model.d_head == transformer.model.d_head
+        assert (arm.model.d_model, arm.model.mlp_dim) == (transformer.model.d_model, transformer.model.mlp_dim)
+        assert arm.train.steps == transformer.train.steps
