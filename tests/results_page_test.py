@@ -744,7 +744,7 @@ def converted_verdict(arm):
 
 
 def is_as_good(arm):
-    """Return whether the interval of a method's difference from the Transformer lies within ±0.01."""
+    """Return whether the interval of a method's difference lies within a hundredth of a bit per byte of zero."""
     mean, half = interval(contrast(CONVERTED, arm, "transformer"))
     return abs(mean) + half < 0.01
 
@@ -762,8 +762,8 @@ CLAIMS |= {
         round(100 * (parameters("zero-branch") / parameters("transformer") - 1)) == 22
         and max(parameters(arm) / parameters("transformer") for arm in ("dex", "split")) < 1.005
     ),
-    "λ ends within ±0.02 in every run and layer": lambda: (
-        max(abs(x) for layer in (1, 2) for x in lambdas(CONVERTED, layer, arm="dex")) < 0.02
+    "|λ| ends below a fiftieth in every run and layer": lambda: (
+        max(abs(x) for layer in (1, 2) for x in lambdas(CONVERTED, layer, arm="dex")) < 1 / 50
     ),
     "λ is negative at the end of every run, in both layers": lambda: all(
         x < 0 for layer in (1, 2) for x in lambdas(CONVERTED, layer, arm="split")

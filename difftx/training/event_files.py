@@ -5,14 +5,16 @@ two seconds of each command. difftx does not use them: it uploads the event file
 """
 
 import sys
+from typing import Any
 
-_CLIENTS = {"boto3", "google.cloud.storage"} - sys.modules.keys()
-sys.modules.update(dict.fromkeys(_CLIENTS))  # Importing a module raises ImportError if its entry is None.
+_modules: dict[str, Any] = sys.modules
+_CLIENTS = {"boto3", "google.cloud.storage"} - _modules.keys()
+_modules.update(dict.fromkeys(_CLIENTS))  # Importing a module raises ImportError if its entry is None.
 try:
     from tensorboardX.event_file_writer import EventsWriter, directory_check
     from tensorboardX.proto import event_pb2, summary_pb2
 finally:
     for _name in _CLIENTS:
-        del sys.modules[_name]
+        del _modules[_name]
 
 __all__ = ["EventsWriter", "directory_check", "event_pb2", "summary_pb2"]
