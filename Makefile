@@ -114,6 +114,7 @@ study-optimizers: .venv/.installed stores/books.bigrams
 study-transfer: .venv/.installed stores/books.bigrams
 	$(BIN)/python benchmarks/transfer_study.py --out=$(STUDY)/transfer
 
+# Transformers made differential: question 5 of docs/results.md (an hour of a core), and the exploratory study.
 study-differential: .venv/.installed novels stores/books.bigrams
 	$(BIN)/python benchmarks/differential_study.py --out=$(STUDY)/differential
 
