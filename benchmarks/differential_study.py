@@ -72,7 +72,7 @@ def train_transformer(out: Path, task: str, seed: int) -> None:
     grid = [f"task={task}", "arm=transformer", f"seed={seed}"]
     steps = [f"--config.train.steps={STEPS[task]}", f"--config.eval.every_steps={STEPS[task]}"]
     folder = out / f"start-{task}-{seed}"
-    sweep(folder, f"configs/{RECIPES[task].__name__.rpartition('.')[2]}.py", grid, steps)
+    sweep(folder, f"configs/{Path(RECIPES[task].__file__).name}", grid, steps)
     for method in ARMS:
         if method != "transformer":
             to = start_of(out, task, method, seed)

@@ -190,7 +190,7 @@ def test_an_attention_variant(place):
     assert source_files() == library
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive  # CI runs the commands of the first variant of the page.
 def test_other_attention_variants(place):
     """Train and evaluate them, and compare them with float64 formulas in a process that has their config fields."""
     for train, evaluate in COMMANDS[1:4]:

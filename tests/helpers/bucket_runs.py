@@ -39,7 +39,6 @@ def train(text_file, workdir, **changes):
 
 def start(text_file, workdir, log: Path, *, stop_after_row=None, **changes):
     """Start a training with slow steps, whose output goes to a file. It waits for a signal after the given row."""
-    log.touch()
     environment = child_environment(1) | ({"STOP_AFTER_ROW": str(stop_after_row)} if stop_after_row else {})
     words = command(text_file, workdir, UNHURRIED, **changes)
     return commands().start(words, stdout=log, stderr=log, environment=environment)

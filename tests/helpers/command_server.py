@@ -96,12 +96,14 @@ class CommandServer:
     ) -> "Command":
         """Start a command, such as `["train.py", "--workdir=run"]` or `["difftx", "plan"]`.
 
-        It runs in `folder`, and its output is appended to the files. The default environment has one CPU device. An
-        environment cannot change the variables of JAX, which the server has read already.
+        It runs in `folder`, and its output is appended to the files, which exist on return. The default environment has
+        one CPU device. An environment cannot change the variables of JAX, which the server has read already.
         """
         environment = dict(child_environment(1) if environment is None else environment)
         changed = {k for k, _ in environment.items() ^ child_environment(1).items() if k.startswith("JAX_")}
         assert not changed, f"a fork cannot change {changed}; start a new interpreter"
+        for path in (stdout, stderr):
+            open(path, "a").close()
         request = {"command": [str(word) for word in command], "environment": environment, "folder": str(folder)}
         return Command(self, self.ask(request | {"stdout": str(stdout), "stderr": str(stderr)}))
 

@@ -230,7 +230,7 @@ def test_a_killed_prepare_resumes(bucket):
     assert check_kills(bucket, [15]) == 1
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive  # CI kills once here, and ten times on a local disk (tests/data/prepare_test.py).
 def test_a_prepare_that_is_killed_ten_times_makes_the_same_store(bucket):
     assert check_kills(bucket, sorted(random.Random(0).sample(range(2, 60), 10))) >= 5
 

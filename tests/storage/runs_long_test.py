@@ -156,7 +156,6 @@ def test_an_outage_during_steps(bucket, text, tmp_path, seconds, code):
 
 
 def _owner(text, workdir, log, hold):
-    log.touch()
     words, environment = command(text, workdir, OWNER, train__steps=24), child_environment(1) | {"HOLD": str(hold)}
     return commands().start(words, stdout=log, stderr=log, environment=environment)
 
@@ -169,7 +168,6 @@ def test_two_processes(bucket, text, tmp_path):
     def together(workdir, count, log, devices):
         together = ["--coordinator", f"localhost:{free_port()}", f"--processes={count}"] if count > 1 else []
         words = [*command(text, workdir, UNHURRIED, **changes), *together]
-        log.touch()
         return [
             commands().start(
                 words + ([f"--process={i}"] if count > 1 else []),

@@ -153,7 +153,7 @@ def test_kernels_that_were_not_tried_in_time_are_named(machine):
     assert machine.manifest["attention_kernel"] == "xla"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive  # CI tests `worst` itself, and the choice of one process.
 def test_two_processes_use_the_worst_of_both_verdicts(machine):
     """Process 1 rejects kernels that are right, and one that is slow, in process 0."""
     fakes = {"ours": "right", "broken": "right", "stuck": "slow", "tardy": "right"}

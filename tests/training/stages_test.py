@@ -150,6 +150,7 @@ def sources(tmp_path_factory):
     [
         ("long_context.py:diff", "texts/*.txt", EXTENDED),
         pytest.param("math.py:diff-stage2", "pairs", TUNED, marks=pytest.mark.exhaustive),
+        # CI restores the states of Muon and of the average on several meshes (mesh_test.py).
         pytest.param(
             "math.py:diff-stage2",
             "pairs",
