@@ -89,8 +89,6 @@ SIZE_SEEDS = tuple(range(30, 38))
 STEPS, TUNED_TOKENS = "train.steps", 5
 # Task → tokens per parameter → number of updates of 1,024 tokens. The Transformers have 148,032 and 426,624 parameters.
 LENGTHS = {"novels": {5: 723, 20: 2891, 80: 11565}, WIDER: {5: 2083, 20: 8333}}
-# The arms of the runs that take longest: models of 426,624 parameters, and 80 tokens per parameter.
-LONGEST_ARMS = ("transformer", "zero-norm", "diff")
 
 
 def _of_length(task: str, tokens: int, arm: str) -> Cell:
@@ -130,7 +128,7 @@ QUESTIONS: Mapping[str, Sequence[Cell]] = {
         _of_length(task, tokens, arm)
         for task, lengths in LENGTHS.items()
         for tokens in lengths
-        for arm in (LONGEST_ARMS if task == WIDER or tokens > 20 else ARCHITECTURES)
+        for arm in ARCHITECTURES
     ],
 }
 
