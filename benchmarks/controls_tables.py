@@ -189,9 +189,14 @@ COMPARED_ARMS = tuple(arm for arm in ARCHITECTURES if arm != BASELINE)
 PAIRS = (*((arm, BASELINE) for arm in COMPARED_ARMS), ("diff", "zero-norm"))  # The last pair is the subtraction.
 SMALLEST, *_ = LENGTHS  # Task of the smallest models.
 RESIZED_PAIRS = (("diff", BASELINE), ("diff", "zero-norm"))  # Pairs whose change with the size is in the family.
+# Arms whose longest runs of a size were preregistered after its first family. They are in a second one.
+LATER_ARMS = ("diff_v2", "gdla", "gated")
 
 
-def of_size(records: Sequence[Record], task: str, arm: str, reference: str = BASELINE) -> dict[int, dict[int, float]]:
+type Differences = Mapping[int, Mapping[int, float]]  # Tokens per parameter → seed → difference of two arms.
+
+
+def of_size(records: Sequence[Record], task: str, arm: str, reference: str = BASELINE) -> Differences:
     """Return tokens per parameter → seed → difference of two arms, for the lengths at which the first has runs."""
     found = {}
     for tokens, steps in LENGTHS[task].items():
@@ -201,7 +206,7 @@ def of_size(records: Sequence[Record], task: str, arm: str, reference: str = BAS
     return found
 
 
-def slopes(differences: Mapping[int, Mapping[int, float]]) -> list[float]:
+def slopes(differences: Differences) -> list[float]:
     """Return the least-squares slopes of differences over log2 of the tokens: bits per byte per doubling.
 
     They are those of the seeds that have runs of all lengths.
@@ -239,29 +244,45 @@ class SizeContrast(NamedTuple):
     below_zero: str
 
 
-def size_family(records: Sequence[Record], task: str) -> list[SizeContrast]:
-    """Return a size's family: differences at 20 tokens per parameter, their slopes, and their change with the size."""
-    differences = {pair: of for pair in PAIRS if (of := of_size(records, task, *pair))}
-    titles = {pair: versus(*pair, "").title for pair in differences}
-    at = f"{FAMILY_TOKENS} tokens per parameter"
-    family = [
-        SizeContrast(titles[pair], at, [*of[FAMILY_TOKENS].values()], "worse", "better")
-        for pair, of in differences.items()
-    ]
+def _differences_and_slopes(differences: Mapping[tuple[str, str], Differences], tokens: int) -> list[SizeContrast]:
+    """Return the differences of pairs of arms at a number of tokens per parameter, and then their slopes."""
+    at, over = [], []
     for pair, of in differences.items():
+        title = versus(*pair, "").title
         lengths = f"slope per doubling of the tokens, {min(of)} to {max(of)}"
-        family.append(SizeContrast(titles[pair], lengths, slopes(of), "rises", "falls"))
+        at.append(SizeContrast(title, f"{tokens} tokens per parameter", [*of[tokens].values()], "worse", "better"))
+        over.append(SizeContrast(title, lengths, slopes(of), "rises", "falls"))
+    return at + over
+
+
+def first_family(records: Sequence[Record], task: str) -> list[SizeContrast]:
+    """Return a size's first family: differences at 20 tokens per parameter, slopes, and changes with the size."""
+    differences = {}
+    for pair in PAIRS:
+        of = of_size(records, task, *pair)
+        if pair[0] in LATER_ARMS:
+            of = {tokens: of[tokens] for tokens in of if task == SMALLEST and tokens <= FAMILY_TOKENS}
+        if of:
+            differences[pair] = of
+    family = _differences_and_slopes(differences, FAMILY_TOKENS)
     if task != SMALLEST:
         for pair in RESIZED_PAIRS:
             smaller = of_size(records, SMALLEST, *pair)[FAMILY_TOKENS]
             change = [loss - smaller[seed] for seed, loss in differences[pair][FAMILY_TOKENS].items()]
-            family.append(SizeContrast(titles[pair], f"{at}, change with the size", change, "rises", "falls"))
+            at = f"{FAMILY_TOKENS} tokens per parameter, change with the size"
+            family.append(SizeContrast(versus(*pair, "").title, at, change, "rises", "falls"))
     return family
 
 
-def sizes_family_table(records: Sequence[Record], task: str) -> str:
-    """Return a table of a size's family of contrasts."""
-    family = size_family(records, task)
+def second_family(records: Sequence[Record], task: str) -> list[SizeContrast]:
+    """Return a size's second family: differences with the most tokens per parameter, and slopes, of later arms."""
+    differences = {(arm, BASELINE): of_size(records, task, arm) for arm in LATER_ARMS}
+    return _differences_and_slopes(differences, max(LENGTHS[task]))
+
+
+def sizes_family_table(records: Sequence[Record], task: str, which: str = "first") -> str:
+    """Return a table of the first or second family of contrasts of a size."""
+    family = {"first": first_family, "second": second_family}[which](records, task)
     rows = []
     for contrast, p in zip(family, holm([p_value(contrast.values) for contrast in family]), strict=True):
         mean = estimate(contrast.values)

@@ -183,24 +183,24 @@ def test_sizes_are_a_table_a_family_and_a_figure(tmp_path, monkeypatch):
             train__steps=str(steps),
         )
         for task, lengths in controls_study.LENGTHS.items()
-        for tokens, steps in lengths.items()
+        for steps in lengths.values()
         for i, arm in enumerate(controls_study.ARCHITECTURES)
-        if (task == "novels" and tokens != 80) or arm in ("transformer", "zero-norm", "diff")
+        if task == "novels" or arm in ("transformer", "zero-norm", "diff")
         for seed in range(8)
     ]
     rows = controls_tables.sizes_table(records).splitlines()
     assert len([row for row in rows if row.startswith("| 1 | ")]) == 5
     assert [row.split("|")[2].strip() for row in rows[2:7]] == ["5", "20", "80", "5", "20"]
     cells = [[cell.strip() for cell in row.split("|")[5:-1]] for row in rows[2:7]]
-    assert [sum(bool(cell) for cell in row) for row in cells] == [6, 6, 3, 3, 3]  # In long runs, there are three arms.
+    assert [sum(bool(cell) for cell in row) for row in cells] == [6, 6, 6, 3, 3]  # The larger models have three arms.
     drawn = []
     monkeypatch.setattr(results_figures, "save_figure", lambda figure, path: drawn.append(figure))
     results_figures.draw_sizes(records, tmp_path)
     panels = [{str(c.get_label()): c.lines[0].get_ydata() for c in axes.containers} for axes in drawn[0].axes]
     legend = [text.get_text() for axes in drawn[0].axes if axes.get_legend() for text in axes.get_legend().get_texts()]
     assert sorted(legend) == sorted(panels[0])
-    lengths = {"diff − transformer": 3, "gdla − transformer": 2, "diff − zero-norm": 3}  # At 80, three arms have runs.
-    assert {name: len(panels[0][name]) for name in lengths} == lengths
+    assert {len(differences) for differences in panels[0].values()} == {3}
+    assert {len(differences) for differences in panels[1].values()} == {2}
     assert panels[0]["gdla − transformer"] == pytest.approx(-0.03, abs=0.002)
     assert "gdla − transformer" not in panels[1]
     for name in ("diff − transformer", "diff − zero-norm"):
@@ -209,8 +209,8 @@ def test_sizes_are_a_table_a_family_and_a_figure(tmp_path, monkeypatch):
     few = [r for r in records if r["changes"]["train.steps"] != "11565"]
     assert "| 80 |" not in controls_tables.sizes_table(few)
 
-    def verdicts_of(task):
-        rows = [row.split("|") for row in controls_tables.sizes_family_table(records, task).splitlines()[2:]]
+    def verdicts_of(task, *which):
+        rows = [row.split("|") for row in controls_tables.sizes_family_table(records, task, *which).splitlines()[2:]]
         return {(row[1].strip(), row[2].strip()): row[5].strip() for row in rows}
 
     verdicts = verdicts_of("novels")
@@ -220,6 +220,13 @@ def test_sizes_are_a_table_a_family_and_a_figure(tmp_path, monkeypatch):
     assert verdicts["`gdla` − `transformer`", "20 tokens per parameter"] == "better"
     assert verdicts["`diff` − `transformer`", "slope per doubling of the tokens, 5 to 80"] == "open"
     assert verdicts["`gdla` − `transformer`", "slope per doubling of the tokens, 5 to 20"] == "open"
+    verdicts = verdicts_of("novels", "second")
+    slope = "slope per doubling of the tokens, 5 to 80"
+    assert verdicts == {
+        (f"`{arm}` − `transformer`", at): "better" if (arm, at) == ("gdla", "80 tokens per parameter") else "open"
+        for arm in ("diff_v2", "gdla", "gated")
+        for at in ("80 tokens per parameter", slope)
+    }
     verdicts = verdicts_of("novels-0.4m")
     assert len(verdicts) == 8
     assert verdicts["`diff` − `zero-norm`", "20 tokens per parameter"] == "worse"
