@@ -144,6 +144,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return [min(1.0, corrected[i]) for i in range(len(p_values))]
 
 
+def p_text(p: float) -> str:
+    """Return a p-value with three decimals."""
+    return "<0.001" if p < 0.001 else f"{p:.3f}"
+
+
 def verdict(mean: float, corrected: float, contrast: Contrast) -> str:
     """Return the page's verdict on a contrast of losses."""
     if corrected >= SIGNIFICANT:
@@ -160,7 +165,7 @@ def family_table(records: Sequence[Record], family: str, number: str = TEST_LOSS
     rows = []
     for contrast, of, p in zip(contrasts, found, holm([p_value(of) for of in found]), strict=True):
         mean = estimate(of)
-        rows.append([contrast.title, contrast.asks, signed(mean), f"{p:.3f}", verdict(mean.mean, p, contrast)])
+        rows.append([contrast.title, contrast.asks, signed(mean), p_text(p), verdict(mean.mean, p, contrast)])
     return markdown(["contrast", "asks for", "bits per byte", "p, corrected", "the first is"], rows)
 
 
@@ -287,7 +292,7 @@ def sizes_family_table(records: Sequence[Record], task: str, which: str = "first
     for contrast, p in zip(family, holm([p_value(contrast.values) for contrast in family]), strict=True):
         mean = estimate(contrast.values)
         found = contrast.above_zero if mean.mean > 0 else contrast.below_zero
-        rows.append([contrast.title, contrast.at, signed(mean), f"{p:.3f}", "open" if p >= SIGNIFICANT else found])
+        rows.append([contrast.title, contrast.at, signed(mean), p_text(p), "open" if p >= SIGNIFICANT else found])
     return markdown(["contrast", "at", "bits per byte", "p, corrected", "verdict"], rows)
 
 

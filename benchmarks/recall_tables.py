@@ -6,7 +6,17 @@ from collections.abc import Sequence
 import scipy.stats
 
 from benchmarks.controls_study import GAIN
-from benchmarks.controls_tables import NORM_OR_GAIN, SIGNIFICANT, Contrast, by_seed, cell_of, holm, values, versus
+from benchmarks.controls_tables import (
+    NORM_OR_GAIN,
+    SIGNIFICANT,
+    Contrast,
+    by_seed,
+    cell_of,
+    holm,
+    p_text,
+    values,
+    versus,
+)
 from benchmarks.results_tables import (
     SOLVED_NUMBER,
     Record,
@@ -42,7 +52,7 @@ def fisher(records: Sequence[Record], contrast: Contrast) -> float:
 
 def solved_p(records: Sequence[Record], task: str, one: str, other: str) -> str:
     """Return the p-value of Fisher's exact test on the solved runs of two arms, without a correction."""
-    return f"{fisher([r for r in records if r['task'] == task], versus(one, other, '')):.3f}"
+    return p_text(fisher([r for r in records if r["task"] == task], versus(one, other, "")))
 
 
 def solved_table(records: Sequence[Record], task: str) -> str:
@@ -75,7 +85,7 @@ def solved_family_table(records: Sequence[Record], task: str) -> str:
     for contrast, p in zip(NORM_OR_GAIN, corrected, strict=True):
         counts = [solved_count(records, task, cell) for cell in (*contrast.plus, *contrast.minus)]
         better = "open" if p >= SIGNIFICANT else "better" if counts[0] > counts[1] else "worse"
-        rows.append([contrast.title, contrast.asks, *counts, f"{p:.3f}", better])
+        rows.append([contrast.title, contrast.asks, *counts, p_text(p), better])
     return markdown(["contrast", "asks for", "first solved", "second", "p, corrected", "the first is"], rows)
 
 

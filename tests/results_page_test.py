@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import statistics
 
 import pytest
@@ -52,6 +53,11 @@ def row_of(one, other, section):
     """Return the cells of a contrast's row in a section of the page."""
     [line] = [line for line in section.splitlines() if line.startswith(f"| `{one}` − `{other}` |")]
     return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def shows_p(text, p):
+    """Return whether a table's text is a p-value, with three decimals."""
+    return text == "<0.001" if p < 0.001 else float(text) == pytest.approx(p, abs=6e-4)
 
 
 def solved(study, arm, task="recall"):
@@ -396,7 +402,7 @@ def test_contrasts_of_question_2_have_their_intervals(name):
     values = WARMUP_FAMILY[name]
     assert cells[2] == shown(values)
     p = corrected({(other,): two_sided(of) for other, of in WARMUP_FAMILY.items()})[name,]
-    assert float(cells[3]) == pytest.approx(p, abs=6e-4)
+    assert shows_p(cells[3], p)
     assert (cells[4] == "open") == (p >= 0.05)
 
 
@@ -411,7 +417,7 @@ def test_the_subtraction_with_muon_is_open(share):
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     p = corrected({(other,): two_sided(of) for other, of in SUBTRACTION_WITH_MUON.items()})[share,]
     assert cells[2] == shown(SUBTRACTION_WITH_MUON[share])
-    assert float(cells[3]) == pytest.approx(p, abs=6e-4)
+    assert shows_p(cells[3], p)
     assert cells[4] == "open"
     assert p >= 0.05
     assert "With Muon, `diff` − `zero-norm` is open at both" in PROSE
@@ -439,7 +445,7 @@ def test_wide_heads_and_other_text_have_the_three_contrasts(study, number, part)
     for pair, of in values.items():
         cells = row_of(*pair, part)
         assert cells[2] == shown(of)
-        assert float(cells[3]) == pytest.approx(p_values[pair], abs=6e-4)
+        assert shows_p(cells[3], p_values[pair])
         expected = "open" if p_values[pair] >= 0.05 else "worse" if interval(of)[0] > 0 else "better"
         assert cells[4] == expected
 
@@ -503,7 +509,7 @@ def test_the_reviews_arms_have_their_contrasts():
         values = from_review(*pair)
         cells = row_of(*pair, part)
         assert cells[2] == shown(values)
-        assert float(cells[3]) == pytest.approx(p_values[pair], abs=6e-4)
+        assert shows_p(cells[3], p_values[pair])
         assert cells[4] == ("better" if pair[0] == "top_k" else "worse")
         assert p_values[pair] < 0.05
         assert (interval(values)[0] < 0) == (pair[0] == "top_k")
@@ -587,9 +593,10 @@ def at_length(*of):
     return [*by_seed_at(*of).values()]
 
 
-def slope(one, other, task):
+def slope(one, other, task, longest=80):
     """Return for each seed the covariance of difference and log2 of the tokens, over the variance of the latter."""
-    of = {math.log2(tokens): found for tokens in STEPS_OF[task] if (found := by_seed_at(one, other, tokens, task))}
+    lengths = [tokens for tokens in STEPS_OF[task] if tokens <= longest]
+    of = {math.log2(tokens): found for tokens in lengths if (found := by_seed_at(one, other, tokens, task))}
     mean = statistics.fmean(of)
     scale = sum((x - mean) ** 2 for x in of)
     seeds = [seed for seed in min(of.values(), key=len) if all(seed in found for found in of.values())]
@@ -601,25 +608,35 @@ def change_with_size(one, other):
     return [difference - small[seed] for seed, difference in by_seed_at(one, other, 20, LARGE).items()]
 
 
+LATER_ARMS = ("diff_v2", "gdla", "gated")  # Their runs with 80 tokens per parameter are the family LATER.
+LATER = "later"
 LARGE_PAIRS = [pair for pair in SIZE_PAIRS if at_length(*pair, 20, LARGE)]
 SIZE_FAMILIES = {
-    task: {
-        **{(*pair, "at 20"): at_length(*pair, 20, task) for pair in pairs},
-        **{(*pair, "slope"): slope(*pair, task) for pair in pairs},
-    }
-    for task, pairs in ((SMALL, SIZE_PAIRS), (LARGE, LARGE_PAIRS))
+    SMALL: {
+        **{(*pair, "at 20"): at_length(*pair, 20) for pair in SIZE_PAIRS},
+        **{(*pair, "slope"): slope(*pair, SMALL, 20 if pair[0] in LATER_ARMS else 80) for pair in SIZE_PAIRS},
+    },
+    LATER: {
+        **{(arm, "transformer", "at 80"): at_length(arm, "transformer", 80) for arm in LATER_ARMS},
+        **{(arm, "transformer", "slope"): slope(arm, "transformer", SMALL) for arm in LATER_ARMS},
+    },
+    LARGE: {
+        **{(*pair, "at 20"): at_length(*pair, 20, LARGE) for pair in LARGE_PAIRS},
+        **{(*pair, "slope"): slope(*pair, LARGE) for pair in LARGE_PAIRS},
+    },
 }
 for pair in (("diff", "transformer"), ("diff", "zero-norm")):
     SIZE_FAMILIES[LARGE][*pair, "size"] = change_with_size(*pair)
 SIZE_P_VALUES = {
-    task: corrected({name: two_sided(of) for name, of in family.items()}) for task, family in SIZE_FAMILIES.items()
+    name: corrected({contrast: two_sided(of) for contrast, of in family.items()})
+    for name, family in SIZE_FAMILIES.items()
 }
 
 
-def size_verdict(one, other, at, task=SMALL):
+def size_verdict(one, other, at, family=SMALL):
     """Return the sign of a contrast of question 4, or 0 if it is open."""
-    mean, _ = interval(SIZE_FAMILIES[task][one, other, at])
-    return 0 if SIZE_P_VALUES[task][one, other, at] >= 0.05 else math.copysign(1, mean)
+    mean, _ = interval(SIZE_FAMILIES[family][one, other, at])
+    return 0 if SIZE_P_VALUES[family][one, other, at] >= 0.05 else math.copysign(1, mean)
 
 
 def sign_of_interval(one, other, tokens, task=SMALL):
@@ -713,23 +730,26 @@ def test_the_lengths_of_question_4_have_their_differences(task):
         assert row[4:] == [shown(of) if of else "" for of in values]
 
 
-@pytest.mark.parametrize(("task", "text"), [(SMALL, SMALL_SECTION), (LARGE, LARGE_SECTION)])
-def test_the_contrasts_of_question_4_have_their_intervals(task, text):
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if " tokens" in line]
-    rows = {tuple(cells[:2]): cells[2:] for cells in lines if cells and cells[0].startswith("`")}
-    assert len(rows) == len(SIZE_FAMILIES[task])
+@pytest.mark.parametrize(("family", "text"), [(SMALL, SMALL_SECTION), (LATER, SMALL_SECTION), (LARGE, LARGE_SECTION)])
+def test_the_contrasts_of_question_4_have_their_intervals(family, text):
+    """The first table of a section is that of its first family, and the second that of LATER."""
+    tables = re.findall(r"^\| contrast \|.*\n(?:\|.*\n)+", text, re.MULTILINE)
+    lines = tables[family == LATER].splitlines()[2:]
+    rows = {tuple(cells[:2]): cells[2:] for cells in ([c.strip() for c in line.split("|")[1:-1]] for line in lines)}
+    assert len(rows) == len(SIZE_FAMILIES[family])
     titles = {
         "at 20": "20 tokens per parameter",
+        "at 80": "80 tokens per parameter",
         "size": "20 tokens per parameter, change with the size",
         "slope": "slope per doubling of the tokens, 5 to {}",
     }
-    for (one, other, at), of in SIZE_FAMILIES[task].items():
-        longest = max(tokens for tokens in STEPS_OF[task] if at_length(one, other, tokens, task))
+    for (one, other, at), of in SIZE_FAMILIES[family].items():
+        longest = 20 if family == LARGE or (family == SMALL and one in LATER_ARMS) else 80
         mean, p, verdict = rows[f"`{one}` − `{other}`", titles[at].format(longest)]
         assert mean == shown(of)
-        assert float(p) == pytest.approx(SIZE_P_VALUES[task][one, other, at], abs=6e-4)
-        words = {0: "open", 1: "worse", -1: "better"} if at == "at 20" else {0: "open", 1: "rises", -1: "falls"}
-        assert verdict == words[size_verdict(one, other, at, task)]
+        assert shows_p(p, SIZE_P_VALUES[family][one, other, at])
+        words = {0: "open", 1: "worse", -1: "better"} if at[:2] == "at" else {0: "open", 1: "rises", -1: "falls"}
+        assert verdict == words[size_verdict(one, other, at, family)]
 
 
 CONVERTED = "question-5"
@@ -796,7 +816,7 @@ CLAIMS |= {
 def test_the_contrasts_of_question_5_have_their_intervals(arm):
     cells = row_of(arm, "transformer", CONVERTED_SECTION)
     assert cells[2] == shown(contrast(CONVERTED, arm, "transformer"))
-    assert float(cells[3]) == pytest.approx(CONVERTED_P_VALUES[arm,], abs=6e-4)
+    assert shows_p(cells[3], CONVERTED_P_VALUES[arm,])
     assert cells[4] == {0: "open", 1: "worse", -1: "better"}[converted_verdict(arm)]
     assert f"`{arm}` − `transformer` {'is ' if arm == 'zero-branch' else ''}{cells[2]}" in PROSE  # In the answers.
 
