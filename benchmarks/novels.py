@@ -45,16 +45,8 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from difftx.errors import EXIT_PREEMPTED, RunError, UserError, run_command
-from difftx.files import (
-    new_file,
-    read_file,
-    read_json,
-    remove_temporaries,
-    require_local_paths,
-    require_writable,
-    schema_error,
-    write_record,
-)
+from difftx.files import new_file, read_file, remove_temporaries, require_local_paths, require_writable
+from difftx.json_files import read_json, schema_error, write_record
 from difftx.progress import Work
 
 LIST = Path(__file__).with_suffix(".json")

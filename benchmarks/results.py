@@ -51,7 +51,8 @@ from benchmarks.results_tables import (
 )
 from difftx.configs import toy
 from difftx.errors import UserError, run_command
-from difftx.files import read_json, write_atomically
+from difftx.files import write_atomically
+from difftx.json_files import read_json
 from difftx.model.abstract import count_parameters
 from difftx.report.runs import RunRecord, read_runs
 

@@ -1,4 +1,4 @@
-"""Atomic writes, reads with retries, checks of JSON files, and logs of JSON lines, on local disks and in buckets.
+"""Atomic writes, and reads with retries, on local disks and in buckets.
 
 All functions that read a file retry after temporary errors, and raise `UnreadableError` if every attempt fails.
 Functions with a parameter of type `AnyPath` also take paths in buckets (docs/storage.md).
@@ -9,25 +9,20 @@ import contextlib
 import errno
 import fnmatch
 import glob
-import hashlib
 import io
-import json
 import os
 import platform
 import re
 import shutil
 import stat
 import tempfile
-import threading
 import time
-import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from difftx.errors import UnreadableError, UserError
 from difftx.storage import objects
-from difftx.storage.lines import BucketLog
 from difftx.storage.paths import AnyPath, is_bucket, path_of
 from difftx.storage.reading import open_object
 
@@ -39,10 +34,6 @@ RETRY_SECONDS = (0.2, 0.8, 2.0)
 # Errors that waiting does not resolve.
 PERMANENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 ONE_REQUEST_BYTES = 32 * 2**20  # Size from which a file is uploaded to a bucket in parts.
-FOLDER_MARKER = ".complete"
-UPLOAD_RECORD = ".incomplete"  # Names the files of a folder in a bucket, until all of them are uploaded.
-# JSON type → name in error messages.
-NAMES = {int: "a count", str: "text", dict: "an object", bool: "true or false", float: "a number"}
 
 
 def require_local(name: str, path: str | Path) -> None:
@@ -122,7 +113,7 @@ def new_file(path: AnyPath) -> Iterator[BinaryIO]:
                 yield file
             upload(path, source)
         return
-    temporary = _temporary(path)
+    temporary = temporary_path(path)
     try:
         with temporary.open("wb") as file:
             yield file
@@ -219,82 +210,6 @@ def downloaded(path: AnyPath) -> Iterator[Path]:
         yield Path(made)
 
 
-@contextlib.contextmanager
-def new_folder(path: AnyPath) -> Iterator[Path]:
-    """Create a folder under a temporary name. At the end of the block, rename it to `path`.
-
-    If the block raises an exception, delete the folder. The next call deletes a folder that a killed process has left.
-    For a bucket, the folder is a local temporary folder. At the end of the block, its files are uploaded, and then the
-    record `FOLDER_MARKER` with their sizes. A folder without this record is incomplete. Raise `FileExistsError` if
-    there are objects that no unfinished call has uploaded.
-    """
-    if is_bucket(path):
-        with tempfile.TemporaryDirectory(prefix="difftx-") as made:
-            yield Path(made)
-            _upload_folder(path, Path(made))
-        return
-    remove_temporaries(path.parent, path.name)
-    temporary = _temporary(path)
-    temporary.mkdir()
-    try:
-        yield temporary
-        temporary.rename(path)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def is_taken(path: AnyPath) -> bool:
-    """Return whether `new_folder` cannot create a folder, because there is one, or objects of others in a bucket."""
-    return _unfinished_upload(path) is None if is_bucket(path) else path.exists()
-
-
-def _upload_folder(path: "epath.Path", source: Path) -> None:
-    sizes = {file.relative_to(source).as_posix(): file.stat().st_size for file in source.rglob("*") if file.is_file()}
-    unfinished = _unfinished_upload(path)
-    if unfinished is None:
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-    generation, left = unfinished
-    record, marker = path / UPLOAD_RECORD, path / FOLDER_MARKER
-    generation = objects.write_if(record, _unique_record({"files": sorted({*sizes, *left})}), generation)
-    taken = FileExistsError(errno.EEXIST, "Another process writes the same folder", str(path))
-    if generation is None:
-        raise taken
-    objects.delete(path / name for name in left)
-    for name in sorted(sizes):
-        upload(path / name, source / name)
-    is_ours = objects.is_current(record, generation)
-    if not is_ours or objects.write_if(marker, _unique_record({"files": sizes}), None) is None:
-        raise taken
-    objects.delete_if(record, generation)
-
-
-def _unfinished_upload(path: "epath.Path") -> tuple[bytes | None, list[str]] | None:
-    """Return the generation of `UPLOAD_RECORD` and the objects that it names, or None if there are others too."""
-    found = objects.read(path / UPLOAD_RECORD)
-    content = {"files": []} if found is None else without_sha256(_parse_json(found.content))
-    if content is None or schema_error(content, {"files": [str]}):
-        return None
-    names = [name for name in objects.list_below(path) if name != UPLOAD_RECORD and not name.startswith(objects.PROBE)]
-    if not set(names) <= set(content["files"]):
-        return None
-    return None if found is None else found.generation, names
-
-
-def _unique_record(content: dict[str, Any]) -> bytes:
-    """Return a record that no other call returns, as `objects.write_if` requires."""
-    return json.dumps(with_sha256(content | {"id": uuid.uuid4().hex})).encode()
-
-
-def remove_folder(path: AnyPath) -> None:
-    """Delete a folder with all files. It may be absent. In a bucket, `FOLDER_MARKER` is deleted first."""
-    if is_bucket(path):
-        objects.delete([path / FOLDER_MARKER])
-        objects.delete(path / name for name in objects.list_below(path))
-    elif path.exists():
-        shutil.rmtree(path)
-
-
 def write_atomically(path: AnyPath, text: str) -> None:
     """Write a file so that a crash leaves either the complete old text or the complete new text."""
     with new_file(path) as file:
@@ -324,7 +239,8 @@ def _is_running(process: int) -> bool:
     return True
 
 
-def _temporary(path: Path) -> Path:
+def temporary_path(path: Path) -> Path:
+    """Return the path under which this process writes `path` before it is complete."""
     # The name includes the host, because containers that share a folder may use the same process id.
     return path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}")
 
@@ -406,162 +322,3 @@ def check_link(path: Path) -> None:
     """Raise `UnreadableError` if `path` is a link whose target does not exist, for example on an unmounted disk."""
     if path.is_symlink() and not path.exists():
         raise UnreadableError(f"{path} cannot be read: it is a link to {path.readlink()}, which does not exist here")
-
-
-def read_json(path: AnyPath, content: bytes | None = None) -> Any:
-    """Return the value in a JSON file. Raise `UserError` if the file does not exist or is not JSON.
-
-    `content` is that of the file, if it has been read already.
-    """
-    content = read_file(path) if content is None else content
-    if content is None:
-        raise UserError(f"{path}: {os.strerror(errno.ENOENT)}")
-    try:
-        return json.loads(content)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}: line {error.lineno} is not JSON ({error.msg})") from error
-    except (ValueError, RecursionError) as error:  # Invalid UTF-8, a huge number or deep nesting.
-        raise UserError(f"{path}: not JSON ({error})") from error
-
-
-def schema_error(value: Any, shape: Any, path: str = "") -> str | None:
-    """Return the first schema error of a JSON value, such as "files.config: not an object", or None if there is none.
-
-    The schema `shape` is a type, `{name: shape}` for an object with at least these names, `{str: shape}` for an object
-    with any names, or `[shape]` for a list. The type `int` means a count in 0 … 2**63 - 1, and `object` any value.
-    `path` is the path of `value` within a larger value, for the message.
-    """
-    at = path or "the text"
-    if isinstance(shape, type):
-        fits = type(value) is shape and (shape is not int or 0 <= value < 2**63)
-        return None if fits or shape is object else f"{at}: not {NAMES[shape]}"
-    if isinstance(shape, list):
-        if not isinstance(value, list):
-            return f"{at}: not a list"
-        parts = {f"{path}[{i}]": (item, shape[0]) for i, item in enumerate(value)}
-    elif not isinstance(value, dict):
-        return f"{at}: not an object"
-    else:
-        wanted = dict.fromkeys(value, shape[str]) if str in shape else shape
-        if missing := [name for name in wanted if name not in value]:
-            return f"{at}: no {missing[0]!r}"
-        parts = {f"{path}.{name}".lstrip("."): (value[name], inner) for name, inner in wanted.items()}
-    return next((found for name, (item, inner) in parts.items() if (found := schema_error(item, inner, name))), None)
-
-
-class JsonLines:
-    """A file of JSON objects, one per line, to which several threads and processes may append.
-
-    If a process is killed in `append`, the last line may be incomplete. `read` skips such a line. In a bucket, either
-    all rows of an `append` are visible or none; `BucketLog` stores them.
-    """
-
-    def __init__(self, path: AnyPath):
-        self.path = path
-        self._log = BucketLog(path) if is_bucket(path) else _LocalLog(path)
-
-    def read(self, shape: Any = dict) -> list[dict[str, Any]]:
-        """Return the objects that match `shape`, a schema for `schema_error`. An absent file has none."""
-        return [row for row in parse_json_lines(self.content(), shape) if row is not None]
-
-    def content(self) -> bytes:
-        """Return all lines. An absent file has none."""
-        return self._log.read()
-
-    def append(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Append objects. They are on disk, or in the bucket, when the function returns."""
-        self.append_lines("".join(json.dumps(row) + "\n" for row in rows).encode())
-
-    def append_lines(self, content: bytes) -> None:
-        """Append objects that are JSON already, one per line."""
-        self._log.append(content)
-
-    def rewrite(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Atomically replace the content of the file."""
-        self._log.replace("".join(json.dumps(row) + "\n" for row in rows).encode())
-
-    def remove(self) -> None:
-        """Delete the file. It may be absent."""
-        self._log.remove()
-
-
-class _LocalLog:
-    """A local file with the interface of `BucketLog`."""
-
-    def __init__(self, path: Path):
-        self._path, self._lock = path, threading.Lock()
-
-    def read(self) -> bytes:
-        return read_file(self._path) or b""
-
-    def append(self, content: bytes) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        # Another process may have left an incomplete line since the last call.
-        with self._lock, self._path.open("a+b") as file:
-            if size := file.seek(0, os.SEEK_END):
-                file.seek(size - 1)
-                content = content if file.read(1) == b"\n" else b"\n" + content
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def replace(self, content: bytes) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with new_file(self._path) as file:
-            file.write(content)
-
-    def remove(self) -> None:
-        self._path.unlink(missing_ok=True)
-
-
-def parse_json_lines(content: bytes, shape: Any = dict) -> list[dict[str, Any] | None]:
-    """Return the object in each line, or None for a line that is not JSON or does not match `shape`."""
-    rows = map(_parse_json, content.splitlines())
-    return [row if schema_error(row, shape) is None else None for row in rows]
-
-
-def _parse_json(text: bytes) -> Any:
-    """Return the JSON value in a text, or None if the text is not JSON."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def write_record(path: AnyPath, content: dict[str, Any]) -> None:
-    """Atomically write a JSON object together with its SHA-256."""
-    write_atomically(path, json.dumps(with_sha256(content)))
-
-
-def read_record(path: AnyPath) -> dict[str, Any] | None:
-    """Return the object that `write_record` wrote, or None if the file holds anything else.
-
-    Raise `FileNotFoundError` if the file does not exist.
-    """
-    if not is_bucket(path):
-        return without_sha256(_parse_json(path.read_bytes()))
-    content = read_file(path)
-    if content is None:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    return without_sha256(_parse_json(content))
-
-
-def with_sha256(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a JSON object with a last field "sha256", the SHA-256 of the other fields."""
-    return content | {"sha256": json_sha256(content)}
-
-
-def without_sha256(value: Any) -> dict[str, Any] | None:
-    """Return an object without its field "sha256", or None if `value` is not an object with the right SHA-256."""
-    if not isinstance(value, dict):
-        return None
-    content = {name: inner for name, inner in value.items() if name != "sha256"}
-    try:
-        return content if value.get("sha256") == json_sha256(content) else None
-    except RecursionError:
-        return None
-
-
-def json_sha256(value: Any) -> str:
-    """Return the SHA-256 of a JSON value, independent of the order of object keys."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

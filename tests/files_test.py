@@ -12,7 +12,9 @@ from unreadable import modes_count, needs_modes
 
 from difftx import files
 from difftx.errors import UnreadableError, UserError
-from difftx.files import JsonLines, new_file, new_folder, remove_temporaries
+from difftx.files import new_file, remove_temporaries
+from difftx.folders import new_folder
+from difftx.json_files import JsonLines
 from difftx.report.runs import match_runs
 from difftx.training.guards import GuardJournal
 from difftx.training.run import RECORDS, read_config, write_description
@@ -20,7 +22,8 @@ from difftx.training.run import RECORDS, read_config, write_description
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from difftx.files import new_file, new_folder
+from difftx.files import new_file
+from difftx.folders import new_folder
 make = new_folder if sys.argv[1] == "folder" else new_file
 with make(Path(sys.argv[2])) as made:
     (made / "part").write_text("half") if sys.argv[1] == "folder" else made.write(b"half")

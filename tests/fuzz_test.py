@@ -17,7 +17,7 @@ from difftx.commands.prepare import main as prepare
 from difftx.config.recipes import load_config
 from difftx.data.store import SPLITS, open_store, read_meta
 from difftx.errors import UserError
-from difftx.files import json_sha256
+from difftx.json_files import json_sha256
 from difftx.launch.grid import SweepPoint
 from difftx.launch.runner import RunStatus
 from difftx.training.checkpoint.manifest import FORMAT, MANIFEST, OtherFormatError, why_invalid, write_manifest

@@ -16,7 +16,8 @@ import rich.table
 
 from difftx.config import CheckpointConfig
 from difftx.errors import UnreadableError, UserError, printable
-from difftx.files import list_folder, read_json
+from difftx.files import list_folder
+from difftx.json_files import read_json
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket, path_of
 from difftx.training.checkpoint import arrays

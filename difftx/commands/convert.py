@@ -12,7 +12,8 @@ from difftx.commands.flags import PathFlag, add_weights_flag, parse_command
 from difftx.config import Config
 from difftx.config.recipes import load_config
 from difftx.errors import UserError, install_hint, printable
-from difftx.files import is_taken, list_folder, require_writable
+from difftx.files import list_folder, require_writable
+from difftx.folders import is_taken
 from difftx.interop import SHARD_MIB
 from difftx.storage.paths import is_bucket
 

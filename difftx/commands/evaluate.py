@@ -21,7 +21,8 @@ from difftx.errors import UserError, printable
 from difftx.evals.harness.suite import LOCAL_TASKS
 from difftx.evals.measures import explanation_of, format_value, measures_of
 from difftx.evals.throughput import pair
-from difftx.files import list_folder, read_json, require_writable, resolved
+from difftx.files import list_folder, require_writable, resolved
+from difftx.json_files import read_json
 from difftx.parallel import multihost
 from difftx.parallel.mesh import check_divisible, make_mesh
 from difftx.progress import Work

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from difftx.commands.flags import PathFlag, add_weights_flag, parse_command, require_file_path
 from difftx.data.records import Record, read_records
 from difftx.errors import UserError, printable
-from difftx.files import json_sha256, write_atomically
+from difftx.files import write_atomically
+from difftx.json_files import json_sha256
 from difftx.parallel import multihost
 from difftx.progress import Work
 

@@ -16,7 +16,8 @@ from difftx.data.prepare.readers import Document, Fields, Source, sources_of
 from difftx.data.tokenizer import END_OF_TEXT, load_tokenizer
 from difftx.data.tokenizer_files import CONFIG, EXTRA, TOKENIZER
 from difftx.errors import UserError, import_extra, printable
-from difftx.files import is_taken, new_folder, require_writable, write_atomically
+from difftx.files import require_writable, write_atomically
+from difftx.folders import is_taken, new_folder
 from difftx.progress import Work
 
 SMALLEST = 257  # Every byte and <|endoftext|>.

@@ -17,7 +17,8 @@ import numpy as np
 
 from difftx.data.store import TokenStore
 from difftx.errors import UserError
-from difftx.files import new_file, schema_error
+from difftx.files import new_file
+from difftx.json_files import schema_error
 from difftx.progress import Work
 
 FORMAT = "difftx bigrams 1"

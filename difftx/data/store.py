@@ -23,16 +23,8 @@ import numpy as np
 from difftx.config.data import DataConfig
 from difftx.data.blocks import BlockCache, CachedObject, block_count
 from difftx.errors import RunError, UserError
-from difftx.files import (
-    open_file,
-    read_file,
-    read_json,
-    schema_error,
-    size_of,
-    with_sha256,
-    without_sha256,
-    write_atomically,
-)
+from difftx.files import open_file, read_file, size_of, write_atomically
+from difftx.json_files import read_json, schema_error, with_sha256, without_sha256
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket, path_of
 

@@ -18,7 +18,8 @@ from difftx.data.byte_level import BYTES_OF
 from difftx.data.chat_template import ChatTemplate
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import UserError, import_extra
-from difftx.files import json_sha256, read_file, read_json
+from difftx.files import read_file
+from difftx.json_files import json_sha256, read_json
 
 EXTRA = "tokenizers"
 TOKENIZER, MODEL, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja"

@@ -13,7 +13,8 @@ from difftx.config.suites import SUITES
 from difftx.data.store import sha256_of
 from difftx.evals.evaluation import Evaluation, ItemJournal
 from difftx.evals.result import Result
-from difftx.files import json_sha256, make_folder, read_json, size_of, write_atomically
+from difftx.files import make_folder, size_of, write_atomically
+from difftx.json_files import json_sha256, read_json
 from difftx.parallel.multihost import is_primary
 from difftx.progress import Work
 from difftx.storage.paths import AnyPath

@@ -14,9 +14,9 @@ from difftx.config import Config
 from difftx.data.loader import Batch, ordered_batches, ordered_rows
 from difftx.data.packing import PackedRows, Row, RowSource
 from difftx.errors import UserError
-from difftx.files import JsonLines
 from difftx.inference.decode import LanguageModel
 from difftx.inference.score import row_scores
+from difftx.json_files import JsonLines
 from difftx.parallel.multihost import decide_on_primary, is_primary
 from difftx.progress import Work
 from difftx.storage.paths import AnyPath

@@ -7,7 +7,7 @@ from typing import Any
 
 from difftx.config.suites import SUITES, summary
 from difftx.evals.result import Measure
-from difftx.files import schema_error
+from difftx.json_files import schema_error
 
 # Units of numbers that describe how much was measured, such as the number of tokens.
 COUNTS = ("tokens", "documents", "demonstrations")

@@ -10,9 +10,10 @@ from difftx.config import Config
 from difftx.config.fields import values_of
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import UserError, printable
-from difftx.files import matching_files, read_json, write_atomically
+from difftx.files import matching_files, write_atomically
 from difftx.interop import custom
 from difftx.interop.tokenizers import has_tokenizer
+from difftx.json_files import read_json
 from difftx.model.abstract import count_parameters
 from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.reading import Checkpoint

@@ -1,7 +1,8 @@
 """Exports of checkpoints during training, every `checkpoint.export_every_steps`."""
 
 from difftx.errors import RunError, UserError
-from difftx.files import make_folder, new_folder, remove_folder
+from difftx.files import make_folder
+from difftx.folders import new_folder, remove_folder
 from difftx.interop import SHARD_MIB
 from difftx.interop.runs import check_representable, write_export
 from difftx.parallel.multihost import decide_on_primary

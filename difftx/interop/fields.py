@@ -8,7 +8,7 @@ from difftx.config.build import build_group
 from difftx.config.fields import types_of, values_of
 from difftx.config.model import RopeScalingConfig
 from difftx.errors import UserError
-from difftx.files import NAMES, read_json
+from difftx.json_files import NAMES, read_json
 
 # Fields of `model` that have the same value in all imported models.
 FIXED = {

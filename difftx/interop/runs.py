@@ -18,7 +18,8 @@ from difftx.config.model import default_specific_fields
 from difftx.data.sources import load_sources
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import RunError, UserError
-from difftx.files import downloaded, new_folder, write_atomically
+from difftx.files import downloaded, write_atomically
+from difftx.folders import new_folder
 from difftx.inference.load import read_checkpoint
 from difftx.interop import custom, huggingface, in_transformers, official, tokenizers
 from difftx.interop.card import write_card, write_generation_config

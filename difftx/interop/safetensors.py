@@ -14,7 +14,8 @@ import ml_dtypes
 import numpy as np
 
 from difftx.errors import UserError
-from difftx.files import read_json, schema_error, write_atomically
+from difftx.files import write_atomically
+from difftx.json_files import read_json, schema_error
 from difftx.training.checkpoint.weights import Streamed
 
 FILE = "model.safetensors"

@@ -28,7 +28,8 @@ from difftx.data.tokenizer_files import (
     read_settings,
 )
 from difftx.errors import UnreadableError, UserError
-from difftx.files import read_json, schema_error, write_atomically
+from difftx.files import write_atomically
+from difftx.json_files import read_json, schema_error
 from difftx.storage.paths import AnyPath, is_bucket
 
 CL100K = "cl100k_base"

@@ -24,7 +24,7 @@ from jax.experimental import multihost_utils
 
 from difftx.config import MultihostConfig
 from difftx.errors import EXIT_BAD_INPUT, RunError, UserError, explained, install_hint, printable, shown
-from difftx.files import json_sha256
+from difftx.json_files import json_sha256
 from difftx.parallel import heartbeat
 from difftx.parallel.heartbeat import host_and_pid, service
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from difftx.errors import UserError, did_you_mean
-from difftx.files import read_json
+from difftx.json_files import read_json
 from difftx.model.abstract import count_parameters
 from difftx.report.runs import Metric, RunRecord, check_comparable, match_runs
 

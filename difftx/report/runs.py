@@ -11,7 +11,8 @@ import numpy as np
 
 from difftx.config import Config
 from difftx.errors import UserError, printable
-from difftx.files import JsonLines, matching_files, matching_folders, parse_json_lines, read_json, resolved
+from difftx.files import matching_files, matching_folders, resolved
+from difftx.json_files import JsonLines, parse_json_lines, read_json
 from difftx.model.flops import flops_per_token
 from difftx.registry import require_extensions
 from difftx.storage.paths import AnyPath

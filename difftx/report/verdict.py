@@ -8,7 +8,7 @@ import numpy as np
 
 from difftx.analysis.differences import FEWEST_BLOCKS, Difference, over_blocks, over_pairs, over_seeds
 from difftx.evals.measures import format_value
-from difftx.files import schema_error
+from difftx.json_files import schema_error
 from difftx.model.abstract import count_parameters
 from difftx.report.arms import Arm, arms_of
 from difftx.report.runs import METRIC_UNITS, Metric, RunRecord

@@ -24,7 +24,7 @@ from typing import Any
 from difftx.config import Config, GuardsConfig
 from difftx.data.loader import Loader
 from difftx.errors import EXIT_FAILED, UserError
-from difftx.files import JsonLines, parse_json_lines, schema_error, with_sha256, without_sha256
+from difftx.json_files import JsonLines, parse_json_lines, schema_error, with_sha256, without_sha256
 from difftx.parallel.multihost import barrier, is_primary, say
 from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint.checkpointer import Checkpointer

@@ -41,7 +41,8 @@ from difftx.config import Config
 from difftx.config.architectures import ARCHITECTURES
 from difftx.config.fields import values_of
 from difftx.errors import EXIT_FAILED, printable
-from difftx.files import json_sha256, read_file, read_record, schema_error, write_record
+from difftx.files import read_file
+from difftx.json_files import json_sha256, read_record, schema_error, write_record
 from difftx.kernels import target
 from difftx.kernels.backend import Ranking
 from difftx.kernels.context import SequenceSharding

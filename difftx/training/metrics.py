@@ -20,7 +20,8 @@ import numpy as np
 
 from difftx.config import LoggingConfig
 from difftx.errors import RunError, UnreadableError, import_extra
-from difftx.files import JsonLines, parse_json_lines, resolved, upload
+from difftx.files import resolved, upload
+from difftx.json_files import JsonLines, parse_json_lines
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.event_files import EventsWriter, directory_check, event_pb2, summary_pb2

@@ -28,16 +28,8 @@ from difftx.config.fields import values_of
 from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import Tokenizer, load_tokenizer, padded_size
 from difftx.errors import UserError, printable
-from difftx.files import (
-    make_folder,
-    read_file,
-    read_json,
-    remove_temporaries,
-    require_run,
-    schema_error,
-    size_of,
-    write_atomically,
-)
+from difftx.files import make_folder, read_file, remove_temporaries, require_run, size_of, write_atomically
+from difftx.json_files import read_json, schema_error
 from difftx.model.abstract import count_parameters
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import check_divisible, make_mesh

@@ -17,7 +17,7 @@ from processes import free_port
 from difftx import kernels
 from difftx.commands import doctor as examination
 from difftx.config.recipes import load_config
-from difftx.files import schema_error
+from difftx.json_files import schema_error
 from difftx.kernels import api
 from difftx.launch import health
 from difftx.parallel import multihost

@@ -22,7 +22,7 @@ from difftx.config.recipes import load_config
 from difftx.errors import UNPRINTABLE, UserError
 from difftx.evals import loss
 from difftx.evals.result import Result
-from difftx.files import json_sha256
+from difftx.json_files import json_sha256
 from difftx.training.checkpoint import checkpointer as checkpoint_module
 from difftx.training.checkpoint.manifest import read_manifest
 from difftx.training.run import Run

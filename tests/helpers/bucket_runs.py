@@ -7,7 +7,8 @@ from pathlib import Path
 from conftest import TINY, child_environment
 from processes import UNHURRIED
 
-from difftx.files import JsonLines, read_file
+from difftx.files import read_file
+from difftx.json_files import JsonLines
 from difftx.storage import objects
 from difftx.training.checkpoint import arrays
 from difftx.training.checkpoint.checkpointer import config_of

@@ -17,8 +17,8 @@ from difftx.commands.convert import main
 from difftx.data.sources import load_sources
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError
-from difftx.files import read_json
 from difftx.interop.runs import our_logits
+from difftx.json_files import read_json
 from difftx.model.decoder import Decoder
 from difftx.training.run import read_config
 from difftx.training.state import init_state, make_train_step

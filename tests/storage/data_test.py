@@ -25,7 +25,7 @@ from difftx.data.sources import load_corpus, load_sources
 from difftx.data.store import open_store, read_meta
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UnreadableError, UserError
-from difftx.files import JsonLines
+from difftx.json_files import JsonLines
 from difftx.parallel.layout import Layout
 from difftx.storage import objects
 from difftx.storage.paths import is_bucket

@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 
 from difftx.errors import RunError, UnreadableError
-from difftx.files import JsonLines
+from difftx.json_files import JsonLines
 from difftx.storage import lines, objects
 from difftx.storage.paths import is_bucket
 
@@ -79,7 +79,7 @@ def test_faults_neither_lose_nor_double_a_row(bucket, quick_retries, monkeypatch
 
 APPENDS = """
 import sys
-from difftx.files import JsonLines
+from difftx.json_files import JsonLines
 from difftx.storage import lines
 from difftx.storage.paths import path_of
 lines.PARTS = 20

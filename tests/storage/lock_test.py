@@ -18,7 +18,7 @@ from conftest import ROOT
 from helpers.buckets import in_ci_with
 
 from difftx.errors import RunError, UnreadableError, UserError
-from difftx.files import JsonLines
+from difftx.json_files import JsonLines
 from difftx.storage import lock as lock_module
 from difftx.storage import objects
 from difftx.storage.lock import BucketLock
@@ -29,7 +29,7 @@ TAKEOVER = 3.0
 OWNER = """
 import sys
 from difftx.errors import RunError, UnreadableError, UserError
-from difftx.files import JsonLines
+from difftx.json_files import JsonLines
 from difftx.storage import lock
 from difftx.storage.paths import path_of
 

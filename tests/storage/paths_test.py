@@ -1,4 +1,4 @@
-"""Paths of all stores, and the functions of difftx/files.py on each of them."""
+"""Paths of all stores, and the functions of difftx/files.py, json_files.py and folders.py on each of them."""
 
 import gzip
 import json
@@ -11,7 +11,7 @@ import pytest
 from etils import epath
 from helpers.command_server import commands
 
-from difftx import files
+from difftx import files, folders, json_files
 from difftx.errors import UnreadableError, UserError
 from difftx.evals.math.formats import read_problems
 from difftx.storage import objects
@@ -50,7 +50,7 @@ def test_errors_of_one_line(monkeypatch):
 
 IMPORTED = """
 import sys
-import difftx.files
+import difftx.folders
 print([name for name in ("tensorstore", "fsspec", "etils", "aiohttp") if name in sys.modules])
 """
 
@@ -66,22 +66,22 @@ def test_files_have_the_same_meaning_everywhere(folder):
     assert files.list_folder(folder / "run") == {}
     assert (files.size_of(path), files.read_file(path)) == (None, None)
     with pytest.raises(UserError, match="No such file"):
-        files.read_json(path)
+        json_files.read_json(path)
     with pytest.raises(FileNotFoundError):
-        files.read_record(path)
+        json_files.read_record(path)
     with pytest.raises(UserError, match="is not a run"):
         files.require_run(folder / "run")
     if not is_bucket(folder):
         path.parent.mkdir()
     files.write_atomically(path, json.dumps({"λ": 1}))
     files.require_run(folder / "run")
-    assert files.read_json(path) == {"λ": 1}
+    assert json_files.read_json(path) == {"λ": 1}
     assert files.size_of(path) == len(path_bytes := files.read_file(path))
     assert json.loads(path_bytes) == {"λ": 1}
-    files.write_record(path, {"a": 2})
-    assert files.read_record(path) == {"a": 2}
+    json_files.write_record(path, {"a": 2})
+    assert json_files.read_record(path) == {"a": 2}
     files.write_atomically(path, json.dumps({"a": 2, "sha256": "0" * 64}))
-    assert files.read_record(path) is None
+    assert json_files.read_record(path) is None
     assert files.list_folder(folder) == {"run": True}
     assert files.list_folder(folder / "run") == {"config.json": False}
     with pytest.raises(UserError, match="is not a folder; move it away"):
@@ -108,16 +108,16 @@ def test_a_new_folder_is_complete_with_its_marker(bucket, monkeypatch):
     for name in ("a", "b"):
         with monkeypatch.context() as patch:
             patch.setattr(objects, "is_current", lambda *_: 1 / 0)  # The process ends before the marker.
-            with pytest.raises(ZeroDivisionError), files.new_folder(folder) as made:
+            with pytest.raises(ZeroDivisionError), folders.new_folder(folder) as made:
                 (made / name).write_text("half")
         assert files.list_folder(folder) == {".incomplete": False, name: False}
-        assert not files.is_taken(folder)
-    with files.new_folder(folder) as made:
+        assert not folders.is_taken(folder)
+    with folders.new_folder(folder) as made:
         (made / "deep").mkdir()
         (made / "deep" / "c").write_text("all")
     assert files.list_folder(folder) == {".complete": False, "deep": True}
-    assert files.read_record(folder / ".complete")["files"] == {"deep/c": 3}
-    with pytest.raises(FileExistsError), files.new_folder(folder):
+    assert json_files.read_record(folder / ".complete")["files"] == {"deep/c": 3}
+    with pytest.raises(FileExistsError), folders.new_folder(folder):
         pass
 
 
@@ -126,12 +126,12 @@ def test_a_new_folder_deletes_only_its_own_objects(bucket, monkeypatch, is_inter
     folder = bucket.folder()
     if is_interrupted:
         monkeypatch.setattr(objects, "is_current", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError), files.new_folder(folder) as made:
+        with pytest.raises(ZeroDivisionError), folders.new_folder(folder) as made:
             (made / "a").write_text("half")
     objects.write(folder / "diff" / "checkpoints" / "10" / "manifest.json", b"manifest")
     before = objects.list_below(folder)
-    assert files.is_taken(folder)
-    with pytest.raises(FileExistsError), files.new_folder(folder) as made:
+    assert folders.is_taken(folder)
+    with pytest.raises(FileExistsError), folders.new_folder(folder) as made:
         (made / "b").write_text("new")
     assert objects.list_below(folder) == before
     command = ["difftx", "convert", "--from=difftx", "--to=hf", f"--input={folder}", f"--out={folder}"]
@@ -146,12 +146,12 @@ def test_of_two_uploads_of_one_folder_one_is_complete(bucket, monkeypatch):
 
     def upload_another(*args):
         monkeypatch.setattr(objects, "is_current", is_current)
-        with files.new_folder(folder) as made:
+        with folders.new_folder(folder) as made:
             (made / "b").write_text("second")
         return is_current(*args)
 
     monkeypatch.setattr(objects, "is_current", upload_another)
-    with pytest.raises(FileExistsError), files.new_folder(folder) as made:
+    with pytest.raises(FileExistsError), folders.new_folder(folder) as made:
         (made / "a").write_text("first")
     assert files.list_folder(folder) == {".complete": False, "b": False}
 

@@ -15,7 +15,8 @@ from helpers.buckets import in_ci_with
 from helpers.command_server import commands
 from processes import UNHURRIED, free_port
 
-from difftx.files import read_file, read_json
+from difftx.files import read_file
+from difftx.json_files import read_json
 from difftx.storage import objects
 from difftx.training.checkpoint.manifest import steps_in, why_invalid
 

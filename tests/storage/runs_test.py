@@ -10,7 +10,8 @@ from helpers.buckets import in_ci_with
 from helpers.command_server import commands
 from helpers.events import events
 
-from difftx.files import list_folder, read_file, read_json, read_record, write_atomically
+from difftx.files import list_folder, read_file, write_atomically
+from difftx.json_files import read_json, read_record
 from difftx.report.runs import match_runs
 from difftx.storage import objects
 from difftx.training.checkpoint.manifest import steps_in

@@ -14,7 +14,7 @@ from difftx.data.loader import Loader
 from difftx.data.sources import load_sources
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import EXIT_FAILED, EXIT_PREEMPTED, UserError
-from difftx.files import json_sha256
+from difftx.json_files import json_sha256
 from difftx.training import loop
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.guards import BadSteps, Guard, GuardJournal, rewind_target

@@ -17,7 +17,7 @@ from helpers.evals_params import one_device
 from helpers.training_checkpoints import flip_a_bit, largest_file
 from helpers.training_runs import stop_after, train_losses, wait_for_step
 
-from difftx.files import json_sha256
+from difftx.json_files import json_sha256
 from difftx.parallel.multihost import REPEAT_SECONDS
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.goodput import SECTIONS

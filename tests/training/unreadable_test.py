@@ -18,7 +18,8 @@ from unreadable import as_other_users, failing_reads, modes_count, needs_compile
 from difftx import files
 from difftx.commands.checkpoint import main as checkpoint_command
 from difftx.errors import UnreadableError, UserError
-from difftx.files import json_sha256, retry_read
+from difftx.files import retry_read
+from difftx.json_files import json_sha256
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.checkpoint.manifest import MANIFEST, why_invalid
 from difftx.training.run import write_description

@@ -17,7 +17,7 @@ from difftx.data.loader import Loader
 from difftx.data.sources import load_sources
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import RunError, UserError
-from difftx.files import json_sha256
+from difftx.json_files import json_sha256
 from difftx.training.checkpoint import checkpointer as checkpoint_module
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.checkpoint.manifest import MANIFEST, read_manifest, why_invalid, write_manifest

@@ -18,17 +18,9 @@ from difftx.data.prepare.readers import Conversation, Document, Source, Unit
 from difftx.data.store import SPLITS, sha256_of, shard_file, write_meta
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import RunError, UserError
-from difftx.files import (
-    list_folder,
-    new_file,
-    read_file,
-    read_record,
-    remove_file,
-    remove_folder,
-    size_of,
-    write_atomically,
-    write_record,
-)
+from difftx.files import list_folder, new_file, read_file, remove_file, size_of, write_atomically
+from difftx.folders import remove_folder
+from difftx.json_files import read_record, write_record
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket
 from difftx.storage.reading import map_ahead

@@ -18,7 +18,9 @@ from difftx.data.prepare.readers import Fields, Source, load_hugging_face
 from difftx.data.store import FORMAT, SPLITS, is_store, read_meta
 from difftx.data.tokenizer import Tokenizer, load_tokenizer
 from difftx.errors import UserError
-from difftx.files import json_sha256, list_folder, read_record, remove_file, remove_folder, size_of, write_record
+from difftx.files import list_folder, remove_file, size_of
+from difftx.folders import remove_folder
+from difftx.json_files import json_sha256, read_record, write_record
 from difftx.registry import loaded_extensions
 from difftx.storage import objects
 from difftx.storage.lock import BucketLock, LockedError

@@ -13,7 +13,7 @@ import urllib3
 from difftx.config.eval import JudgeConfig
 from difftx.errors import RunError, UserError
 from difftx.evals.hallucination.bounded_http import RequestError, Response, may_carry_key, post_json
-from difftx.files import schema_error
+from difftx.json_files import schema_error
 
 RETRIED_STATUS = {408, 409, 425, 429}  # HTTP status codes that are retried. All codes from 500 on are retried too.
 LONGEST_REASON = 200  # Most characters of an endpoint's text that a message quotes.

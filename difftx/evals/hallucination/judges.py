@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from difftx.config.eval import HallucinationConfig, JudgeConfig
 from difftx.evals.hallucination import overlap
 from difftx.evals.hallucination.chat import AttemptError, ChatEndpoint, Reply, StoppedError
-from difftx.files import JsonLines, json_sha256
+from difftx.json_files import JsonLines, json_sha256
 from difftx.parallel.multihost import say
 from difftx.progress import Work
 from difftx.storage.paths import AnyPath

@@ -7,7 +7,7 @@ import numpy as np
 from difftx.config.eval import HallucinationSetConfig
 from difftx.data.records import Record, read_records
 from difftx.errors import UserError
-from difftx.files import schema_error
+from difftx.json_files import schema_error
 from difftx.storage.paths import path_of
 from difftx.training.run import Run
 

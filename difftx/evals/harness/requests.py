@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Sequence
 
 from difftx.evals.evaluation import Evaluation
-from difftx.files import json_sha256
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import Sampling
 from difftx.inference.score import Item, Score, loglikelihoods
+from difftx.json_files import json_sha256
 
 CONTINUATIONS = 64  # Most continuations per item. A context such as <|endoftext|> can have thousands.
 # Number of items in a batch per row of a microbatch. In a larger batch, rows of similar length share a microbatch, but

@@ -24,7 +24,8 @@ import orbax.checkpoint as ocp
 from difftx.config import CheckpointConfig, Config
 from difftx.config.build import config_from_dict
 from difftx.errors import RunError, UnreadableError, UserError
-from difftx.files import json_sha256, list_folder, read_json, remove_file, resolved, size_of, write_atomically
+from difftx.files import list_folder, remove_file, resolved, size_of, write_atomically
+from difftx.json_files import json_sha256, read_json
 from difftx.parallel.multihost import decide_on_primary, is_primary, say
 from difftx.registry import require_names
 from difftx.storage.paths import AnyPath, is_bucket

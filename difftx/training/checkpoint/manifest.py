@@ -17,20 +17,8 @@ import xxhash
 
 from difftx.config import Config
 from difftx.errors import UserError, import_extra
-from difftx.files import (
-    check_link,
-    json_sha256,
-    list_folder,
-    open_file,
-    read_file,
-    read_json,
-    retry_read,
-    schema_error,
-    size_of,
-    with_sha256,
-    without_sha256,
-    write_atomically,
-)
+from difftx.files import check_link, list_folder, open_file, read_file, retry_read, size_of, write_atomically
+from difftx.json_files import json_sha256, read_json, schema_error, with_sha256, without_sha256
 from difftx.registry import loaded_extensions
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket

@@ -12,7 +12,8 @@ import orbax.checkpoint as ocp
 
 from difftx.config import CheckpointConfig
 from difftx.errors import RunError, UserError
-from difftx.files import list_folder, read_json, schema_error, size_of
+from difftx.files import list_folder, size_of
+from difftx.json_files import read_json, schema_error
 from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint import bucket
 from difftx.training.checkpoint.manifest import QUARANTINED, why_invalid
