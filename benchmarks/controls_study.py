@@ -56,7 +56,8 @@ class Cell(NamedTuple):
     @property
     def folder(self) -> str:
         changes = "".join(f"-{name.rpartition('.')[2]}-{value}" for name, value in self.changes.items())
-        return f"{self.task}-{self.arm}{changes}{'-again' if self.seeds == SEEDS_AGAIN else ''}"
+        shared = "-shared" if self.tuned_as else ""
+        return f"{self.task}-{self.arm}{changes}{'-again' if self.seeds == SEEDS_AGAIN else ''}{shared}"
 
 
 NORM_OR_GAIN = (
@@ -89,14 +90,21 @@ SIZE_SEEDS = tuple(range(30, 38))
 STEPS, TUNED_TOKENS = "train.steps", 5
 # Task → tokens per parameter → number of updates of 1,024 tokens. The Transformers have 148,032 and 426,624 parameters.
 LENGTHS = {"novels": {5: 723, 20: 2891, 80: 11565}, WIDER: {5: 2083, 20: 8333}}
+# The arms of the runs that take longest: models of 426,624 parameters, and 80 tokens per parameter.
+LONGEST_ARMS = ("transformer", "zero-norm", "diff")
 
 
 def _of_length(task: str, tokens: int, arm: str) -> Cell:
-    """Return a cell of question 4. The cell with the fewest tokens per parameter chooses the rate for all lengths."""
-    changes = {STEPS: str(LENGTHS[task][tokens])}
+    """Return a cell of question 4, with a rate of its own."""
+    return Cell(task, arm, {STEPS: str(LENGTHS[task][tokens])}, seeds=SIZE_SEEDS)
+
+
+def _of_shared_rate(task: str, tokens: int, arm: str) -> Cell:
+    """Return a cell of question 4 with the rate of the fewest tokens per parameter."""
+    cell = _of_length(task, tokens, arm)
     if tokens == TUNED_TOKENS:
-        return Cell(task, arm, changes, seeds=SIZE_SEEDS)
-    return Cell(task, arm, changes, tuned_as=_of_length(task, TUNED_TOKENS, arm).folder, seeds=SIZE_SEEDS)
+        return cell
+    return cell._replace(tuned_as=_of_length(task, TUNED_TOKENS, arm).folder)
 
 
 # Question → its cells.
@@ -123,12 +131,17 @@ QUESTIONS: Mapping[str, Sequence[Cell]] = {
         *(Cell("recall-31", arm, seeds=RECALL_SEEDS) for arm in SPARSE_OR_SIGNED),
         *(Cell("recall", arm, ATTENTION, is_tuned=False, seeds=ATTENTION_SEEDS) for arm in ("zero-norm", "diff")),
     ],
-    # One size after the other, so that an interrupted study has a whole family of contrasts.
     "4": [
-        _of_length(task, tokens, arm)
+        _of_length("novels", tokens, arm)
+        for tokens in LENGTHS["novels"]
+        for arm in (LONGEST_ARMS if tokens > 20 else ARCHITECTURES)
+    ],
+    # One size after the other, so that an interrupted study has a whole family of contrasts.
+    "4-shared": [
+        _of_shared_rate(task, tokens, arm)
         for task, lengths in LENGTHS.items()
         for tokens in lengths
-        for arm in ARCHITECTURES
+        for arm in (LONGEST_ARMS if task == WIDER or tokens > 20 else ARCHITECTURES)
     ],
 }
 

@@ -194,14 +194,9 @@ COMPARED_ARMS = tuple(arm for arm in ARCHITECTURES if arm != BASELINE)
 PAIRS = (*((arm, BASELINE) for arm in COMPARED_ARMS), ("diff", "zero-norm"))  # The last pair is the subtraction.
 SMALLEST, *_ = LENGTHS  # Task of the smallest models.
 RESIZED_PAIRS = (("diff", BASELINE), ("diff", "zero-norm"))  # Pairs whose change with the size is in the family.
-# Arms whose longest runs of a size were preregistered after its first family. They are in a second one.
-LATER_ARMS = ("diff_v2", "gdla", "gated")
 
 
-type Differences = Mapping[int, Mapping[int, float]]  # Tokens per parameter → seed → difference of two arms.
-
-
-def of_size(records: Sequence[Record], task: str, arm: str, reference: str = BASELINE) -> Differences:
+def of_size(records: Sequence[Record], task: str, arm: str, reference: str = BASELINE) -> dict[int, dict[int, float]]:
     """Return tokens per parameter → seed → difference of two arms, for the lengths at which the first has runs."""
     found = {}
     for tokens, steps in LENGTHS[task].items():
@@ -211,7 +206,7 @@ def of_size(records: Sequence[Record], task: str, arm: str, reference: str = BAS
     return found
 
 
-def slopes(differences: Differences) -> list[float]:
+def slopes(differences: Mapping[int, Mapping[int, float]]) -> list[float]:
     """Return the least-squares slopes of differences over log2 of the tokens: bits per byte per doubling.
 
     They are those of the seeds that have runs of all lengths.
@@ -239,6 +234,19 @@ def sizes_table(records: Sequence[Record]) -> str:
     return markdown(header, rows) + provenance(records)
 
 
+def size_rates_table(records: Sequence[Record]) -> str:
+    """Return a table of the learning rates of question 4: a row for each length, and a column for each arm."""
+    arms = [arm for arm in ARCHITECTURES if any(r["arm"] == arm for r in records)]
+    rows = []
+    for task, lengths in LENGTHS.items():
+        for tokens, steps in lengths.items():
+            own = [r for r in records if (r["task"], r["changes"][STEPS]) == (task, str(steps))]
+            rates = [{f"{r['learning_rate']:g}" for r in own if r["arm"] == arm} for arm in arms]
+            if own:
+                rows.append([task, str(tokens), *(", ".join(of) for of in rates)])
+    return markdown(["task", "tokens per parameter", *(f"`{arm}`" for arm in arms)], rows)
+
+
 class SizeContrast(NamedTuple):
     """A contrast of question 4."""
 
@@ -249,45 +257,29 @@ class SizeContrast(NamedTuple):
     below_zero: str
 
 
-def _differences_and_slopes(differences: Mapping[tuple[str, str], Differences], tokens: int) -> list[SizeContrast]:
-    """Return the differences of pairs of arms at a number of tokens per parameter, and then their slopes."""
-    at, over = [], []
+def size_family(records: Sequence[Record], task: str) -> list[SizeContrast]:
+    """Return a size's family: differences at 20 tokens per parameter, their slopes, and their change with the size."""
+    differences = {pair: of for pair in PAIRS if (of := of_size(records, task, *pair))}
+    titles = {pair: versus(*pair, "").title for pair in differences}
+    at = f"{FAMILY_TOKENS} tokens per parameter"
+    family = [
+        SizeContrast(titles[pair], at, [*of[FAMILY_TOKENS].values()], "worse", "better")
+        for pair, of in differences.items()
+    ]
     for pair, of in differences.items():
-        title = versus(*pair, "").title
         lengths = f"slope per doubling of the tokens, {min(of)} to {max(of)}"
-        at.append(SizeContrast(title, f"{tokens} tokens per parameter", [*of[tokens].values()], "worse", "better"))
-        over.append(SizeContrast(title, lengths, slopes(of), "rises", "falls"))
-    return at + over
-
-
-def first_family(records: Sequence[Record], task: str) -> list[SizeContrast]:
-    """Return a size's first family: differences at 20 tokens per parameter, slopes, and changes with the size."""
-    differences = {}
-    for pair in PAIRS:
-        of = of_size(records, task, *pair)
-        if pair[0] in LATER_ARMS:
-            of = {tokens: of[tokens] for tokens in of if task == SMALLEST and tokens <= FAMILY_TOKENS}
-        if of:
-            differences[pair] = of
-    family = _differences_and_slopes(differences, FAMILY_TOKENS)
+        family.append(SizeContrast(titles[pair], lengths, slopes(of), "rises", "falls"))
     if task != SMALLEST:
         for pair in RESIZED_PAIRS:
             smaller = of_size(records, SMALLEST, *pair)[FAMILY_TOKENS]
             change = [loss - smaller[seed] for seed, loss in differences[pair][FAMILY_TOKENS].items()]
-            at = f"{FAMILY_TOKENS} tokens per parameter, change with the size"
-            family.append(SizeContrast(versus(*pair, "").title, at, change, "rises", "falls"))
+            family.append(SizeContrast(titles[pair], f"{at}, change with the size", change, "rises", "falls"))
     return family
 
 
-def second_family(records: Sequence[Record], task: str) -> list[SizeContrast]:
-    """Return a size's second family: differences with the most tokens per parameter, and slopes, of later arms."""
-    differences = {(arm, BASELINE): of_size(records, task, arm) for arm in LATER_ARMS}
-    return _differences_and_slopes(differences, max(LENGTHS[task]))
-
-
-def sizes_family_table(records: Sequence[Record], task: str, which: str = "first") -> str:
-    """Return a table of the first or second family of contrasts of a size."""
-    family = {"first": first_family, "second": second_family}[which](records, task)
+def sizes_family_table(records: Sequence[Record], task: str) -> str:
+    """Return a table of a size's family of contrasts."""
+    family = size_family(records, task)
     rows = []
     for contrast, p in zip(family, holm([p_value(contrast.values) for contrast in family]), strict=True):
         mean = estimate(contrast.values)
@@ -301,5 +293,6 @@ PLACES = {
     "contrast": contrast_value,
     "cells": cells_table,
     "sizes": sizes_table,
+    "size_rates": size_rates_table,
     "sizes_family": sizes_family_table,
 }

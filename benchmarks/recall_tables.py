@@ -93,6 +93,8 @@ ATTENTION_COLUMNS = {
     "to the answer": "answer",
     "to other pairs": "others",
     "to distractors": "noise",
+    "to the answer, with sign": "answer_signed",
+    "to distractors, with sign": "noise_signed",
     "to position 0": "first",
     "Gini": "gini",
     "cosine of A1 and A2, answer": "cosine_answer",

@@ -183,24 +183,24 @@ def test_sizes_are_a_table_a_family_and_a_figure(tmp_path, monkeypatch):
             train__steps=str(steps),
         )
         for task, lengths in controls_study.LENGTHS.items()
-        for steps in lengths.values()
+        for tokens, steps in lengths.items()
         for i, arm in enumerate(controls_study.ARCHITECTURES)
-        if task == "novels" or arm in ("transformer", "zero-norm", "diff")
+        if (task == "novels" and tokens != 80) or arm in ("transformer", "zero-norm", "diff")
         for seed in range(8)
     ]
     rows = controls_tables.sizes_table(records).splitlines()
     assert len([row for row in rows if row.startswith("| 1 | ")]) == 5
     assert [row.split("|")[2].strip() for row in rows[2:7]] == ["5", "20", "80", "5", "20"]
     cells = [[cell.strip() for cell in row.split("|")[5:-1]] for row in rows[2:7]]
-    assert [sum(bool(cell) for cell in row) for row in cells] == [6, 6, 6, 3, 3]  # The larger models have three arms.
+    assert [sum(bool(cell) for cell in row) for row in cells] == [6, 6, 3, 3, 3]  # In long runs, there are three arms.
     drawn = []
     monkeypatch.setattr(results_figures, "save_figure", lambda figure, path: drawn.append(figure))
     results_figures.draw_sizes(records, tmp_path)
     panels = [{str(c.get_label()): c.lines[0].get_ydata() for c in axes.containers} for axes in drawn[0].axes]
     legend = [text.get_text() for axes in drawn[0].axes if axes.get_legend() for text in axes.get_legend().get_texts()]
     assert sorted(legend) == sorted(panels[0])
-    assert {len(differences) for differences in panels[0].values()} == {3}
-    assert {len(differences) for differences in panels[1].values()} == {2}
+    lengths = {"diff − transformer": 3, "gdla − transformer": 2, "diff − zero-norm": 3}  # At 80, three arms have runs.
+    assert {name: len(panels[0][name]) for name in lengths} == lengths
     assert panels[0]["gdla − transformer"] == pytest.approx(-0.03, abs=0.002)
     assert "gdla − transformer" not in panels[1]
     for name in ("diff − transformer", "diff − zero-norm"):
@@ -209,8 +209,8 @@ def test_sizes_are_a_table_a_family_and_a_figure(tmp_path, monkeypatch):
     few = [r for r in records if r["changes"]["train.steps"] != "11565"]
     assert "| 80 |" not in controls_tables.sizes_table(few)
 
-    def verdicts_of(task, *which):
-        rows = [row.split("|") for row in controls_tables.sizes_family_table(records, task, *which).splitlines()[2:]]
+    def verdicts_of(task):
+        rows = [row.split("|") for row in controls_tables.sizes_family_table(records, task).splitlines()[2:]]
         return {(row[1].strip(), row[2].strip()): row[5].strip() for row in rows}
 
     verdicts = verdicts_of("novels")
@@ -220,13 +220,6 @@ def test_sizes_are_a_table_a_family_and_a_figure(tmp_path, monkeypatch):
     assert verdicts["`gdla` − `transformer`", "20 tokens per parameter"] == "better"
     assert verdicts["`diff` − `transformer`", "slope per doubling of the tokens, 5 to 80"] == "open"
     assert verdicts["`gdla` − `transformer`", "slope per doubling of the tokens, 5 to 20"] == "open"
-    verdicts = verdicts_of("novels", "second")
-    slope = "slope per doubling of the tokens, 5 to 80"
-    assert verdicts == {
-        (f"`{arm}` − `transformer`", at): "better" if (arm, at) == ("gdla", "80 tokens per parameter") else "open"
-        for arm in ("diff_v2", "gdla", "gated")
-        for at in ("80 tokens per parameter", slope)
-    }
     verdicts = verdicts_of("novels-0.4m")
     assert len(verdicts) == 8
     assert verdicts["`diff` − `zero-norm`", "20 tokens per parameter"] == "worse"
@@ -316,7 +309,7 @@ def test_the_second_set_of_runs_takes_the_recipes_rate_and_gain(tmp_path, monkey
 
 
 def test_longer_trainings_take_the_rate_of_the_shortest(tmp_path, monkeypatch):
-    """In question 4, only the cells with the fewest tokens per parameter choose a rate."""
+    """In the part of question 4 with a shared rate, only the cells with the fewest tokens per parameter choose one."""
     calls = []
 
     def sweep(out, config, grid, flags):
@@ -325,15 +318,35 @@ def test_longer_trainings_take_the_rate_of_the_shortest(tmp_path, monkeypatch):
         return abs(math.log2(float(fields["optimizer.learning_rate"]) / (4e-3 if fields["arm"] == "diff" else 1.6e-2)))
 
     monkeypatch.setattr(controls_study, "sweep", sweep)
-    assert controls_study.main([f"--out={tmp_path}", "--question=4", "--jobs=3"]) == 0
+    assert controls_study.main([f"--out={tmp_path}", "--question=4-shared", "--jobs=3"]) == 0
     assert {steps for *_, seed, _, steps in calls if seed == "100"} == {
         "--config.train.steps=723",
         "--config.train.steps=2083",
     }
     reported = [(arm, rate) for _, arm, seed, rate, _ in calls if seed == "30,31,32,33,34,35,36,37"]
-    assert len(reported) == 5 * 6  # Six arms at three lengths and at two.
+    assert len(reported) == 2 * 6 + 3 * 3  # Three arms at the largest number of tokens, and with the larger models.
     assert {rate for arm, rate in reported if arm == "diff"} == {"0.004"}
     assert {rate for arm, rate in reported if arm != "diff"} == {"0.016"}
+
+
+def test_each_length_has_its_own_rate(tmp_path, monkeypatch):
+    """The best rate of each length is another one here."""
+    best, calls = {"723": 4e-3, "2891": 8e-3, "11565": 1.6e-2}, []
+
+    def sweep(out, config, grid, flags):
+        fields = dict(word.split("=") for word in grid)
+        [steps] = flags
+        steps = steps.removeprefix("--config.train.steps=")
+        calls.append((out.name, steps, fields["arm"], float(fields["optimizer.learning_rate"])))
+        return abs(math.log2(float(fields["optimizer.learning_rate"]) / best[steps]))
+
+    monkeypatch.setattr(controls_study, "sweep", sweep)
+    assert controls_study.main([f"--out={tmp_path}", "--question=4"]) == 0
+    reported = [(steps, arm, rate) for name, steps, arm, rate in calls if name == "reported"]
+    assert len(reported) == 6 + 6 + 3
+    assert all(rate == best[steps] for steps, _, rate in reported)
+    folders = [{cell.folder for cell in controls_study.QUESTIONS[name]} for name in ("4", "4-shared")]
+    assert {folder.rpartition("-")[2] for folder in folders[0] & folders[1]} == {"723"}
 
 
 def test_lengths_are_tokens_per_parameter():
