@@ -216,35 +216,29 @@ def slopes(differences: Mapping[int, Mapping[int, float]]) -> list[float]:
     return np.polyfit(np.log2([*differences]), np.array(y), 1)[0].tolist()
 
 
-def sizes_table(records: Sequence[Record]) -> str:
-    """Return a table of sizes and lengths of training: the Transformer's loss, and differences of pairs of arms."""
+def sizes_table(records: Sequence[Record], task: str) -> str:
+    """Return a table of a size's lengths of training: the Transformer's loss, and differences of pairs of arms."""
+    records = [r for r in records if r["task"] == task]
+    differences = {pair: of for pair in PAIRS if (of := of_size(records, task, *pair))}
     rows = []
-    for task, lengths in LENGTHS.items():
-        differences = [of_size(records, task, *pair) for pair in PAIRS]
-        for tokens, steps in lengths.items():
-            own = [r for r in records if (r["task"], r["changes"][STEPS]) == (task, str(steps))]
-            if not own:
-                continue
-            losses = list(by_seed(own, f"{BASELINE}, steps={steps}", TEST_LOSS).values())
-            sizes = {r["parameters"] for r in own if r["arm"] == BASELINE}
-            found = (signed(estimate([*of[tokens].values()])) if tokens in of else "" for of in differences)
-            rows.append([f"{max(sizes):,}", str(tokens), f"{own[0]['tokens']:,}", str(estimate(losses)), *found])
-    pairs = (versus(*pair, "").title for pair in PAIRS)
-    header = ["parameters", "tokens per parameter", "tokens", f"`{BASELINE}`", *pairs]
-    return markdown(header, rows) + provenance(records)
+    for tokens, steps in LENGTHS[task].items():
+        if losses := by_seed(records, f"{BASELINE}, steps={steps}", TEST_LOSS):
+            trained_on = next(r["tokens"] for r in records if r["changes"][STEPS] == str(steps))
+            found = (signed(estimate([*of[tokens].values()])) if tokens in of else "" for of in differences.values())
+            rows.append([str(tokens), f"{trained_on:,}", str(estimate([*losses.values()])), *found])
+    pairs = (versus(*pair, "").title for pair in differences)
+    return markdown(["tokens per parameter", "tokens", f"`{BASELINE}`", *pairs], rows) + provenance(records)
 
 
-def size_rates_table(records: Sequence[Record]) -> str:
-    """Return a table of the learning rates of question 4: a row for each length, and a column for each arm."""
-    arms = [arm for arm in ARCHITECTURES if any(r["arm"] == arm for r in records)]
+def size_rates_table(records: Sequence[Record], task: str) -> str:
+    """Return a table of the learning rates of a size: a row for each length, and a column for each arm."""
     rows = []
-    for task, lengths in LENGTHS.items():
-        for tokens, steps in lengths.items():
-            own = [r for r in records if (r["task"], r["changes"][STEPS]) == (task, str(steps))]
-            rates = [{f"{r['learning_rate']:g}" for r in own if r["arm"] == arm} for arm in arms]
-            if own:
-                rows.append([task, str(tokens), *(", ".join(of) for of in rates)])
-    return markdown(["task", "tokens per parameter", *(f"`{arm}`" for arm in arms)], rows)
+    for tokens, steps in LENGTHS[task].items():
+        own = [r for r in records if (r["task"], r["changes"][STEPS]) == (task, str(steps))]
+        rates = {r["arm"]: f"{r['learning_rate']:g}" for r in own}
+        if rates:
+            rows.append([str(tokens), *(rates.get(arm, "") for arm in ARCHITECTURES)])
+    return markdown(["tokens per parameter", *(f"`{arm}`" for arm in ARCHITECTURES)], rows)
 
 
 class SizeContrast(NamedTuple):

@@ -50,6 +50,7 @@ from benchmarks.results_tables import (
     solved,
 )
 from difftx.configs import toy
+from difftx.configs.controls import WIDER
 from difftx.errors import UserError, run_command
 from difftx.files import write_atomically
 from difftx.json_files import read_json
@@ -225,6 +226,8 @@ def main(arguments: Sequence[str]) -> int:
         own_steps = round(own.optimizer.warmup_fraction * own.train.steps)
         of_question_2 = joined(collected, "question-1-novels+question-2")
         on_recall = joined(collected, "question-1-recall+question-6+question-6-more")
+        larger = [record for record in collected["question-4-shared"] if record["task"] == WIDER]
+        of_question_4 = [*collected["question-4"], *larger]
         of_question_6 = [record for record in on_recall if record["arm"] in AGAINST_NOISE]
         for suffix, style in SCHEMES.items():
             with matplotlib.rc_context(style):
@@ -233,7 +236,7 @@ def main(arguments: Sequence[str]) -> int:
                 path = IMAGES / f"results_optimizer_family{suffix}"
                 draw_family(of_question_2, "warmup", path, purposes=True)
                 draw_solved(of_question_6, IMAGES / f"results_noise{suffix}")
-                draw_sizes(collected["question-4"], IMAGES / f"results_sizes{suffix}")
+                draw_sizes(of_question_4, IMAGES / f"results_sizes{suffix}")
                 draw_arms(collected["arms"], IMAGES / f"results{suffix}")
                 draw_arms(collected["differential"], IMAGES / f"results_differential{suffix}")
                 draw_optimizers(collected["optimizers"], IMAGES / f"results_optimizers{suffix}")

@@ -188,11 +188,15 @@ def test_sizes_are_a_table_a_family_and_a_figure(tmp_path, monkeypatch):
         if (task == "novels" and tokens != 80) or arm in ("transformer", "zero-norm", "diff")
         for seed in range(8)
     ]
-    rows = controls_tables.sizes_table(records).splitlines()
-    assert len([row for row in rows if row.startswith("| 1 | ")]) == 5
-    assert [row.split("|")[2].strip() for row in rows[2:7]] == ["5", "20", "80", "5", "20"]
-    cells = [[cell.strip() for cell in row.split("|")[5:-1]] for row in rows[2:7]]
-    assert [sum(bool(cell) for cell in row) for row in cells] == [6, 6, 3, 3, 3]  # In long runs, there are three arms.
+    for task, lengths, columns in (("novels", ["5", "20", "80"], [6, 6, 3]), ("novels-0.4m", ["5", "20"], [3, 3])):
+        rows = [
+            [cell.strip() for cell in row.split("|")[1:-1]]
+            for row in controls_tables.sizes_table(records, task).partition("\n\n")[0].splitlines()
+        ]
+        assert [row[0] for row in rows[2:]] == lengths
+        assert [sum(bool(cell) for cell in row[3:]) for row in rows[2:]] == columns  # Long runs are of three arms.
+        rates = controls_tables.size_rates_table(records, task).splitlines()[2:]
+        assert [row.count(" 0.008 ") for row in rates] == columns  # One for each arm.
     drawn = []
     monkeypatch.setattr(results_figures, "save_figure", lambda figure, path: drawn.append(figure))
     results_figures.draw_sizes(records, tmp_path)
@@ -207,7 +211,7 @@ def test_sizes_are_a_table_a_family_and_a_figure(tmp_path, monkeypatch):
         assert panels[0][name] == pytest.approx(0.02, abs=0.002)
         assert panels[1][name] == pytest.approx(0.02 + 0.01, abs=0.002)
     few = [r for r in records if r["changes"]["train.steps"] != "11565"]
-    assert "| 80 |" not in controls_tables.sizes_table(few)
+    assert "| 80 |" not in controls_tables.sizes_table(few, "novels")
 
     def verdicts_of(task):
         rows = [row.split("|") for row in controls_tables.sizes_family_table(records, task).splitlines()[2:]]

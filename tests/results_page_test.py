@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import statistics
 
 import pytest
@@ -376,7 +377,7 @@ CLAIMS |= {
     "(28": lambda: (
         [
             tokens_per_parameter(study, "novels")
-            for study in (FIRST, "question-1-wide", "question-4", "question-5-start")
+            for study in (FIRST, "question-1-wide", "question-4-shared", "question-5-start")
         ]
         == [(14, 14), (10, 10), (5, 80), (14, 14)]
     ),
@@ -522,7 +523,7 @@ CLAIMS |= {
     ),
     "For `diff` the change is open": lambda: not is_decided("diff's need for a long warm-up, Muon"),
     "With Muon and the long warm-up, `diff` is better than the Transformer": lambda: is_decided("all of it, Muon") < 0,
-    "With the long warm-up, `zero-norm` is ahead of the Transformer too": lambda: (
+    "With the long warm-up, the loss of `zero-norm` is lower than that of the Transformer too": lambda: (
         sum(interval(by_optimizer("Muon", (1, "zero-norm", False), (-1, "transformer", False)))) < 0
     ),
     "its corrected p-value is just below 0.05": lambda: (
@@ -605,30 +606,41 @@ def test_leads_among_distractors_are_differences_of_accuracies(one, other, study
     assert (cells[6] == "yes") == (counts[0] > counts[1] and mean > half)
 
 
-SIZES = COLLECTED["question-4"]
 SIZE_PAIRS = [
     *((arm, "transformer") for arm in ("zero-norm", "diff", "diff_v2", "gdla", "gated")),
     ("diff", "zero-norm"),
 ]
-SMALL, LARGE = "novels", "novels-0.4m"
+# The parts of question 4: a rate for each length, one rate for all lengths, and larger models with one rate.
+OWN, SHARED, LARGE = "own rates", "shared rate", "larger models"
+RUNS = {
+    part: [r for r in COLLECTED[study] if r["task"] == task]
+    for part, study, task in (
+        (OWN, "question-4", "novels"),
+        (SHARED, "question-4-shared", "novels"),
+        (LARGE, "question-4-shared", "novels-0.4m"),
+    )
+}
+# Part → tokens per parameter → updates of 1,024 tokens.
+STEPS_OF = {part: {5: 723, 20: 2891, 80: 11565} for part in (OWN, SHARED)} | {LARGE: {5: 2083, 20: 8333}}
+PARAMETERS_OF = {OWN: 148_032, SHARED: 148_032, LARGE: 426_624}
 SIZES_SECTION = section("## Question 4: size and tokens", "## Question 5: from a pretrained Transformer")
 CONVERTED_SECTION = section("## Question 5: from a pretrained Transformer", "## Question 6: distractors")
-SMALL_SECTION, _, LARGE_SECTION = SIZES_SECTION.partition("### Models of 430,000 parameters")
-# Task → tokens per parameter → updates of 1,024 tokens.
-STEPS_OF = {SMALL: {5: 723, 20: 2891, 80: 11565}, LARGE: {5: 2083, 20: 8333}}
-PARAMETERS_OF = {SMALL: 148_032, LARGE: 426_624}
+SECTIONS = dict(
+    zip(RUNS, re.split("### (?:One rate for all lengths|Models of 430,000 parameters)\n", SIZES_SECTION), strict=True)
+)
 
 
-def by_seed_at(one, other, tokens, task=SMALL):
+def size_losses(arm, tokens, part):
+    """Return seed → loss."""
+    steps = str(STEPS_OF[part][tokens])
+    return {
+        r["seed"]: r["numbers"][LOSS] for r in RUNS[part] if (r["arm"], r["changes"]["train.steps"]) == (arm, steps)
+    }
+
+
+def by_seed_at(one, other, tokens, part=OWN):
     """Return seed → difference of two arms, for the seeds of the first."""
-    own, reference = (
-        {
-            r["seed"]: r["numbers"][LOSS]
-            for r in SIZES
-            if (r["task"], r["arm"], r["changes"]["train.steps"]) == (task, arm, str(STEPS_OF[task][tokens]))
-        }
-        for arm in (one, other)
-    )
+    own, reference = (size_losses(arm, tokens, part) for arm in (one, other))
     return {seed: own[seed] - reference[seed] for seed in sorted(own)}
 
 
@@ -636,9 +648,9 @@ def at_length(*of):
     return [*by_seed_at(*of).values()]
 
 
-def slope(one, other, task):
+def slope(one, other, part):
     """Return for each seed the covariance of difference and log2 of the tokens, over the variance of the latter."""
-    of = {math.log2(tokens): found for tokens in STEPS_OF[task] if (found := by_seed_at(one, other, tokens, task))}
+    of = {math.log2(tokens): found for tokens in STEPS_OF[part] if (found := by_seed_at(one, other, tokens, part))}
     mean = statistics.fmean(of)
     scale = sum((x - mean) ** 2 for x in of)
     seeds = [seed for seed in min(of.values(), key=len) if all(seed in found for found in of.values())]
@@ -646,140 +658,178 @@ def slope(one, other, task):
 
 
 def change_with_size(one, other):
-    small = by_seed_at(one, other, 20)
+    small = by_seed_at(one, other, 20, SHARED)
     return [difference - small[seed] for seed, difference in by_seed_at(one, other, 20, LARGE).items()]
 
 
-LARGE_PAIRS = [pair for pair in SIZE_PAIRS if at_length(*pair, 20, LARGE)]
 SIZE_FAMILIES = {
-    task: {
-        **{(*pair, "at 20"): at_length(*pair, 20, task) for pair in pairs},
-        **{(*pair, "slope"): slope(*pair, task) for pair in pairs},
+    part: {
+        **{(*pair, "at 20"): of for pair in SIZE_PAIRS if (of := at_length(*pair, 20, part))},
+        **{(*pair, "slope"): slope(*pair, part) for pair in SIZE_PAIRS if at_length(*pair, 20, part)},
     }
-    for task, pairs in ((SMALL, SIZE_PAIRS), (LARGE, LARGE_PAIRS))
+    for part in RUNS
 }
 for pair in (("diff", "transformer"), ("diff", "zero-norm")):
     SIZE_FAMILIES[LARGE][*pair, "size"] = change_with_size(*pair)
 SIZE_P_VALUES = {
-    name: corrected({contrast: two_sided(of) for contrast, of in family.items()})
-    for name, family in SIZE_FAMILIES.items()
+    part: corrected({contrast: two_sided(of) for contrast, of in family.items()})
+    for part, family in SIZE_FAMILIES.items()
 }
 
 
-def size_verdict(one, other, at, family=SMALL):
+def size_verdict(one, other, at, part=OWN):
     """Return the sign of a contrast of question 4, or 0 if it is open."""
-    mean, _ = interval(SIZE_FAMILIES[family][one, other, at])
-    return 0 if SIZE_P_VALUES[family][one, other, at] >= 0.05 else math.copysign(1, mean)
+    mean, _ = interval(SIZE_FAMILIES[part][one, other, at])
+    return 0 if SIZE_P_VALUES[part][one, other, at] >= 0.05 else math.copysign(1, mean)
 
 
-def sign_of_interval(one, other, tokens, task=SMALL):
+def sign_of_interval(one, other, tokens, part=OWN):
     """Return the sign of the mean if the uncorrected interval of a length excludes zero, or else 0."""
-    mean, half = interval(at_length(one, other, tokens, task))
+    mean, half = interval(at_length(one, other, tokens, part))
     return 0 if abs(mean) < half else math.copysign(1, mean)
 
 
+def rate_of(arm, tokens, part):
+    """Return the learning rate of the runs of an arm with a length."""
+    steps = str(STEPS_OF[part][tokens])
+    (rate,) = {r["learning_rate"] for r in RUNS[part] if (r["arm"], r["changes"]["train.steps"]) == (arm, steps)}
+    return rate
+
+
 def wall_seconds(arm):
-    """Return the median time of an arm's runs at 20 tokens per parameter."""
-    changes = ("train.steps", str(STEPS_OF[SMALL][20]))
-    return statistics.median(r["wall_seconds"] for r in SIZES if r["arm"] == arm and changes in r["changes"].items())
+    """Return the median time of an arm's runs at 20 tokens per parameter, of those with the shared rate."""
+    changes = ("train.steps", str(STEPS_OF[SHARED][20]))
+    return statistics.median(
+        r["wall_seconds"] for r in RUNS[SHARED] if r["arm"] == arm and changes in r["changes"].items()
+    )
 
 
 CLAIMS |= {
-    "With 20 tokens per parameter, `gdla` and `gated` are better than the Transformer, and the subtraction lowers the "
-    "loss of `diff`": lambda: (
-        size_verdict("gdla", "transformer", "at 20")
-        == size_verdict("gated", "transformer", "at 20")
-        == size_verdict("diff", "zero-norm", "at 20")
-        == -1
+    "With 20 tokens per parameter, `diff` is worse than the Transformer, and `gdla` and `gated` are better": lambda: (
+        size_verdict("diff", "transformer", "at 20") == 1
+        and size_verdict("gdla", "transformer", "at 20") == size_verdict("gated", "transformer", "at 20") == -1
     ),
-    "is behind the Transformer at 5 tokens per parameter. The gap shrinks with more tokens, and at 20 and 80 it is "
-    "open": lambda: (
-        sign_of_interval("diff", "transformer", 5) == 1
-        and size_verdict("diff", "transformer", "slope") == -1
-        and size_verdict("diff", "transformer", "at 20") == 0
-        and sign_of_interval("diff", "transformer", 80) == 0
+    "The gap between `diff` and the Transformer shrinks from 5 to 20 tokens per parameter. Whether the subtraction "
+    "helps is open": lambda: (
+        size_verdict("diff", "transformer", "slope") == -1 and size_verdict("diff", "zero-norm", "at 20") == 0
     ),
-    "The difference falls with the number of tokens, and no length shows `diff` ahead": lambda: all(
-        sign_of_interval("diff", "transformer", tokens) != -1 for tokens in STEPS_OF[SMALL]
+    "Whether it changes with the number of tokens is open too": lambda: size_verdict("diff", "zero-norm", "slope") == 0,
+    "because the gap shrinks without it too": lambda: size_verdict("zero-norm", "transformer", "slope") == -1,
+    "The lead of `gdla` gets smaller with more tokens, and that of `gated` is not shown to change": lambda: (
+        size_verdict("gdla", "transformer", "slope") == 1 and size_verdict("gated", "transformer", "slope") == 0
     ),
-    "and this difference falls too": lambda: size_verdict("zero-norm", "transformer", "slope") == -1,
-    "Whether it grows with the number of tokens is open": lambda: size_verdict("diff", "zero-norm", "slope") == 0,
-    "the same code with λ = 0 catches up as well": lambda: (
-        interval(at_length("zero-norm", "transformer", 80))[0]
-        < interval(at_length("zero-norm", "transformer", 5))[0]
-        - sum(interval(at_length("zero-norm", "transformer", tokens))[1] for tokens in (5, 80))
+    "at 5 (not preregistered), and open at 20": lambda: (
+        sign_of_interval("diff_v2", "transformer", 5) == -1 and size_verdict("diff_v2", "transformer", "at 20") == 0
     ),
-    "five with 426,624 parameters, because the time of the machine ended": lambda: (
-        {len(at_length(*pair, tokens, LARGE)) for pair in LARGE_PAIRS for tokens in (5, 20)} == {5}
-        and len(at_length("diff", "transformer", 80)) < 8 == len(at_length("diff", "transformer", 20))
+    "All arms have as many parameters as the Transformer within 0.2 %": lambda: all(
+        abs(r["parameters"] / PARAMETERS_OF[part] - 1) < 0.002 for part in RUNS for r in RUNS[part]
     ),
-    "With more tokens, `zero-norm`, which does not subtract, catches up with the Transformer at this size too. The "
-    "seven other preregistered contrasts are open with five seeds": lambda: (
+    "At 20 tokens per parameter, `diff_v2` took 1.9 times as long as the Transformer": lambda: (
+        round(wall_seconds("diff_v2") / wall_seconds("transformer"), 1) == 1.9
+    ),
+    "two verdicts at 20 tokens per parameter differ: `diff` − `transformer` is open, and `diff` is better than "
+    "`zero-norm`": lambda: (
+        size_verdict("diff", "transformer", "at 20", SHARED) == 0
+        and size_verdict("diff", "zero-norm", "at 20", SHARED) == -1
+        and {name for name in SIZE_FAMILIES[OWN] if size_verdict(*name) != size_verdict(*name, SHARED)}
+        == {("diff", "transformer", "at 20"), ("diff", "zero-norm", "at 20")}
+    ),
+    "80 tokens per parameter** exist only with this rate": lambda: not at_length("diff", "transformer", 80),
+    "the rate that the tuned seed chooses at 20 tokens per parameter gives a higher loss on the reported "
+    "seeds": lambda: (
+        statistics.fmean(size_losses("gdla", 20, OWN).values())
+        > statistics.fmean(size_losses("gdla", 20, SHARED).values())
+    ),
+    "With more tokens, the gap between `zero-norm` and the Transformer shrinks at this size too. The seven other "
+    "preregistered contrasts are open with five seeds": lambda: (
         len(SIZE_FAMILIES[LARGE]) == 8
         and size_verdict("zero-norm", "transformer", "slope", LARGE) == -1
         and sum(size_verdict(*name, LARGE) == 0 for name in SIZE_FAMILIES[LARGE]) == 7
+        and {len(of) for of in SIZE_FAMILIES[LARGE].values()} == {5}
     ),
-    "At 5 tokens per parameter, `diff` is less far behind than with 148,032 parameters": lambda: (
+    "At 5 tokens per parameter, the gap of `diff` is smaller than with 148,032 parameters": lambda: (
         sum(interval(at_length("diff", "transformer", 5, LARGE)))
         < interval(at_length("diff", "transformer", 5))[0] - interval(at_length("diff", "transformer", 5))[1]
     ),
-    "At 20 the intervals contain the differences of the smaller models": lambda: all(
-        abs(mean - interval(at_length(*pair, 20))[0]) < half
-        for pair in LARGE_PAIRS
+    "At 20 the intervals contain the differences of the smaller models with the shared rate": lambda: all(
+        abs(mean - interval(at_length(*pair, 20, SHARED))[0]) < half
+        for *pair, at in SIZE_FAMILIES[LARGE]
+        if at == "at 20"
         for mean, half in [interval(at_length(*pair, 20, LARGE))]
-    ),
-    "The lead of `gdla` gets smaller with more tokens, and that of `gated` is not shown to change": lambda: (
-        size_verdict("gdla", "transformer", "slope") == 1 and size_verdict("gated", "transformer", "slope") == 0
     ),
     "`gdla` and `gated` (question 4) and `top_k`": lambda: (
         {size_verdict(arm, "transformer", "at 20") for arm in ("gdla", "gated")} == {-1}
         and sum(interval(from_review("top_k", "transformer"))) < 0
     ),
-    "on novels with 14 tokens per parameter; with 80 it is open (question 4)": lambda: (
+    "on novels with 14 tokens per parameter": lambda: (
         {round(r["tokens"] / r["parameters"]) for r in COLLECTED[AGAIN] if r["arm"] == "diff"} == {14}
-        and sign_of_interval("diff", "transformer", 80) == 0
-    ),
-    "`diff_v2` is ahead at 5 tokens per parameter": lambda: (
-        sum(interval(at_length("diff_v2", "transformer", 5))) < 0
-        and size_verdict("diff_v2", "transformer", "at 20") == 0
-    ),
-    "All arms have as many parameters as the Transformer within 0.2 %": lambda: all(
-        abs(r["parameters"] / PARAMETERS_OF[r["task"]] - 1) < 0.002 for r in SIZES
-    ),
-    "At 20 tokens per parameter, `diff_v2` took 1.9 times as long as the Transformer": lambda: (
-        round(wall_seconds("diff_v2") / wall_seconds("transformer"), 1) == 1.9
     ),
 }
 
 
-@pytest.mark.parametrize("task", STEPS_OF)
-def test_the_lengths_of_question_4_have_their_differences(task):
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in SIZES_SECTION.splitlines()]
-    rows = {int(row[1]): row for row in rows if row[0] == f"{PARAMETERS_OF[task]:,}"}
-    assert list(rows) == [tokens for tokens in STEPS_OF[task] if at_length("diff", "transformer", tokens, task)]
-    for tokens, row in rows.items():
-        assert row[2] == f"{1024 * STEPS_OF[task][tokens]:,}"
-        values = [at_length(*pair, tokens, task) for pair in SIZE_PAIRS]
-        assert row[4:] == [shown(of) if of else "" for of in values]
+@pytest.mark.parametrize("part", RUNS)
+def test_the_lengths_of_question_4_have_their_differences(part):
+    table = SECTIONS[part].partition("| tokens per parameter | tokens |")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    pairs = [pair for pair in SIZE_PAIRS if at_length(*pair, 20, part)]
+    assert [int(row[0]) for row in rows] == [tokens for tokens in STEPS_OF[part] if size_losses("diff", tokens, part)]
+    for row in rows:
+        tokens = int(row[0])
+        assert row[1] == f"{1024 * STEPS_OF[part][tokens]:,}"
+        assert row[2] == shown([*size_losses("transformer", tokens, part).values()]).lstrip("+")
+        values = [at_length(*pair, tokens, part) for pair in pairs]
+        assert row[3:] == [shown(of) if of else "" for of in values]
 
 
-@pytest.mark.parametrize(("task", "text"), [(SMALL, SMALL_SECTION), (LARGE, LARGE_SECTION)])
-def test_the_contrasts_of_question_4_have_their_intervals(task, text):
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if " tokens" in line]
-    rows = {tuple(cells[:2]): cells[2:] for cells in lines if cells and cells[0].startswith("`")}
-    assert len(rows) == len(SIZE_FAMILIES[task])
+@pytest.mark.parametrize("part", RUNS)
+def test_the_contrasts_of_question_4_have_their_intervals(part):
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in SECTIONS[part].splitlines()]
+    rows = {
+        tuple(cells[:2]): cells[2:] for cells in lines if cells and cells[0].startswith("`") and "tokens" in cells[1]
+    }
+    assert len(rows) == len(SIZE_FAMILIES[part])
     titles = {
         "at 20": "20 tokens per parameter",
         "size": "20 tokens per parameter, change with the size",
         "slope": "slope per doubling of the tokens, 5 to {}",
     }
-    for (one, other, at), of in SIZE_FAMILIES[task].items():
-        longest = max(tokens for tokens in STEPS_OF[task] if at_length(one, other, tokens, task))
+    for (one, other, at), of in SIZE_FAMILIES[part].items():
+        longest = max(tokens for tokens in STEPS_OF[part] if at_length(one, other, tokens, part))
         mean, p, verdict = rows[f"`{one}` − `{other}`", titles[at].format(longest)]
         assert mean == shown(of)
-        assert shows_p(p, SIZE_P_VALUES[task][one, other, at])
+        assert shows_p(p, SIZE_P_VALUES[part][one, other, at])
         words = {0: "open", 1: "worse", -1: "better"} if at == "at 20" else {0: "open", 1: "rises", -1: "falls"}
-        assert verdict == words[size_verdict(one, other, at, task)]
+        assert verdict == words[size_verdict(one, other, at, part)]
+
+
+def tuned_rate(arm, steps):
+    """Return the rate of the smallest validation loss on the seed of the tuning, which has to be between two others."""
+    tries = [
+        r
+        for r in COLLECTED["question-4-tuning"]
+        if (r["arm"], r["changes"]["train.steps"]) == (arm, str(steps)) and r["seed"] == controls_study.TUNED_SEED
+    ]
+    rate = min(tries, key=lambda r: r["numbers"]["loss/loss"])["learning_rate"]
+    assert {rate / 2, rate * 2} <= {round(r["learning_rate"], 8) for r in tries}
+    return rate
+
+
+@pytest.mark.parametrize("part", RUNS)
+def test_the_rates_of_question_4_are_those_of_the_tuned_seed(part):
+    for r in RUNS[part]:
+        steps = int(r["changes"]["train.steps"]) if part == OWN else STEPS_OF[part][5]
+        assert r["learning_rate"] == tuned_rate(r["arm"], steps)
+        assert r["seed"] in range(30, 38)
+
+
+def test_runs_that_two_parts_of_question_4_share_are_the_same():
+    by_run = [
+        {(r["arm"], r["changes"]["train.steps"], r["learning_rate"], r["seed"]): r for r in RUNS[part]}
+        for part in (OWN, SHARED)
+    ]
+    shared = by_run[0].keys() & by_run[1].keys()
+    assert len(shared) >= 6 * 8  # Those with 5 tokens per parameter, at least.
+    assert all(by_run[0][run] == by_run[1][run] for run in shared)
 
 
 CONVERTED = "question-5"
@@ -900,26 +950,27 @@ def test_contrasts_in_the_prose_have_their_intervals(one, other):
 
 def test_the_prose_of_question_4_has_its_differences():
     readme = " ".join((ROOT / "README.md").read_text().split())
-    at = {tokens: shown(at_length("diff", "transformer", tokens)) for tokens in STEPS_OF[SMALL]}
+    at = {tokens: shown(at_length("diff", "transformer", tokens)) for tokens in (5, 20)}
     subtraction = shown(at_length("diff", "zero-norm", 20))
     others = {arm: shown(at_length(arm, "transformer", 20)) for arm in ("gdla", "gated")}
-    assert f"`diff` − `transformer` is {at[5]} with 5 tokens per parameter. It is {at[20]} with 20" in readme
-    count = {5: "five", 6: "six", 7: "seven"}[len(at_length("diff", "transformer", 80))]
-    assert f"and {at[80]} with 80 (open). There are eight seeds, and {count} with 80." in readme
-    assert f"over eight seeds ({count} at 80 tokens per parameter" in PROSE
+    assert f"`diff` − `transformer` is {at[5]} with 5 tokens per parameter, and {at[20]} with 20" in readme
+    assert f"helps there is open: `diff` − `zero-norm` is {subtraction} with 20." in readme
+    assert f"`gdla` − `transformer` is {others['gdla']}, and `gated` − `transformer` is {others['gated']}" in readme
+    assert f"`gdla` − `transformer` is {others['gdla']}, and `gated` − `transformer` is {others['gated']}" in PROSE
+    assert f"`diff` − `transformer` is {at[5]} at 5 tokens per parameter (not preregistered), and {at[20]} at" in PROSE
+    assert f"`diff` − `zero-norm` is {subtraction}, which is open" in PROSE
+    assert f"tokens per parameter, and {at[20]} with 20 (question 4)" in PROSE
+    for arm, text in (("zero-norm", " per parameter"), ("diff_v2", "")):
+        of = shown(at_length(arm, "transformer", 5))
+        assert f"`{arm}` − `transformer` is {of} at 5{' tokens' if text else ''}{text} (not preregistered)" in PROSE
+    long = shown(at_length("diff", "transformer", 80, SHARED))
+    assert f"`diff` − `transformer` is {long}, and `diff` − `zero-norm` is " in PROSE
     large = {tokens: shown(at_length("diff", "transformer", tokens, LARGE)) for tokens in (5, 20)}
     assert (
         f"`diff` − `transformer` is {large[5]} at 5 tokens per parameter (not preregistered), and {large[20]}" in PROSE
     )
     assert f"`diff` − `zero-norm` is {shown(at_length('diff', 'zero-norm', 20, LARGE))} at 20 tokens" in PROSE
-    assert f"With 430,000 parameters, it is {large[5]} with 5 and {large[20]} with 20." in PROSE
-    assert f"With 430,000 parameters, it is {large[20]} with 20 (open, five seeds)." in readme
-    helps = "With 20 tokens per parameter, the subtraction helps with the norm too"
-    assert f"{helps}:** `diff` − `zero-norm` is {subtraction}." in readme
-    assert f"`gdla` − `transformer` is {others['gdla']}, and `gated` − `transformer` is {others['gated']}" in readme
-    assert f"`diff` − `transformer` is {at[5]} at 5 tokens per parameter" in PROSE
-    assert f"{at[20]} at 20 (with a corrected p-value above 0.05), and {at[80]} at 80" in PROSE
-    assert f"`diff` − `zero-norm` is {subtraction}. At 80 it is {shown(at_length('diff', 'zero-norm', 80))}" in PROSE
+    assert f"`diff` − `transformer` is open with 20 tokens per parameter ({large[20]})" in PROSE
 
 
 @pytest.mark.parametrize("arm", ["diff", "zero-norm", "zero-gain", "transformer"])
