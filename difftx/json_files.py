@@ -1,4 +1,4 @@
-"""JSON files: values with a schema, logs of lines, and records with a SHA-256. On local disks and in buckets."""
+"""JSON files on local disks and in buckets: values with a schema, logs of lines, and records with a SHA-256."""
 
 import errno
 import hashlib
