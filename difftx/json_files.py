@@ -15,7 +15,7 @@ from difftx.storage.lines import BucketLog
 from difftx.storage.paths import AnyPath, is_bucket
 
 # JSON type → name in error messages.
-NAMES = {int: "a count", str: "text", dict: "an object", bool: "true or false", float: "a number"}
+TYPE_NAMES = {int: "a count", str: "text", dict: "an object", bool: "true or false", float: "a number"}
 
 
 def read_json(path: AnyPath, content: bytes | None = None) -> Any:
@@ -44,7 +44,7 @@ def schema_error(value: Any, shape: Any, path: str = "") -> str | None:
     at = path or "the text"
     if isinstance(shape, type):
         fits = type(value) is shape and (shape is not int or 0 <= value < 2**63)
-        return None if fits or shape is object else f"{at}: not {NAMES[shape]}"
+        return None if fits or shape is object else f"{at}: not {TYPE_NAMES[shape]}"
     if isinstance(shape, list):
         if not isinstance(value, list):
             return f"{at}: not a list"

@@ -978,7 +978,7 @@ def test_the_prose_of_question_4_has_its_differences():
     subtraction = shown(at_length("diff", "zero-norm", 20))
     others = {arm: shown(at_length(arm, "transformer", 20)) for arm in ("gdla", "gated")}
     assert f"is {at[5]} with 5 tokens per parameter, {at[20]} with 20, and {at[80]} with 80." in readme
-    assert f"helps there is open: `diff` − `zero-norm` is {subtraction} with 20." in readme
+    assert f"With 20, whether the subtraction helps is open: `diff` − `zero-norm` is {subtraction}." in readme
     assert f"`gdla` − `transformer` is {others['gdla']}, and `gated` − `transformer` is {others['gated']}" in readme
     assert f"`gdla` − `transformer` is {others['gdla']}, and `gated` − `transformer` is {others['gated']}" in PROSE
     assert f"is {at[5]} at 5 tokens per parameter (not preregistered), {at[20]} at 20, and {at[80]} at 80 (not" in PROSE

@@ -8,7 +8,7 @@ from difftx.config.build import build_group
 from difftx.config.fields import types_of, values_of
 from difftx.config.model import RopeScalingConfig
 from difftx.errors import UserError
-from difftx.json_files import NAMES, read_json
+from difftx.json_files import TYPE_NAMES, read_json
 
 # Fields of `model` that have the same value in all imported models.
 FIXED = {
@@ -31,7 +31,7 @@ FIXED = {
     "mup_base_layers": None,
     "mup_base_head_dim": None,
 }
-EXPECTED: dict[type, str] = NAMES | {float: "a positive number", bool: "true or false", list: "a list"}
+EXPECTED: dict[type, str] = TYPE_NAMES | {float: "a positive number", bool: "true or false", list: "a list"}
 
 
 class Fields:
