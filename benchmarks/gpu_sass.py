@@ -41,7 +41,7 @@ BATCH, TOKENS, HEADS = 4, 4096, 12
 SMS, CLOCK_HZ = 132, 1.755e9
 MMA_PER_CLOCK = 2048  # Multiply-adds in bfloat16 of an SM: 989.4 TFLOP/s at 132 SMs and 1.83 GHz, NVIDIA's H100 SXM.
 SHARED_BYTES_PER_CLOCK = 128
-MUFU_CLOCKS = 8  # Of one instruction of a warp: 16 lanes per clock and SM are 4 in each of its 4 partitions.
+MUFU_CLOCKS = 8  # Clocks of an instruction of a warp: each of the 4 partitions of an SM computes 4 lanes per clock.
 L2_BYTES_PER_S = 6.65e12  # Measured on an H100: openxla/xla, xla/service/gpu/model/gpu_dot_fusion_cost_model.cc.
 # Estimates of clocks from issue to result of instructions that set a scoreboard. Operands are in the SM or in L2.
 LATENCY = {"MUFU": 22, "SHFL": 24, "LDS": 30, "LD": 260, "LDG": 260}

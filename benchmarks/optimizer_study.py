@@ -51,7 +51,7 @@ class Cell(NamedTuple):
 
 
 def cells() -> list[Cell]:
-    """Return all cells. Only the projections of diff have an axis of maps, so only for it "muon-groups" differs."""
+    """Return all cells. "muon-groups" only trains `diff`, because only its projections have an axis of groups."""
     every = itertools.starmap(Cell, itertools.product(ARMS, OPTIMIZERS, WARMUPS))
     return [cell for cell in every if cell.optimizer != "muon-groups" or cell.arm == "diff"]
 

@@ -37,7 +37,11 @@ BOUNDS = {"sigmoid": (torch.sigmoid, torch.logit), "tanh": (torch.tanh, torch.ar
 
 
 class DifftxConfig(PreTrainedConfig):
-    """The config of a model. The fields of heads describe the call of the attention function, with its noise heads."""
+    """The config of a model.
+
+    `num_attention_heads`, `num_key_value_heads` and `head_dim` are those of the call of the attention function. They
+    count noise heads too.
+    """
 
     model_type = "difftx"
     keys_to_ignore_at_inference = ["past_key_values"]

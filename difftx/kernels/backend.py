@@ -82,7 +82,7 @@ class Ranking:
     """The backends of an attention function that were measured on a device. "auto" tries them in this order."""
 
     function: str  # Such as "diff_attention".
-    conditions: dict[str, str]  # Under which they were measured: "devices" with driver, "versions", and "shapes".
+    conditions: dict[str, str]  # Conditions of the measurement: "devices" (with the driver), "versions" and "shapes".
     milliseconds: dict[str, float]  # Time of a forward and a backward pass by backend, fastest first.
     rejected: dict[str, str]  # Reason by backend that "auto" does not try.
 
@@ -124,9 +124,10 @@ def window_scope(window: int | None) -> contextlib.AbstractContextManager:
 
 
 def visible_keys(tokens: int, window: int | None) -> float:
-    """Return twice the mean number of keys that a query of a causal row sees: T, or W (2 - W / T) with a window W.
+    """Return twice the mean number of keys that a query of a causal row of T tokens sees.
 
-    The mean without a window is T / 2, and with a window W (1 - W / 2 T), up to 1/2.
+    This is T without a window, and W (2 - W / T) with a window of W tokens. Half of it is the mean, with an error of at
+    most 1/2.
     """
     return tokens if window is None else window * (2 - window / tokens)
 

@@ -115,7 +115,7 @@ class SequenceSharding:
         return jnp.where(is_even, a_BC, b_BC), jnp.where(is_even, b_BC, a_BC)
 
     def _moves(self, parity: int) -> list[tuple[int, int]]:
-        """Return pairs of devices that hold chunk 2i + `parity`: i in text order, and another in zig-zag order."""
+        """Return pairs (i, j): chunk 2i + `parity` is on device i in text order, and on device j in zig-zag order."""
         n = self.devices
         return [(i, min(2 * i + parity, 2 * n - 1 - 2 * i - parity)) for i in range(n)]
 

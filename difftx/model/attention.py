@@ -71,7 +71,7 @@ class SelfAttention(nnx.Module):
     kernel: ClassVar[Literal["diff_attention", "attention", "mapped_attention"]] = "mapped_attention"
     subtracts: ClassVar[bool] = False  # Whether the attention weights of a head are A1 - λ A2.
     fields: ClassVar[tuple[str, ...]] = ()  # Entries of `difftx.config.model.SPECIFIC_FIELDS` that this class uses.
-    usual_head_norm: ClassVar[str] = "none"  # `model.head_norm` of `configure`, and the default of `difftx.layer`.
+    usual_head_norm: ClassVar[str] = "none"  # Value of `model.head_norm` in `configure`, and default in `difftx.layer`.
 
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
         self.config, self.layout = config, layout
@@ -142,9 +142,9 @@ class SelfAttention(nnx.Module):
     def extend(
         self, x_BTD: jax.Array, angles: Angles, depth: Depth, cache: KVCache, segments: SegmentMask
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Return the residual update of new tokens, which also attend to cached tokens, and their keys and values.
+        """Return the residual update of new tokens, which also attend to cached tokens, and a tuple.
 
-        The second result of `cached.mapped_attention` follows the keys and values.
+        The tuple has the keys and values of the new tokens, and then the second result of `cached.mapped_attention`.
         """
         q, k, v = self._projected(x_BTD, angles)
         options = {"per_query": self.per_query(depth), "window": depth.window}
@@ -169,9 +169,9 @@ class SelfAttention(nnx.Module):
         segment_ids_BT: jax.Array | None,
         dupdate_BTD: jax.Array,
     ) -> jax.Array:
-        """Return the result of `kernels.logit_gradients`, given the gradient of the loss by the residual update.
+        """Return the result of `kernels.logit_gradients`.
 
-        The architecture must have `subtracts`.
+        `dupdate_BTD` is the gradient of the loss with respect to the residual update. The class must have `subtracts`.
         """
         q, k, v = self.operands(x_BTD, angles)
         heads_BTHE = self._combined(self.attend(q, k, v, depth, segment_ids_BT), x_BTD)

@@ -63,8 +63,8 @@ class BucketLock:
         self._thread.join()
         with self._renewing:
             if self._successor is None:
-                # Not deleted, because not every store deletes on a condition. After an error, the next process finds a
-                # dead owner.
+                # Mark the lock as free and keep it, because not every store deletes on a condition. If the write fails,
+                # the next process finds a dead owner and takes the lock over.
                 with contextlib.suppress(UserError, UnreadableError):
                     objects.write_if(self._path, _content(None), self._generation)
 

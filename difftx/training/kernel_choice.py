@@ -87,7 +87,7 @@ def choose(configs: Sequence[Config], workdir: AnyPath | None = None) -> None:
     recorded = {function: _recorded(workdir, function) for function in measurable}
     gpus = gpu_identity() if measurable else None
     own: dict[str, Ranking | None] = {}
-    if gpus is not None:  # Before this process takes the memory of the GPUs.
+    if gpus is not None:  # Measure before this process allocates the memory of the GPUs.
         for function, config in measurable.items():
             own[function] = _ranked(gpus, config, recorded[function])
     multihost.require_devices()
@@ -113,8 +113,8 @@ def workload(config: Config, kind: str, devices: int) -> Workload:
     config = apply_preset(config, kind=kind, devices=devices, parameters=count_parameters(config.model).total)
     model, sizes = config.model, mesh_sizes(config.mesh, devices)
     is_differential = kernel_function(config) == "diff_attention"
-    # Each device attends with whole rows to a part of the heads, or with a part of the rows' tokens. Both are the same
-    # number of pairs, and only the first can be measured on one device.
+    # With the method "heads", each device attends with whole rows to a part of the heads. With the other methods, it has
+    # a part of the tokens and all heads. One device cannot run these, so the shapes are those of whole rows.
     shards = sizes["tensor"] * (sizes["context"] if config.mesh.context_method == "heads" else 1)
     return Workload(
         function="diff_attention" if is_differential else "attention",
@@ -146,7 +146,7 @@ def attention_kernel(config: Config, mesh: jax.sharding.Mesh) -> str:
 
 
 def has_nvidia_gpu() -> bool:
-    """Return whether this machine has the driver of NVIDIA GPUs, which JAX may not use."""
+    """Return whether this machine has the NVIDIA driver. JAX may use another platform nevertheless."""
     return shutil.which("nvidia-smi") is not None
 
 
@@ -185,9 +185,9 @@ def _recorded(workdir: AnyPath | None, function: str) -> Ranking | None:
 
 
 def _ranked(devices: str, config: Config, recorded: Ranking | None) -> Ranking | None:
-    """Return the recorded ranking if it is of these conditions, or that of the user's cache folder, or measure it.
+    """Return the recorded ranking if its conditions hold, else that of the user's cache folder, else a measured one.
 
-    None: nothing could be measured.
+    Return None if nothing could be measured.
     """
     values = flax.traverse_util.flatten_dict(values_of(config), sep=".")
     shapes = {name: value for name, value in values.items() if name.startswith(SHAPE_FIELDS)}
@@ -361,8 +361,9 @@ def _process_count() -> int:
 def _use(everywhere: list[list[dict[str, Any] | None]]) -> None:
     """Let "auto" follow the worst of the rankings of all processes, or else what process 0 has recorded. Log it.
 
-    `everywhere` has the recorded ranking of each process, and its own under the present conditions. The own one equals
-    the recorded one if the conditions do, so a process that measures again discards nothing that others have found.
+    `everywhere` has two rankings of each process: the recorded one, and the one under the present conditions. A process
+    whose conditions have not changed gives its recorded ranking twice. So its measurements count even if another
+    process has measured again.
     """
     recorded = None if everywhere[0][0] is None else Ranking(**cast(dict[str, Any], everywhere[0][0]))
     own = {process: Ranking(**ranking) for process, (_, ranking) in enumerate(everywhere) if ranking is not None}

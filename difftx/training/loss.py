@@ -57,9 +57,9 @@ def weighted_loss(
     logit_soft_cap: float | None,
     z_loss: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the weighted sum of -log p(target) + z_loss · log² Z over all tokens, and the part of the second term.
+    """Return the weighted sum of -log p(target) + z_loss · log² Z over all tokens, and that of z_loss · log² Z alone.
 
-    Both are float32 scalars. The second result is constant in the backward pass.
+    Both are float32 scalars. The second sum is constant in the backward pass.
     """
     nll_BT, log_z_BT, _ = _scores(x_BTD, table_VD, targets_BT, logit_soft_cap)
     return _sums(nll_BT, log_z_BT, weight_BT, z_loss)

@@ -310,7 +310,7 @@ def finish(job: Job, description: dict[str, Any], plan: Plan, check: Callable[[]
     if plan.problems:
         write_atomically(job.out / SKIPPED, "".join(f"{problem}\n" for problem in plan.problems))
     for name in list_folder(job.out):
-        if name.startswith(objects.PROBE):  # Of a killed run.
+        if name.startswith(objects.PROBE):  # A killed run left it.
             remove_file(job.out / name)
     check()
     write_meta(job.out, meta)

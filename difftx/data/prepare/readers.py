@@ -171,7 +171,7 @@ class Unit:
     end: int  # Position at which the next unit starts: a byte of the decompressed file, or a row of the table.
     input_bytes: int  # Size of the unit in bytes of the file, which may be compressed.
     last: bool = False  # Whether this is the last unit of the source.
-    state: str = ""  # That of the source.
+    state: str = ""  # State of the source.
 
 
 @dataclasses.dataclass(frozen=True)

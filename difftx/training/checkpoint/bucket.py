@@ -168,9 +168,10 @@ def _delete_unused(folder: "epath.Path") -> bool:
 
     If a manifest cannot be parsed, nothing is deleted, since it may be the only trace of a corrupt checkpoint.
     """
-    # Other processes may write meanwhile. The files of a save come after its reservation, so that the manifest is read
-    # after the listing. A quarantine writes the second manifest before it deletes the first one, so that the second
-    # ones are listed last. A file that nothing refers to stays so, because only its own save could commit it.
+    # The order of these requests matters, because other processes may write meanwhile. A save writes its reservation
+    # before its files, so the manifest is read after the files are listed. A quarantine writes its manifest before it
+    # deletes the first one, so quarantined manifests are listed last. An unused file stays unused, because only its own
+    # save could commit it.
     names = objects.list_below(folder)
     manifests = [objects.read(folder / MANIFEST)]  # Not from the listing, which would be fatal if it were stale.
     quarantined = [name for name in objects.list_below(folder) if name.startswith(QUARANTINED_MANIFEST)]
