@@ -113,8 +113,8 @@ def workload(config: Config, kind: str, devices: int) -> Workload:
     config = apply_preset(config, kind=kind, devices=devices, parameters=count_parameters(config.model).total)
     model, sizes = config.model, mesh_sizes(config.mesh, devices)
     is_differential = kernel_function(config) == "diff_attention"
-    # With the method "heads", each device attends with whole rows to a part of the heads. With the other methods, it has
-    # a part of the tokens and all heads. One device cannot run these, so the shapes are those of whole rows.
+    # With the method "heads", each device attends with whole rows to a part of the heads. With the other methods, it
+    # has a part of the tokens and all heads. One device cannot run these, so the shapes are those of whole rows.
     shards = sizes["tensor"] * (sizes["context"] if config.mesh.context_method == "heads" else 1)
     return Workload(
         function="diff_attention" if is_differential else "attention",
