@@ -61,6 +61,11 @@ class TokenStore:
         self.fingerprint = hashlib.sha256(tokens).hexdigest()
         self._tokens, self.offsets, self.prompts = tokens, offsets, prompts
 
+    @property
+    def unsampled(self) -> "TokenStore":
+        """The store before resampling. It is another one for `UpsampledStore` only."""
+        return self
+
     def __len__(self) -> int:
         return len(self._tokens)
 
@@ -218,6 +223,10 @@ class UpsampledStore(TokenStore):
             f"{long_total / total:.1%} → {after / len(self):.1%} of the tokens; "
             f"used {rates[True]:.2f} times an epoch, the others {rates[False]:.2f} times"
         )
+
+    @property
+    def unsampled(self) -> TokenStore:
+        return self._store
 
     def __len__(self) -> int:
         return int(self._ends[-1])

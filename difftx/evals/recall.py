@@ -69,6 +69,7 @@ def training_counts(run: Run) -> BigramCounts:
     """Return the counts of bigrams in the training data, or raise `UserError` if the config does not provide them."""
     text_sets(run, "recall")
     settings, names = run.config.eval, _trained_on(run.config.data)
+    stores = {name: rows.store for name in names if isinstance(rows := run.data.train[name], PackedRows)}
     if settings.bigrams_path is None:
         on_disk = [name for name in names.values() if name is not None and is_store(name)]
         if on_disk:
@@ -76,9 +77,16 @@ def training_counts(run: Run) -> BigramCounts:
                 "suite 'recall': eval.bigrams_path is not set; count the bigrams of the training data with "
                 f"`difftx data bigrams {' '.join(on_disk)} --out=FILE` and set it to FILE"
             )
-        rows = [run.data.train[name] for name in names]
-        return _count_once(tuple(r.store for r in rows if isinstance(r, PackedRows)))
+        return _count_once(tuple(stores.values()))
     counts = read_bigrams(Path(settings.bigrams_path), run.tokenizer.fingerprint, field="eval.bigrams_path")
+    counted = {store.get("sha256") for store in counts.description["stores"]}
+    for store in stores.values():
+        if store.unsampled.fingerprint not in counted:
+            raise UserError(
+                f"suite 'recall': eval.bigrams_path={settings.bigrams_path!r} does not count the training data "
+                f"{store.name}; count all stores of the training data with `difftx data bigrams`, or set None if the "
+                "training data is not a store"
+            )
     if settings.recall_max_bigram_count < counts.min_count - 1:
         raise UserError(
             f"eval.recall_max_bigram_count={settings.recall_max_bigram_count}: eval.bigrams_path="

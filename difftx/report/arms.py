@@ -6,11 +6,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from difftx.report.runs import RunRecord, different_tokenizers
-from difftx.training.resume import changed_fields
+from difftx.training.resume import Change, changed_fields
 
 # Runs of one arm have equal values in these groups of the config, except in the fields of SEEDS.
 TRAINING_GROUPS = ("model", "data", "optimizer", "train")
 SEEDS = ("train.seed", "data.seed")
+# Largest ratio of two numbers of parameters, or of tokens, that count as equal. The λ vectors and the gains of head
+# norms give a differential model slightly more parameters than its Transformer has.
+EQUAL_SIZES = 1.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +55,13 @@ def arms_of(runs: Sequence[RunRecord]) -> list[Arm]:
     return arms
 
 
+def training_changes(first: RunRecord, second: RunRecord) -> list[Change]:
+    """Return the fields of the model and its training in which two runs differ, without the seeds."""
+    changes = changed_fields(first.config, second.config)
+    return [change for change in changes if change.is_in(TRAINING_GROUPS) and not change.is_in(SEEDS)]
+
+
 def _differ_in_seeds_only(first: RunRecord, second: RunRecord) -> bool:
     if different_tokenizers([first, second]):  # Equal configs may name a file that has changed.
         return False
-    changes = changed_fields(first.config, second.config)
-    return all(change.is_in(SEEDS) for change in changes if change.is_in(TRAINING_GROUPS))
+    return not training_changes(first, second)

@@ -4,14 +4,16 @@ import csv
 import dataclasses
 import glob
 import io
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from difftx.errors import UserError, did_you_mean
 from difftx.json_files import read_json
 from difftx.model.abstract import count_parameters
+from difftx.report.arms import EQUAL_SIZES, training_changes
 from difftx.report.runs import Metric, RunRecord, check_comparable, match_runs
 
 # Files that commands write into run directories or next to them. A glob may match them, although they are not tables.
@@ -30,7 +32,9 @@ class LossPoint:
 
 
 def read_points(pattern: str, metric: Metric) -> tuple[list[LossPoint], list[str]]:
-    """Return the points of the tables or run directories that match a glob, and notes on unfinished runs.
+    """Return the points of the tables or run directories that match a glob, and notes on runs.
+
+    A note names an unfinished run, or the fields in which runs of one architecture, size and length differ.
 
     A table is a .csv file, or a .json file with a list of objects. Its columns are `architecture`, `size` (parameters),
     `tokens`, `loss` (or `bits_per_byte`) and optionally `seed`. Rows of equal architecture, size and seed form one run.
@@ -44,7 +48,7 @@ def read_points(pattern: str, metric: Metric) -> tuple[list[LossPoint], list[str
         raise UserError(f"--scaling={pattern!r}: no points there")
     runs = match_runs(pattern, "scaling")
     check_comparable(runs, metric)
-    points, notes = [], []
+    points, notes = [], _pooled_arms(runs)
     for run in runs:
         found, note = _points_of_run(run, metric)
         points += found
@@ -52,6 +56,29 @@ def read_points(pattern: str, metric: Metric) -> tuple[list[LossPoint], list[str
     if not points:
         raise UserError(f"--scaling={pattern!r}: no run has a validation in {metric} yet")
     return points, notes
+
+
+def _pooled_arms(runs: Sequence[RunRecord]) -> list[str]:
+    """Return a note for each architecture whose runs of about the same size and length differ in more than seeds."""
+    pooled: dict[str, dict[str, None]] = {}  # Architecture → fields, in the order in which they are found.
+    for first, second in itertools.combinations(runs, 2):
+        architecture = first.config.model.architecture
+        if second.config.model.architecture == architecture and _is_one_point(first, second):
+            fields = pooled.setdefault(architecture, {})
+            fields |= dict.fromkeys(change.field for change in training_changes(first, second))
+    return [
+        f"{architecture}: runs of about the same size and length differ in {', '.join(fields)}, and the fit pools "
+        "them; match one arm per architecture, and one learning rate per size"
+        for architecture, fields in pooled.items()
+        if fields
+    ]
+
+
+def _is_one_point(first: RunRecord, second: RunRecord) -> bool:
+    """Return whether two runs have about as many parameters and tokens."""
+    sizes = [count_parameters(run.config.model).total for run in (first, second)]
+    tokens = [run.steps * run.config.train.global_batch_tokens for run in (first, second)]
+    return all(max(pair) <= EQUAL_SIZES * min(pair) for pair in (sizes, tokens))
 
 
 def _is_other_output(path: Path) -> bool:

@@ -13,6 +13,7 @@ import rich.table
 from difftx.analysis.scaling_law import FEWEST_SIZES, LARGEST_EXTRAPOLATION, Fit, Match, match_at, match_reference_at
 from difftx.errors import UserError, printable
 from difftx.files import write_atomically
+from difftx.report.arms import EQUAL_SIZES
 from difftx.report.charts import add_legend, label_axes, save_figure, series_colours, short_number
 from difftx.report.curves import METRIC_LABELS
 from difftx.report.points import LossPoint, read_points
@@ -22,9 +23,6 @@ from difftx.storage.paths import AnyPath
 REFERENCE = "transformer"  # The architecture with which all others are compared, if there are points of it.
 RESAMPLES = 1000  # Number of bootstrap resamples for confidence intervals.
 SEED = 0
-# Largest ratio of two sizes that count as equal. The λ vectors and the gains of head norms give a differential model
-# slightly more parameters than its Transformer has.
-EQUAL_SIZES = 1.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +48,7 @@ def write_scaling(pattern: str, out: AnyPath, metric: Metric = "loss") -> tuple[
         reasons = "; ".join(map(str, missing.values()))
         raise UserError(f"--scaling={pattern!r}: too few points to fit a·x^-b + c; {reasons}")
     fitted = [name for name in chosen if not missing[name]]
-    studies = [_study(name, chosen[name], notes if name == "size" else []) for name in fitted]
+    studies = [_study(name, chosen[name], notes if name == fitted[0] else []) for name in fitted]
     files = [file for study in studies for file in save_figure(_draw(study, metric), out / f"scaling_{study.quantity}")]
     written = {
         "metric": metric,

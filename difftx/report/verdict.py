@@ -10,11 +10,9 @@ from difftx.analysis.differences import FEWEST_BLOCKS, Difference, over_blocks, 
 from difftx.evals.measures import format_value
 from difftx.json_files import schema_error
 from difftx.model.abstract import count_parameters
-from difftx.report.arms import Arm, arms_of
+from difftx.report.arms import EQUAL_SIZES, Arm, arms_of
 from difftx.report.runs import METRIC_UNITS, Metric, RunRecord
 from difftx.report.suites import signed_change
-
-EQUAL_SIZES = 0.02  # Largest relative difference of parameters or tokens that counts as equal.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +153,7 @@ def _limits(arms: Sequence[Arm]) -> list[str]:
         ("training tokens", {run.name: run.tokens for run in runs}),
         ("parameters", {name: count_parameters(model).total for name, model in models.items()}),
     ):
-        if max(sizes.values()) > (1 + EQUAL_SIZES) * min(sizes.values()):
+        if max(sizes.values()) > EQUAL_SIZES * min(sizes.values()):
             found.append(_unequal(what, {name: f"{size:,}" for name, size in sizes.items()}))
     for what, texts in (
         ("the width of heads", {name: f"{model.d_head:,}" for name, model in models.items()}),

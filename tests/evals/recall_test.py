@@ -17,9 +17,10 @@ from difftx.commands.prepare import main as prepare
 from difftx.data.bigrams import BigramCounts, as_bigrams
 from difftx.data.loader import ordered_batches
 from difftx.data.packing import PackedRows
+from difftx.data.sources import ONLY_SOURCE
 from difftx.data.store import TokenStore
 from difftx.errors import UserError
-from difftx.evals.recall import is_hit
+from difftx.evals.recall import is_hit, training_counts
 from difftx.training.run import Run
 from difftx.training.state import graph
 
@@ -158,3 +159,27 @@ def test_a_store_needs_a_file_of_its_own_tokenizers_counts(config, tmp_path, mon
     monkeypatch.setitem(vars(counted.tokenizer), "fingerprint", "0" * 64)
     with pytest.raises(UserError, match="counted with tokenizer 'bytes'"):
         evals.evaluate(counted, None, 0, ["recall"])
+
+
+def test_counts_have_to_include_the_training_data(config, tmp_path):
+    """Counts of another store give wrong slices. More stores may be counted, and the store may be resampled."""
+    for name in ("own", "other"):
+        lines = (json.dumps({"text": f"{name}: {i} squared is {i * i}." * (1 + i % 3)}) for i in range(300))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        flags = [f"--input={tmp_path / name}.jsonl", f"--out={tmp_path / name}", "--tokenizer=bytes", "--workers=1"]
+        assert prepare([*flags, "--valid_fraction=0.2"]) == 0
+    for name, stores in {"both": ("own", "other"), "wrong": ("other",)}.items():
+        assert data_command(["bigrams", *(str(tmp_path / s) for s in stores), f"--out={tmp_path / name}.bigrams"]) == 0
+
+    def run(counts, **changes):
+        fields = {"data__path": tmp_path / "own", "eval__bigrams_path": tmp_path / f"{counts}.bigrams"}
+        return Run.open(config(eval__loss_tokens=512, **fields, **changes), tmp_path / "run", one_device())
+
+    resampled = {"data__upsampling__longer_than_tokens": 50, "data__upsampling__share": 0.9}
+    stores = [run("both", **changes).data.train[ONLY_SOURCE].store for changes in ({}, resampled)]
+    assert stores[0].fingerprint != stores[1].fingerprint
+    assert training_counts(run("both")).min_count == training_counts(run("both", **resampled)).min_count == 1
+    message = f"wrong.bigrams' does not count the training data {tmp_path / 'own' / 'train'}"
+    for changes in ({}, resampled):
+        with pytest.raises(UserError, match=message):
+            evals.evaluate(run("wrong", **changes), None, 0, ["recall"])

@@ -192,6 +192,28 @@ def test_a_glob_of_a_sweep_passes_over_its_other_files(config, tmp_path):
         read_points(f"{tmp_path}/*", "loss")
 
 
+def test_arms_and_rates_that_a_fit_pools_are_named(config, tmp_path):
+    """Seeds are repetitions, and each size, length and architecture may have a rate of its own."""
+
+    def train(name, architecture="diff", width=16, **changes):
+        fields = {"model__d_model": width, "model__mlp_dim": 2 * width, "train__steps": 9} | changes
+        write_run(tmp_path / name, config(architecture, **fields))
+
+    train("first")
+    train("seed", train__seed=7)
+    for name, changes in {
+        "wider": {"width": 32},
+        "shorter": {"train__steps": 6},
+        "baseline": {"architecture": "transformer"},
+    }.items():
+        train(name, **changes, optimizer__learning_rate=1e-3)
+    assert read_points(f"{tmp_path}/*", "loss")[1] == []
+    train("rate", optimizer__learning_rate=1e-3)
+    train("arm", model__head_norm="none")
+    [note] = read_points(f"{tmp_path}/*", "loss")[1]
+    assert note.startswith("diff: runs of about the same size and length differ in model.head_norm, optimizer.learning")
+
+
 @pytest.mark.long
 def test_runs_with_different_tokenizers_are_fitted_by_bits_per_byte_only(config, tmp_path):
     pattern = sweep(config, tmp_path / "runs")
