@@ -5,6 +5,7 @@
 # make study:      run all studies of docs/results.md and docs/exploratory.md, which also choose the settings. A day.
 # make novels:     fetch public-domain novels, and prepare them for training and tests. With NOVELS=--input=FOLDER, use
 #                  your own texts; with NOVELS=--mirror=URL, another server (benchmarks/novels.py).
+# make books:      prepare the text of the exploratory studies (BOOKS, by default the novels), and count its bigrams.
 # make docs:       build the documentation site in build/site, and check the links of all pages.
 # make chaos:      kill, freeze and corrupt training runs, FAULTS=200 times. SEED=… repeats the faults of an earlier
 #                  call, and RUN=… only one of its runs.
@@ -35,7 +36,7 @@ ARMS = transformer,transformer-8x256,transformer-8x256-norm,diff,diff-no_norm,di
 ONE_CORE = env JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_multi_thread_eigen=false
 SWEEP = $(ONE_CORE) $(BIN)/python -m difftx sweep --config=configs/toy.py
 
-.PHONY: quickstart reproduce study novels study-controls study-arms study-toy study-transfer study-optimizers \
+.PHONY: quickstart reproduce study novels books study-controls study-arms study-toy study-transfer study-optimizers \
 	study-differential study-cache test test-long test-compile test-exhaustive test-lowest platforms \
 	parity chaos docs lint format
 
@@ -135,6 +136,8 @@ stores/%.bigrams: stores/%/meta.json
 	$(BIN)/python -m difftx data bigrams stores/$* --out=$@
 
 novels: stores/novels.bigrams stores/novels-test/meta.json
+
+books: stores/books.bigrams
 
 stores/novels-text/record.json: benchmarks/novels.json | .venv/.installed
 	$(BIN)/python benchmarks/novels.py --out=$(@D) $(NOVELS)

@@ -68,7 +68,7 @@ piece() {
       arm=transformer,transformer-8x256,transformer-8x256-norm,diff,diff-no_norm,diff-lambda_0.8,diff-lambda_0.5,diff_v2
       seed=0,1,2)
     runs=${RUNS:-runs/small}
-    books=${BOOKS:-../shared/data/books}
+    books=${BOOKS:-stores/novels-text}
     # An existing store is kept.
     python -m difftx prepare --input="$books/train.jsonl.gz" --valid_input="$books/valid.jsonl.gz" --tokenizer=bytes \
       --out=stores/books || return

@@ -111,7 +111,9 @@ def measure(spec: str, config: Config, *, rounds: int, steps: int, profile: Path
     if multihost.is_primary():
         console = rich.console.Console(width=160)
         console.print(format_table(spec, contestants, f"medians of {rounds} rounds of {steps}"))
-        console.print("model FLOPs a token = 6 N + 12 L T d (causal: 6 L T d); MFU = model FLOP/s / (devices × peak)")
+        console.print(
+            "model FLOPs a token = 6 N + 12 L T d_model (causal: 6 L T d_model); MFU = model FLOP/s / (devices × peak)"
+        )
     if profile is not None:
         for contestant in contestants:
             with jax.profiler.trace(str(profile / contestant.config.model.architecture)):

@@ -5,7 +5,7 @@ Command:  make quickstart
           python train.py --config=configs/quickstart.py:diff --workdir=runs/quickstart/diff
           python train.py --config=configs/quickstart.py:transformer --workdir=runs/quickstart/transformer
           In place of `diff`, write any value of `model.architecture`. All have as many parameters.
-Hardware: 2 CPU cores, about 3 minutes per model. Result: README.md shows a real run.
+Hardware: 2 CPU cores, 2 to 3 minutes per model. Result: docs/getting-started.md shows a real run.
 """
 
 from ml_collections import ConfigDict

@@ -58,7 +58,7 @@ def _recall(c: ConfigDict) -> None:
 
 def _books(c: ConfigDict) -> None:
     c.model.vocab_size = 264  # 256 bytes and <|endoftext|>, rounded up to a multiple of 8.
-    c.data.path = "stores/books"  # `make reproduce` writes this store.
+    c.data.path = "stores/books"  # `make books` writes this store and the counts.
     c.data.sequence_length = 1024
     c.train.steps = 7000
     c.eval.suites = ("loss", "recall", "needle", "attention", "outliers")

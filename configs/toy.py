@@ -2,8 +2,8 @@
 
 Paper:    arXiv 2410.05258; the protocol of §3.2 (equal parameters and tokens, the same data order, linear warm-up and
           decay) and the arms of Table 6, at a ten-thousandth of their size.
-Command:  make reproduce    # all arms, both tasks, three seeds; compares with docs/exploratory.md
-          make study        # the sweeps that the learning rates below and the initialisation come from
+Command:  make study-arms   # all arms, both tasks, three seeds; compares with docs/exploratory.md
+          make study-toy    # the sweeps that the learning rates below and the initialisation come from
           python train.py --config=configs/toy.py:recall-diff --workdir=runs/toy
           python -m difftx sweep --config=configs/toy.py --grid task=books arm=diff,transformer seed=0,1 --out=runs/toy
 Protocol: books: half a million bytes drawn from 160 novels. books-0.8m: the same data with a larger model. recall: rows
@@ -98,7 +98,7 @@ def _recall_easy(c: ConfigDict) -> int:
 
 def _books(c: ConfigDict) -> int:
     """Set the fields of the task books, and return the Transformer's number of heads."""
-    c.data.path = "stores/books"  # `make reproduce` writes this store.
+    c.data.path = "stores/books"  # `make books` writes this store and the counts.
     c.data.sequence_length = 128
     c.train.global_batch_tokens = 1024
     c.train.steps = 500

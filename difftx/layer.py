@@ -56,8 +56,8 @@ class AttentionLayer(nnx.Module):
         rngs: Source of random numbers for the initial weights, such as `nnx.Rngs(0)`.
         layer: Index l = 1, 2, … of the layer in the model, for λ_init = 0.8 - 0.6 exp(-0.3 (l - 1)).
         fields: Further fields of `ModelConfig`, such as `num_kv_heads`, `head_dim`, `window` or `rope_theta`
-            (docs/config.md). `head_norm` is "rms_affine" for differential attention and "none" for softmax attention,
-            unless it is given.
+            (docs/config.md). Unless it is given, `head_norm` is "rms_affine" for diff, gda and signed_mask, and "none"
+            for the other architectures.
 
     Raises:
         UserError: An argument, or an input of a call, is invalid.

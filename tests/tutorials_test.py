@@ -125,7 +125,7 @@ def test_huggingface(place):
 def test_compare_and_report(place):
     *pair, sweep, seeds, scaling = lines_of("tutorials/compare.md")
     for line in pair:
-        run(place, line, data__sequence_length="512", train__global_batch_tokens="1024")
+        run(place, line, data__sequence_length="256", train__global_batch_tokens="1024")
     assert (place / "figures" / "curves.png").is_file()
     details = json.loads((place / "runs" / "pair" / "diff" / "evals" / "attention" / "6.json").read_text())["details"]
     assert len(details["by_layer"]["cosine_answer"]) == 2  # A1 and A2 of each layer.
@@ -149,7 +149,7 @@ def test_evaluate(place):
     steps = {path.name for path in (place / "runs" / "mine" / "evals" / "loss").glob("*.json")}
     assert steps >= {"3.json", "6.json"}
     for line in others:
-        run(place, line, data__sequence_length="512", train__global_batch_tokens="1024")
+        run(place, line, data__sequence_length="256", train__global_batch_tokens="1024")
     assert {"recall", "needle"} <= {path.name for path in (place / "runs" / "corpus" / "evals").iterdir()}
 
 

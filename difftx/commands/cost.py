@@ -35,7 +35,7 @@ def format_cost(config: Config) -> str:
         f"training {steps:,} steps of {batch:,} tokens = {steps * batch:,}; rows of {length:,} tokens",
         f"rate     {config.optimizer.name}, peak learning rate {config.optimizer.learning_rate:g} after a warm-up of "
         f"{warmup:,} steps, schedule {config.optimizer.schedule}{base}",
-        f"compute  {full:.3g} FLOPs per token (6 N + 12 L T d; {halved:.3g} if causal attention is counted as half), "
+        f"compute  {full:.3g} FLOPs per token (6 N + 12 L T d_model; {halved:.3g} if causal attention counts as half), "
         f"{full * steps * batch:.3g} in all",
         f"memory   {format_bytes(memory.state)} of train state and gradients, and about "
         f"{format_bytes(memory.activations)} of activations per device; mesh {dict(mesh.shape)} of "

@@ -367,7 +367,7 @@ class EvalConfig(Extensible, path="eval"):
     suites: tuple[str, ...] = ("loss",)
     """Suites that the training loop runs. `difftx eval --list` lists all suites."""
     loss_tokens: Positive[int] = 1_048_576
-    """Suites loss and recall: largest number of tokens of each validation set."""
+    """Suites loss, recall and test: largest number of tokens of each validation set, or of the test text."""
     recall_max_bigram_count: NotNegative[int] = 1250
     """Suite recall: largest number of times that the training data may contain the bigram of an AR-Hit (Zoology)."""
     bigrams_path: str | None = None

@@ -32,7 +32,7 @@ PRESETS = (
     Preset(kind="TPU v5", parameters=8e9, fsdp=8, tensor=1, remat="dots", tokens=16_384),  # v5p:2x2x4, 4x4x4
     Preset(kind="TPU v5", parameters=14e9, fsdp=16, tensor=1, remat="dots", tokens=8192),  # v5p:4x4x4
     Preset(kind="TPU v4", parameters=14e9, fsdp=16, tensor=1, remat="full", tokens=8192),  # Not compiled.
-    Preset(kind="TPU v6", parameters=14e9, fsdp=16, tensor=1, remat="full", tokens=8192),  # Not compiled.
+    Preset(kind="TPU v6", parameters=14e9, fsdp=16, tensor=1, remat="full", tokens=8192),  # v6e:8x8, for 2.8B only.
     Preset(kind="NVIDIA H200", parameters=4e9, fsdp=8, tensor=1, remat="dots", tokens=16_384),  # Estimated, not run.
     Preset(kind="NVIDIA H200", parameters=14e9, fsdp=16, tensor=1, remat="full", tokens=16_384),  # Estimated, not run.
     Preset(kind="NVIDIA H100", parameters=14e9, fsdp=32, tensor=1, remat="full", tokens=8192),  # Estimated, not run.

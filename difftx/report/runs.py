@@ -99,7 +99,7 @@ class RunRecord:
     def progress(self, steps: Sequence[int]) -> dict[XAxis, list[float]]:
         """Return the value of each quantity of `X_AXES` after each of the given steps, which must be ascending.
 
-        FLOPs are model FLOPs, 6 N + 12 L T d per token. Seconds count training steps, but not evaluation and saving.
+        FLOPs are model FLOPs, 6 N + 12 L T d_model per token. Seconds count training steps, not evaluation and saving.
         """
         rows = self.split("train")
         logged = np.array([row["step"] for row in rows])
