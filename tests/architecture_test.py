@@ -1,4 +1,4 @@
-"""The house rules that a program can check: imports run one way, files stay small."""
+"""Rules of the architecture that a program can check: the direction of imports and the size of the entry points."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "difftx"
 
-# The table of packages in docs/design.md, from the bottom up: a file imports only what comes before it, or its package.
+# The table of packages in docs/design.md, from the bottom up. A file imports only earlier packages and its own package.
 TABLE = (ROOT / "docs/design.md").read_text().partition("## 2. Packages")[2].partition("\n## ")[0]
 ROWS = [line.split("|")[1] for line in TABLE.splitlines() if line.startswith("| `difftx/")]
 ORDER = list(
@@ -21,7 +21,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 def imported_packages(path: Path) -> set[str]:
     names = set()
     tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):  # What only a type checker imports is not imported when the program runs.
+    for node in ast.walk(tree):  # Imports for type checkers do not run.
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             node.body = []
     for node in ast.walk(tree):

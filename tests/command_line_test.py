@@ -1,4 +1,4 @@
-"""Overrides behave as in ml_collections.config_flags, which the first test asks itself."""
+"""Overrides of config fields. The first test compares them with those of ml_collections.config_flags."""
 
 import subprocess
 import sys
@@ -47,11 +47,11 @@ def recipe(tmp_path):
 
 
 @pytest.mark.parametrize("arguments", ACCEPTED, ids=" ".join)
-def test_overrides_mean_what_config_flags_makes_of_them(recipe, arguments, monkeypatch):
+def test_overrides_equal_those_of_config_flags(recipe, arguments, monkeypatch):
     path = recipe("pass")
     values = absl_flags.FlagValues()
     config_flags.DEFINE_config_file("config", flag_values=values)
-    monkeypatch.setattr(sys, "argv", ["program", f"--config={path}", *arguments])  # config_flags reads it.
+    monkeypatch.setattr(sys, "argv", ["program", f"--config={path}", *arguments])  # config_flags reads sys.argv.
     values(sys.argv)
     expected = values.config.to_dict()
     ours = load_config(path, parse_overrides(arguments, "config"))
@@ -92,7 +92,7 @@ def test_a_field_reference_follows_an_override(recipe):
     assert load_config(path, {"train.steps": "30", "optimizer.warmup_steps": "4"}).optimizer.warmup_steps == 4
 
 
-def test_a_required_placeholder_is_filled_by_its_flag_and_named_without(recipe):
+def test_a_required_placeholder_requires_its_flag(recipe):
     path = recipe("c.train.steps = config_dict.required_placeholder(int)")
     assert load_config(path, {"train.steps": "400"}).train.steps == 400
     with pytest.raises(UserError, match=r"--config\.FIELD=value"):
@@ -111,7 +111,7 @@ def test_a_required_placeholder_is_filled_by_its_flag_and_named_without(recipe):
         (["stray"], "is not understood"),
     ],
 )
-def test_what_is_no_override_is_refused_in_one_line(arguments, expected):
+def test_invalid_overrides_are_rejected_in_one_line(arguments, expected):
     with pytest.raises(UserError, match=expected) as error:
         parse_overrides(arguments, "config")
     assert "\n" not in str(error.value)
@@ -129,7 +129,7 @@ def test_recipes_are_found_by_name_and_by_path():
 
 @pytest.mark.long
 def test_a_recipe_imports_its_base_in_any_folder(tmp_path):
-    """The line that the recipes of difftx use works in a user's own file, from another working directory."""
+    """The import line of difftx's recipes works in a user's own file and in another working directory."""
     path = tmp_path / "mine.py"
     path.write_text(
         "from difftx.configs import quickstart\n\n\ndef get_config(name='diff'):\n"

@@ -1,4 +1,4 @@
-"""train.py, eval.py, `difftx` and make, as a user calls them. Most run in forks, some in new interpreters."""
+"""train.py, eval.py, `difftx` and make, as a user calls them. Most calls run in forks, some in new interpreters."""
 
 import importlib
 import json
@@ -75,7 +75,7 @@ def training_of(architecture, folder):
         ([], "--workdir is needed"),
     ],
 )
-def test_a_mistake_ends_with_2_and_its_reason(flags, message):
+def test_a_user_error_exits_with_code_2_and_its_reason(flags, message):
     result = train(*flags)
     assert result.returncode == 2
     assert message in result.stderr
@@ -115,7 +115,7 @@ def test_dry_run_of_a_paper_config_prints_its_cost_before_it_asks_for_data():
     ("recipe", "flags", "warning"),
     [
         ("transformer", ["model.d_model=256"], None),
-        ("diff", ["model.d_model=256", "model.mlp_dim=680"], None),  # A change that all models of a comparison share.
+        ("diff", ["model.d_model=256", "model.mlp_dim=680"], None),  # All models of a comparison may share this change.
         (
             "diff",
             ["model.architecture=transformer"],
@@ -131,7 +131,7 @@ def test_dry_run_of_a_paper_config_prints_its_cost_before_it_asks_for_data():
             "--config.model.mlp_dim=296",
         ),
         ("gda", ["model.d_model=256"], "model.mlp_dim=360, not 384; 2,094,848 parameters, not 2,168,576"),
-        ("gda", ["model.d_model=256", "model.mlp_dim=384"], None),  # The proposed fix.
+        ("gda", ["model.d_model=256", "model.mlp_dim=384"], None),  # The fix that the warning above proposes.
         (
             "gdla",
             ["model.output_gate=true"],
@@ -149,7 +149,7 @@ def test_a_dry_run_compares_the_model_with_its_transformer(recipe, flags, warnin
     assert warning is None or warning in found[0]
 
 
-def test_a_recipe_that_resizes_a_matched_model_is_named(trained, tmp_path):
+def test_a_dry_run_warns_if_a_recipe_resizes_a_matched_model(trained, tmp_path):
     recipe = tmp_path / "own.py"
     lines = ["c = quickstart.get_config('gda')", "c.model.d_model = 256", f"c.data.path = '{trained / 'text.txt'}'"]
     body = "".join(f"    {line}\n" for line in [*lines, "return c"])
@@ -166,7 +166,7 @@ def test_eval_suites(trained):
     newest = json.loads((workdir / "evals" / "loss" / "6.json").read_text())
     rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     in_loop = [row for row in rows if row["split"] == "valid" and row["step"] == 6]
-    assert newest["numbers"]["loss"] == in_loop[0]["loss"]  # The same code path, bit for bit.
+    assert newest["numbers"]["loss"] == in_loop[0]["loss"]  # Both use the same code path, and are equal bit for bit.
     assert "evals/loss/6.json was made with the same settings" in result.stdout
     result = run("eval.py", f"--workdir={workdir}", "--suite=loss", "--step=all", "--mesh.data=-1", "--mesh.fsdp=1")
     assert result.returncode == 0, result.stderr
@@ -197,7 +197,7 @@ def test_eval_report(both_trained):
 
 
 @pytest.mark.long
-def test_report_is_eval_report(both_trained):
+def test_difftx_report_equals_eval_report(both_trained):
     runs, page = both_trained / "runs", both_trained / "page" / "same.html"
     both = f"--workdir={runs}/diff,{runs}/transformer"
     assert run("difftx", "report", both, f"--out={page}").stdout.strip() == str(page)
@@ -208,7 +208,7 @@ def test_report_is_eval_report(both_trained):
         for path in (page, runs / "diff" / "report.html")
     ]
     assert pages[0] == pages[1]
-    # The folder of the runs, as of a sweep, and a glob.
+    # The flag also accepts a folder of runs, such as a sweep's, and a glob.
     for runs_flag in (f"--workdir={runs}", f"--workdir={runs}/*"):
         assert run("difftx", "report", runs_flag, f"--out={page}").returncode == 0
         assert "difftx report: transformer and diff" in page.read_text()
@@ -223,7 +223,7 @@ def test_report_is_eval_report(both_trained):
         assert message in result.stderr
 
 
-def test_the_command_train_is_train_py(trained):
+def test_difftx_train_equals_train_py(trained):
     flags = ["--config=configs/quickstart.py:diff", "--print_config", "--config.train.seed=3"]
     by_file = run("train.py", *flags)
     by_name = run("difftx", "train", "--config=quickstart:diff", *flags[1:])
@@ -245,7 +245,7 @@ def test_the_command_train_is_train_py(trained):
 
 @pytest.mark.long
 def test_eval_scaling(tmp_path):
-    losses = {"diff": 0.7, "transformer": 1.0}  # What they need of each other's size.
+    losses = {"diff": 0.7, "transformer": 1.0}  # Share of the Transformer's size that reaches an equal loss.
     points = [
         {"architecture": name, "size": size, "tokens": 1e10, "loss": 2 + (size / share / 1e9) ** -0.3}
         for name, share in losses.items()
@@ -258,8 +258,8 @@ def test_eval_scaling(tmp_path):
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"scaling_size.png", "scaling_size.svg", "scaling.json"}
 
 
-def test_eval_mistakes(trained, tmp_path, monkeypatch, capsys):
-    """The first as a user meets it; the others in this process, which has imported all that is slow."""
+def test_user_errors_of_eval(trained, tmp_path, monkeypatch, capsys):
+    """Run the first case in a new interpreter, and the others in this process, which has imported the slow modules."""
     workdir = trained / "runs" / "diff"
     shutil.copy(workdir / "manifest.json", tmp_path)
     (tmp_path / "config.json").write_text("{")
@@ -306,7 +306,7 @@ def test_eval_lists_its_suites():
 
 @pytest.mark.parametrize("flags", [[], ["--help"], ["--version"], ["trian"]])
 def test_the_overview_of_commands_imports_only_the_standard_library(flags):
-    # -S: a Python that has the standard library alone.
+    # With -S, Python can import only the standard library and difftx.
     result = run_new("-S", "-m", "difftx", *flags)
     if flags == ["trian"]:
         assert result.returncode == 2
@@ -355,14 +355,14 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     assert done.stderr.startswith(f"error: {message}")
 
 
-def test_an_old_python_gets_one_line(tmp_path):
+def test_make_rejects_an_old_python(tmp_path):
     """With only an old python3 in PATH, make prints what to install."""
     (tmp_path / "bin").mkdir()
     for tool in ("sh", "bash", "make", "test", "echo", "rm", "touch"):
         if found := shutil.which(tool):
             (tmp_path / "bin" / tool).symlink_to(found)
     old = tmp_path / "bin" / "python3"
-    old.write_text("#!/bin/sh\nexit 1\n")  # What `sys.exit(sys.version_info < (3, 12))` comes to in 3.11.
+    old.write_text("#!/bin/sh\nexit 1\n")  # As `sys.exit(sys.version_info < (3, 12))` does in Python 3.11.
     old.chmod(0o755)
     clone = tmp_path / "clone"
     clone.mkdir()

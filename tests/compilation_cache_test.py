@@ -13,7 +13,7 @@ from difftx.errors import UserError
 
 
 def train(folder, name, *, cache_home, **fields):
-    """Train a run in `folder`, and return its losses and what it printed as errors."""
+    """Train a run in `folder`, and return its losses and its stderr without the log of JAX."""
     # Little more than the step is compiled.
     flags = TINY | {"model.num_layers": "1", "eval.suites": "", "logging.tensorboard": "false"}
     flags |= {"data.path": write_text(folder / "text.txt"), "train.compilation_cache": "auto"} | fields
@@ -26,7 +26,7 @@ def train(folder, name, *, cache_home, **fields):
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if row["split"] == "train"]
     lines = result.stderr.splitlines()
-    # The loop compiles the step in advance, for the shapes and shardings that it will have.
+    # The loop compiles the step in advance, for its final shapes and shardings.
     assert sum("Compiling jit(step)" in line for line in lines) == 1
     return losses, "\n".join(line for line in lines if not line.startswith("WARNING:jax._src"))
 
@@ -53,7 +53,7 @@ def test_a_second_training_compiles_nothing_new(tmp_path):
 
 
 @pytest.mark.long
-def test_the_field_moves_the_cache_or_switches_it_off(tmp_path):
+def test_the_config_field_moves_or_disables_the_cache(tmp_path):
     home, moved = tmp_path / "home", tmp_path / "moved"
     train(tmp_path, "off", cache_home=home, **{"train.compilation_cache": "off"})
     assert entries(home) == set()
@@ -63,7 +63,7 @@ def test_the_field_moves_the_cache_or_switches_it_off(tmp_path):
 
 
 @pytest.mark.long
-def test_a_training_without_a_place_for_the_cache_runs(tmp_path):
+def test_training_runs_without_a_writable_cache_folder(tmp_path):
     home = tmp_path / "home"
     home.write_text("a file, in which no folder can be made")
     _, errors = train(tmp_path, "run", cache_home=home)
@@ -79,7 +79,7 @@ def variables(monkeypatch):
     return monkeypatch
 
 
-def test_the_variables_of_jax_take_precedence_over_auto_alone(tmp_path, variables):
+def test_variables_of_jax_take_precedence_only_over_auto(tmp_path, variables):
     variables.setenv("JAX_COMPILATION_CACHE_DIR", "chosen")
     variables.setenv("XDG_CACHE_HOME", str(tmp_path))
     compilation_cache.enable()

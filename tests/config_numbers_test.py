@@ -1,4 +1,4 @@
-"""Numbers that no field can have, and fields that the chosen architecture does not read."""
+"""Numbers that no field accepts, and fields that the architecture does not use."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ CONFIG = load_config(QUICKSTART, {})
 
 
 def fields_of(cls, kind, prefix=""):
-    """Yield the names of all fields of a type, of optional ones too, outside of lists."""
+    """Yield the names of all fields of a type outside of lists, including optional fields."""
     for name, hint in typing.get_type_hints(cls).items():
         if dataclasses.is_dataclass(hint):
             yield from fields_of(hint, kind, f"{prefix}{name}.")
@@ -31,7 +31,7 @@ def fields_of(cls, kind, prefix=""):
 
 
 FLOATS, INTEGERS = (list(fields_of(Config, kind)) for kind in (float, int))
-SIGNED = {"model.lambda_init", "model.post_scale"}  # Of the floats; of the integers a mesh axis.
+SIGNED = {"model.lambda_init", "model.post_scale"}  # Floats that may be negative. Of the integers, mesh axes may be -1.
 
 
 def test_the_fields_are_found():
@@ -76,12 +76,12 @@ def test_numbers_in_a_config_file_and_in_lists_are_checked_alike(tmp_path):
 
 
 @pytest.mark.parametrize("field", ["model.d_model", "model.vocab_size", "data.sequence_length", "train.seed"])
-def test_sizes_that_no_array_has_are_refused_at_once(field):
+def test_impossibly_large_sizes_are_rejected(field):
     with pytest.raises(UserError, match=rf"{field}=4611686018427387904 must"):
         load_config(QUICKSTART, {field: str(2**62)})
 
 
-def test_heads_of_a_large_prime_width_are_answered_at_once():
+def test_heads_that_do_not_divide_a_large_prime_are_rejected_quickly():
     with pytest.raises(UserError, match=r"4 sub-heads do not divide d_model=2147483647"):
         load_config(QUICKSTART, {"model.d_model": str(2**31 - 1)})
     assert divisors(360) == [n for n in range(1, 361) if 360 % n == 0]
@@ -111,7 +111,7 @@ VALUES = {
 
 @pytest.mark.parametrize("architecture", EVERY)
 def test_a_field_that_an_architecture_does_not_read_is_refused(architecture):
-    config = load_config(f"{QUICKSTART}:{architecture}", {})  # Its defaults do not trip.
+    config = load_config(f"{QUICKSTART}:{architecture}", {})  # The defaults of the architecture are accepted.
     assert {*VALUES, "signal_heads", "output_gate", "top_k"} == {*SPECIFIC_FIELDS}
     for field, value in VALUES.items():
         if architecture in READERS[field]:
@@ -130,8 +130,8 @@ def test_every_config_of_every_arm_still_loads():
     load_config(f"{QUICKSTART}:diff_fixed_lambda", {})
 
 
-def test_the_counterpart_of_a_model_with_fields_of_its_own_has_none():
-    # A fixed λ has no bound.
+def test_the_counterpart_resets_architecture_specific_fields():
+    # `lambda_learned` is left out, because a fixed λ accepts no bound.
     fields = ("lambda_init", "lambda_std", "lambda_bound", "post_scale")
     changes = {f"model.{field}": str(VALUES[field]) for field in fields}
     other = counterpart(load_config(f"{QUICKSTART}:diff", changes))

@@ -49,7 +49,7 @@ def test_every_config_is_valid_and_survives_json(spec):
     assert model.num_heads * model.groups * model.d_head == model.d_model
 
 
-def test_a_shorter_quickstart_needs_no_other_warm_up():
+def test_a_shorter_quickstart_has_a_shorter_warmup():
     assert load_config("quickstart:diff", {}).warmup_steps == 275
     assert load_config("quickstart:diff", {"train.steps": "40"}).warmup_steps == 20
 
@@ -69,7 +69,7 @@ def test_matched_models_have_equal_head_width():
         *((f"small.py:books-{size}", toy.ARMS) for size in small.SIZES),
     ],
 )
-def test_arms_have_as_many_parameters_and_tokens(spec, arms):
+def test_arms_have_equal_parameters_and_tokens(spec, arms):
     configs = [load_config(f"{ROOT / 'configs' / spec}-{arm}", {}) for arm in arms]
     counts = [count_parameters(config.model).total for config in configs]
     assert max(counts) < 1.01 * min(counts)
@@ -77,7 +77,7 @@ def test_arms_have_as_many_parameters_and_tokens(spec, arms):
 
 
 @pytest.mark.parametrize("arm", toy.ARMS)
-def test_an_arm_of_a_recipe_differs_on_purpose_and_is_no_warning(arm):
+def test_an_arm_of_a_recipe_causes_no_warning(arm):
     spec = f"{ROOT / 'configs' / 'toy.py'}:books-{arm}"
     assert matching_warning(load_config(spec, {}), matched_by(spec)) is None
 
@@ -97,7 +97,10 @@ def test_a_recipe_by_size_has_the_parameters_and_heads_that_it_promises(size):
 
 
 def test_a_recipe_by_size_follows_the_power_laws():
-    """Computed by hand for C = 6 · 340e6 · 6.8e9 = 1.387e19: batch 5.33e5 tokens, learning rate 1.262e-3."""
+    """The expected values are computed by hand for C = 6 · 340e6 · 6.8e9 = 1.387e19.
+
+    The laws give a batch of 5.33e5 tokens and a learning rate of 1.262e-3.
+    """
     config = load_config(f"{ROOT / 'configs' / 'by_size.py'}:diff-340m", {})
     assert config.train.global_batch_tokens == 2**19
     assert config.optimizer.learning_rate == 1.3e-3
@@ -204,8 +207,11 @@ def test_a_wrong_config_file_names_field_or_line(tmp_path, line, expected):
         ({"warmup_fraction": 0.5, "warmup_steps": None}, {}, 200),
     ],
 )
-def test_of_steps_and_fraction_the_one_that_is_set_last_holds(tmp_path, recipe, overrides, steps):
-    """In a recipe that changes another, and on the command line; the length of the run comes last of all."""
+def test_the_last_set_of_warmup_steps_and_warmup_fraction_takes_effect(tmp_path, recipe, overrides, steps):
+    """The field that is set last takes effect, in a recipe that changes another recipe and on the command line.
+
+    The number of steps is set after both fields.
+    """
     changes = "".join(f"    c.optimizer.{name} = {value}\n" for name, value in recipe.items())
     path = tmp_path / "recipe.py"
     path.write_text(
@@ -217,7 +223,7 @@ def test_of_steps_and_fraction_the_one_that_is_set_last_holds(tmp_path, recipe, 
     assert config.warmup_steps == steps
     assert config_from_dict(json.loads(config.to_json())) == config
     assert override(config, {"optimizer.warmup_fraction": "0.1"}).warmup_steps == 40
-    assert config_from_dict({"optimizer": {"warmup_fraction": 0.5}}).warmup_steps == 20_000  # Instead of the default.
+    assert config_from_dict({"optimizer": {"warmup_fraction": 0.5}}).warmup_steps == 20_000  # Replaces the default.
 
 
 def test_missing_fields_take_the_defaults_of_the_schema():
@@ -253,7 +259,7 @@ class Bleu:
     """Number of samples."""
 
 
-def test_an_added_group_is_read_written_overridden_and_described(monkeypatch):
+def test_an_added_group_is_read_written_and_overridden(monkeypatch):
     monkeypatch.setattr(fields, "_added", {})
     with pytest.raises(UserError, match=r"eval\.bleu\.samples: no such field|eval\.bleu: no such field"):
         load_config(QUICKSTART, {"eval.bleu.samples": "5"})
@@ -336,8 +342,8 @@ OURS = ("quickstart.py:diff", "toy.py:books-diff", "small.py:books-10m-diff")
 
 
 @pytest.mark.parametrize(("specs", "zero"), [(PAPERS, False), (OURS, True)])
-def test_the_papers_configs_start_as_the_official_code(specs, zero):
-    """What small models do better with at 0.1M parameters is not put into the paper's configs."""
+def test_the_papers_configs_initialise_as_the_official_code(specs, zero):
+    """The paper's configs do not have the initialisation that is better at 0.1M parameters."""
     models = [load_config(str(ROOT / "configs" / spec), {}).model for spec in specs]
     assert {(m.init, m.zero_init_output) for m in models} == {("fan_in", zero)}
 
@@ -355,7 +361,7 @@ LOCAL_FIELDS = ("data.cache_path", "eval.bigrams_path", "eval.harness.data_path"
 
 
 def test_paths_are_checked_when_a_config_is_built(monkeypatch):
-    """Also those of suites that do not run."""
+    """Paths of suites that do not run are checked too."""
     tasks = {
         "eval.icl.tasks": '[{"name": "a", "train": "x", "test": "y", "text": "t", "label": "l", '
         '"text_word": "T", "label_word": "L"}]',

@@ -22,7 +22,7 @@ SHORT = {
     "logging.every_steps": "1",
     "logging.tensorboard": "false",
 }
-FIELDS = {  # By the recipe of a command.
+FIELDS = {  # Recipe of a command → fields of the config.
     "quickstart": TINY | SHORT | {"data.path": "text.txt", "data.sequence_length": LENGTH, "model.num_heads": "4"},
     "differentialize:": SHORT,
     "differentialize": {
@@ -45,10 +45,10 @@ def place(tmp_path):
 
 
 def run(place, line, *more):
-    """Execute a command of the page with tiny sizes; return what it printed."""
+    """Execute a command of the page with tiny sizes, and return its output."""
     recipe = re.search(r"--config=(\w+:?)", line)
     fields = FIELDS["quickstart" if "quickstart" in line else recipe[1]] if recipe else {}
-    flags = [f"--config.{name}={value}" for name, value in fields.items()]  # These also replace what the line sets.
+    flags = [f"--config.{name}={value}" for name, value in fields.items()]  # Also override fields that the line sets.
     return run_command(place, line, *flags, *(NEEDLE if "needle" in line else []), *more)
 
 
@@ -60,7 +60,7 @@ def numbers(workdir, suite, step):
     return json.loads((workdir / "evals" / suite / f"{step}.json").read_text())["numbers"]
 
 
-def test_the_page_has_as_many_commands_as_are_executed():
+def test_the_page_has_the_expected_numbers_of_commands():
     assert [len(lines) for lines in COMMANDS] == [4, 2, 2, 2, 3, 1]
 
 
@@ -70,7 +70,7 @@ def test_a_run_is_converted_checked_trained_and_evaluated(place):
     runs = place / "runs"
     run(place, train)
     said = run(place, zero_branch)
-    # In each of two layers: W_Q2 and W_K2, four λ vectors, and the progress.
+    # Each of the two layers gets W_Q2 and W_K2, four λ vectors, and the progress.
     before, added, after = (
         int(n.replace(",", "")) for n in re.search(r"parameters: (\S+) in .*, (\S+) added, (\S+) now", said).groups()
     )

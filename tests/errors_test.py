@@ -25,7 +25,7 @@ run_command(main)
 
 
 @pytest.mark.parametrize(("filename", "shown"), [("run/config.json", "run/config.json: "), (None, "")])
-def test_a_full_disk_is_one_line_and_the_end(filename, shown):
+def test_a_full_disk_ends_the_process_with_one_line(filename, shown):
     script = FULL.format(number=errno.ENOSPC, filename=filename)
     result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 1
@@ -40,7 +40,7 @@ def test_other_errors_of_the_system_keep_their_traceback():
         run_command(main)
 
 
-def test_what_steers_a_terminal_is_escaped_and_nothing_else():
+def test_only_characters_that_control_a_terminal_are_escaped():
     escaped = printable(HOSTILE)
     assert escaped == r"\x1b]0;title\x07\x9b31m\x7f\x00\r\x0b\u202e\u2066\u200f\udcff"
     assert escaped.isprintable()
@@ -68,7 +68,7 @@ def test_messages_are_one_printable_line(kind):
         (errno.EBUSY, RunError, "when that has passed, run the same command again"),
     ],
 )
-def test_the_systems_errors_by_who_can_correct_them(number, kind, advice):
+def test_system_errors_become_user_errors_or_run_errors(number, kind, advice):
     explanation = explained(OSError(number, os.strerror(number), "run/x"))
     assert type(explanation) is kind
     assert str(explanation) == f"run/x: {os.strerror(number)}; {advice}"
@@ -90,7 +90,7 @@ def test_programming_errors_keep_their_traceback():
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
-        ("optimizer.lr", "optimizer.learning_rate"),  # difflib alone: optimizer.b2
+        ("optimizer.lr", "optimizer.learning_rate"),  # difflib alone suggests optimizer.b2.
         ("lr", "optimizer.learning_rate"),
         ("optimizer.wd", "optimizer.weight_decay"),
         ("optimizer.warmup", "optimizer.warmup_steps"),
@@ -108,13 +108,13 @@ def test_did_you_mean(name, meant):
     assert did_you_mean(name, known) == f" Did you mean {meant!r}?"
 
 
-def test_what_is_missing_is_installed_from_the_source_tree():
+def test_the_install_hint_names_the_source_tree():
     assert install_hint("eval") == f"{sys.executable} -m pip install -e '{ROOT}[eval]'"
 
 
 @pytest.mark.parametrize("command", [["train.py", "--help"], ["eval.py", "--list"], ["-m", "difftx", "generate"]])
-def test_without_the_environment_one_line_says_how_to_make_it(command):
-    # -S: a Python that has the standard library alone.
+def test_missing_dependencies_are_reported_in_one_line(command):
+    # With -S, Python can import only the standard library and difftx.
     result = subprocess.run(
         [sys.executable, "-S", *command], cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ""}
     )
@@ -125,7 +125,7 @@ def test_without_the_environment_one_line_says_how_to_make_it(command):
 
 
 def test_an_installed_difftx_does_not_name_the_source_tree(tmp_path, monkeypatch):
-    monkeypatch.setattr(errors, "SOURCE", tmp_path)  # As site-packages: without requirements.txt.
+    monkeypatch.setattr(errors, "SOURCE", tmp_path)  # Like site-packages, this folder has no requirements.txt.
     message = str(explained(ModuleNotFoundError("x", name="optax")))
     assert (
         message == f"{sys.executable} has no module 'optax': install the wheel of difftx again, with its dependencies"

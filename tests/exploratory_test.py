@@ -52,13 +52,13 @@ def test_contrasts_are_printed_with_their_intervals(arm, reference):
 
 
 def converted(arm):
-    """Return mean and half-width of an arm's differences from the Transformer that was trained on, on books."""
+    """Return mean and half-width of an arm's differences from the Transformer with continued training, on books."""
     return interval(*(of_arm("books-0.8m", name, study="differential") for name in (arm, "transformer")))
 
 
 @pytest.mark.parametrize("arm", ["zero-branch", "dex", "split"])
 def test_the_study_of_converted_models_has_its_contrasts(arm):
-    """Each arm has the rate that is best on the tuned seed, and its tried rates include half and twice that."""
+    """Each arm has the best rate of the tuning seed. The rates that were tried include half and twice that rate."""
     mean, half = converted(arm)
     prose = " ".join(PAGE.partition("## From a Transformer")[2].split())
     assert re.search(rf"`{arm}` − `transformer` (is )?{re.escape(f'{mean:+.3f} ± {half:.3f}')}", prose)
@@ -74,12 +74,12 @@ def test_the_study_of_converted_models_has_its_contrasts(arm):
 
 
 def changes(task, arm, number, plain):
-    """Return one number minus another of the same run, for each seed of the study of caches."""
+    """Return one number of a run minus another, for each seed of the study of caches."""
     return [a - b for a, b in zip(*(of_arm(task, arm, name, "cache") for name in (number, plain)), strict=True)]
 
 
 def change_contrast(task, number, plain):
-    """Return mean and half-width of what compression changes in `diff`, minus what it changes in the Transformer."""
+    """Return mean and half-width of the change by compression in `diff` minus that in the Transformer."""
     reference = {"books-0.8m": "transformer", "recall": "transformer-8x256-norm"}[task]
     return interval(*(changes(task, arm, number, plain) for arm in ("diff", reference)))
 
@@ -87,7 +87,10 @@ def change_contrast(task, number, plain):
 @pytest.mark.parametrize("task", ["books-0.8m", "recall"])
 @pytest.mark.parametrize("number", ["loss_loss", "exact_match_accuracy", "recall_ar_hit_loss"])
 def test_the_study_of_caches_has_its_differences(task, number):
-    """The loss with each cache minus that with the whole one, for each arm, and the contrast of the two arms."""
+    """The page shows the effect of each cache on the number per arm, and the contrast of the two arms.
+
+    The effect is the number with the cache minus that with the whole cache.
+    """
     section = PAGE.partition("## Compressed caches")[2].partition("## What was not run")[0]
     for arm in {r["arm"] for r in COLLECTED["cache"] if r["task"] == task}:
         first = next(r["numbers"] for r in COLLECTED["cache"] if r["task"] == task)
@@ -108,7 +111,7 @@ def test_recall_is_reported_as_runs_that_solved_it(arm):
 
 
 def best(study, **wanted):
-    """Return the least bits per byte of a study over its learning rates, of the runs with these changes."""
+    """Return the lowest bits per byte of a study, over the learning rates of the runs with these changes."""
     return min(
         r["numbers"]["loss/bits_per_byte"]
         for r in COLLECTED[study]
@@ -152,7 +155,7 @@ SMALL, LARGE, EARLY, LATE = "books", "books-0.8m", 512_000, 2_048_000
 
 
 def grown(task, arm, tokens):
-    """Return what an arm has more than the Transformer, each at its best rate, one seed."""
+    """Return the bits per byte of an arm minus those of the Transformer, each at its best rate, for one seed."""
     own, other = (
         min(
             r["numbers"]["loss/bits_per_byte"]
@@ -288,7 +291,7 @@ CACHE_CLAIMS = {
     ),
 }
 
-# What the page says in words, and how docs/results.json shows it.
+# Sentence of the page → check of it with docs/results.json.
 CLAIMS = CACHE_CLAIMS | {
     "The intervals of `zero-branch` and `dex` contain zero, and `split` has the higher loss": lambda: (
         all(abs(mean) <= half for mean, half in map(converted, ("zero-branch", "dex")))
@@ -446,14 +449,14 @@ CLAIMS = CACHE_CLAIMS | {
 
 
 @pytest.mark.parametrize("claim", CLAIMS)
-def test_words_of_the_page_follow_from_the_runs(claim):
+def test_claims_of_the_page_follow_from_the_runs(claim):
     assert claim in " ".join(PAGE.split())
     assert CLAIMS[claim]()
 
 
 @pytest.mark.parametrize("arm", dict.fromkeys(r["arm"] for r in COLLECTED["arms"]))
 @pytest.mark.parametrize("task", ["books", "recall"])
-def test_every_arm_has_three_seeds_and_as_many_parameters_and_tokens(task, arm):
+def test_every_arm_has_three_seeds_and_equal_parameters_and_tokens(task, arm):
     own, reference = (
         [r for r in COLLECTED["arms"] if (r["task"], r["arm"]) == (task, name)] for name in (arm, "transformer")
     )

@@ -32,7 +32,7 @@ def place(tmp_path):
 
 
 def run(place, line, *more, code=0):
-    """Execute a command of the page with tiny sizes; return what it printed."""
+    """Execute a command of the page with tiny sizes, and return its output."""
     fields = SHORT | {"data.path": "text.txt"} if re.match("python train.py|difftx train", line) else {}
     return run_command(place, line, *more, fields=fields, code=code)
 
@@ -41,14 +41,14 @@ def flags(line, name):
     return next(word for word in shlex.split(line) if word.startswith(f"--{name}="))
 
 
-def test_what_is_executed_is_the_page():
+def test_the_page_has_the_expected_files_and_commands():
     variants = ["temperature.py", "head_lambda.py", "tda.py", "shared_diff.py"]
     assert list(FILES) == [*variants, "confident.py", "counting.py", "lion.py", "csv_reader.py"]
     assert [len(lines) for lines in COMMANDS] == [6, 2, 2, 2, 5, 1, 3, 1]
 
 
 def test_added_fields_are_config_fields(place):
-    """All files of the page together, each with a field of its own."""
+    """Load all files of the page together, and set fields that three of them add."""
     line = "python train.py --config=quickstart:temperature --print_config --config.optimizer.name=lion"
     extensions = [f"--extension={name}" for name in FILES]
     changes = ["--config.model.temperature.initial=2", "--config.eval.confident.probability=0.25"]
@@ -61,7 +61,7 @@ def test_added_fields_are_config_fields(place):
 
 @pytest.fixture
 def own_registry(monkeypatch):
-    """A registry, and no loaded extensions, for one test."""
+    """An empty registry for one test, without loaded extensions."""
     monkeypatch.setattr(registry, "_extensions", {})
     monkeypatch.setattr(registry, "_modules", {})
     found = registry.Registry("colour", {})
@@ -84,7 +84,7 @@ def test_files_of_one_name_are_different_extensions(own_registry, tmp_path):
     registry.import_file(one, "--config")  # A recipe that is also an extension.
 
 
-def test_what_a_run_records_is_required_by_name_and_content(own_registry, tmp_path):
+def test_recorded_extensions_are_required_with_the_same_content(own_registry, tmp_path):
     path = write_extension(tmp_path / "red.py", "red")
     with pytest.raises(
         UserError, match=r"run was made with the extension /else/red\.py; add --extension=/else/red\.py"
@@ -107,7 +107,7 @@ def test_what_a_run_records_is_required_by_name_and_content(own_registry, tmp_pa
         ("from difftx import registry\nfor _ in 0, 1: registry.COLOURS.register('a')(1)", "'a' exists already"),
     ],
 )
-def test_an_extension_that_fails_is_one_line(own_registry, tmp_path, text, message):
+def test_a_failing_extension_is_reported_in_one_line(own_registry, tmp_path, text, message):
     (tmp_path / "own.py").write_text(text)
     with pytest.raises(UserError, match=message):
         registry.load_extensions([tmp_path / "own.py"])
@@ -123,7 +123,7 @@ def test_an_extension_that_fails_is_one_line(own_registry, tmp_path, text, messa
     ],
 )
 @pytest.mark.long
-def test_an_extension_that_is_missing_is_one_line(place, changes, message):
+def test_a_missing_extension_is_reported_in_one_line(place, changes, message):
     assert message in run(place, "python train.py --config=quickstart:temperature --dry_run", *changes, code=2)
 
 
@@ -162,7 +162,7 @@ def test_an_attention_variant(place):
         assert error.count("\n") == 1
     assert "model.temperature: no such field" in run(place, train.replace(extension, ""), code=2)
 
-    # The same run elsewhere with the file elsewhere; then with another content of the file.
+    # The file may be moved, but its content must not change.
     shutil.move(place / "temperature.py", place / "moved.py")
     run(place, report.replace("temperature.py", "moved.py"))
     (place / "temperature.py").write_text(FILES["temperature.py"] + "\n# Changed.\n")
@@ -172,7 +172,7 @@ def test_an_attention_variant(place):
     )
     error = run(place, report, code=2)
     assert f"was made with another content of {place / 'temperature.py'}" in error
-    # The training has ended, so it saves no checkpoint with the new content. Its checkpoint still needs the old one.
+    # The training has ended, so it saves no checkpoint with the new content. Its checkpoint requires the old content.
     run(place, train, "--allow_config_change")
     changed = (workdir / "manifest.json").read_text()
     assert recorded["sha256"] not in changed
@@ -192,7 +192,7 @@ def test_an_attention_variant(place):
 
 @pytest.mark.exhaustive  # CI runs the commands of the first variant of the page.
 def test_other_attention_variants(place):
-    """Train and evaluate them, and compare them with float64 formulas in a process that has their config fields."""
+    """Train and evaluate the variants. Compare them with float64 formulas in a process that has their config fields."""
     for train, evaluate in COMMANDS[1:4]:
         run(place, train)
         run(place, evaluate)
@@ -210,7 +210,7 @@ def test_other_attention_variants(place):
 
 @pytest.mark.long
 def test_a_path_of_a_run_directory_is_never_executed(place):
-    """Somebody else wrote the run: its manifest names a file that is there."""
+    """Somebody else may have written the run, with a manifest that names an existing file."""
     run(place, COMMANDS[4][0])
     (place / "evil.py").write_text(f"open({str(place / 'executed')!r}, 'w')\n")
     manifest = place / "runs" / "plain" / "manifest.json"
@@ -255,7 +255,7 @@ def test_a_suite(place):
     other = evaluate.replace("0.9", "0.001")
     assert "skipped" not in run(place, other)
     result = json.loads((place / "runs" / "plain" / "evals" / "confident" / "6.json").read_text())
-    assert 0.5 < result["numbers"]["share"] <= 1  # Nearly all tokens have more than a thousandth.
+    assert 0.5 < result["numbers"]["share"] <= 1  # Nearly all tokens have a probability of more than a thousandth.
     (place / "confident.py").write_text(FILES["confident.py"].replace("<= largest_nll", "< -1"))
     assert "skipped" not in run(place, other)
     assert (
@@ -271,7 +271,7 @@ def test_a_suite(place):
     run(place, train_with)
     rows = [json.loads(line) for line in (place / "runs" / "confident" / "metrics.jsonl").read_text().splitlines()]
     assert any(row.get("suite") == "confident" and 0 <= row["share"] <= 1 for row in rows)
-    # Another value for the reader; the value of the training stays what it was.
+    # The evaluation uses another value, and the config of the run keeps the value of the training.
     run(place, evaluate.replace("runs/plain", "runs/confident"))
     assert (
         json.loads((place / "runs" / "confident" / "config.json").read_text())["eval"]["confident"]["probability"]
@@ -288,7 +288,7 @@ def test_an_optimizer_and_a_schedule(place):
     run(place, train)
     rows = [json.loads(line) for line in (place / "runs" / "lion" / "metrics.jsonl").read_text().splitlines()]
     rates = {row["step"]: row["learning_rate"] for row in rows if row["split"] == "train"}
-    assert rates[1] == pytest.approx(4e-4 / 2, rel=1e-5)  # Two updates of warm-up.
+    assert rates[1] == pytest.approx(4e-4 / 2, rel=1e-5)  # The warm-up has two updates.
     assert rates[6] == pytest.approx(4e-4 * (2 / 6) ** 0.5, rel=1e-5)
     run(place, evaluate)
     run(place, report)
@@ -298,7 +298,7 @@ def test_an_optimizer_and_a_schedule(place):
 
 
 @pytest.mark.long
-def test_a_recipe_may_register_and_a_sweep_passes_extensions_on(place):
+def test_a_recipe_may_register_and_a_sweep_forwards_extensions(place):
     (place / "recipe.py").write_text(
         FILES["temperature.py"]
         + "\nfrom difftx.configs import quickstart\n\nARG = '{architecture}'\nget_config = quickstart.get_config\n"
@@ -312,12 +312,12 @@ def test_a_recipe_may_register_and_a_sweep_passes_extensions_on(place):
     assert f"was made with the extension {place / 'lion.py'}" in error
     both = ["--extension=recipe.py", "--extension=lion.py"]
     run(place, "python eval.py --workdir=runs/sweep/temperature-namelion --suite=loss", *both)
-    run(place, f"{line} architecture=temperature,transformer optimizer.name=lion", *changes)  # All are finished.
+    run(place, f"{line} architecture=temperature,transformer optimizer.name=lion", *changes)  # All runs are finished.
 
 
 @pytest.mark.long
 def test_a_reader(place):
-    """The store is the one of the same texts as JSON lines; another content of the reader is another store."""
+    """The store equals that of the same texts as JSON lines. A reader with other content requires another store."""
     reviews = [f'Film {i}, "quoted",\nand a second line.' for i in range(300)]
     with gzip.open(place / "reviews.csv.gz", "wt", newline="") as file:
         csv.writer(file).writerows([["stars", "review"], *([i % 5, text] for i, text in enumerate(reviews))])

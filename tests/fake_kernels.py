@@ -1,7 +1,7 @@
-"""train.py or eval.py on a machine that seems to have a GPU, whose attention kernels are fakes.
+"""Run train.py or eval.py as on a machine with a GPU whose attention kernels are fakes.
 
 The variable FAKES is a JSON object: kernel → behaviour, a key of `BEHAVIOURS`. Each kernel that is traced in a child
-process is appended as a line to the file FAKES_LOG. Each kernel with which the process itself trains is printed.
+process is appended as a line to the file FAKES_LOG. Each kernel that is traced in the process itself is printed.
 FAKES_GPU is the name of the GPU. Without it, the machine seems to have a TPU. FAKES_SCRIPT may name another script.
 """
 
@@ -77,7 +77,7 @@ for name, behaviour in json.loads(os.environ["FAKES"]).items():
     fake = dataclasses.replace(real, name=name, **BEHAVIOURS[behaviour])
     BACKENDS["diff_attention"][name] = dataclasses.replace(fake, forward=logged(name, fake.forward))
 del BACKENDS["diff_attention"]["xla"]
-BACKENDS["diff_attention"]["xla"] = dataclasses.replace(real, forward=logged("xla", real.forward))  # The last, as ever.
+BACKENDS["diff_attention"]["xla"] = dataclasses.replace(real, forward=logged("xla", real.forward))  # "xla" stays last.
 kernel_choice.gpu_identity = lambda: os.environ.get("FAKES_GPU")
 if "FAKES_GPU" not in os.environ:
     kernel_choice.target = SimpleNamespace(platform=lambda: "tpu", device_kind=target.device_kind)

@@ -1,4 +1,4 @@
-"""Files and folders that killed processes left, and the files of a run that are folders or cannot be read."""
+"""Leftovers of killed processes, files of a run that are folders or unreadable, and files of JSON lines."""
 
 import os
 import platform
@@ -32,7 +32,7 @@ with make(Path(sys.argv[2])) as made:
 
 
 def killed(what, path):
-    """Kill a process in the middle of making a file or folder."""
+    """Kill a process while it creates a file or folder, and return the names that it leaves behind."""
     assert subprocess.run([sys.executable, "-c", KILLED, what, str(path)], cwd=ROOT).returncode == -9
     return {each.name for each in path.parent.iterdir() if each.name.startswith(f".{path.name}.")}
 
@@ -41,10 +41,10 @@ def names(folder):
     return {path.name for path in folder.iterdir()}
 
 
-def test_a_folder_that_a_killed_process_left_goes_with_the_next_one(tmp_path):
+def test_new_folder_deletes_the_folder_of_a_killed_process(tmp_path):
     assert len(killed("folder", tmp_path / "out")) == 1
     host = platform.node()
-    # Of this process, which had its number before a restart; of one that runs; of another host; of another folder.
+    # Leftovers of a process with this id before a restart, a running process, another host, and another folder.
     for name in (
         f".out.{host}.{os.getpid()}",
         f".out.{host}.{os.getppid()}",
@@ -57,7 +57,7 @@ def test_a_folder_that_a_killed_process_left_goes_with_the_next_one(tmp_path):
     assert names(tmp_path) == {"out", f".out.{host}.{os.getppid()}", ".out.elsewhere.1", f".more.{host}.99999999"}
 
 
-def test_files_that_a_killed_process_left_go(tmp_path):
+def test_files_of_a_killed_process_are_deleted(tmp_path):
     left = killed("file", tmp_path / "metrics.jsonl")
     assert len(left) == 1
     (tmp_path / ".lock").touch()
@@ -81,7 +81,7 @@ READERS = {
 
 @needs_modes
 @pytest.mark.parametrize("name", READERS)
-def test_readers_say_in_one_line_what_they_cannot_read(tmp_path, config, monkeypatch, name):
+def test_readers_report_unreadable_files_in_one_line(tmp_path, config, monkeypatch, name):
     monkeypatch.setattr(files, "RETRY_SECONDS", (0.0,))
     write_description(tmp_path, config())
     (tmp_path / "metrics.jsonl").touch()
@@ -97,7 +97,7 @@ def test_readers_say_in_one_line_what_they_cannot_read(tmp_path, config, monkeyp
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [*RECORDS, "checkpoints"])
-def test_a_training_refuses_what_it_cannot_use_in_one_line(tmp_path, text_file, name):
+def test_training_rejects_unusable_paths_in_one_line(tmp_path, text_file, name):
     workdir = tmp_path / "run"
     (workdir / name).mkdir(parents=True)
     if name == "checkpoints":
@@ -115,7 +115,7 @@ def test_json_lines_skip_an_incomplete_line_and_continue_after_it(tmp_path):
     assert lines.read() == []
     lines.append([{"id": "a", "answer": None}, {"id": "b", "answer": [1]}])
     assert lines.path.read_bytes() == b'{"id": "a", "answer": null}\n{"id": "b", "answer": [1]}\n'
-    lines.path.write_bytes(lines.path.read_bytes()[:-4])  # A kill during the write.
+    lines.path.write_bytes(lines.path.read_bytes()[:-4])  # As after a kill during the write.
     lines.append([{"id": "c", "answer": True}])
     assert lines.path.read_bytes().splitlines()[1:] == [b'{"id": "b", "answer": [', b'{"id": "c", "answer": true}']
     assert [row["id"] for row in lines.read()] == ["a", "c"]

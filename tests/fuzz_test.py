@@ -1,4 +1,4 @@
-"""Files that a command reads, broken in thousands of ways: each is read, or is a `UserError` of one line."""
+"""Thousands of corrupt inputs of commands. Each is read, or raises a `UserError` of one line."""
 
 import contextlib
 import copy
@@ -27,7 +27,7 @@ from difftx.training.guards import Guard, GuardJournal
 from difftx.training.metrics import MetricsWriter, read_metrics
 from difftx.training.run import read_config, write_description
 
-EXAMPLES = 400  # Inputs a test; there are eleven tests.
+EXAMPLES = 400  # Inputs per test.
 FUZZ = settings(
     max_examples=EXAMPLES,
     deadline=None,
@@ -35,7 +35,7 @@ FUZZ = settings(
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-# What is hard on readers: other types, numbers at their limits, names that lead elsewhere, deep brackets.
+# Difficult input: other types, numbers at their limits, paths out of the folder, deeply nested brackets.
 VALUES = [
     *(
         None,
@@ -77,7 +77,7 @@ FRAGMENTS = [
 
 @st.composite
 def mutations(draw):
-    """Return a function: valid bytes → broken ones; a seed, so that a failure can be shown and repeated."""
+    """Return a function from valid to corrupt bytes. A seed makes each failure printable and repeatable."""
     seed, kind, count = draw(st.integers(0, 2**32)), draw(st.sampled_from(["bytes", "json"])), draw(st.integers(1, 4))
 
     def mutate(content, resign=None):
@@ -107,7 +107,7 @@ def mutate_bytes(content, rng):
 
 
 def mutate_json(content, rng, resign):
-    """Change a value somewhere in one of the lines, each a JSON value, or in the whole of the text."""
+    """Change a value in the text if the text is one JSON value, or else in one of its lines."""
     try:
         value, lines, chosen = json.loads(content), [], 0
     except (ValueError, RecursionError):
@@ -117,7 +117,7 @@ def mutate_json(content, rng, resign):
             value = json.loads(lines[chosen])
         except (ValueError, RecursionError):
             return mutate_bytes(content, rng)
-    with contextlib.suppress(ValueError, RecursionError):  # A value that JSON cannot write.
+    with contextlib.suppress(ValueError, RecursionError):  # JSON cannot represent every value.
         value = change(copy.deepcopy(value), rng)
         if resign is not None:
             value = resign(value)
@@ -127,7 +127,7 @@ def mutate_json(content, rng, resign):
 
 
 def change(value, rng):
-    """Go down at random, and there replace, delete, add or rename."""
+    """Replace, delete, add or rename a value at a random depth."""
     if not isinstance(value, dict | list) or not value or rng.random() < 0.15:
         return rng.choice(VALUES)
     key = rng.choice(list(value)) if isinstance(value, dict) else rng.randrange(len(value))
@@ -144,7 +144,7 @@ def change(value, rng):
 
 
 def signed(value):
-    """Return an object whose hash is right, so that what it says is looked at."""
+    """Return an object with the correct hash, so that readers do not stop at the hash."""
     if isinstance(value, dict):
         value.pop("sha256", None)
         value["sha256"] = json_sha256(value)
@@ -152,7 +152,7 @@ def signed(value):
 
 
 def read(reader):
-    """Call a reader; only a user's error of one line may come of it."""
+    """Call a reader, which may raise nothing but a `UserError` of one line."""
     message = ""
     try:
         reader()
@@ -216,7 +216,7 @@ def test_config_on_a_command_line(field, text):
 @FUZZ
 @given(mutate=mutations(), field=st.sampled_from(["model", "data", "optimizer", "mesh", "eval"]))
 def test_config_file(folder, tiny, mutate, field):
-    """A config file in which a group was broken; the file itself is Python, and may do anything."""
+    """One group of the config is corrupt. The config file itself is Python, which may do anything."""
     (folder / "group.json").write_bytes(mutate(json.dumps(json.loads(tiny.to_json())[field]).encode()))
     path = folder / "broken.py"
     path.write_text(

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.sh with programs that only print their arguments, in place of a GPU's."""
+"""benchmarks/gpu.sh with programs that only print their arguments, in place of programs that require a GPU."""
 
 import os
 import shlex
@@ -23,7 +23,7 @@ PIECES = ["doctor", "kernels", "long", "racecheck", "throughput", "small"]
 
 @pytest.fixture
 def gpu_sh(tmp_path):
-    """Call the script, and return its exit code and the records."""
+    """Return a function that calls the script and returns its exit code and the records."""
     programs, records = tmp_path / "bin", tmp_path / "records"
     programs.mkdir()
     for name, text in PROGRAMS.items():
@@ -57,7 +57,10 @@ def test_all_continues_where_the_last_call_ended(gpu_sh):
 
 @pytest.mark.long
 def test_the_flags_of_doctor_suffice_for_a_training(gpu_sh, tmp_path):
-    """A tiny model on the CPU, without a network. Only the sizes differ from the call on a GPU."""
+    """Run doctor with a tiny model, on the CPU and without a network.
+
+    Except for the sizes and --workdir, the flags are those of the call on a GPU.
+    """
     sizes = [f"--config.{name}={value}" for name, value in TINY.items() if not name.startswith("mesh.")]
     (tmp_path / "bin" / "python").write_text(
         "#!/usr/bin/env bash\n"

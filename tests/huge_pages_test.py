@@ -34,7 +34,7 @@ def test_a_command_gets_huge_pages_unless_the_user_has_set_the_variable(tunables
     command = [sys.executable, "-W", "error", "-c", COMMAND, "a b", "--flag"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     *starts, kib = done.stdout.splitlines()
-    assert starts == [starts[0]] * (2 if tunables is None else 1)  # The same process number and arguments.
+    assert starts == [starts[0]] * (2 if tunables is None else 1)  # The restart keeps the process id and arguments.
     assert starts[0].endswith(" a b --flag")
     assert (int(kib) > 2**15) == (tunables is None)
 

@@ -26,16 +26,16 @@ from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import AXES
 
 NAMES = [name for name in ARCHITECTURES if name in {*oracle.SIZES, "diff", "transformer"}]
-# Architectures whose layers are traced, mapped and sharded as those of others are.
+# Architectures whose layers are traced, mapped and sharded in the same way as layers of other architectures.
 ALIKE = ("gated", "off_by_one", "sink", "top_k", "signed_mask", "zero_branch", "dex")
 TOLERANCE = 1e-5  # Relative to the largest value, as in tests/model/variants_test.py.
-PLAIN = pytest.param({}, marks=pytest.mark.exhaustive, id="plain")  # The defaults have a test of their own.
+PLAIN = pytest.param({}, marks=pytest.mark.exhaustive, id="plain")  # Another test covers the defaults.
 ROWS_BTD = np.random.default_rng(4).normal(size=(8, TOKENS, 32)).astype(np.float32)
 IDS_BT = np.sort(np.random.default_rng(5).integers(0, 3, (8, TOKENS))).astype(np.int32)
 
 
 def with_each_name(long, fast):
-    """Return cases of a value and an architecture. One is fast, "diff" with `fast`."""
+    """Return cases of a value and an architecture. Only the case of `fast` and "diff" has no mark."""
     of_long = dict.fromkeys(NAMES, pytest.mark.exhaustive) | {"diff": pytest.mark.long}
     of_fast = dict.fromkeys(NAMES, pytest.mark.long) | dict.fromkeys(ALIKE, pytest.mark.exhaustive) | {"diff": []}
     return [
@@ -61,7 +61,7 @@ def with_weights(layer, state):
 
 
 def random_layer(name):
-    """Return a layer with random weights, sharded as the layer has sharded them."""
+    """Return a layer with random weights, which keep the shardings of the layer."""
     rng = np.random.default_rng(0)
     layer = small_layer(name)
     return jax.tree.map(lambda weight: 0 * weight + rng.normal(scale=0.4, size=weight.shape).astype(np.float32), layer)
@@ -105,7 +105,11 @@ def test_a_layer_equals_the_decoders_and_the_formula(name, options, mesh_of):
 
 @pytest.mark.parametrize("name", long_except(NAMES))
 def test_the_defaults_are_the_first_layer_of_the_paper(name):
-    """Rotary embedding, λ_init of layer 1, the head norm of the architecture, W_O not zero, and the dtype of `x`."""
+    """Without options, a layer has the settings of the first layer of the paper.
+
+    These are rotary embedding, λ_init of layer 1, the head norm of the architecture, a nonzero W_O, and the dtype of
+    `x`.
+    """
     layer = small_layer(name)
     config = layer.attention.config
     weights = oracle.weights_of(layer.attention)
@@ -115,7 +119,7 @@ def test_the_defaults_are_the_first_layer_of_the_paper(name):
     np.testing.assert_allclose(apply(layer, ROWS_BTD)[0], expected_TD, atol=TOLERANCE * np.abs(expected_TD).max())
     short_BTD = apply(layer, ROWS_BTD.astype(jnp.bfloat16))
     assert short_BTD.dtype == jnp.bfloat16
-    if name != "top_k":  # Rounding selects other keys.
+    if name != "top_k":  # Rounding makes top_k select other keys.
         np.testing.assert_allclose(short_BTD[0].astype(float), expected_TD, atol=0.05 * np.abs(expected_TD).max())
     assert {x.dtype for x in jax.tree.leaves(layer)} == {jnp.dtype("float32")}
 
@@ -178,7 +182,7 @@ def test_automatic_axes_shard_weights_and_need_no_current_mesh():
     assert_equal_calls((apply(layer, x_BTD, segment_ids=IDS_BT), gradients(layer, x_BTD)), without_a_mesh("diff"))
 
 
-def test_a_shard_map_of_the_caller():
+def test_a_layer_inside_shard_map():
     mesh = jax.make_mesh((8,), ("rows",))
     layer = random_layer("diff")
 
@@ -205,7 +209,7 @@ def test_the_axes_of_difftx_shard_as_in_the_decoder(name, sizes, mesh_of):
     assert out_BTD.sharding.spec == Layout().act_BTD
     for weight, grad in zip(jax.tree.leaves(layer), jax.tree.leaves(grads[0]), strict=True):
         assert weight.sharding == grad.sharding
-    if "fsdp" in sizes:  # All devices share each projection.
+    if "fsdp" in sizes:  # Each projection is sharded over all devices.
         projections = [weight for weight in jax.tree.leaves(layer) if weight.ndim > 2]
         assert {weight.size / weight.addressable_shards[0].data.size for weight in projections} == {mesh.size}
     assert_equal_calls((out_BTD, grads), expected)
@@ -229,7 +233,7 @@ def test_the_axes_of_difftx_shard_as_in_the_decoder(name, sizes, mesh_of):
         (("diffv2", 64, 4), {}, "'diffv2': no such architecture. Did you mean 'diff_v2'?"),
     ],
 )
-def test_a_wrong_argument_is_one_line(arguments, fields, message):
+def test_a_wrong_argument_is_reported_in_one_line(arguments, fields, message):
     create = AttentionLayer if len(arguments) == 3 else DiffAttention
     with pytest.raises(UserError, match=f"^{re.escape(message)}"):
         create(*arguments, **{"rngs": nnx.Rngs(0)} | fields)
@@ -258,14 +262,14 @@ def test_a_wrong_argument_is_one_line(arguments, fields, message):
         (X_BTD, {"positions": np.zeros((18,), "int32")}, "positions: int32[18]; expected integers [B, T] = [2, 18]"),
     ],
 )
-def test_a_wrong_input_is_one_line(x, options, message):
+def test_a_wrong_input_is_reported_in_one_line(x, options, message):
     layer = DiffAttention(32, 2, rngs=nnx.Rngs(0))
     with pytest.raises(UserError, match=f"^{re.escape(message)}"):
         layer(x, **options)
 
 
 @pytest.mark.long
-def test_a_mesh_that_does_not_fit_is_one_line(mesh_of):
+def test_an_unsuitable_mesh_is_reported_in_one_line(mesh_of):
     with (
         jax.set_mesh(mesh_of(tensor=4)),
         pytest.raises(ValueError, match=r"^num_heads: 2 cannot be split into mesh.ten"),

@@ -36,7 +36,7 @@ CONTENT = {f"/corpus/{name}": text.encode() for name, (text, _) in FILES.items()
 
 
 class Server(contextlib.AbstractContextManager):
-    """Serves `CONTENT`, except where `behave(path, attempt)` returns what to do wrong."""
+    """An HTTP server of `CONTENT`. If `behave(path, attempt)` returns a fault, the response has this fault."""
 
     def __init__(self, behave=lambda path, attempt: None):
         self.behave, self.asked, self.lock = behave, collections.Counter(), threading.Lock()
@@ -122,7 +122,7 @@ def test_fetches_and_writes_the_three_splits(tmp_path, capsys):
         assert server.asked.total() == len(FILES)  # The second call fetches nothing.
     assert "novels: 4, to fetch: 0 (0 MB)" in capsys.readouterr().out
     assert contents(out) == first
-    assert all(first[f"{split}.jsonl.gz"][4:8] == bytes(4) for split in novels.SPLITS)  # No time (RFC 1952).
+    assert all(first[f"{split}.jsonl.gz"][4:8] == bytes(4) for split in novels.SPLITS)  # No timestamp (RFC 1952).
     assert first.keys() == {f"files/{name}" for name in FILES} | {f"{s}.jsonl.gz" for s in novels.SPLITS} | {
         "record.json"
     }
@@ -158,7 +158,7 @@ def test_a_corrupt_file_is_fetched_again(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [500, 503, 429, "truncated"])
-def test_errors_that_may_pass_are_tried_again(tmp_path, wrong):
+def test_temporary_errors_are_retried(tmp_path, wrong):
     with Server(lambda path, attempt: wrong if "Three" in path and attempt < 4 else None) as server:
         assert fetch(tmp_path, server.url) == 0
         assert server.asked["/corpus/Cd_Three_1900.txt"] == 4
@@ -173,7 +173,7 @@ def test_errors_that_may_pass_are_tried_again(tmp_path, wrong):
         ("truncated", 4, r"IncompleteRead\(417 bytes read, 3 more expected\), 4 attempts"),
     ],
 )
-def test_a_file_that_cannot_be_downloaded_is_one_line(tmp_path, wrong, attempts, why):
+def test_a_failed_download_is_reported_in_one_line(tmp_path, wrong, attempts, why):
     with Server(lambda path, attempt: wrong if "Three" in path else None) as server:
         with pytest.raises(RunError, match=rf"{server.url}/Cd_Three_1900.txt: cannot be .*{why}.*--mirror.*--input"):
             fetch(tmp_path, server.url)
@@ -183,11 +183,11 @@ def test_a_file_that_cannot_be_downloaded_is_one_line(tmp_path, wrong, attempts,
         missing = {name for name in FILES if not (tmp_path / "out" / "files" / name).exists()}
         assert "Cd_Three_1900.txt" in missing
         server.behave, before = lambda path, attempt: None, server.asked.copy()
-        assert fetch(tmp_path, server.url) == 0  # Resumes: only what is missing is fetched.
+        assert fetch(tmp_path, server.url) == 0  # Resumes, and fetches only the missing files.
     assert server.asked - before == {f"/corpus/{name}": 1 for name in missing}
 
 
-def test_another_content_is_one_line_with_both_hashes_and_is_not_used(tmp_path):
+def test_a_wrong_hash_is_reported_in_one_line_and_the_file_is_not_used(tmp_path):
     with Server(lambda path, attempt: "other" if "Four" in path else None) as server:
         text = FILES["Ef_Four_1920.txt"][0]
         expected, found = (hashlib.sha256(t.encode()).hexdigest() for t in (text, text.replace("o", "0")))
@@ -221,7 +221,7 @@ def test_without_a_network_the_command_prints_one_line(tmp_path):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, EXIT_PREEMPTED)])
 def test_an_interrupted_command_resumes(tmp_path, number, code):
-    """The files that were complete are kept, and the result is that of a command that was not interrupted."""
+    """Complete files are kept, and the result equals that of an uninterrupted command."""
     with Server(lambda path, attempt: "hangs" if "Two" in path else None) as server:
         flags = [f"--list={write_list(tmp_path, server.url)}"]
         process = subprocess.Popen(
@@ -240,7 +240,7 @@ def test_an_interrupted_command_resumes(tmp_path, number, code):
         errors = process.communicate(timeout=60)[1]
         assert process.returncode == code, errors
         assert not list((tmp_path / "out").glob("*.*"))
-        (folder / f".Ab_Two_1851.txt.{os.uname().nodename}.{process.pid}").write_text("half")  # What a kill leaves.
+        (folder / f".Ab_Two_1851.txt.{os.uname().nodename}.{process.pid}").write_text("half")  # As after a kill.
         server.behave, before = lambda path, attempt: None, server.asked.copy()
         assert subprocess.run(command(tmp_path, *flags), cwd=ROOT).returncode == 0
         assert server.asked - before == {"/corpus/Ab_Two_1851.txt": 1}
@@ -287,7 +287,7 @@ def test_own_texts_are_split_by_the_hash_of_their_names(tmp_path, capsys, number
         (["--input=latin"], r"latin/c.txt: byte 1 is not UTF-8"),
     ],
 )
-def test_mistakes_are_one_line(tmp_path, monkeypatch, flags, message):
+def test_user_errors_are_reported_in_one_line(tmp_path, monkeypatch, flags, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.json").write_text(json.dumps({"url": "http://a", "files": [{"name": "a"}]}))
     entry = {"name": "../a.txt", "author": "a", "bytes": 1, "sha256": "0", "split": "train"}
@@ -299,7 +299,7 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, flags, message):
         novels.main([f"--out={tmp_path / 'out'}", *flags])
 
 
-def test_a_mistake_ends_with_the_code_of_bad_input(tmp_path):
+def test_a_user_error_exits_with_the_code_of_bad_input(tmp_path):
     done = subprocess.run(command(tmp_path, "--mirror=x"), cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, len(done.stderr.splitlines())) == (EXIT_BAD_INPUT, 1)
 
@@ -317,14 +317,14 @@ def test_the_committed_list_keeps_authors_apart():
     assert authors["test"] == {"Braddon", "Kipling", "Galsworthy"}
     assert authors["valid"] == {"Trollope", "Stevenson", "Chesterton"}
     assert not authors["train"] & (authors["test"] | authors["valid"])
-    assert {"Anon", "Blackmore"} <= authors["train"]  # The same author.
+    assert {"Anon", "Blackmore"} <= authors["train"]  # Both names are of the same author.
     assert all(5e6 < size[split] < 5.5e6 for split in ("test", "valid"))
-    # Not in the public domain everywhere (the module's docstring).
+    # Novels that are not in the public domain everywhere are left out (docstring of benchmarks/novels.py).
     assert not [e["name"] for e in files if e["author"] == "Forster" or int(e["name"][-8:-4]) > 1930]
 
 
 def test_validation_and_test_text_are_excerpts_of_all_novels_in_a_random_order(tmp_path, monkeypatch):
-    """The same excerpts again in another call. The training text keeps whole novels."""
+    """Another call writes the same excerpts. The training text keeps whole novels."""
     monkeypatch.setattr(novels, "EXCERPT", 100)
     texts = {name: "".join(f"{name} {line}\n" for line in range(300)) for name in ("A_1", "B_2", "C_3", "D_4")}
     split = {"A_1": "test", "B_2": "test", "C_3": "valid", "D_4": "train"}
@@ -349,7 +349,7 @@ def test_validation_and_test_text_are_excerpts_of_all_novels_in_a_random_order(t
 
 @pytest.mark.long
 def test_make_novels_prepares_the_texts(tmp_path):
-    """In a copy of the source tree, and again after a change of the list."""
+    """Run make in a folder of links to the source tree, and again after a change of the list."""
     for name in ("Makefile", ".venv", "benchmarks", "difftx", "requirements.txt"):
         (tmp_path / name).symlink_to(ROOT / name)
     stores = tmp_path / "stores"

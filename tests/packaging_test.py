@@ -66,7 +66,7 @@ def installed(wheel, tmp_path_factory):
                 required |= pairs
     for name in {name for name, _ in required}:
         for file in importlib.metadata.distribution(name).files:
-            if ".." not in file.parts:  # Not a script in bin/.
+            if ".." not in file.parts:  # Skips scripts in bin/.
                 (site / file).parent.mkdir(parents=True, exist_ok=True)
                 if not (site / file).exists():
                     (site / file).symlink_to(file.locate())
@@ -108,7 +108,7 @@ def test_the_metadata_names_the_licence_and_the_version(unpacked):
 
 
 def test_the_wheel_is_all_that_a_user_needs(installed, tmp_path):
-    """Outside of the source tree: train, evaluate, report, plan, sweep, and the first example of docs/layer.md."""
+    """Outside of the source tree, train, evaluate, report, plan, sweep, and run the first example of docs/layer.md."""
     environment = {name: value for name, value in child_environment(1).items() if name != "PYTHONPATH"}
 
     def run(program, *arguments, code=0):
@@ -119,7 +119,7 @@ def test_the_wheel_is_all_that_a_user_needs(installed, tmp_path):
 
     (package,) = installed.glob("lib/python*/site-packages/difftx")
     assert run("python", "-c", "import difftx; print(*difftx.__path__)") == f"{package}\n"
-    run("python", "-c", "import pytest", code=1)  # What the wheel does not require is not there.
+    run("python", "-c", "import pytest", code=1)  # Packages that the wheel does not require are absent.
     assert run("difftx", "--version") == f"difftx {difftx.__version__}\n"
     fields = TINY | {"eval.loss_tokens": "512", "eval.sample_tokens": "8"}
     flags = [f"--config.{name}={value}" for name, value in fields.items()]

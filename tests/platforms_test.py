@@ -45,7 +45,7 @@ sys.addaudithook(hide)
 
 @pytest.fixture
 def run(tmp_path):
-    """Return a function that runs Python as on macOS, from the source tree, and returns what it printed."""
+    """Return a function that runs Python as on macOS, from the source tree, and returns its output."""
     (tmp_path / "macos").mkdir()
     (tmp_path / "macos" / "sitecustomize.py").write_text(MACOS)
     environment = child_environment(1) | {"PYTHONPATH": str(tmp_path / "macos")}
@@ -66,7 +66,7 @@ def run(tmp_path):
     return run
 
 
-def test_the_disguise(run):
+def test_the_simulation_of_macos(run):
     code = """
 import ctypes, os, pathlib, sys
 assert not pathlib.Path("/proc/cpuinfo").exists()
@@ -104,13 +104,13 @@ def test_other_commands(run, tmp_path):
 
 
 def test_a_sweeps_run_starts_without_prctl(run):
-    """The parent-death signal and the check of the parent, here 0, are for Linux alone."""
+    """Only on Linux, tethered.py sets the parent-death signal and checks the parent, which is 0 here."""
     tethered = ROOT / "difftx" / "launch" / "tethered.py"
     assert run(tethered, 0, sys.executable, "-c", "print('trains')") == "trains\n"
 
 
 @pytest.mark.long
-def test_without_fcntl_one_line_says_where_difftx_runs(tmp_path):
+def test_without_fcntl_one_line_names_the_supported_platforms(tmp_path):
     code = "import sys; sys.modules['fcntl'] = None; from difftx.__main__ import entry; entry()"
     command = [sys.executable, "-c", code, "train", "--config=quickstart:diff", f"--workdir={tmp_path}"]
     done = subprocess.run(command, cwd=ROOT, env=child_environment(1), capture_output=True, text=True, timeout=120)

@@ -1,4 +1,4 @@
-"""`train.py` as real processes, one or several that train together."""
+"""`train.py` as one process, or as several processes that train together."""
 
 import re
 import socket
@@ -11,16 +11,13 @@ from pathlib import Path
 from conftest import ROOT, TINY, child_environment
 from helpers.command_server import Command, commands
 
-PATIENCE = 8  # Seconds, of barriers and of silence.
+PATIENCE = 8  # Timeout of barriers and heartbeats, in seconds.
 
 UNHURRIED = ("tests/unhurried.py",)  # Runs train.py with slow steps.
 
 
 class Processes:
-    """`train.py` started as `count` processes of some CPU devices each, or as those of them in `start`.
-
-    `flags` are those of all processes, `own_flags` those of one: process → flags.
-    """
+    """Processes of one run of `train.py`, with numbers from 0."""
 
     def __init__(
         self,
@@ -39,22 +36,22 @@ class Processes:
         own_environment=None,
         **changes,
     ):
-        """Start them.
+        """Start the processes.
 
         Args:
-            text_file: data.path.
-            workdir: of the run.
-            logs: folder of what they print.
-            devices: of each process.
-            count: of the run's processes.
-            start: which of them.
-            flags: of train.py.
-            own_flags: more flags of some processes, by number.
-            script: what Python runs.
-            before: put before the command.
-            environment: added to theirs.
-            own_environment: added to that of some processes, by number.
-            changes: fields of the config, with __ for the dot.
+            text_file: Value of data.path.
+            workdir: Folder of the run.
+            logs: Folder for the output of the processes.
+            devices: Number of CPU devices per process.
+            count: Number of processes of the run.
+            start: Numbers of the processes to start.
+            flags: Flags of train.py for all processes.
+            own_flags: Further flags of some processes, by number.
+            script: Arguments of Python before the flags.
+            before: Words in front of the command line.
+            environment: Further variables of all processes.
+            own_environment: Further variables of some processes, by number.
+            changes: Fields of the config, with __ for the dot.
         """
         overrides = TINY | {
             "data.path": str(text_file),
@@ -97,7 +94,7 @@ class Processes:
             time.sleep(0.02)
 
     def wait(self, process, timeout=240):
-        """Return a process's exit code and what it printed."""
+        """Wait for a process, and return its exit code and output."""
         code = self.running[process].wait(timeout)
         return code, self.logs[process].read_text()
 
@@ -110,7 +107,7 @@ class Processes:
 def _start(
     command: Sequence[str], log: Path, environment: Mapping[str, str], before: tuple[str, ...]
 ) -> subprocess.Popen | Command:
-    """Start a command whose output is the file `log`. Code and preloaded libraries need a new interpreter."""
+    """Start a command that writes to the file `log`. `-c` and preloaded libraries require a new interpreter."""
     log.write_text("")
     if command[0] != "-c" and "LD_PRELOAD" not in environment:
         return commands(before).start(command, stdout=log, stderr=log, environment=environment)
@@ -121,7 +118,7 @@ def _start(
 
 
 def newest_step(metrics: Path) -> int:
-    """Return the last step that a metrics.jsonl has a training row of; 0: none."""
+    """Return the last step with a training row in metrics.jsonl, or 0 if there is none."""
     text = metrics.read_text(errors="replace") if metrics.exists() else ""
     steps = re.findall(r'^\{"split": "train", "step": (\d+),', text, re.MULTILINE)
     return int(steps[-1]) if steps else 0

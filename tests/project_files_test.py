@@ -1,4 +1,4 @@
-"""The files of the project that must agree with pyproject.toml."""
+"""Files of the project that must agree with each other, most of them with pyproject.toml."""
 
 import re
 import subprocess
@@ -50,7 +50,7 @@ def test_constraints_satisfy_the_declared_ranges(extra):
             assert requirement.specifier.contains(pinned[name]), f"{requirement} and {name}=={pinned[name]}"
 
 
-def test_the_context_of_an_image_is_what_the_image_copies():
+def test_dockerignore_allows_exactly_the_files_that_images_copy():
     patterns = requirements(".dockerignore")
     assert patterns[0] == "*"
     for name in ("tpu", "cuda"):
@@ -64,7 +64,7 @@ def test_no_file_installs_difftx_from_an_index():
     assert from_index.search("pip install 'difftx[tpu]'")
     assert from_index.search("pip install -U difftx")
     names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
-    names = names or [str(path.relative_to(ROOT)) for path in ROOT.glob("*.md")]  # Without git, as in an archive.
+    names = names or [str(path.relative_to(ROOT)) for path in ROOT.glob("*.md")]  # An archive has no git repository.
     paths = [ROOT / name for name in names if name != "tests/project_files_test.py"]
     texts = {path: path.read_text(errors="ignore") for path in paths if path.is_file()}
     assert [path for path, text in texts.items() if from_index.search(text)] == []

@@ -13,11 +13,11 @@ PAGE = (ROOT / "docs" / "reproducing.md").read_text()
 
 
 def test_the_page_has_commands():
-    """tests/site_test.py checks each of them."""
+    """The page has enough commands. tests/site_test.py checks each of them."""
     assert len(commands_of(PAGE)) > 40
 
 
-def test_every_table_and_figure_of_the_paper_and_experiment_of_the_review_is_there():
+def test_the_page_names_every_table_figure_and_experiment():
     for name in ("Table", "Figure"):
         found = re.findall(r"\d+", " ".join(re.findall(rf"{name}s? ([\d, ab]+)", PAGE)))
         assert {int(number) for number in found} >= set(range(1, 11 if name == "Table" else 10)), name

@@ -18,12 +18,12 @@ AUDIT = ROOT / "benchmarks" / "records" / "2026-11-22_gain.md"
 
 
 @pytest.mark.parametrize(("template", "page"), results.PAGES.items(), ids=lambda path: path.name)
-def test_pages_are_what_the_runs_make_of_their_templates(template, page):
+def test_pages_are_up_to_date_with_the_runs_and_templates(template, page):
     rendered = results.render(COLLECTED, template.read_text())
     assert rendered == page.read_text(), "run `python benchmarks/results.py render`, and read what changed"
 
 
-def test_the_readme_is_what_the_runs_make_of_the_summary():
+def test_the_readme_is_up_to_date_with_the_runs_and_the_summary():
     readme = results.README.read_text()
     assert results.with_summary(readme, COLLECTED) == readme, "run `python benchmarks/results.py render`"
     own = readme.partition("## Does it work?")[2].partition(results.SUMMARY_MARKERS[0])[0]
@@ -31,18 +31,18 @@ def test_the_readme_is_what_the_runs_make_of_the_summary():
 
 
 @pytest.mark.parametrize("template", [*results.PAGES, results.SUMMARY], ids=lambda path: path.name)
-def test_templates_have_no_result_of_their_own(template):
-    """Results have three decimals: such a number in the prose is an audit's, and its record has it."""
+def test_templates_contain_no_results(template):
+    """Results have three decimals. The prose has such numbers only from an audit, whose record contains them."""
     text = re.sub(r"`[^`]*`|^    .*$|\{\{.*?\}\}|arXiv \S+", "", template.read_text(), flags=re.MULTILINE)
-    text = re.sub(r"## Independent replications.*?\n## ", "", text, flags=re.DOTALL)  # Published numbers of others.
+    text = re.sub(r"## Independent replications.*?\n## ", "", text, flags=re.DOTALL)  # Results that others published.
     text = text.replace(str(SIGNIFICANT), "")
     audited = re.findall(r"\d\.\d{2,}", AUDIT.read_text())
     assert set(re.findall(r"\d\.\d{2,}", text)) <= set(audited)
-    # A mean over seeds describes outcomes of one mode only.
+    # A mean over seeds describes only unimodal outcomes.
     assert not re.findall(r"\{\{(?:mean|difference) \S+ recall", template.read_text())
 
 
-def test_intervals_are_those_of_a_table_of_students_t():
+def test_intervals_equal_those_of_students_t():
     values = [3.1, 3.4, 3.2]
     mean, half = results_tables.estimate(values)
     assert mean == pytest.approx(statistics.fmean(values))
@@ -52,7 +52,7 @@ def test_intervals_are_those_of_a_table_of_students_t():
 
 @pytest.fixture
 def sweep(tmp_path):
-    """Return a function: make the folder of a finished sweep of recall, whose accuracies are given by arm and seed."""
+    """Return a function that writes a finished sweep of recall, with the given accuracies by arm and seed."""
 
     def make(accuracies):
         runs = []
@@ -84,7 +84,7 @@ def sweep(tmp_path):
 ACCURACIES = {(arm, seed): base + seed / 10 for arm, base in (("diff", 0.5), ("transformer", 0.25)) for seed in (0, 1)}
 
 
-def test_a_sweep_becomes_records_and_these_a_table(sweep):
+def test_a_sweep_is_collected_and_rendered(sweep):
     records = results.collect([sweep(ACCURACIES)])
     first = records[0]
     assert (first["task"], first["arm"], first["seed"], first["wall_seconds"]) == ("recall", "diff", 0, 60.0)
@@ -107,7 +107,7 @@ def test_a_sweep_becomes_records_and_these_a_table(sweep):
     assert "| diff | 0.300 ± 0.318 | **0.600 ± 0.635** |" in rates["exact_match/mqar"]
 
 
-def test_sizes_and_lengths_of_training_are_rows_and_every_arm_has_its_best_rate():
+def test_the_growth_table_has_rows_by_size_and_the_best_rate_per_arm():
     def record(task, tokens, arm, rate, seed, value):
         numbers = {"loss/loss": value}
         run = {"task": task, "tokens": tokens, "arm": arm, "learning_rate": rate, "seed": seed, "numbers": numbers}
@@ -212,7 +212,7 @@ def test_new_runs_of_recall_are_compared_by_how_many_solved_it(capsys):
     assert capsys.readouterr().out.count("| NO |") == 3
 
 
-def test_what_is_not_finished_or_not_there_is_said(sweep):
+def test_unfinished_sweeps_and_missing_inputs_are_rejected(sweep):
     folder = sweep(ACCURACIES)
     with pytest.raises(UserError, match=r"no sweep\.json"):
         results.collect([folder / "recall-diff-seed0"])

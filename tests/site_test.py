@@ -1,4 +1,4 @@
-"""README.md and docs/: links, the example, commands that no test runs, and the site that MkDocs builds of them."""
+"""README.md and docs/: links, the example, commands that no test runs, and the site that MkDocs builds."""
 
 import html
 import importlib
@@ -23,7 +23,7 @@ from difftx.errors import UserError
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(DOCS.rglob("*.md"))
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-READ = [page for page in PAGES if page not in results.PAGES.values()]  # Those pages are generated.
+READ = [page for page in PAGES if page not in results.PAGES.values()]  # The pages of results are generated.
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
@@ -85,27 +85,27 @@ def test_the_readme_counts_the_architectures():
 
 
 def unexecuted():
-    """Return page and command, for each command in the blocks and sentences of all pages that no test executes."""
+    """Return the page and the text of each command, in a block or sentence of a page, that no test executes."""
     executed = {"tutorials_test", "differentialize_test", "extend_test", "tokenizers_page_test"}
     assert all((ROOT / "tests" / f"{name}.py").is_file() for name in executed)
     found = []
     for page, name in zip(PAGES, IDS, strict=True):
         text = page.read_text()
-        if page not in READ:  # Generated, with commands in indented blocks.
+        if page not in READ:  # Generated pages have commands in indented blocks.
             text = re.sub(r"(?m)((?:^    .*\n)+)", "```console\n\\1```\n", text)
         elif page.is_relative_to(DOCS):
-            text = text.replace("```bash", "```executed")  # test_these_commands_are_executed lists these pages.
+            text = text.replace("```bash", "```executed")  # test_pages_with_commands_are_executed lists these pages.
         found += [(name, line) for line in commands_of(text) + (inline_commands(text) if page in READ else [])]
     return found
 
 
 def with_extras(page, line):
-    """Return the arguments of a test, which needs the extras of `make test-long` if the command names a bucket."""
+    """Return a test case. It requires the extras of `make test-long` if the command names a bucket."""
     return pytest.param(page, line, marks=[pytest.mark.long] if re.search("(gs|s3)://", line) else [])
 
 
 @pytest.mark.parametrize(("page", "line"), [with_extras(*command) for command in unexecuted()])
-def test_commands_that_no_test_runs_name_what_exists(page, line, tmp_path):
+def test_commands_that_no_test_runs_are_valid(page, line, tmp_path):
     check_line(line, tmp_path)
 
 
@@ -139,7 +139,7 @@ def test_a_wrong_command_is_found(line, tmp_path):
 
 
 @pytest.mark.parametrize("page", READ, ids=lambda page: page.name)
-def test_commands_stand_in_blocks_that_tests_read(page):
+def test_commands_are_in_blocks_that_tests_read(page):
     assert stray_commands(page.read_text()) == []
 
 

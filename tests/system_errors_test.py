@@ -1,4 +1,4 @@
-"""Paths that the operating system refuses, in every command: one line, and 2 where the user can correct it."""
+"""Paths that the system rejects, in every command: one line, and exit code 2 if the user can correct the error."""
 
 import os
 import re
@@ -20,7 +20,7 @@ BOUND_BY_MODES = [
 
 @pytest.fixture(scope="module")
 def run():
-    """Return a function: command lines → exit code and output of each, for a user whom the modes of files bind."""
+    """Yield a function from command lines to their exit codes and outputs. File modes apply to root too."""
     drop = []
     if os.geteuid() == 0:
         if shutil.which("setpriv") is None:
@@ -32,7 +32,7 @@ def run():
 
 
 def check(run, cases):
-    """Run commands and compare: each ends with its code and one line on stderr that has some text."""
+    """Run commands, and assert that each ends with its exit code and one error line that contains its text."""
     results = run([command for command, _, _ in cases])
     wrong = []
     for (command, code, text), (ended, output) in zip(cases, results, strict=True):
@@ -44,7 +44,7 @@ def check(run, cases):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with what the operating system refuses to write to, and a run."""
+    """A folder with a text, and with paths to which the operating system refuses to write."""
     folder = tmp_path_factory.mktemp("refused")
     write_text(folder / "text.txt")
     (folder / "file").write_text("a file\n")
@@ -61,7 +61,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bad_folders(place):
-    """Paths where no folder can be written, and the text that says why."""
+    """Return the paths where no folder can be created, each with the text of its error."""
     return {
         place / "file": "Not a directory; name a folder",
         place / "file" / "below": "Not a directory; name a folder",
@@ -124,7 +124,7 @@ def test_no_command_writes_into_a_bad_folder(run, place, bad_folders, config):
 
 
 @pytest.mark.long
-def test_no_command_reads_what_cannot_be_read(run, place, config):
+def test_every_command_reports_unreadable_paths(run, place, config):
     unreadable = write_run(place / "unreadable", config(), layers=2)
     (unreadable / "metrics.jsonl").chmod(0)
     closed = place / "closed" / "run"
@@ -133,7 +133,7 @@ def test_no_command_reads_what_cannot_be_read(run, place, config):
         [
             (
                 ["eval.py", f"--curves={place}/unread*", f"--out={place / 'folder'}"],
-                1,  # The files of a run are read again for a while, and a restart may mend the rest.
+                1,  # Not a user error: reads of a run's files are retried, and a restart may help after that.
                 "metrics.jsonl cannot be read: Permission denied",
             ),
             (["eval.py", f"--workdir={closed}", "--suite=loss"], 1, "config.json cannot be read: Permission denied"),
@@ -160,7 +160,7 @@ def test_no_command_reads_what_cannot_be_read(run, place, config):
 
 
 @pytest.mark.long
-def test_unknown_stores_are_refused_before_anything_is_made(run, place, tmp_path):
+def test_unknown_stores_are_rejected_before_anything_is_written(run, place, tmp_path):
     url = "hdfs://bucket/run"
     train = ["train.py", "--config=configs/quickstart.py"]
     fields = ["data.path", "data.cache_path", "checkpoint.init_from", "eval.bigrams_path", "eval.needle.haystack"]
@@ -214,7 +214,7 @@ def test_a_read_only_file_system(run, tmp_path):
 
 
 @pytest.mark.long
-def test_real_processes_say_the_same(place):
+def test_new_interpreters_print_the_same_error(place):
     for command in (
         [sys.executable, "train.py", "--config=configs/quickstart.py", f"--workdir={place / 'file'}"],
         [
@@ -236,7 +236,7 @@ def test_real_processes_say_the_same(place):
 
 
 @pytest.mark.long
-def test_mistakes_get_the_advice_that_helps(run, place, tmp_path):
+def test_user_errors_name_the_fix(run, place, tmp_path):
     configs = {
         "syntax": "x = 1\ndef get_config(:\n",
         "raises": "def get_config():\n    return 1 / 0\n",
@@ -279,7 +279,7 @@ def test_mistakes_get_the_advice_that_helps(run, place, tmp_path):
 
 
 @pytest.mark.long
-def test_a_platform_that_jax_lacks_is_one_line(tmp_path):
+def test_a_platform_that_jax_lacks_is_reported_in_one_line(tmp_path):
     command = [sys.executable, "train.py", "--config=configs/quickstart.py", f"--workdir={tmp_path / 'run'}"]
     environment = child_environment(1) | {"JAX_PLATFORMS": "rocm"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)

@@ -15,7 +15,7 @@ SHORT |= {"data.sequence_length": "64", "train.global_batch_tokens": "512"}
 
 
 def run(place, line, typed=None):
-    """Execute a command of the page with tiny sizes; return what it printed."""
+    """Execute a command of the page with tiny sizes, and return its output."""
     return run_command(place, line, fields=SHORT if line.startswith("difftx train") else {}, typed=typed)
 
 

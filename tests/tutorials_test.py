@@ -34,7 +34,7 @@ def lines_of(page):
 
 
 def run(place, line, **fields):
-    """Execute a command of a page on a tiny model; return what it printed."""
+    """Execute a command of a page on a tiny model, and return its output."""
     if line.startswith("mkdir"):
         (place / "runs").mkdir()
         return ""
@@ -58,9 +58,9 @@ def losses(workdir):
     return [row["loss"] for row in rows if row["split"] == "train"]
 
 
-def test_these_commands_are_executed():
+def test_pages_with_commands_are_executed():
     assert {page: len(lines_of(page)) for page in EXECUTED} == EXECUTED
-    others = {"differentialize.md", "tokenizers.md", "extend.md"}  # They have tests of their own.
+    others = {"differentialize.md", "tokenizers.md", "extend.md"}  # Other tests execute the commands of these pages.
     with_commands = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md") if blocks(page, "bash")}
     assert with_commands == set(EXECUTED) | others
 
@@ -128,7 +128,7 @@ def test_compare_and_report(place):
         run(place, line, data__sequence_length="256", train__global_batch_tokens="1024")
     assert (place / "figures" / "curves.png").is_file()
     details = json.loads((place / "runs" / "pair" / "diff" / "evals" / "attention" / "6.json").read_text())["details"]
-    assert len(details["by_layer"]["cosine_answer"]) == 2  # A1 and A2 of each layer.
+    assert len(details["by_layer"]["cosine_answer"]) == 2  # The cosine of A1 and A2 in each layer.
     run(place, *lines_of("tutorials/report.md"))
     assert (place / "report.html").is_file()
     run(place, sweep)

@@ -1,4 +1,4 @@
-"""Files that exist and cannot be read: permissions that count for root too, and read errors of the file system."""
+"""Files that exist and cannot be read: file modes that apply to root too, and read errors of the file system."""
 
 import contextlib
 import ctypes
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-# Without them root is refused like any other user; see capabilities(7).
+# Without these capabilities, file modes apply to root too; see capabilities(7).
 CAPABILITIES = {"dac_override": 1, "dac_read_search": 2}
 LINUX_CAPABILITY_VERSION_3 = 0x20080522
 SOURCE = Path(__file__).with_name("failing_reads.c")
@@ -22,7 +22,7 @@ SOURCE = Path(__file__).with_name("failing_reads.c")
 
 @functools.cache
 def as_other_users() -> tuple[str, ...] | None:
-    """Return what to put before a command so that file modes count for it; None if this machine cannot do that."""
+    """Return a prefix of commands with which file modes apply to root too, or None if there is none."""
     if os.geteuid() != 0:
         return ()
     prefix = ("setpriv", f"--bounding-set={','.join(f'-{name}' for name in CAPABILITIES)}")
@@ -34,14 +34,14 @@ def as_other_users() -> tuple[str, ...] | None:
 
 @contextlib.contextmanager
 def modes_count() -> Iterator[None]:
-    """Let file modes count in this thread, and in the threads that it starts in the block, for root too."""
+    """Apply file modes to root too, in this thread and in the threads that it starts in the block."""
     if os.geteuid() != 0:
         yield
         return
     libc = ctypes.CDLL(None, use_errno=True)
     header, data = (ctypes.c_uint32 * 2)(LINUX_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
     assert libc.capget(header, data) == 0, os.strerror(ctypes.get_errno())
-    effective = data[0]  # Of capabilities 0 to 31.
+    effective = data[0]  # Bits of the capabilities 0 to 31.
     data[0] = effective & ~sum(1 << number for number in CAPABILITIES.values())
     assert libc.capset(header, data) == 0, os.strerror(ctypes.get_errno())
     try:
@@ -63,12 +63,15 @@ class FailingReads:
         return {"LD_PRELOAD": str(self.library), "FAILING_READS": str(self.control)}
 
     def fail(self, number: int, part: str, times: int = 2**31 - 1) -> None:
-        """Let the next reads of files whose path contains `part` fail: EIO while reading, ESTALE while opening."""
-        with self.control.open("r+b") as file:  # In place: it is mapped.
+        """Make the next `times` reads of files whose path contains `part` fail with an errno, such as EIO.
+
+        With ESTALE, opening the files fails too.
+        """
+        with self.control.open("r+b") as file:  # Written in place, because processes have mapped the file.
             file.write(struct.pack("=ii1024s", number, times, part.encode()))
 
     def stop(self) -> int:
-        """Let reads succeed again; return how many more would have failed."""
+        """Let reads succeed again, and return the number of failures that were left."""
         left = struct.unpack_from("=ii", self.control.read_bytes())[1]
         self.fail(0, "", 0)
         return left
@@ -85,7 +88,7 @@ def _library() -> Path | None:
 
 
 def failing_reads(folder: Path) -> FailingReads | None:
-    """Return read errors controlled by a file in `folder`, off at first; None if there is no C compiler."""
+    """Return read errors that a file in `folder` controls, disabled at first, or None if there is no C compiler."""
     library = _library()
     if library is None:
         return None

@@ -1,4 +1,4 @@
-"""Intervals of differences, against scipy's tests, textbook formulas and a bootstrap."""
+"""Compare confidence intervals of differences with scipy's tests, textbook formulas and a bootstrap."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ import scipy.stats
 from difftx.analysis.differences import over_blocks, over_pairs, over_seeds
 
 
-def test_blocks_of_equal_size_are_a_paired_t_test():
+def test_blocks_of_equal_size_give_a_paired_t_test():
     rng = np.random.default_rng(0)
     first, tokens = rng.normal(2.0, 0.3, 40), np.full(40, 64.0)
     second = first + rng.normal(0.1, 0.05, 40)
@@ -50,14 +50,14 @@ def test_pairs_by_students_formula():
     half = scipy.stats.t.ppf(0.975, 3) * np.std(differences, ddof=1) / 2
     value = np.mean(differences)
     assert (found.value, found.low, found.high) == pytest.approx((value, value - half, value + half), rel=1e-9)
-    # What the pairs have in common does not widen the interval, as it does in Welch's.
+    # Variation that both members of a pair share widens Welch's interval, but not this one.
     welch = over_seeds(first, second)
     assert found.high - found.low < 0.25 * (welch.high - welch.low)
     same = over_pairs([1.0, 2.0], [1.5, 2.5])
     assert (same.value, same.low, same.high) == (0.5, 0.5, 0.5)
 
 
-def test_equal_models_differ_by_nothing():
+def test_equal_models_have_a_difference_of_zero():
     nats, tokens = np.arange(1.0, 11.0), np.full(10, 5.0)
     found = over_blocks([(nats, nats, tokens)])
     assert (found.value, found.low, found.high) == (0, 0, 0)

@@ -18,7 +18,7 @@ def noisy(law, x, generator, noise=1e-3):
 
 @pytest.mark.long
 def test_planted_parameters_lie_in_their_intervals():
-    """Issue 7: in at least 90 of 100 simulations, each parameter in its own 95 % interval."""
+    """Each parameter must lie in its own 95 % interval in at least 90 of 100 simulations (issue 7)."""
     generator = np.random.default_rng(1)
     inside = dict.fromkeys("abc", 0)
     for seed in range(100):
@@ -51,22 +51,22 @@ def test_matches_have_the_planted_ratio():
         assert forward.ratio == pytest.approx(forward.x / forward.reference_x)
         both += all(m.interval[0] <= 0.622 <= m.interval[1] for m in (forward, backward))
     assert both >= 8
-    # The same point found from either side.
+    # Both functions find the same point.
     again = match_reference_at(*fits, forward.reference_x)
     assert (again.x, again.ratio) == pytest.approx((forward.x, forward.ratio))
 
 
-def test_a_fit_knows_where_its_data_end():
+def test_matches_far_outside_the_data_are_extrapolated():
     x = np.unique(SIZES)
     diff, reference = (Fit.of(x, law(x), resamples=5, seed=0) for law in (shifted(TRANSFORMER, 0.3), TRANSFORMER))
-    assert not match_at(diff, reference, 6.837e9).extrapolated  # It matches 22.8B: within 2 × 13.1B.
-    assert match_at(diff, reference, 13.083e9).extrapolated  # 43.7B is not.
+    assert not match_at(diff, reference, 6.837e9).extrapolated  # It matches 22.8B, which is less than 2 × 13.1B.
+    assert match_at(diff, reference, 13.083e9).extrapolated  # It matches 43.6B, which is more.
     assert not reference.extrapolates(26.1e9)
     assert reference.extrapolates(26.3e9)
     assert reference.extrapolates(0.41e9)
 
 
-def test_curves_that_never_meet():
+def test_curves_that_never_meet_have_no_match():
     x = np.unique(SIZES)
     low = Fit.of(x, TRANSFORMER(x) - 2.0, resamples=5, seed=0)
     high = Fit.of(x, TRANSFORMER(x), resamples=5, seed=0)
@@ -84,7 +84,7 @@ def test_the_band_holds_the_law_and_widens_outside_the_data():
 
 
 def test_sizes_that_lie_off_the_law_widen_the_interval_more_than_their_seeds_do():
-    """The seeds of a size share what it deviates by: more of them do not make the law more certain."""
+    """All seeds of a size share its deviation from the law, so more seeds do not make the law more certain."""
     generator = np.random.default_rng(4)
     deviations = np.repeat(1e-3 * np.array([1, -1, 1, -1, 1]), 3)
     own = 1e-5 * generator.standard_normal(15)

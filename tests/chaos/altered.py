@@ -18,7 +18,7 @@ from difftx.training.checkpoint import checkpointer as checkpoint
 
 
 def poison(batches: set[int]) -> None:
-    """Let the loss of some batches be no number."""
+    """Make the loss of some batches NaN."""
     original = loader.HostSlice.__getitem__
 
     def poisoned(self: loader.HostSlice, index: int) -> loader.Row:

@@ -1,6 +1,7 @@
-"""make chaos: faults upon faults, in real processes. make test-exhaustive: that mistakes in difftx would be noticed.
+"""Chaos tests of training runs.
 
-FAULTS, SEED and RUN in the environment: how many, which, and one run alone.
+`make chaos` injects faults into real processes. `make test-exhaustive` checks that mistakes in difftx are noticed. The
+environment variables FAULTS and SEED set the number and the seed of the faults. RUN selects a single run by its number.
 """
 
 import concurrent.futures
@@ -18,23 +19,23 @@ from chaos.driver import Run, Tally, impossible_faults, train_undisturbed
 from chaos.plan import ONE, Episode, Plan, plan
 
 pytestmark = pytest.mark.chaos
-LANES = min(4, (os.cpu_count() or 1) + 1)  # Runs at a time: those of two processes mostly wait.
+LANES = min(4, (os.cpu_count() or 1) + 1)  # Concurrent runs. Those of two processes mostly wait.
 
 
 class Harness:
-    """Runs plans, each next to the uninterrupted run of its layout and data."""
+    """Carries out plans. Each run is compared with the uninterrupted run of the same layout and data."""
 
     def __init__(self, text_file, folder):
         self._text_file, self._folder, self._whole = text_file, folder, {}
 
     def prepare(self, plan):
-        """Train the uninterrupted run, once."""
+        """Train the uninterrupted run of a plan's layout and data, unless it exists."""
         key = (plan.layout, plan.nan)
         if key not in self._whole:
             self._whole[key] = train_undisturbed(*key, self._text_file, self._folder / f"whole {plan.name}")
 
     def carry_out(self, plan, mistake=None):
-        """Return the tally, and what went wrong."""
+        """Carry out a plan. Return its tally, and the error as text or None."""
         began, folder = time.monotonic(), self._folder / (mistake or plan.name)
         folder.mkdir()
         run = Run(plan, self._text_file, folder, self._whole[plan.layout, plan.nan], mistake)
@@ -42,7 +43,7 @@ class Harness:
         try:
             run.carry_out()
             shutil.rmtree(folder)
-        except Exception:  # Any: it goes into the report, and the other runs go on.
+        except Exception:  # Any error goes into the report, and the other runs continue.
             error = f"run {plan.name}, kept in {folder}:\n{traceback.format_exc()}"
         wrong = "" if error is None else ", FAILED"
         print(f"{plan.name}: {run.tally.faults} faults, {time.monotonic() - began:.0f} s{wrong}", flush=True)
@@ -59,7 +60,7 @@ def strikes(*episodes):
     return tuple(Episode(strike, "step", step, damage) for strike, step, damage in episodes)
 
 
-# Mistake in difftx (altered.py) → what a run must meet, and what the driver must say.
+# Mistake in difftx (altered.py) → episodes that reveal it, and a pattern of the driver's error.
 MISTAKES = {
     "restores_what_does_not_verify": (
         strikes(("SIGKILL", 20, "checkpoint under another step")),
@@ -97,7 +98,7 @@ def test_mistakes_in_difftx_do_not_go_unnoticed(harness):
     assert not unnoticed, unnoticed
 
 
-def test_whatever_strikes_a_run_goes_on_bit_for_bit(harness):
+def test_runs_resume_bit_for_bit_after_faults(harness):
     faults = int(os.environ.get("FAULTS", "200"))
     seed = int(os.environ.get("SEED") or random.SystemRandom().randrange(10**6))
     only = os.environ.get("RUN")

@@ -1,4 +1,4 @@
-"""A run's checkpoints as files, without difftx: which of them verify, and what can happen to them."""
+"""Verification and corruption of a run's checkpoints as files, without code of difftx."""
 
 import contextlib
 import hashlib
@@ -12,14 +12,14 @@ from random import Random
 import xxhash
 
 MANIFEST = "manifest.json"
-MARKERS = ("commit_success.txt", "_CHECKPOINT_METADATA")  # They must be there; their content is not read.
+MARKERS = ("commit_success.txt", "_CHECKPOINT_METADATA")  # They must exist. Their content is not read.
 UNFINISHED = ".orbax-checkpoint-tmp"
 
 Digests = dict[str, str]  # Path in a folder → SHA-256.
 
 
 def digests(folder: Path) -> Digests:
-    """Return what is in a folder; what goes meanwhile is left out."""
+    """Return the digests of the files in a folder. Files that are deleted meanwhile are omitted."""
     found = {}
     for path in sorted(folder.rglob("*")):
         try:
@@ -35,13 +35,13 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def quarantined(folder: Path) -> dict[Path, int]:
-    """Return the checkpoints that were put aside, and the step of each."""
+    """Return the paths of the quarantined checkpoints, and the step of each."""
     paths = folder.glob("*.quarantined*") if folder.exists() else []
     return {path: int(path.name.partition(".")[0]) for path in paths}
 
 
 def verifies(folder: Path, step: int | None = None) -> bool:
-    """Whether a checkpoint is whole, as docs/files.md says; its step is its name, or `step`."""
+    """Return whether a checkpoint verifies, as docs/files.md defines it. By default, its step is its name."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         recorded = manifest.pop("sha256")
@@ -75,7 +75,7 @@ def complete_checkpoints(folder: Path) -> list[int]:
 def whole_checkpoints(folder: Path) -> dict[int, Digests]:
     """Return step → content of every checkpoint that verifies."""
     before = {step: digests(folder / str(step)) for step in steps_in(folder) if verifies(folder / str(step))}
-    # In a run that goes on, retention may take one while it is looked at.
+    # During training, retention may delete a checkpoint while it is being read.
     return {step: content for step, content in before.items() if digests(folder / str(step)) == content}
 
 
@@ -87,7 +87,7 @@ def read_when_verifying(checkpoint: Path, random: Random) -> Path:
 
 @contextlib.contextmanager
 def without_permissions(paths: Sequence[Path]) -> Iterator[None]:
-    """Take all permissions from files within the block; they get them back even if they were renamed meanwhile."""
+    """Remove all permissions of files within the block. Restore them even if the files were renamed meanwhile."""
     with contextlib.ExitStack() as stack:
         for path in paths:
             file = stack.enter_context(path.open("rb")).fileno()
@@ -96,7 +96,7 @@ def without_permissions(paths: Sequence[Path]) -> Iterator[None]:
         yield
 
 
-# ── What can happen to a folder of checkpoints; each says what it did ──
+# ── Corruption of a folder of checkpoints. Each function describes what it did. ──
 
 
 def flip_bit(path: Path, random: Random) -> str:
@@ -108,7 +108,7 @@ def flip_bit(path: Path, random: Random) -> str:
 
 
 def _file_in(checkpoint: Path, random: Random) -> Path:
-    """Pick a file; the manifest and the arrays as often as all the many small ones together."""
+    """Pick the manifest, the file with the arrays, or any file, each with a probability of one third."""
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.stat().st_size)
     largest = max(files, key=lambda path: path.stat().st_size)
     return random.choice([checkpoint / MANIFEST, largest, random.choice(files)])

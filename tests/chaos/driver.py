@@ -1,11 +1,11 @@
-"""Real training processes that faults strike at seeded random moments, and what must be true after each.
+"""Faults that strike real training processes at seeded random moments, and checks after each fault.
 
-The driver looks at files, exit codes and output alone, and judges a checkpoint by itself (disk.py). After each fault
-the same command is given again, and
+The driver uses only files, exit codes and output, and verifies checkpoints with its own code (disk.py). After each
+fault it runs the same command again, and checks that
 
-- it resumes from the newest checkpoint that verifies, or stops with the documented exit code and line;
-- no checkpoint that verified before is lost but by retention, a rewind, or the damage itself;
-- the numbers of every step are bit for bit those of a run that nothing disturbed.
+- the run resumes from the newest checkpoint that verifies, or stops with the documented exit code and line;
+- no checkpoint that verified before is lost, except through retention, a rewind or the damage itself;
+- the numbers of every step equal those of an uninterrupted run bit for bit.
 """
 
 import collections
@@ -42,13 +42,13 @@ from chaos.plan import (
     Plan,
 )
 
-PATIENCE = 600.0  # Seconds until the driver itself gives up; the machine may be busy with other things.
-SILENCE = 20  # Seconds: of barriers and of heartbeats.
+PATIENCE = 600.0  # Seconds until the driver gives up. The machine may be busy with other work.
+SILENCE = 20  # Timeout of barriers and heartbeats, in seconds.
 DISK_MIB = 8
 MAX_SKIPPED = 3  # Skipped updates in a row until a rewind.
 DONE, PREEMPTED, MISTAKE, FAILED = 0, 75, 2, 1
-ABORTED = -signal.SIGABRT  # JAX's own end when process 0 has gone.
-# What a process says of the other one that has gone.
+ABORTED = -signal.SIGABRT  # JAX aborts a process when process 0 has exited.
+# Errors that name the lost process: the first for process 0, the second for process 1.
 MISSED = (
     r"process 0, the coordinator at .*, (is gone|has been silent)|process 0 of 2 \(.*\) has been silent",
     r"process 1 of 2 \(.*\) has been silent",
@@ -59,7 +59,7 @@ ALTERED = str(Path(__file__).with_name("altered.py"))
 
 @dataclasses.dataclass
 class Tally:
-    """Outcomes by fault, and seconds until the run went on."""
+    """Outcomes and seconds by fault, and what the struck processes were doing."""
 
     outcomes: dict[str, collections.Counter] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(collections.Counter)
@@ -102,7 +102,7 @@ def impossible_faults() -> dict[str, str]:
 
 
 def command(folder: Path, layout: Layout, nan: tuple[int, ...] = (), mistake: str | None = None) -> dict:
-    """Return what `Processes` needs for one layout, with bad batches and a mistake in difftx, if any.
+    """Return the arguments of `Processes` for one layout, with bad batches and a mistake in difftx, if any.
 
     The packing index of the run lies in `folder`.
     """
@@ -128,7 +128,7 @@ def command(folder: Path, layout: Layout, nan: tuple[int, ...] = (), mistake: st
 
 
 def train_undisturbed(layout: Layout, nan: tuple[int, ...], text_file: Path, folder: Path) -> Path:
-    """Return the workdir of an uninterrupted run."""
+    """Train an uninterrupted run and return its workdir."""
     folder.mkdir(parents=True)
     processes = Processes(text_file, folder / "run", folder, **command(folder, layout, nan))
     for process in processes.running:
@@ -138,7 +138,7 @@ def train_undisturbed(layout: Layout, nan: tuple[int, ...], text_file: Path, fol
 
 
 class Run:
-    """A run that a plan is carried out on."""
+    """A run that carries out a plan."""
 
     def __init__(self, plan: Plan, text_file: Path, folder: Path, whole: Path, mistake: str | None = None):
         self.plan, self.tally = plan, Tally()
@@ -149,21 +149,21 @@ class Run:
         self._processes: Processes | None = None
         self._frozen: list[subprocess.Popen] = []
         self._starts = 0
-        self._known: dict[int, disk.Digests] = {}  # Checkpoints that verified when last looked at.
-        self._rewinds = 0  # In the journal, when last looked at.
-        self._deleted_entries = 0  # Of the journal, on purpose.
-        self._damaged_steps: frozenset[int] = frozenset()  # Of metrics.jsonl.
+        self._known: dict[int, disk.Digests] = {}  # Checkpoints that verified at the last check.
+        self._rewinds = 0  # Number of rewinds in the journal at the last check.
+        self._deleted_entries = 0  # Number of journal entries that were deleted on purpose.
+        self._damaged_steps: frozenset[int] = frozenset()  # Steps with corrupt rows in metrics.jsonl.
         self._small_disk: SmallDisk | None = None
         self._reads = failing_reads(folder)
 
     def carry_out(self) -> None:
-        """Raises `AssertionError` if something is not as promised."""
+        """Carry out the plan. Raise `AssertionError` if a check fails."""
         with self._clean_up():
             for episode in self.plan.episodes:
                 if self._processes is None:
                     self._start()
                 if not self._until(episode):
-                    break  # It was faster.
+                    break  # The run ended before the fault could strike.
                 self._strike(episode)
                 if self._processes is None and episode.damage is not None:
                     self._damage(episode.damage)
@@ -176,7 +176,7 @@ class Run:
     # ── Starting ──
 
     def _start(self, **options: Any) -> None:
-        """Start the same command again; `options` are those of `Processes`."""
+        """Start the same command again. `options` are those of `Processes`."""
         expected = self._expected_step()
         logs = self._folder / f"start {self._starts:02}"
         logs.mkdir()
@@ -185,11 +185,11 @@ class Run:
         self._expected, self._checked = {expected}, False
 
     def _expected_step(self) -> int | None:
-        """Return the step from which the run must resume, by the driver's own check, or None if it must refuse."""
+        """Return the step from which the run must resume, by the driver's own check, or None if the start must fail."""
         steps = disk.steps_in(self._checkpoints)
         whole = [step for step in steps if disk.verifies(self._checkpoints / str(step))]
         quarantined = disk.quarantined(self._checkpoints)
-        if not whole:  # Then what was put aside and verifies comes back.
+        if not whole:  # Then the run takes back a quarantined checkpoint that verifies.
             whole = [step for path, step in quarantined.items() if disk.verifies(path, step)]
         return max(whole, default=None if steps or quarantined else 0)
 
@@ -200,7 +200,7 @@ class Run:
         self._checked = True
         assert int(found[1]) in self._expected, f"started at step {found[1]}, not {self._expected}: {self._log()}"
         self._check_checkpoints()
-        if not self.plan.nan:  # There the journal decides which rows stay.
+        if not self.plan.nan:  # With bad batches, the journal decides which rows stay.
             self._check_metrics(until=int(found[1]))
 
     def _log(self, process: int = 0) -> str:
@@ -222,7 +222,7 @@ class Run:
         return True
 
     def _until(self, episode: Episode) -> bool:
-        """Wait for the moment; False if the run was done before."""
+        """Wait for the moment of an episode. Return False if the run ended before it."""
         lead = self._processes.running[0]
         lock, metrics = self._workdir / ".lock", self._workdir / "metrics.jsonl"
         late = episode.moment not in STARTS
@@ -288,7 +288,7 @@ class Run:
         return [self._processes.wait(process, PATIENCE)[0] for process in self._processes.running]
 
     def _ended(self, allowed: set[int]) -> str:
-        """Wait for the end of all processes; return their codes, in words."""
+        """Wait until all processes have ended. Return their exit codes as text."""
         codes = self._codes()
         assert set(codes) <= allowed, f"exit codes {codes}, not {allowed}: {self._logs()}"
         self._check_start()
@@ -313,7 +313,7 @@ class Run:
             if "nothing saved between bad steps" not in log and last:
                 assert saved == last[0]["step"], f"exit 75 after step {last[0]['step']}, saved is {saved}: {log}"
         elif -signal.SIGTERM in codes:
-            # Before the loop, or after it, there is nothing to save.
+            # Before and after the training loop, there is nothing to save.
             assert "attempt " not in log or "wall time of the run" in log, f"exit codes {codes}: {logs}"
         return self._ended(
             {PREEMPTED, DONE, -signal.SIGTERM} | ({FAILED, MISTAKE, ABORTED} if len(codes) > 1 else set())
@@ -354,7 +354,7 @@ class Run:
                 victim.kill()
             if then == "continued later":
                 self._start()
-                # What it was saving may get its name yet.
+                # A save that was frozen may still rename its checkpoint to the final name.
                 self._expected |= {int(path.name.partition(".")[0]) for path in self._checkpoints.glob(UNFINISHED)}
                 time.sleep(self._random.uniform(0.5, 4))
         if then == "continued later":
@@ -364,7 +364,7 @@ class Run:
         return self._ended({FAILED, MISTAKE, ABORTED, DONE, -signal.SIGKILL})
 
     def _fill_disk(self, *, relieve: bool) -> str:
-        """Leave less room than a checkpoint needs, until a save fails or the run ends; then make room."""
+        """Leave less room than a checkpoint needs until the run ends or, with `relieve`, a save fails. Then free it."""
         disk_, lead = self._small_disk, self._processes.running[0]
         failed = len(re.findall("was not saved", self._log()))
         leave = (
@@ -418,7 +418,7 @@ class Run:
             for step in disk.steps_in(self._checkpoints)
             if not disk.verifies(self._checkpoints / str(step))
         }
-        # A commit marker whose text was changed is as good as before.
+        # Changed checkpoints are not compared later. Those with only a changed commit marker still verify.
         self._known = {s: c for s, c in self._known.items() if disk.digests(self._checkpoints / str(s)) == c}
         newest = max(whole)
         if self._expected_step() is None:
@@ -434,13 +434,13 @@ class Run:
             assert self._codes() == [DONE] * len(self._processes.running), f"after {what} ({done}): {self._logs()}"
         self._check_start()
         for number, content in damaged.items():
-            if number > max(self._expected):  # Older ones are not looked at.
+            if number > max(self._expected):  # A start does not verify older checkpoints.
                 aside = [disk.digests(path) for path in self._checkpoints.glob(f"{number}.quarantined*")]
                 assert content in aside, f"{number}, damaged, was not put aside as it was: {self._log()}"
         return outcome
 
     def _hide(self, what: str) -> str | None:
-        """Let files of the newest checkpoint be unreadable for a start, and see that nothing is done to it."""
+        """Make files of checkpoints unreadable during a start, and check that no checkpoint is quarantined."""
         whole = sorted(disk.whole_checkpoints(self._checkpoints))
         if not whole:
             return None
@@ -456,7 +456,7 @@ class Run:
             number = errno.EIO if what.startswith("EIO") else errno.ESTALE
             passes = self._random.random() < 0.5
             times = self._random.randrange(1, 4) if passes else 10**6
-            # The same part is in the path to the link and to the target of a step that was moved.
+            # If the step was moved, the paths of the link and of its target both contain this part.
             self._reads.fail(number, f"/{whole[-1]}/{path.relative_to(self._checkpoints / str(whole[-1]))}", times)
             self._start(environment=self._reads.environment)
             if passes:
@@ -479,13 +479,13 @@ class Run:
         return outcome
 
     def _start_with_different_configs(self) -> str:
-        """Start process 1 with another learning rate: all must refuse and name the field."""
+        """Start process 1 with another learning rate. All processes must refuse to start and name the field."""
         self._start(own_flags={1: ["--config.optimizer.learning_rate=0.5"]})
         self._refused("optimizer.learning_rate")
         return "exit 2, same configs, went on"
 
     def _truncate_index(self) -> str | None:
-        """Cut the cached packing index, as a full disk or a copy may have: the rows must stay the same."""
+        """Truncate the cached packing index, as a full disk or a copy may. The rows must stay the same."""
         indices = [path for path in (self._folder / "cache").rglob("*") if path.is_file()]
         if not indices:
             return None
@@ -500,7 +500,7 @@ class Run:
         return "went on"
 
     def _refused(self, why: str, code: int = MISTAKE) -> None:
-        """The start must end with the exit code and one line."""
+        """Assert that the start ends with the exit code and a one-line error that contains `why`."""
         codes = self._codes()
         assert codes == [code] * len(codes), f"exit codes {codes}, not {code}: {self._logs()}"
         for process in self._processes.running:
@@ -555,7 +555,7 @@ class Run:
             if now.get(step) == content or (back_to is not None and step > back_to):
                 continue
             # Retention counts the checkpoints with all files, of the recorded sizes. A running training may have saved
-            # one more, and removed this one, while we looked.
+            # one more, and removed this one, during this check.
             newer = {*disk.complete_checkpoints(self._checkpoints), *rewound}
             if len([other for other in newer if other > step]) >= KEEP:
                 continue
@@ -612,7 +612,7 @@ class Run:
 
 
 class SmallDisk:
-    """A folder that can fill up: a tmpfs of a few MiB; where none may be mounted, a limit on the size of files."""
+    """A folder that can fill up: a tmpfs of a few MiB or, where mounts are not allowed, a limit on file sizes."""
 
     def __init__(self, folder: Path):
         folder.mkdir(parents=True)
@@ -628,7 +628,10 @@ class SmallDisk:
 
     @contextlib.contextmanager
     def full(self, pid: int, leave: int) -> Iterator[Callable[[], None]]:
-        """Inside of the block there is no room but for `leave` bytes; call what it yields again and again."""
+        """Leave room for `leave` bytes inside the block. The caller calls the yielded function repeatedly.
+
+        Without a tmpfs, the files of process `pid` may not exceed 50,000 bytes instead.
+        """
         if not self.mounted:
             before = resource.prlimit(pid, resource.RLIMIT_FSIZE, (50_000, -1))
             yield lambda: None

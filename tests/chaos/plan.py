@@ -1,20 +1,20 @@
-"""Which faults strike a run, and when: all of it follows from a seed and the run's number."""
+"""Plans of the faults that strike a run, and of their times. A seed and the run's number determine a plan."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
 from random import Random
 
-KEEP = 3  # Checkpoints.
+KEEP = 3  # Number of checkpoints that retention keeps.
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Processes of one run, and how much they train: a run takes seconds."""
+    """Processes of one run, and how much they train. A run takes seconds."""
 
     processes: int
-    devices: int  # Of each process.
+    devices: int  # Per process.
     steps: int
-    every_steps: int  # From one checkpoint to the next.
+    every_steps: int  # Steps from one checkpoint to the next.
 
 
 ONE = Layout(processes=1, devices=1, steps=120, every_steps=6)
@@ -23,25 +23,25 @@ TWO = Layout(processes=2, devices=2, steps=30, every_steps=3)
 
 @dataclasses.dataclass(frozen=True)
 class Episode:
-    """What a running training meets, and what its files meet once it has stopped."""
+    """A fault that strikes a running training, and damage to its files after it has stopped."""
 
     strike: str
     moment: str
-    step: int  # Not before this step, unless the moment is one of a start.
+    step: int  # Earliest step of the strike. The moments of `STARTS` ignore it.
     damage: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One run: episodes, between which it is started again, then a start that nothing disturbs."""
+    """One run: episodes, each followed by another start if it stops the run, then an undisturbed end."""
 
     name: str
     layout: Layout
-    seed: str  # Of what is chosen on the way.
+    seed: str  # Seed of the random choices that the driver makes during the run.
     episodes: tuple[Episode, ...]
-    nan: tuple[int, ...] = ()  # Batches whose loss is no number.
-    stretches: int = 0  # In how many pieces those batches are.
-    small_disk: str | None = None  # What lies on a disk of its own that can fill up: "checkpoints" or "workdir".
+    nan: tuple[int, ...] = ()  # Batches whose loss is NaN.
+    stretches: int = 0  # Number of contiguous stretches of those batches.
+    small_disk: str | None = None  # Folder on its own disk, which can fill up: "checkpoints" or "workdir".
 
     @property
     def faults(self) -> int:
@@ -79,30 +79,30 @@ DAMAGES = (
     "flipped bit in config.json",
     "symlinked step",
 )
-# They need not be damage: modes and read errors.
+# Files that cannot be read, because of modes or read errors, need not be corrupt.
 UNREADABLE_BY_MODE = ("unreadable file", "unreadable manifests")
 UNREADABLE_BY_ERROR = ("EIO while reading", "ESTALE while opening")
 UNREADABLE = (*UNREADABLE_BY_MODE, *UNREADABLE_BY_ERROR)
 INDEX = "truncated packing index"
 CONFIGS = "processes of different configs"
 HARMLESS = ("flipped bit in journal.jsonl", "leftover of a save", "empty step folder", "leftover of a removal")
-# Dealt before the others, so that the 40 faults of CI have each of them.
+# Damage that is dealt first, so that the 40 faults of CI include all of it.
 FIRST = {
     "one": ("unreadable file", "EIO while reading", INDEX),
     "two": ("unreadable manifests", "ESTALE while opening", CONFIGS),
     "nan": ("symlinked step",),
 }
-# After these strikes the run is going on, and nothing is damaged under its feet.
+# After these strikes the run is still training, so its files are not damaged.
 RUNNING = ("SIGSTOP", "SIGSTOP, continued later")
 FULL = ("disk full, then free", "disk full")
-RUNS = ("one", "two", "disk", "nan", "one", "two")  # In turns.
+RUNS = ("one", "two", "disk", "nan", "one", "two")  # Kinds of runs, in turn.
 
 
 def plan(seed: int, number: int, without: Collection[str] = ()) -> Plan:
-    """Return the plan of a run, without the faults that cannot be made on this machine."""
+    """Return the plan of a run. It excludes the faults `without`, which are impossible on this machine."""
     kind, turn = RUNS[number % len(RUNS)], number // len(RUNS)
     random = Random(f"{seed} {number}")
-    seen = turn * RUNS.count(kind) + RUNS[: number % len(RUNS)].count(kind)  # Runs of this kind before.
+    seen = turn * RUNS.count(kind) + RUNS[: number % len(RUNS)].count(kind)  # Number of earlier runs of this kind.
     name = f"{number:03} {kind}"
     if kind == "disk":
         lies = ("checkpoints", "workdir")[(seed + seen) % 2]
@@ -134,7 +134,7 @@ def plan(seed: int, number: int, without: Collection[str] = ()) -> Plan:
 
 
 def _dealt(cards: Sequence[str], seed: int, name: str, start: int, count: int, first: Sequence[str] = ()) -> list[str]:
-    """Return cards of a shuffled deck that is dealt again and again: each comes equally often, `first` on top."""
+    """Return cards of a shuffled deck with `first` on top. The deck repeats, so each card comes equally often."""
     random = Random(f"{seed} {name}")
     rest = [card for card in cards if card not in first]
     deck = [*random.sample(first, len(first)), *random.sample(rest, len(rest))]
@@ -142,13 +142,16 @@ def _dealt(cards: Sequence[str], seed: int, name: str, start: int, count: int, f
 
 
 def _steps(layout: Layout, count: int, random: Random) -> list[int]:
-    """Return ascending steps, the last so early that a save still follows."""
+    """Return ascending steps. The last one is so early that a save still follows."""
     window = (layout.steps - 3 * layout.every_steps) // count
     return [2 * layout.every_steps + i * window + random.randrange(window) for i in range(count)]
 
 
 def _bad_batches(seed: int, variant: int) -> tuple[tuple[int, ...], int]:
-    """Return batches in stretches: one or two are skipped, three to five in a row make the run go back."""
+    """Return bad batches in stretches, and the number of stretches.
+
+    One or two bad batches in a row are skipped, three to five cause a rewind.
+    """
     random = Random(f"{seed} nan {variant}")
     batches, first, lengths = [], 4, random.sample((1, 2, 3, 3, 4, 5), 6)
     for length in lengths:

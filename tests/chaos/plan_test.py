@@ -1,4 +1,4 @@
-"""What a plan has, without carrying it out."""
+"""Tests of the contents of plans, which are not carried out."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from chaos.plan import CONFIGS, INDEX, UNREADABLE, plan
 
 
 def damages(seed, faults, without=()):
-    """Return what the files meet in the runs that so many faults take."""
+    """Return the damage of each episode, in as many runs as it takes to reach the number of faults."""
     plans, number = [], 0
     while sum(each.faults for each in plans) < faults:
         plans.append(plan(seed, number, without))
@@ -15,14 +15,14 @@ def damages(seed, faults, without=()):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_forty_faults_of_ci_have_what_is_rare(seed):
+def test_the_forty_faults_of_ci_include_rare_damage(seed):
     assert {*UNREADABLE, INDEX, CONFIGS, "symlinked step"} <= set(damages(seed, 40))
 
 
-def test_what_cannot_be_made_here_is_not_planned():
+def test_impossible_faults_are_not_planned():
     assert not set(UNREADABLE) & set(damages(1, 400, without=UNREADABLE))
 
 
-def test_other_damage_comes_as_well():
+def test_common_damage_is_planned_too():
     dealt = damages(1, 400)
     assert min(dealt.count(each) for each in ("flipped bit", "truncated file", "removed manifest")) > 1

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from tensorboardX.proto import event_pb2
 
-# The rest of a row is time.
+# Fields that are compared. The other fields of a row depend on time.
 TRAIN = ("loss", "grad_norm", "learning_rate", "tokens", "lambda", "skipped")
 EVENT = ("event", "step", "reason", "bad_steps", "skipped_examples", "rewinds")
 
@@ -31,9 +31,9 @@ def check_metrics(run: Path, whole: Path, *, until: int, damaged: frozenset[int]
 
     Args:
         run: a workdir.
-        whole: of the uninterrupted run.
-        until: a step; later rows are compared if they are there.
-        damaged: steps whose rows were damaged on purpose.
+        whole: the workdir of the uninterrupted run.
+        until: the last step whose row is required. Later rows are compared if they exist.
+        damaged: steps whose rows were corrupted on purpose.
     """
     ours, theirs = ({}, {})
     for workdir, found in ((run, ours), (whole, theirs)):
@@ -61,7 +61,7 @@ def check_metrics(run: Path, whole: Path, *, until: int, damaged: frozenset[int]
 
 
 def check_journal(run: Path, whole: Path, *, deleted: int) -> None:
-    """Assert that the same steps were bad, and the same data were passed over; so many entries may be deleted."""
+    """Assert that the same steps were bad and the same data were skipped. Up to `deleted` entries may be missing."""
     ours, theirs = ([{name: e.get(name) for name in EVENT} for e in events(workdir)] for workdir in (run, whole))
     lacking = [event for event in theirs if event not in ours]
     what = f"{run}: journal {ours}, uninterrupted {theirs}"
@@ -70,7 +70,7 @@ def check_journal(run: Path, whole: Path, *, deleted: int) -> None:
 
 
 def events(workdir: Path) -> list[dict[str, Any]]:
-    """Return the journal's entries, without damaged lines."""
+    """Return the journal's entries, without corrupt lines."""
     path, found = workdir / "journal.jsonl", []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError):
@@ -95,7 +95,7 @@ def check_tensorboard(run: Path, whole: Path) -> None:
 
 
 def tensorboard_scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
-    """Return step and value of a tag, as TensorBoard does: file by file, without what a restart says is void."""
+    """Return step and value of a tag, as TensorBoard does: file by file, without the points that a restart voids."""
     values: list[tuple[int, float]] = []
     for path in sorted(folder.iterdir()):
         for event in _events_in(path.read_bytes()):
@@ -106,7 +106,7 @@ def tensorboard_scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
 
 
 def _events_in(content: bytes) -> list[Any]:
-    """Return a file's records; the last may be half of one."""
+    """Return a file's records. The last record is omitted if it is incomplete."""
     found, position = [], 0
     while position + 12 <= len(content):
         (length,) = struct.unpack_from("<Q", content, position)

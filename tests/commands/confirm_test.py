@@ -1,4 +1,4 @@
-"""A run directory from somebody else: eval.py sends nothing and executes nothing that its config names unconfirmed."""
+"""Run directories from other people: without confirmation, eval.py sends and executes nothing that they name."""
 
 import contextlib
 import importlib
@@ -33,7 +33,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def evaluate(saved, monkeypatch):
-    """Return a function: fields of the run's own config.json, suite and flags → eval.py's exit code."""
+    """Return a function that sets fields of the run's config.json, runs eval.py and returns its exit code."""
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setenv("DATABASE_PASSWORD_KEY", "hunter2-hunter2")
 
@@ -51,7 +51,7 @@ def evaluate(saved, monkeypatch):
 
 @pytest.mark.parametrize("suite", ["hallucination", "quantize"])
 @pytest.mark.parametrize("flags", [[], ["--eval.hallucination.judge_model=gpt-5"], ["--eval.judge.key_variable=none"]])
-def test_a_foreign_endpoint_is_sent_nothing(evaluate, suite, flags):
+def test_nothing_is_sent_to_a_foreign_endpoint(evaluate, suite, flags):
     with ChatServer(lambda *_: ACCURATE) as foreign:
         fields = {"hallucination.judge_model": "gpt-4o", "judge.base_url": foreign.url}
         fields |= {"quantize.suites": "hallucination"}
@@ -63,7 +63,7 @@ def test_a_foreign_endpoint_is_sent_nothing(evaluate, suite, flags):
     assert f"add --eval.judge.base_url={foreign.url}, or --trust_run_config" in text
 
 
-def test_the_default_endpoint_needs_a_judge_of_the_users_own(evaluate):
+def test_default_endpoint_requires_a_judge_model_from_the_command_line(evaluate):
     with pytest.raises(UserError, match=r"eval.judge.base_url='https://api.openai.com/v1'"):
         evaluate({"hallucination.judge_model": "gpt-4o"}, "hallucination")
 
@@ -76,7 +76,7 @@ def test_a_foreign_key_variable_is_not_sent(evaluate):
         assert not server.asked
 
 
-def test_what_the_command_line_names_is_confirmed(saved, capsys):
+def test_values_from_the_command_line_are_confirmed(saved, capsys):
     fields = {"eval.hallucination.judge_model": "gpt-4o", "eval.judge.base_url": "http://localhost:1/v1"}
     fields |= {"eval.judge.key_variable": "OTHER_KEY"}
     config = override(saved.config, fields)
@@ -95,7 +95,7 @@ def test_what_the_command_line_names_is_confirmed(saved, capsys):
 
 
 @pytest.mark.long
-def test_an_endpoint_of_the_command_line_is_asked(evaluate, capsys):
+def test_endpoint_from_the_command_line_is_used(evaluate, capsys):
     with ChatServer(lambda *_: ACCURATE) as foreign, ChatServer(lambda *_: ACCURATE) as own:
         fields = {"hallucination.judge_model": "gpt-4o", "judge.base_url": foreign.url}
         assert evaluate(fields, "hallucination", f"--eval.judge.base_url={own.url}") == 0
@@ -105,7 +105,7 @@ def test_an_endpoint_of_the_command_line_is_asked(evaluate, capsys):
         assert len(foreign.asked) == len(own.asked)
         printed = capsys.readouterr().out
         assert f"--trust_run_config: eval.judge.base_url='{foreign.url}' in " in printed
-        # Other suites, and the offline judge, have nothing to confirm.
+        # Other suites and the offline judge need no confirmation.
         assert evaluate(fields, "loss") == 0
         assert evaluate({"judge.base_url": foreign.url}, "hallucination") == 0
         assert len(foreign.asked) == len(own.asked)
@@ -137,7 +137,7 @@ def test_code_of_a_foreign_folder_is_not_executed(evaluate, hostile_tasks, tmp_p
 
 
 @pytest.mark.long
-def test_the_folder_would_execute_code(evaluate, hostile_tasks, tmp_path):
+def test_trusted_folder_executes_code(evaluate, hostile_tasks, tmp_path):
     pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
     fields = {"harness.include_path": hostile_tasks, "harness.tasks": "evil"}
     with contextlib.suppress(Exception):  # The task is incomplete.

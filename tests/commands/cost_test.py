@@ -1,4 +1,4 @@
-"""The warning about the memory of accelerators, whose size only the device knows."""
+"""The warning about the memory of accelerators, whose size the device reports."""
 
 import types
 

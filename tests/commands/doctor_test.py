@@ -1,4 +1,4 @@
-"""`difftx doctor` in real processes."""
+"""`difftx doctor` in its own processes, and parts of it in this process."""
 
 import argparse
 import dataclasses
@@ -95,16 +95,16 @@ def test_json_is_one_object_with_the_documented_fields(doctor):
     assert found["config"]["kernel"] == "xla"
 
 
-@pytest.mark.exhaustive  # A minute. measure_test.py has the rule.
+@pytest.mark.exhaustive  # It takes a minute. kernels/measure_test.py tests the rule.
 def test_a_microbatch_that_does_not_fit_is_measured_in_part(tmp_path):
-    """configs/diff_3b.py with 32,768 shorter rows on one CPU: q, k and v need 77 GB."""
+    """Examine configs/diff_3b.py with 32,768 shorter rows on one CPU, whose q, k and v need 77 GB."""
     # The vocabulary of the default tokenizer needs a network.
     flags = ["--json", "--config=configs/diff_3b.py:diff", f"--workdir={tmp_path}", "--config.data.tokenizer=bytes"]
     command = ["difftx", "doctor", *flags, "--config.data.sequence_length=128"]
     result = commands().run(command, environment=child_environment(1), folder=ROOT)
     assert result.returncode == 1, result.stderr
     found = json.loads(result.stdout)
-    assert found["problems"][-1].startswith("data.path is not set")  # Memory and disk may not suffice either.
+    assert found["problems"][-1].startswith("data.path is not set")  # Memory or disk may be too small as well.
     assert [row["correct"] for row in found["kernels"]] == [True, True]
     assert all(1 < row["ratio_to_floor"] < 100 for row in found["kernels"])
     for function in ("attention", "diff_attention"):
@@ -133,7 +133,7 @@ def test_the_page_fits_100_columns(doctor):
         ),
     ],
 )
-def test_what_keeps_a_training_from_starting_gives_exit_code_1(doctor, flags, changes, problem):
+def test_problems_that_prevent_a_training_give_exit_code_1(doctor, flags, changes, problem):
     result = doctor("--json", *flags, **changes)
     assert result.returncode == 1, result.stderr
     found = json.loads(result.stdout)
@@ -143,7 +143,7 @@ def test_what_keeps_a_training_from_starting_gives_exit_code_1(doctor, flags, ch
 
 @pytest.mark.long
 def test_the_kernel_of_a_config_is_the_fastest_of_its_own_function(text_file, tmp_path, monkeypatch):
-    """The Transformer's kernel is faster than both of the differential model, which cannot use it."""
+    """The Transformer's kernel is faster than both kernels of the differential model, which cannot use it."""
     xla = kernels.BACKENDS["diff_attention"]["xla"]
     monkeypatch.setitem(kernels.BACKENDS["diff_attention"], "other", dataclasses.replace(xla, name="other"))
     monkeypatch.setattr(api, "_rankings", {})
@@ -220,7 +220,7 @@ def test_speeds_of_a_bucket(bucket, monkeypatch):
             {"model.compute_dtype": "bfloat16", "mesh.preset": "auto"},
             ["matrix products reach 25% of the data sheet; look for other processes"],
         ),
-        ("NVIDIA L40S", 1e12, {"model.compute_dtype": "bfloat16", "mesh.preset": "auto"}, []),  # No peak is known.
+        ("NVIDIA L40S", 1e12, {"model.compute_dtype": "bfloat16", "mesh.preset": "auto"}, []),  # Its peak is unknown.
         (
             "NVIDIA H200",
             50e12,
@@ -245,13 +245,13 @@ def test_advice_on_a_gpu(kind, matmul_flops, changes, expected, text_file, tmp_p
     ("changes", "storage", "problem", "advice"),
     [
         ({}, {"write": 1e9, "free_bytes": 10**9}, None, None),
-        (  # Saves after the steps 2, 4 and 6.
+        (  # The run saves after steps 2, 4 and 6.
             {"checkpoint.every_steps": "2", "checkpoint.keep": "2"},
             {"write": 1e9, "free_bytes": 10**5},
             r"3 checkpoints of \d+ KiB exceed the 97.7 KiB that are free in /here; make room",
             None,
         ),
-        (  # In a bucket, nothing limits the space.
+        (  # The space in a bucket is not limited.
             {},
             {"write": 100.0},
             None,

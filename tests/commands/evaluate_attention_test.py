@@ -44,7 +44,7 @@ def test_three_suites_end_to_end(tmp_path):
     assert "gradients_no_norm.png" in done.stdout
     again = evaluate(run, "--suite=outliers,quantize,gradients", *FLAGS)
     assert again.stdout.count("was made with the same settings") == 3
-    other = evaluate(run, "--suite=quantize", *FLAGS, "--eval.loss_tokens=300")  # A field of the suite inside.
+    other = evaluate(run, "--suite=quantize", *FLAGS, "--eval.loss_tokens=300")  # A field of the inner suite.
     assert "was made" not in other.stdout
     mistake = evaluate(run, "--suite=quantize", "--eval.quantize.suites=los")
     assert mistake.returncode == 2
@@ -58,7 +58,7 @@ def test_three_suites_end_to_end(tmp_path):
 
 
 def test_attention_of_all_checkpoints_and_report(tmp_path):
-    """Every checkpoint of a run; a second call skips them; the page has tokens by the map's cells."""
+    """Evaluate all checkpoints of a run. A second call skips them. The report has the tokens of each attention map."""
     (tmp_path / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(8000)))
     sizes = {"data.sequence_length": "256", "train.global_batch_tokens": "2048", "mesh.fsdp": "-1"}
     config = load_config(f"{ROOT}/configs/quickstart.py:diff", TINY | sizes | {"data.path": str(tmp_path / "text.txt")})
@@ -87,4 +87,4 @@ def test_attention_of_all_checkpoints_and_report(tmp_path):
     for part in ("Cosine of A1 and A2", "noise, over the steps: run", "A1 − λ A2 of the last tokens"):
         assert part in text
     assert last["charts"][2]["x"][5][:2] == "5 "
-    assert json.dumps(last["charts"][2]["x"][5])[1:-1] in text  # What a token says is shown under the pointer.
+    assert json.dumps(last["charts"][2]["x"][5])[1:-1] in text  # The report shows a token's text under the pointer.

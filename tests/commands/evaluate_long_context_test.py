@@ -22,7 +22,7 @@ from difftx.inference.sampling import GREEDY
 from difftx.inference.score import Item, loglikelihoods
 from difftx.training.run import Run
 
-STEP = 900  # `save_run` scales parameters by 10: random ones, for which a context matters.
+STEP = 900  # At this step, `save_run` scales the random parameters by 10, so that contexts affect the outputs.
 NEEDLES = ['--eval.needle.cases=[{"needles": 2, "queries": 1}]', "--eval.needle.depths=0,1", "--eval.needle.samples=3"]
 
 
@@ -66,7 +66,7 @@ def test_both_suites_end_to_end(run, monkeypatch, capsys):
         assert figures == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
         assert not (run.workdir / "evals" / suite / f"{STEP}.items.jsonl").exists()
 
-    # The answers again: each prompt alone, without what the others share.
+    # Compute the answers again from single prompts, which share nothing with other prompts.
     config = override(run.config, parse_overrides(flags_of(run), "eval", "mesh"))
     made = Run.open(config, run.workdir)
     lm = LanguageModel(config, made.mesh, load_params(made, STEP), made.tokenizer)
@@ -89,7 +89,7 @@ def test_both_suites_end_to_end(run, monkeypatch, capsys):
     assert rows["alternating", 6][1] == pytest.approx(task.accuracy(choices))
     assert len(set(choices)) > 1
 
-    # A second time nothing is done.
+    # A second run computes nothing.
     monkeypatch.setattr("difftx.evals.needle.suite.generate", None)
     monkeypatch.setattr("difftx.evals.icl.suite.most_likely", None)
     assert evaluate(run, monkeypatch) == 0

@@ -34,7 +34,7 @@ STEPS = (3, 6, 9, 12)
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A run with checkpoints, which no test changes."""
+    """Return a run with checkpoints, which tests must not change."""
     folder = tmp_path_factory.mktemp("saved")
     (folder / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(8000)))
     changes = {"data.path": str(folder / "text.txt"), "eval.loss_tokens": "500", "eval.position_documents": "3"}
@@ -60,13 +60,13 @@ def results(run, suite):
 
 
 def replace_loss(monkeypatch, evaluate):
-    """Let a function of the test compute the suite loss."""
+    """Replace the function that computes the suite loss."""
     monkeypatch.setitem(evals.SUITES._entries, "loss", dataclasses.replace(loss.SUITE, evaluate=evaluate))
 
 
 @pytest.mark.long
 def test_a_range_is_evaluated_once(run, capsys, monkeypatch):
-    """All steps twice; then with another field, on another mesh, and again: only what is not done is computed."""
+    """Evaluate steps repeatedly, also on another mesh and with another field. Only missing results are computed."""
     passes = []
     replace_loss(monkeypatch, lambda evaluation: passes.append(1) or loss.evaluate(evaluation))
     evaluate(run, "loss", step="6:12:3")
@@ -79,7 +79,7 @@ def test_a_range_is_evaluated_once(run, capsys, monkeypatch):
     assert capsys.readouterr().out.count("was made with the same settings; --again evaluates the suite again") == 3
     assert results(run, "loss").items() >= first.items()
     flags = ["--mesh.fsdp=4", "--mesh.tensor=2"]
-    evaluate(run, "loss", step="6", flags=flags)  # The mesh changes nothing.
+    evaluate(run, "loss", step="6", flags=flags)  # The result is valid for every mesh.
     assert len(passes) == 4
     evaluate(run, "loss", step="6", again=True, flags=flags)
     assert len(passes) == 5
@@ -87,7 +87,7 @@ def test_a_range_is_evaluated_once(run, capsys, monkeypatch):
     assert on_another_mesh == pytest.approx(first[6]["numbers"]["loss"], rel=1e-6)
     evaluate(run, "loss", step="6", flags=["--eval.loss_tokens=64"])
     assert results(run, "loss")[6]["details"]["sets"]["valid"]["tokens"] == 64
-    with jax.set_mesh(run.mesh):  # The training loop's result is one of the same settings.
+    with jax.set_mesh(run.mesh):  # A result of the training loop has the same settings.
         params = jax.jit(lambda: init_state(run.config))().params
     weights = read_manifest(run.workdir / "checkpoints" / "3").weights
     evals.evaluate(run, params, 3, ["loss"], weights=weights)
@@ -96,7 +96,7 @@ def test_a_range_is_evaluated_once(run, capsys, monkeypatch):
     assert "skipped" in capsys.readouterr().out
 
 
-def test_a_damaged_checkpoint_does_not_keep_the_others(run, capsys):
+def test_corrupt_checkpoint_does_not_prevent_the_evaluation_of_others(run, capsys):
     flip_a_bit(largest_file(run.workdir / "checkpoints" / "9"))
     with pytest.raises(UserError, match="1 of 2 steps were not evaluated: step 9: the checkpoint does not verify"):
         evaluate(run, "loss", step="9:12")
@@ -105,7 +105,7 @@ def test_a_damaged_checkpoint_does_not_keep_the_others(run, capsys):
 
 
 def change_run(run, step, **changes):
-    """Save `step` again from another model, and make its config the run's."""
+    """Save `step` again from a model with other fields, whose config becomes the run's."""
     config = replace(run.config, "model", **changes)
     shutil.rmtree(run.workdir / "checkpoints" / str(step))
     return save_run(config, run.workdir, [step])
@@ -113,7 +113,7 @@ def change_run(run, step, **changes):
 
 @pytest.mark.long
 def test_each_step_is_evaluated_by_its_own_config(run, monkeypatch):
-    """Of two models, in one command; the data is opened once for each."""
+    """Evaluate steps of two models in one command. The data is opened once per model."""
     evaluate(run, "loss", step="all")
     before = results(run, "loss")
     change_run(run, 9, norm_eps=0.5)
@@ -128,8 +128,8 @@ def test_each_step_is_evaluated_by_its_own_config(run, monkeypatch):
         assert is_same == (step < 9)
 
 
-def test_data_that_moved_is_found_where_config_json_has_it_now(run, tmp_path):
-    """Of old checkpoints too, if it is the same data; other data, as of a later stage, is not taken."""
+def test_moved_data_is_found_at_the_path_in_config_json(run, tmp_path):
+    """Evaluate an old checkpoint whose data has moved. Other data at that path, as of a later stage, is not used."""
     evaluate(run, "loss", step="3")
     before = results(run, "loss")[3]
     text = Path(run.config.data.path)
@@ -147,8 +147,8 @@ def test_data_that_moved_is_found_where_config_json_has_it_now(run, tmp_path):
     assert results(run, "loss")[3] == before
 
 
-def test_a_config_that_is_not_the_manifest_s_is_refused(run):
-    """Its checksum is right, as nothing but the manifest's config_sha256 tells."""
+def test_config_that_differs_from_the_manifest_is_rejected(run):
+    """The manifest has a valid checksum, but its `config_sha256` is not that of the config."""
     folder = run.workdir / "checkpoints" / "12"
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest["sha256"]
@@ -159,7 +159,7 @@ def test_a_config_that_is_not_the_manifest_s_is_refused(run):
 
 
 def test_the_newest_checkpoint_is_deleted_while_it_is_read(run, monkeypatch, capsys):
-    """As retention does, or a rewind: while its checksums are compared, and while its arrays are read."""
+    """Delete one checkpoint during verification and another while its arrays are read, as retention or a rewind may."""
     folder = run.workdir / "checkpoints"
 
     def deleting(step, original):
@@ -184,8 +184,8 @@ class Killed(BaseException):
 
 
 @pytest.mark.long
-def test_an_interrupted_suite_keeps_no_answers_of_other_weights(run, monkeypatch):
-    """Its items are in a journal, as those of a killed evaluation; then the step is trained again."""
+def test_interrupted_suite_does_not_reuse_answers_of_other_weights(run, monkeypatch):
+    """Kill an evaluation with an answer in its journal, then train the step again. The answer is not used."""
     asked, began = [], []
 
     def suite(evaluation):
@@ -207,7 +207,7 @@ def test_an_interrupted_suite_keeps_no_answers_of_other_weights(run, monkeypatch
     assert asked == ["a", "a", "b"]
 
 
-def test_charts_are_drawn_beside_the_result(run, monkeypatch, capsys):
+def test_charts_are_drawn_next_to_the_result(run, monkeypatch, capsys):
     drawn = []
 
     def draw_chart(chart, folder):
@@ -223,12 +223,12 @@ def test_charts_are_drawn_beside_the_result(run, monkeypatch, capsys):
     assert str(folder / "file.png") in capsys.readouterr().out
     evaluate(run, "position")
     assert len(drawn) == 1
-    (folder / "file.png").unlink()  # As after an evaluation in the training loop, which draws nothing.
+    (folder / "file.png").unlink()  # After an evaluation in the training loop, there are no charts either.
     evaluate(run, "position")
     assert len(drawn) == 2
 
 
-def test_generated_text_does_not_steer_the_terminal(tmp_path, capsys):
+def test_generated_text_cannot_control_the_terminal(tmp_path, capsys):
     hostile = "a\tb\nc\x1b]0;t\x07 \x9b31m \u202e [red]"
     result = {"numbers": {f"{hostile}": 1.0}, "details": {"samples": [{"prompt": hostile, "completion": hostile}]}}
     (tmp_path / "evals" / "sample").mkdir(parents=True)
@@ -240,7 +240,7 @@ def test_generated_text_does_not_steer_the_terminal(tmp_path, capsys):
 
 
 def test_numbers_are_printed_as_a_table_with_units(tmp_path, capsys):
-    """With what guessing gives, if the suite says so. Names longer than the terminal is wide are wrapped, not cut."""
+    """If the suite states the values of guessing, print them too. Wrap names that are wider than the terminal."""
     long = "a_very_long_name_of_a_task_" * 5 + "accuracy"
     numbers = {"loss": 2.0654906797921285, "perplexity": 7.889, "documents": 12.0, long: 0.5}
     result = {"numbers": numbers, "chance": {"loss": 5.575949}, "details": {}, "charts": []}
@@ -259,7 +259,7 @@ def test_numbers_are_printed_as_a_table_with_units(tmp_path, capsys):
     assert long in "".join(line.split()[0] for line in lines if "a_" in line or "accuracy" in line)
 
 
-def test_mistakes_are_one_line_with_a_fix(run, tmp_path):
+def test_mistakes_are_rejected_with_a_fix(run, tmp_path):
     for step, message in [
         ("5", "--step=5: no such checkpoint; there are 3, 6, 9, 12"),
         ("13:99", "--step=13:99: no such checkpoint; there are 3, 6, 9, 12"),
@@ -295,6 +295,6 @@ def test_chosen_steps(text, steps):
 
 
 @pytest.mark.parametrize("text", ["", "x", "3:", ":9", "3:9:0", "3:9:x", "-3", "3:9:2:1", "3.5", "ALL"])
-def test_a_step_that_cannot_be_read(text):
+def test_invalid_step_is_rejected(text):
     with pytest.raises(UserError, match="write N, A:B, A:B:K or all"):
         chosen_steps(text, STEPS)

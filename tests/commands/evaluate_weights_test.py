@@ -1,4 +1,4 @@
-"""Which weights a result is of: train.py, eval.py, generate and convert as processes, on runs that change."""
+"""Results name their weights, also in runs that change. train.py, eval.py, generate and convert run as processes."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from helpers.command_server import commands
 
 pytestmark = pytest.mark.long
 CHANGED = ("--config.model.rope_theta=100.0", "--config.model.norm_eps=0.01", "--allow_config_change")
-# Stands for eval.py: does something to the newest checkpoint when the suite has its numbers, before they are written.
+# Replaces eval.py: deletes or replaces the checkpoint after the suite has computed its numbers, before it writes them.
 DISTURBED = """
 import dataclasses, os, pathlib, runpy, shutil, sys
 from difftx.evals import loss
@@ -55,7 +55,7 @@ def train(text_file, workdir, steps, *flags):
 
 
 def evaluate(workdir, step, *flags):
-    """Evaluate; return what was printed."""
+    """Evaluate a step and return the printed text."""
     return run("eval.py", f"--workdir={workdir}", "--suite=loss", f"--step={step}", *flags)
 
 
@@ -69,7 +69,7 @@ def manifest_of(workdir, step):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run of 20 steps, and the text that it was trained on."""
+    """Return the file of training text and the directory of a run of 20 steps."""
     folder = tmp_path_factory.mktemp("trained")
     text = folder / "text.txt"
     text.write_text("".join(f"line {i}: the square of {i} is {i * i}, its cube {i**3}.\n" for i in range(4000)))
@@ -83,7 +83,7 @@ def workdir(trained, tmp_path):
 
 
 def test_an_old_step_is_read_by_its_own_config(trained, workdir, tmp_path):
-    """The run goes on with another model; results, text and converted weights of old steps stay as they were."""
+    """Continue a run with another model. Results, generated text and converted weights of old steps do not change."""
     text, _ = trained
     in_training = {10: result_of(workdir, 10)["numbers"]}
     prompt = [f"--workdir={workdir}", "--step=10", "--prompt=line", "--new_tokens=25", "--temperature=1", "--seed=1"]
@@ -101,7 +101,7 @@ def test_an_old_step_is_read_by_its_own_config(trained, workdir, tmp_path):
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "before" / name).read_bytes() == (tmp_path / "after" / name).read_bytes()
 
-    # All steps at a time, of two configs: each number is the one of the training loop, whose config was in effect.
+    # Evaluate steps of two configs in one command. The numbers equal those that the training loop computed.
     shutil.rmtree(workdir / "evals")
     evaluate(workdir, "all")
     assert {step: result_of(workdir, step)["numbers"] for step in in_training} == in_training
@@ -109,7 +109,7 @@ def test_an_old_step_is_read_by_its_own_config(trained, workdir, tmp_path):
         manifest, result = manifest_of(workdir, step), result_of(workdir, step)
         assert (result["weights"], result["checkpoint"]) == (manifest["weights"], manifest["sha256"])
 
-    # The config decides something: the same weights under the later model give another number.
+    # The config matters: the same weights have another loss in the later model.
     shutil.copytree(workdir / "checkpoints" / "10", tmp_path / "weights")
     flags = [
         f"--config.checkpoint.init_from={tmp_path / 'weights'}",
@@ -131,7 +131,7 @@ def test_a_step_that_was_trained_again_is_evaluated_again(trained, workdir):
     second = result_of(workdir, 20)
     assert second["weights"] == manifest_of(workdir, 20)["weights"] != first["weights"]
     assert second["settings"] == first["settings"]
-    path.write_text(json.dumps(first))  # As an evaluation writes it that began before, and ends now.
+    path.write_text(json.dumps(first))  # As written by an evaluation that began before the training.
 
     page = workdir / "report.html"
     run("eval.py", f"--workdir={workdir}", "--report")
@@ -149,8 +149,8 @@ def test_a_step_that_was_trained_again_is_evaluated_again(trained, workdir):
     assert "is left out" not in page.read_text()
 
 
-def test_results_of_the_average_are_its_own(trained, tmp_path):
-    """eval.py, generate and convert read the average; the run of the exported average has the same loss."""
+def test_average_has_its_own_results(trained, tmp_path):
+    """eval.py, generate and convert can read the average. A run of the exported average has the same loss."""
     text, without = trained
     workdir, ema = tmp_path / "run", "--weights=ema"
     train(text, workdir, 20, "--config.train.ema_decay=0.95")
@@ -162,7 +162,7 @@ def test_results_of_the_average_are_its_own(trained, tmp_path):
     assert averaged["checkpoint"] == manifest["sha256"]
     assert averaged["numbers"]["loss"] != raw["numbers"]["loss"]
     assert "skipped" in evaluate(workdir, 20, ema)
-    path.rename(workdir / "evals" / "loss" / "20.json")  # As if one were taken for the other.
+    path.rename(workdir / "evals" / "loss" / "20.json")  # As if it were the parameters' result.
     run("eval.py", f"--workdir={workdir}", "--report")
     assert "evals/loss/20.json is left out" in (workdir / "report.html").read_text()
     assert "was made with other weights" in evaluate(workdir, 20)
@@ -188,8 +188,8 @@ def test_results_of_the_average_are_its_own(trained, tmp_path):
 
 
 @pytest.mark.parametrize(("other", "what"), [("20", "was replaced"), ("none", "was deleted")])
-def test_a_checkpoint_that_changes_during_its_evaluation_ends_it(trained, workdir, tmp_path, other, what):
-    """The other checkpoint of the same step is of a second training."""
+def test_change_of_a_checkpoint_during_its_evaluation_is_an_error(trained, workdir, tmp_path, other, what):
+    """Delete the checkpoint, or replace it with that step's checkpoint from a second training."""
     if other == "20":
         train(trained[0], tmp_path / "second", 20, "--config.train.seed=1")
     path, checkpoint = workdir / "evals" / "loss" / "20.json", workdir / "checkpoints" / "20"

@@ -1,15 +1,15 @@
 """The Mosaic GPU kernels, compiled by ptxas for an H200 on a machine without one.
 
-pip install jax-cuda13-plugin==<jax's version>   # no nvidia-* wheels needed; ptxas 13 on the PATH
+Requires `pip install jax-cuda13-plugin==<jax's version>`, without nvidia-* wheels, and ptxas 13 on the PATH.
 """
 
-#   B = batch, T = S = length, H = query heads, K = key/value heads, G = 2 maps, D = width, E = 2·D
+#   B = batch, T = S = length, H = query heads, K = key/value heads, G = 2 groups, D = width, E = 2·D
 
 import dataclasses
 import os
 import re
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the plugin only compiles: it has no CUDA to start
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # The plugin only compiles here. JAX cannot start CUDA.
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,11 @@ from difftx.kernels.pallas_gpu_tiles import HEAD_WIDTHS
 
 pytestmark = h200.needs_plugin
 
-# wgmma serialised: C7507 over a call, C7510 over control flow or a mix-up of registers, C7512 for want of registers.
+# ptxas reports serialised wgmma as C7507 (a function call), C7510 (control flow, or conflicting use of registers) or
+# C7512 (too few registers).
 SERIALISED = re.compile(r"C7507|C7510|C7512|wgmma\.mma_async instructions are serialized")
 COLLECTIVES = re.compile(r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter")
-COMMON = (64, 128)  # The paper's width, and that of smaller models.
+COMMON = (64, 128)  # Head widths of smaller models and of the paper.
 KERNELS = {"forward": {"difftx_forward"}, "backward": {"difftx_dkv", "difftx_dq"}}
 
 
@@ -49,7 +50,7 @@ FUNCTIONS = {"forward": forward, "backward": backward}
 
 
 def arguments(mesh, *, width, length=4096, batch=2, heads=12, kv_heads=12, segments=False):
-    """Arguments of `backward`, batch over a mesh axis "data" and heads over "tensor"."""
+    """Return the arguments of `backward`, with the batch sharded over "data" and the heads over "tensor"."""
 
     def struct(dtype, *shape, spec):
         return h200.struct(mesh, shape, dtype, jax.P(*spec))
@@ -70,7 +71,7 @@ def arguments(mesh, *, width, length=4096, batch=2, heads=12, kv_heads=12, segme
 
 
 def compile_and_report(which, args, *, window, capfd, monkeypatch):
-    """Compile one pass; what ptxas and Mosaic said of each of its kernels."""
+    """Compile one pass, and return what ptxas and Mosaic report about each of its kernels."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_HOST_LLVM", "1")
     capfd.readouterr()
@@ -125,7 +126,7 @@ def test_no_spills_no_serialised_wgmma(which, width, call, capfd, monkeypatch):
 
 
 def compile_on(mesh, which, *, in_shard_map):
-    """The HLO of one pass over a mesh, and the collectives in it."""
+    """Compile one pass over a mesh, and return the kinds of collectives in its HLO."""
     args = arguments(mesh, width=128, length=1000, batch=4, kv_heads=4, segments=True)
 
     def attention(*args):
@@ -148,14 +149,14 @@ def test_shard_map_needs_no_collective(which, shape):
 
 
 def test_without_shard_map_the_inputs_are_gathered():
-    """Why the wrapper is needed, and that the test above can fail."""
+    """XLA gathers the inputs without the wrapper, so the wrapper is needed, and the test above can fail."""
     mesh = h200.mesh((2, 2), ("data", "tensor"))
     assert compile_on(mesh, "forward", in_shard_map=False) == {"all-gather"}
 
 
 @pytest.mark.parametrize(("attention", "calls"), [(cudnn.diff_attention, 1), (cudnn.diff_attention_wide_values, 2)])
 def test_cudnn_path_compiles_with_its_gradient(attention, calls):
-    """XLA leaves cuDNN's plans for the GPU to make, so this shows the calls and shapes, not cuDNN's consent."""
+    """The program has cuDNN's calls and shapes. XLA leaves the plans to the GPU, where cuDNN may still reject calls."""
     mesh = h200.mesh((2, 2), ("data", "tensor"))
     q, k, v, lam, *_ = arguments(mesh, width=128, length=1000, kv_heads=4)
     spec = q.sharding.spec

@@ -1,4 +1,4 @@
-"""Compiling for H200 GPUs on a machine that has none."""
+"""Helpers to compile for H200 GPUs on a machine without them."""
 
 import shutil
 
@@ -19,7 +19,7 @@ needs_plugin = pytest.mark.skipif(
 
 
 def mesh(devices, axis_names):
-    """A mesh of H200s, one host, `devices` an array shape such as (2, 2); needs jax-cuda13-plugin."""
+    """Return a mesh of H200s on one host with the shape `devices`, such as (2, 2). Requires jax-cuda13-plugin."""
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=gpu_target("h200"), topology=f"1x1x{np.prod(devices)}"
     )
@@ -27,5 +27,5 @@ def mesh(devices, axis_names):
 
 
 def struct(mesh, shape, dtype, spec):
-    """An array's shape, dtype and place, to lower with."""
+    """Return the shape, dtype and sharding of an array, as an argument for lowering."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec))

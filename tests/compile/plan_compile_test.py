@@ -1,11 +1,11 @@
-"""difftx plan for TPUs that are not there: libtpu's HLO is read right, and the committed table is still true."""
+"""`difftx plan` for absent TPUs: libtpu's HLO is parsed correctly, and the committed table is up to date."""
 
 import os
 import re
 import subprocess
 import sys
 
-os.environ.update(  # read when libtpu loads; without the last one a second process would abort
+os.environ.update(  # Must be set before libtpu loads. Without the last variable, a second process aborts.
     JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1"
 )
 
@@ -31,7 +31,7 @@ SMALLEST = {"v4": "2x2x1", "v5e": "2x2", "v5p": "2x2x1", "v6e": "2x2", "tpu7x": 
 
 
 def collectives(topology, body):
-    """Return the collectives of `body`, run on 1,024 numbers of float32 on each device."""
+    """Return the collectives of `body`, compiled for 1,024 float32 numbers on each device."""
     devices = find_devices(parse_topology(topology))
     mesh = jax.sharding.Mesh(devices, ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
     numbers = jax.ShapeDtypeStruct((1024 * len(devices),), jnp.float32, sharding=jax.NamedSharding(mesh, P("x")))
@@ -41,7 +41,7 @@ def collectives(topology, body):
 
 
 def test_a_loop_counts_as_often_as_it_runs():
-    """libtpu drops XLA's trip counts."""
+    """Collectives count once per iteration, although libtpu drops XLA's trip counts."""
 
     def gather(x, _):
         return jnp.tanh(jax.lax.all_gather(x, "x", tiled=True)).reshape(4, -1).sum(0), None
@@ -52,7 +52,7 @@ def test_a_loop_counts_as_often_as_it_runs():
 
 @h200.needs_plugin
 def test_the_command_needs_no_variable_of_jax():
-    """JAX would open a GPU, and fail without cuDNN, if `plan` did not select the CPU."""
+    """If `plan` did not select the CPU, JAX would open a GPU and fail without cuDNN."""
     command = [sys.executable, "-m", "difftx", "plan", "--config=configs/quickstart.py:diff", "--topology=a100:1"]
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -60,15 +60,16 @@ def test_the_command_needs_no_variable_of_jax():
     assert "1 × NVIDIA A100-SXM4-80GB" in result.stdout
 
 
-def test_between_two_slices():
+def test_traffic_inside_and_between_slices():
     found = collectives("v5e:2x2*2", lambda x: jax.lax.psum(x, "x"))
     inside, between = (sum(c.sent_bytes for c in found if c.between_slices is b) for b in (False, True))
     assert inside >= 2 * 4096 * 3 / 4
-    assert between == 4096  # All that there is, not a quarter: libtpu 0.0.50 reduces inside first, and then everywhere.
+    # All bytes, not a quarter of them: libtpu 0.0.50 first reduces inside each slice, and then over all devices.
+    assert between == 4096
 
 
 def test_the_exchanges_of_muon_are_counted(config):
-    """Each weight is exchanged over four devices and over two, and back; the two layers are padded to eight."""
+    """Muon exchanges each weight over four devices and over two, and back. It pads the two layers to eight."""
     found = {
         optimizer: estimate(
             config(optimizer__name=optimizer, mesh__fsdp=4, mesh__tensor=2, model__attention_implementation="xla"),
@@ -82,7 +83,7 @@ def test_the_exchanges_of_muon_are_counted(config):
     assert sent - before == 2 * (3 / 4 + 1 / 2) * 8 * layer * 4 / 8
 
 
-def test_slices_cut_the_data_axis_alone():
+def test_slices_split_only_the_data_axis():
     config = MeshConfig(data=4, fsdp=-1, context=1, tensor=1, context_method="heads", slices=2, preset="none")
     mesh = make_mesh(config, find_devices(parse_topology("v5e:2x4*2")))
     assert mesh.devices.shape == (4, 4, 1, 1)

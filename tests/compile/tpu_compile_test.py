@@ -1,13 +1,13 @@
-"""Compiles the Pallas TPU kernels with libtpu, for TPUs that are not there.
+"""Compilation of the Pallas TPU kernels by libtpu, for absent TPUs.
 
-jax 0.12.0.1 pins libtpu 0.0.50.*, jax 0.11.2 pins 0.0.48.*. Without libtpu every test here skips.
+jax 0.12.0.1 pins libtpu 0.0.50.*, jax 0.11.2 pins 0.0.48.*. Without libtpu, all tests here are skipped.
 """
 
 import functools
 import os
 import re
 
-os.environ.update(  # read when libtpu loads; without the last one a second process would abort
+os.environ.update(  # Must be set before libtpu loads. Without the last variable, a second process aborts.
     JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1"
 )
 
@@ -24,17 +24,17 @@ pytest.importorskip("libtpu", reason="libtpu is not installed: nothing can be co
 
 TOPOLOGIES = {"v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 COLLECTIVE = re.compile(r"all-gather|all-reduce|reduce-scatter|collective-|all-to-all")
-HBM_BYTES = 32 * 2**30  # v6e, the smaller of the two
+HBM_BYTES = 32 * 2**30  # v6e, the smaller memory of the two chips.
 
 
 def attention(q, k, v, lam, segment_ids, dout, *, window=None):
-    """Forward and backward pass of one call."""
+    """Return the results of the forward and the backward pass of one call."""
     out, saved = pallas_tpu.forward(q, k, v, lam, segment_ids, window=window)
     return out, pallas_tpu.backward(q, k, v, lam, segment_ids, out, saved, dout, window=window)
 
 
 def splash_wide(q, k, v, lam, segment_ids, dout, *, window=None):
-    """Forward and backward pass of two splash calls."""
+    """Return the results of the forward and the backward pass of two splash calls."""
     call = functools.partial(splash.diff_attention, segment_ids_BT=segment_ids, window=window)
     out, vjp = jax.vjp(call, q, k, v, lam)
     return out, vjp(dout)
@@ -63,7 +63,7 @@ def shapes(b, t, h, kv_heads, d, dtype=jnp.bfloat16, *, segments=False, sharding
 
 
 def compile_for(chip, function, arguments):
-    """Compiles for one device of `chip`; `arguments` takes the sharding."""
+    """Compile a function for one device of `chip`. `arguments` maps a sharding to the arguments."""
     device = topologies.get_topology_desc(TOPOLOGIES[chip], "tpu").devices[0]
     kind = jax.sharding.AbstractDevice(device_kind=device.device_kind, num_cores=1, platform="tpu")
     mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=kind)
@@ -108,7 +108,7 @@ def test_segments_window_and_groups_compile(chip, d):
     assert kernels_in(compiled) == {"diff_attention_forward", "diff_attention_dqkv"}
 
 
-def test_64k_tokens_compile_without_a_square(chip):
+def test_64k_tokens_compile_without_quadratic_memory(chip):
     compiled = compile_for(chip, attention, lambda s: shapes(1, 65536, 4, 1, 128, segments=True, sharding=s))
     assert "diff_attention_forward" in kernels_in(compiled)
     assert compiled.memory_analysis().temp_size_in_bytes < HBM_BYTES / 8

@@ -1,10 +1,10 @@
-"""The whole train step, compiled for four devices that are not there, holds the attention kernel of its backend."""
+"""The whole train step, compiled for four absent devices, contains the attention kernel of its backend."""
 
 import dataclasses
 import os
 from importlib.util import find_spec
 
-os.environ.update(  # read when libtpu loads; without the last one a second process would abort
+os.environ.update(  # Must be set before libtpu loads. Without the last variable, a second process aborts.
     JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1"
 )
 
@@ -19,14 +19,14 @@ from difftx.launch.topology import CUDNN_VERSION, find_devices, parse_topology
 from difftx.parallel.mesh import make_mesh
 from difftx.training.kernel_choice import attention_kernel
 
-TRANSFORMER = pytest.param("transformer", marks=pytest.mark.exhaustive)  # Its kernels are jax's.
-V6E = pytest.param("v6e:2x2", marks=pytest.mark.exhaustive)  # Its kernels by themselves: tpu_compile_test.py.
+TRANSFORMER = pytest.param("transformer", marks=pytest.mark.exhaustive)  # Its kernels are JAX's own.
+V6E = pytest.param("v6e:2x2", marks=pytest.mark.exhaustive)  # tpu_compile_test.py compiles its kernels alone.
 TPU_KERNELS = {"diff": ("diff_attention_forward", "diff_attention_dqkv"), "transformer": ("splash",)}
 TPU_BACKENDS = {"diff": "pallas_tpu", "transformer": "splash"}
 
 
 def compiled_step(c, devices) -> str:
-    """Return the HLO of the train step over fsdp = 2 and tensor = 2."""
+    """Return the HLO of the train step on the mesh of the config."""
     return trace_step(c, make_mesh(c.mesh, devices)).lower().compile().as_text()
 
 
@@ -57,7 +57,7 @@ def test_on_tpu(config, architecture, topology):
 
 @pytest.mark.parametrize("architecture", ["diff", TRANSFORMER])
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", V6E])
-def test_on_tpu_with_rows_cut(config, architecture, topology):
+def test_on_tpu_with_sharded_rows(config, architecture, topology):
     pytest.importorskip("libtpu", reason="libtpu is not installed: nothing can be compiled for TPU")
     devices = topologies.get_topology_desc(topology, "tpu").devices
     axes = {"mesh__fsdp": 1, "mesh__tensor": 1, "mesh__context": 4, "mesh__context_method": "zigzag"}
@@ -75,14 +75,14 @@ def test_on_hopper(config):
     devices = h200.mesh((2, 2), ("fsdp", "tensor")).devices.flatten()
     c = override(sharded(config, "diff"), {"model.attention_implementation": "pallas_gpu"})
     text = compiled_step(c, devices)
-    assert text.count('custom_call_target="mosaic_gpu_v2"') >= 3  # Forward, dK/dV, dQ, and what remat repeats.
+    assert text.count('custom_call_target="mosaic_gpu_v2"') >= 3  # Forward, dK/dV, dQ, and kernels that remat repeats.
 
 
 @h200.needs_plugin
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("kind", ["a100", "b200", pytest.param("l4", marks=pytest.mark.exhaustive)])
 def test_on_gpus_without_wgmma(config, kind, documents):
-    """Ampere, Ada and Blackwell compute attention by cuDNN, also the segments of packed documents."""
+    """Ampere, Ada and Blackwell compute attention by cuDNN, also for segments of packed documents."""
     topology = parse_topology(f"{kind}:4")
     c = sharded(config, "diff")
     c = dataclasses.replace(c, data=dataclasses.replace(c.data, document_mask=documents))

@@ -46,8 +46,8 @@ DOCUMENTS = st.lists(st.lists(TOKEN, min_size=1, max_size=12), min_size=1, max_s
 
 @settings(max_examples=60, deadline=None)
 @given(stores=st.lists(DOCUMENTS, min_size=1, max_size=2), items=st.integers(1, 20), min_count=st.integers(1, 3))
-def test_the_file_and_the_counts_in_memory_are_a_dictionarys(tmp_path_factory, stores, items, min_count):
-    """Chunks of 1 … 20 tokens, merged so many entries at a time: all their edges fall everywhere in the documents."""
+def test_counts_in_the_file_and_in_memory_equal_those_of_a_dictionary(tmp_path_factory, stores, items, min_count):
+    """Count chunks of 1 to 20 tokens and merge as many entries at a time, so that chunks end anywhere in documents."""
     expected = sum(map(brute_force, stores), Counter())
     path = tmp_path_factory.mktemp("bigrams") / "counts"
     header = write([store_of(documents) for documents in stores], path, items=items, min_count=min_count)
@@ -60,7 +60,7 @@ def test_the_file_and_the_counts_in_memory_are_a_dictionarys(tmp_path_factory, s
     assert looked_up.tolist() == [expected[p] if expected[p] >= min_count else 0 for p in asked]
 
 
-def test_memory_is_bounded_and_nothing_else_is_left(tmp_path):
+def test_memory_is_bounded_and_temporary_files_are_deleted(tmp_path):
     tokens = np.random.default_rng(0).integers(0, 100_000, 2_000_000, dtype=np.uint32)
     store = TokenStore(tokens, np.arange(0, len(tokens) + 1, 1000, dtype=np.uint64))
     limit = 2**22
@@ -68,7 +68,7 @@ def test_memory_is_bounded_and_nothing_else_is_left(tmp_path):
     write([store], tmp_path / "counts", items=limit // BYTES_PER_ITEM)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < limit  # Of 30 MB of bigrams.
+    assert peak < limit  # All bigrams take 30 MB.
     assert [path.name for path in tmp_path.iterdir()] == ["counts"]
     assert read_bigrams(tmp_path / "counts", "f" * 64, field="f").counts.sum() == 2_000_000 - 2000
 
@@ -111,7 +111,7 @@ def test_mistakes_of_the_command(prepared, tmp_path, flags, message):
     assert not (tmp_path / "counts").exists()
 
 
-def test_what_is_no_store_is_not_counted(tmp_path):
+def test_folder_without_a_store_is_rejected(tmp_path):
     with pytest.raises(UserError, match=r"no meta\.json, so it is not a finished token store"):
         data_command(["bigrams", str(tmp_path), f"--out={tmp_path / 'counts'}"])
 
@@ -134,7 +134,7 @@ def test_what_is_no_store_is_not_counted(tmp_path):
         ),
     ],
 )
-def test_a_file_that_is_not_whole_is_refused(tmp_path, corrupt, message):
+def test_invalid_file_is_rejected(tmp_path, corrupt, message):
     path = tmp_path / "counts"
     write([store_of([[1, 2, 3]])], path)
     path.write_bytes(corrupt(path.read_bytes()))
@@ -142,7 +142,7 @@ def test_a_file_that_is_not_whole_is_refused(tmp_path, corrupt, message):
         read_bigrams(path, "f" * 64, field="eval.bigrams_path")
 
 
-def test_another_tokenizer_or_no_file_is_refused(tmp_path):
+def test_other_tokenizer_or_missing_file_is_rejected(tmp_path):
     path = tmp_path / "counts"
     write([store_of([[1, 2, 3]])], path)
     with pytest.raises(UserError, match=r"counted with tokenizer 'bytes' \(vocabulary ffffffffffff\), not this run's"):

@@ -1,4 +1,4 @@
-"""Stores and sources whose content cannot be right: refused with one line, at the latest before the model sees it."""
+"""Stores and sources with invalid content, which are rejected with one line before the model reads the content."""
 
 import json
 import shutil
@@ -43,7 +43,7 @@ def store(prepared, tmp_path):
 
 
 def set_value(file, dtype, index, value):
-    """Write one value over an array in a file, whose size stays."""
+    """Overwrite elements of the array in a file, whose size does not change."""
     array = np.fromfile(file, dtype)
     array[index] = value
     array.tofile(file)
@@ -89,7 +89,7 @@ def test_a_flipped_bit_that_makes_an_unknown_id_ends_training_and_evaluation(sto
 
 
 class OwnRows:
-    """A source that difftx does not have; row 11 has a wrong target."""
+    """A user-defined source whose row 11 has an invalid target."""
 
     name, sequence_length, tokens, fingerprint = "own rows", 8, 160, "own"
 
@@ -106,7 +106,7 @@ class OwnRows:
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(264, np.int32), (-1, np.int32), (2**33, np.int64)])
-def test_ids_of_a_source_of_ones_own_are_checked(mesh_of, value, dtype):
+def test_ids_of_a_user_defined_source_are_checked(mesh_of, value, dtype):
     examples = grain.MapDataset.source(OwnRows(value, dtype)).repeat()
     loader = loader_of(examples, mesh_of(), lambda example: f"example {example}")
     next(loader)
@@ -115,7 +115,7 @@ def test_ids_of_a_source_of_ones_own_are_checked(mesh_of, value, dtype):
         next(loader)
 
 
-def test_an_id_that_no_int32_holds_is_named_as_the_store_has_it(mesh_of, tmp_path):
+def test_id_beyond_int32_is_reported_as_stored(mesh_of, tmp_path):
     tokens = np.where(np.arange(41) == 20, 4_000_000_000, 7).astype(np.uint32)
     store = TokenStore(tokens, np.array([0, 41], np.uint64))
     rows = PackedRows(store, sequence_length=8, packing="concat", document_mask=False, cache_path=str(tmp_path))
@@ -123,7 +123,7 @@ def test_an_id_that_no_int32_holds_is_named_as_the_store_has_it(mesh_of, tmp_pat
         list(ordered_batches(rows, rows=5, limit_tokens=40, sharding=sharding_on(mesh_of()), vocab_size=264))
 
 
-def test_a_message_names_the_row_that_an_example_is(config, store, tmp_path):
+def test_message_names_the_row_of_an_example(config, store, tmp_path):
     (tmp_path / "text.txt").write_text("".join(f"line {i} of text that is read directly\n" for i in range(9000)))
     paths = {"books": store, "text": tmp_path / "text.txt", "made": "synthetic:copy"}
     sources = tuple(SourceConfig(name=name, path=str(path), weight=1.0) for name, path in paths.items())
@@ -147,9 +147,7 @@ def test_a_message_names_the_row_that_an_example_is(config, store, tmp_path):
         ("prompts", 5, 10**6, r"store/train: a prompt is longer than its document; restore it"),
     ],
 )
-def test_offsets_and_prompts_that_cannot_be_are_refused_when_a_store_is_opened(
-    store, config, kind, index, value, message
-):
+def test_invalid_offsets_and_prompts_are_rejected_when_a_store_is_loaded(store, config, kind, index, value, message):
     set_value(store / "train" / f"00000.{kind}", "<u8", index, value)
     with pytest.raises(UserError, match=message):
         load_sources(config(data__path=store).data, load_tokenizer("bytes"))
@@ -171,7 +169,7 @@ run_command(main)
 """
 
 
-def test_a_store_that_is_truncated_while_it_is_read_is_named(store):
+def test_store_that_is_truncated_while_it_is_read_is_named(store):
     assert len(open_store(store, "train")) > 5000
     command = [sys.executable, "-c", TRUNCATED, str(store)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -44,21 +44,21 @@ def take(loader, count):
     return [np.asarray(next(loader).tokens_BT) for _ in range(count)]
 
 
-def test_an_epoch_has_every_row_once_and_targets_are_one_later(mesh_of):
+def test_epoch_has_every_row_once_and_targets_are_shifted_by_one(mesh_of):
     loader = loader_on(mesh_of(fsdp=8))
     batch = next(loader)
     np.testing.assert_array_equal(batch.targets_BT, np.asarray(batch.tokens_BT) + 1)
     assert np.asarray(batch.loss_mask_BT).all()
     assert batch.segment_ids_BT is batch.positions_BT is None
     assert batch.tokens_BT.sharding.spec == Layout().act_BT
-    rows = np.concatenate([np.asarray(batch.tokens_BT), *take(loader, 12)])[:, 0] // LENGTH  # 104 of 2 × 50 rows.
+    rows = np.concatenate([np.asarray(batch.tokens_BT), *take(loader, 12)])[:, 0] // LENGTH  # 2 × 50 rows and 4 more.
     assert sorted(rows[:50]) == list(range(50))
     assert sorted(rows[50:100]) == list(range(50))
     assert list(rows[:50]) != list(rows[50:100])  # Another order in each epoch.
 
 
 @pytest.mark.parametrize("after", [0, 1, 5, 7, 20])
-def test_state_continues_exactly(mesh_of, after):
+def test_restored_loader_continues_exactly(mesh_of, after):
     mesh = mesh_of()
     whole = take(loader_on(mesh), 24)
     first = loader_on(mesh)
@@ -69,7 +69,7 @@ def test_state_continues_exactly(mesh_of, after):
         np.testing.assert_array_equal(a, b)
 
 
-def test_state_continues_with_another_batch_size(mesh_of):
+def test_restored_loader_continues_with_another_batch_size(mesh_of):
     mesh = mesh_of()
     first = loader_on(mesh)
     take(first, 2)
@@ -84,7 +84,7 @@ def test_state_continues_with_another_batch_size(mesh_of):
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
-    """A mixture of two sources of packed rows, with masks, whose weights change on the way."""
+    """Return a mixture of two sources of packed rows with document masks. Its weights change at block 1."""
     rng = np.random.default_rng(0)
     sources = []
     for source in range(2):
@@ -102,9 +102,9 @@ def mixed(tmp_path_factory):
     after=st.sampled_from([1, 2, 4]),
     scattered=st.booleans(),
 )
-def test_any_number_of_hosts_loads_the_same_batches_and_continues_another(mixed, stopped, before, after, scattered):
+def test_batches_and_resumption_do_not_depend_on_the_number_of_hosts(mixed, stopped, before, after, scattered):
     def hosts(count, next_batch):
-        """Start one iterator a host; a host's rows are neighbours, or, as a mesh may have it, far apart."""
+        """Return the rows and an iterator of each host. Its rows are adjacent or, as in some meshes, scattered."""
         shares = [np.arange(h, ROWS, count) for h in range(count)] if scattered else np.split(np.arange(ROWS), count)
         iterators = [host_batches(HostSlice(mixed, ROWS, share), 2) for share in shares]
         for iterator in iterators:
@@ -161,7 +161,7 @@ def test_ordered_batches_mask_their_filler(mesh_of):
 
 
 def test_batches_of_one_row():
-    """Examples without end are sys.maxsize long, which leaves grain no room to count batches of one."""
+    """Endless examples have the length sys.maxsize, which could overflow when grain counts batches of one row."""
     rows = grain.MapDataset.source(list(range(10))).map(lambda i: {"tokens": np.array([i])}).repeat()
     batches = host_batches(HostSlice(rows, 1, np.array([0])), 2)
     assert [next(batches)["tokens"].tolist() for _ in range(11)] == [[[i % 10]] for i in range(11)]

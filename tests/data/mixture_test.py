@@ -20,7 +20,7 @@ def mixture_of(*stages, seed=3):
 
 @settings(max_examples=15, deadline=None, database=None)
 @given(weights=WEIGHTS, seed=st.integers(0, 2**32 - 1))
-def test_blocks_hold_the_weights_to_within_one_and_use_each_source_in_turn(weights, seed):
+def test_blocks_follow_the_weights_within_one_and_use_every_example_once(weights, seed):
     mixed = mixture_of((0, weights), seed=seed)
     located = [mixed.locate(n) for n in range(4 * BLOCK_ROWS)]
     share = np.array(weights) / sum(weights)
@@ -31,23 +31,23 @@ def test_blocks_hold_the_weights_to_within_one_and_use_each_source_in_turn(weigh
             assert counts[source] == 0 or weights[source] > 0
     for source in range(len(weights)):
         used = [example for s, example in located if s == source]
-        assert sorted(used) == list(range(len(used)))  # None twice, none left out.
+        assert sorted(used) == list(range(len(used)))  # No example is repeated or left out.
 
 
 @settings(max_examples=15, deadline=None, database=None)
 @given(weights=WEIGHTS)
-def test_what_one_block_rounds_off_later_ones_make_good(weights):
+def test_rounding_errors_of_blocks_do_not_accumulate(weights):
     table = StageTable(weights)
     blocks = np.arange(1, PERIOD_BLOCKS + 1)
     used = np.array([table.before(int(b)) for b in blocks])
     exact = blocks[:, None] * BLOCK_ROWS * (np.array(weights) / sum(weights))
     assert np.abs(used - exact).max() < 10
-    assert np.abs(used[-1] - exact[-1]).max() <= 1 + len(weights)  # A period is exact but for the weights' rounding.
+    assert np.abs(used[-1] - exact[-1]).max() <= 1 + len(weights)  # Only the rounding of the weights remains.
     np.testing.assert_array_equal(table.before(3 * PERIOD_BLOCKS + 5), 3 * used[-1] + used[4])
     assert (used.sum(axis=1) == blocks * BLOCK_ROWS).all()
 
 
-def test_stages_change_the_weights_and_go_on_where_the_sources_were():
+def test_stages_change_the_weights_and_continue_each_source():
     mixed = mixture_of((0, (3.0, 1.0)), (2, (0.0, 1.0)), (5, (1.0, 0.0)))
     located = [mixed.locate(n) for n in range(7 * BLOCK_ROWS)]
     counts = [collections.Counter(s for s, _ in located[b * BLOCK_ROWS :][:BLOCK_ROWS]) for b in range(7)]
@@ -65,11 +65,11 @@ def test_the_order_within_a_block_is_shuffled_by_the_seed():
     sources = [name[0] for name in orders[0]]
     assert sources[:BLOCK_ROWS] != sources[BLOCK_ROWS:]  # Another order in each block.
     runs = 1 + sum(a != b for a, b in itertools.pairwise(sources))
-    assert 200 < runs < 312  # 256 expected of 512 coins, standard deviation 11.
+    assert 200 < runs < 312  # 512 coin flips have about 256 runs, with a standard deviation of 11.
 
 
-def test_any_example_is_found_at_once(monkeypatch):
-    """Far into training an example costs one look-up, not a walk through what was before."""
+def test_any_example_is_located_with_one_lookup(monkeypatch):
+    """An example far into training is located with one table lookup, not with a scan of earlier examples."""
     mixed = mixture_of((0, (2.0, 1.0)), (10**9, (1.0, 2.0)))
     calls = []
     monkeypatch.setattr(mixture.StageTable, "before", counted(mixture.StageTable.before, calls))
@@ -84,7 +84,7 @@ def counted(function, calls):
     return lambda *args: calls.append(args) or function(*args)
 
 
-def test_sources_are_shuffled_and_repeated_each_on_its_own():
+def test_each_source_is_shuffled_and_repeated_independently():
     rows = [
         grain.MapDataset.source([f"{s}{i}" for i in range(n)]).shuffle(seed=s).repeat() for s, n in ((0, 5), (1, 9))
     ]

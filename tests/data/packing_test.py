@@ -22,7 +22,7 @@ ROW_TOKENS = st.integers(1, 17)
 
 
 def store_of(lengths):
-    """Documents of the tokens 1, 2, 3, …: a token says where it comes from, and 0 is padding."""
+    """Return documents of the tokens 1, 2, 3, …, so that a token shows its position in the store and 0 is padding."""
     offsets = np.cumsum([0, *lengths]).astype(np.uint64)
     return TokenStore(np.arange(1, offsets[-1] + 1, dtype=np.uint32), offsets)
 
@@ -45,7 +45,7 @@ def cache(tmp_path_factory):
 @pytest.mark.parametrize("policy", ["concat", "best_fit"])
 @settings(max_examples=60, deadline=None, database=None)
 @given(lengths=LENGTHS, row_tokens=ROW_TOKENS)
-def test_every_token_once_an_epoch_with_the_segments_of_a_plain_oracle(cache, policy, lengths, row_tokens):
+def test_rows_have_every_token_once_and_the_segments_of_an_oracle(cache, policy, lengths, row_tokens):
     rows = rows_of(store_of(lengths), row_tokens, policy, cache)
     first_tokens = {1 + sum(lengths[:i]) for i in range(len(lengths))}
     last_tokens = {sum(lengths[: i + 1]) for i in range(len(lengths))}
@@ -82,7 +82,7 @@ def test_every_token_once_an_epoch_with_the_segments_of_a_plain_oracle(cache, po
 
 @settings(max_examples=60, deadline=None, database=None)
 @given(lengths=LENGTHS, row_tokens=ROW_TOKENS)
-def test_concat_without_a_mask_is_windows_of_the_store(cache, lengths, row_tokens):
+def test_concat_without_a_mask_gives_windows_of_the_store(cache, lengths, row_tokens):
     store = store_of(lengths)
     rows = rows_of(store, row_tokens, "concat", cache, document_mask=False)
     assert len(rows) == (sum(lengths) - 1) // row_tokens
@@ -103,7 +103,7 @@ def test_concat_without_a_mask_is_windows_of_the_store(cache, lengths, row_token
 @given(
     documents=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=2, max_size=9), row_tokens=ROW_TOKENS
 )
-def test_tokens_of_prompts_are_no_targets_and_nothing_else_differs(cache, policy, document_mask, documents, row_tokens):
+def test_prompts_change_only_the_loss_mask(cache, policy, document_mask, documents, row_tokens):
     plain = store_of([prompt + response for prompt, response in documents])
     prompts = np.array([prompt for prompt, _ in documents], np.uint64)
     store = TokenStore(plain.slice(0, len(plain)), plain.offsets, prompts)
@@ -119,7 +119,7 @@ def test_tokens_of_prompts_are_no_targets_and_nothing_else_differs(cache, policy
 
 @settings(max_examples=60, deadline=None, database=None)
 @given(lengths=LENGTHS, row_tokens=ROW_TOKENS)
-def test_best_fit_without_a_mask_differs_in_nothing_else(cache, lengths, row_tokens):
+def test_best_fit_without_a_mask_gives_the_same_tokens(cache, lengths, row_tokens):
     masked, plain = (rows_of(store_of(lengths), row_tokens, "best_fit", cache, document_mask=m) for m in (True, False))
     for index in range(len(plain)):
         assert set(plain[index]) == {"tokens", "targets", "loss_mask"}
@@ -129,7 +129,7 @@ def test_best_fit_without_a_mask_differs_in_nothing_else(cache, lengths, row_tok
 
 @settings(max_examples=60, deadline=None, database=None)
 @given(lengths=LENGTHS, row_tokens=ROW_TOKENS)
-def test_documents_that_fit_stay_whole_and_rows_are_as_full_as_by_the_textbook(lengths, row_tokens):
+def test_best_fit_keeps_documents_whole_and_fills_rows_like_the_textbook_algorithm(lengths, row_tokens):
     offsets = np.cumsum([0, *lengths])
     index = best_fit(offsets, row_tokens)
     pieces = set(zip(index.starts.tolist(), index.lengths.tolist(), strict=True))
@@ -139,7 +139,7 @@ def test_documents_that_fit_stay_whole_and_rows_are_as_full_as_by_the_textbook(l
     filled = [int(index.lengths[a:b].sum()) for a, b in itertools.pairwise(index.first)]
     assert sorted(filled) == sorted(textbook_best_fit_decreasing(index.lengths.tolist(), row_tokens))
     first_pieces = index.starts[index.first[:-1]]
-    assert (np.diff(first_pieces) > 0).all()  # In the order of the documents.
+    assert (np.diff(first_pieces) > 0).all()  # Rows are sorted by their first segments.
 
 
 def textbook_best_fit_decreasing(lengths, capacity):
@@ -163,7 +163,7 @@ def test_groups_of_documents_are_packed_one_after_another(monkeypatch):
     assert len(whole) == sum(map(len, parts))
 
 
-def test_an_index_is_built_once_for_each_content(tmp_path, monkeypatch):
+def test_index_is_built_once_per_content(tmp_path, monkeypatch):
     store = store_of([5, 3, 4, 9])
     built = []
     monkeypatch.setattr(packing, "best_fit", lambda *args: built.append(args) or best_fit(*args))
@@ -178,7 +178,7 @@ def test_an_index_is_built_once_for_each_content(tmp_path, monkeypatch):
     assert sorted(p.suffix for p in (tmp_path / "new" / "cache").iterdir()) == [".index"] * 3
 
 
-def test_a_crash_while_writing_leaves_no_index(tmp_path):
+def test_failed_write_leaves_no_index(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
     try:
@@ -194,7 +194,7 @@ def flipped(data):
 
 
 def as_before(data):
-    """Write the same numbers as difftx 0.1 did, without a checksum."""
+    """Return the file that difftx 0.1 wrote for the same index, without a checksum."""
     file = io.BytesIO()
     np.save(file, np.frombuffer(data[16:], np.int64))
     return file.getvalue()
@@ -203,7 +203,7 @@ def as_before(data):
 @pytest.mark.parametrize(
     "damage", [flipped, lambda d: d[:-8], lambda d: d[:3], lambda d: b"", lambda d: d + bytes(8), as_before]
 )
-def test_a_corrupt_index_is_built_again_and_said(tmp_path, capsys, damage):
+def test_corrupt_index_is_reported_and_rebuilt(tmp_path, capsys, damage):
     store = store_of([5, 3, 4, 9, 2, 7, 1])
     sound = rows_of(store, 8, "best_fit", tmp_path)
     [path] = tmp_path.iterdir()
@@ -238,8 +238,8 @@ print(hashlib.sha256(np.concatenate([index.first, index.starts, index.lengths]))
 """
 
 
-def test_processes_that_build_the_same_index_get_the_same_one(tmp_path):
-    """A corrupt file is there, so that all of them write."""
+def test_concurrent_builds_of_an_index_agree(tmp_path):
+    """At the start, the index is corrupt, so that every process writes it."""
     offsets = np.concatenate([[0], np.cumsum(np.random.default_rng(0).integers(1, 600, 200_000))])
     packing.cached_best_fit(offsets, 512, tmp_path / "cache")
     [path] = (tmp_path / "cache").iterdir()
@@ -261,7 +261,7 @@ def test_processes_that_build_the_same_index_get_the_same_one(tmp_path):
     assert path.read_bytes() == content
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+def test_folder_that_cannot_be_created_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"data\.cache_path: .*/file/.* cannot be written or read \(File exists\)"):
         rows_of(store_of([5, 3]), 8, "best_fit", tmp_path / "file")

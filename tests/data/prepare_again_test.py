@@ -1,4 +1,4 @@
-"""difftx prepare called again: after our own advice, and with corrupt files of an unfinished run."""
+"""Repeated runs of `difftx prepare`: after its own advice, and with corrupt files of an unfinished run."""
 
 import gzip
 import json
@@ -48,7 +48,7 @@ def test_the_held_out_end_begins_at_a_character_and_is_long_enough(text, share):
 
 
 @pytest.mark.long
-def test_the_advice_for_too_few_documents_works_where_it_was_given(tmp_path):
+def test_advice_for_too_few_documents_works_in_the_same_folder(tmp_path):
     source, valid = tmp_path / "in.jsonl", tmp_path / "valid.txt"
     source.write_text('{"text": "only one"}\n')
     valid.write_text("held out")
@@ -70,7 +70,7 @@ def test_the_advice_for_too_few_documents_works_where_it_was_given(tmp_path):
 
 
 @pytest.mark.long
-def test_another_share_or_size_of_shards_keeps_what_is_tokenised(tmp_path):
+def test_unfinished_run_resumes_with_another_fraction_and_shard_size(tmp_path):
     for name in "abc":
         lines = (json.dumps({"text": f"document {name} {i}"}) + "\n" for i in range(300))
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
@@ -81,7 +81,7 @@ def test_another_share_or_size_of_shards_keeps_what_is_tokenised(tmp_path):
     assert "c.jsonl: line 301" in refused(out, *flags)
     kept = {f: f.stat().st_mtime_ns for f in (out / ".prepare" / "units").glob("0000[01]-*.npz")}
     assert len(kept) == 2
-    (out / "meta.json").mkdir()  # The end of the run fails, when all shards are there.
+    (out / "meta.json").mkdir()  # The run fails at its end, when all shards exist.
     (tmp_path / "c.jsonl").write_text(whole)
     assert "meta.json" in prepare(f"--out={out}", *flags).stderr
     (out / "meta.json").rmdir()
@@ -93,7 +93,7 @@ def test_another_share_or_size_of_shards_keeps_what_is_tokenised(tmp_path):
 
 @pytest.fixture(scope="module")
 def unfinished(tmp_path_factory):
-    """A run that ended when all units and shards were there, its flags, and the store that it should become."""
+    """Return an unfinished run with all units and shards, its flags, and the files of the store that it must become."""
     folder = tmp_path_factory.mktemp("unfinished")
     for name in "abc":
         lines = (json.dumps({"text": f"document {name} {i}"}) + "\n" for i in range(300))
@@ -169,7 +169,7 @@ def drop_a_part(file):
         (".prepare/job.json", flip, "job.json: corrupt; preparing everything again"),
     ],
 )
-def test_corrupt_files_of_an_unfinished_run_are_made_again(unfinished, tmp_path, name, corrupt, message):
+def test_corrupt_files_of_an_unfinished_run_are_written_again(unfinished, tmp_path, name, corrupt, message):
     source, flags, sound = unfinished
     out = shutil.copytree(source, tmp_path / "out")
     corrupt(out / name)
@@ -180,7 +180,7 @@ def test_corrupt_files_of_an_unfinished_run_are_made_again(unfinished, tmp_path,
     assert tree(out) == sound
 
 
-def test_lines_and_texts_of_more_than_the_limit_are_refused_by_name(tmp_path, monkeypatch):
+def test_documents_beyond_the_limit_are_named_and_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "LONGEST_DOCUMENT", 1000)
     monkeypatch.setattr(records, "LONGEST_DOCUMENT", 1000)
     fits = json.dumps({"text": "x" * (1000 - len('{"text": ""}'))}).encode()
@@ -208,7 +208,7 @@ def test_a_line_of_gigabytes_is_refused_in_bounded_memory(tmp_path):
         file.write(b'{"text": "small"}\n{"text": "')
         for _ in range(48):
             file.write(b"0" * 2**26)  # 3 GiB in all.
-    bound = 5 * 2**30  # Of address space: the limit of a document, twice while it grows, and the libraries.
+    bound = 5 * 2**30  # Address space for a document of maximum size, twice while it grows, and for libraries.
     flags = [f"--input={tmp_path}/a.jsonl.gz", f"--out={tmp_path}/store", "--workers=1"]
     result = subprocess.run(
         [*COMMAND, *flags],

@@ -1,4 +1,4 @@
-"""Conversations in a store: the ids of prompt and answer, and which of them the loss counts."""
+"""Conversations in a store: the token ids of prompts and answers, and the tokens that count in the loss."""
 
 import json
 
@@ -38,7 +38,7 @@ def prepare(tmp_path, monkeypatch, tokenizer, records, *flags):
 
 
 @pytest.mark.parametrize("family", ["byte-level BPE", "sentencepiece"])
-def test_the_loss_counts_the_assistants_messages_alone(tmp_path, monkeypatch, family):
+def test_only_messages_of_the_assistant_count_in_the_loss(tmp_path, monkeypatch, family):
     folder = tmp_path / "tokenizer"
     if family == "sentencepiece":
         folder.mkdir()
@@ -57,7 +57,7 @@ def test_the_loss_counts_the_assistants_messages_alone(tmp_path, monkeypatch, fa
         counted.append(encoding.decode(tokens[prompt:]))
         text = CONVERSATIONS[document // 2]["messages"][2 + 2 * (document % 2)]["content"]
         assert b"".join(encoding.token_bytes[token] for token in tokens[prompt:]).decode() == f"{text}\n"
-        # In generation, the prompt has the same ids.
+        # The prompt has the same ids in generation.
         messages = CONVERSATIONS[document // 2]["messages"][: 2 + 2 * (document % 2)]
         text = encoding.chat_template.render(messages, add_generation_prompt=True)
         assert tokens[:prompt] == encoding.encode_chat(text)
@@ -82,7 +82,7 @@ def test_the_loss_counts_the_assistants_messages_alone(tmp_path, monkeypatch, fa
         ({"messages": []}, ["--tokenizer=bytes"], "--messages_field=messages needs a chat template"),
     ],
 )
-def test_mistakes_are_one_line(tmp_path, monkeypatch, record, flags, message):
+def test_invalid_conversations_and_flags_are_rejected(tmp_path, monkeypatch, record, flags, message):
     folder = FAMILIES["byte-level BPE"](tmp_path / "tokenizer")
     with pytest.raises(UserError, match=message):
         prepare(tmp_path, monkeypatch, folder, [record], "--messages_field=messages", *flags)

@@ -1,4 +1,4 @@
-"""difftx prepare, as a user calls it."""
+"""The command `difftx prepare`, called as users call it."""
 
 import base64
 import fcntl
@@ -27,7 +27,7 @@ VOCABULARIES = ROOT.parent / "shared" / "tiktoken"
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """Forty files, each a unit, of a thousand documents; some are empty, some duplicates across files."""
+    """Return a folder of 40 files, one unit each, and its 1,000 texts, some empty and some duplicates across files."""
     folder = tmp_path_factory.mktemp("corpus")
     noise = random.Random(0)
     texts = [f"{i} {'naïve €😀 <|endoftext|>' * noise.randrange(9)}" for i in range(950)]
@@ -51,14 +51,14 @@ def reference(flags, tmp_path_factory):
     return out, result
 
 
-def test_every_different_document_is_in_one_split_in_the_order_of_the_input(corpus, reference):
+def test_every_distinct_document_is_in_one_split_in_input_order(corpus, reference):
     out, result = reference
     train, valid = open_store(out, "train"), open_store(out, "valid")
     found = {"train": texts_of(train), "valid": texts_of(valid)}
     different = list(dict.fromkeys(text for text in corpus[1] if text))
     assert sorted(found["train"] + found["valid"]) == sorted(different)
     assert found["train"] == [t for t in different if t in set(found["train"])]
-    assert 60 < len(found["valid"]) < 130  # Of 950, a tenth.
+    assert 60 < len(found["valid"]) < 130  # A tenth of 950 is expected.
     meta = read_meta(out)
     assert len(meta["splits"]["train"]["shards"]) > 5
     for split, texts in found.items():
@@ -77,7 +77,7 @@ def test_every_different_document_is_in_one_split_in_the_order_of_the_input(corp
 
 
 @pytest.mark.long
-def test_prompts_are_kept_apart_from_what_is_to_be_learned(tmp_path):
+def test_prompts_are_kept_apart_from_answers(tmp_path):
     pairs = {f"What is {i} + {i}? ": f"It is {2 * i}." for i in range(200)}
     lines = [json.dumps({"question": q, "answer": a, "id": i}) for i, (q, a) in enumerate(pairs.items())]
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
@@ -102,8 +102,11 @@ def test_the_number_of_workers_does_not_matter(flags, reference, tmp_path):
 
 
 @pytest.mark.long
-def test_killed_at_ten_moments_the_store_is_the_same(flags, reference, tmp_path):
-    """A moment is a number of files that are there: the run writes 40 units, then three files and a record a shard."""
+def test_store_is_the_same_after_kills_at_ten_moments(flags, reference, tmp_path):
+    """Kill the run at ten random numbers of finished files.
+
+    The run writes one file for each of 40 units, then three files and a record per shard.
+    """
     out = tmp_path / "store"
     shards = sum(len(split["shards"]) for split in read_meta(reference[0])["splits"].values())
     moments = sorted(random.Random(1).sample(range(1, 40 + 4 * shards), 10))
@@ -118,10 +121,10 @@ def test_killed_at_ten_moments_the_store_is_the_same(flags, reference, tmp_path)
         )
         wait_until(lambda p=process, m=moment: p.poll() is not None or finished_files(out) >= m)
         if number % 2:
-            process.kill()  # The workers must leave by themselves.
+            process.kill()  # The workers must exit by themselves.
         elif process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-        if process.wait() == 0:  # Faster than this test could look.
+        if process.wait() == 0:  # The run ended before it could be killed.
             assert tree(out) == tree(reference[0])
             shutil.rmtree(out)
         else:
@@ -156,7 +159,7 @@ def group_lives(group):
 
 
 @pytest.mark.long
-def test_stopped_by_a_signal_it_says_so_and_goes_on(flags, reference, tmp_path):
+def test_run_stopped_by_a_signal_says_so_and_resumes(flags, reference, tmp_path):
     out = tmp_path / "store"
     process = subprocess.Popen(
         [*COMMAND, *flags, f"--out={out}", "--workers=1"], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
@@ -205,7 +208,7 @@ def test_tokens_are_those_of_tiktoken(corpus, tmp_path, monkeypatch, name):
     assert read_meta(tmp_path / "store")["tokenizer"]["name"] == name
 
 
-def test_validation_text_of_its_own_is_kept_out_of_training(tmp_path):
+def test_separate_validation_text_is_kept_out_of_training(tmp_path):
     (tmp_path / "valid.txt").write_text("held out")
     for name, text in {"a": "one", "b": "held out", "c": "two"}.items():
         (tmp_path / f"{name}.train").write_text(text)
@@ -225,7 +228,7 @@ def test_a_document_keeps_its_split_when_the_corpus_grows(corpus, reference, tmp
 
 
 @pytest.mark.long
-def test_what_cannot_be_read_is_skipped_counted_and_named(tmp_path):
+def test_unreadable_documents_are_skipped_counted_and_named(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": \n{"text": "\xff"}\n{"text": "b"}\n')
     with gzip.open(tmp_path / "b.jsonl.gz", "wb") as file:
         file.write(random.Random(0).randbytes(5000).hex().encode())
@@ -276,13 +279,13 @@ def bad_inputs(folder):
 
 
 @pytest.mark.long
-def test_bad_input_ends_with_2_and_its_reason(tmp_path):
+def test_bad_input_gives_exit_code_2_and_the_reason(tmp_path):
     for number, (flags, message) in enumerate(bad_inputs(tmp_path)):
         assert message in refused(tmp_path / f"out{number}", "--workers=1", *flags)
 
 
 @pytest.mark.long
-def test_an_unfinished_run_of_something_else_is_refused(corpus, tmp_path):
+def test_unfinished_run_with_other_settings_is_rejected(corpus, tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_text('{"text": "a"}\n{"text": \n')
     out = tmp_path / "store"
@@ -304,7 +307,7 @@ def test_an_unfinished_run_of_something_else_is_refused(corpus, tmp_path):
 
 
 @pytest.mark.long
-def test_a_full_disk_is_said_and_room_lets_it_go_on(flags, reference, tmp_path):
+def test_full_disk_is_reported_and_the_run_resumes_with_more_space(flags, reference, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     options = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(disk)]

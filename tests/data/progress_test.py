@@ -3,8 +3,8 @@ import types
 from difftx import progress
 
 
-def test_a_line_every_ten_seconds_says_how_long_it_still_takes(monkeypatch, capsys):
-    """20 parts of four seconds each, in no terminal: lines after 12, 24, … seconds, and none at the end."""
+def test_line_every_ten_seconds_shows_the_time_left(monkeypatch, capsys):
+    """Track 20 parts of four seconds without a terminal. Lines appear after 12, 24, … seconds, but not at the end."""
     now = [100.0]
     monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     with progress.Work() as work:
@@ -16,7 +16,7 @@ def test_a_line_every_ten_seconds_says_how_long_it_still_takes(monkeypatch, caps
     assert len(lines) == 6
 
 
-def test_what_is_not_enabled_shows_nothing(monkeypatch, capsys):
+def test_disabled_progress_shows_nothing(monkeypatch, capsys):
     now = [100.0]
     monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     with progress.Work(enabled=False) as work, work.task("counting", 1000) as advance:

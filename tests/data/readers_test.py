@@ -34,7 +34,7 @@ def write_lines(path, records, suffix=""):
     final_newline=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_units_of_any_size_hold_every_line_once_and_go_on_anywhere(
+def test_units_of_any_size_hold_every_line_once_and_resume_anywhere(
     tmp_path_factory, texts, unit_bytes, suffix, final_newline
 ):
     path = tmp_path_factory.mktemp("lines") / f"a.jsonl{suffix}"
@@ -71,7 +71,7 @@ def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path, monkeypatch):
     assert [d.text for d in read(tmp_path / "**" / "*.txt")] == ["one"]
 
 
-def test_a_byte_order_mark_is_no_part_of_the_json(tmp_path):
+def test_byte_order_mark_is_not_part_of_the_json(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "x", "id": 1}\r\n\r\n{"text": "y", "id": 2}')
     assert [d.text for d in read(tmp_path / "a.jsonl")] == ["x", "y"]
 
@@ -106,10 +106,10 @@ def test_a_bad_line_is_named(tmp_path, monkeypatch, line, message, unit_bytes):
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst", ".xz"])
 @pytest.mark.parametrize("kind", ["jsonl", "txt"])
-def test_a_truncated_file_says_so_after_its_whole_units(tmp_path, monkeypatch, suffix, kind):
+def test_truncated_file_yields_its_complete_units_and_then_an_error(tmp_path, monkeypatch, suffix, kind):
     monkeypatch.setattr(readers, "UNIT_BYTES", 2000)
     path = tmp_path / f"a.{kind}{suffix}"
-    # Text that compresses badly: much can be read before the break.
+    # The text compresses badly, so that much of it can be read before the truncation.
     noise = random.Random(1)
     write_lines(path, [{"text": noise.randbytes(200).hex(), "id": i} for i in range(2000)], suffix)
     path.write_bytes(path.read_bytes()[:-100])
@@ -124,7 +124,7 @@ def test_corrupt_and_empty_files_are_named(tmp_path):
     with gzip.open(tmp_path / "a.jsonl.gz", "wb") as file:
         file.write(b'{"text": "x", "id": 1}\n' * 5000)
     data = bytearray((tmp_path / "a.jsonl.gz").read_bytes())
-    data[-6] ^= 1  # Of the CRC.
+    data[-6] ^= 1  # A byte of the CRC.
     (tmp_path / "a.jsonl.gz").write_bytes(data)
     (tmp_path / "b.jsonl").touch()
     (tmp_path / "c.txt").touch()
@@ -140,7 +140,7 @@ def test_corrupt_and_empty_files_are_named(tmp_path):
     assert all(message in problem for message, problem in zip(expected, problems, strict=True))
 
 
-def test_nothing_there_is_said(tmp_path):
+def test_missing_input_is_reported(tmp_path):
     for pattern, message in [
         (tmp_path / "none.txt", "no such file"),
         (tmp_path / "*.txt", "no such file"),

@@ -16,7 +16,7 @@ LENGTH = 16
 
 @pytest.fixture
 def data_of(config, tmp_path):
-    """Two sources of short documents, one of letters, one of digits, in the config's data group."""
+    """Return a function that makes a data config with a source of letters and one of digits, in short documents."""
     for name, alphabet in (("letters", "abcdefgh"), ("digits", "0123456789")):
         rng = np.random.default_rng(0)
         (tmp_path / name).mkdir()
@@ -42,7 +42,7 @@ def is_digits(row):
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
-def test_a_mixture_of_texts_has_its_weights_and_a_validation_set_each(data_of, packing):
+def test_mixture_follows_its_weights_and_has_a_validation_set_per_source(data_of, packing):
     stages = (StageConfig(from_tokens=2 * BLOCK_ROWS * LENGTH, weights=(0.0, 1.0)),)
     sources = load_sources(data_of(packing=packing, document_mask=False, stages=stages), ENCODING)
     rows = [sources.examples[i] for i in range(3 * BLOCK_ROWS)]

@@ -35,12 +35,12 @@ def prepared(tmp_path_factory):
 
 @pytest.fixture
 def store(prepared, tmp_path):
-    """A copy to damage."""
+    """Return a copy of the store that the test may corrupt."""
     return shutil.copytree(prepared, tmp_path / "store")
 
 
 def whole(folder, split):
-    """All tokens and offsets, read without the code under test."""
+    """Return all tokens and offsets of a split, read without the code under test."""
     tokens, offsets = [], [np.zeros(1, np.uint64)]
     for file in sorted((folder / split).glob("*.tokens")):
         starts = np.fromfile(file.with_suffix(".offsets"), np.uint64)
@@ -50,9 +50,9 @@ def whole(folder, split):
     return np.concatenate(tokens), np.concatenate(offsets)
 
 
-@settings(deadline=None)  # Another job may hold the machine for a moment.
+@settings(deadline=None)  # Other jobs may slow the machine down.
 @given(data=st.data())
-def test_slices_run_over_shards(prepared, data):
+def test_slices_span_shards(prepared, data):
     tokens, offsets = whole(prepared, "train")
     opened = open_store(prepared, "train")
     assert (len(opened), opened.dtype) == (len(tokens), np.uint16)
@@ -65,7 +65,7 @@ def test_slices_run_over_shards(prepared, data):
         assert one.slice(start, stop).dtype == np.uint16
 
 
-def test_a_slice_outside_is_an_error(prepared):
+def test_slice_out_of_bounds_is_an_error(prepared):
     opened = open_store(prepared, "train")
     for start, stop in [(-1, 3), (0, len(opened) + 1), (5, 4)]:
         with pytest.raises(IndexError):
@@ -88,7 +88,7 @@ def test_fingerprints_tell_stores_apart(prepared, store):
     assert TokenStore(tokens, offsets).fingerprint != TokenStore(other, offsets).fingerprint
 
 
-def test_an_old_map_is_not_taken_for_a_new_store(store):
+def test_tokens_of_a_replaced_store_are_read_from_the_new_files(store):
     before = open_store(store, "train").slice(0, 10).copy()
     shutil.rmtree(store)
     text = store.parent / "in.txt"
@@ -118,7 +118,7 @@ def test_a_flipped_bit_is_found(store, config, kind):
     assert f"{corrupt_file}: corrupt" in result.stderr
     assert "00000" not in result.stdout + result.stderr
     settings = config().data
-    assert load_corpus(str(store), settings, load_tokenizer("bytes"))  # Not looked for unless asked.
+    assert load_corpus(str(store), settings, load_tokenizer("bytes"))  # By default, checksums are not verified.
     with pytest.raises(UserError, match=rf"00001\.{kind}: corrupt"):
         load_corpus(str(store), dataclasses.replace(settings, verify=True), load_tokenizer("bytes"))
 
@@ -137,7 +137,7 @@ def test_a_flipped_bit_is_found(store, config, kind):
         ),
     ],
 )
-def test_what_is_not_a_whole_store_is_refused(store, config, change, message):
+def test_incomplete_store_is_rejected(store, config, change, message):
     change(store)
     with pytest.raises(UserError, match=message) as error:
         load_corpus(str(store), config().data, load_tokenizer("bytes"))
@@ -146,7 +146,7 @@ def test_what_is_not_a_whole_store_is_refused(store, config, change, message):
 
 
 def rewrite(store, split, index, kind, array):
-    """Write a shard's file with a matching hash: what only a look at the content finds."""
+    """Replace a shard's file and its SHA-256, so that only a check of the content finds the error."""
     file = store / split / f"{index:05d}.{kind}"
     file.write_bytes(array.tobytes())
     meta = read_meta(store)
@@ -163,7 +163,7 @@ def rewrite(store, split, index, kind, array):
         ("offsets", lambda a: a + np.uint64(1), "the offsets do not rise"),
     ],
 )
-def test_verify_looks_at_the_content(store, kind, change, message):
+def test_verify_checks_the_content(store, kind, change, message):
     array = np.fromfile(store / "train" / f"00001.{kind}", np.uint16 if kind == "tokens" else np.uint64)
     rewrite(store, "train", 1, kind, change(array).astype(array.dtype))
     result = verify(store)
@@ -172,7 +172,7 @@ def test_verify_looks_at_the_content(store, kind, change, message):
     assert f"00001.{kind}" in result.stderr
 
 
-def test_verify_counts_and_finds_strangers(store):
+def test_verify_finds_wrong_counts_and_unknown_files(store):
     (store / "valid" / "00099.tokens").touch()
     meta = read_meta(store)
     meta["splits"]["train"]["documents"] += 1
@@ -182,7 +182,7 @@ def test_verify_counts_and_finds_strangers(store):
     assert "00099.tokens: does not belong to this store" in result.stdout
 
 
-def test_the_tokenizer_must_be_the_stores(store, config):
+def test_tokenizer_must_match_the_store(store, config):
     meta = read_meta(store)
     assert meta["tokenizer"]["vocabulary_sha256"] == load_tokenizer("bytes").fingerprint
     meta["tokenizer"] |= {"name": "other", "vocabulary_sha256": "f" * 64}
@@ -191,7 +191,7 @@ def test_the_tokenizer_must_be_the_stores(store, config):
         load_corpus(str(store), config().data, load_tokenizer("bytes"))
 
 
-def test_a_store_is_a_corpus(prepared, config):
+def test_store_is_loaded_as_a_corpus(prepared, config):
     train, valid = load_corpus(str(prepared), config().data, load_tokenizer("bytes"))
     for split, opened in {"train": train, "valid": valid}.items():
         np.testing.assert_array_equal(opened.slice(0, len(opened)), whole(prepared, split)[0])
@@ -205,7 +205,7 @@ def test_show_prints_a_row_with_its_boundaries(prepared, capsys):
     first = int(np.searchsorted(offsets, start, side="right")) - 1
     documents = [(a, b) for a, b in itertools.pairwise(offsets.tolist()) if a < stop and b > start]
     assert shown.count("── document") == len(documents) > 1
-    assert "\x1b" not in shown  # No terminal here, and the text's own is written out.
+    assert "\x1b" not in shown  # The output is not a terminal, and escape characters of the text are shown as \x1b.
     body = "\n".join(line for line in shown.splitlines() if not line.startswith("──"))
     expected = bytes(t for t in tokens[start:stop].astype(np.uint16).tolist() if t < 256).decode(errors="replace")
     assert body.replace("<|endoftext|>", "").replace("\n", "") == expected.replace("\x1b", "\\x1b")

@@ -44,7 +44,7 @@ def test_examples_are_functions_of_seed_split_and_number(rows_of, task):
 
 @pytest.mark.parametrize("length", [24, 41])
 def test_mqar_by_its_definition(rows_of, length):
-    """Each answer is the value that followed the query's only earlier place as a key; each pair is asked once."""
+    """Each answer is the value after the query's only earlier occurrence as a key. Each pair is queried once."""
     for example in range(30):
         row = rows_of("mqar", sequence_length=length)[example]
         tokens, targets, counted = row["tokens"].tolist(), row["targets"].tolist(), row["loss_mask"]
@@ -77,7 +77,7 @@ def test_retrieval_hides_pairs_among_distractors(rows_of):
         assert not row["tokens"][22:].any()
         assert np.flatnonzero(row["loss_mask"]).tolist() == [21]
         query, answer = tokens[-1], int(row["targets"][21])
-        (place,) = [t for t in range(21) if tokens[t] == query]  # Once among pairs and distractors.
+        (place,) = [t for t in range(21) if tokens[t] == query]  # The query occurs once in pairs and distractors.
         assert tokens[place + 1] == answer
         assert 1 <= query < 25 <= answer < 50
         places.add(place)
@@ -100,7 +100,7 @@ def test_padding_is_a_segment_of_its_own(rows_of):
     np.testing.assert_array_equal(row["positions"], [*range(22)] + [0] * 18)
 
 
-def test_what_cannot_be_made_is_named(rows_of, config):
+def test_impossible_tasks_are_rejected_with_the_reason(rows_of, config):
     cases = [
         (lambda: rows_of("mqr"), "'mqr': no such synthetic task. Did you mean 'mqar'"),
         (lambda: rows_of("mqar", sequence_length=23), r"data.sequence_length=23 .* 24 tokens"),

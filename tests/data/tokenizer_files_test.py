@@ -50,7 +50,7 @@ def test_a_sentencepiece_model_is_read_as_the_library_reads_it(tmp_path, model_t
         assert ours.encode_ordinary(text) == ids
         if byte_fallback:
             assert ours.decode(ids) == theirs.decode(ids)
-            # In two parts, the text has the same characters.
+            # Encoded in two parts, the text has the same characters.
             half = len(text) // 2
             parts = [*ours.encode_ordinary(text[:half]), *ours.encode_ordinary(text[half:], continues=True)]
             if normalization == "identity" and "▁" not in text and half:
@@ -58,7 +58,7 @@ def test_a_sentencepiece_model_is_read_as_the_library_reads_it(tmp_path, model_t
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "sentencepiece"])
-def test_a_stream_of_tokens_is_the_text(family, tmp_path):
+def test_streamed_tokens_give_the_text(family, tmp_path):
     """Characters that take several tokens are held back until they are complete."""
     if family == "sentencepiece":
         tokenizer = load_tokenizer(str(sentencepiece_model(tmp_path / "own.model", "bpe")))
@@ -69,7 +69,7 @@ def test_a_stream_of_tokens_is_the_text(family, tmp_path):
         ids = tokenizer.encode_ordinary(text)
         stream = TextStream(values, ())
         streamed = "".join(map(stream.add, ids)) + stream.finish()
-        # A name such as <unk> is no text, and only the whole text has no space in front.
+        # Tokens such as <unk> are not text, and only the decoding of a whole text removes a space in front.
         if all(values[id_] for id_ in ids):
             decoded = tokenizer.decode(ids)
             assert streamed in (decoded, f" {decoded}")
@@ -87,7 +87,7 @@ def test_a_text_that_continues_another_has_no_space_in_front(tmp_path):
                 assert b"".join(values[id_] for id_ in ids) == text.encode(), family
 
 
-def test_half_a_surrogate_pair_is_the_replacement_character(tmp_path):
+def test_half_a_surrogate_pair_is_encoded_as_the_replacement_character(tmp_path):
     tokenizers = [load_tokenizer(str(byte_level_folder(tmp_path / "json")))]
     tokenizers.append(load_tokenizer(str(sentencepiece_model(tmp_path / "own.model", "bpe"))))
     for tokenizer in (*tokenizers, load_tokenizer("bytes")):
@@ -103,7 +103,7 @@ def test_special_tokens_are_ordinary_text_except_in_chats(tmp_path):
     assert tokenizer.token_bytes[tokenizer.eot_token] == b""
 
 
-def test_the_fingerprint_is_that_of_the_content(tmp_path):
+def test_fingerprint_depends_only_on_the_content(tmp_path):
     folder = byte_level_folder(tmp_path / "json")
     shutil.copytree(folder, tmp_path / "moved")
     shutil.copytree(folder, tmp_path / "other")
@@ -136,7 +136,7 @@ def test_the_fingerprint_is_that_of_the_content(tmp_path):
         (lambda folder: (folder / "chat_template.jinja").write_text("{% if %}"), "the chat template is not valid"),
     ],
 )
-def test_files_that_are_no_tokenizer_are_one_line(tmp_path, change, message):
+def test_invalid_tokenizer_files_are_rejected(tmp_path, change, message):
     folder = byte_level_folder(tmp_path / "json")
     change(folder)
     with pytest.raises(UserError, match=message) as error:
@@ -168,7 +168,7 @@ def test_the_vocabulary_size_is_derived(tmp_path, config):
         _ = c.model.embeddings
 
 
-def test_text_files_become_documents_with_the_tokens_that_precede_each(tmp_path, config):
+def test_documents_of_text_files_start_with_the_prefix_tokens(tmp_path, config):
     FAMILIES["BPE with byte fallback"](tmp_path / "json")
     (tmp_path / "text.txt").write_text("".join(f"line {i}: the end of it\n" for i in range(9000)))
     c = config(data__tokenizer=tmp_path / "json", data__path=tmp_path / "text.txt", model__vocab_size=1024)

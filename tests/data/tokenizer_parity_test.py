@@ -1,4 +1,4 @@
-"""Tokenizers of files against transformers' fast tokenizers, which do not need torch."""
+"""Compare tokenizers that are loaded from files with transformers' fast tokenizers, which do not need torch."""
 
 import pytest
 from helpers.tokenizer_files import FAMILIES, SPECIAL, TEMPLATE, random_strings, sentencepiece_model, write_settings
@@ -54,7 +54,7 @@ def test_ten_thousand_strings_are_encoded_and_decoded_as_by_transformers(family,
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("prompt", [False, True])
 @pytest.mark.parametrize("template", [TEMPLATE, BLOCKS], ids=["line", "blocks"])
-def test_conversations_are_written_as_by_transformers(family, prompt, template, tmp_path):
+def test_conversations_are_rendered_as_by_transformers(family, prompt, template, tmp_path):
     folder = FAMILIES[family](tmp_path / "tokenizer")
     (folder / "chat_template.jinja").write_text(template)
     theirs, ours = transformers.PreTrainedTokenizerFast.from_pretrained(folder), load_tokenizer(str(folder))
@@ -64,8 +64,8 @@ def test_conversations_are_written_as_by_transformers(family, prompt, template, 
     assert ours.encode_chat(text) == ids
 
 
-def test_a_sentencepiece_model_is_that_of_llama(tmp_path):
-    """Except for texts that begin with a space: there, LlamaTokenizer leaves out the space that the library adds."""
+def test_sentencepiece_model_encodes_as_llama_tokenizer(tmp_path):
+    """Skip texts that begin with a space. The library adds another space before them, and LlamaTokenizer does not."""
     sentencepiece_model(tmp_path / "tokenizer.model", "bpe")
     write_settings(tmp_path)
     theirs, ours = transformers.LlamaTokenizer.from_pretrained(tmp_path), load_tokenizer(str(tmp_path))

@@ -35,7 +35,7 @@ def test_documents_stay_whole_and_are_used_evenly(lengths, share, data):
     assert sampled.slice(start, stop).tolist() == everything[start:stop]
 
 
-def test_long_documents_get_their_share_and_the_store_its_size():
+def test_long_documents_get_their_share_and_the_store_keeps_its_size():
     lengths = np.random.default_rng(0).lognormal(5, 1.5, 5000).astype(int) + 1
     store = store_of(lengths)
     before = lengths[lengths > 2000].sum() / lengths.sum()
@@ -58,7 +58,7 @@ def test_without_long_documents_or_with_enough_of_them_nothing_changes(lengths):
     assert documents_of(sampled) == documents_of(store)
 
 
-def test_copies_lie_a_pass_apart_and_settings_are_in_the_fingerprint():
+def test_copies_are_not_adjacent_and_settings_change_the_fingerprint():
     store = store_of([3, 20, 4, 30, 5, 3, 3, 3, 30, 3, 4, 3, 3, 3, 3, 3, 3] + [5] * 60)
     sampled = UpsampledStore(store, longer_than_tokens=12, share=0.8)
     starts = [document[0] for document in documents_of(sampled)]

@@ -1,4 +1,4 @@
-"""How units are done: in which order, and what is left of them after an interruption."""
+"""Tokenisation of units: the units left after an interruption, and the order of errors."""
 
 import json
 import time
@@ -34,7 +34,7 @@ def job_in(folder):
 
 
 @pytest.mark.parametrize("done", [(), (0,), (0, 1, 2), (0, 2, 3), (1,), tuple(range(10))])
-def test_only_what_has_no_file_is_read_again(tmp_path, monkeypatch, done):
+def test_only_units_without_a_file_are_read_again(tmp_path, monkeypatch, done):
     monkeypatch.setattr(readers, "UNIT_BYTES", 300)
     for name in ("a", "b"):
         lines = (json.dumps({"text": f"{name} {i} " * 5}) + "\n" for i in range(60))
@@ -57,7 +57,7 @@ def test_only_what_has_no_file_is_read_again(tmp_path, monkeypatch, done):
 
 
 def fail_in_turn(job: Job, task: int) -> None:
-    """Task 1 fails at once, task 0 long enough after it for the parent to have heard."""
+    """Fail immediately in task 1, and in task 0 half a second later, when the parent has received the first error."""
     while task == 0 and not Path(job.out / "failed").exists():
         time.sleep(0.01)
     (job.out / "failed").touch()
@@ -65,7 +65,7 @@ def fail_in_turn(job: Job, task: int) -> None:
     raise UserError(f"task {task}")
 
 
-def test_of_several_errors_the_first_in_the_input_is_raised(tmp_path):
+def test_first_error_in_the_order_of_the_input_is_raised(tmp_path):
     job = job_in(tmp_path)
     with Workers(job) as workers, pytest.raises(UserError, match="task 0"):
         list(workers._map(fail_in_turn, [0, 1]))

@@ -1,4 +1,4 @@
-"""The compiled GPU kernels on a GPU, against the float32 reference. Skipped where there is none."""
+"""The compiled GPU kernels on a GPU, compared with the float32 reference. Skipped without a GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ CASES = {
     "T=2048, d=128": {"T": 2048, "D": 128, "B": 4},
     "grouped queries": {"T": 600, "K": 2},
     "window": {"T": 600, "window": 100},
-    # Rows that begin on a fully masked tile: with FMA the running maximum could overflow, which no interpreter sees.
+    # Rows begin with a fully masked tile. With FMA, the running maximum could overflow, which no interpreter shows.
     "window of one": {"T": 300, "window": 1},
     "packed segments": {"T": 600, "segments": True},
     "everything": {"T": 700, "K": 1, "window": 90, "segments": True, "D": 128},
@@ -59,7 +59,7 @@ def test_output_and_gradients(backend, case):
     for name, a, b, e in zip(("out", "dq", "dk", "dv", "dlam"), actual, again, expected, strict=True):
         a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
         assert np.isfinite(a).all(), name
-        scale = max(np.linalg.norm(e), 1e-3 * np.sqrt(e.size))  # One visible key: dq and dk are zero.
+        scale = max(np.linalg.norm(e), 1e-3 * np.sqrt(e.size))  # With one visible key, dq and dk are 0.
         assert np.linalg.norm(a - e) < TOLERANCE * scale, name
         if backend != "cudnn" and backend != "cudnn_wide":  # cuDNN's backward pass may use atomics.
             np.testing.assert_array_equal(a, np.asarray(b, np.float64), err_msg=name)

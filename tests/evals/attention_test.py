@@ -1,4 +1,4 @@
-"""Suite attention: each measure by hand, and a whole evaluation of models whose maps are known."""
+"""Suite `attention`: each measure, and evaluations of models whose attention weights are known."""
 
 import dataclasses
 import itertools
@@ -31,7 +31,7 @@ SETTINGS = {"needles": 4, "queries": 2, "samples": 3, "l0_share": SHARE, "shown_
 
 
 def by_hand(logits, lam, part):
-    """Return what `row_statistics` should find in one row of one head: logits `[G, S]`, λ or None, float64."""
+    """Return the expected `row_statistics` of one row of one head in float64, given logits `[G, S]`, and λ or None."""
     seen = [s for s in range(len(part)) if part[s] != UNSEEN]
     soft = [softmax_row(z[seen]) for z in logits]
     row = soft[0] if lam is None else soft[0] - lam * soft[1]
@@ -63,7 +63,7 @@ def sparsity(w):
     }
 
 
-@pytest.mark.parametrize("scale", [1.0, 60.0])  # At 60 weights are zero in float32, where KL needs their logarithms.
+@pytest.mark.parametrize("scale", [1.0, 60.0])  # At 60, some weights are 0 in float32, but KL needs their logarithms.
 @pytest.mark.parametrize("is_pair", [True, False])
 def test_each_measure_by_hand(scale, is_pair):
     B, H, S = 3, 2, 40
@@ -113,13 +113,13 @@ def config_of(folder, architecture, **changes):
 PLANTED = {
     0: (2.0, 5.0),
     1: (0.0, 0.0),
-}  # Layer → what digits' logits are above those of other tokens, half of it, by head.
+}  # Layer → half the difference between the logits of digits and of other tokens, per head.
 
 
 def planted(config, mesh):
-    """Return parameters whose A1, or A, prefers digits, and whose A2 is even; nothing else of the model does anything.
+    """Return parameters whose A1, or A, prefers digits, and whose A2 is uniform. The rest of the model has no effect.
 
-    The last pair of channels turns so slowly at θ = 1e30 that a logit does not depend on the distance.
+    The last pair of channels rotates so slowly at θ = 1e30 that a logit does not depend on the distance.
     """
     with jax.set_mesh(mesh):
         shapes = jax.eval_shape(lambda: init_state(config).params)
@@ -127,7 +127,7 @@ def planted(config, mesh):
     model, blocks = config.model, params["blocks"]
     params["embedding_VD"][:, 0] = 1
     params["embedding_VD"][:, 1] = [1 if chr(i) in "0123456789" else -1 for i in range(model.vocab_size)]
-    x = 1 / math.sqrt(2 / model.d_model + model.norm_eps)  # What the norm makes of both.
+    x = 1 / math.sqrt(2 / model.d_model + model.norm_eps)  # The magnitude of both channels after the norm.
     for name in ("attention_norm", "mlp_norm"):
         blocks[name]["scale"][:] = 1
     params["final_norm"]["scale"][:] = 1
@@ -144,7 +144,7 @@ def planted(config, mesh):
 
 
 def expected_of(run, architecture):
-    """Return (depth, layer, name) → the mean over prompts and heads, from the prompts' text."""
+    """Return (depth, layer, name) → the expected mean over prompts and heads, from the text of the prompts."""
     found = {}
     prompts = attention.prompts_of(run)
     for prompt in map(prompts.prompt, prompts.items):
@@ -187,7 +187,7 @@ def test_a_model_whose_attention_is_known(tmp_path, architecture):
 
 
 @pytest.mark.long
-def test_layers_that_are_chosen_on_another_mesh(tmp_path):
+def test_selected_layers_on_another_mesh(tmp_path):
     config = config_of(tmp_path, "diff")
     run = Run.open(config, tmp_path / "run")
     every = evals.evaluate(run, planted(config, run.mesh), 3, ["attention"])["attention"]
@@ -215,7 +215,7 @@ def check_charts(result, expected, depths, architecture):
     lines = {line.name: line for line in charts["gini"].series}
     assert lines.keys() == ({"A1 − λ A2", "A1", "A2"} if is_diff else {"A"})
     assert lines["A1 − λ A2" if is_diff else "A"].y == result.details["by_layer"]["gini"]
-    # Of one prompt, in bins of two tokens: 480 are more than 256 columns.
+    # The charts show one prompt in bins of two tokens, because its 480 tokens exceed 256 columns.
     assert result.details["example"] == "512/4-2/0.5/0"
     line, *others = charts["context"].series
     assert sum(line.y) == pytest.approx(1, abs=1e-5)
@@ -225,7 +225,7 @@ def check_charts(result, expected, depths, architecture):
     lam = 1 - np.mean([0.2, 0.8 - 0.6 * math.exp(-0.3)]) if is_diff else 1.0
     np.testing.assert_allclose(np.sum(picture.values, axis=1), lam, atol=1e-5)
     assert picture.x[0].startswith("0 … 1 '")
-    assert picture.y[-1] == "479 'e'"  # "… are".
+    assert picture.y[-1] == "479 'e'"  # The prompt ends in "are".
     digits = [any(c.isdigit() for c in name.split("'", 1)[1]) for name in picture.x]
     assert np.min(np.array(picture.values)[-1, digits]) > np.max(np.array(picture.values)[-1, ~np.array(digits)])
 
@@ -292,7 +292,7 @@ def test_prompts_are_those_of_the_suite_needle(tmp_path):
 
 @pytest.mark.long
 def test_examples_of_retrieval_are_prompts_with_their_parts(config, tmp_path):
-    """An even map gives every part its share of the tokens; the parts are found in the rows by hand."""
+    """Uniform attention gives every part its share of the tokens. The test locates the parts in the rows itself."""
     synthetic = {"pairs": 4, "distractors": 12, "vocab_size": 64, "valid_examples": 200}
     changes = {f"data__synthetic__{name}": value for name, value in synthetic.items()}
     c = config("transformer", data__path="synthetic:retrieval", mesh__fsdp=8, eval__attention__samples=3, **changes)
@@ -307,7 +307,7 @@ def test_examples_of_retrieval_are_prompts_with_their_parts(config, tmp_path):
         assert prompt.tokens[start + 1] == row["targets"][20]  # The answer.
         assert abs(start / 20 - item.depth) <= 0.125
         keys = [prompt.tokens[other] for other, _ in prompt.others]
-        assert len({*keys, prompt.tokens[-1]}) == 4  # Each key stands in the row once, and the last again.
+        assert len({*keys, prompt.tokens[-1]}) == 4  # Each key is in the row once, and one of them again at its end.
         assert all(prompt.tokens.count(key) == 1 for key in keys)
         assert stop - start == 2
         seen.add(tuple(prompt.tokens))

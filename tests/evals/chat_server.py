@@ -1,4 +1,4 @@
-"""A real HTTP server that speaks chat completions, badly where a test says so."""
+"""A real HTTP server for chat completions, with faults that a test requests."""
 
 import collections
 import contextlib
@@ -21,9 +21,9 @@ def completion(content, **changes):
 
 
 class ChatServer:
-    """Answers each request by `behave(number, prompt)`: None for a right verdict, or what to do wrong.
+    """A server whose answers `behave(number, prompt)` selects: None for a correct verdict, or a dict of deviations.
 
-    It counts as charged what it answered in full.
+    `charged` counts the complete replies to each prompt.
     """
 
     def __init__(self, behave=lambda number, prompt: None, key=KEY):
@@ -85,7 +85,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             chat.reached.set()
             chat.release.wait()
         if how.get("drop"):
-            # A reset, not a polite end.
+            # Reset the connection instead of closing it gracefully.
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             return self.connection.close()
         if chat.key is not None and self.headers.get("Authorization") != f"Bearer {chat.key}":
@@ -111,7 +111,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.close_connection = True
 
     def drip(self, part):
-        """Send a byte of a header or of a body each 0.05 s, until the client is gone; "flood": as fast as it goes."""
+        """Send a byte of a header or body every 0.05 s until the client disconnects.
+
+        "flood" sends large parts as fast as possible.
+        """
         self.close_connection = True
         start = {
             "header": b"HTTP/1.1 200 OK\r\nX: ",
@@ -130,7 +133,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 def verdict_on(prompt):
-    """Right, if the answer is one of the references."""
+    """Return a verdict, which is accurate if the answer is one of the references."""
     references, answer = ANSWER.search(prompt).groups()
     accurate = f"- {answer}" in references.splitlines()
     return json.dumps({"why": f"{answer!r} of {references!r}", "accurate": accurate})

@@ -18,7 +18,7 @@ from difftx.progress import Work
 from difftx.training.run import Run
 
 SMALL_TASK = {"data__synthetic__vocab_size": 64, "data__synthetic__pairs": 4}
-QUICK = {"loss", "recall", "position", "sample", "outliers", "quantize", "test"}  # Others compile more.
+QUICK = {"loss", "recall", "position", "sample", "outliers", "quantize", "test"}  # The other suites compile more.
 
 
 @pytest.mark.long
@@ -53,7 +53,7 @@ def test_results_depend_neither_on_mesh_nor_on_batch(config, text_file, tmp_path
 
 
 class Watched:
-    """A group of the config that notes which of its fields are read."""
+    """A group of the config that records which of its fields are read."""
 
     def __init__(self, group):
         self._group, self.read = group, set()
@@ -65,7 +65,7 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def text_run(tmp_path_factory):
-    """A run with data for every suite of text, whose settings let suites end soon."""
+    """Return a run with data for every suite of text, whose settings make the suites short."""
     folder = tmp_path_factory.mktemp("watched")
     (folder / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(8000)))
     write_all(folder)
@@ -104,14 +104,14 @@ def test_every_field_that_a_suite_reads_is_one_of_its_settings(config, tmp_path,
     params = params_of(run)
     watched = Watched(run.config.eval)
     run = dataclasses.replace(run, config=dataclasses.replace(run.config, eval=watched))
-    watched.read.clear()  # The fields that the config itself checks.
+    watched.read.clear()  # Forget the fields that the checks of the config read.
     with jax.set_mesh(run.mesh):
         result = evals.SUITES[suite].evaluate(evals.Evaluation(run, params, Work(enabled=False)))
     assert result.numbers
     assert watched.read - {"__class__"} == set(evals.fields_of(text_run.config, suite))
 
 
-def test_what_a_suite_needs_is_asked_before_it_runs(config, text_file, tmp_path):
+def test_requirements_of_a_suite_are_checked_before_it_runs(config, text_file, tmp_path):
     text = Run.open(config("transformer", data__path=text_file, mesh__fsdp=8, model__num_heads=1), tmp_path)
     task = Run.open(config(data__path="synthetic:mqar", mesh__fsdp=8, **SMALL_TASK), tmp_path)
     evals.check_run(text, ["loss", "recall", "position", "sample"])

@@ -17,8 +17,8 @@ SMALL = {"data__synthetic__vocab_size": 64, "data__synthetic__pairs": 4, "data__
 SMALL |= {"data__synthetic__valid_examples": 21}
 
 
-def test_answers_that_are_right_are_seen_to_be(config, tmp_path, monkeypatch):
-    """21 examples in batches of 8: the filler rows of the last one do not count."""
+def test_correct_answers_are_counted(config, tmp_path, monkeypatch):
+    """Evaluate 21 examples in batches of 8. The filler rows of the last batch do not count."""
     run = Run.open(config(data__path="synthetic:copy", mesh__fsdp=8, **SMALL), tmp_path)
     params = params_of(run)
     rows = run.data.valid["valid"]
@@ -33,7 +33,10 @@ def test_answers_that_are_right_are_seen_to_be(config, tmp_path, monkeypatch):
         ranked |= dict(enumerate(np.argsort(-logits, axis=-1), start=start))
 
     def with_the_models_answers(self, index):
-        """Every answer is what the model says, but for one of example 5 and two of example 7: its second choice."""
+        """Return a row whose answers are the model's first choices.
+
+        One answer of example 5 and two of example 7 are its second choices.
+        """
         row = make(self, index)
         targets = np.where(row["loss_mask"] > 0, ranked[index][:, 0], row["targets"]).astype(np.int32)
         wrong = {5: [16], 7: [20, 31]}.get(index, [])
@@ -60,8 +63,8 @@ def test_text_is_refused_and_tasks_have_a_loss_without_bytes(config, text_file, 
 
 
 @pytest.mark.parametrize("task", ["mqar", "retrieval", "copy"])
-def test_the_share_of_guessing_is_that_of_the_answers(config, task):
-    """Each of the possible answers is as frequent as the others: a chi-squared test of 400 examples' answers."""
+def test_chance_is_the_frequency_of_each_answer(config, task):
+    """All possible answers are equally frequent, by a chi-squared test of the answers of 400 examples."""
     data = config(data__path=f"synthetic:{task}", **SMALL | {"data__synthetic__vocab_size": 25}).data
     rows = SyntheticRows(data.path, data, "train")
     drawn = [rows[i] for i in range(400)]

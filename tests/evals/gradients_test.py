@@ -1,4 +1,4 @@
-"""Gradient norms against JAX's gradient of a model written out by hand."""
+"""Gradient norms, compared with JAX's gradient of an independent implementation of the model."""
 
 import dataclasses
 
@@ -16,13 +16,13 @@ from difftx.parallel.mesh import make_mesh
 from difftx.training.run import Run
 from difftx.training.state import init_state
 
-ROWS = 3  # Of 32 tokens; a batch has eight, so that there is filler.
+ROWS = 3  # Rows of 32 tokens. A batch has eight rows, so it has filler rows.
 
 
 def loss(layers, embedding_VD, final_scale, tokens, targets, bias, *, scale, norm):
-    """Nats a token of rows of tokens: Eq. 1 to 5, or with "query_DHd" a Transformer's, for one row at a time.
+    """Return the loss in nats per token by Eq. 1 to 5, or that of a Transformer if `layers` have "query_DHd".
 
-    `bias` `[B, L, H, G, T, T]` is added to the logits.
+    The rows are computed one at a time. `bias` `[B, L, H, G, T, T]` is added to the logits of differential attention.
     """
 
     def rms(x, gain):
@@ -74,7 +74,7 @@ def loss(layers, embedding_VD, final_scale, tokens, targets, bias, *, scale, nor
 
 
 def gradient_by_hand(run, params, **parts):
-    """Return the loss of the first rows, its gradient by the layers' parameters, and that by the logits."""
+    """Return the loss of the first rows, and its gradients with respect to the layers' parameters and the logits."""
     params = jax.tree.map(np.asarray, jax.device_get(params))
     layers = [jax.tree.map(lambda a, depth=depth: a[depth], params["blocks"]) for depth in range(2)]
     rows = [run.data.valid["valid"][i] for i in range(ROWS)]
@@ -157,8 +157,11 @@ def test_norms_and_cosines_of_a_checkpoint(config, text_file, tmp_path, name, ax
 
 
 @pytest.mark.exhaustive
-def test_where_training_starts_from(config, text_file, tmp_path):
-    """Of a run whose output matrices start at zero: by hand, from the parameters of the same seed."""
+def test_norms_at_initialization(config, text_file, tmp_path):
+    """Compare the norms at initialization with norms for parameters of the same seed.
+
+    The output matrices of the run start at zero, but those of the suite's initial models do not.
+    """
     arms = {"no_scale": (False, True), "no_norm": (True, False), "counterpart": (True, True)}
     changes = {"eval__gradients__at_initialization": ",".join(arms), "model__zero_init_output": "true"}
     run = open_run(config, text_file, tmp_path, 1, **changes)
@@ -174,7 +177,7 @@ def test_where_training_starts_from(config, text_file, tmp_path):
     assert "query_1" not in result.details["by_layer"]["counterpart"]["norms"]
 
 
-def test_which_starts_there_are(config):
+def test_initial_configs_of_an_architecture(config):
     def arms(name, **changes):
         return list(initial_configs(config(name, **changes)))
 
@@ -189,8 +192,8 @@ def test_which_starts_there_are(config):
     assert list(initial_configs(dataclasses.replace(odd, eval=dataclasses.replace(odd.eval, gradients=without))))
 
 
-def test_which_matrices_variants_have(config, mesh_of):
-    """Neighbours of V2's query heads are a pair; the last query of a group is the noise head's."""
+def test_matrices_of_variants(config, mesh_of):
+    """Neighbouring query heads of V2 form a pair. The last query of a group belongs to the noise head."""
     from difftx.evals.gradients import matrices
 
     with jax.set_mesh(mesh_of(fsdp=2, tensor=2)):

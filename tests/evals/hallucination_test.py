@@ -47,7 +47,7 @@ def text_of(item):
 
 
 class Reader:
-    """In place of `generate`: reads the prompt's text and answers by a rule."""
+    """Replacement for `generate` that reads the text of each prompt and answers by a rule."""
 
     def __init__(self, monkeypatch, answer):
         self.answer, self.prompts = answer, []
@@ -110,8 +110,8 @@ def test_long_documents_lose_their_middle_and_nothing_else(folder, window):
     assert any(item.cut for item in qa.items)
 
 
-def test_numbers_by_hand(folder, tmp_path, monkeypatch):
-    """Of 30 questions 10 are answered right, 10 wrong, 5 not, and 5 are left empty; summaries are copied or made up."""
+def test_numbers_of_known_answers(folder, tmp_path, monkeypatch):
+    """Of 30 answers, 10 are correct, 10 wrong, 5 abstentions and 5 empty. Summaries are copied or made up."""
     replies = [*[None] * 10, *["in Rome"] * 10, *["I don't know."] * 5, *[""] * 5]
 
     def answer(document, question=None):
@@ -132,7 +132,7 @@ def test_numbers_by_hand(folder, tmp_path, monkeypatch):
         "answer_tokens": (10 * right + 10 * len("in Rome") + 5 * len("I don't know.")) / 30,
         "answer_words": (10 * 1 + 10 * 2 + 5 * 3) / 30,
         "unfinished_rate": 0,
-        # "in Rome" has one of the two words of "in Town7", and of four words in both two are common.
+        # "in Rome" shares one word of two with the reference "in Town7", so its recall and F1 are 0.5.
         "f1": (10 * 1 + 10 * 0.5) / 30,
         "recall": (10 * 1 + 10 * 0.5) / 30,
         "documents_cut": 0,
@@ -168,20 +168,20 @@ def test_every_table_names_the_judge(folder, tmp_path, monkeypatch):
     assert all(entry["why"].startswith("offline judge: ") for entry in entries)
 
 
-def test_an_endpoint_judges_what_is_not_empty(folder, tmp_path, monkeypatch):
+def test_endpoint_judges_only_answers_that_are_not_empty(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     Reader(monkeypatch, lambda document, question: "" if "person 2" in question else town(document))
     with ChatServer() as server:
         reach = {"judge__base_url": server.url, "hallucination__judge_model": "gpt-4o"}
         config = config_of(folder, **reach, judge__usd_per_million_tokens_in=1, judge__usd_per_million_tokens_out=2)
         result = evaluated(config, tmp_path)
-        assert len(server.asked) == 19  # Persons 2 and 20 to 29 say nothing.
+        assert len(server.asked) == 19  # The answers about persons 2 and 20 to 29 are empty.
         assert result.numbers["qa_accuracy_by_judge_gpt_4o"] == pytest.approx(19 / 30)
         assert result.numbers["qa_accuracy_when_answered_by_judge_gpt_4o"] == 1
         assert "judge: gpt-4o" in result.charts[0].title
         assert result.details["cost_usd"] == pytest.approx(19 * (1000 + 2 * 10) / 1e6)
         assert "offline" not in json.dumps(result.numbers) + result.charts[0].title
-        # How it is reached changes no result; who it is does.
+        # A result depends on the judge's model, but not on how the judge is reached.
         run = Run.open(override(config, {"eval.judge.concurrency": "1"}), tmp_path)
         assert evals.stored_result(run, "hallucination", 3)
         run = Run.open(override(config, {"eval.hallucination.judge_model": "none"}), tmp_path)
@@ -195,7 +195,7 @@ class Killed(BaseException):
     pass
 
 
-def test_it_goes_on_after_a_kill(folder, tmp_path, monkeypatch):
+def test_killed_evaluation_resumes(folder, tmp_path, monkeypatch):
     config = config_of(folder, set_of(folder), set_of(folder, "news"))
     whole = Reader(monkeypatch, town)
     expected = evaluated(config, tmp_path / "whole")
@@ -297,7 +297,7 @@ def test_the_file_of_hotpotqa_is_read(folder):
 
 @pytest.mark.long
 def test_eval_killed_while_it_judges_pays_for_nothing_twice(folder, tmp_path):
-    """Real processes, a real checkpoint, a real server: SIGKILL in the middle, then the same command again."""
+    """Send SIGKILL to a real process with a real checkpoint and server, and run the same command again."""
     environment = child_environment(1) | {"OPENAI_API_KEY": KEY}
 
     flags = [f"--config.{name}={value}" for name, value in TINY.items()]

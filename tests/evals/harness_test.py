@@ -1,4 +1,4 @@
-"""Suite `harness`. What needs lm-eval itself is long, and skipped where the extra is not installed."""
+"""Suite `harness`. Tests that need lm-eval are marked `long`, and are skipped if the extra is not installed."""
 
 import gzip
 import json
@@ -25,7 +25,7 @@ WINDOW = 256
 WORDS = ["why", "the", "red", "stone", "falls", "on", "naïve", "rivers", "so", "slowly", "42"]
 LOCAL = {"arc_challenge": "test", "arc_easy": "test", "boolq": "val", "hellaswag": "val", "openbookqa": "test",
          "piqa": "val", "winogrande": "val"}  # fmt: skip
-NO_NORM = {"boolq", "winogrande"}  # Their tasks measure acc alone.
+NO_NORM = {"boolq", "winogrande"}  # Tasks that measure only acc.
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def words(rng, low, high):
 
 
 def raw_docs(task, rng, count):
-    """Questions in the fields of the hub's data sets."""
+    """Yield questions with the fields of the data sets on the Hugging Face Hub."""
     for i in range(count):
         gold, text = int(rng.integers(0, 2 if task in ("piqa", "winogrande", "boolq") else 4)), words(rng, 3, 14)
         endings = [f"{words(rng, 1, 5)} {j}" for j in range(4)]
@@ -59,7 +59,7 @@ def raw_docs(task, rng, count):
 
 
 def local_record(task, doc):
-    """The same in our files' fields."""
+    """Return a question of `raw_docs` with the fields of difftx's files."""
     if task.startswith("arc"):
         gold = doc["choices"]["label"].index(doc["answerKey"])
         return {"query": f"Question: {doc['question']}\nAnswer:", "choices": doc["choices"]["text"], "gold": gold}
@@ -108,14 +108,17 @@ def config_of(folder, **changes):
 def random_params(run):
     rng = np.random.default_rng(0)
 
-    def draw(name, shape):  # Far from uniform, so that what is attended to matters.
+    def draw(name, shape):  # Weights so large that attention is far from uniform.
         return ("scale" in name) + (0.02 if "embedding" in name else 0.3) * rng.normal(size=shape)
 
     return params_from(run, draw)
 
 
 def uniform_params(run):
-    """Every byte is as likely as any other, and nothing else can be: no block adds anything to a constant embedding."""
+    """Return parameters with which all bytes are equally likely and other tokens impossible.
+
+    The embedding is constant, and no block adds anything to it.
+    """
     assert not run.config.model.tie_embeddings
 
     def draw(name, shape):
@@ -131,7 +134,7 @@ def evaluated(config, workdir, params=random_params):
     return evals.evaluate(run, params(run), 3, ["harness"])["harness"]
 
 
-# Rows as they must be.
+# Valid rows.
 ROWS = {
     "piqa": {"query": "Question: a\nAnswer:", "choices": ["b", "c"], "gold": 0},
     "boolq": {"query": "a\nQuestion: b?", "choices": ["no", "yes"], "gold": 0},
@@ -184,7 +187,7 @@ def test_mistakes_in_files_name_file_and_line(tmp_path, task, records, message):
         splits(task=task, data_path=str(tmp_path), num_fewshot=0, list_field=list_field, test="val")
 
 
-def test_examples_need_a_file_of_enough(folder, tmp_path):
+def test_few_shot_examples_require_a_file_with_enough_rows(folder, tmp_path):
     write(tmp_path / "piqa_val.jsonl", [ROWS["piqa"]])
     with pytest.raises(UserError, match=r"has no piqa_train.jsonl, plain or compressed. Did you mean 'piqa_val.jsonl'"):
         splits(task="piqa", data_path=str(tmp_path), num_fewshot=1, list_field="choices", test="val")
@@ -211,11 +214,11 @@ def test_mistakes_in_the_config_are_named(folder):
             override(config, {f"eval.harness.{name}": value for name, value in changes.items()})
 
 
-# What follows runs lm-eval.
+# The following tests run lm-eval.
 
 
 def requests_of(task, num_fewshot):
-    """What a task asks for, and what it makes of answers."""
+    """Return a task's requests for each question, and its metrics of random answers to them."""
     task.set_config(key="num_fewshot", value=num_fewshot)
     task.set_fewshot_seed(seed=7)
     task.build_all_requests(limit=None, rank=0, world_size=1)
@@ -232,7 +235,7 @@ def requests_of(task, num_fewshot):
 
 @pytest.mark.long
 @pytest.mark.parametrize("task", LOCAL)
-def test_local_tasks_ask_what_lm_evals_own_ask(lm_eval, folder, task):
+def test_local_tasks_equal_those_of_lm_eval(lm_eval, folder, task):
     import datasets
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._yaml_loader import load_yaml
@@ -258,7 +261,7 @@ def test_local_tasks_ask_what_lm_evals_own_ask(lm_eval, folder, task):
 
 
 class BruteForce:
-    """Scores a continuation from the logits of one row, alone, as training computes them."""
+    """Scorer of one continuation at a time, from the logits of a single row, as training computes them."""
 
     def __init__(self, run, params):
         devices, axes = np.array(jax.devices()[:1]).reshape((1,) * 4), run.mesh.axis_types
@@ -270,7 +273,7 @@ class BruteForce:
         self.known = {}
 
     def __call__(self, context, continuation):
-        key = tokens, count = tuple([*context, *continuation][-WINDOW - 1 :]), len(continuation)  # Cut at the left.
+        key = tokens, count = tuple([*context, *continuation][-WINDOW - 1 :]), len(continuation)  # Left-truncated.
         if key not in self.known:
             row = np.zeros((1, WINDOW), np.int32)
             row[0, : len(tokens) - 1] = tokens[:-1]
@@ -283,7 +286,7 @@ class BruteForce:
 
 
 def questions(folder, task):
-    """Prompts with their continuations, and the number of the right one."""
+    """Yield each question's pairs of prompt and continuation, and the index of the correct one."""
     lines = gzip.decompress((folder / f"{task}_{LOCAL[task]}.jsonl.gz").read_bytes()).splitlines()
     for record in map(json.loads, lines):
         if task == "winogrande":
@@ -296,7 +299,7 @@ def questions(folder, task):
 
 
 @pytest.mark.long
-def test_a_model_is_scored_as_by_a_slow_unbatched_pass(lm_eval, folder, tmp_path, monkeypatch):
+def test_scores_equal_those_of_an_unbatched_pass(lm_eval, folder, tmp_path, monkeypatch):
     config = config_of(folder, truncate="true")
     run = Run.open(config, tmp_path)
     params = random_params(run)
@@ -315,7 +318,7 @@ def test_a_model_is_scored_as_by_a_slow_unbatched_pass(lm_eval, folder, tmp_path
     for pair, (loglikelihood, _) in asked.items():
         assert loglikelihood == pytest.approx(slow(*pair), abs=1e-4)
     texts = [(a.encode(), b.encode()) for task in LOCAL for pairs, _ in questions(folder, task) for a, b in pairs]
-    # The end of what is too long; the last token is only a target.
+    # Requests that are too long keep their end. It has WINDOW + 1 tokens, because the last token is only a target.
     assert set(asked) == {(tuple((a + b)[-WINDOW - 1 : -len(b)]), tuple(b)) for a, b in texts}
     means = {"acc": [], "acc_norm": []}
     for task in LOCAL:
@@ -341,7 +344,7 @@ def test_a_model_is_scored_as_by_a_slow_unbatched_pass(lm_eval, folder, tmp_path
 
 
 def test_the_papers_average_is_that_of_openllamas_published_metrics():
-    """Table 1's row of OpenLLaMA-3B-v2 against OpenLLaMA's README, whose numbers have two decimals."""
+    """Compare Table 1's row of OpenLLaMA-3B-v2 with OpenLLaMA's README, whose numbers have two decimals."""
     paper = {"arc_challenge": 33.9, "arc_easy": 67.6, "boolq": 65.7, "hellaswag": 70.0, "openbookqa": 26.0,
              "piqa": 76.7, "winogrande": 62.9}  # fmt: skip
     published = {
@@ -428,7 +431,7 @@ def test_rolling_windows_score_each_token_once_in_its_window(lm_eval, folder, ow
         length += len(tokens)
         for start in range(0, len(tokens), WINDOW):
             part = tokens[start : start + WINDOW]
-            # The last window, which is not full, begins earlier.
+            # The last window is filled with earlier tokens as context.
             before = [256, *tokens][max(0, start + len(part) - WINDOW) : start + 1]
             nats += slow(before, part)
     assert bits == pytest.approx(-nats / math.log(2) / length, abs=1e-5)
@@ -439,8 +442,8 @@ class Killed(BaseException):
 
 
 @pytest.mark.long
-def test_texts_are_generated_and_a_killed_suite_goes_on(lm_eval, folder, own_tasks, tmp_path, monkeypatch):
-    """An oracle in place of `generate`; the likelihoods are those of the model."""
+def test_texts_are_generated_and_a_killed_suite_resumes(lm_eval, folder, own_tasks, tmp_path, monkeypatch):
+    """An oracle replaces `generate`. The likelihoods are those of the model."""
     from difftx.evals.harness import requests
 
     asked, scored, score = [], [], requests.loglikelihoods

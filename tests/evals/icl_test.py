@@ -42,7 +42,7 @@ def loaded(config):
 
 
 def read(prompt):
-    """Return demonstrations and question of a prompt, which hold all of it."""
+    """Return the demonstrations and the question of a prompt, and check that it has no other text."""
     text = bytes(prompt.context).decode()
     demonstrations = DEMONSTRATION.findall(text)
     assert "".join(f"Question: {t}\nType: {label}\n\n" for t, label in demonstrations) == text
@@ -55,7 +55,7 @@ def fine_of(question):
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), window=st.integers(200, 3000))
-def test_prompts_are_whole_and_as_many_as_fit(folder, seed, window):
+def test_prompts_are_complete_and_have_the_most_demonstrations_that_fit(folder, seed, window):
     config = config_of(folder, window=1024, seed=seed, permutations=2, questions=20)
     object.__setattr__(config.data, "sequence_length", window)
     (task,) = loaded(config)
@@ -72,7 +72,7 @@ def test_prompts_are_whole_and_as_many_as_fit(folder, seed, window):
         assert known.issuperset(demonstrations)
         longest = max(len(p.context) + len(p.question) for p in prompts) + max(map(len, task.labels)) - 1
         assert longest <= window
-        # The same demonstrations in every order, and fewer are among more.
+        # All orders have the same demonstrations.
         assert by_shots.setdefault(item.shots, set(demonstrations)) == set(demonstrations)
         if item.shots == task.most_shots < 200:
             left = {f"Question: {t}\nType: {label}\n\n" for t, label in known - set(demonstrations)}
@@ -80,6 +80,7 @@ def test_prompts_are_whole_and_as_many_as_fit(folder, seed, window):
         if "alternating" in item.orders:
             check_alternation([label for _, label in demonstrations])
     sets = [by_shots[count] for count in sorted(by_shots)]
+    # Smaller sets of demonstrations are subsets of larger ones.
     assert all(few < many for few, many in itertools.pairwise(sets))
     assert sorted(by_shots) == sorted({*(2**i for i in range(9) if 2**i <= task.most_shots), task.most_shots})
 
@@ -88,7 +89,7 @@ def test_the_context_is_filled_to_its_last_token(folder):
     config = config_of(folder, permutations=1, questions=20)
     (task,) = loaded(config)
     prompts = task.prompts(task.items[-1])
-    # Of the label's last token nothing is asked.
+    # The last token of the label is never an input.
     longest = max(len(p.context) + len(p.question) for p in prompts) + max(map(len, task.labels)) - 1
     for window, shots in ((longest, task.most_shots), (longest - 1, task.most_shots - 1)):
         object.__setattr__(config.data, "sequence_length", window)
@@ -96,7 +97,7 @@ def test_the_context_is_filled_to_its_last_token(folder):
 
 
 def check_alternation(labels):
-    """Rounds of distinct labels in one order; who is missing in one is missing later."""
+    """Check that labels come in rounds of one order. A label that is used up is missing in all later rounds."""
     left, order, at = collections.Counter(labels), list(dict.fromkeys(labels)), 0
     while at < len(labels):
         turn = [label for label in order if left[label]]
@@ -105,7 +106,7 @@ def check_alternation(labels):
         at += len(turn)
 
 
-def test_permutations_differ_and_are_the_same_again(folder):
+def test_permutations_differ_and_are_reproducible(folder):
     config = config_of(folder, shots=10, permutations=6)
     (task,), (again,) = loaded(config), loaded(config)
     orders = {item.id: read(task.prompts(item)[0])[0] for item in task.items}
@@ -116,7 +117,7 @@ def test_permutations_differ_and_are_the_same_again(folder):
 
 
 class Chooser:
-    """In place of `most_likely`: reads the prompt's text and names a label."""
+    """Replacement for `most_likely` that reads the text of each prompt and chooses a label."""
 
     def __init__(self, monkeypatch, choose):
         self.choose, self.calls, self.prompts = choose, 0, 0
@@ -160,7 +161,7 @@ def test_an_oracle_scores_1_and_a_uniform_answer_chance(folder, tmp_path, monkey
 
 
 def test_margins_and_curves_by_brute_force(folder, tmp_path, monkeypatch):
-    """A model that always repeats the first demonstration's label, so that the order is all that matters."""
+    """The model always repeats the label of the first demonstration, so only the order matters."""
     Chooser(monkeypatch, lambda seen, question, names: seen[0][1])
     config = config_of(folder, permutations=9, questions=50, shots="1,12,5000")
     result = evaluated(config, tmp_path)
@@ -197,7 +198,10 @@ def test_margins_and_curves_by_brute_force(folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize("order", ["random", "alternating"])
 @pytest.mark.parametrize("shots", [1, 2, 3, 4])
 def test_few_demonstrations_have_each_permutation_once(folder, order, shots):
-    """With room for all of them, against all permutations, of which the alternating ones are picked by their labels."""
+    """Compare the orders with all permutations, or with those whose labels alternate.
+
+    The config allows 24 permutations, which includes all orders of four demonstrations.
+    """
     (task,) = loaded(config_of(folder, shots=shots, permutations=24, orders=order))
     found = [tuple(read(task.prompts(item)[0])[0]) for item in task.items]
     expected = set(itertools.permutations(found[0]))
@@ -232,8 +236,8 @@ def test_no_prompt_is_scored_twice(folder, tmp_path, monkeypatch):
 
 
 def test_accuracy_once_stable_is_averaged(folder, tmp_path, monkeypatch):
-    """A model that is right about more questions the more demonstrations it sees, up to eight."""
-    right = {1: 0, 2: 20, 4: 40, 8: 42, 12: 41}  # Of 50.
+    """The model answers more questions correctly the more demonstrations it sees, up to eight."""
+    right = {1: 0, 2: 20, 4: 40, 8: 42, 12: 41}  # Demonstrations → correct answers, of 50.
     config = config_of(folder, permutations=2, questions=50, shots="1,2,4,8,12")
     (task,) = loaded(config)
     ranks = {read(p)[1]: rank for rank, p in enumerate(task.prompts(task.items[0]))}
@@ -256,14 +260,14 @@ def test_accuracy_once_stable_is_averaged(folder, tmp_path, monkeypatch):
     [
         ([0.3], 0),
         ([0.3, 0.5], 1),
-        ([0.5, 0.55], 0),  # As far apart as they may be.
+        ([0.5, 0.55], 0),  # The largest allowed difference.
         ([0.5, 0.56], 1),
-        ([0.5, 0.54, 0.58], 1),  # Each is near the next, and the first not near the last.
+        ([0.5, 0.54, 0.58], 1),  # Neighbours are close, but the first and the last are not.
         ([0.6, 0.2, 0.6, 0.61], 2),
         ([0.6, 0.6, 0.9], 2),  # Still rising at the end.
     ],
 )
-def test_stable_is_within_a_twentieth_from_there_on(means, start):
+def test_accuracy_is_stable_once_it_stays_within_a_twentieth(means, start):
     assert first_stable(means) == start
 
 
@@ -271,7 +275,7 @@ class Killed(BaseException):
     pass
 
 
-def test_it_goes_on_after_a_kill(folder, tmp_path, monkeypatch):
+def test_killed_evaluation_resumes(folder, tmp_path, monkeypatch):
     config = config_of(folder, permutations=9, questions=20)
 
     def choose(seen, question, names):

@@ -1,4 +1,4 @@
-"""What is finished is kept, item by item."""
+"""The journal of an evaluation keeps the answer of each finished item."""
 
 import dataclasses
 import json
@@ -22,7 +22,10 @@ ITEMS = [Item(f"item {i}") for i in range(150)]
 
 
 def run(path, asked, *, settings="s", weights="a/5", items=ITEMS, kill_after=None, answer=lambda item: {"of": item.id}):
-    """Evaluate as a suite does; note what is asked, and die before a batch."""
+    """Evaluate like a suite, and add the ids of the items to `asked`.
+
+    Raise `Killed` before a batch if `asked` has at least `kill_after` ids.
+    """
 
     def answer_batch(batch):
         if kill_after is not None and len(asked) >= kill_after:
@@ -38,7 +41,7 @@ def run(path, asked, *, settings="s", weights="a/5", items=ITEMS, kill_after=Non
 EXPECTED = [(item, {"of": item.id}) for item in ITEMS]
 
 
-def test_a_killed_evaluation_goes_on_and_asks_nothing_twice(tmp_path):
+def test_killed_evaluation_resumes_and_repeats_no_item(tmp_path):
     path, asked = tmp_path / "new" / "5.items.jsonl", []
     for kill_after in (0, 1, 30, 100):
         before = len(asked)
@@ -51,7 +54,7 @@ def test_a_killed_evaluation_goes_on_and_asks_nothing_twice(tmp_path):
     assert run(None, []) == EXPECTED
 
 
-def test_half_lines_are_passed_over_and_new_ones_stand_alone(tmp_path):
+def test_invalid_lines_are_removed_and_later_lines_are_separate(tmp_path):
     path, asked = tmp_path / "5.items.jsonl", []
     with pytest.raises(Killed):
         run(path, asked, kill_after=21)
@@ -66,7 +69,7 @@ def test_half_lines_are_passed_over_and_new_ones_stand_alone(tmp_path):
         assert [json.loads(line).get("id") for line in again[1:] if "item" in line] == [item.id for item in ITEMS]
 
 
-def test_other_settings_or_weights_begin_anew(tmp_path):
+def test_other_settings_or_weights_start_over(tmp_path):
     path = tmp_path / "5.items.jsonl"
     run(path, [])
     whole = path.read_bytes()
@@ -85,7 +88,7 @@ def test_other_settings_or_weights_begin_anew(tmp_path):
 
 
 def test_two_sets_of_items_share_a_journal(tmp_path):
-    """As the tasks of suite icl do."""
+    """The tasks of suite `icl` share a journal in this way."""
     path = tmp_path / "5.items.jsonl"
     first, second = ITEMS[:10], ITEMS[10:30]
     run(path, [], items=first)

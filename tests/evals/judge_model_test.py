@@ -32,7 +32,7 @@ def judge_of(server, folder, *, model="gpt-4o-2024-08-06", temperature=0.0, **ch
 
 
 def case_of(number):
-    """Every third answer is wrong."""
+    """Return a case. Its answer is wrong for every third number."""
     wrong = number % 3 == 0
     return Case("question_answering", f"Text {number}.", f"What {number}?", (f"it {number}", "or so"),
                 f"{'not ' if wrong else ''}it {number}")  # fmt: skip
@@ -55,7 +55,7 @@ def entries(folder):
     return [json.loads(line) for line in (folder / "verdicts.jsonl").read_text().splitlines()]
 
 
-def test_verdicts_are_those_of_the_endpoint_and_asked_once(tmp_path, capsys):
+def test_verdicts_come_from_the_endpoint_and_are_requested_once(tmp_path, capsys):
     prices = {"usd_per_million_tokens_in": 2.5, "usd_per_million_tokens_out": 10.0}
     with ChatServer() as server:
         judge = judge_of(server, tmp_path, **prices)
@@ -74,7 +74,7 @@ def test_verdicts_are_those_of_the_endpoint_and_asked_once(tmp_path, capsys):
     assert all(part in first["messages"][0]["content"] for part in ("Text ", "What ", "- it ", "- or so"))
 
 
-def test_another_question_model_or_temperature_is_asked_anew(tmp_path):
+def test_changed_case_model_or_temperature_is_requested_again(tmp_path):
     with ChatServer() as server:
         accurate(judge_of(server, tmp_path), CASES[:1])
         changed = [CASES[0]._replace(document="Other."), CASES[0]._replace(answer="x"), CASES[0]._replace(question="?")]
@@ -107,8 +107,8 @@ FAULTS = [
 ]
 
 
-def test_nothing_is_lost_behind_a_bad_endpoint(tmp_path, caplog, capfd):
-    """Each question meets three faults, and is answered in the end, once."""
+def test_no_verdict_is_lost_with_a_faulty_endpoint(tmp_path, caplog, capfd):
+    """Each question meets three faults, and then gets exactly one verdict."""
     caplog.set_level(logging.DEBUG)
     rng = random.Random(3)
     left = {number: rng.sample(FAULTS[1:], 3) for number in range(24)}
@@ -130,7 +130,7 @@ def test_nothing_is_lost_behind_a_bad_endpoint(tmp_path, caplog, capfd):
     noted = entries(tmp_path)
     assert sum(entry["accurate"] is not None for entry in noted) == 24
     assert len({entry["key"] for entry in noted}) == 24
-    # What was no verdict was charged for all the same.
+    # Replies without a verdict were charged, too.
     assert judge.details()["replies"] == len(noted) > 24
     out, err = capfd.readouterr()
     assert KEY not in out + err + caplog.text + (tmp_path / "verdicts.jsonl").read_text()
@@ -142,7 +142,7 @@ class Killed(BaseException):
 
 
 class Dying(Work):
-    """A display that ends it all after so many verdicts."""
+    """A progress display that raises `Killed` after `after` verdicts."""
 
     def __init__(self, after):
         super().__init__(enabled=False)
@@ -158,7 +158,7 @@ class Dying(Work):
         yield advance
 
 
-def test_what_was_under_way_at_a_kill_is_noted_and_the_rest_asked_later(tmp_path):
+def test_requests_in_flight_at_a_kill_are_recorded_and_the_rest_sent_later(tmp_path):
     with ChatServer() as server:
         for after in (1, 5):
             with pytest.raises(Killed):
@@ -173,7 +173,7 @@ def test_what_was_under_way_at_a_kill_is_noted_and_the_rest_asked_later(tmp_path
         assert len(server.asked) == len(CASES)
 
 
-def test_several_are_asked_at_a_time_and_no_more(tmp_path):
+def test_requests_run_concurrently_up_to_the_limit(tmp_path):
     together = threading.Barrier(3)
 
     def behave(number, prompt):
@@ -184,7 +184,7 @@ def test_several_are_asked_at_a_time_and_no_more(tmp_path):
         assert server.most == 3
 
 
-def test_an_endpoint_that_stays_bad_ends_the_suite_and_loses_nothing(tmp_path, monkeypatch):
+def test_persistent_failure_ends_the_suite_without_losing_verdicts(tmp_path, monkeypatch):
     def behave(number, prompt):
         return {"status": 503, "reply": {"error": {"message": f"down, Bearer {KEY}"}}} if "Text 20." in prompt else None
 
@@ -200,7 +200,7 @@ def test_an_endpoint_that_stays_bad_ends_the_suite_and_loses_nothing(tmp_path, m
         accurate(judge_of(types.SimpleNamespace(url=url), tmp_path / "none", attempts=2), CASES[:1])
 
 
-def test_a_wait_that_the_endpoint_asks_for_is_kept_or_refused(tmp_path):
+def test_retry_after_is_respected_or_rejected(tmp_path):
     def behave(number, prompt):
         return {"status": 429, "headers": {"Retry-After": wait}} if number == 0 else None
 
@@ -215,7 +215,7 @@ def test_a_wait_that_the_endpoint_asks_for_is_kept_or_refused(tmp_path):
 
 
 @pytest.mark.parametrize("part", ["header", "body", "unsized_body"])
-def test_an_endpoint_that_drips_is_left_after_the_timeout(tmp_path, part):
+def test_dripping_response_times_out(tmp_path, part):
     with ChatServer(lambda number, prompt: {"drip": part}) as server:
         began = time.monotonic()
         with pytest.raises(RunError, match=r"attempts=1 failed, the last: no complete answer within 0\.5 s"):
@@ -225,12 +225,12 @@ def test_an_endpoint_that_drips_is_left_after_the_timeout(tmp_path, part):
     assert server.dripped > 1
 
 
-def test_a_response_without_end_is_not_read(tmp_path):
+def test_endless_response_is_aborted(tmp_path):
     with ChatServer(lambda number, prompt: {"drip": "flood"}) as server:
         with pytest.raises(RunError, match="attempts=1 failed, the last: the response has more than 8 MiB"):
             accurate(judge_of(server, tmp_path, attempts=1), CASES[:1])
         assert server.reached.wait(10)
-    assert server.dripped < 32 * 2**20  # What fits the buffers of sockets may be under way.
+    assert server.dripped < 32 * 2**20  # Socket buffers may hold data in flight.
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_a_response_without_end_is_not_read(tmp_path):
         ("Fri, 01 Jan 9999 00:00:00 GMT", True),
     ],
 )
-def test_absurd_waits_are_passed_over_or_refused(tmp_path, wait, refused):
+def test_absurd_retry_after_is_ignored_or_rejected(tmp_path, wait, refused):
     def behave(number, prompt):
         return {"status": 429, "headers": {"Retry-After": wait}} if number == 0 else None
 
@@ -292,7 +292,7 @@ def test_control_characters_of_an_endpoint_are_escaped(tmp_path):
         "http://127.1/v1",
     ],
 )
-def test_a_key_leaves_the_machine_over_https_alone(url):
+def test_key_leaves_the_machine_only_over_https(url):
     with pytest.raises(UserError, match=r"eval.judge.base_url=http://.*: a key is sent over https, or over http"):
         ChatEndpoint(dataclasses.replace(CONFIG.judge, base_url=url))
     ChatEndpoint(dataclasses.replace(CONFIG.judge, base_url=url, key_variable=None))
@@ -339,7 +339,7 @@ def test_a_redirect_is_not_followed_with_the_key(tmp_path):
         ({"status": 302, "headers": {"Location": "/v1/elsewhere"}}, "refuses the request: HTTP 302"),
     ],
 )
-def test_what_another_attempt_cannot_mend_is_a_mistake_at_once(tmp_path, how, message):
+def test_permanent_errors_are_not_retried(tmp_path, how, message):
     with ChatServer(lambda number, prompt: how) as server:
         with pytest.raises(UserError, match=message) as error:
             accurate(judge_of(server, tmp_path, concurrency=2))
@@ -348,7 +348,7 @@ def test_what_another_attempt_cannot_mend_is_a_mistake_at_once(tmp_path, how, me
         assert {body["model"] for body in server.asked} == {"gpt-4o-2024-08-06"}
 
 
-def test_a_wrong_key_is_named_by_its_variable_alone(tmp_path, capfd, caplog):
+def test_error_about_a_wrong_key_names_only_its_variable(tmp_path, capfd, caplog):
     caplog.set_level(logging.DEBUG)
     with ChatServer(key="sk-another") as server:
         with pytest.raises(UserError, match="refuses the key in the environment variable OPENAI_API_KEY") as error:
@@ -359,7 +359,7 @@ def test_a_wrong_key_is_named_by_its_variable_alone(tmp_path, capfd, caplog):
     assert not (tmp_path / "verdicts.jsonl").exists()
 
 
-def test_the_key_is_sent_whatever_netrc_says_and_none_without_a_variable(tmp_path, monkeypatch):
+def test_netrc_does_not_affect_the_key(tmp_path, monkeypatch):
     netrc = tmp_path / "netrc"
     netrc.write_text("machine 127.0.0.1 login somebody password else\n")
     monkeypatch.setenv("NETRC", str(netrc))
@@ -371,7 +371,7 @@ def test_the_key_is_sent_whatever_netrc_says_and_none_without_a_variable(tmp_pat
 
 
 @pytest.mark.parametrize("value", [None, "", "  ", "sk-1\nsk-2", "sk é", "sk-1 sk-2"])
-def test_a_key_that_cannot_be_one_is_not_shown(monkeypatch, value):
+def test_invalid_key_is_not_shown(monkeypatch, value):
     monkeypatch.delenv("OPENAI_API_KEY")
     if value is not None:
         monkeypatch.setenv("OPENAI_API_KEY", value)
@@ -403,7 +403,7 @@ def test_mistakes_in_the_config_are_named_and_keys_not_shown(field, value, messa
     assert "1234" not in str(error.value)
 
 
-def test_turns_keep_their_distance(monkeypatch):
+def test_rate_limit_spaces_requests(monkeypatch):
     class Clock:
         now = 100.0
 
@@ -431,7 +431,7 @@ def test_turns_keep_their_distance(monkeypatch):
     assert [later - before for before, later in itertools.pairwise(taken)] == [2, 2, 2, 7, 2, 60]
 
 
-def test_replies_without_usage_are_said_to_be_so(tmp_path, capsys):
+def test_replies_without_usage_are_reported(tmp_path, capsys):
     def behave(number, prompt):
         usage = [None, {}, {"prompt_tokens": -1, "completion_tokens": 1}, USAGE][number]
         return {"reply": completion('{"accurate": true}', usage=usage)}
@@ -455,5 +455,5 @@ def test_replies_without_usage_are_said_to_be_so(tmp_path, capsys):
         ("{" * 3000, None),
     ],
 )
-def test_verdicts_are_read_from_whatever_is_around_them(text, verdict):
+def test_verdict_is_extracted_from_surrounding_text(text, verdict):
     assert read_verdict(text) == verdict

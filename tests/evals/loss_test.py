@@ -22,7 +22,7 @@ def run_of(config, text_file, tmp_path, **changes):
 
 
 def test_loss_and_bits_per_byte_by_brute_force(config, tmp_path, monkeypatch):
-    for i in range(40):  # Short documents: their ends have no bytes.
+    for i in range(40):  # Short documents. Their end-of-text tokens have no bytes.
         (tmp_path / f"{i}.txt").write_text(f"document {i} is about the number {i * i}\n")
     run = run_of(config, tmp_path / "*.txt", tmp_path, eval__loss_tokens=9 * 32, data__valid_fraction=0.5)
     params = params_of(run)

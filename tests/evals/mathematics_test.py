@@ -1,6 +1,7 @@
-"""Suite `math`: published formats, prompts, answers that are right in whatever form, lengths.
+"""Suite `math`: published formats, prompts, equivalent forms of an answer, and lengths.
 
-What needs math-verify itself is long, as `make test-long` installs it, and skipped where the extra is not installed.
+Tests that need math-verify are marked `long`, because `make test-long` installs it. They are skipped if the extra is
+not installed.
 """
 
 import gzip
@@ -26,7 +27,7 @@ from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY
 from difftx.training.run import Run
 
-# Lines in the fields of the published sets, and what they say.
+# Format → a line with the fields of the published set, and its question, solution and answer.
 PUBLISHED = {
     "gsm8k": (
         {"question": "Two and 3?", "answer": "It is 2 + 3 = <<2+3=5>>5.\n#### 1,005"},
@@ -122,7 +123,7 @@ def test_variants_of_published_fields(tmp_path):
     (problem,) = read_problems(write(tmp_path / "a.jsonl", [table]), "tabmwp", field="f")
     assert problem.question.splitlines()[0] == "Sales"
     assert (problem.choices, problem.answer, "Options" in problem.question) == ((), "3/4", False)
-    # MATH itself has its answer in the solution alone.
+    # The original MATH has its answers only in the solutions.
     record = {"problem": "A", "solution": "First \\boxed{1}, then \\boxed{\\sqrt{2^{3}}}."}
     (problem,) = read_problems(write(tmp_path / "b.jsonl", [record]), "math", field="f")
     assert problem.answer == "\\sqrt{2^{3}}"
@@ -248,7 +249,7 @@ def test_equivalent_expressions_are_right(math_verify, answer, right, wrong):
 
 
 @pytest.mark.long
-def test_one_of_given_texts_must_be_that_text(math_verify):
+def test_answer_from_choices_must_be_the_same_text(math_verify):
     times = problem("9:30 A.M.", choices=("9:30 A.M.", "9:45 A.M."))
     assert is_right("So it starts then. The answer is 9:30 a.m.", times)
     assert not is_right("The answer is 9:45 A.M.", times)
@@ -270,7 +271,10 @@ def evaluated(config, workdir):
 
 
 class Writer:
-    """In place of `generate`: reads the question and writes; dies before a call."""
+    """Replacement for `generate` that reads each question and answers by a rule.
+
+    It raises `Killed` before a call if it has answered `die_at` questions.
+    """
 
     def __init__(self, monkeypatch, write):
         self.write, self.asked, self.die_at = write, [], None
@@ -337,7 +341,7 @@ def test_lengths_accuracy_and_a_kill(math_verify, folder, tmp_path, monkeypatch)
     assert details["least_tokens_allowed"] == 250
 
     killed = Writer(monkeypatch, write)
-    killed.die_at = 8  # Batches are of eight.
+    killed.die_at = 8  # A batch has eight questions.
     with pytest.raises(Killed):
         evaluated(config, tmp_path / "killed")
     killed.die_at = None
@@ -347,7 +351,7 @@ def test_lengths_accuracy_and_a_kill(math_verify, folder, tmp_path, monkeypatch)
 
 
 @pytest.mark.long
-def test_a_real_model_writes_what_it_writes_alone(math_verify, folder, tmp_path):
+def test_batched_texts_equal_texts_generated_alone(math_verify, folder, tmp_path):
     config = config_of(folder, shots=1, questions=3, new_tokens=20)
     run = save_run(config, tmp_path / "run", (900,))
     params = load_params(run, 900)

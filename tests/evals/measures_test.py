@@ -45,7 +45,7 @@ def test_every_suite_is_explained():
         ("arc_easy_acc_stderr", "share", None),
         ("qa_accuracy_when_answered_by_offline_judge", "share", "higher"),
         ("qa_answer_rate", "share", None),
-        # Of suites that run other suites.
+        # Numbers of suites that run other suites.
         ("loss_loss_4_bits", "nats per token", "lower"),
         ("recall_others_tokens_8_bits", "tokens", None),
         ("needle_accuracy_128_tokens", "share", "higher"),
@@ -57,8 +57,8 @@ def test_units_and_directions(number, unit, better):
     assert (measure_of(number).unit, measure_of(number).better) == (unit, better)
 
 
-def test_every_rule_serves_a_recorded_number():
-    """A rule that matches no name in the golden numbers has a typing error. They lack throughput and cache."""
+def test_every_rule_matches_a_recorded_number():
+    """A rule that matches no golden number has a typing error. The suites throughput and cache have none."""
     recorded = json.loads((ROOT / "tests" / "golden" / "golden.json").read_text())["values"]
     names = {name.rpartition("/")[2] for name in recorded if "/numbers/" in name and "/charts/" not in name}
     used = {id(measure_of(name)) for name in names}

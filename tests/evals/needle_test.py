@@ -50,7 +50,7 @@ def texts(tmp_path_factory):
 
 
 def fake_run(config, tokenizer="bytes", **changes):
-    """What prompts need of a run."""
+    """Return an object with the attributes of a run that prompts use."""
     made = override(config, {f"eval.needle.{name}": str(value) for name, value in changes.items()})
     data = types.SimpleNamespace(valid={})
     return types.SimpleNamespace(config=made, tokenizer=TOKENIZERS[tokenizer], data=data)
@@ -80,7 +80,7 @@ def long():
     length=st.integers(900, 4096),
     depth=st.floats(0, 1) | st.sampled_from([0.0, 1.0]),
 )
-def test_prompts_are_whole_exact_and_at_their_depth(long, texts, seed, text, tokenizer, case, length, depth):
+def test_prompts_have_exact_length_and_needles_at_their_depth(long, texts, seed, text, tokenizer, case, length, depth):
     path = texts / f"{text}.txt"
     changes = {
         "seed": seed,
@@ -93,7 +93,7 @@ def test_prompts_are_whole_exact_and_at_their_depth(long, texts, seed, text, tok
     run = fake_run(long, tokenizer, **changes)
     encoding, [prompt] = run.tokenizer, all_prompts(run)
     assert len(prompt.tokens) == length - run.config.eval.needle.new_tokens
-    b"".join(encoding.token_bytes[token] for token in prompt.tokens).decode()  # No character is cut.
+    b"".join(encoding.token_bytes[token] for token in prompt.tokens).decode()  # No character is truncated.
     found = {}
     for start, stop in (*prompt.asked, *prompt.others):
         city, number = SENTENCE.fullmatch(encoding.decode(prompt.tokens[start:stop])).groups()
@@ -140,14 +140,14 @@ def test_samples_differ_and_depths_share_them(long, texts):
     assert all_prompts(run) == made
 
 
-def test_other_needles_stand_anywhere(long, texts):
+def test_other_needles_are_uniformly_distributed(long, texts):
     run = fake_run(long, haystack=texts / "prose.txt", cases=cases_of((8, 1)), samples=60, depths=0.5)
     places = [start / prompt.question[0] for prompt in all_prompts(run) for start, _ in prompt.others]
     assert np.quantile(places, [0.1, 0.25, 0.5, 0.75, 0.9]) == pytest.approx([0.1, 0.25, 0.5, 0.75, 0.9], abs=0.06)
 
 
 class Reader:
-    """In place of `generate`: reads the prompt's text and answers by a rule."""
+    """Replacement for `generate` that reads the text of each prompt and answers by a rule."""
 
     def __init__(self, monkeypatch, answer):
         self.answer, self.prompts = answer, []
@@ -193,7 +193,7 @@ def test_an_oracle_scores_1_and_a_uniform_answer_chance(long, texts, tmp_path, m
 
 
 def test_the_heatmap_has_depths_and_lengths_where_they_belong(long, texts, tmp_path, monkeypatch):
-    """A model that sees the number only in the first 40 % of a text, and nothing in long ones."""
+    """The model finds a number only in the first 40 % of a text, and none in a long text."""
 
     def answer(text, numbers, cities):
         before = text[: text.index(f"The magic number for {cities[0]} is {numbers[cities[0]]}")]
@@ -266,7 +266,7 @@ def test_the_smallest_length_that_a_message_names_is_enough(long, texts):
     run = fake_run(long, haystack=texts / "prose.txt", lengths=least, cases=cases_of((8, 2)), samples=40)
     for prompt in all_prompts(run):
         assert len(prompt.tokens) == least - 32
-        # Whatever else stands at the ends of so short a haystack, what is asked for is outermost.
+        # Even in so short a haystack, the requested needles are outermost at depths 0 and 1.
         assert prompt.item.depth > 0 or min(prompt.asked)[0] == 0
         assert prompt.item.depth < 1 or max(prompt.asked)[1] == prompt.question[0]
 

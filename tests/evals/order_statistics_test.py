@@ -1,4 +1,4 @@
-"""Ranks and medians against a sort of all values."""
+"""Ranks and medians, compared with a sort of all values."""
 
 import functools
 
@@ -15,7 +15,7 @@ RANKS = (1, 2, 3, 10, 100)
 
 
 def mixed(count):
-    """Magnitudes as activations have them: a bulk, a heavy tail, zeros, equal ones, subnormal and huge ones."""
+    """Return values like activations: a bulk, a heavy tail, zeros, equal values, subnormal and huge values."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=count) * np.exp(rng.normal(size=count) * 3)
     x[: count // 10] = 0
@@ -39,7 +39,7 @@ def put(mesh, x):
 
 
 def counter(mesh, pieces, slots):
-    """Return what makes a pass over `pieces`: by name, arrays of values and of which count."""
+    """Return a function that makes a pass over `pieces`, which has pairs of values and a mask under each name."""
 
     def count(digits):
         found = {}
@@ -55,7 +55,10 @@ def counter(mesh, pieces, slots):
 
 @pytest.mark.long
 def test_exact_on_ten_million_values(mesh_of):
-    """In two arrays of five million; the memory beside them is what the compiled pass says it takes."""
+    """The values are in two arrays of five million.
+
+    XLA's memory analysis of a pass over all values in one array bounds the memory besides its inputs.
+    """
     mesh = mesh_of()
     values = mixed(10_000_000)
     counted = np.ones(len(values) // 2, bool)
@@ -73,7 +76,7 @@ def test_exact_on_ten_million_values(mesh_of):
 
 
 @pytest.mark.parametrize("count", [8, 9, 4096, 50_001])
-def test_over_eight_devices_and_of_some_values(mesh_of, count):
+def test_masked_values_on_eight_devices(mesh_of, count):
     mesh = mesh_of(data=2, fsdp=2, tensor=2)
     rng = np.random.default_rng(count)
     padded = -(-count // 8) * 8
@@ -90,8 +93,8 @@ def test_over_eight_devices_and_of_some_values(mesh_of, count):
         assert of_set.median == np.median(expected.astype(np.float64))
 
 
-def test_counts_beyond_a_word(mesh_of):
-    """A bin that has 2**32 - 1 already on each of eight devices gets 3 more."""
+def test_counts_above_32_bits(mesh_of):
+    """Add 3 values on each of eight devices to a bin that already has a count of 2**32 - 1 there."""
     mesh = mesh_of(fsdp=8)
     with jax.set_mesh(mesh):
         counts = np.zeros(no_counts(mesh, 1).shape, np.uint32)
@@ -103,7 +106,7 @@ def test_counts_beyond_a_word(mesh_of):
     assert counts_PV[0, 7] == counts_PV.sum() == 8 * (2**32 + 2)
 
 
-def test_passes_that_differ_and_ranks_that_are_not_there(mesh_of):
+def test_different_passes_and_missing_ranks_are_rejected(mesh_of):
     mesh = mesh_of()
     with jax.set_mesh(mesh):
         count = counter(mesh, {"values": [(np.float32([1, 2, 3]), np.ones(3, bool))]}, slots_for([1]))

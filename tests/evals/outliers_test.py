@@ -1,4 +1,4 @@
-"""Table 5's statistics against a float64 model in numpy that holds and sorts everything."""
+"""Table 5's statistics, compared with a float64 model in numpy that keeps and sorts all values."""
 
 import jax
 import numpy as np
@@ -13,13 +13,13 @@ from difftx.parallel.mesh import make_mesh
 from difftx.training.run import Run
 from difftx.training.state import graph
 
-ROWS = 5  # Of 32 tokens; batches have eight rows, so that there is filler.
+ROWS = 5  # Rows of 32 tokens. A batch has eight rows, so it has filler rows.
 RANKS = (1, 2, 3, 10, 100)
-TOLERANCE = 1e-4  # Relative, of float32 against float64 through two layers.
+TOLERANCE = 1e-4  # Relative, for float32 compared with float64 after two layers.
 
 
 def everything(run, params):
-    """Return |logits| and |layer outputs| of the first rows, document by document, and how many tokens they have."""
+    """Return the sorted |logits| and |layer outputs| of the documents in the first rows, and the number of tokens."""
     config = run.config.model
     params = jax.device_get(params)
     with jax.set_mesh(run.mesh):
@@ -48,10 +48,10 @@ def mlp(w, h_TD):
 
 
 def logits_of(w, config, h_TD, window):
-    """Of every map once, |q·k / √d| for the keys that a query sees."""
+    """Return |q·k / √d| for the keys that each query sees, one array per softmax."""
     grouped = "query_DHGd" in w
     q, k = (w["query_DHGd"], w["key_DKGd"]) if grouped else (w["query_DHd"], w["key_DKd"])
-    if config.attention_bias:  # The weights of one more input, which is 1.
+    if config.attention_bias:  # Biases are the weights of an additional input, which is 1.
         h_TD = np.concatenate([h_TD, np.ones((len(h_TD), 1))], axis=1)
         q, k = (np.concatenate([x, w[f"{name}_bias"][None]]) for x, name in ((q, "query"), (k, "key")))
     pairs = []
@@ -82,7 +82,7 @@ def logits_of(w, config, h_TD, window):
         pytest.param("off_by_one", "concat", {"tensor": 2}, OPTIONS, marks=pytest.mark.long),
     ],
 )
-def test_equal_to_a_model_that_holds_everything(config, text_file, tmp_path, monkeypatch, name, packing, axes, options):
+def test_statistics_equal_those_of_all_values(config, text_file, tmp_path, monkeypatch, name, packing, axes, options):
     if packing == "best_fit":  # Short documents, so that rows have padding.
         for i in range(60):
             (tmp_path / f"{i}.txt").write_text(f"the square of {i} is {i * i}"[: 9 + i % 13])
@@ -99,7 +99,7 @@ def test_equal_to_a_model_that_holds_everything(config, text_file, tmp_path, mon
         **options,
         **{f"mesh__{axis}": size for axis, size in axes.items()},
     )
-    monkeypatch.setattr("difftx.kernels.xla.CHUNK_MAP_ELEMENTS", 1500)  # Several chunks, the last one not full.
+    monkeypatch.setattr("difftx.kernels.xla.CHUNK_MAP_ELEMENTS", 1500)  # Several chunks, of which the last is not full.
     monkeypatch.setattr("difftx.evals.outliers.suite.CHUNK_VALUES", 200)
     devices = np.prod([size for size in axes.values() if isinstance(size, int)], dtype=int)
     run = Run.open(made, tmp_path, make_mesh(made.mesh, jax.devices()[:devices]))

@@ -44,7 +44,7 @@ def test_words(text, words):
         ("The A", "the a", True),
     ],
 )  # fmt: skip
-def test_an_answer_has_a_reference_in_whole_words(answer, reference, found):
+def test_answer_contains_a_reference_in_whole_words(answer, reference, found):
     assert overlap.contains(answer, reference) is found
 
 
@@ -60,7 +60,7 @@ def test_abstentions(answer):
 @pytest.mark.parametrize(
     "answer", ["", "Paris", "The Unknown Soldier", "no", "None of the Above is a film", "not known for " + "x " * 20]
 )
-def test_what_is_no_abstention(answer):
+def test_answers_that_are_not_abstentions(answer):
     assert not overlap.is_abstention(answer)
 
 
@@ -99,14 +99,14 @@ def test_support_by_brute_force(answer, sources, length):
     assert overlap.support(answer, sources, length) == sum(run in there for run in runs) / len(runs)
 
 
-def test_the_offline_judge_says_that_it_is_one():
+def test_verdicts_and_name_of_the_offline_judge():
     config = load_config(f"{ROOT}/configs/quickstart.py:diff", {"eval.hallucination.support_threshold": "0.6"})
     judge = OfflineJudge(config.eval.hallucination)
     document, reference = "The mayor of Bath resigned on Monday after a vote.", "Bath's mayor has gone."
     summaries = {
         "The mayor of Bath resigned on Monday.": True,
-        "Bath's mayor has gone after a vote.": True,  # Runs of two across both: 5 of 6.
-        "The mayor of Rome resigned on Monday.": True,  # 3 of 5 exactly: who it was escapes it.
+        "Bath's mayor has gone after a vote.": True,  # 5 of 6 runs of two words are in the document or the reference.
+        "The mayor of Rome resigned on Monday.": True,  # Exactly 3 of 5 runs. The judge misses the wrong name.
         "The mayor of Rome was shot on Monday.": False,
         "Cats are animals.": False,
     }

@@ -16,7 +16,7 @@ from difftx.training.state import graph
 
 @pytest.mark.long
 def test_the_curve_and_its_band_by_brute_force(config, tmp_path):
-    """Documents of 8 … 67 bytes and rows of 32: those of 33 tokens or more count, from their start."""
+    """Documents have 8 … 67 bytes, and rows 32 tokens. Only documents of 33 tokens or more count, from their start."""
     for i in range(60):
         (tmp_path / f"{i}.txt").write_text((f"{i * 7919:08} " * 9)[: 8 + i])
     run = Run.open(config(data__path=tmp_path / "*.txt", data__valid_fraction=0.5), tmp_path, one_device())
@@ -47,7 +47,7 @@ def test_the_curve_and_its_band_by_brute_force(config, tmp_path):
 
 @pytest.mark.long
 def test_position_and_loss_sum_to_the_same_on_the_same_tokens(config, tmp_path):
-    """Documents of a row and one token more: best-fit rows and the starts of the documents are the same rows."""
+    """Documents have one token more than a row, so best-fit rows are the starts of the documents."""
     for i in range(60):
         (tmp_path / f"{i}.txt").write_text(f"{i**5:032}")
     packed = {"data__packing": "best_fit", "data__document_mask": True, "data__cache_path": tmp_path / "cache"}
@@ -59,7 +59,7 @@ def test_position_and_loss_sum_to_the_same_on_the_same_tokens(config, tmp_path):
 
 
 class Known:
-    """In place of an evaluation: a model whose nll of a target is the target's own id."""
+    """Replacement for an evaluation, with a model whose negative log-likelihood of a target is the target's id."""
 
     def __init__(self, run):
         self.run = run
@@ -68,7 +68,7 @@ class Known:
         return np.stack([source[i]["targets"] for i in range(len(source))]).astype(np.float32)
 
 
-def test_the_longest_documents_need_not_be_first_and_one_has_no_band(config, text_file, tmp_path):
+def test_single_document_is_the_first_and_has_no_band(config, text_file, tmp_path):
     run = Run.open(config(data__path=text_file, mesh__fsdp=8, eval__position_documents=1), tmp_path)
     result = position.evaluate(Known(run))
     (curve,) = result.charts[0].series
@@ -90,7 +90,7 @@ def test_documents_are_spread_over_the_store():
 
 def test_short_documents_are_refused(config, tmp_path):
     for i in range(60):
-        (tmp_path / f"{i}.txt").write_text(f"{i:031}")  # 32 tokens with their end.
+        (tmp_path / f"{i}.txt").write_text(f"{i:031}")  # 32 tokens with the end-of-text token.
     run = Run.open(config(data__path=tmp_path / "*.txt", data__valid_fraction=0.5, mesh__fsdp=8), tmp_path)
     with pytest.raises(UserError, match=r"longer than data\.sequence_length=32 tokens, the longest has 32"):
         evals.evaluate(run, None, 0, ["position"])

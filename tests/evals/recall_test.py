@@ -34,7 +34,7 @@ def counts_of(pairs):
 
 
 def hits_by_brute_force(row, train, limit):
-    """Compare each target's bigram with every one before it that the model sees."""
+    """Return whether each target is a hit, by comparing its bigram with all earlier bigrams that the model sees."""
     documents = row.get("segment_ids", np.ones(len(row["tokens"]), int))
     found = []
     for t, counts in enumerate(row["loss_mask"]):
@@ -67,7 +67,7 @@ def test_hits_are_those_of_brute_force(tmp_path_factory, documents, packing, doc
 
 
 def test_a_crafted_row():
-    """Documents 1 2 1 2 END and 1 2 3 END: a hit is a second "1 2" or "2 1", in one's own document."""
+    """The documents are 1 2 1 2 1 END and 1 2 3 END. With a mask, hits repeat "1 2" or "2 1" of their own document."""
     documents = [[1, 2, 1, 2, 1, END], [1, 2, 3, END]]
     store = TokenStore(np.array([*documents[0], *documents[1]], np.uint16), np.array([0, 6, 10], np.uint64))
 
@@ -76,9 +76,9 @@ def test_a_crafted_row():
         return np.flatnonzero(is_hit(row, counts_of(train), limit, END)).tolist()
 
     assert hits({}, 0, document_mask=True) == [2, 3]
-    assert hits({}, 0, document_mask=False) == [2, 3, 6]  # "1 2" stands in the first document too.
+    assert hits({}, 0, document_mask=False) == [2, 3, 6]  # "1 2" is in the first document, too.
     assert hits({(1, 2): 5}, 5, document_mask=False) == [2, 3, 6]
-    assert hits({(1, 2): 6}, 5, document_mask=False) == [3]  # Known by heart.
+    assert hits({(1, 2): 6}, 5, document_mask=False) == [3]  # "1 2" is too frequent in the training text.
 
 
 @pytest.mark.parametrize(("packing", "document_mask"), [("concat", False), ("best_fit", True)])
@@ -134,7 +134,7 @@ def test_both_slices_by_brute_force(config, tmp_path, monkeypatch, packing, docu
     }
 
 
-def test_a_store_needs_a_file_of_its_own_tokenizers_counts(config, tmp_path, monkeypatch):
+def test_store_requires_bigram_counts_of_its_tokenizer(config, tmp_path, monkeypatch):
     (tmp_path / "in.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(900)))
     store, file = tmp_path / "store", tmp_path / "bigrams"
     lines = [json.dumps({"text": text}) for text in (tmp_path / "in.txt").read_text().splitlines()]

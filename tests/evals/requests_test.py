@@ -1,4 +1,4 @@
-"""What lm-eval's tasks ask for: answered once each, in batches, and after a kill not again. No lm-eval needed."""
+"""Requests of lm-eval's tasks, which are answered once each, even after a kill. The tests do not need lm-eval."""
 
 import types
 
@@ -31,7 +31,7 @@ def truth(context, continuation):
 
 
 class Scorer:
-    """In place of `loglikelihoods`; dies before a call."""
+    """Replacement for `loglikelihoods` that raises `Killed` before call number `die_at`."""
 
     def __init__(self, monkeypatch):
         self.asked, self.calls, self.die_at = [], 0, None
@@ -46,7 +46,7 @@ class Scorer:
 
 
 def some_pairs():
-    """Contexts of one continuation, of four and of hundreds; some asked twice."""
+    """Return pairs whose contexts have one, four or hundreds of continuations. Some pairs occur twice."""
     rng = np.random.default_rng(0)
 
     def draw(n):
@@ -60,7 +60,7 @@ def some_pairs():
     return [*pairs, *pairs[::7]]
 
 
-def test_each_pair_is_scored_once_and_in_place_also_after_kills(tmp_path, monkeypatch):
+def test_each_pair_is_scored_once_despite_kills(tmp_path, monkeypatch):
     pairs, path = some_pairs(), tmp_path / "items.jsonl"
     scorer = Scorer(monkeypatch)
     for scorer.die_at in (1, 2, 4):
@@ -73,7 +73,7 @@ def test_each_pair_is_scored_once_and_in_place_also_after_kills(tmp_path, monkey
     assert score_all(evaluation_of(path), pairs, what="pairs")[-1] == truth(*pairs[-1])
 
 
-def test_continuations_of_a_context_go_together(tmp_path, monkeypatch):
+def test_continuations_of_a_context_are_scored_together(tmp_path, monkeypatch):
     scorer = Scorer(monkeypatch)
     pairs = [((i, 5), (choice,)) for choice in range(4) for i in range(100)]
     score_all(evaluation_of(tmp_path / "items.jsonl"), pairs, what="pairs")
@@ -81,7 +81,7 @@ def test_continuations_of_a_context_go_together(tmp_path, monkeypatch):
     assert contexts[::4] == contexts[1::4] == contexts[2::4] == contexts[3::4]
 
 
-def test_texts_are_written_once_each_with_their_own_options(tmp_path, monkeypatch):
+def test_texts_are_generated_once_each_with_their_own_options(tmp_path, monkeypatch):
     asked, limit = [], None
 
     def generate(lm, batch, sampling, *, stop):

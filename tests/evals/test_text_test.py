@@ -1,4 +1,4 @@
-"""Suite `test` against runs whose validation text is the test text, and eval.py with both."""
+"""Suite `test`, compared with runs that validate on the test text, and eval.py with both texts."""
 
 import json
 
@@ -20,7 +20,10 @@ SUITES = ["loss", "recall", "position"]
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory):
-    """Stores: "valid" and "unseen" have the same training text, and "unseen" validates on the test text."""
+    """Return a folder with three token stores and counts of bigrams.
+
+    The stores "valid" and "unseen" have the same training text, and "unseen" validates on the test text.
+    """
     folder = tmp_path_factory.mktemp("stores")
     for name, unit in {"train": "squared", "valid": "cubed", "test": "doubled"}.items():
         lines = (json.dumps({"text": f"{i} {unit} is {i**3}.\n" * 9}) for i in range(60))
@@ -54,7 +57,7 @@ def test_the_numbers_are_those_of_a_run_that_validates_on_the_test_text(config, 
     assert valid["loss"].numbers["loss"] != result.numbers["loss_loss"]
     assert result.details["loss"]["sets"]["test"] == expected["loss"].details["sets"]["valid"]
     assert [chart.name for chart in result.charts] == [f"test_{chart.name}" for chart in expected["position"].charts]
-    # The results on the validation text are as before.
+    # The results on the validation text are unchanged.
     assert {suite: evals.result_path(run.workdir, suite, 3).read_bytes() for suite in SUITES} == before
 
 

@@ -18,7 +18,7 @@ def test_the_counterpart_is_the_papers(spec):
     assert [counterpart(config) for config in pair] == pair[::-1]
 
 
-def test_a_counterpart_of_grouped_queries_and_a_kernel_of_one_kind(config):
+def test_counterpart_with_grouped_queries_and_a_specific_kernel(config):
     diff = replace(config(model__num_heads=4, model__num_kv_heads=2), "model", attention_implementation="pallas_gpu")
     other = counterpart(diff).model
     assert (other.num_heads, other.num_kv_heads, other.attention_implementation) == (8, 4, "auto")

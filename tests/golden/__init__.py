@@ -1,1 +1,1 @@
-"""Golden numbers: what every architecture, packing mode and suite computed, recorded before a change of the code."""
+"""Golden numbers: results of every architecture, packing mode and suite, recorded before a change of the code."""

@@ -1,7 +1,7 @@
-"""The only file of the golden driver that knows names inside difftx: no command prints batches.
+"""The only file of the golden driver that uses names inside difftx, because no command prints batches.
 
-A redesign edits this file with the names that it changes. `driver.py` takes the file of the commit that it measures,
-and this one for a commit that has none.
+A redesign that changes these names edits this file. `driver.py` uses the version of this file in the commit that it
+measures, or this version if that commit has none.
 """
 
 from collections.abc import Mapping

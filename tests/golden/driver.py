@@ -2,9 +2,9 @@
 
     python tests/golden/driver.py --root=DIR --part=training --out=FILE.json
 
-DIR is a source tree of difftx, of this commit or another one. The driver goes through commands and run directories
-alone, which a redesign keeps; `batches.py` is the only exception. All commands of a part run in this one process, since
-most of their time would be imports.
+DIR is a source tree of difftx, of this commit or another one. The driver uses only commands and run directories, which
+a redesign keeps. `batches.py` is the only exception. All commands of a part run in this one process, since imports
+would take most of their time.
 
 Values of the record: integers, texts and hashes are exact. Floats are exact on one machine and differ by rounding
 between machines. A text that begins with "bits:" is the hash of floats: it is comparable on one machine only.
@@ -27,9 +27,9 @@ import inputs
 import numpy as np
 
 BITS = "bits:"  # Prefix of the hash of floats.
-LONGEST = 16  # Longer lists of floats, and longer texts in multiples of 8 characters, are recorded by a summary.
+LONGEST = 16  # Lists of more numbers are recorded as a summary, texts of more than 8 × 16 characters as a hash.
 
-# Everything that the numbers depend on, except for what an architecture decides: configs/quickstart.py sets that.
+# All fields that the numbers depend on. configs/quickstart.py sets those that an architecture determines.
 FIELDS = {
     "model.vocab_size": 264,
     "model.d_model": 32,
@@ -39,7 +39,7 @@ FIELDS = {
     "model.norm_eps": 1e-5,
     "model.init": "fan_in",
     "model.embedding_std": 0.02,
-    "model.zero_init_output": "false",  # Attention that adds zero would agree with any attention.
+    "model.zero_init_output": "false",  # Attention with zero output would agree with any attention.
     "model.tie_embeddings": "true",
     "model.compute_dtype": "float32",
     "model.remat": "none",
@@ -76,7 +76,7 @@ FIELDS = {
     "logging.tensorboard": "false",
 }
 DIFF = {"model.num_heads": 2, "model.head_norm": "rms_affine"}
-# Runs of the part "training", one per family of attention kernels; the others are of the part "variants".
+# Runs of the part "training", one per family of attention kernels. The other runs belong to the part "variants".
 FAMILIES = ("diff", "transformer", "top_k")
 # Name of a run → architecture of configs/quickstart.py and fields. Heads have width 8 unless grouped.
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -131,7 +131,7 @@ MIXTURE = {
     ),
     "data.stages": json.dumps([{"from_tokens": 256 * 64, "weights": [0.1, 0.5, 0.4]}]),
 }
-# Batches of 4 rows: more than one epoch of the small inputs, and rows of both stages of a mixture.
+# Number of batches of 4 rows. They cover more than one epoch of the small inputs, and both stages of a mixture.
 BATCHES = 80
 ORDERS: dict[str, dict[str, Any]] = {
     "text concat": {},
@@ -151,8 +151,8 @@ ORDERS: dict[str, dict[str, Any]] = {
     "synthetic copy": SYNTHETIC | {"data.path": "synthetic:copy"},
 }
 
-WINDOW = 512  # Tokens of a row of the checkpoint that suites measure: a needle prompt takes about 300.
-# Weights so large that what the model writes depends on all of its prompt, after few steps.
+WINDOW = 512  # Tokens per row of the checkpoint that suites measure. A needle prompt takes about 300.
+# The weights are so large that, after a few steps, the generated text depends on the whole prompt.
 MEASURED = DIFF | {
     "model.tie_embeddings": "false",
     "model.init": "normal",
@@ -243,7 +243,7 @@ SUITES_OF_PART = {
 
 
 class Commands:
-    """difftx's commands, of one source tree, in this process."""
+    """Runs the commands of one source tree of difftx in this process."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -252,7 +252,7 @@ class Commands:
         """Run train.py, eval.py or a command of `python -m difftx`; return what it printed.
 
         Raises:
-            RuntimeError: the command ends with another exit code than 0.
+            RuntimeError: the command ends with an exit code other than 0.
         """
         out, before = io.TextIOWrapper(io.BytesIO(), "utf-8"), sys.argv
         code: Any = 0
@@ -288,21 +288,21 @@ class Commands:
         return f"{self.root}/configs/quickstart.py:{architecture}"
 
 
-# ── Parts: each returns what is recorded ──
+# ── Parts. Each function returns its record. ──
 
 
 def training(commands: Commands) -> dict[str, Any]:
-    """Loss and gradient norm of every step of a run of each family."""
+    """Return loss and gradient norm of every step of a run of each family."""
     return {name: _steps(commands, name, *RUNS[name]) for name in FAMILIES}
 
 
 def variants(commands: Commands) -> dict[str, Any]:
-    """Loss and gradient norm of every step of the other runs."""
+    """Return loss and gradient norm of every step of the other runs."""
     return {name: _steps(commands, name, *RUNS[name]) for name in RUNS if name not in FAMILIES}
 
 
 def data(commands: Commands) -> dict[str, Any]:
-    """Hashes of prepared stores, and of the first batches of every order."""
+    """Return hashes of prepared stores, and of the first batches of every order."""
     record: dict[str, Any] = {}
     flags = ["--tokenizer=bytes", "--workers=1", "--valid_fraction=0.1"]
     inputs_of = {
@@ -332,7 +332,7 @@ def data(commands: Commands) -> dict[str, Any]:
 
 
 def suites(commands: Commands) -> dict[str, Any]:
-    """Results of suites, generated text and converted weights of a fixed checkpoint."""
+    """Return results of suites, generated text and converted weights of a fixed checkpoint."""
     record = {"measured": _steps(commands, "measured", "diff", MEASURED)}
     record |= {suite: _result(commands, "measured", suite) for suite in SUITES_OF_PART["suites"]}
     for target in ("diffllama", "official"):
@@ -341,7 +341,7 @@ def suites(commands: Commands) -> dict[str, Any]:
 
 
 def more_suites(commands: Commands) -> dict[str, Any]:
-    """Results of the suites that compile most, of a synthetic task, and in the training loop."""
+    """Return results of the suites that compile most, of a synthetic task, and of a suite in the training loop."""
     commands.train("measured", "diff", MEASURED)
     record: dict[str, Any] = {suite: _result(commands, "measured", suite) for suite in SUITES_OF_PART["more_suites"]}
     # A synthetic task has no text, so it needs a run of its own.
@@ -355,7 +355,7 @@ def more_suites(commands: Commands) -> dict[str, Any]:
 
 
 def extras(commands: Commands) -> dict[str, Any]:
-    """Results of the suites that need the extra "eval"."""
+    """Return results of the suites that need the extra "eval"."""
     commands.train("measured", "diff", MEASURED)
     return {suite: _result(commands, "measured", suite) for suite in SUITES_OF_PART["extras"]}
 
@@ -382,7 +382,7 @@ def _result(commands: Commands, workdir: str, suite: str) -> dict[str, Any]:
     result = json.loads(path.read_text())
     if suite == "throughput":  # The numbers measure the machine.
         return {name: sorted(result[name]) for name in ("numbers", "details")}
-    result["details"].pop("lm_eval", None)  # Its version.
+    result["details"].pop("lm_eval", None)  # The version of lm_eval.
     charts = {chart["name"]: _digest(chart) for chart in result["charts"]}
     return {"numbers": result["numbers"], "details": _short(result["details"]), "charts": charts}
 
@@ -399,10 +399,10 @@ def _generated(commands: Commands) -> dict[str, Any]:
 def _converted(
     commands: Commands, source: str, architecture: str, fields: Mapping[str, Any], target: str
 ) -> dict[str, Any]:
-    """Convert a run to another format, back, and again to the other format, whose files must be the same."""
+    """Convert a run to another format, back, and to that format again. Record whether the files stay the same."""
     there, back, again = (Path(f"{source} {target} {i}") for i in range(3))
     commands.run("convert", "--from=difftx", f"--to={target}", f"--input={source}", f"--out={there}")
-    # The folder decides the model.
+    # The exported folder determines the model's fields.
     kept = {field: value for field, value in (FIELDS | fields).items() if not field.startswith("model.")}
     config = [f"--config={commands.spec(architecture)}", *(f"--config.{field}={kept[field]}" for field in kept)]
     source_format = "hf" if target == "diffllama" else target
@@ -434,7 +434,7 @@ def _array_sha256(arrays: Sequence[np.ndarray | None]) -> str | None:
 
 
 def _summary(x: np.ndarray) -> list[Any]:
-    """Return dtype and shape, and a well-conditioned number that depends on sign and place of every element."""
+    """Return dtype and shape, and a well-conditioned number that depends on sign and index of every element."""
     flat = x.ravel().astype(np.float64)
     weights = 1 + np.arange(flat.size) % 97 / 97
     return [f"{x.dtype} {list(x.shape)}", float(np.mean(np.abs(flat + 0.1) * weights)) if flat.size else 0.0]
@@ -492,7 +492,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
     options = parser.parse_args()
     root, out = options.root.resolve(), options.out.resolve()
-    # The same programs on every machine: one device, and few of LLVM's passes, which take most of the time.
+    # The programs are the same on every machine: for one device, and without most of LLVM's passes, which take long.
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = (
         "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0 "
@@ -501,7 +501,7 @@ def main() -> int:
     sys.path.insert(0, str(root))
     with tempfile.TemporaryDirectory(prefix="difftx-golden-") as folder:
         inputs.write_all(Path(folder))
-        os.chdir(folder)  # Paths are relative: results hold them.
+        os.chdir(folder)  # Results contain paths, so paths are relative.
         record = PARTS[options.part](Commands(root))
         os.chdir(root)
     out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")

@@ -1,11 +1,11 @@
-"""What difftx's commands compute is what golden.json says. README.md explains how to renew it."""
+"""Results of difftx's commands, compared with golden.json. README.md explains how to renew the file."""
 
 import pytest
 
 from difftx.config.architectures import ARCHITECTURES
 from golden import records
 
-BUILT_IN = set(ARCHITECTURES)  # Before a test loads an extension.
+BUILT_IN = set(ARCHITECTURES)  # Copied before a test loads an extension.
 RENEW = """\
 {count} values differ from tests/golden/golden.json:
 {table}
@@ -39,8 +39,8 @@ def test_every_architecture_is_recorded():
     assert recorded >= BUILT_IN
 
 
-def test_what_differs():
-    """Integers, texts and structure exactly; floats by the tolerance of their dtype, or to the bit."""
+def test_differences():
+    """Integers, texts and structure are compared exactly, floats by the tolerance of their dtype or bit for bit."""
     old = {"a/loss": [2.0, 1.0], "bfloat16/loss": 2.0, "step": [1, 2], "text": "x", "hash": ["bits:1"], "gone": None}
     near = {"a/loss": [2.0, 1.00005], "bfloat16/loss": 2.01, "step": [1, 2], "text": "x", "hash": ["bits:2"]}
     assert [path for path, *_ in records.differences(old, near | {"gone": None}, exact=False)] == []

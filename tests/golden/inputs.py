@@ -58,7 +58,7 @@ def _write_suite_files(folder: Path) -> None:
 def _choice(seed: int, name: str, choices: int) -> dict[str, Any]:
     text = _words(700 + seed, 6)
     endings = ["no", "yes"] if name == "boolq_val" else [f"{_words(800 + 5 * seed + i, 2)} {i}" for i in range(choices)]
-    queries = {  # lm-eval's own forms; the other tasks share one.
+    queries = {  # lm-eval's forms of these tasks. The other tasks share one form.
         "boolq_val": f"Passage: {text}\nQuestion: is it {seed}?",
         "hellaswag_val": f"Topic {seed}: {text}",
         "openbookqa_test": text,

@@ -15,23 +15,23 @@ from difftx import compilation_cache
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 GOLDEN = HERE / "golden.json"
-FAST_PARTS = ("training",)  # Of the driver: what `make test` runs.
-SLOW_PARTS = ("data", "suites", "extras")  # What `make test-long` runs.
-SLOWEST_PARTS = ("variants", "more_suites")  # Minutes, most of them for compilation. `make test-exhaustive` runs them.
+FAST_PARTS = ("training",)  # Parts of the driver that `make test` runs.
+SLOW_PARTS = ("data", "suites", "extras")  # Parts that `make test-long` runs.
+SLOWEST_PARTS = ("variants", "more_suites")  # They take minutes, mostly to compile. `make test-exhaustive` runs them.
 PARTS = FAST_PARTS + SLOW_PARTS + SLOWEST_PARTS
 BITS = "bits:"  # As in driver.py.
 
-# Relative to the recorded number, and absolute below 1e-2. The losses, after steps of Adam that amplify rounding, need
-# more than one operation's rounding: see README.md.
+# Relative to the recorded number, and to 1e-2 for smaller numbers. The losses need more than one operation's rounding,
+# because steps of Adam amplify rounding: see README.md.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 1e-2}
 
 type Record = dict[str, Any]  # Path of a value, parts joined by "/" → a scalar or a list of scalars.
 
 
 def make_records(roots: Sequence[Path], parts: Sequence[str]) -> list[Record]:
-    """Run parts of the driver on source trees of difftx, two processes at a time; return a record per tree.
+    """Run parts of the driver on source trees of difftx, two processes at a time. Return a record per tree.
 
-    All of them use the user's compilation cache.
+    All processes use the user's compilation cache.
 
     Raises:
         RuntimeError: the driver fails.
@@ -53,7 +53,7 @@ def _run_driver(root: Path, part: str) -> Record:
 
 
 def lacks_extra(part: str) -> bool:
-    """Whether a part needs packages of the extra "eval" that are not installed."""
+    """Return whether a part needs packages of the extra "eval" that are not installed."""
     return part == "extras" and None in map(importlib.util.find_spec, ("lm_eval", "math_verify"))
 
 
@@ -64,7 +64,7 @@ def read_golden() -> tuple[list[dict[str, str]], Record]:
 
 
 def write_golden(log: Sequence[dict[str, str]], values: Record) -> None:
-    """Write golden.json, a line per value, without the hashes that hold on one machine only."""
+    """Write golden.json, one line per value, without the hashes that are comparable on one machine only."""
     kept = {path: value for path, value in values.items() if not _is_bits(value)}
     lines = ",\n".join(f"{json.dumps(path)}: {json.dumps(kept[path])}" for path in sorted(kept))
     GOLDEN.write_text(f'{{"log": {json.dumps(list(log), indent=1)},\n"values": {{\n{lines}\n}}}}\n')

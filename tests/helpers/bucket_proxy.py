@@ -34,8 +34,8 @@ class FaultPlan:
     request takes place), "lost" (a reset after it took place), "slow", "silent" (no reply for a minute), "cut" (the
     connection ends within the body), "short" (half of the body, and its length), "stale" (the listing before this
     one), "unconditional" (conditions are dropped).
-    `rate` is the probability of a fault, `limit` the number of faults, and `in_a_row` the number of faults without a
-    request of the same line that succeeds.
+    `rate` is the probability of a fault, `limit` the maximal number of faults, and `in_a_row` the maximal number of
+    faults in a row for requests with the same line.
     """
 
     kinds: list[str] = dataclasses.field(default_factory=list)
@@ -53,7 +53,7 @@ class Proxy(ThreadingHTTPServer):
     def __init__(self, port: int, upstream: int, store: str):
         super().__init__(("127.0.0.1", port), Handler)
         self.upstream, self.store = upstream, store
-        # Writes take place, with their conditions, one at a time. So do reads of Google Cloud Storage.
+        # Serializes writes with the checks of their conditions, and reads of Google Cloud Storage.
         self.writes = threading.Lock()
         self.state = threading.Lock()
         self.generations: dict[str, str] = {}  # Object of Google Cloud Storage → its generation.
@@ -82,7 +82,7 @@ class Proxy(ThreadingHTTPServer):
             return kind
 
     def take_back(self, line: str, kind: str) -> None:
-        """Do not count a fault, because it would not change the reply to this request."""
+        """Uncount a fault that would not change the reply to this request."""
         with self.state:
             self.row[line] = 0
             self.faults[kind] = max(0, self.faults.get(kind, 0) - 1)  # A new plan may have begun.
@@ -141,7 +141,7 @@ class Handler(BaseHTTPRequestHandler):
         return self._reply(*reply)
 
     def _fault_if(self, changes_reply: bool, line: str, fault: str) -> str:
-        """Return the fault, or "" if it changes nothing; then it does not count."""
+        """Return the fault. If it does not change the reply, uncount it and return ""."""
         if not changes_reply:
             self.server.take_back(line, fault)
         return fault if changes_reply else ""
@@ -162,7 +162,7 @@ class Handler(BaseHTTPRequestHandler):
         return "read" if self.command == "GET" else "describe"
 
     def _conditional(self, split, query, body, *, enforced):
-        """Forward a write, or return 412 if its condition does not hold. Only one thread at a time is here."""
+        """Forward a write, or return 412 if its condition does not hold. Only one thread at a time may call this."""
         headers = {name.lower(): value for name, value in self.headers.items()}
         if self.server.store == "s3":
             if not enforced:
@@ -213,7 +213,7 @@ class Handler(BaseHTTPRequestHandler):
         return self.server.generations.get(name, "0")
 
     def _page(self, split, query):
-        """Return a page of a listing: the emulator of Google Cloud Storage returns all entries."""
+        """Return a page of a listing. The emulator of Google Cloud Storage itself returns all entries."""
         if self.server.store == "s3":
             query["max-keys"] = str(min(PAGE, int(query.get("max-keys", PAGE))))
             return self._forward(f"{split.path}?{urllib.parse.urlencode(query)}", b"", dict(self.headers.items()))
@@ -283,7 +283,7 @@ class Handler(BaseHTTPRequestHandler):
             return json.dumps({"error": {"code": status, "message": f"fault {status}"}}).encode()
         codes = {400: "InvalidToken", 401: "InvalidAccessKeyId", 403: "AccessDenied", 500: "InternalError"}
         content = f"<Code>{codes.get(status, 'SlowDown')}</Code><Message>fault {status}</Message>"
-        return f"<Error>{content}<Token-0>it's-a-session-token</Token-0></Error>".encode()  # As Amazon's.
+        return f"<Error>{content}<Token-0>it's-a-session-token</Token-0></Error>".encode()  # As in Amazon's errors.
 
     def _control(self, body: bytes) -> None:
         server = self.server
@@ -295,7 +295,7 @@ class Handler(BaseHTTPRequestHandler):
     def handle(self) -> None:
         try:
             super().handle()
-        except (ConnectionError, ValueError, OSError):  # The client has gone, or `_reset` closed the socket.
+        except (ConnectionError, ValueError, OSError):  # The client disconnected, or `_reset` closed the socket.
             self.close_connection = True
 
     def finish(self) -> None:

@@ -1,4 +1,4 @@
-"""Training commands with `--workdir` in a bucket, and what a run leaves there."""
+"""Training commands with `--workdir` in a bucket, and readers of the files of a run there."""
 
 import json
 import time
@@ -46,7 +46,7 @@ def start(text_file, workdir, log: Path, *, stop_after_row=None, **changes):
 
 
 def run_of(workdir):
-    """Return what must be equal in two runs: the losses and gradient norms of all steps, and the last checkpoint."""
+    """Return what must be equal in two runs: losses and gradient norms of all steps, the last state, and `train.*`."""
     rows = [json.loads(line) for line in JsonLines(workdir / "metrics.jsonl").content().splitlines()]
     train_rows = [(row["step"], row["loss"], row["grad_norm"]) for row in rows if row["split"] == "train"]
     folder = workdir / "checkpoints"

@@ -1,4 +1,4 @@
-"""Fixtures of folders on local disk, Google Cloud Storage and S3: emulators behind our proxy, once per session."""
+"""Fixtures for folders on local disk, Google Cloud Storage and S3. Emulators and proxies start once per session."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ class Bucket:
 
 @pytest.fixture(scope="session")
 def buckets() -> Iterator[dict[str, Bucket]]:
-    """Start the emulators and proxies as processes, and set the variables of the environment that point to them."""
+    """Start the emulators and proxies as processes, and set the environment variables that point to them."""
     with contextlib.ExitStack() as stack:
         found = {scheme: _start(scheme, stack) for scheme in MODULES if _why_missing(scheme) is None}
         yield found
@@ -103,7 +103,7 @@ def _free_port() -> int:
 
 @pytest.fixture(params=STORES)
 def bucket(request: pytest.FixtureRequest, buckets: dict[str, Bucket]) -> Iterator[Bucket]:
-    """A bucket of each store, without faults at the start and at the end."""
+    """Yield a bucket of each store, without faults at the start and at the end."""
     if why := _why_missing(request.param):
         pytest.skip(why)
     found = buckets[request.param]
@@ -122,7 +122,7 @@ def in_ci_with(store: str) -> pytest.MarkDecorator:
 
 @pytest.fixture(params=["local", *STORES])
 def folder(request: pytest.FixtureRequest, buckets: dict[str, Bucket], tmp_path: Path) -> AnyPath:
-    """An empty folder on each kind of storage."""
+    """Return an empty folder on each kind of storage."""
     if request.param == "local":
         return tmp_path
     if why := _why_missing(request.param):
@@ -133,7 +133,7 @@ def folder(request: pytest.FixtureRequest, buckets: dict[str, Bucket], tmp_path:
 
 @pytest.fixture
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let TensorStore retry after pauses of 10 to 50 ms, and gcsfs in a hundredth of its time, which is 31 s in all."""
+    """Shorten the pauses before retries: TensorStore's to 10 to 50 ms, and gcsfs's, 31 s in all, to a hundredth."""
     if importlib.util.find_spec("gcsfs"):
         quick = {"sleep": lambda seconds: asyncio.sleep(seconds / 100)}
         monkeypatch.setattr("gcsfs.retry.asyncio", SimpleNamespace(**vars(asyncio) | quick))

@@ -151,7 +151,7 @@ class CommandServer:
             ]
 
     def stop(self) -> None:
-        """End the server, and not the commands that it has started."""
+        """Stop the server, but not the commands that it has started."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(60)
@@ -163,7 +163,7 @@ class Command:
     """A command that a `CommandServer` has started, with the methods of `subprocess.Popen` that tests use."""
 
     def __init__(self, server: CommandServer, pid: int):
-        """Note a child of the server."""
+        """Refer to the server's child process `pid`."""
         self.pid = pid
         self.returncode: int | None = None
         self._server = server

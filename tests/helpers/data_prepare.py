@@ -25,7 +25,7 @@ def prepared(out, *flags):
 
 
 def refused(out, *flags):
-    """Run a command that must fail; return its one line."""
+    """Run a command that must fail, and return its one-line error."""
     result = prepare(f"--out={out}", *flags)
     assert result.returncode == 2, result.stderr
     assert not (out / "meta.json").exists()

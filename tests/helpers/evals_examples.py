@@ -5,10 +5,10 @@ import json
 
 import numpy as np
 
-# A question's label follows from its first word.
+# A question's label follows from its first words.
 LABELS = {"How far": "NUM", "Who": "HUM", "Where": "LOC", "What is": "ENTY", "Why": "DESC", "What does": "ABBR"}
 
-KINDS = {"qa": "question_answering", "news": "summarisation"}  # Of `set_of`.
+KINDS = {"qa": "question_answering", "news": "summarisation"}  # Name of a set of `set_of` → its kind.
 
 
 def examples(count, seed):
@@ -55,7 +55,7 @@ def long_bench(count, words=20):
 
 
 def set_of(folder, name="qa", **changes):
-    """Return an entry of `eval.hallucination.sets` for files of `long_bench` in a folder."""
+    """Return an entry of `eval.hallucination.sets` for files made from `long_bench` in a folder."""
     fields = {
         "qa": {"path": f"{folder}/qa.jsonl.gz", "document": "context", "question": "input", "answers": "answers"},
         "news": {"path": f"{folder}/news.jsonl", "document": "text", "question": None, "answers": "summary"},

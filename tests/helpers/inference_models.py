@@ -20,7 +20,7 @@ def language_model(config, mesh, architecture="diff", **overrides):
 
 
 def random_params(c, mesh, *, embedding_scale):
-    """Return random parameters. In numpy: compiling an initialisation takes longer than a test."""
+    """Return random parameters, drawn by numpy because compiling an initialisation takes longer than a test."""
     rng = np.random.default_rng(0)
     with jax.set_mesh(mesh):
         shapes = jax.eval_shape(lambda: init_state(c).params)

@@ -23,7 +23,7 @@ MODELS = {
             "model__head_norm": "sigmoid",
         },
     ),
-    # As `--differential=split` makes them of Qwen 2 and Llama 3.
+    # Like the models that `--differential=split` makes from Qwen 2 and Llama 3.
     "diff_biased": ("diff", {"model__num_heads": 4, "model__num_kv_heads": 2, "model__attention_bias": "true"}),
     "diff_llama3": ("diff", {"model__num_heads": 2, **LLAMA3}),
     "zero_branch": ("zero_branch", {"model__num_heads": 4, "model__num_kv_heads": 2, "model__attention_bias": "true"}),

@@ -1,4 +1,4 @@
-"""Tolerances, array helpers and absent devices that the tests of several attention kernels share."""
+"""Tolerances, array helpers and abstract devices that the tests of several attention kernels share."""
 
 import contextlib
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from difftx.kernels.cached import EMPTY, SegmentMask
 
-# Largest error over the largest value. bfloat16 has 8 bits; its gradients add a rounding of P and dS.
+# Largest error relative to the largest value. bfloat16 has 8 bits, and its gradients also round P and dS.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 1.5e-2}
 
 

@@ -59,7 +59,7 @@ class Layer(NamedTuple):
 
     model: ModelConfig
     module: SelfAttention
-    call: Callable[..., tuple[np.ndarray, np.ndarray]]  # Outputs, and their Jacobian by the input.
+    call: Callable[..., tuple[np.ndarray, np.ndarray]]  # Outputs, and their Jacobian with respect to the input.
     gradient: Callable[..., tuple[Any, np.ndarray]]
 
 
@@ -85,7 +85,7 @@ def layer_of(name, **overrides):
 
     @jax.jit
     def run(state, x_BTD, layer, ids_BT):
-        """Return outputs `[B, T, D]`, and the gradient of each token's sum in the first row, `[T, T, D]`."""
+        """Return outputs `[B, T, D]`, and the gradient of each token's output sum in the first row, `[T, T, D]`."""
         out_BTD, pullback = jax.vjp(lambda x_BTD: update(state, x_BTD, layer, ids_BT), x_BTD)
         of_token_TBTD = np.zeros((TOKENS, *x_BTD.shape), np.float32)
         of_token_TBTD[:, 0] = np.eye(TOKENS)[:, :, None]
@@ -96,7 +96,7 @@ def layer_of(name, **overrides):
         return tuple(map(np.asarray, run(nnx.state(module), np.float32(x_BTD), np.int32(layer), ids_BT)))
 
     def gradient(x_BTD, weights_BTD, layer):
-        """Return the gradient of Σ weights ∘ output by the parameters and by the input."""
+        """Return the gradient of Σ weights ∘ output with respect to the parameters and to the input."""
 
         def objective(state, x_BTD):
             return jnp.sum(weights_BTD * update(state, x_BTD, layer, None))

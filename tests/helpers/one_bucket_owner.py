@@ -1,4 +1,4 @@
-"""Run train.py with steps of a second, and give up at a lock after two: python one_bucket_owner.py [FLAGS].
+"""Run train.py with steps of a second and a short wait for the lock: python one_bucket_owner.py [FLAGS].
 
 While the file $HOLD exists, training writes no more than `HELD_ROWS` rows.
 """

@@ -1,4 +1,4 @@
-"""Check of the commands that pages show and that no test runs: programs, flags, fields, grids, targets, extras."""
+"""Checks of the commands that pages show and that no test runs: programs, flags, fields, grids, targets, extras."""
 
 import contextlib
 import functools
@@ -21,10 +21,10 @@ from difftx.launch.topology import parse_topology
 from difftx.storage.paths import path_of
 
 SHELL = ("bash", "console")  # Languages of blocks with commands.
-# Programs that are not difftx's. Tests know nothing of their flags.
+# Programs of other projects. Their flags are not checked.
 OTHERS = ["cd", "docker", "gcloud", "git", "hf", "kill", "kubectl", "mkdir", "sbatch", "source", "tensorboard", "vllm"]
 PROGRAM = rf"(?:[A-Z_]+=\S+ )?(?:difftx|python[\d.]*|make|pip|bash|{'|'.join(OTHERS)}) "
-# What stands for files of the reader in `"$(cat FILE)"`.
+# Contents of the reader's files in `"$(cat FILE)"`.
 FILES = {
     "sets.json": '[{"name": "a", "path": "a.jsonl", "kind": "question_answering", "document": "context", '
     '"question": "input", "answers": "answers", "new_tokens": 32}]',
@@ -46,7 +46,7 @@ def commands_of(text: str) -> list[str]:
 
 
 def inline_commands(text: str) -> list[str]:
-    """Return the commands in the sentences of a page, unless they are only a name, or only a form."""
+    """Return the commands in the sentences of a page, except for bare names and templates."""
     without = re.sub(r"(?ms)^( *)```.*?^\1```$", "", text).replace("\n", " ")
     found = re.findall(r"`((?:difftx|make|pip|python) [^`]+)`", without)
     return [
@@ -62,7 +62,7 @@ def joined(block: str) -> list[str]:
 
 
 def stray_commands(text: str) -> list[str]:
-    """Return the lines that look like commands and stand in an indented block, or in one of another language."""
+    """Return the lines that look like commands in indented blocks and in blocks of other languages."""
     other = [block for language, block in fences(text) if language not in (*SHELL, "python")]
     without = re.sub(r"(?ms)^( *)```.*?^\1```$", "", text)
     indented = re.findall(r"(?m)^ {4,}(.*)$", without)
@@ -116,7 +116,7 @@ def check_python(words: list[str], folder: Path) -> None:
         check_difftx(words[2:], folder)
     elif words[0] in ("train.py", "eval.py"):
         check_difftx([words[0].removesuffix(".py"), *words[1:]], folder)
-    elif words[0] == "-m" and words[1].startswith("sglang."):  # Another project's.
+    elif words[0] == "-m" and words[1].startswith("sglang."):  # A module of another project.
         return
     else:
         path = f"{words[1].replace('.', '/')}.py" if words[0] == "-m" else words[0]

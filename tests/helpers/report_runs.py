@@ -35,7 +35,7 @@ def write_run(
     valid_every=3,
     skipped_step=None,
 ):
-    """Write config, manifest and metrics of `config.train.steps` steps with a loss per step; return the folder."""
+    """Write config, manifest and metrics of `config.train.steps` steps with the given loss, and return the folder."""
     workdir.mkdir(parents=True)
     (workdir / "config.json").write_text(config.to_json())
     manifest = {
@@ -74,7 +74,7 @@ def write_result(workdir, suite, step, numbers, charts=(), details=None):
 
 
 def save_run(config, workdir, steps):
-    """Create a run directory with checkpoints of these steps, whose parameters differ; return the run."""
+    """Create a run directory with checkpoints of these steps, whose parameters differ, and return the run."""
     run = Run.open(config, workdir)
     run.write_description()
     with jax.set_mesh(run.mesh):

@@ -84,7 +84,7 @@ def byte_level_folder(folder: Path):
 
 
 def byte_fallback_folder(folder: Path):
-    """Train BPE on text with ▁ for spaces, and bytes for unknown characters, as a tokenizer.json of Llama has it."""
+    """Train BPE with ▁ for spaces and bytes for unknown characters, as in a tokenizer.json of Llama."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))

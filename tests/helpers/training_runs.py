@@ -13,7 +13,7 @@ def train_losses(workdir):
     rows, skipped = read_metrics(workdir / "metrics.jsonl")
     assert skipped == 0
     train = [row for row in rows if row["split"] == "train"]
-    assert [row["step"] for row in train] == list(range(1, len(train) + 1))  # None twice, none missing.
+    assert [row["step"] for row in train] == list(range(1, len(train) + 1))  # No step is missing or repeated.
     return [row["loss"] for row in train], rows
 
 

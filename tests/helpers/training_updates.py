@@ -14,7 +14,7 @@ def shapes_of(c):
 
 
 def random_tree(shapes, seed):
-    """Return random numbers in these shapes."""
+    """Return random numbers of these shapes."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), shapes)
 
@@ -25,7 +25,7 @@ def by_name(tree):
 
 
 def updated(c, mesh, updates):
-    """Return the parameters before and after some updates with random gradients, and the gradients, by name."""
+    """Return the parameters before and after `updates` updates with random gradients, and the gradients, by name."""
 
     def on_mesh(tree):
         return jax.tree.map(lambda x, s: jax.device_put(x, jax.NamedSharding(mesh, s.sharding.spec)), tree, shapes)

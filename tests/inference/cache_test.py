@@ -15,7 +15,7 @@ SEEDS = [0] * len(LIMITS)
 
 
 def check_against_full_pass(lm, one):
-    """Decode two blocks greedily; compare the tokens, and the logits after prefill and after each block."""
+    """Decode two blocks greedily. Compare the tokens, and the logits after prefill and after each block."""
     prompts = prompts_of(LENGTHS)
     tokens_BT, _, _ = decode.padded(prompts, lm.mesh, lm.config.model.cache)
     with jax.set_mesh(lm.mesh):
@@ -80,12 +80,12 @@ def test_prefill_and_decode_equal_a_full_pass(config, mesh_of, monkeypatch, arch
             pytest.param("diff", {}, {name: OPTIONS[name] for name in names}, marks=pytest.mark.exhaustive)
             for names in (["model__qk_norm"], ["model__logit_soft_cap"], list(WINDOWS))
         ),
-        # Layers in a loop over groups, which are not separated for decoding.
+        # The layers run in a loop over groups of layers, and decoding does not separate them.
         pytest.param("diff", {}, OPTIONS | {"model__num_layers": 12}, marks=pytest.mark.long),
     ],
 )
 def test_options_hold_over_the_cache(config, mesh_of, monkeypatch, architecture, sizes, options):
-    """A window of 5 is shorter than the prompts, so that new tokens see a part of the cache only."""
+    """A window of 5 is shorter than most prompts, so that new tokens see only a part of the cache."""
     options = options | ({"model__logit_soft_cap": 0.1} if "model__logit_soft_cap" in options else {})
     lm = language_model(config, mesh_of(**sizes), architecture, model__num_heads=4, **options)
     monkeypatch.setattr(decode, "chunk_for", lambda *_: 32)

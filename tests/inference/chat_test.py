@@ -1,4 +1,4 @@
-"""The command `difftx chat`: programs are compiled once, whatever is said and set."""
+"""The command `difftx chat`, which compiles its programs once, whatever the user enters."""
 
 import contextlib
 import dataclasses
@@ -66,7 +66,7 @@ def test_nothing_is_compiled_after_the_first_answer(config, mesh_of):
 @pytest.mark.long
 @pytest.mark.parametrize("sizes", [{}, TENSOR], ids=["one device", "mesh"])
 def test_a_completion_compiles_one_program_for_its_tokens(config, mesh_of, sizes):
-    """Prompt and new tokens exceed the smallest cache. It once grew during the completion, for a second program."""
+    """Prompt and new tokens exceed the smallest cache. Growing the cache once compiled a second program."""
     lm = language_model(config, mesh_of(**sizes), data__sequence_length=512, train__global_batch_tokens=4096)
     before = decode._decode_block._cache_size()
     (completion,) = generate(lm, [Request(prompt=[5] * 100, new_tokens=400, seed=0)], HOT)
@@ -129,7 +129,7 @@ def test_answers_are_streamed_and_ctrl_c_ends_one_but_not_the_loop(config, mesh_
         ("x" * 200, "error: the line has 200 tokens, and the model's context data.sequence_length=128; shorten it"),
     ],
 )
-def test_mistakes_are_one_line_and_the_loop_goes_on(config, mesh_of, line, message):
+def test_mistakes_are_one_line_and_the_loop_continues(config, mesh_of, line, message):
     lm = language_model(config, mesh_of())
     answer, helped = said(lm, line, "", "/help", "/quit", "/seed x")
     assert answer.startswith(message)

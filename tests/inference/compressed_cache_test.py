@@ -1,4 +1,4 @@
-"""Quantised caches and caches that evict tokens, against numpy, and the suite that measures them."""
+"""Quantised caches and caches that evict tokens, compared with numpy, and the suite that measures them."""
 
 import dataclasses
 import json
@@ -41,7 +41,7 @@ def test_numbers_are_rounded_to_the_nearest_level(bits, dtype):
     assert np.abs(np.asarray(dequantized(found)) - x).max() <= scale.max() / 2 * (1 + 1e-5) + levels * scale.max() / 256
 
 
-def test_the_gradient_passes_the_rounding():
+def test_the_gradient_passes_through_the_rounding():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8)), jnp.float32)
     weights = jnp.arange(16.0).reshape(2, 8)
     np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(weights * rounded(x, 4)))(x), weights)
@@ -54,7 +54,7 @@ def softmax(z):
 
 
 class Oracle:
-    """The cache of one row and key/value head: positions with their mass, and what each query attends to."""
+    """Brute-force attention of one row and key/value head to a cache, with the mass of each cached position."""
 
     def __init__(self, q_TRGD, k_TGD, v_TE, lam_TR, config, window):
         self.q, self.k, self.v, self.lam, self.config, self.window = q_TRGD, k_TGD, v_TE, lam_TR, config, window
@@ -222,7 +222,7 @@ def test_answers_are_those_of_the_compressed_cache(config, tmp_path):
 
 @pytest.mark.long
 def test_retrieval_from_a_cache(tmp_path):
-    """The suites needle and icl, which docs/suites.md recommends for this suite."""
+    """Run the suites needle and icl, which docs/suites.md recommends for the suite cache."""
     write_lines(tmp_path / "train.jsonl.gz", examples(100, 0))
     write_lines(tmp_path / "test.jsonl", examples(40, 1))
     write_text(tmp_path / "text.txt")

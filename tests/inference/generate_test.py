@@ -96,7 +96,7 @@ def test_requests_must_fit(config, mesh_of):
             generate(lm, requests([prompt], new), GREEDY)
 
 
-def test_few_programs_are_compiled(mesh_of):
+def test_sizes_are_rounded_so_that_few_programs_are_compiled(mesh_of):
     assert [cache.capacity_for(n, CacheConfig()) for n in (0, 256, 257, 4096, 4097)] == [256, 256, 512, 4096, 8192]
     assert [decode.rows_for(n, mesh_of(fsdp=2)) for n in (1, 2, 3, 5, 16)] == [2, 2, 4, 8, 16]
     chunks = [decode.chunk_for(n, 1, mesh_of(), CacheConfig()) for n in (1, 32, 33, 200, 5000, 2**16)]

@@ -59,7 +59,8 @@ CASES = [
 
 def test_top_p_of_one_keeps_every_token_and_sorts_nothing():
     rng = np.random.default_rng(0)
-    logits_BV = rng.normal(size=(4, 50_000)).astype(np.float32)  # Their float32 sum exceeds 1 before the last token.
+    # In float32, the sum of the probabilities exceeds 1 before the last token.
+    logits_BV = rng.normal(size=(4, 50_000)).astype(np.float32)
     p_BV = np.exp(logits_BV.astype(np.float64))
     p_BV /= p_BV.sum(axis=1, keepdims=True)
     np.testing.assert_allclose(distribution(logits_BV, settings(top_p=1.0)), p_BV, rtol=2e-5)

@@ -13,7 +13,7 @@ from difftx.inference.score import Item, Prompt, loglikelihoods, most_likely
 
 
 def brute_force(lm, mesh, items):
-    """Return log-likelihood, whether it is greedy, and the greedy tokens of each item, from logits of whole rows."""
+    """Return each item's log-likelihood, whether it is greedy, and the greedy tokens, from logits of whole rows."""
     rows = [[*item.context, *item.between, *item.continuation] for item in items]
     logits_BTV = full_logits(lm, mesh, padded(rows, mesh, CacheConfig())[0])[: len(items)].astype(np.float64)
     expected = []

@@ -29,13 +29,14 @@ def stream(tokens, stop=()):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_characters_are_whole_wherever_tokens_end(seed):
-    data = "aé€😀\n".encode() + b"\xff\xe2\x82z" + "ü".encode()[:1]  # The rest is not UTF-8.
+    data = "aé€😀\n".encode() + b"\xff\xe2\x82z" + "ü".encode()[:1]  # The second part is not UTF-8.
     text, pieces = stream(random_tokens(data, seed))
     assert text.text == data.decode(errors="replace")
     assert "\ufffd" not in "".join(pieces)[:5]
 
 
-# Stop strings and the expected text. It ends before the stop string that is complete first, of several the longest.
+# Stop strings and the expected text, which ends before the stop string that is complete first. If several stop strings
+# are complete at the same character, it ends before the longest.
 STOPS = [
     (["\n\n"], "Q: one\nA: two"),
     (["A:"], "Q: one\n"),
@@ -56,7 +57,7 @@ def test_stop_strings_are_found_across_tokens(stop, expected):
         assert text.stopped == (stop != ["never"])
 
 
-def test_what_cannot_become_a_stop_string_is_not_held_back():
+def test_text_that_cannot_become_a_stop_string_is_not_held_back():
     text = TextStream([b"ab", b"c", b"x", b"abc"], ["abcd"])
     assert [text.add(i) for i in range(4)] == ["", "", "abcx", ""]
     assert text.finish() == "abc"

@@ -1,4 +1,4 @@
-"""`difftx convert --to=hf` of every architecture: there and back, the files of the folder, and damaged folders."""
+"""`difftx convert --to=hf` of every architecture: round trips, the files of the folder, and invalid folders."""
 
 import ast
 import json
@@ -22,7 +22,7 @@ LLAMA3 |= {"original_max_position_embeddings": 64}
 
 
 @pytest.mark.parametrize("name", long_except(MODELS, ["diff", "llama"]))
-def test_there_and_back_is_bit_for_bit(config, mesh_of, tmp_path, name):
+def test_round_trip_is_bit_for_bit(config, mesh_of, tmp_path, name):
     lm, workdir, folder = exported(config, mesh_of(), name, tmp_path)
     back = import_(folder, tmp_path / "back")
     jax.tree.map(np.testing.assert_array_equal, parameters(back, mesh_of())[1], lm.params)

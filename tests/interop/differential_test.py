@@ -24,10 +24,10 @@ from difftx.training.run import read_config
 from difftx.training.state import init_state, make_train_step
 from interop.folders import FIXTURES, edit_config, import_, parameters, rewrite, run_of, tensors_of
 
-# Of FIXTURES, llama, llama3 and qwen2 all have grouped queries; llama3 has scaled rotary frequencies, qwen2 has biases.
+# The fixtures llama, llama3 and qwen2 have grouped queries. llama3 has scaled rotary frequencies, and qwen2 biases.
 LONG = (("zero-branch", "qwen2"), ("dex", "llama3"))  # The other cases are exhaustive.
 LAYERS, D = 3, 32
-# Float32 against float32 with sums in another order. The norm of the difference is relative to the norm of the logits.
+# Tolerance of the difference's norm, relative to the norm of the logits: both are float32, with sums in another order.
 ROUNDING = 1e-6
 
 
@@ -60,7 +60,7 @@ def relative(found, expected):
         for case in itertools.product(["zero-branch", "dex"], ["llama", "llama3", "qwen2"])
     ],
 )
-def test_at_first_the_function_is_that_of_the_transformer(tmp_path, mesh_of, capsys, name, method):
+def test_new_model_computes_the_function_of_the_transformer(tmp_path, mesh_of, capsys, name, method):
     flags = ["--dex_heads=all"] if method == "dex" else []
     workdir = import_(FIXTURES / name, tmp_path / "run", f"--differential={method}", *flags)
     said = capsys.readouterr().out
@@ -73,7 +73,7 @@ def test_at_first_the_function_is_that_of_the_transformer(tmp_path, mesh_of, cap
     before, after = (sum(x.size for x in params.values()) for params in (old, new))
     assert f"parameters: {before:,} in the Transformer, {after - before:,} added, {after:,} now" in said
 
-    # Old weights are equal bit for bit, and new ones are those of a new model.
+    # Old weights are equal bit for bit, and new weights are those of a new model.
     start, first = initial(workdir, mesh_of()), {}
     for path, value in new.items():
         axes = path.rpartition("/")[2]
@@ -93,7 +93,7 @@ def test_at_first_the_function_is_that_of_the_transformer(tmp_path, mesh_of, cap
 
 @pytest.mark.long  # optimizer_test.py trains both architectures.
 @pytest.mark.parametrize("method", ["zero-branch", pytest.param("dex", marks=pytest.mark.exhaustive)])
-def test_it_learns_and_becomes_another_function(tmp_path, mesh_of, method):
+def test_training_reduces_the_loss_and_changes_the_function(tmp_path, mesh_of, method):
     workdir = import_(
         FIXTURES / "llama3", tmp_path / "run", f"--differential={method}", "--config.model.anneal_steps=4",
         "--config.optimizer.warmup_steps=1", "--config.train.steps=20", "--config.train.global_batch_tokens=512",
@@ -191,7 +191,7 @@ def test_dex_chooses_the_heads_of_highest_entropy(config, mesh_of, tmp_path, mon
         data__path=write_text(tmp_path / "text.txt"),
     )  # fmt: skip
     source, out = run_of(lm, tmp_path / "source"), tmp_path / "run"
-    # The default positions of 64 queries would leave out tokens of longer rows.
+    # The entropy uses at most 64 queries of a row, and would leave out tokens of rows longer than that.
     flags = ["--differential=dex", "--config.data.sequence_length=32"]
     convert_run(source, out, *flags)
     new = read_config(out)
@@ -205,7 +205,7 @@ def test_dex_chooses_the_heads_of_highest_entropy(config, mesh_of, tmp_path, mon
 
 @pytest.mark.long
 def test_dex_chooses_the_same_heads_in_a_model_of_hugging_face(mesh_of, tmp_path):
-    """As in the run of the imported Transformer, for which the test above has an oracle."""
+    """A model folder gets the same heads as its imported run. The test above compares heads of runs with an oracle."""
     data = f"--config.data.path={write_text(tmp_path / 'text.txt')}"
     flags = ["--differential=dex", data, "--config.mesh.fsdp=8"]
     of_folder = import_(FIXTURES / "llama", tmp_path / "folder", *flags)
@@ -237,7 +237,7 @@ def convert_run(source, out, *flags):
 
 
 def refused(tmp_path, message, source, *flags, convert=import_):
-    """Convert, and find the message and nothing else."""
+    """Convert a source, and require an error with the message and no new files."""
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UserError, match=message) as error:
         convert(source, tmp_path / "out", *flags)
@@ -288,7 +288,7 @@ def test_flags_that_do_not_fit_a_run(config, mesh_of, tmp_path, flags, message):
     refused(tmp_path, message, run_of(lm, tmp_path / "source"), *flags, convert=convert_run)
 
 
-def test_a_run_that_is_no_plain_transformer(config, mesh_of, tmp_path):
+def test_run_that_is_not_a_plain_transformer(config, mesh_of, tmp_path):
     normed = language_model(config, mesh_of(), "transformer", model__num_heads=4, model__head_norm="rms")
     source = run_of(normed, tmp_path / "normed")
     flag = "--differential=zero-branch"

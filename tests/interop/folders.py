@@ -1,4 +1,4 @@
-"""Folders of models for the tests of `difftx convert`, and what the command makes of them."""
+"""Folders of models for the tests of `difftx convert`, and conversions of them by the command."""
 
 import base64
 import dataclasses
@@ -18,8 +18,8 @@ from difftx.training.checkpoint.weights import Streamed, save_params
 from difftx.training.run import read_config, write_description
 from difftx.training.state import init_state
 
-FIXTURES = Path(__file__).parent / "fixtures"  # By transformers: fixtures/make.py.
-# As a user would import them on one device.
+FIXTURES = Path(__file__).parent / "fixtures"  # fixtures/make.py makes them with transformers.
+# Flags with which a user would import them on one device.
 IMPORT = [
     f"--config={ROOT / 'configs' / 'quickstart.py'}:diff",
     "--config.data.tokenizer=bytes",
@@ -28,19 +28,19 @@ IMPORT = [
 
 
 def import_(source, out, *flags, format_="hf"):
-    """The new run's directory."""
+    """Import a model, and return the new run's directory."""
     assert main([f"--from={format_}", "--to=difftx", f"--input={source}", f"--out={out}", *IMPORT, *flags]) == 0
     return out
 
 
 def export(workdir, out, *flags, format_="hf"):
-    """The new folder."""
+    """Export a run, and return the new folder."""
     assert main(["--from=difftx", f"--to={format_}", f"--input={workdir}", f"--out={out}", *flags]) == 0
     return out
 
 
 def parameters(workdir, mesh):
-    """The newest checkpoint's config and parameters, on a mesh."""
+    """Return the run's config, and the parameters of its newest checkpoint on a mesh."""
     checkpointer = Checkpointer(workdir)
     step = checkpointer.newest()
     config = read_config(workdir)
@@ -50,7 +50,7 @@ def parameters(workdir, mesh):
 
 
 def run_of(lm, workdir):
-    """The directory of a run with the parameters of `lm`, as far as readers look."""
+    """Write a run with the parameters of `lm` and the files that readers need, and return its directory."""
     workdir.mkdir(exist_ok=True)
     write_description(workdir, lm.config)
     values = {array_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(lm.params)}
@@ -60,12 +60,12 @@ def run_of(lm, workdir):
 
 
 def tensors_of(folder):
-    """Name → float32 array."""
+    """Return the tensors of a folder as float32 arrays by name."""
     return {name: tensor.read() for name, tensor in read_folder(folder).items()}
 
 
 def rewrite(folder, out, **changes):
-    """A copy of a folder in one file, with tensors replaced; None: left out."""
+    """Copy a folder, with its tensors in one file. Tensors in `changes` are replaced, or left out if they are None."""
     out.mkdir()
     shutil.copy(folder / "config.json", out)
     tensors = tensors_of(folder) | changes
@@ -75,7 +75,7 @@ def rewrite(folder, out, **changes):
 
 
 def edit_config(folder, out, **changes):
-    """A copy of a folder with another config.json."""
+    """Copy a folder with changes in its config.json."""
     shutil.copytree(folder, out)
     path = out / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -83,7 +83,7 @@ def edit_config(folder, out, **changes):
 
 
 def with_model(config, **changes):
-    """The config with other fields of `model`."""
+    """Return the config with other fields of `model`."""
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
 
 
@@ -91,7 +91,7 @@ WORDS = [b"th", b"the", b" the", b"an", b"and", b" t", b" th", b"\xc3\xa9", b"12
 
 
 def words_file(path):
-    """A vocabulary of bytes and a few words, as `data.tokenizer` takes it."""
+    """Write a vocabulary of bytes and a few words for `data.tokenizer`, and return its path."""
     tokens = [bytes([value]) for value in range(256)] + WORDS
     path.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)))
     return path

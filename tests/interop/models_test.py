@@ -1,4 +1,4 @@
-"""`difftx convert` against transformers (committed results) and the official code's formulas."""
+"""Compare `difftx convert` with committed results of transformers and with the official code's formulas."""
 
 import json
 
@@ -19,7 +19,7 @@ MODELS = ["diff", "diff_grouped", "llama", "llama3", "qwen2"]
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory):
-    """Name → run directory."""
+    """Return the directories of imported runs by name."""
     folder = tmp_path_factory.mktemp("imported")
     return {name: import_(FIXTURES / name, folder / name) for name in MODELS}
 
@@ -35,7 +35,7 @@ def test_logits_are_those_of_transformers(imported, mesh_of, name):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param("diff", marks=pytest.mark.exhaustive), "diff_grouped"])
-def test_the_two_maps_are_the_halves_of_eager_attentions(imported, mesh_of, name):
+def test_both_attention_weights_are_the_halves_of_eager_attentions(imported, mesh_of, name):
     check_attention_weights(imported[name], expected(name), mesh_of())
 
 
@@ -45,7 +45,7 @@ def test_greedy_generation_is_that_of_transformers(imported, mesh_of, name):
 
 
 @pytest.mark.long
-def test_a_run_is_read_straight_onto_a_mesh(imported, mesh_of):
+def test_run_is_restored_directly_onto_a_mesh(imported, mesh_of):
     theirs = expected("diff")
     config = read_config(imported["diff"])
     _, params = parameters(imported["diff"], mesh_of(**TENSOR))
@@ -57,7 +57,7 @@ def test_a_run_is_read_straight_onto_a_mesh(imported, mesh_of):
 
 
 @pytest.mark.parametrize("name", long_except(MODELS, ["diff", "qwen2"]))
-def test_there_and_back_is_bit_for_bit(imported, mesh_of, tmp_path, name):
+def test_round_trip_is_bit_for_bit(imported, mesh_of, tmp_path, name):
     format_ = "diffllama" if name.startswith("diff") else "hf"
     original, back = tensors_of(FIXTURES / name), tensors_of(export(imported[name], tmp_path / "back", format_=format_))
     assert original.keys() == back.keys()
@@ -66,7 +66,7 @@ def test_there_and_back_is_bit_for_bit(imported, mesh_of, tmp_path, name):
     again = import_(tmp_path / "back", tmp_path / "again")
     old, new = (parameters(workdir, mesh_of())[1] for workdir in (imported[name], again))
     jax.tree.map(np.testing.assert_array_equal, old, new)
-    # config.json says the same model, though not in the same words.
+    # The text of config.json may differ, but it describes the same model.
     assert read_config(again).model == read_config(imported[name]).model
 
 
@@ -77,7 +77,7 @@ def test_there_and_back_is_bit_for_bit(imported, mesh_of, tmp_path, name):
         pytest.param("transformer", {"model__num_heads": 4, "model__num_kv_heads": 2}, marks=pytest.mark.long),
     ],
 )
-def test_the_official_layout_computes_the_same(config, mesh_of, tmp_path, architecture, changes):
+def test_official_layout_gives_the_same_logits(config, mesh_of, tmp_path, architecture, changes):
     lm = language_model(config, mesh_of(), architecture, model__compute_dtype="float32", **changes)
     workdir = run_of(lm, tmp_path)
     official = export(workdir, tmp_path / "official", format_="official")

@@ -1,4 +1,4 @@
-"""Optimizer muon against torch.optim.Muon: make parity. Skipped where torch is not installed."""
+"""Compare the optimizer muon with torch.optim.Muon in `make parity`. The test is skipped without torch."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="make parity installs torch and tran
 
 @pytest.mark.parametrize("split", ["none", "groups"])
 def test_twenty_updates_equal_those_of_torch(config, mesh_of, monkeypatch, split):
-    # Of its Newton-Schulz iterations: `x.to(torch.bfloat16)`, or `x.bfloat16()` since torch 2.14.
+    # Torch's Newton-Schulz iterations cast by `x.to(torch.bfloat16)`, or by `x.bfloat16()` since torch 2.14.
     monkeypatch.setattr(torch, "bfloat16", torch.float64)
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)
     c = config(
@@ -24,7 +24,7 @@ def test_twenty_updates_equal_those_of_torch(config, mesh_of, monkeypatch, split
     first, found, grads = updated(c, mesh_of(), 20)
 
     def matrices(tree):
-        """Return matrices [outputs, inputs], as torch has them: of each layer, and of each group if they are split."""
+        """Yield the matrices [outputs, inputs] of each layer, as in torch. If groups are split, yield one per group."""
         for part in ("attention/query_DHGd", "attention/output_HED", "mlp/up_DF", "mlp/down_FD"):
             for layer in tree[f"blocks/{part}"]:
                 columns = (

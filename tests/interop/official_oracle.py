@@ -1,7 +1,8 @@
-"""A decoder with the official code's attention as its formulas read: float64 numpy, tensors as that code names them.
+"""A decoder with the formulas of the official code's attention, in float64 numpy, with that code's tensor names.
 
-Head by head, after multihead_flashdiff_1.py and multihead_attention.py of microsoft/unilm: sub-heads 2i and 2i + 1 of
-queries and keys are head i's, its value is 2 d channels in one piece, the rotary embedding turns neighbours.
+It computes head by head, as multihead_flashdiff_1.py and multihead_attention.py of microsoft/unilm do. Head i has the
+sub-heads 2i and 2i + 1 of queries and keys. Its value has 2 d adjacent channels. The rotary embedding rotates pairs of
+adjacent channels.
 """
 
 import math
@@ -11,7 +12,7 @@ from kernels.oracle import softmax_row
 
 
 def logits(tensors, config, tokens_T):
-    """Logits `[T, V]` of one row."""
+    """Return the logits `[T, V]` of one row."""
     w = {name: value.astype(np.float64) for name, value in tensors.items()}
     attend = diff_attention if config["attention"] == "MultiheadFlashDiff1" else attention
     eps = config["rms_norm_eps"]
@@ -30,7 +31,7 @@ def logits(tensors, config, tokens_T):
 
 
 def diff_attention(w, config, x_TD, depth):
-    """MultiheadFlashDiff1."""
+    """Return the output of MultiheadFlashDiff1, `[T, D]`."""
     heads, kv_heads = config["num_heads"], config["num_kv_heads"]
     d = config["embed_dim"] // heads // 2
     q, k, v = (x_TD @ w[f"self_attn.{name}_proj.weight"].T for name in "qkv")
@@ -53,7 +54,7 @@ def diff_attention(w, config, x_TD, depth):
 
 
 def attention(w, config, x_TD, depth):
-    """MultiheadAttention."""
+    """Return the output of MultiheadAttention, `[T, D]`."""
     heads, kv_heads = config["num_heads"], config["num_kv_heads"]
     d = config["embed_dim"] // heads
     q, k, v = (x_TD @ w[f"self_attn.{name}_proj.weight"].T for name in "qkv")
@@ -66,13 +67,13 @@ def attention(w, config, x_TD, depth):
 
 
 def sub_head(x, index, d, theta):
-    """Channels of a (sub-)head, turned: channel 2j is the real part, 2j + 1 the imaginary."""
+    """Return the rotated channels of a (sub-)head. Channel 2j is the real part, and 2j + 1 the imaginary part."""
     z = x[:, index * d : (index + 1) * d : 2] + 1j * x[:, index * d + 1 : (index + 1) * d : 2]
     return z * np.exp(1j * np.outer(np.arange(len(x)), theta ** (-np.arange(0, d, 2) / d)))
 
 
 def causal_map(q, k):
-    """softmax(q kᵀ / √d), rows over tokens up to their own."""
+    """Return softmax(q kᵀ / √d), in which each row covers the tokens up to its own."""
     scores = (q @ k.conj().T).real / math.sqrt(2 * q.shape[1])
     out = np.zeros_like(scores)
     for t in range(len(scores)):
@@ -81,5 +82,5 @@ def causal_map(q, k):
 
 
 def rms(x, eps):
-    """RMSNorm without a gain."""
+    """Return the RMSNorm of `x` without a gain."""
     return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps)

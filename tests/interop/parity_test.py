@@ -1,4 +1,4 @@
-"""Against transformers, tokenizers and safetensors themselves: make parity. Skipped where they are not installed."""
+"""Comparisons with transformers, tokenizers and safetensors in `make parity`. Without these, they are skipped."""
 
 import json
 import random
@@ -36,7 +36,7 @@ def test_random_models_of_another_seed(mesh_of, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2"])
-def test_scaled_frequencies_and_biases_go_out_again(tmp_path, capsys, name):
+def test_scaled_frequencies_and_biases_are_exported(tmp_path, capsys, name):
     """transformers loads the exported model as the same class, with the same logits."""
     from interop.fixtures.make import write_model
 
@@ -50,7 +50,7 @@ def test_scaled_frequencies_and_biases_go_out_again(tmp_path, capsys, name):
 
 
 def test_frequencies_of_llama_3_1(tmp_path, config):
-    """All 64 frequencies of Llama 3.1, by transformers."""
+    """Compare all 64 frequencies of Llama 3.1 with those of transformers."""
     rope = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0}
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     theirs = transformers.LlamaConfig(hidden_size=4096, num_attention_heads=32, rope_parameters=rope)
@@ -66,7 +66,7 @@ def test_frequencies_of_llama_3_1(tmp_path, config):
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2"])
 @pytest.mark.parametrize("method", ["zero-branch", "dex", "split"])
-def test_a_differential_model_of_their_weights_goes_out_again(tmp_path, mesh_of, capsys, name, method):
+def test_differential_model_of_imported_weights_is_exported(tmp_path, mesh_of, capsys, name, method):
     from interop.fixtures.make import write_model
 
     write_model(name, 13, tmp_path / "hf")

@@ -1,4 +1,4 @@
-"""Published models, by their config.json (fixtures/published.json)."""
+"""Models with the config.json of published models (fixtures/published.json)."""
 
 import dataclasses
 import json
@@ -39,7 +39,7 @@ def test_the_model_has_the_published_size_and_rotary_embedding(config, tmp_path,
 
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("architecture", ["zero_branch", "dex", "diff"])
-def test_it_becomes_differential(config, tmp_path, name, architecture):
+def test_published_model_becomes_differential(config, tmp_path, name, architecture):
     """SmolLM2-135M has 9 heads and 3 key/value heads, which cannot be paired."""
     model = model_of(config, tmp_path, name)
     changes = {"model.head_norm": "rms_affine" if architecture == "diff" else "none"}

@@ -1,4 +1,4 @@
-"""What `difftx convert` refuses: nothing is written, and the message names the tensor, field or file."""
+"""Inputs that `difftx convert` rejects: it writes nothing, and its message names the tensor, field or file."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ Q = "model.layers.1.self_attn.q_proj.weight"
 
 
 def refused(source, tmp_path, message, *flags):
-    """Import, and find the message and nothing else."""
+    """Import a source, and require an error with the message and no new files."""
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UserError, match=message):
         import_(source, tmp_path / "out", *flags)
@@ -53,7 +53,7 @@ def test_a_truncated_file_names_its_tensor(tmp_path):
 
 
 def relocated(file, change, behind=b""):
-    """Rewrite a file's header by `change`, which is given its entries by offset; the data stay, with `behind` added."""
+    """Apply `change` to the entries of a file's header, sorted by offset. Keep the data, and append `behind`."""
     whole = file.read_bytes()
     length = int.from_bytes(whole[:8], "little")
     header = json.loads(whole[8 : 8 + length])
@@ -79,7 +79,7 @@ def move(entry, offset):
         (lambda entries: None, b"\0", r"1 bytes after \S+, the last tensor, belong to no tensor"),
     ],
 )
-def test_tensors_that_are_not_the_whole_file_one_behind_the_other(tmp_path, change, behind, message):
+def test_tensors_with_overlaps_or_gaps_in_the_file(tmp_path, change, behind, message):
     source = rewrite(GROUPED, tmp_path / "source")
     relocated(source / "model.safetensors", change, behind)
     refused(source, tmp_path, message)
@@ -107,7 +107,7 @@ def test_tensors_that_do_not_fit(tmp_path, changes, message):
     refused(rewrite(GROUPED, tmp_path / "source", **changes), tmp_path, message)
 
 
-def test_two_embeddings_of_a_tied_model_must_be_one(tmp_path):
+def test_two_embeddings_of_a_tied_model_must_be_equal(tmp_path):
     embedding = tensors_of(FIXTURES / "diff")["model.embed_tokens.weight"]
     again = rewrite(FIXTURES / "diff", tmp_path / "again", **{"lm_head.weight": embedding})
     import_(again, tmp_path / "run")
@@ -150,7 +150,7 @@ def test_two_embeddings_of_a_tied_model_must_be_one(tmp_path):
         ),
     ],
 )
-def test_models_that_ours_cannot_represent(tmp_path, changes, message):
+def test_models_that_difftx_cannot_represent(tmp_path, changes, message):
     refused(edit_config(GROUPED, tmp_path / "source", **changes), tmp_path, message)
 
 
@@ -175,7 +175,7 @@ def test_a_vocabulary_smaller_than_the_tokenizer(tmp_path):
     refused(source, tmp_path, "model.vocab_size=200 is less than the 257 tokens of data.tokenizer='bytes'")
 
 
-def test_an_index_that_leads_out_of_the_folder(tmp_path):
+def test_index_that_names_a_file_outside_of_the_folder(tmp_path):
     source = tmp_path / "source"
     shutil.copytree(GROUPED, source)
     index = source / "model.safetensors.index.json"
@@ -201,7 +201,7 @@ def test_flags_that_do_not_fit(tmp_path, flags, message):
     refused(GROUPED, tmp_path, message, *flags)
 
 
-def test_an_output_that_is_there_or_has_no_parent(tmp_path):
+def test_output_that_exists_or_has_no_parent(tmp_path):
     (tmp_path / "out").mkdir()
     with pytest.raises(UserError, match="exists already; name a new folder"):
         import_(GROUPED, tmp_path / "out")

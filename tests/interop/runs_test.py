@@ -1,4 +1,4 @@
-"""What is made of a model is a run: eval.py, generate and init_from take it as they take a trained one."""
+"""An imported model is a run: eval.py, generate and init_from accept it like a trained run."""
 
 import json
 
@@ -30,7 +30,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):
 
 
 @pytest.mark.long
-def test_evaluated_generated_from_and_trained_on(text_file, tmp_path):
+def test_imported_run_supports_eval_generate_and_init_from(text_file, tmp_path):
     workdir = tmp_path / "imported"
     base = {n: v for n, v in TINY.items() if not n.startswith("model.")}
     base |= {"data.path": str(text_file), "eval.loss_tokens": "512", "logging.tensorboard": "false"}

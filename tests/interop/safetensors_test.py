@@ -1,4 +1,4 @@
-"""safetensors files that difftx writes and reads; the library reads them in parity_test.py."""
+"""safetensors files that difftx writes and reads. In parity_test.py, the library reads them."""
 
 import json
 import random
@@ -34,7 +34,7 @@ def test_files_of_a_limited_size_and_their_index(tmp_path, shard_bytes, count):
         np.testing.assert_array_equal(back[name].read(slice(2, 4)), value[2:4])
 
 
-def test_a_damaged_header_is_refused_or_still_fits(tmp_path):
+def test_corrupt_header_is_rejected_or_still_valid(tmp_path):
     (name,) = write(tmp_path, 10**6)
     whole = (tmp_path / name).read_bytes()
     length = 8 + int.from_bytes(whole[:8], "little")

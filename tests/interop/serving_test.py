@@ -1,4 +1,4 @@
-"""Exported folders in transformers, and in an engine that keeps one key/value cache per layer: make parity."""
+"""Exported folders in transformers, and in an engine with one key/value cache per layer. Run with `make parity`."""
 # Axes: B = batch, T = tokens, S = cached tokens, L = layers, n = query heads, K = key/value heads, E = width of a head
 
 import copy
@@ -165,7 +165,7 @@ def test_the_engine_cannot_serve_diffllama(config, mesh_of, tmp_path):
 
 
 @pytest.mark.parametrize("name", NOT_SERVABLE)
-def test_what_is_not_servable_says_so(config, mesh_of, tmp_path, name):
+def test_unservable_architectures_are_marked(config, mesh_of, tmp_path, name):
     _, _, folder = exported(config, mesh_of(), name, tmp_path)
     assert "not servable" in (folder / "README.md").read_text()
     model = load(folder)

@@ -1,4 +1,4 @@
-"""Exported tokenizers against transformers' AutoTokenizer, which does not need torch, and their import."""
+"""Compare exported tokenizers with transformers' AutoTokenizer, which does not need torch, and import them again."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ def exported(config, source, folder, end_of_text=None, model_type="llama"):
 
 @pytest.mark.parametrize("family", [*FAMILIES, "sentencepiece"])
 @pytest.mark.parametrize("settings", [True, False])
-def test_transformers_reads_an_export_alike_and_so_does_an_import(config, tmp_path, family, settings):
+def test_transformers_and_an_import_read_an_export_alike(config, tmp_path, family, settings):
     source = (FAMILIES | {"sentencepiece": sentencepiece_folder})[family](tmp_path / "tokenizer")
     if not settings:
         (source / "tokenizer_config.json").unlink()
@@ -71,7 +71,7 @@ def test_models_that_no_class_of_transformers_reads_alike_are_not_exported(confi
     assert not list((tmp_path / "export").iterdir())
 
 
-def test_another_tokenizer_in_the_folder_is_found(config, tmp_path):
+def test_another_tokenizer_in_the_folder_is_detected(config, tmp_path):
     _, ours = exported(config, sentencepiece_folder(tmp_path / "tokenizer"), tmp_path / "export")
     settings = json.loads((tmp_path / "export" / "tokenizer_config.json").read_text())
     (tmp_path / "export" / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<s>"}))
@@ -83,7 +83,7 @@ def test_another_tokenizer_in_the_folder_is_found(config, tmp_path):
 
 
 def test_an_imported_tokenizer_needs_its_end_of_text(tmp_path):
-    """Its absence is the reason that the import states, and data.end_of_text adds it."""
+    """If the end-of-text token is missing, the import states this reason. data.end_of_text sets the token."""
     folder = FAMILIES["byte-level BPE"](tmp_path / "model")
     (folder / "tokenizer_config.json").unlink()
     (run := tmp_path / "run").mkdir()
@@ -97,8 +97,8 @@ def test_an_imported_tokenizer_needs_its_end_of_text(tmp_path):
     assert tokenizer.eot_token == 1
 
 
-def test_transformers_encodes_in_every_folder_of_qwen_2_by_its_rules(config, tmp_path):
-    """The reason why other tokenizers are not exported there: "é" of two characters becomes one."""
+def test_transformers_encodes_by_qwen_2_rules_in_qwen_2_folders(config, tmp_path):
+    """Other tokenizers are not exported there, because transformers replaces "é" of two characters by one."""
     exported(config, "bytes", tmp_path / "llama")
     (tmp_path / "llama" / "config.json").write_text('{"model_type": "qwen2"}')
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "llama")
@@ -109,7 +109,7 @@ def test_transformers_encodes_in_every_folder_of_qwen_2_by_its_rules(config, tmp
 
 
 def test_only_a_tokenizer_that_splits_as_qwen_2_is_exported_for_it(config, tmp_path):
-    """transformers' own Qwen2Tokenizer is exported, and with one digit more per piece it is not."""
+    """transformers' own Qwen2Tokenizer is exported. A variant with up to two digits per piece is not."""
     source = FAMILIES["byte-level BPE"](tmp_path / "tokenizer")
     model = json.loads((source / "tokenizer.json").read_text())["model"]
     merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]

@@ -1,4 +1,4 @@
-"""tokenizer.json out and in; what the library makes of it is in parity_test.py."""
+"""Export and import of tokenizer.json. parity_test.py compares its token ids with those of the library."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ def with_json(tmp_path, raw):
     return folder
 
 
-def test_bytes_go_out_and_are_recognised(tmp_path, capsys):
+def test_exported_bytes_are_recognised(tmp_path, capsys):
     workdir = import_(LLAMA, tmp_path / "run")
     assert (
         "has no tokenizer.json or tokenizer.model; data.tokenizer='bytes' stays, and must be the model's"
@@ -33,7 +33,7 @@ def test_bytes_go_out_and_are_recognised(tmp_path, capsys):
     assert read_config(again).data.tokenizer == "bytes"
 
 
-def test_a_vocabulary_of_ones_own_comes_back(tmp_path, capsys):
+def test_own_vocabulary_file_is_imported_again(tmp_path, capsys):
     encoding = load_tokenizer(str(words_file(tmp_path / "words.tiktoken")))
     folder = with_json(tmp_path, tokenizers.tokenizer_json(encoding, "words.tiktoken"))
     (new := tmp_path / "new").mkdir()  # It becomes `run` later.
@@ -43,14 +43,14 @@ def test_a_vocabulary_of_ones_own_comes_back(tmp_path, capsys):
     assert tokenizer.fingerprint == encoding.fingerprint
     new.rename(tmp_path / "run")
     assert load_tokenizer(name).fingerprint == encoding.fingerprint
-    # Where the run's config names it already, it stays.
+    # If the run's config already names the tokenizer, it is kept.
     configured = str(tmp_path / "words.tiktoken")
     name, _, note = tokenizers.import_tokenizer(folder, tmp_path / "run", tmp_path / "run", configured, None)
     assert name == configured
     assert "that of the model" in note
 
 
-def test_every_cut_of_a_token_is_a_merge(tmp_path):
+def test_every_split_of_a_token_is_a_merge(tmp_path):
     encoding = load_tokenizer(str(words_file(tmp_path / "words.tiktoken")))
     merges = tokenizers.tokenizer_json(encoding, "words.tiktoken")["model"]["merges"]
     assert [m for m in merges if "".join(m) == "Ġthe"] == [["Ġ", "the"], ["Ġth", "e"]]
@@ -69,7 +69,7 @@ def test_every_cut_of_a_token_is_a_merge(tmp_path):
         lambda raw: raw["model"].pop("vocab"),
     ],
 )
-def test_what_is_not_the_same_is_not_converted(tmp_path, change):
+def test_different_tokenizer_is_not_converted(tmp_path, change):
     pytest.importorskip("tokenizers", reason="needs the extra tokenizers")
     encoding = load_tokenizer(str(words_file(tmp_path / "words.tiktoken")))
     raw = tokenizers.tokenizer_json(encoding, "words.tiktoken")

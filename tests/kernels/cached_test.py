@@ -1,4 +1,4 @@
-"""Attention to cached and new tokens against the last rows of the oracle over all of them."""
+"""Attention of new tokens to cached and new tokens, compared with the last rows of the oracle over all tokens."""
 
 import functools
 
@@ -21,7 +21,7 @@ from kernels import oracle
         (2, 1, "per token", None),
         (2, 5, "per token", None),
         (1, 3, "scalar", None),
-        (2, 1, "scalar", 3),  # One new token and two cached ones.
+        (2, 1, "scalar", 3),  # The window covers one new and two cached tokens.
         (2, 5, "per token", 3),
         (1, 3, "scalar", 1),
     ],

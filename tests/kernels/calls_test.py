@@ -1,4 +1,4 @@
-"""Attention functions in a program that is not difftx's: NumPy arrays, `jax.vmap`, and meshes with automatic axes."""
+"""Attention functions in other programs than difftx: NumPy arrays, `jax.vmap`, and meshes with automatic axes."""
 
 import contextlib
 
@@ -19,7 +19,7 @@ IDS_BT = np.sort(RNG.integers(0, 3, (8, 12)))
 OPTIONS = {"segment_ids_BT": IDS_BT, "window": 5}
 EXPECTED = oracle.diff_attention(*ARRAYS, 0.3, IDS_BT, 5)
 
-# A call of each function with the same result, given q, k and v of differential attention.
+# A call of each function. All calls have the same result, given q, k and v of differential attention.
 CALLS = {
     "diff_attention": lambda q, k, v, **options: kernels.diff_attention(q, k, v, 0.3, **options),
     "mapped_attention": lambda q, k, v, **options: kernels.mapped_attention(
@@ -74,7 +74,7 @@ def test_automatic_axes_shard_rows_and_heads(call, is_set):
 
 @pytest.mark.parametrize(("kind", "is_partitioned"), [("Auto", True), ("Explicit", False), ("Manual", False)])
 def test_no_pallas_kernel_is_selected_where_xla_would_have_to_partition_it(kind, is_partitioned):
-    """XLA has one program for all devices of automatic axes. In `jax.shard_map`, all axes are manual."""
+    """XLA partitions one program over automatic axes only. Inside `jax.shard_map`, all axes are manual."""
     shapes = (2, 1024, 4, 2, 64), (2, 1024, 4, 2, 64), (2, 1024, 4, 128)
     call = AttentionCall(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
     tpu = AbstractDevice(device_kind="TPU v5", num_cores=1, platform="tpu")

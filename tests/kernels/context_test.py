@@ -15,7 +15,7 @@ from difftx.kernels import context, maps, pallas_tpu, pallas_tpu_kernels
 from difftx.kernels.context import SequenceSharding
 from difftx.kernels.rows import map_rows
 
-B, H, K, D = 2, 4, 2, 8  # Query heads share keys: the gathered ones are fewer.
+B, H, K, D = 2, 4, 2, 8  # Query heads share keys, so fewer key heads than query heads are gathered.
 
 
 def operands(kind, tokens, segments, seed=0):
@@ -26,7 +26,7 @@ def operands(kind, tokens, segments, seed=0):
     k = jax.random.normal(keys[1], (B, tokens, K, *groups, D))
     v = jax.random.normal(keys[2], (B, tokens, K, width))
     lam = jax.random.uniform(keys[3], (B, tokens, H)) if kind == "diff" else None
-    # Documents of all lengths, which end inside of chunks and go over several.
+    # Documents have random lengths. They end inside chunks and may span several chunks.
     ends = np.sort(np.random.default_rng(seed).integers(1, tokens, (B, 5)), axis=1)
     ids = (np.arange(tokens) >= ends[:, :, None]).sum(axis=1).astype(np.int32) + 1
     return q, k, v, lam, jnp.asarray(ids) if segments else None
@@ -87,7 +87,7 @@ BOTH_ORDERS = pytest.mark.parametrize("zigzag", [IN_ORDER, pytest.param(True, id
     ],
 )
 def test_sharded_rows_equal_whole_ones(mesh_of, monkeypatch, kind, implementation, zigzag):
-    monkeypatch.setattr("difftx.kernels.xla.CHUNK_MAP_ELEMENTS", 96 * 5)  # Several chunks of queries, one part-filled.
+    monkeypatch.setattr("difftx.kernels.xla.CHUNK_MAP_ELEMENTS", 96 * 5)  # Several chunks, one partly filled.
     mesh = mesh_of(context=4, tensor=2)
     check(mesh, kind, implementation, tokens=96, zigzag=zigzag, segments=True)
 
@@ -105,7 +105,7 @@ def test_a_window_crosses_the_shards(mesh_of, zigzag):
 )
 @pytest.mark.parametrize("implementation", ["pallas_tpu", "splash_wide", "splash"])
 def test_tpu_kernels_over_sharded_rows(mesh_of, monkeypatch, implementation, zigzag, segments):
-    if not segments:  # Splash's backward pass for long rows.
+    if not segments:  # Use splash's backward pass for long rows.
         monkeypatch.setattr("difftx.kernels.splash.FUSED_TOKENS", 0)
     kind = "softmax" if implementation == "splash" else "diff"
     check(mesh_of(context=4), kind, implementation, tokens=1024, zigzag=zigzag, segments=segments)
@@ -113,7 +113,7 @@ def test_tpu_kernels_over_sharded_rows(mesh_of, monkeypatch, implementation, zig
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("window", [200, pytest.param(None, marks=pytest.mark.exhaustive)])
-def test_tpu_kernels_in_two_backward_kernels(mesh_of, monkeypatch, window):
+def test_tpu_kernels_with_two_backward_kernels(mesh_of, monkeypatch, window):
     monkeypatch.setattr("difftx.kernels.pallas_tpu._dq_bytes", lambda _: 2**60)
     check(mesh_of(context=2), "diff", "pallas_tpu", tokens=1024, zigzag=True, segments=True, window=window)
 
@@ -121,8 +121,11 @@ def test_tpu_kernels_in_two_backward_kernels(mesh_of, monkeypatch, window):
 @pytest.mark.interpreter
 @BOTH_ORDERS
 @pytest.mark.parametrize("window", [None, pytest.param(200, marks=pytest.mark.exhaustive)])
-def test_tpu_kernels_in_one_backward_kernel(mesh_of, monkeypatch, window, zigzag):
-    """Memory that nobody writes is NaN here, and a block of dQ that is left and come back to is lost, as on a TPU."""
+def test_tpu_kernels_with_one_backward_kernel(mesh_of, monkeypatch, window, zigzag):
+    """Run the backward pass in Pallas's interpreter for TPUs.
+
+    Unwritten memory is NaN. As on a TPU, a block of dQ that the grid leaves and revisits loses its contents.
+    """
     tiles = pallas_tpu.Tiles(128, vmem_mib=16, dq_mib=64)
     monkeypatch.setattr(pallas_tpu, "_tiles", lambda _: tiles)
     backends = kernels.BACKENDS["diff_attention"]
@@ -133,7 +136,7 @@ def test_tpu_kernels_in_one_backward_kernel(mesh_of, monkeypatch, window, zigzag
 
 
 @pytest.mark.parametrize("devices", [3, 8, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 4))])
-def test_orders(mesh_of, devices):
+def test_text_order_to_zigzag_order_and_back(mesh_of, devices):
     mesh = jax.make_mesh((devices,), ("context",), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:devices])
     x_BT = jnp.arange(4 * devices * 3).reshape(3, 4 * devices)
     with jax.set_mesh(mesh):
@@ -153,8 +156,11 @@ def test_orders(mesh_of, devices):
 
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("keys_outer", [False, True])
-def test_zigzag_gives_every_device_as_many_tiles(keys_outer, window):
-    """Without a window; and in any case each device visits what its queries see, and all key tiles in turn."""
+def test_zigzag_visits_visible_tiles_and_balances_devices(keys_outer, window):
+    """Each device visits the tiles that its queries can see. Without a window, all devices visit equally many tiles.
+
+    If keys are the outer loop, each device starts every key tile once, in order.
+    """
     tiles, block, sharding = 16, 128, SequenceSharding("context", 4, True)
     visits = pallas_tpu_kernels.list_visits(tiles, block, window, sharding, keys_outer=keys_outer)
     for device, row in enumerate(visits):

@@ -1,6 +1,6 @@
-"""The cuDNN path: its algebra on the CPU, and what it lowers to for CUDA. cuDNN itself cannot run here."""
+"""The cuDNN backends: their algebra on the CPU, and their lowering for CUDA. cuDNN itself cannot run here."""
 
-#   B = batch, T = S = length, H = query heads, K = key/value heads, G = 2 maps, D = width, E = 2·D
+#   B = batch, T = S = length, H = query heads, K = key/value heads, G = 2 groups, D = width, E = 2·D
 
 import functools
 
@@ -42,7 +42,11 @@ def output_and_gradients(attention, args, ids_BT, dout_BTHE):
 
 @pytest.fixture
 def xla_instead(monkeypatch):
-    """JAX's own attention under the same API; it wants K and V equally wide, like the cuDNN call."""
+    """Replace cuDNN by XLA in JAX's attention functions.
+
+    `jax.nn.dot_product_attention` requires K and V of equal width with XLA as with cuDNN. The private call accepts
+    wider V, so its replacement splits V into halves.
+    """
     public = jax.nn.dot_product_attention
 
     def call(*args, implementation, **kwargs):
@@ -61,7 +65,7 @@ def xla_instead(monkeypatch):
 
 @pytest.fixture
 def on_hopper():
-    """JAX asks the local GPU and cuDNN whether they can serve a call. Here the target's answer."""
+    """Let JAX check calls against an H200 and cuDNN 9.19, instead of the local GPU and its cuDNN."""
     with targeting("NVIDIA H200"), cudnn.checked_for_target(91900):
         yield
 

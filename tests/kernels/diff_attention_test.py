@@ -16,12 +16,15 @@ from difftx.config import architectures as config
 from difftx.kernels import api, xla
 from kernels import oracle
 
-# The GPU kernels' interpreter needs minutes, and NPROC (see pallas_gpu_test.py): `make test-compile` runs them.
+# The interpreter of the GPU kernels takes minutes and requires NPROC (see pallas_gpu_test.py). `make test-compile`
+# runs it.
 INTERPRETED = [pytest.param(name, marks=pytest.mark.long) for name in ("pallas_tpu", "splash_wide")]
 BACKENDS = ["reference", "xla", *INTERPRETED, pytest.param("pallas_gpu", marks=pytest.mark.interpreter)]
-WIDTH = {"pallas_gpu": 32}  # Its narrowest; the others take any.
+WIDTH = {"pallas_gpu": 32}  # The smallest head width that the backend supports. The other backends get 8.
 SOFTMAX_BACKENDS = ["reference", "xla", "splash"]
-LARGE = 8.0  # Of q and k: logits to about 200, which float32 rounds by 200 · 2**-24, and a map's entry by that factor.
+# Scale of q and k for logits up to about 200. float32 rounds such logits by up to 200 · 2**-24, which is then the
+# relative error of the attention weights.
+LARGE = 8.0
 LARGE_TOLERANCE = 2e-5
 NAMES = ("out", "dq", "dk", "dv", "dlam")
 
@@ -67,7 +70,7 @@ CASES = {
     "lambda per token": {"lam": "per token", "K": 2},
     "large logits": {"scale": LARGE},
 }
-# What other cases have, too.
+# Cases whose features other cases cover. They are marked `exhaustive`.
 WITHIN = (
     "T=63",
     "T=64",
@@ -99,7 +102,7 @@ def of_case(backend, case, dtype, D, *, wide=False):
     return output_and_gradients(backend, q, k, v, lam, ids, window)
 
 
-# Of the GPU kernels, pallas_gpu_test.py runs such cases at the sizes of their tiles.
+# For the GPU kernels, pallas_gpu_test.py runs such cases at the sizes of their tiles.
 @pytest.mark.parametrize(("case", "dtype"), RUNS)
 @pytest.mark.parametrize(
     "backend",
@@ -116,22 +119,22 @@ def test_output_and_gradients(backend, case, dtype):
     arguments = CASES[case] | {"dtype": dtype, "D": WIDTH.get(backend, 8)}
     window = arguments.pop("window", None)
     assert relative_error(actual[0], oracle.diff_attention(*inputs(**arguments), window)) < tolerance
-    # Gradients of the same numbers in float32: rounding of the inputs is not the kernel's error.
+    # The reference gets the same rounded inputs in float32, so the rounding of inputs is not an error of the kernel.
     expected = of_case("reference", case, dtype, WIDTH.get(backend, 8), wide=True)
     for name, a, e in zip(NAMES, actual, expected, strict=True):
-        if np.abs(e).max() > 1e-6:  # One token: its map is 1 whatever q and k are.
+        if np.abs(e).max() > 1e-6:  # With one token, dq and dk are 0: the attention weight is always 1.
             assert relative_error(a, e) < tolerance, name
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_repeated_keys_and_a_sink(backend):
     q, k, v, lam, _ = inputs(T=48, D=WIDTH.get(backend, 8))
-    k = k.at[:, 8:].set(k[:, 8:9]).at[:, 0].mul(30.0)  # Token 0 draws all attention, the rest are alike.
+    k = k.at[:, 8:].set(k[:, 8:9]).at[:, 0].mul(30.0)  # Token 0 has large logits. Keys 8 on are equal.
     actual = output_and_gradients(backend, q, k, v, lam, None, None)
     expected = output_and_gradients("reference", q, k, v, lam, None, None)
     assert relative_error(actual[0], oracle.diff_attention(q, k, v, lam)) < TOLERANCE["float32"]
     for name, a, e in zip(NAMES, actual, expected, strict=True):
-        assert relative_error(a, e) < 1e-5, name  # dq nearly cancels: 30 times the rounding.
+        assert relative_error(a, e) < 1e-5, name  # The terms of dq nearly cancel and have 30 times the rounding errors.
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -143,8 +146,8 @@ def test_running_twice_gives_the_same_bits(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_document_knows_nothing_of_its_neighbour(backend):
-    """Other values in one segment change no bit of another's output and gradients."""
+def test_documents_do_not_affect_each_other(backend):
+    """Other values in one segment change no bit of the output and gradients of another segment."""
     q, k, v, lam, _ = inputs(B=1, T=40, H=2, K=2, lam="per token", D=WIDTH.get(backend, 8))
     ids = jnp.asarray([[1] * 17 + [2] * 23], jnp.int32)
     whole = output_and_gradients(backend, q, k, v, lam, ids, None)
@@ -178,7 +181,7 @@ def test_chunks_do_not_change_the_result(monkeypatch, elements):
     jax.clear_caches()
 
 
-def test_a_long_row_holds_no_map():
+def test_memory_of_a_long_row_is_not_quadratic():
     T = 16_384
     shapes = [(1, T, 1, 2, 64), (1, T, 1, 2, 64), (1, T, 1, 128)]
     q, k, v = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)
@@ -188,13 +191,13 @@ def test_a_long_row_holds_no_map():
         return jnp.sum(out.astype(jnp.float32))
 
     compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, k, v).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < T * T  # A quarter of one float32 map.
+    assert compiled.memory_analysis().temp_size_in_bytes < T * T  # A quarter of one T × T array in float32.
 
 
 @pytest.mark.parametrize("backend", SOFTMAX_BACKENDS)
 @pytest.mark.parametrize("case", [{}, {"segments": True, "window": 6, "K": 2}])
-def test_softmax_attention_is_the_first_map(backend, case):
-    """At λ = 0 differential attention is softmax attention, on each half of V."""
+def test_softmax_attention_equals_differential_attention_at_lambda_zero(backend, case):
+    """At λ = 0, differential attention equals softmax attention on each half of V."""
     arguments = dict(case)
     window = arguments.pop("window", None)
     q, k, v, _, ids = inputs(**arguments)

@@ -1,4 +1,4 @@
-"""Attention by other maps: chunked and cached against each map's formula, gradients against the reference's."""
+"""Chunked and cached attention with other weight functions, compared with their formulas and reference gradients."""
 
 import functools
 
@@ -20,7 +20,7 @@ def signed_row(logits1, logits2):
     return softmax_row(logits1) * np.tanh(logits2)
 
 
-# Name: (map, its groups, whether it takes a number for each query, its row in numpy).
+# Name → (weight function, number of groups, whether it takes a number per query, formula of one row in numpy).
 MAPS = {
     "sink": (maps.softmax_with_sink, 1, True, sink_row),
     "top_k": (functools.partial(maps.top_k_softmax, k=K_KEPT), 1, False, lambda z: top_k_row(z, K_KEPT)),
@@ -71,7 +71,7 @@ def loss_weights(q, v):
 
 
 def outputs_and_gradients(name, backends, q, k, v, number, ids, window):
-    """Of each backend under one jit; the reference's from float32 inputs."""
+    """Return the output and gradients of each backend, from one jitted function. The reference gets float32 inputs."""
     weights = loss_weights(q, v)
     arrays = (q, k, v) if number is None else (q, k, v, number)
 
@@ -114,8 +114,11 @@ def test_output_and_gradients(name, case, dtype):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", MAPS)
-def test_in_chunks_and_against_central_differences(name, monkeypatch):
-    """The reference's gradient is JAX's of the same map; here the loss is a number that numpy makes, in float64."""
+def test_chunked_gradients_equal_reference_and_central_differences(name, monkeypatch):
+    """Compare gradients with the reference and with central differences of a float64 loss in numpy.
+
+    The reference alone is not an independent check, because JAX differentiates the same weight function for it.
+    """
     monkeypatch.setattr(xla, "CHUNK_MAP_ELEMENTS", 40)
     *arrays, ids = inputs(name, segments=True, K=2)
     chunked, whole = outputs_and_gradients(name, ("xla", "reference"), *arrays, ids, 9)
@@ -133,7 +136,7 @@ def test_in_chunks_and_against_central_differences(name, monkeypatch):
         assert np.sum(grad * direction) == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-4), i
 
 
-def test_a_long_row_holds_no_map():
+def test_memory_of_a_long_row_is_not_quadratic():
     T = 16_384
     q, k, v = (jax.ShapeDtypeStruct((1, T, 1, 64), jnp.bfloat16) for _ in range(3))
 
@@ -142,12 +145,12 @@ def test_a_long_row_holds_no_map():
         return jnp.sum(out.astype(jnp.float32))
 
     compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, k, v).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < T * T  # A quarter of one float32 map.
+    assert compiled.memory_analysis().temp_size_in_bytes < T * T  # A quarter of one T × T array in float32.
 
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("name", MAPS)
-def test_over_a_cache_it_is_the_same(name, window):
+def test_cached_attention_equals_the_formula(name, window):
     S, K, new = 14, 2, 5
     q, k, v, number, _ = inputs(name, T=S, K=K)
     segment_BS = np.array([[0] * 14, [0] * 6 + [1] * 8], np.int32)

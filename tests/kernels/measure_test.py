@@ -34,12 +34,12 @@ def backend(monkeypatch):
     return replace
 
 
-# The next tests compare the other workloads with the reference, too.
+# The tests below also compare "plain" and "window" with the reference, so these are `exhaustive` here.
 @pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n in ("plain", "window"))) for n in WORKLOADS]
 )
-def test_a_right_backend_is_timed(name):
+def test_a_correct_backend_is_timed(name):
     workload = WORKLOADS[name]
     assert "xla" in workload.candidates()
     assert 0 < measure.measure(workload, "xla") < 60_000
@@ -136,7 +136,7 @@ def test_tiles_of_1024_tokens_are_right_and_measured_only_for_longer_rows(functi
     workload = Workload(function, 1, 1100, 2, 1, 16, "float32", has_segments=True)
     backend = kernels.BACKENDS[function][name]
     assert backend.why_unsupported(workload.call()) is None
-    assert measure.measure(workload, name) > 0  # In the interpreter. It raises an error for wrong results.
+    assert measure.measure(workload, name) > 0  # Runs in the interpreter. Wrong results raise an error.
     short = dataclasses.replace(workload, tokens=400)
     assert "rows of 400 tokens get" in backend.why_unsupported(short.call())
 
@@ -156,7 +156,7 @@ def test_auto_follows_a_ranking(monkeypatch):
     assert selected() == "second"
     kernels.use(Ranking("attention", {}, {"xla": 2.0}, {"second": "it is wrong"}))
     assert selected() == "xla"
-    # A backend that was not measured serves the calls that no measured one supports.
+    # A backend that was not measured serves the calls that no measured backend supports.
     kernels.use(Ranking("attention", {}, {"xla": 2.0}, {"second": "it is wrong"}))
     monkeypatch.setitem(
         kernels.BACKENDS["attention"], "xla", dataclasses.replace(right, unsupported=lambda call: "a reason")

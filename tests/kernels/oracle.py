@@ -1,4 +1,4 @@
-"""Differential attention as Eq. 1 of arXiv 2410.05258 reads, in numpy, float64, with loops."""
+"""Differential attention by Eq. 1 of arXiv 2410.05258, in float64 numpy with loops."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ def softmax_row(logits: np.ndarray) -> np.ndarray:
 
 
 def diff_attention(q, k, v, lam, segment_ids=None, window=None) -> np.ndarray:
-    """q [B,T,H,2,D], k [B,T,K,2,D], v [B,T,K,2D], lam scalar or [B,T,H] → [B,T,H,2D]."""
+    """Return [B,T,H,2D] for q [B,T,H,2,D], k [B,T,K,2,D], v [B,T,K,2D] and lam, a scalar or [B,T,H]."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     segment_ids = None if segment_ids is None else np.asarray(segment_ids)
     B, T, H, _, D = q.shape

@@ -1,16 +1,16 @@
 """The Mosaic GPU kernels in Pallas's interpreter, with race detection, against independent references.
 
-The interpreter runs wgmma synchronously and takes its operands from shared memory only, so it does not see a race
-against a matrix product in flight, nor the register operands of the compiled kernels.
+The interpreter runs wgmma synchronously and requires its operands in shared memory. It therefore detects no race with
+an unfinished matrix product, and does not test the register operands of the compiled kernels.
 """
 
-#   B = batch, T = S = length, H = query heads, K = key/value heads, G = 2 maps, D = width, E = 2·D
+#   B = batch, T = S = length, H = query heads, K = key/value heads, G = 2 groups, D = width, E = 2·D
 
 import dataclasses
 import os
 
-# Three warpgroups block on each other in callbacks on XLA's CPU pool, one thread a core: two cores deadlock. Read
-# when JAX makes its CPU client, so it must stand in the environment before any test touches a device.
+# Three warpgroups wait for each other in callbacks on XLA's CPU thread pool. The pool has one thread per core, so two
+# cores deadlock. JAX reads NPROC when it creates its CPU client, so it must be set before any test uses a device.
 os.environ.setdefault("NPROC", "16")
 
 import jax
@@ -25,10 +25,10 @@ from difftx.kernels.backend import AttentionCall
 
 pytestmark = pytest.mark.interpreter
 
-# Relative error of a whole tensor, ‖a - b‖ / ‖b‖. bfloat16 rounds P, dS and the results, 2^-9 each.
+# Relative error of a whole tensor, ‖a - b‖ / ‖b‖. bfloat16 rounds P, dS and the results by 2^-9 each.
 TOLERANCE = {"bfloat16": 6e-3, "float32": 2e-6}
-# With values of 30 and sharp maps dP - delta cancels, and delta comes from an O rounded to bfloat16. The same case
-# in float32 is held to TOLERANCE.
+# With values of 30 and sharp attention weights, dP - delta cancels, and delta is computed from O rounded to bfloat16.
+# In float32, the same case has the usual TOLERANCE.
 TOLERANCE_CANCELLING = {"bfloat16": 1.2e-2, "float32": 2e-6}
 
 
@@ -41,7 +41,7 @@ class Case:
     width: int = 32
     segments: str | None = None
     window: int | None = None
-    lam: float | None = None  # None: per token and head, both signs, some zero
+    lam: float | None = None  # None: random per token and head, of both signs, some zero.
     structured: bool = False
     dtype: str = "bfloat16"
 
@@ -57,7 +57,7 @@ CASES = {
     "unordered_segments": Case(length=130, heads=2, segments="unordered"),
     "window_in_a_tile": Case(length=130, window=5),
     "window_of_one": Case(length=65, window=1),
-    "five_tiles": Case(length=260),  # More than twice the number of buffers, so each of them is filled again.
+    "five_tiles": Case(length=260),  # More than twice as many tiles as buffers, so each buffer is filled again.
     "window_over_tiles": Case(length=260, window=70),
     "everything": Case(length=200, batch=2, heads=2, segments="packed", window=50, width=64),
     "lambda_zero": Case(length=65, lam=0.0),
@@ -68,7 +68,7 @@ CASES = {
     "float32": Case(length=130, heads=2, segments="packed", dtype="float32"),
     "float32_window": Case(length=130, batch=2, window=70, dtype="float32"),
 }
-# What other cases have, too.
+# Cases whose features other cases cover. They are marked `exhaustive`.
 WITHIN = (
     *("unordered_segments", "window_in_a_tile", "window_of_one", "large_norms", "float32_window"),
     *("lambda_zero", "lambda_one", "lambda_negative"),
@@ -94,7 +94,7 @@ def make_inputs(case):
     q_BTHGD, k_BSKGD = rng.normal(size=(b, t, h, 2, d)), rng.normal(size=(b, t, k, 2, d))
     v_BSKE, dout_BTHE = rng.normal(size=(b, t, k, 2 * d)), rng.normal(size=(b, t, h, 2 * d))
     if case.structured:
-        # Logits of tens, a sink on the first key, and a key that repeats: rows of A from one-hot to ties.
+        # Logits of tens, a sink at the first key, and a repeated key. Rows of attention weights are one-hot to tied.
         q_BTHGD, k_BSKGD = 4 * q_BTHGD, 2 * k_BSKGD
         k_BSKGD[:, 0] = 3 * q_BTHGD.mean(axis=(1, 2), keepdims=False)[:, None]
         k_BSKGD[:, 5::7] = k_BSKGD[:, 5:6]
@@ -121,7 +121,7 @@ def visible_keys(case, segment_ids_BT):
 
 
 def oracle_forward(case, x):
-    """O, O2 and the log-sum-exp in float64 numpy."""
+    """Return O, O2 and the log-sum-exp, in float64 numpy."""
     q, k, v, lam = (np.asarray(a, np.float64) for a in x.attention()[:4])
     k, v = (np.repeat(a, case.heads // case.kv_heads, axis=2) for a in (k, v))
     logits = np.einsum("bthgd,bshgd->bhgts", q, k) / np.sqrt(case.width)
@@ -134,7 +134,7 @@ def oracle_forward(case, x):
 
 
 def naive_attention(case, segment_ids_BT, q, k, v, lam):
-    """The definition in float32, for autodiff."""
+    """Return differential attention by its definition in float32, for autodiff."""
     k, v = (jnp.repeat(a, case.heads // case.kv_heads, axis=2) for a in (k, v))
     logits = jnp.einsum("bthgd,bshgd->bhgts", q, k, precision="highest") / np.sqrt(case.width)
     seen = jnp.asarray(visible_keys(case, segment_ids_BT))[:, None, None]
@@ -152,7 +152,7 @@ def run_kernels(case, x):
 
 
 def assert_close(name, actual, expected, tolerance, scale):
-    """The relative error; where the expected tensor is all but zero, the error relative to `scale`."""
+    """Check the relative error. If the expected tensor is almost zero, check the error relative to `scale`."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     assert actual.shape == expected.shape, name
     assert np.isfinite(actual).all(), name
@@ -183,13 +183,13 @@ def test_forward_and_backward(name, capfd):
     as_float32 = (a.astype(jnp.float32) for a in x.attention()[:4])
     expected = jax.grad(loss, argnums=(0, 1, 2, 3))(*as_float32)
     for which, actual, reference in zip(("dq", "dk", "dv", "dlam"), gradients, expected, strict=True):
-        # One visible key: dq and dk are zero, but for the rounding of O that delta comes from.
+        # With one visible key, dq and dk are zero, except that delta is computed from a rounded O.
         assert_close(which, actual, reference, tolerance, scale=jnp.linalg.norm(x.dout_BTHE))
     for gradient, argument in zip(gradients, x.attention(), strict=False):
         assert gradient.dtype == argument.dtype
 
 
-@pytest.mark.exhaustive  # In diff_attention_test.py too.
+@pytest.mark.exhaustive  # diff_attention_test.py has the same test.
 def test_two_runs_agree_bit_for_bit():
     case = CASES["packed_segments"]
     x = make_inputs(case)
@@ -200,7 +200,7 @@ def test_two_runs_agree_bit_for_bit():
 
 @pytest.mark.parametrize("segments", [None, "packed", "unordered"])
 @pytest.mark.parametrize("window", [None, 1, 2, 63, 64, 65, 66, 128, 129, 130, 1000])
-def test_tile_ranges_cover_exactly_what_is_visible(segments, window):
+def test_tile_ranges_cover_the_visible_tiles(segments, window):
     tile = pallas_gpu_tiles.TILE
     case = Case(length=6 * tile, batch=3, segments=segments, window=window)
     ids_BT = make_inputs(case).segment_ids_BT
@@ -216,7 +216,7 @@ def test_tile_ranges_cover_exactly_what_is_visible(segments, window):
             assert all_BNN[b, i, j]
         if j < i < k_full:
             assert all_BNN[b, i, j]
-        if segments is None and first <= j < i:  # and no tile is masked or visited in vain
+        if segments is None and first <= j < i:  # Without segments, no tile is masked or visited in vain.
             assert some_BNN[b, i, j]
             assert (j >= q_full) == (i < k_full) == all_BNN[b, i, j]
 

@@ -12,13 +12,13 @@ from jax.experimental.pallas import tpu as pltpu
 from difftx.kernels import pallas_tpu
 from difftx.kernels.backend import AttentionCall
 
-# Shapes: as in difftx/kernels/pallas_tpu.py.
+# Axes: as in difftx/kernels/pallas_tpu.py.
 
 pytestmark = pytest.mark.interpreter
 
 BLOCK = 128
-# Relative errors in the Frobenius norm. float32: rounding of sums of 300 terms; bfloat16: 8 bits of
-# probabilities and results.
+# Relative errors in the Frobenius norm. In float32, they come from the rounding of sums of 300 terms. In bfloat16, they
+# come from the 8 bits of probabilities and results.
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}
 
 
@@ -32,8 +32,8 @@ class Case:
     dtype: type = jnp.float32
     segments: str | None = None  # "packed", "one", "interleaved", "early" or "late"
     window: int | None = None
-    structured: bool = False  # large norms, a sink, repeated keys
-    lam: float | None = None  # None: a different one at each token and head, 0 and 1 among them
+    structured: bool = False  # Large norms, a sink, repeated keys.
+    lam: float | None = None  # None: random per token and head, including 0 and 1.
 
     def __str__(self):
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
@@ -83,7 +83,7 @@ def make_inputs(case):
         q *= 2.0  # logits 8 +- 5, up to 40
         q[..., :2] += (12.0, 8.0)
         key[..., 1] += 8.0
-        key[:, 0, ..., 0] += 4.0  # a sink: 6 more for the first key
+        key[:, 0, ..., 0] += 4.0  # A sink: 6 is added to the logits of the first key.
         key[:, t // 2 : t // 2 + 16] = key[:, t // 2 : t // 2 + 1]
         v[:, 0] += 4.0
     lam = np.full((b, t, h), case.lam, np.float32) if case.lam is not None else normal(b, t, h)
@@ -94,10 +94,10 @@ def make_inputs(case):
     ids = {
         None: None,
         "one": token * 0 + 3,
-        "packed": (token + start) // 90,  # a boundary inside, and one at most, in each tile of 128
+        "packed": (token + start) // 90,  # One boundary inside each tile of 128.
         "interleaved": token % 3,
-        "early": (token >= 100).astype(np.int32),  # tile 0 mixed, the later ones uniform
-        "late": (token >= 200).astype(np.int32),  # tile 1 mixed, the others uniform
+        "early": (token >= 100).astype(np.int32),  # Tile 0 has two segments, later tiles one.
+        "late": (token >= 200).astype(np.int32),  # Tile 1 has two segments, other tiles one.
     }[case.segments]
     cast = [jnp.asarray(x, case.dtype) for x in (q, key, v)]
     segment_ids = None if ids is None else jnp.asarray(ids)
@@ -116,7 +116,7 @@ def visibility(case, segment_ids):
 
 
 def oracle(q, k, v, lam, seen_BTT):
-    """float64 numpy: returns O, O2 and the log-sum-exps."""
+    """Return O, O2 and the log-sum-exps, in float64 numpy."""
     q, k, v, lam = (np.asarray(x.astype(jnp.float32), np.float64) for x in (q, k, v, lam))
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat(group, axis=2), v.repeat(group, axis=2)
@@ -130,10 +130,10 @@ def oracle(q, k, v, lam, seen_BTT):
 
 
 def rounding_limit(case, inputs, seen_BTT):
-    """Relative errors of dq, dk, dv in float64 arithmetic when only O and O2 are rounded.
+    """Return the relative errors of dq, dk and dv in float64 arithmetic if only O and O2 are rounded.
 
-    The backward pass gets delta = rowsum(dO * O) from outputs in q's dtype. Where keys share a
-    large component dQ cancels to far below its terms, and that rounding alone can cost 1 %.
+    The backward pass computes delta = rowsum(dO * O) from outputs in q's dtype. If keys share a large component, the
+    terms of dQ nearly cancel, and this rounding alone can cause an error of 1 %.
     """
     q, k, v, lam, _, dout = (x if x is None else np.asarray(x.astype(jnp.float32), np.float64) for x in inputs)
     group = case.h // case.kv_heads
@@ -162,7 +162,7 @@ def rounding_limit(case, inputs, seen_BTT):
 
 
 def naive(q, k, v, lam, seen_BTT):
-    """float32 jax, for autodiff."""
+    """Return differential attention in float32 JAX, for autodiff."""
     group = q.shape[2] // k.shape[2]
     k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
     s = jnp.einsum("bthgd,bshgd->bhgts", q, k, precision="highest") * q.shape[-1] ** -0.5
@@ -172,7 +172,7 @@ def naive(q, k, v, lam, seen_BTT):
 
 
 def run(case, inputs):
-    """Returns (out, out2, lse) and (dq, dk, dv, dlam), and asserts that no race was seen."""
+    """Return (out, out2, lse) and (dq, dk, dv, dlam), and assert that the interpreter found no race."""
     interpret = pltpu.InterpretParams(detect_races=True)
     options = {"window": case.window, "interpret": interpret}
 
@@ -189,13 +189,13 @@ def run(case, inputs):
 
 
 def use_backward(monkeypatch, kernels):
-    """Makes the backward pass take one kernel or two, whatever the length."""
+    """Make the backward pass use one kernel or two, whatever the length of the rows."""
     tiles = pallas_tpu.Tiles(BLOCK, vmem_mib=16, dq_mib={1: 8, 2: 0}[kernels])
     monkeypatch.setattr(pallas_tpu, "_tiles", lambda d: tiles)
 
 
 def relative_error(got, want):
-    # Some gradients are 0 in exact arithmetic (a row that sees one key): the floor is for those.
+    # Some gradients are 0 in exact arithmetic, as in a row with one visible key. They require the floor.
     floor = 0.1 * np.sqrt(want.size)
     return np.linalg.norm(got - want) / max(np.linalg.norm(want), floor)
 

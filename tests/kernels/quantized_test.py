@@ -1,4 +1,4 @@
-"""Quantised attention logits against the nearest of all levels, found one by one."""
+"""Quantised attention logits, compared with the nearest level of a search over all levels."""
 
 import functools
 
@@ -16,13 +16,13 @@ BITS = (2, 4, 6, 8)
 
 
 def nearest_level(logits, largest, bits):
-    """The nearest of 2^bits - 1 equally spaced numbers from -largest to largest."""
+    """Return the nearest of 2^bits - 1 equally spaced numbers from -largest to largest."""
     levels = np.linspace(-largest, largest, 2**bits - 1)
     return levels[np.argmin(np.abs(logits[..., None] - levels), axis=-1)]
 
 
 def rounded(logits, bits, granularity):
-    """What the map is given: `logits` are float32 arrays [B, H, C, S], a group each."""
+    """Return the logits that the weight function receives. `logits` has one float32 array [B, H, C, S] per group."""
     quantized = functools.partial(
         maps.quantized, map_of=lambda *x: x, groups=len(logits), bits=bits, granularity=granularity
     )
@@ -33,7 +33,7 @@ def some_logits(hidden):
     rng = np.random.default_rng(0)
     logits = [np.float32(rng.normal(size=(2, 3, 5, 7)) * np.exp(rng.normal(size=(2, 3, 5, 1)))) for _ in range(2)]
     seen = rng.random((2, 1, 5, 7)) < 0.7
-    seen[0, :, 0] = False  # A filler query sees nothing.
+    seen[0, :, 0] = False  # A filler query has no visible keys.
     logits[1][1, 2, 3] = 0
     return [np.where(seen, x, np.float32(hidden)) for x in logits], np.broadcast_to(seen, logits[0].shape)
 
@@ -59,18 +59,18 @@ def test_each_logit_becomes_its_nearest_level(granularity, hidden):
 
 @pytest.mark.parametrize("bits", [4, 16])
 def test_the_error_is_within_half_a_step(bits):
-    """At 16 bits of the largest logit's 1/65534, which is what a no-op may mean of a quantiser; at 4 bits of 1/14."""
+    """Errors are at most 1/14 of the largest logit with 4 bits. With 16 bits, they are 1/65534, almost a no-op."""
     x = np.float32(np.random.default_rng(1).normal(size=(1, 1, 64, 4096)))
     (actual,) = rounded([x], bits, "query")
     largest = np.abs(x).max(axis=-1, keepdims=True)
     bound = {4: 1 / 14, 16: 1 / 65534}[bits] * largest
-    assert (np.abs(actual.astype(np.float64) - x) <= bound * 1.01).all()  # float32 has 24 bits itself.
+    assert (np.abs(actual.astype(np.float64) - x) <= bound * 1.01).all()  # float32 itself has 24 bits.
     assert np.abs(actual - x).max() > 0.9 * bound.min()
     assert max(len(np.unique(row)) for row in actual[0, 0]) <= 2**bits - 1
     np.testing.assert_allclose(np.abs(actual).max(axis=-1, keepdims=True), largest, rtol=1e-6)
 
 
-def test_the_gradient_is_that_of_the_map_at_the_rounded_logits():
+def test_the_gradient_is_taken_at_the_rounded_logits():
     logits, _ = some_logits(-np.inf)
     logits = [x[1] for x in logits]
     number = np.full((3, 5, 1), 0.7, np.float32)
@@ -100,7 +100,7 @@ def by_hand(q, k, v, lam, ids, window, bits, granularity):
 
 
 @pytest.mark.parametrize("granularity", [pytest.param("query", marks=pytest.mark.long), "token"])
-def test_in_chunks_over_a_cache_and_by_hand(granularity, monkeypatch):
+def test_chunked_and_cached_attention_equal_brute_force(granularity, monkeypatch):
     B, T, H, K, D, new = 2, 14, 4, 2, 8, 5
     rng = np.random.default_rng(0)
     q, k, v = (

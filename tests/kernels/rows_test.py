@@ -1,4 +1,4 @@
-"""Rows of maps against Eq. 1 and its like in float64, and against the whole maps."""
+"""Attention weights of selected queries, compared with Eq. 1 of arXiv 2410.05258 and similar formulas in float64."""
 
 import functools
 
@@ -14,7 +14,7 @@ from kernels.oracle import softmax_row
 
 B, T, H, K, D = 2, 23, 4, 2, 8
 QUERIES = np.array([[0, 22, 9], [5, 4, 21]], np.int32)
-# Name: (map, groups, what it takes besides, its row in numpy).
+# Name → (weight function, number of groups, shape of its number per query or None, formula of one row in numpy).
 MAPS = {
     "softmax": (maps.softmax, 1, None, softmax_row),
     "difference": (maps.difference, 2, (B, T, H), lambda z1, z2, lam: softmax_row(z1) - lam * softmax_row(z2)),
@@ -63,8 +63,8 @@ def test_rows_equal_the_formula(name, segments, window):
     assert (found.lam_BCH is None) == (map_of is not maps.difference)
 
 
-def test_no_array_is_as_large_as_a_map():
-    """Of 4,096 tokens no value of the program has 4,096² elements: rows of one query cost what one query costs."""
+def test_memory_is_not_quadratic():
+    """With 4,096 tokens, no array of the program has 4,096² elements. Memory is linear in the selected queries."""
     q, k = (jax.ShapeDtypeStruct((1, 4096, heads, 2, D), jnp.bfloat16) for heads in (H, K))
     queries = jax.ShapeDtypeStruct((1, 3), jnp.int32)
     call = jax.jit(functools.partial(map_rows, maps.difference))

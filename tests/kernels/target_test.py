@@ -14,7 +14,7 @@ from difftx.kernels.backend import AttentionCall
 
 @dataclasses.dataclass
 class Gpu:
-    """A GPU that is attached."""
+    """Stand-in for an attached GPU."""
 
     compute_capability: str
     device_kind: str = "NVIDIA RTX A6000"

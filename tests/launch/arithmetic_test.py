@@ -1,4 +1,4 @@
-"""FLOPs counted from jaxprs, against counts by hand and XLA's own count of programs without loops."""
+"""FLOPs counted from jaxprs, compared with counts by hand and with XLA's own count of programs without loops."""
 
 import functools
 
@@ -55,7 +55,7 @@ def test_a_device_of_a_mesh_counts_its_share(mesh_of):
         assert flops(project, x, w) == full / 4
         gradients = jax.grad(lambda x, w: jnp.sum(project(x, w) ** 2), argnums=(0, 1))
         assert flops(gradients, x, w) == 3 * full / 4
-        # Each device multiplies whole what no axis cuts, and its own rows inside of shard_map.
+        # Each device multiplies whole arrays if no axis shards them, and its own rows inside shard_map.
         assert flops(lambda x, w: x @ w, placed(P(), 8, 16), placed(P(), 16, 32)) == full
         local = jax.shard_map(lambda x, w: x @ w, in_specs=(P("fsdp", None), P()), out_specs=P("fsdp", None))
         assert flops(local, placed(P("fsdp", None), 8, 16), placed(P(), 16, 32)) == full / 2
@@ -64,7 +64,7 @@ def test_a_device_of_a_mesh_counts_its_share(mesh_of):
 @pytest.mark.long
 @pytest.mark.parametrize("architecture", ["diff", "transformer"])
 def test_the_step_agrees_with_xla_where_nothing_loops(config, architecture):
-    """With one layer, chunk and device XLA's own count is right; it has more in it than matrix products."""
+    """With one layer, chunk and device, XLA's own count is correct. It includes more than matrix products."""
     c = config(architecture, model__num_layers=1, model__d_model=128, model__mlp_dim=256)
     mesh = make_mesh(c.mesh, jax.devices()[:1])
     traced = trace_step(c, mesh)
@@ -87,10 +87,10 @@ def pallas_calls(jaxpr):
                         yield from pallas_calls(getattr(inner, "jaxpr", inner))
 
 
-# With `copies` = 2 the body stands there for tiles with and without a mask, of which a step runs one; a window that
-# crosses all tiles leaves one.
+# With `copies` = 2, a kernel contains its body twice, for tiles with and without a mask, and a step runs one copy. If
+# the window crosses all tiles, the kernel contains one copy.
 @pytest.mark.parametrize(("window", "block", "copies"), [(None, 128, 2), (None, 256, 2), (300, 128, 2), (300, 256, 1)])
-def test_tpu_kernels_state_what_their_bodies_do(window, block, copies, monkeypatch):
+def test_tpu_kernels_state_the_flops_of_their_bodies(window, block, copies, monkeypatch):
     monkeypatch.setattr(pallas_tpu, "_tiles", lambda _: pallas_tpu.Tiles(block, vmem_mib=16, dq_mib=0))
     b, t, h, k, d = 2, 640, 4, 2, 64
     q, key, v, lam = (
@@ -113,7 +113,7 @@ def test_tpu_kernels_state_what_their_bodies_do(window, block, copies, monkeypat
         assert 0 < stated.bytes_accessed < stated.flops
 
 
-def test_splash_counts_the_tiles_that_causality_leaves():
+def test_splash_counts_only_causal_tiles():
     b, t, h, d = 2, 2048, 3, 64
     q = struct(b, t, h, d)
 
@@ -122,12 +122,15 @@ def test_splash_counts_the_tiles_that_causality_leaves():
         out, back = jax.vjp(call, q, k, v)
         return back(out)
 
-    tiles = 4 * 5 / 2  # Of 512 × 512, on and below the diagonal.
+    tiles = 4 * 5 / 2  # Tiles of 512 × 512 on and below the diagonal.
     assert flops(both, q, q, q) == pytest.approx(b * h * tiles * 512**2 * 2 * d * (2 + 5), rel=1e-3)
 
 
-def test_windows_leave_fewer_pairs():
-    """Counts by hand of tiles (splash) and of pairs (other kernels), in programs that `kernels.attention` traces."""
+def test_windows_reduce_the_flops():
+    """Compare with counts by hand of tiles (splash) and of pairs of tokens (other kernels).
+
+    `kernels.attention` traces the programs with splash and cuDNN.
+    """
     b, t, h, d, window = 2, 2048, 3, 64, 500
     q = struct(b, t, h, d)
 
@@ -139,7 +142,7 @@ def test_windows_leave_fewer_pairs():
 
         return call
 
-    tiles = 1 + 2 + 2 + 2  # Of 512 × 512: each tile of queries sees itself and the tile before it.
+    tiles = 1 + 2 + 2 + 2  # Tiles of 512 × 512. A tile of queries sees its own keys and the tile before.
     assert flops(both("splash"), q, q, q) == pytest.approx(b * h * tiles * 512**2 * 2 * d * (2 + 5), rel=1e-3)
     pairs = sum(min(i + 1, window) for i in range(t))
     with targeting("NVIDIA H200"), cudnn.checked_for_target(91900):
@@ -154,7 +157,7 @@ def test_windows_leave_fewer_pairs():
     assert flops(forward, *arguments) == pytest.approx(2 * d * pairs * b * h * 6, rel=1e-3)
 
 
-def test_cudnn_by_name():
+def test_cudnn_calls_are_counted_by_name():
     b, t, h, d = 2, 512, 3, 64
     q = struct(b, t, h, d)
 
@@ -166,7 +169,7 @@ def test_cudnn_by_name():
         assert flops(both, q, q, q) == (2 + 5) * b * h * t**2 * d
 
 
-def test_mosaic_gpu_kernels_by_name():
+def test_mosaic_gpu_kernels_are_counted_by_name():
     b, t, h, k, d = 2, 256, 4, 2, 64
     q, key, v, lam = (
         struct(b, t, h, 2, d),

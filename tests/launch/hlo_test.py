@@ -1,4 +1,4 @@
-"""Collectives counted in compiled programs whose answer is known by hand."""
+"""Collectives in compiled programs, compared with counts by hand."""
 
 import functools
 
@@ -9,11 +9,11 @@ from jax import P
 
 from difftx.launch.hlo import list_collectives, replica_groups, type_bytes
 
-ROWS = 16  # float32 on each of eight devices, 64 bytes.
+ROWS = 16  # float32 numbers on each of eight devices, 64 bytes.
 
 
 def compiled(body, devices=8):
-    """Return the HLO of `body`, run on each device's 16 numbers."""
+    """Return the HLO of `body`, compiled for 16 numbers on each device."""
     mesh = jax.make_mesh((devices,), ("x",), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:devices])
     numbers = jax.ShapeDtypeStruct((ROWS * devices,), jnp.float32, sharding=jax.NamedSharding(mesh, P("x")))
     with jax.set_mesh(mesh):
@@ -60,11 +60,11 @@ def test_bytes_that_a_device_sends(body, expected):
 @pytest.mark.parametrize(
     ("body", "inside", "between"),
     [
-        # Two hosts of four GPUs: a ring over all of them leaves a host through the adapters of its four GPUs.
+        # Two hosts with four GPUs each. A ring over all GPUs leaves a host through the adapters of its four GPUs.
         (gather, 7 * 64, 7 * 64 / 4),
         # Each GPU keeps 1/8 of its numbers and sends 4/8 of them to the other host.
         (lambda x: jax.lax.all_to_all(x, "x", 0, 0, tiled=True), 64 * 7 / 8, 64 * 4 / 8),
-        # Groups of one GPU of each host, and groups within a host.
+        # Groups with one GPU of each host, and groups within a host.
         (lambda x: jax.lax.psum(x, "x", axis_index_groups=[[i, i + 4] for i in range(4)]), 0, 2 * 64 / 2),
         (lambda x: jax.lax.psum(x, "x", axis_index_groups=[[0, 1, 2, 3], [4, 5, 6, 7]]), 2 * 64 * 3 / 4, 0),
     ],
@@ -80,7 +80,7 @@ def test_a_loop_counts_as_often_as_it_runs():
     assert sent(compiled(repeat(3, repeat(5, gather)))) == {"all-gather": 15 * 7 * 64}
 
 
-def test_a_loop_whose_trip_count_the_compiler_did_not_note():
+def test_a_loop_without_a_known_trip_count():
     text = compiled(repeat(5, gather))
     assert "known_trip_count" in text
     assert sent(text.replace("known_trip_count", "dropped")) == {"all-gather": 5 * 7 * 64}
@@ -89,20 +89,20 @@ def test_a_loop_whose_trip_count_the_compiler_did_not_note():
 def test_a_loop_whose_counter_grows_by_two():
     gathers = repeat(6, lambda x: gather(gather(x)))
     text = compiled(gathers).replace("known_trip_count", "dropped")
-    for line in text.splitlines():  # The counter's increment, and nothing else, adds one to an integer.
+    for line in text.splitlines():  # Only the increment of the counter adds 1 to an integer.
         if "s32[] constant(1)" in line:
             text = text.replace(line, line.replace("constant(1)", "constant(2)"))
     assert sent(text) == {"all-gather": 3 * 2 * 7 * 64}
 
 
-def test_of_branches_the_one_that_sends_most():
+def test_a_conditional_counts_the_branch_that_sends_most():
     def body(x):
         return jax.lax.cond(x[0] > 0, repeat(3, gather), gather, x)
 
     assert sent(compiled(body)) == {"all-gather": 3 * 7 * 64}
 
 
-def test_what_runs_through_a_call_counts():
+def test_collectives_inside_calls_count():
     @functools.partial(jax.jit, inline=False)
     def inner(x):
         return gather(x)
@@ -139,8 +139,8 @@ def test_an_asynchronous_computation_counts_once():
     assert sent(text) == {"reduce-scatter": 32}
 
 
-def test_a_collective_that_other_fusions_drive_counts_where_it_starts():
-    """libtpu spreads a gather over a loop's fusions; each repeats the instruction."""
+def test_a_collective_spread_over_fusions_counts_once():
+    """libtpu spreads a gather over the fusions of a loop. Each fusion repeats the instruction."""
 
     def part(name, target):
         gather = "%g = bf16[8,8]{1,0} all-gather(%q), channel_id=1, replica_groups=[4,2]<=[8], dimensions={0}"
@@ -157,7 +157,7 @@ def test_a_collective_that_other_fusions_drive_counts_where_it_starts():
     assert sent(text) == {"all-gather": 64}
 
 
-def test_libtpu_fuses_a_reduce_scatter_out_of_an_all_reduce():
+def test_a_fused_all_reduce_and_slice_count_as_a_reduce_scatter():
     fused = "%all-reduce-scatter.1 (q: bf16[4,8]) -> bf16[2,8] {\n  %q = bf16[4,8]{1,0} parameter(0)\n"
     fused += "  %r = bf16[4,8]{1,0} all-reduce(%q), replica_groups=[4,2]<=[8], to_apply=%a\n"
     fused += "  ROOT %c = bf16[2,8]{1,0} slice(%r), slice={[0:2], [0:8]}\n}\n\n"
@@ -173,7 +173,7 @@ def test_libtpu_fuses_a_reduce_scatter_out_of_an_all_reduce():
     ("kind", "slices", "sent_bytes"),
     [("ALL_REDUCE", "1,2", 64), ("ALL_GATHER", "1:4", 3 * 64), ("REDUCE_SCATTER", "1,3:5", 64 * 3 / 4)],
 )
-def test_what_libtpu_hands_to_the_host_goes_between_slices(kind, slices, sent_bytes):
+def test_host_transfers_of_libtpu_count_between_slices(kind, slices, sent_bytes):
     attributes = f'_xla_megascale_target="{{{slices}}}x{{0:3}}",_xla_megascale_transfer_type="{kind}"'
     text = module(
         "%p = bf16[4,8]{1,0} parameter(0)",

@@ -1,4 +1,4 @@
-"""difftx plan, as a user calls it, for virtual CPU devices."""
+"""The command `difftx plan`, as a user calls it, for virtual CPU devices."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from difftx.launch import search
 from difftx.launch.estimate import Estimate, _does_not_fit, estimate
 from difftx.launch.topology import GIB, Chip, parse_topology
 
-MESH = {"mesh.fsdp": "4", "mesh.tensor": "2"}  # Last of FLAGS.
+MESH = {"mesh.fsdp": "4", "mesh.tensor": "2"}  # The last two of FLAGS.
 FLAGS = [f"--config.{name}={value}" for name, value in (TINY | MESH).items()]
 CHIP = Chip(hbm_bytes=GIB, hbm_bandwidth=None, interconnect=None, network=None)
 
@@ -45,27 +45,27 @@ def test_the_table_has_every_number(planned):
 
 def test_arguments_are_a_devices_share_of_state_and_batch(planned):
     _, numbers = planned
-    # Projections and the embedding lie over all eight devices, float32 with two moments; rows over four.
+    # Projections and the embedding are sharded over all eight devices, in float32 with two moments, and rows over four.
     cut = 2 * (4 * 32 * 32 + 3 * 32 * 64) + 264 * 32
-    whole = 2 * (2 * 32 + 4 * 8 + 16) + 32  # Norm gains and λ's vectors.
+    whole = 2 * (2 * 32 + 4 * 8 + 16) + 32  # Norm gains and the vectors of λ.
     batch = 3 * 256 * 4 / 4
     assert numbers["argument_bytes"] == pytest.approx(3 * 4 * (cut / 8 + whole) + batch, rel=0.01)
     assert numbers["argument_bytes"] <= numbers["needed_bytes"]
     assert numbers["devices"] == 8
 
 
-def test_collectives_are_those_of_the_layers(planned):
-    """Both layers gather their parameters; the gradients' sums cross the batch's shards."""
+def test_collectives_include_the_gathers_of_the_layers(planned):
+    """Both layers gather their parameters. On one host, no collective uses the network."""
     _, numbers = planned
     kinds = numbers["collectives"]
-    gathered = 2 * (4 * 32 * 32 + 3 * 32 * 64) * 4 / 2 * 3 / 4  # float32, half of them for each tensor shard.
+    gathered = 2 * (4 * 32 * 32 + 3 * 32 * 64) * 4 / 2 * 3 / 4  # float32, half of them per tensor shard.
     assert kinds["all-gather"]["interconnect_bytes"] >= gathered
     assert all(kind["network_bytes"] == 0 for kind in kinds.values())
 
 
 @pytest.mark.long
 def test_the_exchanges_of_muon_are_counted(planned, config):
-    """Each weight is exchanged over four devices and over two, and back; the two layers are padded to eight."""
+    """Muon exchanges each weight over four devices and over two, and back. It pads the two layers to eight."""
     c = config(optimizer__name="muon", mesh__fsdp=4, mesh__tensor=2)
     found, (_, adamw) = estimate(c, jax.devices(), CHIP), planned
     sent, sent_before = (
@@ -77,8 +77,8 @@ def test_the_exchanges_of_muon_are_counted(planned, config):
 
 
 @pytest.mark.long
-def test_what_does_not_fit_says_by_how_much():
-    preset = ["--config.mesh.preset=auto", "--config.model.remat=full"]  # The preset of CPUs keeps everything.
+def test_a_config_that_does_not_fit_reports_the_excess():
+    preset = ["--config.mesh.preset=auto", "--config.model.remat=full"]  # The preset for CPUs has remat=none.
     result = plan("--topology=cpu:1", "--hbm_gib=0.0001", *FLAGS[:-2], "--config.model.num_layers=1", *preset)
     assert result.returncode == 2
     assert "does not fit" in result.stdout
@@ -145,8 +145,8 @@ def test_the_bound_is_the_slowest_of_arithmetic_collectives_and_state(estimated)
     assert dataclasses.replace(fast, hbm_bandwidth=1.0).bound.step_seconds == e.argument_bytes + e.output_bytes
 
 
-def test_search_finds_what_fits_and_skips_what_could_only_be_slower(config, estimated, monkeypatch):
-    """Compiling is replaced by a rule: what remat and microbatches cost is known, and so is the best choice."""
+def test_search_finds_the_fastest_fit_and_skips_slower_candidates(config, estimated, monkeypatch):
+    """A rule for the cost of remat and microbatches replaces compilation, so that the best choice is known."""
     tried = []
 
     def by_rule(c, devices, chip):
@@ -165,6 +165,6 @@ def test_search_finds_what_fits_and_skips_what_could_only_be_slower(config, esti
     assert (found[0].remat, found[0].accumulation, found[0].executed_flops) == ("none", 4, 3)
     assert [e.executed_flops for e in found] == sorted(e.executed_flops for e in found)
     assert len(lines) == len(tried) == len(set(tried))
-    assert (1, 1, "full", 2) not in tried  # full fits with one microbatch.
-    assert (1, 1, "none", 8) not in tried  # none fits with four.
-    assert {tensor for _, tensor, _, _ in tried} == {1, 2}  # Two heads.
+    assert (1, 1, "full", 2) not in tried  # remat=full fits with one microbatch.
+    assert (1, 1, "none", 8) not in tried  # remat=none fits with four microbatches.
+    assert {tensor for _, tensor, _, _ in tried} == {1, 2}  # The model has two heads.

@@ -1,4 +1,4 @@
-"""`difftx sweep` as a user calls it: real processes, stopped, killed and started again; and the mistakes in a grid."""
+"""`difftx sweep` as a user calls it: real processes, stopped, killed and restarted, and mistakes in a grid."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ from difftx.training.checkpoint.manifest import why_invalid
 from difftx.training.metrics import NEWEST_BYTES, read_metrics
 from difftx.training.state import TrainState
 
-STEPS = 800  # A second or so, to be stopped in.
+STEPS = 800  # Steps of a run. They take about a second, so that a test can stop it.
 CONFIG = f"""
 from ml_collections import ConfigDict
 
@@ -56,8 +56,8 @@ def get_config(arg: str) -> ConfigDict:
 
 @pytest.fixture(scope="module", autouse=True)
 def fast_compilation(tmp_path_factory):
-    """One device, no expensive passes of LLVM, a cache: what the processes compute is not what is tested here."""
-    jax.devices()  # This process reads XLA_FLAGS now, and keeps the eight devices that other tests expect.
+    """Use one device, no expensive passes of LLVM, and a cache. The tests do not check what the processes compute."""
+    jax.devices()  # This process reads XLA_FLAGS now, so that it keeps the eight devices that other tests expect.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_PLATFORMS", "cpu")
         patch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
@@ -116,7 +116,7 @@ def states(out):
 
 
 def attempts(out, run):
-    """Check that no step is missing or there twice; return the attempts that wrote them."""
+    """Check that no step is missing or duplicated, and return the attempts that wrote the steps."""
     rows, skipped = read_metrics(out / run / "metrics.jsonl")
     assert skipped == 0
     steps = [row for row in rows if row["split"] == "train"]
@@ -126,16 +126,16 @@ def attempts(out, run):
 
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl and /proc")
-def test_a_sweep_survives_what_happens_to_it(config_file, tmp_path):
-    """Its run is preempted; it is stopped; it is killed; started again each time, it ends with four finished runs."""
+def test_a_sweep_survives_preemption_stop_and_kill(config_file, tmp_path):
+    """Preempt a run, stop the sweep, restart it, kill it and restart it. It ends with four finished runs."""
     out = tmp_path / "runs"
     flags = ["--grid", "size=s,m", "architecture=diff,transformer"]
     names = ["diff-s", "transformer-s", "diff-m", "transformer-m"]
 
     first = Sweep(config_file, out, *flags)
-    os.kill(first.wait_for_step("diff-s", 20), signal.SIGTERM)  # As a preemption that the sweep does not see.
+    os.kill(first.wait_for_step("diff-s", 20), signal.SIGTERM)  # Like a preemption that the sweep does not notice.
     child = first.wait_for_step("transformer-s", 20)
-    assert os.getpgid(child) == child  # Else a terminal would signal it too.
+    assert os.getpgid(child) == child  # Otherwise, a terminal would signal the run too.
     first.process.send_signal(signal.SIGTERM)
     code, stdout, stderr = first.end()
     assert code == 75, stderr
@@ -155,7 +155,7 @@ def test_a_sweep_survives_what_happens_to_it(config_file, tmp_path):
     again = ("diff-s", "transformer-s", "diff-m")
     assert {run: attempts(out, run) for run in names} == {run: [1, 2] if run in again else [1] for run in names}
 
-    # Once more, in a terminal: nothing runs, and the table is drawn.
+    # Run the command again in a terminal. It trains nothing and draws the table.
     before = {path: path.stat().st_mtime_ns for path in out.glob("*/*")}
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "difftx", "sweep", f"--config={config_file}", f"--out={out}", *flags]
@@ -168,7 +168,7 @@ def test_a_sweep_survives_what_happens_to_it(config_file, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in out.glob("*/*")} == before
     assert all(text in shown.decode() for text in ["┃", *names, f"{STEPS}/{STEPS}"])
 
-    # A finished run is only skipped if it is the one that is asked for.
+    # A finished run is skipped only if its config is the requested one.
     code, _, stderr = Sweep(config_file, out, *flags, "--config.optimizer.b1=0.8").end()
     assert code == 2
     assert "diff-s is finished, but with another optimizer.b1: 0.9 → 0.8" in stderr
@@ -177,12 +177,12 @@ def test_a_sweep_survives_what_happens_to_it(config_file, tmp_path):
 def read(master):
     try:
         return os.read(master, 65_536)
-    except OSError:  # What a terminal gives when the other side has closed it.
+    except OSError:  # The other side has closed the terminal.
         return b""
 
 
 @pytest.mark.long
-def test_a_failing_run_is_named_and_the_rest_goes_on(config_file, tmp_path):
+def test_a_failing_run_is_reported_and_the_others_continue(config_file, tmp_path):
     flags = ["--grid", "optimizer.learning_rate=1e38,1e-3", "architecture=diff", "size=s"]
     short = ("--config.train.steps=50", "--config.optimizer.warmup_steps=40")
     code, stdout, _ = Sweep(config_file, tmp_path, *flags, *short).end()
@@ -198,7 +198,7 @@ def test_a_failing_run_is_named_and_the_rest_goes_on(config_file, tmp_path):
 
 
 @pytest.mark.long
-def test_a_run_whose_last_checkpoint_is_damaged_is_trained_again(config_file, tmp_path):
+def test_a_run_with_a_corrupt_last_checkpoint_is_trained_again(config_file, tmp_path):
     flags = ["--grid", "architecture=diff", "size=s", "--config.train.steps=100", "--config.checkpoint.every_steps=50"]
     flags.append("--config.optimizer.warmup_steps=40")
     assert Sweep(config_file, tmp_path, *flags).end()[0] == 0
@@ -213,7 +213,7 @@ def test_a_run_whose_last_checkpoint_is_damaged_is_trained_again(config_file, tm
 
 
 def test_the_reason_of_a_failure_is_found():
-    """Where a JAX error ends a run, JAX has the last word."""
+    """After an error in JAX, the last lines of a log are a note of JAX, not the error."""
     assert find_reason("step 3\nerror: data.path is not set\n") == "error: data.path is not set"
     jax_note = "--------------------\nFor simplicity, JAX has removed its internal frames from the traceback\n"
     trace = 'Traceback (most recent call last):\n  File "x.py", line 1\n'
@@ -235,12 +235,12 @@ def test_a_run_is_finished_when_its_last_step_is_saved(config_file, tmp_path):
     assert not finished()
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("".join(json.dumps(row | {"step": step}) + "\n" for step in range(1, STEPS + 1)))
-    assert metrics.stat().st_size > NEWEST_BYTES  # The newest rows begin within a line.
+    assert metrics.stat().st_size > NEWEST_BYTES  # The last NEWEST_BYTES begin within a line.
     assert not finished()
     (tmp_path / "checkpoints" / f"{STEPS}.orbax-checkpoint-tmp").mkdir()
     assert not finished()
     (tmp_path / "checkpoints" / str(STEPS)).mkdir()
-    assert not finished()  # A folder alone is no checkpoint.
+    assert not finished()  # A folder alone is not a checkpoint.
     (tmp_path / "checkpoints" / str(STEPS)).rmdir()
     with contextlib.closing(Checkpointer(tmp_path, point.config.checkpoint)) as writer:
         ones = {"layer": jnp.ones((300, 2))}
@@ -271,7 +271,7 @@ def test_points_of_the_scaling_sweep():
     assert points[0].flags("w") == [*flags, "--config.train.seed=0", "--config.data.seed=0"]
 
 
-def test_a_grid_of_fields_alone_keeps_the_files_own_argument():
+def test_a_grid_of_fields_keeps_the_argument_of_the_config():
     grid = parse_grid(["optimizer.learning_rate=1e-4,2e-4", "model.lambda_init=none,0.8"])
     points = make_points("configs/diff_3b.py:diff", grid, {})
     assert points[0].name == "diff-learning_rate1e-4-lambda_initnone"

@@ -1,4 +1,4 @@
-"""The job files: written by `difftx sweep --launcher`, read by real parsers, and run with stubs of their tools."""
+"""Job files that `difftx sweep --launcher` writes. The tests parse them, and run them with stubs of their tools."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from difftx.launch.jobs import GRACE_SECONDS, LAUNCHERS, TEMPLATES
 from difftx.storage.paths import LIBRARIES
 
 NAME = "diff-1.4b-seed0"
-USER = 1000  # Of the images.
+USER = 1000  # User id in the images.
 SETTINGS = {
     "slurm": ["nodes=2", "gpus=8", "cpus=12", "time=24:00:00"],
     "jobset": ["slices=2", "hosts=16", "chips=4", "accelerator=tpu-v5p-slice", "topology=4x4x4"],
@@ -31,7 +31,7 @@ MESH = {"jobset": ["--config.mesh.slices=2", "--config.mesh.data=2"]}  # Launche
 for jobset in ("jobset", "jobset-gpu"):
     SETTINGS[jobset] += ["image=example.org/difftx:1", "restarts=3", "mount=/mnt/shared", "claim=shared"]
 
-# Notes how it was called, and ends with the next of the listed exit codes.
+# A program that records its arguments and exits with the next of the listed codes.
 STUB = f"""#!{sys.executable}
 import json, os, pathlib, sys
 folder = pathlib.Path(os.environ["STUBS"])
@@ -44,7 +44,7 @@ sys.exit(int(code))
 
 
 class Stubs:
-    """Executables in front of the PATH, which note their calls."""
+    """Executables at the front of PATH that record their calls."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -73,7 +73,7 @@ def stubs(tmp_path, monkeypatch):
 
 @pytest.fixture
 def write(tmp_path, monkeypatch, capsys):
-    """Return a function: launcher → the first run's job file, checked to be what the printed commands submit."""
+    """Return a function: launcher → job file of the first run. It checks that the printed commands submit the files."""
     monkeypatch.chdir(tmp_path)
 
     def write(launcher):
@@ -92,7 +92,7 @@ def write(tmp_path, monkeypatch, capsys):
 
 
 def check_flags(flags, config, workdir):
-    """Compare, and let train.py read its flags."""
+    """Compare flags with their expected values, and check that train.py accepts them."""
     assert flags[:2] == [f"--config={config}:diff-1.4b", f"--workdir={workdir}"]
     command = [sys.executable, "train.py", *flags, "--print_config"]
     result = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
@@ -116,7 +116,7 @@ def test_slurm_queues_the_job_again_after_75(codes, starts, end, stubs, write, t
     monkeypatch.setenv("SLURM_JOB_ID", "42")
     requeued = tmp_path / "requeued"
     code = run_script(job)
-    while requeued.exists() and len(stubs.calls("srun")) < 9:  # What Slurm does then.
+    while requeued.exists() and len(stubs.calls("srun")) < 9:  # Restart a requeued job, as Slurm does.
         assert requeued.read_text() == "requeue 42\n"
         requeued.unlink()
         code = run_script(job)
@@ -129,7 +129,7 @@ def test_slurm_queues_the_job_again_after_75(codes, starts, end, stubs, write, t
 
 
 def sbatch_options(text):
-    """Read lines of #SBATCH as Slurm's src/sbatch/opt.c does, `_get_argument`."""
+    """Parse the lines with #SBATCH like `_get_argument` in Slurm's src/sbatch/opt.c."""
     options = {}
     for line in text.splitlines():
         if not line.startswith("#SBATCH"):
@@ -174,11 +174,11 @@ def test_slurm_options(write, tmp_path):
         "signal": f"TERM@{GRACE_SECONDS}",
     }
     first_command = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
-    assert all(not line.startswith("#SBATCH") for line in lines[first_command:])  # sbatch reads none below it.
+    assert all(not line.startswith("#SBATCH") for line in lines[first_command:])  # sbatch ignores options after it.
 
 
 def test_a_cancelled_slurm_job_is_not_queued_again(stubs, write, tmp_path):
-    """`scancel` sends SIGTERM to the script as to the tasks, and these end with 75."""
+    """`scancel` sends SIGTERM to the script and to the tasks, and the tasks exit with 75."""
     job = write("slurm")
     stubs.put("srun", "#!/bin/sh\nkill -TERM $PPID\nexit 75\n")
     stubs.put("scontrol", '#!/bin/sh\ntouch "$STUBS/requeued"\n')
@@ -186,7 +186,7 @@ def test_a_cancelled_slurm_job_is_not_queued_again(stubs, write, tmp_path):
     assert not (tmp_path / "requeued").exists()
 
 
-# `gcloud … ssh --command=…` with a shell here in place of the worker's.
+# Stub of `gcloud … ssh --command=…` that runs the command in a local shell instead of the worker's.
 GCLOUD = f"""#!{sys.executable}
 import os, subprocess, sys
 command, = (a.removeprefix("--command=") for a in sys.argv if a.startswith("--command="))
@@ -215,7 +215,7 @@ def test_tpu_vm_starts_again_as_a_jobset_does(codes, starts, end, stubs, write):
 def test_tpu_vm_is_stopped_on_all_workers(stubs, write, tmp_path):
     job = write("tpu-vm")
     stubs.put("gcloud", GCLOUD)
-    # Waits for SIGTERM, then ends with 75. A pkill that ends that one process, if the pattern is its command's.
+    # `python` waits for SIGTERM and exits with 75. `pkill` records its pattern and signals only this process.
     stubs.put(
         "python",
         """#!/bin/bash
@@ -237,7 +237,7 @@ wait
     assert process.wait(timeout=60) == 75
     pattern = (tmp_path / "pattern").read_text().rstrip("\n")
     assert re.search(pattern, (tmp_path / "command_line").read_text())
-    assert not re.search(pattern, f"bash -c pkill -TERM -f '{pattern}'")  # Not itself.
+    assert not re.search(pattern, f"bash -c pkill -TERM -f '{pattern}'")  # The pattern does not match pkill itself.
     other = (tmp_path / "command_line").read_text().replace("seed0 ", "seed01 ")
     assert not re.search(pattern, other)
 
@@ -245,8 +245,9 @@ wait
 def outcome(job_set, exit_codes):
     """Return how often Kubernetes starts the pods if they end with these codes, and whether the JobSet succeeds.
 
-    Job: the first podFailurePolicy rule that matches fails the job for that reason; else backoffLimit 0 does. JobSet:
-    the first rule for the reason; else all jobs are made again, at most maxRestarts times.
+    A Job fails with the reason PodFailurePolicy if a rule of its podFailurePolicy matches, else with
+    BackoffLimitExceeded, because its backoffLimit is 0. A JobSet follows its first rule for the reason. Without such a
+    rule, it recreates all jobs, at most maxRestarts times.
     """
     job = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]
     policy = job_set["spec"]["failurePolicy"]
@@ -269,7 +270,7 @@ def outcome(job_set, exit_codes):
 def test_jobset(launcher, stubs, write):
     job_set = yaml.safe_load(write(launcher).read_text())
     assert (job_set["apiVersion"], job_set["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-    assert job_set["metadata"]["name"] == "diff-1-4b-seed0"  # No dots: it becomes part of host names.
+    assert job_set["metadata"]["name"] == "diff-1-4b-seed0"  # Part of host names, so without dots.
     assert outcome(job_set, [75, 75, 0]) == (3, True)
     assert outcome(job_set, [137, 0]) == (2, True)
     assert outcome(job_set, [2]) == (1, False)
@@ -278,7 +279,7 @@ def test_jobset(launcher, stubs, write):
     (group,) = job_set["spec"]["replicatedJobs"]
     job, pod = group["template"]["spec"], group["template"]["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] == GRACE_SECONDS
-    assert pod["restartPolicy"] == "Never"  # podFailurePolicy asks for it.
+    assert pod["restartPolicy"] == "Never"  # podFailurePolicy requires this value.
     assert pod["securityContext"]["fsGroup"] == USER
     assert pod["securityContext"]["runAsNonRoot"]
     assert "cloud.google.com/gke-spot" not in pod["nodeSelector"]
@@ -368,7 +369,7 @@ def test_dockerfile(extra, stubs):
     assert re.fullmatch(r"python:3\.12\.\d+-slim-\w+", base)  # A release of Python on a release of Debian.
     assert {name for name, _ in instructions} <= {"FROM", "ENV", "WORKDIR", "COPY", "RUN", "USER"}
     assert instructions[-1] == ("USER", str(USER))
-    # Notes the vocabulary and the folder, and downloads nothing.
+    # Record the vocabulary and the folder, and download nothing.
     (stubs.folder / "tiktoken.py").write_text(
         "import os, pathlib\n"
         "def get_encoding(name):\n"
@@ -379,7 +380,7 @@ def test_dockerfile(extra, stubs):
         if name == "COPY":
             *sources, target = rest.split()
             if any((ROOT / source).is_dir() for source in sources):
-                assert [target] == sources  # Docker puts a folder's contents there, not the folder.
+                assert [target] == sources  # Docker copies the contents of a folder, not the folder.
             else:
                 assert target == "./"
                 assert all((ROOT / source).is_file() for source in sources)
@@ -400,7 +401,7 @@ def test_dockerfile(extra, stubs):
     (user,) = stubs.calls("useradd")
     assert user[user.index("--uid") + 1] == str(USER)
     assert ("WORKDIR", user[user.index("--home-dir") + 1]) in instructions  # The user can write there.
-    # The image has the vocabulary of the paper's recipes, where tiktoken looks and the user can add others.
+    # The image has the vocabulary of the paper's recipes in tiktoken's folder, to which the user can add others.
     assert (stubs.folder / "cl100k_base").read_text() == variables["TIKTOKEN_CACHE_DIR"] == "/difftx/vocabularies"
     assert stubs.calls("chown") == [["-R", str(USER), "vocabularies"]]
     (call,) = stubs.calls("pip")
@@ -414,13 +415,13 @@ HOSTILE = """ a'b "c" $HOME $(HOME) $$ $(touch pwned) `touch pwned` ; touch pwne
 
 
 def kubernetes_expanded(text):
-    """Replace as k8s.io/kubernetes/third_party/forked/golang/expansion does, where no variable is set but one."""
+    """Expand variables like k8s.io/kubernetes/third_party/forked/golang/expansion. Only HOME is set."""
     return re.sub(r"\$(\$|\(([^)]*)\))", lambda m: "$" if m[1] == "$" else ("7" if m[2] == "HOME" else m[0]), text)
 
 
 @pytest.fixture
 def hostile_folder(tmp_path, monkeypatch, stubs):
-    """Work in a folder, and with a config value, whose names would leave their quotes."""
+    """Work in a folder whose name would escape from simple quotes, and check that no command in it was run."""
     folder = tmp_path / HOSTILE
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -440,7 +441,7 @@ def write_hostile(launcher, *settings):
     return file
 
 
-def test_slurm_quotes_what_is_hostile(hostile_folder, stubs):
+def test_slurm_quotes_hostile_text(hostile_folder, stubs):
     job = write_hostile("slurm", f"time={HOSTILE}")
     options = sbatch_options(job.read_text())
     output = f"{hostile_folder}/runs/{HOSTILE}/jobs/{NAME}".replace("%", "%%")
@@ -455,9 +456,9 @@ def test_slurm_quotes_what_is_hostile(hostile_folder, stubs):
     assert f"--config.data.path=/mnt/{HOSTILE}/data/{HOSTILE}" in call
 
 
-def test_tpu_vm_quotes_what_is_hostile(hostile_folder, stubs, tmp_path):
+def test_tpu_vm_quotes_hostile_text(hostile_folder, stubs, tmp_path):
     settings = {name: f"{name} {HOSTILE}" for name in ("tpu", "zone", "directory")}
-    settings["directory"] = settings["directory"].replace(":", "")  # It is an entry of PATH.
+    settings["directory"] = settings["directory"].replace(":", "")  # The directory becomes an entry of PATH.
     mount = f"/mnt/{HOSTILE}"
     job = write_hostile("tpu-vm", *(f"{name}={value}" for name, value in settings.items()), f"mount={mount}")
     stubs.put("python", STUB, folder=f"home/{settings['directory']}/.venv/bin")
@@ -475,7 +476,7 @@ sys.exit(subprocess.run(["bash", "-c", command], cwd=os.environ["HOME"]).returnc
     ((program, *flags),) = stubs.calls("python")
     workdir = f"--workdir={mount}/runs/{HOSTILE}/{NAME}"
     assert (program, flags[1]) == ("train.py", workdir)
-    # What stops it: pkill's own pattern finds the process, and nothing of another workdir.
+    # The pattern of the pkill that stops the run matches the run's process, but none with another workdir.
     stubs.put("pkill")
     stubs.end_with("0")
     stop = next(line for line in job.read_text().splitlines() if line.strip().startswith("on_workers 'pkill"))
@@ -489,7 +490,7 @@ sys.exit(subprocess.run(["bash", "-c", command], cwd=os.environ["HOME"]).returnc
 
 
 @pytest.mark.parametrize("launcher", ["jobset", "jobset-gpu"])
-def test_jobset_quotes_what_is_hostile(launcher, hostile_folder, stubs):
+def test_jobset_quotes_hostile_text(launcher, hostile_folder, stubs):
     settings = {name: f"{name}: {HOSTILE}" for name in ("image", "claim", "accelerator")} | {"mount": f"/mnt/{HOSTILE}"}
     job = write_hostile(launcher, *(f"{name}={value}" for name, value in settings.items()))
     job_set = yaml.safe_load(job.read_text())

@@ -1,4 +1,4 @@
-"""Names of devices that are not here."""
+"""Topologies of absent devices, and their peak FLOPs."""
 
 import sys
 
@@ -47,9 +47,9 @@ def test_a_wrong_topology_says_how_it_is_written(text, message):
 
 
 @pytest.mark.parametrize(("text", "extra"), [("v5p:2x2x1", "tpu"), ("h200:8", "cuda"), ("l4:8", "cuda")])
-def test_what_is_not_installed_is_named_with_its_extra(text, extra, monkeypatch):
+def test_a_missing_plugin_is_reported_with_its_extra(text, extra, monkeypatch):
     for name in ("libtpu", "jax_plugins", "jax_plugins.xla_cuda13"):
-        monkeypatch.setitem(sys.modules, name, None)  # As if it could not be imported.
+        monkeypatch.setitem(sys.modules, name, None)  # Make the import fail.
     with pytest.raises(UserError) as caught:
         prepare(parse_topology(text))
     assert install_hint(extra) in str(caught.value)
@@ -86,7 +86,7 @@ def test_peak_flops_of_other_modules_with_the_same_chip(kind, relative, share):
 
 
 @pytest.mark.parametrize("kind", GPUS)
-def test_peak_flops_are_are_those_of_the_cores(kind):
+def test_peak_flops_match_the_cores(kind):
     """The data sheet's dense bfloat16 peak = cores × tensor FLOPs per core and cycle × at most the largest clock.
 
     A core does 2,048 FLOPs per cycle on Ampere, 1,024 on Ada (half of that on GeForce with float32 accumulation), 4,096

@@ -94,7 +94,7 @@ def attention_rows(config, mesh, queries, tokens, ids, positions):
     "name",
     [pytest.param(name, marks=pytest.mark.long if name == "diff_v2" else pytest.mark.exhaustive) for name in SIZES],
 )
-def test_a_sharded_model_of_packed_documents_shows_the_same(config, mesh_of, name):
+def test_sharding_does_not_change_attention_in_packed_documents(config, mesh_of, name):
     """Compare one device with eight, for rows of two documents each."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 257, (8, ROW)).astype(np.int32)

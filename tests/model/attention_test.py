@@ -43,7 +43,7 @@ def some_input(model, batch=2, seed=3):
 
 
 def paper_layer(module: DiffAttention, model, x_TD: np.ndarray, layer: int) -> np.ndarray:
-    """Eq. 1, 2 and 3 of arXiv 2410.05258 for one row, head by head, float64."""
+    """Return the update of one row by Eq. 1, 2 and 3 of arXiv 2410.05258, head by head in float64."""
     weight = {name: np.asarray(p[...], np.float64) for name, p in vars(module).items() if isinstance(p, nnx.Param)}
     lambda_q, lambda_k = weight["lambda_query_Gd"], weight["lambda_key_Gd"]
     lambda_init = 0.8 - 0.6 * np.exp(-0.3 * layer)  # Layer l = layer + 1.
@@ -198,7 +198,7 @@ def test_initial_scale(config, changes, std):
     module = build(model)
     for weight in (module.query_DHGd, module.key_DKGd, module.value_DKE, module.output_HED):
         assert float(jnp.std(weight[...])) == pytest.approx(std, rel=0.05)
-    if not changes:  # U(±1/√fan_in), torch's Linear.
+    if not changes:  # U(±1/√fan_in), as in torch's Linear.
         assert float(jnp.abs(module.output_HED[...]).max()) <= 64**-0.5
     assert float(jnp.std(module.lambda_query_Gd[...])) == pytest.approx(0.1, rel=0.5)
     zero = build(config(model__zero_init_output="true", **changes).model)

@@ -57,7 +57,7 @@ def test_table_10_sizes(mesh_of, architecture, size):
     total = sum(int(np.prod(p.shape)) for p in jax.tree.leaves(nnx.state(model)))
     billions = {"830m": 0.834, "1.4b": 1.410, "2.8b": 2.763, "6.8b": 6.837, "13.1b": 13.084}[size]
     assert round(total / 1e9, 3) == billions
-    # The paper prints the size like this.
+    # The name of the size is the rounded total, as the paper prints it.
     assert size == (f"{total / 1e6:.0f}"[:2] + "0m" if total < 1e9 else f"{total / 1e9:.1f}b")
     assert count_parameters(c.model).total == total
 
@@ -90,7 +90,7 @@ def test_parameters_are_counted_to_the_last_one(config, mesh_of, architecture, c
 
 
 def test_both_architectures_are_charged_the_same_flops():
-    """6 N + 12 L T d for the 2.8B models of Table 10, which differ only in vectors."""
+    """FLOPs are 6 N + 12 L T d for the 2.8B models of Table 10, which differ only in vectors."""
     per_token = {}
     for architecture in ("diff", "transformer"):
         model = load_config(f"{ROOT}/configs/scaling.py:{architecture}-2.8b", {}).model

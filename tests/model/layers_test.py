@@ -19,7 +19,7 @@ from difftx.model.layers import linear
     ],
 )
 def test_a_linear_layer_has_the_gradients_of_its_formula(subscripts, x_shape, weight_shape):
-    """Against float64 products by NumPy: the gradient of Σ c ∘ (x W) is c Wᵀ for x, and xᵀ c for W."""
+    """Compare with float64 products by NumPy. The gradient of Σ c ∘ (x W) is c Wᵀ for x, and xᵀ c for W."""
     rng = np.random.default_rng(0)
     x, weight = rng.normal(size=x_shape), rng.normal(size=weight_shape)
     out = np.einsum(subscripts, x, weight)

@@ -1,4 +1,4 @@
-"""Gradients by the logits of A1 and A2, compared with autodiff of dense attention with a term added to the logits."""
+"""Gradients with respect to the logits of A1 and A2, compared with autodiff of a term added to dense logits."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Options of the model, each alone and all together, against a plain decoder with dense masks, in float64."""
+"""Options of the model, each alone and all together, compared with a plain float64 decoder with dense masks."""
 # Axes: B = rows, T = query tokens, S = key tokens, L = layers. In einsum: h = heads, g = groups, x = model width.
 
 import jax
@@ -19,7 +19,7 @@ from difftx.training.loss import batch_loss
 from difftx.training.state import graph, init_state, make_train_step
 from model import oracle
 
-TOLERANCE = 1e-4  # Relative to the largest value, of float32 against float64 through four layers.
+TOLERANCE = 1e-4  # Relative to the largest value, for float32 compared with float64 after four layers.
 CASES = {
     "none": {},
     "qk_norm": {"model__qk_norm": "true"},
@@ -41,7 +41,7 @@ def rms(x, gain, eps=1e-5):
 
 
 def turned(x, model):
-    """The rotary embedding, for x [B, T, H, G, d], as a product of complex numbers."""
+    """Return x [B, T, H, G, d] after the rotary embedding, computed as a product of complex numbers."""
     half = x.shape[-1] // 2
     angle_Td = np.outer(np.arange(x.shape[1]), oracle.frequencies(model))
     z = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle_Td)[None, :, None, None]
@@ -49,7 +49,7 @@ def turned(x, model):
 
 
 def plain_attention(p, model, h_BTD, layer):
-    """Eq. 1 to 3 of arXiv 2410.05258, or softmax attention, with the whole matrix of logits and a mask."""
+    """Return the update by Eq. 1 to 3 of arXiv 2410.05258, or by softmax attention, with all logits and a mask."""
     if model.architecture == "diff":
         query, key, value, output = (p[n] for n in ("query_DHGd", "key_DKGd", "value_DKE", "output_HED"))
     else:  # One group.
@@ -97,7 +97,7 @@ def plain_loss(params, c, tokens, targets, weight):
     return jnp.sum(nll * weight) + z_loss, z_loss
 
 
-# The first has all cases but "mup" in it. variants_test.py has the options of a Transformer's layer.
+# The first case has the options of all cases except "mup". variants_test.py tests those of a Transformer's layer.
 IN_CI = ("all, two groups in a loop", "mup")
 
 

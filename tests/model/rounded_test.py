@@ -14,7 +14,7 @@ CASES = [(name, bits) for name in NAMES for bits in (8, 4)]
 
 
 def rounded(x, bits):
-    """Return vectors with 2^bits - 1 levels, and a bfloat16 scale per token and head."""
+    """Return vectors rounded to 2^bits - 1 levels, with a bfloat16 scale per token and head."""
     levels = 2 ** (bits - 1) - 1
     scale = np.float64(jnp.asarray(np.abs(x).max(-1, keepdims=True) / levels, jnp.bfloat16).astype(jnp.float32))
     return np.clip(np.rint(np.divide(x, scale, out=np.zeros_like(x), where=scale > 0)), -levels, levels) * scale
@@ -41,7 +41,7 @@ def test_queries_keys_and_values_are_rounded(mesh_of, monkeypatch, name, bits):
 
 @pytest.mark.parametrize("name", long_except(["gdla", "zero_branch"], ["zero_branch"]))
 def test_logits_are_rounded(mesh_of, monkeypatch, name):
-    """In two architectures whose heads are more than those of the kernel function."""
+    """Cover two architectures that, without rounding, give the kernel function more heads than the layer has."""
     attend = oracle.attend
 
     def rounded_row(row):

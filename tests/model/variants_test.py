@@ -53,7 +53,7 @@ EXHAUSTIVE = [  # "diff" bounds λ in the same way.
 def test_a_layer_and_its_gradients_equal_the_formula(name, options):
     """Compare the gradient along a random direction of each parameter with a difference quotient of the formula.
 
-    Parameters that follow no gradient have none.
+    Parameters that are not trained have a gradient of zero.
     """
     model, module, call, gradient = layer_of(name, **options)
     weights = oracle.weights_of(module)
@@ -127,7 +127,7 @@ def test_one_signal_head_to_a_noise_head_is_differential_attention():
 
 @pytest.mark.parametrize(("name", "changes"), [("sink", {"sink_H": -80.0}), ("gated", {"gate_DHd": 0.0})])
 def test_in_the_limit_it_is_the_transformer(name, changes):
-    """Limits: a sink with a weight of zero, and a gate of one half everywhere."""
+    """The limits are a sink with a weight of zero, and a gate of one half everywhere."""
     _, module, call, _ = layer_of(name, model__num_kv_heads=4)
     _, baseline, transformer, _ = layer_of("transformer", model__num_heads=4)
     module, baseline = nnx.clone(module), nnx.clone(baseline)
@@ -178,7 +178,7 @@ def test_variants_are_as_large_as_the_transformer(name, file, size, tolerance):
 @pytest.mark.parametrize("name", CONVERTED)
 @pytest.mark.parametrize(("file", "size"), [(QUICKSTART, ""), (SCALING, "-830m"), (SCALING, "-13.1b")])
 def test_weights_of_converted_models_by_hand(name, file, size):
-    """A second W_Q and W_K, or d² per layer, for which the MLP is narrower, up to its rounding."""
+    """A layer has a second W_Q and W_K, or d² more weights, and its MLP has as many fewer, up to rounding."""
     variant, transformer = (load_config(f"{file}:{a}{size}", {}).model for a in (name, "transformer"))
     D, L, d = transformer.d_model, transformer.num_layers, transformer.d_head
     assert variant.d_head == d
@@ -192,10 +192,10 @@ def test_weights_of_converted_models_by_hand(name, file, size):
 
 
 def test_flops_by_hand():
-    """2.8B models at 2,048 tokens per row: 6 per weight, and 6 L T per unit of width of queries and values."""
+    """FLOPs of 2.8B models at 2,048 tokens per row: 6 per weight, and 6 L T per unit of width of queries and values."""
     D, L, T, d, vocabulary = 2560, 32, 2048, 128, 100_288
     attention = {
-        "diff_v2": (5 * D * D + D * 20, (40 + 20) * d),  # Two queries a head; A1 - λ A2 is multiplied with V once.
+        "diff_v2": (5 * D * D + D * 20, (40 + 20) * d),  # Two queries per head. A1 - λ A2 is multiplied with V once.
         "gda": (D * d * (20 + 10 + 10 + 30), (20 + 30) * d),  # 15 signal and 5 noise heads, 5 × 2 keys, values of 2d.
         "gdla": (D * d * (20 + 5 + 5 + 5 + 20) + D * 20, (25 + 20) * d),  # 20 signal and 5 noise heads, 5 keys.
         "gated": (5 * D * D, (20 + 20) * d),

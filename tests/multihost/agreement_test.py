@@ -1,4 +1,4 @@
-"""Real processes that were not started alike: none of them makes a step, and all say why."""
+"""Real processes that are started with different configs, data or code. None takes a step, and all report why."""
 
 import json
 import re
@@ -15,7 +15,7 @@ HINT = "start every process with the same command, packages and data"
 
 
 def errors(group, codes=(2, 2)):
-    """Return the last line of each process, after all have ended by their codes with one line and no traceback."""
+    """Wait for all processes, check their exit codes, and return the only error line of each, without a traceback."""
     ended = [group.wait(process) for process in group.running]
     assert tuple(code for code, _ in ended) == codes, ended
     for _, text in ended:
@@ -28,7 +28,7 @@ def errors(group, codes=(2, 2)):
     ("field", "value", "difference"),
     [
         ("optimizer.learning_rate", 0.25, r"optimizer\.learning_rate=0\.25, but process 0 has [\d.]+"),
-        # Each of these fails or hangs in one process where it is not compared first.
+        # If these were not compared first, one process would fail or hang.
         ("mesh.fsdp", 3, r"mesh\.fsdp=3, but process 0 has -1"),
         ("train.global_batch_tokens", 512, r"train\.global_batch_tokens=512, but process 0 has 256"),
     ],
@@ -56,7 +56,7 @@ def test_processes_with_different_data_end_before_the_first_step(started, tmp_pa
     assert not two.metrics.parent.exists()
 
 
-def test_a_copy_of_the_data_elsewhere_is_no_difference(started, tmp_path):
+def test_copy_of_the_data_in_another_folder_does_not_count_as_a_difference(started, tmp_path):
     copy = tmp_path / "copy" / "text.txt"
     copy.parent.mkdir()
     write_text(copy)
@@ -100,7 +100,7 @@ def test_a_process_that_is_killed_while_it_opens_its_data_is_named(started):
 
 
 def test_processes_with_different_extensions_end_before_the_first_step(started, tmp_path):
-    """Each process has the file elsewhere, with a suite of the same name."""
+    """Each process has its extension in another folder, with a suite of the same name."""
     own = {}
     for process in (0, 1):
         path = tmp_path / f"host{process}" / "own.py"
@@ -115,7 +115,7 @@ def test_processes_with_different_extensions_end_before_the_first_step(started, 
     )
 
 
-def test_other_sources_of_difftx_are_noticed(started, tmp_path):
+def test_different_sources_of_difftx_are_detected(started, tmp_path):
     """Process 1 has another checkout, in which one comment differs."""
     for name in ("difftx", "configs"):
         shutil.copytree(ROOT / name, tmp_path / "checkout" / name, ignore=shutil.ignore_patterns("__pycache__"))

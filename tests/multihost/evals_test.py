@@ -1,4 +1,4 @@
-"""eval.py as two real processes, against one."""
+"""Compare eval.py in two real processes with an evaluation in one process."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.long
 
 
 def test_two_processes_score_as_one(config, text_file, tmp_path):
-    """One process of eight devices; two of two devices each write the same numbers, but for rounding."""
+    """Two processes of two devices each write the same numbers as one process of eight devices, up to rounding."""
     suites = [*LOSS_SUITES, "outliers", "gradients", "quantize"]
     changes = {"eval__loss_tokens": 21 * 32, "eval__position_documents": 5, "mesh__fsdp": 8}
     changes |= {"eval__outliers__tokens": 500, "eval__gradients__tokens": 500}
@@ -32,9 +32,9 @@ def test_two_processes_score_as_one(config, text_file, tmp_path):
     )
     assert [process.returncode for process in ended] == [0, 0], ended
     assert "(suite recall)" in ended[0].stdout
-    assert "suite" not in ended[1].stdout  # One process reports.
+    assert "suite" not in ended[1].stdout  # Only the primary process reports.
     for suite, result in expected.items():
         written = json.loads((run.workdir / "evals" / suite / "6.json").read_text())
         both = [flat(values) for values in (written, {"step": 6, **dataclasses.asdict(result)})]
-        # Single values, gradients and what lies on the edge of two levels are rounded more than sums of losses.
+        # Single values, gradients, and values on the edge of two quantization levels vary more than sums of losses.
         np.testing.assert_allclose(*both, rtol=1e-6 if suite in LOSS_SUITES else 2e-3)

@@ -1,4 +1,4 @@
-"""Two real processes train one model; they are stopped, killed and frozen."""
+"""Two real processes train one model, and are stopped, killed or frozen."""
 
 import os
 import re
@@ -31,7 +31,7 @@ def rows(metrics):
 
 
 def test_two_processes_train_as_one_and_stop_together(started):
-    """A SIGTERM to one stops both after the same step; one process of eight devices then continues."""
+    """A SIGTERM to one process stops both after the same step. One process of eight devices then resumes the run."""
     options = {"train__steps": 40, "mesh__data": 2, "devices": 4}
     whole = started("whole", count=1, **(options | {"devices": 8}))
     assert whole.wait(0)[0] == 0, whole.logs[0].read_text()
@@ -43,7 +43,7 @@ def test_two_processes_train_as_one_and_stop_together(started):
     steps = sorted(int(p.name) for p in (two.metrics.parent / "checkpoints").iterdir())
     assert steps[-1] == rows(two.metrics)[-1]["step"] >= 12
     assert "stopped by a signal" in codes_and_texts[0][1]
-    assert "step" not in codes_and_texts[1][1].replace("[Gloo]", "")  # One process reports.
+    assert "step" not in codes_and_texts[1][1].replace("[Gloo]", "")  # Only the primary process reports.
     rest = started("two", count=1, **(options | {"devices": 8}))
     assert rest.wait(0)[0] == 0, rest.logs[0].read_text()
     assert [row["step"] for row in rows(two.metrics)] == list(range(1, 41))
@@ -53,7 +53,7 @@ def test_two_processes_train_as_one_and_stop_together(started):
 
 
 def test_two_processes_rewind_and_stop_together(started):
-    """An absurd learning rate: bad after the first updates, and again after the rewind."""
+    """An absurd learning rate makes steps bad after the first updates, and again after the rewind."""
     two = started(
         train__steps=100_000,
         devices=2,
@@ -71,7 +71,7 @@ def test_two_processes_rewind_and_stop_together(started):
     assert re.findall(r'"event": "(\w+)"', events) == ["rewind", "stop"]
 
 
-def test_two_processes_export_what_one_process_makes_of_their_checkpoint(started, tmp_path):
+def test_two_processes_export_the_same_tensors_as_one_process(started, tmp_path):
     options = {"train__steps": 4, "checkpoint__every_steps": 2, "checkpoint__export_every_steps": 4}
     two = started("two", mesh__data=2, devices=4, **options)
     codes_and_texts = [two.wait(process) for process in (0, 1)]
@@ -105,7 +105,7 @@ copy.close()
 
 
 def test_two_processes_restore_what_one_saved_bit_for_bit(started, tmp_path):
-    """One process saves; two of four devices each restore that and save it again; both checkpoints are compared."""
+    """Compare the checkpoint of one process with a copy that two processes of four devices each restore and save."""
     one = started("one", count=1, train__steps=3)
     assert one.wait(0)[0] == 0, one.logs[0].read_text()
     together = ["--coordinator", f"localhost:{free_port()}", "--processes=2"]
@@ -130,7 +130,7 @@ def test_two_processes_restore_what_one_saved_bit_for_bit(started, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
-def test_two_processes_put_a_damaged_checkpoint_aside_and_go_on_from_the_one_before(started):
+def test_two_processes_quarantine_a_corrupt_checkpoint_and_resume_from_the_one_before(started):
     options = {"train__steps": 20, "mesh__data": 2}
     one = started(count=1, devices=4, **options)
     assert one.wait(0)[0] == 0, one.logs[0].read_text()
@@ -150,11 +150,11 @@ def test_two_processes_put_a_damaged_checkpoint_aside_and_go_on_from_the_one_bef
     assert {row["attempt"] for row in rows(two.metrics) if row["step"] > 10} == {2}
 
 
-def test_a_killed_run_goes_on_with_other_processes_and_devices(started):
-    """2 × 2 devices as 1 × 4, bit for bit, and as 1 × 2 with twice the microbatches, to rounding.
+def test_killed_run_resumes_with_other_processes_and_devices(started):
+    """Resume 2 × 2 devices as 1 × 4, bit for bit, and as 1 × 2 with twice the microbatches, up to rounding.
 
-    All sums go over two devices, here and there: over four along one axis gloo, between processes, adds in another
-    order than XLA within one, which makes 5e-7.
+    Before and after, all sums are over two devices. In a sum over four devices along one axis, gloo, between processes,
+    adds in another order than XLA within one process, which makes a difference of 5e-7.
     """
     options = {"train__steps": 20, "checkpoint__every_steps": 6, "mesh__fsdp": 2, "mesh__tensor": 2}
     whole = started("whole", count=1, devices=4, **options)
@@ -174,11 +174,11 @@ def test_a_killed_run_goes_on_with_other_processes_and_devices(started):
         np.testing.assert_allclose(*losses, rtol=tolerance, atol=0)
 
 
-def test_a_save_that_one_of_two_fails_is_given_up_by_both_and_tried_again(started):
-    """Process 1 may not write arrays for a while: both say so after the barriers' timeout, not after 20 minutes."""
+def test_save_that_fails_in_one_process_fails_in_both_and_is_retried(started):
+    """Process 1 cannot write arrays for a while. Both report it after the timeout of barriers, not after 20 minutes."""
     two = started(train__steps=12, devices=2, checkpoint__every_steps=3, mesh__fsdp=4, script=UNHURRIED)
     two.until_step(1)
-    # Less than the 160 kB of its arrays, and more than its log, which has the tracebacks of what failed.
+    # The limit is less than the 160 kB of its arrays, and more than its log, which has the tracebacks of failures.
     limit = resource.prlimit(two.running[1].pid, resource.RLIMIT_FSIZE, (100_000, -1))
     deadline = time.monotonic() + 240
     while not all("was not saved, failure 1 of 3" in log.read_text() for log in two.logs):
@@ -215,10 +215,10 @@ def test_a_frozen_process_is_named_within_the_heartbeats_timeout(started, frozen
     code, text = two.wait(1 - frozen, timeout=60)
     assert code == 1
     assert re.search(rf"process {1 - frozen} stops: {named} has been silent for \d+ s; stacks of all threads", text)
-    assert "difftx/training/loop.py" in text  # Where the main thread hung.
+    assert "difftx/training/loop.py" in text  # The main thread hung in this file.
 
 
-def test_one_host_alone_is_told_so(started):
+def test_process_0_alone_reports_that_others_are_missing(started):
     alone = started(start=(0,), multihost__initialization_timeout_seconds=3)
     code, text = alone.wait(0)
     assert code == 2
@@ -226,7 +226,7 @@ def test_one_host_alone_is_told_so(started):
     assert "start the same command on every host" in text
 
 
-def test_the_other_host_alone_learns_that_process_0_is_not_there(started):
+def test_process_1_alone_reports_that_process_0_is_missing(started):
     alone = started(start=(1,), multihost__initialization_timeout_seconds=3)
     code, text = alone.wait(1)
     assert code == 2

@@ -34,18 +34,18 @@ def test_one_process_of_a_pod_is_told_to_join(monkeypatch, environment, message)
         multihost.start(flags(), CONFIG)
 
 
-def test_alone_nothing_is_started():
+def test_start_and_barrier_do_nothing_for_a_single_process():
     multihost.start(flags(), CONFIG)
     multihost.barrier("alone", 1)
     assert multihost.is_primary()
 
 
-def test_flags_belong_together():
+def test_incomplete_flags_are_rejected():
     with pytest.raises(UserError, match="give all three"):
         multihost.start(flags("--process=0"), CONFIG)
 
 
-def test_a_run_that_makes_no_step_ends_with_its_stacks():
+def test_run_without_progress_ends_and_prints_its_stacks():
     program = (
         "import time; from difftx.config import MultihostConfig; from difftx.parallel.heartbeat import Monitor\n"
         "config = MultihostConfig(initialization_timeout_seconds=5, heartbeat_timeout_seconds=5,"
@@ -76,7 +76,7 @@ except TimeoutError as error:
 
 
 @pytest.mark.long
-def test_a_barrier_names_who_did_not_come():
+def test_barrier_names_the_absent_processes():
     from processes import free_port
 
     together = ["--coordinator", f"localhost:{free_port()}", "--processes=3"]

@@ -55,7 +55,7 @@ def test_accumulation_keeps_microbatches_small():
     assert config.train.accumulation == 2
 
 
-def test_slices_and_context_stay():
+def test_presets_keep_slices_and_context():
     config = resolved("scaling.py:diff-2.8b", "TPU v5", 64, mesh__slices=2, mesh__context=2)
     mesh = config.mesh
     assert (mesh.slices, mesh.context) == (2, 2)

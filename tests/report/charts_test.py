@@ -36,7 +36,7 @@ MAP = Heatmap(
 
 
 @pytest.mark.parametrize("chart", [LINES, MAP], ids=["lines", "heatmap"])
-def test_charts_become_a_picture_and_a_drawing(chart, tmp_path):
+def test_charts_are_written_as_png_and_svg(chart, tmp_path):
     png, svg = draw_chart(json.loads(json.dumps(dataclasses.asdict(chart))), tmp_path / "out")
     assert [png.name, svg.name] in (["position_α.png", "position_α.svg"], ["needle.png", "needle.svg"])
     assert matplotlib.image.imread(png).std() > 0.05
@@ -47,7 +47,7 @@ def test_charts_become_a_picture_and_a_drawing(chart, tmp_path):
 
 
 def test_the_first_colours_are_visible_on_white_and_on_black():
-    """The lines of two runs have a contrast of at least 3 with the page (WCAG 2.2 for graphics), and a little more."""
+    """The lines of two runs have a contrast of at least 3.5 with the page. WCAG 2.2 requires 3 for graphics."""
     for colour in COLOURS[:2]:
         for ground in ("ffffff", "15181c"):
             assert contrast(*(tuple(bytes.fromhex(text)) for text in (colour[1:], ground))) >= 3.5, (colour, ground)
@@ -63,7 +63,7 @@ def test_the_first_colours_are_visible_on_white_and_on_black():
         (3, {0.5: "0.5"}),
     ],
 )
-def test_numbers_on_an_axis_have_the_same_letter(most, shown):
+def test_numbers_on_an_axis_share_a_unit_suffix(most, shown):
     assert {x: axis_number(most)(x) for x in shown} == shown
 
 
@@ -75,7 +75,7 @@ def test_empty_and_single_charts_are_drawn(tmp_path):
     assert len(list(tmp_path.iterdir())) == 6
 
 
-def test_zero_is_in_the_middle_of_the_colours_of_two_signs():
+def test_colours_of_signed_values_are_centred_on_zero():
     signed = dataclasses.asdict(dataclasses.replace(MAP, values=[[-0.5, None], [0.1, 0.2], [0.0, 0.3]]))
     assert colour_limits(signed) == (-0.5, 0.5)
     assert colour_limits(dataclasses.asdict(MAP)) == (0.0, 1.0)
@@ -86,7 +86,7 @@ def test_zero_is_in_the_middle_of_the_colours_of_two_signs():
 
 
 def test_integers_references_and_points():
-    """Demonstrations have whole ticks on a log axis, permutations have points without lines, guessing is dashed."""
+    """Demonstrations have integer ticks on a log axis, permutations are points without lines, guessing is dashed."""
     guess = ReferenceLine(name="guessing", x=[1, 300], y=[0.5, 0.5])
     shots = [Series(name="random", x=[1, 2, 4, 300], y=[0.1, 0.2, 0.3, 0.4]), guess]
     titles = {"title": "", "x_label": "demonstrations", "y_label": "accuracy"}

@@ -35,8 +35,8 @@ def test_figure_and_table(config, tmp_path):
     assert len(format_table(rows).columns) == 8
 
 
-def test_what_a_run_had_spent_after_a_step(config, tmp_path):
-    """Of ten steps one is logged: its seconds stand for all ten, and a validation falls between two rows."""
+def test_progress_after_a_step(config, tmp_path):
+    """One of ten steps is logged, with the seconds per step of all ten. Step 35 lies between two logged steps."""
     c = config("diff", train__steps=40)
     write_run(tmp_path / "run", c, every=10)
     (run,) = match_runs(str(tmp_path / "run"), "curves")
@@ -77,7 +77,8 @@ def test_one_figure_with_the_last_values_at_the_lines(config, tmp_path, monkeypa
     validations = {line.get_label(): line.get_xydata().tolist() for line in axes.lines if line.get_marker() == "o"}
     assert validations == {"diff": [[768, 4], [1536, 1]], "transformer": [[768, 5], [1536, 2]]}
     assert len(axes.lines) == 4
-    assert {line.get_alpha() for line in axes.lines if line.get_marker() == "None"} == {0.5}  # Training, behind.
+    # The curves of the training loss are in the background.
+    assert {line.get_alpha() for line in axes.lines if line.get_marker() == "None"} == {0.5}
     (axes,) = drawn(config, tmp_path, monkeypatch, "bits_per_byte", "seconds")
     assert (axes.get_xlabel(), len(axes.lines)) == ("seconds of training", 2)
     assert axes.lines[0].get_xdata().tolist() == [6, 12]
@@ -99,7 +100,7 @@ def test_names_at_the_ends_do_not_overlap(config, tmp_path, monkeypatch):
 
 
 def test_smoothing_has_no_lag():
-    """A falling line is its own mean, except where the window lacks the values to come."""
+    """Smoothing does not change a straight line, except at the end, where the window lacks later values."""
     line = np.linspace(5, 1, 200)
     assert smoothed(line)[:-10] == pytest.approx(line[:-10], rel=1e-12)
     rng = np.random.default_rng(0)
@@ -111,7 +112,7 @@ def test_smoothing_has_no_lag():
         assert found[i] == pytest.approx(noisy[i - half : i + half + 1].mean(), rel=1e-9)
 
 
-def test_smoothing_passes_over_gaps():
+def test_smoothing_skips_gaps():
     assert smoothed(np.array([3.0, 3.0, 3.0])) == pytest.approx([3.0, 3.0, 3.0])
     gaps = smoothed(np.array([np.nan, 1.0, np.nan, 3.0, 5.0, np.inf]))
     assert gaps == pytest.approx([np.nan, 1.0, 1.0, 3.0, 3.0, 3.0], nan_ok=True)

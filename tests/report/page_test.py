@@ -65,7 +65,7 @@ ATTENTION = {
 
 
 def write_everything(workdir, architecture, offset):
-    """Write a run that has all that a report can show, with the names and texts of somebody who means harm."""
+    """Write a run with everything that a report can show, and with malicious names and texts."""
     config = tiny(architecture, train__steps=STEPS, model__num_layers=28)
     spike = STEPS // 2 + 1
     write_run(
@@ -118,7 +118,7 @@ def test_the_report_names_the_attention_kernel(tmp_path):
 
 @contextlib.contextmanager
 def browser(file, tmp_path, **options):
-    """Open a page in Chromium; yield it when its figures are drawn, with its console's messages and its requests."""
+    """Open a page in Chromium. Yield it after its figures are drawn, with the console's messages and the requests."""
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install '.[browser]'")
     if CHROMIUM is None:
         pytest.skip("needs a Chromium: apt-get install chromium")
@@ -128,7 +128,7 @@ def browser(file, tmp_path, **options):
             str(tmp_path / "profile"), executable_path=CHROMIUM, args=CHROMIUM_FLAGS, **options
         )
         try:
-            context.set_default_timeout(120_000)  # Of a machine that does much else.
+            context.set_default_timeout(120_000)  # Milliseconds. The machine may be busy.
             page = context.new_page()
             page.on("console", lambda message: messages.append((message.type, message.text)))
             page.on("pageerror", lambda error: messages.append(("error", str(error))))
@@ -146,7 +146,7 @@ def tooltip(page):
 
 
 def focused(page):
-    """Press Tab; return what has the focus then, also within Bokeh's shadow roots."""
+    """Press Tab, and return the element with the focus, also within Bokeh's shadow roots."""
     page.keyboard.press("Tab")
     return page.evaluate(
         "() => { let e = document.activeElement; while (e?.shadowRoot?.activeElement) e = e.shadowRoot.activeElement;"
@@ -155,7 +155,7 @@ def focused(page):
 
 
 def check_order(page):
-    """The verdict is first, then the curves, then the suites, and provenance is last."""
+    """Check that the verdict is first, then the curves, then the suites, and that provenance is last."""
     sections = page.locator("body > section").evaluate_all("all => all.map(s => [s.id, s.getBoundingClientRect().top])")
     assert [name for name, _ in sections] == ["verdict", "curves", "suites", "lambda", "gradients", "provenance"]
     assert [top for _, top in sections] == sorted(top for _, top in sections)
@@ -172,7 +172,7 @@ def check_order(page):
 
 
 def check_samples(page):
-    """The completions of one prompt stand side by side under it, as text."""
+    """Check that the completions of a prompt are side by side below it, as text."""
     boxes = [box.bounding_box() for box in page.locator(".samples > div").all()]
     assert [box["y"] for box in boxes] == [boxes[0]["y"]] * 2
     assert boxes[0]["x"] + boxes[0]["width"] < boxes[1]["x"]
@@ -182,7 +182,7 @@ def check_samples(page):
 
 
 def check_width(page, width):
-    """Nothing scrolls the page sideways, and only tables scroll by themselves."""
+    """Check that nothing scrolls the page sideways, and that only tables scroll by themselves."""
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.locator("article:visible .figure").first.bounding_box()["width"] <= width
     wide = page.locator("section :is(p, h2, h3, h4, pre, .panels, .samples, .wide):visible")
@@ -190,7 +190,7 @@ def check_width(page, width):
 
 
 def check_contrast(page):
-    """Texts have a contrast of at least 4.5 (WCAG 2.2, AA) with the ground below them, by computed colours."""
+    """Check that texts have a contrast of at least 4.5 (WCAG 2.2, AA) with their background, by computed colours."""
     colours = page.evaluate(
         """() => [...document.querySelectorAll('p, h1, h2, h3, th, td, a, pre, legend, label, .unit, .word')].map(e => {
             let ground = e;
@@ -201,7 +201,7 @@ def check_contrast(page):
     )
     shown = {(name, *(tuple(map(float, re.findall(r"[\d.]+", c)))[:3] for c in pair)) for name, *pair in colours}
     assert {"better", "worse", "unit", "note"} <= {name for name, *_ in shown}
-    # The numbers of colour bars are drawn on a canvas, on the ground of the page.
+    # The numbers of colour bars are drawn on a canvas, over the background of the page.
     drawn, ground = page.evaluate(
         """() => [
             [...Bokeh.documents[0].all_models].filter(m => m.type === "ColorBar").map(m => m.major_label_text_color),
@@ -226,7 +226,7 @@ def test_on_a_desktop(report, tmp_path):
             assert title in titles
         for part in ("Loss by position", "Needles found", "A1 - λ A2", "λ of each layer", "Gradient", "Where the time"):
             assert any(part in title for title in titles), part
-        # Every figure that is shown has been painted: not all of its pixels are alike.
+        # Every visible figure is painted, so its pixels are not all equal.
         painted = page.locator("article:visible .figure").evaluate_all(
             """figures => figures.map(figure => {
                 const canvas = Bokeh.index.get_by_id(figure.querySelector("[data-root-id]").dataset.rootId).canvas_view;
@@ -240,7 +240,7 @@ def test_on_a_desktop(report, tmp_path):
         figure = page.locator("article:visible .figure").first
         figure.hover(position={"x": 250, "y": 100})
         values = tooltip(page)
-        assert values[0] == "trans<script>window.pwned=1<script>"  # As text.
+        assert values[0] == "trans<script>window.pwned=1<script>"  # Not parsed as HTML.
         assert values[3] == "diff"
         assert 1 < float(values[5]) < float(values[2])
 
@@ -268,7 +268,7 @@ def test_with_a_keyboard(report, tmp_path):
         page.locator("#curves-axes-linear").focus()
         page.keyboard.press("ArrowRight")
         assert "against-flops axes-log" in shown.first.get_attribute("class")
-        # What was hidden is laid out now.
+        # The figure, which was hidden, now has a layout.
         page.wait_for_function(
             "document.querySelector('.against-flops.axes-log .figure').getBoundingClientRect().height > 200"
         )
@@ -289,11 +289,11 @@ def test_on_a_phone_in_the_dark(report, tmp_path):
         check_contrast(page)
         figure = page.locator("article:visible .figure").first
         assert figure.bounding_box()["width"] <= 360
-        # What is too wide for a figure would be cut off: long names are on several lines.
+        # A figure clips names that are too wide, so long names must be on several lines.
         names = page.locator("article:visible .bk-Legend .bk-label")
         assert max(names.evaluate_all("all => all.map(name => name.getBoundingClientRect().right)")) <= 360
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(21, 24, 28)"
-        # The figure's ground, as painted, and text on it that can be read.
+        # The figure is painted with a dark background and readable text.
         ground, brightest = figure.evaluate(
             """figure => {
                 const canvas = Bokeh.index.get_by_id(figure.querySelector("[data-root-id]").dataset.rootId).canvas_view;
@@ -317,7 +317,7 @@ def test_on_a_phone_in_the_dark(report, tmp_path):
 
 
 @pytest.mark.long
-def test_the_page_is_small_and_asks_nobody(report):
+def test_page_is_small_and_self_contained(report):
     text = report.read_text()
     assert len(text.encode()) < 5e6
     assert "default-src 'none'" in text
@@ -327,7 +327,7 @@ def test_the_page_is_small_and_asks_nobody(report):
 
 
 @pytest.mark.long
-def test_what_the_page_says(report):
+def test_text_of_the_page(report):
     text = report.read_text()
     assert "thinned to 2,000 points" in text
     assert "diff: 1 lines of metrics and journal could not be read" in text
@@ -367,9 +367,9 @@ def test_the_commands_are_those_of_difftx(tmp_path, program):
 
 
 def test_the_table_of_the_verdict(tmp_path):
-    """Two runs have a column for the difference, and what both have in common is written once.
+    """For two runs, the table has a column for the difference, and a single cell for a value that is equal.
 
-    The Transformer is the baseline, although it is named second, and the verdict has the difference of the table.
+    The Transformer is the baseline, although it is named second. The verdict and the table have the same difference.
     """
     runs = [write_run(tmp_path / name, tiny(name, train__steps=6)) for name in ("diff", "transformer")]
     noise = np.random.default_rng(0).normal(0, 0.01, (2, 20))
@@ -416,7 +416,7 @@ def test_a_suite_gives_the_units_and_directions_of_its_numbers(tmp_path):
     text = write_page(runs, tmp_path / "report.html").read_text()
     assert 'loss of detail <span class="unit">metres</span>' in text
     assert '+0.25 (+25.00%)<span class="word">better</span>' in text
-    # A result that somebody else wrote may have anything.
+    # A result from elsewhere may have invalid measures.
     for measures in ([], {"accuracy": 3}, {"accuracy": {"unit": "", "better": "<evil>"}}):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"measures": measures}))
         assert "<evil>" not in write_page(runs[1:], tmp_path / "report.html").read_text()
@@ -454,8 +454,11 @@ def test_mistakes(tmp_path):
     assert not (tmp_path / "report.html").exists()
 
 
-def test_control_characters_are_written_out(tmp_path, capsys):
-    """In names of folders, results, samples, charts and the journal; unpaired surrogates cannot even be encoded."""
+def test_control_characters_are_escaped(tmp_path, capsys):
+    """Control characters are escaped in folder names, results, samples, charts and the journal.
+
+    Unpaired surrogates cannot even be encoded.
+    """
     hostile = "x\x1b]0;t\x07 \x9b31m \u202e \ud800"
     config = load_config(f"{ROOT}/configs/quickstart.py:diff", {"train.steps": "60"})
     run = write_run(tmp_path / "run\x1b[31m\u202e", config)

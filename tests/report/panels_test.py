@@ -1,4 +1,4 @@
-"""Panels of the report, and what its sections on suites show."""
+"""Panels of the report, and the content of its sections on suites."""
 
 import json
 
@@ -16,7 +16,10 @@ def chart(value, **changes):
 
 
 def test_lines_over_layers_are_drawn_over_the_steps(tmp_path):
-    """Each line of a chart that says so: a line a layer. One step makes no line, and other charts none."""
+    """Each line of a chart with `over_steps` becomes a panel with a line per layer.
+
+    There is no panel for results of a single step, nor for a chart without `over_steps`.
+    """
     workdirs = [write_run(tmp_path / name, tiny("diff", train__steps=9)) for name in ("one", "two")]
     for step in (3, 6, 9):
         write_result(workdirs[0], "attention", step, {}, [chart(step / 10), chart(1.0, name="l0", over_steps=False)])
@@ -66,7 +69,7 @@ def test_counts_that_are_equal_are_written_once_and_suites_have_an_order(tmp_pat
     assert recall.basis == "a at step 3; b at step 3; AR-Hit tokens: 645"
     assert [row[0].text for row in recall.numbers.rows] == ["AR-Hit loss"]
     assert recall.numbers.rows[0][-1] == Cell("0", "equal")
-    assert sections["suite-quantize"].numbers.rows == []  # Its charts show them.
+    assert sections["suite-quantize"].numbers.rows == []  # The charts show the numbers.
     assert [row[0] for row in sections["suite-quantize"].further.rows] == [Cell("loss 4 bits", unit="nats per token")]
 
 
@@ -98,7 +101,7 @@ def test_lines_of_several_runs_share_colours_by_name_and_dashes_by_run(tmp_path)
 
 
 def test_one_validation_has_an_axis_from_zero(tmp_path):
-    """With a single point, the axis of tokens is not 2 tokens wide, and its labels have the units of curves.png."""
+    """For a single point, the axis of tokens is not 2 tokens wide, and its labels have the units of curves.png."""
     run = write_run(tmp_path / "run", tiny("diff", train__steps=3, train__global_batch_tokens=2**20))
     section = losses(read_runs([run]), "loss")
     panel = next(

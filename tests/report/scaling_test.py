@@ -28,10 +28,11 @@ def write_table(path, rows):
 
 
 def paper_laws():
-    """Return laws through everything §3.2 and Table 6 print of Figure 3a.
+    """Return laws of both models through the points of Figure 3a that §3.2 and Table 6 print.
 
-    That is: 3.087 and 3.062 at 1.4B, and equal losses at 6.8B and 11B (62.2 %) and at 7.8B and 13.1B (59.5 %). It fixes
-    the differential model's law, given the Transformer's; that has the floor that puts Figure 3a's axis at 2.9 to 3.15.
+    These are losses of 3.087 and 3.062 at 1.4B, and equal losses at 6.8B and 11B (62.2 %) and at 7.8B and 13.1B
+    (59.5 %). Together with the Transformer's law, they determine the differential model's law. The floor of the
+    Transformer's law puts Figure 3a's axis at 2.9 to 3.15.
     """
     transformer = PowerLaw((3.087 - 2.75) * 1.410e9**0.3, 0.3, 2.75)
     known = [
@@ -61,11 +62,11 @@ def test_the_papers_printed_points(tmp_path):
     largest = next(match for match in study.matches["diff"] if match.reference_x == 13.083e9)
     assert (largest.x, largest.ratio) == (pytest.approx(7.8e9, rel=5e-3), pytest.approx(0.595, abs=2e-3))
     assert [file.name for file in files] == ["scaling_size.png", "scaling_size.svg", "scaling.json"]
-    assert "62.2%" in files[1].read_text()  # Written beside the match, as in Figure 3a.
+    assert "62.2%" in files[1].read_text()  # Written next to the match, as in Figure 3a.
 
 
 def test_the_papers_match_in_tokens(tmp_path):
-    """Figure 3b: every 40B tokens to 360B; 160B do what 251B do."""
+    """Figure 3b has points every 40B tokens, up to 360B. 160B tokens reach the Transformer's loss after 251B tokens."""
     transformer = PowerLaw(0.45 * 40e9**0.35, 0.35, 2.45)
     diff = PowerLaw(transformer.a * (160 / 251) ** transformer.b, transformer.b, transformer.c)
     rows = [
@@ -83,7 +84,7 @@ def test_the_papers_match_in_tokens(tmp_path):
 
 
 def sweep(config, folder, *, shift=0.7, **options):
-    """Write runs of five widths of both architectures; the loss of a run falls with its width."""
+    """Write runs of five widths of both architectures, whose losses fall with the width. Return their glob."""
     for architecture, factor in (("diff", shift), ("transformer", 1.0)):
         for width in (16, 32, 64, 128, 256):
             c = config(architecture, model__d_model=width, model__mlp_dim=2 * width, train__steps=9)
@@ -110,7 +111,7 @@ def test_runs_are_fitted_by_size_and_by_tokens(config, tmp_path):
 
 
 @pytest.mark.long
-def test_an_unfinished_run_is_no_point_of_loss_against_size(config, tmp_path):
+def test_unfinished_run_is_excluded_from_loss_against_size(config, tmp_path):
     pattern = sweep(config, tmp_path / "runs")
     metrics = tmp_path / "runs" / "diff-256" / "metrics.jsonl"
     metrics.write_text("".join(line for line in metrics.open() if json.loads(line)["step"] < 5))
@@ -136,7 +137,7 @@ def test_curves_that_never_meet_are_refused(tmp_path):
 
 def test_extrapolation_is_marked(tmp_path):
     transformer = PowerLaw(450.0, 0.3, 2.3)
-    diff = PowerLaw(transformer.a * 0.05**transformer.b, transformer.b, transformer.c)  # Needs a twentieth.
+    diff = PowerLaw(transformer.a * 0.05**transformer.b, transformer.b, transformer.c)  # Needs a twentieth of the size.
     rows = [
         [name, size, 1e10, float(law(size)), 0]
         for name, law in (("diff", diff), ("transformer", transformer))
@@ -170,7 +171,7 @@ def test_bad_tables(name, text, message, tmp_path):
     assert message in str(error.value)
 
 
-def test_a_glob_of_a_sweep_passes_over_its_other_files(config, tmp_path):
+def test_glob_of_a_sweep_skips_its_other_files(config, tmp_path):
     for i, (size, tokens) in enumerate(itertools.product((32, 48, 64, 96), (6, 12))):
         write_run(
             tmp_path / f"run{i}",
@@ -184,7 +185,7 @@ def test_a_glob_of_a_sweep_passes_over_its_other_files(config, tmp_path):
     assert read_points(f"{tmp_path}/*", "loss") == expected
     with pytest.raises(UserError, match=r"sweep\.json: not a list of points"):
         read_points(f"{tmp_path}/sweep.json", "loss")
-    # A table keeps its meaning under any name, and an unknown file is still an error.
+    # A table of points is read under any name, and an unknown file is still an error.
     (tmp_path / "curves.json").write_text('[{"architecture": "diff", "size": 10, "tokens": 9, "loss": 3.0}]')
     assert [point.size for point in read_points(f"{tmp_path}/*", "loss")[0]] == [10]
     (tmp_path / "other.json").write_text("{}")

@@ -36,7 +36,7 @@ def numbers(text):
 
 def test_one_run_each_is_paired_over_the_text(tmp_path):
     rng = np.random.default_rng(0)
-    diff = rng.normal(2.5, 0.4, BLOCKS)  # The blocks differ more than the models, which only pairing can resolve.
+    diff = rng.normal(2.5, 0.4, BLOCKS)  # The blocks differ more than the models, so only pairing shows the difference.
     plain = diff - rng.normal(0.1, 0.05, BLOCKS)
     runs = {
         "plain": (make(tmp_path / "plain", plain, architecture="transformer"), plain, "none"),
@@ -89,7 +89,7 @@ def test_an_interval_around_zero_is_no_difference(tmp_path):
     assert numbers(found.details[0])[3:5] == pytest.approx([low, high], rel=1e-2)
 
 
-def test_seeds_count_instead_of_text(tmp_path):
+def test_interval_over_seeds_replaces_interval_over_text(tmp_path):
     losses = {"transformer": [2.2, 2.3, 2.28], "diff": [2.0, 2.1, 2.05]}
     runs = [
         make(tmp_path / f"{name}-{seed}", [loss] * BLOCKS, architecture=name, train__seed=seed, data__seed=seed)
@@ -106,7 +106,7 @@ def test_seeds_count_instead_of_text(tmp_path):
     assert numbers(found.details[0])[0] == pytest.approx(means["diff"] - means["transformer"], rel=1e-3)
     student = scipy.stats.ttest_rel(losses["diff"], losses["transformer"]).confidence_interval(0.95)
     assert numbers(found.details[0])[3:] == pytest.approx([student.low, student.high, 3], rel=1e-2)
-    # The order of the runs does not matter, because their seeds make the pairs. Other seeds make none.
+    # The order of the runs does not matter, because equal seeds form pairs. Different seeds form none.
     assert judged([*runs[:3], *runs[:2:-1]]).details == found.details
     other = make(tmp_path / "other", [2.05] * BLOCKS, train__seed=7, data__seed=7)
     welch = scipy.stats.ttest_ind(losses["diff"], losses["transformer"], equal_var=False).confidence_interval(0.95)
@@ -119,7 +119,7 @@ def test_seeds_count_instead_of_text(tmp_path):
     assert "at least two different seeds" in judged([*runs[:2], runs[3], again]).headline
 
 
-def test_what_cannot_be_compared_says_so(tmp_path):
+def test_verdict_states_what_cannot_be_compared(tmp_path):
     a = make(tmp_path / "a", [2.0] * BLOCKS)
     b = make(tmp_path / "b", [2.1] * BLOCKS, architecture="transformer")
     other = make(tmp_path / "other", [2.1] * BLOCKS, architecture="transformer", targets="b")

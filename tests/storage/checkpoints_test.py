@@ -28,7 +28,7 @@ from difftx.training.state import TrainState
 
 @pytest.fixture
 def trainer(bucket, config):
-    """Return a function that opens the checkpoints of one folder, as a training that starts again does."""
+    """Return a function that opens the checkpoints of one folder, as a restarted training does."""
     workdir = bucket.folder()
 
     def opened(**options):
@@ -79,7 +79,7 @@ def test_saves_retention_and_leftovers(bucket, trainer, save, mesh_of):
 
 
 def test_arrays_on_other_meshes(trainer, config, mesh_of, monkeypatch):
-    """Shards of eight devices are read by one device, by others, and in chunks smaller than a shard."""
+    """Restore arrays of eight devices, saved in chunks of at most 64 bytes, on one device and on other meshes."""
     monkeypatch.setattr(arrays, "CHUNK_BYTES", 64)
     random_, mesh = np.random.default_rng(0), mesh_of(fsdp=4, tensor=2)
     values = {
@@ -154,8 +154,8 @@ def test_a_quarantined_checkpoint_is_taken_back_if_no_other_verifies(trainer, sa
             trainer().newest()
 
 
-def test_a_kill_at_any_request_leaves_the_checkpoint_or_none(trainer, save, mesh_of, config, monkeypatch):
-    """The process ends before its first, second, … request of a save."""
+def test_a_kill_at_any_request_leaves_a_valid_checkpoint_or_none(trainer, save, mesh_of, config, monkeypatch):
+    """Kill the process before the first, second, … request of a save."""
     first = trainer()
     save(first, 10)
     for requests in range(30):
@@ -184,7 +184,7 @@ def test_a_kill_at_any_request_leaves_the_checkpoint_or_none(trainer, save, mesh
         found = after.newest()
         assert found in (10, 20)
         check(after, found, mesh_of())
-        if found == 20:  # The manifest was the last request of the save itself.
+        if found == 20:  # The kill came after the manifest, the last request of the save itself.
             remove([after.folder / "20"])
         assert {name.partition("/")[0] for name in objects.list_below(after.folder)} == {"10"}
     assert requests > 5
@@ -214,9 +214,9 @@ def test_a_late_writer_cannot_commit_or_change_a_checkpoint(trainer, save, mesh_
 
 @pytest.fixture
 def owner_saves(trainer, save):
-    """Return a function for a process that has the lock: at its first call, another one takes over and saves a step.
+    """Return a function that makes a hook. At its first call, the hook lets another process take over and save a step.
 
-    It is called where the process is frozen after a request or a check that has succeeded.
+    The hook is called where the owner of the lock is frozen, after a request or a check that has succeeded.
     """
 
     def made(step):
@@ -342,20 +342,20 @@ def test_a_lost_lock_ends_the_saves(trainer, save, capsys):
 
 @pytest.mark.long
 def test_faults_during_saves_and_restores(bucket, trainer, save, mesh_of, quick_retries, capsys):
-    """What is saved after faults is what was to be saved; what cannot be read is an error, and never another value."""
+    """Under faults, a save writes the right values or fails, and a restore returns them or raises an error."""
     outcomes = {"saved": 0, "not saved": 0, "read": 0, "unreadable": 0}
     kinds = ["429", "500", "503", "reset", "lost", "cut", "short"]
     writer = trainer()
     save(writer, 0)
     for i in range(1, 16):
-        # Listings are requests of fsspec. s3fs waits for seconds after a fault.
+        # The pattern excludes listings: fsspec makes them, and s3fs waits for seconds after a fault.
         bucket.plan(kinds=kinds, rate=0.35, in_a_row=3, seed=i, pattern="^((?!prefix=).)*$", limit=12)
         writer._failures = 0
         save(writer, 10 * i)
         is_saved = 10 * i in writer._verified
         bucket.plan()
         outcomes["saved" if is_saved else "not saved"] += 1
-        # After lost replies, a manifest may be there although its save failed.
+        # After lost replies, a manifest may exist although its save failed.
         assert 10 * i in writer.steps() or not is_saved
         reader, newest = Checkpointer(writer.folder.parent), max(writer.steps())
         bucket.plan(kinds=kinds, rate=0.35, in_a_row=3, seed=100 + i, pattern="^((?!prefix=).)*$", limit=12)
@@ -382,7 +382,7 @@ def random_state(step):
 
 
 def test_neither_a_save_nor_a_verification_reads_the_arrays(bucket, trainer, config):
-    """The store lists checksums."""
+    """The checksums that the store lists are sufficient."""
     writer = trainer()
     writer.newest()
     bucket.plan()
@@ -397,7 +397,7 @@ def test_neither_a_save_nor_a_verification_reads_the_arrays(bucket, trainer, con
 
 
 def test_a_restore_reads_only_the_chunks_of_its_devices(bucket, trainer, config, mesh_of):
-    """A checkpoint of eight devices is read on other meshes, and in part, as by one of several hosts."""
+    """Read a checkpoint of eight devices on other meshes, and parts of it, as one of several hosts does."""
     size = (1024, 256)
     values = np.random.default_rng(0).standard_normal(size).astype("float32")
     sharding = jax.NamedSharding(mesh_of(fsdp=8), jax.P("fsdp"))
@@ -424,8 +424,11 @@ def test_a_restore_reads_only_the_chunks_of_its_devices(bucket, trainer, config,
         assert bucket.plan()["bytes"]["read"] < 1.3 * whole
 
 
-def test_other_entity_tags_than_checksums(trainer, config, monkeypatch):
-    """S3's ETag is not an MD5 if the bucket has keys of KMS, or if another program has uploaded a copy in parts."""
+def test_entity_tags_that_are_not_checksums(trainer, config, monkeypatch):
+    """Checkpoints are verified by their content if the ETags of S3 are not MD5s.
+
+    This is the case in a bucket with KMS keys, and after another program has uploaded a copy in parts.
+    """
     writer, describe = trainer(), objects.describe_below
     if str(writer.folder).startswith("gs"):
         pytest.skip("Google Cloud Storage lists CRC32Cs")
@@ -464,7 +467,7 @@ def test_a_copy_on_a_local_disk(bucket, trainer, save, mesh_of, tmp_path):
 
 
 def test_a_local_checkpoint_in_a_bucket(bucket, config, mesh_of, tmp_path):
-    """A run that was imported, or copied from a disk, has the format of orbax."""
+    """The checkpoints of a run that was imported, or copied from a disk, have the format of Orbax."""
     writer = Checkpointer(tmp_path, config().checkpoint)
     writer.save(state_at(10), LOADER, config())
     writer.close()
@@ -477,9 +480,9 @@ def test_a_local_checkpoint_in_a_bucket(bucket, config, mesh_of, tmp_path):
 
 
 def test_requests_of_a_save_and_a_restore(bucket, config, save, mesh_of):
-    """Requests do not grow with the size of the arrays."""
+    """The number of requests does not grow with the size of the arrays."""
     found = []
-    for size in (3, 3, 300):  # The first requests of a process are more.
+    for size in (3, 3, 300):  # The first save and restore of a process make more requests.
         writer = Checkpointer(bucket.folder(), config().checkpoint)
         writer.newest()
         bucket.plan()
@@ -488,7 +491,7 @@ def test_requests_of_a_save_and_a_restore(bucket, config, save, mesh_of):
         restored(writer, 10, mesh_of(), size)
         found.append((saved, bucket.plan()["requests"]))
     for small, large in zip(found[1], found[2], strict=True):
-        # Some reads are merged into one, depending on their times.
+        # Some reads are merged into one, depending on their timing.
         assert abs(sum(large.values()) - sum(small.values())) <= 5, found
     assert sum(found[0][0].values()) < 40, found
     assert sum(found[0][1].values()) < 20, found

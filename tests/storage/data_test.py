@@ -1,4 +1,4 @@
-"""Token stores in buckets, against the same stores on a local disk."""
+"""Token stores in buckets, compared with the same stores on a local disk."""
 
 import itertools
 import json
@@ -36,7 +36,7 @@ ROWS, LENGTH = 16, 64
 
 @pytest.fixture(scope="module")
 def local_store(tmp_path_factory):
-    """A store of four training shards of ten blocks each."""
+    """Return a store with four training shards of ten blocks each, and a fifth of one block."""
     folder = tmp_path_factory.mktemp("local")
     noise = random.Random(0)
     lines = [json.dumps({"text": f"{i} {noise.randbytes(noise.randrange(400)).hex()}", "id": i}) for i in range(900)]
@@ -49,7 +49,7 @@ def local_store(tmp_path_factory):
 
 @pytest.fixture
 def store(bucket, local_store):
-    """The same store in a bucket."""
+    """Return a copy of `local_store` in a bucket."""
     return copied(local_store, bucket.folder() / "store")
 
 
@@ -106,17 +106,17 @@ def test_batches_are_those_of_a_local_store(local_store, store, mesh_of, tmp_pat
 
 
 def test_requests_of_a_start_and_of_steps(bucket, local_store, store, mesh_of, tmp_path):
-    """A step reads the blocks of its rows, and none that another step, run or process of the host has read."""
+    """A step reads the blocks of its rows, except for those that another step, run or process of the host has read."""
     shards = {split: len(read_meta(local_store)["splits"][split]["shards"]) for split in ("train", "valid")}
     tokens = [file.stat().st_size for file in (local_store / "train").glob("*.tokens")]
-    loader_of(config(store, tmp_path / "other"), mesh_of())  # The first request to a bucket may have others before it.
+    loader_of(config(store, tmp_path / "other"), mesh_of())  # The first request to a bucket may need further requests.
     bucket.plan()
     loader = loader_of(config(store, tmp_path), mesh_of())
     start = bucket.plan()
-    assert start["requests"]["read"] == 4 + 2 * sum(shards.values())  # `meta.json`; offsets and hashes of blocks.
+    assert start["requests"]["read"] == 4 + 2 * sum(shards.values())  # Four of `meta.json`, two per shard.
     pages = sum(
         -(-5 * count // 3) for count in shards.values()
-    )  # Five files per shard, and three per page of the proxy.
+    )  # At most five files per shard, and three per page of the proxy.
     # On a busy machine, gcsfs sends up to three requests more for the same calls.
     assert start["requests"]["list"] + start["requests"]["describe"] <= pages + (12 if bucket.scheme == "gs" else 9)
     assert start["bytes"]["read"] < 0.1 * sum(tokens)
@@ -136,7 +136,7 @@ def test_requests_of_a_start_and_of_steps(bucket, local_store, store, mesh_of, t
 
 @pytest.mark.long
 def test_each_host_reads_the_blocks_of_its_rows(bucket, local_store, store, mesh_of, tmp_path):
-    """Of four hosts with a quarter of the rows each, none reads all blocks in an epoch."""
+    """Four hosts read a quarter of the rows each. None of them reads all blocks in an epoch."""
     size = sum(file.stat().st_size for file in (local_store / "train").glob("*.tokens"))
     settings = config(store, tmp_path, sequence_length="8192")
     examples = load_sources(settings, load_tokenizer("bytes")).examples
@@ -152,7 +152,7 @@ def test_each_host_reads_the_blocks_of_its_rows(bucket, local_store, store, mesh
         read.append(bucket.plan()["bytes"]["read"])
         np.testing.assert_array_equal(batch["tokens"][1], examples[host + 4]["tokens"])
     assert max(read) < 0.6 * size
-    assert sum(read) < 2.1 * size  # Rows of 16 KiB that begin within a block.
+    assert sum(read) < 2.1 * size  # Rows have the size of a block, 16 KiB, but begin within a block.
 
 
 READER = """
@@ -192,7 +192,7 @@ def test_a_smaller_limit_shortens_the_cache(tmp_path):
     assert (tmp_path / blocks.CACHE_FILE).stat().st_size == 10 * BLOCK_BYTES
     blocks.BlockCache(tmp_path, 3 * BLOCK_BYTES)
     assert (tmp_path / blocks.CACHE_FILE).stat().st_size == 3 * BLOCK_BYTES
-    assert cache.read(9, 2) == bytes(2 * BLOCK_BYTES)  # Another process has a larger limit.
+    assert cache.read(9, 2) == bytes(2 * BLOCK_BYTES)  # `cache` is that of a process with a larger limit.
     with pytest.raises(UserError, match=r"data\.cache_path: /proc/absent/blocks cannot be written"):
         blocks.BlockCache(ROOT.__class__("/proc/absent"), 10**6)
 
@@ -208,7 +208,7 @@ def test_a_damaged_cache_is_not_used(local_store, store, tmp_path):
     np.testing.assert_array_equal(remote.slice(0, len(remote)), local.slice(0, len(local)))
 
 
-def test_a_full_disk_costs_requests_only(local_store, store, tmp_path, monkeypatch, capsys):
+def test_a_full_disk_is_not_fatal(local_store, store, tmp_path, monkeypatch, capsys):
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -222,7 +222,7 @@ def test_a_full_disk_costs_requests_only(local_store, store, tmp_path, monkeypat
 
 @pytest.mark.long
 def test_faults_change_no_token(bucket, local_store, store, tmp_path, quick_retries, monkeypatch):
-    """At least 60 seeded faults, truncated bodies among them."""
+    """Read slices under at least 60 seeded faults, including truncated bodies."""
     monkeypatch.setattr(objects, "REREAD_SECONDS", (0.0,) * 8)
     local, met, random_ = open_store(local_store, "train"), 0, random.Random(0)
     for seed in range(100):
@@ -290,7 +290,7 @@ def test_a_store_without_hashes_of_blocks_is_refused(local_store, bucket, tmp_pa
         for shard in split["shards"]:
             del shard["sha256"]["blocks"]
     write_meta(folder, meta)
-    assert len(open_store(folder, "train").slice(0, 10)) == 10  # As always on a local disk.
+    assert len(open_store(folder, "train").slice(0, 10)) == 10  # Stores on a local disk need no hashes of blocks.
     with pytest.raises(UserError, match="the store has no hashes of blocks"):
         open_store(copied(folder, bucket.folder()), "train")
 
@@ -330,8 +330,8 @@ def test_text_in_a_bucket_is_the_same_corpus(bucket, tmp_path):
 
 
 @in_ci_with("s3")
-def test_a_training_on_a_store_in_a_bucket_is_that_on_a_local_store(bucket, local_store, store, tmp_path):
-    """Requests per step, and losses bit for bit."""
+def test_training_is_equal_on_stores_in_a_bucket_and_on_a_local_disk(bucket, local_store, store, tmp_path):
+    """Losses are equal bit for bit. The training describes, lists and reads objects, and sends no other requests."""
     rows = []
     for name, path in (("local", local_store), ("bucket", store)):
         fields = TINY | {"data.tokenizer": "bytes", "data.path": path, "data.cache_path": tmp_path / "cache"}

@@ -1,4 +1,4 @@
-"""Logs of JSON lines on every kind of storage, under faults, against a list of rows."""
+"""Logs of JSON lines on every kind of storage, under faults, compared with a list of rows."""
 
 import contextlib
 import random
@@ -24,8 +24,8 @@ def rows(*numbers):
     return [{"n": n} for n in numbers]
 
 
-def test_rows_are_those_of_a_list(folder, monkeypatch):
-    """Random operations of three logs at one path, as three processes have them."""
+def test_logs_behave_like_a_list(folder, monkeypatch):
+    """Run random operations on three logs at one path, as three processes do."""
     monkeypatch.setattr(lines, "PARTS", 4)
     logs, expected, random_ = [JsonLines(folder / "run" / "log.jsonl") for _ in range(3)], [], random.Random(0)
     for step in range(60):
@@ -49,13 +49,13 @@ def test_rows_are_those_of_a_list(folder, monkeypatch):
 
 
 def test_faults_neither_lose_nor_double_a_row(bucket, quick_retries, monkeypatch):
-    """Two processes append and read under faults that their retries survive, or not."""
+    """Append and read with two logs, as two processes do, under faults that retries may or may not survive."""
     monkeypatch.setattr(lines, "PARTS", 5)
     monkeypatch.setattr(objects, "REREAD_SECONDS", (0.0,) * 6)
     path, random_ = bucket.folder() / "log.jsonl", random.Random(0)
     logs, expected, unknown, met = [JsonLines(path), JsonLines(path)], [], [], 0
     for step in range(70):
-        # Listings are requests of fsspec. s3fs waits for seconds after a fault.
+        # Most patterns exclude listings: fsspec makes them, and s3fs waits for seconds after a fault.
         pattern = "." if step % 20 == 0 else "^((?!prefix=).)*$"
         bucket.plan(kinds=FAULTS, rate=0.3, in_a_row=2, seed=step, pattern=pattern)
         log = random_.choice(logs)
@@ -67,7 +67,7 @@ def test_faults_neither_lose_nor_double_a_row(bucket, quick_retries, monkeypatch
                 unknown = []
             else:
                 assert numbers(log) == expected
-        except UnreadableError:  # The outcome of an append is unknown: its rows are there, or not, but not in parts.
+        except UnreadableError:  # The append has an unknown outcome: the log has all of its rows, or none.
             bucket.plan()
             found = numbers(JsonLines(path))
             assert found in (expected, expected + [row["n"] for row in unknown])
@@ -96,13 +96,13 @@ def test_several_processes_append(folder):
     assert [process.wait() for process in processes] == [0, 0, 0]
     found = numbers(log)
     assert sorted(found) == sorted(1000 * i + n for i in range(3) for n in range(20))
-    for i in range(3):  # In the order of each process.
+    for i in range(3):  # The rows of each process keep their order.
         assert [n for n in found if n // 1000 == i] == [1000 * i + n for n in range(20)]
 
 
 @pytest.mark.parametrize("operation", ["append", "compact", "rewrite"])
 def test_a_kill_at_any_request_leaves_all_rows_or_none(bucket, monkeypatch, operation):
-    """The process ends before its first, second, … request of an operation, until the operation is complete."""
+    """Kill the process before the first, second, … request of an operation, until the operation completes."""
     monkeypatch.setattr(lines, "PARTS", 3 if operation == "compact" else 100)
     for requests in range(30):
         path = bucket.folder() / "log.jsonl"
@@ -139,7 +139,7 @@ def killed_at_the_end(counted, request):
 
 
 def test_an_append_that_another_process_compacts(bucket, monkeypatch):
-    """The other process moves the part into the head before the first one has looked at the head again."""
+    """Another process moves the new part into the head before the appending process reads the head again."""
     monkeypatch.setattr(lines, "PARTS", 3)
     path = bucket.folder() / "log.jsonl"
     log, other, write_if = JsonLines(path), JsonLines(path), objects.write_if

@@ -1,4 +1,4 @@
-"""The lock of a run in a bucket, between real processes that are killed, frozen and continued late."""
+"""The lock of a run in a bucket: real processes that are killed, frozen and resumed late, and simulated schedules."""
 
 import contextlib
 import itertools
@@ -67,7 +67,7 @@ class Process:
         )
 
     def line(self):
-        """Return the next line of output except that of a waiting process."""
+        """Return the next line of output. Skip the message of a process that waits for the lock."""
         return next(line for line in iter(self._process.stdout.readline, "") if "waiting" not in line).strip()
 
     def say(self, command):
@@ -104,7 +104,7 @@ def rows(folder):
 
 
 @in_ci_with("s3")
-def test_a_second_process_waits_then_gives_up_or_follows(bucket, start):
+def test_a_second_process_waits_then_gives_up_or_takes_the_lock(bucket, start):
     folder = bucket.folder()
     first = start(folder, "first")
     assert first.line() == "owner"
@@ -122,7 +122,7 @@ def test_a_second_process_waits_then_gives_up_or_follows(bucket, start):
 
 @in_ci_with("gs")
 @pytest.mark.parametrize("other_machine", ["no", "yes"])
-def test_a_killed_owner_is_followed(bucket, start, other_machine):
+def test_the_lock_of_a_killed_owner_is_taken_over(bucket, start, other_machine):
     folder = bucket.folder()
     first = start(folder, "first", other_machine=other_machine, takeover=6.0)
     assert first.line() == "owner"
@@ -169,8 +169,8 @@ def test_a_late_append_without_a_check_is_not_visible(bucket, start):
     assert rows(folder) == ["second", "second"]
 
 
-def test_a_released_lock_does_not_pass(bucket):
-    """A save in the background may outlive the block of its lock, after an error."""
+def test_a_check_after_release_fails(bucket):
+    """After an error, a background save may outlive the `with` block of its lock."""
     with BucketLock(bucket.folder() / ".lock", takeover_seconds=60, wait_seconds=0) as held:
         held.check()
     with pytest.raises(RunError, match="has released the lock"):
@@ -196,8 +196,8 @@ def test_a_process_of_another_user_is_alive(monkeypatch, error):
     assert lock_module._is_dead(owner | {"pid": 2})
 
 
-def test_a_takeover_is_not_later_than_its_time(monkeypatch):
-    """A waiting process, whose reads take half a second, reads the lock when it may take it."""
+def test_slow_reads_do_not_delay_a_takeover(monkeypatch):
+    """A waiting process, whose reads take half a second, reads the lock as soon as it may take the lock over."""
     store = types.SimpleNamespace(REREAD_SECONDS=(), written=None)
     clock = types.SimpleNamespace(now=0.0)
 
@@ -223,7 +223,7 @@ def test_a_takeover_is_not_later_than_its_time(monkeypatch):
 
 
 class Store:
-    """A store of one object with conditional writes, for schedules of thousands of requests."""
+    """In-memory store of one object with conditional writes, for schedules with thousands of requests."""
 
     REREAD_SECONDS = ()
 
@@ -243,7 +243,7 @@ class Store:
 
 
 class Actors:
-    """Processes of which one runs at a time, from a request or a sleep to the next, and a clock."""
+    """Simulated processes and their clock. One process runs at a time, until its next request or sleep."""
 
     def __init__(self, count):
         self.clock, self.store, self.checks = 0.0, Store(self), 0
@@ -252,7 +252,7 @@ class Actors:
         self._done, self._index = threading.Semaphore(0), threading.local()
 
     def play(self, schedule):
-        """Give each actor of a schedule its turns. "tick" moves the clock by 0.3 of the time to a takeover."""
+        """Run the actors in the order of a schedule. "tick" advances the clock by 0.3 of the takeover time."""
         threads = [threading.Thread(target=self._run, args=(index,)) for index in range(len(self._turns))]
         for thread in threads:
             thread.start()
@@ -318,7 +318,7 @@ def play(monkeypatch):
 
 
 def test_every_schedule_of_two_processes_has_one_writer(play, capsys):
-    """All schedules of six turns, after process 0 has taken the lock and process 1 has waited for some time."""
+    """Play all schedules of six turns after process 0 has taken the lock and process 1 has waited for some time."""
     turns = (0, 1, "tick")
     checks = sum(
         play(2, (0, 0, 1, "tick", "tick", "tick", *schedule)) for schedule in itertools.product(turns, repeat=6)
@@ -326,8 +326,8 @@ def test_every_schedule_of_two_processes_has_one_writer(play, capsys):
     assert checks > 500
 
 
-def test_faults_do_not_cost_the_lock(bucket, quick_retries, monkeypatch):
-    """Replies are lost, and what is read to find out is shortened."""
+def test_faults_do_not_lose_the_lock(bucket, quick_retries, monkeypatch):
+    """The owner keeps the lock if replies are lost and the reads that resolve the outcome are shortened."""
     monkeypatch.setattr(objects, "REREAD_SECONDS", (0.0,) * 6)
     with BucketLock(bucket.folder() / ".lock", takeover_seconds=60, wait_seconds=0) as held:
         for seed in range(25):
@@ -337,7 +337,7 @@ def test_faults_do_not_cost_the_lock(bucket, quick_retries, monkeypatch):
             held.check()
         bucket.plan(kinds=["lost"], in_a_row=100)
         with held._renewing, pytest.raises(UnreadableError):
-            held._renew()  # It takes place, although every reply is lost.
+            held._renew()  # The write takes effect, although every reply is lost.
         bucket.plan()
         with held._renewing:
             held._renew()

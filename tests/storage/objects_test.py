@@ -1,4 +1,4 @@
-"""Objects of real servers, behind a proxy that makes faults."""
+"""Objects in storage emulators, behind a proxy that injects faults."""
 
 import os
 import random
@@ -62,7 +62,7 @@ def test_every_request_survives_faults(bucket, fault, quick_retries):
 
 
 def test_only_faults_that_change_a_reply_count(bucket):
-    """Otherwise tests with a number of faults would have fewer of them."""
+    """Other tests require a number of faults, so the proxy counts only faults that take effect."""
     folder = bucket.folder()
     bucket.plan(kinds=["stale", "cut", "short"])
     assert objects.list_folder(folder) == {}
@@ -143,7 +143,7 @@ def test_an_error_is_not_a_condition_that_failed(bucket, monkeypatch):
 
 @pytest.mark.parametrize("request_", ["read", "list", "describe"])
 def test_an_outage_is_not_a_refusal(bucket, request_, quick_retries):
-    """Also if the name of an object, which the errors of connections quote, looks like a status."""
+    """Connection errors quote the name of the object. They are outages even if the name looks like a status code."""
     bucket.plan(kinds=["reset"])
     with pytest.raises(UnreadableError, match="run the same command again"):
         REQUESTS[request_](bucket.folder() / "seed-403" / "checkpoints" / "401")
@@ -175,7 +175,7 @@ def test_conditions_are_required(bucket):
 
 
 def test_probes_of_killed_processes_are_deleted(bucket, config, monkeypatch):
-    """A training deletes those that are older than an hour, since another process may use the others."""
+    """A training deletes probes that are older than an hour. Another process may still use the newer ones."""
     folder = bucket.folder()
     objects.write(folder / f"{objects.PROBE}1", b"x")
     objects.write(folder / "runs" / f"{objects.PROBE}2", b"x")

@@ -107,7 +107,7 @@ def test_a_new_folder_is_complete_with_its_marker(bucket, monkeypatch):
     folder = bucket.folder() / "out"
     for name in ("a", "b"):
         with monkeypatch.context() as patch:
-            patch.setattr(objects, "is_current", lambda *_: 1 / 0)  # The process ends before the marker.
+            patch.setattr(objects, "is_current", lambda *_: 1 / 0)  # The process ends before it writes the marker.
             with pytest.raises(ZeroDivisionError), folders.new_folder(folder) as made:
                 (made / name).write_text("half")
         assert files.list_folder(folder) == {".incomplete": False, name: False}
@@ -140,7 +140,7 @@ def test_a_new_folder_deletes_only_its_own_objects(bucket, monkeypatch, is_inter
     assert "exists already; name a new folder" in found.stderr
 
 
-def test_of_two_uploads_of_one_folder_one_is_complete(bucket, monkeypatch):
+def test_one_of_two_uploads_to_a_folder_completes(bucket, monkeypatch):
     folder = bucket.folder() / "out"
     is_current = objects.is_current
 

@@ -52,7 +52,7 @@ def lines(name, count=150):
 
 
 def inputs(tmp_path):
-    """Return a file of each format by name."""
+    """Return the content of a file of each format, by file name."""
     found = {
         "a.txt": b"plain text\n" * 50,
         "b.jsonl": lines("b"),
@@ -84,14 +84,14 @@ def secrets(value):
 
 
 def splits(content):
-    """Return what a store's files say, but for the paths and times of the input."""
+    """Return the splits of a store and its other files, without the paths and times of the input in meta.json."""
     meta = json.loads(content.pop("meta.json"))
     return meta["splits"], content
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """Input files of each format by name, and the files of the store that they make on a local disk."""
+    """Return input files of each format by name, and the folder of the store that they make on a local disk."""
     folder = tmp_path_factory.mktemp("reference")
     content = inputs(folder)
     for name, data in content.items():
@@ -103,7 +103,7 @@ def reference(tmp_path_factory):
 
 @in_ci_with("gs")
 def test_every_format_makes_the_same_store_everywhere(bucket, reference):
-    """Credentials are in no file, object or line of output."""
+    """The stores on a local disk and in buckets are equal. No file, object or line of output contains credentials."""
     content, store = reference
     folder = bucket.folder()
     for name, data in content.items():
@@ -135,7 +135,7 @@ def test_a_finished_store_is_kept(bucket):
 
 @in_ci_with("gs")
 def test_reads_of_units_and_small_texts_overlap(bucket):
-    """One after the other, two requests per object, of 0.3 s each, would take twice as long as the limit."""
+    """In sequence, two requests of 0.3 s per object would take twice as long as the limit."""
     folder, count = bucket.folder(), 24
     for number in range(count):
         put(folder / "texts" / f"{number:02d}.txt", b"a small text")
@@ -166,7 +166,7 @@ def test_mistakes_are_one_line(bucket):
     folder = bucket.folder()
     put(folder / "in" / "a.txt", b"text")
     put(folder / "other" / "file", b"x")
-    put(folder / "new" / f"{objects.PROBE}1", b"x")  # Of a killed process.
+    put(folder / "new" / f"{objects.PROBE}1", b"x")  # A probe that a killed process left behind.
     with open_job(dataclasses.replace(job_in(folder), out=folder / "new"), {}, []):
         pass
     for flags, message in (
@@ -192,7 +192,7 @@ def corpus_of(folder):
 
 
 def killed(words, environment_, folder, moment):
-    """Start `prepare`, and kill it and its workers when `moment` objects are there. Return whether it was killed."""
+    """Start `prepare`, and kill it and its workers when `moment` objects exist. Return whether it was killed."""
     process = subprocess.Popen(
         words,
         env=environment_,
@@ -237,7 +237,7 @@ def test_a_prepare_that_is_killed_ten_times_makes_the_same_store(bucket):
 
 @in_ci_with("s3")
 def test_faults_change_nothing(bucket):
-    """At least 60 seeded faults in a whole `prepare`, from bucket to bucket."""
+    """At least 60 seeded faults during a `prepare` from bucket to bucket do not change the store."""
     folder = bucket.folder()
     flags = corpus_of(folder)
     assert prepare(*flags, f"--out={folder}/reference").returncode == 0

@@ -1,4 +1,4 @@
-"""Runs in buckets under kills, faults, a frozen owner, several processes, and as a sweep. Minutes."""
+"""Runs in buckets under kills, faults, a frozen owner and several processes, and as a sweep. They take minutes."""
 
 import functools
 import json
@@ -32,7 +32,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(text, tmp_path_factory):
-    """Return an unbroken run on a local disk."""
+    """Return the folder of an uninterrupted run on a local disk."""
     workdir = tmp_path_factory.mktemp("unbroken") / "run"
     done = train(text, workdir)
     assert done.returncode == 0, done.stderr
@@ -40,7 +40,7 @@ def whole(text, tmp_path_factory):
 
 
 def check_start(workdir, before, log):
-    """Compare the step from which a start resumed with the newest checkpoint that was there before it."""
+    """Check that a start resumed from step `before`, that of the newest valid checkpoint, if the log names a step."""
     found = re.search(r"attempt \d+, from step (\d+) to", log)
     assert found is None or int(found[1]) == before, f"{log}: not from {before}"
 
@@ -51,15 +51,15 @@ def newest_valid(workdir):
     return max(valid, default=0)
 
 
-# Moments of the kills: a save may begin `saves` times in this start, then it waits to be killed.
+# Moments of the kills, as (saves, moment). In a start, `saves` saves may begin; then the training waits for the kill.
 KILLS = [(0, "start"), (0, "start"), (1, "step"), (1, "step"), *[(1, "saving")] * 5, (2, "saving")]
 
 
 @in_ci_with("gs")
-def test_ten_kills_cost_nothing(bucket, text, whole, tmp_path):
-    """A training is killed at ten seeded moments: at its start, between steps and during saves.
+def test_ten_kills_do_not_change_a_run(bucket, text, whole, tmp_path):
+    """Kill a training at ten seeded moments: at its start, between steps and during saves.
 
-    Each start waits after a row, and saves take seconds. So neither a fast nor a slow machine misses a moment.
+    Each start waits after a given row, and saves take seconds, so neither a fast nor a slow machine misses a moment.
     """
     workdir, random_, during_saves = bucket.folder(), random.Random(0), 0
     every = {"checkpoint__every_steps": 2}
@@ -91,12 +91,15 @@ def test_ten_kills_cost_nothing(bucket, text, whole, tmp_path):
 
 @pytest.mark.chaos
 @in_ci_with("s3")
-def test_faults_cost_no_row_and_no_checkpoint(bucket, text, whole, tmp_path):
-    """Starts under seeded faults. Each trains to the end, or ends with one line; the same command continues."""
+def test_faults_lose_no_row_and_no_checkpoint(bucket, text, whole, tmp_path):
+    """Start a training repeatedly under seeded faults.
+
+    Each start trains to the end or fails with a one-line error. The same command then resumes the run.
+    """
     workdir, met, codes = bucket.folder(), 0, []
     for seed in range(40):
         before = newest_valid(workdir)
-        # Few faults in a row are survived by retries, many end in one line.
+        # Retries survive a few faults in a row. Many faults in a row end the run with a one-line error.
         bucket.plan(kinds=KINDS, rate=0.03, seed=seed, in_a_row=2 if seed % 4 else 12, limit=12)
         done = train(text, workdir, train__steps=24 if seed >= 8 else min(24, 4 * seed + 4))
         met += sum(bucket.plan()["faults"].values())
@@ -114,13 +117,14 @@ def test_faults_cost_no_row_and_no_checkpoint(bucket, text, whole, tmp_path):
     assert run_of(workdir) == run_of(whole)
 
 
-# Both tests together take minutes per store, so CI runs each with one. This one depends on the conditions of writes.
-# Those of S3 are the weaker: its generation is a hash of the content, and it deletes on a condition with two requests.
+# This test and `test_two_processes` take minutes per store, so CI runs each with one store. This test depends on
+# conditional writes, which are weaker on S3: its generation is a hash of the content, and a conditional delete takes
+# two requests.
 @in_ci_with("s3")
 def test_two_trainings_on_one_path(bucket, text, whole, tmp_path):
-    """The second gives up. Then the first is frozen, is taken over, and comes back late."""
+    """The second training gives up. Then the first is frozen, a third takes over, and the first resumes late."""
     workdir, logs = bucket.folder(), [tmp_path / f"{i}.log" for i in range(3)]
-    (hold := tmp_path / "hold").touch()  # The first must not finish while the others start.
+    (hold := tmp_path / "hold").touch()  # The first training must not finish while the others start.
     first = _owner(text, workdir, logs[0], hold)
     assert wait_until(lambda: newest_row(workdir) >= 5, first, logs[0]), logs[0].read_text()
     second = _owner(text, workdir, logs[1], hold)
@@ -161,9 +165,12 @@ def _owner(text, workdir, log, hold):
     return commands().start(words, stdout=log, stderr=log, environment=environment)
 
 
-@in_ci_with("gs")  # The other store than that of `test_two_trainings_on_one_path`.
+@in_ci_with("gs")  # CI runs `test_two_trainings_on_one_path` with the other store.
 def test_two_processes(bucket, text, tmp_path):
-    """Both stream their shards; both are killed during a save; one process of four devices continues."""
+    """Two processes write their own shards. They are killed during a save and resume to the end.
+
+    Then one process of four devices continues the run.
+    """
     changes = {"mesh__fsdp": -1, "multihost__barrier_timeout_seconds": 60}
 
     def together(workdir, count, log, devices):

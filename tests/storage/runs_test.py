@@ -1,4 +1,4 @@
-"""Runs in buckets through the users' commands: trained, stopped, evaluated, reported, exported."""
+"""Commands of users on runs in buckets: train, resume after a kill, evaluate, report and export."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ from difftx.training.metrics import read_metrics
 
 @pytest.fixture(scope="session")
 def local_run(tmp_path_factory):
-    """Return an unbroken run on a local disk, and its text."""
+    """Return an uninterrupted run on a local disk, and its text file."""
     folder = tmp_path_factory.mktemp("unbroken")
     text = write_text(folder / "text.txt")
     done = train(text, folder / "run")
@@ -73,7 +73,7 @@ def test_a_run_that_was_killed_is_resumed_bit_for_bit(trained, local_run):
 
 
 def test_tensorboard_shows_the_rows_of_a_run_that_was_killed(trained):
-    """Read the event files as TensorBoard does: by name, and without points from the step of a restart on."""
+    """Read the event files as TensorBoard does: sorted by name. A restart voids the points from its step on."""
     losses, restarts = {}, []
     for name in sorted(list_folder(trained / "tensorboard")):
         for event in events(read_file(trained / "tensorboard" / name)):
@@ -90,7 +90,7 @@ def test_tensorboard_shows_the_rows_of_a_run_that_was_killed(trained):
 
 
 @in_ci_with("gs")
-def test_every_command_takes_the_run(trained, local_run, tmp_path):
+def test_every_command_accepts_a_run_in_a_bucket(trained, local_run, tmp_path):
     workdir, (whole, text) = trained, local_run
     run("eval", f"--workdir={workdir}", "--suite=loss,sample", "--step=20:24:4")
     assert list_folder(workdir / "evals" / "sample") == {"20.json": False, "24.json": False}

@@ -48,7 +48,7 @@ def test_a_folder_of_hugging_face(bucket, tmp_path, config):
 
 
 def test_a_trained_tokenizer(bucket, tmp_path, monkeypatch):
-    """Text in a bucket gives the files that the same text on a local disk gives."""
+    """Training on text in a bucket writes the same files as training on the same text on a local disk."""
     pytest.importorskip("tokenizers", reason="needs the extra tokenizers")
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
     folder = bucket.folder()

@@ -18,7 +18,10 @@ from difftx.training.state import TrainState
 
 @pytest.fixture
 def workdir(config, tmp_path):
-    """A run with checkpoints of steps 10, 20 and 30, of another learning rate and width at the end, that keeps two."""
+    """Return the workdir of a run with checkpoint.keep=2 that has checkpoints of steps 10, 20 and 30.
+
+    The last checkpoint has another learning rate and another width.
+    """
     c = config(checkpoint__keep=2)
     writer = Checkpointer(tmp_path, replace(c, "checkpoint", keep=9).checkpoint)
     for step in (10, 20):
@@ -33,7 +36,7 @@ def run(*arguments):
     return main([str(argument) for argument in arguments])
 
 
-def test_ls_shows_what_there_is(workdir, capsys):
+def test_ls_shows_each_checkpoint_and_its_state(workdir, capsys):
     (workdir / "checkpoints" / "20" / "manifest.json").unlink()
     (workdir / "checkpoints" / "40.quarantined").mkdir()
     assert run("ls", "--workdir", workdir) == 0
@@ -66,7 +69,7 @@ def test_diff_names_fields_and_arrays(workdir, capsys):
         "params/layer/w: (3, 2) float32 → (4, 2) float32",
     ]
     assert run("diff", "10", "20", "--values", "--workdir", workdir) == 0
-    norm = (6 * 10**2) ** 0.5  # Six numbers that went from 10 to 20.
+    norm = (6 * 10**2) ** 0.5  # Six numbers changed from 10 to 20.
     line = f"params/layer/w: ‖difference‖ {norm:.4g}, ‖before‖ {norm:.4g}, ‖after‖ {2 * norm:.4g}\n"
     assert line in capsys.readouterr().out
     with pytest.raises(UserError, match=r"'15': no such checkpoint; .* has the steps 10, 20, 30"):
@@ -80,7 +83,7 @@ def test_diff_prints_no_warnings_of_orbax(workdir):
     assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_prune_follows_the_runs_rule_and_needs_yes(workdir, capsys):
+def test_prune_follows_the_retention_rule_and_needs_yes(workdir, capsys):
     folder = workdir / "checkpoints"
     (folder / "40.quarantined").mkdir()
     assert run("prune", "--workdir", workdir) == 0
@@ -94,11 +97,11 @@ def test_prune_deletes_nothing_while_a_training_runs(workdir, config, capsys):
     with lock_workdir(workdir, config().multihost, wait_seconds=0):
         with pytest.raises(UserError, match=r"process \d+ on .* trains there; stop it"):
             run("prune", "--keep=1", "--yes", "--workdir", workdir)
-        assert run("prune", "--keep=1", "--workdir", workdir) == 0  # Only prints.
+        assert run("prune", "--keep=1", "--workdir", workdir) == 0  # Without --yes, the command only prints names.
     assert names(workdir / "checkpoints") == ["10", "20", "30"]
 
 
-def test_prune_never_deletes_the_last_that_verifies(workdir, capsys):
+def test_prune_never_deletes_the_last_valid_checkpoint(workdir, capsys):
     folder = workdir / "checkpoints"
     for step in ("20", "30"):
         flip_a_bit(largest_file(folder / step))
@@ -111,7 +114,7 @@ def test_prune_never_deletes_the_last_that_verifies(workdir, capsys):
     assert names(folder) == ["10", "20", "30"]
 
 
-def test_mistakes_are_one_line_and_exit_2(workdir, tmp_path):
+def test_usage_errors_print_one_line_and_exit_with_2(workdir, tmp_path):
     for arguments, message in (
         (["ls", "--workdir=nowhere"], "--workdir=nowhere: no checkpoints there"),
         (["prune", "--keep=0", f"--workdir={workdir}"], "--keep=0 must be at least 1"),
@@ -122,7 +125,7 @@ def test_mistakes_are_one_line_and_exit_2(workdir, tmp_path):
         assert len(result.stderr.strip().splitlines()) == 1
 
 
-def test_arrays_of_one_checkpoint_only_are_named(workdir, config, capsys):
+def test_diff_names_arrays_that_only_one_checkpoint_has(workdir, config, capsys):
     writer = Checkpointer(workdir, replace(config(), "checkpoint", keep=9).checkpoint)
     more = state_at(50).params | {"extra": jnp.zeros(2)}
     writer.save(TrainState(jnp.int32(50), more, {"mu": jnp.zeros((3, 2))}), LOADER, config())

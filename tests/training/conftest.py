@@ -36,5 +36,5 @@ def saved_20_and_40(original_20_and_40, tmp_path):
 
 @pytest.fixture
 def trainer(config, tmp_path):
-    """Return a checkpointer as a training that starts again opens it."""
+    """Return a checkpointer opened for training, as after a restart."""
     return Checkpointer(tmp_path, config().checkpoint)

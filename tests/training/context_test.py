@@ -1,4 +1,4 @@
-"""A loss and its gradients with rows cut over `context`, by gathered keys, are those of one device."""
+"""The loss and its gradients with rows sharded along `context` and gathered keys equal those of one device."""
 
 import functools
 
@@ -19,13 +19,17 @@ ROWS, LENGTH, VOCABULARY = 2, 64, 264
 
 
 def host_batch(packed):
-    """Random tokens; packed: documents of all lengths, some over a row's cuts, and padding at the end."""
+    """Return a batch of random tokens.
+
+    If `packed`, the rows have documents of many lengths, some of which cross boundaries of shards, and the first row
+    ends in padding.
+    """
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, VOCABULARY, (ROWS, LENGTH + 1), dtype=np.int32)
     mask = np.ones((ROWS, LENGTH), np.float32)
     if not packed:
         return Batch(tokens_BT=tokens[:, :-1], targets_BT=tokens[:, 1:], loss_mask_BT=mask)
-    lengths = [[5, 27, 1, 12, 9, 10], [40, 3, 21]]  # The first row ends in padding, which belongs to nobody.
+    lengths = [[5, 27, 1, 12, 9, 10], [40, 3, 21]]  # The padding of the first row belongs to no document.
     ids, positions = np.zeros((ROWS, LENGTH), np.int32), np.zeros((ROWS, LENGTH), np.int32)
     ids[0, 54:], positions[0, 54:], mask[0, 54:] = 0, np.arange(10), 0
     for row, of_row in enumerate(lengths):
@@ -80,7 +84,7 @@ CASES = [
         pytest.param("transformer", 2, "gather", True, OPTIONS, marks=pytest.mark.long, id="options of a Transformer"),
     ],
 )
-def test_equals_one_device(config, mesh_of, architecture, devices, method, packed, options):
+def test_loss_and_gradients_equal_those_of_one_device(config, mesh_of, architecture, devices, method, packed, options):
     fields = {"data__sequence_length": LENGTH, "train__global_batch_tokens": ROWS * LENGTH, "model__num_heads": 2}
     if architecture != "diff":
         fields["model__num_heads"] = 2 if architecture == "diff_v2" else 4
@@ -97,7 +101,7 @@ def test_equals_one_device(config, mesh_of, architecture, devices, method, packe
         assert largest > 0
 
 
-def test_what_does_not_divide_is_named(config, mesh_of):
+def test_error_names_the_field_that_does_not_divide(config, mesh_of):
     c = config(data__sequence_length=72, mesh__context_method="zigzag", train__global_batch_tokens=72)
     with pytest.raises(
         UserError, match=r"data.sequence_length: 72 cannot be split into 2 × mesh.context .* = 16 shards"

@@ -1,4 +1,4 @@
-"""Where the wall time goes, by a clock that the tests turn."""
+"""Wall time of a run by section, measured with a fake clock that the tests advance."""
 
 import io
 
@@ -13,7 +13,7 @@ from difftx.training.metrics import MetricsWriter, read_metrics
 
 QUIET = LoggingConfig(every_steps=1, tensorboard=False, wandb_project=None)
 
-NUMBERS = {"loss": 2.5, "tokens": 256, "tokens_per_second": 1e3}  # What a training row has besides.
+NUMBERS = {"loss": 2.5, "tokens": 256, "tokens_per_second": 1e3}  # Other required fields of a train row.
 
 
 class Clock:
@@ -63,13 +63,13 @@ def seconds(row):
     return {name: row[f"{name}_seconds"] for name in SECTIONS if row[f"{name}_seconds"]}
 
 
-def test_sections_add_up_over_a_kill(tmp_path):
+def test_sections_add_up_after_a_kill(tmp_path):
     clock = Clock()
     first = Attempt(clock, tmp_path, 0)
     first.train(4)
     first.save()
     first.train(3)  # Killed here: the second attempt starts at step 4.
-    clock.now += 500.0  # Nobody trains.
+    clock.now += 500.0  # No process trains.
     second = Attempt(clock, tmp_path, 4)
     assert seconds(newest(tmp_path)) == {"train": 36, "data_wait": 4, "init": 6, "restore": 4, "lost_work": 30}
     second.train(4)
@@ -77,12 +77,13 @@ def test_sections_add_up_over_a_kill(tmp_path):
     second.report()
     row = newest(tmp_path)
     assert seconds(row) == {"train": 72, "data_wait": 8, "init": 6, "restore": 4, "save": 5, "lost_work": 30}
-    # But for the save of the first attempt: it is no step, and a killed process had no time to say.
+    # The 5 s of the first attempt's save are missing. They belong to no step, and the process was killed before it
+    # wrote another goodput row.
     assert row["wall_seconds"] == sum(seconds(row).values()) == clock.now - 1000.0 - 500.0 - 5.0
     assert row["goodput"] == 72 / row["wall_seconds"]
 
 
-def test_an_attempt_that_is_lost_whole_is_counted(tmp_path):
+def test_attempts_whose_steps_are_all_lost_are_counted(tmp_path):
     clock = Clock()
     first = Attempt(clock, tmp_path, 0)
     first.train(4)
@@ -95,8 +96,8 @@ def test_an_attempt_that_is_lost_whole_is_counted(tmp_path):
     assert seconds(row) == {"init": 15, "restore": 10, "lost_work": 40 + 3 * 20}
 
 
-def test_steps_between_rows_count(tmp_path):
-    """A row in ten steps stands for ten."""
+def test_steps_without_rows_are_counted(tmp_path):
+    """A train row that is written every ten steps stands for ten steps."""
     clock = Clock()
     first = Attempt(clock, tmp_path, 0)
     first.writer.write("train", 10, NUMBERS | {"step_seconds": 2.0})
@@ -126,7 +127,7 @@ def test_any_order_of_sections_adds_up(events):
     assert row["wall_seconds"] == pytest.approx(clock.now - 1000.0) == pytest.approx(sum(expected.values()))
 
 
-def test_the_table(tmp_path):
+def test_table_shows_seconds_and_shares(tmp_path):
     clock = Clock()
     attempt = Attempt(clock, tmp_path, 0)
     attempt.train(2)
@@ -139,7 +140,7 @@ def test_the_table(tmp_path):
     assert "25.0" in lines["all"]
 
 
-def test_damaged_lines_are_left_out(tmp_path):
+def test_corrupt_lines_are_skipped(tmp_path):
     clock = Clock()
     first = Attempt(clock, tmp_path, 0)
     first.train(2)

@@ -1,4 +1,4 @@
-"""Bad steps: skipped updates, spikes, rewinds and stops; in this process, on data in which some examples are bad."""
+"""Skipped updates, spikes, rewinds and stops, in this process, on data with bad examples."""
 
 import collections
 import json
@@ -22,12 +22,12 @@ from difftx.training.metrics import read_metrics
 from difftx.training.run import Run
 from difftx.training.state import init_state, make_train_step
 
-ROWS = 8  # Examples a step.
+ROWS = 8  # Examples per step.
 STEPS = 16
 
 
 class Examples:
-    """A run's examples; the batches `nan` make the loss no number, the batches `spike` make it high."""
+    """A run's examples. The batches in `nan` give a loss that is not a number, and those in `spike` a high loss."""
 
     def __init__(self, examples, nan=(), spike=()):
         self._examples, self._nan, self._spike = examples, set(nan), set(spike)
@@ -40,7 +40,7 @@ class Examples:
         if batch in self._nan:
             row["loss_mask"] = row["loss_mask"] * np.float32("nan")
         if batch in self._spike:
-            row["targets"] = np.full_like(row["targets"], 263)  # A token that text has not.
+            row["targets"] = np.full_like(row["targets"], 263)  # A token that does not occur in the text.
         return row
 
 
@@ -50,7 +50,7 @@ def evaluate(run, params, step, suites, work, weights):
 
 @pytest.fixture(scope="module", autouse=True)
 def step_of():
-    """Return `make_train_step`, which here, and in the loop, compiles only once for configs with an equal step."""
+    """Return a cached `make_train_step`, which the loop uses too. Configs with equal steps compile only once."""
     made = {}
 
     def step_of(config):
@@ -64,7 +64,7 @@ def step_of():
 
 @pytest.fixture
 def open_run(config, mesh_of, text_file, tmp_path):
-    """Return a function: name of a workdir, bad batches, axes of the mesh and overrides → a run."""
+    """Return a function from the name of a workdir, bad batches, mesh axes and config overrides to a run."""
 
     def make(name, nan=(), spike=(), axes=None, **overrides):
         options = {
@@ -116,7 +116,7 @@ def final_state(run):
 
 @pytest.fixture
 def brute_force(step_of):
-    """Return a function: run and numbers of batches → losses and last state of nothing but steps on them."""
+    """Return a function from a run and indices of batches to the losses and last state of steps on these batches."""
 
     def take_steps(run, batches):
         loader = loader_of(run)
@@ -159,13 +159,13 @@ def test_a_skipped_update_changes_nothing_but_the_step(open_run):
         third, after = step(second, next(loader))
     assert [int(s.step) for s in (first, second, third)] == [1, 2, 3]
     jax.tree.map(np.testing.assert_array_equal, (first.params, first.opt_state), (second.params, second.opt_state))
-    assert metrics["learning_rate"] == after["learning_rate"]  # Of the update that did not take place, then does.
+    assert metrics["learning_rate"] == after["learning_rate"]  # A skipped update does not count.
     is_equal = jax.tree.map(np.array_equal, jax.device_get(third.params), jax.device_get(second.params))
     assert not all(jax.tree.leaves(is_equal))
 
 
 @pytest.mark.long
-def test_few_bad_steps_are_skipped_and_the_run_goes_on(open_run, capsys, brute_force):
+def test_few_bad_steps_are_skipped_and_the_run_continues(open_run, capsys, brute_force):
     run = open_run("run", nan={5, 7, 8, 13}, logging__every_steps=6)
     assert train(run) == 0
     rows = [row for row in read_metrics(run.workdir / "metrics.jsonl")[0] if row["split"] == "train"]
@@ -173,7 +173,7 @@ def test_few_bad_steps_are_skipped_and_the_run_goes_on(open_run, capsys, brute_f
     assert [row["skipped"] for row in rows] == [1, 1, 1, 0, 1, 0]
     assert rows[0]["loss"] is None
     assert journal(run) == []
-    # Step 8 was bad: no checkpoint of it.
+    # Step 8 was bad, so it has no checkpoint.
     assert Checkpointer(run.workdir).steps() == [4, 12, 16]
     assert "step 6: loss nan, gradient norm nan: update skipped" in capsys.readouterr().out
     expected, state = brute_force(run, range(STEPS))
@@ -181,8 +181,11 @@ def test_few_bad_steps_are_skipped_and_the_run_goes_on(open_run, capsys, brute_f
     jax.tree.map(np.testing.assert_array_equal, final_state(run), state)
 
 
-def test_a_rewind_passes_over_the_window(open_run, capsys, brute_force):
-    """Steps 10 to 12 are bad: back to 8, on after 12 + 2 batches; step 13, under way already, is forgotten."""
+def test_rewind_skips_the_batches_of_bad_steps(open_run, capsys, brute_force):
+    """Steps 10 to 12 are bad. The run rewinds to step 8 and continues after 12 + 2 batches.
+
+    Step 13 has already started and is discarded.
+    """
     run = open_run("run", nan={9, 10, 11})
     assert train(run) == 0
     order = [*range(8), *range(14, 22)]
@@ -205,9 +208,9 @@ def test_a_rewind_passes_over_the_window(open_run, capsys, brute_force):
     assert "steps 10 to 12: 3 updates skipped, loss or gradient not finite; back to step 8" in capsys.readouterr().out
 
 
-@pytest.mark.long  # test_which_checkpoint_is_gone_back_to has its rule.
-def test_a_checkpoint_of_the_step_before_is_not_trusted(open_run, brute_force):
-    """Step 9 is bad, step 8 is a checkpoint: back to 4, and what is written of step 8 later is another one."""
+@pytest.mark.long  # test_rewind_target tests the rule.
+def test_rewind_does_not_use_the_checkpoint_right_before_the_bad_steps(open_run, brute_force):
+    """Step 9 is bad, so the run rewinds to step 4, not to the checkpoint of step 8, which it writes again later."""
     run = open_run("run", nan={8, 9, 10})
     assert train(run) == 0
     expected, state = brute_force(run, [*range(4), *range(13, 25)])
@@ -217,10 +220,11 @@ def test_a_checkpoint_of_the_step_before_is_not_trusted(open_run, brute_force):
 
 
 @pytest.mark.long
-def test_a_run_can_go_back_to_its_start_and_more_than_once(open_run, brute_force):
+def test_run_can_rewind_to_its_start_and_repeatedly(open_run, brute_force):
     run = open_run("run", nan={1, 2, 3, 7, 8, 9, 21, 22, 23}, guards__max_rewinds=4)
     assert train(run) == 0
-    # From batch 0 to 6; steps 2 to 4 are bad again: to 12. Step 10 is batch 21: from 20, of step 8, to 26.
+    # The first rewind skips batches 0 to 5. Steps 2 to 4 are bad again, so the second one skips those to 11. Step 10
+    # then has batch 21, which is bad, so the third one goes back to step 8, and skips batches 20 to 25.
     assert [(e["step"], e["skipped_examples"], e["rewinds"]) for e in journal(run)] == [
         (0, [0, 6 * ROWS], 1),
         (0, [0, 12 * ROWS], 2),
@@ -230,7 +234,7 @@ def test_a_run_can_go_back_to_its_start_and_more_than_once(open_run, brute_force
 
 
 @pytest.mark.long
-def test_rewinds_have_an_end(open_run, capsys):
+def test_number_of_rewinds_is_limited(open_run, capsys):
     run = open_run("run", nan=range(9, 10_000), guards__max_rewinds=1)
     assert train(run) == EXIT_FAILED
     assert [entry["event"] for entry in journal(run)] == ["rewind", "stop"]
@@ -242,14 +246,14 @@ def test_rewinds_have_an_end(open_run, capsys):
 
 
 @pytest.mark.long
-def test_a_run_can_be_told_to_stop_and_stops_again(open_run, capsys, brute_force):
+def test_on_bad_steps_stop_ends_every_attempt(open_run, capsys, brute_force):
     run = open_run("run", nan={9, 10, 11}, guards__on_bad_steps="stop")
     for _ in range(2):
         assert train(run) == EXIT_FAILED
         assert "error: steps 10 to 12: 3 updates skipped" in capsys.readouterr().err
     assert Checkpointer(run.workdir).steps() == [4, 8]
     assert [row["skipped"] for row in train_rows(run)][9:12] == [1, 1, 1]
-    other = open_run("run", nan={9, 10, 11})  # Told otherwise, it goes on.
+    other = open_run("run", nan={9, 10, 11})  # With guards.on_bad_steps=rewind, the run continues.
     assert train(other) == 0
     assert losses(other) == brute_force(other, [*range(8), *range(14, 22)])[0]
 
@@ -263,7 +267,7 @@ SPIKES = {
 
 
 @pytest.mark.long
-def test_a_spike_is_passed_over_too(open_run, brute_force):
+def test_spikes_cause_a_rewind(open_run, brute_force):
     run = open_run("run", **SPIKES)
     assert train(run) == 0
     (entry,) = journal(run)
@@ -279,7 +283,7 @@ def known():
 
 @pytest.fixture
 def uninterrupted(known, open_run):
-    """Return a function: options of `open_run` → losses, windows and last state of a run that nothing disturbs."""
+    """Return a function from options of `open_run` to losses, windows and last state of an uninterrupted run."""
 
     def train_whole(**options):
         key = repr(options)
@@ -297,7 +301,7 @@ def windows(run):
 
 
 class StopAfter:
-    """In place of the loop's Interrupt: a signal that comes after some steps, and is seen from then on."""
+    """Stand-in for the loop's `Interrupt`, with a signal after `calls` steps."""
 
     def __init__(self, calls):
         self._calls = calls
@@ -317,8 +321,11 @@ class StopAfter:
 @pytest.mark.parametrize(
     ("kind", "stopped"), [("nan", 9), ("nan", 11), pytest.param("nan", 13, marks=pytest.mark.exhaustive), ("spike", 11)]
 )
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(open_run, uninterrupted, monkeypatch, kind, stopped):
-    """Stopped before and between bad steps, and after the rewind, which forgets a checkpoint that a stop left."""
+def test_stopped_run_resumes_bit_for_bit(open_run, uninterrupted, monkeypatch, kind, stopped):
+    """Stop before the bad steps, between them, or after the rewind.
+
+    A stop before the bad steps leaves a checkpoint, which the rewind deletes.
+    """
     options = SPIKES if kind == "spike" else {"nan": {5, 9, 10, 11, 17}}
     run = open_run("run", **options)
     with monkeypatch.context() as patch:
@@ -332,12 +339,12 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(open_run, uninterrupted, mo
 
 
 class Killed(BaseException):
-    """As SIGKILL: nothing after it runs."""
+    """Stand-in for SIGKILL, which no `except Exception` catches."""
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("place", ["remove", "GuardJournal.add_rewind", "GuardJournal.resume"])
-def test_killed_within_a_rewind(open_run, uninterrupted, monkeypatch, place):
+def test_run_killed_during_a_rewind_resumes_bit_for_bit(open_run, uninterrupted, monkeypatch, place):
     options = {"nan": {8, 9, 10}}
     run = open_run("run", **options)
 
@@ -348,7 +355,7 @@ def test_killed_within_a_rewind(open_run, uninterrupted, monkeypatch, place):
 
     resume = GuardJournal.resume
     with monkeypatch.context() as patch:
-        # Of `resume` the second call: the first attempt begins with one.
+        # Kill the second call of `resume`, because the first attempt begins with a call.
         calls = iter([resume, kill])
         patched = (lambda *args: next(calls)(*args)) if place == "GuardJournal.resume" else kill
         owner = guards if "." not in place else GuardJournal
@@ -375,7 +382,7 @@ def entry_text(entry):
     return json.dumps(entry | {"sha256": json_sha256(entry)})
 
 
-def test_a_journal_that_is_none_is_refused(tmp_path):
+def test_invalid_journal_is_rejected(tmp_path):
     rewind = {"event": "rewind", "step": 1, "rewinds": 1}
     for line in (
         "{",
@@ -385,7 +392,7 @@ def test_a_journal_that_is_none_is_refused(tmp_path):
         entry_text({"step": 1}),
         entry_text(rewind | {"skipped_examples": [1]}),
         entry_text(rewind | {"skipped_examples": [1, -1]}),
-        entry_text(rewind | {"skipped_examples": [1, 80]}).replace("80", "88"),  # One bit.
+        entry_text(rewind | {"skipped_examples": [1, 80]}).replace("80", "88"),  # One bit is flipped.
         "\xff",
     ):
         (tmp_path / "journal.jsonl").write_bytes(f"{entry_text({'event': 'stop'})}\n{line}\n".encode("latin-1"))
@@ -395,7 +402,7 @@ def test_a_journal_that_is_none_is_refused(tmp_path):
     assert GuardJournal(tmp_path).entries == [rewind | {"skipped_examples": [1, 80]}]
 
 
-def test_which_checkpoint_is_gone_back_to():
+def test_rewind_target():
     assert rewind_target([4, 8, 10, 12], 14, 4) == 12
     assert rewind_target([4, 8, 10, 12], 13, 4) == 8
     assert rewind_target([10], 14, 4) is None
@@ -406,7 +413,10 @@ def test_which_checkpoint_is_gone_back_to():
 
 
 def oracle(losses, config):
-    """The first and last bad step of the first trip, with numpy over explicit lists; a loss of None was skipped."""
+    """Return the first and last bad step when the guard first trips, computed with numpy over lists, or None.
+
+    A loss of None stands for a skipped update.
+    """
     good, bad = [], []
     for step, loss in enumerate(losses, 1):
         window = np.array(good[-config.spike_window_steps :], np.float64)
@@ -462,7 +472,7 @@ LOSSES = st.one_of(st.none(), st.floats(0, 3), st.sampled_from([2.0, 2.1, 50.0, 
     threshold=st.sampled_from([None, 1.0, 6.0]),
     saved_at=st.integers(1, 40),
 )
-def test_verdicts_are_the_oracles_also_after_a_restart(losses, window, patience, max_skipped, threshold, saved_at):
+def test_guard_agrees_with_the_oracle_also_after_a_restart(losses, window, patience, max_skipped, threshold, saved_at):
     config = guards_config(
         spike_window_steps=window,
         spike_patience_steps=patience,
@@ -477,11 +487,11 @@ def test_verdicts_are_the_oracles_also_after_a_restart(losses, window, patience,
 def test_spikes_on_crafted_losses():
     calm = [2.0, 2.1, 1.9, 2.05, 1.95]
     assert first_trip([*calm, 9.0, 9.0], guards_config()) == (6, 7)
-    assert first_trip([*calm, 9.0, 2.0, 9.0], guards_config()) is None  # One alone, twice.
+    assert first_trip([*calm, 9.0, 2.0, 9.0], guards_config()) is None  # Two single spikes.
     assert first_trip([*calm, 9.0, None, 9.0], guards_config()) == (6, 8)
-    assert first_trip([*calm, 0.0, 0.0], guards_config()) is None  # Lower is no spike.
-    assert first_trip([*calm[:4], 9.0, 9.0], guards_config()) is None  # Too early to tell.
-    assert first_trip([2.0] * 5 + [9.0, 9.0], guards_config()) is None  # No spread.
+    assert first_trip([*calm, 0.0, 0.0], guards_config()) is None  # A low loss is not a spike.
+    assert first_trip([*calm[:4], 9.0, 9.0], guards_config()) is None  # The window is not full yet.
+    assert first_trip([2.0] * 5 + [9.0, 9.0], guards_config()) is None  # The losses have no spread.
     assert first_trip([*calm, 9.0, 9.0], guards_config(spike_threshold=None)) is None
     slope = list(np.linspace(5, 1, 200) + np.random.default_rng(0).normal(0, 0.05, 200))
     assert first_trip(slope, guards_config(spike_threshold=6.0, spike_window_steps=32)) is None

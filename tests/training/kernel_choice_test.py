@@ -1,4 +1,4 @@
-"""The measured choice of attention kernels, with faked kernels in real processes (tests/fake_kernels.py)."""
+"""The measured choice of attention kernels, with fake kernels in real processes (tests/fake_kernels.py)."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ ABOUT_KERNELS = re.compile("^kernels |^changed since the run began|is not used:"
 
 
 class Machine:
-    """A machine with a faked GPU, on which train.py runs to a step."""
+    """A machine with a fake GPU, on which train.py runs to a step."""
 
     def __init__(self, tmp_path):
         self.text, self.workdir, self.logs = tmp_path / "text.txt", tmp_path / "run", tmp_path
@@ -42,7 +42,7 @@ class Machine:
         write_text(self.text)
 
     def train(self, steps, fakes=FAKES, gpu="1 × Fake", count=1, **options):
-        """Train, and return the lines that name kernels, of each process, and the kernels that were measured."""
+        """Train, and return the lines of each process that name kernels, and the names of the measured kernels."""
         processes = self._start(fakes, count, train__steps=steps, FAKES_GPU=gpu, **options)
         try:
             ended = [processes.wait(process) for process in range(count)]
@@ -54,7 +54,7 @@ class Machine:
         return said, self.measured.read_text().split()
 
     def end(self, fakes, **options):
-        """Train on a machine with a faked TPU in place of the GPU, and return the exit code and what is printed."""
+        """Train on a machine with a fake TPU in place of the GPU, and return the exit code and the output."""
         processes = self._start(fakes, 1, train__steps=2, **options)
         try:
             return processes.wait(0)
@@ -98,10 +98,10 @@ def machine(tmp_path):
 
 
 @pytest.mark.long
-def test_kernels_that_are_wrong_raise_crash_or_hang_are_not_used_and_the_choice_lasts(machine):
+def test_failing_kernels_are_not_used_and_the_ranking_is_reused(machine):
     # The deadlines leave time on a busy machine. Only the kernel that hangs takes all of its time.
     (said,), measured = machine.train(2, FAKES_KERNEL_SECONDS="20", FAKES_DEADLINE_SECONDS="300")
-    assert measured == list(FAKES)  # Each one once, although three children ended.
+    assert measured == list(FAKES)  # Each kernel once, although a new child process starts after each of four failures.
     first, *others = said
     assert re.fullmatch(r"kernels  diff_attention: (ours|xla) [\d.]+ ms, (ours|xla) [\d.]+ ms, tardy [\d.]+ ms", first)
     assert len(others) == len(REASONS)
@@ -130,7 +130,7 @@ def test_kernels_that_are_wrong_raise_crash_or_hang_are_not_used_and_the_choice_
     assert machine.manifest["kernels"]["diff_attention"]["conditions"]["devices"] == "1 × Other"
 
 
-def test_an_unreadable_record_is_not_a_missing_one(monkeypatch, tmp_path):
+def test_unreadable_record_does_not_count_as_missing(monkeypatch, tmp_path):
     def unreadable(path):
         raise UnreadableError(f"{path} cannot be read")
 
@@ -153,16 +153,16 @@ def test_kernels_that_were_not_tried_in_time_are_named(machine):
     assert machine.manifest["attention_kernel"] == "xla"
 
 
-@pytest.mark.exhaustive  # CI tests `worst` itself, and the choice of one process.
+@pytest.mark.exhaustive  # CI runs other tests of `worst`, and of the choice in one process.
 def test_two_processes_use_the_worst_of_both_verdicts(machine):
-    """Process 1 rejects kernels that are right, and one that is slow, in process 0."""
+    """Process 1 rejects kernels that are right or slow in process 0."""
     fakes = {"ours": "right", "broken": "right", "stuck": "slow", "tardy": "right"}
     theirs = {"ours": "wrong", "broken": "raises", "stuck": "hangs", "tardy": "slow"}
     (first, second), measured = machine.train(
         2, fakes, count=2, own_fakes=[(1, theirs)], FAKES_KERNEL_SECONDS="20", FAKES_DEADLINE_SECONDS="300"
     )
     assert sorted(measured) == sorted(2 * list(fakes))
-    assert second == []  # The primary process speaks for all.
+    assert second == []  # Only the primary process prints.
     assert re.fullmatch(r"kernels  diff_attention: xla [\d.]+ ms, tardy [\d.]+ ms", first[0])
     for name in ("ours", "broken", "stuck"):
         reason = REASONS.get(name, REASONS["bad"])
@@ -177,7 +177,7 @@ def test_two_processes_use_the_worst_of_both_verdicts(machine):
     assert (again, measured) == (first, [])
     assert machine.traced == [{"xla"}, {"xla"}]
 
-    # Process 1 has another driver now, so it alone measures again. There, all kernels but one are right.
+    # Process 1 has another driver now, so it alone measures again. All its kernels but one are right.
     theirs = {"ours": "right", "broken": "right", "stuck": "right", "tardy": "wrong"}
     (changed, second), measured = machine.train(
         4, fakes, count=2, own_fakes=[(1, theirs)], own_gpus={1: "1 × Fake, new driver"}
@@ -186,7 +186,7 @@ def test_two_processes_use_the_worst_of_both_verdicts(machine):
     assert second == []
     assert changed[0] == "changed since the run began: attention kernel xla → xla, for other devices (safe)"
     rejected = machine.manifest["kernels"]["diff_attention"]["rejected"]
-    assert sorted(rejected) == sorted(fakes)  # The record has some of them, and the new measurement the rest.
+    assert sorted(rejected) == sorted(fakes)  # The record rejects some of them, and the new measurement the others.
     assert all(reason.startswith("process 1: ") for reason in rejected.values())
     assert machine.traced == [{"xla"}, {"xla"}]
 
@@ -265,7 +265,7 @@ def ranking(milliseconds, rejected, **conditions):
     )
 
 
-def test_the_worst_of_rankings():
+def test_worst_of_several_rankings():
     first = ranking({"a": 1.0, "b": 2.0, "c": 3.0}, {})
     second = ranking({"b": 5.0, "c": 3.5}, {"a": "it is wrong"})
     expected = ranking({"c": 3.5, "b": 5.0}, {"a": "process 1: it is wrong"})
@@ -275,7 +275,7 @@ def test_the_worst_of_rankings():
     assert worst({0: expected, 1: expected}) == expected
 
 
-def test_a_process_that_measured_again_does_not_discard_what_others_know(monkeypatch):
+def test_new_measurement_does_not_discard_results_of_other_processes(monkeypatch):
     monkeypatch.setattr(api, "_rankings", {})
     recorded = ranking({"a": 1.0, "b": 2.0, "c": 3.0}, {"d": "process 1: it is wrong"})
     renewed = ranking({"a": 1.0, "c": 2.5, "d": 0.5}, {"b": "it is wrong"}, devices="GPU, new driver")
@@ -284,7 +284,7 @@ def test_a_process_that_measured_again_does_not_discard_what_others_know(monkeyp
         used = api.rankings()["attention"]
         assert used.milliseconds == {"a": 1.0, "c": 3.0}
         assert sorted(used.rejected) == ["b", "d"]
-    # A process that could not measure does not decide.
+    # A process that could not measure has no effect.
     kernel_choice._use([[None, None], [None, dataclasses.asdict(renewed)]])
     assert api.rankings()["attention"] == renewed
 

@@ -1,4 +1,4 @@
-"""λ that leaves its range, in a real training, in its metrics after a restart, and in the report."""
+"""Warnings about a λ that leaves its range: in a training run, after a restart, and in the report."""
 
 import math
 
@@ -11,7 +11,7 @@ from difftx.training.metrics import LambdaRange, MetricsWriter, lambda_warning, 
 from difftx.training.run import Run
 
 
-def test_each_crossing_outward_is_told_once():
+def test_each_crossing_outward_is_reported_once():
     observed = LambdaRange()
     told = [
         observed.observe(lambda_L)
@@ -20,12 +20,12 @@ def test_each_crossing_outward_is_told_once():
     assert told == [[], [1], [2], [], [1], [2]]
 
 
-def test_a_restart_remembers_what_the_rows_say():
+def test_restart_reads_earlier_crossings_from_the_rows():
     rows = [
         {"split": "train", "lambda": [2.1, 0.8, None]},
         {"split": "train", "lambda": [0.9, 2.2, None]},
         {"split": "lambda_crossing", "layer": 2, "value": 2.2},
-        {"split": "lambda_crossing", "layer": 4, "value": 3.0},  # After a step without a row.
+        {"split": "lambda_crossing", "layer": 4, "value": 3.0},  # Its step has no train row.
         {"split": "valid"},
     ]
     assert LambdaRange(rows).observe([2.5, 2.5, 2.5, 2.5]) == [1]
@@ -34,7 +34,7 @@ def test_a_restart_remembers_what_the_rows_say():
 @pytest.mark.parametrize(
     ("value", "meaning"), [(2.5, "dominate the first"), (-0.75, "are added to the first"), (math.nan, "not a number")]
 )
-def test_the_line_says_what_it_means_and_where_to_read_more(value, meaning):
+def test_warning_explains_the_value_and_names_the_documentation(value, meaning):
     line = lambda_warning(7, 3, value)
     assert line.startswith(f"step 7: λ of layer 3 is {value:g}, outside of [-0.5, 2]: ")
     assert meaning in line
@@ -42,8 +42,8 @@ def test_the_line_says_what_it_means_and_where_to_read_more(value, meaning):
 
 
 @pytest.mark.long
-def test_a_training_tells_what_its_own_rows_show(config, text_file, tmp_path, capfd):
-    """λ starts at 2, learns fast and crosses; the run is continued; a Transformer and diff_v2 have nothing to tell."""
+def test_training_reports_the_crossings_in_its_rows(config, text_file, tmp_path, capfd):
+    """λ starts at 2, changes fast and leaves its range, in a run that is resumed. A run of diff_v2 has no crossing."""
 
     def steps_of(split, run):
         return [row for row in read_metrics(run.workdir / "metrics.jsonl")[0] if row["split"] == split]
@@ -59,7 +59,7 @@ def test_a_training_tells_what_its_own_rows_show(config, text_file, tmp_path, ca
             if not -0.5 <= value <= 2 and -0.5 <= before.get(layer, 0) <= 2:
                 expected.append((row["step"], layer, value))
             before[layer] = value
-    assert expected  # Else the test shows nothing.
+    assert expected  # Otherwise, the test would check nothing.
     assert [(row["step"], row["layer"], row["value"]) for row in steps_of("lambda_crossing", run)] == expected
     printed = capfd.readouterr().out
     assert printed.count(": λ of layer ") == len(expected)
@@ -73,7 +73,7 @@ def test_a_training_tells_what_its_own_rows_show(config, text_file, tmp_path, ca
 
 
 @pytest.mark.long
-def test_the_report_has_it_beside_the_chart(config, tmp_path):
+def test_report_contains_the_warning(config, tmp_path):
     workdir = write_run(tmp_path / "diff", config("diff"), layers=2)
     assert "Warning: λ left" not in write_page([workdir], tmp_path / "without.html").read_text()
     writer = MetricsWriter(workdir, config().logging, 6)

@@ -18,7 +18,7 @@ CASES = [
     ({}, None, 0.1),
 ]
 FAST = [({}, None, 0.0), *((sizes, 3.0, 0.1) for sizes in MESHES[1:3])]
-EXHAUSTIVE = [(sizes, None, 0.0) for sizes in MESHES[1:]]  # Other cases have the meshes, too.
+EXHAUSTIVE = [(sizes, None, 0.0) for sizes in MESHES[1:]]  # Other cases cover these meshes.
 B, T, D, V = 4, 6, 16, 24
 
 
@@ -35,7 +35,7 @@ def inputs(mesh, dtype=np.float32):
 
 
 def expected(x_BTD, table_VD, targets_BT, weight_BT, cap=None, z_loss=0.0):
-    """Return optax's NLL on whole logits, the sum of the loss, of the z-loss, and the loss's gradients, in float64."""
+    """Return optax's NLL on whole logits, the sums of loss and z-loss, and the gradients of the loss, in float64."""
     with jax.enable_x64(True):
         x_BTD, table_VD, weight_BT = (jnp.asarray(np.asarray(a), jnp.float64) for a in (x_BTD, table_VD, weight_BT))
 
@@ -52,10 +52,10 @@ def expected(x_BTD, table_VD, targets_BT, weight_BT, cap=None, z_loss=0.0):
         return np.asarray(nll_BT), float(value), float(z), [np.asarray(g) for g in grads]
 
 
-# One chunk; chunks that do not divide; a token each.
+# One chunk, chunks whose size does not divide the number of tokens, and chunks of one token.
 @pytest.mark.parametrize("chunk_logits", [2**26, 5 * V, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("sizes", "cap", "z_loss"), long_except(CASES, FAST, EXHAUSTIVE))
-def test_loss_and_gradients_are_those_of_whole_logits(mesh_of, monkeypatch, sizes, cap, z_loss, chunk_logits):
+def test_loss_and_gradients_equal_those_of_whole_logits(mesh_of, monkeypatch, sizes, cap, z_loss, chunk_logits):
     monkeypatch.setattr(loss, "CHUNK_LOGITS", chunk_logits)
     mesh = mesh_of(**sizes)
     x, table, targets, weight = inputs(mesh)
@@ -79,7 +79,7 @@ def test_loss_and_gradients_are_those_of_whole_logits(mesh_of, monkeypatch, size
         assert gradient.sharding.is_equivalent_to(like.sharding, like.ndim)
 
 
-def test_in_bfloat16_the_table_still_learns_in_float32(mesh_of):
+def test_bfloat16_activations_give_a_float32_gradient_of_the_table(mesh_of):
     mesh = mesh_of(fsdp=2)
     x, table, targets, weight = inputs(mesh)
     *_, gradients = expected(x, table, targets, weight)

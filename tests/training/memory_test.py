@@ -1,4 +1,4 @@
-"""Memory of a train step grows with the length of its rows, not with its square: read off compiled steps, none run."""
+"""Memory of a train step is linear, not quadratic, in the length of its rows. The steps are compiled and not run."""
 
 import math
 import re
@@ -12,12 +12,12 @@ pytestmark = pytest.mark.long
 
 EXHAUSTIVE = pytest.mark.exhaustive
 LENGTH = 4096
-GROWTH = 2.1  # For twice the tokens.
+GROWTH = 2.1  # Largest allowed growth of memory for twice the tokens.
 ARRAY = re.compile(r"\b(?:pred|s8|u8|s32|u32|bf16|f32)\[([\d,]+)\]")
 
 
 def compile_step(config, mesh, name, length, **changes):
-    """Compile a step of one row, packed and masked; without remat, so that the backward pass finds all it can keep."""
+    """Compile a step of one row with document masks. Without remat, it keeps all it can for the backward pass."""
     fields = SIZES.get(name, {}) | {"model__remat": "none", "data__document_mask": "true"} | changes
     rows = {"data__sequence_length": length, "train__global_batch_tokens": length}
     return trace_step(config(name, **fields, **rows), mesh).lower().compile()
@@ -28,12 +28,12 @@ def largest_array(compiled):
     return max(math.prod(map(int, shape.split(","))) for shape in ARRAY.findall(compiled.as_text()))
 
 
-# Each stands for those of its kernel.
+# Each stands for all architectures with the same kernel.
 SHORT = ("diff", "transformer", "top_k")
 
 
 @pytest.mark.parametrize("name", [*SHORT, *(pytest.param(n, marks=EXHAUSTIVE) for n in SIZES if n not in SHORT)])
-def test_no_architecture_holds_a_whole_map(config, mesh_of, name):
+def test_no_architecture_stores_all_attention_weights(config, mesh_of, name):
     short, long = (compile_step(config, mesh_of(), name, length) for length in (LENGTH, 2 * LENGTH))
     temporaries = [compiled.memory_analysis().temp_size_in_bytes for compiled in (short, long)]
     assert largest_array(short) < LENGTH**2
@@ -42,7 +42,7 @@ def test_no_architecture_holds_a_whole_map(config, mesh_of, name):
 
 
 @pytest.mark.parametrize("remat", ["dots", *(pytest.param(remat, marks=EXHAUSTIVE) for remat in ("full", "offload"))])
-def test_no_remat_policy_keeps_more_than_a_share_of_each_token(config, mesh_of, remat):
+def test_memory_is_linear_with_each_remat_policy(config, mesh_of, remat):
     compiled = [
         compile_step(config, mesh_of(), "diff", length, model__remat=remat, data__document_mask="false")
         for length in (LENGTH, 2 * LENGTH)

@@ -1,4 +1,4 @@
-"""One training, on every mesh: the same losses, and checkpoints that move between them bit for bit."""
+"""Training gives the same losses on every mesh, and checkpoints move between meshes bit for bit."""
 
 import re
 
@@ -60,7 +60,7 @@ def train(c, mesh, steps):
     ],
     ids=["diff", "muon and an average of the weights", "transformer"],
 )
-def test_every_mesh_trains_the_same_and_reads_the_others_checkpoints(config, mesh_of, tmp_path, architecture, changes):
+def test_meshes_give_the_same_losses_and_read_each_others_checkpoints(config, mesh_of, tmp_path, architecture, changes):
     c = config(architecture, train__steps=20, **changes)
     runs = {name: train(c, mesh_of(**sizes), 20) for name, sizes in MESHES.items()}
     expected = runs["1"][1]
@@ -68,7 +68,7 @@ def test_every_mesh_trains_the_same_and_reads_the_others_checkpoints(config, mes
     for name, (_, metrics) in runs.items():
         np.testing.assert_allclose(metrics[:, 0], expected[:, 0], rtol=1e-5, err_msg=name)
         np.testing.assert_allclose(metrics[:, 1], expected[:, 1], rtol=1e-4, err_msg=name)
-    jax.clear_caches()  # The same config on the same devices, compiled again: the same bits.
+    jax.clear_caches()  # The same config on the same devices gives the same bits when it is compiled again.
     name = "data 2, fsdp 2, tensor 2"
     np.testing.assert_array_equal(train(c, mesh_of(**MESHES[name]), 5)[1], runs[name][1][:5])
 
@@ -88,7 +88,7 @@ SHAPE = re.compile(r"= \(?\w+\[([\d,]*)\]")
 
 
 def results(hlo, operation):
-    """Return the shape of each result of an operation; "" for those of all instructions."""
+    """Return the shapes of the results of an HLO operation, or of all operations if it is ""."""
     lines = [line for line in hlo.splitlines() if re.search(rf" {operation}(-start)?\(", line) or not operation]
     return [tuple(int(n) for n in match.group(1).split(",") if n) for line in lines if (match := SHAPE.search(line))]
 
@@ -108,7 +108,7 @@ def results(hlo, operation):
     ],
 )
 def test_compiled_step_gathers_one_layer_at_a_time_and_no_logits(config, mesh_of, monkeypatch, sizes, options):
-    """No collective has a layer axis in its result, and nothing anywhere has both all tokens and the vocabulary."""
+    """No all-gather has a layer axis in its result, and no array has the logits of all tokens of a device."""
     vocabulary, length, rows = 1664, 64, 16
     layers, in_group = 15 if options else 5, 5
     monkeypatch.setattr("difftx.training.loss.CHUNK_LOGITS", 16 * vocabulary)

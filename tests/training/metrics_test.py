@@ -29,7 +29,7 @@ def write_steps(workdir, start, stop, config=QUIET):
     return writer
 
 
-def test_a_later_attempt_rewrites_what_came_after_its_checkpoint(tmp_path):
+def test_later_attempt_replaces_rows_and_evaluations_after_its_checkpoint(tmp_path):
     write_steps(tmp_path, 0, 5)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"split": "train", "step": 6, "att')
@@ -53,14 +53,14 @@ def test_a_later_attempt_rewrites_what_came_after_its_checkpoint(tmp_path):
     ]
 
 
-def test_what_is_not_finite_is_null(tmp_path):
+def test_non_finite_values_are_written_as_null(tmp_path):
     writer = MetricsWriter(tmp_path, QUIET, 0)
     writer.write("train", 1, {"loss": float("nan"), "grad_norm": float("inf"), "lambda": [0.1, float("nan")]})
     row = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert (row["loss"], row["grad_norm"], row["lambda"]) == (None, None, [0.1, None])
 
 
-def test_lines_that_are_no_metrics_are_counted(tmp_path):
+def test_invalid_lines_are_counted(tmp_path):
     path = tmp_path / "metrics.jsonl"
     row = SPEED | {"split": "train", "step": 1, "attempt": 1, "loss": 2.5}
     strange = [row | {"loss": "2.5"}, row | {"step": -1}, row | {"lambda": [[1]]}, row | {"tokens": 10**400}]
@@ -79,12 +79,12 @@ def test_tensorboard_hides_the_overlap(tmp_path):
             if event.HasField("session_log"):
                 restarts.append(event.step)
             values += [(event.step, v.tag, round(v.simple_value, 4)) for v in event.summary.value]
-    assert 4 in restarts  # TensorBoard drops what it had from this step on.
+    assert 4 in restarts  # TensorBoard drops its earlier points from this step on.
     assert (2, "train/loss", 0.5) in values
     assert (1, "train/lambda/02", 0.3) in values
 
 
-def test_wandb_that_is_not_installed_says_so(config, monkeypatch):
+def test_error_if_wandb_is_not_installed(config, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     message = (
         r"^logging\.wandb_project='p': wandb is not installed: .* pip install -e '\S+\[wandb\]'; or set it to none$"
@@ -95,7 +95,7 @@ def test_wandb_that_is_not_installed_says_so(config, monkeypatch):
 
 
 class Wandb:
-    """Stands for the package: keeps what it is told."""
+    """Fake of the package wandb that stores the logged values."""
 
     def __init__(self):
         self.runs = []
@@ -112,13 +112,13 @@ class Wandb:
 
 
 def test_a_row_without_a_loss_is_skipped(tmp_path):
-    """A loss that was not finite is null; one that is not there is a damaged row."""
+    """A loss of null stands for a loss that was not finite. A row without a loss is corrupt."""
     row = {"split": "train", "step": 1, "attempt": 1, "tokens": 8, "tokens_per_second": 1.0, "step_seconds": 1.0}
     (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(row | {'loss': None})}\n")
     assert read_metrics(tmp_path / "metrics.jsonl") == ([row | {"loss": None}], 1)
 
 
-def test_each_attempt_in_wandb_begins_with_the_history_that_it_continues(tmp_path, monkeypatch):
+def test_each_attempt_in_wandb_begins_with_earlier_rows(tmp_path, monkeypatch):
     wandb = Wandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     config = LoggingConfig(every_steps=1, tensorboard=False, wandb_project="p")
@@ -143,8 +143,8 @@ def test_plain_progress_ends_with_the_last_step(capsys):
 
 
 @pytest.mark.long
-def test_a_full_disk_is_one_line_and_every_step_that_is_written_can_be_read(tmp_path):
-    """A child may write 4,000 bytes a file; the next attempt goes on where the last whole line ends."""
+def test_full_disk_gives_a_one_line_error_and_keeps_written_rows_readable(tmp_path):
+    """A child process may write 4,000 bytes per file. The next attempt continues from one of the steps in the file."""
     script = (
         "import sys; from pathlib import Path; from training.metrics_test import *\n"
         "from difftx.errors import run_command\n"
@@ -166,7 +166,7 @@ def test_a_full_disk_is_one_line_and_every_step_that_is_written_can_be_read(tmp_
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")[0]] == list(range(1, 13))
 
 
-def test_what_tensorboard_shows_is_on_disk_at_once(tmp_path):
+def test_tensorboard_events_are_on_disk_immediately(tmp_path):
     config = LoggingConfig(every_steps=1, tensorboard=True, wandb_project=None)
     writer = MetricsWriter(tmp_path, config, 0)
     for step in range(1, 20):

@@ -21,7 +21,7 @@ def test_schedule_is_linear_up_and_down(config):
         optimizer__final_learning_rate=1e-3,
     )
     schedule = learning_rate(c)
-    assert float(schedule(0)) == pytest.approx(1e-3)  # A tenth of the peak: the first update moves too.
+    assert float(schedule(0)) == pytest.approx(1e-3)  # A tenth of the peak, so that the first update is not zero.
     assert float(schedule(9)) == pytest.approx(1e-2)
     assert float(schedule(10)) == pytest.approx(1e-2)
     assert float(schedule(55)) == pytest.approx((1e-2 + 1e-3) / 2)
@@ -30,7 +30,7 @@ def test_schedule_is_linear_up_and_down(config):
 
 
 STEPS, WARMUP, DECAY, PEAK, FINAL = 100, 10, 25, 1e-2, 1e-3
-# Schedule → learning rate of update n after the warm-up, as a share of the way from the peak to the final value.
+# Schedule → fraction of the decay from peak to final learning rate at update n, counted from the start of the run.
 FALL = {
     "linear": lambda n: (n - WARMUP) / (STEPS - WARMUP),
     "cosine": lambda n: (1 - np.cos(np.pi * (n - WARMUP) / (STEPS - WARMUP))) / 2,
@@ -58,14 +58,14 @@ def test_schedules_equal_their_formulas(config, name, unit):
     np.testing.assert_allclose([float(learning_rate(c)(step)) for step in n], expected, rtol=1e-5)
 
 
-def test_a_decay_without_room_is_refused(config):
+def test_too_long_decay_is_rejected(config):
     c = config(train__steps=100, optimizer__schedule="wsd", optimizer__warmup_steps=50, optimizer__decay_fraction=0.6)
     with pytest.raises(UserError, match=r"train\.steps=100 has no room for 50 steps of warm-up and 60 of decay"):
         learning_rate(c)
 
 
 @pytest.mark.parametrize("architecture", ["diff", "transformer", "sink", "zero_branch", "dex"])
-def test_decayed_are_the_matrices(config, mesh_of, architecture):
+def test_only_matrices_have_weight_decay(config, mesh_of, architecture):
     mask = jax.tree_util.tree_leaves_with_path(decay_mask(config(architecture, model__attention_bias=True)))
     names = {jax.tree_util.keystr(path, simple=True, separator="/"): decayed for path, decayed in mask}
     kept = {name for name, decayed in names.items() if not decayed}
@@ -92,7 +92,7 @@ def test_decayed_are_the_matrices(config, mesh_of, architecture):
     ],
 )
 def test_prescribed_parameters_do_not_follow_a_gradient(config, mesh_of, architecture, optimizer):
-    """The progress grows by 1/4 per update up to 1, from wherever it starts; chosen heads stay as they are."""
+    """The progress grows by 1/4 per update up to 1, from any starting value. The chosen heads do not change."""
     c = config(architecture, optimizer__name=optimizer, model__anneal_steps=4, train__steps=20)
     with jax.set_mesh(mesh_of()):
         init, step, batch = jax.jit(lambda: init_state(c)), jax.jit(make_train_step(c)), batch_on(mesh_of(), c)
@@ -106,7 +106,7 @@ def test_prescribed_parameters_do_not_follow_a_gradient(config, mesh_of, archite
             state, metrics = step(state, batch)
             attention = state.params["blocks"]["attention"]
             found.append(attention["progress"].tolist())
-        # λ is that of the parameters before the update: with all of its progress here.
+        # The metric has the λ of the parameters before the last update, whose progress is 1.
         if architecture == "dex":
             np.testing.assert_array_equal(attention["chosen_H"], chosen_LH)
             assert np.abs(metrics["lambda"]).max() < 0.05
@@ -119,8 +119,8 @@ def test_prescribed_parameters_do_not_follow_a_gradient(config, mesh_of, archite
     assert found == [[0.25] * 2, [0.5] * 2, [0.75] * 2, [1] * 2, [1] * 2, [1] * 2]
 
 
-def test_update_equals_adamw_by_hand(config):
-    """Algorithm 2 of arXiv 1711.05101 with clipping, float64, three updates."""
+def test_updates_equal_those_of_adamw_in_float64(config):
+    """Compare three updates with Algorithm 2 of arXiv 1711.05101, with clipping, in float64."""
     c = config(optimizer__weight_decay=0.3, optimizer__b1=0.8, optimizer__b2=0.9, optimizer__clip_norm=0.5)
     optimizer = make_optimizer(c, {"w": True, "scale": False})
     rng = np.random.default_rng(0)
@@ -146,7 +146,10 @@ def test_update_equals_adamw_by_hand(config):
 
 
 def orthogonalized(m):
-    """Five Newton–Schulz iterations in float64, by the singular values (kellerjordan.github.io/posts/muon)."""
+    """Return Muon's update: five Newton–Schulz iterations in float64 (kellerjordan.github.io/posts/muon).
+
+    The iterations change only the singular values.
+    """
     u, s, v = np.linalg.svd(m, full_matrices=False)
     s = s / np.linalg.norm(s)
     for _ in range(5):
@@ -155,7 +158,7 @@ def orthogonalized(m):
 
 
 def muon_by_hand(weight, axes, matrices):
-    """Return the weight, orthogonalised. `matrices` names its batch axes, inputs and outputs."""
+    """Return the weight with orthogonalised matrices. `matrices` names their batch axes, input axes and output axes."""
     batch, inputs, outputs = matrices.split()
     order = [axes.index(axis) for axis in batch + inputs + outputs]
     moved = weight.transpose(order)
@@ -164,7 +167,7 @@ def muon_by_hand(weight, axes, matrices):
     return np.stack([orthogonalized(m) for m in flat]).reshape(moved.shape).transpose(np.argsort(order))
 
 
-# Weight → its axes, and then the batch axes, inputs and outputs of its matrices.
+# AXES: weight → its axes. Then, for each split: weight → the batch axes, input axes and output axes of its matrices.
 AXES = {"query_DHGd": "LDHGd", "key_DKGd": "LDHGd", "value_DKE": "LDHE", "output_HED": "LHED"}
 AXES |= {"gate_DF": "LDF", "up_DF": "LDF", "down_FD": "LFD"}
 WHOLE = {"query_DHGd": "L D HGd", "key_DKGd": "L D HGd", "value_DKE": "L D HE", "output_HED": "L HE D"}
@@ -181,8 +184,8 @@ HEADS = WHOLE | {"query_DHGd": "LHG D d", "key_DKGd": "LHG D d", "value_DKE": "L
         ("heads", HEADS),
     ],
 )
-def test_twenty_updates_equal_muon_by_hand(config, mesh_of, split, matrices):
-    """Float64: Nesterov's momentum, orthogonalised matrix by matrix, and Adam for embeddings and vectors."""
+def test_twenty_updates_equal_those_of_muon_in_float64(config, mesh_of, split, matrices):
+    """Compare with orthogonalised matrices of Nesterov's momentum, and Adam for embeddings and vectors, in float64."""
     c = config(
         optimizer__name="muon",
         optimizer__muon__split=split,
@@ -208,7 +211,7 @@ def test_twenty_updates_equal_muon_by_hand(config, mesh_of, split, matrices):
             if weight in AXES or weight == "embedding_VD":
                 step = step + 0.3 * expected[name]
             expected[name] = expected[name] - float(learning_rate(c)(n)) * step
-    for name, value in expected.items():  # All have moved by about 0.01.
+    for name, value in expected.items():  # All parameters have changed by about 0.01.
         np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
@@ -217,7 +220,7 @@ def test_twenty_updates_equal_muon_by_hand(config, mesh_of, split, matrices):
     "sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, pytest.param({"fsdp": 8}, marks=pytest.mark.exhaustive)]
 )
 def test_sharded_weights_are_orthogonalised_as_on_one_device(config, mesh_of, sizes):
-    """Three layers: some devices have none, and two groups that share a device's matrices."""
+    """There are three layers, so some devices have none. The two groups of a layer are matrices on the same device."""
     c = config(optimizer__name="muon", optimizer__muon__split="groups", model__num_layers=3)
     _, one, _ = updated(c, mesh_of(), 3)
     _, eight, _ = updated(c, mesh_of(**sizes), 3)
@@ -226,7 +229,7 @@ def test_sharded_weights_are_orthogonalised_as_on_one_device(config, mesh_of, si
 
 
 @pytest.mark.long
-def test_an_architecture_without_groups_stays_whole(config, mesh_of):
+def test_split_by_groups_has_no_effect_without_groups(config, mesh_of):
     options = {"optimizer__name": "muon", "model__num_layers": 1}
     (_, none, _), (_, groups, _) = (
         updated(config("transformer", optimizer__muon__split=split, **options), mesh_of(), 1)
@@ -238,7 +241,7 @@ def test_an_architecture_without_groups_stays_whole(config, mesh_of):
 
 @pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_lambda_vectors_have_a_learning_rate_of_their_own(config, mesh_of, optimizer):
+def test_lambda_vectors_have_their_own_learning_rate(config, mesh_of, optimizer):
     options = {"optimizer__name": optimizer, "model__num_layers": 1}
     (first, plain, _), (_, scaled, _) = (
         updated(config(optimizer__lambda_learning_rate_factor=factor, **options), mesh_of(), 1) for factor in (1, 0.25)
@@ -278,10 +281,10 @@ def test_lambda_vectors_decay_at_their_own_rate(config, mesh_of, optimizer):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_the_counted_memory_is_that_of_the_optimizer(config, optimizer):
+def test_state_bytes_include_the_optimizer_state(config, optimizer):
     c = config(optimizer__name=optimizer)
     sizes = count_parameters(c.model)
     moments = {"adamw": 2 * sizes.total, "muon": 2 * (sizes.total - sizes.projections) + sizes.projections}
-    assert state_bytes(c) == 4 * (sizes.total + moments[optimizer] + 3)  # And the step and two counts of updates.
+    assert state_bytes(c) == 4 * (sizes.total + moments[optimizer] + 3)  # 3: the step and two counts of updates.
     averaged = config(optimizer__name=optimizer, train__ema_decay=0.9)
     assert state_bytes(averaged) == state_bytes(c) + 4 * sizes.total

@@ -44,7 +44,7 @@ def model_of(architecture, *, width=WIDTH, layers=LAYERS, mup=True, **changes):
         "optimizer.schedule": "constant",
         "optimizer.warmup_steps": 0,
         "optimizer.learning_rate": 1e-3,
-        # The norm of the gradient depends on the size, and its course over the updates too.
+        # The norm of the gradient depends on the size of the model, and so does its change over the updates.
         "optimizer.clip_norm": None,
         "mesh.fsdp": 1,
     }
@@ -119,14 +119,14 @@ def test_activations_do_not_depend_on_width_and_depth(mesh_of, architecture):
 @pytest.mark.parametrize(
     "shape",
     [
-        # The test above has a larger width and depth than the first two, and the test below the largest width.
+        # The test above has a larger width and depth than the first two cases. The test below has the largest width.
         pytest.param({"width": 128}, marks=pytest.mark.exhaustive),
         pytest.param({"layers": 4}, marks=pytest.mark.exhaustive),
         pytest.param({"width": 512}, marks=pytest.mark.exhaustive),
         {"layers": 16},
     ],
 )
-def test_at_all_widths_and_depths(mesh_of, architecture, shape):
+def test_activations_at_all_widths_and_depths(mesh_of, architecture, shape):
     base = coordinates(model_of(architecture), mesh_of(), seeds=24)
     found = deviations(base, coordinates(model_of(architecture, **shape), mesh_of(), seeds=12))
     assert max(map(abs, found.values())) < TOLERANCE, found
@@ -144,8 +144,11 @@ def test_at_all_widths_and_depths(mesh_of, architecture, shape):
         ("diff_v2", {}),
     ],
 )
-def test_with_other_optimizers_options_and_architectures(mesh_of, architecture, options):
-    """From half of the largest size on: the base is up to 22 % off, in differences that shrink with each doubling."""
+def test_activations_with_other_optimizers_options_and_architectures(mesh_of, architecture, options):
+    """Compare half of the largest size with the largest size.
+
+    The base model deviates by up to 22 %, and the deviation shrinks with each doubling.
+    """
     for half, whole in (({"width": 256}, {"width": 512}), ({"layers": 8}, {"layers": 16})):
         smaller, larger = (
             coordinates(model_of(architecture, **shape, **options), mesh_of(), seeds=8) for shape in (half, whole)
@@ -154,8 +157,8 @@ def test_with_other_optimizers_options_and_architectures(mesh_of, architecture, 
         assert max(map(abs, found.values())) < TOLERANCE, (whole, found)
 
 
-def test_the_base_itself_is_the_standard_parametrisation(mesh_of):
-    """The same parameters, bit for bit, after two updates, and the same state of the optimizer."""
+def test_base_model_has_the_standard_parametrisation(mesh_of):
+    """Two updates give the same parameters and the same optimizer state, bit for bit."""
     c, standard = model_of("diff"), model_of("diff", mup=False)
     found = []
     with jax.set_mesh(mesh_of()):
@@ -168,8 +171,11 @@ def test_the_base_itself_is_the_standard_parametrisation(mesh_of):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_updates_equal_the_rules_by_hand(mesh_of, tied):
-    """Float64: Table 1 of arXiv 2505.01618 with α = 1, at four times the width and twice the depth of the base."""
+def test_updates_equal_those_of_the_rules_in_float64(mesh_of, tied):
+    """Compare with Table 1 of arXiv 2505.01618 with α = 1, in float64.
+
+    The model has four times the width and twice the depth of the base model.
+    """
     c = model_of(
         "diff",
         width=64,
@@ -180,7 +186,7 @@ def test_updates_equal_the_rules_by_hand(mesh_of, tied):
         model__mup_base_head_dim=16,
         model__tie_embeddings=tied,
         optimizer__weight_decay=0.3,
-        optimizer__eps=2.0,  # About the size of the random gradients, so that it matters.
+        optimizer__eps=2.0,  # About the size of the random gradients, so that it has an effect.
         optimizer__b1=0.8,
         optimizer__b2=0.9,
     )
@@ -203,7 +209,7 @@ def test_updates_equal_the_rules_by_hand(mesh_of, tied):
 
 def test_updates_of_muon_are_divided_by_the_root_of_the_width_ratio(mesh_of):
     base = {"model__mup_base_width": 16, "model__mup_base_layers": 1, "model__mup_base_head_dim": 16}
-    # Without ε, the updates of the AdamW part are the same.
+    # With a negligible ε, the updates of the AdamW part are the same.
     options = {"mup": False, "optimizer__name": "muon", "optimizer__weight_decay": 0, "optimizer__eps": 1e-20}
     (first, standard, _), (_, found, _) = (
         updated(model_of("diff", **options, **fields), mesh_of(), 1) for fields in ({}, base)
@@ -233,20 +239,20 @@ def test_initial_variance_of_projections_is_inverse_to_the_width(mesh_of, init):
         ({"mup_base_width": 0}, r"model\.mup_base_width=0 must be positive"),
     ],
 )
-def test_an_incomplete_base_is_refused(changes, message):
+def test_invalid_base_model_is_rejected(changes, message):
     with pytest.raises(UserError, match=message):
         model_of("diff", **{f"model__{name}": value for name, value in changes.items()})
 
 
 class OwnWeight(Attention):
-    """Softmax attention with a parameter that says nothing about itself."""
+    """Softmax attention with a parameter that has no metadata."""
 
     def __init__(self, config, layout, *, rngs):
         super().__init__(config, layout, rngs=rngs)
         self.bias_D = nnx.Param(jnp.zeros(config.d_model))
 
 
-def test_what_has_no_rule_is_refused(monkeypatch):
+def test_configs_without_a_rule_are_rejected(monkeypatch):
     monkeypatch.setitem(ARCHITECTURES._entries, "own_weight", OwnWeight)
     monkeypatch.setitem(OPTIMIZERS._entries, "own", lambda config, schedule, decayed: optax.sgd(schedule))
     weight = model_of("diff", model__architecture="own_weight", model__num_heads=4, model__head_norm="none")

@@ -1,4 +1,4 @@
-"""The trace of train steps and the profile of device memory, from the command train.py."""
+"""The trace of train steps and the profile of device memory that train.py writes."""
 
 import gzip
 import json
@@ -39,13 +39,13 @@ def test_a_trace_has_the_events_of_the_chosen_steps(text_file, tmp_path, profile
     train(tmp_path / "traced", text_file, logging__profile_steps=profiled)
     assert train_losses(tmp_path / "traced")[0] == train_losses(tmp_path / "plain")[0]
     assert not (tmp_path / "plain" / "profile").exists()
-    session = tmp_path / "traced" / "profile" / "plugins" / "profile"  # Where xprof looks.
+    session = tmp_path / "traced" / "profile" / "plugins" / "profile"  # xprof reads this folder.
 
     with gzip.open(only(session, "perfetto_trace.json.gz")) as file:
         events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
     steps = [event for event in events if event.get("name") == "train"]
     assert [event["args"]["step_num"] for event in steps] == traced
-    # Each step executes the compiled program, whose operations are events too, up to the last of its update.
+    # Each step executes the compiled program. Its operations, up to the last one of the update, are events too.
     operations = [event for event in events if event.get("args", {}).get("hlo_module") == "jit_step"]
     runs = {event["args"]["run_id"] for event in operations}
     assert len(runs) == len(traced)
@@ -58,7 +58,7 @@ def test_a_trace_has_the_events_of_the_chosen_steps(text_file, tmp_path, profile
 
 @pytest.mark.long
 def test_a_stop_in_the_window_writes_the_trace_so_far(text_file, tmp_path):
-    """Too many bad steps, whose loss is not finite, end the run at step 3 of a window of 5 steps."""
+    """Two bad steps, whose loss is not finite, end the run at step 3, within the traced window of steps 2 to 6."""
     changes = {"optimizer__learning_rate": 1e30, "guards__on_bad_steps": "stop", "guards__max_skipped": 2}
     train(tmp_path / "run", text_file, code=1, logging__profile_steps="2,5", optimizer__clip_norm="none", **changes)
     with gzip.open(only(tmp_path / "run", "perfetto_trace.json.gz")) as file:

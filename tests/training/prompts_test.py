@@ -1,4 +1,4 @@
-"""Prompts and responses: what a model learns from is the responses alone."""
+"""Training on prompts and responses. Only the tokens of responses count in the loss."""
 
 import json
 
@@ -24,13 +24,16 @@ LENGTHS = [(5, 7), (9, 2), (1, 20), (12, 4), (3, 1)]  # Tokens of prompt and res
 
 @pytest.mark.long
 @pytest.mark.parametrize("packing", [pytest.param("concat", marks=pytest.mark.exhaustive), "best_fit"])
-def test_the_gradient_is_that_of_the_responses_by_hand(config, mesh_of, packing, tmp_path):
-    """Against optax on whole logits, a piece of a document a row: packing and masks play no part in the oracle."""
+def test_gradient_equals_that_of_the_responses_without_packing(config, mesh_of, packing, tmp_path):
+    """Compare with optax on whole logits.
+
+    The reference has one part of a document per row, so it uses neither packing nor document masks.
+    """
     c, mesh, rng = config("transformer", data__document_mask="true"), mesh_of(), np.random.default_rng(0)
     documents = [rng.integers(1, 257, sum(lengths)).astype(np.uint16) for lengths in LENGTHS]
     prompts = [prompt for prompt, _ in LENGTHS]
     offsets = np.cumsum([0, *map(len, documents)]).astype(np.uint64)
-    # Where rows cut a document, its second part has not seen the first.
+    # If the end of a row splits a document, the second part does not attend to the first.
     pieces = [(d, 0, len(document)) for d, document in enumerate(documents)]
     if packing == "concat":
         pieces = [
@@ -50,7 +53,7 @@ def test_the_gradient_is_that_of_the_responses_by_hand(config, mesh_of, packing,
             return batch_nll(nnx.merge(graph(c), params), batch)[0]
 
         def by_hand(params):
-            """Each piece of a document in a row of its own, from its first place on."""
+            """Return the summed NLL of the responses, with each part of a document in its own row, from position 0."""
             tokens, targets, counts = (np.zeros((len(pieces), 32), np.int32) for _ in range(3))
             for i, (d, first, last) in enumerate(pieces):
                 tokens[i, : last - first] = documents[d][first:last]
@@ -67,7 +70,7 @@ def test_the_gradient_is_that_of_the_responses_by_hand(config, mesh_of, packing,
 
 @pytest.mark.long
 def test_fine_tuning_lowers_the_loss_of_responses(tmp_path):
-    """prepare, pre-train on other text, go on from its weights with pairs: as a user does it."""
+    """Prepare pairs, pre-train on other text, and then train its weights on the pairs, as users do."""
     pairs = [{"prompt": f"{i:03d} reversed is ", "text": f"{i:03d}"[::-1] + ".\n"} for i in range(1000)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     (tmp_path / "plain.txt").write_text("\n".join(f"{i} squared is {i * i}." for i in range(8000)))

@@ -1,4 +1,4 @@
-"""Real training processes: stopped by SIGTERM, started again, refused."""
+"""Real training processes that are stopped, started again or rejected."""
 
 import importlib.metadata
 import json
@@ -94,7 +94,7 @@ def test_a_resume_prints_the_packages_that_changed(uninterrupted, tmp_path):
     assert "since the checkpoint" not in (whole / "train.log").read_text()
 
 
-def test_stopped_and_started_again_is_bit_for_bit_the_same(uninterrupted, tmp_path):
+def test_stopped_run_resumes_bit_for_bit(uninterrupted, tmp_path):
     text, whole = uninterrupted
     workdir = tmp_path / "stopped"
     assert stop_at(30, text, workdir) == 75
@@ -119,8 +119,8 @@ def test_stopped_and_started_again_is_bit_for_bit_the_same(uninterrupted, tmp_pa
 
 
 @pytest.mark.long
-def test_a_killed_run_goes_on_from_its_last_checkpoint(uninterrupted, tmp_path):
-    """SIGKILL leaves metrics beyond the checkpoint and half a line; both are dropped."""
+def test_killed_run_resumes_from_its_last_checkpoint(uninterrupted, tmp_path):
+    """As after SIGKILL, metrics.jsonl has rows after the checkpoint and half a line. The resumed run deletes both."""
     text, whole = uninterrupted
     workdir = tmp_path / "killed"
     assert stop_at(45, text, workdir) == 75
@@ -147,7 +147,7 @@ def test_a_run_without_its_checkpoints_keeps_its_metrics(uninterrupted, tmp_path
     assert result.returncode == 2
     assert "there is no checkpoint, but" in result.stderr
     assert contents() == before
-    # Each of the proposed fixes.
+    # Each fix that the error message proposes.
     (workdir / "checkpoints").rmdir()
     (tmp_path / "elsewhere").rename(workdir / "checkpoints")
     assert f"attempt 2, from step {STEPS}" in train(text, workdir).stdout
@@ -166,7 +166,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(uninterrupted, tm
 
 
 @pytest.mark.long
-def test_eight_devices_continue_what_one_began(uninterrupted, tmp_path):
+def test_eight_devices_resume_a_run_of_one_device(uninterrupted, tmp_path):
     text, whole = uninterrupted
     workdir = tmp_path / "moved"
     assert stop_at(30, text, workdir) == 75
@@ -183,7 +183,7 @@ def test_a_finished_run_stays_finished(uninterrupted):
     assert train_losses(whole)[0] == before
 
 
-def test_keys_of_the_environment_are_nowhere_in_a_run(uninterrupted):
+def test_files_of_a_run_do_not_contain_keys_of_the_environment(uninterrupted):
     files = [path for path in uninterrupted[1].rglob("*") if path.is_file()]
     assert len(files) > 20
     assert not [path for path in files for key in KEYS.values() if key.encode() in path.read_bytes()]
@@ -214,8 +214,8 @@ def test_run_directory_describes_the_run(uninterrupted):
     assert len(row["lambda"]) == 2
 
 
-@pytest.mark.long  # verified_test.py shows in this process what is put aside, and which checkpoint is restored.
-def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_continues_bit_for_bit(uninterrupted, tmp_path):
+@pytest.mark.long  # verified_test.py tests quarantine and the choice of the checkpoint in this process.
+def test_corrupt_checkpoint_is_quarantined_and_the_previous_one_resumes_bit_for_bit(uninterrupted, tmp_path):
     text, whole = uninterrupted
     workdir, folder = tmp_path / "damaged", tmp_path / "damaged" / "checkpoints"
     shutil.copytree(whole, workdir)
@@ -223,13 +223,13 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_continues_bit_for_
     (folder / "80").mkdir()
     result = train(text, workdir)
     assert result.returncode == 0, result.stderr
-    assert "from step 40" in result.stdout  # The attempt: an earlier test started the finished run again.
+    assert "from step 40" in result.stdout  # The attempt number varies, as another test adds an attempt.
     assert train_losses(workdir)[0] == train_losses(whole)[0]
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["20", "40", "60", "60.quarantined", "80.quarantined"]
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(uninterrupted, tmp_path):
+def test_run_with_only_corrupt_checkpoints_does_not_start_again(uninterrupted, tmp_path):
     text, whole = uninterrupted
     shutil.copytree(whole, tmp_path / "run")
     for folder in (tmp_path / "run" / "checkpoints").iterdir():
@@ -257,7 +257,7 @@ def test_a_run_that_cannot_save_ends_with_one_line(uninterrupted, tmp_path):
     )
     assert result.returncode == 1
     assert "checkpoint of step 4 was not saved, failure 1 of 2 in a row: " in result.stdout
-    # Before it may stand what tensorstore's threads print when orbax no longer waits for their other writes.
+    # Earlier lines may come from threads of tensorstore, because orbax no longer waits for their other writes.
     last_line = result.stderr.strip().splitlines()[-1]
     assert last_line.startswith("error: checkpoint of step 8 was not saved, failure 2 of 2 in a row: "), result.stderr
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
@@ -279,12 +279,12 @@ def test_a_checkpoint_of_another_config_is_refused(uninterrupted, tmp_path, flag
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1, result.stderr
     assert "changed since the checkpoint: train.steps: 60 → 90 (safe)" in result.stdout
-    assert ("(not safe)" in result.stdout) == bool(flags)  # Refused: the error lists it.
+    assert ("(not safe)" in result.stdout) == bool(flags)  # Without the flag, the error lists it.
     assert (tmp_path / "run" / "config.json").read_text() == (whole / "config.json").read_text()
 
 
 def rows_after(step, workdir):
-    """Return the train rows of the metrics, without what differs between any two runs."""
+    """Return the train rows after `step`, without the fields that differ between any two runs."""
     rows, _ = read_metrics(workdir / "metrics.jsonl")
     kept = ("step", "loss", "grad_norm", "learning_rate", "lambda", "tokens")
     return [{k: row[k] for k in kept} for row in rows if row["split"] == "train" and row["step"] > step]
@@ -337,7 +337,7 @@ def test_a_branch_may_have_another_schedule(uninterrupted, tmp_path):
     assert "changed since the checkpoint: optimizer.schedule: linear → wsd (safe)" in result.stdout
     rows = rows_after(0, tmp_path / "branch")
     assert [row["step"] for row in rows] == list(range(41, 56))
-    # Quickstart's peak is 4e-3. The last update has a tenth of it, and its successor would have none.
+    # Quickstart's peak is 4e-3. The last update has a tenth of it, and the next one would have 0.
     expected = [4e-3 * min(1, (56 - row["step"]) / 10) for row in rows]
     assert [row["learning_rate"] for row in rows] == pytest.approx(expected, rel=1e-5)
 
@@ -352,7 +352,7 @@ def test_a_branch_may_have_another_schedule(uninterrupted, tmp_path):
         ({"checkpoint__init_from": "x"}, "are both set; set only one of them"),
     ],
 )
-def test_a_branch_of_another_training_is_refused(uninterrupted, tmp_path, changes, message):
+def test_branch_with_an_incompatible_config_is_rejected(uninterrupted, tmp_path, changes, message):
     text, whole = uninterrupted
     source = whole / "checkpoints" / "40"
     result = train(text, tmp_path / "branch", **{"checkpoint__branch_from": source} | changes)
@@ -380,7 +380,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-# Runs train.py, and waits after the save: before the last rows are written, or in the exit handlers.
+# Runs train.py, and waits after the save, either before the last rows are written or in the exit handlers.
 LATE = """
 import atexit, runpy, sys, time
 from difftx.parallel.multihost import REPEAT_SECONDS
@@ -436,7 +436,7 @@ def test_a_second_signal_ends_a_save_and_harms_no_checkpoint(uninterrupted, tmp_
     asked = time.monotonic()
     assert any(line == "saving\n" for line in process.stdout)
     before = contents(workdir / "checkpoints" / "20")
-    while time.monotonic() - asked < 1.5 * REPEAT_SECONDS:  # Before that it would be the same request.
+    while time.monotonic() - asked < 1.5 * REPEAT_SECONDS:  # An earlier signal would count as the same request.
         time.sleep(0.05)
         assert process.poll() is None
     process.send_signal(signal.SIGTERM)

@@ -14,7 +14,7 @@ from difftx.errors import UserError
 from difftx.training import run as run_module
 from difftx.training.run import RUN_FORMAT, Run, read_config, write_description
 
-# Holds the lock until its stdin ends, and then says so before it lets go.
+# Holds the lock until its stdin ends, and creates the file `released` before it releases the lock.
 HOLDER = """
 import fcntl, pathlib, sys
 folder = pathlib.Path(sys.argv[1])
@@ -29,7 +29,7 @@ with (folder / ".lock").open("w") as file:
 
 @pytest.fixture
 def lock(config):
-    """Return a function: workdir → its lock, of the two fields of a run that it reads."""
+    """Return a function from a workdir to its lock, for a run with only the two fields that `Run.lock` reads."""
     return lambda workdir: Run.lock(SimpleNamespace(config=config(), workdir=workdir))
 
 
@@ -44,17 +44,17 @@ def holder(tmp_path):
     process.wait(timeout=60)
 
 
-def test_the_second_waits_for_the_first(lock, holder, tmp_path, capsys, monkeypatch):
+def test_second_training_waits_for_the_first(lock, holder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
         run_module.time, "sleep", lambda seconds: holder.stdin.close()
-    )  # It has seen that it must wait.
+    )  # The second training is waiting now, so end the first one.
     with lock(tmp_path):
         assert (tmp_path / "released").exists()
         assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
     assert "waiting for process 7 on elsewhere, which trains there" in capsys.readouterr().out
 
 
-def test_the_second_gives_up_and_names_the_first(lock, holder, tmp_path, monkeypatch):
+def test_second_training_gives_up_and_names_the_first(lock, holder, tmp_path, monkeypatch):
     monkeypatch.setattr(run_module, "LOCK_WAIT_SECONDS", 0.0)
     with pytest.raises(UserError, match="process 7 on elsewhere trains there"), lock(tmp_path):
         pass
@@ -72,7 +72,7 @@ with lock_workdir(pathlib.Path(sys.argv[1]), None, 0):
 
 
 @pytest.mark.long
-def test_deleting_the_file_lets_no_second_training_in(lock, tmp_path, monkeypatch):
+def test_deleting_the_lock_file_admits_no_second_training(lock, tmp_path, monkeypatch):
     monkeypatch.setattr(run_module, "LOCK_WAIT_SECONDS", 0.0)
     pipe = subprocess.PIPE
     process = subprocess.Popen([sys.executable, "-c", TRAINING, str(tmp_path)], text=True, stdin=pipe, stdout=pipe)
@@ -80,7 +80,7 @@ def test_deleting_the_file_lets_no_second_training_in(lock, tmp_path, monkeypatc
     with pytest.raises(UserError, match=rf"process {process.pid} on .* trains there"), lock(tmp_path):
         pass
     (tmp_path / ".lock").unlink()
-    for _ in range(2):  # Nor does the first attempt leave a file behind that lets the second one in.
+    for _ in range(2):  # The first attempt must not leave a file that admits the second one.
         with pytest.raises(UserError, match="another process trains there"), lock(tmp_path):
             pass
     process.communicate("")
@@ -88,8 +88,8 @@ def test_deleting_the_file_lets_no_second_training_in(lock, tmp_path, monkeypatc
         assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
 
 
-def test_where_only_files_can_be_locked_the_file_is_enough(lock, holder, tmp_path, capsys, monkeypatch):
-    """NFS turns flock into a lock of bytes, which needs a descriptor that may write: there is none of a folder."""
+def test_locked_file_suffices_if_folders_cannot_be_locked(lock, holder, tmp_path, capsys, monkeypatch):
+    """NFS implements flock as a byte-range lock, which needs a writable descriptor. A folder cannot have one."""
     flock = run_module.fcntl.flock
 
     def flock_of_nfs(descriptor, flags):
@@ -110,12 +110,12 @@ def test_the_lock_is_free_again_afterwards(lock, tmp_path):
     for _ in range(2):
         with pytest.raises(KeyError), lock(tmp_path / "new"):
             raise KeyError
-    with lock(tmp_path / "new"), lock(tmp_path / "other"):  # Each directory has its own.
+    with lock(tmp_path / "new"), lock(tmp_path / "other"):  # Each directory has its own lock.
         pass
     assert (tmp_path / "new" / ".lock").read_text() == ""  # It does not name a process that has ended.
 
 
-def test_a_file_system_without_locks_is_no_error(lock, tmp_path, capsys, monkeypatch):
+def test_file_system_without_locks_gives_a_warning(lock, tmp_path, capsys, monkeypatch):
     def flock(file, flags):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
@@ -127,7 +127,7 @@ def test_a_file_system_without_locks_is_no_error(lock, tmp_path, capsys, monkeyp
 
 @pytest.mark.parametrize("number", [None, 0, RUN_FORMAT + 1, "1", 10**30])
 def test_a_run_of_another_format_is_refused(config, tmp_path, number):
-    """None: no number, as before runs had one."""
+    """None stands for a manifest without a number, as old versions wrote it."""
     write_description(tmp_path, config())
     assert read_config(tmp_path) == config()
     run = SimpleNamespace(config=config(), workdir=tmp_path)
@@ -147,7 +147,7 @@ def test_a_run_of_another_format_is_refused(config, tmp_path, number):
         assert str(error.value) == message
 
 
-def test_a_run_without_a_manifest_is_refused_by_readers_and_described_again_by_training(config, tmp_path):
+def test_run_without_a_manifest_is_rejected_by_readers_and_accepted_by_training(config, tmp_path):
     write_description(tmp_path, config())
     (tmp_path / "manifest.json").unlink()
     with pytest.raises(UserError, match=r"manifest\.json has no format number"):

@@ -1,6 +1,6 @@
-"""What follows pre-training: rows made longer with a larger rotary base, and fine-tuning on prompts and responses.
+"""Stages after pre-training: longer rows with a larger rotary base, and fine-tuning on prompts and responses.
 
-The stages are those of configs/diff_3b.py, configs/long_context.py and configs/math.py with toy sizes, as processes.
+The tests run configs/diff_3b.py, configs/long_context.py and configs/math.py with toy sizes in processes.
 """
 
 import json
@@ -49,20 +49,20 @@ def run_process(command, *, compiled_as_users_do=False):
     return result
 
 
-# ── The extension: what it is for ──
+# ── Effect of the extension to longer rows ──
 
 SHORT, LONG = 256, 2048
 LEARNER = {
     "model__d_model": 64,
     "model__mlp_dim": 170,
-    "model__zero_init_output": "true",  # As configs/toy.py.
+    "model__zero_init_output": "true",  # As in configs/toy.py.
     "data__path": "stdlib",
     "data__valid_fraction": 0.2,
     "train__global_batch_tokens": LONG,
     "optimizer__b2": 0.95,
     "optimizer__weight_decay": 0.1,
     "checkpoint__every_steps": 1000,
-    "eval__suites": "",  # What is measured is measured below.
+    "eval__suites": "",  # The test evaluates the models itself.
     "eval__position_documents": 32,
 }
 PRETRAINING = LEARNER | {
@@ -71,7 +71,7 @@ PRETRAINING = LEARNER | {
     "optimizer__learning_rate": 4e-3,
     "optimizer__warmup_steps": 20,
 }
-# A quarter of the learning rate, and RoPE's base, are those of the paper's extension, of 16 times the length.
+# The paper's extension, to 16 times the length, also uses a quarter of the learning rate and this RoPE base.
 CONTINUED = PRETRAINING | {"train__steps": 60, "optimizer__learning_rate": 1e-3, "optimizer__warmup_steps": 6}
 EXTENSION = CONTINUED | {
     "model__rope_theta": 640_000,
@@ -81,7 +81,10 @@ EXTENSION = CONTINUED | {
 
 
 def position_curve(workdir, folder, mesh):
-    """Return the suite position of a run's last checkpoint in rows of LONG, as {position: cumulative average nll}."""
+    """Evaluate the suite "position" with a run's last checkpoint in rows of LONG tokens.
+
+    Return a dictionary: position → cumulative average NLL.
+    """
     rows = {"data.sequence_length": str(LONG)}
     config, [step] = override(read_config(workdir), rows), Checkpointer(workdir).steps()
     params = load_params(Run.open(config, workdir, mesh), step)
@@ -90,14 +93,14 @@ def position_curve(workdir, folder, mesh):
 
 
 def between(curve, start, end):
-    """Return the average nll of the positions from about start to about end, those the curve has points at."""
+    """Return the average NLL between the two points of the curve that are nearest to `start` and `end`."""
     first, last = (min(curve, key=lambda x: abs(x - at)) for at in (start, end))
     return (last * curve[last] - first * curve[first]) / (last - first)
 
 
 @pytest.mark.exhaustive  # Minutes of training.
-def test_rows_eight_times_as_long_are_learned_and_not_by_more_training_alone(tmp_path, mesh_of):
-    """Against the model that was extended, and against as many more tokens in its own short rows."""
+def test_extension_learns_rows_of_eight_times_the_length_and_more_training_does_not(tmp_path, mesh_of):
+    """Compare with the base model, and with the base model after as many more tokens in short rows."""
     base = tmp_path / "base"
     stages = {
         "base": ("diff_3b.py:diff", PRETRAINING),
@@ -109,15 +112,15 @@ def test_rows_eight_times_as_long_are_learned_and_not_by_more_training_alone(tmp
         run_process(command(config, tmp_path / name, **changes), compiled_as_users_do=True)
         curves[name] = position_curve(tmp_path / name, tmp_path / f"{name}-at-{LONG}", mesh_of())
     beyond = {name: between(curve, SHORT, LONG) for name, curve in curves.items()}
-    # Within the rows that it was trained on the base predicts better than far beyond them, although a document is
-    # easier to go on with the more of it is known; extended, that is what it finds.
+    # The base model predicts better within its training length than far beyond it, although more context makes a
+    # document easier to predict. The extended model predicts better at the later positions.
     assert between(curves["base"], SHORT / 2, SHORT) < between(curves["base"], LONG / 2, LONG)
     assert between(curves["extended"], SHORT / 2, SHORT) > between(curves["extended"], LONG / 2, LONG) + 0.1, beyond
-    # Measured: 0.26 and 0.29. The documents are the same, so that their spread is not the noise of the difference.
+    # Measured: 0.26 and 0.29. All models have the same documents, so their spread adds no noise to the difference.
     assert beyond["extended"] < min(beyond["base"], beyond["more"]) - 0.1, beyond
 
 
-# ── Either stage: stopped, killed, continued ──
+# ── Interruption of either stage ──
 
 STEPS = 60
 EXTENDED = {
@@ -126,12 +129,12 @@ EXTENDED = {
     "data__upsampling__longer_than_tokens": 32,
     "model__rope_theta": 640_000,
 }
-TUNED = {"train__steps": STEPS, "model__rope_theta": 640_000}  # Packing and document masks: configs/math.py.
+TUNED = {"train__steps": STEPS, "model__rope_theta": 640_000}  # configs/math.py sets packing and document masks.
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """A text of documents of many lengths, a store of prompts and responses, and a pre-trained run."""
+    """Return a folder with texts of many lengths, a store of prompts and responses, and a pre-trained run."""
     folder, rng = tmp_path_factory.mktemp("sources"), np.random.default_rng(0)
     (folder / "texts").mkdir()
     for i in range(200):
@@ -150,7 +153,7 @@ def sources(tmp_path_factory):
     [
         ("long_context.py:diff", "texts/*.txt", EXTENDED),
         pytest.param("math.py:diff-stage2", "pairs", TUNED, marks=pytest.mark.exhaustive),
-        # CI restores the states of Muon and of the average on several meshes (mesh_test.py).
+        # CI restores the states of Muon and of the average of the weights on several meshes (mesh_test.py).
         pytest.param(
             "math.py:diff-stage2",
             "pairs",
@@ -160,8 +163,8 @@ def sources(tmp_path_factory):
     ],
     ids=["extension", "fine-tuning", "muon and an average of the weights"],
 )
-def test_a_stage_goes_on_where_it_was_bit_for_bit(sources, tmp_path, config, data, changes):
-    """Killed, then stopped; the weights that it began with are gone by then: its own checkpoint is all it needs."""
+def test_interrupted_stage_resumes_bit_for_bit(sources, tmp_path, config, data, changes):
+    """Kill the run, and then stop it by a signal. After the kill, it resumes without the weights it started from."""
     base, whole, workdir = tmp_path / "base", tmp_path / "whole", tmp_path / "stopped"
     shutil.copytree(sources / "base", base)
     shared = {"data__path": sources / data, "data__cache_path": tmp_path / "cache", "checkpoint__init_from": base}
@@ -169,7 +172,7 @@ def test_a_stage_goes_on_where_it_was_bit_for_bit(sources, tmp_path, config, dat
     assert f"parameters from {base / 'checkpoints' / '6'}" in result.stdout
 
     again = command(config, workdir, **changes, **shared)
-    # A save waits for the one before: after step 25 that of step 10 is whole.
+    # A save waits for the previous one, so the checkpoint of step 10 is complete after step 25.
     assert stop_after(25, signal.SIGKILL, again, workdir) == -signal.SIGKILL
     shutil.rmtree(base)
     assert 10 <= newest(workdir) < 40

@@ -12,7 +12,7 @@ from difftx.training.state import graph, init_state, jit_init, make_train_step, 
 
 
 def ragged_batch(mesh, c, seed=0):
-    """Rows with very different numbers of counted tokens, one of them none."""
+    """Return a batch whose rows have very different numbers of counted tokens, one of them 0."""
     rng = np.random.default_rng(seed)
     shape = (c.batch_rows, c.data.sequence_length)
     counted = np.linspace(0, shape[1], shape[0]).astype(int)
@@ -23,7 +23,7 @@ def ragged_batch(mesh, c, seed=0):
 
 
 @pytest.mark.long
-def test_the_seed_as_an_argument_leaves_the_parameters_equal(config, mesh_of):
+def test_seed_as_an_argument_gives_the_same_parameters(config, mesh_of):
     c = config("diff", train__seed=2**32 - 1)
     with jax.set_mesh(mesh_of()):
         as_constant, as_argument = jax.jit(lambda: init_state(c))(), jit_init(init_state, c)
@@ -67,8 +67,8 @@ def test_microbatches_keep_every_row_on_its_device(config, mesh_of):
 
 @pytest.mark.long
 @pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.exhaustive), "muon"])
-def test_the_average_of_the_weights_is_that_of_the_updates(config, mesh_of, optimizer):
-    """Float64, by the definition; a skipped update counts neither in the average nor in its weights."""
+def test_average_of_the_weights_equals_its_definition(config, mesh_of, optimizer):
+    """Compare with the definition in float64. A skipped update counts neither in the average nor in its weights."""
     decay, skipped = 0.7, 3
     c = config("transformer", train__ema_decay=decay, optimizer__name=optimizer)
     mesh = mesh_of(data=2, fsdp=2, tensor=2)
@@ -113,13 +113,13 @@ def test_loss_is_the_mean_over_counted_tokens(config, mesh_of):
 @pytest.mark.parametrize(
     ("architecture", "options"),
     [
-        pytest.param("diff", {}, marks=pytest.mark.exhaustive),  # As the last case, without groups of layers.
+        pytest.param("diff", {}, marks=pytest.mark.exhaustive),  # Like the last case, but without groups of layers.
         ("transformer", {}),
         ("diff", {"model__window": 5, "model__window_pattern": "LG"}),
     ],
 )
 def test_compiled_step_does_not_grow_with_depth(config, mesh_of, architecture, options):
-    """One scanned layer, or group of layers: 24 layers make the same program as 2, but for the sizes in it."""
+    """The step scans over layers or groups of layers, so programs of 24 and of 2 layers differ only in their sizes."""
     lines = {}
     for layers in (2, 24):
         c, mesh = config(architecture, model__num_layers=layers, **options), mesh_of()

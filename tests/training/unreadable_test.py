@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be read, that lie behind links, or that were put aside: none of them is damaged."""
+"""Checkpoints that are unreadable, symbolic links or quarantined. None of this means that they are corrupt."""
 
 import contextlib
 import errno
@@ -27,7 +27,7 @@ from difftx.training.run import write_description
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """As many attempts to read as always, without the pauses."""
+    """Keep the number of attempts to read, but not the pauses between them."""
     monkeypatch.setattr(files, "RETRY_SECONDS", (0.0,) * len(files.RETRY_SECONDS))
 
 
@@ -57,7 +57,7 @@ UNREADABLE = {
 
 @needs_modes
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_what_cannot_be_read_is_neither_renamed_nor_passed_over(saved_20_and_40, trainer, tmp_path, impatient, name):
+def test_unreadable_checkpoint_is_neither_renamed_nor_skipped(saved_20_and_40, trainer, tmp_path, impatient, name):
     folder = saved_20_and_40
     reader = Checkpointer(tmp_path)
     questions = [
@@ -81,7 +81,7 @@ def test_what_cannot_be_read_is_neither_renamed_nor_passed_over(saved_20_and_40,
 
 
 @needs_modes
-def test_the_commands_say_what_cannot_be_read_and_leave_it(saved, tmp_path, config, impatient, capsys):
+def test_commands_report_unreadable_checkpoints_and_keep_them(saved, tmp_path, config, impatient, capsys):
     folder = saved(10, 20, 40)
     write_description(tmp_path, config())
     with unreadable(largest_file(folder / "40")):
@@ -93,11 +93,11 @@ def test_the_commands_say_what_cannot_be_read_and_leave_it(saved, tmp_path, conf
     assert names(folder) == ["20", "40"]
     with unreadable(folder / "40" / MANIFEST):
         assert checkpoint_command(["ls", f"--workdir={tmp_path}"]) == 0
-    listed = "".join(capsys.readouterr().out.split())  # The table folds its lines.
+    listed = "".join(capsys.readouterr().out.split())  # The table wraps its lines.
     assert "Permissiondenied" in listed.replace("│", "")
 
 
-def test_errors_that_pass_are_waited_for(tmp_path, impatient):
+def test_reads_are_retried_after_temporary_errors(tmp_path, impatient):
     for number in (errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ELOOP, errno.ETIMEDOUT):
         failures = [OSError(number, os.strerror(number))] * len(files.RETRY_SECONDS)
 
@@ -116,7 +116,7 @@ def test_errors_that_pass_are_waited_for(tmp_path, impatient):
 
 
 def moved(folder, step, elsewhere):
-    """Move a checkpoint to another disk, as a user does, and leave a link."""
+    """Move a checkpoint to another folder, as users do to another disk, and leave a link. Return the new path."""
     elsewhere.mkdir(exist_ok=True)
     shutil.move(folder / step, elsewhere / step)
     (folder / step).symlink_to(elsewhere / step)
@@ -127,7 +127,7 @@ def test_a_step_behind_a_link_is_used_and_only_the_link_is_deleted(saved, traine
     folder = saved(10, 20)
     target = moved(folder, "20", tmp_path / "elsewhere")
     assert trainer.newest() == Checkpointer(tmp_path).newest() == 20
-    (folder / "5.removed").symlink_to(target)  # A removal that was killed.
+    (folder / "5.removed").symlink_to(target)  # An interrupted removal leaves this link.
     assert trainer.newest() == 20
     assert saved(30, 40, keep=1, every_steps=7) == folder
     assert names(folder) == ["40"]
@@ -137,7 +137,7 @@ def test_a_step_behind_a_link_is_used_and_only_the_link_is_deleted(saved, traine
     assert f"5.removed: the link was deleted; its target {target} stays" in printed
 
 
-def test_a_damaged_step_behind_a_link_is_quarantined_by_the_links_name(saved, trainer, tmp_path):
+def test_corrupt_step_behind_a_link_is_quarantined_by_renaming_the_link(saved, trainer, tmp_path):
     folder = saved(10, 20)
     target = moved(folder, "20", tmp_path / "elsewhere")
     flip_a_bit(largest_file(target))
@@ -146,7 +146,7 @@ def test_a_damaged_step_behind_a_link_is_quarantined_by_the_links_name(saved, tr
     assert (folder / "20.quarantined").readlink() == target
 
 
-def test_a_link_to_a_disk_that_is_not_mounted_is_no_missing_checkpoint(saved, trainer, tmp_path):
+def test_link_to_an_unmounted_disk_does_not_count_as_a_missing_checkpoint(saved, trainer, tmp_path):
     folder = saved(10, 20)
     target = moved(folder, "20", tmp_path / "elsewhere")
     target.parent.rename(tmp_path / "unmounted")
@@ -166,12 +166,12 @@ def test_a_link_to_a_disk_that_is_not_mounted_is_no_missing_checkpoint(saved, tr
 # ── Quarantine ──
 
 
-def test_a_quarantined_checkpoint_comes_back_only_where_no_other_verifies(saved, trainer, tmp_path, capsys):
+def test_quarantined_checkpoint_is_taken_back_only_if_no_other_verifies(saved, trainer, tmp_path, capsys):
     folder = saved(10, 20, 30, 40, keep=9)
     for step in ("20", "30", "40"):
         assert checkpoint_command(["quarantine", f"--workdir={tmp_path}", f"--step={step}"]) == 0
     assert names(folder) == ["10", "20.quarantined", "30.quarantined", "40.quarantined"]
-    assert trainer.newest() == 10  # It verifies: what was put aside stays there.
+    assert trainer.newest() == 10  # It verifies, so the others stay quarantined.
     flip_a_bit(largest_file(folder / "10"))
     flip_a_bit(largest_file(folder / "40.quarantined"))
     with pytest.raises(UserError, match="none verifies"):
@@ -188,7 +188,7 @@ def test_a_quarantined_checkpoint_comes_back_only_where_no_other_verifies(saved,
     assert names(folder) == ["10.quarantined", "20.quarantined", "30.quarantined", "40.quarantined"]
 
 
-def test_a_copy_of_another_step_does_not_come_back(saved, trainer):
+def test_quarantined_copy_of_another_step_is_not_taken_back(saved, trainer):
     folder = saved(10)
     (folder / "10").rename(folder / "20.quarantined")
     with pytest.raises(UserError, match="none verifies"):
@@ -196,7 +196,7 @@ def test_a_copy_of_another_step_does_not_come_back(saved, trainer):
 
 
 @needs_modes
-def test_quarantine_is_the_way_out_of_a_permanent_error(saved_20_and_40, trainer, tmp_path, impatient):
+def test_quarantine_command_resolves_a_permanent_read_error(saved_20_and_40, trainer, tmp_path, impatient):
     folder = saved_20_and_40
     bad = largest_file(folder / "40").relative_to(folder / "40")
     (folder / "40" / bad).chmod(0)
@@ -207,7 +207,7 @@ def test_quarantine_is_the_way_out_of_a_permanent_error(saved_20_and_40, trainer
         assert trainer.newest() == 20
     with pytest.raises(UserError, match=r"'40': no such checkpoint; .* has the steps 20$"):
         checkpoint_command(["quarantine", f"--workdir={tmp_path}", "--step=40"])
-    # If it is the only one, an error that may pass does not end the run with a mistake's exit code.
+    # If it is the only checkpoint, the exit code is not that of a user error, because the read error may be temporary.
     shutil.rmtree(folder / "20")
     with modes_count(), pytest.raises(UnreadableError, match="no other checkpoint verifies"):
         trainer.newest()
@@ -221,7 +221,7 @@ def test_quarantine_is_the_way_out_of_a_permanent_error(saved_20_and_40, trainer
 @needs_modes
 @needs_compiler
 @pytest.mark.long
-def test_a_training_that_cannot_read_ends_with_1_and_continues_later(text_file, tmp_path):
+def test_training_exits_with_1_after_a_read_error_and_resumes_later(text_file, tmp_path):
     workdir, reads = tmp_path / "run", failing_reads(tmp_path)
 
     def train(steps, **config):
@@ -271,7 +271,7 @@ def test_a_training_that_cannot_read_ends_with_1_and_continues_later(text_file, 
 
 @needs_modes
 @pytest.mark.long
-def test_all_processes_of_a_run_end_alike(text_file, tmp_path):
+def test_all_processes_of_a_run_end_with_the_same_error(text_file, tmp_path):
     workdir, before = tmp_path / "run", as_other_users()
     assert Processes(text_file, workdir, tmp_path, count=1, train__steps=20).wait(0)[0] == 0
     with unreadable(workdir / "checkpoints" / "20" / MANIFEST):
@@ -286,7 +286,7 @@ def test_all_processes_of_a_run_end_alike(text_file, tmp_path):
 
 @pytest.mark.long
 @needs_compiler
-def test_a_read_error_of_the_file_system_is_not_damage(saved, tmp_path):
+def test_read_error_of_the_file_system_does_not_count_as_corruption(saved, tmp_path):
     folder, reads = saved(20), failing_reads(tmp_path)
     command = [sys.executable, "-m", "difftx", "checkpoint", "verify", f"--workdir={tmp_path}"]
     reads.fail(errno.EIO, str(largest_file(folder / "20")))

@@ -1,4 +1,4 @@
-"""Every variant, whole: a train step cut over eight devices, its checkpoint on one, and decoding through the cache."""
+"""Integration test of each variant: a step sharded over eight devices, its checkpoint on one, and cached decoding."""
 
 import operator
 
@@ -24,7 +24,7 @@ from difftx.training.state import graph, init_state, make_train_step
 pytestmark = pytest.mark.long
 
 EIGHT = {"fsdp": 2, "context": 2, "tensor": 2}
-FOUR_KV_HEADS = {"model__num_heads": 12}  # Four devices share the heads; elsewhere SIZES has four heads.
+FOUR_KV_HEADS = {"model__num_heads": 12}  # Four devices share the KV heads. By SIZES, other variants have four too.
 # The output of a token that sees only itself is tanh(z) v. Its head norm hardly depends on z, so the float32 gradient
 # of a small z is ill-conditioned. A large epsilon reduces the errors from 1e-4 to 1e-5.
 LARGE_HEAD_NORM_EPS = {"model__head_norm_eps": 1.0}
@@ -33,7 +33,7 @@ ROWS, TOKENS = 2, 7
 
 
 def state_on(mesh, c):
-    """A train state with random parameters, far from uniform. In numpy: compiling an initialisation takes long."""
+    """Return a train state with large random parameters. Numpy draws them, because compiling `init_state` is slow."""
     rng = np.random.default_rng(0)
     with jax.set_mesh(mesh):
         shapes = jax.eval_shape(lambda: init_state(c))
@@ -49,7 +49,7 @@ def state_on(mesh, c):
 
 
 def hidden_both_ways(model, tokens_BT, positions_BT, segment_BT):
-    """Hidden states `[B, T, D]` of one pass, and through the cache: a chunk, then a token, then another."""
+    """Return the hidden states `[B, T, D]` of one pass, and of a chunk and then two single tokens with the cache."""
     cache, parts = empty_cache(model, ROWS, 16), []
     for start, end in [(0, TOKENS - 2), (TOKENS - 2, TOKENS - 1), (TOKENS - 1, TOKENS)]:
         new = [reshard(jnp.asarray(x[:, start:end]), CACHE_ROWS) for x in (tokens_BT, positions_BT, segment_BT)]
@@ -71,7 +71,7 @@ BASES = ("off_by_one", "diff_v2")  # CI trains subclasses of these two, sink and
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        # One stands for all: without options they use no code that they do not use with them.
+        # One variant stands for all, because the cases with options run all code of those without.
         *(pytest.param(name, {}, id=name, marks=[pytest.mark.exhaustive] * (name != "diff_v2")) for name in VARIANTS),
         *(
             pytest.param(name, ALL_OPTIONS, id=f"{name} with options", marks=[pytest.mark.exhaustive] * (name in BASES))
@@ -80,7 +80,7 @@ BASES = ("off_by_one", "diff_v2")  # CI trains subclasses of these two, sink and
     ],
 )
 def test_a_variant_is_trained_cut_saved_and_decoded(config, mesh_of, tmp_path, name, options):
-    # No clipping: Adam's first moment is then the gradient, but for a factor.
+    # Without clipping, Adam's first moment is a multiple of the gradient.
     sizes = SIZES.get(name, {"model__num_heads": 4}) | {"model__num_kv_heads": None, "optimizer__clip_norm": None}
     c = config(name, **sizes | OF_VARIANT.get(name, {}) | options)
     eight, one = mesh_of(**EIGHT), mesh_of()

@@ -1,4 +1,4 @@
-"""Checkpoints that were damaged, cut short or never finished, and saves that fail: what a run then goes on with."""
+"""Runs that resume after corrupt, truncated or unfinished checkpoints, and after failed saves."""
 
 import json
 import os
@@ -86,7 +86,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_what_does_not_verify_is_put_aside_and_the_one_before_is_taken(saved_20_and_40, trainer, mesh_of, capsys, name):
+def test_corrupt_checkpoint_is_quarantined_and_the_one_before_is_used(saved_20_and_40, trainer, mesh_of, capsys, name):
     folder = saved_20_and_40
     hurt, reason = DAMAGES[name]
     hurt(folder / "40")
@@ -100,7 +100,7 @@ def test_what_does_not_verify_is_put_aside_and_the_one_before_is_taken(saved_20_
     assert loader == LOADER
 
 
-def test_a_manifest_says_what_the_checkpoint_holds(saved, config):
+def test_manifest_describes_the_checkpoint(saved, config):
     folder = saved(20)
     manifest = read_manifest(folder / "20")
     assert manifest.step == 20
@@ -114,7 +114,7 @@ def test_a_manifest_says_what_the_checkpoint_holds(saved, config):
     assert why_invalid(folder / "20", step=20, content=True) is None
 
 
-def test_sizes_alone_miss_a_flipped_bit_and_nothing_else(saved_20_and_40, tmp_path, config):
+def test_verify_sizes_misses_a_flipped_bit_but_not_a_truncated_file(saved_20_and_40, tmp_path, config):
     folder = saved_20_and_40
     flip_a_bit(largest_file(folder / "40"))
     by_size = replace(config(), "checkpoint", verify="sizes").checkpoint
@@ -123,7 +123,7 @@ def test_sizes_alone_miss_a_flipped_bit_and_nothing_else(saved_20_and_40, tmp_pa
     assert Checkpointer(tmp_path, by_size).newest() == 20
 
 
-def test_a_second_bad_one_of_a_step_does_not_replace_the_first(saved_20_and_40, trainer):
+def test_second_quarantined_checkpoint_of_a_step_does_not_replace_the_first(saved_20_and_40, trainer):
     folder = saved_20_and_40
     (folder / "40" / MANIFEST).unlink()
     (folder / "40.quarantined").mkdir()
@@ -131,7 +131,7 @@ def test_a_second_bad_one_of_a_step_does_not_replace_the_first(saved_20_and_40, 
     assert names(folder) == ["20", "40.quarantined", "40.quarantined.2"]
 
 
-def test_none_that_verifies_stops_the_run_now_and_later(saved_20_and_40, trainer):
+def test_run_stops_every_time_if_no_checkpoint_verifies(saved_20_and_40, trainer):
     folder = saved_20_and_40
     for step in ("20", "40"):
         (folder / step / MANIFEST).unlink()
@@ -141,7 +141,7 @@ def test_none_that_verifies_stops_the_run_now_and_later(saved_20_and_40, trainer
         trainer.newest()
 
 
-def test_leftovers_of_a_kill_go_and_are_no_checkpoints(saved, trainer, tmp_path, capsys):
+def test_leftovers_of_a_kill_are_deleted_and_do_not_count_as_checkpoints(saved, trainer, tmp_path, capsys):
     folder = saved(20)
     shutil.copytree(folder / "20", folder / "40.orbax-checkpoint-tmp")
     shutil.move(folder / "20", folder / "20.removed")
@@ -153,7 +153,7 @@ def test_leftovers_of_a_kill_go_and_are_no_checkpoints(saved, trainer, tmp_path,
     assert "removed 20.removed, 40.orbax-checkpoint-tmp" in capsys.readouterr().out
 
 
-def test_a_reader_skips_what_does_not_verify_and_renames_nothing(saved_20_and_40, tmp_path, capsys):
+def test_reader_skips_corrupt_checkpoints_and_renames_nothing(saved_20_and_40, tmp_path, capsys):
     folder = saved_20_and_40
     flip_a_bit(largest_file(folder / "40"))
     reader = Checkpointer(tmp_path)
@@ -171,13 +171,13 @@ def test_a_reader_skips_what_does_not_verify_and_renames_nothing(saved_20_and_40
     ("rule", "kept"),
     [
         ({"keep": 2}, ["40", "50"]),
-        ({"keep": 2, "every_steps": 20}, ["20", "40", "50"]),  # Not at multiples of 20: left by a signal.
+        ({"keep": 2, "every_steps": 20}, ["20", "40", "50"]),  # Checkpoints of other steps come from signals.
         ({"keep": 1, "keep_every_steps": 20}, ["20", "40", "50"]),
         ({"keep": 1, "keep_best": "loss/loss", "keep_best_mode": "min"}, ["30", "50"]),
         ({"keep": 1, "keep_best": "loss/loss", "keep_best_mode": "max"}, ["20", "50"]),
     ],
 )
-def test_what_is_kept(saved, tmp_path, rule, kept):
+def test_retention_rules(saved, tmp_path, rule, kept):
     evals = tmp_path / "evals" / "loss"
     evals.mkdir(parents=True)
     for step, loss in {10: 4.0, 20: 5.0, 30: 1.0, 40: None}.items():
@@ -185,14 +185,14 @@ def test_what_is_kept(saved, tmp_path, rule, kept):
     assert names(saved(10, 20, 30, 40, 50, **rule)) == kept
 
 
-def test_a_checkpoint_with_a_missing_file_counts_for_nothing_and_stays(saved):
+def test_checkpoint_with_a_missing_file_stays_and_is_not_counted(saved):
     folder = saved(10, 20, 30, keep=3)
     largest_file(folder / "20").unlink()
     assert names(saved(40, keep=3)) == ["10", "20", "30", "40"]
     assert names(saved(50, keep=3)) == ["20", "30", "40", "50"]
 
 
-def test_a_number_that_no_suite_has_deletes_nothing_and_is_told(saved, tmp_path, capsys):
+def test_unknown_number_in_keep_best_deletes_nothing_and_is_reported(saved, tmp_path, capsys):
     (tmp_path / "evals" / "loss").mkdir(parents=True)
     (tmp_path / "evals" / "loss" / "10.json").write_text('{"numbers": {"loss": 1.0}}')
     assert names(saved(10, 20, keep=1, keep_best="loss/los")) == ["10", "20"]
@@ -208,14 +208,14 @@ def test_a_number_that_no_suite_has_deletes_nothing_and_is_told(saved, tmp_path,
         ({"checkpoint__max_failed_saves": 0}, "must be positive"),
     ],
 )
-def test_a_rule_that_cannot_work_is_refused(config, changes, message):
+def test_invalid_checkpoint_config_is_rejected(config, changes, message):
     with pytest.raises(UserError, match=message):
         config(**changes)
 
 
 @pytest.fixture
 def full_disk(monkeypatch):
-    """Return a list; as long as it is not empty, writing manifests fails as it does on a full disk."""
+    """Return a list. While it is not empty, writing manifests fails as on a full disk."""
     fails = []
 
     def write(*args):
@@ -233,7 +233,7 @@ def test_a_failed_save_is_reported_and_tried_again(config, tmp_path, capsys, ful
     writer.save_and_wait(state_at(10), LOADER, c)
     full_disk.append(True)
     writer.save(state_at(20), LOADER, c)
-    writer._saving[1].exception()  # The thread has ended; the loop asks after the next step.
+    writer._saving[1].exception()  # Wait for the thread. The training loop calls `check` after a step.
     writer.check()
     told = capsys.readouterr().out
     assert "checkpoint of step 20 was not saved, failure 1 of 3 in a row: OSError: [Errno 28] No space left" in told
@@ -244,7 +244,7 @@ def test_a_failed_save_is_reported_and_tried_again(config, tmp_path, capsys, ful
     writer.save(state_at(30), LOADER, c)
     with pytest.raises(RunError, match="the last checkpoint was not saved"):
         writer.close()
-    assert "failure 1 of 3" in capsys.readouterr().out  # The one that succeeded began the count anew.
+    assert "failure 1 of 3" in capsys.readouterr().out  # The successful save has reset the count.
     assert Checkpointer(tmp_path).newest() == 20
 
 
@@ -259,12 +259,15 @@ def test_too_many_failed_saves_end_the_run_and_harm_nothing(config, tmp_path, fu
     assert Checkpointer(tmp_path).newest() == 10
 
 
-# ── Where a run starts ──
+# ── Starting state of a run ──
 
 
 @pytest.fixture
 def start(config, mesh_of, text_file, tmp_path):
-    """Return a function: workdir, config changes → the starting state, and a checkpoint saved there on request."""
+    """Return a function that starts a run in a workdir, and saves a checkpoint if `save`.
+
+    The function returns the state, the step from which the run starts, and the number of consumed examples.
+    """
 
     def begin(name, architecture="diff", save=False, allow=False, **changes):
         base = {"data__path": text_file, "data__tokenizer": "bytes"}
@@ -294,7 +297,7 @@ def start(config, mesh_of, text_file, tmp_path):
 
 
 @pytest.mark.long
-def test_own_checkpoint_then_other_weights_then_fresh(start, tmp_path):
+def test_own_checkpoint_precedes_other_weights_and_new_parameters(start, tmp_path):
     theirs, step, _ = start("a", save=True)
     assert step == 0
     for source in (tmp_path / "a", tmp_path / "a" / "checkpoints" / "1"):
@@ -319,7 +322,7 @@ def test_own_checkpoint_then_other_weights_then_fresh(start, tmp_path):
         ),
     ],
 )
-def test_weights_that_do_not_fit_are_refused(start, tmp_path, changes, message):
+def test_incompatible_weights_are_rejected(start, tmp_path, changes, message):
     start("a", save=True)
     if changes.get("checkpoint__init_from") == "damaged":
         shutil.copytree(tmp_path / "a" / "checkpoints" / "1", tmp_path / "damaged")
