@@ -83,11 +83,12 @@ def test_unfinished_run_resumes_with_another_fraction_and_shard_size(tmp_path):
     assert len(kept) == 2
     (out / "meta.json").mkdir()  # The run fails at its end, when all shards exist.
     (tmp_path / "c.jsonl").write_text(whole)
-    assert "meta.json" in prepare(f"--out={out}", *flags).stderr
+    changed = [*flags, "--valid_fraction=0.3", "--shard_tokens=1000"]
+    assert "meta.json" in prepare(f"--out={out}", *changed).stderr
     (out / "meta.json").rmdir()
     assert {f: f.stat().st_mtime_ns for f in kept} == kept
-    prepared(out, *flags, "--valid_fraction=0.3", "--shard_tokens=1000")
-    prepared(tmp_path / "again", *flags, "--valid_fraction=0.3", "--shard_tokens=1000")
+    prepared(out, *changed)
+    prepared(tmp_path / "again", *changed)
     assert tree(out) == tree(tmp_path / "again")
 
 

@@ -140,14 +140,10 @@ def run_both(command, own):
     return commands().run_together(both, environment=child_environment(2))
 
 
-def test_eval_and_generate_compare_their_flags_and_prompts(started, tmp_path):
+def test_eval_and_generate_compare_their_flags(started):
     one = started(count=1, train__steps=3)
     assert one.wait(0)[0] == 0, one.logs[0].read_text()
     workdir = f"--workdir={one.metrics.parent}"
-    prompts = [tmp_path / str(i) / "prompts.jsonl" for i in range(2)]
-    for i, path in enumerate(prompts):
-        path.parent.mkdir()
-        path.write_text(json.dumps({"prompt": "line " * (1 + i)}) + "\n")
     generate = ["difftx", "generate", workdir, "--temperature=0", "--new_tokens=2"]
     mesh = ["--mesh.data=2", "--mesh.fsdp=2"]
     cases = [

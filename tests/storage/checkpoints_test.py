@@ -79,8 +79,8 @@ def test_saves_retention_and_leftovers(bucket, trainer, save, mesh_of):
 
 
 def test_arrays_on_other_meshes(trainer, config, mesh_of, monkeypatch):
-    """Restore arrays of eight devices, saved in chunks of at most 64 bytes, on one device and on other meshes."""
-    monkeypatch.setattr(arrays, "CHUNK_BYTES", 64)
+    """Restore arrays of eight devices, saved in chunks of at most 32 bytes, on one device and on other meshes."""
+    monkeypatch.setattr(arrays, "CHUNK_BYTES", 32)  # A shard of "w" has 64 bytes.
     random_, mesh = np.random.default_rng(0), mesh_of(fsdp=4, tensor=2)
     values = {
         "w": (random_.standard_normal((16, 8)).astype("float32"), jax.P("fsdp", "tensor")),
