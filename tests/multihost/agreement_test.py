@@ -1,6 +1,5 @@
 """Real processes that are started with different configs, data or code. None takes a step, and all report why."""
 
-import json
 import re
 import shutil
 

@@ -121,11 +121,11 @@ def test_a_damaged_checkpoint_is_quarantined_and_saved_again(trainer, save, mesh
     save(writer, 10, 20)
     contents = contents_of(writer.folder / "20")
     damage(contents / largest(contents))
-    assert "is damaged: its " in why_invalid(writer.folder / "20", content=True)
+    assert "is corrupt: its " in why_invalid(writer.folder / "20", content=True)
     assert why_invalid(writer.folder / "20", content=False) is None
     again = trainer()
     check(again, 10, mesh_of())
-    assert "is damaged" in capsys.readouterr().out
+    assert "is corrupt" in capsys.readouterr().out
     assert steps_in(writer.folder) == [10]
     (marker,) = quarantined_in(writer.folder)
     files_before = objects.list_below(contents)
@@ -447,7 +447,7 @@ def test_entity_tags_that_are_not_checksums(trainer, config, monkeypatch):
         assert why_invalid(writer.folder / str(step), step=step, content=True) is None
         contents = contents_of(writer.folder / str(step))
         damage(contents / largest(contents))
-        assert "is damaged" in why_invalid(writer.folder / str(step), step=step, content=True)
+        assert "is corrupt" in why_invalid(writer.folder / str(step), step=step, content=True)
 
 
 def test_a_copy_on_a_local_disk(bucket, trainer, save, mesh_of, tmp_path):
@@ -463,7 +463,7 @@ def test_a_copy_on_a_local_disk(bucket, trainer, save, mesh_of, tmp_path):
     content = bytearray(data.read_bytes())
     content[5] ^= 1
     data.write_bytes(content)
-    assert "is damaged" in why_invalid(folder, content=True)
+    assert "is corrupt" in why_invalid(folder, content=True)
 
 
 def test_a_local_checkpoint_in_a_bucket(bucket, config, mesh_of, tmp_path):

@@ -56,7 +56,7 @@ def test_verify_reads_everything(workdir, capsys):
     flip_a_bit(largest_file(workdir / "checkpoints" / "20"))
     with pytest.raises(UserError, match="1 of 3 checkpoints do not verify: 20"):
         run("verify", "--workdir", workdir)
-    assert "is damaged: its XXH3" in capsys.readouterr().out
+    assert "is corrupt: its XXH3" in capsys.readouterr().out
 
 
 def test_diff_names_fields_and_arrays(workdir, capsys):

@@ -54,10 +54,10 @@ def link_outside(folder):
 
 
 DAMAGES = {
-    "flipped bit": (lambda f: flip_a_bit(largest_file(f)), "is damaged: its XXH3"),
+    "flipped bit": (lambda f: flip_a_bit(largest_file(f)), "is corrupt: its XXH3"),
     "flipped bit in the loader's state": (
         lambda f: flip_a_bit(f / "loader" / "metadata"),
-        "loader/metadata is damaged",
+        "loader/metadata is corrupt",
     ),
     "truncated": (lambda f: os.truncate(largest_file(f), 100), "has 100 bytes, not"),
     "missing file": (lambda f: (f / "state" / "_METADATA").unlink(), "state/_METADATA is missing"),
@@ -67,10 +67,10 @@ DAMAGES = {
     "manifest cut": (lambda f: os.truncate(f / MANIFEST, 200), "is not JSON"),
     "manifest of garbage": (lambda f: (f / MANIFEST).write_bytes(b"\xff\xfe\x00"), "not JSON"),
     "manifest of brackets": (lambda f: (f / MANIFEST).write_text("[" * 200_000), "not JSON"),
-    "manifest is a list": (lambda f: (f / MANIFEST).write_text("[1]"), "manifest.json is damaged"),
+    "manifest is a list": (lambda f: (f / MANIFEST).write_text("[1]"), "manifest.json is corrupt"),
     "manifest changed": (
         lambda f: edit_manifest(f, lambda m: m.update(step=3), sign=False),
-        "manifest.json is damaged",
+        "manifest.json is corrupt",
     ),
     "manifest of another step": (lambda f: edit_manifest(f, lambda m: m.update(step=3)), "is that of step 3"),
     "manifest without files": (lambda f: edit_manifest(f, lambda m: m.pop("files")), "the text: no 'files'"),
@@ -161,7 +161,7 @@ def test_reader_skips_corrupt_checkpoints_and_renames_nothing(saved_20_and_40, t
     assert "does not verify" in capsys.readouterr().out
     assert names(folder) == ["20", "40"]
     assert reader.verified(20) == 20
-    with pytest.raises(UserError, match=r"step 40: the checkpoint does not verify: state/.* is damaged"):
+    with pytest.raises(UserError, match=r"step 40: the checkpoint does not verify: state/.* is corrupt"):
         reader.verified(40)
     with pytest.raises(UserError, match=r"step 30: no such checkpoint; .*checkpoints has 20, 40"):
         reader.verified(30)

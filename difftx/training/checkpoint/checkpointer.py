@@ -134,7 +134,7 @@ class Checkpointer:
             existing = f"{self.folder} has {', '.join(map(str, self.steps())) or 'none'}"
             if step not in self.steps():
                 raise UserError(f"step {step}: no such checkpoint; {existing}")
-            if why := self._damage(step):
+            if why := self._why_invalid(step):
                 raise UserError(f"step {step}: the checkpoint does not verify: {why}; {existing}")
 
         decide_on_primary(check, DECISION_SECONDS)
@@ -168,7 +168,7 @@ class Checkpointer:
             say(f"{self.folder}: removed {', '.join(leftovers)}: a save or a removal was not finished")
         reasons, quarantined = [], quarantined_in(self.folder)
         for step in reversed(self.steps()):
-            folder, why = self.folder / str(step), self._damage(step)
+            folder, why = self.folder / str(step), self._why_invalid(step)
             if why is None:
                 return step
             if self._config is None and not _exists(folder):
@@ -228,7 +228,7 @@ class Checkpointer:
             )
         return None
 
-    def _damage(self, step: int) -> str | None:
+    def _why_invalid(self, step: int) -> str | None:
         content = self._config is None or self._config.verify == "checksums"
         try:
             return why_invalid(self.folder / str(step), step=step, content=content)

@@ -179,7 +179,7 @@ def _read_manifest(folder: AnyPath) -> Manifest:
         raise UserError(f"the save was not finished, or is not yet: {MANIFEST} reserves the folder")
     raw = without_sha256(signed)
     if raw is None:
-        raise UserError(f"{MANIFEST} is damaged: its SHA-256 is not that of its text")
+        raise UserError(f"{MANIFEST} is corrupt: its SHA-256 is not that of its text")
     if type(raw.get("format")) is int and raw["format"] != FORMAT:
         raise OtherFormatError(
             f"{MANIFEST} has format {raw['format']}, not {FORMAT}: another version of difftx wrote it; use that "
@@ -227,7 +227,7 @@ def why_invalid(folder: AnyPath, *, step: int | None = None, content: bool) -> s
         manifest = _read_manifest(folder)
         if step is not None and manifest.step != step:
             return f"{MANIFEST} is that of step {manifest.step}"
-        return _damaged_file(folder, manifest, content=content)
+        return _why_files_invalid(folder, manifest, content=content)
     except OtherFormatError as error:
         raise OtherFormatError(f"{folder}: {error}") from error
     except UserError as error:
@@ -236,7 +236,7 @@ def why_invalid(folder: AnyPath, *, step: int | None = None, content: bool) -> s
         return f"{error.filename} is missing"
 
 
-def _damaged_file(folder: AnyPath, manifest: Manifest, *, content: bool) -> str | None:
+def _why_files_invalid(folder: AnyPath, manifest: Manifest, *, content: bool) -> str | None:
     expected = {name: size for name, (size, _, _) in manifest.files.items()}
     if not manifest.contents:
         expected = dict.fromkeys(COMMIT_MARKERS) | expected
@@ -260,7 +260,7 @@ def _damaged_file(folder: AnyPath, manifest: Manifest, *, content: bool) -> str 
             checksums = pool.map(checksum_of, manifest.files)
             for (name, (_, algorithm, right)), checksum in zip(manifest.files.items(), checksums, strict=True):
                 if checksum != right:
-                    return f"{name} is damaged: its {algorithm.upper()} is {checksum}, not {right}"
+                    return f"{name} is corrupt: its {algorithm.upper()} is {checksum}, not {right}"
     return None
 
 

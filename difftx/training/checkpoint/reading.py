@@ -44,7 +44,7 @@ class Checkpoint:
             try:
                 change = None if read_manifest(self.folder).sha256 == self.sha256 else "was replaced"
             except UserError:
-                change = "was damaged" if list_folder(self.folder) else "was deleted"
+                change = "was corrupted" if list_folder(self.folder) else "was deleted"
             if change is not None:
                 raise RunError(
                     f"{self.folder} {change} while this command used it, and no result was written; "
