@@ -1,4 +1,4 @@
-"""Folders that are created completely or not at all, on local disks and in buckets (docs/storage.md)."""
+"""Folders that are created completely or not at all, on local disks and in buckets (docs/storage_protocol.md)."""
 
 import contextlib
 import errno

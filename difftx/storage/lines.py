@@ -3,7 +3,7 @@
 The object at the log's path is its head. It holds an epoch, a number `first`, and the bytes of all appends before it.
 Append n of an epoch is the object `<path>.parts/<epoch>/<n>`, a part, which is created only if it is absent. An append
 takes the first absent number, so numbers have no gaps. The content of the log is that of the head and of the parts
-`first`, `first` + 1, … until one is absent. docs/storage.md explains why no row is lost or doubled.
+`first`, `first` + 1, … until one is absent. docs/storage_protocol.md explains why no row is lost or doubled.
 """
 
 import hashlib

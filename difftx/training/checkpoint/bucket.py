@@ -1,4 +1,4 @@
-"""Checkpoints in buckets: saves without renames, quarantine, deletion and leftovers (docs/storage.md, Checkpoints).
+"""Checkpoints in buckets: saves without renames, quarantine, deletion and leftovers (docs/storage_protocol.md).
 
 The files of each save lie in a folder of their own below the step's folder, so that the late writes of a process that
 has lost the lock cannot change a checkpoint. `manifest.json` in the step's folder names this folder.
