@@ -78,7 +78,7 @@ class AttentionLayer(nnx.Module):
         attention, layout = ARCHITECTURES[architecture], _layout()
         values = {"architecture": architecture, "d_model": d_model, "num_heads": num_heads, "num_layers": layer}
         try:
-            config = build_group(ModelConfig, {"head_norm": attention.usual_head_norm} | fields | values, "model")
+            config = build_group(ModelConfig, {"head_norm": attention.default_head_norm} | fields | values, "model")
             if layout != Layout.inferred():
                 check_attention_divisible(config, jax.sharding.get_abstract_mesh())
         except UserError as error:  # A layer has arguments in place of the config group `model`.

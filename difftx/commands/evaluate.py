@@ -71,7 +71,7 @@ def run_suites(options: argparse.Namespace, overrides: Mapping[str, str]) -> Non
                 evaluate = evaluator.load(step)
             except UserError as error:
                 failed.append(str(error))
-                multihost.say(f"{error}; skipped")
+                multihost.print_on_primary(f"{error}; skipped")
             else:
                 evaluate(work)
     if failed:
@@ -174,7 +174,7 @@ def confirm_outward(
         if not trusted:
             flag = shlex.quote(f"--{field}={value}")
             raise UserError(f"{source} would {effect}; to allow it, add {flag}, or {TRUST} for all such fields")
-        multihost.say(f"{TRUST}: {source} is trusted to {effect}")
+        multihost.print_on_primary(f"{TRUST}: {source} is trusted to {effect}")
 
 
 def _outward_fields(

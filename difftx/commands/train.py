@@ -53,12 +53,12 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     kernel_choice.start(args, [config := with_vocabulary(config)], args.workdir)
     agree_on_command(config, args)
     config = fit_to_devices(config)
-    multihost.say(format_cost(config))
+    multihost.print_on_primary(format_cost(config))
     if warning := matching_warning(config, matched_by(args.config)):
-        multihost.say(warning)
+        multihost.print_on_primary(warning)
     run = Run.open(config, args.workdir or Path())
     run.check_everywhere(lambda run: (exports.check_run(run), evals.check_run(run, config.eval.suites)))
-    multihost.say(format_data(run))
+    multihost.print_on_primary(format_data(run))
     options = {"began": began, "allow_config_change": args.allow_config_change}
     if args.dry_run:
         trace(run)

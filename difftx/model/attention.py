@@ -71,7 +71,7 @@ class SelfAttention(nnx.Module):
     kernel: ClassVar[Literal["diff_attention", "attention", "mapped_attention"]] = "mapped_attention"
     subtracts: ClassVar[bool] = False  # Whether the attention weights of a head are A1 - λ A2.
     fields: ClassVar[tuple[str, ...]] = ()  # Entries of `difftx.config.model.SPECIFIC_FIELDS` that this class uses.
-    usual_head_norm: ClassVar[str] = "none"  # Value of `model.head_norm` in `configure`, and default in `difftx.layer`.
+    default_head_norm: ClassVar[str] = "none"  # Value of `model.head_norm` unless a config or a caller sets it.
 
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
         self.config, self.layout = config, layout
@@ -120,7 +120,7 @@ class SelfAttention(nnx.Module):
         `difftx.model.abstract.match` then adjusts `model.mlp_dim` to equalise the numbers of parameters.
         """
         c.model.num_heads = heads
-        c.model.head_norm = cls.usual_head_norm
+        c.model.head_norm = cls.default_head_norm
 
     @classmethod
     def matrices_by_group(cls, config: ModelConfig, name: str, weight: jax.Array) -> dict[str, jax.Array]:
@@ -302,7 +302,7 @@ class DiffAttention(SelfAttention):
     kernel = "diff_attention"
     subtracts = True
     fields = ("lambda_init", "lambda_learned", "lambda_std", "lambda_bound", "post_scale")
-    usual_head_norm = "rms_affine"
+    default_head_norm = "rms_affine"
 
     @classmethod
     def check(cls, config):

@@ -101,7 +101,7 @@ def is_primary() -> bool:
     return jax.process_index() == 0
 
 
-def say(text: str) -> None:
+def print_on_primary(text: str) -> None:
     """Print a text from the primary process, with control characters escaped."""
     if is_primary():
         print(printable(text), flush=True)

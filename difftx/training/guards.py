@@ -25,7 +25,7 @@ from difftx.config import Config, GuardsConfig
 from difftx.data.loader import Loader
 from difftx.errors import EXIT_FAILED, UserError
 from difftx.json_files import JsonLines, parse_json_lines, schema_error, with_sha256, without_sha256
-from difftx.parallel.multihost import barrier, is_primary, say
+from difftx.parallel.multihost import barrier, is_primary, print_on_primary
 from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.checkpoint.retention import remove
@@ -63,7 +63,7 @@ class Guard:
         self.tripped: BadSteps | None = None
 
     @property
-    def calm(self) -> bool:
+    def last_step_is_good(self) -> bool:
         """Whether the last step was good, so that a checkpoint may be written."""
         return self._first_bad is None and self.tripped is None
 
@@ -176,7 +176,7 @@ def act_on_bad_steps(
         newest_first = sorted((step for step in steps if step > target), reverse=True)
         remove((checkpointer.folder / str(step) for step in newest_first), journal.check)
     barrier(f"rewind {rewind.number}", config.multihost.barrier_timeout_seconds)
-    say(f"{where}; back to step {target}, on with example {rewind.examples}")
+    print_on_primary(f"{where}; back to step {target}, on with example {rewind.examples}")
     return rewind
 
 

@@ -374,14 +374,14 @@ def _use(everywhere: list[list[dict[str, Any] | None]]) -> None:
         before, now = (next(iter(one.milliseconds), "none") for one in (recorded, ranking))
         present = [item for one in own.values() for item in one.conditions.items()]
         others = dict.fromkeys(name for name, value in present if recorded.conditions.get(name) != value)
-        multihost.say(
+        multihost.print_on_primary(
             f"changed since the run began: attention kernel {before} → {now}, for other {' and '.join(others)} (safe)"
         )
     kernels.use(ranking)
     times = ", ".join(f"{name} {ms:.2f} ms" for name, ms in ranking.milliseconds.items())
-    multihost.say(f"kernels  {ranking.function}: {times or 'no measured kernel is right'}")
+    multihost.print_on_primary(f"kernels  {ranking.function}: {times or 'no measured kernel is right'}")
     for name, reason in ranking.rejected.items():
-        multihost.say(f"         {name} is not used: {reason}")
+        multihost.print_on_primary(f"         {name} is not used: {reason}")
 
 
 def worst(rankings: Mapping[int, Ranking]) -> Ranking:

@@ -14,7 +14,7 @@ from difftx.data.loader import Loader
 from difftx.errors import EXIT_PREEMPTED
 from difftx.model.flops import PEAK_FLOPS, flops_per_token
 from difftx.parallel.heartbeat import Monitor
-from difftx.parallel.multihost import Interrupt, barrier, decide_on_primary, is_primary, say
+from difftx.parallel.multihost import Interrupt, barrier, decide_on_primary, is_primary, print_on_primary
 from difftx.progress import Advance, Work
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.goodput import Goodput, format_goodput
@@ -146,7 +146,7 @@ class Attempt:
             reporter.flush()
             self._writer.flush()
             self._goodput.switch("save")
-            saved = self._guard.calm or (self._step == steps and self._guard.tripped is None)
+            saved = self._guard.last_step_is_good or (self._step == steps and self._guard.tripped is None)
             if saved:
                 self._checkpointer.save_and_wait(self._state, self._data_state(), config)
                 interrupt.work_is_saved()
@@ -199,7 +199,7 @@ class Attempt:
         reporter.flush()  # Before the save, so that metrics.jsonl has all steps up to the checkpoint.
         self._write_goodput()
         self._writer.flush()
-        if self._guard.calm:
+        if self._guard.last_step_is_good:
             with self._goodput.section("save"):
                 self._checkpointer.save(self._state, self._data_state(), self._config)
         reporter.restart_clock()
@@ -208,7 +208,7 @@ class Attempt:
         """Wait until this step's checkpoint is on disk, and export it, if the step has an export."""
         session, step = self._session, self._step
         every_steps = self._config.checkpoint.export_every_steps
-        if session.export is None or every_steps is None or step % every_steps or not self._guard.calm:
+        if session.export is None or every_steps is None or step % every_steps or not self._guard.last_step_is_good:
             return
         with self._goodput.section("save"):
             self._writer.flush()
@@ -227,7 +227,7 @@ class Attempt:
             outcome = act_on_bad_steps(guard, config, journal, self._checkpointer, consumed, attempt)
         elif step < config.train.steps:
             what = "checkpoint saved" if saved else "nothing saved between bad steps"
-            say(f"stopped by a signal at step {step}, {what}; run the same command again to continue")
+            print_on_primary(f"stopped by a signal at step {step}, {what}; run the same command again to continue")
         row = self._write_goodput()
         self._writer.close()
         if is_primary() and isinstance(outcome, int):
@@ -274,7 +274,8 @@ class Reporter:
         row = self._row(step, jax.device_get(metrics), data_wait)
         self._guard.observe(step, float(row["loss"]), skipped=bool(row["skipped"]))
         # Write a row for each bad step, whatever `logging.every_steps` is.
-        if step % self._config.logging.every_steps == 0 or step == self._config.train.steps or not self._guard.calm:
+        is_logged = step % self._config.logging.every_steps == 0 or step == self._config.train.steps
+        if is_logged or not self._guard.last_step_is_good:
             self._writer.write("train", step, row)
         for layer in self._lambda_range.observe(row.get("lambda", ())):
             value = float(row["lambda"][layer - 1])

@@ -10,7 +10,7 @@ from difftx.config.fields import values_of
 from difftx.data.loader import Loader, signature_changes
 from difftx.errors import UserError
 from difftx.files import list_folder, resolved, size_of
-from difftx.parallel.multihost import decide_on_primary, say
+from difftx.parallel.multihost import decide_on_primary, print_on_primary
 from difftx.registry import changed_extensions
 from difftx.storage.paths import AnyPath, path_of
 from difftx.training.checkpoint.checkpointer import (
@@ -142,12 +142,12 @@ def _resume(
         )
     for name, version in package_versions().items():
         if (before := manifest.packages.get(name, version)) != version:
-            say(f"{name}: {before} → {version}, since the checkpoint of step {step}")
+            print_on_primary(f"{name}: {before} → {version}, since the checkpoint of step {step}")
     data_changes = signature_changes(manifest.data, run.data.signature)
     refused = [f"extension {change}" for change in changed_extensions(manifest.extensions)]
     if allow_config_change:
         for change in refused:
-            say(f"changed since the checkpoint: {change} (not safe)")
+            print_on_primary(f"changed since the checkpoint: {change} (not safe)")
     if allow_config_change or not refused:  # A changed extension may reject the checkpoint's config.
         allowed = BRANCHABLE if is_branch else ()
         trained = config_of(folder)
@@ -165,7 +165,7 @@ def _resume(
     loader.restore(loader_state)
     guard.restore(loader_state["guard"])
     if is_branch:
-        say(f"branch of {folder}")
+        print_on_primary(f"branch of {folder}")
     return state
 
 
@@ -182,7 +182,7 @@ def _unsafe_changes(
         is_data = change.field.startswith("data.") and not change.is_safe
         safe = change.is_safe or change.is_in(allowed) or (is_data and not data_changes)
         if safe or print_unsafe:  # Otherwise, the error message lists the unsafe changes.
-            say(f"changed since the checkpoint: {change} ({'safe' if safe else 'not safe'})")
+            print_on_primary(f"changed since the checkpoint: {change} ({'safe' if safe else 'not safe'})")
         if not safe:
             (data_fields if is_data else refused).append(str(change))
     return refused + (data_fields or [f"data, {change}" for change in data_changes])
@@ -218,7 +218,7 @@ def _params_in(run: Run, folder: AnyPath) -> object:
             )
     abstract = jax.eval_shape(lambda: init_state(run.config)).params
     params = restore_params(folder, abstract, run.mesh)
-    say(f"parameters from {folder}")
+    print_on_primary(f"parameters from {folder}")
     return params
 
 

@@ -454,7 +454,7 @@ def first_trip(losses, config, saved_at=None):
         guard.observe(step, float("nan") if loss is None else loss, skipped=loss is None)
         if guard.tripped is not None:
             return guard.tripped.first, guard.tripped.last
-        if saved_at is not None and step >= saved_at and guard.calm:
+        if saved_at is not None and step >= saved_at and guard.last_step_is_good:
             state, guard, saved_at = json.loads(json.dumps(guard.state())), Guard(config), None
             guard.restore(state)
     return None
@@ -502,6 +502,6 @@ def test_guard_keeps_its_first_verdict():
     guard.observe(1, 2.0, skipped=True)
     guard.observe(2, 2.0, skipped=False)
     assert guard.tripped == BadSteps(1, 1, "1 updates skipped, loss or gradient not finite")
-    assert not guard.calm
+    assert not guard.last_step_is_good
     assert isinstance(guard.state()["losses"], list)
     assert collections.deque(guard.state()["losses"]) == collections.deque([2.0])

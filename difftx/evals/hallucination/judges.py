@@ -16,7 +16,7 @@ from difftx.config.eval import HallucinationConfig, JudgeConfig
 from difftx.evals.hallucination import overlap
 from difftx.evals.hallucination.chat import AttemptError, ChatEndpoint, Reply, StoppedError
 from difftx.json_files import JsonLines, json_sha256
-from difftx.parallel.multihost import say
+from difftx.parallel.multihost import print_on_primary
 from difftx.progress import Work
 from difftx.storage.paths import AnyPath
 
@@ -128,7 +128,7 @@ class JudgeModel:
             known |= self._ask_all(left, f"{what}, {self.name}", work)
         finally:
             bill = self._bill(self._spent - before)
-            say(f"{what}, {self.name}: {len(cases)} verdicts, {len(left)} of them to be asked: {bill}")
+            print_on_primary(f"{what}, {self.name}: {len(cases)} verdicts, {len(left)} of them to be asked: {bill}")
         return [known[key] for key in keys]
 
     def details(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class ZeroBranchAttention(DiffAttention):
 
     kernel = "attention"
     value_groups = 1
-    usual_head_norm = "none"
+    default_head_norm = "none"
     fields = ("lambda_init", "lambda_learned", "lambda_std", "lambda_bound", "anneal_steps")
 
     @classmethod

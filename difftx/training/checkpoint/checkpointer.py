@@ -26,7 +26,7 @@ from difftx.config.build import config_from_dict
 from difftx.errors import RunError, UnreadableError, UserError
 from difftx.files import list_folder, remove_file, resolved, size_of, write_atomically
 from difftx.json_files import json_sha256, read_json
-from difftx.parallel.multihost import decide_on_primary, is_primary, say
+from difftx.parallel.multihost import decide_on_primary, is_primary, print_on_primary
 from difftx.registry import require_names
 from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint import arrays, bucket, retention
@@ -124,7 +124,7 @@ class Checkpointer:
                     raise
                 if jax.process_count() > 1:
                     raise RunError(f"{folder} was deleted while it was read; run the same command again") from error
-                say(f"checkpoint {folder} was deleted while it was read; reading the newest again")
+                print_on_primary(f"checkpoint {folder} was deleted while it was read; reading the newest again")
         return None
 
     def verified(self, step: int) -> int:
@@ -165,18 +165,18 @@ class Checkpointer:
     def find_newest(self) -> int | None:
         """Return the result of `newest`, computed in this process alone."""
         if self._config is not None and (leftovers := retention.remove_leftovers(self.folder, self._check)):
-            say(f"{self.folder}: removed {', '.join(leftovers)}: a save or a removal was not finished")
+            print_on_primary(f"{self.folder}: removed {', '.join(leftovers)}: a save or a removal was not finished")
         reasons, quarantined = [], quarantined_in(self.folder)
         for step in reversed(self.steps()):
             folder, why = self.folder / str(step), self._why_invalid(step)
             if why is None:
                 return step
             if self._config is None and not _exists(folder):
-                say(f"checkpoint {folder} was deleted while it was read; looking for the newest again")
+                print_on_primary(f"checkpoint {folder} was deleted while it was read; looking for the newest again")
                 return self.find_newest()
             reasons.append(f"{step}: {why}")
             fate = "skipped" if self._config is None else f"renamed {retention.quarantine(folder, self._check).name}"
-            say(f"checkpoint {folder} does not verify: {why}; {fate}")
+            print_on_primary(f"checkpoint {folder} does not verify: {why}; {fate}")
         if self._config is not None and (step := self._take_back(quarantined)) is not None:
             return step
         if reasons := reasons or [path.name for path in quarantined]:
@@ -219,7 +219,7 @@ class Checkpointer:
                 unreadable.append(error)
                 continue
             if why is None:
-                say(f"checkpoint {path} verifies, and no other does; renamed {step}")
+                print_on_primary(f"checkpoint {path} verifies, and no other does; renamed {step}")
                 return step
         if unreadable:
             raise UnreadableError(
@@ -303,7 +303,7 @@ class Checkpointer:
             kept = retention.steps_to_keep(self._config, steps, self._workdir)
             retention.remove((self.folder / str(other) for other in steps if other not in kept), self._check)
         except (OSError, UserError, RunError) as error:  # The save has succeeded nevertheless.
-            say(f"old checkpoints stay: {error}")
+            print_on_primary(f"old checkpoints stay: {error}")
 
     def _is_complete(self, step: int) -> bool:
         return why_invalid(self.folder / str(step), step=step, content=False) is None
