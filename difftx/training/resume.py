@@ -135,6 +135,11 @@ def _resume(
             f"{source}: its checkpoint has weights alone, from difftx convert; use a new --workdir with "
             f"--config.checkpoint.init_from={weights}"
         )
+    if not is_branch and step > run.config.train.steps:
+        raise UserError(
+            f"{source}: train.steps={run.config.train.steps} is less than the step of the run's newest checkpoint, "
+            f"{step}; set train.steps to at least {step}, or use a new --workdir"
+        )
     if is_branch and step >= run.config.train.steps:
         raise UserError(
             f"{source}: {folder} is of step {step}, and train.steps={run.config.train.steps} counts the steps from the "

@@ -283,6 +283,18 @@ def test_a_checkpoint_of_another_config_is_refused(uninterrupted, tmp_path, flag
     assert (tmp_path / "run" / "config.json").read_text() == (whole / "config.json").read_text()
 
 
+def test_fewer_steps_than_the_newest_checkpoint_has_are_refused(uninterrupted, tmp_path):
+    """Otherwise the command would end with 75, and a sweep or Slurm would repeat it without end."""
+    text, whole = uninterrupted
+    shutil.copytree(whole, tmp_path / "run")
+    before = contents(tmp_path / "run")
+    result = train(text, tmp_path / "run", train__steps=40)
+    assert result.returncode == 2
+    (line,) = result.stderr.strip().splitlines()
+    assert "train.steps=40 is less than the step of the run's newest checkpoint, 60; set train.steps to at least" in line
+    assert contents(tmp_path / "run") == before
+
+
 def rows_after(step, workdir):
     """Return the train rows after `step`, without the fields that differ between any two runs."""
     rows, _ = read_metrics(workdir / "metrics.jsonl")
