@@ -272,7 +272,7 @@ def test_metrics_of_a_run(folder, tiny, mutate, step):
 def test_journal(folder, tiny, resign, mutate):
     entries = [
         {"event": "rewind", "step": 4, "reason": "why", "bad_steps": [6, 9], "attempt": 2, "rewinds": 1}
-        | {"skipped_examples": [32, 64]},
+        | {"skipped_examples": [32, 64], "kept": {"train.seed": 0}},
         {"event": "stop", "step": 12, "reason": "why", "bad_steps": [10, 12], "attempt": 2},
     ]
     text = "".join(json.dumps(signed(entry)) + "\n" for entry in entries).encode()
@@ -286,7 +286,9 @@ def test_journal(folder, tiny, resign, mutate):
             assert state["examples"] >= 0
 
     def resume():
-        GuardJournal(folder).resume(4, Guard(tiny.guards), Data())
+        journal, guard = GuardJournal(folder), Guard(tiny.guards)
+        journal.check_earlier(4, guard, {"train.seed": 0})
+        journal.resume(4, guard, Data())
 
     check(folder / "journal.jsonl", text, mutate, resume, resign)
 

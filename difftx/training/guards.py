@@ -23,7 +23,7 @@ from typing import Any
 
 from difftx.config import Config, GuardsConfig
 from difftx.data.loader import Loader
-from difftx.errors import EXIT_FAILED, UserError
+from difftx.errors import EXIT_FAILED, UserError, shown
 from difftx.json_files import JsonLines, parse_json_lines, schema_error, with_sha256, without_sha256
 from difftx.parallel.multihost import barrier, is_primary, print_on_primary
 from difftx.storage.paths import AnyPath, is_bucket
@@ -129,18 +129,45 @@ class GuardJournal:
         self.check()
         self._file.rewrite(map(with_sha256, self.entries))
 
-    def add_rewind(self, rewind: Rewind, step: int, examples: int, attempt: int) -> None:
-        """Record a rewind to the checkpoint of `step`, which was saved after `examples` training examples."""
+    def add_rewind(self, rewind: Rewind, step: int, examples: int, attempt: int, kept: dict[str, Any]) -> None:
+        """Record a rewind to the checkpoint of `step`, which was saved after `examples` training examples.
+
+        `kept` has the values that must not change before the rewind is applied again (`kept_values`).
+        """
         skipped = [examples, rewind.examples]
-        self.add("rewind", step, rewind.bad, attempt, skipped_examples=skipped, rewinds=rewind.number)
+        self.add("rewind", step, rewind.bad, attempt, skipped_examples=skipped, rewinds=rewind.number, kept=kept)
+
+    def check_earlier(self, step: int, guard: Guard, kept: dict[str, Any]) -> None:
+        """Print a line if `resume` will apply a rewind of an earlier attempt.
+
+        Raise `UserError` if the run starts from step 0 with other values than `kept` had then. A later step has a
+        checkpoint, whose values have been compared already.
+        """
+        if (entry := self._last_rewind(step, guard)) is None:
+            return
+        before = entry.get("kept", {})
+        pairs = {name: (before[name], value) for name, value in kept.items() if name in before}
+        changes = [f"{name}: {shown(old)} → {shown(new)}" for name, (old, new) in pairs.items() if old != new]
+        if step == 0 and changes:
+            raise UserError(
+                f"{self._file.path}: its rewind {entry['rewinds']} to step 0 is that of another config or other data: "
+                f"{', '.join(changes)}; use a new --workdir, or delete {self._file.path} to start without its rewinds"
+            )
+        print_on_primary(
+            f"rewind {entry['rewinds']} of an earlier attempt applies: training continues with example "
+            f"{entry['skipped_examples'][1]}"
+        )
 
     def resume(self, step: int, guard: Guard, loader: Loader) -> None:
         """Apply the last rewind to `step`, if any, to a guard and a loader that were restored from that checkpoint."""
+        if (entry := self._last_rewind(step, guard)) is not None:
+            guard.rewinds = entry["rewinds"]
+            loader.restore(loader.state() | {"examples": entry["skipped_examples"][1]})
+
+    def _last_rewind(self, step: int, guard: Guard) -> dict[str, Any] | None:
+        """Return the last rewind to `step`, unless the checkpoint from which `guard` was restored includes it."""
         rewinds = [entry for entry in self.entries if entry["event"] == "rewind" and entry["step"] == step]
-        # A checkpoint that was saved after the rewind already includes it.
-        if rewinds and rewinds[-1]["rewinds"] > guard.rewinds:
-            guard.rewinds = rewinds[-1]["rewinds"]
-            loader.restore(loader.state() | {"examples": rewinds[-1]["skipped_examples"][1]})
+        return rewinds[-1] if rewinds and rewinds[-1]["rewinds"] > guard.rewinds else None
 
 
 def act_on_bad_steps(
@@ -194,5 +221,9 @@ def rewind_target(steps: Collection[int], first_bad: int, every_steps: int, *, f
 def _is_valid(entry: dict[str, Any]) -> bool:
     if entry.get("event") == "rewind":
         shape = {"step": int, "rewinds": int, "skipped_examples": [int]}
-        return schema_error(entry, shape) is None and len(entry["skipped_examples"]) == 2
+        return (
+            schema_error(entry, shape) is None
+            and len(entry["skipped_examples"]) == 2
+            and isinstance(entry.get("kept", {}), dict)
+        )
     return "event" in entry

@@ -21,7 +21,7 @@ from difftx.training.goodput import Goodput, format_goodput
 from difftx.training.guards import Guard, GuardJournal, Rewind, act_on_bad_steps
 from difftx.training.metrics import LAMBDA_SPLIT, LambdaRange, MetricsWriter, lambda_warning, read_newest_metrics
 from difftx.training.profile import StepTracer, out_of_memory
-from difftx.training.resume import starting_state
+from difftx.training.resume import kept_values, starting_state
 from difftx.training.run import Run
 from difftx.training.state import Metrics, make_train_step
 
@@ -106,6 +106,9 @@ class Attempt:
             self._state, self._start = starting_state(
                 run, self._checkpointer, self._loader, self._guard, allow_config_change=session.allow_config_change
             )
+        kept = kept_values(run)
+        if rewind is None:
+            session.journal.check_earlier(self._start, self._guard, kept)
         if is_primary():
             session.check()
             run.write_description()
@@ -115,7 +118,8 @@ class Attempt:
         )
         self._tracer = StepTracer(run.workdir, config.logging, enabled=is_primary())
         if rewind is not None:
-            session.journal.add_rewind(rewind, self._start, self._loader.state()["examples"], self._writer.attempt)
+            examples = self._loader.state()["examples"]
+            session.journal.add_rewind(rewind, self._start, examples, self._writer.attempt, kept)
         session.journal.resume(self._start, self._guard, self._loader)
         self._first_example = self._loader.state()["examples"]
         self._is_first = rewind is None

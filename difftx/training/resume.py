@@ -1,6 +1,7 @@
 """The starting state of a run, and the check for config changes since the checkpoint from which it resumes."""
 
 import dataclasses
+import json
 from collections.abc import Callable
 
 import jax
@@ -92,6 +93,20 @@ def changed_fields(old: Config, new: Config) -> list[Change]:
         for name, value in fields.items()
         if before[group][name] != value
     ]
+
+
+def kept_values(run: Run) -> dict[str, object]:
+    """Return what must not change when the run starts again: fields of the config, and the signature of its data.
+
+    The values are JSON. The fields of `data` are missing, because the signature shows whether the data changed.
+    """
+    fields = {
+        change.field: change.new
+        for group, values in json.loads(run.config.to_json()).items()
+        for name, value in values.items()
+        if not (change := Change(f"{group}.{name}", None, value)).is_safe and group != "data"
+    }
+    return fields | {f"data, {name}": value for name, value in run.data.signature.items()}
 
 
 def starting_state(

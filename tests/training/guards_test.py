@@ -193,6 +193,8 @@ def test_rewind_skips_the_batches_of_bad_steps(open_run, capsys, brute_force):
     assert losses(run) == expected
     jax.tree.map(np.testing.assert_array_equal, final_state(run), state)
     (entry,) = journal(run)
+    kept = entry.pop("kept")
+    assert (kept["train.seed"], kept["data, seed"], "train.steps" in kept) == (0, 0, False)
     assert entry == {
         "event": "rewind",
         "step": 8,
@@ -231,6 +233,30 @@ def test_run_can_rewind_to_its_start_and_repeatedly(open_run, brute_force):
         (8, [20 * ROWS, 26 * ROWS], 3),
     ]
     assert losses(run) == brute_force(run, [*range(12, 20), *range(26, 34)])[0]
+
+
+def test_a_rewind_to_the_start_is_that_of_its_config_and_data(open_run, capsys):
+    """The run fails after its rewind to step 0. The same config continues there, and another one is refused."""
+    bad = {"nan": range(1, 10_000), "guards__max_rewinds": 1}
+    run = open_run("run", **bad)
+    assert train(run) == EXIT_FAILED
+    assert "of an earlier attempt" not in capsys.readouterr().out
+    before = {path: path.read_bytes() for path in run.workdir.rglob("*") if path.is_file()}
+    other = {"optimizer__learning_rate": 0.5, "train__steps": 15, "data__seed": 3, "mesh__preset": "none"}
+    with pytest.raises(UserError) as error:
+        train(open_run("run", **bad | other))
+    learning_rate = run.config.optimizer.learning_rate
+    assert f"optimizer.learning_rate: {learning_rate} → 0.5, data, seed: 0 → 3; use a new --workdir" in str(error.value)
+    assert "train.steps" not in str(error.value)
+    assert {path: path.read_bytes() for path in run.workdir.rglob("*") if path.is_file()} == before
+    assert train(open_run("run", **bad, train__steps=15)) == EXIT_FAILED
+    line = f"rewind 1 of an earlier attempt applies: training continues with example {6 * ROWS}"
+    assert line in capsys.readouterr().out.splitlines()
+    # An entry of an earlier version of difftx has no values to compare.
+    entries = [{name: value for name, value in entry.items() if name != "kept"} for entry in journal(run)]
+    (run.workdir / "journal.jsonl").write_text("".join(entry_text(entry) + "\n" for entry in entries))
+    assert train(open_run("run", **bad | other)) == EXIT_FAILED
+    assert line in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.long
@@ -392,6 +418,7 @@ def test_invalid_journal_is_rejected(tmp_path):
         entry_text({"step": 1}),
         entry_text(rewind | {"skipped_examples": [1]}),
         entry_text(rewind | {"skipped_examples": [1, -1]}),
+        entry_text(rewind | {"skipped_examples": [1, 8], "kept": [1]}),
         entry_text(rewind | {"skipped_examples": [1, 80]}).replace("80", "88"),  # One bit is flipped.
         "\xff",
     ):

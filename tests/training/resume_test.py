@@ -291,7 +291,9 @@ def test_fewer_steps_than_the_newest_checkpoint_has_are_refused(uninterrupted, t
     result = train(text, tmp_path / "run", train__steps=40)
     assert result.returncode == 2
     (line,) = result.stderr.strip().splitlines()
-    assert "train.steps=40 is less than the step of the run's newest checkpoint, 60; set train.steps to at least" in line
+    assert (
+        "train.steps=40 is less than the step of the run's newest checkpoint, 60; set train.steps to at least" in line
+    )
     assert contents(tmp_path / "run") == before
 
 
