@@ -14,6 +14,7 @@ import grain
 import jax
 import numpy as np
 
+from difftx.data.mixture import SOURCE_ORDER
 from difftx.data.packing import Row, RowSource
 from difftx.errors import UserError, shown
 
@@ -106,7 +107,8 @@ class Loader(Iterator[Batch]):
 
 def signature_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Return a text "name old → new" for each entry that differs between the signatures of two loaders."""
-    pairs = {name: (old.get(name), new.get(name)) for name in old | new}
+    # The signatures of older checkpoints have no order of the sources.
+    pairs = {name: (old.get(name), new.get(name)) for name in old | new if name != SOURCE_ORDER or name in old}
     return [f"{name} {shown(before)} → {shown(after)}" for name, (before, after) in pairs.items() if before != after]
 
 

@@ -19,6 +19,7 @@ import numpy as np
 BLOCK_ROWS = 256  # B in the text above. Batches of at least this many rows have nearly the exact proportions.
 PERIOD_BITS = 12
 PERIOD_BLOCKS = 2**PERIOD_BITS  # M in the text above. Weights are rounded to multiples of 1 / (B·M), one in a million.
+SOURCE_ORDER = "order of sources"  # Entry of a signature of data with the names of its sources, if there are several.
 
 
 @dataclasses.dataclass(frozen=True)

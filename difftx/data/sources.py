@@ -16,7 +16,7 @@ import grain
 import numpy as np
 
 from difftx.config.data import STDLIB, SYNTHETIC, DataConfig
-from difftx.data.mixture import BLOCK_ROWS, Mixture, Stage
+from difftx.data.mixture import BLOCK_ROWS, SOURCE_ORDER, Mixture, Stage
 from difftx.data.packing import BEST_FIT_VERSION, PackedRows, RowSource
 from difftx.data.records import OPENERS, bucket_files
 from difftx.data.store import SPLITS, TokenStore, UpsampledStore, open_store, read_meta
@@ -89,6 +89,8 @@ def load_sources(config: DataConfig, encoding: Tokenizer) -> Sources:
         notes += [f"{source.name}: {line}" for line in lines]
     signature = {
         **{f"source {name}": rows.fingerprint for name, rows in train.items()},
+        # The index of a source determines its seed and its positions in a mixture.
+        **({SOURCE_ORDER: list(train)} if len(train) > 1 else {}),
         "weights": [source.weight for source in config.sources],
         "stages": [[stage.from_tokens, *stage.weights] for stage in config.stages],
         "upsampling": dataclasses.asdict(config.upsampling) if config.upsampling.longer_than_tokens else None,

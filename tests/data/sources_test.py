@@ -108,6 +108,14 @@ def test_every_setting_that_changes_the_examples_changes_the_signature(data_of, 
             loader_of(load_sources(data_of(**change), ENCODING)).restore(state)
         assert named in str(error.value)
         assert "\n" not in str(error.value)
+    equal = data_of(weights=(1.0, 1.0))
+    state = loader_of(load_sources(equal, ENCODING)).state()
+    swapped = load_sources(dataclasses.replace(equal, sources=equal.sources[::-1]), ENCODING)
+    with pytest.raises(UserError, match=r"order of sources \['letters', 'digits'\] → \['digits', 'letters'\]; restore"):
+        loader_of(swapped).restore(state)
+    without_order = {name: value for name, value in state["signature"].items() if name != "order of sources"}
+    loader_of(load_sources(equal, ENCODING)).restore(state | {"signature": without_order})  # As in an older checkpoint.
+    state = loader_of(load_sources(data_of(), ENCODING)).state()
     (tmp_path / "digits" / "new.txt").write_text("12345")
     with pytest.raises(UserError, match=r"other data: source digits [0-9a-f]{12}… → [0-9a-f]{12}…; restore"):
         loader_of(load_sources(data_of(), ENCODING)).restore(state)
