@@ -27,7 +27,9 @@ from difftx.training.run import Run
 from difftx.training.state import TrainState, init_state, jit_init
 
 # Groups and fields that may change when a run resumes, although this changes its results.
-RESUMABLE = ("guards", "train.steps", "checkpoint.init_from", "checkpoint.branch_from")
+RESUMABLE = ("guards", "train.steps")
+# Fields that select the state with which a run starts. A run that has a checkpoint no longer reads them.
+ORIGIN = ("checkpoint.init_from", "checkpoint.branch_from")
 # Further fields that may change when a run branches from a checkpoint: those of the learning rate.
 BRANCHABLE = (
     "optimizer.schedule",
@@ -72,12 +74,12 @@ class Change:
     @property
     def is_neutral(self) -> bool:
         """Whether the change does not affect results, except by rounding."""
-        return self.is_in(NEUTRAL) and not self.is_in(RESUMABLE)
+        return self.is_in(NEUTRAL) and not self.is_in(ORIGIN)
 
     @property
     def is_safe(self) -> bool:
         """Whether a run may resume with the new value."""
-        return self.is_in(NEUTRAL) or self.is_in(RESUMABLE)
+        return self.is_neutral or self.is_in(RESUMABLE)
 
     def is_in(self, names: tuple[str, ...]) -> bool:
         """Whether the field, or its whole group, is one of `names`."""
@@ -169,7 +171,7 @@ def _resume(
         for change in refused:
             print_on_primary(f"changed since the checkpoint: {change} (not safe)")
     if allow_config_change or not refused:  # A changed extension may reject the checkpoint's config.
-        allowed = BRANCHABLE if is_branch else ()
+        allowed = BRANCHABLE + ORIGIN if is_branch else ()
         trained = config_of(folder)
         refused += _unsafe_changes(trained, run.config, data_changes, allowed, print_unsafe=allow_config_change)
     if refused and not allow_config_change:
@@ -201,10 +203,14 @@ def _unsafe_changes(
         # The data may be the same even if a field of `data` changed. Only the data's signature shows this.
         is_data = change.field.startswith("data.") and not change.is_safe
         safe = change.is_safe or change.is_in(allowed) or (is_data and not data_changes)
+        text = str(change)
+        if change.is_in(ORIGIN) and not safe:
+            origin = old.checkpoint.branch_from or old.checkpoint.init_from or "new parameters"
+            text += f", without effect on this run, which started from {origin}"
         if safe or print_unsafe:  # Otherwise, the error message lists the unsafe changes.
-            print_on_primary(f"changed since the checkpoint: {change} ({'safe' if safe else 'not safe'})")
+            print_on_primary(f"changed since the checkpoint: {text} ({'safe' if safe else 'not safe'})")
         if not safe:
-            (data_fields if is_data else refused).append(str(change))
+            (data_fields if is_data else refused).append(text)
     return refused + (data_fields or [f"data, {change}" for change in data_changes])
 
 

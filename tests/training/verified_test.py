@@ -305,9 +305,24 @@ def test_own_checkpoint_precedes_other_weights_and_new_parameters(start, tmp_pat
         jax.tree.map(np.testing.assert_array_equal, state.params, theirs.params)
         assert (step, int(state.step), examples) == (0, 0, 0)
     own, _, _ = start("c", save=True, train__seed=9)
-    state, step, examples = start("c", train__seed=9, checkpoint__init_from=tmp_path / "a")
+    state, step, examples = start("c", train__seed=9, checkpoint__init_from=tmp_path / "a", allow=True)
     jax.tree.map(np.testing.assert_array_equal, state, own)
     assert (step, examples) == (1, 8)
+
+
+def test_another_origin_than_that_of_the_checkpoint_is_not_safe(start, tmp_path, capsys):
+    start("a", save=True)
+    message = f"checkpoint.init_from: None → {tmp_path}, without effect on this run, which started from new parameters"
+    with pytest.raises(UserError, match=f"{message}; restore what changed"):
+        start("a", checkpoint__init_from=tmp_path)
+    start("a", checkpoint__init_from=tmp_path, allow=True)
+    assert f"changed since the checkpoint: {message} (not safe)" in capsys.readouterr().out.splitlines()
+    start("b", checkpoint__branch_from=tmp_path / "a")
+    start("b", checkpoint__branch_from=tmp_path / "a")
+    with pytest.raises(
+        UserError, match=rf"branch_from: .*, without effect on this run, which started from {tmp_path}/a;"
+    ):
+        start("b", checkpoint__branch_from=tmp_path)
 
 
 @pytest.mark.parametrize(
