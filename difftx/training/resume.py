@@ -3,7 +3,9 @@
 import dataclasses
 import json
 from collections.abc import Callable
+from typing import Any
 
+import flax.traverse_util
 import jax
 
 from difftx.config import Config
@@ -40,6 +42,22 @@ BRANCHABLE = (
     "optimizer.decay_steps",
     "optimizer.decay_fraction",
     "optimizer.decay_shape",
+)
+# Fields of `model` that do not change the outputs of given parameters, except by rounding, or that only follow from the
+# shapes of the parameters.
+SAME_OUTPUTS = (
+    "remat",
+    "attention_implementation",
+    "compute_dtype",
+    "cache",
+    "init",
+    "init_std",
+    "embedding_std",
+    "zero_init_output",
+    "lambda_std",
+    "vocab_size",
+    "head_dim",
+    "num_kv_heads",
 )
 # Other groups and fields that may change, because this changes results by rounding at most.
 NEUTRAL = (
@@ -227,8 +245,8 @@ def _read_source[T](field: str, source: str, read: Callable[[AnyPath], T]) -> T:
 
 
 def _params_in(run: Run, folder: AnyPath) -> object:
-    data = read_manifest(folder).data
-    if data.get("tokenizer") != run.data.signature["tokenizer"]:
+    manifest = read_manifest(folder)
+    if manifest.data.get("tokenizer") != run.data.signature["tokenizer"]:
         raise UserError(
             f"checkpoint.init_from={run.config.checkpoint.init_from}: {folder} was trained with another tokenizer than "
             f"data.tokenizer={run.config.data.tokenizer!r}; use that one"
@@ -245,7 +263,23 @@ def _params_in(run: Run, folder: AnyPath) -> object:
     abstract = jax.eval_shape(lambda: init_state(run.config)).params
     params = restore_params(folder, abstract, run.mesh)
     print_on_primary(f"parameters from {folder}")
+    changes = [f"extension {change}" for change in changed_extensions(manifest.extensions)]
+    for change in [*_output_changes(model, json.loads(run.config.to_json())["model"]), *changes]:
+        print_on_primary(f"{change}, other than in the run of the parameters")
     return params
+
+
+def _output_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Return the fields of two groups `model` that change the outputs of the same parameters, as "name: old → new"."""
+    before, after = (
+        flax.traverse_util.flatten_dict({name: value for name, value in group.items() if name not in SAME_OUTPUTS})
+        for group in (old, new)
+    )
+    return [
+        f"model.{'.'.join(path)}: {before[path]} → {value}"
+        for path, value in after.items()
+        if path in before and before[path] != value
+    ]
 
 
 def _is_checkpoint(source: AnyPath, name: str) -> bool:

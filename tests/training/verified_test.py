@@ -12,12 +12,14 @@ from conftest import replace
 from helpers.model_layers import MUP
 from helpers.training_checkpoints import LOADER, flip_a_bit, largest_file, names, state_at
 
+from difftx import registry
 from difftx.config.build import override
 from difftx.data.loader import Loader
 from difftx.data.sources import load_sources
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import RunError, UserError
 from difftx.json_files import json_sha256
+from difftx.registry import Extension
 from difftx.training.checkpoint import checkpointer as checkpoint_module
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.checkpoint.manifest import MANIFEST, read_manifest, why_invalid, write_manifest
@@ -308,6 +310,42 @@ def test_own_checkpoint_precedes_other_weights_and_new_parameters(start, tmp_pat
     state, step, examples = start("c", train__seed=9, checkpoint__init_from=tmp_path / "a", allow=True)
     jax.tree.map(np.testing.assert_array_equal, state, own)
     assert (step, examples) == (1, 8)
+
+
+def test_parameters_of_another_model_are_named(start, tmp_path, capsys, monkeypatch):
+    start("a", save=True, model__lambda_init=0.5)
+    folder = tmp_path / "a" / "checkpoints" / "1"
+    known = [{"path": "mine.py", "sha256": "0" * 64}]
+    edit_manifest(folder, lambda manifest: manifest.update(extensions=known))
+    loaded = {"mine.py": Extension("mine.py", "1" * 64)}
+    monkeypatch.setattr(registry, "_extensions", loaded)
+    changes = {
+        "model__rope_theta": 500_000.0,
+        "model__rope_scaling__factor": 8.0,
+        "model__window": 16,
+        "model__post_scale": 0.2,
+        # These do not change the outputs of given parameters.
+        "model__zero_init_output": "true",
+        "model__init": "normal",
+        "model__remat": "full",
+        "model__head_dim": 8,
+    }
+    capsys.readouterr()
+    start("b", checkpoint__init_from=folder, **changes)
+    assert capsys.readouterr().out.splitlines() == [
+        f"parameters from {folder}",
+        *(
+            f"{change}, other than in the run of the parameters"
+            for change in (
+                "model.rope_theta: 10000.0 → 500000.0",
+                "model.rope_scaling.factor: 1.0 → 8.0",
+                "model.window: None → 16",
+                "model.lambda_init: 0.5 → None",
+                "model.post_scale: None → 0.2",
+                "extension mine.py (SHA-256 000000000000… → 111111111111…)",
+            )
+        ),
+    ]
 
 
 def test_another_origin_than_that_of_the_checkpoint_is_not_safe(start, tmp_path, capsys):
