@@ -19,7 +19,16 @@ from difftx.config.data import STDLIB, SYNTHETIC, DataConfig
 from difftx.data.mixture import BLOCK_ROWS, SOURCE_ORDER, Mixture, Stage
 from difftx.data.packing import BEST_FIT_VERSION, PackedRows, RowSource
 from difftx.data.records import OPENERS, bucket_files
-from difftx.data.store import SPLITS, TokenStore, UpsampledStore, open_store, read_meta
+from difftx.data.store import (
+    SPLITS,
+    ShardedStore,
+    TokenStore,
+    UpsampledStore,
+    is_store,
+    open_store,
+    read_meta,
+    upsampled_fingerprint,
+)
 from difftx.data.synthetic import SyntheticRows
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import UserError
@@ -101,6 +110,22 @@ def load_sources(config: DataConfig, encoding: Tokenizer) -> Sources:
         "seed": config.seed,
     }
     return Sources(config, train, valid, signature, tuple(notes))
+
+
+def signature_of_stores(config: DataConfig) -> dict[str, str]:
+    """Return the entries of `Sources.signature` that the `meta.json` of the config's token stores determine."""
+    entries = {}
+    for name, path in [(source.name, source.path) for source in config.sources] or [(ONLY_SOURCE, config.path)]:
+        if path is None or path.startswith(SYNTHETIC) or not is_store(path):
+            continue
+        folder = path_of("data.path", path)
+        meta = read_meta(folder)
+        store = ShardedStore(folder, meta, "train")
+        entries[f"source {name}"] = store.fingerprint
+        if (longer_than := config.upsampling.longer_than_tokens) is not None:
+            entries[f"source {name}"] = upsampled_fingerprint(store, longer_than, config.upsampling.share)
+        entries["tokenizer"] = meta["tokenizer"]["vocabulary_sha256"]
+    return entries
 
 
 def _load(path: str | None, config: DataConfig, encoding: Tokenizer) -> tuple[RowSource, RowSource, list[str]]:

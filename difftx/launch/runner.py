@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -21,12 +21,15 @@ import rich.live
 import rich.markup
 import rich.table
 
+from difftx.data.loader import signature_changes
+from difftx.data.sources import signature_of_stores
 from difftx.errors import EXIT_PREEMPTED, UserError, printable
 from difftx.files import appended, make_folder, write_atomically
 from difftx.launch.grid import SweepPoint
+from difftx.registry import changed_extensions
 from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint.checkpointer import config_of
-from difftx.training.checkpoint.manifest import why_invalid
+from difftx.training.checkpoint.manifest import read_manifest, why_invalid
 from difftx.training.metrics import read_newest_metrics
 from difftx.training.resume import changed_fields
 
@@ -74,6 +77,18 @@ class RunStatus:
         """Return whether metrics.jsonl has the last step, and the last checkpoint's files have the manifest's sizes."""
         return self.step == self.steps and why_invalid(self.last_checkpoint, step=self.steps, content=False) is None
 
+    def changes(self) -> Iterator[str]:
+        """Yield what differs between a finished run and the requested one. Text files as data are not compared."""
+        manifest = read_manifest(self.last_checkpoint)
+        for change in changed_extensions(manifest.extensions):  # First, because they may reject the run's config.
+            yield f"extension {change}"
+        for change in changed_fields(config_of(self.last_checkpoint), self.point.config):
+            if not change.is_neutral:
+                yield str(change)
+        stores = signature_of_stores(self.point.config.data)
+        stores = {name: value for name, value in stores.items() if name in manifest.data}
+        yield from signature_changes({name: manifest.data[name] for name in stores}, stores)
+
     def cells(self) -> list[str]:
         """Return the run's row of the table: name, state, step, loss, tokens/s, time left, error."""
         rate = self.tokens_per_second
@@ -115,9 +130,8 @@ class Sweep:
             status.refresh()
             # The sweep skips finished runs. `difftx train` itself compares the settings of the runs that it resumes.
             if status.is_finished():
-                for change in changed_fields(config_of(status.last_checkpoint), status.point.config):
-                    if not change.is_neutral:
-                        raise UserError(f"{status.workdir} is finished, but with another {change}; use another --out")
+                for change in status.changes():
+                    raise UserError(f"{status.workdir} is finished, but with another {change}; use another --out")
         make_folder(out)
         self._out, self._description = out, description
         # No automatic refresh, because its thread would be unsafe while the sweep starts processes.

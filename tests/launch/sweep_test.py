@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,12 +15,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 from conftest import ROOT
+from helpers.data_prepare import prepared
 from helpers.training_checkpoints import largest_file
 
+from difftx import registry
 from difftx.commands import sweep
+from difftx.data.sources import load_sources
+from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError
+from difftx.launch import runner
 from difftx.launch.grid import make_points, parse_grid
 from difftx.launch.runner import RunStatus, find_reason
+from difftx.registry import Extension
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.checkpoint.manifest import why_invalid
 from difftx.training.metrics import NEWEST_BYTES, read_metrics
@@ -254,6 +261,45 @@ def test_a_run_is_finished_when_its_last_step_is_saved(config_file, tmp_path):
     assert finished()
     metrics.write_text(json.dumps(row | {"step": STEPS - 1}) + "\n" + '{"split": "tra')
     assert not finished()
+
+
+def test_a_finished_run_of_other_data_or_extensions_is_not_skipped(config_file, tmp_path, monkeypatch):
+    """The config is the same in all cases. Only the contents of the store or of the extension differ."""
+    (tmp_path / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(9000)))
+    prepared(tmp_path / "store", f"--input={tmp_path / 'text.txt'}", "--valid_fraction=0.2")
+    data = {"data.path": str(tmp_path / "store"), "data.tokenizer": "bytes"}
+    if_long = {"data.upsampling.longer_than_tokens": "40", "data.upsampling.share": "0.5"}
+    for number, overrides in enumerate([data, data | if_long]):
+        out = tmp_path / f"runs{number}"
+        points = make_points(f"{config_file}:diff-s", {"seed": ["0"]}, overrides)
+        workdir, config = out / points[0].name, points[0].config
+        workdir.mkdir(parents=True)
+        row = {"split": "train", "attempt": 1, "loss": 1.0, "tokens": 1, "tokens_per_second": 10.0, "step_seconds": 1.0}
+        (workdir / "metrics.jsonl").write_text(json.dumps(row | {"step": STEPS}) + "\n")
+        signature = load_sources(config.data, load_tokenizer("bytes")).signature
+        known = tmp_path / "mine.py"
+        with monkeypatch.context() as patch:
+            patch.setattr(registry, "_extensions", {known: Extension(str(known), "0" * 64)})
+            with contextlib.closing(Checkpointer(workdir, config.checkpoint)) as writer:
+                ones = {"layer": jnp.ones((300, 2))}
+                writer.save(TrainState(jnp.int32(STEPS), ones, {"mu": ones}), {"signature": signature}, config)
+            runner.Sweep(points, out, {})  # Nothing differs.
+            patch.setattr(registry, "_extensions", {known: Extension(str(known), "1" * 64)})
+            message = (
+                r"is finished, but with another extension .*mine.py \(SHA-256 0{12}… → 1{12}…\); use another --out"
+            )
+            with pytest.raises(UserError, match=message):
+                runner.Sweep(points, out, {})
+            patch.setattr(registry, "_extensions", {known: Extension(str(known), "0" * 64)})
+            (tmp_path / "store").rename(tmp_path / "first")
+            (tmp_path / "more.txt").write_text("".join(f"{i} cubed is {i**3}.\n" for i in range(9000)))
+            prepared(tmp_path / "store", f"--input={tmp_path / 'more.txt'}", "--valid_fraction=0.2")
+            with pytest.raises(
+                UserError, match=r"with another source train [0-9a-f]{12}… → [0-9a-f]{12}…; use another"
+            ):
+                runner.Sweep(points, out, {})
+            shutil.rmtree(tmp_path / "store")
+            (tmp_path / "first").rename(tmp_path / "store")
 
 
 def test_points_of_the_scaling_sweep():
