@@ -272,7 +272,8 @@ class SentencePieceTokenizer(FileTokenizer):
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        return json_sha256([self._content.hex(), sorted(self._special.items()), self.eot_token])
+        prefix = [self.prefix] if self.prefix else []
+        return json_sha256([self._content.hex(), sorted(self._special.items()), self.eot_token, *prefix])
 
     def _encode(self, text: str, *, continues: bool) -> list[int]:
         return (self._continuing if continues else self._model).encode(_without_surrogates(text))

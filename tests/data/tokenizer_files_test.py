@@ -21,6 +21,7 @@ from difftx.data.chat_template import ChatTemplate
 from difftx.data.sources import load_sources
 from difftx.data.tokenizer import load_tokenizer, padded_size, with_vocabulary
 from difftx.errors import UserError
+from difftx.json_files import json_sha256
 from difftx.inference.generate import TextStream
 from difftx.training.run import check_vocabulary
 
@@ -254,6 +255,13 @@ def test_settings_of_a_sentencepiece_folder(tmp_path):
     write_settings(tmp_path, add_bos_token=True)
     tokenizer = load_tokenizer(str(tmp_path))
     assert tokenizer.prefix == (1,)
+    write_settings(tmp_path, add_bos_token=False)
+    without = load_tokenizer(str(tmp_path))
+    assert (without.prefix, without.eot_token) == ((), tokenizer.eot_token)
+    assert without.fingerprint != tokenizer.fingerprint
+    content = (tmp_path / "tokenizer.model").read_bytes().hex()
+    # The fingerprint without a prefix is that of stores which older versions of difftx made.
+    assert without.fingerprint == json_sha256([content, sorted(without._special.items()), without.eot_token])
     ids = tokenizer.encode_chat(f"{SPECIAL[1]}the</s>the")
     # No piece has the space in front that SentencePiece adds to a text.
     assert [tokenizer.token_bytes[id_] for id_ in ids if tokenizer.token_bytes[id_]] == [b"t", b"he"] * 2
