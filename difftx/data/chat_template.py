@@ -2,6 +2,7 @@
 
 import datetime
 import functools
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,6 +30,11 @@ class ChatTemplate:
             self._template = _environment().from_string(text)
         except jinja2.TemplateError as error:
             raise UserError(f"{name}: the chat template is not valid ({error})") from error
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the template's text, which the `meta.json` of a store of conversations records."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         """Return the text of a conversation, optionally with the beginning of the assistant's next message."""

@@ -183,13 +183,24 @@ def may_be_store(path: AnyPath) -> bool:
 
 
 def open_split(config: DataConfig, path: str, split: str, encoding: Tokenizer, field: str = "data.path") -> TokenStore:
-    """Open a split of a store, and check its vocabulary against `encoding`. `field` is the config field of `path`."""
-    tokenizer = read_meta(path_of(field, path))["tokenizer"]
+    """Open a split of a store, and check its vocabulary and its chat template against `encoding`.
+
+    `field` is the config field of `path`.
+    """
+    meta = read_meta(path_of(field, path))
+    tokenizer = meta["tokenizer"]
     if (vocabulary := tokenizer["vocabulary_sha256"]) != encoding.fingerprint:
         raise UserError(
             f"data.tokenizer={config.tokenizer!r} (vocabulary {encoding.fingerprint[:12]}) is not that of the store "
             f"{field}={path!r}: {tokenizer['name']!r} (vocabulary {vocabulary[:12]}); set data.tokenizer, or prepare "
             "again"
+        )
+    template, ours = meta.get("source", {}).get("chat_template_sha256"), encoding.chat_template
+    if template is not None and (ours is None or ours.sha256 != template):
+        found = "no chat template" if ours is None else f"the chat template {ours.sha256[:12]}"
+        raise UserError(
+            f"data.tokenizer={config.tokenizer!r} has {found}, and the store {field}={path!r} was written with "
+            f"{template[:12]} (SHA-256); put that template into the tokenizer's chat_template.jinja, or prepare again"
         )
     return open_store(path, split, verify=config.verify, cache_path=config.cache_path, cache_mib=config.cache_mib)
 

@@ -1,12 +1,15 @@
 """Conversations in a store: the token ids of prompts and answers, and the tokens that count in the loss."""
 
+import hashlib
 import json
 
 import pytest
+from conftest import replace
 from helpers.tokenizer_files import FAMILIES, sentencepiece_model, write_settings
 
 from difftx.__main__ import main as difftx
 from difftx.data.packing import PackedRows
+from difftx.data.sources import load_corpus, open_split
 from difftx.data.store import open_store, read_meta
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError
@@ -70,6 +73,26 @@ def test_only_messages_of_the_assistant_count_in_the_loss(tmp_path, monkeypatch,
     meta = read_meta(tmp_path / "store")
     assert meta["source"]["messages_field"] == "messages"
     assert set(meta["versions"]) == {"sentencepiece" if family == "sentencepiece" else "tokenizers"}
+
+
+def test_a_store_of_conversations_is_read_with_its_chat_template(tmp_path, monkeypatch, config):
+    """The template is the one with which the model is prompted, but it is not part of the vocabulary."""
+    folder = FAMILIES["byte-level BPE"](tmp_path / "tokenizer")
+    prepare(tmp_path, monkeypatch, folder, CONVERSATIONS, "--messages_field=messages")
+    path, data = str(tmp_path / "store"), replace(config(), "data", tokenizer=str(folder)).data
+    assert len(open_split(data, path, "train", load_tokenizer(str(folder)))) > 0
+    template = folder / "chat_template.jinja"
+    known = hashlib.sha256(template.read_bytes()).hexdigest()[:12]
+    template.write_text(template.read_text() + " ")
+    other = hashlib.sha256(template.read_bytes()).hexdigest()[:12]
+    for found in (f"the chat template {other}", "no chat template"):
+        with pytest.raises(UserError) as error:
+            load_corpus(path, data, load_tokenizer(str(folder)))
+        assert (
+            f"data.tokenizer={str(folder)!r} has {found}, and the store data.path={path!r} was written with {known}"
+            in (str(error.value))
+        )
+        template.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize(

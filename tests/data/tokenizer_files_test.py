@@ -21,8 +21,8 @@ from difftx.data.chat_template import ChatTemplate
 from difftx.data.sources import load_sources
 from difftx.data.tokenizer import load_tokenizer, padded_size, with_vocabulary
 from difftx.errors import UserError
-from difftx.json_files import json_sha256
 from difftx.inference.generate import TextStream
+from difftx.json_files import json_sha256
 from difftx.training.run import check_vocabulary
 
 pytest.importorskip("tokenizers", reason="make test installs the extra tokenizers")

@@ -127,7 +127,7 @@ def _messages(job: Job) -> dict[str, str]:
     if (field := job.fields.messages) is None:
         return {}
     template = job.encoding.require_chat_template(f"--messages_field={field}")
-    return {"messages_field": field, "chat_template_sha256": hashlib.sha256(template.text.encode()).hexdigest()}
+    return {"messages_field": field, "chat_template_sha256": template.sha256}
 
 
 def input_states(sources: Sequence[Source]) -> dict[str, list[Any]]:
