@@ -31,7 +31,7 @@ from difftx.storage.paths import AnyPath
 from difftx.training import kernel_choice
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpointer, restore_params
 from difftx.training.checkpoint.manifest import WeightsPart
-from difftx.training.checkpoint.reading import Checkpoint, open_checkpoint, open_run
+from difftx.training.checkpoint.reading import Checkpoint, data_changes, open_checkpoint, open_run
 from difftx.training.run import Run, agree_on_command, read_config
 from difftx.training.state import init_state
 
@@ -96,7 +96,10 @@ def chosen_steps(text: str, available: Sequence[int]) -> list[int]:
 
 
 class _Evaluator:
-    """Evaluates steps of a run, each with its checkpoint's config. Steps with equal configs share the mesh and data."""
+    """Evaluates steps of a run, each with its checkpoint's config.
+
+    Steps with equal configs and data share the mesh and the opened data.
+    """
 
     def __init__(
         self,
@@ -114,7 +117,8 @@ class _Evaluator:
     def load(self, step: int) -> Callable[[Work], None]:
         """Read a step, and return a function that runs the suites without a result and prints the numbers of all."""
         checkpoint = open_checkpoint(self._checkpointer.folder / str(step), self._config, self._part)
-        if self._run is None or self._run_config != checkpoint.config:
+        is_open = self._run is not None and self._run_config == checkpoint.config
+        if self._run is None or not is_open or data_changes(checkpoint, self._run.data.signature):
             try:
                 check_divisible(checkpoint.config, make_mesh(checkpoint.config.mesh))
             except UserError as error:
