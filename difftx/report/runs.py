@@ -85,11 +85,14 @@ class RunRecord:
         return [row for row in self.rows if row["split"] == name]
 
     def last_validation(self, number: str) -> tuple[int, float] | None:
-        """Return the step and the value of the last finite `number` of the suite "loss", or None if there is none."""
+        """Return the step and the value of the last finite `number` of the suite "loss", or None if there is none.
+
+        At equal steps, the result's file has precedence over the row of the training, whose settings may be older.
+        """
         values = [(row["step"], row[number]) for row in self.evaluations(number)]
         values += [(step, result["numbers"].get(number)) for step, result in self.results.get("loss", {}).items()]
-        finite = [(step, value) for step, value in values if isinstance(value, int | float) and np.isfinite(value)]
-        return max(finite, default=None)
+        finite = {step: value for step, value in values if isinstance(value, int | float) and np.isfinite(value)}
+        return max(finite.items(), default=None)
 
     def evaluations(self, number: str) -> list[dict[str, Any]]:
         """Return the rows of the suite "loss" that have the number. Synthetic tasks have no bits per byte."""
