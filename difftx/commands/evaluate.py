@@ -250,11 +250,13 @@ def format_numbers(result: Mapping[str, Any]) -> rich.table.Table:
 
 
 def draw_curves(options: argparse.Namespace) -> None:
-    """Draw the curves of the runs that match a glob. Print their table and the paths of the figures."""
+    """Draw the curves of the runs that match a glob. Print their table, notes, and the paths of the figures."""
     from difftx.report.curves import format_table, write_curves  # matplotlib is slow to import.
 
-    rows, files = write_curves(options.curves, options.out, options.metric, options.against)
+    rows, files, notes = write_curves(options.curves, options.out, options.metric, options.against)
     _console().print(format_table(rows))
+    for note in notes:
+        print(printable(f"note: {note}"))
     print(*files, sep="\n")
 
 

@@ -157,6 +157,15 @@ def test_seeds_on_different_text_have_no_mean(tmp_path):
     assert judged(runs).headline == "No verdict: seed0 and seed2 were validated on different text."
 
 
+def test_seeds_of_other_data_are_not_averaged(tmp_path):
+    """Runs of equal configs are one arm, unless the data at the path changed between them."""
+    for i, text in enumerate((None, "x", "y", "x")):
+        folder = write_run(tmp_path / f"seed{i}", tiny("diff", train__steps=6, train__seed=i), text=text)
+        write_result(folder, "loss", 6, {"loss": 2.0 + i})
+    arms = judged([tmp_path / f"seed{i}" for i in range(4)]).arms
+    assert [[run.name for run in arm.runs] for arm in arms] == [["seed0", "seed1", "seed3"], ["seed2"]]
+
+
 def test_one_run_and_many(tmp_path):
     a = make(tmp_path / "a", [2.0] * BLOCKS)
     found = judged([a])
