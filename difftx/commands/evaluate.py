@@ -126,7 +126,9 @@ class _Evaluator:
                 advice = f"If these are not the devices of the training, choose a mesh: {flags}"
                 raise UserError(f"{error}. {advice}") from error
             self._run = open_run(checkpoint, self._workdir)
-            self._run.check_everywhere(lambda run: evals.check_run(run, self._suites))
+            self._run.check_everywhere(
+                lambda run: evals.check_run(run, self._suites), lambda run: evals.settings_of(run, self._suites)
+            )
             self._run_config = checkpoint.config
         run = self._run
         done = [] if self._again else _suites_with_results(run, self._suites, step, checkpoint)

@@ -107,6 +107,11 @@ def settings(run: Run, suite: str) -> str:
     return json_sha256(depends)
 
 
+def settings_of(run: Run, suites: Sequence[str]) -> dict[str, str]:
+    """Return `settings` of each suite, by a name for messages. Processes with other files have other values."""
+    return {f"settings and files of suite {suite}": settings(run, suite) for suite in suites}
+
+
 def fields_of(config: Config, suite: str) -> tuple[str, ...]:
     """Return the fields of the config group `eval` that affect a suite's result."""
     return tuple(field for name in with_inner(config, suite) for field in SUITES[name].reads)
