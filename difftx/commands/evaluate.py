@@ -31,7 +31,7 @@ from difftx.storage.paths import AnyPath
 from difftx.training import kernel_choice
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpointer, restore_params
 from difftx.training.checkpoint.manifest import WeightsPart
-from difftx.training.checkpoint.reading import Checkpoint, open_checkpoint, open_run
+from difftx.training.checkpoint.reading import Checkpoint, data_changes, open_checkpoint, open_run
 from difftx.training.run import Run, agree_on_command, read_config
 from difftx.training.state import init_state
 
@@ -96,7 +96,10 @@ def chosen_steps(text: str, available: Sequence[int]) -> list[int]:
 
 
 class _Evaluator:
-    """Evaluates steps of a run, each with its checkpoint's config. Steps with equal configs share the mesh and data."""
+    """Evaluates steps of a run, each with its checkpoint's config.
+
+    Steps with equal configs and data share the mesh and the opened data.
+    """
 
     def __init__(
         self,
@@ -114,7 +117,8 @@ class _Evaluator:
     def load(self, step: int) -> Callable[[Work], None]:
         """Read a step, and return a function that runs the suites without a result and prints the numbers of all."""
         checkpoint = open_checkpoint(self._checkpointer.folder / str(step), self._config, self._part)
-        if self._run is None or self._run_config != checkpoint.config:
+        is_open = self._run is not None and self._run_config == checkpoint.config
+        if self._run is None or not is_open or data_changes(checkpoint, self._run.data.signature):
             try:
                 check_divisible(checkpoint.config, make_mesh(checkpoint.config.mesh))
             except UserError as error:
@@ -122,7 +126,9 @@ class _Evaluator:
                 advice = f"If these are not the devices of the training, choose a mesh: {flags}"
                 raise UserError(f"{error}. {advice}") from error
             self._run = open_run(checkpoint, self._workdir)
-            self._run.check_everywhere(lambda run: evals.check_run(run, self._suites))
+            self._run.check_everywhere(
+                lambda run: evals.check_run(run, self._suites), lambda run: evals.settings_of(run, self._suites)
+            )
             self._run_config = checkpoint.config
         run = self._run
         done = [] if self._again else _suites_with_results(run, self._suites, step, checkpoint)
@@ -246,11 +252,13 @@ def format_numbers(result: Mapping[str, Any]) -> rich.table.Table:
 
 
 def draw_curves(options: argparse.Namespace) -> None:
-    """Draw the curves of the runs that match a glob. Print their table and the paths of the figures."""
+    """Draw the curves of the runs that match a glob. Print their table, notes, and the paths of the figures."""
     from difftx.report.curves import format_table, write_curves  # matplotlib is slow to import.
 
-    rows, files = write_curves(options.curves, options.out, options.metric, options.against)
+    rows, files, notes = write_curves(options.curves, options.out, options.metric, options.against)
     _console().print(format_table(rows))
+    for note in notes:
+        print(printable(f"note: {note}"))
     print(*files, sep="\n")
 
 

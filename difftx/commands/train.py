@@ -57,7 +57,10 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     if warning := matching_warning(config, matched_by(args.config)):
         multihost.print_on_primary(warning)
     run = Run.open(config, args.workdir or Path())
-    run.check_everywhere(lambda run: (exports.check_run(run), evals.check_run(run, config.eval.suites)))
+    run.check_everywhere(
+        lambda run: (exports.check_run(run), evals.check_run(run, config.eval.suites)),
+        lambda run: evals.settings_of(run, config.eval.suites),
+    )
     multihost.print_on_primary(format_data(run))
     options = {"began": began, "allow_config_change": args.allow_config_change}
     if args.dry_run:

@@ -13,7 +13,7 @@ from difftx.config.suites import SUITES
 from difftx.data.store import sha256_of
 from difftx.evals.evaluation import Evaluation, ItemJournal
 from difftx.evals.result import Result
-from difftx.files import make_folder, size_of, write_atomically
+from difftx.files import make_folder, open_file, size_of, write_atomically
 from difftx.json_files import json_sha256, read_json
 from difftx.parallel.multihost import is_primary
 from difftx.progress import Work
@@ -21,6 +21,8 @@ from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.checkpoint.reading import Checkpoint
 from difftx.training.run import Run
+
+HEADER_BYTES = 2**20  # Longest first line that identifies a large file.
 
 
 def check_run(run: Run, suites: Sequence[str]) -> None:
@@ -95,12 +97,19 @@ def settings(run: Run, suite: str) -> str:
     files = [path for name in suites for path in SUITES[name].files(config)]
     if files:
         depends["files"] = [_sha256(path) for path in files]
+    if headers := [path for name in suites for path in SUITES[name].headers(config)]:
+        depends["headers"] = [_first_line(path) for path in headers]
     if extensions := [extension.sha256 for name in suites if (extension := SUITES.extension_of(name))]:
         depends["extensions"] = extensions
     if SUITES[suite].measures_device:
         device = run.mesh.devices.flat[0].device_kind
         depends["devices"] = [device, dict(run.mesh.shape), run.microbatch_rows]
     return json_sha256(depends)
+
+
+def settings_of(run: Run, suites: Sequence[str]) -> dict[str, str]:
+    """Return `settings` of each suite, by a name for messages. Processes with other files have other values."""
+    return {f"settings and files of suite {suite}": settings(run, suite) for suite in suites}
 
 
 def fields_of(config: Config, suite: str) -> tuple[str, ...]:
@@ -117,5 +126,14 @@ def _sha256(path: AnyPath) -> str | None:
     """Return the SHA-256 of a file, or None if it cannot be read. The suite's `check` reports that error."""
     try:
         return sha256_of(path)
+    except OSError:
+        return None
+
+
+def _first_line(path: AnyPath) -> str | None:
+    """Return the first line of a file, or None if it cannot be read. The suite's `check` reports that error."""
+    try:
+        with open_file(path) as file:
+            return file.readline(HEADER_BYTES).decode(errors="replace")
     except OSError:
         return None

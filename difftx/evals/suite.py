@@ -23,6 +23,8 @@ class Suite:
         evaluate: function that runs the suite. `difftx eval --list` prints the first line of its docstring.
         reads: fields of the config group `eval`. A stored result is reused only if their values are the same.
         files: function that returns the files that the suite reads. A stored result depends on their contents.
+        headers: function that returns files that the suite reads and that are too large to hash. A stored result
+            depends on their first lines, which must identify their contents.
         inner: function that returns the names of other suites that this suite runs. It may raise `UserError`.
         check: function that raises `UserError` for a run that the suite cannot evaluate. It is called before training
             and before an evaluation.
@@ -33,6 +35,7 @@ class Suite:
     evaluate: Callable[[Evaluation], Result]
     reads: tuple[str, ...] = ()
     files: Callable[[Config], Iterable[AnyPath]] = lambda config: ()
+    headers: Callable[[Config], Iterable[AnyPath]] = lambda config: ()
     inner: Callable[[Config], Sequence[str]] = lambda config: ()
     check: Callable[[Run], Any] = lambda run: None
     measures_device: bool = False

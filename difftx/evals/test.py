@@ -1,21 +1,30 @@
 """Suite `test`: other suites on a test text in place of the validation text (docs/suites.md)."""
 
 import dataclasses
+import itertools
+from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
+import xxhash
 
 from difftx.config.suites import SUITES
 from difftx.data.packing import PackedRows
 from difftx.data.sources import open_split, pack, require_row
-from difftx.data.store import META, read_meta
+from difftx.data.store import META, TokenStore, read_meta
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Result
 from difftx.evals.suite import Suite
+from difftx.parallel.multihost import print_on_primary
 from difftx.storage.paths import path_of
 from difftx.training.run import Run
 
 FIELD = "eval.test.path"
 TEST_SET = "test"  # Name of the test text in the details of the results.
+# Most tokens of test and training text that are compared, because every process reads them from start to end.
+MOST_COMPARED_TOKENS = 2**28
+CHUNK_TOKENS = 2**22  # Tokens of whole documents to read at a time.
 
 
 def evaluate(evaluation: Evaluation) -> Result:
@@ -64,11 +73,46 @@ def test_rows(run: Run) -> PackedRows:
     return pack(store, run.config.data)
 
 
+def check(run: Run) -> None:
+    """Raise `UserError` as `test_rows` does, and if a document of the test text is also a training document.
+
+    Only whole documents with equal tokens are found. Larger texts than `MOST_COMPARED_TOKENS` are not compared.
+    """
+    test = test_rows(run).store
+    training = [rows.store.unsampled for rows in run.data.train.values() if isinstance(rows, PackedRows)]
+    if (tokens := sum(map(len, [test, *training]))) > MOST_COMPARED_TOKENS:
+        print_on_primary(
+            f"suite 'test': not checked whether documents of {FIELD} are in the training text: both have {tokens:,} "
+            f"tokens, more than {MOST_COMPARED_TOKENS:,}"
+        )
+        return
+    index_of = {digest: index for index, digest in enumerate(_digests(test))}
+    shared = {index_of[digest] for store in training for digest in _digests(store) if digest in index_of}
+    if shared:
+        raise UserError(
+            f"{FIELD}={run.config.eval.test.path!r}: {len(shared)} of its {len(index_of)} documents are also training "
+            f"documents, first its document {min(shared)} (counted from 0); prepare the test text without them"
+        )
+
+
+def _digests(store: TokenStore) -> Iterator[bytes]:
+    """Yield a hash of the tokens of each document."""
+    offsets = store.offsets.view(np.int64)
+    first = 0
+    while first < len(offsets) - 1:
+        last = max(first + 1, int(offsets.searchsorted(offsets[first] + CHUNK_TOKENS, side="right")) - 1)
+        # One dtype, because stores of one vocabulary may have different ones.
+        tokens = store.slice(int(offsets[first]), int(offsets[last])).astype("<u4")
+        for start, stop in itertools.pairwise((offsets[first : last + 1] - offsets[first]).tolist()):
+            yield xxhash.xxh3_128_digest(tokens[start:stop])
+        first = last
+
+
 SUITE = Suite(
     evaluate=evaluate,
     reads=("test",),
     files=lambda config: [] if config.eval.test.path is None else [path_of(FIELD, config.eval.test.path) / META],
     inner=lambda config: config.eval.test.suites,
-    check=test_rows,
+    check=check,
     quantizable=False,
 )

@@ -1,9 +1,10 @@
 """Conversion between run directories and model folders of other formats, and comparison of their logits."""
 
 import dataclasses
+import functools
 import json
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +16,7 @@ from flax import nnx
 from difftx.config import Config, ModelConfig
 from difftx.config.build import override
 from difftx.config.model import default_specific_fields
-from difftx.data.sources import load_sources
+from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import RunError, UserError
 from difftx.files import downloaded, write_atomically
@@ -40,7 +41,7 @@ from difftx.parallel.mesh import batch_shards, make_mesh
 from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.checkpointer import restore_params
 from difftx.training.checkpoint.manifest import WeightsPart
-from difftx.training.checkpoint.reading import Checkpoint, open_tokenizer
+from difftx.training.checkpoint.reading import Checkpoint, open_sources, open_tokenizer
 from difftx.training.checkpoint.weights import STEP, ParamsReader, save_params
 from difftx.training.run import check_vocabulary, read_config, write_description
 from difftx.training.state import graph, init_state
@@ -104,7 +105,8 @@ def _import_run(
         if dex_heads is None:
             write_description(folder, config)
         else:
-            lines += _differentialize(checkpoint, "params", config, model, tokenizer, dex_heads, folder)
+            read = functools.partial(load_sources, config.data, tokenizer)
+            lines += _differentialize(checkpoint, "params", config, model, read, tokenizer, dex_heads, folder)
             shutil.rmtree(imported)
     return [f"{out}: a run of step {STEP}, {_describe(model)}", note, *lines]
 
@@ -126,8 +128,14 @@ def differentialize_run(
         chosen = override(config, overrides)
         config = dataclasses.replace(chosen, model=config.model)
         model = differential_model(config.model, chosen.model)
+
+        def read() -> Sources:
+            if any(name.startswith("data.") for name in overrides):  # The user has chosen other data.
+                return load_sources(config.data, tokenizer)
+            return open_sources(checkpoint, tokenizer)
+
         with new_folder(out) as folder:
-            lines = _differentialize(checkpoint.folder, part, config, model, tokenizer, dex_heads, folder)
+            lines = _differentialize(checkpoint.folder, part, config, model, read, tokenizer, dex_heads, folder)
             checkpoint.require_unchanged()
         return [f"{out}: a run of step {STEP}, {_describe(model)}", *lines]
 
@@ -139,16 +147,19 @@ def _differentialize(
     part: WeightsPart,
     config: Config,
     model: ModelConfig,
+    read_data: Callable[[], Sources],
     tokenizer: Tokenizer,
     dex_heads: Heads,
     folder: Path,
 ) -> list[str]:
-    """Write the run of `model`, which a Transformer becomes, to a folder. `config` is the Transformer's."""
+    """Write the run of `model`, which a Transformer becomes, to a folder. `config` is the Transformer's.
+
+    `read_data` opens the data on whose validation rows dex chooses heads.
+    """
     new, chosen_LH, lines = dataclasses.replace(config, model=model), None, []
     mesh = make_mesh(config.mesh)
     if model.architecture == "dex" and dex_heads == "entropy":
-        sources = load_sources(config.data, tokenizer)
-        chosen_LH = heads_by_entropy(config, mesh, checkpoint, part, sources)
+        chosen_LH = heads_by_entropy(config, mesh, checkpoint, part, read_data())
         lines.append(f"heads of highest entropy: {int(chosen_LH[0].sum())} of {model.num_heads} in each layer")
     with jax.set_mesh(mesh):
         arrays = differential_params(ParamsReader(checkpoint, part), config.model, new, chosen_LH)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from difftx.report.runs import RunRecord, different_tokenizers
+from difftx.report.runs import RunRecord, data_content, different_tokenizers
 from difftx.training.resume import Change, changed_fields
 
 # Runs of one arm have equal values in these groups of the config, except in the fields of SEEDS.
@@ -42,7 +42,7 @@ def arms_of(runs: Sequence[RunRecord]) -> list[Arm]:
     """Group the runs. An arm of several runs has the name of its architecture if no other arm has it."""
     groups: list[list[RunRecord]] = []
     for run in runs:
-        group = next((group for group in groups if _differ_in_seeds_only(group[0], run)), None)
+        group = next((group for group in groups if all(_differ_in_seeds_only(other, run) for other in group)), None)
         if group is None:
             groups.append([run])
         else:
@@ -62,6 +62,9 @@ def training_changes(first: RunRecord, second: RunRecord) -> list[Change]:
 
 
 def _differ_in_seeds_only(first: RunRecord, second: RunRecord) -> bool:
-    if different_tokenizers([first, second]):  # Equal configs may name a file that has changed.
+    if different_tokenizers([first, second]):  # Equal configs may name files that have changed.
+        return False
+    contents = [content for run in (first, second) if (content := data_content(run))]
+    if contents[1:] and contents[0] != contents[1]:
         return False
     return not training_changes(first, second)

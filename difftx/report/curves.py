@@ -14,7 +14,7 @@ import rich.table
 from difftx.errors import UserError
 from difftx.files import write_atomically
 from difftx.report.charts import add_legend, axis_number, label_axes, save_figure, series_colours
-from difftx.report.runs import X_AXES, Metric, RunRecord, XAxis, check_comparable, match_runs
+from difftx.report.runs import X_AXES, Metric, RunRecord, XAxis, check_comparable, data_notes, match_runs
 from difftx.storage.paths import AnyPath
 
 METRIC_LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
@@ -25,10 +25,10 @@ COLUMNS = ("architecture", "tokens", "loss", "perplexity", "bits_per_byte", "tok
 
 def write_curves(
     pattern: str, out: AnyPath, metric: Metric = "loss", against: XAxis = "tokens"
-) -> tuple[list[dict[str, Any]], list[AnyPath]]:
+) -> tuple[list[dict[str, Any]], list[AnyPath], list[str]]:
     """Draw the loss of the runs that match a glob against one of `X_AXES`.
 
-    Return a table's rows, one per run, and the files written.
+    Return a table's rows, one per run, the files written, and notes on runs with different data.
     """
     runs = match_runs(pattern, "curves")
     check_comparable(runs, metric)
@@ -37,7 +37,7 @@ def write_curves(
     table = [{"run": run.name, **summary(run)} for run in runs]
     files = save_figure(_draw(runs, metric, against), out / "curves")
     write_atomically(out / "curves.json", json.dumps(table, indent=2) + "\n")
-    return table, [*files, out / "curves.json"]
+    return table, [*files, out / "curves.json"], data_notes(runs)
 
 
 def format_table(rows: list[dict[str, Any]]) -> rich.table.Table:

@@ -22,7 +22,7 @@ from difftx.report import panels
 from difftx.report.charts import series_colours, short_number
 from difftx.report.curves import summary
 from difftx.report.panels import Cell, Table
-from difftx.report.runs import Metric, RunRecord, different_tokenizers, read_runs
+from difftx.report.runs import Metric, RunRecord, data_notes, different_tokenizers, read_runs
 from difftx.report.suites import signed_change, suite_sections
 from difftx.report.verdict import Verdict, verdict
 from difftx.storage.paths import AnyPath
@@ -164,6 +164,7 @@ def _notes(runs: Sequence[RunRecord], foreign: tuple[str, str] | None) -> list[s
             + _command("eval", f"--workdir={run.workdir}", f"--suite={suite}", f"--step={step}")
             for suite, step in run.outdated
         ]
+    notes += [f"{note}." for note in data_notes(runs)]
     if foreign:
         what = "different tokenizers: losses per token do not compare, bits per byte do"
         notes.append(f"{foreign[0]} and {foreign[1]} have {what}.")

@@ -14,7 +14,7 @@ from difftx.errors import UserError, did_you_mean
 from difftx.json_files import read_json
 from difftx.model.abstract import count_parameters
 from difftx.report.arms import EQUAL_SIZES, training_changes
-from difftx.report.runs import Metric, RunRecord, check_comparable, match_runs
+from difftx.report.runs import Metric, RunRecord, check_comparable, data_notes, match_runs
 
 # Files that commands write into run directories or next to them. A glob may match them, although they are not tables.
 OTHER_OUTPUTS = ("sweep.json", "curves.json", "scaling.json", "config.json", "manifest.json")
@@ -34,7 +34,8 @@ class LossPoint:
 def read_points(pattern: str, metric: Metric) -> tuple[list[LossPoint], list[str]]:
     """Return the points of the tables or run directories that match a glob, and notes on runs.
 
-    A note names an unfinished run, or the fields in which runs of one architecture, size and length differ.
+    A note names an unfinished run, the fields in which runs of one architecture, size and length differ, or runs with
+    different data (`data_notes`).
 
     A table is a .csv file, or a .json file with a list of objects. Its columns are `architecture`, `size` (parameters),
     `tokens`, `loss` (or `bits_per_byte`) and optionally `seed`. Rows of equal architecture, size and seed form one run.
@@ -48,7 +49,7 @@ def read_points(pattern: str, metric: Metric) -> tuple[list[LossPoint], list[str
         raise UserError(f"--scaling={pattern!r}: no points there")
     runs = match_runs(pattern, "scaling")
     check_comparable(runs, metric)
-    points, notes = [], _pooled_arms(runs)
+    points, notes = [], [*_pooled_arms(runs), *data_notes(runs)]
     for run in runs:
         found, note = _points_of_run(run, metric)
         points += found

@@ -85,11 +85,14 @@ class RunRecord:
         return [row for row in self.rows if row["split"] == name]
 
     def last_validation(self, number: str) -> tuple[int, float] | None:
-        """Return the step and the value of the last finite `number` of the suite "loss", or None if there is none."""
+        """Return the step and the value of the last finite `number` of the suite "loss", or None if there is none.
+
+        At equal steps, the result's file has precedence over the row of the training, whose settings may be older.
+        """
         values = [(row["step"], row[number]) for row in self.evaluations(number)]
         values += [(step, result["numbers"].get(number)) for step, result in self.results.get("loss", {}).items()]
-        finite = [(step, value) for step, value in values if isinstance(value, int | float) and np.isfinite(value)]
-        return max(finite, default=None)
+        finite = {step: value for step, value in values if isinstance(value, int | float) and np.isfinite(value)}
+        return max(finite.items(), default=None)
 
     def evaluations(self, number: str) -> list[dict[str, Any]]:
         """Return the rows of the suite "loss" that have the number. Synthetic tasks have no bits per byte."""
@@ -152,6 +155,30 @@ def different_tokenizers(runs: Sequence[RunRecord]) -> tuple[str, str] | None:
         if tokenizer != tokenizers[0]:
             return runs[0].name, run.name
     return None
+
+
+def data_content(run: RunRecord) -> dict[str, Any] | None:
+    """Return what identifies the content of each source of the training data, or None if it is not known."""
+    data = run.manifest.get("data", {})
+    return {name: value for name, value in data.items() if name.startswith("source ")} or None
+
+
+def data_notes(runs: Sequence[RunRecord]) -> list[str]:
+    """Return a note, with two runs as examples, for each way in which the runs' data make their losses incomparable."""
+    notes = []
+    # Another tokenizer changes the tokens of the same text, so that the contents cannot be compared.
+    known = [] if different_tokenizers(runs) else [run for run in runs if data_content(run)]
+    for run in known:
+        if data_content(run) != data_content(known[0]):
+            notes.append(f"{known[0].name} and {run.name} have other data at data.path or data.sources")
+            break
+    for field, what in (("data.sequence_length", "tokens per row"), ("eval.loss_tokens", "tokens to validate on")):
+        group, name = field.split(".")
+        values = {run.name: getattr(getattr(run.config, group), name) for run in runs}
+        (first, value), *others = values.items()
+        if other := next(((run, changed) for run, changed in others if changed != value), None):
+            notes.append(f"{first} and {other[0]} differ in {field}: {value:,} and {other[1]:,} {what}")
+    return [f"{note}, so their losses are not comparable" for note in notes]
 
 
 def printable_json(value: Any) -> Any:

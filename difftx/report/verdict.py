@@ -34,6 +34,9 @@ def verdict(runs: Sequence[RunRecord], metric: Metric) -> Verdict:
         fix = "Run difftx eval --suite=loss on each of them."
         return Verdict(f"No verdict: there is no finite validation {what} of {_listed(missing)} yet.", [fix], arms)
     limits = _limits(arms)
+    if pair := _different_text(runs):
+        headline = f"No verdict: {pair[0]} and {pair[1]} were validated on different text."
+        return Verdict(headline, ["Losses on different text cannot be compared.", *limits], arms)
     if len(arms) == 1:
         (arm,) = arms
         losses = arm.values(metric)
@@ -44,9 +47,6 @@ def verdict(runs: Sequence[RunRecord], metric: Metric) -> Verdict:
             f"{arm.name} reaches a validation loss of {format_value(arm.mean(metric))} {unit}{_text(runs)}{spread}."
         )
         return Verdict(headline, ["There is no other model to compare it with.", *limits], arms)
-    if pair := _different_text(runs):
-        headline = f"No verdict: {pair[0]} and {pair[1]} were validated on different text."
-        return Verdict(headline, ["Losses on different text cannot be compared.", *limits], arms)
     baseline, *others = arms
     found = [_compared(baseline, other, metric) for other in others]
     if len(found) == 1:

@@ -86,9 +86,15 @@ class Run:
 
         return agree("the data", opened, contents, config.multihost.barrier_timeout_seconds)
 
-    def check_everywhere(self, check: Callable[["Run"], object]) -> None:
-        """Call `check` with this run in every process. Raise `UserError` in all processes if it fails in one."""
-        agree("the checks", lambda: check(self), lambda _: {}, self.config.multihost.barrier_timeout_seconds)
+    def check_everywhere(
+        self, check: Callable[["Run"], object], describe: Callable[["Run"], Mapping[str, Any]]
+    ) -> None:
+        """Call `check` with this run in every process. Raise `UserError` in all processes if it fails in one.
+
+        Also raise `UserError` if the fields of `describe`, such as hashes of files, differ between processes.
+        """
+        timeout = self.config.multihost.barrier_timeout_seconds
+        agree("the checks", lambda: check(self), lambda _: describe(self), timeout)
 
     @property
     def batch_sharding(self) -> jax.sharding.NamedSharding:

@@ -147,6 +147,37 @@ def test_moved_data_is_found_at_the_path_in_config_json(run, tmp_path):
     assert results(run, "loss")[3] == before
 
 
+def test_data_that_changed_at_the_same_path_is_refused(run, tmp_path):
+    """The text was edited after step 6, and step 9 was trained on the new text. Only that step is evaluated."""
+    text = tmp_path / "text.txt"
+    shutil.copy(run.config.data.path, text)
+    workdir, config = tmp_path / "edited", replace(run.config, "data", path=str(text))
+    save_run(config, workdir, [6])
+    text.write_text(text.read_text().replace("squared", "to the power of two"))
+    edited = save_run(config, workdir, [9])
+    message = r"checkpoints/6: the data changed since the training: source train \w+… → \w+…; restore the data, or"
+    with pytest.raises(UserError, match=message):
+        evaluate(edited, "loss", step="6")
+    with pytest.raises(UserError, match="1 of 2 steps were not evaluated"):
+        evaluate(edited, "loss", step="all")
+    assert list(results(edited, "loss")) == [9]
+
+
+def test_a_run_is_not_shared_by_steps_of_other_data(run, tmp_path, capsys):
+    """The steps have equal configs, and the first one fits the data. The second one, of the old text, is refused."""
+    text = tmp_path / "text.txt"
+    text.write_text(Path(run.config.data.path).read_text().replace("squared", "to the power of two"))
+    config = replace(run.config, "data", path=str(text))
+    save_run(config, tmp_path / "old", [9])
+    shutil.copy(run.config.data.path, text)
+    mixed = save_run(config, tmp_path / "mixed", [6])
+    shutil.copytree(tmp_path / "old" / "checkpoints" / "9", tmp_path / "mixed" / "checkpoints" / "9")
+    with pytest.raises(UserError, match="1 of 2 steps were not evaluated"):
+        evaluate(mixed, "loss", step="all")
+    assert "checkpoints/9: the data changed since the training" in capsys.readouterr().out
+    assert list(results(mixed, "loss")) == [6]
+
+
 def test_config_that_differs_from_the_manifest_is_rejected(run):
     """The manifest has a valid checksum, but its `config_sha256` is not that of the config."""
     folder = run.workdir / "checkpoints" / "12"

@@ -13,6 +13,7 @@ from difftx.commands.data import main as data_command
 from difftx.commands.prepare import main as prepare
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
+from difftx.evals import test
 from difftx.training.run import Run
 
 SUITES = ["loss", "recall", "position"]
@@ -90,6 +91,30 @@ def test_mistakes_are_one_line_with_a_fix(config, stores, tmp_path, path, change
     made = config(data__path=tmp_path / "long.txt", **{n: x for n, x in fields.items() if x is not None}, **changes)
     with pytest.raises(UserError, match=message):
         evals.check_run(Run.open(made, tmp_path, one_device()), ["test"])
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 1000, 2**22])
+@pytest.mark.parametrize("resampled", [False, True])
+def test_training_documents_are_refused(config, stores, tmp_path, monkeypatch, capsys, chunk_tokens, resampled):
+    """Documents 7 and 30 of the test text are also training documents."""
+    monkeypatch.setattr(test, "CHUNK_TOKENS", chunk_tokens)
+    train, other = ((stores / f"{name}.jsonl").read_text().splitlines() for name in ("train", "test"))
+    mixed = [*other[:7], train[50], *other[8:30], train[3], *other[31:]]
+    (tmp_path / "mixed.jsonl").write_text("\n".join(mixed))
+    flags = [f"--input={tmp_path / 'mixed.jsonl'}", f"--out={tmp_path / 'mixed'}", "--tokenizer=bytes", "--workers=1"]
+    assert prepare([*flags, "--valid_fraction=0"]) == 0
+    changes = {"data__upsampling__longer_than_tokens": 180, "data__upsampling__share": 0.9} if resampled else {}
+    evals.check_run(open_run(config, stores, tmp_path, eval__test__path=stores / "test", **changes), ["test"])
+    run = open_run(config, stores, tmp_path, eval__test__path=tmp_path / "mixed", **changes)
+    message = r"eval\.test\.path=.*: 2 of its 60 documents are also training documents, first its document 7 "
+    with pytest.raises(UserError, match=message):
+        evals.check_run(run, ["test"])
+    capsys.readouterr()
+    monkeypatch.setattr(test, "MOST_COMPARED_TOKENS", 9)
+    evals.check_run(run, ["test"])
+    assert (
+        "suite 'test': not checked whether documents of eval.test.path are in the training" in capsys.readouterr().out
+    )
 
 
 def test_only_suites_of_text_run_on_the_test_text(config):

@@ -34,8 +34,12 @@ def write_run(
     layers=0,
     valid_every=3,
     skipped_step=None,
+    text=None,
 ):
-    """Write config, manifest and metrics of `config.train.steps` steps with the given loss, and return the folder."""
+    """Write config, manifest and metrics of `config.train.steps` steps with the given loss, and return the folder.
+
+    `text` is the fingerprint of the training text. Manifests of old runs have none.
+    """
     workdir.mkdir(parents=True)
     (workdir / "config.json").write_text(config.to_json())
     manifest = {
@@ -47,6 +51,7 @@ def write_run(
         "devices": {"kind": "cpu", "count": 2, "mesh": {"data": 1, "fsdp": 2}},
         "data": {"tokenizer": tokenizer, "train_tokens": {"text": 1000}, "valid_tokens": {"text": 100}},
     }
+    manifest["data"] |= {} if text is None else {"source train": text}
     (workdir / "manifest.json").write_text(json.dumps(manifest))
     writer = MetricsWriter(workdir, config.logging, 0)
     for step in range(every, config.train.steps + 1, every):

@@ -11,6 +11,7 @@ from conftest import write_text
 from flax import nnx
 from helpers.inference_models import language_model
 from helpers.model_layers import batch_on
+from helpers.report_runs import save_run
 from model import oracle
 
 from difftx.commands.convert import main
@@ -286,6 +287,17 @@ def test_heads_that_cannot_be_paired(tmp_path):
 def test_flags_that_do_not_fit_a_run(config, mesh_of, tmp_path, flags, message):
     lm = language_model(config, mesh_of(), "transformer", model__num_heads=4)
     refused(tmp_path, message, run_of(lm, tmp_path / "source"), *flags, convert=convert_run)
+
+
+def test_dex_does_not_choose_heads_on_changed_data(config, tmp_path, text_file):
+    """The text was edited after the training, so that its validation rows may be training text."""
+    text = tmp_path / "text.txt"
+    text.write_text(text_file.read_text())
+    fields = {"data__path": text, "model__num_heads": 4, "model__head_norm": "none", "mesh__fsdp": 8}
+    run = save_run(config("transformer", **fields), tmp_path / "source", [0])
+    text.write_text("another line\n" + text_file.read_text())
+    message = "checkpoints/0: the data changed since the training: source train .*; restore the data"
+    refused(tmp_path, message, run.workdir, "--differential=dex", convert=convert_run)
 
 
 def test_run_that_is_not_a_plain_transformer(config, mesh_of, tmp_path):

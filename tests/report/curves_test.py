@@ -1,3 +1,4 @@
+import argparse
 import json
 import xml.etree.ElementTree as ET
 
@@ -7,11 +8,13 @@ import numpy as np
 import pytest
 from helpers.report_runs import write_run
 
+from difftx.commands.evaluate import draw_curves
 from difftx.errors import UserError
 from difftx.model.flops import flops_per_token
 from difftx.report import curves
 from difftx.report.curves import format_table, smoothed, write_curves
-from difftx.report.runs import match_runs
+from difftx.report.points import read_points
+from difftx.report.runs import data_notes, match_runs
 from difftx.training.run import write_description
 
 
@@ -19,7 +22,7 @@ def test_figure_and_table(config, tmp_path):
     write_run(tmp_path / "runs" / "diff", config("diff"), loss=lambda step: 7 - step)
     write_run(tmp_path / "runs" / "transformer", config("transformer"), loss=lambda step: 8 - step)
     (tmp_path / "runs" / "notes").mkdir()
-    rows, files = write_curves(str(tmp_path / "runs" / "*"), tmp_path / "out")
+    rows, files, notes = write_curves(str(tmp_path / "runs" / "*"), tmp_path / "out")
     assert [(r["run"], r["architecture"], r["tokens"], r["loss"]) for r in rows] == [
         ("diff", "diff", 1536, 1.0),
         ("transformer", "transformer", 1536, 2.0),
@@ -27,6 +30,7 @@ def test_figure_and_table(config, tmp_path):
     assert rows[0]["bits_per_byte"] == pytest.approx(1 / np.log(2) / 4)
     assert rows[0]["tokens_per_second"] == 400.0
     assert rows[0]["seconds"] == 12.0
+    assert notes == []
     assert [f.name for f in files] == ["curves.png", "curves.svg", "curves.json"]
     assert json.loads(files[2].read_text()) == rows
     assert matplotlib.image.imread(files[0]).std() > 0.05
@@ -133,8 +137,35 @@ def test_different_tokenizers_do_not_compare_by_loss(config, tmp_path):
     with pytest.raises(UserError, match=r"a and b have different tokenizers.*--metric=bits_per_byte"):
         write_curves(str(tmp_path / "runs" / "*"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    _, files = write_curves(str(tmp_path / "runs" / "*"), tmp_path / "out", "bits_per_byte")
+    _, files, _ = write_curves(str(tmp_path / "runs" / "*"), tmp_path / "out", "bits_per_byte")
     assert "training loss" not in files[1].read_text()
+
+
+def test_runs_with_different_data_are_named(config, tmp_path, monkeypatch, capsys):
+    """Each difference has one line, with the first run that has it. A run without a fingerprint may have the same."""
+    monkeypatch.setattr(curves, "save_figure", lambda figure, stem: [])
+    folder = tmp_path / "runs"
+    write_run(folder / "a", config("diff"), text="x")
+    write_run(folder / "b", config("transformer"))
+    write_run(folder / "c", config("transformer"), text="x")
+    options = argparse.Namespace(curves=f"{folder}/*", out=tmp_path, metric="loss", against="tokens")
+    draw_curves(options)
+    assert "note" not in capsys.readouterr().out
+    write_run(folder / "d", config("transformer", eval__loss_tokens=77, data__sequence_length=64), text="y")
+    write_run(folder / "e", config("transformer", eval__loss_tokens=78, data__sequence_length=128), text="z")
+    expected = [
+        "a and d have other data at data.path or data.sources, so their losses are not comparable",
+        "a and d differ in data.sequence_length: 32 and 64 tokens per row, so their losses are not comparable",
+        f"a and d differ in eval.loss_tokens: {config().eval.loss_tokens:,} and 77 tokens to validate on, so their "
+        "losses are not comparable",
+    ]
+    draw_curves(options)
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert printed == [f"note: {note}" for note in expected]
+    assert [note for note in read_points(f"{folder}/*", "loss")[1] if "comparable" in note] == expected
+    # Other tokens of another tokenizer may be the same text.
+    write_run(folder / "f", config("transformer"), text="w", tokenizer="b" * 64)
+    assert data_notes(match_runs(f"{folder}/[af]", "curves")) == []
 
 
 def test_no_run_is_an_error(tmp_path):

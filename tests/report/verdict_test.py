@@ -138,6 +138,34 @@ def test_verdict_states_what_cannot_be_compared(tmp_path):
     assert "b is not finished: step 5 of 6." in judged([a, b]).details
 
 
+def test_a_result_replaces_the_logged_loss_of_its_step(tmp_path):
+    """The training logged a larger loss at the last step, of other settings than those of the result."""
+    a = make(tmp_path / "a", [1.01] * BLOCKS)
+    assert '"loss": 1.1666' in (a / "metrics.jsonl").read_text()
+    assert judged([a]).headline == "a reaches a validation loss of 1.01 nats per token on stdlib."
+    # The suite runs on a checkpoint that is older than the last logged validation.
+    write_run(tmp_path / "b", tiny("diff", train__steps=6))
+    write_result(tmp_path / "b", "loss", 3, {"loss": 1.01})
+    assert judged([tmp_path / "b"]).headline == "b reaches a validation loss of 1.1667 nats per token on stdlib."
+
+
+def test_seeds_on_different_text_have_no_mean(tmp_path):
+    runs = [make(tmp_path / f"seed{i}", [2.0] * BLOCKS, targets=t, train__seed=i) for i, t in enumerate("aab")]
+    assert judged(runs[:2]).headline.startswith(
+        "diff reaches a validation loss of 2 nats per token on stdlib, the mean"
+    )
+    assert judged(runs).headline == "No verdict: seed0 and seed2 were validated on different text."
+
+
+def test_seeds_of_other_data_are_not_averaged(tmp_path):
+    """Runs of equal configs are one arm, unless the data at the path changed between them."""
+    for i, text in enumerate((None, "x", "y", "x")):
+        folder = write_run(tmp_path / f"seed{i}", tiny("diff", train__steps=6, train__seed=i), text=text)
+        write_result(folder, "loss", 6, {"loss": 2.0 + i})
+    arms = judged([tmp_path / f"seed{i}" for i in range(4)]).arms
+    assert [[run.name for run in arm.runs] for arm in arms] == [["seed0", "seed1", "seed3"], ["seed2"]]
+
+
 def test_one_run_and_many(tmp_path):
     a = make(tmp_path / "a", [2.0] * BLOCKS)
     found = judged([a])

@@ -10,6 +10,7 @@ from difftx.config import Config
 from difftx.config.build import config_from_dict
 from difftx.config.fields import values_of
 from difftx.data.loader import signature_changes
+from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import Tokenizer, load_tokenizer
 from difftx.errors import RunError, UserError
 from difftx.files import list_folder
@@ -85,15 +86,45 @@ def config_for_reader(trained: Config, now: Config) -> Config:
 
 
 def open_run(checkpoint: Checkpoint, workdir: AnyPath) -> Run:
-    """Open the run of a checkpoint, with the checkpoint's config, except that its training data may have been moved."""
+    """Open the run of a checkpoint, with the checkpoint's config, except that its training data may have been moved.
+
+    Raise `UserError` if neither location has the data of the training.
+    """
     for config in _moved(checkpoint):
         with contextlib.suppress(UserError):
             run = Run.open(config, workdir)
-            # The signature of an imported checkpoint has only the tokenizer, because the training data is not known.
-            signature = {name: run.data.signature.get(name) for name in checkpoint.data}
-            if not signature_changes(checkpoint.data, signature):
+            if not data_changes(checkpoint, run.data.signature):
                 return run
-    return Run.open(checkpoint.config, workdir)
+    run = Run.open(checkpoint.config, workdir)
+    _require_same_data(checkpoint, run.data)
+    return run
+
+
+def open_sources(checkpoint: Checkpoint, tokenizer: Tokenizer) -> Sources:
+    """Return the data that the checkpoint was trained on, which may have been moved, as `open_run` does."""
+    for config in _moved(checkpoint):
+        with contextlib.suppress(UserError):
+            sources = load_sources(config.data, tokenizer)
+            if not data_changes(checkpoint, sources.signature):
+                return sources
+    sources = load_sources(checkpoint.config.data, tokenizer)
+    _require_same_data(checkpoint, sources)
+    return sources
+
+
+def data_changes(checkpoint: Checkpoint, signature: dict[str, Any]) -> list[str]:
+    """Return a text for each entry of the checkpoint's data signature that `signature` does not have."""
+    # The signature of an imported checkpoint has only the tokenizer, because the training data is not known.
+    return signature_changes(checkpoint.data, {name: signature.get(name) for name in checkpoint.data})
+
+
+def _require_same_data(checkpoint: Checkpoint, data: Sources) -> None:
+    """Raise `UserError` if the data changed since the training: validation text may have been training text."""
+    if changes := data_changes(checkpoint, data.signature):
+        raise UserError(
+            f"{checkpoint.folder}: the data changed since the training: {', '.join(changes)}; restore the data, or "
+            "train again (to evaluate another text, restore the data and use the suite 'test')"
+        )
 
 
 def open_tokenizer(checkpoint: Checkpoint) -> tuple[Config, Tokenizer]:
