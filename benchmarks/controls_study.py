@@ -90,7 +90,7 @@ SIZE_SEEDS = tuple(range(30, 38))
 STEPS, TUNED_TOKENS = "train.steps", 5
 # Task → tokens per parameter → number of updates of 1,024 tokens. The Transformers have 148,032 and 426,624 parameters.
 LENGTHS = {"novels": {5: 723, 20: 2891, 80: 11565}, WIDER: {5: 2083, 20: 8333}}
-# The arms of the runs that take longest: models of 426,624 parameters, and 80 tokens per parameter.
+# The arms of the runs with a shared rate that take longest: models of 426,624 parameters, and 80 tokens per parameter.
 LONGEST_ARMS = ("transformer", "zero-norm", "diff")
 
 
@@ -131,11 +131,7 @@ QUESTIONS: Mapping[str, Sequence[Cell]] = {
         *(Cell("recall-31", arm, seeds=RECALL_SEEDS) for arm in SPARSE_OR_SIGNED),
         *(Cell("recall", arm, ATTENTION, is_tuned=False, seeds=ATTENTION_SEEDS) for arm in ("zero-norm", "diff")),
     ],
-    "4": [
-        _of_length("novels", tokens, arm)
-        for tokens in LENGTHS["novels"]
-        for arm in (LONGEST_ARMS if tokens > 20 else ARCHITECTURES)
-    ],
+    "4": [_of_length("novels", tokens, arm) for tokens in LENGTHS["novels"] for arm in ARCHITECTURES],
     # One size after the other, so that an interrupted study has a whole family of contrasts.
     "4-shared": [
         _of_shared_rate(task, tokens, arm)

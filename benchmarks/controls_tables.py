@@ -12,7 +12,7 @@ import numpy as np
 import scipy.stats
 
 from benchmarks.controls_study import ARCHITECTURES, GAIN, LENGTHS, RATE, STEPS
-from benchmarks.results_tables import TEST_LOSS, Record, estimate, markdown, provenance, signed
+from benchmarks.results_tables import TEST_LOSS, Record, estimate, markdown, one_per_seed, provenance, signed
 from difftx.configs import controls
 
 SIGNIFICANT = 0.05  # Largest corrected p-value at which the page says that an arm is better.
@@ -116,17 +116,21 @@ def cell_of(record: Record) -> str:
 
 def by_seed(records: Sequence[Record], cell: str, number: str) -> dict[int, float]:
     """Return seed → a number of a cell's runs."""
-    found = {r["seed"]: r["numbers"][number] for r in records if cell_of(r) == cell}
+    found = one_per_seed((r for r in records if cell_of(r) == cell), number, f"cell {cell}")
     return {seed: found[seed] for seed in sorted(found)}
 
 
 def values(records: Sequence[Record], contrast: Contrast, number: str) -> list[float]:
-    """Return a contrast for each seed, in the order of the seeds."""
+    """Return a contrast for each seed that all cells have, in the order of the seeds.
+
+    Runs go seed by seed, so a cell may lack the last seeds of another one, but no seed in between.
+    """
     signs = [*((1, cell) for cell in contrast.plus), *((-1, cell) for cell in contrast.minus)]
     found = [(sign, by_seed(records, cell, number)) for sign, cell in signs]
-    if len({tuple(of) for _, of in found}) != 1:
+    fewest = min((list(of) for _, of in found), key=len)
+    if not fewest or any([*of][: len(fewest)] != fewest for _, of in found):
         raise AssertionError(f"{contrast.title}: the cells have runs of different seeds")
-    return [sum(sign * of[seed] for sign, of in found) for seed in found[0][1]]
+    return [sum(sign * of[seed] for sign, of in found) for seed in fewest]
 
 
 def p_value(differences: Sequence[float]) -> float:
@@ -194,9 +198,13 @@ COMPARED_ARMS = tuple(arm for arm in ARCHITECTURES if arm != BASELINE)
 PAIRS = (*((arm, BASELINE) for arm in COMPARED_ARMS), ("diff", "zero-norm"))  # The last pair is the subtraction.
 SMALLEST, *_ = LENGTHS  # Task of the smallest models.
 RESIZED_PAIRS = (("diff", BASELINE), ("diff", "zero-norm"))  # Pairs whose change with the size is in the family.
+# The longest runs of these arms were preregistered later. They are in a family of their own.
+LATER_ARMS = ("diff_v2", "gdla", "gated")
+
+type Differences = Mapping[int, Mapping[int, float]]  # Tokens per parameter → seed → difference of two arms.
 
 
-def of_size(records: Sequence[Record], task: str, arm: str, reference: str = BASELINE) -> dict[int, dict[int, float]]:
+def of_size(records: Sequence[Record], task: str, arm: str, reference: str = BASELINE) -> Differences:
     """Return tokens per parameter → seed → difference of two arms, for the lengths at which the first has runs."""
     found = {}
     for tokens, steps in LENGTHS[task].items():
@@ -206,7 +214,7 @@ def of_size(records: Sequence[Record], task: str, arm: str, reference: str = BAS
     return found
 
 
-def slopes(differences: Mapping[int, Mapping[int, float]]) -> list[float]:
+def slopes(differences: Differences) -> list[float]:
     """Return the least-squares slopes of differences over log2 of the tokens: bits per byte per doubling.
 
     They are those of the seeds that have runs of all lengths.
@@ -252,34 +260,58 @@ class SizeContrast(NamedTuple):
 
 
 def size_family(records: Sequence[Record], task: str) -> list[SizeContrast]:
-    """Return a size's family: differences at 20 tokens per parameter, their slopes, and their change with the size."""
-    differences = {pair: of for pair in PAIRS if (of := of_size(records, task, *pair))}
-    titles = {pair: versus(*pair, "").title for pair in differences}
-    at = f"{FAMILY_TOKENS} tokens per parameter"
-    family = [
-        SizeContrast(titles[pair], at, [*of[FAMILY_TOKENS].values()], "worse", "better")
-        for pair, of in differences.items()
-    ]
-    for pair, of in differences.items():
-        lengths = f"slope per doubling of the tokens, {min(of)} to {max(of)}"
-        family.append(SizeContrast(titles[pair], lengths, slopes(of), "rises", "falls"))
+    """Return a size's first family: differences at 20 tokens per parameter, slopes, and changes with the size."""
+    differences = {}
+    for pair in PAIRS:
+        of = of_size(records, task, *pair)
+        if pair[0] in LATER_ARMS:
+            of = {tokens: of[tokens] for tokens in of if tokens <= FAMILY_TOKENS}
+        if of:
+            differences[pair] = of
+    family = _differences_and_slopes(differences, FAMILY_TOKENS)
     if task != SMALLEST:
         for pair in RESIZED_PAIRS:
             smaller = of_size(records, SMALLEST, *pair)[FAMILY_TOKENS]
             change = [loss - smaller[seed] for seed, loss in differences[pair][FAMILY_TOKENS].items()]
-            family.append(SizeContrast(titles[pair], f"{at}, change with the size", change, "rises", "falls"))
+            at = f"{FAMILY_TOKENS} tokens per parameter, change with the size"
+            family.append(SizeContrast(versus(*pair, "").title, at, change, "rises", "falls"))
     return family
 
 
-def sizes_family_table(records: Sequence[Record], task: str) -> str:
-    """Return a table of a size's family of contrasts."""
-    family = size_family(records, task)
+def later_family(records: Sequence[Record], task: str) -> list[SizeContrast]:
+    """Return a size's second family: differences of the later arms in the longest runs, and their slopes."""
+    differences = {(arm, BASELINE): of_size(records, task, arm) for arm in LATER_ARMS}
+    return _differences_and_slopes(differences, max(LENGTHS[task]))
+
+
+def _differences_and_slopes(differences: Mapping[tuple[str, str], Differences], tokens: int) -> list[SizeContrast]:
+    """Return the differences of pairs of arms at a number of tokens per parameter, and then their slopes."""
+    at, over = [], []
+    for pair, of in differences.items():
+        title = versus(*pair, "").title
+        lengths = f"slope per doubling of the tokens, {min(of)} to {max(of)}"
+        at.append(SizeContrast(title, f"{tokens} tokens per parameter", [*of[tokens].values()], "worse", "better"))
+        over.append(SizeContrast(title, lengths, slopes(of), "rises", "falls"))
+    return at + over
+
+
+def _size_contrasts_table(family: Sequence[SizeContrast]) -> str:
     rows = []
     for contrast, p in zip(family, holm([p_value(contrast.values) for contrast in family]), strict=True):
         mean = estimate(contrast.values)
         found = contrast.above_zero if mean.mean > 0 else contrast.below_zero
         rows.append([contrast.title, contrast.at, signed(mean), p_text(p), "open" if p >= SIGNIFICANT else found])
     return markdown(["contrast", "at", "bits per byte", "p, corrected", "verdict"], rows)
+
+
+def sizes_family_table(records: Sequence[Record], task: str) -> str:
+    """Return a table of a size's first family of contrasts."""
+    return _size_contrasts_table(size_family(records, task))
+
+
+def sizes_later_table(records: Sequence[Record], task: str) -> str:
+    """Return a table of a size's second family of contrasts."""
+    return _size_contrasts_table(later_family(records, task))
 
 
 PLACES = {
@@ -289,4 +321,5 @@ PLACES = {
     "sizes": sizes_table,
     "size_rates": size_rates_table,
     "sizes_family": sizes_family_table,
+    "sizes_later": sizes_later_table,
 }

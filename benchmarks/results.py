@@ -138,7 +138,16 @@ def _numbers(run: RunRecord) -> dict[str, float]:
     Runs of recall also have the accuracy of each task and the first step that solved it. If the suite attention ran
     several times, the cosines of its first result are included.
     """
-    newest = {suite: max(steps.items())[1] for suite, steps in run.results.items()}
+    newest = {}
+    for suite, steps in run.results.items():
+        step, newest[suite] = max(steps.items())
+        if suite in SUITES and step != run.steps:
+            raise UserError(
+                f"{run.workdir}: the newest result of suite {suite} is of step {step}; evaluate step {run.steps}"
+            )
+    if run.outdated:
+        suite, step = run.outdated[0]
+        raise UserError(f"{run.workdir}: suite {suite}, step {step}: the result is of other weights; evaluate it again")
     numbers = {f"{suite}/{n}": x for suite in SUITES if suite in newest for n, x in newest[suite]["numbers"].items()}
     if "exact_match" in newest:
         tasks = newest["exact_match"]["details"]["sets"]

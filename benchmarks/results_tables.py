@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import scipy.stats
 
+from difftx.errors import UserError
+
 CONFIDENCE = 0.95
 
 type Record = dict[str, Any]
@@ -112,11 +114,18 @@ COMPARED = {
 
 def of_seeds(records: Iterable[Record], task: str, arm: str, number: str) -> dict[int, float]:
     """Return seed → number, for the runs of one task and arm."""
-    return {
-        r["seed"]: r["numbers"][number]
-        for r in records
-        if (r["task"], r["arm"]) == (task, arm) and number in r["numbers"]
-    }
+    found = (r for r in records if (r["task"], r["arm"]) == (task, arm) and number in r["numbers"])
+    return one_per_seed(found, number, f"task {task}, arm {arm}")
+
+
+def one_per_seed(records: Iterable[Record], number: str, what: str) -> dict[int, float]:
+    """Return seed → number, or raise `UserError` if two runs of `what` have the same seed."""
+    found: dict[int, float] = {}
+    for record in records:
+        if (seed := record["seed"]) in found:
+            raise UserError(f"{what}: two runs have the seed {seed}; collect only one of them")
+        found[seed] = record["numbers"][number]
+    return found
 
 
 def paired(records: Sequence[Record], task: str, arm: str, reference: str, number: str) -> list[float]:
@@ -343,7 +352,7 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def provenance(records: Sequence[Record]) -> str:
     """Return the text below a table: commands, number of runs, tokens, seeds, time, hardware, commit and versions."""
     seeds = sorted({r["seed"] for r in records})
-    commits = dict.fromkeys(r["commit"][:7] for r in records)
+    commits = dict.fromkeys(r["commit"][:7] + "+" * r["commit"].endswith("+") for r in records)
     hardware = dict.fromkeys(r["hardware"] for r in records)
     minutes = sum(r["wall_seconds"] for r in records) / 60
     tokens = dict.fromkeys(f"{r['tokens']:,}" for r in records)

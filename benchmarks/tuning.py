@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from difftx.errors import EXIT_FAILED, UserError
+from difftx.errors import UserError
 from difftx.report.runs import read_runs
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,5 +53,5 @@ def _run(out: Path, arguments: Sequence[str]) -> None:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    if done.returncode == EXIT_FAILED or done.returncode < 0 or not out.exists():
+    if done.returncode or not out.exists():
         raise UserError(f"{out}: difftx {arguments[0]} ended with exit code {done.returncode}:\n{done.stdout[-2000:]}")

@@ -668,9 +668,10 @@ def at_length(*of):
     return [*by_seed_at(*of).values()]
 
 
-def slope(one, other, part):
+def slope(one, other, part, longest=80):
     """Return for each seed the covariance of difference and log2 of the tokens, over the variance of the latter."""
-    of = {math.log2(tokens): found for tokens in STEPS_OF[part] if (found := by_seed_at(one, other, tokens, part))}
+    lengths = [tokens for tokens in STEPS_OF[part] if tokens <= longest]
+    of = {math.log2(tokens): found for tokens in lengths if (found := by_seed_at(one, other, tokens, part))}
     mean = statistics.fmean(of)
     scale = sum((x - mean) ** 2 for x in of)
     seeds = [seed for seed in min(of.values(), key=len) if all(seed in found for found in of.values())]
@@ -682,25 +683,42 @@ def change_with_size(one, other):
     return [difference - small[seed] for seed, difference in by_seed_at(one, other, 20, LARGE).items()]
 
 
+LATER = "later arms"  # A second family of OWN, of arms whose runs with 80 tokens per parameter were planned later.
+LATER_ARMS = ("diff_v2", "gdla", "gated")
+
+
+def longest_of(family, one):
+    """Return the most tokens per parameter of an arm's slope in a family."""
+    return 20 if family == LARGE or (family != LATER and one in LATER_ARMS) else 80
+
+
 SIZE_FAMILIES = {
     part: {
         **{(*pair, "at 20"): of for pair in SIZE_PAIRS if (of := at_length(*pair, 20, part))},
-        **{(*pair, "slope"): slope(*pair, part) for pair in SIZE_PAIRS if at_length(*pair, 20, part)},
+        **{
+            (*pair, "slope"): slope(*pair, part, longest_of(part, pair[0]))
+            for pair in SIZE_PAIRS
+            if at_length(*pair, 20, part)
+        },
     }
     for part in RUNS
 }
 for pair in (("diff", "transformer"), ("diff", "zero-norm")):
     SIZE_FAMILIES[LARGE][*pair, "size"] = change_with_size(*pair)
+SIZE_FAMILIES[LATER] = {
+    **{(arm, "transformer", "at 80"): at_length(arm, "transformer", 80) for arm in LATER_ARMS},
+    **{(arm, "transformer", "slope"): slope(arm, "transformer", OWN) for arm in LATER_ARMS},
+}
 SIZE_P_VALUES = {
-    part: corrected({contrast: two_sided(of) for contrast, of in family.items()})
-    for part, family in SIZE_FAMILIES.items()
+    name: corrected({contrast: two_sided(of) for contrast, of in family.items()})
+    for name, family in SIZE_FAMILIES.items()
 }
 
 
-def size_verdict(one, other, at, part=OWN):
+def size_verdict(one, other, at, family=OWN):
     """Return the sign of a contrast of question 4, or 0 if it is open."""
-    mean, _ = interval(SIZE_FAMILIES[part][one, other, at])
-    return 0 if SIZE_P_VALUES[part][one, other, at] >= 0.05 else math.copysign(1, mean)
+    mean, _ = interval(SIZE_FAMILIES[family][one, other, at])
+    return 0 if SIZE_P_VALUES[family][one, other, at] >= 0.05 else math.copysign(1, mean)
 
 
 def sign_of_interval(one, other, tokens, part=OWN):
@@ -737,11 +755,18 @@ CLAIMS |= {
         size_verdict("diff", "zero-norm", "slope") == 0
     ),
     "because the gap shrinks without it too": lambda: size_verdict("zero-norm", "transformer", "slope") == -1,
-    "The lead of `gdla` gets smaller with more tokens, and that of `gated` is not shown to change": lambda: (
-        size_verdict("gdla", "transformer", "slope") == 1 and size_verdict("gated", "transformer", "slope") == 0
+    "With 80, the leads of `gdla` and `gated` hold": lambda: (
+        {size_verdict(arm, "transformer", "at 80", LATER) for arm in ("gdla", "gated")} == {-1}
     ),
-    "at 5 (not preregistered), and open at 20": lambda: (
-        sign_of_interval("diff_v2", "transformer", 5) == -1 and size_verdict("diff_v2", "transformer", "at 20") == 0
+    "The lead of `gdla` gets smaller with more tokens, as the plan expected. That of `gated` is not shown to "
+    "change": lambda: (
+        [size_verdict(arm, "transformer", "slope", family) for arm in ("gdla", "gated") for family in (OWN, LATER)]
+        == [1, 1, 0, 0]
+    ),
+    "at 5 (not preregistered), and open at 20 and at 80": lambda: (
+        sign_of_interval("diff_v2", "transformer", 5) == -1
+        and size_verdict("diff_v2", "transformer", "at 20") == 0
+        and size_verdict("diff_v2", "transformer", "at 80", LATER) == 0
     ),
     "All arms have as many parameters as the Transformer within 0.2 %": lambda: all(
         abs(r["parameters"] / PARAMETERS_OF[part] - 1) < 0.002 for part in RUNS for r in RUNS[part]
@@ -757,12 +782,12 @@ CLAIMS |= {
         and {name for name in SIZE_FAMILIES[OWN] if size_verdict(*name) != size_verdict(*name, SHARED)}
         == {("diff", "transformer", "at 20"), ("diff", "zero-norm", "at 20")}
     ),
-    "four arms trained again at 20 tokens per parameter, and the Transformer at 80, each with its own rate. The other "
-    "80 of the 120 runs": lambda: (
-        len([r for r in RUNS[OWN] if r not in RUNS[SHARED]]) == 5 * 8
+    "four arms trained again at 20 tokens per parameter, and the Transformer at 80, each with its own rate. Of the "
+    "135 runs above, 80 are": lambda: (
+        len([r for r in RUNS[OWN] if r not in RUNS[SHARED]]) == 5 * 8 + 3 * 5
         and len([r for r in RUNS[OWN] if r in RUNS[SHARED]]) == 80
     ),
-    "With one rate, the lead gets smaller too": lambda: size_verdict("gdla", "transformer", "slope", SHARED) == 1,
+    "With one rate, the lead gets smaller there too": lambda: size_verdict("gdla", "transformer", "slope", SHARED) == 1,
     "the rate that the tuned seed chooses for `gdla` gives a higher loss on the reported seeds": lambda: (
         statistics.fmean(size_losses("gdla", 20, OWN).values())
         > statistics.fmean(size_losses("gdla", 20, SHARED).values())
@@ -805,25 +830,27 @@ def test_the_lengths_of_question_4_have_their_differences(part):
         assert row[3:] == [shown(of) if of else "" for of in values]
 
 
-@pytest.mark.parametrize("part", RUNS)
-def test_the_contrasts_of_question_4_have_their_intervals(part):
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in SECTIONS[part].splitlines()]
-    rows = {
-        tuple(cells[:2]): cells[2:] for cells in lines if cells and cells[0].startswith("`") and "tokens" in cells[1]
-    }
-    assert len(rows) == len(SIZE_FAMILIES[part])
+@pytest.mark.parametrize("family", SIZE_FAMILIES)
+def test_the_contrasts_of_question_4_have_their_intervals(family):
+    """The section of a part has the table of its family, and that of OWN then has the one of LATER."""
+    part = OWN if family == LATER else family
+    tables = re.findall(r"^\| contrast \|.*\n.*\n((?:\|.*\n)+)", SECTIONS[part], re.MULTILINE)
+    assert len(tables) == (2 if part == OWN else 1)
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in tables[family == LATER].splitlines()]
+    rows = {tuple(cells[:2]): cells[2:] for cells in lines}
+    assert len(rows) == len(SIZE_FAMILIES[family])
     titles = {
         "at 20": "20 tokens per parameter",
+        "at 80": "80 tokens per parameter",
         "size": "20 tokens per parameter, change with the size",
         "slope": "slope per doubling of the tokens, 5 to {}",
     }
-    for (one, other, at), of in SIZE_FAMILIES[part].items():
-        longest = max(tokens for tokens in STEPS_OF[part] if at_length(one, other, tokens, part))
-        mean, p, verdict = rows[f"`{one}` − `{other}`", titles[at].format(longest)]
+    for (one, other, at), of in SIZE_FAMILIES[family].items():
+        mean, p, verdict = rows[f"`{one}` − `{other}`", titles[at].format(longest_of(family, one))]
         assert mean == shown(of)
-        assert shows_p(p, SIZE_P_VALUES[part][one, other, at])
-        words = {0: "open", 1: "worse", -1: "better"} if at == "at 20" else {0: "open", 1: "rises", -1: "falls"}
-        assert verdict == words[size_verdict(one, other, at, part)]
+        assert shows_p(p, SIZE_P_VALUES[family][one, other, at])
+        words = {0: "open", 1: "worse", -1: "better"} if at[:2] == "at" else {0: "open", 1: "rises", -1: "falls"}
+        assert verdict == words[size_verdict(one, other, at, family)]
 
 
 def tuned_rate(arm, steps):
@@ -965,24 +992,20 @@ def test_words_of_the_page_follow_from_the_runs(claim):
     ],
 )
 def test_contrasts_in_the_prose_have_their_intervals(one, other):
-    """In the answers to question 1. README.md has those of its summary."""
-    values = shown(contrast(AGAIN, one, other))
-    assert f"`{one}` − `{other}` is {values}" in PROSE
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    assert (f"`{one}` − `{other}` is" not in readme) or f"`{one}` − `{other}` is {values}" in readme
+    """Check the answers to question 1."""
+    assert f"`{one}` − `{other}` is {shown(contrast(AGAIN, one, other))}" in PROSE
 
 
 def test_the_prose_of_question_4_has_its_differences():
-    readme = " ".join((ROOT / "README.md").read_text().split())
     at = {tokens: shown(at_length("diff", "transformer", tokens)) for tokens in STEPS_OF[OWN]}
     subtraction = shown(at_length("diff", "zero-norm", 20))
     others = {arm: shown(at_length(arm, "transformer", 20)) for arm in ("gdla", "gated")}
-    assert f"is {at[5]} with 5 tokens per parameter, {at[20]} with 20, and {at[80]} with 80." in readme
-    assert f"With 20, whether the subtraction helps is open: `diff` − `zero-norm` is {subtraction}." in readme
-    assert f"`gdla` − `transformer` is {others['gdla']}, and `gated` − `transformer` is {others['gated']}" in readme
     assert f"`gdla` − `transformer` is {others['gdla']}, and `gated` − `transformer` is {others['gated']}" in PROSE
     assert f"is {at[5]} at 5 tokens per parameter (not preregistered), {at[20]} at 20, and {at[80]} at 80 (not" in PROSE
-    assert f"With 5 the last is {at[5]}, and with 80 {at[80]} (both not preregistered)" in PROSE
+    later = {arm: shown(at_length(arm, "transformer", 80)) for arm in ("gdla", "gated")}
+    assert f"With 80 they are {later['gdla']}, {later['gated']} and {at[80]}; with 5 the last is {at[5]} (the" in PROSE
+    assert f"At 80, they are {later['gdla']} and {later['gated']}" in PROSE
+    assert {len(of) for of in SIZE_FAMILIES[LATER].values()} == {5}
     assert f"`diff` − `zero-norm` is {subtraction}, which is open" in PROSE
     assert f"tokens per parameter, and {at[20]} with 20 (question 4)" in PROSE
     for arm, text in (("zero-norm", " per parameter"), ("diff_v2", "")):
@@ -999,25 +1022,107 @@ def test_the_prose_of_question_4_has_its_differences():
     assert f"`diff` − `transformer` is open with 20 tokens per parameter ({large[20]})" in PROSE
 
 
-@pytest.mark.parametrize("arm", ["diff", "zero-norm", "zero-gain", "transformer"])
-def test_the_readme_has_the_solved_runs(arm):
-    readme = " ".join((ROOT / "README.md").read_text().split()).partition(
-        "On recall, the subtraction is not shown to help"
-    )[2]
-    assert "{} of {}".format(*solved(RECALL, arm)) in readme.partition("<!--")[0]
+# The summary of README.md.
+SUMMARY = (ROOT / "README.md").read_text().partition(results.SUMMARY_MARKERS[0])[2].partition("<!--")[0]
+MUON_DIFFERENCE = {  # Has the short warm-up → differences of question 2.
+    short: by_optimizer("Muon", (1, "diff", short), (-1, "transformer", short)) for short in (False, True)
+}
+# Row → differences, and the sign of the verdict: 0 for open, or None if the difference was not preregistered.
+SUMMARY_ROWS = {
+    "`diff` − `transformer`, 14 tokens per parameter": (
+        contrast(AGAIN, "diff", "transformer"),
+        better("transformer", "diff") - better("diff", "transformer"),
+    ),
+    "`diff` − `transformer`, 20 tokens": (
+        at_length("diff", "transformer", 20),
+        size_verdict("diff", "transformer", "at 20"),
+    ),
+    "`diff` − `transformer`, 80 tokens": (at_length("diff", "transformer", 80), None),
+    "`diff` − `transformer`, Muon, warm-up of 50 % of the steps": (
+        MUON_DIFFERENCE[False],
+        is_decided("all of it, Muon"),
+    ),
+    "`diff` − `transformer`, Muon, warm-up of 1 %, which is better for the Transformer": (MUON_DIFFERENCE[True], None),
+    "`diff-gain` − `zero-gain`, without the norm": (
+        contrast(AGAIN, "diff-gain", "zero-gain"),
+        better("zero-gain", "diff-gain") - better("diff-gain", "zero-gain"),
+    ),
+    "`diff` − `zero-norm`, with the norm": (
+        contrast(AGAIN, "diff", "zero-norm"),
+        better("zero-norm", "diff") - better("diff", "zero-norm"),
+    ),
+    "`diff` − `zero-norm`, 20 tokens per parameter": (
+        at_length("diff", "zero-norm", 20),
+        size_verdict("diff", "zero-norm", "at 20"),
+    ),
+    "`diff` − `diff-gain`, with the subtraction": (
+        contrast(AGAIN, "diff", "diff-gain"),
+        better("diff-gain", "diff") - better("diff", "diff-gain"),
+    ),
+    "`gdla` − `transformer`, 20 tokens per parameter": (
+        at_length("gdla", "transformer", 20),
+        size_verdict("gdla", "transformer", "at 20"),
+    ),
+    "`gated` − `transformer`, 20 tokens": (
+        at_length("gated", "transformer", 20),
+        size_verdict("gated", "transformer", "at 20"),
+    ),
+    "`gdla` − `transformer`, 80 tokens": (
+        at_length("gdla", "transformer", 80),
+        size_verdict("gdla", "transformer", "at 80", LATER),
+    ),
+    "`gated` − `transformer`, 80 tokens": (
+        at_length("gated", "transformer", 80),
+        size_verdict("gated", "transformer", "at 80", LATER),
+    ),
+    "`top_k` − `transformer`, 14 tokens": (
+        from_review("top_k", "transformer"),
+        -1
+        if corrected({pair: two_sided(from_review(*pair)) for pair in REVIEW_FAMILY})["top_k", "transformer"] < 0.05
+        else 0,
+    ),
+}
 
 
-def test_the_readme_has_the_runs_among_63_distractors():
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    counts = {arm: solved(MORE_NOISE, arm, "recall-63") for arm in ("diff", "zero-norm", "diff-gain", "zero-gain")}
-    shown_counts = {arm: "{} of {}".format(*count) for arm, count in counts.items()}
-    assert "With 63, they solved {diff} and {zero-norm}. These differences are open".format_map(shown_counts) in readme
-    assert fisher(counts["diff"], counts["zero-norm"]) > 0.05
-    p = fisher(counts["diff-gain"], counts["zero-gain"])
-    gains = "subtracts solved {diff-gain}. The arm with λ = 0 and a gain solved {zero-gain} (Fisher's p ".format_map(
-        shown_counts
-    )
-    assert f"{gains}{p:.3f}" in readme
+def summary_table(heading):
+    """Return the rows of the summary's table whose heading starts with a word."""
+    table = SUMMARY.partition(f"\n| {heading} |")[2].partition("\n\n")[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+
+
+def test_the_readme_has_the_differences_and_verdicts():
+    found = {row[1]: tuple(row[2:]) for row in summary_table("question")}
+    words = {None: "not preregistered", 0: "open", 1: "worse", -1: "better"}
+    assert found == {name: (shown(values), words[verdict]) for name, (values, verdict) in SUMMARY_ROWS.items()}
+    assert {len(values) for values, _ in SUMMARY_ROWS.values()} == {5, 8, 10}
+    assert "over five to ten seeds" in SUMMARY
+    assert "With AdamW, the differential model is behind" in SUMMARY
+    assert better("transformer", "diff")
+    assert size_verdict("diff", "transformer", "at 20") == 1
+    assert "shrinks with more tokens" in SUMMARY
+    assert "So does that of `zero-norm`" in " ".join(SUMMARY.split())
+    assert {size_verdict(arm, "transformer", "slope") for arm in ("diff", "zero-norm")} == {-1}
+    assert is_decided("transformer's need for a long warm-up, Muon") == -1
+
+
+def test_the_readme_has_the_solved_runs():
+    arms = ("diff", "zero-norm", "diff-gain", "zero-gain", "transformer")
+    counts = {
+        distractors: {arm: solved(study, arm, task) for arm in arms}
+        for distractors, study, task in (
+            ("15", RECALL, "recall"),
+            ("31", NOISE, "recall-31"),
+            ("63", MORE_NOISE, "recall-63"),
+        )
+    }
+    assert summary_table("distractors") == [
+        [distractors, *("{} of {}".format(*count) if count[1] else "" for count in of.values())]
+        for distractors, of in counts.items()
+    ]
+    for of in counts.values():
+        assert fisher(of["diff"], of["zero-norm"]) > 0.05
+    p = fisher(counts["63"]["diff-gain"], counts["63"]["zero-gain"])
+    assert f"(Fisher's p {p:.3f}, without a correction)" in " ".join(SUMMARY.split())
 
 
 @pytest.mark.parametrize("study", [FIRST, AGAIN, RECALL])

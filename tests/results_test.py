@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 from helpers.report_runs import write_run
 
-from benchmarks import optimizer_study, results, results_figures, results_tables
+from benchmarks import optimizer_study, results, results_figures, results_tables, tuning
 from benchmarks.controls_tables import SIGNIFICANT
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
@@ -105,6 +105,22 @@ def test_a_sweep_is_collected_and_rendered(sweep):
     }
     assert "| diff | **0.225 ± 0.318** | 0.450 ± 0.635 |" in rates["loss/loss"]
     assert "| diff | 0.300 ± 0.318 | **0.600 ± 0.635** |" in rates["exact_match/mqar"]
+
+
+def test_records_have_one_run_per_seed_and_show_uncommitted_changes(sweep):
+    records = results.collect([sweep(ACCURACIES)])
+    assert "; commit 0123abc; jax" in results_tables.provenance(records)
+    records[0]["commit"] = f"{'0123abc':0<40}+"
+    assert "; commit 0123abc+, 0123abc; jax" in results_tables.provenance(records)
+    with pytest.raises(UserError, match="task recall, arm diff: two runs have the seed 0"):
+        results_tables.of_seeds([*records, records[0]], "recall", "diff", "loss/loss")
+
+
+def test_a_sweep_that_refuses_to_run_gives_no_losses(tmp_path):
+    """The folder exists, as after an earlier sweep whose losses would be read. The command ends with exit code 2."""
+    (tmp_path / "sweep.json").write_text('{"runs": []}')
+    with pytest.raises(UserError, match="ended with exit code 2"):
+        tuning.sweep(tmp_path, "configs/absent.py", ["task=recall", "arm=diff", "seed=0"], [])
 
 
 def test_the_growth_table_has_rows_by_size_and_the_best_rate_per_arm():
@@ -218,6 +234,11 @@ def test_unfinished_sweeps_and_missing_inputs_are_rejected(sweep):
         results.collect([folder / "recall-diff-seed0"])
     (folder / "sweep.json").write_text((folder / "sweep.json").read_text().replace("done", "stopped"))
     with pytest.raises(UserError, match="recall-diff-seed0 is not finished"):
+        results.collect([folder])
+    (folder / "sweep.json").write_text((folder / "sweep.json").read_text().replace("stopped", "done"))
+    loss = folder / "recall-diff-seed0" / "evals" / "loss"
+    (loss / "2.json").rename(loss / "1.json")
+    with pytest.raises(UserError, match="the newest result of suite loss is of step 1; evaluate step 2"):
         results.collect([folder])
     for place, message in (("{{arm mine}}", "no such place"), ("{{arms yours recall}}", "no such study")):
         with pytest.raises(UserError, match=message):
