@@ -118,7 +118,7 @@ def measure(spec: str, config: Config, *, rounds: int, steps: int, profile: Path
         for contestant in contestants:
             with jax.profiler.trace(str(profile / contestant.config.model.architecture)):
                 contestant.run(steps)
-        multihost.say(f"traces in {profile}/{{{','.join(COMPARED)}}}")
+        multihost.print_on_primary(f"traces in {profile}/{{{','.join(COMPARED)}}}")
     return contestants
 
 
@@ -130,7 +130,7 @@ def measure_depths(contestants: list[Contestant]) -> None:
         for layers in DEPTHS:
             deep = dataclasses.replace(model, num_layers=layers)
             seconds.append(prepare(dataclasses.replace(contestant.config, model=deep)).compile_seconds)
-        multihost.say(
+        multihost.print_on_primary(
             f"{model.architecture}: compiles in {seconds[0]:.1f} s with {DEPTHS[0]} layers, "
             f"{seconds[1]:.1f} s with {DEPTHS[1]} ({seconds[1] / seconds[0]:.2f}×)"
         )
