@@ -121,16 +121,12 @@ def by_seed(records: Sequence[Record], cell: str, number: str) -> dict[int, floa
 
 
 def values(records: Sequence[Record], contrast: Contrast, number: str) -> list[float]:
-    """Return a contrast for each seed that all cells have, in the order of the seeds.
-
-    Runs go seed by seed, so a cell may lack the last seeds of another one, but no seed in between.
-    """
+    """Return a contrast for each seed, in the order of the seeds."""
     signs = [*((1, cell) for cell in contrast.plus), *((-1, cell) for cell in contrast.minus)]
     found = [(sign, by_seed(records, cell, number)) for sign, cell in signs]
-    fewest = min((list(of) for _, of in found), key=len)
-    if not fewest or any([*of][: len(fewest)] != fewest for _, of in found):
+    if len({tuple(of) for _, of in found}) != 1:
         raise AssertionError(f"{contrast.title}: the cells have runs of different seeds")
-    return [sum(sign * of[seed] for sign, of in found) for seed in fewest]
+    return [sum(sign * of[seed] for sign, of in found) for seed in found[0][1]]
 
 
 def p_value(differences: Sequence[float]) -> float:
@@ -210,8 +206,16 @@ def of_size(records: Sequence[Record], task: str, arm: str, reference: str = BAS
     for tokens, steps in LENGTHS[task].items():
         if seeds := by_seed(records, f"{arm}, steps={steps}", TEST_LOSS):
             contrast = versus(f"{arm}, steps={steps}", f"{reference}, steps={steps}", "")
-            found[tokens] = dict(zip(seeds, values(records, contrast, TEST_LOSS), strict=True))
+            # Only the longest runs of the later arms may have fewer seeds than the reference.
+            is_later = arm in LATER_ARMS and tokens == max(LENGTHS[task])
+            paired = [r for r in records if r["seed"] in seeds] if is_later else records
+            found[tokens] = dict(zip(seeds, values(paired, contrast, TEST_LOSS), strict=True))
     return found
+
+
+def size_value(records: Sequence[Record], task: str, arm: str, tokens: str) -> str:
+    """Return the difference of an arm from the Transformer with a number of tokens per parameter, with its interval."""
+    return signed(estimate([*of_size(records, task, arm)[int(tokens)].values()]))
 
 
 def slopes(differences: Differences) -> list[float]:
@@ -319,6 +323,7 @@ PLACES = {
     "contrast": contrast_value,
     "cells": cells_table,
     "sizes": sizes_table,
+    "size_value": size_value,
     "size_rates": size_rates_table,
     "sizes_family": sizes_family_table,
     "sizes_later": sizes_later_table,
