@@ -173,6 +173,11 @@ def better(one, other):
     return is_better(AGAIN, one, other, NOVELS_FAMILY)
 
 
+def verdict_again(one, other):
+    """Return the sign of a contrast of the second set of question 1, or 0 if it is open."""
+    return better(other, one) - better(one, other)
+
+
 def all_solved(*arms):
     return all(solved(RECALL, arm) == (6, 6) for arm in arms)
 
@@ -1031,7 +1036,7 @@ MUON_DIFFERENCE = {  # Has the short warm-up → differences of question 2.
 SUMMARY_ROWS = {
     "`diff` − `transformer`, 14 tokens per parameter": (
         contrast(AGAIN, "diff", "transformer"),
-        better("transformer", "diff") - better("diff", "transformer"),
+        verdict_again("diff", "transformer"),
     ),
     "`diff` − `transformer`, 20 tokens": (
         at_length("diff", "transformer", 20),
@@ -1045,11 +1050,11 @@ SUMMARY_ROWS = {
     "`diff` − `transformer`, Muon, warm-up of 1 %, which is better for the Transformer": (MUON_DIFFERENCE[True], None),
     "`diff-gain` − `zero-gain`, without the norm": (
         contrast(AGAIN, "diff-gain", "zero-gain"),
-        better("zero-gain", "diff-gain") - better("diff-gain", "zero-gain"),
+        verdict_again("diff-gain", "zero-gain"),
     ),
     "`diff` − `zero-norm`, with the norm": (
         contrast(AGAIN, "diff", "zero-norm"),
-        better("zero-norm", "diff") - better("diff", "zero-norm"),
+        verdict_again("diff", "zero-norm"),
     ),
     "`diff` − `zero-norm`, 20 tokens per parameter": (
         at_length("diff", "zero-norm", 20),
@@ -1057,7 +1062,7 @@ SUMMARY_ROWS = {
     ),
     "`diff` − `diff-gain`, with the subtraction": (
         contrast(AGAIN, "diff", "diff-gain"),
-        better("diff-gain", "diff") - better("diff", "diff-gain"),
+        verdict_again("diff", "diff-gain"),
     ),
     "`gdla` − `transformer`, 20 tokens per parameter": (
         at_length("gdla", "transformer", 20),
