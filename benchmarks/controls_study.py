@@ -131,8 +131,13 @@ QUESTIONS: Mapping[str, Sequence[Cell]] = {
         *(Cell("recall-31", arm, seeds=RECALL_SEEDS) for arm in SPARSE_OR_SIGNED),
         *(Cell("recall", arm, ATTENTION, is_tuned=False, seeds=ATTENTION_SEEDS) for arm in ("zero-norm", "diff")),
     ],
-    "4": [_of_length("novels", tokens, arm) for tokens in LENGTHS["novels"] for arm in ARCHITECTURES],
     # One size after the other, so that an interrupted study has a whole family of contrasts.
+    "4": [
+        _of_length(task, tokens, arm)
+        for task, lengths in LENGTHS.items()
+        for tokens in lengths
+        for arm in ARCHITECTURES
+    ],
     "4-shared": [
         _of_shared_rate(task, tokens, arm)
         for task, lengths in LENGTHS.items()

@@ -194,7 +194,7 @@ COMPARED_ARMS = tuple(arm for arm in ARCHITECTURES if arm != BASELINE)
 PAIRS = (*((arm, BASELINE) for arm in COMPARED_ARMS), ("diff", "zero-norm"))  # The last pair is the subtraction.
 SMALLEST, *_ = LENGTHS  # Task of the smallest models.
 RESIZED_PAIRS = (("diff", BASELINE), ("diff", "zero-norm"))  # Pairs whose change with the size is in the family.
-# The longest runs of these arms were preregistered later. They are in a family of their own.
+# These arms' longest runs, and their runs of larger models, were preregistered later. They have families of their own.
 LATER_ARMS = ("diff_v2", "gdla", "gated")
 
 type Differences = Mapping[int, Mapping[int, float]]  # Tokens per parameter → seed → difference of two arms.
@@ -264,12 +264,16 @@ class SizeContrast(NamedTuple):
 
 
 def size_family(records: Sequence[Record], task: str) -> list[SizeContrast]:
-    """Return a size's first family: differences at 20 tokens per parameter, slopes, and changes with the size."""
+    """Return a size's first family: differences at 20 tokens per parameter, slopes, and changes with the size.
+
+    The changes are those from the smallest models, which need runs among the records.
+    """
     differences = {}
     for pair in PAIRS:
         of = of_size(records, task, *pair)
         if pair[0] in LATER_ARMS:
-            of = {tokens: of[tokens] for tokens in of if tokens <= FAMILY_TOKENS}
+            # Of the larger models, all runs of these arms were preregistered later.
+            of = {tokens: of[tokens] for tokens in of if tokens <= FAMILY_TOKENS} if task == SMALLEST else {}
         if of:
             differences[pair] = of
     family = _differences_and_slopes(differences, FAMILY_TOKENS)

@@ -185,18 +185,16 @@ def test_sizes_are_a_table_a_family_and_a_figure(tmp_path, monkeypatch):
         for task, lengths in controls_study.LENGTHS.items()
         for steps in lengths.values()
         for i, arm in enumerate(controls_study.ARCHITECTURES)
-        if task == "novels" or arm in ("transformer", "zero-norm", "diff")
         for seed in range(8)
     ]
-    for task, lengths, columns in (("novels", ["5", "20", "80"], [6, 6, 6]), ("novels-0.4m", ["5", "20"], [3, 3])):
+    for task, lengths in (("novels", ["5", "20", "80"]), ("novels-0.4m", ["5", "20"])):
+        columns = [6] * len(lengths)
         rows = [
             [cell.strip() for cell in row.split("|")[1:-1]]
             for row in controls_tables.sizes_table(records, task).partition("\n\n")[0].splitlines()
         ]
         assert [row[0] for row in rows[2:]] == lengths
-        assert [
-            sum(bool(cell) for cell in row[3:]) for row in rows[2:]
-        ] == columns  # The larger models have three arms.
+        assert [sum(bool(cell) for cell in row[3:]) for row in rows[2:]] == columns
         rates = controls_tables.size_rates_table(records, task).splitlines()[2:]
         assert [row.count(" 0.008 ") for row in rates] == columns  # One for each arm.
     drawn = []
@@ -206,8 +204,8 @@ def test_sizes_are_a_table_a_family_and_a_figure(tmp_path, monkeypatch):
     legend = [text.get_text() for axes in drawn[0].axes if axes.get_legend() for text in axes.get_legend().get_texts()]
     assert sorted(legend) == sorted(panels[0])
     assert [{len(differences) for differences in panel.values()} for panel in panels] == [{3}, {2}]
-    assert panels[0]["gdla − transformer"] == pytest.approx(-0.03, abs=0.002)
-    assert "gdla − transformer" not in panels[1]
+    for panel in panels:
+        assert panel["gdla − transformer"] == pytest.approx(-0.03, abs=0.002)
     for name in ("diff − transformer", "diff − zero-norm"):
         assert panels[0][name] == pytest.approx(0.02, abs=0.002)
         assert panels[1][name] == pytest.approx(0.02 + 0.01, abs=0.002)
@@ -243,6 +241,12 @@ def test_sizes_are_a_table_a_family_and_a_figure(tmp_path, monkeypatch):
     assert verdicts["`diff` − `transformer`", "20 tokens per parameter, change with the size"] == "rises"
     assert verdicts["`diff` − `zero-norm`", "20 tokens per parameter, change with the size"] == "rises"
     assert verdicts["`zero-norm` − `transformer`", "slope per doubling of the tokens, 5 to 20"] == "open"
+    verdicts = verdicts_of("novels-0.4m", controls_tables.sizes_later_table)
+    assert verdicts == {
+        (f"`{arm}` − `transformer`", at): "better" if (arm, at) == ("gdla", "20 tokens per parameter") else "open"
+        for arm in ("diff_v2", "gdla", "gated")
+        for at in ("20 tokens per parameter", "slope per doubling of the tokens, 5 to 20")
+    }
 
 
 def test_alignment_is_the_growth_of_a_cosine_of_the_same_seed():
@@ -348,7 +352,7 @@ def test_longer_trainings_take_the_rate_of_the_shortest(tmp_path, monkeypatch):
 
 def test_each_length_has_its_own_rate(tmp_path, monkeypatch):
     """The best rate of each length is another one here."""
-    best, calls = {"723": 4e-3, "2891": 8e-3, "11565": 1.6e-2}, []
+    best, calls = {"723": 4e-3, "2891": 8e-3, "11565": 1.6e-2, "2083": 2e-3, "8333": 8e-3}, []
 
     def sweep(out, config, grid, flags):
         fields = dict(word.split("=") for word in grid)
@@ -360,10 +364,10 @@ def test_each_length_has_its_own_rate(tmp_path, monkeypatch):
     monkeypatch.setattr(controls_study, "sweep", sweep)
     assert controls_study.main([f"--out={tmp_path}", "--question=4"]) == 0
     reported = [(steps, arm, rate) for name, steps, arm, rate in calls if name == "reported"]
-    assert len(reported) == 6 + 6 + 6
+    assert len(reported) == 3 * 6 + 2 * 6
     assert all(rate == best[steps] for steps, _, rate in reported)
     folders = [{cell.folder for cell in controls_study.QUESTIONS[name]} for name in ("4", "4-shared")]
-    assert {folder.rpartition("-")[2] for folder in folders[0] & folders[1]} == {"723"}
+    assert {folder.rpartition("-")[2] for folder in folders[0] & folders[1]} == {"723", "2083"}
 
 
 def test_lengths_are_tokens_per_parameter():
