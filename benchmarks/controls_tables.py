@@ -5,6 +5,7 @@ paired numbers. The contrasts of a question are a family, whose p-values Holm's 
 """
 
 import itertools
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -46,7 +47,7 @@ NORM_OR_GAIN = (
     versus("zero-norm", "zero-gain", "the norm in place of a gain, without the subtraction"),
     versus("diff-gain", "diff-plain", "the gain, with the subtraction"),
     versus("diff", "transformer", "all of it"),
-    versus("diff", "transformer-gain", "all of it, against the stronger baseline"),
+    versus("diff", "transformer-gain", "all of it, against the Transformer with a gain"),
 )
 MUON, SHORT_WARMUP = "optimizer=muon", "warmup_fraction=0.01"
 
@@ -78,7 +79,7 @@ FAMILIES: Mapping[str, Sequence[Contrast]] = {
     "main": (
         versus("diff", "zero-norm", "the subtraction, with the norm"),
         versus("diff", "transformer", "all of it"),
-        versus("diff", "transformer-gain", "all of it, against the stronger baseline"),
+        versus("diff", "transformer-gain", "all of it, against the Transformer with a gain"),
     ),
     "lambda": (
         versus("diff, lambda_bound=sigmoid", "diff", "λ between 0 and 1"),
@@ -242,6 +243,13 @@ def sizes_table(records: Sequence[Record], task: str) -> str:
     return markdown(["tokens per parameter", "tokens", f"`{BASELINE}`", *pairs], rows) + provenance(records)
 
 
+def size_change(records: Sequence[Record], task: str, arm: str, first: str, last: str) -> str:
+    """Return by how much the difference of an arm from the Transformer changes between two lengths of training."""
+    differences = of_size(records, task, arm)
+    before, after = (differences[int(tokens)] for tokens in (first, last))
+    return signed(estimate([difference - before[seed] for seed, difference in after.items()]))
+
+
 def size_rates_table(records: Sequence[Record], task: str) -> str:
     """Return a table of the learning rates of a size: a row for each length, and a column for each arm."""
     rows = []
@@ -250,6 +258,17 @@ def size_rates_table(records: Sequence[Record], task: str) -> str:
         rates = {r["arm"]: f"{r['learning_rate']:g}" for r in own}
         if rates:
             rows.append([str(tokens), *(rates.get(arm, "") for arm in ARCHITECTURES)])
+    return markdown(["tokens per parameter", *(f"`{arm}`" for arm in ARCHITECTURES)], rows)
+
+
+def size_seconds_table(records: Sequence[Record], task: str) -> str:
+    """Return a table of the median seconds of a run of a size: a row for each length, and a column for each arm."""
+    rows = []
+    for tokens, steps in LENGTHS[task].items():
+        own = [r for r in records if (r["task"], r["changes"][STEPS]) == (task, str(steps))]
+        times = ([r["wall_seconds"] for r in own if r["arm"] == arm] for arm in ARCHITECTURES)
+        if own:
+            rows.append([str(tokens), *(f"{statistics.median(of):.0f}" if of else "" for of in times)])
     return markdown(["tokens per parameter", *(f"`{arm}`" for arm in ARCHITECTURES)], rows)
 
 
@@ -328,6 +347,8 @@ PLACES = {
     "cells": cells_table,
     "sizes": sizes_table,
     "size_value": size_value,
+    "size_change": size_change,
+    "size_seconds": size_seconds_table,
     "size_rates": size_rates_table,
     "sizes_family": sizes_family_table,
     "sizes_later": sizes_later_table,

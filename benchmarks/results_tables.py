@@ -28,6 +28,8 @@ class Estimate(NamedTuple):
 
     def __str__(self) -> str:
         decimals = 3 if abs(self.mean) < 10 else max(0, 3 - int(math.log10(abs(self.mean))))
+        if self.half and 0 < round(self.half, decimals) == round(abs(self.mean), decimals):
+            decimals += 1  # Otherwise a reader could not tell whether the interval contains zero.
         return f"{self.mean:.{decimals}f}" + ("" if self.half is None else f" ± {self.half:.{decimals}f}")
 
 

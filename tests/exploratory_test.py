@@ -29,6 +29,12 @@ def interval(own, other):
     return statistics.fmean(values), 4.302653 * statistics.stdev(values) / 3**0.5
 
 
+def shown(mean, half, sign="+"):
+    """Return mean and interval with three decimals, or with four if three do not show which one is larger."""
+    decimals = 2 if abs(mean) >= 10 else 4 if f"{abs(mean):.3f}" == f"{half:.3f}" != "0.000" else 3
+    return f"{mean:{sign}.{decimals}f} ± {half:.{decimals}f}"
+
+
 @pytest.mark.parametrize(
     ("arm", "reference"),
     [
@@ -45,9 +51,9 @@ def interval(own, other):
 def test_contrasts_are_printed_with_their_intervals(arm, reference):
     mean, half = contrast(arm, reference)
     row = next(line for line in PAGE.splitlines() if line.startswith(f"| {arm} − {reference} |"))
-    assert row.endswith(f"| {mean:+.3f} ± {half:.3f} | {'yes' if abs(mean) <= half else 'no'} |")
+    assert row.endswith(f"| {shown(mean, half)} | {'yes' if abs(mean) <= half else 'no'} |")
     prose = " ".join(PAGE.partition("## Books")[0].split())
-    assert f"{mean:+.3f} ± {half:.3f}" in prose
+    assert shown(mean, half) in prose
     assert f"`{arm}` − `{reference}`" in prose
 
 
@@ -61,7 +67,7 @@ def test_the_study_of_converted_models_has_its_contrasts(arm):
     """Each arm has the best rate of the tuning seed. The rates that were tried include half and twice that rate."""
     mean, half = converted(arm)
     prose = " ".join(PAGE.partition("## From a Transformer")[2].split())
-    assert re.search(rf"`{arm}` − `transformer` (is )?{re.escape(f'{mean:+.3f} ± {half:.3f}')}", prose)
+    assert re.search(rf"`{arm}` − `transformer` (is )?{re.escape(shown(mean, half))}", prose)
     for task in ("books-0.8m", "recall", "recall-easy"):
         runs, tried = (
             [r for r in COLLECTED[study] if (r["task"], r["arm"]) == (task, arm)]
@@ -106,8 +112,7 @@ def test_the_study_of_caches_has_its_differences(task, number):
         for name in caches:
             own, whole = (of_arm(task, arm, f"cache/{number}_{cache}", "cache") for cache in (name, "whole"))
             mean, half = interval(own, whole)
-            decimals = 3 if abs(mean) < 10 else 2
-            assert name == "whole" or f"{mean:.{decimals}f} ± {half:.{decimals}f}" in section
+            assert name == "whole" or shown(mean, half, sign="-") in section
             mean, half = change_contrast(task, f"cache/{number}_{name}", f"cache/{number}_whole")
             assert name == "whole" or f"{mean:+.4f} ± {half:.4f}" in section
 
