@@ -23,6 +23,8 @@ from difftx.training.checkpoint.reading import Checkpoint
 from difftx.training.run import Run
 
 HEADER_BYTES = 2**20  # Longest first line that identifies a large file.
+# Entries of `dependencies` that a result records, so that the report can compare those of two runs.
+OPTIONS = ("eval", "files", "extensions", "devices")
 
 
 def check_run(run: Run, suites: Sequence[str]) -> None:
@@ -54,7 +56,8 @@ def evaluate(
     results = {}
     with jax.set_mesh(run.mesh):
         for name in suites:
-            path, digest = result_path(run.workdir, name, step, part), settings(run, name)
+            path, depends = result_path(run.workdir, name, step, part), dependencies(run, name)
+            digest = json_sha256(depends)
             evaluation.journal = ItemJournal(path.with_suffix(".items.jsonl"), digest, weights)
             results[name] = result = SUITES[name].evaluate(evaluation)
             if checkpoint is not None:
@@ -62,7 +65,9 @@ def evaluate(
             if not is_primary():
                 continue
             make_folder(path.parent)
-            content = {"suite": name, "step": step, "settings": digest} | source | dataclasses.asdict(result)
+            options = {option: depends[option] for option in OPTIONS if option in depends}
+            content = {"suite": name, "step": step, "settings": digest, "options": options} | source
+            content |= dataclasses.asdict(result)
             write_atomically(path, json.dumps(content, indent=2) + "\n")
             evaluation.journal.remove()
     return results
@@ -83,7 +88,12 @@ def stored_result(run: Run, suite: str, step: int, part: WeightsPart = "params")
 
 
 def settings(run: Run, suite: str) -> str:
-    """Return a SHA-256 of everything, except the parameters, that a suite's result depends on."""
+    """Return a SHA-256 of `dependencies`."""
+    return json_sha256(dependencies(run, suite))
+
+
+def dependencies(run: Run, suite: str) -> dict[str, Any]:
+    """Return everything, except the parameters, that a suite's result depends on, as JSON."""
     config = run.config
     depends: dict[str, Any] = {
         "suite": suite,
@@ -104,7 +114,7 @@ def settings(run: Run, suite: str) -> str:
     if SUITES[suite].measures_device:
         device = run.mesh.devices.flat[0].device_kind
         depends["devices"] = [device, dict(run.mesh.shape), run.microbatch_rows]
-    return json_sha256(depends)
+    return depends
 
 
 def settings_of(run: Run, suites: Sequence[str]) -> dict[str, str]:
