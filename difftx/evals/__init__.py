@@ -66,6 +66,7 @@ def evaluate(
                 continue
             make_folder(path.parent)
             options = {option: depends[option] for option in OPTIONS if option in depends}
+            options |= {"endpoints": endpoints} if (endpoints := _endpoints(run.config, name)) else {}
             content = {"suite": name, "step": step, "settings": digest, "options": options} | source
             content |= dataclasses.asdict(result)
             write_atomically(path, json.dumps(content, indent=2) + "\n")
@@ -84,7 +85,12 @@ def stored_result(run: Run, suite: str, step: int, part: WeightsPart = "params")
     if size_of(path) is None:
         return None
     content = read_json(path)
-    return content if isinstance(content, dict) and content.get("settings") == settings(run, suite) else None
+    if not isinstance(content, dict) or content.get("settings") != settings(run, suite):
+        return None
+    # `settings` leaves endpoints out, because a suite may resume with the model's answers and ask another judge.
+    endpoints, options = _endpoints(run.config, suite), content.get("options")
+    is_known = isinstance(options, dict) and "endpoints" in options  # Older versions did not record them.
+    return None if is_known and options["endpoints"] != endpoints else content
 
 
 def settings(run: Run, suite: str) -> str:
@@ -130,6 +136,11 @@ def fields_of(config: Config, suite: str) -> tuple[str, ...]:
 def with_inner(config: Config, suite: str) -> tuple[str, ...]:
     """Return the names of a suite and of the suites that it runs in turn, as suite `quantize` does."""
     return (suite, *SUITES[suite].inner(config))
+
+
+def _endpoints(config: Config, suite: str) -> list[str]:
+    """Return the addresses of the services that a suite asks."""
+    return [address for name in with_inner(config, suite) if (address := SUITES[name].endpoint(config)) is not None]
 
 
 def _sha256(path: AnyPath) -> str | None:
