@@ -89,8 +89,9 @@ def stored_result(run: Run, suite: str, step: int, part: WeightsPart = "params")
         return None
     # `settings` leaves endpoints out, because a suite may resume with the model's answers and ask another judge.
     endpoints, options = _endpoints(run.config, suite), content.get("options")
-    is_known = isinstance(options, dict) and "endpoints" in options  # Older versions did not record them.
-    return None if is_known and options["endpoints"] != endpoints else content
+    # Results of older versions do not record them.
+    recorded = options.get("endpoints", endpoints) if isinstance(options, dict) else endpoints
+    return content if recorded == endpoints else None
 
 
 def settings(run: Run, suite: str) -> str:
