@@ -28,7 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import controls_study
 from benchmarks.tuning import REPORTED_SEEDS, TUNED_SEED, best_rate, run_difftx, sweep
 from difftx.configs.toy_continued import ARMS, RECIPES, STEPS
-from difftx.errors import run_command
+from difftx.errors import UserError, run_command
+from difftx.training.checkpoint.manifest import read_manifest, steps_in
+from difftx.training.run import read_description
 
 CONFIG = "configs/toy_continued.py"
 NEW_DATA = 100  # Added to a Transformer's seed, so that its data come in another order.
@@ -78,6 +80,19 @@ def train_transformer(out: Path, task: str, seed: int) -> None:
             to = start_of(out, task, method, seed)
             flags = [f"--differential={method}", f"--input={start_of(out, task, 'transformer', seed)}", f"--out={to}"]
             run_difftx(to, ["convert", "--from=difftx", "--to=difftx", *flags])
+            require_newest_weights(to, start_of(out, task, "transformer", seed))
+
+
+def require_newest_weights(converted: Path, transformer: Path) -> None:
+    """Raise `UserError` if a folder was converted from other weights than those that the Transformer has now."""
+    source = read_description(converted).get("source_weights")  # Older versions did not record it.
+    checkpoints = transformer / "checkpoints"
+    newest = read_manifest(checkpoints / str(steps_in(checkpoints)[-1])).weights
+    if source not in (None, newest):
+        raise UserError(
+            f"{converted} was converted from other weights than those of {transformer}, which was trained again; "
+            f"remove {converted} and the runs that started from it"
+        )
 
 
 def start_of(out: Path, task: str, arm: str, seed: int) -> Path:

@@ -160,7 +160,7 @@ class HallucinationConfig(Group, path="eval.hallucination"):
 
 
 class JudgeConfig(Group, path="eval.judge"):
-    """Access to the model `eval.hallucination.judge_model`. Stored results do not depend on these fields."""
+    """Access to the model `eval.hallucination.judge_model`. Of these fields, stored results depend on `base_url`."""
 
     base_url: str = "https://api.openai.com/v1"
     """Address of an endpoint for chat completions. With a key, it must be https, or http to this machine."""

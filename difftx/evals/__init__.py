@@ -23,6 +23,8 @@ from difftx.training.checkpoint.reading import Checkpoint
 from difftx.training.run import Run
 
 HEADER_BYTES = 2**20  # Longest first line that identifies a large file.
+# Entries of `dependencies` that a result records, so that the report can compare those of two runs.
+OPTIONS = ("eval", "files", "extensions", "devices")
 
 
 def check_run(run: Run, suites: Sequence[str]) -> None:
@@ -54,7 +56,8 @@ def evaluate(
     results = {}
     with jax.set_mesh(run.mesh):
         for name in suites:
-            path, digest = result_path(run.workdir, name, step, part), settings(run, name)
+            path, depends = result_path(run.workdir, name, step, part), dependencies(run, name)
+            digest = json_sha256(depends)
             evaluation.journal = ItemJournal(path.with_suffix(".items.jsonl"), digest, weights)
             results[name] = result = SUITES[name].evaluate(evaluation)
             if checkpoint is not None:
@@ -62,7 +65,10 @@ def evaluate(
             if not is_primary():
                 continue
             make_folder(path.parent)
-            content = {"suite": name, "step": step, "settings": digest} | source | dataclasses.asdict(result)
+            options = {option: depends[option] for option in OPTIONS if option in depends}
+            options |= {"endpoints": endpoints} if (endpoints := _endpoints(run.config, name)) else {}
+            content = {"suite": name, "step": step, "settings": digest, "options": options} | source
+            content |= dataclasses.asdict(result)
             write_atomically(path, json.dumps(content, indent=2) + "\n")
             evaluation.journal.remove()
     return results
@@ -79,11 +85,22 @@ def stored_result(run: Run, suite: str, step: int, part: WeightsPart = "params")
     if size_of(path) is None:
         return None
     content = read_json(path)
-    return content if isinstance(content, dict) and content.get("settings") == settings(run, suite) else None
+    if not isinstance(content, dict) or content.get("settings") != settings(run, suite):
+        return None
+    # `settings` leaves endpoints out, because a suite may resume with the model's answers and ask another judge.
+    endpoints, options = _endpoints(run.config, suite), content.get("options")
+    # Results of older versions do not record them.
+    recorded = options.get("endpoints", endpoints) if isinstance(options, dict) else endpoints
+    return content if recorded == endpoints else None
 
 
 def settings(run: Run, suite: str) -> str:
-    """Return a SHA-256 of everything, except the parameters, that a suite's result depends on."""
+    """Return a SHA-256 of `dependencies`."""
+    return json_sha256(dependencies(run, suite))
+
+
+def dependencies(run: Run, suite: str) -> dict[str, Any]:
+    """Return everything, except the parameters, that a suite's result depends on, as JSON."""
     config = run.config
     depends: dict[str, Any] = {
         "suite": suite,
@@ -104,7 +121,7 @@ def settings(run: Run, suite: str) -> str:
     if SUITES[suite].measures_device:
         device = run.mesh.devices.flat[0].device_kind
         depends["devices"] = [device, dict(run.mesh.shape), run.microbatch_rows]
-    return json_sha256(depends)
+    return depends
 
 
 def settings_of(run: Run, suites: Sequence[str]) -> dict[str, str]:
@@ -120,6 +137,11 @@ def fields_of(config: Config, suite: str) -> tuple[str, ...]:
 def with_inner(config: Config, suite: str) -> tuple[str, ...]:
     """Return the names of a suite and of the suites that it runs in turn, as suite `quantize` does."""
     return (suite, *SUITES[suite].inner(config))
+
+
+def _endpoints(config: Config, suite: str) -> list[str]:
+    """Return the addresses of the services that a suite asks."""
+    return [address for name in with_inner(config, suite) if (address := SUITES[name].endpoint(config)) is not None]
 
 
 def _sha256(path: AnyPath) -> str | None:

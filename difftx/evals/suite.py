@@ -25,6 +25,8 @@ class Suite:
         files: function that returns the files that the suite reads. A stored result depends on their contents.
         headers: function that returns files that the suite reads and that are too large to hash. A stored result
             depends on their first lines, which must identify their contents.
+        endpoint: function that returns the address of a service whose answers the result depends on, or None. A stored
+            result is reused only with the same address.
         inner: function that returns the names of other suites that this suite runs. It may raise `UserError`.
         check: function that raises `UserError` for a run that the suite cannot evaluate. It is called before training
             and before an evaluation.
@@ -36,6 +38,7 @@ class Suite:
     reads: tuple[str, ...] = ()
     files: Callable[[Config], Iterable[AnyPath]] = lambda config: ()
     headers: Callable[[Config], Iterable[AnyPath]] = lambda config: ()
+    endpoint: Callable[[Config], str | None] = lambda config: None
     inner: Callable[[Config], Sequence[str]] = lambda config: ()
     check: Callable[[Run], Any] = lambda run: None
     measures_device: bool = False

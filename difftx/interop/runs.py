@@ -107,6 +107,7 @@ def _import_run(
         else:
             read = functools.partial(load_sources, config.data, tokenizer)
             lines += _differentialize(checkpoint, "params", config, model, read, tokenizer, dex_heads, folder)
+            write_description(folder, dataclasses.replace(config, model=model))
             shutil.rmtree(imported)
     return [f"{out}: a run of step {STEP}, {_describe(model)}", note, *lines]
 
@@ -136,6 +137,8 @@ def differentialize_run(
 
         with new_folder(out) as folder:
             lines = _differentialize(checkpoint.folder, part, config, model, read, tokenizer, dex_heads, folder)
+            details = {"source_weights": checkpoint.weights}
+            write_description(folder, dataclasses.replace(config, model=model), details)
             checkpoint.require_unchanged()
         return [f"{out}: a run of step {STEP}, {_describe(model)}", *lines]
 
@@ -152,7 +155,7 @@ def _differentialize(
     dex_heads: Heads,
     folder: Path,
 ) -> list[str]:
-    """Write the run of `model`, which a Transformer becomes, to a folder. `config` is the Transformer's.
+    """Write the checkpoint of `model`, which a Transformer becomes, to a folder. `config` is the Transformer's.
 
     `read_data` opens the data on whose validation rows dex chooses heads.
     """
@@ -164,7 +167,6 @@ def _differentialize(
     with jax.set_mesh(mesh):
         arrays = differential_params(ParamsReader(checkpoint, part), config.model, new, chosen_LH)
         save_params(folder, arrays, new, {"tokenizer": tokenizer.fingerprint})
-    write_description(folder, new)
     before, after = added_parameters(config.model, model)
     return [
         *lines,

@@ -23,7 +23,7 @@ from difftx.report.charts import series_colours, short_number
 from difftx.report.curves import summary
 from difftx.report.panels import Cell, Table
 from difftx.report.runs import Metric, RunRecord, data_notes, different_tokenizers, read_runs
-from difftx.report.suites import signed_change, suite_sections
+from difftx.report.suites import option_notes, signed_change, suite_sections
 from difftx.report.verdict import Verdict, verdict
 from difftx.storage.paths import AnyPath
 from difftx.training.resume import changed_fields
@@ -151,7 +151,7 @@ def _spent(run: RunRecord) -> dict[str, str]:
 
 
 def _notes(runs: Sequence[RunRecord], foreign: tuple[str, str] | None) -> list[str]:
-    """Return notes on the data: their name, what could not be read, and what is not of the runs' checkpoints."""
+    """Return notes on the data and results: what could not be read, is not of the checkpoints or not comparable."""
     notes = []
     if any(run.config.data.path == STDLIB for run in runs):
         notes.append(f"{STDLIB} is the source code of Python's standard library.")
@@ -164,7 +164,7 @@ def _notes(runs: Sequence[RunRecord], foreign: tuple[str, str] | None) -> list[s
             + _command("eval", f"--workdir={run.workdir}", f"--suite={suite}", f"--step={step}")
             for suite, step in run.outdated
         ]
-    notes += [f"{note}." for note in data_notes(runs)]
+    notes += [f"{note}." for note in (*data_notes(runs), *option_notes(runs))]
     if foreign:
         what = "different tokenizers: losses per token do not compare, bits per byte do"
         notes.append(f"{foreign[0]} and {foreign[1]} have {what}.")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from difftx.errors import UserError, did_you_mean
+from difftx.files import matching_folders
 from difftx.json_files import read_json
 from difftx.model.abstract import count_parameters
 from difftx.report.arms import EQUAL_SIZES, training_changes
@@ -32,10 +33,10 @@ class LossPoint:
 
 
 def read_points(pattern: str, metric: Metric) -> tuple[list[LossPoint], list[str]]:
-    """Return the points of the tables or run directories that match a glob, and notes on runs.
+    """Return the points of the tables and run directories that match a glob, and notes on runs.
 
-    A note names an unfinished run, the fields in which runs of one architecture, size and length differ, or runs with
-    different data (`data_notes`).
+    A note names an unfinished run, the fields in which runs of one architecture, size and length differ, runs with
+    different data (`data_notes`), or tables whose points are fitted together with those of runs.
 
     A table is a .csv file, or a .json file with a list of objects. Its columns are `architecture`, `size` (parameters),
     `tokens`, `loss` (or `bits_per_byte`) and optionally `seed`. Rows of equal architecture, size and seed form one run.
@@ -43,13 +44,17 @@ def read_points(pattern: str, metric: Metric) -> tuple[list[LossPoint], list[str
     # Tables are local. In a bucket, only run directories match.
     files = [Path(name) for name in sorted(glob.glob(pattern)) if Path(name).suffix in (".csv", ".json")]
     tables = [file for file in files if str(file) == str(Path(pattern)) or not _is_other_output(file)]
-    if tables:
-        if points := [point for table in tables for point in _points_of_table(table, metric)]:
+    points = [point for table in tables for point in _points_of_table(table, metric)]
+    if tables and not matching_folders("--scaling", pattern, "metrics.jsonl"):
+        if points:
             return points, []
         raise UserError(f"--scaling={pattern!r}: no points there")
     runs = match_runs(pattern, "scaling")
     check_comparable(runs, metric)
-    points, notes = [], [*_pooled_arms(runs), *data_notes(runs)]
+    notes = [*_pooled_arms(runs), *data_notes(runs)]
+    if tables:
+        names = ", ".join(map(str, tables))
+        notes.append(f"the fit has the points of {names} and of {len(runs)} runs; a table does not name its data")
     for run in runs:
         found, note = _points_of_run(run, metric)
         points += found

@@ -1,9 +1,12 @@
 """The report's sections on suites: what each measures, its numbers and their differences, its charts and samples."""
 
 import dataclasses
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import flax.traverse_util
 
 from difftx.evals.measures import (
     COUNTS,
@@ -60,7 +63,8 @@ class SuiteSection:
 def suite_sections(runs: Sequence[RunRecord], *, comparable: bool) -> list[SuiteSection]:
     """Return a section for each suite of the runs, except `VERDICT_SUITE`.
 
-    If the runs are not `comparable`, because their tokenizers differ, only bits per byte have differences.
+    If the runs are not `comparable`, because their tokenizers differ, only bits per byte have differences. A run whose
+    result has other options than that of the first run has none (`option_notes`).
     """
     sections = []
     found = {suite for run in runs for suite in run.results} - {VERDICT_SUITE}
@@ -92,6 +96,37 @@ def suite_sections(runs: Sequence[RunRecord], *, comparable: bool) -> list[Suite
     return sections
 
 
+def option_notes(runs: Sequence[RunRecord]) -> list[str]:
+    """Return a note for each newest result of a suite with other options than the newest result of the first run."""
+    notes = []
+    for suite in dict.fromkeys(suite for run in runs for suite in run.results):
+        first, *others = [run for run in runs if suite in run.results]
+        for run in others:
+            if suite == VERDICT_SUITE and first.config.eval.loss_tokens != run.config.eval.loss_tokens:
+                continue  # A note of `data_notes` says so.
+            base, result = (of_run[max(of_run)] for of_run in (first.results[suite], run.results[suite]))
+            if changes := _changed_options(base, result):
+                fields = "; ".join(f"{name}: {before} and {after}" for name, (before, after) in changes.items())
+                what = f"so their results of suite {suite} are not comparable"
+                notes.append(f"{first.name} and {run.name} differ in {fields}, {what}")
+    return notes
+
+
+def _changed_options(first: Result, second: Result) -> dict[str, tuple[str, str]]:
+    """Return the values of each option in which two results differ. Options that one does not record are left out."""
+    before, after = (
+        flax.traverse_util.flatten_dict(options, sep=".") if isinstance(options := result.get("options"), dict) else {}
+        for result in (first, second)
+    )
+
+    def text(value: Any) -> str:
+        """Return a value as JSON, with the first 12 digits of each SHA-256."""
+        return re.sub(r"([0-9a-f]{12})[0-9a-f]{52}", r"\1…", json.dumps(value, ensure_ascii=False))
+
+    changed = [name for name in before if name in after and before[name] != after[name]]
+    return {name: (text(before[name]), text(after[name])) for name in changed}
+
+
 def _numbers(
     suite: str, newest: Mapping[str, Result], measures: Mapping[str, Measure], *, comparable: bool
 ) -> tuple[list[str], dict[str, list[str | Cell]], list[str]]:
@@ -105,6 +140,7 @@ def _numbers(
     for run, _ in others:
         header += [run, f"{run} − {first}"]
     rows, basis = {}, []
+    has_other_options = [bool(_changed_options(base, result)) for _, result in others]
     for name in dict.fromkeys(name for result in newest.values() for name in result["numbers"]):
         values, measure = [result["numbers"].get(name) for result in newest.values()], measures[name]
         if measure.unit in COUNTS and len(set(values)) == 1:
@@ -112,8 +148,8 @@ def _numbers(
             continue
         row = [Cell(label_of(name, suite), unit=measure.unit), *([format_value(chance.get(name))] if chance else [])]
         row.append(format_value(values[0]))
-        for value in values[1:]:
-            is_comparable = comparable or name == "bits_per_byte"
+        for other_options, value in zip(has_other_options, values[1:], strict=True):
+            is_comparable = (comparable or name == "bits_per_byte") and not other_options
             row += [format_value(value), difference_of(measure, values[0], value) if is_comparable else "–"]
         rows[name] = row
     return header, rows, basis

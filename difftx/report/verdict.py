@@ -11,7 +11,7 @@ from difftx.evals.measures import format_value
 from difftx.json_files import schema_error
 from difftx.model.abstract import count_parameters
 from difftx.report.arms import EQUAL_SIZES, Arm, arms_of
-from difftx.report.runs import METRIC_UNITS, Metric, RunRecord
+from difftx.report.runs import METRIC_UNITS, Metric, RunRecord, different_tokenizers
 from difftx.report.suites import signed_change
 
 
@@ -34,9 +34,12 @@ def verdict(runs: Sequence[RunRecord], metric: Metric) -> Verdict:
         fix = "Run difftx eval --suite=loss on each of them."
         return Verdict(f"No verdict: there is no finite validation {what} of {_listed(missing)} yet.", [fix], arms)
     limits = _limits(arms)
-    if pair := _different_text(runs):
-        headline = f"No verdict: {pair[0]} and {pair[1]} were validated on different text."
-        return Verdict(headline, ["Losses on different text cannot be compared.", *limits], arms)
+    if pair := _different_targets(runs):
+        what, reason = "were validated on different text", "Losses on different text cannot be compared."
+        if different_tokenizers(pair):
+            what = "have different tokenizers"
+            reason = "Their targets do not show whether the text is the same. If it is, compare the bits per byte."
+        return Verdict(f"No verdict: {pair[0].name} and {pair[1].name} {what}.", [reason, *limits], arms)
     if len(arms) == 1:
         (arm,) = arms
         losses = arm.values(metric)
@@ -135,10 +138,10 @@ def _blocks(run: RunRecord) -> dict[tuple[str, ...], tuple[np.ndarray, np.ndarra
     return found
 
 
-def _different_text(runs: Sequence[RunRecord]) -> tuple[str, str] | None:
-    """Return the names of two runs whose validation targets differ, or None if none are known to differ."""
-    known = [(run.name, found.keys()) for run in runs if (found := _blocks(run))]
-    return next(((known[0][0], name) for name, targets in known if targets != known[0][1]), None)
+def _different_targets(runs: Sequence[RunRecord]) -> tuple[RunRecord, RunRecord] | None:
+    """Return two runs whose validation targets differ, or None if none are known to differ."""
+    known = [(run, found.keys()) for run in runs if (found := _blocks(run))]
+    return next(((known[0][0], run) for run, targets in known if targets != known[0][1]), None)
 
 
 def _limits(arms: Sequence[Arm]) -> list[str]:

@@ -18,7 +18,7 @@ from difftx.evals.hallucination import chat
 from difftx.evals.hallucination.chat import ChatEndpoint
 from difftx.evals.hallucination.judges import Case, JudgeModel, read_verdict
 from difftx.progress import Work
-from evals.chat_server import KEY, USAGE, ChatServer, completion
+from evals.chat_server import KEY, USAGE, ChatServer, completion, verdict_on
 
 CONFIG = load_config(f"{ROOT}/configs/quickstart.py:diff", {"eval.hallucination.judge_model": "gpt-4o-2024-08-06"}).eval
 FAST = {"backoff_seconds": 0.01, "longest_wait_seconds": 3.0, "timeout_seconds": 20.0}
@@ -83,6 +83,26 @@ def test_changed_case_model_or_temperature_is_requested_again(tmp_path):
         accurate(judge_of(server, tmp_path, temperature=None), CASES[:1])
         assert len(server.asked) == 6
     assert "temperature" not in server.asked[-1]
+
+
+def test_another_endpoint_with_a_model_of_the_same_name_is_asked(tmp_path):
+    opposite = {True: '{"accurate": false}', False: '{"accurate": true}'}
+
+    def behave(number, prompt):
+        return {"reply": completion(opposite[json.loads(verdict_on(prompt))["accurate"]])}
+
+    with ChatServer() as server, ChatServer(behave) as other:
+        assert accurate(judge_of(server, tmp_path)) == EXPECTED
+        contrary = [not value for value in EXPECTED]
+        for _ in range(2):
+            assert accurate(judge_of(other, tmp_path)) == contrary
+            assert accurate(judge_of(server, tmp_path, base_url=f"{server.url}/")) == EXPECTED
+        assert (len(server.asked), len(other.asked)) == (len(CASES), len(CASES))
+        # Rows that an older version wrote have no endpoint. They count for any.
+        old = [{name: value for name, value in row.items() if name != "base_url"} for row in entries(tmp_path)[:24]]
+        (tmp_path / "verdicts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in old))
+        assert accurate(judge_of(other, tmp_path)) == EXPECTED
+        assert len(other.asked) == len(CASES)
 
 
 FAULTS = [

@@ -71,10 +71,12 @@ def write_run(
     return workdir
 
 
-def write_result(workdir, suite, step, numbers, charts=(), details=None):
+def write_result(workdir, suite, step, numbers, charts=(), details=None, options=None):
+    """Write a result. `options` is what `difftx eval` records of its settings. Old results have none."""
     folder = workdir / "evals" / suite
     folder.mkdir(parents=True, exist_ok=True)
     result = {"suite": suite, "step": step, "numbers": numbers, "charts": list(charts), "details": details or {}}
+    result |= {} if options is None else {"options": options}
     (folder / f"{step}.json").write_text(json.dumps(result))
 
 

@@ -13,10 +13,15 @@ from conftest import ROOT
 from helpers.pages import contrast
 from helpers.report_runs import tiny, write_result, write_run
 
+from difftx import evals
 from difftx.config.recipes import load_config
 from difftx.errors import UNPRINTABLE, UserError
+from difftx.evals.result import Result
+from difftx.evals.suite import Suite
+from difftx.registry import Registry
 from difftx.report.page import write_page
 from difftx.report.panels import thinned
+from difftx.training.run import Run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 CHROMIUM_FLAGS = [
@@ -437,6 +442,69 @@ def test_different_tokenizers_compare_by_bits_per_byte_only(tmp_path):
         "two has a higher validation loss on stdlib than one: 0.75 and 0.5 bits per byte, in one run each, but" in text
     )
     assert "+1 (" not in text
+
+
+def notes_of(text):
+    """Return the notes of a page, as text."""
+    return [html.unescape(note) for note in re.findall(r'<p class="note">(.*?)</p>', text)]
+
+
+def test_results_with_other_settings_are_named_and_have_no_difference(tmp_path, monkeypatch):
+    """`evaluate` records the settings of each result, and runs whose settings are equal or unknown still compare."""
+
+    copies = {"train__steps": 3, "data__path": "synthetic:copy", "data__synthetic__vocab_size": 130}
+    runs = {}
+    for name, accuracy, samples in (("base", 0.5, 50), ("same", 0.25, 50), ("few", 0.75, 5)):
+        config = tiny("diff", **copies, eval__needle__samples=samples)
+        runs[name] = write_run(tmp_path / name, config)
+        needle = Suite(evaluate=lambda _, value=accuracy: Result(numbers={"accuracy": value}), reads=("needle",))
+        monkeypatch.setattr(evals, "SUITES", Registry("suite", {"needle": needle}))
+        evals.evaluate(Run.open(config, runs[name]), None, 3, ["needle"])
+    old = write_run(tmp_path / "old", tiny("diff", **copies))
+    write_result(old, "needle", 3, {"accuracy": 0.125})  # It does not record its settings.
+    text = write_page([*runs.values(), old], tmp_path / "report.html").read_text()
+    assert [note for note in notes_of(text) if "differ in" in note] == [
+        "base and few differ in eval.needle.samples: 50 and 5, so their results of suite needle are not comparable."
+    ]
+    section = re.search(r'<section id="suite-needle">.*?</table>', text, re.DOTALL)[0]
+    cells = [re.sub(r"<[^>]+>", " ", cell).split() for cell in re.findall(r"<td.*?</td>", section)]
+    assert cells == [["0.5"], ["0.25"], ["−0.25", "worse"], ["0.75"], ["–"], ["0.125"], ["−0.375", "worse"]]
+
+
+def test_files_with_other_contents_are_settings(tmp_path):
+    for name, digits in (("a", "1"), ("b", "2")):
+        write_run(tmp_path / name, tiny("diff", train__steps=3))
+        write_result(tmp_path / name, "icl", 3, {"accuracy": 0.5}, options={"eval": {}, "files": [digits * 64]})
+    text = write_page([tmp_path / "a", tmp_path / "b"], tmp_path / "report.html").read_text()
+    values = f'files: ["{"1" * 12}…"] and ["{"2" * 12}…"]'
+    assert f"a and b differ in {values}, so their results of suite icl are not comparable." in notes_of(text)
+
+
+def test_runs_with_different_data_are_named(tmp_path):
+    """The notes have two runs as examples. Runs with equal data have no note."""
+
+    def page(name, text="x", **changes):
+        run = write_run(tmp_path / name, tiny("transformer", train__steps=6, **changes), text=text)
+        return notes_of(write_page([base, run], tmp_path / "report.html").read_text())
+
+    base = write_run(tmp_path / "base", tiny("diff", train__steps=6), text="x")
+    plain = page("same")
+    not_comparable = "so their losses are not comparable."
+    # The Transformer is the first run of the page.
+    assert [note for note in page("other", "y") if note not in plain] == [
+        f"other and base have other data at data.path or data.sources, {not_comparable}"
+    ]
+    assert not any("comparable" in note for note in plain)
+    length = tiny("diff").data.sequence_length
+    assert [note for note in page("short", data__sequence_length=length // 2) if note not in plain] == [
+        f"short and base differ in data.sequence_length: {length // 2:,} and {length:,} tokens per row, "
+        f"{not_comparable}"
+    ]
+    tokens = tiny("diff").eval.loss_tokens
+    assert [note for note in page("fewer", eval__loss_tokens=tokens // 2) if note not in plain] == [
+        f"fewer and base differ in eval.loss_tokens: {tokens // 2:,} and {tokens:,} tokens to validate on, "
+        f"{not_comparable}"
+    ]
 
 
 def test_mistakes(tmp_path):

@@ -9,7 +9,7 @@ from helpers.report_runs import write_run
 
 from difftx.analysis.scaling_law import PowerLaw
 from difftx.errors import UserError
-from difftx.report.points import read_points
+from difftx.report.points import LossPoint, read_points
 from difftx.report.scaling import format_study, write_scaling
 
 SIZES = [0.834e9, 1.410e9, 2.763e9, 6.837e9, 13.083e9]  # Table 10.
@@ -187,7 +187,12 @@ def test_glob_of_a_sweep_skips_its_other_files(config, tmp_path):
         read_points(f"{tmp_path}/sweep.json", "loss")
     # A table of points is read under any name, and an unknown file is still an error.
     (tmp_path / "curves.json").write_text('[{"architecture": "diff", "size": 10, "tokens": 9, "loss": 3.0}]')
-    assert [point.size for point in read_points(f"{tmp_path}/*", "loss")[0]] == [10]
+    points, notes = read_points(f"{tmp_path}/*", "loss")
+    assert sorted(points, key=str) == sorted([LossPoint("diff", 10.0, 9.0, 3.0, True), *expected[0]], key=str)
+    assert notes == [
+        *expected[1],
+        f"the fit has the points of {tmp_path}/curves.json and of 8 runs; a table does not name its data",
+    ]
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(UserError, match=r"other\.json: not a list of points"):
         read_points(f"{tmp_path}/*", "loss")

@@ -124,6 +124,12 @@ def test_verdict_states_what_cannot_be_compared(tmp_path):
     b = make(tmp_path / "b", [2.1] * BLOCKS, architecture="transformer")
     other = make(tmp_path / "other", [2.1] * BLOCKS, architecture="transformer", targets="b")
     assert judged([a, other]).headline == "No verdict: a and other were validated on different text."
+    foreign = make(tmp_path / "foreign", [2.1] * BLOCKS, architecture="transformer", targets="b")
+    manifest = (foreign / "manifest.json").read_text()
+    (foreign / "manifest.json").write_text(manifest.replace("a" * 64, "b" * 64))
+    found = judged([a, foreign], "bits_per_byte")
+    assert found.headline == "No verdict: a and foreign have different tokenizers."
+    assert found.details[0].startswith("Their targets do not show whether the text is the same.")
     old = write_run(tmp_path / "old", tiny("transformer", train__steps=6), loss=lambda step: 1.0)
     assert judged([a, old]).headline.endswith("but one run each cannot tell whether that is chance.")
     few = [make(tmp_path / f"few{i}", [2.0 + i] * 3, architecture=name) for i, name in enumerate(("diff", "gda"))]

@@ -104,11 +104,15 @@ class OfflineJudge:
 
 
 class JudgeModel:
-    """A judge model at a chat endpoint. A file keeps each reply under its request's hash, so none is paid for twice."""
+    """A judge model at a chat endpoint.
+
+    A file keeps each reply under its request's hash and endpoint, so that none is paid for twice.
+    """
 
     def __init__(self, settings: HallucinationConfig, config: JudgeConfig, path: AnyPath):
         assert settings.judge_model is not None
         self._model, self._temperature, self._config = settings.judge_model, settings.judge_temperature, config
+        self._base_url = endpoint_of(config)
         # `label` ends the names of the numbers that depend on the judge. Tables and charts show `name`.
         self.label = "judge_" + re.sub(r"[^a-z0-9]+", "_", self._model.lower()).strip("_")
         self.name = f"judge: {self._model}"
@@ -117,11 +121,13 @@ class JudgeModel:
         self._spent = collections.Counter(replies=0, tokens_in=0, tokens_out=0, replies_without_usage=0)
 
     def verdicts(self, cases: Sequence[Case], what: str, work: Work) -> list[Verdict]:
-        """Return the verdicts. Cases without a verdict in the file are sent to the endpoint concurrently."""
+        """Return the verdicts. Cases without a verdict of this endpoint in the file are sent to it concurrently."""
         bodies = [self._body(case) for case in cases]
         keys = [json_sha256(body) for body in bodies]
         stored = self._file.read({"key": str, "accurate": bool, "why": str})
-        known = {row["key"]: Verdict(row["accurate"], row["why"]) for row in stored}
+        # Rows of older versions have no endpoint.
+        own = [row for row in stored if row.get("base_url", self._base_url) == self._base_url]
+        known = {row["key"]: Verdict(row["accurate"], row["why"]) for row in own}
         left = {key: body for key, body in zip(keys, bodies, strict=True) if key not in known}
         before = self._spent.copy()
         try:
@@ -169,7 +175,8 @@ class JudgeModel:
         def read(reply: Reply) -> Verdict:
             text = self._endpoint.public(reply.text)
             verdict = read_verdict(text)
-            row = {"key": key, "model": self._model, "accurate": None, "why": None, "reply": text}
+            row = {"key": key, "model": self._model, "base_url": self._base_url}
+            row |= {"accurate": None, "why": None, "reply": text}
             row |= {} if verdict is None else verdict._asdict()
             self._file.append([row | {"tokens_in": reply.tokens_in, "tokens_out": reply.tokens_out}])
             with self._lock:
@@ -193,6 +200,11 @@ class JudgeModel:
         if price_in is None or price_out is None:
             return None
         return (spent["tokens_in"] * price_in + spent["tokens_out"] * price_out) / 1e6
+
+
+def endpoint_of(config: JudgeConfig) -> str:
+    """Return the address of the judge's endpoint. A slash at its end makes no other endpoint."""
+    return config.base_url.rstrip("/")
 
 
 def read_verdict(text: str) -> Verdict | None:

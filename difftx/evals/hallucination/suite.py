@@ -9,7 +9,7 @@ from difftx.config.eval import KINDS
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.hallucination import overlap
-from difftx.evals.hallucination.judges import Case, JudgeModel, OfflineJudge, Verdict
+from difftx.evals.hallucination.judges import Case, JudgeModel, OfflineJudge, Verdict, endpoint_of
 from difftx.evals.hallucination.prompts import STOP, HallucinationItem, HallucinationSet
 from difftx.evals.result import Heatmap, LineChart, Result
 from difftx.evals.suite import Suite
@@ -71,6 +71,10 @@ def sets_and_judge(run: Run) -> tuple[list[HallucinationSet], Judge]:
 
 def _files(config: Config) -> list[AnyPath]:
     return [path_of("eval.hallucination.sets", data_set.path) for data_set in config.eval.hallucination.sets]
+
+
+def _endpoint(config: Config) -> str | None:
+    return None if config.eval.hallucination.judge_model is None else endpoint_of(config.eval.judge)
 
 
 def _answered(evaluation: Evaluation, data_set: HallucinationSet) -> dict[str, Entry]:
@@ -155,4 +159,4 @@ def _table(kind: str, names: Sequence[str], measures: dict[str, Measures], judge
     )
 
 
-SUITE = Suite(evaluate=evaluate, reads=("hallucination",), check=sets_and_judge, files=_files)
+SUITE = Suite(evaluate=evaluate, reads=("hallucination",), check=sets_and_judge, files=_files, endpoint=_endpoint)
