@@ -124,12 +124,11 @@ def window_scope(window: int | None) -> contextlib.AbstractContextManager:
 
 
 def visible_keys(tokens: int, window: int | None) -> float:
-    """Return twice the mean number of keys that a query of a causal row of T tokens sees.
+    """Return the mean number of keys that a query of a causal row of T tokens sees, with an error of at most 1/2.
 
-    This is T without a window, and W (2 - W / T) with a window of W tokens. Half of it is the mean, with an error of at
-    most 1/2.
+    This is T / 2 without a window, and W (1 - W / 2 T) with a window of W tokens.
     """
-    return tokens if window is None else window * (2 - window / tokens)
+    return tokens / 2 if window is None else window * (1 - window / (2 * tokens))
 
 
 def lam_per_token(lam: jax.Array, q_BTHGD: jax.Array) -> jax.Array:

@@ -83,19 +83,21 @@ def _attend(map_of, window, q_BTHGD, k_BUKGD, v_BUKE, per_query_BTH, *ids_and_ca
     q_BTKRGD = q_BTHGD.reshape(B, T, K, H // K, G, D)
     same_BTU = (segment_BT[:, :, None] == segment_BT[:, None]) & (branch_BT[:, :, None] == branch_BT[:, None])
     if slots:
-        cached_BKS = slots[0].position_BKS
-        cached_BKTS = (segment_BT != EMPTY)[:, None, :, None] & (cached_BKS != EMPTY)[:, :, None]
+        cached_position_BKS = slots[0].position_BKS
+        seen_cached_BKTS = (segment_BT != EMPTY)[:, None, :, None] & (cached_position_BKS != EMPTY)[:, :, None]
     else:
-        cached_BKS = jnp.arange(S)[None, None]
-        cached_BKTS = (segment_BT[:, :, None] == cached_segment_BS[:, None])[:, None]
+        cached_position_BKS = jnp.arange(S)[None, None]
+        seen_cached_BKTS = (segment_BT[:, :, None] == cached_segment_BS[:, None])[:, None]
     if window is not None:
         same_BTU &= position_BT[:, :, None] - position_BT[:, None] < window
-        cached_BKTS &= position_BT[:, None, :, None] - cached_BKS[:, :, None] < window
+        seen_cached_BKTS &= position_BT[:, None, :, None] - cached_position_BKS[:, :, None] < window
     new_B1TU = (same_BTU & jnp.tri(T, dtype=bool)[None])[:, None]
-    seen_BKTX = jnp.concatenate([cached_BKTS, jnp.broadcast_to(new_B1TU, (*cached_BKTS.shape[:3], T))], axis=3)
+    seen_BKTX = jnp.concatenate(
+        [seen_cached_BKTS, jnp.broadcast_to(new_B1TU, (*seen_cached_BKTS.shape[:3], T))], axis=3
+    )
     keys_BKGSD = keys.reshape(B, K, G, S, D)
-    cached_BKGRTS = einsum("BTKRGD,BKGSD->BKGRTS", q_BTKRGD, keys_BKGSD)
-    logits_BKGRTX = jnp.concatenate([cached_BKGRTS, einsum("BTKRGD,BUKGD->BKGRTU", q_BTKRGD, k_BUKGD)], axis=-1)
+    cached_logits_BKGRTS = einsum("BTKRGD,BKGSD->BKGRTS", q_BTKRGD, keys_BKGSD)
+    logits_BKGRTX = jnp.concatenate([cached_logits_BKGRTS, einsum("BTKRGD,BUKGD->BKGRTU", q_BTKRGD, k_BUKGD)], axis=-1)
     # Every token attends to itself, so no row is masked completely.
     logits_BKGRTX = jnp.where(seen_BKTX[:, :, None, None], logits_BKGRTX * D**-0.5, -jnp.inf)
     map_inputs = [logits_BKGRTX[:, :, g] for g in range(G)]
@@ -104,8 +106,8 @@ def _attend(map_of, window, q_BTHGD, k_BUKGD, v_BUKE, per_query_BTH, *ids_and_ca
     map_BKRTX = map_of(*map_inputs)
     mass = Saved()
     if slots:
-        is_token_BT = (segment_BT != EMPTY)[:, None, None, :, None]
-        mass_BKX = jnp.sum(jnp.where(is_token_BT, jnp.abs(map_BKRTX), 0), axis=(2, 3))
+        is_token_B11T1 = (segment_BT != EMPTY)[:, None, None, :, None]
+        mass_BKX = jnp.sum(jnp.where(is_token_B11T1, jnp.abs(map_BKRTX), 0), axis=(2, 3))
         mass = Saved(by_token=(jnp.moveaxis(mass_BKX[..., S:], 2, 1),), by_head=(mass_BKX[..., :S],))
     map_BKRTX = map_BKRTX.astype(v_BUKE.dtype)
     out_BKRTE = einsum("BKRTS,BKSE->BKRTE", map_BKRTX[..., :S], values_BKSE)
