@@ -282,7 +282,7 @@ class ModelConfig(Extensible, path="model"):
     @property
     def d_value(self) -> int:
         """Width of a value, and of a head's output."""
-        return ARCHITECTURES[self.architecture].value_groups * self.d_head
+        return ARCHITECTURES[self.architecture].value_width_factor * self.d_head
 
     @property
     def query_heads(self) -> int:

@@ -195,7 +195,7 @@ class SignedMaskAttention(DiffAttention):
     def map_of(self):
         return maps.signed_softmax
 
-    def per_query(self, depth):
+    def map_parameter(self, depth):
         return None
 
     def statistics(self, x_BTD, depth):
