@@ -16,6 +16,7 @@ import shutil
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -268,7 +269,7 @@ class Checkpointer:
             describe = functools.partial(manifest_text, step, weights, described, config, data)
             self._saving = step, self._background.submit(self._finish, step, lambda: save.write(records, describe))
             return
-        unfinished = self._unfinished_folder(step)
+        unfinished = _unfinished_folder(self.folder, step)
         self._write_manifest = lambda: write_manifest(unfinished, step, weights, described, config, data)
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(_parts(state)),
@@ -317,10 +318,6 @@ class Checkpointer:
         except (OSError, UserError, RunError) as error:  # The save has succeeded nevertheless.
             print_on_primary(f"old checkpoints stay: {error}")
 
-    def _unfinished_folder(self, step: int) -> AnyPath:
-        """Return the temporary folder into which orbax saves the checkpoint of a step."""
-        return self.folder / f"{step}{ocp.step.TMP_DIR_SUFFIX}"
-
     def _is_complete(self, step: int) -> bool:
         return why_invalid(self.folder / str(step), step=step, content=False) is None
 
@@ -338,7 +335,7 @@ class Checkpointer:
     def _note_failure(self, step: int, error: BaseException) -> None:
         assert self._config is not None
         if is_primary() and not is_bucket(self.folder):  # Free the space, which may be missing for the next save.
-            shutil.rmtree(self._unfinished_folder(step), ignore_errors=True)
+            shutil.rmtree(_unfinished_folder(self.folder, step), ignore_errors=True)
         self._failures += 1
         limit = self._config.max_failed_saves
         why = f"{type(error).__name__}: {(str(error) or '?').splitlines()[0]}"
@@ -385,6 +382,11 @@ def restore_params(folder: AnyPath, params: Any, mesh: jax.sharding.Mesh, part: 
 
 def _exists(folder: AnyPath) -> bool:
     return size_of(folder / MANIFEST) is not None if is_bucket(folder) else folder.exists()
+
+
+def _unfinished_folder(folder: Path, step: int) -> Path:
+    """Return the temporary folder into which orbax saves the checkpoint of a step, below the folder of checkpoints."""
+    return folder / f"{step}{ocp.step.TMP_DIR_SUFFIX}"
 
 
 def _parts(state: TrainState) -> dict[str, Any]:
