@@ -143,13 +143,17 @@ def examine(options: argparse.Namespace, config: Config | None) -> Findings:
             if config.train.kernel_choice == "measured":
                 kernels.use(ranking)
         with found.part():
-            found.config = _config(options, config, found)
-    timeout = shown.multihost.barrier_timeout_seconds
-    everywhere = multihost.gather("findings", [found.problems, found.advice], timeout)
+            _examine_config(options, config, found)
+    _add_other_processes(found, shown.multihost.barrier_timeout_seconds)
+    return found
+
+
+def _add_other_processes(found: Findings, timeout_seconds: float) -> None:
+    """Add the problems and the advice of all processes, without duplicates. All processes must call this."""
+    everywhere = multihost.gather("findings", [found.problems, found.advice], timeout_seconds)
     found.problems, found.advice = (
         list(dict.fromkeys(itertools.chain(*lists))) for lists in zip(*everywhere, strict=True)
     )
-    return found
 
 
 def _software() -> dict[str, str]:
@@ -262,36 +266,72 @@ def _read_speeds(path: "epath.Path") -> dict[str, float]:
     return health.object_speeds(largest, found[largest].size)
 
 
-def _config(options: argparse.Namespace, config: Config, found: Findings) -> dict[str, Any]:
-    """Return what a training of the config would use, and its expected speed. Raise `UserError` if it cannot start."""
-    import jax
-
-    from difftx.commands.cost import memory_of
-    from difftx.launch.jobs import GRACE_SECONDS
-    from difftx.model.abstract import count_parameters
-    from difftx.model.flops import PEAK_FLOPS, flops_per_token, format_bytes
+def _examine_config(options: argparse.Namespace, config: Config, found: Findings) -> None:
+    """Set `found.config`, and add problems and advice of the config. Raise `UserError` if a training cannot start."""
     from difftx.parallel.mesh import check_divisible, make_mesh
-    from difftx.training.checkpoint.manifest import steps_in
-    from difftx.training.kernel_choice import attention_kernel
-    from difftx.training.run import Run, fit_to_devices
-    from difftx.training.state import state_bytes
+    from difftx.training.run import fit_to_devices
 
     fitted = fit_to_devices(config)
-    mesh = make_mesh(fitted.mesh)
-    check_divisible(fitted, mesh)
-    memory, size = memory_of(fitted, mesh), state_bytes(fitted)
+    check_divisible(fitted, make_mesh(fitted.mesh))
+    _examine_space(fitted, options.workdir, found)
+    found.config = {"config": options.config, **_expected_training(fitted, options.workdir, found)}
+    _advise_on_speed(config, fitted, found)
+
+
+def _examine_space(fitted: Config, workdir: AnyPath, found: Findings) -> None:
+    """Add problems and advice of the memory of the devices and of the space for checkpoints."""
+    from difftx.commands.cost import memory_of
+    from difftx.model.flops import format_bytes
+    from difftx.parallel.mesh import make_mesh
+    from difftx.training.checkpoint.manifest import steps_in
+    from difftx.training.state import state_bytes
+
+    memory, size = memory_of(fitted, make_mesh(fitted.mesh)), state_bytes(fitted)
     if warning := memory.warning():
         (found.advice if memory.holds_state else found.problems).append(warning)
     if (free := found.storage.get("free_bytes")) is not None:
-        missing = _most_checkpoints(fitted) - len(steps_in(options.workdir / "checkpoints"))
+        missing = _most_checkpoints(fitted) - len(steps_in(workdir / "checkpoints"))
         if missing * size > free:
             found.problems.append(
                 f"{missing} checkpoints of {format_bytes(size)} exceed the {format_bytes(free)} that are free in "
                 f"{found.storage['folder']}; make room, use another --workdir, or lower checkpoint.keep"
             )
-    run = Run.open(fitted, options.workdir)
-    on_cpu = jax.default_backend() == "cpu"
-    if not on_cpu:
+
+
+def _expected_training(fitted: Config, workdir: AnyPath, found: Findings) -> dict[str, Any]:
+    """Return what a training of the config would use, and its expected speed. Raise `UserError` if it cannot start."""
+    import jax
+
+    from difftx.model.abstract import count_parameters
+    from difftx.model.flops import flops_per_token
+    from difftx.training.kernel_choice import attention_kernel
+    from difftx.training.run import Run
+    from difftx.training.state import state_bytes
+
+    run = Run.open(fitted, workdir)
+    flops = flops_per_token(fitted.model, fitted.data.sequence_length, causal=True)
+    # Each process writes its shards at the speed that it has measured next to the others.
+    process_bytes = state_bytes(fitted) / jax.process_count()
+    return {
+        "parameters": count_parameters(fitted.model).total,
+        "mesh": dict(run.mesh.shape),
+        "remat": fitted.model.remat,
+        "accumulation": fitted.train.accumulation,
+        "kernel": attention_kernel(fitted, run.mesh),
+        "tokens_per_second": EFFICIENCY * found.devices["matmul_flops"] * jax.device_count() / flops,
+        "save_seconds": process_bytes / found.storage["write"] if found.storage else 0,
+    }
+
+
+def _advise_on_speed(config: Config, fitted: Config, found: Findings) -> None:
+    """Add advice of what slows down the training in `found.config`, and of steps and saves that are too long."""
+    import jax
+
+    from difftx.launch.jobs import GRACE_SECONDS
+    from difftx.model.flops import PEAK_FLOPS
+
+    assert found.config is not None
+    if jax.default_backend() != "cpu":
         peak = PEAK_FLOPS.get(found.devices["kind"])
         if config.model.compute_dtype == "float32":
             found.advice.append("model.compute_dtype=float32 does not use the fast matrix units; set it to bfloat16")
@@ -300,26 +340,13 @@ def _config(options: argparse.Namespace, config: Config, found: Findings) -> dic
             found.advice.append(f"matrix products reach {reached:.0%} of the data sheet; look for other processes")
         if config.mesh.preset == "none":
             found.advice.append("mesh.preset=none; with auto, difftx selects mesh, remat and microbatches")
-    flops = flops_per_token(fitted.model, fitted.data.sequence_length, causal=True)
-    speed = EFFICIENCY * found.devices["matmul_flops"] * jax.device_count() / flops
-    # Each process writes its shards at the speed that it has measured next to the others.
-    saving = size / jax.process_count() / found.storage["write"] if found.storage else 0
-    if (stopping := fitted.train.global_batch_tokens / speed + saving) > GRACE_SECONDS:
+    step_seconds = fitted.train.global_batch_tokens / found.config["tokens_per_second"]
+    if (stopping := step_seconds + found.config["save_seconds"]) > GRACE_SECONDS:
         found.advice.append(
             f"a step and a save take about {stopping:,.0f} s, but jobs end {GRACE_SECONDS} s after the signal of a "
             "preemption, without a checkpoint; raise the time in the job file, write to faster storage, or lower "
             "checkpoint.every_steps"
         )
-    return {
-        "config": options.config,
-        "parameters": count_parameters(fitted.model).total,
-        "mesh": dict(run.mesh.shape),
-        "remat": fitted.model.remat,
-        "accumulation": fitted.train.accumulation,
-        "kernel": attention_kernel(fitted, run.mesh),
-        "tokens_per_second": speed,
-        "save_seconds": saving,
-    }
 
 
 def _most_checkpoints(config: Config) -> int:

@@ -49,6 +49,9 @@ def main(arguments: Sequence[str]) -> int:
     add_extension_flag(parser)
     options = parser.parse_args(arguments)
     _check(options)
+    prepare_process(options)
+    options.out = path_of("--out", options.out)
+    require_writable(options.out)
     names = {field.name for field in dataclasses.fields(Job)}
     job = Job(
         fields=Fields(options.text_field, options.id_field, options.prompt_field, options.messages_field),
@@ -59,11 +62,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
+    """Raise `UserError` for values that no store can have, before anything is read or written."""
     if options.extension and options.runner != LOCAL:
         raise UserError(f"--extension={options.extension[0]}: only --runner={LOCAL} reads with extensions")
-    prepare_process(options)
-    options.out = path_of("--out", options.out)
-    require_writable(options.out)
     if not 0 <= options.valid_fraction < 1:
         raise UserError(f"--valid_fraction={options.valid_fraction} must lie in [0, 1)")
     if options.messages_field is not None and options.prompt_field is not None:

@@ -14,7 +14,7 @@ def require_distinct_names(field: str, names: Sequence[str]) -> None:
             raise UserError(f"{field}: {names.count(name)} {what} are named {name!r}; names must differ")
 
 
-def divisor_below(bound: int, number: int) -> int:
+def largest_divisor_up_to(bound: int, number: int) -> int:
     """Return the largest divisor of `number` that is at most `bound`, or 1 if `bound` is below 1."""
     return max(n for n in divisors(number) if n <= max(bound, 1))
 

@@ -169,14 +169,21 @@ def describe_type(annotation: Any) -> str:
         if get_origin(option) is Literal:
             names.append("one of " + ", ".join(repr(value) for value in get_args(option)))
         elif get_origin(option) is tuple:
-            item = get_args(option)[0]
-            names.append("a list of " + (getattr(item, "__name__", None) or "values"))
+            names.append("a list of " + _describe_entries(get_args(option)[0]))
         elif dataclasses.is_dataclass(option):
             names.append("a group of fields")
         else:
             words = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "None"}
             names.append(words[option])
     return " or ".join(names)
+
+
+def _describe_entries(annotation: Any) -> str:
+    """Describe the entries of a list in words, such as "integers"."""
+    if get_origin(annotation) is Literal:
+        return ", ".join(repr(value) for value in get_args(annotation))
+    words = {int: "integers", float: "numbers", str: "texts"}
+    return words.get(annotation) or getattr(annotation, "__name__", "values")
 
 
 class Matched(NamedTuple):

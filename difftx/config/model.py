@@ -4,7 +4,7 @@ import dataclasses
 from typing import Annotated, Any, Literal
 
 from difftx.config.architectures import ARCHITECTURES, Granularity, Implementation
-from difftx.config.checks import divisor_below, divisors
+from difftx.config.checks import divisors, largest_divisor_up_to
 from difftx.config.fields import AxisLength, Extensible, Fraction, Group, NotNegative, Positive, Rule
 from difftx.errors import UserError
 
@@ -226,7 +226,7 @@ class ModelConfig(Extensible, path="model"):
             if heads % self.num_kv_heads:
                 raise UserError(
                     f"model.num_kv_heads={self.num_kv_heads} does not divide the {heads} heads that have keys and "
-                    f"values; use {divisor_below(self.num_kv_heads, heads)}"
+                    f"values; use {largest_divisor_up_to(self.num_kv_heads, heads)}"
                 )
         self._check_windows()
         self._check_base()
@@ -282,7 +282,7 @@ class ModelConfig(Extensible, path="model"):
     @property
     def d_value(self) -> int:
         """Width of a value, and of a head's output."""
-        return ARCHITECTURES[self.architecture].value_groups * self.d_head
+        return ARCHITECTURES[self.architecture].value_width_factor * self.d_head
 
     @property
     def query_heads(self) -> int:

@@ -7,7 +7,7 @@ import jax
 from difftx.config import Config
 from difftx.config.model import CacheConfig
 from difftx.evals.evaluation import Evaluation, require_whole_rows
-from difftx.evals.inner import evaluate_inner, inner_suites, title_of, varying
+from difftx.evals.inner import evaluate_inner, require_quantizable, title_of, varying
 from difftx.evals.result import Heatmap, LineChart, Result, Series
 from difftx.evals.suite import Suite
 from difftx.inference.decode import cache_bytes_per_token
@@ -84,7 +84,8 @@ def check(run: Run) -> None:
 
 
 def _inner(config: Config) -> tuple[str, ...]:
-    return inner_suites("eval.cache.suites", config.eval.cache.suites)
+    require_quantizable("eval.cache.suites", config.eval.cache.suites)
+    return config.eval.cache.suites
 
 
 SUITE = Suite(evaluate=evaluate, reads=("cache",), inner=_inner, check=check, quantizable=False)

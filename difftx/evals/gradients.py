@@ -185,7 +185,7 @@ def _logit_products(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> jax.Ar
     dupdates_LBTD, inputs_LBTD = jax.grad(nll, has_aux=True)(no_changes_LBTD)
 
     def products(attention: SelfAttention, angles: Angles, depth: Depth, x_BTD: jax.Array, dupdate_BTD: jax.Array):
-        found_BTH3 = attention.logit_gradients(x_BTD, angles, depth, documents["segment_ids_BT"], dupdate_BTD)
+        found_BTH3 = attention.logit_gradient_products(x_BTD, angles, depth, documents["segment_ids_BT"], dupdate_BTD)
         return jax.sharding.reshard(jnp.sum(found_BTH3, axis=(0, 1, 2)), jax.P())
 
     length, positions_BT = tokens_BT.shape[1], documents["positions_BT"]

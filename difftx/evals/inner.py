@@ -1,4 +1,4 @@
-"""Suites that run other suites with changed configs, such as `quantize` and `cache`."""
+"""Helpers of suites that run other suites with changed configs, such as `quantize` and `cache`."""
 
 import dataclasses
 import functools
@@ -45,14 +45,13 @@ def evaluate_inner(
     return found
 
 
-def inner_suites(field: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names, or raise `UserError` if one is not a suite whose model can be quantised."""
+def require_quantizable(field: str, names: Sequence[str]) -> None:
+    """Raise `UserError` if a name is not that of a suite whose model can be quantised."""
     quantizable = [name for name, suite in SUITES.items() if suite.quantizable]
     for name in names:
         if name not in quantizable:
             hint = did_you_mean(name, quantizable)
             raise UserError(f"{field}: {name!r} is not a suite to quantise.{hint}")
-    return tuple(names)
 
 
 def varying(of_suite: Mapping[str, Numbers]) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from difftx.config import Config
 from difftx.config.architectures import ARCHITECTURES
 from difftx.evals.evaluation import Evaluation
-from difftx.evals.inner import Numbers, evaluate_inner, inner_suites, title_of, varying
+from difftx.evals.inner import Numbers, evaluate_inner, require_quantizable, title_of, varying
 from difftx.evals.result import Heatmap, LineChart, Result, Series
 from difftx.evals.suite import Suite
 
@@ -59,7 +59,8 @@ def quantized(config: Config, bits: int) -> Config:
 
 
 def _inner(config: Config) -> tuple[str, ...]:
-    return inner_suites("eval.quantize.suites", config.eval.quantize.suites)
+    require_quantizable("eval.quantize.suites", config.eval.quantize.suites)
+    return config.eval.quantize.suites
 
 
 def _chart(suite: str, name: str, by_bits: Mapping[str, Numbers], all_rounded: str, one_rounded: str) -> LineChart:

@@ -55,7 +55,7 @@ def write_card(
         _code("python", load),
         *([] if has_tokenizer(folder) else [NO_TOKENIZER.format(name=config.data.tokenizer)]),
         "## Model",
-        _table(("field", "value"), [(f"`{field}`", f"`{value}`") for field, value in _changed(config)]),
+        _table(("field", "value"), [(f"`{field}`", f"`{value}`") for field, value in _model_fields(config)]),
         "## Losses",
         _table(("number", "value"), _losses(checkpoint, workdir, step)) or "No loss of this step is recorded.",
         "## Data",
@@ -79,8 +79,8 @@ def write_generation_config(folder: Path, tokenizer: Tokenizer, vocab_size: int)
     write_atomically(folder / GENERATION, json.dumps(settings) + "\n")
 
 
-def _changed(config: Config) -> list[tuple[str, Any]]:
-    """Return the fields of `model` that change what the trained model computes."""
+def _model_fields(config: Config) -> list[tuple[str, Any]]:
+    """Return names and values of the fields of `model` that determine what the trained model computes."""
     return [(name, value) for name, value in values_of(config.model).items() if name not in custom.FREE]
 
 

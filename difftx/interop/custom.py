@@ -89,7 +89,7 @@ def model_fields(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: architecture={architecture!r} cannot be converted; use one of {', '.join(SUPPORTED)}")
     shares_noise = architecture in ("gda", "gdla") and noise_heads
     attention, width = ARCHITECTURES[architecture], fields.get("head_dim", int)
-    groups = attention.value_groups  # Number of sub-heads in a head of the call.
+    groups = attention.value_width_factor  # Number of sub-heads in a head of the call.
     kv_heads = kv_heads * groups // attention.groups
     sub_heads, rope = queries if groups == 2 else heads, rope_fields(fields)
     model = {

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from difftx.kernels import reference, target, xla
-from difftx.kernels.backend import AttentionCall, Backend, Ranking, lam_per_token, per_shard
+from difftx.kernels.backend import AttentionCall, Backend, Ranking, broadcast_to_tokens, per_shard
 from difftx.kernels.context import SequenceSharding
 from difftx.kernels.maps import Map
 
@@ -165,7 +165,7 @@ def diff_attention(
     segment_ids_BT = _int32(segment_ids_BT)
     call = AttentionCall(q_BTHGD, k_BSKGD, v_BSKE, segment_ids_BT, window, SequenceSharding.of(q_BTHGD, zigzag=zigzag))
     backend = _choose("diff_attention", implementation, call)
-    lam_BTH = lam_per_token(lam, q_BTHGD)
+    lam_BTH = broadcast_to_tokens(lam, q_BTHGD)
     return backend.run(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, window=window, sharding=call.sharding)
 
 
@@ -201,7 +201,7 @@ def mapped_attention(
     k: jax.Array,
     v_BSKE: jax.Array,
     *,
-    per_query: jax.typing.ArrayLike | None = None,
+    map_parameter: jax.typing.ArrayLike | None = None,
     segment_ids_BT: jax.Array | None = None,
     window: int | None = None,
     zigzag: bool = False,
@@ -217,8 +217,8 @@ def mapped_attention(
         q: Queries `[B, T, H, D]`, or `[B, T, H, G, D]` with one group per array of logits that `map_of` takes.
         k: Keys `[B, S, K, D]` or `[B, S, K, G, D]`.
         v_BSKE: Values of any width E.
-        per_query: Last argument of `map_of` if `map_of` takes one: a scalar, per head `[H]`, or `[B, T, H]`. A Python
-            number or an array of any real dtype.
+        map_parameter: Last argument of `map_of`, such as λ or the logit of a sink, if `map_of` takes one: a scalar, per
+            head `[H]`, or `[B, T, H]`. A Python number or an array of any real dtype.
 
     Returns:
         `[B, T, H, E]` in the dtype of the values.
@@ -232,13 +232,13 @@ def mapped_attention(
     segment_ids_BT = _int32(segment_ids_BT)
     call = AttentionCall(q_BTHGD, k_BSKGD, v_BSKE, segment_ids_BT, window, SequenceSharding.of(q_BTHGD, zigzag=zigzag))
     backend = _choose("mapped_attention", implementation, call)
-    per_query_BTH = None
-    if per_query is not None:
-        per_query = jnp.asarray(per_query)
-        _check_per_query("mapped_attention", "per_query", per_query, q_BTHGD)
-        per_query_BTH = lam_per_token(per_query, q_BTHGD)
+    map_parameter_BTH = None
+    if map_parameter is not None:
+        map_parameter = jnp.asarray(map_parameter)
+        _check_broadcastable("mapped_attention", "map_parameter", map_parameter, q_BTHGD)
+        map_parameter_BTH = broadcast_to_tokens(map_parameter, q_BTHGD)
     forward = functools.partial(backend.forward, map_of, window=window)
-    return per_shard(forward, q_BTHGD, k_BSKGD, v_BSKE, per_query_BTH, segment_ids_BT, sharding=call.sharding)
+    return per_shard(forward, q_BTHGD, k_BSKGD, v_BSKE, map_parameter_BTH, segment_ids_BT, sharding=call.sharding)
 
 
 def why_unavailable(implementation: str, call: AttentionCall) -> str | None:
@@ -325,10 +325,10 @@ def _check_diff_shapes(q, k, v, lam) -> None:
         raise ValueError(f"{shapes}: queries and keys must have two groups of one width")
     if v.shape[3] != 2 * q.shape[4] or v.shape[:3] != k.shape[:3]:
         raise ValueError(f"{shapes}: values must be twice as wide as a query sub-head, and as many as the keys")
-    _check_per_query("diff_attention", "lam", lam, q)
+    _check_broadcastable("diff_attention", "lam", lam, q)
 
 
-def _check_per_query(function: str, name: str, value: jax.Array, q: jax.Array) -> None:
+def _check_broadcastable(function: str, name: str, value: jax.Array, q: jax.Array) -> None:
     if value.shape not in ((), q.shape[2:3], q.shape[:3]) or not jnp.isrealobj(value):
         raise ValueError(
             f"{function} requires a real {name}: a scalar, [H] = {q.shape[2:3]} or [B, T, H] = {q.shape[:3]}; "

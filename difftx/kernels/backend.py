@@ -124,25 +124,27 @@ def window_scope(window: int | None) -> contextlib.AbstractContextManager:
 
 
 def visible_keys(tokens: int, window: int | None) -> float:
-    """Return twice the mean number of keys that a query of a causal row of T tokens sees.
+    """Return the mean number of keys that a query of a causal row of T tokens sees, with an error of at most 1/2.
 
-    This is T without a window, and W (2 - W / T) with a window of W tokens. Half of it is the mean, with an error of at
-    most 1/2.
+    This is T / 2 without a window, and W (1 - W / 2 T) with a window of W tokens.
     """
-    return tokens if window is None else window * (2 - window / tokens)
+    return tokens / 2 if window is None else window * (1 - window / (2 * tokens))
 
 
-def lam_per_token(lam: jax.Array, q_BTHGD: jax.Array) -> jax.Array:
-    """Broadcast λ from a scalar or `[H]` to `[B, T, H]`, in float32 or wider and sharded like the queries."""
-    lam = lam.astype(jnp.promote_types(lam.dtype, jnp.float32))
-    if lam.ndim == 3:
-        return lam
+def broadcast_to_tokens(value: jax.Array, q_BTHGD: jax.Array) -> jax.Array:
+    """Broadcast a scalar or `[H]`, such as λ, to `[B, T, H]`, in float32 or wider and sharded like the queries.
+
+    A value that has the shape `[B, T, H]` keeps its sharding.
+    """
+    value = value.astype(jnp.promote_types(value.dtype, jnp.float32))
+    if value.ndim == 3:
+        return value
     if not is_explicit_mesh():
-        return jnp.broadcast_to(lam, q_BTHGD.shape[:3])
+        return jnp.broadcast_to(value, q_BTHGD.shape[:3])
     spec = P(*jax.typeof(q_BTHGD).sharding.spec[:3])
-    if lam.ndim:
-        lam = jax.sharding.reshard(lam, P(spec[2]))
-    return jnp.broadcast_to(lam, q_BTHGD.shape[:3], out_sharding=spec)
+    if value.ndim:
+        value = jax.sharding.reshard(value, P(spec[2]))
+    return jnp.broadcast_to(value, q_BTHGD.shape[:3], out_sharding=spec)
 
 
 def deltas(out_BTHE, out2_BTHE, lam_BTH, dout_BTHE) -> tuple[jax.Array, jax.Array]:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from difftx.kernels import target
-from difftx.kernels.backend import Saved, lam_per_token, per_shard
+from difftx.kernels.backend import Saved, broadcast_to_tokens, per_shard
 from difftx.kernels.maps import Map
 from difftx.kernels.quantized import dequantized
 from difftx.kernels.xla import split_heads
@@ -58,7 +58,7 @@ def mapped_attention(
     past: KVCache,
     ids: SegmentMask,
     *,
-    per_query: jax.Array | None = None,
+    map_parameter: jax.Array | None = None,
     window: int | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Compute the attention of new tokens to cached and new tokens (see `difftx.kernels.mapped_attention`).
@@ -67,13 +67,13 @@ def mapped_attention(
     new token, `[B, T, K]`, and each slot, `[B, K, S]`, receives from the new tokens, float32.
     """
     q_BTHGD, k_BTKGD = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
-    per_query_BTH = None if per_query is None else lam_per_token(per_query, q_BTHGD)
-    operands = (q_BTHGD, k_BTKGD, v_BTKE, per_query_BTH, *ids, Saved(by_head=past))
+    map_parameter_BTH = None if map_parameter is None else broadcast_to_tokens(map_parameter, q_BTHGD)
+    operands = (q_BTHGD, k_BTKGD, v_BTKE, map_parameter_BTH, *ids, Saved(by_head=past))
     out_BTHE, mass = per_shard(functools.partial(_attend, map_of, window), *operands, saves=True)
     return out_BTHE, (*mass.by_token, *mass.by_head)
 
 
-def _attend(map_of, window, q_BTHGD, k_BUKGD, v_BUKE, per_query_BTH, *ids_and_cache):
+def _attend(map_of, window, q_BTHGD, k_BUKGD, v_BUKE, map_parameter_BTH, *ids_and_cache):
     segment_BT, branch_BT, position_BT, cached_segment_BS, saved = ids_and_cache
     keys, values_BKSE, *slots = saved.by_head
     keys, values_BKSE = dequantized(keys), dequantized(values_BKSE)
@@ -83,29 +83,31 @@ def _attend(map_of, window, q_BTHGD, k_BUKGD, v_BUKE, per_query_BTH, *ids_and_ca
     q_BTKRGD = q_BTHGD.reshape(B, T, K, H // K, G, D)
     same_BTU = (segment_BT[:, :, None] == segment_BT[:, None]) & (branch_BT[:, :, None] == branch_BT[:, None])
     if slots:
-        cached_BKS = slots[0].position_BKS
-        cached_BKTS = (segment_BT != EMPTY)[:, None, :, None] & (cached_BKS != EMPTY)[:, :, None]
+        cached_position_BKS = slots[0].position_BKS
+        seen_cached_BKTS = (segment_BT != EMPTY)[:, None, :, None] & (cached_position_BKS != EMPTY)[:, :, None]
     else:
-        cached_BKS = jnp.arange(S)[None, None]
-        cached_BKTS = (segment_BT[:, :, None] == cached_segment_BS[:, None])[:, None]
+        cached_position_BKS = jnp.arange(S)[None, None]
+        seen_cached_BKTS = (segment_BT[:, :, None] == cached_segment_BS[:, None])[:, None]
     if window is not None:
         same_BTU &= position_BT[:, :, None] - position_BT[:, None] < window
-        cached_BKTS &= position_BT[:, None, :, None] - cached_BKS[:, :, None] < window
+        seen_cached_BKTS &= position_BT[:, None, :, None] - cached_position_BKS[:, :, None] < window
     new_B1TU = (same_BTU & jnp.tri(T, dtype=bool)[None])[:, None]
-    seen_BKTX = jnp.concatenate([cached_BKTS, jnp.broadcast_to(new_B1TU, (*cached_BKTS.shape[:3], T))], axis=3)
+    seen_BKTX = jnp.concatenate(
+        [seen_cached_BKTS, jnp.broadcast_to(new_B1TU, (*seen_cached_BKTS.shape[:3], T))], axis=3
+    )
     keys_BKGSD = keys.reshape(B, K, G, S, D)
-    cached_BKGRTS = einsum("BTKRGD,BKGSD->BKGRTS", q_BTKRGD, keys_BKGSD)
-    logits_BKGRTX = jnp.concatenate([cached_BKGRTS, einsum("BTKRGD,BUKGD->BKGRTU", q_BTKRGD, k_BUKGD)], axis=-1)
+    cached_logits_BKGRTS = einsum("BTKRGD,BKGSD->BKGRTS", q_BTKRGD, keys_BKGSD)
+    logits_BKGRTX = jnp.concatenate([cached_logits_BKGRTS, einsum("BTKRGD,BUKGD->BKGRTU", q_BTKRGD, k_BUKGD)], axis=-1)
     # Every token attends to itself, so no row is masked completely.
     logits_BKGRTX = jnp.where(seen_BKTX[:, :, None, None], logits_BKGRTX * D**-0.5, -jnp.inf)
     map_inputs = [logits_BKGRTX[:, :, g] for g in range(G)]
-    if per_query_BTH is not None:
-        map_inputs.append(split_heads(per_query_BTH, K)[..., None])
+    if map_parameter_BTH is not None:
+        map_inputs.append(split_heads(map_parameter_BTH, K)[..., None])
     map_BKRTX = map_of(*map_inputs)
     mass = Saved()
     if slots:
-        is_token_BT = (segment_BT != EMPTY)[:, None, None, :, None]
-        mass_BKX = jnp.sum(jnp.where(is_token_BT, jnp.abs(map_BKRTX), 0), axis=(2, 3))
+        is_token_B11T1 = (segment_BT != EMPTY)[:, None, None, :, None]
+        mass_BKX = jnp.sum(jnp.where(is_token_B11T1, jnp.abs(map_BKRTX), 0), axis=(2, 3))
         mass = Saved(by_token=(jnp.moveaxis(mass_BKX[..., S:], 2, 1),), by_head=(mass_BKX[..., :S],))
     map_BKRTX = map_BKRTX.astype(v_BUKE.dtype)
     out_BKRTE = einsum("BKRTS,BKSE->BKRTE", map_BKRTX[..., :S], values_BKSE)

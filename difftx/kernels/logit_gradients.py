@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from difftx.kernels import maps, xla
-from difftx.kernels.backend import lam_per_token, per_shard
+from difftx.kernels.backend import broadcast_to_tokens, per_shard
 
 
-def logit_gradients(
+def logit_gradient_products(
     q_BTHGD: jax.Array,
     k_BSKGD: jax.Array,
     v_BSKE: jax.Array,
@@ -26,17 +26,17 @@ def logit_gradients(
     segment_ids_BT: jax.Array | None = None,
     window: int | None = None,
 ) -> jax.Array:
-    """Return |dS1|², |dS2|² and dS1·dS2 of each query, float32 `[B, T, H, 3]`, for head = (A1 - λ A2) V.
+    """Return |dS1|², |dS2|² and dS1·dS2 of each query, summed over keys, for head = (A1 - λ A2) V.
 
-    S1 and S2 are the logits of A1 and A2 after the factor 1/√D. With dP = dO Vᵀ, dS1 = A1 ∘ (dP - rowsum(A1 ∘ dP)) and
-    dS2 = -λ A2 ∘ (dP - rowsum(A2 ∘ dP)).
+    The result is float32 `[B, T, H, 3]`. S1 and S2 are the logits of A1 and A2 after the factor 1/√D. With dP = dO Vᵀ,
+    dS1 = A1 ∘ (dP - rowsum(A1 ∘ dP)) and dS2 = -λ A2 ∘ (dP - rowsum(A2 ∘ dP)).
 
     Args:
         q_BTHGD, k_BSKGD, lam, segment_ids_BT, window: As in `difftx.kernels.diff_attention`.
         v_BSKE: Values of any width E.
         dout_BTHE: Gradient of the loss by the outputs of the heads.
     """
-    lam_BTH = lam_per_token(lam, q_BTHGD)
+    lam_BTH = broadcast_to_tokens(lam, q_BTHGD)
 
     def on_device(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, dout_BTHE, segment_ids_BT) -> jax.Array:
         B, T, H = q_BTHGD.shape[:3]

@@ -4,8 +4,8 @@ Compilers and libraries have returned wrong gradients with correct outputs (Tran
 and no fixed order of backends is the fastest on every device. So `measure` compares a backend with the reference and
 times it, for the shapes of a run. `api.use` then makes "auto" follow the results.
 """
-# Axes: B = batch, T = tokens, H = query heads, K = key/value heads, R = H / K = query heads per key/value head,
-#   G = 2 groups of queries and keys, D = width of a query/key (sub-)head, E = width of a value head
+# Axes: B = batch, T = tokens, H = query heads, K = key/value heads, G = 2 groups of queries and keys,
+#   D = width of a query/key (sub-)head, E = width of a value head, N = blocks of `BLOCK_TOKENS` tokens
 
 import dataclasses
 import functools
@@ -67,10 +67,11 @@ class Workload:
         """FLOPs of the matrix products of a forward and a backward pass over the visible pairs of tokens.
 
         Kernels with an online softmax multiply both maps of a differential head with V: 6 products of width D, and 10
-        in the backward pass. A softmax head has 2 and 5.
+        in the backward pass. A softmax head has 2 and 5. A product of width D has 2 D FLOPs per visible pair.
         """
         products = 16 if self.function == "diff_attention" else 7
-        return products * self.batch * self.heads * self.width * self.tokens * visible_keys(self.tokens, self.window)
+        visible_pairs = self.batch * self.heads * self.tokens * visible_keys(self.tokens, self.window)
+        return products * 2 * self.width * visible_pairs
 
     def fitting(self) -> "Workload":
         """Return this workload with at most as many rows as this process's first device has memory to measure."""
@@ -119,26 +120,25 @@ def check(workload: Workload, results: dict[str, jax.Array]) -> None:
     """
     expected = _expected(workload)
     for name in sorted(expected, key=lambda name: name != OUTPUT):  # A wrong output explains wrong gradients.
-        expected_1TR = expected[name]
         value = results[name].astype(jnp.float32)
         if not bool(jnp.isfinite(value).all()):
             raise WrongResultError(f"{name} has values that are not finite")
-        error = float(_largest_error(value[:1, :, : expected_1TR.shape[2]], expected_1TR))
+        error = float(_largest_error(value[:1, :, : expected[name].shape[2]], expected[name]))
         if not error < TOLERANCE:
             raise WrongResultError(f"{name} is off by {error:.1%}")
 
 
-def _largest_error(value_1TR: jax.Array, expected_1TR: jax.Array) -> jax.Array:
-    """Return the largest relative error of a block of `BLOCK_TOKENS` tokens."""
+def _largest_error(value: jax.Array, expected: jax.Array) -> jax.Array:
+    """Return the largest relative error of a block of `BLOCK_TOKENS` tokens. The arrays have the shape `[1, T, …]`."""
 
-    def norms(x_1TR: jax.Array) -> jax.Array:
-        padded = jnp.pad(x_1TR[0].reshape(x_1TR.shape[1], -1), ((0, -x_1TR.shape[1] % BLOCK_TOKENS), (0, 0)))
+    def norms(x: jax.Array) -> jax.Array:
+        padded = jnp.pad(x[0].reshape(x.shape[1], -1), ((0, -x.shape[1] % BLOCK_TOKENS), (0, 0)))
         return jnp.linalg.norm(padded.reshape(-1, BLOCK_TOKENS * padded.shape[1]), axis=1)
 
-    expected_N = norms(expected_1TR)
+    expected_norm_N = norms(expected)
     # A block with small values, such as the gradient of the last keys, has larger relative errors by rounding.
-    scale_N = jnp.maximum(expected_N, jnp.sqrt(jnp.mean(expected_N**2)) / 4)
-    return jnp.max(norms(value_1TR - expected_1TR) / scale_N)
+    scale_N = jnp.maximum(expected_norm_N, jnp.sqrt(jnp.mean(expected_norm_N**2)) / 4)
+    return jnp.max(norms(value - expected) / scale_N)
 
 
 @functools.cache

@@ -25,11 +25,13 @@ def attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BS=None, **options) -> jax.Arr
     return _weighted_values(jax.nn.softmax(logits_BHGTS, axis=-1)[:, :, 0], v_BSKD)
 
 
-def mapped_attention(map_of: Map, q_BTHGD, k_BSKGD, v_BSKE, per_query_BTH, segment_ids_BS=None, **options) -> jax.Array:
+def mapped_attention(
+    map_of: Map, q_BTHGD, k_BSKGD, v_BSKE, map_parameter_BTH, segment_ids_BS=None, **options
+) -> jax.Array:
     """Compute attention whose weights `map_of` computes from logits (`difftx.kernels.mapped_attention`)."""
     map_inputs = [*jnp.moveaxis(_logits(q_BTHGD, k_BSKGD, segment_ids_BS, **options), 2, 0)]
-    if per_query_BTH is not None:
-        map_inputs.append(jnp.moveaxis(per_query_BTH, 2, 1)[..., None])
+    if map_parameter_BTH is not None:
+        map_inputs.append(jnp.moveaxis(map_parameter_BTH, 2, 1)[..., None])
     return _weighted_values(map_of(*map_inputs), v_BSKE)
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from difftx.kernels import maps
-from difftx.kernels.backend import lam_per_token, per_shard
+from difftx.kernels.backend import broadcast_to_tokens, per_shard
 from difftx.kernels.cached import einsum
 from difftx.kernels.maps import Map
 
@@ -33,7 +33,7 @@ def map_rows(
     k: jax.Array,
     queries_BC: jax.Array,
     *,
-    per_query: jax.Array | None = None,
+    map_parameter: jax.Array | None = None,
     segment_ids_BT: jax.Array | None = None,
     window: int | None = None,
 ) -> MapRows:
@@ -42,13 +42,13 @@ def map_rows(
     The other arguments are those of `difftx.kernels.mapped_attention`. Each device must hold whole rows.
     """
     q_BTHGD, k_BSKGD = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
-    per_query_BTH = None if per_query is None else lam_per_token(per_query, q_BTHGD)
-    operands = (q_BTHGD, k_BSKGD, per_query_BTH, queries_BC, segment_ids_BT)
-    map_BCHS, logits_BCHGS, *per_query_BCH = per_shard(functools.partial(_rows, map_of, window), *operands)
-    return MapRows(map_BCHS, logits_BCHGS, per_query_BCH[0] if map_of is maps.difference else None)
+    map_parameter_BTH = None if map_parameter is None else broadcast_to_tokens(map_parameter, q_BTHGD)
+    operands = (q_BTHGD, k_BSKGD, map_parameter_BTH, queries_BC, segment_ids_BT)
+    map_BCHS, logits_BCHGS, *map_parameter_BCH = per_shard(functools.partial(_rows, map_of, window), *operands)
+    return MapRows(map_BCHS, logits_BCHGS, map_parameter_BCH[0] if map_of is maps.difference else None)
 
 
-def _rows(map_of, window, q_BTHGD, k_BSKGD, per_query_BTH, queries_BC, segment_ids_BT) -> tuple[jax.Array, ...]:
+def _rows(map_of, window, q_BTHGD, k_BSKGD, map_parameter_BTH, queries_BC, segment_ids_BT) -> tuple[jax.Array, ...]:
     B, C = queries_BC.shape
     S, K, G, D = k_BSKGD.shape[1:]
     H = q_BTHGD.shape[2]
@@ -62,7 +62,7 @@ def _rows(map_of, window, q_BTHGD, k_BSKGD, per_query_BTH, queries_BC, segment_i
         seen_BCS &= jnp.take_along_axis(segment_ids_BT, queries_BC, axis=1)[:, :, None] == segment_ids_BT[:, None]
     logits_BCHGS = jnp.where(seen_BCS[:, :, None, None], logits_BCKRGS.reshape(B, C, H, G, S), -jnp.inf)
     map_inputs = [logits_BCHGS[:, :, :, g] for g in range(G)]
-    if per_query_BTH is None:
+    if map_parameter_BTH is None:
         return map_of(*map_inputs), logits_BCHGS
-    per_query_BCH = jnp.take_along_axis(per_query_BTH, queries_BC[:, :, None], axis=1)
-    return map_of(*map_inputs, per_query_BCH[..., None]), logits_BCHGS, per_query_BCH
+    map_parameter_BCH = jnp.take_along_axis(map_parameter_BTH, queries_BC[:, :, None], axis=1)
+    return map_of(*map_inputs, map_parameter_BCH[..., None]), logits_BCHGS, map_parameter_BCH

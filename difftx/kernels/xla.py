@@ -108,7 +108,7 @@ def softmax_backward(
 
 
 def mapped_attention(
-    map_of, q_BTHGD, k_BSKGD, v_BSKE, per_query_BTH, segment_ids_BT, *, window, sharding=None
+    map_of, q_BTHGD, k_BSKGD, v_BSKE, map_parameter_BTH, segment_ids_BT, *, window, sharding=None
 ) -> jax.Array:
     """Compute attention whose weights `map_of` computes from logits. JAX derives the gradient."""
     B, T, H = q_BTHGD.shape[:3]
@@ -120,13 +120,13 @@ def mapped_attention(
     @jax.checkpoint
     def chunk(rows: dict[str, Any]) -> jax.Array:
         map_inputs = masked_logits(rows, k_BSKGD.astype(dtype), segment_ids_BT, window)
-        if per_query_BTH is not None:
-            map_inputs.append(split_heads(rows["per_query"], K)[..., None])
+        if map_parameter_BTH is not None:
+            map_inputs.append(split_heads(rows["map_parameter"], K)[..., None])
         map_BKRCS = map_of(*map_inputs)
         out_BKRCE = einsum("BSKE,BKRCS->BKRCE", v_BSKE.astype(dtype), map_BKRCS.astype(dtype))
         return jnp.moveaxis(out_BKRCE.astype(dtype), 3, 1)
 
-    arrays = {"q": q_BTHGD} if per_query_BTH is None else {"q": q_BTHGD, "per_query": per_query_BTH}
+    arrays = {"q": q_BTHGD} if map_parameter_BTH is None else {"q": q_BTHGD, "map_parameter": map_parameter_BTH}
     out = jax.lax.map(chunk, chunks(segment_ids_BT, sharding, **arrays))
     return joined(out, T).reshape(B, T, H, -1)
 

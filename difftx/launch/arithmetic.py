@@ -99,7 +99,8 @@ def _causal_flops(equation: core.JaxprEqn, window: int | None, *, rank: int, pro
     arrays: list[Any] = [v.aval for v in equation.invars]
     # The queries, `[B, T, H, …, D]`, have the largest shape with `rank` axes, because keys may have fewer heads.
     batch, tokens, heads, *_, width = max(a.shape for a in arrays if a.ndim == rank)
-    return products * batch * heads * tokens * visible_keys(tokens, window) * width
+    visible_pairs = batch * heads * tokens * visible_keys(tokens, window)
+    return products * 2 * width * visible_pairs
 
 
 def _inner_jaxprs(params: Mapping[str, Any]) -> Iterator[core.ClosedJaxpr | core.Jaxpr]:

@@ -60,7 +60,7 @@ class Estimate:
     compile_seconds: float
     executed_flops: float  # FLOPs that one device executes, recomputation included.
     model_flops: float  # FLOPs of the model over all devices: 6 N + 12 L T d_model per token.
-    model_flops_causal: float  # The same with causal attention: 6 N + 6 L T d per token.
+    model_flops_causal: float  # The same with causal attention: 6 N + 6 L T d_model per token.
     peak_flops: float | None  # Peak FLOP/s of one device, or None if unknown.
     # Kind → runs per step, and bytes sent within a slice or GPU host and over the network.
     collectives: dict[str, dict[str, float]]
@@ -230,7 +230,7 @@ def plan_table(e: Estimate, title: str, efficiency: float) -> rich.table.Table:
     section(
         ("executed", f"{e.executed_flops:.3g} FLOPs", "matrix products per device and step, recomputation included"),
         ("model", f"{e.model_flops:.3g} FLOPs", "all devices: 6 N + 12 L T d_model per token"),
-        ("model, causal", f"{e.model_flops_causal:.3g} FLOPs", "all devices: 6 N + 6 L T d per token"),
+        ("model, causal", f"{e.model_flops_causal:.3g} FLOPs", "all devices: 6 N + 6 L T d_model per token"),
     )
     tokens = ("tokens", f"{e.steps * e.step_tokens:.4g}", f"{e.steps:,} steps of {e.step_tokens:,}")
     bound = e.bound

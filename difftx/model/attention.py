@@ -4,7 +4,7 @@
 """
 # Axes: B = batch, T = tokens, C = selected queries, D = model width, H = heads, K = key/value heads,
 #   G = 2 groups of queries and keys (for the attention weights A1 and A2), d = width of a query/key (sub-)head,
-#   E = width of a value head (2d in differential attention, d in softmax attention)
+#   E = width of a value head (2d in differential attention, d in softmax attention), L = layers
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from difftx.config import ModelConfig
 from difftx.errors import UserError
 from difftx.kernels import cached, maps
 from difftx.kernels.cached import KVCache, SegmentMask
-from difftx.kernels.logit_gradients import logit_gradients
+from difftx.kernels.logit_gradients import logit_gradient_products
 from difftx.kernels.quantized import rounded
 from difftx.kernels.rows import MapRows, map_rows
 from difftx.model.layers import HeadNorm, RMSNorm, linear, projection, rotate, vector
@@ -66,7 +66,7 @@ class SelfAttention(nnx.Module):
     """
 
     groups: ClassVar[int] = 1  # Number of keys of width d per key/value head.
-    value_groups: ClassVar[int] = 1  # Width of a value and of a head's output, in units of d.
+    value_width_factor: ClassVar[int] = 1  # E / d: width of a value and of a head's output, in units of d.
     # Name of the function in `difftx.kernels` that computes the heads. It determines the available backends.
     kernel: ClassVar[Literal["diff_attention", "attention", "mapped_attention"]] = "mapped_attention"
     subtracts: ClassVar[bool] = False  # Whether the attention weights of a head are A1 - λ A2.
@@ -124,9 +124,10 @@ class SelfAttention(nnx.Module):
 
     @classmethod
     def matrices_by_group(cls, config: ModelConfig, name: str, weight: jax.Array) -> dict[str, jax.Array]:
-        """Return the parts of a weight that belong to groups 1 and 2, such as "query_1" and "query_2", by name.
+        """Return the parts of a weight for A1 and A2, such as "query_1" and "query_2", by name.
 
-        A weight with groups has the shape `[L, D, H, G, d]`. All other weights have fewer axes and are one part.
+        A weight with groups has the shape `[L, D, H, G, d]`. The part for A1 has all but the last index of the group
+        axis, and the part for A2 the last index. All other weights have fewer axes and are one part.
         """
         if weight.ndim != 5:
             return {name: weight}
@@ -142,12 +143,13 @@ class SelfAttention(nnx.Module):
     def extend(
         self, x_BTD: jax.Array, angles: Angles, depth: Depth, cache: KVCache, segments: SegmentMask
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Return the residual update of new tokens, which also attend to cached tokens, and a tuple.
+        """Return the residual update `[B, T, D]` of new tokens, which also attend to cached tokens, and a tuple.
 
-        The tuple has the keys and values of the new tokens, and then the second result of `cached.mapped_attention`.
+        The tuple is `(k, v)` of the new tokens. If the cache evicts tokens, the attention mass per new token and per
+        slot follows, as `cached.mapped_attention` returns it.
         """
         q, k, v = self._projected(x_BTD, angles)
-        options = {"per_query": self.per_query(depth), "window": depth.window}
+        options = {"map_parameter": self.map_parameter(depth), "window": depth.window}
         heads_BTHE, mass = cached.mapped_attention(self._map(), *self._resharded(q, k, v), cache, segments, **options)
         return self._update(heads_BTHE, x_BTD, depth), (k, v, *mass)
 
@@ -157,11 +159,11 @@ class SelfAttention(nnx.Module):
         """Return the residual update, and the attention weights of the queries at the positions `queries_BC`."""
         q, k, v = self.operands(x_BTD, angles)
         update_BTD = self._update(self.attend(q, k, v, depth, segment_ids_BT), x_BTD, depth)
-        map_of, q, k, per_query = self.weight_inputs(q, k, x_BTD, depth)
-        options = {"per_query": per_query, "segment_ids_BT": segment_ids_BT, "window": depth.window}
+        map_of, q, k, map_parameter = self.weight_inputs(q, k, x_BTD, depth)
+        options = {"map_parameter": map_parameter, "segment_ids_BT": segment_ids_BT, "window": depth.window}
         return update_BTD, map_rows(map_of, q, k, queries_BC, **options)
 
-    def logit_gradients(
+    def logit_gradient_products(
         self,
         x_BTD: jax.Array,
         angles: Angles,
@@ -169,9 +171,10 @@ class SelfAttention(nnx.Module):
         segment_ids_BT: jax.Array | None,
         dupdate_BTD: jax.Array,
     ) -> jax.Array:
-        """Return the result of `kernels.logit_gradients`.
+        """Return |dS1|², |dS2|² and dS1·dS2 of each query, summed over keys, float32 `[B, T, H, 3]`.
 
-        `dupdate_BTD` is the gradient of the loss with respect to the residual update. The class must have `subtracts`.
+        S1 and S2 are the logits of A1 and A2, and `dupdate_BTD` is the gradient of the loss with respect to the
+        residual update. Only for classes with `subtracts = True`.
         """
         q, k, v = self.operands(x_BTD, angles)
         heads_BTHE = self._combined(self.attend(q, k, v, depth, segment_ids_BT), x_BTD)
@@ -180,7 +183,7 @@ class SelfAttention(nnx.Module):
         map_of, q, k, lam = self.weight_inputs(q, k, x_BTD, depth)
         assert map_of is maps.difference
         assert lam is not None
-        return logit_gradients(q, k, v, lam, dheads_BTHE, segment_ids_BT=segment_ids_BT, window=depth.window)
+        return logit_gradient_products(q, k, v, lam, dheads_BTHE, segment_ids_BT=segment_ids_BT, window=depth.window)
 
     def operands(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return the queries, keys and values of `project`, sharded as `attend` expects them."""
@@ -222,9 +225,9 @@ class SelfAttention(nnx.Module):
             "implementation": self.config.attention_implementation,
         }
         if self.kernel == "mapped_attention" or self.config.attention_logit_bits is not None:
-            return kernels.mapped_attention(self._map(), q, k, v, per_query=self.per_query(depth), **options)
+            return kernels.mapped_attention(self._map(), q, k, v, map_parameter=self.map_parameter(depth), **options)
         if self.kernel == "diff_attention":
-            lam = self.per_query(depth)
+            lam = self.map_parameter(depth)
             assert lam is not None
             return kernels.diff_attention(q, k, v, lam, **options)
         return kernels.attention(q, k, v, **options)
@@ -233,8 +236,8 @@ class SelfAttention(nnx.Module):
         """Return the function that computes attention weights from logits. The kernel multiplies the weights by V."""
         raise NotImplementedError
 
-    def per_query(self, depth: Depth) -> jax.Array | None:
-        """Return λ or another parameter of the weight function, a float32 scalar or `[H]`, or None if it has none."""
+    def map_parameter(self, depth: Depth) -> jax.Array | None:
+        """Return the last argument of `map_of`'s function, such as λ, as a float32 scalar or `[H]`, or None."""
         return None
 
     def combine(self, heads_BTHE: jax.Array, x_BTD: jax.Array) -> jax.Array:
@@ -244,11 +247,13 @@ class SelfAttention(nnx.Module):
     def weight_inputs(
         self, q: jax.Array, k: jax.Array, x_BTD: jax.Array, depth: Depth
     ) -> tuple[maps.Map, jax.Array, jax.Array, jax.Array | None]:
-        """Return the function, queries, keys and parameter from which the weights of the heads of `combine` follow.
+        """Return the inputs that determine the attention weights of the heads after `combine`.
 
-        A subclass that overrides `combine` overrides this method.
+        These are the function of `map_of`, queries `[B, T, H, …, d]`, keys `[B, T, K, …, d]`, and the parameter of the
+        function: a float32 scalar, `[H]`, or `[B, T, H]` as in `diff_v2`. The axis … of groups is absent if there is
+        one group. H counts the heads after `combine`. A subclass that overrides `combine` overrides this method.
         """
-        return self.map_of(), q, k, self.per_query(depth)
+        return self.map_of(), q, k, self.map_parameter(depth)
 
     def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
         """Return the residual update `[B, T, D]`, given the outputs of the heads and the layer's normalised input."""
@@ -298,7 +303,7 @@ class DiffAttention(SelfAttention):
     """
 
     groups = 2
-    value_groups = 2
+    value_width_factor = 2
     kernel = "diff_attention"
     subtracts = True
     fields = ("lambda_init", "lambda_learned", "lambda_std", "lambda_bound", "post_scale")
@@ -369,7 +374,7 @@ class DiffAttention(SelfAttention):
     def map_of(self) -> maps.Map:
         return maps.difference
 
-    def per_query(self, depth: Depth) -> jax.Array | None:
+    def map_parameter(self, depth: Depth) -> jax.Array | None:
         return self.lam(depth.lambda_init)
 
     def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:

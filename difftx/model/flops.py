@@ -41,14 +41,17 @@ def flops_per_token(config: ModelConfig, sequence_length: int, *, causal: bool) 
 
     N is the number of parameters in matrix products, including the unembedding, L the number of layers, T the sequence
     length, and w the total width of the queries and of the heads' outputs. For softmax attention, w = 2 d_model usually
-    holds, which gives the well-known term 12 L T d_model. In a layer with a window, `visible_keys` replaces T.
+    holds, which gives the well-known term 12 L T d_model. In a layer with a window, twice the `visible_keys`
+    replace T.
     """
     parameters = count_parameters(config)
     products = parameters.projections + config.embeddings * config.d_model
     width = config.query_heads * config.d_head + config.num_heads * config.d_value
     layers = config.num_layers // len(config.windows)
     keys = sum(visible_keys(sequence_length, window) for window in config.windows)
-    return 6 * products + (3 if causal else 6) * layers * keys * width
+    # 2 FLOPs per multiply-add, in the forward pass and twice in the backward pass. Without `causal`, count the masked
+    # half of the weights too.
+    return 6 * products + (6 if causal else 12) * layers * keys * width
 
 
 def gradient_bytes(config: ModelConfig) -> int:

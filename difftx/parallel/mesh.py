@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 
 from difftx.config import Config, MeshConfig, ModelConfig
-from difftx.config.checks import divisor_below
+from difftx.config.checks import largest_divisor_up_to
 from difftx.errors import UserError
 
 # Mesh axes from outermost to innermost. The innermost axis communicates most, so it connects neighbouring devices.
@@ -54,7 +54,7 @@ def _fitting(config: MeshConfig, devices: int) -> str:
     for axis, size in sorted(fixed.items(), key=lambda item: -item[1]):
         rest, remainder = divmod(devices, math.prod(fixed.values()) // size)
         if not remainder:
-            return f"set mesh.{axis}={divisor_below(size, rest) if free else rest}"
+            return f"set mesh.{axis}={largest_divisor_up_to(size, rest) if free else rest}"
     return f"set mesh.{(free or ['fsdp'])[0]}=-1 and the other axes to 1"
 
 

@@ -29,7 +29,7 @@ from difftx.parallel import heartbeat
 from difftx.parallel.heartbeat import host_and_pid, service
 
 REPEAT_SECONDS = 1.0
-_decisions = itertools.count()
+_calls = itertools.count()  # Numbers of the calls of `decide_on_primary`, `gather` and `agree`.
 _barriers = itertools.count()
 
 
@@ -135,7 +135,7 @@ def decide_on_primary(decide: Callable[[], Any], timeout_seconds: float) -> Any:
     """
     if jax.process_count() == 1:
         return decide()
-    client, key = service(), f"difftx/decision/{next(_decisions)}"
+    client, key = service(), f"difftx/decision/{next(_calls)}"
     if is_primary():
         try:
             answer = {"value": decide()}
@@ -160,7 +160,7 @@ def gather(what: str, value: Any, timeout_seconds: float) -> list[Any]:
     """Return the values of all processes, JSON values, in the order of the processes, in every process."""
     if jax.process_count() == 1:
         return [value]
-    name = f"gathering {next(_decisions)} of {what}"  # The name of each barrier must be unique.
+    name = f"gathering {next(_calls)} of {what}"  # The key-value store needs a unique folder.
     _publish(f"difftx/{name}", json.dumps(value))
     try:
         barrier(name, timeout_seconds)
@@ -172,8 +172,8 @@ def gather(what: str, value: Any, timeout_seconds: float) -> list[Any]:
 def together(name: str, action: Callable[[], Any], timeout_seconds: float) -> list[Any]:
     """Call `action` in every process, and return the results, JSON values, in the order of the processes.
 
-    After an error in one process, raise an error in all processes. A thread may call this beside the main thread,
-    because `name`, which no other call has, identifies the call.
+    After an error in one process, raise an error in all processes. Safe to call from a thread, if `name` is unique
+    among all calls.
     """
     if jax.process_count() == 1:
         return [action()]
@@ -204,7 +204,7 @@ def agree[T](what: str, make: Callable[[], T], describe: Callable[[T], Mapping[s
     """
     if jax.process_count() == 1:
         return make()
-    name = f"agreement {next(_decisions)} on {what}"  # The name of each barrier must be unique.
+    name = f"agreement {next(_calls)} on {what}"  # The key-value store needs a unique folder.
     folder = f"difftx/{name}"
     notice: dict[str, Any] = {"who": f"process {jax.process_index()} of {jax.process_count()} ({host_and_pid()})"}
     try:
@@ -277,7 +277,7 @@ class Interrupt:
         if self._received is None:
             self._received = time.monotonic()
             if jax.process_count() > 1:
-                signal.raise_signal(signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)  # JAX's handler tells all processes to stop after the same step.
         elif not self._saved and time.monotonic() - self._received > REPEAT_SECONDS:
             self.close()
             signal.raise_signal(number)

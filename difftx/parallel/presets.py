@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from difftx.config import Config
-from difftx.config.checks import divisor_below, divisors
+from difftx.config.checks import divisors, largest_divisor_up_to
 from difftx.errors import UserError
 
 
@@ -62,7 +62,7 @@ def apply_preset(config: Config, *, kind: str, devices: int, parameters: int) ->
         )
     tensor = preset.tensor if devices % (preset.tensor * config.mesh.context) == 0 else 1
     per_slice = devices // (tensor * config.mesh.context * config.mesh.slices)
-    fsdp = divisor_below(preset.fsdp, per_slice) if per_slice else 1
+    fsdp = largest_divisor_up_to(preset.fsdp, per_slice) if per_slice else 1
     data = devices // (fsdp * tensor * config.mesh.context)
     rows = config.batch_rows // (data * fsdp)  # Rows per device and update.
     counts = divisors(rows) if rows else [1]

@@ -33,7 +33,7 @@ class Study:
     title: str
     fits: dict[str, Fit]  # Architecture → fit.
     reference: str  # The architecture with which all others are compared.
-    # Architecture → pairs of a size of it and a size of the reference that have equal loss, in ascending order.
+    # Architecture → pairs of a quantity of it and of the reference with which both have equal loss, in ascending order.
     matches: dict[str, list[Match]]
     drawn: dict[str, Match]  # Architecture → the one of its `matches` that the study's figure shows as an arrow.
     notes: list[str]

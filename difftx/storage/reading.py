@@ -1,4 +1,4 @@
-"""Objects in buckets as files that are read from the start to the end, or from any position, and reads ahead."""
+"""File objects that read objects in buckets, and a map over items that threads read ahead."""
 
 import collections
 import concurrent.futures
@@ -78,6 +78,7 @@ class _ObjectReader(io.RawIOBase):
         return len(content)
 
     def _read(self, start: int, stop: int) -> bytes:
+        # A response may be shortened, so a short one does not show that the object is short.
         for pause in (*objects.REREAD_SECONDS, None):
             [found] = objects.read_ranges(self._path, [(start, stop)])
             if found is not None and len(found.content) == stop - start:
@@ -87,5 +88,5 @@ class _ObjectReader(io.RawIOBase):
                 return found.content
             if pause is not None:
                 time.sleep(pause)
-        short = f"it has fewer than {stop} bytes; run the same command again"
-        raise UnreadableError(f"{self._path} cannot be read: {short}")
+        why = f"it has fewer than {stop} bytes, or was deleted; run the same command again"
+        raise UnreadableError(f"{self._path} cannot be read: {why}")

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import rich
@@ -25,11 +25,29 @@ from difftx.training.resume import kept_values, starting_state
 from difftx.training.run import Run
 from difftx.training.state import Metrics, make_train_step
 
-Evaluate = Callable[[Run, Any, int, Sequence[str], Work, str], Mapping[str, Any]]
-Export = Callable[[Run, int], str]
-
 PROGRESS_LABEL = "{what} {done}/{total}"
 PROGRESS_LINE = "{what} {done}/{total}  {text}  {seconds:.0f} s left"
+
+
+class Evaluate(Protocol):
+    """A function that evaluates the parameters of a step during training, such as `difftx.evals.evaluate`."""
+
+    def __call__(
+        self, run: Run, params: Any, step: int, suites: Sequence[str], work: Work, weights: str, /
+    ) -> Mapping[str, Any]:
+        """Return a `difftx.evals.result.Result` per suite. All processes call this.
+
+        `work` displays progress, and `weights` is the identity of `params`, as `Checkpointer.weights_id` returns it.
+        """
+        ...
+
+
+class Export(Protocol):
+    """A function that exports the checkpoint of a step, such as `difftx.interop.exports.write`."""
+
+    def __call__(self, run: Run, step: int, /) -> str:
+        """Return a message for the user. All processes call this after the checkpoint has been saved."""
+        ...
 
 
 def train(
@@ -150,12 +168,13 @@ class Attempt:
             reporter.flush()
             self._writer.flush()
             self._goodput.switch("save")
-            saved = self._guard.last_step_is_good or (self._step == steps and self._guard.tripped is None)
-            if saved:
+            # The last step is saved even if it is bad, because a run is finished once it has that step's checkpoint.
+            should_save = self._guard.last_step_is_good or (self._step == steps and self._guard.tripped is None)
+            if should_save:
                 self._checkpointer.save_and_wait(self._state, self._data_state(), config)
                 interrupt.work_is_saved()
             self._checkpointer.close()
-        return self._finish(saved)
+        return self._finish(saved=should_save)
 
     def _compile(self, display: Work) -> None:
         """Compile the train step in all processes, before one of them runs it and waits for the others."""
@@ -222,10 +241,12 @@ class Attempt:
         session.monitor.beat(step)
         reporter.restart_clock()
 
-    def _finish(self, saved: bool) -> int | Rewind:
+    def _finish(self, *, saved: bool) -> int | Rewind:
+        """Report how the attempt ended, and return the exit code, or the rewind with which the next attempt begins."""
         config, guard, step = self._config, self._guard, self._step
         outcome: int | Rewind = 0 if step == config.train.steps else EXIT_PREEMPTED
         if guard.tripped is not None:
+            # The loop may have taken steps after the last bad one, because metrics arrive a step late.
             consumed = self._first_example + (guard.tripped.last - self._start) * config.batch_rows
             journal, attempt = self._session.journal, self._writer.attempt
             outcome = act_on_bad_steps(guard, config, journal, self._checkpointer, consumed, attempt)
@@ -256,7 +277,8 @@ class Reporter:
         self._display, self._advance = display, advance
         model, length = run.config.model, run.config.data.sequence_length
         peak = PEAK_FLOPS.get(run.mesh.devices.flat[0].device_kind)
-        self._mfu_per_rate = {
+        # Name of the metric → MFU per token/s. Empty if the peak of the device is not known.
+        self._mfu_per_token_rate = {
             name: flops_per_token(model, length, causal=causal) / (peak * run.mesh.size)
             for name, causal in (("mfu", False), ("mfu_causal", True))
             if peak is not None
@@ -310,5 +332,5 @@ class Reporter:
             "tokens_per_second": rate,
             "step_seconds": seconds,
             "data_wait_seconds": data_wait,
-            **{name: factor * rate for name, factor in self._mfu_per_rate.items()},
+            **{name: factor * rate for name, factor in self._mfu_per_token_rate.items()},
         }

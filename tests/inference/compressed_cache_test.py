@@ -118,7 +118,7 @@ def test_kept_tokens_and_outputs_equal_brute_force(mesh_of, chunk, share, window
             ids = SegmentMask(segment_BT, jnp.zeros_like(segment_BT), position_BT, jnp.zeros((B, 64), jnp.int32))
             layer = jax.tree.map(lambda x: x[0], cache)
             out, mass = cached.mapped_attention(
-                maps.difference, q_BTHGD, k_BTKGD, v_BTKE, layer, ids, per_query=lam_BTH, window=window
+                maps.difference, q_BTHGD, k_BTKGD, v_BTKE, layer, ids, map_parameter=lam_BTH, window=window
             )
             written = jnp.where(segment_BT == EMPTY, EMPTY, position_BT)
             entries = Entries(k_BTKGD[None], v_BTKE[None], written, *(m[None] for m in mass))

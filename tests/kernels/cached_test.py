@@ -44,6 +44,6 @@ def test_equals_the_oracle(K, new, lam, window, dtype):
     ids = split_segments(segment_BS, 24, new)
     lam = jnp.asarray(lam_BSH[:, -new:]) if lam == "per token" else jnp.float32(0.4)
     attend = jax.jit(functools.partial(cached.mapped_attention, maps.difference, window=window))
-    actual, _ = attend(q[:, -new:], k_new, v_new, (keys, values), ids, per_query=lam)
+    actual, _ = attend(q[:, -new:], k_new, v_new, (keys, values), ids, map_parameter=lam)
     assert actual.dtype == dtype
     assert relative_error(actual, expected) < TOLERANCE[dtype]

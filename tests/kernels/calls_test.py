@@ -23,7 +23,7 @@ EXPECTED = oracle.diff_attention(*ARRAYS, 0.3, IDS_BT, 5)
 CALLS = {
     "diff_attention": lambda q, k, v, **options: kernels.diff_attention(q, k, v, 0.3, **options),
     "mapped_attention": lambda q, k, v, **options: kernels.mapped_attention(
-        maps.difference, q, k, v, per_query=0.3, **options
+        maps.difference, q, k, v, map_parameter=0.3, **options
     ),
     "attention": lambda q, k, v, **options: jnp.concatenate(
         [

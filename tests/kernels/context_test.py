@@ -185,4 +185,4 @@ def test_functions_of_whole_rows_reject_sharded_rows(mesh_of):
     with jax.set_mesh(mesh_of(context=4)):
         q, k = (jax.device_put(x, P(None, "context")) for x in (q, k))
         with pytest.raises(ValueError, match="but q is sharded along its tokens over 'context'"):
-            map_rows(maps.difference, q, k, jnp.zeros((B, 1), jnp.int32), per_query=jnp.float32(0.5))
+            map_rows(maps.difference, q, k, jnp.zeros((B, 1), jnp.int32), map_parameter=jnp.float32(0.5))

@@ -80,7 +80,7 @@ def outputs_and_gradients(name, backends, q, k, v, number, ids, window):
             out = kernels.mapped_attention(
                 MAPS[name][0],
                 *arrays[:3],
-                per_query=arrays[3] if len(arrays) == 4 else None,
+                map_parameter=arrays[3] if len(arrays) == 4 else None,
                 segment_ids_BT=ids,
                 window=window,
                 implementation=backend,
@@ -141,7 +141,7 @@ def test_memory_of_a_long_row_is_not_quadratic():
     q, k, v = (jax.ShapeDtypeStruct((1, T, 1, 64), jnp.bfloat16) for _ in range(3))
 
     def loss(q, k, v):
-        out = kernels.mapped_attention(maps.softmax_with_sink, q, k, v, per_query=jnp.float32(0))
+        out = kernels.mapped_attention(maps.softmax_with_sink, q, k, v, map_parameter=jnp.float32(0))
         return jnp.sum(out.astype(jnp.float32))
 
     compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, k, v).compile()
@@ -156,8 +156,8 @@ def test_cached_attention_equals_the_formula(name, window):
     segment_BS = np.array([[0] * 14, [0] * 6 + [1] * 8], np.int32)
     expected = by_hand(name, q, k, v, number, segment_BS, window)[:, -new:]
     (keys, k_new), (values, v_new) = split(k, 24, new), split(v, 24, new)
-    ids, per_query = split_segments(segment_BS, 24, new), None if number is None else number[:, -new:]
-    options = {"per_query": per_query, "window": window}
+    ids, map_parameter = split_segments(segment_BS, 24, new), None if number is None else number[:, -new:]
+    options = {"map_parameter": map_parameter, "window": window}
     actual, _ = cached.mapped_attention(MAPS[name][0], q[:, -new:], k_new, v_new, (keys, values), ids, **options)
     assert relative_error(actual, expected) < TOLERANCE["float32"]
 
@@ -166,7 +166,7 @@ def test_bad_calls_say_what_is_wrong():
     q, k, v, _, _ = inputs("signed")
     with pytest.raises(ValueError, match=r"q \[B, T, H, G, D\]"):
         kernels.mapped_attention(maps.signed_softmax, q, k[:, :, :, :1], v)
-    with pytest.raises(ValueError, match=r"requires a real per_query: a scalar, .*; got float32\[3\]"):
-        kernels.mapped_attention(maps.difference, q, k, v, per_query=jnp.ones(3))
+    with pytest.raises(ValueError, match=r"requires a real map_parameter: a scalar, .*; got float32\[3\]"):
+        kernels.mapped_attention(maps.difference, q, k, v, map_parameter=jnp.ones(3))
     with pytest.raises(ValueError, match="'splash' is not one of auto, reference, xla"):
         kernels.mapped_attention(maps.signed_softmax, q, k, v, implementation="splash")

@@ -114,7 +114,7 @@ def test_chunked_and_cached_attention_equal_brute_force(granularity, monkeypatch
 
     @jax.jit
     def of_each(q, k, v):
-        options = {"per_query": lam, "segment_ids_BT": jnp.asarray(segment_BT)}
+        options = {"map_parameter": lam, "segment_ids_BT": jnp.asarray(segment_BT)}
         calls = [{"window": window, "implementation": backend} for window in windows for backend in backends]
         return [kernels.mapped_attention(quantized, q, k, v, **options, **call) for call in calls]
 
@@ -128,6 +128,6 @@ def test_chunked_and_cached_attention_equal_brute_force(granularity, monkeypatch
     ids = split_segments(segment_BT, 24, new)
     for window in windows:
         attend = jax.jit(functools.partial(cached.mapped_attention, quantized, window=window))
-        actual, _ = attend(q[:, -new:], k_new, v_new, (keys, values), ids, per_query=lam)
+        actual, _ = attend(q[:, -new:], k_new, v_new, (keys, values), ids, map_parameter=lam)
         expected = by_hand(q, k, v, 0.7, segment_BT, window, 4, granularity)[:, -new:]
         assert relative_error(actual, expected) < 2e-6

@@ -38,7 +38,7 @@ def test_rows_equal_the_formula(name, segments, window):
     q, k, number, ids = inputs(groups, extra, np.random.default_rng(0))
     if groups == 1:
         q, k = q[:, :, :, 0], k[:, :, :, 0]
-    arrays = {"per_query": number, "segment_ids_BT": ids if segments else None}
+    arrays = {"map_parameter": number, "segment_ids_BT": ids if segments else None}
     arrays = {n: None if x is None else jnp.asarray(x) for n, x in arrays.items()}
     found = map_rows(map_of, q, k, QUERIES, **arrays, window=window)
     q, k = (np.asarray(x, np.float64).reshape(B, T, -1, groups, D) for x in (q, k))
@@ -68,5 +68,5 @@ def test_memory_is_not_quadratic():
     q, k = (jax.ShapeDtypeStruct((1, 4096, heads, 2, D), jnp.bfloat16) for heads in (H, K))
     queries = jax.ShapeDtypeStruct((1, 3), jnp.int32)
     call = jax.jit(functools.partial(map_rows, maps.difference))
-    memory = call.lower(q, k, queries, per_query=jax.ShapeDtypeStruct((), jnp.float32)).compile().memory_analysis()
+    memory = call.lower(q, k, queries, map_parameter=jax.ShapeDtypeStruct((), jnp.float32)).compile().memory_analysis()
     assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 4096 * 4096

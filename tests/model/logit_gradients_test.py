@@ -29,7 +29,7 @@ def test_sums_equal_those_of_dense_attention(name, options, mesh_of):
         def inputs_and_sums(module, dupdate_BTD):
             q, k, v_BTKE = module.operands(X_BTD, angles)
             _, *inputs = module.weight_inputs(q, k, X_BTD, depth)
-            return (*inputs, v_BTKE), module.logit_gradients(X_BTD, angles, depth, ids_BT, dupdate_BTD)
+            return (*inputs, v_BTKE), module.logit_gradient_products(X_BTD, angles, depth, ids_BT, dupdate_BTD)
 
         inputs, found_BTH3 = inputs_and_sums(module, dupdate_BTD)
         q_BTHGd, k_BTKGd, lam, v_BTKE = map(np.asarray, inputs)

@@ -261,6 +261,11 @@ def test_too_many_failed_saves_end_the_run_and_harm_nothing(config, tmp_path, fu
     assert Checkpointer(tmp_path).newest() == 10
 
 
+def test_a_failure_before_the_first_save_deletes_no_checkpoint(saved_20_and_40, trainer):
+    trainer._note_failure(60, OSError(28, "No space left on device"))  # No save has made a temporary folder yet.
+    assert names(saved_20_and_40) == ["20", "40"]
+
+
 # ── Starting state of a run ──
 
 

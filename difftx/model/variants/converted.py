@@ -7,7 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from difftx.kernels.backend import difference, lam_per_token
+from difftx.kernels.backend import broadcast_to_tokens, difference
 from difftx.model.attention import Attention, DiffAttention, merge_heads, require_no_head_norm
 from difftx.model.layers import constant, linear, progress, projection, vector
 
@@ -25,7 +25,7 @@ class ZeroBranchAttention(DiffAttention):
     """
 
     kernel = "attention"
-    value_groups = 1
+    value_width_factor = 1
     default_head_norm = "none"
     fields = ("lambda_init", "lambda_learned", "lambda_std", "lambda_bound", "anneal_steps")
 
@@ -69,7 +69,7 @@ class ZeroBranchAttention(DiffAttention):
         v_BTKGd = jnp.stack([v, v], axis=3)
         out_BTNd = super().attend(merged(q_BTKGRd), merged(k), merged(v_BTKGd), depth, segment_ids_BT)
         out_BTKGRd = jax.lax.reshape(out_BTNd, (B, T, K, G, R, d), out_sharding=split)
-        lam_BTH = lam_per_token(self.lam(depth.lambda_init), q)
+        lam_BTH = broadcast_to_tokens(self.lam(depth.lambda_init), q)
         return difference(merged(out_BTKGRd[:, :, :, 0]), merged(out_BTKGRd[:, :, :, 1]), lam_BTH)
 
     def output(self, heads_BTHE, x_BTD, depth):

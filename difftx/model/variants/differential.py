@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from difftx.config import ModelConfig
-from difftx.config.checks import divisor_below
+from difftx.config.checks import largest_divisor_up_to
 from difftx.errors import UserError
 from difftx.kernels import maps
 from difftx.model.attention import Attention, DiffAttention, require_field, require_no_head_norm
@@ -195,7 +195,7 @@ class SignedMaskAttention(DiffAttention):
     def map_of(self):
         return maps.signed_softmax
 
-    def per_query(self, depth):
+    def map_parameter(self, depth):
         return None
 
     def statistics(self, x_BTD, depth):
@@ -217,5 +217,5 @@ def check_signal_heads(config: ModelConfig) -> None:
     if config.num_heads % config.signal_heads:
         raise UserError(
             f"model.signal_heads={config.signal_heads} does not divide num_heads={config.num_heads}, which counts all "
-            f"signal heads; use {divisor_below(config.signal_heads, config.num_heads)}, or other num_heads"
+            f"signal heads; use {largest_divisor_up_to(config.signal_heads, config.num_heads)}, or other num_heads"
         )

@@ -36,7 +36,7 @@ class OffByOneAttention(Attention):
     def map_of(self):
         return maps.softmax_with_sink
 
-    def per_query(self, depth):
+    def map_parameter(self, depth):
         return jnp.float32(0)  # Logit of the sink.
 
 
@@ -50,7 +50,7 @@ class SinkAttention(OffByOneAttention):
         super().__init__(config, layout, rngs=rngs)
         self.sink_H = vector(jnp.zeros((config.num_heads,), jnp.float32, out_sharding=layout.vector))
 
-    def per_query(self, depth):
+    def map_parameter(self, depth):
         return self.sink_H[...]
 
 

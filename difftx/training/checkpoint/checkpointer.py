@@ -16,6 +16,7 @@ import shutil
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,6 +33,7 @@ from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint import arrays, bucket, retention
 from difftx.training.checkpoint.manifest import (
     MANIFEST,
+    Manifest,
     WeightsPart,
     describe_arrays,
     manifest_text,
@@ -43,7 +45,8 @@ from difftx.training.checkpoint.manifest import (
 )
 from difftx.training.state import TrainState
 
-# Timeout of the other processes while the primary process reads a checkpoint. If it dies, they notice much earlier.
+# Timeout of the other processes while the primary process reads a checkpoint. If the primary process dies, the
+# heartbeat ends them much earlier.
 DECISION_SECONDS = 24 * 3600.0
 # Paths of the config and of the state of the data loader in a checkpoint, as orbax's JsonCheckpointHandler names them.
 CONFIG_FILE, LOADER_FILE = "config/metadata", "loader/metadata"
@@ -64,7 +67,7 @@ class Checkpointer:
     ):
         """Open the folder of checkpoints. Without a config, open it for reading, which changes nothing.
 
-        `save_seconds` is the timeout of a save, for example if another process fails meanwhile. `check` raises an
+        `save_seconds` is the timeout of a save in seconds. It expires if another process has failed. `check` raises an
         error if this process has lost the lock of the run (`Run.lock`).
         """
         self.folder = resolved(workdir) / "checkpoints"
@@ -81,7 +84,6 @@ class Checkpointer:
         self._orbax = ocp.AsyncCheckpointer(handler, async_options=options)
         self._background = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._saving: tuple[int, concurrent.futures.Future[None]] | None = None
-        self._unfinished = self.folder  # Temporary folder of the newest save.
         self._write_manifest: Callable[[], None] = lambda: None  # Writes the manifest of the newest save.
         self._verified: set[int] = set()  # Steps whose checkpoints this process has verified or saved.
         self._failures = 0  # Number of consecutive failed saves.
@@ -149,7 +151,9 @@ class Checkpointer:
     ) -> tuple[TrainState, dict[str, Any]]:
         """Return the result of `restore` for the valid checkpoint in any folder."""
         wanted = _on_mesh(_parts(abstract), mesh)
-        contents = _check_arrays(folder, wanted)
+        manifest = read_manifest(folder)
+        _check_arrays(folder, manifest, wanted)
+        contents = _contents_of(folder, manifest)
         if contents is not None:
             with _reading(folder):
                 return TrainState(**arrays.restore(contents, wanted)), read_json(contents / LOADER_FILE)
@@ -163,7 +167,11 @@ class Checkpointer:
         return f"{self._attempt}/{step}"
 
     def find_newest(self) -> int | None:
-        """Return the result of `newest`, computed in this process alone."""
+        """Return the result of `newest`, computed in this process alone.
+
+        Training also deletes what interrupted saves and removals have left, renames corrupt checkpoints (quarantine),
+        and renames a quarantined checkpoint back if it is the only valid one.
+        """
         if self._config is not None and (leftovers := retention.remove_leftovers(self.folder, self._check)):
             print_on_primary(f"{self.folder}: removed {', '.join(leftovers)}: a save or a removal was not finished")
         reasons, quarantined = [], quarantined_in(self.folder)
@@ -192,7 +200,10 @@ class Checkpointer:
         return None
 
     def forget(self) -> None:
-        """Record that the run starts again without a checkpoint. Only the primary process may call this."""
+        """Delete the record of the last saved step, so that a start without a checkpoint is not an error.
+
+        Only the primary process may call this, before it deletes all checkpoints of the run.
+        """
         self._check()
         remove_file(self._workdir / SAVED)
 
@@ -241,6 +252,8 @@ class Checkpointer:
     def save(self, state: TrainState, loader: dict[str, Any], config: Config) -> None:
         """Start to save, and return as soon as the arrays may be donated to the next step.
 
+        Do nothing if this process has already saved or verified the checkpoint of this step.
+
         This method, `check` and `save_and_wait` raise `RunError` after `checkpoint.max_failed_saves` failures in a row.
         """
         self._settle()
@@ -256,7 +269,7 @@ class Checkpointer:
             describe = functools.partial(manifest_text, step, weights, described, config, data)
             self._saving = step, self._background.submit(self._finish, step, lambda: save.write(records, describe))
             return
-        unfinished = self._unfinished = self.folder / f"{step}{ocp.step.TMP_DIR_SUFFIX}"
+        unfinished = _unfinished_folder(self.folder, step)
         self._write_manifest = lambda: write_manifest(unfinished, step, weights, described, config, data)
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(_parts(state)),
@@ -298,7 +311,7 @@ class Checkpointer:
             return
         try:
             write_atomically(self._workdir / SAVED, json.dumps({"step": step}) + "\n")
-            # A checkpoint with missing files must not count: otherwise a good one would be deleted instead. It stays.
+            # Incomplete checkpoints neither count towards the number to keep nor are deleted.
             steps = [other for other in self.steps() if other <= step and self._is_complete(other)]
             kept = retention.steps_to_keep(self._config, steps, self._workdir)
             retention.remove((self.folder / str(other) for other in steps if other not in kept), self._check)
@@ -322,7 +335,7 @@ class Checkpointer:
     def _note_failure(self, step: int, error: BaseException) -> None:
         assert self._config is not None
         if is_primary() and not is_bucket(self.folder):  # Free the space, which may be missing for the next save.
-            shutil.rmtree(self._unfinished, ignore_errors=True)
+            shutil.rmtree(_unfinished_folder(self.folder, step), ignore_errors=True)
         self._failures += 1
         limit = self._config.max_failed_saves
         why = f"{type(error).__name__}: {(str(error) or '?').splitlines()[0]}"
@@ -355,7 +368,9 @@ def restore_params(folder: AnyPath, params: Any, mesh: jax.sharding.Mesh, part: 
     `part` is the part of the train state that has them: "params", or their average "ema".
     """
     wanted = _on_mesh({part: params}, mesh)
-    contents = _check_arrays(folder, wanted, f"{part}/")
+    manifest = read_manifest(folder)
+    _check_arrays(folder, manifest, wanted, f"{part}/")
+    contents = _contents_of(folder, manifest)
     if contents is not None:
         with _reading(folder):
             return arrays.restore(contents, wanted)[part]
@@ -367,6 +382,11 @@ def restore_params(folder: AnyPath, params: Any, mesh: jax.sharding.Mesh, part: 
 
 def _exists(folder: AnyPath) -> bool:
     return size_of(folder / MANIFEST) is not None if is_bucket(folder) else folder.exists()
+
+
+def _unfinished_folder(folder: Path, step: int) -> Path:
+    """Return the temporary folder into which orbax saves the checkpoint of a step, below the folder of checkpoints."""
+    return folder / f"{step}{ocp.step.TMP_DIR_SUFFIX}"
 
 
 def _parts(state: TrainState) -> dict[str, Any]:
@@ -408,13 +428,9 @@ def _hide_late_writes() -> None:
     sys.unraisablehook = hide_late_writes
 
 
-def _check_arrays(folder: AnyPath, wanted: Any, prefix: str = "") -> AnyPath | None:
-    """Raise `UserError` unless the checkpoint's arrays whose names begin with `prefix` are the `wanted` ones.
-
-    Return the folder that `arrays` reads, or None if orbax has written the checkpoint to a local disk.
-    """
+def _check_arrays(folder: AnyPath, manifest: Manifest, wanted: Any, prefix: str = "") -> None:
+    """Raise `UserError` unless the checkpoint's arrays whose names begin with `prefix` are the `wanted` ones."""
     # Orbax would silently cast other dtypes, and its error for another shape would not name the array.
-    manifest = read_manifest(folder)
     saved = {name: array for name, array in manifest.arrays.items() if name.startswith(prefix)}
     # Parameters come first, because users know their names. The optimizer's moments have the same mismatches.
     ordered = sorted(describe_arrays(wanted).items(), key=lambda item: not item[0].startswith("params/"))
@@ -426,6 +442,10 @@ def _check_arrays(folder: AnyPath, wanted: Any, prefix: str = "") -> AnyPath | N
             )
     if saved:
         raise UserError(f"{folder}: {next(iter(saved))} has no place in this config's model or train state")
+
+
+def _contents_of(folder: AnyPath, manifest: Manifest) -> AnyPath | None:
+    """Return the folder that `arrays` reads, or None if orbax has written the checkpoint to a local disk."""
     return folder / manifest.contents if manifest.contents else folder if is_bucket(folder) else None
 
 
