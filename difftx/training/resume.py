@@ -11,8 +11,8 @@ import jax
 from difftx.config import Config
 from difftx.config.fields import values_of
 from difftx.data.loader import Loader, signature_changes
-from difftx.errors import UserError
-from difftx.files import list_folder, resolved, size_of
+from difftx.errors import UserError, shown
+from difftx.files import list_folder, resolved, size_of, source_sha256
 from difftx.parallel.multihost import decide_on_primary, print_on_primary
 from difftx.registry import changed_extensions
 from difftx.storage.paths import AnyPath, path_of
@@ -23,7 +23,14 @@ from difftx.training.checkpoint.checkpointer import (
     config_values,
     restore_params,
 )
-from difftx.training.checkpoint.manifest import MANIFEST, package_versions, read_manifest, why_invalid
+from difftx.training.checkpoint.manifest import (
+    MANIFEST,
+    PACKAGE,
+    Manifest,
+    package_versions,
+    read_manifest,
+    why_invalid,
+)
 from difftx.training.guards import Guard
 from difftx.training.run import Run
 from difftx.training.state import TrainState, init_state, jit_init
@@ -180,9 +187,7 @@ def _resume(
             f"{source}: {folder} is of step {step}, and train.steps={run.config.train.steps} counts the steps from the "
             f"start of that run; set train.steps to more than {step}"
         )
-    for name, version in package_versions().items():
-        if (before := manifest.packages.get(name, version)) != version:
-            print_on_primary(f"{name}: {before} → {version}, since the checkpoint of step {step}")
+    _print_other_code(manifest)
     data_changes = signature_changes(manifest.data, run.data.signature)
     refused = [f"extension {change}" for change in changed_extensions(manifest.extensions)]
     if allow_config_change:
@@ -207,6 +212,16 @@ def _resume(
     if is_branch:
         print_on_primary(f"branch of {folder}")
     return state
+
+
+def _print_other_code(manifest: Manifest) -> None:
+    """Print which packages differ from those of the checkpoint, and whether the source files of difftx do."""
+    for name, version in package_versions().items():
+        if (before := manifest.packages.get(name, version)) != version:
+            print_on_primary(f"{name}: {before} → {version}, since the checkpoint of step {manifest.step}")
+    if manifest.source_sha256 not in (None, source := source_sha256(PACKAGE)):
+        change = f"{shown(manifest.source_sha256)} → {shown(source)}"
+        print_on_primary(f"source files of difftx (SHA-256): {change}, since the checkpoint of step {manifest.step}")
 
 
 def _unsafe_changes(
