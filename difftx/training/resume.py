@@ -32,11 +32,14 @@ from difftx.training.checkpoint.manifest import (
     why_invalid,
 )
 from difftx.training.guards import Guard
+from difftx.training.optimizer import learning_rate
 from difftx.training.run import Run
 from difftx.training.state import TrainState, init_state, jit_init
 
 # Groups and fields that may change when a run resumes, although this changes its results.
 RESUMABLE = ("guards", "train.steps")
+# Differences of the learning rate below this share of its peak are rounding.
+ROUNDING = 1e-5
 # Fields that select the state with which a run starts. A run that has a checkpoint no longer reads them.
 ORIGIN = ("checkpoint.init_from", "checkpoint.branch_from")
 # Further fields that may change when a run branches from a checkpoint: those of the learning rate.
@@ -196,7 +199,7 @@ def _resume(
     if allow_config_change or not refused:  # A changed extension may reject the checkpoint's config.
         allowed = BRANCHABLE + ORIGIN if is_branch else ()
         trained = config_of(folder)
-        refused += _unsafe_changes(trained, run.config, data_changes, allowed, print_unsafe=allow_config_change)
+        refused += _unsafe_changes(trained, run.config, step, data_changes, allowed, print_unsafe=allow_config_change)
     if refused and not allow_config_change:
         otherwise = "" if is_branch else "use a new --workdir, "
         raise UserError(
@@ -225,11 +228,11 @@ def _print_other_code(manifest: Manifest) -> None:
 
 
 def _unsafe_changes(
-    old: Config, new: Config, data_changes: list[str], allowed: tuple[str, ...], *, print_unsafe: bool
+    old: Config, new: Config, step: int, data_changes: list[str], allowed: tuple[str, ...], *, print_unsafe: bool
 ) -> list[str]:
     """Print the changes of the config. Return those with which only --allow_config_change resumes the run.
 
-    Changes of the fields `allowed` are safe in addition to those of `Change.is_safe`.
+    `step` is that of the checkpoint. Changes of the fields `allowed` are safe in addition to those of `Change.is_safe`.
     """
     refused, data_fields = [], []
     for change in changed_fields(old, new):
@@ -241,10 +244,20 @@ def _unsafe_changes(
             origin = old.checkpoint.branch_from or old.checkpoint.init_from or "new parameters"
             text += f", without effect on this run, which started from {origin}"
         if safe or print_unsafe:  # Otherwise, the error message lists the unsafe changes.
-            print_on_primary(f"changed since the checkpoint: {text} ({'safe' if safe else 'not safe'})")
+            verdict = "safe" if safe else "not safe"
+            if change.field == "train.steps" and (jump := _learning_rate_jump(old, new, step)):
+                verdict = f"allowed, but the learning rate after step {step} jumps: {jump}"
+            print_on_primary(f"changed since the checkpoint: {text} ({verdict})")
         if not safe:
             (data_fields if is_data else refused).append(text)
     return refused + (data_fields or [f"data, {change}" for change in data_changes])
+
+
+def _learning_rate_jump(old: Config, new: Config, updates: int) -> str | None:
+    """Return the learning rates of two configs after some updates as "old → new", or None if they are equal."""
+    before, after = (float(learning_rate(config)(updates)) for config in (old, new))
+    is_equal = abs(after - before) <= ROUNDING * new.optimizer.learning_rate
+    return None if is_equal else f"{before:.3g} → {after:.3g}"
 
 
 def _read_source[T](field: str, source: str, read: Callable[[AnyPath], T]) -> T:

@@ -1,6 +1,7 @@
 """Runs that resume after corrupt, truncated or unfinished checkpoints, and after failed saves."""
 
 import json
+import math
 import os
 import shutil
 
@@ -407,6 +408,34 @@ def test_weights_of_another_tokenizer_are_refused(start, tmp_path):
     edit_manifest(tmp_path / "a" / "checkpoints" / "1", lambda m: m["data"].update(tokenizer="another"))
     with pytest.raises(UserError, match="was trained with another tokenizer than data"):
         start("b", checkpoint__init_from=tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("changes", "jump", "branch"),
+    [
+        # After 1 update, without a warm-up. The peak is 4e-3.
+        ({"schedule": "linear"}, [4e-3 * 5 / 6, 4e-3 * 49 / 50], False),
+        ({"schedule": "cosine"}, [2e-3 * (1 + math.cos(math.pi / 6)), 2e-3 * (1 + math.cos(math.pi / 50))], False),
+        ({"schedule": "wsd", "decay_steps": 6, "decay_shape": "linear"}, [4e-3 * 5 / 6, 4e-3], True),
+        ({"schedule": "wsd", "decay_steps": 4}, None, True),  # The decay has not begun.
+        ({"schedule": "constant"}, None, False),
+        ({"schedule": "linear", "warmup_steps": 3}, None, False),  # Both are in the same warm-up.
+        ({"schedule": "constant", "warmup_fraction": 0.5}, [4e-3 * 2 / 3, 4e-3 * 2 / 25], False),
+    ],
+)
+def test_a_jump_of_the_learning_rate_by_another_length_is_printed(start, tmp_path, capsys, changes, jump, branch):
+    fields = {"optimizer__warmup_steps": 0} | {f"optimizer__{name}": value for name, value in changes.items()}
+    if "warmup_fraction" in changes:
+        del fields["optimizer__warmup_steps"]
+    start("a", save=True, **fields)
+    capsys.readouterr()
+    name, origin = ("b", {"checkpoint__branch_from": tmp_path / "a"}) if branch else ("a", {})
+    assert start(name, train__steps=50, **fields, **origin)[1] == 1
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "train.steps" in line)
+    verdict = "safe"
+    if jump is not None:
+        verdict = "allowed, but the learning rate after step 1 jumps: " + " → ".join(f"{x:.3g}" for x in jump)
+    assert line == f"changed since the checkpoint: train.steps: 6 → 50 ({verdict})"
 
 
 @pytest.mark.long
