@@ -132,10 +132,9 @@ def _own_imports(folder: Path, file: Path, content: bytes) -> Iterator[Path]:
         parents = dict.fromkeys(name[:end] for name in names for end in range(1, len(name) + 1) if name[0] != "difftx")
         for name in parents:  # An import of "a.b" runs "a" too.
             for found in (folder.joinpath(*name).with_suffix(".py"), folder.joinpath(*name, "__init__.py")):
+                # A module of this name may have been loaded from elsewhere.
                 loaded = getattr(sys.modules.get(".".join(name)), "__file__", None) or found
-                if (
-                    found.is_file() and found.resolve() == Path(loaded).resolve()
-                ):  # Otherwise, it is a module from elsewhere.
+                if found.is_file() and found.resolve() == Path(loaded).resolve():
                     yield found
 
 

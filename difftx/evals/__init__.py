@@ -62,7 +62,8 @@ def evaluate(
             if not is_primary():
                 continue
             make_folder(path.parent)
-            content = {"suite": name, "step": step, "settings": digest} | source | dataclasses.asdict(result)
+            identity = {"suite": name, "step": step, "settings": digest, "valid": run.data.valid_fingerprints}
+            content = identity | source | dataclasses.asdict(result)
             write_atomically(path, json.dumps(content, indent=2) + "\n")
             evaluation.journal.remove()
     return results
@@ -90,7 +91,7 @@ def settings(run: Run, suite: str) -> str:
         "eval": {field: values_of(config.eval)[field] for field in fields_of(config, suite)},
         "model": values_of(config.model),
         "data": run.data.signature,
-        "valid": {name: rows.fingerprint for name, rows in run.data.valid.items()},
+        "valid": run.data.valid_fingerprints,
         "seed": config.train.seed,
     }
     suites = with_inner(config, suite)

@@ -139,6 +139,11 @@ def kept_values(run: Run) -> dict[str, object]:
     return fields | {f"data, {name}": value for name, value in run.data.signature.items()}
 
 
+def data_state(run: Run, loader: Loader, guard: Guard) -> dict[str, Any]:
+    """Return the state of the loader and the guard, and the identity of the validation sets, for a checkpoint."""
+    return loader.state() | {"guard": guard.state(), "valid": run.data.valid_fingerprints}
+
+
 def starting_state(
     run: Run, checkpointer: Checkpointer, loader: Loader, guard: Guard, *, allow_config_change: bool
 ) -> tuple[TrainState, int]:
@@ -158,7 +163,7 @@ def starting_state(
     if source.branch_from is not None:
         state = _read_source("branch_from", source.branch_from, resume)
         # The source may delete its checkpoint, and may have a newer one at the next start.
-        checkpointer.save_and_wait(state, loader.state() | {"guard": guard.state()}, run.config)
+        checkpointer.save_and_wait(state, data_state(run, loader, guard), run.config)
         return state, int(jax.device_get(state.step))
     state = jit_init(init_state, run.config)
     if source.init_from is None:
@@ -208,6 +213,13 @@ def _resume(
         )
     abstract = jax.eval_shape(lambda: init_state(run.config))
     state, loader_state = checkpointer.restore_from(folder, abstract, run.mesh)
+    valid = run.data.valid_fingerprints
+    for change in signature_changes(loader_state.get("valid", valid), valid):  # Older checkpoints have no entry.
+        best = ", and checkpoint.keep_best compares only later ones" if run.config.checkpoint.keep_best else ""
+        print_on_primary(
+            f"changed since the checkpoint: validation set {change} (allowed, but losses on it up to step {step} "
+            f"cannot be compared with later ones{best})"
+        )
     if allow_config_change:
         loader_state = loader_state | {"signature": run.data.signature}
     loader.restore(loader_state)

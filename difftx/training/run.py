@@ -90,7 +90,8 @@ class Run:
 
         def contents(run: Run) -> dict[str, Any]:
             signature = {f"data: {name}": value for name, value in run.data.signature.items()}
-            return signature | {f"data: validation set {key}": rows.fingerprint for key, rows in run.data.valid.items()}
+            valid = run.data.valid_fingerprints
+            return signature | {f"data: validation set {name}": value for name, value in valid.items()}
 
         return agree("the data", opened, contents, config.multihost.barrier_timeout_seconds)
 

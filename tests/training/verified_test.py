@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 
 import jax
@@ -16,7 +17,7 @@ from helpers.training_checkpoints import LOADER, flip_a_bit, largest_file, names
 from difftx import registry
 from difftx.config.build import override
 from difftx.data.loader import Loader
-from difftx.data.sources import load_sources
+from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import RunError, UserError
 from difftx.json_files import json_sha256
@@ -25,7 +26,7 @@ from difftx.training.checkpoint import checkpointer as checkpoint_module
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.checkpoint.manifest import MANIFEST, read_manifest, why_invalid, write_manifest
 from difftx.training.guards import Guard
-from difftx.training.resume import starting_state
+from difftx.training.resume import data_state, starting_state
 from difftx.training.run import Run
 from difftx.training.state import TrainState
 
@@ -188,6 +189,24 @@ def test_retention_rules(saved, tmp_path, rule, kept):
     assert names(saved(10, 20, 30, 40, 50, **rule)) == kept
 
 
+@pytest.mark.parametrize(
+    ("sets", "kept"),
+    [
+        (["a", "a", "a", "a"], ["20", "40"]),
+        (["a", "a", "b", "b"], ["30", "40"]),
+        ([None, None, "b", "b"], ["20", "40"]),  # Older results do not have the identity of the set.
+        (["a", "a", "a", "b"], ["40"]),
+    ],
+)
+def test_the_best_checkpoint_is_one_of_those_with_the_newest_validation_set(saved, tmp_path, sets, kept):
+    evals = tmp_path / "evals" / "loss"
+    evals.mkdir(parents=True)
+    for step, loss, name in zip((10, 20, 30, 40), (2.0, 1.0, 3.0, 4.0), sets, strict=True):
+        identity = {} if name is None else {"valid": {"valid": name}}
+        (evals / f"{step}.json").write_text(json.dumps({"numbers": {"loss": loss}} | identity))
+    assert names(saved(10, 20, 30, 40, keep=1, keep_best="loss/loss")) == kept
+
+
 def test_checkpoint_with_a_missing_file_stays_and_is_not_counted(saved):
     folder = saved(10, 20, 30, keep=3)
     largest_file(folder / "20").unlink()
@@ -292,7 +311,7 @@ def start(config, mesh_of, text_file, tmp_path):
             if save:
                 next(loader)
                 state = TrainState(jnp.int32(1), jax.tree.map(lambda x: x + 1, state.params), state.opt_state)
-                checkpointer.save_and_wait(state, loader.state() | {"guard": guard.state()}, c)
+                checkpointer.save_and_wait(state, data_state(run, loader, guard), c)
         checkpointer.close()
         return state, step, loader.state()["examples"]
 
@@ -408,6 +427,20 @@ def test_weights_of_another_tokenizer_are_refused(start, tmp_path):
     edit_manifest(tmp_path / "a" / "checkpoints" / "1", lambda m: m["data"].update(tokenizer="another"))
     with pytest.raises(UserError, match="was trained with another tokenizer than data"):
         start("b", checkpoint__init_from=tmp_path / "a")
+
+
+def test_another_validation_set_than_that_of_the_checkpoint_is_printed(start, capsys, monkeypatch):
+    start("a", save=True)
+    assert start("a")[1] == 1
+    assert "validation" not in capsys.readouterr().out
+    monkeypatch.setattr(Sources, "valid_fingerprints", {"valid": "0" * 64})
+    assert start("a")[1] == 1
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "validation" in line)
+    assert re.fullmatch(
+        r"changed since the checkpoint: validation set valid [0-9a-f]{12}… → 000000000000… \(allowed, but losses on it "
+        r"up to step 1 cannot be compared with later ones\)",
+        line,
+    )
 
 
 @pytest.mark.parametrize(
