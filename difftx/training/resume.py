@@ -267,7 +267,7 @@ def _unsafe_changes(
 
 def _learning_rate_jump(old: Config, new: Config, updates: int) -> str | None:
     """Return the learning rates of two configs after some updates as "old → new", or None if they are equal."""
-    before, after = (float(learning_rate(config)(updates)) for config in (old, new))
+    before, after = (float(jax.device_get(learning_rate(config)(updates))) for config in (old, new))
     is_equal = abs(after - before) <= ROUNDING * new.optimizer.learning_rate
     return None if is_equal else f"{before:.3g} → {after:.3g}"
 
