@@ -8,7 +8,9 @@ import argparse
 import contextlib
 import errno
 import fnmatch
+import functools
 import glob
+import hashlib
 import io
 import os
 import platform
@@ -34,6 +36,16 @@ RETRY_SECONDS = (0.2, 0.8, 2.0)
 # Errors that waiting does not resolve.
 PERMANENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 ONE_REQUEST_BYTES = 32 * 2**20  # Size from which a file is uploaded to a bucket in parts.
+
+
+@functools.cache  # The source files may change during a run, which has loaded its modules already.
+def source_sha256(folder: Path) -> str:
+    """Return a SHA-256 of the paths and contents that the Python files below a folder had at the first call."""
+    digest = hashlib.sha256()
+    for name in sorted(glob.glob("**/*.py", root_dir=folder, recursive=True)):  # Three times as fast as Path.rglob.
+        content = (folder / name).read_bytes()
+        digest.update(f"{name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
 
 
 def require_local(name: str, path: str | Path) -> None:

@@ -4,6 +4,7 @@ Every extension point of difftx is a `Registry`: architectures, suites, optimize
 tasks. docs/extend.md shows how to add to each of them.
 """
 
+import ast
 import contextlib
 import dataclasses
 import hashlib
@@ -25,7 +26,8 @@ class Extension:
     """A user's file that registered at least one entry."""
 
     path: str
-    sha256: str
+    sha256: str  # Of the file, followed by the modules in its folder that it imports.
+    file_sha256: str = ""  # Of the file alone. It is the `sha256` that older runs have recorded.
 
 
 EXTENSION_HINT = " If a file of yours adds it, name the file with --extension=FILE.py."
@@ -58,7 +60,7 @@ class Registry[T](Mapping[str, T]):
             self._entries[name] = entry
             if _running:
                 path = _running[-1]
-                _extensions[path] = Extension(str(path), hashlib.sha256(path.read_bytes()).hexdigest())
+                _extensions[path] = _extension(path)
                 self._extensions[name] = _extensions[path]
             return entry
 
@@ -96,6 +98,44 @@ class Registry[T](Mapping[str, T]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+def _extension(path: Path) -> Extension:
+    """Return a user's file with its hashes."""
+    contents, todo = {}, [path]
+    while todo:
+        file = todo.pop()
+        contents[file] = file.read_bytes()
+        todo += [found for found in _own_imports(path.parent, file, contents[file]) if found not in contents]
+    digest = hashlib.sha256(contents.pop(path))
+    file_sha256 = digest.hexdigest()
+    for file, content in sorted(contents.items()):
+        digest.update(f"\n{file.relative_to(path.parent).as_posix()} {len(content)}\n".encode() + content)
+    return Extension(str(path), digest.hexdigest(), file_sha256)
+
+
+def _own_imports(folder: Path, file: Path, content: bytes) -> Iterator[Path]:
+    """Yield the files of the modules in `folder` that a file in it imports, also those that a function imports later.
+
+    The imports are read from the text. `sys.modules` would add the modules that other extensions have loaded.
+    """
+    package = file.relative_to(folder).parent.parts
+    for node in ast.walk(ast.parse(content)):
+        if isinstance(node, ast.Import):
+            names = [tuple(alias.name.split(".")) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else ()
+            base += tuple(node.module.split(".")) if node.module else ()
+            names = [(*base, alias.name) for alias in node.names]
+        else:
+            continue
+        parents = dict.fromkeys(name[:end] for name in names for end in range(1, len(name) + 1) if name[0] != "difftx")
+        for name in parents:  # An import of "a.b" runs "a" too.
+            for found in (folder.joinpath(*name).with_suffix(".py"), folder.joinpath(*name, "__init__.py")):
+                # A module of this name may have been loaded from elsewhere.
+                loaded = getattr(sys.modules.get(".".join(name)), "__file__", None) or found
+                if found.is_file() and found.resolve() == Path(loaded).resolve():
+                    yield found
 
 
 def import_file(path: Path, flag: str) -> types.ModuleType:
@@ -179,13 +219,17 @@ def changed_extensions(recorded: Sequence[Mapping[str, str]]) -> list[str]:
     changes = []
     for extension in recorded:
         loaded, sha256 = _loaded_as(extension), extension["sha256"]
-        if loaded is not None and loaded.sha256 != sha256:
-            changes.append(f"{loaded.path} (SHA-256 {sha256[:12]}… → {loaded.sha256[:12]}…)")
+        # Older runs have recorded the hash of the file alone.
+        is_older = "file_sha256" not in extension
+        if loaded is not None and sha256 != loaded.sha256 and not (is_older and sha256 == loaded.file_sha256):
+            is_module = not is_older and extension["file_sha256"] == loaded.file_sha256
+            name = f"a module that {loaded.path} imports" if is_module else loaded.path
+            changes.append(f"{name} (SHA-256 {sha256[:12]}… → {loaded.sha256[:12]}…)")
     return changes
 
 
 def _loaded_as(recorded: Mapping[str, str]) -> Extension | None:
     """Return the loaded extension with the recorded content, else one with the recorded file name, else None."""
-    same = [e for e in _extensions.values() if e.sha256 == recorded["sha256"]]
+    same = [e for e in _extensions.values() if recorded["sha256"] in (e.sha256, e.file_sha256)]
     named = [e for e in _extensions.values() if Path(e.path).name == Path(recorded["path"]).name]
     return next(iter(same + named), None)

@@ -1,13 +1,16 @@
 """The files and commands of docs/extend.md, in a folder outside the repository."""
 
 import csv
+import dataclasses
 import gzip
+import hashlib
 import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, TINY, child_environment, write_text
@@ -96,6 +99,77 @@ def test_recorded_extensions_are_required_with_the_same_content(own_registry, tm
     registry.require_extensions([{"path": "/else/moved.py", "sha256": loaded.sha256}], "run")
     with pytest.raises(UserError, match=r"run was made with another content of .*red\.py \(SHA-256 000000000000… → "):
         registry.require_extensions([{"path": "/else/red.py", "sha256": "0" * 64}], "run")
+
+
+MODULES = {
+    "arch.py": "import helper\nfrom parts import rates\n",
+    "helper.py": "import json\nRATE = 1\n",
+    "parts/__init__.py": "",
+    "parts/rates.py": "def rate():\n    from . import later\n    return later.RATE\n",
+    "parts/later.py": "RATE = 1\n",
+    "parts/unused.py": "RATE = 1\n",
+    "json.py": "Not Python. The helper imports the module of the standard library.",
+    "other.py": "import unrelated\n",
+    "unrelated.py": "",
+}
+
+
+@pytest.fixture
+def extension_in(own_registry, monkeypatch, tmp_path):
+    """Return a function that writes `MODULES` with changes to a new folder, and loads its extension, as a new process.
+
+    The function returns the extension.
+    """
+
+    def forget():
+        for name in ("helper", "parts", "parts.rates", "parts.later", "unrelated"):
+            sys.modules.pop(name, None)
+
+    def load(*others, **changes):
+        forget()
+        registry._extensions.clear()
+        own_registry._entries.clear()
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        for name, text in MODULES.items():
+            text += changes.get(name.replace("/", "__").removesuffix(".py"), "")
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            if name in ("arch.py", "other.py"):
+                text += f"from difftx import registry\nregistry.COLOURS.register({name[:-3]!r})(1)\n"
+            (folder / name).write_text(text)
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(folder)
+            registry.load_extensions([folder / name for name in (*others, "arch.py")])
+        return own_registry.extension_of("arch")
+
+    yield load
+    forget()
+
+
+def test_modules_that_an_extension_imports_from_its_folder_are_recorded(extension_in):
+    first = extension_in()
+    assert extension_in() != first  # It has another path.
+    assert extension_in().sha256 == extension_in("other.py").sha256 == first.sha256
+    for unused in ("parts__unused", "json", "other", "unrelated"):
+        assert extension_in("other.py", **{unused: "x = 1\n"}).sha256 == first.sha256
+    recorded = dataclasses.asdict(first)
+    older = {"path": first.path, "sha256": hashlib.sha256(Path(first.path).read_bytes()).hexdigest()}
+    for used in ("helper", "parts____init__", "parts__rates", "parts__later"):
+        changed = extension_in(**{used: "x = 1\n"})
+        hashes = f"(SHA-256 {first.sha256[:12]}… → {changed.sha256[:12]}…)"
+        assert registry.changed_extensions([recorded]) == [f"a module that {changed.path} imports {hashes}"]
+        assert registry.changed_extensions([older]) == []  # It has recorded no modules.
+    changed = extension_in(arch="x = 1\n")
+    assert registry.changed_extensions([recorded])[0].startswith(f"{changed.path} (SHA-256 ")
+    assert registry.changed_extensions([older])[0].startswith(f"{changed.path} (SHA-256 ")
+
+
+def test_the_hash_of_an_extension_without_such_modules_is_that_of_its_file(own_registry, tmp_path):
+    path = write_extension(tmp_path / "red.py", "red")
+    path.write_text("import os.path, difftx.config\n" + path.read_text())
+    (tmp_path / "difftx").mkdir()
+    (tmp_path / "difftx" / "__init__.py").write_text("")
+    registry.load_extensions([path])
+    assert own_registry.extension_of("red").sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @pytest.mark.parametrize(

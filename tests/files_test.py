@@ -12,7 +12,7 @@ from unreadable import modes_count, needs_modes
 
 from difftx import files
 from difftx.errors import UnreadableError, UserError
-from difftx.files import new_file, remove_temporaries
+from difftx.files import new_file, remove_temporaries, source_sha256
 from difftx.folders import new_folder
 from difftx.json_files import JsonLines
 from difftx.report.runs import match_runs
@@ -39,6 +39,27 @@ def killed(what, path):
 
 def names(folder):
     return {path.name for path in folder.iterdir()}
+
+
+def test_the_hash_of_source_files_covers_names_and_contents_and_is_that_of_the_first_call(tmp_path):
+    def folder(name, **texts):
+        (tmp_path / name / "part").mkdir(parents=True)
+        for file, text in texts.items():
+            (tmp_path / name / f"{file.replace('__', '/')}.py").write_text(text)
+        (tmp_path / name / "notes.txt").write_text(name)
+        return tmp_path / name
+
+    first = folder("first", a="x = 1\n", part__b="y = 2\n")
+    hashes = {source_sha256(first)}
+    assert source_sha256(folder("copy", a="x = 1\n", part__b="y = 2\n")) in hashes
+    hashes.add(source_sha256(folder("content", a="x = 1\n", part__b="y = 3\n")))
+    hashes.add(source_sha256(folder("name", a="x = 1\n", part__c="y = 2\n")))
+    hashes.add(source_sha256(folder("more", a="x = 1\n", part__b="y = 2\n", c="")))
+    hashes.add(source_sha256(folder("moved", a="x = 1\ny = 2\n", part__b="")))
+    assert len(hashes) == 5
+    before = source_sha256(first)
+    (first / "a.py").write_text("x = 9\n")  # The process has loaded its modules already.
+    assert source_sha256(first) == before
 
 
 def test_new_folder_deletes_the_folder_of_a_killed_process(tmp_path):

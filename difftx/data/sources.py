@@ -66,6 +66,11 @@ class Sources:
         """Number of threads that should read training rows at a time."""
         return max(rows.threads for rows in self.train.values())
 
+    @property
+    def valid_fingerprints(self) -> dict[str, str]:
+        """Fingerprint of each validation set, by name."""
+        return {name: rows.fingerprint for name, rows in self.valid.items()}
+
     def where(self, example: int) -> str:
         """Return a text for messages with the source and the row number of a training example."""
         source, number = self.examples.locate(example) if len(self.train) > 1 else (0, example)

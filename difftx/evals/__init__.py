@@ -67,8 +67,8 @@ def evaluate(
             make_folder(path.parent)
             options = {option: depends[option] for option in OPTIONS if option in depends}
             options |= {"endpoints": endpoints} if (endpoints := _endpoints(run.config, name)) else {}
-            content = {"suite": name, "step": step, "settings": digest, "options": options} | source
-            content |= dataclasses.asdict(result)
+            content = {"suite": name, "step": step, "settings": digest, "options": options}
+            content |= {"valid": run.data.valid_fingerprints} | source | dataclasses.asdict(result)
             write_atomically(path, json.dumps(content, indent=2) + "\n")
             evaluation.journal.remove()
     return results
@@ -107,7 +107,7 @@ def dependencies(run: Run, suite: str) -> dict[str, Any]:
         "eval": {field: values_of(config.eval)[field] for field in fields_of(config, suite)},
         "model": values_of(config.model),
         "data": run.data.signature,
-        "valid": {name: rows.fingerprint for name, rows in run.data.valid.items()},
+        "valid": run.data.valid_fingerprints,
         "seed": config.train.seed,
     }
     suites = with_inner(config, suite)

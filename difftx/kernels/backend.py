@@ -82,7 +82,8 @@ class Ranking:
     """The backends of an attention function that were measured on a device. "auto" tries them in this order."""
 
     function: str  # Such as "diff_attention".
-    conditions: dict[str, str]  # Conditions of the measurement: "devices" (with the driver), "versions" and "shapes".
+    # Conditions of the measurement: "devices" (with the driver), "versions", "kernel source files" and "shapes".
+    conditions: dict[str, str]
     milliseconds: dict[str, float]  # Time of a forward and a backward pass by backend, fastest first.
     rejected: dict[str, str]  # Reason by backend that "auto" does not try.
 

@@ -8,14 +8,13 @@ measures the kernels before this process opens the device; after a failure, a ne
 TPU belongs to one process, so the process itself measures there, and ends with an advice if a kernel hangs.
 
 The ranking is stored in the user's cache folder and in the manifest of the run. A run that resumes on the same devices
-with the same versions of `COMPILERS` and the same shapes uses the recorded ranking, so that its results stay the same
-bit for bit.
+with the same versions of `COMPILERS`, the same source files in `KERNELS` and the same shapes uses the recorded ranking,
+so that its results stay the same bit for bit.
 """
 
 import argparse
 import contextlib
 import dataclasses
-import hashlib
 import importlib.metadata
 import json
 import math
@@ -41,7 +40,7 @@ from difftx.config import Config
 from difftx.config.architectures import ARCHITECTURES
 from difftx.config.fields import values_of
 from difftx.errors import EXIT_FAILED, printable
-from difftx.files import read_file
+from difftx.files import read_file, source_sha256
 from difftx.json_files import json_sha256, read_record, schema_error, write_record
 from difftx.kernels import target
 from difftx.kernels.backend import Ranking
@@ -59,6 +58,8 @@ DEADLINE_SECONDS = 60.0  # Time for all kernels.
 KERNEL_SECONDS = 25.0  # Time for one kernel, including its compilation.
 COMPILERS = ("jax", "jaxlib", *ACCELERATOR_PACKAGES)  # Packages whose versions may change a kernel.
 SHAPE = {"function": str, "conditions": {str: str}, "milliseconds": {str: float}, "rejected": {str: str}}
+KERNELS = Path(kernels.__file__).parent
+SOURCE = "kernel source files"  # Condition of a ranking: the SHA-256 of the files in `KERNELS`.
 Measured = tuple[dict[str, float], dict[str, str]]  # Milliseconds, or else the reason for a rejection, by kernel.
 # Groups and fields that determine the shapes of a call.
 SHAPE_FIELDS = (
@@ -181,7 +182,10 @@ def _recorded(workdir: AnyPath | None, function: str) -> Ranking | None:
         found: Any = json.loads(content or b"")["kernels"][function]
     except (ValueError, LookupError, TypeError):  # `Run.check_records` reports a manifest that is not one.
         return None
-    return None if schema_error(found, SHAPE) else Ranking(**found)
+    if schema_error(found, SHAPE):
+        return None
+    # Older rankings do not have this condition.
+    return Ranking(**found | {"conditions": {SOURCE: source_sha256(KERNELS)} | found["conditions"]})
 
 
 def _ranked(devices: str, config: Config, recorded: Ranking | None) -> Ranking | None:
@@ -194,15 +198,12 @@ def _ranked(devices: str, config: Config, recorded: Ranking | None) -> Ranking |
     conditions = {
         "devices": devices,
         "versions": ", ".join(f"{name} {version}" for name, version in package_versions().items() if name in COMPILERS),
+        SOURCE: source_sha256(KERNELS),
         "shapes": json_sha256([_process_count(), shapes]),
     }
     if recorded is not None and recorded.conditions == conditions:
         return recorded
-    sources = [
-        hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(kernels.__file__).parent.glob("*.py"))
-    ]
-    key = json_sha256([conditions, sources])
-    path = user_folder() / f"kernels-{key[:16]}.json"
+    path = user_folder() / f"kernels-{json_sha256(conditions)[:16]}.json"
     with contextlib.suppress(OSError, ValueError):
         found = read_record(path)
         if found is not None and schema_error(found, SHAPE) is None:

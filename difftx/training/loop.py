@@ -21,7 +21,7 @@ from difftx.training.goodput import Goodput, format_goodput
 from difftx.training.guards import Guard, GuardJournal, Rewind, act_on_bad_steps
 from difftx.training.metrics import LAMBDA_SPLIT, LambdaRange, MetricsWriter, lambda_warning, read_newest_metrics
 from difftx.training.profile import StepTracer, out_of_memory
-from difftx.training.resume import kept_values, starting_state
+from difftx.training.resume import data_state, kept_values, starting_state
 from difftx.training.run import Run
 from difftx.training.state import Metrics, make_train_step
 
@@ -260,8 +260,7 @@ class Attempt:
         return outcome
 
     def _data_state(self) -> dict[str, Any]:
-        """Return the state of the loader and the guard, for a checkpoint."""
-        return self._loader.state() | {"guard": self._guard.state()}
+        return data_state(self._session.run, self._loader, self._guard)
 
     def _write_goodput(self) -> dict[str, float]:
         row = self._goodput.row()

@@ -11,8 +11,8 @@ import jax
 from difftx.config import Config
 from difftx.config.fields import values_of
 from difftx.data.loader import Loader, signature_changes
-from difftx.errors import UserError
-from difftx.files import list_folder, resolved, size_of
+from difftx.errors import UserError, shown
+from difftx.files import list_folder, resolved, size_of, source_sha256
 from difftx.parallel.multihost import decide_on_primary, print_on_primary
 from difftx.registry import changed_extensions
 from difftx.storage.paths import AnyPath, path_of
@@ -23,13 +23,23 @@ from difftx.training.checkpoint.checkpointer import (
     config_values,
     restore_params,
 )
-from difftx.training.checkpoint.manifest import MANIFEST, package_versions, read_manifest, why_invalid
+from difftx.training.checkpoint.manifest import (
+    MANIFEST,
+    PACKAGE,
+    Manifest,
+    package_versions,
+    read_manifest,
+    why_invalid,
+)
 from difftx.training.guards import Guard
+from difftx.training.optimizer import learning_rate
 from difftx.training.run import Run
 from difftx.training.state import TrainState, init_state, jit_init
 
 # Groups and fields that may change when a run resumes, although this changes its results.
 RESUMABLE = ("guards", "train.steps")
+# Differences of the learning rate below this share of its peak are rounding.
+ROUNDING = 1e-5
 # Fields that select the state with which a run starts. A run that has a checkpoint no longer reads them.
 ORIGIN = ("checkpoint.init_from", "checkpoint.branch_from")
 # Further fields that may change when a run branches from a checkpoint: those of the learning rate.
@@ -129,6 +139,11 @@ def kept_values(run: Run) -> dict[str, object]:
     return fields | {f"data, {name}": value for name, value in run.data.signature.items()}
 
 
+def data_state(run: Run, loader: Loader, guard: Guard) -> dict[str, Any]:
+    """Return the state of the loader and the guard, and the identity of the validation sets, for a checkpoint."""
+    return loader.state() | {"guard": guard.state(), "valid": run.data.valid_fingerprints}
+
+
 def starting_state(
     run: Run, checkpointer: Checkpointer, loader: Loader, guard: Guard, *, allow_config_change: bool
 ) -> tuple[TrainState, int]:
@@ -148,7 +163,7 @@ def starting_state(
     if source.branch_from is not None:
         state = _read_source("branch_from", source.branch_from, resume)
         # The source may delete its checkpoint, and may have a newer one at the next start.
-        checkpointer.save_and_wait(state, loader.state() | {"guard": guard.state()}, run.config)
+        checkpointer.save_and_wait(state, data_state(run, loader, guard), run.config)
         return state, int(jax.device_get(state.step))
     state = jit_init(init_state, run.config)
     if source.init_from is None:
@@ -180,9 +195,7 @@ def _resume(
             f"{source}: {folder} is of step {step}, and train.steps={run.config.train.steps} counts the steps from the "
             f"start of that run; set train.steps to more than {step}"
         )
-    for name, version in package_versions().items():
-        if (before := manifest.packages.get(name, version)) != version:
-            print_on_primary(f"{name}: {before} → {version}, since the checkpoint of step {step}")
+    _print_other_code(manifest)
     data_changes = signature_changes(manifest.data, run.data.signature)
     refused = [f"extension {change}" for change in changed_extensions(manifest.extensions)]
     if allow_config_change:
@@ -191,7 +204,7 @@ def _resume(
     if allow_config_change or not refused:  # A changed extension may reject the checkpoint's config.
         allowed = BRANCHABLE + ORIGIN if is_branch else ()
         trained = config_of(folder)
-        refused += _unsafe_changes(trained, run.config, data_changes, allowed, print_unsafe=allow_config_change)
+        refused += _unsafe_changes(trained, run.config, step, data_changes, allowed, print_unsafe=allow_config_change)
     if refused and not allow_config_change:
         otherwise = "" if is_branch else "use a new --workdir, "
         raise UserError(
@@ -200,6 +213,13 @@ def _resume(
         )
     abstract = jax.eval_shape(lambda: init_state(run.config))
     state, loader_state = checkpointer.restore_from(folder, abstract, run.mesh)
+    valid = run.data.valid_fingerprints
+    for change in signature_changes(loader_state.get("valid", valid), valid):  # Older checkpoints have no entry.
+        best = ", and checkpoint.keep_best compares only later ones" if run.config.checkpoint.keep_best else ""
+        print_on_primary(
+            f"changed since the checkpoint: validation set {change} (allowed, but losses on it up to step {step} "
+            f"cannot be compared with later ones{best})"
+        )
     if allow_config_change:
         loader_state = loader_state | {"signature": run.data.signature}
     loader.restore(loader_state)
@@ -209,12 +229,22 @@ def _resume(
     return state
 
 
+def _print_other_code(manifest: Manifest) -> None:
+    """Print which packages differ from those of the checkpoint, and whether the source files of difftx do."""
+    for name, version in package_versions().items():
+        if (before := manifest.packages.get(name, version)) != version:
+            print_on_primary(f"{name}: {before} → {version}, since the checkpoint of step {manifest.step}")
+    if manifest.source_sha256 not in (None, source := source_sha256(PACKAGE)):
+        change = f"{shown(manifest.source_sha256)} → {shown(source)}"
+        print_on_primary(f"source files of difftx (SHA-256): {change}, since the checkpoint of step {manifest.step}")
+
+
 def _unsafe_changes(
-    old: Config, new: Config, data_changes: list[str], allowed: tuple[str, ...], *, print_unsafe: bool
+    old: Config, new: Config, step: int, data_changes: list[str], allowed: tuple[str, ...], *, print_unsafe: bool
 ) -> list[str]:
     """Print the changes of the config. Return those with which only --allow_config_change resumes the run.
 
-    Changes of the fields `allowed` are safe in addition to those of `Change.is_safe`.
+    `step` is that of the checkpoint. Changes of the fields `allowed` are safe in addition to those of `Change.is_safe`.
     """
     refused, data_fields = [], []
     for change in changed_fields(old, new):
@@ -226,10 +256,20 @@ def _unsafe_changes(
             origin = old.checkpoint.branch_from or old.checkpoint.init_from or "new parameters"
             text += f", without effect on this run, which started from {origin}"
         if safe or print_unsafe:  # Otherwise, the error message lists the unsafe changes.
-            print_on_primary(f"changed since the checkpoint: {text} ({'safe' if safe else 'not safe'})")
+            verdict = "safe" if safe else "not safe"
+            if change.field == "train.steps" and (jump := _learning_rate_jump(old, new, step)):
+                verdict = f"allowed, but the learning rate after step {step} jumps: {jump}"
+            print_on_primary(f"changed since the checkpoint: {text} ({verdict})")
         if not safe:
             (data_fields if is_data else refused).append(text)
     return refused + (data_fields or [f"data, {change}" for change in data_changes])
+
+
+def _learning_rate_jump(old: Config, new: Config, updates: int) -> str | None:
+    """Return the learning rates of two configs after some updates as "old → new", or None if they are equal."""
+    before, after = (float(jax.device_get(learning_rate(config)(updates))) for config in (old, new))
+    is_equal = abs(after - before) <= ROUNDING * new.optimizer.learning_rate
+    return None if is_equal else f"{before:.3g} → {after:.3g}"
 
 
 def _read_source[T](field: str, source: str, read: Callable[[AnyPath], T]) -> T:

@@ -28,7 +28,15 @@ from difftx.config.fields import values_of
 from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import Tokenizer, load_tokenizer, padded_size
 from difftx.errors import UserError, printable
-from difftx.files import make_folder, read_file, remove_temporaries, require_run, size_of, write_atomically
+from difftx.files import (
+    make_folder,
+    read_file,
+    remove_temporaries,
+    require_run,
+    size_of,
+    source_sha256,
+    write_atomically,
+)
 from difftx.json_files import read_json, schema_error
 from difftx.model.abstract import count_parameters
 from difftx.parallel.layout import Layout
@@ -39,7 +47,7 @@ from difftx.registry import loaded_extensions, require_names
 from difftx.storage import objects
 from difftx.storage.lock import BucketLock
 from difftx.storage.paths import AnyPath, is_bucket
-from difftx.training.checkpoint.manifest import EXTENSIONS_SHAPE, MANIFEST, package_versions
+from difftx.training.checkpoint.manifest import EXTENSIONS_SHAPE, MANIFEST, PACKAGE, package_versions
 from difftx.training.kernel_choice import attention_call, attention_kernel
 from difftx.training.optimizer import make_optimizer
 
@@ -82,7 +90,8 @@ class Run:
 
         def contents(run: Run) -> dict[str, Any]:
             signature = {f"data: {name}": value for name, value in run.data.signature.items()}
-            return signature | {f"data: validation set {key}": rows.fingerprint for key, rows in run.data.valid.items()}
+            valid = run.data.valid_fingerprints
+            return signature | {f"data: validation set {name}": value for name, value in valid.items()}
 
         return agree("the data", opened, contents, config.multihost.barrier_timeout_seconds)
 
@@ -180,10 +189,9 @@ def _comparable(flag: Any) -> Any:
 
 def source_files() -> dict[str, str]:
     """Return the SHA-256 of each source file of difftx, with keys such as "difftx source training/run.py"."""
-    folder = Path(__file__).parents[1]
     return {
-        f"difftx source {path.relative_to(folder).as_posix()}": hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*.py"))
+        f"difftx source {path.relative_to(PACKAGE).as_posix()}": hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(PACKAGE.rglob("*.py"))
     }
 
 
@@ -221,6 +229,7 @@ def write_description(workdir: AnyPath, config: Config, details: Mapping[str, An
         "commit": _git_commit(),
         "python": platform.python_version(),
         "packages": package_versions(),
+        "source_sha256": source_sha256(PACKAGE),
         "extensions": list(map(dataclasses.asdict, loaded_extensions())),
         **(details or {}),
     }

@@ -317,6 +317,38 @@ def test_a_recorded_ranking_holds_for_its_versions_and_shapes(
     assert ("changed" in said) == (differs is not None)
 
 
+def test_a_recorded_ranking_holds_for_the_source_files_of_the_kernels(monkeypatch, tmp_path, capsys):
+    """Otherwise the corrected code of a rejected kernel, or a broken one, would never be measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(api, "_rankings", {})
+    times = iter([{"a": 1.0, "xla": 2.0}, {"xla": 2.0, "a": 3.0}])
+    monkeypatch.setattr(kernel_choice, "measured", lambda config: (next(times), {}))
+    config = load_config("configs/quickstart.py:diff", TINY)
+    begun = dataclasses.asdict(kernel_choice._ranked("GPU", config, None))
+    manifest, workdir = tmp_path / "run" / "manifest.json", tmp_path / "run"
+    workdir.mkdir()
+
+    def resume(ranking):
+        manifest.write_text(json.dumps({"kernels": {"diff_attention": ranking}}))
+        recorded = kernel_choice._recorded(workdir, "diff_attention")
+        again = kernel_choice._ranked("GPU", config, recorded)
+        kernel_choice._use([[dataclasses.asdict(recorded), dataclasses.asdict(again)]])
+        said = capsys.readouterr().out.splitlines()
+        return dataclasses.asdict(again), [line for line in said if line.startswith("changed")]
+
+    assert resume(begun) == (begun, [])
+    other_conditions = {name: value for name, value in begun["conditions"].items() if "source" not in name}
+    older = begun | {"conditions": other_conditions}
+    assert len(other_conditions) == 3
+    assert resume(older) == (begun, [])
+    changed = shutil.copytree(kernel_choice.KERNELS, tmp_path / "kernels")
+    (changed / "xla.py").write_text((changed / "xla.py").read_text() + "x = 1\n")
+    monkeypatch.setattr(kernel_choice, "KERNELS", changed)
+    again, said = resume(begun)
+    assert said == ["changed since the run began: attention kernel a → xla, for other kernel source files (safe)"]
+    assert resume(again) == (again, [])
+
+
 @pytest.mark.parametrize(
     ("architecture", "changes", "expected"),
     [

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, TINY, child_environment
 from helpers.command_server import commands
+from helpers.data_prepare import prepared
 from helpers.evals_params import one_device
 from helpers.training_checkpoints import flip_a_bit, largest_file
 from helpers.training_runs import stop_after, train_losses, wait_for_step
@@ -194,7 +195,7 @@ def test_run_directory_describes_the_run(uninterrupted):
     assert json.loads((workdir / "config.json").read_text())["train"]["steps"] == STEPS
     manifest = json.loads((workdir / "manifest.json").read_text())
     described = {"format", "command", "commit", "python", "packages", "devices", "data", "extensions"}
-    assert set(manifest) == described | {"attention_kernel", "kernels"}
+    assert set(manifest) == described | {"source_sha256", "attention_kernel", "kernels"}
     assert (manifest["attention_kernel"], manifest["kernels"]) == ("xla", {})  # On a CPU, nothing is measured.
     assert len(manifest["data"]["source train"]) == 64
     row = next(row for row in train_losses(workdir)[1] if row["split"] == "train")
@@ -278,9 +279,57 @@ def test_a_checkpoint_of_another_config_is_refused(uninterrupted, tmp_path, flag
     assert result.returncode == 2
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1, result.stderr
-    assert "changed since the checkpoint: train.steps: 60 → 90 (safe)" in result.stdout
+    # The schedule is linear, with a peak of 4e-3 after 2 steps of warm-up. It ended at 0.
+    jump = f"allowed, but the learning rate after step 60 jumps: 0 → {4e-3 * 30 / 88:.3g}"
+    assert f"changed since the checkpoint: train.steps: 60 → 90 ({jump})" in result.stdout
     assert ("(not safe)" in result.stdout) == bool(flags)  # Without the flag, the error lists it.
     assert (tmp_path / "run" / "config.json").read_text() == (whole / "config.json").read_text()
+
+
+@pytest.mark.long  # verified_test.py tests the line and the choice of the best checkpoint in this process.
+def test_results_on_another_validation_set_are_not_compared(tmp_path):
+    """The second set is of random bytes, on which each loss is larger than those on the first set."""
+    rng = np.random.default_rng(0)
+    words = " ".join(rng.choice(["attention", "noise", "signal", "head"], 20_000))
+    texts = {"train": words, "easy": words[:5000], "hard": rng.integers(0, 128, 5000, np.uint8).tobytes().decode()}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    store, workdir = tmp_path / "store", tmp_path / "run"
+    changes = {
+        "train__steps": 20,
+        "optimizer__schedule": "constant",
+        "eval__every_steps": 5,
+        "checkpoint__every_steps": 5,
+        "checkpoint__keep": 1,
+        "checkpoint__keep_best": "loss/loss",
+    }
+
+    def prepare_and_train(valid, **more):
+        shutil.rmtree(store, ignore_errors=True)
+        prepared(store, f"--input={tmp_path}/train.txt", f"--valid_input={tmp_path}/{valid}.txt")
+        result = train(store, workdir, data__tokenizer="bytes", **changes | more)
+        assert result.returncode == 0, result.stderr
+        paths = (workdir / "evals" / "loss").glob("*.json")
+        results = {int(path.stem): json.loads(path.read_text()) for path in paths}
+        kept = {int(path.name) for path in (workdir / "checkpoints").iterdir()}
+        return [line for line in result.stdout.splitlines() if "validation set" in line], results, kept
+
+    def best(results):
+        return min(results, key=lambda step: results[step]["numbers"]["loss"])
+
+    said, before, kept = prepare_and_train("easy")
+    assert (said, kept) == ([], {20, best(before)})
+    # A change that is not one of the validation set.
+    assert prepare_and_train("easy", logging__every_steps=2)[0] == []
+    (line,), results, kept = prepare_and_train("hard", train__steps=30)
+    first, second = (results[step]["valid"]["valid"] for step in (20, 25))
+    assert first != second
+    assert line == (
+        f"changed since the checkpoint: validation set valid {first[:12]}… → {second[:12]}… (allowed, but losses on it "
+        "up to step 20 cannot be compared with later ones, and checkpoint.keep_best compares only later ones)"
+    )
+    assert best(results) <= 20
+    assert kept == {30, best({step: results[step] for step in (25, 30)})}
 
 
 def test_fewer_steps_than_the_newest_checkpoint_has_are_refused(uninterrupted, tmp_path):

@@ -1,7 +1,9 @@
 """Runs that resume after corrupt, truncated or unfinished checkpoints, and after failed saves."""
 
 import json
+import math
 import os
+import re
 import shutil
 
 import jax
@@ -15,7 +17,7 @@ from helpers.training_checkpoints import LOADER, flip_a_bit, largest_file, names
 from difftx import registry
 from difftx.config.build import override
 from difftx.data.loader import Loader
-from difftx.data.sources import load_sources
+from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import RunError, UserError
 from difftx.json_files import json_sha256
@@ -24,7 +26,7 @@ from difftx.training.checkpoint import checkpointer as checkpoint_module
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.checkpoint.manifest import MANIFEST, read_manifest, why_invalid, write_manifest
 from difftx.training.guards import Guard
-from difftx.training.resume import starting_state
+from difftx.training.resume import data_state, starting_state
 from difftx.training.run import Run
 from difftx.training.state import TrainState
 
@@ -187,6 +189,24 @@ def test_retention_rules(saved, tmp_path, rule, kept):
     assert names(saved(10, 20, 30, 40, 50, **rule)) == kept
 
 
+@pytest.mark.parametrize(
+    ("sets", "kept"),
+    [
+        (["a", "a", "a", "a"], ["20", "40"]),
+        (["a", "a", "b", "b"], ["30", "40"]),
+        ([None, None, "b", "b"], ["20", "40"]),  # Older results do not have the identity of the set.
+        (["a", "a", "a", "b"], ["40"]),
+    ],
+)
+def test_the_best_checkpoint_is_one_of_those_with_the_newest_validation_set(saved, tmp_path, sets, kept):
+    evals = tmp_path / "evals" / "loss"
+    evals.mkdir(parents=True)
+    for step, loss, name in zip((10, 20, 30, 40), (2.0, 1.0, 3.0, 4.0), sets, strict=True):
+        identity = {} if name is None else {"valid": {"valid": name}}
+        (evals / f"{step}.json").write_text(json.dumps({"numbers": {"loss": loss}} | identity))
+    assert names(saved(10, 20, 30, 40, keep=1, keep_best="loss/loss")) == kept
+
+
 def test_checkpoint_with_a_missing_file_stays_and_is_not_counted(saved):
     folder = saved(10, 20, 30, keep=3)
     largest_file(folder / "20").unlink()
@@ -296,7 +316,7 @@ def start(config, mesh_of, text_file, tmp_path):
             if save:
                 next(loader)
                 state = TrainState(jnp.int32(1), jax.tree.map(lambda x: x + 1, state.params), state.opt_state)
-                checkpointer.save_and_wait(state, loader.state() | {"guard": guard.state()}, c)
+                checkpointer.save_and_wait(state, data_state(run, loader, guard), c)
         checkpointer.close()
         return state, step, loader.state()["examples"]
 
@@ -353,6 +373,21 @@ def test_parameters_of_another_model_are_named(start, tmp_path, capsys, monkeypa
     ]
 
 
+def test_other_source_files_of_difftx_than_those_of_the_checkpoint_are_printed(start, tmp_path, capsys):
+    start("a", save=True)
+    manifest = tmp_path / "a" / "checkpoints" / "1"
+    today = json.loads((manifest / MANIFEST).read_text())["source_sha256"]
+    change = f"source files of difftx (SHA-256): 000000000000… → {today[:12]}…, since the checkpoint of step 1"
+    for recorded, printed in ((today, []), ("0" * 64, [change]), (None, [])):  # Older manifests have no hash.
+        edit_manifest(manifest, lambda m, recorded=recorded: m.update(source_sha256=recorded))
+        capsys.readouterr()
+        assert start("a")[1] == 1
+        assert [line for line in capsys.readouterr().out.splitlines() if "SHA-256" in line] == printed
+    edit_manifest(manifest, lambda m: m.pop("source_sha256"))
+    assert start("a")[1] == 1
+    assert "SHA-256" not in capsys.readouterr().out
+
+
 def test_another_origin_than_that_of_the_checkpoint_is_not_safe(start, tmp_path, capsys):
     start("a", save=True)
     message = f"checkpoint.init_from: None → {tmp_path}, without effect on this run, which started from new parameters"
@@ -397,6 +432,48 @@ def test_weights_of_another_tokenizer_are_refused(start, tmp_path):
     edit_manifest(tmp_path / "a" / "checkpoints" / "1", lambda m: m["data"].update(tokenizer="another"))
     with pytest.raises(UserError, match="was trained with another tokenizer than data"):
         start("b", checkpoint__init_from=tmp_path / "a")
+
+
+def test_another_validation_set_than_that_of_the_checkpoint_is_printed(start, capsys, monkeypatch):
+    start("a", save=True)
+    assert start("a")[1] == 1
+    assert "validation" not in capsys.readouterr().out
+    monkeypatch.setattr(Sources, "valid_fingerprints", {"valid": "0" * 64})
+    assert start("a")[1] == 1
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "validation" in line)
+    assert re.fullmatch(
+        r"changed since the checkpoint: validation set valid [0-9a-f]{12}… → 000000000000… \(allowed, but losses on it "
+        r"up to step 1 cannot be compared with later ones\)",
+        line,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "jump", "branch"),
+    [
+        # After 1 update, without a warm-up. The peak is 4e-3.
+        ({"schedule": "linear"}, [4e-3 * 5 / 6, 4e-3 * 49 / 50], False),
+        ({"schedule": "cosine"}, [2e-3 * (1 + math.cos(math.pi / 6)), 2e-3 * (1 + math.cos(math.pi / 50))], False),
+        ({"schedule": "wsd", "decay_steps": 6, "decay_shape": "linear"}, [4e-3 * 5 / 6, 4e-3], True),
+        ({"schedule": "wsd", "decay_steps": 4}, None, True),  # The decay has not begun.
+        ({"schedule": "constant"}, None, False),
+        ({"schedule": "linear", "warmup_steps": 3}, None, False),  # Both are in the same warm-up.
+        ({"schedule": "constant", "warmup_fraction": 0.5}, [4e-3 * 2 / 3, 4e-3 * 2 / 25], False),
+    ],
+)
+def test_a_jump_of_the_learning_rate_by_another_length_is_printed(start, tmp_path, capsys, changes, jump, branch):
+    fields = {"optimizer__warmup_steps": 0} | {f"optimizer__{name}": value for name, value in changes.items()}
+    if "warmup_fraction" in changes:
+        del fields["optimizer__warmup_steps"]
+    start("a", save=True, **fields)
+    capsys.readouterr()
+    name, origin = ("b", {"checkpoint__branch_from": tmp_path / "a"}) if branch else ("a", {})
+    assert start(name, train__steps=50, **fields, **origin)[1] == 1
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "train.steps" in line)
+    verdict = "safe"
+    if jump is not None:
+        verdict = "allowed, but the learning rate after step 1 jumps: " + " → ".join(f"{x:.3g}" for x in jump)
+    assert line == f"changed since the checkpoint: train.steps: 6 → 50 ({verdict})"
 
 
 @pytest.mark.long

@@ -17,7 +17,16 @@ import xxhash
 
 from difftx.config import Config
 from difftx.errors import UserError, import_extra
-from difftx.files import check_link, list_folder, open_file, read_file, retry_read, size_of, write_atomically
+from difftx.files import (
+    check_link,
+    list_folder,
+    open_file,
+    read_file,
+    retry_read,
+    size_of,
+    source_sha256,
+    write_atomically,
+)
 from difftx.json_files import json_sha256, read_json, schema_error, with_sha256, without_sha256
 from difftx.registry import loaded_extensions
 from difftx.storage import objects
@@ -34,6 +43,7 @@ QUARANTINED_MANIFEST = "quarantined-"
 RESERVED = "writing"  # Field of the object at the path of a manifest in a bucket, during a save.
 # Files that must exist. Orbax writes them after the manifest, so the manifest has no checksums of them.
 COMMIT_MARKERS = ("commit_success.txt", "_CHECKPOINT_METADATA")
+PACKAGE = Path(__file__).parents[2]  # The folder of the source files of difftx.
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tiktoken", "numpy")
 # Plugins and libraries of accelerators, of which a machine has some.
 ACCELERATOR_PACKAGES = ("jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "libtpu")
@@ -68,6 +78,7 @@ class Manifest:
     config_sha256: str
     data: dict[str, Any]  # Signature of the training data: sources, tokenizer, rows and order.
     packages: dict[str, str]
+    source_sha256: str | None  # Of the source files of difftx. The manifests of older checkpoints have none.
     extensions: list[dict[str, str]]  # Path and SHA-256 of each loaded extension.
     arrays: dict[str, tuple[tuple[int, ...], str]]  # Path in the train state → shape and dtype.
     files: dict[str, tuple[int, str, str]]  # Path in the folder → size in bytes, name of the checksum, checksum.
@@ -126,6 +137,7 @@ def manifest_text(
         "config_sha256": json_sha256(json.loads(config.to_json())),
         "data": data,
         "packages": package_versions(),
+        "source_sha256": source_sha256(PACKAGE),
         "extensions": list(map(dataclasses.asdict, loaded_extensions())),
         "arrays": {name: {"shape": list(shape), "dtype": dtype} for name, (shape, dtype) in arrays.items()},
         "files": files,
@@ -199,7 +211,10 @@ def _read_manifest(folder: AnyPath) -> Manifest:
         raise UserError(f"{MANIFEST}: contents: not the name of a folder")
     _check_inside(folder, files)
     others = {name: raw[name] for name in ("step", "weights", "config_sha256", "data", "packages", "extensions")}
-    return Manifest(sha256=signed["sha256"], arrays=arrays, files=files, contents=contents, **others)
+    source = raw.get("source_sha256")
+    return Manifest(
+        sha256=signed["sha256"], arrays=arrays, files=files, contents=contents, source_sha256=source, **others
+    )
 
 
 def is_reservation(content: bytes) -> bool:

@@ -32,16 +32,22 @@ def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], workdir: AnyPa
     if config.keep_every_steps is not None:
         kept.update(step for step in steps if step % config.keep_every_steps == 0)
     if config.keep_best is not None:
-        numbers = {step: number_of(workdir, step, config.keep_best) for step in newest_first}
-        finite = {step: number for step, number in numbers.items() if number is not None}
-        if finite:  # Among equally good steps, keep the newest one.
+        found = {step: number_of(workdir, step, config.keep_best) for step in newest_first}
+        results = {step: result for step, result in found.items() if result is not None}
+        if results:
+            # Numbers on other validation sets than those of the newest result cannot be compared with it.
+            _, valid = next(iter(results.values()))
+            numbers = {step: number for step, (number, other) in results.items() if other in (None, valid)}
             best = min if config.keep_best_mode == "min" else max
-            kept.add(best(finite, key=finite.__getitem__))
+            kept.add(best(numbers, key=numbers.__getitem__))  # Among equally good steps, keep the newest one.
     return kept
 
 
-def number_of(workdir: AnyPath, step: int, name: str) -> float | None:
-    """Return an evaluated number such as "loss/perplexity" after a step, or None if it is absent or not finite."""
+def number_of(workdir: AnyPath, step: int, name: str) -> tuple[float, dict[str, str] | None] | None:
+    """Return an evaluated number such as "loss/perplexity" after a step, and the fingerprints of the validation sets.
+
+    Return None if the number is absent or not finite. Older results have no fingerprints.
+    """
     suite, number = name.split("/")
     path = workdir / "evals" / suite / f"{step}.json"
     if size_of(path) is None:
@@ -52,7 +58,8 @@ def number_of(workdir: AnyPath, step: int, name: str) -> float | None:
         known = ", ".join(numbers) or "none"
         raise UserError(f"checkpoint.keep_best={name!r}: {path} has no number {number!r}; it has {known}")
     value = numbers[number]
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    is_finite = isinstance(value, int | float) and math.isfinite(value)
+    return (float(value), result.get("valid")) if is_finite else None
 
 
 def quarantine(folder: AnyPath, check: Callable[[], None] = lambda: None) -> AnyPath:
