@@ -114,18 +114,11 @@ def test_activations_do_not_depend_on_width_and_depth(mesh_of, architecture):
     assert found["residual"] > 10 * TOLERANCE, found
 
 
+# The test above has a larger width and depth than the first two cases. The test below has those of the last two.
 @pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("architecture", ["transformer", "diff"])
-@pytest.mark.parametrize(
-    "shape",
-    [
-        # The test above has a larger width and depth than the first two cases. The test below has the largest width.
-        pytest.param({"width": 128}, marks=pytest.mark.exhaustive),
-        pytest.param({"layers": 4}, marks=pytest.mark.exhaustive),
-        pytest.param({"width": 512}, marks=pytest.mark.exhaustive),
-        {"layers": 16},
-    ],
-)
+@pytest.mark.parametrize("shape", [{"width": 128}, {"layers": 4}, {"width": 512}, {"layers": 16}])
 def test_activations_at_all_widths_and_depths(mesh_of, architecture, shape):
     base = coordinates(model_of(architecture), mesh_of(), seeds=24)
     found = deviations(base, coordinates(model_of(architecture, **shape), mesh_of(), seeds=12))
