@@ -10,7 +10,7 @@ python benchmarks/results.py compare --study=question-1-novels+question-1-recall
     other tasks means with intervals; the exit code is 1 if a result does not agree
 
 In the template, `{{WORD STUDY …}}` stands for a table or a value of one study, or of several (STUDY+STUDY). The words
-are the keys of PLACEHOLDERS in benchmarks/results_tables.py, optimizer_tables.py, controls_tables.py and recall_tables.py.
+are the keys of PLACEHOLDERS in results_tables.py, optimizer_tables.py, controls_tables.py and recall_tables.py.
 """
 
 import argparse
