@@ -21,7 +21,7 @@ from difftx.model.flops import PEAK_FLOPS
         ("cpu:8", "cpu", (8,), 1),
     ],
 )
-def test_topologies(text, kind, shape, slices):
+def test_a_topology_is_parsed_and_printed(text, kind, shape, slices):
     topology = parse_topology(text)
     assert topology == Topology(kind, shape, slices)
     assert str(topology) == text.lower()
