@@ -19,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+import unittest.mock
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,9 @@ from difftx.training.state import TrainState
 
 ARRAYS = 8  # Number of parameter arrays, and of arrays of each moment.
 LOADER = {"examples": 0, "signature": {}}
+MEASURED = ("save", "blocked", "manifest", "verify", "restore")
+
+type Times = dict[str, list[float]]  # Name of a measurement → seconds of each round.
 
 
 def main() -> None:
@@ -47,13 +51,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="on the disk to measure; a temporary one if not given")
     args = parser.parse_args()
-    rows = round(args.gigabytes * 1e9 / (3 * ARRAYS * 4 * 1024))
+    wall, cpu = measure(args.gigabytes, args.rounds, args.folder)
+    title = (
+        f"{args.gigabytes:g} GB in {3 * ARRAYS} arrays; {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}; "
+        f"median (best … worst of {args.rounds})"
+    )
+    rich.console.Console(width=None if sys.stdout.isatty() else 140).print(table(title, wall, cpu))
+
+
+def measure(gigabytes: float, rounds: int, parent: Path | None) -> tuple[Times, Times]:
+    """Return the wall times and the processor times of `rounds` rounds, after a round that is not counted.
+
+    The checkpoints are in a temporary folder in `parent`.
+    """
+    rows = round(gigabytes * 1e9 / (3 * ARRAYS * 4 * 1024))
     keys = iter(jax.random.split(jax.random.key(0), 3 * ARRAYS))
     trees = [{f"w{i}": jax.random.normal(next(keys), (rows, 1024)) for i in range(ARRAYS)} for _ in range(3)]
     config = load_config(str(Path(__file__).resolve().parent.parent / "configs" / "quickstart.py"), {})
     mesh = jax.make_mesh((1,), ("data",))
-    wall: dict[str, list[float]] = {name: [] for name in ("save", "blocked", "manifest", "verify", "restore")}
-    cpu: dict[str, list[float]] = {name: [] for name in wall}
+    wall: Times = {name: [] for name in MEASURED}
+    cpu: Times = {name: [] for name in MEASURED}
 
     @contextlib.contextmanager
     def timed(name: str) -> Iterator[None]:
@@ -68,10 +85,13 @@ def main() -> None:
         with timed("manifest"):
             write_manifest(*arguments)
 
-    vars(checkpoint)["write_manifest"] = timed_manifest
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+    # Orbax writes the manifest in a thread while it saves. A patch is the only way to measure that part by itself.
+    with (
+        unittest.mock.patch.object(checkpoint, "write_manifest", timed_manifest),
+        tempfile.TemporaryDirectory(dir=parent) as folder,
+    ):
         writer = Checkpointer(Path(folder), config.checkpoint)
-        for step in range(1, args.rounds + 2):  # The first step is a warm-up and not counted.
+        for step in range(1, rounds + 2):
             state = TrainState(jnp.int32(step), trees[0], trees[1:])
             jax.block_until_ready(state)
             with timed("save"):
@@ -83,27 +103,28 @@ def main() -> None:
             with timed("restore"):
                 jax.block_until_ready(writer.restore(step, jax.eval_shape(lambda s=state: s), mesh))
         writer.close()
+    return {name: wall[name][1:] for name in MEASURED}, {name: cpu[name][1:] for name in MEASURED}
 
-    table = rich.table.Table(
-        title=f"{args.gigabytes:g} GB in {3 * ARRAYS} arrays; {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}; "
-        f"median (best … worst of {args.rounds})"
-    )
+
+def table(title: str, wall: Times, cpu: Times) -> rich.table.Table:
+    """Return a table with a row for each measurement: medians, extremes and shares."""
+    shown = rich.table.Table(title=title)
     for name in ("", "wall seconds", "share", "CPU seconds", "share"):
-        table.add_column(name, justify="right" if "seconds" in name else "left")
+        shown.add_column(name, justify="right" if "seconds" in name else "left")
+    for name in MEASURED:
+        shown.add_row(name, *_cells(wall, name), *_cells(cpu, name))
+    return shown
 
-    def cells(kind: dict[str, list[float]], name: str) -> tuple[str, str]:
-        medians = {other: statistics.median(values[1:]) for other, values in kind.items()}
-        shares = {
-            "blocked": f"{medians['blocked'] / medians['save']:.1%} of save",
-            "manifest": f"{medians['manifest'] / (medians['save'] - medians['manifest']):.1%} of the rest of save",
-            "verify": f"{medians['verify'] / medians['restore']:.1%} of restore",
-        }
-        spread = f"{medians[name]:.3f} ({min(kind[name][1:]):.3f} … {max(kind[name][1:]):.3f})"
-        return spread, shares.get(name, "")
 
-    for name in wall:
-        table.add_row(name, *cells(wall, name), *cells(cpu, name))
-    rich.console.Console(width=None if sys.stdout.isatty() else 140).print(table)
+def _cells(times: Times, name: str) -> tuple[str, str]:
+    medians = {other: statistics.median(values) for other, values in times.items()}
+    shares = {
+        "blocked": f"{medians['blocked'] / medians['save']:.1%} of save",
+        "manifest": f"{medians['manifest'] / (medians['save'] - medians['manifest']):.1%} of the rest of save",
+        "verify": f"{medians['verify'] / medians['restore']:.1%} of restore",
+    }
+    spread = f"{medians[name]:.3f} ({min(times[name]):.3f} … {max(times[name]):.3f})"
+    return spread, shares.get(name, "")
 
 
 if __name__ == "__main__":

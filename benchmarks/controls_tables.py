@@ -341,7 +341,7 @@ def sizes_later_table(records: Sequence[Record], task: str) -> str:
     return _size_contrasts_table(later_family(records, task))
 
 
-PLACES = {
+PLACEHOLDERS = {
     "family": family_table,
     "contrast": contrast_value,
     "cells": cells_table,

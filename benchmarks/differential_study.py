@@ -26,7 +26,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import controls_study
-from benchmarks.tuning import REPORTED_SEEDS, TUNED_SEED, best_rate, run_difftx, sweep
+from benchmarks.tuning import EXPLORATORY_SEEDS, EXPLORATORY_TUNED_SEED, best_rate, run_difftx, sweep
 from difftx.configs.toy_continued import ARMS, RECIPES, STEPS
 from difftx.errors import UserError, run_command
 from difftx.training.checkpoint.manifest import read_manifest, steps_in
@@ -40,8 +40,8 @@ class Task(NamedTuple):
     """Learning rates and seeds of a task."""
 
     rates: Sequence[float]  # Rates that each arm tries first.
-    tuned_seed: int = TUNED_SEED
-    seeds: Sequence[int] = REPORTED_SEEDS
+    tuned_seed: int = EXPLORATORY_TUNED_SEED
+    seeds: Sequence[int] = EXPLORATORY_SEEDS
 
 
 TASKS = {

@@ -127,7 +127,7 @@ def measure(models: dict[str, LanguageModel], *, rows: int, new_tokens: int, rou
                 slow[name].append(whole)
     console = rich.console.Console(width=160)
     load = f"load {load:.1f} … {os.getloadavg()[0]:.1f}"
-    title = f"{rows} rows, {new_tokens} new tokens; {load}; ms a token, median (best … worst of {rounds})"
+    title = f"{rows} rows, {new_tokens} new tokens; {load}; ms per token, median (best … worst of {rounds})"
     table = rich.table.Table(title=title)
     for column in ("architecture", "with cache", "CPU", "tokens/s", "ratio", "CPU ratio", "without", "faster by"):
         table.add_column(column, justify="left" if column == "architecture" else "right")
@@ -152,7 +152,7 @@ def measure(models: dict[str, LanguageModel], *, rows: int, new_tokens: int, rou
 
 
 def _by_tokens_before(fast: dict[str, list[list[Block]]], new_tokens: int) -> rich.table.Table:
-    table = rich.table.Table(title="ms a token by tokens made before it, median: wall, CPU")
+    table = rich.table.Table(title="ms per token by tokens made before it, median: wall, CPU")
     table.add_column("tokens before")
     table.add_column("slots", justify="right")
     uncompressed = CacheConfig()

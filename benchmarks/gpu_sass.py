@@ -38,7 +38,10 @@ from difftx.kernels.pallas_gpu_tiles import GROUPS, TILE  # noqa: E402
 from difftx.launch.topology import find_devices, parse_topology  # noqa: E402
 
 BATCH, TOKENS, HEADS = 4, 4096, 12
-SMS, CLOCK_HZ = 132, 1.755e9
+SMS = 132
+# An assumption, which benchmarks/records/2026-11-23_gpu_sass.md shares: the clock under load is not measured. NVIDIA's
+# peak has 1.83 GHz, and the largest clock is 1.98 GHz.
+CLOCK_HZ = 1.755e9
 MMA_PER_CLOCK = 2048  # Multiply-adds in bfloat16 of an SM: 989.4 TFLOP/s at 132 SMs and 1.83 GHz, NVIDIA's H100 SXM.
 SHARED_BYTES_PER_CLOCK = 128
 MUFU_CLOCKS = 8  # Clocks of an instruction of a warp: each of the 4 partitions of an SM computes 4 lanes per clock.

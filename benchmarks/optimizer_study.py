@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.tuning import REPORTED_SEEDS, TUNED_SEED, best_rate, sweep
+from benchmarks.tuning import EXPLORATORY_SEEDS, EXPLORATORY_TUNED_SEED, best_rate, sweep
 from difftx.errors import run_command
 
 ARMS = ("transformer", "diff", "diff_v2")
@@ -80,8 +80,10 @@ def train_cell(cell: Cell, folder: Path) -> float:
         flags = [f"--config.{name}={value}" for name, value in OPTIMIZERS[cell.optimizer].items()]
         return sweep(out, "configs/toy.py", grid, [*flags, "--config.eval.suites=loss"])
 
-    best = best_rate(RATES[cell.optimizer], lambda rate: train(rate, (TUNED_SEED,), folder / f"rate-{rate:g}"))
-    train(best, REPORTED_SEEDS, folder / "reported")
+    best = best_rate(
+        RATES[cell.optimizer], lambda rate: train(rate, (EXPLORATORY_TUNED_SEED,), folder / f"rate-{rate:g}")
+    )
+    train(best, EXPLORATORY_SEEDS, folder / "reported")
     return best
 
 

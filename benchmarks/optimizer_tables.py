@@ -54,21 +54,21 @@ def optimizers_difference(records: Sequence[Record], arm: str, warmup: str, opti
     return signed(estimate(difference(records, *ones)))
 
 
-def warmup_gain(records: Sequence[Record], optimizer: str, arm: str) -> str:
+def sensitivity_text(records: Sequence[Record], optimizer: str, arm: str) -> str:
     """Return `sensitivity` as text, with its interval."""
     return signed(estimate(sensitivity(records, arm, optimizer)))
 
 
-def gain_difference(records: Sequence[Record], arm: str, optimizer: str, reference: str) -> str:
+def sensitivity_difference(records: Sequence[Record], arm: str, optimizer: str, reference: str) -> str:
     """Return by how much an arm's `sensitivity` is higher with one optimizer than with another, with its interval."""
     pairs = zip(*(sensitivity(records, arm, name) for name in (optimizer, reference)), strict=True)
     return signed(estimate([one - other for one, other in pairs]))
 
 
-PLACES = {
+PLACEHOLDERS = {
     "optimizers": table,
     "arms_difference": arms_difference,
     "optimizers_difference": optimizers_difference,
-    "warmup_gain": warmup_gain,
-    "gain_difference": gain_difference,
+    "warmup_gain": sensitivity_text,
+    "sensitivity_difference": sensitivity_difference,
 }

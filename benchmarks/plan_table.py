@@ -171,9 +171,9 @@ def measure(row: Row, path: Path) -> dict[str, Any]:
     }
 
 
-MEMORY = ["GiB a device", "fits", "sent GiB", "arithmetic", "MFU"]
+MEMORY = ["GiB per device", "fits", "sent GiB", "arithmetic", "MFU"]
 COLUMNS = ["config", "topology", "mesh", *MEMORY, "compiled", "host GiB"]
-ROWS = ["over context", "tokens a row", "microbatches", "temporaries GiB", "growth"]
+ROWS = ["over context", "tokens per row", "microbatches", "temporaries GiB", "growth"]
 LONG_COLUMNS = ["config", "topology", "mesh", *ROWS, *MEMORY]
 
 

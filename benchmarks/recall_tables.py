@@ -211,7 +211,7 @@ def alignment_table(records: Sequence[Record]) -> str:
     return markdown(["arm", "cosine of A1 and A2 at", "first tenth", "end", "growth"], rows) + provenance(records)
 
 
-PLACES = {
+PLACEHOLDERS = {
     "attention": attention_table,
     "solved_table": solved_table,
     "solved_family": solved_family_table,

@@ -2,7 +2,8 @@
 
     python benchmarks/reference_tables.py
 
-The names of numbers are those that tests/golden/golden.json records, with what depends on settings in angle brackets.
+The names of numbers are those that tests/golden/golden.json records. Parts of a name that depend on settings stand in
+angle brackets.
 Units and directions come from difftx/evals/measures.py, and the fields of rows from difftx/training/metrics.py.
 """
 
@@ -23,7 +24,7 @@ from difftx.training.metrics import REQUIRED, ROW
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "golden" / "golden.json"
 END = "<!-- to here -->"
-# Suite → what settings decide in the names of its numbers, as a regular expression → how the table shows it.
+# Suite → {pattern in a number's name: placeholder in the table}. Settings decide the parts that match.
 SETTINGS = {
     "harness": {r"(arc_challenge|arc_easy|boolq|hellaswag|openbookqa|piqa|winogrande)_": "<task>_"},
     "math": {"gsm8k_": "<set>_"},

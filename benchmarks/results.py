@@ -9,8 +9,8 @@ python benchmarks/results.py compare --study=question-1-novels+question-1-recall
     compares new runs with those of one or several studies in docs/results.json: on recall the number of solved runs, on
     other tasks means with intervals; the exit code is 1 if a result does not agree
 
-In the template, `{{WORD STUDY …}}` stands for a table or a value of one study, or of several (STUDY+STUDY). PLACES in
-benchmarks/results_tables.py, optimizer_tables.py, controls_tables.py and recall_tables.py define the words.
+In the template, `{{WORD STUDY …}}` stands for a table or a value of one study, or of several (STUDY+STUDY). The words
+are the keys of PLACEHOLDERS in results_tables.py, optimizer_tables.py, controls_tables.py and recall_tables.py.
 """
 
 import argparse
@@ -70,9 +70,14 @@ INK = "#e6edf3"  # Text on dark pages.
 DARK_TEXTS = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 # End of a figure's name → its style. Figures for dark pages have no ground of their own.
 SCHEMES = {"": {}, "-dark": {**dict.fromkeys(DARK_TEXTS, INK), "axes.facecolor": "none", "savefig.transparent": True}}
-PLACES = {**results_tables.PLACES, **optimizer_tables.PLACES, **controls_tables.PLACES, **recall_tables.PLACES}
+PLACEHOLDERS = {
+    **results_tables.PLACEHOLDERS,
+    **optimizer_tables.PLACEHOLDERS,
+    **controls_tables.PLACEHOLDERS,
+    **recall_tables.PLACEHOLDERS,
+}
 # Fields whose paths are left out of printed commands, because they differ by machine.
-PLACES_OF_DATA = ("data.path", "eval.bigrams_path", "checkpoint.init_from")
+PATH_FIELDS = ("data.path", "eval.bigrams_path", "checkpoint.init_from")
 NO_CHANGES = ("train.seed", "data.", "eval.", "checkpoint.")  # Overrides of these fields do not change a run's arm.
 # Suites whose numbers at the last step are collected.
 SUITES = ("loss", "test", "recall", "exact_match", "attention", "outliers", "cache", "quantize")
@@ -170,7 +175,7 @@ def _solved_at(results: Mapping[int, Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _flags(fields: Mapping[str, str]) -> list[str]:
-    return [f"--config.{n}={value}" for n, value in fields.items() if n not in PLACES_OF_DATA or "/" not in value]
+    return [f"--config.{n}={value}" for n, value in fields.items() if n not in PATH_FIELDS or "/" not in value]
 
 
 def _hardware(devices: Mapping[str, Any]) -> str:
@@ -197,13 +202,13 @@ def render(collected: Mapping[str, Sequence[Record]], template: str) -> str:
 
     def fill(found: re.Match[str]) -> str:
         kind, *arguments = found[1].split()
-        if kind not in PLACES:
-            raise UserError(f"{{{{{found[1]}}}}}: no such place; known: {', '.join(PLACES)}")
+        if kind not in PLACEHOLDERS:
+            raise UserError(f"{{{{{found[1]}}}}}: no such placeholder; known: {', '.join(PLACEHOLDERS)}")
         studies, *rest = arguments
         if missing := set(studies.split("+")) - collected.keys():
             known = ", ".join(collected)
             raise UserError(f"{{{{{found[1]}}}}}: no such study as {', '.join(missing)}; docs/results.json has {known}")
-        return PLACES[kind](joined(collected, studies), *rest)
+        return PLACEHOLDERS[kind](joined(collected, studies), *rest)
 
     return re.sub(r"\{\{(.+?)\}\}", fill, template)
 

@@ -413,7 +413,7 @@ def mean(records: Sequence[Record], task: str, arm: str, number: str) -> str:
 
 
 # First word of a placeholder in the template → function of the study's records and the other words.
-PLACES: dict[str, Callable[..., str]] = {
+PLACEHOLDERS: dict[str, Callable[..., str]] = {
     "arms": lambda records, task: arms_table(records, task, TASK_COLUMNS[task], first=True),
     "inside": lambda records, task: arms_table(records, task, INSIDE_COLUMNS[task], first=False),
     "rates": rates_table,

@@ -112,7 +112,8 @@ def measure(spec: str, config: Config, *, rounds: int, steps: int, profile: Path
         console = rich.console.Console(width=160)
         console.print(format_table(spec, contestants, f"medians of {rounds} rounds of {steps}"))
         console.print(
-            "model FLOPs a token = 6 N + 12 L T d_model (causal: 6 L T d_model); MFU = model FLOP/s / (devices × peak)"
+            "model FLOPs per token = 6 N + 12 L T d_model (causal: 6 L T d_model); "
+            "MFU = model FLOP/s / (devices × peak)"
         )
     if profile is not None:
         for contestant in contestants:

@@ -24,7 +24,7 @@ from ml_collections import ConfigDict
 from difftx.configs import base, scaling
 from difftx.configs.base import Arm
 
-ARG = "{arm}"  # Format of the recipe's argument. `difftx sweep --grid` fills in the names in braces.
+ARG = "{arm}"  # Format of the recipe's argument; see base.py.
 
 ARMS = {
     "transformer": Arm("transformer"),

@@ -1,6 +1,9 @@
 """The defaults of all config fields, which are the paper's 1.4B differential model, and helpers for the other recipes.
 
 docs/config.md lists every field with its meaning and unit.
+
+A recipe is a file with a function `get_config`. If the function takes an argument, the constant `ARG` gives the
+argument's format, such as "{architecture}-{size}". `difftx sweep --grid` fills in the names in braces.
 """
 
 from collections.abc import Collection, Mapping
@@ -12,6 +15,9 @@ from ml_collections import ConfigDict
 from difftx.config.recipes import default_config
 from difftx.errors import did_you_mean
 from difftx.model.abstract import match
+
+# `model.vocab_size` of the tokenizer "bytes": 256 bytes and <|endoftext|>, rounded up to a multiple of 8.
+BYTE_VOCABULARY = 264
 
 
 class Arm(NamedTuple):
@@ -30,12 +36,22 @@ class Arm(NamedTuple):
                 c.model.head_dim *= 2
         c.model.update(self.model)
         if self.wide_heads or self.model:
-            object.__setattr__(c, "matched", None)  # The arm differs from its Transformer on purpose: no warning.
+            # `match` has stored in `matched` the Transformer that the model must equal in size. `difftx train` and
+            # `difftx sweep` warn if it does not. This arm differs from its Transformer on purpose, so they must not.
+            object.__setattr__(c, "matched", None)
 
 
 def get_config() -> ConfigDict:
     """Return a config with the default of every field."""
     return default_config()
+
+
+def mlp_dim(d_model: int, *, multiple: int = 2) -> int:
+    """Return the width of the MLP for a model width: 8/3 d_model, rounded down to a multiple of `multiple`.
+
+    The three matrices of SwiGLU then have about as many weights as the two of an MLP of width 4 d_model.
+    """
+    return multiple * (8 * d_model // (3 * multiple))
 
 
 def choose(c: ConfigDict, architecture: str, *, heads: int) -> None:

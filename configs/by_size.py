@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from difftx.configs import base
 
-ARG = "{architecture}-{size}"  # Format of the recipe's argument. `difftx sweep --grid` fills in the names in braces.
+ARG = "{architecture}-{size}"  # Format of the recipe's argument; see base.py.
 
 FLOAT32_BELOW = 3_000_000  # Smaller models train on CPUs, most of which emulate bfloat16. Their rows are short.
 BYTES_BELOW = 100_000_000  # Smaller models read bytes, because an embedding of 100,000 tokens would outweigh the rest.
@@ -32,7 +32,7 @@ def get_config(arg: str = "diff-25m") -> ConfigDict:
     parameters = _number(size)
     c = base.get_config()
     if parameters < BYTES_BELOW:
-        c.model.vocab_size = 264  # 256 bytes and <|endoftext|>, rounded up to a multiple of 8.
+        c.model.vocab_size = base.BYTE_VOCABULARY
         c.data.tokenizer = "bytes"
         c.data.sequence_length = 256 if parameters < FLOAT32_BELOW else 1024
         c.model.zero_init_output = True  # The best initialisation at 0.1M parameters (docs/exploratory.md).
@@ -72,7 +72,7 @@ def _shape(parameters: int, vocab_size: int) -> tuple[int, int]:
 
 
 def _mlp_dim(d_model: int) -> int:
-    return 64 * (8 * d_model // (3 * 64))  # 8/3 d_model as in configs/scaling.py.
+    return base.mlp_dim(d_model, multiple=64)  # As in configs/scaling.py.
 
 
 def _head_width(d_model: int) -> int:

@@ -21,11 +21,11 @@ from ml_collections import ConfigDict
 from difftx.configs import base, toy
 from difftx.configs.base import Arm
 
-ARG = "{task}-{arm}"  # Format of the recipe's argument. `difftx sweep --grid` fills in the names in braces.
+ARG = "{task}-{arm}"  # Format of the recipe's argument; see base.py.
 
 # λ = 0: the code of differential attention computes the second attention weights, and multiplies them by zero.
 NO_SUBTRACTION = {"lambda_learned": False, "lambda_init": 0.0}
-GAIN = 2.0  # Where TUNED has no gain.
+GAIN = 2.0  # Gain of arms without an entry in TUNED.
 MEAN_FACTOR = 0.72  # Mean over the two layers of diff's factor 1 - λ_init, 0.8 and 0.64.
 
 # In the arms with a gain, `model.post_scale` is the constant gain.
@@ -44,7 +44,7 @@ ARMS = {
 TRANSFORMER_HEADS = 8
 ROWS_PER_UPDATE = 16  # On recall.
 
-NOVELS_RATE, RECALL_RATE = 8e-3, 2.5e-3  # Learning rates where TUNED has none. The study starts from them.
+NOVELS_RATE, RECALL_RATE = 8e-3, 2.5e-3  # Learning rates of arms without an entry in TUNED. The study starts from them.
 # Task → arm → the best fields on a seed that is not reported.
 TUNED: Mapping[str, Mapping[str, Mapping[str, float]]] = {
     "novels": {
@@ -82,7 +82,8 @@ def get_config(arg: str = "novels-diff") -> ConfigDict:
     c = toy.get_config(f"{'recall' if task in DISTRACTORS else 'books'}-transformer")
     c.model.head_dim = 32 if task == "novels-wide" else 16
     if task == WIDER:
-        c.model.d_model, c.model.mlp_dim = 128, 340
+        c.model.d_model = 128
+        c.model.mlp_dim = base.mlp_dim(c.model.d_model)
     if task in DISTRACTORS:
         _recall(c, DISTRACTORS[task])
     else:

@@ -20,7 +20,7 @@ from difftx.config.fields import values_of
 from difftx.configs import base
 from difftx.training.run import read_config
 
-ARG = "{run}"  # Format of the recipe's argument. `difftx sweep --grid` fills in the names in braces.
+ARG = "{run}"  # Format of the recipe's argument; see base.py.
 
 
 def get_config(run: str = "") -> ConfigDict:

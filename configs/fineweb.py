@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from difftx.configs import by_size
 
-ARG = "{architecture}"  # Format of the recipe's argument. `difftx sweep --grid` fills in the names in braces.
+ARG = "{architecture}"  # Format of the recipe's argument; see base.py.
 
 TOKENS = 10_000_000_000
 

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from difftx.configs import diff_3b
 
-ARG = "{architecture}"  # Format of the recipe's argument. `difftx sweep --grid` fills in the names in braces.
+ARG = "{architecture}"  # Format of the recipe's argument; see base.py.
 
 
 def get_config(architecture: str = "diff") -> ConfigDict:

@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 
 from difftx.configs import base, long_context
 
-ARG = "{architecture}-{stage}"  # Format of the recipe's argument. `difftx sweep --grid` fills in the names in braces.
+ARG = "{architecture}-{stage}"  # Format of the recipe's argument; see base.py.
 
 
 def get_config(arg: str = "diff-stage1") -> ConfigDict:

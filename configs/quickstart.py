@@ -12,16 +12,16 @@ from ml_collections import ConfigDict
 
 from difftx.configs import base
 
-ARG = "{architecture}"  # Format of the recipe's argument. `difftx sweep --grid` fills in the names in braces.
+ARG = "{architecture}"  # Format of the recipe's argument; see base.py.
 
 
 def get_config(architecture: str = "diff") -> ConfigDict:
     """Return the config of an architecture: "diff", "transformer" or another value of `model.architecture`."""
     c = base.get_config()
-    c.model.vocab_size = 264  # 256 bytes and <|endoftext|>, rounded up to a multiple of 8.
+    c.model.vocab_size = base.BYTE_VOCABULARY
     c.model.d_model = 128
     c.model.num_layers = 4
-    c.model.mlp_dim = 340
+    c.model.mlp_dim = base.mlp_dim(c.model.d_model)
     c.model.zero_init_output = True  # The best initialisation at 0.1M parameters (docs/exploratory.md).
     c.model.compute_dtype = "float32"  # Most CPUs emulate bfloat16, which is slower.
     c.model.remat = "none"

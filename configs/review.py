@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 from difftx.configs import base
 from difftx.configs.base import Arm
 
-ARG = "{arm}-{data}"  # Format of the recipe's argument. `difftx sweep --grid` fills in the names in braces.
+ARG = "{arm}-{data}"  # Format of the recipe's argument; see base.py.
 
 INSIDE = ("attention", "gradients", "outliers")  # Suites that analyse attention weights, gradients and hidden states.
 NEED_TEXT = ("hallucination",)  # Suites that require a model of text, so that they do not run on "retrieval".
@@ -58,7 +58,7 @@ def get_config(arg: str = "diff-text") -> ConfigDict:
     c = base.get_config()
     c.model.d_model = 1024
     c.model.num_layers = 12
-    c.model.mlp_dim = 2 * (4 * c.model.d_model // 3)
+    c.model.mlp_dim = base.mlp_dim(c.model.d_model)
     c.optimizer.learning_rate = 6e-4
     c.train.steps = 10_000
     c.eval.suites = ("loss", *arm.suites)

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from difftx.configs import base
 
-ARG = "{architecture}-{size}"  # Format of the recipe's argument. `difftx sweep --grid` fills in the names in braces.
+ARG = "{architecture}-{size}"  # Format of the recipe's argument; see base.py.
 
 # Size → (d_model, number of layers, heads of the differential model, learning rate), from Table 10 of the paper.
 SIZES = {
@@ -34,7 +34,7 @@ def get_config(arg: str = "diff-1.4b") -> ConfigDict:
     c = base.get_config()
     c.model.d_model = d_model
     c.model.num_layers = num_layers
-    c.model.mlp_dim = 64 * (8 * d_model // (3 * 64))  # 8/3 d_model, rounded down to a multiple of 64.
+    c.model.mlp_dim = base.mlp_dim(d_model, multiple=64)
     c.optimizer.learning_rate = learning_rate
     base.choose(c, architecture, heads=2 * diff_heads)
     return c

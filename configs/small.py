@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 
 from difftx.configs import base, toy
 
-ARG = "{task}-{size}-{arm}"  # Format of the recipe's argument. `difftx sweep --grid` fills in the names in braces.
+ARG = "{task}-{size}-{arm}"  # Format of the recipe's argument; see base.py.
 
 # Size → (d_model, number of layers).
 SIZES = {"10m": (384, 6), "20m": (512, 6), "40m": (640, 8), "80m": (768, 12), "160m": (1024, 12)}
@@ -31,7 +31,7 @@ def get_config(arg: str = "books-10m-diff") -> ConfigDict:
     arm = toy.ARMS[name]
     c = base.get_config()
     c.model.d_model, c.model.num_layers = SIZES[size]
-    c.model.mlp_dim = 2 * (4 * c.model.d_model // 3)
+    c.model.mlp_dim = base.mlp_dim(c.model.d_model)
     c.model.zero_init_output = True  # The best initialisation at 0.1M parameters (docs/exploratory.md).
     c.data.tokenizer = "bytes"
     c.optimizer.learning_rate = 1e-3  # Not tuned.
@@ -57,7 +57,7 @@ def _recall(c: ConfigDict) -> None:
 
 
 def _books(c: ConfigDict) -> None:
-    c.model.vocab_size = 264  # 256 bytes and <|endoftext|>, rounded up to a multiple of 8.
+    c.model.vocab_size = base.BYTE_VOCABULARY
     c.data.path = "stores/books"  # `make books` writes this store and the counts.
     c.data.sequence_length = 1024
     c.train.steps = 7000

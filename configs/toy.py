@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 
 from difftx.configs import ablations, base
 
-ARG = "{task}-{arm}"  # Format of the recipe's argument. `difftx sweep --grid` fills in the names in braces.
+ARG = "{task}-{arm}"  # Format of the recipe's argument; see base.py.
 
 # Rows of "retrieval" ask for one of the keys among distractors. Rows of "mqar" ask for all keys, because one answer per
 # row is too weak a training signal for so few tokens.
@@ -50,9 +50,9 @@ def get_config(arg: str = "books-diff") -> ConfigDict:
     task, name = known[arg]
     arm = ARMS[name]
     c = base.get_config()
-    c.model.vocab_size = 264  # 256 bytes and <|endoftext|>, rounded up to a multiple of 8.
+    c.model.vocab_size = base.BYTE_VOCABULARY
     c.model.d_model, c.model.num_layers = SIZES[task]
-    c.model.mlp_dim = 2 * (4 * c.model.d_model // 3)
+    c.model.mlp_dim = base.mlp_dim(c.model.d_model)
     c.model.zero_init_output = True  # The best initialisation at 0.1M parameters (docs/exploratory.md).
     c.model.compute_dtype = "float32"  # Most CPUs emulate bfloat16, which is slower.
     c.model.remat = "none"

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from difftx.configs import base, controls, toy
 from difftx.configs.base import Arm
 
-ARG = "{task}-{arm}"  # Format of the recipe's argument. `difftx sweep --grid` fills in the names in braces.
+ARG = "{task}-{arm}"  # Format of the recipe's argument; see base.py.
 
 # Arm → model that `difftx convert --differential` makes of a Transformer. The first arm stays a Transformer.
 ARMS = {

@@ -13,9 +13,9 @@ from ml_collections import ConfigDict
 
 from difftx.configs import base, toy
 
-ARG = "{task}-{arm}"  # Format of the recipe's argument. `difftx sweep --grid` fills in the names in braces.
+ARG = "{task}-{arm}"  # Format of the recipe's argument; see base.py.
 
-# Size, the task → (d_model, number of layers). The first one is the base model.
+# Size, which is the {task} of ARG → (d_model, number of layers). The first size is that of the base model.
 SIZES = {"0.1m": (64, 2), "3m": (256, 4)}
 HEAD_DIM = 16
 ARCHITECTURES = ("transformer", "diff")
@@ -30,7 +30,7 @@ def get_config(arg: str = "3m-diff-mup") -> ConfigDict:
     size, _, arm = arg.partition("-")
     c = toy.get_config("books-transformer")
     c.model.d_model, c.model.num_layers = SIZES[size]
-    c.model.mlp_dim = 2 * (4 * c.model.d_model // 3)
+    c.model.mlp_dim = base.mlp_dim(c.model.d_model)
     c.train.steps = c.eval.every_steps = 1000
     c.optimizer.learning_rate = 8e-3  # The best one of configs/toy.py.
     c.eval.suites = ("loss",)

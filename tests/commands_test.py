@@ -158,7 +158,7 @@ def test_a_dry_run_warns_if_a_recipe_resizes_a_matched_model(trained, tmp_path):
     assert "model.mlp_dim=360, not 384; 2,094,848 parameters, not 2,168,576" in result.stdout, result.stderr
 
 
-def test_eval_suites(trained):
+def test_eval_writes_the_same_numbers_as_the_training_loop(trained):
     workdir = trained / "runs" / "diff"
     result = run_new("eval.py", f"--workdir={workdir}", "--suite=loss,sample", "--eval.sample_tokens=8")
     assert result.returncode == 0, result.stderr
@@ -174,7 +174,7 @@ def test_eval_suites(trained):
 
 
 @pytest.mark.long
-def test_eval_curves(both_trained):
+def test_eval_writes_curves_of_all_runs(both_trained):
     result = run("eval.py", f"--curves={both_trained}/runs/*", f"--out={both_trained / 'out'}")
     assert result.returncode == 0, result.stderr
     assert "transformer" in result.stdout
@@ -186,7 +186,7 @@ def test_eval_curves(both_trained):
 
 
 @pytest.mark.long
-def test_eval_report(both_trained):
+def test_eval_writes_a_report_of_both_runs(both_trained):
     runs, page = both_trained / "runs", both_trained / "page" / "report.html"
     result = run("eval.py", "--report", f"--workdir={runs}/diff,{runs}/transformer", f"--out={page}")
     assert result.returncode == 0, result.stderr
@@ -244,7 +244,7 @@ def test_difftx_train_equals_train_py(trained):
 
 
 @pytest.mark.long
-def test_eval_scaling(tmp_path):
+def test_eval_writes_figures_and_the_ratio_of_sizes_from_a_table(tmp_path):
     losses = {"diff": 0.7, "transformer": 1.0}  # Share of the Transformer's size that reaches an equal loss.
     points = [
         {"architecture": name, "size": size, "tokens": 1e10, "loss": 2 + (size / share / 1e9) ** -0.3}

@@ -101,7 +101,7 @@ def test_programming_errors_keep_their_traceback():
         ("model.layers.0.q_porj.weight", "model.layers.0.q_proj.weight"),
     ],
 )
-def test_did_you_mean(name, meant):
+def test_the_closest_known_name_is_suggested(name, meant):
     known = [f"optimizer.{field}" for field in get_type_hints(OptimizerConfig)]
     known += ["train.steps", "train.seed", "data.seed"]
     known += [f"model.layers.{i}.{part}_proj.weight" for i in range(2) for part in "qkv"]

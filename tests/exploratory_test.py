@@ -200,7 +200,7 @@ def of_cell(arm, optimizer, warmup):
     return [found[seed] for seed in sorted(found)]
 
 
-def warmup_gain(arm, optimizer):
+def sensitivity(arm, optimizer):
     """Return mean and half-width of the loss with a warm-up of 1 % minus that with 50 %."""
     return interval(of_cell(arm, optimizer, 0.01), of_cell(arm, optimizer, 0.5))
 
@@ -331,11 +331,11 @@ CLAIMS = CACHE_CLAIMS | {
         0.005 < lowest("3m", f"{name}-mup")[0] / lowest("3m", name)[0] - 1 < 0.015 for name in ("transformer", "diff")
     ),
     "With Muon, this difference of `diff` is less than a fifth of that with AdamW": lambda: all(
-        0 < warmup_gain("diff", name)[0] < warmup_gain("diff", "adamw")[0] / 5 for name in ("muon", "muon-groups")
+        0 < sensitivity("diff", name)[0] < sensitivity("diff", "adamw")[0] / 5 for name in ("muon", "muon-groups")
     ),
     "With AdamW, the short warm-up raises the loss of `diff` more than that of `transformer`": lambda: (
-        warmup_gain("diff", "adamw")[0] > warmup_gain("diff", "adamw")[1]
-        and warmup_gain("diff", "adamw")[0] > 4 * warmup_gain("transformer", "adamw")[0]
+        sensitivity("diff", "adamw")[0] > sensitivity("diff", "adamw")[1]
+        and sensitivity("diff", "adamw")[0] > 4 * sensitivity("transformer", "adamw")[0]
     ),
     "With AdamW, `diff` has a higher loss than `transformer`. With Muon, both intervals contain zero": lambda: all(
         (behind(optimizer, warmup)[0] > behind(optimizer, warmup)[1]) == (optimizer == "adamw")

@@ -202,7 +202,7 @@ def test_a_missing_extension_is_reported_in_one_line(place, changes, message):
 
 
 @pytest.mark.long
-def test_an_attention_variant(place):
+def test_the_attention_variant_of_the_page_trains_and_is_reported(place):
     library = source_files()
     transformer, temperature, train, evaluate, report, generate = COMMANDS[0]
     # The variant adds two heads' temperatures to each of two layers.
@@ -265,7 +265,7 @@ def test_an_attention_variant(place):
 
 
 @pytest.mark.exhaustive  # CI runs the commands of the first variant of the page.
-def test_other_attention_variants(place):
+def test_the_other_attention_variants_equal_their_formulas(place):
     """Train and evaluate the variants. Compare them with float64 formulas in a process that has their config fields."""
     for train, evaluate in COMMANDS[1:4]:
         run(place, train)
@@ -318,7 +318,7 @@ def test_a_dry_run_names_the_error_of_a_variant(place, right, wrong, message):
 
 
 @pytest.mark.long
-def test_a_suite(place):
+def test_the_suites_of_the_page_give_their_numbers(place):
     train, listing, evaluate, report, train_with = COMMANDS[4]
     run(place, train)
     (counting,) = COMMANDS[5]
@@ -390,7 +390,7 @@ def test_a_recipe_may_register_and_a_sweep_forwards_extensions(place):
 
 
 @pytest.mark.long
-def test_a_reader(place):
+def test_the_reader_of_the_page_gives_the_texts_of_its_file(place):
     """The store equals that of the same texts as JSON lines. A reader with other content requires another store."""
     reviews = [f'Film {i}, "quoted",\nand a second line.' for i in range(300)]
     with gzip.open(place / "reviews.csv.gz", "wt", newline="") as file:
@@ -414,7 +414,7 @@ def test_a_reader(place):
 
 
 @pytest.mark.long
-def test_a_synthetic_task(place):
+def test_a_synthetic_task_of_an_extension_is_trained(place):
     (place / "reverse.py").write_text(
         """
 import numpy as np

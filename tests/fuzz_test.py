@@ -215,7 +215,7 @@ def test_config_on_a_command_line(field, text):
 @pytest.mark.long
 @FUZZ
 @given(mutate=mutations(), field=st.sampled_from(["model", "data", "optimizer", "mesh", "eval"]))
-def test_config_file(folder, tiny, mutate, field):
+def test_a_corrupt_config_is_read_or_refused_in_one_line(folder, tiny, mutate, field):
     """One group of the config is corrupt. The config file itself is Python, which may do anything."""
     (folder / "group.json").write_bytes(mutate(json.dumps(json.loads(tiny.to_json())[field]).encode()))
     path = folder / "broken.py"
@@ -266,10 +266,10 @@ def test_metrics_of_a_run(folder, tiny, mutate, step):
     check(path, metrics_lines(), mutate, go_on)
 
 
-@pytest.mark.parametrize("resign", [None, signed], ids=["damaged", "forged"])
+@pytest.mark.parametrize("resign", [None, signed], ids=["corrupt", "forged"])
 @FUZZ
 @given(mutate=mutations())
-def test_journal(folder, tiny, resign, mutate):
+def test_a_corrupt_journal_is_read_or_refused_in_one_line(folder, tiny, resign, mutate):
     entries = [
         {"event": "rewind", "step": 4, "reason": "why", "bad_steps": [6, 9], "attempt": 2, "rewinds": 1}
         | {"skipped_examples": [32, 64], "kept": {"train.seed": 0}},
@@ -306,10 +306,10 @@ def checkpoint(folder, tiny):
     return path, (path / MANIFEST).read_bytes()
 
 
-@pytest.mark.parametrize("resign", [None, signed], ids=["damaged", "forged"])
+@pytest.mark.parametrize("resign", [None, signed], ids=["corrupt", "forged"])
 @FUZZ
 @given(mutate=mutations())
-def test_manifest(checkpoint, resign, mutate):
+def test_only_equal_or_signed_content_of_a_manifest_verifies(checkpoint, resign, mutate):
     path, valid = checkpoint
     content = mutate(valid, resign)
     (path / MANIFEST).write_bytes(content)
@@ -342,7 +342,7 @@ def store(tmp_path_factory):
     return folder / "store", (folder / "store" / "meta.json").read_bytes()
 
 
-@pytest.mark.parametrize("resign", [None, signed], ids=["damaged", "forged"])
+@pytest.mark.parametrize("resign", [None, signed], ids=["corrupt", "forged"])
 @FUZZ
 @given(mutate=mutations())
 def test_metadata_of_a_store(store, resign, mutate, capsys):

@@ -65,7 +65,7 @@ def test_the_linen_module_is_the_layer_with_its_weights(names):
 
 
 @pytest.mark.long
-def test_shardings(names):
+def test_the_examples_with_shardings_equal_the_plain_layer(names):
     assert names["y_explicit"].sharding.spec == jax.P("batch", None, None)
     assert names["y_sharded"].sharding.spec == Layout().act_BTD
     assert names["sharded_layer"].attention.query_DHGd.sharding.spec == Layout().query_DHGd

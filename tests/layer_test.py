@@ -124,7 +124,7 @@ def test_the_defaults_are_the_first_layer_of_the_paper(name):
     assert {x.dtype for x in jax.tree.leaves(layer)} == {jnp.dtype("float32")}
 
 
-def test_segments_and_positions():
+def test_segments_are_separate_and_only_distances_between_positions_matter():
     layer = DiffAttention(32, 2, rngs=nnx.Rngs(0))
     expected_BTD = apply(layer, ROWS_BTD)
     packed_BTD = ROWS_BTD.reshape(4, 2 * TOKENS, 32)

@@ -80,7 +80,7 @@ except FileNotFoundError:
 
 
 @pytest.mark.long
-def test_training_and_evaluation(run, tmp_path):
+def test_a_model_trains_and_is_evaluated(run, tmp_path):
     text, workdir = write_text(tmp_path / "text.txt"), tmp_path / "run"
     flags = [f"--config.{name}={value}" for name, value in (TINY | {"data.path": str(text)}).items()]
     run("-m", "difftx", "train", "--config=quickstart:diff", f"--workdir={workdir}", *flags)
@@ -90,7 +90,7 @@ def test_training_and_evaluation(run, tmp_path):
 
 
 @pytest.mark.long
-def test_other_commands(run, tmp_path):
+def test_the_other_commands_run(run, tmp_path):
     text, workdir = write_text(tmp_path / "text.txt"), tmp_path / "sweep"
     store = f"--out={tmp_path / 'store'}"
     run("-m", "difftx", "prepare", f"--input={text}", "--tokenizer=bytes", store, "--workers=2")

@@ -194,7 +194,7 @@ def test_cells_of_the_optimizer_study_become_a_table_and_contrasts(tmp_path):
     assert lines[3].endswith("| 3.005 ± 0.064 (0.02) | +1.050 ± 0.635 |")
     template = (
         "{{arms_difference mine muon 0.01 diff transformer}}, {{warmup_gain mine muon-groups diff}}, "
-        "{{gain_difference mine diff adamw muon}}"
+        "{{sensitivity_difference mine diff adamw muon}}"
     )
     assert results.render({"mine": records}, template) == "+1.000 ± 0.000, +0.262 ± 0.159, +0.525 ± 0.318"
     results_figures.draw_optimizers(records, tmp_path / "results_optimizers")
@@ -240,6 +240,6 @@ def test_unfinished_sweeps_and_missing_inputs_are_rejected(sweep):
     (loss / "2.json").rename(loss / "1.json")
     with pytest.raises(UserError, match="the newest result of suite loss is of step 1; evaluate step 2"):
         results.collect([folder])
-    for place, message in (("{{arm mine}}", "no such place"), ("{{arms yours recall}}", "no such study")):
+    for place, message in (("{{arm mine}}", "no such placeholder"), ("{{arms yours recall}}", "no such study")):
         with pytest.raises(UserError, match=message):
             results.render({"mine": []}, place)

@@ -66,7 +66,7 @@ def test_pages_with_commands_are_executed():
 
 
 @pytest.mark.long
-def test_getting_started(place):
+def test_the_commands_of_getting_started_train_generate_and_report(place):
     train, evaluate, generate, report = lines_of("getting-started.md")
     run(place, train, data__sequence_length="64")
     assert "loss" in run(place, evaluate)
@@ -75,7 +75,7 @@ def test_getting_started(place):
 
 
 @pytest.mark.long
-def test_own_text(place):
+def test_the_commands_of_own_text_train_on_text_config_and_corpus(place):
     for name, text in named_files("tutorials/own-text.md").items():
         (place / name).write_text(text)
     dry, train, generate, longer, printed, own, by_size, *corpus = lines_of("tutorials/own-text.md")
@@ -98,7 +98,7 @@ def test_own_text(place):
 
 
 @pytest.mark.long
-def test_huggingface(place):
+def test_the_commands_of_huggingface_import_train_and_export(place):
     pytest.importorskip("tokenizers", reason="make test-long installs the extra tokenizers")
     from tokenizers import ByteLevelBPETokenizer
 
@@ -122,7 +122,7 @@ def test_huggingface(place):
 
 
 @pytest.mark.long
-def test_compare_and_report(place):
+def test_the_commands_of_compare_and_report_write_their_files(place):
     *pair, sweep, seeds, scaling = lines_of("tutorials/compare.md")
     for line in pair:
         run(place, line, data__sequence_length="256", train__global_batch_tokens="1024")
@@ -140,7 +140,7 @@ def test_compare_and_report(place):
 
 
 @pytest.mark.long
-def test_evaluate(place):
+def test_the_commands_of_evaluate_write_results_of_suites_and_steps(place):
     listing, suites, every_step, report, *others = lines_of("evaluate.md")
     assert "position" in run(place, listing)
     run(place, "difftx train --config=quickstart:diff --workdir=runs/mine", checkpoint__every_steps="3")
@@ -154,7 +154,7 @@ def test_evaluate(place):
 
 
 @pytest.mark.long
-def test_pod(place):
+def test_the_commands_of_pod_plan_sweep_and_write_a_slurm_job(place):
     plan, doctor, sweep, train, checkpoints = lines_of("tutorials/pod.md")
     assert "memory" in run(place, plan, mesh__fsdp="8").lower()
     run(place, doctor)
@@ -167,14 +167,14 @@ def test_pod(place):
 
 
 @pytest.mark.long
-def test_another_architecture(place):
+def test_the_command_of_differential_attention_trains_another_architecture(place):
     (line,) = lines_of("concepts/differential-attention.md")
     run(place, line)
     assert np.isfinite(losses(place / "runs" / "diff_v2")).all()
 
 
 @pytest.mark.long
-def test_the_notebook(tmp_path, monkeypatch):
+def test_the_notebook_trains_both_models_and_draws_them(tmp_path, monkeypatch):
     nbformat = pytest.importorskip("nbformat", reason="make docs installs the extra docs")
     nbclient = pytest.importorskip("nbclient", reason="make docs installs the extra docs")
     notebook = nbformat.read(DOCS / "first-model.ipynb", as_version=4)

@@ -220,7 +220,7 @@ class UpsampledStore(TokenStore):
         self.report = (
             f"documents of more than {longer_than_tokens:,} tokens: {is_long.sum():,} of {len(lengths):,}, "
             f"{long_total / total:.1%} → {after / len(self):.1%} of the tokens; "
-            f"used {rates[True]:.2f} times an epoch, the others {rates[False]:.2f} times"
+            f"used {rates[True]:.2f} times per epoch, the others {rates[False]:.2f} times"
         )
 
     @property

@@ -18,7 +18,7 @@ def noisy(law, x, generator, noise=1e-3):
 
 @pytest.mark.long
 def test_planted_parameters_lie_in_their_intervals():
-    """Each parameter must lie in its own 95 % interval in at least 90 of 100 simulations (issue 7)."""
+    """Each parameter must lie in its own 95 % interval in at least 90 of 100 simulations."""
     generator = np.random.default_rng(1)
     inside = dict.fromkeys("abc", 0)
     for seed in range(100):

@@ -33,11 +33,11 @@ def poison(batches: set[int]) -> None:
 # ── Mistakes ──
 
 
-def restores_what_does_not_verify() -> None:
+def restores_invalid_checkpoints() -> None:
     mock.patch.object(checkpoint, "why_invalid", return_value=None).start()
 
 
-def starts_anew_where_nothing_verifies() -> None:
+def restarts_from_step_0_if_no_checkpoint_is_valid() -> None:
     find = checkpoint.Checkpointer.find_newest
 
     def careless(self: checkpoint.Checkpointer) -> int | None:
@@ -49,7 +49,7 @@ def starts_anew_where_nothing_verifies() -> None:
     mock.patch.object(checkpoint.Checkpointer, "find_newest", careless).start()
 
 
-def quarantines_what_cannot_be_read() -> None:
+def quarantines_unreadable_checkpoints() -> None:
     why_invalid = checkpoint.why_invalid
 
     def rash(*args: object, **kwargs: object) -> str | None:
@@ -61,7 +61,7 @@ def quarantines_what_cannot_be_read() -> None:
     mock.patch.object(checkpoint, "why_invalid", rash).start()
 
 
-def goes_on_a_batch_later() -> None:
+def resumes_one_batch_too_late() -> None:
     restore = loader.Loader.restore
 
     def later(self: loader.Loader, state: dict) -> None:
@@ -91,7 +91,7 @@ def deletes_all_but_one() -> None:
     mock.patch.object(checkpoint.retention, "steps_to_keep", lambda config, steps, workdir: {max(steps)}).start()
 
 
-def says_that_a_stopped_run_is_done() -> None:
+def exits_with_0_after_preemption() -> None:
     from difftx.training import loop
 
     mock.patch.object(loop, "EXIT_PREEMPTED", 0).start()
@@ -100,15 +100,15 @@ def says_that_a_stopped_run_is_done() -> None:
 MISTAKES = {
     mistake.__name__: mistake
     for mistake in (
-        restores_what_does_not_verify,
-        starts_anew_where_nothing_verifies,
-        quarantines_what_cannot_be_read,
-        goes_on_a_batch_later,
+        restores_invalid_checkpoints,
+        restarts_from_step_0_if_no_checkpoint_is_valid,
+        quarantines_unreadable_checkpoints,
+        resumes_one_batch_too_late,
         keeps_rows_of_lost_steps,
         draws_lost_steps,
         deletes_the_newest,
         deletes_all_but_one,
-        says_that_a_stopped_run_is_done,
+        exits_with_0_after_preemption,
     )
 }
 

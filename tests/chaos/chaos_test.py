@@ -16,7 +16,7 @@ import pytest
 from conftest import write_text
 
 from chaos.driver import Run, Tally, impossible_faults, train_undisturbed
-from chaos.plan import ONE, Episode, Plan, plan
+from chaos.plan import ONE, Episode, Plan, make_plan
 
 pytestmark = pytest.mark.chaos
 LANES = min(4, (os.cpu_count() or 1) + 1)  # Concurrent runs. Those of two processes mostly wait.
@@ -56,33 +56,34 @@ def harness(tmp_path_factory):
     return Harness(write_text(folder / "text.txt"), folder)
 
 
-def strikes(*episodes):
-    return tuple(Episode(strike, "step", step, damage) for strike, step, damage in episodes)
+def at_steps(*episodes):
+    """Return episodes from their interruptions, earliest steps and corruptions."""
+    return tuple(Episode(interruption, "step", step, corruption) for interruption, step, corruption in episodes)
 
 
 # Mistake in difftx (altered.py) → episodes that reveal it, and a pattern of the driver's error.
 MISTAKES = {
-    "restores_what_does_not_verify": (
-        strikes(("SIGKILL", 20, "checkpoint under another step")),
+    "restores_invalid_checkpoints": (
+        at_steps(("SIGKILL", 20, "checkpoint under another step")),
         r"started at step \d+, not|exit codes \[1\]",
     ),
-    "starts_anew_where_nothing_verifies": (
-        strikes(("SIGKILL", 20, "all checkpoints damaged")),
+    "restarts_from_step_0_if_no_checkpoint_is_valid": (
+        at_steps(("SIGKILL", 20, "all checkpoints corrupt")),
         r"exit codes \[0\]",
     ),
-    "goes_on_a_batch_later": (strikes(("SIGKILL", 20, None)), r"step \d+ has .* uninterrupted it has"),
-    "keeps_rows_of_lost_steps": (strikes(("SIGKILL", 20, None)), r"steps twice or out of order"),
-    "draws_lost_steps": (strikes(("SIGKILL", 20, None)), r"TensorBoard shows .* too much"),
-    "quarantines_what_cannot_be_read": (
-        strikes(("SIGKILL", 20, "unreadable file")),
+    "resumes_one_batch_too_late": (at_steps(("SIGKILL", 20, None)), r"step \d+ has .* uninterrupted it has"),
+    "keeps_rows_of_lost_steps": (at_steps(("SIGKILL", 20, None)), r"steps twice or out of order"),
+    "draws_lost_steps": (at_steps(("SIGKILL", 20, None)), r"TensorBoard shows .* too much"),
+    "quarantines_unreadable_checkpoints": (
+        at_steps(("SIGKILL", 20, "unreadable file")),
         r"exit codes \[0\], not 1",
     ),
-    "deletes_the_newest": (strikes(("SIGTERM", 20, None)), r"exit 75 after step \d+, saved is|is lost"),
+    "deletes_the_newest": (at_steps(("SIGTERM", 20, None)), r"exit 75 after step \d+, saved is|is lost"),
     "deletes_all_but_one": (
-        strikes(("SIGKILL", 20, None), ("SIGKILL", 40, None)),
+        at_steps(("SIGKILL", 20, None), ("SIGKILL", 40, None)),
         r"checkpoint of step \d+ verified, and is lost",
     ),
-    "says_that_a_stopped_run_is_done": (strikes(("SIGTERM", 20, None)), r"exit codes \[0\] at step \d+"),
+    "exits_with_0_after_preemption": (at_steps(("SIGTERM", 20, None)), r"exit codes \[0\] at step \d+"),
 }
 
 
@@ -109,9 +110,9 @@ def test_runs_resume_bit_for_bit_after_faults(harness):
     total, errors, number = Tally(), [], 0
     with concurrent.futures.ThreadPoolExecutor(LANES) as pool:
         while not errors and total.faults < faults:
-            plans = [plan(seed, int(only), without)] if only else []
+            plans = [make_plan(seed, int(only), without)] if only else []
             while sum(each.faults for each in plans) < faults - total.faults and not only:
-                plans.append(plan(seed, number, without))
+                plans.append(make_plan(seed, number, without))
                 number += 1
             list(pool.map(harness.prepare, {(each.layout, each.nan): each for each in plans}.values()))
             for tally, error in pool.map(harness.carry_out, plans):

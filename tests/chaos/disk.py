@@ -186,7 +186,7 @@ def _symlinked(folder: Path, step: int, random: Random) -> str:
     return f"{step} moved to {target}"
 
 
-def _all_damaged(folder: Path, step: int, random: Random) -> str:
+def _all_corrupt(folder: Path, step: int, random: Random) -> str:
     how = [_flipped_bit, _truncated_file, _removed_file, _removed_marker, _removed_manifest]
     what = []
     for each in steps_in(folder):
@@ -195,7 +195,7 @@ def _all_damaged(folder: Path, step: int, random: Random) -> str:
     return "; ".join(what)
 
 
-DAMAGE: dict[str, Callable[[Path, int, Random], str]] = {
+CORRUPTIONS: dict[str, Callable[[Path, int, Random], str]] = {
     "flipped bit": _flipped_bit,
     "truncated file": _truncated_file,
     "removed file": _removed_file,
@@ -205,6 +205,6 @@ DAMAGE: dict[str, Callable[[Path, int, Random], str]] = {
     "leftover of a save": _leftover_of_a_save,
     "leftover of a removal": _leftover_of_a_removal,
     "checkpoint under another step": _wrong_name,
-    "all checkpoints damaged": _all_damaged,
+    "all checkpoints corrupt": _all_corrupt,
     "symlinked step": _symlinked,
 }

@@ -1,10 +1,10 @@
-"""Faults that strike real training processes at seeded random moments, and checks after each fault.
+"""Faults that interrupt real training processes at seeded random moments, and checks after each fault.
 
 The driver uses only files, exit codes and output, and verifies checkpoints with its own code (disk.py). After each
 fault it runs the same command again, and checks that
 
 - the run resumes from the newest checkpoint that verifies, or stops with the documented exit code and line;
-- no checkpoint that verified before is lost, except through retention, a rewind or the damage itself;
+- no checkpoint that verified before is lost, except through retention, a rewind or the injected corruption;
 - the numbers of every step equal those of an uninterrupted run bit for bit.
 """
 
@@ -59,7 +59,7 @@ ALTERED = str(Path(__file__).with_name("altered.py"))
 
 @dataclasses.dataclass
 class Tally:
-    """Outcomes and seconds by fault, and what the struck processes were doing."""
+    """Outcomes and seconds by fault, and what the interrupted processes were doing."""
 
     outcomes: dict[str, collections.Counter] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(collections.Counter)
@@ -88,7 +88,7 @@ class Tally:
             lines.append(f"{fault:32} {counter.total():5} {self.seconds[fault]:8.0f}  {outcomes}")
         lines.append(f"{'all':32} {self.faults:5} {self.seconds.total():8.0f}")
         places = ", ".join(f"{place} {count}" for place, count in self.places.most_common())
-        return "\n".join([*lines, f"processes were struck in: {places}"])
+        return "\n".join([*lines, f"processes were interrupted in: {places}"])
 
 
 def impossible_faults() -> dict[str, str]:
@@ -152,7 +152,7 @@ class Run:
         self._known: dict[int, disk.Digests] = {}  # Checkpoints that verified at the last check.
         self._rewinds = 0  # Number of rewinds in the journal at the last check.
         self._deleted_entries = 0  # Number of journal entries that were deleted on purpose.
-        self._damaged_steps: frozenset[int] = frozenset()  # Steps with corrupt rows in metrics.jsonl.
+        self._corrupt_steps: frozenset[int] = frozenset()  # Steps with corrupt rows in metrics.jsonl.
         self._small_disk: SmallDisk | None = None
         self._reads = failing_reads(folder)
 
@@ -163,10 +163,10 @@ class Run:
                 if self._processes is None:
                     self._start()
                 if not self._until(episode):
-                    break  # The run ended before the fault could strike.
-                self._strike(episode)
-                if self._processes is None and episode.damage is not None:
-                    self._damage(episode.damage)
+                    break  # The run ended before the fault could happen.
+                self._interrupt(episode)
+                if self._processes is None and episode.corruption is not None:
+                    self._corrupt(episode.corruption)
             if self._processes is None:
                 self._start()
             self._end()
@@ -223,7 +223,7 @@ class Run:
 
     def _until(self, episode: Episode) -> bool:
         """Wait for the moment of an episode. Return False if the run ended before it."""
-        lead = self._processes.running[0]
+        primary = self._processes.running[0]
         lock, metrics = self._workdir / ".lock", self._workdir / "metrics.jsonl"
         late = episode.moment not in STARTS
         delay = {"start": 4.0, "restore": 1.0, "compile": 1.0, "step": 0.1, "saving": 0.2, "naming": 0.01}
@@ -232,7 +232,7 @@ class Run:
         before = set(disk.steps_in(self._checkpoints))
         conditions: dict[str, Callable[[], bool]] = {
             "start": lambda: True,
-            "restore": lambda: lock.exists() and f"process {lead.pid} " in lock.read_text(),
+            "restore": lambda: lock.exists() and f"process {primary.pid} " in lock.read_text(),
             "compile": lambda: "attempt " in self._log(),
             "step": lambda: True,
             "saving": lambda: any(self._checkpoints.glob(UNFINISHED)),
@@ -253,35 +253,35 @@ class Run:
         if any(self._checkpoints.glob("*.removed")):
             return "a removal"
         if "attempt " not in self._log():
-            lead = self._processes.running[0]
+            primary = self._processes.running[0]
             lock = self._workdir / ".lock"
-            locked = lock.exists() and f"process {lead.pid} " in lock.read_text()
+            locked = lock.exists() and f"process {primary.pid} " in lock.read_text()
             return "restoring" if locked else "starting"
         steps = [newest_step(self._workdir / "metrics.jsonl"), *self._expected]
         return "steps" if steps[0] > max(steps[1:]) else "compiling"
 
     # ── Strikes ──
 
-    def _strike(self, episode: Episode) -> None:
+    def _interrupt(self, episode: Episode) -> None:
         began, running = time.monotonic(), self._processes.running
         self._check_checkpoints()
         place = self._place()
-        strike = episode.strike
-        if strike.startswith("disk full"):
-            outcome = self._fill_disk(relieve=strike.endswith("free"))
-        elif strike == "SIGSTOP":
+        interruption = episode.interruption
+        if interruption.startswith("disk full"):
+            outcome = self._fill_disk(relieve=interruption.endswith("free"))
+        elif interruption == "SIGSTOP":
             outcome = self._pause(running[0])
-        elif strike.startswith("SIGSTOP"):
-            outcome = self._freeze(running[self._random.randrange(2)], strike.partition(", ")[2])
-        elif strike == "SIGKILL":
+        elif interruption.startswith("SIGSTOP"):
+            outcome = self._freeze(running[self._random.randrange(2)], interruption.partition(", ")[2])
+        elif interruption == "SIGKILL":
             for popen in running.values():
                 popen.kill()
             outcome = self._ended({-signal.SIGKILL, DONE})
-        elif strike.startswith("SIGKILL of"):
-            outcome = self._kill_one(int(strike[-1]))
+        elif interruption.startswith("SIGKILL of"):
+            outcome = self._kill_one(int(interruption[-1]))
         else:
-            outcome = self._terminate(to_all=strike.endswith("all"))
-        self.tally.add(episode.strike, outcome, time.monotonic() - began)
+            outcome = self._terminate(to_all=interruption.endswith("all"))
+        self.tally.add(episode.interruption, outcome, time.monotonic() - began)
         self.tally.places[place] += 1
 
     def _codes(self) -> list[int]:
@@ -365,18 +365,18 @@ class Run:
 
     def _fill_disk(self, *, relieve: bool) -> str:
         """Leave less room than a checkpoint needs until the run ends or, with `relieve`, a save fails. Then free it."""
-        disk_, lead = self._small_disk, self._processes.running[0]
+        disk_, primary = self._small_disk, self._processes.running[0]
         failed = len(re.findall("was not saved", self._log()))
         leave = (
             self._random.randrange(300_000) if self.plan.small_disk == "checkpoints" else self._random.randrange(9000)
         )
         deadline = time.monotonic() + PATIENCE
-        with disk_.full(lead.pid, leave) as fill:
-            while lead.poll() is None and not (relieve and len(re.findall("was not saved", self._log())) > failed):
+        with disk_.full(primary.pid, leave) as fill:
+            while primary.poll() is None and not (relieve and len(re.findall("was not saved", self._log())) > failed):
                 assert time.monotonic() < deadline, self._log()
                 fill()
                 time.sleep(0.02)
-        code = lead.poll()
+        code = primary.poll()
         if code is None:
             return "not saved, then saved again"
         if code == DONE:
@@ -391,7 +391,7 @@ class Run:
 
     # ── Files ──
 
-    def _damage(self, what: str) -> None:
+    def _corrupt(self, what: str) -> None:
         began, name = time.monotonic(), what.removeprefix("flipped bit in ")
         if what in UNREADABLE:
             outcome = self._hide(what)
@@ -400,20 +400,20 @@ class Run:
         elif what == INDEX:
             outcome = self._truncate_index()
         else:
-            outcome = self._damage_record(name) if name != what else self._damage_checkpoints(what)
+            outcome = self._corrupt_record(name) if name != what else self._corrupt_checkpoints(what)
         if outcome is not None:
             self.tally.add(what, outcome, time.monotonic() - began)
 
-    def _damage_checkpoints(self, what: str) -> str | None:
+    def _corrupt_checkpoints(self, what: str) -> str | None:
         whole = sorted(disk.whole_checkpoints(self._checkpoints))
         if not whole:
             return None
         step = self._random.choice([whole[-1], whole[-1], self._random.choice(whole)])
         copy = self._folder / "copy"
         shutil.copytree(self._checkpoints, copy)
-        done = disk.DAMAGE[what](self._checkpoints, step, self._random)
+        done = disk.CORRUPTIONS[what](self._checkpoints, step, self._random)
         print(f"{self.plan.name}: {what}: {done}", flush=True)
-        damaged = {
+        corrupt = {
             step: disk.digests(self._checkpoints / str(step))
             for step in disk.steps_in(self._checkpoints)
             if not disk.verifies(self._checkpoints / str(step))
@@ -433,10 +433,10 @@ class Run:
         if not self._wait(lambda: "attempt " in self._log()):
             assert self._codes() == [DONE] * len(self._processes.running), f"after {what} ({done}): {self._logs()}"
         self._check_start()
-        for number, content in damaged.items():
+        for number, content in corrupt.items():
             if number > max(self._expected):  # A start does not verify older checkpoints.
                 aside = [disk.digests(path) for path in self._checkpoints.glob(f"{number}.quarantined*")]
-                assert content in aside, f"{number}, damaged, was not put aside as it was: {self._log()}"
+                assert content in aside, f"{number}, which is corrupt, was not put aside as it was: {self._log()}"
         return outcome
 
     def _hide(self, what: str) -> str | None:
@@ -511,7 +511,7 @@ class Run:
         self._processes = None
         self._check_checkpoints()
 
-    def _damage_record(self, name: str) -> str | None:
+    def _corrupt_record(self, name: str) -> str | None:
         path = self._workdir / name
         if not path.exists() or not path.stat().st_size:
             return None
@@ -522,7 +522,7 @@ class Run:
         self._start()
         if name == "metrics.jsonl":
             changed = set(before.splitlines()) ^ set(after.splitlines())
-            self._damaged_steps |= {int(step) for line in changed for step in re.findall(r'"step": (\d+),', line)}
+            self._corrupt_steps |= {int(step) for line in changed for step in re.findall(r'"step": (\d+),', line)}
         if not self._wait(lambda: "attempt " in self._log()):
             if name == "journal.jsonl" and self._codes() == [MISTAKE]:
                 self._refused("is not a valid entry; delete that line")
@@ -537,7 +537,7 @@ class Run:
         return "went on"
 
     def _check_metrics(self, *, until: int) -> None:
-        records.check_metrics(self._workdir, self._whole, until=until, damaged=self._damaged_steps)
+        records.check_metrics(self._workdir, self._whole, until=until, corrupt=self._corrupt_steps)
 
     def _check_checkpoints(self) -> None:
         """Check that no checkpoint that verified is lost, and record those that verify now."""

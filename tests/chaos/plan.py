@@ -1,4 +1,4 @@
-"""Plans of the faults that strike a run, and of their times. A seed and the run's number determine a plan."""
+"""Plans of the faults of a run, and of their times. A seed and the run's number determine a plan."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -23,12 +23,12 @@ TWO = Layout(processes=2, devices=2, steps=30, every_steps=3)
 
 @dataclasses.dataclass(frozen=True)
 class Episode:
-    """A fault that strikes a running training, and damage to its files after it has stopped."""
+    """An interruption of a running training, and a corruption of its files after it has stopped."""
 
-    strike: str
+    interruption: str
     moment: str
-    step: int  # Earliest step of the strike. The moments of `STARTS` ignore it.
-    damage: str | None = None
+    step: int  # Earliest step of the interruption. The moments of `STARTS` ignore it.
+    corruption: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Plan:
 
     @property
     def faults(self) -> int:
-        return sum(1 + (episode.damage is not None) for episode in self.episodes) + self.stretches
+        return sum(1 + (episode.corruption is not None) for episode in self.episodes) + self.stretches
 
 
 STARTS = ("start", "restore", "compile")
 MOMENTS = (*STARTS, "step", "step", "saving", "saving", "saving", "naming", "removing")
-STRIKES_OF_ONE = ("SIGTERM", "SIGKILL", "SIGKILL", "SIGKILL", "SIGSTOP")
-STRIKES_OF_TWO = (
+INTERRUPTIONS_OF_ONE = ("SIGTERM", "SIGKILL", "SIGKILL", "SIGKILL", "SIGSTOP")
+INTERRUPTIONS_OF_TWO = (
     "SIGTERM",
     "SIGTERM to all",
     "SIGKILL",
@@ -61,7 +61,7 @@ STRIKES_OF_TWO = (
     "SIGSTOP, continued",
     "SIGSTOP, continued later",
 )
-DAMAGES = (
+CORRUPTIONS = (
     "flipped bit",
     "flipped bit",
     "flipped bit",
@@ -74,7 +74,7 @@ DAMAGES = (
     "leftover of a save",
     "leftover of a removal",
     "checkpoint under another step",
-    "all checkpoints damaged",
+    "all checkpoints corrupt",
     "flipped bit in metrics.jsonl",
     "flipped bit in config.json",
     "symlinked step",
@@ -86,19 +86,19 @@ UNREADABLE = (*UNREADABLE_BY_MODE, *UNREADABLE_BY_ERROR)
 INDEX = "truncated packing index"
 CONFIGS = "processes of different configs"
 HARMLESS = ("flipped bit in journal.jsonl", "leftover of a save", "empty step folder", "leftover of a removal")
-# Damage that is dealt first, so that the 40 faults of CI include all of it.
+# Corruptions that are dealt first, so that the 40 faults of CI include all of them.
 FIRST = {
     "one": ("unreadable file", "EIO while reading", INDEX),
     "two": ("unreadable manifests", "ESTALE while opening", CONFIGS),
     "nan": ("symlinked step",),
 }
-# After these strikes the run is still training, so its files are not damaged.
+# After these interruptions the run is still training, so its files are not corrupted.
 RUNNING = ("SIGSTOP", "SIGSTOP, continued later")
 FULL = ("disk full, then free", "disk full")
 RUNS = ("one", "two", "disk", "nan", "one", "two")  # Kinds of runs, in turn.
 
 
-def plan(seed: int, number: int, without: Collection[str] = ()) -> Plan:
+def make_plan(seed: int, number: int, without: Collection[str] = ()) -> Plan:
     """Return the plan of a run. It excludes the faults `without`, which are impossible on this machine."""
     kind, turn = RUNS[number % len(RUNS)], number // len(RUNS)
     random = Random(f"{seed} {number}")
@@ -106,20 +106,24 @@ def plan(seed: int, number: int, without: Collection[str] = ()) -> Plan:
     name = f"{number:03} {kind}"
     if kind == "disk":
         lies = ("checkpoints", "workdir")[(seed + seen) % 2]
-        strikes = _dealt(FULL, seed, kind, seen * 3, 3) if lies == "checkpoints" else ["disk full"] * 3
-        episodes = [Episode(strike, "step", step) for strike, step in zip(strikes, _steps(ONE, 3, random), strict=True)]
+        interruptions = _dealt(FULL, seed, kind, seen * 3, 3) if lies == "checkpoints" else ["disk full"] * 3
+        episodes = [
+            Episode(interruption, "step", step)
+            for interruption, step in zip(interruptions, _steps(ONE, 3, random), strict=True)
+        ]
         return Plan(name, ONE, f"{seed} {number}", tuple(episodes), small_disk=lies)
-    layout, strikes, damages, count = {
-        "one": (ONE, STRIKES_OF_ONE, (*DAMAGES, *UNREADABLE, INDEX), 4),
-        "two": (TWO, STRIKES_OF_TWO, (*DAMAGES, *UNREADABLE, INDEX, CONFIGS), 3),
+    layout, interruptions, corruptions, count = {
+        "one": (ONE, INTERRUPTIONS_OF_ONE, (*CORRUPTIONS, *UNREADABLE, INDEX), 4),
+        "two": (TWO, INTERRUPTIONS_OF_TWO, (*CORRUPTIONS, *UNREADABLE, INDEX, CONFIGS), 3),
         "nan": (ONE, ("SIGTERM", "SIGKILL"), (*HARMLESS, "symlinked step"), 3),
     }[kind]
-    dealt = _dealt(strikes, seed, f"{kind} strikes", 0, (seen + 1) * count)
+    # The texts "interruptions" and "corruptions" seed the decks. With others, a recorded seed would give another plan.
+    dealt = _dealt(interruptions, seed, f"{kind} strikes", 0, (seen + 1) * count)
     earlier, now = dealt[: seen * count], dealt[seen * count :]
-    damaged = [strike not in RUNNING for strike in earlier].count(True)
-    deck = [damage for damage in damages if damage not in without]
-    first = [damage for damage in FIRST[kind] if damage not in without]
-    damage = iter(_dealt(deck, seed, f"{kind} damages", damaged, count, first))
+    corrupted = [interruption not in RUNNING for interruption in earlier].count(True)
+    deck = [corruption for corruption in corruptions if corruption not in without]
+    first = [corruption for corruption in FIRST[kind] if corruption not in without]
+    corruption = iter(_dealt(deck, seed, f"{kind} damages", corrupted, count, first))
     parts = zip(
         now,
         _dealt(MOMENTS, seed, f"{kind} moments", seen * count, count),
@@ -127,7 +131,8 @@ def plan(seed: int, number: int, without: Collection[str] = ()) -> Plan:
         strict=True,
     )
     episodes = [
-        Episode(strike, moment, step, None if strike in RUNNING else next(damage)) for strike, moment, step in parts
+        Episode(interruption, moment, step, None if interruption in RUNNING else next(corruption))
+        for interruption, moment, step in parts
     ]
     nan, stretches = _bad_batches(seed, seen % 2) if kind == "nan" else ((), 0)
     return Plan(name, layout, f"{seed} {number}", tuple(episodes), nan, stretches)

@@ -321,7 +321,7 @@ def test_mistakes_are_rejected_with_a_fix(run, tmp_path):
     ("text", "steps"),
     [("all", [3, 6, 9, 12]), ("6", [6]), ("3:9", [3, 6, 9]), ("0:100:6", [6, 12]), ("3:12:6", [3, 9]), ("9:9", [9])],
 )
-def test_chosen_steps(text, steps):
+def test_a_step_range_chooses_among_the_saved_steps(text, steps):
     assert chosen_steps(text, STEPS) == steps
 
 

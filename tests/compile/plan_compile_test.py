@@ -112,7 +112,7 @@ def test_the_smallest_row_of_the_table_is_still_true(tmp_path):
         line for line in plan_table.PAGE.read_text().splitlines() if line.startswith(f"| {fresh[0]} | {row.topology} ")
     ]
     old = [cell.strip() for cell in line.strip("|").split("|")]
-    column = plan_table.COLUMNS.index("GiB a device")
+    column = plan_table.COLUMNS.index("GiB per device")
     gib, old_gib = (float(cells[column].split()[0]) for cells in (fresh, old))
     assert gib == pytest.approx(old_gib, rel=0.05), "run: python benchmarks/plan_table.py --write"
     assert old[2] == fresh[2]

@@ -46,7 +46,7 @@ def sharded(config, architecture):
 
 @pytest.mark.parametrize("architecture", ["diff", TRANSFORMER])
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", V6E])
-def test_on_tpu(config, architecture, topology):
+def test_the_step_on_tpu_has_the_kernels_of_its_architecture(config, architecture, topology):
     pytest.importorskip("libtpu", reason="libtpu is not installed: nothing can be compiled for TPU")
     devices = topologies.get_topology_desc(topology, "tpu").devices
     c = override(sharded(config, architecture), {"model.attention_implementation": TPU_BACKENDS[architecture]})
@@ -57,7 +57,7 @@ def test_on_tpu(config, architecture, topology):
 
 @pytest.mark.parametrize("architecture", ["diff", TRANSFORMER])
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", V6E])
-def test_on_tpu_with_sharded_rows(config, architecture, topology):
+def test_the_step_on_tpu_with_sharded_rows_has_the_kernels_of_its_architecture(config, architecture, topology):
     pytest.importorskip("libtpu", reason="libtpu is not installed: nothing can be compiled for TPU")
     devices = topologies.get_topology_desc(topology, "tpu").devices
     axes = {"mesh__fsdp": 1, "mesh__tensor": 1, "mesh__context": 4, "mesh__context_method": "zigzag"}
@@ -71,7 +71,7 @@ def test_on_tpu_with_sharded_rows(config, architecture, topology):
 
 
 @h200.needs_plugin
-def test_on_hopper(config):
+def test_the_step_on_hopper_has_all_three_kernels(config):
     devices = h200.mesh((2, 2), ("fsdp", "tensor")).devices.flatten()
     c = override(sharded(config, "diff"), {"model.attention_implementation": "pallas_gpu"})
     text = compiled_step(c, devices)
@@ -81,7 +81,7 @@ def test_on_hopper(config):
 @h200.needs_plugin
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("kind", ["a100", "b200", pytest.param("l4", marks=pytest.mark.exhaustive)])
-def test_on_gpus_without_wgmma(config, kind, documents):
+def test_the_step_on_gpus_without_wgmma_uses_cudnn(config, kind, documents):
     """Ampere, Ada and Blackwell compute attention by cuDNN, also for segments of packed documents."""
     topology = parse_topology(f"{kind}:4")
     c = sharded(config, "diff")

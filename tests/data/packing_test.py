@@ -201,14 +201,14 @@ def as_before(data):
 
 
 @pytest.mark.parametrize(
-    "damage", [flipped, lambda d: d[:-8], lambda d: d[:3], lambda d: b"", lambda d: d + bytes(8), as_before]
+    "corruption", [flipped, lambda d: d[:-8], lambda d: d[:3], lambda d: b"", lambda d: d + bytes(8), as_before]
 )
-def test_corrupt_index_is_reported_and_rebuilt(tmp_path, capsys, damage):
+def test_corrupt_index_is_reported_and_rebuilt(tmp_path, capsys, corruption):
     store = store_of([5, 3, 4, 9, 2, 7, 1])
     sound = rows_of(store, 8, "best_fit", tmp_path)
     [path] = tmp_path.iterdir()
     content = path.read_bytes()
-    path.write_bytes(damage(content))
+    path.write_bytes(corruption(content))
     assert capsys.readouterr().out == ""
     healed = rows_of(store, 8, "best_fit", tmp_path)
     out = capsys.readouterr().out

@@ -326,7 +326,7 @@ def test_full_disk_is_reported_and_the_run_resumes_with_more_space(flags, refere
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_vocabulary_file(tmp_path):
+def test_a_vocabulary_file_tokenises_a_store(tmp_path):
     ranks = [bytes([i]) for i in range(256)] + [b"th", b"the"]
     path = tmp_path / "own.tiktoken"
     path.write_text("".join(f"{base64.b64encode(t).decode()} {i}\n" for i, t in enumerate(ranks)))

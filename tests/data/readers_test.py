@@ -150,7 +150,7 @@ def test_missing_input_is_reported(tmp_path):
             read(pattern)
 
 
-def test_parquet(tmp_path, monkeypatch):
+def test_parquet_is_read_in_units_that_contain_every_row_once(tmp_path, monkeypatch):
     pyarrow = pytest.importorskip("pyarrow", reason="needs the extra parquet")
     parquet = pytest.importorskip("pyarrow.parquet")
     monkeypatch.setattr(readers, "UNIT_BYTES", 100)

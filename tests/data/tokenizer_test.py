@@ -27,7 +27,7 @@ def test_bytes_are_tokens():
 
 @pytest.mark.skipif(not VOCABULARIES.is_dir(), reason="needs the vocabularies of ../shared/tiktoken")
 @pytest.mark.parametrize(("name", "size"), [("cl100k_base", 100_277), ("gpt2", 50_257)])
-def test_vocabularies_by_name(tmp_path: Path, monkeypatch, name, size):
+def test_a_vocabulary_is_loaded_by_its_name(tmp_path: Path, monkeypatch, name, size):
     shutil.copytree(VOCABULARIES, tmp_path / "cache", copy_function=shutil.copyfile)
     os.chmod(tmp_path / "cache", 0o755)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))

@@ -40,7 +40,7 @@ def gradients(name, q, k, v, lam, ids, window, weights):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_output_and_gradients(backend, case):
+def test_output_and_gradients_equal_the_reference(backend, case):
     options = {"B": 2, "H": 4, "K": 4, "D": 64, "window": None, "segments": False, "scale": 1.0} | CASES[case]
     B, T, H, K, D = (options[n] for n in "BTHKD")
     rng = np.random.default_rng(0)

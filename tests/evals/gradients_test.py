@@ -157,7 +157,7 @@ def test_norms_and_cosines_of_a_checkpoint(config, text_file, tmp_path, name, ax
 
 
 @pytest.mark.exhaustive
-def test_norms_at_initialization(config, text_file, tmp_path):
+def test_norms_at_initialization_equal_a_calculation_by_hand(config, text_file, tmp_path):
     """Compare the norms at initialization with norms for parameters of the same seed.
 
     The output matrices of the run start at zero, but those of the suite's initial models do not.
@@ -192,7 +192,7 @@ def test_initial_configs_of_an_architecture(config):
     assert list(initial_configs(dataclasses.replace(odd, eval=dataclasses.replace(odd.eval, gradients=without))))
 
 
-def test_matrices_of_variants(config, mesh_of):
+def test_queries_of_variants_are_divided_by_signal_and_noise(config, mesh_of):
     """Neighbouring query heads of V2 form a pair. The last query of a group belongs to the noise head."""
     from difftx.evals.gradients import matrices
 

@@ -53,7 +53,7 @@ def test_every_suite_is_explained():
         ("of_an_extension", "", None),
     ],
 )
-def test_units_and_directions(number, unit, better):
+def test_a_number_has_its_unit_and_direction(number, unit, better):
     assert (measure_of(number).unit, measure_of(number).better) == (unit, better)
 
 
@@ -80,6 +80,6 @@ def test_a_suite_gives_its_own_measures():
         Measure("metres", "low")
 
 
-def test_values():
+def test_values_are_shown_with_at_most_five_digits():
     shown = [format_value(value) for value in (None, 3, 3.0, 0.123456789, 12345.678, 1234567.8, True, "a", 1e16)]
     assert shown == ["–", "3", "3", "0.12346", "12,346", "1.235e+06", "True", "a", "1e+16"]

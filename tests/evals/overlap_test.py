@@ -23,7 +23,7 @@ texts = st.lists(st.sampled_from(["red", "Blue", "the", "x", "1,200", "yes"]), m
         ("?!", []),
     ],
 )
-def test_words(text, words):
+def test_words_are_lower_case_without_punctuation(text, words):
     assert overlap.words(text) == words
 
 
@@ -53,14 +53,14 @@ def test_answer_contains_a_reference_in_whole_words(answer, reference, found):
     ["I don't know.", "I don’t know", "unanswerable", "It is not mentioned in the document", "Unknown", "N/A",
      "The document does not say", "It cannot be determined.", "There is not enough information", "No answer"],
 )  # fmt: skip
-def test_abstentions(answer):
+def test_abstentions_are_recognised(answer):
     assert overlap.is_abstention(answer)
 
 
 @pytest.mark.parametrize(
     "answer", ["", "Paris", "The Unknown Soldier", "no", "None of the Above is a film", "not known for " + "x " * 20]
 )
-def test_answers_that_are_not_abstentions(answer):
+def test_other_answers_are_not_abstentions(answer):
     assert not overlap.is_abstention(answer)
 
 

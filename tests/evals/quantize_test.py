@@ -22,7 +22,7 @@ OPTIONS = {"model__qk_norm": "true", "model__logit_soft_cap": 2.0, "model__windo
 
 
 @pytest.mark.parametrize("options", [{}, pytest.param(OPTIONS, marks=pytest.mark.long)], ids=["plain", "options"])
-def test_numbers_by_bits(config, text_file, tmp_path, options):
+def test_sixteen_bits_change_nothing_and_two_equal_the_reference(config, text_file, tmp_path, options):
     """16 bits give the suites' usual numbers, bit for bit. 2 bits give the loss of the reference implementation."""
     changes = {"eval__quantize__bits": "16,2", "eval__quantize__suites": "loss,recall"}
     run = open_run(config, text_file, tmp_path, **changes, **options)

@@ -66,7 +66,7 @@ def test_hits_are_those_of_brute_force(tmp_path_factory, documents, packing, doc
         assert is_hit(rows[i], counts_of(train), limit, END).tolist() == expected
 
 
-def test_a_crafted_row():
+def test_hits_are_repeated_bigrams_that_are_rare_in_training():
     """The documents are 1 2 1 2 1 END and 1 2 3 END. With a mask, hits repeat "1 2" or "2 1" of their own document."""
     documents = [[1, 2, 1, 2, 1, END], [1, 2, 3, END]]
     store = TokenStore(np.array([*documents[0], *documents[1]], np.uint16), np.array([0, 6, 10], np.uint64))

@@ -123,7 +123,7 @@ def test_only_suites_of_text_run_on_the_test_text(config):
 
 
 @pytest.mark.long
-def test_end_to_end(stores, tmp_path):
+def test_the_suite_test_evaluates_the_text_of_its_path(stores, tmp_path):
     changes = {"data.path": str(stores / "valid"), "eval.loss_tokens": "500", "mesh.fsdp": "8"}
     run = save_run(load_config(f"{ROOT}/configs/quickstart.py:diff", TINY | changes), tmp_path / "run", (6,))
 

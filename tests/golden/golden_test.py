@@ -23,7 +23,7 @@ If not, find the commit: python -m tests.golden.compare OLD NEW
         *(pytest.param(part, marks=pytest.mark.exhaustive) for part in records.SLOWEST_PARTS),
     ],
 )
-def test_golden_numbers(part):
+def test_numbers_equal_the_golden_record(part):
     if records.lacks_extra(part):
         pytest.skip("the extra `eval` is not installed")
     (new,) = records.make_records([records.ROOT], [part])
@@ -39,7 +39,7 @@ def test_every_architecture_is_recorded():
     assert recorded >= BUILT_IN
 
 
-def test_differences():
+def test_only_floats_may_differ_and_only_within_their_tolerance():
     """Integers, texts and structure are compared exactly, floats by the tolerance of their dtype or bit for bit."""
     old = {"a/loss": [2.0, 1.0], "bfloat16/loss": 2.0, "step": [1, 2], "text": "x", "hash": ["bits:1"], "gone": None}
     near = {"a/loss": [2.0, 1.00005], "bfloat16/loss": 2.01, "step": [1, 2], "text": "x", "hash": ["bits:2"]}

@@ -106,6 +106,6 @@ def test_mistakes_in_a_file_of_prompts_name_its_line(tmp_path, lines, message):
         (["--prompt=a"], "no config.json there"),
     ],
 )
-def test_mistakes_in_flags(tmp_path, flags, message):
+def test_mistakes_in_flags_are_named(tmp_path, flags, message):
     with pytest.raises(UserError, match=message):
         main([f"--workdir={tmp_path}", *flags])

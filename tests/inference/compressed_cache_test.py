@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jax.sharding import reshard
 from difftx import evals
 from difftx.config.model import CacheConfig
 from difftx.errors import UserError
-from difftx.evals.cache import compressed
+from difftx.evals.cache import bytes_per_token, compressed
 from difftx.inference.cache import Entries, capacity_of, grow, write_chunk, write_token
 from difftx.kernels import cached, maps
 from difftx.kernels.cached import EMPTY, SegmentMask, Slots
@@ -23,11 +24,16 @@ from difftx.kernels.quantized import dequantized, quantize, rounded
 from difftx.training.run import Run
 
 B, K, R, G, D, E = 2, 2, 2, 2, 8, 16
+OF_SUITE = {
+    "data__sequence_length": 128, "eval__loss_tokens": 512, "model__num_heads": 2, "model__head_dim": 8,
+    "eval__cache__suites": "loss,recall", "eval__cache__shares": "1,0.5",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_numbers_are_rounded_to_the_nearest_level(bits, dtype):
+    """A vector of numbers x is stored as integers from -L to L times a scale, which is max |x| / L in bfloat16."""
     x = np.random.default_rng(0).normal(size=(3, 5, 8)) * np.exp(np.random.default_rng(1).normal(size=(3, 5, 1)))
     x[0, 0] = 0
     x = np.asarray(jnp.asarray(x, dtype).astype(jnp.float32))
@@ -38,7 +44,10 @@ def test_numbers_are_rounded_to_the_nearest_level(bits, dtype):
     np.testing.assert_array_equal(dequantized(found), nearest * scale)
     assert found.codes_W.dtype == jnp.int8
     assert found.codes_W.shape == (3, 5, 8 * bits // 8)
-    assert np.abs(np.asarray(dequantized(found)) - x).max() <= scale.max() / 2 * (1 + 1e-5) + levels * scale.max() / 256
+    # The nearest integer is at most half a level away, but a number may lie above L times a scale that was rounded
+    # down. bfloat16 rounds by at most a 256th, so this number is at most a 256th of L times the scale away.
+    rounding, clipping = scale.max() / 2 * (1 + 1e-5), levels * scale.max() / 256
+    assert np.abs(np.asarray(dequantized(found)) - x).max() <= rounding + clipping
 
 
 def test_the_gradient_passes_through_the_rounding():
@@ -84,6 +93,57 @@ class Oracle:
         return np.array(out)
 
 
+SLOTS = 64  # Capacity of the caches below, per row and key/value head.
+OF_ROWS, OF_HEADS = jax.P(("data", "fsdp")), jax.P(("data", "fsdp"), None, "tensor")
+OF_CACHE = jax.P(None, ("data", "fsdp"), "tensor")
+DEVICES = [{}, pytest.param({"fsdp": 2, "tensor": 2}, marks=pytest.mark.long)]
+
+
+def put(x, spec, dtype=jnp.float32):
+    return reshard(jnp.asarray(x, dtype), spec)
+
+
+def empty_cache():
+    """Return a cache of one layer without tokens."""
+    numbers = (1, B, K, SLOTS)
+    slots = Slots(put(np.full(numbers, EMPTY), OF_CACHE, jnp.int32), put(np.zeros(numbers), OF_CACHE))
+    keys, values = (1, B, K, G, SLOTS, D), (1, B, K, SLOTS, E)
+    return put(np.zeros(keys), OF_CACHE), put(np.zeros(values), OF_CACHE), slots
+
+
+def attend_and_write(chunk, config, window):
+    """Return a jitted function that returns a chunk's outputs, and a cache that contains its tokens."""
+
+    @jax.jit
+    def step(cache, q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, position_BT, segment_BT):
+        ids = SegmentMask(segment_BT, jnp.zeros_like(segment_BT), position_BT, jnp.zeros((B, SLOTS), jnp.int32))
+        layer = jax.tree.map(lambda x: x[0], cache)
+        out, mass = cached.mapped_attention(
+            maps.difference, q_BTHGD, k_BTKGD, v_BTKE, layer, ids, map_parameter=lam_BTH, window=window
+        )
+        written = jnp.where(segment_BT == EMPTY, EMPTY, position_BT)
+        entries = Entries(k_BTKGD[None], v_BTKE[None], written, *(m[None] for m in mass))
+        if chunk == 1:
+            return out, write_token(cache, entries, position_BT[:, 0], config)
+        return out, write_chunk(cache, entries, jnp.int32(0), config)
+
+    return step
+
+
+def check_cache(cache, oracles, k, v):
+    """Check that a cache has the tokens of the oracles, with their mass, keys and values."""
+    (keys,), (values,) = np.asarray(cache[0]), np.asarray(cache[1])
+    position_BKS, mass_BKS = (np.asarray(x[0]) for x in cache[2])
+    for b in range(B):
+        for h in range(K):
+            kept = position_BKS[b, h] != EMPTY
+            at = position_BKS[b, h][kept]
+            found = dict(zip(at.tolist(), mass_BKS[b, h][kept].tolist(), strict=True))
+            assert found == pytest.approx(oracles[b][h].mass, rel=1e-4, abs=1e-4)
+            np.testing.assert_array_equal(keys[b, h][:, kept], np.float32(k[b, at, h].swapaxes(0, 1)))
+            np.testing.assert_array_equal(values[b, h][kept], np.float32(v[b, at, h]))
+
+
 @pytest.mark.parametrize(
     ("chunk", "share", "window"),
     [
@@ -91,85 +151,58 @@ class Oracle:
         *(pytest.param(*case, marks=pytest.mark.long) for case in ((1, 0.5, None), (32, 0.9, None))),
     ],
 )
-@pytest.mark.parametrize("devices", [{}, pytest.param({"fsdp": 2, "tensor": 2}, marks=pytest.mark.long)])
+@pytest.mark.parametrize("devices", DEVICES)
 def test_kept_tokens_and_outputs_equal_brute_force(mesh_of, chunk, share, window, devices):
     T = 160 if chunk > 1 else 80
-    config = CacheConfig(tokens=64, recent_share=share)
+    config = CacheConfig(tokens=SLOTS, recent_share=share)
     rng = np.random.default_rng(0)
     q = rng.normal(size=(B, T, K, R, G, D), scale=2.0)
     k, v, lam = rng.normal(size=(B, T, K, G, D)), rng.normal(size=(B, T, K, E)), rng.uniform(0, 1, (B, T, K, R))
     oracles = [
         [Oracle(q[b, :, h], k[b, :, h], v[b, :, h], lam[b, :, h], config, window) for h in range(K)] for b in range(B)
     ]
-    spec = jax.P(("data", "fsdp"), None, "tensor")
-
+    end = T - 7 if chunk > 1 else T  # The last chunk has padding.
     with jax.set_mesh(mesh_of(**devices)):
-
-        def put(x, dtype=jnp.float32, spec=spec):
-            return reshard(jnp.asarray(x, dtype), spec)
-
-        keys, values, numbers = ((1, B, K, G, 64, D), (1, B, K, 64, E), (1, B, K, 64))
-        of_cache = jax.P(None, ("data", "fsdp"), "tensor")
-        slots = Slots(put(np.full(numbers, EMPTY), jnp.int32, of_cache), put(np.zeros(numbers), spec=of_cache))
-        cache = put(np.zeros(keys), spec=of_cache), put(np.zeros(values), spec=of_cache), slots
-
-        @jax.jit
-        def step(cache, q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, position_BT, segment_BT):
-            ids = SegmentMask(segment_BT, jnp.zeros_like(segment_BT), position_BT, jnp.zeros((B, 64), jnp.int32))
-            layer = jax.tree.map(lambda x: x[0], cache)
-            out, mass = cached.mapped_attention(
-                maps.difference, q_BTHGD, k_BTKGD, v_BTKE, layer, ids, map_parameter=lam_BTH, window=window
-            )
-            written = jnp.where(segment_BT == EMPTY, EMPTY, position_BT)
-            entries = Entries(k_BTKGD[None], v_BTKE[None], written, *(m[None] for m in mass))
-            if chunk == 1:
-                return out, write_token(cache, entries, position_BT[:, 0], config)
-            return out, write_chunk(cache, entries, jnp.int32(0), config)
-
-        end = T - 7 if chunk > 1 else T  # The last chunk has padding.
+        cache, step = empty_cache(), attend_and_write(chunk, config, window)
         for start in range(0, T, chunk):
             part = slice(start, start + chunk)
             positions = np.tile(np.arange(T)[part], (B, 1))
-            segments = np.where(positions < end, 0, EMPTY)
-            row = jax.P(("data", "fsdp"))
             out, cache = step(
                 cache,
-                put(q[:, part].reshape(B, chunk, K * R, G, D)),
-                put(k[:, part]),
-                put(v[:, part]),
-                put(lam[:, part].reshape(B, chunk, K * R)),
-                put(positions, jnp.int32, row),
-                put(segments, jnp.int32, row),
+                put(q[:, part].reshape(B, chunk, K * R, G, D), OF_HEADS),
+                put(k[:, part], OF_HEADS),
+                put(v[:, part], OF_HEADS),
+                put(lam[:, part].reshape(B, chunk, K * R), OF_HEADS),
+                put(positions, OF_ROWS, jnp.int32),
+                put(np.where(positions < end, 0, EMPTY), OF_ROWS, jnp.int32),
             )
             real = min(start + chunk, end) - start
             expected = [[oracle.chunk(start, start + real) for oracle in of_row] for of_row in oracles]
             expected_BTHE = np.moveaxis(np.array(expected), 1, 2).reshape(B, real, K * R, E)
             np.testing.assert_allclose(out[:, :real], expected_BTHE, atol=2e-5)
-            position_BKS, mass_BKS = (np.asarray(x[0]) for x in cache[2])
-            for b in range(B):
-                for h in range(K):
-                    kept = position_BKS[b, h] != EMPTY
-                    found = dict(zip(position_BKS[b, h][kept].tolist(), mass_BKS[b, h][kept].tolist(), strict=True))
-                    assert found == pytest.approx(oracles[b][h].mass, rel=1e-4, abs=1e-4)
-                    at = position_BKS[b, h][kept]
-                    np.testing.assert_array_equal(
-                        np.asarray(cache[0][0])[b, h][:, kept], np.float32(k[b, at, h].swapaxes(0, 1))
-                    )
-                    np.testing.assert_array_equal(np.asarray(cache[1][0])[b, h][kept], np.float32(v[b, at, h]))
-        larger = grow(cache, 96)
-        assert capacity_of(larger) == 96
-        assert (np.asarray(larger[2].position_BKS)[..., 64:] == EMPTY).all()
+            check_cache(cache, oracles, k, v)
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+def test_a_larger_cache_has_empty_slots_after_those_that_it_had(mesh_of, devices):
+    with jax.set_mesh(mesh_of(**devices)):
+        keys, values, slots = empty_cache()
+        positions = np.broadcast_to(np.arange(SLOTS), (1, B, K, SLOTS))
+        full = keys + 1, values + 2, slots._replace(position_BKS=put(positions, OF_CACHE, jnp.int32))
+        larger = grow(full, 96)
+    assert capacity_of(larger) == 96
+    np.testing.assert_array_equal(larger[2].position_BKS[..., :SLOTS], positions)
+    assert (np.asarray(larger[2].position_BKS)[..., SLOTS:] == EMPTY).all()
+    assert (np.asarray(larger[0])[..., :SLOTS, :] == 1).all()
+    assert (np.asarray(larger[1])[..., :SLOTS, :] == 2).all()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("architecture", ["diff", pytest.param("transformer", marks=pytest.mark.exhaustive), "diff_v2"])
-def test_losses_by_cache(config, text_file, tmp_path, architecture):
-    """A cache of 8 bits changes the loss less than one of 4 bits. A cache of all tokens changes nothing."""
-    c = config(
-        architecture, data__path=text_file, data__sequence_length=128, eval__loss_tokens=512, model__num_heads=2,
-        model__head_dim=8, eval__cache__suites="loss,recall", eval__cache__shares="1,0.5",
-    )  # fmt: skip
-    run = Run.open(c, tmp_path, one_device())
+def test_fewer_bits_change_the_loss_more_and_a_cache_of_all_tokens_changes_nothing(
+    config, text_file, tmp_path, architecture
+):
+    run = Run.open(config(architecture, data__path=text_file, **OF_SUITE), tmp_path, one_device())
     params = random_params(run)
     plain = evals.evaluate(run, params, 0, ["loss", "recall"])
     numbers = evals.evaluate(run, params, 0, ["cache"])["cache"].numbers
@@ -181,13 +214,21 @@ def test_losses_by_cache(config, text_file, tmp_path, architecture):
     eight, four, half = (numbers[f"loss_loss_{name}"] - whole for name in ("8_bits", "4_bits", "64_tokens"))
     assert 1e-7 < abs(eight) < abs(four)
     assert abs(half) > 1e-5
+
+
+@pytest.mark.parametrize("architecture", ["diff", "transformer", "diff_v2"])
+def test_bytes_per_token_are_those_of_keys_values_and_scales(config, text_file, tmp_path, architecture):
+    c = config(architecture, data__path=text_file, **OF_SUITE)
+    run = Run.open(c, tmp_path, one_device())
+    evaluation = types.SimpleNamespace(run=run, params=random_params(run))
+    found = {name: bytes_per_token(evaluation, changed) for name, changed in compressed(c).items()}
     model = c.model
-    numbers_a_token = model.num_layers * model.kv_heads * (model.groups + (2 if architecture == "diff" else 1)) * 8
+    # A head has a key for each group, and a value, which has twice the width of a key in `diff`.
     vectors = model.num_layers * model.kv_heads * (model.groups + 1)
-    expected = {"whole": 4 * numbers_a_token, "8_bits": numbers_a_token + 2 * vectors}
-    expected |= {"4_bits": numbers_a_token / 2 + 2 * vectors, "64_tokens": 2 * numbers_a_token}
-    for name, size in expected.items():
-        assert numbers[f"bytes_per_token_{name}"] == size
+    numbers = model.num_layers * model.kv_heads * (model.groups + (2 if architecture == "diff" else 1)) * model.head_dim
+    # Whole numbers have 4 bytes. Each rounded vector has a scale of 2 bytes.
+    expected = {"whole": 4 * numbers, "8_bits": numbers + 2 * vectors, "4_bits": numbers / 2 + 2 * vectors}
+    assert found == expected | {"128_tokens": 4 * numbers, "64_tokens": 2 * numbers}
 
 
 @pytest.mark.long

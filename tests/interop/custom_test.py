@@ -52,7 +52,7 @@ def test_the_modelling_file_imports_nothing_of_difftx():
 
 
 @pytest.mark.parametrize(("name", "serving"), [("gdla", "engines with one key/value cache"), ("sink", "not servable")])
-def test_the_model_card(config, mesh_of, tmp_path, name, serving):
+def test_the_model_card_has_the_numbers_of_its_checkpoint(config, mesh_of, tmp_path, name, serving):
     lm, workdir, _ = exported(config, mesh_of(), name, tmp_path)
     rows = [{"split": "train", "step": step, "attempt": 1, "loss": 2.5 + step} for step in (0, 1)]
     others = {"grad_norm": 1.0, "learning_rate": 1e-3, "tokens": 0, "tokens_per_second": 1.0, "step_seconds": 1.0}
@@ -159,7 +159,7 @@ def test_configs_of_converted_transformers(config, tmp_path, name, changes, mess
     refused(tmp_path, tmp_path, message)
 
 
-def test_a_missing_field(config, tmp_path):
+def test_a_missing_field_is_refused(config, tmp_path):
     settings = custom.config_json(config_of(config, "gda"), 256)
     del settings["lambda_bound"]
     (tmp_path / "config.json").write_text(json.dumps(settings))

@@ -34,7 +34,7 @@ def refused(source, tmp_path, message, *flags):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_missing_shard(tmp_path):
+def test_a_missing_shard_is_refused(tmp_path):
     source = tmp_path / "source"
     shutil.copytree(GROUPED, source)
     (source / "model-00002-of-00005.safetensors").unlink()

@@ -40,10 +40,10 @@ def test_corrupt_header_is_rejected_or_still_valid(tmp_path):
     length = 8 + int.from_bytes(whole[:8], "little")
     draw, refused = random.Random(0), []
     for _ in range(300):
-        damaged = bytearray(whole)
+        corrupt = bytearray(whole)
         for _ in range(draw.choice([1, 1, 4])):
-            damaged[draw.randrange(length)] = draw.randrange(256)
-        (tmp_path / name).write_bytes(damaged)
+            corrupt[draw.randrange(length)] = draw.randrange(256)
+        (tmp_path / name).write_bytes(corrupt)
         try:
             for tensor in read_folder(tmp_path).values():
                 tensor.read()

@@ -112,7 +112,7 @@ def of_case(backend, case, dtype, D, *, wide=False):
         pytest.param("pallas_gpu", marks=[pytest.mark.interpreter, pytest.mark.exhaustive]),
     ],
 )
-def test_output_and_gradients(backend, case, dtype):
+def test_output_and_gradients_equal_the_reference(backend, case, dtype):
     tolerance = LARGE_TOLERANCE if CASES[case].get("scale") == LARGE else TOLERANCE[dtype]
     actual = of_case(backend, case, dtype, WIDTH.get(backend, 8))
     assert actual[0].dtype == dtype

@@ -98,7 +98,7 @@ def outputs_and_gradients(name, backends, q, k, v, number, ids, window):
 
 
 @pytest.mark.parametrize(("name", "case", "dtype"), RUNS)
-def test_output_and_gradients(name, case, dtype):
+def test_output_and_gradients_equal_the_reference(name, case, dtype):
     options = CASES[case] | {"dtype": dtype}
     window = options.pop("window", None)
     tolerance = LARGE_TOLERANCE if "scale" in options else TOLERANCE[dtype]

@@ -162,7 +162,7 @@ def assert_close(name, actual, expected, tolerance, scale):
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n in WITHIN)) for n in CASES])
-def test_forward_and_backward(name, capfd):
+def test_forward_and_backward_equal_the_oracle_without_races(name, capfd):
     case = CASES[name]
     x = make_inputs(case)
     outputs, gradients = run_kernels(case, x)

@@ -212,7 +212,7 @@ def assert_close(name, got, want, tolerance):
     [(case, 1) for case in CASES] + TWO_KERNEL_CASES,
     ids=str,
 )
-def test_forward_and_gradients(case, backward_kernels, monkeypatch):
+def test_forward_and_gradients_equal_the_oracle(case, backward_kernels, monkeypatch):
     use_backward(monkeypatch, backward_kernels)
     inputs = make_inputs(case)
     q, k, v, lam, segment_ids, dout = inputs

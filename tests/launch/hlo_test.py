@@ -215,5 +215,5 @@ def test_every_notation_of_groups(text, groups):
         ("f32[<=5]", 20),
     ],
 )
-def test_bytes_of_types(text, size):
+def test_the_bytes_of_a_type_are_those_of_its_elements(text, size):
     assert type_bytes(text) == size

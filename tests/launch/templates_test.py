@@ -159,7 +159,7 @@ def sbatch_options(text):
     return options
 
 
-def test_slurm_options(write, tmp_path):
+def test_the_slurm_script_requests_the_nodes_of_the_flags(write, tmp_path):
     lines = write("slurm").read_text().splitlines()
     assert sbatch_options("\n".join(lines)) == {
         "job-name": NAME,
@@ -267,7 +267,7 @@ def outcome(job_set, exit_codes):
 
 @pytest.mark.long
 @pytest.mark.parametrize("launcher", ["jobset", "jobset-gpu"])
-def test_jobset(launcher, stubs, write):
+def test_a_jobset_restarts_after_the_exit_codes_of_interruptions(launcher, stubs, write):
     job_set = yaml.safe_load(write(launcher).read_text())
     assert (job_set["apiVersion"], job_set["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     assert job_set["metadata"]["name"] == "diff-1-4b-seed0"  # Part of host names, so without dots.
@@ -360,7 +360,7 @@ def test_two_buckets_have_their_own_job_files(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("extra", ["cuda", "tpu"])
-def test_dockerfile(extra, stubs):
+def test_a_dockerfile_pins_its_base_and_runs_without_root(extra, stubs):
     text = (TEMPLATES / f"{extra}.Dockerfile").read_text()
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     instructions = [line.partition(" ")[::2] for line in "\n".join(lines).replace("\\\n", " ").splitlines()]
@@ -550,7 +550,7 @@ MISTAKES = pytest.mark.parametrize(
 
 
 @MISTAKES
-def test_mistakes(flags, message, tmp_path, monkeypatch):
+def test_mistakes_in_flags_are_named_before_a_file_is_written(flags, message, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(UserError, match=message):
         sweep.main(["--config=configs/quickstart.py", "--grid", "seed=0", f"--out={tmp_path / 'out'}", *flags])

@@ -21,7 +21,7 @@ from difftx.model.flops import PEAK_FLOPS
         ("cpu:8", "cpu", (8,), 1),
     ],
 )
-def test_topologies(text, kind, shape, slices):
+def test_a_topology_is_parsed_and_printed(text, kind, shape, slices):
     topology = parse_topology(text)
     assert topology == Topology(kind, shape, slices)
     assert str(topology) == text.lower()
@@ -82,6 +82,10 @@ def test_every_kind_has_a_peak():
 )
 def test_peak_flops_of_other_modules_with_the_same_chip(kind, relative, share):
     assert PEAK_FLOPS[kind] == pytest.approx(share * PEAK_FLOPS[relative], rel=2e-3)
+
+
+def test_a_gpu_of_unknown_peak_does_not_get_that_of_another_with_a_similar_name():
+    assert "NVIDIA L4" in PEAK_FLOPS
     assert "NVIDIA L40S" not in PEAK_FLOPS
 
 

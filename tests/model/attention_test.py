@@ -90,7 +90,7 @@ def test_layer_equals_the_paper(config, head_norm, kv_heads):
             np.testing.assert_allclose(actual[b], paper_layer(module, model, x_BTD[b], layer), atol=2e-6)
 
 
-def test_lambda_init_values(config):
+def test_lambda_init_follows_the_schedule_of_the_paper(config):
     values = depth_schedule(config(model__num_layers=6).model).lambda_init
     np.testing.assert_allclose(values[:4], [0.2, 0.3555, 0.4707, 0.5561], atol=5e-5)
     constant = depth_schedule(config(model__lambda_init=0.8).model)
@@ -116,7 +116,7 @@ def test_parameter_counts_of_the_official_example(config, architecture, heads, k
 
 @pytest.mark.long
 @pytest.mark.parametrize("architecture", ["diff", pytest.param("transformer", marks=pytest.mark.exhaustive)])
-def test_causality_by_gradient(config, architecture):
+def test_a_token_depends_on_itself_and_earlier_tokens_only(config, architecture):
     model = config(architecture).model
     module, x_BTD = build(model), some_input(config().model, batch=1)
     jacobian = jax.jacobian(lambda x: call(module, model, x)[0].sum(axis=-1))(x_BTD)  # [1, T, 1, T, D]
@@ -193,7 +193,7 @@ def test_a_segment_is_a_row_of_its_own(config, architecture):
         pytest.param({"model__init": "normal", "model__init_std": 0.1}, 0.1, marks=pytest.mark.long),
     ],
 )
-def test_initial_scale(config, changes, std):
+def test_weights_start_with_the_standard_deviation_of_the_config(config, changes, std):
     model = config(model__d_model=64, model__num_heads=2, **changes).model
     module = build(model)
     for weight in (module.query_DHGd, module.key_DKGd, module.value_DKE, module.output_HED):

@@ -50,7 +50,7 @@ def test_nothing_large_is_replicated(config, mesh_of, architecture, sizes):
 
 @pytest.mark.parametrize("architecture", ["diff", "transformer"])
 @pytest.mark.parametrize("size", ["830m", "1.4b", "2.8b", "6.8b", "13.1b"])
-def test_table_10_sizes(mesh_of, architecture, size):
+def test_models_have_the_sizes_of_table_10(mesh_of, architecture, size):
     c = load_config(f"{ROOT}/configs/scaling.py:{architecture}-{size}", {})
     with jax.set_mesh(mesh_of()):
         model = nnx.eval_shape(lambda: Decoder(c.model, rngs=nnx.Rngs(0)))

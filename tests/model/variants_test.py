@@ -97,7 +97,7 @@ def test_pairing_heads_of_different_keys_is_another_model():
 
 
 @pytest.mark.parametrize("name", oracle.SIZES)
-def test_causality_by_gradient(name):
+def test_a_token_depends_on_no_later_token(name):
     """A token depends on all tokens before it, except those that top-k excludes, and on no token after it."""
     _, jacobian_TTD = layer_of(name)[2](X_BTD)
     seen_TT = np.abs(jacobian_TTD).max(axis=-1) > 0
@@ -191,7 +191,7 @@ def test_weights_of_converted_models_by_hand(name, file, size):
     assert after.vectors - before.vectors == L * (4 * d + 1 if name == "zero_branch" else 2 + transformer.num_heads)
 
 
-def test_flops_by_hand():
+def test_flops_equal_a_calculation_by_hand():
     """FLOPs of 2.8B models at 2,048 tokens per row: 6 per weight, and 6 L T per unit of width of queries and values."""
     D, L, T, d, vocabulary = 2560, 32, 2048, 128, 100_288
     attention = {

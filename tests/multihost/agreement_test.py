@@ -79,10 +79,11 @@ def test_a_process_that_cannot_open_its_data_ends_the_other_too(started, tmp_pat
     assert not two.metrics.parent.exists()
 
 
+# Script of both processes. Process 1 is killed while it opens its data.
 KILLED = """
 import os, runpy, signal, sys
 from difftx.training import run
-if "--process=1" in sys.argv:
+if sys.argv[sys.argv.index("--process") + 1] == "1":
     run.load_sources = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -92,7 +93,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_a_process_that_is_killed_while_it_opens_its_data_is_named(started):
     two = started(
         multihost__barrier_timeout_seconds=60,
-        script=("-c", KILLED.replace("--process=1", "1"), "train.py"),
+        script=("-c", KILLED, "train.py"),
     )
     assert two.wait(1)[0] == -9
     code, text = two.wait(0)

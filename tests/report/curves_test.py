@@ -18,7 +18,7 @@ from difftx.report.runs import data_notes, match_runs
 from difftx.training.run import write_description
 
 
-def test_figure_and_table(config, tmp_path):
+def test_curves_have_a_figure_and_a_row_for_each_run(config, tmp_path):
     write_run(tmp_path / "runs" / "diff", config("diff"), loss=lambda step: 7 - step)
     write_run(tmp_path / "runs" / "transformer", config("transformer"), loss=lambda step: 8 - step)
     (tmp_path / "runs" / "notes").mkdir()

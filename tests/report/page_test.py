@@ -220,7 +220,7 @@ def check_contrast(page):
 
 
 @pytest.mark.long
-def test_on_a_desktop(report, tmp_path):
+def test_all_figures_are_painted_and_no_text_of_a_file_becomes_code(report, tmp_path):
     with browser(report, tmp_path, viewport={"width": 1200, "height": 900}) as (page, messages, requests):
         assert requests == [report.as_uri()]
         assert [text for kind, text in messages if kind in ("error", "warning")] == []
@@ -258,7 +258,7 @@ def test_on_a_desktop(report, tmp_path):
 
 
 @pytest.mark.long
-def test_with_a_keyboard(report, tmp_path):
+def test_figures_and_tables_can_be_chosen_with_a_keyboard(report, tmp_path):
     with browser(report, tmp_path, viewport={"width": 1200, "height": 900}) as (page, messages, _):
         reached = [focused(page) for _ in range(60)]
         assert reached[0][0] == "A"
@@ -284,7 +284,7 @@ def test_with_a_keyboard(report, tmp_path):
 
 
 @pytest.mark.long
-def test_on_a_phone_in_the_dark(report, tmp_path):
+def test_the_page_fits_a_phone_and_is_readable_in_dark_mode(report, tmp_path):
     phone = {"viewport": {"width": 360, "height": 740}, "has_touch": True, "color_scheme": "dark"}
     with browser(report, tmp_path, **phone) as (page, messages, _):
         page.set_viewport_size({"width": 390, "height": 844})
@@ -332,7 +332,7 @@ def test_page_is_small_and_self_contained(report):
 
 
 @pytest.mark.long
-def test_text_of_the_page(report):
+def test_the_page_states_thinning_lost_lines_and_which_run_is_better(report):
     text = report.read_text()
     assert "thinned to 2,000 points" in text
     assert "diff: 1 lines of metrics and journal could not be read" in text
@@ -344,7 +344,7 @@ def test_text_of_the_page(report):
     assert "2 × cpu; mesh fsdp 2" in text
 
 
-def test_a_run_without_evaluations_and_one_step(tmp_path):
+def test_a_run_of_one_step_without_evaluations_has_a_page(tmp_path):
     workdir = write_run(tmp_path / "run", tiny("diff", train__steps=1))
     page = write_page([workdir], workdir / "report.html")
     assert page == workdir / "report.html"
@@ -371,7 +371,7 @@ def test_the_commands_are_those_of_difftx(tmp_path, program):
     ]
 
 
-def test_the_table_of_the_verdict(tmp_path):
+def test_the_table_of_two_runs_has_the_difference_of_the_verdict(tmp_path):
     """For two runs, the table has a column for the difference, and a single cell for a value that is equal.
 
     The Transformer is the baseline, although it is named second. The verdict and the table have the same difference.
@@ -507,7 +507,7 @@ def test_runs_with_different_data_are_named(tmp_path):
     ]
 
 
-def test_mistakes(tmp_path):
+def test_mistakes_are_named_and_no_page_is_written(tmp_path):
     run = write_run(tmp_path / "run", tiny("diff", train__steps=3))
     with pytest.raises(UserError, match=r"no config\.json there, so it is not a run"):
         write_page([tmp_path / "none"], tmp_path / "report.html")

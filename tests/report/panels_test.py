@@ -73,7 +73,7 @@ def test_counts_that_are_equal_are_written_once_and_suites_have_an_order(tmp_pat
     assert [row[0] for row in sections["suite-quantize"].further.rows] == [Cell("loss 4 bits", unit="nats per token")]
 
 
-def test_labels():
+def test_labels_explain_the_names_of_numbers():
     assert (label_of("loss_loss_4_bits"), label_of("loss_perplexity")) == ("loss 4 bits", "loss perplexity")
     assert label_of("first_a1", "attention") == "weight of A1 on the first token"
     assert axis_label("bits_per_byte") == "bits per byte"

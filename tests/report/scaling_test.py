@@ -164,7 +164,7 @@ def test_extrapolation_is_marked(tmp_path):
         ("a.txt", "", "no folder with a metrics.jsonl matches"),
     ],
 )
-def test_bad_tables(name, text, message, tmp_path):
+def test_a_bad_table_is_refused(name, text, message, tmp_path):
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError) as error:
         write_scaling(str(tmp_path / name), tmp_path / "out")

@@ -106,7 +106,7 @@ def test_arrays_on_other_meshes(trainer, config, mesh_of, monkeypatch):
         np.testing.assert_array_equal(state.opt_state["mu"], values["w"][0])
 
 
-def damage(path):
+def corrupt(path):
     content = bytearray(objects.read(path).content)
     content[len(content) // 2] ^= 1
     objects.write(path, bytes(content))
@@ -120,7 +120,7 @@ def test_a_damaged_checkpoint_is_quarantined_and_saved_again(trainer, save, mesh
     writer = trainer()
     save(writer, 10, 20)
     contents = contents_of(writer.folder / "20")
-    damage(contents / largest(contents))
+    corrupt(contents / largest(contents))
     assert "is corrupt: its " in why_invalid(writer.folder / "20", content=True)
     assert why_invalid(writer.folder / "20", content=False) is None
     again = trainer()
@@ -260,7 +260,7 @@ def test_a_late_removal_does_not_delete_the_next_owners_manifest(
     elif operation == "quarantine":
         save(writer, 10, 20)
         contents = contents_of(writer.folder / "20")
-        damage(contents / largest(contents))
+        corrupt(contents / largest(contents))
         trainer(check=owner_saves(20)).newest()
         step = 20
     else:
@@ -446,7 +446,7 @@ def test_entity_tags_that_are_not_checksums(trainer, config, monkeypatch):
     for step in (10, 20):
         assert why_invalid(writer.folder / str(step), step=step, content=True) is None
         contents = contents_of(writer.folder / str(step))
-        damage(contents / largest(contents))
+        corrupt(contents / largest(contents))
         assert "is corrupt" in why_invalid(writer.folder / str(step), step=step, content=True)
 
 

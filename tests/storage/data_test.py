@@ -197,14 +197,14 @@ def test_a_smaller_limit_shortens_the_cache(tmp_path):
         blocks.BlockCache(ROOT.__class__("/proc/absent"), 10**6)
 
 
-def test_a_damaged_cache_is_not_used(local_store, store, tmp_path):
+def test_a_corrupt_cache_is_not_used(local_store, store, tmp_path):
     local, remote = open_store(local_store, "train"), open_store(store, "train", cache_path=str(tmp_path), cache_mib=1)
     np.testing.assert_array_equal(remote.slice(0, len(remote)), local.slice(0, len(local)))
     with (tmp_path / blocks.CACHE_FILE).open("r+b") as file:
         size = file.seek(0, os.SEEK_END)
         for position in range(0, size, BLOCK_BYTES // 2):
             file.seek(position)
-            file.write(b"damage")
+            file.write(b"broken")
     np.testing.assert_array_equal(remote.slice(0, len(remote)), local.slice(0, len(local)))
 
 
@@ -295,7 +295,7 @@ def test_a_store_without_hashes_of_blocks_is_refused(local_store, bucket, tmp_pa
         open_store(copied(folder, bucket.folder()), "train")
 
 
-def test_data_commands(store, local_store, tmp_path, capsys, monkeypatch):
+def test_data_commands_give_the_same_results_on_a_local_copy(store, local_store, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     for command in (["verify"], ["show", "--row=3", "--sequence_length=100"]):
         shown = []

@@ -89,7 +89,7 @@ for n in range(20):
 """
 
 
-def test_several_processes_append(folder):
+def test_appends_of_several_processes_are_all_kept(folder):
     log = JsonLines(folder / "log.jsonl")
     commands = [[sys.executable, "-c", APPENDS, str(log.path), str(i)] for i in range(3)]
     processes = [subprocess.Popen(command, cwd=ROOT) for command in commands]

@@ -117,9 +117,9 @@ def test_faults_lose_no_row_and_no_checkpoint(bucket, text, whole, tmp_path):
     assert run_of(workdir) == run_of(whole)
 
 
-# This test and `test_two_processes` take minutes per store, so CI runs each with one store. This test depends on
-# conditional writes, which are weaker on S3: its generation is a hash of the content, and a conditional delete takes
-# two requests.
+# This test and that of two killed processes below take minutes per store, so CI runs each with one store. This test
+# depends on conditional writes, which are weaker on S3: its generation is a hash of the content, and a conditional
+# delete takes two requests.
 @in_ci_with("s3")
 def test_two_trainings_on_one_path(bucket, text, whole, tmp_path):
     """The second training gives up. Then the first is frozen, a third takes over, and the first resumes late."""
@@ -166,7 +166,7 @@ def _owner(text, workdir, log, hold):
 
 
 @in_ci_with("gs")  # CI runs `test_two_trainings_on_one_path` with the other store.
-def test_two_processes(bucket, text, tmp_path):
+def test_two_killed_processes_resume_and_one_process_continues_their_run(bucket, text, tmp_path):
     """Two processes write their own shards. They are killed during a save and resume to the end.
 
     Then one process of four devices continues the run.

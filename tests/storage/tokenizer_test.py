@@ -14,7 +14,7 @@ from difftx.interop.tokenizers import export_tokenizer
 TEXT = "def main():\n    return 'é漢字🙂'"
 
 
-def test_a_tiktoken_file(bucket, tmp_path):
+def test_a_tiktoken_file_in_a_bucket_equals_its_local_copy(bucket, tmp_path):
     path, lines = tmp_path / "own.tiktoken", [b"%s %d" % (base64.b64encode(bytes([i])), i) for i in range(256)]
     path.write_bytes(b"\n".join([*lines, b"cmV0 256"]))
     folder = bucket.folder()
@@ -47,7 +47,7 @@ def test_a_folder_of_hugging_face(bucket, tmp_path, config):
     assert load_tokenizer(str(tmp_path / "export")).fingerprint == here.fingerprint
 
 
-def test_a_trained_tokenizer(bucket, tmp_path, monkeypatch):
+def test_a_tokenizer_trained_in_a_bucket_equals_a_local_one(bucket, tmp_path, monkeypatch):
     """Training on text in a bucket writes the same files as training on the same text on a local disk."""
     pytest.importorskip("tokenizers", reason="needs the extra tokenizers")
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 200)

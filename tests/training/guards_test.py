@@ -210,7 +210,7 @@ def test_rewind_skips_the_batches_of_bad_steps(open_run, capsys, brute_force):
     assert "steps 10 to 12: 3 updates skipped, loss or gradient not finite; back to step 8" in capsys.readouterr().out
 
 
-@pytest.mark.long  # test_rewind_target tests the rule.
+@pytest.mark.long  # test_a_rewind_restores_the_newest_step_before_the_bad_steps tests the rule.
 def test_rewind_does_not_use_the_checkpoint_right_before_the_bad_steps(open_run, brute_force):
     """Step 9 is bad, so the run rewinds to step 4, not to the checkpoint of step 8, which it writes again later."""
     run = open_run("run", nan={8, 9, 10})
@@ -429,7 +429,7 @@ def test_invalid_journal_is_rejected(tmp_path):
     assert GuardJournal(tmp_path).entries == [rewind | {"skipped_examples": [1, 80]}]
 
 
-def test_rewind_target():
+def test_a_rewind_restores_the_newest_step_before_the_bad_steps():
     assert rewind_target([4, 8, 10, 12], 14, 4) == 12
     assert rewind_target([4, 8, 10, 12], 13, 4) == 8
     assert rewind_target([10], 14, 4) is None

@@ -57,7 +57,7 @@ def link_outside(folder):
     add_file("link/hostname")(folder)
 
 
-DAMAGES = {
+CORRUPTIONS = {
     "flipped bit": (lambda f: flip_a_bit(largest_file(f)), "is corrupt: its XXH3"),
     "flipped bit in the loader's state": (
         lambda f: flip_a_bit(f / "loader" / "metadata"),
@@ -89,10 +89,10 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGES)
+@pytest.mark.parametrize("name", CORRUPTIONS)
 def test_corrupt_checkpoint_is_quarantined_and_the_one_before_is_used(saved_20_and_40, trainer, mesh_of, capsys, name):
     folder = saved_20_and_40
-    hurt, reason = DAMAGES[name]
+    hurt, reason = CORRUPTIONS[name]
     hurt(folder / "40")
     assert trainer.newest() == 20
     assert names(folder) == ["20", "40.quarantined"]
@@ -181,7 +181,7 @@ def test_reader_skips_corrupt_checkpoints_and_renames_nothing(saved_20_and_40, t
         ({"keep": 1, "keep_best": "loss/loss", "keep_best_mode": "max"}, ["20", "50"]),
     ],
 )
-def test_retention_rules(saved, tmp_path, rule, kept):
+def test_retention_keeps_the_steps_of_its_rule(saved, tmp_path, rule, kept):
     evals = tmp_path / "evals" / "loss"
     evals.mkdir(parents=True)
     for step, loss in {10: 4.0, 20: 5.0, 30: 1.0, 40: None}.items():
