@@ -201,6 +201,7 @@ docs: .venv/.installed .venv/.installed-docs
 
 # pip-audit lists the packages that it cannot look up; without a network these are all packages.
 lint: .venv/.installed-lint
+	! git grep --line-number --extended-regexp '^(<{7}|>{7}) '  # No file has the markers of a merge conflict.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
