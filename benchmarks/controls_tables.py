@@ -207,16 +207,8 @@ def of_size(records: Sequence[Record], task: str, arm: str, reference: str = BAS
     for tokens, steps in LENGTHS[task].items():
         if seeds := by_seed(records, f"{arm}, steps={steps}", TEST_LOSS):
             contrast = versus(f"{arm}, steps={steps}", f"{reference}, steps={steps}", "")
-            # Only the longest runs of the later arms may have fewer seeds than the reference.
-            is_later = arm in LATER_ARMS and tokens == max(LENGTHS[task])
-            paired = [r for r in records if r["seed"] in seeds] if is_later else records
-            found[tokens] = dict(zip(seeds, values(paired, contrast, TEST_LOSS), strict=True))
+            found[tokens] = dict(zip(seeds, values(records, contrast, TEST_LOSS), strict=True))
     return found
-
-
-def size_value(records: Sequence[Record], task: str, arm: str, tokens: str) -> str:
-    """Return the difference of an arm from the Transformer with a number of tokens per parameter, with its interval."""
-    return signed(estimate([*of_size(records, task, arm)[int(tokens)].values()]))
 
 
 def slopes(differences: Differences) -> list[float]:
@@ -346,7 +338,6 @@ PLACEHOLDERS = {
     "contrast": contrast_value,
     "cells": cells_table,
     "sizes": sizes_table,
-    "size_value": size_value,
     "size_change": size_change,
     "size_seconds": size_seconds_table,
     "size_rates": size_rates_table,

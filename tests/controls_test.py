@@ -209,9 +209,6 @@ def test_sizes_are_a_table_a_family_and_a_figure(tmp_path, monkeypatch):
     for name in ("diff − transformer", "diff − zero-norm"):
         assert panels[0][name] == pytest.approx(0.02, abs=0.002)
         assert panels[1][name] == pytest.approx(0.02 + 0.01, abs=0.002)
-    # The last seeds of the later arms may be missing in the longest runs, and nowhere else.
-    fewer = [r for r in records if r["arm"] != "gdla" or r["seed"] < 5 or r["changes"]["train.steps"] != "11565"]
-    assert len(controls_tables.of_size(fewer, "novels", "gdla")[80]) == 5
     for arm, steps in (("diff", "11565"), ("gdla", "2891")):
         fewer = [r for r in records if r["arm"] != arm or r["seed"] < 5 or r["changes"]["train.steps"] != steps]
         with pytest.raises(AssertionError, match="different seeds"):

@@ -822,23 +822,25 @@ CLAIMS |= {
         max(at_length("diff", "zero-norm", 80)) < 0 and size_verdict("diff", "zero-norm", "slope") == 0
     ),
     "because the gap shrinks without it too": lambda: size_verdict("zero-norm", "transformer", "slope") == -1,
-    "With 80, the leads of `gdla` and `gated` hold": lambda: (
-        {size_verdict(arm, "transformer", "at 80", LATER) for arm in ("gdla", "gated")} == {-1}
+    "With 80, the leads of `gdla` and `gated` hold, and `diff_v2` is worse": lambda: (
+        [size_verdict(arm, "transformer", "at 80", LATER) for arm in ("gdla", "gated", "diff_v2")] == [-1, -1, 1]
     ),
-    "The lead of `gdla` gets smaller with more tokens, as the plan expected": lambda: (
-        {size_verdict("gdla", "transformer", "slope", family) for family in (OWN, LATER)} == {1}
+    "All three slopes to 80 are above zero, as the plan expected of `gdla`": lambda: (
+        {size_verdict(arm, "transformer", "slope", LATER) for arm in LATER_ARMS} == {1}
     ),
-    "The lead of `gated` is not shown to change": lambda: (
-        {size_verdict("gated", "transformer", "slope", family) for family in (OWN, LATER)} == {0}
+    "With five, `diff_v2` at 80 was open, and so was the slope of `gated`": lambda: (
+        (p_values := corrected({contrast: two_sided(of[:5]) for contrast, of in SIZE_FAMILIES[LATER].items()}))[
+            "diff_v2", "transformer", "at 80"
+        ]
+        > 0.05
+        < p_values["gated", "transformer", "slope"]
     ),
     "it is half of the steps, from 361 to 5,782 updates": lambda: (
         load_config("controls:novels-diff", {}).optimizer.warmup_fraction == 0.5
         and [steps // 2 for steps in STEPS_OF[OWN].values()] == [361, 1445, 5782]
     ),
-    "at 5 (not preregistered), and open at 20 and at 80": lambda: (
-        sign_of_interval("diff_v2", "transformer", 5) == -1
-        and size_verdict("diff_v2", "transformer", "at 20") == 0
-        and size_verdict("diff_v2", "transformer", "at 80", LATER) == 0
+    "at 5 (not preregistered), open at 20, and": lambda: (
+        sign_of_interval("diff_v2", "transformer", 5) == -1 and size_verdict("diff_v2", "transformer", "at 20") == 0
     ),
     "All arms have as many parameters as the Transformer within 0.2 %": lambda: all(
         abs(r["parameters"] / PARAMETERS_OF[part] - 1) < 0.002 for part in RUNS for r in RUNS[part]
@@ -852,8 +854,8 @@ CLAIMS |= {
         == {("diff", "transformer", "at 20"), ("diff", "zero-norm", "at 20")}
     ),
     "four arms trained again at 20 tokens per parameter, and the Transformer at 80, each with its own rate. Of the "
-    "135 runs above, 80 are": lambda: (
-        len([r for r in RUNS[OWN] if r not in RUNS[SHARED]]) == 5 * 8 + 3 * 5
+    "144 runs above, 80 are": lambda: (
+        len([r for r in RUNS[OWN] if r not in RUNS[SHARED]]) == 5 * 8 + 3 * 8
         and len([r for r in RUNS[OWN] if r in RUNS[SHARED]]) == 80
     ),
     "With one rate, the lead gets smaller there too": lambda: size_verdict("gdla", "transformer", "slope", SHARED) == 1,
@@ -1109,17 +1111,22 @@ def test_the_prose_of_question_4_has_its_differences():
     later = {arm: shown(at_length(arm, "transformer", 80)) for arm in ("gdla", "gated")}
     assert f"With 80 they are {later['gdla']}, {later['gated']} and {at[80]}; with 5 the last is {at[5]} (the" in PROSE
     assert f"At 80, they are {later['gdla']} and {later['gated']}" in PROSE
-    assert {len(of) for of in SIZE_FAMILIES[LATER].values()} == {5}
+    assert {len(of) for name in (OWN, LATER) for of in SIZE_FAMILIES[name].values()} == {8}
     assert f"`diff` − `zero-norm` is {subtraction}, which is open" in PROSE
     assert f"tokens per parameter, and {at[20]} with 20 (question 4)" in PROSE
     for arm, text in (("zero-norm", " per parameter"), ("diff_v2", "")):
         of = shown(at_length(arm, "transformer", 5))
         assert f"`{arm}` − `transformer` is {of} at 5{' tokens' if text else ''}{text} (not preregistered)" in PROSE
-    for arm in ("diff", "gdla"):
+    changes = {}
+    for arm in ("diff", *LATER_ARMS):
         of = {tokens: by_seed_at(arm, "transformer", tokens) for tokens in (20, 80)}
-        change = [difference - of[20][seed] for seed, difference in of[80].items()]
-        name = "it" if arm == "diff" else "`gdla` − `transformer`"
-        assert f"From 20 to 80 alone, {name} changes by {shown(change)} (not preregistered)" in PROSE
+        changes[arm] = shown([difference - of[20][seed] for seed, difference in of[80].items()])
+    assert f"From 20 to 80 alone, it changes by {changes['diff']} (not preregistered)" in PROSE
+    assert (
+        f"From 20 to 80 alone, `gdla` − `transformer` changes by {changes['gdla']}, `gated` − `transformer` by" in PROSE
+    )
+    assert f"by {changes['gated']}, and `diff_v2` − `transformer` by {changes['diff_v2']} (not preregistered)" in PROSE
+    assert f"at 5 (not preregistered), open at 20, and {shown(at_length('diff_v2', 'transformer', 80))} at 80" in PROSE
     planned, longest = (shown(at_length("diff", "zero-norm", tokens)) for tokens in (20, 80))
     assert f"with 20, is open ({planned}); with 80, the difference is {longest} (not preregistered)" in PROSE
     again = shown(at_length("diff", "zero-norm", 20, SHARED))
@@ -1178,6 +1185,10 @@ SUMMARY_ROWS = {
     "`gated` − `transformer`, 80 tokens": (
         at_length("gated", "transformer", 80),
         size_verdict("gated", "transformer", "at 80", LATER),
+    ),
+    "`diff_v2` − `transformer`, 80 tokens": (
+        at_length("diff_v2", "transformer", 80),
+        size_verdict("diff_v2", "transformer", "at 80", LATER),
     ),
     "`top_k` − `transformer`, 14 tokens": (
         from_review("top_k", "transformer"),
