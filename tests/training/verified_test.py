@@ -208,6 +208,37 @@ def test_the_best_checkpoint_is_one_of_those_with_the_newest_validation_set(save
     assert names(saved(10, 20, 30, 40, keep=1, keep_best="loss/loss")) == kept
 
 
+@pytest.mark.parametrize(
+    ("sets", "tokens", "kept"),
+    [
+        ("aaaa", (9, 9, 9, 9), ["20", "40"]),
+        ("aaab", (9, 9, 9, 9), ["20", "40"]),  # Somebody has evaluated the newest step on another text.
+        ("aaaa", (9, 9, 9, 8), ["20", "40"]),  # And here on fewer tokens.
+        ("bbaa", (9, 9, 9, 9), ["30", "40"]),
+        ("aaaa", (8, 8, 9, 9), ["30", "40"]),  # The run resumed with another `eval.loss_tokens`.
+        ("aaaa", (None, None, 9, 9), ["20", "40"]),  # Older results do not have it.
+        ("bbcc", (9, 9, 9, 9), ["30", "40"]),  # None of the run's own set yet.
+        ("aaaa", (7, 7, 8, 8), ["30", "40"]),
+    ],
+)
+def test_the_best_checkpoint_is_one_of_those_that_the_run_itself_has_measured(config, tmp_path, sets, tokens, kept):
+    c = config(checkpoint__keep=1, checkpoint__keep_best="loss/loss", eval__loss_tokens=9, eval__every_steps=10)
+    evals = tmp_path / "evals" / "loss"
+    evals.mkdir(parents=True)
+    for step, loss, name, count in zip((10, 20, 30, 40), (2.0, 1.0, 3.0, 4.0), sets, tokens, strict=True):
+        options = {} if count is None else {"options": {"eval": {"loss_tokens": count}}}
+        result = {"numbers": {"loss": loss}, "valid": {"valid": name}} | options
+        (evals / f"{step}.json").write_text(json.dumps(result))
+    writer = Checkpointer(tmp_path, replace(c, "checkpoint", keep=9, keep_best=None).checkpoint)
+    for step in (10, 20, 30):
+        writer.save(state_at(step), LOADER | {"valid": {"valid": "a"}}, c)
+    writer.close()
+    writer = Checkpointer(tmp_path, c.checkpoint)
+    writer.save_and_wait(state_at(40), LOADER | {"valid": {"valid": "a"}}, c)
+    writer.close()
+    assert names(tmp_path / "checkpoints") == kept
+
+
 def test_checkpoint_with_a_missing_file_stays_and_is_not_counted(saved):
     folder = saved(10, 20, 30, keep=3)
     largest_file(folder / "20").unlink()
