@@ -242,9 +242,8 @@ def changed_extensions(recorded: Sequence[Mapping[str, str]]) -> list[str]:
     for extension in recorded:
         loaded, sha256 = _loaded_as(extension), extension["sha256"]
         # Older runs have recorded the hash of the file alone.
-        is_older = "file_sha256" not in extension
-        if loaded is not None and sha256 != loaded.sha256 and not (is_older and sha256 == loaded.file_sha256):
-            is_module = not is_older and extension["file_sha256"] == loaded.file_sha256
+        if loaded is not None and sha256 not in (loaded.sha256, loaded.file_sha256):
+            is_module = extension.get("file_sha256") == loaded.file_sha256
             name = f"a module that {loaded.path} imports" if is_module else loaded.path
             changes.append(f"{name} (SHA-256 {sha256[:12]}… → {loaded.sha256[:12]}…)")
     return changes

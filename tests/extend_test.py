@@ -209,6 +209,8 @@ def test_modules_that_an_extension_imports_through_a_package_are_recorded(projec
         changed = project("ext/arch.py", texts | {name: "RATE = 12\n"})
         assert (changed.sha256 != first.sha256, changed.file_sha256) == (True, first.file_sha256)
     assert project("ext/arch.py", texts | {"outside.py": "x = 12\n"}) == first
+    # Earlier versions have not found these modules.
+    assert registry.changed_extensions([dataclasses.asdict(first) | {"sha256": first.file_sha256}]) == []
     # Installed packages are not modules of the extension, even if they are in its folder.
     first = project("own.py", texts | {"own.py": "import installed\n"})
     assert first.sha256 == first.file_sha256
