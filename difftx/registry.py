@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import importlib
 import importlib.util
+import os
 import shlex
 import sys
 import traceback
@@ -33,6 +34,7 @@ class Extension:
 EXTENSION_HINT = " If a file of yours adds it, name the file with --extension=FILE.py."
 
 _running: list[Path] = []  # Files that are running now. Each one imports the next one.
+_registering: set[Path] = set()  # Files that have registered an entry. Their hashes follow when they have run.
 _extensions: dict[Path, Extension] = {}
 _modules: dict[Path, types.ModuleType] = {}  # User files that have run, as modules.
 
@@ -47,7 +49,7 @@ class Registry[T](Mapping[str, T]):
     def __init__(self, kind: str, builtin: Mapping[str, str | T]):
         self.kind = kind
         self._entries: dict[str, Any] = dict(builtin)
-        self._extensions: dict[str, Extension] = {}
+        self._files: dict[str, Path] = {}  # Name of an entry → user's file that registered it.
 
     def register[U](self, name: str) -> Callable[[U], U]:
         """Return a decorator that adds an entry, or raises `UserError` if the name is taken or not an identifier."""
@@ -59,16 +61,16 @@ class Registry[T](Mapping[str, T]):
                 raise UserError(f"{self.kind} {name!r} exists already; register yours under another name")
             self._entries[name] = entry
             if _running:
-                path = _running[-1]
-                _extensions[path] = _extension(path)
-                self._extensions[name] = _extensions[path]
+                self._files[name] = _running[-1]
+                _registering.add(_running[-1])
             return entry
 
         return add
 
     def extension_of(self, name: str) -> Extension | None:
         """Return the user's file that registered an entry, or None for an entry of difftx."""
-        return self._extensions.get(name)
+        path = self._files.get(name)
+        return None if path is None else _extensions.get(path)
 
     def check(self, names: Iterable[str]) -> None:
         """Raise `UserError` if one of the names has no entry. No entry is imported."""
@@ -120,7 +122,11 @@ def _own_imports(folder: Path, file: Path, content: bytes) -> Iterator[Path]:
     The imports are read from the text. `sys.modules` would add the modules that other extensions have loaded.
     """
     package = file.relative_to(folder).parent.parts
-    for node in ast.walk(ast.parse(content)):
+    try:
+        tree = ast.parse(content)
+    except (SyntaxError, ValueError):  # Python has not imported this file. It may never do so.
+        return
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [tuple(alias.name.split(".")) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -131,11 +137,25 @@ def _own_imports(folder: Path, file: Path, content: bytes) -> Iterator[Path]:
             continue
         parents = dict.fromkeys(name[:end] for name in names for end in range(1, len(name) + 1) if name[0] != "difftx")
         for name in parents:  # An import of "a.b" runs "a" too.
-            for found in (folder.joinpath(*name).with_suffix(".py"), folder.joinpath(*name, "__init__.py")):
-                # A module of this name may have been loaded from elsewhere.
-                loaded = getattr(sys.modules.get(".".join(name)), "__file__", None) or found
-                if found.is_file() and found.resolve() == Path(loaded).resolve():
-                    yield found
+            if (found := _file_of(name, folder)) is not None:
+                yield found
+
+
+def _file_of(name: tuple[str, ...], folder: Path) -> Path | None:
+    """Return the file of a module if it is in `folder`, else None."""
+    loaded = getattr(sys.modules.get(".".join(name)), "__file__", None)
+    # A module of ext/ may have the name "ext.helper". Folders below `folder`, such as .venv/, have installed packages.
+    others = [place for place in map(Path.resolve, map(Path, sys.path)) if not place.is_relative_to(folder)]
+    for place in (folder, *others):
+        for found in (place.joinpath(*name, "__init__.py"), place.joinpath(*name).with_suffix(".py")):
+            # A module of this name may have been loaded from elsewhere. `Path.is_file` raises errors of permissions.
+            if not os.path.isfile(found) or (loaded and found.resolve() != Path(loaded).resolve()):
+                continue
+            if place == folder:
+                return found
+            if found.resolve().is_relative_to(folder):
+                return found.resolve()
+    return None
 
 
 def import_file(path: Path, flag: str) -> types.ModuleType:
@@ -158,6 +178,8 @@ def import_file(path: Path, flag: str) -> types.ModuleType:
     finally:
         _running.pop()
     _modules[resolved] = module
+    if resolved in _registering:  # All modules that the file imports at its start are loaded now.
+        _extensions[resolved] = _extension(resolved)
     return module
 
 
@@ -220,16 +242,22 @@ def changed_extensions(recorded: Sequence[Mapping[str, str]]) -> list[str]:
     for extension in recorded:
         loaded, sha256 = _loaded_as(extension), extension["sha256"]
         # Older runs have recorded the hash of the file alone.
-        is_older = "file_sha256" not in extension
-        if loaded is not None and sha256 != loaded.sha256 and not (is_older and sha256 == loaded.file_sha256):
-            is_module = not is_older and extension["file_sha256"] == loaded.file_sha256
+        if loaded is not None and sha256 not in (loaded.sha256, loaded.file_sha256):
+            is_module = extension.get("file_sha256") == loaded.file_sha256
             name = f"a module that {loaded.path} imports" if is_module else loaded.path
             changes.append(f"{name} (SHA-256 {sha256[:12]}… → {loaded.sha256[:12]}…)")
     return changes
 
 
 def _loaded_as(recorded: Mapping[str, str]) -> Extension | None:
-    """Return the loaded extension with the recorded content, else one with the recorded file name, else None."""
-    same = [e for e in _extensions.values() if recorded["sha256"] in (e.sha256, e.file_sha256)]
-    named = [e for e in _extensions.values() if Path(e.path).name == Path(recorded["path"]).name]
-    return next(iter(same + named), None)
+    """Return the loaded extension with the recorded content, else the recorded file, else its name, else None."""
+
+    def matches(extension: Extension) -> tuple[bool, ...]:
+        return (
+            recorded["sha256"] in (extension.sha256, extension.file_sha256),
+            recorded.get("file_sha256") == extension.file_sha256,
+            Path(recorded["path"]).name == Path(extension.path).name,
+        )
+
+    found = max(_extensions.values(), key=matches, default=None)
+    return found if found is not None and any(matches(found)) else None

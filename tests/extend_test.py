@@ -1,9 +1,11 @@
 """The files and commands of docs/extend.md, in a folder outside the repository."""
 
+import ast
 import csv
 import dataclasses
 import gzip
 import hashlib
+import importlib
 import json
 import re
 import shlex
@@ -147,7 +149,7 @@ def extension_in(own_registry, monkeypatch, tmp_path):
 
 def test_modules_that_an_extension_imports_from_its_folder_are_recorded(extension_in):
     first = extension_in()
-    assert extension_in() != first  # It has another path.
+    assert first.file_sha256 == hashlib.sha256(Path(first.path).read_bytes()).hexdigest() != first.sha256
     assert extension_in().sha256 == extension_in("other.py").sha256 == first.sha256
     for unused in ("parts__unused", "json", "other", "unrelated"):
         assert extension_in("other.py", **{unused: "x = 1\n"}).sha256 == first.sha256
@@ -161,6 +163,82 @@ def test_modules_that_an_extension_imports_from_its_folder_are_recorded(extensio
     changed = extension_in(arch="x = 1\n")
     assert registry.changed_extensions([recorded])[0].startswith(f"{changed.path} (SHA-256 ")
     assert registry.changed_extensions([older])[0].startswith(f"{changed.path} (SHA-256 ")
+
+
+@pytest.fixture
+def project(own_registry, monkeypatch, tmp_path):
+    """Return a function that loads an extension of a project as a new process would.
+
+    It takes the texts of the project's files by their names. The project's folder is on `sys.path`, as the current
+    folder of `python train.py` is, and so is its folder of installed packages.
+    """
+    loaded = set(sys.modules)
+    monkeypatch.syspath_prepend(tmp_path / ".venv")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def load(path, texts):
+        for name in set(sys.modules) - loaded:
+            del sys.modules[name]
+        registry._extensions.clear()
+        own_registry._entries.clear()
+        for name, text in texts.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+        with (tmp_path / path).open("a") as file:
+            file.write("from difftx import registry\nregistry.COLOURS.register('red')(1)\n")
+        importlib.invalidate_caches()
+        registry.load_extensions([tmp_path / path])
+        return own_registry.extension_of("red")
+
+    yield load
+    for name in set(sys.modules) - loaded:
+        del sys.modules[name]
+
+
+def test_modules_that_an_extension_imports_through_a_package_are_recorded(project):
+    texts = {
+        "ext/arch.py": "from ext.helper import RATE\nimport outside, installed\ndef f(): import ext.late\n",
+        "ext/helper.py": "RATE = 1\n",
+        "ext/late.py": "",
+        "outside.py": "",
+        ".venv/installed.py": "",
+    }
+    first = project("ext/arch.py", texts)
+    assert project("ext/arch.py", texts) == first
+    for name in ("ext/helper.py", "ext/late.py"):
+        changed = project("ext/arch.py", texts | {name: "RATE = 12\n"})
+        assert (changed.sha256 != first.sha256, changed.file_sha256) == (True, first.file_sha256)
+    assert project("ext/arch.py", texts | {"outside.py": "x = 12\n"}) == first
+    # Earlier versions have not found these modules.
+    assert registry.changed_extensions([dataclasses.asdict(first) | {"sha256": first.file_sha256}]) == []
+    # Installed packages are not modules of the extension, even if they are in its folder.
+    first = project("own.py", texts | {"own.py": "import installed\n"})
+    assert first.sha256 == first.file_sha256
+
+
+@pytest.mark.parametrize("text", [b"def", b"# \xff\n", b"\0"])
+def test_an_extension_loads_if_a_file_that_it_may_import_later_is_not_python(project, text):
+    texts = {"own.py": "def f(): import later_helper\n", "later_helper.py": text}
+    first = project("own.py", texts)
+    assert project("own.py", texts | {"later_helper.py": text + b" "}).sha256 != first.sha256
+
+
+def test_a_renamed_extension_with_a_changed_module_is_named(project):
+    texts = {"own.py": "import own_helper\n", "own_helper.py": "RATE = 1\n"}
+    recorded = dataclasses.asdict(project("own.py", texts))
+    changed = project("new.py", {"new.py": texts["own.py"], "own_helper.py": "RATE = 12\n"})
+    hashes = f"(SHA-256 {recorded['sha256'][:12]}… → {changed.sha256[:12]}…)"
+    with pytest.raises(UserError, match=r"with another content of a module that .*new\.py imports") as error:
+        registry.require_extensions([recorded], "run")
+    assert hashes in str(error.value)
+
+
+def test_the_modules_of_an_extension_are_read_once(project, monkeypatch):
+    read, parse = [], ast.parse
+    monkeypatch.setattr(ast, "parse", lambda *args: read.append(args) or parse(*args))
+    twice = "from difftx import registry\nregistry.COLOURS.register('blue')(1)\nimport own_helper\n"
+    project("own.py", {"own.py": twice, "own_helper.py": "RATE = 1\n"})
+    assert len(read) == 2
 
 
 def test_the_hash_of_an_extension_without_such_modules_is_that_of_its_file(own_registry, tmp_path):

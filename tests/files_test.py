@@ -16,6 +16,7 @@ from difftx.files import new_file, remove_temporaries, source_sha256
 from difftx.folders import new_folder
 from difftx.json_files import JsonLines
 from difftx.report.runs import match_runs
+from difftx.training import run
 from difftx.training.guards import GuardJournal
 from difftx.training.run import RECORDS, read_config, write_description
 
@@ -60,6 +61,23 @@ def test_the_hash_of_source_files_covers_names_and_contents_and_is_that_of_the_f
     before = source_sha256(first)
     (first / "a.py").write_text("x = 9\n")  # The process has loaded its modules already.
     assert source_sha256(first) == before
+
+
+def test_recipes_are_not_source_files(tmp_path, monkeypatch):
+    """A wheel has recipes in the folder of the package. In a clone, that folder may have a link to them."""
+    recipes = tmp_path / "recipes"
+    for name in ("clone", "wheel", "link"):
+        (tmp_path / name / "config").mkdir(parents=True)
+        (tmp_path / name / "config" / "recipes.py").write_text("x = 1\n")
+    for folder in (recipes, tmp_path / "wheel" / "configs"):
+        folder.mkdir()
+        (folder / "own.py").write_text("x = 1\n")
+    (tmp_path / "link" / "configs").symlink_to(recipes)
+    installations = [tmp_path / name for name in ("clone", "wheel", "link")]
+    assert len(set(map(source_sha256, installations))) == 1
+    for package in installations:
+        monkeypatch.setattr(run, "PACKAGE", package)
+        assert list(run.source_files()) == ["difftx source config/recipes.py"]
 
 
 def test_new_folder_deletes_the_folder_of_a_killed_process(tmp_path):

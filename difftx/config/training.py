@@ -186,7 +186,8 @@ class CheckpointConfig(Group, path="checkpoint"):
     must be a multiple of `every_steps`. None: no exports."""
     keep_best: str | None = None
     """Number of a suite, such as "loss/loss", whose best checkpoint is kept too. The suite must be one of `eval.suites`
-    and run at every checkpoint. None: no best checkpoint is kept."""
+    and run at every checkpoint. Only results on the validation sets and with the fields of `eval` of the newest
+    checkpoint are compared. None: no best checkpoint is kept."""
     keep_best_mode: Literal["min", "max"] = "min"
     """Whether the smallest or the largest number of `keep_best` is the best."""
     verify: Literal["checksums", "sizes"] = "checksums"

@@ -66,6 +66,8 @@ def evaluate(
                 continue
             make_folder(path.parent)
             options = {option: depends[option] for option in OPTIONS if option in depends}
+            if headers := depends.get("headers"):  # A header may be long.
+                options["headers"] = [line if line is None else json_sha256(line) for line in headers]
             options |= {"endpoints": endpoints} if (endpoints := _endpoints(run.config, name)) else {}
             content = {"suite": name, "step": step, "settings": digest, "options": options}
             content |= {"valid": run.data.valid_fingerprints} | source | dataclasses.asdict(result)

@@ -54,7 +54,10 @@ def read_points(pattern: str, metric: Metric) -> tuple[list[LossPoint], list[str
     notes = [*_pooled_arms(runs), *data_notes(runs)]
     if tables:
         names = ", ".join(map(str, tables))
-        notes.append(f"the fit has the points of {names} and of {len(runs)} runs; a table does not name its data")
+        notes.append(
+            f"the fit has the points of {names} and of {len(runs)} runs; a table does not name its data, "
+            "and points of these runs that it has too count twice"
+        )
     for run in runs:
         found, note = _points_of_run(run, metric)
         points += found

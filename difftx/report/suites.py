@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import flax.traverse_util
@@ -33,6 +33,19 @@ from difftx.report.runs import RunRecord
 VERDICT_SUITE = "loss"  # The verdict and the curves show this suite's numbers.
 MOST_ROWS = 15  # Most numbers that a section shows before the reader opens the table of all others.
 SHOWN_IN_CHARTS = ("quantize", "cache")  # Suites whose charts show all of their numbers.
+# Fields of paths, and the option that has the contents of their files. `eval.harness.include_path` is not one of them,
+# because its tasks may read files of data, whose contents are not recorded.
+CONTENTS = {
+    "eval.needle.haystack": "files",
+    "eval.icl.tasks.train": "files",
+    "eval.icl.tasks.test": "files",
+    "eval.hallucination.sets.path": "files",
+    "eval.math.tasks.train": "files",
+    "eval.math.tasks.test": "files",
+    "eval.test.path": "files",
+    "eval.harness.data_path": "files",
+    "eval.bigrams_path": "headers",
+}
 
 Result = Mapping[str, Any]  # A result of a suite, as JSON.
 Results = Mapping[int, Result]  # Step → result of one suite, in ascending order of steps.
@@ -113,11 +126,15 @@ def option_notes(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def _changed_options(first: Result, second: Result) -> dict[str, tuple[str, str]]:
-    """Return the values of each option in which two results differ. Options that one does not record are left out."""
-    before, after = (
-        flax.traverse_util.flatten_dict(options, sep=".") if isinstance(options := result.get("options"), dict) else {}
-        for result in (first, second)
-    )
+    """Return the values of each option in which two results differ. Options that one does not record are left out.
+
+    Paths of files that have equal contents in both results do not count.
+    """
+    old, new = (o if isinstance(o := result.get("options"), dict) else {} for result in (first, second))
+    contents = {name: old[name] for name in CONTENTS.values() if isinstance(old.get(name), list)}
+    # A file that could not be read has None in place of a hash.
+    equal = {name for name, hashes in contents.items() if hashes == new.get(name) and None not in hashes}
+    before, after = (flax.traverse_util.flatten_dict(_without_paths(o, equal), sep=".") for o in (old, new))
 
     def text(value: Any) -> str:
         """Return a value as JSON, with the first 12 digits of each SHA-256."""
@@ -125,6 +142,15 @@ def _changed_options(first: Result, second: Result) -> dict[str, tuple[str, str]
 
     changed = [name for name in before if name in after and before[name] != after[name]]
     return {name: (text(before[name]), text(after[name])) for name in changed}
+
+
+def _without_paths(value: Any, options: Set[str], field: str = "") -> Any:
+    """Return the value of a field without the paths of the files whose contents are in one of the `options`."""
+    if isinstance(value, dict):
+        return {k: _without_paths(v, options, f"{field}.{k}" if field else k) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_without_paths(entry, options, field) for entry in value]
+    return "…" if isinstance(value, str) and CONTENTS.get(field) in options else value
 
 
 def _numbers(

@@ -7,6 +7,7 @@ from typing import Any
 
 import flax.traverse_util
 import jax
+import jax.numpy as jnp
 
 from difftx.config import Config
 from difftx.config.fields import values_of
@@ -215,7 +216,9 @@ def _resume(
     state, loader_state = checkpointer.restore_from(folder, abstract, run.mesh)
     valid = run.data.valid_fingerprints
     for change in signature_changes(loader_state.get("valid", valid), valid):  # Older checkpoints have no entry.
-        best = ", and checkpoint.keep_best compares only later ones" if run.config.checkpoint.keep_best else ""
+        # The workdir of a branch has no results of earlier steps.
+        has_best = run.config.checkpoint.keep_best is not None and not is_branch
+        best = ", and checkpoint.keep_best compares only later ones" if has_best else ""
         print_on_primary(
             f"changed since the checkpoint: validation set {change} (allowed, but losses on it up to step {step} "
             f"cannot be compared with later ones{best})"
@@ -257,18 +260,26 @@ def _unsafe_changes(
             text += f", without effect on this run, which started from {origin}"
         if safe or print_unsafe:  # Otherwise, the error message lists the unsafe changes.
             verdict = "safe" if safe else "not safe"
-            if change.field == "train.steps" and (jump := _learning_rate_jump(old, new, step)):
-                verdict = f"allowed, but the learning rate after step {step} jumps: {jump}"
+            if change.field == "train.steps" and (jump := _jump_of_steps(old, new.train.steps, step)):
+                verdict = f"allowed, but alone it makes the learning rate after step {step} jump: about {jump}"
             print_on_primary(f"changed since the checkpoint: {text} ({verdict})")
         if not safe:
             (data_fields if is_data else refused).append(text)
     return refused + (data_fields or [f"data, {change}" for change in data_changes])
 
 
-def _learning_rate_jump(old: Config, new: Config, updates: int) -> str | None:
-    """Return the learning rates of two configs after some updates as "old → new", or None if they are equal."""
-    before, after = (float(jax.device_get(learning_rate(config)(updates))) for config in (old, new))
-    is_equal = abs(after - before) <= ROUNDING * new.optimizer.learning_rate
+def _jump_of_steps(config: Config, steps: int, step: int) -> str | None:
+    """Return the learning rates after a step with the old and another `train.steps`, or None if they are equal.
+
+    The text is "old → new". Updates that were skipped do not advance the schedule, but they are not known here.
+    """
+    count = jnp.int32(step)  # Training passes an array too.
+    try:
+        longer = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
+        before, after = (float(jax.device_get(learning_rate(c)(count))) for c in (config, longer))
+    except UserError:  # Other fields had to change too, such as those of a warm-up that is longer than `steps`.
+        return None
+    is_equal = abs(after - before) <= ROUNDING * config.optimizer.learning_rate
     return None if is_equal else f"{before:.3g} → {after:.3g}"
 
 

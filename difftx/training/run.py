@@ -34,6 +34,7 @@ from difftx.files import (
     remove_temporaries,
     require_run,
     size_of,
+    source_names,
     source_sha256,
     write_atomically,
 )
@@ -188,10 +189,13 @@ def _comparable(flag: Any) -> Any:
 
 
 def source_files() -> dict[str, str]:
-    """Return the SHA-256 of each source file of difftx, with keys such as "difftx source training/run.py"."""
+    """Return the SHA-256 of each source file of difftx, with keys such as "difftx source training/run.py".
+
+    Recipes are missing, because the configs that they return are compared.
+    """
     return {
-        f"difftx source {path.relative_to(PACKAGE).as_posix()}": hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(PACKAGE.rglob("*.py"))
+        f"difftx source {name}": hashlib.sha256((PACKAGE / name).read_bytes()).hexdigest()
+        for name in source_names(PACKAGE)
     }
 
 

@@ -1,6 +1,7 @@
 """The report's page: its text, and its behaviour in a browser."""
 
 import contextlib
+import dataclasses
 import html
 import json
 import re
@@ -15,6 +16,7 @@ from helpers.report_runs import tiny, write_result, write_run
 
 from difftx import evals
 from difftx.config.recipes import load_config
+from difftx.config.suites import SUITES
 from difftx.errors import UNPRINTABLE, UserError
 from difftx.evals.result import Result
 from difftx.evals.suite import Suite
@@ -478,6 +480,53 @@ def test_files_with_other_contents_are_settings(tmp_path):
     text = write_page([tmp_path / "a", tmp_path / "b"], tmp_path / "report.html").read_text()
     values = f'files: ["{"1" * 12}…"] and ["{"2" * 12}…"]'
     assert f"a and b differ in {values}, so their results of suite icl are not comparable." in notes_of(text)
+
+
+SUITE_FILES = {  # Suite → fields of its files in a folder. The one with "w" is written.
+    "needle": {"eval.needle.haystack": "{}/w.txt"},
+    "icl": {
+        "eval.icl.tasks": '({{"name": "a", "train": "{0}/w.jsonl", "test": "{0}/x.jsonl", "text": "t", "label": "l", '
+        '"text_word": "T", "label_word": "L"}},)'
+    },
+    "hallucination": {
+        "eval.hallucination.sets": '({{"name": "a", "path": "{}/w.jsonl", "kind": "summarisation", "document": "d", '
+        '"question": None, "answers": "a", "new_tokens": 3}},)'
+    },
+    "math": {
+        "eval.math.tasks": '({{"name": "a", "format": "gsm8k", "train": "{0}/w.jsonl", "test": "{0}/x.jsonl", '
+        '"train_format": None}},)'
+    },
+    "test": {"eval.test.path": "{}/w"},
+    "harness": {"eval.harness.data_path": "{}", "eval.harness.tasks": "w"},
+    "recall": {"eval.bigrams_path": "{}/w.bigrams"},
+}
+WRITTEN = {"test": "w/meta.json", "needle": "w.txt", "recall": "w.bigrams", "harness": "w_test.jsonl"}
+
+
+@pytest.mark.parametrize("suite", SUITE_FILES)
+def test_equal_files_at_other_paths_are_the_same_settings_and_other_files_are_not(tmp_path, monkeypatch, suite):
+    stub = dataclasses.replace(SUITES[suite], evaluate=lambda _: Result(numbers={"accuracy": 0.5}))
+    monkeypatch.setattr(evals, "SUITES", Registry("suite", {suite: stub, "loss": SUITES["loss"]}))
+    for name, text in (("a", "1\n2"), ("b", "1\n2"), ("c", "3\n2")):
+        folder = tmp_path / "files" / name
+        file = folder / WRITTEN.get(suite, "w.jsonl")
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+        (folder / "x.jsonl").write_text("x")
+        fields = {field: value.format(folder) for field, value in SUITE_FILES[suite].items()}
+        synthetic = {"data__path": "synthetic:copy", "data__synthetic__vocab_size": 130}
+        config = tiny("diff", train__steps=3, **synthetic, **fields)
+        evals.evaluate(Run.open(config, write_run(tmp_path / name, config)), None, 3, [suite])
+
+    def notes(*names):
+        text = write_page([tmp_path / name for name in names], tmp_path / "report.html").read_text()
+        return [note for note in notes_of(text) if "differ in" in note]
+
+    assert notes("a", "b") == []
+    (note,) = notes("a", "c")
+    option = "headers" if suite == "recall" else "files"
+    assert str(tmp_path / "files" / "c") in note  # The path names the file that differs.
+    assert re.search(rf'{option}: \["[0-9a-f]{{12}}…".*so their results of suite {suite} are not comparable', note)
 
 
 def test_runs_with_different_data_are_named(tmp_path):

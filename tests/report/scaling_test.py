@@ -191,7 +191,8 @@ def test_glob_of_a_sweep_skips_its_other_files(config, tmp_path):
     assert sorted(points, key=str) == sorted([LossPoint("diff", 10.0, 9.0, 3.0, True), *expected[0]], key=str)
     assert notes == [
         *expected[1],
-        f"the fit has the points of {tmp_path}/curves.json and of 8 runs; a table does not name its data",
+        f"the fit has the points of {tmp_path}/curves.json and of 8 runs; a table does not name its data, "
+        "and points of these runs that it has too count twice",
     ]
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(UserError, match=r"other\.json: not a list of points"):

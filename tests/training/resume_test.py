@@ -280,7 +280,7 @@ def test_a_checkpoint_of_another_config_is_refused(uninterrupted, tmp_path, flag
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1, result.stderr
     # The schedule is linear, with a peak of 4e-3 after 2 steps of warm-up. It ended at 0.
-    jump = f"allowed, but the learning rate after step 60 jumps: 0 → {4e-3 * 30 / 88:.3g}"
+    jump = f"allowed, but alone it makes the learning rate after step 60 jump: about 0 → {4e-3 * 30 / 88:.3g}"
     assert f"changed since the checkpoint: train.steps: 60 → 90 ({jump})" in result.stdout
     assert ("(not safe)" in result.stdout) == bool(flags)  # Without the flag, the error lists it.
     assert (tmp_path / "run" / "config.json").read_text() == (whole / "config.json").read_text()

@@ -22,6 +22,7 @@ from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import RunError, UserError
 from difftx.json_files import json_sha256
 from difftx.registry import Extension
+from difftx.training import optimizer
 from difftx.training.checkpoint import checkpointer as checkpoint_module
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.checkpoint.manifest import MANIFEST, read_manifest, why_invalid, write_manifest
@@ -205,6 +206,37 @@ def test_the_best_checkpoint_is_one_of_those_with_the_newest_validation_set(save
         identity = {} if name is None else {"valid": {"valid": name}}
         (evals / f"{step}.json").write_text(json.dumps({"numbers": {"loss": loss}} | identity))
     assert names(saved(10, 20, 30, 40, keep=1, keep_best="loss/loss")) == kept
+
+
+@pytest.mark.parametrize(
+    ("sets", "tokens", "kept"),
+    [
+        ("aaaa", (9, 9, 9, 9), ["20", "40"]),
+        ("aaab", (9, 9, 9, 9), ["20", "40"]),  # Somebody has evaluated the newest step on another text.
+        ("aaaa", (9, 9, 9, 8), ["20", "40"]),  # And here on fewer tokens.
+        ("bbaa", (9, 9, 9, 9), ["30", "40"]),
+        ("aaaa", (8, 8, 9, 9), ["30", "40"]),  # The run resumed with another `eval.loss_tokens`.
+        ("aaaa", (None, None, 9, 9), ["20", "40"]),  # Older results do not have it.
+        ("bbcc", (9, 9, 9, 9), ["30", "40"]),  # None of the run's own set yet.
+        ("aaaa", (7, 7, 8, 8), ["30", "40"]),
+    ],
+)
+def test_the_best_checkpoint_is_one_of_those_that_the_run_itself_has_measured(config, tmp_path, sets, tokens, kept):
+    c = config(checkpoint__keep=1, checkpoint__keep_best="loss/loss", eval__loss_tokens=9, eval__every_steps=10)
+    evals = tmp_path / "evals" / "loss"
+    evals.mkdir(parents=True)
+    for step, loss, name, count in zip((10, 20, 30, 40), (2.0, 1.0, 3.0, 4.0), sets, tokens, strict=True):
+        options = {} if count is None else {"options": {"eval": {"loss_tokens": count}}}
+        result = {"numbers": {"loss": loss}, "valid": {"valid": name}} | options
+        (evals / f"{step}.json").write_text(json.dumps(result))
+    writer = Checkpointer(tmp_path, replace(c, "checkpoint", keep=9, keep_best=None).checkpoint)
+    for step in (10, 20, 30):
+        writer.save(state_at(step), LOADER | {"valid": {"valid": "a"}}, c)
+    writer.close()
+    writer = Checkpointer(tmp_path, c.checkpoint)
+    writer.save_and_wait(state_at(40), LOADER | {"valid": {"valid": "a"}}, c)
+    writer.close()
+    assert names(tmp_path / "checkpoints") == kept
 
 
 def test_checkpoint_with_a_missing_file_stays_and_is_not_counted(saved):
@@ -434,7 +466,7 @@ def test_weights_of_another_tokenizer_are_refused(start, tmp_path):
         start("b", checkpoint__init_from=tmp_path / "a")
 
 
-def test_another_validation_set_than_that_of_the_checkpoint_is_printed(start, capsys, monkeypatch):
+def test_another_validation_set_than_that_of_the_checkpoint_is_printed(start, tmp_path, capsys, monkeypatch):
     start("a", save=True)
     assert start("a")[1] == 1
     assert "validation" not in capsys.readouterr().out
@@ -446,6 +478,11 @@ def test_another_validation_set_than_that_of_the_checkpoint_is_printed(start, ca
         r"up to step 1 cannot be compared with later ones\)",
         line,
     )
+    # The results of the source of a branch are elsewhere.
+    for name, origin in (("b", {"checkpoint__branch_from": tmp_path / "a"}), ("a", {})):
+        start(name, checkpoint__keep_best="loss/loss", eval__every_steps=1, **origin)
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if "validation set" in line)
+        assert ("keep_best" in line) == (name == "a")
 
 
 @pytest.mark.parametrize(
@@ -472,8 +509,43 @@ def test_a_jump_of_the_learning_rate_by_another_length_is_printed(start, tmp_pat
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "train.steps" in line)
     verdict = "safe"
     if jump is not None:
-        verdict = "allowed, but the learning rate after step 1 jumps: " + " → ".join(f"{x:.3g}" for x in jump)
+        rates = " → ".join(f"{x:.3g}" for x in jump)
+        verdict = f"allowed, but alone it makes the learning rate after step 1 jump: about {rates}"
     assert line == f"changed since the checkpoint: train.steps: 6 → 50 ({verdict})"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        # The learning rate jumps because of its own fields.
+        ({"optimizer__schedule": "constant"}, {"optimizer__schedule": "constant", "optimizer__learning_rate": 1e-3}),
+        ({"optimizer__schedule": "wsd", "optimizer__decay_steps": 2}, {"optimizer__schedule": "linear"}),
+        # The old warm-up does not fit into the new number of steps.
+        ({"optimizer__schedule": "linear", "optimizer__warmup_steps": 5}, {"train__steps": 4}),
+        (
+            {"optimizer__schedule": "wsd", "optimizer__decay_steps": 5},
+            {"optimizer__schedule": "linear", "train__steps": 4},
+        ),
+    ],
+)
+def test_a_jump_of_the_learning_rate_by_its_own_fields_is_not_ascribed_to_the_length(start, capsys, tmp_path, old, new):
+    start("a", save=True, **{"optimizer__warmup_steps": 0} | old)
+    capsys.readouterr()
+    changes = {"train__steps": 50, "optimizer__warmup_steps": 0} | new
+    assert start("b", checkpoint__branch_from=tmp_path / "a", **changes)[1] == 1
+    printed = capsys.readouterr().out
+    assert f"changed since the checkpoint: train.steps: 6 → {changes['train__steps']} (safe)\n" in printed
+    assert "changed since the checkpoint: optimizer." in printed
+
+
+def test_the_notice_of_a_jump_calls_schedules_with_an_array(start, capsys, monkeypatch):
+    """As training does, so that an extension's schedule may use the attributes of arrays."""
+    schedules = registry.Registry("schedule", {"own": lambda config: lambda n: n.astype(float) / config.train.steps})
+    monkeypatch.setattr(optimizer, "SCHEDULES", schedules)
+    start("a", save=True, optimizer__schedule="own")
+    capsys.readouterr()
+    start("a", optimizer__schedule="own", train__steps=50)
+    assert "after step 1 jump: about 0.167 → 0.02)" in capsys.readouterr().out
 
 
 @pytest.mark.long

@@ -32,6 +32,8 @@ from difftx.registry import require_names
 from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint import arrays, bucket, retention
 from difftx.training.checkpoint.manifest import (
+    CONFIG_FILE,
+    LOADER_FILE,
     MANIFEST,
     Manifest,
     WeightsPart,
@@ -48,8 +50,6 @@ from difftx.training.state import TrainState
 # Timeout of the other processes while the primary process reads a checkpoint. If the primary process dies, the
 # heartbeat ends them much earlier.
 DECISION_SECONDS = 24 * 3600.0
-# Paths of the config and of the state of the data loader in a checkpoint, as orbax's JsonCheckpointHandler names them.
-CONFIG_FILE, LOADER_FILE = "config/metadata", "loader/metadata"
 # File of a run with the step of the checkpoint that was saved last. It shows whether all checkpoints have been lost.
 SAVED = "saved.json"
 

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 FORMAT = 4  # Version of the format. Increase it if difftx can no longer read older checkpoints.
 MANIFEST = "manifest.json"
+# Paths of the config and of the state of the data loader in a checkpoint, as orbax's JsonCheckpointHandler names them.
+CONFIG_FILE, LOADER_FILE = "config/metadata", "loader/metadata"
 QUARANTINED = ".quarantined"  # Part of the folder name of a quarantined checkpoint.
 # Part of the name of an object in a step's folder that contains the manifest of a quarantined checkpoint.
 QUARANTINED_MANIFEST = "quarantined-"

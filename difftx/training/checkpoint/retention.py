@@ -1,12 +1,14 @@
 """Selection of the checkpoints that a run keeps, and deletion and quarantine of checkpoints."""
 
+import dataclasses
 import itertools
 import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import orbax.checkpoint as ocp
 
@@ -16,15 +18,35 @@ from difftx.files import list_folder, size_of
 from difftx.json_files import read_json, schema_error
 from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint import bucket
-from difftx.training.checkpoint.manifest import QUARANTINED, why_invalid
+from difftx.training.checkpoint.manifest import CONFIG_FILE, LOADER_FILE, QUARANTINED, contents_of, why_invalid
 
 REMOVED = ".removed"  # Ending of the name of a folder that is being deleted.
 # Names of folders that an interrupted save or removal leaves behind.
 LEFTOVER = re.compile(rf"\d+({re.escape(ocp.step.TMP_DIR_SUFFIX)}.*|{re.escape(REMOVED)})")
 
 
+@dataclasses.dataclass(frozen=True)
+class Basis:
+    """What a number was measured on."""
+
+    valid: Any  # Fingerprint of each validation set, by name, or None if unknown, as in older results.
+    fields: Mapping[str, Any]  # Fields of the config group `eval`. Older results have none.
+
+    def is_comparable(self, other: "Basis") -> bool:
+        """Return whether nothing shows that two numbers were measured differently."""
+        common = self.fields.keys() & other.fields.keys()
+        is_same_text = None in (self.valid, other.valid) or self.valid == other.valid
+        return is_same_text and all(self.fields[name] == other.fields[name] for name in common)
+
+
 def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], workdir: AnyPath) -> set[int]:
-    """Return those of the `steps` whose checkpoints the config keeps."""
+    """Return those of the `steps` whose checkpoints the config keeps.
+
+    The best checkpoint is the best of those whose results are comparable with results of the run as it is trained now:
+    on the validation sets and with the fields of `eval` of the newest checkpoint. Another evaluation, such as one by
+    hand on another text, may have replaced the newest result, so that result is the reference only if no result is
+    comparable with the newest checkpoint, or if that is an older one, which does not have its validation sets.
+    """
     newest_first = sorted(steps, reverse=True)
     kept = set(newest_first[: config.keep])
     # A rewind uses only regular checkpoints, those at multiples of `every_steps`, so some of them are kept too.
@@ -35,18 +57,26 @@ def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], workdir: AnyPa
         found = {step: number_of(workdir, step, config.keep_best) for step in newest_first}
         results = {step: result for step, result in found.items() if result is not None}
         if results:
-            # Numbers on other validation sets than those of the newest result cannot be compared with it.
-            _, valid = next(iter(results.values()))
-            numbers = {step: number for step, (number, other) in results.items() if other in (None, valid)}
+            bases = {step: basis for step, (_, basis) in results.items()}
+            own, newest = _own_basis(workdir / "checkpoints" / str(newest_first[0])), next(iter(bases.values()))
+            is_known = own.valid is not None and any(map(own.is_comparable, bases.values()))
+            basis = own if is_known else newest
+            numbers = {step: number for step, (number, _) in results.items() if basis.is_comparable(bases[step])}
             best = min if config.keep_best_mode == "min" else max
             kept.add(best(numbers, key=numbers.__getitem__))  # Among equally good steps, keep the newest one.
     return kept
 
 
-def number_of(workdir: AnyPath, step: int, name: str) -> tuple[float, dict[str, str] | None] | None:
-    """Return an evaluated number such as "loss/perplexity" after a step, and the fingerprints of the validation sets.
+def _own_basis(folder: AnyPath) -> Basis:
+    """Return what the run measures its numbers on, from one of its checkpoints."""
+    files = contents_of(folder)
+    return Basis(read_json(files / LOADER_FILE).get("valid"), read_json(files / CONFIG_FILE)["eval"])
 
-    Return None if the number is absent or not finite. Older results have no fingerprints.
+
+def number_of(workdir: AnyPath, step: int, name: str) -> tuple[float, Basis] | None:
+    """Return an evaluated number such as "loss/perplexity" after a step, and what it was measured on.
+
+    Return None if the number is absent or not finite.
     """
     suite, number = name.split("/")
     path = workdir / "evals" / suite / f"{step}.json"
@@ -59,7 +89,10 @@ def number_of(workdir: AnyPath, step: int, name: str) -> tuple[float, dict[str, 
         raise UserError(f"checkpoint.keep_best={name!r}: {path} has no number {number!r}; it has {known}")
     value = numbers[number]
     is_finite = isinstance(value, int | float) and math.isfinite(value)
-    return (float(value), result.get("valid")) if is_finite else None
+    options = result.get("options")
+    fields = options.get("eval") if isinstance(options, dict) else None
+    basis = Basis(result.get("valid"), fields if isinstance(fields, dict) else {})
+    return (float(value), basis) if is_finite else None
 
 
 def quarantine(folder: AnyPath, check: Callable[[], None] = lambda: None) -> AnyPath:
