@@ -2,7 +2,7 @@
 # make test:       run the tests.
 # make reproduce:  train the arms of question 1 of docs/results.md from nothing, on novels and on recall, and compare the
 #                  results with that page. Half an hour to an hour of two cores.
-# make study:      run all studies of docs/results.md and docs/exploratory.md, which also choose the settings. A day.
+# make study:      run all studies of docs/results.md and docs/exploratory.md, which also choose the settings. Over a day.
 # make novels:     fetch public-domain novels, and prepare them for training and tests. With NOVELS=--input=FOLDER, use
 #                  your own texts; with NOVELS=--mirror=URL, another server (benchmarks/novels.py).
 # make books:      prepare the text of the exploratory studies (BOOKS, by default the novels), and count its bigrams.
