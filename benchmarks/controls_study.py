@@ -64,7 +64,7 @@ class Cell(NamedTuple):
         return f"{self.task}-{self.arm}{changes}{'-again' if self.seeds == SEEDS_AGAIN else ''}{shared}"
 
 
-NORM_OR_GAIN = (
+NORM_OR_GAIN_ARMS = (
     "transformer",
     "transformer-gain",
     "transformer-wide-norm",
@@ -74,7 +74,7 @@ NORM_OR_GAIN = (
     "diff-gain",
     "diff-plain",
 )
-AGAINST_NOISE = (*(arm for arm in NORM_OR_GAIN if arm not in ("transformer", "diff-plain")), "diff-lambda_1")
+AGAINST_NOISE = (*(arm for arm in NORM_OR_GAIN_ARMS if arm not in ("transformer", "diff-plain")), "diff-lambda_1")
 AGAINST_MORE_NOISE = ("zero-norm", "zero-gain", "diff", "diff-gain", "diff-lambda_1")
 LAMBDAS: Sequence[Fields] = (
     {"model.lambda_bound": "sigmoid"},
@@ -116,10 +116,12 @@ def _of_shared_rate(task: str, tokens: int, arm: str) -> Cell:
 
 # Question → its cells.
 QUESTIONS: Mapping[str, Sequence[Cell]] = {
-    "1-novels": [Cell("novels", arm) for arm in NORM_OR_GAIN],
-    "1-recall": [Cell("recall", arm, seeds=RECALL_SEEDS) for arm in NORM_OR_GAIN],
+    "1-novels": [Cell("novels", arm) for arm in NORM_OR_GAIN_ARMS],
+    "1-recall": [Cell("recall", arm, seeds=RECALL_SEEDS) for arm in NORM_OR_GAIN_ARMS],
     # The arm diff-plain is missing, because the best gain of diff-gain is 1.
-    "1-again": [Cell("novels", arm, is_tuned=False, seeds=SEEDS_AGAIN) for arm in NORM_OR_GAIN if arm != "diff-plain"],
+    "1-again": [
+        Cell("novels", arm, is_tuned=False, seeds=SEEDS_AGAIN) for arm in NORM_OR_GAIN_ARMS if arm != "diff-plain"
+    ],
     "3-novels": [Cell("novels", "diff", changes) for changes in (NO_CHANGES, *LAMBDAS)],
     "3-recall": [Cell("recall", "diff-plain", {RATE: rate}, is_tuned=False) for rate in DIVERGING_RATES],
     "6": [Cell(task, arm, seeds=RECALL_SEEDS) for task in ("recall", "recall-31") for arm in AGAINST_NOISE],
