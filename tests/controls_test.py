@@ -256,7 +256,7 @@ def test_alignment_is_the_growth_of_a_cosine_of_the_same_seed():
     records = [run("diff", 1, 0.5, 0.6), run("zero-norm", 0, 0.4, 0.3), run("diff", 0, 0.5, 0.8)]
     records.append(run("zero-norm", 1, 0.4, 0.3))
     np.testing.assert_allclose(recall_tables.alignment_growth(records, "diff"), [0.3, 0.1])
-    assert recall_tables.alignment_contrast(records, "diff", "zero-norm").startswith("+0.300 ±")
+    assert recall_tables.alignment_contrast_text(records, "diff", "zero-norm").startswith("+0.300 ±")
     assert "| diff | distractors | 0.500 ± 0.000 | 0.700 ± 1.271 | +0.200 ± 1.271 |" in (
         recall_tables.alignment_table(records)
     )
