@@ -3,12 +3,13 @@
 import statistics
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import rich.console
 import rich.table
 
 
-def numbers_table(title: str, columns: Sequence[str], **options: object) -> rich.table.Table:
+def numbers_table(title: str, columns: Sequence[str], **options: Any) -> rich.table.Table:
     """Return an empty table with a first column of names and further columns of right-aligned numbers.
 
     `options` are further arguments of `rich.table.Table`.

@@ -9,6 +9,7 @@ import collections
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib.axes
 import matplotlib.figure
@@ -42,10 +43,12 @@ ARM_COLOURS = {"diff": COLOURS[0], REFERENCE: COLOURS[1], "diff_v2": COLOURS[2]}
 ACCURACY_LIMITS = (-0.03, 1.03)  # Ends of the axis of an accuracy, with room for points at 0 and 1.
 
 
-def _draw_line(axes: matplotlib.axes.Axes, x: Iterable[float], values: Iterable[Estimate], **style: object) -> None:
+def _draw_line(
+    axes: matplotlib.axes.Axes, x: Iterable[float], values: Iterable[Estimate], *, fmt: str = "o-", **style: Any
+) -> None:
     """Draw means with their intervals as a line; single seeds have no interval."""
     means, half_widths = zip(*values, strict=True)
-    axes.errorbar([*x], means, yerr=[half or 0 for half in half_widths], capsize=3, **{"fmt": "o-", **style})
+    axes.errorbar([*x], means, yerr=[half or 0 for half in half_widths], fmt=fmt, capsize=3, **style)
 
 
 def draw_arms(records: Sequence[Record], path: Path) -> None:
