@@ -2,8 +2,8 @@
 
 python benchmarks/checkpoint.py [--gigabytes=1] [--rounds=5] [--folder=DIR]
 
-Saves a train state of random float32 arrays repeatedly; a third of it is parameters. Prints medians over rounds in one
-process:
+Saves a train state of random float32 arrays repeatedly; a third of it is parameters. Prints a table of seconds and
+processor seconds, as medians over rounds in one process:
 
 save      until the checkpoint is on disk, as in a synchronous save
 blocked   until `save` returns, the time for which training waits
@@ -26,11 +26,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import rich.console
 import rich.table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.console_tables import console, median_and_range
 from difftx.config.recipes import load_config
 from difftx.training.checkpoint import checkpointer as checkpoint
 from difftx.training.checkpoint.checkpointer import Checkpointer
@@ -38,7 +38,7 @@ from difftx.training.checkpoint.manifest import why_invalid
 from difftx.training.state import TrainState
 
 ARRAYS = 8  # Number of parameter arrays, and of arrays of each moment.
-LOADER = {"examples": 0, "signature": {}}
+LOADER_STATE = {"examples": 0, "signature": {}}
 MEASURED = ("save", "blocked", "manifest", "verify", "restore")
 
 type Times = dict[str, list[float]]  # Name of a measurement → seconds of each round.
@@ -56,15 +56,15 @@ def main() -> None:
         f"{args.gigabytes:g} GB in {3 * ARRAYS} arrays; {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}; "
         f"median (best … worst of {args.rounds})"
     )
-    rich.console.Console(width=None if sys.stdout.isatty() else 140).print(table(title, wall, cpu))
+    console(140).print(times_table(title, wall, cpu))
 
 
 def measure(gigabytes: float, rounds: int, parent: Path | None) -> tuple[Times, Times]:
     """Return the wall times and the processor times of `rounds` rounds, after a round that is not counted.
 
-    The checkpoints are in a temporary folder in `parent`.
+    The checkpoints of `gigabytes` · 10⁹ bytes are in a temporary folder in `parent`.
     """
-    rows = round(gigabytes * 1e9 / (3 * ARRAYS * 4 * 1024))
+    rows = round(gigabytes * 1e9 / (3 * ARRAYS * 4 * 1024))  # A row of an array has 1,024 numbers of 4 bytes.
     keys = iter(jax.random.split(jax.random.key(0), 3 * ARRAYS))
     trees = [{f"w{i}": jax.random.normal(next(keys), (rows, 1024)) for i in range(ARRAYS)} for _ in range(3)]
     config = load_config(str(Path(__file__).resolve().parent.parent / "configs" / "quickstart.py"), {})
@@ -96,8 +96,8 @@ def measure(gigabytes: float, rounds: int, parent: Path | None) -> tuple[Times, 
             jax.block_until_ready(state)
             with timed("save"):
                 with timed("blocked"):
-                    writer.save(state, LOADER, config)
-                writer.save_and_wait(state, LOADER, config)
+                    writer.save(state, LOADER_STATE, config)
+                writer.save_and_wait(state, LOADER_STATE, config)
             with timed("verify"):
                 assert why_invalid(writer.folder / str(step), step=step, content=True) is None
             with timed("restore"):
@@ -106,25 +106,25 @@ def measure(gigabytes: float, rounds: int, parent: Path | None) -> tuple[Times, 
     return {name: wall[name][1:] for name in MEASURED}, {name: cpu[name][1:] for name in MEASURED}
 
 
-def table(title: str, wall: Times, cpu: Times) -> rich.table.Table:
+def times_table(title: str, wall: Times, cpu: Times) -> rich.table.Table:
     """Return a table with a row for each measurement: medians, extremes and shares."""
-    shown = rich.table.Table(title=title)
+    table = rich.table.Table(title=title)
     for name in ("", "wall seconds", "share", "CPU seconds", "share"):
-        shown.add_column(name, justify="right" if "seconds" in name else "left")
+        table.add_column(name, justify="right" if "seconds" in name else "left")
     for name in MEASURED:
-        shown.add_row(name, *_cells(wall, name), *_cells(cpu, name))
-    return shown
+        table.add_row(name, *_cells(wall, name), *_cells(cpu, name))
+    return table
 
 
 def _cells(times: Times, name: str) -> tuple[str, str]:
+    """Return the seconds of a measurement, and what share they are of another one, as text."""
     medians = {other: statistics.median(values) for other, values in times.items()}
     shares = {
         "blocked": f"{medians['blocked'] / medians['save']:.1%} of save",
         "manifest": f"{medians['manifest'] / (medians['save'] - medians['manifest']):.1%} of the rest of save",
         "verify": f"{medians['verify'] / medians['restore']:.1%} of restore",
     }
-    spread = f"{medians[name]:.3f} ({min(times[name]):.3f} … {max(times[name]):.3f})"
-    return spread, shares.get(name, "")
+    return median_and_range(times[name], ".3f"), shares.get(name, "")
 
 
 if __name__ == "__main__":

@@ -7,14 +7,13 @@ Python's library.
 
 A cell is a task, an arm, and changes of other fields. Most cells get their own learning rate, and some their own gain:
 those with the smallest validation loss on a seed that is not reported. The reported seeds then train with them. Each
-job takes one core. An interrupted study continues where it stopped, and questions share the cells that they have in
-common.
+job takes one core. An interrupted study resumes where it stopped, and questions share the cells that they have in
+common. The script prints the tuned rate and gain of each cell.
 
     python benchmarks/results.py collect --study=question-3 runs/study/controls/novels-diff-lambda_*/reported
     python benchmarks/results.py collect --study=question-3-tuning runs/study/controls/novels-diff-lambda_*/tune-*
 """
 
-import argparse
 import concurrent.futures
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,46 +24,48 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.tuning import best_rate, sweep
+from benchmarks.tuning import best_rate, seed_axis, study_parser, sweep
 from difftx.configs.controls import DISTRACTORS, NOVELS_RATE, RECALL_RATE, WIDER
 from difftx.errors import run_command
 
 CONFIG = "configs/controls.py"
 # (Is recall, optimizer) → rates that a cell tries first. While the best one is the smallest or the largest one, the
 # cell also tries half or twice that rate. Gains are tried at the first of these rates.
-START_RATES = {
+FIRST_RATES = {
     (False, "adamw"): (NOVELS_RATE, 2 * NOVELS_RATE),
     (False, "muon"): (1.6e-2, 3.2e-2),
     (True, "adamw"): (RECALL_RATE, RECALL_RATE / 2),
 }
 TUNED_SEED = 100
 REPORTED_SEEDS = (10, 11, 12, 13, 14)
-# Fisher's test of 5 of 5 against 0 of 5 solved runs has p = 0.008, too much for a family of seven contrasts.
+# One more: Fisher's test of 5 of 5 against 0 of 5 solved runs has p = 0.008, too much for a family of seven contrasts.
 RECALL_SEEDS = (*REPORTED_SEEDS, 15)
 SEEDS_AGAIN = tuple(range(20, 30))  # The second set of runs of question 1.
-GAINS = (1, 2, 4, 8)
+GAINS = (1, 2, 4, 8)  # Gains that each arm with a tuned gain tries.
 type Fields = Mapping[str, str]  # Fields of the config → values.
 NO_CHANGES: Fields = MappingProxyType({})
 
 
 class Cell(NamedTuple):
-    """A cell of the study."""
+    """Runs of one arm with the same settings, which differ in their seeds."""
 
     task: str
     arm: str
-    changes: Fields = NO_CHANGES
+    changes: Fields = NO_CHANGES  # Changes of the recipe's fields.
     is_tuned: bool = True  # Whether to tune rate and gain. If not, they are those of the recipe or of `changes`.
     tuned_as: str | None = None  # Folder of an earlier cell of the question, whose tuned fields this cell takes.
     seeds: Sequence[int] = REPORTED_SEEDS
 
     @property
     def folder(self) -> str:
+        """Name of the folder of the cell's runs."""
         changes = "".join(f"-{name.rpartition('.')[2]}-{value}" for name, value in self.changes.items())
         shared = "-shared" if self.tuned_as else ""
         return f"{self.task}-{self.arm}{changes}{'-again' if self.seeds == SEEDS_AGAIN else ''}{shared}"
 
 
-NORM_OR_GAIN = (
+# Arms of question 1: with and without the subtraction, and with a norm, a gain or neither.
+NORM_OR_GAIN_ARMS = (
     "transformer",
     "transformer-gain",
     "transformer-wide-norm",
@@ -74,24 +75,34 @@ NORM_OR_GAIN = (
     "diff-gain",
     "diff-plain",
 )
-AGAINST_NOISE = (*(arm for arm in NORM_OR_GAIN if arm not in ("transformer", "diff-plain")), "diff-lambda_1")
+# Arms of question 6.
+AGAINST_NOISE = (*(arm for arm in NORM_OR_GAIN_ARMS if arm not in ("transformer", "diff-plain")), "diff-lambda_1")
 AGAINST_MORE_NOISE = ("zero-norm", "zero-gain", "diff", "diff-gain", "diff-lambda_1")
+# Changes of how λ is computed and trained, of question 3.
 LAMBDAS: Sequence[Fields] = (
     {"model.lambda_bound": "sigmoid"},
     {"model.lambda_bound": "tanh"},
     {"optimizer.lambda_learning_rate_factor": "0.1"},
     {"optimizer.lambda_weight_decay": "0.1"},
 )
+# Fields of the config that cells change.
 RATE = "optimizer.learning_rate"
 GAIN = "model.post_scale"
 STEPS = "train.steps"
-DIVERGING_RATES = ("0.0025", "0.005", "0.01", "0.02")
+DIVERGING_RATES = (
+    "0.0025",
+    "0.005",
+    "0.01",
+    "0.02",
+)  # Rates of question 3 on recall, which show what a diverging λ does.
 SHORT_WARMUP = {"optimizer.warmup_fraction": "0.01"}
 MUON = {"optimizer.name": "muon"}
-MAIN = ("transformer", "transformer-gain", "zero-norm", "diff")
+# Arms of the runs that repeat the main contrasts of question 1 on another text and with another head width.
+MAIN_ARMS = ("transformer", "transformer-gain", "zero-norm", "diff")
 SPARSE_OR_SIGNED = ("top_k", "signed_mask")
 ATTENTION_SUITES = {"eval.suites": "loss,exact_match,attention"}
 ATTENTION_SEEDS = tuple(range(20, 26))
+# Question 4: architectures at several sizes and lengths of training.
 ARCHITECTURES = ("transformer", "zero-norm", "diff", "diff_v2", "gdla", "gated")
 SIZE_SEEDS = tuple(range(30, 38))
 SHARED_RATE_TOKENS = 5  # Tokens per parameter at which the shared rates of question 4-shared are tuned.
@@ -101,25 +112,27 @@ LENGTHS = {"novels": {5: 723, 20: 2891, 80: 11565}, WIDER: {5: 2083, 20: 8333}}
 LONGEST_ARMS = ("transformer", "zero-norm", "diff")
 
 
-def _of_length(task: str, tokens: int, arm: str) -> Cell:
-    """Return a cell of question 4, with a rate of its own."""
+def _length_cell(task: str, tokens: int, arm: str) -> Cell:
+    """Return a cell of question 4 with a rate of its own; `tokens` is the number per parameter."""
     return Cell(task, arm, {STEPS: str(LENGTHS[task][tokens])}, seeds=SIZE_SEEDS)
 
 
-def _of_shared_rate(task: str, tokens: int, arm: str) -> Cell:
-    """Return a cell of question 4 with the rate of the fewest tokens per parameter."""
-    cell = _of_length(task, tokens, arm)
+def _shared_rate_cell(task: str, tokens: int, arm: str) -> Cell:
+    """Return a cell of question 4 with the rate that was tuned at `SHARED_RATE_TOKENS`."""
+    cell = _length_cell(task, tokens, arm)
     if tokens == SHARED_RATE_TOKENS:
         return cell
-    return cell._replace(tuned_as=_of_length(task, SHARED_RATE_TOKENS, arm).folder)
+    return cell._replace(tuned_as=_length_cell(task, SHARED_RATE_TOKENS, arm).folder)
 
 
 # Question → its cells.
 QUESTIONS: Mapping[str, Sequence[Cell]] = {
-    "1-novels": [Cell("novels", arm) for arm in NORM_OR_GAIN],
-    "1-recall": [Cell("recall", arm, seeds=RECALL_SEEDS) for arm in NORM_OR_GAIN],
+    "1-novels": [Cell("novels", arm) for arm in NORM_OR_GAIN_ARMS],
+    "1-recall": [Cell("recall", arm, seeds=RECALL_SEEDS) for arm in NORM_OR_GAIN_ARMS],
     # The arm diff-plain is missing, because the best gain of diff-gain is 1.
-    "1-again": [Cell("novels", arm, is_tuned=False, seeds=SEEDS_AGAIN) for arm in NORM_OR_GAIN if arm != "diff-plain"],
+    "1-again": [
+        Cell("novels", arm, is_tuned=False, seeds=SEEDS_AGAIN) for arm in NORM_OR_GAIN_ARMS if arm != "diff-plain"
+    ],
     "3-novels": [Cell("novels", "diff", changes) for changes in (NO_CHANGES, *LAMBDAS)],
     "3-recall": [Cell("recall", "diff-plain", {RATE: rate}, is_tuned=False) for rate in DIVERGING_RATES],
     "6": [Cell(task, arm, seeds=RECALL_SEEDS) for task in ("recall", "recall-31") for arm in AGAINST_NOISE],
@@ -131,8 +144,8 @@ QUESTIONS: Mapping[str, Sequence[Cell]] = {
         for warmup in (NO_CHANGES, SHORT_WARMUP)
     ],
     "2-zero": [Cell("novels", "zero-norm", {**MUON, **warmup}) for warmup in (NO_CHANGES, SHORT_WARMUP)],
-    "1-stdlib": [Cell("novels", arm, {"data.path": "stdlib", "eval.suites": "loss"}) for arm in MAIN],
-    "1-wide": [Cell("novels-wide", arm) for arm in MAIN],
+    "1-stdlib": [Cell("novels", arm, {"data.path": "stdlib", "eval.suites": "loss"}) for arm in MAIN_ARMS],
+    "1-wide": [Cell("novels-wide", arm) for arm in MAIN_ARMS],
     "review": [
         *(Cell("novels", arm, seeds=SEEDS_AGAIN) for arm in SPARSE_OR_SIGNED),
         *(Cell("recall-31", arm, seeds=RECALL_SEEDS) for arm in SPARSE_OR_SIGNED),
@@ -143,13 +156,13 @@ QUESTIONS: Mapping[str, Sequence[Cell]] = {
     ],
     # One size after the other, so that an interrupted study has a whole family of contrasts.
     "4": [
-        _of_length(task, tokens, arm)
+        _length_cell(task, tokens, arm)
         for task, lengths in LENGTHS.items()
         for tokens in lengths
         for arm in ARCHITECTURES
     ],
     "4-shared": [
-        _of_shared_rate(task, tokens, arm)
+        _shared_rate_cell(task, tokens, arm)
         for task, lengths in LENGTHS.items()
         for tokens in lengths
         for arm in (LONGEST_ARMS if task == WIDER or tokens > 20 else ARCHITECTURES)
@@ -159,11 +172,10 @@ QUESTIONS: Mapping[str, Sequence[Cell]] = {
 
 def main(arguments: Sequence[str]) -> int:
     """Train the cells of a question; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
+    parser = study_parser(__doc__)
     parser.add_argument("--question", choices=QUESTIONS, action="append", help="may be repeated; all by default")
-    parser.add_argument("--jobs", type=int, default=2, help="number of runs at a time (%(default)s)")
     args = parser.parse_args(arguments)
+    # By folder, because questions share cells.
     todo = {cell.folder: cell for question in args.question or QUESTIONS for cell in QUESTIONS[question]}
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         trained: dict[str, Future[Fields]] = {}
@@ -180,29 +192,35 @@ def main(arguments: Sequence[str]) -> int:
 def train_cell(cell: Cell, out: Path, tuned_as: Future[Fields] | None = None) -> Fields:
     """Train the reported seeds of a cell, and return its tuned fields with their values.
 
-    The tuned fields are the result of `tuned_as` if there is one. Otherwise they are tuned here first. With
-    `is_tuned=False`, neither holds, and no field is tuned.
+    Args:
+        cell: The cell to train.
+        out: Folder of all cells.
+        tuned_as: Tuned fields of the cell that `cell.tuned_as` names, which this cell then does not tune itself.
     """
     folder = out / cell.folder
     grid = [f"task={cell.task}", f"arm={cell.arm}"]
     flags = [f"--config.{name}={value}" for name, value in cell.changes.items()]
-    rates = START_RATES[cell.task in DISTRACTORS, cell.changes.get("optimizer.name", "adamw")]
+    rates = FIRST_RATES[cell.task in DISTRACTORS, cell.changes.get("optimizer.name", "adamw")]
     tuned = dict(tuned_as.result()) if tuned_as else {}
 
     def loss(name: str, value: float) -> float:
-        """Return the validation loss of the tuned seed, with one more field."""
+        """Return the validation loss of `TUNED_SEED` in nats per token, with one more field."""
         fields = {RATE: f"{rates[0]:g}"} | tuned | {name: f"{value:g}"}
         path = folder / "-".join(["tune", *(f"{n.rpartition('.')[2]}-{v}" for n, v in sorted(fields.items()))])
-        return sweep(path, CONFIG, [*grid, f"seed={TUNED_SEED}", *(f"{n}={v}" for n, v in fields.items())], flags)
+        return sweep(path, CONFIG, [*grid, seed_axis([TUNED_SEED]), *_axes(fields)], flags)
 
     is_tuned = cell.is_tuned and tuned_as is None
     if is_tuned and cell.arm.endswith("-gain"):
         tuned[GAIN] = f"{min(GAINS, key=lambda gain: loss(GAIN, gain)):g}"
     if is_tuned:
         tuned[RATE] = f"{best_rate(rates, lambda rate: loss(RATE, rate)):g}"
-    seeds = f"seed={','.join(map(str, cell.seeds))}"
-    sweep(folder / "reported", CONFIG, [*grid, seeds, *(f"{n}={v}" for n, v in tuned.items())], flags)
+    sweep(folder / "reported", CONFIG, [*grid, seed_axis(cell.seeds), *_axes(tuned)], flags)
     return tuned
+
+
+def _axes(fields: Fields) -> list[str]:
+    """Return the words of `difftx sweep --grid` that set fields."""
+    return [f"{name}={value}" for name, value in fields.items()]
 
 
 if __name__ == "__main__":

@@ -1,33 +1,47 @@
 """Tables and values of docs/results.md on the preregistered questions (benchmarks/controls_study.py).
 
+This module has no command: `python benchmarks/results.py render` calls the functions in `PLACEHOLDERS`.
+
 A contrast is a sum of cells with signs, such as `diff` − `zero-norm`. Its value is the mean over seeds of this sum of
-paired numbers. The contrasts of a question are a family, whose p-values Holm's method corrects.
+paired numbers. The contrasts of a question are a family, whose p-values Holm's method corrects. Losses and their
+differences are in bits per byte. A `number` is a key of a record's "numbers", by default the loss on the test text.
 """
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import scipy.stats
 
 from benchmarks.controls_study import ARCHITECTURES, GAIN, LENGTHS, RATE, STEPS
-from benchmarks.results_tables import TEST_LOSS, Record, estimate, markdown, one_per_seed, provenance, signed
+from benchmarks.results_tables import (
+    REFERENCE,
+    TEST_LOSS,
+    Estimate,
+    Record,
+    estimate,
+    markdown,
+    one_per_seed,
+    provenance,
+    signed,
+)
 from difftx.configs import controls
 
 SIGNIFICANT = 0.05  # Largest corrected p-value at which the page says that an arm is better.
 
 
 class Contrast(NamedTuple):
-    """A contrast: what it asks for, the cells with sign plus, and those with sign minus."""
+    """A sum of cells with signs."""
 
-    asks: str
-    plus: Sequence[str]
-    minus: Sequence[str]
+    effect: str  # What the contrast measures, such as "the subtraction, with the norm".
+    plus: Sequence[str]  # Names of the cells with sign plus.
+    minus: Sequence[str]  # Names of the cells with sign minus.
 
     @property
     def title(self) -> str:
+        """The sum in Markdown, such as "`diff` − `zero-norm`"."""
         if len(self.plus) == 1:
             return f"`{self.plus[0]}` − `{self.minus[0]}`"
         return " ".join(
@@ -35,12 +49,12 @@ class Contrast(NamedTuple):
         ).removeprefix("+ ")
 
 
-def versus(one: str, other: str, asks: str) -> Contrast:
-    """Return the contrast of two cells."""
-    return Contrast(asks, (one,), (other,))
+def versus(cell: str, reference: str, effect: str) -> Contrast:
+    """Return the contrast `cell` − `reference`."""
+    return Contrast(effect, (cell,), (reference,))
 
 
-NORM_OR_GAIN = (
+NORM_OR_GAIN_CONTRASTS = (
     versus("diff", "zero-norm", "the subtraction, with the norm"),
     versus("diff-gain", "zero-gain", "the subtraction, with a gain"),
     versus("diff", "diff-gain", "the norm in place of a gain, with the subtraction"),
@@ -49,10 +63,13 @@ NORM_OR_GAIN = (
     versus("diff", "transformer", "all of it"),
     versus("diff", "transformer-gain", "all of it, against the Transformer with a gain"),
 )
-MUON, SHORT_WARMUP = "optimizer=muon", "warmup_fraction=0.01"
+# Parts of the names of cells of question 2, as `cell_of` writes them.
+MUON = "optimizer=muon"
+SHORT_WARMUP = "warmup_fraction=0.01"
 
 
 def _warmup_contrasts() -> Sequence[Contrast]:
+    """Return the contrasts of question 2: four for each optimizer."""
     found = []
     for name, changes in (("AdamW", []), ("Muon", [MUON])):
         long, short = (
@@ -74,8 +91,8 @@ def _warmup_contrasts() -> Sequence[Contrast]:
 # Name of a family → its contrasts. The families of questions without runs are here too, because the analysis was
 # committed before the runs.
 FAMILIES: Mapping[str, Sequence[Contrast]] = {
-    "norm-or-gain": NORM_OR_GAIN,
-    "again": tuple(contrast for contrast in NORM_OR_GAIN if "diff-plain" not in contrast.minus),
+    "norm-or-gain": NORM_OR_GAIN_CONTRASTS,
+    "again": tuple(contrast for contrast in NORM_OR_GAIN_CONTRASTS if "diff-plain" not in contrast.minus),
     "main": (
         versus("diff", "zero-norm", "the subtraction, with the norm"),
         versus("diff", "transformer", "all of it"),
@@ -97,9 +114,9 @@ FAMILIES: Mapping[str, Sequence[Contrast]] = {
         for arm in ("zero-branch", "dex", "split")
     ),
     "review": tuple(
-        versus(arm, other, f"{what} in place of {instead}")
-        for other, instead in (("transformer", "softmax"), ("diff", "the subtraction"))
-        for arm, what in (("top_k", "explicit top-k"), ("signed_mask", "a signed mask"))
+        versus(arm, reference, f"{added} in place of {replaced}")
+        for reference, replaced in (("transformer", "softmax"), ("diff", "the subtraction"))
+        for arm, added in (("top_k", "explicit top-k"), ("signed_mask", "a signed mask"))
     ),
 }
 
@@ -108,31 +125,32 @@ def cell_of(record: Record) -> str:
     """Return the name of a record's cell: the arm, and the changes that are not tuned, without their config groups."""
     tuned = {RATE} | ({GAIN} if record["arm"].endswith("-gain") else set())
     changes = (
-        f"{name.removesuffix('.name').rpartition('.')[2]}={x}"
-        for name, x in sorted(record["changes"].items())
+        f"{name.removesuffix('.name').rpartition('.')[2]}={value}"
+        for name, value in sorted(record["changes"].items())
         if name not in tuned
     )
     return ", ".join([record["arm"], *changes])
 
 
-def by_seed(records: Sequence[Record], cell: str, number: str) -> dict[int, float]:
-    """Return seed → a number of a cell's runs."""
+def cell_numbers_by_seed(records: Sequence[Record], cell: str, number: str) -> dict[int, float]:
+    """Return seed → a number of a cell's runs, in the order of the seeds."""
     found = one_per_seed((r for r in records if cell_of(r) == cell), number, f"cell {cell}")
     return {seed: found[seed] for seed in sorted(found)}
 
 
-def values(records: Sequence[Record], contrast: Contrast, number: str) -> list[float]:
-    """Return a contrast for each seed, in the order of the seeds."""
+def contrast_values(records: Sequence[Record], contrast: Contrast, number: str) -> list[float]:
+    """Return the value of a contrast for each seed, in the order of the seeds."""
     signs = [*((1, cell) for cell in contrast.plus), *((-1, cell) for cell in contrast.minus)]
-    found = [(sign, by_seed(records, cell, number)) for sign, cell in signs]
-    if len({tuple(of) for _, of in found}) != 1:
+    terms = [(sign, cell_numbers_by_seed(records, cell, number)) for sign, cell in signs]
+    if len({tuple(numbers) for _, numbers in terms}) != 1:
         raise AssertionError(f"{contrast.title}: the cells have runs of different seeds")
-    return [sum(sign * of[seed] for sign, of in found) for seed in found[0][1]]
+    _, first = terms[0]
+    return [sum(sign * numbers[seed] for sign, numbers in terms) for seed in first]
 
 
 def p_value(differences: Sequence[float]) -> float:
     """Return the two-sided p-value of Student's t test that the mean of differences is zero."""
-    if not any(differences):  # Two names of one cell, such as an arm whose best gain is 1.
+    if not any(differences):  # Two names of one cell, such as an arm whose best gain is 1. The test would return NaN.
         return 1.0
     return float(scipy.stats.ttest_1samp(differences, 0.0).pvalue)
 
@@ -145,13 +163,22 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return [min(1.0, corrected[i]) for i in range(len(p_values))]
 
 
+def tested(differences_of_each: Sequence[Sequence[float]]) -> list[tuple[Estimate, float]]:
+    """Return the mean with its interval, and the corrected p-value, of each contrast of a family.
+
+    The argument has the values of each contrast, one per seed.
+    """
+    corrected = holm([p_value(differences) for differences in differences_of_each])
+    return list(zip(map(estimate, differences_of_each), corrected, strict=True))
+
+
 def p_text(p: float) -> str:
     """Return a p-value with three decimals."""
     return "<0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def verdict(mean: float, corrected: float, contrast: Contrast) -> str:
-    """Return the page's verdict on a contrast of losses."""
+    """Return the page's verdict on a contrast of losses, from its mean and its corrected p-value."""
     if corrected >= SIGNIFICANT:
         return "open"
     if len(contrast.plus) > 1:
@@ -160,118 +187,127 @@ def verdict(mean: float, corrected: float, contrast: Contrast) -> str:
 
 
 def family_table(records: Sequence[Record], family: str, number: str = TEST_LOSS) -> str:
-    """Return a table of a family's contrasts in bits per byte, of the test text unless `number` is another loss."""
+    """Return a table with a row for each contrast of a family."""
     contrasts = FAMILIES[family]
-    found = [values(records, contrast, number) for contrast in contrasts]
-    rows = []
-    for contrast, of, p in zip(contrasts, found, holm([p_value(of) for of in found]), strict=True):
-        mean = estimate(of)
-        rows.append([contrast.title, contrast.asks, signed(mean), p_text(p), verdict(mean.mean, p, contrast)])
+    results = tested([contrast_values(records, contrast, number) for contrast in contrasts])
+    rows = [
+        [contrast.title, contrast.effect, signed(value), p_text(p), verdict(value.mean, p, contrast)]
+        for contrast, (value, p) in zip(contrasts, results, strict=True)
+    ]
     return markdown(["contrast", "asks for", "bits per byte", "p, corrected", "the first is"], rows)
 
 
-def contrast_value(records: Sequence[Record], one: str, other: str, number: str = TEST_LOSS) -> str:
-    """Return the difference of two cells with its interval. Their names have no spaces after commas."""
-    contrast = versus(one.replace(",", ", "), other.replace(",", ", "), "")
-    return signed(estimate(values(records, contrast, number)))
+def contrast_text(records: Sequence[Record], cell: str, reference: str, number: str = TEST_LOSS) -> str:
+    """Return the difference of two cells with its interval.
+
+    The arguments have no spaces after commas, because spaces separate the words of a placeholder.
+    """
+    contrast = versus(cell.replace(",", ", "), reference.replace(",", ", "), "")
+    return signed(estimate(contrast_values(records, contrast, number)))
 
 
 def cells_table(records: Sequence[Record], number: str = TEST_LOSS) -> str:
-    """Return a table of cells: tuned rate and gain, and the loss in bits per byte."""
+    """Return a table with a row for each cell: parameters, learning rate, gain and loss."""
     rows = []
     for cell in dict.fromkeys(map(cell_of, records)):
         run = next(r for r in records if cell_of(r) == cell)
-        of_recipe = controls.TUNED.get(run["task"], {}).get(run["arm"], {})
-        gain = run["changes"].get(GAIN) or (f"{of_recipe[GAIN]:g}" if GAIN in of_recipe else "")
-        losses = by_seed(records, cell, number).values()
+        recipe_fields = controls.TUNED.get(run["task"], {}).get(run["arm"], {})
+        gain = run["changes"].get(GAIN) or (f"{recipe_fields[GAIN]:g}" if GAIN in recipe_fields else "")
+        losses = cell_numbers_by_seed(records, cell, number).values()
         rows.append([cell, f"{run['parameters']:,}", f"{run['learning_rate']:g}", gain, str(estimate(list(losses)))])
     return markdown(["arm", "parameters", "rate", "gain", "bits per byte"], rows) + provenance(records)
 
 
 # ── Question 4: size and tokens ──
 
-BASELINE, FAMILY_TOKENS = "transformer", 20
-COMPARED_ARMS = tuple(arm for arm in ARCHITECTURES if arm != BASELINE)
-PAIRS = (*((arm, BASELINE) for arm in COMPARED_ARMS), ("diff", "zero-norm"))  # The last pair is the subtraction.
+FAMILY_TOKENS = 20  # Tokens per parameter at which the first family of a size compares arms.
+SUBTRACTION = ("diff", "zero-norm")  # The pair of arms that differ only in the subtraction.
+PAIRS = (*((arm, REFERENCE) for arm in ARCHITECTURES if arm != REFERENCE), SUBTRACTION)
+RESIZED_PAIRS = (("diff", REFERENCE), SUBTRACTION)  # Pairs whose change with the size is in the family.
 SMALLEST, *_ = LENGTHS  # Task of the smallest models.
-RESIZED_PAIRS = (("diff", BASELINE), ("diff", "zero-norm"))  # Pairs whose change with the size is in the family.
 # These arms' longest runs, and their runs of larger models, were preregistered later. They have families of their own.
 LATER_ARMS = ("diff_v2", "gdla", "gated")
 
 type Differences = Mapping[int, Mapping[int, float]]  # Tokens per parameter → seed → difference of two arms.
 
 
-def of_size(records: Sequence[Record], task: str, arm: str, reference: str = BASELINE) -> Differences:
-    """Return tokens per parameter → seed → difference of two arms, for the lengths at which the first has runs."""
+def differences_by_length(records: Sequence[Record], task: str, arm: str, reference: str = REFERENCE) -> Differences:
+    """Return an arm's test loss minus the reference's, for the lengths at which the arm has runs."""
     found = {}
     for tokens, steps in LENGTHS[task].items():
-        if seeds := by_seed(records, f"{arm}, steps={steps}", TEST_LOSS):
+        if seeds := cell_numbers_by_seed(records, f"{arm}, steps={steps}", TEST_LOSS):
             contrast = versus(f"{arm}, steps={steps}", f"{reference}, steps={steps}", "")
-            found[tokens] = dict(zip(seeds, values(records, contrast, TEST_LOSS), strict=True))
+            found[tokens] = dict(zip(seeds, contrast_values(records, contrast, TEST_LOSS), strict=True))
     return found
 
 
 def slopes(differences: Differences) -> list[float]:
-    """Return the least-squares slopes of differences over log2 of the tokens: bits per byte per doubling.
+    """Return each seed's least-squares slope of its differences over log2 of the tokens: bits per byte per doubling.
 
-    They are those of the seeds that have runs of all lengths.
+    Seeds that do not have runs of all lengths are left out.
     """
-    seeds = sorted(set.intersection(*(set(of) for of in differences.values())))
-    y = [[of[seed] for seed in seeds] for of in differences.values()]
-    return np.polyfit(np.log2([*differences]), np.array(y), 1)[0].tolist()
+    seeds = sorted(set.intersection(*(set(by_seed) for by_seed in differences.values())))
+    y_LS = np.array([[by_seed[seed] for seed in seeds] for by_seed in differences.values()])  # [lengths, seeds]
+    slopes_S, _ = np.polyfit(np.log2([*differences]), y_LS, 1)
+    return slopes_S.tolist()
 
 
 def sizes_table(records: Sequence[Record], task: str) -> str:
-    """Return a table of a size's lengths of training: the Transformer's loss, and differences of pairs of arms."""
+    """Return a table with a row for each length: the Transformer's loss, and differences of pairs of arms."""
     records = [r for r in records if r["task"] == task]
-    differences = {pair: of for pair in PAIRS if (of := of_size(records, task, *pair))}
+    differences = {pair: found for pair in PAIRS if (found := differences_by_length(records, task, *pair))}
     rows = []
     for tokens, steps in LENGTHS[task].items():
-        if losses := by_seed(records, f"{BASELINE}, steps={steps}", TEST_LOSS):
+        if losses := cell_numbers_by_seed(records, f"{REFERENCE}, steps={steps}", TEST_LOSS):
             trained_on = next(r["tokens"] for r in records if r["changes"][STEPS] == str(steps))
-            found = (signed(estimate([*of[tokens].values()])) if tokens in of else "" for of in differences.values())
-            rows.append([str(tokens), f"{trained_on:,}", str(estimate([*losses.values()])), *found])
+            cells = (
+                signed(estimate([*by_length[tokens].values()])) if tokens in by_length else ""
+                for by_length in differences.values()
+            )
+            rows.append([str(tokens), f"{trained_on:,}", str(estimate([*losses.values()])), *cells])
     pairs = (versus(*pair, "").title for pair in differences)
-    return markdown(["tokens per parameter", "tokens", f"`{BASELINE}`", *pairs], rows) + provenance(records)
+    return markdown(["tokens per parameter", "tokens", f"`{REFERENCE}`", *pairs], rows) + provenance(records)
 
 
-def size_change(records: Sequence[Record], task: str, arm: str, first: str, last: str) -> str:
-    """Return by how much the difference of an arm from the Transformer changes between two lengths of training."""
-    differences = of_size(records, task, arm)
+def size_change_text(records: Sequence[Record], task: str, arm: str, first: str, last: str) -> str:
+    """Return by how much an arm's difference from the Transformer changes from one length of training to another.
+
+    `first` and `last` are numbers of tokens per parameter.
+    """
+    differences = differences_by_length(records, task, arm)
     before, after = (differences[int(tokens)] for tokens in (first, last))
     return signed(estimate([difference - before[seed] for seed, difference in after.items()]))
 
 
 def size_rates_table(records: Sequence[Record], task: str) -> str:
     """Return a table of the learning rates of a size: a row for each length, and a column for each arm."""
-    rows = []
-    for tokens, steps in LENGTHS[task].items():
-        own = [r for r in records if (r["task"], r["changes"][STEPS]) == (task, str(steps))]
-        rates = {r["arm"]: f"{r['learning_rate']:g}" for r in own}
-        if rates:
-            rows.append([str(tokens), *(rates.get(arm, "") for arm in ARCHITECTURES)])
-    return markdown(["tokens per parameter", *(f"`{arm}`" for arm in ARCHITECTURES)], rows)
+    return _lengths_table(records, task, lambda runs: f"{runs[-1]['learning_rate']:g}")
 
 
 def size_seconds_table(records: Sequence[Record], task: str) -> str:
     """Return a table of the median seconds of a run of a size: a row for each length, and a column for each arm."""
+    return _lengths_table(records, task, lambda runs: f"{statistics.median(r['wall_seconds'] for r in runs):.0f}")
+
+
+def _lengths_table(records: Sequence[Record], task: str, cell_text: Callable[[Sequence[Record]], str]) -> str:
+    """Return a table with a row for each length and a column for each arm: `cell_text` of the arm's runs, if any."""
     rows = []
     for tokens, steps in LENGTHS[task].items():
-        own = [r for r in records if (r["task"], r["changes"][STEPS]) == (task, str(steps))]
-        times = ([r["wall_seconds"] for r in own if r["arm"] == arm] for arm in ARCHITECTURES)
-        if own:
-            rows.append([str(tokens), *(f"{statistics.median(of):.0f}" if of else "" for of in times)])
+        trained = [r for r in records if (r["task"], r["changes"][STEPS]) == (task, str(steps))]
+        by_arm = ([r for r in trained if r["arm"] == arm] for arm in ARCHITECTURES)
+        if trained:
+            rows.append([str(tokens), *(cell_text(runs) if runs else "" for runs in by_arm)])
     return markdown(["tokens per parameter", *(f"`{arm}`" for arm in ARCHITECTURES)], rows)
 
 
 class SizeContrast(NamedTuple):
     """A contrast of question 4."""
 
-    title: str  # The pair of arms.
-    at: str  # What it is: the difference at a length, its slope, or its change with the size.
+    title: str  # The pair of arms, in Markdown.
+    measured: str  # The difference at a length, its slope, or its change with the size.
     values: list[float]  # One for each seed, in bits per byte.
-    above_zero: str  # Verdict on a mean above zero.
-    below_zero: str
+    if_positive: str  # Verdict on a mean above zero.
+    if_negative: str  # Verdict on a mean below zero.
 
 
 def size_family(records: Sequence[Record], task: str) -> list[SizeContrast]:
@@ -281,45 +317,47 @@ def size_family(records: Sequence[Record], task: str) -> list[SizeContrast]:
     """
     differences = {}
     for pair in PAIRS:
-        of = of_size(records, task, *pair)
-        if pair[0] in LATER_ARMS:
-            # Of the larger models, all runs of these arms were preregistered later.
-            of = {tokens: of[tokens] for tokens in of if tokens <= FAMILY_TOKENS} if task == SMALLEST else {}
-        if of:
-            differences[pair] = of
+        by_length = differences_by_length(records, task, *pair)
+        arm, _ = pair
+        if arm in LATER_ARMS:  # All their runs of larger models, and the longest runs of the smallest ones, came later.
+            is_earlier = task == SMALLEST
+            by_length = {t: by_length[t] for t in by_length if t <= FAMILY_TOKENS} if is_earlier else {}
+        if by_length:
+            differences[pair] = by_length
     family = _differences_and_slopes(differences, FAMILY_TOKENS)
     if task != SMALLEST:
         for pair in RESIZED_PAIRS:
-            smaller = of_size(records, SMALLEST, *pair)[FAMILY_TOKENS]
+            smaller = differences_by_length(records, SMALLEST, *pair)[FAMILY_TOKENS]
             change = [loss - smaller[seed] for seed, loss in differences[pair][FAMILY_TOKENS].items()]
-            at = f"{FAMILY_TOKENS} tokens per parameter, change with the size"
-            family.append(SizeContrast(versus(*pair, "").title, at, change, "rises", "falls"))
+            measured = f"{FAMILY_TOKENS} tokens per parameter, change with the size"
+            family.append(SizeContrast(versus(*pair, "").title, measured, change, "rises", "falls"))
     return family
 
 
 def later_family(records: Sequence[Record], task: str) -> list[SizeContrast]:
     """Return a size's second family: differences of the later arms in the longest runs, and their slopes."""
-    differences = {(arm, BASELINE): of_size(records, task, arm) for arm in LATER_ARMS}
+    differences = {(arm, REFERENCE): differences_by_length(records, task, arm) for arm in LATER_ARMS}
     return _differences_and_slopes(differences, max(LENGTHS[task]))
 
 
 def _differences_and_slopes(differences: Mapping[tuple[str, str], Differences], tokens: int) -> list[SizeContrast]:
     """Return the differences of pairs of arms at a number of tokens per parameter, and then their slopes."""
-    at, over = [], []
-    for pair, of in differences.items():
+    at_tokens, over_lengths = [], []
+    for pair, by_length in differences.items():
         title = versus(*pair, "").title
-        lengths = f"slope per doubling of the tokens, {min(of)} to {max(of)}"
-        at.append(SizeContrast(title, f"{tokens} tokens per parameter", [*of[tokens].values()], "worse", "better"))
-        over.append(SizeContrast(title, lengths, slopes(of), "rises", "falls"))
-    return at + over
+        length = f"{tokens} tokens per parameter"
+        at_tokens.append(SizeContrast(title, length, [*by_length[tokens].values()], "worse", "better"))
+        slope = f"slope per doubling of the tokens, {min(by_length)} to {max(by_length)}"
+        over_lengths.append(SizeContrast(title, slope, slopes(by_length), "rises", "falls"))
+    return at_tokens + over_lengths
 
 
 def _size_contrasts_table(family: Sequence[SizeContrast]) -> str:
     rows = []
-    for contrast, p in zip(family, holm([p_value(contrast.values) for contrast in family]), strict=True):
-        mean = estimate(contrast.values)
-        found = contrast.above_zero if mean.mean > 0 else contrast.below_zero
-        rows.append([contrast.title, contrast.at, signed(mean), p_text(p), "open" if p >= SIGNIFICANT else found])
+    for contrast, (value, p) in zip(family, tested([contrast.values for contrast in family]), strict=True):
+        found = contrast.if_positive if value.mean > 0 else contrast.if_negative
+        found = "open" if p >= SIGNIFICANT else found
+        rows.append([contrast.title, contrast.measured, signed(value), p_text(p), found])
     return markdown(["contrast", "at", "bits per byte", "p, corrected", "verdict"], rows)
 
 
@@ -335,10 +373,10 @@ def sizes_later_table(records: Sequence[Record], task: str) -> str:
 
 PLACEHOLDERS = {
     "family": family_table,
-    "contrast": contrast_value,
+    "contrast": contrast_text,
     "cells": cells_table,
     "sizes": sizes_table,
-    "size_change": size_change,
+    "size_change": size_change_text,
     "size_seconds": size_seconds_table,
     "size_rates": size_rates_table,
     "sizes_family": sizes_family_table,

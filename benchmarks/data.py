@@ -2,14 +2,13 @@
 
 python benchmarks/data.py loader [--store=DIR --tokenizer=NAME] [--rows=64] [--sequence_length=4096] [--rounds=7]
 
-`loader` prints tokens/s of batches from a memory-mapped store, on the host and placed on the device as in training, as
-medians over interleaved rounds in one process. Without --store, it writes 64 M tokens of random documents (lognormal
-lengths, median 400) to a temporary folder. It also prints the time to pack 10 M such documents.
+`loader` prints a table of tokens/s of batches from a memory-mapped store, on the host and placed on the device as in
+training, as medians over interleaved rounds in one process. Without --store, it writes 64 M tokens of random documents
+(lognormal lengths, median 400) to a temporary folder. It also prints the time to pack 10 M such documents.
 """
 
 import argparse
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -19,11 +18,11 @@ from typing import Any
 
 import jax
 import numpy as np
-import rich.console
 import rich.table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.console_tables import console, median_and_range, numbers_table
 from difftx.config import MeshConfig
 from difftx.config.recipes import load_config
 from difftx.data.loader import HostSlice, Loader, host_batches
@@ -36,13 +35,17 @@ from difftx.parallel.mesh import make_mesh
 
 BASE = Path(__file__).resolve().parent.parent / "configs" / "base.py"
 BATCHES = 20  # Batches per round.
-VOCABULARY = 100_277
+VOCABULARY = 100_277  # Of cl100k_base, so that tokens need 4 bytes.
 SHARD_TOKENS = 2**23
-SHARDS = {"train": 8, "valid": 1}
+SHARDS = {"train": 8, "valid": 1}  # Split → number of shards.
+MEDIAN_DOCUMENT_TOKENS = 400  # Approximate median of `random_lengths`.
+PACKED_DOCUMENTS = 10_000_000
 
+# In values of fields, STORE stands for the folder of the token store.
 TWO_SOURCES = '[{"name": "a", "path": "STORE", "weight": 0.7}, {"name": "b", "path": "STORE", "weight": 0.3}]'
 MASKED = {"data.document_mask": "true"}
 PACKED = MASKED | {"data.packing": "best_fit"}
+# Name of a way to make rows → fields of the config.
 CONTESTANTS = {
     "concat": {"data.path": "STORE"},
     "concat, document mask": {"data.path": "STORE"} | MASKED,
@@ -54,8 +57,14 @@ CONTESTANTS = {
 }
 
 
-def measure_loader(args: argparse.Namespace) -> None:
+def print_loader(args: argparse.Namespace) -> None:
     """Print tokens/s of each entry of `CONTESTANTS`, then the time to pack documents."""
+    console(120).print(loader_table(measure_loader(args), args))
+    print(packing_line(args.sequence_length))
+
+
+def measure_loader(args: argparse.Namespace) -> dict[str, list[list[float]]]:
+    """Return for each entry of `CONTESTANTS` the seconds of each round, on the host and then placed on the device."""
     with tempfile.TemporaryDirectory() as folder:
         store = args.store
         if store is None:
@@ -65,30 +74,46 @@ def measure_loader(args: argparse.Namespace) -> None:
         seconds: dict[str, list[list[float]]] = {name: [[], []] for name in batches}
         for _ in range(args.rounds + 1):
             for name, both in batches.items():
-                for kind, advance in enumerate(both):
-                    seconds[name][kind].append(timed(advance))
-    table = rich.table.Table(
-        title=f"rows of {args.sequence_length:,} tokens, {args.rows} a batch; {os.cpu_count()} CPUs, "
+                for index, advance in enumerate(both):
+                    seconds[name][index].append(timed(advance))
+    # The first round fills the page cache and the prefetch buffers.
+    return {name: [of_rounds[1:] for of_rounds in both] for name, both in seconds.items()}
+
+
+def loader_table(seconds: dict[str, list[list[float]]], args: argparse.Namespace) -> rich.table.Table:
+    """Return a table of M tokens/s, from the seconds that `measure_loader` returns."""
+    title = (
+        f"rows of {args.sequence_length:,} tokens, {args.rows} a batch; {os.cpu_count()} CPUs, "
         f"load {os.getloadavg()[0]:.1f}; M tokens/s, median (worst … best of {args.rounds})"
     )
-    for name in ("rows", "on the host", "placed"):
-        table.add_column(name, justify="left" if name == "rows" else "right")
-    for name, kinds in seconds.items():
-        # The first round fills the page cache and the prefetch buffers.
-        rates = [[BATCHES * args.rows * args.sequence_length / s / 1e6 for s in kind[1:]] for kind in kinds]
-        table.add_row(name, *(f"{statistics.median(r):.1f} ({min(r):.1f} … {max(r):.1f})" for r in rates))
-    rich.console.Console(width=None if sys.stdout.isatty() else 120).print(table)
+    table = numbers_table(title, ("rows", "on the host", "placed"))
+    round_tokens = BATCHES * args.rows * args.sequence_length
+    for name, both in seconds.items():
+        rates = ([round_tokens / elapsed / 1e6 for elapsed in of_rounds] for of_rounds in both)
+        table.add_row(name, *(median_and_range(of_rounds, ".1f") for of_rounds in rates))
+    return table
 
-    offsets = np.concatenate([[0], np.cumsum(random_lengths(np.random.default_rng(0), 10_000_000))])
+
+def packing_line(sequence_length: int) -> str:
+    """Pack random documents into rows, and return a line with the seconds and the share of padding."""
+    lengths = random_lengths(np.random.default_rng(0), PACKED_DOCUMENTS)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
     start = time.perf_counter()
-    rows = len(best_fit(offsets, args.sequence_length))
-    packing = time.perf_counter() - start
-    padding = 1 - offsets[-1] / (rows * args.sequence_length)
-    print(f"best_fit: 10,000,000 documents into {rows:,} rows in {packing:.1f} s, {padding:.4%} padding")
+    rows = len(best_fit(offsets, sequence_length))
+    seconds = time.perf_counter() - start
+    padding = 1 - offsets[-1] / (rows * sequence_length)
+    return f"best_fit: {PACKED_DOCUMENTS:,} documents into {rows:,} rows in {seconds:.1f} s, {padding:.4%} padding"
 
 
 def make_batches(changes: dict[str, str], store: Path, args: argparse.Namespace, folder: str) -> list[Callable]:
-    """Return two functions that produce the next batch: one on the host, one on the device."""
+    """Return two functions that produce the next batch: one on the host, one on the device.
+
+    Args:
+        changes: Fields of the config, in whose values STORE stands for `store`.
+        store: Folder of the token store.
+        args: Flags of the command.
+        folder: Folder of the loader's cache.
+    """
     config = load_config(
         str(BASE),
         {name: text.replace("STORE", str(store)) for name, text in changes.items()}
@@ -137,7 +162,7 @@ def write_store(folder: Path) -> None:
         shards: list[dict[str, Any]] = []
         for index in range(count):
             tokens, offsets = (shard_file(folder, split, index, kind) for kind in ("tokens", "offsets"))
-            ends = np.cumsum(random_lengths(rng, SHARD_TOKENS // 400))
+            ends = np.cumsum(random_lengths(rng, SHARD_TOKENS // MEDIAN_DOCUMENT_TOKENS))
             starts = np.concatenate([[0], ends[ends < SHARD_TOKENS], [SHARD_TOKENS]]).astype("<u8")
             rng.integers(0, VOCABULARY, SHARD_TOKENS, np.uint32).tofile(tokens)
             starts.tofile(offsets)
@@ -153,7 +178,7 @@ def write_store(folder: Path) -> None:
 
 
 def random_lengths(rng: np.random.Generator, documents: int) -> np.ndarray:
-    """Return random document lengths in tokens, long-tailed like those of web pages."""
+    """Return random document lengths in tokens, long-tailed like those of web pages. Their median is exp(6) = 403."""
     return np.exp(rng.normal(6, 1.2, documents)).astype(np.int64) + 1
 
 
@@ -162,7 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     loader = commands.add_parser("loader", help="tokens/s of the loader")
-    loader.set_defaults(run=measure_loader)
+    loader.set_defaults(run=print_loader)
     loader.add_argument("--store", type=Path, help="folder of `difftx prepare`")
     loader.add_argument("--tokenizer", default="bytes", help="of --store")
     loader.add_argument("--rows", type=int, default=64)

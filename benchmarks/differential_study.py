@@ -6,7 +6,7 @@ Question 5 has the task novels, with 0.15M parameters. The exploratory study has
 parameters, and recall and recall-easy with 0.1M. For each seed and task, a Transformer is trained and converted by each
 method of `difftx convert --differential`. Then the arms of configs/toy_continued.py train for as many tokens again, on
 new data. Each arm has its own learning rate, tuned on a seed that is not reported. Each job takes one core. An
-interrupted study continues where it stopped.
+interrupted study resumes where it stopped. The script prints the best rate of each arm.
 
     python benchmarks/results.py collect --study=question-5-start runs/study/differential/start-novels-4?
     python benchmarks/results.py collect --study=question-5 runs/study/differential/reported-novels-*
@@ -16,7 +16,6 @@ For the exploratory study, the names are differential-start, differential and di
 its three tasks.
 """
 
-import argparse
 import concurrent.futures
 import sys
 from collections.abc import Sequence
@@ -26,22 +25,29 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import controls_study
-from benchmarks.tuning import EXPLORATORY_SEEDS, EXPLORATORY_TUNED_SEED, best_rate, run_difftx, sweep
+from benchmarks.tuning import (
+    EXPLORATORY_SEEDS,
+    EXPLORATORY_TUNED_SEED,
+    best_rate,
+    run_difftx,
+    study_parser,
+    sweep,
+)
 from difftx.configs.toy_continued import ARMS, RECIPES, STEPS
 from difftx.errors import UserError, run_command
 from difftx.training.checkpoint.manifest import read_manifest, steps_in
 from difftx.training.run import read_description
 
 CONFIG = "configs/toy_continued.py"
-NEW_DATA = 100  # Added to a Transformer's seed, so that its data come in another order.
+NEW_DATA_SEEDS = 100  # Added to a Transformer's seed, so that the continued training reads other data.
 
 
 class Task(NamedTuple):
     """Learning rates and seeds of a task."""
 
-    rates: Sequence[float]  # Rates that each arm tries first.
-    tuned_seed: int = EXPLORATORY_TUNED_SEED
-    seeds: Sequence[int] = EXPLORATORY_SEEDS
+    first_rates: Sequence[float]  # Rates that each arm tries first.
+    tuned_seed: int = EXPLORATORY_TUNED_SEED  # The seed on which an arm chooses its rate.
+    reported_seeds: Sequence[int] = EXPLORATORY_SEEDS
 
 
 TASKS = {
@@ -54,37 +60,37 @@ TASKS = {
 
 def main(arguments: Sequence[str]) -> int:
     """Train all arms of the tasks; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
+    parser = study_parser(__doc__)
     parser.add_argument("--task", choices=TASKS, action="append", help="may be repeated; all by default")
-    parser.add_argument("--jobs", type=int, default=2, help="number of runs at a time (%(default)s)")
     args = parser.parse_args(arguments)
     tasks = args.task or [*TASKS]
-    starts = [(task, seed) for task in tasks for seed in (TASKS[task].tuned_seed, *TASKS[task].seeds)]
+    starts = [(task, seed) for task in tasks for seed in (TASKS[task].tuned_seed, *TASKS[task].reported_seeds)]
+    arms = [(task, arm) for task in tasks for arm in ARMS]
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(lambda at: train_transformer(args.out, *at), starts))
-        arms = [(task, arm) for task in tasks for arm in ARMS]
-        for (task, arm), rate in zip(arms, pool.map(lambda at: train_arm(args.out, *at), arms), strict=True):
+        # The list waits for all Transformers, whose weights the arms start from, and raises the errors of failed runs.
+        list(pool.map(lambda start: train_transformer(args.out, *start), starts))
+        best_rates = pool.map(lambda arm: train_arm(args.out, *arm), arms)
+        for (task, arm), rate in zip(arms, best_rates, strict=True):
             print(f"{task}, {arm}: rate {rate:g}", flush=True)
     return 0
 
 
 def train_transformer(out: Path, task: str, seed: int) -> None:
-    """Train the Transformer of a seed, and convert it by each method."""
+    """Train the Transformer of a task and seed, and convert it by each method."""
     grid = [f"task={task}", "arm=transformer", f"seed={seed}"]
     steps = [f"--config.train.steps={STEPS[task]}", f"--config.eval.every_steps={STEPS[task]}"]
-    folder = out / f"start-{task}-{seed}"
-    sweep(folder, f"configs/{Path(RECIPES[task].__file__).name}", grid, steps)
+    sweep(out / f"start-{task}-{seed}", f"configs/{Path(RECIPES[task].__file__).name}", grid, steps)
+    transformer = start_of(out, task, "transformer", seed)
     for method in ARMS:
         if method != "transformer":
-            to = start_of(out, task, method, seed)
-            flags = [f"--differential={method}", f"--input={start_of(out, task, 'transformer', seed)}", f"--out={to}"]
-            run_difftx(to, ["convert", "--from=difftx", "--to=difftx", *flags])
-            require_newest_weights(to, start_of(out, task, "transformer", seed))
+            converted = start_of(out, task, method, seed)
+            flags = [f"--differential={method}", f"--input={transformer}", f"--out={converted}"]
+            run_difftx(converted, ["convert", "--from=difftx", "--to=difftx", *flags])
+            require_newest_weights(converted, transformer)
 
 
 def require_newest_weights(converted: Path, transformer: Path) -> None:
-    """Raise `UserError` if a folder was converted from other weights than those that the Transformer has now."""
+    """Raise `UserError` if a run directory was converted from other weights than the Transformer's newest ones."""
     source = read_description(converted).get("source_weights")  # Older versions did not record it.
     checkpoints = transformer / "checkpoints"
     newest = read_manifest(checkpoints / str(steps_in(checkpoints)[-1])).weights
@@ -103,15 +109,17 @@ def start_of(out: Path, task: str, arm: str, seed: int) -> Path:
 
 def train_arm(out: Path, task: str, arm: str) -> float:
     """Tune an arm's learning rate, train the reported seeds, and return the rate."""
+    rates, tuned_seed, reported_seeds = TASKS[task]
 
     def train(folder: str, seed: int, rate: float) -> float:
+        """Return the validation loss of a run."""
         grid = [f"task={task}", f"arm={arm}", f"train.seed={seed}", f"optimizer.learning_rate={rate:g}"]
         start = start_of(out, task, arm, seed).resolve()
-        flags = [f"--config.checkpoint.init_from={start}", f"--config.data.seed={seed + NEW_DATA}"]
+        flags = [f"--config.checkpoint.init_from={start}", f"--config.data.seed={seed + NEW_DATA_SEEDS}"]
         return sweep(out / folder, CONFIG, grid, flags)
 
-    best = best_rate(TASKS[task].rates, lambda rate: train(f"rate-{task}-{arm}-{rate:g}", TASKS[task].tuned_seed, rate))
-    for seed in TASKS[task].seeds:
+    best = best_rate(rates, lambda rate: train(f"rate-{task}-{arm}-{rate:g}", tuned_seed, rate))
+    for seed in reported_seeds:
         train(f"reported-{task}-{arm}-{seed}", seed, best)
     return best
 

@@ -5,6 +5,8 @@ python benchmarks/generate.py [--config=configs/quickstart.py] [--new_tokens=512
 Both architectures run in one process, one block of tokens each in turn. They decode greedily from random parameters,
 and no text ends early. Without the cache, each new token needs a pass over the whole window; one jitted program makes
 all tokens.
+
+Prints two tables of milliseconds per token: by architecture, and by the number of tokens generated before.
 """
 
 import argparse
@@ -26,6 +28,7 @@ from flax import nnx
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.console_tables import median_and_range, numbers_table
 from difftx.commands.flags import parse_overrides
 from difftx.config.model import CacheConfig
 from difftx.config.recipes import load_config
@@ -40,6 +43,9 @@ from difftx.training.state import graph, init_state
 
 ARCHITECTURES = ("transformer", "diff")
 PROMPT_TOKENS = 16
+SLOW_TOKENS = 32  # Number of tokens that are generated without a cache, which all cost the same.
+
+type BlocksOfRuns = dict[str, list[list[Block]]]  # Architecture → round → times of the blocks of new tokens.
 
 
 def load(spec: str, overrides: dict[str, str], architecture: str) -> LanguageModel:
@@ -65,7 +71,8 @@ class Block:
 def with_cache(models: dict[str, LanguageModel], rows: int, new_tokens: int) -> dict[str, list[Block]]:
     """Return the times of every block of new tokens of each model; the models take turns after each block."""
     prompts = [[1] * PROMPT_TOKENS] * rows
-    states, blocks = {}, {name: [] for name in models}
+    states = {}
+    blocks: dict[str, list[Block]] = {name: [] for name in models}
     for name, lm in models.items():
         with jax.set_mesh(lm.mesh):
             state = decode.prefill(lm, prompts, seeds=[0] * rows, limits=[new_tokens] * rows)
@@ -112,25 +119,32 @@ def without_cache(lm: LanguageModel, rows: int, new_tokens: int, tokens: int) ->
     return (time.perf_counter() - start) / tokens
 
 
-def measure(models: dict[str, LanguageModel], *, rows: int, new_tokens: int, rounds: int) -> None:
-    """Measure `rounds` rounds, after one round that compiles, and print the tables."""
-    fast: dict[str, list[list[Block]]] = {name: [] for name in models}
+def measure(
+    models: dict[str, LanguageModel], *, rows: int, new_tokens: int, rounds: int
+) -> tuple[BlocksOfRuns, dict[str, list[float]]]:
+    """Measure `rounds` rounds, after one round that compiles.
+
+    Return for each architecture the times of blocks with the cache, and the seconds per token without it by round.
+    """
+    fast: BlocksOfRuns = {name: [] for name in models}
     slow: dict[str, list[float]] = {name: [] for name in models}
-    load = os.getloadavg()[0]
     for number in range(rounds + 1):
         blocks = with_cache(models, rows, new_tokens)
         for name, lm in models.items():
             with jax.set_mesh(lm.mesh):
-                whole = without_cache(lm, rows, new_tokens, 32)
+                seconds = without_cache(lm, rows, new_tokens, SLOW_TOKENS)
             if number:
                 fast[name].append(blocks[name])
-                slow[name].append(whole)
-    console = rich.console.Console(width=160)
-    load = f"load {load:.1f} … {os.getloadavg()[0]:.1f}"
-    title = f"{rows} rows, {new_tokens} new tokens; {load}; ms per token, median (best … worst of {rounds})"
-    table = rich.table.Table(title=title)
-    for column in ("architecture", "with cache", "CPU", "tokens/s", "ratio", "CPU ratio", "without", "faster by"):
-        table.add_column(column, justify="left" if column == "architecture" else "right")
+                slow[name].append(seconds)
+    return fast, slow
+
+
+def architectures_table(
+    title: str, fast: BlocksOfRuns, slow: dict[str, list[float]], rows: int, new_tokens: int
+) -> rich.table.Table:
+    """Return a table with a row for each architecture: times, and ratios of paired blocks to the first architecture."""
+    columns = ("architecture", "with cache", "CPU", "tokens/s", "ratio", "CPU ratio", "without", "faster by")
+    table = numbers_table(title, columns)
     first = [block for run in fast[ARCHITECTURES[0]] for block in run]
     for name, runs in fast.items():
         seconds = [sum(block.seconds for block in run) / new_tokens for run in runs]
@@ -138,39 +152,35 @@ def measure(models: dict[str, LanguageModel], *, rows: int, new_tokens: int, rou
         pairs = list(zip(first, (block for run in runs for block in run), strict=True))
         table.add_row(
             name,
-            _spread(seconds),
-            _spread(cpu),
+            _milliseconds(seconds),
+            _milliseconds(cpu),
             f"{rows / statistics.median(seconds):,.0f}",
             f"{statistics.median(a.seconds / b.seconds for a, b in pairs):.3f}",
             f"{statistics.median(a.cpu_seconds / b.cpu_seconds for a, b in pairs):.3f}",
-            _spread(slow[name]),
+            _milliseconds(slow[name]),
             f"{statistics.median(a / b for a, b in zip(slow[name], seconds, strict=True)):.1f}×",
         )
-    console.print(table)
-    console.print("ratio: tokens/s to the Transformer's, median over pairs of blocks")
-    console.print(_by_tokens_before(fast, new_tokens))
-
-
-def _by_tokens_before(fast: dict[str, list[list[Block]]], new_tokens: int) -> rich.table.Table:
-    table = rich.table.Table(title="ms per token by tokens made before it, median: wall, CPU")
-    table.add_column("tokens before")
-    table.add_column("slots", justify="right")
-    uncompressed = CacheConfig()
-    for name in fast:
-        table.add_column(name, justify="right")
-    step = max(decode.BLOCK_TOKENS, new_tokens // 8)
-    for mark in range(0, new_tokens, step):
-        cells = []
-        for runs in fast.values():
-            here = [block for run in runs for block in run if mark <= block.made < mark + step]
-            values = (statistics.median(getattr(b, kind) for b in here) for kind in ("seconds", "cpu_seconds"))
-            cells.append(", ".join(f"{1e3 * value / decode.BLOCK_TOKENS:.3f}" for value in values))
-        table.add_row(str(mark), str(capacity_for(PROMPT_TOKENS + mark + step, uncompressed)), *cells)
     return table
 
 
-def _spread(seconds: list[float]) -> str:
-    return f"{1e3 * statistics.median(seconds):.3f} ({1e3 * min(seconds):.3f} … {1e3 * max(seconds):.3f})"
+def positions_table(fast: BlocksOfRuns, new_tokens: int) -> rich.table.Table:
+    """Return a table of the median times per token, by the number of tokens generated before."""
+    title = "ms per token by tokens made before it, median: wall, CPU"
+    table = numbers_table(title, ("tokens before", "slots", *fast))
+    uncompressed = CacheConfig()
+    step = max(decode.BLOCK_TOKENS, new_tokens // 8)
+    for start in range(0, new_tokens, step):
+        cells = []
+        for runs in fast.values():
+            blocks = [block for run in runs for block in run if start <= block.made < start + step]
+            medians = (statistics.median(getattr(b, kind) for b in blocks) for kind in ("seconds", "cpu_seconds"))
+            cells.append(", ".join(f"{1e3 * median / decode.BLOCK_TOKENS:.3f}" for median in medians))
+        table.add_row(str(start), str(capacity_for(PROMPT_TOKENS + start + step, uncompressed)), *cells)
+    return table
+
+
+def _milliseconds(seconds: list[float]) -> str:
+    return median_and_range([1e3 * value for value in seconds], ".3f")
 
 
 def main() -> int:
@@ -183,7 +193,15 @@ def main() -> int:
     args, rest = parser.parse_known_args()
     overrides = parse_overrides(rest, "config")
     models = {name: load(args.config, overrides, name) for name in ARCHITECTURES}
-    measure(models, rows=args.rows, new_tokens=args.new_tokens, rounds=args.rounds)
+    load_before, *_ = os.getloadavg()
+    fast, slow = measure(models, rows=args.rows, new_tokens=args.new_tokens, rounds=args.rounds)
+    machine = f"load {load_before:.1f} … {os.getloadavg()[0]:.1f}"
+    size = f"{args.rows} rows, {args.new_tokens} new tokens"
+    title = f"{size}; {machine}; ms per token, median (best … worst of {args.rounds})"
+    console = rich.console.Console(width=160)
+    console.print(architectures_table(title, fast, slow, args.rows, args.new_tokens))
+    console.print("ratio: tokens/s to the Transformer's, median over pairs of blocks")
+    console.print(positions_table(fast, args.new_tokens))
     return 0
 
 

@@ -11,6 +11,8 @@ the diagonal.
 The floors of a kernel are the clocks per pair of tiles that one unit of an SM is busy. The largest floor bounds the
 kernel. "alone" is the time of one loop iteration if no other warpgroup uses the SM: instructions issue in order after
 their stall counts and scoreboards, matrix products run one after another, and barriers are always open.
+
+For each kernel, the script prints the counts of its main loops, and then its floors in clocks and in milliseconds.
 """
 
 import argparse
@@ -37,8 +39,10 @@ from difftx.kernels import pallas_gpu  # noqa: E402
 from difftx.kernels.pallas_gpu_tiles import GROUPS, TILE  # noqa: E402
 from difftx.launch.topology import find_devices, parse_topology  # noqa: E402
 
-BATCH, TOKENS, HEADS = 4, 4096, 12
-SMS = 132
+BATCH = 4
+TOKENS = 4096
+HEADS = 12
+SMS = 132  # Streaming multiprocessors of an H100 or H200.
 # An assumption, which benchmarks/records/2026-11-23_gpu_sass.md shares: the clock under load is not measured. NVIDIA's
 # peak has 1.83 GHz, and the largest clock is 1.98 GHz.
 CLOCK_HZ = 1.755e9
@@ -57,7 +61,8 @@ LOOPS = {
     "difftx_dkv": {"softmax": GROUPS, "dP, dV": 1},
     "difftx_dq": {"softmax": GROUPS, "dP": 1},
 }
-LINE = re.compile(r"([\dx&a-f-]+):([\d-]):([\d-]):[Y-]:(\d+)\s+/\*\w+\*/\s+(?:@!?U?P\w+\s+)?([\w.]+)\s*(.*)$")
+# A line of SASS with its control code: waits, scoreboards of operands and of the result, stall count, opcode, operands.
+SASS_LINE = re.compile(r"([\dx&a-f-]+):([\d-]):([\d-]):[Y-]:(\d+)\s+/\*\w+\*/\s+(?:@!?U?P\w+\s+)?([\w.]+)\s*(.*)$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +117,7 @@ def parse(path):
     for line in path.read_text().splitlines():
         if label := re.match(r"(\.L_x_\d+):", line.strip()):
             labels[label[1]] = len(instructions)
-        elif found := LINE.match(line.strip()):
+        elif found := SASS_LINE.match(line.strip()):
             waits, read, written, stall, opcode, operands = found.groups()
             if waits.startswith("0x"):  # A mask instead of a list.
                 waits = "".join(str(i) for i in range(6) if int(waits, 16) >> i & 1)
@@ -123,7 +128,10 @@ def parse(path):
 
 
 def main_loops(instructions, labels):
-    """Return the bodies of the main loops, in order, without the branches that mask tiles."""
+    """Return the instructions of each main loop, in the order of the code, without the branches that mask tiles.
+
+    These are the loops with matrix products, or if there is only one, that loop and those that load tiles.
+    """
     bodies = []
     for end, instruction in enumerate(instructions):
         start = labels.get(instruction.label, end)
@@ -131,13 +139,14 @@ def main_loops(instructions, labels):
         from_sleep = any(x.name == "NANOSLEEP" for x in instructions[end - 5 : end])
         if start < end and not from_sleep:
             bodies.append((start, end + 1))
-    with_products = [b for b in bodies if any(x.product for x in instructions[slice(*b)])]
-    with_loads = [b for b in bodies if any(x.name == "UTMALDG" for x in instructions[slice(*b)])]
+    with_products = [body for body in bodies if any(x.product for x in instructions[slice(*body)])]
+    with_loads = [body for body in bodies if any(x.name == "UTMALDG" for x in instructions[slice(*body)])]
     loops = with_products if len(with_products) > 1 else with_products + with_loads
     return [_without_masks(instructions, labels, *loop) for loop in loops]
 
 
 def _without_masks(instructions, labels, start, end):
+    """Return the instructions from `start` to before `end`, without the branch that masks a tile on the diagonal."""
     body, i = [], start
     while i < end:
         body.append(instructions[i])
@@ -148,12 +157,12 @@ def _without_masks(instructions, labels, start, end):
     return body
 
 
-def alone(body, iterations=40):
+def clocks_alone(body, iterations=40):
     """Return the clocks of one iteration of a warpgroup (one warp in each partition) that has the SM to itself."""
     released = collections.defaultdict(int)  # Scoreboard -> clock.
     groups = []  # Clocks at which committed groups of matrix products finish.
     clock = tensor_free = mufu_free = 0
-    starts = []
+    starts = []  # Clocks at which iterations start.
     for _ in range(iterations):
         starts.append(clock)
         for x in body:
@@ -175,11 +184,11 @@ def alone(body, iterations=40):
     return (starts[-1] - starts[9]) / (iterations - 10)  # Without the first iterations.
 
 
-def report(name, width):
-    """Print the counts of a dumped kernel's main loops; return {unit: clocks per pair of tiles}."""
-    (sass,), (said,) = (pathlib.Path(_DUMP.name).glob(f"{name}_[0-9]*.{x}") for x in ("sass_ctrl", "ptxas"))
+def print_kernel(name, width):
+    """Print the counts of a dumped kernel's main loops; return {unit: clocks per pair of tiles that it is busy}."""
+    (sass,), (ptxas_log,) = (pathlib.Path(_DUMP.name).glob(f"{name}_[0-9]*.{x}") for x in ("sass_ctrl", "ptxas"))
     bodies = main_loops(*parse(sass))
-    spilled = sum(map(int, re.findall(r"(\d+) bytes spill", said.read_text())))  # Stores and loads.
+    spilled = sum(map(int, re.findall(r"(\d+) bytes spill", ptxas_log.read_text())))  # Stores and loads.
     print(f"\n{name}, D = {width}, spilled bytes {spilled}")
     # Q, K or V tiles of one step: two tiles of width D and one of width 2D, in bfloat16.
     loaded = TILE * 4 * width * 2
@@ -192,23 +201,29 @@ def report(name, width):
         busy["shared memory"] += warpgroups * sum(x.shared_bytes for x in body) / SHARED_BYTES_PER_CLOCK
         busy["exp2"] += warpgroups * MUFU_CLOCKS * count["MUFU"]
         busy["issue"] += warpgroups * len(body)
-        busy[f"alone, {loop}"] = alone(body)
-        products = collections.Counter(x.product for x in body if x.product)
-        shapes = [f"{n} x 64x{x[0]}x16 {'RS' if x[1] else 'SS'}" for x, n in products.items()]
-        # P for a group of products that ends (its commit), W for a wait.
-        order = ["P" if x.product else "W" for x in body if "gsb" in x.operands]
-        moved = [x.shared_bytes for x in body if x.shared_bytes and not x.product]
-        print(
-            f"  {loop} ({warpgroups} x): {len(body)} instructions, {', '.join(shapes)}\n"
-            f"    groups of products and waits {''.join(order) or '-'}, exp2 {count['MUFU']}, fp32 "
-            f"{sum(count[x] for x in ('FFMA', 'FADD', 'FMUL', 'FMNMX'))}, to bf16 {count['F2FP']}, "
-            f"shuffles {count['SHFL']}\n"
-            f"    shared memory: products {sum(x.shared_bytes for x in body if x.product)} bytes, "
-            f"{len(moved)} LDS/STS/LDSM/STSM {sum(moved)} bytes; TMA loads {count['UTMALDG']}, mbarriers "
-            f"{count['SYNCS']}, BAR {count['BAR']}, fences {count['MEMBAR'] + count['FENCE']}, "
-            f"global loads {count['LD'] + count['LDG']}"
-        )
+        busy[f"alone, {loop}"] = clocks_alone(body)
+        print_loop(loop, warpgroups, body)
     return busy
+
+
+def print_loop(loop, warpgroups, body):
+    """Print the counts of the instructions of a main loop."""
+    count = collections.Counter(x.name for x in body)
+    products = collections.Counter(x.product for x in body if x.product)
+    shapes = [f"{n} x 64x{x[0]}x16 {'RS' if x[1] else 'SS'}" for x, n in products.items()]
+    # P for a group of products that ends (its commit), W for a wait.
+    order = ["P" if x.product else "W" for x in body if "gsb" in x.operands]
+    moved = [x.shared_bytes for x in body if x.shared_bytes and not x.product]
+    print(
+        f"  {loop} ({warpgroups} x): {len(body)} instructions, {', '.join(shapes)}\n"
+        f"    groups of products and waits {''.join(order) or '-'}, exp2 {count['MUFU']}, fp32 "
+        f"{sum(count[x] for x in ('FFMA', 'FADD', 'FMUL', 'FMNMX'))}, to bf16 {count['F2FP']}, "
+        f"shuffles {count['SHFL']}\n"
+        f"    shared memory: products {sum(x.shared_bytes for x in body if x.product)} bytes, "
+        f"{len(moved)} LDS/STS/LDSM/STSM {sum(moved)} bytes; TMA loads {count['UTMALDG']}, mbarriers "
+        f"{count['SYNCS']}, BAR {count['BAR']}, fences {count['MEMBAR'] + count['FENCE']}, "
+        f"global loads {count['LD'] + count['LDG']}"
+    )
 
 
 def compile_kernels(width):
@@ -236,7 +251,7 @@ def main():
         parser.error("nvdisasm is not on the PATH: see the first lines of this file")
     os.environ["MOSAIC_GPU_CUDA_ROOT"] = str(pathlib.Path(nvdisasm).parents[1])
     compile_kernels(width)
-    floors = {name: report(name, width) for name in LOOPS}
+    floors = {name: print_kernel(name, width) for name in LOOPS}
     tiles = TOKENS // TILE
     steps = BATCH * HEADS * tiles * (tiles + 1) // 2 / SMS
     print(f"\nD = {width}, clocks per pair of tiles, and ms at B = {BATCH}, T = {TOKENS}, H = {HEADS}, causal:")

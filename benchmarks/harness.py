@@ -36,16 +36,22 @@ from difftx.training.checkpoint.reading import open_checkpoint, open_run
 from difftx.training.run import read_config
 from difftx.training.state import graph
 
+type Pair = tuple[Tokens, Tokens]  # A context and its continuation.
+type Scores = dict[Pair, Score]
+
 
 class SlowScorer:
-    """Slow replacement of `harness_model.score_all`, which scores one continuation at a time."""
+    """Slow replacement of `harness_model.score_all`, which scores one continuation at a time.
+
+    `scores` has the score of each (context, continuation) so far.
+    """
 
     def __init__(self, evaluation: Evaluation):
         graphdef = graph(evaluation.run.config)
         self._logits = jax.jit(lambda params, row: nnx.merge(graphdef, params)(row)[0])
-        self.scores: dict[tuple[Tokens, Tokens], Score] = {}
+        self.scores: Scores = {}
 
-    def __call__(self, evaluation: Evaluation, pairs: Sequence[tuple[Tokens, Tokens]], *, what: str) -> list[Score]:
+    def __call__(self, evaluation: Evaluation, pairs: Sequence[Pair], *, what: str) -> list[Score]:
         """Return the score of each (context, continuation); repeated pairs are scored once."""
         for pair in evaluation.work.track(pairs, what, len(pairs)):
             if pair not in self.scores:
@@ -53,6 +59,7 @@ class SlowScorer:
         return [self.scores[pair] for pair in pairs]
 
     def _score(self, params, context: Tokens, continuation: Tokens) -> Score:
+        """Return the log-likelihood of a continuation in nats, computed in float64, and whether it is greedy."""
         tokens = [*context, *continuation]
         width = max(64, 2 ** (len(tokens) - 2).bit_length())  # Powers of two, so that few programs are compiled.
         row = np.zeros((1, width), np.int32)
@@ -60,12 +67,12 @@ class SlowScorer:
         logits_TV = np.asarray(self._logits(params, row))[0, len(context) - 1 : len(tokens) - 1].astype(np.float64)
         largest_T1 = logits_TV.max(axis=1, keepdims=True)
         log_p_TV = logits_TV - largest_T1 - np.log(np.exp(logits_TV - largest_T1).sum(axis=1, keepdims=True))
-        places = np.arange(len(continuation)), list(continuation)
-        return Score(float(log_p_TV[places].sum()), bool((logits_TV[places] == largest_T1[:, 0]).all()))
+        chosen = np.arange(len(continuation)), list(continuation)
+        return Score(float(log_p_TV[chosen].sum()), bool((logits_TV[chosen] == largest_T1[:, 0]).all()))
 
 
 def main() -> int:
-    """Parse the flags, run both scorings and compare them."""
+    """Parse the flags, score with the suite and then slowly, and print the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workdir", type=Path, required=True)
     args, rest = parser.parse_known_args()
@@ -75,35 +82,41 @@ def main() -> int:
     assert step is not None, "no checkpoint"
     checkpoint = open_checkpoint(checkpointer.folder / str(step), override(read_config(args.workdir), changes))
     run = open_run(checkpoint, args.workdir)
-    fast: dict[tuple[Tokens, Tokens], Score] = {}
-    original = harness_model.score_all
+    fast_scores: Scores = {}
+    score_all = harness_model.score_all
 
-    def noting(evaluation: Evaluation, pairs: Sequence[tuple[Tokens, Tokens]], *, what: str) -> list[Score]:
-        scores = original(evaluation, pairs, what=what)
-        fast.update(zip(pairs, scores, strict=True))
+    def recording_score_all(evaluation: Evaluation, pairs: Sequence[Pair], *, what: str) -> list[Score]:
+        scores = score_all(evaluation, pairs, what=what)
+        fast_scores.update(zip(pairs, scores, strict=True))
         return scores
 
-    params, start = load_params(run, step), time.perf_counter()
-    harness_model.score_all = noting
+    params = load_params(run, step)
     with Work() as work:
+        start = time.perf_counter()
+        harness_model.score_all = recording_score_all
         result = evals.evaluate(run, params, step, ["harness"], work, checkpoint.weights, checkpoint)["harness"]
         seconds, start = time.perf_counter() - start, time.perf_counter()
         evaluation = Evaluation(run, params, work)
         with jax.set_mesh(run.mesh):
-            slow = harness_model.score_all = SlowScorer(evaluation)
-            again = harness.evaluate(evaluation)
-    slow_seconds = time.perf_counter() - start
+            slow_scorer = harness_model.score_all = SlowScorer(evaluation)
+            slow_result = harness.evaluate(evaluation)
+        slow_seconds = time.perf_counter() - start
     questions, truncated = sum(result.details["questions"].values()), result.details["truncated_requests"]
-    print(f"step {step}; {questions} questions, {len(fast)} different choices, {truncated} cut")
+    print(f"step {step}; {questions} questions, {len(fast_scores)} different choices, {truncated} cut")
     print(f"suite {seconds:.0f} s, one at a time {slow_seconds:.0f} s, load {os.getloadavg()[0]:.1f}")
     for name, value in result.numbers.items():
-        same = "equal" if value == again.numbers[name] else "DIFFERS"
-        print(f"{name:<32}{value:.6f}  {again.numbers[name]:.6f}  {same}")
-    worst = max(abs(fast[pair].loglikelihood - slow.scores[pair].loglikelihood) for pair in fast)
-    greedy = sum(fast[pair].is_greedy != slow.scores[pair].is_greedy for pair in fast)
-    print(f"largest difference of a log-likelihood {worst:.2e} nats; {greedy} differ in whether they are greedy")
-    assert dataclasses.asdict(result) == dataclasses.asdict(again)
+        same = "equal" if value == slow_result.numbers[name] else "DIFFERS"
+        print(f"{name:<32}{value:.6f}  {slow_result.numbers[name]:.6f}  {same}")
+    print_differences(fast_scores, slow_scorer.scores)
+    assert dataclasses.asdict(result) == dataclasses.asdict(slow_result)
     return 0
+
+
+def print_differences(fast: Scores, slow: Scores) -> None:
+    """Print the largest difference of a log-likelihood, and how many pairs are greedy in only one of the scorings."""
+    worst = max(abs(fast[pair].loglikelihood - slow[pair].loglikelihood) for pair in fast)
+    greedy = sum(fast[pair].is_greedy != slow[pair].is_greedy for pair in fast)
+    print(f"largest difference of a log-likelihood {worst:.2e} nats; {greedy} differ in whether they are greedy")
 
 
 if __name__ == "__main__":

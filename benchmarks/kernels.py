@@ -27,6 +27,7 @@ import rich.table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.console_tables import numbers_table
 from difftx import kernels
 from difftx.kernels import target
 
@@ -44,6 +45,7 @@ DEVICES = {
 # Number of matrix products of width D over T² / 2 pairs for one differential head, as (forward, backward), at 2 FLOPs
 # per multiply-add. The floor counts P1 V and P2 V separately, as kernels with an online softmax compute them.
 FLOOR_UNITS = (6, 10)
+# Implementation → number of such products that it executes.
 EXECUTED_UNITS = {
     "pallas_tpu": (6, 10),
     "pallas_gpu": (6, 14),  # The backward pass consists of two kernels.
@@ -107,12 +109,12 @@ class Shape:
     """Sizes of the arrays that the kernels are measured with."""
 
     batch: int
-    heads: int
-    width: int
-    length: int
+    heads: int  # Differential heads.
+    width: int  # Of a query or a key.
+    length: int  # Tokens per row.
 
     def arrays(self) -> tuple[jax.Array, ...]:
-        """Return random q, k and v, and λ."""
+        """Return random q and k of shape [B, T, H, G, D] and v of shape [B, T, H, E] in bfloat16, and λ."""
         keys = jax.random.split(jax.random.key(0), 3)
         rows = self.batch, self.length, self.heads
         shapes = [(*rows, 2, self.width), (*rows, 2, self.width), (*rows, 2 * self.width)]
@@ -137,7 +139,7 @@ class Shape:
         ]
 
 
-Seconds = dict[str, dict[str, list[float]]]  # Implementation → "forward" or "both" → seconds of each round.
+type Seconds = dict[str, dict[str, list[float]]]  # Implementation → "forward" or "both" → seconds of each round.
 
 
 def measure(shape: Shape, rounds: int) -> tuple[Seconds, dict[str, str]]:
@@ -150,11 +152,11 @@ def measure(shape: Shape, rounds: int) -> tuple[Seconds, dict[str, str]]:
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             refused[name] = str(error).splitlines()[0]
     seconds: Seconds = {name: {"forward": [], "both": []} for name in programs}
-    for round_ in range(rounds + 1):
+    for number in range(rounds + 1):
         for name, calls in programs.items():
             for part, call in calls.items():
                 elapsed = timed(call, *arguments)
-                if round_:  # The first round is a warm-up.
+                if number:  # The first round is a warm-up.
                     seconds[name][part].append(elapsed)
     return seconds, refused
 
@@ -163,9 +165,8 @@ def shape_table(shape: Shape, rounds: int, seconds: Seconds) -> rich.table.Table
     """Return the table of one shape, with a row for the floor and one per implementation."""
     device = jax.devices()[0].device_kind
     sizes = f"B={shape.batch} T={shape.length} H={shape.heads} d={shape.width}"
-    table = rich.table.Table(title=f"{device}: {sizes}, causal, bf16, medians of {rounds}")
-    for column in ("kernel", "forward ms", "backward ms", "both ms", "TFLOP/s fwd", "bwd", "× floor", "× transformer"):
-        table.add_column(column, justify="left" if column == "kernel" else "right")
+    columns = ("kernel", "forward ms", "backward ms", "both ms", "TFLOP/s fwd", "bwd", "× floor", "× transformer")
+    table = numbers_table(f"{device}: {sizes}, causal, bf16, medians of {rounds}", columns)
     floor = shape.floor_seconds(device)
     if floor:
         table.add_row("floor", *(f"{1e3 * s:.3f}" for s in (*floor, sum(floor))), "", "", "1.00", "")

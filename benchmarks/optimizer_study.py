@@ -4,13 +4,12 @@
 
 A cell of the study is an arm, an optimizer and a length of the warm-up. Each cell gets its own learning rate, tuned on
 one seed. Three other seeds then train at the best rate, and only these are reported. Each job takes one core; all cells
-take two hours of one core. An interrupted study continues where it stopped.
+take two hours of one core. An interrupted study resumes where it stopped. The script prints the best rate of each cell.
 
     python benchmarks/results.py collect --study=optimizers runs/study/optimizers/*/reported
     python benchmarks/results.py collect --study=optimizers-rates runs/study/optimizers/*/rate-*
 """
 
-import argparse
 import concurrent.futures
 import itertools
 import sys
@@ -20,17 +19,26 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.tuning import EXPLORATORY_SEEDS, EXPLORATORY_TUNED_SEED, best_rate, sweep
+from benchmarks.tuning import (
+    EXPLORATORY_SEEDS,
+    EXPLORATORY_TUNED_SEED,
+    best_rate,
+    seed_axis,
+    study_parser,
+    sweep,
+)
 from difftx.errors import run_command
 
 ARMS = ("transformer", "diff", "diff_v2")
+# Optimizer → fields of the config that select it.
 OPTIMIZERS: Mapping[str, Mapping[str, str]] = {
     "adamw": {},
     "muon": {"optimizer.name": "muon"},
     "muon-groups": {"optimizer.name": "muon", "optimizer.muon.split": "groups"},
 }
-# Rates that each cell tries first. While the best rate is the smallest or largest one, it also tries half or twice it.
-RATES: Mapping[str, Sequence[float]] = {
+# Optimizer → rates that a cell tries first. While the best one is the smallest or the largest one, the cell also tries
+# half or twice that rate.
+FIRST_RATES: Mapping[str, Sequence[float]] = {
     "adamw": (4e-3, 8e-3),
     "muon": (1.6e-2, 3.2e-2),
     "muon-groups": (1.6e-2, 3.2e-2),
@@ -43,10 +51,11 @@ class Cell(NamedTuple):
 
     arm: str
     optimizer: str
-    warmup: float
+    warmup: float  # Share of the steps.
 
     @property
     def folder(self) -> str:
+        """Name of the folder of the cell's runs."""
         return f"{self.arm}-{self.optimizer}-{self.warmup:g}"
 
 
@@ -58,10 +67,7 @@ def cells() -> list[Cell]:
 
 def main(arguments: Sequence[str]) -> int:
     """Train all cells; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
-    parser.add_argument("--jobs", type=int, default=2, help="number of runs at a time (%(default)s)")
-    args = parser.parse_args(arguments)
+    args = study_parser(__doc__).parse_args(arguments)
     todo = cells()
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         trained = [pool.submit(train_cell, cell, args.out / cell.folder) for cell in todo]
@@ -75,13 +81,13 @@ def train_cell(cell: Cell, folder: Path) -> float:
 
     def train(rate: float, seeds: Sequence[int], out: Path) -> float:
         fields = {"optimizer.warmup_fraction": f"{cell.warmup:g}", "optimizer.learning_rate": f"{rate:g}"}
-        grid = ["task=books", f"arm={cell.arm}", f"seed={','.join(map(str, seeds))}"]
+        grid = ["task=books", f"arm={cell.arm}", seed_axis(seeds)]
         grid += [f"{name}={value}" for name, value in fields.items()]
         flags = [f"--config.{name}={value}" for name, value in OPTIMIZERS[cell.optimizer].items()]
         return sweep(out, "configs/toy.py", grid, [*flags, "--config.eval.suites=loss"])
 
     best = best_rate(
-        RATES[cell.optimizer], lambda rate: train(rate, (EXPLORATORY_TUNED_SEED,), folder / f"rate-{rate:g}")
+        FIRST_RATES[cell.optimizer], lambda rate: train(rate, (EXPLORATORY_TUNED_SEED,), folder / f"rate-{rate:g}")
     )
     train(best, EXPLORATORY_SEEDS, folder / "reported")
     return best

@@ -1,11 +1,15 @@
-"""Table and values of docs/exploratory.md on warm-up and optimizers (benchmarks/optimizer_study.py)."""
+"""Table and values of docs/exploratory.md on warm-up and optimizers (benchmarks/optimizer_study.py).
+
+This module has no command: `python benchmarks/results.py render` calls the functions in `PLACEHOLDERS`. Losses and
+their differences are in bits per byte of the validation text.
+"""
 
 from collections.abc import Sequence
 
 from benchmarks.optimizer_study import OPTIMIZERS, WARMUPS, Cell, cells
 from benchmarks.results_tables import Record, estimate, markdown, provenance, signed
 
-NUMBER = "loss/bits_per_byte"
+VALIDATION_LOSS = "loss/bits_per_byte"
 TITLES = {"adamw": "AdamW", "muon": "Muon, both maps together", "muon-groups": "Muon, each map by itself"}
 
 
@@ -17,58 +21,61 @@ def runs_of(records: Sequence[Record], cell: Cell) -> list[Record]:
     return sorted(found, key=lambda r: r["seed"])
 
 
-def difference(records: Sequence[Record], one: Cell, other: Cell) -> list[float]:
-    """Return by how many bits per byte each run of a cell is above that of another cell with the same seed."""
-    pairs = zip(runs_of(records, one), runs_of(records, other), strict=True)
-    return [a["numbers"][NUMBER] - b["numbers"][NUMBER] for a, b in pairs]
+def differences(records: Sequence[Record], cell: Cell, reference: Cell) -> list[float]:
+    """Return by how much each run of a cell is above the run of the reference cell with the same seed."""
+    pairs = zip(runs_of(records, cell), runs_of(records, reference), strict=True)
+    return [own["numbers"][VALIDATION_LOSS] - other["numbers"][VALIDATION_LOSS] for own, other in pairs]
 
 
-def sensitivity(records: Sequence[Record], arm: str, optimizer: str) -> list[float]:
+def warmup_sensitivity(records: Sequence[Record], arm: str, optimizer: str) -> list[float]:
     """Return by how much the loss of each seed is higher with the shortest warm-up than with the longest."""
-    return difference(records, *(Cell(arm, optimizer, warmup) for warmup in (min(WARMUPS), max(WARMUPS))))
+    return differences(records, *(Cell(arm, optimizer, warmup) for warmup in (min(WARMUPS), max(WARMUPS))))
 
 
-def table(records: Sequence[Record]) -> str:
-    """Return a table with a row for each arm and optimizer: mean, interval and learning rate by length of warm-up."""
+def optimizers_table(records: Sequence[Record]) -> str:
+    """Return a table with a row for each arm and optimizer: mean, interval and learning rate by length of warm-up.
+
+    The last column has the mean of `warmup_sensitivity`.
+    """
     rows = []
     pairs = dict.fromkeys((cell.arm, cell.optimizer) for cell in cells())
     for arm, optimizer in sorted(pairs, key=lambda pair: list(OPTIMIZERS).index(pair[1])):
         shown = [TITLES[optimizer], arm]
         for warmup in WARMUPS:
             runs = runs_of(records, Cell(arm, optimizer, warmup))
-            shown.append(f"{estimate([r['numbers'][NUMBER] for r in runs])} ({runs[0]['learning_rate']:g})")
-        rows.append([*shown, signed(estimate(sensitivity(records, arm, optimizer)))])
+            shown.append(f"{estimate([r['numbers'][VALIDATION_LOSS] for r in runs])} ({runs[0]['learning_rate']:g})")
+        rows.append([*shown, signed(estimate(warmup_sensitivity(records, arm, optimizer)))])
     header = ["optimizer", "arm", *(f"{warmup:.0%}" for warmup in WARMUPS), f"{min(WARMUPS):.0%} − {max(WARMUPS):.0%}"]
     return markdown(header, rows) + provenance(records)
 
 
-def arms_difference(records: Sequence[Record], optimizer: str, warmup: str, arm: str, reference: str) -> str:
+def arms_difference_text(records: Sequence[Record], optimizer: str, warmup: str, arm: str, reference: str) -> str:
     """Return the difference between two arms with the same optimizer and warm-up, with its interval."""
-    ones = (Cell(name, optimizer, float(warmup)) for name in (arm, reference))
-    return signed(estimate(difference(records, *ones)))
+    cell, reference_cell = (Cell(name, optimizer, float(warmup)) for name in (arm, reference))
+    return signed(estimate(differences(records, cell, reference_cell)))
 
 
-def optimizers_difference(records: Sequence[Record], arm: str, warmup: str, optimizer: str, reference: str) -> str:
+def optimizers_difference_text(records: Sequence[Record], arm: str, warmup: str, optimizer: str, reference: str) -> str:
     """Return the difference between two optimizers of an arm with the same warm-up, with its interval."""
-    ones = (Cell(arm, name, float(warmup)) for name in (optimizer, reference))
-    return signed(estimate(difference(records, *ones)))
+    cell, reference_cell = (Cell(arm, name, float(warmup)) for name in (optimizer, reference))
+    return signed(estimate(differences(records, cell, reference_cell)))
 
 
 def sensitivity_text(records: Sequence[Record], optimizer: str, arm: str) -> str:
-    """Return `sensitivity` as text, with its interval."""
-    return signed(estimate(sensitivity(records, arm, optimizer)))
+    """Return the mean of `warmup_sensitivity` with its interval."""
+    return signed(estimate(warmup_sensitivity(records, arm, optimizer)))
 
 
-def sensitivity_difference(records: Sequence[Record], arm: str, optimizer: str, reference: str) -> str:
-    """Return by how much an arm's `sensitivity` is higher with one optimizer than with another, with its interval."""
-    pairs = zip(*(sensitivity(records, arm, name) for name in (optimizer, reference)), strict=True)
-    return signed(estimate([one - other for one, other in pairs]))
+def sensitivity_difference_text(records: Sequence[Record], arm: str, optimizer: str, reference: str) -> str:
+    """Return how much higher `warmup_sensitivity` is with one optimizer than with another, with its interval."""
+    pairs = zip(*(warmup_sensitivity(records, arm, name) for name in (optimizer, reference)), strict=True)
+    return signed(estimate([own - other for own, other in pairs]))
 
 
 PLACEHOLDERS = {
-    "optimizers": table,
-    "arms_difference": arms_difference,
-    "optimizers_difference": optimizers_difference,
+    "optimizers": optimizers_table,
+    "arms_difference": arms_difference_text,
+    "optimizers_difference": optimizers_difference_text,
     "warmup_gain": sensitivity_text,
-    "sensitivity_difference": sensitivity_difference,
+    "sensitivity_difference": sensitivity_difference_text,
 }

@@ -32,6 +32,7 @@ import rich.table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.console_tables import median_and_range, numbers_table
 from difftx.config import Config
 from difftx.config.recipes import load_config
 from difftx.huge_pages import HUGE_PAGES, VARIABLE
@@ -39,7 +40,8 @@ from difftx.interop.huggingface import config_json
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKERS = Path(__file__).parent / "peer_workers"
-PROMPT_TOKENS, NEW_TOKENS = 16, 256
+PROMPT_TOKENS = 16
+NEW_TOKENS = 256
 SHAPES = {"data.sequence_length": "256", "train.global_batch_tokens": "2048"}
 SMALL = {"model.compute_dtype": "float32", "model.remat": "none", "data.path": "none", "data.tokenizer": "bytes"}
 # Size → recipe with a place for the architecture, changed fields, and steps of a round.
@@ -55,8 +57,8 @@ class Contestant:
 
     name: str
     architecture: str
-    command: tuple[str, ...]
-    task: dict[str, Any]
+    command: tuple[str, ...]  # Without the task, which is its last argument.
+    task: dict[str, Any]  # What the worker trains and generates, as benchmarks/peer_workers read it.
 
 
 class Worker:
@@ -81,7 +83,7 @@ class Worker:
         self.parameters, self.generates = first["parameters"], first["generates"]
 
     def ask(self, verb: str, count: int = 0) -> dict[str, Any]:
-        """Send one line to the worker and return its answer."""
+        """Send one line to the worker, such as "train 20", and return its answer."""
         assert self._process.stdin is not None
         print(verb, count, file=self._process.stdin, flush=True)
         return self._answer()
@@ -130,6 +132,7 @@ def contestants(size: str, torch: Path, nanodo: Path | None) -> list[Contestant]
 
 
 def _shared(config: Config) -> dict[str, Any]:
+    """Return the part of a task that all contestants of a size have in common."""
     optimizer = config.optimizer
     rates = {
         "lr": optimizer.learning_rate,
@@ -180,19 +183,19 @@ def measure(size: str, entries: list[Contestant], *, rounds: int, steps: int) ->
 
 
 def _ratio(numerators: list[float], denominators: list[float]) -> str:
+    """Return the median of the ratios of paired rounds, or "-" if one of the models did not run."""
     if not (numerators and denominators):
         return "-"
     return f"{statistics.median(a / b for a, b in zip(numerators, denominators, strict=True)):.2f}"
 
 
 def _rate(rates: list[float]) -> str:
-    return f"{statistics.median(rates):,.0f} ({min(rates):,.0f} … {max(rates):,.0f})" if rates else "-"
+    return median_and_range(rates, ",.0f") if rates else "-"
 
 
 def format_table(title: str, workers: list[Worker]) -> rich.table.Table:
     """Return one row per contestant. A ratio is the median over rounds of difftx's tokens/s divided by the row's."""
-    table = rich.table.Table(title=title)
-    for column in (
+    columns = (
         "model",
         "parameters",
         "training tokens/s (range)",
@@ -201,8 +204,8 @@ def format_table(title: str, workers: list[Worker]) -> rich.table.Table:
         "difftx ÷ it",
         "peak memory MiB",
         "first step s",
-    ):
-        table.add_column(column, justify="left" if column == "model" else "right")
+    )
+    table = numbers_table(title, columns)
     ours = {w.contestant.architecture: w for w in workers if w.contestant.name.startswith("difftx")}
     for worker in workers:
         own = ours.get(worker.contestant.architecture, worker)
@@ -241,11 +244,11 @@ def main() -> int:
         shape = f"{task['rows']} rows of {task['length']}, float32, {task['threads']} threads"
         title = f"{size}: {shape}; median of {args.rounds} rounds of {steps} steps; load before {load:.1f}"
         console.print(format_table(title, workers))
-        named = {worker.contestant.architecture: worker for worker in workers if "difftx" in worker.contestant.name}
-        if {"diff", "transformer"} <= named.keys():
-            both = named["diff"], named["transformer"]
-            training = _ratio(both[0].train_rates, both[1].train_rates)
-            generation = _ratio(both[0].generate_rates, both[1].generate_rates)
+        ours = {worker.contestant.architecture: worker for worker in workers if "difftx" in worker.contestant.name}
+        if {"diff", "transformer"} <= ours.keys():
+            diff, transformer = ours["diff"], ours["transformer"]
+            training = _ratio(diff.train_rates, transformer.train_rates)
+            generation = _ratio(diff.generate_rates, transformer.generate_rates)
             console.print(f"difftx, diff ÷ transformer: training {training}, generation {generation}")
     return 0
 

@@ -2,10 +2,10 @@
 
     python benchmarks/plan_table.py [--only=830m] [--out=runs/plan_table] [--write] [--config.path.to.field=value …]
 
-Needs libtpu and JAX's CUDA plugin (pip install -e '.[tpu,cuda]'). For each row, one `difftx plan` runs in
-its own process, whose peak memory is measured. Rows whose numbers exist in --out are not compiled again. --write
-replaces the tables between their markers in docs/fit.md; rows without numbers are left out. All rows take more
-than an hour on two cores.
+Needs libtpu and JAX's CUDA plugin (pip install -e '.[tpu,cuda]'). For each row, one `difftx plan` runs in its own
+process, whose peak memory is measured. Rows whose numbers exist in --out are not compiled again. The script prints the
+tables in Markdown; --write also replaces the tables between their markers in docs/fit.md. Rows without numbers are left
+out. All rows take more than an hour on two cores.
 
 --only=long compiles the 3B models with rows of up to 64K tokens. A microbatch then has one row of tokens per group of
 `mesh.context` devices.
@@ -94,7 +94,7 @@ def main() -> None:
         text = format_rows(found)
         print(text)
         if args.write:
-            write(table, text)
+            write_to_page(table, text)
 
 
 def compile_missing(wanted: Iterable[Row], out: Path) -> None:
@@ -108,9 +108,10 @@ def compile_missing(wanted: Iterable[Row], out: Path) -> None:
             path.with_suffix(".part").rename(path)
 
 
-def write(table: str, text: str) -> None:
+def write_to_page(table: str, text: str) -> None:
     """Write a table between its markers in docs/fit.md."""
-    begin, end = f"<!-- benchmarks/plan_table.py writes {table} from here -->", "<!-- to here -->"
+    begin = f"<!-- benchmarks/plan_table.py writes {table} from here -->"
+    end = "<!-- to here -->"
     before, _, rest = PAGE.read_text().partition(begin)
     _, _, after = rest.partition(end)
     PAGE.write_text(f"{before}{begin}\n\n{text}\n{end}{after}")
@@ -171,10 +172,10 @@ def measure(row: Row, path: Path) -> dict[str, Any]:
     }
 
 
-MEMORY = ["GiB per device", "fits", "sent GiB", "arithmetic", "MFU"]
-COLUMNS = ["config", "topology", "mesh", *MEMORY, "compiled", "host GiB"]
-ROWS = ["over context", "tokens per row", "microbatches", "temporaries GiB", "growth"]
-LONG_COLUMNS = ["config", "topology", "mesh", *ROWS, *MEMORY]
+PLAN_COLUMNS = ["GiB per device", "fits", "sent GiB", "arithmetic", "MFU"]
+COLUMNS = ["config", "topology", "mesh", *PLAN_COLUMNS, "compiled", "host GiB"]
+LENGTH_COLUMNS = ["over context", "tokens per row", "microbatches", "temporaries GiB", "growth"]
+LONG_COLUMNS = ["config", "topology", "mesh", *LENGTH_COLUMNS, *PLAN_COLUMNS]
 
 
 def format_table(found: dict[Row, dict[str, Any]]) -> str:
@@ -187,17 +188,18 @@ def format_long_table(found: dict[Row, dict[str, Any]]) -> str:
     lines, temporaries = [], {}
     for row, numbers in found.items():
         fields = dict(flag.removeprefix("--config.").split("=") for flag in row.flags)
-        length, here = int(fields["data.sequence_length"]), numbers.get("temporary_bytes")
-        like = (row.config, row.topology, fields["mesh.context_method"])
-        half = temporaries.get((*like, length // 2))
-        temporaries[*like, length] = here
+        length = int(fields["data.sequence_length"])
+        own_bytes = numbers.get("temporary_bytes")
+        series = (row.config, row.topology, fields["mesh.context_method"])
+        half_length_bytes = temporaries.get((*series, length // 2))
+        temporaries[*series, length] = own_bytes
         config, topology, mesh, *rest, _, _ = cells(row, numbers)
         lines.append(
             [
                 *(config, topology, mesh.partition(" accumulation")[0], fields["mesh.context_method"], f"{length:,}"),
                 fields["train.accumulation"],
-                f"{here / 2**30:.2f}" if here else "",
-                f"× {here / half:.2f}" if here and half else "",
+                f"{own_bytes / 2**30:.2f}" if own_bytes else "",
+                f"× {own_bytes / half_length_bytes:.2f}" if own_bytes and half_length_bytes else "",
                 *rest,
             ]
         )

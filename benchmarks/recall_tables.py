@@ -1,4 +1,8 @@
-"""Tables and values of docs/results.md on recall: solved runs, attention weights, λ and the number of distractors."""
+"""Tables and values of docs/results.md on recall: solved runs, attention weights, λ and the number of distractors.
+
+This module has no command: `python benchmarks/results.py render` calls the functions in `PLACEHOLDERS`. Cells and
+contrasts are those of benchmarks/controls_tables.py.
+"""
 
 import statistics
 from collections.abc import Sequence
@@ -7,68 +11,67 @@ import scipy.stats
 
 from benchmarks.controls_study import GAIN
 from benchmarks.controls_tables import (
-    NORM_OR_GAIN,
+    NORM_OR_GAIN_CONTRASTS,
     SIGNIFICANT,
     Contrast,
-    by_seed,
+    cell_numbers_by_seed,
     cell_of,
+    contrast_values,
     holm,
     p_text,
-    values,
     versus,
 )
 from benchmarks.results_tables import (
     SOLVED_NUMBER,
     Record,
     estimate,
-    is_solved,
+    has_solved,
     markdown,
     provenance,
     signed,
 )
 from difftx.configs.controls import DISTRACTORS
 
-SOLVED_AT = "exact_match/solved_at_step"
+SOLVED_AT = "exact_match/solved_at_step"  # Number of a record: the first evaluated step at which the run solved recall.
 
 
-def outcomes(records: Sequence[Record], cell: str) -> list[bool]:
+def cell_outcomes(records: Sequence[Record], cell: str) -> list[bool]:
     """Return for each run of a cell whether it has solved the task."""
-    return [is_solved(r) for r in records if cell_of(r) == cell]
+    return [has_solved(r) for r in records if cell_of(r) == cell]
 
 
-def solved_count(records: Sequence[Record], task: str, cell: str) -> str:
+def solved_count_text(records: Sequence[Record], task: str, cell: str) -> str:
     """Return the number of a cell's runs that have solved the task, such as "2 of 6"."""
-    own = outcomes([r for r in records if r["task"] == task], cell)
-    return f"{sum(own)} of {len(own)}"
+    solved = cell_outcomes([r for r in records if r["task"] == task], cell)
+    return f"{sum(solved)} of {len(solved)}"
 
 
-def fisher(records: Sequence[Record], contrast: Contrast) -> float:
+def fisher_p_value(records: Sequence[Record], contrast: Contrast) -> float:
     """Return the p-value of Fisher's exact test on the solved runs of a contrast's two cells."""
-    table = [
-        [sum(own), len(own) - sum(own)] for own in (outcomes(records, *of) for of in (contrast.plus, contrast.minus))
-    ]
-    return float(scipy.stats.fisher_exact(table).pvalue)
+    outcomes = [cell_outcomes(records, *cells) for cells in (contrast.plus, contrast.minus)]
+    solved_and_unsolved = [[sum(solved), len(solved) - sum(solved)] for solved in outcomes]
+    return float(scipy.stats.fisher_exact(solved_and_unsolved).pvalue)
 
 
-def solved_p(records: Sequence[Record], task: str, one: str, other: str) -> str:
+def solved_p_text(records: Sequence[Record], task: str, arm: str, reference: str) -> str:
     """Return the p-value of Fisher's exact test on the solved runs of two arms, without a correction."""
-    return p_text(fisher([r for r in records if r["task"] == task], versus(one, other, "")))
+    return p_text(fisher_p_value([r for r in records if r["task"] == task], versus(arm, reference, "")))
 
 
 def solved_table(records: Sequence[Record], task: str) -> str:
-    """Return a table of a task's cells: tuned rate and gain, solved runs, and the step at which a run solves it."""
+    """Return a table of a task's cells: rate, gain, solved runs, the step at which each solves it, and accuracy."""
     records = [r for r in records if r["task"] == task]
     rows = []
     for cell in dict.fromkeys(map(cell_of, records)):
-        own = [r for r in records if cell_of(r) == cell]
-        steps = [f"{r['numbers'][SOLVED_AT]:g}" if is_solved(r) else "–" for r in sorted(own, key=lambda r: r["seed"])]
-        accuracies = [r["numbers"][SOLVED_NUMBER] for r in own]
+        runs = sorted((r for r in records if cell_of(r) == cell), key=lambda r: r["seed"])
+        steps = [f"{r['numbers'][SOLVED_AT]:g}" if has_solved(r) else "–" for r in runs]
+        accuracies = [r["numbers"][SOLVED_NUMBER] for r in runs]
         rows.append(
             [
                 cell,
-                f"{own[0]['learning_rate']:g}",
-                own[0]["changes"].get(GAIN, ""),
-                solved_count(records, task, cell),
+                f"{runs[0]['learning_rate']:g}",
+                runs[0]["changes"].get(GAIN, ""),
+                solved_count_text(records, task, cell),
                 ", ".join(steps),
                 f"{statistics.median(accuracies):.3f}",
             ]
@@ -78,17 +81,20 @@ def solved_table(records: Sequence[Record], task: str) -> str:
 
 
 def solved_family_table(records: Sequence[Record], task: str) -> str:
-    """Return a table of the contrasts of norm, gain and subtraction by solved runs."""
+    """Return a table of `NORM_OR_GAIN_CONTRASTS` by solved runs, with p-values of Fisher's exact test."""
     records = [r for r in records if r["task"] == task]
-    corrected = holm([fisher(records, contrast) for contrast in NORM_OR_GAIN])
+    corrected = holm([fisher_p_value(records, contrast) for contrast in NORM_OR_GAIN_CONTRASTS])
     rows = []
-    for contrast, p in zip(NORM_OR_GAIN, corrected, strict=True):
-        counts = [solved_count(records, task, cell) for cell in (*contrast.plus, *contrast.minus)]
-        better = "open" if p >= SIGNIFICANT else "better" if counts[0] > counts[1] else "worse"
-        rows.append([contrast.title, contrast.asks, *counts, p_text(p), better])
+    for contrast, p in zip(NORM_OR_GAIN_CONTRASTS, corrected, strict=True):
+        cells = (*contrast.plus, *contrast.minus)
+        first, second = (sum(cell_outcomes(records, cell)) for cell in cells)
+        verdict = "open" if p >= SIGNIFICANT else "better" if first > second else "worse"
+        counts = [solved_count_text(records, task, cell) for cell in cells]
+        rows.append([contrast.title, contrast.effect, *counts, p_text(p), verdict])
     return markdown(["contrast", "asks for", "first solved", "second", "p, corrected", "the first is"], rows)
 
 
+# Title of a column → number of the suite attention.
 ATTENTION_COLUMNS = {
     "to the answer": "answer",
     "to other pairs": "others",
@@ -104,57 +110,56 @@ ATTENTION_COLUMNS = {
 
 def attention_table(records: Sequence[Record], task: str) -> str:
     """Return a table of the suite attention: means over the solved runs of each cell that has its numbers."""
-    own = [r for r in records if r["task"] == task and "attention/answer" in r["numbers"] and is_solved(r)]
+    measured = [r for r in records if r["task"] == task and "attention/answer" in r["numbers"] and has_solved(r)]
     rows = []
-    for cell in dict.fromkeys(map(cell_of, own)):
-        runs = [r["numbers"] for r in own if cell_of(r) == cell]
-        found = ([run.get(f"attention/{name}") for run in runs] for name in ATTENTION_COLUMNS.values())
-        rows.append([cell, str(len(runs)), *("" if None in of else str(estimate(of)) for of in found)])
+    for cell in dict.fromkeys(map(cell_of, measured)):
+        runs = [r["numbers"] for r in measured if cell_of(r) == cell]
+        columns = ([run.get(f"attention/{name}") for run in runs] for name in ATTENTION_COLUMNS.values())
+        rows.append([cell, str(len(runs)), *("" if None in column else str(estimate(column)) for column in columns)])
     return markdown(["arm", "solved runs", *ATTENTION_COLUMNS], rows)
 
 
 # ── Question 6: does the subtraction help more among more distractors? ──
 
-FEW = next(iter(DISTRACTORS))
+FEWEST = next(iter(DISTRACTORS))  # Task with the fewest distractors, 15.
 SUBTRACTIONS = (versus("diff", "zero-norm", "with the norm"), versus("diff-gain", "zero-gain", "with a gain"))
 
 
-def accuracies(records: Sequence[Record], contrast: Contrast, task: str) -> list[float]:
-    """Return the difference of two arms' accuracies on a task by seed."""
-    return values([r for r in records if r["task"] == task], contrast, SOLVED_NUMBER)
+def accuracy_differences(records: Sequence[Record], contrast: Contrast, task: str) -> list[float]:
+    """Return the difference of two arms' accuracies on a task, in the order of the seeds."""
+    return contrast_values([r for r in records if r["task"] == task], contrast, SOLVED_NUMBER)
 
 
 def noise_growth(records: Sequence[Record], contrast: Contrast, task: str) -> list[float]:
-    """Return how much larger the difference of two arms' accuracies is on a task than with 15 distractors, by seed."""
-    seeds = [{r["seed"] for r in records if (r["task"], r["arm"]) == (name, *contrast.plus)} for name in (FEW, task)]
+    """Return how much larger the difference of two arms' accuracies is on a task than on `FEWEST`.
+
+    The result has a number per seed, in the order of the seeds.
+    """
+    seeds = [{r["seed"] for r in records if (r["task"], r["arm"]) == (name, *contrast.plus)} for name in (FEWEST, task)]
     if seeds[0] != seeds[1]:
         raise AssertionError(f"{contrast.title}: the tasks have runs of different seeds")
-    few, many = (accuracies(records, contrast, name) for name in (FEW, task))
+    few, many = (accuracy_differences(records, contrast, name) for name in (FEWEST, task))
     return [b - a for a, b in zip(few, many, strict=True)]
 
 
 def helps_against_noise(records: Sequence[Record], contrast: Contrast, task: str) -> bool:
     """Return whether the arm with the subtraction solves more runs of a task, and its lead in accuracy has grown."""
-    own = [r for r in records if r["task"] == task]
-    one, other = (sum(outcomes(own, *of)) for of in (contrast.plus, contrast.minus))
+    on_task = [r for r in records if r["task"] == task]
+    with_subtraction, without = (sum(cell_outcomes(on_task, *cells)) for cells in (contrast.plus, contrast.minus))
     growth = estimate(noise_growth(records, contrast, task))
-    return one > other and growth.half is not None and growth.mean > growth.half
+    return with_subtraction > without and growth.half_width is not None and growth.mean > growth.half_width
 
 
 def noise_table(records: Sequence[Record]) -> str:
     """Return a table of the subtraction's contrasts by the number of distractors."""
     rows = []
-    done = [task for task in DISTRACTORS if any(r["task"] == task for r in records)]
+    tasks = [task for task in DISTRACTORS if any(r["task"] == task for r in records)]
     for contrast in SUBTRACTIONS:
-        for task in done:
-            counts = (solved_count(records, task, *of) for of in (contrast.plus, contrast.minus))
-            row = [
-                contrast.title,
-                str(DISTRACTORS[task]),
-                *counts,
-                signed(estimate(accuracies(records, contrast, task))),
-            ]
-            if task == FEW:
+        for task in tasks:
+            counts = (solved_count_text(records, task, *cells) for cells in (contrast.plus, contrast.minus))
+            difference = signed(estimate(accuracy_differences(records, contrast, task)))
+            row = [contrast.title, str(DISTRACTORS[task]), *counts, difference]
+            if task == FEWEST:
                 rows.append([*row, "", ""])
                 continue
             growth = signed(estimate(noise_growth(records, contrast, task)))
@@ -170,34 +175,39 @@ def lambdas_table(records: Sequence[Record]) -> str:
     """Return a table of learning rates: solved runs, and λ of each layer at the last step by seed."""
     rows = []
     for rate in dict.fromkeys(r["learning_rate"] for r in records):
-        own = sorted((r for r in records if r["learning_rate"] == rate), key=lambda r: r["seed"])
-        layers = [name for name in own[0]["numbers"] if name.startswith("lambda/")]
-        by_layer = (", ".join(f"{r['numbers'][name]:.2f}" for r in own) for name in layers)
-        rows.append([f"{rate:g}", f"{sum(map(is_solved, own))} of {len(own)}", *by_layer])
+        runs = sorted((r for r in records if r["learning_rate"] == rate), key=lambda r: r["seed"])
+        layers = [name for name in runs[0]["numbers"] if name.startswith("lambda/")]
+        by_layer = (", ".join(f"{r['numbers'][name]:.2f}" for r in runs) for name in layers)
+        rows.append([f"{rate:g}", f"{sum(map(has_solved, runs))} of {len(runs)}", *by_layer])
     return markdown(["rate", "solved", "λ of layer 1, by seed", "λ of layer 2"], rows) + provenance(records)
 
 
-# ── NC3 of the review: does training align A1 and A2 in noise? ──
+# ── Does training align A1 and A2 at distractors? (Claim NC3 of docs/preregistration.md.) ──
 
-FIRST = "first/"  # Prefix of numbers of a run's first evaluation.
-ALIGNMENT = {"attention/cosine_noise": "distractors", "attention/cosine_answer": "the answer"}
-AT_DISTRACTORS = next(iter(ALIGNMENT))
+FIRST_PREFIX = "first/"  # Numbers of a run's first evaluation have this before their names.
+COSINE_NOISE = "attention/cosine_noise"
+# Number → keys at which it compares A1 and A2.
+ALIGNMENT = {COSINE_NOISE: "distractors", "attention/cosine_answer": "the answer"}
 
 
-def alignment_growth(records: Sequence[Record], arm: str, number: str = AT_DISTRACTORS) -> list[float]:
-    """Return by how much a cosine of A1 and A2 grows from the first tenth of the training to its end, by seed."""
-    first, last = (by_seed(records, arm, name) for name in (FIRST + number, number))
+def alignment_growth(records: Sequence[Record], arm: str, number: str = COSINE_NOISE) -> list[float]:
+    """Return by how much a cosine of A1 and A2 grows from the first tenth of the training to its end.
+
+    The result has a number per seed, in the order of the seeds.
+    """
+    first, last = (cell_numbers_by_seed(records, arm, name) for name in (FIRST_PREFIX + number, number))
     return [last[seed] - first[seed] for seed in last]
 
 
-def alignment_value(records: Sequence[Record], arm: str) -> str:
+def alignment_text(records: Sequence[Record], arm: str) -> str:
     """Return the growth of the cosine at distractors with its interval."""
     return signed(estimate(alignment_growth(records, arm)))
 
 
-def alignment_contrast(records: Sequence[Record], one: str, other: str) -> str:
-    """Return by how much more the cosine at distractors grows in one arm than in another."""
-    first, last = (values(records, versus(one, other, ""), name) for name in (FIRST + AT_DISTRACTORS, AT_DISTRACTORS))
+def alignment_contrast_text(records: Sequence[Record], arm: str, reference: str) -> str:
+    """Return by how much more the cosine at distractors grows in one arm than in another, with its interval."""
+    contrast = versus(arm, reference, "")
+    first, last = (contrast_values(records, contrast, name) for name in (FIRST_PREFIX + COSINE_NOISE, COSINE_NOISE))
     return signed(estimate([b - a for a, b in zip(first, last, strict=True)]))
 
 
@@ -205,9 +215,10 @@ def alignment_table(records: Sequence[Record]) -> str:
     """Return a table of cosines of A1 and A2 at the first tenth of the training and at its end."""
     rows = []
     for arm in dict.fromkeys(map(cell_of, records)):
-        for number, where in ALIGNMENT.items():
-            first, last = (estimate(list(by_seed(records, arm, name).values())) for name in (FIRST + number, number))
-            rows.append([arm, where, str(first), str(last), signed(estimate(alignment_growth(records, arm, number)))])
+        for number, keys in ALIGNMENT.items():
+            numbers = (cell_numbers_by_seed(records, arm, name) for name in (FIRST_PREFIX + number, number))
+            first, last = (estimate([*by_seed.values()]) for by_seed in numbers)
+            rows.append([arm, keys, str(first), str(last), signed(estimate(alignment_growth(records, arm, number)))])
     return markdown(["arm", "cosine of A1 and A2 at", "first tenth", "end", "growth"], rows) + provenance(records)
 
 
@@ -215,11 +226,11 @@ PLACEHOLDERS = {
     "attention": attention_table,
     "solved_table": solved_table,
     "solved_family": solved_family_table,
-    "solved_count": solved_count,
-    "solved_p": solved_p,
+    "solved_count": solved_count_text,
+    "solved_p": solved_p_text,
     "noise": noise_table,
     "lambdas": lambdas_table,
     "alignment": alignment_table,
-    "alignment_value": alignment_value,
-    "alignment_contrast": alignment_contrast,
+    "alignment_value": alignment_text,
+    "alignment_contrast": alignment_contrast_text,
 }

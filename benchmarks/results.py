@@ -9,8 +9,9 @@ python benchmarks/results.py compare --study=question-1-novels+question-1-recall
     compares new runs with those of one or several studies in docs/results.json: on recall the number of solved runs, on
     other tasks means with intervals; the exit code is 1 if a result does not agree
 
-In the template, `{{WORD STUDY …}}` stands for a table or a value of one study, or of several (STUDY+STUDY). The words
-are the keys of PLACEHOLDERS in results_tables.py, optimizer_tables.py, controls_tables.py and recall_tables.py.
+In the templates, `{{WORD STUDY …}}` stands for a table or a value of one study, or of several (STUDY+STUDY). The words
+are the keys of PLACEHOLDERS in results_tables.py, optimizer_tables.py, controls_tables.py and recall_tables.py. Only
+`compare` prints something: a table, and how many results agree.
 """
 
 import argparse
@@ -40,14 +41,14 @@ from benchmarks.results_figures import (
 )
 from benchmarks.results_tables import (
     COMPARED,
-    SOLVED_FROM,
+    SOLVED_ACCURACY,
     SOLVED_TASK,
     Record,
+    arm_outcomes,
     estimate,
     markdown,
-    of_seeds,
-    outcomes,
-    solved,
+    numbers_by_seed,
+    solved_text,
 )
 from difftx.configs import toy
 from difftx.configs.controls import WIDER
@@ -79,9 +80,9 @@ PLACEHOLDERS = {
 # Fields whose paths are left out of printed commands, because they differ by machine.
 PATH_FIELDS = ("data.path", "eval.bigrams_path", "checkpoint.init_from")
 NO_CHANGES = ("train.seed", "data.", "eval.", "checkpoint.")  # Overrides of these fields do not change a run's arm.
-# Suites whose numbers at the last step are collected.
+# Suites whose numbers at the last step are collected, if the run has results of them.
 SUITES = ("loss", "test", "recall", "exact_match", "attention", "outliers", "cache", "quantize")
-SIGNIFICANT_DIGITS = 6
+SIGNIFICANT_DIGITS = 6  # Of the numbers in docs/results.json.
 # Added to the half width of an interval in comparisons: equal results of all seeds would give an interval of width 0.
 RESOLUTION = 0.005
 
@@ -90,7 +91,7 @@ RESOLUTION = 0.005
 
 
 def collect(folders: Sequence[Path]) -> list[Record]:
-    """Return the records of all runs in the folders of sweeps.
+    """Return the records of all runs in the folders of sweeps, in the order of the sweeps' points.
 
     Raises:
         UserError: A folder has no sweep, or the sweep is not finished.
@@ -161,8 +162,9 @@ def _numbers(run: RunRecord) -> dict[str, float]:
             numbers |= _solved_at(run.results["exact_match"])
     if len(steps := run.results.get("attention", {})) > 1:
         first = min(steps.items())[1]["numbers"]
-        names = (name for name in recall_tables.ALIGNMENT if name.partition("/")[2] in first)
-        numbers |= {recall_tables.FIRST + name: first[name.partition("/")[2]] for name in names}
+        for name in recall_tables.ALIGNMENT:
+            if (cosine := name.removeprefix("attention/")) in first:
+                numbers[recall_tables.FIRST_PREFIX + name] = first[cosine]
     lambdas = run.split("train")[-1].get("lambda", ())
     return numbers | {f"lambda/{layer}": value for layer, value in enumerate(lambdas, 1)}
 
@@ -170,11 +172,12 @@ def _numbers(run: RunRecord) -> dict[str, float]:
 def _solved_at(results: Mapping[int, Mapping[str, Any]]) -> dict[str, float]:
     """Return the first evaluated step at which a run solved recall, under its name, or nothing if it did not."""
     accuracies = {step: found["details"]["sets"][SOLVED_TASK]["accuracy"] for step, found in results.items()}
-    steps = [step for step, accuracy in accuracies.items() if accuracy >= SOLVED_FROM]
+    steps = [step for step, accuracy in accuracies.items() if accuracy >= SOLVED_ACCURACY]
     return {recall_tables.SOLVED_AT: float(min(steps))} if steps else {}
 
 
 def _flags(fields: Mapping[str, str]) -> list[str]:
+    """Return the flags that change fields in a printed command, without the paths of one machine."""
     return [f"--config.{n}={value}" for n, value in fields.items() if n not in PATH_FIELDS or "/" not in value]
 
 
@@ -205,7 +208,7 @@ def render(collected: Mapping[str, Sequence[Record]], template: str) -> str:
         if kind not in PLACEHOLDERS:
             raise UserError(f"{{{{{found[1]}}}}}: no such placeholder; known: {', '.join(PLACEHOLDERS)}")
         studies, *rest = arguments
-        if missing := set(studies.split("+")) - collected.keys():
+        if missing := missing_studies(collected, studies):
             known = ", ".join(collected)
             raise UserError(f"{{{{{found[1]}}}}}: no such study as {', '.join(missing)}; docs/results.json has {known}")
         return PLACEHOLDERS[kind](joined(collected, studies), *rest)
@@ -218,11 +221,54 @@ def joined(collected: Mapping[str, Sequence[Record]], studies: str) -> list[Reco
     return [record for study in studies.split("+") for record in collected[study]]
 
 
+def missing_studies(collected: Mapping[str, Sequence[Record]], studies: str) -> set[str]:
+    """Return those of the studies, whose names are joined by "+", that docs/results.json does not have."""
+    return set(studies.split("+")) - collected.keys()
+
+
+def write_pages(collected: Mapping[str, Sequence[Record]]) -> None:
+    """Write both pages, their figures, and the generated part of README.md."""
+    for template, page in PAGES.items():
+        write_atomically(page, render(collected, template.read_text()))
+    write_atomically(README, with_summary(README.read_text(), collected))
+    for suffix, style in SCHEMES.items():
+        with matplotlib.rc_context(style):
+            draw_figures(collected, suffix)
+
+
+def draw_figures(collected: Mapping[str, Sequence[Record]], suffix: str) -> None:
+    """Write the figures of both pages in the current style; `suffix` is the end of their names, a key of `SCHEMES`."""
+
+    def path(name: str) -> Path:
+        return IMAGES / f"{name}{suffix}"
+
+    on_recall = joined(collected, "question-1-recall+question-6+question-6-more")
+    larger = [record for record in collected["question-4-shared"] if record["task"] == WIDER]
+    recipe = toy.get_config("books-diff")
+    warmup_steps = round(recipe.optimizer.warmup_fraction * recipe.train.steps)
+    draw_family(collected["question-1-again"], "again", path("results_again"))
+    draw_solved(collected["question-1-recall"], path("results_solved"))
+    draw_family(
+        joined(collected, "question-1-novels+question-2"), "warmup", path("results_optimizer_family"), by_effect=True
+    )
+    draw_solved([record for record in on_recall if record["arm"] in AGAINST_NOISE], path("results_noise"))
+    draw_sizes([*collected["question-4"], *larger], path("results_sizes"))
+    draw_arms(collected["arms"], path("results"))
+    draw_arms(collected["differential"], path("results_differential"))
+    draw_optimizers(collected["optimizers"], path("results_optimizers"))
+    draw_transfer(collected["transfer"], path("results_transfer"))
+    draw_caches(collected["cache"], path("results_cache"))
+    draw_warmup(collected["settings"], warmup_steps, path("results_warmup"))
+
+
 # ── The command ──
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the subcommand `collect`, `render` or `compare`; return the exit code."""
+    """Run the subcommand `collect`, `render` or `compare`.
+
+    Return the exit code: 1 if `compare` finds a result that does not agree, otherwise 0.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("collect", "compare"):
@@ -233,43 +279,25 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     collected = read_json(COLLECTED) if COLLECTED.is_file() else {}
     if args.command == "render":
-        for template, page in PAGES.items():
-            write_atomically(page, render(collected, template.read_text()))
-        write_atomically(README, with_summary(README.read_text(), collected))
-        own = toy.get_config("books-diff")
-        own_steps = round(own.optimizer.warmup_fraction * own.train.steps)
-        of_question_2 = joined(collected, "question-1-novels+question-2")
-        on_recall = joined(collected, "question-1-recall+question-6+question-6-more")
-        larger = [record for record in collected["question-4-shared"] if record["task"] == WIDER]
-        of_question_4 = [*collected["question-4"], *larger]
-        of_question_6 = [record for record in on_recall if record["arm"] in AGAINST_NOISE]
-        for suffix, style in SCHEMES.items():
-            with matplotlib.rc_context(style):
-                draw_family(collected["question-1-again"], "again", IMAGES / f"results_again{suffix}")
-                draw_solved(collected["question-1-recall"], IMAGES / f"results_solved{suffix}")
-                path = IMAGES / f"results_optimizer_family{suffix}"
-                draw_family(of_question_2, "warmup", path, purposes=True)
-                draw_solved(of_question_6, IMAGES / f"results_noise{suffix}")
-                draw_sizes(of_question_4, IMAGES / f"results_sizes{suffix}")
-                draw_arms(collected["arms"], IMAGES / f"results{suffix}")
-                draw_arms(collected["differential"], IMAGES / f"results_differential{suffix}")
-                draw_optimizers(collected["optimizers"], IMAGES / f"results_optimizers{suffix}")
-                draw_transfer(collected["transfer"], IMAGES / f"results_transfer{suffix}")
-                draw_caches(collected["cache"], IMAGES / f"results_cache{suffix}")
-                draw_warmup(collected["settings"], own_steps, IMAGES / f"results_warmup{suffix}")
+        write_pages(collected)
         return 0
     records = collect(args.sweeps)
     if args.command == "compare":
-        if missing := set(args.study.split("+")) - collected.keys():
+        if missing := missing_studies(collected, args.study):
             known = ", ".join(collected) or "none"
             raise UserError(f"--study={args.study}: no {', '.join(missing)}; docs/results.json has {known}")
         return compare(records, joined(collected, args.study))
-    lines = ",\n".join(
-        f"{json.dumps(name)}: [\n" + ",\n".join(map(json.dumps, runs)) + "\n]"
-        for name, runs in {**collected, args.study: records}.items()
-    )
-    write_atomically(COLLECTED, f"{{{lines}}}\n")
+    write_collected({**collected, args.study: records})
     return 0
+
+
+def write_collected(collected: Mapping[str, Sequence[Record]]) -> None:
+    """Write docs/results.json with one line per run, so that a change of a study is a readable diff."""
+    studies = ",\n".join(
+        f"{json.dumps(study)}: [\n" + ",\n".join(map(json.dumps, records)) + "\n]"
+        for study, records in collected.items()
+    )
+    write_atomically(COLLECTED, f"{{{studies}}}\n")
 
 
 def with_summary(readme: str, collected: Mapping[str, Sequence[Record]]) -> str:
@@ -288,29 +316,21 @@ def compare(records: Sequence[Record], committed: Sequence[Record]) -> int:
     rows = []
     for task, arm in dict.fromkeys((r["task"], r["arm"]) for r in committed):
         if task not in COMPARED:
-            here = set(outcomes(records, task, arm))
-            agrees = here and here <= set(outcomes(committed, task, arm))
-            counts = [solved(of, task, arm) for of in (committed, records)]
+            new_outcomes = set(arm_outcomes(records, task, arm))
+            agrees = new_outcomes and new_outcomes <= set(arm_outcomes(committed, task, arm))
+            counts = [solved_text(runs, task, arm) for runs in (committed, records)]
             rows.append([task, arm, "solved", *counts, "yes" if agrees else "NO"])
             continue
         for number in COMPARED[task]:
-            stated = estimate(list(of_seeds(committed, task, arm, number).values()))
-            values = list(of_seeds(records, task, arm, number).values())
-            inside = bool(values) and abs(estimate(values).mean - stated.mean) <= (stated.half or 0) + RESOLUTION
-            rows.append(
-                [
-                    task,
-                    arm,
-                    number,
-                    str(stated),
-                    str(estimate(values)) if values else "not run",
-                    "yes" if inside else "NO",
-                ]
-            )
+            stated = estimate(list(numbers_by_seed(committed, task, arm, number).values()))
+            numbers = list(numbers_by_seed(records, task, arm, number).values())
+            new = estimate(numbers) if numbers else None
+            agrees = new is not None and abs(new.mean - stated.mean) <= (stated.half_width or 0) + RESOLUTION
+            rows.append([task, arm, number, str(stated), str(new or "not run"), "yes" if agrees else "NO"])
     print(markdown(["task", "arm", "number", "docs/results.json", "here", "agrees"], rows))
-    outside = sum(row[-1] == "NO" for row in rows)
-    print(f"\n{len(rows) - outside} of {len(rows)} results agree with docs/results.json")
-    return int(outside > 0)
+    disagreeing = sum(row[-1] == "NO" for row in rows)
+    print(f"\n{len(rows) - disagreeing} of {len(rows)} results agree with docs/results.json")
+    return int(disagreeing > 0)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,12 @@
 """Tables and values of docs/exploratory.md, made from the records that benchmarks/results.py collects.
 
-Intervals are 95 % Student's t intervals over seeds. Results on the tasks in `BY_SEED` have two modes, solved or not.
-For these tasks the tables show the value of each seed and the number of solved runs, because a mean over both modes
-would describe no run.
+This module has no command: `python benchmarks/results.py render` calls the functions in `PLACEHOLDERS`. Functions whose
+names end in `_table` return Markdown, and those whose names end in `_text` return a value for a sentence. Each takes
+the records of a study first. A `number` is a key of a record's "numbers", such as "loss/bits_per_byte".
+
+Intervals are 95 % Student's t intervals over seeds. Results on the tasks in `BIMODAL_TASKS` have two modes, solved or
+not. For these tasks the tables show the value of each seed and the number of solved runs, because a mean over both
+modes would describe no run.
 """
 
 import collections
@@ -17,20 +21,21 @@ from difftx.errors import UserError
 
 CONFIDENCE = 0.95
 
-type Record = dict[str, Any]
+type Record = dict[str, Any]  # A run in docs/results.json; `_record` in benchmarks/results.py lists the fields.
 
 
 class Estimate(NamedTuple):
     """A mean over seeds and its interval."""
 
     mean: float
-    half: float | None  # Half of the interval's width; None for a single seed.
+    half_width: float | None  # Half of the interval's width; None for a single seed.
 
     def __str__(self) -> str:
         decimals = 3 if abs(self.mean) < 10 else max(0, 3 - int(math.log10(abs(self.mean))))
-        if self.half and 0 < round(self.half, decimals) == round(abs(self.mean), decimals):
+        if self.half_width and 0 < round(self.half_width, decimals) == round(abs(self.mean), decimals):
             decimals += 1  # Otherwise a reader could not tell whether the interval contains zero.
-        return f"{self.mean:.{decimals}f}" + ("" if self.half is None else f" ± {self.half:.{decimals}f}")
+        interval = "" if self.half_width is None else f" ± {self.half_width:.{decimals}f}"
+        return f"{self.mean:.{decimals}f}{interval}"
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -38,8 +43,8 @@ def estimate(values: Sequence[float]) -> Estimate:
     count = len(values)
     if count < 2:
         return Estimate(values[0], None)
-    width = scipy.stats.t.ppf((1 + CONFIDENCE) / 2, count - 1)
-    return Estimate(statistics.fmean(values), float(width * statistics.stdev(values) / math.sqrt(count)))
+    quantile = scipy.stats.t.ppf((1 + CONFIDENCE) / 2, count - 1)
+    return Estimate(statistics.fmean(values), float(quantile * statistics.stdev(values) / math.sqrt(count)))
 
 
 class Column(NamedTuple):
@@ -50,11 +55,11 @@ class Column(NamedTuple):
     minus_reference: bool = False  # Whether the Transformer's number for the same seed is subtracted.
 
 
-MOST_COMMANDS = 6  # Largest number of commands below a table. If there are more, only the first one is shown.
+MAX_COMMANDS = 6  # Largest number of commands below a table. If there are more, only the first one is shown.
 REFERENCE = "transformer"
-BY_SEED = {"recall", "recall-easy"}
-# A run has solved recall or recall-easy if its accuracy on rows that ask for one key is at least this.
-SOLVED_TASK, SOLVED_FROM = "retrieval", 0.9
+BIMODAL_TASKS = {"recall", "recall-easy"}
+SOLVED_TASK = "retrieval"  # Name in the suite exact_match of the rows that ask for one key.
+SOLVED_ACCURACY = 0.9  # A run has solved recall or recall-easy if its accuracy on these rows is at least this.
 SOLVED_NUMBER = f"exact_match/{SOLVED_TASK}"
 # (arm, reference, difference between their models).
 CONTRASTS = (
@@ -68,7 +73,8 @@ CONTRASTS = (
     ("diff_v2", "transformer", "Differential Transformer V2"),
     ("diff_v2", "transformer-8x256", "V2, compared with wide heads"),
 )
-WHOLE, CACHE_SIZE = "whole", "cache/bytes_per_token_"  # Name and number of the suite `cache`.
+WHOLE_CACHE = "whole"  # Name in the suite `cache` of the cache without compression.
+CACHE_SIZE_PREFIX = "cache/bytes_per_token_"  # The number of a cache's bytes per token is this and the cache's name.
 RECALL = (
     Column("accuracy, one key asked for", "exact_match/retrieval"),
     Column("accuracy, all keys", "exact_match/mqar"),
@@ -106,15 +112,15 @@ INSIDE_COLUMNS = {
         Column("λ, layer 2", "lambda/2"),
     ),
 }
-# Task → numbers whose means the command `compare` checks. For tasks in `BY_SEED` it checks which runs are solved.
+# Task → numbers whose means the command `compare` checks. For tasks in `BIMODAL_TASKS` it checks which runs are solved.
 COMPARED = {
     task: [column.number for column in columns if not column.minus_reference]
     for task, columns in TASK_COLUMNS.items()
-    if task not in BY_SEED
+    if task not in BIMODAL_TASKS
 }
 
 
-def of_seeds(records: Iterable[Record], task: str, arm: str, number: str) -> dict[int, float]:
+def numbers_by_seed(records: Iterable[Record], task: str, arm: str, number: str) -> dict[int, float]:
     """Return seed → number, for the runs of one task and arm."""
     found = (r for r in records if (r["task"], r["arm"]) == (task, arm) and number in r["numbers"])
     return one_per_seed(found, number, f"task {task}, arm {arm}")
@@ -130,36 +136,40 @@ def one_per_seed(records: Iterable[Record], number: str, what: str) -> dict[int,
     return found
 
 
-def paired(records: Sequence[Record], task: str, arm: str, reference: str, number: str) -> list[float]:
-    """Return the arm's number minus the reference's for each seed that both have.
+def differences_between_arms(
+    records: Sequence[Record], task: str, arm: str, reference: str, number: str
+) -> list[float]:
+    """Return the arm's number minus the reference's for each seed that both have, in the order of the seeds.
 
     Runs with the same seed see the data in the same order.
     """
-    own, other = (of_seeds(records, task, name, number) for name in (arm, reference))
+    own, other = (numbers_by_seed(records, task, name, number) for name in (arm, reference))
     return [own[seed] - other[seed] for seed in sorted(own.keys() & other.keys())]
 
 
-def paired_numbers(records: Sequence[Record], task: str, arm: str, number: str, reference: str) -> list[float]:
-    """Return one number of an arm minus another number of the same run, for each seed."""
-    own, other = (of_seeds(records, task, arm, name) for name in (number, reference))
+def differences_within_runs(
+    records: Sequence[Record], task: str, arm: str, number: str, reference_number: str
+) -> list[float]:
+    """Return one number of an arm minus another number of the same run, in the order of the seeds."""
+    own, other = (numbers_by_seed(records, task, arm, name) for name in (number, reference_number))
     return [own[seed] - other[seed] for seed in sorted(own)]
 
 
-def difference_of_changes(
-    records: Sequence[Record], task: str, arm: str, reference: str, number: str, plain: str
+def difference_of_changes_text(
+    records: Sequence[Record], task: str, arm: str, reference: str, number: str, reference_number: str
 ) -> str:
-    """Return the mean over seeds of `number` − `plain` of an arm, minus the same difference of the reference's run.
+    """Return how much more `number` − `reference_number` is in an arm's runs than in the reference arm's.
 
-    The differences are small, so they have four decimals.
+    It is a mean over seeds with its interval. The differences are small, so they have four decimals.
     """
-    own, other = (paired_numbers(records, task, name, number, plain) for name in (arm, reference))
+    own, other = (differences_within_runs(records, task, name, number, reference_number) for name in (arm, reference))
     found = estimate([a - b for a, b in zip(own, other, strict=True)])
-    return f"{found.mean:+.4f} ± {found.half:.4f}"
+    return f"{found.mean:+.4f} ± {found.half_width:.4f}"
 
 
-def difference(records: Sequence[Record], task: str, arm: str, number: str, reference: str = REFERENCE) -> str:
+def difference_text(records: Sequence[Record], task: str, arm: str, number: str, reference: str = REFERENCE) -> str:
     """Return the mean over seeds of an arm's number minus the reference's, with sign and interval."""
-    return signed(estimate(paired(records, task, arm, reference, number)))
+    return signed(estimate(differences_between_arms(records, task, arm, reference, number)))
 
 
 def signed(value: Estimate) -> str:
@@ -171,51 +181,54 @@ def contrasts_table(records: Sequence[Record], task: str, number: str) -> str:
     """Return a table of `CONTRASTS`: the difference for each seed, their mean and interval."""
     rows = []
     for arm, reference, what in CONTRASTS:
-        values = paired(records, task, arm, reference, number)
+        values = differences_between_arms(records, task, arm, reference, number)
         found = estimate(values)
-        holds_zero = found.half is None or abs(found.mean) <= found.half
+        holds_zero = found.half_width is None or abs(found.mean) <= found.half_width
         each = ", ".join(signed(Estimate(value, None)) for value in values)
         rows.append([f"{arm} − {reference}", what, each, signed(found), "yes" if holds_zero else "no"])
     return markdown(["contrast", "what differs", "each seed", "mean", "zero in the interval"], rows)
 
 
-def is_solved(record: Record) -> bool:
+def has_solved(record: Record) -> bool:
     """Return whether a run of recall has solved the task."""
-    return record["numbers"][SOLVED_NUMBER] >= SOLVED_FROM
+    return record["numbers"][SOLVED_NUMBER] >= SOLVED_ACCURACY
 
 
-def outcomes(records: Sequence[Record], task: str, arm: str) -> list[bool]:
+def arm_outcomes(records: Sequence[Record], task: str, arm: str) -> list[bool]:
     """Return for each of an arm's runs whether it has solved the task."""
-    return [is_solved(r) for r in records if (r["task"], r["arm"]) == (task, arm)]
+    return [has_solved(r) for r in records if (r["task"], r["arm"]) == (task, arm)]
 
 
-def solved(records: Sequence[Record], task: str, arm: str) -> str:
+def solved_text(records: Sequence[Record], task: str, arm: str) -> str:
     """Return the number of an arm's runs that have solved the task, such as "2 of 3"."""
-    own = outcomes(records, task, arm)
+    own = arm_outcomes(records, task, arm)
     return f"{sum(own)} of {len(own)}"
 
 
-def modes(records: Sequence[Record], task: str, number: str) -> str:
-    """Return the gap in a number between the runs that have solved the task and those that have not, as text."""
-    here = [r for r in records if r["task"] == task]
-    unsolved = max(r["numbers"][number] for r in here if not is_solved(r))
-    least = min(r["numbers"][number] for r in here if is_solved(r))
-    return f"at most {unsolved:.3f} in the runs that did not solve the task and at least {least:.3f} in those that did"
+def modes_text(records: Sequence[Record], task: str, number: str) -> str:
+    """Return the gap in a number between the runs that have solved the task and those that have not.
+
+    The runs that have solved the task have the larger numbers.
+    """
+    chosen = [r for r in records if r["task"] == task]
+    most = max(r["numbers"][number] for r in chosen if not has_solved(r))
+    least = min(r["numbers"][number] for r in chosen if has_solved(r))
+    return f"at most {most:.3f} in the runs that did not solve the task and at least {least:.3f} in those that did"
 
 
-def seeds(records: Sequence[Record], task: str, arm: str, number: str) -> str:
-    """Return an arm's number for each seed, as text."""
-    found = of_seeds(records, task, arm, number)
+def seeds_text(records: Sequence[Record], task: str, arm: str, number: str) -> str:
+    """Return an arm's number for each seed, in the order of the seeds."""
+    found = numbers_by_seed(records, task, arm, number)
     return ", ".join(str(Estimate(found[seed], None)) for seed in sorted(found))
 
 
-def by_rate(records: Sequence[Record], task: str, arm: str, number: str) -> str:
-    """Return an arm's number at each learning rate, as text."""
-    return ", ".join(f"{value} at {rate:g}" for rate, value in by_rates(records, task, arm, number).items())
+def rates_text(records: Sequence[Record], task: str, arm: str, number: str) -> str:
+    """Return an arm's mean number and its interval at each learning rate, such as "2.310 ± 0.004 at 0.008"."""
+    return ", ".join(f"{value} at {rate:g}" for rate, value in estimates_by_rate(records, task, arm, number).items())
 
 
-def by_rates(records: Sequence[Record], task: str, arm: str, number: str) -> dict[float, Estimate]:
-    """Return learning rate → an arm's number, over the seeds of each rate, in the order of the rates."""
+def estimates_by_rate(records: Sequence[Record], task: str, arm: str, number: str) -> dict[float, Estimate]:
+    """Return learning rate → mean and interval of an arm's number over the seeds, in the order of the rates."""
     found: dict[float, list[float]] = collections.defaultdict(list)
     for r in records:
         if (r["task"], r["arm"]) == (task, arm):
@@ -223,18 +236,18 @@ def by_rates(records: Sequence[Record], task: str, arm: str, number: str) -> dic
     return {rate: estimate(found[rate]) for rate in sorted(found)}
 
 
-def at_rate(records: Sequence[Record], task: str, arm: str, number: str, rate: str) -> str:
-    """Return an arm's number at a learning rate, as text."""
-    return str(by_rates(records, task, arm, number)[float(rate)])
+def at_rate_text(records: Sequence[Record], task: str, arm: str, number: str, rate: str) -> str:
+    """Return the mean and the interval of an arm's number at a learning rate."""
+    return str(estimates_by_rate(records, task, arm, number)[float(rate)])
 
 
-def best_rate(records: Sequence[Record], task: str, arm: str, number: str) -> str:
-    """Return the learning rate with an arm's smallest mean, as text."""
-    found = by_rates(records, task, arm, number)
+def best_rate_text(records: Sequence[Record], task: str, arm: str, number: str) -> str:
+    """Return the learning rate at which the mean of an arm's number is smallest."""
+    found = estimates_by_rate(records, task, arm, number)
     return f"{min(found, key=lambda rate: found[rate].mean):g}"
 
 
-def best_difference(records: Sequence[Record], task: str, number: str, row: str, reference: str) -> str:
+def best_difference_text(records: Sequence[Record], task: str, number: str, row: str, reference: str) -> str:
     """Return the difference between two rows of `rates_table`, each at its best learning rate.
 
     Args:
@@ -247,36 +260,40 @@ def best_difference(records: Sequence[Record], task: str, number: str, row: str,
     best: dict[str, float] = {}
     for r in records:
         if r["task"] == task:
-            name = _row(r).replace(" ", "")
+            name = _row_name(r).replace(" ", "")
             best[name] = min(best.get(name, math.inf), r["numbers"][number])
     return signed(Estimate(best[row] - best[reference], None))
 
 
-def arms_table(records: Sequence[Record], task: str, columns: Sequence[Column], *, first: bool) -> str:
-    """Return a table with a row for each arm: means over seeds, or the value of each seed for tasks in `BY_SEED`.
+def arms_table(records: Sequence[Record], task: str, columns: Sequence[Column], *, with_runs: bool) -> str:
+    """Return a table with a row for each arm: means over seeds, or the value of each seed for tasks in `BIMODAL_TASKS`.
 
-    `first`: also show parameters, learning rate, solved runs and provenance, as in the first table of a study.
+    `with_runs`: also show parameters, learning rate, solved runs and provenance, as in the first table of a study.
     """
     records = [r for r in records if r["task"] == task]
-    counted = first and task in BY_SEED
+    counts_solved = with_runs and task in BIMODAL_TASKS
     rows = []
     for arm in dict.fromkeys(r["arm"] for r in records):
         run = next(r for r in records if r["arm"] == arm)
-        cells = [f"{run['parameters']:,}", f"{run['learning_rate']:g}"] * first
-        cells += [solved(records, task, arm)] if counted else []
-        for _, number, minus_reference in columns:
-            if task in BY_SEED:
-                cells.append(seeds(records, task, arm, number))
-            elif not of_seeds(records, task, arm, number) or (minus_reference and arm == REFERENCE):
-                cells.append("")
-            elif minus_reference:
-                cells.append(difference(records, task, arm, number))
-            else:
-                cells.append(mean(records, task, arm, number))
-        rows.append([arm, *cells])
-    header = ["arm", *["parameters", "rate"] * first, *["solved"] * counted, *(c.title for c in columns)]
-    table = markdown(header, rows)
-    return table + provenance(records) * first
+        cells = [f"{run['parameters']:,}", f"{run['learning_rate']:g}"] if with_runs else []
+        cells += [solved_text(records, task, arm)] if counts_solved else []
+        rows.append([arm, *cells, *(_arm_cell(records, task, arm, column) for column in columns)])
+    header = ["arm"]
+    header += ["parameters", "rate"] if with_runs else []
+    header += ["solved"] if counts_solved else []
+    table = markdown([*header, *(column.title for column in columns)], rows)
+    return table + provenance(records) if with_runs else table
+
+
+def _arm_cell(records: Sequence[Record], task: str, arm: str, column: Column) -> str:
+    """Return the text of an arm's cell in `arms_table`, empty if no run of the arm has the column's number."""
+    if task in BIMODAL_TASKS:
+        return seeds_text(records, task, arm, column.number)
+    if not numbers_by_seed(records, task, arm, column.number) or (column.minus_reference and arm == REFERENCE):
+        return ""
+    if column.minus_reference:
+        return difference_text(records, task, arm, column.number)
+    return mean_text(records, task, arm, column.number)
 
 
 def rates_table(records: Sequence[Record], task: str, number: str) -> str:
@@ -285,17 +302,18 @@ def rates_table(records: Sequence[Record], task: str, number: str) -> str:
     rows: dict[str, dict[float, list[float]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     chosen = [r for r in records if r["task"] == task]
     for r in chosen:
-        rows[_row(r)][r["learning_rate"]].append(r["numbers"][number])
+        rows[_row_name(r)][r["learning_rate"]].append(r["numbers"][number])
     rates = sorted({r["learning_rate"] for r in chosen})
     cells = []
     for name, found in rows.items():
         means = {rate: estimate(values) for rate, values in found.items()}
-        top = best(means.values(), key=lambda e: e.mean)
-        cells.append([name, *(_bold(means[rate], top) if rate in means else "" for rate in rates)])
+        best_mean = best(means.values(), key=lambda value: value.mean)
+        shown = {rate: f"**{value}**" if value == best_mean else str(value) for rate, value in means.items()}
+        cells.append([name, *(shown.get(rate, "") for rate in rates)])
     return markdown(["", *(f"{rate:g}" for rate in rates)], cells) + provenance(chosen)
 
 
-def _row(record: Record) -> str:
+def _row_name(record: Record) -> str:
     """Return the name of a record's row: the arm and its changes, except the learning rate."""
     changes = [
         f"{name.removeprefix('model.')}={value}"
@@ -320,46 +338,50 @@ def growth_table(records: Sequence[Record], task: str, number: str, *arms: str) 
     records = [r for r in records if r["arm"] in (REFERENCE, *arms) and r["task"].startswith(task)]
     rows = []
     for name, tokens in dict.fromkeys((r["task"], r["tokens"]) for r in records):
-        here = [r for r in records if (r["task"], r["tokens"]) == (name, tokens)]
-        rates = {arm: _best_rate([r for r in here if r["arm"] == arm], number) for arm in (REFERENCE, *arms)}
-        best = [r for r in here if r["learning_rate"] == rates[r["arm"]]]
-        reference = of_seeds(best, name, REFERENCE, number)
+        trained = [r for r in records if (r["task"], r["tokens"]) == (name, tokens)]
+        rates = {
+            arm: _best_rate_of_lowest_seed([r for r in trained if r["arm"] == arm], number)
+            for arm in (REFERENCE, *arms)
+        }
+        best = [r for r in trained if r["learning_rate"] == rates[r["arm"]]]
+        reference = numbers_by_seed(best, name, REFERENCE, number)
         size = next(r["parameters"] for r in best if r["arm"] == REFERENCE)
         cells = [
-            f"{difference(best, name, arm, number)} ({rates[arm]:g})" if rates[arm] is not None else "" for arm in arms
+            f"{difference_text(best, name, arm, number)} ({rates[arm]:g})" if rates[arm] is not None else ""
+            for arm in arms
         ]
-        top = f"{estimate(list(reference.values()))} ({rates[REFERENCE]:g})"
-        rows.append((size, tokens, [f"{size:,}", f"{tokens:,}", top, *cells]))
+        reference_cell = f"{estimate(list(reference.values()))} ({rates[REFERENCE]:g})"
+        rows.append((size, tokens, [f"{size:,}", f"{tokens:,}", reference_cell, *cells]))
     rows.sort(key=lambda row: row[:2])
     header = ["parameters", "tokens", REFERENCE, *(f"{arm}, more" for arm in arms)]
     return markdown(header, [cells for _, _, cells in rows]) + provenance(records)
 
 
-def _best_rate(records: Sequence[Record], number: str) -> float | None:
+def _best_rate_of_lowest_seed(records: Sequence[Record], number: str) -> float | None:
+    """Return the learning rate of the lowest seed's smallest number, or None without records."""
     lowest = min((r["seed"] for r in records), default=None)
     tried = {r["learning_rate"]: r["numbers"][number] for r in records if r["seed"] == lowest}
     return min(tried, key=tried.__getitem__) if tried else None
 
 
-def _bold(value: Estimate, top: Estimate) -> str:
-    return f"**{value}**" if value == top else str(value)
-
-
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table."""
+    """Return a table in Markdown, without a line feed at its end."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def provenance(records: Sequence[Record]) -> str:
-    """Return the text below a table: commands, number of runs, tokens, seeds, time, hardware, commit and versions."""
+    """Return the text below a table: commands, number of runs, tokens, seeds, time, hardware, commits and JAX versions.
+
+    It begins with the blank line that ends the table.
+    """
     seeds = sorted({r["seed"] for r in records})
     commits = dict.fromkeys(r["commit"][:7] + "+" * r["commit"].endswith("+") for r in records)
     hardware = dict.fromkeys(r["hardware"] for r in records)
     minutes = sum(r["wall_seconds"] for r in records) / 60
     tokens = dict.fromkeys(f"{r['tokens']:,}" for r in records)
     commands = list(dict.fromkeys(r["sweep"] for r in records))
-    if len(commands) > MOST_COMMANDS:
+    if len(commands) > MAX_COMMANDS:
         commands[1:] = [f"# and {len(commands) - 1} sweeps with other values"]
     sweeps = "\n".join(f"    {command}" for command in commands)
     return (
@@ -369,11 +391,15 @@ def provenance(records: Sequence[Record]) -> str:
     )
 
 
-def caches(records: Sequence[Record], task: str) -> list[str]:
+def cache_names(records: Sequence[Record], task: str) -> list[str]:
     """Return the names of the caches that the suite `cache` measured, the whole one first, then by falling size."""
     numbers = next(r["numbers"] for r in records if r["task"] == task)
-    size = {name.removeprefix(CACHE_SIZE): value for name, value in numbers.items() if name.startswith(CACHE_SIZE)}
-    return sorted(size, key=lambda name: (name != WHOLE, -size[name]))
+    sizes = {
+        name.removeprefix(CACHE_SIZE_PREFIX): size
+        for name, size in numbers.items()
+        if name.startswith(CACHE_SIZE_PREFIX)
+    }
+    return sorted(sizes, key=lambda name: (name != WHOLE_CACHE, -sizes[name]))
 
 
 def caches_table(records: Sequence[Record], task: str, number: str) -> str:
@@ -385,49 +411,51 @@ def caches_table(records: Sequence[Record], task: str, number: str) -> str:
     records = [r for r in records if r["task"] == task]
     reference, own = dict.fromkeys(r["arm"] for r in records)
 
-    def cells(compressed: str, plain: str) -> list[str]:
-        found = (paired_numbers(records, task, arm, compressed, plain) for arm in (reference, own))
-        last = difference_of_changes(records, task, own, reference, compressed, plain)
+    def difference_cells(compressed: str, uncompressed: str) -> list[str]:
+        """Return both arms' differences of two numbers, and by how much the second arm's difference is larger."""
+        found = (differences_within_runs(records, task, arm, compressed, uncompressed) for arm in (reference, own))
+        last = difference_of_changes_text(records, task, own, reference, compressed, uncompressed)
         return [*(signed(estimate(values)) for values in found), last]
 
-    whole = f"cache/{number}_{WHOLE}"
+    whole = f"cache/{number}_{WHOLE_CACHE}"
     rows = []
-    for name in caches(records, task):
-        size = " or ".join(dict.fromkeys(f"{r['numbers'][CACHE_SIZE + name]:g}" for r in records))
-        if name == WHOLE:
-            means = [*(mean(records, task, arm, whole) for arm in (reference, own)), ""]
+    for name in cache_names(records, task):
+        size = " or ".join(dict.fromkeys(f"{r['numbers'][CACHE_SIZE_PREFIX + name]:g}" for r in records))
+        if name == WHOLE_CACHE:
+            means = [*(mean_text(records, task, arm, whole) for arm in (reference, own)), ""]
         else:
-            means = cells(f"cache/{number}_{name}", whole)
+            means = difference_cells(f"cache/{number}_{name}", whole)
         rows.append([name.replace("_", " "), size, *means])
     for bits in (8, 4):
-        at = f"quantize/{number}_{{}}_bits"
-        if at.format(bits) in records[0]["numbers"]:
-            rows.append([f"no cache, Q, K and V in {bits} bits", "", *cells(at.format(bits), at.format(16))])
+        quantized = f"quantize/{number}_{bits}_bits"
+        if quantized in records[0]["numbers"]:
+            cells = difference_cells(quantized, f"quantize/{number}_16_bits")
+            rows.append([f"no cache, Q, K and V in {bits} bits", "", *cells])
     header = ["cache", "bytes per token", reference, own, f"{own} − {reference}"]
     return markdown(header, rows) + provenance(records)
 
 
-def mean(records: Sequence[Record], task: str, arm: str, number: str) -> str:
-    """Return an arm's mean over seeds, as text."""
-    return str(estimate(list(of_seeds(records, task, arm, number).values())))
+def mean_text(records: Sequence[Record], task: str, arm: str, number: str) -> str:
+    """Return the mean and the interval of an arm's number over seeds."""
+    return str(estimate(list(numbers_by_seed(records, task, arm, number).values())))
 
 
 # First word of a placeholder in the template → function of the study's records and the other words.
 PLACEHOLDERS: dict[str, Callable[..., str]] = {
-    "arms": lambda records, task: arms_table(records, task, TASK_COLUMNS[task], first=True),
-    "inside": lambda records, task: arms_table(records, task, INSIDE_COLUMNS[task], first=False),
+    "arms": lambda records, task: arms_table(records, task, TASK_COLUMNS[task], with_runs=True),
+    "inside": lambda records, task: arms_table(records, task, INSIDE_COLUMNS[task], with_runs=False),
     "rates": rates_table,
     "growth": growth_table,
     "contrasts": contrasts_table,
     "caches": caches_table,
-    "mean": mean,
-    "difference": difference,
-    "difference_of_changes": difference_of_changes,
-    "best_difference": best_difference,
-    "at_rate": at_rate,
-    "best_rate": best_rate,
-    "by_rate": by_rate,
-    "solved": solved,
-    "seeds": seeds,
-    "modes": modes,
+    "mean": mean_text,
+    "difference": difference_text,
+    "difference_of_changes": difference_of_changes_text,
+    "best_difference": best_difference_text,
+    "at_rate": at_rate_text,
+    "best_rate": best_rate_text,
+    "by_rate": rates_text,
+    "solved": solved_text,
+    "seeds": seeds_text,
+    "modes": modes_text,
 }

@@ -25,6 +25,7 @@ import rich.table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.console_tables import numbers_table
 from difftx.commands.flags import parse_overrides
 from difftx.config import Config
 from difftx.config.recipes import load_config
@@ -40,8 +41,8 @@ from difftx.parallel.mesh import check_divisible, make_mesh
 from difftx.training import kernel_choice
 from difftx.training.state import TrainState, init_state, make_train_step
 
-DEPTHS = (2, 24)
-RANDOM_ROWS = 256
+DEPTHS = (2, 24)  # Numbers of layers that --depths compiles.
+RANDOM_ROWS = 256  # Number of different rows of random tokens.
 
 
 @dataclasses.dataclass
@@ -81,6 +82,7 @@ class Contestant:
         self.data_wait_seconds.clear()
 
     def _finished(self, metrics: dict[str, jax.Array] | None, last: float) -> float:
+        """Wait for the metrics of a step, record the seconds since `last`, and return the time."""
         jax.block_until_ready(metrics)
         now = time.perf_counter()
         self.step_seconds.append(now - last)
@@ -99,8 +101,11 @@ def prepare(config: Config) -> Contestant:
     return Contestant(config, mesh, step, state, batches, time.perf_counter() - start)
 
 
-def measure(spec: str, config: Config, *, rounds: int, steps: int, profile: Path | None) -> list[Contestant]:
-    """Compile both models, run `steps` updates of each in turn for `rounds` rounds, and print the table."""
+def measure_and_print(spec: str, config: Config, *, rounds: int, steps: int, profile: Path | None) -> list[Contestant]:
+    """Compile both models, run `steps` updates of each in turn for `rounds` rounds, and print the table.
+
+    `profile` is a folder for traces of one more round.
+    """
     contestants = [prepare(one) for one in pair(config).values()]
     for contestant in contestants:
         contestant.run(2)  # Warm-up.
@@ -123,7 +128,7 @@ def measure(spec: str, config: Config, *, rounds: int, steps: int, profile: Path
     return contestants
 
 
-def measure_depths(contestants: list[Contestant]) -> None:
+def print_compile_times(contestants: list[Contestant]) -> None:
     """Print the compile times of 2 and 24 layers, which are similar because a scanned layer is compiled once."""
     for contestant in contestants:
         model = contestant.config.model
@@ -141,8 +146,8 @@ def format_table(spec: str, contestants: list[Contestant], how: str) -> rich.tab
     """Return a table of the measured times; ratios are relative to the first contestant."""
     device, mesh = jax.devices()[0].device_kind, contestants[0].mesh
     shape = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
-    table = rich.table.Table(title=f"{spec}, {mesh.size} × {device}{f' ({shape})' * bool(shape)}, {how}")
-    for column in (
+    devices = f"{mesh.size} × {device}" + (f" ({shape})" if shape else "")
+    columns = (
         "architecture",
         "tokens/s",
         "min … max",
@@ -153,12 +158,13 @@ def format_table(spec: str, contestants: list[Contestant], how: str) -> rich.tab
         "MFU",
         "MFU causal",
         "compile s",
-    ):
-        table.add_column(column, justify="left" if column == "architecture" else "right")
+    )
+    table = numbers_table(f"{spec}, {devices}, {how}", columns)
     for c in contestants:
         rate = statistics.median(c.rates)
         ratio = median_ratio(c.rates, contestants[0].rates)
-        flops = [flops_per_token(c.config.model, c.config.data.sequence_length, causal=h) * rate for h in (False, True)]
+        length = c.config.data.sequence_length
+        flops = [flops_per_token(c.config.model, length, causal=causal) * rate for causal in (False, True)]
         peak = PEAK_FLOPS.get(device)
         table.add_row(
             c.config.model.architecture,
@@ -175,6 +181,7 @@ def format_table(spec: str, contestants: list[Contestant], how: str) -> rich.tab
 
 
 def _batches(config: Config, mesh: jax.sharding.Mesh) -> Iterator[Batch]:
+    """Return batches of the config's data, or of random tokens if it names none."""
     if config.data.path is None and not config.data.sources:
         examples = grain.MapDataset.source(random_rows(config, RANDOM_ROWS)).shuffle(seed=config.data.seed).repeat()
     else:
@@ -202,9 +209,9 @@ def main() -> int:
     args, rest = parser.parse_known_args()
     config = load_config(args.config, parse_overrides(rest, "config"))
     kernel_choice.start(args, list(pair(config).values()), workdir=None)
-    contestants = measure(args.config, config, rounds=args.rounds, steps=args.steps, profile=args.profile)
+    contestants = measure_and_print(args.config, config, rounds=args.rounds, steps=args.steps, profile=args.profile)
     if args.depths:
-        measure_depths(contestants)
+        print_compile_times(contestants)
     return 0
 
 

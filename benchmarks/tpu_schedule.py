@@ -2,19 +2,22 @@
 
     JAX_PLATFORMS=cpu python benchmarks/tpu_schedule.py
 
-libtpu compiles the kernels for a TPU that is not attached and dumps the final VLIW bundles. One
-bundle is one cycle of the core, apart from memory stalls. The script counts the bundles of one
-unmasked tile of queries x keys in bfloat16, plus the work done once per query (or key) tile. It
-compares difftx's fused kernels (the backend `pallas_tpu`) with two splash-attention calls whose
-values have width 2D (`splash_wide`, which takes the split backward pass for rows over 4K). Splash
-attention has two forms of the backward pass: split (dQ, dKV), and fused. The fused form writes a
-partial dQ for every key tile to HBM and sums these outside of the kernel; the bundles include
-neither that traffic nor the sum. difftx keeps dQ in VMEM where it fits, and splits otherwise.
+libtpu compiles the kernels for a TPU that is not attached and dumps the final VLIW bundles. One bundle is one cycle of
+the core, apart from memory stalls. The script counts the bundles of one unmasked tile of queries x keys in bfloat16,
+plus the work done once per query (or key) tile. It compares difftx's fused kernels (the backend `pallas_tpu`) with two
+splash-attention calls whose values have width 2D (`splash_wide`, which takes the split backward pass for rows over 4K).
+Splash attention has two forms of the backward pass: split (dQ, dKV), and fused. The fused form writes a partial dQ for
+every key tile to HBM and sums these outside of the kernel; the bundles include neither that traffic nor the sum. difftx
+keeps dQ in VMEM where it fits, and splits otherwise.
+
+For each chip, the script prints the bundles of each kernel with the share of them that uses each slot of the core, the
+bundles of the forward and the backward pass, and the ratios of splash attention to difftx.
 """
 
 import argparse
 import functools
 import glob
+import itertools
 import os
 import pathlib
 import sys
@@ -42,13 +45,17 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (  # noqa: E402
 from difftx.kernels import pallas_tpu, pallas_tpu_kernels  # noqa: E402
 
 TOPOLOGIES = {"v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
-TOKENS, HEADS = 4096, 2
+TOKENS = 4096
+HEADS = 2
 SLOTS = ("MXU", "XLU", "VALU", "EUP", "VLOAD", "VSTORE", "VSTORE:SPILL")
 
 
-def ours(d, side, dq_mib):
-    """Return (function, [(shape, dtype)]) of difftx's forward and backward pass."""
-    t, h = TOKENS, HEADS
+def difftx_passes(d, side, dq_mib):
+    """Return (function, [(shape, dtype)]) of difftx's forward and backward pass.
+
+    `d` is the width of queries and keys, `side` the side of a tile in tokens, and `dq_mib` the MiB of VMEM for dQ, or 0
+    for the split backward pass.
+    """
     tiles = pallas_tpu.Tiles(side, vmem_mib=56, dq_mib=dq_mib)
 
     def both(q, k, v, lam, dout):
@@ -56,11 +63,12 @@ def ours(d, side, dq_mib):
         out, saved = pallas_tpu.forward(q, k, v, lam, None, window=None)
         return pallas_tpu.backward(q, k, v, lam, None, out, saved, dout, window=None)
 
-    qk, ve = ((1, t, h, 2, d), jnp.bfloat16), ((1, t, h, 2 * d), jnp.bfloat16)
-    return both, [qk, qk, ve, ((1, t, h), jnp.float32), ve]
+    qk = ((1, TOKENS, HEADS, 2, d), jnp.bfloat16)
+    values = ((1, TOKENS, HEADS, 2 * d), jnp.bfloat16)
+    return both, [qk, qk, values, ((1, TOKENS, HEADS), jnp.float32), values]
 
 
-def theirs(d, side, *, fused_backward):
+def splash_passes(d, side, *, fused_backward):
     """Return (function, [(shape, dtype)]) of the forward and backward pass of one splash-attention call."""
     mask = splash_mask.MultiHeadMask([splash_mask.FullMask((TOKENS, TOKENS))] * HEADS)
     dq_side = None if fused_backward else side
@@ -80,8 +88,9 @@ def theirs(d, side, *, fused_backward):
     def both(q, k, v, dout):
         return jax.vjp(call, q, k, v)[1](dout)
 
-    qk, ve = ((HEADS, TOKENS, d), jnp.bfloat16), ((HEADS, TOKENS, 2 * d), jnp.bfloat16)
-    return both, [qk, qk, ve, ve]
+    qk = ((HEADS, TOKENS, d), jnp.bfloat16)
+    values = ((HEADS, TOKENS, 2 * d), jnp.bfloat16)
+    return both, [qk, qk, values, values]
 
 
 def schedules(function, shapes, device):
@@ -127,36 +136,42 @@ def main():
     pallas_tpu_kernels.list_visits = lambda *a, **k: listed(*a, **k) & ~pallas_tpu_kernels.MASKED
 
     for chip in args.chips.split(","):
-        device = topologies.get_topology_desc(TOPOLOGIES[chip], "tpu").devices[0]
-        bundles = {}
-        for who, build in (
-            ("ours", functools.partial(ours, dq_mib=24)),
-            ("ours split", functools.partial(ours, dq_mib=0)),
-            ("splash", functools.partial(theirs, fused_backward=True)),
-            ("splash split", functools.partial(theirs, fused_backward=False)),
-        ):
-            calls = 2 if who.startswith("splash") else 1
-            parts = schedules(*build(args.d, args.side), device)
-            for name, (count, share) in sorted(parts.items()):
-                _print_kernel(chip, who, name, count, share)
-            forward = sum(count for name, (count, _) in parts.items() if "fwd" in name)
-            forward += sum(count for name, (count, _) in parts.items() if "forward" in name)
-            total = sum(count for count, _ in parts.values())
-            bundles[who] = tuple(calls * x for x in (forward, total - forward, total))
+        bundles = _print_kernels(chip, args.d, args.side)
         print(f"\n{chip}, D = {args.d}, E = {2 * args.d}, {args.side} x {args.side}, bundles:")
-        print(f"{'':28s} {'forward':>9s} {'backward':>9s} {'total':>9s}")
-        for who, counts in bundles.items():
-            calls = "two calls, " if who.startswith("splash") else ""
-            print(f"{calls + who:28s} " + " ".join(f"{x:9d}" for x in counts))
-        for who, base in (
-            ("ours", "splash"),
-            ("ours", "splash split"),
-            ("ours split", "splash"),
-            ("ours split", "splash split"),
-        ):
-            ratios = (b / a for a, b in zip(bundles[who], bundles[base], strict=True))
-            print(f"{base + ' / ' + who:28s} " + " ".join(f"{x:8.2f}x" for x in ratios))
+        _print_comparison(bundles)
         print()
+
+
+def _print_kernels(chip, d, side):
+    """Print the bundles of each kernel for a chip; return {implementation: (forward, backward, total)} bundles."""
+    device = topologies.get_topology_desc(TOPOLOGIES[chip], "tpu").devices[0]
+    bundles = {}
+    for who, build in (
+        ("ours", functools.partial(difftx_passes, dq_mib=24)),
+        ("ours split", functools.partial(difftx_passes, dq_mib=0)),
+        ("splash", functools.partial(splash_passes, fused_backward=True)),
+        ("splash split", functools.partial(splash_passes, fused_backward=False)),
+    ):
+        calls = 2 if who.startswith("splash") else 1
+        kernels = schedules(*build(d, side), device)
+        for name, (count, share) in sorted(kernels.items()):
+            _print_kernel(chip, who, name, count, share)
+        # Splash attention writes "fwd" in the name of a kernel, and difftx "forward".
+        forward = sum(count for name, (count, _) in kernels.items() if "fwd" in name or "forward" in name)
+        total = sum(count for count, _ in kernels.values())
+        bundles[who] = tuple(calls * count for count in (forward, total - forward, total))
+    return bundles
+
+
+def _print_comparison(bundles):
+    """Print the bundles of each implementation, and the ratios of splash attention to difftx."""
+    print(f"{'':28s} {'forward':>9s} {'backward':>9s} {'total':>9s}")
+    for who, counts in bundles.items():
+        calls = "two calls, " if who.startswith("splash") else ""
+        print(f"{calls + who:28s} " + " ".join(f"{count:9d}" for count in counts))
+    for own, base in itertools.product(("ours", "ours split"), ("splash", "splash split")):
+        ratios = (theirs / ours for ours, theirs in zip(bundles[own], bundles[base], strict=True))
+        print(f"{base + ' / ' + own:28s} " + " ".join(f"{ratio:8.2f}x" for ratio in ratios))
 
 
 if __name__ == "__main__":

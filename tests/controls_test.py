@@ -60,7 +60,7 @@ def test_solved_runs_are_compared_by_fishers_exact_test(first, second):
     chances = [hypergeometric(k, 6, solved, 12) for k in range(max(0, solved - 6), min(6, solved) + 1)]
     own = hypergeometric(first, 6, solved, 12)
     expected = sum(chance for chance in chances if chance <= own * (1 + 1e-9))
-    assert recall_tables.fisher(records, Contrast("", ("diff",), ("zero-norm",))) == pytest.approx(expected)
+    assert recall_tables.fisher_p_value(records, Contrast("", ("diff",), ("zero-norm",))) == pytest.approx(expected)
 
 
 def test_a_contrast_pairs_the_seeds_of_its_cells():
@@ -68,9 +68,9 @@ def test_a_contrast_pairs_the_seeds_of_its_cells():
     records = [record("diff", seed, 2.0 + seed) for seed in (2, 0, 1)]
     records += [record("zero-gain", seed, 1.0 + seed**2, rate=0.016, model__post_scale="4") for seed in (0, 1, 2)]
     contrast = Contrast("", ("diff",), ("zero-gain",))
-    assert controls_tables.values(records, contrast, controls_tables.TEST_LOSS) == [1.0, 1.0, -1.0]
+    assert controls_tables.contrast_values(records, contrast, controls_tables.TEST_LOSS) == [1.0, 1.0, -1.0]
     with pytest.raises(AssertionError, match="different seeds"):
-        controls_tables.values(records[1:], contrast, controls_tables.TEST_LOSS)
+        controls_tables.contrast_values(records[1:], contrast, controls_tables.TEST_LOSS)
 
 
 def test_differences_of_differences_have_four_cells():
@@ -79,7 +79,7 @@ def test_differences_of_differences_have_four_cells():
         record(name.split(", ")[0], seed, value, a=name[-1]) for name, value in cells.items() for seed in range(3)
     ]
     contrast = Contrast("", ("diff, a=1", "transformer, a=2"), ("diff, a=2", "transformer, a=1"))
-    assert controls_tables.values(records, contrast, controls_tables.TEST_LOSS) == [0.5] * 3
+    assert controls_tables.contrast_values(records, contrast, controls_tables.TEST_LOSS) == [0.5] * 3
 
 
 def test_the_p_value_is_that_of_a_test_by_simulation():
@@ -99,7 +99,7 @@ def test_the_p_value_is_that_of_a_test_by_simulation():
 def test_only_contrasts_below_the_corrected_threshold_get_a_verdict():
     differences = {"diff": -0.05, "zero-norm": 0.0}
     noise = [0.001, -0.002, 0.0, 0.002, -0.001]
-    arms = {arm for contrast in controls_tables.NORM_OR_GAIN for arm in (*contrast.plus, *contrast.minus)}
+    arms = {arm for contrast in controls_tables.NORM_OR_GAIN_CONTRASTS for arm in (*contrast.plus, *contrast.minus)}
     records = [
         record(arm, seed, 2.0 + differences.get(arm, 0.0) + noise[(seed + i) % 5])
         for i, arm in enumerate(sorted(arms))
@@ -212,7 +212,7 @@ def test_sizes_are_a_table_a_family_and_a_figure(tmp_path, monkeypatch):
     for arm, steps in (("diff", "11565"), ("gdla", "2891")):
         fewer = [r for r in records if r["arm"] != arm or r["seed"] < 5 or r["changes"]["train.steps"] != steps]
         with pytest.raises(AssertionError, match="different seeds"):
-            controls_tables.of_size(fewer, "novels", arm)
+            controls_tables.differences_by_length(fewer, "novels", arm)
     few = [r for r in records if r["changes"]["train.steps"] != "11565"]
     assert "| 80 |" not in controls_tables.sizes_table(few, "novels")
 
@@ -256,7 +256,7 @@ def test_alignment_is_the_growth_of_a_cosine_of_the_same_seed():
     records = [run("diff", 1, 0.5, 0.6), run("zero-norm", 0, 0.4, 0.3), run("diff", 0, 0.5, 0.8)]
     records.append(run("zero-norm", 1, 0.4, 0.3))
     np.testing.assert_allclose(recall_tables.alignment_growth(records, "diff"), [0.3, 0.1])
-    assert recall_tables.alignment_contrast(records, "diff", "zero-norm").startswith("+0.300 ±")
+    assert recall_tables.alignment_contrast_text(records, "diff", "zero-norm").startswith("+0.300 ±")
     assert "| diff | distractors | 0.500 ± 0.000 | 0.700 ± 1.271 | +0.200 ± 1.271 |" in (
         recall_tables.alignment_table(records)
     )
@@ -387,7 +387,7 @@ def test_every_cell_of_the_plan_is_an_arm_of_the_recipe():
 def test_make_reproduce_trains_the_arms_and_seeds_of_question_1():
     lines = (ROOT / "Makefile").read_text().splitlines()
     variables = dict(line.split(" = ", 1) for line in lines if line.startswith(("CONTROLS = ", "SEEDS_")))
-    assert tuple(variables["CONTROLS"].split(",")) == controls_study.NORM_OR_GAIN
+    assert tuple(variables["CONTROLS"].split(",")) == controls_study.NORM_OR_GAIN_ARMS
     novels = variables["SEEDS_novels"]
     seeds = {"novels": novels, "recall": variables["SEEDS_recall"].replace("$(SEEDS_novels)", novels)}
     for task, of_task in seeds.items():

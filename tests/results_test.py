@@ -113,7 +113,7 @@ def test_records_have_one_run_per_seed_and_show_uncommitted_changes(sweep):
     records[0]["commit"] = f"{'0123abc':0<40}+"
     assert "; commit 0123abc+, 0123abc; jax" in results_tables.provenance(records)
     with pytest.raises(UserError, match="task recall, arm diff: two runs have the seed 0"):
-        results_tables.of_seeds([*records, records[0]], "recall", "diff", "loss/loss")
+        results_tables.numbers_by_seed([*records, records[0]], "recall", "diff", "loss/loss")
 
 
 def test_a_sweep_that_refuses_to_run_gives_no_losses(tmp_path):
