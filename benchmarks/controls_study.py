@@ -89,12 +89,8 @@ LAMBDAS: Sequence[Fields] = (
 RATE = "optimizer.learning_rate"
 GAIN = "model.post_scale"
 STEPS = "train.steps"
-DIVERGING_RATES = (
-    "0.0025",
-    "0.005",
-    "0.01",
-    "0.02",
-)  # Rates of question 3 on recall, which show what a diverging λ does.
+# Rates of question 3 on recall, which show what a diverging λ does.
+DIVERGING_RATES = ("0.0025", "0.005", "0.01", "0.02")
 SHORT_WARMUP = {"optimizer.warmup_fraction": "0.01"}
 MUON = {"optimizer.name": "muon"}
 # Arms of the runs that repeat the main contrasts of question 1 on another text and with another head width.

@@ -217,8 +217,8 @@ def _tokenise_text(path: str | None, config: DataConfig, encoding: Tokenizer) ->
     name = f"data.path={path!r}"
     if len(documents) < 2:
         raise UserError(
-            f"{name}: {len(documents)} document; at least 2 are needed, one to train and one to validate on: name several "
-            f"files with different texts, or one of more than {DOCUMENT_BYTES} bytes with several lines"
+            f"{name}: {len(documents)} document; at least 2 are needed, one to train and one to validate on: name "
+            f"several files with different texts, or one of more than {DOCUMENT_BYTES} bytes with several lines"
         )
     texts = [documents[digest] for digest in sorted(documents)]
     return _tokenise(texts[held_out:], encoding, name), _tokenise(texts[:held_out], encoding, name)
