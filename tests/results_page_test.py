@@ -870,6 +870,14 @@ CLAIMS |= {
     "The forty runs that are only in the tables above name a commit before that of their plan": lambda: (
         len([r for r in RUNS[OWN] if r not in RUNS[SHARED] and r["commit"].startswith("b2195ee")]) == 40
     ),
+    "`transformer` has its smallest loss at four times this rate, `zero-norm` at twice, and `diff` at this "
+    "rate": lambda: (
+        [
+            tuned_rate(arm, STEPS_OF[LARGE][20]) / tuned_rate(arm, STEPS_OF[LARGE][5])
+            for arm in ("transformer", "zero-norm", "diff")
+        ]
+        == [4, 2, 1]
+    ),
     "With more tokens, the gap between `zero-norm` and the Transformer shrinks at this size too. The seven other "
     "preregistered contrasts are open with five seeds": lambda: (
         len(SIZE_FAMILIES[LARGE]) == 8
