@@ -87,8 +87,8 @@ def requests_table(bucket: buckets.Bucket, text: Path) -> rich.table.Table:
     def count(name: str, run: Callable[[], Any]) -> None:
         bucket.plan()  # Sets the counters to zero.
         run()
-        requests = bucket.plan()["requests"]
-        table.add_row(name, *(str(requests.get(kind, 0)) for kind in REQUEST_KINDS), str(sum(requests.values())))
+        counts = bucket.plan()["requests"]
+        table.add_row(name, *(str(counts.get(kind, 0)) for kind in REQUEST_KINDS), str(sum(counts.values())))
 
     workdir, config = bucket.folder(), load_config("quickstart:diff", {})
     _count_metrics(workdir, config, count)
