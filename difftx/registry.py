@@ -28,7 +28,7 @@ class Extension:
 
     path: str
     sha256: str  # Of the file, followed by the modules in its folder that it imports.
-    file_sha256: str = ""  # Of the file alone. It is the `sha256` that older runs have recorded.
+    file_sha256: str  # Of the file alone. It is the `sha256` that older runs have recorded.
 
 
 EXTENSION_HINT = " If a file of yours adds it, name the file with --extension=FILE.py."

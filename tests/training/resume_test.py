@@ -455,9 +455,9 @@ def wait():
 
 finish = Attempt._finish
 
-def wait_and_finish(attempt, saved):
+def wait_and_finish(attempt, **options):
     wait()
-    return finish(attempt, saved)
+    return finish(attempt, **options)
 
 if sys.argv[1] == "exit":
     atexit.register(wait)
