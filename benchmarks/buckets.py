@@ -3,10 +3,11 @@
 python benchmarks/buckets.py [--megabytes=128] [--rounds=5]
 
 Requires the extras gcs, s3 and buckets-test. The emulators and the proxy in front of them run on this machine, so the
-numbers of requests are those of a real store, but the times are not. Prints two tables for each kind of store:
+numbers of requests are those of a real store, but the times are not. The script prints two tables for each kind of
+store:
 
-requests     by kind, of a row of metrics.jsonl, a save, a restore, a verification, and commands of a tiny run
-throughput   of saves and restores, next to plain copies of a file of the same size to the same emulator
+- requests: the number of each kind, for a row of metrics.jsonl, a save, a restore, a verification and a tiny run;
+- throughput: the speed of saves and restores, next to copies of a file of the same size to the same emulator.
 """
 
 import argparse
@@ -43,7 +44,7 @@ from difftx.training.state import TrainState
 
 REQUEST_KINDS = ("read", "describe", "list", "write", "delete")
 LOADER_STATE = {"examples": 0, "signature": {}}
-ARRAYS = 24  # Of a train state: a third each are parameters, first moments and second moments.
+ARRAYS = 24  # Number of arrays of a train state. A third each are parameters, first moments and second moments.
 
 type Count = Callable[[str, Callable[[], Any]], None]  # Runs an operation, and adds a row with its name and requests.
 

@@ -74,7 +74,7 @@ class Worker:
         if path := contestant.task.get("path"):
             environment["PYTHONPATH"] = path
         command = [*contestant.command, json.dumps(contestant.task)]
-        # The workers' lines are the only output of a benchmark that says what went wrong.
+        # The workers' lines are the only output of a benchmark that explains a failure.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
         )

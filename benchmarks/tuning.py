@@ -1,4 +1,4 @@
-"""What the study scripts share: their flags, sweeps of toy models on one core, and the choice of a learning rate.
+"""Helpers of the study scripts: their flags, sweeps of toy models on one core, and the choice of a learning rate.
 
 This module has no command. A study chooses the learning rate of an arm on a seed that it does not report.
 """

@@ -27,8 +27,8 @@ class Extension:
     """A user's file that registered at least one entry."""
 
     path: str
-    sha256: str  # Of the file, followed by the modules in its folder that it imports.
-    file_sha256: str  # Of the file alone. It is the `sha256` that older runs have recorded.
+    sha256: str  # Hash of the file, followed by the modules in its folder that it imports.
+    file_sha256: str  # Hash of the file alone. Older runs have recorded it as their `sha256`.
 
 
 EXTENSION_HINT = " If a file of yours adds it, name the file with --extension=FILE.py."

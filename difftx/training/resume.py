@@ -102,7 +102,7 @@ class Change:
 
     @property
     def is_neutral(self) -> bool:
-        """Whether the change does not affect results, except by rounding."""
+        """True if the change does not affect results, except by rounding."""
         return self.is_in(NEUTRAL) and not self.is_in(ORIGIN)
 
     @property
@@ -262,6 +262,8 @@ def _unsafe_changes(
             verdict = "safe" if safe else "not safe"
             if change.field == "train.steps" and (jump := _jump_of_steps(old, new.train.steps, step)):
                 verdict = f"allowed, but alone it makes the learning rate after step {step} jump: about {jump}"
+            elif change.field.startswith("eval.") and new.checkpoint.keep_best is not None:
+                verdict = "safe; checkpoint.keep_best compares only results with equal settings of its suite"
             print_on_primary(f"changed since the checkpoint: {text} ({verdict})")
         if not safe:
             (data_fields if is_data else refused).append(text)

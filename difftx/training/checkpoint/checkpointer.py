@@ -153,7 +153,7 @@ class Checkpointer:
         wanted = _on_mesh(_parts(abstract), mesh)
         manifest = read_manifest(folder)
         _check_arrays(folder, manifest, wanted)
-        contents = _contents_of(folder, manifest)
+        contents = _arrays_folder(folder, manifest)
         if contents is not None:
             with _reading(folder):
                 return TrainState(**arrays.restore(contents, wanted)), read_json(contents / LOADER_FILE)
@@ -370,7 +370,7 @@ def restore_params(folder: AnyPath, params: Any, mesh: jax.sharding.Mesh, part: 
     wanted = _on_mesh({part: params}, mesh)
     manifest = read_manifest(folder)
     _check_arrays(folder, manifest, wanted, f"{part}/")
-    contents = _contents_of(folder, manifest)
+    contents = _arrays_folder(folder, manifest)
     if contents is not None:
         with _reading(folder):
             return arrays.restore(contents, wanted)[part]
@@ -444,7 +444,7 @@ def _check_arrays(folder: AnyPath, manifest: Manifest, wanted: Any, prefix: str 
         raise UserError(f"{folder}: {next(iter(saved))} has no place in this config's model or train state")
 
 
-def _contents_of(folder: AnyPath, manifest: Manifest) -> AnyPath | None:
+def _arrays_folder(folder: AnyPath, manifest: Manifest) -> AnyPath | None:
     """Return the folder that `arrays` reads, or None if orbax has written the checkpoint to a local disk."""
     return folder / manifest.contents if manifest.contents else folder if is_bucket(folder) else None
 
