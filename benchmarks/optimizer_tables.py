@@ -7,7 +7,7 @@ their differences are in bits per byte of the validation text.
 from collections.abc import Sequence
 
 from benchmarks.optimizer_study import OPTIMIZERS, WARMUPS, Cell, cells
-from benchmarks.results_tables import Record, estimate, markdown, provenance, signed
+from benchmarks.study_records import Record, estimate, markdown, provenance, signed
 
 VALIDATION_LOSS = "loss/bits_per_byte"
 TITLES = {"adamw": "AdamW", "muon": "Muon, both maps together", "muon-groups": "Muon, each map by itself"}

@@ -21,7 +21,7 @@ from benchmarks.controls_tables import (
     p_text,
     versus,
 )
-from benchmarks.results_tables import (
+from benchmarks.study_records import (
     SOLVED_NUMBER,
     Record,
     estimate,

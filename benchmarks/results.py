@@ -10,8 +10,8 @@ python benchmarks/results.py compare --study=question-1-novels+question-1-recall
     other tasks means with intervals; the exit code is 1 if a result does not agree
 
 In the templates, `{{WORD STUDY …}}` stands for a table or a value of one study, or of several (STUDY+STUDY). The words
-are the keys of PLACEHOLDERS in results_tables.py, optimizer_tables.py, controls_tables.py and recall_tables.py. Only
-`compare` prints something: a table, and how many results agree.
+are the keys of PLACEHOLDERS in controls_tables.py, size_tables.py, recall_tables.py, exploratory_tables.py and
+optimizer_tables.py. Only `compare` prints something: a table, and how many results agree.
 """
 
 import argparse
@@ -27,8 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import matplotlib
 
-from benchmarks import controls_tables, optimizer_tables, recall_tables, results_tables
+from benchmarks import controls_tables, exploratory_tables, optimizer_tables, recall_tables, size_tables
 from benchmarks.controls_study import AGAINST_NOISE
+from benchmarks.exploratory_tables import COMPARED
 from benchmarks.results_figures import (
     draw_arms,
     draw_caches,
@@ -39,8 +40,7 @@ from benchmarks.results_figures import (
     draw_transfer,
     draw_warmup,
 )
-from benchmarks.results_tables import (
-    COMPARED,
+from benchmarks.study_records import (
     SOLVED_ACCURACY,
     SOLVED_TASK,
     Record,
@@ -72,10 +72,11 @@ DARK_TEXTS = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", 
 # End of a figure's name → its style. Figures for dark pages have no ground of their own.
 SCHEMES = {"": {}, "-dark": {**dict.fromkeys(DARK_TEXTS, INK), "axes.facecolor": "none", "savefig.transparent": True}}
 PLACEHOLDERS = {
-    **results_tables.PLACEHOLDERS,
-    **optimizer_tables.PLACEHOLDERS,
     **controls_tables.PLACEHOLDERS,
+    **size_tables.PLACEHOLDERS,
     **recall_tables.PLACEHOLDERS,
+    **exploratory_tables.PLACEHOLDERS,
+    **optimizer_tables.PLACEHOLDERS,
 }
 # Fields whose paths are left out of printed commands, because they differ by machine.
 PATH_FIELDS = ("data.path", "eval.bigrams_path", "checkpoint.init_from")

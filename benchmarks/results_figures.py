@@ -15,16 +15,17 @@ import matplotlib.axes
 import matplotlib.figure
 
 from benchmarks.controls_study import LENGTHS
-from benchmarks.controls_tables import FAMILIES, PAIRS, SIGNIFICANT, contrast_values, differences_by_length, tested
+from benchmarks.controls_tables import FAMILIES, SIGNIFICANT, contrast_values, tested
+from benchmarks.exploratory_tables import TASK_COLUMNS
 from benchmarks.optimizer_study import OPTIMIZERS, WARMUPS, Cell, cells
 from benchmarks.optimizer_tables import TITLES, VALIDATION_LOSS, runs_of
-from benchmarks.results_tables import (
+from benchmarks.size_tables import PAIRS, differences_by_length
+from benchmarks.study_records import (
     BIMODAL_TASKS,
     CACHE_SIZE_PREFIX,
     REFERENCE,
     SOLVED_ACCURACY,
     SOLVED_NUMBER,
-    TASK_COLUMNS,
     TEST_LOSS,
     WHOLE_CACHE,
     Estimate,

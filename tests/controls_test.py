@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from benchmarks import controls_study, controls_tables, recall_tables, results_figures
+from benchmarks import controls_study, controls_tables, recall_tables, results_figures, size_tables, study_records
 from benchmarks.controls_tables import Contrast
 from difftx.config.recipes import load_config
 from difftx.configs import controls, toy_continued
@@ -18,7 +18,7 @@ from difftx.model.abstract import count_parameters
 
 
 def record(arm, seed, number=0.0, task="novels", rate=0.008, solved_at=None, **changes):
-    numbers = {controls_tables.TEST_LOSS: number, "exact_match/retrieval": number}
+    numbers = {study_records.TEST_LOSS: number, "exact_match/retrieval": number}
     numbers |= {} if solved_at is None else {recall_tables.SOLVED_AT: solved_at}
     return {
         "task": task,
@@ -68,9 +68,9 @@ def test_a_contrast_pairs_the_seeds_of_its_cells():
     records = [record("diff", seed, 2.0 + seed) for seed in (2, 0, 1)]
     records += [record("zero-gain", seed, 1.0 + seed**2, rate=0.016, model__post_scale="4") for seed in (0, 1, 2)]
     contrast = Contrast("", ("diff",), ("zero-gain",))
-    assert controls_tables.contrast_values(records, contrast, controls_tables.TEST_LOSS) == [1.0, 1.0, -1.0]
+    assert controls_tables.contrast_values(records, contrast, study_records.TEST_LOSS) == [1.0, 1.0, -1.0]
     with pytest.raises(AssertionError, match="different seeds"):
-        controls_tables.contrast_values(records[1:], contrast, controls_tables.TEST_LOSS)
+        controls_tables.contrast_values(records[1:], contrast, study_records.TEST_LOSS)
 
 
 def test_differences_of_differences_have_four_cells():
@@ -79,7 +79,7 @@ def test_differences_of_differences_have_four_cells():
         record(name.split(", ")[0], seed, value, a=name[-1]) for name, value in cells.items() for seed in range(3)
     ]
     contrast = Contrast("", ("diff, a=1", "transformer, a=2"), ("diff, a=2", "transformer, a=1"))
-    assert controls_tables.contrast_values(records, contrast, controls_tables.TEST_LOSS) == [0.5] * 3
+    assert controls_tables.contrast_values(records, contrast, study_records.TEST_LOSS) == [0.5] * 3
 
 
 def test_the_p_value_is_that_of_a_test_by_simulation():
@@ -163,9 +163,11 @@ def test_the_slope_is_the_change_per_doubling_of_the_tokens():
     exact = {
         tokens: {seed: -0.02 * math.log2(tokens) + c + wiggle[tokens] for seed, c in seeds.items()} for tokens in wiggle
     }
-    np.testing.assert_allclose(controls_tables.slopes(exact), [-0.02, -0.02])
-    two = {5: {30: 0.25, 31: 0.0, 32: 9.0}, 20: {31: 0.02, 30: 0.05}}  # Seed 32 has no run at 20.
-    np.testing.assert_allclose(controls_tables.slopes(two), [-0.1, 0.01], atol=1e-12)
+    np.testing.assert_allclose(size_tables.slopes(exact), [-0.02, -0.02])
+    two = {5: {30: 0.25, 31: 0.0}, 20: {31: 0.02, 30: 0.05}}  # In another order.
+    np.testing.assert_allclose(size_tables.slopes(two), [-0.1, 0.01], atol=1e-12)
+    with pytest.raises(AssertionError, match="different seeds"):
+        size_tables.slopes({5: {30: 0.25, 31: 0.0, 32: 9.0}, 20: two[20]})
 
 
 def test_sizes_are_a_table_a_family_and_a_figure(tmp_path, monkeypatch):
@@ -191,11 +193,11 @@ def test_sizes_are_a_table_a_family_and_a_figure(tmp_path, monkeypatch):
         columns = [6] * len(lengths)
         rows = [
             [cell.strip() for cell in row.split("|")[1:-1]]
-            for row in controls_tables.sizes_table(records, task).partition("\n\n")[0].splitlines()
+            for row in size_tables.sizes_table(records, task).partition("\n\n")[0].splitlines()
         ]
         assert [row[0] for row in rows[2:]] == lengths
         assert [sum(bool(cell) for cell in row[3:]) for row in rows[2:]] == columns
-        rates = controls_tables.size_rates_table(records, task).splitlines()[2:]
+        rates = size_tables.size_rates_table(records, task).splitlines()[2:]
         assert [row.count(" 0.008 ") for row in rates] == columns  # One for each arm.
     drawn = []
     monkeypatch.setattr(results_figures, "save_figure", lambda figure, path: drawn.append(figure))
@@ -212,11 +214,11 @@ def test_sizes_are_a_table_a_family_and_a_figure(tmp_path, monkeypatch):
     for arm, steps in (("diff", "11565"), ("gdla", "2891")):
         fewer = [r for r in records if r["arm"] != arm or r["seed"] < 5 or r["changes"]["train.steps"] != steps]
         with pytest.raises(AssertionError, match="different seeds"):
-            controls_tables.differences_by_length(fewer, "novels", arm)
+            size_tables.differences_by_length(fewer, "novels", arm)
     few = [r for r in records if r["changes"]["train.steps"] != "11565"]
-    assert "| 80 |" not in controls_tables.sizes_table(few, "novels")
+    assert "| 80 |" not in size_tables.sizes_table(few, "novels")
 
-    def verdicts_of(task, table=controls_tables.sizes_family_table):
+    def verdicts_of(task, table=size_tables.sizes_family_table):
         rows = [row.split("|") for row in table(records, task).splitlines()[2:]]
         return {(row[1].strip(), row[2].strip()): row[5].strip() for row in rows}
 
@@ -227,7 +229,7 @@ def test_sizes_are_a_table_a_family_and_a_figure(tmp_path, monkeypatch):
     assert verdicts["`gdla` − `transformer`", "20 tokens per parameter"] == "better"
     assert verdicts["`diff` − `transformer`", "slope per doubling of the tokens, 5 to 80"] == "open"
     assert verdicts["`gdla` − `transformer`", "slope per doubling of the tokens, 5 to 20"] == "open"
-    assert verdicts_of("novels", controls_tables.sizes_later_table) == {
+    assert verdicts_of("novels", size_tables.sizes_later_table) == {
         (f"`{arm}` − `transformer`", at): "better" if (arm, at) == ("gdla", "80 tokens per parameter") else "open"
         for arm in ("diff_v2", "gdla", "gated")
         for at in ("80 tokens per parameter", "slope per doubling of the tokens, 5 to 80")
@@ -238,7 +240,7 @@ def test_sizes_are_a_table_a_family_and_a_figure(tmp_path, monkeypatch):
     assert verdicts["`diff` − `transformer`", "20 tokens per parameter, change with the size"] == "rises"
     assert verdicts["`diff` − `zero-norm`", "20 tokens per parameter, change with the size"] == "rises"
     assert verdicts["`zero-norm` − `transformer`", "slope per doubling of the tokens, 5 to 20"] == "open"
-    verdicts = verdicts_of("novels-0.4m", controls_tables.sizes_later_table)
+    verdicts = verdicts_of("novels-0.4m", size_tables.sizes_later_table)
     assert verdicts == {
         (f"`{arm}` − `transformer`", at): "better" if (arm, at) == ("gdla", "20 tokens per parameter") else "open"
         for arm in ("diff_v2", "gdla", "gated")

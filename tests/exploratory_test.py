@@ -1,4 +1,4 @@
-"""The claims of docs/exploratory.md, recomputed from docs/results.json without benchmarks/results_tables.py."""
+"""The claims of docs/exploratory.md, recomputed from docs/results.json without benchmarks/exploratory_tables.py."""
 
 import json
 import re

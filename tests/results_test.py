@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 from helpers.report_runs import write_run
 
-from benchmarks import optimizer_study, results, results_figures, results_tables, tuning
+from benchmarks import exploratory_tables, optimizer_study, results, results_figures, study_records, tuning
 from benchmarks.controls_tables import SIGNIFICANT
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
@@ -44,10 +44,10 @@ def test_templates_contain_no_results(template):
 
 def test_intervals_equal_those_of_students_t():
     values = [3.1, 3.4, 3.2]
-    mean, half = results_tables.estimate(values)
+    mean, half = study_records.estimate(values)
     assert mean == pytest.approx(statistics.fmean(values))
     assert half == pytest.approx(4.302653 * statistics.stdev(values) / 3**0.5, rel=1e-6)  # Two degrees of freedom.
-    assert results_tables.estimate([2.0]) == (2.0, None)
+    assert study_records.estimate([2.0]) == (2.0, None)
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_a_sweep_is_collected_and_rendered(sweep):
     assert page.endswith("more by -0.250 ± 0.000")
     other = [{**r, "learning_rate": 0.01, "numbers": {n: x / 2 for n, x in r["numbers"].items()}} for r in records]
     rates = {
-        number: results_tables.rates_table(other + records, "recall", number)
+        number: exploratory_tables.rates_table(other + records, "recall", number)
         for number in ("loss/loss", "exact_match/mqar")
     }
     assert "| diff | **0.225 ± 0.318** | 0.450 ± 0.635 |" in rates["loss/loss"]
@@ -109,11 +109,11 @@ def test_a_sweep_is_collected_and_rendered(sweep):
 
 def test_records_have_one_run_per_seed_and_show_uncommitted_changes(sweep):
     records = results.collect([sweep(ACCURACIES)])
-    assert "; commit 0123abc; jax" in results_tables.provenance(records)
+    assert "; commit 0123abc; jax" in study_records.provenance(records)
     records[0]["commit"] = f"{'0123abc':0<40}+"
-    assert "; commit 0123abc+, 0123abc; jax" in results_tables.provenance(records)
+    assert "; commit 0123abc+, 0123abc; jax" in study_records.provenance(records)
     with pytest.raises(UserError, match="task recall, arm diff: two runs have the seed 0"):
-        results_tables.numbers_by_seed([*records, records[0]], "recall", "diff", "loss/loss")
+        study_records.numbers_by_seed([*records, records[0]], "recall", "diff", "loss/loss")
 
 
 def test_a_sweep_that_refuses_to_run_gives_no_losses(tmp_path):

@@ -1,0 +1,175 @@
+"""Tables and values of docs/results.md on question 4: differences between arms by size and number of tokens.
+
+This module has no command: `python benchmarks/results.py render` calls the functions in `PLACEHOLDERS`. A length is a
+number of tokens per parameter; `LENGTHS` in benchmarks/controls_study.py has the steps of each. Losses and their
+differences are in bits per byte of the test text.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.controls_study import ARCHITECTURES, LENGTHS, STEPS
+from benchmarks.controls_tables import SIGNIFICANT, cell_numbers_by_seed, contrast_values, p_text, tested, versus
+from benchmarks.study_records import REFERENCE, TEST_LOSS, Record, estimate, markdown, provenance, signed
+
+FAMILY_TOKENS = 20  # Tokens per parameter at which the first family of a size compares arms.
+SUBTRACTION = ("diff", "zero-norm")  # The pair of arms that differ only in the subtraction.
+PAIRS = (*((arm, REFERENCE) for arm in ARCHITECTURES if arm != REFERENCE), SUBTRACTION)
+RESIZED_PAIRS = (("diff", REFERENCE), SUBTRACTION)  # Pairs whose change with the size is in the family.
+SMALLEST, *_ = LENGTHS  # Task of the smallest models.
+# These arms' longest runs, and their runs of larger models, were preregistered later. They have families of their own.
+LATER_ARMS = ("diff_v2", "gdla", "gated")
+
+type Differences = Mapping[int, Mapping[int, float]]  # Tokens per parameter → seed → difference of two arms.
+
+
+def differences_by_length(records: Sequence[Record], task: str, arm: str, reference: str = REFERENCE) -> Differences:
+    """Return an arm's test loss minus the reference's, for the lengths at which the arm has runs."""
+    found = {}
+    for tokens, steps in LENGTHS[task].items():
+        if seeds := cell_numbers_by_seed(records, f"{arm}, steps={steps}", TEST_LOSS):
+            contrast = versus(f"{arm}, steps={steps}", f"{reference}, steps={steps}", "")
+            found[tokens] = dict(zip(seeds, contrast_values(records, contrast, TEST_LOSS), strict=True))
+    return found
+
+
+def slopes(differences: Differences) -> list[float]:
+    """Return each seed's least-squares slope of its differences over log2 of the tokens: bits per byte per doubling."""
+    seeds, *others = (sorted(by_seed) for by_seed in differences.values())
+    if any(other != seeds for other in others):
+        raise AssertionError("the lengths have runs of different seeds")
+    y_LS = np.array([[by_seed[seed] for seed in seeds] for by_seed in differences.values()])  # [lengths, seeds]
+    slopes_S, _ = np.polyfit(np.log2([*differences]), y_LS, 1)
+    return slopes_S.tolist()
+
+
+def sizes_table(records: Sequence[Record], task: str) -> str:
+    """Return a table with a row for each length: the Transformer's loss, and differences of pairs of arms."""
+    records = [r for r in records if r["task"] == task]
+    differences = {pair: found for pair in PAIRS if (found := differences_by_length(records, task, *pair))}
+    rows = []
+    for tokens, steps in LENGTHS[task].items():
+        if losses := cell_numbers_by_seed(records, f"{REFERENCE}, steps={steps}", TEST_LOSS):
+            trained_on = next(r["tokens"] for r in records if r["changes"][STEPS] == str(steps))
+            cells = (
+                signed(estimate([*by_length[tokens].values()])) if tokens in by_length else ""
+                for by_length in differences.values()
+            )
+            rows.append([str(tokens), f"{trained_on:,}", str(estimate([*losses.values()])), *cells])
+    pairs = (versus(*pair, "").title for pair in differences)
+    return markdown(["tokens per parameter", "tokens", f"`{REFERENCE}`", *pairs], rows) + provenance(records)
+
+
+def size_change_text(records: Sequence[Record], task: str, arm: str, first: str, last: str) -> str:
+    """Return by how much an arm's difference from the Transformer changes from one length of training to another.
+
+    `first` and `last` are numbers of tokens per parameter.
+    """
+    differences = differences_by_length(records, task, arm)
+    before, after = (differences[int(tokens)] for tokens in (first, last))
+    return signed(estimate([difference - before[seed] for seed, difference in after.items()]))
+
+
+def size_rates_table(records: Sequence[Record], task: str) -> str:
+    """Return a table of the learning rates of a size: a row for each length, and a column for each arm."""
+    return _lengths_table(records, task, lambda runs: f"{runs[-1]['learning_rate']:g}")
+
+
+def size_seconds_table(records: Sequence[Record], task: str) -> str:
+    """Return a table of the median seconds of a run of a size: a row for each length, and a column for each arm."""
+    return _lengths_table(records, task, lambda runs: f"{statistics.median(r['wall_seconds'] for r in runs):.0f}")
+
+
+def _lengths_table(records: Sequence[Record], task: str, cell_text: Callable[[Sequence[Record]], str]) -> str:
+    """Return a table with a row for each length and a column for each arm: `cell_text` of the arm's runs, if any."""
+    rows = []
+    for tokens, steps in LENGTHS[task].items():
+        trained = [r for r in records if (r["task"], r["changes"][STEPS]) == (task, str(steps))]
+        by_arm = ([r for r in trained if r["arm"] == arm] for arm in ARCHITECTURES)
+        if trained:
+            rows.append([str(tokens), *(cell_text(runs) if runs else "" for runs in by_arm)])
+    return markdown(["tokens per parameter", *(f"`{arm}`" for arm in ARCHITECTURES)], rows)
+
+
+class SizeContrast(NamedTuple):
+    """A contrast of question 4."""
+
+    title: str  # The pair of arms, in Markdown.
+    measured: str  # The difference at a length, its slope, or its change with the size.
+    values: list[float]  # One for each seed, in bits per byte.
+    if_positive: str  # Verdict on a mean above zero.
+    if_negative: str  # Verdict on a mean below zero.
+
+
+def size_family(records: Sequence[Record], task: str) -> list[SizeContrast]:
+    """Return a size's first family: differences at 20 tokens per parameter, slopes, and changes with the size.
+
+    The changes are those from the smallest models, which need runs among the records.
+    """
+    differences = {}
+    for pair in PAIRS:
+        by_length = differences_by_length(records, task, *pair)
+        arm, _ = pair
+        if arm in LATER_ARMS:  # All their runs of larger models, and the longest runs of the smallest ones, came later.
+            is_earlier = task == SMALLEST
+            by_length = {t: by_length[t] for t in by_length if t <= FAMILY_TOKENS} if is_earlier else {}
+        if by_length:
+            differences[pair] = by_length
+    family = _differences_and_slopes(differences, FAMILY_TOKENS)
+    if task != SMALLEST:
+        for pair in RESIZED_PAIRS:
+            smaller = differences_by_length(records, SMALLEST, *pair)[FAMILY_TOKENS]
+            change = [loss - smaller[seed] for seed, loss in differences[pair][FAMILY_TOKENS].items()]
+            measured = f"{FAMILY_TOKENS} tokens per parameter, change with the size"
+            family.append(SizeContrast(versus(*pair, "").title, measured, change, "rises", "falls"))
+    return family
+
+
+def later_family(records: Sequence[Record], task: str) -> list[SizeContrast]:
+    """Return a size's second family: differences of the later arms in the longest runs, and their slopes."""
+    differences = {(arm, REFERENCE): differences_by_length(records, task, arm) for arm in LATER_ARMS}
+    return _differences_and_slopes(differences, max(LENGTHS[task]))
+
+
+def _differences_and_slopes(differences: Mapping[tuple[str, str], Differences], tokens: int) -> list[SizeContrast]:
+    """Return the differences of pairs of arms at a number of tokens per parameter, and then their slopes."""
+    at_tokens, over_lengths = [], []
+    for pair, by_length in differences.items():
+        title = versus(*pair, "").title
+        length = f"{tokens} tokens per parameter"
+        at_tokens.append(SizeContrast(title, length, [*by_length[tokens].values()], "worse", "better"))
+        slope = f"slope per doubling of the tokens, {min(by_length)} to {max(by_length)}"
+        over_lengths.append(SizeContrast(title, slope, slopes(by_length), "rises", "falls"))
+    return at_tokens + over_lengths
+
+
+def _size_contrasts_table(family: Sequence[SizeContrast]) -> str:
+    rows = []
+    for contrast, (value, p) in zip(family, tested([contrast.values for contrast in family]), strict=True):
+        found = contrast.if_positive if value.mean > 0 else contrast.if_negative
+        found = "open" if p >= SIGNIFICANT else found
+        rows.append([contrast.title, contrast.measured, signed(value), p_text(p), found])
+    return markdown(["contrast", "at", "bits per byte", "p, corrected", "verdict"], rows)
+
+
+def sizes_family_table(records: Sequence[Record], task: str) -> str:
+    """Return a table of a size's first family of contrasts."""
+    return _size_contrasts_table(size_family(records, task))
+
+
+def sizes_later_table(records: Sequence[Record], task: str) -> str:
+    """Return a table of a size's second family of contrasts."""
+    return _size_contrasts_table(later_family(records, task))
+
+
+PLACEHOLDERS = {
+    "sizes": sizes_table,
+    "size_change": size_change_text,
+    "size_seconds": size_seconds_table,
+    "size_rates": size_rates_table,
+    "sizes_family": sizes_family_table,
+    "sizes_later": sizes_later_table,
+}
