@@ -21,7 +21,6 @@ from difftx.json_files import read_json
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket, path_of
 from difftx.training.checkpoint import arrays
-from difftx.training.checkpoint.checkpointer import config_of
 from difftx.training.checkpoint.manifest import (
     MANIFEST,
     QUARANTINED_MANIFEST,
@@ -32,6 +31,7 @@ from difftx.training.checkpoint.manifest import (
     steps_in,
     why_invalid,
 )
+from difftx.training.checkpoint.restoring import config_of
 from difftx.training.checkpoint.retention import remove, steps_to_keep
 from difftx.training.resume import changed_fields
 from difftx.training.run import lock_workdir, read_config

@@ -29,9 +29,10 @@ from difftx.progress import Work
 from difftx.report.runs import printable_json
 from difftx.storage.paths import AnyPath
 from difftx.training import kernel_choice
-from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpointer, restore_params
+from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpointer
 from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.checkpoint.reading import Checkpoint, data_changes, open_checkpoint, open_run
+from difftx.training.checkpoint.restoring import restore_params
 from difftx.training.run import Run, agree_on_command, read_config
 from difftx.training.state import init_state
 

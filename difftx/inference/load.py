@@ -12,9 +12,10 @@ from difftx.inference.decode import LanguageModel
 from difftx.parallel import multihost
 from difftx.parallel.mesh import check_model_divisible, make_mesh
 from difftx.storage.paths import AnyPath
-from difftx.training.checkpoint.checkpointer import Checkpointer, restore_params
+from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.checkpoint.reading import Checkpoint, open_checkpoint, open_tokenizer
+from difftx.training.checkpoint.restoring import restore_params
 from difftx.training.run import agree_on_command, read_config
 from difftx.training.state import init_state
 

@@ -33,8 +33,8 @@ from difftx.model.decoder import Decoder
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import batch_shards
 from difftx.storage.paths import AnyPath
-from difftx.training.checkpoint.checkpointer import restore_params
 from difftx.training.checkpoint.manifest import WeightsPart
+from difftx.training.checkpoint.restoring import restore_params
 from difftx.training.checkpoint.weights import ParamsReader, Streamed
 from difftx.training.state import graph, init_state
 

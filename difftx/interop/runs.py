@@ -39,9 +39,9 @@ from difftx.interop.safetensors import read_folder, write_folder
 from difftx.model.abstract import count_parameters
 from difftx.parallel.mesh import batch_shards, make_mesh
 from difftx.storage.paths import AnyPath
-from difftx.training.checkpoint.checkpointer import restore_params
 from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.checkpoint.reading import Checkpoint, open_sources, open_tokenizer
+from difftx.training.checkpoint.restoring import restore_params
 from difftx.training.checkpoint.weights import STEP, ParamsReader, save_params
 from difftx.training.run import check_vocabulary, read_config, write_description
 from difftx.training.state import graph, init_state

@@ -28,8 +28,8 @@ from difftx.files import appended, make_folder, write_atomically
 from difftx.launch.grid import SweepPoint
 from difftx.registry import changed_extensions
 from difftx.storage.paths import AnyPath, is_bucket
-from difftx.training.checkpoint.checkpointer import config_of
 from difftx.training.checkpoint.manifest import read_manifest, why_invalid
+from difftx.training.checkpoint.restoring import config_of
 from difftx.training.metrics import read_newest_metrics
 from difftx.training.resume import changed_fields
 

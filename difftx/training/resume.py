@@ -17,13 +17,7 @@ from difftx.files import list_folder, resolved, size_of, source_sha256
 from difftx.parallel.multihost import decide_on_primary, print_on_primary
 from difftx.registry import changed_extensions
 from difftx.storage.paths import AnyPath, path_of
-from difftx.training.checkpoint.checkpointer import (
-    DECISION_SECONDS,
-    Checkpointer,
-    config_of,
-    config_values,
-    restore_params,
-)
+from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpointer
 from difftx.training.checkpoint.manifest import (
     MANIFEST,
     PACKAGE,
@@ -32,6 +26,7 @@ from difftx.training.checkpoint.manifest import (
     read_manifest,
     why_invalid,
 )
+from difftx.training.checkpoint.restoring import config_of, config_values, restore_params, restore_state
 from difftx.training.guards import Guard
 from difftx.training.optimizer import learning_rate
 from difftx.training.run import Run
@@ -213,7 +208,7 @@ def _resume(
             f"restore what changed, {otherwise}or continue nevertheless with --allow_config_change"
         )
     abstract = jax.eval_shape(lambda: init_state(run.config))
-    state, loader_state = checkpointer.restore_from(folder, abstract, run.mesh)
+    state, loader_state = restore_state(folder, abstract, run.mesh)
     valid = run.data.valid_fingerprints
     for change in signature_changes(loader_state.get("valid", valid), valid):  # Older checkpoints have no entry.
         # The workdir of a branch has no results of earlier steps.

@@ -35,6 +35,10 @@ class TrainState:
     opt_state: Any
     ema: Any = None  # Exponential moving average of `params`, or None without `train.ema_decay`.
 
+    def parts(self) -> dict[str, Any]:
+        """Return name → part, without the average of the parameters if there is none."""
+        return {name: part for name, part in vars(self).items() if part is not None}
+
 
 def graph(config: Config, layout: Layout | None = None) -> nnx.GraphDef:
     """Return the static part of the model, for `nnx.merge` with parameters. The default layout is for training."""

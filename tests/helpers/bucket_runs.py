@@ -11,8 +11,8 @@ from difftx.files import read_file
 from difftx.json_files import JsonLines
 from difftx.storage import objects
 from difftx.training.checkpoint import arrays
-from difftx.training.checkpoint.checkpointer import config_of
 from difftx.training.checkpoint.manifest import MANIFEST, contents_of, is_reservation, read_manifest, steps_in
+from difftx.training.checkpoint.restoring import config_of
 from helpers.command_server import commands
 
 CONFIG = TINY | {

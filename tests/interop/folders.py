@@ -12,8 +12,9 @@ from conftest import ROOT
 
 from difftx.commands.convert import main
 from difftx.interop.safetensors import read_folder, write_folder
-from difftx.training.checkpoint.checkpointer import Checkpointer, restore_params
+from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.checkpoint.manifest import array_name
+from difftx.training.checkpoint.restoring import restore_params
 from difftx.training.checkpoint.weights import Streamed, save_params
 from difftx.training.run import read_config, write_description
 from difftx.training.state import init_state

@@ -7,15 +7,12 @@ renames: `bucket.Save` saves there.
 """
 
 import concurrent.futures
-import contextlib
 import functools
 import json
-import os
-import re
 import shutil
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +20,23 @@ import jax
 import orbax.checkpoint as ocp
 
 from difftx.config import CheckpointConfig, Config
-from difftx.config.build import config_from_dict
 from difftx.errors import RunError, UnreadableError, UserError
 from difftx.files import list_folder, remove_file, resolved, size_of, write_atomically
-from difftx.json_files import json_sha256, read_json
 from difftx.parallel.multihost import decide_on_primary, is_primary, print_on_primary
-from difftx.registry import require_names
 from difftx.storage.paths import AnyPath, is_bucket
-from difftx.training.checkpoint import arrays, bucket, retention
+from difftx.training.checkpoint import bucket, retention
 from difftx.training.checkpoint.manifest import (
     CONFIG_FILE,
     LOADER_FILE,
     MANIFEST,
-    Manifest,
-    WeightsPart,
     describe_arrays,
     manifest_text,
     quarantined_in,
-    read_manifest,
     steps_in,
     why_invalid,
     write_manifest,
 )
+from difftx.training.checkpoint.restoring import restore_state
 from difftx.training.state import TrainState
 
 # Timeout of the other processes while the primary process reads a checkpoint. If the primary process dies, the
@@ -144,23 +136,7 @@ class Checkpointer:
 
     def restore(self, step: int, abstract: TrainState, mesh: jax.sharding.Mesh) -> tuple[TrainState, dict[str, Any]]:
         """Return the train state, sharded over `mesh` like `abstract`, and the state of the data loader."""
-        return self.restore_from(self.folder / str(step), abstract, mesh)
-
-    def restore_from(
-        self, folder: AnyPath, abstract: TrainState, mesh: jax.sharding.Mesh
-    ) -> tuple[TrainState, dict[str, Any]]:
-        """Return the result of `restore` for the valid checkpoint in any folder."""
-        wanted = _on_mesh(_parts(abstract), mesh)
-        manifest = read_manifest(folder)
-        _check_arrays(folder, manifest, wanted)
-        contents = _arrays_folder(folder, manifest)
-        if contents is not None:
-            with _reading(folder):
-                return TrainState(**arrays.restore(contents, wanted)), read_json(contents / LOADER_FILE)
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), loader=ocp.args.JsonRestore())
-        with _reading(folder):
-            restored = self._orbax.restore(folder, args=args)
-        return TrainState(**restored["state"]), restored["loader"]
+        return restore_state(self.folder / str(step), abstract, mesh)
 
     def weights_id(self, step: int) -> str:
         """Return an identifier of the parameters after `step` that no other run or attempt uses."""
@@ -260,11 +236,11 @@ class Checkpointer:
         step = int(jax.device_get(state.step))
         if step in self._verified:
             return
-        described, weights, data = describe_arrays(_parts(state)), self.weights_id(step), loader["signature"]
+        described, weights, data = describe_arrays(state.parts()), self.weights_id(step), loader["signature"]
         if is_bucket(self.folder):
             self._saves += 1
             contents = f"{self._attempt}-{self._saves}"
-            save = bucket.Save(self.folder / str(step), contents, _parts(state), self._check, self._save_seconds)
+            save = bucket.Save(self.folder / str(step), contents, state.parts(), self._check, self._save_seconds)
             records = {CONFIG_FILE: json.loads(config.to_json()), LOADER_FILE: loader}
             describe = functools.partial(manifest_text, step, weights, described, config, data)
             self._saving = step, self._background.submit(self._finish, step, lambda: save.write(records, describe))
@@ -272,7 +248,7 @@ class Checkpointer:
         unfinished = _unfinished_folder(self.folder, step)
         self._write_manifest = lambda: write_manifest(unfinished, step, weights, described, config, data)
         args = ocp.args.Composite(
-            state=ocp.args.StandardSave(_parts(state)),
+            state=ocp.args.StandardSave(state.parts()),
             loader=ocp.args.JsonSave(loader),
             config=ocp.args.JsonSave(json.loads(config.to_json())),
         )
@@ -345,41 +321,6 @@ class Checkpointer:
         print(text, flush=True)
 
 
-def config_of(folder: AnyPath) -> Config:
-    """Return the config that the checkpoint in `folder` was trained with."""
-    manifest, raw = read_manifest(folder), config_values(folder)
-    require_names(manifest.extensions, str(folder))
-    return config_from_dict(raw)
-
-
-def config_values(folder: AnyPath) -> dict[str, Any]:
-    """Return the values of `config_of`, which may need extensions that are not loaded."""
-    manifest = read_manifest(folder)
-    path = folder / manifest.contents / CONFIG_FILE if manifest.contents else folder / CONFIG_FILE
-    raw = read_json(path)
-    if json_sha256(raw) != manifest.config_sha256:
-        raise UserError(f"{path}: the file is corrupt: its SHA-256 is not the config_sha256 of {folder / MANIFEST}")
-    return raw
-
-
-def restore_params(folder: AnyPath, params: Any, mesh: jax.sharding.Mesh, part: WeightsPart = "params") -> Any:
-    """Return the parameters of the valid checkpoint in `folder`, sharded over `mesh` like the abstract `params`.
-
-    `part` is the part of the train state that has them: "params", or their average "ema".
-    """
-    wanted = _on_mesh({part: params}, mesh)
-    manifest = read_manifest(folder)
-    _check_arrays(folder, manifest, wanted, f"{part}/")
-    contents = _arrays_folder(folder, manifest)
-    if contents is not None:
-        with _reading(folder):
-            return arrays.restore(contents, wanted)[part]
-    restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
-    args = ocp.args.PyTreeRestore(wanted, restore_args=restore_args, partial_restore=True)
-    with _reading(folder), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        return reader.restore(folder.resolve() / "state", args=args)[part]  # Orbax requires an absolute path.
-
-
 def _exists(folder: AnyPath) -> bool:
     return size_of(folder / MANIFEST) is not None if is_bucket(folder) else folder.exists()
 
@@ -387,30 +328,6 @@ def _exists(folder: AnyPath) -> bool:
 def _unfinished_folder(folder: Path, step: int) -> Path:
     """Return the temporary folder into which orbax saves the checkpoint of a step, below the folder of checkpoints."""
     return folder / f"{step}{ocp.step.TMP_DIR_SUFFIX}"
-
-
-def _parts(state: TrainState) -> dict[str, Any]:
-    """Return the parts of a train state by name, without the average of the parameters if there is none."""
-    return {name: part for name, part in vars(state).items() if part is not None}
-
-
-@contextlib.contextmanager
-def _reading(folder: AnyPath) -> Iterator[None]:
-    """Convert errors of orbax and tensorstore to `UnreadableError`, because the checkpoint has been verified."""
-    try:
-        yield
-    except Exception as error:
-        if is_bucket(folder) and not isinstance(error, UserError | RunError):
-            why = (str(error) or type(error).__name__).splitlines()[0][:300]
-            raise UnreadableError(f"{folder} cannot be read: {why}; run the same command again") from error
-        # Orbax wraps some of tensorstore's errors in a plain `Exception`.
-        cause = error.__cause__ if type(error) is Exception else error
-        code = re.search(r"os_error_code='(\d+)'", str(cause))  # Tensorstore has the code only in its message.
-        number = cause.errno if isinstance(cause, OSError) else code and int(code[1])
-        if number is None or isinstance(cause, FileNotFoundError):
-            raise
-        why = os.strerror(number)
-        raise UnreadableError(f"{folder} cannot be read: {why}; run the same command again") from error
 
 
 def _hide_late_writes() -> None:
@@ -426,34 +343,3 @@ def _hide_late_writes() -> None:
             report(unraisable)
 
     sys.unraisablehook = hide_late_writes
-
-
-def _check_arrays(folder: AnyPath, manifest: Manifest, wanted: Any, prefix: str = "") -> None:
-    """Raise `UserError` unless the checkpoint's arrays whose names begin with `prefix` are the `wanted` ones."""
-    # Orbax would silently cast other dtypes, and its error for another shape would not name the array.
-    saved = {name: array for name, array in manifest.arrays.items() if name.startswith(prefix)}
-    # Parameters come first, because users know their names. The optimizer's moments have the same mismatches.
-    ordered = sorted(describe_arrays(wanted).items(), key=lambda item: not item[0].startswith("params/"))
-    for name, (shape, dtype) in ordered:
-        if saved.pop(name, None) != (shape, dtype):
-            raise UserError(
-                f"{folder}: {name} is not {shape} {dtype} there; "
-                "model or optimizer was configured otherwise: restore that config, or start a new --workdir"
-            )
-    if saved:
-        raise UserError(f"{folder}: {next(iter(saved))} has no place in this config's model or train state")
-
-
-def _arrays_folder(folder: AnyPath, manifest: Manifest) -> AnyPath | None:
-    """Return the folder that `arrays` reads, or None if orbax has written the checkpoint to a local disk."""
-    return folder / manifest.contents if manifest.contents else folder if is_bucket(folder) else None
-
-
-def _on_mesh(tree: Any, mesh: jax.sharding.Mesh) -> Any:
-    """Return the abstract arrays with shardings over `mesh`. Arrays without a sharding are replicated."""
-
-    def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        spec = leaf.sharding.spec if leaf.sharding is not None else jax.P()
-        return leaf.update(sharding=jax.NamedSharding(mesh, spec))
-
-    return jax.tree.map(place, tree)

@@ -17,8 +17,9 @@ from difftx.files import list_folder
 from difftx.parallel.multihost import decide_on_primary
 from difftx.registry import require_extensions
 from difftx.storage.paths import AnyPath
-from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, config_of
+from difftx.training.checkpoint.checkpointer import DECISION_SECONDS
 from difftx.training.checkpoint.manifest import WeightsPart, read_manifest
+from difftx.training.checkpoint.restoring import config_of
 from difftx.training.resume import changed_fields
 from difftx.training.run import Run
 
