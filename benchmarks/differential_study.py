@@ -36,7 +36,7 @@ from benchmarks.tuning import (
 from difftx.configs.toy_continued import ARMS, RECIPES, STEPS
 from difftx.errors import UserError, run_command
 from difftx.training.checkpoint.manifest import read_manifest, steps_in
-from difftx.training.run import read_description
+from difftx.training.run import read_run_manifest
 
 CONFIG = "configs/toy_continued.py"
 NEW_DATA_SEEDS = 100  # Added to a Transformer's seed, so that the continued training reads other data.
@@ -91,7 +91,7 @@ def train_transformer(out: Path, task: str, seed: int) -> None:
 
 def require_newest_weights(converted: Path, transformer: Path) -> None:
     """Raise `UserError` if a run directory was converted from other weights than the Transformer's newest ones."""
-    source = read_description(converted).get("source_weights")  # Older versions did not record it.
+    source = read_run_manifest(converted).get("source_weights")  # Older versions did not record it.
     checkpoints = transformer / "checkpoints"
     newest = read_manifest(checkpoints / str(steps_in(checkpoints)[-1])).weights
     if source not in (None, newest):

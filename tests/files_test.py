@@ -18,7 +18,7 @@ from difftx.json_files import JsonLines
 from difftx.report.runs import match_runs
 from difftx.training import run
 from difftx.training.guards import GuardJournal
-from difftx.training.run import RECORDS, read_config, write_description
+from difftx.training.run import RECORDS, read_config, write_run_files
 
 KILLED = """
 import os, signal, sys
@@ -122,7 +122,7 @@ READERS = {
 @pytest.mark.parametrize("name", READERS)
 def test_readers_report_unreadable_files_in_one_line(tmp_path, config, monkeypatch, name):
     monkeypatch.setattr(files, "RETRY_SECONDS", (0.0,))
-    write_description(tmp_path, config())
+    write_run_files(tmp_path, config())
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / name).touch()
     (tmp_path / name).chmod(0)

@@ -25,7 +25,7 @@ from difftx.training.checkpoint.retention import number_of
 from difftx.training.goodput import SECTIONS, Goodput
 from difftx.training.guards import Guard, GuardJournal
 from difftx.training.metrics import MetricsWriter, read_metrics
-from difftx.training.run import read_config, write_description
+from difftx.training.run import read_config, write_run_files
 
 EXAMPLES = 400  # Inputs per test.
 FUZZ = settings(
@@ -181,14 +181,14 @@ def check(path: Path, valid: bytes, mutate, reader, resign=None):
 @FUZZ
 @given(mutate=mutations())
 def test_config_of_a_run(folder, tiny, mutate):
-    write_description(folder, tiny)
+    write_run_files(folder, tiny)
     check(folder / "config.json", tiny.to_json().encode(), mutate, lambda: read_config(folder))
 
 
 @pytest.fixture(scope="module")
 def description(tmp_path_factory, tiny):
     folder = tmp_path_factory.mktemp("description")
-    write_description(folder, tiny)
+    write_run_files(folder, tiny)
     return folder, (folder / "manifest.json").read_bytes()
 
 

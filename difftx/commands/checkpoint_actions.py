@@ -34,7 +34,8 @@ from difftx.training.checkpoint.manifest import (
 from difftx.training.checkpoint.restoring import config_of
 from difftx.training.checkpoint.retention import remove, steps_to_keep
 from difftx.training.resume import changed_fields
-from difftx.training.run import lock_workdir, read_config
+from difftx.training.run import read_config
+from difftx.training.workdir_lock import lock_workdir
 
 PLAIN_WIDTH = 160  # Width of a table in a file or a pipe in characters. The reasons for failures fit.
 

@@ -43,7 +43,7 @@ from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.checkpoint.reading import Checkpoint, open_sources, open_tokenizer
 from difftx.training.checkpoint.restoring import restore_params
 from difftx.training.checkpoint.weights import STEP, ParamsReader, save_params
-from difftx.training.run import check_vocabulary, read_config, write_description
+from difftx.training.run import check_vocabulary, read_config, write_run_files
 from difftx.training.state import graph, init_state
 
 FORMATS: dict[Format, ModuleType] = {"hf": huggingface, "diffllama": huggingface, "official": official}
@@ -103,11 +103,11 @@ def _import_run(
         checkpoint = imported / "checkpoints" / str(STEP)
         lines = [compare_logits(source, checkpoint, config)] if verify else []
         if dex_heads is None:
-            write_description(folder, config)
+            write_run_files(folder, config)
         else:
             read = functools.partial(load_sources, config.data, tokenizer)
             lines += _differentialize(checkpoint, "params", config, model, read, tokenizer, dex_heads, folder)
-            write_description(folder, dataclasses.replace(config, model=model))
+            write_run_files(folder, dataclasses.replace(config, model=model))
             shutil.rmtree(imported)
     return [f"{out}: a run of step {STEP}, {_describe(model)}", note, *lines]
 
@@ -138,7 +138,7 @@ def differentialize_run(
         with new_folder(out) as folder:
             lines = _differentialize(checkpoint.folder, part, config, model, read, tokenizer, dex_heads, folder)
             details = {"source_weights": checkpoint.weights}
-            write_description(folder, dataclasses.replace(config, model=model), details)
+            write_run_files(folder, dataclasses.replace(config, model=model), details)
             checkpoint.require_unchanged()
         return [f"{out}: a run of step {STEP}, {_describe(model)}", *lines]
 

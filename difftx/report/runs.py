@@ -19,7 +19,7 @@ from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.manifest import MANIFEST, read_manifest, steps_in
 from difftx.training.checkpoint.reading import open_checkpoint
 from difftx.training.metrics import read_metrics
-from difftx.training.run import read_config, read_description
+from difftx.training.run import read_config, read_run_manifest
 
 Metric = Literal["loss", "bits_per_byte"]
 METRIC_UNITS: dict[Metric, str] = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
@@ -219,7 +219,7 @@ def _config_of_newest_checkpoint(workdir: AnyPath, now: Config, manifest: Mappin
 
 
 def _read_run(workdir: AnyPath, name: str) -> RunRecord:
-    now, manifest, path = read_config(workdir), read_description(workdir), workdir / "metrics.jsonl"
+    now, manifest, path = read_config(workdir), read_run_manifest(workdir), workdir / "metrics.jsonl"
     for part in ("data", "devices"):
         if not isinstance(manifest.get(part, {}), dict):
             why = f"not the description of a run ({part}: not an object)"

@@ -129,7 +129,7 @@ class Attempt:
             session.journal.check_earlier(self._start, self._guard, kept)
         if is_primary():
             session.check()
-            run.write_description()
+            run.write_files()
             goodput.resume(run.workdir / "metrics.jsonl", self._start)
         self._writer = MetricsWriter(
             run.workdir, config.logging, self._start, enabled=is_primary(), check=session.check

@@ -3,8 +3,6 @@
 import argparse
 import contextlib
 import dataclasses
-import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -12,7 +10,6 @@ import platform
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,17 +18,16 @@ import flax.traverse_util
 import jax
 
 from difftx import kernels
-from difftx.config import Config, MultihostConfig
+from difftx.config import Config
 from difftx.config.architectures import ARCHITECTURES
 from difftx.config.build import config_from_dict
 from difftx.config.fields import values_of
 from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import Tokenizer, load_tokenizer, padded_size
-from difftx.errors import UserError, printable
+from difftx.errors import UserError
 from difftx.files import (
     make_folder,
     read_file,
-    remove_temporaries,
     require_run,
     size_of,
     source_names,
@@ -45,12 +41,11 @@ from difftx.parallel.mesh import check_divisible, make_mesh
 from difftx.parallel.multihost import agree, barrier, decide_on_primary, is_primary
 from difftx.parallel.presets import apply_preset
 from difftx.registry import loaded_extensions, require_names
-from difftx.storage import objects
-from difftx.storage.lock import BucketLock
-from difftx.storage.paths import AnyPath, is_bucket
+from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.manifest import EXTENSIONS_SHAPE, MANIFEST, PACKAGE, package_versions
 from difftx.training.kernel_choice import attention_call, attention_kernel
 from difftx.training.optimizer import make_optimizer
+from difftx.training.workdir_lock import lock_workdir
 
 # Version of the format of a run's files, except checkpoints. Increase it if difftx can no longer read older files.
 RUN_FORMAT = 1
@@ -140,11 +135,12 @@ class Run:
             for name in RECORDS:
                 read_file(self.workdir / name)
             if size_of(self.workdir / MANIFEST) is not None:
-                read_description(self.workdir)
+                read_run_manifest(self.workdir)
 
         decide_on_primary(check, self.config.multihost.barrier_timeout_seconds)
 
-    def write_description(self) -> None:
+    def write_files(self) -> None:
+        """Write config.json and manifest.json, with the devices, kernels and data of this run."""
         devices = self.mesh.devices.flatten()
         manifest = {
             "command": shlex.join(sys.argv),
@@ -158,7 +154,7 @@ class Run:
                 "notes": self.data.notes,
             },
         }
-        write_description(self.workdir, self.config, manifest)
+        write_run_files(self.workdir, self.config, manifest)
 
 
 def agree_on_command(config: Config, flags: argparse.Namespace) -> None:
@@ -168,7 +164,7 @@ def agree_on_command(config: Config, flags: argparse.Namespace) -> None:
     """
 
     def fields() -> dict[str, Any]:
-        own = {f"--{name}": _comparable(value) for name, value in vars(flags).items() if name not in OWN_FLAGS}
+        compared = {f"--{name}": _comparable(value) for name, value in vars(flags).items() if name not in OWN_FLAGS}
         packages = {f"package {name}": version for name, version in package_versions().items()}
         loaded = sorted((Path(extension.path).name, extension.sha256) for extension in loaded_extensions())
         extensions = {f"extension {number}, {name}": sha256 for number, (name, sha256) in enumerate(loaded, start=1)}
@@ -176,13 +172,13 @@ def agree_on_command(config: Config, flags: argparse.Namespace) -> None:
         for group in (raw["data"], *raw["data"]["sources"]):
             for name in OWN_DATA_FIELDS:
                 group.pop(name, None)
-        return source_files() | packages | extensions | own | flax.traverse_util.flatten_dict(raw, sep=".")
+        return source_files() | packages | extensions | compared | flax.traverse_util.flatten_dict(raw, sep=".")
 
     agree("the command", fields, dict, config.multihost.barrier_timeout_seconds)
 
 
 def _comparable(flag: Any) -> Any:
-    """Return the value of a flag as JSON. Equal paths of several processes may be relative to different folders."""
+    """Return a flag's value as JSON. Local paths become absolute, because processes may run in different folders."""
     if isinstance(flag, os.PathLike):
         return os.path.abspath(flag) if isinstance(flag, Path) else str(flag)
     return flag
@@ -226,7 +222,7 @@ def fit_to_devices(config: Config) -> Config:
     return apply_preset(config, kind=jax.devices()[0].device_kind, devices=jax.device_count(), parameters=parameters)
 
 
-def write_description(workdir: AnyPath, config: Config, details: Mapping[str, Any] | None = None) -> None:
+def write_run_files(workdir: AnyPath, config: Config, details: Mapping[str, Any] | None = None) -> None:
     """Write `config.json` and `manifest.json`, which make a folder a run. `details` are added to the manifest."""
     manifest = {
         "format": RUN_FORMAT,
@@ -246,14 +242,15 @@ def write_description(workdir: AnyPath, config: Config, details: Mapping[str, An
 def read_config(workdir: AnyPath) -> Config:
     """Return the config of a run directory. Raise `UserError` if a required extension is not loaded.
 
-    The extensions may have changed since, because readers compare them with those of the checkpoint that they read.
+    An extension may have changed since the run wrote its manifest. Code that reads a checkpoint compares the extensions
+    with those of the checkpoint.
     """
     require_run(workdir)
-    require_names(read_description(workdir)["extensions"], f"--workdir={workdir}")
+    require_names(read_run_manifest(workdir)["extensions"], f"--workdir={workdir}")
     return config_from_dict(read_json(workdir / "config.json"))
 
 
-def read_description(workdir: AnyPath) -> dict[str, Any]:
+def read_run_manifest(workdir: AnyPath) -> dict[str, Any]:
     """Return the content of a run's `manifest.json`. Raise `UserError` if it is corrupt or has another format."""
     path = workdir / MANIFEST
     manifest = read_json(path) if size_of(path) is not None else {}
@@ -266,70 +263,6 @@ def read_description(workdir: AnyPath) -> dict[str, Any]:
     if why := schema_error(manifest, {"format": int, "extensions": EXTENSIONS_SHAPE}):
         raise UserError(f"{path}: not the description of a run ({why}); delete it, and training writes it again")
     return manifest
-
-
-@contextlib.contextmanager
-def lock_workdir(workdir: AnyPath, limits: MultihostConfig, wait_seconds: float) -> Iterator[Callable[[], None]]:
-    """Lock the directory of a run. Raise `UserError` if another process still has the lock after `wait_seconds`.
-
-    In a bucket, the wait is long enough to find out whether that process lives. Yield a function that raises an error
-    if this process has lost the lock, which is possible in a bucket.
-    """
-    if not is_bucket(workdir):
-        with _lock_folder(workdir, wait_seconds):
-            yield lambda: None
-        return
-    path, takeover = workdir / ".lock", float(limits.lock_takeover_seconds)
-    with BucketLock(path, takeover_seconds=takeover, wait_seconds=wait_seconds) as held:
-        objects.remove_probes(workdir, path)
-        yield held.check
-
-
-@contextlib.contextmanager
-def _lock_folder(workdir: Path, wait_seconds: float) -> Iterator[None]:
-    """Lock the folder and its file `.lock`, which names the process that has the lock, and is empty afterwards."""
-    # The folder is locked because a user may delete `.lock`, and the file because NFS cannot lock folders.
-    workdir.mkdir(parents=True, exist_ok=True)
-    folder, path, deadline = os.open(workdir, os.O_RDONLY), workdir / ".lock", time.monotonic() + wait_seconds
-    try:  # However the process ends, the operating system releases the locks.
-        folder_is_locked = _wait_for_lock(folder, path, deadline)
-        with path.open("a+") as file:
-            if not _wait_for_lock(file.fileno(), path, deadline) and not folder_is_locked:
-                print(printable(f"{workdir}: no file locks here, so nothing keeps a second training out"), flush=True)
-            file.truncate(0)
-            print(f"process {os.getpid()} on {platform.node()}", file=file, flush=True)
-            try:
-                remove_temporaries(workdir)
-                yield
-            finally:
-                file.truncate(0)  # The process id may become that of another process.
-    finally:
-        os.close(folder)
-
-
-def _wait_for_lock(descriptor: int, path: Path, deadline: float) -> bool:
-    """Lock an open file or folder, and return True, or False if the file system has no such locks.
-
-    At the deadline, raise `UserError` with the name of the process that has the lock, from the file `path`.
-    """
-    holder = None
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            # Some file systems have no locks, such as Lustre without -o flock. NFS cannot lock folders (EBADF).
-            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EBADF):
-                raise
-            return False
-        if holder is None:
-            holder = (read_file(path) or b"").decode().strip() or "another process"
-            print(printable(f"{path.parent}: waiting for {holder}, which trains there"), flush=True)
-        if time.monotonic() > deadline:
-            raise UserError(f"--workdir={path.parent}: {holder} trains there; stop it, or use another --workdir")
-        time.sleep(0.2)
 
 
 def _git_commit() -> str | None:

@@ -137,7 +137,7 @@ def test_moved_data_is_found_at_the_path_in_config_json(run, tmp_path):
     text.rename(tmp_path / "gone.txt")
     try:
         moved = dataclasses.replace(run, config=replace(run.config, "data", path=str(tmp_path / "moved.txt")))
-        moved.write_description()
+        moved.write_files()
         evaluate(run, "loss", step="3", again=True)
         assert results(run, "loss")[3] == before
     finally:
@@ -310,7 +310,7 @@ def test_mistakes_are_rejected_with_a_fix(run, tmp_path):
     with pytest.raises(UserError, match="Did you mean 'recall'"):
         evaluate(run, "recal")
     empty = Run.open(run.config, tmp_path / "empty")
-    empty.write_description()
+    empty.write_files()
     for step in (None, "all", "3"):
         with pytest.raises(UserError, match="no checkpoint there yet"):
             evaluate(empty, "loss", step=step)

@@ -83,7 +83,7 @@ def write_result(workdir, suite, step, numbers, charts=(), details=None, options
 def save_run(config, workdir, steps):
     """Create a run directory with checkpoints of these steps, whose parameters differ, and return the run."""
     run = Run.open(config, workdir)
-    run.write_description()
+    run.write_files()
     with jax.set_mesh(run.mesh):
         state = jax.jit(lambda: init_state(config))()
         writer = Checkpointer(workdir, replace(config, "checkpoint", keep=9).checkpoint)

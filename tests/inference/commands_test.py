@@ -11,7 +11,7 @@ from helpers.inference_models import language_model
 from difftx.commands.generate import main
 from difftx.errors import UserError, printable
 from difftx.training.checkpoint.checkpointer import Checkpointer
-from difftx.training.run import write_description
+from difftx.training.run import write_run_files
 from difftx.training.state import init_state
 
 
@@ -19,7 +19,7 @@ from difftx.training.state import init_state
 def workdir(config, mesh_of, tmp_path):
     """Return a run directory with the files that generation reads, as trained on one device."""
     lm = language_model(config, mesh_of(), checkpoint__every_steps=1)
-    write_description(tmp_path, lm.config)
+    write_run_files(tmp_path, lm.config)
     checkpointer = Checkpointer(tmp_path, lm.config.checkpoint)
     with jax.set_mesh(lm.mesh):
         state = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), jax.eval_shape(lambda: init_state(lm.config)))

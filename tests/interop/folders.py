@@ -16,7 +16,7 @@ from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.checkpoint.manifest import array_name
 from difftx.training.checkpoint.restoring import restore_params
 from difftx.training.checkpoint.weights import Streamed, save_params
-from difftx.training.run import read_config, write_description
+from difftx.training.run import read_config, write_run_files
 from difftx.training.state import init_state
 
 FIXTURES = Path(__file__).parent / "fixtures"  # fixtures/make.py makes them with transformers.
@@ -53,7 +53,7 @@ def parameters(workdir, mesh):
 def run_of(lm, workdir):
     """Write a run with the parameters of `lm` and the files that readers need, and return its directory."""
     workdir.mkdir(exist_ok=True)
-    write_description(workdir, lm.config)
+    write_run_files(workdir, lm.config)
     values = {array_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(lm.params)}
     arrays = {name: Streamed(v.shape, len(v), lambda v=v: [v]) for name, v in values.items()}
     save_params(workdir, arrays, lm.config, {"tokenizer": lm.tokenizer.fingerprint})

@@ -15,7 +15,7 @@ from difftx.report import curves
 from difftx.report.curves import format_table, smoothed, write_curves
 from difftx.report.points import read_points
 from difftx.report.runs import data_notes, match_runs
-from difftx.training.run import write_description
+from difftx.training.run import write_run_files
 
 
 def test_curves_have_a_figure_and_a_row_for_each_run(config, tmp_path):
@@ -174,7 +174,7 @@ def test_no_run_is_an_error(tmp_path):
 
 
 def test_a_run_that_has_not_begun_is_an_error(config, tmp_path):
-    write_description(tmp_path, config("diff"))
+    write_run_files(tmp_path, config("diff"))
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(UserError, match="no training steps in it yet"):
         write_curves(str(tmp_path), tmp_path / "out")

@@ -12,7 +12,7 @@ from helpers.buckets import environment, in_ci_with
 from difftx.errors import UnreadableError, UserError
 from difftx.storage import objects
 from difftx.storage.paths import path_of
-from difftx.training.run import lock_workdir
+from difftx.training.workdir_lock import lock_workdir
 
 TRANSIENT = ["429", "500", "503", "reset", "lost", "slow", "cut"]
 

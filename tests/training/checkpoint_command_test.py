@@ -12,8 +12,9 @@ from helpers.training_checkpoints import LOADER, flip_a_bit, largest_file, names
 from difftx.commands.checkpoint import main
 from difftx.errors import UserError
 from difftx.training.checkpoint.checkpointer import Checkpointer
-from difftx.training.run import lock_workdir, write_description
+from difftx.training.run import write_run_files
 from difftx.training.state import TrainState
+from difftx.training.workdir_lock import lock_workdir
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def workdir(config, tmp_path):
         writer.save(state_at(step), LOADER, c)
     writer.save(state_at(30, size=4), LOADER, replace(c, "optimizer", learning_rate=0.5))
     writer.close()
-    write_description(tmp_path, c)
+    write_run_files(tmp_path, c)
     return tmp_path
 
 

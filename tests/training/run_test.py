@@ -12,7 +12,8 @@ import pytest
 
 from difftx.errors import UserError
 from difftx.training import run as run_module
-from difftx.training.run import RUN_FORMAT, Run, read_config, write_description
+from difftx.training import workdir_lock
+from difftx.training.run import RUN_FORMAT, Run, read_config, write_run_files
 
 # Holds the lock until its stdin ends, and creates the file `released` before it releases the lock.
 HOLDER = """
@@ -46,7 +47,7 @@ def holder(tmp_path):
 
 def test_second_training_waits_for_the_first(lock, holder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
-        run_module.time, "sleep", lambda seconds: holder.stdin.close()
+        workdir_lock.time, "sleep", lambda seconds: holder.stdin.close()
     )  # The second training is waiting now, so end the first one.
     with lock(tmp_path):
         assert (tmp_path / "released").exists()
@@ -64,7 +65,7 @@ def test_second_training_gives_up_and_names_the_first(lock, holder, tmp_path, mo
 # Holds the lock as a training does, until its stdin ends.
 TRAINING = """
 import pathlib, sys
-from difftx.training.run import lock_workdir
+from difftx.training.workdir_lock import lock_workdir
 with lock_workdir(pathlib.Path(sys.argv[1]), None, 0):
     print("held", flush=True)
     sys.stdin.read()
@@ -90,14 +91,14 @@ def test_deleting_the_lock_file_admits_no_second_training(lock, tmp_path, monkey
 
 def test_locked_file_suffices_if_folders_cannot_be_locked(lock, holder, tmp_path, capsys, monkeypatch):
     """NFS implements flock as a byte-range lock, which needs a writable descriptor. A folder cannot have one."""
-    flock = run_module.fcntl.flock
+    flock = workdir_lock.fcntl.flock
 
     def flock_of_nfs(descriptor, flags):
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         flock(descriptor, flags)
 
-    monkeypatch.setattr(run_module.fcntl, "flock", flock_of_nfs)
+    monkeypatch.setattr(workdir_lock.fcntl, "flock", flock_of_nfs)
     monkeypatch.setattr(run_module, "LOCK_WAIT_SECONDS", 0.0)
     with pytest.raises(UserError, match="process 7 on elsewhere trains there"), lock(tmp_path):
         pass
@@ -119,7 +120,7 @@ def test_file_system_without_locks_gives_a_warning(lock, tmp_path, capsys, monke
     def flock(file, flags):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    monkeypatch.setattr(run_module.fcntl, "flock", flock)
+    monkeypatch.setattr(workdir_lock.fcntl, "flock", flock)
     with lock(tmp_path):
         pass
     assert "no file locks here" in capsys.readouterr().out
@@ -128,7 +129,7 @@ def test_file_system_without_locks_gives_a_warning(lock, tmp_path, capsys, monke
 @pytest.mark.parametrize("number", [None, 0, RUN_FORMAT + 1, "1", 10**30])
 def test_a_run_of_another_format_is_refused(config, tmp_path, number):
     """None stands for a manifest without a number, as old versions wrote it."""
-    write_description(tmp_path, config())
+    write_run_files(tmp_path, config())
     assert read_config(tmp_path) == config()
     run = SimpleNamespace(config=config(), workdir=tmp_path)
     Run.check_records(run)
@@ -148,7 +149,7 @@ def test_a_run_of_another_format_is_refused(config, tmp_path, number):
 
 
 def test_run_without_a_manifest_is_rejected_by_readers_and_accepted_by_training(config, tmp_path):
-    write_description(tmp_path, config())
+    write_run_files(tmp_path, config())
     (tmp_path / "manifest.json").unlink()
     with pytest.raises(UserError, match=r"manifest\.json has no format number"):
         read_config(tmp_path)

@@ -22,7 +22,7 @@ from difftx.files import retry_read
 from difftx.json_files import json_sha256
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.checkpoint.manifest import MANIFEST, why_invalid
-from difftx.training.run import write_description
+from difftx.training.run import write_run_files
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_unreadable_checkpoint_is_neither_renamed_nor_skipped(saved_20_and_40, t
 @needs_modes
 def test_commands_report_unreadable_checkpoints_and_keep_them(saved, tmp_path, config, impatient, capsys):
     folder = saved(10, 20, 40)
-    write_description(tmp_path, config())
+    write_run_files(tmp_path, config())
     with unreadable(largest_file(folder / "40")):
         with pytest.raises(UnreadableError, match="1 of 3 checkpoints cannot be read: 40"):
             checkpoint_command(["verify", f"--workdir={tmp_path}"])
