@@ -107,8 +107,8 @@ def prune(workdir: AnyPath, keep: int | None, yes: bool) -> None:
         if _superfluous(workdir, rule, "would be deleted"):
             print("add --yes to delete")
         return
-    with lock_workdir(workdir, config.multihost, wait_seconds=0) as check:
-        remove(_superfluous(workdir, rule, "deleted"), check)
+    with lock_workdir(workdir, config.multihost, wait_seconds=0) as require_lock:
+        remove(_superfluous(workdir, rule, "deleted"), require_lock)
 
 
 def _superfluous(workdir: AnyPath, rule: CheckpointConfig, what: str) -> list[AnyPath]:

@@ -82,9 +82,9 @@ def prepare(job: Job) -> int:
     try:
         with Workers(job) if job.runner == LOCAL else contextlib.nullcontext(BeamWorkers(job)) as workers:
             description = describe(job, sources)
-            with open_job(job, description, sources) as check:
-                if check is not None:
-                    _write_store(job, sources, description, workers, check)
+            with open_job(job, description, sources) as require_lock:
+                if require_lock is not None:
+                    _write_store(job, sources, description, workers, require_lock)
         _print_summary(job)
     except KeyboardInterrupt:
         print(f"stopped; the same command resumes from the finished files in {job.work}", file=sys.stderr)
@@ -127,7 +127,7 @@ def _write_store(
     sources: Sequence[Source],
     description: dict[str, Any],
     workers: Workers | BeamWorkers,
-    check: Callable[[], None],
+    require_lock: Callable[[], None],
 ) -> None:
     states = input_states(sources)
     for line in (*assembly.discard_corrupt_units(job), *assembly.discard_corrupt_shards(job)):
@@ -138,7 +138,7 @@ def _write_store(
             raise UserError(f"{name}: changed while it was read; run the same command again")
     plan = assembly.make_plan(job, sources)
     workers.write_shards(plan.shards)
-    assembly.finish(job, description, plan, check)
+    assembly.finish(job, description, plan, require_lock)
 
 
 def _print_summary(job: Job) -> None:

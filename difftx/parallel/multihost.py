@@ -265,7 +265,7 @@ class Interrupt:
             self._previous[signal.SIGTERM] = signal.SIG_DFL
         return self._agreed
 
-    def work_is_saved(self) -> None:
+    def ignore_further_signals(self) -> None:
         """Ignore further signals: the process ends soon, with the exit code of a preemption or of a finished run."""
         self._saved = True
 

@@ -105,9 +105,9 @@ class Guard:
 class GuardJournal:
     """The file `<workdir>/journal.jsonl`, with an entry per rewind or stop. Only the primary process writes it."""
 
-    def __init__(self, workdir: AnyPath, check: Callable[[], None] = lambda: None):
-        """Read the file. `check` raises an error if this process has lost the lock of the run."""
-        self._file, self.check = JsonLines(workdir / "journal.jsonl"), check
+    def __init__(self, workdir: AnyPath, require_lock: Callable[[], None] = lambda: None):
+        """Read the file. `require_lock` raises an error if this process has lost the lock of the run."""
+        self._file, self.require_lock = JsonLines(workdir / "journal.jsonl"), require_lock
         self.entries: list[dict[str, Any]] = []
         lines = parse_json_lines(self._file.content())
         for number, entry in enumerate(map(without_sha256, lines), start=1):
@@ -126,7 +126,7 @@ class GuardJournal:
             self._write()
 
     def _write(self) -> None:
-        self.check()
+        self.require_lock()
         self._file.rewrite(map(with_sha256, self.entries))
 
     def add_rewind(self, rewind: Rewind, step: int, examples: int, attempt: int, kept: dict[str, Any]) -> None:
@@ -171,7 +171,7 @@ class GuardJournal:
 
 
 def act_on_bad_steps(
-    guard: Guard, config: Config, journal: GuardJournal, checkpointer: Checkpointer, examples: int, attempt: int
+    guard: Guard, *, config: Config, journal: GuardJournal, checkpointer: Checkpointer, examples: int, attempt: int
 ) -> Rewind | int:
     """Prepare a rewind and return it, or record that the run stops and return the exit code.
 
@@ -201,7 +201,7 @@ def act_on_bad_steps(
             checkpointer.forget()
         # Delete the newest checkpoint first. If this is interrupted, the run rewinds again from an older checkpoint.
         newest_first = sorted((step for step in steps if step > target), reverse=True)
-        remove((checkpointer.folder / str(step) for step in newest_first), journal.check)
+        remove((checkpointer.folder / str(step) for step in newest_first), journal.require_lock)
     barrier(f"rewind {rewind.number}", config.multihost.barrier_timeout_seconds)
     print_on_primary(f"{where}; back to step {target}, on with example {rewind.examples}")
     return rewind

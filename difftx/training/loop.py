@@ -67,10 +67,18 @@ def train(
     interrupt = Interrupt()
     try:
         run.check_records()
-        with run.lock() as check, Monitor(run.config.multihost) as monitor, jax.set_mesh(run.mesh):
-            step = jax.jit(make_train_step(run.config), donate_argnums=0)
-            journal = GuardJournal(run.workdir, check)
-            session = Session(run, evaluate, export, step, journal, interrupt, monitor, check, allow_config_change)
+        with run.lock() as require_lock, Monitor(run.config.multihost) as monitor, jax.set_mesh(run.mesh):
+            session = Session(
+                run=run,
+                evaluate=evaluate,
+                export=export,
+                train_step=jax.jit(make_train_step(run.config), donate_argnums=0),
+                journal=GuardJournal(run.workdir, require_lock),
+                interrupt=interrupt,
+                monitor=monitor,
+                require_lock=require_lock,
+                allow_config_change=allow_config_change,
+            )
             outcome = Attempt(session, Goodput(time.perf_counter() if began is None else began)).train()
             while isinstance(outcome, Rewind):
                 outcome = Attempt(session, Goodput(time.perf_counter()), outcome).train()
@@ -83,18 +91,18 @@ def train(
         interrupt.close()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Session:
     """The objects that all attempts at training in this process share."""
 
     run: Run
     evaluate: Evaluate
     export: Export | None
-    step: jax.stages.Wrapped  # The result of `make_train_step`, jitted.
+    train_step: jax.stages.Wrapped  # The result of `make_train_step`, jitted.
     journal: GuardJournal
     interrupt: Interrupt
     monitor: Monitor
-    check: Callable[[], None]  # Raises an error if this process has lost the lock of the run.
+    require_lock: Callable[[], None]  # Raises an error if this process has lost the lock of the run.
     allow_config_change: bool
 
 
@@ -105,9 +113,9 @@ class Attempt:
         """Restore or create the state. `rewind` is the outcome of the previous attempt in this process, if any."""
         run, config = session.run, session.run.config
         self._session, self._goodput, self._config = session, goodput, config
-        self._patience = config.multihost.barrier_timeout_seconds
+        self._barrier_timeout = config.multihost.barrier_timeout_seconds
         self._checkpointer = Checkpointer(
-            run.workdir, config.checkpoint, save_seconds=self._patience, check=session.check
+            run.workdir, config.checkpoint, save_seconds=self._barrier_timeout, require_lock=session.require_lock
         )
         self._loader = Loader(
             run.data.examples,
@@ -120,7 +128,8 @@ class Attempt:
             where=run.data.where,
         )
         self._guard = Guard(config.guards)
-        with goodput.section("restore" if decide_on_primary(self._checkpointer.steps, self._patience) else "init"):
+        steps = decide_on_primary(self._checkpointer.steps, self._barrier_timeout)
+        with goodput.section("restore" if steps else "init"):
             self._state, self._start = starting_state(
                 run, self._checkpointer, self._loader, self._guard, allow_config_change=session.allow_config_change
             )
@@ -128,11 +137,11 @@ class Attempt:
         if rewind is None:
             session.journal.check_earlier(self._start, self._guard, kept)
         if is_primary():
-            session.check()
+            session.require_lock()
             run.write_files()
             goodput.resume(run.workdir / "metrics.jsonl", self._start)
         self._writer = MetricsWriter(
-            run.workdir, config.logging, self._start, enabled=is_primary(), check=session.check
+            run.workdir, config.logging, self._start, enabled=is_primary(), require_lock=session.require_lock
         )
         self._tracer = StepTracer(run.workdir, config.logging, enabled=is_primary())
         if rewind is not None:
@@ -142,7 +151,7 @@ class Attempt:
         self._first_example = self._loader.state()["examples"]
         self._is_first = rewind is None
         self._step = self._start
-        barrier("start", self._patience)
+        barrier("start", self._barrier_timeout)
 
     def train(self) -> int | Rewind:
         """Train, and return the exit code, or the rewind with which the next attempt begins."""
@@ -172,16 +181,16 @@ class Attempt:
             should_save = self._guard.last_step_is_good or (self._step == steps and self._guard.tripped is None)
             if should_save:
                 self._checkpointer.save_and_wait(self._state, self._data_state(), config)
-                interrupt.work_is_saved()
+                interrupt.ignore_further_signals()
             self._checkpointer.close()
         return self._finish(saved=should_save)
 
     def _compile(self, display: Work) -> None:
         """Compile the train step in all processes, before one of them runs it and waits for the others."""
         with self._goodput.section("compile"), display.wait("compiling the train step (first time only)"):
-            self._session.step.lower(self._state, self._loader.abstract_batch()).compile()
+            self._session.train_step.lower(self._state, self._loader.abstract_batch()).compile()
             # Compilation may take much longer in one process. The heartbeat detects a process that died or froze.
-            barrier("compiled train step", max(self._patience, self._config.multihost.watchdog_seconds))
+            barrier("compiled train step", max(self._barrier_timeout, self._config.multihost.watchdog_seconds))
 
     def _take_step(self, reporter: "Reporter") -> None:
         waited = time.perf_counter()
@@ -191,23 +200,23 @@ class Attempt:
         self._tracer.start(self._step + 1, reporter.wait)
         # Raise an error for an accidental transfer between host and device, because it would stall all devices.
         with jax.transfer_guard("disallow"), jax.profiler.StepTraceAnnotation("train", step_num=self._step + 1):
-            self._state, metrics = self._session.step(self._state, batch)
+            self._state, metrics = self._session.train_step(self._state, batch)
         self._step += 1
         self._session.monitor.beat(self._step)
         reporter.push(self._step, metrics, data_wait)
         self._tracer.stop_after_last(self._step, reporter.wait)
-        self._checkpointer.check()
+        self._checkpointer.record_finished_save()
 
     def _evaluate(self, reporter: "Reporter", display: Work) -> None:
         session, step = self._session, self._step
-        barrier(f"evaluation after step {step}", self._patience)
+        barrier(f"evaluation after step {step}", self._barrier_timeout)
         reporter.flush()
         with self._goodput.section("eval"):
             # The watchdog takes progress of the evaluation as a sign of life.
             work = Work(enabled=False, on_advance=functools.partial(session.monitor.beat, step))
             suites = self._config.eval.suites if self._guard.tripped is None else ()
             weights = self._checkpointer.weights_id(step)
-            session.check()
+            session.require_lock()
             results = session.evaluate(session.run, self._state.params, step, suites, work, weights)
         session.monitor.beat(step)
         for suite, result in results.items():
@@ -218,7 +227,7 @@ class Attempt:
         reporter.restart_clock()
 
     def _save(self, reporter: "Reporter") -> None:
-        barrier(f"checkpoint of step {self._step}", self._patience)
+        barrier(f"checkpoint of step {self._step}", self._barrier_timeout)
         reporter.flush()  # Before the save, so that metrics.jsonl has all steps up to the checkpoint.
         self._write_goodput()
         self._writer.flush()
@@ -248,8 +257,14 @@ class Attempt:
         if guard.tripped is not None:
             # The loop may have taken steps after the last bad one, because metrics arrive a step late.
             consumed = self._first_example + (guard.tripped.last - self._start) * config.batch_rows
-            journal, attempt = self._session.journal, self._writer.attempt
-            outcome = act_on_bad_steps(guard, config, journal, self._checkpointer, consumed, attempt)
+            outcome = act_on_bad_steps(
+                guard,
+                config=config,
+                journal=self._session.journal,
+                checkpointer=self._checkpointer,
+                examples=consumed,
+                attempt=self._writer.attempt,
+            )
         elif step < config.train.steps:
             what = "checkpoint saved" if saved else "nothing saved between bad steps"
             print_on_primary(f"stopped by a signal at step {step}, {what}; run the same command again to continue")
@@ -269,7 +284,10 @@ class Attempt:
 
 
 class Reporter:
-    """A reporter of metrics. It fetches those of a step after the next step was dispatched, so that no device waits."""
+    """A reporter of metrics.
+
+    It fetches the metrics of a step after the next step has been dispatched, so that no device waits for the host.
+    """
 
     def __init__(self, run: Run, writer: MetricsWriter, display: Work, advance: Advance, guard: Guard):
         self._config, self._writer, self._guard = run.config, writer, guard

@@ -58,19 +58,19 @@ class MetricsWriter:
         start_step: int,
         *,
         enabled: bool = True,
-        check: Callable[[], None] = lambda: None,
+        require_lock: Callable[[], None] = lambda: None,
     ):
-        """Rewind the file. `check` raises an error if this process has lost the lock of the run."""
+        """Rewind the file. `require_lock` raises an error if this process has lost the lock of the run."""
         self.path = workdir / "metrics.jsonl"
         self.attempt = 0
         self._file: BinaryIO | _Appender | None = None
         self._tensorboard = self._wandb = self._uploads = None
         if not enabled:
             return
-        check()
+        require_lock()
         log = JsonLines(self.path)
         kept, self.attempt = self._rewind(log, start_step)
-        self._file = _Appender(log, check) if is_bucket(self.path) else self.path.open("ab", buffering=0)
+        self._file = _Appender(log, require_lock) if is_bucket(self.path) else self.path.open("ab", buffering=0)
         if config.tensorboard:
             folder = workdir / "tensorboard"
             if is_bucket(folder):
@@ -153,8 +153,8 @@ class MetricsWriter:
 class _Appender:
     """A file in a bucket, to which a thread appends. Lines that arrive during an append become one append."""
 
-    def __init__(self, log: JsonLines, check: Callable[[], None]):
-        self._log, self._check = log, check
+    def __init__(self, log: JsonLines, require_lock: Callable[[], None]):
+        self._log, self._require_lock = log, require_lock
         self._lines: collections.deque[bytes] = collections.deque()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "metrics")
         self._job: concurrent.futures.Future[None] | None = None
@@ -185,7 +185,7 @@ class _Appender:
         if not content or self._error is not None:
             return
         try:
-            self._check()
+            self._require_lock()
             self._log.append_lines(content)
         except Exception as error:  # The main thread raises it.
             self._error = error

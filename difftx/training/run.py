@@ -123,10 +123,10 @@ class Run:
             if is_primary()
             else contextlib.nullcontext(lambda: None)
         )
-        with held as check:
+        with held as require_lock:
             # Wait for the primary process, because another process that has the lock may save a newer checkpoint.
             barrier("lock of the workdir", limits.barrier_timeout_seconds)
-            yield check
+            yield require_lock
 
     def check_records(self) -> None:
         """Raise an error in every process if the files of an earlier attempt cannot be read."""

@@ -233,7 +233,7 @@ def owner_saves(trainer, save):
 
 def test_a_late_reservation_does_not_replace_a_manifest(trainer, save, mesh_of, owner_saves, capsys):
     save(trainer(), 10)
-    save(trainer(check=owner_saves(20)), 20)
+    save(trainer(require_lock=owner_saves(20)), 20)
     assert "another process saves this checkpoint" in capsys.readouterr().out
     check(trainer(), 20, mesh_of())
 
@@ -261,12 +261,12 @@ def test_a_late_removal_does_not_delete_the_next_owners_manifest(
         save(writer, 10, 20)
         contents = contents_of(writer.folder / "20")
         corrupt(contents / largest(contents))
-        trainer(check=owner_saves(20)).newest()
+        trainer(require_lock=owner_saves(20)).newest()
         step = 20
     else:
         save(writer, 10, 20)
         interfere = owner_saves(10)
-        late = trainer(check=lambda: interfere() if steps_in(writer.folder) == [10, 20, 30] else None)
+        late = trainer(require_lock=lambda: interfere() if steps_in(writer.folder) == [10, 20, 30] else None)
         save(late, 30)
         step = 10
     folder = writer.folder / str(step)
@@ -331,7 +331,7 @@ def test_a_lost_lock_ends_the_saves(trainer, save, capsys):
     def lost():
         raise RunError("another process has the lock")
 
-    writer = trainer(check=lost)
+    writer = trainer(require_lock=lost)
     for _ in range(2):
         save(writer, 10)
         assert "step 10 was not saved, failure" in capsys.readouterr().out

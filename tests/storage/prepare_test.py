@@ -275,15 +275,15 @@ def test_one_prepare_per_folder(bucket, monkeypatch):
         open_job(job, {}, []),
     ):
         pass
-    with open_job(job, {}, []) as check:
-        check()
+    with open_job(job, {}, []) as require_lock:
+        require_lock()
         objects.write(
             job.work / "lock",
             json.dumps({"owner": {"id": "x", "host": "h", "machine": [], "pid": 1, "start": ""}}).encode(),
         )
         time.sleep(1.5)
         with pytest.raises(RunError, match="process 1 on h has taken this folder over"):
-            check()
+            require_lock()
 
 
 def test_a_finished_store_is_not_replaced_by_a_late_process(bucket, reference):

@@ -287,8 +287,8 @@ def test_a_failed_save_is_reported_and_tried_again(config, tmp_path, capsys, ful
     writer.save_and_wait(state_at(10), LOADER, c)
     full_disk.append(True)
     writer.save(state_at(20), LOADER, c)
-    writer._saving[1].exception()  # Wait for the thread. The training loop calls `check` after a step.
-    writer.check()
+    writer._saving[1].exception()  # Wait for the thread. The training loop calls `record_finished_save` after a step.
+    writer.record_finished_save()
     told = capsys.readouterr().out
     assert "checkpoint of step 20 was not saved, failure 1 of 3 in a row: OSError: [Errno 28] No space left" in told
     assert names(tmp_path / "checkpoints") == ["10"]

@@ -294,8 +294,11 @@ def _kinds(job: Job) -> list[str]:
     return ["tokens", "offsets", "blocks", *(kind for kind, field in optional.items() if field is not None)]
 
 
-def finish(job: Job, description: dict[str, Any], plan: Plan, check: Callable[[], None]) -> None:
-    """Write `meta.json`, which makes the folder a store, and remove temporary files. `check` comes from `open_job`."""
+def finish(job: Job, description: dict[str, Any], plan: Plan, require_lock: Callable[[], None]) -> None:
+    """Write `meta.json`, which makes the folder a store, and remove temporary files.
+
+    `require_lock` is the function that `open_job` yields.
+    """
     meta = description | {"empty": plan.empty, "skipped": len(plan.problems), "splits": {}}
     for split in SPLITS:
         shards = [_meta_entry(job, shard) for shard in plan.shards if shard.split == split]
@@ -312,7 +315,7 @@ def finish(job: Job, description: dict[str, Any], plan: Plan, check: Callable[[]
     for name in list_folder(job.out):
         if name.startswith(objects.PROBE):  # A killed run left it.
             remove_file(job.out / name)
-    check()
+    require_lock()
     write_meta(job.out, meta)
     remove_folder(job.work)
 

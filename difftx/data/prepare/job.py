@@ -169,7 +169,7 @@ def with_states(sources: Sequence[Source]) -> list[Source]:
 def open_job(job: Job, description: dict[str, Any], sources: Sequence[Source]) -> Iterator[Callable[[], None] | None]:
     """Lock the folder `job.out` for this process. Yield None if it already holds the finished store.
 
-    Otherwise, yield a function to call before `finish`. It raises `RunError` if another process has taken the lock.
+    Otherwise, yield a function for `finish`, which raises `RunError` if another process has taken the lock.
     """
     if is_store(job.out):
         meta = read_meta(job.out)
@@ -181,11 +181,11 @@ def open_job(job: Job, description: dict[str, Any], sources: Sequence[Source]) -
     others = {name for name in list_folder(job.out) if not name.startswith(objects.PROBE)} - {job.work.name}
     if others and size_of(job.journal) is None:
         raise UserError(f"--out={job.out}: not empty, and no unfinished store; choose another folder")
-    with _locked(job) as check:
+    with _locked(job) as require_lock:
         states = input_states(sources)
         inputs = [{"held_out": s.held_out} | {str(file): states[str(file)] for file in s.files} for s in sources]
         _resume_or_start(job, {"description": description, "inputs": inputs})
-        yield check
+        yield require_lock
 
 
 @contextlib.contextmanager

@@ -32,12 +32,16 @@ if TYPE_CHECKING:
 class Save:
     """A save of one checkpoint by all processes."""
 
-    def __init__(self, folder: "epath.Path", contents: str, state: Any, check: Callable[[], None], seconds: float):
+    def __init__(
+        self, folder: "epath.Path", contents: str, state: Any, require_lock: Callable[[], None], seconds: float
+    ):
         """Copy the arrays to the host. `contents` is a name that no other save has, and that all processes know.
 
-        `check` raises an error if this process has lost the lock of the run. `seconds` is the timeout of each phase.
+        `require_lock` raises an error if this process has lost the lock of the run. `seconds` is the timeout of each
+        phase.
         """
-        self._folder, self._contents, self._check, self._seconds = folder, contents, check, seconds
+        self._folder, self._contents, self._seconds = folder, contents, seconds
+        self._require_lock = require_lock
         self._shards = arrays.copy_shards(state)
         self._generation: bytes | None = None  # The generation of the reservation.
         self._may_exist = False  # Whether the manifest may be in the bucket.
@@ -83,8 +87,9 @@ class Save:
 
     def _reserve(self) -> None:
         path = self._folder / MANIFEST
-        found = objects.read(path)  # Before the check, so that the manifest is not one of the next owner of the lock.
-        self._check()
+        # Read before `require_lock`, so that the manifest is not one of the next owner of the lock.
+        found = objects.read(path)
+        self._require_lock()
         content = json.dumps({RESERVED: self._contents}).encode()
         self._generation = objects.write_if(path, content, None if found is None else found.generation)
         if self._generation is None:
@@ -92,31 +97,31 @@ class Save:
         _delete_unused(self._folder)
 
     def _commit(self, manifest: str) -> None:
-        self._check()
+        self._require_lock()
         self._may_exist = True
         if objects.write_if(self._folder / MANIFEST, manifest.encode(), self._generation) is None:
             raise RunError(f"{self._folder}: another process has taken over this run, so the checkpoint was not saved")
 
 
-def quarantine(folder: "epath.Path", check: Callable[[], None]) -> "epath.Path":
+def quarantine(folder: "epath.Path", require_lock: Callable[[], None]) -> "epath.Path":
     """Move the manifest of a step to an object of another name, and return its path. The files stay.
 
-    Here and below, `check` is that of `Save`.
+    Here and below, `require_lock` is that of `Save`.
     """
     path = folder / f"{QUARANTINED_MANIFEST}{uuid.uuid4().hex}.json"
     found = objects.read(folder / MANIFEST)
     if found is None:
         raise UserError(f"{folder}: no such checkpoint")
-    check()
+    require_lock()
     objects.write(path, found.content)
     objects.delete_if(folder / MANIFEST, found.generation)
     return path
 
 
-def take_back(path: "epath.Path", check: Callable[[], None]) -> str | None:
+def take_back(path: "epath.Path", require_lock: Callable[[], None]) -> str | None:
     """Undo a quarantine if the checkpoint verifies. Return None, or why it does not verify."""
     folder, found = path.parent, objects.read(path)
-    check()
+    require_lock()
     generation = None if found is None else objects.write_if(folder / MANIFEST, found.content, None)
     if generation is None:
         return f"{folder} has another checkpoint"
@@ -132,20 +137,20 @@ def take_back(path: "epath.Path", check: Callable[[], None]) -> str | None:
     return why
 
 
-def remove(path: "epath.Path", check: Callable[[], None]) -> None:
+def remove(path: "epath.Path", require_lock: Callable[[], None]) -> None:
     """Delete a checkpoint, its manifest first. Of a quarantined one, `path` is the manifest, else the step's folder."""
     if path.name.startswith(QUARANTINED_MANIFEST):
         objects.delete([path])
         _delete_unused(path.parent)
         return
     found = objects.read(path / MANIFEST)
-    check()
+    require_lock()
     if found is not None:
         objects.delete_if(path / MANIFEST, found.generation)
     _delete_unused(path)
 
 
-def remove_leftovers(folder: "epath.Path", check: Callable[[], None]) -> list[str]:
+def remove_leftovers(folder: "epath.Path", require_lock: Callable[[], None]) -> list[str]:
     """Delete the reservations, and the files that no manifest refers to. Return the names of the steps' folders.
 
     Only the owner of the run's lock may call this, and not during a save.
@@ -156,7 +161,7 @@ def remove_leftovers(folder: "epath.Path", check: Callable[[], None]) -> list[st
             continue
         found = objects.read(folder / name / MANIFEST)
         if is_reserved := found is not None and is_reservation(found.content):
-            check()
+            require_lock()
             objects.delete_if(folder / name / MANIFEST, found.generation)
         if _delete_unused(folder / name) or is_reserved:
             removed.append(name)

@@ -55,16 +55,16 @@ class Checkpointer:
         config: CheckpointConfig | None = None,
         *,
         save_seconds: int = 1200,
-        check: Callable[[], None] = lambda: None,
+        require_lock: Callable[[], None] = lambda: None,
     ):
         """Open the folder of checkpoints. Without a config, open it for reading, which changes nothing.
 
-        `save_seconds` is the timeout of a save in seconds. It expires if another process has failed. `check` raises an
-        error if this process has lost the lock of the run (`Run.lock`).
+        `save_seconds` is the timeout of a save in seconds. It expires if another process has failed. `require_lock`
+        raises an error if this process has lost the lock of the run (`Run.lock`).
         """
         self.folder = resolved(workdir) / "checkpoints"
         self._workdir, self._config = workdir, config
-        self._save_seconds, self._check, self._saves = save_seconds, check, 0
+        self._save_seconds, self._require_lock, self._saves = save_seconds, require_lock, 0
         # Orbax's CheckpointManager would treat any folder with a numeric name as a checkpoint, so it is not used.
         handler = ocp.CompositeCheckpointHandler(
             state=ocp.StandardCheckpointHandler(),
@@ -148,7 +148,7 @@ class Checkpointer:
         Training also deletes what interrupted saves and removals have left, renames corrupt checkpoints (quarantine),
         and renames a quarantined checkpoint back if it is the only valid one.
         """
-        if self._config is not None and (leftovers := retention.remove_leftovers(self.folder, self._check)):
+        if self._config is not None and (leftovers := retention.remove_leftovers(self.folder, self._require_lock)):
             print_on_primary(f"{self.folder}: removed {', '.join(leftovers)}: a save or a removal was not finished")
         reasons, quarantined = [], quarantined_in(self.folder)
         for step in reversed(self.steps()):
@@ -159,7 +159,9 @@ class Checkpointer:
                 print_on_primary(f"checkpoint {folder} was deleted while it was read; looking for the newest again")
                 return self.find_newest()
             reasons.append(f"{step}: {why}")
-            fate = "skipped" if self._config is None else f"renamed {retention.quarantine(folder, self._check).name}"
+            fate = "skipped"
+            if self._config is not None:
+                fate = f"renamed {retention.quarantine(folder, self._require_lock).name}"
             print_on_primary(f"checkpoint {folder} does not verify: {why}; {fate}")
         if self._config is not None and (step := self._take_back(quarantined)) is not None:
             return step
@@ -180,7 +182,7 @@ class Checkpointer:
 
         Only the primary process may call this, before it deletes all checkpoints of the run.
         """
-        self._check()
+        self._require_lock()
         remove_file(self._workdir / SAVED)
 
     def _make_folder(self) -> None:
@@ -201,7 +203,7 @@ class Checkpointer:
         for path in sorted(quarantined, key=retention.quarantine_order, reverse=True):
             step, _ = retention.quarantine_order(path)
             try:
-                why = retention.take_back(path, step, self._check)
+                why = retention.take_back(path, step, self._require_lock)
             except UnreadableError as error:
                 unreadable.append(error)
                 continue
@@ -230,7 +232,8 @@ class Checkpointer:
 
         Do nothing if this process has already saved or verified the checkpoint of this step.
 
-        This method, `check` and `save_and_wait` raise `RunError` after `checkpoint.max_failed_saves` failures in a row.
+        This method, `record_finished_save` and `save_and_wait` raise `RunError` after `checkpoint.max_failed_saves`
+        failures in a row.
         """
         self._settle()
         step = int(jax.device_get(state.step))
@@ -240,7 +243,7 @@ class Checkpointer:
         if is_bucket(self.folder):
             self._saves += 1
             contents = f"{self._attempt}-{self._saves}"
-            save = bucket.Save(self.folder / str(step), contents, state.parts(), self._check, self._save_seconds)
+            save = bucket.Save(self.folder / str(step), contents, state.parts(), self._require_lock, self._save_seconds)
             records = {CONFIG_FILE: json.loads(config.to_json()), LOADER_FILE: loader}
             describe = functools.partial(manifest_text, step, weights, described, config, data)
             self._saving = step, self._background.submit(self._finish, step, lambda: save.write(records, describe))
@@ -259,7 +262,7 @@ class Checkpointer:
             return
         self._saving = step, self._background.submit(self._finish, step, self._orbax.wait_until_finished)
 
-    def check(self) -> None:
+    def record_finished_save(self) -> None:
         """Record the result of the save in the background, if it has ended."""
         if self._saving is not None and self._saving[1].done():
             self._settle()
@@ -290,7 +293,7 @@ class Checkpointer:
             # Incomplete checkpoints neither count towards the number to keep nor are deleted.
             steps = [other for other in self.steps() if other <= step and self._is_complete(other)]
             kept = retention.steps_to_keep(self._config, steps, self._workdir)
-            retention.remove((self.folder / str(other) for other in steps if other not in kept), self._check)
+            retention.remove((self.folder / str(other) for other in steps if other not in kept), self._require_lock)
         except (OSError, UserError, RunError) as error:  # The save has succeeded nevertheless.
             print_on_primary(f"old checkpoints stay: {error}")
 

@@ -95,14 +95,14 @@ def number_of(workdir: AnyPath, step: int, name: str) -> tuple[float, Basis] | N
     return (float(value), basis) if is_finite else None
 
 
-def quarantine(folder: AnyPath, check: Callable[[], None] = lambda: None) -> AnyPath:
+def quarantine(folder: AnyPath, require_lock: Callable[[], None] = lambda: None) -> AnyPath:
     """Rename a checkpoint's folder so that no command uses the checkpoint, and return the new path.
 
-    In a bucket, rename its manifest. Here and below, `check` raises an error if this process has lost the lock of a run
-    in a bucket.
+    In a bucket, rename its manifest. Here and below, `require_lock` raises an error if this process has lost the lock
+    of a run in a bucket.
     """
     if is_bucket(folder):
-        return bucket.quarantine(folder, check)
+        return bucket.quarantine(folder, require_lock)
     first = f"{folder.name}{QUARANTINED}"
     names = itertools.chain([first], (f"{first}.{number}" for number in itertools.count(2)))
     path = next(path for path in map(folder.with_name, names) if not os.path.lexists(path))
@@ -117,10 +117,10 @@ def rename(folder: Path, to: Path) -> Path:
         raise RunError(f"{folder} cannot be renamed {to.name}: {error.strerror}") from error
 
 
-def take_back(path: AnyPath, step: int, check: Callable[[], None] = lambda: None) -> str | None:
+def take_back(path: AnyPath, step: int, require_lock: Callable[[], None] = lambda: None) -> str | None:
     """Undo `quarantine` if the checkpoint verifies. Return None, or why it does not verify."""
     if is_bucket(path):
-        return bucket.take_back(path, check)
+        return bucket.take_back(path, require_lock)
     if (why := why_invalid(path, step=step, content=True)) is None:
         rename(path, path.with_name(str(step)))
     return why
@@ -134,19 +134,19 @@ def quarantine_order(path: AnyPath) -> tuple[int, int]:
     return (int(found[1]), int(found[2] or 1)) if found else (-1, 0)
 
 
-def remove(folders: Iterable[AnyPath], check: Callable[[], None] = lambda: None) -> None:
+def remove(folders: Iterable[AnyPath], require_lock: Callable[[], None] = lambda: None) -> None:
     """Delete checkpoints. Rename each one first, so that an interruption leaves no incomplete checkpoint."""
     for folder in folders:
         if is_bucket(folder):
-            bucket.remove(folder, check)
+            bucket.remove(folder, require_lock)
             continue
         _delete(folder.rename(folder.with_name(f"{folder.name}{REMOVED}")))
 
 
-def remove_leftovers(folder: AnyPath, check: Callable[[], None]) -> list[str]:
+def remove_leftovers(folder: AnyPath, require_lock: Callable[[], None]) -> list[str]:
     """Delete the folders of interrupted saves and removals, and return the names of the deleted folders."""
     if is_bucket(folder):
-        return bucket.remove_leftovers(folder, check)
+        return bucket.remove_leftovers(folder, require_lock)
     removed = []
     for name in sorted(filter(LEFTOVER.fullmatch, list_folder(folder))):
         try:
