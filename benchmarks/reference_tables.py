@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from difftx.config.suites import SUITES
 from difftx.evals.measures import measure_of
 from difftx.evals.result import Measure
-from difftx.training.metrics import REQUIRED, ROW
+from difftx.training.metrics import ROW_FIELDS, SPLIT_FIELDS
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "golden" / "golden.json"
@@ -81,7 +81,8 @@ def suites_table() -> str:
 def rows_table() -> str:
     """Return a table with the fields that every row of metrics.jsonl has, by split."""
     lines = ["| `split` | field | type |", "|---|---|---|"]
-    for split, fields in {"every split": ROW, **{f"`{name}`": required for name, required in REQUIRED.items()}}.items():
+    fields_of = {"every split": ROW_FIELDS, **{f"`{name}`": fields for name, fields in SPLIT_FIELDS.items()}}
+    for split, fields in fields_of.items():
         for name, kind in fields.items():
             kinds = dict.fromkeys(TYPES[part] for part in getattr(kind, "__args__", (kind,)))
             shown = [text for text in kinds if not (text == "integer" and "number" in kinds)]

@@ -14,7 +14,7 @@ from difftx.report import interactive
 from difftx.report.charts import heatmap_values, series_colours
 from difftx.report.curves import METRIC_LABELS, smoothed, training_losses
 from difftx.report.runs import X_AXES, Metric, RunRecord
-from difftx.training import metrics
+from difftx.training import lambda_range
 from difftx.training.goodput import SECTIONS
 
 MOST_POINTS = 2_000  # Most points of a line. More points would enlarge the page without being visible.
@@ -211,7 +211,7 @@ def _loss_panels(
 
 def _crossings_note(run: RunRecord) -> str:
     """Return a note on the layers whose λ left the range in which attention cancels noise, or "" if there are none."""
-    rows = run.split(metrics.LAMBDA_SPLIT)
+    rows = run.split(lambda_range.LAMBDA_SPLIT)
     if not rows:
         return ""
     crossings = [
@@ -219,10 +219,10 @@ def _crossings_note(run: RunRecord) -> str:
         for row in rows[:MOST_CROSSINGS]
     ]
     more = f" and {len(rows) - MOST_CROSSINGS:,} more times" if len(rows) > MOST_CROSSINGS else ""
-    inside = f"[{metrics.LOWEST_LAMBDA:g}, {metrics.HIGHEST_LAMBDA:g}]"
+    inside = f"[{lambda_range.LOWEST_LAMBDA:g}, {lambda_range.HIGHEST_LAMBDA:g}]"
     return (
-        f"Warning: λ left {inside} in {', '.join(crossings)}{more}. Below this range, the second attention "
-        "weights are added to the first; above it, they dominate the first. The layer no longer cancels noise."
+        f"Warning: λ left {inside} in {', '.join(crossings)}{more}. Below this range, "
+        f"{lambda_range.BELOW}; above it, {lambda_range.ABOVE}. The layer no longer cancels noise."
     )
 
 

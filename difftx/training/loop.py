@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import functools
+import re
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -16,10 +18,13 @@ from difftx.model.flops import PEAK_FLOPS, flops_per_token
 from difftx.parallel.heartbeat import Monitor
 from difftx.parallel.multihost import Interrupt, barrier, decide_on_primary, is_primary, print_on_primary
 from difftx.progress import Advance, Work
+from difftx.storage import objects
+from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.goodput import Goodput, format_goodput
 from difftx.training.guards import Guard, GuardJournal, Rewind, act_on_bad_steps
-from difftx.training.metrics import LAMBDA_SPLIT, LambdaRange, MetricsWriter, lambda_warning, read_newest_metrics
+from difftx.training.lambda_range import LAMBDA_SPLIT, LambdaRange, lambda_warning
+from difftx.training.metrics import MetricsWriter, read_newest_metrics
 from difftx.training.profile import StepTracer, out_of_memory
 from difftx.training.resume import data_state, kept_values, starting_state
 from difftx.training.run import Run
@@ -143,6 +148,9 @@ class Attempt:
         self._writer = MetricsWriter(
             run.workdir, config.logging, self._start, enabled=is_primary(), require_lock=session.require_lock
         )
+        if is_primary():
+            # After metrics.jsonl is written, which fails if another process has taken over the run.
+            remove_later_evaluations(run.workdir, self._start)
         self._tracer = StepTracer(run.workdir, config.logging, enabled=is_primary())
         if rewind is not None:
             examples = self._loader.state()["examples"]
@@ -351,3 +359,15 @@ class Reporter:
             "data_wait_seconds": data_wait,
             **{name: factor * rate for name, factor in self._mfu_per_token_rate.items()},
         }
+
+
+def remove_later_evaluations(workdir: AnyPath, step: int) -> None:
+    """Delete the results in `evals/` of steps after `step`, because these steps are trained again."""
+    if is_bucket(workdir):
+        evals = workdir / "evals"
+        names = [(name, re.match(r"[^/]+/(\d+)", name)) for name in objects.list_below(evals)]
+        objects.delete(evals / name for name, found in names if found and int(found[1]) > step)
+        return
+    for path in workdir.glob("evals/*/*"):
+        if (found := re.match(r"\d+", path.name)) and int(found[0]) > step:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

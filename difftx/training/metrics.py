@@ -1,4 +1,4 @@
-"""Metrics of a run in metrics.jsonl, TensorBoard and Weights & Biases, and warnings if λ leaves its useful range."""
+"""Metrics of a run in metrics.jsonl, TensorBoard and Weights & Biases."""
 
 import collections
 import concurrent.futures
@@ -7,12 +7,10 @@ import errno
 import json
 import math
 import os
-import re
-import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -22,19 +20,17 @@ from difftx.config import LoggingConfig
 from difftx.errors import RunError, UnreadableError, import_extra
 from difftx.files import resolved, upload
 from difftx.json_files import JsonLines, parse_json_lines
-from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.event_files import EventsWriter, directory_check, event_pb2, summary_pb2
+from difftx.training.lambda_range import LAMBDA_SPLIT
 
 if TYPE_CHECKING:
     from etils import epath
 
 NEWEST_BYTES = 65_536
-LOWEST_LAMBDA, HIGHEST_LAMBDA = -0.5, 2.0  # Range of λ in which a layer cancels noise.
-LAMBDA_SPLIT = "lambda_crossing"  # Split of rows that record a layer (from 1) whose λ left the range.
-ROW = {"split": str, "step": int, "attempt": int}
-# Split → types of fields that its rows must have in addition to those of `ROW`.
-REQUIRED = {
+ROW_FIELDS = {"split": str, "step": int, "attempt": int}  # Types of the fields of every row.
+# Split → types of the fields that its rows have in addition to `ROW_FIELDS`.
+SPLIT_FIELDS = {
     "train": {"loss": int | float | None, "tokens": int, "tokens_per_second": int | float, "step_seconds": int | float},
     "valid": {"suite": str},
     "goodput": {"wall_seconds": int | float},
@@ -134,19 +130,10 @@ class MetricsWriter:
         self._file = self._tensorboard = None
 
     def _rewind(self, log: JsonLines, start_step: int) -> tuple[list[dict[str, Any]], int]:
-        """Delete rows and evaluations after `start_step`. Return the other rows, and this attempt's number, from 1."""
+        """Delete the rows after `start_step`. Return the other rows, and this attempt's number, from 1."""
         rows, _ = _parse_rows(log.content())
         kept = [row for row in rows if row["step"] <= start_step]
         log.rewrite(kept)
-        workdir = self.path.parent
-        if is_bucket(workdir):
-            evals = workdir / "evals"
-            names = [(name, re.match(r"[^/]+/(\d+)", name)) for name in objects.list_below(evals)]
-            objects.delete(evals / name for name, step in names if step and int(step[1]) > start_step)
-            return kept, 1 + max((row["attempt"] for row in rows), default=0)
-        for path in workdir.glob("evals/*/*"):  # Results of steps that are trained again.
-            if (step := re.match(r"\d+", path.name)) and int(step[0]) > start_step:
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         return kept, 1 + max((row["attempt"] for row in rows), default=0)
 
 
@@ -231,24 +218,24 @@ def read_newest_metrics(path: AnyPath) -> list[dict[str, Any]]:
 
 
 def _parse_rows(content: bytes) -> tuple[list[dict[str, Any]], int]:
-    found = parse_json_lines(content, ROW)
-    rows = [row for row in found if row is not None and _has_numbers(row)]
+    found = parse_json_lines(content, ROW_FIELDS)
+    rows = [row for row in found if row is not None and _is_valid_row(row)]
     return rows, len(found) - len(rows)
 
 
-def _has_numbers(row: dict[str, Any]) -> bool:
-    """Return whether a row has the fields in `REQUIRED` and only finite numbers."""
-    required = REQUIRED.get(row["split"], {})
+def _is_valid_row(row: dict[str, Any]) -> bool:
+    """Return whether a row has the fields in `SPLIT_FIELDS` and only finite or null numbers."""
+    required = SPLIT_FIELDS.get(row["split"], {})
     if not all(name in row and isinstance(row[name], kind) for name, kind in required.items()):
         return False
     for name, value in row.items():
         numbers = value if isinstance(value, list) and not name.endswith("_seconds") else [value]
-        if name not in ("split", "suite") and not all(map(_is_number, numbers)):
+        if name not in ("split", "suite") and not all(map(_is_finite_or_null, numbers)):
             return False
     return True
 
 
-def _is_number(value: Any) -> bool:
+def _is_finite_or_null(value: Any) -> bool:
     return value is None or (isinstance(value, int | float) and abs(value) <= sys.float_info.max)
 
 
@@ -272,8 +259,8 @@ def _scalars(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _start_tensorboard(folder: Path, start_step: int, attempt: int) -> EventsWriter:
-    # tensorboardX's SummaryWriter writes in a thread, for which its `flush` does not wait. If the process were killed,
-    # steps would be lost that metrics.jsonl has, and an error because of a full disk would end only the thread.
+    # tensorboardX's SummaryWriter writes from a thread, and its `flush` does not wait for that thread. A kill would
+    # lose steps that metrics.jsonl has, and a full disk would end only the thread.
     directory_check(str(folder))
     # The name of an event file has the time in seconds. The attempt distinguishes two files of the same second.
     writer = EventsWriter(str(folder / "events"), f".{attempt}")
@@ -291,40 +278,3 @@ def _start_wandb(project: str, workdir: AnyPath, attempt: int) -> Any:
     run = f"{name}-{attempt}"
     folder = tempfile.gettempdir() if is_bucket(workdir) else str(workdir)
     return wandb.init(project=project, id=run, name=run, group=name, dir=folder, resume="allow")
-
-
-class LambdaRange:
-    """A record of the layers whose λ is outside of the range from `LOWEST_LAMBDA` to `HIGHEST_LAMBDA`."""
-
-    def __init__(self, rows: Iterable[Mapping[str, Any]] = ()):
-        """Start with the layers that were outside at the end of `rows`, the metrics of earlier attempts."""
-        self._outside: set[int] = set()
-        for row in rows:
-            if row["split"] == "train":
-                self._outside = _layers_outside(row.get("lambda") or ())
-            elif row["split"] == LAMBDA_SPLIT:  # The step may have no train row.
-                self._outside.add(row["layer"])
-
-    def observe(self, lambda_L: Sequence[float]) -> list[int]:
-        """Return the layers, numbered from 1, whose λ left the range since the last call, given the λ of all layers."""
-        before, self._outside = self._outside, _layers_outside(lambda_L)
-        return sorted(self._outside - before)
-
-
-def lambda_warning(step: int, layer: int, value: float) -> str:
-    """Return the warning for a layer whose λ left the range."""
-    if math.isnan(value):
-        what = "is not a number"
-    elif value < LOWEST_LAMBDA:
-        what = "the second attention weights are added to the first"
-    else:
-        what = "the second attention weights dominate the first"
-    return (
-        f"step {step}: λ of layer {layer} is {value:.4g}, outside of [{LOWEST_LAMBDA:g}, {HIGHEST_LAMBDA:g}]: {what}, "
-        'so that the layer no longer cancels noise; see "When λ leaves its range" in docs/operations.md'
-    )
-
-
-def _layers_outside(lambda_L: Sequence[float | None]) -> set[int]:
-    """Return the layers, numbered from 1, whose λ is outside of the range. None stands for a non-finite λ."""
-    return {i for i, value in enumerate(lambda_L, 1) if value is None or not LOWEST_LAMBDA <= value <= HIGHEST_LAMBDA}

@@ -72,7 +72,7 @@ def resumes_one_batch_too_late() -> None:
 
 def keeps_rows_of_lost_steps() -> None:
     rewind = metrics.MetricsWriter._rewind
-    mock.patch.object(metrics.MetricsWriter, "_rewind", lambda self, start: rewind(self, 10**9)).start()
+    mock.patch.object(metrics.MetricsWriter, "_rewind", lambda self, log, start: rewind(self, log, 10**9)).start()
 
 
 def draws_lost_steps() -> None:

@@ -6,8 +6,9 @@ import pytest
 from helpers.report_runs import write_run
 
 from difftx.report.page import write_page
+from difftx.training.lambda_range import LambdaRange, lambda_warning
 from difftx.training.loop import train
-from difftx.training.metrics import LambdaRange, MetricsWriter, lambda_warning, read_metrics
+from difftx.training.metrics import MetricsWriter, read_metrics
 from difftx.training.run import Run
 
 

@@ -12,7 +12,7 @@ from difftx.config import LoggingConfig
 from difftx.config.extras import check_extras
 from difftx.errors import UserError
 from difftx.progress import Work
-from difftx.training.loop import PROGRESS_LABEL, PROGRESS_LINE
+from difftx.training.loop import PROGRESS_LABEL, PROGRESS_LINE, remove_later_evaluations
 from difftx.training.metrics import MetricsWriter, read_metrics
 
 QUIET = LoggingConfig(every_steps=1, tensorboard=False, wandb_project=None)
@@ -29,16 +29,11 @@ def write_steps(workdir, start, stop, config=QUIET):
     return writer
 
 
-def test_later_attempt_replaces_rows_and_evaluations_after_its_checkpoint(tmp_path):
+def test_later_attempt_replaces_rows_after_its_checkpoint(tmp_path):
     write_steps(tmp_path, 0, 5)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"split": "train", "step": 6, "att')
-    for name in ("loss/3.json", "loss/4.json", "position/5/nll.png", "needle/40.items.jsonl", "notes/readme.md"):
-        (tmp_path / "evals" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "evals" / name).touch()
     writer = write_steps(tmp_path, 3, 7)
-    evals = {str(path.relative_to(tmp_path / "evals")) for path in (tmp_path / "evals").glob("*/*")}
-    assert evals == {"loss/3.json", "notes/readme.md"}
     rows, skipped = read_metrics(tmp_path / "metrics.jsonl")
     assert writer.attempt == 2
     assert skipped == 0
@@ -51,6 +46,15 @@ def test_later_attempt_replaces_rows_and_evaluations_after_its_checkpoint(tmp_pa
         (6, 2),
         (7, 2),
     ]
+
+
+def test_evaluations_of_later_steps_are_removed(tmp_path):
+    evals = tmp_path / "evals"
+    for name in ("loss/3.json", "loss/4.json", "position/5/nll.png", "needle/40.items.jsonl", "notes/readme.md"):
+        (evals / name).parent.mkdir(parents=True, exist_ok=True)
+        (evals / name).touch()
+    remove_later_evaluations(tmp_path, 3)
+    assert {str(path.relative_to(evals)) for path in evals.glob("*/*")} == {"loss/3.json", "notes/readme.md"}
 
 
 def test_non_finite_values_are_written_as_null(tmp_path):

@@ -1,0 +1,47 @@
+"""The range of λ in which a layer cancels noise, and the warning for a layer whose λ leaves it."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+LOWEST_LAMBDA, HIGHEST_LAMBDA = -0.5, 2.0
+BELOW = "the second attention weights are added to the first"
+ABOVE = "the second attention weights dominate the first"
+LAMBDA_SPLIT = "lambda_crossing"  # Split of rows of metrics.jsonl that record a layer (from 1) whose λ left the range.
+
+
+class LambdaRange:
+    """A record of the layers whose λ is outside of the range from `LOWEST_LAMBDA` to `HIGHEST_LAMBDA`."""
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]] = ()):
+        """Start with the layers that were outside at the end of `rows`, the metrics of earlier attempts."""
+        self._outside: set[int] = set()
+        for row in rows:
+            if row["split"] == "train":
+                self._outside = _layers_outside(row.get("lambda") or ())
+            elif row["split"] == LAMBDA_SPLIT:  # The step may have no train row.
+                self._outside.add(row["layer"])
+
+    def observe(self, lambda_L: Sequence[float]) -> list[int]:
+        """Return the layers, numbered from 1, whose λ left the range since the last call, given the λ of all layers."""
+        before, self._outside = self._outside, _layers_outside(lambda_L)
+        return sorted(self._outside - before)
+
+
+def lambda_warning(step: int, layer: int, value: float) -> str:
+    """Return the warning for a layer whose λ left the range."""
+    if math.isnan(value):
+        what = "is not a number"
+    elif value < LOWEST_LAMBDA:
+        what = BELOW
+    else:
+        what = ABOVE
+    return (
+        f"step {step}: λ of layer {layer} is {value:.4g}, outside of [{LOWEST_LAMBDA:g}, {HIGHEST_LAMBDA:g}]: {what}, "
+        'so that the layer no longer cancels noise; see "When λ leaves its range" in docs/operations.md'
+    )
+
+
+def _layers_outside(lambda_L: Sequence[float | None]) -> set[int]:
+    """Return the layers, numbered from 1, whose λ is outside of the range. None stands for a non-finite λ."""
+    return {i for i, value in enumerate(lambda_L, 1) if value is None or not LOWEST_LAMBDA <= value <= HIGHEST_LAMBDA}
