@@ -135,7 +135,7 @@ def make_batches(changes: dict[str, str], store: Path, args: argparse.Namespace,
     on_host = host_batches(HostSlice(sources.examples, args.rows, np.arange(args.rows)), prefetch)
     placed = Loader(
         sources.examples,
-        rows=args.rows,
+        batch_rows=args.rows,
         prefetch_batches=prefetch,
         sharding=jax.NamedSharding(mesh, Layout().act_BT),
         signature={},

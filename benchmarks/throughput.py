@@ -188,7 +188,7 @@ def _batches(config: Config, mesh: jax.sharding.Mesh) -> Iterator[Batch]:
         examples = load_sources(config.data, load_tokenizer(config.data.tokenizer)).examples
     return Loader(
         examples,
-        rows=config.batch_rows,
+        batch_rows=config.batch_rows,
         prefetch_batches=config.data.prefetch_batches,
         sharding=jax.NamedSharding(mesh, Layout().act_BT),
         signature={},

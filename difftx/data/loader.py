@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from difftx.data.mixture import SOURCE_ORDER
-from difftx.data.packing import Row, RowSource
+from difftx.data.packing import Row, Rows, RowSource
 from difftx.errors import UserError, shown
 
 
@@ -36,16 +36,16 @@ class HostSlice:
     """The rows that one process loads, as a data source for grain."""
 
     examples: Any  # Rows with random access: a grain.MapDataset or a Mixture.
-    rows: int  # Number of rows in a global batch.
+    batch_rows: int  # Number of rows in a global batch.
     rows_here: np.ndarray  # Indices of this process's rows in a global batch, ascending.
 
     def __len__(self) -> int:
         # The length of endless examples is sys.maxsize. Half of it leaves room for what grain adds to a length.
-        return min(len(self.examples) // self.rows * len(self.rows_here), sys.maxsize // 2)
+        return min(len(self.examples) // self.batch_rows * len(self.rows_here), sys.maxsize // 2)
 
     def __getitem__(self, index: int) -> Row:
         batch, row = divmod(index, len(self.rows_here))
-        return self.examples[batch * self.rows + int(self.rows_here[row])]
+        return self.examples[batch * self.batch_rows + int(self.rows_here[row])]
 
 
 class Loader(Iterator[Batch]):
@@ -55,7 +55,7 @@ class Loader(Iterator[Batch]):
         self,
         examples: Any,  # `examples`, `signature` and `where` are those of `Sources`.
         *,
-        rows: int,  # Number of rows in a global batch.
+        batch_rows: int,  # Number of rows in a global batch.
         prefetch_batches: int,
         threads: int = 1,  # Number of rows to read at a time.
         sharding: jax.sharding.NamedSharding,  # Sharding of the `[rows, T]` arrays of a global batch.
@@ -63,30 +63,30 @@ class Loader(Iterator[Batch]):
         vocab_size: int,
         where: Callable[[int], str],
     ):
-        self._rows_here = rows_here(sharding, rows)
-        self._source = HostSlice(examples, rows, self._rows_here)
+        self._rows_here = rows_here(sharding, batch_rows)
+        self._source = HostSlice(examples, batch_rows, self._rows_here)
         self._iterator = host_batches(self._source, prefetch_batches, threads)
-        self._rows, self._sharding, self._signature = rows, sharding, signature
+        self._batch_rows, self._sharding, self._signature = batch_rows, sharding, signature
         self._vocab_size, self._where = vocab_size, where
-        self._examples = 0
+        self._consumed = 0  # Number of examples.
 
     def __next__(self) -> Batch:
         rows = next(self._iterator)
-        check_ids(rows, self._vocab_size, lambda row: self._where(self._examples + int(self._rows_here[row])))
-        batch = make_batch(rows, self._rows, self._sharding)
-        self._examples += self._rows
+        check_ids(rows, self._vocab_size, lambda row: self._where(self._consumed + int(self._rows_here[row])))
+        batch = make_batch(rows, self._batch_rows, self._sharding)
+        self._consumed += self._batch_rows
         return batch
 
     def abstract_batch(self) -> Batch:
         """Return the shapes, dtypes and sharding of all batches."""
 
         def abstract(x_T: np.ndarray) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((self._rows, *x_T.shape), x_T.dtype, sharding=self._sharding)
+            return jax.ShapeDtypeStruct((self._batch_rows, *x_T.shape), x_T.dtype, sharding=self._sharding)
 
         return Batch(**{f"{name}_BT": abstract(x_T) for name, x_T in self._source[0].items()})
 
     def state(self) -> dict[str, Any]:
-        return {"examples": self._examples, "signature": self._signature}
+        return {"examples": self._consumed, "signature": self._signature}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue after the examples consumed when `state` was saved. Raise `UserError` if the data are different."""
@@ -95,14 +95,14 @@ class Loader(Iterator[Batch]):
                 f"the checkpoint was made with other data: {', '.join(changes)}; restore what changed, "
                 "or start a new --workdir"
             )
-        batches, rest = divmod(state["examples"], self._rows)
+        batches, rest = divmod(state["examples"], self._batch_rows)
         if rest:
             raise UserError(
                 f"train.global_batch_tokens: the checkpoint's {state['examples']} examples are not a whole "
-                f"number of batches of {self._rows} rows; use the old batch, or one that divides it"
+                f"number of batches of {self._batch_rows} rows; use the old batch, or one that divides it"
             )
         self._iterator.set_state({"next_index": batches})
-        self._examples = state["examples"]
+        self._consumed = state["examples"]
 
 
 def signature_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -115,41 +115,42 @@ def signature_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 class ConcurrentBatches:
     """The batches of a `HostSlice`, each read by several threads, as a data source for grain."""
 
-    def __init__(self, examples: HostSlice, threads: int):
-        self._examples, self._rows = examples, len(examples.rows_here)
+    def __init__(self, source: HostSlice, threads: int):
+        self._source, self._rows_per_batch = source, len(source.rows_here)
         self._pool = concurrent.futures.ThreadPoolExecutor(threads, "difftx rows")
 
     def __len__(self) -> int:
-        return len(self._examples) // self._rows
+        return len(self._source) // self._rows_per_batch
 
-    def __getitem__(self, index: int) -> Row:
-        return stacked(self._pool.map(self._examples.__getitem__, range(index * self._rows, (index + 1) * self._rows)))
+    def __getitem__(self, index: int) -> Rows:
+        start = index * self._rows_per_batch
+        return stacked(self._pool.map(self._source.__getitem__, range(start, start + self._rows_per_batch)))
 
 
-def host_batches(examples: HostSlice, prefetch: int, threads: int = 1) -> grain.DatasetIterator[Row]:
+def host_batches(source: HostSlice, prefetch: int, threads: int = 1) -> grain.DatasetIterator[Rows]:
     """Return an iterator of batches with the rows of one process. A thread reads `prefetch` batches ahead."""
     if threads > 1:
-        batches = grain.MapDataset.source(ConcurrentBatches(examples, threads))
+        batches = grain.MapDataset.source(ConcurrentBatches(source, threads))
     else:
-        batches = grain.MapDataset.source(examples).batch(len(examples.rows_here))
+        batches = grain.MapDataset.source(source).batch(len(source.rows_here))
     return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)))
 
 
-def stacked(rows: Iterable[Row]) -> Row:
+def stacked(rows: Iterable[Row]) -> Rows:
     """Return arrays with an axis of rows before that of tokens."""
     rows = list(rows)
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def rows_here(sharding: jax.sharding.NamedSharding, rows: int) -> np.ndarray:
+def rows_here(sharding: jax.sharding.NamedSharding, batch_rows: int) -> np.ndarray:
     """Return the indices, in ascending order, of the rows of a global batch that this process's devices hold."""
     # The indices may have gaps, and several processes may hold the same row, because the mesh follows the interconnect
     # of a pod and not the boundaries of its hosts.
-    indices = sharding.addressable_devices_indices_map((rows, sharding.mesh.shape["context"])).values()
-    return np.unique(np.concatenate([np.arange(rows)[index[0]] for index in indices if index is not None]))
+    indices = sharding.addressable_devices_indices_map((batch_rows, sharding.mesh.shape["context"])).values()
+    return np.unique(np.concatenate([np.arange(batch_rows)[index[0]] for index in indices if index is not None]))
 
 
-def check_ids(rows: Row, vocab_size: int, where: Callable[[int], str]) -> None:
+def check_ids(rows: Rows, vocab_size: int, where: Callable[[int], str]) -> None:
     """Raise `UserError` if a token or target is not in the vocabulary. `where(row)` describes the origin of a row."""
     # The model itself would not fail, because lookups on a device clamp an invalid index or return zeros.
     for name in ("tokens", "targets"):
@@ -164,32 +165,32 @@ def check_ids(rows: Row, vocab_size: int, where: Callable[[int], str]) -> None:
             )
 
 
-def make_batch(rows_of_process: Row, rows: int, sharding: jax.sharding.NamedSharding) -> Batch:
-    """Make a global batch of `rows` rows. `rows_of_process` holds this process's rows (`rows_here`)."""
-    here = rows_here(sharding, rows)
+def make_batch(rows_of_process: Rows, batch_rows: int, sharding: jax.sharding.NamedSharding) -> Batch:
+    """Make a global batch of `batch_rows` rows. `rows_of_process` holds this process's rows (`rows_here`)."""
+    here = rows_here(sharding, batch_rows)
 
     def global_array(x_here: np.ndarray) -> jax.Array:
         def shard(index: Any) -> np.ndarray:  # `index` has a slice of the rows and a slice of the tokens.
-            return x_here[np.searchsorted(here, np.arange(rows)[index[0]]), index[1]]
+            return x_here[np.searchsorted(here, np.arange(batch_rows)[index[0]]), index[1]]
 
-        return jax.make_array_from_callback((rows, x_here.shape[1]), sharding, shard)
+        return jax.make_array_from_callback((batch_rows, x_here.shape[1]), sharding, shard)
 
     return Batch(**{f"{name}_BT": global_array(x_here) for name, x_here in rows_of_process.items()})
 
 
 def ordered_batches(
-    source: RowSource, *, rows: int, limit_tokens: int, sharding: jax.sharding.NamedSharding, vocab_size: int
+    source: RowSource, *, batch_rows: int, limit_tokens: int, sharding: jax.sharding.NamedSharding, vocab_size: int
 ) -> Iterator[Batch]:
     """Yield the first `limit_tokens` tokens of a source as batches. Rows with a loss mask of 0 pad the last batch."""
     total = ordered_rows(source, limit_tokens)
-    here = rows_here(sharding, rows)
+    here = rows_here(sharding, batch_rows)
     with concurrent.futures.ThreadPoolExecutor(source.threads) as pool:
-        for start in range(0, total, rows):
+        for start in range(0, total, batch_rows):
             indices = np.minimum(start + here, total - 1).tolist()  # Copies of the last row serve as padding.
-            examples = stacked((pool.map if source.threads > 1 else map)(source.__getitem__, indices))
-            check_ids(examples, vocab_size, lambda row, indices=indices: f"{source.name}: row {indices[row]}")
-            examples["loss_mask"][start + here >= total] = 0
-            yield make_batch(examples, rows, sharding)
+            rows = stacked((pool.map if source.threads > 1 else map)(source.__getitem__, indices))
+            check_ids(rows, vocab_size, lambda row, indices=indices: f"{source.name}: row {indices[row]}")
+            rows["loss_mask"][start + here >= total] = 0
+            yield make_batch(rows, batch_rows, sharding)
 
 
 def ordered_rows(source: RowSource, limit_tokens: int) -> int:

@@ -23,6 +23,7 @@ GROUP_DOCUMENTS = 2**17  # Number of documents packed at once. Larger groups use
 # arrays "segment_ids" (1, 2, … for the segments, 0 for padding) and "positions" (position of the token in its segment).
 # A segment is the part of a document that lies in the row.
 Row = dict[str, np.ndarray]
+Rows = dict[str, np.ndarray]  # Several rows, stacked: arrays [rows, T].
 
 
 class RowSource(Protocol):

@@ -91,7 +91,7 @@ class Evaluation:
         rows = self.run.microbatch_rows
         batches = ordered_batches(
             source,
-            rows=rows,
+            batch_rows=rows,
             limit_tokens=limit_tokens,
             sharding=self.run.batch_sharding,
             vocab_size=self.run.config.model.embeddings,

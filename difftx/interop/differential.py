@@ -144,7 +144,7 @@ def heads_by_entropy(
         for source in sources.valid.values():
             batches = ordered_batches(
                 source,
-                rows=rows,
+                batch_rows=rows,
                 limit_tokens=max(1, ENTROPY_ROWS // len(sources.valid)) * length,
                 sharding=sharding,
                 vocab_size=config.model.embeddings,

@@ -124,7 +124,7 @@ class Attempt:
         )
         self._loader = Loader(
             run.data.examples,
-            rows=config.batch_rows,
+            batch_rows=config.batch_rows,
             prefetch_batches=config.data.prefetch_batches,
             threads=run.data.threads,
             sharding=run.batch_sharding,

@@ -65,7 +65,7 @@ def resumes_one_batch_too_late() -> None:
     restore = loader.Loader.restore
 
     def later(self: loader.Loader, state: dict) -> None:
-        restore(self, state | {"examples": state["examples"] + self._rows})
+        restore(self, state | {"examples": state["examples"] + self._batch_rows})
 
     mock.patch.object(loader.Loader, "restore", later).start()
 

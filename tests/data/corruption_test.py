@@ -56,7 +56,7 @@ def sharding_on(mesh):
 def loader_of(examples, mesh, where, vocab_size=264):
     return Loader(
         examples,
-        rows=4,
+        batch_rows=4,
         prefetch_batches=1,
         sharding=sharding_on(mesh),
         signature={},
@@ -83,7 +83,7 @@ def test_a_flipped_bit_that_makes_an_unknown_id_ends_training_and_evaluation(sto
     with pytest.raises(UserError, match=r"store/valid: row 1: tokens\[8\] is id 264"):
         list(
             ordered_batches(
-                sources.valid["valid"], rows=2, limit_tokens=640, sharding=sharding_on(mesh_of()), vocab_size=264
+                sources.valid["valid"], batch_rows=2, limit_tokens=640, sharding=sharding_on(mesh_of()), vocab_size=264
             )
         )
 
@@ -120,7 +120,7 @@ def test_id_beyond_int32_is_reported_as_stored(mesh_of, tmp_path):
     store = TokenStore(tokens, np.array([0, 41], np.uint64))
     rows = PackedRows(store, sequence_length=8, packing="concat", document_mask=False, cache_path=str(tmp_path))
     with pytest.raises(UserError, match=r"4000000000 as uint32"):
-        list(ordered_batches(rows, rows=5, limit_tokens=40, sharding=sharding_on(mesh_of()), vocab_size=264))
+        list(ordered_batches(rows, batch_rows=5, limit_tokens=40, sharding=sharding_on(mesh_of()), vocab_size=264))
 
 
 def test_message_names_the_row_of_an_example(config, store, tmp_path):

@@ -31,7 +31,7 @@ def examples_of(rows, seed=1):
 def loader_on(mesh, seed=1, rows=ROWS, signature=None):
     return Loader(
         examples_of(rows_of(STORE), seed),
-        rows=rows,
+        batch_rows=rows,
         prefetch_batches=2,
         sharding=jax.NamedSharding(mesh, Layout().act_BT),
         signature=signature or {},
@@ -130,7 +130,9 @@ def test_batches_and_resumption_do_not_depend_on_the_number_of_hosts(mixed, stop
 
 def test_segments_and_positions_reach_the_batch(mesh_of, mixed):
     sharding = jax.NamedSharding(mesh_of(fsdp=4), Layout().act_BT)
-    loader = Loader(mixed, rows=ROWS, prefetch_batches=1, sharding=sharding, signature={}, vocab_size=2**31, where=str)
+    loader = Loader(
+        mixed, batch_rows=ROWS, prefetch_batches=1, sharding=sharding, signature={}, vocab_size=2**31, where=str
+    )
     batch = next(loader)
     for row in range(ROWS):
         for name, array in mixed[row].items():
@@ -151,7 +153,7 @@ def test_a_state_of_other_data_is_refused_with_every_difference(mesh_of):
 
 def test_ordered_batches_mask_their_filler(mesh_of):
     sharding = jax.NamedSharding(mesh_of(), Layout().act_BT)
-    options = {"rows": ROWS, "sharding": sharding, "vocab_size": 2**31}
+    options = {"batch_rows": ROWS, "sharding": sharding, "vocab_size": 2**31}
     batches = list(ordered_batches(rows_of(STORE), limit_tokens=10**9, **options))
     mask = np.concatenate([np.asarray(b.loss_mask_BT) for b in batches])
     targets = np.concatenate([np.asarray(b.targets_BT) for b in batches])

@@ -82,7 +82,7 @@ def test_every_setting_that_changes_the_examples_changes_the_signature(data_of, 
         sharding = jax.NamedSharding(mesh_of(), Layout().act_BT)
         return Loader(
             sources.examples,
-            rows=4,
+            batch_rows=4,
             prefetch_batches=1,
             sharding=sharding,
             signature=sources.signature,

@@ -31,7 +31,7 @@ def first_batches(spec: str, overrides: Mapping[str, str], count: int) -> list[d
     run = Run.open(config, Path())
     loader: Any = Loader(
         run.data.examples,
-        rows=config.batch_rows,
+        batch_rows=config.batch_rows,
         prefetch_batches=config.data.prefetch_batches,
         sharding=run.batch_sharding,
         signature=run.data.signature,

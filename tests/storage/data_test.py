@@ -75,7 +75,7 @@ def loader_of(data_config, mesh):
     sources = load_sources(data_config, load_tokenizer("bytes"))
     return Loader(
         sources.examples,
-        rows=ROWS,
+        batch_rows=ROWS,
         prefetch_batches=1,
         threads=sources.threads,
         sharding=jax.NamedSharding(mesh, Layout().act_BT),
@@ -100,7 +100,7 @@ def test_batches_are_those_of_a_local_store(local_store, store, mesh_of, tmp_pat
     again = loader_of(config(store, tmp_path, **changes), mesh_of())
     again.restore(json.loads(json.dumps(remote.state())))
     equal(itertools.islice(again, 2), whole[4:])
-    options = {"rows": 4, "limit_tokens": 10**9, "vocab_size": 257, "sharding": remote._sharding}
+    options = {"batch_rows": 4, "limit_tokens": 10**9, "vocab_size": 257, "sharding": remote._sharding}
     found = [load_sources(config(path, tmp_path, **changes), load_tokenizer("bytes")) for path in (local_store, store)]
     equal(*(ordered_batches(sources.valid["valid"], **options) for sources in found))
 

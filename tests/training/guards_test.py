@@ -136,7 +136,7 @@ def brute_force(step_of):
 def loader_of(run):
     return Loader(
         run.data.examples,
-        rows=ROWS,
+        batch_rows=ROWS,
         prefetch_batches=1,
         sharding=run.batch_sharding,
         signature={},

@@ -30,7 +30,7 @@ def loader_on(mesh, c):
     )
     return Loader(
         grain.MapDataset.source(rows).shuffle(seed=0).repeat(),
-        rows=c.batch_rows,
+        batch_rows=c.batch_rows,
         prefetch_batches=1,
         sharding=jax.NamedSharding(mesh, Layout().act_BT),
         signature={},

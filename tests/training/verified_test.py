@@ -335,7 +335,7 @@ def start(config, mesh_of, text_file, tmp_path):
         run = Run(c, tmp_path / name, mesh_of(), encoding, load_sources(c.data, encoding))
         loader = Loader(
             run.data.examples,
-            rows=c.batch_rows,
+            batch_rows=c.batch_rows,
             prefetch_batches=1,
             sharding=run.batch_sharding,
             signature=run.data.signature,
