@@ -6,7 +6,18 @@ from typing import Annotated, Literal, get_args
 
 from difftx.config.architectures import Granularity
 from difftx.config.checks import require_distinct_names
-from difftx.config.fields import Entries, Extensible, Fraction, Group, NotNegative, Positive, Rule, Seed, Share, Unique
+from difftx.config.fields import (
+    Extensible,
+    Group,
+    NonEmptyUnique,
+    NotNegative,
+    Positive,
+    Rule,
+    Seed,
+    Unique,
+    ZeroToBelowOne,
+    ZeroToOne,
+)
 from difftx.config.model import ChunkTokens, FewBits
 from difftx.errors import UserError
 
@@ -31,13 +42,13 @@ class NeedleCaseConfig(Group):
 class NeedleConfig(Group, path="eval.needle"):
     """Settings of suite needle: retrieval of magic numbers of cities from a long text (§3.4 of the paper)."""
 
-    cases: Entries[tuple[NeedleCaseConfig, ...]] = tuple(
+    cases: NonEmptyUnique[tuple[NeedleCaseConfig, ...]] = tuple(
         NeedleCaseConfig(needles=n, queries=q) for n, q in ((1, 1), (2, 2), (4, 2), (6, 2), (8, 1))
     )
     """Numbers of hidden needles and of queries. The defaults are from Table 2, and for 8 needles from Figure 5."""
     lengths: Unique[tuple[Positive[int], ...]] = ()
     """Numbers of tokens of prompt and answer together, such as (8192, 16384). (): `data.sequence_length`."""
-    depths: Entries[tuple[Share, ...]] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    depths: NonEmptyUnique[tuple[ZeroToOne, ...]] = (0.0, 0.25, 0.5, 0.75, 1.0)
     """Positions of the queried needles in the haystack, from 0 (start) to 1 (end)."""
     samples: Positive[int] = 50
     """Number of prompts per case, length and depth."""
@@ -87,7 +98,7 @@ class IclConfig(Group, path="eval.icl"):
     """Numbers of demonstrations. (): 1, 2, 4, …, and as many as the context holds."""
     questions: Positive[int] = 250
     """Largest number of questions per task."""
-    orders: Entries[tuple[Order, ...]] = get_args(Order)
+    orders: NonEmptyUnique[tuple[Order, ...]] = get_args(Order)
     """Orders of demonstrations: "random", or "alternating", which takes one of each class in turn."""
     permutations: Positive[int] = 10
     """Largest number of permutations of the same demonstrations, in each order."""
@@ -136,7 +147,7 @@ class HallucinationConfig(Group, path="eval.hallucination"):
     """Sampling temperature of the judge. None: the endpoint's default, the only one that some models accept."""
     support_words: Positive[int] = 2
     """Offline judge: length in words of the word sequences that it searches in the document and the references."""
-    support_threshold: Share = 0.5
+    support_threshold: ZeroToOne = 0.5
     """Offline judge: share of the word sequences of a summary that must be found for the summary to be correct."""
     seed: Seed = 0
     """Random seed of the samples, below 2**32."""
@@ -218,7 +229,7 @@ class AttentionConfig(Group, path="eval.attention"):
     """Number of prompts per depth."""
     layers: Unique[tuple[Positive[int], ...]] = ()
     """Layers, numbered from 1, over which the results are averaged. (): all."""
-    l0_share: Fraction = 1e-3
+    l0_share: ZeroToBelowOne = 1e-3
     """Share of the sum of |A| in its row above which an attention weight counts in the pseudo-ℓ0 norm."""
     shown_queries: Positive[int] = 8
     """Number of rows in the drawn attention map, which are the last tokens of one prompt."""
@@ -234,21 +245,21 @@ class OutliersConfig(Group, path="eval.outliers"):
 
     tokens: Positive[int] = 400_000
     """Largest number of tokens of each validation set."""
-    ranks: Entries[tuple[Positive[int], ...]] = (1, 2, 3, 10, 100)
+    ranks: NonEmptyUnique[tuple[Positive[int], ...]] = (1, 2, 3, 10, 100)
     """Ranks of the magnitudes to report. Rank 1 is the largest."""
 
 
 class QuantizeConfig(Group, path="eval.quantize"):
     """Settings of suite quantize: other suites with quantised attention (Figure 8 of the paper)."""
 
-    bits: Entries[tuple[Bits, ...]] = (16, 8, 6, 4)
+    bits: NonEmptyUnique[tuple[Bits, ...]] = (16, 8, 6, 4)
     """Numbers of bits from 2 to 16, or 4, 8 and 16 for "operands". With 16, as in Figure 8, nothing is quantised."""
     rounded: Literal["logits", "operands"] = "logits"
     """What is rounded. "logits": attention logits, as in Figure 8. "operands": queries, keys and values, with a scale
     per token and (sub-)head."""
     granularity: Granularity = "query"
     """Value of `model.attention_logit_granularity` in this suite."""
-    suites: Entries[tuple[str, ...]] = ("loss",)
+    suites: NonEmptyUnique[tuple[str, ...]] = ("loss",)
     """Suites to run with quantised attention."""
 
     def __post_init__(self):
@@ -262,13 +273,13 @@ class CacheSuiteConfig(Group, path="eval.cache"):
 
     bits: Unique[tuple[FewBits, ...]] = (8, 4)
     """Numbers of bits, 8 or 4, of cached keys and values. (): none."""
-    shares: Unique[tuple[Share, ...]] = (0.5, 0.25)
+    shares: Unique[tuple[ZeroToOne, ...]] = (0.5, 0.25)
     """Shares of a row's tokens that each head keeps. (): none."""
-    recent_share: Fraction = 0.5
+    recent_share: ZeroToBelowOne = 0.5
     """Share of the kept tokens that are the most recent ones."""
     chunk_tokens: ChunkTokens = 32
     """`model.cache.chunk_tokens` of the compressed caches. Rows of 32 tokens or fewer need smaller chunks."""
-    suites: Entries[tuple[str, ...]] = ("loss",)
+    suites: NonEmptyUnique[tuple[str, ...]] = ("loss",)
     """Suites to run with each cache."""
 
 
@@ -277,7 +288,7 @@ class TestConfig(Group, path="eval.test"):
 
     path: str | None = None
     """Path of a store with the test text and no validation split (`difftx prepare --valid_fraction=0`)."""
-    suites: Entries[tuple[TestSuite, ...]] = ("loss",)
+    suites: NonEmptyUnique[tuple[TestSuite, ...]] = ("loss",)
     """Suites to run on the test text: "loss", "recall" or "position"."""
 
 
@@ -295,7 +306,7 @@ class GradientsConfig(Group, path="eval.gradients"):
 class HarnessConfig(Group, path="eval.harness"):
     """Settings of suite harness: tasks of EleutherAI's lm-eval (Tables 1 and 8). Requires the extra "eval"."""
 
-    tasks: Entries[tuple[str, ...]] = HARNESS_TASKS
+    tasks: NonEmptyUnique[tuple[str, ...]] = HARNESS_TASKS
     """Tasks and groups of lm-eval, as `lm-eval ls tasks` lists them. The defaults are those of the paper."""
     num_fewshot: NotNegative[int] | None = None
     """Number of examples in a prompt. None: the task's own number, which is 0 for the default tasks."""

@@ -42,16 +42,16 @@ _DISTINCT = Rule(lambda entries: len(set(entries)) == len(entries), ": the entri
 _AXIS_LIMIT = Rule(lambda value: value < 2**31, " must be less than 2**31, the limit for an axis of an array")
 
 # Types with rules. For example, `Positive[int]` is a positive integer, `Unique[tuple[int, ...]]` is a list of different
-# integers, and `Entries[tuple[int, ...]]` is a list of different integers with at least one entry.
+# integers, and `NonEmptyUnique[tuple[int, ...]]` is a list of different integers with at least one entry.
 Positive = Annotated[_T, Rule(lambda value: value > 0, " must be positive")]
 NotNegative = Annotated[_T, Rule(lambda value: value >= 0, " must not be negative")]
 Unique = Annotated[_T, _DISTINCT]
-Entries = Annotated[_T, Rule(bool, ": give at least one entry"), _DISTINCT]
+NonEmptyUnique = Annotated[_T, Rule(bool, ": give at least one entry"), _DISTINCT]
 AxisLength = Annotated[Positive[int], _AXIS_LIMIT]
 Seed = Annotated[int, Rule(lambda value: 0 <= value < 2**32, " must lie in 0 … 2**32 - 1")]
-Share = Annotated[float, Rule(lambda value: 0 <= value <= 1, " must lie in 0 … 1")]
-Fraction = Annotated[float, Rule(lambda value: 0 <= value < 1, " must lie in 0 … 1, without 1")]
-ProperShare = Annotated[float, Rule(lambda value: 0 < value < 1, " must lie between 0 and 1")]
+ZeroToOne = Annotated[float, Rule(lambda value: 0 <= value <= 1, " must lie in 0 … 1")]
+ZeroToBelowOne = Annotated[float, Rule(lambda value: 0 <= value < 1, " must be at least 0 and less than 1")]
+BetweenZeroAndOne = Annotated[float, Rule(lambda value: 0 < value < 1, " must lie between 0 and 1")]
 
 
 def check_rules(field: str, value: Any, annotation: Any) -> None:
@@ -195,9 +195,10 @@ class Matched(NamedTuple):
 
 
 class GroupValues(ConfigDict):
-    """The values of a group that a recipe edits. Of two alternative fields, the one that is set last holds."""
+    """The values of a group that a recipe edits. Of two alternative fields, the one that is set last applies."""
 
-    _group: type | None = None  # Set when all fields have their defaults.
+    # None until `defaults_of` has set all defaults, so that a default does not set its alternative to None.
+    _group: type | None = None
     matched: "Matched | None" = None  # Set by `match` of difftx/model/abstract.py. It is not a field.
 
     def __setitem__(self, key: str, value: Any) -> None:

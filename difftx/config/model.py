@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from difftx.config.architectures import ARCHITECTURES, Granularity, Implementation
 from difftx.config.checks import divisors, largest_divisor_up_to
-from difftx.config.fields import AxisLength, Extensible, Fraction, Group, NotNegative, Positive, Rule
+from difftx.config.fields import AxisLength, Extensible, Group, NotNegative, Positive, Rule, ZeroToBelowOne
 from difftx.errors import UserError
 
 # Fields that only some architectures use. Each architecture lists those that it uses in `SelfAttention.fields`.
@@ -42,7 +42,7 @@ class CacheConfig(Group, path="model.cache"):
     None: `compute_dtype`."""
     tokens: Positive[int] | None = None
     """Largest number of tokens that each key/value head keeps of a row. None: all tokens."""
-    recent_share: Fraction = 0.5
+    recent_share: ZeroToBelowOne = 0.5
     """Share of `tokens` for the most recent tokens. The others are those that have received the largest attention
     weights, summed over queries (heavy hitters, arXiv 2306.14048)."""
     chunk_tokens: ChunkTokens = 32

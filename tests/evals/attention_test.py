@@ -241,7 +241,7 @@ def check_charts(result, expected, depths, architecture):
         ({"length": 100}, r"eval\.attention\.length: 100 tokens do not hold 4 needles.*; use at least \d+$"),
         ({"needles": 200}, "eval.attention.needles: needles=200, and there are 76 cities"),
         ({"samples": 0}, "eval.attention.samples=0 must be positive"),
-        ({"l0_share": 1.5}, "eval.attention.l0_share=1.5 must lie in 0 … 1"),
+        ({"l0_share": 1.5}, "eval.attention.l0_share=1.5 must be at least 0 and less than 1"),
     ],
 )
 def test_mistakes_are_named(tmp_path, changes, message):
