@@ -28,8 +28,8 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective
 _HEADER = re.compile(r"(?:ENTRY )?%?([\w.$-]+) (?:\(.*\) -> .*)?\{$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.$-]+) = (.*)")
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\]")
-_CALLED = re.compile(r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.$-]+)")
-_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_CALLED = re.compile(r"\b(?:calls|to_apply|body)=%?([\w.$-]+)")
+_BRANCHES = re.compile(r"\b(?:branch_computations|true_computation|false_computation)=(\{[^}]*\}|%[\w.$-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _MEGASCALE = re.compile(r'_xla_megascale_target="\{([\d,:]+)\}.*_xla_megascale_transfer_type="(\w+)"')
 _PARTITIONS = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
@@ -132,9 +132,9 @@ class _Program:
             yield Collective(kind, _operand_bytes(instruction, types), group, between_slices=True)
         elif instruction.opcode.endswith(("-done", "-update")):
             return  # The corresponding -start instruction is counted.
-        elif branches := _BRANCHES.search(instruction.attributes):
-            names = [name.strip().removeprefix("%") for name in branches[1].split(",")]
-            yield from max(map(self.collectives_of, names), key=lambda cs: sum(c.operand_bytes * c.runs for c in cs))
+        elif instruction.opcode == "conditional":
+            branches = _names(" ".join(_BRANCHES.findall(instruction.attributes)))
+            yield from max(map(self.collectives_of, branches), key=lambda found: sum(c.sent_bytes for c in found))
         else:
             runs = self._trip_count(instruction) if instruction.opcode == "while" else 1
             for name in _CALLED.findall(instruction.attributes):
@@ -147,7 +147,8 @@ class _Program:
         """Return a loop's number of iterations, or 1 if it depends on data."""
         if known := _TRIPS.search(loop.attributes):
             return int(known[1])
-        # libtpu removes the known trip count. Its counters start at 0, grow by a constant and are compared to another.
+        # libtpu removes the known trip count. Its counters start at 0, grow by one constant per iteration, and are
+        # compared with another constant, the bound.
         condition, body = self._instructions_of(loop, "condition"), self._instructions_of(loop, "body")
         # The last instruction of a computation is its result: `compare(counter, bound)` in the condition, and the tuple
         # of the loop's new values in the body.

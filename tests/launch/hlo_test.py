@@ -115,6 +115,24 @@ def module(*body, computations=""):
     return f"HloModule m, num_partitions=8\n\n{computations}ENTRY %main (p: bf16[4,8]) -> bf16[8,8] {{\n{lines}\n}}\n"
 
 
+@pytest.mark.parametrize(
+    "branches",
+    ["branch_computations={%gather, %reduce}", "true_computation=%reduce, false_computation=%gather"],
+)
+def test_the_branches_of_a_conditional_are_compared_by_what_they_send(branches):
+    """An all-gather of 64 bytes sends 7 · 64 bytes, and an all-reduce of 128 bytes sends 2 · 128 · 7 / 8 bytes."""
+    gather = "%gather (q: bf16[4,8]) -> bf16[32,8] {\n  %q = bf16[4,8]{1,0} parameter(0)\n"
+    gather += "  ROOT %g = bf16[32,8]{1,0} all-gather(%q), replica_groups=[1,8]<=[8], dimensions={0}\n}\n\n"
+    reduce = "%reduce (r: bf16[8,8]) -> bf16[8,8] {\n  %r = bf16[8,8]{1,0} parameter(0)\n"
+    reduce += "  ROOT %a = bf16[8,8]{1,0} all-reduce(%r), replica_groups=[1,8]<=[8], to_apply=%add\n}\n\n"
+    text = module(
+        "%p = bf16[4,8]{1,0} parameter(0)",
+        f"ROOT %c = bf16[8,8]{{1,0}} conditional(%p, %p, %p), {branches}",
+        computations=gather + reduce,
+    )
+    assert sent(text) == {"all-gather": 7 * 64}
+
+
 def test_an_asynchronous_pair_counts_once():
     pair = module(
         "%p = bf16[4,8]{1,0:T(8,128)(2,1)S(1)} parameter(0)",
