@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 LOWEST_LAMBDA, HIGHEST_LAMBDA = -0.5, 2.0
-BELOW = "the second attention weights are added to the first"
-ABOVE = "the second attention weights dominate the first"
+BELOW = "the second attention weights are added to the first"  # What happens below the range.
+ABOVE = "the second attention weights dominate the first"  # What happens above the range.
 LAMBDA_SPLIT = "lambda_crossing"  # Split of rows of metrics.jsonl that record a layer (from 1) whose λ left the range.
 
 

@@ -149,7 +149,7 @@ class Attempt:
             run.workdir, config.logging, self._start, enabled=is_primary(), require_lock=session.require_lock
         )
         if is_primary():
-            # After metrics.jsonl is written, which fails if another process has taken over the run.
+            session.require_lock()
             remove_later_evaluations(run.workdir, self._start)
         self._tracer = StepTracer(run.workdir, config.logging, enabled=is_primary())
         if rewind is not None:

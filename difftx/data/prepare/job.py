@@ -169,7 +169,7 @@ def with_states(sources: Sequence[Source]) -> list[Source]:
 def open_job(job: Job, description: dict[str, Any], sources: Sequence[Source]) -> Iterator[Callable[[], None] | None]:
     """Lock the folder `job.out` for this process. Yield None if it already holds the finished store.
 
-    Otherwise, yield a function for `finish`, which raises `RunError` if another process has taken the lock.
+    Otherwise, yield `require_lock`, which `finish` calls. It raises `RunError` if another process has taken the lock.
     """
     if is_store(job.out):
         meta = read_meta(job.out)
