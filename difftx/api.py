@@ -12,9 +12,9 @@ from typing import Any
 # The public names by module. All other names may change without notice.
 PUBLIC = {
     "difftx": ("DiffAttention", "AttentionLayer", "kernels"),
-    "difftx.kernels": ("diff_attention", "attention", "mapped_attention", "maps"),
-    "difftx.kernels.maps": (
-        "Map",
+    "difftx.kernels": ("diff_attention", "attention", "weighted_attention", "weight_functions"),
+    "difftx.kernels.weight_functions": (
+        "WeightFunction",
         "MASKED",
         "softmax",
         "difference",

@@ -29,7 +29,7 @@ import numpy as np
 from difftx.kernels import reference, target, xla
 from difftx.kernels.backend import AttentionCall, Backend, Ranking, broadcast_to_tokens, per_shard
 from difftx.kernels.context import SequenceSharding
-from difftx.kernels.maps import Map
+from difftx.kernels.weight_functions import WeightFunction
 
 # Names of all backends. A test compares them with `BACKENDS`.
 Implementation = Literal[
@@ -120,8 +120,8 @@ BACKENDS = {
         _for_gpu("cudnn", _imported("cudnn:attention"), unsupported=_imported("cudnn:unsupported")),
         Backend("xla", xla.softmax_forward, xla.softmax_backward),
     ),
-    "mapped_attention": _by_name(
-        Backend("reference", reference.mapped_attention, auto=False), Backend("xla", xla.mapped_attention)
+    "weighted_attention": _by_name(
+        Backend("reference", reference.weighted_attention, auto=False), Backend("xla", xla.weighted_attention)
     ),
 }
 
@@ -195,30 +195,30 @@ def attention(
     return backend.run(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, window=window, sharding=call.sharding)
 
 
-def mapped_attention(
-    map_of: Map,
+def weighted_attention(
+    weight_function: WeightFunction,
     q: jax.Array,
     k: jax.Array,
     v_BSKE: jax.Array,
     *,
-    map_parameter: jax.typing.ArrayLike | None = None,
+    weight_argument: jax.typing.ArrayLike | None = None,
     segment_ids_BT: jax.Array | None = None,
     window: int | None = None,
     zigzag: bool = False,
     implementation: Implementation = "auto",
 ) -> jax.Array:
-    """Compute causal attention whose weights come from `map_of`, a function such as those in `difftx.kernels.maps`.
+    """Compute causal attention whose weights come from a function of the logits (`difftx.kernels.weight_functions`).
 
     Fused kernels do not support these functions, so "auto" uses XLA operations on chunks of queries. Other arguments,
     errors and the pairing of query heads with key/value heads are those of `diff_attention`.
 
     Args:
-        map_of: Function from logits to attention weights.
-        q: Queries `[B, T, H, D]`, or `[B, T, H, G, D]` with one group per array of logits that `map_of` takes.
+        weight_function: Function from logits to attention weights, such as `weight_functions.softmax_with_sink`.
+        q: Queries `[B, T, H, D]`, or `[B, T, H, G, D]` with one group per array of logits that `weight_function` takes.
         k: Keys `[B, S, K, D]` or `[B, S, K, G, D]`.
         v_BSKE: Values of any width E.
-        map_parameter: Last argument of `map_of`, such as λ or the logit of a sink, if `map_of` takes one: a scalar, per
-            head `[H]`, or `[B, T, H]`. A Python number or an array of any real dtype.
+        weight_argument: Last argument of `weight_function`, such as λ or the logit of a sink, if it takes one: a
+            scalar, per head `[H]`, or `[B, T, H]`. A Python number or an array of any real dtype.
 
     Returns:
         `[B, T, H, E]` in the dtype of the values.
@@ -226,19 +226,19 @@ def mapped_attention(
     q_BTHGD, k_BSKGD = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
     if k_BSKGD.shape[3:] != q_BTHGD.shape[3:] or v_BSKE.shape[:3] != k_BSKGD.shape[:3] or v_BSKE.ndim != 4:
         raise ValueError(
-            "mapped_attention expects q [B, T, H, G, D], k [B, S, K, G, D] and v [B, S, K, E], or q and k without G; "
+            "weighted_attention expects q [B, T, H, G, D], k [B, S, K, G, D] and v [B, S, K, E], or q and k without G; "
             f"got {q.shape}, {k.shape}, {v_BSKE.shape}"
         )
     segment_ids_BT = _int32(segment_ids_BT)
     call = AttentionCall(q_BTHGD, k_BSKGD, v_BSKE, segment_ids_BT, window, SequenceSharding.of(q_BTHGD, zigzag=zigzag))
-    backend = _choose("mapped_attention", implementation, call)
-    map_parameter_BTH = None
-    if map_parameter is not None:
-        map_parameter = jnp.asarray(map_parameter)
-        _check_broadcastable("mapped_attention", "map_parameter", map_parameter, q_BTHGD)
-        map_parameter_BTH = broadcast_to_tokens(map_parameter, q_BTHGD)
-    forward = functools.partial(backend.forward, map_of, window=window)
-    return per_shard(forward, q_BTHGD, k_BSKGD, v_BSKE, map_parameter_BTH, segment_ids_BT, sharding=call.sharding)
+    backend = _choose("weighted_attention", implementation, call)
+    weight_argument_BTH = None
+    if weight_argument is not None:
+        weight_argument = jnp.asarray(weight_argument)
+        _check_broadcastable("weighted_attention", "weight_argument", weight_argument, q_BTHGD)
+        weight_argument_BTH = broadcast_to_tokens(weight_argument, q_BTHGD)
+    forward = functools.partial(backend.forward, weight_function, window=window)
+    return per_shard(forward, q_BTHGD, k_BSKGD, v_BSKE, weight_argument_BTH, segment_ids_BT, sharding=call.sharding)
 
 
 def why_unavailable(implementation: str, call: AttentionCall) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from difftx.kernels import maps, xla
+from difftx.kernels import weight_functions, xla
 from difftx.kernels.backend import broadcast_to_tokens, per_shard
 
 
@@ -46,7 +46,7 @@ def logit_gradient_products(
             dp_BKRCS = xla.einsum("BSKE,BKRCE->BKRCS", v_BSKE, xla.split_heads(rows["dout"], K))
             factors = 1, -xla.split_heads(rows["lam"], K)[..., None]
             ds1_BKRCS, ds2_BKRCS = (
-                factor * _softmax_gradient(maps.softmax(logits_BKRCS), dp_BKRCS)
+                factor * _softmax_gradient(weight_functions.softmax(logits_BKRCS), dp_BKRCS)
                 for factor, logits_BKRCS in zip(
                     factors, xla.masked_logits(rows, k_BSKGD, segment_ids_BT, window), strict=True
                 )

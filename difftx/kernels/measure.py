@@ -66,7 +66,7 @@ class Workload:
     def flops(self) -> float:
         """FLOPs of the matrix products of a forward and a backward pass over the visible pairs of tokens.
 
-        Kernels with an online softmax multiply both maps of a differential head with V: 6 products of width D, and 10
+        Kernels with an online softmax multiply V by A1 and by A2 in a differential head: 6 products of width D, and 10
         in the backward pass. A softmax head has 2 and 5. A product of width D has 2 D FLOPs per visible pair.
         """
         products = 16 if self.function == "diff_attention" else 7

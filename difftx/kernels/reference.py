@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from difftx.kernels.context import SequenceSharding
-from difftx.kernels.maps import Map
+from difftx.kernels.weight_functions import WeightFunction
 
 
 def diff_attention(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BS=None, **options) -> jax.Array:
@@ -25,14 +25,14 @@ def attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BS=None, **options) -> jax.Arr
     return _weighted_values(jax.nn.softmax(logits_BHGTS, axis=-1)[:, :, 0], v_BSKD)
 
 
-def mapped_attention(
-    map_of: Map, q_BTHGD, k_BSKGD, v_BSKE, map_parameter_BTH, segment_ids_BS=None, **options
+def weighted_attention(
+    weight_function: WeightFunction, q_BTHGD, k_BSKGD, v_BSKE, weight_argument_BTH, segment_ids_BS=None, **options
 ) -> jax.Array:
-    """Compute attention whose weights `map_of` computes from logits (`difftx.kernels.mapped_attention`)."""
-    map_inputs = [*jnp.moveaxis(_logits(q_BTHGD, k_BSKGD, segment_ids_BS, **options), 2, 0)]
-    if map_parameter_BTH is not None:
-        map_inputs.append(jnp.moveaxis(map_parameter_BTH, 2, 1)[..., None])
-    return _weighted_values(map_of(*map_inputs), v_BSKE)
+    """Compute attention whose weights `weight_function` computes from logits (`difftx.kernels.weighted_attention`)."""
+    arguments = [*jnp.moveaxis(_logits(q_BTHGD, k_BSKGD, segment_ids_BS, **options), 2, 0)]
+    if weight_argument_BTH is not None:
+        arguments.append(jnp.moveaxis(weight_argument_BTH, 2, 1)[..., None])
+    return _weighted_values(weight_function(*arguments), v_BSKE)
 
 
 def _logits(

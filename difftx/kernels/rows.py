@@ -13,42 +13,43 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from difftx.kernels import maps
 from difftx.kernels.backend import broadcast_to_tokens, per_shard
 from difftx.kernels.cached import einsum
-from difftx.kernels.maps import Map
+from difftx.kernels.weight_functions import WeightFunction, difference
 
 
-class MapRows(NamedTuple):
+class AttentionRows(NamedTuple):
     """Attention weights and logits of selected queries in one layer, float32."""
 
-    map_BCHS: jax.Array  # Attention weights that multiply V, such as A1 - λ A2.
+    weights_BCHS: jax.Array  # Attention weights that multiply V, such as A1 - λ A2.
     logits_BCHGS: jax.Array  # Logits of each group after the factor 1/√D. Masked keys have minus infinity.
     lam_BCH: jax.Array | None  # λ of each query if the weights are A1 - λ A2 with A_g = softmax(logits_g), else None.
 
 
-def map_rows(
-    map_of: Map,
+def attention_rows(
+    weight_function: WeightFunction,
     q: jax.Array,
     k: jax.Array,
     queries_BC: jax.Array,
     *,
-    map_parameter: jax.Array | None = None,
+    weight_argument: jax.Array | None = None,
     segment_ids_BT: jax.Array | None = None,
     window: int | None = None,
-) -> MapRows:
+) -> AttentionRows:
     """Return the causal attention weights of selected queries, whose int32 positions in their rows are `queries_BC`.
 
-    The other arguments are those of `difftx.kernels.mapped_attention`. Each device must hold whole rows.
+    The other arguments are those of `difftx.kernels.weighted_attention`. Each device must hold whole rows.
     """
     q_BTHGD, k_BSKGD = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
-    map_parameter_BTH = None if map_parameter is None else broadcast_to_tokens(map_parameter, q_BTHGD)
-    operands = (q_BTHGD, k_BSKGD, map_parameter_BTH, queries_BC, segment_ids_BT)
-    map_BCHS, logits_BCHGS, *map_parameter_BCH = per_shard(functools.partial(_rows, map_of, window), *operands)
-    return MapRows(map_BCHS, logits_BCHGS, map_parameter_BCH[0] if map_of is maps.difference else None)
+    weight_argument_BTH = None if weight_argument is None else broadcast_to_tokens(weight_argument, q_BTHGD)
+    operands = (q_BTHGD, k_BSKGD, weight_argument_BTH, queries_BC, segment_ids_BT)
+    weights_BCHS, logits_BCHGS, *argument_BCH = per_shard(functools.partial(_rows, weight_function, window), *operands)
+    return AttentionRows(weights_BCHS, logits_BCHGS, argument_BCH[0] if weight_function is difference else None)
 
 
-def _rows(map_of, window, q_BTHGD, k_BSKGD, map_parameter_BTH, queries_BC, segment_ids_BT) -> tuple[jax.Array, ...]:
+def _rows(
+    weight_function, window, q_BTHGD, k_BSKGD, weight_argument_BTH, queries_BC, segment_ids_BT
+) -> tuple[jax.Array, ...]:
     B, C = queries_BC.shape
     S, K, G, D = k_BSKGD.shape[1:]
     H = q_BTHGD.shape[2]
@@ -61,8 +62,8 @@ def _rows(map_of, window, q_BTHGD, k_BSKGD, map_parameter_BTH, queries_BC, segme
     if segment_ids_BT is not None:
         seen_BCS &= jnp.take_along_axis(segment_ids_BT, queries_BC, axis=1)[:, :, None] == segment_ids_BT[:, None]
     logits_BCHGS = jnp.where(seen_BCS[:, :, None, None], logits_BCKRGS.reshape(B, C, H, G, S), -jnp.inf)
-    map_inputs = [logits_BCHGS[:, :, :, g] for g in range(G)]
-    if map_parameter_BTH is None:
-        return map_of(*map_inputs), logits_BCHGS
-    map_parameter_BCH = jnp.take_along_axis(map_parameter_BTH, queries_BC[:, :, None], axis=1)
-    return map_of(*map_inputs, map_parameter_BCH[..., None]), logits_BCHGS, map_parameter_BCH
+    arguments = [logits_BCHGS[:, :, :, g] for g in range(G)]
+    if weight_argument_BTH is None:
+        return weight_function(*arguments), logits_BCHGS
+    weight_argument_BCH = jnp.take_along_axis(weight_argument_BTH, queries_BC[:, :, None], axis=1)
+    return weight_function(*arguments, weight_argument_BCH[..., None]), logits_BCHGS, weight_argument_BCH

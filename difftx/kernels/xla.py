@@ -1,4 +1,4 @@
-"""Attention by XLA operations, for any device: differential attention, and attention with any function of `maps.py`.
+"""Attention by XLA operations, for any device: differential attention, and attention with any weight function.
 
 Memory is linear in the length of a row, because the queries are processed in chunks, and the backward pass recomputes
 the attention weights of each chunk. Differential attention recomputes them from saved log-sum-exps. It subtracts the
@@ -17,10 +17,10 @@ import jax.numpy as jnp
 
 from difftx.kernels.backend import Saved, pad_to
 from difftx.kernels.context import SequenceSharding
-from difftx.kernels.maps import MASKED
+from difftx.kernels.weight_functions import MASKED
 
 # Largest number of attention weights of one head in a chunk, 4 MiB in float32. A row of 1,024 tokens is one chunk.
-CHUNK_MAP_ELEMENTS = 2**20
+CHUNK_WEIGHTS = 2**20
 
 # The free axes of the second operand come first in the result of `jnp.einsum`. With operands and axes in the orders
 # below, XLA's CPU backend need not transpose arrays with an entry per pair of tokens, which took half of the time.
@@ -36,9 +36,9 @@ def forward(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, *, window, shardi
 
     def chunk(rows: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
         logits_BKRCS = masked_logits(rows, k_BSKGD, segment_ids_BT, window)
-        maps_BKRCS, lse_BKRC = zip(*map(_softmax, logits_BKRCS), strict=True)
-        map_BKRCS = _weighted_sum(maps_BKRCS, rows, k_BSKGD).astype(v_BSKE.dtype)
-        out_BKRCE = einsum("BSKE,BKRCS->BKRCE", v_BSKE, map_BKRCS).astype(v_BSKE.dtype)
+        p_BKRCS, lse_BKRC = zip(*map(_softmax, logits_BKRCS), strict=True)
+        weights_BKRCS = _weighted_sum(p_BKRCS, rows, k_BSKGD).astype(v_BSKE.dtype)
+        out_BKRCE = einsum("BSKE,BKRCS->BKRCE", v_BSKE, weights_BKRCS).astype(v_BSKE.dtype)
         lse_BKRCG = jnp.stack(lse_BKRC, axis=-1)
         return jnp.moveaxis(out_BKRCE, 3, 1), jnp.moveaxis(lse_BKRCG, 3, 1)
 
@@ -65,18 +65,18 @@ def backward(
         lse_BKRCG = split_heads(rows["lse"], K)
         q_BKRCGD = split_heads(rows["q"], K)
         dout_BKRCE = split_heads(rows["dout"], K)
-        maps_BKRCS = [
+        p_BKRCS = [
             jnp.exp(logits_BKRCS - lse_BKRCG[..., g, None])
             for g, logits_BKRCS in enumerate(masked_logits(rows, k_BSKGD, segment_ids_BT, window))
         ]
-        map_BKRCS = _weighted_sum(maps_BKRCS, rows, k_BSKGD).astype(dtype)
-        dv_BKES = einsum("BKRCS,BKRCE->BKES", map_BKRCS, dout_BKRCE)
+        weights_BKRCS = _weighted_sum(p_BKRCS, rows, k_BSKGD).astype(dtype)
+        dv_BKES = einsum("BKRCS,BKRCE->BKES", weights_BKRCS, dout_BKRCE)
         dp_BKRCS = einsum("BSKE,BKRCE->BKRCS", v_BSKE, dout_BKRCE)
         factors = [D**-0.5] if G == 1 else [D**-0.5, -(D**-0.5) * split_heads(rows["lam"], K)[..., None]]
         dq_BKRCD, dk_BKDS, deltas_BKRC1 = [], [], []
         for g, factor in enumerate(factors):
-            deltas_BKRC1.append(jnp.sum(maps_BKRCS[g] * dp_BKRCS, axis=-1, keepdims=True))
-            ds_BKRCS = (factor * maps_BKRCS[g] * (dp_BKRCS - deltas_BKRC1[g])).astype(dtype)
+            deltas_BKRC1.append(jnp.sum(p_BKRCS[g] * dp_BKRCS, axis=-1, keepdims=True))
+            ds_BKRCS = (factor * p_BKRCS[g] * (dp_BKRCS - deltas_BKRC1[g])).astype(dtype)
             dk_BKDS.append(einsum("BKRCS,BKRCD->BKDS", ds_BKRCS, q_BKRCGD[..., g, :]))
             dq_BKRCD.append(einsum("BSKD,BKRCS->BKRCD", k_BSKGD[..., g, :], ds_BKRCS).astype(dtype))
         dk_BSKGD += jnp.moveaxis(jnp.stack(dk_BKDS, axis=2), 4, 1)
@@ -107,10 +107,10 @@ def softmax_backward(
     return dq_BTHGD[:, :, :, 0], dk_BSKGD[:, :, :, 0], dv_BSKE
 
 
-def mapped_attention(
-    map_of, q_BTHGD, k_BSKGD, v_BSKE, map_parameter_BTH, segment_ids_BT, *, window, sharding=None
+def weighted_attention(
+    weight_function, q_BTHGD, k_BSKGD, v_BSKE, weight_argument_BTH, segment_ids_BT, *, window, sharding=None
 ) -> jax.Array:
-    """Compute attention whose weights `map_of` computes from logits. JAX derives the gradient."""
+    """Compute attention whose weights `weight_function` computes from logits. JAX derives the gradient."""
     B, T, H = q_BTHGD.shape[:3]
     K, dtype = k_BSKGD.shape[2], v_BSKE.dtype
     # Autodiff sums the gradients of keys and values over chunks, in the dtype that k and v have outside of the loop.
@@ -119,14 +119,14 @@ def mapped_attention(
 
     @jax.checkpoint
     def chunk(rows: dict[str, Any]) -> jax.Array:
-        map_inputs = masked_logits(rows, k_BSKGD.astype(dtype), segment_ids_BT, window)
-        if map_parameter_BTH is not None:
-            map_inputs.append(split_heads(rows["map_parameter"], K)[..., None])
-        map_BKRCS = map_of(*map_inputs)
-        out_BKRCE = einsum("BSKE,BKRCS->BKRCE", v_BSKE.astype(dtype), map_BKRCS.astype(dtype))
+        arguments = masked_logits(rows, k_BSKGD.astype(dtype), segment_ids_BT, window)
+        if weight_argument_BTH is not None:
+            arguments.append(split_heads(rows["weight_argument"], K)[..., None])
+        weights_BKRCS = weight_function(*arguments)
+        out_BKRCE = einsum("BSKE,BKRCS->BKRCE", v_BSKE.astype(dtype), weights_BKRCS.astype(dtype))
         return jnp.moveaxis(out_BKRCE.astype(dtype), 3, 1)
 
-    arrays = {"q": q_BTHGD} if map_parameter_BTH is None else {"q": q_BTHGD, "map_parameter": map_parameter_BTH}
+    arrays = {"q": q_BTHGD} if weight_argument_BTH is None else {"q": q_BTHGD, "weight_argument": weight_argument_BTH}
     out = jax.lax.map(chunk, chunks(segment_ids_BT, sharding, **arrays))
     return joined(out, T).reshape(B, T, H, -1)
 
@@ -164,11 +164,11 @@ def _softmax(logits_BKRCS: jax.Array) -> tuple[jax.Array, jax.Array]:
     return exp_BKRCS / total_BKRC1, (jnp.log(total_BKRC1) + largest_BKRC1)[..., 0]
 
 
-def _weighted_sum(maps_BKRCS: Sequence[jax.Array], rows: dict[str, Any], k_BSKGD: jax.Array) -> jax.Array:
+def _weighted_sum(p_BKRCS: Sequence[jax.Array], rows: dict[str, Any], k_BSKGD: jax.Array) -> jax.Array:
     """Return P1 - λ P2, or P1 for softmax attention, which has one group."""
-    if len(maps_BKRCS) == 1:
-        return maps_BKRCS[0]
-    return maps_BKRCS[0] - split_heads(rows["lam"], k_BSKGD.shape[2])[..., None] * maps_BKRCS[1]
+    if len(p_BKRCS) == 1:
+        return p_BKRCS[0]
+    return p_BKRCS[0] - split_heads(rows["lam"], k_BSKGD.shape[2])[..., None] * p_BKRCS[1]
 
 
 def split_heads(x_BCH: jax.Array, kv_heads: int) -> jax.Array:
@@ -187,12 +187,12 @@ def chunks(
     """Split arrays `[B, T, …]` with one entry per query into chunks `[N, B, C, …]`. Zeros pad the last chunk.
 
     One array must be "q". The result also has the positions of the queries in their rows, "position" `[N, C]`, and
-    "segment" `[N, B, C]` if there are segment ids. A chunk has at most `CHUNK_MAP_ELEMENTS` / `groups` pairs of tokens.
+    "segment" `[N, B, C]` if there are segment ids. A chunk has at most `CHUNK_WEIGHTS` / `groups` pairs of tokens.
     """
     present = {name: x_BT for name, x_BT in arrays_BT.items() if x_BT is not None}
     T = present["q"].shape[1]
     keys = T if sharding is None else T * sharding.devices
-    size = min(T, max(1, CHUNK_MAP_ELEMENTS // (keys * groups)))
+    size = min(T, max(1, CHUNK_WEIGHTS // (keys * groups)))
     count = -(-T // size)
     position_T = jnp.arange(T) if sharding is None else sharding.positions(T)
 

@@ -18,11 +18,12 @@ from ml_collections import ConfigDict
 from difftx import kernels
 from difftx.config import ModelConfig
 from difftx.errors import UserError
-from difftx.kernels import cached, maps
+from difftx.kernels import cached, weight_functions
 from difftx.kernels.cached import KVCache, SegmentMask
 from difftx.kernels.logit_gradients import logit_gradient_products
 from difftx.kernels.quantized import rounded
-from difftx.kernels.rows import MapRows, map_rows
+from difftx.kernels.rows import AttentionRows, attention_rows
+from difftx.kernels.weight_functions import WeightFunction
 from difftx.model.layers import HeadNorm, RMSNorm, linear, projection, rotate, vector
 from difftx.parallel.layout import Layout, reshard
 
@@ -62,13 +63,14 @@ class SelfAttention(nnx.Module):
     """Self-attention of one layer, from the normalised input to the residual update: base class of all architectures.
 
     Class attributes and class methods describe the architecture to the rest of difftx, and the other methods compute
-    the attention. A subclass defines `project`, `map_of` and `output`, or overrides the methods that call these three.
+    the attention. A subclass defines `project`, `weight_function` and `output`, or overrides the methods that call
+    these three.
     """
 
     groups: ClassVar[int] = 1  # Number of keys of width d per key/value head.
     value_width_factor: ClassVar[int] = 1  # E / d: width of a value and of a head's output, in units of d.
     # Name of the function in `difftx.kernels` that computes the heads. It determines the available backends.
-    kernel: ClassVar[Literal["diff_attention", "attention", "mapped_attention"]] = "mapped_attention"
+    kernel: ClassVar[Literal["diff_attention", "attention", "weighted_attention"]] = "weighted_attention"
     subtracts: ClassVar[bool] = False  # Whether the attention weights of a head are A1 - λ A2.
     fields: ClassVar[tuple[str, ...]] = ()  # Entries of `difftx.config.model.SPECIFIC_FIELDS` that this class uses.
     default_head_norm: ClassVar[str] = "none"  # Value of `model.head_norm` unless a config or a caller sets it.
@@ -96,7 +98,7 @@ class SelfAttention(nnx.Module):
     @classmethod
     def backends(cls, *, quantized: bool) -> tuple[str, ...]:
         """Return the valid values of `model.attention_implementation`."""
-        return ("auto", *kernels.BACKENDS["mapped_attention" if quantized else cls.kernel])
+        return ("auto", *kernels.BACKENDS["weighted_attention" if quantized else cls.kernel])
 
     @classmethod
     def sub_heads(cls, config: ModelConfig, num_heads: int) -> int:
@@ -146,22 +148,23 @@ class SelfAttention(nnx.Module):
         """Return the residual update `[B, T, D]` of new tokens, which also attend to cached tokens, and a tuple.
 
         The tuple is `(k, v)` of the new tokens. If the cache evicts tokens, the attention mass per new token and per
-        slot follows, as `cached.mapped_attention` returns it.
+        slot follows, as `cached.weighted_attention` returns it.
         """
         q, k, v = self._projected(x_BTD, angles)
-        options = {"map_parameter": self.map_parameter(depth), "window": depth.window}
-        heads_BTHE, mass = cached.mapped_attention(self._map(), *self._resharded(q, k, v), cache, segments, **options)
+        options = {"weight_argument": self.weight_argument(depth), "window": depth.window}
+        operands = (*self._resharded(q, k, v), cache, segments)
+        heads_BTHE, mass = cached.weighted_attention(self._configured_weight_function(), *operands, **options)
         return self._update(heads_BTHE, x_BTD, depth), (k, v, *mass)
 
     def attention_rows(
         self, x_BTD: jax.Array, angles: Angles, depth: Depth, segment_ids_BT: jax.Array | None, queries_BC: jax.Array
-    ) -> tuple[jax.Array, MapRows]:
+    ) -> tuple[jax.Array, AttentionRows]:
         """Return the residual update, and the attention weights of the queries at the positions `queries_BC`."""
         q, k, v = self.operands(x_BTD, angles)
         update_BTD = self._update(self.attend(q, k, v, depth, segment_ids_BT), x_BTD, depth)
-        map_of, q, k, map_parameter = self.weight_inputs(q, k, x_BTD, depth)
-        options = {"map_parameter": map_parameter, "segment_ids_BT": segment_ids_BT, "window": depth.window}
-        return update_BTD, map_rows(map_of, q, k, queries_BC, **options)
+        weight_function, q, k, weight_argument = self.weight_inputs(q, k, x_BTD, depth)
+        options = {"weight_argument": weight_argument, "segment_ids_BT": segment_ids_BT, "window": depth.window}
+        return update_BTD, attention_rows(weight_function, q, k, queries_BC, **options)
 
     def logit_gradient_products(
         self,
@@ -180,8 +183,8 @@ class SelfAttention(nnx.Module):
         heads_BTHE = self._combined(self.attend(q, k, v, depth, segment_ids_BT), x_BTD)
         (dheads_BTHE,) = jax.vjp(lambda heads_BTHE: self.output(heads_BTHE, x_BTD, depth), heads_BTHE)[1](dupdate_BTD)
         dheads_BTHE = reshard(dheads_BTHE, self.layout.attend_BTHE)
-        map_of, q, k, lam = self.weight_inputs(q, k, x_BTD, depth)
-        assert map_of is maps.difference
+        weight_function, q, k, lam = self.weight_inputs(q, k, x_BTD, depth)
+        assert weight_function is weight_functions.difference
         assert lam is not None
         return logit_gradient_products(q, k, v, lam, dheads_BTHE, segment_ids_BT=segment_ids_BT, window=depth.window)
 
@@ -224,20 +227,21 @@ class SelfAttention(nnx.Module):
             "zigzag": self.layout.zigzag,
             "implementation": self.config.attention_implementation,
         }
-        if self.kernel == "mapped_attention" or self.config.attention_logit_bits is not None:
-            return kernels.mapped_attention(self._map(), q, k, v, map_parameter=self.map_parameter(depth), **options)
+        if self.kernel == "weighted_attention" or self.config.attention_logit_bits is not None:
+            weight_function, weight_argument = self._configured_weight_function(), self.weight_argument(depth)
+            return kernels.weighted_attention(weight_function, q, k, v, weight_argument=weight_argument, **options)
         if self.kernel == "diff_attention":
-            lam = self.map_parameter(depth)
+            lam = self.weight_argument(depth)
             assert lam is not None
             return kernels.diff_attention(q, k, v, lam, **options)
         return kernels.attention(q, k, v, **options)
 
-    def map_of(self) -> maps.Map:
+    def weight_function(self) -> WeightFunction:
         """Return the function that computes attention weights from logits. The kernel multiplies the weights by V."""
         raise NotImplementedError
 
-    def map_parameter(self, depth: Depth) -> jax.Array | None:
-        """Return the last argument of `map_of`'s function, such as λ, as a float32 scalar or `[H]`, or None."""
+    def weight_argument(self, depth: Depth) -> jax.Array | None:
+        """Return the last argument of the weight function, such as λ, as a float32 scalar or `[H]`, or None."""
         return None
 
     def combine(self, heads_BTHE: jax.Array, x_BTD: jax.Array) -> jax.Array:
@@ -246,14 +250,15 @@ class SelfAttention(nnx.Module):
 
     def weight_inputs(
         self, q: jax.Array, k: jax.Array, x_BTD: jax.Array, depth: Depth
-    ) -> tuple[maps.Map, jax.Array, jax.Array, jax.Array | None]:
+    ) -> tuple[WeightFunction, jax.Array, jax.Array, jax.Array | None]:
         """Return the inputs that determine the attention weights of the heads after `combine`.
 
-        These are the function of `map_of`, queries `[B, T, H, …, d]`, keys `[B, T, K, …, d]`, and the parameter of the
-        function: a float32 scalar, `[H]`, or `[B, T, H]` as in `diff_v2`. The axis … of groups is absent if there is
-        one group. H counts the heads after `combine`. A subclass that overrides `combine` overrides this method.
+        These are the weight function, queries `[B, T, H, …, d]`, keys `[B, T, K, …, d]`, and the last argument of the
+        weight function: a float32 scalar, `[H]`, `[B, T, H]` as in `diff_v2`, or None. The axis … of groups is absent
+        if there is one group. H counts the heads after `combine`. A subclass that overrides `combine` overrides this
+        method.
         """
-        return self.map_of(), q, k, self.map_parameter(depth)
+        return self.weight_function(), q, k, self.weight_argument(depth)
 
     def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
         """Return the residual update `[B, T, D]`, given the outputs of the heads and the layer's normalised input."""
@@ -263,13 +268,14 @@ class SelfAttention(nnx.Module):
         """Return statistics of the layer for logging, one float32 scalar each."""
         return {}
 
-    def _map(self) -> maps.Map:
+    def _configured_weight_function(self) -> WeightFunction:
+        """Return the weight function, for quantised logits if `model.attention_logit_bits` is set."""
         config = self.config
         if config.attention_logit_bits is None:
-            return self.map_of()
+            return self.weight_function()
         return functools.partial(
-            maps.quantized,
-            map_of=self.map_of(),
+            weight_functions.quantized,
+            weight_function=self.weight_function(),
             groups=config.groups,
             bits=config.attention_logit_bits,
             granularity=config.attention_logit_granularity,
@@ -371,10 +377,10 @@ class DiffAttention(SelfAttention):
         bound, inverse = LAMBDA_BOUNDS[self.config.lambda_bound]
         return bound(change + inverse(lambda_init))
 
-    def map_of(self) -> maps.Map:
-        return maps.difference
+    def weight_function(self) -> WeightFunction:
+        return weight_functions.difference
 
-    def map_parameter(self, depth: Depth) -> jax.Array | None:
+    def weight_argument(self, depth: Depth) -> jax.Array | None:
         return self.lam(depth.lambda_init)
 
     def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
@@ -410,8 +416,8 @@ class Attention(SelfAttention):
         q_BTHd, k_BTKd, v_BTKd = self.biased(q_BTHd, k_BTKd, v_BTKd)
         return *self.rotated(q_BTHd, k_BTKd, angles), v_BTKd
 
-    def map_of(self) -> maps.Map:
-        return maps.softmax
+    def weight_function(self) -> WeightFunction:
+        return weight_functions.softmax
 
     def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
         heads_BTHE = self.head_norm(heads_BTHE)

@@ -16,7 +16,7 @@ from difftx.config import ModelConfig
 from difftx.config.architectures import ARCHITECTURES
 from difftx.kernels import context
 from difftx.kernels.cached import KVCache, SegmentMask
-from difftx.kernels.rows import MapRows
+from difftx.kernels.rows import AttentionRows
 from difftx.model.attention import Angles, Depth, depth_schedule
 from difftx.model.layers import RMSNorm, SwiGLU, rotary_angles, scaled, soft_cap
 from difftx.parallel.layout import Layout
@@ -172,7 +172,7 @@ class Decoder(nnx.Module):
         self,
         tokens_BT: jax.Array,
         queries_BC: jax.Array,
-        of_layer: Callable[[MapRows], Found],
+        of_layer: Callable[[AttentionRows], Found],
         *,
         positions_BT: jax.Array | None = None,
         segment_ids_BT: jax.Array | None = None,

@@ -18,7 +18,7 @@ from difftx.config.model import CacheConfig
 from difftx.errors import UserError
 from difftx.evals.cache import bytes_per_token, compressed
 from difftx.inference.cache import Entries, capacity_of, grow, write_chunk, write_token
-from difftx.kernels import cached, maps
+from difftx.kernels import cached, weight_functions
 from difftx.kernels.cached import EMPTY, SegmentMask, Slots
 from difftx.kernels.quantized import dequantized, quantize, rounded
 from difftx.training.run import Run
@@ -118,8 +118,8 @@ def attend_and_write(chunk, config, window):
     def step(cache, q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, position_BT, segment_BT):
         ids = SegmentMask(segment_BT, jnp.zeros_like(segment_BT), position_BT, jnp.zeros((B, SLOTS), jnp.int32))
         layer = jax.tree.map(lambda x: x[0], cache)
-        out, mass = cached.mapped_attention(
-            maps.difference, q_BTHGD, k_BTKGD, v_BTKE, layer, ids, map_parameter=lam_BTH, window=window
+        out, mass = cached.weighted_attention(
+            weight_functions.difference, q_BTHGD, k_BTKGD, v_BTKE, layer, ids, weight_argument=lam_BTH, window=window
         )
         written = jnp.where(segment_BT == EMPTY, EMPTY, position_BT)
         entries = Entries(k_BTKGD[None], v_BTKE[None], written, *(m[None] for m in mass))

@@ -175,7 +175,7 @@ def test_chunks_do_not_change_the_result(monkeypatch, elements):
     arguments = (*inputs(lam="per token", segments=True, K=2), 9)
     whole = output_and_gradients("xla", *arguments)
     jax.clear_caches()
-    monkeypatch.setattr(xla, "CHUNK_MAP_ELEMENTS", elements)
+    monkeypatch.setattr(xla, "CHUNK_WEIGHTS", elements)
     for name, a, b in zip(NAMES, output_and_gradients("xla", *arguments), whole, strict=True):
         assert relative_error(a, b) < TOLERANCE["float32"], name
     jax.clear_caches()

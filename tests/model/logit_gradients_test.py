@@ -42,8 +42,8 @@ def test_sums_equal_those_of_dense_attention(name, options, mesh_of):
         @jax.grad
         def gradient(change_BHGTS):
             weights_BHGTS = jax.nn.softmax(jnp.where(seen_TT, logits_BHGTS + change_BHGTS, -jnp.inf))
-            map_BHTS = weights_BHGTS[:, :, 0] - lam_BHT[..., None] * weights_BHGTS[:, :, 1]
-            heads_BTHE = jnp.einsum("BHTS,BSHE->BTHE", map_BHTS, v_BTHE)
+            weights_BHTS = weights_BHGTS[:, :, 0] - lam_BHT[..., None] * weights_BHGTS[:, :, 1]
+            heads_BTHE = jnp.einsum("BHTS,BSHE->BTHE", weights_BHTS, v_BTHE)
             return jnp.sum(dupdate_BTD * module.output(heads_BTHE, X_BTD, depth))
 
         ds1_BHTS, ds2_BHTS = np.moveaxis(gradient(jnp.zeros_like(logits_BHGTS)), 2, 0)

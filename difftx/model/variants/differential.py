@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from difftx.config import ModelConfig
 from difftx.config.checks import largest_divisor_up_to
 from difftx.errors import UserError
-from difftx.kernels import maps
+from difftx.kernels import weight_functions
 from difftx.model.attention import Attention, DiffAttention, require_field, require_no_head_norm
 from difftx.model.layers import projection
 from difftx.model.variants.softmax import gate
@@ -76,7 +76,7 @@ class DiffAttentionV2(Attention):
     def weight_inputs(self, q, k, x_BTD, depth):
         sharding = self.layout.attend_BTHGd
         q_BTHGd = paired_queries(self._by_noise_head(q, sharding), sharding)
-        return maps.difference, q_BTHGd, jnp.stack([k, k], axis=3), self.lam(x_BTD)
+        return weight_functions.difference, q_BTHGd, jnp.stack([k, k], axis=3), self.lam(x_BTD)
 
     def statistics(self, x_BTD, depth):
         return {"lambda": jnp.mean(self.lam(x_BTD))}
@@ -187,15 +187,15 @@ class SignedMaskAttention(DiffAttention):
     1 - λ_init (or `post_scale`) are those of `DiffAttention`.
     """
 
-    kernel = "mapped_attention"
+    kernel = "weighted_attention"
     subtracts = False
     fields = ("lambda_init", "post_scale")
     has_lambda_vectors = False
 
-    def map_of(self):
-        return maps.signed_softmax
+    def weight_function(self):
+        return weight_functions.signed_softmax
 
-    def map_parameter(self, depth):
+    def weight_argument(self, depth):
         return None
 
     def statistics(self, x_BTD, depth):
