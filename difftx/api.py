@@ -29,7 +29,7 @@ PUBLIC = {
     "difftx.config.eval": ("EvalConfig",),
     "difftx.config.training": ("OptimizerConfig",),
     "difftx.config.fields": ("add_group",),
-    "difftx.model.attention": ("SelfAttention", "DiffAttention", "Attention", "Depth"),
+    "difftx.model.attention": ("SelfAttention", "DiffAttention", "Attention", "LayerConstants"),
     "difftx.model.layers": ("linear", "projection", "vector"),
     "difftx.parallel.layout": ("Layout",),
     "difftx.data.synthetic": ("TASKS", "Task"),

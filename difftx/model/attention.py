@@ -35,8 +35,8 @@ LAMBDA_BOUNDS = {"sigmoid": (jax.nn.sigmoid, jax.scipy.special.logit), "tanh": (
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Depth:
-    """Constants that depend on a layer's depth. Arrays are float32 scalars for one layer, or `[L]` for all layers."""
+class LayerConstants:
+    """Constants of a layer that the config determines. Arrays are float32 scalars, or `[L]` for all layers."""
 
     lambda_init: jax.Array
     post_scale: jax.Array  # Factor after the head norm. By default 1 - λ_init, which would be zero for λ_init = 1.
@@ -45,7 +45,7 @@ class Depth:
     window: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
-def depth_schedule(config: ModelConfig) -> Depth:
+def layer_constants(config: ModelConfig) -> LayerConstants:
     """Return λ_init = 0.8 - 0.6 exp(-0.3 (l - 1)) and the post-norm scale 1 - λ_init for the layers l = 1, 2, ….
 
     If `config.lambda_init` or `config.post_scale` is set, that constant replaces the schedule.
@@ -56,7 +56,7 @@ def depth_schedule(config: ModelConfig) -> Depth:
     if config.lambda_init is not None:
         lambda_init_L = jnp.full_like(lambda_init_L, config.lambda_init)
     post_scale_L = 1 - lambda_init_L if config.post_scale is None else jnp.full_like(layer_L, config.post_scale)
-    return Depth(lambda_init_L, post_scale_L)
+    return LayerConstants(lambda_init_L, post_scale_L)
 
 
 class SelfAttention(nnx.Module):
@@ -136,14 +136,14 @@ class SelfAttention(nnx.Module):
         return {f"{name}_1": weight[..., :-1, :], f"{name}_2": weight[..., -1:, :]}
 
     def __call__(
-        self, x_BTD: jax.Array, angles: Angles, depth: Depth, segment_ids_BT: jax.Array | None
+        self, x_BTD: jax.Array, angles: Angles, constants: LayerConstants, segment_ids_BT: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the residual update `[B, T, D]` and the statistics of the layer, one float32 scalar each."""
-        heads_BTHE = self.attend(*self.operands(x_BTD, angles), depth, segment_ids_BT)
-        return self._update(heads_BTHE, x_BTD, depth), self.statistics(x_BTD, depth)
+        heads_BTHE = self.attend(*self.operands(x_BTD, angles), constants, segment_ids_BT)
+        return self._update(heads_BTHE, x_BTD, constants), self.statistics(x_BTD, constants)
 
     def extend(
-        self, x_BTD: jax.Array, angles: Angles, depth: Depth, cache: KVCache, segments: SegmentMask
+        self, x_BTD: jax.Array, angles: Angles, constants: LayerConstants, cache: KVCache, segments: SegmentMask
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Return the residual update `[B, T, D]` of new tokens, which also attend to cached tokens, and a tuple.
 
@@ -151,26 +151,31 @@ class SelfAttention(nnx.Module):
         slot follows, as `cached.weighted_attention` returns it.
         """
         q, k, v = self._projected(x_BTD, angles)
-        options = {"weight_argument": self.weight_argument(depth), "window": depth.window}
+        options = {"weight_argument": self.weight_argument(constants), "window": constants.window}
         operands = (*self._resharded(q, k, v), cache, segments)
         heads_BTHE, mass = cached.weighted_attention(self._configured_weight_function(), *operands, **options)
-        return self._update(heads_BTHE, x_BTD, depth), (k, v, *mass)
+        return self._update(heads_BTHE, x_BTD, constants), (k, v, *mass)
 
     def attention_rows(
-        self, x_BTD: jax.Array, angles: Angles, depth: Depth, segment_ids_BT: jax.Array | None, queries_BC: jax.Array
+        self,
+        x_BTD: jax.Array,
+        angles: Angles,
+        constants: LayerConstants,
+        segment_ids_BT: jax.Array | None,
+        queries_BC: jax.Array,
     ) -> tuple[jax.Array, AttentionRows]:
         """Return the residual update, and the attention weights of the queries at the positions `queries_BC`."""
         q, k, v = self.operands(x_BTD, angles)
-        update_BTD = self._update(self.attend(q, k, v, depth, segment_ids_BT), x_BTD, depth)
-        weight_function, q, k, weight_argument = self.weight_inputs(q, k, x_BTD, depth)
-        options = {"weight_argument": weight_argument, "segment_ids_BT": segment_ids_BT, "window": depth.window}
+        update_BTD = self._update(self.attend(q, k, v, constants, segment_ids_BT), x_BTD, constants)
+        weight_function, q, k, weight_argument = self.weight_inputs(q, k, x_BTD, constants)
+        options = {"weight_argument": weight_argument, "segment_ids_BT": segment_ids_BT, "window": constants.window}
         return update_BTD, attention_rows(weight_function, q, k, queries_BC, **options)
 
     def logit_gradient_products(
         self,
         x_BTD: jax.Array,
         angles: Angles,
-        depth: Depth,
+        constants: LayerConstants,
         segment_ids_BT: jax.Array | None,
         dupdate_BTD: jax.Array,
     ) -> jax.Array:
@@ -180,13 +185,15 @@ class SelfAttention(nnx.Module):
         residual update. Only for classes with `subtracts = True`.
         """
         q, k, v = self.operands(x_BTD, angles)
-        heads_BTHE = self._combined(self.attend(q, k, v, depth, segment_ids_BT), x_BTD)
-        (dheads_BTHE,) = jax.vjp(lambda heads_BTHE: self.output(heads_BTHE, x_BTD, depth), heads_BTHE)[1](dupdate_BTD)
+        heads_BTHE = self._combined(self.attend(q, k, v, constants, segment_ids_BT), x_BTD)
+        _, pullback = jax.vjp(lambda heads_BTHE: self.output(heads_BTHE, x_BTD, constants), heads_BTHE)
+        (dheads_BTHE,) = pullback(dupdate_BTD)
         dheads_BTHE = reshard(dheads_BTHE, self.layout.attend_BTHE)
-        weight_function, q, k, lam = self.weight_inputs(q, k, x_BTD, depth)
+        weight_function, q, k, lam = self.weight_inputs(q, k, x_BTD, constants)
         assert weight_function is weight_functions.difference
         assert lam is not None
-        return logit_gradient_products(q, k, v, lam, dheads_BTHE, segment_ids_BT=segment_ids_BT, window=depth.window)
+        options = {"segment_ids_BT": segment_ids_BT, "window": constants.window}
+        return logit_gradient_products(q, k, v, lam, dheads_BTHE, **options)
 
     def operands(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return the queries, keys and values of `project`, sharded as `attend` expects them."""
@@ -218,20 +225,20 @@ class SelfAttention(nnx.Module):
         return rotate(q, angles), rotate(k, angles)
 
     def attend(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, depth: Depth, segment_ids_BT: jax.Array | None
+        self, q: jax.Array, k: jax.Array, v: jax.Array, constants: LayerConstants, segment_ids_BT: jax.Array | None
     ) -> jax.Array:
         """Return the outputs of the heads, `[B, T, H, E]`, sharded by the layout."""
         options = {
             "segment_ids_BT": segment_ids_BT,
-            "window": depth.window,
+            "window": constants.window,
             "zigzag": self.layout.zigzag,
             "implementation": self.config.attention_implementation,
         }
         if self.kernel == "weighted_attention" or self.config.attention_logit_bits is not None:
-            weight_function, weight_argument = self._configured_weight_function(), self.weight_argument(depth)
+            weight_function, weight_argument = self._configured_weight_function(), self.weight_argument(constants)
             return kernels.weighted_attention(weight_function, q, k, v, weight_argument=weight_argument, **options)
         if self.kernel == "diff_attention":
-            lam = self.weight_argument(depth)
+            lam = self.weight_argument(constants)
             assert lam is not None
             return kernels.diff_attention(q, k, v, lam, **options)
         return kernels.attention(q, k, v, **options)
@@ -240,7 +247,7 @@ class SelfAttention(nnx.Module):
         """Return the function that computes attention weights from logits. The kernel multiplies the weights by V."""
         raise NotImplementedError
 
-    def weight_argument(self, depth: Depth) -> jax.Array | None:
+    def weight_argument(self, constants: LayerConstants) -> jax.Array | None:
         """Return the last argument of the weight function, such as λ, as a float32 scalar or `[H]`, or None."""
         return None
 
@@ -249,7 +256,7 @@ class SelfAttention(nnx.Module):
         return heads_BTHE
 
     def weight_inputs(
-        self, q: jax.Array, k: jax.Array, x_BTD: jax.Array, depth: Depth
+        self, q: jax.Array, k: jax.Array, x_BTD: jax.Array, constants: LayerConstants
     ) -> tuple[WeightFunction, jax.Array, jax.Array, jax.Array | None]:
         """Return the inputs that determine the attention weights of the heads after `combine`.
 
@@ -258,13 +265,13 @@ class SelfAttention(nnx.Module):
         if there is one group. H counts the heads after `combine`. A subclass that overrides `combine` overrides this
         method.
         """
-        return self.weight_function(), q, k, self.weight_argument(depth)
+        return self.weight_function(), q, k, self.weight_argument(constants)
 
-    def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
+    def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, constants: LayerConstants) -> jax.Array:
         """Return the residual update `[B, T, D]`, given the outputs of the heads and the layer's normalised input."""
         raise NotImplementedError
 
-    def statistics(self, x_BTD: jax.Array, depth: Depth) -> dict[str, jax.Array]:
+    def statistics(self, x_BTD: jax.Array, constants: LayerConstants) -> dict[str, jax.Array]:
         """Return statistics of the layer for logging, one float32 scalar each."""
         return {}
 
@@ -294,8 +301,8 @@ class SelfAttention(nnx.Module):
     def _combined(self, heads_BTHE: jax.Array, x_BTD: jax.Array) -> jax.Array:
         return self.combine(reshard(heads_BTHE, self.layout.act_BTHE), x_BTD)
 
-    def _update(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
-        return self.output(self._combined(heads_BTHE, x_BTD), x_BTD, depth)
+    def _update(self, heads_BTHE: jax.Array, x_BTD: jax.Array, constants: LayerConstants) -> jax.Array:
+        return self.output(self._combined(heads_BTHE, x_BTD), x_BTD, constants)
 
 
 class DiffAttention(SelfAttention):
@@ -380,15 +387,15 @@ class DiffAttention(SelfAttention):
     def weight_function(self) -> WeightFunction:
         return weight_functions.difference
 
-    def weight_argument(self, depth: Depth) -> jax.Array | None:
-        return self.lam(depth.lambda_init)
+    def weight_argument(self, constants: LayerConstants) -> jax.Array | None:
+        return self.lam(constants.lambda_init)
 
-    def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
-        heads_BTHE = self.head_norm(heads_BTHE) * depth.post_scale.astype(heads_BTHE.dtype)
+    def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, constants: LayerConstants) -> jax.Array:
+        heads_BTHE = self.head_norm(heads_BTHE) * constants.post_scale.astype(heads_BTHE.dtype)
         return merge_heads(heads_BTHE, self.output_HED, self.layout)
 
-    def statistics(self, x_BTD: jax.Array, depth: Depth) -> dict[str, jax.Array]:
-        return {"lambda": self.lam(depth.lambda_init)}
+    def statistics(self, x_BTD: jax.Array, constants: LayerConstants) -> dict[str, jax.Array]:
+        return {"lambda": self.lam(constants.lambda_init)}
 
 
 class Attention(SelfAttention):
@@ -419,7 +426,7 @@ class Attention(SelfAttention):
     def weight_function(self) -> WeightFunction:
         return weight_functions.softmax
 
-    def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
+    def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, constants: LayerConstants) -> jax.Array:
         heads_BTHE = self.head_norm(heads_BTHE)
         if self.config.post_scale is not None:
             heads_BTHE = heads_BTHE * self.config.post_scale

@@ -10,7 +10,7 @@ from flax import nnx
 from helpers.cases import long_except
 from helpers.model_layers import OPTIONS, TOKENS, X_BTD, layer_of, parameters_of
 
-from difftx.model.attention import depth_schedule
+from difftx.model.attention import layer_constants
 from difftx.model.layers import rotary_angles
 from difftx.training.state import graph
 from model import oracle
@@ -53,12 +53,12 @@ def test_weights_of_a_layer_equal_the_formula(name, options, monkeypatch, mesh_o
         x_BTD = 0.3 * X_BTD
         queries_BC = np.array([[TOKENS - 1, 0, 7], [4, 11, 5]], np.int32)
         angles = rotary_angles(jnp.arange(TOKENS)[None], model)
-        depth = jax.tree.map(lambda a: a[1], depth_schedule(model))
-        depth = dataclasses.replace(depth, window=model.windows[0])
-        update, rows = jax.jit(lambda s, x, q: nnx.merge(graphdef, s).attention_rows(x, angles, depth, None, q))(
+        constants = jax.tree.map(lambda a: a[1], layer_constants(model))
+        constants = dataclasses.replace(constants, window=model.windows[0])
+        update, rows = jax.jit(lambda s, x, q: nnx.merge(graphdef, s).attention_rows(x, angles, constants, None, q))(
             state, x_BTD, queries_BC
         )
-        expected, _ = jax.jit(lambda s, x: nnx.merge(graphdef, s)(x, angles, depth, None))(state, x_BTD)
+        expected, _ = jax.jit(lambda s, x: nnx.merge(graphdef, s)(x, angles, constants, None))(state, x_BTD)
     np.testing.assert_array_equal(update, expected)
     assert (rows.lam_BCH is not None) == (name in PAIRS)
     for b in range(2):

@@ -53,9 +53,9 @@ class ZeroBranchAttention(DiffAttention):
     def lam(self, lambda_init):
         return jax.lax.stop_gradient(self.progress[...]) * super().lam(lambda_init)
 
-    def attend(self, q, k, v, depth, segment_ids_BT):
+    def attend(self, q, k, v, constants, segment_ids_BT):
         if self.config.attention_logit_bits is not None:
-            return super().attend(q, k, v, depth, segment_ids_BT)
+            return super().attend(q, k, v, constants, segment_ids_BT)
         B, T, K, G, d = k.shape
         R, spec = q.shape[2] // K, self.layout.attend_BTHE
         split = spec and jax.P(*spec[:3], None, None, None)  # JAX infers a sharding of None.
@@ -67,12 +67,12 @@ class ZeroBranchAttention(DiffAttention):
         # Key/value head (k, g) of 2K serves the queries of group g in the R heads that share key/value head k of K.
         q_BTKGRd = jnp.swapaxes(jax.lax.reshape(q, (B, T, K, R, G, d), out_sharding=split), 3, 4)
         v_BTKGd = jnp.stack([v, v], axis=3)
-        out_BTNd = super().attend(merged(q_BTKGRd), merged(k), merged(v_BTKGd), depth, segment_ids_BT)
+        out_BTNd = super().attend(merged(q_BTKGRd), merged(k), merged(v_BTKGd), constants, segment_ids_BT)
         out_BTKGRd = jax.lax.reshape(out_BTNd, (B, T, K, G, R, d), out_sharding=split)
-        lam_BTH = broadcast_to_tokens(self.lam(depth.lambda_init), q)
+        lam_BTH = broadcast_to_tokens(self.lam(constants.lambda_init), q)
         return difference(merged(out_BTKGRd[:, :, :, 0]), merged(out_BTKGRd[:, :, :, 1]), lam_BTH)
 
-    def output(self, heads_BTHE, x_BTD, depth):
+    def output(self, heads_BTHE, x_BTD, constants):
         return merge_heads(heads_BTHE, self.output_HED, self.layout)
 
 
@@ -99,10 +99,10 @@ class DexAttention(Attention):
         a = jax.lax.stop_gradient(self.progress[...])
         return (1 - a) * a * lambda_init + a * self.lambda_learned[...]
 
-    def output(self, heads_BTHE, x_BTD, depth):
+    def output(self, heads_BTHE, x_BTD, constants):
         correction_BTHe = linear("BTHd,de->BTHe", heads_BTHE, self.correction_de, self.layout.act_BTHE)
-        lam_H = self.lam(depth.lambda_init) * jax.lax.stop_gradient(self.chosen_H[...])
-        return super().output(difference(heads_BTHE, correction_BTHe, lam_H[None, None]), x_BTD, depth)
+        lam_H = self.lam(constants.lambda_init) * jax.lax.stop_gradient(self.chosen_H[...])
+        return super().output(difference(heads_BTHE, correction_BTHe, lam_H[None, None]), x_BTD, constants)
 
-    def statistics(self, x_BTD, depth):
-        return {"lambda": self.lam(depth.lambda_init)}
+    def statistics(self, x_BTD, constants):
+        return {"lambda": self.lam(constants.lambda_init)}

@@ -73,12 +73,12 @@ class DiffAttentionV2(Attention):
         shape, sharding = (B, T, N * (Q - 1), E), self.layout.act_BTHE
         return jax.lax.reshape(heads_BTNRE.astype(heads_BTHE.dtype), shape, out_sharding=sharding)
 
-    def weight_inputs(self, q, k, x_BTD, depth):
+    def weight_inputs(self, q, k, x_BTD, constants):
         sharding = self.layout.attend_BTHGd
         q_BTHGd = paired_queries(self._by_noise_head(q, sharding), sharding)
         return weight_functions.difference, q_BTHGd, jnp.stack([k, k], axis=3), self.lam(x_BTD)
 
-    def statistics(self, x_BTD, depth):
+    def statistics(self, x_BTD, constants):
         return {"lambda": jnp.mean(self.lam(x_BTD))}
 
     def _by_noise_head(self, x_BTHE: jax.Array, sharding: jax.P) -> jax.Array:
@@ -128,10 +128,10 @@ class GroupedDiffAttentionV2(DiffAttentionV2):
             shape = (config.d_model, config.num_heads, config.d_head)
             self.gate_DHd = projection(config, shape, 1, layout.value_DKE, rngs=rngs)
 
-    def output(self, heads_BTHE, x_BTD, depth):
+    def output(self, heads_BTHE, x_BTD, constants):
         if self.config.output_gate:
             heads_BTHE = gate(x_BTD, self.gate_DHd, self.layout) * heads_BTHE
-        return super().output(heads_BTHE, x_BTD, depth)
+        return super().output(heads_BTHE, x_BTD, constants)
 
 
 class GroupedDiffAttention(DiffAttention):
@@ -195,10 +195,10 @@ class SignedMaskAttention(DiffAttention):
     def weight_function(self):
         return weight_functions.signed_softmax
 
-    def weight_argument(self, depth):
+    def weight_argument(self, constants):
         return None
 
-    def statistics(self, x_BTD, depth):
+    def statistics(self, x_BTD, constants):
         return {}
 
 

@@ -24,8 +24,8 @@ class GatedAttention(Attention):
         shape = (config.d_model, config.num_heads, config.d_head)
         self.gate_DHd = projection(config, shape, 1, layout.value_DKE, rngs=rngs)
 
-    def output(self, heads_BTHE, x_BTD, depth):
-        return super().output(gate(x_BTD, self.gate_DHd, self.layout) * heads_BTHE, x_BTD, depth)
+    def output(self, heads_BTHE, x_BTD, constants):
+        return super().output(gate(x_BTD, self.gate_DHd, self.layout) * heads_BTHE, x_BTD, constants)
 
 
 class OffByOneAttention(Attention):
@@ -36,7 +36,7 @@ class OffByOneAttention(Attention):
     def weight_function(self):
         return weight_functions.softmax_with_sink
 
-    def weight_argument(self, depth):
+    def weight_argument(self, constants):
         return jnp.float32(0)  # Logit of the sink.
 
 
@@ -50,7 +50,7 @@ class SinkAttention(OffByOneAttention):
         super().__init__(config, layout, rngs=rngs)
         self.sink_H = vector(jnp.zeros((config.num_heads,), jnp.float32, out_sharding=layout.vector))
 
-    def weight_argument(self, depth):
+    def weight_argument(self, constants):
         return self.sink_H[...]
 
 
