@@ -167,7 +167,7 @@ class SelfAttention(nnx.Module):
         """Return the residual update, and the attention weights of the queries at the positions `queries_BC`."""
         q, k, v = self.operands(x_BTD, angles)
         update_BTD = self._update(self.attend(q, k, v, constants, segment_ids_BT), x_BTD, constants)
-        weight_function, q, k, weight_argument = self.weight_inputs(q, k, x_BTD, constants)
+        weight_function, q, k, weight_argument = self.attention_weight_inputs(q, k, x_BTD, constants)
         options = {"weight_argument": weight_argument, "segment_ids_BT": segment_ids_BT, "window": constants.window}
         return update_BTD, attention_rows(weight_function, q, k, queries_BC, **options)
 
@@ -189,7 +189,7 @@ class SelfAttention(nnx.Module):
         _, pullback = jax.vjp(lambda heads_BTHE: self.output(heads_BTHE, x_BTD, constants), heads_BTHE)
         (dheads_BTHE,) = pullback(dupdate_BTD)
         dheads_BTHE = reshard(dheads_BTHE, self.layout.attend_BTHE)
-        weight_function, q, k, lam = self.weight_inputs(q, k, x_BTD, constants)
+        weight_function, q, k, lam = self.attention_weight_inputs(q, k, x_BTD, constants)
         assert weight_function is weight_functions.difference
         assert lam is not None
         options = {"segment_ids_BT": segment_ids_BT, "window": constants.window}
@@ -255,7 +255,7 @@ class SelfAttention(nnx.Module):
         """Return the outputs of the heads, given those of the kernel's heads. By default, they are the same."""
         return heads_BTHE
 
-    def weight_inputs(
+    def attention_weight_inputs(
         self, q: jax.Array, k: jax.Array, x_BTD: jax.Array, constants: LayerConstants
     ) -> tuple[WeightFunction, jax.Array, jax.Array, jax.Array | None]:
         """Return the inputs that determine the attention weights of the heads after `combine`.

@@ -22,7 +22,7 @@ PAIRS = {"diff", "gda", "diff_v2", "gdla", "diff_fixed_lambda", "zero_branch"}
 ROW = 32
 
 
-def oracle_weights(monkeypatch, module, model, x_TD, depth):
+def oracle_attention_weights(monkeypatch, module, model, x_TD, depth):
     """Return the oracle's attention weights `[H, T, T]`, A1 and A2 `[H, 2, T, T]`, and λ `[H, T]`."""
     weights, softmax_weights, attend = [], [], oracle.attend
 
@@ -62,7 +62,7 @@ def test_weights_of_a_layer_equal_the_formula(name, options, monkeypatch, mesh_o
     np.testing.assert_array_equal(update, expected)
     assert (rows.lam_BCH is not None) == (name in PAIRS)
     for b in range(2):
-        weights_HTT, pairs_HGTT, lam_HT = oracle_weights(monkeypatch, module, model, x_BTD[b], 1)
+        weights_HTT, pairs_HGTT, lam_HT = oracle_attention_weights(monkeypatch, module, model, x_BTD[b], 1)
         at = queries_BC[b]
         np.testing.assert_allclose(rows.weights_BCHS[b], np.moveaxis(weights_HTT, 1, 0)[at], rtol=0, atol=1e-6)
         if name in PAIRS:

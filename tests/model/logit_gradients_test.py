@@ -28,7 +28,7 @@ def test_sums_equal_those_of_dense_attention(name, options, mesh_of):
         @jax.jit
         def inputs_and_sums(module, dupdate_BTD):
             q, k, v_BTKE = module.operands(X_BTD, angles)
-            _, *inputs = module.weight_inputs(q, k, X_BTD, constants)
+            _, *inputs = module.attention_weight_inputs(q, k, X_BTD, constants)
             return (*inputs, v_BTKE), module.logit_gradient_products(X_BTD, angles, constants, ids_BT, dupdate_BTD)
 
         inputs, found_BTH3 = inputs_and_sums(module, dupdate_BTD)

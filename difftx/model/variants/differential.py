@@ -73,7 +73,7 @@ class DiffAttentionV2(Attention):
         shape, sharding = (B, T, N * (Q - 1), E), self.layout.act_BTHE
         return jax.lax.reshape(heads_BTNRE.astype(heads_BTHE.dtype), shape, out_sharding=sharding)
 
-    def weight_inputs(self, q, k, x_BTD, constants):
+    def attention_weight_inputs(self, q, k, x_BTD, constants):
         sharding = self.layout.attend_BTHGd
         q_BTHGd = paired_queries(self._by_noise_head(q, sharding), sharding)
         return weight_functions.difference, q_BTHGd, jnp.stack([k, k], axis=3), self.lam(x_BTD)
