@@ -407,6 +407,7 @@ class Attention(SelfAttention):
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
         super().__init__(config, layout, rngs=rngs)
         D, H, K, d = config.d_model, config.num_heads, config.kv_heads, config.d_head
+        # Without groups, weights of queries and keys have three axes, so they are sharded like those of values.
         self.query_DHd = projection(config, (D, config.query_heads, d), 1, layout.value_DKE, rngs=rngs)
         self.key_DKd = projection(config, (D, K, d), 1, layout.value_DKE, rngs=rngs)
         self.value_DKd = projection(config, (D, K, d), 1, layout.value_DKE, rngs=rngs)
