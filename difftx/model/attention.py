@@ -145,10 +145,10 @@ class SelfAttention(nnx.Module):
     def extend(
         self, x_BTD: jax.Array, angles: Angles, constants: LayerConstants, cache: KVCache, segments: SegmentMask
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Return the residual update `[B, T, D]` of new tokens, which also attend to cached tokens, and a tuple.
+        """Return the residual update `[B, T, D]` of new tokens, which also attend to cached tokens, and cache entries.
 
-        The tuple is `(k, v)` of the new tokens. If the cache evicts tokens, the attention mass per new token and per
-        slot follows, as `cached.weighted_attention` returns it.
+        The entries are `(k, v)` of the new tokens. If the cache evicts tokens, the attention mass per new token
+        `[B, T, K]` and per slot `[B, K, S]` follows, as `cached.weighted_attention` returns it.
         """
         q, k, v = self._projected(x_BTD, angles)
         options = {"weight_argument": self.weight_argument(constants), "window": constants.window}
