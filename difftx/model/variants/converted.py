@@ -13,7 +13,7 @@ from difftx.model.layers import constant, linear, progress, projection, vector
 
 
 class ZeroBranchAttention(DiffAttention):
-    """Softmax attention with a second map in each head whose factor λ is initially zero.
+    """Softmax attention with second attention weights A2 in each head, whose factor λ is initially zero.
 
     head_i = (A1_i - λ A2_i) V_i with λ = a (exp(λ_q1·λ_k1) - exp(λ_q2·λ_k2) + λ_init). The scalar a grows from 0 to 1
     over `anneal_steps` updates (`layers.progress`). With a = 0, this is the Transformer whose weights are those of A1,
