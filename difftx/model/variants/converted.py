@@ -1,6 +1,6 @@
 """Differential attention for models that were trained with softmax attention (docs/differentialize.md)."""
 # Axes: B = batch, T = tokens, D = model width, H = heads, K = key/value heads, R = H / K, G = 2 groups (A1 and A2),
-#   d = e = width of a head's queries, keys and values
+#   d = e = width of a head's queries, keys and values, N = 2 H = softmax heads
 
 import math
 
@@ -54,11 +54,11 @@ class ZeroBranchAttention(DiffAttention):
         return jax.lax.stop_gradient(self.progress[...]) * super().lam(lambda_init)
 
     def attend(self, q, k, v, constants, segment_ids_BT):
-        if self.config.attention_logit_bits is not None:
+        if self.config.attention_logit_bits is not None:  # The kernel for quantised logits accepts values of width d.
             return super().attend(q, k, v, constants, segment_ids_BT)
         B, T, K, G, d = k.shape
         R, spec = q.shape[2] // K, self.layout.attend_BTHE
-        split = spec and jax.P(*spec[:3], None, None, None)  # JAX infers a sharding of None.
+        split = spec and jax.P(*spec[:3], None, None, None)  # With None, JAX infers the sharding.
 
         def merged(x: jax.Array) -> jax.Array:
             """Return `[B, T, …, d]` as `[B, T, heads, d]`."""
