@@ -74,7 +74,8 @@ class NeedlePrompts:
     ):
         """Read the haystack. `settings` replace `eval.needle`. Errors mention `length_field` and `case_field`."""
         self._settings = settings = settings or run.config.eval.needle
-        self._tokenizer, self.text_of = run.tokenizer, run.tokenizer.decode
+        self._tokenizer = run.tokenizer
+        self.text_of = run.tokenizer.decode  # The charts of suite attention decode the tokens of a prompt.
         self._window = window = run.config.data.sequence_length
         self.cases, self.depths = settings.cases, settings.depths
         self.lengths = sorted(settings.lengths) or [window]
@@ -84,7 +85,7 @@ class NeedlePrompts:
                 f"data.sequence_length={window}; use at most that"
             )
         for case in self.cases:
-            self._check_length(case, length_field, case_field)
+            self._check_case(case, length_field, case_field)
         tokens = read_haystack(run, longest=self.lengths[-1])
         self.haystack_tokens = len(tokens)
         self._text = find_boundaries(tokens, run.tokenizer, longest=self.lengths[-1])
@@ -92,6 +93,7 @@ class NeedlePrompts:
         self.items = list(itertools.starmap(NeedleItem, parameters))
 
     def prompt(self, item: NeedleItem) -> NeedlePrompt:
+        """Return the prompt of an item. The settings and the item's fields except `depth` seed all random choices."""
         needles, queries = item.case.needles, item.case.queries
         rng = np.random.default_rng([self._settings.seed, item.length, needles, queries, item.sample])
         cities = [CITIES[i] for i in rng.choice(len(CITIES), needles, replace=False)]
@@ -132,7 +134,7 @@ class NeedlePrompts:
         listed = f"{', '.join(cities[:-1])} and {cities[-1]}"
         return self._tokenizer.encode_ordinary(SEVERAL_QUESTIONS.format(cities=listed), continues=True)
 
-    def _check_length(self, case: NeedleCaseConfig, length_field: str, case_field: str) -> None:
+    def _check_case(self, case: NeedleCaseConfig, length_field: str, case_field: str) -> None:
         if case.needles > len(CITIES):
             raise UserError(f"{case_field}: needles={case.needles}, and there are {len(CITIES)} cities; use fewer")
         new_tokens, window = self._settings.new_tokens, self._window
