@@ -30,7 +30,7 @@ SMALLEST_HAYSTACK = 16  # Fewest tokens of a haystack. Depths have no meaning in
 
 @dataclasses.dataclass(frozen=True)
 class NeedleItem:
-    """The parameters of a prompt. Prompts that differ only in their sample form a cell."""
+    """The parameters of a prompt. A cell consists of the prompts that differ only in `sample`."""
 
     length: int  # Number of tokens in prompt and answer.
     case: NeedleCaseConfig
