@@ -138,15 +138,15 @@ class NeedlePrompts:
         if case.needles > len(CITIES):
             raise UserError(f"{case_field}: needles={case.needles}, and there are {len(CITIES)} cities; use fewer")
         new_tokens, window = self._settings.new_tokens, self._window
-        needed = self._prompt_tokens(case.needles, case.queries) + new_tokens
+        needed = self._minimum_prompt_tokens(case.needles, case.queries) + new_tokens
         if self.lengths[0] >= needed:
             return
-        fewer = [n for n in range(1, case.needles + 1) if self._prompt_tokens(n, min(n, case.queries)) < window]
+        fewer = [n for n in range(1, case.needles + 1) if self._minimum_prompt_tokens(n, min(n, case.queries)) < window]
         if needed <= window:
             fix = f"use at least {needed}"
         elif fewer:
             needles = f"use {fewer[-1]} needles ({case_field}), and " if fewer[-1] < case.needles else ""
-            room = window - self._prompt_tokens(fewer[-1], min(fewer[-1], case.queries))
+            room = window - self._minimum_prompt_tokens(fewer[-1], min(fewer[-1], case.queries))
             length = f"{length_field}={window}, and " if self.lengths[0] < window else ""
             fix = f"{needles}set {length}eval.needle.new_tokens={min(new_tokens, room)}"
         else:
@@ -156,8 +156,11 @@ class NeedlePrompts:
             f"eval.needle.new_tokens={new_tokens}; {fix}"
         )
 
-    def _prompt_tokens(self, needles: int, queries: int) -> int:
-        """Return an upper bound of the tokens of the shortest prompt: a number has at most as many tokens as digits."""
+    def _minimum_prompt_tokens(self, needles: int, queries: int) -> int:
+        """Return a number of tokens that suffices for a prompt with the shortest haystack, without its answer.
+
+        It counts one token per digit, the most that a number needs.
+        """
         longest = sorted(CITIES, key=lambda city: len(self._needle(city, "")), reverse=True)[:needles]
         parts = [*(self._needle(city, "") for city in longest), self._question(longest[:queries])]
         return sum(map(len, parts)) + needles * DIGITS + SMALLEST_HAYSTACK
