@@ -27,13 +27,13 @@ from kernels import oracle
     ],
 )
 def test_equals_the_oracle(K, new, lam, window, dtype):
-    B, S, H, D = 2, 14, 4, 8
+    B, S, H, d = 2, 14, 4, 8
     rng = np.random.default_rng(0)
 
     def draw(*shape):
         return jnp.asarray(rng.normal(size=shape), dtype)
 
-    q, k, v = draw(B, S, H, 2, D), draw(B, S, K, 2, D), draw(B, S, K, 2 * D)
+    q, k, v = draw(B, S, H, 2, d), draw(B, S, K, 2, d), draw(B, S, K, 2 * d)
     lam_BSH = (
         rng.normal(size=(B, S, H)).astype(np.float32) if lam == "per token" else np.full((B, S, H), 0.4, np.float32)
     )

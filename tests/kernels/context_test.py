@@ -15,15 +15,15 @@ from difftx.kernels import context, pallas_tpu, pallas_tpu_kernels, weight_funct
 from difftx.kernels.context import SequenceSharding
 from difftx.kernels.rows import attention_rows
 
-B, H, K, D = 2, 4, 2, 8  # Query heads share keys, so fewer key heads than query heads are gathered.
+B, H, K, d = 2, 4, 2, 8  # Query heads share keys, so fewer key heads than query heads are gathered.
 
 
 def operands(kind, tokens, segments, seed=0):
     """Return q, k, v and λ or None, and segment ids or None."""
     keys = jax.random.split(jax.random.key(seed), 4)
-    groups, width = ((2,), 2 * D) if kind == "diff" else ((), D)
-    q = jax.random.normal(keys[0], (B, tokens, H, *groups, D))
-    k = jax.random.normal(keys[1], (B, tokens, K, *groups, D))
+    groups, width = ((2,), 2 * d) if kind == "diff" else ((), d)
+    q = jax.random.normal(keys[0], (B, tokens, H, *groups, d))
+    k = jax.random.normal(keys[1], (B, tokens, K, *groups, d))
     v = jax.random.normal(keys[2], (B, tokens, K, width))
     lam = jax.random.uniform(keys[3], (B, tokens, H)) if kind == "diff" else None
     # Documents have random lengths. They end inside chunks and may span several chunks.

@@ -90,11 +90,11 @@ def test_the_gradient_is_taken_at_the_rounded_logits():
 
 def by_hand(q, k, v, lam, ids, window, bits, granularity):
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    B, T, H, _, D = q.shape
+    B, T, H, _, d = q.shape
     out = np.zeros((B, T, H, v.shape[3]))
     for b, t in np.ndindex(B, T):
         keys = [s for s in range(t + 1) if ids[b, s] == ids[b, t] and (window is None or t - s < window)]
-        rows = [[k[b, keys, n * k.shape[2] // H, g] @ q[b, t, n, g] / np.sqrt(D) for g in range(2)] for n in range(H)]
+        rows = [[k[b, keys, n * k.shape[2] // H, g] @ q[b, t, n, g] / np.sqrt(d) for g in range(2)] for n in range(H)]
         for n, row in enumerate(rows):
             largest = [np.abs(z).max() if granularity == "query" else np.abs(rows).max() for z in row]
             weights1, weights2 = (softmax_row(nearest_level(z, m, bits)) for z, m in zip(row, largest, strict=True))
@@ -104,11 +104,11 @@ def by_hand(q, k, v, lam, ids, window, bits, granularity):
 
 @pytest.mark.parametrize("granularity", [pytest.param("query", marks=pytest.mark.long), "token"])
 def test_chunked_and_cached_attention_equal_brute_force(granularity, monkeypatch):
-    B, T, H, K, D, new = 2, 14, 4, 2, 8, 5
+    B, T, H, K, d, new = 2, 14, 4, 2, 8, 5
     rng = np.random.default_rng(0)
     q, k, v = (
         jnp.asarray(rng.normal(size=shape), jnp.float32)
-        for shape in ((B, T, H, 2, D), (B, T, K, 2, D), (B, T, K, 2 * D))
+        for shape in ((B, T, H, 2, d), (B, T, K, 2, d), (B, T, K, 2 * d))
     )
     segment_BT, lam = np.array([[0] * 14, [0] * 6 + [1] * 8], np.int32), jnp.float32(0.7)
     quantized = functools.partial(

@@ -13,7 +13,7 @@ from difftx.kernels.rows import attention_rows
 from difftx.kernels.weight_functions import difference
 from kernels.oracle import softmax_row
 
-B, T, H, K, D = 2, 23, 4, 2, 8
+B, T, H, K, d = 2, 23, 4, 2, 8
 QUERIES = np.array([[0, 22, 9], [5, 4, 21]], np.int32)
 # Name → (weight function, number of groups, shape of its number per query or None, formula of one row in numpy).
 FUNCTIONS = {
@@ -27,7 +27,7 @@ FUNCTIONS = {
 
 
 def inputs(groups, extra, rng):
-    q, k = (rng.normal(size=(B, T, heads, groups, D)).astype(np.float32) for heads in (H, K))
+    q, k = (rng.normal(size=(B, T, heads, groups, d)).astype(np.float32) for heads in (H, K))
     number = None if extra is None else rng.random(extra).astype(np.float32)
     return q, k, number, np.sort(rng.integers(0, 3, (B, T))).astype(np.int32)
 
@@ -42,7 +42,7 @@ def test_rows_equal_the_formula(name, segments, window):
     arrays = {"weight_argument": number, "segment_ids_BT": ids if segments else None}
     arrays = {n: None if x is None else jnp.asarray(x) for n, x in arrays.items()}
     found = attention_rows(weight_function, q, k, QUERIES, **arrays, window=window)
-    q, k = (np.asarray(x, np.float64).reshape(B, T, -1, groups, D) for x in (q, k))
+    q, k = (np.asarray(x, np.float64).reshape(B, T, -1, groups, d) for x in (q, k))
     numbers = None if number is None else np.broadcast_to(np.float64(number), (B, T, H))
     assert found.weights_BCHS.shape == (B, 3, H, T)
     assert found.weights_BCHS.dtype == jnp.float32
@@ -50,7 +50,7 @@ def test_rows_equal_the_formula(name, segments, window):
         t = QUERIES[b, c]
         first = 0 if window is None else max(0, t - window + 1)
         keys = [s for s in range(first, t + 1) if not segments or ids[b, s] == ids[b, t]]
-        logits = [k[b, keys, h // (H // K), g] @ q[b, t, h, g] / np.sqrt(D) for g in range(groups)]
+        logits = [k[b, keys, h // (H // K), g] @ q[b, t, h, g] / np.sqrt(d) for g in range(groups)]
         expected = np.zeros(T)
         expected[keys] = row(*logits, *([] if numbers is None else [numbers[b, t, h]]))
         np.testing.assert_allclose(found.weights_BCHS[b, c, h], expected, rtol=0, atol=1e-6)
@@ -66,7 +66,7 @@ def test_rows_equal_the_formula(name, segments, window):
 
 def test_memory_is_not_quadratic():
     """With 4,096 tokens, no array of the program has 4,096² elements. Memory is linear in the selected queries."""
-    q, k = (jax.ShapeDtypeStruct((1, 4096, heads, 2, D), jnp.bfloat16) for heads in (H, K))
+    q, k = (jax.ShapeDtypeStruct((1, 4096, heads, 2, d), jnp.bfloat16) for heads in (H, K))
     queries = jax.ShapeDtypeStruct((1, 3), jnp.int32)
     call = jax.jit(functools.partial(attention_rows, difference))
     lam = jax.ShapeDtypeStruct((), jnp.float32)

@@ -36,10 +36,10 @@ RUNS += [("sink", "window, segments, groups", "bfloat16")]
 LARGE_TOLERANCE = 2e-5  # As in diff_attention_test.py.
 
 
-def inputs(name, B=2, T=21, H=4, K=4, D=8, E=6, extra="BTH", segments=False, scale=1.0, dtype="float32"):
+def inputs(name, B=2, T=21, H=4, K=4, d=8, E=6, extra="BTH", segments=False, scale=1.0, dtype="float32"):
     _, G, takes_number, _ = FUNCTIONS[name]
     rng = np.random.default_rng(0)
-    shapes = [((B, T, H, G, D), scale), ((B, T, K, G, D), scale), ((B, T, K, E), 1.0)]
+    shapes = [((B, T, H, G, d), scale), ((B, T, K, G, d), scale), ((B, T, K, E), 1.0)]
     q, k, v = (jnp.asarray(rng.normal(size=shape) * m, dtype) for shape, m in shapes)
     if G == 1:
         q, k = q[:, :, :, 0], k[:, :, :, 0]
@@ -52,14 +52,14 @@ def by_hand(name, q, k, v, number, ids, window):
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     ids, number = (None if x is None else np.asarray(x) for x in (ids, number))
     q, k = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
-    B, T, H, G, D = q.shape
+    B, T, H, G, d = q.shape
     out = np.zeros((B, T, H, v.shape[3]))
     for b, t, n in np.ndindex(B, T, H):
         kv = n * k.shape[2] // H
         keys = [
             s for s in range(t + 1) if (ids is None or ids[b, s] == ids[b, t]) and (window is None or t - s < window)
         ]
-        row = [k[b, keys, kv, g] @ q[b, t, n, g] / np.sqrt(D) for g in range(G)]
+        row = [k[b, keys, kv, g] @ q[b, t, n, g] / np.sqrt(d) for g in range(G)]
         if number is not None:
             row.append(np.float64(np.broadcast_to(number, (B, T, H))[b, t, n]))
         out[b, t, n] = FUNCTIONS[name][3](*row) @ v[b, keys, kv]
@@ -164,7 +164,7 @@ def test_cached_attention_equals_the_formula(name, window):
 
 def test_bad_calls_say_what_is_wrong():
     q, k, v, _, _ = inputs("signed")
-    with pytest.raises(ValueError, match=r"q \[B, T, H, G, D\]"):
+    with pytest.raises(ValueError, match=r"q \[B, T, H, G, d\]"):
         kernels.weighted_attention(weight_functions.signed_softmax, q, k[:, :, :, :1], v)
     with pytest.raises(ValueError, match=r"requires a real weight_argument: a scalar, .*; got float32\[3\]"):
         kernels.weighted_attention(weight_functions.difference, q, k, v, weight_argument=jnp.ones(3))
