@@ -189,8 +189,8 @@ def print_kernel(name, width):
     (sass,), (ptxas_log,) = (pathlib.Path(_DUMP.name).glob(f"{name}_[0-9]*.{x}") for x in ("sass_ctrl", "ptxas"))
     bodies = main_loops(*parse(sass))
     spilled = sum(map(int, re.findall(r"(\d+) bytes spill", ptxas_log.read_text())))  # Stores and loads.
-    print(f"\n{name}, D = {width}, spilled bytes {spilled}")
-    # Q, K or V tiles of one step: two tiles of width D and one of width 2D, in bfloat16.
+    print(f"\n{name}, d = {width}, spilled bytes {spilled}")
+    # Q, K or V tiles of one step: two tiles of width d and one of width 2d, in bfloat16.
     loaded = TILE * 4 * width * 2
     busy = collections.defaultdict(float)
     busy["L2"] = loaded * SMS / L2_BYTES_PER_S * CLOCK_HZ
@@ -244,7 +244,7 @@ def compile_kernels(width):
 def main():
     """Print the counts and the floors of the three kernels."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--width", type=int, default=128, help="head width D")
+    parser.add_argument("--width", type=int, default=128, help="head width d")
     width = parser.parse_args().width
     nvdisasm = shutil.which("nvdisasm")
     if not nvdisasm:

@@ -7,8 +7,8 @@ the measured times of forward, backward and both, as medians over interleaved ro
 executed TFLOP/s and the ratios to the floor and to the Transformer. A kernel that cannot run on the device is listed
 with the reason.
 
-Shapes: B = batch rows, T = tokens per row, H = differential heads, G = 2 groups of queries and keys, D = their width,
-E = 2D, the width of values.
+Shapes: B = batch rows, T = tokens per row, H = differential heads, G = 2 groups of queries and keys, d = their width,
+E = 2d, the width of values.
 """
 
 import argparse
@@ -42,7 +42,7 @@ DEVICES = {
     "TPU v6 lite": (918e12, 1.64e12),
 }
 
-# Number of matrix products of width D over T² / 2 pairs for one differential head, as (forward, backward), at 2 FLOPs
+# Number of matrix products of width d over T² / 2 pairs for one differential head, as (forward, backward), at 2 FLOPs
 # per multiply-add. The floor counts P1 V and P2 V separately, as kernels with an online softmax compute them.
 FLOOR_UNITS = (6, 10)
 # Implementation → number of such products that it executes.
@@ -57,22 +57,22 @@ EXECUTED_UNITS = {
 }
 
 
-def four_calls(q_BTHGD: jax.Array, k_BTHGD: jax.Array, v_BTHE: jax.Array, lam: jax.Array) -> jax.Array:
+def four_calls(q_BTHGd: jax.Array, k_BTHGd: jax.Array, v_BTHE: jax.Array, lam: jax.Array) -> jax.Array:
     """Compute FlashDiffAttn_2 of the official code: each softmax attends to each half of V separately."""
     halves = jnp.split(v_BTHE, 2, axis=-1)
     one, two = (
-        jnp.concatenate([kernels.attention(q_BTHGD[:, :, :, g], k_BTHGD[:, :, :, g], v) for v in halves], axis=-1)
+        jnp.concatenate([kernels.attention(q_BTHGd[:, :, :, g], k_BTHGd[:, :, :, g], v) for v in halves], axis=-1)
         for g in (0, 1)
     )
     return (one - lam * two).astype(v_BTHE.dtype)
 
 
-def transformer_attention(q_BTHGD: jax.Array, k_BTHGD: jax.Array, v_BTHE: jax.Array, lam: jax.Array) -> jax.Array:
-    """Compute the matched Transformer's attention from the same arrays: 2H heads of width D."""
+def transformer_attention(q_BTHGd: jax.Array, k_BTHGd: jax.Array, v_BTHE: jax.Array, lam: jax.Array) -> jax.Array:
+    """Compute the matched Transformer's attention from the same arrays: 2H heads of width d."""
     del lam
-    B, T, H, G, D = q_BTHGD.shape
-    q, k, v = (x.reshape(B, T, G * H, D) for x in (q_BTHGD, k_BTHGD, v_BTHE))
-    return kernels.attention(q, k, v).reshape(B, T, H, G * D)
+    B, T, H, G, d = q_BTHGd.shape
+    q, k, v = (x.reshape(B, T, G * H, d) for x in (q_BTHGd, k_BTHGd, v_BTHE))
+    return kernels.attention(q, k, v).reshape(B, T, H, G * d)
 
 
 def contestants() -> dict[str, Callable[..., jax.Array]]:
@@ -114,7 +114,7 @@ class Shape:
     length: int  # Tokens per row.
 
     def arrays(self) -> tuple[jax.Array, ...]:
-        """Return random q and k of shape [B, T, H, G, D] and v of shape [B, T, H, E] in bfloat16, and λ."""
+        """Return random q and k of shape [B, T, H, G, d] and v of shape [B, T, H, E] in bfloat16, and λ."""
         keys = jax.random.split(jax.random.key(0), 3)
         rows = self.batch, self.length, self.heads
         shapes = [(*rows, 2, self.width), (*rows, 2, self.width), (*rows, 2 * self.width)]
@@ -123,7 +123,7 @@ class Shape:
 
     @property
     def product_flops(self) -> float:
-        """FLOPs of one product of width D over T² / 2 pairs for all heads, the unit of `FLOOR_UNITS`."""
+        """FLOPs of one product of width d over T² / 2 pairs for all heads, the unit of `FLOOR_UNITS`."""
         return 2 * self.batch * self.heads * self.width * self.length**2 / 2
 
     def floor_seconds(self, device: str) -> list[float] | None:

@@ -5,7 +5,7 @@
 libtpu compiles the kernels for a TPU that is not attached and dumps the final VLIW bundles. One bundle is one cycle of
 the core, apart from memory stalls. The script counts the bundles of one unmasked tile of queries x keys in bfloat16,
 plus the work done once per query (or key) tile. It compares difftx's fused kernels (the backend `pallas_tpu`) with two
-splash-attention calls whose values have width 2D (`splash_wide`, which takes the split backward pass for rows over 4K).
+splash-attention calls whose values have width 2d (`splash_wide`, which takes the split backward pass for rows over 4K).
 Splash attention has two forms of the backward pass: split (dQ, dKV), and fused. The fused form writes a partial dQ for
 every key tile to HBM and sums these outside of the kernel; the bundles include neither that traffic nor the sum. difftx
 keeps dQ in VMEM where it fits, and splits otherwise.
@@ -137,7 +137,7 @@ def main():
 
     for chip in args.chips.split(","):
         bundles = _print_kernels(chip, args.d, args.side)
-        print(f"\n{chip}, D = {args.d}, E = {2 * args.d}, {args.side} x {args.side}, bundles:")
+        print(f"\n{chip}, d = {args.d}, E = {2 * args.d}, {args.side} x {args.side}, bundles:")
         _print_comparison(bundles)
         print()
 

@@ -1,7 +1,7 @@
 """Experiments that a review of the paper proposes, to separate noise cancellation from other explanations.
 
-The review argues that subtracting two attention maps may help by making attention sparse and signed, without cancelling
-any shared noise. Each proposed experiment is an arm of this recipe; docs/reproducing.md lists the numbers that answer
+The review argues that the subtraction A1 - λ A2 may help by making attention sparse and signed, without cancelling any
+shared noise. Each proposed experiment is an arm of this recipe; docs/reproducing.md lists the numbers that answer
 it. The controls `diff` and `transformer` run every suite that looks inside the model, so one training of each also
 answers NC1, NC3, SP2, the first half of Q1, and Q5.
 
@@ -32,11 +32,11 @@ LAMBDA_1 = {"lambda_learned": False, "lambda_init": 1.0, "post_scale": 0.2}
 ARMS = {
     "diff": Arm("diff", suites=INSIDE),
     "transformer": Arm("transformer", suites=INSIDE),
-    "nc1": Arm("diff", suites=("attention",)),  # Tests if the two attention maps agree more at irrelevant tokens.
+    "nc1": Arm("diff", suites=("attention",)),  # Tests if A1 and A2 agree more at irrelevant tokens.
     "nc2": Arm("diff", LAMBDA_1),  # Tests if subtraction with a fixed λ = 1 wins with many distractors.
-    "nc3": Arm("diff", suites=("gradients", "attention")),  # Tests if training aligns the maps in noise.
+    "nc3": Arm("diff", suites=("gradients", "attention")),  # Tests if training aligns A1 and A2 in noise.
     "sp1": Arm("top_k"),  # Tests if explicit sparsity does as well as differential attention.
-    "sp2": Arm("diff", suites=("attention",)),  # Measures how sparse the attention maps are.
+    "sp2": Arm("diff", suites=("attention",)),  # Measures how sparse the attention weights are.
     "sp3": Arm("signed_mask", suites=("attention",)),  # Tests if a learned signed mask does as well.
     "q1": Arm("diff", LAMBDA_1),  # Fixes λ at 1, for comparison with `diff`, which learns one λ per layer.
     "q2-scalar": Arm("diff", {"head_norm": "scalar"}),  # Measures the gain that is left without the head norm.

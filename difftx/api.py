@@ -12,9 +12,9 @@ from typing import Any
 # The public names by module. All other names may change without notice.
 PUBLIC = {
     "difftx": ("DiffAttention", "AttentionLayer", "kernels"),
-    "difftx.kernels": ("diff_attention", "attention", "mapped_attention", "maps"),
-    "difftx.kernels.maps": (
-        "Map",
+    "difftx.kernels": ("diff_attention", "attention", "weighted_attention", "weight_functions"),
+    "difftx.kernels.weight_functions": (
+        "WeightFunction",
         "MASKED",
         "softmax",
         "difference",
@@ -29,7 +29,7 @@ PUBLIC = {
     "difftx.config.eval": ("EvalConfig",),
     "difftx.config.training": ("OptimizerConfig",),
     "difftx.config.fields": ("add_group",),
-    "difftx.model.attention": ("SelfAttention", "DiffAttention", "Attention", "Depth"),
+    "difftx.model.attention": ("SelfAttention", "DiffAttention", "Attention", "LayerConstants"),
     "difftx.model.layers": ("linear", "projection", "vector"),
     "difftx.parallel.layout": ("Layout",),
     "difftx.data.synthetic": ("TASKS", "Task"),

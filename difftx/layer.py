@@ -15,7 +15,7 @@ from difftx.config.build import build_group
 from difftx.config.fields import types_of
 from difftx.errors import UserError, did_you_mean
 from difftx.kernels.context import is_explicit_mesh
-from difftx.model.attention import depth_schedule
+from difftx.model.attention import layer_constants
 from difftx.model.layers import rotary_angles
 from difftx.parallel.layout import Layout, reshard
 from difftx.parallel.mesh import AXES, check_attention_divisible
@@ -110,9 +110,9 @@ class AttentionLayer(nnx.Module):
         x_BTD = reshard(x, layout.act_BTD)
         positions_BT = jnp.arange(x.shape[1])[None] if positions is None else reshard(positions, layout.act_BT)
         angles = rotary_angles(positions_BT, config)
-        depth = jax.tree.map(lambda constant_L: constant_L[self.layer - 1], depth_schedule(config))
-        depth = dataclasses.replace(depth, window=config.window)
-        return self.attention(x_BTD, angles, depth, segment_ids)[0]
+        constants = jax.tree.map(lambda constant_L: constant_L[self.layer - 1], layer_constants(config))
+        constants = dataclasses.replace(constants, window=config.window)
+        return self.attention(x_BTD, angles, constants, segment_ids)[0]
 
 
 class DiffAttention(AttentionLayer):

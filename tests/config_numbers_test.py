@@ -89,10 +89,9 @@ def test_heads_that_do_not_divide_a_large_prime_are_rejected_quickly():
 
 
 EVERY = tuple(ARCHITECTURES)
-TWO_MAPS = ("diff", "gda", "signed_mask")
 LEARNED = ("diff", "gda", "zero_branch")
 READERS = {
-    "lambda_init": (*TWO_MAPS, "zero_branch", "dex"),
+    "lambda_init": ("diff", "gda", "signed_mask", "zero_branch", "dex"),
     "lambda_learned": LEARNED,
     "lambda_std": LEARNED,
     "lambda_bound": LEARNED,

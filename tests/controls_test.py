@@ -287,7 +287,7 @@ def test_the_controls_have_equally_many_parameters_and_widths():
         assert heads[0].num_heads * heads[0].d_head == 2 * heads[2].num_heads * heads[2].d_head
 
 
-def test_lambda_zero_is_attention_of_the_first_map():
+def test_lambda_zero_is_attention_with_the_first_weights():
     model = load_config("controls:novels-zero-norm", {}).model
     assert (model.architecture, model.lambda_learned, model.lambda_init) == ("diff", False, 0.0)
     factors = [1 - (0.8 - 0.6 * math.exp(-0.3 * layer)) for layer in range(model.num_layers)]

@@ -187,7 +187,7 @@ def _rankings(config: Config) -> "dict[str, tuple[Config, Ranking]]":
     found = {}
     for one in pair(config).values() if config.model.architecture in COMPARED else [config]:
         function = kernel_choice.kernel_function(one)
-        if function != "mapped_attention":  # It has one kernel.
+        if function != "weighted_attention":  # It has one kernel.
             found[function] = one, Ranking(function, {}, *kernel_choice.measured(one))
     return found
 

@@ -276,7 +276,7 @@ class ModelConfig(Extensible, path="model"):
 
     @property
     def groups(self) -> int:
-        """Number of keys per key/value head: 2 for an architecture with two attention maps per head, else 1."""
+        """Number of keys per key/value head: 2 if each head has attention weights A1 and A2, else 1."""
         return ARCHITECTURES[self.architecture].groups
 
     @property

@@ -18,7 +18,7 @@ from difftx.evals.result import Heatmap, LineChart, Result, Series
 from difftx.evals.suite import Suite
 from difftx.evals.throughput import COMPARED, counterpart
 from difftx.model.abstract import vector_mask
-from difftx.model.attention import Angles, Depth, SelfAttention
+from difftx.model.attention import Angles, LayerConstants, SelfAttention
 from difftx.model.decoder import Decoder
 from difftx.parallel.layout import Layout
 from difftx.training.loss import batch_nll, weighted_loss
@@ -184,8 +184,11 @@ def _logit_products(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> jax.Ar
     no_changes_LBTD = jnp.zeros(shape, model.config.compute_dtype, out_sharding=jax.P(None, *layout.act_BTD))
     dupdates_LBTD, inputs_LBTD = jax.grad(nll, has_aux=True)(no_changes_LBTD)
 
-    def products(attention: SelfAttention, angles: Angles, depth: Depth, x_BTD: jax.Array, dupdate_BTD: jax.Array):
-        found_BTH3 = attention.logit_gradient_products(x_BTD, angles, depth, documents["segment_ids_BT"], dupdate_BTD)
+    def products(
+        attention: SelfAttention, angles: Angles, constants: LayerConstants, x_BTD: jax.Array, dupdate_BTD: jax.Array
+    ):
+        segment_ids_BT = documents["segment_ids_BT"]
+        found_BTH3 = attention.logit_gradient_products(x_BTD, angles, constants, segment_ids_BT, dupdate_BTD)
         return jax.sharding.reshard(jnp.sum(found_BTH3, axis=(0, 1, 2)), jax.P())
 
     length, positions_BT = tokens_BT.shape[1], documents["positions_BT"]

@@ -26,7 +26,7 @@ class Entries(NamedTuple):
     keys: jax.Array  # [L, B, T, K, …, width]
     values: jax.Array  # [L, B, T, K, width]
     position_BT: jax.Array  # Position of each token in its row, or `EMPTY` for padding.
-    mass_LBTK: jax.Array | None = None  # The second result of `cached.mapped_attention`, for a cache with `Slots`.
+    mass_LBTK: jax.Array | None = None  # The second result of `cached.weighted_attention`, for a cache with `Slots`.
     mass_LBKS: jax.Array | None = None
 
 

@@ -61,7 +61,7 @@ FREE = (
 
 def is_servable(model: ModelConfig) -> bool:
     """Return whether the attention of a model is ordinary softmax attention, and arithmetic on its outputs."""
-    return ARCHITECTURES[model.architecture].kernel != "mapped_attention"
+    return ARCHITECTURES[model.architecture].kernel != "weighted_attention"
 
 
 def is_ours(path: Path) -> bool:

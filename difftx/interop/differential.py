@@ -27,7 +27,7 @@ from difftx.errors import UserError
 from difftx.inference.decode import put
 from difftx.interop.fields import heads_from
 from difftx.interop.parameters import by_rows, rearrange, sizes_of
-from difftx.kernels.rows import MapRows
+from difftx.kernels.rows import AttentionRows
 from difftx.model.abstract import abstract_parameters
 from difftx.model.decoder import Decoder
 from difftx.parallel.layout import Layout
@@ -161,8 +161,8 @@ def _entropies(graphdef: nnx.GraphDef, params: object, batch: Batch, queries_BC:
     """Return the summed entropies of the queries' attention weights in each layer and head, `[L, H]`."""
     model = nnx.merge(graphdef, params)
 
-    def entropies(rows: MapRows) -> jax.Array:
-        return reshard(jnp.sum(jax.scipy.special.entr(rows.map_BCHS), axis=(0, 1, 3)), jax.P())
+    def entropies(rows: AttentionRows) -> jax.Array:
+        return reshard(jnp.sum(jax.scipy.special.entr(rows.weights_BCHS), axis=(0, 1, 3)), jax.P())
 
     return model.attention_rows(
         batch.tokens_BT, queries_BC, entropies, positions_BT=batch.positions_BT, segment_ids_BT=batch.segment_ids_BT

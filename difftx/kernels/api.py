@@ -14,7 +14,7 @@ take minutes, so `why_unavailable` rejects such a backend.
 """
 # Axes: B = batch, T = query tokens, S = key tokens (= T), H = query heads, K = key/value heads,
 #   G = 2 groups of queries and keys (group 0 gives the attention weights A1, group 1 gives A2),
-#   D = width of a query/key sub-head, E = 2 D = width of a value head
+#   d = width of a query/key sub-head, E = 2 d = width of a value head
 
 import functools
 import importlib
@@ -29,7 +29,7 @@ import numpy as np
 from difftx.kernels import reference, target, xla
 from difftx.kernels.backend import AttentionCall, Backend, Ranking, broadcast_to_tokens, per_shard
 from difftx.kernels.context import SequenceSharding
-from difftx.kernels.maps import Map
+from difftx.kernels.weight_functions import WeightFunction
 
 # Names of all backends. A test compares them with `BACKENDS`.
 Implementation = Literal[
@@ -120,8 +120,8 @@ BACKENDS = {
         _for_gpu("cudnn", _imported("cudnn:attention"), unsupported=_imported("cudnn:unsupported")),
         Backend("xla", xla.softmax_forward, xla.softmax_backward),
     ),
-    "mapped_attention": _by_name(
-        Backend("reference", reference.mapped_attention, auto=False), Backend("xla", xla.mapped_attention)
+    "weighted_attention": _by_name(
+        Backend("reference", reference.weighted_attention, auto=False), Backend("xla", xla.weighted_attention)
     ),
 }
 
@@ -131,8 +131,8 @@ _rankings: dict[str, Ranking] = {}  # The ranking that "auto" follows, by functi
 
 
 def diff_attention(
-    q_BTHGD: jax.Array,
-    k_BSKGD: jax.Array,
+    q_BTHGd: jax.Array,
+    k_BSKGd: jax.Array,
     v_BSKE: jax.Array,
     lam: jax.typing.ArrayLike,
     *,
@@ -141,11 +141,11 @@ def diff_attention(
     zigzag: bool = False,
     implementation: Implementation = "auto",
 ) -> jax.Array:
-    """Compute causal differential attention, (softmax(Q1 K1ᵀ/√D) - λ softmax(Q2 K2ᵀ/√D)) V (arXiv 2410.05258, Eq. 1).
+    """Compute causal differential attention, (softmax(Q1 K1ᵀ/√d) - λ softmax(Q2 K2ᵀ/√d)) V (arXiv 2410.05258, Eq. 1).
 
     Args:
-        q_BTHGD: Queries, float32 or bfloat16. Index 0 of G holds Q1, index 1 holds Q2.
-        k_BSKGD: Keys, with S = T. Query head n uses key/value head n // (H / K).
+        q_BTHGd: Queries, float32 or bfloat16. Index 0 of G holds Q1, index 1 holds Q2.
+        k_BSKGd: Keys, with S = T. Query head n uses key/value head n // (H / K).
         v_BSKE: Values, twice as wide as a query/key sub-head.
         lam: λ as a scalar, per head `[H]`, or per token and head `[B, T, H]`. A Python number or an array of any real
             dtype; the computation uses float32 or wider.
@@ -161,18 +161,18 @@ def diff_attention(
         ValueError: Shapes or dtypes do not match, or no backend can serve the call.
     """
     lam = jnp.asarray(lam)
-    _check_diff_shapes(q_BTHGD, k_BSKGD, v_BSKE, lam)
+    _check_diff_shapes(q_BTHGd, k_BSKGd, v_BSKE, lam)
     segment_ids_BT = _int32(segment_ids_BT)
-    call = AttentionCall(q_BTHGD, k_BSKGD, v_BSKE, segment_ids_BT, window, SequenceSharding.of(q_BTHGD, zigzag=zigzag))
+    call = AttentionCall(q_BTHGd, k_BSKGd, v_BSKE, segment_ids_BT, window, SequenceSharding.of(q_BTHGd, zigzag=zigzag))
     backend = _choose("diff_attention", implementation, call)
-    lam_BTH = broadcast_to_tokens(lam, q_BTHGD)
-    return backend.run(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, window=window, sharding=call.sharding)
+    lam_BTH = broadcast_to_tokens(lam, q_BTHGd)
+    return backend.run(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT, window=window, sharding=call.sharding)
 
 
 def attention(
-    q_BTHD: jax.Array,
-    k_BSKD: jax.Array,
-    v_BSKD: jax.Array,
+    q_BTHd: jax.Array,
+    k_BSKd: jax.Array,
+    v_BSKd: jax.Array,
     *,
     segment_ids_BT: jax.Array | None = None,
     window: int | None = None,
@@ -181,70 +181,70 @@ def attention(
 ) -> jax.Array:
     """Compute causal softmax attention, as used by the baseline Transformer.
 
-    Arguments and errors are those of `diff_attention`, without groups and λ. The result is `[B, T, H, D]` in the dtype
+    Arguments and errors are those of `diff_attention`, without groups and λ. The result is `[B, T, H, d]` in the dtype
     of the values.
     """
-    if q_BTHD.ndim != 4 or k_BSKD.ndim != 4 or k_BSKD.shape != v_BSKD.shape or q_BTHD.shape[3] != k_BSKD.shape[3]:
+    if q_BTHd.ndim != 4 or k_BSKd.ndim != 4 or k_BSKd.shape != v_BSKd.shape or q_BTHd.shape[3] != k_BSKd.shape[3]:
         raise ValueError(
-            "attention expects q [B, T, H, D] and k, v [B, S, K, D]; "
-            f"got {q_BTHD.shape}, {k_BSKD.shape}, {v_BSKD.shape}"
+            "attention expects q [B, T, H, d] and k, v [B, S, K, d]; "
+            f"got {q_BTHd.shape}, {k_BSKd.shape}, {v_BSKd.shape}"
         )
     segment_ids_BT = _int32(segment_ids_BT)
-    call = AttentionCall(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, window, SequenceSharding.of(q_BTHD, zigzag=zigzag))
+    call = AttentionCall(q_BTHd, k_BSKd, v_BSKd, segment_ids_BT, window, SequenceSharding.of(q_BTHd, zigzag=zigzag))
     backend = _choose("attention", implementation, call)
-    return backend.run(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, window=window, sharding=call.sharding)
+    return backend.run(q_BTHd, k_BSKd, v_BSKd, segment_ids_BT, window=window, sharding=call.sharding)
 
 
-def mapped_attention(
-    map_of: Map,
+def weighted_attention(
+    weight_function: WeightFunction,
     q: jax.Array,
     k: jax.Array,
     v_BSKE: jax.Array,
     *,
-    map_parameter: jax.typing.ArrayLike | None = None,
+    weight_argument: jax.typing.ArrayLike | None = None,
     segment_ids_BT: jax.Array | None = None,
     window: int | None = None,
     zigzag: bool = False,
     implementation: Implementation = "auto",
 ) -> jax.Array:
-    """Compute causal attention whose weights come from `map_of`, a function such as those in `difftx.kernels.maps`.
+    """Compute causal attention whose weights come from a function of the logits (`difftx.kernels.weight_functions`).
 
     Fused kernels do not support these functions, so "auto" uses XLA operations on chunks of queries. Other arguments,
     errors and the pairing of query heads with key/value heads are those of `diff_attention`.
 
     Args:
-        map_of: Function from logits to attention weights.
-        q: Queries `[B, T, H, D]`, or `[B, T, H, G, D]` with one group per array of logits that `map_of` takes.
-        k: Keys `[B, S, K, D]` or `[B, S, K, G, D]`.
+        weight_function: Function from logits to attention weights, such as `weight_functions.softmax_with_sink`.
+        q: Queries `[B, T, H, d]`, or `[B, T, H, G, d]` with one group per array of logits that `weight_function` takes.
+        k: Keys `[B, S, K, d]` or `[B, S, K, G, d]`.
         v_BSKE: Values of any width E.
-        map_parameter: Last argument of `map_of`, such as λ or the logit of a sink, if `map_of` takes one: a scalar, per
-            head `[H]`, or `[B, T, H]`. A Python number or an array of any real dtype.
+        weight_argument: Last argument of `weight_function`, such as λ or the logit of a sink, if it takes one: a
+            scalar, per head `[H]`, or `[B, T, H]`. A Python number or an array of any real dtype.
 
     Returns:
         `[B, T, H, E]` in the dtype of the values.
     """
-    q_BTHGD, k_BSKGD = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
-    if k_BSKGD.shape[3:] != q_BTHGD.shape[3:] or v_BSKE.shape[:3] != k_BSKGD.shape[:3] or v_BSKE.ndim != 4:
+    q_BTHGd, k_BSKGd = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
+    if k_BSKGd.shape[3:] != q_BTHGd.shape[3:] or v_BSKE.shape[:3] != k_BSKGd.shape[:3] or v_BSKE.ndim != 4:
         raise ValueError(
-            "mapped_attention expects q [B, T, H, G, D], k [B, S, K, G, D] and v [B, S, K, E], or q and k without G; "
+            "weighted_attention expects q [B, T, H, G, d], k [B, S, K, G, d] and v [B, S, K, E], or q and k without G; "
             f"got {q.shape}, {k.shape}, {v_BSKE.shape}"
         )
     segment_ids_BT = _int32(segment_ids_BT)
-    call = AttentionCall(q_BTHGD, k_BSKGD, v_BSKE, segment_ids_BT, window, SequenceSharding.of(q_BTHGD, zigzag=zigzag))
-    backend = _choose("mapped_attention", implementation, call)
-    map_parameter_BTH = None
-    if map_parameter is not None:
-        map_parameter = jnp.asarray(map_parameter)
-        _check_broadcastable("mapped_attention", "map_parameter", map_parameter, q_BTHGD)
-        map_parameter_BTH = broadcast_to_tokens(map_parameter, q_BTHGD)
-    forward = functools.partial(backend.forward, map_of, window=window)
-    return per_shard(forward, q_BTHGD, k_BSKGD, v_BSKE, map_parameter_BTH, segment_ids_BT, sharding=call.sharding)
+    call = AttentionCall(q_BTHGd, k_BSKGd, v_BSKE, segment_ids_BT, window, SequenceSharding.of(q_BTHGd, zigzag=zigzag))
+    backend = _choose("weighted_attention", implementation, call)
+    weight_argument_BTH = None
+    if weight_argument is not None:
+        weight_argument = jnp.asarray(weight_argument)
+        _check_broadcastable("weighted_attention", "weight_argument", weight_argument, q_BTHGd)
+        weight_argument_BTH = broadcast_to_tokens(weight_argument, q_BTHGd)
+    forward = functools.partial(backend.forward, weight_function, window=window)
+    return per_shard(forward, q_BTHGd, k_BSKGd, v_BSKE, weight_argument_BTH, segment_ids_BT, sharding=call.sharding)
 
 
 def why_unavailable(implementation: str, call: AttentionCall) -> str | None:
     """Return the reason why a backend cannot train or generate on this device, or None.
 
-    "auto" is always available. Queries `[B, T, H, 2, D]` belong to `diff_attention`, and `[B, T, H, D]` to `attention`.
+    "auto" is always available. Queries `[B, T, H, 2, d]` belong to `diff_attention`, and `[B, T, H, d]` to `attention`.
     """
     if implementation == "auto":
         return None
@@ -316,7 +316,7 @@ def _log_once(function: str, name: str, device: str, rejected: str) -> None:
 
 def _check_diff_shapes(q, k, v, lam) -> None:
     shapes = (
-        "diff_attention expects q [B, T, H, 2, D], k [B, S, K, 2, D] and v [B, S, K, 2 D]; "
+        "diff_attention expects q [B, T, H, 2, d], k [B, S, K, 2, d] and v [B, S, K, 2 d]; "
         f"got {q.shape}, {k.shape}, {v.shape}"
     )
     if q.ndim != 5 or k.ndim != 5 or v.ndim != 4:

@@ -4,7 +4,7 @@
 although each device owns its own shard (jax issue 21855).
 """
 # Axes: B = batch, T = query tokens, S = key tokens, H = query heads, K = key/value heads,
-#   G = 2 groups (A1 and A2), D = width of a query/key sub-head, E = 2 D = width of a value head
+#   G = 2 groups (A1 and A2), d = width of a query/key sub-head, E = 2 d = width of a value head
 
 import contextlib
 import dataclasses
@@ -132,7 +132,7 @@ def visible_keys(tokens: int, window: int | None) -> float:
     return tokens / 2 if window is None else window * (1 - window / (2 * tokens))
 
 
-def broadcast_to_tokens(value: jax.Array, q_BTHGD: jax.Array) -> jax.Array:
+def broadcast_to_tokens(value: jax.Array, q_BTHGd: jax.Array) -> jax.Array:
     """Broadcast a scalar or `[H]`, such as λ, to `[B, T, H]`, in float32 or wider and sharded like the queries.
 
     A value that has the shape `[B, T, H]` keeps its sharding.
@@ -141,11 +141,11 @@ def broadcast_to_tokens(value: jax.Array, q_BTHGD: jax.Array) -> jax.Array:
     if value.ndim == 3:
         return value
     if not is_explicit_mesh():
-        return jnp.broadcast_to(value, q_BTHGD.shape[:3])
-    spec = P(*jax.typeof(q_BTHGD).sharding.spec[:3])
+        return jnp.broadcast_to(value, q_BTHGd.shape[:3])
+    spec = P(*jax.typeof(q_BTHGd).sharding.spec[:3])
     if value.ndim:
         value = jax.sharding.reshard(value, P(spec[2]))
-    return jnp.broadcast_to(value, q_BTHGD.shape[:3], out_sharding=spec)
+    return jnp.broadcast_to(value, q_BTHGd.shape[:3], out_sharding=spec)
 
 
 def deltas(out_BTHE, out2_BTHE, lam_BTH, dout_BTHE) -> tuple[jax.Array, jax.Array]:

@@ -8,7 +8,7 @@ A cache may hold quantised keys and values. If it holds fewer tokens than a row 
 """
 # Axes: B = batch, T = new tokens, U = T in the role of keys, S = slots of the cache,
 #   X = S + T = cached and new keys, H = query heads, K = key/value heads, R = H / K = query heads per key/value head,
-#   G = groups (2 for A1 and A2, 1 for softmax attention), D = width of a query/key sub-head, E = width of a value head
+#   G = groups (2 for A1 and A2, 1 for softmax attention), d = width of a query/key sub-head, E = width of a value head
 
 import functools
 from typing import Any, NamedTuple
@@ -18,13 +18,13 @@ import jax.numpy as jnp
 
 from difftx.kernels import target
 from difftx.kernels.backend import Saved, broadcast_to_tokens, per_shard
-from difftx.kernels.maps import Map
 from difftx.kernels.quantized import dequantized
+from difftx.kernels.weight_functions import WeightFunction
 from difftx.kernels.xla import split_heads
 
 EMPTY = -1  # Segment id of empty cache slots and padding tokens, to which real tokens never attend.
 
-# Key/value cache of one layer: keys [B, K, G, S, D], or [B, K, S, D] for softmax attention, and values [B, K, S, E].
+# Key/value cache of one layer: keys [B, K, G, S, d], or [B, K, S, d] for softmax attention, and values [B, K, S, E].
 # Both are arrays or `Quantized`. A cache that evicts tokens also has `Slots`.
 type KVCache = tuple[Any, ...]
 
@@ -50,37 +50,37 @@ class SegmentMask(NamedTuple):
     cached_segment_BS: jax.Array
 
 
-def mapped_attention(
-    map_of: Map,
+def weighted_attention(
+    weight_function: WeightFunction,
     q: jax.Array,
     k: jax.Array,
     v_BTKE: jax.Array,
     past: KVCache,
     ids: SegmentMask,
     *,
-    map_parameter: jax.Array | None = None,
+    weight_argument: jax.Array | None = None,
     window: int | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Compute the attention of new tokens to cached and new tokens (see `difftx.kernels.mapped_attention`).
+    """Compute the attention of new tokens to cached and new tokens (see `difftx.kernels.weighted_attention`).
 
     The second result is empty for a cache without `Slots`. Otherwise, it is the sum of |attention weights| that each
     new token, `[B, T, K]`, and each slot, `[B, K, S]`, receives from the new tokens, float32.
     """
-    q_BTHGD, k_BTKGD = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
-    map_parameter_BTH = None if map_parameter is None else broadcast_to_tokens(map_parameter, q_BTHGD)
-    operands = (q_BTHGD, k_BTKGD, v_BTKE, map_parameter_BTH, *ids, Saved(by_head=past))
-    out_BTHE, mass = per_shard(functools.partial(_attend, map_of, window), *operands, saves=True)
+    q_BTHGd, k_BTKGd = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
+    weight_argument_BTH = None if weight_argument is None else broadcast_to_tokens(weight_argument, q_BTHGd)
+    operands = (q_BTHGd, k_BTKGd, v_BTKE, weight_argument_BTH, *ids, Saved(by_head=past))
+    out_BTHE, mass = per_shard(functools.partial(_attend, weight_function, window), *operands, saves=True)
     return out_BTHE, (*mass.by_token, *mass.by_head)
 
 
-def _attend(map_of, window, q_BTHGD, k_BUKGD, v_BUKE, map_parameter_BTH, *ids_and_cache):
+def _attend(weight_function, window, q_BTHGd, k_BUKGd, v_BUKE, weight_argument_BTH, *ids_and_cache):
     segment_BT, branch_BT, position_BT, cached_segment_BS, saved = ids_and_cache
     keys, values_BKSE, *slots = saved.by_head
     keys, values_BKSE = dequantized(keys), dequantized(values_BKSE)
-    B, T, H, G, D = q_BTHGD.shape
+    B, T, H, G, d = q_BTHGd.shape
     K, E = v_BUKE.shape[2:]
     S = keys.shape[-2]
-    q_BTKRGD = q_BTHGD.reshape(B, T, K, H // K, G, D)
+    q_BTKRGd = q_BTHGd.reshape(B, T, K, H // K, G, d)
     same_BTU = (segment_BT[:, :, None] == segment_BT[:, None]) & (branch_BT[:, :, None] == branch_BT[:, None])
     if slots:
         cached_position_BKS = slots[0].position_BKS
@@ -95,23 +95,23 @@ def _attend(map_of, window, q_BTHGD, k_BUKGD, v_BUKE, map_parameter_BTH, *ids_an
     seen_BKTX = jnp.concatenate(
         [seen_cached_BKTS, jnp.broadcast_to(new_B1TU, (*seen_cached_BKTS.shape[:3], T))], axis=3
     )
-    keys_BKGSD = keys.reshape(B, K, G, S, D)
-    cached_logits_BKGRTS = einsum("BTKRGD,BKGSD->BKGRTS", q_BTKRGD, keys_BKGSD)
-    logits_BKGRTX = jnp.concatenate([cached_logits_BKGRTS, einsum("BTKRGD,BUKGD->BKGRTU", q_BTKRGD, k_BUKGD)], axis=-1)
+    keys_BKGSd = keys.reshape(B, K, G, S, d)
+    cached_logits_BKGRTS = einsum("BTKRGd,BKGSd->BKGRTS", q_BTKRGd, keys_BKGSd)
+    logits_BKGRTX = jnp.concatenate([cached_logits_BKGRTS, einsum("BTKRGd,BUKGd->BKGRTU", q_BTKRGd, k_BUKGd)], axis=-1)
     # Every token attends to itself, so no row is masked completely.
-    logits_BKGRTX = jnp.where(seen_BKTX[:, :, None, None], logits_BKGRTX * D**-0.5, -jnp.inf)
-    map_inputs = [logits_BKGRTX[:, :, g] for g in range(G)]
-    if map_parameter_BTH is not None:
-        map_inputs.append(split_heads(map_parameter_BTH, K)[..., None])
-    map_BKRTX = map_of(*map_inputs)
+    logits_BKGRTX = jnp.where(seen_BKTX[:, :, None, None], logits_BKGRTX * d**-0.5, -jnp.inf)
+    arguments = [logits_BKGRTX[:, :, g] for g in range(G)]
+    if weight_argument_BTH is not None:
+        arguments.append(split_heads(weight_argument_BTH, K)[..., None])
+    weights_BKRTX = weight_function(*arguments)
     mass = Saved()
     if slots:
         is_token_B11T1 = (segment_BT != EMPTY)[:, None, None, :, None]
-        mass_BKX = jnp.sum(jnp.where(is_token_B11T1, jnp.abs(map_BKRTX), 0), axis=(2, 3))
+        mass_BKX = jnp.sum(jnp.where(is_token_B11T1, jnp.abs(weights_BKRTX), 0), axis=(2, 3))
         mass = Saved(by_token=(jnp.moveaxis(mass_BKX[..., S:], 2, 1),), by_head=(mass_BKX[..., :S],))
-    map_BKRTX = map_BKRTX.astype(v_BUKE.dtype)
-    out_BKRTE = einsum("BKRTS,BKSE->BKRTE", map_BKRTX[..., :S], values_BKSE)
-    out_BKRTE += einsum("BKRTU,BUKE->BKRTE", map_BKRTX[..., S:], v_BUKE)
+    weights_BKRTX = weights_BKRTX.astype(v_BUKE.dtype)
+    out_BKRTE = einsum("BKRTS,BKSE->BKRTE", weights_BKRTX[..., :S], values_BKSE)
+    out_BKRTE += einsum("BKRTU,BUKE->BKRTE", weights_BKRTX[..., S:], v_BUKE)
     return jnp.moveaxis(out_BKRTE.astype(v_BUKE.dtype), 3, 1).reshape(B, T, H, E), mass
 
 

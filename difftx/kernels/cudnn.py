@@ -1,13 +1,13 @@
 """Attention by cuDNN on NVIDIA GPUs: softmax attention, and differential attention as a difference of two of them.
 
-JAX's public API requires keys and values of equal width, but in differential attention keys have width D and values 2D.
+JAX's public API requires keys and values of equal width, but in differential attention keys have width d and values 2d.
 `diff_attention` therefore pads Q and K with zeros, which does not change the logits. Where cuDNN does not support heads
-of width 2D, it splits V into two halves of width D. `diff_attention_wide_values` calls JAX's private binding, which
-accepts two widths (cuDNN >= 9.10.2 on Hopper). This saves a quarter of the FLOPs in matrix products: 12·T²·D per head
-instead of 16·T²·D.
+of width 2d, it splits V into two halves of width d. `diff_attention_wide_values` calls JAX's private binding, which
+accepts two widths (cuDNN >= 9.10.2 on Hopper). This saves a quarter of the FLOPs in matrix products: 12·T²·d per head
+instead of 16·T²·d.
 """
 # Axes: B = batch, T = query tokens, S = key tokens (= T), H = query heads, K = key/value heads, G = 2 groups (A1, A2),
-#   D = query/key width, E = value width (2·D in differential attention), W = width of a cuDNN head (D or E),
+#   d = query/key width, E = value width (2·d in differential attention), W = width of a cuDNN head (d or E),
 #   N = query or key heads of the cuDNN call: H or K, times G, and times 2 if V is split
 
 import contextlib
@@ -33,9 +33,9 @@ DENSE_MASK_TOKENS = 16_384  # Longest row with segments: `jax.nn` passes a T × 
 WIDE_VALUES_VERSION = 91002  # cuDNN 9.10.0 and 9.10.1 accept wide values but return wrong gradients.
 
 
-def attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, *, window) -> jax.Array:
+def attention(q_BTHd, k_BSKd, v_BSKd, segment_ids_BT, *, window) -> jax.Array:
     """Compute softmax attention."""
-    return _attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, window=window, scale=q_BTHD.shape[-1] ** -0.5)
+    return _attention(q_BTHd, k_BSKd, v_BSKd, segment_ids_BT, window=window, scale=q_BTHd.shape[-1] ** -0.5)
 
 
 def unsupported(call: AttentionCall) -> str | None:
@@ -45,18 +45,18 @@ def unsupported(call: AttentionCall) -> str | None:
     return diff_unsupported(call)
 
 
-def diff_attention(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT=None, *, window):
-    """Return causal (A1 - λ·A2)·V by one call of JAX's public API with 2H heads of width 2D, or 4H heads of width D."""
-    B, T, H, _, D = q_BTHGD.shape
+def diff_attention(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT=None, *, window):
+    """Return causal (A1 - λ·A2)·V by one call of JAX's public API with 2H heads of width 2d, or 4H heads of width d."""
+    B, T, H, _, d = q_BTHGd.shape
     parts = jnp.split(v_BSKE, 1 if v_BSKE.shape[-1] <= _widest_head() else 2, axis=-1)
     q_BTNW, k_BSNW = (
-        _pad(jnp.concatenate([_groups_first(x)] * len(parts), axis=2), widen=parts[0].shape[-1] - D)
-        for x in (q_BTHGD, k_BSKGD)
+        _pad(jnp.concatenate([_groups_first(x)] * len(parts), axis=2), widen=parts[0].shape[-1] - d)
+        for x in (q_BTHGd, k_BSKGd)
     )
     v_BSNW = _pad(jnp.concatenate([part for part in parts for _ in range(GROUPS)], axis=2))
     if segment_ids_BT is not None:
         segment_ids_BT = jnp.pad(segment_ids_BT, ((0, 0), (0, -T % LENGTH_MULTIPLE)), mode="edge")
-    out_BTNW = _attention(q_BTNW, k_BSNW, v_BSNW, segment_ids_BT, window=window, scale=D**-0.5)[:, :T]
+    out_BTNW = _attention(q_BTNW, k_BSNW, v_BSNW, segment_ids_BT, window=window, scale=d**-0.5)[:, :T]
     out_BTGHPW = jnp.moveaxis(out_BTNW.reshape(B, T, len(parts), GROUPS, H, -1), 2, 4)
     out_BTGHE = out_BTGHPW.reshape(B, T, GROUPS, H, -1)
     return difference(out_BTGHE[:, :, 0], out_BTGHE[:, :, 1], lam_BTH)
@@ -78,15 +78,15 @@ def diff_unsupported(call: AttentionCall) -> str | None:
     return None
 
 
-def diff_attention_wide_values(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT=None, *, window):
+def diff_attention_wide_values(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT=None, *, window):
     """Return causal (A1 - λ·A2)·V by two calls of JAX's private binding, one per group, without padded widths."""
     assert segment_ids_BT is None
     assert private is not None  # Otherwise, `wide_values_unsupported` rejects the call.
-    length, width = q_BTHGD.shape[1], q_BTHGD.shape[-1]
+    length, width = q_BTHGd.shape[1], q_BTHGd.shape[-1]
     out1_BTHE, out2_BTHE = (
         private.dot_product_attention(  # pyrefly: ignore[bad-index]
-            _pad(q_BTHGD[..., m, :]),
-            _pad(k_BSKGD[..., m, :]),
+            _pad(q_BTHGd[..., m, :]),
+            _pad(k_BSKGd[..., m, :]),
             _pad(v_BSKE),
             scale=width**-0.5,
             mask_type=private.MaskType.CAUSAL,
@@ -157,14 +157,14 @@ def _widest_head() -> int:
     return 256 if target.compute_capability()[0] == target.HOPPER else 128
 
 
-def _groups_first(x_BTHGD):
-    """Reshape [B, T, H, G, D] to [B, T, G·H, D], with all heads of group 0 before all heads of group 1."""
-    batch, length, heads, groups, width = x_BTHGD.shape
-    return x_BTHGD.swapaxes(2, 3).reshape(batch, length, groups * heads, width)
+def _groups_first(x_BTHGd):
+    """Reshape [B, T, H, G, d] to [B, T, G·H, d], with all heads of group 0 before all heads of group 1."""
+    batch, length, heads, groups, width = x_BTHGd.shape
+    return x_BTHGd.swapaxes(2, 3).reshape(batch, length, groups * heads, width)
 
 
-def _pad(x_BTND, *, widen=0):
+def _pad(x_BTNd, *, widen=0):
     """Pad the length with zeros to a multiple of LENGTH_MULTIPLE, and the width with `widen` columns of zeros."""
     # The causal mask hides the padded keys from all real queries.
-    missing = -x_BTND.shape[1] % LENGTH_MULTIPLE
-    return jnp.pad(x_BTND, ((0, 0), (0, missing), (0, 0), (0, widen)))
+    missing = -x_BTNd.shape[1] % LENGTH_MULTIPLE
+    return jnp.pad(x_BTNd, ((0, 0), (0, missing), (0, 0), (0, widen)))

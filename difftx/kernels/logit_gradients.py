@@ -5,20 +5,20 @@ keys, in chunks of queries, so its result is linear in the length of a row.
 """
 # Axes: B = batch, T = query tokens, S = key tokens (= T), C = query tokens of a chunk, H = query heads,
 #   K = key/value heads, R = H / K = query heads per key/value head, G = 2 groups of queries and keys,
-#   D = width of a query/key sub-head, E = width of a value head
+#   d = width of a query/key sub-head, E = width of a value head
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from difftx.kernels import maps, xla
+from difftx.kernels import weight_functions, xla
 from difftx.kernels.backend import broadcast_to_tokens, per_shard
 
 
 def logit_gradient_products(
-    q_BTHGD: jax.Array,
-    k_BSKGD: jax.Array,
+    q_BTHGd: jax.Array,
+    k_BSKGd: jax.Array,
     v_BSKE: jax.Array,
     lam: jax.Array,
     dout_BTHE: jax.Array,
@@ -28,36 +28,36 @@ def logit_gradient_products(
 ) -> jax.Array:
     """Return |dS1|², |dS2|² and dS1·dS2 of each query, summed over keys, for head = (A1 - λ A2) V.
 
-    The result is float32 `[B, T, H, 3]`. S1 and S2 are the logits of A1 and A2 after the factor 1/√D. With dP = dO Vᵀ,
+    The result is float32 `[B, T, H, 3]`. S1 and S2 are the logits of A1 and A2 after the factor 1/√d. With dP = dO Vᵀ,
     dS1 = A1 ∘ (dP - rowsum(A1 ∘ dP)) and dS2 = -λ A2 ∘ (dP - rowsum(A2 ∘ dP)).
 
     Args:
-        q_BTHGD, k_BSKGD, lam, segment_ids_BT, window: As in `difftx.kernels.diff_attention`.
+        q_BTHGd, k_BSKGd, lam, segment_ids_BT, window: As in `difftx.kernels.diff_attention`.
         v_BSKE: Values of any width E.
         dout_BTHE: Gradient of the loss by the outputs of the heads.
     """
-    lam_BTH = broadcast_to_tokens(lam, q_BTHGD)
+    lam_BTH = broadcast_to_tokens(lam, q_BTHGd)
 
-    def on_device(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, dout_BTHE, segment_ids_BT) -> jax.Array:
-        B, T, H = q_BTHGD.shape[:3]
-        K = k_BSKGD.shape[2]
+    def on_device(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, dout_BTHE, segment_ids_BT) -> jax.Array:
+        B, T, H = q_BTHGd.shape[:3]
+        K = k_BSKGd.shape[2]
 
         def chunk(rows: dict[str, Any]) -> jax.Array:
             dp_BKRCS = xla.einsum("BSKE,BKRCE->BKRCS", v_BSKE, xla.split_heads(rows["dout"], K))
             factors = 1, -xla.split_heads(rows["lam"], K)[..., None]
             ds1_BKRCS, ds2_BKRCS = (
-                factor * _softmax_gradient(maps.softmax(logits_BKRCS), dp_BKRCS)
+                factor * _softmax_gradient(weight_functions.softmax(logits_BKRCS), dp_BKRCS)
                 for factor, logits_BKRCS in zip(
-                    factors, xla.masked_logits(rows, k_BSKGD, segment_ids_BT, window), strict=True
+                    factors, xla.masked_logits(rows, k_BSKGd, segment_ids_BT, window), strict=True
                 )
             )
             products = ds1_BKRCS**2, ds2_BKRCS**2, ds1_BKRCS * ds2_BKRCS
             return jnp.moveaxis(jnp.stack([jnp.sum(x, axis=-1) for x in products], axis=-1), 3, 1)
 
-        rows = xla.chunks(segment_ids_BT, None, q=q_BTHGD, lam=lam_BTH, dout=dout_BTHE)
+        rows = xla.chunks(segment_ids_BT, None, q=q_BTHGd, lam=lam_BTH, dout=dout_BTHE)
         return xla.joined(jax.lax.map(chunk, rows), T).reshape(B, T, H, 3)
 
-    return per_shard(on_device, q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, dout_BTHE, segment_ids_BT)
+    return per_shard(on_device, q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, dout_BTHE, segment_ids_BT)
 
 
 def _softmax_gradient(weights_BKRCS: jax.Array, dweights_BKRCS: jax.Array) -> jax.Array:

@@ -5,7 +5,7 @@ and no fixed order of backends is the fastest on every device. So `measure` comp
 times it, for the shapes of a run. `api.use` then makes "auto" follow the results.
 """
 # Axes: B = batch, T = tokens, H = query heads, K = key/value heads, G = 2 groups of queries and keys,
-#   D = width of a query/key (sub-)head, E = width of a value head, N = blocks of `BLOCK_TOKENS` tokens
+#   d = width of a query/key (sub-)head, E = width of a value head, N = blocks of `BLOCK_TOKENS` tokens
 
 import dataclasses
 import functools
@@ -46,7 +46,7 @@ class Workload:
     tokens: int
     heads: int
     kv_heads: int
-    width: int  # D.
+    width: int  # d.
     dtype: str
     has_segments: bool
     window: int | None = None
@@ -66,8 +66,8 @@ class Workload:
     def flops(self) -> float:
         """FLOPs of the matrix products of a forward and a backward pass over the visible pairs of tokens.
 
-        Kernels with an online softmax multiply both maps of a differential head with V: 6 products of width D, and 10
-        in the backward pass. A softmax head has 2 and 5. A product of width D has 2 D FLOPs per visible pair.
+        Kernels with an online softmax multiply V by A1 and by A2 in a differential head: 6 products of width d, and 10
+        in the backward pass. A softmax head has 2 and 5. A product of width d has 2 d FLOPs per visible pair.
         """
         products = 16 if self.function == "diff_attention" else 7
         visible_pairs = self.batch * self.heads * self.tokens * visible_keys(self.tokens, self.window)

@@ -1,14 +1,14 @@
 """Fused differential attention in Pallas Mosaic GPU, for Hopper: interface and forward pass.
 
-The kernel computes causal O = (A1 - λ·A2)·V with A_m = softmax(Q_m·K_mᵀ / √D) (arXiv:2410.05258, Eq. 1). The
-accumulator of A_m·V is a 64 x 2D tile in float32, which takes 128 registers per thread at D = 128. One warpgroup cannot
+The kernel computes causal O = (A1 - λ·A2)·V with A_m = softmax(Q_m·K_mᵀ / √d) (arXiv:2410.05258, Eq. 1). The
+accumulator of A_m·V is a 64 x 2d tile in float32, which takes 128 registers per thread at d = 128. One warpgroup cannot
 hold two such accumulators, so one warpgroup computes A1·V and another one A2·V. Both read the same V tiles. At the end,
 A2·V passes through shared memory to the first warpgroup, which subtracts it.
 
 The kernels have not yet run on a GPU. They were tested in the interpreter and compiled by ptxas.
 """
 # Axes: B = batch, T = query tokens, S = key tokens (= T), H = query heads, K = key/value heads,
-#   G = 2 groups (A1 and A2), D = query/key width, E = 2·D = value width, N = tiles in T, X = see pallas_gpu_backward
+#   G = 2 groups (A1 and A2), d = query/key width, E = 2·d = value width, N = tiles in T, X = see pallas_gpu_backward
 
 import functools
 import math
@@ -34,23 +34,23 @@ def unsupported(call: AttentionCall) -> str | None:
     if target.platform() != "gpu":
         return None
     if dtype != jnp.bfloat16:
-        # wgmma would round float32 to tf32, and float32 tiles would exceed shared memory at D = 128.
+        # wgmma would round float32 to tf32, and float32 tiles would exceed shared memory at d = 128.
         return f"the compiled kernels support bfloat16, not {dtype}"
     if target.compute_capability()[0] != target.HOPPER:
         return f"the kernels are written for wgmma of Hopper (compute capability 9.0), found {target.device_kind()}"
     return None
 
 
-def forward(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, *, window, interpret=None):
+def forward(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT, *, window, interpret=None):
     """Return the output O [B, T, H, E] in the dtype of q, and a `Saved` with O2 = A2·V and the log-sum-exps.
 
     `interpret` is False, True or InterpretGPUParams. None interprets the kernel unless the target is a GPU.
     """
-    length = q_BTHGD.shape[1]
-    pad, marks_BXT, keys_BN2, _ = _whole_tiles(q_BTHGD.shape, segment_ids_BT, window=window)
+    length = q_BTHGd.shape[1]
+    pad, marks_BXT, keys_BN2, _ = _whole_tiles(q_BTHGd.shape, segment_ids_BT, window=window)
     out_BTHE, out2_BTHE, lse_BHGT = _forward_call(
-        pad(q_BTHGD),
-        pad(k_BSKGD),
+        pad(q_BTHGd),
+        pad(k_BSKGd),
         pad(v_BSKE),
         pad(jnp.moveaxis(lam_BTH, 1, 2), axis=2),
         marks_BXT,
@@ -61,23 +61,23 @@ def forward(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, *, window, interp
     return out_BTHE[:, :length], Saved(by_token=(out2_BTHE[:, :length],), by_group=(lse_BHGT[..., :length],))
 
 
-def backward(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, out_BTHE, saved, dout_BTHE, *, window, interpret=None):
+def backward(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT, out_BTHE, saved, dout_BTHE, *, window, interpret=None):
     """Return the gradients of q, k and v in their dtypes, and of λ in float32. All sums run in float32."""
     (out2_BTHE,), (lse_BHGT,) = saved.by_token, saved.by_group
     delta1_BTH, delta2_BTH = deltas(out_BTHE, out2_BTHE, lam_BTH, dout_BTHE)
-    length = q_BTHGD.shape[1]
-    pad, marks_BXT, keys_BN2, queries_BN2 = _whole_tiles(q_BTHGD.shape, segment_ids_BT, window=window)
+    length = q_BTHGd.shape[1]
+    pad, marks_BXT, keys_BN2, queries_BN2 = _whole_tiles(q_BTHGd.shape, segment_ids_BT, window=window)
     lam_BHT = jnp.moveaxis(lam_BTH, 1, 2)
     weight_BHGT = pad(jnp.stack([jnp.ones_like(lam_BHT), -lam_BHT], axis=2), axis=3)
     delta_BHGT = jnp.stack([delta1_BTH, delta2_BTH], axis=1).transpose(0, 3, 1, 2)
-    scale = q_BTHGD.shape[-1] ** -0.5
+    scale = q_BTHGd.shape[-1] ** -0.5
     stats_BHXGT = pad(jnp.stack([lse_BHGT * LOG2_E, delta_BHGT * scale], axis=2), axis=4)
     # Padded queries contribute exact zeros (dO = 0, weight = 0). Causality hides padded keys from all real queries.
-    inputs = Inputs(pad(q_BTHGD), pad(k_BSKGD), pad(v_BSKE), pad(dout_BTHE), stats_BHXGT, weight_BHGT, marks_BXT)
+    inputs = Inputs(pad(q_BTHGd), pad(k_BSKGd), pad(v_BSKE), pad(dout_BTHE), stats_BHXGT, weight_BHGT, marks_BXT)
     static = {"window": window, "interpret": tiles.interpret_params(interpret)}
-    dk_BSKGD, dv_BSKE = dkv_call(inputs, queries_BN2, **static)
-    dq_BTHGD = dq_call(inputs, keys_BN2, **static)
-    return dq_BTHGD[:, :length], dk_BSKGD[:, :length], dv_BSKE[:, :length], -delta2_BTH
+    dk_BSKGd, dv_BSKE = dkv_call(inputs, queries_BN2, **static)
+    dq_BTHGd = dq_call(inputs, keys_BN2, **static)
+    return dq_BTHGd[:, :length], dk_BSKGd[:, :length], dv_BSKE[:, :length], -delta2_BTH
 
 
 def _whole_tiles(q_shape, segment_ids_BT, *, window):
@@ -93,11 +93,11 @@ def _whole_tiles(q_shape, segment_ids_BT, *, window):
     return pad, marks_BXT, *ranges
 
 
-def _forward_call(q_BTHGD, k_BSKGD, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, window, interpret):
+def _forward_call(q_BTHGd, k_BSKGd, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, window, interpret):
     """Run the forward kernel on arrays of whole tiles, with one CTA per (sequence, head, query tile)."""
-    batch, length, heads, _, width = q_BTHGD.shape
-    value_width, dtype = v_BSKE.shape[-1], q_BTHGD.dtype
-    q_tiles, group = length // TILE, heads // k_BSKGD.shape[2]
+    batch, length, heads, _, width = q_BTHGd.shape
+    value_width, dtype = v_BSKE.shape[-1], q_BTHGd.dtype
+    q_tiles, group = length // TILE, heads // k_BSKGd.shape[2]
     logit_scale = width**-0.5 * LOG2_E  # The factor log2(e) is included because the kernel computes exp2, not exp.
 
     def kernel(
@@ -212,7 +212,7 @@ def _forward_call(q_BTHGD, k_BSKGD, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, win
     return tiles.launch(
         "difftx_forward",
         kernel,
-        *(q_BTHGD, k_BSKGD, v_BSKE, lam_BHT, marks_BXT, keys_BN2),
+        *(q_BTHGd, k_BSKGd, v_BSKE, lam_BHT, marks_BXT, keys_BN2),
         grid=(batch, heads, q_tiles),
         out_type=(out, out, lse),
         buffers={

@@ -2,17 +2,17 @@
 
 P_m are the attention weights of group m = 1, 2, and S_m its logits. With the factors W_1 = 1 and W_2 = -λ, both groups
 share dP = dO·Vᵀ and dV = (W_1·P_1 + W_2·P_2)ᵀ·dO. With delta_m = rowsum(P_m∘dP), the other gradients are
-dS_m = W_m·P_m∘(dP - delta_m)/√D, dQ_m = dS_m·K_m and dK_m = dS_mᵀ·Q_m.
+dS_m = W_m·P_m∘(dP - delta_m)/√d, dQ_m = dS_m·K_m and dK_m = dS_mᵀ·Q_m.
 
 The producer warpgroup computes dP and dV. Warpgroups 0 and 1 compute P_m, dS_m, dK_m and dQ_m for one group m each.
 Tiles of P and dP pass between the warpgroups through shared memory.
 
-Both kernels compute the logits and dP. Together they need 28·T²·D FLOPs per head, where a single kernel would need
-20·T²·D. In return, no two CTAs add to the same gradient, so results are reproducible bit for bit.
+Both kernels compute the logits and dP. Together they need 28·T²·d FLOPs per head, where a single kernel would need
+20·T²·d. In return, no two CTAs add to the same gradient, so results are reproducible bit for bit.
 """
 # Axes: B = batch, T = query tokens, padded to whole tiles, S = key tokens (= T), H = query heads,
-#   K = key/value heads, G = 2 groups (A1 and A2), D = query/key width, E = 2·D = value width, N = T // TILE = tiles,
-#   X in `stats` = base-2 log-sum-exp and delta/√D, X in `marks` = position and, if there are segments, segment id
+#   K = key/value heads, G = 2 groups (A1 and A2), d = query/key width, E = 2·d = value width, N = T // TILE = tiles,
+#   X in `stats` = base-2 log-sum-exp and delta/√d, X in `marks` = position and, if there are segments, segment id
 
 import functools
 from typing import NamedTuple
@@ -32,8 +32,8 @@ LSE, DELTA = 0, 1  # Indices along X in `stats`.
 class Inputs(NamedTuple):
     """Arrays in global memory that both kernels read."""
 
-    q_BTHGD: jax.Array
-    k_BSKGD: jax.Array
+    q_BTHGd: jax.Array
+    k_BSKGd: jax.Array
     v_BSKE: jax.Array
     dout_BTHE: jax.Array
     stats_BHXGT: jax.Array
@@ -47,8 +47,8 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
     Each CTA loops over the query heads and query tiles that attend to its keys. In tiles of P and dS, rows are keys and
     columns are queries, so that wgmma can read dSᵀ and Pᵀ from registers.
     """
-    batch, length, heads, _, width = inputs.q_BTHGD.shape
-    kv_heads, value_width, dtype = inputs.k_BSKGD.shape[2], inputs.v_BSKE.shape[-1], inputs.q_BTHGD.dtype
+    batch, length, heads, _, width = inputs.q_BTHGd.shape
+    kv_heads, value_width, dtype = inputs.k_BSKGd.shape[2], inputs.v_BSKE.shape[-1], inputs.q_BTHGd.dtype
     group = heads // kv_heads
     scale = width**-0.5
 
@@ -80,7 +80,7 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
                     lse = plgpu.load(smem.stats.at[slot, LSE, warpgroup], layout=COLUMNS)
                     p = jnp.exp2(logits * (scale * LOG2_E) - tiles.down(lse, logits))
                     p = hide(p, 0.0, q_tile, k_tile, needed=(q_tile == k_tile) | (q_tile >= full))
-                    # Read W from L2. At D = 128, shared memory has no space for it.
+                    # Read W from L2. At d = 128, shared memory has no space for it.
                     weight_gmem = gmem.weight_BHGT.at[sequence, head, warpgroup, tiles.rows_of(q_tile)]
                     p = p * tiles.down(plgpu.load(weight_gmem, layout=COLUMNS, optimized=False), p)
                     plgpu.barrier_wait(barriers.p_free)
@@ -113,14 +113,14 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
             tiles.set_registers(200)
             keys = tiles.rows_of(k_tile)
             for m in range(GROUPS):
-                plgpu.copy_gmem_to_smem(gmem.k_BSKGD.at[sequence, keys, kv_head, m], smem.k.at[m], barriers.kv_ready)
+                plgpu.copy_gmem_to_smem(gmem.k_BSKGd.at[sequence, keys, kv_head, m], smem.k.at[m], barriers.kv_ready)
             plgpu.copy_gmem_to_smem(gmem.v_BSKE.at[sequence, keys, kv_head], smem.v, barriers.kv_ready)
 
             def load_q(i):
                 slot = lax.rem(i, STAGES)
                 head, q_tile = head_and_query_tile(i)
                 for m in range(GROUPS):
-                    q_gmem = gmem.q_BTHGD.at[sequence, tiles.rows_of(q_tile), head, m]
+                    q_gmem = gmem.q_BTHGd.at[sequence, tiles.rows_of(q_tile), head, m]
                     plgpu.copy_gmem_to_smem(q_gmem, smem.q.at[slot, m], barriers.q_ready.at[slot])
                 stats_gmem = gmem.stats_BHXGT.at[sequence, head, :, :, tiles.rows_of(q_tile)]
                 plgpu.copy_gmem_to_smem(stats_gmem, smem.stats.at[slot], barriers.q_ready.at[slot])
@@ -176,7 +176,7 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
         inputs,
         queries_BN2,
         grid=(batch, kv_heads, length // TILE),
-        out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.k_BSKGD, inputs.v_BSKE)),
+        out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.k_BSKGd, inputs.v_BSKE)),
         buffers={
             "k": tiles.buffer((GROUPS, TILE, width), dtype),
             "v": tiles.buffer((TILE, value_width), dtype),
@@ -203,9 +203,9 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
 
 def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901
     """Compute dQ, with one CTA per (sequence, query head, query tile), which loops over its visible key tiles."""
-    batch, length, heads, _, width = inputs.q_BTHGD.shape
-    value_width, dtype = inputs.v_BSKE.shape[-1], inputs.q_BTHGD.dtype
-    q_tiles, group = length // TILE, heads // inputs.k_BSKGD.shape[2]
+    batch, length, heads, _, width = inputs.q_BTHGd.shape
+    value_width, dtype = inputs.v_BSKE.shape[-1], inputs.q_BTHGd.dtype
+    q_tiles, group = length // TILE, heads // inputs.k_BSKGd.shape[2]
     scale = width**-0.5
 
     def kernel(gmem, keys_gmem, dq_gmem, smem, barriers):
@@ -257,13 +257,13 @@ def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901
         def producer_warpgroup():
             tiles.set_registers(144)
             for m in range(GROUPS):
-                plgpu.copy_gmem_to_smem(gmem.q_BTHGD.at[sequence, queries, head, m], smem.q.at[m], barriers.q_ready)
+                plgpu.copy_gmem_to_smem(gmem.q_BTHGd.at[sequence, queries, head, m], smem.q.at[m], barriers.q_ready)
             plgpu.copy_gmem_to_smem(gmem.dout_BTHE.at[sequence, queries, head], smem.dout, barriers.q_ready)
 
             def load_k(i):
                 slot = lax.rem(i, STAGES)
                 for m in range(GROUPS):
-                    k_gmem = gmem.k_BSKGD.at[sequence, tiles.rows_of(first + i), kv_head, m]
+                    k_gmem = gmem.k_BSKGd.at[sequence, tiles.rows_of(first + i), kv_head, m]
                     plgpu.copy_gmem_to_smem(k_gmem, smem.k.at[slot, m], barriers.k_ready.at[slot])
 
             def load_v(i):
@@ -301,7 +301,7 @@ def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901
         inputs,
         keys_BN2,
         grid=(batch, heads, q_tiles),
-        out_type=jax.ShapeDtypeStruct(inputs.q_BTHGD.shape, dtype),
+        out_type=jax.ShapeDtypeStruct(inputs.q_BTHGd.shape, dtype),
         buffers={
             "q": tiles.buffer((GROUPS, TILE, width), dtype),
             "dout": tiles.buffer((TILE, value_width), dtype),

@@ -17,13 +17,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from difftx.kernels import target
 
 TILE = 64  # Tokens in a tile. One wgmma computes 64 rows, and 64 values in bfloat16 fill a swizzled row of 128 bytes.
-STAGES = 2  # Number of buffers per array for TMA loads. A third does not fit into shared memory at D = 128.
+STAGES = 2  # Number of buffers per array for TMA loads. A third does not fit into shared memory at d = 128.
 GROUPS = 2  # Number of groups of queries and keys. Each group has its own softmax.
 PRODUCER = 2  # Index of the producer warpgroup.
 WARPGROUPS = 3  # Warpgroups per CTA. A fourth would limit each thread to 128 registers at the start of the kernel.
 REGISTERS_AT_ENTRY = 168  # Registers per thread at the start: 64 Ki over 384 threads, rounded down to a multiple of 8.
 
-HEAD_WIDTHS = (32, 64, 96, 128)  # Supported values of D. tests/compile/gpu_compile_test.py compiles each of them.
+HEAD_WIDTHS = (32, 64, 96, 128)  # Supported values of d. tests/compile/gpu_compile_test.py compiles each of them.
 
 LOG2_E = 1.4426950408889634
 # MASKED replaces masked logits. LOWEST is the initial value of a row's running maximum. It is below every real logit,
@@ -43,7 +43,7 @@ COLUMNS = MATRIX.reduce(0)  # Register layout of a [TILE] vector with one value 
 def set_registers(count):
     """Change the number of registers per thread of this warpgroup from REGISTERS_AT_ENTRY to `count`.
 
-    The counts of the three warpgroups of a CTA may sum to 512. They are chosen for H200 at D = 128 (ptxas 13.0).
+    The counts of the three warpgroups of a CTA may sum to 512. They are chosen for H200 at d = 128 (ptxas 13.0).
     """
     plgpu.set_max_registers(count, action="increase" if count > REGISTERS_AT_ENTRY else "decrease")
 
@@ -140,7 +140,7 @@ def _visible(marks_gmem, q_tile, k_tile, *, window, queries_in_rows):
 
     `marks_gmem` holds the marks of one sequence in global memory. They are not staged in shared memory, because only
     tiles on the diagonal and at the edges of windows and segments need a mask. The positions are read, too: an iota
-    would stay in registers during the loop, which spills 120 bytes in `dkv_call` at D = 128.
+    would stay in registers during the loop, which spills 120 bytes in `dkv_call` at d = 128.
     """
     row_tile, column_tile = (q_tile, k_tile) if queries_in_rows else (k_tile, q_tile)
 

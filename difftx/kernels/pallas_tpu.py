@@ -1,6 +1,6 @@
 """Fused differential attention for TPU: Mosaic kernels for the forward and the backward pass.
 
-    O = (A1 - lam * A2) V,    A_m = softmax(Q_m K_m^T / sqrt(D)),    causal    (arXiv:2410.05258)
+    O = (A1 - lam * A2) V,    A_m = softmax(Q_m K_m^T / sqrt(d)),    causal    (arXiv:2410.05258)
 
 The backward pass requires O, O2 = A2 V and the two log-sum-exps L_m. It recomputes the attention weights
 P_m = exp(S_m - L_m) from the logits S_m. With dP = dO V^T and delta_m = rowsum(dO * A_m V), the gradients are:
@@ -16,7 +16,7 @@ Two decisions determine the grids:
   leave. The kernels read this list from scalar memory. They spend no step on hidden tiles, and apply a mask only to
   tiles that the diagonal, the edge of the window or a segment boundary crosses.
 * dQ is a sum over keys, but dK and dV are sums over queries. If the float32 dQ of one key head fits in VMEM, one kernel
-  computes all three gradients, with 20*T*T*D FLOPs per head. Longer rows take two kernels with 28*T*T*D FLOPs. Each sum
+  computes all three gradients, with 20*T*T*d FLOPs per head. Longer rows take two kernels with 28*T*T*d FLOPs. Each sum
   has a fixed order in both cases, so results are reproducible bit for bit.
 """
 
@@ -34,8 +34,8 @@ from difftx.kernels import target
 from difftx.kernels.backend import AttentionCall, Saved, deltas, pad_to
 
 # Axes: B = batch, T = tokens (queries and keys), H = query heads, K = key/value heads,
-#   N = H / K = query heads that share one key/value head, G = 2 groups (A1 and A2), D = sub-head width,
-#   E = 2D = value width, R = 5 numbers per query (`Inputs.rows`), X = T padded to whole tiles,
+#   N = H / K = query heads that share one key/value head, G = 2 groups (A1 and A2), d = sub-head width,
+#   E = 2d = value width, R = 5 numbers per query (`Inputs.rows`), X = T padded to whole tiles,
 #   Y = X or, if rows are sharded along their tokens, the number of queries on one device
 
 
@@ -81,26 +81,26 @@ def unsupported(call: AttentionCall, side: int | None = None) -> str | None:
     return None
 
 
-def forward(q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, segments_BT, *, window, sharding=None, side=None, interpret=None):
+def forward(q_BTHGd, k_BTKGd, v_BTKE, lam_BTH, segments_BT, *, window, sharding=None, side=None, interpret=None):
     """Return the output O [B, T, H, E] in the dtype of q, and a `Saved` with O2 = A2 V and the log-sum-exps.
 
     `side` is the largest side of a tile in tokens. None: that of the device's `Tiles`. `interpret` is False, True or a
     `pltpu.InterpretParams`. None interprets the kernel unless the target is a TPU.
     """
-    t, d = q_BTHGD.shape[1], q_BTHGD.shape[-1]
+    t, d = q_BTHGd.shape[1], q_BTHGd.shape[-1]
     side = side or _tiles(d).side
-    call = kernels.TileCall.of(q_BTHGD, k_BTKGD, segments_BT, window, sharding, side, keys_outer=False)
+    call = kernels.TileCall.of(q_BTHGd, k_BTKGd, segments_BT, window, sharding, side, keys_outer=False)
     heads, e, block = call.kv_heads * call.group, 2 * d, call.block
     out_spec = _spec(call, (block, e), of="query", axis=0)
     out_shape = jax.ShapeDtypeStruct((call.batch, heads, call.y, e), call.dtype)
     lse_shape = jax.ShapeDtypeStruct((call.batch, heads, 2, call.y), jnp.float32)
-    q_BHGYD, k_BKGXD, v_BKXE = _qkv(call, q_BTHGD, k_BTKGD, v_BTKE)
+    q_BHGYd, k_BKGXd, v_BKXE = _qkv(call, q_BTHGd, k_BTKGd, v_BTKE)
     lam_BH1Y = pad_to(lam_BTH.transpose(0, 2, 1)[:, :, None], call.y, axis=3)
     out_BHYE, out2_BHYE, lse_BHGY = _run(
         call,
         kernels.forward_kernel,
         "diff_attention_forward",
-        kernels.Inputs(q_BHGYD, k_BKGXD, v_BKXE, lam=lam_BH1Y),
+        kernels.Inputs(q_BHGYd, k_BKGXd, v_BKXE, lam=lam_BH1Y),
         segments_BT,
         products=6,
         out_specs=[out_spec, out_spec, _spec(call, (2, block), of="query", axis=1)],
@@ -112,8 +112,8 @@ def forward(q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, segments_BT, *, window, sharding=
 
 
 def backward(
-    q_BTHGD,
-    k_BTKGD,
+    q_BTHGd,
+    k_BTKGd,
     v_BTKE,
     lam_BTH,
     segments_BT,
@@ -129,24 +129,24 @@ def backward(
     """Return the gradients of q, k and v in the dtype of q, and of lam in float32. Arguments are those of `forward`."""
     (out2_BHTE,), (lse_BHGT,) = saved.by_head, saved.by_group
     delta1_BTH, delta2_BTH = deltas(out_BTHE, jnp.moveaxis(out2_BHTE, 1, 2), lam_BTH, dout_BTHE)
-    t, d = q_BTHGD.shape[1], q_BTHGD.shape[-1]
+    t, d = q_BTHGd.shape[1], q_BTHGd.shape[-1]
     tiles = _tiles(d)
     side = side or tiles.side
-    call = kernels.TileCall.of(q_BTHGD, k_BTKGD, segments_BT, window, sharding, side, keys_outer=True)
+    call = kernels.TileCall.of(q_BTHGd, k_BTKGd, segments_BT, window, sharding, side, keys_outer=True)
     per_query_BH1T = [x.transpose(0, 2, 1)[:, :, None] for x in (delta1_BTH, delta2_BTH, lam_BTH)]
     rows_BHRT = jnp.concatenate([lse_BHGT * kernels.LOG2_E, *per_query_BH1T], axis=2)
     inputs = kernels.Inputs(
-        *_qkv(call, q_BTHGD, k_BTKGD, v_BTKE),
+        *_qkv(call, q_BTHGd, k_BTKGd, v_BTKE),
         dout=_heads_first(dout_BTHE, call.y),
         rows=pad_to(rows_BHRT, call.y, axis=3),
     )
     with_dq = _dq_bytes(call) <= tiles.dq_mib * 2**20
-    dk_BKGXD, dv_BKXE, dq_BHGYD = _dkv(call, inputs, segments_BT, interpret, with_dq)
+    dk_BKGXd, dv_BKXE, dq_BHGYd = _dkv(call, inputs, segments_BT, interpret, with_dq)
     if not with_dq:
-        dq_BHGYD = _dq(dataclasses.replace(call, keys_outer=False), inputs, segments_BT, interpret)
-    keys = k_BTKGD.shape[1]
-    dk_BTKGD, dv_BTKE = _tokens_first(dk_BKGXD, keys), _tokens_first(dv_BKXE, keys)
-    return _tokens_first(dq_BHGYD, t), dk_BTKGD, dv_BTKE, -delta2_BTH
+        dq_BHGYd = _dq(dataclasses.replace(call, keys_outer=False), inputs, segments_BT, interpret)
+    keys = k_BTKGd.shape[1]
+    dk_BTKGd, dv_BTKE = _tokens_first(dk_BKGXd, keys), _tokens_first(dv_BKXE, keys)
+    return _tokens_first(dq_BHGYd, t), dk_BTKGd, dv_BTKE, -delta2_BTH
 
 
 def _dkv(call, inputs, segments_BT, interpret, with_dq):
@@ -198,7 +198,7 @@ def _dq(call, inputs, segments_BT, interpret):
 def _run(call, kernel, name, inputs, segments_BT, *, products, out_specs, out_shape, scratch_shapes, interpret):
     """Run a kernel over `call.grid`.
 
-    `products` is the number of matrix products (block, block) x D per visit. A product of width E = 2D counts as two.
+    `products` is the number of matrix products (block, block) x d per visit. A product of width E = 2d counts as two.
     """
     scalars = kernels.Scalars(jnp.asarray(call.visits))
     if call.sharding is not None:
@@ -273,11 +273,11 @@ def _input_specs(call, inputs):
     return kernels.Inputs(*(None if x is None else spec for spec, x in zip(specs, inputs, strict=True)))
 
 
-def _qkv(call, q_BTHGD, k_BTKGD, v_BTKE):
-    """Return padded operands with heads before tokens, and q multiplied by log2(e) / sqrt(D)."""
-    q_BTHGD = q_BTHGD.astype(jnp.float32) * (call.scale * kernels.LOG2_E)
-    q_BHGYD = _heads_first(q_BTHGD.astype(call.dtype), call.y)
-    return [q_BHGYD, _heads_first(k_BTKGD, call.x), _heads_first(v_BTKE, call.x)]
+def _qkv(call, q_BTHGd, k_BTKGd, v_BTKE):
+    """Return padded operands with heads before tokens, and q multiplied by log2(e) / sqrt(d)."""
+    q_BTHGd = q_BTHGd.astype(jnp.float32) * (call.scale * kernels.LOG2_E)
+    q_BHGYd = _heads_first(q_BTHGd.astype(call.dtype), call.y)
+    return [q_BHGYd, _heads_first(k_BTKGd, call.x), _heads_first(v_BTKE, call.x)]
 
 
 def _heads_first(x, length):

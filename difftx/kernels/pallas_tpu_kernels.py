@@ -5,7 +5,7 @@ product of a tile of keys with a tile of queries, and adds to accumulators in VM
 queries), transposed from the usual order. Vectors with one number per query (running maximum and sum, log-sum-exp,
 delta, lam) then lie along the lanes of a vector register, and broadcast over keys without cost.
 
-Queries arrive multiplied by log2(e) / sqrt(D), so that logits are in base 2 and the exponential is exp2.
+Queries arrive multiplied by log2(e) / sqrt(d), so that logits are in base 2 and the exponential is exp2.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ from jax.experimental import pallas as pl
 
 from difftx.kernels.context import SequenceSharding
 
-# Axes: T = tokens (queries and keys), N = query heads that share one key/value head, D = sub-head width,
-#   E = 2D = value width, X = T padded to whole tiles, Y = query tokens on one device, padded to whole tiles.
+# Axes: T = tokens (queries and keys), N = query heads that share one key/value head, d = sub-head width,
+#   E = 2d = value width, X = T padded to whole tiles, Y = query tokens on one device, padded to whole tiles.
 # Y = X unless rows are sharded along their tokens. Then the queries of a call are those of one device, but keys and
 # segment ids cover whole rows.
 
@@ -54,8 +54,8 @@ class Scalars(NamedTuple):
 class Inputs(NamedTuple):
     """Blocks of the current visit in VMEM, with their shapes. Inputs that a kernel does not use are None."""
 
-    q: Any  # Queries of both groups, (2, queries, D).
-    k: Any  # Keys of both groups, (2, keys, D).
+    q: Any  # Queries of both groups, (2, queries, d).
+    k: Any  # Keys of both groups, (2, keys, d).
     v: Any  # Values, (keys, E).
     lam: Any = None  # λ of each query in the forward pass, (1, queries).
     dout: Any = None  # Gradient of the output in the backward pass, (queries, E).
@@ -82,10 +82,10 @@ class TileCall:
     keys_outer: bool  # Whether keys are the outer loop and queries the inner one, which sums over queries (dK, dV).
 
     @classmethod
-    def of(cls, q_BTHGD, k_BTKGD, segments_BT, window, sharding, side, *, keys_outer):
+    def of(cls, q_BTHGd, k_BTKGd, segments_BT, window, sharding, side, *, keys_outer):
         """Return the parameters of a call, with T split into equal tiles of at most `side` tokens."""
-        b, _, h, _, d = q_BTHGD.shape
-        t, kv_heads = k_BTKGD.shape[1:3]
+        b, _, h, _, d = q_BTHGd.shape
+        t, kv_heads = k_BTKGd.shape[1:3]
         block = block_tokens(t, sharding, side)
         tiles = pl.cdiv(t, block)
         return cls(
@@ -94,12 +94,12 @@ class TileCall:
             group=h // kv_heads,
             d=d,
             x=tiles * block,
-            y=tiles * block if sharding is None else q_BTHGD.shape[1],
+            y=tiles * block if sharding is None else q_BTHGd.shape[1],
             block=block,
             window=window,
             sharding=sharding,
             segmented=segments_BT is not None,
-            dtype=q_BTHGD.dtype,
+            dtype=q_BTHGd.dtype,
             keys_outer=keys_outer,
         )
 
@@ -264,7 +264,7 @@ def forward_kernel(scalars, inputs, out_ref, out2_ref, lse_ref, max_ref, sum_ref
 def dkv_kernel(scalars, inputs, dk_ref, dv_ref, dq_ref, dk_acc, dv_acc, dq_acc, *, call):
     """Write dK and dV of a key tile at its last visit, and dQ of a query tile at its last visit.
 
-    `dq_ref` (N, 2, queries, D) and its accumulator (N, 2, Y, D) are None if `dq_kernel` computes dQ.
+    `dq_ref` (N, 2, queries, d) and its accumulator (N, 2, Y, d) are None if `dq_kernel` computes dQ.
     """
     visit, n = scalars.visits[pl.program_id(2)], pl.program_id(3)
     queries = pl.ds(pl.multiple_of(query_tile(visit) * call.block, call.block), call.block)

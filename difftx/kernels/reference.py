@@ -3,58 +3,58 @@
 Tests compare all other backends with this module.
 """
 # Axes: B = batch, T = query tokens, S = key tokens, H = query heads, K = key/value heads,
-#   G = groups (2: A1 and A2), D = width of a query/key sub-head, E = width of a value head
+#   G = groups (2: A1 and A2), d = width of a query/key sub-head, E = width of a value head
 
 import jax
 import jax.numpy as jnp
 
 from difftx.kernels.context import SequenceSharding
-from difftx.kernels.maps import Map
+from difftx.kernels.weight_functions import WeightFunction
 
 
-def diff_attention(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BS=None, **options) -> jax.Array:
-    """Compute (softmax(Q1 K1ᵀ/√D) - λ softmax(Q2 K2ᵀ/√D)) V, Eq. 1 of arXiv 2410.05258, with λ `[B, T, H]`."""
-    weights_BHGTS = jax.nn.softmax(_logits(q_BTHGD, k_BSKGD, segment_ids_BS, **options), axis=-1)
+def diff_attention(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BS=None, **options) -> jax.Array:
+    """Compute (softmax(Q1 K1ᵀ/√d) - λ softmax(Q2 K2ᵀ/√d)) V, Eq. 1 of arXiv 2410.05258, with λ `[B, T, H]`."""
+    weights_BHGTS = jax.nn.softmax(_logits(q_BTHGd, k_BSKGd, segment_ids_BS, **options), axis=-1)
     lam_BHT1 = jnp.moveaxis(lam_BTH, 2, 1)[..., None]
     return _weighted_values(weights_BHGTS[:, :, 0] - lam_BHT1 * weights_BHGTS[:, :, 1], v_BSKE)
 
 
-def attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BS=None, **options) -> jax.Array:
-    """Compute softmax(Q Kᵀ/√D) V."""
-    logits_BHGTS = _logits(q_BTHD[:, :, :, None], k_BSKD[:, :, :, None], segment_ids_BS, **options)
-    return _weighted_values(jax.nn.softmax(logits_BHGTS, axis=-1)[:, :, 0], v_BSKD)
+def attention(q_BTHd, k_BSKd, v_BSKd, segment_ids_BS=None, **options) -> jax.Array:
+    """Compute softmax(Q Kᵀ/√d) V."""
+    logits_BHGTS = _logits(q_BTHd[:, :, :, None], k_BSKd[:, :, :, None], segment_ids_BS, **options)
+    return _weighted_values(jax.nn.softmax(logits_BHGTS, axis=-1)[:, :, 0], v_BSKd)
 
 
-def mapped_attention(
-    map_of: Map, q_BTHGD, k_BSKGD, v_BSKE, map_parameter_BTH, segment_ids_BS=None, **options
+def weighted_attention(
+    weight_function: WeightFunction, q_BTHGd, k_BSKGd, v_BSKE, weight_argument_BTH, segment_ids_BS=None, **options
 ) -> jax.Array:
-    """Compute attention whose weights `map_of` computes from logits (`difftx.kernels.mapped_attention`)."""
-    map_inputs = [*jnp.moveaxis(_logits(q_BTHGD, k_BSKGD, segment_ids_BS, **options), 2, 0)]
-    if map_parameter_BTH is not None:
-        map_inputs.append(jnp.moveaxis(map_parameter_BTH, 2, 1)[..., None])
-    return _weighted_values(map_of(*map_inputs), v_BSKE)
+    """Compute attention whose weights `weight_function` computes from logits (`difftx.kernels.weighted_attention`)."""
+    arguments = [*jnp.moveaxis(_logits(q_BTHGd, k_BSKGd, segment_ids_BS, **options), 2, 0)]
+    if weight_argument_BTH is not None:
+        arguments.append(jnp.moveaxis(weight_argument_BTH, 2, 1)[..., None])
+    return _weighted_values(weight_function(*arguments), v_BSKE)
 
 
 def _logits(
-    q_BTHGD: jax.Array,
-    k_BSKGD: jax.Array,
+    q_BTHGd: jax.Array,
+    k_BSKGd: jax.Array,
     segment_ids_BS: jax.Array | None,
     *,
     window: int | None,
     sharding: SequenceSharding | None = None,
 ) -> jax.Array:
-    """Return the logits Q Kᵀ / √D of each group, `[B, H, G, T, S]`, minus infinity for masked keys."""
-    dtype = jnp.promote_types(q_BTHGD.dtype, jnp.float32)
-    k_BSHGD = jnp.repeat(k_BSKGD, q_BTHGD.shape[2] // k_BSKGD.shape[2], axis=2).astype(dtype)
-    logits_BHGTS = jnp.einsum("BTHGD,BSHGD->BHGTS", q_BTHGD.astype(dtype), k_BSHGD) * q_BTHGD.shape[-1] ** -0.5
-    query_S1, key_1S = jnp.arange(k_BSKGD.shape[1])[:, None], jnp.arange(k_BSKGD.shape[1])[None, :]
+    """Return the logits Q Kᵀ / √d of each group, `[B, H, G, T, S]`, minus infinity for masked keys."""
+    dtype = jnp.promote_types(q_BTHGd.dtype, jnp.float32)
+    k_BSHGd = jnp.repeat(k_BSKGd, q_BTHGd.shape[2] // k_BSKGd.shape[2], axis=2).astype(dtype)
+    logits_BHGTS = jnp.einsum("BTHGd,BSHGd->BHGTS", q_BTHGd.astype(dtype), k_BSHGd) * q_BTHGd.shape[-1] ** -0.5
+    query_S1, key_1S = jnp.arange(k_BSKGd.shape[1])[:, None], jnp.arange(k_BSKGd.shape[1])[None, :]
     seen_BTS = (key_1S <= query_S1)[None]
     if window is not None:
         seen_BTS &= (query_S1 - key_1S < window)[None]
     if segment_ids_BS is not None:
         seen_BTS = seen_BTS & (segment_ids_BS[:, :, None] == segment_ids_BS[:, None, :])
     if sharding is not None:
-        seen_BTS = seen_BTS[:, sharding.positions(q_BTHGD.shape[1])]
+        seen_BTS = seen_BTS[:, sharding.positions(q_BTHGd.shape[1])]
     return jnp.where(seen_BTS[:, None, None], logits_BHGTS, -jnp.inf)
 
 

@@ -5,7 +5,7 @@ The result covers all heads but few queries, `[B, C, H, S]`, so its size is line
 """
 # Axes: B = batch, T = query tokens, S = key tokens (= T), C = selected queries, H = query heads,
 #   K = key/value heads, R = H / K = query heads per key/value head,
-#   G = groups (2 for A1 and A2, 1 for softmax attention), D = width of a query/key sub-head
+#   G = groups (2 for A1 and A2, 1 for softmax attention), d = width of a query/key sub-head
 
 import functools
 from typing import NamedTuple
@@ -13,47 +13,48 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from difftx.kernels import maps
 from difftx.kernels.backend import broadcast_to_tokens, per_shard
 from difftx.kernels.cached import einsum
-from difftx.kernels.maps import Map
+from difftx.kernels.weight_functions import WeightFunction, difference
 
 
-class MapRows(NamedTuple):
+class AttentionRows(NamedTuple):
     """Attention weights and logits of selected queries in one layer, float32."""
 
-    map_BCHS: jax.Array  # Attention weights that multiply V, such as A1 - λ A2.
-    logits_BCHGS: jax.Array  # Logits of each group after the factor 1/√D. Masked keys have minus infinity.
+    weights_BCHS: jax.Array  # Attention weights that multiply V, such as A1 - λ A2.
+    logits_BCHGS: jax.Array  # Logits of each group after the factor 1/√d. Masked keys have minus infinity.
     lam_BCH: jax.Array | None  # λ of each query if the weights are A1 - λ A2 with A_g = softmax(logits_g), else None.
 
 
-def map_rows(
-    map_of: Map,
+def attention_rows(
+    weight_function: WeightFunction,
     q: jax.Array,
     k: jax.Array,
     queries_BC: jax.Array,
     *,
-    map_parameter: jax.Array | None = None,
+    weight_argument: jax.Array | None = None,
     segment_ids_BT: jax.Array | None = None,
     window: int | None = None,
-) -> MapRows:
+) -> AttentionRows:
     """Return the causal attention weights of selected queries, whose int32 positions in their rows are `queries_BC`.
 
-    The other arguments are those of `difftx.kernels.mapped_attention`. Each device must hold whole rows.
+    The other arguments are those of `difftx.kernels.weighted_attention`. Each device must hold whole rows.
     """
-    q_BTHGD, k_BSKGD = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
-    map_parameter_BTH = None if map_parameter is None else broadcast_to_tokens(map_parameter, q_BTHGD)
-    operands = (q_BTHGD, k_BSKGD, map_parameter_BTH, queries_BC, segment_ids_BT)
-    map_BCHS, logits_BCHGS, *map_parameter_BCH = per_shard(functools.partial(_rows, map_of, window), *operands)
-    return MapRows(map_BCHS, logits_BCHGS, map_parameter_BCH[0] if map_of is maps.difference else None)
+    q_BTHGd, k_BSKGd = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
+    weight_argument_BTH = None if weight_argument is None else broadcast_to_tokens(weight_argument, q_BTHGd)
+    operands = (q_BTHGd, k_BSKGd, weight_argument_BTH, queries_BC, segment_ids_BT)
+    weights_BCHS, logits_BCHGS, *argument_BCH = per_shard(functools.partial(_rows, weight_function, window), *operands)
+    return AttentionRows(weights_BCHS, logits_BCHGS, argument_BCH[0] if weight_function is difference else None)
 
 
-def _rows(map_of, window, q_BTHGD, k_BSKGD, map_parameter_BTH, queries_BC, segment_ids_BT) -> tuple[jax.Array, ...]:
+def _rows(
+    weight_function, window, q_BTHGd, k_BSKGd, weight_argument_BTH, queries_BC, segment_ids_BT
+) -> tuple[jax.Array, ...]:
     B, C = queries_BC.shape
-    S, K, G, D = k_BSKGD.shape[1:]
-    H = q_BTHGD.shape[2]
-    q_BCHGD = jnp.take_along_axis(q_BTHGD, queries_BC[:, :, None, None, None], axis=1)
-    logits_BCKRGS = einsum("BCKRGD,BSKGD->BCKRGS", q_BCHGD.reshape(B, C, K, H // K, G, D), k_BSKGD) * D**-0.5
+    S, K, G, d = k_BSKGd.shape[1:]
+    H = q_BTHGd.shape[2]
+    q_BCHGd = jnp.take_along_axis(q_BTHGd, queries_BC[:, :, None, None, None], axis=1)
+    logits_BCKRGS = einsum("BCKRGd,BSKGd->BCKRGS", q_BCHGd.reshape(B, C, K, H // K, G, d), k_BSKGd) * d**-0.5
     distance_BCS = queries_BC[:, :, None] - jnp.arange(S)[None, None]
     seen_BCS = distance_BCS >= 0
     if window is not None:
@@ -61,8 +62,8 @@ def _rows(map_of, window, q_BTHGD, k_BSKGD, map_parameter_BTH, queries_BC, segme
     if segment_ids_BT is not None:
         seen_BCS &= jnp.take_along_axis(segment_ids_BT, queries_BC, axis=1)[:, :, None] == segment_ids_BT[:, None]
     logits_BCHGS = jnp.where(seen_BCS[:, :, None, None], logits_BCKRGS.reshape(B, C, H, G, S), -jnp.inf)
-    map_inputs = [logits_BCHGS[:, :, :, g] for g in range(G)]
-    if map_parameter_BTH is None:
-        return map_of(*map_inputs), logits_BCHGS
-    map_parameter_BCH = jnp.take_along_axis(map_parameter_BTH, queries_BC[:, :, None], axis=1)
-    return map_of(*map_inputs, map_parameter_BCH[..., None]), logits_BCHGS, map_parameter_BCH
+    arguments = [logits_BCHGS[:, :, :, g] for g in range(G)]
+    if weight_argument_BTH is None:
+        return weight_function(*arguments), logits_BCHGS
+    weight_argument_BCH = jnp.take_along_axis(weight_argument_BTH, queries_BC[:, :, None], axis=1)
+    return weight_function(*arguments, weight_argument_BCH[..., None]), logits_BCHGS, weight_argument_BCH

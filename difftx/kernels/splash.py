@@ -5,8 +5,8 @@ its keys, so differential attention takes two calls, one per group, each with al
 """
 # Axes: B = batch, T = query tokens on one device, S = key tokens of a whole row (= T unless rows are
 #   sharded along their tokens), X = S padded to whole tiles, Y = T padded to whole tiles, H = query heads,
-#   K = key/value heads, R = H / K = query heads per key/value head, G = 2 groups (A1, A2), D = query/key width,
-#   E = value width (D, or 2 D in differential attention)
+#   K = key/value heads, R = H / K = query heads per key/value head, G = 2 groups (A1, A2), d = query/key width,
+#   E = value width (d, or 2 d in differential attention)
 
 import functools
 
@@ -24,21 +24,21 @@ TILE = 512  # Largest side of a tile in tokens, unless a backend names another o
 FUSED_TOKENS = 4096  # Longest row for the fused backward pass, which stores one copy of dQ per key tile.
 
 
-def diff_attention(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, *, window, sharding=None, side=TILE) -> jax.Array:
+def diff_attention(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT, *, window, sharding=None, side=TILE) -> jax.Array:
     """Compute (A1 - λ A2) V by two calls of `attention`, one per group."""
     call = functools.partial(attention, window=window, sharding=sharding, side=side)
-    out1_BTHE, out2_BTHE = (call(q_BTHGD[..., m, :], k_BSKGD[..., m, :], v_BSKE, segment_ids_BT) for m in range(2))
+    out1_BTHE, out2_BTHE = (call(q_BTHGd[..., m, :], k_BSKGd[..., m, :], v_BSKE, segment_ids_BT) for m in range(2))
     return difference(out1_BTHE, out2_BTHE, lam_BTH)
 
 
-def attention(q_BTHD, k_BSKD, v_BSKE, segment_ids_BT, *, window, sharding=None, side=TILE) -> jax.Array:
+def attention(q_BTHd, k_BSKd, v_BSKE, segment_ids_BT, *, window, sharding=None, side=TILE) -> jax.Array:
     """Compute softmax attention `[B, T, H, E]`, in the Pallas interpreter on other platforms than TPU.
 
     `side` is the largest side of a tile in tokens.
     """
-    # A call of splash serves one key/value head and its R query heads, without a batch axis and the factor 1/√D.
-    B, T, H, D = q_BTHD.shape
-    S, K = k_BSKD.shape[1:3]
+    # A call of splash serves one key/value head and its R query heads, without a batch axis and the factor 1/√d.
+    B, T, H, d = q_BTHd.shape
+    S, K = k_BSKd.shape[1:3]
     tile = block_tokens(S, sharding, side)
     X = -(-S // tile) * tile
     Y = X if sharding is None else T
@@ -46,15 +46,15 @@ def attention(q_BTHD, k_BSKD, v_BSKE, segment_ids_BT, *, window, sharding=None, 
 
     # Copies of the last token pad the rows. The causal mask hides the copies from all real queries.
     padded = functools.partial(pad_to, axis=1, mode="edge")
-    q_BKRYD = (padded(q_BTHD, Y) * jnp.asarray(D**-0.5, q_BTHD.dtype)).reshape(B, Y, K, H // K, D)
-    q_BKRYD = q_BKRYD.transpose(0, 2, 3, 1, 4)
-    k_BKXD, v_BKXE = (jnp.moveaxis(padded(x, X), 1, 2) for x in (k_BSKD, v_BSKE))
+    q_BKRYd = (padded(q_BTHd, Y) * jnp.asarray(d**-0.5, q_BTHd.dtype)).reshape(B, Y, K, H // K, d)
+    q_BKRYd = q_BKRYd.transpose(0, 2, 3, 1, 4)
+    k_BKXd, v_BKXE = (jnp.moveaxis(padded(x, X), 1, 2) for x in (k_BSKd, v_BSKE))
     ids = None
     if segment_ids_BT is not None:
         ids_BX = padded(segment_ids_BT, X)
         ids = splash.SegmentIds(q=ids_BX if sharding is None else segment_ids_BT[:, sharding.positions(T)], kv=ids_BX)
     per_head = jax.vmap(kernel, in_axes=(0, 0, 0, None))
-    out_BKRYE = jax.vmap(per_head, in_axes=(0, 0, 0, None if ids is None else 0))(q_BKRYD, k_BKXD, v_BKXE, ids)
+    out_BKRYE = jax.vmap(per_head, in_axes=(0, 0, 0, None if ids is None else 0))(q_BKRYd, k_BKXd, v_BKXE, ids)
     return jnp.moveaxis(jnp.asarray(out_BKRYE), 3, 1).reshape(B, Y, H, -1)[:, :T]
 
 

@@ -1,4 +1,4 @@
-"""Attention by XLA operations, for any device: differential attention, and attention with any function of `maps.py`.
+"""Attention by XLA operations, for any device: differential attention, and attention with any weight function.
 
 Memory is linear in the length of a row, because the queries are processed in chunks, and the backward pass recomputes
 the attention weights of each chunk. Differential attention recomputes them from saved log-sum-exps. It subtracts the
@@ -6,7 +6,7 @@ attention weights, P1 - λ P2, in float32 before the product with V, so one prod
 """
 # Axes: B = batch, T = query tokens, S = key tokens, N = chunks, C = query tokens of a chunk,
 #   H = query heads, K = key/value heads, R = H / K = query heads per key/value head, G = groups (2 for A1 and A2),
-#   D = width of a query/key sub-head, E = width of a value head
+#   d = width of a query/key sub-head, E = width of a value head
 
 import functools
 from collections.abc import Sequence
@@ -17,38 +17,38 @@ import jax.numpy as jnp
 
 from difftx.kernels.backend import Saved, pad_to
 from difftx.kernels.context import SequenceSharding
-from difftx.kernels.maps import MASKED
+from difftx.kernels.weight_functions import MASKED
 
 # Largest number of attention weights of one head in a chunk, 4 MiB in float32. A row of 1,024 tokens is one chunk.
-CHUNK_MAP_ELEMENTS = 2**20
+CHUNK_WEIGHTS = 2**20
 
 # The free axes of the second operand come first in the result of `jnp.einsum`. With operands and axes in the orders
 # below, XLA's CPU backend need not transpose arrays with an entry per pair of tokens, which took half of the time.
 einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-def forward(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, *, window, sharding=None) -> tuple[jax.Array, Saved]:
+def forward(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT, *, window, sharding=None) -> tuple[jax.Array, Saved]:
     """Return the output `[B, T, H, E]` and a `Saved` with the log-sum-exps of the logits, float32 `[B, T, H, G]`.
 
     Softmax attention has one group, and `lam_BTH` is None.
     """
-    B, T, H, G, _ = q_BTHGD.shape
+    B, T, H, G, _ = q_BTHGd.shape
 
     def chunk(rows: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
-        logits_BKRCS = masked_logits(rows, k_BSKGD, segment_ids_BT, window)
-        maps_BKRCS, lse_BKRC = zip(*map(_softmax, logits_BKRCS), strict=True)
-        map_BKRCS = _weighted_sum(maps_BKRCS, rows, k_BSKGD).astype(v_BSKE.dtype)
-        out_BKRCE = einsum("BSKE,BKRCS->BKRCE", v_BSKE, map_BKRCS).astype(v_BSKE.dtype)
+        logits_BKRCS = masked_logits(rows, k_BSKGd, segment_ids_BT, window)
+        p_BKRCS, lse_BKRC = zip(*map(_softmax, logits_BKRCS), strict=True)
+        weights_BKRCS = _weighted_sum(p_BKRCS, rows, k_BSKGd).astype(v_BSKE.dtype)
+        out_BKRCE = einsum("BSKE,BKRCS->BKRCE", v_BSKE, weights_BKRCS).astype(v_BSKE.dtype)
         lse_BKRCG = jnp.stack(lse_BKRC, axis=-1)
         return jnp.moveaxis(out_BKRCE, 3, 1), jnp.moveaxis(lse_BKRCG, 3, 1)
 
-    out, lse = jax.lax.map(chunk, chunks(segment_ids_BT, sharding, q=q_BTHGD, lam=lam_BTH))
+    out, lse = jax.lax.map(chunk, chunks(segment_ids_BT, sharding, q=q_BTHGd, lam=lam_BTH))
     lse_BTHG = joined(lse, T).reshape(B, T, H, G)
     return joined(out, T).reshape(B, T, H, -1), Saved(by_token=(lse_BTHG,))
 
 
 def backward(
-    q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, out_BTHE, saved, dout_BTHE, *, window, sharding=None
+    q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT, out_BTHE, saved, dout_BTHE, *, window, sharding=None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Return the gradients of q, k and v in their dtypes, and of λ in float32, `[B, T, H]`.
 
@@ -57,99 +57,99 @@ def backward(
     dS2 = -λ P2 ∘ (dP - D2) and dλ = -D2. D_m does not require the output, because a chunk covers all keys.
     """
     del out_BTHE
-    B, T, H, G, D = q_BTHGD.shape
-    K, dtype = k_BSKGD.shape[2], q_BTHGD.dtype
+    B, T, H, G, d = q_BTHGd.shape
+    K, dtype = k_BSKGd.shape[2], q_BTHGd.dtype
 
     def chunk(carry: tuple[jax.Array, jax.Array], rows: dict[str, Any]):
-        dk_BSKGD, dv_BSKE = carry
+        dk_BSKGd, dv_BSKE = carry
         lse_BKRCG = split_heads(rows["lse"], K)
-        q_BKRCGD = split_heads(rows["q"], K)
+        q_BKRCGd = split_heads(rows["q"], K)
         dout_BKRCE = split_heads(rows["dout"], K)
-        maps_BKRCS = [
+        p_BKRCS = [
             jnp.exp(logits_BKRCS - lse_BKRCG[..., g, None])
-            for g, logits_BKRCS in enumerate(masked_logits(rows, k_BSKGD, segment_ids_BT, window))
+            for g, logits_BKRCS in enumerate(masked_logits(rows, k_BSKGd, segment_ids_BT, window))
         ]
-        map_BKRCS = _weighted_sum(maps_BKRCS, rows, k_BSKGD).astype(dtype)
-        dv_BKES = einsum("BKRCS,BKRCE->BKES", map_BKRCS, dout_BKRCE)
+        weights_BKRCS = _weighted_sum(p_BKRCS, rows, k_BSKGd).astype(dtype)
+        dv_BKES = einsum("BKRCS,BKRCE->BKES", weights_BKRCS, dout_BKRCE)
         dp_BKRCS = einsum("BSKE,BKRCE->BKRCS", v_BSKE, dout_BKRCE)
-        factors = [D**-0.5] if G == 1 else [D**-0.5, -(D**-0.5) * split_heads(rows["lam"], K)[..., None]]
-        dq_BKRCD, dk_BKDS, deltas_BKRC1 = [], [], []
+        factors = [d**-0.5] if G == 1 else [d**-0.5, -(d**-0.5) * split_heads(rows["lam"], K)[..., None]]
+        dq_BKRCd, dk_BKdS, deltas_BKRC1 = [], [], []
         for g, factor in enumerate(factors):
-            deltas_BKRC1.append(jnp.sum(maps_BKRCS[g] * dp_BKRCS, axis=-1, keepdims=True))
-            ds_BKRCS = (factor * maps_BKRCS[g] * (dp_BKRCS - deltas_BKRC1[g])).astype(dtype)
-            dk_BKDS.append(einsum("BKRCS,BKRCD->BKDS", ds_BKRCS, q_BKRCGD[..., g, :]))
-            dq_BKRCD.append(einsum("BSKD,BKRCS->BKRCD", k_BSKGD[..., g, :], ds_BKRCS).astype(dtype))
-        dk_BSKGD += jnp.moveaxis(jnp.stack(dk_BKDS, axis=2), 4, 1)
+            deltas_BKRC1.append(jnp.sum(p_BKRCS[g] * dp_BKRCS, axis=-1, keepdims=True))
+            ds_BKRCS = (factor * p_BKRCS[g] * (dp_BKRCS - deltas_BKRC1[g])).astype(dtype)
+            dk_BKdS.append(einsum("BKRCS,BKRCd->BKdS", ds_BKRCS, q_BKRCGd[..., g, :]))
+            dq_BKRCd.append(einsum("BSKd,BKRCS->BKRCd", k_BSKGd[..., g, :], ds_BKRCS).astype(dtype))
+        dk_BSKGd += jnp.moveaxis(jnp.stack(dk_BKdS, axis=2), 4, 1)
         dv_BSKE += jnp.moveaxis(dv_BKES, 3, 1)
-        dq_BCKRGD = jnp.moveaxis(jnp.stack(dq_BKRCD, axis=4), 3, 1)
+        dq_BCKRGd = jnp.moveaxis(jnp.stack(dq_BKRCd, axis=4), 3, 1)
         dlam_BCKR = None if G == 1 else -jnp.moveaxis(deltas_BKRC1[1][..., 0], 3, 1)
-        return (dk_BSKGD, dv_BSKE), (dq_BCKRGD, dlam_BCKR)
+        return (dk_BSKGd, dv_BSKE), (dq_BCKRGd, dlam_BCKR)
 
-    zeros = (jnp.zeros_like(k_BSKGD, jnp.float32), jnp.zeros_like(v_BSKE, jnp.float32))
-    rows = chunks(segment_ids_BT, sharding, q=q_BTHGD, lam=lam_BTH, lse=saved.by_token[0], dout=dout_BTHE)
-    (dk_BSKGD, dv_BSKE), (dq, dlam) = jax.lax.scan(chunk, zeros, rows)
+    zeros = (jnp.zeros_like(k_BSKGd, jnp.float32), jnp.zeros_like(v_BSKE, jnp.float32))
+    rows = chunks(segment_ids_BT, sharding, q=q_BTHGd, lam=lam_BTH, lse=saved.by_token[0], dout=dout_BTHE)
+    (dk_BSKGd, dv_BSKE), (dq, dlam) = jax.lax.scan(chunk, zeros, rows)
     dlam_BTH = None if dlam is None else joined(dlam, T).reshape(B, T, H)
-    dq_BTHGD = joined(dq, T).reshape(q_BTHGD.shape)
-    return dq_BTHGD, dk_BSKGD.astype(k_BSKGD.dtype), dv_BSKE.astype(v_BSKE.dtype), dlam_BTH
+    dq_BTHGd = joined(dq, T).reshape(q_BTHGd.shape)
+    return dq_BTHGd, dk_BSKGd.astype(k_BSKGd.dtype), dv_BSKE.astype(v_BSKE.dtype), dlam_BTH
 
 
-def softmax_forward(q_BTHD, k_BSKD, v_BSKE, segment_ids_BT, **options) -> tuple[jax.Array, Saved]:
+def softmax_forward(q_BTHd, k_BSKd, v_BSKE, segment_ids_BT, **options) -> tuple[jax.Array, Saved]:
     """Do what `forward` does, for softmax attention."""
-    return forward(q_BTHD[:, :, :, None], k_BSKD[:, :, :, None], v_BSKE, None, segment_ids_BT, **options)
+    return forward(q_BTHd[:, :, :, None], k_BSKd[:, :, :, None], v_BSKE, None, segment_ids_BT, **options)
 
 
 def softmax_backward(
-    q_BTHD, k_BSKD, v_BSKE, segment_ids_BT, out_BTHE, saved, dout_BTHE, **options
+    q_BTHd, k_BSKd, v_BSKE, segment_ids_BT, out_BTHE, saved, dout_BTHE, **options
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the gradients of q, k and v in their dtypes, for softmax attention."""
-    operands = q_BTHD[:, :, :, None], k_BSKD[:, :, :, None], v_BSKE, None, segment_ids_BT, out_BTHE, saved, dout_BTHE
-    dq_BTHGD, dk_BSKGD, dv_BSKE, _ = backward(*operands, **options)
-    return dq_BTHGD[:, :, :, 0], dk_BSKGD[:, :, :, 0], dv_BSKE
+    operands = q_BTHd[:, :, :, None], k_BSKd[:, :, :, None], v_BSKE, None, segment_ids_BT, out_BTHE, saved, dout_BTHE
+    dq_BTHGd, dk_BSKGd, dv_BSKE, _ = backward(*operands, **options)
+    return dq_BTHGd[:, :, :, 0], dk_BSKGd[:, :, :, 0], dv_BSKE
 
 
-def mapped_attention(
-    map_of, q_BTHGD, k_BSKGD, v_BSKE, map_parameter_BTH, segment_ids_BT, *, window, sharding=None
+def weighted_attention(
+    weight_function, q_BTHGd, k_BSKGd, v_BSKE, weight_argument_BTH, segment_ids_BT, *, window, sharding=None
 ) -> jax.Array:
-    """Compute attention whose weights `map_of` computes from logits. JAX derives the gradient."""
-    B, T, H = q_BTHGD.shape[:3]
-    K, dtype = k_BSKGD.shape[2], v_BSKE.dtype
+    """Compute attention whose weights `weight_function` computes from logits. JAX derives the gradient."""
+    B, T, H = q_BTHGd.shape[:3]
+    K, dtype = k_BSKGd.shape[2], v_BSKE.dtype
     # Autodiff sums the gradients of keys and values over chunks, in the dtype that k and v have outside of the loop.
     wide = jnp.promote_types(dtype, jnp.float32)
-    k_BSKGD, v_BSKE = k_BSKGD.astype(wide), v_BSKE.astype(wide)
+    k_BSKGd, v_BSKE = k_BSKGd.astype(wide), v_BSKE.astype(wide)
 
     @jax.checkpoint
     def chunk(rows: dict[str, Any]) -> jax.Array:
-        map_inputs = masked_logits(rows, k_BSKGD.astype(dtype), segment_ids_BT, window)
-        if map_parameter_BTH is not None:
-            map_inputs.append(split_heads(rows["map_parameter"], K)[..., None])
-        map_BKRCS = map_of(*map_inputs)
-        out_BKRCE = einsum("BSKE,BKRCS->BKRCE", v_BSKE.astype(dtype), map_BKRCS.astype(dtype))
+        arguments = masked_logits(rows, k_BSKGd.astype(dtype), segment_ids_BT, window)
+        if weight_argument_BTH is not None:
+            arguments.append(split_heads(rows["weight_argument"], K)[..., None])
+        weights_BKRCS = weight_function(*arguments)
+        out_BKRCE = einsum("BSKE,BKRCS->BKRCE", v_BSKE.astype(dtype), weights_BKRCS.astype(dtype))
         return jnp.moveaxis(out_BKRCE.astype(dtype), 3, 1)
 
-    arrays = {"q": q_BTHGD} if map_parameter_BTH is None else {"q": q_BTHGD, "map_parameter": map_parameter_BTH}
+    arrays = {"q": q_BTHGd} if weight_argument_BTH is None else {"q": q_BTHGd, "weight_argument": weight_argument_BTH}
     out = jax.lax.map(chunk, chunks(segment_ids_BT, sharding, **arrays))
     return joined(out, T).reshape(B, T, H, -1)
 
 
 def masked_logits(
-    rows: dict[str, Any], k_BSKGD: jax.Array, segment_ids_BT: jax.Array | None, window: int | None
+    rows: dict[str, Any], k_BSKGd: jax.Array, segment_ids_BT: jax.Array | None, window: int | None
 ) -> list[jax.Array]:
     """Return the scaled and masked logits of one chunk of queries for each group, float32 `[B, K, R, C, S]`.
 
     The groups are separate arrays, because stacking them copies all logits.
     """
-    S, K, G, D = k_BSKGD.shape[1:]
+    S, K, G, d = k_BSKGd.shape[1:]
     # The barrier makes the mask depend on the queries. Otherwise JAX would compute the masks of all chunks, T × T in
     # size, once before the scan over layers.
     rows = jax.lax.optimization_barrier({name: rows[name] for name in ("q", "position", "segment") if name in rows})
-    q_BKRCGD, position_C = split_heads(rows["q"], K), rows["position"]
+    q_BKRCGd, position_C = split_heads(rows["q"], K), rows["position"]
     query_C1, key_1S = position_C[:, None], jnp.arange(S)[None]
     seen_BCS = (key_1S <= query_C1)[None]
     if window is not None:
         seen_BCS &= (query_C1 - key_1S < window)[None]
     if segment_ids_BT is not None:
         seen_BCS = seen_BCS & (rows["segment"][:, :, None] == segment_ids_BT[:, None, :])
-    logits_BKRCS = [einsum("BSKD,BKRCD->BKRCS", k_BSKGD[..., g, :], q_BKRCGD[..., g, :]) * D**-0.5 for g in range(G)]
+    logits_BKRCS = [einsum("BSKd,BKRCd->BKRCS", k_BSKGd[..., g, :], q_BKRCGd[..., g, :]) * d**-0.5 for g in range(G)]
     return [jnp.where(seen_BCS[:, None, None], one_BKRCS, MASKED) for one_BKRCS in logits_BKRCS]
 
 
@@ -164,11 +164,11 @@ def _softmax(logits_BKRCS: jax.Array) -> tuple[jax.Array, jax.Array]:
     return exp_BKRCS / total_BKRC1, (jnp.log(total_BKRC1) + largest_BKRC1)[..., 0]
 
 
-def _weighted_sum(maps_BKRCS: Sequence[jax.Array], rows: dict[str, Any], k_BSKGD: jax.Array) -> jax.Array:
+def _weighted_sum(p_BKRCS: Sequence[jax.Array], rows: dict[str, Any], k_BSKGd: jax.Array) -> jax.Array:
     """Return P1 - λ P2, or P1 for softmax attention, which has one group."""
-    if len(maps_BKRCS) == 1:
-        return maps_BKRCS[0]
-    return maps_BKRCS[0] - split_heads(rows["lam"], k_BSKGD.shape[2])[..., None] * maps_BKRCS[1]
+    if len(p_BKRCS) == 1:
+        return p_BKRCS[0]
+    return p_BKRCS[0] - split_heads(rows["lam"], k_BSKGd.shape[2])[..., None] * p_BKRCS[1]
 
 
 def split_heads(x_BCH: jax.Array, kv_heads: int) -> jax.Array:
@@ -187,12 +187,12 @@ def chunks(
     """Split arrays `[B, T, …]` with one entry per query into chunks `[N, B, C, …]`. Zeros pad the last chunk.
 
     One array must be "q". The result also has the positions of the queries in their rows, "position" `[N, C]`, and
-    "segment" `[N, B, C]` if there are segment ids. A chunk has at most `CHUNK_MAP_ELEMENTS` / `groups` pairs of tokens.
+    "segment" `[N, B, C]` if there are segment ids. A chunk has at most `CHUNK_WEIGHTS` / `groups` pairs of tokens.
     """
     present = {name: x_BT for name, x_BT in arrays_BT.items() if x_BT is not None}
     T = present["q"].shape[1]
     keys = T if sharding is None else T * sharding.devices
-    size = min(T, max(1, CHUNK_MAP_ELEMENTS // (keys * groups)))
+    size = min(T, max(1, CHUNK_WEIGHTS // (keys * groups)))
     count = -(-T // size)
     position_T = jnp.arange(T) if sharding is None else sharding.positions(T)
 

@@ -8,7 +8,8 @@
 
 import dataclasses
 import functools
-from typing import ClassVar, Literal
+from collections.abc import Callable
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,24 +19,36 @@ from ml_collections import ConfigDict
 from difftx import kernels
 from difftx.config import ModelConfig
 from difftx.errors import UserError
-from difftx.kernels import cached, maps
+from difftx.kernels import cached, weight_functions
 from difftx.kernels.cached import KVCache, SegmentMask
 from difftx.kernels.logit_gradients import logit_gradient_products
 from difftx.kernels.quantized import rounded
-from difftx.kernels.rows import MapRows, map_rows
+from difftx.kernels.rows import AttentionRows, attention_rows
+from difftx.kernels.weight_functions import WeightFunction
 from difftx.model.layers import HeadNorm, RMSNorm, linear, projection, rotate, vector
 from difftx.parallel.layout import Layout, reshard
 
 Angles = tuple[jax.Array, jax.Array]
 
-# Functions of `model.lambda_bound`, each with its inverse.
-LAMBDA_BOUNDS = {"sigmoid": (jax.nn.sigmoid, jax.scipy.special.logit), "tanh": (jnp.tanh, jnp.arctanh)}
+
+class LambdaBound(NamedTuple):
+    """A function of `model.lambda_bound`. Its values lie between `lowest` and 1."""
+
+    function: Callable[[jax.Array], jax.Array]
+    inverse: Callable[[jax.Array], jax.Array]
+    lowest: int
+
+
+LAMBDA_BOUNDS = {
+    "sigmoid": LambdaBound(jax.nn.sigmoid, jax.scipy.special.logit, 0),
+    "tanh": LambdaBound(jnp.tanh, jnp.arctanh, -1),
+}
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Depth:
-    """Constants that depend on a layer's depth. Arrays are float32 scalars for one layer, or `[L]` for all layers."""
+class LayerConstants:
+    """Constants of a layer that the config determines. Arrays are float32 scalars, or `[L]` for all layers."""
 
     lambda_init: jax.Array
     post_scale: jax.Array  # Factor after the head norm. By default 1 - λ_init, which would be zero for λ_init = 1.
@@ -44,7 +57,7 @@ class Depth:
     window: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
-def depth_schedule(config: ModelConfig) -> Depth:
+def layer_constants(config: ModelConfig) -> LayerConstants:
     """Return λ_init = 0.8 - 0.6 exp(-0.3 (l - 1)) and the post-norm scale 1 - λ_init for the layers l = 1, 2, ….
 
     If `config.lambda_init` or `config.post_scale` is set, that constant replaces the schedule.
@@ -55,20 +68,21 @@ def depth_schedule(config: ModelConfig) -> Depth:
     if config.lambda_init is not None:
         lambda_init_L = jnp.full_like(lambda_init_L, config.lambda_init)
     post_scale_L = 1 - lambda_init_L if config.post_scale is None else jnp.full_like(layer_L, config.post_scale)
-    return Depth(lambda_init_L, post_scale_L)
+    return LayerConstants(lambda_init_L, post_scale_L)
 
 
 class SelfAttention(nnx.Module):
     """Self-attention of one layer, from the normalised input to the residual update: base class of all architectures.
 
     Class attributes and class methods describe the architecture to the rest of difftx, and the other methods compute
-    the attention. A subclass defines `project`, `map_of` and `output`, or overrides the methods that call these three.
+    the attention. A subclass defines `project`, `weight_function` and `output`, or overrides the methods that call
+    these three.
     """
 
     groups: ClassVar[int] = 1  # Number of keys of width d per key/value head.
     value_width_factor: ClassVar[int] = 1  # E / d: width of a value and of a head's output, in units of d.
     # Name of the function in `difftx.kernels` that computes the heads. It determines the available backends.
-    kernel: ClassVar[Literal["diff_attention", "attention", "mapped_attention"]] = "mapped_attention"
+    kernel: ClassVar[Literal["diff_attention", "attention", "weighted_attention"]] = "weighted_attention"
     subtracts: ClassVar[bool] = False  # Whether the attention weights of a head are A1 - λ A2.
     fields: ClassVar[tuple[str, ...]] = ()  # Entries of `difftx.config.model.SPECIFIC_FIELDS` that this class uses.
     default_head_norm: ClassVar[str] = "none"  # Value of `model.head_norm` unless a config or a caller sets it.
@@ -96,7 +110,7 @@ class SelfAttention(nnx.Module):
     @classmethod
     def backends(cls, *, quantized: bool) -> tuple[str, ...]:
         """Return the valid values of `model.attention_implementation`."""
-        return ("auto", *kernels.BACKENDS["mapped_attention" if quantized else cls.kernel])
+        return ("auto", *kernels.BACKENDS["weighted_attention" if quantized else cls.kernel])
 
     @classmethod
     def sub_heads(cls, config: ModelConfig, num_heads: int) -> int:
@@ -134,40 +148,46 @@ class SelfAttention(nnx.Module):
         return {f"{name}_1": weight[..., :-1, :], f"{name}_2": weight[..., -1:, :]}
 
     def __call__(
-        self, x_BTD: jax.Array, angles: Angles, depth: Depth, segment_ids_BT: jax.Array | None
+        self, x_BTD: jax.Array, angles: Angles, constants: LayerConstants, segment_ids_BT: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the residual update `[B, T, D]` and the statistics of the layer, one float32 scalar each."""
-        heads_BTHE = self.attend(*self.operands(x_BTD, angles), depth, segment_ids_BT)
-        return self._update(heads_BTHE, x_BTD, depth), self.statistics(x_BTD, depth)
+        heads_BTHE = self.attend(*self.operands(x_BTD, angles), constants, segment_ids_BT)
+        return self._update(heads_BTHE, x_BTD, constants), self.statistics(x_BTD, constants)
 
     def extend(
-        self, x_BTD: jax.Array, angles: Angles, depth: Depth, cache: KVCache, segments: SegmentMask
+        self, x_BTD: jax.Array, angles: Angles, constants: LayerConstants, cache: KVCache, segments: SegmentMask
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Return the residual update `[B, T, D]` of new tokens, which also attend to cached tokens, and a tuple.
+        """Return the residual update `[B, T, D]` of new tokens, which also attend to cached tokens, and cache entries.
 
-        The tuple is `(k, v)` of the new tokens. If the cache evicts tokens, the attention mass per new token and per
-        slot follows, as `cached.mapped_attention` returns it.
+        The entries are `(k, v)` of the new tokens. If the cache evicts tokens, the attention mass per new token
+        `[B, T, K]` and per slot `[B, K, S]` follows, as `cached.weighted_attention` returns it.
         """
         q, k, v = self._projected(x_BTD, angles)
-        options = {"map_parameter": self.map_parameter(depth), "window": depth.window}
-        heads_BTHE, mass = cached.mapped_attention(self._map(), *self._resharded(q, k, v), cache, segments, **options)
-        return self._update(heads_BTHE, x_BTD, depth), (k, v, *mass)
+        options = {"weight_argument": self.weight_argument(constants), "window": constants.window}
+        operands = (*self._resharded(q, k, v), cache, segments)
+        heads_BTHE, mass = cached.weighted_attention(self._configured_weight_function(), *operands, **options)
+        return self._update(heads_BTHE, x_BTD, constants), (k, v, *mass)
 
     def attention_rows(
-        self, x_BTD: jax.Array, angles: Angles, depth: Depth, segment_ids_BT: jax.Array | None, queries_BC: jax.Array
-    ) -> tuple[jax.Array, MapRows]:
+        self,
+        x_BTD: jax.Array,
+        angles: Angles,
+        constants: LayerConstants,
+        segment_ids_BT: jax.Array | None,
+        queries_BC: jax.Array,
+    ) -> tuple[jax.Array, AttentionRows]:
         """Return the residual update, and the attention weights of the queries at the positions `queries_BC`."""
         q, k, v = self.operands(x_BTD, angles)
-        update_BTD = self._update(self.attend(q, k, v, depth, segment_ids_BT), x_BTD, depth)
-        map_of, q, k, map_parameter = self.weight_inputs(q, k, x_BTD, depth)
-        options = {"map_parameter": map_parameter, "segment_ids_BT": segment_ids_BT, "window": depth.window}
-        return update_BTD, map_rows(map_of, q, k, queries_BC, **options)
+        update_BTD = self._update(self.attend(q, k, v, constants, segment_ids_BT), x_BTD, constants)
+        weight_function, q, k, weight_argument = self.attention_weight_inputs(q, k, x_BTD, constants)
+        options = {"weight_argument": weight_argument, "segment_ids_BT": segment_ids_BT, "window": constants.window}
+        return update_BTD, attention_rows(weight_function, q, k, queries_BC, **options)
 
     def logit_gradient_products(
         self,
         x_BTD: jax.Array,
         angles: Angles,
-        depth: Depth,
+        constants: LayerConstants,
         segment_ids_BT: jax.Array | None,
         dupdate_BTD: jax.Array,
     ) -> jax.Array:
@@ -177,13 +197,15 @@ class SelfAttention(nnx.Module):
         residual update. Only for classes with `subtracts = True`.
         """
         q, k, v = self.operands(x_BTD, angles)
-        heads_BTHE = self._combined(self.attend(q, k, v, depth, segment_ids_BT), x_BTD)
-        (dheads_BTHE,) = jax.vjp(lambda heads_BTHE: self.output(heads_BTHE, x_BTD, depth), heads_BTHE)[1](dupdate_BTD)
+        heads_BTHE = self._combined(self.attend(q, k, v, constants, segment_ids_BT), x_BTD)
+        _, pullback = jax.vjp(lambda heads_BTHE: self.output(heads_BTHE, x_BTD, constants), heads_BTHE)
+        (dheads_BTHE,) = pullback(dupdate_BTD)
         dheads_BTHE = reshard(dheads_BTHE, self.layout.attend_BTHE)
-        map_of, q, k, lam = self.weight_inputs(q, k, x_BTD, depth)
-        assert map_of is maps.difference
+        weight_function, q, k, lam = self.attention_weight_inputs(q, k, x_BTD, constants)
+        assert weight_function is weight_functions.difference
         assert lam is not None
-        return logit_gradient_products(q, k, v, lam, dheads_BTHE, segment_ids_BT=segment_ids_BT, window=depth.window)
+        options = {"segment_ids_BT": segment_ids_BT, "window": constants.window}
+        return logit_gradient_products(q, k, v, lam, dheads_BTHE, **options)
 
     def operands(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return the queries, keys and values of `project`, sharded as `attend` expects them."""
@@ -215,61 +237,64 @@ class SelfAttention(nnx.Module):
         return rotate(q, angles), rotate(k, angles)
 
     def attend(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, depth: Depth, segment_ids_BT: jax.Array | None
+        self, q: jax.Array, k: jax.Array, v: jax.Array, constants: LayerConstants, segment_ids_BT: jax.Array | None
     ) -> jax.Array:
         """Return the outputs of the heads, `[B, T, H, E]`, sharded by the layout."""
         options = {
             "segment_ids_BT": segment_ids_BT,
-            "window": depth.window,
+            "window": constants.window,
             "zigzag": self.layout.zigzag,
             "implementation": self.config.attention_implementation,
         }
-        if self.kernel == "mapped_attention" or self.config.attention_logit_bits is not None:
-            return kernels.mapped_attention(self._map(), q, k, v, map_parameter=self.map_parameter(depth), **options)
+        if self.kernel == "weighted_attention" or self.config.attention_logit_bits is not None:
+            weight_function, weight_argument = self._configured_weight_function(), self.weight_argument(constants)
+            return kernels.weighted_attention(weight_function, q, k, v, weight_argument=weight_argument, **options)
         if self.kernel == "diff_attention":
-            lam = self.map_parameter(depth)
+            lam = self.weight_argument(constants)
             assert lam is not None
             return kernels.diff_attention(q, k, v, lam, **options)
         return kernels.attention(q, k, v, **options)
 
-    def map_of(self) -> maps.Map:
+    def weight_function(self) -> WeightFunction:
         """Return the function that computes attention weights from logits. The kernel multiplies the weights by V."""
         raise NotImplementedError
 
-    def map_parameter(self, depth: Depth) -> jax.Array | None:
-        """Return the last argument of `map_of`'s function, such as λ, as a float32 scalar or `[H]`, or None."""
+    def weight_argument(self, constants: LayerConstants) -> jax.Array | None:
+        """Return the last argument of the weight function, such as λ, as a float32 scalar or `[H]`, or None."""
         return None
 
     def combine(self, heads_BTHE: jax.Array, x_BTD: jax.Array) -> jax.Array:
         """Return the outputs of the heads, given those of the kernel's heads. By default, they are the same."""
         return heads_BTHE
 
-    def weight_inputs(
-        self, q: jax.Array, k: jax.Array, x_BTD: jax.Array, depth: Depth
-    ) -> tuple[maps.Map, jax.Array, jax.Array, jax.Array | None]:
+    def attention_weight_inputs(
+        self, q: jax.Array, k: jax.Array, x_BTD: jax.Array, constants: LayerConstants
+    ) -> tuple[WeightFunction, jax.Array, jax.Array, jax.Array | None]:
         """Return the inputs that determine the attention weights of the heads after `combine`.
 
-        These are the function of `map_of`, queries `[B, T, H, …, d]`, keys `[B, T, K, …, d]`, and the parameter of the
-        function: a float32 scalar, `[H]`, or `[B, T, H]` as in `diff_v2`. The axis … of groups is absent if there is
-        one group. H counts the heads after `combine`. A subclass that overrides `combine` overrides this method.
+        These are the weight function, queries `[B, T, H, …, d]`, keys `[B, T, K, …, d]`, and the last argument of the
+        weight function: a float32 scalar, `[H]`, `[B, T, H]` as in `diff_v2`, or None. The axis … of groups is absent
+        if there is one group. H counts the heads after `combine`. A subclass that overrides `combine` overrides this
+        method.
         """
-        return self.map_of(), q, k, self.map_parameter(depth)
+        return self.weight_function(), q, k, self.weight_argument(constants)
 
-    def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
+    def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, constants: LayerConstants) -> jax.Array:
         """Return the residual update `[B, T, D]`, given the outputs of the heads and the layer's normalised input."""
         raise NotImplementedError
 
-    def statistics(self, x_BTD: jax.Array, depth: Depth) -> dict[str, jax.Array]:
+    def statistics(self, x_BTD: jax.Array, constants: LayerConstants) -> dict[str, jax.Array]:
         """Return statistics of the layer for logging, one float32 scalar each."""
         return {}
 
-    def _map(self) -> maps.Map:
+    def _configured_weight_function(self) -> WeightFunction:
+        """Return the weight function, for quantised logits if `model.attention_logit_bits` is set."""
         config = self.config
         if config.attention_logit_bits is None:
-            return self.map_of()
+            return self.weight_function()
         return functools.partial(
-            maps.quantized,
-            map_of=self.map_of(),
+            weight_functions.quantized,
+            weight_function=self.weight_function(),
             groups=config.groups,
             bits=config.attention_logit_bits,
             granularity=config.attention_logit_granularity,
@@ -288,8 +313,8 @@ class SelfAttention(nnx.Module):
     def _combined(self, heads_BTHE: jax.Array, x_BTD: jax.Array) -> jax.Array:
         return self.combine(reshard(heads_BTHE, self.layout.act_BTHE), x_BTD)
 
-    def _update(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
-        return self.output(self._combined(heads_BTHE, x_BTD), x_BTD, depth)
+    def _update(self, heads_BTHE: jax.Array, x_BTD: jax.Array, constants: LayerConstants) -> jax.Array:
+        return self.output(self._combined(heads_BTHE, x_BTD), x_BTD, constants)
 
 
 class DiffAttention(SelfAttention):
@@ -316,7 +341,7 @@ class DiffAttention(SelfAttention):
             return
         if not config.lambda_learned:
             raise UserError(f"model.lambda_bound={config.lambda_bound!r}: a fixed λ needs no bound; leave it at 'none'")
-        lowest = {"sigmoid": 0, "tanh": -1}[config.lambda_bound]
+        lowest = LAMBDA_BOUNDS[config.lambda_bound].lowest
         if config.lambda_init is not None and not lowest < config.lambda_init < 1:
             raise UserError(
                 f"model.lambda_init={config.lambda_init} must lie between {lowest} and 1, the range of "
@@ -368,21 +393,21 @@ class DiffAttention(SelfAttention):
         change = jnp.exp(exponents_G[0]) - jnp.exp(exponents_G[1])
         if self.config.lambda_bound == "none":
             return change + lambda_init
-        bound, inverse = LAMBDA_BOUNDS[self.config.lambda_bound]
-        return bound(change + inverse(lambda_init))
+        bound = LAMBDA_BOUNDS[self.config.lambda_bound]
+        return bound.function(change + bound.inverse(lambda_init))
 
-    def map_of(self) -> maps.Map:
-        return maps.difference
+    def weight_function(self) -> WeightFunction:
+        return weight_functions.difference
 
-    def map_parameter(self, depth: Depth) -> jax.Array | None:
-        return self.lam(depth.lambda_init)
+    def weight_argument(self, constants: LayerConstants) -> jax.Array | None:
+        return self.lam(constants.lambda_init)
 
-    def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
-        heads_BTHE = self.head_norm(heads_BTHE) * depth.post_scale.astype(heads_BTHE.dtype)
+    def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, constants: LayerConstants) -> jax.Array:
+        heads_BTHE = self.head_norm(heads_BTHE) * constants.post_scale.astype(heads_BTHE.dtype)
         return merge_heads(heads_BTHE, self.output_HED, self.layout)
 
-    def statistics(self, x_BTD: jax.Array, depth: Depth) -> dict[str, jax.Array]:
-        return {"lambda": self.lam(depth.lambda_init)}
+    def statistics(self, x_BTD: jax.Array, constants: LayerConstants) -> dict[str, jax.Array]:
+        return {"lambda": self.lam(constants.lambda_init)}
 
 
 class Attention(SelfAttention):
@@ -394,6 +419,7 @@ class Attention(SelfAttention):
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
         super().__init__(config, layout, rngs=rngs)
         D, H, K, d = config.d_model, config.num_heads, config.kv_heads, config.d_head
+        # Without groups, weights of queries and keys have three axes, so they are sharded like those of values.
         self.query_DHd = projection(config, (D, config.query_heads, d), 1, layout.value_DKE, rngs=rngs)
         self.key_DKd = projection(config, (D, K, d), 1, layout.value_DKE, rngs=rngs)
         self.value_DKd = projection(config, (D, K, d), 1, layout.value_DKE, rngs=rngs)
@@ -410,10 +436,10 @@ class Attention(SelfAttention):
         q_BTHd, k_BTKd, v_BTKd = self.biased(q_BTHd, k_BTKd, v_BTKd)
         return *self.rotated(q_BTHd, k_BTKd, angles), v_BTKd
 
-    def map_of(self) -> maps.Map:
-        return maps.softmax
+    def weight_function(self) -> WeightFunction:
+        return weight_functions.softmax
 
-    def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
+    def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, constants: LayerConstants) -> jax.Array:
         heads_BTHE = self.head_norm(heads_BTHE)
         if self.config.post_scale is not None:
             heads_BTHE = heads_BTHE * self.config.post_scale

@@ -16,8 +16,8 @@ from difftx.config import ModelConfig
 from difftx.config.architectures import ARCHITECTURES
 from difftx.kernels import context
 from difftx.kernels.cached import KVCache, SegmentMask
-from difftx.kernels.rows import MapRows
-from difftx.model.attention import Angles, Depth, depth_schedule
+from difftx.kernels.rows import AttentionRows
+from difftx.model.attention import Angles, LayerConstants, layer_constants
 from difftx.model.layers import RMSNorm, SwiGLU, rotary_angles, scaled, soft_cap
 from difftx.parallel.layout import Layout
 
@@ -103,10 +103,12 @@ class Decoder(nnx.Module):
         angles = self._angles(tokens_BT.shape[1], positions_BT)
         x_BTD = self._embed(tokens_BT)
 
-        def layer(x_BTD: jax.Array, block_and_depth: tuple[Block, Depth]) -> tuple[jax.Array, dict[str, jax.Array]]:
-            block, depth = block_and_depth
+        def layer(
+            x_BTD: jax.Array, block_and_constants: tuple[Block, LayerConstants]
+        ) -> tuple[jax.Array, dict[str, jax.Array]]:
+            block, constants = block_and_constants
             x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
-            return block(x_BTD, lambda h_BTD: block.attention(h_BTD, angles, depth, segment_ids_BT))
+            return block(x_BTD, lambda h_BTD: block.attention(h_BTD, angles, constants, segment_ids_BT))
 
         if self.config.remat != "none":
             # XLA cannot merge the recomputation with the forward pass across scans. But if an iteration has several
@@ -134,11 +136,11 @@ class Decoder(nnx.Module):
         """
         angles = self._angles(tokens_BT.shape[1], positions_BT)
 
-        def layer(carry: tuple[jax.Array, State], block_and_depth: tuple[Block, Depth]):
-            (x_BTD, state), (block, depth) = carry, block_and_depth
+        def layer(carry: tuple[jax.Array, State], block_and_constants: tuple[Block, LayerConstants]):
+            (x_BTD, state), (block, constants) = carry, block_and_constants
             q, k, _ = block.attention.operands(block.attention_norm(x_BTD), angles)
-            x_BTD, _ = block(x_BTD, lambda h_BTD: block.attention(h_BTD, angles, depth, segment_ids_BT))
-            return (x_BTD, visit(state, q, k, depth.window, x_BTD)), None
+            x_BTD, _ = block(x_BTD, lambda h_BTD: block.attention(h_BTD, angles, constants, segment_ids_BT))
+            return (x_BTD, visit(state, q, k, constants.window, x_BTD)), None
 
         carry = (self._embed(tokens_BT), state)
         return self._scan(layer, carry, may_unroll=False)[0][1]
@@ -153,9 +155,11 @@ class Decoder(nnx.Module):
         """
         angles = self._angles(tokens_BT.shape[1], positions_BT)
 
-        def layer(x_BTD: jax.Array, inputs: tuple[Block, Depth, KVCache]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-            block, depth, cache = inputs
-            return block(x_BTD, lambda h_BTD: block.attention.extend(h_BTD, angles, depth, cache, segments))
+        def layer(
+            x_BTD: jax.Array, inputs: tuple[Block, LayerConstants, KVCache]
+        ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+            block, constants, cache = inputs
+            return block(x_BTD, lambda h_BTD: block.attention.extend(h_BTD, angles, constants, cache, segments))
 
         x_BTD, entries = self._scan(layer, self._embed(tokens_BT), cache)
         return self.final_norm(x_BTD), entries
@@ -172,7 +176,7 @@ class Decoder(nnx.Module):
         self,
         tokens_BT: jax.Array,
         queries_BC: jax.Array,
-        of_layer: Callable[[MapRows], Found],
+        of_layer: Callable[[AttentionRows], Found],
         *,
         positions_BT: jax.Array | None = None,
         segment_ids_BT: jax.Array | None = None,
@@ -185,10 +189,11 @@ class Decoder(nnx.Module):
         """
         angles = self._angles(tokens_BT.shape[1], positions_BT)
 
-        def layer(x_BTD: jax.Array, block_and_depth: tuple[Block, Depth]) -> tuple[jax.Array, Found]:
-            block, depth = block_and_depth
+        def layer(x_BTD: jax.Array, block_and_constants: tuple[Block, LayerConstants]) -> tuple[jax.Array, Found]:
+            block, constants = block_and_constants
             x_BTD, rows = block(
-                x_BTD, lambda h_BTD: block.attention.attention_rows(h_BTD, angles, depth, segment_ids_BT, queries_BC)
+                x_BTD,
+                lambda h_BTD: block.attention.attention_rows(h_BTD, angles, constants, segment_ids_BT, queries_BC),
             )
             return x_BTD, of_layer(rows)
 
@@ -209,10 +214,10 @@ class Decoder(nnx.Module):
         """
         angles = self._angles(tokens_BT.shape[1], positions_BT)
 
-        def layer(x_BTD: jax.Array, inputs: tuple[Block, Depth, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            block, depth, change_BTD = inputs
+        def layer(x_BTD: jax.Array, inputs: tuple[Block, LayerConstants, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            block, constants, change_BTD = inputs
             return block(
-                x_BTD, lambda h_BTD: (block.attention(h_BTD, angles, depth, segment_ids_BT)[0] + change_BTD, h_BTD)
+                x_BTD, lambda h_BTD: (block.attention(h_BTD, angles, constants, segment_ids_BT)[0] + change_BTD, h_BTD)
             )
 
         x_BTD, inputs_LBTD = self._scan(layer, self._embed(tokens_BT), changes_LBTD, may_unroll=False)
@@ -225,12 +230,12 @@ class Decoder(nnx.Module):
         length: int,
         positions_BT: jax.Array | None = None,
     ) -> Found:
-        """Return `visit(attention, angles, depth, *inputs)` of each layer, stacked along a leading axis `[L]`."""
+        """Return `visit(attention, angles, constants, *inputs)` of each layer, stacked along a leading axis `[L]`."""
         angles = self._angles(length, positions_BT)
 
         def layer(_: None, inputs: tuple[Any, ...]) -> tuple[None, Found]:
-            block, depth, *others = inputs
-            return None, visit(block.attention, angles, depth, *others)
+            block, constants, *others = inputs
+            return None, visit(block.attention, angles, constants, *others)
 
         return self._scan(layer, None, *inputs_L, may_unroll=False)[1]
 
@@ -267,30 +272,30 @@ class Decoder(nnx.Module):
         return scaled(weight_VD, 1 / self.config.width_ratio)
 
     def _scan(self, layer: Callable[..., Any], carry: Any, *inputs: Any, may_unroll: bool = True) -> tuple[Any, Any]:
-        """Apply `layer` to the carry, and to the block, the depth and the inputs of each layer, as `jax.lax.scan` does.
+        """Apply `layer` to the carry and to each layer's block, constants and inputs, as `jax.lax.scan` does.
 
         A shallow model without remat is unrolled: the scan would copy the values saved for the backward pass into
         stacked arrays, which took a third of a step on CPUs. Otherwise, compile time must not grow with depth. As
         windows are static, an iteration of the scan applies a group of layers, one for each letter of the pattern.
         """
-        windows, depths = self.config.windows, depth_schedule(self.config)
+        windows, constants_L = self.config.windows, layer_constants(self.config)
         period = len(windows)
 
         def group(carry: Any, layers: Iterable[Any]) -> tuple[Any, Any]:
             outputs = []
-            for (block, depth, *others), window in zip(layers, itertools.cycle(windows), strict=False):
-                carry, output = layer(carry, (block, dataclasses.replace(depth, window=window), *others))
+            for (block, constants, *others), window in zip(layers, itertools.cycle(windows), strict=False):
+                carry, output = layer(carry, (block, dataclasses.replace(constants, window=window), *others))
                 outputs.append(output)
             return carry, jax.tree.map(lambda *by_layer: jnp.stack(by_layer), *outputs)
 
         if isinstance(self.blocks, nnx.List):
-            return group(carry, [(block, *_layer_of((depths, *inputs), i)) for i, block in enumerate(self.blocks)])
+            return group(carry, [(block, *_layer_of((constants_L, *inputs), i)) for i, block in enumerate(self.blocks)])
         count = self.config.num_layers // period
         unroll = count if may_unroll and self._is_shallow else 1
         if period == 1:
-            depths = dataclasses.replace(depths, window=windows[0])
-            return jax.lax.scan(layer, carry, (self.blocks, depths, *inputs), unroll=unroll)
-        stacked_NP = jax.tree.map(lambda x_L: _split_axis(x_L, period), (self.blocks, depths, *inputs))
+            constants_L = dataclasses.replace(constants_L, window=windows[0])
+            return jax.lax.scan(layer, carry, (self.blocks, constants_L, *inputs), unroll=unroll)
+        stacked_NP = jax.tree.map(lambda x_L: _split_axis(x_L, period), (self.blocks, constants_L, *inputs))
 
         def group_of(carry: Any, stacked_P: Any) -> tuple[Any, Any]:
             return group(carry, _unstacked(stacked_P, period))

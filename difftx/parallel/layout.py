@@ -67,7 +67,7 @@ class Layout:
         return cls(**unspecified)
 
     def with_whole_rows(self) -> "Layout":
-        """Return a layout in which attention does not shard rows along their tokens, as `map_rows` requires."""
+        """Return a layout in which attention does not shard rows along their tokens, as `attention_rows` requires."""
         if self.attend_BTHE[1] is None:
             return self
         # Devices along `context` repeat the same work, because `context` need not divide the number of heads.

@@ -105,7 +105,7 @@ def choose(configs: Sequence[Config], workdir: AnyPath | None = None) -> None:
 def kernel_function(config: Config) -> str:
     """Return the name of the attention function that the config's model calls."""
     if config.model.attention_logit_bits is not None:
-        return "mapped_attention"
+        return "weighted_attention"
     return ARCHITECTURES[config.model.architecture].kernel
 
 
@@ -168,8 +168,8 @@ def gpu_identity() -> str | None:
 
 def _is_measured(config: Config) -> bool:
     is_auto = config.model.attention_implementation == "auto"
-    # `mapped_attention` has one kernel.
-    return config.train.kernel_choice == "measured" and is_auto and kernel_function(config) != "mapped_attention"
+    # `weighted_attention` has one kernel.
+    return config.train.kernel_choice == "measured" and is_auto and kernel_function(config) != "weighted_attention"
 
 
 def _recorded(workdir: AnyPath | None, function: str) -> Ranking | None:

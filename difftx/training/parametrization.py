@@ -13,7 +13,7 @@ number of layers and head width are `model.mup_base_…`. With m = `model.width_
 | Adam's ε | ε | ε / (m k) | `adam_eps` |
 | residual branches | 1 | 1 / k | `decoder.Block` |
 | logits | 1 | 1 / m | `Decoder.unembedding` |
-| λ_init and post-norm scale of layer l | f(l - 1) | f((l - 1) / k) | `attention.depth_schedule` |
+| λ_init and post-norm scale of layer l | f(l - 1) | f((l - 1) / k) | `attention.layer_constants` |
 
 The widths of heads are equal, so factors of logits in attention, head norms and λ vectors do not change.
 """

@@ -3,7 +3,7 @@
 Requires `pip install jax-cuda13-plugin==<jax's version>`, without nvidia-* wheels, and ptxas 13 on the PATH.
 """
 
-#   B = batch, T = S = length, H = query heads, K = key/value heads, G = 2 groups, D = width, E = 2·D
+#   B = batch, T = S = length, H = query heads, K = key/value heads, G = 2 groups, d = width, E = 2·d
 
 import dataclasses
 import os
@@ -122,7 +122,7 @@ def test_no_spills_no_serialised_wgmma(which, width, call, capfd, monkeypatch):
         assert kernel.spilled_bytes == 0, (name, kernel)
         assert kernel.shared_memory_bytes <= h200.SHARED_MEMORY_BYTES, (name, kernel)
         with capfd.disabled():
-            print(f"\n{name} D={width} {call}: {kernel}", end="")
+            print(f"\n{name} d={width} {call}: {kernel}", end="")
 
 
 def compile_on(mesh, which, *, in_shard_map):

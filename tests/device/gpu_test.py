@@ -14,17 +14,17 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="no GPU h
 BACKENDS = ["pallas_gpu", "cudnn_wide", "cudnn", "xla"]
 TOLERANCE = 1.2e-2  # Relative to the tensor's norm, bfloat16 against float32.
 CASES = {
-    "smallest": {"T": 64, "B": 1, "H": 1, "K": 1, "D": 64},
+    "smallest": {"T": 64, "B": 1, "H": 1, "K": 1, "d": 64},
     "one token": {"T": 1},
     "T=130": {"T": 130},
-    "T=1000, d=96": {"T": 1000, "D": 96},
-    "T=2048, d=128": {"T": 2048, "D": 128, "B": 4},
+    "T=1000, d=96": {"T": 1000, "d": 96},
+    "T=2048, d=128": {"T": 2048, "d": 128, "B": 4},
     "grouped queries": {"T": 600, "K": 2},
     "window": {"T": 600, "window": 100},
     # Rows begin with a fully masked tile. With FMA, the running maximum could overflow, which no interpreter shows.
     "window of one": {"T": 300, "window": 1},
     "packed segments": {"T": 600, "segments": True},
-    "everything": {"T": 700, "K": 1, "window": 90, "segments": True, "D": 128},
+    "everything": {"T": 700, "K": 1, "window": 90, "segments": True, "d": 128},
     "large logits": {"T": 512, "scale": 4.0},
 }
 
@@ -41,13 +41,13 @@ def gradients(name, q, k, v, lam, ids, window, weights):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_output_and_gradients_equal_the_reference(backend, case):
-    options = {"B": 2, "H": 4, "K": 4, "D": 64, "window": None, "segments": False, "scale": 1.0} | CASES[case]
-    B, T, H, K, D = (options[n] for n in "BTHKD")
+    options = {"B": 2, "H": 4, "K": 4, "d": 64, "window": None, "segments": False, "scale": 1.0} | CASES[case]
+    B, T, H, K, d = (options[n] for n in "BTHKd")
     rng = np.random.default_rng(0)
-    q, k = (jnp.asarray(options["scale"] * rng.normal(size=(B, T, n, 2, D)), jnp.bfloat16) for n in (H, K))
-    v = jnp.asarray(rng.normal(size=(B, T, K, 2 * D)), jnp.bfloat16)
+    q, k = (jnp.asarray(options["scale"] * rng.normal(size=(B, T, n, 2, d)), jnp.bfloat16) for n in (H, K))
+    v = jnp.asarray(rng.normal(size=(B, T, K, 2 * d)), jnp.bfloat16)
     lam = jnp.asarray(rng.normal(size=(B, T, H)), jnp.float32)
-    weights = jnp.asarray(rng.normal(size=(B, T, H, 2 * D)), jnp.float32)
+    weights = jnp.asarray(rng.normal(size=(B, T, H, 2 * d)), jnp.float32)
     ids = jnp.asarray(np.sort(rng.integers(0, 5, (B, T))), jnp.int32) if options["segments"] else None
     if reason := kernels.BACKENDS["diff_attention"][backend].why_unsupported(AttentionCall(q, k, v, ids)):
         pytest.skip(f"{backend} on {target.device_kind()}: {reason}")

@@ -20,7 +20,7 @@ from difftx.errors import UserError
 from difftx.evals.attention import suite as attention
 from difftx.evals.attention.statistics import PARTS, UNSEEN, row_pictures, row_statistics
 from difftx.evals.needle.prompts import NeedlePrompts
-from difftx.kernels.rows import MapRows
+from difftx.kernels.rows import AttentionRows
 from difftx.training.run import Run
 from difftx.training.state import init_state
 
@@ -76,7 +76,7 @@ def test_each_measure_by_hand(scale, is_pair):
     masked = np.where(part[:, None, None, None] == UNSEEN, -np.inf, logits)
     soft = jax.nn.softmax(masked, axis=-1)
     row = soft[:, :, :, 0] - lam[..., None] * soft[:, :, :, 1] if is_pair else soft[:, :, :, 0]
-    rows = MapRows(row, jnp.asarray(masked), lam)
+    rows = AttentionRows(row, jnp.asarray(masked), lam)
     found = jax.jit(lambda r, p: row_statistics(r, p, l0_share=SHARE, compared=COMPARED))(rows, part)
     for b in range(B):
         heads = [by_hand(np.float64(logits[b, 0, h]), lam[b, 0, h] if is_pair else None, part[b]) for h in range(H)]
@@ -91,7 +91,7 @@ def test_pictures_are_sums_of_bins():
     logits = rng.normal(size=(1, 2, 3, 2, 11)).astype(np.float32)
     soft = np.asarray(jax.nn.softmax(logits, axis=-1), np.float64)
     row = soft[:, :, :, 0] - 0.6 * soft[:, :, :, 1]
-    found = row_pictures(MapRows(jnp.float32(row), logits, jnp.full((1, 2, 3), 0.6)), tokens_a_bin=4)
+    found = row_pictures(AttentionRows(jnp.float32(row), logits, jnp.full((1, 2, 3), 0.6)), tokens_a_bin=4)
     whole = {"map": row, "a1": soft[:, :, :, 0], "a2": soft[:, :, :, 1]}
     whole["share"] = np.abs(row) / np.abs(row).sum(-1, keepdims=True)
     assert found.keys() == whole.keys()

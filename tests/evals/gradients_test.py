@@ -36,14 +36,14 @@ def loss(layers, embedding_VD, final_scale, tokens, targets, bias, *, scale, nor
             [a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)], axis=1
         )
 
-    def softmax_map(h, w_q, w_k, bias_TT=0.0):
+    def softmax_weights(h, w_q, w_k, bias_TT=0.0):
         logits = turn(h @ w_q) @ turn(h @ w_k).T / np.sqrt(w_q.shape[1]) + bias_TT
         return jax.nn.softmax(jnp.where(np.tri(len(h)) > 0, logits, -jnp.inf))
 
     def attention(w, h, depth, bias_HGTT):
         if "query_DHd" in w:
             heads = [
-                softmax_map(h, w["query_DHd"][:, n], w["key_DKd"][:, n]) @ (h @ w["value_DKd"][:, n])
+                softmax_weights(h, w["query_DHd"][:, n], w["key_DKd"][:, n]) @ (h @ w["value_DKd"][:, n])
                 for n in range(w["query_DHd"].shape[1])
             ]
             return sum(head @ w["output_HdD"][n] for n, head in enumerate(heads))
@@ -52,10 +52,10 @@ def loss(layers, embedding_VD, final_scale, tokens, targets, bias, *, scale, nor
         lam = jnp.exp(exponents[0]) - jnp.exp(exponents[1]) + lambda_init
         out = 0.0
         for n in range(w["query_DHGd"].shape[1]):
-            map1, map2 = (
-                softmax_map(h, w["query_DHGd"][:, n, g], w["key_DKGd"][:, n, g], bias_HGTT[n, g]) for g in (0, 1)
+            weights1, weights2 = (
+                softmax_weights(h, w["query_DHGd"][:, n, g], w["key_DKGd"][:, n, g], bias_HGTT[n, g]) for g in (0, 1)
             )
-            head = (map1 - lam * map2) @ (h @ w["value_DKE"][:, n])
+            head = (weights1 - lam * weights2) @ (h @ w["value_DKE"][:, n])
             head = rms(head, w["head_norm"]["scale"]) if norm else head
             out += (head * (1 - lambda_init) if scale else head) @ w["output_HED"][n]
         return out

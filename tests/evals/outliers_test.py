@@ -99,7 +99,7 @@ def test_statistics_equal_those_of_all_values(config, text_file, tmp_path, monke
         **options,
         **{f"mesh__{axis}": size for axis, size in axes.items()},
     )
-    monkeypatch.setattr("difftx.kernels.xla.CHUNK_MAP_ELEMENTS", 1500)  # Several chunks, of which the last is not full.
+    monkeypatch.setattr("difftx.kernels.xla.CHUNK_WEIGHTS", 1500)  # Several chunks, of which the last is not full.
     monkeypatch.setattr("difftx.evals.outliers.suite.CHUNK_VALUES", 200)
     devices = np.prod([size for size in axes.values() if isinstance(size, int)], dtype=int)
     run = Run.open(made, tmp_path, make_mesh(made.mesh, jax.devices()[:devices]))

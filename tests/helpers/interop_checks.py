@@ -11,7 +11,7 @@ from difftx.inference.decode import LanguageModel
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY
 from difftx.interop.runs import our_logits
-from difftx.model.attention import depth_schedule
+from difftx.model.attention import layer_constants
 from difftx.model.decoder import Block
 from difftx.model.layers import rotary_angles
 from difftx.parallel.layout import Layout
@@ -32,14 +32,14 @@ def check_attention_weights(workdir, theirs, mesh):
         x_BTD = params["embedding_VD"].at[theirs["tokens"]].get(out_sharding=jax.P())
 
         @jax.jit
-        def step(params, depth, x_BTD):
+        def step(params, constants, x_BTD):
             block = nnx.merge(graphdef, params)
             q_BTHGd, k_BTKGd, _ = block.attention.project(block.attention_norm(x_BTD), angles)
-            x_BTD, _ = block(x_BTD, lambda h_BTD: block.attention(h_BTD, angles, depth, None))
+            x_BTD, _ = block(x_BTD, lambda h_BTD: block.attention(h_BTD, angles, constants, None))
             return q_BTHGd[0], k_BTKGd[0], x_BTD
 
         for layer in range(model.num_layers):
-            of_layer = jax.tree.map(lambda a, layer=layer: a[layer], (params["blocks"], depth_schedule(model)))
+            of_layer = jax.tree.map(lambda a, layer=layer: a[layer], (params["blocks"], layer_constants(model)))
             q_THGd, k_TKGd, x_BTD = step(*of_layer, x_BTD)
             k_THGd = np.repeat(np.asarray(k_TKGd), model.num_heads // model.kv_heads, axis=1)
             scores_GHTS = np.einsum("thgd,shgd->ghts", q_THGd, k_THGd) / np.sqrt(model.d_head)

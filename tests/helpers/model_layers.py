@@ -16,7 +16,7 @@ from difftx.config import ModelConfig
 from difftx.config.architectures import ARCHITECTURES
 from difftx.config.recipes import load_config
 from difftx.data.loader import Batch
-from difftx.model.attention import SelfAttention, depth_schedule
+from difftx.model.attention import SelfAttention, layer_constants
 from difftx.model.decoder import Decoder
 from difftx.model.layers import rotary_angles
 from difftx.parallel.layout import Layout
@@ -79,9 +79,9 @@ def layer_of(name, **overrides):
     def update(state, x_BTD, layer, ids_BT):
         """Return the layer's output `[B, T, D]`."""
         angles = rotary_angles(jnp.arange(TOKENS)[None], model)
-        depth = jax.tree.map(lambda a: a[layer], depth_schedule(model))
-        depth = dataclasses.replace(depth, window=model.windows[0])  # Callers use layers with the first window.
-        return nnx.merge(graphdef, state)(x_BTD, angles, depth, ids_BT)[0]
+        constants = jax.tree.map(lambda a: a[layer], layer_constants(model))
+        constants = dataclasses.replace(constants, window=model.windows[0])  # Callers use layers with the first window.
+        return nnx.merge(graphdef, state)(x_BTD, angles, constants, ids_BT)[0]
 
     @jax.jit
     def run(state, x_BTD, layer, ids_BT):

@@ -18,12 +18,12 @@ from difftx.config.model import CacheConfig
 from difftx.errors import UserError
 from difftx.evals.cache import bytes_per_token, compressed
 from difftx.inference.cache import Entries, capacity_of, grow, write_chunk, write_token
-from difftx.kernels import cached, maps
+from difftx.kernels import cached, weight_functions
 from difftx.kernels.cached import EMPTY, SegmentMask, Slots
 from difftx.kernels.quantized import dequantized, quantize, rounded
 from difftx.training.run import Run
 
-B, K, R, G, D, E = 2, 2, 2, 2, 8, 16
+B, K, R, G, d, E = 2, 2, 2, 2, 8, 16
 OF_SUITE = {
     "data__sequence_length": 128, "eval__loss_tokens": 512, "model__num_heads": 2, "model__head_dim": 8,
     "eval__cache__suites": "loss,recall", "eval__cache__shares": "1,0.5",
@@ -65,8 +65,8 @@ def softmax(z):
 class Oracle:
     """Brute-force attention of one row and key/value head to a cache, with the mass of each cached position."""
 
-    def __init__(self, q_TRGD, k_TGD, v_TE, lam_TR, config, window):
-        self.q, self.k, self.v, self.lam, self.config, self.window = q_TRGD, k_TGD, v_TE, lam_TR, config, window
+    def __init__(self, q_TRGd, k_TGd, v_TE, lam_TR, config, window):
+        self.q, self.k, self.v, self.lam, self.config, self.window = q_TRGd, k_TGd, v_TE, lam_TR, config, window
         self.mass = {}
 
     def chunk(self, start, end):
@@ -76,7 +76,7 @@ class Oracle:
             seen = [s for s in found if s <= t and t - s < (self.window or np.inf)]
             heads = []
             for r in range(R):
-                a1, a2 = (softmax(self.k[seen, g] @ self.q[t, r, g] / np.sqrt(D)) for g in range(G))
+                a1, a2 = (softmax(self.k[seen, g] @ self.q[t, r, g] / np.sqrt(d)) for g in range(G))
                 weights = a1 - self.lam[t, r] * a2
                 heads.append(weights @ self.v[seen])
                 for s, weight in zip(seen, weights, strict=True):
@@ -107,7 +107,7 @@ def empty_cache():
     """Return a cache of one layer without tokens."""
     numbers = (1, B, K, SLOTS)
     slots = Slots(put(np.full(numbers, EMPTY), OF_CACHE, jnp.int32), put(np.zeros(numbers), OF_CACHE))
-    keys, values = (1, B, K, G, SLOTS, D), (1, B, K, SLOTS, E)
+    keys, values = (1, B, K, G, SLOTS, d), (1, B, K, SLOTS, E)
     return put(np.zeros(keys), OF_CACHE), put(np.zeros(values), OF_CACHE), slots
 
 
@@ -115,14 +115,14 @@ def attend_and_write(chunk, config, window):
     """Return a jitted function that returns a chunk's outputs, and a cache that contains its tokens."""
 
     @jax.jit
-    def step(cache, q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, position_BT, segment_BT):
+    def step(cache, q_BTHGd, k_BTKGd, v_BTKE, lam_BTH, position_BT, segment_BT):
         ids = SegmentMask(segment_BT, jnp.zeros_like(segment_BT), position_BT, jnp.zeros((B, SLOTS), jnp.int32))
         layer = jax.tree.map(lambda x: x[0], cache)
-        out, mass = cached.mapped_attention(
-            maps.difference, q_BTHGD, k_BTKGD, v_BTKE, layer, ids, map_parameter=lam_BTH, window=window
+        out, mass = cached.weighted_attention(
+            weight_functions.difference, q_BTHGd, k_BTKGd, v_BTKE, layer, ids, weight_argument=lam_BTH, window=window
         )
         written = jnp.where(segment_BT == EMPTY, EMPTY, position_BT)
-        entries = Entries(k_BTKGD[None], v_BTKE[None], written, *(m[None] for m in mass))
+        entries = Entries(k_BTKGd[None], v_BTKE[None], written, *(m[None] for m in mass))
         if chunk == 1:
             return out, write_token(cache, entries, position_BT[:, 0], config)
         return out, write_chunk(cache, entries, jnp.int32(0), config)
@@ -156,8 +156,8 @@ def test_kept_tokens_and_outputs_equal_brute_force(mesh_of, chunk, share, window
     T = 160 if chunk > 1 else 80
     config = CacheConfig(tokens=SLOTS, recent_share=share)
     rng = np.random.default_rng(0)
-    q = rng.normal(size=(B, T, K, R, G, D), scale=2.0)
-    k, v, lam = rng.normal(size=(B, T, K, G, D)), rng.normal(size=(B, T, K, E)), rng.uniform(0, 1, (B, T, K, R))
+    q = rng.normal(size=(B, T, K, R, G, d), scale=2.0)
+    k, v, lam = rng.normal(size=(B, T, K, G, d)), rng.normal(size=(B, T, K, E)), rng.uniform(0, 1, (B, T, K, R))
     oracles = [
         [Oracle(q[b, :, h], k[b, :, h], v[b, :, h], lam[b, :, h], config, window) for h in range(K)] for b in range(B)
     ]
@@ -169,7 +169,7 @@ def test_kept_tokens_and_outputs_equal_brute_force(mesh_of, chunk, share, window
             positions = np.tile(np.arange(T)[part], (B, 1))
             out, cache = step(
                 cache,
-                put(q[:, part].reshape(B, chunk, K * R, G, D), OF_HEADS),
+                put(q[:, part].reshape(B, chunk, K * R, G, d), OF_HEADS),
                 put(k[:, part], OF_HEADS),
                 put(v[:, part], OF_HEADS),
                 put(lam[:, part].reshape(B, chunk, K * R), OF_HEADS),

@@ -42,13 +42,13 @@ def diff_attention(w, config, x_TD, depth):
     for i in range(heads):
         kv = i // (heads // kv_heads)
         value = v[:, kv * 2 * d : (kv + 1) * 2 * d]
-        maps = [
-            causal_map(
+        weights = [
+            causal_weights(
                 sub_head(q, 2 * i + g, d, config["rope_theta"]), sub_head(k, 2 * kv + g, d, config["rope_theta"])
             )
             for g in (0, 1)
         ]
-        head = rms((maps[0] - lam * maps[1]) @ value, 1e-5) * w["self_attn.subln.weight"]
+        head = rms((weights[0] - lam * weights[1]) @ value, 1e-5) * w["self_attn.subln.weight"]
         out.append(head * (1 - lambda_init))
     return np.concatenate(out, axis=1) @ w["self_attn.out_proj.weight"].T
 
@@ -62,7 +62,7 @@ def attention(w, config, x_TD, depth):
     for i in range(heads):
         kv = i // (heads // kv_heads)
         theta = config["rope_theta"]
-        out.append(causal_map(sub_head(q, i, d, theta), sub_head(k, kv, d, theta)) @ v[:, kv * d : (kv + 1) * d])
+        out.append(causal_weights(sub_head(q, i, d, theta), sub_head(k, kv, d, theta)) @ v[:, kv * d : (kv + 1) * d])
     return np.concatenate(out, axis=1) @ w["self_attn.out_proj.weight"].T
 
 
@@ -72,7 +72,7 @@ def sub_head(x, index, d, theta):
     return z * np.exp(1j * np.outer(np.arange(len(x)), theta ** (-np.arange(0, d, 2) / d)))
 
 
-def causal_map(q, k):
+def causal_weights(q, k):
     """Return softmax(q kᵀ / √d), in which each row covers the tokens up to its own."""
     scores = (q @ k.conj().T).real / math.sqrt(2 * q.shape[1])
     out = np.zeros_like(scores)

@@ -9,7 +9,7 @@ import pytest
 from helpers.cases import long_except
 from helpers.kernels_checks import TOLERANCE, relative_error, split, split_segments
 
-from difftx.kernels import cached, maps
+from difftx.kernels import cached, weight_functions
 from kernels import oracle
 
 
@@ -27,13 +27,13 @@ from kernels import oracle
     ],
 )
 def test_equals_the_oracle(K, new, lam, window, dtype):
-    B, S, H, D = 2, 14, 4, 8
+    B, S, H, d = 2, 14, 4, 8
     rng = np.random.default_rng(0)
 
     def draw(*shape):
         return jnp.asarray(rng.normal(size=shape), dtype)
 
-    q, k, v = draw(B, S, H, 2, D), draw(B, S, K, 2, D), draw(B, S, K, 2 * D)
+    q, k, v = draw(B, S, H, 2, d), draw(B, S, K, 2, d), draw(B, S, K, 2 * d)
     lam_BSH = (
         rng.normal(size=(B, S, H)).astype(np.float32) if lam == "per token" else np.full((B, S, H), 0.4, np.float32)
     )
@@ -43,7 +43,7 @@ def test_equals_the_oracle(K, new, lam, window, dtype):
     (keys, k_new), (values, v_new) = split(k, 24, new), split(v, 24, new)
     ids = split_segments(segment_BS, 24, new)
     lam = jnp.asarray(lam_BSH[:, -new:]) if lam == "per token" else jnp.float32(0.4)
-    attend = jax.jit(functools.partial(cached.mapped_attention, maps.difference, window=window))
-    actual, _ = attend(q[:, -new:], k_new, v_new, (keys, values), ids, map_parameter=lam)
+    attend = jax.jit(functools.partial(cached.weighted_attention, weight_functions.difference, window=window))
+    actual, _ = attend(q[:, -new:], k_new, v_new, (keys, values), ids, weight_argument=lam)
     assert actual.dtype == dtype
     assert relative_error(actual, expected) < TOLERANCE[dtype]

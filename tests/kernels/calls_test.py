@@ -10,7 +10,7 @@ from helpers.kernels_checks import TOLERANCE, relative_error
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from difftx import kernels
-from difftx.kernels import AttentionCall, maps
+from difftx.kernels import AttentionCall, weight_functions
 from kernels import oracle
 
 RNG = np.random.default_rng(0)
@@ -22,8 +22,8 @@ EXPECTED = oracle.diff_attention(*ARRAYS, 0.3, IDS_BT, 5)
 # A call of each function. All calls have the same result, given q, k and v of differential attention.
 CALLS = {
     "diff_attention": lambda q, k, v, **options: kernels.diff_attention(q, k, v, 0.3, **options),
-    "mapped_attention": lambda q, k, v, **options: kernels.mapped_attention(
-        maps.difference, q, k, v, map_parameter=0.3, **options
+    "weighted_attention": lambda q, k, v, **options: kernels.weighted_attention(
+        weight_functions.difference, q, k, v, weight_argument=0.3, **options
     ),
     "attention": lambda q, k, v, **options: jnp.concatenate(
         [

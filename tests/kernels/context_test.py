@@ -11,19 +11,19 @@ from jax import P
 from jax.experimental.pallas import tpu as pltpu
 
 from difftx import kernels
-from difftx.kernels import context, maps, pallas_tpu, pallas_tpu_kernels
+from difftx.kernels import context, pallas_tpu, pallas_tpu_kernels, weight_functions
 from difftx.kernels.context import SequenceSharding
-from difftx.kernels.rows import map_rows
+from difftx.kernels.rows import attention_rows
 
-B, H, K, D = 2, 4, 2, 8  # Query heads share keys, so fewer key heads than query heads are gathered.
+B, H, K, d = 2, 4, 2, 8  # Query heads share keys, so fewer key heads than query heads are gathered.
 
 
 def operands(kind, tokens, segments, seed=0):
     """Return q, k, v and λ or None, and segment ids or None."""
     keys = jax.random.split(jax.random.key(seed), 4)
-    groups, width = ((2,), 2 * D) if kind == "diff" else ((), D)
-    q = jax.random.normal(keys[0], (B, tokens, H, *groups, D))
-    k = jax.random.normal(keys[1], (B, tokens, K, *groups, D))
+    groups, width = ((2,), 2 * d) if kind == "diff" else ((), d)
+    q = jax.random.normal(keys[0], (B, tokens, H, *groups, d))
+    k = jax.random.normal(keys[1], (B, tokens, K, *groups, d))
     v = jax.random.normal(keys[2], (B, tokens, K, width))
     lam = jax.random.uniform(keys[3], (B, tokens, H)) if kind == "diff" else None
     # Documents have random lengths. They end inside chunks and may span several chunks.
@@ -38,7 +38,7 @@ def attend(kind, implementation, window, zigzag, q, k, v, lam, ids):
         return kernels.diff_attention(q, k, v, lam, **options)
     if kind == "softmax":
         return kernels.attention(q, k, v, **options)
-    return kernels.mapped_attention(maps.softmax, q, k, v, **options)
+    return kernels.weighted_attention(weight_functions.softmax, q, k, v, **options)
 
 
 def output_and_gradients(kind, implementation, window, zigzag, inputs, weights):
@@ -81,13 +81,13 @@ BOTH_ORDERS = pytest.mark.parametrize("zigzag", [IN_ORDER, pytest.param(True, id
     [
         ("diff", "xla"),
         pytest.param("softmax", "xla", marks=pytest.mark.long),
-        pytest.param("mapped", "xla", marks=pytest.mark.long),
+        pytest.param("weighted", "xla", marks=pytest.mark.long),
         pytest.param("diff", "reference", marks=pytest.mark.exhaustive),
-        pytest.param("mapped", "reference", marks=pytest.mark.exhaustive),
+        pytest.param("weighted", "reference", marks=pytest.mark.exhaustive),
     ],
 )
 def test_sharded_rows_equal_whole_ones(mesh_of, monkeypatch, kind, implementation, zigzag):
-    monkeypatch.setattr("difftx.kernels.xla.CHUNK_MAP_ELEMENTS", 96 * 5)  # Several chunks, one partly filled.
+    monkeypatch.setattr("difftx.kernels.xla.CHUNK_WEIGHTS", 96 * 5)  # Several chunks, one partly filled.
     mesh = mesh_of(context=4, tensor=2)
     check(mesh, kind, implementation, tokens=96, zigzag=zigzag, segments=True)
 
@@ -184,5 +184,6 @@ def test_functions_of_whole_rows_reject_sharded_rows(mesh_of):
     q, k, *_ = operands("diff", 32, False)
     with jax.set_mesh(mesh_of(context=4)):
         q, k = (jax.device_put(x, P(None, "context")) for x in (q, k))
+        queries_BC = jnp.zeros((B, 1), jnp.int32)
         with pytest.raises(ValueError, match="but q is sharded along its tokens over 'context'"):
-            map_rows(maps.difference, q, k, jnp.zeros((B, 1), jnp.int32), map_parameter=jnp.float32(0.5))
+            attention_rows(weight_functions.difference, q, k, queries_BC, weight_argument=jnp.float32(0.5))

@@ -1,6 +1,6 @@
 """The cuDNN backends: their algebra on the CPU, and their lowering for CUDA. cuDNN itself cannot run here."""
 
-#   B = batch, T = S = length, H = query heads, K = key/value heads, G = 2 groups, D = width, E = 2·D
+#   B = batch, T = S = length, H = query heads, K = key/value heads, G = 2 groups, d = width, E = 2·d
 
 import functools
 
@@ -22,10 +22,10 @@ def make_inputs(dtype=jnp.float32, shapes=SHAPES):
     return q, k, v, jnp.asarray(rng.normal(size=shapes[0][:3]), jnp.float32)
 
 
-def naive(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, ids_BT=None, *, window):
-    length, group = q_BTHGD.shape[1], q_BTHGD.shape[2] // k_BSKGD.shape[2]
-    k, v = (jnp.repeat(x, group, axis=2) for x in (k_BSKGD, v_BSKE))
-    logits = jnp.einsum("bthgd,bshgd->bhgts", q_BTHGD, k) * q_BTHGD.shape[-1] ** -0.5
+def naive(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, ids_BT=None, *, window):
+    length, group = q_BTHGd.shape[1], q_BTHGd.shape[2] // k_BSKGd.shape[2]
+    k, v = (jnp.repeat(x, group, axis=2) for x in (k_BSKGd, v_BSKE))
+    logits = jnp.einsum("bthgd,bshgd->bhgts", q_BTHGd, k) * q_BTHGd.shape[-1] ** -0.5
     i, j = np.arange(length)[:, None], np.arange(length)[None, :]
     seen = jnp.asarray((j <= i) & (i - j < (window or length)))[None]
     if ids_BT is not None:

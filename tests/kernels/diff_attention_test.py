@@ -29,10 +29,10 @@ LARGE_TOLERANCE = 2e-5
 NAMES = ("out", "dq", "dk", "dv", "dlam")
 
 
-def inputs(B=2, T=33, H=4, K=4, D=8, dtype="float32", lam=0.4, segments=False, scale=1.0, seed=0):
+def inputs(B=2, T=33, H=4, K=4, d=8, dtype="float32", lam=0.4, segments=False, scale=1.0, seed=0):
     rng = np.random.default_rng(seed)
     q, k, v = (
-        rng.normal(size=s) * m for s, m in [((B, T, H, 2, D), scale), ((B, T, K, 2, D), scale), ((B, T, K, 2 * D), 1)]
+        rng.normal(size=s) * m for s, m in [((B, T, H, 2, d), scale), ((B, T, K, 2, d), scale), ((B, T, K, 2 * d), 1)]
     )
     lam = rng.normal(size=(B, T, H)) if lam == "per token" else lam
     ids = np.sort(rng.integers(0, 4, (B, T))).astype(np.int32) if segments else None
@@ -91,12 +91,12 @@ RUNS += [(case, "bfloat16") for case in ("plain", "window, segments, groups", "l
 
 
 @functools.cache  # All backends are compared with the same reference.
-def of_case(backend, case, dtype, D, *, wide=False):
-    arguments = CASES[case] | {"dtype": dtype, "D": D}
+def of_case(backend, case, dtype, d, *, wide=False):
+    arguments = CASES[case] | {"dtype": dtype, "d": d}
     window = arguments.pop("window", None)
     q, k, v, lam, ids = inputs(**arguments)
     if wide and dtype == "float32":
-        return of_case(backend, case, dtype, D)
+        return of_case(backend, case, dtype, d)
     if wide:
         q, k, v = (np.asarray(x, np.float32) for x in (q, k, v))
     return output_and_gradients(backend, q, k, v, lam, ids, window)
@@ -116,7 +116,7 @@ def test_output_and_gradients_equal_the_reference(backend, case, dtype):
     tolerance = LARGE_TOLERANCE if CASES[case].get("scale") == LARGE else TOLERANCE[dtype]
     actual = of_case(backend, case, dtype, WIDTH.get(backend, 8))
     assert actual[0].dtype == dtype
-    arguments = CASES[case] | {"dtype": dtype, "D": WIDTH.get(backend, 8)}
+    arguments = CASES[case] | {"dtype": dtype, "d": WIDTH.get(backend, 8)}
     window = arguments.pop("window", None)
     assert relative_error(actual[0], oracle.diff_attention(*inputs(**arguments), window)) < tolerance
     # The reference gets the same rounded inputs in float32, so the rounding of inputs is not an error of the kernel.
@@ -128,7 +128,7 @@ def test_output_and_gradients_equal_the_reference(backend, case, dtype):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_repeated_keys_and_a_sink(backend):
-    q, k, v, lam, _ = inputs(T=48, D=WIDTH.get(backend, 8))
+    q, k, v, lam, _ = inputs(T=48, d=WIDTH.get(backend, 8))
     k = k.at[:, 8:].set(k[:, 8:9]).at[:, 0].mul(30.0)  # Token 0 has large logits. Keys 8 on are equal.
     actual = output_and_gradients(backend, q, k, v, lam, None, None)
     expected = output_and_gradients("reference", q, k, v, lam, None, None)
@@ -139,7 +139,7 @@ def test_repeated_keys_and_a_sink(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_running_twice_gives_the_same_bits(backend):
-    arguments = (*inputs(lam="per token", segments=True, D=WIDTH.get(backend, 8)), None)
+    arguments = (*inputs(lam="per token", segments=True, d=WIDTH.get(backend, 8)), None)
     first, second = (output_and_gradients(backend, *arguments) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -148,7 +148,7 @@ def test_running_twice_gives_the_same_bits(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_documents_do_not_affect_each_other(backend):
     """Other values in one segment change no bit of the output and gradients of another segment."""
-    q, k, v, lam, _ = inputs(B=1, T=40, H=2, K=2, lam="per token", D=WIDTH.get(backend, 8))
+    q, k, v, lam, _ = inputs(B=1, T=40, H=2, K=2, lam="per token", d=WIDTH.get(backend, 8))
     ids = jnp.asarray([[1] * 17 + [2] * 23], jnp.int32)
     whole = output_and_gradients(backend, q, k, v, lam, ids, None)
     changed = output_and_gradients(backend, *(x.at[:, :17].multiply(3.0) for x in (q, k, v, lam)), ids, None)
@@ -175,7 +175,7 @@ def test_chunks_do_not_change_the_result(monkeypatch, elements):
     arguments = (*inputs(lam="per token", segments=True, K=2), 9)
     whole = output_and_gradients("xla", *arguments)
     jax.clear_caches()
-    monkeypatch.setattr(xla, "CHUNK_MAP_ELEMENTS", elements)
+    monkeypatch.setattr(xla, "CHUNK_WEIGHTS", elements)
     for name, a, b in zip(NAMES, output_and_gradients("xla", *arguments), whole, strict=True):
         assert relative_error(a, b) < TOLERANCE["float32"], name
     jax.clear_caches()
@@ -201,12 +201,12 @@ def test_softmax_attention_equals_differential_attention_at_lambda_zero(backend,
     arguments = dict(case)
     window = arguments.pop("window", None)
     q, k, v, _, ids = inputs(**arguments)
-    D = q.shape[-1]
-    for half in (v[..., :D], v[..., D:]):
+    d = q.shape[-1]
+    for half in (v[..., :d], v[..., d:]):
         attend = functools.partial(kernels.attention, window=window, implementation=backend)
         out = jax.jit(attend)(q[:, :, :, 0], k[:, :, :, 0], half, segment_ids_BT=ids)
         both_halves = jnp.concatenate([half, half], axis=-1)
-        expected = oracle.diff_attention(q, k, both_halves, 0.0, ids, window)[..., :D]
+        expected = oracle.diff_attention(q, k, both_halves, 0.0, ids, window)[..., :d]
         assert relative_error(out, expected) < TOLERANCE["float32"]
 
 
@@ -250,7 +250,7 @@ def test_bad_calls_say_what_is_wrong():
     bad = [
         ((q, k, v[..., :8], lam), {}, "twice as wide"),
         ((q[:, :, :, :1], k, v, lam), {}, "two groups"),
-        ((q[:, :, 0], k, v, lam), {}, r"\[B, T, H, 2, D\]"),
+        ((q[:, :, 0], k, v, lam), {}, r"\[B, T, H, 2, d\]"),
         ((q[:, :, :3], k[:, :, :2], v[:, :, :2], lam), {}, "3 query heads cannot share 2"),
         ((q, k, v.astype(jnp.bfloat16), lam), {}, "one floating dtype"),
         ((q.astype(int), k.astype(int), v.astype(int), lam), {}, "int32"),
@@ -267,7 +267,7 @@ def test_bad_calls_say_what_is_wrong():
     for arguments, options, message in bad:
         with pytest.raises(ValueError, match=message):
             kernels.diff_attention(*arguments, **options)
-    with pytest.raises(ValueError, match=r"\[B, S, K, D\]"):
+    with pytest.raises(ValueError, match=r"\[B, S, K, d\]"):
         kernels.attention(q[:, :, :, 0], k[:, :, :, 0], v)
     with pytest.raises(ValueError, match="cudnn cannot serve this call: cuDNN requires an NVIDIA GPU"):
         kernels.attention(q[:, :, :, 0], k[:, :, :, 0], v[..., :8], implementation="cudnn")
@@ -289,14 +289,14 @@ def pallas_tpu_on_cpu(monkeypatch):
 
 
 def test_auto_that_finds_nothing_gives_all_reasons(monkeypatch, pallas_tpu_on_cpu):
-    q, k, v, lam, _ = inputs(D=4)
+    q, k, v, lam, _ = inputs(d=4)
     monkeypatch.delitem(pallas_tpu_on_cpu, "xla")
     with pytest.raises(ValueError, match=r"no backend can serve this call: pallas_tpu: .* got 4"):
         kernels.diff_attention(q, k, v, lam)
 
 
 def test_auto_logs_its_selection(pallas_tpu_on_cpu, caplog):
-    q, k, v, lam, _ = inputs(D=4)
+    q, k, v, lam, _ = inputs(d=4)
     with caplog.at_level("INFO", logger="difftx.kernels"):
         for _ in range(2):
             kernels.diff_attention(q, k, v, lam)

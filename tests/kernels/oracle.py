@@ -9,12 +9,12 @@ def softmax_row(logits: np.ndarray) -> np.ndarray:
 
 
 def diff_attention(q, k, v, lam, segment_ids=None, window=None) -> np.ndarray:
-    """Return [B,T,H,2D] for q [B,T,H,2,D], k [B,T,K,2,D], v [B,T,K,2D] and lam, a scalar or [B,T,H]."""
+    """Return [B,T,H,2d] for q [B,T,H,2,d], k [B,T,K,2,d], v [B,T,K,2d] and lam, a scalar or [B,T,H]."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     segment_ids = None if segment_ids is None else np.asarray(segment_ids)
-    B, T, H, _, D = q.shape
+    B, T, H, _, d = q.shape
     lam = np.broadcast_to(np.asarray(lam, np.float64), (B, T, H))
-    out = np.zeros((B, T, H, 2 * D))
+    out = np.zeros((B, T, H, 2 * d))
     for b in range(B):
         for n in range(H):
             kv = n // (H // k.shape[2])
@@ -25,6 +25,6 @@ def diff_attention(q, k, v, lam, segment_ids=None, window=None) -> np.ndarray:
                     if (segment_ids is None or segment_ids[b, s] == segment_ids[b, t])
                     and (window is None or t - s < window)
                 ]
-                row1, row2 = (softmax_row(k[b, keys, kv, g] @ q[b, t, n, g] / np.sqrt(D)) for g in (0, 1))
+                row1, row2 = (softmax_row(k[b, keys, kv, g] @ q[b, t, n, g] / np.sqrt(d)) for g in (0, 1))
                 out[b, t, n] = (row1 - lam[b, t, n] * row2) @ v[b, keys, kv]
     return out

@@ -4,7 +4,7 @@ The interpreter runs wgmma synchronously and requires its operands in shared mem
 an unfinished matrix product, and does not test the register operands of the compiled kernels.
 """
 
-#   B = batch, T = S = length, H = query heads, K = key/value heads, G = 2 groups, D = width, E = 2·D
+#   B = batch, T = S = length, H = query heads, K = key/value heads, G = 2 groups, d = width, E = 2·d
 
 import dataclasses
 import os
@@ -77,27 +77,27 @@ WITHIN = (
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    q_BTHGD: jax.Array
-    k_BSKGD: jax.Array
+    q_BTHGd: jax.Array
+    k_BSKGd: jax.Array
     v_BSKE: jax.Array
     lam_BTH: jax.Array
     segment_ids_BT: jax.Array | None
     dout_BTHE: jax.Array
 
     def attention(self):
-        return self.q_BTHGD, self.k_BSKGD, self.v_BSKE, self.lam_BTH, self.segment_ids_BT
+        return self.q_BTHGd, self.k_BSKGd, self.v_BSKE, self.lam_BTH, self.segment_ids_BT
 
 
 def make_inputs(case):
     rng = np.random.default_rng(0)
     b, t, h, k, d = case.batch, case.length, case.heads, case.kv_heads, case.width
-    q_BTHGD, k_BSKGD = rng.normal(size=(b, t, h, 2, d)), rng.normal(size=(b, t, k, 2, d))
+    q_BTHGd, k_BSKGd = rng.normal(size=(b, t, h, 2, d)), rng.normal(size=(b, t, k, 2, d))
     v_BSKE, dout_BTHE = rng.normal(size=(b, t, k, 2 * d)), rng.normal(size=(b, t, h, 2 * d))
     if case.structured:
         # Logits of tens, a sink at the first key, and a repeated key. Rows of attention weights are one-hot to tied.
-        q_BTHGD, k_BSKGD = 4 * q_BTHGD, 2 * k_BSKGD
-        k_BSKGD[:, 0] = 3 * q_BTHGD.mean(axis=(1, 2), keepdims=False)[:, None]
-        k_BSKGD[:, 5::7] = k_BSKGD[:, 5:6]
+        q_BTHGd, k_BSKGd = 4 * q_BTHGd, 2 * k_BSKGd
+        k_BSKGd[:, 0] = 3 * q_BTHGd.mean(axis=(1, 2), keepdims=False)[:, None]
+        k_BSKGd[:, 5::7] = k_BSKGd[:, 5:6]
         v_BSKE[:, :10] *= 30
     lam_BTH = rng.normal(size=(b, t, h)) * (rng.random((b, t, h)) > 0.2)
     if case.lam is not None:
@@ -107,7 +107,7 @@ def make_inputs(case):
         "packed": lambda: jnp.asarray(np.sort(rng.integers(0, 4, (b, t)), axis=1), jnp.int32),
         "unordered": lambda: jnp.asarray(rng.integers(-1, 2, (b, t)), jnp.int32),
     }[case.segments]()
-    q, k_, v, dout = (jnp.asarray(x, case.dtype) for x in (q_BTHGD, k_BSKGD, v_BSKE, dout_BTHE))
+    q, k_, v, dout = (jnp.asarray(x, case.dtype) for x in (q_BTHGd, k_BSKGd, v_BSKE, dout_BTHE))
     return Inputs(q, k_, v, jnp.asarray(lam_BTH, jnp.float32), ids_BT, dout)
 
 

@@ -9,7 +9,8 @@ import pytest
 from helpers.kernels_checks import relative_error, split, split_segments
 
 from difftx import kernels
-from difftx.kernels import cached, maps, xla
+from difftx.kernels import cached, weight_functions, xla
+from difftx.kernels.weight_functions import difference
 from kernels.oracle import softmax_row
 
 BITS = (2, 4, 6, 8)
@@ -24,7 +25,7 @@ def nearest_level(logits, largest, bits):
 def rounded(logits, bits, granularity):
     """Return the logits that the weight function receives. `logits` has one float32 array [B, H, C, S] per group."""
     quantized = functools.partial(
-        maps.quantized, map_of=lambda *x: x, groups=len(logits), bits=bits, granularity=granularity
+        weight_functions.quantized, weight_function=lambda *x: x, groups=len(logits), bits=bits, granularity=granularity
     )
     return [np.asarray(x) for x in quantized(*logits)]
 
@@ -74,10 +75,12 @@ def test_the_gradient_is_taken_at_the_rounded_logits():
     logits, _ = some_logits(-np.inf)
     logits = [x[1] for x in logits]
     number = np.full((3, 5, 1), 0.7, np.float32)
-    quantized = functools.partial(maps.quantized, map_of=maps.difference, groups=2, bits=4, granularity="query")
+    quantized = functools.partial(
+        weight_functions.quantized, weight_function=difference, groups=2, bits=4, granularity="query"
+    )
     out, pullback = jax.vjp(jax.jit(quantized), *logits, number)
     at = rounded([x[None] for x in logits], 4, "query")
-    expected, expected_pullback = jax.vjp(jax.jit(maps.difference), *(jnp.asarray(x[0]) for x in at), number)
+    expected, expected_pullback = jax.vjp(jax.jit(difference), *(jnp.asarray(x[0]) for x in at), number)
     weights = np.random.default_rng(2).normal(size=out.shape).astype(np.float32)
     np.testing.assert_allclose(out, expected, atol=1e-6)
     for a, e in zip(pullback(weights), expected_pullback(weights), strict=True):
@@ -87,36 +90,38 @@ def test_the_gradient_is_taken_at_the_rounded_logits():
 
 def by_hand(q, k, v, lam, ids, window, bits, granularity):
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    B, T, H, _, D = q.shape
+    B, T, H, _, d = q.shape
     out = np.zeros((B, T, H, v.shape[3]))
     for b, t in np.ndindex(B, T):
         keys = [s for s in range(t + 1) if ids[b, s] == ids[b, t] and (window is None or t - s < window)]
-        rows = [[k[b, keys, n * k.shape[2] // H, g] @ q[b, t, n, g] / np.sqrt(D) for g in range(2)] for n in range(H)]
+        rows = [[k[b, keys, n * k.shape[2] // H, g] @ q[b, t, n, g] / np.sqrt(d) for g in range(2)] for n in range(H)]
         for n, row in enumerate(rows):
             largest = [np.abs(z).max() if granularity == "query" else np.abs(rows).max() for z in row]
-            map1, map2 = (softmax_row(nearest_level(z, m, bits)) for z, m in zip(row, largest, strict=True))
-            out[b, t, n] = (map1 - lam * map2) @ v[b, keys, n * k.shape[2] // H]
+            weights1, weights2 = (softmax_row(nearest_level(z, m, bits)) for z, m in zip(row, largest, strict=True))
+            out[b, t, n] = (weights1 - lam * weights2) @ v[b, keys, n * k.shape[2] // H]
     return out
 
 
 @pytest.mark.parametrize("granularity", [pytest.param("query", marks=pytest.mark.long), "token"])
 def test_chunked_and_cached_attention_equal_brute_force(granularity, monkeypatch):
-    B, T, H, K, D, new = 2, 14, 4, 2, 8, 5
+    B, T, H, K, d, new = 2, 14, 4, 2, 8, 5
     rng = np.random.default_rng(0)
     q, k, v = (
         jnp.asarray(rng.normal(size=shape), jnp.float32)
-        for shape in ((B, T, H, 2, D), (B, T, K, 2, D), (B, T, K, 2 * D))
+        for shape in ((B, T, H, 2, d), (B, T, K, 2, d), (B, T, K, 2 * d))
     )
     segment_BT, lam = np.array([[0] * 14, [0] * 6 + [1] * 8], np.int32), jnp.float32(0.7)
-    quantized = functools.partial(maps.quantized, map_of=maps.difference, groups=2, bits=4, granularity=granularity)
-    monkeypatch.setattr(xla, "CHUNK_MAP_ELEMENTS", 60)
+    quantized = functools.partial(
+        weight_functions.quantized, weight_function=difference, groups=2, bits=4, granularity=granularity
+    )
+    monkeypatch.setattr(xla, "CHUNK_WEIGHTS", 60)
     windows, backends = (None, 9), ("xla", "reference")
 
     @jax.jit
     def of_each(q, k, v):
-        options = {"map_parameter": lam, "segment_ids_BT": jnp.asarray(segment_BT)}
+        options = {"weight_argument": lam, "segment_ids_BT": jnp.asarray(segment_BT)}
         calls = [{"window": window, "implementation": backend} for window in windows for backend in backends]
-        return [kernels.mapped_attention(quantized, q, k, v, **options, **call) for call in calls]
+        return [kernels.weighted_attention(quantized, q, k, v, **options, **call) for call in calls]
 
     actual = of_each(q, k, v)
     for window, pair in zip(windows, (actual[:2], actual[2:]), strict=True):
@@ -127,7 +132,7 @@ def test_chunked_and_cached_attention_equal_brute_force(granularity, monkeypatch
     (keys, k_new), (values, v_new) = split(k, 24, new), split(v, 24, new)
     ids = split_segments(segment_BT, 24, new)
     for window in windows:
-        attend = jax.jit(functools.partial(cached.mapped_attention, quantized, window=window))
-        actual, _ = attend(q[:, -new:], k_new, v_new, (keys, values), ids, map_parameter=lam)
+        attend = jax.jit(functools.partial(cached.weighted_attention, quantized, window=window))
+        actual, _ = attend(q[:, -new:], k_new, v_new, (keys, values), ids, weight_argument=lam)
         expected = by_hand(q, k, v, 0.7, segment_BT, window, 4, granularity)[:, -new:]
         assert relative_error(actual, expected) < 2e-6

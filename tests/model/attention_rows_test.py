@@ -10,7 +10,7 @@ from flax import nnx
 from helpers.cases import long_except
 from helpers.model_layers import OPTIONS, TOKENS, X_BTD, layer_of, parameters_of
 
-from difftx.model.attention import depth_schedule
+from difftx.model.attention import layer_constants
 from difftx.model.layers import rotary_angles
 from difftx.training.state import graph
 from model import oracle
@@ -22,53 +22,53 @@ PAIRS = {"diff", "gda", "diff_v2", "gdla", "diff_fixed_lambda", "zero_branch"}
 ROW = 32
 
 
-def oracle_maps(monkeypatch, module, model, x_TD, depth):
+def oracle_attention_weights(monkeypatch, module, model, x_TD, depth):
     """Return the oracle's attention weights `[H, T, T]`, A1 and A2 `[H, 2, T, T]`, and λ `[H, T]`."""
-    maps, softmaps, attend = [], [], oracle.attend
+    weights, softmax_weights, attend = [], [], oracle.attend
 
     def recorded(row, queries_keys, v_TE, window):
         one_hot_TT = np.eye(len(v_TE))  # These values make the output equal to the attention weights.
-        maps.append(attend(row, queries_keys, one_hot_TT, window))
-        softmaps.append([attend(oracle.softmax_row, [pair], one_hot_TT, window) for pair in queries_keys])
+        weights.append(attend(row, queries_keys, one_hot_TT, window))
+        softmax_weights.append([attend(oracle.softmax_row, [pair], one_hot_TT, window) for pair in queries_keys])
         return attend(row, queries_keys, v_TE, window)
 
     monkeypatch.setattr(oracle, "attend", recorded)
     w = oracle.weights_of(module)
     oracle.layer(w, model, x_TD, depth)
     monkeypatch.undo()
-    pairs_HGTT = np.array(softmaps)
+    pairs_HGTT = np.array(softmax_weights)
     if "lambda_DH" in w:  # The oracle computes the noise head of each pair first.
-        pairs_HGTT = np.stack([maps[1::2], maps[::2]], axis=1)
+        pairs_HGTT = np.stack([weights[1::2], weights[::2]], axis=1)
         lam_HT = oracle.sigmoid(x_TD.astype(np.float64) @ w["lambda_DH"]).T
         return pairs_HGTT[:, 0] - lam_HT[..., None] * pairs_HGTT[:, 1], pairs_HGTT, lam_HT
-    return np.array(maps), pairs_HGTT, None
+    return np.array(weights), pairs_HGTT, None
 
 
 @pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.exhaustive), OPTIONS])
 @pytest.mark.parametrize("name", long_except(SIZES, FAST))
-def test_maps_of_a_layer_equal_the_formula(name, options, monkeypatch, mesh_of):
+def test_weights_of_a_layer_equal_the_formula(name, options, monkeypatch, mesh_of):
     with jax.set_mesh(mesh_of()):
         model, module, *_ = layer_of(name, **(SIZES[name] if name not in oracle.SIZES else {}), **options)
         graphdef, state = nnx.split(module)
         x_BTD = 0.3 * X_BTD
         queries_BC = np.array([[TOKENS - 1, 0, 7], [4, 11, 5]], np.int32)
         angles = rotary_angles(jnp.arange(TOKENS)[None], model)
-        depth = jax.tree.map(lambda a: a[1], depth_schedule(model))
-        depth = dataclasses.replace(depth, window=model.windows[0])
-        update, rows = jax.jit(lambda s, x, q: nnx.merge(graphdef, s).attention_rows(x, angles, depth, None, q))(
+        constants = jax.tree.map(lambda a: a[1], layer_constants(model))
+        constants = dataclasses.replace(constants, window=model.windows[0])
+        update, rows = jax.jit(lambda s, x, q: nnx.merge(graphdef, s).attention_rows(x, angles, constants, None, q))(
             state, x_BTD, queries_BC
         )
-        expected, _ = jax.jit(lambda s, x: nnx.merge(graphdef, s)(x, angles, depth, None))(state, x_BTD)
+        expected, _ = jax.jit(lambda s, x: nnx.merge(graphdef, s)(x, angles, constants, None))(state, x_BTD)
     np.testing.assert_array_equal(update, expected)
     assert (rows.lam_BCH is not None) == (name in PAIRS)
     for b in range(2):
-        maps_HTT, pairs_HGTT, lam_HT = oracle_maps(monkeypatch, module, model, x_BTD[b], 1)
+        weights_HTT, pairs_HGTT, lam_HT = oracle_attention_weights(monkeypatch, module, model, x_BTD[b], 1)
         at = queries_BC[b]
-        np.testing.assert_allclose(rows.map_BCHS[b], np.moveaxis(maps_HTT, 1, 0)[at], rtol=0, atol=1e-6)
+        np.testing.assert_allclose(rows.weights_BCHS[b], np.moveaxis(weights_HTT, 1, 0)[at], rtol=0, atol=1e-6)
         if name in PAIRS:
             found = jax.nn.softmax(rows.logits_BCHGS[b], axis=-1)
             np.testing.assert_allclose(found, np.moveaxis(pairs_HGTT, 2, 0)[at], rtol=0, atol=1e-6)
-            np.testing.assert_allclose(rows.map_BCHS[b].sum(-1), 1 - rows.lam_BCH[b], atol=1e-6)
+            np.testing.assert_allclose(rows.weights_BCHS[b].sum(-1), 1 - rows.lam_BCH[b], atol=1e-6)
         if lam_HT is not None:
             np.testing.assert_allclose(rows.lam_BCH[b], lam_HT[:, at].T, atol=1e-6)
 
@@ -107,7 +107,7 @@ def test_sharding_does_not_change_attention_in_packed_documents(config, mesh_of,
     sizes = {"fsdp": 4, "tensor": 2} if c.model.kv_heads % 4 else {"fsdp": 2, "tensor": 2, "context": 2}
     on_eight = attention_rows(c, mesh_of(**sizes), queries, tokens, ids, positions)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), rows, on_eight)
-    assert rows.map_BCHS.shape == (2, 8, 3, c.model.num_heads, ROW)
+    assert rows.weights_BCHS.shape == (2, 8, 3, c.model.num_heads, ROW)
     seen_BCS = (np.arange(ROW) <= queries[..., None]) & (np.take_along_axis(ids, queries, 1)[..., None] == ids[:, None])
-    is_zero = np.broadcast_to(~seen_BCS[None, :, :, None], rows.map_BCHS.shape)
-    assert not np.asarray(rows.map_BCHS)[is_zero].any()
+    is_zero = np.broadcast_to(~seen_BCS[None, :, :, None], rows.weights_BCHS.shape)
+    assert not np.asarray(rows.weights_BCHS)[is_zero].any()

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from kernels.oracle import softmax_row
 
-from difftx.model.attention import Attention, DiffAttention, depth_schedule
+from difftx.model.attention import Attention, DiffAttention, layer_constants
 from difftx.model.layers import rotary_angles
 from difftx.parallel.layout import Layout
 from model.oracle import turned
@@ -34,8 +34,8 @@ def build(model, seed=0):
 @functools.partial(jax.jit, static_argnums=(1, 3))
 def call(module, model, x_BTD, layer=0, segment_ids=None):
     angles = rotary_angles(jnp.arange(x_BTD.shape[1])[None], model)
-    depth = jax.tree.map(lambda a: a[layer], depth_schedule(model))
-    return module(x_BTD, angles, depth, segment_ids)
+    constants = jax.tree.map(lambda a: a[layer], layer_constants(model))
+    return module(x_BTD, angles, constants, segment_ids)
 
 
 def some_input(model, batch=2, seed=3):
@@ -91,9 +91,9 @@ def test_layer_equals_the_paper(config, head_norm, kv_heads):
 
 
 def test_lambda_init_follows_the_schedule_of_the_paper(config):
-    values = depth_schedule(config(model__num_layers=6).model).lambda_init
+    values = layer_constants(config(model__num_layers=6).model).lambda_init
     np.testing.assert_allclose(values[:4], [0.2, 0.3555, 0.4707, 0.5561], atol=5e-5)
-    constant = depth_schedule(config(model__lambda_init=0.8).model)
+    constant = layer_constants(config(model__lambda_init=0.8).model)
     np.testing.assert_allclose(constant.lambda_init, 0.8)
     np.testing.assert_allclose(constant.post_scale, 0.2, rtol=1e-6)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers.model_layers import OPTIONS, TOKENS, X_BTD, layer_of
 
-from difftx.model.attention import depth_schedule
+from difftx.model.attention import layer_constants
 from difftx.model.layers import rotary_angles
 
 
@@ -17,8 +17,8 @@ def test_sums_equal_those_of_dense_attention(name, options, mesh_of):
     with jax.set_mesh(mesh_of()):
         model, module, *_ = layer_of(name, **options)
         angles = rotary_angles(jnp.arange(TOKENS)[None], model)
-        depth = jax.tree.map(lambda a: a[1], depth_schedule(model))
-    depth = type(depth)(depth.lambda_init, depth.post_scale, model.windows[0])
+        constants = jax.tree.map(lambda a: a[1], layer_constants(model))
+    constants = type(constants)(constants.lambda_init, constants.post_scale, model.windows[0])
     ids_BT = np.repeat([[0] * 7 + [1] * (TOKENS - 7)], 2, axis=0)
     dupdate_BTD = np.random.default_rng(1).normal(size=X_BTD.shape).astype(np.float32)
     ago_TT = np.subtract.outer(np.arange(TOKENS), np.arange(TOKENS))
@@ -28,8 +28,8 @@ def test_sums_equal_those_of_dense_attention(name, options, mesh_of):
         @jax.jit
         def inputs_and_sums(module, dupdate_BTD):
             q, k, v_BTKE = module.operands(X_BTD, angles)
-            _, *inputs = module.weight_inputs(q, k, X_BTD, depth)
-            return (*inputs, v_BTKE), module.logit_gradient_products(X_BTD, angles, depth, ids_BT, dupdate_BTD)
+            _, *inputs = module.attention_weight_inputs(q, k, X_BTD, constants)
+            return (*inputs, v_BTKE), module.logit_gradient_products(X_BTD, angles, constants, ids_BT, dupdate_BTD)
 
         inputs, found_BTH3 = inputs_and_sums(module, dupdate_BTD)
         q_BTHGd, k_BTKGd, lam, v_BTKE = map(np.asarray, inputs)
@@ -42,9 +42,9 @@ def test_sums_equal_those_of_dense_attention(name, options, mesh_of):
         @jax.grad
         def gradient(change_BHGTS):
             weights_BHGTS = jax.nn.softmax(jnp.where(seen_TT, logits_BHGTS + change_BHGTS, -jnp.inf))
-            map_BHTS = weights_BHGTS[:, :, 0] - lam_BHT[..., None] * weights_BHGTS[:, :, 1]
-            heads_BTHE = jnp.einsum("BHTS,BSHE->BTHE", map_BHTS, v_BTHE)
-            return jnp.sum(dupdate_BTD * module.output(heads_BTHE, X_BTD, depth))
+            weights_BHTS = weights_BHGTS[:, :, 0] - lam_BHT[..., None] * weights_BHGTS[:, :, 1]
+            heads_BTHE = jnp.einsum("BHTS,BSHE->BTHE", weights_BHTS, v_BTHE)
+            return jnp.sum(dupdate_BTD * module.output(heads_BTHE, X_BTD, constants))
 
         ds1_BHTS, ds2_BHTS = np.moveaxis(gradient(jnp.zeros_like(logits_BHGTS)), 2, 0)
     products = np.float64(ds1_BHTS) ** 2, np.float64(ds2_BHTS) ** 2, np.float64(ds1_BHTS) * np.float64(ds2_BHTS)

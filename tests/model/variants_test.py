@@ -13,7 +13,7 @@ from difftx.config.architectures import ARCHITECTURES
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
 from difftx.model.abstract import MLP_MULTIPLE, count_parameters
-from difftx.model.attention import depth_schedule
+from difftx.model.attention import layer_constants
 from difftx.model.decoder import Decoder
 from difftx.model.flops import flops_per_token
 from difftx.parallel.layout import Layout
@@ -151,8 +151,8 @@ def test_where_lambda_and_sink_start(config):
     assert lam.dtype == jnp.float32
     assert float(lam) == pytest.approx(0.5, abs=0.05)
     fixed = config("diff_fixed_lambda").model
-    depth = jax.tree.map(lambda a: a[1], depth_schedule(fixed))
-    assert float(of(fixed).statistics(X_BTD, depth)["lambda"]) == pytest.approx(0.3555, abs=1e-4)
+    constants = jax.tree.map(lambda a: a[1], layer_constants(fixed))
+    assert float(of(fixed).statistics(X_BTD, constants)["lambda"]) == pytest.approx(0.3555, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", oracle.SIZES)

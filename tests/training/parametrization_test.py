@@ -17,7 +17,7 @@ from helpers.training_updates import updated
 from difftx.config.architectures import ARCHITECTURES
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
-from difftx.model.attention import Attention, depth_schedule
+from difftx.model.attention import Attention, layer_constants
 from difftx.model.decoder import Decoder
 from difftx.model.layers import projection, rotary_angles
 from difftx.training.optimizer import OPTIMIZERS, learning_rate, make_optimizer
@@ -70,15 +70,15 @@ def coordinates(c, mesh, *, seeds):
     def activations(params):
         model = nnx.merge(graph(c), params)
 
-        def layer(x_BTD, block_and_depth):
-            block, depth = block_and_depth
-            attention_BTD = block.attention(block.attention_norm(x_BTD), angles, depth, None)[0]
+        def layer(x_BTD, block_and_constants):
+            block, constants = block_and_constants
+            attention_BTD = block.attention(block.attention_norm(x_BTD), angles, constants, None)[0]
             mlp_BTD = block.mlp(block.mlp_norm(x_BTD + attention_BTD / c.model.depth_ratio))
-            x_BTD = block(x_BTD, lambda h_BTD: block.attention(h_BTD, angles, depth, None))[0]
+            x_BTD = block(x_BTD, lambda h_BTD: block.attention(h_BTD, angles, constants, None))[0]
             return x_BTD, {"attention": attention_BTD, "mlp": mlp_BTD}
 
         x_BTD = model.embedding_VD[...].at[batch.tokens_BT].get(out_sharding=model.layout.act_BTD)
-        x_BTD, found = jax.lax.scan(layer, x_BTD, (model.blocks, depth_schedule(c.model)))
+        x_BTD, found = jax.lax.scan(layer, x_BTD, (model.blocks, layer_constants(c.model)))
         return found | {"residual": x_BTD, "logits": model(batch.tokens_BT)[0][..., :KINDS]}
 
     @jax.jit

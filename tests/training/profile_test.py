@@ -74,9 +74,9 @@ from difftx.model.attention import Attention
 
 @ARCHITECTURES.register("greedy")
 class Greedy(Attention):
-    def output(self, heads, x, depth):
+    def output(self, heads, x, constants):
         terabyte = jnp.sin(lax.stop_gradient(x[0, 0, 0]) * lax.broadcasted_iota(jnp.float32, (2**19, 2**19), 1))
-        return super().output(heads, x, depth) + jnp.sort(terabyte)[0, 0]
+        return super().output(heads, x, constants) + jnp.sort(terabyte)[0, 0]
 """
 
 

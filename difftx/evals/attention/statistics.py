@@ -4,17 +4,17 @@
 import jax
 import jax.numpy as jnp
 
-from difftx.kernels.rows import MapRows
+from difftx.kernels.rows import AttentionRows
 
 # Parts of a prompt; `part_BS` contains indices into this tuple. Sums over a part exclude position 0.
 PARTS = ("answer", "others", "noise", "question")
 FIRST = "first"  # Name of position 0 in the results.
 UNSEEN = -1  # Entry of `part_BS` for a token that the query does not see.
-MAPS = ("map", "a1", "a2")  # The weights that multiply V. If these are A1 - λ A2, also A1 and A2.
+GROUPS = ("a1", "a2")  # Names of A1 and A2 in the results.
 
 
 def row_statistics(
-    rows: MapRows, part_BS: jax.Array, *, l0_share: float, compared: tuple[str, ...]
+    rows: AttentionRows, part_BS: jax.Array, *, l0_share: float, compared: tuple[str, ...]
 ) -> dict[str, jax.Array]:
     """Return, by name, measures of one query's attention weights per prompt, as means over heads, float32 `[B]`.
 
@@ -25,7 +25,7 @@ def row_statistics(
     is_first_1S = jnp.arange(part_BS.shape[1])[None] == 0
     in_part = {name: part_BS == number for number, name in enumerate(PARTS)}
     seen_BS = part_BS != UNSEEN
-    row_BHS = rows.map_BCHS[:, 0]
+    row_BHS = rows.weights_BCHS[:, 0]
     found = {}
     for suffix, x_BHS in (("", _share(row_BHS)), ("_signed", row_BHS)):
         for name, inside_BS in in_part.items():
@@ -35,7 +35,7 @@ def row_statistics(
     if rows.lam_BCH is not None:
         found["lambda"] = rows.lam_BCH[:, 0]
         logits_BHGS = rows.logits_BCHGS[:, 0]
-        for group, name in enumerate(MAPS[1:]):
+        for group, name in enumerate(GROUPS):
             softmax_BHS = jax.nn.softmax(logits_BHGS[:, :, group], axis=-1)
             of_group = {FIRST: softmax_BHS[..., 0], **_sparsity(softmax_BHS, seen_BS, l0_share)}
             found |= {f"{measure}_{name}": value for measure, value in of_group.items()}
@@ -45,12 +45,12 @@ def row_statistics(
     return {name: jnp.mean(value_BH, axis=1) for name, value_BH in found.items()}
 
 
-def row_pictures(rows: MapRows, *, tokens_a_bin: int) -> dict[str, jax.Array]:
+def row_pictures(rows: AttentionRows, *, tokens_a_bin: int) -> dict[str, jax.Array]:
     """Return, by name, the attention weights to draw: means over heads, summed over bins, float32 `[B, C, N]`."""
-    found = {"share": _share(rows.map_BCHS), "map": rows.map_BCHS}
+    found = {"share": _share(rows.weights_BCHS), "map": rows.weights_BCHS}
     if rows.lam_BCH is not None:
         softmax_BCHGS = jax.nn.softmax(rows.logits_BCHGS, axis=-1)
-        found |= {name: softmax_BCHGS[:, :, :, group] for group, name in enumerate(MAPS[1:])}
+        found |= {name: softmax_BCHGS[:, :, :, group] for group, name in enumerate(GROUPS)}
 
     def binned(x_BCHS: jax.Array) -> jax.Array:
         x_BCS = jnp.mean(x_BCHS, axis=2)

@@ -30,7 +30,7 @@ SMALLEST_HAYSTACK = 16  # Fewest tokens of a haystack. Depths have no meaning in
 
 @dataclasses.dataclass(frozen=True)
 class NeedleItem:
-    """The parameters of a prompt. Prompts that differ only in their sample form a cell."""
+    """The parameters of a prompt. A cell consists of the prompts that differ only in `sample`."""
 
     length: int  # Number of tokens in prompt and answer.
     case: NeedleCaseConfig
@@ -74,7 +74,8 @@ class NeedlePrompts:
     ):
         """Read the haystack. `settings` replace `eval.needle`. Errors mention `length_field` and `case_field`."""
         self._settings = settings = settings or run.config.eval.needle
-        self._tokenizer, self.text_of = run.tokenizer, run.tokenizer.decode
+        self._tokenizer = run.tokenizer
+        self.text_of = run.tokenizer.decode  # The charts of suite attention decode the tokens of a prompt.
         self._window = window = run.config.data.sequence_length
         self.cases, self.depths = settings.cases, settings.depths
         self.lengths = sorted(settings.lengths) or [window]
@@ -84,7 +85,7 @@ class NeedlePrompts:
                 f"data.sequence_length={window}; use at most that"
             )
         for case in self.cases:
-            self._check_length(case, length_field, case_field)
+            self._check_case(case, length_field, case_field)
         tokens = read_haystack(run, longest=self.lengths[-1])
         self.haystack_tokens = len(tokens)
         self._text = find_boundaries(tokens, run.tokenizer, longest=self.lengths[-1])
@@ -92,6 +93,7 @@ class NeedlePrompts:
         self.items = list(itertools.starmap(NeedleItem, parameters))
 
     def prompt(self, item: NeedleItem) -> NeedlePrompt:
+        """Return the prompt of an item. The settings and the item's fields except `depth` seed all random choices."""
         needles, queries = item.case.needles, item.case.queries
         rng = np.random.default_rng([self._settings.seed, item.length, needles, queries, item.sample])
         cities = [CITIES[i] for i in rng.choice(len(CITIES), needles, replace=False)]
@@ -132,19 +134,19 @@ class NeedlePrompts:
         listed = f"{', '.join(cities[:-1])} and {cities[-1]}"
         return self._tokenizer.encode_ordinary(SEVERAL_QUESTIONS.format(cities=listed), continues=True)
 
-    def _check_length(self, case: NeedleCaseConfig, length_field: str, case_field: str) -> None:
+    def _check_case(self, case: NeedleCaseConfig, length_field: str, case_field: str) -> None:
         if case.needles > len(CITIES):
             raise UserError(f"{case_field}: needles={case.needles}, and there are {len(CITIES)} cities; use fewer")
         new_tokens, window = self._settings.new_tokens, self._window
-        needed = self._prompt_tokens(case.needles, case.queries) + new_tokens
+        needed = self._minimum_prompt_tokens(case.needles, case.queries) + new_tokens
         if self.lengths[0] >= needed:
             return
-        fewer = [n for n in range(1, case.needles + 1) if self._prompt_tokens(n, min(n, case.queries)) < window]
+        fewer = [n for n in range(1, case.needles + 1) if self._minimum_prompt_tokens(n, min(n, case.queries)) < window]
         if needed <= window:
             fix = f"use at least {needed}"
         elif fewer:
             needles = f"use {fewer[-1]} needles ({case_field}), and " if fewer[-1] < case.needles else ""
-            room = window - self._prompt_tokens(fewer[-1], min(fewer[-1], case.queries))
+            room = window - self._minimum_prompt_tokens(fewer[-1], min(fewer[-1], case.queries))
             length = f"{length_field}={window}, and " if self.lengths[0] < window else ""
             fix = f"{needles}set {length}eval.needle.new_tokens={min(new_tokens, room)}"
         else:
@@ -154,8 +156,11 @@ class NeedlePrompts:
             f"eval.needle.new_tokens={new_tokens}; {fix}"
         )
 
-    def _prompt_tokens(self, needles: int, queries: int) -> int:
-        """Return an upper bound of the tokens of the shortest prompt: a number has at most as many tokens as digits."""
+    def _minimum_prompt_tokens(self, needles: int, queries: int) -> int:
+        """Return a number of tokens that suffices for a prompt with the shortest haystack, without its answer.
+
+        It counts one token per digit, the most that a number needs.
+        """
         longest = sorted(CITIES, key=lambda city: len(self._needle(city, "")), reverse=True)[:needles]
         parts = [*(self._needle(city, "") for city in longest), self._question(longest[:queries])]
         return sum(map(len, parts)) + needles * DIGITS + SMALLEST_HAYSTACK

@@ -31,7 +31,7 @@ from difftx.parallel.layout import Layout
 from difftx.training.state import graph
 
 KINDS = ("logits", "hidden")
-CHUNK_VALUES = 2**20  # Number of hidden-state values in a chunk. `xla.CHUNK_MAP_ELEMENTS` bounds a chunk of logits.
+CHUNK_VALUES = 2**20  # Number of hidden-state values in a chunk. `xla.CHUNK_WEIGHTS` bounds a chunk of logits.
 
 
 def evaluate(evaluation: Evaluation) -> Result:

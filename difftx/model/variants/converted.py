@@ -1,6 +1,6 @@
 """Differential attention for models that were trained with softmax attention (docs/differentialize.md)."""
 # Axes: B = batch, T = tokens, D = model width, H = heads, K = key/value heads, R = H / K, G = 2 groups (A1 and A2),
-#   d = e = width of a head's queries, keys and values
+#   d = e = width of a head's queries, keys and values, N = 2 H = softmax heads
 
 import math
 
@@ -13,7 +13,7 @@ from difftx.model.layers import constant, linear, progress, projection, vector
 
 
 class ZeroBranchAttention(DiffAttention):
-    """Softmax attention with a second map in each head whose factor λ is initially zero.
+    """Softmax attention with second attention weights A2 in each head, whose factor λ is initially zero.
 
     head_i = (A1_i - λ A2_i) V_i with λ = a (exp(λ_q1·λ_k1) - exp(λ_q2·λ_k2) + λ_init). The scalar a grows from 0 to 1
     over `anneal_steps` updates (`layers.progress`). With a = 0, this is the Transformer whose weights are those of A1,
@@ -53,12 +53,12 @@ class ZeroBranchAttention(DiffAttention):
     def lam(self, lambda_init):
         return jax.lax.stop_gradient(self.progress[...]) * super().lam(lambda_init)
 
-    def attend(self, q, k, v, depth, segment_ids_BT):
-        if self.config.attention_logit_bits is not None:
-            return super().attend(q, k, v, depth, segment_ids_BT)
+    def attend(self, q, k, v, constants, segment_ids_BT):
+        if self.config.attention_logit_bits is not None:  # The kernel for quantised logits accepts values of width d.
+            return super().attend(q, k, v, constants, segment_ids_BT)
         B, T, K, G, d = k.shape
         R, spec = q.shape[2] // K, self.layout.attend_BTHE
-        split = spec and jax.P(*spec[:3], None, None, None)  # JAX infers a sharding of None.
+        split = spec and jax.P(*spec[:3], None, None, None)  # With None, JAX infers the sharding.
 
         def merged(x: jax.Array) -> jax.Array:
             """Return `[B, T, …, d]` as `[B, T, heads, d]`."""
@@ -67,12 +67,12 @@ class ZeroBranchAttention(DiffAttention):
         # Key/value head (k, g) of 2K serves the queries of group g in the R heads that share key/value head k of K.
         q_BTKGRd = jnp.swapaxes(jax.lax.reshape(q, (B, T, K, R, G, d), out_sharding=split), 3, 4)
         v_BTKGd = jnp.stack([v, v], axis=3)
-        out_BTNd = super().attend(merged(q_BTKGRd), merged(k), merged(v_BTKGd), depth, segment_ids_BT)
+        out_BTNd = super().attend(merged(q_BTKGRd), merged(k), merged(v_BTKGd), constants, segment_ids_BT)
         out_BTKGRd = jax.lax.reshape(out_BTNd, (B, T, K, G, R, d), out_sharding=split)
-        lam_BTH = broadcast_to_tokens(self.lam(depth.lambda_init), q)
+        lam_BTH = broadcast_to_tokens(self.lam(constants.lambda_init), q)
         return difference(merged(out_BTKGRd[:, :, :, 0]), merged(out_BTKGRd[:, :, :, 1]), lam_BTH)
 
-    def output(self, heads_BTHE, x_BTD, depth):
+    def output(self, heads_BTHE, x_BTD, constants):
         return merge_heads(heads_BTHE, self.output_HED, self.layout)
 
 
@@ -99,10 +99,10 @@ class DexAttention(Attention):
         a = jax.lax.stop_gradient(self.progress[...])
         return (1 - a) * a * lambda_init + a * self.lambda_learned[...]
 
-    def output(self, heads_BTHE, x_BTD, depth):
+    def output(self, heads_BTHE, x_BTD, constants):
         correction_BTHe = linear("BTHd,de->BTHe", heads_BTHE, self.correction_de, self.layout.act_BTHE)
-        lam_H = self.lam(depth.lambda_init) * jax.lax.stop_gradient(self.chosen_H[...])
-        return super().output(difference(heads_BTHE, correction_BTHe, lam_H[None, None]), x_BTD, depth)
+        lam_H = self.lam(constants.lambda_init) * jax.lax.stop_gradient(self.chosen_H[...])
+        return super().output(difference(heads_BTHE, correction_BTHe, lam_H[None, None]), x_BTD, constants)
 
-    def statistics(self, x_BTD, depth):
-        return {"lambda": self.lam(depth.lambda_init)}
+    def statistics(self, x_BTD, constants):
+        return {"lambda": self.lam(constants.lambda_init)}

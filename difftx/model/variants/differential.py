@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from difftx.config import ModelConfig
 from difftx.config.checks import largest_divisor_up_to
 from difftx.errors import UserError
-from difftx.kernels import maps
+from difftx.kernels import weight_functions
 from difftx.model.attention import Attention, DiffAttention, require_field, require_no_head_norm
 from difftx.model.layers import projection
 from difftx.model.variants.softmax import gate
@@ -73,12 +73,12 @@ class DiffAttentionV2(Attention):
         shape, sharding = (B, T, N * (Q - 1), E), self.layout.act_BTHE
         return jax.lax.reshape(heads_BTNRE.astype(heads_BTHE.dtype), shape, out_sharding=sharding)
 
-    def weight_inputs(self, q, k, x_BTD, depth):
+    def attention_weight_inputs(self, q, k, x_BTD, constants):
         sharding = self.layout.attend_BTHGd
         q_BTHGd = paired_queries(self._by_noise_head(q, sharding), sharding)
-        return maps.difference, q_BTHGd, jnp.stack([k, k], axis=3), self.lam(x_BTD)
+        return weight_functions.difference, q_BTHGd, jnp.stack([k, k], axis=3), self.lam(x_BTD)
 
-    def statistics(self, x_BTD, depth):
+    def statistics(self, x_BTD, constants):
         return {"lambda": jnp.mean(self.lam(x_BTD))}
 
     def _by_noise_head(self, x_BTHE: jax.Array, sharding: jax.P) -> jax.Array:
@@ -128,10 +128,10 @@ class GroupedDiffAttentionV2(DiffAttentionV2):
             shape = (config.d_model, config.num_heads, config.d_head)
             self.gate_DHd = projection(config, shape, 1, layout.value_DKE, rngs=rngs)
 
-    def output(self, heads_BTHE, x_BTD, depth):
+    def output(self, heads_BTHE, x_BTD, constants):
         if self.config.output_gate:
             heads_BTHE = gate(x_BTD, self.gate_DHd, self.layout) * heads_BTHE
-        return super().output(heads_BTHE, x_BTD, depth)
+        return super().output(heads_BTHE, x_BTD, constants)
 
 
 class GroupedDiffAttention(DiffAttention):
@@ -187,18 +187,18 @@ class SignedMaskAttention(DiffAttention):
     1 - λ_init (or `post_scale`) are those of `DiffAttention`.
     """
 
-    kernel = "mapped_attention"
+    kernel = "weighted_attention"
     subtracts = False
     fields = ("lambda_init", "post_scale")
     has_lambda_vectors = False
 
-    def map_of(self):
-        return maps.signed_softmax
+    def weight_function(self):
+        return weight_functions.signed_softmax
 
-    def map_parameter(self, depth):
+    def weight_argument(self, constants):
         return None
 
-    def statistics(self, x_BTD, depth):
+    def statistics(self, x_BTD, constants):
         return {}
 
 

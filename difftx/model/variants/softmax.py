@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from difftx.kernels import maps
+from difftx.kernels import weight_functions
 from difftx.model.attention import Attention, require_field
 from difftx.model.layers import linear, projection, vector
 from difftx.parallel.layout import Layout
@@ -24,19 +24,19 @@ class GatedAttention(Attention):
         shape = (config.d_model, config.num_heads, config.d_head)
         self.gate_DHd = projection(config, shape, 1, layout.value_DKE, rngs=rngs)
 
-    def output(self, heads_BTHE, x_BTD, depth):
-        return super().output(gate(x_BTD, self.gate_DHd, self.layout) * heads_BTHE, x_BTD, depth)
+    def output(self, heads_BTHE, x_BTD, constants):
+        return super().output(gate(x_BTD, self.gate_DHd, self.layout) * heads_BTHE, x_BTD, constants)
 
 
 class OffByOneAttention(Attention):
     """Softmax-off-by-one weights, exp(z_ij) / (1 + Σ_j exp(z_ij)) (E. Miller, "Attention is off by one", 2023)."""
 
-    kernel = "mapped_attention"
+    kernel = "weighted_attention"
 
-    def map_of(self):
-        return maps.softmax_with_sink
+    def weight_function(self):
+        return weight_functions.softmax_with_sink
 
-    def map_parameter(self, depth):
+    def weight_argument(self, constants):
         return jnp.float32(0)  # Logit of the sink.
 
 
@@ -50,14 +50,14 @@ class SinkAttention(OffByOneAttention):
         super().__init__(config, layout, rngs=rngs)
         self.sink_H = vector(jnp.zeros((config.num_heads,), jnp.float32, out_sharding=layout.vector))
 
-    def map_parameter(self, depth):
+    def weight_argument(self, constants):
         return self.sink_H[...]
 
 
 class TopKAttention(Attention):
     """Softmax over the `top_k` largest logits of each query, zero elsewhere (explicit sparsity, arXiv 1912.11637)."""
 
-    kernel = "mapped_attention"
+    kernel = "weighted_attention"
     fields = ("top_k", "post_scale")
 
     @classmethod
@@ -71,9 +71,9 @@ class TopKAttention(Attention):
         super().configure(c, heads)
         c.model.top_k = c.data.sequence_length // 8
 
-    def map_of(self):
+    def weight_function(self):
         assert self.config.top_k is not None
-        return functools.partial(maps.top_k_softmax, k=self.config.top_k)
+        return functools.partial(weight_functions.top_k_softmax, k=self.config.top_k)
 
 
 def gate(x_BTD: jax.Array, gate_DHd: nnx.Param, layout: Layout) -> jax.Array:

@@ -17,7 +17,7 @@ MASKED = -1e30  # Finite logit of a masked key. With minus infinity, the weights
 
 # A weight function takes logits [..., C, S] of each group, and optionally one number per query, [..., C, 1]. It returns
 # the attention weights, [..., C, S].
-type Map = Callable[..., jax.Array]
+type WeightFunction = Callable[..., jax.Array]
 
 
 def softmax(logits_CS: jax.Array) -> jax.Array:
@@ -56,31 +56,32 @@ def signed_softmax(logits1_CS: jax.Array, logits2_CS: jax.Array) -> jax.Array:
 
 
 def quantized(
-    *map_inputs: jax.Array,
-    map_of: Map,
+    *arguments: jax.Array,
+    weight_function: WeightFunction,
     groups: int,
     bits: int,
     granularity: Literal["query", "token"],
     mesh_axes: tuple[str, ...] = (),
 ) -> jax.Array:
-    """Return the attention weights of `map_of` for logits with dynamic absmax quantisation to `bits` (at least 2) bits.
+    """Return the attention weights of a weight function for logits that are quantised to `bits` (at least 2) bits.
 
-    Each logit z becomes z' = s round(z / s) with s = max|z| / (2^(bits-1) - 1), so that |z' - z| <= s / 2. The backward
-    pass treats z' as z (straight-through estimator, arXiv 1308.3432). The maximum runs over the visible keys of one
-    query. It therefore does not depend on later tokens, on chunks, on the batch or on the use of a cache.
+    The quantisation is dynamic and absmax: each logit z becomes z' = s round(z / s) with s = max|z| / (2^(bits-1) - 1),
+    so that |z' - z| <= s / 2. The backward pass treats z' as z (straight-through estimator, arXiv 1308.3432). The
+    maximum runs over the visible keys of one query. It therefore does not depend on later tokens, on chunks, on the
+    batch or on the use of a cache.
 
-    The first `groups` arguments are logits. Further arguments reach `map_of` unchanged. With `granularity` = "query",
-    each head and group of a query has its own scale s. With "token", all heads and groups of a query share one. In that
-    case, inside `jax.shard_map`, `mesh_axes` must name the mesh axes that shard the heads.
+    The first `groups` arguments are logits. Further arguments reach `weight_function` unchanged. With `granularity` =
+    "query", each head and group of a query has its own scale s. With "token", all heads and groups of a query share
+    one. In that case, inside `jax.shard_map`, `mesh_axes` must name the mesh axes that shard the heads.
     """
-    logits, others = map_inputs[:groups], map_inputs[groups:]
+    logits, others = arguments[:groups], arguments[groups:]
     largest = [jnp.max(jnp.where(z_CS > MASKED, jnp.abs(z_CS), 0), axis=-1, keepdims=True) for z_CS in logits]
     largest = [jax.lax.stop_gradient(largest_C1) for largest_C1 in largest]
     if granularity == "token":
         heads = tuple(range(1, logits[0].ndim - 2))
         of_token = functools.reduce(jnp.maximum, [jnp.max(x, axis=heads, keepdims=True) for x in largest])
         largest = [jax.lax.pmax(of_token, mesh_axes) if mesh_axes else of_token] * groups
-    return map_of(*(_rounded(*pair, bits) for pair in zip(logits, largest, strict=True)), *others)
+    return weight_function(*(_rounded(*pair, bits) for pair in zip(logits, largest, strict=True)), *others)
 
 
 def _rounded(logits_CS: jax.Array, largest_C1: jax.Array, bits: int) -> jax.Array:

@@ -10,7 +10,7 @@ from helpers.kernels_checks import TOLERANCE, relative_error, split, split_segme
 from model.oracle import sink_row, top_k_row
 
 from difftx import kernels
-from difftx.kernels import cached, maps, xla
+from difftx.kernels import cached, weight_functions, xla
 from kernels.oracle import softmax_row
 
 K_KEPT = 4
@@ -21,25 +21,25 @@ def signed_row(logits1, logits2):
 
 
 # Name → (weight function, number of groups, whether it takes a number per query, formula of one row in numpy).
-MAPS = {
-    "sink": (maps.softmax_with_sink, 1, True, sink_row),
-    "top_k": (functools.partial(maps.top_k_softmax, k=K_KEPT), 1, False, lambda z: top_k_row(z, K_KEPT)),
-    "signed": (maps.signed_softmax, 2, False, signed_row),
+FUNCTIONS = {
+    "sink": (weight_functions.softmax_with_sink, 1, True, sink_row),
+    "top_k": (functools.partial(weight_functions.top_k_softmax, k=K_KEPT), 1, False, lambda z: top_k_row(z, K_KEPT)),
+    "signed": (weight_functions.signed_softmax, 2, False, signed_row),
 }
 CASES = {
     "one token": {"T": 1},
     "window, segments, groups": {"window": 7, "segments": True, "K": 2, "T": 40},
     "large logits, a number a head": {"scale": 8.0, "extra": "H"},
 }
-RUNS = [(name, case, "float32") for name in MAPS for case in CASES]
+RUNS = [(name, case, "float32") for name in FUNCTIONS for case in CASES]
 RUNS += [("sink", "window, segments, groups", "bfloat16")]
 LARGE_TOLERANCE = 2e-5  # As in diff_attention_test.py.
 
 
-def inputs(name, B=2, T=21, H=4, K=4, D=8, E=6, extra="BTH", segments=False, scale=1.0, dtype="float32"):
-    _, G, takes_number, _ = MAPS[name]
+def inputs(name, B=2, T=21, H=4, K=4, d=8, E=6, extra="BTH", segments=False, scale=1.0, dtype="float32"):
+    _, G, takes_number, _ = FUNCTIONS[name]
     rng = np.random.default_rng(0)
-    shapes = [((B, T, H, G, D), scale), ((B, T, K, G, D), scale), ((B, T, K, E), 1.0)]
+    shapes = [((B, T, H, G, d), scale), ((B, T, K, G, d), scale), ((B, T, K, E), 1.0)]
     q, k, v = (jnp.asarray(rng.normal(size=shape) * m, dtype) for shape, m in shapes)
     if G == 1:
         q, k = q[:, :, :, 0], k[:, :, :, 0]
@@ -52,17 +52,17 @@ def by_hand(name, q, k, v, number, ids, window):
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     ids, number = (None if x is None else np.asarray(x) for x in (ids, number))
     q, k = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
-    B, T, H, G, D = q.shape
+    B, T, H, G, d = q.shape
     out = np.zeros((B, T, H, v.shape[3]))
     for b, t, n in np.ndindex(B, T, H):
         kv = n * k.shape[2] // H
         keys = [
             s for s in range(t + 1) if (ids is None or ids[b, s] == ids[b, t]) and (window is None or t - s < window)
         ]
-        row = [k[b, keys, kv, g] @ q[b, t, n, g] / np.sqrt(D) for g in range(G)]
+        row = [k[b, keys, kv, g] @ q[b, t, n, g] / np.sqrt(d) for g in range(G)]
         if number is not None:
             row.append(np.float64(np.broadcast_to(number, (B, T, H))[b, t, n]))
-        out[b, t, n] = MAPS[name][3](*row) @ v[b, keys, kv]
+        out[b, t, n] = FUNCTIONS[name][3](*row) @ v[b, keys, kv]
     return out
 
 
@@ -77,10 +77,10 @@ def outputs_and_gradients(name, backends, q, k, v, number, ids, window):
 
     def gradients(backend, *arrays):
         def loss(*arrays):
-            out = kernels.mapped_attention(
-                MAPS[name][0],
+            out = kernels.weighted_attention(
+                FUNCTIONS[name][0],
                 *arrays[:3],
-                map_parameter=arrays[3] if len(arrays) == 4 else None,
+                weight_argument=arrays[3] if len(arrays) == 4 else None,
                 segment_ids_BT=ids,
                 window=window,
                 implementation=backend,
@@ -113,13 +113,13 @@ def test_output_and_gradients_equal_the_reference(name, case, dtype):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_chunked_gradients_equal_reference_and_central_differences(name, monkeypatch):
     """Compare gradients with the reference and with central differences of a float64 loss in numpy.
 
     The reference alone is not an independent check, because JAX differentiates the same weight function for it.
     """
-    monkeypatch.setattr(xla, "CHUNK_MAP_ELEMENTS", 40)
+    monkeypatch.setattr(xla, "CHUNK_WEIGHTS", 40)
     *arrays, ids = inputs(name, segments=True, K=2)
     chunked, whole = outputs_and_gradients(name, ("xla", "reference"), *arrays, ids, 9)
     for a, b in zip(chunked, whole, strict=True):
@@ -141,7 +141,7 @@ def test_memory_of_a_long_row_is_not_quadratic():
     q, k, v = (jax.ShapeDtypeStruct((1, T, 1, 64), jnp.bfloat16) for _ in range(3))
 
     def loss(q, k, v):
-        out = kernels.mapped_attention(maps.softmax_with_sink, q, k, v, map_parameter=jnp.float32(0))
+        out = kernels.weighted_attention(weight_functions.softmax_with_sink, q, k, v, weight_argument=jnp.float32(0))
         return jnp.sum(out.astype(jnp.float32))
 
     compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, k, v).compile()
@@ -149,24 +149,24 @@ def test_memory_of_a_long_row_is_not_quadratic():
 
 
 @pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_cached_attention_equals_the_formula(name, window):
     S, K, new = 14, 2, 5
     q, k, v, number, _ = inputs(name, T=S, K=K)
     segment_BS = np.array([[0] * 14, [0] * 6 + [1] * 8], np.int32)
     expected = by_hand(name, q, k, v, number, segment_BS, window)[:, -new:]
     (keys, k_new), (values, v_new) = split(k, 24, new), split(v, 24, new)
-    ids, map_parameter = split_segments(segment_BS, 24, new), None if number is None else number[:, -new:]
-    options = {"map_parameter": map_parameter, "window": window}
-    actual, _ = cached.mapped_attention(MAPS[name][0], q[:, -new:], k_new, v_new, (keys, values), ids, **options)
+    ids, weight_argument = split_segments(segment_BS, 24, new), None if number is None else number[:, -new:]
+    options = {"weight_argument": weight_argument, "window": window}
+    actual, _ = cached.weighted_attention(FUNCTIONS[name][0], q[:, -new:], k_new, v_new, (keys, values), ids, **options)
     assert relative_error(actual, expected) < TOLERANCE["float32"]
 
 
 def test_bad_calls_say_what_is_wrong():
     q, k, v, _, _ = inputs("signed")
-    with pytest.raises(ValueError, match=r"q \[B, T, H, G, D\]"):
-        kernels.mapped_attention(maps.signed_softmax, q, k[:, :, :, :1], v)
-    with pytest.raises(ValueError, match=r"requires a real map_parameter: a scalar, .*; got float32\[3\]"):
-        kernels.mapped_attention(maps.difference, q, k, v, map_parameter=jnp.ones(3))
+    with pytest.raises(ValueError, match=r"q \[B, T, H, G, d\]"):
+        kernels.weighted_attention(weight_functions.signed_softmax, q, k[:, :, :, :1], v)
+    with pytest.raises(ValueError, match=r"requires a real weight_argument: a scalar, .*; got float32\[3\]"):
+        kernels.weighted_attention(weight_functions.difference, q, k, v, weight_argument=jnp.ones(3))
     with pytest.raises(ValueError, match="'splash' is not one of auto, reference, xla"):
-        kernels.mapped_attention(maps.signed_softmax, q, k, v, implementation="splash")
+        kernels.weighted_attention(weight_functions.signed_softmax, q, k, v, implementation="splash")
