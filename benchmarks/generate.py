@@ -48,8 +48,8 @@ SLOW_TOKENS = 32  # Number of tokens that are generated without a cache, which a
 type BlocksOfRuns = dict[str, list[list[Block]]]  # Architecture → round → times of the blocks of new tokens.
 
 
-def load(spec: str, overrides: dict[str, str], architecture: str) -> LanguageModel:
-    """Return a model with random parameters that never generates the end-of-text token."""
+def random_model(spec: str, overrides: dict[str, str], architecture: str) -> LanguageModel:
+    """Return a model with random parameters, which never generates the end-of-text token."""
     config = load_config(f"{spec}:{architecture}", overrides)
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
@@ -192,12 +192,12 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     args, rest = parser.parse_known_args()
     overrides = parse_overrides(rest, "config")
-    models = {name: load(args.config, overrides, name) for name in ARCHITECTURES}
+    models = {name: random_model(args.config, overrides, name) for name in ARCHITECTURES}
     load_before, *_ = os.getloadavg()
     fast, slow = measure(models, rows=args.rows, new_tokens=args.new_tokens, rounds=args.rounds)
-    machine = f"load {load_before:.1f} … {os.getloadavg()[0]:.1f}"
+    load_average = f"load {load_before:.1f} … {os.getloadavg()[0]:.1f}"
     size = f"{args.rows} rows, {args.new_tokens} new tokens"
-    title = f"{size}; {machine}; ms per token, median (best … worst of {args.rounds})"
+    title = f"{size}; {load_average}; ms per token, median (best … worst of {args.rounds})"
     console = rich.console.Console(width=160)
     console.print(architectures_table(title, fast, slow, args.rows, args.new_tokens))
     console.print("ratio: tokens/s to the Transformer's, median over pairs of blocks")

@@ -172,7 +172,7 @@ class Attempt:
             should_save = self._guard.last_step_is_good or (self._step == steps and self._guard.tripped is None)
             if should_save:
                 self._checkpointer.save_and_wait(self._state, self._data_state(), config)
-                interrupt.work_is_saved()
+                interrupt.ignore_further_signals()
             self._checkpointer.close()
         return self._finish(saved=should_save)
 

@@ -336,7 +336,7 @@ class StopAfter:
         self._calls -= 1
         return self._calls < 0
 
-    def work_is_saved(self):
+    def ignore_further_signals(self):
         pass
 
     def close(self):
