@@ -43,7 +43,7 @@ from difftx.training.state import graph, init_state
 
 ARCHITECTURES = ("transformer", "diff")
 PROMPT_TOKENS = 16
-SLOW_TOKENS = 32  # Number of tokens that are generated without a cache, which all cost the same.
+SLOW_TOKENS = 32  # Number of tokens whose generation without a cache is measured. All cost the same.
 
 type BlocksOfRuns = dict[str, list[list[Block]]]  # Architecture → round → times of the blocks of new tokens.
 
@@ -88,8 +88,8 @@ def with_cache(models: dict[str, LanguageModel], rows: int, new_tokens: int) -> 
 
 
 @functools.cache
-def whole_window(lm_config) -> Callable:
-    """Return the jitted function that generates tokens without a cache."""
+def generator_without_cache(lm_config) -> Callable:
+    """Return a jitted function that generates tokens without a cache, by a pass over the whole window per token."""
     graphdef = graph(lm_config)
 
     @jax.jit
@@ -112,7 +112,7 @@ def without_cache(lm: LanguageModel, rows: int, new_tokens: int, tokens: int) ->
     """
     window = PROMPT_TOKENS + new_tokens
     tokens_BT = decode.put(lm.mesh, np.ones((rows, window), np.int32))
-    run = whole_window(lm.config)
+    run = generator_without_cache(lm.config)
     run(lm.params, tokens_BT, window - 1, 1).block_until_ready()
     start = time.perf_counter()
     run(lm.params, tokens_BT, window - tokens, tokens).block_until_ready()
