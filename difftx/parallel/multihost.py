@@ -248,7 +248,7 @@ class Interrupt:
     def __init__(self):
         self._received: float | None = None  # Time of the first signal, from `time.monotonic`.
         self._agreed = False  # Whether several processes have agreed to stop.
-        self._ignores_signals = False  # Whether the work is saved, so that the process is about to end.
+        self._ignores_signals = False  # True once the work is saved, when the process is about to end.
         # With several processes, JAX itself handles SIGTERM and makes all processes stop after the same step.
         self._numbers = (signal.SIGTERM, signal.SIGINT) if jax.process_count() == 1 else (signal.SIGINT,)
         self._previous = {number: signal.signal(number, self._receive) for number in self._numbers}
