@@ -44,7 +44,7 @@ from difftx.training.state import TrainState
 
 REQUEST_KINDS = ("read", "describe", "list", "write", "delete")
 LOADER_STATE = {"examples": 0, "signature": {}}
-ARRAYS = 24  # Number of arrays of a train state. A third each are parameters, first moments and second moments.
+ARRAYS = 24  # Number of arrays of a train state. One third are parameters, and the others are Adam's moments.
 
 type Count = Callable[[str, Callable[[], Any]], None]  # Runs an operation, and adds a row with its name and requests.
 
@@ -143,7 +143,7 @@ def _count_commands(workdir: AnyPath, text: Path, count: Count) -> None:
 def measure_throughput(bucket: buckets.Bucket, megabytes: int, rounds: int) -> dict[str, list[float]]:
     """Return operation → seconds of each round, for saves, restores and copies of `megabytes` MiB in turn.
 
-    The proxy in front of the emulator makes no faults.
+    The proxy in front of the emulator injects no faults.
     """
     workdir, config, mesh = bucket.folder(), load_config("quickstart:diff", {}), jax.make_mesh((1,), ("data",))
     saver, size = Checkpointer(workdir, config.checkpoint), megabytes * 2**20

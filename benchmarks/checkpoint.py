@@ -117,7 +117,7 @@ def times_table(title: str, wall: Times, cpu: Times) -> rich.table.Table:
 
 
 def _cells(times: Times, name: str) -> tuple[str, str]:
-    """Return the seconds of a measurement, and what share they are of another one, as text."""
+    """Return the seconds of a measurement, and their share of those of another measurement, as text."""
     medians = {other: statistics.median(values) for other, values in times.items()}
     shares = {
         "blocked": f"{medians['blocked'] / medians['save']:.1%} of save",

@@ -25,14 +25,15 @@ from difftx.report.charts import COLOURS
 from difftx.report.runs import RunRecord, read_runs
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
-TEXT = {"light": "#1f2328", "dark": "#e6edf3"}
-# Colour maps in which 0 has the colour of the page, so that only attention is visible.
-WEIGHTS = {"light": ("#ffffff", COLOURS[0]), "dark": ("#1e2129", COLOURS[5])}
+TEXT_COLOURS = {"light": "#1f2328", "dark": "#e6edf3"}
+# Colours of the weight 0 and of the largest weight. The colour of 0 is that of the page, so that only attention is
+# visible.
+WEIGHT_COLOURS = {"light": ("#ffffff", COLOURS[0]), "dark": ("#1e2129", COLOURS[5])}
 
 
 def draw_maps(charts: Mapping[str, Any], scheme: str) -> plt.Figure:
     """Draw A1, A2 and A1 - λ A2 of the last tokens of a prompt, with one scale."""
-    page, positive = WEIGHTS[scheme]
+    page, positive = WEIGHT_COLOURS[scheme]
     colours = mpl.colors.LinearSegmentedColormap.from_list("weights", [COLOURS[1], page, positive])
     figure, axes = plt.subplots(1, 3, figsize=(9, 2.5), layout="constrained", sharey=True)
     panels = {"A1": "attention_a1", "A2": "attention_a2", "A1 − λ A2": "attention_map"}
@@ -55,7 +56,7 @@ def draw_row(charts: Mapping[str, Any], scheme: str) -> plt.Figure:
     colours = {
         "A1": COLOURS[5],
         "A2": COLOURS[4],
-        "A1 − λ A2": WEIGHTS[scheme][1] if scheme == "light" else TEXT[scheme],
+        "A1 − λ A2": WEIGHT_COLOURS[scheme][1] if scheme == "light" else TEXT_COLOURS[scheme],
     }
     for series in charts["attention_context"]["series"]:
         if series["name"] == "answer":
@@ -84,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("workdir", type=Path, help="directory of the run")
     (run,) = read_runs([parser.parse_args(arguments).workdir])
     charts = {chart["name"]: chart for chart in max(run.results["attention"].items())[1]["charts"]}
-    for scheme, colour in TEXT.items():
+    for scheme, colour in TEXT_COLOURS.items():
         names = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
         style = dict.fromkeys(names, colour) | {"axes.spines.right": False, "axes.spines.top": False}
         with mpl.rc_context(style):

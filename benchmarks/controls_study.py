@@ -5,10 +5,10 @@
 The models have 0.15M parameters. Question 4 also has models of 0.43M, and 1-stdlib trains on the source code of
 Python's library.
 
-A cell is a task, an arm, and changes of other fields. Most cells get their own learning rate, and some their own gain:
-those with the smallest validation loss on a seed that is not reported. The reported seeds then train with them. Each
-job takes one core. An interrupted study resumes where it stopped, and questions share the cells that they have in
-common. The script prints the tuned rate and gain of each cell.
+A cell is a task, an arm, and changes of other fields. Most cells have a learning rate of their own, and some a gain of
+their own: the values with the smallest validation loss on a seed that is not reported. The reported seeds then train
+with these values. Each job takes one core. An interrupted study resumes where it stopped, and questions share the cells
+that they have in common. The script prints the tuned rate and gain of each cell.
 
     python benchmarks/results.py collect --study=question-3 runs/study/controls/novels-diff-lambda_*/reported
     python benchmarks/results.py collect --study=question-3-tuning runs/study/controls/novels-diff-lambda_*/tune-*
@@ -29,8 +29,8 @@ from difftx.configs.controls import DISTRACTORS, NOVELS_RATE, RECALL_RATE, WIDER
 from difftx.errors import run_command
 
 CONFIG = "configs/controls.py"
-# (Is recall, optimizer) → rates that a cell tries first. While the best one is the smallest or the largest one, the
-# cell also tries half or twice that rate. Gains are tried at the first of these rates.
+# (Whether the task is recall, optimizer) → learning rates with which `best_rate` begins. Gains are tuned at the first
+# of these rates.
 FIRST_RATES = {
     (False, "adamw"): (NOVELS_RATE, 2 * NOVELS_RATE),
     (False, "muon"): (1.6e-2, 3.2e-2),
@@ -38,7 +38,8 @@ FIRST_RATES = {
 }
 TUNED_SEED = 100
 REPORTED_SEEDS = (10, 11, 12, 13, 14)
-# One more: Fisher's test of 5 of 5 against 0 of 5 solved runs has p = 0.008, too much for a family of seven contrasts.
+# Recall needs a sixth seed: in Fisher's test, 5 of 5 solved runs against 0 of 5 have p = 0.008, which is not
+# significant in a family of seven contrasts.
 RECALL_SEEDS = (*REPORTED_SEEDS, 15)
 SEEDS_AGAIN = tuple(range(20, 30))  # The second set of runs of question 1.
 GAINS = (1, 2, 4, 8)  # Gains that each arm with a tuned gain tries.
@@ -78,7 +79,7 @@ NORM_OR_GAIN_ARMS = (
 # Arms of question 6.
 AGAINST_NOISE = (*(arm for arm in NORM_OR_GAIN_ARMS if arm not in ("transformer", "diff-plain")), "diff-lambda_1")
 AGAINST_MORE_NOISE = ("zero-norm", "zero-gain", "diff", "diff-gain", "diff-lambda_1")
-# Changes of how λ is computed and trained, of question 3.
+# Question 3: changes of how λ is computed and trained.
 LAMBDAS: Sequence[Fields] = (
     {"model.lambda_bound": "sigmoid"},
     {"model.lambda_bound": "tanh"},
@@ -171,7 +172,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = study_parser(__doc__)
     parser.add_argument("--question", choices=QUESTIONS, action="append", help="may be repeated; all by default")
     args = parser.parse_args(arguments)
-    # By folder, because questions share cells.
+    # The key is the folder, because questions share cells, and each cell is trained once.
     todo = {cell.folder: cell for question in args.question or QUESTIONS for cell in QUESTIONS[question]}
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         trained: dict[str, Future[Fields]] = {}

@@ -36,6 +36,12 @@ class Contrast(NamedTuple):
             f"{sign} `{name}`" for sign, names in (("+", self.plus), ("−", self.minus)) for name in names
         ).removeprefix("+ ")
 
+    @property
+    def pair(self) -> tuple[str, str]:
+        """The cell with sign plus and the one with sign minus. Raise `ValueError` if the contrast has more cells."""
+        (first,), (second,) = self.plus, self.minus
+        return first, second
+
 
 def versus(cell: str, reference: str, effect: str) -> Contrast:
     """Return the contrast `cell` − `reference`."""

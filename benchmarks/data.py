@@ -83,7 +83,7 @@ def measure_loader(args: argparse.Namespace) -> dict[str, list[list[float]]]:
 def loader_table(seconds: dict[str, list[list[float]]], args: argparse.Namespace) -> rich.table.Table:
     """Return a table of M tokens/s, from the seconds that `measure_loader` returns."""
     title = (
-        f"rows of {args.sequence_length:,} tokens, {args.rows} a batch; {os.cpu_count()} CPUs, "
+        f"rows of {args.sequence_length:,} tokens, {args.rows} per batch; {os.cpu_count()} CPUs, "
         f"load {os.getloadavg()[0]:.1f}; M tokens/s, median (worst … best of {args.rounds})"
     )
     table = numbers_table(title, ("rows", "on the host", "placed"))
@@ -189,7 +189,7 @@ def main() -> None:
     loader = commands.add_parser("loader", help="tokens/s of the loader")
     loader.set_defaults(run=print_loader)
     loader.add_argument("--store", type=Path, help="folder of `difftx prepare`")
-    loader.add_argument("--tokenizer", default="bytes", help="of --store")
+    loader.add_argument("--tokenizer", default="bytes", help="tokenizer of --store (%(default)s)")
     loader.add_argument("--rows", type=int, default=64)
     loader.add_argument("--sequence_length", type=int, default=4096)
     loader.add_argument("--rounds", type=int, default=7)

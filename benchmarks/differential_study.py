@@ -39,7 +39,7 @@ from difftx.training.checkpoint.manifest import read_manifest, steps_in
 from difftx.training.run import read_run_manifest
 
 CONFIG = "configs/toy_continued.py"
-NEW_DATA_SEEDS = 100  # Added to a Transformer's seed, so that the continued training reads other data.
+NEW_DATA_SEED_OFFSET = 100  # Added to a Transformer's seed, so that the continued training reads other data.
 
 
 class Task(NamedTuple):
@@ -115,7 +115,7 @@ def train_arm(out: Path, task: str, arm: str) -> float:
         """Return the validation loss of a run."""
         grid = [f"task={task}", f"arm={arm}", f"train.seed={seed}", f"optimizer.learning_rate={rate:g}"]
         start = start_of(out, task, arm, seed).resolve()
-        flags = [f"--config.checkpoint.init_from={start}", f"--config.data.seed={seed + NEW_DATA_SEEDS}"]
+        flags = [f"--config.checkpoint.init_from={start}", f"--config.data.seed={seed + NEW_DATA_SEED_OFFSET}"]
         return sweep(out / folder, CONFIG, grid, flags)
 
     best = best_rate(rates, lambda rate: train(f"rate-{task}-{arm}-{rate:g}", tuned_seed, rate))

@@ -43,13 +43,13 @@ from difftx.training.state import graph, init_state
 
 ARCHITECTURES = ("transformer", "diff")
 PROMPT_TOKENS = 16
-SLOW_TOKENS = 32  # Number of tokens that are generated without a cache, which all cost the same.
+SLOW_TOKENS = 32  # Number of tokens whose generation without a cache is measured. All cost the same.
 
 type BlocksOfRuns = dict[str, list[list[Block]]]  # Architecture → round → times of the blocks of new tokens.
 
 
-def load(spec: str, overrides: dict[str, str], architecture: str) -> LanguageModel:
-    """Return a model with random parameters that never generates the end-of-text token."""
+def random_model(spec: str, overrides: dict[str, str], architecture: str) -> LanguageModel:
+    """Return a model with random parameters, which never generates the end-of-text token."""
     config = load_config(f"{spec}:{architecture}", overrides)
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
@@ -88,8 +88,8 @@ def with_cache(models: dict[str, LanguageModel], rows: int, new_tokens: int) -> 
 
 
 @functools.cache
-def whole_window(lm_config) -> Callable:
-    """Return the jitted function that generates tokens without a cache."""
+def generator_without_cache(lm_config) -> Callable:
+    """Return a jitted function that generates tokens without a cache, by a pass over the whole window per token."""
     graphdef = graph(lm_config)
 
     @jax.jit
@@ -112,7 +112,7 @@ def without_cache(lm: LanguageModel, rows: int, new_tokens: int, tokens: int) ->
     """
     window = PROMPT_TOKENS + new_tokens
     tokens_BT = decode.put(lm.mesh, np.ones((rows, window), np.int32))
-    run = whole_window(lm.config)
+    run = generator_without_cache(lm.config)
     run(lm.params, tokens_BT, window - 1, 1).block_until_ready()
     start = time.perf_counter()
     run(lm.params, tokens_BT, window - tokens, tokens).block_until_ready()
@@ -192,12 +192,12 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     args, rest = parser.parse_known_args()
     overrides = parse_overrides(rest, "config")
-    models = {name: load(args.config, overrides, name) for name in ARCHITECTURES}
+    models = {name: random_model(args.config, overrides, name) for name in ARCHITECTURES}
     load_before, *_ = os.getloadavg()
     fast, slow = measure(models, rows=args.rows, new_tokens=args.new_tokens, rounds=args.rounds)
-    machine = f"load {load_before:.1f} … {os.getloadavg()[0]:.1f}"
+    load_average = f"load {load_before:.1f} … {os.getloadavg()[0]:.1f}"
     size = f"{args.rows} rows, {args.new_tokens} new tokens"
-    title = f"{size}; {machine}; ms per token, median (best … worst of {args.rounds})"
+    title = f"{size}; {load_average}; ms per token, median (best … worst of {args.rounds})"
     console = rich.console.Console(width=160)
     console.print(architectures_table(title, fast, slow, args.rows, args.new_tokens))
     console.print("ratio: tokens/s to the Transformer's, median over pairs of blocks")

@@ -43,8 +43,8 @@ BATCH = 4
 TOKENS = 4096
 HEADS = 12
 SMS = 132  # Streaming multiprocessors of an H100 or H200.
-# An assumption, which benchmarks/records/2026-11-23_gpu_sass.md shares: the clock under load is not measured. NVIDIA's
-# peak has 1.83 GHz, and the largest clock is 1.98 GHz.
+# An assumption, as in benchmarks/records/2026-11-23_gpu_sass.md, because the clock under load was not measured.
+# NVIDIA's peak FLOP/s correspond to 1.83 GHz, and the largest clock is 1.98 GHz.
 CLOCK_HZ = 1.755e9
 MMA_PER_CLOCK = 2048  # Multiply-adds in bfloat16 of an SM: 989.4 TFLOP/s at 132 SMs and 1.83 GHz, NVIDIA's H100 SXM.
 SHARED_BYTES_PER_CLOCK = 128

@@ -102,7 +102,7 @@ def main() -> int:
             slow_result = harness.evaluate(evaluation)
         slow_seconds = time.perf_counter() - start
     questions, truncated = sum(result.details["questions"].values()), result.details["truncated_requests"]
-    print(f"step {step}; {questions} questions, {len(fast_scores)} different choices, {truncated} cut")
+    print(f"step {step}; {questions} questions, {len(fast_scores)} different choices, {truncated} truncated")
     print(f"suite {seconds:.0f} s, one at a time {slow_seconds:.0f} s, load {os.getloadavg()[0]:.1f}")
     for name, value in result.numbers.items():
         same = "equal" if value == slow_result.numbers[name] else "DIFFERS"

@@ -13,12 +13,13 @@ The source is the corpus "100 English Novels" of the Computational Stylistics Gr
 stay in OUT/files, and the same command resumes. The files have no headers or licences of Project Gutenberg. The text of
 a document is that of its file without the byte-order mark and with line feeds as line ends. Everything else stays:
 hard-wrapped lines, a few page numbers and page breaks, and the quotation marks that stand for accents in some files.
-Validation and test text are excerpts of 4,096 characters in a random order, together all of each novel. The suites
-score the first `eval.loss_tokens` tokens of a text, which are then a sample of all its novels.
+Validation and test text consist of excerpts of 4,096 characters in a random order. Together, they are the whole novels.
+The suites score the first `eval.loss_tokens` tokens of a text, which are then a sample of all its novels.
 
 How the split was chosen, before any model was trained on it:
 - 95 of the 100 files are in the list. Two novels are not in the public domain in the United States (Galsworthy 1933,
-  Woolf 1937). The three by Forster, who died in 1970, are not where copyright lasts 70 years after the author's death.
+  Woolf 1937). The three by Forster, who died in 1970, are still under copyright in countries where it lasts until
+  70 years after the author's death.
 - A split has all novels of an author or none, so that test text is by authors that a model has never read. The
   anonymous "Clara Vaughan" (Anon) is by Blackmore, so both are in the training split.
 - Test and validation text have three authors each, one from each third of the period, and 5 MB: test Braddon (1862 to
@@ -61,7 +62,7 @@ RETRIED_STATUS = (408, 429)  # HTTP status codes below 500 that are retried. All
 
 
 class Novel(NamedTuple):
-    """A file of the corpus, and its place in the split."""
+    """A file of the corpus, its author and its split."""
 
     file: Path
     author: str

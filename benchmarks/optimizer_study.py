@@ -36,8 +36,7 @@ OPTIMIZERS: Mapping[str, Mapping[str, str]] = {
     "muon": {"optimizer.name": "muon"},
     "muon-groups": {"optimizer.name": "muon", "optimizer.muon.split": "groups"},
 }
-# Optimizer → rates that a cell tries first. While the best one is the smallest or the largest one, the cell also tries
-# half or twice that rate.
+# Optimizer → learning rates with which `best_rate` begins.
 FIRST_RATES: Mapping[str, Sequence[float]] = {
     "adamw": (4e-3, 8e-3),
     "muon": (1.6e-2, 3.2e-2),

@@ -6,7 +6,8 @@ python benchmarks/peers.py [--sizes=quickstart,19m] [--rounds=7] [--steps=N] [--
 Each model has a process of its own. The processes take turns, so a change in the machine's speed affects all of them:
 in each round, each process trains and then generates. All models have the same shapes, float32 weights and activations,
 AdamW with weight decay and clipping, random tokens, and the same number of threads. The first round is not counted.
-difftx's processes ask Linux for huge pages, as its commands do. With GLIBC_TUNABLES=glibc.malloc.hugetlb=1 all do.
+difftx's processes ask Linux for huge pages, as its commands do. With GLIBC_TUNABLES=glibc.malloc.hugetlb=1 all
+processes do.
 
 `make .venv-parity/.installed` installs torch and transformers, and --nanodo names a clone of nanodo. The benchmark
 prints the peers that it cannot find.
@@ -74,7 +75,7 @@ class Worker:
         if path := contestant.task.get("path"):
             environment["PYTHONPATH"] = path
         command = [*contestant.command, json.dumps(contestant.task)]
-        # The workers' lines are the only output of a benchmark that explains a failure.
+        # stderr is inherited, because only the worker's messages explain a failure.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
         )
@@ -134,7 +135,7 @@ def contestants(size: str, torch: Path, nanodo: Path | None) -> list[Contestant]
 def _shared(config: Config) -> dict[str, Any]:
     """Return the part of a task that all contestants of a size have in common."""
     optimizer = config.optimizer
-    rates = {
+    settings = {
         "lr": optimizer.learning_rate,
         "b2": optimizer.b2,
         "weight_decay": optimizer.weight_decay,
@@ -145,7 +146,7 @@ def _shared(config: Config) -> dict[str, Any]:
         "length": config.data.sequence_length,
         "threads": len(os.sched_getaffinity(0)),
         "prompt_tokens": PROMPT_TOKENS,
-        "optimizer": rates,
+        "optimizer": settings,
     }
 
 
@@ -230,7 +231,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="steps of a round (default: by size)")
     parser.add_argument("--torch", type=Path, default=ROOT / ".venv-parity/bin/python", help="Python with transformers")
     parser.add_argument("--nanodo", type=Path, help="folder of a clone of nanodo")
-    parser.add_argument("--only", help="names that contain one of these texts")
+    parser.add_argument("--only", help="only models whose names contain one of these texts")
     args = parser.parse_args()
     console = rich.console.Console(width=180)
     for size in args.sizes.split(","):

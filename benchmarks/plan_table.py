@@ -5,7 +5,7 @@
 Needs libtpu and JAX's CUDA plugin (pip install -e '.[tpu,cuda]'). For each row, one `difftx plan` runs in its own
 process, whose peak memory is measured. Rows whose numbers exist in --out are not compiled again. The script prints the
 tables in Markdown; --write also replaces the tables between their markers in docs/fit.md. Rows without numbers are left
-out. All rows take more than an hour on two cores.
+out. Compiling all rows takes more than an hour on two cores.
 
 --only=long compiles the 3B models with rows of up to 64K tokens. A microbatch then has one row of tokens per group of
 `mesh.context` devices.
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "fit.md"
 
 PRESET = "--config.mesh.preset=auto"
-# A run measures its kernels. The tables assume that ours is the fastest on TPUs.
+# A training measures the kernels and selects the fastest. The tables assume that it is difftx's own kernel on TPUs.
 TPU_KERNEL = "--config.model.attention_implementation=pallas_tpu"
 # Size → topologies. Mesh, remat policy and microbatches come from difftx/parallel/presets.py.
 TOPOLOGIES = {
@@ -122,8 +122,8 @@ def rows(size: str) -> Iterator[Row]:
     for topology in TOPOLOGIES[size]:
         for architecture in ("diff", "transformer"):
             file = f"diff_3b.py:{architecture}" if size == "table9" else f"scaling.py:{architecture}-{size}"
-            is_ours = architecture == "diff" and parse_topology(topology).kind not in GPUS
-            yield Row(f"configs/{file}", topology, (PRESET, TPU_KERNEL) if is_ours else (PRESET,))
+            has_tpu_kernel = architecture == "diff" and parse_topology(topology).kind not in GPUS
+            yield Row(f"configs/{file}", topology, (PRESET, TPU_KERNEL) if has_tpu_kernel else (PRESET,))
 
 
 def long_rows(overrides: Sequence[str]) -> Iterator[Row]:
@@ -151,7 +151,7 @@ def long_row(architecture: str, topology: str, fields: dict[str, Any], length: i
 
 
 def measure(row: Row, path: Path) -> dict[str, Any]:
-    """Run `difftx plan`; return its numbers (if any) and line of error, and the process's time and peak memory."""
+    """Run `difftx plan`. Return its numbers, if any, its error message, and the time and peak memory of its process."""
     command = [sys.executable, "-m", "difftx", "plan", f"--config={row.config}", f"--topology={row.topology}"]
     command += [f"--json={path}", *row.flags]
     start = time.perf_counter()

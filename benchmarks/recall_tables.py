@@ -24,6 +24,7 @@ from benchmarks.controls_tables import (
 from benchmarks.study_records import (
     SOLVED_NUMBER,
     Record,
+    count_text,
     estimate,
     has_solved,
     markdown,
@@ -42,20 +43,19 @@ def cell_outcomes(records: Sequence[Record], cell: str) -> list[bool]:
 
 def solved_count_text(records: Sequence[Record], task: str, cell: str) -> str:
     """Return the number of a cell's runs that have solved the task, such as "2 of 6"."""
-    solved = cell_outcomes([r for r in records if r["task"] == task], cell)
-    return f"{sum(solved)} of {len(solved)}"
+    return count_text(cell_outcomes([r for r in records if r["task"] == task], cell))
 
 
 def fisher_p_value(records: Sequence[Record], contrast: Contrast) -> float:
     """Return the p-value of Fisher's exact test on the solved runs of a contrast's two cells."""
-    outcomes = [cell_outcomes(records, *cells) for cells in (contrast.plus, contrast.minus)]
+    outcomes = [cell_outcomes(records, cell) for cell in contrast.pair]
     solved_and_unsolved = [[sum(solved), len(solved) - sum(solved)] for solved in outcomes]
     return float(scipy.stats.fisher_exact(solved_and_unsolved).pvalue)
 
 
-def solved_p_text(records: Sequence[Record], task: str, arm: str, reference: str) -> str:
-    """Return the p-value of Fisher's exact test on the solved runs of two arms, without a correction."""
-    return p_text(fisher_p_value([r for r in records if r["task"] == task], versus(arm, reference, "")))
+def solved_p_text(records: Sequence[Record], task: str, cell: str, reference: str) -> str:
+    """Return the p-value of Fisher's exact test on the solved runs of two cells, without a correction."""
+    return p_text(fisher_p_value([r for r in records if r["task"] == task], versus(cell, reference, "")))
 
 
 def solved_table(records: Sequence[Record], task: str) -> str:
@@ -86,10 +86,9 @@ def solved_family_table(records: Sequence[Record], task: str) -> str:
     corrected = holm([fisher_p_value(records, contrast) for contrast in NORM_OR_GAIN_CONTRASTS])
     rows = []
     for contrast, p in zip(NORM_OR_GAIN_CONTRASTS, corrected, strict=True):
-        cells = (*contrast.plus, *contrast.minus)
-        first, second = (sum(cell_outcomes(records, cell)) for cell in cells)
+        first, second = (sum(cell_outcomes(records, cell)) for cell in contrast.pair)
         verdict = "open" if p >= SIGNIFICANT else "better" if first > second else "worse"
-        counts = [solved_count_text(records, task, cell) for cell in cells]
+        counts = [solved_count_text(records, task, cell) for cell in contrast.pair]
         rows.append([contrast.title, contrast.effect, *counts, p_text(p), verdict])
     return markdown(["contrast", "asks for", "first solved", "second", "p, corrected", "the first is"], rows)
 
@@ -135,7 +134,8 @@ def noise_growth(records: Sequence[Record], contrast: Contrast, task: str) -> li
 
     The result has a number per seed, in the order of the seeds.
     """
-    seeds = [{r["seed"] for r in records if (r["task"], r["arm"]) == (name, *contrast.plus)} for name in (FEWEST, task)]
+    cell, _ = contrast.pair
+    seeds = [{r["seed"] for r in records if (r["task"], cell_of(r)) == (name, cell)} for name in (FEWEST, task)]
     if seeds[0] != seeds[1]:
         raise AssertionError(f"{contrast.title}: the tasks have runs of different seeds")
     few, many = (accuracy_differences(records, contrast, name) for name in (FEWEST, task))
@@ -145,7 +145,7 @@ def noise_growth(records: Sequence[Record], contrast: Contrast, task: str) -> li
 def helps_against_noise(records: Sequence[Record], contrast: Contrast, task: str) -> bool:
     """Return whether the arm with the subtraction solves more runs of a task, and its lead in accuracy has grown."""
     on_task = [r for r in records if r["task"] == task]
-    with_subtraction, without = (sum(cell_outcomes(on_task, *cells)) for cells in (contrast.plus, contrast.minus))
+    with_subtraction, without = (sum(cell_outcomes(on_task, cell)) for cell in contrast.pair)
     growth = estimate(noise_growth(records, contrast, task))
     return with_subtraction > without and growth.half_width is not None and growth.mean > growth.half_width
 
@@ -156,7 +156,7 @@ def noise_table(records: Sequence[Record]) -> str:
     tasks = [task for task in DISTRACTORS if any(r["task"] == task for r in records)]
     for contrast in SUBTRACTIONS:
         for task in tasks:
-            counts = (solved_count_text(records, task, *cells) for cells in (contrast.plus, contrast.minus))
+            counts = (solved_count_text(records, task, cell) for cell in contrast.pair)
             difference = signed(estimate(accuracy_differences(records, contrast, task)))
             row = [contrast.title, str(DISTRACTORS[task]), *counts, difference]
             if task == FEWEST:
@@ -178,7 +178,7 @@ def lambdas_table(records: Sequence[Record]) -> str:
         runs = sorted((r for r in records if r["learning_rate"] == rate), key=lambda r: r["seed"])
         layers = [name for name in runs[0]["numbers"] if name.startswith("lambda/")]
         by_layer = (", ".join(f"{r['numbers'][name]:.2f}" for r in runs) for name in layers)
-        rows.append([f"{rate:g}", f"{sum(map(has_solved, runs))} of {len(runs)}", *by_layer])
+        rows.append([f"{rate:g}", count_text([has_solved(r) for r in runs]), *by_layer])
     return markdown(["rate", "solved", "λ of layer 1, by seed", "λ of layer 2"], rows) + provenance(records)
 
 
@@ -190,23 +190,23 @@ COSINE_NOISE = "attention/cosine_noise"
 ALIGNMENT = {COSINE_NOISE: "distractors", "attention/cosine_answer": "the answer"}
 
 
-def alignment_growth(records: Sequence[Record], arm: str, number: str = COSINE_NOISE) -> list[float]:
+def alignment_growth(records: Sequence[Record], cell: str, number: str = COSINE_NOISE) -> list[float]:
     """Return by how much a cosine of A1 and A2 grows from the first tenth of the training to its end.
 
     The result has a number per seed, in the order of the seeds.
     """
-    first, last = (cell_numbers_by_seed(records, arm, name) for name in (FIRST_PREFIX + number, number))
+    first, last = (cell_numbers_by_seed(records, cell, name) for name in (FIRST_PREFIX + number, number))
     return [last[seed] - first[seed] for seed in last]
 
 
-def alignment_text(records: Sequence[Record], arm: str) -> str:
+def alignment_text(records: Sequence[Record], cell: str) -> str:
     """Return the growth of the cosine at distractors with its interval."""
-    return signed(estimate(alignment_growth(records, arm)))
+    return signed(estimate(alignment_growth(records, cell)))
 
 
-def alignment_contrast_text(records: Sequence[Record], arm: str, reference: str) -> str:
-    """Return by how much more the cosine at distractors grows in one arm than in another, with its interval."""
-    contrast = versus(arm, reference, "")
+def alignment_contrast_text(records: Sequence[Record], cell: str, reference: str) -> str:
+    """Return by how much more the cosine at distractors grows in one cell than in another, with its interval."""
+    contrast = versus(cell, reference, "")
     first, last = (contrast_values(records, contrast, name) for name in (FIRST_PREFIX + COSINE_NOISE, COSINE_NOISE))
     return signed(estimate([b - a for a, b in zip(first, last, strict=True)]))
 
@@ -214,11 +214,11 @@ def alignment_contrast_text(records: Sequence[Record], arm: str, reference: str)
 def alignment_table(records: Sequence[Record]) -> str:
     """Return a table of cosines of A1 and A2 at the first tenth of the training and at its end."""
     rows = []
-    for arm in dict.fromkeys(map(cell_of, records)):
+    for cell in dict.fromkeys(map(cell_of, records)):
         for number, keys in ALIGNMENT.items():
-            numbers = (cell_numbers_by_seed(records, arm, name) for name in (FIRST_PREFIX + number, number))
+            numbers = (cell_numbers_by_seed(records, cell, name) for name in (FIRST_PREFIX + number, number))
             first, last = (estimate([*by_seed.values()]) for by_seed in numbers)
-            rows.append([arm, keys, str(first), str(last), signed(estimate(alignment_growth(records, arm, number)))])
+            rows.append([cell, keys, str(first), str(last), signed(estimate(alignment_growth(records, cell, number)))])
     return markdown(["arm", "cosine of A1 and A2 at", "first tenth", "end", "growth"], rows) + provenance(records)
 
 

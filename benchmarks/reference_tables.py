@@ -40,7 +40,7 @@ WRAPPERS = {
     "quantize": "`<suite>_<number>_<bits>_bits`",
     "cache": "`<suite>_<number>_<compression>`, `bytes_per_token_<compression>`",
 }
-# Numbers that are not recorded because each run measures others.
+# Numbers that golden.json does not record, because they depend on the speed of the machine.
 MEASURED = {
     "throughput": [
         f"{part}_{number}"

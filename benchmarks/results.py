@@ -246,7 +246,6 @@ def draw_figures(collected: Mapping[str, Sequence[Record]], suffix: str) -> None
     on_recall = joined(collected, "question-1-recall+question-6+question-6-more")
     larger = [record for record in collected["question-4-shared"] if record["task"] == WIDER]
     recipe = toy.get_config("books-diff")
-    warmup_steps = round(recipe.optimizer.warmup_fraction * recipe.train.steps)
     draw_family(collected["question-1-again"], "again", path("results_again"))
     draw_solved(collected["question-1-recall"], path("results_solved"))
     draw_family(
@@ -259,7 +258,12 @@ def draw_figures(collected: Mapping[str, Sequence[Record]], suffix: str) -> None
     draw_optimizers(collected["optimizers"], path("results_optimizers"))
     draw_transfer(collected["transfer"], path("results_transfer"))
     draw_caches(collected["cache"], path("results_cache"))
-    draw_warmup(collected["settings"], warmup_steps, path("results_warmup"))
+    draw_warmup(
+        collected["settings"],
+        path("results_warmup"),
+        default_steps=round(recipe.optimizer.warmup_fraction * recipe.train.steps),
+        total_steps=recipe.train.steps,
+    )
 
 
 # ── The command ──

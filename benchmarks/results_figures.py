@@ -40,7 +40,8 @@ from difftx.configs import controls
 from difftx.configs.transfer import ARCHITECTURES, MUP
 from difftx.report.charts import COLOURS, add_legend, label_axes, save_figure
 
-ARM_COLOURS = {"diff": COLOURS[0], REFERENCE: COLOURS[1], "diff_v2": COLOURS[2]}
+MAIN_COLOURS = {"diff": COLOURS[0], REFERENCE: COLOURS[1]}  # Colours of the two arms that every study compares.
+ARM_COLOURS = MAIN_COLOURS | {"diff_v2": COLOURS[2]}
 ACCURACY_LIMITS = (-0.03, 1.03)  # Ends of the axis of an accuracy, with room for points at 0 and 1.
 
 
@@ -61,7 +62,7 @@ def draw_arms(records: Sequence[Record], path: Path) -> None:
         arms = list(dict.fromkeys(r["arm"] for r in records if r["task"] == task))[::-1]
         for y, arm in enumerate(arms):
             values = list(numbers_by_seed(records, task, arm, column.number).values())
-            colour = {"diff": COLOURS[0], REFERENCE: COLOURS[1]}.get(arm, COLOURS[-1])
+            colour = MAIN_COLOURS.get(arm, COLOURS[-1])
             if task in BIMODAL_TASKS:
                 axes.plot(values, [y] * len(values), "o", color=colour, alpha=0.5)
                 continue
@@ -123,8 +124,8 @@ def draw_sizes(records: Sequence[Record], path: Path) -> None:
             if not (differences := differences_by_length(records, task, arm, reference)):
                 continue
             values = [estimate([*by_seed.values()]) for by_seed in differences.values()]
-            # Side by side, so that intervals are visible.
-            x = [tokens * 1.05 ** (index - 2.5) for tokens in differences]
+            # The pairs are side by side, so that their intervals do not cover each other.
+            x = [tokens * 1.05 ** (index - (len(PAIRS) - 1) / 2) for tokens in differences]
             _draw_line(axes, x, values, color=COLOURS[index], label=f"{arm} − {reference}")
         parameters = max(r["parameters"] for r in records if r["task"] == task and r["arm"] == REFERENCE)
         labels = {"title": f"{parameters / 1e6:.2f}M parameters", "x_label": "tokens per parameter"}
@@ -174,23 +175,22 @@ def _cache_numbers(records: Sequence[Record], task: str, arm: str, number: str, 
     return list(numbers_by_seed(records, task, arm, compressed).values())
 
 
-def draw_warmup(records: Sequence[Record], default_steps: int, path: Path) -> None:
+def draw_warmup(records: Sequence[Record], path: Path, *, default_steps: int, total_steps: int) -> None:
     """Draw the best loss of diff and the Transformer against the steps of warm-up.
 
-    `default_steps` is the warm-up of runs that do not override it.
+    `default_steps` is the warm-up of runs that do not override it, and `total_steps` the length of each run.
     """
     figure = matplotlib.figure.Figure(figsize=(5, 3.6), layout="constrained")
     axes = figure.subplots()
-    for arm, colour in (("diff", COLOURS[0]), (REFERENCE, COLOURS[1])):
+    for arm, colour in MAIN_COLOURS.items():
         best: dict[int, float] = collections.defaultdict(lambda: math.inf)
         for r in records:
             if r["arm"] == arm and r["changes"].keys() <= {"optimizer.warmup_steps", "optimizer.learning_rate"}:
                 steps = int(r["changes"].get("optimizer.warmup_steps", default_steps))
                 best[steps] = min(best[steps], r["numbers"]["loss/bits_per_byte"])
         axes.plot(*zip(*sorted(best.items()), strict=True), "o-", color=colour, label=arm)
-    label_axes(
-        axes, {"title": "books", "x_label": "steps of warm-up, of 500", "y_label": "bits per byte", "log_x": True}
-    )
+    labels = {"title": "books", "x_label": f"steps of warm-up, of {total_steps}", "y_label": "bits per byte"}
+    label_axes(axes, labels | {"log_x": True})
     axes.set_xticks(sorted(best), [f"{steps:g}" for steps in sorted(best)])
     axes.minorticks_off()
     add_legend(axes)

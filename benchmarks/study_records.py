@@ -101,8 +101,12 @@ def arm_outcomes(records: Sequence[Record], task: str, arm: str) -> list[bool]:
 
 def solved_text(records: Sequence[Record], task: str, arm: str) -> str:
     """Return the number of an arm's runs that have solved the task, such as "2 of 3"."""
-    own = arm_outcomes(records, task, arm)
-    return f"{sum(own)} of {len(own)}"
+    return count_text(arm_outcomes(records, task, arm))
+
+
+def count_text(outcomes: Sequence[bool]) -> str:
+    """Return how many of the outcomes are true, such as "2 of 3"."""
+    return f"{sum(outcomes)} of {len(outcomes)}"
 
 
 def cache_names(records: Sequence[Record], task: str) -> list[str]:

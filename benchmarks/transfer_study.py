@@ -22,7 +22,8 @@ from difftx.errors import run_command
 
 SEEDS: Mapping[str, Sequence[int]] = {"0.1m": (0, 1, 2), "3m": (0,)}  # Size → seeds.
 SMALL_RATES = (8e-3, 1.6e-2)  # Rates that a model of 0.1M, or a larger one with µP, tries first.
-LARGE_RATES = (1e-3, 2e-3, 8e-3)  # Rates that a model of 3M without µP tries first: also the best one at 0.1M.
+# Rates that a model of 3M without µP tries first. The last one is the best rate at 0.1M.
+LARGE_RATES = (1e-3, 2e-3, 8e-3)
 # (size, arm) → rates that it tries first. The longest runs are first. At 0.1M, µP changes nothing.
 FIRST_RATES = {
     **{("3m", name + MUP): SMALL_RATES for name in ARCHITECTURES},

@@ -8,8 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, TINY, child_environment
-from helpers.command_server import commands
+from conftest import ROOT, TINY
+from helpers.command_server import commands, run_new
 
 import difftx
 from difftx.__main__ import COMMANDS
@@ -17,11 +17,6 @@ from difftx.config.suites import SUITES
 from difftx.errors import run_command
 
 TINY_FLAGS = [f"--config.{name}={value}" for name, value in TINY.items()]
-
-
-def run_new(*arguments):
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=child_environment(1), capture_output=True, text=True, timeout=300)
 
 
 def run(*arguments):

@@ -13,9 +13,9 @@ def main() -> None:
     task = Task()
     model = TransformerDo(DoConfig(**task.model, fsdp_enabled=False))
     tokens = np.random.default_rng(0).integers(0, task.model["V"], (256, task.length), np.int32)
-    rates = task.optimizer
-    adamw = optax.adamw(rates["lr"], b2=rates["b2"], weight_decay=rates["weight_decay"])
-    optimizer = optax.chain(optax.clip_by_global_norm(rates["clip_norm"]), adamw)
+    settings = task.optimizer
+    adamw = optax.adamw(settings["lr"], b2=settings["b2"], weight_decay=settings["weight_decay"])
+    optimizer = optax.chain(optax.clip_by_global_norm(settings["clip_norm"]), adamw)
 
     def loss(params, tokens_BL):
         logits_BLV = model.apply(params, tokens_BL)

@@ -13,9 +13,13 @@ def main() -> None:
     fields = {name: value for name, value in task.model.items() if name != "torch_dtype"}
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**fields))
     step_model = torch.compile(model) if task.compile else model
-    rates = task.optimizer
+    settings = task.optimizer
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=rates["lr"], betas=(0.9, rates["b2"]), weight_decay=rates["weight_decay"], fused=True
+        model.parameters(),
+        lr=settings["lr"],
+        betas=(0.9, settings["b2"]),
+        weight_decay=settings["weight_decay"],
+        fused=True,
     )
     rows = torch.randint(0, fields["vocab_size"], (256, task.length))
 
@@ -26,7 +30,7 @@ def main() -> None:
             loss = step_model(input_ids=batch, labels=batch, use_cache=False).loss
             optimizer.zero_grad()
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), rates["clip_norm"])
+            torch.nn.utils.clip_grad_norm_(model.parameters(), settings["clip_norm"])
             optimizer.step()
         loss.item()
 

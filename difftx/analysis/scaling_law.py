@@ -48,10 +48,10 @@ class PowerLaw:
 class Fit:
     """A law, the points to which it was fitted, and the laws fitted to bootstrap resamples of these points."""
 
-    x: np.ndarray
-    loss: np.ndarray
+    x: np.ndarray  # [points], ascending.
+    loss: np.ndarray  # [points], in nats per token or bits per byte.
     law: PowerLaw
-    samples: PowerLaw
+    samples: PowerLaw  # Each field is an array [resamples].
 
     @classmethod
     def of(cls, x: np.ndarray, loss: np.ndarray, *, resamples: int, seed: int) -> Self:
@@ -164,7 +164,8 @@ def _resampled(x: np.ndarray, residuals: np.ndarray, resamples: int, generator: 
     deviations = residuals - means[size_of]
     size_freedom, seed_freedom = sizes - LAW_PARAMETERS, points - sizes  # Degrees of freedom.
     seed_variance = float(np.sum(deviations**2)) / seed_freedom if seed_freedom else 0.0
-    # Means of sizes also vary because seeds vary. Subtract that part, since the seeds' deviations contain it.
+    # Variance between groups in a one-way random-effects model, whose groups are the sizes. The group size is the mean
+    # number of seeds per size. `seed_variance` is subtracted, because the means of sizes also vary with their seeds.
     size_variance = (float(np.sum(seeds * means**2)) / size_freedom - seed_variance) / (points / sizes)
     drawn = np.zeros((resamples, points))
     if size_variance > 0:

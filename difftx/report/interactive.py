@@ -26,7 +26,7 @@ from difftx.report.charts import (
 )
 
 MOST_CHARACTERS = 40  # Most characters of a heatmap's x labels together, so that they do not overlap on a phone.
-MOST_TICK_LABELS = 200  # About as many multiples of a step have a label of their own on an axis of tokens.
+MOST_TICK_LABELS = 200  # Most ticks with a label such as "2M" on an axis of tokens. Zooming in shows more of them.
 HEIGHT = 240  # Height of a figure's frame in pixels, without axes and legend.
 MOST_NAMED_LINES = 12  # A figure with more lines has no legend.
 # Up to four lines show their tooltips at the same time, on different sides of the pointer, so that they do not overlap.
@@ -68,7 +68,7 @@ def line_figure(
 ) -> bokeh.plotting.figure:
     """Draw lines over a common x axis. A tooltip shows the value of a line at the x that is nearest to the pointer.
 
-    With `is_scatter`, draw only the points of solid lines.
+    With `is_scatter`, draw solid lines as points. Dashed lines, such as references, stay lines.
     """
     scales = {"x_axis_type": "log" if log_x else "linear", "y_axis_type": "log" if log_y else "linear"}
     figure = _figure(x_label, y_label, **scales)

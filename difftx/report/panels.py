@@ -15,7 +15,7 @@ from difftx.report.charts import heatmap_values, series_colours
 from difftx.report.curves import METRIC_LABELS, smoothed, training_losses
 from difftx.report.runs import X_AXES, Metric, RunRecord
 from difftx.training import lambda_range
-from difftx.training.goodput import SECTIONS
+from difftx.training.goodput import SECTIONS as WALL_TIME_LABELS
 
 MOST_POINTS = 2_000  # Most points of a line. More points would enlarge the page without being visible.
 MOST_POINTS_OF_MANY = 400  # Most points of a line in a figure of many lines, such as one per layer.
@@ -152,9 +152,9 @@ def wall_time(runs: Sequence[RunRecord]) -> Section:
     for run in runs:
         rows = run.split("goodput")
         parts = {
-            SECTIONS.get(section := name.removesuffix("_seconds"), section): float(value)
-            for name, value in (rows[-1] if rows else {}).items()
-            if name.endswith("_seconds") and name != "wall_seconds" and value is not None
+            WALL_TIME_LABELS.get(name := column.removesuffix("_seconds"), name): float(value)
+            for column, value in (rows[-1] if rows else {}).items()
+            if column.endswith("_seconds") and column != "wall_seconds" and value is not None
         }
         if parts:
             parts_of_run[run.name] = parts
@@ -283,7 +283,10 @@ def _chart_values(chart: Mapping[str, Any]) -> Table | None:
 
 
 def _series_values(x_label: str, series: Lines) -> Table:
-    """Return the y of each line at, or nearest to, up to `MOST_ROWS` evenly spaced x values of the first line."""
+    """Return a table of the lines at up to `MOST_ROWS` points of the first line, evenly spaced by index.
+
+    The other lines show their y at the nearest x.
+    """
     if not series:
         return Table([x_label], [])
     first = np.array(next(iter(series.values()))[0], float)

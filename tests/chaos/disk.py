@@ -59,20 +59,20 @@ def verifies(folder: Path, step: int | None = None) -> bool:
     return bool(manifest["files"])
 
 
-def complete_checkpoints(folder: Path) -> list[int]:
+def checkpoints_with_right_sizes(folder: Path) -> list[int]:
     """Return the steps whose manifest can be read, and whose files all exist and have the recorded sizes."""
-    complete = []
+    steps = []
     for step in steps_in(folder):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             manifest = json.loads((folder / str(step) / MANIFEST).read_bytes())
             sizes = {name: file["bytes"] for name, file in manifest["files"].items()}
             markers = all((folder / str(step) / marker).is_file() for marker in MARKERS)
             if markers and all((folder / str(step) / name).stat().st_size == size for name, size in sizes.items()):
-                complete.append(step)
-    return complete
+                steps.append(step)
+    return steps
 
 
-def whole_checkpoints(folder: Path) -> dict[int, Digests]:
+def verified_contents(folder: Path) -> dict[int, Digests]:
     """Return step → content of every checkpoint that verifies."""
     before = {step: digests(folder / str(step)) for step in steps_in(folder) if verifies(folder / str(step))}
     # During training, retention may delete a checkpoint while it is being read.
@@ -124,7 +124,7 @@ def _truncated_file(folder: Path, step: int, random: Random) -> str:
     size = random.randrange(path.stat().st_size)
     with path.open("r+b") as file:
         file.truncate(size)
-    return f"{path.relative_to(folder)} cut to {size} bytes"
+    return f"{path.relative_to(folder)} truncated to {size} bytes"
 
 
 def _removed_file(folder: Path, step: int, random: Random) -> str:

@@ -308,7 +308,7 @@ class Run:
             popen.send_signal(signal.SIGTERM)
         codes, logs, log = self._codes(), self._logs(), self._log()
         if set(codes) == {PREEMPTED}:
-            saved = max(disk.whole_checkpoints(self._checkpoints), default=None)
+            saved = max(disk.verified_contents(self._checkpoints), default=None)
             last = records.rows_of(self._workdir / "metrics.jsonl", "train")[-1:]
             if "nothing saved between bad steps" not in log and last:
                 assert saved == last[0]["step"], f"exit 75 after step {last[0]['step']}, saved is {saved}: {log}"
@@ -405,10 +405,10 @@ class Run:
             self.tally.add(what, outcome, time.monotonic() - began)
 
     def _corrupt_checkpoints(self, what: str) -> str | None:
-        whole = sorted(disk.whole_checkpoints(self._checkpoints))
-        if not whole:
+        verified = sorted(disk.verified_contents(self._checkpoints))
+        if not verified:
             return None
-        step = self._random.choice([whole[-1], whole[-1], self._random.choice(whole)])
+        step = self._random.choice([verified[-1], verified[-1], self._random.choice(verified)])
         copy = self._folder / "copy"
         shutil.copytree(self._checkpoints, copy)
         done = disk.CORRUPTIONS[what](self._checkpoints, step, self._random)
@@ -420,7 +420,7 @@ class Run:
         }
         # Changed checkpoints are not compared later. Those with only a changed commit marker still verify.
         self._known = {s: c for s, c in self._known.items() if disk.digests(self._checkpoints / str(s)) == c}
-        newest = max(whole)
+        newest = max(verified)
         if self._expected_step() is None:
             self._start()
             self._refused("there are checkpoints, but none verifies")
@@ -441,13 +441,13 @@ class Run:
 
     def _hide(self, what: str) -> str | None:
         """Make files of checkpoints unreadable during a start, and check that no checkpoint is quarantined."""
-        whole = sorted(disk.whole_checkpoints(self._checkpoints))
-        if not whole:
+        verified = sorted(disk.verified_contents(self._checkpoints))
+        if not verified:
             return None
-        path = disk.read_when_verifying(self._checkpoints / str(whole[-1]), self._random)
+        path = disk.read_when_verifying(self._checkpoints / str(verified[-1]), self._random)
         aside = disk.quarantined(self._checkpoints)
         if what in UNREADABLE_BY_MODE:
-            manifests = [self._checkpoints / str(step) / disk.MANIFEST for step in whole]
+            manifests = [self._checkpoints / str(step) / disk.MANIFEST for step in verified]
             with disk.without_permissions([path] if what == "unreadable file" else manifests):
                 self._start(before=as_other_users())
                 self._codes()
@@ -457,7 +457,7 @@ class Run:
             passes = self._random.random() < 0.5
             times = self._random.randrange(1, 4) if passes else 10**6
             # If the step was moved, the paths of the link and of its target both contain this part.
-            self._reads.fail(number, f"/{whole[-1]}/{path.relative_to(self._checkpoints / str(whole[-1]))}", times)
+            self._reads.fail(number, f"/{path.relative_to(self._checkpoints)}", times)
             self._start(environment=self._reads.environment)
             if passes:
                 self._wait(lambda: "attempt " in self._log())
@@ -542,8 +542,8 @@ class Run:
     def _check_checkpoints(self) -> None:
         """Check that no checkpoint that verified is lost, and record those that verify now."""
         counted = len(records.rewinds(self._workdir))
-        now = disk.whole_checkpoints(self._checkpoints)
-        complete = disk.complete_checkpoints(self._checkpoints)
+        now = disk.verified_contents(self._checkpoints)
+        complete = disk.checkpoints_with_right_sizes(self._checkpoints)
         # A running training may have rewound since `counted`. The next check takes that rewind into account again.
         new = [(entry["step"], entry["bad_steps"][0]) for entry in records.rewinds(self._workdir)[self._rewinds :]]
         new += self._unrecorded_rewind(complete)
@@ -556,7 +556,7 @@ class Run:
                 continue
             # Retention counts the checkpoints with all files, of the recorded sizes. A running training may have saved
             # one more, and removed this one, during this check.
-            newer = {*disk.complete_checkpoints(self._checkpoints), *rewound}
+            newer = {*disk.checkpoints_with_right_sizes(self._checkpoints), *rewound}
             if len([other for other in newer if other > step]) >= KEEP:
                 continue
             names = sorted(path.name for path in self._checkpoints.iterdir())

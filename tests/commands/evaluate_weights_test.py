@@ -2,12 +2,10 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
-from conftest import ROOT, TINY, child_environment
-from helpers.command_server import commands
+from conftest import TINY
+from helpers.command_server import commands, run_new
 
 pytestmark = pytest.mark.long
 CHANGED = ("--config.model.rope_theta=100.0", "--config.model.norm_eps=0.01", "--allow_config_change")
@@ -195,8 +193,7 @@ def test_change_of_a_checkpoint_during_its_evaluation_is_an_error(trained, workd
     path, checkpoint = workdir / "evals" / "loss" / "20.json", workdir / "checkpoints" / "20"
     before = path.read_bytes()
     flags = [f"--workdir={workdir}", "--suite=loss", "--step=20", "--again"]
-    command = [sys.executable, "-c", DISTURBED, str(checkpoint), f"{tmp_path}/second/checkpoints/{other}", *flags]
-    ended = subprocess.run(command, cwd=ROOT, env=child_environment(1), capture_output=True, text=True, timeout=300)
+    ended = run_new("-c", DISTURBED, checkpoint, f"{tmp_path}/second/checkpoints/{other}", *flags)
     assert ended.returncode == 1, ended.stdout
     error = ended.stderr
     assert error == (

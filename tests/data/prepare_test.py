@@ -16,13 +16,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
 from helpers.data_prepare import COMMAND, ENVIRONMENT, prepare, prepared, refused, texts_of, tree
 
 from difftx.data.store import open_store, read_meta
 from difftx.data.tokenizer import END_OF_TEXT, load_tokenizer
-
-VOCABULARIES = ROOT.parent / "shared" / "tiktoken"
 
 
 @pytest.fixture(scope="module")
@@ -191,13 +188,9 @@ def test_a_beam_pipeline_writes_the_same_bytes(flags, reference, tmp_path):
         assert "while running" not in result.stderr.splitlines()[-1]
 
 
-@pytest.mark.skipif(not VOCABULARIES.is_dir(), reason="needs the vocabularies of ../shared/tiktoken")
+@pytest.mark.usefixtures("tiktoken_cache")
 @pytest.mark.parametrize("name", ["cl100k_base", "gpt2"])
-def test_tokens_are_those_of_tiktoken(corpus, tmp_path, monkeypatch, name):
-    shutil.copytree(VOCABULARIES, tmp_path / "cache", copy_function=shutil.copyfile)
-    os.chmod(tmp_path / "cache", 0o755)
-    monkeypatch.setitem(ENVIRONMENT, "TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+def test_tokens_are_those_of_tiktoken(corpus, tmp_path, name):
     prepared(tmp_path / "store", f"--input={corpus[0]}", f"--tokenizer={name}", "--valid_fraction=0")
     store = open_store(tmp_path / "store", "train")
     encoding = load_tokenizer(name)

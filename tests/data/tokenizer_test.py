@@ -1,17 +1,13 @@
 import base64
-import os
-import shutil
 from pathlib import Path
 
 import pytest
 import tiktoken.load
-from conftest import ROOT, child_environment
+from conftest import child_environment
 from helpers.command_server import commands
 
 from difftx.data.tokenizer import CL100K_PATTERN, TiktokenTokenizer, load_tokenizer
 from difftx.errors import EXIT_FAILED, UserError
-
-VOCABULARIES = ROOT.parent / "shared" / "tiktoken"
 
 
 def test_bytes_are_tokens():
@@ -25,12 +21,9 @@ def test_bytes_are_tokens():
     assert encoding.token_bytes == [bytes([i]) for i in range(256)] + [b""]
 
 
-@pytest.mark.skipif(not VOCABULARIES.is_dir(), reason="needs the vocabularies of ../shared/tiktoken")
+@pytest.mark.usefixtures("tiktoken_cache")
 @pytest.mark.parametrize(("name", "size"), [("cl100k_base", 100_277), ("gpt2", 50_257)])
-def test_a_vocabulary_is_loaded_by_its_name(tmp_path: Path, monkeypatch, name, size):
-    shutil.copytree(VOCABULARIES, tmp_path / "cache", copy_function=shutil.copyfile)
-    os.chmod(tmp_path / "cache", 0o755)
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+def test_a_vocabulary_is_loaded_by_its_name(name, size):
     encoding = load_tokenizer(name)
     assert encoding.n_vocab == size
     values = encoding.token_bytes
@@ -39,11 +32,8 @@ def test_a_vocabulary_is_loaded_by_its_name(tmp_path: Path, monkeypatch, name, s
     assert encoding.fingerprint != load_tokenizer("bytes").fingerprint
 
 
-@pytest.mark.skipif(not VOCABULARIES.is_dir(), reason="needs the vocabularies of ../shared/tiktoken")
-def test_the_file_of_cl100k_base_gives_its_tokens(tmp_path, monkeypatch):
-    shutil.copytree(VOCABULARIES, tmp_path / "cache", copy_function=shutil.copyfile)
-    os.chmod(tmp_path / "cache", 0o755)
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+@pytest.mark.usefixtures("tiktoken_cache")
+def test_the_file_of_cl100k_base_gives_its_tokens(tmp_path):
     by_name = load_tokenizer("cl100k_base")
     lines = [b"%s %d" % (base64.b64encode(t), i) for i, t in enumerate(by_name.token_bytes) if t]
     (tmp_path / "cl100k_base.tiktoken").write_bytes(b"\n".join(lines))

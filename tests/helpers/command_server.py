@@ -2,7 +2,7 @@
 
 `SERVER` is a process that has imported what the commands import. It forks for each command, and the fork runs the
 command's own `__main__` block and ends as any process does. This saves two to four seconds per command. Tests of
-start-up and of imports start new interpreters instead.
+start-up and of imports start new interpreters instead (`run_new`).
 """
 
 import atexit
@@ -193,6 +193,12 @@ class Command:
         """Kill the command, unless it has ended."""
         if self.poll() is None:
             self.send_signal(signal.SIGKILL)
+
+
+def run_new(*arguments: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """Run a new Python interpreter with one CPU device, and return its exit code and output."""
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=child_environment(1), capture_output=True, text=True, timeout=timeout)
 
 
 @functools.cache

@@ -2,12 +2,11 @@
 
 import json
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT, TINY, child_environment, write_text
+from conftest import TINY, write_text
+from helpers.command_server import run_new
 from helpers.interop_checks import check_attention_weights, check_generation, check_logits
 from model import oracle
 
@@ -80,9 +79,9 @@ def test_differential_model_of_imported_weights_is_exported(tmp_path, mesh_of, c
     assert capsys.readouterr().out.count("verified: logits of") == 2
 
 
-def difftx(*arguments):
-    command = [sys.executable, *map(str, arguments)]
-    result = subprocess.run(command, cwd=ROOT, env=child_environment(1), capture_output=True, text=True, timeout=600)
+def output_of(*arguments):
+    """Run a new interpreter, which must succeed, and return what it prints."""
+    result = run_new(*arguments, timeout=600)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -95,9 +94,9 @@ def test_a_trained_run_scores_the_same_loss_in_transformers(tmp_path, monkeypatc
     changes = TINY | {"data.path": text, "train.steps": 30, "eval.loss_tokens": 10**9, "logging.tensorboard": "false"}
     flags = [f"--config.{name}={value}" for name, value in changes.items()]
     workdir, out = tmp_path / "run", tmp_path / "hf"
-    difftx("train.py", f"--config=configs/quickstart.py:{architecture}", f"--workdir={workdir}", *flags)
+    output_of("train.py", f"--config=configs/quickstart.py:{architecture}", f"--workdir={workdir}", *flags)
     ours = json.loads((workdir / "evals" / "loss" / "30.json").read_text())["numbers"]["loss"]
-    said = difftx(
+    said = output_of(
         "-m", "difftx", "convert", "--from=difftx", f"--to={format_}", f"--input={workdir}", f"--out={out}", "--verify"
     )
     assert "verified: logits of 320 tokens differ from transformers' by at most" in said
