@@ -241,7 +241,8 @@ def _input_files(pattern: str, flag: str) -> dict[AnyPath, int]:
             raise UserError(f"{flag}={pattern}: no such object or folder, and no object matches it as a glob")
         return sizes
     if path.is_dir():
-        found = (f for f in path.rglob("*") if not any(part.startswith(".") for part in f.relative_to(path).parts))
+        # Unlike `Path.rglob`, this enters folders that are links. It leaves out names that begin with a dot.
+        found = (path / name for name in glob.glob("**", root_dir=path, recursive=True))
     elif path.exists():
         found = iter([path])
     else:
