@@ -247,6 +247,29 @@ def test_unreadable_documents_are_skipped_counted_and_named(tmp_path):
         assert message in line
 
 
+def test_documents_whose_ids_are_not_utf8_are_unreadable(tmp_path):
+    """Lines with half of a surrogate pair, and a text file whose name has a byte of Latin-1."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"text": "a", "id": "\\ud800"}\n{"text": "b", "id": "\\ud83d\\ude00"}\n')
+    (folder / os.fsdecode(b"caf\xe9.txt")).write_text("c")
+    (folder / "d.txt").write_text("d")
+    flags = [f"--input={folder}", "--id_field=id", "--valid_fraction=0", "--workers=1"]
+    out = tmp_path / "store"
+    line = refused(out, *flags)
+    assert "a.jsonl: line 1: field 'id': character 0 is half of a surrogate pair, which is not UTF-8; repair it" in line
+    prepared(out, *flags, "--on_error=skip")
+    assert texts_of(open_store(out, "train")) == ["b", "d"]
+    assert list(map(json.loads, (out / "train" / "00000.ids").read_text().splitlines())) == ["😀", f"{folder}/d.txt"]
+    line, file = (out / "skipped.txt").read_text().splitlines()
+    assert "a.jsonl: line 1: field 'id'" in line
+    assert "caf" in file
+    assert "the path is not UTF-8, so it cannot be an id; rename the file" in file
+    # Without ids, the name of a text file does not matter.
+    prepared(tmp_path / "plain", f"--input={folder}/*.txt", "--valid_fraction=0", "--workers=1")
+    assert texts_of(open_store(tmp_path / "plain", "train")) == ["c", "d"]
+
+
 def bad_inputs(folder):
     """Yield input flags and the message for each."""
     yield [f"--input={folder}/none.txt"], "no such file"
