@@ -19,8 +19,10 @@ import pytest
 from conftest import ROOT
 from helpers.data_prepare import COMMAND, ENVIRONMENT, prepare, prepared, refused, texts_of, tree
 
+from difftx.commands.prepare import main
 from difftx.data.store import open_store, read_meta
 from difftx.data.tokenizer import END_OF_TEXT, load_tokenizer
+from difftx.errors import UserError
 
 VOCABULARIES = ROOT.parent / "shared" / "tiktoken"
 
@@ -268,6 +270,27 @@ def test_documents_whose_ids_are_not_utf8_are_unreadable(tmp_path):
     # Without ids, the name of a text file does not matter.
     prepared(tmp_path / "plain", f"--input={folder}/*.txt", "--valid_fraction=0", "--workers=1")
     assert texts_of(open_store(tmp_path / "plain", "train")) == ["c", "d"]
+
+
+@pytest.mark.parametrize("name", ["input", "valid_input", "tokenizer", "out", "text_field"])
+def test_a_flag_that_is_not_utf8_is_refused_before_anything_is_read(tmp_path, name):
+    """Python represents the byte of Latin-1 in such a path by half of a surrogate pair."""
+    (tmp_path / "a.txt").write_text("a" * 500)
+    flags = {"input": tmp_path / "a.txt", "tokenizer": "bytes", "out": tmp_path / "store", "workers": 1}
+    flags[name] = tmp_path / os.fsdecode(b"caf\xe9.txt")
+    if "input" in name:
+        flags[name].write_text("b" * 500)
+    with pytest.raises(UserError, match=rf"^--{name}=.*: not UTF-8; rename it") as error:
+        main([f"--{flag}={value}" for flag, value in flags.items()])
+    assert r"caf\udce9.txt" in str(error.value)
+    assert sorted(path.name for path in tmp_path.iterdir() if "caf" not in path.name) == ["a.txt"]
+
+
+def test_a_single_text_whose_name_is_not_utf8_is_read(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / os.fsdecode(b"caf\xe9.txt")).write_text("c" * 500)
+    assert main([f"--input={tmp_path / 'in'}", "--tokenizer=bytes", f"--out={tmp_path / 'store'}", "--workers=1"]) == 0
+    assert r"caf\udce9.txt: a single text: its last 1.00% is held out" in capsys.readouterr().out
 
 
 def bad_inputs(folder):
