@@ -1,6 +1,7 @@
 """The command `difftx prepare`, called as users call it."""
 
 import base64
+import errno
 import fcntl
 import gzip
 import itertools
@@ -19,7 +20,9 @@ import pytest
 from conftest import ROOT
 from helpers.data_prepare import COMMAND, ENVIRONMENT, prepare, prepared, refused, texts_of, tree
 
+from difftx import folders
 from difftx.commands.prepare import main
+from difftx.data.prepare import job
 from difftx.data.store import open_store, read_meta
 from difftx.data.tokenizer import END_OF_TEXT, load_tokenizer
 from difftx.errors import UserError
@@ -291,6 +294,43 @@ def test_a_single_text_whose_name_is_not_utf8_is_read(tmp_path, capsys):
     (tmp_path / "in" / os.fsdecode(b"caf\xe9.txt")).write_text("c" * 500)
     assert main([f"--input={tmp_path / 'in'}", "--tokenizer=bytes", f"--out={tmp_path / 'store'}", "--workers=1"]) == 0
     assert r"caf\udce9.txt: a single text: its last 1.00% is held out" in capsys.readouterr().out
+
+
+def test_no_file_of_the_work_folder_is_open_when_the_folder_is_deleted(tmp_path, monkeypatch):
+    """NFS renames an open file that is deleted, so that its folder stays and is not empty."""
+    delete = shutil.rmtree
+
+    def delete_as_on_nfs(folder, *args, **kwargs):
+        if any(
+            file.is_symlink() and file.readlink().is_relative_to(folder) for file in Path("/proc/self/fd").iterdir()
+        ):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(folder))
+        delete(folder, *args, **kwargs)
+
+    (tmp_path / "a.txt").write_text("a" * 500)
+    monkeypatch.setattr(folders.shutil, "rmtree", delete_as_on_nfs)
+    assert main([f"--input={tmp_path}/a.txt", "--tokenizer=bytes", f"--out={tmp_path / 'store'}", "--workers=1"]) == 0
+    assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["meta.json", "train", "valid"]
+
+
+def test_a_process_that_gets_the_lock_after_another_has_finished_keeps_its_store(tmp_path, monkeypatch):
+    """The other process finishes after this one has seen no store, and has not deleted the work folder yet."""
+    (tmp_path / "a.txt").write_text("a" * 500)
+    flags = [f"--input={tmp_path}/a.txt", "--tokenizer=bytes", f"--out={tmp_path / 'store'}", "--workers=1"]
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "remove_folder", lambda folder: None)
+        assert main(flags) == 0
+
+    def times():
+        return {file: file.stat().st_mtime_ns for file in (tmp_path / "store").rglob("*") if file.is_file()}
+
+    before, work = times(), tmp_path / "store" / ".prepare"
+    assert work / "job.json" in before
+    answers = itertools.chain([False], itertools.repeat(True))
+    monkeypatch.setattr(job, "is_store", lambda path: next(answers))
+    assert main(flags) == 0
+    assert times() == {file: modified for file, modified in before.items() if work not in file.parents}
+    assert not work.exists()
 
 
 def bad_inputs(folder):
