@@ -16,10 +16,10 @@ from typing import Any
 from difftx.commands.flags import add_extension_flag, prepare_process
 from difftx.data.prepare import assembly
 from difftx.data.prepare.job import Job, describe, input_states, open_job, with_states
-from difftx.data.prepare.readers import Fields, Source, sources_of
+from difftx.data.prepare.readers import HALF_PAIR, Fields, Source, sources_of
 from difftx.data.prepare.workers import BeamWorkers, Workers
 from difftx.data.store import SPLITS, read_meta
-from difftx.errors import EXIT_PREEMPTED, RunError, UserError
+from difftx.errors import EXIT_PREEMPTED, RunError, UserError, printable
 from difftx.files import require_writable
 from difftx.storage.paths import AnyPath, is_bucket, path_of
 
@@ -63,6 +63,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """Raise `UserError` for values that no store can have, before anything is read or written."""
+    for name, value in vars(options).items():
+        if isinstance(value, str) and HALF_PAIR.search(value):
+            raise UserError(f"--{name}={value}: not UTF-8; rename it, or name a link to it")
     if options.extension and options.runner != LOCAL:
         raise UserError(f"--extension={options.extension[0]}: only --runner={LOCAL} reads with extensions")
     if not 0 <= options.valid_fraction < 1:
@@ -106,7 +109,8 @@ def _sources(job: Job) -> list[Source]:
                 raise UserError(f"--out={job.out}: lies in the input {pattern}; choose a folder outside of it")
             sources += sources_of(pattern, valid=valid, first_index=len(sources))
     if len(sources) == 1 and sources[0].kind == "texts" and len(sources[0].files) == 1 and job.valid_fraction:
-        print(f"{sources[0].files[0]}: a single text: its last {job.valid_fraction:.2%} is held out for validation")
+        text = f"{sources[0].files[0]}: a single text: its last {job.valid_fraction:.2%} is held out for validation"
+        print(printable(text))
         whole = dataclasses.replace(sources[0], held_out=job.valid_fraction)
         valid_size = round(job.valid_fraction * whole.size)
         return [

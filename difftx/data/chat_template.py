@@ -53,9 +53,11 @@ class ChatTemplate:
 
     def turns(self, messages: Sequence[Message]) -> list[tuple[str, str]]:
         """Return each message of the assistant as a pair: the text before it, as in generation, and its own text."""
+        if why := _why_invalid(messages):
+            raise UserError(f"messages: {why}")
         found = []
         for i, message in enumerate(messages):
-            if isinstance(message, Mapping) and message.get("role") == "assistant":
+            if message["role"] == "assistant":
                 before = self.render(messages[:i], add_generation_prompt=True)
                 whole = self.render(messages[: i + 1], add_generation_prompt=False)
                 if not whole.startswith(before):
@@ -64,8 +66,8 @@ class ChatTemplate:
                         "follows, so that the assistant's text cannot be told from its prompt; use another template"
                     )
                 found.append((before, whole[len(before) :]))
-        if not found and (why := _why_invalid(messages) or "no message has the role assistant, so there is no target"):
-            raise UserError(f"messages: {why}")
+        if not found:
+            raise UserError("messages: no message has the role assistant, so there is no target")
         return found
 
 

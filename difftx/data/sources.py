@@ -213,7 +213,7 @@ def open_split(config: DataConfig, path: str, split: str, encoding: Tokenizer, f
 def _tokenise_text(path: str | None, config: DataConfig, encoding: Tokenizer) -> tuple[TokenStore, TokenStore]:
     # Hashes as keys remove exact duplicates. Sorting by hash makes the split independent of the order of the files.
     documents = {hashlib.sha256(text.encode()).digest(): text for text in read_texts(path)}
-    held_out = math.ceil(config.valid_fraction * len(documents))
+    held_out = min(math.ceil(config.valid_fraction * len(documents)), len(documents) - 1)
     name = f"data.path={path!r}"
     if len(documents) < 2:
         raise UserError(
@@ -235,6 +235,8 @@ def text_files(path: str | None, field: str = "data.path") -> Sequence[AnyPath]:
         return sorted(f for f in files if not f.name.startswith("_sysconfigdata"))
     if is_bucket(root := path_of(field, path)):
         files = list(bucket_files(root))
+    elif root.is_file():  # Its name may contain characters of globs.
+        files = [root]
     else:
         files = [file for name in sorted(glob.glob(path, recursive=True)) if (file := Path(name)).is_file()]
     if not files:

@@ -3,6 +3,7 @@
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -174,6 +175,14 @@ class Evaluation:
                         self.journal.add(found)
                     advance(len(batch))
                 yield item, answers[item.id]
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss), or infinity if the model has diverged so far that a float64 cannot hold it."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def require_whole_rows(config: Config) -> None:

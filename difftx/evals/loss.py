@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from difftx.data.synthetic import SyntheticRows
-from difftx.evals.evaluation import Evaluation
+from difftx.evals.evaluation import Evaluation, perplexity
 from difftx.evals.result import Result
 from difftx.evals.suite import Suite
 
@@ -18,7 +18,7 @@ def evaluate(evaluation: Evaluation) -> Result:
     """Score each validation set. The numbers are unweighted means over sets."""
     sets = {name: _score_set(evaluation, name) for name in evaluation.run.data.valid}
     loss = float(np.mean([s["loss"] for s in sets.values()]))
-    numbers = {"loss": loss, "perplexity": math.exp(loss)}
+    numbers = {"loss": loss, "perplexity": perplexity(loss)}
     bits = [s["bits_per_byte"] for s in sets.values() if "bits_per_byte" in s]
     if bits:
         numbers["bits_per_byte"] = float(np.mean(bits))

@@ -2,7 +2,6 @@
 # Axes of arrays: T = tokens of a row
 
 import functools
-import math
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from difftx.data.packing import PackedRows, Row
 from difftx.data.sources import ONLY_SOURCE
 from difftx.data.store import is_store
 from difftx.errors import UserError
-from difftx.evals.evaluation import Evaluation, text_sets
+from difftx.evals.evaluation import Evaluation, perplexity, text_sets
 from difftx.evals.result import Result
 from difftx.evals.suite import Suite
 from difftx.training.run import Run
@@ -33,7 +32,7 @@ def evaluate(evaluation: Evaluation) -> Result:
         losses = [scores[f"{part}_loss"] for scores in sets.values() if f"{part}_loss" in scores]
         if losses:
             numbers[f"{part}_loss"] = float(np.mean(losses))
-            numbers[f"{part}_perplexity"] = math.exp(numbers[f"{part}_loss"])
+            numbers[f"{part}_perplexity"] = perplexity(numbers[f"{part}_loss"])
         numbers[f"{part}_tokens"] = float(sum(scores[f"{part}_tokens"] for scores in sets.values()))
     used = {"max_count": limit, "min_count": counts.min_count, "distinct": len(counts.bigrams), **counts.description}
     return Result(numbers=numbers, details={"sets": sets, "bigrams": used})

@@ -6,14 +6,17 @@ the process with exit code 1.
 """
 
 import atexit
+import contextlib
 import faulthandler
 import itertools
+import math
 import os
 import socket
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,12 +29,31 @@ from difftx.errors import explained
 # this multiple of the timeout of `Heartbeat`, so that `Heartbeat` acts first.
 JAX_FACTOR = 4
 _heartbeat: "Heartbeat | None" = None  # Heartbeat of this process. None if this is the only process.
+_monitor: "Monitor | None" = None  # Monitor of the training in this process, if there is one.
 
 
 def start(timeout_seconds: float) -> None:
     """Start the heartbeat of this process after it has joined the other processes."""
     global _heartbeat
     _heartbeat = Heartbeat(timeout_seconds)
+
+
+def report_progress() -> None:
+    """Tell the monitor that this process makes progress, in an operation that may take longer than a step."""
+    monitor = _monitor  # The main thread may end the training meanwhile.
+    if monitor is not None:
+        monitor.beat(monitor.step)
+
+
+@contextlib.contextmanager
+def unmonitored() -> Iterator[None]:
+    """Suspend the monitor of this process in a block that waits for another process and has a timeout of its own."""
+    if _monitor is not None:
+        _monitor.suspend()
+    try:
+        yield
+    finally:
+        report_progress()
 
 
 def service() -> Any:
@@ -126,17 +148,23 @@ class Monitor:
 
     def __init__(self, config: MultihostConfig):
         self._config = config
-        self._step, self._beat = 0, time.monotonic()
+        self.step, self._beat = 0, time.monotonic()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="difftx monitor", daemon=True)
         self._thread.start()
 
     def beat(self, step: int) -> None:
-        self._step, self._beat = step, time.monotonic()
+        self.step, self._beat = step, time.monotonic()
         if _heartbeat is not None:
             _heartbeat.step = step
 
+    def suspend(self) -> None:
+        """Do not end the process before the next beat, however late it is."""
+        self._beat = math.inf
+
     def __enter__(self) -> Self:
+        global _monitor
+        _monitor = self
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
@@ -145,6 +173,8 @@ class Monitor:
             traceback.print_exception(error)
             time.sleep(3 * _heartbeat.period)
             _abort("; ".join(_heartbeat.silent_peers(2 * _heartbeat.period)) or f"{type(error).__name__}: {error}")
+        global _monitor
+        _monitor = None
         self._ended.set()
         self._thread.join()
 
@@ -153,7 +183,7 @@ class Monitor:
             stuck = time.monotonic() - self._beat
             if stuck > self._config.watchdog_seconds:
                 _abort(
-                    f"no step finished for {stuck:.0f} s after step {self._step} (multihost.watchdog_seconds="
+                    f"no step finished for {stuck:.0f} s after step {self.step} (multihost.watchdog_seconds="
                     f"{self._config.watchdog_seconds})"
                 )
 

@@ -26,7 +26,7 @@ from difftx.config import MultihostConfig
 from difftx.errors import EXIT_BAD_INPUT, RunError, UserError, explained, install_hint, printable, shown
 from difftx.json_files import json_sha256
 from difftx.parallel import heartbeat
-from difftx.parallel.heartbeat import host_and_pid, service
+from difftx.parallel.heartbeat import host_and_pid, service, unmonitored
 
 REPEAT_SECONDS = 1.0
 _calls = itertools.count()  # Numbers of the calls of `decide_on_primary`, `gather` and `agree`.
@@ -145,7 +145,8 @@ def decide_on_primary(decide: Callable[[], Any], timeout_seconds: float) -> Any:
                 raise
             answer = {"failure": [isinstance(explanation, UserError), str(explanation)]}
         client.key_value_set(key, json.dumps(answer))
-    answer = json.loads(client.blocking_key_value_get(key, int(timeout_seconds * 1000)))
+    with unmonitored():
+        answer = json.loads(client.blocking_key_value_get(key, int(timeout_seconds * 1000)))
     if "failure" in answer:
         is_mistake, text = answer["failure"]
         if is_mistake:

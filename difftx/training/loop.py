@@ -138,6 +138,7 @@ class Attempt:
             self._state, self._start = starting_state(
                 run, self._checkpointer, self._loader, self._guard, allow_config_change=session.allow_config_change
             )
+        session.monitor.beat(self._start)
         kept = kept_values(run)
         if rewind is None:
             session.journal.check_earlier(self._start, self._guard, kept)
@@ -199,6 +200,7 @@ class Attempt:
             self._session.train_step.lower(self._state, self._loader.abstract_batch()).compile()
             # Compilation may take much longer in one process. The heartbeat detects a process that died or froze.
             barrier("compiled train step", max(self._barrier_timeout, self._config.multihost.watchdog_seconds))
+        self._session.monitor.beat(self._start)
 
     def _take_step(self, reporter: "Reporter") -> None:
         waited = time.perf_counter()

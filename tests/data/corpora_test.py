@@ -46,6 +46,24 @@ def test_duplicates_count_once_and_file_order_does_not_matter(config, text_file,
     np.testing.assert_array_equal(all_tokens(alone[0]), all_tokens(twice[0]))
 
 
+def test_a_document_is_left_to_train_on(config, tmp_path):
+    """The share of 60 % of two documents would be both."""
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(500 * name)
+    train, valid = corpus_of(config, tmp_path / "*.txt", valid_fraction=0.6)
+    assert sorted(documents_of(train) + documents_of(valid)) == [b"a" * 500, b"b" * 500]
+    assert len(documents_of(train)) == len(documents_of(valid)) == 1
+
+
+def test_a_file_whose_name_is_a_glob_is_read(config, tmp_path):
+    path = tmp_path / "book [OCR].txt"
+    path.write_text("".join(f"line {i}\n" for i in range(20_000)))
+    (tmp_path / "book O.txt").write_text("The glob matches this file, and not the file of its name.")
+    assert text_files(str(path)) == [path]
+    train, valid = corpus_of(config, path)
+    assert len(documents_of(train) + documents_of(valid)) == -(-path.stat().st_size // DOCUMENT_BYTES)
+
+
 def test_a_long_line_stays_whole(config, tmp_path):
     lines = ["a" * (DOCUMENT_BYTES + 5) + "\n", "b" * 900 + "\n", "c" * DOCUMENT_BYTES + "\n"]
     path = tmp_path / "lines.txt"

@@ -109,3 +109,13 @@ def test_invalid_conversations_and_flags_are_rejected(tmp_path, monkeypatch, rec
     folder = FAMILIES["byte-level BPE"](tmp_path / "tokenizer")
     with pytest.raises(UserError, match=message):
         prepare(tmp_path, monkeypatch, folder, [record], "--messages_field=messages", *flags)
+
+
+def test_invalid_conversations_are_skipped_and_named(tmp_path, monkeypatch):
+    folder = FAMILIES["byte-level BPE"](tmp_path / "tokenizer")
+    records = [{"messages": None}, CONVERSATIONS[0], {"messages": 3}]
+    store = prepare(tmp_path, monkeypatch, folder, records, "--messages_field=messages", "--on_error=skip")
+    assert len(store.offsets) - 1 == 2
+    named = (tmp_path / "store" / "skipped.txt").read_text().splitlines()
+    assert [line.partition("chats.jsonl: ")[2].partition(":")[0] for line in named] == ["line 1", "line 3"]
+    assert all("messages: not a list of at least one message" in line for line in named)

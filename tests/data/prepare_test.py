@@ -1,6 +1,7 @@
 """The command `difftx prepare`, called as users call it."""
 
 import base64
+import errno
 import fcntl
 import gzip
 import itertools
@@ -18,8 +19,12 @@ import numpy as np
 import pytest
 from helpers.data_prepare import COMMAND, ENVIRONMENT, prepare, prepared, refused, texts_of, tree
 
+from difftx import folders
+from difftx.commands.prepare import main
+from difftx.data.prepare import job
 from difftx.data.store import open_store, read_meta
 from difftx.data.tokenizer import END_OF_TEXT, load_tokenizer
+from difftx.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -238,6 +243,87 @@ def test_unreadable_documents_are_skipped_counted_and_named(tmp_path):
     assert all(f"left out: {line}" in result.stderr for line in named)
     for line, message in zip(named, ["line 2: broken JSON", "line 3: byte 34", "is truncated"], strict=True):
         assert message in line
+
+
+def test_documents_whose_ids_are_not_utf8_are_unreadable(tmp_path):
+    """Lines with half of a surrogate pair, and a text file whose name has a byte of Latin-1."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"text": "a", "id": "\\ud800"}\n{"text": "b", "id": "\\ud83d\\ude00"}\n')
+    (folder / os.fsdecode(b"caf\xe9.txt")).write_text("c")
+    (folder / "d.txt").write_text("d")
+    flags = [f"--input={folder}", "--id_field=id", "--valid_fraction=0", "--workers=1"]
+    out = tmp_path / "store"
+    line = refused(out, *flags)
+    assert "a.jsonl: line 1: field 'id': character 0 is half of a surrogate pair, which is not UTF-8; repair it" in line
+    prepared(out, *flags, "--on_error=skip")
+    assert texts_of(open_store(out, "train")) == ["b", "d"]
+    assert list(map(json.loads, (out / "train" / "00000.ids").read_text().splitlines())) == ["😀", f"{folder}/d.txt"]
+    line, file = (out / "skipped.txt").read_text().splitlines()
+    assert "a.jsonl: line 1: field 'id'" in line
+    assert "caf" in file
+    assert "the path is not UTF-8, so it cannot be an id; rename the file" in file
+    # Without ids, the name of a text file does not matter.
+    prepared(tmp_path / "plain", f"--input={folder}/*.txt", "--valid_fraction=0", "--workers=1")
+    assert texts_of(open_store(tmp_path / "plain", "train")) == ["c", "d"]
+
+
+@pytest.mark.parametrize("name", ["input", "valid_input", "tokenizer", "out", "text_field"])
+def test_a_flag_that_is_not_utf8_is_refused_before_anything_is_read(tmp_path, name):
+    """Python represents the byte of Latin-1 in such a path by half of a surrogate pair."""
+    (tmp_path / "a.txt").write_text("a" * 500)
+    flags = {"input": tmp_path / "a.txt", "tokenizer": "bytes", "out": tmp_path / "store", "workers": 1}
+    flags[name] = tmp_path / os.fsdecode(b"caf\xe9.txt")
+    if "input" in name:
+        flags[name].write_text("b" * 500)
+    with pytest.raises(UserError, match=rf"^--{name}=.*: not UTF-8; rename it") as error:
+        main([f"--{flag}={value}" for flag, value in flags.items()])
+    assert r"caf\udce9.txt" in str(error.value)
+    assert sorted(path.name for path in tmp_path.iterdir() if "caf" not in path.name) == ["a.txt"]
+
+
+def test_a_single_text_whose_name_is_not_utf8_is_read(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / os.fsdecode(b"caf\xe9.txt")).write_text("c" * 500)
+    assert main([f"--input={tmp_path / 'in'}", "--tokenizer=bytes", f"--out={tmp_path / 'store'}", "--workers=1"]) == 0
+    assert r"caf\udce9.txt: a single text: its last 1.00% is held out" in capsys.readouterr().out
+
+
+def test_no_file_of_the_work_folder_is_open_when_the_folder_is_deleted(tmp_path, monkeypatch):
+    """NFS renames an open file that is deleted, so that its folder stays and is not empty."""
+    delete = shutil.rmtree
+
+    def delete_as_on_nfs(folder, *args, **kwargs):
+        if any(
+            file.is_symlink() and file.readlink().is_relative_to(folder) for file in Path("/proc/self/fd").iterdir()
+        ):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(folder))
+        delete(folder, *args, **kwargs)
+
+    (tmp_path / "a.txt").write_text("a" * 500)
+    monkeypatch.setattr(folders.shutil, "rmtree", delete_as_on_nfs)
+    assert main([f"--input={tmp_path}/a.txt", "--tokenizer=bytes", f"--out={tmp_path / 'store'}", "--workers=1"]) == 0
+    assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["meta.json", "train", "valid"]
+
+
+def test_a_process_that_gets_the_lock_after_another_has_finished_keeps_its_store(tmp_path, monkeypatch):
+    """The other process finishes after this one has seen no store, and has not deleted the work folder yet."""
+    (tmp_path / "a.txt").write_text("a" * 500)
+    flags = [f"--input={tmp_path}/a.txt", "--tokenizer=bytes", f"--out={tmp_path / 'store'}", "--workers=1"]
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "remove_folder", lambda folder: None)
+        assert main(flags) == 0
+
+    def times():
+        return {file: file.stat().st_mtime_ns for file in (tmp_path / "store").rglob("*") if file.is_file()}
+
+    before, work = times(), tmp_path / "store" / ".prepare"
+    assert work / "job.json" in before
+    answers = itertools.chain([False], itertools.repeat(True))
+    monkeypatch.setattr(job, "is_store", lambda path: next(answers))
+    assert main(flags) == 0
+    assert times() == {file: modified for file, modified in before.items() if work not in file.parents}
+    assert not work.exists()
 
 
 def bad_inputs(folder):

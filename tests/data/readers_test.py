@@ -71,6 +71,26 @@ def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path, monkeypatch):
     assert [d.text for d in read(tmp_path / "**" / "*.txt")] == ["one"]
 
 
+def test_a_folder_is_read_with_the_folders_that_it_links_to(tmp_path):
+    """Names that begin with a dot are left out there too. A path may contain characters of globs."""
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "corpus [1]"
+    for path, text in {
+        elsewhere / "deep" / "linked.txt": "linked",
+        elsewhere / ".cache" / "left_out.txt": "left out",
+        folder / "sub" / "own.txt": "own",
+        folder / ".hidden.txt": "left out",
+    }.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (folder / "books").symlink_to(elsewhere, target_is_directory=True)
+    (folder / "z.txt").symlink_to(folder / "sub" / "own.txt")
+    documents = read(folder)
+    assert [d.id for d in documents] == [
+        str(folder / name) for name in ("books/deep/linked.txt", "sub/own.txt", "z.txt")
+    ]
+    assert [d.text for d in documents] == ["linked", "own", "own"]
+
+
 def test_byte_order_mark_is_not_part_of_the_json(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "x", "id": 1}\r\n\r\n{"text": "y", "id": 2}')
     assert [d.text for d in read(tmp_path / "a.jsonl")] == ["x", "y"]
@@ -85,6 +105,7 @@ def test_byte_order_mark_is_not_part_of_the_json(tmp_path):
         (b'{"text": "x"}', "line 3: no field 'id'; choose with --id_field"),
         (b'{"text": null, "id": 1}', "line 3: field 'text' is not text but NoneType"),
         (b'{"text": "a\\ud800", "id": 1}', "line 3: character 1 is half of a surrogate pair"),
+        (b'{"text": "x", "id": "a\\ud800"}', "line 3: field 'id': character 1 is half of a surrogate pair"),
         (b'{"text": "a\xff", "id": 1}', "line 3: byte 61 of the file is not UTF-8"),
         (b"[" * 100_000, "line 3: broken JSON"),
     ],

@@ -222,6 +222,10 @@ def test_each_message_of_the_assistant_is_a_turn():
     [
         ("hello", "not a list of at least one message"),
         ([], "not a list of at least one message"),
+        (None, "not a list of at least one message"),
+        (3, "not a list of at least one message"),
+        ({"role": "assistant", "content": "a"}, "not a list of at least one message"),
+        ([*MESSAGES, None], "message 3 is not an object with role and content"),
         ([{"content": "a"}], "message 1 is not an object with role and content"),
         ([MESSAGES[0]], "no message has the role assistant"),
     ],

@@ -2,17 +2,23 @@ import hashlib
 import itertools
 import json
 import math
+import re
 
 import jax
 import numpy as np
 import pytest
+import rich
 from flax import nnx
 from helpers.evals_params import one_device, params_of
 
 from difftx import evals
+from difftx.commands.evaluate import format_numbers
 from difftx.config.suites import SUITES
 from difftx.errors import UserError
 from difftx.evals import loss
+from difftx.json_files import read_json
+from difftx.training.checkpoint.retention import number_of
+from difftx.training.metrics import MetricsWriter, read_metrics
 from difftx.training.run import Run
 from difftx.training.state import graph
 
@@ -58,6 +64,31 @@ def test_loss_and_bits_per_byte_by_brute_force(config, tmp_path, monkeypatch):
     written = json.loads((tmp_path / "evals" / "loss" / "7.json").read_text())
     assert written["step"] == 7
     assert written["numbers"] == result.numbers
+
+
+@pytest.mark.parametrize(("suite", "number"), [("loss", "perplexity"), ("recall", "others_perplexity")])
+def test_the_perplexity_of_a_diverged_model_is_infinite(config, text_file, tmp_path, capsys, suite, number):
+    """A float64 cannot hold the exponential of a loss above 709.78 nats."""
+    run = run_of(config, text_file, tmp_path, eval__loss_tokens=64)
+
+    def scaled(path, weight):
+        return 1e5 * weight if "embedding_VD" in jax.tree_util.keystr(path) else weight
+
+    params = jax.tree.map_with_path(scaled, params_of(run))
+    result = evals.evaluate(run, params, 7, [suite])[suite]
+    loss_number = number.replace("perplexity", "loss")
+    assert math.log(np.finfo(np.float64).max) < result.numbers[loss_number] < math.inf
+    assert result.numbers[number] == math.inf
+    # The result is read like one with a loss that is not a number.
+    assert read_json(tmp_path / "evals" / suite / "7.json")["numbers"] == result.numbers
+    assert number_of(tmp_path, 7, f"{suite}/{number}") is None
+    rich.print(format_numbers(read_json(tmp_path / "evals" / suite / "7.json")))
+    assert re.search(rf"{number} +inf", capsys.readouterr().out)
+    writer = MetricsWriter(tmp_path, run.config.logging, 0)
+    writer.write("valid", 7, {"suite": suite, **result.numbers})
+    writer.close()
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")[0]
+    assert (row[number], row[loss_number]) == (None, result.numbers[loss_number])
 
 
 def test_an_unknown_suite_suggests_one():

@@ -15,7 +15,7 @@ from difftx.data.sources import load_sources
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import EXIT_FAILED, EXIT_PREEMPTED, UserError
 from difftx.json_files import json_sha256
-from difftx.training import loop
+from difftx.training import guards, loop
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.guards import BadSteps, Guard, GuardJournal, rewind_target
 from difftx.training.metrics import read_metrics
@@ -381,8 +381,6 @@ def test_run_killed_during_a_rewind_resumes_bit_for_bit(open_run, uninterrupted,
     def kill(*_, **__):
         raise Killed
 
-    from difftx.training import guards
-
     resume = GuardJournal.resume
     with monkeypatch.context() as patch:
         # Kill the second call of `resume`, because the first attempt begins with a call.
@@ -394,6 +392,41 @@ def test_run_killed_during_a_rewind_resumes_bit_for_bit(open_run, uninterrupted,
             train(run)
     assert train(run) == 0
     assert (losses(run), windows(run)) == uninterrupted(**options)[:2]
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_rewind_to_the_start_does_not_take_back_a_quarantined_checkpoint(
+    open_run, brute_force, monkeypatch, capsys, killed
+):
+    """The user has put the checkpoint of step 8 aside, and steps 5 to 7 are bad after the one of step 4.
+
+    The second case is killed after the rewind has recorded the start over, before it deletes the checkpoint of step 4.
+    """
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "Interrupt", lambda: StopAfter(8))
+        assert train(open_run("run")) == EXIT_PREEMPTED
+    folder = open_run("run").workdir / "checkpoints"
+    (folder / "8").rename(folder / "8.quarantined")
+    run = open_run("run", nan={4, 5, 6})
+    if killed:
+
+        def kill(*_):
+            raise Killed
+
+        with monkeypatch.context() as patch:
+            patch.setattr(guards, "remove", kill)
+            with pytest.raises(Killed):
+                train(run)
+        assert Checkpointer(run.workdir).steps() == [4]
+    capsys.readouterr()
+    assert train(run) == 0
+    printed = capsys.readouterr().out
+    assert f"back to step 0, on with example {9 * ROWS}" in printed
+    assert "renamed 8" not in printed
+    assert losses(run) == brute_force(run, range(9, 9 + STEPS))[0]
+    assert [(entry["step"], entry["skipped_examples"]) for entry in journal(run)] == [(0, [0, 9 * ROWS])]
+    assert (folder / "8.quarantined").is_dir()
+    assert json.loads((run.workdir / "saved.json").read_text()) == {"step": STEPS}
 
 
 @pytest.mark.long

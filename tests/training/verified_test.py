@@ -152,7 +152,7 @@ def test_leftovers_of_a_kill_are_deleted_and_do_not_count_as_checkpoints(saved, 
     shutil.move(folder / "20", folder / "20.removed")
     assert Checkpointer(tmp_path).newest() is None  # A reader leaves everything as it is.
     assert names(folder) == ["20.removed", "40.orbax-checkpoint-tmp"]
-    trainer.forget()  # As a rewind to the start does before it removes checkpoints.
+    trainer.record_start_over()  # As a rewind to the start does before it removes checkpoints.
     assert trainer.newest() is None
     assert names(folder) == []
     assert "removed 20.removed, 40.orbax-checkpoint-tmp" in capsys.readouterr().out

@@ -19,7 +19,6 @@ from difftx.data.store import SPLITS, sha256_of, shard_file, write_meta
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import RunError, UserError
 from difftx.files import list_folder, new_file, read_file, remove_file, size_of, write_atomically
-from difftx.folders import remove_folder
 from difftx.json_files import read_record, write_record
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket
@@ -295,10 +294,7 @@ def _kinds(job: Job) -> list[str]:
 
 
 def finish(job: Job, description: dict[str, Any], plan: Plan, require_lock: Callable[[], None]) -> None:
-    """Write `meta.json`, which makes the folder a store, and remove temporary files.
-
-    `require_lock` is the function that `open_job` yields.
-    """
+    """Write `meta.json`, which makes the folder a store. `open_job` yields `require_lock`, and deletes `job.work`."""
     meta = description | {"empty": plan.empty, "skipped": len(plan.problems), "splits": {}}
     for split in SPLITS:
         shards = [_meta_entry(job, shard) for shard in plan.shards if shard.split == split]
@@ -317,7 +313,6 @@ def finish(job: Job, description: dict[str, Any], plan: Plan, require_lock: Call
             remove_file(job.out / name)
     require_lock()
     write_meta(job.out, meta)
-    remove_folder(job.work)
 
 
 def _meta_entry(job: Job, shard: Shard) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import functools
 import hashlib
@@ -170,22 +171,45 @@ def open_job(job: Job, description: dict[str, Any], sources: Sequence[Source]) -
     """Lock the folder `job.out` for this process. Yield None if it already holds the finished store.
 
     Otherwise, yield `require_lock`, which `finish` calls. It raises `RunError` if another process has taken the lock.
+    Once the store is finished, delete `job.work`.
     """
-    if is_store(job.out):
-        meta = read_meta(job.out)
-        if difference := _difference({name: meta[name] for name in description}, description):
-            raise UserError(f"--out={job.out}: holds a store of other {difference}; choose another --out, or delete it")
-        remove_folder(job.work)
+    if _is_finished(job, description):
         yield None
-        return
-    others = {name for name in list_folder(job.out) if not name.startswith(objects.PROBE)} - {job.work.name}
-    if others and size_of(job.journal) is None:
-        raise UserError(f"--out={job.out}: not empty, and no unfinished store; choose another folder")
-    with _locked(job) as require_lock:
-        states = input_states(sources)
-        inputs = [{"held_out": s.held_out} | {str(file): states[str(file)] for file in s.files} for s in sources]
-        _resume_or_start(job, {"description": description, "inputs": inputs})
-        yield require_lock
+    else:
+        others = {name for name in list_folder(job.out) if not name.startswith(objects.PROBE)} - {job.work.name}
+        if others and size_of(job.journal) is None:
+            raise UserError(f"--out={job.out}: not empty, and no unfinished store; choose another folder")
+        with _locked(job) as require_lock:
+            if _is_finished(job, description):  # Another process has finished it before this one got the lock.
+                yield None
+            else:
+                states = input_states(sources)
+                inputs = [
+                    {"held_out": s.held_out} | {str(file): states[str(file)] for file in s.files} for s in sources
+                ]
+                _resume_or_start(job, {"description": description, "inputs": inputs})
+                yield require_lock
+    if is_store(job.out):
+        _remove_work(job)
+
+
+def _is_finished(job: Job, description: dict[str, Any]) -> bool:
+    """Return whether `job.out` holds the finished store. Raise `UserError` if it holds another store."""
+    if not is_store(job.out):
+        return False
+    meta = read_meta(job.out)
+    if difference := _difference({name: meta[name] for name in description}, description):
+        raise UserError(f"--out={job.out}: holds a store of other {difference}; choose another --out, or delete it")
+    return True
+
+
+def _remove_work(job: Job) -> None:
+    """Delete the work folder of a finished store. It must not be locked, because NFS keeps files that are open."""
+    try:
+        remove_folder(job.work)
+    except OSError as error:  # Another process may have a file open there, or delete the folder too.
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+            raise
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import functools
 import glob
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -30,6 +31,8 @@ from difftx.storage.reading import map_ahead
 
 UNIT_BYTES = 4 * 2**20
 HUGGING_FACE = "hf:"
+# UTF-8 cannot encode it. In a path, it stands for a byte that is not UTF-8.
+HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +141,8 @@ class Texts:
             elif (field := fields.messages or fields.prompt) is not None:
                 flag = "--prompt_field" if fields.messages is None else "--messages_field"
                 yield UserError(f"{file}: a text file has no field {field!r}; {flag} is for JSON lines")
+            elif fields.id is not None and HALF_PAIR.search(str(file)):
+                yield UserError(f"{file}: the path is not UTF-8, so it cannot be an id; rename the file")
             else:
                 try:
                     yield Document(data.decode(), data, fields.id and str(file))
@@ -241,7 +246,8 @@ def _input_files(pattern: str, flag: str) -> dict[AnyPath, int]:
             raise UserError(f"{flag}={pattern}: no such object or folder, and no object matches it as a glob")
         return sizes
     if path.is_dir():
-        found = (f for f in path.rglob("*") if not any(part.startswith(".") for part in f.relative_to(path).parts))
+        # Unlike `Path.rglob`, this enters folders that are links. It leaves out names that begin with a dot.
+        found = (path / name for name in glob.glob("**", root_dir=path, recursive=True))
     elif path.exists():
         found = iter([path])
     else:
@@ -381,6 +387,9 @@ def _document_of(record: dict[str, Any], fields: Fields, name_of_record: Callabl
     if fields.id is not None and fields.id not in record:
         return UserError(f"{name_of_record()}: no field {fields.id!r}; choose with --id_field")
     document_id = None if fields.id is None else str(record[fields.id])
+    if document_id is not None and (half := HALF_PAIR.search(document_id)):
+        where = f"field {fields.id!r}: character {half.start()}"
+        return UserError(f"{name_of_record()}: {where} is half of a surrogate pair, which is not UTF-8")
     if fields.messages is not None:
         return Conversation(record[fields.messages], document_id, name_of_record)
     text, prompt = record[fields.text], "" if fields.prompt is None else record[fields.prompt]

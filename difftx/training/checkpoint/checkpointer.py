@@ -21,7 +21,8 @@ import orbax.checkpoint as ocp
 
 from difftx.config import CheckpointConfig, Config
 from difftx.errors import RunError, UnreadableError, UserError
-from difftx.files import list_folder, remove_file, resolved, size_of, write_atomically
+from difftx.files import list_folder, resolved, size_of, write_atomically
+from difftx.json_files import read_json
 from difftx.parallel.multihost import decide_on_primary, is_primary, print_on_primary
 from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint import bucket, retention
@@ -42,7 +43,8 @@ from difftx.training.state import TrainState
 # Timeout of the other processes while the primary process reads a checkpoint. If the primary process dies, the
 # heartbeat ends them much earlier.
 DECISION_SECONDS = 24 * 3600.0
-# File of a run with the step of the checkpoint that was saved last. It shows whether all checkpoints have been lost.
+# File of a run with the step of the checkpoint that was saved last, or step 0 after a rewind to the start. Without a
+# checkpoint, it shows whether all checkpoints have been lost.
 SAVED = "saved.json"
 
 
@@ -146,7 +148,8 @@ class Checkpointer:
         """Return the result of `newest`, computed in this process alone.
 
         Training also deletes what interrupted saves and removals have left, renames corrupt checkpoints (quarantine),
-        and renames a quarantined checkpoint back if it is the only valid one.
+        and renames a quarantined checkpoint back if it is the only valid one. After a rewind to the start, it renames
+        none back, because the rewind has discarded the training that the quarantined checkpoints are of.
         """
         if self._config is not None and (leftovers := retention.remove_leftovers(self.folder, self._require_lock)):
             print_on_primary(f"{self.folder}: removed {', '.join(leftovers)}: a save or a removal was not finished")
@@ -163,7 +166,10 @@ class Checkpointer:
             if self._config is not None:
                 fate = f"renamed {retention.quarantine(folder, self._require_lock).name}"
             print_on_primary(f"checkpoint {folder} does not verify: {why}; {fate}")
-        if self._config is not None and (step := self._take_back(quarantined)) is not None:
+        starts_over = self._config is not None and self._starts_over()
+        if starts_over and not reasons:
+            return None
+        if self._config is not None and not starts_over and (step := self._take_back(quarantined)) is not None:
             return step
         if reasons := reasons or [path.name for path in quarantined]:
             raise UserError(
@@ -177,13 +183,23 @@ class Checkpointer:
             )
         return None
 
-    def forget(self) -> None:
-        """Delete the record of the last saved step, so that a start without a checkpoint is not an error.
+    def record_start_over(self) -> None:
+        """Record that the run starts again from step 0, so that a start without a checkpoint is not an error.
 
         Only the primary process may call this, before it deletes all checkpoints of the run.
         """
         self._require_lock()
-        remove_file(self._workdir / SAVED)
+        self._record_saved(0)
+
+    def _record_saved(self, step: int) -> None:
+        write_atomically(self._workdir / SAVED, json.dumps({"step": step}) + "\n")
+
+    def _starts_over(self) -> bool:
+        """Return whether the run has saved no checkpoint since `record_start_over`."""
+        try:
+            return read_json(self._workdir / SAVED) == {"step": 0}
+        except UserError:  # An absent file records nothing. A corrupt one shows that something was saved.
+            return False
 
     def _make_folder(self) -> None:
         if is_bucket(self.folder):
@@ -289,7 +305,7 @@ class Checkpointer:
         if self._config is None or not is_primary():
             return
         try:
-            write_atomically(self._workdir / SAVED, json.dumps({"step": step}) + "\n")
+            self._record_saved(step)
             # Incomplete checkpoints neither count towards the number to keep nor are deleted.
             steps = [other for other in self.steps() if other <= step and self._is_complete(other)]
             kept = retention.steps_to_keep(self._config, steps, self._workdir)

@@ -28,6 +28,7 @@ from difftx.files import (
     write_atomically,
 )
 from difftx.json_files import json_sha256, read_json, schema_error, with_sha256, without_sha256
+from difftx.parallel.heartbeat import report_progress
 from difftx.registry import loaded_extensions
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket
@@ -302,6 +303,7 @@ def _checksum_of(algorithm: str, file: AnyPath) -> str:
         with open_file(file) as stream:
             while part := stream.read(PART_BYTES):  # The CRC32C takes `bytes` only, which hashlib.file_digest lacks.
                 digest.update(part)
+                report_progress()
         return digest.digest().hex()
 
     new_digest: Callable[[], Any] = {

@@ -1,0 +1,118 @@
+"""The watchdog of a training, on a clock that advances only while the training waits for something slow."""
+
+import math
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from difftx.data.sources import load_sources
+from difftx.data.tokenizer import load_tokenizer
+from difftx.parallel import heartbeat, multihost
+from difftx.parallel.heartbeat import Monitor
+from difftx.training import loop, resume
+from difftx.training.checkpoint import manifest
+from difftx.training.run import Run
+
+POLL_SECONDS = 0.15  # Three times the period in which a monitor with a limit of one second looks at the clock.
+
+
+class Clock:
+    """A clock that stands still unless a test advances it. Each advance waits until the monitor has looked at it."""
+
+    def __init__(self):
+        self.now = self.slept = 0.0
+
+    def advance(self, seconds):
+        self.now += seconds
+        self.slept += seconds
+        time.sleep(POLL_SECONDS)
+
+    def delayed(self, seconds, function):
+        """Return `function`, with a delay before each call."""
+
+        def slow(*args, **kwargs):
+            self.advance(seconds)
+            return function(*args, **kwargs)
+
+        return slow
+
+
+class SlowFile:
+    """A file whose reads take 0.4 seconds each."""
+
+    def __init__(self, file, clock):
+        self._file, self.read = file, clock.delayed(0.4, file.read)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._file.close()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=time.sleep))
+    return clock
+
+
+@pytest.fixture
+def aborts(monkeypatch):
+    """Return the reasons for which a monitor would have ended the process."""
+    reasons = []
+    monkeypatch.setattr(heartbeat, "_abort", reasons.append)
+    return reasons
+
+
+def test_a_restart_may_take_longer_than_a_step(config, mesh_of, text_file, tmp_path, monkeypatch, clock, aborts):
+    """The limit of a step is one second. Reading each file of the checkpoint, the restore, … take almost as long."""
+
+    def run(steps):
+        c = config(
+            data__path=text_file,
+            train__steps=steps,
+            optimizer__warmup_steps=0,
+            checkpoint__every_steps=2,
+            eval__every_steps=100,
+            eval__suites="",
+            logging__tensorboard="false",
+            multihost__watchdog_seconds=1,
+        )
+        tokenizer = load_tokenizer(c.data.tokenizer)
+        return Run(c, tmp_path / "run", mesh_of(), tokenizer, load_sources(c.data, tokenizer))
+
+    def evaluate(*_):
+        return {}
+
+    assert loop.train(run(2), evaluate) == 0
+    assert clock.slept == 0
+    monkeypatch.setattr(manifest, "THREADS", 1)
+    monkeypatch.setattr(manifest, "open_file", lambda path: SlowFile(path.open("rb"), clock))
+    monkeypatch.setattr(resume, "restore_state", clock.delayed(0.5, resume.restore_state))
+    monkeypatch.setattr(loop.Attempt, "_compile", clock.delayed(0.8, loop.Attempt._compile))
+    monkeypatch.setattr(loop.Attempt, "_take_step", clock.delayed(0.8, loop.Attempt._take_step))
+    assert loop.train(run(4), evaluate) == 0
+    assert clock.slept > 5
+    assert aborts == []
+
+
+def test_a_process_that_waits_for_the_primary_process_is_not_stuck(config, monkeypatch, clock, aborts):
+    """The primary process may verify a checkpoint for hours, and the wait has a limit of its own."""
+
+    def wait(key, milliseconds):
+        assert milliseconds == 3_600_000
+        clock.advance(3000)
+        return '{"value": 300}'
+
+    monkeypatch.setattr(multihost.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(multihost, "is_primary", lambda: False)
+    monkeypatch.setattr(multihost, "service", lambda: SimpleNamespace(blocking_key_value_get=wait))
+    with Monitor(config(multihost__watchdog_seconds=1).multihost) as monitor:
+        monitor.beat(7)
+        assert multihost.decide_on_primary(lambda: math.nan, 3600) == 300
+        clock.advance(0.9)
+        assert aborts == []
+        clock.advance(0.2)  # The watchdog counts again after the wait.
+    assert aborts[0].startswith("no step finished for 1 s after step 7")
