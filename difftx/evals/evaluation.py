@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from flax import nnx
 
-from difftx.config import Config
 from difftx.data.loader import Batch, ordered_batches, ordered_rows
 from difftx.data.packing import PackedRows, Row, RowSource
 from difftx.errors import UserError
@@ -106,13 +105,15 @@ class Evaluation:
         """Return two arrays `[rows, T]` for the targets in the first rows of a source, in every process.
 
         The first is -log p of each target, in nats, float32. The second is whether no other token is more likely, bool.
-        If the run's cache is compressed, the keys and values of earlier tokens come from it, chunk by chunk.
+        If the run's cache is compressed, the keys and values of earlier tokens come from it, chunk by chunk. Rows with
+        document masks do not use the cache, because it does not keep the documents of a row apart.
 
         The rows have at most `limit_tokens` tokens, but there is at least one row. Progress is shown under the name
         `what`. Targets outside the loss mask have values too. Suites sum the values in float64 on the host, so that
         their numbers do not depend on the batch size, the mesh or the number of hosts.
         """
-        if self.run.config.model.cache.compresses:
+        config = self.run.config
+        if config.model.cache.compresses and not config.data.document_mask:
             found = self._scores_through_cache(source, limit_tokens, what)
         else:
             found = self._scores_of_batches(source, limit_tokens, what)
@@ -130,7 +131,6 @@ class Evaluation:
         yield jax.device_get(pending)
 
     def _scores_through_cache(self, source: RowSource, limit_tokens: int, what: str) -> Iterator[Sequence[np.ndarray]]:
-        require_whole_rows(self.run.config)
         rows = [source[index] for index in range(ordered_rows(source, limit_tokens))]
         batches = list(itertools.batched(rows, self.run.microbatch_rows))
         for batch in self.work.track(batches, what, len(batches)):
@@ -174,15 +174,6 @@ class Evaluation:
                         self.journal.add(found)
                     advance(len(batch))
                 yield item, answers[item.id]
-
-
-def require_whole_rows(config: Config) -> None:
-    """Raise `UserError` if rows have several documents, which a compressed cache does not keep apart."""
-    if config.data.document_mask:
-        raise UserError(
-            "data.document_mask=True: a compressed cache does not keep the documents of a row apart; it requires a run "
-            "with data.document_mask=False"
-        )
 
 
 def text_sets(run: Run, suite: str) -> dict[str, PackedRows]:
