@@ -75,8 +75,8 @@ def long_documents(run: Run) -> dict[str, DocumentStarts]:
     if not any(len(source) for source in sources.values()):
         longest = max(source.longest for source in sources.values())
         raise UserError(
-            f"suite 'position': no validation document is longer than data.sequence_length={length} tokens, the "
-            f"longest has {longest}; remove the suite from eval.suites, or validate on longer documents"
+            f"suite 'position': no document to evaluate is longer than data.sequence_length={length} tokens, the "
+            f"longest has {longest}; remove this suite, or use longer documents"
         )
     return sources
 

@@ -1,6 +1,5 @@
 """Quantised caches and caches that evict tokens, compared with numpy, and the suite that measures them."""
 
-import dataclasses
 import json
 import types
 
