@@ -41,6 +41,9 @@ class DocumentStarts:
         ones = np.ones(self.sequence_length, np.float32)
         return {"tokens": tokens[:-1], "targets": tokens[1:], "loss_mask": ones}
 
+    def row_tokens(self, index: int) -> int:
+        return self.sequence_length
+
 
 def evaluate(evaluation: Evaluation) -> Result:
     """Average the loss over the first 1, 2, … T targets of long documents. `loss` is the average over all T."""
