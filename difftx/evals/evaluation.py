@@ -184,6 +184,15 @@ def text_sets(run: Run, suite: str) -> dict[str, PackedRows]:
     return text
 
 
+def require_plain_logits(run: Run, suite: str) -> None:
+    """Raise `UserError` if the model rounds logits. The analyses of attention weights use logits without rounding."""
+    if (bits := run.config.model.attention_logit_bits) is not None:
+        raise UserError(
+            f"model.attention_logit_bits={bits}: the suite {suite!r} would measure attention weights without this "
+            "rounding; leave out the suite"
+        )
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _score(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
     model = nnx.merge(graphdef, params)
