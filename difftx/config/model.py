@@ -35,7 +35,8 @@ def default_specific_fields() -> dict[str, Any]:
 
 
 class CacheConfig(Group, path="model.cache"):
-    """The key/value cache of generation and of scores of continuations. The suite cache sets these fields."""
+    """The key/value cache of generation and of scores of continuations. The suite cache sets these fields. A compressed
+    cache also serves the losses of validation rows, except with `data.document_mask`."""
 
     bits: FewBits | None = None
     """Number of bits, 8 or 4, of each cached number. The keys and the values of a token have one scale per (sub-)head.

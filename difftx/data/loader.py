@@ -29,6 +29,7 @@ class Batch:
     loss_mask_BT: Any  # float32. 1 where the target counts in the loss, else 0.
     segment_ids_BT: Any = None  # int32. 1, 2, … for the documents of a row, 0 for padding. None: one document.
     positions_BT: Any = None  # int32. Position of each token in its document. None: position in the row.
+    is_real_BT: Any = None  # bool. False for padding, and for rows that fill a batch. None in batches to train on.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +190,10 @@ def ordered_batches(
             indices = np.minimum(start + here, total - 1).tolist()  # Copies of the last row serve as padding.
             rows = stacked((pool.map if source.threads > 1 else map)(source.__getitem__, indices))
             check_ids(rows, vocab_size, lambda row, indices=indices: f"{source.name}: row {indices[row]}")
-            rows["loss_mask"][start + here >= total] = 0
+            is_filler = start + here >= total
+            rows["loss_mask"][is_filler] = 0
+            row_tokens = np.where(is_filler, 0, [source.row_tokens(index) for index in indices])
+            rows["is_real"] = np.arange(source.sequence_length) < row_tokens[:, None]
             yield make_batch(rows, batch_rows, sharding)
 
 

@@ -39,6 +39,8 @@ class RowSource(Protocol):
 
     def __getitem__(self, index: int) -> Row: ...
 
+    def row_tokens(self, index: int) -> int: ...  # Number of tokens in a row, which padding follows.
+
 
 @dataclasses.dataclass(frozen=True)
 class PackIndex:
@@ -93,6 +95,11 @@ class PackedRows:
             self._fill(row, filled, start, stop, document_continues)
             filled += stop - start
         return row
+
+    def row_tokens(self, index: int) -> int:
+        if self._index is None:
+            return min(self.sequence_length, len(self.store) - index * self.sequence_length)
+        return int(self._index.lengths[self._index.first[index] : self._index.first[index + 1]].sum())
 
     def _concat_row(self, start: int) -> Row:
         stop = min(start + self.sequence_length, len(self.store))

@@ -134,13 +134,19 @@ class SyntheticRows:
         return np.random.Generator(np.random.Philox(key=self._key, counter=np.array([0, 0, 0, index], np.uint64)))
 
     def __getitem__(self, index: int) -> Row:
-        tokens, positions, answers = self._task.make(self._config, self.sequence_length, self.random(index))
+        tokens, positions, answers = self._example(index)
         row = empty_row(self.sequence_length, np.array([len(tokens)]) if self._document_mask else None)
         row["tokens"][: len(tokens)] = tokens
         row["targets"][: len(tokens) - 1] = tokens[1:]
         row["targets"][positions] = answers
         row["loss_mask"][positions] = 1
         return row
+
+    def row_tokens(self, index: int) -> int:
+        return len(self._example(index)[0])
+
+    def _example(self, index: int) -> Example:
+        return self._task.make(self._config, self.sequence_length, self.random(index))
 
 
 def _keys_and_values(config: SyntheticConfig, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

@@ -30,7 +30,8 @@ OPTIONS = ("eval", "files", "extensions", "devices")
 def check_run(run: Run, suites: Sequence[str]) -> None:
     """Raise `UserError` if one of the suites cannot evaluate the run. Nothing is computed."""
     for suite in suites:
-        for name in with_inner(run.config, suite):
+        names = with_inner(run.config, suite)
+        for name in names[:1] if SUITES[suite].checks_inner else names:
             SUITES[name].check(run)
 
 

@@ -6,7 +6,8 @@ import jax
 
 from difftx.config import Config
 from difftx.config.model import CacheConfig
-from difftx.evals.evaluation import Evaluation, require_whole_rows
+from difftx.errors import UserError
+from difftx.evals.evaluation import Evaluation
 from difftx.evals.inner import evaluate_inner, require_quantizable, title_of, varying
 from difftx.evals.result import Heatmap, LineChart, Result, Series
 from difftx.evals.suite import Suite
@@ -80,7 +81,11 @@ def bytes_per_token(evaluation: Evaluation, config: Config) -> float:
 def check(run: Run) -> None:
     """Raise `UserError` for settings or rows that the suite cannot evaluate."""
     compressed(run.config)
-    require_whole_rows(run.config)
+    if run.config.data.document_mask:
+        raise UserError(
+            "data.document_mask=True: a compressed cache does not keep the documents of a row apart; it requires a run "
+            "with data.document_mask=False"
+        )
 
 
 def _inner(config: Config) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 from flax import nnx
 
-from difftx.config import Config
 from difftx.data.loader import Batch, ordered_batches, ordered_rows
 from difftx.data.packing import PackedRows, Row, RowSource
 from difftx.errors import UserError
@@ -107,13 +106,15 @@ class Evaluation:
         """Return two arrays `[rows, T]` for the targets in the first rows of a source, in every process.
 
         The first is -log p of each target, in nats, float32. The second is whether no other token is more likely, bool.
-        If the run's cache is compressed, the keys and values of earlier tokens come from it, chunk by chunk.
+        If the run's cache is compressed, the keys and values of earlier tokens come from it, chunk by chunk. Rows with
+        document masks do not use the cache, because it does not keep the documents of a row apart.
 
         The rows have at most `limit_tokens` tokens, but there is at least one row. Progress is shown under the name
         `what`. Targets outside the loss mask have values too. Suites sum the values in float64 on the host, so that
         their numbers do not depend on the batch size, the mesh or the number of hosts.
         """
-        if self.run.config.model.cache.compresses:
+        config = self.run.config
+        if config.model.cache.compresses and not config.data.document_mask:
             found = self._scores_through_cache(source, limit_tokens, what)
         else:
             found = self._scores_of_batches(source, limit_tokens, what)
@@ -131,7 +132,6 @@ class Evaluation:
         yield jax.device_get(pending)
 
     def _scores_through_cache(self, source: RowSource, limit_tokens: int, what: str) -> Iterator[Sequence[np.ndarray]]:
-        require_whole_rows(self.run.config)
         rows = [source[index] for index in range(ordered_rows(source, limit_tokens))]
         batches = list(itertools.batched(rows, self.run.microbatch_rows))
         for batch in self.work.track(batches, what, len(batches)):
@@ -185,21 +185,21 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
-def require_whole_rows(config: Config) -> None:
-    """Raise `UserError` if rows have several documents, which a compressed cache does not keep apart."""
-    if config.data.document_mask:
-        raise UserError(
-            "data.document_mask=True: a compressed cache does not keep the documents of a row apart; it requires a run "
-            "with data.document_mask=False"
-        )
-
-
 def text_sets(run: Run, suite: str) -> dict[str, PackedRows]:
     """Return the validation sets of text by name, or raise `UserError` if there are none."""
     text = {name: rows for name, rows in run.data.valid.items() if isinstance(rows, PackedRows)}
     if not text:
         raise UserError(f"suite {suite!r}: no validation set is text; for synthetic tasks, use the suite 'exact_match'")
     return text
+
+
+def require_plain_logits(run: Run, suite: str) -> None:
+    """Raise `UserError` if the model rounds logits. The analyses of attention weights use logits without rounding."""
+    if (bits := run.config.model.attention_logit_bits) is not None:
+        raise UserError(
+            f"model.attention_logit_bits={bits}: the suite {suite!r} would measure attention weights without this "
+            "rounding; leave out the suite"
+        )
 
 
 @functools.partial(jax.jit, static_argnums=0)

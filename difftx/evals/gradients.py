@@ -13,7 +13,7 @@ from flax import nnx
 from difftx.config import Config, ModelConfig
 from difftx.config.architectures import ARCHITECTURES
 from difftx.data.loader import Batch
-from difftx.evals.evaluation import Evaluation
+from difftx.evals.evaluation import Evaluation, require_plain_logits
 from difftx.evals.result import Heatmap, LineChart, Result, Series
 from difftx.evals.suite import Suite
 from difftx.evals.throughput import COMPARED, counterpart
@@ -22,6 +22,7 @@ from difftx.model.attention import Angles, LayerConstants, SelfAttention
 from difftx.model.decoder import Decoder
 from difftx.parallel.layout import Layout
 from difftx.training.loss import batch_nll, weighted_loss
+from difftx.training.run import Run
 from difftx.training.state import graph, init_params, jit_init
 
 _add = jax.jit(functools.partial(jax.tree.map, jnp.add), donate_argnums=0)
@@ -52,7 +53,7 @@ def evaluate(evaluation: Evaluation) -> Result:
         is_checkpoint = name == CHECKPOINT
         params = evaluation.params if is_checkpoint else jit_init(init_params, config)
         loss, norms, cosines = _gradient(evaluation, name, config, params)
-        if ARCHITECTURES[config.model.architecture].subtracts and name in COSINES_OF:
+        if _has_logit_cosines(config) and name in COSINES_OF:
             cosines[LOGITS] = _logit_cosines(evaluation, name, config, params)
         prefix = name if is_checkpoint else f"initial_{name}"
         numbers[f"{prefix}_loss"] = loss
@@ -107,6 +108,17 @@ def matrices(model: ModelConfig, blocks: Any) -> dict[str, jax.Array]:
         else:
             found |= ARCHITECTURES[model.architecture].matrices_by_group(model, name, leaf)
     return found
+
+
+def check(run: Run) -> None:
+    """Raise `UserError` for settings or a model that the suite cannot evaluate."""
+    initial_configs(run.config)
+    if _has_logit_cosines(run.config):
+        require_plain_logits(run, "gradients")
+
+
+def _has_logit_cosines(config: Config) -> bool:
+    return ARCHITECTURES[config.model.architecture].subtracts
 
 
 def _gradient(
@@ -205,4 +217,4 @@ def _chart(name: str, title: str, y_label: str, lines: dict[str, np.ndarray], *,
     return LineChart(name=name, title=title, x_label="layer", y_label=y_label, series=series, log_y=log_y)
 
 
-SUITE = Suite(evaluate=evaluate, reads=("gradients",), check=lambda run: initial_configs(run.config), quantizable=False)
+SUITE = Suite(evaluate=evaluate, reads=("gradients",), check=check, quantizable=False)

@@ -41,6 +41,9 @@ class DocumentStarts:
         ones = np.ones(self.sequence_length, np.float32)
         return {"tokens": tokens[:-1], "targets": tokens[1:], "loss_mask": ones}
 
+    def row_tokens(self, index: int) -> int:
+        return self.sequence_length
+
 
 def evaluate(evaluation: Evaluation) -> Result:
     """Average the loss over the first 1, 2, … T targets of long documents. `loss` is the average over all T."""
@@ -75,8 +78,8 @@ def long_documents(run: Run) -> dict[str, DocumentStarts]:
     if not any(len(source) for source in sources.values()):
         longest = max(source.longest for source in sources.values())
         raise UserError(
-            f"suite 'position': no validation document is longer than data.sequence_length={length} tokens, the "
-            f"longest has {longest}; remove the suite from eval.suites, or validate on longer documents"
+            f"suite 'position': no document to evaluate is longer than data.sequence_length={length} tokens, the "
+            f"longest has {longest}; remove this suite, or use longer documents"
         )
     return sources
 

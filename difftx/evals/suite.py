@@ -30,6 +30,7 @@ class Suite:
         inner: function that returns the names of other suites that this suite runs. It may raise `UserError`.
         check: function that raises `UserError` for a run that the suite cannot evaluate. It is called before training
             and before an evaluation.
+        checks_inner: whether `check` also checks the suites of `inner`. Otherwise, their own `check` is called.
         measures_device: whether the result depends on the devices and the mesh.
         quantizable: whether the suite `quantize` can run this suite.
     """
@@ -41,6 +42,7 @@ class Suite:
     endpoint: Callable[[Config], str | None] = lambda config: None
     inner: Callable[[Config], Sequence[str]] = lambda config: ()
     check: Callable[[Run], Any] = lambda run: None
+    checks_inner: bool = False
     measures_device: bool = False
     quantizable: bool = True
 

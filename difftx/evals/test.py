@@ -30,9 +30,8 @@ CHUNK_TOKENS = 2**22  # Tokens of whole documents to read at a time.
 def evaluate(evaluation: Evaluation) -> Result:
     """Run `eval.test.suites` on the test text at `eval.test.path`."""
     run = evaluation.run
-    data = dataclasses.replace(run.data, valid={TEST_SET: test_rows(run)})
     # The suites share a forward pass over the test text.
-    on_test = Evaluation(dataclasses.replace(run, data=data), evaluation.params, evaluation.work)
+    on_test = Evaluation(_on_test(run, test_rows(run)), evaluation.params, evaluation.work)
     results = {suite: SUITES[suite].evaluate(on_test) for suite in run.config.eval.test.suites}
 
     def of_all(field: str) -> dict[str, Any]:
@@ -74,11 +73,19 @@ def test_rows(run: Run) -> PackedRows:
 
 
 def check(run: Run) -> None:
-    """Raise `UserError` as `test_rows` does, and if a document of the test text is also a training document.
+    """Raise `UserError` as `test_rows` does, or if a suite cannot evaluate the test text, or if training includes it.
 
-    Only whole documents with equal tokens are found. Larger texts than `MOST_COMPARED_TOKENS` are not compared.
+    Only whole training documents with equal tokens are found. Larger texts than `MOST_COMPARED_TOKENS` are not
+    compared.
     """
-    test = test_rows(run).store
+    rows = test_rows(run)
+    on_test, settings = _on_test(run, rows), run.config.eval.test
+    for suite in settings.suites:
+        try:
+            SUITES[suite].check(on_test)
+        except UserError as error:
+            raise UserError(f"eval.test.suites on the test text, {FIELD}={settings.path!r}: {error}") from error
+    test = rows.store
     training = [rows.store.unsampled for rows in run.data.train.values() if isinstance(rows, PackedRows)]
     if (tokens := sum(map(len, [test, *training]))) > MOST_COMPARED_TOKENS:
         print_on_primary(
@@ -93,6 +100,11 @@ def check(run: Run) -> None:
             f"{FIELD}={run.config.eval.test.path!r}: {len(shared)} of its {len(index_of)} documents are also training "
             f"documents, first its document {min(shared)} (counted from 0); prepare the test text without them"
         )
+
+
+def _on_test(run: Run, rows: PackedRows) -> Run:
+    """Return the run with the test text in place of its validation sets."""
+    return dataclasses.replace(run, data=dataclasses.replace(run.data, valid={TEST_SET: rows}))
 
 
 def _digests(store: TokenStore) -> Iterator[bytes]:
@@ -114,5 +126,6 @@ SUITE = Suite(
     files=lambda config: [] if config.eval.test.path is None else [path_of(FIELD, config.eval.test.path) / META],
     inner=lambda config: config.eval.test.suites,
     check=check,
+    checks_inner=True,
     quantizable=False,
 )

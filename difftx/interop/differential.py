@@ -129,8 +129,8 @@ def heads_by_entropy(
 ) -> np.ndarray:
     """Return 1 for the half of each layer's heads whose attention has the highest entropy, else 0, float32 `[L, H]`.
 
-    The entropy is a mean over queries of validation rows, as in DEX (arXiv 2505.16333). `config` is the Transformer's.
-    If a validation set has few rows, its last row may count several times (`ordered_batches`).
+    The entropy is a mean over queries of validation rows, as in DEX (arXiv 2505.16333). Padding does not count.
+    `config` is the Transformer's.
     """
     rows, length = batch_shards(mesh), config.data.sequence_length
     layout = Layout.of(config.mesh.context_method).with_whole_rows()
@@ -158,11 +158,13 @@ def heads_by_entropy(
 
 @partial(jax.jit, static_argnums=0)
 def _entropies(graphdef: nnx.GraphDef, params: object, batch: Batch, queries_BC: jax.Array) -> jax.Array:
-    """Return the summed entropies of the queries' attention weights in each layer and head, `[L, H]`."""
+    """Return the summed entropies of the real queries' attention weights in each layer and head, `[L, H]`."""
     model = nnx.merge(graphdef, params)
+    real_BC = jnp.take_along_axis(*reshard((batch.is_real_BT, queries_BC), jax.P()), axis=1)
 
     def entropies(rows: AttentionRows) -> jax.Array:
-        return reshard(jnp.sum(jax.scipy.special.entr(rows.weights_BCHS), axis=(0, 1, 3)), jax.P())
+        entropy_BCH = reshard(jnp.sum(jax.scipy.special.entr(rows.weights_BCHS), axis=3), jax.P())
+        return jnp.sum(jnp.where(real_BC[:, :, None], entropy_BCH, 0), axis=(0, 1))
 
     return model.attention_rows(
         batch.tokens_BT, queries_BC, entropies, positions_BT=batch.positions_BT, segment_ids_BT=batch.segment_ids_BT

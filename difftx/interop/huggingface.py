@@ -67,11 +67,6 @@ def check_model(model: ModelConfig) -> None:
     if model.head_norm_eps != model.norm_eps:
         both = f"model.head_norm_eps={model.head_norm_eps}, model.norm_eps={model.norm_eps}"
         raise UserError(f"{both}: DiffLlama has only one")
-    if model.head_norm == "rms_affine" and model.kv_heads != model.num_heads:
-        raise UserError(
-            "model.head_norm='rms_affine': DiffLlama's head norm has no gain, and difftx can fold it into W_O only if "
-            f"num_kv_heads={model.kv_heads} equals num_heads={model.num_heads}; --to=hf and --to=official keep the gain"
-        )
 
 
 def config_json(config: Config, end_of_text: int) -> dict[str, Any]:

@@ -159,6 +159,7 @@ def test_ordered_batches_mask_their_filler(mesh_of):
     targets = np.concatenate([np.asarray(b.targets_BT) for b in batches])
     assert len(batches) == 7
     np.testing.assert_array_equal(targets[mask > 0], np.arange(1, 50 * LENGTH + 1))
+    np.testing.assert_array_equal(np.concatenate([np.asarray(b.is_real_BT) for b in batches]), mask > 0)
     assert len(list(ordered_batches(rows_of(STORE), limit_tokens=ROWS * LENGTH, **options))) == 1
 
 

@@ -75,6 +75,7 @@ def test_rows_have_every_token_once_and_the_segments_of_an_oracle(cache, policy,
             before = token
         filled = np.count_nonzero(row["tokens"])
         assert row["tokens"][:filled].all()  # Padding is at the end.
+        assert rows.row_tokens(index) == filled
     everything = range(1, sum(lengths) + 1)
     assert sorted(seen) == list(everything)
     assert sorted(learnt) == [token for token in everything if token not in first_tokens]
@@ -93,6 +94,7 @@ def test_concat_without_a_mask_gives_windows_of_the_store(cache, lengths, row_to
         np.testing.assert_array_equal(row["tokens"], expected[:-1])
         np.testing.assert_array_equal(row["targets"], expected[1:])
         assert row["loss_mask"].all()
+        assert rows.row_tokens(index) == row_tokens
     with pytest.raises(IndexError):
         rows[len(rows)]
 

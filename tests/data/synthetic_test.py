@@ -92,6 +92,7 @@ def test_copy_repeats_its_prefix(rows_of, length):
     np.testing.assert_array_equal(row["tokens"][21:40], prefix[:-1])
     np.testing.assert_array_equal(row["targets"][20:40], prefix)
     np.testing.assert_array_equal(np.flatnonzero(row["loss_mask"]), np.arange(20, 40))
+    assert rows_of("copy", sequence_length=length).row_tokens(3) == 40
 
 
 def test_padding_is_a_segment_of_its_own(rows_of):

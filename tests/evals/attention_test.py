@@ -255,6 +255,14 @@ def test_mistakes_are_named(tmp_path, changes, message):
         check()
 
 
+def test_rounded_logits_are_refused(tmp_path):
+    run = Run.open(override(config_of(tmp_path, "diff"), {"model.attention_logit_bits": "8"}), tmp_path / "run")
+    with pytest.raises(
+        UserError, match=r"model\.attention_logit_bits=8: the suite 'attention' .*; leave out the suite"
+    ):
+        evals.check_run(run, ["attention"])
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.evals_params import random_params
+from helpers.evals_params import one_device, random_params
 
 from difftx import evals
 from difftx.config.architectures import ARCHITECTURES
@@ -175,6 +175,19 @@ def test_norms_at_initialization_equal_a_calculation_by_hand(config, text_file, 
         value, gradient, _ = gradient_by_hand(run, params, scale=scale, norm=norm)
         check(result.details["by_layer"][arm], result.numbers, f"initial_{arm}", value, gradient)
     assert "query_1" not in result.details["by_layer"]["counterpart"]["norms"]
+
+
+def test_gradients_by_rounded_logits_are_refused(config, text_file, tmp_path):
+    """Only architectures that subtract have gradients by the logits of A1 and A2."""
+    changes = {"data__path": text_file, "model__attention_logit_bits": "8"}
+    run, transformer = (
+        Run.open(config(name, **changes), tmp_path / name, one_device()) for name in ("diff", "transformer")
+    )
+    evals.check_run(transformer, ["gradients"])
+    with pytest.raises(
+        UserError, match=r"model\.attention_logit_bits=8: the suite 'gradients' .*; leave out the suite"
+    ):
+        evals.check_run(run, ["gradients"])
 
 
 def test_initial_configs_of_an_architecture(config):

@@ -28,7 +28,8 @@ def everything(run, params):
     embedding_VD = np.asarray(params["embedding_VD"], np.float64)
     for i in range(ROWS):
         row = run.data.valid["valid"][i]
-        pieces = row.get("segment_ids", np.ones(32, int))
+        # Without document masks, a row is one document. Its last token is not 0, the id of padding.
+        pieces = row.get("segment_ids", np.arange(32) <= np.flatnonzero(row["tokens"])[-1])
         for piece in set(pieces) - {0}:
             x_TD = embedding_VD[row["tokens"][pieces == piece]]
             tokens += len(x_TD)
@@ -70,9 +71,16 @@ def logits_of(w, config, h_TD, window):
     return found
 
 
+UNMASKED = {"data__document_mask": "false"}
+SYNTHETIC = {"data__path": "synthetic:retrieval", "data__synthetic__pairs": 4, "data__synthetic__distractors": 4}
+SYNTHETIC |= {"data__synthetic__vocab_size": 64}
+
+
 @pytest.mark.parametrize(
     ("name", "packing", "axes", "options"),
     [
+        ("diff", "best_fit", {"context": 2, "tensor": 1, "fsdp": 4}, UNMASKED),
+        ("diff", "concat", {"context": 2, "tensor": 1, "fsdp": 4}, SYNTHETIC),
         ("diff", "concat", {"context": 2, "tensor": 1, "fsdp": 4}, {}),
         pytest.param("diff", "concat", {}, OPTIONS, marks=pytest.mark.long),
         pytest.param("zero_branch", "concat", {}, {}, marks=pytest.mark.exhaustive),
@@ -87,18 +95,16 @@ def test_statistics_equal_those_of_all_values(config, text_file, tmp_path, monke
         for i in range(60):
             (tmp_path / f"{i}.txt").write_text(f"the square of {i} is {i * i}"[: 9 + i % 13])
         text_file = tmp_path / "*.txt"
-    made = config(
-        name,
-        data__path=text_file,
-        data__valid_fraction=0.5,
-        data__packing=packing,
-        data__document_mask=packing == "best_fit",
-        data__cache_path=tmp_path / "cache",
-        eval__outliers__tokens=ROWS * 32 + 31,
-        **oracle.SIZES.get(name, {}),
-        **options,
+    fields = {
+        "data__path": text_file,
+        "data__valid_fraction": 0.5,
+        "data__packing": packing,
+        "data__document_mask": packing == "best_fit",
+        "data__cache_path": tmp_path / "cache",
+        "eval__outliers__tokens": ROWS * 32 + 31,
         **{f"mesh__{axis}": size for axis, size in axes.items()},
-    )
+    }
+    made = config(name, **fields | oracle.SIZES.get(name, {}) | options)
     monkeypatch.setattr("difftx.kernels.xla.CHUNK_WEIGHTS", 1500)  # Several chunks, of which the last is not full.
     monkeypatch.setattr("difftx.evals.outliers.suite.CHUNK_VALUES", 200)
     devices = np.prod([size for size in axes.values() if isinstance(size, int)], dtype=int)
@@ -108,7 +114,7 @@ def test_statistics_equal_those_of_all_values(config, text_file, tmp_path, monke
     logits, hidden, tokens = everything(run, params)
     assert result.details["values"] == {"logits": len(logits), "hidden": len(hidden)}
     assert result.numbers["tokens"] == tokens
-    assert (tokens < ROWS * 32) == (packing == "best_fit")
+    assert (tokens < ROWS * 32) == (packing == "best_fit" or options is SYNTHETIC)
     for kind, values in (("logits", logits), ("hidden", hidden)):
         expected = {f"{kind}_top_{rank}": values[-rank] for rank in RANKS} | {f"{kind}_median": np.median(values)}
         found = {key: result.numbers[key] for key in expected}

@@ -93,6 +93,35 @@ def test_mistakes_are_one_line_with_a_fix(config, stores, tmp_path, path, change
         evals.check_run(Run.open(made, tmp_path, one_device()), ["test"])
 
 
+@pytest.mark.parametrize("long", ["test", "valid"])
+def test_the_inner_suites_are_checked_on_the_test_text(config, stores, tmp_path, long):
+    """Suite position requires a document that is longer than a row. Only one of both texts has it."""
+    lines = {
+        "long": [json.dumps({"text": " ".join(f"{i} halved {n}" for n in range(90))}) for i in range(3)],
+        "short": [json.dumps({"text": f"{i} halved is {i / 2}."}) for i in range(90)],
+    }
+    for name, unit in lines.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(unit))
+    of_valid, of_test = ("long", "short") if long == "valid" else ("short", "long")
+    inputs = {
+        "valid": [f"--input={stores / 'train.jsonl'}", f"--valid_input={tmp_path / of_valid}.jsonl"],
+        "test": [f"--input={tmp_path / of_test}.jsonl", "--valid_fraction=0"],
+    }
+    for name, flags in inputs.items():
+        assert prepare([*flags, f"--out={tmp_path / name}", "--tokenizer=bytes", "--workers=1"]) == 0
+    fields = {"eval__test__path": tmp_path / "test", "eval__test__suites": "loss,position"}
+    run = open_run(config, tmp_path, tmp_path, data__sequence_length=256, train__global_batch_tokens=2048, **fields)
+    if long == "test":
+        evals.check_run(run, ["test"])
+        assert evals.evaluate(run, random_params(run), 3, ["test"])["test"].numbers["position_documents"] == 3
+        return
+    message = (
+        r"eval\.test\.suites on the test text, eval\.test\.path=.*: suite 'position': no document to evaluate is longer"
+    )
+    with pytest.raises(UserError, match=message):
+        evals.check_run(run, ["test"])
+
+
 @pytest.mark.parametrize("chunk_tokens", [1, 1000, 2**22])
 @pytest.mark.parametrize("resampled", [False, True])
 def test_training_documents_are_refused(config, stores, tmp_path, monkeypatch, capsys, chunk_tokens, resampled):

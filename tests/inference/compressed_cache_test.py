@@ -1,6 +1,5 @@
 """Quantised caches and caches that evict tokens, compared with numpy, and the suite that measures them."""
 
-import dataclasses
 import json
 import types
 
@@ -286,11 +285,22 @@ def test_retrieval_from_a_cache(tmp_path):
         assert numbers[f"icl_{name}_512_tokens"] == pytest.approx(value)
 
 
-def test_a_row_of_documents_is_refused(config, text_file, tmp_path):
+def test_the_suite_refuses_rows_of_documents(config, text_file, tmp_path):
     fields = {"data__path": text_file, "eval__cache__shares": "0.5"}
     c = config(data__sequence_length=128, data__document_mask="true", **fields)
     with pytest.raises(UserError, match=r"data\.document_mask=True: .*requires a run with data\.document_mask=False"):
-        evals.check_run(run := Run.open(c, tmp_path, one_device()), ["cache"])
-    compressing = dataclasses.replace(run, config=compressed(c)["8_bits"])
-    with pytest.raises(UserError, match=r"data\.document_mask=True: "):
-        evals.evaluate(compressing, random_params(run), 0, ["loss"])
+        evals.check_run(Run.open(c, tmp_path, one_device()), ["cache"])
+
+
+def test_the_loss_of_rows_of_documents_does_not_use_the_compressed_cache(config, text_file, tmp_path):
+    """The config is that of a run that generates with a small cache after training on conversations."""
+    fields = {"data__path": text_file, "data__sequence_length": 128, "data__document_mask": "true"}
+    runs = [
+        Run.open(config(**fields, **cache), tmp_path / str(number), one_device())
+        for number, cache in enumerate([{}, {"model__cache__bits": 4, "model__cache__tokens": 64}])
+    ]
+    params = random_params(runs[0])
+    for run in runs:
+        evals.check_run(run, ["loss"])
+    plain, compressing = (evals.evaluate(run, params, 0, ["loss"])["loss"].numbers for run in runs)
+    assert plain == compressing

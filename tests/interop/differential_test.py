@@ -186,10 +186,16 @@ def entropies(params, model, tokens_T, monkeypatch):
 
 
 @pytest.mark.long
-def test_dex_chooses_the_heads_of_highest_entropy(config, mesh_of, tmp_path, monkeypatch):
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_dex_chooses_the_heads_of_highest_entropy(config, mesh_of, tmp_path, monkeypatch, packing):
+    path = write_text(tmp_path / "text.txt")
+    if packing == "best_fit":  # Short documents, so that rows have padding. A row is one document.
+        path = tmp_path / "*.md"
+        for i in range(80):
+            (tmp_path / f"{i}.md").write_text(f"the square of {i} is {i * i}"[: 17 + i % 6])
     lm = language_model(
         config, mesh_of(), "transformer", model__num_heads=4, model__num_kv_heads=2, model__num_layers=4,
-        data__path=write_text(tmp_path / "text.txt"),
+        data__path=path, data__packing=packing, data__valid_fraction=0.4, data__cache_path=tmp_path / "cache",
     )  # fmt: skip
     source, out = run_of(lm, tmp_path / "source"), tmp_path / "run"
     # The entropy uses at most 64 queries of a row, and would leave out tokens of rows longer than that.
@@ -197,7 +203,9 @@ def test_dex_chooses_the_heads_of_highest_entropy(config, mesh_of, tmp_path, mon
     convert_run(source, out, *flags)
     new = read_config(out)
     (rows,) = load_sources(new.data, load_tokenizer("bytes")).valid.values()
-    total_LH = sum(entropies(lm.params, lm.config.model, rows[i]["tokens"], monkeypatch).sum(2) for i in range(32))
+    documents = [rows[i]["tokens"][: np.flatnonzero(rows[i]["tokens"])[-1] + 1] for i in range(min(32, len(rows)))]
+    assert (min(map(len, documents)) < 32) == (packing == "best_fit")
+    total_LH = sum(entropies(lm.params, lm.config.model, tokens_T, monkeypatch).sum(2) for tokens_T in documents)
     expected_LH = np.zeros_like(total_LH)
     np.put_along_axis(expected_LH, np.argsort(total_LH, axis=1)[:, 2:], 1, axis=1)
     np.testing.assert_array_equal(flat(out, mesh_of())["blocks/attention/chosen_H"], expected_LH)

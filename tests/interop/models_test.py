@@ -90,9 +90,15 @@ def test_official_layout_gives_the_same_logits(config, mesh_of, tmp_path, archit
     jax.tree.map(np.testing.assert_array_equal, parameters(back, mesh_of())[1], lm.params)
 
 
-@pytest.mark.long
-def test_the_head_norms_gain_is_folded_into_the_output(config, mesh_of, tmp_path):
-    lm = language_model(config, mesh_of(), model__compute_dtype="float32")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, marks=pytest.mark.long),
+        {"model__num_heads": 4, "model__num_kv_heads": 2},
+    ],
+)
+def test_the_head_norms_gain_is_folded_into_the_output(config, mesh_of, tmp_path, changes):
+    lm = language_model(config, mesh_of(), model__compute_dtype="float32", **changes)
     assert lm.config.model.head_norm == "rms_affine"
     workdir = run_of(lm, tmp_path)
     back = import_(export(workdir, tmp_path / "hf", format_="diffllama"), tmp_path / "back")

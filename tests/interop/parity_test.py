@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from conftest import TINY, write_text
 from helpers.command_server import run_new
+from helpers.inference_models import language_model
 from helpers.interop_checks import check_attention_weights, check_generation, check_logits
 from model import oracle
 
@@ -16,7 +17,7 @@ from difftx.errors import RunError, UserError
 from difftx.interop import runs, tokenizers
 from difftx.model.layers import rotary_angles
 from difftx.training.run import read_config
-from interop.folders import FIXTURES, export, import_, tensors_of, words_file
+from interop.folders import FIXTURES, export, import_, run_of, tensors_of, words_file
 
 torch = pytest.importorskip("torch", reason="make parity installs torch and transformers")
 transformers = pytest.importorskip("transformers")
@@ -77,6 +78,23 @@ def test_differential_model_of_imported_weights_is_exported(tmp_path, mesh_of, c
     assert is_preserved == (method != "split")
     export(workdir, tmp_path / "out", "--verify")
     assert capsys.readouterr().out.count("verified: logits of") == 2
+
+
+def test_a_grouped_model_with_gains_has_the_logits_of_diffllama(tmp_path, mesh_of, config):
+    """DiffLlama has no gain of the head norm, so W_O of each query head contains it."""
+    changes = {"model__num_heads": 4, "model__num_kv_heads": 2, "model__compute_dtype": "float32"}
+    lm = language_model(config, mesh_of(), **changes)
+    gain_LE = np.asarray(lm.params["blocks"]["attention"]["head_norm"]["scale"])
+    assert np.abs(gain_LE - 1).max() > 0.1
+    workdir = run_of(lm, tmp_path / "run")
+    model = transformers.AutoModelForCausalLM.from_pretrained(export(workdir, tmp_path / "hf", format_="diffllama"))
+    assert type(model).__name__ == "DiffLlamaForCausalLM"
+    tokens_BT = np.random.default_rng(0).integers(260, size=(1, 20))
+    with torch.no_grad():
+        theirs = model(torch.from_numpy(tokens_BT)).logits.numpy()
+    ours = runs.our_logits(workdir / "checkpoints" / "0", lm.config, mesh_of(), tokens_BT)
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+    assert np.abs(ours).max() > 0.1
 
 
 def output_of(*arguments):

@@ -239,12 +239,6 @@ MUP = {"mup_base_width": 16, "mup_base_layers": 1, "mup_base_head_dim": 8}
             "model.attention_operand_bits=8: other formats do not quantise",
         ),
         ("diff", "diffllama", {"head_norm": "none"}, "other formats normalise each differential head"),
-        (
-            "diff",
-            "diffllama",
-            {"num_heads": 4, "num_kv_heads": 2},
-            "head_norm='rms_affine': DiffLlama's head norm",
-        ),
         ("diff", "diffllama", {"head_norm_eps": 1e-6}, "DiffLlama has only one"),
         ("diff", "official", {"head_norm_eps": 1e-6}, "the official code requires 1e-05"),
         ("diff", "official", {"head_dim": 4}, "the official code derives it from d_model and num_heads"),
@@ -277,9 +271,9 @@ def test_runs_that_other_formats_cannot_represent(config, architecture, format_,
 
 
 def test_a_refused_export_writes_nothing(config, mesh_of, tmp_path):
-    grouped = language_model(config, mesh_of(), model__num_heads=4, model__num_kv_heads=2)
-    workdir = run_of(grouped, tmp_path / "run")
-    with pytest.raises(UserError, match="can fold it into W_O only if num_kv_heads=2 equals num_heads=4; --to=hf"):
+    lm = language_model(config, mesh_of(), model__head_norm_eps=1e-6)
+    workdir = run_of(lm, tmp_path / "run")
+    with pytest.raises(UserError, match=r"model\.head_norm_eps=1e-06, .*: DiffLlama has only one"):
         export(workdir, tmp_path / "out", format_="diffllama")
     with pytest.raises(UserError, match=r"step 7: no such checkpoint; .*checkpoints has 0$"):
         export(workdir, tmp_path / "out", "--step=7")

@@ -7,6 +7,7 @@ import numpy as np
 from difftx.config.eval import NeedleCaseConfig
 from difftx.data.synthetic import SyntheticRows, retrieval_with_positions
 from difftx.errors import UserError
+from difftx.evals.evaluation import require_plain_logits
 from difftx.evals.needle.prompts import NeedleItem, NeedlePrompt, NeedlePrompts
 from difftx.training.run import Run
 
@@ -15,8 +16,10 @@ def prompts_of(run: Run) -> "NeedlePrompts | RetrievalPrompts":
     """Return needle prompts with the length and the numbers of needles and queries in `eval.attention`.
 
     If all validation sets are synthetic, one of them is the task `retrieval`, and `eval.needle.haystack` is None, the
-    prompts are examples of that task instead. Raise `UserError` if a window of the model is shorter than the prompts.
+    prompts are examples of that task instead. Raise `UserError` if a window of the model is shorter than the prompts,
+    or if the model rounds attention logits.
     """
+    require_plain_logits(run, "attention")
     chosen_layers(run)
     prompts = _unchecked_prompts_of(run)
     window, length = run.config.model.window, max(prompts.lengths)

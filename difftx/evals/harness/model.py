@@ -30,12 +30,21 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The end-of-text token, which lm-eval uses as the context of a text that has none."""
+        """The end-of-text token."""
         return self._evaluation.lm.tokenizer.eot_token
 
+    @property
+    def prefix_token_id(self) -> int:
+        """The token that lm-eval uses as the context of a text that has none."""
+        return (self.eot_token_id, *self._evaluation.lm.tokenizer.prefix)[-1]
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return the tokens of a text. Names of special tokens are encoded as ordinary text."""
-        return self._evaluation.lm.tokenizer.encode_ordinary(string)
+        """Return the tokens of a text. Names of special tokens are encoded as ordinary text.
+
+        By default, as in lm-eval's models of Hugging Face, the tokens that precede each text are in front.
+        """
+        tokenizer = self._evaluation.lm.tokenizer
+        return tokenizer.encode_ordinary(string) if add_special_tokens is False else tokenizer.encode_prompt(string)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Call the base class's method, by default without a progress bar."""
@@ -50,11 +59,11 @@ class HarnessModel(TemplateLM):
         return score_all(self._evaluation, pairs, what="answers to choose from")
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-        """Return log p of each text after <|endoftext|>. In the windows of a long text, each token is scored once."""
+        """Return log p of each text. In the windows of a long text, each token is scored once."""
         windows = []
         for request in requests:
-            text = self.tok_encode(request.args[0])
-            parts = get_rolling_token_windows(text, self.eot_token_id, self._window, context_len=1)
+            text = self.tok_encode(request.args[0], add_special_tokens=False)
+            parts = get_rolling_token_windows(text, self.prefix_token_id, self._window, context_len=1)
             windows.append([(tuple(context), tuple(tokens)) for context, tokens in map(make_disjoint_window, parts)])
         scores = iter(score_all(self._evaluation, [pair for text in windows for pair in text], what="windows of texts"))
         return [sum(next(scores).loglikelihood for _ in text) for text in windows]

@@ -75,6 +75,7 @@ class IclTask:
         window = run.config.data.sequence_length
         # The last token of a label is only a target, so it needs no position in the context.
         room = window + 1 - max(len(example.question) for example in self.questions) - max(map(len, self.labels))
+        room -= len(self._tokenizer.prefix)
         ends = np.cumsum([len(example.demonstration) for example in demonstrations])
         self.most_shots = most = int(np.searchsorted(ends, room, side="right"))
         if not most:
@@ -105,7 +106,8 @@ class IclTask:
 
     def prompts(self, item: IclItem) -> list[Prompt]:
         """Return a prompt for each question, with the item's demonstrations as its context."""
-        context = tuple(itertools.chain(*(self._demonstrations[i].demonstration for i in item.permutation)))
+        demonstrations = (self._demonstrations[i].demonstration for i in item.permutation)
+        context = (*self._tokenizer.prefix, *itertools.chain(*demonstrations))
         return [Prompt(context, example.question) for example in self.questions]
 
     def accuracy(self, answers: list[int]) -> float:

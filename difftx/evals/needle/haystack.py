@@ -92,7 +92,7 @@ def read_haystack(run: Run, *, longest: int) -> np.ndarray:
         if not stores:
             raise UserError(f"{FIELD} is not set, and no validation set is text; set it to the path of a text")
         tokens = stores[0].slice(0, min(len(stores[0]), limit))
-    tokens = tokens[tokens != run.tokenizer.eot_token]
+    tokens = tokens[~np.isin(tokens, [run.tokenizer.eot_token, *run.tokenizer.prefix])]
     if not len(tokens):
         raise UserError(f"{FIELD}={path!r}: there is no text; use a file that contains text")
     return tokens

@@ -100,7 +100,8 @@ class NeedlePrompts:
         numbers = _distinct_numbers(needles, rng)
         sentences = [self._needle(city, number) for city, number in zip(cities, numbers, strict=True)]
         question = self._question(cities[:queries])
-        length = item.length - self._settings.new_tokens - sum(map(len, sentences)) - len(question)
+        tokens = list(self._tokenizer.prefix)
+        length = item.length - self._settings.new_tokens - len(tokens) - sum(map(len, sentences)) - len(question)
         haystack = self._text.excerpt(length, rng)
         # The first `queries` needles are queried. They go to the item's depth, in random order. `side` keeps them
         # adjacent if another needle gets the same position: they come before it in the first half, and after it in the
@@ -108,7 +109,6 @@ class NeedlePrompts:
         position, side = haystack.position_at(item.depth), 1 if item.depth > 0.5 else -1
         placed = [(position, side, needle) for needle in rng.permutation(queries).tolist()]
         placed += [(haystack.position_at(rng.random()), 0, needle) for needle in range(queries, needles)]
-        tokens: list[int] = []
         spans, done = {}, 0
         for position, _, needle in sorted(placed, key=lambda entry: entry[:2]):
             tokens += haystack.tokens_N[done:position].tolist()
@@ -162,7 +162,8 @@ class NeedlePrompts:
         It counts one token per digit, the most that a number needs.
         """
         longest = sorted(CITIES, key=lambda city: len(self._needle(city, "")), reverse=True)[:needles]
-        parts = [*(self._needle(city, "") for city in longest), self._question(longest[:queries])]
+        needle_parts = [self._needle(city, "") for city in longest]
+        parts = [self._tokenizer.prefix, *needle_parts, self._question(longest[:queries])]
         return sum(map(len, parts)) + needles * DIGITS + SMALLEST_HAYSTACK
 
 

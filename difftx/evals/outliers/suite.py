@@ -13,7 +13,7 @@ from flax import nnx
 from jax import P
 
 from difftx.config import ModelConfig
-from difftx.data.loader import Batch, ordered_rows
+from difftx.data.loader import Batch
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.outliers.order_statistics import (
     Counts,
@@ -57,29 +57,22 @@ def _count(evaluation: Evaluation, digits: Mapping[str, Digit], what: str) -> di
     graphdef = graph(run.config, Layout.of(run.config.mesh.context_method).with_whole_rows())
     counts = {kind: no_counts(run.mesh, slots_for(settings.ranks)) for kind in KINDS}
     for name, source in run.data.valid.items():
-        left = ordered_rows(source, settings.tokens)
         for batch in evaluation.batches(source, settings.tokens, f"rows of {name}, {what}"):
-            counts = _add_batch(graphdef, evaluation.params, batch, np.int32(left), digits, counts)
-            left -= run.microbatch_rows
+            counts = _add_batch(graphdef, evaluation.params, batch, digits, counts)
     return {kind: summed(counts[kind]) for kind in KINDS}
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=5)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
 def _add_batch(
     graphdef: nnx.GraphDef,
     params: Any,
     batch: Batch,
-    rows: jax.Array,
     digits: Mapping[str, Digit],
     counts: Mapping[str, Counts],
 ) -> dict[str, Counts]:
-    """Add the logits and hidden states of a batch's first `rows` rows to `counts`."""
-    model, ids_BT = nnx.merge(graphdef, params), batch.segment_ids_BT
+    """Add the logits and hidden states of a batch's real tokens to `counts`."""
+    model, ids_BT, real_BT = nnx.merge(graphdef, params), batch.segment_ids_BT, batch.is_real_BT
     layout = model.layout
-    row_BT = jax.lax.broadcasted_iota(jnp.int32, batch.tokens_BT.shape, 0, out_sharding=layout.act_BT)
-    real_BT = row_BT < rows
-    if ids_BT is not None:
-        real_BT &= ids_BT != 0
     per_device = P(jax.sharding.get_abstract_mesh().axis_names)
     over_rows, _, over_heads, _ = layout.attend_BTHE
     own_HG = jax.sharding.reshard(jnp.asarray(_is_own(model.config)), P(over_heads))
