@@ -251,7 +251,7 @@ def test_training_exits_with_1_after_a_read_error_and_resumes_later(text_file, t
     for paths in ([largest_file(folder / "20")], [folder / step / MANIFEST for step in ("10", "20")]):
         with unreadable(*paths):
             refused(20, "Permission denied")
-    reads.fail(errno.EIO, f"20/state/{largest_file(folder / '20').relative_to(folder / '20' / 'state')}")
+    reads.fail(errno.EIO, f"checkpoints/20/state/{largest_file(folder / '20').relative_to(folder / '20' / 'state')}")
     refused(20, "Input/output error")
     code, text = train(30, checkpoint__verify="sizes")  # Only the restore itself reads the arrays.
     assert code == 1
@@ -259,9 +259,9 @@ def test_training_exits_with_1_after_a_read_error_and_resumes_later(text_file, t
         f"error: {folder / '20'} cannot be read: Input/output error; run the same command again"
     ]
     assert names(folder) == ["10", "20"]
-    reads.fail(errno.ESTALE, "20/")
+    reads.fail(errno.ESTALE, "checkpoints/20/")
     refused(20, "Stale file handle")
-    reads.fail(errno.ESTALE, f"20/{MANIFEST}", times=2)
+    reads.fail(errno.ESTALE, f"checkpoints/20/{MANIFEST}", times=2)
     code, text = train(30)
     assert code == 0, text
     assert reads.stop() == 0
