@@ -51,7 +51,6 @@ from benchmarks.study_records import (
     solved_text,
 )
 from difftx.configs import toy
-from difftx.configs.controls import WIDER
 from difftx.errors import UserError, run_command
 from difftx.files import write_atomically
 from difftx.json_files import read_json
@@ -244,7 +243,6 @@ def draw_figures(collected: Mapping[str, Sequence[Record]], suffix: str) -> None
         return IMAGES / f"{name}{suffix}"
 
     on_recall = joined(collected, "question-1-recall+question-6+question-6-more")
-    larger = [record for record in collected["question-4-shared"] if record["task"] == WIDER]
     recipe = toy.get_config("books-diff")
     draw_family(collected["question-1-again"], "again", path("results_again"))
     draw_solved(collected["question-1-recall"], path("results_solved"))
@@ -252,7 +250,7 @@ def draw_figures(collected: Mapping[str, Sequence[Record]], suffix: str) -> None
         joined(collected, "question-1-novels+question-2"), "warmup", path("results_optimizer_family"), by_effect=True
     )
     draw_solved([record for record in on_recall if record["arm"] in AGAINST_NOISE], path("results_noise"))
-    draw_sizes([*collected["question-4"], *larger], path("results_sizes"))
+    draw_sizes(collected["question-4"], path("results_sizes"))
     draw_arms(collected["arms"], path("results"))
     draw_arms(collected["differential"], path("results_differential"))
     draw_optimizers(collected["optimizers"], path("results_optimizers"))

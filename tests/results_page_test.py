@@ -702,24 +702,25 @@ SIZE_PAIRS = [
     *((arm, "transformer") for arm in ("zero-norm", "diff", "diff_v2", "gdla", "gated")),
     ("diff", "zero-norm"),
 ]
-# The parts of question 4: a rate for each length, one rate for all lengths, and larger models with one rate.
-OWN, SHARED, LARGE = "own rates", "shared rate", "larger models"
+# The parts of question 4: a rate for each length, and one rate for all lengths, for both sizes.
+OWN, SHARED, LARGE, LARGE_SHARED = "own rates", "shared rate", "larger models", "larger models, shared rate"
+LARGER = (LARGE, LARGE_SHARED)
 RUNS = {
     part: [r for r in COLLECTED[study] if r["task"] == task]
     for part, study, task in (
         (OWN, "question-4", "novels"),
         (SHARED, "question-4-shared", "novels"),
-        (LARGE, "question-4-shared", "novels-0.4m"),
+        (LARGE, "question-4", "novels-0.4m"),
+        (LARGE_SHARED, "question-4-shared", "novels-0.4m"),
     )
 }
 # Part → tokens per parameter → updates of 1,024 tokens.
-STEPS_OF = {part: {5: 723, 20: 2891, 80: 11565} for part in (OWN, SHARED)} | {LARGE: {5: 2083, 20: 8333}}
-PARAMETERS_OF = {OWN: 148_032, SHARED: 148_032, LARGE: 426_624}
+STEPS_OF = {part: {5: 2083, 20: 8333} if part in LARGER else {5: 723, 20: 2891, 80: 11565} for part in RUNS}
+PARAMETERS_OF = {part: 426_624 if part in LARGER else 148_032 for part in RUNS}
 SIZES_SECTION = section("## Question 4: size and tokens", "## Question 5: from a pretrained Transformer")
 CONVERTED_SECTION = section("## Question 5: from a pretrained Transformer", "## Question 6: distractors")
-SECTIONS = dict(
-    zip(RUNS, re.split("### (?:One rate for all lengths|Models of 430,000 parameters)\n", SIZES_SECTION), strict=True)
-)
+HEADINGS = r"### (?:One rate for all lengths|Models of 430,000 parameters(?:, one rate)?)\n"
+SECTIONS = dict(zip(RUNS, re.split(HEADINGS, SIZES_SECTION), strict=True))
 
 
 def size_losses(arm, tokens, part):
@@ -750,9 +751,9 @@ def slope(one, other, part, longest=80):
     return [sum((x - mean) * found[seed] for x, found in of.items()) / scale for seed in seeds]
 
 
-def change_with_size(one, other):
-    small = by_seed_at(one, other, 20, SHARED)
-    return [difference - small[seed] for seed, difference in by_seed_at(one, other, 20, LARGE).items()]
+def change_with_size(one, other, part):
+    small = by_seed_at(one, other, 20, OWN if part == LARGE else SHARED)
+    return [difference - small[seed] for seed, difference in by_seed_at(one, other, 20, part).items()]
 
 
 LATER = "later arms"  # A second family of OWN, of arms whose runs with 80 tokens per parameter were planned later.
@@ -761,7 +762,7 @@ LATER_ARMS = ("diff_v2", "gdla", "gated")
 
 def longest_of(family, one):
     """Return the most tokens per parameter of an arm's slope in a family."""
-    return 20 if family == LARGE or (family != LATER and one in LATER_ARMS) else 80
+    return 20 if family in LARGER or (family != LATER and one in LATER_ARMS) else 80
 
 
 SIZE_FAMILIES = {
@@ -775,8 +776,9 @@ SIZE_FAMILIES = {
     }
     for part in RUNS
 }
-for pair in (("diff", "transformer"), ("diff", "zero-norm")):
-    SIZE_FAMILIES[LARGE][*pair, "size"] = change_with_size(*pair)
+for part in LARGER:
+    for pair in (("diff", "transformer"), ("diff", "zero-norm")):
+        SIZE_FAMILIES[part][*pair, "size"] = change_with_size(*pair, part)
 SIZE_FAMILIES[LATER] = {
     **{(arm, "transformer", "at 80"): at_length(arm, "transformer", 80) for arm in LATER_ARMS},
     **{(arm, "transformer", "slope"): slope(arm, "transformer", OWN) for arm in LATER_ARMS},
@@ -799,10 +801,10 @@ def sign_of_interval(one, other, tokens, part=OWN):
     return 0 if abs(mean) < half else math.copysign(1, mean)
 
 
-def cost_of_own_rate(arm, tokens):
+def cost_of_own_rate(arm, tokens, own=OWN, shared=SHARED):
     """Return for each seed the loss with the rate of this length, minus that with the shared rate."""
-    shared = size_losses(arm, tokens, SHARED)
-    return [loss - shared[seed] for seed, loss in size_losses(arm, tokens, OWN).items()]
+    losses = size_losses(arm, tokens, shared)
+    return [loss - losses[seed] for seed, loss in size_losses(arm, tokens, own).items()]
 
 
 def median_seconds(runs, arm):
@@ -878,12 +880,31 @@ CLAIMS |= {
         ]
         == [4, 2, 1]
     ),
-    "With more tokens, the gap between `zero-norm` and the Transformer shrinks at this size too. The seven other "
-    "preregistered contrasts are open with five seeds": lambda: (
+    "With a rate for each length, all eight preregistered contrasts are open with five seeds": lambda: (
         len(SIZE_FAMILIES[LARGE]) == 8
-        and size_verdict("zero-norm", "transformer", "slope", LARGE) == -1
-        and sum(size_verdict(*name, LARGE) == 0 for name in SIZE_FAMILIES[LARGE]) == 7
+        and {size_verdict(*name, LARGE) for name in SIZE_FAMILIES[LARGE]} == {0}
         and {len(of) for of in SIZE_FAMILIES[LARGE].values()} == {5}
+    ),
+    "The slope is below zero for each seed, but open after the correction": lambda: (
+        max(SIZE_FAMILIES[LARGE]["zero-norm", "transformer", "slope"]) < 0
+        and size_verdict("zero-norm", "transformer", "slope", LARGE) == 0
+    ),
+    "the gap between `zero-norm` and the Transformer shrinks with more tokens. The seven other preregistered contrasts "
+    "are open with five seeds": lambda: (
+        len(SIZE_FAMILIES[LARGE_SHARED]) == 8
+        and size_verdict("zero-norm", "transformer", "slope", LARGE_SHARED) == -1
+        and sum(size_verdict(*name, LARGE_SHARED) == 0 for name in SIZE_FAMILIES[LARGE_SHARED]) == 7
+        and {len(of) for of in SIZE_FAMILIES[LARGE_SHARED].values()} == {5}
+    ),
+    "the rates tuned at 20 tokens per parameter do not lower the loss of `transformer` or of `zero-norm`: both "
+    "intervals of the change contain zero": lambda: all(
+        abs((cost := interval(cost_of_own_rate(arm, 20, LARGE, LARGE_SHARED)))[0]) < cost[1]
+        for arm in ("transformer", "zero-norm")
+    ),
+    "Of the 30 runs above, 20 are in this table too, and the seeds are the same": lambda: (
+        len(RUNS[LARGE]) == len(RUNS[LARGE_SHARED]) == 30
+        and len([r for r in RUNS[LARGE] if r in RUNS[LARGE_SHARED]]) == 20
+        and {r["seed"] for r in RUNS[LARGE]} == {r["seed"] for r in RUNS[LARGE_SHARED]}
     ),
     "The estimates are almost equal, and the intervals differ": lambda: (
         abs(interval(at_length("diff", "zero-norm", 20))[0] - interval(at_length("diff", "zero-norm", 20, SHARED))[0])
@@ -980,7 +1001,7 @@ def tuned_rate(arm, steps):
 @pytest.mark.parametrize("part", RUNS)
 def test_the_rates_of_question_4_are_those_of_the_tuned_seed(part):
     for r in RUNS[part]:
-        steps = int(r["changes"]["train.steps"]) if part == OWN else STEPS_OF[part][5]
+        steps = int(r["changes"]["train.steps"]) if part in (OWN, LARGE) else STEPS_OF[part][5]
         assert r["learning_rate"] == tuned_rate(r["arm"], steps)
         assert r["seed"] in range(30, 38)
 
