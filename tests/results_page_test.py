@@ -803,8 +803,8 @@ def sign_of_interval(one, other, tokens, part=OWN):
 
 def cost_of_own_rate(arm, tokens, own=OWN, shared=SHARED):
     """Return for each seed the loss with the rate of this length, minus that with the shared rate."""
-    losses = size_losses(arm, tokens, shared)
-    return [loss - losses[seed] for seed, loss in size_losses(arm, tokens, own).items()]
+    losses = size_losses(arm, tokens, own)
+    return [losses[seed] - loss for seed, loss in size_losses(arm, tokens, shared).items()]
 
 
 def median_seconds(runs, arm):
@@ -880,10 +880,15 @@ CLAIMS |= {
         ]
         == [4, 2, 1]
     ),
-    "With a rate for each length, all eight preregistered contrasts are open with five seeds": lambda: (
+    "With a rate for each length and seven seeds, the gap between `diff` and the Transformer shrinks with more tokens. "
+    "The seven other preregistered contrasts are open": lambda: (
         len(SIZE_FAMILIES[LARGE]) == 8
-        and {size_verdict(*name, LARGE) for name in SIZE_FAMILIES[LARGE]} == {0}
-        and {len(of) for of in SIZE_FAMILIES[LARGE].values()} == {5}
+        and size_verdict("diff", "transformer", "slope", LARGE) == -1
+        and sum(size_verdict(*name, LARGE) == 0 for name in SIZE_FAMILIES[LARGE]) == 7
+        and {len(of) for of in SIZE_FAMILIES[LARGE].values()} == {7}
+    ),
+    "with the first five seeds, all eight contrasts were open": lambda: (
+        min(corrected({name: two_sided(of[:5]) for name, of in SIZE_FAMILIES[LARGE].items()}).values()) >= 0.05
     ),
     "The slope is below zero for each seed, but open after the correction": lambda: (
         max(SIZE_FAMILIES[LARGE]["zero-norm", "transformer", "slope"]) < 0
@@ -901,10 +906,10 @@ CLAIMS |= {
         abs((cost := interval(cost_of_own_rate(arm, 20, LARGE, LARGE_SHARED)))[0]) < cost[1]
         for arm in ("transformer", "zero-norm")
     ),
-    "Of the 30 runs above, 20 are in this table too, and the seeds are the same": lambda: (
-        len(RUNS[LARGE]) == len(RUNS[LARGE_SHARED]) == 30
+    "Of the 42 runs above, 20 are in this table too. It has the first five of their seeds": lambda: (
+        len(RUNS[LARGE]) == 42
         and len([r for r in RUNS[LARGE] if r in RUNS[LARGE_SHARED]]) == 20
-        and {r["seed"] for r in RUNS[LARGE]} == {r["seed"] for r in RUNS[LARGE_SHARED]}
+        and {r["seed"] for r in RUNS[LARGE_SHARED]} == set(sorted({r["seed"] for r in RUNS[LARGE]})[:5])
     ),
     "The estimates are almost equal, and the intervals differ": lambda: (
         abs(interval(at_length("diff", "zero-norm", 20))[0] - interval(at_length("diff", "zero-norm", 20, SHARED))[0])
