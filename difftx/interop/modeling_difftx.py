@@ -14,6 +14,7 @@ heads after the call: O - λ f_D(O) (arXiv 2505.16333).
 # Axes in comments: B = batch, T = tokens, S = keys, N = noise heads, R = signal heads per noise head, H = N R heads,
 #   K = key/value heads, d = width of a query/key (sub-)head, E = width of a value head
 
+import inspect
 import math
 from typing import Any
 
@@ -33,6 +34,8 @@ LAMBDA_VECTORS = ("diff", "gda", "zero_branch")  # Architectures with one λ per
 LAMBDA_PROJECTIONS = ("diff_v2", "gdla")  # Architectures with one λ per token and head.
 # Architectures whose attention weights are not a softmax. No engine's attention function computes them.
 EAGER_ONLY = ("top_k", "off_by_one", "sink", "signed_mask")
+# Name of the cache in the arguments and outputs of transformers: "cache" since 5.24, "past_key_values" before.
+CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
 BOUNDS = {"sigmoid": (torch.sigmoid, torch.logit), "tanh": (torch.tanh, torch.arctanh)}
 
 
@@ -44,7 +47,7 @@ class DifftxConfig(PreTrainedConfig):
     """
 
     model_type = "difftx"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = [CACHE]
     base_model_tp_plan = {
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
@@ -208,7 +211,7 @@ class DifftxAttention(nn.Module):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the residual update, `[B, T, D]`, and the attention weights if the attention function returns them."""
@@ -227,8 +230,8 @@ class DifftxAttention(nn.Module):
             query = torch.cat([signal, noise], dim=-2).flatten(-3, -2)
         value = value.repeat_interleave(self.keys_per_value, dim=-2)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         attend = eager_attention_forward
         if self.config.architecture not in EAGER_ONLY:
             attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, attend)
@@ -339,7 +342,7 @@ class DifftxPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["DifftxDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = ["cache"]
     # In bfloat16, the error of λ would reach 0.01.
     _keep_in_fp32_modules_strict = ["lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "dex_lambda", "progress"]
     _supports_flash_attn = True
@@ -377,24 +380,29 @@ class DifftxModel(DifftxPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Return the normalised output of the last layer, `[B, T, D]`, and the cache."""
+        """Return the normalised output of the last layer, `[B, T, D]`, and the cache.
+
+        `past_key_values` is the older name of `cache`.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("specify exactly one of input_ids and inputs_embeds")
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        if use_cache and past_key_values is None and not self.training:
-            past_key_values = DynamicCache(config=self.config)
+        cache = past_key_values if cache is None else cache
+        if use_cache and cache is None and not self.training:
+            cache = DynamicCache(config=self.config)
         if position_ids is None:
-            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+            seen = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(seen, seen + hidden_states.shape[1], device=hidden_states.device)[None]
         mask = create_causal_mask(
             config=self.config,
             inputs_embeds=hidden_states,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
             position_ids=position_ids,
+            **{CACHE: cache},
         )
         angles = self._angles(position_ids)
         for layer in self.layers:
@@ -402,10 +410,10 @@ class DifftxModel(DifftxPreTrainedModel):
                 hidden_states,
                 position_embeddings=angles,
                 attention_mask=mask,
-                past_key_values=past_key_values,
+                cache=cache,
                 **kwargs,
             )
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE: cache})
 
     def _angles(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines of the rotary embedding, float32 `[B, T, 1, d/2]`."""
@@ -451,7 +459,7 @@ class DifftxForCausalLM(DifftxPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: getattr(outputs, CACHE)})
 
 
 class _Eager:
