@@ -131,7 +131,7 @@ class Shape:
         if device not in DEVICES:
             return None
         peak, bandwidth = DEVICES[device]
-        tensor_bytes = self.batch * self.length * self.heads * 2 * self.width * 2  # Of q, k, v or the output.
+        tensor_bytes = self.batch * self.length * self.heads * 2 * self.width * 2  # Size of q, k, v or the output.
         tensors = (5, 8)  # Number of tensors that the forward and the backward pass read or write.
         return [
             max(products * self.product_flops / peak, count * tensor_bytes / bandwidth)

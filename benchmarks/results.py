@@ -82,7 +82,7 @@ PATH_FIELDS = ("data.path", "eval.bigrams_path", "checkpoint.init_from")
 NO_CHANGES = ("train.seed", "data.", "eval.", "checkpoint.")  # Overrides of these fields do not change a run's arm.
 # Suites whose numbers at the last step are collected, if the run has results of them.
 SUITES = ("loss", "test", "recall", "exact_match", "attention", "outliers", "cache", "quantize")
-SIGNIFICANT_DIGITS = 6  # Of the numbers in docs/results.json.
+SIGNIFICANT_DIGITS = 6  # Number of digits that docs/results.json keeps of each number.
 # Added to the half width of an interval in comparisons: equal results of all seeds would give an interval of width 0.
 RESOLUTION = 0.005
 

@@ -385,7 +385,7 @@ class DifftxModel(DifftxPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """Return the normalised output of the last layer, `[B, T, D]`, and the cache.
 
-        `past_key_values` is the older name of `cache`.
+        `past_key_values` is the older name of `cache`. If both are given, `cache` is used.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("specify exactly one of input_ids and inputs_embeds")

@@ -146,7 +146,7 @@ def updated_average(average: Any, params: Any, decay: float, updates: jax.Array)
     `average` is this average after t - 1 updates, `params` is p_t, and `updates` is t. The initial parameters have no
     part in it, because the weights of the p_k add up to 1 from the first update on.
     """
-    share = (1 - decay) / -jnp.expm1(updates * math.log(decay))  # Of p_t: 1 / (1 + decay + … + decay^(t-1)).
+    share = (1 - decay) / -jnp.expm1(updates * math.log(decay))  # Weight of p_t: 1 / (1 + decay + … + decay^(t-1)).
     return jax.tree.map(lambda mean, new: mean + share * (new - mean), average, params)
 
 

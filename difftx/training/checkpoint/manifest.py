@@ -81,7 +81,7 @@ class Manifest:
     config_sha256: str
     data: dict[str, Any]  # Signature of the training data: sources, tokenizer, rows and order.
     packages: dict[str, str]
-    source_sha256: str | None  # Of the source files of difftx. The manifests of older checkpoints have none.
+    source_sha256: str | None  # Hash of the source files of difftx. Older manifests have none.
     extensions: list[dict[str, str]]  # Path and SHA-256 of each loaded extension.
     arrays: dict[str, tuple[tuple[int, ...], str]]  # Path in the train state → shape and dtype.
     files: dict[str, tuple[int, str, str]]  # Path in the folder → size in bytes, name of the checksum, checksum.
