@@ -24,7 +24,7 @@ from difftx.training.run import Run
 
 HEADER_BYTES = 2**20  # Longest first line that identifies a large file.
 # Entries of `dependencies` that a result records, so that the report can compare those of two runs.
-OPTIONS = ("eval", "files", "extensions", "devices")
+OPTIONS = ("eval", "files", "extensions", "devices", "revision")
 
 
 def check_run(run: Run, suites: Sequence[str]) -> None:
@@ -121,6 +121,9 @@ def dependencies(run: Run, suite: str) -> dict[str, Any]:
         depends["headers"] = [_first_line(path) for path in headers]
     if extensions := [extension.sha256 for name in suites if (extension := SUITES.extension_of(name))]:
         depends["extensions"] = extensions
+    # Revisions only increase, so their sum changes with each of them.
+    if revision := sum(SUITES[name].revision for name in suites):
+        depends["revision"] = revision
     if SUITES[suite].measures_device:
         device = run.mesh.devices.flat[0].device_kind
         depends["devices"] = [device, dict(run.mesh.shape), run.microbatch_rows]

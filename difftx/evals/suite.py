@@ -33,6 +33,8 @@ class Suite:
         checks_inner: whether `check` also checks the suites of `inner`. Otherwise, their own `check` is called.
         measures_device: whether the result depends on the devices and the mesh.
         quantizable: whether the suite `quantize` can run this suite.
+        revision: number to increase when a change of the suite's code changes its results. A stored result is reused
+            only with the same revision. Results of extensions already depend on the content of their files.
     """
 
     evaluate: Callable[[Evaluation], Result]
@@ -45,6 +47,7 @@ class Suite:
     checks_inner: bool = False
     measures_device: bool = False
     quantizable: bool = True
+    revision: int = 0
 
 
 def register_suite(name: str, suite: Suite, config: type | None = None) -> None:

@@ -130,7 +130,8 @@ def _changed_options(first: Result, second: Result) -> dict[str, tuple[str, str]
 
     Paths of files that have equal contents in both results do not count.
     """
-    old, new = (o if isinstance(o := result.get("options"), dict) else {} for result in (first, second))
+    recorded = (o if isinstance(o := result.get("options"), dict) else {} for result in (first, second))
+    old, new = ({"revision": 0} | options for options in recorded)  # A result does not record revision 0.
     contents = {name: old[name] for name in CONTENTS.values() if isinstance(old.get(name), list)}
     # A file that could not be read has None in place of a hash.
     equal = {name for name, hashes in contents.items() if hashes == new.get(name) and None not in hashes}

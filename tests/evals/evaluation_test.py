@@ -130,3 +130,15 @@ def test_requirements_of_a_suite_are_checked_before_it_runs(config, text_file, t
                 evals.check_run(run, ["loss", suite])
             with pytest.raises(UserError):
                 evals.evaluate(run, None, 0, [suite])
+
+
+@pytest.mark.parametrize("asked", ["loss", "quantize"])
+def test_a_result_of_another_revision_of_a_suite_is_not_reused(config, text_file, tmp_path, monkeypatch, asked):
+    """A suite that runs others, as `quantize` runs `loss` here, also depends on their revisions."""
+    chosen = config(data__path=text_file, eval__quantize__suites="loss", eval__quantize__bits="16")
+    run = Run.open(chosen, tmp_path, one_device())
+    evals.evaluate(run, params_of(run), 0, [asked])
+    assert evals.stored_result(run, asked, 0) is not None
+    loss = evals.SUITES["loss"]
+    monkeypatch.setitem(evals.SUITES._entries, "loss", dataclasses.replace(loss, revision=loss.revision + 1))
+    assert evals.stored_result(run, asked, 0) is None

@@ -473,6 +473,20 @@ def test_results_with_other_settings_are_named_and_have_no_difference(tmp_path, 
     assert cells == [["0.5"], ["0.25"], ["−0.25", "worse"], ["0.75"], ["–"], ["0.125"], ["−0.375", "worse"]]
 
 
+def test_results_of_another_revision_of_a_suite_are_not_compared(tmp_path, monkeypatch):
+    config = tiny("diff", train__steps=3, data__path="synthetic:copy", data__synthetic__vocab_size=130)
+    for name, revision in (("a", 0), ("b", 1), ("c", 1)):
+        suite = Suite(evaluate=lambda _: Result(numbers={"accuracy": 0.5}), revision=revision)
+        monkeypatch.setattr(evals, "SUITES", Registry("suite", {"icl": suite}))
+        evals.evaluate(Run.open(config, write_run(tmp_path / name, config)), None, 3, ["icl"])
+
+    def notes(*names):
+        return notes_of(write_page([tmp_path / name for name in names], tmp_path / "report.html").read_text())
+
+    assert "a and b differ in revision: 0 and 1, so their results of suite icl are not comparable." in notes("a", "b")
+    assert not [note for note in notes("b", "c") if "revision" in note]
+
+
 def test_files_with_other_contents_are_settings(tmp_path):
     for name, digits in (("a", "1"), ("b", "2")):
         write_run(tmp_path / name, tiny("diff", train__steps=3))

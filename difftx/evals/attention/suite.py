@@ -134,5 +134,10 @@ def _draw_rows(graphdef: nnx.GraphDef, params: Any, batch: _Batch, *, tokens_a_b
 
 
 SUITE = Suite(
-    evaluate=evaluate, reads=("attention", "needle"), check=prompts_of, files=haystack_files, quantizable=False
+    evaluate=evaluate,
+    reads=("attention", "needle"),
+    check=prompts_of,
+    files=haystack_files,
+    quantizable=False,
+    revision=1,
 )

@@ -184,4 +184,10 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-SUITE = Suite(evaluate=evaluate, reads=("harness",), check=lambda run: load_tasks(run.config.eval.harness), files=files)
+SUITE = Suite(
+    evaluate=evaluate,
+    reads=("harness",),
+    check=lambda run: load_tasks(run.config.eval.harness),
+    files=files,
+    revision=1,
+)

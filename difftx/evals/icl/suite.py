@@ -120,4 +120,4 @@ def _details(task: IclTask, accuracies: Accuracies) -> dict[str, Any]:
     }
 
 
-SUITE = Suite(evaluate=evaluate, reads=("icl",), check=tasks_of, files=_files)
+SUITE = Suite(evaluate=evaluate, reads=("icl",), check=tasks_of, files=_files, revision=1)

@@ -102,4 +102,4 @@ def _charts(prompts: NeedlePrompts, accuracy_LCD: np.ndarray) -> list[Heatmap]:
     return charts
 
 
-SUITE = Suite(evaluate=evaluate, reads=("needle",), check=NeedlePrompts, files=haystack_files)
+SUITE = Suite(evaluate=evaluate, reads=("needle",), check=NeedlePrompts, files=haystack_files, revision=1)

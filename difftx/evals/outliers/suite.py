@@ -139,4 +139,4 @@ def _add_hidden(counts_1P2V, out_BTD, real_BT, digit):
     return jax.lax.scan(chunk, counts_1P2V[0], (values, counted))[0][None]
 
 
-SUITE = Suite(evaluate=evaluate, reads=("outliers",), quantizable=False)
+SUITE = Suite(evaluate=evaluate, reads=("outliers",), quantizable=False, revision=1)
