@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import P
 from jax.ad_checkpoint import checkpoint_name
 
 from difftx.config import ModelConfig
@@ -269,7 +270,8 @@ class Decoder(nnx.Module):
         It contains the factor of µP on the logits.
         """
         weight_VD = (self.embedding_VD if self.config.tie_embeddings else self.unembedding_VD)[...]
-        return scaled(weight_VD, 1 / self.config.width_ratio)
+        # In inference, the weight may be bfloat16. A product in bfloat16 would round the factor too.
+        return scaled(weight_VD.astype(jnp.float32), 1 / self.config.width_ratio)
 
     def _scan(self, layer: Callable[..., Any], carry: Any, *inputs: Any, may_unroll: bool = True) -> tuple[Any, Any]:
         """Apply `layer` to the carry and to each layer's block, constants and inputs, as `jax.lax.scan` does.
@@ -319,13 +321,18 @@ class Decoder(nnx.Module):
 
 
 def _split_axis(x_L: jax.Array, period: int) -> jax.Array:
-    """Return `[L, …]` as `[L / period, period, …]`, with the sharding of the other axes."""
-    return x_L.reshape(-1, period, *x_L.shape[1:])
+    """Return `[L, …]` as `[L / period, period, …]`, with the sharding of the other axes.
+
+    Without `out_sharding`, JAX drops the mesh axes of an axis with one entry, such as the rows of a single prompt.
+    """
+    sharding = P(None, *jax.typeof(x_L).sharding.spec)
+    return jnp.reshape(x_L, (-1, period, *x_L.shape[1:]), out_sharding=sharding)
 
 
 def _merge_axes(x_NP: jax.Array) -> jax.Array:
     """Return `[N, P, …]` as `[N P, …]`: the inverse of `_split_axis`."""
-    return x_NP.reshape(-1, *x_NP.shape[2:])
+    sharding = P(*jax.typeof(x_NP).sharding.spec[1:])
+    return jnp.reshape(x_NP, (-1, *x_NP.shape[2:]), out_sharding=sharding)
 
 
 def _unstacked[Stacked](stacked_P: Stacked, period: int) -> list[Stacked]:

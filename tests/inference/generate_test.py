@@ -34,6 +34,27 @@ def test_greedy_equals_a_plain_loop_while_the_cache_grows(config, mesh_of, monke
         assert new == 40 or best_T[len(prompt) - 1 + new] == 256
 
 
+@pytest.mark.parametrize(
+    ("prompts", "fields"),
+    [
+        (PROMPTS[:1], {}),
+        (PROMPTS[1:], {"model__num_kv_heads": 1}),
+        pytest.param(PROMPTS[:1], {"model__num_kv_heads": 1, "model__cache__bits": 8}, marks=pytest.mark.long),
+    ],
+)
+def test_one_row_or_key_of_a_model_with_a_pattern_of_windows(config, mesh_of, prompts, fields):
+    """Axes of the cache with one entry keep their sharding when the layers are grouped by the pattern."""
+    fields = {"model__window": 16, "model__window_pattern": "LG"} | fields
+    lm = language_model(config, mesh_of(), **fields)
+    completions = generate(lm, requests(prompts, new_tokens=20), GREEDY)
+    for prompt, completion in zip(prompts, completions, strict=True):
+        row_T = np.array(prompt + completion.tokens, np.int32)
+        best_T = np.argmax(full_logits(lm, mesh_of(), row_T[None])[0, :, :257], axis=-1)
+        if "model__cache__bits" not in fields:  # Rounded keys and values choose other tokens.
+            assert completion.tokens == best_T[len(prompt) - 1 : -1].tolist()
+        assert len(completion.tokens) == 20
+
+
 @pytest.mark.long
 def test_a_rows_samples_follow_its_seed_and_not_its_batch(config, mesh_of):
     lm = language_model(config, mesh_of())

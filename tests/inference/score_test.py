@@ -1,15 +1,18 @@
 """Scores of continuations, compared with float64 scores from a full pass over each item alone."""
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 from helpers.inference_models import CONTEXT, full_logits, language_model
-from helpers.model_layers import OPTIONS
+from helpers.model_layers import MUP, OPTIONS
 
 from difftx.config.model import CacheConfig
 from difftx.errors import UserError
 from difftx.inference import score
 from difftx.inference.decode import padded
 from difftx.inference.score import Item, Prompt, loglikelihoods, most_likely
+from difftx.training.state import graph
 
 
 def brute_force(lm, mesh, items):
@@ -87,6 +90,17 @@ def test_the_most_likely_label_is_that_of_brute_force(config, mesh_of):
     assert chosen == np.argmax(expected, axis=1).tolist()
     assert len(set(chosen)) > 1
     assert most_likely(lm, prompts, [labels[3], labels[3]], batch_rows=2) == [0] * 4
+
+
+def test_bfloat16_does_not_round_the_factor_of_mup(config, mesh_of):
+    """The factor, 1 / 3 here, is that of float32. Rounded to bfloat16, it would scale all logits alike."""
+    fields = MUP | {"model__mup_base_width": 12, "model__d_model": 36, "model__compute_dtype": "bfloat16"}
+    lm = language_model(config, mesh_of(), **fields)
+    with jax.set_mesh(lm.mesh):
+        model = nnx.merge(graph(lm.config), lm.weights)
+        weight_VD = np.asarray(model.embedding_VD[...], np.float64)
+        actual_VD = np.asarray(model.unembedding(), np.float64)
+    np.testing.assert_allclose(actual_VD, weight_VD / 3, rtol=1e-6)
 
 
 def test_items_must_fit(config, mesh_of):
