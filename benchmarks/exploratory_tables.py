@@ -44,7 +44,7 @@ class Column(NamedTuple):
 
 # (arm, reference, difference between their models).
 CONTRASTS = (
-    ("diff", "transformer", "all of it"),
+    ("diff", "transformer", "the whole architecture"),
     ("transformer-8x256-norm", "transformer-8x256", "head norm, in the Transformer with wide heads"),
     ("diff", "diff-no_norm", "head norm, in the differential model"),
     ("diff", "transformer-8x256-norm", "subtraction, with head norm"),
