@@ -2,8 +2,17 @@
 
     python benchmarks/controls_study.py --out=runs/study/controls --question=1-novels [--jobs=2]
 
-The models have 0.15M parameters. Question 4 also has models of 0.43M, and 1-stdlib trains on the source code of
-Python's library.
+The models have 0.15M parameters. The questions:
+
+1. Norm, gain or subtraction: which part of differential attention changes the loss on novels, or helps to solve recall?
+2. Does the need for a long warm-up depend on the model and on the optimizer?
+3. Does another λ (bounded, slower or decayed) change the loss?
+4. Do the differences between architectures change with the size of the model and the number of tokens? Some of these
+   models have 0.43M parameters.
+6. Does the subtraction help more if recall has more distractors?
+
+Question 5, Transformers made differential, is in benchmarks/differential_study.py. Question 7, 10M to 160M parameters,
+needs a GPU (`benchmarks/gpu.sh small`). Some questions have several parts; `QUESTIONS` explains the key of each.
 
 A cell is a task, an arm, and changes of other fields. Most cells have a learning rate of their own, and some a gain of
 their own: the values with the smallest validation loss on a seed that is not reported. The reported seeds then train
@@ -54,14 +63,14 @@ class Cell(NamedTuple):
     arm: str
     changes: Fields = NO_CHANGES  # Changes of the recipe's fields.
     is_tuned: bool = True  # Whether to tune rate and gain. If not, they are those of the recipe or of `changes`.
-    tuned_as: str | None = None  # Folder of an earlier cell of the question, whose tuned fields this cell takes.
+    takes_tuning_of: str | None = None  # Folder of an earlier cell of the question, whose tuned fields this cell takes.
     seeds: Sequence[int] = REPORTED_SEEDS
 
     @property
     def folder(self) -> str:
         """Name of the folder of the cell's runs."""
         changes = "".join(f"-{name.rpartition('.')[2]}-{value}" for name, value in self.changes.items())
-        shared = "-shared" if self.tuned_as else ""
+        shared = "-shared" if self.takes_tuning_of else ""
         return f"{self.task}-{self.arm}{changes}{'-again' if self.seeds == SEEDS_AGAIN else ''}{shared}"
 
 
@@ -119,30 +128,58 @@ def _shared_rate_cell(task: str, tokens: int, arm: str) -> Cell:
     cell = _length_cell(task, tokens, arm)
     if tokens == SHARED_RATE_TOKENS:
         return cell
-    return cell._replace(tuned_as=_length_cell(task, SHARED_RATE_TOKENS, arm).folder)
+    return cell._replace(takes_tuning_of=_length_cell(task, SHARED_RATE_TOKENS, arm).folder)
 
 
-# Question → its cells.
+# Part of a question → its cells. A cell of the same task, arm, changes and seeds in several parts is trained once.
 QUESTIONS: Mapping[str, Sequence[Cell]] = {
+    # Question 1 on novels, each arm at its tuned rate and gain.
     "1-novels": [Cell("novels", arm) for arm in NORM_OR_GAIN_ARMS],
+    # Question 1 on recall, with a sixth seed.
     "1-recall": [Cell("recall", arm, seeds=RECALL_SEEDS) for arm in NORM_OR_GAIN_ARMS],
-    # The arm diff-plain is missing, because the best gain of diff-gain is 1.
+    # Question 1 on novels with ten fresh seeds, at the rates and gains of 1-novels, which configs/controls.py has. The
+    # arm diff-plain is missing, because the best gain of diff-gain is 1, which makes it the same model.
     "1-again": [
         Cell("novels", arm, is_tuned=False, seeds=SEEDS_AGAIN) for arm in NORM_OR_GAIN_ARMS if arm != "diff-plain"
     ],
-    "3-novels": [Cell("novels", "diff", changes) for changes in (NO_CHANGES, *LAMBDAS)],
-    "3-recall": [Cell("recall", "diff-plain", {RATE: rate}, is_tuned=False) for rate in DIVERGING_RATES],
-    "6": [Cell(task, arm, seeds=RECALL_SEEDS) for task in ("recall", "recall-31") for arm in AGAINST_NOISE],
-    "6-more": [Cell("recall-63", arm, seeds=RECALL_SEEDS) for arm in AGAINST_MORE_NOISE],
+    # Main arms of question 1 on the source code of Python's library.
+    "1-stdlib": [Cell("novels", arm, {"data.path": "stdlib", "eval.suites": "loss"}) for arm in MAIN_ARMS],
+    # Main arms of question 1 on novels with heads of width 32 instead of 16.
+    "1-wide": [Cell("novels-wide", arm) for arm in MAIN_ARMS],
+    # Question 2: each optimizer with the long warm-up of the recipe and with a short one.
     "2": [
         Cell("novels", arm, {**optimizer, **warmup})
         for arm in ("transformer", "diff")
         for optimizer in (NO_CHANGES, MUON)
         for warmup in (NO_CHANGES, SHORT_WARMUP)
     ],
+    # The control of question 2 with λ = 0, with Muon.
     "2-zero": [Cell("novels", "zero-norm", {**MUON, **warmup}) for warmup in (NO_CHANGES, SHORT_WARMUP)],
-    "1-stdlib": [Cell("novels", arm, {"data.path": "stdlib", "eval.suites": "loss"}) for arm in MAIN_ARMS],
-    "1-wide": [Cell("novels-wide", arm) for arm in MAIN_ARMS],
+    # Question 3 on novels: forms of λ, each at its tuned rate.
+    "3-novels": [Cell("novels", "diff", changes) for changes in (NO_CHANGES, *LAMBDAS)],
+    # Question 3 on recall: λ without norm and gain at large rates.
+    "3-recall": [Cell("recall", "diff-plain", {RATE: rate}, is_tuned=False) for rate in DIVERGING_RATES],
+    # Question 4 with a rate tuned for each length. The sizes come one after the other, so that an interrupted study has
+    # a whole family of contrasts.
+    "4": [
+        _length_cell(task, tokens, arm)
+        for task, lengths in LENGTHS.items()
+        for tokens in lengths
+        for arm in ARCHITECTURES
+    ],
+    # Question 4 with one rate for all lengths of a size.
+    "4-shared": [
+        _shared_rate_cell(task, tokens, arm)
+        for task, lengths in LENGTHS.items()
+        for tokens in lengths
+        for arm in (LONGEST_ARMS if task == WIDER or tokens > 20 else ARCHITECTURES)
+    ],
+    # Question 6 with 15 and with 31 distractors.
+    "6": [Cell(task, arm, seeds=RECALL_SEEDS) for task in ("recall", "recall-31") for arm in AGAINST_NOISE],
+    # Question 6 with 63 distractors.
+    "6-more": [Cell("recall-63", arm, seeds=RECALL_SEEDS) for arm in AGAINST_MORE_NOISE],
+    # Experiments SP1, SP3 and NC3 of a review of the paper (docs/reproducing.md): top-k and signed attention, and
+    # attention weights during training.
     "review": [
         *(Cell("novels", arm, seeds=SEEDS_AGAIN) for arm in SPARSE_OR_SIGNED),
         *(Cell("recall-31", arm, seeds=RECALL_SEEDS) for arm in SPARSE_OR_SIGNED),
@@ -150,19 +187,6 @@ QUESTIONS: Mapping[str, Sequence[Cell]] = {
             Cell("recall", arm, ATTENTION_SUITES, is_tuned=False, seeds=ATTENTION_SEEDS)
             for arm in ("zero-norm", "diff")
         ),
-    ],
-    # One size after the other, so that an interrupted study has a whole family of contrasts.
-    "4": [
-        _length_cell(task, tokens, arm)
-        for task, lengths in LENGTHS.items()
-        for tokens in lengths
-        for arm in ARCHITECTURES
-    ],
-    "4-shared": [
-        _shared_rate_cell(task, tokens, arm)
-        for task, lengths in LENGTHS.items()
-        for tokens in lengths
-        for arm in (LONGEST_ARMS if task == WIDER or tokens > 20 else ARCHITECTURES)
     ],
 }
 
@@ -178,7 +202,8 @@ def main(arguments: Sequence[str]) -> int:
         trained: dict[str, Future[Fields]] = {}
         # The pool starts the cells in this order, so no cell waits for one that has not started.
         for folder, cell in todo.items():
-            trained[folder] = pool.submit(train_cell, cell, args.out, trained[cell.tuned_as] if cell.tuned_as else None)
+            shared_tuning = trained[cell.takes_tuning_of] if cell.takes_tuning_of else None
+            trained[folder] = pool.submit(train_cell, cell, args.out, shared_tuning)
         folders = {future: folder for folder, future in trained.items()}
         for number, done in enumerate(concurrent.futures.as_completed(folders), 1):
             tuned = ", ".join(f"{name}={value}" for name, value in done.result().items())
@@ -186,19 +211,19 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def train_cell(cell: Cell, out: Path, tuned_as: Future[Fields] | None = None) -> Fields:
+def train_cell(cell: Cell, out: Path, shared_tuning: Future[Fields] | None = None) -> Fields:
     """Train the reported seeds of a cell, and return its tuned fields with their values.
 
     Args:
         cell: The cell to train.
         out: Folder of all cells.
-        tuned_as: Tuned fields of the cell that `cell.tuned_as` names, which this cell then does not tune itself.
+        shared_tuning: Tuned fields of the cell `cell.takes_tuning_of`. This cell then takes them and tunes nothing.
     """
     folder = out / cell.folder
     grid = [f"task={cell.task}", f"arm={cell.arm}"]
     flags = [f"--config.{name}={value}" for name, value in cell.changes.items()]
     rates = FIRST_RATES[cell.task in DISTRACTORS, cell.changes.get("optimizer.name", "adamw")]
-    tuned = dict(tuned_as.result()) if tuned_as else {}
+    tuned = dict(shared_tuning.result()) if shared_tuning else {}
 
     def loss(name: str, value: float) -> float:
         """Return the validation loss of `TUNED_SEED` in nats per token, with one more field."""
@@ -206,7 +231,7 @@ def train_cell(cell: Cell, out: Path, tuned_as: Future[Fields] | None = None) ->
         path = folder / "-".join(["tune", *(f"{n.rpartition('.')[2]}-{v}" for n, v in sorted(fields.items()))])
         return sweep(path, CONFIG, [*grid, seed_axis([TUNED_SEED]), *_axes(fields)], flags)
 
-    is_tuned = cell.is_tuned and tuned_as is None
+    is_tuned = cell.is_tuned and shared_tuning is None
     if is_tuned and cell.arm.endswith("-gain"):
         tuned[GAIN] = f"{min(GAINS, key=lambda gain: loss(GAIN, gain)):g}"
     if is_tuned:

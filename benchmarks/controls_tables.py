@@ -54,8 +54,8 @@ NORM_OR_GAIN_CONTRASTS = (
     versus("diff", "diff-gain", "the norm in place of a gain, with the subtraction"),
     versus("zero-norm", "zero-gain", "the norm in place of a gain, without the subtraction"),
     versus("diff-gain", "diff-plain", "the gain, with the subtraction"),
-    versus("diff", "transformer", "all of it"),
-    versus("diff", "transformer-gain", "all of it, against the Transformer with a gain"),
+    versus("diff", "transformer", "the whole architecture"),
+    versus("diff", "transformer-gain", "the whole architecture, against the Transformer with a gain"),
 )
 # Parts of the names of cells of question 2, as `cell_of` writes them.
 MUON = "optimizer=muon"
@@ -73,12 +73,12 @@ def _warmup_contrasts() -> Sequence[Contrast]:
         found += [versus(short[arm], long[arm], f"{arm}'s need for a long warm-up, {name}") for arm in short]
         found.append(
             Contrast(
-                f"whether diff needs it more, {name}",
+                f"diff's need minus transformer's, {name}",
                 (short["diff"], long["transformer"]),
                 (long["diff"], short["transformer"]),
             )
         )
-        found.append(versus(long["diff"], long["transformer"], f"all of it, {name}"))
+        found.append(versus(long["diff"], long["transformer"], f"the whole architecture, {name}"))
     return found
 
 
@@ -89,8 +89,8 @@ FAMILIES: Mapping[str, Sequence[Contrast]] = {
     "again": tuple(contrast for contrast in NORM_OR_GAIN_CONTRASTS if "diff-plain" not in contrast.minus),
     "main": (
         versus("diff", "zero-norm", "the subtraction, with the norm"),
-        versus("diff", "transformer", "all of it"),
-        versus("diff", "transformer-gain", "all of it, against the Transformer with a gain"),
+        versus("diff", "transformer", "the whole architecture"),
+        versus("diff", "transformer-gain", "the whole architecture, against the Transformer with a gain"),
     ),
     "lambda": (
         versus("diff, lambda_bound=sigmoid", "diff", "λ between 0 and 1"),
@@ -188,7 +188,7 @@ def family_table(records: Sequence[Record], family: str, number: str = TEST_LOSS
         [contrast.title, contrast.effect, signed(value), p_text(p), verdict(value.mean, p, contrast)]
         for contrast, (value, p) in zip(contrasts, results, strict=True)
     ]
-    return markdown(["contrast", "asks for", "bits per byte", "p, corrected", "the first is"], rows)
+    return markdown(["contrast", "effect", "bits per byte", "p, corrected", "verdict"], rows)
 
 
 def contrast_text(records: Sequence[Record], cell: str, reference: str, number: str = TEST_LOSS) -> str:

@@ -1,10 +1,10 @@
 """Throughput of the data pipeline without training.
 
-python benchmarks/data.py loader [--store=DIR --tokenizer=NAME] [--rows=64] [--sequence_length=4096] [--rounds=7]
+python benchmarks/data.py [--store=DIR --tokenizer=NAME] [--rows=64] [--sequence_length=4096] [--rounds=7]
 
-`loader` prints a table of tokens/s of batches from a memory-mapped store, on the host and placed on the device as in
-training, as medians over interleaved rounds in one process. Without --store, it writes 64 M tokens of random documents
-(lognormal lengths, median 400) to a temporary folder. It also prints the time to pack 10 M such documents.
+Prints a table of tokens/s of batches from a memory-mapped store, on the host and placed on the device as in training.
+The numbers are medians over interleaved rounds in one process. Without --store, the script writes 64 M tokens of random
+documents (lognormal lengths, median 400) to a temporary folder. It also prints the time to pack 10 M such documents.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -35,7 +35,7 @@ from difftx.parallel.mesh import make_mesh
 
 BASE = Path(__file__).resolve().parent.parent / "configs" / "base.py"
 BATCHES = 20  # Batches per round.
-VOCABULARY = 100_277  # Of cl100k_base, so that tokens need 4 bytes.
+VOCABULARY = 100_277  # Size of cl100k_base; its tokens need 4 bytes.
 SHARD_TOKENS = 2**23
 SHARDS = {"train": 8, "valid": 1}  # Split → number of shards.
 MEDIAN_DOCUMENT_TOKENS = 400  # Approximate median of `random_lengths`.
@@ -46,7 +46,7 @@ TWO_SOURCES = '[{"name": "a", "path": "STORE", "weight": 0.7}, {"name": "b", "pa
 MASKED = {"data.document_mask": "true"}
 PACKED = MASKED | {"data.packing": "best_fit"}
 # Name of a way to make rows → fields of the config.
-CONTESTANTS = {
+ROW_SETTINGS = {
     "concat": {"data.path": "STORE"},
     "concat, document mask": {"data.path": "STORE"} | MASKED,
     "best_fit, document mask": {"data.path": "STORE"} | PACKED,
@@ -57,30 +57,38 @@ CONTESTANTS = {
 }
 
 
-def print_loader(args: argparse.Namespace) -> None:
-    """Print tokens/s of each entry of `CONTESTANTS`, then the time to pack documents."""
-    console(120).print(loader_table(measure_loader(args), args))
-    print(packing_line(args.sequence_length))
+class Stages(NamedTuple):
+    """Functions that produce the next batch."""
+
+    host: Callable[[], object]  # Up to an array on the host.
+    device: Callable[[], object]  # Up to an array that is placed on the device.
 
 
-def measure_loader(args: argparse.Namespace) -> dict[str, list[list[float]]]:
-    """Return for each entry of `CONTESTANTS` the seconds of each round, on the host and then placed on the device."""
+class Seconds(NamedTuple):
+    """Seconds of each round, of `Stages`."""
+
+    host: list[float]
+    device: list[float]
+
+
+def measure_loader(args: argparse.Namespace) -> dict[str, Seconds]:
+    """Return the seconds of each round for each entry of `ROW_SETTINGS`."""
     with tempfile.TemporaryDirectory() as folder:
         store = args.store
         if store is None:
             store = Path(folder) / "store"
             write_store(store)
-        batches = {name: make_batches(changes, store, args, folder) for name, changes in CONTESTANTS.items()}
-        seconds: dict[str, list[list[float]]] = {name: [[], []] for name in batches}
+        stages_by_name = {name: make_batches(changes, store, args, folder) for name, changes in ROW_SETTINGS.items()}
+        seconds = {name: Seconds([], []) for name in stages_by_name}
         for _ in range(args.rounds + 1):
-            for name, both in batches.items():
-                for index, advance in enumerate(both):
-                    seconds[name][index].append(timed(advance))
+            for name, stages in stages_by_name.items():
+                seconds[name].host.append(timed(stages.host))
+                seconds[name].device.append(timed(stages.device))
     # The first round fills the page cache and the prefetch buffers.
-    return {name: [of_rounds[1:] for of_rounds in both] for name, both in seconds.items()}
+    return {name: Seconds(host[1:], device[1:]) for name, (host, device) in seconds.items()}
 
 
-def loader_table(seconds: dict[str, list[list[float]]], args: argparse.Namespace) -> rich.table.Table:
+def loader_table(seconds: dict[str, Seconds], args: argparse.Namespace) -> rich.table.Table:
     """Return a table of M tokens/s, from the seconds that `measure_loader` returns."""
     title = (
         f"rows of {args.sequence_length:,} tokens, {args.rows} per batch; {os.cpu_count()} CPUs, "
@@ -88,9 +96,9 @@ def loader_table(seconds: dict[str, list[list[float]]], args: argparse.Namespace
     )
     table = numbers_table(title, ("rows", "on the host", "placed"))
     round_tokens = BATCHES * args.rows * args.sequence_length
-    for name, both in seconds.items():
-        rates = ([round_tokens / elapsed / 1e6 for elapsed in of_rounds] for of_rounds in both)
-        table.add_row(name, *(median_and_range(of_rounds, ".1f") for of_rounds in rates))
+    for name, seconds_by_stage in seconds.items():
+        rates_by_stage = ([round_tokens / elapsed / 1e6 for elapsed in rounds] for rounds in seconds_by_stage)
+        table.add_row(name, *(median_and_range(rates, ".1f") for rates in rates_by_stage))
     return table
 
 
@@ -105,8 +113,8 @@ def packing_line(sequence_length: int) -> str:
     return f"best_fit: {PACKED_DOCUMENTS:,} documents into {rows:,} rows in {seconds:.1f} s, {padding:.4%} padding"
 
 
-def make_batches(changes: dict[str, str], store: Path, args: argparse.Namespace, folder: str) -> list[Callable]:
-    """Return two functions that produce the next batch: one on the host, one on the device.
+def make_batches(changes: dict[str, str], store: Path, args: argparse.Namespace, folder: str) -> Stages:
+    """Return the functions that produce the next batch.
 
     Args:
         changes: Fields of the config, in whose values STORE stands for `store`.
@@ -142,10 +150,10 @@ def make_batches(changes: dict[str, str], store: Path, args: argparse.Namespace,
         vocab_size=config.model.embeddings,
         where=sources.where,
     )
-    return [lambda: next(on_host), lambda: jax.block_until_ready(next(placed))]
+    return Stages(host=lambda: next(on_host), device=lambda: jax.block_until_ready(next(placed)))
 
 
-def timed(advance: Callable) -> float:
+def timed(advance: Callable[[], object]) -> float:
     """Return the seconds that a round of `BATCHES` batches takes."""
     start = time.perf_counter()
     for _ in range(BATCHES):
@@ -183,18 +191,16 @@ def random_lengths(rng: np.random.Generator, documents: int) -> np.ndarray:
 
 
 def main() -> None:
-    """Parse the flags and run the benchmark."""
+    """Print tokens/s of each entry of `ROW_SETTINGS`, then the time to pack documents."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
-    loader = commands.add_parser("loader", help="tokens/s of the loader")
-    loader.set_defaults(run=print_loader)
-    loader.add_argument("--store", type=Path, help="folder of `difftx prepare`")
-    loader.add_argument("--tokenizer", default="bytes", help="tokenizer of --store (%(default)s)")
-    loader.add_argument("--rows", type=int, default=64)
-    loader.add_argument("--sequence_length", type=int, default=4096)
-    loader.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--store", type=Path, help="folder of `difftx prepare`")
+    parser.add_argument("--tokenizer", default="bytes", help="tokenizer of --store (%(default)s)")
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--sequence_length", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
-    args.run(args)
+    console(120).print(loader_table(measure_loader(args), args))
+    print(packing_line(args.sequence_length))
 
 
 if __name__ == "__main__":

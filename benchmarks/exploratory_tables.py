@@ -44,7 +44,7 @@ class Column(NamedTuple):
 
 # (arm, reference, difference between their models).
 CONTRASTS = (
-    ("diff", "transformer", "all of it"),
+    ("diff", "transformer", "the whole architecture"),
     ("transformer-8x256-norm", "transformer-8x256", "head norm, in the Transformer with wide heads"),
     ("diff", "diff-no_norm", "head norm, in the differential model"),
     ("diff", "transformer-8x256-norm", "subtraction, with head norm"),
@@ -109,12 +109,12 @@ def differences_between_arms(
     return [own[seed] - other[seed] for seed in sorted(own.keys() & other.keys())]
 
 
-def difference_of_changes_text(
+def difference_in_differences_text(
     records: Sequence[Record], task: str, arm: str, reference: str, number: str, reference_number: str
 ) -> str:
-    """Return how much more `number` − `reference_number` is in an arm's runs than in the reference arm's.
+    """Return `number` − `reference_number` of an arm's runs minus the same difference of the reference arm's runs.
 
-    It is a mean over seeds with its interval. The differences are small, so they have four decimals.
+    It is a mean over seeds with its interval, with four decimals, because the values are small.
     """
     own, other = (differences_within_runs(records, task, name, number, reference_number) for name in (arm, reference))
     found = estimate([a - b for a, b in zip(own, other, strict=True)])
@@ -300,7 +300,7 @@ def caches_table(records: Sequence[Record], task: str, number: str) -> str:
     def difference_cells(compressed: str, uncompressed: str) -> list[str]:
         """Return both arms' differences of two numbers, and by how much the second arm's difference is larger."""
         found = (differences_within_runs(records, task, arm, compressed, uncompressed) for arm in (reference, own))
-        last = difference_of_changes_text(records, task, own, reference, compressed, uncompressed)
+        last = difference_in_differences_text(records, task, own, reference, compressed, uncompressed)
         return [*(signed(estimate(values)) for values in found), last]
 
     whole = f"cache/{number}_{WHOLE_CACHE}"
@@ -336,7 +336,7 @@ PLACEHOLDERS: dict[str, Callable[..., str]] = {
     "caches": caches_table,
     "mean": mean_text,
     "difference": difference_text,
-    "difference_of_changes": difference_of_changes_text,
+    "difference_in_differences": difference_in_differences_text,
     "best_difference": best_difference_text,
     "at_rate": at_rate_text,
     "best_rate": best_rate_text,

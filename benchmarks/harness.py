@@ -7,12 +7,14 @@ are longer than the context from the left.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -29,11 +31,12 @@ from difftx.evals.evaluation import Evaluation
 from difftx.evals.harness import model as harness_model
 from difftx.evals.harness import suite as harness
 from difftx.evals.harness.requests import Tokens
+from difftx.evals.result import Result
 from difftx.inference.score import Score
 from difftx.progress import Work
 from difftx.training.checkpoint.checkpointer import Checkpointer
-from difftx.training.checkpoint.reading import open_checkpoint, open_run
-from difftx.training.run import read_config
+from difftx.training.checkpoint.reading import Checkpoint, open_checkpoint, open_run
+from difftx.training.run import Run, read_config
 from difftx.training.state import graph
 
 type Pair = tuple[Tokens, Tokens]  # A context and its continuation.
@@ -71,6 +74,73 @@ class SlowScorer:
         return Score(float(log_p_TV[chosen].sum()), bool((logits_TV[chosen] == largest_T1[:, 0]).all()))
 
 
+class Comparison(NamedTuple):
+    """Results, scores and seconds of the suite and of slow scoring."""
+
+    result: Result
+    slow_result: Result
+    scores: Scores
+    slow_scores: Scores
+    seconds: float
+    slow_seconds: float
+
+
+@contextlib.contextmanager
+def scored_by(score_all: Callable[..., list[Score]]) -> Iterator[None]:
+    """Let the suite call `score_all` in place of `harness_model.score_all`."""
+    original = harness_model.score_all
+    harness_model.score_all = score_all
+    try:
+        yield
+    finally:
+        harness_model.score_all = original
+
+
+def compare(run: Run, step: int, checkpoint: Checkpoint) -> Comparison:
+    """Score the parameters of a checkpoint with the suite, and then slowly."""
+    scores: Scores = {}
+    score_all = harness_model.score_all
+
+    def recording_score_all(evaluation: Evaluation, pairs: Sequence[Pair], *, what: str) -> list[Score]:
+        new_scores = score_all(evaluation, pairs, what=what)
+        scores.update(zip(pairs, new_scores, strict=True))
+        return new_scores
+
+    params = load_params(run, step)
+    with Work() as work:
+        start = time.perf_counter()
+        with scored_by(recording_score_all):
+            result = evals.evaluate(run, params, step, ["harness"], work, checkpoint.weights, checkpoint)["harness"]
+        seconds, start = time.perf_counter() - start, time.perf_counter()
+        evaluation = Evaluation(run, params, work)
+        with jax.set_mesh(run.mesh):
+            slow_scorer = SlowScorer(evaluation)
+            with scored_by(slow_scorer):
+                slow_result = harness.evaluate(evaluation)
+        slow_seconds = time.perf_counter() - start
+    return Comparison(result, slow_result, scores, slow_scorer.scores, seconds, slow_seconds)
+
+
+def print_report(step: int, comparison: Comparison) -> None:
+    """Print the accuracies and seconds of both ways to score, and the differences of the log-likelihoods."""
+    result, slow_result = comparison.result, comparison.slow_result
+    questions, truncated = sum(result.details["questions"].values()), result.details["truncated_requests"]
+    print(f"step {step}; {questions} questions, {len(comparison.scores)} different choices, {truncated} truncated")
+    seconds, slow_seconds = comparison.seconds, comparison.slow_seconds
+    print(f"suite {seconds:.0f} s, one at a time {slow_seconds:.0f} s, load {os.getloadavg()[0]:.1f}")
+    for name, value in result.numbers.items():
+        same = "equal" if value == slow_result.numbers[name] else "DIFFERS"
+        print(f"{name:<32}{value:.6f}  {slow_result.numbers[name]:.6f}  {same}")
+    print_differences(comparison.scores, comparison.slow_scores)
+
+
+def print_differences(fast: Scores, slow: Scores) -> None:
+    """Print the largest difference of a log-likelihood, and how many pairs are greedy in only one of the scorings."""
+    worst = max(abs(fast[pair].loglikelihood - slow[pair].loglikelihood) for pair in fast)
+    greedy = sum(fast[pair].is_greedy != slow[pair].is_greedy for pair in fast)
+    print(f"largest difference of a log-likelihood {worst:.2e} nats; {greedy} differ in whether they are greedy")
+
+
 def main() -> int:
     """Parse the flags, score with the suite and then slowly, and print the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -81,42 +151,10 @@ def main() -> int:
     step = checkpointer.newest()
     assert step is not None, "no checkpoint"
     checkpoint = open_checkpoint(checkpointer.folder / str(step), override(read_config(args.workdir), changes))
-    run = open_run(checkpoint, args.workdir)
-    fast_scores: Scores = {}
-    score_all = harness_model.score_all
-
-    def recording_score_all(evaluation: Evaluation, pairs: Sequence[Pair], *, what: str) -> list[Score]:
-        scores = score_all(evaluation, pairs, what=what)
-        fast_scores.update(zip(pairs, scores, strict=True))
-        return scores
-
-    params = load_params(run, step)
-    with Work() as work:
-        start = time.perf_counter()
-        harness_model.score_all = recording_score_all
-        result = evals.evaluate(run, params, step, ["harness"], work, checkpoint.weights, checkpoint)["harness"]
-        seconds, start = time.perf_counter() - start, time.perf_counter()
-        evaluation = Evaluation(run, params, work)
-        with jax.set_mesh(run.mesh):
-            slow_scorer = harness_model.score_all = SlowScorer(evaluation)
-            slow_result = harness.evaluate(evaluation)
-        slow_seconds = time.perf_counter() - start
-    questions, truncated = sum(result.details["questions"].values()), result.details["truncated_requests"]
-    print(f"step {step}; {questions} questions, {len(fast_scores)} different choices, {truncated} truncated")
-    print(f"suite {seconds:.0f} s, one at a time {slow_seconds:.0f} s, load {os.getloadavg()[0]:.1f}")
-    for name, value in result.numbers.items():
-        same = "equal" if value == slow_result.numbers[name] else "DIFFERS"
-        print(f"{name:<32}{value:.6f}  {slow_result.numbers[name]:.6f}  {same}")
-    print_differences(fast_scores, slow_scorer.scores)
-    assert dataclasses.asdict(result) == dataclasses.asdict(slow_result)
+    comparison = compare(open_run(checkpoint, args.workdir), step, checkpoint)
+    print_report(step, comparison)
+    assert dataclasses.asdict(comparison.result) == dataclasses.asdict(comparison.slow_result)
     return 0
-
-
-def print_differences(fast: Scores, slow: Scores) -> None:
-    """Print the largest difference of a log-likelihood, and how many pairs are greedy in only one of the scorings."""
-    worst = max(abs(fast[pair].loglikelihood - slow[pair].loglikelihood) for pair in fast)
-    greedy = sum(fast[pair].is_greedy != slow[pair].is_greedy for pair in fast)
-    print(f"largest difference of a log-likelihood {worst:.2e} nats; {greedy} differ in whether they are greedy")
 
 
 if __name__ == "__main__":

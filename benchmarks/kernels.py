@@ -110,7 +110,7 @@ class Shape:
 
     batch: int
     heads: int  # Differential heads.
-    width: int  # Of a query or a key.
+    width: int  # Width of a query or a key.
     length: int  # Tokens per row.
 
     def arrays(self) -> tuple[jax.Array, ...]:

@@ -16,16 +16,7 @@ hard-wrapped lines, a few page numbers and page breaks, and the quotation marks 
 Validation and test text consist of excerpts of 4,096 characters in a random order. Together, they are the whole novels.
 The suites score the first `eval.loss_tokens` tokens of a text, which are then a sample of all its novels.
 
-How the split was chosen, before any model was trained on it:
-- 95 of the 100 files are in the list. Two novels are not in the public domain in the United States (Galsworthy 1933,
-  Woolf 1937). The three by Forster, who died in 1970, are still under copyright in countries where it lasts until
-  70 years after the author's death.
-- A split has all novels of an author or none, so that test text is by authors that a model has never read. The
-  anonymous "Clara Vaughan" (Anon) is by Blackmore, so both are in the training split.
-- Test and validation text have three authors each, one from each third of the period, and 5 MB: test Braddon (1862 to
-  1883), Kipling (1891 to 1901) and Galsworthy (1906 to 1919); validation Trollope (1855 to 1881), Stevenson (1883 to
-  1893) and Chesterton (1904 to 1911). Authors with relatives or co-authors in the corpus (Dickens and Collins by
-  marriage; Conrad and Ford) are in the training split, which spans 1839 to 1930.
+docs/reproducing.md ("How the novels were split") says which novels were left out and how the authors were split.
 """
 
 import argparse

@@ -90,7 +90,8 @@ def solved_family_table(records: Sequence[Record], task: str) -> str:
         verdict = "open" if p >= SIGNIFICANT else "better" if first > second else "worse"
         counts = [solved_count_text(records, task, cell) for cell in contrast.pair]
         rows.append([contrast.title, contrast.effect, *counts, p_text(p), verdict])
-    return markdown(["contrast", "asks for", "first solved", "second", "p, corrected", "the first is"], rows)
+    header = ["contrast", "effect", "first arm solved", "second arm solved", "p, corrected", "verdict"]
+    return markdown(header, rows)
 
 
 # Title of a column → number of the suite attention.
@@ -164,7 +165,14 @@ def noise_table(records: Sequence[Record]) -> str:
                 continue
             growth = signed(estimate(noise_growth(records, contrast, task)))
             rows.append([*row, growth, "yes" if helps_against_noise(records, contrast, task) else "not shown"])
-    header = ["contrast", "distractors", "first solved", "second", "difference of accuracies", "its growth"]
+    header = [
+        "contrast",
+        "distractors",
+        "first arm solved",
+        "second arm solved",
+        "difference of accuracies",
+        "its growth",
+    ]
     return markdown([*header, "helps against noise"], rows)
 
 

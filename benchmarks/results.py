@@ -21,7 +21,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -68,7 +68,7 @@ SUMMARY_MARKERS = ("<!-- benchmarks/results.py writes from here -->\n", "<!-- to
 IMAGES = ROOT / "docs" / "images"
 INK = "#e6edf3"  # Text on dark pages.
 DARK_TEXTS = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-# End of a figure's name → its style. Figures for dark pages have no ground of their own.
+# End of a figure's name → its style. Figures for dark pages have a transparent background.
 SCHEMES = {"": {}, "-dark": {**dict.fromkeys(DARK_TEXTS, INK), "axes.facecolor": "none", "savefig.transparent": True}}
 PLACEHOLDERS = {
     **controls_tables.PLACEHOLDERS,
@@ -79,7 +79,8 @@ PLACEHOLDERS = {
 }
 # Fields whose paths are left out of printed commands, because they differ by machine.
 PATH_FIELDS = ("data.path", "eval.bigrams_path", "checkpoint.init_from")
-NO_CHANGES = ("train.seed", "data.", "eval.", "checkpoint.")  # Overrides of these fields do not change a run's arm.
+# Prefixes of fields that do not define an arm. The changes of a record leave them out.
+FIELDS_OUTSIDE_ARM = ("train.seed", "data.", "eval.", "checkpoint.")
 # Suites whose numbers at the last step are collected, if the run has results of them.
 SUITES = ("loss", "test", "recall", "exact_match", "attention", "outliers", "cache", "quantize")
 SIGNIFICANT_DIGITS = 6  # Number of digits that docs/results.json keeps of each number.
@@ -113,18 +114,15 @@ def _records_of_sweep(folder: Path) -> list[Record]:
 
 def _record(sweep: Mapping[str, Any], point: Mapping[str, Any], run: RunRecord) -> Record:
     """Return the record of a run, from the sweep.json of its sweep, its entry in that file, and its directory."""
-    spec, *_ = (flag.removeprefix("--config=") for flag in point["flags"] if flag.startswith("--config="))
-    fields = dict(flag.removeprefix("--config.").partition("=")[::2] for flag in point["flags"][2:])
-    argument = spec.partition(":")[2]  # "<task>-<arm>", where the names of tasks and arms may contain hyphens.
-    task = max((task for task in sweep["grid"]["task"] if argument.startswith(f"{task}-")), key=len)
+    spec, fields, task, arm = _parse_point(point["flags"], sweep["grid"]["task"])
     config, train = run.config, run.split("train")[-1]
     grid = [f"{name}={','.join(values)}" for name, values in sweep["grid"].items()]
     sweep_command = ["python -m difftx sweep", f"--config={sweep['config']}", "--grid", *grid]
     return {
         "task": task,
-        "arm": argument.removeprefix(f"{task}-"),
+        "arm": arm,
         "seed": config.train.seed,
-        "changes": {name: value for name, value in fields.items() if not name.startswith(NO_CHANGES)},
+        "changes": {name: value for name, value in fields.items() if not name.startswith(FIELDS_OUTSIDE_ARM)},
         "sweep": " ".join([*sweep_command, *_flags(sweep["overrides"])]),
         "command": " ".join(["python train.py", f"--config={spec}", *_flags(fields)]),
         "learning_rate": config.optimizer.learning_rate,
@@ -136,6 +134,30 @@ def _record(sweep: Mapping[str, Any], point: Mapping[str, Any], run: RunRecord) 
         "wall_seconds": round(run.split("goodput")[-1]["wall_seconds"], 1),
         "numbers": {name: float(f"{value:.{SIGNIFICANT_DIGITS}g}") for name, value in _numbers(run).items()},
     }
+
+
+class _Point(NamedTuple):
+    """What the flags of a sweep's run say about it."""
+
+    spec: str  # Recipe and argument, such as "configs/toy.py:recall-diff".
+    fields: dict[str, str]  # Overridden fields → values.
+    task: str
+    arm: str
+
+
+def _parse_point(flags: Sequence[str], tasks: Sequence[str]) -> _Point:
+    """Parse the flags of a run of a sweep; `tasks` are the tasks of the sweep."""
+    config, _, *overrides = flags  # `SweepPoint.flags` writes --config and --workdir first.
+    spec = config.removeprefix("--config=")
+    fields = {}
+    for override in overrides:
+        name, _, value = override.removeprefix("--config.").partition("=")
+        fields[name] = value
+    # The argument is <task>-<arm>. Names of tasks and arms may contain hyphens, and of two tasks that match, the longer
+    # one is right: "books-0.8m-diff" has the task "books-0.8m", not "books".
+    argument = spec.partition(":")[2]
+    task = max((task for task in tasks if argument.startswith(f"{task}-")), key=len)
+    return _Point(spec, fields, task, argument.removeprefix(f"{task}-"))
 
 
 def _numbers(run: RunRecord) -> dict[str, float]:

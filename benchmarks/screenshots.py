@@ -31,7 +31,7 @@ KINDS = {
 }
 # Name of a picture → the section of the report that it begins with. A report without the section has no such picture.
 SECTIONS = {"report-suite": "#suite-attention", "report-samples": "#suite-sample"}
-COLOURS = 256  # Of the palette of a picture, so that its file is small.
+COLOURS = 256  # Number of colours in the palette of a picture; few colours keep its file small.
 LOADING_MILLISECONDS = 2000
 
 

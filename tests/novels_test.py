@@ -319,7 +319,7 @@ def test_the_committed_list_keeps_authors_apart():
     assert not authors["train"] & (authors["test"] | authors["valid"])
     assert {"Anon", "Blackmore"} <= authors["train"]  # Both names are of the same author.
     assert all(5e6 < size[split] < 5.5e6 for split in ("test", "valid"))
-    # Novels that are not in the public domain everywhere are left out (docstring of benchmarks/novels.py).
+    # Novels that are not in the public domain everywhere are left out (docs/reproducing.md).
     assert not [e["name"] for e in files if e["author"] == "Forster" or int(e["name"][-8:-4]) > 1930]
 
 

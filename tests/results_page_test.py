@@ -488,13 +488,13 @@ OPTIMIZERS = {"AdamW": {}, "Muon": MUON}
 DIFFERENCES = {  # Name → (sign, model, has the short warm-up) of its terms.
     "transformer's need for a long warm-up": [(1, "transformer", True), (-1, "transformer", False)],
     "diff's need for a long warm-up": [(1, "diff", True), (-1, "diff", False)],
-    "whether diff needs it more": [
+    "diff's need minus transformer's": [
         (1, "diff", True),
         (1, "transformer", False),
         (-1, "diff", False),
         (-1, "transformer", True),
     ],
-    "all of it": [(1, "diff", False), (-1, "transformer", False)],
+    "the whole architecture": [(1, "diff", False), (-1, "transformer", False)],
 }
 
 
@@ -590,10 +590,10 @@ CLAIMS |= {
     ),
     "With Muon, the short warm-up favours the Transformer. With AdamW, the estimate is as large, but the contrast is "
     "open": lambda: (
-        is_decided("whether diff needs it more, Muon") > 0
-        and not is_decided("whether diff needs it more, AdamW")
-        and shown(WARMUP_FAMILY["whether diff needs it more, Muon"])[:6]
-        == shown(WARMUP_FAMILY["whether diff needs it more, AdamW"])[:6]
+        is_decided("diff's need minus transformer's, Muon") > 0
+        and not is_decided("diff's need minus transformer's, AdamW")
+        and shown(WARMUP_FAMILY["diff's need minus transformer's, Muon"])[:6]
+        == shown(WARMUP_FAMILY["diff's need minus transformer's, AdamW"])[:6]
     ),
     "With Muon, no harm of the short warm-up is shown for either model": lambda: all(
         interval(WARMUP_FAMILY[f"{arm}'s need for a long warm-up, Muon"])[0] < 0 for arm in ("diff", "transformer")
@@ -601,7 +601,7 @@ CLAIMS |= {
     "In one family of ten, this p-value would be above 0.05": lambda: (
         corrected(
             {(name,): two_sided(of) for family in (WARMUP_FAMILY, SUBTRACTION_WITH_MUON) for name, of in family.items()}
-        )["all of it, Muon",]
+        )["the whole architecture, Muon",]
         > 0.05
     ),
     "λ of layer 2 ends between 0.3 and 0.5": lambda: all(
@@ -613,12 +613,16 @@ CLAIMS |= {
         is_decided("transformer's need for a long warm-up, Muon") < 0
     ),
     "For `diff` the change is open": lambda: not is_decided("diff's need for a long warm-up, Muon"),
-    "With Muon and the long warm-up, `diff` is better than the Transformer": lambda: is_decided("all of it, Muon") < 0,
+    "With Muon and the long warm-up, `diff` is better than the Transformer": lambda: (
+        is_decided("the whole architecture, Muon") < 0
+    ),
     "With the long warm-up, the loss of `zero-norm` is lower than that of the Transformer too": lambda: (
         sum(interval(by_optimizer("Muon", (1, "zero-norm", False), (-1, "transformer", False)))) < 0
     ),
     "its corrected p-value is just below 0.05": lambda: (
-        0.04 < corrected({(name,): two_sided(of) for name, of in WARMUP_FAMILY.items()})["all of it, Muon",] < 0.05
+        0.04
+        < corrected({(name,): two_sided(of) for name, of in WARMUP_FAMILY.items()})["the whole architecture, Muon",]
+        < 0.05
     ),
     "λ of layer 1 ends between -0.3 and 0.1": lambda: all(
         -0.3 < r["numbers"]["lambda/1"] < 0.1
@@ -1192,7 +1196,7 @@ SUMMARY_ROWS = {
     "`diff` − `transformer`, 80 tokens": (at_length("diff", "transformer", 80), None),
     "`diff` − `transformer`, Muon, warm-up of 50 % of the steps": (
         MUON_DIFFERENCE[False],
-        is_decided("all of it, Muon"),
+        is_decided("the whole architecture, Muon"),
     ),
     "`diff` − `transformer`, Muon, warm-up of 1 %, which is better for the Transformer": (MUON_DIFFERENCE[True], None),
     "`diff-gain` − `zero-gain`, without the norm": (

@@ -1,4 +1,4 @@
-"""The side of a worker in the conversation with benchmarks/peers.py, in the standard library alone.
+"""Worker side of the line protocol of benchmarks/peers.py. It imports only the standard library.
 
 A worker trains one model. It gets its task as JSON in its only argument, prints a line of JSON when the first step is
 done, and then answers each line of its standard input by one line of JSON.
