@@ -71,12 +71,24 @@ SOURCES: dict[str, dict[str, tuple[str, str, str]]] = {
 }
 
 
-def differential_model(transformer: ModelConfig, chosen: ModelConfig) -> ModelConfig:
-    """Return the model that a Transformer becomes: its fields, with the architecture and `CHANGEABLE` of `chosen`."""
+def require_convertible(transformer: ModelConfig, architecture: str) -> None:
+    """Raise `UserError` if a model is not a Transformer that can become a model of `architecture`."""
     if transformer.architecture != "transformer":
         raise UserError(f"model.architecture={transformer.architecture!r}: --differential requires a 'transformer'")
     if transformer.head_norm != "none":
         raise UserError(f"model.head_norm={transformer.head_norm!r}: --differential requires a Transformer without one")
+    for name in ("mup_base_width", "post_scale"):
+        value = getattr(transformer, name)
+        if architecture != "diff" and value is not None:
+            raise UserError(
+                f"model.{name}={value}: architecture {architecture!r} lacks the factors of this field, so the new "
+                "model would compute another function; use --differential=split"
+            )
+
+
+def differential_model(transformer: ModelConfig, chosen: ModelConfig) -> ModelConfig:
+    """Return the model that a Transformer becomes: its fields, with the architecture and `CHANGEABLE` of `chosen`."""
+    require_convertible(transformer, chosen.architecture)
     fields = {name: getattr(chosen, name) for name in ("architecture", *CHANGEABLE)}
     if chosen.architecture == "diff":
         heads, kv_heads = transformer.num_heads, transformer.kv_heads

@@ -31,6 +31,7 @@ from difftx.interop.differential import (
     differential_model,
     differential_params,
     heads_by_entropy,
+    require_convertible,
 )
 from difftx.interop.fields import FIXED
 from difftx.interop.in_transformers import CONFIG
@@ -126,8 +127,12 @@ def differentialize_run(
 
     def convert(checkpoint: Checkpoint) -> list[str]:
         config, tokenizer = open_tokenizer(checkpoint)
-        chosen = override(config, overrides)
-        config = dataclasses.replace(chosen, model=config.model)
+        transformer = config.model
+        require_convertible(transformer, overrides["model.architecture"])
+        # Without `head_dim`, the Transformer's number of heads would give sub-heads of half their width.
+        of_width = dataclasses.replace(config, model=dataclasses.replace(transformer, head_dim=transformer.d_head))
+        chosen = override(of_width, overrides)
+        config = dataclasses.replace(chosen, model=transformer)
         model = differential_model(config.model, chosen.model)
 
         def read() -> Sources:

@@ -10,7 +10,7 @@ import pytest
 from conftest import write_text
 from flax import nnx
 from helpers.inference_models import language_model
-from helpers.model_layers import batch_on
+from helpers.model_layers import MUP, batch_on
 from helpers.report_runs import save_run
 from model import oracle
 
@@ -297,6 +297,15 @@ def test_flags_that_do_not_fit_a_run(config, mesh_of, tmp_path, flags, message):
     refused(tmp_path, message, run_of(lm, tmp_path / "source"), *flags, convert=convert_run)
 
 
+@pytest.mark.parametrize("fields", [{"model__d_model": 40}, MUP])
+def test_split_keeps_the_width_of_heads(config, mesh_of, tmp_path, fields):
+    """Half the Transformer's width would be invalid: odd in the first case, and not that of the base in the second."""
+    lm = language_model(config, mesh_of(), "transformer", model__num_heads=4, **fields)
+    convert_run(run_of(lm, tmp_path / "source"), tmp_path / "split", "--differential=split")
+    model = read_config(tmp_path / "split").model
+    assert (model.num_heads, model.d_head) == (2, lm.config.model.d_head)
+
+
 def test_dex_does_not_choose_heads_on_changed_data(config, tmp_path, text_file):
     """The text was edited after the training, so that its validation rows may be training text."""
     text = tmp_path / "text.txt"
@@ -313,5 +322,17 @@ def test_run_that_is_not_a_plain_transformer(config, mesh_of, tmp_path):
     source = run_of(normed, tmp_path / "normed")
     flag = "--differential=zero-branch"
     refused(tmp_path, r"model\.head_norm='rms': --differential requires", source, flag, convert=convert_run)
+    scaled = language_model(config, mesh_of(), "transformer", model__num_heads=4, model__post_scale=0.5)
+    message = r"model\.post_scale=0\.5: architecture 'zero_branch' lacks .* use --differential=split"
+    refused(tmp_path, message, run_of(scaled, tmp_path / "scaled"), flag, convert=convert_run)
+    with_base = language_model(config, mesh_of(), "transformer", model__num_heads=4, **MUP)
+    source = run_of(with_base, tmp_path / "mup")
+    refused(
+        tmp_path,
+        r"model\.mup_base_width=8: architecture 'dex' lacks",
+        source,
+        "--differential=dex",
+        convert=convert_run,
+    )
     gated = run_of(language_model(config, mesh_of(), "gated", model__num_heads=4), tmp_path / "gated")
     refused(tmp_path, r"'gated': --differential requires a 'transformer'", gated, flag, convert=convert_run)
