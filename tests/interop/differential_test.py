@@ -297,7 +297,7 @@ def test_flags_that_do_not_fit_a_run(config, mesh_of, tmp_path, flags, message):
     refused(tmp_path, message, run_of(lm, tmp_path / "source"), *flags, convert=convert_run)
 
 
-@pytest.mark.parametrize("fields", [{"model__d_model": 40}, MUP])
+@pytest.mark.parametrize("fields", [{"model__d_model": 40}, MUP | {"model__head_dim": None}])
 def test_split_keeps_the_width_of_heads(config, mesh_of, tmp_path, fields):
     """Half the Transformer's width would be invalid: odd in the first case, and not that of the base in the second."""
     lm = language_model(config, mesh_of(), "transformer", model__num_heads=4, **fields)
