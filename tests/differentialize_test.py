@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 from conftest import TINY, write_text
+from helpers.interop_folders import FIXTURES
 from helpers.pages import page_commands, run_command
-from interop.folders import FIXTURES
 
 COMMANDS = page_commands("differentialize.md")
 LENGTH = "256"  # As in the recipe quickstart.

@@ -7,8 +7,8 @@ import shutil
 import numpy as np
 import pytest
 from conftest import ROOT, TINY, write_text
+from helpers.interop_folders import FIXTURES
 from helpers.pages import DOCS, blocks, named_files, page_commands, run_command
-from interop.folders import FIXTURES
 
 SHORT = TINY | {
     "eval.loss_tokens": "256",

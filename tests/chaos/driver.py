@@ -25,8 +25,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from processes import Processes, newest_step
-from unreadable import as_other_users, failing_reads
+from helpers.processes import Processes, newest_step
+from helpers.unreadable import failing_reads, setpriv_prefix
 
 from chaos import disk, records
 from chaos.plan import (
@@ -94,7 +94,7 @@ class Tally:
 def impossible_faults() -> dict[str, str]:
     """Return the faults that cannot be made on this machine, and why."""
     reasons = {}
-    if as_other_users() is None:
+    if setpriv_prefix() is None:
         reasons |= dict.fromkeys(UNREADABLE_BY_MODE, "root here, and setpriv cannot drop capabilities")
     if shutil.which("cc") is None:
         reasons |= dict.fromkeys(UNREADABLE_BY_ERROR, "no C compiler (cc)")
@@ -449,7 +449,7 @@ class Run:
         if what in UNREADABLE_BY_MODE:
             manifests = [self._checkpoints / str(step) / disk.MANIFEST for step in verified]
             with disk.without_permissions([path] if what == "unreadable file" else manifests):
-                self._start(before=as_other_users())
+                self._start(before=setpriv_prefix())
                 self._codes()
             why, passes = r"cannot be read: Permission denied", False
         else:

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from helpers.cases import long_except
+from helpers.interop_folders import export, import_, parameters, rewrite, with_model
 from helpers.interop_models import MODELS, NOT_SERVABLE, config_of, exported
 
 from difftx.config.architectures import ARCHITECTURES
@@ -16,7 +17,6 @@ from difftx.errors import UserError
 from difftx.interop import custom
 from difftx.interop.runs import check_representable
 from difftx.training.run import read_config
-from interop.folders import export, import_, parameters, rewrite, with_model
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}

@@ -10,6 +10,7 @@ import pytest
 from conftest import write_text
 from flax import nnx
 from helpers.inference_models import language_model
+from helpers.interop_folders import FIXTURES, edit_config, import_, parameters, rewrite, run_of, tensors_of
 from helpers.model_layers import batch_on
 from helpers.report_runs import save_run
 from model import oracle
@@ -23,7 +24,6 @@ from difftx.json_files import read_json
 from difftx.model.decoder import Decoder
 from difftx.training.run import read_config
 from difftx.training.state import init_state, make_train_step
-from interop.folders import FIXTURES, edit_config, import_, parameters, rewrite, run_of, tensors_of
 
 # The fixtures llama, llama3 and qwen2 have grouped queries. llama3 has scaled rotary frequencies, and qwen2 biases.
 LONG = (("zero-branch", "qwen2"), ("dex", "llama3"))  # The other cases are exhaustive.

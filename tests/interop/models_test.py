@@ -8,11 +8,11 @@ import pytest
 from helpers.cases import long_except
 from helpers.inference_models import TENSOR, language_model
 from helpers.interop_checks import check_attention_weights, check_generation, check_logits
+from helpers.interop_folders import FIXTURES, export, import_, parameters, run_of, tensors_of
 
 from difftx.interop.runs import our_logits
 from difftx.training.run import read_config
 from interop import official_oracle
-from interop.folders import FIXTURES, export, import_, parameters, run_of, tensors_of
 
 MODELS = ["diff", "diff_grouped", "llama", "llama3", "qwen2"]
 

@@ -9,6 +9,7 @@ from conftest import TINY, write_text
 from helpers.command_server import run_new
 from helpers.inference_models import language_model
 from helpers.interop_checks import check_attention_weights, check_generation, check_logits
+from helpers.interop_folders import FIXTURES, export, import_, run_of, tensors_of, words_file
 from model import oracle
 
 from difftx.data.sources import load_sources
@@ -17,7 +18,6 @@ from difftx.errors import RunError, UserError
 from difftx.interop import runs, tokenizers
 from difftx.model.layers import rotary_angles
 from difftx.training.run import read_config
-from interop.folders import FIXTURES, export, import_, run_of, tensors_of, words_file
 
 torch = pytest.importorskip("torch", reason="make parity installs torch and transformers")
 transformers = pytest.importorskip("transformers")

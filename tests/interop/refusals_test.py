@@ -6,6 +6,17 @@ import shutil
 import numpy as np
 import pytest
 from helpers.inference_models import language_model
+from helpers.interop_folders import (
+    FIXTURES,
+    IMPORT,
+    edit_config,
+    export,
+    import_,
+    rewrite,
+    run_of,
+    tensors_of,
+    with_model,
+)
 
 from difftx.commands.convert import main
 from difftx.config.model import RopeScalingConfig
@@ -13,7 +24,6 @@ from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError
 from difftx.interop.runs import check_representable
 from difftx.interop.tokenizers import tokenizer_json
-from interop.folders import FIXTURES, IMPORT, edit_config, export, import_, rewrite, run_of, tensors_of, with_model
 
 GROUPED = FIXTURES / "diff_grouped"
 LLAMA3 = {

@@ -1,5 +1,5 @@
 import pytest
-from processes import Processes
+from helpers.processes import Processes
 
 
 @pytest.fixture

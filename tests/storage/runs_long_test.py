@@ -13,7 +13,7 @@ from conftest import child_environment, write_text
 from helpers.bucket_runs import CONFIG, command, is_saving, newest_attempt, newest_row, run_of, start, train, wait_until
 from helpers.buckets import in_ci_with
 from helpers.command_server import commands
-from processes import UNHURRIED, free_port
+from helpers.processes import TRAIN_SLOWLY, free_port
 
 from difftx.files import read_file
 from difftx.json_files import read_json
@@ -175,7 +175,7 @@ def test_two_killed_processes_resume_and_one_process_continues_their_run(bucket,
 
     def together(workdir, count, log, devices):
         together = ["--coordinator", f"localhost:{free_port()}", f"--processes={count}"] if count > 1 else []
-        words = [*command(text, workdir, UNHURRIED, **changes), *together]
+        words = [*command(text, workdir, TRAIN_SLOWLY, **changes), *together]
         return [
             commands().start(
                 words + ([f"--process={i}"] if count > 1 else []),

@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from conftest import ROOT, TINY, child_environment
+
 from helpers.command_server import Command, commands
 
 PATIENCE = 8  # Timeout of barriers and heartbeats, in seconds.
 
-UNHURRIED = ("tests/unhurried.py",)  # Runs train.py with slow steps.
+TRAIN_SLOWLY = ("tests/helpers/train_slowly.py",)  # Runs train.py with slow steps.
 
 
 class Processes:
