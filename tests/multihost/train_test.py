@@ -33,8 +33,8 @@ def rows(metrics):
 def test_two_processes_train_as_one_and_stop_together(started):
     """A SIGTERM to one process stops both after the same step. One process of eight devices then resumes the run."""
     options = {"train__steps": 40, "mesh__data": 2, "devices": 4}
-    whole = started("whole", count=1, **(options | {"devices": 8}))
-    assert whole.wait(0)[0] == 0, whole.logs[0].read_text()
+    single = started("single", count=1, **(options | {"devices": 8}))
+    assert single.wait(0)[0] == 0, single.logs[0].read_text()
     two = started("two", script=TRAIN_SLOWLY, **options)
     two.until_step(12)
     two.running[1].send_signal(signal.SIGTERM)
@@ -48,7 +48,7 @@ def test_two_processes_train_as_one_and_stop_together(started):
     assert rest.wait(0)[0] == 0, rest.logs[0].read_text()
     assert [row["step"] for row in rows(two.metrics)] == list(range(1, 41))
     for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
-        both = [[row[name] for row in rows(group.metrics)] for group in (whole, two)]
+        both = [[row[name] for row in rows(group.metrics)] for group in (single, two)]
         np.testing.assert_allclose(*both, rtol=tolerance)
 
 
@@ -157,8 +157,8 @@ def test_killed_run_resumes_with_other_processes_and_devices(started):
     adds in another order than XLA within one process, which makes a difference of 5e-7.
     """
     options = {"train__steps": 20, "checkpoint__every_steps": 6, "mesh__fsdp": 2, "mesh__tensor": 2}
-    whole = started("whole", count=1, devices=4, **options)
-    assert whole.wait(0)[0] == 0, whole.logs[0].read_text()
+    single = started("single", count=1, devices=4, **options)
+    assert single.wait(0)[0] == 0, single.logs[0].read_text()
     two = started("two", devices=2, script=TRAIN_SLOWLY, **options)
     two.until_checkpoint(6)
     two.kill()
@@ -170,7 +170,7 @@ def test_killed_run_resumes_with_other_processes_and_devices(started):
     for group, tolerance in ((two, 0.0), (half, 1e-5)):
         assert [row["step"] for row in rows(group.metrics)] == list(range(1, 21))
         assert {row["attempt"] for row in rows(group.metrics)} == {1, 2}
-        losses = [[row["loss"] for row in rows(each.metrics)] for each in (group, whole)]
+        losses = [[row["loss"] for row in rows(each.metrics)] for each in (group, single)]
         np.testing.assert_allclose(*losses, rtol=tolerance, atol=0)
 
 
