@@ -24,7 +24,7 @@ transformers = pytest.importorskip("transformers")
 
 
 @pytest.mark.parametrize("name", ["diff", "diff_grouped", "llama", "llama3", "qwen2"])
-def test_random_models_of_another_seed(mesh_of, tmp_path, name):
+def test_random_models_have_the_logits_of_transformers(mesh_of, tmp_path, name):
     from interop.fixtures.make import write_model
 
     write_model(name, 11, tmp_path / "hf")

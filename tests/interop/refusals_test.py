@@ -113,7 +113,7 @@ def test_values_that_are_not_finite(tmp_path, value):
         ),
     ],
 )
-def test_tensors_that_do_not_fit(tmp_path, changes, message):
+def test_incompatible_tensors_are_refused(tmp_path, changes, message):
     refused(rewrite(GROUPED, tmp_path / "source", **changes), tmp_path, message)
 
 
@@ -207,7 +207,7 @@ def test_index_that_names_a_file_outside_of_the_folder(tmp_path):
         (["--step=3"], "--step selects a checkpoint of a run"),
     ],
 )
-def test_flags_that_do_not_fit(tmp_path, flags, message):
+def test_incompatible_flags_are_refused(tmp_path, flags, message):
     refused(GROUPED, tmp_path, message, *flags)
 
 
