@@ -1,3 +1,5 @@
+"""The suite hallucination: prompts, numbers for known answers, and resumption."""
+
 import json
 import re
 import types

@@ -1,3 +1,5 @@
+"""Verdicts of a judge model behind an endpoint that fails in many ways."""
+
 import contextlib
 import dataclasses
 import itertools

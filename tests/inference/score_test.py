@@ -89,7 +89,7 @@ def test_the_most_likely_label_is_that_of_brute_force(config, mesh_of):
     assert most_likely(lm, prompts, [labels[3], labels[3]], batch_rows=2) == [0] * 4
 
 
-def test_items_must_fit(config, mesh_of):
+def test_invalid_items_raise(config, mesh_of):
     lm = language_model(config, mesh_of())
     for item, message in [
         (Item((), (1,)), "item 0: context and continuation"),

@@ -1,3 +1,5 @@
+"""A fixture that starts several training processes."""
+
 import pytest
 from helpers.processes import Processes
 

@@ -1,3 +1,5 @@
+"""The start of several processes, barriers, and runs without progress."""
+
 import argparse
 import subprocess
 import sys
