@@ -34,7 +34,7 @@ FLOATS, INTEGERS = (list(fields_of(Config, kind)) for kind in (float, int))
 SIGNED = {"model.lambda_init", "model.post_scale"}  # Floats that may be negative. Of the integers, mesh axes may be -1.
 
 
-def test_the_fields_are_found():
+def test_number_fields_of_all_groups_are_collected():
     assert {"model.norm_eps", "optimizer.clip_norm", "eval.judge.timeout_seconds", "data.upsampling.share"} < {*FLOATS}
     assert {"train.seed", "model.num_kv_heads", "data.synthetic.pairs", "eval.needle.samples"} < {*INTEGERS}
 

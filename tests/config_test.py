@@ -1,3 +1,5 @@
+"""All recipes, overrides on the command line, and the errors of invalid configs."""
+
 import dataclasses
 import json
 

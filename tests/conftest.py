@@ -1,4 +1,15 @@
-"""Fixtures of all tests, and eight virtual CPU devices, so that sharding code runs as on a pod."""
+"""Fixtures of all tests, and eight virtual CPU devices, so that sharding code runs as on a pod.
+
+| mark | tests with this mark | command |
+|---|---|---|
+| none | fast tests of every part | make test |
+| long | whole commands, several processes, failing systems, many compiled programs | make test-long |
+| chaos | random faults in real processes | make chaos |
+| interpreter | kernels in Pallas's interpreters, with race detection | make test-compile |
+| exhaustive | cases between those that the other commands run | make test-exhaustive |
+
+Modules that several tests share are in tests/helpers. An oracle is next to the tests that use it.
+"""
 
 import os
 

@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 from conftest import TINY, write_text
+from helpers.interop_folders import FIXTURES
 from helpers.pages import page_commands, run_command
-from interop.folders import FIXTURES
 
 COMMANDS = page_commands("differentialize.md")
 LENGTH = "256"  # As in the recipe quickstart.
@@ -36,7 +36,7 @@ NEEDLE = ["--eval.needle.samples=1", "--eval.needle.depths=0.5", "--eval.needle.
 
 
 @pytest.fixture
-def place(tmp_path):
+def page_folder(tmp_path):
     """A folder with text and a model in Hugging Face's format."""
     write_text(tmp_path / "text.txt")
     (tmp_path / "runs").mkdir()
@@ -44,12 +44,12 @@ def place(tmp_path):
     return tmp_path
 
 
-def run(place, line, *more):
+def run(page_folder, line, *more):
     """Execute a command of the page with tiny sizes, and return its output."""
     recipe = re.search(r"--config=(\w+:?)", line)
     fields = FIELDS["quickstart" if "quickstart" in line else recipe[1]] if recipe else {}
     flags = [f"--config.{name}={value}" for name, value in fields.items()]  # Also override fields that the line sets.
-    return run_command(place, line, *flags, *(NEEDLE if "needle" in line else []), *more)
+    return run_command(page_folder, line, *flags, *(NEEDLE if "needle" in line else []), *more)
 
 
 def rows(workdir):
@@ -65,30 +65,30 @@ def test_the_page_has_the_expected_numbers_of_commands():
 
 
 @pytest.mark.long
-def test_a_run_is_converted_checked_trained_and_evaluated(place):
+def test_a_run_is_converted_checked_trained_and_evaluated(page_folder):
     (train, zero_branch, dex, split), _, check, continued, evaluate, (export,) = COMMANDS
-    runs = place / "runs"
-    run(place, train)
-    said = run(place, zero_branch)
+    runs = page_folder / "runs"
+    run(page_folder, train)
+    said = run(page_folder, zero_branch)
     # Each of the two layers gets W_Q2 and W_K2, four λ vectors, and the progress.
     before, added, after = (
         int(n.replace(",", "")) for n in re.search(r"parameters: (\S+) in .*, (\S+) added, (\S+) now", said).groups()
     )
     assert (added, after) == (2 * (2 * 32 * 32 + 4 * 8 + 1), before + added)
     assert "the function is preserved: logits of" in said
-    said = run(place, dex)
+    said = run(page_folder, dex)
     assert "heads of highest entropy: 2 of 4 in each layer" in said
     assert "the function is preserved: logits of" in said
-    assert "the function is not preserved: logits of" in run(place, split)
+    assert "the function is not preserved: logits of" in run(page_folder, split)
 
     for line in check:
-        run(place, line)
+        run(page_folder, line)
     assert numbers(runs / "zero_branch", "loss", 0)["loss"] == pytest.approx(
         numbers(runs / "transformer", "loss", 8)["loss"], rel=1e-6
     )
-    run(place, continued[0], "--config.model.anneal_steps=4")
+    run(page_folder, continued[0], "--config.model.anneal_steps=4")
     for line in (continued[1], *evaluate):
-        run(place, line)
+        run(page_folder, line)
     steps = [row for row in rows(runs / "zero_branch-trained") if row["split"] == "train"]
     shares = [row["lambda"][0] / steps[4]["lambda"][0] for row in steps]
     assert shares == pytest.approx([0, 0.25, 0.5, 0.75, 1, 1, 1, 1], abs=0.05)
@@ -98,21 +98,21 @@ def test_a_run_is_converted_checked_trained_and_evaluated(place):
     assert {"logits_top_1", "hidden_top_1"} <= numbers(runs / "zero_branch-trained", "outliers", 8).keys()
     assert (runs / "report.html").is_file()
     for name in ("dex", "split"):
-        run(place, continued[0].replace("zero_branch", name))
+        run(page_folder, continued[0].replace("zero_branch", name))
     for name in ("zero_branch", "dex", "split"):
-        run(place, export.replace("zero_branch", name))
+        run(page_folder, export.replace("zero_branch", name))
         assert (runs / f"{name}-hf" / "model.safetensors").is_file()
 
 
 @pytest.mark.long
-def test_a_folder_of_hugging_face_is_converted_and_trained(place):
+def test_a_folder_of_hugging_face_is_converted_and_trained(page_folder):
     zero_branch, transformer = COMMANDS[1]
-    assert "the function is preserved" in run(place, zero_branch)
-    assert "a run of step 0, transformer: 3 layers" in run(place, transformer)
-    run(place, COMMANDS[3][0].replace("runs/zero_branch", "runs/llama-zero_branch"))
-    run(place, COMMANDS[3][1].replace("runs/transformer", "runs/llama"))
+    assert "the function is preserved" in run(page_folder, zero_branch)
+    assert "a run of step 0, transformer: 3 layers" in run(page_folder, transformer)
+    run(page_folder, COMMANDS[3][0].replace("runs/zero_branch", "runs/llama-zero_branch"))
+    run(page_folder, COMMANDS[3][1].replace("runs/transformer", "runs/llama"))
     losses = [
-        [row["loss"] for row in rows(place / "runs" / f"{name}-trained") if row["split"] == "train"]
+        [row["loss"] for row in rows(page_folder / "runs" / f"{name}-trained") if row["split"] == "train"]
         for name in ("llama-zero_branch", "llama")
     ]
     assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-5)

@@ -1,3 +1,5 @@
+"""Error messages in one line, and the exit codes of commands."""
+
 import errno
 import os
 import re

@@ -28,7 +28,7 @@ SHORT = TINY | {"eval.loss_tokens": "256", "eval.sample_tokens": "4", "logging.t
 
 
 @pytest.fixture
-def place(tmp_path):
+def page_folder(tmp_path):
     """A folder with the files of the page."""
     write_text(tmp_path / "text.txt")
     for name, text in FILES.items():
@@ -36,10 +36,10 @@ def place(tmp_path):
     return tmp_path
 
 
-def run(place, line, *more, code=0):
+def run(page_folder, line, *more, code=0):
     """Execute a command of the page with tiny sizes, and return its output."""
     fields = SHORT | {"data.path": "text.txt"} if re.match("python train.py|difftx train", line) else {}
-    return run_command(place, line, *more, fields=fields, code=code)
+    return run_command(page_folder, line, *more, fields=fields, code=code)
 
 
 def flags(line, name):
@@ -52,12 +52,12 @@ def test_the_page_has_the_expected_files_and_commands():
     assert [len(lines) for lines in COMMANDS] == [6, 2, 2, 2, 5, 1, 3, 1]
 
 
-def test_added_fields_are_config_fields(place):
+def test_added_fields_are_config_fields(page_folder):
     """Load all files of the page together, and set fields that three of them add."""
     line = "python train.py --config=quickstart:temperature --print_config --config.optimizer.name=lion"
     extensions = [f"--extension={name}" for name in FILES]
     changes = ["--config.model.temperature.initial=2", "--config.eval.confident.probability=0.25"]
-    printed = json.loads(run(place, line, *extensions, *changes, "--config.optimizer.lion.b1=0.8"))
+    printed = json.loads(run(page_folder, line, *extensions, *changes, "--config.optimizer.lion.b1=0.8"))
     assert printed["model"]["architecture"] == "temperature"
     assert printed["model"]["temperature"] == {"initial": 2.0}
     assert printed["eval"]["confident"] == {"probability": 0.25}
@@ -275,82 +275,85 @@ def test_a_failing_extension_is_reported_in_one_line(own_registry, tmp_path, tex
     ],
 )
 @pytest.mark.long
-def test_a_missing_extension_is_reported_in_one_line(place, changes, message):
-    assert message in run(place, "python train.py --config=quickstart:temperature --dry_run", *changes, code=2)
+def test_a_missing_extension_is_reported_in_one_line(page_folder, changes, message):
+    assert message in run(page_folder, "python train.py --config=quickstart:temperature --dry_run", *changes, code=2)
 
 
 @pytest.mark.long
-def test_the_attention_variant_of_the_page_trains_and_is_reported(place):
+def test_the_attention_variant_of_the_page_trains_and_is_reported(page_folder):
     library = source_files()
     transformer, temperature, train, evaluate, report, generate = COMMANDS[0]
     # The variant adds two heads' temperatures to each of two layers.
     first, second = (
-        int(re.search(r"([\d,]+) parameters", run(place, line))[1].replace(",", ""))
+        int(re.search(r"([\d,]+) parameters", run(page_folder, line))[1].replace(",", ""))
         for line in (transformer, temperature)
     )
     assert second == first + 2 * int(TINY["model.num_heads"])
-    run(place, train, "--config.train.steps=4")
-    workdir = place / "runs" / "temperature"
+    run(page_folder, train, "--config.train.steps=4")
+    workdir = page_folder / "runs" / "temperature"
     (recorded,) = json.loads((workdir / "manifest.json").read_text())["extensions"]
-    assert recorded["path"] == str(place / "temperature.py")
+    assert recorded["path"] == str(page_folder / "temperature.py")
     assert json.loads((workdir / "checkpoints" / "4" / "manifest.json").read_text())["extensions"] == [recorded]
-    run(place, train)
+    run(page_folder, train)
     assert (workdir / "checkpoints" / "6").is_dir()
-    run(place, evaluate)
+    run(page_folder, evaluate)
     assert (workdir / "evals" / "sample" / "6.json").is_file()
-    run(place, report)
+    run(page_folder, report)
     assert "temperature" in (workdir / "report.html").read_text()
-    assert run(place, generate).startswith("def ")
+    assert run(page_folder, generate).startswith("def ")
     prune = f"python -m difftx checkpoint prune --workdir={workdir}"
-    assert run(place, prune, "--extension=temperature.py").startswith("kept: ")
+    assert run(page_folder, prune, "--extension=temperature.py").startswith("kept: ")
 
-    needed = f"--workdir=runs/temperature was made with the extension {place / 'temperature.py'}; add --extension="
+    needed = (
+        f"--workdir=runs/temperature was made with the extension {page_folder / 'temperature.py'}; add --extension="
+    )
     extension = flags(evaluate, "extension")
     for line in (evaluate, report, generate, f"{prune} {extension}"):
-        error = run(place, line.replace(extension, ""), code=2)
+        error = run(page_folder, line.replace(extension, ""), code=2)
         assert (
             needed.replace("runs/temperature", str(workdir) if line.startswith(prune) else "runs/temperature") in error
         )
         assert error.count("\n") == 1
-    assert "model.temperature: no such field" in run(place, train.replace(extension, ""), code=2)
+    assert "model.temperature: no such field" in run(page_folder, train.replace(extension, ""), code=2)
 
     # The file may be moved, but its content must not change.
-    shutil.move(place / "temperature.py", place / "moved.py")
-    run(place, report.replace("temperature.py", "moved.py"))
-    (place / "temperature.py").write_text(FILES["temperature.py"] + "\n# Changed.\n")
-    error = run(place, evaluate, code=2)
+    shutil.move(page_folder / "temperature.py", page_folder / "moved.py")
+    run(page_folder, report.replace("temperature.py", "moved.py"))
+    (page_folder / "temperature.py").write_text(FILES["temperature.py"] + "\n# Changed.\n")
+    error = run(page_folder, evaluate, code=2)
     assert (
-        f"was made with another content of {place / 'temperature.py'} (SHA-256 {recorded['sha256'][:12]}… → " in error
+        f"was made with another content of {page_folder / 'temperature.py'} (SHA-256 {recorded['sha256'][:12]}… → "
+        in error
     )
-    error = run(place, report, code=2)
-    assert f"was made with another content of {place / 'temperature.py'}" in error
+    error = run(page_folder, report, code=2)
+    assert f"was made with another content of {page_folder / 'temperature.py'}" in error
     # The training has ended, so it saves no checkpoint with the new content. Its checkpoint requires the old content.
-    run(place, train, "--allow_config_change")
+    run(page_folder, train, "--allow_config_change")
     changed = (workdir / "manifest.json").read_text()
     assert recorded["sha256"] not in changed
-    assert "checkpoints/6 was made with another content of" in run(place, evaluate, "--again", code=2)
-    (place / "temperature.py").write_text(FILES["temperature.py"])
+    assert "checkpoints/6 was made with another content of" in run(page_folder, evaluate, "--again", code=2)
+    (page_folder / "temperature.py").write_text(FILES["temperature.py"])
     for line in (f"{evaluate} --again", report, generate):
-        run(place, line)
-    (place / "temperature.py").write_text(FILES["temperature.py"] + "\n# Changed.\n")
+        run(page_folder, line)
+    (page_folder / "temperature.py").write_text(FILES["temperature.py"] + "\n# Changed.\n")
     longer = ["--config.train.steps=8"]
-    error = run(place, train, *longer, code=2)
-    assert f"changed since the checkpoint of step 6: extension {place / 'temperature.py'} (SHA-256 " in error
-    run(place, train, *longer, "--allow_config_change")
+    error = run(page_folder, train, *longer, code=2)
+    assert f"changed since the checkpoint of step 6: extension {page_folder / 'temperature.py'} (SHA-256 " in error
+    run(page_folder, train, *longer, "--allow_config_change")
     assert (workdir / "checkpoints" / "8").is_dir()
-    run(place, evaluate)
+    run(page_folder, evaluate)
     assert source_files() == library
 
 
 @pytest.mark.exhaustive  # CI runs the commands of the first variant of the page.
-def test_the_other_attention_variants_equal_their_formulas(place):
+def test_the_other_attention_variants_equal_their_formulas(page_folder):
     """Train and evaluate the variants. Compare them with float64 formulas in a process that has their config fields."""
     for train, evaluate in COMMANDS[1:4]:
-        run(place, train)
-        run(place, evaluate)
+        run(page_folder, train)
+        run(page_folder, evaluate)
     for name in ("tda", "shared"):
-        assert (place / "runs" / name / "evals" / "sample" / "6.json").is_file()
-    files = ":".join(str(place / name) for name in ("head_lambda.py", "tda.py", "shared_diff.py"))
+        assert (page_folder / "runs" / name / "evals" / "sample" / "6.json").is_file()
+    files = ":".join(str(page_folder / name) for name in ("head_lambda.py", "tda.py", "shared_diff.py"))
     checks = str(ROOT / "tests" / "model" / "extension_checks.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", checks]
     ended = subprocess.run(
@@ -361,18 +364,20 @@ def test_the_other_attention_variants_equal_their_formulas(place):
 
 
 @pytest.mark.long
-def test_a_path_of_a_run_directory_is_never_executed(place):
+def test_a_path_of_a_run_directory_is_never_executed(page_folder):
     """Somebody else may have written the run, with a manifest that names an existing file."""
-    run(place, COMMANDS[4][0])
-    (place / "evil.py").write_text(f"open({str(place / 'executed')!r}, 'w')\n")
-    manifest = place / "runs" / "plain" / "manifest.json"
-    content = json.loads(manifest.read_text()) | {"extensions": [{"path": str(place / "evil.py"), "sha256": "0" * 64}]}
+    run(page_folder, COMMANDS[4][0])
+    (page_folder / "evil.py").write_text(f"open({str(page_folder / 'executed')!r}, 'w')\n")
+    manifest = page_folder / "runs" / "plain" / "manifest.json"
+    content = json.loads(manifest.read_text()) | {
+        "extensions": [{"path": str(page_folder / "evil.py"), "sha256": "0" * 64}]
+    }
     manifest.write_text(json.dumps(content))
-    error = run(place, "python eval.py --workdir=runs/plain --suite=loss", code=2)
-    assert f"add --extension={place / 'evil.py'}" in error
-    assert not (place / "executed").exists()
+    error = run(page_folder, "python eval.py --workdir=runs/plain --suite=loss", code=2)
+    assert f"add --extension={page_folder / 'evil.py'}" in error
+    assert not (page_folder / "executed").exists()
     manifest.write_text(json.dumps(content | {"extensions": ["evil.py"]}))
-    error = run(place, "python eval.py --workdir=runs/plain --suite=loss", code=2)
+    error = run(page_folder, "python eval.py --workdir=runs/plain --suite=loss", code=2)
     assert "manifest.json: not the description of a run (extensions[0]: not an object)" in error
 
 
@@ -385,73 +390,76 @@ def test_a_path_of_a_run_directory_is_never_executed(place):
     ],
     ids=["a line of the file fails", "a result has a wrong shape", "the constructor fails"],
 )
-def test_a_dry_run_names_the_error_of_a_variant(place, right, wrong, message):
+def test_a_dry_run_names_the_error_of_a_variant(page_folder, right, wrong, message):
     assert FILES["temperature.py"].count(right) == 1
-    (place / "temperature.py").write_text(FILES["temperature.py"].replace(right, wrong))
+    (page_folder / "temperature.py").write_text(FILES["temperature.py"].replace(right, wrong))
     _, line, *_ = COMMANDS[0]
-    error = run(place, line, code=2)
+    error = run(page_folder, line, code=2)
     assert error.startswith("error: ")
     assert message in error
     assert error.count("\n") == 1
 
 
 @pytest.mark.long
-def test_the_suites_of_the_page_give_their_numbers(place):
+def test_the_suites_of_the_page_give_their_numbers(page_folder):
     train, listing, evaluate, report, train_with = COMMANDS[4]
-    run(place, train)
+    run(page_folder, train)
     (counting,) = COMMANDS[5]
-    assert re.search(r"right +(0|0\.25|0\.5|0\.75|1) +0\.5 +share of prompts +higher", run(place, counting))
-    assert re.search(r"^confident +Return the share of validation tokens", run(place, listing), re.MULTILINE)
-    assert re.search(r"share +\S+ +share of tokens +higher", run(place, evaluate))
-    assert "skipped" in run(place, evaluate)
+    assert re.search(r"right +(0|0\.25|0\.5|0\.75|1) +0\.5 +share of prompts +higher", run(page_folder, counting))
+    assert re.search(r"^confident +Return the share of validation tokens", run(page_folder, listing), re.MULTILINE)
+    assert re.search(r"share +\S+ +share of tokens +higher", run(page_folder, evaluate))
+    assert "skipped" in run(page_folder, evaluate)
     other = evaluate.replace("0.9", "0.001")
-    assert "skipped" not in run(place, other)
-    result = json.loads((place / "runs" / "plain" / "evals" / "confident" / "6.json").read_text())
+    assert "skipped" not in run(page_folder, other)
+    result = json.loads((page_folder / "runs" / "plain" / "evals" / "confident" / "6.json").read_text())
     assert 0.5 < result["numbers"]["share"] <= 1  # Nearly all tokens have a probability of more than a thousandth.
-    (place / "confident.py").write_text(FILES["confident.py"].replace("<= largest_nll", "< -1"))
-    assert "skipped" not in run(place, other)
+    (page_folder / "confident.py").write_text(FILES["confident.py"].replace("<= largest_nll", "< -1"))
+    assert "skipped" not in run(page_folder, other)
     assert (
-        json.loads((place / "runs" / "plain" / "evals" / "confident" / "6.json").read_text())["numbers"]["share"] == 0
+        json.loads((page_folder / "runs" / "plain" / "evals" / "confident" / "6.json").read_text())["numbers"]["share"]
+        == 0
     )
-    (place / "confident.py").write_text(FILES["confident.py"])
-    run(place, report)
-    assert "confident" in (place / "runs" / "plain" / "report.html").read_text()
-    assert "eval.confident.probability=2.0 must lie" in run(place, evaluate.replace("0.9", "2"), code=2)
-    error = run(place, evaluate.replace("--extension=confident.py", ""), code=2)
+    (page_folder / "confident.py").write_text(FILES["confident.py"])
+    run(page_folder, report)
+    assert "confident" in (page_folder / "runs" / "plain" / "report.html").read_text()
+    assert "eval.confident.probability=2.0 must lie" in run(page_folder, evaluate.replace("0.9", "2"), code=2)
+    error = run(page_folder, evaluate.replace("--extension=confident.py", ""), code=2)
     assert "eval.confident: no such field" in error
     assert "If a file of yours adds it, name the file with --extension=FILE.py" in error
-    run(place, train_with)
-    rows = [json.loads(line) for line in (place / "runs" / "confident" / "metrics.jsonl").read_text().splitlines()]
+    run(page_folder, train_with)
+    rows = [
+        json.loads(line) for line in (page_folder / "runs" / "confident" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert any(row.get("suite") == "confident" and 0 <= row["share"] <= 1 for row in rows)
     # The evaluation uses another value, and the config of the run keeps the value of the training.
-    run(place, evaluate.replace("runs/plain", "runs/confident"))
+    run(page_folder, evaluate.replace("runs/plain", "runs/confident"))
     assert (
-        json.loads((place / "runs" / "confident" / "config.json").read_text())["eval"]["confident"]["probability"]
+        json.loads((page_folder / "runs" / "confident" / "config.json").read_text())["eval"]["confident"]["probability"]
         == 0.5
     )
 
 
 @pytest.mark.long
-def test_an_optimizer_and_a_schedule(place):
+def test_optimizer_and_schedule_of_an_extension_train(page_folder):
     train, evaluate, report = COMMANDS[6]
-    run(place, train, "--config.train.steps=4")
-    error = run(place, train.replace("--extension=lion.py", ""), code=2)
+    run(page_folder, train, "--config.train.steps=4")
+    error = run(page_folder, train.replace("--extension=lion.py", ""), code=2)
     assert "'lion': no such optimizer" in error
-    run(place, train)
-    rows = [json.loads(line) for line in (place / "runs" / "lion" / "metrics.jsonl").read_text().splitlines()]
+    run(page_folder, train)
+    rows = [json.loads(line) for line in (page_folder / "runs" / "lion" / "metrics.jsonl").read_text().splitlines()]
     rates = {row["step"]: row["learning_rate"] for row in rows if row["split"] == "train"}
     assert rates[1] == pytest.approx(4e-4 / 2, rel=1e-5)  # The warm-up has two updates.
     assert rates[6] == pytest.approx(4e-4 * (2 / 6) ** 0.5, rel=1e-5)
-    run(place, evaluate)
-    run(place, report)
+    run(page_folder, evaluate)
+    run(page_folder, report)
     line = "python train.py --config=quickstart --dry_run --config.optimizer.schedule=inverse_sqr"
-    error = run(place, line, flags(train, "extension"), code=2)
+    error = run(page_folder, line, flags(train, "extension"), code=2)
     assert "'inverse_sqr': no such schedule. Did you mean 'inverse_sqrt'?" in error
 
 
 @pytest.mark.long
-def test_a_recipe_may_register_and_a_sweep_forwards_extensions(place):
-    (place / "recipe.py").write_text(
+def test_a_recipe_may_register_and_a_sweep_forwards_extensions(page_folder):
+    (page_folder / "recipe.py").write_text(
         FILES["temperature.py"]
         + "\nfrom difftx.configs import quickstart\n\nARG = '{architecture}'\nget_config = quickstart.get_config\n"
     )
@@ -459,41 +467,43 @@ def test_a_recipe_may_register_and_a_sweep_forwards_extensions(place):
     changes = [f"--config.{name}={value}" for name, value in fields.items()]
     line = "python -m difftx sweep --config=recipe.py --extension=lion.py --out=runs/sweep --grid"
     names = ["architecture=temperature,transformer", "optimizer.name=lion"]
-    run(place, line, *names, *changes)
-    error = run(place, "python eval.py --workdir=runs/sweep/temperature-namelion --suite=loss", code=2)
-    assert f"was made with the extension {place / 'lion.py'}" in error
+    run(page_folder, line, *names, *changes)
+    error = run(page_folder, "python eval.py --workdir=runs/sweep/temperature-namelion --suite=loss", code=2)
+    assert f"was made with the extension {page_folder / 'lion.py'}" in error
     both = ["--extension=recipe.py", "--extension=lion.py"]
-    run(place, "python eval.py --workdir=runs/sweep/temperature-namelion --suite=loss", *both)
-    run(place, f"{line} architecture=temperature,transformer optimizer.name=lion", *changes)  # All runs are finished.
+    run(page_folder, "python eval.py --workdir=runs/sweep/temperature-namelion --suite=loss", *both)
+    run(
+        page_folder, f"{line} architecture=temperature,transformer optimizer.name=lion", *changes
+    )  # All runs are finished.
 
 
 @pytest.mark.long
-def test_the_reader_of_the_page_gives_the_texts_of_its_file(place):
+def test_the_reader_of_the_page_gives_the_texts_of_its_file(page_folder):
     """The store equals that of the same texts as JSON lines. A reader with other content requires another store."""
     reviews = [f'Film {i}, "quoted",\nand a second line.' for i in range(300)]
-    with gzip.open(place / "reviews.csv.gz", "wt", newline="") as file:
+    with gzip.open(page_folder / "reviews.csv.gz", "wt", newline="") as file:
         csv.writer(file).writerows([["stars", "review"], *([i % 5, text] for i, text in enumerate(reviews))])
-    (place / "reviews.jsonl").write_text("".join(json.dumps({"review": text}) + "\n" for text in reviews))
+    (page_folder / "reviews.jsonl").write_text("".join(json.dumps({"review": text}) + "\n" for text in reviews))
     line = COMMANDS[7][0].replace("reviews.csv", "reviews.csv.gz") + " --workers=1"
-    run(place, line)
-    run(place, line.replace("reviews.csv.gz", "reviews.jsonl").replace("data/reviews", "data/lines"))
+    run(page_folder, line)
+    run(page_folder, line.replace("reviews.csv.gz", "reviews.jsonl").replace("data/reviews", "data/lines"))
     tokens, expected = (
-        {path.name: path.read_bytes() for path in (place / "data" / name).glob("t*/*.tokens")}
+        {path.name: path.read_bytes() for path in (page_folder / "data" / name).glob("t*/*.tokens")}
         for name in ("reviews", "lines")
     )
     assert tokens == expected
     assert sum(map(len, tokens.values())) > 8000
-    run(place, line)
-    (place / "csv_reader.py").write_text(FILES["csv_reader.py"] + "# Changed.\n")
-    assert "holds a store of other source.extensions" in run(place, line, code=2)
+    run(page_folder, line)
+    (page_folder / "csv_reader.py").write_text(FILES["csv_reader.py"] + "# Changed.\n")
+    assert "holds a store of other source.extensions" in run(page_folder, line, code=2)
     without = line.replace("--extension=csv_reader.py", "")
-    assert "holds a store of other source.extensions" in run(place, without, code=2)
-    assert "only --runner=local reads with extensions" in run(place, line, "--runner=direct", code=2)
+    assert "holds a store of other source.extensions" in run(page_folder, without, code=2)
+    assert "only --runner=local reads with extensions" in run(page_folder, line, "--runner=direct", code=2)
 
 
 @pytest.mark.long
-def test_a_synthetic_task_of_an_extension_is_trained(place):
-    (place / "reverse.py").write_text(
+def test_a_synthetic_task_of_an_extension_is_trained(page_folder):
+    (page_folder / "reverse.py").write_text(
         """
 import numpy as np
 
@@ -511,6 +521,6 @@ TASKS.register("reverse")(Task(make, lambda config, row_tokens: 2))
     )
     line = "python train.py --config=quickstart:diff --workdir=runs/task --config.data.path=synthetic:reverse"
     small = ["--config.data.synthetic.vocab_size=130", "--config.eval.suites=loss,exact_match"]
-    assert "'reverse': no such synthetic task." in run(place, line, *small, code=2)
-    run(place, line, *small, "--extension=reverse.py")
-    assert (place / "runs" / "task" / "checkpoints" / "6").is_dir()
+    assert "'reverse': no such synthetic task." in run(page_folder, line, *small, code=2)
+    run(page_folder, line, *small, "--extension=reverse.py")
+    assert (page_folder / "runs" / "task" / "checkpoints" / "6").is_dir()

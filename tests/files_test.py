@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import ROOT, TINY
 from helpers.command_server import commands
-from unreadable import modes_count, needs_modes
+from helpers.unreadable import needs_unprivileged, without_root_capabilities
 
 from difftx import files
 from difftx.errors import UnreadableError, UserError
@@ -118,7 +118,7 @@ READERS = {
 }
 
 
-@needs_modes
+@needs_unprivileged
 @pytest.mark.parametrize("name", READERS)
 def test_readers_report_unreadable_files_in_one_line(tmp_path, config, monkeypatch, name):
     monkeypatch.setattr(files, "RETRY_SECONDS", (0.0,))
@@ -126,7 +126,7 @@ def test_readers_report_unreadable_files_in_one_line(tmp_path, config, monkeypat
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / name).touch()
     (tmp_path / name).chmod(0)
-    with modes_count(), pytest.raises(UnreadableError, match=f"{name} cannot be read: Permission denied"):
+    with without_root_capabilities(), pytest.raises(UnreadableError, match=f"{name} cannot be read: Permission denied"):
         READERS[name](tmp_path)
     (tmp_path / name).unlink()
     (tmp_path / name).mkdir()

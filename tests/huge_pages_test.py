@@ -1,3 +1,5 @@
+"""The restart of commands with huge pages."""
+
 import os
 import subprocess
 import sys

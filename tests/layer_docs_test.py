@@ -26,7 +26,7 @@ def names():
     return found
 
 
-def test_the_example_of_ten_lines():
+def test_first_example_runs_and_has_at_most_ten_lines():
     names = {}
     exec(BLOCKS[0], names)
     assert len([line for line in BLOCKS[0].splitlines() if line]) <= 10

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from flax import nnx
-from helpers.cases import long_except
+from helpers.cases import marked
 from helpers.model_layers import OPTIONS, TOKENS, X_BTD, layer_of
 from jax.sharding import AxisType
 from model import oracle
@@ -87,12 +87,12 @@ def assert_equal_calls(actual, expected):
         assert_close(a, e)
 
 
-@pytest.mark.parametrize("name", long_except(NAMES))
+@pytest.mark.parametrize("name", marked(NAMES))
 @pytest.mark.parametrize("options", [PLAIN, pytest.param(OPTIONS, id="options")])
 def test_a_layer_equals_the_decoders_and_the_formula(name, options, mesh_of):
     with jax.set_mesh(mesh_of()):
         model, module, call, _ = layer_of(name, **options)
-        expected_BTD, _ = call(X_BTD, 1)
+        expected_BTD = call(X_BTD, 1).out_BTD
         weights = oracle.weights_of(module)
     fields = {field: value for field, value in values_of(model).items() if field not in OTHER_FIELDS}
     layer = AttentionLayer(name, model.d_model, model.num_heads, layer=2, rngs=nnx.Rngs(0), **fields)
@@ -103,7 +103,7 @@ def test_a_layer_equals_the_decoders_and_the_formula(name, options, mesh_of):
         np.testing.assert_allclose(actual_BTD[b], formula_TD, atol=TOLERANCE * np.abs(formula_TD).max())
 
 
-@pytest.mark.parametrize("name", long_except(NAMES))
+@pytest.mark.parametrize("name", marked(NAMES))
 def test_the_defaults_are_the_first_layer_of_the_paper(name):
     """Without options, a layer has the settings of the first layer of the paper.
 
@@ -138,7 +138,7 @@ def test_segments_are_separate_and_only_distances_between_positions_matter():
     assert np.abs(stretched_BTD - expected_BTD).max() > 1e-3
 
 
-@pytest.mark.parametrize("name", long_except(NAMES, [], ALIKE))
+@pytest.mark.parametrize("name", marked(NAMES, fast=[], exhaustive=ALIKE))
 def test_vmap_equals_a_loop(name):
     layer = random_layer(name)
     x_NBTD = ROWS_BTD.reshape(4, 2, TOKENS, 32)

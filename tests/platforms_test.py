@@ -90,7 +90,7 @@ def test_a_model_trains_and_is_evaluated(run, tmp_path):
 
 
 @pytest.mark.long
-def test_the_other_commands_run(run, tmp_path):
+def test_prepare_and_sweep_run(run, tmp_path):
     text, workdir = write_text(tmp_path / "text.txt"), tmp_path / "sweep"
     store = f"--out={tmp_path / 'store'}"
     run("-m", "difftx", "prepare", f"--input={text}", "--tokenizer=bytes", store, "--workers=2")

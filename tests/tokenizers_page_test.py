@@ -14,9 +14,9 @@ SHORT = TINY | {"eval.loss_tokens": "256", "eval.sample_tokens": "4", "logging.t
 SHORT |= {"data.sequence_length": "64", "train.global_batch_tokens": "512"}
 
 
-def run(place, line, typed=None):
+def run(page_folder, line, typed=None):
     """Execute a command of the page with tiny sizes, and return its output."""
-    return run_command(place, line, fields=SHORT if line.startswith("difftx train") else {}, typed=typed)
+    return run_command(page_folder, line, fields=SHORT if line.startswith("difftx train") else {}, typed=typed)
 
 
 @pytest.mark.long

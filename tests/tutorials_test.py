@@ -7,8 +7,8 @@ import shutil
 import numpy as np
 import pytest
 from conftest import ROOT, TINY, write_text
+from helpers.interop_folders import FIXTURES
 from helpers.pages import DOCS, blocks, named_files, page_commands, run_command
-from interop.folders import FIXTURES
 
 SHORT = TINY | {
     "eval.loss_tokens": "256",
@@ -33,18 +33,18 @@ def lines_of(page):
     return [line for lines in page_commands(page) for line in lines]
 
 
-def run(place, line, **fields):
+def run(page_folder, line, **fields):
     """Execute a command of a page on a tiny model, and return its output."""
     if line.startswith("mkdir"):
-        (place / "runs").mkdir()
+        (page_folder / "runs").mkdir()
         return ""
     small = SHORT | {name.replace("__", "."): value for name, value in fields.items()}
     is_small = re.match(r"difftx (train|sweep|plan|doctor) ", line) and "by_size" not in line and "scaling" not in line
-    return run_command(place, line, fields=small if is_small else {})
+    return run_command(page_folder, line, fields=small if is_small else {})
 
 
 @pytest.fixture
-def place(tmp_path):
+def page_folder(tmp_path):
     """A folder with the files that the pages name."""
     text = write_text(tmp_path / "text.txt").read_text()
     (tmp_path / "corpus").mkdir()
@@ -66,111 +66,113 @@ def test_pages_with_commands_are_executed():
 
 
 @pytest.mark.long
-def test_the_commands_of_getting_started_train_generate_and_report(place):
+def test_the_commands_of_getting_started_train_generate_and_report(page_folder):
     train, evaluate, generate, report = lines_of("getting-started.md")
-    run(place, train, data__sequence_length="64")
-    assert "loss" in run(place, evaluate)
-    assert run(place, generate).startswith("def main(")
-    assert run(place, report) == "runs/first/report.html\n"
+    run(page_folder, train, data__sequence_length="64")
+    assert "loss" in run(page_folder, evaluate)
+    assert run(page_folder, generate).startswith("def main(")
+    assert run(page_folder, report) == "runs/first/report.html\n"
 
 
 @pytest.mark.long
-def test_the_commands_of_own_text_train_on_text_config_and_corpus(place):
+def test_the_commands_of_own_text_train_on_text_config_and_corpus(page_folder):
     for name, text in named_files("tutorials/own-text.md").items():
-        (place / name).write_text(text)
+        (page_folder / name).write_text(text)
     dry, train, generate, longer, printed, own, by_size, *corpus = lines_of("tutorials/own-text.md")
-    assert "parameters" in run(place, dry)
-    assert not (place / "runs").exists()
-    run(place, train)
-    assert run(place, generate).startswith("The ")
-    run(place, longer.replace("800", "8"))
-    assert len(losses(place / "runs" / "mine")) == 8
-    config = json.loads(run(place, printed))
+    assert "parameters" in run(page_folder, dry)
+    assert not (page_folder / "runs").exists()
+    run(page_folder, train)
+    assert run(page_folder, generate).startswith("The ")
+    run(page_folder, longer.replace("800", "8"))
+    assert len(losses(page_folder / "runs" / "mine")) == 8
+    config = json.loads(run(page_folder, printed))
     assert (config["optimizer"]["learning_rate"], config["data"]["path"]) == (2e-3, "text.txt")
-    run(place, own)
-    assert re.search(r"2[45],\d{3},\d{3} parameters", run(place, by_size))
+    run(page_folder, own)
+    assert re.search(r"2[45],\d{3},\d{3} parameters", run(page_folder, by_size))
     prepare, verify, show, train = corpus
-    run(place, prepare)
-    assert "train" in run(place, verify)
-    assert "squar" in run(place, show)
-    run(place, train)
-    assert len(losses(place / "runs" / "corpus")) == 6
+    run(page_folder, prepare)
+    assert "train" in run(page_folder, verify)
+    assert "squar" in run(page_folder, show)
+    run(page_folder, train)
+    assert len(losses(page_folder / "runs" / "corpus")) == 6
 
 
 @pytest.mark.long
-def test_the_commands_of_huggingface_import_train_and_export(place):
+def test_the_commands_of_huggingface_import_train_and_export(page_folder):
     pytest.importorskip("tokenizers", reason="make test-long installs the extra tokenizers")
     from tokenizers import ByteLevelBPETokenizer
 
-    shutil.copytree(FIXTURES / "llama3", place / "models" / "llama")
-    size = json.loads((place / "models" / "llama" / "config.json").read_text())["vocab_size"]
+    shutil.copytree(FIXTURES / "llama3", page_folder / "models" / "llama")
+    size = json.loads((page_folder / "models" / "llama" / "config.json").read_text())["vocab_size"]
     tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train([str(place / "text.txt")], vocab_size=size, special_tokens=["<|endoftext|>"])
-    tokenizer.save(str(place / "models" / "llama" / "tokenizer.json"))
-    (place / "models" / "llama" / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    tokenizer.train([str(page_folder / "text.txt")], vocab_size=size, special_tokens=["<|endoftext|>"])
+    tokenizer.save(str(page_folder / "models" / "llama" / "tokenizer.json"))
+    (page_folder / "models" / "llama" / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
     prepare, mkdir, convert, evaluate, train, export = lines_of("tutorials/huggingface.md")
     for line in (prepare, mkdir):
-        run(place, line)
+        run(page_folder, line)
     sizes = {"data.sequence_length": "64", "model.compute_dtype": "float32", "eval.loss_tokens": "256"}
-    run_command(place, convert, fields=sizes)
-    assert "loss" in run(place, evaluate)
+    run_command(page_folder, convert, fields=sizes)
+    assert "loss" in run(page_folder, evaluate)
     short = {"train.steps": "4", "train.global_batch_tokens": "512", "optimizer.warmup_steps": "2", "mesh.fsdp": "1"}
-    run_command(place, train, "--config.optimizer.learning_rate=0.004", fields=short)
-    run(place, export)
-    assert json.loads((place / "llama-hf" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
-    assert (place / "llama-hf" / "tokenizer.json").read_text()
+    run_command(page_folder, train, "--config.optimizer.learning_rate=0.004", fields=short)
+    run(page_folder, export)
+    assert json.loads((page_folder / "llama-hf" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert (page_folder / "llama-hf" / "tokenizer.json").read_text()
 
 
 @pytest.mark.long
-def test_the_commands_of_compare_and_report_write_their_files(place):
+def test_the_commands_of_compare_and_report_write_their_files(page_folder):
     *pair, sweep, seeds, scaling = lines_of("tutorials/compare.md")
     for line in pair:
-        run(place, line, data__sequence_length="256", train__global_batch_tokens="1024")
-    assert (place / "figures" / "curves.png").is_file()
-    details = json.loads((place / "runs" / "pair" / "diff" / "evals" / "attention" / "6.json").read_text())["details"]
+        run(page_folder, line, data__sequence_length="256", train__global_batch_tokens="1024")
+    assert (page_folder / "figures" / "curves.png").is_file()
+    details = json.loads((page_folder / "runs" / "pair" / "diff" / "evals" / "attention" / "6.json").read_text())[
+        "details"
+    ]
     assert len(details["by_layer"]["cosine_answer"]) == 2  # The cosine of A1 and A2 in each layer.
-    run(place, *lines_of("tutorials/report.md"))
-    assert (place / "report.html").is_file()
-    run(place, sweep)
-    run(place, seeds)
-    assert "transformer-seed2" in (place / "seeds.html").read_text()
+    run(page_folder, *lines_of("tutorials/report.md"))
+    assert (page_folder / "report.html").is_file()
+    run(page_folder, sweep)
+    run(page_folder, seeds)
+    assert "transformer-seed2" in (page_folder / "seeds.html").read_text()
     (table,) = blocks("tutorials/compare.md", "csv")
-    (place / "points.csv").write_text(table)
-    assert "95 %" in run(place, scaling)
+    (page_folder / "points.csv").write_text(table)
+    assert "95 %" in run(page_folder, scaling)
 
 
 @pytest.mark.long
-def test_the_commands_of_evaluate_write_results_of_suites_and_steps(place):
+def test_the_commands_of_evaluate_write_results_of_suites_and_steps(page_folder):
     listing, suites, every_step, report, *others = lines_of("evaluate.md")
-    assert "position" in run(place, listing)
-    run(place, "difftx train --config=quickstart:diff --workdir=runs/mine", checkpoint__every_steps="3")
+    assert "position" in run(page_folder, listing)
+    run(page_folder, "difftx train --config=quickstart:diff --workdir=runs/mine", checkpoint__every_steps="3")
     for line in (suites, every_step, report):
-        run(place, line)
-    steps = {path.name for path in (place / "runs" / "mine" / "evals" / "loss").glob("*.json")}
+        run(page_folder, line)
+    steps = {path.name for path in (page_folder / "runs" / "mine" / "evals" / "loss").glob("*.json")}
     assert steps >= {"3.json", "6.json"}
     for line in others:
-        run(place, line, data__sequence_length="256", train__global_batch_tokens="1024")
-    assert {"recall", "needle"} <= {path.name for path in (place / "runs" / "corpus" / "evals").iterdir()}
+        run(page_folder, line, data__sequence_length="256", train__global_batch_tokens="1024")
+    assert {"recall", "needle"} <= {path.name for path in (page_folder / "runs" / "corpus" / "evals").iterdir()}
 
 
 @pytest.mark.long
-def test_the_commands_of_pod_plan_sweep_and_write_a_slurm_job(place):
+def test_the_commands_of_pod_plan_sweep_and_write_a_slurm_job(page_folder):
     plan, doctor, sweep, train, checkpoints = lines_of("tutorials/pod.md")
-    assert "memory" in run(place, plan, mesh__fsdp="8").lower()
-    run(place, doctor)
-    run(place, sweep)
+    assert "memory" in run(page_folder, plan, mesh__fsdp="8").lower()
+    run(page_folder, doctor)
+    run(page_folder, sweep)
     jobs = [line.partition(" ")[2] for b in blocks("tutorials/pod.md", "console") for line in b.splitlines()]
     (job,) = (name for name in jobs if name.endswith(".sbatch"))
-    assert "--nodes=4" in (place / job).read_text()
-    run(place, train)
-    assert "6" in run(place, checkpoints)
+    assert "--nodes=4" in (page_folder / job).read_text()
+    run(page_folder, train)
+    assert "6" in run(page_folder, checkpoints)
 
 
 @pytest.mark.long
-def test_the_command_of_differential_attention_trains_another_architecture(place):
+def test_the_command_of_differential_attention_trains_another_architecture(page_folder):
     (line,) = lines_of("concepts/differential-attention.md")
-    run(place, line)
-    assert np.isfinite(losses(place / "runs" / "diff_v2")).all()
+    run(page_folder, line)
+    assert np.isfinite(losses(page_folder / "runs" / "diff_v2")).all()
 
 
 @pytest.mark.long

@@ -1,3 +1,5 @@
+"""Fits of power laws to points with planted parameters, and the ratios of size at equal loss."""
+
 import numpy as np
 import pytest
 

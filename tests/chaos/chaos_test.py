@@ -26,19 +26,21 @@ class Harness:
     """Carries out plans. Each run is compared with the uninterrupted run of the same layout and data."""
 
     def __init__(self, text_file, folder):
-        self._text_file, self._folder, self._whole = text_file, folder, {}
+        self._text_file, self._folder, self._uninterrupted = text_file, folder, {}
 
     def prepare(self, plan):
         """Train the uninterrupted run of a plan's layout and data, unless it exists."""
         key = (plan.layout, plan.nan)
-        if key not in self._whole:
-            self._whole[key] = train_undisturbed(*key, self._text_file, self._folder / f"whole {plan.name}")
+        if key not in self._uninterrupted:
+            self._uninterrupted[key] = train_undisturbed(
+                *key, self._text_file, self._folder / f"uninterrupted {plan.name}"
+            )
 
     def carry_out(self, plan, mistake=None):
         """Carry out a plan. Return its tally, and the error as text or None."""
         began, folder = time.monotonic(), self._folder / (mistake or plan.name)
         folder.mkdir()
-        run = Run(plan, self._text_file, folder, self._whole[plan.layout, plan.nan], mistake)
+        run = Run(plan, self._text_file, folder, self._uninterrupted[plan.layout, plan.nan], mistake)
         error = None
         try:
             run.carry_out()

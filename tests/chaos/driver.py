@@ -25,8 +25,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from processes import Processes, newest_step
-from unreadable import as_other_users, failing_reads
+from helpers.processes import Processes, newest_step
+from helpers.unreadable import failing_reads, setpriv_prefix
 
 from chaos import disk, records
 from chaos.plan import (
@@ -42,11 +42,15 @@ from chaos.plan import (
     Plan,
 )
 
-PATIENCE = 600.0  # Seconds until the driver gives up. The machine may be busy with other work.
-SILENCE = 20  # Timeout of barriers and heartbeats, in seconds.
+GIVE_UP_SECONDS = 600.0  # Until the driver gives up. The machine may be busy with other work.
+BARRIER_TIMEOUT_SECONDS = 20  # Of heartbeats too.
 DISK_MIB = 8
 MAX_SKIPPED = 3  # Skipped updates in a row until a rewind.
-DONE, PREEMPTED, MISTAKE, FAILED = 0, 75, 2, 1
+# Exit codes of docs/files.md. The driver does not import difftx.errors, so that it notices if they change there.
+DONE = 0
+FAILED = 1
+BAD_INPUT = 2
+PREEMPTED = 75
 ABORTED = -signal.SIGABRT  # JAX aborts a process when process 0 has exited.
 # Errors that name the lost process: the first for process 0, the second for process 1.
 MISSED = (
@@ -94,14 +98,14 @@ class Tally:
 def impossible_faults() -> dict[str, str]:
     """Return the faults that cannot be made on this machine, and why."""
     reasons = {}
-    if as_other_users() is None:
+    if setpriv_prefix() is None:
         reasons |= dict.fromkeys(UNREADABLE_BY_MODE, "root here, and setpriv cannot drop capabilities")
     if shutil.which("cc") is None:
         reasons |= dict.fromkeys(UNREADABLE_BY_ERROR, "no C compiler (cc)")
     return reasons
 
 
-def command(folder: Path, layout: Layout, nan: tuple[int, ...] = (), mistake: str | None = None) -> dict:
+def process_options(folder: Path, layout: Layout, nan: tuple[int, ...] = (), mistake: str | None = None) -> dict:
     """Return the arguments of `Processes` for one layout, with bad batches and a mistake in difftx, if any.
 
     The packing index of the run lies in `folder`.
@@ -121,18 +125,18 @@ def command(folder: Path, layout: Layout, nan: tuple[int, ...] = (), mistake: st
         "guards__max_skipped": MAX_SKIPPED,
         "guards__skip_steps": 2,
         "guards__max_rewinds": 20,
-        "multihost__barrier_timeout_seconds": SILENCE,
-        "multihost__heartbeat_timeout_seconds": SILENCE,
-        "multihost__initialization_timeout_seconds": 2 * SILENCE,
+        "multihost__barrier_timeout_seconds": BARRIER_TIMEOUT_SECONDS,
+        "multihost__heartbeat_timeout_seconds": BARRIER_TIMEOUT_SECONDS,
+        "multihost__initialization_timeout_seconds": 2 * BARRIER_TIMEOUT_SECONDS,
     }
 
 
 def train_undisturbed(layout: Layout, nan: tuple[int, ...], text_file: Path, folder: Path) -> Path:
     """Train an uninterrupted run and return its workdir."""
     folder.mkdir(parents=True)
-    processes = Processes(text_file, folder / "run", folder, **command(folder, layout, nan))
+    processes = Processes(text_file, folder / "run", folder, **process_options(folder, layout, nan))
     for process in processes.running:
-        code, text = processes.wait(process, PATIENCE)
+        code, text = processes.wait(process, GIVE_UP_SECONDS)
         assert code == DONE, text
     return folder / "run"
 
@@ -140,12 +144,12 @@ def train_undisturbed(layout: Layout, nan: tuple[int, ...], text_file: Path, fol
 class Run:
     """A run that carries out a plan."""
 
-    def __init__(self, plan: Plan, text_file: Path, folder: Path, whole: Path, mistake: str | None = None):
+    def __init__(self, plan: Plan, text_file: Path, folder: Path, uninterrupted: Path, mistake: str | None = None):
         self.plan, self.tally = plan, Tally()
-        self._text_file, self._folder, self._whole = text_file, folder, whole
+        self._text_file, self._folder, self._uninterrupted = text_file, folder, uninterrupted
         self._workdir, self._random = folder / "run", Random(plan.seed)
         self._checkpoints = self._workdir / "checkpoints"
-        self._command = command(folder, plan.layout, plan.nan, mistake)
+        self._process_options = process_options(folder, plan.layout, plan.nan, mistake)
         self._processes: Processes | None = None
         self._frozen: list[subprocess.Popen] = []
         self._starts = 0
@@ -181,17 +185,17 @@ class Run:
         logs = self._folder / f"start {self._starts:02}"
         logs.mkdir()
         self._starts += 1
-        self._processes = Processes(self._text_file, self._workdir, logs, **self._command, **options)
+        self._processes = Processes(self._text_file, self._workdir, logs, **self._process_options, **options)
         self._expected, self._checked = {expected}, False
 
     def _expected_step(self) -> int | None:
         """Return the step from which the run must resume, by the driver's own check, or None if the start must fail."""
         steps = disk.steps_in(self._checkpoints)
-        whole = [step for step in steps if disk.verifies(self._checkpoints / str(step))]
+        verified = [step for step in steps if disk.verifies(self._checkpoints / str(step))]
         quarantined = disk.quarantined(self._checkpoints)
-        if not whole:  # Then the run takes back a quarantined checkpoint that verifies.
-            whole = [step for path, step in quarantined.items() if disk.verifies(path, step)]
-        return max(whole, default=None if steps or quarantined else 0)
+        if not verified:  # Then the run takes back a quarantined checkpoint that verifies.
+            verified = [step for path, step in quarantined.items() if disk.verifies(path, step)]
+        return max(verified, default=None if steps or quarantined else 0)
 
     def _check_start(self) -> None:
         """Compare the step at which the run started with the expected one, once it is in the log."""
@@ -213,7 +217,7 @@ class Run:
     def _wait(self, condition: Callable[[], bool], pause: float = 0.005) -> bool:
         """Return whether the condition came true before a process ended."""
         assert self._processes is not None
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + GIVE_UP_SECONDS
         while not condition():
             if any(popen.poll() is not None for popen in self._processes.running.values()):
                 return condition()
@@ -285,7 +289,7 @@ class Run:
         self.tally.places[place] += 1
 
     def _codes(self) -> list[int]:
-        return [self._processes.wait(process, PATIENCE)[0] for process in self._processes.running]
+        return [self._processes.wait(process, GIVE_UP_SECONDS)[0] for process in self._processes.running]
 
     def _ended(self, allowed: set[int]) -> str:
         """Wait until all processes have ended. Return their exit codes as text."""
@@ -316,16 +320,16 @@ class Run:
             # Before and after the training loop, there is nothing to save.
             assert "attempt " not in log or "wall time of the run" in log, f"exit codes {codes}: {logs}"
         return self._ended(
-            {PREEMPTED, DONE, -signal.SIGTERM} | ({FAILED, MISTAKE, ABORTED} if len(codes) > 1 else set())
+            {PREEMPTED, DONE, -signal.SIGTERM} | ({FAILED, BAD_INPUT, ABORTED} if len(codes) > 1 else set())
         )
 
     def _kill_one(self, victim: int) -> str:
         self._processes.running[victim].kill()
         other = 1 - victim
-        code, log = self._processes.wait(other, PATIENCE)
+        code, log = self._processes.wait(other, GIVE_UP_SECONDS)
         if code == FAILED:
             assert re.search(MISSED[victim], log), f"process {victim} was killed, and process {other} says: {log}"
-        return self._ended({-signal.SIGKILL, FAILED, MISTAKE, DONE} | ({ABORTED} if victim == 0 else set()))
+        return self._ended({-signal.SIGKILL, FAILED, BAD_INPUT, DONE} | ({ABORTED} if victim == 0 else set()))
 
     def _pause(self, popen: subprocess.Popen) -> str:
         """Freeze the only process for a while. It must continue as if nothing had happened."""
@@ -346,8 +350,8 @@ class Run:
         running = self._processes.running
         number = next(process for process, popen in running.items() if popen is victim)
         with self._stopped(victim):
-            code, log = self._processes.wait(1 - number, PATIENCE)
-            assert code in (FAILED, MISTAKE, ABORTED, DONE), f"process {number} was frozen, the other: {code} {log}"
+            code, log = self._processes.wait(1 - number, GIVE_UP_SECONDS)
+            assert code in (FAILED, BAD_INPUT, ABORTED, DONE), f"process {number} was frozen, the other: {code} {log}"
             if code == FAILED:
                 assert re.search(MISSED[number], log), f"process {number} was frozen, and the other says: {log}"
             if then == "killed":
@@ -358,10 +362,10 @@ class Run:
                 self._expected |= {int(path.name.partition(".")[0]) for path in self._checkpoints.glob(UNFINISHED)}
                 time.sleep(self._random.uniform(0.5, 4))
         if then == "continued later":
-            late = victim.wait(PATIENCE)
+            late = victim.wait(GIVE_UP_SECONDS)
             assert late != PREEMPTED, f"process {number}, which was frozen, ended with {late}"
             return f"exit {code}, the frozen one {late} beside the next"
-        return self._ended({FAILED, MISTAKE, ABORTED, DONE, -signal.SIGKILL})
+        return self._ended({FAILED, BAD_INPUT, ABORTED, DONE, -signal.SIGKILL})
 
     def _fill_disk(self, *, relieve: bool) -> str:
         """Leave less room than a checkpoint needs until the run ends or, with `relieve`, a save fails. Then free it."""
@@ -370,7 +374,7 @@ class Run:
         leave = (
             self._random.randrange(300_000) if self.plan.small_disk == "checkpoints" else self._random.randrange(9000)
         )
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + GIVE_UP_SECONDS
         with disk_.full(primary.pid, leave) as fill:
             while primary.poll() is None and not (relieve and len(re.findall("was not saved", self._log())) > failed):
                 assert time.monotonic() < deadline, self._log()
@@ -449,7 +453,7 @@ class Run:
         if what in UNREADABLE_BY_MODE:
             manifests = [self._checkpoints / str(step) / disk.MANIFEST for step in verified]
             with disk.without_permissions([path] if what == "unreadable file" else manifests):
-                self._start(before=as_other_users())
+                self._start(before=setpriv_prefix())
                 self._codes()
             why, passes = r"cannot be read: Permission denied", False
         else:
@@ -499,7 +503,7 @@ class Run:
         self._check_start()
         return "went on"
 
-    def _refused(self, why: str, code: int = MISTAKE) -> None:
+    def _refused(self, why: str, code: int = BAD_INPUT) -> None:
         """Assert that the start ends with the exit code and a one-line error that contains `why`."""
         codes = self._codes()
         assert codes == [code] * len(codes), f"exit codes {codes}, not {code}: {self._logs()}"
@@ -524,7 +528,7 @@ class Run:
             changed = set(before.splitlines()) ^ set(after.splitlines())
             self._corrupt_steps |= {int(step) for line in changed for step in re.findall(r'"step": (\d+),', line)}
         if not self._wait(lambda: "attempt " in self._log()):
-            if name == "journal.jsonl" and self._codes() == [MISTAKE]:
+            if name == "journal.jsonl" and self._codes() == [BAD_INPUT]:
                 self._refused("is not a valid entry; delete that line")
                 line = int(re.search(r"line (\d+) is", self._log())[1])
                 lines = after.splitlines(keepends=True)
@@ -537,7 +541,7 @@ class Run:
         return "went on"
 
     def _check_metrics(self, *, until: int) -> None:
-        records.check_metrics(self._workdir, self._whole, until=until, corrupt=self._corrupt_steps)
+        records.check_metrics(self._workdir, self._uninterrupted, until=until, corrupt=self._corrupt_steps)
 
     def _check_checkpoints(self) -> None:
         """Check that no checkpoint that verified is lost, and record those that verify now."""
@@ -591,8 +595,8 @@ class Run:
         assert all(any(target.iterdir()) for target in targets), f"what a link led to is gone: {targets}"
         assert self.plan.layout.steps in self._known, f"no checkpoint of the last step: {list(self._known)}"
         self._check_metrics(until=self.plan.layout.steps)
-        records.check_journal(self._workdir, self._whole, deleted=self._deleted_entries)
-        records.check_tensorboard(self._workdir, self._whole)
+        records.check_journal(self._workdir, self._uninterrupted, deleted=self._deleted_entries)
+        records.check_tensorboard(self._workdir, self._uninterrupted)
 
     @contextlib.contextmanager
     def _clean_up(self) -> Iterator[None]:

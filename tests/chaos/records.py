@@ -26,17 +26,17 @@ def rows_of(metrics: Path, split: str) -> list[dict[str, Any]]:
     return rows
 
 
-def check_metrics(run: Path, whole: Path, *, until: int, corrupt: frozenset[int] = frozenset()) -> None:
-    """Assert that metrics.jsonl has each step from 1 to `until` once and in order, with the numbers of `whole`.
+def check_metrics(run: Path, uninterrupted: Path, *, until: int, corrupt: frozenset[int] = frozenset()) -> None:
+    """Assert that metrics.jsonl has each step from 1 to `until` once and in order, with the numbers of `uninterrupted`.
 
     Args:
         run: a workdir.
-        whole: the workdir of the uninterrupted run.
+        uninterrupted: the workdir of the uninterrupted run.
         until: the last step whose row is required. Later rows are compared if they exist.
         corrupt: steps whose rows were corrupted on purpose.
     """
     ours, theirs = ({}, {})
-    for workdir, found in ((run, ours), (whole, theirs)):
+    for workdir, found in ((run, ours), (uninterrupted, theirs)):
         rows = rows_of(workdir / "metrics.jsonl", "train")
         steps = [row["step"] for row in rows if row["step"] not in corrupt]
         assert steps == sorted(set(steps)), f"{workdir}: steps twice or out of order: {steps}"
@@ -52,7 +52,7 @@ def check_metrics(run: Path, whole: Path, *, until: int, corrupt: frozenset[int]
             for row in rows_of(workdir / "metrics.jsonl", "valid")
             if row["step"] not in corrupt
         }
-        for workdir in (run, whole)
+        for workdir in (run, uninterrupted)
     ]
     for key, values in evaluations[0].items():
         assert values == evaluations[1][key], f"{run}: evaluation {key}: {values}, not {evaluations[1][key]}"
@@ -60,9 +60,11 @@ def check_metrics(run: Path, whole: Path, *, until: int, corrupt: frozenset[int]
     assert due <= evaluations[0].keys(), f"{run}: no evaluation {sorted(due - evaluations[0].keys())}"
 
 
-def check_journal(run: Path, whole: Path, *, deleted: int) -> None:
+def check_journal(run: Path, uninterrupted: Path, *, deleted: int) -> None:
     """Assert that the same steps were bad and the same data were skipped. Up to `deleted` entries may be missing."""
-    ours, theirs = ([{name: e.get(name) for name in EVENT} for e in events(workdir)] for workdir in (run, whole))
+    ours, theirs = (
+        [{name: e.get(name) for name in EVENT} for e in events(workdir)] for workdir in (run, uninterrupted)
+    )
     lacking = [event for event in theirs if event not in ours]
     what = f"{run}: journal {ours}, uninterrupted {theirs}"
     assert ours == [event for event in theirs if event in ours], what
@@ -83,11 +85,11 @@ def rewinds(run: Path) -> list[dict[str, Any]]:
     return [event for event in events(run) if event["event"] == "rewind"]
 
 
-def check_tensorboard(run: Path, whole: Path) -> None:
-    """Assert that TensorBoard shows the loss of every step of `whole` once."""
+def check_tensorboard(run: Path, uninterrupted: Path) -> None:
+    """Assert that TensorBoard shows the loss of every step of `uninterrupted` once."""
     expected = [
         (row["step"], float(np.float32(row["loss"])))
-        for row in rows_of(whole / "metrics.jsonl", "train")
+        for row in rows_of(uninterrupted / "metrics.jsonl", "train")
         if row["loss"] is not None
     ]
     shown = tensorboard_scalars(run / "tensorboard", "train/loss")

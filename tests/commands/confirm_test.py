@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from conftest import ROOT, TINY
-from evals.chat_server import KEY, ChatServer, completion
+from helpers.chat_server import KEY, ChatServer, completion
 from helpers.evals_examples import long_bench, set_of, write_lines
 from helpers.report_runs import save_run
 

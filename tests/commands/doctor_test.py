@@ -12,7 +12,7 @@ import jax
 import pytest
 from conftest import ROOT, TINY, child_environment, write_text
 from helpers.command_server import commands
-from processes import free_port
+from helpers.processes import free_port
 
 from difftx import kernels
 from difftx.commands import doctor as examination

@@ -104,7 +104,7 @@ def test_memory_of_a_device_is_what_libtpu_says(kind):
 
 
 @pytest.mark.exhaustive
-def test_the_smallest_row_of_the_table_is_still_true(tmp_path):
+def test_smallest_row_of_the_plan_table_is_up_to_date(tmp_path):
     row = next(plan_table.rows("830m"))
     numbers = plan_table.measure(row, tmp_path / "plan.json")
     fresh = plan_table.cells(row, numbers)

@@ -1,3 +1,5 @@
+"""Bigram counts of a store, against a dictionary, and their file."""
+
 import itertools
 import json
 import tracemalloc

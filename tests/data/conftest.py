@@ -1,3 +1,5 @@
+"""A fixture with the vocabularies of tiktoken."""
+
 import os
 import shutil
 

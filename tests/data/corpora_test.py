@@ -1,3 +1,5 @@
+"""Corpora of text files: their documents and their split into training and validation."""
+
 import dataclasses
 import gzip
 import itertools
@@ -46,7 +48,7 @@ def test_duplicates_count_once_and_file_order_does_not_matter(config, text_file,
     np.testing.assert_array_equal(all_tokens(alone[0]), all_tokens(twice[0]))
 
 
-def test_a_document_is_left_to_train_on(config, tmp_path):
+def test_validation_split_leaves_a_training_document(config, tmp_path):
     """The share of 60 % of two documents would be both."""
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(500 * name)

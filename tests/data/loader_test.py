@@ -1,3 +1,5 @@
+"""Batches of the loader: their order, their shards per host, and resumption."""
+
 import json
 
 import grain

@@ -1,3 +1,5 @@
+"""Mixtures of sources: weights, stages and the order of examples."""
+
 import collections
 import itertools
 

@@ -1,3 +1,5 @@
+"""Packing of documents into rows, against an oracle and by properties."""
+
 import hashlib
 import io
 import itertools

@@ -1,3 +1,5 @@
+"""The progress line of long commands."""
+
 import types
 
 from difftx import progress

@@ -1,3 +1,5 @@
+"""Readers of `difftx prepare`: units of JSON Lines, text, Parquet and datasets."""
+
 import gzip
 import json
 import lzma

@@ -1,3 +1,5 @@
+"""Sources of a data config: mixture, upsampling, validation sets and signature."""
+
 import dataclasses
 
 import numpy as np

@@ -1,3 +1,5 @@
+"""The token store: slices, fingerprints, and the detection of corrupt files."""
+
 import dataclasses
 import hashlib
 import itertools

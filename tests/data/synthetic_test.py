@@ -1,3 +1,5 @@
+"""Rows of the synthetic tasks, by the definition of each task."""
+
 import collections
 import dataclasses
 

@@ -1,3 +1,5 @@
+"""Tokenizers by name and by file: vocabularies of tiktoken, and their errors."""
+
 import base64
 from pathlib import Path
 

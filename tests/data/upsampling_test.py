@@ -1,3 +1,5 @@
+"""Upsampling of long documents."""
+
 import itertools
 
 import numpy as np

@@ -166,7 +166,7 @@ def expected_of(run, architecture):
 
 @pytest.mark.long
 @pytest.mark.parametrize("architecture", ["diff", pytest.param("transformer", marks=pytest.mark.exhaustive)])
-def test_a_model_whose_attention_is_known(tmp_path, architecture):
+def test_planted_attention_has_the_expected_numbers(tmp_path, architecture):
     config = config_of(tmp_path, architecture)
     run = Run.open(config, tmp_path / "run")
     result = evals.evaluate(run, planted(config, run.mesh), 3, ["attention"])["attention"]

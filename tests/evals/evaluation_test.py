@@ -1,3 +1,5 @@
+"""Rules that hold for all suites: independence of mesh and batch, settings and requirements."""
+
 import dataclasses
 import json
 
@@ -6,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import suite_config
 from golden.inputs import write_all
-from helpers.cases import long_except
+from helpers.cases import marked
 from helpers.evals_params import one_device, params_of
 from helpers.evals_results import LOSS_SUITES, flat
 
@@ -94,7 +96,7 @@ def text_run(tmp_path_factory):
     return Run.open(suite_config(folder, 512, **sizes, **changes), folder, one_device())
 
 
-@pytest.mark.parametrize("suite", long_except(evals.SUITES, QUICK))
+@pytest.mark.parametrize("suite", marked(evals.SUITES, fast=QUICK))
 def test_every_field_that_a_suite_reads_is_one_of_its_settings(config, tmp_path, text_run, suite):
     if module := {"harness": "lm_eval", "math": "math_verify"}.get(suite):
         pytest.importorskip(module, reason="the extra `eval` is not installed")

@@ -1,3 +1,5 @@
+"""The suite exact_match on synthetic tasks."""
+
 import dataclasses
 
 import jax

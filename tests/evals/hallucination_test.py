@@ -1,3 +1,5 @@
+"""The suite hallucination: prompts, numbers for known answers, and resumption."""
+
 import json
 import re
 import types
@@ -5,6 +7,7 @@ import types
 import numpy as np
 import pytest
 from conftest import ROOT, TINY, child_environment, suite_config
+from helpers.chat_server import KEY, ChatServer, completion, verdict_on
 from helpers.command_server import commands
 from helpers.evals_examples import KINDS, long_bench, set_of, write_lines
 
@@ -15,7 +18,6 @@ from difftx.errors import UserError
 from difftx.evals.hallucination.prompts import STOP, HallucinationSet
 from difftx.inference.generate import Completion
 from difftx.training.run import Run
-from evals.chat_server import KEY, ChatServer, completion, verdict_on
 
 HOTPOTQA = ROOT.parent / "shared" / "data" / "eval" / "hotpotqa_distractor_100.jsonl.gz"
 QUESTION = re.compile(r"Document:\n(.*)\n\nQuestion: (.*)\nAnswer:$", re.DOTALL)

@@ -1,3 +1,5 @@
+"""The suite icl: prompts of demonstrations, accuracy by order, and resumption."""
+
 import collections
 import itertools
 import json

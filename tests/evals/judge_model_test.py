@@ -1,3 +1,5 @@
+"""Verdicts of a judge model behind an endpoint that fails in many ways."""
+
 import contextlib
 import dataclasses
 import itertools
@@ -10,6 +12,7 @@ import types
 
 import pytest
 from conftest import ROOT
+from helpers.chat_server import KEY, USAGE, ChatServer, completion, verdict_on
 
 from difftx.config.build import override
 from difftx.config.recipes import load_config
@@ -18,7 +21,6 @@ from difftx.evals.hallucination import chat
 from difftx.evals.hallucination.chat import ChatEndpoint
 from difftx.evals.hallucination.judges import Case, JudgeModel, read_verdict
 from difftx.progress import Work
-from evals.chat_server import KEY, USAGE, ChatServer, completion, verdict_on
 
 CONFIG = load_config(f"{ROOT}/configs/quickstart.py:diff", {"eval.hallucination.judge_model": "gpt-4o-2024-08-06"}).eval
 FAST = {"backoff_seconds": 0.01, "longest_wait_seconds": 3.0, "timeout_seconds": 20.0}

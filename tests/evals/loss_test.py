@@ -1,3 +1,5 @@
+"""The suites loss and sample, and how suites are selected."""
+
 import hashlib
 import itertools
 import json

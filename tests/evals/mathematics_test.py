@@ -261,7 +261,7 @@ def test_answer_from_choices_must_be_the_same_text(math_verify):
 
 
 @pytest.mark.long
-def test_an_endless_comparison_is_wrong(math_verify, monkeypatch):
+def test_comparison_that_times_out_counts_as_wrong(math_verify, monkeypatch):
     monkeypatch.setattr("difftx.evals.math.suite.SECONDS", 1)
     assert not is_right("The answer is 9^9^9^9", problem("5"))
 
@@ -319,7 +319,7 @@ def test_an_oracle_scores_1_in_every_format_and_a_wrong_answer_0(math_verify, fo
 
 
 @pytest.mark.long
-def test_lengths_accuracy_and_a_kill(math_verify, folder, tmp_path, monkeypatch):
+def test_killed_suite_resumes_with_the_same_lengths_and_accuracy(math_verify, folder, tmp_path, monkeypatch):
     """Every third answer is wrong, and answer i takes 20 + 30 i characters, up to the limit."""
 
     def write(question):

@@ -1,3 +1,5 @@
+"""Units, directions and labels of the numbers of suites."""
+
 import dataclasses
 import json
 

@@ -1,3 +1,5 @@
+"""The suite needle: prompts, scoring and settings."""
+
 import json
 import random
 import re

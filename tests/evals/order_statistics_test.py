@@ -54,7 +54,7 @@ def counter(mesh, pieces, slots):
 
 
 @pytest.mark.long
-def test_exact_on_ten_million_values(mesh_of):
+def test_order_statistics_of_ten_million_values_are_exact(mesh_of):
     """The values are in two arrays of five million.
 
     XLA's memory analysis of a pass over all values in one array bounds the memory besides its inputs.

@@ -1,3 +1,5 @@
+"""Scores by word overlap and the offline judge, against brute force."""
+
 import itertools
 
 import pytest
@@ -88,7 +90,7 @@ def test_scores_by_brute_force(answer, reference):
 
 
 @given(texts, st.lists(texts, max_size=3), st.integers(1, 3))
-def test_support_by_brute_force(answer, sources, length):
+def test_support_equals_brute_force(answer, sources, length):
     has = overlap.words(answer)
     length = min(length, len(has))
     if not has:

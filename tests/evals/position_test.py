@@ -1,3 +1,5 @@
+"""The suite position: loss by position, against brute force."""
+
 import json
 
 import jax

@@ -1,3 +1,5 @@
+"""The suite quantize: rounded attention, against a reference implementation."""
+
 import dataclasses
 
 import jax

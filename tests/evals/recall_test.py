@@ -1,3 +1,5 @@
+"""The suite recall: hits on repeated bigrams, against brute force."""
+
 import itertools
 import json
 import math

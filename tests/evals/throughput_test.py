@@ -1,3 +1,5 @@
+"""The suite throughput: the counterpart of a model, and times of both."""
+
 import statistics
 
 import pytest

@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 
 from conftest import TINY, child_environment
-from processes import UNHURRIED
 
 from difftx.files import read_file
 from difftx.json_files import JsonLines
@@ -14,6 +13,7 @@ from difftx.training.checkpoint import arrays
 from difftx.training.checkpoint.manifest import MANIFEST, contents_of, is_reservation, read_manifest, steps_in
 from difftx.training.checkpoint.restoring import config_of
 from helpers.command_server import commands
+from helpers.processes import TRAIN_SLOWLY
 
 CONFIG = TINY | {
     "train.steps": "24",
@@ -41,7 +41,7 @@ def train(text_file, workdir, **changes):
 def start(text_file, workdir, log: Path, *, stop_after_row=None, **changes):
     """Start a training with slow steps, whose output goes to a file. It waits for a signal after the given row."""
     environment = child_environment(1) | ({"STOP_AFTER_ROW": str(stop_after_row)} if stop_after_row else {})
-    words = command(text_file, workdir, UNHURRIED, **changes)
+    words = command(text_file, workdir, TRAIN_SLOWLY, **changes)
     return commands().start(words, stdout=log, stderr=log, environment=environment)
 
 

@@ -1,4 +1,4 @@
-"""Cases that only `make test-long` or `make test-exhaustive` runs."""
+"""Marks of cases that only `make test-long` or `make test-exhaustive` runs."""
 
 from collections.abc import Collection, Iterable
 
@@ -7,11 +7,14 @@ import pytest
 PAPER = ("diff", "transformer")  # The architectures of arXiv 2410.05258.
 
 
-def long_except[T](cases: Iterable[T], kept: Collection[T] = PAPER, exhaustive: Collection[T] = ()) -> list:
-    """Return the cases, each a value or a tuple of values. Those that are not in `kept` are long or `exhaustive`."""
+def marked[T](cases: Iterable[T], *, fast: Collection[T] = PAPER, exhaustive: Collection[T] = ()) -> list:
+    """Return the cases of a test, each a value or a tuple of values, with marks.
 
-    def marked(case: T):
+    Cases in `fast` have no mark. Of the others, those in `exhaustive` are marked exhaustive, and the rest long.
+    """
+
+    def with_mark(case: T):
         mark = pytest.mark.exhaustive if case in exhaustive else pytest.mark.long
         return pytest.param(*case if isinstance(case, tuple) else (case,), marks=mark)
 
-    return [case if case in kept else marked(case) for case in cases]
+    return [case if case in fast else with_mark(case) for case in cases]

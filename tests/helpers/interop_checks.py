@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from interop.folders import parameters
 
 from difftx.data.tokenizer import load_tokenizer
 from difftx.inference.decode import LanguageModel
@@ -16,6 +15,7 @@ from difftx.model.decoder import Block
 from difftx.model.layers import rotary_angles
 from difftx.parallel.layout import Layout
 from difftx.training.run import read_config
+from helpers.interop_folders import parameters
 
 
 def check_logits(workdir, theirs, mesh):

@@ -1,8 +1,7 @@
 """Models of every architecture with random parameters, as runs and as folders of `difftx convert --to=hf`."""
 
-from interop.folders import export, run_of
-
 from helpers.inference_models import language_model
+from helpers.interop_folders import export, run_of
 
 LLAMA3 = {
     "model__rope_scaling__factor": 8.0,

@@ -54,12 +54,19 @@ def batch_on(mesh, config, rows=8, seed=0):
     return Batch(tokens_BT=put(tokens), targets_BT=put(targets), loss_mask_BT=put(mask))
 
 
+class LayerOutput(NamedTuple):
+    """Outputs of a layer, and the gradient of each token's output sum in the first row."""
+
+    out_BTD: np.ndarray
+    jacobian_TTD: np.ndarray
+
+
 class Layer(NamedTuple):
     """A layer with random weights."""
 
     model: ModelConfig
     module: SelfAttention
-    call: Callable[..., tuple[np.ndarray, np.ndarray]]  # Outputs, and their Jacobian with respect to the input.
+    call: Callable[..., LayerOutput]
     gradient: Callable[..., tuple[Any, np.ndarray]]
 
 
@@ -93,7 +100,7 @@ def layer_of(name, **overrides):
 
     def call(x_BTD, layer=0, ids_BT=None, module=module):
         ids_BT = np.zeros((2, TOKENS), np.int32) if ids_BT is None else ids_BT
-        return tuple(map(np.asarray, run(nnx.state(module), np.float32(x_BTD), np.int32(layer), ids_BT)))
+        return LayerOutput(*map(np.asarray, run(nnx.state(module), np.float32(x_BTD), np.int32(layer), ids_BT)))
 
     def gradient(x_BTD, weights_BTD, layer):
         """Return the gradient of Σ weights ∘ output with respect to the parameters and to the input."""

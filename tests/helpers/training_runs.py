@@ -3,10 +3,10 @@
 import time
 
 from conftest import child_environment
-from processes import UNHURRIED
 
 from difftx.training.metrics import read_metrics
 from helpers.command_server import commands
+from helpers.processes import TRAIN_SLOWLY
 
 
 def train_losses(workdir):
@@ -20,7 +20,7 @@ def train_losses(workdir):
 def stop_after(step, sent, command, workdir, devices=1):
     """Start the command, send a signal when `step` is in metrics.jsonl, and return the exit code."""
     _, *flags = command
-    process = commands().start([*UNHURRIED, *flags], environment=child_environment(devices))
+    process = commands().start([*TRAIN_SLOWLY, *flags], environment=child_environment(devices))
     wait_for_step(step, process, workdir)
     process.send_signal(sent)
     return process.wait(timeout=120)

@@ -105,7 +105,7 @@ def test_rows_end_on_their_own_limits_and_stop_strings(config, mesh_of):
         assert c.ended_by == "stop string" or len(c.tokens) == limit
 
 
-def test_requests_must_fit(config, mesh_of):
+def test_invalid_requests_raise(config, mesh_of):
     lm = language_model(config, mesh_of())
     for prompt, new, message in [
         ([], 8, "prompt 0 is empty"),

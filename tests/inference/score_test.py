@@ -103,7 +103,7 @@ def test_bfloat16_does_not_round_the_factor_of_mup(config, mesh_of):
     np.testing.assert_allclose(actual_VD, weight_VD / 3, rtol=1e-6)
 
 
-def test_items_must_fit(config, mesh_of):
+def test_invalid_items_raise(config, mesh_of):
     lm = language_model(config, mesh_of())
     for item, message in [
         (Item((), (1,)), "item 0: context and continuation"),

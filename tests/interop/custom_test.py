@@ -7,7 +7,8 @@ import sys
 import jax
 import numpy as np
 import pytest
-from helpers.cases import long_except
+from helpers.cases import marked
+from helpers.interop_folders import export, import_, parameters, rewrite, with_model
 from helpers.interop_models import MODELS, NOT_SERVABLE, config_of, exported
 
 from difftx.config.architectures import ARCHITECTURES
@@ -16,13 +17,12 @@ from difftx.errors import UserError
 from difftx.interop import custom
 from difftx.interop.runs import check_representable
 from difftx.training.run import read_config
-from interop.folders import export, import_, parameters, rewrite, with_model
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}
 
 
-@pytest.mark.parametrize("name", long_except(MODELS, ["diff", "llama"]))
+@pytest.mark.parametrize("name", marked(MODELS, fast=["diff", "llama"]))
 def test_round_trip_is_bit_for_bit(config, mesh_of, tmp_path, name):
     lm, workdir, folder = exported(config, mesh_of(), name, tmp_path)
     back = import_(folder, tmp_path / "back")
@@ -175,7 +175,7 @@ def test_a_missing_field_is_refused(config, tmp_path):
         ({"model.layers.0.self_attn.q_proj.weight": np.zeros((2, 2), "f4")}, r"has shape \(2, 2\), but config\.json"),
     ],
 )
-def test_tensors_that_do_not_fit(config, mesh_of, tmp_path, changes, message):
+def test_incompatible_tensors_are_refused(config, mesh_of, tmp_path, changes, message):
     _, _, folder = exported(config, mesh_of(), "gda", tmp_path)
     refused(rewrite(folder, tmp_path / "source", **changes), tmp_path, message)
 

@@ -10,6 +10,7 @@ import pytest
 from conftest import write_text
 from flax import nnx
 from helpers.inference_models import language_model
+from helpers.interop_folders import FIXTURES, edit_config, import_, parameters, rewrite, run_of, tensors_of
 from helpers.model_layers import MUP, batch_on
 from helpers.report_runs import save_run
 from model import oracle
@@ -23,7 +24,6 @@ from difftx.json_files import read_json
 from difftx.model.decoder import Decoder
 from difftx.training.run import read_config
 from difftx.training.state import init_state, make_train_step
-from interop.folders import FIXTURES, edit_config, import_, parameters, rewrite, run_of, tensors_of
 
 # The fixtures llama, llama3 and qwen2 have grouped queries. llama3 has scaled rotary frequencies, and qwen2 biases.
 LONG = (("zero-branch", "qwen2"), ("dex", "llama3"))  # The other cases are exhaustive.
@@ -50,6 +50,25 @@ def logits_of(workdir, mesh, tokens_BT):
     return our_logits(workdir / "checkpoints" / "0", read_config(workdir), mesh, tokens_BT)
 
 
+def split_by_origin(new, old, method):
+    """Return the copied weights by their path in the Transformer, and the drawn weights by their path in the new model.
+
+    Of the two queries and keys of a head, the first is copied and the second is drawn.
+    """
+    copied, drawn = {}, {}
+    for path, value in new.items():
+        axes = path.rpartition("/")[2]
+        old_path = path.replace("value_DKE", "value_DKd").replace("output_HED", "output_HdD")
+        if axes in ("query_DHGd", "key_DKGd") or (method == "zero-branch" and axes in ("query_bias", "key_bias")):
+            copied[path.replace("Gd", "d")] = value[..., 0, :]
+            drawn[path] = value[..., 1, :]
+        elif old_path in old:
+            copied[old_path] = value
+        else:
+            drawn[path] = value
+    return copied, drawn
+
+
 def relative(found, expected):
     return np.linalg.norm(found - expected) / np.linalg.norm(expected)
 
@@ -74,20 +93,15 @@ def test_new_model_computes_the_function_of_the_transformer(tmp_path, mesh_of, c
     before, after = (sum(x.size for x in params.values()) for params in (old, new))
     assert f"parameters: {before:,} in the Transformer, {after - before:,} added, {after:,} now" in said
 
-    # Old weights are equal bit for bit, and new weights are those of a new model.
-    start, first = initial(workdir, mesh_of()), {}
-    for path, value in new.items():
-        axes = path.rpartition("/")[2]
-        if axes in ("query_DHGd", "key_DKGd") or (method == "zero-branch" and axes in ("query_bias", "key_bias")):
-            first[path.replace("Gd", "d")] = value[..., 0, :]
-            np.testing.assert_array_equal(value[..., 1, :], start[path][..., 1, :])
-        elif (path := path.replace("value_DKE", "value_DKd").replace("output_HED", "output_HdD")) in old:
-            first[path] = value
-        else:
-            np.testing.assert_array_equal(value, start[path])
-    assert first.keys() == old.keys()
+    # Copied weights are equal bit for bit, and drawn weights are those of a new model.
+    copied, drawn = split_by_origin(new, old, method)
+    assert copied.keys() == old.keys()
     for path, value in old.items():
-        np.testing.assert_array_equal(first[path].view(np.uint32), value.view(np.uint32))
+        np.testing.assert_array_equal(copied[path].view(np.uint32), value.view(np.uint32))
+    _, expected = split_by_origin(initial(workdir, mesh_of()), old, method)
+    assert drawn.keys() == expected.keys()
+    for path, value in drawn.items():
+        np.testing.assert_array_equal(value, expected[path])
     if method == "zero-branch":
         assert np.abs(new["blocks/attention/query_DHGd"][..., 1, :]).max() > 0.1
 

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from conftest import TINY
 from helpers.command_server import commands
+from helpers.interop_folders import export, import_, parameters, tensors_of
 
 from difftx.errors import UserError
-from interop.folders import export, import_, parameters, tensors_of
 
 STEPS = {"train.steps": "8", "checkpoint.every_steps": "2", "checkpoint.export_every_steps": "4"}
 

@@ -5,14 +5,14 @@ import json
 import jax
 import numpy as np
 import pytest
-from helpers.cases import long_except
+from helpers.cases import marked
 from helpers.inference_models import TENSOR, language_model
 from helpers.interop_checks import check_attention_weights, check_generation, check_logits
+from helpers.interop_folders import FIXTURES, export, import_, parameters, run_of, tensors_of
 
 from difftx.interop.runs import our_logits
 from difftx.training.run import read_config
 from interop import official_oracle
-from interop.folders import FIXTURES, export, import_, parameters, run_of, tensors_of
 
 MODELS = ["diff", "diff_grouped", "llama", "llama3", "qwen2"]
 
@@ -39,7 +39,7 @@ def test_both_attention_weights_are_the_halves_of_eager_attentions(imported, mes
     check_attention_weights(imported[name], expected(name), mesh_of())
 
 
-@pytest.mark.parametrize("name", long_except(MODELS, ["diff"], ["llama", "llama3", "diff_grouped"]))
+@pytest.mark.parametrize("name", marked(MODELS, fast=["diff"], exhaustive=["llama", "llama3", "diff_grouped"]))
 def test_greedy_generation_is_that_of_transformers(imported, mesh_of, name):
     check_generation(imported[name], expected(name), mesh_of())
 
@@ -56,7 +56,7 @@ def test_run_is_restored_directly_onto_a_mesh(imported, mesh_of):
     np.testing.assert_allclose(ours[:1], theirs["logits"], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", long_except(MODELS, ["diff", "qwen2"]))
+@pytest.mark.parametrize("name", marked(MODELS, fast=["diff", "qwen2"]))
 def test_round_trip_is_bit_for_bit(imported, mesh_of, tmp_path, name):
     format_ = "diffllama" if name.startswith("diff") else "hf"
     original, back = tensors_of(FIXTURES / name), tensors_of(export(imported[name], tmp_path / "back", format_=format_))

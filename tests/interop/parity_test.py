@@ -9,6 +9,7 @@ from conftest import TINY, write_text
 from helpers.command_server import run_new
 from helpers.inference_models import language_model
 from helpers.interop_checks import check_attention_weights, check_generation, check_logits
+from helpers.interop_folders import FIXTURES, export, import_, run_of, tensors_of, words_file
 from model import oracle
 
 from difftx.data.sources import load_sources
@@ -17,14 +18,13 @@ from difftx.errors import RunError, UserError
 from difftx.interop import runs, tokenizers
 from difftx.model.layers import rotary_angles
 from difftx.training.run import read_config
-from interop.folders import FIXTURES, export, import_, run_of, tensors_of, words_file
 
 torch = pytest.importorskip("torch", reason="make parity installs torch and transformers")
 transformers = pytest.importorskip("transformers")
 
 
 @pytest.mark.parametrize("name", ["diff", "diff_grouped", "llama", "llama3", "qwen2"])
-def test_random_models_of_another_seed(mesh_of, tmp_path, name):
+def test_random_models_have_the_logits_of_transformers(mesh_of, tmp_path, name):
     from interop.fixtures.make import write_model
 
     write_model(name, 11, tmp_path / "hf")

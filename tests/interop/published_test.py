@@ -4,13 +4,13 @@ import dataclasses
 import json
 
 import pytest
+from helpers.interop_folders import FIXTURES
 
 from difftx.config.build import override
 from difftx.errors import UserError
 from difftx.interop.differential import differential_model
 from difftx.interop.huggingface import model_fields
 from difftx.model.abstract import count_parameters
-from interop.folders import FIXTURES
 
 PUBLISHED = json.loads((FIXTURES / "published.json").read_text())
 # Numbers of parameters, as the models' pages state them.

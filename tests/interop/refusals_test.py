@@ -6,6 +6,17 @@ import shutil
 import numpy as np
 import pytest
 from helpers.inference_models import language_model
+from helpers.interop_folders import (
+    FIXTURES,
+    IMPORT,
+    edit_config,
+    export,
+    import_,
+    rewrite,
+    run_of,
+    tensors_of,
+    with_model,
+)
 
 from difftx.commands.convert import main
 from difftx.config.model import RopeScalingConfig
@@ -13,7 +24,6 @@ from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError
 from difftx.interop.runs import check_representable
 from difftx.interop.tokenizers import tokenizer_json
-from interop.folders import FIXTURES, IMPORT, edit_config, export, import_, rewrite, run_of, tensors_of, with_model
 
 GROUPED = FIXTURES / "diff_grouped"
 LLAMA3 = {
@@ -103,7 +113,7 @@ def test_values_that_are_not_finite(tmp_path, value):
         ),
     ],
 )
-def test_tensors_that_do_not_fit(tmp_path, changes, message):
+def test_incompatible_tensors_are_refused(tmp_path, changes, message):
     refused(rewrite(GROUPED, tmp_path / "source", **changes), tmp_path, message)
 
 
@@ -197,7 +207,7 @@ def test_index_that_names_a_file_outside_of_the_folder(tmp_path):
         (["--step=3"], "--step selects a checkpoint of a run"),
     ],
 )
-def test_flags_that_do_not_fit(tmp_path, flags, message):
+def test_incompatible_flags_are_refused(tmp_path, flags, message):
     refused(GROUPED, tmp_path, message, *flags)
 
 

@@ -5,8 +5,7 @@ import json
 import pytest
 from conftest import TINY
 from helpers.command_server import commands
-
-from interop.folders import FIXTURES
+from helpers.interop_folders import FIXTURES
 
 SIZES = {
     "model.d_model": "32",

@@ -4,11 +4,11 @@ import json
 import shutil
 
 import pytest
+from helpers.interop_folders import FIXTURES, export, import_, words_file
 
 from difftx.data.tokenizer import END_OF_TEXT, load_tokenizer
 from difftx.interop import tokenizers
 from difftx.training.run import read_config
-from interop.folders import FIXTURES, export, import_, words_file
 
 LLAMA = FIXTURES / "llama"
 

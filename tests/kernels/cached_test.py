@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import long_except
+from helpers.cases import marked
 from helpers.kernels_checks import TOLERANCE, relative_error, split, split_segments
 
 from difftx.kernels import cached, weight_functions
 from kernels import oracle
 
 
-@pytest.mark.parametrize("dtype", long_except(TOLERANCE, ["float32"]))
+@pytest.mark.parametrize("dtype", marked(TOLERANCE, fast=["float32"]))
 @pytest.mark.parametrize(
     ("K", "new", "lam", "window"),
     [
@@ -26,7 +26,7 @@ from kernels import oracle
         (1, 3, "scalar", 1),
     ],
 )
-def test_equals_the_oracle(K, new, lam, window, dtype):
+def test_cached_attention_equals_the_oracle(K, new, lam, window, dtype):
     B, S, H, d = 2, 14, 4, 8
     rng = np.random.default_rng(0)
 

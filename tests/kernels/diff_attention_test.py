@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import long_except
+from helpers.cases import marked
 from helpers.kernels_checks import TOLERANCE, relative_error
 
 from difftx import kernels
@@ -71,7 +71,7 @@ CASES = {
     "large logits": {"scale": LARGE},
 }
 # Cases whose features other cases cover. They are marked `exhaustive`.
-WITHIN = (
+COVERED_BY_OTHER_CASES = (
     "T=63",
     "T=64",
     "grouped queries",
@@ -82,24 +82,26 @@ WITHIN = (
     "lambda 1",
     "lambda negative",
 )
-RUNS = long_except(
+RUNS = marked(
     [(case, "float32") for case in CASES],
-    [(case, "float32") for case in CASES if case not in (*WITHIN, "T=1000")],
-    [(case, "float32") for case in WITHIN],
+    fast=[(case, "float32") for case in CASES if case not in (*COVERED_BY_OTHER_CASES, "T=1000")],
+    exhaustive=[(case, "float32") for case in COVERED_BY_OTHER_CASES],
 )
 RUNS += [(case, "bfloat16") for case in ("plain", "window, segments, groups", "lambda per token")]
 
 
+def arguments_of(case, dtype, d):
+    """Return q, k, v, lam, segment ids and window."""
+    options = CASES[case] | {"dtype": dtype, "d": d}
+    window = options.pop("window", None)
+    return *inputs(**options), window
+
+
 @functools.cache  # All backends are compared with the same reference.
-def of_case(backend, case, dtype, d, *, wide=False):
-    arguments = CASES[case] | {"dtype": dtype, "d": d}
-    window = arguments.pop("window", None)
-    q, k, v, lam, ids = inputs(**arguments)
-    if wide and dtype == "float32":
-        return of_case(backend, case, dtype, d)
-    if wide:
-        q, k, v = (np.asarray(x, np.float32) for x in (q, k, v))
-    return output_and_gradients(backend, q, k, v, lam, ids, window)
+def results_of_reference_in_float32(case, dtype, d):
+    """Return the output and gradients of the reference for inputs that are rounded to `dtype`."""
+    q, k, v, *others = arguments_of(case, dtype, d)
+    return output_and_gradients("reference", *(jnp.asarray(x, jnp.float32) for x in (q, k, v)), *others)
 
 
 # For the GPU kernels, pallas_gpu_test.py runs such cases at the sizes of their tiles.
@@ -114,13 +116,12 @@ def of_case(backend, case, dtype, d, *, wide=False):
 )
 def test_output_and_gradients_equal_the_reference(backend, case, dtype):
     tolerance = LARGE_TOLERANCE if CASES[case].get("scale") == LARGE else TOLERANCE[dtype]
-    actual = of_case(backend, case, dtype, WIDTH.get(backend, 8))
+    arguments = arguments_of(case, dtype, WIDTH.get(backend, 8))
+    actual = output_and_gradients(backend, *arguments)
     assert actual[0].dtype == dtype
-    arguments = CASES[case] | {"dtype": dtype, "d": WIDTH.get(backend, 8)}
-    window = arguments.pop("window", None)
-    assert relative_error(actual[0], oracle.diff_attention(*inputs(**arguments), window)) < tolerance
+    assert relative_error(actual[0], oracle.diff_attention(*arguments)) < tolerance
     # The reference gets the same rounded inputs in float32, so the rounding of inputs is not an error of the kernel.
-    expected = of_case("reference", case, dtype, WIDTH.get(backend, 8), wide=True)
+    expected = results_of_reference_in_float32(case, dtype, WIDTH.get(backend, 8))
     for name, a, e in zip(NAMES, actual, expected, strict=True):
         if np.abs(e).max() > 1e-6:  # With one token, dq and dk are 0: the attention weight is always 1.
             assert relative_error(a, e) < tolerance, name
@@ -245,7 +246,7 @@ def test_lambda_per_head_and_in_bfloat16_has_a_gradient_under_jit_and_vmap():
         assert relative_error(out, oracle.diff_attention(q, k, v, lam)) < TOLERANCE["float32"]
 
 
-def test_bad_calls_say_what_is_wrong():
+def test_invalid_calls_raise():
     q, k, v, lam, _ = inputs()
     bad = [
         ((q, k, v[..., :8], lam), {}, "twice as wide"),

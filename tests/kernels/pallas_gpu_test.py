@@ -69,7 +69,7 @@ CASES = {
     "float32_window": Case(length=130, batch=2, window=70, dtype="float32"),
 }
 # Cases whose features other cases cover. They are marked `exhaustive`.
-WITHIN = (
+COVERED_BY_OTHER_CASES = (
     *("unordered_segments", "window_in_a_tile", "window_of_one", "large_norms", "float32_window"),
     *("lambda_zero", "lambda_one", "lambda_negative"),
 )
@@ -161,7 +161,9 @@ def assert_close(name, actual, expected, tolerance, scale):
     assert error < tolerance, f"{name}: relative error {error:.2e}"
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n in WITHIN)) for n in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n in COVERED_BY_OTHER_CASES)) for n in CASES]
+)
 def test_forward_and_backward_equal_the_oracle_without_races(name, capfd):
     case = CASES[name]
     x = make_inputs(case)

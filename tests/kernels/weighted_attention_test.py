@@ -162,7 +162,7 @@ def test_cached_attention_equals_the_formula(name, window):
     assert relative_error(actual, expected) < TOLERANCE["float32"]
 
 
-def test_bad_calls_say_what_is_wrong():
+def test_invalid_calls_raise():
     q, k, v, _, _ = inputs("signed")
     with pytest.raises(ValueError, match=r"q \[B, T, H, G, d\]"):
         kernels.weighted_attention(weight_functions.signed_softmax, q, k[:, :, :, :1], v)

@@ -12,7 +12,7 @@ import time
 import pytest
 import yaml
 from conftest import ROOT
-from helpers.cases import long_except
+from helpers.cases import marked
 
 from difftx.commands import sweep
 from difftx.errors import UserError
@@ -106,7 +106,7 @@ def run_script(file):
 
 @pytest.mark.parametrize(
     ("codes", "starts", "end"),
-    long_except([("75 75 0", 3, 0), ("2", 1, 2), ("1", 1, 1)], [("75 75 0", 3, 0)], [("1", 1, 1)]),
+    marked([("75 75 0", 3, 0), ("2", 1, 2), ("1", 1, 1)], fast=[("75 75 0", 3, 0)], exhaustive=[("1", 1, 1)]),
 )
 def test_slurm_queues_the_job_again_after_75(codes, starts, end, stubs, write, tmp_path, monkeypatch):
     job = write("slurm")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers.cases import long_except
+from helpers.cases import marked
 from helpers.model_layers import OPTIONS, TOKENS, X_BTD, layer_of, parameters_of
 
 from difftx.model.attention import layer_constants
@@ -45,7 +45,7 @@ def oracle_attention_weights(monkeypatch, module, model, x_TD, depth):
 
 
 @pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.exhaustive), OPTIONS])
-@pytest.mark.parametrize("name", long_except(SIZES, FAST))
+@pytest.mark.parametrize("name", marked(SIZES, fast=FAST))
 def test_weights_of_a_layer_equal_the_formula(name, options, monkeypatch, mesh_of):
     with jax.set_mesh(mesh_of()):
         model, module, *_ = layer_of(name, **(SIZES[name] if name not in oracle.SIZES else {}), **options)

@@ -125,7 +125,7 @@ def test_a_token_depends_on_itself_and_earlier_tokens_only(config, architecture)
 
 
 @pytest.mark.long
-def test_at_lambda_zero_it_is_softmax_attention(config):
+def test_lambda_zero_equals_softmax_attention(config):
     """With λ = 0, no norm and scale 1, the first group attends like softmax heads of the same weights."""
     options = {
         "model__head_norm": "none",

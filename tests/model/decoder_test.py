@@ -1,3 +1,5 @@
+"""The decoder: sharding, sizes of the paper's models, FLOPs, packed rows and dtypes."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np

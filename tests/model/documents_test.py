@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from helpers.cases import long_except
+from helpers.cases import marked
 from helpers.model_layers import parameters_of
 
 from difftx.data.loader import make_batch
@@ -32,7 +32,9 @@ BACKENDS = [("diff", "xla"), ("transformer", "xla"), ("diff", "pallas_tpu"), ("t
 REFERENCE = [("diff", "reference"), ("transformer", "reference")]
 
 
-@pytest.mark.parametrize(("architecture", "backend"), long_except(BACKENDS + REFERENCE, BACKENDS[:1], REFERENCE))
+@pytest.mark.parametrize(
+    ("architecture", "backend"), marked(BACKENDS + REFERENCE, fast=BACKENDS[:1], exhaustive=REFERENCE)
+)
 def test_a_document_changes_no_output_of_another(config, mesh_of, tmp_path, architecture, backend):
     c = config(architecture, model__attention_implementation=backend, data__document_mask="true")
     rows = packed_rows(c, tmp_path)

@@ -88,7 +88,9 @@ def test_a_layer_and_its_gradient_equal_the_formula(name, mesh_of):
         w = oracle.weights_of(module)
         for depth in (0, 1):
             expected_BTD = layer(w, model, X_BTD, depth)
-            np.testing.assert_allclose(call(X_BTD, depth)[0], expected_BTD, atol=TOLERANCE * np.abs(expected_BTD).max())
+            np.testing.assert_allclose(
+                call(X_BTD, depth).out_BTD, expected_BTD, atol=TOLERANCE * np.abs(expected_BTD).max()
+            )
         cotangent_BTD, direction_BTD = np.random.default_rng(0).normal(size=(2, *X_BTD.shape))
         _, by_x_BTD = gradient(X_BTD, np.float32(cotangent_BTD), 1)
     step = 1e-6
@@ -98,7 +100,7 @@ def test_a_layer_and_its_gradient_equal_the_formula(name, mesh_of):
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_it_is_trained_on_eight_devices_saved_and_decoded(name, config, mesh_of, tmp_path):
-    check = variants_test.test_a_variant_is_trained_cut_saved_and_decoded
+def test_extension_trains_on_eight_devices_saves_and_decodes(name, config, mesh_of, tmp_path):
+    check = variants_test.test_variant_trains_sharded_saves_and_decodes
     # The head norm enlarges a head without a key above the threshold of tda, and its rounding.
     check(config, mesh_of, tmp_path, name, {"model__head_dim": 8} | variants_test.LARGE_HEAD_NORM_EPS)

@@ -1,3 +1,5 @@
+"""Linear layers and the remat policies."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import long_except
+from helpers.cases import marked
 from helpers.model_layers import X_BTD, layer_of
 
 from model import oracle
@@ -25,13 +25,13 @@ def check(mesh, name, **field):
     with jax.set_mesh(mesh):
         heads = {} if name in oracle.SIZES else {"model__num_heads": 4}
         model, module, call, _ = layer_of(name, **heads, **{f"model__{key}": value for key, value in field.items()})
-        weights, out_BTD = oracle.weights_of(module), call(X_BTD)[0]
+        weights, out_BTD = oracle.weights_of(module), call(X_BTD).out_BTD
         for x_TD, out_TD in zip(X_BTD, out_BTD, strict=True):
             expected_TD = oracle.layer(weights, model, x_TD, 0)
             assert np.median(np.abs(out_TD - expected_TD).max(-1)) < 1e-5 * np.abs(expected_TD).max()
 
 
-@pytest.mark.parametrize(("name", "bits"), long_except(CASES, [("diff", 8), ("transformer", 4), ("gdla", 4)]))
+@pytest.mark.parametrize(("name", "bits"), marked(CASES, fast=[("diff", 8), ("transformer", 4), ("gdla", 4)]))
 def test_queries_keys_and_values_are_rounded(mesh_of, monkeypatch, name, bits):
     encoded, attend = oracle.position_encoded, oracle.attend
     monkeypatch.setattr(oracle, "position_encoded", lambda *given: tuple(rounded(x, bits) for x in encoded(*given)))
@@ -39,7 +39,7 @@ def test_queries_keys_and_values_are_rounded(mesh_of, monkeypatch, name, bits):
     check(mesh_of(), name, attention_operand_bits=bits)
 
 
-@pytest.mark.parametrize("name", long_except(["gdla", "zero_branch"], ["zero_branch"]))
+@pytest.mark.parametrize("name", marked(["gdla", "zero_branch"], fast=["zero_branch"]))
 def test_logits_are_rounded(mesh_of, monkeypatch, name):
     """Cover two architectures that, without rounding, give the kernel function more heads than the layer has."""
     attend = oracle.attend

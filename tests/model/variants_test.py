@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from flax import nnx
-from helpers.cases import PAPER, long_except
+from helpers.cases import PAPER, marked
 from helpers.model_layers import OPTIONS, QUICKSTART, TOKENS, X_BTD, layer_of
 
 from difftx.config.architectures import ARCHITECTURES
@@ -49,7 +49,7 @@ EXHAUSTIVE = [  # "diff" bounds λ in the same way.
 ]
 
 
-@pytest.mark.parametrize(("name", "options"), long_except(CASES, FAST, EXHAUSTIVE))
+@pytest.mark.parametrize(("name", "options"), marked(CASES, fast=FAST, exhaustive=EXHAUSTIVE))
 def test_a_layer_and_its_gradients_equal_the_formula(name, options):
     """Compare the gradient along a random direction of each parameter with a difference quotient of the formula.
 
@@ -58,7 +58,7 @@ def test_a_layer_and_its_gradients_equal_the_formula(name, options):
     model, module, call, gradient = layer_of(name, **options)
     weights = oracle.weights_of(module)
     for layer in (0, 1):
-        actual_BTD, _ = call(X_BTD, layer)
+        actual_BTD = call(X_BTD, layer).out_BTD
         for b in range(2):
             expected = oracle.layer(weights, model, X_BTD[b], layer)
             np.testing.assert_allclose(actual_BTD[b], expected, atol=TOLERANCE * np.abs(expected).max())
@@ -93,14 +93,13 @@ def variables_of(module):
 def test_pairing_heads_of_different_keys_is_another_model():
     model, module, call, _ = layer_of("diff_v2")
     wrong = oracle.layer(oracle.weights_of(module), model, X_BTD[0], 0, v2_pairs="halves")
-    assert np.abs(call(X_BTD)[0][0] - wrong).max() > 0.1 * np.abs(wrong).max()
+    assert np.abs(call(X_BTD).out_BTD[0] - wrong).max() > 0.1 * np.abs(wrong).max()
 
 
 @pytest.mark.parametrize("name", oracle.SIZES)
 def test_a_token_depends_on_no_later_token(name):
     """A token depends on all tokens before it, except those that top-k excludes, and on no token after it."""
-    _, jacobian_TTD = layer_of(name)[2](X_BTD)
-    seen_TT = np.abs(jacobian_TTD).max(axis=-1) > 0
+    seen_TT = np.abs(layer_of(name).call(X_BTD).jacobian_TTD).max(axis=-1) > 0
     assert not np.triu(seen_TT, 1).any()
     assert seen_TT.any(axis=1).all()
     if name != "top_k":
@@ -111,35 +110,36 @@ def test_a_token_depends_on_no_later_token(name):
 def test_a_segment_is_a_row_of_its_own(name):
     model, module, call, _ = layer_of(name)
     ids_BT = np.repeat([[0] * 9 + [1] * (TOKENS - 9)], 2, axis=0).astype(np.int32)
-    both, _ = call(X_BTD, 0, ids_BT)
+    both = call(X_BTD, 0, ids_BT).out_BTD
     alone = oracle.layer(oracle.weights_of(module), model, X_BTD[0, :9], 0)
     np.testing.assert_allclose(both[0, :9], alone, atol=TOLERANCE * np.abs(alone).max())
-    changed, _ = call(X_BTD + (ids_BT == 0)[:, :, None], 0, ids_BT)
+    changed = call(X_BTD + (ids_BT == 0)[:, :, None], 0, ids_BT).out_BTD
     np.testing.assert_array_equal(changed[:, 9:], both[:, 9:])
     assert not np.array_equal(changed[:, :9], both[:, :9])
 
 
 def test_one_signal_head_to_a_noise_head_is_differential_attention():
-    _, module, grouped, _ = layer_of("gda", model__num_heads=4, model__signal_heads=1)
-    diff = layer_of("diff", model__num_heads=4)[2]
-    np.testing.assert_array_equal(grouped(X_BTD)[0], diff(X_BTD, module=module)[0])
+    grouped = layer_of("gda", model__num_heads=4, model__signal_heads=1)
+    diff = layer_of("diff", model__num_heads=4)
+    np.testing.assert_array_equal(grouped.call(X_BTD).out_BTD, diff.call(X_BTD, module=grouped.module).out_BTD)
 
 
 @pytest.mark.parametrize(("name", "changes"), [("sink", {"sink_H": -80.0}), ("gated", {"gate_DHd": 0.0})])
-def test_in_the_limit_it_is_the_transformer(name, changes):
+def test_limit_equals_transformer(name, changes):
     """The limits are a sink with a weight of zero, and a gate of one half everywhere."""
-    _, module, call, _ = layer_of(name, model__num_kv_heads=4)
-    _, baseline, transformer, _ = layer_of("transformer", model__num_heads=4)
-    module, baseline = nnx.clone(module), nnx.clone(baseline)
+    variant = layer_of(name, model__num_kv_heads=4)
+    transformer = layer_of("transformer", model__num_heads=4)
+    module, baseline = nnx.clone(variant.module), nnx.clone(transformer.module)
     for weight in ("query_DHd", "key_DKd", "value_DKd", "output_HdD"):
         getattr(baseline, weight)[...] = getattr(module, weight)[...]
     for weight, value in changes.items():
         getattr(module, weight)[...] = jnp.full_like(getattr(module, weight)[...], value)
-    expected = transformer(X_BTD, module=baseline)[0] * (0.5 if name == "gated" else 1.0)
-    np.testing.assert_allclose(call(X_BTD, module=module)[0], expected, atol=TOLERANCE * np.abs(expected).max())
+    expected = transformer.call(X_BTD, module=baseline).out_BTD * (0.5 if name == "gated" else 1.0)
+    actual = variant.call(X_BTD, module=module).out_BTD
+    np.testing.assert_allclose(actual, expected, atol=TOLERANCE * np.abs(expected).max())
 
 
-def test_where_lambda_and_sink_start(config):
+def test_initial_lambda_and_sink(config):
     """Check that V2's λ is near 0.5 and float32, a sink is 0, and a fixed λ is λ_init(2) in the second layer."""
 
     def of(model):

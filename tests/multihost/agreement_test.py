@@ -6,7 +6,7 @@ import shutil
 import pytest
 from conftest import ROOT, child_environment, write_text
 from helpers.command_server import commands
-from processes import free_port
+from helpers.processes import free_port
 
 from difftx.commands.prepare import main as prepare
 

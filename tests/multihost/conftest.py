@@ -1,5 +1,7 @@
+"""A fixture that starts several training processes."""
+
 import pytest
-from processes import Processes
+from helpers.processes import Processes
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import pytest
 from conftest import child_environment
 from helpers.command_server import commands
 from helpers.evals_results import LOSS_SUITES, flat
+from helpers.processes import free_port
 from helpers.report_runs import save_run
-from processes import free_port
 
 from difftx import evals
 from difftx.commands.evaluate import load_params

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 import pytest
 from conftest import ROOT, child_environment
-from interop.folders import export, tensors_of
-from processes import UNHURRIED, free_port
+from helpers.interop_folders import export, tensors_of
+from helpers.processes import TRAIN_SLOWLY, free_port
 
 from difftx.parallel.mesh import AXES
 from difftx.training.checkpoint.checkpointer import Checkpointer
@@ -33,9 +33,9 @@ def rows(metrics):
 def test_two_processes_train_as_one_and_stop_together(started):
     """A SIGTERM to one process stops both after the same step. One process of eight devices then resumes the run."""
     options = {"train__steps": 40, "mesh__data": 2, "devices": 4}
-    whole = started("whole", count=1, **(options | {"devices": 8}))
-    assert whole.wait(0)[0] == 0, whole.logs[0].read_text()
-    two = started("two", script=UNHURRIED, **options)
+    single = started("single", count=1, **(options | {"devices": 8}))
+    assert single.wait(0)[0] == 0, single.logs[0].read_text()
+    two = started("two", script=TRAIN_SLOWLY, **options)
     two.until_step(12)
     two.running[1].send_signal(signal.SIGTERM)
     codes_and_texts = [two.wait(process) for process in (0, 1)]
@@ -48,7 +48,7 @@ def test_two_processes_train_as_one_and_stop_together(started):
     assert rest.wait(0)[0] == 0, rest.logs[0].read_text()
     assert [row["step"] for row in rows(two.metrics)] == list(range(1, 41))
     for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
-        both = [[row[name] for row in rows(group.metrics)] for group in (whole, two)]
+        both = [[row[name] for row in rows(group.metrics)] for group in (single, two)]
         np.testing.assert_allclose(*both, rtol=tolerance)
 
 
@@ -157,9 +157,9 @@ def test_killed_run_resumes_with_other_processes_and_devices(started):
     adds in another order than XLA within one process, which makes a difference of 5e-7.
     """
     options = {"train__steps": 20, "checkpoint__every_steps": 6, "mesh__fsdp": 2, "mesh__tensor": 2}
-    whole = started("whole", count=1, devices=4, **options)
-    assert whole.wait(0)[0] == 0, whole.logs[0].read_text()
-    two = started("two", devices=2, script=UNHURRIED, **options)
+    single = started("single", count=1, devices=4, **options)
+    assert single.wait(0)[0] == 0, single.logs[0].read_text()
+    two = started("two", devices=2, script=TRAIN_SLOWLY, **options)
     two.until_checkpoint(6)
     two.kill()
     shutil.copytree(two.metrics.parent, two.metrics.parent.with_name("half"))
@@ -170,13 +170,13 @@ def test_killed_run_resumes_with_other_processes_and_devices(started):
     for group, tolerance in ((two, 0.0), (half, 1e-5)):
         assert [row["step"] for row in rows(group.metrics)] == list(range(1, 21))
         assert {row["attempt"] for row in rows(group.metrics)} == {1, 2}
-        losses = [[row["loss"] for row in rows(each.metrics)] for each in (group, whole)]
+        losses = [[row["loss"] for row in rows(each.metrics)] for each in (group, single)]
         np.testing.assert_allclose(*losses, rtol=tolerance, atol=0)
 
 
 def test_save_that_fails_in_one_process_fails_in_both_and_is_retried(started):
     """Process 1 cannot write arrays for a while. Both report it after the timeout of barriers, not after 20 minutes."""
-    two = started(train__steps=12, devices=2, checkpoint__every_steps=3, mesh__fsdp=4, script=UNHURRIED)
+    two = started(train__steps=12, devices=2, checkpoint__every_steps=3, mesh__fsdp=4, script=TRAIN_SLOWLY)
     two.until_step(1)
     # The limit is less than the 160 kB of its arrays, and more than its log, which has the tracebacks of failures.
     limit = resource.prlimit(two.running[1].pid, resource.RLIMIT_FSIZE, (100_000, -1))

@@ -1,3 +1,5 @@
+"""The start of several processes, barriers, and runs without progress."""
+
 import argparse
 import subprocess
 import sys
@@ -77,7 +79,7 @@ except TimeoutError as error:
 
 @pytest.mark.long
 def test_barrier_names_the_absent_processes():
-    from processes import free_port
+    from helpers.processes import free_port
 
     together = ["--coordinator", f"localhost:{free_port()}", "--processes=3"]
     running = [

@@ -1,3 +1,5 @@
+"""Mesh presets: sizes of axes and microbatches for given devices."""
+
 import math
 
 import pytest

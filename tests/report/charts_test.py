@@ -1,3 +1,5 @@
+"""Charts as PNG and SVG: colours, axes and lines."""
+
 import dataclasses
 import json
 import xml.etree.ElementTree as ET

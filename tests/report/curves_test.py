@@ -1,3 +1,5 @@
+"""Loss curves of several runs, and their table."""
+
 import argparse
 import json
 import xml.etree.ElementTree as ET

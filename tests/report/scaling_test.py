@@ -1,3 +1,5 @@
+"""Scaling studies of runs and tables, and the paper's printed points."""
+
 import csv
 import itertools
 import json

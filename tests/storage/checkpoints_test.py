@@ -78,7 +78,7 @@ def test_saves_retention_and_leftovers(bucket, trainer, save, mesh_of):
     assert not any("/abc-" in name for name in left)  # Random ids may contain "abc".
 
 
-def test_arrays_on_other_meshes(trainer, config, mesh_of, monkeypatch):
+def test_arrays_are_restored_on_other_meshes(trainer, config, mesh_of, monkeypatch):
     """Restore arrays of eight devices, saved in chunks of at most 32 bytes, on one device and on other meshes."""
     monkeypatch.setattr(arrays, "CHUNK_BYTES", 32)  # A shard of "w" has 64 bytes.
     random_, mesh = np.random.default_rng(0), mesh_of(fsdp=4, tensor=2)
@@ -450,7 +450,7 @@ def test_entity_tags_that_are_not_checksums(trainer, config, monkeypatch):
         assert "is corrupt" in why_invalid(writer.folder / str(step), step=step, content=True)
 
 
-def test_a_copy_on_a_local_disk(bucket, trainer, save, mesh_of, tmp_path):
+def test_downloaded_checkpoint_is_valid_on_a_local_disk(bucket, trainer, save, mesh_of, tmp_path):
     writer = trainer()
     save(writer, 10)
     folder = tmp_path / "checkpoints" / "10"

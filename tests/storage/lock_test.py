@@ -169,7 +169,7 @@ def test_a_late_append_without_a_check_is_not_visible(bucket, start):
     assert rows(folder) == ["second", "second"]
 
 
-def test_a_check_after_release_fails(bucket):
+def test_lock_check_after_release_raises(bucket):
     """After an error, a background save may outlive the `with` block of its lock."""
     with BucketLock(bucket.folder() / ".lock", takeover_seconds=60, wait_seconds=0) as held:
         held.check()

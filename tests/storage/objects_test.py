@@ -138,7 +138,7 @@ def test_expired_credentials_are_one_line_without_the_token(bucket, request_):
     assert "session-token" not in str(caught.value)
 
 
-def test_an_error_is_not_a_condition_that_failed(bucket, monkeypatch):
+def test_server_error_does_not_count_as_a_failed_condition(bucket, monkeypatch):
     """Otherwise the probe of a store would succeed without a test of its conditions."""
     monkeypatch.setattr(objects, "write", lambda *_: None)
     bucket.plan(kinds=["400"], pattern="^(PUT|POST)")
@@ -147,7 +147,7 @@ def test_an_error_is_not_a_condition_that_failed(bucket, monkeypatch):
 
 
 @pytest.mark.parametrize("request_", ["read", "list", "describe"])
-def test_an_outage_is_not_a_refusal(bucket, request_, quick_retries):
+def test_connection_errors_do_not_count_as_refusals(bucket, request_, quick_retries):
     """Connection errors quote the name of the object. They are outages even if the name looks like a status code."""
     bucket.plan(kinds=["reset"])
     with pytest.raises(UnreadableError, match="run the same command again"):
@@ -167,7 +167,7 @@ def test_an_absent_bucket_is_named(bucket):
         objects.write(path, b"x")
 
 
-def test_conditions_are_required(bucket):
+def test_store_must_honour_conditional_writes(bucket):
     folder = bucket.folder()
     objects.require_conditions(folder)
     bucket.plan(kinds=["lost"], in_a_row=1)

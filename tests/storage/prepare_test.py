@@ -236,7 +236,7 @@ def test_a_prepare_that_is_killed_ten_times_makes_the_same_store(bucket):
 
 
 @in_ci_with("s3")
-def test_faults_change_nothing(bucket):
+def test_faults_do_not_change_the_store(bucket):
     """At least 60 seeded faults during a `prepare` from bucket to bucket do not change the store."""
     folder = bucket.folder()
     flags = corpus_of(folder)

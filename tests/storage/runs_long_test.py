@@ -13,7 +13,7 @@ from conftest import child_environment, write_text
 from helpers.bucket_runs import CONFIG, command, is_saving, newest_attempt, newest_row, run_of, start, train, wait_until
 from helpers.buckets import in_ci_with
 from helpers.command_server import commands
-from processes import UNHURRIED, free_port
+from helpers.processes import TRAIN_SLOWLY, free_port
 
 from difftx.files import read_file
 from difftx.json_files import read_json
@@ -31,7 +31,7 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def whole(text, tmp_path_factory):
+def uninterrupted(text, tmp_path_factory):
     """Return the folder of an uninterrupted run on a local disk."""
     workdir = tmp_path_factory.mktemp("unbroken") / "run"
     done = train(text, workdir)
@@ -56,7 +56,7 @@ KILLS = [(0, "start"), (0, "start"), (1, "step"), (1, "step"), *[(1, "saving")] 
 
 
 @in_ci_with("gs")
-def test_ten_kills_do_not_change_a_run(bucket, text, whole, tmp_path):
+def test_ten_kills_do_not_change_a_run(bucket, text, uninterrupted, tmp_path):
     """Kill a training at ten seeded moments: at its start, between steps and during saves.
 
     Each start waits after a given row, and saves take seconds, so neither a fast nor a slow machine misses a moment.
@@ -83,7 +83,7 @@ def test_ten_kills_do_not_change_a_run(bucket, text, whole, tmp_path):
         )
     done = train(text, workdir, **every)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert run_of(workdir) == run_of(whole)
+    assert run_of(workdir) == run_of(uninterrupted)
     assert during_saves >= 2
     left = {name.partition("/")[0] for name in objects.list_below(workdir / "checkpoints")}
     assert left == {str(step) for step in steps_in(workdir / "checkpoints")}
@@ -91,7 +91,7 @@ def test_ten_kills_do_not_change_a_run(bucket, text, whole, tmp_path):
 
 @pytest.mark.chaos
 @in_ci_with("s3")
-def test_faults_lose_no_row_and_no_checkpoint(bucket, text, whole, tmp_path):
+def test_faults_lose_no_row_and_no_checkpoint(bucket, text, uninterrupted, tmp_path):
     """Start a training repeatedly under seeded faults.
 
     Each start trains to the end or fails with a one-line error. The same command then resumes the run.
@@ -114,14 +114,14 @@ def test_faults_lose_no_row_and_no_checkpoint(bucket, text, whole, tmp_path):
             break
     assert met >= FAULTS
     print(f"{met} faults in {len(codes)} starts with exit codes {codes}")
-    assert run_of(workdir) == run_of(whole)
+    assert run_of(workdir) == run_of(uninterrupted)
 
 
 # This test and that of two killed processes below take minutes per store, so CI runs each with one store. This test
 # depends on conditional writes, which are weaker on S3: its generation is a hash of the content, and a conditional
 # delete takes two requests.
 @in_ci_with("s3")
-def test_two_trainings_on_one_path(bucket, text, whole, tmp_path):
+def test_two_trainings_on_one_path(bucket, text, uninterrupted, tmp_path):
     """The second training gives up. Then the first is frozen, a third takes over, and the first resumes late."""
     workdir, logs = bucket.folder(), [tmp_path / f"{i}.log" for i in range(3)]
     (hold := tmp_path / "hold").touch()  # The first training must not finish while the others start.
@@ -141,7 +141,7 @@ def test_two_trainings_on_one_path(bucket, text, whole, tmp_path):
     assert len(errors) == 1, logs[0].read_text()
     assert "has taken this folder over" in errors[0] or "another process has replaced this file" in errors[0]
     assert third.wait(timeout=240) == 0, logs[2].read_text()
-    assert run_of(workdir) == run_of(whole)
+    assert run_of(workdir) == run_of(uninterrupted)
 
 
 @pytest.mark.exhaustive  # docs/storage.md states the outcome; the retries themselves are tested in objects_test.py.
@@ -175,7 +175,7 @@ def test_two_killed_processes_resume_and_one_process_continues_their_run(bucket,
 
     def together(workdir, count, log, devices):
         together = ["--coordinator", f"localhost:{free_port()}", f"--processes={count}"] if count > 1 else []
-        words = [*command(text, workdir, UNHURRIED, **changes), *together]
+        words = [*command(text, workdir, TRAIN_SLOWLY, **changes), *together]
         return [
             commands().start(
                 words + ([f"--process={i}"] if count > 1 else []),

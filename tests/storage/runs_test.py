@@ -60,15 +60,15 @@ def kill_and_resume(workdir, text, log):
 
 
 def test_a_run_that_was_killed_is_resumed_bit_for_bit(trained, local_run):
-    workdir, whole = trained, local_run[0]
-    assert run_of(workdir) == run_of(whole)
+    workdir, local = trained, local_run[0]
+    assert run_of(workdir) == run_of(local)
     names = objects.list_below(workdir)
     assert {name.partition("/")[0] for name in names} == {
         *("config.json", "manifest.json", ".lock", "metrics.jsonl", "metrics.jsonl.parts", "journal.jsonl"),
         *("checkpoints", "evals", "tensorboard", "saved.json"),
     }
-    assert read_json(workdir / "config.json") == read_json(whole / "config.json")
-    numbers = [read_json(path / "evals" / "loss" / "24.json")["numbers"] for path in (workdir, whole)]
+    assert read_json(workdir / "config.json") == read_json(local / "config.json")
+    numbers = [read_json(path / "evals" / "loss" / "24.json")["numbers"] for path in (workdir, local)]
     assert numbers[0] == numbers[1]
 
 
@@ -91,28 +91,28 @@ def test_tensorboard_shows_the_rows_of_a_run_that_was_killed(trained):
 
 @in_ci_with("gs")
 def test_every_command_accepts_a_run_in_a_bucket(trained, local_run, tmp_path):
-    workdir, (whole, text) = trained, local_run
+    workdir, (local, text) = trained, local_run
     run("eval", f"--workdir={workdir}", "--suite=loss,sample", "--step=20:24:4")
     assert list_folder(workdir / "evals" / "sample") == {"20.json": False, "24.json": False}
     assert "skipped" in run("eval", f"--workdir={workdir}", "--suite=loss", "--step=24")
-    assert "report.html" in run("report", f"--workdir={workdir},{whole}")
+    assert "report.html" in run("report", f"--workdir={workdir},{local}")
     assert b"<html" in read_file(workdir / "report.html")
     assert "curves.png" in run("eval", f"--curves={workdir.parent}/*{workdir.name[-6:]}", f"--out={workdir}/figures")
     assert [row.workdir for row in match_runs(str(workdir), "curves")] == [workdir]
     flags = ["--new_tokens=8", "--temperature=0", "--prompt=line 1"]
-    assert run("generate", f"--workdir={workdir}", *flags) == run("generate", f"--workdir={whole}", *flags)
+    assert run("generate", f"--workdir={workdir}", *flags) == run("generate", f"--workdir={local}", *flags)
     write_atomically(workdir / "prompts.jsonl", '{"prompt": "line 1", "seed": 0}\n')
     file_of_prompts = (f"--prompts={workdir}/prompts.jsonl", *flags[:2])
-    assert run("generate", f"--workdir={whole}", *file_of_prompts).count("completion") == 1
+    assert run("generate", f"--workdir={local}", *file_of_prompts).count("completion") == 1
     listed = run("checkpoint", "ls", f"--workdir={workdir}")
     assert listed.count("sizes match") == len(steps_in(workdir / "checkpoints"))
     assert "every checksum is right" in run("checkpoint", "verify", f"--workdir={workdir}")
-    both = ("checkpoint", "diff", "24", str(whole / "checkpoints" / "24"), f"--workdir={workdir}", "--values")
+    both = ("checkpoint", "diff", "24", str(local / "checkpoints" / "24"), f"--workdir={workdir}", "--values")
     assert "no difference" in run(*both)
 
     export = ("convert", "--from=difftx", "--to=hf")
     run(*export, f"--input={workdir}", f"--out={workdir}/export")
-    run(*export, f"--input={whole}", f"--out={tmp_path}/export")
+    run(*export, f"--input={local}", f"--out={tmp_path}/export")
     exported = read_record(workdir / "export" / ".complete")["files"]
     assert sorted(exported) == sorted(path.name for path in (tmp_path / "export").iterdir())
     weights = "model.safetensors"
@@ -120,7 +120,7 @@ def test_every_command_accepts_a_run_in_a_bucket(trained, local_run, tmp_path):
     run("convert", "--from=hf", "--to=difftx", f"--input={workdir}/export", f"--out={workdir}/imported",
         "--config=configs/quickstart.py", f"--config.data.path={text}")  # fmt: skip
     imported = run("generate", f"--workdir={workdir}/imported", *flags)
-    assert imported == run("generate", f"--workdir={whole}", *flags)
+    assert imported == run("generate", f"--workdir={local}", *flags)
     started = train(text, workdir / "second", checkpoint__init_from=workdir, train__steps=4)
     assert f"parameters from {workdir}/checkpoints/24" in started.stdout, started.stdout + started.stderr
 

@@ -1,3 +1,5 @@
+"""Fixtures with saved checkpoints of tiny states."""
+
 import shutil
 
 import pytest

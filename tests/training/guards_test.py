@@ -315,15 +315,15 @@ def known():
 def uninterrupted(known, open_run):
     """Return a function from options of `open_run` to losses, windows and last state of an uninterrupted run."""
 
-    def train_whole(**options):
+    def train_uninterrupted(**options):
         key = repr(options)
         if key not in known:
-            whole = open_run("whole", **options)
-            assert train(whole) == 0
-            known[key] = (losses(whole), windows(whole), final_state(whole))
+            run = open_run("uninterrupted", **options)
+            assert train(run) == 0
+            known[key] = (losses(run), windows(run), final_state(run))
         return known[key]
 
-    return train_whole
+    return train_uninterrupted
 
 
 def windows(run):

@@ -1,4 +1,4 @@
-"""The measured choice of attention kernels, with fake kernels in real processes (tests/fake_kernels.py)."""
+"""The measured choice of attention kernels, with fake kernels in real processes (tests/helpers/fake_kernels.py)."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 from conftest import ROOT, TINY, child_environment, write_text
-from processes import Processes
+from helpers.processes import Processes
 
 from difftx.config import Config
 from difftx.config.recipes import load_config
@@ -80,7 +80,7 @@ class Machine:
             self.logs,
             devices=1,
             count=count,
-            script=("tests/fake_kernels.py",),
+            script=("tests/helpers/fake_kernels.py",),
             environment=variables,
             own_environment=own,
             multihost__barrier_timeout_seconds=120,
@@ -203,7 +203,7 @@ def test_eval_uses_the_ranking_of_the_run(machine):
     ended = subprocess.run(
         [
             sys.executable,
-            "tests/fake_kernels.py",
+            "tests/helpers/fake_kernels.py",
             f"--workdir={machine.workdir}",
             "--suite=loss",
             "--eval.loss_tokens=256",

@@ -1,3 +1,5 @@
+"""The chunked loss and its gradients, against optax on whole logits."""
+
 import functools
 
 import jax
@@ -5,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.cases import long_except
+from helpers.cases import marked
 
 from difftx.parallel.layout import Layout
 from difftx.training import loss
@@ -54,7 +56,7 @@ def expected(x_BTD, table_VD, targets_BT, weight_BT, cap=None, z_loss=0.0):
 
 # One chunk, chunks whose size does not divide the number of tokens, and chunks of one token.
 @pytest.mark.parametrize("chunk_logits", [2**26, 5 * V, pytest.param(1, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize(("sizes", "cap", "z_loss"), long_except(CASES, FAST, EXHAUSTIVE))
+@pytest.mark.parametrize(("sizes", "cap", "z_loss"), marked(CASES, fast=FAST, exhaustive=EXHAUSTIVE))
 def test_loss_and_gradients_equal_those_of_whole_logits(mesh_of, monkeypatch, sizes, cap, z_loss, chunk_logits):
     monkeypatch.setattr(loss, "CHUNK_LOGITS", chunk_logits)
     mesh = mesh_of(**sizes)

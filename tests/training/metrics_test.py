@@ -1,3 +1,5 @@
+"""Metrics of a run: metrics.jsonl, TensorBoard, Weights & Biases and the progress line."""
+
 import json
 import os
 import re

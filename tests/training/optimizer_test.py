@@ -1,3 +1,5 @@
+"""Schedules, AdamW and Muon, against their formulas in float64."""
+
 import dataclasses
 
 import jax

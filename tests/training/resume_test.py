@@ -76,9 +76,9 @@ def uninterrupted(tmp_path_factory):
 
 @pytest.mark.long
 def test_a_resume_prints_the_packages_that_changed(uninterrupted, tmp_path):
-    text, whole = uninterrupted
+    text, full_run = uninterrupted
     workdir = tmp_path / "changed"
-    shutil.copytree(whole, workdir)
+    shutil.copytree(full_run, workdir)
     path = workdir / "checkpoints" / str(STEPS) / "manifest.json"
     manifest = json.loads(path.read_text())
     del manifest["sha256"]
@@ -92,11 +92,11 @@ def test_a_resume_prints_the_packages_that_changed(uninterrupted, tmp_path):
         f"jax: 0.4.1 → {today['jax']}, since the checkpoint of step {STEPS}",
         f"flax: 0.0.7 → {today['flax']}, since the checkpoint of step {STEPS}",
     ]
-    assert "since the checkpoint" not in (whole / "train.log").read_text()
+    assert "since the checkpoint" not in (full_run / "train.log").read_text()
 
 
 def test_stopped_run_resumes_bit_for_bit(uninterrupted, tmp_path):
-    text, whole = uninterrupted
+    text, full_run = uninterrupted
     workdir = tmp_path / "stopped"
     assert stop_at(30, text, workdir) == 75
     saved = max(int(p.name) for p in (workdir / "checkpoints").iterdir())
@@ -105,7 +105,7 @@ def test_stopped_run_resumes_bit_for_bit(uninterrupted, tmp_path):
     assert result.returncode == 0, result.stderr
     assert f"attempt 2, from step {saved}" in result.stdout
     losses, rows = train_losses(workdir)
-    expected, _ = train_losses(whole)
+    expected, _ = train_losses(full_run)
     assert losses == expected
     assert len(losses) == STEPS
     attempts = [row["attempt"] for row in rows if row["split"] == "train"]
@@ -114,7 +114,7 @@ def test_stopped_run_resumes_bit_for_bit(uninterrupted, tmp_path):
     assert (last["split"], last["step"]) == ("goodput", STEPS)
     assert sum(last[f"{name}_seconds"] for name in SECTIONS) == pytest.approx(last["wall_seconds"], rel=0.01)
     assert last["lost_work_seconds"] == 0.0
-    valid = [[r["loss"] for r in train_losses(w)[1] if r["split"] == "valid"] for w in (workdir, whole)]
+    valid = [[r["loss"] for r in train_losses(w)[1] if r["split"] == "valid"] for w in (workdir, full_run)]
     assert valid[0] == valid[1]
     assert len(valid[0]) == 3
 
@@ -122,7 +122,7 @@ def test_stopped_run_resumes_bit_for_bit(uninterrupted, tmp_path):
 @pytest.mark.long
 def test_killed_run_resumes_from_its_last_checkpoint(uninterrupted, tmp_path):
     """As after SIGKILL, metrics.jsonl has rows after the checkpoint and half a line. The resumed run deletes both."""
-    text, whole = uninterrupted
+    text, full_run = uninterrupted
     workdir = tmp_path / "killed"
     assert stop_at(45, text, workdir) == 75
     newest = max((workdir / "checkpoints").iterdir(), key=lambda p: int(p.name))
@@ -131,13 +131,13 @@ def test_killed_run_resumes_from_its_last_checkpoint(uninterrupted, tmp_path):
         file.write('{"split": "train", "st')
     result = train(text, workdir)
     assert "attempt 2, from step 40" in result.stdout, result.stderr
-    assert train_losses(workdir)[0] == train_losses(whole)[0]
+    assert train_losses(workdir)[0] == train_losses(full_run)[0]
 
 
 def test_a_run_without_its_checkpoints_keeps_its_metrics(uninterrupted, tmp_path):
-    text, whole = uninterrupted
+    text, full_run = uninterrupted
     workdir = tmp_path / "lost"
-    shutil.copytree(whole, workdir)
+    shutil.copytree(full_run, workdir)
     (workdir / "checkpoints").rename(tmp_path / "elsewhere")
 
     def contents():
@@ -158,30 +158,30 @@ def test_a_run_without_its_checkpoints_keeps_its_metrics(uninterrupted, tmp_path
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(uninterrupted, tmp_path):
-    text, whole = uninterrupted
+    text, full_run = uninterrupted
     killed = command(text, tmp_path / "killed", checkpoint__every_steps=STEPS + 1)
     assert stop_after(10, signal.SIGKILL, killed, tmp_path / "killed") == -signal.SIGKILL
     result = train(text, tmp_path / "killed")
     assert "attempt 2, from step 0" in result.stdout, result.stderr
-    assert train_losses(tmp_path / "killed")[0] == train_losses(whole)[0]
+    assert train_losses(tmp_path / "killed")[0] == train_losses(full_run)[0]
 
 
 @pytest.mark.long
 def test_eight_devices_resume_a_run_of_one_device(uninterrupted, tmp_path):
-    text, whole = uninterrupted
+    text, full_run = uninterrupted
     workdir = tmp_path / "moved"
     assert stop_at(30, text, workdir) == 75
     result = train(text, workdir, devices=8)
     assert result.returncode == 0, result.stderr
-    np.testing.assert_allclose(train_losses(workdir)[0], train_losses(whole)[0], rtol=1e-4)
+    np.testing.assert_allclose(train_losses(workdir)[0], train_losses(full_run)[0], rtol=1e-4)
 
 
 def test_a_finished_run_stays_finished(uninterrupted):
-    text, whole = uninterrupted
-    before = train_losses(whole)[0]
-    result = train(text, whole)
+    text, full_run = uninterrupted
+    before = train_losses(full_run)[0]
+    result = train(text, full_run)
     assert result.returncode == 0
-    assert train_losses(whole)[0] == before
+    assert train_losses(full_run)[0] == before
 
 
 def test_files_of_a_run_do_not_contain_keys_of_the_environment(uninterrupted):
@@ -217,29 +217,29 @@ def test_run_directory_describes_the_run(uninterrupted):
 
 @pytest.mark.long  # verified_test.py tests quarantine and the choice of the checkpoint in this process.
 def test_corrupt_checkpoint_is_quarantined_and_the_previous_one_resumes_bit_for_bit(uninterrupted, tmp_path):
-    text, whole = uninterrupted
+    text, full_run = uninterrupted
     workdir, folder = tmp_path / "damaged", tmp_path / "damaged" / "checkpoints"
-    shutil.copytree(whole, workdir)
+    shutil.copytree(full_run, workdir)
     flip_a_bit(largest_file(folder / "60"))
     (folder / "80").mkdir()
     result = train(text, workdir)
     assert result.returncode == 0, result.stderr
     assert "from step 40" in result.stdout  # The attempt number varies, as another test adds an attempt.
-    assert train_losses(workdir)[0] == train_losses(whole)[0]
+    assert train_losses(workdir)[0] == train_losses(full_run)[0]
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["20", "40", "60", "60.quarantined", "80.quarantined"]
 
 
 def test_run_with_only_corrupt_checkpoints_does_not_start_again(uninterrupted, tmp_path):
-    text, whole = uninterrupted
-    shutil.copytree(whole, tmp_path / "run")
+    text, full_run = uninterrupted
+    shutil.copytree(full_run, tmp_path / "run")
     for folder in (tmp_path / "run" / "checkpoints").iterdir():
         flip_a_bit(largest_file(folder))
     result = train(text, tmp_path / "run")
     assert result.returncode == 2
     assert "there are checkpoints, but none verifies" in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1, result.stderr
-    assert train_losses(tmp_path / "run")[0] == train_losses(whole)[0]
+    assert train_losses(tmp_path / "run")[0] == train_losses(full_run)[0]
 
 
 @pytest.mark.long
@@ -273,8 +273,8 @@ def test_a_run_that_cannot_save_ends_with_one_line(uninterrupted, tmp_path):
     ],
 )
 def test_a_checkpoint_of_another_config_is_refused(uninterrupted, tmp_path, flags, changes, message):
-    text, whole = uninterrupted
-    shutil.copytree(whole, tmp_path / "run")
+    text, full_run = uninterrupted
+    shutil.copytree(full_run, tmp_path / "run")
     result = train(text, tmp_path / "run", *flags, train__steps=90, **changes)
     assert result.returncode == 2
     assert message in result.stderr
@@ -283,7 +283,7 @@ def test_a_checkpoint_of_another_config_is_refused(uninterrupted, tmp_path, flag
     jump = f"allowed, but alone it makes the learning rate after step 60 jump: about 0 → {4e-3 * 30 / 88:.3g}"
     assert f"changed since the checkpoint: train.steps: 60 → 90 ({jump})" in result.stdout
     assert ("(not safe)" in result.stdout) == bool(flags)  # Without the flag, the error lists it.
-    assert (tmp_path / "run" / "config.json").read_text() == (whole / "config.json").read_text()
+    assert (tmp_path / "run" / "config.json").read_text() == (full_run / "config.json").read_text()
 
 
 @pytest.mark.long  # verified_test.py tests the line and the choice of the best checkpoint in this process.
@@ -334,8 +334,8 @@ def test_results_on_another_validation_set_are_not_compared(tmp_path):
 
 def test_fewer_steps_than_the_newest_checkpoint_has_are_refused(uninterrupted, tmp_path):
     """Otherwise the command would end with 75, and a sweep or Slurm would repeat it without end."""
-    text, whole = uninterrupted
-    shutil.copytree(whole, tmp_path / "run")
+    text, full_run = uninterrupted
+    shutil.copytree(full_run, tmp_path / "run")
     before = contents(tmp_path / "run")
     result = train(text, tmp_path / "run", train__steps=40)
     assert result.returncode == 2
@@ -362,24 +362,24 @@ def final_state(workdir):
 @pytest.mark.long
 @pytest.mark.parametrize("of", ["checkpoint", "run"])
 def test_a_branch_continues_as_its_source_bit_for_bit(uninterrupted, tmp_path, of):
-    text, whole = uninterrupted
+    text, full_run = uninterrupted
     source, workdir = tmp_path / "source", tmp_path / "branch"
-    shutil.copytree(whole, source)
+    shutil.copytree(full_run, source)
     shutil.rmtree(source / "checkpoints" / "60")
     path = source if of == "run" else source / "checkpoints" / "40"
     result = train(text, workdir, checkpoint__branch_from=path)
     assert result.returncode == 0, result.stderr
     assert f"branch of {source / 'checkpoints' / '40'}" in result.stdout
     assert "attempt 1, from step 40 to 60" in result.stdout
-    assert rows_after(0, workdir) == rows_after(40, whole)
-    jax.tree.map(np.testing.assert_array_equal, final_state(workdir), final_state(whole))
+    assert rows_after(0, workdir) == rows_after(40, full_run)
+    jax.tree.map(np.testing.assert_array_equal, final_state(workdir), final_state(full_run))
 
 
 @pytest.mark.long
 def test_a_branch_resumes_without_its_source_bit_for_bit(uninterrupted, tmp_path):
-    text, whole = uninterrupted
+    text, full_run = uninterrupted
     source, workdir = tmp_path / "source", tmp_path / "branch"
-    shutil.copytree(whole / "checkpoints" / "40", source / "checkpoints" / "40")
+    shutil.copytree(full_run / "checkpoints" / "40", source / "checkpoints" / "40")
     branch = {"checkpoint__branch_from": source / "checkpoints" / "40"}
     result = train(text, workdir, **branch)
     assert result.returncode == 0, result.stderr
@@ -387,14 +387,14 @@ def test_a_branch_resumes_without_its_source_bit_for_bit(uninterrupted, tmp_path
     shutil.rmtree(workdir / "checkpoints" / "60")
     result = train(text, workdir, **branch)
     assert "attempt 2, from step 40 to 60" in result.stdout, result.stderr
-    assert rows_after(0, workdir) == rows_after(40, whole)
+    assert rows_after(0, workdir) == rows_after(40, full_run)
 
 
 @pytest.mark.long
 def test_a_branch_may_have_another_schedule(uninterrupted, tmp_path):
-    text, whole = uninterrupted
+    text, full_run = uninterrupted
     changes = {"optimizer__schedule": "wsd", "optimizer__decay_steps": 10, "optimizer__decay_shape": "linear"}
-    source = whole / "checkpoints" / "40"
+    source = full_run / "checkpoints" / "40"
     result = train(text, tmp_path / "branch", checkpoint__branch_from=source, train__steps=55, **changes)
     assert result.returncode == 0, result.stderr
     assert "changed since the checkpoint: optimizer.schedule: linear → wsd (safe)" in result.stdout
@@ -416,8 +416,8 @@ def test_a_branch_may_have_another_schedule(uninterrupted, tmp_path):
     ],
 )
 def test_branch_with_an_incompatible_config_is_rejected(uninterrupted, tmp_path, changes, message):
-    text, whole = uninterrupted
-    source = whole / "checkpoints" / "40"
+    text, full_run = uninterrupted
+    source = full_run / "checkpoints" / "40"
     result = train(text, tmp_path / "branch", **{"checkpoint__branch_from": source} | changes)
     assert result.returncode == 2
     assert message in result.stderr
@@ -491,7 +491,7 @@ def test_a_second_signal_after_the_save_does_not_change_the_exit_code(uninterrup
 
 @pytest.mark.long
 def test_a_second_signal_ends_a_save_and_harms_no_checkpoint(uninterrupted, tmp_path):
-    text, whole = uninterrupted
+    text, full_run = uninterrupted
     workdir = tmp_path / "stopped"
     process = start_script(STUCK, *command(text, workdir))
     wait_for_step(30, process, workdir)
@@ -509,7 +509,7 @@ def test_a_second_signal_ends_a_save_and_harms_no_checkpoint(uninterrupted, tmp_
     assert contents(workdir / "checkpoints" / "20") == before
     result = train(text, workdir)
     assert "attempt 2, from step 20" in result.stdout, result.stderr
-    assert train_losses(workdir)[0] == train_losses(whole)[0]
+    assert train_losses(workdir)[0] == train_losses(full_run)[0]
 
 
 def contents(folder):

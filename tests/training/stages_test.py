@@ -165,10 +165,10 @@ def sources(tmp_path_factory):
 )
 def test_interrupted_stage_resumes_bit_for_bit(sources, tmp_path, config, data, changes):
     """Kill the run, and then stop it by a signal. After the kill, it resumes without the weights it started from."""
-    base, whole, workdir = tmp_path / "base", tmp_path / "whole", tmp_path / "stopped"
+    base, full_run, workdir = tmp_path / "base", tmp_path / "full_run", tmp_path / "stopped"
     shutil.copytree(sources / "base", base)
     shared = {"data__path": sources / data, "data__cache_path": tmp_path / "cache", "checkpoint__init_from": base}
-    result = run_process(command(config, whole, **changes, **shared))
+    result = run_process(command(config, full_run, **changes, **shared))
     assert f"parameters from {base / 'checkpoints' / '6'}" in result.stdout
 
     again = command(config, workdir, **changes, **shared)
@@ -183,9 +183,9 @@ def test_interrupted_stage_resumes_bit_for_bit(sources, tmp_path, config, data, 
     assert f"attempt 3, from step {saved}" in result.stdout
     assert "parameters from" not in result.stdout
 
-    assert train_losses(workdir)[0] == train_losses(whole)[0]
-    assert len(train_losses(whole)[0]) == STEPS
-    stopped, uninterrupted = (final_state(folder) for folder in (workdir, whole))
+    assert train_losses(workdir)[0] == train_losses(full_run)[0]
+    assert len(train_losses(full_run)[0]) == STEPS
+    stopped, uninterrupted = (final_state(folder) for folder in (workdir, full_run))
     jax.tree.map(np.testing.assert_array_equal, stopped, uninterrupted)
 
 

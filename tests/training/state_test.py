@@ -1,3 +1,5 @@
+"""The training state and step: initialisation, accumulation and averages of weights."""
+
 import dataclasses
 import functools
 

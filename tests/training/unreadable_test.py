@@ -11,9 +11,15 @@ import sys
 
 import pytest
 from conftest import ROOT, child_environment
+from helpers.processes import Processes
 from helpers.training_checkpoints import flip_a_bit, largest_file, names
-from processes import Processes
-from unreadable import as_other_users, failing_reads, modes_count, needs_compiler, needs_modes
+from helpers.unreadable import (
+    failing_reads,
+    needs_compiler,
+    needs_unprivileged,
+    setpriv_prefix,
+    without_root_capabilities,
+)
 
 from difftx import files
 from difftx.commands.checkpoint import main as checkpoint_command
@@ -38,7 +44,7 @@ def unreadable(*paths):
     for path in paths:
         path.chmod(0)
     try:
-        with modes_count():
+        with without_root_capabilities():
             yield
     finally:
         for path, mode in zip(paths, modes, strict=True):
@@ -55,7 +61,7 @@ UNREADABLE = {
 }
 
 
-@needs_modes
+@needs_unprivileged
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_unreadable_checkpoint_is_neither_renamed_nor_skipped(saved_20_and_40, trainer, tmp_path, impatient, name):
     folder = saved_20_and_40
@@ -80,7 +86,7 @@ def test_unreadable_checkpoint_is_neither_renamed_nor_skipped(saved_20_and_40, t
     assert trainer.newest() == 40
 
 
-@needs_modes
+@needs_unprivileged
 def test_commands_report_unreadable_checkpoints_and_keep_them(saved, tmp_path, config, impatient, capsys):
     folder = saved(10, 20, 40)
     write_run_files(tmp_path, config())
@@ -195,12 +201,12 @@ def test_quarantined_copy_of_another_step_is_not_taken_back(saved, trainer):
         trainer.newest()
 
 
-@needs_modes
+@needs_unprivileged
 def test_quarantine_command_resolves_a_permanent_read_error(saved_20_and_40, trainer, tmp_path, impatient):
     folder = saved_20_and_40
     bad = largest_file(folder / "40").relative_to(folder / "40")
     (folder / "40" / bad).chmod(0)
-    with modes_count():
+    with without_root_capabilities():
         with pytest.raises(UnreadableError):
             trainer.newest()
         assert checkpoint_command(["quarantine", f"--workdir={tmp_path}", "--step=40"]) == 0
@@ -209,7 +215,7 @@ def test_quarantine_command_resolves_a_permanent_read_error(saved_20_and_40, tra
         checkpoint_command(["quarantine", f"--workdir={tmp_path}", "--step=40"])
     # If it is the only checkpoint, the exit code is not that of a user error, because the read error may be temporary.
     shutil.rmtree(folder / "20")
-    with modes_count(), pytest.raises(UnreadableError, match="no other checkpoint verifies"):
+    with without_root_capabilities(), pytest.raises(UnreadableError, match="no other checkpoint verifies"):
         trainer.newest()
     (folder / "40.quarantined" / bad).chmod(0o600)
     assert trainer.newest() == 40
@@ -218,7 +224,7 @@ def test_quarantine_command_resolves_a_permanent_read_error(saved_20_and_40, tra
 # ── Whole trainings ──
 
 
-@needs_modes
+@needs_unprivileged
 @needs_compiler
 @pytest.mark.long
 def test_training_exits_with_1_after_a_read_error_and_resumes_later(text_file, tmp_path):
@@ -230,7 +236,7 @@ def test_training_exits_with_1_after_a_read_error_and_resumes_later(text_file, t
             workdir,
             tmp_path,
             count=1,
-            before=as_other_users(),
+            before=setpriv_prefix(),
             environment=reads.environment,
             train__steps=steps,
             **config,
@@ -269,10 +275,10 @@ def test_training_exits_with_1_after_a_read_error_and_resumes_later(text_file, t
     assert names(folder) == ["10", "20", "30"]
 
 
-@needs_modes
+@needs_unprivileged
 @pytest.mark.long
 def test_all_processes_of_a_run_end_with_the_same_error(text_file, tmp_path):
-    workdir, before = tmp_path / "run", as_other_users()
+    workdir, before = tmp_path / "run", setpriv_prefix()
     assert Processes(text_file, workdir, tmp_path, count=1, train__steps=20).wait(0)[0] == 0
     with unreadable(workdir / "checkpoints" / "20" / MANIFEST):
         processes = Processes(text_file, workdir, tmp_path, devices=2, before=before, train__steps=30)

@@ -79,7 +79,7 @@ BASES = ("off_by_one", "diff_v2")  # CI trains subclasses of these two, sink and
         ),
     ],
 )
-def test_a_variant_is_trained_cut_saved_and_decoded(config, mesh_of, tmp_path, name, options):
+def test_variant_trains_sharded_saves_and_decodes(config, mesh_of, tmp_path, name, options):
     # Without clipping, Adam's first moment is a multiple of the gradient.
     sizes = SIZES.get(name, {"model__num_heads": 4}) | {"model__num_kv_heads": None, "optimizer__clip_norm": None}
     c = config(name, **sizes | OF_VARIANT.get(name, {}) | options)

@@ -69,7 +69,7 @@ CORRUPTIONS = {
     "missing commit marker": (lambda f: (f / "commit_success.txt").unlink(), "commit_success.txt is missing"),
     "empty directory": (empty, "no manifest.json"),
     "no manifest": (lambda f: (f / MANIFEST).unlink(), "no manifest.json"),
-    "manifest cut": (lambda f: os.truncate(f / MANIFEST, 200), "is not JSON"),
+    "manifest truncated": (lambda f: os.truncate(f / MANIFEST, 200), "is not JSON"),
     "manifest of garbage": (lambda f: (f / MANIFEST).write_bytes(b"\xff\xfe\x00"), "not JSON"),
     "manifest of brackets": (lambda f: (f / MANIFEST).write_text("[" * 200_000), "not JSON"),
     "manifest is a list": (lambda f: (f / MANIFEST).write_text("[1]"), "manifest.json is corrupt"),
@@ -93,8 +93,8 @@ CORRUPTIONS = {
 @pytest.mark.parametrize("name", CORRUPTIONS)
 def test_corrupt_checkpoint_is_quarantined_and_the_one_before_is_used(saved_20_and_40, trainer, mesh_of, capsys, name):
     folder = saved_20_and_40
-    hurt, reason = CORRUPTIONS[name]
-    hurt(folder / "40")
+    corrupt, reason = CORRUPTIONS[name]
+    corrupt(folder / "40")
     assert trainer.newest() == 20
     assert names(folder) == ["20", "40.quarantined"]
     printed = capsys.readouterr().out

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from conftest import ROOT, TINY, child_environment
+
 from helpers.command_server import Command, commands
 
-PATIENCE = 8  # Timeout of barriers and heartbeats, in seconds.
-
-UNHURRIED = ("tests/unhurried.py",)  # Runs train.py with slow steps.
+BARRIER_TIMEOUT_SECONDS = 8  # Of heartbeats too.
+TRAIN_SLOWLY = ("tests/helpers/train_slowly.py",)  # Runs train.py with slow steps.
 
 
 class Processes:
@@ -61,8 +61,8 @@ class Processes:
             "logging.tensorboard": "false",
             "mesh.fsdp": "-1",
             "multihost.initialization_timeout_seconds": "60",
-            "multihost.heartbeat_timeout_seconds": str(PATIENCE),
-            "multihost.barrier_timeout_seconds": str(PATIENCE),
+            "multihost.heartbeat_timeout_seconds": str(BARRIER_TIMEOUT_SECONDS),
+            "multihost.barrier_timeout_seconds": str(BARRIER_TIMEOUT_SECONDS),
         }
         overrides |= {name.replace("__", "."): str(value) for name, value in changes.items()}
         flags = [*flags, *(f"--config.{name}={value}" for name, value in overrides.items())]

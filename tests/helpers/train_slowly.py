@@ -1,4 +1,4 @@
-"""Run train.py with steps of at least 50 ms: python tests/unhurried.py [FLAGS of train.py].
+"""Run train.py with steps of at least 50 ms: python tests/helpers/train_slowly.py [FLAGS of train.py].
 
 Without the wait, a tiny model's steps are over before a test on a busy machine can send a signal between two of them.
 With the variable `STOP_AFTER_ROW`, the run waits for a signal after the row of that step in metrics.jsonl.
@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from difftx.training.metrics import MetricsWriter
 

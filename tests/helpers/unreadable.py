@@ -21,7 +21,7 @@ SOURCE = Path(__file__).with_name("failing_reads.c")
 
 
 @functools.cache
-def as_other_users() -> tuple[str, ...] | None:
+def setpriv_prefix() -> tuple[str, ...] | None:
     """Return a prefix of commands with which file modes apply to root too, or None if there is none."""
     if os.geteuid() != 0:
         return ()
@@ -33,7 +33,7 @@ def as_other_users() -> tuple[str, ...] | None:
 
 
 @contextlib.contextmanager
-def modes_count() -> Iterator[None]:
+def without_root_capabilities() -> Iterator[None]:
     """Apply file modes to root too, in this thread and in the threads that it starts in the block."""
     if os.geteuid() != 0:
         yield
@@ -98,5 +98,7 @@ def failing_reads(folder: Path) -> FailingReads | None:
     return reads
 
 
-needs_modes = pytest.mark.skipif(as_other_users() is None, reason="root here, and setpriv cannot drop capabilities")
+needs_unprivileged = pytest.mark.skipif(
+    setpriv_prefix() is None, reason="root here, and setpriv cannot drop capabilities"
+)
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler: read errors cannot be made")

@@ -4,7 +4,6 @@ import base64
 import dataclasses
 import json
 import shutil
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -19,7 +18,7 @@ from difftx.training.checkpoint.weights import Streamed, save_params
 from difftx.training.run import read_config, write_run_files
 from difftx.training.state import init_state
 
-FIXTURES = Path(__file__).parent / "fixtures"  # fixtures/make.py makes them with transformers.
+FIXTURES = ROOT / "tests" / "interop" / "fixtures"  # fixtures/make.py makes them with transformers.
 # Flags with which a user would import them on one device.
 IMPORT = [
     f"--config={ROOT / 'configs' / 'quickstart.py'}:diff",

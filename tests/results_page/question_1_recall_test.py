@@ -1,0 +1,101 @@
+"""Question 1 on recall: norm, gain or subtraction?"""
+
+from results_page.page import claim, row_of, section
+from results_page.question_1 import NORM_OR_GAIN
+from results_page.runs import COLLECTED, MORE_NOISE, NOISE, RECALL, solved
+from results_page.significance import corrected, fisher, interval
+
+RECALL_SECTION = section("### Recall", "### Wide heads")
+
+
+def all_solved(*arms):
+    return all(solved(RECALL, arm) == (6, 6) for arm in arms)
+
+
+def attention(arm, name):
+    """Return the numbers of suite attention of an arm's runs."""
+    return [r["numbers"][f"attention/{name}"] for r in COLLECTED[RECALL] if r["arm"] == arm]
+
+
+def on_tuned_seed(arm, rate):
+    return max(
+        r["numbers"]["exact_match/retrieval"]
+        for r in COLLECTED[f"{RECALL}-tuning"]
+        if (r["arm"], r["learning_rate"]) == (arm, rate)
+    )
+
+
+def test_contrasts_of_recall_are_fishers_test_with_holms_correction():
+    expected = corrected({pair: fisher(*(solved(RECALL, arm) for arm in pair)) for pair in NORM_OR_GAIN})
+    for pair in NORM_OR_GAIN:
+        cells = row_of(*pair, RECALL_SECTION)
+        counts = ["{} of {}".format(*solved(RECALL, arm)) for arm in pair]
+        assert cells[2:5] == [*counts, f"{expected[pair]:.3f}"]
+        assert (cells[5] == "open") == (expected[pair] >= 0.05)
+
+
+@claim(
+    "No contrast is decided. In the code of differential attention, a norm or a gain solves the task in every run, "
+    "with and without the subtraction"
+)
+def test_norm_or_gain_solves_recall():
+    assert all_solved("diff", "diff-gain", "zero-norm", "zero-gain")
+    assert min(corrected({p: fisher(*(solved(RECALL, arm) for arm in p)) for p in NORM_OR_GAIN}).values()) > 0.05
+
+
+@claim("For `transformer`, no rate solves the task on the tuned seed")
+def test_no_rate_of_the_transformer_solves_recall():
+    assert (
+        max(r["numbers"]["exact_match/retrieval"] for r in COLLECTED[f"{RECALL}-tuning"] if r["arm"] == "transformer")
+        < 0.9
+    )
+
+
+@claim("the seed that chose the rate of `transformer-gain` solves the task")
+def test_tuned_seed_of_transformer_gain_solves_recall():
+    assert on_tuned_seed("transformer-gain", 5e-3) >= 0.9
+    assert solved(RECALL, "transformer-gain")[0] < 3
+
+
+@claim("With 31 distractors and half the rate, `transformer-gain` and `transformer-wide-norm` solve all six runs")
+def test_transformers_solve_31_distractors_at_half_the_rate():
+    assert all(solved(NOISE, arm, "recall-31") == (6, 6) for arm in ("transformer-gain", "transformer-wide-norm"))
+
+
+@claim("With 63 distractors it does not")
+def test_subtraction_does_not_help_with_63_distractors():
+    assert solved(MORE_NOISE, "diff", "recall-63") <= solved(MORE_NOISE, "zero-norm", "recall-63")
+
+
+@claim("In `diff`, A1 and A2 are more alike at the answer than at distractors")
+def test_similarity_of_the_two_attention_weights():
+    assert all(
+        answer > noise
+        for arm in ("diff", "zero-norm")
+        for answer, noise in zip(attention(arm, "cosine_answer"), attention(arm, "cosine_noise"), strict=True)
+    )
+
+
+@claim("`diff` has less weight than `zero-norm` on the answer")
+def test_weight_on_the_answer():
+    assert max(attention("diff", "answer")) < min(attention("zero-norm", "answer"))
+
+
+@claim("`diff` has less weight on both")
+def test_signed_weight_on_answer_and_distractors():
+    assert all(
+        sum(interval([a - b for a, b in zip(attention("diff", name), attention("zero-norm", name), strict=True)])) < 0
+        for name in ("answer_signed", "noise_signed")
+    )
+
+
+@claim("The weights are less sparse")
+def test_sparsity_of_the_weights():
+    assert max(attention("diff", "gini")) < min(attention("zero-norm", "gini"))
+
+
+@claim("these models have no sink, with or without subtraction")
+def test_no_attention_sink():
+    assert all(
+        share < 1 / 32 for arm in ("diff", "zero-norm", "transformer-wide-norm") for share in attention(arm, "first")
+    )

@@ -1,0 +1,82 @@
+"""Question 4: the models of 430,000 parameters."""
+
+from results_page.page import PROSE, claim, shown
+from results_page.question_4 import (
+    LARGE,
+    LARGE_SHARED,
+    RUNS,
+    SIZE_FAMILIES,
+    STEPS_OF,
+    at_length,
+    cost_of_own_rate,
+    size_verdict,
+    tuned_rate,
+)
+from results_page.significance import corrected, interval, two_sided
+
+
+def test_prose_has_the_differences_of_larger_models():
+    large = {tokens: shown(at_length("diff", "transformer", tokens, LARGE)) for tokens in (5, 20)}
+    assert (
+        f"`diff` − `transformer` is {large[5]} at 5 tokens per parameter (not preregistered), and {large[20]}" in PROSE
+    )
+    assert f"`diff` − `zero-norm` is {shown(at_length('diff', 'zero-norm', 20, LARGE))} at 20 tokens" in PROSE
+    assert f"`diff` − `transformer` is open with 20 tokens per parameter ({large[20]})" in PROSE
+
+
+@claim("`transformer` has its smallest loss at four times this rate, `zero-norm` at twice, and `diff` at this rate")
+def test_best_rates_of_the_larger_models():
+    assert [
+        tuned_rate(arm, STEPS_OF[LARGE][20]) / tuned_rate(arm, STEPS_OF[LARGE][5])
+        for arm in ("transformer", "zero-norm", "diff")
+    ] == [4, 2, 1]
+
+
+@claim(
+    "With a rate for each length and seven seeds, the gap between `diff` and the Transformer shrinks with more "
+    "tokens. The seven other preregistered contrasts are open"
+)
+def test_verdicts_of_the_larger_models():
+    assert len(SIZE_FAMILIES[LARGE]) == 8
+    assert size_verdict("diff", "transformer", "slope", LARGE) == -1
+    assert sum(size_verdict(*name, LARGE) == 0 for name in SIZE_FAMILIES[LARGE]) == 7
+    assert {len(of) for of in SIZE_FAMILIES[LARGE].values()} == {7}
+
+
+@claim("with the first five seeds, all eight contrasts were open")
+def test_larger_models_with_five_seeds():
+    assert min(corrected({name: two_sided(of[:5]) for name, of in SIZE_FAMILIES[LARGE].items()}).values()) >= 0.05
+
+
+@claim("The slope is below zero for each seed, but open after the correction")
+def test_slope_of_zero_norm_in_larger_models():
+    assert max(SIZE_FAMILIES[LARGE]["zero-norm", "transformer", "slope"]) < 0
+    assert size_verdict("zero-norm", "transformer", "slope", LARGE) == 0
+
+
+@claim(
+    "the gap between `zero-norm` and the Transformer shrinks with more tokens. The seven other preregistered "
+    "contrasts are open with five seeds"
+)
+def test_verdicts_of_larger_models_with_a_shared_rate():
+    assert len(SIZE_FAMILIES[LARGE_SHARED]) == 8
+    assert size_verdict("zero-norm", "transformer", "slope", LARGE_SHARED) == -1
+    assert sum(size_verdict(*name, LARGE_SHARED) == 0 for name in SIZE_FAMILIES[LARGE_SHARED]) == 7
+    assert {len(of) for of in SIZE_FAMILIES[LARGE_SHARED].values()} == {5}
+
+
+@claim(
+    "the rates tuned at 20 tokens per parameter do not lower the loss of `transformer` or of `zero-norm`: both "
+    "intervals of the change contain zero"
+)
+def test_own_rates_do_not_lower_the_loss_of_larger_models():
+    for arm in ("transformer", "zero-norm"):
+        cost, half = interval(cost_of_own_rate(arm, 20, LARGE, LARGE_SHARED))
+        assert abs(cost) < half
+
+
+@claim("Of the 42 runs above, 20 are in this table too. It has the first five of their seeds")
+def test_runs_of_larger_models_shared_between_the_parts():
+    assert len(RUNS[LARGE]) == 42
+    assert len([r for r in RUNS[LARGE] if r in RUNS[LARGE_SHARED]]) == 20
+    assert {r["seed"] for r in RUNS[LARGE_SHARED]} == set(sorted({r["seed"] for r in RUNS[LARGE]})[:5])

@@ -1,0 +1,164 @@
+"""Question 6: recall among more distractors."""
+
+import pytest
+
+from benchmarks import controls_study
+from difftx.configs import controls
+from results_page.page import PAGE, claim, shown
+from results_page.runs import COLLECTED, MORE_NOISE, NOISE, RECALL, accuracies, rates, settings, solved
+from results_page.significance import interval
+
+PARTS_OF_6 = ((NOISE, "recall-31"), (MORE_NOISE, "recall-63"))
+
+
+def rate_factors(study, task):
+    """Return arm → its rate on a task of a study, over that with 15 distractors."""
+    found = {}
+    for arm in {r["arm"] for r in COLLECTED[study] if r["task"] == task}:
+        few = NOISE if arm == "diff-lambda_1" else RECALL
+        [one], [other] = rates(study, arm, task), rates(few, arm, "recall")
+        found[arm] = one / other
+    return found
+
+
+@pytest.mark.parametrize(("study", "distractors"), [(NOISE, 31), (MORE_NOISE, 63)])
+@pytest.mark.parametrize(("one", "other"), [("diff", "zero-norm"), ("diff-gain", "zero-gain")])
+def test_leads_among_distractors_are_differences_of_accuracies(one, other, study, distractors):
+    leads = []
+    for of, task in ((RECALL, "recall"), (study, f"recall-{distractors}")):
+        own, reference = (accuracies(of, arm, task) for arm in (one, other))
+        assert own.keys() == reference.keys()
+        leads.append([own[seed] - reference[seed] for seed in sorted(own)])
+    growth = [many - few for few, many in zip(*leads, strict=True)]
+    [line] = [line for line in PAGE.splitlines() if line.startswith(f"| `{one}` − `{other}` | {distractors} |")]
+    cells = [cell.strip().lstrip("+") for cell in line.strip("|").split("|")]
+    assert cells[4:6] == [shown(leads[1]).lstrip("+"), shown(growth).lstrip("+")]
+    counts = [solved(study, arm, f"recall-{distractors}") for arm in (one, other)]
+    assert cells[2:4] == ["{} of {}".format(*count) for count in counts]
+    mean, half = interval(growth)
+    assert (cells[6] == "yes") == (counts[0] > counts[1] and mean > half)
+
+
+@claim("With 31 distractors, both arms with λ = 0 solve every run")
+def test_both_arms_without_subtraction_solve_31_distractors():
+    assert all(solved(NOISE, arm, "recall-31") == (6, 6) for arm in ("zero-norm", "zero-gain"))
+
+
+@claim("`zero-norm`, `zero-gain` and `diff-gain` solve all six")
+def test_three_arms_solve_31_distractors():
+    assert all(solved(NOISE, arm, "recall-31") == (6, 6) for arm in ("zero-norm", "zero-gain", "diff-gain"))
+
+
+@claim("`diff` and `diff-gain` solve no run, and `zero-gain`, which does not subtract, solves all six")
+def test_solved_runs_with_63_distractors():
+    assert [solved(MORE_NOISE, arm, "recall-63") for arm in ("diff", "diff-gain", "zero-gain")] == [
+        (0, 6),
+        (0, 6),
+        (6, 6),
+    ]
+
+
+@claim("No gain or rate that was tried lets `diff-gain` solve the task on the tuned seed")
+def test_no_settings_of_diff_gain_solve_63_distractors():
+    assert (
+        max(r["numbers"]["exact_match/retrieval"] for r in COLLECTED[f"{MORE_NOISE}-tuning"] if r["arm"] == "diff-gain")
+        < 0.9
+    )
+
+
+@claim("so that chance chose its settings. Those with which it solves 31 distractors were not tried with 63")
+def test_chance_chose_the_settings_of_diff_gain():
+    assert (
+        max(r["numbers"]["exact_match/retrieval"] for r in COLLECTED[f"{MORE_NOISE}-tuning"] if r["arm"] == "diff-gain")
+        < 0.1
+    )
+    assert settings(NOISE, "diff-gain", "recall-31") == {("8", 1.25e-3)}
+    assert ("8", 1.25e-3) not in settings(f"{MORE_NOISE}-tuning", "diff-gain", "recall-63")
+
+
+@claim("The gain of `diff-gain` is 4 with 15, 8 with 31 and 2 with 63; that of `zero-gain` is always 4")
+def test_gains_by_distractors():
+    assert all(
+        [
+            str(int(controls.TUNED["recall"][arm]["model.post_scale"])),
+            *(gain for study, task in PARTS_OF_6 for gain, _ in settings(study, arm, task)),
+        ]
+        == gains
+        for arm, gains in (("diff-gain", ["4", "8", "2"]), ("zero-gain", ["4", "4", "4"]))
+    )
+
+
+@claim("1, the smallest, is best for `diff-gain` on novels, and 8, the largest, is best in two arms of question 6")
+def test_best_gains_at_the_ends_of_the_range():
+    assert controls.TUNED["novels"]["diff-gain"]["model.post_scale"] == min(controls_study.GAINS)
+    assert {
+        arm
+        for study, task in PARTS_OF_6
+        for arm in ("transformer-gain", "zero-gain", "diff-gain")
+        for gain, _ in settings(study, arm, task)
+        if gain == str(max(controls_study.GAINS))
+    } == {"transformer-gain", "diff-gain"}
+
+
+@claim("runs with 31 have 1.5 times the tokens of those with 15, and runs with 63 have 2.5 times")
+def test_tokens_by_distractors():
+    assert [{r["tokens"] for r in COLLECTED[of] if r["task"] != "recall"} for of in (NOISE, MORE_NOISE)] == [
+        {factor * r["tokens"] for r in COLLECTED[RECALL]} for factor in (1.5, 2.5)
+    ]
+
+
+@claim("With 63, the accuracy of `diff` is lower than that of `zero-norm`, with an interval that excludes zero")
+def test_accuracy_of_diff_with_63_distractors():
+    assert (
+        sum(
+            interval(
+                [
+                    accuracy - accuracies(MORE_NOISE, "zero-norm", "recall-63")[seed]
+                    for seed, accuracy in accuracies(MORE_NOISE, "diff", "recall-63").items()
+                ]
+            )
+        )
+        < 0
+    )
+
+
+@claim("With 63 distractors, each solution is first seen at step 2,000 or later, of 2,500")
+def test_first_solutions_with_63_distractors():
+    assert all(r["numbers"].get("exact_match/solved_at_step", 2500) >= 2000 for r in COLLECTED[MORE_NOISE])
+
+
+@claim("From 15 to 31, they halve for `transformer-gain`, `transformer-wide-norm`, `zero-gain`, `diff-gain` and λ = 1")
+def test_rates_from_15_to_31_distractors():
+    assert rate_factors(NOISE, "recall-31") == dict.fromkeys(
+        ("transformer-gain", "transformer-wide-norm", "zero-gain", "diff-gain", "diff-lambda_1"), 0.5
+    ) | {"zero-norm": 1, "diff": 1}
+
+
+@claim("From 15 to 63, they halve for `diff`, `zero-gain` and λ = 1, and double for `diff-gain`")
+def test_rates_from_15_to_63_distractors():
+    assert rate_factors(MORE_NOISE, "recall-63") == {
+        "diff": 0.5,
+        "zero-gain": 0.5,
+        "diff-lambda_1": 0.5,
+        "diff-gain": 2,
+        "zero-norm": 1,
+    }
+
+
+@claim("The rate of `diff` is half that of `zero-norm` there")
+def test_rate_of_diff_is_half_that_of_zero_norm():
+    assert {2 * rate for rate in rates(MORE_NOISE, "diff", "recall-63")} == rates(MORE_NOISE, "zero-norm", "recall-63")
+
+
+@claim("two runs of `diff` do not reach an accuracy of 0.9, and all of `zero-norm` do")
+def test_unsolved_runs_of_diff_with_31_distractors():
+    assert (solved(NOISE, "diff", "recall-31"), solved(NOISE, "zero-norm", "recall-31")) == ((4, 6), (6, 6))
+
+
+@claim("`zero-gain` is slightly more accurate than `diff-gain` in every run, at another rate and gain")
+def test_zero_gain_is_more_accurate_than_diff_gain():
+    assert all(
+        0 < value - accuracies(NOISE, "diff-gain", "recall-31")[seed] < 0.02
+        for seed, value in accuracies(NOISE, "zero-gain", "recall-31").items()
+    )
+    assert rates(NOISE, "zero-gain", "recall-31") != rates(NOISE, "diff-gain", "recall-31")

@@ -1,0 +1,121 @@
+"""The summary of docs/results.md in README.md."""
+
+from conftest import ROOT
+
+from benchmarks import results
+from results_page.page import shown
+from results_page.question_1 import better, verdict_again
+from results_page.question_2 import by_optimizer, is_decided, p_value_in_one_family_of_ten
+from results_page.question_4 import LATER, SHARED, at_length, size_verdict
+from results_page.review import REVIEW_FAMILY, from_review
+from results_page.runs import AGAIN, MORE_NOISE, NOISE, RECALL, contrast, solved
+from results_page.significance import corrected, fisher, two_sided
+
+# The summary of README.md.
+SUMMARY = (ROOT / "README.md").read_text().partition(results.SUMMARY_MARKERS[0])[2].partition("<!--")[0]
+MUON_DIFFERENCE = {  # Has the short warm-up → differences of question 2.
+    short: by_optimizer("Muon", (1, "diff", short), (-1, "transformer", short)) for short in (False, True)
+}
+# Row → differences, and the sign of the verdict: 0 for open, or None if the difference was not preregistered.
+SUMMARY_ROWS = {
+    "`diff` − `transformer`, 14 tokens per parameter": (
+        contrast(AGAIN, "diff", "transformer"),
+        verdict_again("diff", "transformer"),
+    ),
+    "`diff` − `transformer`, 20 tokens": (
+        at_length("diff", "transformer", 20),
+        size_verdict("diff", "transformer", "at 20"),
+    ),
+    "`diff` − `transformer`, 80 tokens": (at_length("diff", "transformer", 80), None),
+    "`diff` − `transformer`, Muon, warm-up of 50 % of the steps": (
+        MUON_DIFFERENCE[False],
+        is_decided("the whole architecture, Muon"),
+    ),
+    "`diff` − `transformer`, Muon, warm-up of 1 %, which is better for the Transformer": (MUON_DIFFERENCE[True], None),
+    "`diff-gain` − `zero-gain`, without the norm": (
+        contrast(AGAIN, "diff-gain", "zero-gain"),
+        verdict_again("diff-gain", "zero-gain"),
+    ),
+    "`diff` − `zero-norm`, with the norm": (
+        contrast(AGAIN, "diff", "zero-norm"),
+        verdict_again("diff", "zero-norm"),
+    ),
+    "`diff` − `zero-norm`, 20 tokens per parameter": (
+        at_length("diff", "zero-norm", 20),
+        size_verdict("diff", "zero-norm", "at 20"),
+    ),
+    "`diff` − `zero-norm`, 80 tokens": (at_length("diff", "zero-norm", 80), None),
+    "`diff` − `diff-gain`, with the subtraction": (
+        contrast(AGAIN, "diff", "diff-gain"),
+        verdict_again("diff", "diff-gain"),
+    ),
+    "`gdla` − `transformer`, 80 tokens per parameter": (
+        at_length("gdla", "transformer", 80),
+        size_verdict("gdla", "transformer", "at 80", LATER),
+    ),
+    "`gated` − `transformer`, 80 tokens": (
+        at_length("gated", "transformer", 80),
+        size_verdict("gated", "transformer", "at 80", LATER),
+    ),
+    "`diff_v2` − `transformer`, 80 tokens": (
+        at_length("diff_v2", "transformer", 80),
+        size_verdict("diff_v2", "transformer", "at 80", LATER),
+    ),
+    "`top_k` − `transformer`, 14 tokens": (
+        from_review("top_k", "transformer"),
+        -1
+        if corrected({pair: two_sided(from_review(*pair)) for pair in REVIEW_FAMILY})["top_k", "transformer"] < 0.05
+        else 0,
+    ),
+}
+
+
+def summary_table(heading):
+    """Return the rows of the summary's table whose heading starts with a word."""
+    table = SUMMARY.partition(f"\n| {heading} |")[2].partition("\n\n")[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+
+
+def test_the_readme_has_the_differences_and_verdicts():
+    found = {row[1]: tuple(row[2:]) for row in summary_table("question")}
+    words = {None: "not preregistered", 0: "open", 1: "worse", -1: "better"}
+    assert found == {name: (shown(values), words[verdict]) for name, (values, verdict) in SUMMARY_ROWS.items()}
+    assert {len(values) for values, _ in SUMMARY_ROWS.values()} == {5, 8, 10}
+    assert "over five to ten seeds" in SUMMARY
+    prose = " ".join(SUMMARY.split())
+    assert (
+        "With AdamW, 150,000 parameters, and 14 or 20 tokens per parameter, the differential model is behind" in prose
+    )
+    assert better("transformer", "diff")
+    assert size_verdict("diff", "transformer", "at 20") == 1
+    assert "shrinks with more tokens" in SUMMARY
+    assert "So does that of `zero-norm`" in prose
+    assert "If all lengths of training share one rate, `diff` − `transformer` with 20 tokens is open" in prose
+    assert size_verdict("diff", "transformer", "at 20", SHARED) == 0
+    assert "and `diff` is better than `zero-norm`" in prose
+    assert size_verdict("diff", "zero-norm", "at 20", SHARED) == -1
+    assert "In a family with the contrasts of λ = 0, the lead of `diff` with Muon is open" in prose
+    assert p_value_in_one_family_of_ten("the whole architecture, Muon") > 0.05
+    assert {size_verdict(arm, "transformer", "slope") for arm in ("diff", "zero-norm")} == {-1}
+    assert is_decided("transformer's need for a long warm-up, Muon") == -1
+
+
+def test_the_readme_has_the_solved_runs():
+    arms = ("diff", "zero-norm", "diff-gain", "zero-gain", "transformer")
+    counts = {
+        distractors: {arm: solved(study, arm, task) for arm in arms}
+        for distractors, study, task in (
+            ("15", RECALL, "recall"),
+            ("31", NOISE, "recall-31"),
+            ("63", MORE_NOISE, "recall-63"),
+        )
+    }
+    assert summary_table("distractors") == [
+        [distractors, *("{} of {}".format(*count) if count[1] else "" for count in of.values())]
+        for distractors, of in counts.items()
+    ]
+    for of in counts.values():
+        assert fisher(of["diff"], of["zero-norm"]) > 0.05
+    p = fisher(counts["63"]["diff-gain"], counts["63"]["zero-gain"])
+    wanted = f"(Fisher's p {p:.3f}, without a correction), for which tuning found no settings that work"
+    assert wanted in " ".join(SUMMARY.split())
