@@ -116,7 +116,11 @@ def test_prose_has_the_differences_by_length():
     )
     assert f"`gdla` − `transformer` is {at_20['gdla']}, and `gated` − `transformer` is {at_20['gated']}" in PROSE
     assert f"is {at[5]} at 5 tokens per parameter (not preregistered), {at[20]} at 20, and {at[80]} at 80 (not" in PROSE
-    assert f"With 80 they are {at_80['gdla']}, {at_80['gated']} and {at[80]}; with 5 the last is {at[5]} (the" in PROSE
+    assert (
+        f"`diff` − `transformer` is {at[5]}, {at[20]} and {at[80]} at 5, 20 and 80 tokens per parameter (not "
+        "preregistered at 5 and 80): the gap shrinks"
+    ) in PROSE
+    assert size_verdict("diff", "transformer", "slope", OWN) == -1
     assert f"At 80, they are {at_80['gdla']} and {at_80['gated']}" in PROSE
     assert {len(of) for name in (OWN, LATER) for of in SIZE_FAMILIES[name].values()} == {8}
     assert f"tokens per parameter, and {at[20]} with 20 (question 4)" in PROSE
@@ -129,7 +133,8 @@ def test_prose_has_the_differences_by_length():
 def test_prose_has_the_differences_of_the_subtraction():
     at_20, at_80 = (shown(at_length("diff", "zero-norm", tokens)) for tokens in (20, 80))
     assert f"`diff` − `zero-norm` is {at_20}, which is open" in PROSE
-    assert f"with 20, is open ({at_20}); with 80, the difference is {at_80} (not preregistered)" in PROSE
+    assert f"The subtraction is open (`diff` − `zero-norm` {at_20} at 20)" in PROSE
+    assert size_verdict("diff", "zero-norm", "at 20", OWN) == 0
     assert f"At 80 it is {at_80} (not preregistered)" in PROSE
     with_shared_rate = shown(at_length("diff", "zero-norm", 20, SHARED))
     assert f"With the shared rate of the next part it is {with_shared_rate}, and significant" in PROSE
@@ -145,6 +150,15 @@ def test_prose_has_the_changes_from_20_to_80_tokens_per_parameter():
         f"From 20 to 80 alone, `gdla` − `transformer` changes by {changes['gdla']}, `gated` − `transformer` by" in PROSE
     )
     assert f"by {changes['gated']}, and `diff_v2` − `transformer` by {changes['diff_v2']} (not preregistered)" in PROSE
+
+
+@claim(
+    "`gdla` and `gated` are better than the Transformer at 20 and at 80 tokens per parameter, and `diff` is worse at 20"
+)
+def test_answer_names_the_architectures_that_differ():
+    for arm in ("gdla", "gated"):
+        assert size_verdict(arm, "transformer", "at 20") == size_verdict(arm, "transformer", "at 80", LATER) == -1
+    assert size_verdict("diff", "transformer", "at 20") == 1
 
 
 @claim("With 20 tokens per parameter, `diff` is worse than the Transformer, and `gdla` and `gated` are better")

@@ -94,7 +94,7 @@ def test_the_readme_has_the_differences_and_verdicts():
     assert size_verdict("diff", "transformer", "at 20", SHARED) == 0
     assert "and `diff` is better than `zero-norm`" in prose
     assert size_verdict("diff", "zero-norm", "at 20", SHARED) == -1
-    assert "In a family with the contrasts of λ = 0, the lead of `diff` with Muon is open" in prose
+    assert "Corrected together with the contrasts of λ = 0, the lead of `diff` with Muon is open" in prose
     assert p_value_in_one_family_of_ten("the whole architecture, Muon") > 0.05
     assert {size_verdict(arm, "transformer", "slope") for arm in ("diff", "zero-norm")} == {-1}
     assert is_decided("transformer's need for a long warm-up, Muon") == -1
