@@ -94,9 +94,9 @@ class Findings:
 
 def examine(options: argparse.Namespace, config: Config | None) -> Findings:
     """Examine this machine, and the others of the job, for a config or for a default one."""
-    from difftx.training import kernel_choice
+    from difftx.training import kernel_measurement
 
-    gpus, found = kernel_choice.gpu_identity(), Findings(software=_software(), folders=_folders())
+    gpus, found = kernel_measurement.gpu_identity(), Findings(software=_software(), folders=_folders())
     multihost.join(options, (config or load_config(DEFAULT["cpu"], {})).multihost)
     # Before this process takes the memory of the GPUs.
     rankings = {} if gpus is None else _rankings(config or load_config(DEFAULT["accelerator"], {}))
@@ -122,7 +122,7 @@ def examine(options: argparse.Namespace, config: Config | None) -> Findings:
         "matmul_flops": health.matmul_flops(dtype, size),
         "memory_bandwidth": health.memory_bandwidth(count),
     }
-    if on_cpu and kernel_choice.has_nvidia_gpu():
+    if on_cpu and kernel_measurement.has_nvidia_gpu():
         found.advice.append(f"JAX uses the CPU, although there is an NVIDIA GPU: {install_hint('cuda')}")
     with found.part():
         rankings = rankings or _rankings(shown)
@@ -182,13 +182,14 @@ def _rankings(config: Config) -> "dict[str, tuple[Config, Ranking]]":
     """Measure the kernels of a config and of its counterpart. Return each config and its ranking by function."""
     from difftx.evals.throughput import COMPARED, pair
     from difftx.kernels.backend import Ranking
-    from difftx.training import kernel_choice
+    from difftx.training import kernel_measurement
+    from difftx.training.workload import kernel_function
 
     found = {}
     for one in pair(config).values() if config.model.architecture in COMPARED else [config]:
-        function = kernel_choice.kernel_function(one)
+        function = kernel_function(one)
         if function != "weighted_attention":  # It has one kernel.
-            found[function] = one, Ranking(function, {}, *kernel_choice.measured(one))
+            found[function] = one, Ranking(function, {}, *kernel_measurement.measured(one))
     return found
 
 
@@ -199,17 +200,17 @@ def _kernels(
     import jax
 
     from difftx.kernels import api
-    from difftx.training.kernel_choice import workload
+    from difftx.training.workload import attention_workload
 
     rows = []
     for function, (one, ranking) in rankings.items():
-        shapes = workload(one, jax.devices()[0].device_kind, jax.device_count())
-        if (rows_measured := shapes.fitting().batch) < shapes.batch:
+        workload = attention_workload(one, jax.devices()[0].device_kind, jax.device_count())
+        if (rows_measured := workload.fitting().batch) < workload.batch:
             advice.append(
-                f"a microbatch has {shapes.batch} rows per device, of which {rows_measured} fit a measurement: the "
+                f"a microbatch has {workload.batch} rows per device, of which {rows_measured} fit a measurement: the "
                 f"times of {function} are scaled; raise train.accumulation, or set mesh.preset=auto"
             )
-        floor = 1e3 * shapes.flops / matmul_flops
+        floor = 1e3 * workload.flops / matmul_flops
         for backend in api.candidates(function):
             time, reason = ranking.milliseconds.get(backend.name), ranking.rejected.get(backend.name)
             rows.append(
@@ -219,7 +220,7 @@ def _kernels(
                     "correct": time is not None,
                     "milliseconds": time,
                     "ratio_to_floor": None if time is None else time / floor,
-                    "reason": reason or backend.why_unsupported(shapes.call()),
+                    "reason": reason or backend.why_unsupported(workload.call()),
                 }
             )
     return rows
@@ -304,9 +305,9 @@ def _expected_training(fitted: Config, workdir: AnyPath, found: Findings) -> dic
 
     from difftx.model.abstract import count_parameters
     from difftx.model.flops import flops_per_token
-    from difftx.training.kernel_choice import attention_kernel
     from difftx.training.run import Run
     from difftx.training.state import state_bytes
+    from difftx.training.workload import attention_kernel
 
     run = Run.open(fitted, workdir)
     flops = flops_per_token(fitted.model, fitted.data.sequence_length, causal=True)

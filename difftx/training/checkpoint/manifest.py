@@ -54,7 +54,7 @@ WeightsPart = Literal["params", "ema"]  # Part of a train state with weights: th
 PART_BYTES = 2**20  # Size of the parts of a file that are read at a time for its checksum.
 THREADS = min(8, os.cpu_count() or 1)  # Threads compute checksums in parallel, because xxhash releases the GIL.
 EXTENSIONS_SHAPE = [{"path": str, "sha256": str}]
-SHAPE = {
+MANIFEST_SCHEMA = {
     "format": int,
     "step": int,
     "weights": str,
@@ -200,7 +200,7 @@ def _read_manifest(folder: AnyPath) -> Manifest:
             f"{MANIFEST} has format {raw['format']}, not {FORMAT}: another version of difftx wrote it; use that "
             "version, or another --workdir"
         )
-    if why := schema_error(raw, SHAPE):
+    if why := schema_error(raw, MANIFEST_SCHEMA):
         raise UserError(f"{MANIFEST}: {why}")
     arrays = {name: (tuple(array["shape"]), array["dtype"]) for name, array in raw["arrays"].items()}
     files = {}
