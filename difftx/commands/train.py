@@ -46,7 +46,7 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     from difftx.commands.cost import format_cost, format_data
     from difftx.data.tokenizer import with_vocabulary
     from difftx.interop import exports
-    from difftx.model.abstract import matching_warning
+    from difftx.model.matching import matching_warning
     from difftx.training import kernel_choice, loop
     from difftx.training.run import Run, agree_on_command, fit_to_devices
 

@@ -80,9 +80,9 @@ def test_faults_neither_lose_nor_double_a_row(bucket, quick_retries, monkeypatch
 APPENDS = """
 import sys
 from difftx.json_files import JsonLines
-from difftx.storage import lines
+from difftx.storage import log
 from difftx.storage.paths import path_of
-lines.PARTS = 20
+log.COMPACTION_PARTS = 20
 log = JsonLines(path_of("log", sys.argv[1]))
 for n in range(20):
     log.append([{"n": 1000 * int(sys.argv[2]) + n}])
