@@ -61,7 +61,8 @@ def matching_warning(config: Config, matched: Matched | None) -> str | None:
         width = model.mlp_dim - (counts[0] - counts[1]) / (3 * model.d_model * model.num_layers)
         flags = [f"--config.model.mlp_dim={MLP_MULTIPLE * round(width / MLP_MULTIPLE)}"]
     fix = "set the sizes in a recipe before it calls choose" if is_resized else f"add {' '.join(flags)}"
-    return f"warning  the model is not matched with {transformer}: {'; '.join(differences)}; for an equal comparison, {fix}"
+    text = "; ".join(differences)
+    return f"warning  the model is not matched with {transformer}: {text}; for an equal comparison, {fix}"
 
 
 def _matched_model(config: Config, heads: int, mlp_dim: int) -> ModelConfig:
