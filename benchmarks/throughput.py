@@ -208,7 +208,8 @@ def main() -> int:
     multihost.add_flags(parser)
     args, rest = parser.parse_known_args()
     config = load_config(args.config, parse_overrides(rest, "config"))
-    kernel_choice.start(args, list(pair(config).values()), workdir=None)
+    multihost.join(args, config.multihost)
+    kernel_choice.choose(list(pair(config).values()))
     contestants = measure_and_print(args.config, config, rounds=args.rounds, steps=args.steps, profile=args.profile)
     if args.depths:
         print_compile_times(contestants)

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from difftx.config.recipes import default_config
 from difftx.errors import did_you_mean
-from difftx.model.abstract import match
+from difftx.model.matching import match
 
 # `model.vocab_size` of the tokenizer "bytes": 256 bytes and <|endoftext|>, rounded up to a multiple of 8.
 BYTE_VOCABULARY = 264

@@ -16,8 +16,8 @@ SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")  # Such as "always
 def restart_with_huge_pages() -> None:
     """Replace this process by the same command with huge pages, where Linux grants them on request.
 
-    The new process has the same number. Call this before the process does any work. If the user has set GLIBC_TUNABLES,
-    to any value, this function does nothing.
+    The new process keeps the same process id. Call this before the process does any work. If the user has set
+    GLIBC_TUNABLES, to any value, this function does nothing.
     """
     try:
         on_request = "[madvise]" in SETTING.read_text()

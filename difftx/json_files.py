@@ -11,7 +11,7 @@ from typing import Any
 
 from difftx.errors import UserError
 from difftx.files import new_file, read_file, write_atomically
-from difftx.storage.lines import BucketLog
+from difftx.storage.bucket_log import BucketLog
 from difftx.storage.paths import AnyPath, is_bucket
 
 # JSON type → name in error messages.

@@ -12,7 +12,8 @@ from difftx.config.recipes import load_config, matched_by
 from difftx.config.reference import reference_page
 from difftx.configs import ablations, review, small, toy
 from difftx.errors import UserError
-from difftx.model.abstract import count_parameters, matching_warning
+from difftx.model.abstract import count_parameters
+from difftx.model.matching import matching_warning
 
 SOURCES = '[{"name": "a", "path": "x", "weight": 1}, {"name": "b", "path": "y", "weight": 3}]'
 QUICKSTART = str(ROOT / "configs" / "quickstart.py")

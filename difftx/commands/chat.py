@@ -133,7 +133,7 @@ def _answer(
     is_conversation = lm.tokenizer.chat_template is not None
     name = "the conversation" if is_conversation else "the line"
     prompt = lm.tokenizer.encode_messages(asked, name) if is_conversation else lm.tokenizer.encode_prompt(line)
-    room = lm.window - len(prompt)
+    room = lm.context_length - len(prompt)
     request = Request(prompt=prompt, new_tokens=max(1, min(settings.tokens, room)), seed=settings.seed)
     try:
         check(lm, request, name)

@@ -57,13 +57,15 @@ def main(arguments: Sequence[str]) -> int:
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     if options.json:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Libraries, such as Gloo, print to standard output.
-    found = examine(options, config)
+    findings = examine(options, config)
     if multihost.is_primary():
         if options.json:
-            print(json.dumps(dataclasses.asdict(found) | {"ok": not found.problems}, indent=2), file=out, flush=True)
+            print(
+                json.dumps(dataclasses.asdict(findings) | {"ok": not findings.problems}, indent=2), file=out, flush=True
+            )
         else:
-            show(found)
-    return EXIT_FAILED if found.problems else 0
+            show(findings)
+    return EXIT_FAILED if findings.problems else 0
 
 
 @dataclasses.dataclass
@@ -94,9 +96,9 @@ class Findings:
 
 def examine(options: argparse.Namespace, config: Config | None) -> Findings:
     """Examine this machine, and the others of the job, for a config or for a default one."""
-    from difftx.training import kernel_choice
+    from difftx.training import kernel_measurement
 
-    gpus, found = kernel_choice.gpu_identity(), Findings(software=_software(), folders=_folders())
+    gpus, findings = kernel_measurement.gpu_identity(), Findings(software=_software(), folders=_folders())
     multihost.join(options, (config or load_config(DEFAULT["cpu"], {})).multihost)
     # Before this process takes the memory of the GPUs.
     rankings = {} if gpus is None else _rankings(config or load_config(DEFAULT["accelerator"], {}))
@@ -112,7 +114,7 @@ def examine(options: argparse.Namespace, config: Config | None) -> Findings:
     shown = config or load_config(DEFAULT["cpu" if on_cpu else "accelerator"], {})
     size, count = (1024, 2**22) if on_cpu else (8192, 2**27)
     dtype = shown.model.compute_dtype
-    found.devices = {
+    findings.devices = {
         "kind": jax.devices()[0].device_kind,
         "count": jax.device_count(),
         "processes": jax.process_count(),
@@ -122,36 +124,36 @@ def examine(options: argparse.Namespace, config: Config | None) -> Findings:
         "matmul_flops": health.matmul_flops(dtype, size),
         "memory_bandwidth": health.memory_bandwidth(count),
     }
-    if on_cpu and kernel_choice.has_nvidia_gpu():
-        found.advice.append(f"JAX uses the CPU, although there is an NVIDIA GPU: {install_hint('cuda')}")
-    with found.part():
+    if on_cpu and kernel_measurement.has_nvidia_gpu():
+        findings.advice.append(f"JAX uses the CPU, although there is an NVIDIA GPU: {install_hint('cuda')}")
+    with findings.part():
         rankings = rankings or _rankings(shown)
-        found.kernels = _kernels(rankings, found.devices["matmul_flops"], found.advice)
-    with found.part():
+        findings.kernels = _kernels(rankings, findings.devices["matmul_flops"], findings.advice)
+    with findings.part():
         mesh = shown.mesh if config is not None else MeshConfig()
-        found.collectives = health.collective_bandwidths(make_mesh(mesh), count)
-    with found.part():
+        findings.collectives = health.collective_bandwidths(make_mesh(mesh), count)
+    with findings.part():
         require_writable(options.workdir)
-        found.storage = _storage(options.workdir, found.advice)
+        findings.storage = _storage(options.workdir, findings.advice)
     for path in _bucket_data(config):
-        with found.part():
-            found.data[str(path)] = _read_speeds(path)
+        with findings.part():
+            findings.data[str(path)] = _read_speeds(path)
     wrong = [function for function, (_, ranking) in rankings.items() if not ranking.milliseconds]
-    found.problems += [f"no kernel of {function} gives right results on this device" for function in wrong]
+    findings.problems += [f"no kernel of {function} gives right results on this device" for function in wrong]
     if config is not None and not wrong:
         for _, ranking in rankings.values():
             if config.train.kernel_choice == "measured":
                 kernels.use(ranking)
-        with found.part():
-            _examine_config(options, config, found)
-    _add_other_processes(found, shown.multihost.barrier_timeout_seconds)
-    return found
+        with findings.part():
+            _examine_config(options, config, findings)
+    _add_other_processes(findings, shown.multihost.barrier_timeout_seconds)
+    return findings
 
 
-def _add_other_processes(found: Findings, timeout_seconds: float) -> None:
+def _add_other_processes(findings: Findings, timeout_seconds: float) -> None:
     """Add the problems and the advice of all processes, without duplicates. All processes must call this."""
-    everywhere = multihost.gather("findings", [found.problems, found.advice], timeout_seconds)
-    found.problems, found.advice = (
+    everywhere = multihost.gather("findings", [findings.problems, findings.advice], timeout_seconds)
+    findings.problems, findings.advice = (
         list(dict.fromkeys(itertools.chain(*lists))) for lists in zip(*everywhere, strict=True)
     )
 
@@ -182,14 +184,15 @@ def _rankings(config: Config) -> "dict[str, tuple[Config, Ranking]]":
     """Measure the kernels of a config and of its counterpart. Return each config and its ranking by function."""
     from difftx.evals.throughput import COMPARED, pair
     from difftx.kernels.backend import Ranking
-    from difftx.training import kernel_choice
+    from difftx.training import kernel_measurement
+    from difftx.training.workload import kernel_function
 
-    found = {}
+    by_function = {}
     for one in pair(config).values() if config.model.architecture in COMPARED else [config]:
-        function = kernel_choice.kernel_function(one)
+        function = kernel_function(one)
         if function != "weighted_attention":  # It has one kernel.
-            found[function] = one, Ranking(function, {}, *kernel_choice.measured(one))
-    return found
+            by_function[function] = one, Ranking(function, {}, *kernel_measurement.measured(one))
+    return by_function
 
 
 def _kernels(
@@ -199,17 +202,17 @@ def _kernels(
     import jax
 
     from difftx.kernels import api
-    from difftx.training.kernel_choice import workload
+    from difftx.training.workload import attention_workload
 
     rows = []
     for function, (one, ranking) in rankings.items():
-        shapes = workload(one, jax.devices()[0].device_kind, jax.device_count())
-        if (rows_measured := shapes.fitting().batch) < shapes.batch:
+        workload = attention_workload(one, jax.devices()[0].device_kind, jax.device_count())
+        if (rows_measured := workload.fitting().batch) < workload.batch:
             advice.append(
-                f"a microbatch has {shapes.batch} rows per device, of which {rows_measured} fit a measurement: the "
+                f"a microbatch has {workload.batch} rows per device, of which {rows_measured} fit a measurement: the "
                 f"times of {function} are scaled; raise train.accumulation, or set mesh.preset=auto"
             )
-        floor = 1e3 * shapes.flops / matmul_flops
+        floor = 1e3 * workload.flops / matmul_flops
         for backend in api.candidates(function):
             time, reason = ranking.milliseconds.get(backend.name), ranking.rejected.get(backend.name)
             rows.append(
@@ -219,7 +222,7 @@ def _kernels(
                     "correct": time is not None,
                     "milliseconds": time,
                     "ratio_to_floor": None if time is None else time / floor,
-                    "reason": reason or backend.why_unsupported(shapes.call()),
+                    "reason": reason or backend.why_unsupported(workload.call()),
                 }
             )
     return rows
@@ -259,26 +262,26 @@ def _read_speeds(path: "epath.Path") -> dict[str, float]:
     """Measure reads of the largest object at a data path."""
     from difftx.launch import health
 
-    found = bucket_files(path)
-    if not found:
+    files = bucket_files(path)
+    if not files:
         raise UserError(f"data.path={path}: no such object or folder, and no object matches it as a glob")
-    largest = max(found, key=lambda file: found[file].size)
-    return health.object_speeds(largest, found[largest].size)
+    largest = max(files, key=lambda file: files[file].size)
+    return health.object_speeds(largest, files[largest].size)
 
 
-def _examine_config(options: argparse.Namespace, config: Config, found: Findings) -> None:
-    """Set `found.config`, and add problems and advice of the config. Raise `UserError` if a training cannot start."""
+def _examine_config(options: argparse.Namespace, config: Config, findings: Findings) -> None:
+    """Set `findings.config`, and add problems and advice. Raise `UserError` if a training cannot start."""
     from difftx.parallel.mesh import check_divisible, make_mesh
     from difftx.training.run import fit_to_devices
 
     fitted = fit_to_devices(config)
     check_divisible(fitted, make_mesh(fitted.mesh))
-    _examine_space(fitted, options.workdir, found)
-    found.config = {"config": options.config, **_expected_training(fitted, options.workdir, found)}
-    _advise_on_speed(config, fitted, found)
+    _examine_space(fitted, options.workdir, findings)
+    findings.config = {"config": options.config, **_expected_training(fitted, options.workdir, findings)}
+    _advise_on_speed(config, fitted, findings)
 
 
-def _examine_space(fitted: Config, workdir: AnyPath, found: Findings) -> None:
+def _examine_space(fitted: Config, workdir: AnyPath, findings: Findings) -> None:
     """Add problems and advice of the memory of the devices and of the space for checkpoints."""
     from difftx.commands.cost import memory_of
     from difftx.model.flops import format_bytes
@@ -288,25 +291,25 @@ def _examine_space(fitted: Config, workdir: AnyPath, found: Findings) -> None:
 
     memory, size = memory_of(fitted, make_mesh(fitted.mesh)), state_bytes(fitted)
     if warning := memory.warning():
-        (found.advice if memory.holds_state else found.problems).append(warning)
-    if (free := found.storage.get("free_bytes")) is not None:
+        (findings.advice if memory.holds_state else findings.problems).append(warning)
+    if (free := findings.storage.get("free_bytes")) is not None:
         missing = _most_checkpoints(fitted) - len(steps_in(workdir / "checkpoints"))
         if missing * size > free:
-            found.problems.append(
+            findings.problems.append(
                 f"{missing} checkpoints of {format_bytes(size)} exceed the {format_bytes(free)} that are free in "
-                f"{found.storage['folder']}; make room, use another --workdir, or lower checkpoint.keep"
+                f"{findings.storage['folder']}; make room, use another --workdir, or lower checkpoint.keep"
             )
 
 
-def _expected_training(fitted: Config, workdir: AnyPath, found: Findings) -> dict[str, Any]:
+def _expected_training(fitted: Config, workdir: AnyPath, findings: Findings) -> dict[str, Any]:
     """Return what a training of the config would use, and its expected speed. Raise `UserError` if it cannot start."""
     import jax
 
     from difftx.model.abstract import count_parameters
     from difftx.model.flops import flops_per_token
-    from difftx.training.kernel_choice import attention_kernel
     from difftx.training.run import Run
     from difftx.training.state import state_bytes
+    from difftx.training.workload import attention_kernel
 
     run = Run.open(fitted, workdir)
     flops = flops_per_token(fitted.model, fitted.data.sequence_length, causal=True)
@@ -318,31 +321,31 @@ def _expected_training(fitted: Config, workdir: AnyPath, found: Findings) -> dic
         "remat": fitted.model.remat,
         "accumulation": fitted.train.accumulation,
         "kernel": attention_kernel(fitted, run.mesh),
-        "tokens_per_second": EFFICIENCY * found.devices["matmul_flops"] * jax.device_count() / flops,
-        "save_seconds": process_bytes / found.storage["write"] if found.storage else 0,
+        "tokens_per_second": EFFICIENCY * findings.devices["matmul_flops"] * jax.device_count() / flops,
+        "save_seconds": process_bytes / findings.storage["write"] if findings.storage else 0,
     }
 
 
-def _advise_on_speed(config: Config, fitted: Config, found: Findings) -> None:
-    """Add advice of what slows down the training in `found.config`, and of steps and saves that are too long."""
+def _advise_on_speed(config: Config, fitted: Config, findings: Findings) -> None:
+    """Add advice of what slows down the training in `findings.config`, and of steps and saves that are too long."""
     import jax
 
     from difftx.launch.jobs import GRACE_SECONDS
     from difftx.model.flops import PEAK_FLOPS
 
-    assert found.config is not None
+    assert findings.config is not None
     if jax.default_backend() != "cpu":
-        peak = PEAK_FLOPS.get(found.devices["kind"])
+        peak = PEAK_FLOPS.get(findings.devices["kind"])
         if config.model.compute_dtype == "float32":
-            found.advice.append("model.compute_dtype=float32 does not use the fast matrix units; set it to bfloat16")
-        elif peak is not None and found.devices["matmul_flops"] < peak / 2:
-            reached = found.devices["matmul_flops"] / peak
-            found.advice.append(f"matrix products reach {reached:.0%} of the data sheet; look for other processes")
+            findings.advice.append("model.compute_dtype=float32 does not use the fast matrix units; set it to bfloat16")
+        elif peak is not None and findings.devices["matmul_flops"] < peak / 2:
+            reached = findings.devices["matmul_flops"] / peak
+            findings.advice.append(f"matrix products reach {reached:.0%} of the data sheet; look for other processes")
         if config.mesh.preset == "none":
-            found.advice.append("mesh.preset=none; with auto, difftx selects mesh, remat and microbatches")
-    step_seconds = fitted.train.global_batch_tokens / found.config["tokens_per_second"]
-    if (stopping := step_seconds + found.config["save_seconds"]) > GRACE_SECONDS:
-        found.advice.append(
+            findings.advice.append("mesh.preset=none; with auto, difftx selects mesh, remat and microbatches")
+    step_seconds = fitted.train.global_batch_tokens / findings.config["tokens_per_second"]
+    if (stopping := step_seconds + findings.config["save_seconds"]) > GRACE_SECONDS:
+        findings.advice.append(
             f"a step and a save take about {stopping:,.0f} s, but jobs end {GRACE_SECONDS} s after the signal of a "
             "preemption, without a checkpoint; raise the time in the job file, write to faster storage, or lower "
             "checkpoint.every_steps"
@@ -356,7 +359,7 @@ def _most_checkpoints(config: Config) -> int:
     return kept + (0 if checkpoint.keep_every_steps is None else steps // checkpoint.keep_every_steps)
 
 
-def show(found: Findings) -> None:
+def show(findings: Findings) -> None:
     """Print the findings as a page of `WIDTH` columns."""
     import rich.console
     import rich.table
@@ -374,7 +377,7 @@ def show(found: Findings) -> None:
     def bandwidth(value: float) -> str:
         return f"{value / 1e9:,.2f} GB/s"
 
-    measured = found.devices
+    measured = findings.devices
     devices = {
         "devices": f"{measured['count']} × {measured['kind']}, {measured['processes']} processes",
         "driver": measured["driver"],
@@ -382,8 +385,8 @@ def show(found: Findings) -> None:
         f"matrix products ({measured['dtype']})": f"{measured['matmul_flops'] / 1e12:,.3f} TFLOP/s",
         "memory bandwidth": bandwidth(measured["memory_bandwidth"]),
     }
-    devices |= {f"all-gather over {axis}": bandwidth(rate) for axis, rate in found.collectives.items()}
-    table("Software", found.software.items())
+    devices |= {f"all-gather over {axis}": bandwidth(rate) for axis, rate in findings.collectives.items()}
+    table("Software", findings.software.items())
     table("Devices", devices.items())
     kernels = [
         (
@@ -393,29 +396,32 @@ def show(found: Findings) -> None:
             "–" if row["ratio_to_floor"] is None else f"{row['ratio_to_floor']:.1f}",
             row["reason"] or "",
         )
-        for row in found.kernels
+        for row in findings.kernels
     ]
     table("Attention kernels, forward and backward", kernels, "kernel", "right", "ms", "× floor", "reason")
-    storage = [(name.replace("_", " "), str(value)) for name, value in found.storage.items() if name not in RATES]
-    for prefix, numbers in {"": found.storage, **{f"{path}: ": speeds for path, speeds in found.data.items()}}.items():
+    storage = [(name.replace("_", " "), str(value)) for name, value in findings.storage.items() if name not in RATES]
+    for prefix, numbers in {
+        "": findings.storage,
+        **{f"{path}: ": speeds for path, speeds in findings.data.items()},
+    }.items():
         names = [name for name in RATES if name in numbers]
         storage += [(f"{prefix}{re.sub('_(bytes|seconds)', '', name)}", RATES[name](numbers[name])) for name in names]
-    table("Folders", [*storage, *((name, folder or "not kept") for name, folder in found.folders.items())])
-    if found.config is not None:
-        fields = {name.replace("_", " "): str(value) for name, value in found.config.items()}
-        fields["parameters"] = f"{found.config['parameters']:,}"
-        fields["mesh"] = ", ".join(f"{axis} {size}" for axis, size in found.config["mesh"].items())
+    table("Folders", [*storage, *((name, folder or "not kept") for name, folder in findings.folders.items())])
+    if findings.config is not None:
+        fields = {name.replace("_", " "): str(value) for name, value in findings.config.items()}
+        fields["parameters"] = f"{findings.config['parameters']:,}"
+        fields["mesh"] = ", ".join(f"{axis} {size}" for axis, size in findings.config["mesh"].items())
         fields["tokens per second"] = (
-            f"about {found.config['tokens_per_second']:,.0f}, at half of the matrix products' speed"
+            f"about {findings.config['tokens_per_second']:,.0f}, at half of the matrix products' speed"
         )
-        fields["save seconds"] = f"about {found.config['save_seconds']:.1f}"
+        fields["save seconds"] = f"about {findings.config['save_seconds']:.1f}"
         table("Config", fields.items())
-    for title, lines in (("A training cannot start", found.problems), ("What to change first", found.advice)):
+    for title, lines in (("A training cannot start", findings.problems), ("What to change first", findings.advice)):
         if lines:
             console.print(
                 f"{title}:", *(f"  {number}. {printable(line)}" for number, line in enumerate(lines, 1)), sep="\n"
             )
-    if not found.problems:
+    if not findings.problems:
         console.print("A training can start here.")
 
 

@@ -49,7 +49,8 @@ def run_suites(options: argparse.Namespace, overrides: Mapping[str, str]) -> Non
             raise UserError(f"--{field}: the checkpoint determines it; only attention_implementation can be changed")
     config = override(read_config(workdir), overrides)
     compared = pair(config).values() if "throughput" in suites else ()
-    kernel_choice.start(options, [config, *compared], workdir)
+    multihost.join(options, config.multihost)
+    kernel_choice.choose([config, *compared], workdir)
     agree_on_command(config, options)
     confirm_outward(config, workdir, suites, overrides, trusted=options.trust_run_config)
 

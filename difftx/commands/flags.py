@@ -68,18 +68,18 @@ def run_folders(flag: str) -> list[AnyPath]:
 
     Raise `UserError` if a part of the flag names no run.
     """
-    found: list[AnyPath] = []
+    folders: list[AnyPath] = []
     parts = [(name, path_of("--workdir", name)) for name in flag.split(",")]  # Check all before files are read.
     for name, folder in parts:
         if size_of(folder / "config.json") is not None:
-            found.append(folder)
+            folders.append(folder)
             continue
         pattern = name if glob.has_magic(name) else f"{name.rstrip('/')}/*"
         runs = matching_folders("--workdir", pattern, "config.json")
         if not runs:
             require_run(folder)
-        found += runs
-    return found
+        folders += runs
+    return folders
 
 
 def parse_command(

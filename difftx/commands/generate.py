@@ -127,7 +127,7 @@ def _request(lm: "LanguageModel", record: Record, seed: int, new_tokens: int | N
     else:
         tokens = lm.tokenizer.encode_prompt(record.text("prompt"))
     if new_tokens is None:
-        new_tokens = max(1, min(NEW_TOKENS, lm.window - len(tokens)))
+        new_tokens = max(1, min(NEW_TOKENS, lm.context_length - len(tokens)))
     request = Request(prompt=tokens, new_tokens=new_tokens, seed=seed)
     check(lm, request, record.name)
     return request

@@ -55,17 +55,19 @@ def main(arguments: Sequence[str]) -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     try:
         if args.search:
-            found = search.search(config, devices, chip, report=lambda line: print(line, file=sys.stderr, flush=True))
-            console.print(estimate.search_table(found, title))
+            estimates = search.search(
+                config, devices, chip, report=lambda line: print(line, file=sys.stderr, flush=True)
+            )
+            console.print(estimate.search_table(estimates, title))
         else:
-            found = [estimate.estimate(config, devices, chip)]
-            console.print(estimate.plan_table(found[0], title, args.efficiency))
+            estimates = [estimate.estimate(config, devices, chip)]
+            console.print(estimate.plan_table(estimates[0], title, args.efficiency))
         if args.json is not None:
-            write_atomically(args.json, json.dumps([e.to_dict() for e in found], indent=2) + "\n")
-        if not found:
+            write_atomically(args.json, json.dumps([e.to_dict() for e in estimates], indent=2) + "\n")
+        if not estimates:
             raise UserError(f"{title}: no candidate fits in {chip.hbm_bytes / GIB:.2f} GiB; use more devices")
-        if not found[0].fits:
-            raise estimate.DoesNotFitError(found[0].needed_bytes, chip.hbm_bytes)
+        if not estimates[0].fits:
+            raise estimate.DoesNotFitError(estimates[0].needed_bytes, chip.hbm_bytes)
     except estimate.DoesNotFitError as error:
         raise UserError(f"{title}: {error}; --search looks for a mesh and a remat policy that fit") from error
     return 0

@@ -9,7 +9,7 @@ from difftx.errors import UserError, printable
 from difftx.files import require_writable
 from difftx.launch import jobs
 from difftx.launch.grid import make_points, parse_grid
-from difftx.model.abstract import matching_warning
+from difftx.model.matching import matching_warning
 from difftx.storage.paths import is_bucket, name_of, path_of
 
 

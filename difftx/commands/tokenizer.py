@@ -69,20 +69,20 @@ class _Texts:
         left = dict.fromkeys(self.samples, SAMPLE_BYTES)
         with Work() as work, work.task("reading", max(1, sum(source.size for source in self._sources))) as advance:
             for unit in itertools.chain.from_iterable(source.units(self._fields) for source in self._sources):
-                for found in unit.content.documents(self._fields):
-                    if isinstance(found, UserError):
-                        raise found
-                    assert isinstance(found, Document)
+                for document in unit.content.documents(self._fields):
+                    if isinstance(document, UserError):
+                        raise document
+                    assert isinstance(document, Document)
                     # Equal documents are held out together.
-                    is_held_out = left["held-out"] > 0 and hashlib.sha256(found.utf8).digest()[0] < HELD_OUT
-                    what = "held-out" if is_held_out else "training"
-                    if left[what] > 0:
-                        self.samples[what].append(found.text)
-                        left[what] -= len(found.utf8)
+                    is_held_out = left["held-out"] > 0 and hashlib.sha256(document.utf8).digest()[0] < HELD_OUT
+                    kind = "held-out" if is_held_out else "training"
+                    if left[kind] > 0:
+                        self.samples[kind].append(document.text)
+                        left[kind] -= len(document.utf8)
                     if not is_held_out:
                         self.documents += 1
-                        self.bytes += len(found.utf8)
-                        yield found.text
+                        self.bytes += len(document.utf8)
+                        yield document.text
                 advance(unit.input_bytes)
 
 
@@ -112,11 +112,11 @@ def train_tokenizer(options: argparse.Namespace) -> None:
     with new_folder(options.out) as folder:
         write_atomically(folder / TOKENIZER, tokenizer.to_str() + "\n")
         write_atomically(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
-    found = load_tokenizer(str(options.out), field="--out")
-    few = "" if found.n_vocab == options.vocab_size else ", because the text has no more pairs"
-    what = f"{texts.documents:,} documents of {texts.bytes / 1e6:,.1f} MB"
-    print(printable(f"{options.out}: {found.n_vocab:,} tokens{few}; trained on {what}"))
+    trained = load_tokenizer(str(options.out), field="--out")
+    few = "" if trained.n_vocab == options.vocab_size else ", because the text has no more pairs"
+    corpus = f"{texts.documents:,} documents of {texts.bytes / 1e6:,.1f} MB"
+    print(printable(f"{options.out}: {trained.n_vocab:,} tokens{few}; trained on {corpus}"))
     for kind, sample in texts.samples.items():
         if size := sum(len(text.encode()) for text in sample):
-            tokens = sum(len(found.encode_to_numpy(text)) for text in sample)
+            tokens = sum(len(trained.encode_to_numpy(text)) for text in sample)
             print(f"{kind} text: {size / tokens:.3f} bytes per token ({size:,} bytes of {len(sample):,} documents)")

@@ -46,11 +46,13 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     from difftx.commands.cost import format_cost, format_data
     from difftx.data.tokenizer import with_vocabulary
     from difftx.interop import exports
-    from difftx.model.abstract import matching_warning
+    from difftx.model.matching import matching_warning
     from difftx.training import kernel_choice, loop
     from difftx.training.run import Run, agree_on_command, fit_to_devices
 
-    kernel_choice.start(args, [config := with_vocabulary(config)], args.workdir)
+    config = with_vocabulary(config)
+    multihost.join(args, config.multihost)
+    kernel_choice.choose([config], args.workdir)
     agree_on_command(config, args)
     config = fit_to_devices(config)
     multihost.print_on_primary(format_cost(config))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from difftx.config.checks import require_distinct_names
-from difftx.config.fields import AxisLength, BetweenZeroAndOne, Group, NotNegative, Positive, Seed
+from difftx.config.fields import AxisLength, Group, NotNegative, Positive, Seed, UnitOpen
 from difftx.errors import UserError
 
 STDLIB = "stdlib"  # Data path of the source code of Python's library.
@@ -36,7 +36,7 @@ class UpsamplingConfig(Group, path="data.upsampling"):
 
     longer_than_tokens: Positive[int] | None = None
     """Length in tokens above which a document counts as long. None: no up-sampling."""
-    share: BetweenZeroAndOne = 0.7
+    share: UnitOpen = 0.7
     """Share of a source's tokens that come from long documents. A source with a larger share is not changed."""
 
 
@@ -96,7 +96,7 @@ class DataConfig(Group, path="data"):
     document_mask: bool = False
     """Whether a token attends only to tokens of its own document. Positions then restart in each document, and the loss
     does not count a document's first token."""
-    valid_fraction: BetweenZeroAndOne = 0.05
+    valid_fraction: UnitOpen = 0.05
     """Share of the documents of text files that are held out for validation: at least one, and not all. A store has its
     own split."""
     seed: Seed = 0

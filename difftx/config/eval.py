@@ -15,8 +15,8 @@ from difftx.config.fields import (
     Rule,
     Seed,
     Unique,
-    ZeroToBelowOne,
-    ZeroToOne,
+    UnitClosed,
+    UnitHalfOpen,
 )
 from difftx.config.model import ChunkTokens, FewBits
 from difftx.errors import UserError
@@ -40,7 +40,7 @@ class NeedleCaseConfig(Group):
 
 
 class NeedleConfig(Group, path="eval.needle"):
-    """Settings of suite needle: retrieval of magic numbers of cities from a long text (§3.4 of the paper)."""
+    """Settings of suite `needle`: retrieval of magic numbers of cities from a long text (§3.4 of the paper)."""
 
     cases: NonEmptyUnique[tuple[NeedleCaseConfig, ...]] = tuple(
         NeedleCaseConfig(needles=n, queries=q) for n, q in ((1, 1), (2, 2), (4, 2), (6, 2), (8, 1))
@@ -48,7 +48,7 @@ class NeedleConfig(Group, path="eval.needle"):
     """Numbers of hidden needles and of queries. The defaults are from Table 2, and for 8 needles from Figure 5."""
     lengths: Unique[tuple[Positive[int], ...]] = ()
     """Numbers of tokens of prompt and answer together, such as (8192, 16384). (): `data.sequence_length`."""
-    depths: NonEmptyUnique[tuple[ZeroToOne, ...]] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    depths: NonEmptyUnique[tuple[UnitClosed, ...]] = (0.0, 0.25, 0.5, 0.75, 1.0)
     """Positions of the queried needles in the haystack, from 0 (start) to 1 (end)."""
     samples: Positive[int] = 50
     """Number of prompts per case, length and depth."""
@@ -89,7 +89,7 @@ class IclTaskConfig(Group):
 
 
 class IclConfig(Group, path="eval.icl"):
-    """Settings of suite icl: classification from demonstrations in the prompt (§3.5 of the paper)."""
+    """Settings of suite `icl`: classification from demonstrations in the prompt (§3.5 of the paper)."""
 
     tasks: tuple[IclTaskConfig, ...] = ()
     """Classification tasks: ({"name": "trec", "train": "trec_train.jsonl", "test": "trec_test.jsonl", "text": "text",
@@ -130,7 +130,7 @@ class HallucinationSetConfig(Group):
 
 
 class HallucinationConfig(Group, path="eval.hallucination"):
-    """Settings of suite hallucination: answers about a document in the prompt (§3.6 and Table 4 of the paper)."""
+    """Settings of suite `hallucination`: answers about a document in the prompt (§3.6 and Table 4 of the paper)."""
 
     sets: tuple[HallucinationSetConfig, ...] = ()
     """Sets of documents, such as those of LongBench: ({"name": "hotpotqa", "path": "hotpotqa.jsonl", "kind":
@@ -147,7 +147,7 @@ class HallucinationConfig(Group, path="eval.hallucination"):
     """Sampling temperature of the judge. None: the endpoint's default, the only one that some models accept."""
     support_words: Positive[int] = 2
     """Offline judge: length in words of the word sequences that it searches in the document and the references."""
-    support_threshold: ZeroToOne = 0.5
+    support_threshold: UnitClosed = 0.5
     """Offline judge: share of the word sequences of a summary that must be found for the summary to be correct."""
     seed: Seed = 0
     """Random seed of the samples, below 2**32."""
@@ -214,7 +214,7 @@ class JudgeConfig(Group, path="eval.judge"):
 
 
 class AttentionConfig(Group, path="eval.attention"):
-    """Settings of suite attention: attention weights of the last token of needle prompts (Table 3 of the paper).
+    """Settings of suite `attention`: attention weights of the last token of needle prompts (Table 3 of the paper).
 
     The suite uses `depths`, `haystack`, `new_tokens` and `seed` of `eval.needle`.
     """
@@ -229,7 +229,7 @@ class AttentionConfig(Group, path="eval.attention"):
     """Number of prompts per depth."""
     layers: Unique[tuple[Positive[int], ...]] = ()
     """Layers, numbered from 1, over which the results are averaged. (): all."""
-    l0_share: ZeroToBelowOne = 1e-3
+    l0_share: UnitHalfOpen = 1e-3
     """Share of the sum of |A| in its row above which an attention weight counts in the pseudo-ℓ0 norm."""
     shown_queries: Positive[int] = 8
     """Number of rows in the drawn attention map, which are the last tokens of one prompt."""
@@ -241,7 +241,7 @@ class AttentionConfig(Group, path="eval.attention"):
 
 
 class OutliersConfig(Group, path="eval.outliers"):
-    """Settings of suite outliers: magnitudes of attention logits and hidden states (Table 5 of the paper)."""
+    """Settings of suite `outliers`: magnitudes of attention logits and hidden states (Table 5 of the paper)."""
 
     tokens: Positive[int] = 400_000
     """Largest number of tokens of each validation set."""
@@ -250,7 +250,7 @@ class OutliersConfig(Group, path="eval.outliers"):
 
 
 class QuantizeConfig(Group, path="eval.quantize"):
-    """Settings of suite quantize: other suites with quantised attention (Figure 8 of the paper)."""
+    """Settings of suite `quantize`: other suites with quantised attention (Figure 8 of the paper)."""
 
     bits: NonEmptyUnique[tuple[Bits, ...]] = (16, 8, 6, 4)
     """Numbers of bits from 2 to 16, or 4, 8 and 16 for "operands". With 16, as in Figure 8, nothing is quantised."""
@@ -269,13 +269,13 @@ class QuantizeConfig(Group, path="eval.quantize"):
 
 
 class CacheSuiteConfig(Group, path="eval.cache"):
-    """Settings of suite cache: other suites with a compressed key/value cache."""
+    """Settings of suite `cache`: other suites with a compressed key/value cache."""
 
     bits: Unique[tuple[FewBits, ...]] = (8, 4)
     """Numbers of bits, 8 or 4, of cached keys and values. (): none."""
-    shares: Unique[tuple[ZeroToOne, ...]] = (0.5, 0.25)
+    shares: Unique[tuple[UnitClosed, ...]] = (0.5, 0.25)
     """Shares of a row's tokens that each head keeps. (): none."""
-    recent_share: ZeroToBelowOne = 0.5
+    recent_share: UnitHalfOpen = 0.5
     """Share of the kept tokens that are the most recent ones."""
     chunk_tokens: ChunkTokens = 32
     """`model.cache.chunk_tokens` of the compressed caches. Rows of 32 tokens or fewer need smaller chunks."""
@@ -284,7 +284,7 @@ class CacheSuiteConfig(Group, path="eval.cache"):
 
 
 class TestConfig(Group, path="eval.test"):
-    """Settings of suite test: other suites on a test text."""
+    """Settings of suite `test`: other suites on a test text."""
 
     path: str | None = None
     """Path of a store with the test text and no validation split (`difftx prepare --valid_fraction=0`)."""
@@ -293,18 +293,18 @@ class TestConfig(Group, path="eval.test"):
 
 
 class GradientsConfig(Group, path="eval.gradients"):
-    """Settings of suite gradients: gradient norms of each matrix and layer (Appendix F of the paper)."""
+    """Settings of suite `gradients`: gradient norms of each matrix and layer (Appendix F of the paper)."""
 
     tokens: Positive[int] = 65_536
     """Largest number of tokens of each validation set for one gradient."""
     at_initialization: Unique[tuple[Initialization, ...]] = get_args(Initialization)
     """Untrained models to measure too. "as_configured": the run's model. "no_scale": without the factor 1 - λ_init.
-    "no_norm": without the head norm. "no_scale_no_norm": without both. "counterpart": for diff, a Transformer of equal
-    size, and vice versa. All have `model.zero_init_output` = False and the same seed."""
+    "no_norm": without the head norm. "no_scale_no_norm": without both. "counterpart": for `diff`, a Transformer of
+    equal size, and vice versa. All have `model.zero_init_output` = False and the same seed."""
 
 
 class HarnessConfig(Group, path="eval.harness"):
-    """Settings of suite harness: tasks of EleutherAI's lm-eval (Tables 1 and 8). Requires the extra "eval"."""
+    """Settings of suite `harness`: tasks of EleutherAI's lm-eval (Tables 1 and 8). Requires the extra "eval"."""
 
     tasks: NonEmptyUnique[tuple[str, ...]] = HARNESS_TASKS
     """Tasks and groups of lm-eval, as `lm-eval ls tasks` lists them. The defaults are those of the paper."""
@@ -341,7 +341,7 @@ class MathTaskConfig(Group):
 
 
 class MathConfig(Group, path="eval.math"):
-    """Settings of suite math: word problems (Appendix C of the paper's ICLR version). Requires the extra "eval"."""
+    """Settings of suite `math`: word problems (Appendix C of the paper's ICLR version). Requires the extra "eval"."""
 
     tasks: tuple[MathTaskConfig, ...] = ()
     """Mathematical tasks: ({"name": "gsm8k", "format": "gsm8k", "test": "gsm8k_test.jsonl", "train":

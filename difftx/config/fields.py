@@ -49,9 +49,9 @@ Unique = Annotated[_T, _DISTINCT]
 NonEmptyUnique = Annotated[_T, Rule(bool, ": give at least one entry"), _DISTINCT]
 AxisLength = Annotated[Positive[int], _AXIS_LIMIT]
 Seed = Annotated[int, Rule(lambda value: 0 <= value < 2**32, " must lie in 0 … 2**32 - 1")]
-ZeroToOne = Annotated[float, Rule(lambda value: 0 <= value <= 1, " must lie in 0 … 1")]
-ZeroToBelowOne = Annotated[float, Rule(lambda value: 0 <= value < 1, " must be at least 0 and less than 1")]
-BetweenZeroAndOne = Annotated[float, Rule(lambda value: 0 < value < 1, " must lie between 0 and 1")]
+UnitClosed = Annotated[float, Rule(lambda value: 0 <= value <= 1, " must lie in 0 … 1")]
+UnitHalfOpen = Annotated[float, Rule(lambda value: 0 <= value < 1, " must be at least 0 and less than 1")]
+UnitOpen = Annotated[float, Rule(lambda value: 0 < value < 1, " must lie between 0 and 1")]
 
 
 def check_rules(field: str, value: Any, annotation: Any) -> None:
@@ -199,7 +199,7 @@ class GroupValues(ConfigDict):
 
     # None until `defaults_of` has set all defaults, so that a default does not set its alternative to None.
     _group: type | None = None
-    matched: "Matched | None" = None  # Set by `match` of difftx/model/abstract.py. It is not a field.
+    matched: "Matched | None" = None  # Set by `match` of difftx/model/matching.py. It is not a field.
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value)

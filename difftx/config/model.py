@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from difftx.config.architectures import ARCHITECTURES, Granularity, Implementation
 from difftx.config.checks import divisors, largest_divisor_up_to
-from difftx.config.fields import AxisLength, Extensible, Group, NotNegative, Positive, Rule, ZeroToBelowOne
+from difftx.config.fields import AxisLength, Extensible, Group, NotNegative, Positive, Rule, UnitHalfOpen
 from difftx.errors import UserError
 
 # Fields that only some architectures use. Each architecture lists those that it uses in `SelfAttention.fields`.
@@ -35,15 +35,15 @@ def default_specific_fields() -> dict[str, Any]:
 
 
 class CacheConfig(Group, path="model.cache"):
-    """The key/value cache of generation and of scores of continuations. The suite cache sets these fields. A compressed
-    cache also serves the losses of validation rows, except with `data.document_mask`."""
+    """The key/value cache of generation and of scores of continuations. The suite `cache` sets these fields. A
+    compressed cache also serves the losses of validation rows, except with `data.document_mask`."""
 
     bits: FewBits | None = None
     """Number of bits, 8 or 4, of each cached number. The keys and the values of a token have one scale per (sub-)head.
     None: `compute_dtype`."""
     tokens: Positive[int] | None = None
     """Largest number of tokens that each key/value head keeps of a row. None: all tokens."""
-    recent_share: ZeroToBelowOne = 0.5
+    recent_share: UnitHalfOpen = 0.5
     """Share of `tokens` for the most recent tokens. The others are those that have received the largest attention
     weights, summed over queries (heavy hitters, arXiv 2306.14048)."""
     chunk_tokens: ChunkTokens = 32
@@ -100,19 +100,21 @@ class ModelConfig(Extensible, path="model"):
     num_layers: AxisLength = 24
     """Number of layers, each with attention and an MLP."""
     num_heads: AxisLength = 8
-    """Number of heads. A diff head has two query/key sub-heads, so a Transformer of equal size has twice as many."""
+    """Number of heads. A head of `diff` has two query/key sub-heads, so a Transformer of equal size has twice as
+    many."""
     num_kv_heads: AxisLength | None = None
-    """Number of key/value heads for grouped-query attention, counted like `num_heads`. None: one per head, or with gda
-    and gdla one per noise head."""
+    """Number of key/value heads for grouped-query attention, counted like `num_heads`. None: one per head, or one
+    per noise head with `gda` and `gdla`."""
     head_dim: AxisLength | None = None
-    """Width d of a query/key sub-head (Eq. 1). None: `d_model` divided by the number of sub-heads. A head of diff or
-    signed_mask has two sub-heads. In gda, each signal head and each noise head is one."""
+    """Width d of a query/key sub-head (Eq. 1). None: `d_model` divided by the number of sub-heads. A head of `diff` or
+    `signed_mask` has two sub-heads. In `gda`, each signal head and each noise head is one."""
     signal_heads: Positive[int] | None = None
-    """Architectures gda and gdla only: number of signal heads per noise head. `num_heads` counts the signal heads."""
+    """Architectures `gda` and `gdla` only: number of signal heads per noise head. `num_heads` counts the signal
+    heads."""
     output_gate: bool = False
-    """Architecture gdla only: whether the output of each head is multiplied by σ(x W_g), one factor per channel."""
+    """Architecture `gdla` only: whether the output of each head is multiplied by σ(x W_g), one factor per channel."""
     top_k: Positive[int] | None = None
-    """Architecture top_k only: number of keys that a query attends to."""
+    """Architecture `top_k` only: number of keys that a query attends to."""
     mlp_dim: AxisLength = 5440
     """Hidden width of SwiGLU. The default, 8/3 `d_model` rounded down to a multiple of 64, gives the model sizes of
     Table 10. 5504, a multiple of 128, costs 1 % more and suits the lanes of a TPU."""
@@ -146,14 +148,14 @@ class ModelConfig(Extensible, path="model"):
     lambda_std: NotNegative[float] = 0.1
     """Standard deviation of the initial vectors λ_q1, λ_k1, λ_q2 and λ_k2."""
     lambda_bound: Literal["none", "sigmoid", "tanh"] = "none"
-    """Function that keeps the λ of diff, gda and zero_branch in a range. With e = exp(λ_q1·λ_k1) - exp(λ_q2·λ_k2),
-    "none": λ = e + λ_init as in the paper; "sigmoid": λ = σ(e + σ⁻¹(λ_init)) in (0, 1); "tanh": λ = tanh(e +
-    tanh⁻¹(λ_init)) in (-1, 1)."""
+    """Function that keeps the λ of `diff`, `gda` and `zero_branch` in a range. With e = exp(λ_q1·λ_k1) -
+    exp(λ_q2·λ_k2), "none": λ = e + λ_init as in the paper; "sigmoid": λ = σ(e + σ⁻¹(λ_init)) in (0, 1); "tanh":
+    λ = tanh(e + tanh⁻¹(λ_init)) in (-1, 1)."""
     post_scale: float | None = None
-    """Constant gain: a factor of the heads' outputs after the head norm. None: 1 - λ_init in diff, gda and signed_mask
-    (Eq. 3 of the paper), and 1 in all others. zero_branch and dex have none."""
+    """Constant gain: a factor of the heads' outputs after the head norm. None: 1 - λ_init in `diff`, `gda` and
+    `signed_mask` (Eq. 3 of the paper), and 1 in all others. `zero_branch` and `dex` have none."""
     anneal_steps: Positive[int] = 1000
-    """Architectures zero_branch and dex only: number of updates over which λ grows from 0 to its full value."""
+    """Architectures `zero_branch` and `dex` only: number of updates over which λ grows from 0 to its full value."""
     init: Literal["fan_in", "normal"] = "fan_in"
     """Initial values of projections. "fan_in": uniform with variance 1 / (3 fan_in), like PyTorch's `Linear` in the
     official code. "normal": normal with mean 0 and standard deviation `init_std`."""
@@ -181,23 +183,25 @@ class ModelConfig(Extensible, path="model"):
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of activations and matrix products. Parameters and λ are float32."""
     remat: Literal["none", "dots", "full", "offload"] = "dots"
-    """Which activations of a layer the backward pass does not recompute. "none": all outside of kernels. "dots": matrix
-    products. "full": the layer's input. "offload": the layer's input, which is kept in host memory."""
+    """Activations of a layer that are saved for the backward pass, which recomputes all others. "none": all outside of
+    kernels. "dots": matrix products. "full": the layer's input. "offload": the layer's input, which is kept in host
+    memory."""
     attention_implementation: Implementation = "auto"
-    """Attention kernel. "auto" selects one. "reference" and "xla" support all architectures, "cudnn" all except
-    off_by_one, sink, top_k and signed_mask, "pallas_tpu", "splash_wide", "pallas_gpu" and "cudnn_wide" diff and gda,
-    and "splash" (on TPUs) transformer, diff_v2, gdla, gated, zero_branch and dex. "_1024" means tiles of up to 1,024
-    tokens, not 512."""
+    """Attention kernel. "auto" selects one. "reference" and "xla" support all architectures. "cudnn" supports
+    all except `off_by_one`, `sink`, `top_k` and `signed_mask`. "pallas_tpu", "splash_wide", "pallas_gpu" and
+    "cudnn_wide" support `diff` and `gda`. "splash" (on TPUs) supports `transformer`, `diff_v2`, `gdla`, `gated`,
+    `zero_branch` and `dex`. The ending "_1024" means tiles of up to 1,024 tokens instead of 512."""
     attention_logit_bits: int | None = None
     """Number of bits (2 to 15) to which attention logits are rounded, scaled by their largest magnitude. None: no
-    rounding. The suite quantize sets this field, which requires the kernel "auto", "reference" or "xla"."""
+    rounding. The suite `quantize` sets this field, which requires the kernel "auto", "reference" or "xla"."""
     attention_logit_granularity: Granularity = "query"
     """Which rounded logits share a scale. "query": the logits of one query in one sub-head. "token": the logits of a
     token in all heads."""
 
     attention_operand_bits: FewBits | None = None
     """Number of bits, 8 or 4, to which queries, keys and values are rounded after the rotary embedding, with a scale
-    per token and (sub-)head as in SageAttention (arXiv 2410.02367). None: no rounding. The suite quantize sets this."""
+    per token and (sub-)head as in SageAttention (arXiv 2410.02367). None: no rounding. The suite `quantize` sets
+    this field."""
     cache: CacheConfig
     """The key/value cache."""
 

@@ -14,7 +14,7 @@ SUITES: Registry["Suite"] = Registry(
     "suite",
     {
         "loss": "difftx.evals.loss:SUITE",
-        "test": "difftx.evals.test:SUITE",
+        "test": "difftx.evals.held_out:SUITE",
         "recall": "difftx.evals.recall:SUITE",
         "position": "difftx.evals.position:SUITE",
         "exact_match": "difftx.evals.exact_match:SUITE",

@@ -4,14 +4,14 @@ from typing import Annotated, Literal
 
 from difftx.config.fields import (
     AxisLength,
-    BetweenZeroAndOne,
     Extensible,
     Group,
     NotNegative,
     Positive,
     Rule,
     Seed,
-    ZeroToBelowOne,
+    UnitHalfOpen,
+    UnitOpen,
 )
 from difftx.errors import UserError
 
@@ -21,7 +21,7 @@ DevicesAlongAxis = Annotated[int, Rule(lambda size: size == -1 or size > 0, " mu
 class MuonConfig(Group, path="optimizer.muon"):
     """Settings of optimizer muon."""
 
-    momentum: ZeroToBelowOne = 0.95
+    momentum: UnitHalfOpen = 0.95
     """Decay rate of the momentum."""
     split: Literal["none", "groups", "heads"] = "none"
     """Parts of a layer's weight of queries, keys or values that are orthogonalised by themselves. "none": the weight is
@@ -49,11 +49,11 @@ class OptimizerConfig(
     """Learning rate after the last step, at the end of the decay."""
     warmup_steps: NotNegative[int] | None = 375
     """Number of steps of the linear warm-up from zero. Setting it sets `warmup_fraction` to None."""
-    warmup_fraction: ZeroToBelowOne | None = None
+    warmup_fraction: UnitHalfOpen | None = None
     """Share of the steps of the run that are warm-up. Setting it sets `warmup_steps` to None."""
     decay_steps: Positive[int] | None = None
     """Number of steps of the decay of schedule "wsd". Setting it sets `decay_fraction` to None."""
-    decay_fraction: BetweenZeroAndOne | None = 0.2
+    decay_fraction: UnitOpen | None = 0.2
     """Share of the steps of the run that are the decay of schedule "wsd" (20 %: arXiv 2405.18392). Setting it sets
     `decay_steps` to None."""
     decay_shape: Literal["sqrt", "linear"] = "sqrt"
@@ -66,9 +66,9 @@ class OptimizerConfig(
     returns to λ_init."""
     muon: MuonConfig
     """Settings of optimizer muon."""
-    b1: ZeroToBelowOne = 0.9
+    b1: UnitHalfOpen = 0.9
     """Decay rate of Adam's first moment."""
-    b2: ZeroToBelowOne = 0.98
+    b2: UnitHalfOpen = 0.98
     """Decay rate of Adam's second moment."""
     eps: Positive[float] = 1e-8
     """Term added to the denominator of Adam's update."""
@@ -87,7 +87,7 @@ class TrainConfig(Group, path="train"):
     """Number of tokens per update, over all devices and microbatches."""
     accumulation: AxisLength = 1
     """Number of microbatches per update. The gradient is the mean over the tokens of all microbatches."""
-    ema_decay: BetweenZeroAndOne | None = None
+    ema_decay: UnitOpen | None = None
     """Decay rate per update of an exponential moving average of the weights. The flag --weights=ema of `difftx
     eval`, `difftx generate` and `difftx convert` selects it. None: no average."""
     z_loss: NotNegative[float] = 0.0

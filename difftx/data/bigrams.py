@@ -22,7 +22,7 @@ from difftx.json_files import schema_error
 from difftx.progress import Work
 
 FORMAT = "difftx bigrams 1"
-SHAPE = {
+HEADER_SCHEMA = {
     "bigrams": int,
     "min_count": int,
     "tokens": int,
@@ -119,7 +119,7 @@ def read_bigrams(path: Path, vocabulary_sha256: str, *, field: str) -> BigramCou
         header = None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise UserError(f"{where}: not a file of bigrams; count them with `difftx data bigrams`")
-    if why := schema_error(header, SHAPE):
+    if why := schema_error(header, HEADER_SCHEMA):
         raise UserError(f"{where}: the header is corrupt: {why}; count the bigrams again")
     size, expected = path.stat().st_size, len(line) + 16 * header["bigrams"]
     if size != expected:

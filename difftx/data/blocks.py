@@ -63,8 +63,8 @@ class BlockCache:
         self._file, self._slots = folder.expanduser() / CACHE_FILE, limit_bytes // BLOCK_BYTES
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            if os.fstat(self._open).st_size > self._slots * BLOCK_BYTES:
-                os.ftruncate(self._open, self._slots * BLOCK_BYTES)
+            if os.fstat(self._descriptor).st_size > self._slots * BLOCK_BYTES:
+                os.ftruncate(self._descriptor, self._slots * BLOCK_BYTES)
         except OSError as error:
             raise UserError(
                 f"data.cache_path: {self._file} cannot be written or read ({error.strerror}); name another folder"
@@ -72,30 +72,30 @@ class BlockCache:
 
     def read(self, slot: int, count: int) -> bytes:
         """Return the content of `count` slots. Bytes beyond the end of the file are zero."""
-        return b"".join(self._read(*each) for each in self._parts(slot, count))
+        return b"".join(self._read(*each) for each in self._wrapped_ranges(slot, count))
 
     def write(self, slot: int, content: memoryview) -> None:
         """Write blocks to consecutive slots. If the disk is full, print one line, and leave the slots as they are."""
         try:
-            for start, count in self._parts(slot, block_count(len(content))):
+            for start, count in self._wrapped_ranges(slot, block_count(len(content))):
                 size = count * BLOCK_BYTES
-                os.pwrite(self._open, content[:size], start * BLOCK_BYTES)
+                os.pwrite(self._descriptor, content[:size], start * BLOCK_BYTES)
                 content = content[size:]
         except OSError as error:
             _print_once(f"{self._file} cannot be written ({error.strerror}); blocks are read from the bucket each time")
 
     @functools.cached_property
-    def _open(self) -> int:
+    def _descriptor(self) -> int:
         return os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def _read(self, slot: int, count: int) -> bytes:
         try:
-            return os.pread(self._open, count * BLOCK_BYTES, slot * BLOCK_BYTES).ljust(count * BLOCK_BYTES, b"\0")
+            return os.pread(self._descriptor, count * BLOCK_BYTES, slot * BLOCK_BYTES).ljust(count * BLOCK_BYTES, b"\0")
         except OSError:  # A faulty disk.
             return bytes(count * BLOCK_BYTES)
 
-    def _parts(self, slot: int, count: int) -> Iterator[tuple[int, int]]:
-        """Yield the first slot and the number of slots of each part of a sequence that begins at `slot` mod S."""
+    def _wrapped_ranges(self, slot: int, count: int) -> Iterator[tuple[int, int]]:
+        """Yield the first slot and the length of each range of a sequence of slots that begins at `slot` mod S."""
         while count:
             slot %= self._slots
             part = min(count, self._slots - slot)
@@ -103,7 +103,7 @@ class BlockCache:
             slot, count = slot + part, count - part
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name != "_open"}
+        return {name: value for name, value in self.__dict__.items() if name != "_descriptor"}
 
 
 class CachedObject:
@@ -118,7 +118,7 @@ class CachedObject:
         first, last = start // BLOCK_BYTES, block_count(stop)
         content = bytearray(self._cache.read(self._slot + first, last - first))
         missing = [
-            block for block in range(first, last) if not self._is_right(block, self._part(content, first, block))
+            block for block in range(first, last) if not self._is_right(block, self._block_of(content, first, block))
         ]
         for number in range(len(objects.REREAD_SECONDS) + 1):
             if not missing:
@@ -137,7 +137,7 @@ class CachedObject:
         ranges = [(run[0] * BLOCK_BYTES, min((run[-1] + 1) * BLOCK_BYTES, self._size)) for run in runs]
         for run, found in zip(runs, objects.read_ranges(self._path, ranges), strict=True):
             stored = memoryview(b"" if found is None else found.content)
-            wrong = [block for block in run if not self._is_right(block, self._part(stored, run[0], block))]
+            wrong = [block for block in run if not self._is_right(block, self._block_of(stored, run[0], block))]
             if wrong:
                 yield wrong
             for good in _runs(sorted(set(run) - set(wrong))):
@@ -147,7 +147,7 @@ class CachedObject:
                 content[at : at + len(part)] = part
                 self._cache.write(self._slot + good[0], part)
 
-    def _part(self, content: bytearray | memoryview, first: int, block: int) -> memoryview:
+    def _block_of(self, content: bytearray | memoryview, first: int, block: int) -> memoryview:
         """Return a block of a content that begins with block `first`."""
         size = min(BLOCK_BYTES, self._size - block * BLOCK_BYTES)
         return memoryview(content)[(block - first) * BLOCK_BYTES :][:size]

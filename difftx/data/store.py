@@ -38,7 +38,7 @@ SPLITS = ("train", "valid")
 KINDS = {"tokens", "offsets", "ids", "prompts", "blocks"}
 SHARD = {"documents": int, "tokens": int, "bytes": int, "sha256": {"tokens": str, "offsets": str}}
 SPLIT = {"documents": int, "tokens": int, "bytes": int, "duplicates": int, "shards": [SHARD]}
-SHAPE = {
+META_SCHEMA = {
     "dtype": str,
     "tokenizer": {"name": str, "vocabulary_sha256": str, "vocab_size": int, "end_of_text": int},
     "empty": int,
@@ -292,7 +292,7 @@ def read_meta(folder: str | AnyPath) -> dict[str, Any]:
     meta = without_sha256(meta)
     if meta is None:
         raise UserError(f"{path}: corrupt, its SHA-256 is not that of its text; {RESTORE}")
-    if why := schema_error(meta, SHAPE) or _invalid_value(meta):
+    if why := schema_error(meta, META_SCHEMA) or _invalid_value(meta):
         raise UserError(f"{path}: invalid: {why}; prepare the store again")
     return meta
 

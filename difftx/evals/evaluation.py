@@ -50,8 +50,8 @@ class ItemJournal:
         stored = self._read() if is_primary() else {}
         answers = {}
         for group in itertools.batched(items, DECISION_ITEMS):
-            found = {item.id: stored[item.id] for item in group if item.id in stored}
-            answers |= decide_on_primary(lambda found=found: found, DECISION_SECONDS)
+            stored_answers = {item.id: stored[item.id] for item in group if item.id in stored}
+            answers |= decide_on_primary(lambda stored_answers=stored_answers: stored_answers, DECISION_SECONDS)
         if is_primary():  # Remove incomplete lines, and answers for other settings or weights.
             self._file.rewrite([self._head, *self._rows(stored)])
         return answers
@@ -115,11 +115,11 @@ class Evaluation:
         """
         config = self.run.config
         if config.model.cache.compresses and not config.data.document_mask:
-            found = self._scores_through_cache(source, limit_tokens, what)
+            scores = self._scores_through_cache(source, limit_tokens, what)
         else:
-            found = self._scores_of_batches(source, limit_tokens, what)
+            scores = self._scores_of_batches(source, limit_tokens, what)
         rows = ordered_rows(source, limit_tokens)
-        nll_BT, is_best_BT = (np.concatenate(arrays)[:rows] for arrays in zip(*found, strict=True))
+        nll_BT, is_best_BT = (np.concatenate(arrays)[:rows] for arrays in zip(*scores, strict=True))
         return nll_BT, is_best_BT
 
     def _scores_of_batches(self, source: RowSource, limit_tokens: int, what: str) -> Iterator[Sequence[np.ndarray]]:
@@ -169,10 +169,10 @@ class Evaluation:
             for item in items:
                 if item.id not in answers:  # This is the first item of the next batch.
                     batch = next(batches)
-                    found = dict(zip((member.id for member in batch), answer_batch(batch), strict=True))
-                    answers |= found
+                    new_answers = dict(zip((member.id for member in batch), answer_batch(batch), strict=True))
+                    answers |= new_answers
                     if self.journal is not None:
-                        self.journal.add(found)
+                        self.journal.add(new_answers)
                     advance(len(batch))
                 yield item, answers[item.id]
 

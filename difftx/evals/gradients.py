@@ -85,29 +85,29 @@ def initial_configs(config: Config) -> dict[str, Config]:
         changes["no_norm"] = {"head_norm": "none"}
     if "no_scale" in changes and "no_norm" in changes:
         changes["no_scale_no_norm"] = changes["no_scale"] | changes["no_norm"]
-    found = {
+    configs = {
         name: dataclasses.replace(config, model=dataclasses.replace(model, **change))
         for name, change in changes.items()
     }
     requested = config.eval.gradients.at_initialization
     if "counterpart" in requested and model.architecture in COMPARED:
-        found["counterpart"] = counterpart(found["as_configured"])
-    return {name: found[name] for name in requested if name in found}
+        configs["counterpart"] = counterpart(configs["as_configured"])
+    return {name: configs[name] for name in requested if name in configs}
 
 
 def matrices(model: ModelConfig, blocks: Any) -> dict[str, jax.Array]:
     """Return the matrices in the parameters of all blocks by name, `[L, …]` each, W_Q1 and W_Q2 separately."""
-    found = {}
+    by_name = {}
     is_vector = jax.tree.leaves(vector_mask(model)["blocks"])
     for (path, leaf), skip in zip(jax.tree.leaves_with_path(blocks), is_vector, strict=True):
         part, name = path[0].key, path[-1].key.split("_")[0]
         if skip:
             continue
         if part == "mlp":
-            found[f"mlp_{name}"] = leaf
+            by_name[f"mlp_{name}"] = leaf
         else:
-            found |= ARCHITECTURES[model.architecture].matrices_by_group(model, name, leaf)
-    return found
+            by_name |= ARCHITECTURES[model.architecture].matrices_by_group(model, name, leaf)
+    return by_name
 
 
 def check(run: Run) -> None:
@@ -154,13 +154,13 @@ def _sum_and_gradient(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> tupl
 def _measure(model: ModelConfig, total: tuple[jax.Array, jax.Array, Any]):
     """Return the loss, the number of tokens, each matrix's squared norm `[L]`, and each pair's dot product `[L]`."""
     nll, tokens, gradient = total
-    found = matrices(model, gradient)
+    by_name = matrices(model, gradient)
 
     def dot(a: jax.Array, b: jax.Array) -> jax.Array:
         return jax.sharding.reshard(jnp.sum(a * b, axis=tuple(range(1, a.ndim))), jax.P())
 
-    squares = {name: dot(matrix, matrix) for name, matrix in found.items()}
-    pairs = {pair: (found[f"{pair}_1"], found[f"{pair}_2"]) for pair in PAIRS if f"{pair}_1" in found}
+    squares = {name: dot(matrix, matrix) for name, matrix in by_name.items()}
+    pairs = {pair: (by_name[f"{pair}_1"], by_name[f"{pair}_2"]) for pair in PAIRS if f"{pair}_1" in by_name}
     # With several signal heads per noise head, the matrices of a pair differ in shape and have no dot product.
     dots = {pair: dot(a, b) for pair, (a, b) in pairs.items() if a.shape == b.shape}
     return nll, tokens, squares, dots

@@ -61,8 +61,8 @@ class LanguageModel:
     tokenizer: Tokenizer
 
     @property
-    def window(self) -> int:
-        """Most tokens that a prompt and its new tokens may have together, which is the row length in training."""
+    def context_length(self) -> int:
+        """Largest number of tokens of a prompt with its new tokens, which is the row length in training."""
         return self.config.data.sequence_length
 
     @functools.cached_property

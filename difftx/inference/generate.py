@@ -68,17 +68,17 @@ def generate(
 
 def check(lm: LanguageModel, request: Request, name: str) -> None:
     """Raise a `UserError` that begins with `name` if a request is empty or does not fit the model's context."""
-    prompt, new, window = len(request.prompt), request.new_tokens, lm.window
+    prompt, new, context_length = len(request.prompt), request.new_tokens, lm.context_length
     if not prompt:
         raise UserError(f"{name} is empty; give it at least one token")
-    if prompt >= window:
+    if prompt >= context_length:
         raise UserError(
-            f"{name} has {prompt} tokens, and the model's context data.sequence_length={window}; shorten it"
+            f"{name} has {prompt} tokens, and the model's context data.sequence_length={context_length}; shorten it"
         )
-    if not 0 < new <= window - prompt:
+    if not 0 < new <= context_length - prompt:
         raise UserError(
             f"{name} has {prompt} tokens, so that new_tokens={new} does not fit the model's context "
-            f"data.sequence_length={window}; use 1 to {window - prompt}"
+            f"data.sequence_length={context_length}; use 1 to {context_length - prompt}"
         )
 
 

@@ -32,10 +32,10 @@ def load(
     `overrides` changes the run's config, as in `{"mesh.tensor": "4"}`. `processes` has all flags of the command. `part`
     selects the weights: the parameters, or their average.
     """
-    now = override(read_config(workdir), overrides)
-    multihost.start(processes, now.multihost)
-    agree_on_command(now, processes)
-    mesh = make_mesh(now.mesh)
+    run_config = override(read_config(workdir), overrides)
+    multihost.start(processes, run_config.multihost)
+    agree_on_command(run_config, processes)
+    mesh = make_mesh(run_config.mesh)
 
     def read(checkpoint: Checkpoint) -> LanguageModel:
         check_model_divisible(checkpoint.config, mesh)
@@ -43,7 +43,7 @@ def load(
             "the tokenizer",
             lambda: open_tokenizer(checkpoint),
             lambda found: {"vocabulary of data.tokenizer": found[1].fingerprint},
-            now.multihost.barrier_timeout_seconds,
+            run_config.multihost.barrier_timeout_seconds,
         )
         with jax.set_mesh(mesh):
             abstract = jax.eval_shape(lambda: init_state(config).params)
@@ -51,22 +51,28 @@ def load(
         checkpoint.require_unchanged()
         return LanguageModel(config, mesh, params, tokenizer)
 
-    return read_checkpoint(workdir, step, now, read, flag="--workdir", part=part)
+    return read_checkpoint(workdir, step, run_config, read, flag="--workdir", part=part)
 
 
 def read_checkpoint[T](
-    workdir: AnyPath, step: int | None, now: Config, read: Callable[[Checkpoint], T], *, flag: str, part: WeightsPart
+    workdir: AnyPath,
+    step: int | None,
+    run_config: Config,
+    read: Callable[[Checkpoint], T],
+    *,
+    flag: str,
+    part: WeightsPart,
 ) -> T:
     """Return `read(checkpoint)` for the checkpoint of `step`, or for the newest valid checkpoint if `step` is None.
 
-    If training deletes that newest checkpoint during the call, `read` is called again with the new newest one. `now` is
-    the run's config with the command's overrides, and `part` selects the weights. Error messages name `workdir` by the
-    flag `flag`.
+    If training deletes that newest checkpoint during the call, `read` is called again with the new newest one.
+    `run_config` is the run's config with the command's overrides, and `part` selects the weights. Error messages name
+    `workdir` by the flag `flag`.
     """
     checkpointer = Checkpointer(workdir)
 
     def read_step(step: int) -> T:
-        return read(open_checkpoint(checkpointer.folder / str(step), now, part))
+        return read(open_checkpoint(checkpointer.folder / str(step), run_config, part))
 
     if step is not None:
         return read_step(checkpointer.verified(step))

@@ -58,9 +58,9 @@ def loglikelihoods(lm: LanguageModel, items: Sequence[Item], *, batch_rows: int)
         if not item.context or not item.continuation:
             raise UserError(f"item {number}: context and continuation must have at least one token each")
         tokens = len(item.context) + len(item.branch) - 1  # The last token is only a target.
-        if tokens > lm.window:
+        if tokens > lm.context_length:
             raise UserError(
-                f"item {number} has {tokens} tokens, and the model's context data.sequence_length={lm.window}; "
+                f"item {number} has {tokens} tokens, and the model's context data.sequence_length={lm.context_length}; "
                 "shorten it"
             )
     keys = [(context, item.between, item.continuation) for context, item in zip(_contexts(items), items, strict=True)]

@@ -11,7 +11,7 @@ from difftx.config.fields import values_of
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import UserError, printable
 from difftx.files import matching_files, write_atomically
-from difftx.interop import custom
+from difftx.interop.remote_code_config import EAGER, FIELDS_WITHOUT_EFFECT, MODELING
 from difftx.interop.tokenizers import has_tokenizer
 from difftx.json_files import read_json
 from difftx.model.abstract import count_parameters
@@ -39,11 +39,11 @@ def write_card(
     """Write the model card of an export. `name` is the final name of `folder`, and `settings` is its config.json."""
     config, step = checkpoint.config, int(checkpoint.folder.name)
     (causal,) = settings["architectures"]
-    is_custom = "auto_map" in settings
-    arguments = f"{name!r}, trust_remote_code=True" if is_custom else f"{name!r}"
-    serving = DIFFLLAMA if causal.startswith("DiffLlama") else NOT_SERVABLE if causal == custom.EAGER else SERVABLE
+    has_remote_code = "auto_map" in settings
+    arguments = f"{name!r}, trust_remote_code=True" if has_remote_code else f"{name!r}"
+    serving = DIFFLLAMA if causal.startswith("DiffLlama") else NOT_SERVABLE if causal == EAGER else SERVABLE
     load = LOAD.format(arguments=arguments) + (LOAD_TOKENIZER.format(folder=name) if has_tokenizer(folder) else "")
-    code = f"The class `{causal}` is in `{custom.MODELING.name}`." if is_custom else f"The class is `{causal}`."
+    code = f"The class `{causal}` is in `{MODELING.name}`." if has_remote_code else f"The class is `{causal}`."
     parts = [
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"
         f"tags: [difftx, {config.model.architecture}]\n---",
@@ -81,7 +81,7 @@ def write_generation_config(folder: Path, tokenizer: Tokenizer, vocab_size: int)
 
 def _model_fields(config: Config) -> list[tuple[str, Any]]:
     """Return names and values of the fields of `model` that determine what the trained model computes."""
-    return [(name, value) for name, value in values_of(config.model).items() if name not in custom.FREE]
+    return [(name, value) for name, value in values_of(config.model).items() if name not in FIELDS_WITHOUT_EFFECT]
 
 
 def _losses(checkpoint: Checkpoint, workdir: AnyPath, step: int) -> list[tuple[str, str]]:

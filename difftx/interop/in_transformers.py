@@ -7,7 +7,7 @@ import numpy as np
 
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import RunError
-from difftx.interop import custom
+from difftx.interop import remote_code_config
 
 CONFIG = "config.json"
 TEXTS = 100  # Texts of `PIECES` that are encoded in a comparison of tokenizers.
@@ -25,10 +25,10 @@ def load(folder: Path) -> Any:
 
     transformers.utils.logging.disable_progress_bar()
     loader = transformers.AutoModelForCausalLM
-    if custom.is_ours(folder / CONFIG):
+    if remote_code_config.is_ours(folder / CONFIG):
         from difftx.interop import modeling_difftx
 
-        loader = getattr(modeling_difftx, custom.class_of(folder / CONFIG))
+        loader = getattr(modeling_difftx, remote_code_config.class_of(folder / CONFIG))
     # A config.json can name an attention kernel that transformers would download and execute; "eager" replaces it. The
     # folder is local and local_files_only is set, so nothing is downloaded.
     options = {"attn_implementation": "eager", "local_files_only": True, "trust_remote_code": False}

@@ -22,7 +22,7 @@ from difftx.errors import RunError, UserError
 from difftx.files import downloaded, write_atomically
 from difftx.folders import new_folder
 from difftx.inference.load import read_checkpoint
-from difftx.interop import custom, huggingface, in_transformers, official, tokenizers
+from difftx.interop import huggingface, in_transformers, official, remote_code_config, tokenizers
 from difftx.interop.card import write_card, write_generation_config
 from difftx.interop.differential import (
     CHANGEABLE,
@@ -222,14 +222,14 @@ def write_export(
     """Write a checkpoint of `workdir` to `folder`, which is later renamed to `out`. Return messages."""
     model, part = checkpoint.config.model, checkpoint.part
     check_representable(model, format_)
-    is_custom = format_ == "hf" and not _is_llama(model)
+    has_remote_code = format_ == "hf" and not _is_llama(model)
     config, tokenizer = open_tokenizer(checkpoint)
     files = write_folder(folder, export_params(ParamsReader(checkpoint.folder, part), format_, model), shard_bytes)
-    settings = (custom if is_custom else FORMATS[format_]).config_json(config, tokenizer.eot_token)
+    settings = (remote_code_config if has_remote_code else FORMATS[format_]).config_json(config, tokenizer.eot_token)
     write_atomically(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
     note = tokenizers.export_tokenizer(config, tokenizer, folder, settings.get("model_type"))
-    if is_custom:
-        shutil.copyfile(custom.MODELING, folder / custom.MODELING.name)
+    if has_remote_code:
+        shutil.copyfile(remote_code_config.MODELING, folder / remote_code_config.MODELING.name)
     if format_ != "official":
         write_generation_config(folder, tokenizer, model.embeddings)
         flags = {"from": "difftx", "to": format_, "input": workdir, "out": out, "step": checkpoint.folder.name}
@@ -244,7 +244,7 @@ def write_export(
 def check_representable(model: ModelConfig, format_: Format) -> None:
     """Raise `UserError` for a model that a format cannot represent."""
     if format_ == "hf" and not _is_llama(model):
-        custom.check_model(model)
+        remote_code_config.check_model(model)
     else:
         _check_published(model, format_)
 
@@ -262,8 +262,8 @@ def _is_llama(model: ModelConfig) -> bool:
 
 def _model_fields(path: Path, format_: Format) -> tuple[Format, dict[str, Any]]:
     """Return the layout of a model folder, and the fields of `model` that its config.json determines."""
-    if format_ == "hf" and custom.is_ours(path):
-        return format_, custom.model_fields(path)
+    if format_ == "hf" and remote_code_config.is_ours(path):
+        return format_, remote_code_config.model_fields(path)
     fields = FORMATS[format_].model_fields(path)
     return "diffllama" if format_ == "hf" and fields["architecture"] == "diff" else format_, fields
 

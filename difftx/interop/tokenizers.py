@@ -37,7 +37,10 @@ QWEN = "qwen2"  # A model type of transformers.
 # Pre-tokenizers of Qwen 2: cl100k_base's pattern, but each digit is a piece of its own.
 QWEN_SPLIT = [SPLIT | {"pattern": {"Regex": PATTERN.replace("{1,3}", "")}}, BYTE_LEVEL]
 COPY = "tokenizer"  # Folder of a run directory with the files of an imported model's tokenizer.
-SHAPE = {"model": {"type": str, "vocab": {str: int}, "merges": list}, "added_tokens": [{"id": int, "content": str}]}
+TOKENIZER_SCHEMA = {
+    "model": {"type": str, "vocab": {str: int}, "merges": list},
+    "added_tokens": [{"id": int, "content": str}],
+}
 
 
 def export_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path, model_type: str | None) -> str:
@@ -95,7 +98,7 @@ def import_tokenizer(
         return name, load_tokenizer(name, end_of_text=end_of_text), note
     if end_of_text is None and (source / TOKENIZER).is_file():
         theirs = read_json(source / TOKENIZER)
-        if schema_error(theirs, SHAPE) is None and theirs.get("normalizer") is None:
+        if schema_error(theirs, TOKENIZER_SCHEMA) is None and theirs.get("normalizer") is None:
             for known in (BYTES, name):
                 if _is_same(known, theirs):
                     return known, load_tokenizer(known), f"tokenizer: that of the model, data.tokenizer={known!r}"

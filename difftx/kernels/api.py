@@ -296,11 +296,11 @@ def _choose(function: str, implementation: str, call: AttentionCall) -> Backend:
         if reason := backend.why_unsupported(call):
             raise ValueError(f"{function}: {implementation} cannot serve this call: {reason}")
         return backend
-    found, ranking = {backend.name: backend for backend in candidates(function)}, _rankings.get(function)
+    by_name, ranking = {backend.name: backend for backend in candidates(function)}, _rankings.get(function)
     reasons = {} if ranking is None else dict(ranking.rejected)
-    names = dict.fromkeys([*([] if ranking is None else ranking.milliseconds), *found])
+    names = dict.fromkeys([*([] if ranking is None else ranking.milliseconds), *by_name])
     rejected: list[str] = []
-    for backend in (found[name] for name in names if name in found):
+    for backend in (by_name[name] for name in names if name in by_name):
         reason = reasons.get(backend.name) or backend.why_unsupported(call)
         if reason is None:
             _log_once(function, backend.name, target.device_kind(), "; ".join(rejected))

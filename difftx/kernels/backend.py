@@ -34,8 +34,8 @@ class AttentionCall(NamedTuple):
     sharding: SequenceSharding | None = None
 
 
-class Saved(NamedTuple):
-    """Arrays that a forward pass saves for the backward pass. Arrays in one field have the same order of axes."""
+class ShardedArrays(NamedTuple):
+    """Arrays that `per_shard` shards by their order of axes, such as those saved for the backward pass."""
 
     by_token: Any = ()  # Arrays [B, T, H, …].
     by_head: Any = ()  # Arrays [B, H, T, …].
@@ -47,11 +47,13 @@ class Backend:
     """One implementation of an attention function, for the rows and heads that one device holds."""
 
     name: str
-    # `forward(q, k, v, …, segment_ids, window=…)` returns the output, and also a `Saved` if there is a `backward`. If
-    # rows are sharded along their tokens, both functions receive `sharding=…` and the keys and values of whole rows.
-    # The arguments are those of the functions in `api.py`.
+    # `forward(q, k, v, …, segment_ids, window=…)` returns the output. If there is a `backward`, it also returns the
+    # arrays saved for it, as `ShardedArrays`. If rows are sharded along their tokens, both functions receive
+    # `sharding=…` and the keys and values of whole rows. The arguments are those of the functions in `api.py`.
     forward: Callable[..., Any]
-    backward: Callable[..., Any] | None = None  # Receives the operands, output, `Saved` and cotangent. None: autodiff.
+    backward: Callable[..., Any] | None = (
+        None  # Receives the operands, output, saved arrays and cotangent. None: autodiff.
+    )
     unsupported: Callable[[AttentionCall], str | None] = lambda call: None  # Why the backend rejects a call, or None.
     platform: str | None = None  # The only platform that the backend compiles for. None: every platform.
     whole_rows: bool = False  # Whether the backend requires whole rows on each device.
@@ -96,12 +98,12 @@ def _attend(backend, window, sharding, *inputs):
 def _forward(backend, window, sharding, *inputs):
     call = functools.partial(backend.forward, window=window)
     with window_scope(window):
-        out_BTHE, saved = per_shard(call, *inputs, saves=True, sharding=sharding)
+        out_BTHE, saved = per_shard(call, *inputs, returns_more=True, sharding=sharding)
     return out_BTHE, (*inputs, out_BTHE, saved)
 
 
 def _backward(backend, window, sharding, residuals, dout_BTHE):
-    segment_ids_BT = residuals[-3]  # Before the output and `Saved`.
+    segment_ids_BT = residuals[-3]  # Before the output and the saved arrays.
     call = functools.partial(backend.backward, window=window)
 
     def with_summed_keys(*operands, sharding):
@@ -168,12 +170,12 @@ def pad_to(x: jax.Array, length: int, *, axis: int, mode: str = "constant") -> j
     return jnp.pad(x, widths, mode=mode)
 
 
-def per_shard(call: Callable[..., Any], *operands, saves=False, sharding: SequenceSharding | None = None) -> Any:
+def per_shard(call: Callable[..., Any], *operands, returns_more=False, sharding: SequenceSharding | None = None) -> Any:
     """Run `call` on each device with its shard of batch rows, heads and, if `sharding` is given, tokens.
 
-    The first operand is q. Operands are arrays `[B, T or S, H or K, …]`, arrays `[B, T]`, `Saved` tuples, or None.
-    `call` returns an output and a `Saved` if `saves` is True, else arrays like the operands. If `sharding` is None,
-    `call` requires whole rows, and rows that are sharded along their tokens raise a `ValueError`.
+    The first operand is q. Operands are arrays `[B, T or S, H or K, …]`, arrays `[B, T]`, `ShardedArrays`, or None.
+    `call` returns an output and `ShardedArrays` if `returns_more` is True, else arrays like the operands. If `sharding`
+    is None, `call` requires whole rows, and rows that are sharded along their tokens raise a `ValueError`.
     """
     if not is_explicit_mesh():
         return call(*operands)
@@ -186,15 +188,15 @@ def per_shard(call: Callable[..., Any], *operands, saves=False, sharding: Sequen
     if sharding is not None:
         call = with_whole_keys(call, sharding)
     by_token, row = P(batch, tokens, heads), P(batch, tokens)
-    saved: Any = Saved(by_token, P(batch, heads, tokens), P(batch, heads, None, tokens))
+    specs: Any = ShardedArrays(by_token, P(batch, heads, tokens), P(batch, heads, None, tokens))
 
     def spec(operand: Any) -> Any:
-        if isinstance(operand, Saved):
-            return saved
+        if isinstance(operand, ShardedArrays):
+            return specs
         return None if operand is None else row if operand.ndim == 2 else by_token
 
     # Segment ids and λ are small, so they are resharded like the queries. Larger operands must match already.
     operands = tuple(jax.sharding.reshard(x, spec(x)) if getattr(x, "ndim", 9) <= 3 else x for x in operands)
-    in_specs, out_specs = tuple(map(spec, operands)), (by_token, saved) if saves else by_token
+    in_specs, out_specs = tuple(map(spec, operands)), (by_token, specs) if returns_more else by_token
     # check_vma=True would require each zero-initialised accumulator of a backend to be marked as device-varying.
     return jax.shard_map(call, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*operands)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from difftx.kernels import target
-from difftx.kernels.backend import Saved, broadcast_to_tokens, per_shard
+from difftx.kernels.backend import ShardedArrays, broadcast_to_tokens, per_shard
 from difftx.kernels.quantized import dequantized
 from difftx.kernels.weight_functions import WeightFunction
 from difftx.kernels.xla import split_heads
@@ -55,8 +55,8 @@ def weighted_attention(
     q: jax.Array,
     k: jax.Array,
     v_BTKE: jax.Array,
-    past: KVCache,
-    ids: SegmentMask,
+    cache: KVCache,
+    segments: SegmentMask,
     *,
     weight_argument: jax.Array | None = None,
     window: int | None = None,
@@ -68,51 +68,77 @@ def weighted_attention(
     """
     q_BTHGd, k_BTKGd = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
     weight_argument_BTH = None if weight_argument is None else broadcast_to_tokens(weight_argument, q_BTHGd)
-    operands = (q_BTHGd, k_BTKGd, v_BTKE, weight_argument_BTH, *ids, Saved(by_head=past))
-    out_BTHE, mass = per_shard(functools.partial(_attend, weight_function, window), *operands, saves=True)
+    operands = (q_BTHGd, k_BTKGd, v_BTKE, weight_argument_BTH, *segments, ShardedArrays(by_head=cache))
+    attend = functools.partial(_attend, weight_function, window)
+    out_BTHE, mass = per_shard(attend, *operands, returns_more=True)
     return out_BTHE, (*mass.by_token, *mass.by_head)
 
 
-def _attend(weight_function, window, q_BTHGd, k_BUKGd, v_BUKE, weight_argument_BTH, *ids_and_cache):
-    segment_BT, branch_BT, position_BT, cached_segment_BS, saved = ids_and_cache
-    keys, values_BKSE, *slots = saved.by_head
+def _attend(
+    weight_function: WeightFunction,
+    window: int | None,
+    q_BTHGd: jax.Array,
+    k_BUKGd: jax.Array,
+    v_BUKE: jax.Array,
+    weight_argument_BTH: jax.Array | None,
+    segment_BT: jax.Array,
+    branch_BT: jax.Array,
+    position_BT: jax.Array,
+    cached_segment_BS: jax.Array,
+    cache: ShardedArrays,
+) -> tuple[jax.Array, ShardedArrays]:
+    """Return the output `[B, T, H, E]` and the mass, as `weighted_attention` does, for the shard of a device."""
+    segments = SegmentMask(segment_BT, branch_BT, position_BT, cached_segment_BS)
+    keys, values_BKSE, *slots = cache.by_head
     keys, values_BKSE = dequantized(keys), dequantized(values_BKSE)
     B, T, H, G, d = q_BTHGd.shape
     K, E = v_BUKE.shape[2:]
     S = keys.shape[-2]
     q_BTKRGd = q_BTHGd.reshape(B, T, K, H // K, G, d)
-    same_BTU = (segment_BT[:, :, None] == segment_BT[:, None]) & (branch_BT[:, :, None] == branch_BT[:, None])
-    if slots:
-        cached_position_BKS = slots[0].position_BKS
-        seen_cached_BKTS = (segment_BT != EMPTY)[:, None, :, None] & (cached_position_BKS != EMPTY)[:, :, None]
-    else:
-        cached_position_BKS = jnp.arange(S)[None, None]
-        seen_cached_BKTS = (segment_BT[:, :, None] == cached_segment_BS[:, None])[:, None]
-    if window is not None:
-        same_BTU &= position_BT[:, :, None] - position_BT[:, None] < window
-        seen_cached_BKTS &= position_BT[:, None, :, None] - cached_position_BKS[:, :, None] < window
-    new_B1TU = (same_BTU & jnp.tri(T, dtype=bool)[None])[:, None]
-    seen_BKTX = jnp.concatenate(
-        [seen_cached_BKTS, jnp.broadcast_to(new_B1TU, (*seen_cached_BKTS.shape[:3], T))], axis=3
-    )
     keys_BKGSd = keys.reshape(B, K, G, S, d)
     cached_logits_BKGRTS = einsum("BTKRGd,BKGSd->BKGRTS", q_BTKRGd, keys_BKGSd)
     logits_BKGRTX = jnp.concatenate([cached_logits_BKGRTS, einsum("BTKRGd,BUKGd->BKGRTU", q_BTKRGd, k_BUKGd)], axis=-1)
     # Every token attends to itself, so no row is masked completely.
+    seen_BKTX = _visible(segments, slots[0].position_BKS if slots else None, window)
     logits_BKGRTX = jnp.where(seen_BKTX[:, :, None, None], logits_BKGRTX * d**-0.5, -jnp.inf)
     arguments = [logits_BKGRTX[:, :, g] for g in range(G)]
     if weight_argument_BTH is not None:
         arguments.append(split_heads(weight_argument_BTH, K)[..., None])
     weights_BKRTX = weight_function(*arguments)
-    mass = Saved()
-    if slots:
-        is_token_B11T1 = (segment_BT != EMPTY)[:, None, None, :, None]
-        mass_BKX = jnp.sum(jnp.where(is_token_B11T1, jnp.abs(weights_BKRTX), 0), axis=(2, 3))
-        mass = Saved(by_token=(jnp.moveaxis(mass_BKX[..., S:], 2, 1),), by_head=(mass_BKX[..., :S],))
+    mass = _mass(weights_BKRTX, segment_BT) if slots else ShardedArrays()
     weights_BKRTX = weights_BKRTX.astype(v_BUKE.dtype)
     out_BKRTE = einsum("BKRTS,BKSE->BKRTE", weights_BKRTX[..., :S], values_BKSE)
     out_BKRTE += einsum("BKRTU,BUKE->BKRTE", weights_BKRTX[..., S:], v_BUKE)
     return jnp.moveaxis(out_BKRTE.astype(v_BUKE.dtype), 3, 1).reshape(B, T, H, E), mass
+
+
+def _visible(segments: SegmentMask, cached_position_BKS: jax.Array | None, window: int | None) -> jax.Array:
+    """Return whether each new token attends to each cached and new token, bool `[B, K, T, X]`.
+
+    K is 1 if `cached_position_BKS` is None, for a cache without `Slots`.
+    """
+    segment_BT, branch_BT, position_BT, cached_segment_BS = segments
+    same_BTU = (segment_BT[:, :, None] == segment_BT[:, None]) & (branch_BT[:, :, None] == branch_BT[:, None])
+    if cached_position_BKS is None:
+        cached_position_BKS = jnp.arange(cached_segment_BS.shape[1])[None, None]
+        seen_cached_BKTS = (segment_BT[:, :, None] == cached_segment_BS[:, None])[:, None]
+    else:
+        seen_cached_BKTS = (segment_BT != EMPTY)[:, None, :, None] & (cached_position_BKS != EMPTY)[:, :, None]
+    if window is not None:
+        same_BTU &= position_BT[:, :, None] - position_BT[:, None] < window
+        seen_cached_BKTS &= position_BT[:, None, :, None] - cached_position_BKS[:, :, None] < window
+    T = segment_BT.shape[1]
+    new_B1TU = (same_BTU & jnp.tri(T, dtype=bool)[None])[:, None]
+    new_BKTU = jnp.broadcast_to(new_B1TU, (*seen_cached_BKTS.shape[:3], T))
+    return jnp.concatenate([seen_cached_BKTS, new_BKTU], axis=3)
+
+
+def _mass(weights_BKRTX: jax.Array, segment_BT: jax.Array) -> ShardedArrays:
+    """Return the sums of |attention weights| that each new token and each slot receives from the new tokens."""
+    slots = weights_BKRTX.shape[-1] - segment_BT.shape[1]
+    is_token_B11T1 = (segment_BT != EMPTY)[:, None, None, :, None]
+    mass_BKX = jnp.sum(jnp.where(is_token_B11T1, jnp.abs(weights_BKRTX), 0), axis=(2, 3))
+    return ShardedArrays(by_token=(jnp.moveaxis(mass_BKX[..., slots:], 2, 1),), by_head=(mass_BKX[..., :slots],))
 
 
 def einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:

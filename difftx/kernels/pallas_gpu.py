@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from difftx.kernels import pallas_gpu_tiles as tiles
 from difftx.kernels import target
-from difftx.kernels.backend import AttentionCall, Saved, deltas, pad_to
+from difftx.kernels.backend import AttentionCall, ShardedArrays, deltas, pad_to
 from difftx.kernels.pallas_gpu_backward import Inputs, dkv_call, dq_call
 from difftx.kernels.pallas_gpu_tiles import GROUPS, LOG2_E, MASKED, MATRIX, PRODUCER, ROWS, STAGES, TILE
 
@@ -42,7 +42,7 @@ def unsupported(call: AttentionCall) -> str | None:
 
 
 def forward(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT, *, window, interpret=None):
-    """Return the output O [B, T, H, E] in the dtype of q, and a `Saved` with O2 = A2·V and the log-sum-exps.
+    """Return the output O [B, T, H, E] in the dtype of q, and, for `backward`, O2 = A2·V and the log-sum-exps.
 
     `interpret` is False, True or InterpretGPUParams. None interprets the kernel unless the target is a GPU.
     """
@@ -58,7 +58,7 @@ def forward(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT, *, window, interp
         window=window,
         interpret=tiles.interpret_params(interpret),
     )
-    return out_BTHE[:, :length], Saved(by_token=(out2_BTHE[:, :length],), by_group=(lse_BHGT[..., :length],))
+    return out_BTHE[:, :length], ShardedArrays(by_token=(out2_BTHE[:, :length],), by_group=(lse_BHGT[..., :length],))
 
 
 def backward(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT, out_BTHE, saved, dout_BTHE, *, window, interpret=None):

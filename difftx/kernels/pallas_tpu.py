@@ -31,7 +31,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from difftx.kernels import pallas_tpu_kernels as kernels
 from difftx.kernels import target
-from difftx.kernels.backend import AttentionCall, Saved, deltas, pad_to
+from difftx.kernels.backend import AttentionCall, ShardedArrays, deltas, pad_to
 
 # Axes: B = batch, T = tokens (queries and keys), H = query heads, K = key/value heads,
 #   N = H / K = query heads that share one key/value head, G = 2 groups (A1 and A2), d = sub-head width,
@@ -82,7 +82,7 @@ def unsupported(call: AttentionCall, side: int | None = None) -> str | None:
 
 
 def forward(q_BTHGd, k_BTKGd, v_BTKE, lam_BTH, segments_BT, *, window, sharding=None, side=None, interpret=None):
-    """Return the output O [B, T, H, E] in the dtype of q, and a `Saved` with O2 = A2 V and the log-sum-exps.
+    """Return the output O [B, T, H, E] in the dtype of q, and, for `backward`, O2 = A2 V and the log-sum-exps.
 
     `side` is the largest side of a tile in tokens. None: that of the device's `Tiles`. `interpret` is False, True or a
     `pltpu.InterpretParams`. None interprets the kernel unless the target is a TPU.
@@ -108,7 +108,7 @@ def forward(q_BTHGd, k_BTKGd, v_BTKE, lam_BTH, segments_BT, *, window, sharding=
         scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in ((2, block), (2, block), (2, e, block))],
         interpret=interpret,
     )
-    return _tokens_first(out_BHYE, t), Saved(by_head=(out2_BHYE[:, :, :t],), by_group=(lse_BHGY[..., :t],))
+    return _tokens_first(out_BHYE, t), ShardedArrays(by_head=(out2_BHYE[:, :, :t],), by_group=(lse_BHGY[..., :t],))
 
 
 def backward(

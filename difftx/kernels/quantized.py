@@ -26,7 +26,7 @@ def quantize(x_W: jax.Array, bits: int) -> Quantized:
     """Round vectors `[…, W]` to `bits` (8 or 4) bits. The error of a number is at most half the vector's scale."""
     levels = 2 ** (bits - 1) - 1
     x_W = x_W.astype(jnp.float32)
-    # The scale is rounded before it is used, so that its own rounding is no further error.
+    # The scale is rounded before it is used, so that rounding the scale adds no error.
     scale_1 = (jnp.max(jnp.abs(x_W), axis=-1, keepdims=True) / levels).astype(jnp.bfloat16)
     divisor_1 = jnp.where(scale_1 > 0, scale_1, 1).astype(jnp.float32)
     codes_W = jnp.clip(jnp.round(x_W / divisor_1), -levels, levels).astype(jnp.int8)

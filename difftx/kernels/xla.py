@@ -15,20 +15,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from difftx.kernels.backend import Saved, pad_to
+from difftx.kernels.backend import ShardedArrays, pad_to
 from difftx.kernels.context import SequenceSharding
 from difftx.kernels.weight_functions import MASKED
 
 # Largest number of attention weights of one head in a chunk, 4 MiB in float32. A row of 1,024 tokens is one chunk.
 CHUNK_WEIGHTS = 2**20
 
-# The free axes of the second operand come first in the result of `jnp.einsum`. With operands and axes in the orders
-# below, XLA's CPU backend need not transpose arrays with an entry per pair of tokens, which took half of the time.
+# The result of a `dot_general` has the batch axes first, then the free axes of one operand, then those of the other.
+# `jnp.einsum` transposes it if the subscripts name another order. With the orders of axes below, neither JAX nor XLA's
+# CPU backend transposes arrays with an entry per pair of tokens. These transpositions took half of the time.
 einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-def forward(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT, *, window, sharding=None) -> tuple[jax.Array, Saved]:
-    """Return the output `[B, T, H, E]` and a `Saved` with the log-sum-exps of the logits, float32 `[B, T, H, G]`.
+def forward(
+    q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT, *, window, sharding=None
+) -> tuple[jax.Array, ShardedArrays]:
+    """Return the output `[B, T, H, E]` and the log-sum-exps of the logits, float32 `[B, T, H, G]`, for `backward`.
 
     Softmax attention has one group, and `lam_BTH` is None.
     """
@@ -44,7 +47,7 @@ def forward(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT, *, window, shardi
 
     out, lse = jax.lax.map(chunk, chunks(segment_ids_BT, sharding, q=q_BTHGd, lam=lam_BTH))
     lse_BTHG = joined(lse, T).reshape(B, T, H, G)
-    return joined(out, T).reshape(B, T, H, -1), Saved(by_token=(lse_BTHG,))
+    return joined(out, T).reshape(B, T, H, -1), ShardedArrays(by_token=(lse_BTHG,))
 
 
 def backward(
@@ -93,7 +96,7 @@ def backward(
     return dq_BTHGd, dk_BSKGd.astype(k_BSKGd.dtype), dv_BSKE.astype(v_BSKE.dtype), dlam_BTH
 
 
-def softmax_forward(q_BTHd, k_BSKd, v_BSKE, segment_ids_BT, **options) -> tuple[jax.Array, Saved]:
+def softmax_forward(q_BTHd, k_BSKd, v_BSKE, segment_ids_BT, **options) -> tuple[jax.Array, ShardedArrays]:
     """Do what `forward` does, for softmax attention."""
     return forward(q_BTHd[:, :, :, None], k_BSKd[:, :, :, None], v_BSKE, None, segment_ids_BT, **options)
 

@@ -25,8 +25,8 @@ from difftx.launch.topology import CUDNN_VERSION, GIB, Chip
 from difftx.model.flops import PEAK_FLOPS, flops_per_token, format_bytes
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import check_divisible, make_mesh
-from difftx.training.kernel_choice import attention_kernel
 from difftx.training.state import init_state, make_train_step
+from difftx.training.workload import attention_kernel
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 

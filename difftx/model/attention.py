@@ -131,7 +131,7 @@ class SelfAttention(nnx.Module):
     def configure(cls, c: ConfigDict, heads: int) -> None:
         """Set the config fields in which the architecture differs from a Transformer with `heads` heads.
 
-        `difftx.model.abstract.match` then adjusts `model.mlp_dim` to equalise the numbers of parameters.
+        `difftx.model.matching.match` then adjusts `model.mlp_dim` to equalise the numbers of parameters.
         """
         c.model.num_heads = heads
         c.model.head_norm = cls.default_head_norm

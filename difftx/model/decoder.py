@@ -5,7 +5,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +64,15 @@ class Block(nnx.Module):
             return x_BTD + scaled(self.mlp(self.mlp_norm(x_BTD)), self.branch_scale), extra
 
 
+class LayerActivations(NamedTuple):
+    """Activations of one layer, which `Decoder.accumulate_over_layers` visits."""
+
+    q: jax.Array  # Queries and keys as `SelfAttention.attend` receives them.
+    k: jax.Array
+    window: int | None  # Window of the layer. None: no window.
+    out_BTD: jax.Array  # Output of the layer.
+
+
 class Decoder(nnx.Module):
     """A decoder-only language model with float32 weights, and with activations in `config.compute_dtype`."""
 
@@ -120,9 +129,9 @@ class Decoder(nnx.Module):
         x_BTD = self.final_norm(x_BTD)
         return context.from_zigzag(x_BTD) if self.layout.zigzag else x_BTD, stats
 
-    def fold[State](
+    def accumulate_over_layers[State](
         self,
-        visit: Callable[[State, jax.Array, jax.Array, int | None, jax.Array], State],
+        visit: Callable[[State, LayerActivations], State],
         state: State,
         tokens_BT: jax.Array,
         *,
@@ -131,9 +140,8 @@ class Decoder(nnx.Module):
     ) -> State:
         """Run all layers, update a state by `visit` after each layer, and return the final state.
 
-        `visit` receives the state, the layer's queries and keys as `SelfAttention.attend` does, the layer's window, and
-        its output `[B, T, D]`. It returns the next state, of the same shapes. Only one layer's activations exist at a
-        time.
+        `visit` receives the state and the activations of the layer, and returns the next state, of the same shapes.
+        Only one layer's activations exist at a time.
         """
         angles = self._angles(tokens_BT.shape[1], positions_BT)
 
@@ -141,10 +149,10 @@ class Decoder(nnx.Module):
             (x_BTD, state), (block, constants) = carry, block_and_constants
             q, k, _ = block.attention.operands(block.attention_norm(x_BTD), angles)
             x_BTD, _ = block(x_BTD, lambda h_BTD: block.attention(h_BTD, angles, constants, segment_ids_BT))
-            return (x_BTD, visit(state, q, k, constants.window, x_BTD)), None
+            return (x_BTD, visit(state, LayerActivations(q, k, constants.window, x_BTD))), None
 
-        carry = (self._embed(tokens_BT), state)
-        return self._scan(layer, carry, may_unroll=False)[0][1]
+        (_, state), _ = self._scan(layer, (self._embed(tokens_BT), state), may_unroll=False)
+        return state
 
     def extend(
         self, tokens_BT: jax.Array, *, positions_BT: jax.Array, cache: KVCache, segments: SegmentMask

@@ -109,8 +109,8 @@ class RunRecord:
         # The `step_seconds` of a row apply to each step since the previous row. The first row, of goodput, has the step
         # at which the run started, which is not 0 in a branch of another run.
         start = [row["step"] for row in self.rows[:1] if row["split"] == "goodput"] or [0]
-        skipped = np.maximum(np.diff(logged, prepend=start), 0)
-        seconds = np.cumsum(skipped * [row["step_seconds"] for row in rows])
+        steps_of_row = np.maximum(np.diff(logged, prepend=start), 0)
+        seconds = np.cumsum(steps_of_row * [row["step_seconds"] for row in rows])
         rate = flops_per_token(self.config.model, self.config.data.sequence_length, causal=False)
         tokens = [float(step * self.config.train.global_batch_tokens) for step in steps]
         return {
@@ -200,8 +200,8 @@ def _weights(workdir: AnyPath, step: int) -> str | None:
         return None
 
 
-def _config_of_newest_checkpoint(workdir: AnyPath, now: Config, manifest: Mapping[str, Any]) -> Config:
-    """Return the config of the newest readable checkpoint, or `now`, the config in config.json, if there is none.
+def _config_of_newest_checkpoint(workdir: AnyPath, run_config: Config, manifest: Mapping[str, Any]) -> Config:
+    """Return the config of the newest readable checkpoint, or `run_config`, that of config.json, if there is none.
 
     Raise `UserError` if an extension has changed since that checkpoint or, without one, since `manifest` of the run.
     """
@@ -213,13 +213,13 @@ def _config_of_newest_checkpoint(workdir: AnyPath, now: Config, manifest: Mappin
             continue
         require_extensions(recorded, str(folder))
         with contextlib.suppress(UserError):
-            return open_checkpoint(folder, now).config
+            return open_checkpoint(folder, run_config).config
     require_extensions(manifest["extensions"], f"--workdir={workdir}")
-    return now
+    return run_config
 
 
 def _read_run(workdir: AnyPath, name: str) -> RunRecord:
-    now, manifest, path = read_config(workdir), read_run_manifest(workdir), workdir / "metrics.jsonl"
+    run_config, manifest, path = read_config(workdir), read_run_manifest(workdir), workdir / "metrics.jsonl"
     for part in ("data", "devices"):
         if not isinstance(manifest.get(part, {}), dict):
             why = f"not the description of a run ({part}: not an object)"
@@ -233,8 +233,8 @@ def _read_run(workdir: AnyPath, name: str) -> RunRecord:
     return RunRecord(
         name=name,
         workdir=workdir,
-        config=_config_of_newest_checkpoint(workdir, now, manifest),
-        steps=now.train.steps,
+        config=_config_of_newest_checkpoint(workdir, run_config, manifest),
+        steps=run_config.train.steps,
         manifest=printable_json(manifest),
         rows=[row if row["split"] == "train" else printable_json(row) for row in rows],
         journal=printable_json([entry for entry in entries if entry is not None]),

@@ -43,7 +43,7 @@ def write_scaling(pattern: str, out: AnyPath, metric: Metric = "loss") -> tuple[
     """Fit loss against size and against tokens, if there are enough points. Return the studies and the files."""
     points, notes = read_points(pattern, metric)
     chosen = {"size": [point for point in points if point.is_last], "tokens": _points_of_one_size(points)}
-    missing = {quantity: _missing_points(quantity, found) for quantity, found in chosen.items()}
+    missing = {quantity: _missing_points(quantity, of_quantity) for quantity, of_quantity in chosen.items()}
     if all(missing.values()):
         reasons = "; ".join(map(str, missing.values()))
         raise UserError(f"--scaling={pattern!r}: too few points to fit a·x^-b + c; {reasons}")
@@ -75,8 +75,8 @@ def format_study(study: Study) -> tuple[rich.table.Table, rich.table.Table]:
     )
     for title in ("architecture", study.quantity, study.reference, "loss", "ratio", ""):
         matches.add_column(title, justify="left" if title in ("architecture", "") else "right")
-    for name, found in study.matches.items():
-        for match in found:
+    for name, matches_of_name in study.matches.items():
+        for match in matches_of_name:
             sizes = short_number(match.x), short_number(match.reference_x)
             low, high = match.interval
             ratio = f"{match.ratio:.1%} ({low:.1%} to {high:.1%})"
@@ -113,9 +113,9 @@ def _missing_points(quantity: str, points: Sequence[LossPoint]) -> str | None:
     }
     if counts and min(counts.values()) >= FEWEST_SIZES:
         return None
-    found = ", ".join(f"{name} has {count}" for name, count in counts.items()) or "there is none"
-    what = "sizes of finished runs" if quantity == "size" else "numbers of tokens at one size"
-    return f"loss against {quantity} needs {FEWEST_SIZES} {what} of each architecture: {found}"
+    existing = ", ".join(f"{name} has {count}" for name, count in counts.items()) or "there is none"
+    points_of = "sizes of finished runs" if quantity == "size" else "numbers of tokens at one size"
+    return f"loss against {quantity} needs {FEWEST_SIZES} {points_of} of each architecture: {existing}"
 
 
 def _architectures(points: Sequence[LossPoint]) -> list[str]:
@@ -130,7 +130,7 @@ def _study(quantity: str, points: Sequence[LossPoint], notes: Sequence[str]) -> 
         fits[name] = Fit.of(x, loss, resamples=RESAMPLES, seed=SEED)
     reference = REFERENCE if REFERENCE in fits else next(iter(fits))
     matches = {name: _matches(quantity, name, reference, fits) for name in fits if name != reference}
-    drawn = {name: _match_to_draw(found, fits[name], fits[reference]) for name, found in matches.items()}
+    drawn = {name: _match_to_draw(of_name, fits[name], fits[reference]) for name, of_name in matches.items()}
     title = f"loss against tokens, models of {short_number(points[0].size)} parameters"
     if quantity == "size":
         title = "loss against parameters"
@@ -207,7 +207,7 @@ def _as_json(study: Study) -> dict[str, Any]:
         "title": study.title,
         "reference": study.reference,
         "fits": fits,
-        "matches": {name: [*map(of_match, found)] for name, found in study.matches.items()},
+        "matches": {name: [*map(of_match, matches)] for name, matches in study.matches.items()},
         "drawn": {name: of_match(match) for name, match in study.drawn.items()},
         "notes": study.notes,
     }

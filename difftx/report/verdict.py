@@ -51,13 +51,15 @@ def verdict(runs: Sequence[RunRecord], metric: Metric) -> Verdict:
         )
         return Verdict(headline, ["There is no other model to compare it with.", *limits], arms)
     baseline, *others = arms
-    found = [_compared(baseline, other, metric) for other in others]
-    if len(found) == 1:
-        headline, uncertainty, interval = found[0]
+    comparisons = [_compared(baseline, other, metric) for other in others]
+    if len(comparisons) == 1:
+        headline, uncertainty, interval = comparisons[0]
         return Verdict(headline, [uncertainty, *limits], arms, interval)
     best = min(arms, key=lambda arm: np.mean(arm.values(metric)))
     headline = f"Of {len(arms)} models, {best.name} has the lowest validation loss{_text(runs)}."
-    return Verdict(headline, [*(f"{sentence} {uncertainty}" for sentence, uncertainty, _ in found), *limits], arms)
+    return Verdict(
+        headline, [*(f"{sentence} {uncertainty}" for sentence, uncertainty, _ in comparisons), *limits], arms
+    )
 
 
 def _compared(baseline: Arm, other: Arm, metric: Metric) -> tuple[str, str, str]:
@@ -99,11 +101,11 @@ def _difference(first: Arm, second: Arm, metric: Metric) -> tuple[Difference | N
     if metric == "loss" and blocks[0] and blocks[0].keys() == blocks[1].keys():
         pairs = [(*blocks[0][targets], blocks[1][targets][0]) for targets in blocks[0]]
         if min(len(tokens) for _, tokens, _ in pairs) >= FEWEST_BLOCKS:
-            found = over_blocks([(nats, others, tokens) for nats, tokens, others in pairs])
+            interval = over_blocks([(nats, others, tokens) for nats, tokens, others in pairs])
             count = sum(len(tokens) for _, tokens, _ in pairs)
             how = f"paired over {count} blocks of the same validation text"
             meaning = "It shows what the choice of text changes; one run each cannot tell what another seed would do"
-            return found, f"{how}. {meaning}"
+            return interval, f"{how}. {meaning}"
     return None, "one run each cannot tell whether that is chance"
 
 
@@ -129,13 +131,13 @@ def _blocks(run: RunRecord) -> dict[tuple[str, ...], tuple[np.ndarray, np.ndarra
     details: Any = run.results.get("loss", {}).get(last[0] if last else -1, {}).get("details")
     if schema_error(details, {"sets": {str: {"blocks": {"nats": [float], "tokens": [int], "targets_sha256": str}}}}):
         return {}
-    found: dict[tuple[str, ...], tuple[np.ndarray, np.ndarray]] = {}
+    by_targets: dict[tuple[str, ...], tuple[np.ndarray, np.ndarray]] = {}
     for scores in details["sets"].values():
         blocks = scores["blocks"]
         if len(blocks["nats"]) == len(blocks["tokens"]) and sum(blocks["tokens"]):
             targets = (blocks["targets_sha256"], *map(str, blocks["tokens"]))
-            found[targets] = np.array(blocks["nats"]), np.array(blocks["tokens"], float)
-    return found
+            by_targets[targets] = np.array(blocks["nats"]), np.array(blocks["tokens"], float)
+    return by_targets
 
 
 def _different_targets(runs: Sequence[RunRecord]) -> tuple[RunRecord, RunRecord] | None:
@@ -147,24 +149,24 @@ def _different_targets(runs: Sequence[RunRecord]) -> tuple[RunRecord, RunRecord]
 def _limits(arms: Sequence[Arm]) -> list[str]:
     """Return sentences on runs that are unfinished, and on unequal training, sizes, heads or head norms."""
     runs = [run for arm in arms for run in arm.runs]
-    found = []
+    limits = []
     for run in runs:
         if (step := run.split("train")[-1]["step"]) < run.steps:
-            found.append(f"{run.name} is not finished: step {step:,} of {run.steps:,}.")
+            limits.append(f"{run.name} is not finished: step {step:,} of {run.steps:,}.")
     models = {arm.name: arm.runs[0].config.model for arm in arms}
     for what, sizes in (
         ("training tokens", {run.name: run.tokens for run in runs}),
         ("parameters", {name: count_parameters(model).total for name, model in models.items()}),
     ):
         if max(sizes.values()) > EQUAL_SIZES * min(sizes.values()):
-            found.append(_unequal(what, {name: f"{size:,}" for name, size in sizes.items()}))
+            limits.append(_unequal(what, {name: f"{size:,}" for name, size in sizes.items()}))
     for what, texts in (
         ("the width of heads", {name: f"{model.d_head:,}" for name, model in models.items()}),
         ("the head norm", {name: model.head_norm for name, model in models.items()}),
     ):
         if len(set(texts.values())) > 1:
-            found.append(_unequal(what, texts))
-    return found
+            limits.append(_unequal(what, texts))
+    return limits
 
 
 def _unequal(what: str, value_of: Mapping[str, str]) -> str:

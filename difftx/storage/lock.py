@@ -172,13 +172,13 @@ def _is_dead(owner: dict[str, Any]) -> bool:
 
 def _machine() -> list[str]:
     """Return what identifies this machine: containers may share a host name, and may have the same process ids."""
-    found = [platform.node()]
+    identity = [platform.node()]
     for read in (Path("/proc/sys/kernel/random/boot_id").read_text, lambda: os.readlink("/proc/self/ns/pid")):
         try:
-            found.append(read().strip())
+            identity.append(read().strip())
         except OSError:  # Not Linux.
-            return [*found, uuid.UUID(int=uuid.getnode()).hex]
-    return found
+            return [*identity, uuid.UUID(int=uuid.getnode()).hex]
+    return identity
 
 
 def _start_time(process: int) -> str | None:

@@ -170,9 +170,9 @@ def describe_below(folder: "epath.Path") -> dict[str, Description]:
     """Return the descriptions of all objects below a folder by their names, as `list_below`."""
     # TensorStore would return an empty listing if the credentials may not list objects.
     prefix = f"{_name(folder)}/"
-    found = _described(folder, "list", lambda: _fsspec(folder).find(prefix, detail=True)) or {}
+    entries = _described(folder, "list", lambda: _fsspec(folder).find(prefix, detail=True)) or {}
     files = {
-        name: entry for name, entry in found.items() if entry["type"] == "file"
+        name: entry for name, entry in entries.items() if entry["type"] == "file"
     }  # s3fs may list the prefix itself.
     return {name.removeprefix(prefix): _description(entry) for name, entry in files.items()}
 
@@ -194,8 +194,8 @@ def list_folder(path: "epath.Path") -> dict[str, bool]:
 
 def describe(path: "epath.Path") -> Description | None:
     """Return the description of an object, or None if it is absent or a folder."""
-    found = _described(path, "read", lambda: _fsspec(path).info(_name(path)))
-    return None if found is None or found["type"] != "file" else _description(found)
+    entry = _described(path, "read", lambda: _fsspec(path).info(_name(path)))
+    return None if entry is None or entry["type"] != "file" else _description(entry)
 
 
 def _description(entry: dict[str, Any]) -> Description:
@@ -237,9 +237,13 @@ def require_conditions(folder: "epath.Path") -> None:
 def remove_probes(folder: "epath.Path", new: "epath.Path") -> None:
     """Delete the probes of killed processes in a folder. `new` is an object that has just been written."""
     probes = [folder / name for name in list_folder(folder) if name.startswith(PROBE)]
-    found = {path: description for path in (new, *probes) if (description := describe(path)) is not None}
-    if new in found:  # Times of the store are compared, because the clock of this machine may be wrong.
-        delete(path for path in probes if path in found and found[new].modified - found[path].modified > PROBE_SECONDS)
+    descriptions = {path: description for path in (new, *probes) if (description := describe(path)) is not None}
+    if new in descriptions:  # Times of the store are compared, because the clock of this machine may be wrong.
+        delete(
+            path
+            for path in probes
+            if path in descriptions and descriptions[new].modified - descriptions[path].modified > PROBE_SECONDS
+        )
 
 
 def _accepts(path: "epath.Path", condition: dict[str, str]) -> bool:

@@ -1,4 +1,4 @@
-"""File objects that read objects in buckets, and a map over items that threads read ahead."""
+"""File objects that read objects in buckets, and a map whose items threads prefetch."""
 
 import collections
 import concurrent.futures

@@ -129,24 +129,24 @@ class GuardJournal:
         self.require_lock()
         self._file.rewrite(map(with_sha256, self.entries))
 
-    def add_rewind(self, rewind: Rewind, step: int, examples: int, attempt: int, kept: dict[str, Any]) -> None:
+    def add_rewind(self, rewind: Rewind, step: int, examples: int, attempt: int, pinned: dict[str, Any]) -> None:
         """Record a rewind to the checkpoint of `step`, which was saved after `examples` training examples.
 
-        `kept` has the values that must not change before the rewind is applied again (`kept_values`).
+        `pinned` has the values that must not change when the run starts again (`pinned_values`).
         """
         skipped = [examples, rewind.examples]
-        self.add("rewind", step, rewind.bad, attempt, skipped_examples=skipped, rewinds=rewind.number, kept=kept)
+        self.add("rewind", step, rewind.bad, attempt, skipped_examples=skipped, rewinds=rewind.number, kept=pinned)
 
-    def check_earlier(self, step: int, guard: Guard, kept: dict[str, Any]) -> None:
+    def check_earlier(self, step: int, guard: Guard, pinned: dict[str, Any]) -> None:
         """Print a line if `resume` will apply a rewind of an earlier attempt.
 
-        Raise `UserError` if the run starts from step 0 with other values than `kept` had then. A later step has a
-        checkpoint, whose values have been compared already.
+        Raise `UserError` if the run starts from step 0 with other values in `pinned` than the entry has. A later step
+        has a checkpoint, whose values have been compared already.
         """
         if (entry := self._last_rewind(step, guard)) is None:
             return
         before = entry.get("kept", {})
-        pairs = {name: (before[name], value) for name, value in kept.items() if name in before}
+        pairs = {name: (before[name], value) for name, value in pinned.items() if name in before}
         changes = [f"{name}: {shown(old)} → {shown(new)}" for name, (old, new) in pairs.items() if old != new]
         if step == 0 and changes:
             raise UserError(
@@ -203,7 +203,7 @@ def act_on_bad_steps(
         newest_first = sorted((step for step in steps if step > target), reverse=True)
         remove((checkpointer.folder / str(step) for step in newest_first), journal.require_lock)
     barrier(f"rewind {rewind.number}", config.multihost.barrier_timeout_seconds)
-    print_on_primary(f"{where}; back to step {target}, on with example {rewind.examples}")
+    print_on_primary(f"{where}; rewinding to step {target}; training continues with example {rewind.examples}")
     return rewind
 
 

@@ -26,7 +26,7 @@ from difftx.training.guards import Guard, GuardJournal, Rewind, act_on_bad_steps
 from difftx.training.lambda_range import LAMBDA_SPLIT, LambdaRange, lambda_warning
 from difftx.training.metrics import MetricsWriter, read_newest_metrics
 from difftx.training.profile import StepTracer, out_of_memory
-from difftx.training.resume import data_state, kept_values, starting_state
+from difftx.training.resume import data_state, pinned_values, starting_state
 from difftx.training.run import Run
 from difftx.training.state import Metrics, make_train_step
 
@@ -116,11 +116,37 @@ class Attempt:
 
     def __init__(self, session: Session, goodput: Goodput, rewind: Rewind | None = None):
         """Restore or create the state. `rewind` is the outcome of the previous attempt in this process, if any."""
-        run, config = session.run, session.run.config
-        self._session, self._goodput, self._config = session, goodput, config
-        self._barrier_timeout = config.multihost.barrier_timeout_seconds
+        self._session, self._goodput, self._config = session, goodput, session.run.config
+        self._barrier_timeout = self._config.multihost.barrier_timeout_seconds
+        self._is_first = rewind is None
+        # The order of these actions matters, because any of them may fail or be the last one of a killed process:
+        #   1. Restore or create the state, which determines the step to start from.
+        #   2. Compare the run with the rewinds in the journal, before files are replaced.
+        #   3. Write the files of the run, and delete its metrics and evaluations of later steps.
+        #   4. Add the rewind of this process to the journal, with the number of the attempt from action 3.
+        #   5. Apply the last rewind in the journal, which may be that of action 4, to the guard and the loader.
+        #   6. Wait for the other processes, which must not train while the primary process replaces files.
+        self._open_objects()
+        self._restore()
+        pinned = pinned_values(session.run)
+        if rewind is None:
+            session.journal.check_earlier(self._start, self._guard, pinned)
+        self._record_start()
+        if rewind is not None:
+            examples = self._loader.state()["examples"]
+            session.journal.add_rewind(rewind, self._start, examples, self._writer.attempt, pinned)
+        session.journal.resume(self._start, self._guard, self._loader)
+        self._first_example = self._loader.state()["examples"]
+        barrier("start", self._barrier_timeout)
+
+    def _open_objects(self) -> None:
+        """Open the checkpoints and the data of the run, and create the guard. The next step changes their states."""
+        run, config = self._session.run, self._config
         self._checkpointer = Checkpointer(
-            run.workdir, config.checkpoint, save_seconds=self._barrier_timeout, require_lock=session.require_lock
+            run.workdir,
+            config.checkpoint,
+            save_seconds=self._barrier_timeout,
+            require_lock=self._session.require_lock,
         )
         self._loader = Loader(
             run.data.examples,
@@ -133,34 +159,37 @@ class Attempt:
             where=run.data.where,
         )
         self._guard = Guard(config.guards)
+
+    def _restore(self) -> None:
+        """Set the state and the step to start from: those of a checkpoint, or new ones."""
+        session = self._session
         steps = decide_on_primary(self._checkpointer.steps, self._barrier_timeout)
-        with goodput.section("restore" if steps else "init"):
+        with self._goodput.section("restore" if steps else "init"):
             self._state, self._start = starting_state(
-                run, self._checkpointer, self._loader, self._guard, allow_config_change=session.allow_config_change
+                session.run,
+                self._checkpointer,
+                self._loader,
+                self._guard,
+                allow_config_change=session.allow_config_change,
             )
+        self._step = self._start
         session.monitor.beat(self._start)
-        kept = kept_values(run)
-        if rewind is None:
-            session.journal.check_earlier(self._start, self._guard, kept)
+
+    def _record_start(self) -> None:
+        """Write the files of the run, and open those of the metrics without the steps after the start."""
+        session, config, workdir = self._session, self._config, self._session.run.workdir
         if is_primary():
             session.require_lock()
-            run.write_files()
-            goodput.resume(run.workdir / "metrics.jsonl", self._start)
+            session.run.write_files()
+            # Before the writer, which deletes the rows of goodput that later steps have written.
+            self._goodput.resume(workdir / "metrics.jsonl", self._start)
         self._writer = MetricsWriter(
-            run.workdir, config.logging, self._start, enabled=is_primary(), require_lock=session.require_lock
+            workdir, config.logging, self._start, enabled=is_primary(), require_lock=session.require_lock
         )
         if is_primary():
             session.require_lock()
-            remove_later_evaluations(run.workdir, self._start)
-        self._tracer = StepTracer(run.workdir, config.logging, enabled=is_primary())
-        if rewind is not None:
-            examples = self._loader.state()["examples"]
-            session.journal.add_rewind(rewind, self._start, examples, self._writer.attempt, kept)
-        session.journal.resume(self._start, self._guard, self._loader)
-        self._first_example = self._loader.state()["examples"]
-        self._is_first = rewind is None
-        self._step = self._start
-        barrier("start", self._barrier_timeout)
+            remove_later_evaluations(workdir, self._start)
+        self._tracer = StepTracer(workdir, config.logging, enabled=is_primary())
 
     def train(self) -> int | Rewind:
         """Train, and return the exit code, or the rewind with which the next attempt begins."""

@@ -28,15 +28,15 @@ from difftx.config.architectures import ARCHITECTURES
 from difftx.errors import UserError
 from difftx.model.abstract import parameter_metadata, vector_mask
 
-OPTIMIZERS = ("adamw", "muon")  # Optimizers that use `rate_factors`.
+SUPPORTED_OPTIMIZERS = ("adamw", "muon")  # Optimizers that use `rate_factors`.
 
 
 def check_parametrization(config: Config) -> None:
     """Raise `UserError` if the learning rate comes from a base model, but the rules above do not cover the config."""
     if config.model.mup_base_width is None:
         return
-    if config.optimizer.name not in OPTIMIZERS:
-        known = " and ".join(OPTIMIZERS)
+    if config.optimizer.name not in SUPPORTED_OPTIMIZERS:
+        known = " and ".join(SUPPORTED_OPTIMIZERS)
         raise UserError(f"optimizer.name={config.optimizer.name!r}: model.mup_base_width has rules for {known} only")
     if "anneal_steps" in ARCHITECTURES[config.model.architecture].fields:  # The fan-in of DEX's matrix does not grow.
         raise UserError(
@@ -59,10 +59,10 @@ def adam_eps(config: Config) -> float:
 
 
 def rate_factors(config: Config, *, exponent: float) -> tuple[optax.GradientTransformation, ...]:
-    """Return the transformations of µP between the moments of an optimizer and its weight decay: at most one.
+    """Return one transformation that divides the updates of projections, or () if the factor is 1.
 
-    It divides the updates of projections by `width_ratio ** exponent`. The decay per update, which is added afterwards,
-    does not depend on the width.
+    The divisor is `width_ratio ** exponent`. The transformation stands between the moments of an optimizer and its
+    weight decay. The decay per update, which is added afterwards, does not depend on the width.
     """
     factor = config.model.width_ratio**-exponent
     return () if factor == 1 else (optax.masked(optax.scale(factor), _projections(config)),)

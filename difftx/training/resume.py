@@ -121,8 +121,8 @@ def changed_fields(old: Config, new: Config) -> list[Change]:
     ]
 
 
-def kept_values(run: Run) -> dict[str, object]:
-    """Return what must not change when the run starts again: fields of the config, and the signature of its data.
+def pinned_values(run: Run) -> dict[str, object]:
+    """Return the values that must not change when the run starts again: config fields, and the signature of its data.
 
     The values are JSON. The fields of `data` are missing, because the signature shows whether the data changed.
     """

@@ -43,9 +43,9 @@ from difftx.parallel.presets import apply_preset
 from difftx.registry import loaded_extensions, require_names
 from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.manifest import EXTENSIONS_SHAPE, MANIFEST, PACKAGE, package_versions
-from difftx.training.kernel_choice import attention_call, attention_kernel
 from difftx.training.optimizer import make_optimizer
 from difftx.training.workdir_lock import lock_workdir
+from difftx.training.workload import attention_call, attention_kernel
 
 # Version of the format of a run's files, except checkpoints. Increase it if difftx can no longer read older files.
 RUN_FORMAT = 1

@@ -22,8 +22,9 @@ from difftx.kernels import api
 from difftx.launch import health
 from difftx.parallel import multihost
 from difftx.storage import objects
-from difftx.training import kernel_choice
+from difftx.training import kernel_measurement
 from difftx.training.checkpoint import manifest
+from difftx.training.workload import kernel_function
 
 SCHEMA = {
     "software": {str: str},
@@ -148,7 +149,7 @@ def test_the_kernel_of_a_config_is_the_fastest_of_its_own_function(text_file, tm
     monkeypatch.setitem(kernels.BACKENDS["diff_attention"], "other", dataclasses.replace(xla, name="other"))
     monkeypatch.setattr(api, "_rankings", {})
     times = {"diff_attention": {"other": 3.0, "xla": 4.0}, "attention": {"xla": 1.0}}
-    monkeypatch.setattr(kernel_choice, "measured", lambda config: (times[kernel_choice.kernel_function(config)], {}))
+    monkeypatch.setattr(kernel_measurement, "measured", lambda config: (times[kernel_function(config)], {}))
     parser = argparse.ArgumentParser()
     multihost.add_flags(parser)
     options = argparse.Namespace(**vars(parser.parse_args([])), workdir=tmp_path / "run", config="quickstart:diff")

@@ -19,6 +19,7 @@ from difftx.commands import evaluate as commands
 from difftx.commands.evaluate import _show_result, chosen_steps, run_suites
 from difftx.commands.flags import parse_overrides
 from difftx.config.recipes import load_config
+from difftx.config.suites import SUITES
 from difftx.errors import UNPRINTABLE, UserError
 from difftx.evals import loss
 from difftx.evals.result import Result
@@ -61,7 +62,7 @@ def results(run, suite):
 
 def replace_loss(monkeypatch, evaluate):
     """Replace the function that computes the suite loss."""
-    monkeypatch.setitem(evals.SUITES._entries, "loss", dataclasses.replace(loss.SUITE, evaluate=evaluate))
+    monkeypatch.setitem(SUITES._entries, "loss", dataclasses.replace(loss.SUITE, evaluate=evaluate))
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ import pytest
 
 from compile import h200
 from difftx.kernels import cudnn, pallas_gpu
-from difftx.kernels.backend import Saved
+from difftx.kernels.backend import ShardedArrays
 from difftx.kernels.pallas_gpu_tiles import HEAD_WIDTHS
 
 pytestmark = h200.needs_plugin
@@ -65,7 +65,7 @@ def arguments(mesh, *, width, length=4096, batch=2, heads=12, kv_heads=12, segme
         statistics,
         struct(jnp.int32, batch, length, spec=("data",)) if segments else None,
         out,
-        Saved(by_token=(out,), by_group=(struct(f32, batch, heads, 2, length, spec=("data", "tensor")),)),
+        ShardedArrays(by_token=(out,), by_group=(struct(f32, batch, heads, 2, length, spec=("data", "tensor")),)),
         out,
     )
 

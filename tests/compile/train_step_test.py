@@ -17,7 +17,7 @@ from difftx.kernels import api, cudnn
 from difftx.launch.estimate import estimate, trace_step
 from difftx.launch.topology import CUDNN_VERSION, find_devices, parse_topology
 from difftx.parallel.mesh import make_mesh
-from difftx.training.kernel_choice import attention_kernel
+from difftx.training.workload import attention_kernel
 
 TRANSFORMER = pytest.param("transformer", marks=pytest.mark.exhaustive)  # Its kernels are JAX's own.
 V6E = pytest.param("v6e:2x2", marks=pytest.mark.exhaustive)  # tpu_compile_test.py compiles its kernels alone.

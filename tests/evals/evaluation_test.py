@@ -14,6 +14,7 @@ from helpers.evals_results import LOSS_SUITES, flat
 
 from difftx import evals
 from difftx.commands.prepare import main as prepare
+from difftx.config.suites import SUITES
 from difftx.errors import UserError
 from difftx.parallel.mesh import make_mesh
 from difftx.progress import Work
@@ -96,7 +97,7 @@ def text_run(tmp_path_factory):
     return Run.open(suite_config(folder, 512, **sizes, **changes), folder, one_device())
 
 
-@pytest.mark.parametrize("suite", marked(evals.SUITES, fast=QUICK))
+@pytest.mark.parametrize("suite", marked(SUITES, fast=QUICK))
 def test_every_field_that_a_suite_reads_is_one_of_its_settings(config, tmp_path, text_run, suite):
     if module := {"harness": "lm_eval", "math": "math_verify"}.get(suite):
         pytest.importorskip(module, reason="the extra `eval` is not installed")
@@ -108,7 +109,7 @@ def test_every_field_that_a_suite_reads_is_one_of_its_settings(config, tmp_path,
     run = dataclasses.replace(run, config=dataclasses.replace(run.config, eval=watched))
     watched.read.clear()  # Forget the fields that the checks of the config read.
     with jax.set_mesh(run.mesh):
-        result = evals.SUITES[suite].evaluate(evals.Evaluation(run, params, Work(enabled=False)))
+        result = SUITES[suite].evaluate(evals.Evaluation(run, params, Work(enabled=False)))
     assert result.numbers
     assert watched.read - {"__class__"} == set(evals.fields_of(text_run.config, suite))
 
@@ -141,6 +142,6 @@ def test_a_result_of_another_revision_of_a_suite_is_not_reused(config, text_file
     run = Run.open(chosen, tmp_path, one_device())
     evals.evaluate(run, params_of(run), 0, [asked])
     assert evals.stored_result(run, asked, 0) is not None
-    loss = evals.SUITES["loss"]
-    monkeypatch.setitem(evals.SUITES._entries, "loss", dataclasses.replace(loss, revision=loss.revision + 1))
+    loss = SUITES["loss"]
+    monkeypatch.setitem(SUITES._entries, "loss", dataclasses.replace(loss, revision=loss.revision + 1))
     assert evals.stored_result(run, asked, 0) is None

@@ -62,7 +62,7 @@ class Reader:
             text = bytes(request.prompt).decode(errors="replace")
             found = QUESTION.search(text) or SUMMARY.search(text)
             assert stop == STOP[KINDS["qa" if len(found.groups()) == 2 else "news"]]
-            assert len(request.prompt) + request.new_tokens <= lm.window
+            assert len(request.prompt) + request.new_tokens <= lm.context_length
             self.prompts.append(text)
             answer = self.answer(*found.groups())
             ended_by = "stop string" if len(answer) < request.new_tokens else "limit"

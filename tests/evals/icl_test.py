@@ -132,7 +132,7 @@ class Chooser:
         self.prompts += len(prompts)
         chosen = []
         for prompt in prompts:
-            assert len(prompt.context) + len(prompt.question) + max(map(len, labels)) - 1 <= lm.window
+            assert len(prompt.context) + len(prompt.question) + max(map(len, labels)) - 1 <= lm.context_length
             chosen.append(names.index(f" {self.choose(*read(prompt), [name.strip() for name in names])}\n"))
         return chosen
 

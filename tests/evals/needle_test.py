@@ -159,7 +159,7 @@ class Reader:
         assert sampling.temperature == 0
         completions = []
         for request in requests:
-            assert len(request.prompt) + request.new_tokens <= lm.window
+            assert len(request.prompt) + request.new_tokens <= lm.context_length
             text = lm.tokenizer.decode(request.prompt)
             self.prompts.append(text)
             cities = re.findall(r"[A-Z][a-z]+", text.rpartition("Answer:")[2].split(" for ")[1])

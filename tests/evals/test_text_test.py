@@ -13,7 +13,7 @@ from difftx.commands.data import main as data_command
 from difftx.commands.prepare import main as prepare
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
-from difftx.evals import test
+from difftx.evals import held_out
 from difftx.training.run import Run
 
 SUITES = ["loss", "recall", "position"]
@@ -126,7 +126,7 @@ def test_the_inner_suites_are_checked_on_the_test_text(config, stores, tmp_path,
 @pytest.mark.parametrize("resampled", [False, True])
 def test_training_documents_are_refused(config, stores, tmp_path, monkeypatch, capsys, chunk_tokens, resampled):
     """Documents 7 and 30 of the test text are also training documents."""
-    monkeypatch.setattr(test, "CHUNK_TOKENS", chunk_tokens)
+    monkeypatch.setattr(held_out, "CHUNK_TOKENS", chunk_tokens)
     train, other = ((stores / f"{name}.jsonl").read_text().splitlines() for name in ("train", "test"))
     mixed = [*other[:7], train[50], *other[8:30], train[3], *other[31:]]
     (tmp_path / "mixed.jsonl").write_text("\n".join(mixed))
@@ -139,7 +139,7 @@ def test_training_documents_are_refused(config, stores, tmp_path, monkeypatch, c
     with pytest.raises(UserError, match=message):
         evals.check_run(run, ["test"])
     capsys.readouterr()
-    monkeypatch.setattr(test, "MOST_COMPARED_TOKENS", 9)
+    monkeypatch.setattr(held_out, "MOST_COMPARED_TOKENS", 9)
     evals.check_run(run, ["test"])
     assert (
         "suite 'test': not checked whether documents of eval.test.path are in the training" in capsys.readouterr().out

@@ -21,7 +21,7 @@ import jax
 
 from difftx.kernels import target, xla
 from difftx.kernels.api import BACKENDS
-from difftx.training import kernel_choice
+from difftx.training import kernel_choice, kernel_measurement
 
 
 def slow(q, *operands, **options):
@@ -78,11 +78,11 @@ for name, behaviour in json.loads(os.environ["FAKES"]).items():
     BACKENDS["diff_attention"][name] = dataclasses.replace(fake, forward=logged(name, fake.forward))
 del BACKENDS["diff_attention"]["xla"]
 BACKENDS["diff_attention"]["xla"] = dataclasses.replace(real, forward=logged("xla", real.forward))  # "xla" stays last.
-kernel_choice.gpu_identity = lambda: os.environ.get("FAKES_GPU")
+kernel_measurement.gpu_identity = lambda: os.environ.get("FAKES_GPU")
 if "FAKES_GPU" not in os.environ:
     kernel_choice.target = SimpleNamespace(platform=lambda: "tpu", device_kind=target.device_kind)
-kernel_choice.KERNEL_SECONDS = float(os.environ.get("FAKES_KERNEL_SECONDS", "20"))
-kernel_choice.DEADLINE_SECONDS = float(os.environ.get("FAKES_DEADLINE_SECONDS", "60"))
+kernel_measurement.KERNEL_SECONDS = float(os.environ.get("FAKES_KERNEL_SECONDS", "20"))
+kernel_measurement.DEADLINE_SECONDS = float(os.environ.get("FAKES_DEADLINE_SECONDS", "60"))
 
 if __name__ == "__main__":
     from difftx.errors import run_command

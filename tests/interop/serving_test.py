@@ -18,7 +18,7 @@ from difftx.config.build import override
 from difftx.errors import RunError
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY
-from difftx.interop import custom, in_transformers, runs
+from difftx.interop import in_transformers, remote_code_config, runs
 from difftx.interop.runs import compare_logits
 from difftx.training.run import read_config
 
@@ -266,12 +266,12 @@ def test_only_the_modelling_file_of_an_export_is_executed(config, mesh_of, tmp_p
     ours = [name for name in json.loads(result.stdout.splitlines()[-1]) if name.startswith(str(tmp_path))]
     # transformers writes empty __init__.py files next to its copy.
     code = [name for name in ours if Path(name).read_text()]
-    assert [Path(name).name for name in code] == [custom.MODELING.name]
+    assert [Path(name).name for name in code] == [remote_code_config.MODELING.name]
 
 
 def test_verify_executes_no_code_of_the_folder(config, mesh_of, tmp_path):
     _, workdir, folder = exported(config, mesh_of(), "gdla", tmp_path)
-    hostile = folder / custom.MODELING.name
+    hostile = folder / remote_code_config.MODELING.name
     hostile.write_text("raise SystemExit('executed')\n")
     path = folder / "config.json"
     path.write_text(path.read_text().replace('"use_cache"', '"attn_implementation": "someone/kernel", "use_cache"'))

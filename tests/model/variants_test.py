@@ -12,10 +12,11 @@ from helpers.model_layers import OPTIONS, QUICKSTART, TOKENS, X_BTD, layer_of
 from difftx.config.architectures import ARCHITECTURES
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
-from difftx.model.abstract import MLP_MULTIPLE, count_parameters
+from difftx.model.abstract import count_parameters
 from difftx.model.attention import layer_constants
 from difftx.model.decoder import Decoder
 from difftx.model.flops import flops_per_token
+from difftx.model.matching import MLP_MULTIPLE
 from difftx.parallel.layout import Layout
 from model import oracle
 

@@ -64,7 +64,9 @@ def test_two_processes_rewind_and_stop_together(started):
     codes_and_texts = [two.wait(process) for process in (0, 1)]
     assert [code for code, _ in codes_and_texts] == [1, 1], codes_and_texts
     lead, other = (text for _, text in codes_and_texts)
-    assert re.search(r"steps \d+ to \d+: 3 updates skipped, .*; back to step 0, on with example \d+", lead)
+    assert re.search(
+        r"steps \d+ to \d+: 3 updates skipped, .*; rewinding to step 0; training continues with example \d+", lead
+    )
     assert len(re.findall(r"^error: steps .*; stopped, rewound before: 1", lead, re.MULTILINE)) == 1
     assert "Traceback" not in lead + other
     events = (two.metrics.parent / "journal.jsonl").read_text()

@@ -460,7 +460,7 @@ def test_results_with_other_settings_are_named_and_have_no_difference(tmp_path, 
         config = tiny("diff", **copies, eval__needle__samples=samples)
         runs[name] = write_run(tmp_path / name, config)
         needle = Suite(evaluate=lambda _, value=accuracy: Result(numbers={"accuracy": value}), reads=("needle",))
-        monkeypatch.setattr(evals, "SUITES", Registry("suite", {"needle": needle}))
+        monkeypatch.setattr("difftx.evals.run.SUITES", Registry("suite", {"needle": needle}))
         evals.evaluate(Run.open(config, runs[name]), None, 3, ["needle"])
     old = write_run(tmp_path / "old", tiny("diff", **copies))
     write_result(old, "needle", 3, {"accuracy": 0.125})  # It does not record its settings.
@@ -477,7 +477,7 @@ def test_results_of_another_revision_of_a_suite_are_not_compared(tmp_path, monke
     config = tiny("diff", train__steps=3, data__path="synthetic:copy", data__synthetic__vocab_size=130)
     for name, revision in (("a", 0), ("b", 1), ("c", 1)):
         suite = Suite(evaluate=lambda _: Result(numbers={"accuracy": 0.5}), revision=revision)
-        monkeypatch.setattr(evals, "SUITES", Registry("suite", {"icl": suite}))
+        monkeypatch.setattr("difftx.evals.run.SUITES", Registry("suite", {"icl": suite}))
         evals.evaluate(Run.open(config, write_run(tmp_path / name, config)), None, 3, ["icl"])
 
     def notes(*names):
@@ -520,7 +520,7 @@ WRITTEN = {"test": "w/meta.json", "needle": "w.txt", "recall": "w.bigrams", "har
 @pytest.mark.parametrize("suite", SUITE_FILES)
 def test_equal_files_at_other_paths_are_the_same_settings_and_other_files_are_not(tmp_path, monkeypatch, suite):
     stub = dataclasses.replace(SUITES[suite], evaluate=lambda _: Result(numbers={"accuracy": 0.5}))
-    monkeypatch.setattr(evals, "SUITES", Registry("suite", {suite: stub, "loss": SUITES["loss"]}))
+    monkeypatch.setattr("difftx.evals.run.SUITES", Registry("suite", {suite: stub, "loss": SUITES["loss"]}))
     for name, text in (("a", "1\n2"), ("b", "1\n2"), ("c", "3\n2")):
         folder = tmp_path / "files" / name
         file = folder / WRITTEN.get(suite, "w.jsonl")

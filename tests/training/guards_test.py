@@ -211,7 +211,8 @@ def test_rewind_skips_the_batches_of_bad_steps(open_run, capsys, brute_force):
     rows = train_rows(run)
     assert [row["attempt"] for row in rows] == [1] * 8 + [2] * 8
     assert [row["tokens"] for row in rows] == [256 * step for step in range(1, STEPS + 1)]
-    assert "steps 10 to 12: 3 updates skipped, loss or gradient not finite; back to step 8" in capsys.readouterr().out
+    message = "steps 10 to 12: 3 updates skipped, loss or gradient not finite; rewinding to step 8"
+    assert message in capsys.readouterr().out
 
 
 @pytest.mark.long  # test_a_rewind_restores_the_newest_step_before_the_bad_steps tests the rule.
@@ -421,7 +422,7 @@ def test_a_rewind_to_the_start_does_not_take_back_a_quarantined_checkpoint(
     capsys.readouterr()
     assert train(run) == 0
     printed = capsys.readouterr().out
-    assert f"back to step 0, on with example {9 * ROWS}" in printed
+    assert f"rewinding to step 0; training continues with example {9 * ROWS}" in printed
     assert "renamed 8" not in printed
     assert losses(run) == brute_force(run, range(9, 9 + STEPS))[0]
     assert [(entry["step"], entry["skipped_examples"]) for entry in journal(run)] == [(0, [0, 9 * ROWS])]

@@ -18,9 +18,10 @@ from difftx.config.recipes import load_config
 from difftx.errors import UnreadableError
 from difftx.kernels import api
 from difftx.kernels.backend import Ranking
-from difftx.training import kernel_choice
+from difftx.training import kernel_choice, kernel_measurement
 from difftx.training.checkpoint.manifest import package_versions
-from difftx.training.kernel_choice import workload, worst
+from difftx.training.kernel_choice import worst
+from difftx.training.workload import attention_workload
 
 FAKES = {"ours": "right", "tardy": "slow", "bad": "wrong", "broken": "raises", "dead": "crashes", "stuck": "hangs"}
 REASONS = {
@@ -147,7 +148,7 @@ def test_kernels_that_were_not_tried_in_time_are_named(machine):
     fakes = {"stuck": "hangs", "ours": "right"}
     (said,), measured = machine.train(2, fakes, FAKES_DEADLINE_SECONDS="15", FAKES_KERNEL_SECONDS="30")
     assert measured == ["stuck"]
-    assert said[0] == "kernels  diff_attention: no measured kernel is right"
+    assert said[0] == "kernels  diff_attention: no measured kernel passed the comparison"
     assert re.fullmatch(r" +stuck is not used: it did not finish within \d+ s", said[1])
     assert said[2:] == ["         ours is not used: not tried within 15 s"]
     assert machine.manifest["attention_kernel"] == "xla"
@@ -233,29 +234,31 @@ def test_a_kernel_that_hangs_on_a_tpu_ends_the_process_with_advice(machine):
 
 def test_kernels_that_a_tpu_cannot_finish_by_the_deadline_are_not_tried(monkeypatch):
     clock = iter([0.0, 30.0, 40.0, 50.0])  # The start, and before each kernel.
-    shapes = SimpleNamespace(candidates=lambda: ["first", "second", "xla"])
-    monkeypatch.setattr(kernel_choice, "workload", lambda *_: shapes)
-    monkeypatch.setattr(kernel_choice, "_outcome", lambda shapes, name: 1.0 if name == "first" else "it is wrong")
-    monkeypatch.setattr(kernel_choice.time, "monotonic", clock.__next__)
-    found = kernel_choice._measured_here(load_config("configs/quickstart.py:diff", TINY))
+    workload = SimpleNamespace(candidates=lambda: ["first", "second", "xla"])
+    monkeypatch.setattr(kernel_measurement, "attention_workload", lambda *_: workload)
+    monkeypatch.setattr(
+        kernel_measurement, "_outcome", lambda workload, name: 1.0 if name == "first" else "it is wrong"
+    )
+    monkeypatch.setattr(kernel_measurement.time, "monotonic", clock.__next__)
+    found = kernel_measurement._measured_here(load_config("configs/quickstart.py:diff", TINY))
     assert found == ({"first": 1.0}, {"second": "not tried within 60 s"})
 
 
 def test_a_child_does_not_try_another_kernel_after_a_failure(monkeypatch):
     """The parent needs time to end the child. A kernel that starts in this time would be tried twice."""
-    shapes = SimpleNamespace(candidates=lambda: ["right", "wrong", "next"])
+    workload = SimpleNamespace(candidates=lambda: ["right", "wrong", "next"])
     outcomes = {"right": 1.0, "wrong": "it is wrong", "next": 2.0}
-    monkeypatch.setattr(kernel_choice, "workload", lambda *_: shapes)
-    monkeypatch.setattr(kernel_choice, "_outcome", lambda shapes, name: outcomes[name])
-    monkeypatch.setattr(kernel_choice, "_end_with_parent", lambda: None)  # Its parent would be pytest.
+    monkeypatch.setattr(kernel_measurement, "attention_workload", lambda *_: workload)
+    monkeypatch.setattr(kernel_measurement, "_outcome", lambda workload, name: outcomes[name])
+    monkeypatch.setattr(kernel_measurement, "_end_with_parent", lambda: None)  # Its parent would be pytest.
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # `_child` sets it for its own process.
     sent = []
     config = load_config("configs/quickstart.py:diff", TINY)
     devices = jax.config.read("jax_cuda_visible_devices")
-    kernel_choice._child(SimpleNamespace(send=sent.append), config, [], devices, 1, None)
+    kernel_measurement._child(SimpleNamespace(send=sent.append), config, [], devices, 1, None)
     assert sent == [["right", "wrong", "next"], 1.0, "it is wrong"]
     sent.clear()
-    kernel_choice._child(SimpleNamespace(send=sent.append), config, [], devices, 1, ["next"])
+    kernel_measurement._child(SimpleNamespace(send=sent.append), config, [], devices, 1, ["next"])
     assert sent == [["next"], 2.0]
 
 
@@ -305,7 +308,7 @@ def test_a_recorded_ranking_holds_for_its_versions_and_shapes(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(api, "_rankings", {})
     times = iter([{"a": 1.0, "xla": 2.0}, {"xla": 2.0, "a": 3.0}])
-    monkeypatch.setattr(kernel_choice, "measured", lambda config: (next(times), {}))
+    monkeypatch.setattr(kernel_measurement, "measured", lambda config: (next(times), {}))
     recorded = kernel_choice._ranked("GPU", load_config("configs/quickstart.py:diff", TINY), None)
     monkeypatch.setattr(kernel_choice, "package_versions", lambda: package_versions() | changed_packages)
     again = kernel_choice._ranked("GPU", load_config("configs/quickstart.py:diff", TINY | changes), recorded)
@@ -322,7 +325,7 @@ def test_a_recorded_ranking_holds_for_the_source_files_of_the_kernels(monkeypatc
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(api, "_rankings", {})
     times = iter([{"a": 1.0, "xla": 2.0}, {"xla": 2.0, "a": 3.0}])
-    monkeypatch.setattr(kernel_choice, "measured", lambda config: (next(times), {}))
+    monkeypatch.setattr(kernel_measurement, "measured", lambda config: (next(times), {}))
     config = load_config("configs/quickstart.py:diff", TINY)
     begun = dataclasses.asdict(kernel_choice._ranked("GPU", config, None))
     manifest, workdir = tmp_path / "run" / "manifest.json", tmp_path / "run"
@@ -362,8 +365,8 @@ def test_a_recorded_ranking_holds_for_the_source_files_of_the_kernels(monkeypatc
 def test_the_shapes_on_one_device(architecture, changes, expected):
     config: Config = load_config(f"configs/quickstart.py:{architecture}", TINY | changes)
     mesh = config.mesh
-    found = workload(config, "cpu", mesh.data * mesh.fsdp * mesh.context * mesh.tensor)
-    assert (found.function, found.batch, found.heads, found.kv_heads) == expected
-    assert (found.tokens, found.width) == (32, config.model.d_head)
-    assert found.call().q.shape[-1] == config.model.d_head
-    assert jax.numpy.dtype(found.dtype) == config.model.compute_dtype
+    workload = attention_workload(config, "cpu", mesh.data * mesh.fsdp * mesh.context * mesh.tensor)
+    assert (workload.function, workload.batch, workload.heads, workload.kv_heads) == expected
+    assert (workload.tokens, workload.width) == (32, config.model.d_head)
+    assert workload.call().q.shape[-1] == config.model.d_head
+    assert jax.numpy.dtype(workload.dtype) == config.model.compute_dtype

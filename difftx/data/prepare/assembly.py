@@ -94,11 +94,11 @@ def encode_unit(job: Job, unit: Unit) -> UnitSummary:
 
 def _documents(job: Job, unit: Unit) -> Iterator[Document | UserError]:
     """Yield the documents of a unit. A conversation becomes one document per message of the assistant."""
-    for found in unit.content.documents(job.fields):
-        if isinstance(found, Conversation):
-            yield from found.documents(job.encoding.require_chat_template("--messages_field"))
+    for document in unit.content.documents(job.fields):
+        if isinstance(document, Conversation):
+            yield from document.documents(job.encoding.require_chat_template("--messages_field"))
         else:
-            yield found
+            yield document
 
 
 def _encode(encoding: Tokenizer, document: Document) -> tuple[np.ndarray, np.ndarray]:
@@ -141,11 +141,11 @@ def finished_units(job: Job, sources: Sequence[Source]) -> dict[int, list[UnitSu
 def _archives(job: Job, sources: Sequence[Source]) -> Iterator[tuple[Source, AnyPath, Mapping[str, np.ndarray]]]:
     """Yield source, path and content of each source's unit files, up to the first unit that has no file."""
     names = list_folder(job.units)
-    found: list[tuple[Source, AnyPath]] = []
+    unit_files: list[tuple[Source, AnyPath]] = []
     for source in sources:
         files = (unit_file(job, source.index, index, source.state) for index in itertools.count())
-        found += ((source, file) for file in itertools.takewhile(lambda file: file.name in names, files))
-    for (file, archive), (source, _) in zip(_opened(file for _, file in found), found, strict=True):
+        unit_files += ((source, file) for file in itertools.takewhile(lambda file: file.name in names, files))
+    for (file, archive), (source, _) in zip(_opened(file for _, file in unit_files), unit_files, strict=True):
         yield source, file, archive
 
 

@@ -26,31 +26,33 @@ def row_statistics(
     in_part = {name: part_BS == number for number, name in enumerate(PARTS)}
     seen_BS = part_BS != UNSEEN
     row_BHS = rows.weights_BCHS[:, 0]
-    found = {}
+    statistics = {}
     for suffix, x_BHS in (("", _share(row_BHS)), ("_signed", row_BHS)):
         for name, inside_BS in in_part.items():
-            found[name + suffix] = _sum(x_BHS, inside_BS & ~is_first_1S)
-        found[FIRST + suffix] = x_BHS[..., 0]
-    found |= _sparsity(_share(row_BHS), seen_BS, l0_share)
+            statistics[name + suffix] = _sum(x_BHS, inside_BS & ~is_first_1S)
+        statistics[FIRST + suffix] = x_BHS[..., 0]
+    statistics |= _sparsity(_share(row_BHS), seen_BS, l0_share)
     if rows.lam_BCH is not None:
-        found["lambda"] = rows.lam_BCH[:, 0]
+        statistics["lambda"] = rows.lam_BCH[:, 0]
         logits_BHGS = rows.logits_BCHGS[:, 0]
         for group, name in enumerate(GROUPS):
             softmax_BHS = jax.nn.softmax(logits_BHGS[:, :, group], axis=-1)
             of_group = {FIRST: softmax_BHS[..., 0], **_sparsity(softmax_BHS, seen_BS, l0_share)}
-            found |= {f"{measure}_{name}": value for measure, value in of_group.items()}
+            statistics |= {f"{measure}_{name}": value for measure, value in of_group.items()}
         for name in compared:
             for suffix, inside_BS in (("", in_part[name] & ~is_first_1S), ("_with_first", in_part[name])):
-                found[f"cosine_{name}{suffix}"], found[f"kl_{name}{suffix}"] = _similarity(logits_BHGS, inside_BS)
-    return {name: jnp.mean(value_BH, axis=1) for name, value_BH in found.items()}
+                statistics[f"cosine_{name}{suffix}"], statistics[f"kl_{name}{suffix}"] = _similarity(
+                    logits_BHGS, inside_BS
+                )
+    return {name: jnp.mean(value_BH, axis=1) for name, value_BH in statistics.items()}
 
 
 def row_pictures(rows: AttentionRows, *, tokens_a_bin: int) -> dict[str, jax.Array]:
     """Return, by name, the attention weights to draw: means over heads, summed over bins, float32 `[B, C, N]`."""
-    found = {"share": _share(rows.weights_BCHS), "map": rows.weights_BCHS}
+    weights = {"share": _share(rows.weights_BCHS), "map": rows.weights_BCHS}
     if rows.lam_BCH is not None:
         softmax_BCHGS = jax.nn.softmax(rows.logits_BCHGS, axis=-1)
-        found |= {name: softmax_BCHGS[:, :, :, group] for group, name in enumerate(GROUPS)}
+        weights |= {name: softmax_BCHGS[:, :, :, group] for group, name in enumerate(GROUPS)}
 
     def binned(x_BCHS: jax.Array) -> jax.Array:
         x_BCS = jnp.mean(x_BCHS, axis=2)
@@ -58,7 +60,7 @@ def row_pictures(rows: AttentionRows, *, tokens_a_bin: int) -> dict[str, jax.Arr
         padded = jnp.pad(x_BCS, [(0, 0), (0, 0), (0, -S % tokens_a_bin)])
         return jnp.sum(padded.reshape(B, C, -1, tokens_a_bin), axis=-1)
 
-    return {name: binned(x_BCHS) for name, x_BCHS in found.items()}
+    return {name: binned(x_BCHS) for name, x_BCHS in weights.items()}
 
 
 def _share(row_BHS: jax.Array) -> jax.Array:

@@ -44,14 +44,14 @@ def evaluate(evaluation: Evaluation) -> Result:
 
     def measure(items: Sequence[NeedleItem]) -> list[dict[str, list[float]]]:
         batch = _batch(evaluation, [prompts.prompt(item) for item in items], rows, 1)
-        found = _measure_rows(graphdef, evaluation.params, batch, l0_share=settings.l0_share, compared=compared)
-        found = {name: np.asarray(value_LB) for name, value_LB in found.items()}
-        return [{name: value_LB[:, row].tolist() for name, value_LB in found.items()} for row in range(len(items))]
+        measures = _measure_rows(graphdef, evaluation.params, batch, l0_share=settings.l0_share, compared=compared)
+        measures = {name: np.asarray(value_LB) for name, value_LB in measures.items()}
+        return [{name: value_LB[:, row].tolist() for name, value_LB in measures.items()} for row in range(len(items))]
 
-    found = [values for _, values in evaluation.answers(prompts.items, measure, what="prompts", batch_items=rows)]
+    by_prompt = [values for _, values in evaluation.answers(prompts.items, measure, what="prompts", batch_items=rows)]
     # Each depth has `settings.samples` adjacent items, so a mean over depths equals the mean over all items.
     shape = len(prompts.depths), settings.samples, run.config.model.num_layers
-    means = {name: np.reshape([values[name] for values in found], shape).mean(axis=1) for name in found[0]}
+    means = {name: np.reshape([values[name] for values in by_prompt], shape).mean(axis=1) for name in by_prompt[0]}
     by_layer = {name: np.mean(mean_DL, axis=0) for name, mean_DL in means.items()}
     by_depth = {name: np.mean(mean_DL[:, layers], axis=1) for name, mean_DL in means.items()}
     example = prompts.prompt(prompts.items[len(prompts.depths) // 2 * settings.samples])
@@ -111,8 +111,8 @@ def _maps(
     queries = min(run.config.eval.attention.shown_queries, len(prompt.tokens))
     bins = -(-len(prompt.tokens) // tokens_a_bin)
     batch = _batch(evaluation, [prompt], decode.rows_for(1, run.mesh), queries)
-    found = _draw_rows(graphdef, evaluation.params, batch, tokens_a_bin=tokens_a_bin)
-    return {name: np.mean(np.asarray(x)[layers, 0, :, :bins], axis=0, dtype=np.float64) for name, x in found.items()}
+    pictures = _draw_rows(graphdef, evaluation.params, batch, tokens_a_bin=tokens_a_bin)
+    return {name: np.mean(np.asarray(x)[layers, 0, :, :bins], axis=0, dtype=np.float64) for name, x in pictures.items()}
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "l0_share", "compared"))
@@ -121,16 +121,16 @@ def _measure_rows(
 ) -> Mapping[str, jax.Array]:
     """Return the measures of `row_statistics` in every layer, `[L, B]` each."""
     visit = functools.partial(row_statistics, part_BS=batch.part_BT, l0_share=l0_share, compared=compared)
-    _, found = nnx.merge(graphdef, params).attention_rows(batch.tokens_BT, batch.queries_BC, visit)
-    return reshard(found, P())  # Replicate it, so that each host can read all of it.
+    _, measures = nnx.merge(graphdef, params).attention_rows(batch.tokens_BT, batch.queries_BC, visit)
+    return reshard(measures, P())  # Replicate it, so that each host can read all of it.
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "tokens_a_bin"))
 def _draw_rows(graphdef: nnx.GraphDef, params: Any, batch: _Batch, *, tokens_a_bin: int) -> Mapping[str, jax.Array]:
     """Return the arrays of `row_pictures` in every layer, `[L, B, C, N]` each."""
     visit = functools.partial(row_pictures, tokens_a_bin=tokens_a_bin)
-    _, found = nnx.merge(graphdef, params).attention_rows(batch.tokens_BT, batch.queries_BC, visit)
-    return reshard(found, P())
+    _, pictures = nnx.merge(graphdef, params).attention_rows(batch.tokens_BT, batch.queries_BC, visit)
+    return reshard(pictures, P())
 
 
 SUITE = Suite(

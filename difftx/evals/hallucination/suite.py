@@ -42,8 +42,10 @@ def evaluate(evaluation: Evaluation) -> Result:
     for data_set in sets:
         _judge(evaluation, judge, data_set, entries[data_set.name])
     measures = {
-        one.name: _mean([_measures(one.kind, item, entries[one.name][item.id], judge) for item in one.items])
-        for one in sets
+        data_set.name: _mean(
+            [_measures(data_set.kind, item, entries[data_set.name][item.id], judge) for item in data_set.items]
+        )
+        for data_set in sets
     }
     tables: list[LineChart | Heatmap] = []
     for kind in KINDS:
@@ -51,7 +53,7 @@ def evaluate(evaluation: Evaluation) -> Result:
             measures[kind] = _mean([measures[name] for name in names])
             tables.append(_table(kind, names, measures, judge))
     return Result(
-        numbers={f"{name}_{measure}": value for name, found in measures.items() for measure, value in found.items()},
+        numbers={f"{name}_{measure}": value for name, of_set in measures.items() for measure, value in of_set.items()},
         details={"judge": judge.name, **judge.details(), "sets": entries},
         charts=tables,
     )
@@ -85,10 +87,10 @@ def _answered(evaluation: Evaluation, data_set: HallucinationSet) -> dict[str, E
             {"answer": done.text.strip(), "tokens": len(done.tokens), "ended_by": done.ended_by} for done in completions
         ]
 
-    found = evaluation.answers(data_set.items, answer, what=f"answers to {data_set.name}")
+    answers = evaluation.answers(data_set.items, answer, what=f"answers to {data_set.name}")
     return {
         item.id: {"question": item.question, "references": list(item.references), "document_cut": item.cut, **given}
-        for item, given in found
+        for item, given in answers
     }
 
 
@@ -98,8 +100,8 @@ def _judge(evaluation: Evaluation, judge: Judge, data_set: HallucinationSet, ent
     cases = [
         Case(data_set.kind, item.document, item.question, item.references, entries[item.id]["answer"]) for item in given
     ]
-    found = decide_on_primary(lambda: judge.verdicts(cases, data_set.name, evaluation.work), DECISION_SECONDS)
-    verdicts = {item.id: Verdict(*verdict) for item, verdict in zip(given, found, strict=True)}
+    judged = decide_on_primary(lambda: judge.verdicts(cases, data_set.name, evaluation.work), DECISION_SECONDS)
+    verdicts = {item.id: Verdict(*verdict) for item, verdict in zip(given, judged, strict=True)}
     for name, entry in entries.items():
         verdict = verdicts.get(name, Verdict(False, "the answer is empty"))
         entry |= {"judge": judge.name, "accurate": verdict.accurate, "why": verdict.why}
@@ -129,9 +131,9 @@ def _measures(kind: str, item: HallucinationItem, entry: Entry, judge: Judge) ->
     return measures
 
 
-def _mean(found: Sequence[Measures]) -> Measures:
-    names = dict.fromkeys(name for measures in found for name in measures)
-    return {name: statistics.fmean(measures[name] for measures in found if name in measures) for name in names}
+def _mean(items: Sequence[Measures]) -> Measures:
+    names = dict.fromkeys(name for measures in items for name in measures)
+    return {name: statistics.fmean(measures[name] for measures in items if name in measures) for name in names}
 
 
 def _table(kind: str, names: Sequence[str], measures: dict[str, Measures], judge: Judge) -> Heatmap:

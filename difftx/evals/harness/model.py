@@ -26,7 +26,7 @@ class HarnessModel(TemplateLM):
         self.truncated = 0  # Number of requests that were truncated on the left.
         self._evaluation = evaluation
         self._settings = evaluation.run.config.eval.harness
-        self._window = evaluation.lm.window
+        self._context_length = evaluation.lm.context_length
 
     @property
     def eot_token_id(self) -> int:
@@ -53,7 +53,7 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any) -> list[Score]:
         # The last token of a continuation is only a target, so it needs no position in the context.
         pairs = [
-            (self._truncated(tuple(context), self._window + 1 - len(continuation)), tuple(continuation))
+            (self._truncated(tuple(context), self._context_length + 1 - len(continuation)), tuple(continuation))
             for _, context, continuation in requests
         ]
         return score_all(self._evaluation, pairs, what="answers to choose from")
@@ -63,7 +63,7 @@ class HarnessModel(TemplateLM):
         windows = []
         for request in requests:
             text = self.tok_encode(request.args[0], add_special_tokens=False)
-            parts = get_rolling_token_windows(text, self.prefix_token_id, self._window, context_len=1)
+            parts = get_rolling_token_windows(text, self.prefix_token_id, self._context_length, context_len=1)
             windows.append([(tuple(context), tuple(tokens)) for context, tokens in map(make_disjoint_window, parts)])
         scores = iter(score_all(self._evaluation, [pair for text in windows for pair in text], what="windows of texts"))
         return [sum(next(scores).loglikelihood for _ in text) for text in windows]
@@ -90,7 +90,7 @@ class HarnessModel(TemplateLM):
         new_tokens, greedy = options["max_gen_toks"], not options["do_sample"]
         tokens = tuple(self.tok_encode(context)) or (self.eot_token_id,)
         return GenerationRequest(
-            prompt=self._truncated(tokens, self._window - new_tokens),
+            prompt=self._truncated(tokens, self._context_length - new_tokens),
             new_tokens=new_tokens,
             stop=tuple(filter(None, options["until"])),
             sampling=Sampling(
@@ -109,8 +109,8 @@ class HarnessModel(TemplateLM):
         if room < 1 or not self._settings.truncate:
             way = ", or truncate long requests on the left with eval.harness.truncate=true" if room > 0 else ""
             raise UserError(
-                f"suite 'harness': a request takes {self._window + len(tokens) - room} tokens, and the model's context "
-                f"data.sequence_length={self._window}; remove its task from eval.harness.tasks{way}"
+                f"suite 'harness': a request takes {self._context_length + len(tokens) - room} tokens, and the model's "
+                f"context data.sequence_length={self._context_length}; remove its task from eval.harness.tasks{way}"
             )
         self.truncated += 1
         return tokens[-room:]

@@ -36,7 +36,7 @@ def evaluate(evaluation: Evaluation) -> Result:
     from difftx.evals.harness.model import HarnessModel
 
     model = HarnessModel(evaluation)
-    found = lm_eval.simple_evaluate(
+    lm_eval_results = lm_eval.simple_evaluate(
         model,
         tasks=list(tasks.values()),
         task_manager=manager,
@@ -49,7 +49,7 @@ def evaluate(evaluation: Evaluation) -> Result:
         torch_random_seed=None,
         fewshot_random_seed=settings.seed,
     )
-    return _result(list(tasks), found, model.truncated, _guesses(tasks))
+    return _result(list(tasks), lm_eval_results, model.truncated, _guesses(tasks))
 
 
 def files(config: Config) -> list[Path]:
@@ -128,8 +128,10 @@ def _guesses(tasks: Mapping[str, Any]) -> dict[str, float]:
     return guesses
 
 
-def _result(tasks: Sequence[str], found: Mapping[str, Any], truncated: int, guesses: Mapping[str, float]) -> Result:
-    scores = {task: _numbers(values) for task, values in found["results"].items()}
+def _result(
+    tasks: Sequence[str], lm_eval_results: Mapping[str, Any], truncated: int, guesses: Mapping[str, float]
+) -> Result:
+    scores = {task: _numbers(values) for task, values in lm_eval_results["results"].items()}
     rows = {task: scores[task] for task in tasks if "acc" in scores.get(task, {})}  # Some groups have no mean accuracy.
     numbers = averages(rows)
     for task, values in scores.items():
@@ -148,9 +150,9 @@ def _result(tasks: Sequence[str], found: Mapping[str, Any], truncated: int, gues
     )
     details = {
         "lm_eval": importlib.metadata.version("lm_eval"),
-        "questions": {task: counts["effective"] for task, counts in found["n-samples"].items()},
-        "examples_in_a_prompt": found["n-shot"],
-        "versions_of_tasks": found["versions"],
+        "questions": {task: counts["effective"] for task, counts in lm_eval_results["n-samples"].items()},
+        "examples_in_a_prompt": lm_eval_results["n-shot"],
+        "versions_of_tasks": lm_eval_results["versions"],
         "truncated_requests": truncated,
     }
     guessed = {task: {"acc": guess, "acc_norm": guess} for task, guess in guesses.items()}

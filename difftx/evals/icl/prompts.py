@@ -72,16 +72,18 @@ class IclTask:
         demonstrations = [self._example(train[i]) for i in rng.permutation(len(train))]
         examples = [self._example(record) for record in test]  # All records are checked, even if not drawn.
         self.questions = [examples[i] for i in rng.permutation(len(test))[: self._settings.questions]]
-        window = run.config.data.sequence_length
+        context_length = run.config.data.sequence_length
         # The last token of a label is only a target, so it needs no position in the context.
-        room = window + 1 - max(len(example.question) for example in self.questions) - max(map(len, self.labels))
+        room = (
+            context_length + 1 - max(len(example.question) for example in self.questions) - max(map(len, self.labels))
+        )
         room -= len(self._tokenizer.prefix)
         ends = np.cumsum([len(example.demonstration) for example in demonstrations])
         self.most_shots = most = int(np.searchsorted(ends, room, side="right"))
         if not most:
             raise UserError(
-                f"eval.icl.tasks, task {self.name!r}: data.sequence_length={window} does not hold a demonstration and "
-                f"the longest question, which take {ends[0] - room} tokens more; leave the task out"
+                f"eval.icl.tasks, task {self.name!r}: data.sequence_length={context_length} does not hold a "
+                f"demonstration and the longest question, which take {ends[0] - room} tokens more; leave the task out"
             )
         self._demonstrations = demonstrations[:most]
         self.context_tokens = int(ends[most - 1])  # Number of tokens in the demonstrations that fit.

@@ -44,21 +44,21 @@ class MathTask:
         if settings.questions is not None:
             problems = [problems[i] for i in sorted(rng.permutation(len(problems))[: settings.questions])]
         nudge = NUDGE if settings.chain_of_thought and not settings.shots else ""
-        window = run.config.data.sequence_length
+        context_length = run.config.data.sequence_length
         self.items: list[MathItem] = []
         for number, problem in enumerate(problems):
             prompt = run.tokenizer.encode_prompt(f"{context}Question: {problem.question}\nAnswer:{nudge}")
-            if len(prompt) >= window:
+            if len(prompt) >= context_length:
                 raise UserError(
                     f"{problem.name}: the prompt has {len(prompt)} tokens, and the model's context "
-                    f"data.sequence_length={window}; remove the line"
+                    f"data.sequence_length={context_length}; remove the line"
                     + (f", or use fewer demonstrations than eval.math.shots={settings.shots}" if settings.shots else "")
                 )
             item = MathItem(
                 id=f"{self.name}/{number}",
                 problem=problem,
                 prompt=prompt,
-                new_tokens=min(settings.new_tokens, window - len(prompt)),
+                new_tokens=min(settings.new_tokens, context_length - len(prompt)),
                 seed=(settings.seed + number) % 2**32,
             )
             self.items.append(item)

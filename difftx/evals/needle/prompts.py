@@ -76,13 +76,13 @@ class NeedlePrompts:
         self._settings = settings = settings or run.config.eval.needle
         self._tokenizer = run.tokenizer
         self.text_of = run.tokenizer.decode  # The charts of suite attention decode the tokens of a prompt.
-        self._window = window = run.config.data.sequence_length
+        self._context_length = context_length = run.config.data.sequence_length
         self.cases, self.depths = settings.cases, settings.depths
-        self.lengths = sorted(settings.lengths) or [window]
-        if self.lengths[-1] > window:
+        self.lengths = sorted(settings.lengths) or [context_length]
+        if self.lengths[-1] > context_length:
             raise UserError(
                 f"{length_field}: {self.lengths[-1]} tokens are more than the model's context "
-                f"data.sequence_length={window}; use at most that"
+                f"data.sequence_length={context_length}; use at most that"
             )
         for case in self.cases:
             self._check_case(case, length_field, case_field)
@@ -137,20 +137,24 @@ class NeedlePrompts:
     def _check_case(self, case: NeedleCaseConfig, length_field: str, case_field: str) -> None:
         if case.needles > len(CITIES):
             raise UserError(f"{case_field}: needles={case.needles}, and there are {len(CITIES)} cities; use fewer")
-        new_tokens, window = self._settings.new_tokens, self._window
+        new_tokens, context_length = self._settings.new_tokens, self._context_length
         needed = self._minimum_prompt_tokens(case.needles, case.queries) + new_tokens
         if self.lengths[0] >= needed:
             return
-        fewer = [n for n in range(1, case.needles + 1) if self._minimum_prompt_tokens(n, min(n, case.queries)) < window]
-        if needed <= window:
+        fewer = [
+            n
+            for n in range(1, case.needles + 1)
+            if self._minimum_prompt_tokens(n, min(n, case.queries)) < context_length
+        ]
+        if needed <= context_length:
             fix = f"use at least {needed}"
         elif fewer:
             needles = f"use {fewer[-1]} needles ({case_field}), and " if fewer[-1] < case.needles else ""
-            room = window - self._minimum_prompt_tokens(fewer[-1], min(fewer[-1], case.queries))
-            length = f"{length_field}={window}, and " if self.lengths[0] < window else ""
+            room = context_length - self._minimum_prompt_tokens(fewer[-1], min(fewer[-1], case.queries))
+            length = f"{length_field}={context_length}, and " if self.lengths[0] < context_length else ""
             fix = f"{needles}set {length}eval.needle.new_tokens={min(new_tokens, room)}"
         else:
-            fix = f"leave out the suite, because the model's context data.sequence_length={window} is too short"
+            fix = f"leave out the suite, because the model's context data.sequence_length={context_length} is too short"
         raise UserError(
             f"{length_field}: {self.lengths[0]} tokens do not hold {case.needles} needles, a question and "
             f"eval.needle.new_tokens={new_tokens}; {fix}"

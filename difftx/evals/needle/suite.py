@@ -29,13 +29,13 @@ def evaluate(evaluation: Evaluation) -> Result:
             for prompt, completion in zip(made, completions, strict=True)
         ]
 
-    found = list(evaluation.answers(prompts.items, answer, what="needles"))
+    answers = list(evaluation.answers(prompts.items, answer, what="needles"))
     shape = len(prompts.lengths), len(prompts.cases), len(prompts.depths), settings.samples
     accuracy_LCD, lwm_accuracy_LCD = (
-        np.reshape([rule(given["answer"], given["numbers"]) for _, given in found], shape).mean(axis=-1)
+        np.reshape([rule(given["answer"], given["numbers"]) for _, given in answers], shape).mean(axis=-1)
         for rule in (share_found, lwm_share_found)
     )
-    first = [(item, given) for item, given in found if item.sample == 0]
+    first = [(item, given) for item, given in answers if item.sample == 0]
     numbers = _numbers(prompts, accuracy_LCD, "") | _numbers(prompts, lwm_accuracy_LCD, "_lwm")
     return Result(
         numbers=numbers,

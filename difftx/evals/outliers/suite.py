@@ -27,6 +27,7 @@ from difftx.evals.outliers.order_statistics import (
 from difftx.evals.result import Result
 from difftx.evals.suite import Suite
 from difftx.kernels import xla
+from difftx.model.decoder import LayerActivations
 from difftx.parallel.layout import Layout
 from difftx.training.state import graph
 
@@ -78,9 +79,8 @@ def _add_batch(
     own_HG = jax.sharding.reshard(jnp.asarray(_is_own(model.config)), P(over_heads))
     by_row = jax.sharding.reshard((real_BT, ids_BT), P(over_rows))
 
-    def visit(
-        counts: Mapping[str, Counts], q: jax.Array, k: jax.Array, window: int | None, out_BTD: jax.Array
-    ) -> dict[str, Counts]:
+    def visit(counts: Mapping[str, Counts], activations: LayerActivations) -> dict[str, Counts]:
+        q, k, window, out_BTD = activations
         spec = layout.attend_BTHGd if q.ndim == 5 else layout.attend_BTHE
         add = functools.partial(jax.shard_map, out_specs=per_device, check_vma=False)
         add_logits = functools.partial(_add_logits, window=window, shared="context" not in over_heads)
@@ -91,7 +91,9 @@ def _add_batch(
             "hidden": count_hidden(counts["hidden"], out_BTD, real_BT, digits["hidden"]),
         }
 
-    return model.fold(visit, counts, batch.tokens_BT, positions_BT=batch.positions_BT, segment_ids_BT=ids_BT)
+    return model.accumulate_over_layers(
+        visit, counts, batch.tokens_BT, positions_BT=batch.positions_BT, segment_ids_BT=ids_BT
+    )
 
 
 def _is_own(config: ModelConfig) -> np.ndarray:

@@ -15,9 +15,9 @@ from difftx.model.layers import projection
 from difftx.model.variants.softmax import gate
 from difftx.parallel.layout import Layout
 
-SIGNAL_HEADS = (
-    3  # Signal heads per noise head. Motif-2-12.7B has 4, but 4 + 1 divides fewer numbers of heads than 3 + 1.
-)
+# Signal heads per noise head in recipes of `gda`. Motif-2-12.7B has 4, but 4 + 1 divides fewer numbers of heads than
+# 3 + 1.
+GDA_SIGNAL_HEADS = 3
 
 
 class DiffAttentionV2(Attention):
@@ -82,7 +82,7 @@ class DiffAttentionV2(Attention):
         return {"lambda": jnp.mean(self.lam(x_BTD))}
 
     def _by_noise_head(self, x_BTHE: jax.Array, sharding: jax.P) -> jax.Array:
-        """Return one vector per query head as `[B, T, N, Q, E]`: N noise heads with R signal heads and themselves."""
+        """Return the query heads as `[B, T, N, Q, E]`: for each noise head, its R signal heads followed by itself."""
         B, T, heads, E = x_BTHE.shape
         N = self.noise_heads(self.config)
         return jax.lax.reshape(x_BTHE, (B, T, N, heads // N, E), out_sharding=sharding)
@@ -164,8 +164,8 @@ class GroupedDiffAttention(DiffAttention):
     def configure(cls, c, heads):
         """Divide the `heads` heads of the Transformer into groups of three signal heads and one noise head."""
         super().configure(c, heads)
-        c.model.num_heads = SIGNAL_HEADS * (heads // (SIGNAL_HEADS + 1))
-        c.model.signal_heads = SIGNAL_HEADS
+        c.model.num_heads = GDA_SIGNAL_HEADS * (heads // (GDA_SIGNAL_HEADS + 1))
+        c.model.signal_heads = GDA_SIGNAL_HEADS
 
     @classmethod
     def query_shape(cls, config):
@@ -203,7 +203,7 @@ class SignedMaskAttention(DiffAttention):
 
 
 def paired_queries(q_BTNQd: jax.Array, sharding: jax.P) -> jax.Array:
-    """Return each signal query with its noise query, `[B, T, H, 2, d]`. The noise query is the last of each Q."""
+    """Return each signal query with its noise query, `[B, T, H, 2, d]`. The noise query is at index Q - 1."""
     signal_BTNRd, noise_BTN1d = q_BTNQd[..., :-1, :], q_BTNQd[..., -1:, :]
     q_BTNRGd = jnp.stack([signal_BTNRd, jnp.broadcast_to(noise_BTN1d, signal_BTNRd.shape)], axis=-2)
     B, T, N, R, G, d = q_BTNRGd.shape
@@ -212,7 +212,7 @@ def paired_queries(q_BTNQd: jax.Array, sharding: jax.P) -> jax.Array:
 
 def check_signal_heads(config: ModelConfig) -> None:
     """Raise `UserError` if `model.signal_heads` does not divide the heads into groups."""
-    require_field(config, "signal_heads", f"{SIGNAL_HEADS}")
+    require_field(config, "signal_heads", f"{GDA_SIGNAL_HEADS}")
     assert config.signal_heads is not None
     if config.num_heads % config.signal_heads:
         raise UserError(

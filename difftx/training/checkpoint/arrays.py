@@ -70,14 +70,14 @@ def copy_shards(tree: Any) -> dict[str, Shards]:
     for shards in written.values():
         for shard in shards:
             shard.data.copy_to_host_async()
-    found = {}
+    by_name = {}
     for path, leaf in leaves:
         name = array_name(path)
         # Copies, because the next step may reuse the memory of the array.
         copies = [(shard.index, np.array(shard.data)) for shard in written[name]]
         chunk = _chunk(leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize)
-        found[name] = Shards(leaf.shape, chunk, leaf.dtype, copies)
-    return found
+        by_name[name] = Shards(leaf.shape, chunk, leaf.dtype, copies)
+    return by_name
 
 
 @_explained("written")
@@ -132,8 +132,8 @@ def restore(folder: AnyPath, wanted: Any) -> Any:
         indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
         reads.append({index: store[index].read() for index in dict.fromkeys(indices)})
     arrays = [
-        jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index, found=found: found[index].result())
-        for (_, leaf), found in zip(leaves, reads, strict=True)
+        jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index, shards=shards: shards[index].result())
+        for (_, leaf), shards in zip(leaves, reads, strict=True)
     ]
     return jax.tree_util.tree_unflatten(structure, arrays)
 
@@ -170,11 +170,11 @@ def _base(folder: AnyPath, cache_bytes: int = CACHE_BYTES) -> tuple[dict[str, An
 
 
 def _database(base: dict[str, Any], *, writes: bool = False) -> dict[str, Any]:
-    found = {"driver": "ocdbt", "base": base, "cache_pool": "cache_pool#ocdbt"}
+    spec = {"driver": "ocdbt", "base": base, "cache_pool": "cache_pool#ocdbt"}
     if not writes:
-        return found if base["driver"] == "file" else found | COALESCED
+        return spec if base["driver"] == "file" else spec | COALESCED
     # `assume_config` saves the request that would look for a database, since every save has a folder of its own.
-    return found | {"config": FORMAT, "assume_config": True, "target_data_file_size": DATA_FILE_BYTES}
+    return spec | {"config": FORMAT, "assume_config": True, "target_data_file_size": DATA_FILE_BYTES}
 
 
 def _readable(base: dict[str, Any], name: str) -> dict[str, Any]:

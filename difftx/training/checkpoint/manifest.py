@@ -54,7 +54,7 @@ WeightsPart = Literal["params", "ema"]  # Part of a train state with weights: th
 PART_BYTES = 2**20  # Size of the parts of a file that are read at a time for its checksum.
 THREADS = min(8, os.cpu_count() or 1)  # Threads compute checksums in parallel, because xxhash releases the GIL.
 EXTENSIONS_SHAPE = [{"path": str, "sha256": str}]
-SHAPE = {
+MANIFEST_SCHEMA = {
     "format": int,
     "step": int,
     "weights": str,
@@ -155,22 +155,22 @@ def describe_objects(folder: "epath.Path", known: Mapping[str, Any] | None = Non
 
     If it has none, read the objects back and compute their XXH3-128, but for those whose entry is `known`.
     """
-    found, entries = objects.describe_below(folder), dict(known or {})
-    unknown = [name for name in found if name not in entries]
+    described, entries = objects.describe_below(folder), dict(known or {})
+    unknown = [name for name in described if name not in entries]
     # An ETag is the MD5 of the content, unless the store encrypts it with keys of KMS. The smallest object tells which.
-    with_md5 = [name for name in unknown if _listed("md5", found[name])]
-    smallest = min(with_md5, key=lambda name: found[name].size, default=None)
-    lists_md5 = smallest is not None and _listed("md5", found[smallest]) == _checksum_of("md5", folder / smallest)
+    with_md5 = [name for name in unknown if _listed("md5", described[name])]
+    smallest = min(with_md5, key=lambda name: described[name].size, default=None)
+    lists_md5 = smallest is not None and _listed("md5", described[smallest]) == _checksum_of("md5", folder / smallest)
 
     def checksum_of(name: str) -> dict[str, str]:
         for algorithm in ("crc32c", "md5") if lists_md5 else ("crc32c",):
-            if (listed := _listed(algorithm, found[name])) is not None:
+            if (listed := _listed(algorithm, described[name])) is not None:
                 return {algorithm: listed}
         return {"xxh3": xxh3_of(folder / name)}
 
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
         for name, checksum in zip(unknown, pool.map(checksum_of, unknown), strict=True):
-            entries[name] = {"bytes": found[name].size} | checksum
+            entries[name] = {"bytes": described[name].size} | checksum
     return entries
 
 
@@ -200,7 +200,7 @@ def _read_manifest(folder: AnyPath) -> Manifest:
             f"{MANIFEST} has format {raw['format']}, not {FORMAT}: another version of difftx wrote it; use that "
             "version, or another --workdir"
         )
-    if why := schema_error(raw, SHAPE):
+    if why := schema_error(raw, MANIFEST_SCHEMA):
         raise UserError(f"{MANIFEST}: {why}")
     arrays = {name: (tuple(array["shape"]), array["dtype"]) for name, array in raw["arrays"].items()}
     files = {}
@@ -260,11 +260,11 @@ def _why_files_invalid(folder: AnyPath, manifest: Manifest, *, content: bool) ->
         expected = dict.fromkeys(COMMIT_MARKERS) | expected
     listed = objects.describe_below(folder) if is_bucket(folder) else None
     for name, size in expected.items():
-        found = size_of(folder / name) if listed is None else listed[name].size if name in listed else None
-        if found is None:
+        actual_size = size_of(folder / name) if listed is None else listed[name].size if name in listed else None
+        if actual_size is None:
             return f"{name} is missing"
-        if size is not None and found != size:
-            return f"{name} has {found} bytes, not {size}"
+        if size is not None and actual_size != size:
+            return f"{name} has {actual_size} bytes, not {size}"
     if content:
 
         def checksum_of(name: str) -> str:
@@ -320,8 +320,8 @@ def steps_in(folder: AnyPath) -> list[int]:
     In a bucket, only a step with a manifest counts, and not one that is being saved.
     """
     # A symbolic link counts even if its target is absent. Otherwise a run would silently resume from an older step.
-    found = list_folder(folder).items()
-    steps = sorted(int(name) for name, is_folder in found if is_folder and re.fullmatch(r"0|[1-9][0-9]{0,17}", name))
+    entries = list_folder(folder).items()
+    steps = sorted(int(name) for name, is_folder in entries if is_folder and re.fullmatch(r"0|[1-9][0-9]{0,17}", name))
     if not is_bucket(folder):
         return steps
     manifests = objects.read_all(folder / str(step) / MANIFEST for step in steps)

@@ -37,7 +37,7 @@ class Checkpoint:
     sha256: str  # SHA-256 of the manifest.
     data: dict[str, Any]  # Signature of the training data, or of only the tokenizer if the checkpoint was imported.
     config: Config  # Config of the training, with the present values of fields that do not change results.
-    now: Config  # Config of the run directory, with overrides from the command line.
+    run_config: Config  # Config of the run directory, with overrides from the command line.
 
     def require_unchanged(self) -> None:
         """Raise `RunError` if the checkpoint was replaced or deleted. All processes must call this method."""
@@ -56,8 +56,8 @@ class Checkpoint:
         decide_on_primary(check, DECISION_SECONDS)
 
 
-def open_checkpoint(folder: AnyPath, now: Config, part: WeightsPart = "params") -> Checkpoint:
-    """Return the description of the checkpoint in `folder`, without verifying it. `now` is as in `Checkpoint`.
+def open_checkpoint(folder: AnyPath, run_config: Config, part: WeightsPart = "params") -> Checkpoint:
+    """Return the description of the checkpoint in `folder`, without verifying it. `run_config` is as in `Checkpoint`.
 
     Raise `UserError` if the checkpoint does not have the weights `part`.
     """
@@ -69,16 +69,16 @@ def open_checkpoint(folder: AnyPath, now: Config, part: WeightsPart = "params") 
             raise UserError(f"--weights={part}: {folder} has no such weights; training with train.ema_decay saves them")
         weights = manifest.weights if part == "params" else f"{manifest.weights}/{part}"
         found = {"weights": weights, "sha256": manifest.sha256, "data": manifest.data}
-        return found | {"config": json.loads(config_for_reader(config_of(folder), now).to_json())}
+        return found | {"config": json.loads(config_for_reader(config_of(folder), run_config).to_json())}
 
     found = decide_on_primary(describe, DECISION_SECONDS)
-    return Checkpoint(folder, part, **found | {"config": config_from_dict(found["config"])}, now=now)
+    return Checkpoint(folder, part, **found | {"config": config_from_dict(found["config"])}, run_config=run_config)
 
 
-def config_for_reader(trained: Config, now: Config) -> Config:
-    """Return the config `trained`, with the values of `now` for fields that change results only by rounding."""
+def config_for_reader(trained: Config, run_config: Config) -> Config:
+    """Return the config `trained`, with the values of `run_config` for fields that change results only by rounding."""
     raw = values_of(trained)
-    for change in changed_fields(trained, now):
+    for change in changed_fields(trained, run_config):
         # The accumulation is not changed, because it must divide the rows of the training batch.
         if change.is_neutral and change.field != "train.accumulation":
             group, name = change.field.split(".")
@@ -152,6 +152,6 @@ def _moved(checkpoint: Checkpoint) -> Iterator[Config]:
     """
     data = checkpoint.config.data
     with contextlib.suppress(UserError):  # The locations may be invalid with other fields of the checkpoint's config.
-        moved = dataclasses.replace(data, **{name: getattr(checkpoint.now.data, name) for name in LOCATIONS})
+        moved = dataclasses.replace(data, **{name: getattr(checkpoint.run_config.data, name) for name in LOCATIONS})
         if moved != data:
             yield dataclasses.replace(checkpoint.config, data=moved)

@@ -21,8 +21,8 @@ from difftx.storage import objects
 if TYPE_CHECKING:
     from etils import epath
 
-PARTS = 500  # Number of parts after which an append moves them into the head.
-ATTEMPTS = 100  # Of an operation that other processes interrupt.
+COMPACTION_PARTS = 500  # Number of parts after which an append moves them into the head.
+ATTEMPTS = 100  # Tries of an operation that other processes interrupt.
 HEADER = re.compile(rb'\{"difftx": "log", [^\n]*\}\n')
 
 
@@ -65,16 +65,16 @@ class BucketLog:
             number = max(self._next, head.first)
             while objects.write_if(self._part(head.epoch, number), part, None) is None:
                 number += 1  # Another process has appended.
-            now = head if self._is_current(head) else self._read_head()
-            self._require_owned(now)
-            # If another process has moved the part into the head, `first` is larger by at most `PARTS`. If it is larger
-            # by more, the number may be one whose part was deleted before this append.
-            if now.epoch != head.epoch or now.first > number + PARTS:
+            newest = head if self._is_current(head) else self._read_head()
+            self._require_owned(newest)
+            # If another process has moved the part into the head, `first` is larger by at most `COMPACTION_PARTS`. If
+            # it is larger by more, the number may be one whose part was deleted before this append.
+            if newest.epoch != head.epoch or newest.first > number + COMPACTION_PARTS:
                 raise RunError(
                     f"{self._path}: another process replaced this file during a write; run the command again"
                 )
-            self._head, self._next = now._replace(content=b""), number + 1
-            if self._next - now.first >= PARTS:
+            self._head, self._next = newest._replace(content=b""), number + 1
+            if self._next - newest.first >= COMPACTION_PARTS:
                 self._compact()
 
     def replace(self, content: bytes) -> None:
@@ -89,7 +89,7 @@ class BucketLog:
                 if generation is not None:
                     self._owned, self._next = epoch, 0
                     self._head = _Head(epoch, 0, b"", generation)
-                    return self._collect(self._head)
+                    return self._delete_old_parts(self._head)
             raise UnreadableError(f"{self._path} cannot be written: other processes replace it all the time")
 
     def remove(self) -> None:
@@ -122,14 +122,15 @@ class BucketLog:
         first, content = head.first + len(parts), b"".join([head.content, *parts])
         if (generation := self._write_head(head, epoch=head.epoch, first=first, content=content)) is not None:
             self._head = _Head(head.epoch, first, b"", generation)
-            self._collect(self._head)
+            self._delete_old_parts(self._head)
 
-    def _collect(self, head: _Head) -> None:
+    def _delete_old_parts(self, head: _Head) -> None:
         """Delete the parts of earlier epochs, and those long before `first`. A killed process may have left them.
 
-        The last `PARTS` parts before `first` remain, so that a slow append by another process finds its number taken.
+        The last `COMPACTION_PARTS` parts before `first` remain, so that a slow append by another process finds its
+        number taken.
         """
-        kept = head.epoch, head.first - PARTS
+        kept = head.epoch, head.first - COMPACTION_PARTS
         old = [(epoch, number) for epoch, number in self._listed() if (epoch, number) < kept]
         objects.delete(self._part(*each) for each in old)
 

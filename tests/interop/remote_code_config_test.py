@@ -14,7 +14,8 @@ from helpers.interop_models import MODELS, NOT_SERVABLE, config_of, exported
 from difftx.config.architectures import ARCHITECTURES
 from difftx.config.fields import values_of
 from difftx.errors import UserError
-from difftx.interop import custom
+from difftx.interop import remote_code_config
+from difftx.interop.remote_code_config import MODELING
 from difftx.interop.runs import check_representable
 from difftx.training.run import read_config
 
@@ -28,25 +29,25 @@ def test_round_trip_is_bit_for_bit(config, mesh_of, tmp_path, name):
     back = import_(folder, tmp_path / "back")
     jax.tree.map(np.testing.assert_array_equal, parameters(back, mesh_of())[1], lm.params)
     now, before = (values_of(read_config(run).model) for run in (back, workdir))
-    assert {name for name in now if now[name] != before[name]} <= {*custom.FREE}
+    assert {name for name in now if now[name] != before[name]} <= {*remote_code_config.FIELDS_WITHOUT_EFFECT}
     again = export(back, tmp_path / "again")
     assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
     files = {file.name: file.read_bytes() for file in folder.iterdir()}
-    assert files.get(custom.MODELING.name) == (None if name == "llama" else custom.MODELING.read_bytes())
+    assert files.get(MODELING.name) == (None if name == "llama" else MODELING.read_bytes())
 
 
 def test_every_architecture_can_be_exported():
-    assert {architecture for architecture, _ in MODELS.values()} == {*custom.SUPPORTED} == {*ARCHITECTURES}
+    assert {architecture for architecture, _ in MODELS.values()} == {*remote_code_config.SUPPORTED} == {*ARCHITECTURES}
     (constant,) = [
         node.value
-        for node in ast.parse(custom.MODELING.read_text()).body
+        for node in ast.parse(MODELING.read_text()).body
         if isinstance(node, ast.Assign) and node.targets[0].id == "EAGER_ONLY"
     ]
     assert {*ast.literal_eval(constant)} == {*NOT_SERVABLE}
 
 
 def test_the_modelling_file_imports_nothing_of_difftx():
-    tree = ast.parse(custom.MODELING.read_text())
+    tree = ast.parse(MODELING.read_text())
     modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     modules += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     assert {module.split(".")[0] for module in modules} - sys.stdlib_module_names == {"torch", "transformers"}
@@ -139,7 +140,7 @@ def refused(source, tmp_path, message):
     ],
 )
 def test_configs_that_contradict_themselves(config, tmp_path, changes, message):
-    settings = custom.config_json(config_of(config, "gda"), 256) | changes
+    settings = remote_code_config.config_json(config_of(config, "gda"), 256) | changes
     (tmp_path / "config.json").write_text(json.dumps(settings))
     refused(tmp_path, tmp_path, message)
 
@@ -155,13 +156,13 @@ def test_configs_that_contradict_themselves(config, tmp_path, changes, message):
     ],
 )
 def test_configs_of_converted_transformers(config, tmp_path, name, changes, message):
-    settings = custom.config_json(config_of(config, name), 256) | changes
+    settings = remote_code_config.config_json(config_of(config, name), 256) | changes
     (tmp_path / "config.json").write_text(json.dumps(settings))
     refused(tmp_path, tmp_path, message)
 
 
 def test_a_missing_field_is_refused(config, tmp_path):
-    settings = custom.config_json(config_of(config, "gda"), 256)
+    settings = remote_code_config.config_json(config_of(config, "gda"), 256)
     del settings["lambda_bound"]
     (tmp_path / "config.json").write_text(json.dumps(settings))
     refused(tmp_path, tmp_path, r"config\.json: lambda_bound is missing")
@@ -182,6 +183,6 @@ def test_incompatible_tensors_are_refused(config, mesh_of, tmp_path, changes, me
 
 def test_a_hostile_modelling_file_is_not_executed(config, mesh_of, tmp_path):
     lm, _, folder = exported(config, mesh_of(), "gda", tmp_path)
-    (folder / custom.MODELING.name).write_text("raise SystemExit('executed')\n")
+    (folder / MODELING.name).write_text("raise SystemExit('executed')\n")
     back = import_(folder, tmp_path / "back")
     jax.tree.map(np.testing.assert_array_equal, parameters(back, mesh_of())[1], lm.params)

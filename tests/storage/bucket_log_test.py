@@ -10,7 +10,7 @@ from conftest import ROOT
 
 from difftx.errors import RunError, UnreadableError
 from difftx.json_files import JsonLines
-from difftx.storage import lines, objects
+from difftx.storage import bucket_log, objects
 from difftx.storage.paths import is_bucket
 
 FAULTS = ["429", "500", "503", "reset", "lost", "slow", "cut", "short", "stale"]
@@ -26,7 +26,7 @@ def rows(*numbers):
 
 def test_logs_behave_like_a_list(folder, monkeypatch):
     """Run random operations on three logs at one path, as three processes do."""
-    monkeypatch.setattr(lines, "PARTS", 4)
+    monkeypatch.setattr(bucket_log, "COMPACTION_PARTS", 4)
     logs, expected, random_ = [JsonLines(folder / "run" / "log.jsonl") for _ in range(3)], [], random.Random(0)
     for step in range(60):
         log, operation = random_.choice(logs), random_.random()
@@ -50,7 +50,7 @@ def test_logs_behave_like_a_list(folder, monkeypatch):
 
 def test_faults_neither_lose_nor_double_a_row(bucket, quick_retries, monkeypatch):
     """Append and read with two logs, as two processes do, under faults that retries may or may not survive."""
-    monkeypatch.setattr(lines, "PARTS", 5)
+    monkeypatch.setattr(bucket_log, "COMPACTION_PARTS", 5)
     monkeypatch.setattr(objects, "REREAD_SECONDS", (0.0,) * 6)
     path, random_ = bucket.folder() / "log.jsonl", random.Random(0)
     logs, expected, unknown, met = [JsonLines(path), JsonLines(path)], [], [], 0
@@ -80,9 +80,9 @@ def test_faults_neither_lose_nor_double_a_row(bucket, quick_retries, monkeypatch
 APPENDS = """
 import sys
 from difftx.json_files import JsonLines
-from difftx.storage import lines
+from difftx.storage import bucket_log
 from difftx.storage.paths import path_of
-lines.PARTS = 20
+bucket_log.COMPACTION_PARTS = 20
 log = JsonLines(path_of("log", sys.argv[1]))
 for n in range(20):
     log.append([{"n": 1000 * int(sys.argv[2]) + n}])
@@ -103,7 +103,7 @@ def test_appends_of_several_processes_are_all_kept(folder):
 @pytest.mark.parametrize("operation", ["append", "compact", "rewrite"])
 def test_a_kill_at_any_request_leaves_all_rows_or_none(bucket, monkeypatch, operation):
     """Kill the process before the first, second, … request of an operation, until the operation completes."""
-    monkeypatch.setattr(lines, "PARTS", 3 if operation == "compact" else 100)
+    monkeypatch.setattr(bucket_log, "COMPACTION_PARTS", 3 if operation == "compact" else 100)
     for requests in range(30):
         path = bucket.folder() / "log.jsonl"
         log = JsonLines(path)
@@ -140,7 +140,7 @@ def killed_at_the_end(counted, request):
 
 def test_an_append_that_another_process_compacts(bucket, monkeypatch):
     """Another process moves the new part into the head before the appending process reads the head again."""
-    monkeypatch.setattr(lines, "PARTS", 3)
+    monkeypatch.setattr(bucket_log, "COMPACTION_PARTS", 3)
     path = bucket.folder() / "log.jsonl"
     log, other, write_if = JsonLines(path), JsonLines(path), objects.write_if
     log.append(rows(0))

@@ -5,7 +5,7 @@ The modelling file is copied into each exported folder. difftx never executes th
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from difftx.config import Config, ModelConfig
 from difftx.config.architectures import ARCHITECTURES
@@ -22,7 +22,7 @@ SUPPORTED = (
     "top_k", "off_by_one", "sink", "signed_mask",
 )  # fmt: skip
 # Fields of config.json, and the fields of `model` with the same values.
-SAME = {
+RENAMED_FIELDS = {
     "architecture": "architecture",
     "vocab_size": "vocab_size",
     "hidden_size": "d_model",
@@ -43,9 +43,9 @@ SAME = {
     "final_logit_softcapping": "logit_soft_cap",  # Gemma's name, which engines read.
 }
 # Fields of `model` that other fields of config.json determine.
-DERIVED = ("num_heads", "num_kv_heads", "head_dim", "signal_heads", "output_gate", "rope_theta", "rope_scaling")
+DERIVED_FIELDS = ("num_heads", "num_kv_heads", "head_dim", "signal_heads", "output_gate", "rope_theta", "rope_scaling")
 # Fields of `model` that do not change what a trained model computes, except by rounding.
-FREE = (
+FIELDS_WITHOUT_EFFECT = (
     "anneal_steps",
     "init",
     "init_std",
@@ -79,26 +79,15 @@ def model_fields(path: Path) -> dict[str, Any]:
     fields = Fields(path)
     fields.require("quantization_config", None)
     fields.require("rope_scaling", None)  # transformers would prefer it to rope_parameters.
-    raw = fields.read(*SAME, "num_noise_heads", "rope_parameters")
-    queries, noise_heads = fields.get("num_attention_heads", int), raw["num_noise_heads"]
-    if noise_heads is not None and (type(noise_heads) is not int or not 0 < noise_heads < queries):
-        raise UserError(f"{path}: num_noise_heads={noise_heads!r}: expected null or a count below {queries}, all heads")
-    heads, kv_heads = queries - (noise_heads or 0), fields.get("num_key_value_heads", int)
-    architecture, d_model = raw["architecture"], fields.get("hidden_size", int)
+    raw = fields.read(*RENAMED_FIELDS, "num_noise_heads", "rope_parameters")
+    architecture = raw["architecture"]
     if architecture not in SUPPORTED:
         raise UserError(f"{path}: architecture={architecture!r} cannot be converted; use one of {', '.join(SUPPORTED)}")
-    shares_noise = architecture in ("gda", "gdla") and noise_heads
-    attention, width = ARCHITECTURES[architecture], fields.get("head_dim", int)
-    groups = attention.value_width_factor  # Number of sub-heads in a head of the call.
-    kv_heads = kv_heads * groups // attention.groups
-    sub_heads, rope = queries if groups == 2 else heads, rope_fields(fields)
+    rope = rope_fields(fields)
     model = {
         **default_specific_fields(),
-        **{ours: raw[theirs] for theirs, ours in SAME.items()},
-        "num_heads": heads,
-        "num_kv_heads": None if kv_heads == (noise_heads if shares_noise else heads) else kv_heads,
-        "head_dim": None if sub_heads * width == groups * d_model else width // groups,
-        "signal_heads": heads // noise_heads if shares_noise else None,
+        **{ours: raw[theirs] for theirs, ours in RENAMED_FIELDS.items()},
+        **_heads(fields, architecture)._asdict(),
         "output_gate": fields.get("output_gate", bool, False) and architecture == "gdla",
         "rope_theta": rope["rope_theta"],
         "rope_scaling": values_of(rope["rope_scaling"]),
@@ -109,8 +98,44 @@ def model_fields(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: {error}") from error
     for name, value in _description(built).items():
         fields.require(name, value)
-    names = {field.name for field in dataclasses.fields(ModelConfig)} - {*FREE, "extensions"}
+    names = {field.name for field in dataclasses.fields(ModelConfig)} - {*FIELDS_WITHOUT_EFFECT, "extensions"}
     return {name: getattr(built, name) for name in names}
+
+
+class _Heads(NamedTuple):
+    """The fields of `model` that describe heads."""
+
+    num_heads: int
+    num_kv_heads: int | None
+    head_dim: int | None
+    signal_heads: int | None
+
+
+def _heads(fields: Fields, architecture: str) -> _Heads:
+    """Return the heads of a model from those of its attention call, which a config.json describes.
+
+    In config.json, `num_attention_heads` counts queries, of signal heads and of noise heads. `head_dim` is the width of
+    a value, and the keys of a token are divided into `num_key_value_heads` heads of that width.
+    """
+    queries, kv_heads = fields.get("num_attention_heads", int), fields.get("num_key_value_heads", int)
+    noise_heads = fields.read("num_noise_heads")["num_noise_heads"]
+    if noise_heads is not None and (type(noise_heads) is not int or not 0 < noise_heads < queries):
+        raise UserError(
+            f"{fields.path}: num_noise_heads={noise_heads!r}: expected null or a count below {queries}, all heads"
+        )
+    num_heads, width, attention = queries - (noise_heads or 0), fields.get("head_dim", int), ARCHITECTURES[architecture]
+    sub_heads_per_call_head = attention.value_width_factor
+    num_kv_heads = kv_heads * sub_heads_per_call_head // attention.groups
+    sub_heads = queries if sub_heads_per_call_head == 2 else num_heads
+    shares_noise = architecture in ("gda", "gdla") and noise_heads
+    default_kv_heads = noise_heads if shares_noise else num_heads
+    has_default_width = sub_heads * width == sub_heads_per_call_head * fields.get("hidden_size", int)
+    return _Heads(
+        num_heads=num_heads,
+        num_kv_heads=None if num_kv_heads == default_kv_heads else num_kv_heads,
+        head_dim=None if has_default_width else width // sub_heads_per_call_head,
+        signal_heads=num_heads // noise_heads if shares_noise else None,
+    )
 
 
 def check_model(model: ModelConfig) -> None:
@@ -120,7 +145,7 @@ def check_model(model: ModelConfig) -> None:
         raise UserError(f"model.architecture={model.architecture!r} cannot be converted; use one of {names}")
     defaults = values_of(build_group(ModelConfig, {}, "model"))
     for name, value in values_of(model).items():
-        if name not in (*SAME.values(), *DERIVED, *FREE) and value != defaults[name]:
+        if name not in (*RENAMED_FIELDS.values(), *DERIVED_FIELDS, *FIELDS_WITHOUT_EFFECT) and value != defaults[name]:
             raise UserError(f"model.{name}={value} cannot be converted: {MODELING.name} does not have it")
 
 
@@ -148,7 +173,7 @@ def _description(model: ModelConfig) -> dict[str, Any]:
         "architectures": [causal],
         "auto_map": {auto: f"{MODELING.stem}.{name}" for auto, name in classes.items()},
         "model_type": "difftx",
-        **{theirs: values[ours] for theirs, ours in SAME.items()},
+        **{theirs: values[ours] for theirs, ours in RENAMED_FIELDS.items()},
         "num_attention_heads": model.query_heads,
         # The keys of a token, divided into heads as wide as a value.
         "num_key_value_heads": model.kv_heads * model.groups * model.d_head // model.d_value,

@@ -1,0 +1,167 @@
+"""Run evaluation suites on a model, write their results, and find stored results that can be reused."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from difftx.config import Config
+from difftx.config.fields import values_of
+from difftx.config.suites import SUITES
+from difftx.data.store import sha256_of
+from difftx.evals.evaluation import Evaluation, ItemJournal
+from difftx.evals.result import Result
+from difftx.files import make_folder, open_file, size_of, write_atomically
+from difftx.json_files import json_sha256, read_json
+from difftx.parallel.multihost import is_primary
+from difftx.progress import Work
+from difftx.storage.paths import AnyPath
+from difftx.training.checkpoint.manifest import WeightsPart
+from difftx.training.checkpoint.reading import Checkpoint
+from difftx.training.run import Run
+
+HEADER_BYTES = 2**20  # Longest first line that identifies a large file.
+# Entries of `dependencies` that a result records, so that the report can compare those of two runs.
+OPTIONS = ("eval", "files", "extensions", "devices", "revision")
+
+
+def check_run(run: Run, suites: Sequence[str]) -> None:
+    """Raise `UserError` if one of the suites cannot evaluate the run. Nothing is computed."""
+    for suite in suites:
+        names = with_inner(run.config, suite)
+        for name in names[:1] if SUITES[suite].checks_inner else names:
+            SUITES[name].check(run)
+
+
+def evaluate(
+    run: Run,
+    params: Any,
+    step: int,
+    suites: Sequence[str],
+    work: Work | None = None,
+    weights: str | None = None,
+    checkpoint: Checkpoint | None = None,
+) -> dict[str, Result]:
+    """Run suites on the parameters of a step, and write each result to `result_path`.
+
+    `weights` is the identity of `params`, as in `Checkpoint`. `checkpoint` is None during training, which evaluates the
+    parameters before it saves. Raises `RunError`, and does not write the suite's result, if `checkpoint` is deleted or
+    replaced during the evaluation.
+    """
+    SUITES.check(suites)
+    evaluation = Evaluation(run, params, work or Work(enabled=False))
+    part = "params" if checkpoint is None else checkpoint.part
+    source = {"weights": weights, "checkpoint": checkpoint and checkpoint.sha256}
+    results = {}
+    with jax.set_mesh(run.mesh):
+        for name in suites:
+            path, depends = result_path(run.workdir, name, step, part), dependencies(run, name)
+            digest = json_sha256(depends)
+            evaluation.journal = ItemJournal(path.with_suffix(".items.jsonl"), digest, weights)
+            results[name] = result = SUITES[name].evaluate(evaluation)
+            if checkpoint is not None:
+                checkpoint.require_unchanged()
+            if not is_primary():
+                continue
+            make_folder(path.parent)
+            options = {option: depends[option] for option in OPTIONS if option in depends}
+            if headers := depends.get("headers"):  # A header may be long.
+                options["headers"] = [line if line is None else json_sha256(line) for line in headers]
+            options |= {"endpoints": endpoints} if (endpoints := _endpoints(run.config, name)) else {}
+            content = {"suite": name, "step": step, "settings": digest, "options": options}
+            content |= {"valid": run.data.valid_fingerprints} | source | dataclasses.asdict(result)
+            write_atomically(path, json.dumps(content, indent=2) + "\n")
+            evaluation.journal.remove()
+    return results
+
+
+def result_path(workdir: AnyPath, suite: str, step: int, part: WeightsPart = "params") -> AnyPath:
+    """Return the path of the JSON file with a suite's result for a step's parameters, or for their average."""
+    return workdir / "evals" / suite / (f"{step}.json" if part == "params" else f"{step}.{part}.json")
+
+
+def stored_result(run: Run, suite: str, step: int, part: WeightsPart = "params") -> dict[str, Any] | None:
+    """Return the JSON of a stored result, or None if there is none or it was computed with other settings."""
+    path = result_path(run.workdir, suite, step, part)
+    if size_of(path) is None:
+        return None
+    content = read_json(path)
+    if not isinstance(content, dict) or content.get("settings") != settings(run, suite):
+        return None
+    # `settings` leaves endpoints out, because a suite may resume with the model's answers and ask another judge.
+    endpoints, options = _endpoints(run.config, suite), content.get("options")
+    # Results of older versions do not record them.
+    recorded = options.get("endpoints", endpoints) if isinstance(options, dict) else endpoints
+    return content if recorded == endpoints else None
+
+
+def settings(run: Run, suite: str) -> str:
+    """Return a SHA-256 of `dependencies`."""
+    return json_sha256(dependencies(run, suite))
+
+
+def dependencies(run: Run, suite: str) -> dict[str, Any]:
+    """Return everything, except the parameters, that a suite's result depends on, as JSON."""
+    config = run.config
+    depends: dict[str, Any] = {
+        "suite": suite,
+        "eval": {field: values_of(config.eval)[field] for field in fields_of(config, suite)},
+        "model": values_of(config.model),
+        "data": run.data.signature,
+        "valid": run.data.valid_fingerprints,
+        "seed": config.train.seed,
+    }
+    suites = with_inner(config, suite)
+    files = [path for name in suites for path in SUITES[name].files(config)]
+    if files:
+        depends["files"] = [_sha256(path) for path in files]
+    if headers := [path for name in suites for path in SUITES[name].headers(config)]:
+        depends["headers"] = [_first_line(path) for path in headers]
+    if extensions := [extension.sha256 for name in suites if (extension := SUITES.extension_of(name))]:
+        depends["extensions"] = extensions
+    # Revisions only increase, so their sum changes with each of them.
+    if revision := sum(SUITES[name].revision for name in suites):
+        depends["revision"] = revision
+    if SUITES[suite].measures_device:
+        device = run.mesh.devices.flat[0].device_kind
+        depends["devices"] = [device, dict(run.mesh.shape), run.microbatch_rows]
+    return depends
+
+
+def settings_of(run: Run, suites: Sequence[str]) -> dict[str, str]:
+    """Return `settings` of each suite, by a name for messages. Processes with other files have other values."""
+    return {f"settings and files of suite {suite}": settings(run, suite) for suite in suites}
+
+
+def fields_of(config: Config, suite: str) -> tuple[str, ...]:
+    """Return the fields of the config group `eval` that affect a suite's result."""
+    return tuple(field for name in with_inner(config, suite) for field in SUITES[name].reads)
+
+
+def with_inner(config: Config, suite: str) -> tuple[str, ...]:
+    """Return the names of a suite and of the suites that it runs in turn, as suite `quantize` does."""
+    return (suite, *SUITES[suite].inner(config))
+
+
+def _endpoints(config: Config, suite: str) -> list[str]:
+    """Return the addresses of the services that a suite asks."""
+    return [address for name in with_inner(config, suite) if (address := SUITES[name].endpoint(config)) is not None]
+
+
+def _sha256(path: AnyPath) -> str | None:
+    """Return the SHA-256 of a file, or None if it cannot be read. The suite's `check` reports that error."""
+    try:
+        return sha256_of(path)
+    except OSError:
+        return None
+
+
+def _first_line(path: AnyPath) -> str | None:
+    """Return the first line of a file, or None if it cannot be read. The suite's `check` reports that error."""
+    try:
+        with open_file(path) as file:
+            return file.readline(HEADER_BYTES).decode(errors="replace")
+    except OSError:
+        return None

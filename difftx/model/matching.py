@@ -1,0 +1,88 @@
+"""Configs of models with as many parameters as a Transformer, and a warning for a config that is not matched."""
+
+from ml_collections import ConfigDict
+
+from difftx.config import Config, ModelConfig
+from difftx.config.architectures import ARCHITECTURES
+from difftx.config.build import build_group
+from difftx.config.fields import Matched, values_of
+from difftx.config.model import default_specific_fields
+from difftx.errors import UserError
+from difftx.model.abstract import count_parameters
+
+MLP_MULTIPLE = 4  # `match` sets the width of the MLP to a multiple of this number, so that four devices can share it.
+
+
+def match(c: ConfigDict, architecture: str, *, heads: int) -> None:
+    """Convert the config of a Transformer with `heads` heads to another architecture with as many parameters.
+
+    `SelfAttention.configure` sets the heads of the new architecture. If its attention has more or fewer weights than
+    the Transformer's, `model.mlp_dim` compensates, because SwiGLU has 3 d_model weights per unit of its width. The
+    config keeps the Transformer for `matching_warning`.
+    """
+    mlp_dim = c.model.mlp_dim
+    c.model.architecture, c.model.num_heads, c.model.head_norm = "transformer", heads, "none"
+    expected = _layer_weights(c)
+    c.model.architecture = architecture
+    ARCHITECTURES[architecture].configure(c, heads)
+    if extra := _layer_weights(c) - expected:
+        width = c.model.mlp_dim - extra / (3 * c.model.d_model)
+        c.model.mlp_dim = MLP_MULTIPLE * round(width / MLP_MULTIPLE)
+    object.__setattr__(c, "matched", Matched(heads, mlp_dim, c.model.mlp_dim))  # `ConfigDict` would make it a field.
+
+
+def matching_warning(config: Config, matched: Matched | None) -> str | None:
+    """Return a line on how a model differs from the one that `match` gives, or None if it does not differ.
+
+    `matched` is the Transformer of the recipe. Changes after `match`, such as --config.model.d_model, may have undone
+    the match. A changed `model.mlp_dim` may be that of the Transformer too.
+    """
+    if matched is None:
+        return None
+    model, transformer = config.model, f"a Transformer of {matched.num_heads} heads"
+    is_resized = model.mlp_dim != matched.matched_mlp_dim
+    try:
+        expected = _matched_model(config, matched.num_heads, matched.mlp_dim)
+        if _is_equal(model, expected):
+            return None
+        if is_resized and _is_equal(model, expected := _matched_model(config, matched.num_heads, model.mlp_dim)):
+            return None
+    except UserError as error:
+        return f"warning  the model is not matched with {transformer}, because it has none: {error}"
+    names = [name for name in ("num_heads", "head_norm", "mlp_dim") if getattr(model, name) != getattr(expected, name)]
+    differences = [f"model.{name}={getattr(model, name)}, not {getattr(expected, name)}" for name in names]
+    if model.d_head != expected.d_head:
+        differences.append(f"heads of width {model.d_head}, not {expected.d_head}")
+    counts = [count_parameters(each).total for each in (model, expected)]
+    if counts[0] != counts[1]:
+        differences.append(f"{counts[0]:,} parameters, not {counts[1]:,}")
+    flags = [f"--config.model.{name}={getattr(expected, name)}" for name in names]
+    if not flags:  # A field that `match` does not know has added weights, such as `model.output_gate`.
+        width = model.mlp_dim - (counts[0] - counts[1]) / (3 * model.d_model * model.num_layers)
+        flags = [f"--config.model.mlp_dim={MLP_MULTIPLE * round(width / MLP_MULTIPLE)}"]
+    fix = "set the sizes in a recipe before it calls choose" if is_resized else f"add {' '.join(flags)}"
+    text = "; ".join(differences)
+    return f"warning  the model is not matched with {transformer}: {text}; for an equal comparison, {fix}"
+
+
+def _matched_model(config: Config, heads: int, mlp_dim: int) -> ModelConfig:
+    """Return the model of the config's architecture that matches a Transformer of its width."""
+    c = ConfigDict(values_of(config))
+    c.model.update({**default_specific_fields(), "mlp_dim": mlp_dim})
+    match(c, config.model.architecture, heads=heads)
+    return build_group(ModelConfig, c.model.to_dict(), "model")
+
+
+def _is_equal(model: ModelConfig, expected: ModelConfig) -> bool:
+    """Return whether two models have equal heads and, up to the rounding of `match`, equally many parameters."""
+    counts = [count_parameters(each).total for each in (model, expected)]
+    heads = [(each.num_heads, each.d_head, each.head_norm) for each in (model, expected)]
+    rounding = 3 * MLP_MULTIPLE * model.d_model * model.num_layers
+    vectors = sum(count_parameters(each).vectors for each in (model, expected))  # For example, λ may not be learned.
+    return heads[0] == heads[1] and abs(counts[0] - counts[1]) <= rounding + vectors
+
+
+def _layer_weights(c: ConfigDict) -> float:
+    """Return the number of weights in the matrices of one layer."""
+    model = build_group(ModelConfig, c.model.to_dict(), "model")
+    return count_parameters(model).projections / model.num_layers

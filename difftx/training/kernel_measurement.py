@@ -1,0 +1,195 @@
+"""Measurement of the attention kernels of a config.
+
+A kernel may hang, or leave the device in a state in which every later call fails. On GPUs, a child process therefore
+measures the kernels before this process opens the device; after a failure, a new child measures the remaining ones. A
+TPU belongs to one process, so the process itself measures there. If a kernel hangs, it exits with code 1 and a message
+that suggests a fix.
+"""
+
+import importlib.metadata
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax._src import distributed  # For the number of processes before JAX opens the devices.
+
+from difftx.config import Config
+from difftx.errors import EXIT_FAILED, printable
+from difftx.kernels import target
+from difftx.kernels.measure import Workload, measure
+from difftx.registry import load_extensions, loaded_extensions
+from difftx.training.workload import attention_workload
+
+DEADLINE_SECONDS = 60.0  # Time for all kernels.
+KERNEL_SECONDS = 25.0  # Time for one kernel, including its compilation.
+Measured = tuple[dict[str, float], dict[str, str]]  # Milliseconds, or else the reason for a rejection, by kernel.
+
+
+def has_nvidia_gpu() -> bool:
+    """Return whether this machine has the NVIDIA driver. JAX may use another platform nevertheless."""
+    return shutil.which("nvidia-smi") is not None
+
+
+def gpu_identity() -> str | None:
+    """Return the number and names of the NVIDIA GPUs that JAX will use, with their driver, or None.
+
+    JAX does not open the devices.
+    """
+    platforms = os.environ.get("JAX_PLATFORMS", "").split(",")
+    plugins = importlib.metadata.entry_points(group="jax_plugins")
+    if platforms[0] not in ("", "cuda", "gpu") or not has_nvidia_gpu() or not any("cuda" in p.name for p in plugins):
+        return None
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, check=False)
+    names = answer.stdout.strip().splitlines()
+    return f"{len(names)} × {names[0]}" if answer.returncode == 0 and names else None
+
+
+def process_count() -> int:
+    """Return the number of processes, without opening the devices."""
+    return distributed.global_state.num_processes or 1
+
+
+def measured(config: Config) -> Measured:
+    """Measure the kernels of a config; the fastest comes first. On GPUs, call this before JAX opens the devices."""
+    milliseconds, rejected = _measured_here(config) if gpu_identity() is None else _measured_by_children(config)
+    return dict(sorted(milliseconds.items(), key=lambda item: item[1])), rejected
+
+
+def _measured_by_children(config: Config) -> Measured:
+    """Measure the kernels in child processes. After a failure, a new child measures the remaining kernels."""
+    context, deadline = multiprocessing.get_context("spawn"), time.monotonic() + DEADLINE_SECONDS
+    milliseconds: dict[str, float] = {}
+    rejected: dict[str, str] = {}
+    todo: list[str] | None = None
+    extensions = [extension.path for extension in loaded_extensions()]
+    # Set by `jax.distributed` if each process has some of the GPUs.
+    devices = jax.config.read("jax_cuda_visible_devices")
+    while todo is None or todo:
+        pipe, end = context.Pipe(duplex=False)
+        child = context.Process(
+            target=_child, args=(end, config, extensions, devices, process_count(), todo), daemon=True
+        )
+        child.start()
+        end.close()
+        try:
+            todo = _received(pipe, deadline)
+            while todo:
+                outcome = _received(pipe, min(deadline, time.monotonic() + KERNEL_SECONDS))
+                if isinstance(outcome, str):
+                    raise _FailedError(outcome)
+                milliseconds[todo.pop(0)] = outcome
+        except _FailedError as error:
+            if todo is None:
+                print(printable(f"attention kernels cannot be measured: {error}"), file=sys.stderr, flush=True)
+                break
+            rejected[todo.pop(0)] = str(error)
+            if time.monotonic() > deadline:
+                rejected |= _not_tried(todo)
+                break
+        finally:
+            child.kill()
+            child.join()
+    return milliseconds, rejected
+
+
+class _FailedError(Exception):
+    """A kernel failed in a child process."""
+
+
+def _received(pipe: Connection, deadline: float) -> Any:
+    """Return what a child sends. Raise `_FailedError` if it sends nothing until the deadline, or ends."""
+    began = time.monotonic()
+    try:
+        if pipe.poll(max(0.0, deadline - began)):
+            return pipe.recv()
+    except (EOFError, OSError):
+        raise _FailedError("the process that measured it crashed") from None
+    raise _FailedError(f"it did not finish within {time.monotonic() - began:.0f} s")
+
+
+def _child(
+    end: Connection, config: Config, extensions: list[str], devices: str, processes: int, todo: list[str] | None
+):
+    """Send the names of the kernels to measure, and then, for each, its milliseconds or the reason why it failed.
+
+    The first failure is the last thing that a child sends, because another child measures the remaining kernels.
+    """
+    # A hung kernel must not keep the GPU if the parent dies.
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    jax.config.update("jax_cuda_visible_devices", devices)
+    load_extensions([Path(path) for path in extensions])
+    workload = attention_workload(config, target.device_kind(), jax.local_device_count() * processes)
+    names = workload.candidates() if todo is None else todo
+    end.send(names)
+    for name in names:
+        outcome = _outcome(workload, name)
+        end.send(outcome)
+        if isinstance(outcome, str):
+            return
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(EXIT_FAILED)
+
+
+def _outcome(workload: Workload, name: str) -> float | str:
+    """Return the milliseconds of a kernel, or the reason why it failed."""
+    try:
+        return measure(workload, name)
+    except Exception as error:  # A kernel may raise any exception.
+        return f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
+
+
+def _measured_here(config: Config) -> Measured:
+    """Measure the kernels in this process.
+
+    If a kernel hangs, the process exits with code 1 and a message that suggests a fix.
+    """
+    last_start = time.monotonic() + DEADLINE_SECONDS - KERNEL_SECONDS
+    workload = attention_workload(config, target.device_kind(), jax.device_count())
+    milliseconds: dict[str, float] = {}
+    rejected: dict[str, str] = {}
+    running: list[str] = []
+    watchdog = threading.Timer(DEADLINE_SECONDS, _abort, [running])
+    watchdog.daemon = True
+    watchdog.start()
+    for name in workload.candidates():
+        if time.monotonic() > last_start:  # The watchdog ends the process even if a kernel is only slow to compile.
+            rejected |= _not_tried([name])
+            continue
+        running[:] = [name]
+        outcome = _outcome(workload, name)
+        if isinstance(outcome, str):
+            rejected[name] = outcome
+        else:
+            milliseconds[name] = outcome
+    watchdog.cancel()
+    return milliseconds, rejected
+
+
+def _not_tried(names: list[str]) -> dict[str, str]:
+    # Without "xla", which compiles for every device, there might be no kernel at all.
+    return {name: f"not tried within {DEADLINE_SECONDS:.0f} s" for name in names if name != "xla"}
+
+
+def _abort(running: list[str]) -> None:
+    print(
+        f"error: attention kernel {running[0]!r} did not finish before the deadline of {DEADLINE_SECONDS:.0f} s; name "
+        "another one, such as model.attention_implementation=xla, or set train.kernel_choice=fixed",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(EXIT_FAILED)

@@ -1,0 +1,66 @@
+"""The shapes of the attention calls of a config, and the backend that serves them."""
+
+import jax
+
+from difftx import kernels
+from difftx.config import Config
+from difftx.config.architectures import ARCHITECTURES
+from difftx.kernels.context import SequenceSharding
+from difftx.kernels.measure import Workload
+from difftx.model.abstract import count_parameters
+from difftx.parallel.mesh import mesh_sizes
+from difftx.parallel.presets import apply_preset
+
+# Groups and fields of a config that determine its workload.
+WORKLOAD_FIELDS = (
+    "model.",
+    "mesh.",
+    "train.global_batch_tokens",
+    "train.accumulation",
+    "data.sequence_length",
+    "data.doc",
+)
+
+
+def kernel_function(config: Config) -> str:
+    """Return the name of the attention function that the config's model calls."""
+    if config.model.attention_logit_bits is not None:
+        return "weighted_attention"
+    return ARCHITECTURES[config.model.architecture].kernel
+
+
+def attention_workload(config: Config, kind: str, devices: int) -> Workload:
+    """Return the shapes of a microbatch's attention on one of `devices` devices of a kind."""
+    config = apply_preset(config, kind=kind, devices=devices, parameters=count_parameters(config.model).total)
+    model, sizes = config.model, mesh_sizes(config.mesh, devices)
+    is_differential = kernel_function(config) == "diff_attention"
+    # With the method "heads", each device attends with whole rows to a part of the heads. With the other methods, it
+    # has a part of the tokens and all heads. One device cannot run these, so the shapes are those of whole rows.
+    shards = sizes["tensor"] * (sizes["context"] if config.mesh.context_method == "heads" else 1)
+    return Workload(
+        function="diff_attention" if is_differential else "attention",
+        batch=max(1, config.batch_rows // config.train.accumulation // (sizes["data"] * sizes["fsdp"])),
+        tokens=config.data.sequence_length,
+        heads=max(1, (model.num_heads if is_differential else model.query_heads) // shards),
+        kv_heads=max(1, model.kv_heads * (1 if is_differential else model.groups) // shards),
+        width=model.d_head,
+        dtype=model.compute_dtype,
+        has_segments=config.data.document_mask,
+        window=None if None in model.windows else model.window,  # Layers without a window take the most time.
+    )
+
+
+def attention_call(config: Config, mesh: jax.sharding.Mesh) -> kernels.AttentionCall:
+    """Return the arguments of the attention function in a train step on a mesh, with shapes in place of arrays."""
+    call = attention_workload(config, mesh.devices.flat[0].device_kind, mesh.size).call()
+    if config.mesh.context_method == "heads" or mesh.shape["context"] == 1:
+        return call
+    zigzag = config.mesh.context_method == "zigzag"
+    return call._replace(sharding=SequenceSharding("context", mesh.shape["context"], zigzag))
+
+
+def attention_kernel(config: Config, mesh: jax.sharding.Mesh) -> str:
+    """Return the name of the attention backend in a train step on a mesh, whose devices need not be attached."""
+    with jax.set_mesh(mesh):
+        call = attention_call(config, mesh)
+        return kernels.selected(kernel_function(config), config.model.attention_implementation, call)
