@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from difftx.errors import UserError, did_you_mean
-from difftx.files import matching_folders
+from difftx.files import is_glob, matching_folders
 from difftx.json_files import read_json
 from difftx.model.abstract import count_parameters
 from difftx.report.arms import EQUAL_SIZES, training_changes
@@ -42,7 +42,8 @@ def read_points(pattern: str, metric: Metric) -> tuple[list[LossPoint], list[str
     `tokens`, `loss` (or `bits_per_byte`) and optionally `seed`. Rows of equal architecture, size and seed form one run.
     """
     # Tables are local. In a bucket, only run directories match.
-    files = [Path(name) for name in sorted(glob.glob(pattern)) if Path(name).suffix in (".csv", ".json")]
+    names = glob.glob(pattern if is_glob(Path(pattern)) else glob.escape(pattern))
+    files = [Path(name) for name in sorted(names) if Path(name).suffix in (".csv", ".json")]
     tables = [file for file in files if str(file) == str(Path(pattern)) or not _is_other_output(file)]
     points = [point for table in tables for point in _points_of_table(table, metric)]
     if tables and not matching_folders("--scaling", pattern, "metrics.jsonl"):
