@@ -302,6 +302,32 @@ def test_a_finished_run_of_other_data_or_extensions_is_not_skipped(config_file, 
             (tmp_path / "first").rename(tmp_path / "store")
 
 
+def test_changes_that_finished_runs_do_not_get_are_printed_once(config_file, tmp_path, capsys):
+    def points(**fields):
+        return make_points(f"{config_file}:diff-s", {"seed": ["0", "1"]}, fields)
+
+    row = {"split": "train", "attempt": 1, "loss": 1.0, "tokens": 1, "tokens_per_second": 10.0, "step_seconds": 1.0}
+    for point in points():
+        workdir = tmp_path / point.name
+        workdir.mkdir()
+        (workdir / "metrics.jsonl").write_text(json.dumps(row | {"step": STEPS}) + "\n")
+        with contextlib.closing(Checkpointer(workdir, point.config.checkpoint)) as writer:
+            ones = {"layer": jnp.ones((300, 2))}
+            writer.save(TrainState(jnp.int32(STEPS), ones, {"mu": ones}), {"signature": {}}, point.config)
+    capsys.readouterr()
+
+    def printed(**fields):
+        runner.Sweep(points(**fields), tmp_path, {})
+        return capsys.readouterr().out
+
+    assert printed() == ""
+    begin, end = "changed since runs were finished: ", "; finished runs keep their results"
+    change = "logging.tensorboard: False → True"
+    assert printed(**{"logging.tensorboard": "True"}) == f"{begin}{change}{end}\n"
+    fields = {"eval.suites": "loss", "logging.tensorboard": "True"}
+    assert printed(**fields) == f"{begin}eval.suites: () → ('loss',), {change}{end}; run difftx eval\n"
+
+
 def test_points_of_the_scaling_sweep():
     grid = parse_grid(["size=830m,1.4b", "architecture=diff,transformer", "seed=0,1"])
     points = make_points("configs/scaling.py", grid, {"train.steps": "500"})
