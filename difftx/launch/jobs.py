@@ -76,9 +76,9 @@ def write_jobs(name: str, points: Sequence[SweepPoint], out: AnyPath, settings: 
     for point in points:
         _check_config(launcher, point, settings)
     quoted = {setting: value if setting in COUNTS else launcher.quote(value) for setting, value in settings.items()}
-    texts = {
-        point.name: template.substitute(quoted, **_values(launcher, template, point, out, settings)) for point in points
-    }
+    values = [_values(launcher, template, point, out, settings) for point in points]
+    _check_labels(values)
+    texts = {run["name"]: template.substitute(quoted, **run) for run in values}
     folder = _job_folder(out)
     folder.mkdir(parents=True, exist_ok=True)
     for run, text in texts.items():
@@ -170,6 +170,18 @@ def _values(
     if launcher.quote is _yaml:
         shell = shell.replace("$", "$$")  # Kubernetes expands $(NAME) in a container's arguments, and replaces $$ by $.
     return {"name": point.name, "command": shell, **values}
+
+
+def _check_labels(values: Sequence[Mapping[str, str]]) -> None:
+    """Raise `UserError` if two runs have equal labels, with which the second job would replace the first one."""
+    runs: dict[str, str] = {}
+    for run in values:
+        name = run["name"]
+        if "label" in run and (other := runs.setdefault(run["label"], name)) != name:
+            raise UserError(
+                f"the runs {other!r} and {name!r}: both jobs would be named {run['label']!r}; write one of them in a "
+                "sweep of its own, and change the name in its job file"
+            )
 
 
 def _check_printable(what: str, texts: Iterable[str]) -> None:
