@@ -131,7 +131,8 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (position, row) for each row of a table. Error messages show the position."""
     if path.suffix == ".csv":
         try:
-            reader = csv.DictReader(io.StringIO(path.read_text()))
+            # Excel writes a byte order mark, which would be part of the first column's name.
+            reader = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8-sig")))
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: cannot be read as text ({error})") from error
         for row in reader:
@@ -152,7 +153,7 @@ def _positive_number(row: dict[str, Any], name: str, where: str) -> float:
             raise UserError(f"{where} has no {required!r}.{did_you_mean(required, map(str, row))}")
     try:
         value = float(row[name])
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         value = math.nan
     if not (math.isfinite(value) and value > 0):
         raise UserError(f"{where}: {name}={row[name]!r} is not a positive number")

@@ -159,6 +159,11 @@ def test_extrapolation_is_marked(tmp_path):
         ("a.csv", "architecture,size,tokens,los\ndiff,1e9,1e9,3\n", "line 2 has no 'loss'. Did you mean 'los'"),
         ("a.csv", "architecture,size,tokens,loss\ndiff,1e9,1e9,low\n", "line 2: loss='low' is not a positive number"),
         ("a.csv", "architecture,size,tokens,loss\ndiff,-1,1e9,3\n", "size='-1' is not a positive number"),
+        (
+            "a.json",
+            f'[{{"architecture": "diff", "size": {"1" * 400}, "tokens": 9, "loss": 3}}]',
+            f"point 1: size={'1' * 400} is not a positive number",
+        ),
         ("a.json", "{}", "not a list of points"),
         ("a.json", "[3]", "point 1 is not an object"),
         ("a.json", "[", "line 1 is not JSON"),
@@ -171,6 +176,14 @@ def test_a_bad_table_is_refused(name, text, message, tmp_path):
     with pytest.raises(UserError) as error:
         write_scaling(str(tmp_path / name), tmp_path / "out")
     assert message in str(error.value)
+
+
+def test_a_table_may_begin_with_a_byte_order_mark(tmp_path):
+    """Excel writes one into a CSV file in UTF-8."""
+    path = tmp_path / "a.csv"
+    path.write_text("architecture,size,tokens,loss\ndiff,1e9,2e9,3\n", encoding="utf-8-sig")
+    assert path.read_bytes().startswith(b"\xef\xbb\xbfarch")
+    assert read_points(str(path), "loss")[0] == [LossPoint("diff", 1e9, 2e9, 3.0, True)]
 
 
 def test_glob_of_a_sweep_skips_its_other_files(config, tmp_path):
