@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from difftx.config.data import STDLIB, SYNTHETIC
-from difftx.config.recipes import is_name
+from difftx.config.recipes import is_name, split_spec
 from difftx.errors import UserError, did_you_mean
 from difftx.launch.grid import SweepPoint
 from difftx.storage.paths import AnyPath, is_bucket, require_supported
@@ -200,7 +200,7 @@ def _in_repository(point: SweepPoint) -> SweepPoint:
         except ValueError as error:
             raise UserError(f"--{flag}={path}: not in {ROOT}, so a job elsewhere would not have it") from error
 
-    path, colon, arg = point.spec.partition(":")
+    path, argument = split_spec(point.spec)
     extensions = [relative("extension", extension) for extension in point.extensions]
     config = path if is_name(path) else relative("config", path)
-    return dataclasses.replace(point, spec=f"{config}{colon}{arg}", extensions=extensions)
+    return dataclasses.replace(point, spec=f"{config}:{argument}" if argument else str(config), extensions=extensions)
