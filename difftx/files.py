@@ -165,13 +165,23 @@ def matching_files(folder: AnyPath, pattern: str) -> list[AnyPath]:
     return [folder / name for name in names if name.count("/") == count and PurePosixPath(name).match(pattern)]
 
 
+def is_glob(path: AnyPath) -> bool:
+    """Return whether a path is a glob. The path of an existing file or folder is not, even if its name has brackets."""
+    if not glob.has_magic(str(path)):
+        return False
+    return not (list_folder(path) if is_bucket(path) else os.path.exists(path))
+
+
 def matching_folders(flag: str, pattern: str, file: str) -> list[AnyPath]:
-    """Return the folders that match a glob and contain a file, in the order of their names."""
+    """Return the folders that match a path or a glob and contain a file, in the order of their names."""
     root = path_of(flag, pattern)
     if not is_bucket(root):
-        return [Path(name) for name in sorted(glob.glob(pattern)) if (Path(name) / file).exists()]
-    scheme, _, names = str(root).partition("://")
-    bucket, *parts = names.split("/")
+        names = sorted(glob.glob(pattern)) if is_glob(root) else [pattern]
+        return [Path(name) for name in names if (Path(name) / file).exists()]
+    if not is_glob(root):
+        return [root] if size_of(root / file) is not None else []
+    scheme, _, rest = str(root).partition("://")
+    bucket, *parts = rest.split("/")
     found = [path_of(flag, f"{scheme}://{bucket}")]
     for part in filter(None, parts):
         if glob.has_magic(part):

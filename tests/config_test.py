@@ -12,6 +12,7 @@ from difftx.config.recipes import load_config, matched_by
 from difftx.config.reference import reference_page
 from difftx.configs import ablations, review, small, toy
 from difftx.errors import UserError
+from difftx.launch.grid import make_points
 from difftx.model.abstract import count_parameters
 from difftx.model.matching import matching_warning
 
@@ -227,6 +228,18 @@ def test_the_last_set_of_warmup_steps_and_warmup_fraction_takes_effect(tmp_path,
     assert config_from_dict(json.loads(config.to_json())) == config
     assert override(config, {"optimizer.warmup_fraction": "0.1"}).warmup_steps == 40
     assert config_from_dict({"optimizer": {"warmup_fraction": 0.5}}).warmup_steps == 20_000  # Replaces the default.
+
+
+def test_the_path_of_a_recipe_may_have_colons(tmp_path):
+    recipe = "def get_config(arg='none'):\n    c = quickstart.get_config()\n    c.data.path = arg\n    return c\n"
+    path = tmp_path / "a:b" / "rec.py"
+    path.parent.mkdir()
+    path.write_text(f"from difftx.configs import quickstart\n\nARG = '{{part}}'\n\n{recipe}")
+    for argument in ("none", "x", "x:y", "/x.py:y.py"):
+        spec = f"{path}:{argument}" if argument != "none" else str(path)
+        assert load_config(spec, {}).data.path == argument
+    (point,) = make_points(str(path), {"part": ["x"]}, {})
+    assert (point.spec, point.config.data.path) == (f"{path}:x", "x")
 
 
 def test_missing_fields_take_the_defaults_of_the_schema():

@@ -166,7 +166,9 @@ def find(folder: AnyPath, name: str) -> AnyPath:
     steps = steps_in(folder)
     if name.isdecimal() and int(name) in steps:
         return folder / str(int(name))
-    if not name.isdecimal() and list_folder(path := path_of("checkpoint", name)):
+    if not name.isdecimal() and (names := list_folder(path := path_of("checkpoint", name))):
+        if "checkpoints" in names:
+            raise UserError(f"{name}: the folder of a run, not of a checkpoint; give {path / 'checkpoints' / 'STEP'}")
         return path
     raise UserError(f"{name!r}: no such checkpoint; {folder} has the steps {', '.join(map(str, steps)) or '(none)'}")
 

@@ -15,7 +15,7 @@ from typing import Any
 from difftx import compilation_cache
 from difftx.config.build import annotation_of
 from difftx.errors import UserError, did_you_mean
-from difftx.files import matching_folders, require_local_paths, require_run, require_writable_file, size_of
+from difftx.files import is_glob, matching_folders, require_local_paths, require_run, require_writable_file, size_of
 from difftx.registry import load_extensions
 from difftx.storage.paths import AnyPath, is_bucket, path_of
 
@@ -74,7 +74,7 @@ def run_folders(flag: str) -> list[AnyPath]:
         if size_of(folder / "config.json") is not None:
             folders.append(folder)
             continue
-        pattern = name if glob.has_magic(name) else f"{name.rstrip('/')}/*"
+        pattern = name if is_glob(folder) else f"{glob.escape(name.rstrip('/'))}/*"
         runs = matching_folders("--workdir", pattern, "config.json")
         if not runs:
             require_run(folder)

@@ -5,6 +5,7 @@ The recipes of difftx are in the package `difftx.configs`, the folder configs/. 
 
 import importlib
 import pkgutil
+import re
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,13 +40,20 @@ def load_config(spec: str, overrides: Mapping[str, str]) -> Config:
         raise UserError(f"--config={spec}: {error}; set it with --config.FIELD=value") from error
 
 
+def split_spec(spec: str) -> tuple[str, str]:
+    """Return the name or file of a recipe, and its argument or "". The path of an existing file may have colons."""
+    file = re.match(r"(.+?\.py)(:|$)", spec)
+    recipe = file[1] if file and Path(file[1]).is_file() else spec.partition(":")[0]
+    return recipe, spec[len(recipe) + 1 :]
+
+
 def matched_by(spec: str) -> Matched | None:
     """Return the Transformer with which the recipe has matched its model, or None if it has matched it with none."""
     return getattr(_values_of(spec), "matched", None)
 
 
 def _values_of(spec: str) -> ConfigDict:
-    path, _, argument = spec.partition(":")
+    path, argument = split_spec(spec)
     module = _import_recipe(path)
     with one_line_errors(module):
         values = module.get_config(argument) if argument else module.get_config()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from difftx.config import Config
 from difftx.config.fields import types_of
-from difftx.config.recipes import argument_of, load_config
+from difftx.config.recipes import argument_of, load_config, split_spec
 from difftx.data.tokenizer import with_vocabulary
 from difftx.errors import UserError, did_you_mean
 from difftx.storage.paths import AnyPath
@@ -57,7 +57,7 @@ def make_points(
     A name in the grid is "seed", a config field such as "train.steps", or a placeholder in the argument of the config
     file. `spec` is `NAME` or `FILE.py`, with `:ARG` if the grid fills no placeholder.
     """
-    path, _, argument = spec.partition(":")
+    path, argument = split_spec(spec)
     form = argument_of(path) or ""
     slots = [slot for _, slot, _, _ in string.Formatter().parse(form) if slot]
     _check_names(path, argument, form, slots, grid)
@@ -83,6 +83,12 @@ def make_points(
             raise UserError(f"--grid, run {name}: {error}") from error
         if any(point.name == name for point in points):
             raise UserError(f"--grid: two runs would be named {name!r}; vary one of those fields in a sweep of its own")
+        # A recipe may give two of its arguments equal configs, as configs/controls.py does for two arms.
+        equal = [point.name for point in points if point.spec == point_spec and point.config == config]
+        if equal:
+            raise UserError(
+                f"--grid: the runs {equal[0]!r} and {name!r} have equal configs; leave one of the values out"
+            )
         points.append(SweepPoint(name, point_spec, changes, config, extensions))
     return points
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from difftx.config.data import STDLIB, SYNTHETIC
-from difftx.config.recipes import is_name
+from difftx.config.recipes import is_name, split_spec
 from difftx.errors import UserError, did_you_mean
 from difftx.launch.grid import SweepPoint
 from difftx.storage.paths import AnyPath, is_bucket, require_supported
@@ -76,9 +76,9 @@ def write_jobs(name: str, points: Sequence[SweepPoint], out: AnyPath, settings: 
     for point in points:
         _check_config(launcher, point, settings)
     quoted = {setting: value if setting in COUNTS else launcher.quote(value) for setting, value in settings.items()}
-    texts = {
-        point.name: template.substitute(quoted, **_values(launcher, template, point, out, settings)) for point in points
-    }
+    values = [_values(launcher, template, point, out, settings) for point in points]
+    _check_labels(values)
+    texts = {run["name"]: template.substitute(quoted, **run) for run in values}
     folder = _job_folder(out)
     folder.mkdir(parents=True, exist_ok=True)
     for run, text in texts.items():
@@ -172,6 +172,18 @@ def _values(
     return {"name": point.name, "command": shell, **values}
 
 
+def _check_labels(values: Sequence[Mapping[str, str]]) -> None:
+    """Raise `UserError` if two runs have equal labels, with which the second job would replace the first one."""
+    runs: dict[str, str] = {}
+    for run in values:
+        name = run["name"]
+        if "label" in run and (other := runs.setdefault(run["label"], name)) != name:
+            raise UserError(
+                f"the runs {other!r} and {name!r}: both jobs would be named {run['label']!r}; write one of them in a "
+                "sweep of its own, and change the name in its job file"
+            )
+
+
 def _check_printable(what: str, texts: Iterable[str]) -> None:
     """Raise `UserError` for control characters: a line break would end a comment or a YAML block of the job file."""
     for text in texts:
@@ -188,7 +200,7 @@ def _in_repository(point: SweepPoint) -> SweepPoint:
         except ValueError as error:
             raise UserError(f"--{flag}={path}: not in {ROOT}, so a job elsewhere would not have it") from error
 
-    path, colon, arg = point.spec.partition(":")
+    path, argument = split_spec(point.spec)
     extensions = [relative("extension", extension) for extension in point.extensions]
     config = path if is_name(path) else relative("config", path)
-    return dataclasses.replace(point, spec=f"{config}{colon}{arg}", extensions=extensions)
+    return dataclasses.replace(point, spec=f"{config}:{argument}" if argument else str(config), extensions=extensions)

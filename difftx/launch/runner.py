@@ -31,7 +31,7 @@ from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint.manifest import read_manifest, why_invalid
 from difftx.training.checkpoint.restoring import config_of
 from difftx.training.metrics import read_newest_metrics
-from difftx.training.resume import changed_fields
+from difftx.training.resume import Change, changed_fields
 
 State = Literal["pending", "running", "done", "failed", "stopped"]
 TETHERED = Path(__file__).with_name("tethered.py")
@@ -78,7 +78,7 @@ class RunStatus:
         return self.step == self.steps and why_invalid(self.last_checkpoint, step=self.steps, content=False) is None
 
     def changes(self) -> Iterator[str]:
-        """Yield what differs between a finished run and the requested one. Text files as data are not compared."""
+        """Yield the differences in training between a finished run and the requested one, except in text files."""
         manifest = read_manifest(self.last_checkpoint)
         for change in changed_extensions(manifest.extensions):  # First, because they may reject the run's config.
             yield f"extension {change}"
@@ -88,6 +88,11 @@ class RunStatus:
         stores = signature_of_stores(self.point.config.data)
         stores = {name: value for name, value in stores.items() if name in manifest.data}
         yield from signature_changes({name: manifest.data[name] for name in stores}, stores)
+
+    def neutral_changes(self) -> list[Change]:
+        """Return the differences in fields that do not affect the training of a finished run, such as eval.suites."""
+        changes = changed_fields(config_of(self.last_checkpoint), self.point.config)
+        return [change for change in changes if change.is_neutral]
 
     def cells(self) -> list[str]:
         """Return the run's row of the table: name, state, step, loss, tokens/s, time left, error."""
@@ -126,12 +131,19 @@ class Sweep:
     def __init__(self, points: Sequence[SweepPoint], out: AnyPath, description: Mapping[str, Any]):
         """Read the state of the runs that already exist in `out`. `description` is written first in `sweep.json`."""
         self._statuses = [RunStatus(point, out / point.name) for point in points]
+        neutral: list[Change] = []
         for status in self._statuses:
             status.refresh()
             # The sweep skips finished runs. `difftx train` itself compares the settings of the runs that it resumes.
             if status.is_finished():
                 for change in status.changes():
                     raise UserError(f"{status.workdir} is finished, but with another {change}; use another --out")
+                neutral += status.neutral_changes()
+        if neutral:
+            changed = ", ".join(dict.fromkeys(map(str, neutral)))
+            advice = "; run difftx eval" * any(change.is_in(("eval",)) for change in neutral)
+            text = f"changed since runs were finished: {changed}; finished runs keep their results{advice}"
+            print(printable(text), flush=True)
         make_folder(out)
         self._out, self._description = out, description
         # No automatic refresh, because its thread would be unsafe while the sweep starts processes.

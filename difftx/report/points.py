@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from difftx.errors import UserError, did_you_mean
-from difftx.files import matching_folders
+from difftx.files import is_glob, matching_folders
 from difftx.json_files import read_json
 from difftx.model.abstract import count_parameters
 from difftx.report.arms import EQUAL_SIZES, training_changes
@@ -42,7 +42,8 @@ def read_points(pattern: str, metric: Metric) -> tuple[list[LossPoint], list[str
     `tokens`, `loss` (or `bits_per_byte`) and optionally `seed`. Rows of equal architecture, size and seed form one run.
     """
     # Tables are local. In a bucket, only run directories match.
-    files = [Path(name) for name in sorted(glob.glob(pattern)) if Path(name).suffix in (".csv", ".json")]
+    names = glob.glob(pattern if is_glob(Path(pattern)) else glob.escape(pattern))
+    files = [Path(name) for name in sorted(names) if Path(name).suffix in (".csv", ".json")]
     tables = [file for file in files if str(file) == str(Path(pattern)) or not _is_other_output(file)]
     points = [point for table in tables for point in _points_of_table(table, metric)]
     if tables and not matching_folders("--scaling", pattern, "metrics.jsonl"):
@@ -130,7 +131,8 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (position, row) for each row of a table. Error messages show the position."""
     if path.suffix == ".csv":
         try:
-            reader = csv.DictReader(io.StringIO(path.read_text()))
+            # Excel writes a byte order mark, which would be part of the first column's name.
+            reader = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8-sig")))
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: cannot be read as text ({error})") from error
         for row in reader:
@@ -151,7 +153,7 @@ def _positive_number(row: dict[str, Any], name: str, where: str) -> float:
             raise UserError(f"{where} has no {required!r}.{did_you_mean(required, map(str, row))}")
     try:
         value = float(row[name])
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         value = math.nan
     if not (math.isfinite(value) and value > 0):
         raise UserError(f"{where}: {name}={row[name]!r} is not a positive number")

@@ -71,14 +71,16 @@ def _compared(baseline: Arm, other: Arm, metric: Metric) -> tuple[str, str, str]
     losses += "in one run each" if counts == [1, 1] else f"the means over {counts[0]} and {counts[1]} runs"
     change = signed_change(means[1], means[0])
     named = f"In {unit}, {other.name} − {baseline.name} = {change}"
-    lower = (
+    order = (
         f"{other.name} has a {'lower' if means[0] < means[1] else 'higher'} validation loss{text} than {baseline.name}"
     )
+    if means[0] == means[1]:
+        order = f"{other.name} and {baseline.name} have the same validation loss{text}"
     difference, how = _difference(baseline, other, metric)
     if difference is None:
         advice = "Train more seeds of both, or see whether the suites agree."
-        return f"{lower}: {losses}, but {how}.", f"{named}. {advice}", ""
-    sentence = f"{lower}: {losses}."
+        return f"{order}: {losses}, but {how}.", f"{named}. {advice}", ""
+    sentence = f"{order}: {losses}."
     if difference.low <= 0 <= difference.high:
         sentence = f"{other.name} and {baseline.name} cannot be told apart: their validation losses{text} are {losses}."
     interval = f"{difference.low:+.3g} to {difference.high:+.3g}".replace("-", "−")

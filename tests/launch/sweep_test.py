@@ -302,6 +302,32 @@ def test_a_finished_run_of_other_data_or_extensions_is_not_skipped(config_file, 
             (tmp_path / "first").rename(tmp_path / "store")
 
 
+def test_changes_that_finished_runs_do_not_get_are_printed_once(config_file, tmp_path, capsys):
+    def points(**fields):
+        return make_points(f"{config_file}:diff-s", {"seed": ["0", "1"]}, fields)
+
+    row = {"split": "train", "attempt": 1, "loss": 1.0, "tokens": 1, "tokens_per_second": 10.0, "step_seconds": 1.0}
+    for point in points():
+        workdir = tmp_path / point.name
+        workdir.mkdir()
+        (workdir / "metrics.jsonl").write_text(json.dumps(row | {"step": STEPS}) + "\n")
+        with contextlib.closing(Checkpointer(workdir, point.config.checkpoint)) as writer:
+            ones = {"layer": jnp.ones((300, 2))}
+            writer.save(TrainState(jnp.int32(STEPS), ones, {"mu": ones}), {"signature": {}}, point.config)
+    capsys.readouterr()
+
+    def printed(**fields):
+        runner.Sweep(points(**fields), tmp_path, {})
+        return capsys.readouterr().out
+
+    assert printed() == ""
+    begin, end = "changed since runs were finished: ", "; finished runs keep their results"
+    change = "logging.tensorboard: False → True"
+    assert printed(**{"logging.tensorboard": "True"}) == f"{begin}{change}{end}\n"
+    fields = {"eval.suites": "loss", "logging.tensorboard": "True"}
+    assert printed(**fields) == f"{begin}eval.suites: () → ('loss',), {change}{end}; run difftx eval\n"
+
+
 def test_points_of_the_scaling_sweep():
     grid = parse_grid(["size=830m,1.4b", "architecture=diff,transformer", "seed=0,1"])
     points = make_points("configs/scaling.py", grid, {"train.steps": "500"})
@@ -325,6 +351,12 @@ def test_a_grid_of_fields_keeps_the_argument_of_the_config():
     assert points[3].config.model.lambda_init == 0.8
 
 
+def test_two_arms_of_a_recipe_may_be_equal():
+    """The best gain of diff-gain on novels is 1, as that of diff-plain. `make reproduce` trains both."""
+    first, second = make_points("configs/controls.py", parse_grid(["task=novels", "arm=diff-gain,diff-plain"]), {})
+    assert first.config == second.config
+
+
 @pytest.mark.parametrize(
     ("config", "grid", "message"),
     [
@@ -342,6 +374,12 @@ def test_a_grid_of_fields_keeps_the_argument_of_the_config():
         ("scaling.py", ["train.steps=10"], "train.steps is set twice"),
         ("scaling.py", ["seed=x"], "run seedx: train.seed='x': expected an integer"),
         ("scaling.py", ["train.seed=0", "data.seed=0,1", "data.path=a b,a_b"], "would be named"),
+        (
+            "scaling.py:diff-830m",
+            ["seed=0,00"],
+            "'diff-830m-seed0' and 'diff-830m-seed00' have equal configs;",
+        ),
+        ("scaling.py:diff-830m", ["optimizer.learning_rate=1e-3,0.001"], "1e-3' and .*0.001' have equal configs"),
         ("scalling.py", ["seed=0"], "Did you mean 'configs/scaling.py'"),
     ],
 )

@@ -352,6 +352,21 @@ def test_a_run_in_a_bucket_needs_no_volume_no_library_and_no_credentials(launche
         subprocess.run(["bash", "-n", job], check=True)
 
 
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_two_runs_with_the_same_name_for_kubernetes_are_refused(launcher, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = [f"--config={ROOT}/configs/scaling.py:diff-1.4b", "--out=runs/scaling", *MESH.get(launcher, [])]
+    flags += [f"--launcher={launcher}", "--set", *SETTINGS[launcher]]
+    flags += ["--grid", "data.path=/mnt/shared/Books,/mnt/shared/books"]
+    if not launcher.startswith("jobset"):  # Names of files may differ in the case of letters.
+        assert sweep.main(flags) == 0
+        return
+    message = r"Books' and '.*books': both jobs would be named 'diff-1-4b-path-mnt-shared-books'"
+    with pytest.raises(UserError, match=message):
+        sweep.main(flags)
+    assert not (tmp_path / "runs").exists()
+
+
 def test_two_buckets_have_their_own_job_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     jobs = [write_in_bucket("tpu-vm", f"gs://{place}/scaling") for place in ("one", "two", "two/deep")]

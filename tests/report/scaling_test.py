@@ -10,8 +10,10 @@ import scipy.optimize
 from helpers.report_runs import write_run
 
 from difftx.analysis.scaling_law import PowerLaw
+from difftx.commands.flags import run_folders
 from difftx.errors import UserError
 from difftx.report.points import LossPoint, read_points
+from difftx.report.runs import match_runs
 from difftx.report.scaling import format_study, write_scaling
 
 SIZES = [0.834e9, 1.410e9, 2.763e9, 6.837e9, 13.083e9]  # Table 10.
@@ -159,6 +161,11 @@ def test_extrapolation_is_marked(tmp_path):
         ("a.csv", "architecture,size,tokens,los\ndiff,1e9,1e9,3\n", "line 2 has no 'loss'. Did you mean 'los'"),
         ("a.csv", "architecture,size,tokens,loss\ndiff,1e9,1e9,low\n", "line 2: loss='low' is not a positive number"),
         ("a.csv", "architecture,size,tokens,loss\ndiff,-1,1e9,3\n", "size='-1' is not a positive number"),
+        (
+            "a.json",
+            f'[{{"architecture": "diff", "size": {"1" * 400}, "tokens": 9, "loss": 3}}]',
+            f"point 1: size={'1' * 400} is not a positive number",
+        ),
         ("a.json", "{}", "not a list of points"),
         ("a.json", "[3]", "point 1 is not an object"),
         ("a.json", "[", "line 1 is not JSON"),
@@ -171,6 +178,14 @@ def test_a_bad_table_is_refused(name, text, message, tmp_path):
     with pytest.raises(UserError) as error:
         write_scaling(str(tmp_path / name), tmp_path / "out")
     assert message in str(error.value)
+
+
+def test_a_table_may_begin_with_a_byte_order_mark(tmp_path):
+    """Excel writes one into a CSV file in UTF-8."""
+    path = tmp_path / "a.csv"
+    path.write_text("architecture,size,tokens,loss\ndiff,1e9,2e9,3\n", encoding="utf-8-sig")
+    assert path.read_bytes().startswith(b"\xef\xbb\xbfarch")
+    assert read_points(str(path), "loss")[0] == [LossPoint("diff", 1e9, 2e9, 3.0, True)]
 
 
 def test_glob_of_a_sweep_skips_its_other_files(config, tmp_path):
@@ -199,6 +214,22 @@ def test_glob_of_a_sweep_skips_its_other_files(config, tmp_path):
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(UserError, match=r"other\.json: not a list of points"):
         read_points(f"{tmp_path}/*", "loss")
+
+
+def test_an_existing_path_is_no_glob_although_its_name_has_brackets(config, tmp_path):
+    """As globs, these paths would match nothing, or the paths with a 1 in place of [1]."""
+    text = "architecture,size,tokens,loss\ndiff,10,9,3.0\n"
+    (tmp_path / "table[1].csv").write_text(text)
+    assert read_points(f"{tmp_path}/table[1].csv", "loss")[0] == [LossPoint("diff", 10.0, 9.0, 3.0, True)]
+    (tmp_path / "table1.csv").write_text(text.replace("3.0", "2.0"))
+    assert read_points(f"{tmp_path}/table[1].csv", "loss")[0] == [LossPoint("diff", 10.0, 9.0, 3.0, True)]
+    for folder in ("sweep[1]", "sweep1"):
+        for name in ("run[a]", "runa"):
+            write_run(tmp_path / folder / name, config("diff"))
+    named = tmp_path / "sweep[1]" / "run[a]"
+    assert [run.workdir for run in match_runs(str(named), "curves")] == [named]
+    assert run_folders(str(named.parent)) == [named, named.parent / "runa"]
+    assert run_folders(f"{tmp_path}/sweep[1-9]/run?") == [tmp_path / "sweep1" / "runa"]
 
 
 def test_arms_and_rates_that_a_fit_pools_are_named(config, tmp_path):

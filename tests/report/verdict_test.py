@@ -192,6 +192,16 @@ def test_one_run_and_many(tmp_path):
     )
 
 
+def test_equal_losses_are_called_equal(tmp_path):
+    runs = [make(tmp_path / name, [1.1121] * BLOCKS, architecture=name) for name in ("diff", "gda")]
+    for folder in runs:
+        write_result(folder, "loss", 6, {"loss": 1.1121}, details=[])  # Without blocks, there is no interval.
+    assert judged(runs).headline == (
+        "gda and diff have the same validation loss on stdlib: 1.1121 and 1.1121 nats per token, "
+        "in one run each, but one run each cannot tell whether that is chance."
+    )
+
+
 def test_malformed_blocks_count_as_none(tmp_path):
     a, b = (make(tmp_path / name, [2.0 + i] * BLOCKS, architecture=name) for i, name in enumerate(("diff", "gda")))
     for details in ([], {"sets": []}, {"sets": {"valid": 3}}, {"sets": {"valid": {"blocks": {"nats": "x"}}}}):

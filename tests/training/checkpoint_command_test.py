@@ -75,6 +75,8 @@ def test_diff_names_fields_and_arrays(workdir, capsys):
     assert line in capsys.readouterr().out
     with pytest.raises(UserError, match=r"'15': no such checkpoint; .* has the steps 10, 20, 30"):
         run("diff", "10", "15", "--workdir", workdir)
+    with pytest.raises(UserError, match=rf"^{workdir}: the folder of a run, .*; give {workdir}/checkpoints/STEP$"):
+        run("diff", "10", workdir, "--workdir", workdir)
 
 
 @pytest.mark.long
