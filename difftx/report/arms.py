@@ -29,8 +29,8 @@ class Arm:
         return self.name if len(self.runs) == 1 else f"{self.name}, mean of {len(self.runs)} runs"
 
     def values(self, number: str) -> list[float]:
-        """Return the last validation of each run in a number of the suite "loss", without runs that have none."""
-        return [last[1] for run in self.runs if (last := run.last_validation(number))]
+        """Return a number of the last validation of each run, without runs in which it is missing or not finite."""
+        return [value for run in self.runs if (value := run.last_value(number)) is not None]
 
     def mean(self, number: str) -> float | None:
         """Return the mean of `values`, or None if a run has none."""
