@@ -8,7 +8,7 @@ import numpy as np
 from difftx.report.runs import RunRecord, data_content, different_tokenizers
 from difftx.training.resume import Change, changed_fields
 
-# Runs of one arm have equal values in these groups of the config, except in the fields of SEEDS.
+# Runs of one arm have equal values in these groups of the config, except in the fields of SEEDS and in neutral ones.
 TRAINING_GROUPS = ("model", "data", "optimizer", "train")
 SEEDS = ("train.seed", "data.seed")
 # Largest ratio of two numbers of parameters, or of tokens, that count as equal. The λ vectors and the gains of head
@@ -18,7 +18,7 @@ EQUAL_SIZES = 1.02
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """Runs that differ only in their seeds."""
+    """Runs that differ only in their seeds, and in fields that change results by rounding at most."""
 
     name: str
     runs: list[RunRecord]
@@ -56,8 +56,8 @@ def arms_of(runs: Sequence[RunRecord]) -> list[Arm]:
 
 
 def training_changes(first: RunRecord, second: RunRecord) -> list[Change]:
-    """Return the fields of the model and its training in which two runs differ, without the seeds."""
-    changes = changed_fields(first.config, second.config)
+    """Return the fields of the model and its training in which two runs differ, without seeds and neutral fields."""
+    changes = [change for change in changed_fields(first.config, second.config) if not change.is_neutral]
     return [change for change in changes if change.is_in(TRAINING_GROUPS) and not change.is_in(SEEDS)]
 
 

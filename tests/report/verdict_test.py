@@ -196,6 +196,25 @@ def test_seeds_of_other_data_are_not_averaged(tmp_path):
     assert [[run.name for run in arm.runs] for arm in arms] == [["seed0", "seed1", "seed3"], ["seed2"]]
 
 
+def test_seeds_on_other_machines_are_one_arm(tmp_path):
+    """Fields that only change rounding or speed, such as those of a smaller device, do not split an arm."""
+    machines = [
+        {"train__accumulation": 2, "model__remat": "full", "model__attention_implementation": "xla"},
+        {"data__prefetch_batches": 8, "data__cache_mib": 64, "train__compilation_cache": "none"},
+        {"train__kernel_choice": "fixed", "data__verify": "true"},
+    ]
+    runs = [
+        make(tmp_path / f"{name}-{seed}", [loss + seed / 10] * BLOCKS, architecture=name, train__seed=seed, **machine)
+        for name, loss in (("transformer", 2.2), ("diff", 2.0))
+        for seed, machine in enumerate(machines)
+    ]
+    found = judged(runs)
+    assert [arm.title for arm in found.arms] == ["transformer, mean of 3 runs", "diff, mean of 3 runs"]
+    assert "over 3 pairs of runs with equal seeds" in found.details[0]
+    other = make(tmp_path / "other", [2.0] * BLOCKS, train__seed=3, optimizer__weight_decay=0.3)
+    assert [len(arm.runs) for arm in judged([*runs[3:], other]).arms] == [3, 1]
+
+
 def test_one_run_and_many(tmp_path):
     a = make(tmp_path / "a", [2.0] * BLOCKS)
     found = judged([a])
