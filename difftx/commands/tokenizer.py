@@ -65,16 +65,18 @@ class _Texts:
         self.documents = self.bytes = 0  # Documents and bytes that are trained on.
 
     def training(self) -> Iterator[str]:
-        """Yield the text of every document that is not held out."""
-        left = dict.fromkeys(self.samples, SAMPLE_BYTES)
+        """Yield the text of every document that is not held out. The first document with text never is."""
+        left, first = dict.fromkeys(self.samples, SAMPLE_BYTES), b""
         with Work() as work, work.task("reading", max(1, sum(source.size for source in self._sources))) as advance:
             for unit in itertools.chain.from_iterable(source.units(self._fields) for source in self._sources):
                 for document in unit.content.documents(self._fields):
                     if isinstance(document, UserError):
                         raise document
                     assert isinstance(document, Document)
+                    first = first or document.utf8
                     # Equal documents are held out together.
-                    is_held_out = left["held-out"] > 0 and hashlib.sha256(document.utf8).digest()[0] < HELD_OUT
+                    is_chosen = document.utf8 != first and hashlib.sha256(document.utf8).digest()[0] < HELD_OUT
+                    is_held_out = is_chosen and left["held-out"] > 0
                     kind = "held-out" if is_held_out else "training"
                     if left[kind] > 0:
                         self.samples[kind].append(document.text)
@@ -120,3 +122,5 @@ def train_tokenizer(options: argparse.Namespace) -> None:
         if size := sum(len(text.encode()) for text in sample):
             tokens = sum(len(trained.encode_to_numpy(text)) for text in sample)
             print(f"{kind} text: {size / tokens:.3f} bytes per token ({size:,} bytes of {len(sample):,} documents)")
+        else:
+            print(f"{kind} text: none, because the input has too few documents")

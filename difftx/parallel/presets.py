@@ -60,13 +60,20 @@ def apply_preset(config: Config, *, kind: str, devices: int, parameters: int) ->
             f"mesh.preset='auto': no rule for {kind!r} and {parameters:.3g} parameters in difftx/parallel/presets.py; "
             "use 'none' and choose mesh, model.remat and train.accumulation"
         )
-    tensor = preset.tensor if devices % (preset.tensor * config.mesh.context) == 0 else 1
-    per_slice = devices // (tensor * config.mesh.context * config.mesh.slices)
+    context, slices = config.mesh.context, config.mesh.slices
+    if context < 1 or devices % (context * slices):  # A preset leaves no devices to a `mesh.context` of -1.
+        axis, size, whole = ("slices", slices, devices) if devices % slices else ("context", context, devices // slices)
+        raise UserError(
+            f"mesh.context={context}, mesh.slices={slices}: these sizes do not multiply to a divisor of the {devices} "
+            f"devices here; set mesh.{axis}={largest_divisor_up_to(size, whole)}"
+        )
+    tensor = preset.tensor if devices % (preset.tensor * context) == 0 else 1
+    per_slice = devices // (tensor * context * slices)
     fsdp = largest_divisor_up_to(preset.fsdp, per_slice) if per_slice else 1
-    data = devices // (fsdp * tensor * config.mesh.context)
+    data = devices // (fsdp * tensor * context)
     rows = config.batch_rows // (data * fsdp)  # Rows per device and update.
     counts = divisors(rows) if rows else [1]
-    largest = preset.tokens * config.mesh.context
+    largest = preset.tokens * context
     accumulation = next((n for n in counts if rows // n * config.data.sequence_length <= largest), counts[-1])
     return dataclasses.replace(
         config,

@@ -8,7 +8,7 @@ import numpy as np
 from difftx.report.runs import RunRecord, data_content, different_tokenizers
 from difftx.training.resume import Change, changed_fields
 
-# Runs of one arm have equal values in these groups of the config, except in the fields of SEEDS.
+# Runs of one arm have equal values in these groups of the config, except in the fields of SEEDS and in neutral ones.
 TRAINING_GROUPS = ("model", "data", "optimizer", "train")
 SEEDS = ("train.seed", "data.seed")
 # Largest ratio of two numbers of parameters, or of tokens, that count as equal. The λ vectors and the gains of head
@@ -18,7 +18,7 @@ EQUAL_SIZES = 1.02
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """Runs that differ only in their seeds."""
+    """Runs that differ only in their seeds, and in fields that change results by rounding at most."""
 
     name: str
     runs: list[RunRecord]
@@ -29,8 +29,8 @@ class Arm:
         return self.name if len(self.runs) == 1 else f"{self.name}, mean of {len(self.runs)} runs"
 
     def values(self, number: str) -> list[float]:
-        """Return the last validation of each run in a number of the suite "loss", without runs that have none."""
-        return [last[1] for run in self.runs if (last := run.last_validation(number))]
+        """Return a number of the last validation of each run, without runs in which it is missing or not finite."""
+        return [value for run in self.runs if (value := run.last_value(number)) is not None]
 
     def mean(self, number: str) -> float | None:
         """Return the mean of `values`, or None if a run has none."""
@@ -56,8 +56,8 @@ def arms_of(runs: Sequence[RunRecord]) -> list[Arm]:
 
 
 def training_changes(first: RunRecord, second: RunRecord) -> list[Change]:
-    """Return the fields of the model and its training in which two runs differ, without the seeds."""
-    changes = changed_fields(first.config, second.config)
+    """Return the fields of the model and its training in which two runs differ, without seeds and neutral fields."""
+    changes = [change for change in changed_fields(first.config, second.config) if not change.is_neutral]
     return [change for change in changes if change.is_in(TRAINING_GROUPS) and not change.is_in(SEEDS)]
 
 

@@ -84,15 +84,27 @@ class RunRecord:
         """Return the rows of a split, such as "train", "valid" or "goodput"."""
         return [row for row in self.rows if row["split"] == name]
 
-    def last_validation(self, number: str) -> tuple[int, float] | None:
-        """Return the step and the value of the last finite `number` of the suite "loss", or None if there is none.
+    def last_validation(self) -> tuple[int, dict[str, Any]] | None:
+        """Return the step and the numbers of the newest validation by the suite "loss", or None if there is none.
 
         At equal steps, the result's file has precedence over the row of the training, whose settings may be older.
         """
-        values = [(row["step"], row[number]) for row in self.evaluations(number)]
-        values += [(step, result["numbers"].get(number)) for step, result in self.results.get("loss", {}).items()]
-        finite = {step: value for step, value in values if isinstance(value, int | float) and np.isfinite(value)}
-        return max(finite.items(), default=None)
+        rows = {row["step"]: row for row in self.split("valid") if row.get("suite") == "loss"}
+        results = {step: result["numbers"] for step, result in self.results.get("loss", {}).items()}
+        validations = rows | results
+        if not validations:
+            return None
+        step = max(validations)
+        return step, validations[step]
+
+    def last_value(self, number: str) -> float | None:
+        """Return a number of the last validation, or None if it is missing or not finite.
+
+        A finite value of an earlier validation would hide that the run has diverged since.
+        """
+        last = self.last_validation()
+        value = last[1].get(number) if last else None
+        return value if isinstance(value, int | float) and np.isfinite(value) else None
 
     def evaluations(self, number: str) -> list[dict[str, Any]]:
         """Return the rows of the suite "loss" that have the number. Synthetic tasks have no bits per byte."""

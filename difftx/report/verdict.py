@@ -28,11 +28,10 @@ class Verdict:
 def verdict(runs: Sequence[RunRecord], metric: Metric) -> Verdict:
     """Compare the arms by the last validation in `metric`. All other arms are compared with the first one."""
     unit, arms = METRIC_UNITS[metric], arms_of(runs)
-    missing = [run.name for run in runs if run.last_validation(metric) is None]
-    if missing:
+    if missing := [run for run in runs if run.last_value(metric) is None]:
         what = "loss" if metric == "loss" else f"loss in {unit}"
-        fix = "Run difftx eval --suite=loss on each of them."
-        return Verdict(f"No verdict: there is no finite validation {what} of {_listed(missing)} yet.", [fix], arms)
+        headline = f"No verdict: there is no finite validation {what} of {_listed([run.name for run in missing])}."
+        return Verdict(headline, _why_missing(missing, metric), arms)
     limits = _limits(arms)
     if pair := _different_targets(runs):
         what, reason = "were validated on different text", "Losses on different text cannot be compared."
@@ -60,6 +59,18 @@ def verdict(runs: Sequence[RunRecord], metric: Metric) -> Verdict:
     return Verdict(
         headline, [*(f"{sentence} {uncertainty}" for sentence, uncertainty, _ in comparisons), *limits], arms
     )
+
+
+def _why_missing(runs: Sequence[RunRecord], metric: Metric) -> list[str]:
+    """Return a sentence for each run whose last validation has a non-finite loss, and one for all without a loss."""
+    found, unvalidated = [], []
+    for run in runs:
+        last = run.last_validation()
+        if last and metric in last[1]:
+            found.append(f"{run.name}: the loss of its last validation, at step {last[0]:,}, is not finite.")
+        else:
+            unvalidated.append(run.name)
+    return found + [f"Run difftx eval --suite=loss on {_listed(unvalidated)}."] * bool(unvalidated)
 
 
 def _compared(baseline: Arm, other: Arm, metric: Metric) -> tuple[str, str, str]:
@@ -129,7 +140,7 @@ def _blocks(run: RunRecord) -> dict[tuple[str, ...], tuple[np.ndarray, np.ndarra
 
     Results that an older version wrote have no blocks.
     """
-    last = run.last_validation("loss")
+    last = run.last_validation()
     details: Any = run.results.get("loss", {}).get(last[0] if last else -1, {}).get("details")
     if schema_error(details, {"sets": {str: {"blocks": {"nats": [float], "tokens": [int], "targets_sha256": str}}}}):
         return {}

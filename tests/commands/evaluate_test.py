@@ -26,6 +26,7 @@ from difftx.evals.result import Result
 from difftx.json_files import json_sha256
 from difftx.training.checkpoint import checkpointer as checkpoint_module
 from difftx.training.checkpoint.manifest import read_manifest
+from difftx.training.checkpoint.reading import open_checkpoint
 from difftx.training.run import Run
 from difftx.training.state import init_state
 
@@ -127,6 +128,16 @@ def test_each_step_is_evaluated_by_its_own_config(run, monkeypatch):
     for step in STEPS:
         is_same = after[step]["numbers"] == before[step]["numbers"]
         assert is_same == (step < 9)
+
+
+def test_steps_before_an_extension_with_a_trace_are_evaluated(run):
+    """The steps 15 to 17, which the extended run traces, are after the last step of the checkpoint's config, 6."""
+    config = replace(replace(run.config, "train", steps=20), "logging", profile_steps=(15, 3))
+    dataclasses.replace(run, config=config).write_files()
+    evaluate(run, "loss", step="3")
+    assert list(results(run, "loss")) == [3]
+    trained = open_checkpoint(run.workdir / "checkpoints" / "3", config).config
+    assert (trained.train.steps, trained.logging.profile_steps) == (6, ())
 
 
 def test_moved_data_is_found_at_the_path_in_config_json(run, tmp_path):

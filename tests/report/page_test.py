@@ -398,6 +398,17 @@ def test_the_table_of_two_runs_has_the_difference_of_the_verdict(tmp_path):
     assert parameters[-1] == "+0.09%"
 
 
+def test_all_losses_in_the_table_are_of_the_last_validation(tmp_path):
+    """The perplexity of the loss 720 is infinite. The validation of step 3 had a finite one, 2."""
+    runs = [write_run(tmp_path / name, tiny(name, train__steps=6)) for name in ("transformer", "diff")]
+    write_result(runs[1], "loss", 6, {"loss": 720.0, "perplexity": None, "bits_per_byte": 260.0})
+    text = write_page(runs, tmp_path / "report.html").read_text()
+    table = re.search(r'<table class="numbers">(.*?)</table>', text, re.DOTALL)[1]
+    rows = [re.sub(r"<[^>]+>", " ", row).split() for row in re.findall(r"<tr>(.*?)</tr>", table, re.DOTALL)]
+    assert next(row[-4:-2] for row in rows if row[:1] == ["validation"]) == ["1.1667", "720"]
+    assert ["perplexity", "2", "–"] in rows
+
+
 def test_seeds_have_one_column_for_their_mean(tmp_path):
     runs = []
     for name, losses in {"diff": (2.0, 2.2), "transformer": (2.5, 2.4)}.items():

@@ -4,7 +4,7 @@ import json
 
 from helpers.report_runs import tiny, write_result, write_run
 
-from difftx.report.panels import Cell, chart_panel, losses, wall_time
+from difftx.report.panels import Cell, chart_panel, losses, panel_over_steps, wall_time
 from difftx.report.runs import read_runs
 from difftx.report.suites import axis_label, label_of, suite_sections
 
@@ -126,3 +126,14 @@ def test_a_heatmap_says_in_html_what_its_colour_shows():
     chart = {"kind": "heatmap", "x": [1], "y": [1], "values": [[0.5]], "x_label": "x", "y_label": "y"}
     panel = chart_panel("Found", chart | {"value_label": "accuracy"}, "Thinned.")
     assert panel.note == "The colour shows: accuracy. Thinned."
+
+
+def test_the_table_of_values_does_not_continue_a_shorter_line():
+    """A run of 6 steps has no loss at step 9, nor has one that was logged from step 5 on at step 3."""
+    lines = {"long": ([3, 6, 9], [3.0, 2.0, 1.5]), "short": ([3, 6], [4.0, 3.5]), "late": ([5, 9], [2.5, 2.25])}
+    lines |= {"none": ([], [])}
+    assert panel_over_steps("Loss", lines, "loss").values.rows == [
+        ["3", "3", "4", "–", "–"],
+        ["6", "2", "3.5", "2.5", "–"],
+        ["9", "1.5", "–", "2.25", "–"],
+    ]

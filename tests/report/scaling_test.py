@@ -241,6 +241,7 @@ def test_arms_and_rates_that_a_fit_pools_are_named(config, tmp_path):
 
     train("first")
     train("seed", train__seed=7)
+    train("machine", train__accumulation=2, model__remat="full", data__prefetch_batches=8)  # Only rounding differs.
     for name, changes in {
         "wider": {"width": 32},
         "shorter": {"train__steps": 6},

@@ -1,5 +1,6 @@
 """The verdict's sentences, with numbers recomputed from the stored results by scipy."""
 
+import math
 import re
 
 import numpy as np
@@ -22,7 +23,8 @@ def blocks_of(losses, targets="a"):
 def make(folder, losses, *, architecture="diff", targets="a", steps=6, **changes):
     """Write a run whose last validation has these losses by block."""
     folder = write_run(folder, tiny(architecture, train__steps=steps, **changes))
-    write_result(folder, "loss", steps, {"loss": float(np.mean(losses))}, details=blocks_of(losses, targets))
+    numbers = {"loss": float(np.mean(losses)), "bits_per_byte": float(np.mean(losses)) / 2}
+    write_result(folder, "loss", steps, numbers, details=blocks_of(losses, targets))
     return folder
 
 
@@ -135,7 +137,7 @@ def test_verdict_states_what_cannot_be_compared(tmp_path):
     few = [make(tmp_path / f"few{i}", [2.0 + i] * 3, architecture=name) for i, name in enumerate(("diff", "gda"))]
     assert "cannot tell whether that is chance" in judged(few).headline
     none = write_run(tmp_path / "none", tiny("transformer", train__steps=2))
-    assert judged([a, none]).headline == "No verdict: there is no finite validation loss of none yet."
+    assert judged([a, none]).headline == "No verdict: there is no finite validation loss of none."
     short = make(tmp_path / "short", [2.1] * BLOCKS, architecture="transformer", steps=3)
     limit, _ = judged([a, short]).details[1:]
     assert re.fullmatch(r"The comparison is unequal in training tokens: a [\d,]+ and short [\d,]+\.", limit)
@@ -155,6 +157,28 @@ def test_a_result_replaces_the_logged_loss_of_its_step(tmp_path):
     assert judged([tmp_path / "b"]).headline == "b reaches a validation loss of 1.1667 nats per token on stdlib."
 
 
+@pytest.mark.parametrize("metric", ["loss", "bits_per_byte"])
+def test_a_run_that_diverged_after_a_validation_has_no_verdict(tmp_path, metric):
+    """Validation 3 has the lower loss 1, and those of the steps 6, 9 and 12 are not finite."""
+    a = write_run(tmp_path / "a", tiny("transformer", train__steps=12))
+    loss = {step: 1.0 if step < 4 else math.nan for step in range(13)}.get
+    b = write_run(tmp_path / "b", tiny("diff", train__steps=12), loss=loss)
+    none = write_run(tmp_path / "none", tiny("gda", train__steps=2))
+    unit = "" if metric == "loss" else " in bits per byte"
+    found = judged([a, b], metric)
+    assert found.headline == f"No verdict: there is no finite validation loss{unit} of b."
+    assert found.details == ["b: the loss of its last validation, at step 12, is not finite."]
+    assert [arm.mean(metric) is None for arm in found.arms] == [False, True]
+    found = judged([a, b, none], metric)
+    assert found.headline == f"No verdict: there is no finite validation loss{unit} of b and none."
+    assert found.details[1:] == ["Run difftx eval --suite=loss on none."]
+    # A finite result of a later step counts, and a null of the same step has precedence over the row of the training.
+    write_result(b, "loss", 15, {"loss": 2.0, "bits_per_byte": 0.5})
+    assert judged([a, b], metric).headline.startswith("b has a ")
+    write_result(a, "loss", 12, {"loss": None, "bits_per_byte": None})
+    assert judged([a, b], metric).details == ["a: the loss of its last validation, at step 12, is not finite."]
+
+
 def test_seeds_on_different_text_have_no_mean(tmp_path):
     runs = [make(tmp_path / f"seed{i}", [2.0] * BLOCKS, targets=t, train__seed=i) for i, t in enumerate("aab")]
     assert judged(runs[:2]).headline.startswith(
@@ -170,6 +194,25 @@ def test_seeds_of_other_data_are_not_averaged(tmp_path):
         write_result(folder, "loss", 6, {"loss": 2.0 + i})
     arms = judged([tmp_path / f"seed{i}" for i in range(4)]).arms
     assert [[run.name for run in arm.runs] for arm in arms] == [["seed0", "seed1", "seed3"], ["seed2"]]
+
+
+def test_seeds_on_other_machines_are_one_arm(tmp_path):
+    """Fields that only change rounding or speed, such as those of a smaller device, do not split an arm."""
+    machines = [
+        {"train__accumulation": 2, "model__remat": "full", "model__attention_implementation": "xla"},
+        {"data__prefetch_batches": 8, "data__cache_mib": 64, "train__compilation_cache": "none"},
+        {"train__kernel_choice": "fixed", "data__verify": "true"},
+    ]
+    runs = [
+        make(tmp_path / f"{name}-{seed}", [loss + seed / 10] * BLOCKS, architecture=name, train__seed=seed, **machine)
+        for name, loss in (("transformer", 2.2), ("diff", 2.0))
+        for seed, machine in enumerate(machines)
+    ]
+    found = judged(runs)
+    assert [arm.title for arm in found.arms] == ["transformer, mean of 3 runs", "diff, mean of 3 runs"]
+    assert "over 3 pairs of runs with equal seeds" in found.details[0]
+    other = make(tmp_path / "other", [2.0] * BLOCKS, train__seed=3, optimizer__weight_decay=0.3)
+    assert [len(arm.runs) for arm in judged([*runs[3:], other]).arms] == [3, 1]
 
 
 def test_one_run_and_many(tmp_path):

@@ -25,6 +25,8 @@ from difftx.training.run import Run
 
 # Fields of `data` that only locate the data. The signature in the manifest identifies the contents.
 LOCATIONS = ("path", "sources", "tokenizer", "end_of_text")
+# Neutral fields that must fit other fields of the training: the rows of its batch, and its number of steps.
+OF_TRAINING = ("train.accumulation", "logging.profile_steps")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +81,7 @@ def config_for_reader(trained: Config, run_config: Config) -> Config:
     """Return the config `trained`, with the values of `run_config` for fields that change results only by rounding."""
     raw = values_of(trained)
     for change in changed_fields(trained, run_config):
-        # The accumulation is not changed, because it must divide the rows of the training batch.
-        if change.is_neutral and change.field != "train.accumulation":
+        if change.is_neutral and not change.is_in(OF_TRAINING):
             group, name = change.field.split(".")
             raw[group][name] = change.new
     return config_from_dict(raw)
