@@ -220,7 +220,7 @@ def _show_result(run: Run, suite: str, step: int, part: WeightsPart, *, fresh: b
     where = f"{run.workdir}, step {step}{'' if part == 'params' else f', {part}'}"
     title = printable(f"{explanation_of(suite)[0]} (suite {suite}): {where}")
     console.print(title, style="bold", markup=False, highlight=False)
-    console.print(format_numbers(result))
+    console.print(format_numbers(suite, result))
     if not fresh:
         print(f"skipped, {printable(str(path))} was made with the same settings; --again evaluates the suite again")
     for sample in result["details"].get("samples", []):
@@ -234,8 +234,8 @@ def _show_result(run: Run, suite: str, step: int, part: WeightsPart, *, fresh: b
             print(*draw_chart(chart, figures), sep="\n")
 
 
-def format_numbers(result: Mapping[str, Any]) -> rich.table.Table:
-    """Return the numbers of a result as a table with their units, and with the values of guessing if there are any."""
+def format_numbers(suite: str, result: Mapping[str, Any]) -> rich.table.Table:
+    """Return a suite's numbers as a table with their units, and with the values of guessing if there are any."""
     chance = result.get("chance") or {}
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
     table.add_column("number", overflow="fold")  # Long names are wrapped, because they differ at their ends.
@@ -244,7 +244,7 @@ def format_numbers(result: Mapping[str, Any]) -> rich.table.Table:
         table.add_column("by guessing", justify="right", no_wrap=True)
     table.add_column("unit")
     table.add_column("better")
-    measures = measures_of(result)
+    measures = measures_of(suite, result)
     for name, value in result["numbers"].items():
         measure = measures[name]
         guess = [format_value(chance.get(name))] if chance else []

@@ -9,7 +9,7 @@ from difftx.config.model import CacheConfig
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.inner import evaluate_inner, require_quantizable, title_of, varying
-from difftx.evals.result import Heatmap, LineChart, Result, Series
+from difftx.evals.result import Heatmap, LineChart, Measure, Result, Series
 from difftx.evals.suite import Suite
 from difftx.inference.decode import cache_bytes_per_token
 from difftx.training.run import Run
@@ -93,4 +93,15 @@ def _inner(config: Config) -> tuple[str, ...]:
     return config.eval.cache.suites
 
 
-SUITE = Suite(evaluate=evaluate, reads=("cache",), inner=_inner, check=check, quantizable=False)
+SUITE = Suite(
+    evaluate=evaluate,
+    reads=("cache",),
+    inner=_inner,
+    check=check,
+    quantizable=False,
+    title="Compressed key/value cache",
+    explanation="Other suites with keys and values in few bits, or with only a part of the tokens in the cache.",
+    measures={"bytes_per_token_<compression>": Measure("bytes per token", "lower")},
+    inner_numbers="<suite>_<number>_<compression>",
+    charts_show_numbers=True,
+)

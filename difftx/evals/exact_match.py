@@ -8,7 +8,7 @@ import numpy as np
 from difftx.data.synthetic import SyntheticRows
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
-from difftx.evals.result import Result
+from difftx.evals.result import Measure, Result
 from difftx.evals.suite import Suite
 from difftx.training.run import Run
 
@@ -56,4 +56,10 @@ def _score_set(evaluation: Evaluation, name: str, source: SyntheticRows) -> dict
     }
 
 
-SUITE = Suite(evaluate=evaluate, check=synthetic_sets)
+SUITE = Suite(
+    evaluate=evaluate,
+    check=synthetic_sets,
+    title="Synthetic task",
+    explanation="Share of right answers (accuracy), and of examples in which every answer is right (exact match).",
+    measures={"accuracy": Measure("share", "higher"), "exact_match": Measure("share", "higher")},
+)

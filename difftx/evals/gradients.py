@@ -14,7 +14,7 @@ from difftx.config import Config, ModelConfig
 from difftx.config.architectures import ARCHITECTURES
 from difftx.data.loader import Batch
 from difftx.evals.evaluation import Evaluation, require_plain_logits
-from difftx.evals.result import Heatmap, LineChart, Result, Series
+from difftx.evals.result import Heatmap, LineChart, Measure, Result, Series
 from difftx.evals.suite import Suite
 from difftx.evals.throughput import COMPARED, counterpart
 from difftx.model.abstract import vector_mask
@@ -217,4 +217,16 @@ def _chart(name: str, title: str, y_label: str, lines: dict[str, np.ndarray], *,
     return LineChart(name=name, title=title, x_label="layer", y_label=y_label, series=series, log_y=log_y)
 
 
-SUITE = Suite(evaluate=evaluate, reads=("gradients",), check=check, quantizable=False)
+SUITE = Suite(
+    evaluate=evaluate,
+    reads=("gradients",),
+    check=check,
+    quantizable=False,
+    title="Gradients",
+    explanation="Norms of the gradient by matrix, and how alike the gradients of the two attention groups are.",
+    measures={
+        "<model>_loss": Measure("nats per token", "lower"),
+        "<model>_<matrix>_norm": Measure(""),
+        **{f"<model>_{pair}_cosine": Measure("") for pair in (*PAIRS, LOGITS)},
+    },
+)

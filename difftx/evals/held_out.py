@@ -40,7 +40,6 @@ def evaluate(evaluation: Evaluation) -> Result:
     return Result(
         numbers=of_all("numbers"),
         chance=of_all("chance"),
-        measures=of_all("measures"),
         details={suite: result.details for suite, result in results.items()},
         charts=[
             dataclasses.replace(chart, name=f"test_{chart.name}", title=f"Test text: {chart.title}")
@@ -128,4 +127,8 @@ SUITE = Suite(
     check=check,
     checks_inner=True,
     quantizable=False,
+    title="Test text",
+    explanation="Other suites on a text that neither the training nor the choice of settings has used.",
+    inner_numbers="<suite>_<number>",
+    paths={"test.path": "files"},
 )

@@ -8,7 +8,7 @@ import numpy as np
 
 from difftx.data.synthetic import SyntheticRows
 from difftx.evals.evaluation import Evaluation, perplexity
-from difftx.evals.result import Result
+from difftx.evals.result import Measure, Result
 from difftx.evals.suite import Suite
 
 MOST_BLOCKS = 100  # Most blocks of rows per validation set. More would enlarge results, but hardly narrow an interval.
@@ -51,4 +51,14 @@ def _score_set(evaluation: Evaluation, name: str) -> dict[str, Any]:
     return {**scores, "bits_per_byte": nats / math.log(2) / text_bytes, "bytes": text_bytes} if is_text else scores
 
 
-SUITE = Suite(evaluate=evaluate, reads=("loss_tokens",))
+SUITE = Suite(
+    evaluate=evaluate,
+    reads=("loss_tokens",),
+    title="Validation loss",
+    explanation="How well the model predicts the next token of text that it was not trained on.",
+    measures={
+        "loss": Measure("nats per token", "lower"),
+        "perplexity": Measure("", "lower"),
+        "bits_per_byte": Measure("bits per byte", "lower"),
+    },
+)

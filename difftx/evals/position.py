@@ -10,7 +10,7 @@ from difftx.data.packing import Row
 from difftx.data.store import TokenStore
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation, text_sets
-from difftx.evals.result import LineChart, Result, Series
+from difftx.evals.result import LineChart, Measure, Result, Series
 from difftx.evals.suite import Suite
 from difftx.training.run import Run
 
@@ -95,4 +95,11 @@ def _curve(name: str, nll_NT: np.ndarray, positions: np.ndarray) -> Series:
     return dataclasses.replace(curve, low=(mean - half).tolist(), high=(mean + half).tolist())
 
 
-SUITE = Suite(evaluate=evaluate, reads=("position_documents",), check=long_documents)
+SUITE = Suite(
+    evaluate=evaluate,
+    reads=("position_documents",),
+    check=long_documents,
+    title="Loss by position",
+    explanation="Mean loss over the first tokens of long documents. A model that uses a long context falls further.",
+    measures={"loss": Measure("nats per token", "lower"), "documents": Measure("documents")},
+)

@@ -13,7 +13,7 @@ from difftx.data.sources import ONLY_SOURCE
 from difftx.data.store import is_store
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation, perplexity, text_sets
-from difftx.evals.result import Result
+from difftx.evals.result import Measure, Result
 from difftx.evals.suite import Suite
 from difftx.training.run import Run
 
@@ -116,4 +116,16 @@ SUITE = Suite(
     reads=("loss_tokens", "recall_max_bigram_count", "bigrams_path"),
     headers=_counted,
     check=training_counts,
+    title="Recall of earlier tokens",
+    explanation="AR-Hit tokens repeat a pair of tokens from earlier in the row, so that attention can look them up. "
+    "Others are all remaining tokens.",
+    measures={
+        "ar_hit_loss": Measure("nats per token", "lower", label="AR-Hit loss"),
+        "ar_hit_perplexity": Measure("", "lower", label="AR-Hit perplexity"),
+        "ar_hit_tokens": Measure("tokens", label="AR-Hit tokens"),
+        "others_loss": Measure("nats per token", "lower"),
+        "others_perplexity": Measure("", "lower"),
+        "others_tokens": Measure("tokens"),
+    },
+    paths={"bigrams_path": "headers"},
 )

@@ -66,10 +66,11 @@ class Heatmap:
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """Unit of a number, "" if it has none, and which direction is better, None if neither is."""
+    """Unit of a number, "" if it has none, which direction is better, None if neither is, and a label for readers."""
 
     unit: str
     better: Literal["lower", "higher"] | None = None
+    label: str = ""  # "": the number's name, with spaces in place of underscores.
 
     def __post_init__(self):
         if self.better not in ("lower", "higher", None):
@@ -84,7 +85,7 @@ class Result:
     chance: dict[str, float] = dataclasses.field(default_factory=dict)  # Number → its value for a model that guesses.
     details: dict[str, Any] = dataclasses.field(default_factory=dict)  # Further results, as JSON.
     charts: Sequence[LineChart | Heatmap] = dataclasses.field(default_factory=list)
-    # Number → its unit and better direction. Those of other numbers follow from their names (difftx/evals/measures.py).
+    # Number → its measure, for numbers that `Suite.measures` does not declare.
     measures: dict[str, Measure] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):

@@ -1,7 +1,7 @@
 """Suite `sample`: the model's continuations of the first tokens of validation documents (docs/suites.md)."""
 
 from difftx.evals.evaluation import Evaluation, text_sets
-from difftx.evals.result import Result
+from difftx.evals.result import Measure, Result
 from difftx.evals.suite import Suite
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import Sampling
@@ -37,4 +37,7 @@ SUITE = Suite(
     evaluate=evaluate,
     reads=("sample_tokens", "sample_temperature"),
     check=lambda run: text_sets(run, "sample"),
+    title="Samples",
+    explanation="Continuations of the same validation text. They show style and gross errors, not quality.",
+    measures={"new_tokens": Measure("tokens")},
 )

@@ -1,8 +1,8 @@
 """The class of suites. docs/extend.md shows how to add a suite."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 from difftx.config import Config
 from difftx.config.eval import EvalConfig
@@ -10,14 +10,14 @@ from difftx.config.fields import add_group, types_of
 from difftx.config.suites import SUITES
 from difftx.errors import UserError, did_you_mean
 from difftx.evals.evaluation import Evaluation
-from difftx.evals.result import Result
+from difftx.evals.result import Measure, Result
 from difftx.storage.paths import AnyPath
 from difftx.training.run import Run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Suite:
-    """A function that evaluates a model, and what its result depends on besides the model and the validation data.
+    """A function that evaluates a model, what its result depends on besides the model and data, and what readers see.
 
     Attributes:
         evaluate: function that runs the suite. `difftx eval --list` prints the first line of its docstring.
@@ -35,6 +35,16 @@ class Suite:
         quantizable: whether the suite `quantize` can run this suite.
         revision: number to increase when a change of the suite's code changes its results. A stored result is reused
             only with the same revision. Results of extensions already depend on the content of their files.
+        title: title of the suite's results. By default, it is the name of the suite.
+        explanation: sentences on what is measured and how to read it. By default, the first line of the docstring of
+            `evaluate`.
+        measures: form of a number's name → measure. A part such as `<task>` of a form stands for any text. If a form
+            starts with such parts, it also matches names without them, such as labels of axes. The first match counts.
+        inner_numbers: form of the names of numbers that the suites of `inner` compute, with `<suite>` and `<number>`.
+            These numbers have the measures that those suites declare.
+        charts_show_numbers: whether the charts show all numbers. The report then folds the table of numbers away.
+        paths: fields of the config group `eval` that contain paths, such as "needle.haystack", and which of `files` and
+            `headers` returns these paths. The report does not compare paths whose files have equal contents.
     """
 
     evaluate: Callable[[Evaluation], Result]
@@ -48,6 +58,12 @@ class Suite:
     measures_device: bool = False
     quantizable: bool = True
     revision: int = 0
+    title: str = ""
+    explanation: str = ""
+    measures: Mapping[str, Measure] = dataclasses.field(default_factory=dict)
+    inner_numbers: str = ""
+    charts_show_numbers: bool = False
+    paths: Mapping[str, Literal["files", "headers"]] = dataclasses.field(default_factory=dict)
 
 
 def register_suite(name: str, suite: Suite, config: type | None = None) -> None:

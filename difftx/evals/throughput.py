@@ -17,7 +17,7 @@ from difftx.data.packing import PackedRows
 from difftx.data.store import TokenStore
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
-from difftx.evals.result import Result
+from difftx.evals.result import Measure, Result
 from difftx.evals.suite import Suite
 from difftx.parallel.mesh import check_divisible
 from difftx.training.loss import batch_nll
@@ -147,4 +147,12 @@ SUITE = Suite(
     check=lambda run: pair(run.config),
     measures_device=True,
     quantizable=False,
+    title="Throughput",
+    explanation="Speed of the model and of its counterpart on the same rows. Rise and drop are those of the "
+    "differential model relative to its Transformer.",
+    measures={
+        "<pass>_<architecture>_tokens_per_second": Measure("tokens per second", "higher"),
+        "<pass>_throughput_drop_percent": Measure("%", "lower"),
+        "<pass>_time_rise_percent": Measure("%", "lower"),
+    },
 )

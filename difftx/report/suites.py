@@ -8,16 +8,8 @@ from typing import Any
 
 import flax.traverse_util
 
-from difftx.evals.measures import (
-    COUNTS,
-    EXPLANATIONS,
-    LABELS,
-    WORDS,
-    explanation_of,
-    format_value,
-    measure_of,
-    measures_of,
-)
+from difftx.config.suites import SUITES
+from difftx.evals.measures import explanation_of, format_value, label_of, measure_of, measures_of
 from difftx.evals.result import Measure
 from difftx.report.panels import (
     Cell,
@@ -32,20 +24,7 @@ from difftx.report.runs import RunRecord
 
 VERDICT_SUITE = "loss"  # The verdict and the curves show this suite's numbers.
 MOST_ROWS = 15  # Most numbers that a section shows before the reader opens the table of all others.
-SHOWN_IN_CHARTS = ("quantize", "cache")  # Suites whose charts show all of their numbers.
-# Fields of paths, and the option that has the contents of their files. `eval.harness.include_path` is not one of them,
-# because its tasks may read files of data, whose contents are not recorded.
-CONTENTS = {
-    "eval.needle.haystack": "files",
-    "eval.icl.tasks.train": "files",
-    "eval.icl.tasks.test": "files",
-    "eval.hallucination.sets.path": "files",
-    "eval.math.tasks.train": "files",
-    "eval.math.tasks.test": "files",
-    "eval.test.path": "files",
-    "eval.harness.data_path": "files",
-    "eval.bigrams_path": "headers",
-}
+COUNTS = ("tokens", "documents", "demonstrations")  # Units of numbers that describe how much was measured.
 
 Result = Mapping[str, Any]  # A result of a suite, as JSON.
 Results = Mapping[int, Result]  # Step → result of one suite, in ascending order of steps.
@@ -81,18 +60,19 @@ def suite_sections(runs: Sequence[RunRecord], *, comparable: bool) -> list[Suite
     """
     sections = []
     found = {suite for run in runs for suite in run.results} - {VERDICT_SUITE}
-    for suite in [*(name for name in EXPLANATIONS if name in found), *sorted(found - EXPLANATIONS.keys())]:
+    for suite in [*(name for name in SUITES if name in found), *sorted(found - SUITES.keys())]:
         results = {run.name: run.results[suite] for run in runs if suite in run.results}
         newest = {run: of_run[max(of_run)] for run, of_run in results.items()}
         title, explanation = explanation_of(suite)
-        panels = _chart_panels({run: result.get("charts", []) for run, result in newest.items()})
-        measures = {name: m for result in reversed(newest.values()) for name, m in measures_of(result).items()}
+        panels = _chart_panels(suite, {run: result.get("charts", []) for run, result in newest.items()})
+        measures = {name: m for result in reversed(newest.values()) for name, m in measures_of(suite, result).items()}
         panels += _number_panels(suite, results, measures)
         for run, of_run in results.items():
             panels += _charts_over_steps(run, of_run)
-        header, rows, basis = _numbers(suite, newest, measures, comparable=comparable)
-        first = [] if suite in SHOWN_IN_CHARTS else [name for name in rows if measures[name].better] or list(rows)
-        first = first[:MOST_ROWS]
+        header, rows, basis = _numbers(newest, measures, comparable=comparable)
+        first = ([name for name in rows if measures[name].better] or list(rows))[:MOST_ROWS]
+        if suite in SUITES and SUITES[suite].charts_show_numbers:
+            first = []
         steps = {run: max(of_run) for run, of_run in results.items()}
         of_steps = [f"{run} at step {step:,}" for run, step in steps.items()]
         section = SuiteSection(
@@ -130,12 +110,17 @@ def _changed_options(first: Result, second: Result) -> dict[str, tuple[str, str]
 
     Paths of files that have equal contents in both results do not count.
     """
+    default: dict[str, Any] = {"revision": 0}  # A result does not record revision 0.
     recorded = (o if isinstance(o := result.get("options"), dict) else {} for result in (first, second))
-    old, new = ({"revision": 0} | options for options in recorded)  # A result does not record revision 0.
-    contents = {name: old[name] for name in CONTENTS.values() if isinstance(old.get(name), list)}
+    old, new = (default | options for options in recorded)
+    if old == new:  # Do not import all suites.
+        return {}
+    paths = {f"eval.{field}": option for suite in SUITES.values() for field, option in suite.paths.items()}
+    contents = {name: old[name] for name in paths.values() if isinstance(old.get(name), list)}
     # A file that could not be read has None in place of a hash.
     equal = {name for name, hashes in contents.items() if hashes == new.get(name) and None not in hashes}
-    before, after = (flax.traverse_util.flatten_dict(_without_paths(o, equal), sep=".") for o in (old, new))
+    without = {field for field, option in paths.items() if option in equal}
+    before, after = (flax.traverse_util.flatten_dict(_without_paths(o, without), sep=".") for o in (old, new))
 
     def text(value: Any) -> str:
         """Return a value as JSON, with the first 12 digits of each SHA-256."""
@@ -145,17 +130,17 @@ def _changed_options(first: Result, second: Result) -> dict[str, tuple[str, str]
     return {name: (text(before[name]), text(after[name])) for name in changed}
 
 
-def _without_paths(value: Any, options: Set[str], field: str = "") -> Any:
-    """Return the value of a field without the paths of the files whose contents are in one of the `options`."""
+def _without_paths(value: Any, fields: Set[str], field: str = "") -> Any:
+    """Return the value of a field without the paths in `fields`."""
     if isinstance(value, dict):
-        return {k: _without_paths(v, options, f"{field}.{k}" if field else k) for k, v in value.items()}
+        return {k: _without_paths(v, fields, f"{field}.{k}" if field else k) for k, v in value.items()}
     if isinstance(value, list):
-        return [_without_paths(entry, options, field) for entry in value]
-    return "…" if isinstance(value, str) and CONTENTS.get(field) in options else value
+        return [_without_paths(entry, fields, field) for entry in value]
+    return "…" if isinstance(value, str) and field in fields else value
 
 
 def _numbers(
-    suite: str, newest: Mapping[str, Result], measures: Mapping[str, Measure], *, comparable: bool
+    newest: Mapping[str, Result], measures: Mapping[str, Measure], *, comparable: bool
 ) -> tuple[list[str], dict[str, list[str | Cell]], list[str]]:
     """Return the header and the rows of a table of the numbers, and texts of the counts that are equal in all runs.
 
@@ -171,9 +156,9 @@ def _numbers(
     for name in dict.fromkeys(name for result in newest.values() for name in result["numbers"]):
         values, measure = [result["numbers"].get(name) for result in newest.values()], measures[name]
         if measure.unit in COUNTS and len(set(values)) == 1:
-            basis.append(f"{label_of(name, suite)}: {format_value(values[0])}")
+            basis.append(f"{label_of(name, measure)}: {format_value(values[0])}")
             continue
-        row = [Cell(label_of(name, suite), unit=measure.unit), *([format_value(chance.get(name))] if chance else [])]
+        row = [Cell(label_of(name, measure), unit=measure.unit), *([format_value(chance.get(name))] if chance else [])]
         row.append(format_value(values[0]))
         for other_options, value in zip(has_other_options, values[1:], strict=True):
             is_comparable = (comparable or name == "bits_per_byte") and not other_options
@@ -201,22 +186,20 @@ def signed_change(before: float, value: float, *, relative: bool = True) -> str:
     return f"{value - before:+.4g}{share}".replace("-", "−")
 
 
-def label_of(number: str, suite: str = "") -> str:
-    """Return the name of a number for readers. A suite that runs the suite "loss" has numbers such as `loss_loss`."""
-    if (label := LABELS.get(suite, {}).get(number)) is not None:
-        return label
-    label = re.sub(r"^(\w+)_\1(?=_|$)", r"\1", number).replace("_", " ")
-    for words, text in WORDS.items():
-        label = re.sub(rf"\b{words}\b", text, label)
-    return label
+def axis_label(text: str, suite: str, chart: str = "") -> str:
+    """Return the label of an axis of a suite's chart: a name of a number becomes its label and unit, other texts stay.
+
+    The name of a number of another suite, which this suite runs, is the end of the name of the chart, as in
+    "quantize_recall_ar_hit_loss".
+    """
+    if not re.fullmatch(r"\w+", text):
+        return text
+    inner = chart.removeprefix(f"{suite}_").removesuffix(f"_{text}")
+    return _with_unit(text, measure_of(inner if inner in SUITES else suite, text))
 
 
-def axis_label(text: str) -> str:
-    """Return the label of an axis: the name of a number gets its unit, other texts stay."""
-    return _with_unit(label_of(text), measure_of(text)) if re.fullmatch(r"\w+", text) else text
-
-
-def _with_unit(label: str, measure: Measure) -> str:
+def _with_unit(number: str, measure: Measure) -> str:
+    label = label_of(number, measure)
     return f"{label} ({measure.unit})" if measure.unit not in ("", label) else label
 
 
@@ -229,11 +212,11 @@ def _samples(newest: Mapping[str, Result]) -> list[Sample]:
     return [Sample(prompt, completions) for prompt, completions in by_prompt.items()]
 
 
-def _chart_panels(charts_of_run: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Panel]:
+def _chart_panels(suite: str, charts_of_run: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Panel]:
     panels = []
     for chart in _merged(charts_of_run):
         thin, note = thinned_lines(chart) if chart["kind"] == "line" else averaged_heatmap(chart)
-        labels = {name: axis_label(chart[name]) for name in ("x_label", "y_label")}
+        labels = {name: axis_label(chart[name], suite, chart["name"]) for name in ("x_label", "y_label")}
         panels.append(chart_panel(chart["title"], {**thin, **labels}, note))
     return panels
 
@@ -250,9 +233,9 @@ def _number_panels(suite: str, results: Mapping[str, Results], measures: Mapping
             lines[run] = list(values), list(values.values())
         is_constant = len({value for _, values in lines.values() for value in values}) < 2
         if max(len(steps) for steps, _ in lines.values()) > 1 and not is_constant:
-            label = label_of(name, suite)
-            y_label = _with_unit(label, measures.get(name) or measure_of(name))
-            panels.append(panel_over_steps(f"{label} over the steps", lines, y_label))
+            measure = measures.get(name) or measure_of(suite, name)
+            title = f"{label_of(name, measure)} over the steps"
+            panels.append(panel_over_steps(title, lines, _with_unit(name, measure)))
     return panels
 
 

@@ -2,80 +2,118 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 from conftest import ROOT
 
 from difftx.config.suites import SUITES
 from difftx.errors import UserError
-from difftx.evals.attention.suite import NUMBERS
-from difftx.evals.measures import EXPLANATIONS, LABELS, RULES, explanation_of, format_value, measure_of, measures_of
+from difftx.evals.measures import explanation_of, format_value, measure_of, measures_of
 from difftx.evals.result import Measure, Result
+from difftx.evals.suite import Suite
+
+OTHER_METRICS = "filter|exact_match|f1|perplexity|bits_per_byte"  # Of tasks of lm-eval.
+BUILT_IN = [name for name, suite in SUITES.items() if suite.evaluate.__module__.startswith("difftx.")]
 
 
-def test_every_suite_is_explained():
-    built_in = {name for name in SUITES if SUITES[name].evaluate.__module__.startswith("difftx.")}
-    assert EXPLANATIONS.keys() == built_in
-    assert all(title and text.endswith(".") for title, text in EXPLANATIONS.values())
+@pytest.mark.parametrize("suite", BUILT_IN)
+def test_every_suite_is_explained(suite):
+    title, text = explanation_of(suite)
+    assert (title, text) == (SUITES[suite].title, SUITES[suite].explanation)
+    assert title
+    assert text.endswith(".")
+
+
+def test_a_suite_without_an_explanation_has_its_name_and_its_docstring(monkeypatch):
     assert explanation_of("removed") == ("removed", "")
+    monkeypatch.setitem(SUITES._entries, "plain", Suite(evaluate=SUITES["loss"].evaluate))
+    assert explanation_of("plain") == (
+        "plain",
+        "Score each validation set. The numbers are unweighted means over sets.",
+    )
 
 
 @pytest.mark.parametrize(
-    ("number", "unit", "better"),
+    ("suite", "number", "unit", "better"),
     [
-        ("loss", "nats per token", "lower"),
-        ("perplexity", "", "lower"),
-        ("bits_per_byte", "bits per byte", "lower"),
-        ("ar_hit_loss", "nats per token", "lower"),
-        ("ar_hit_tokens", "tokens", None),
-        ("documents", "documents", None),
-        ("exact_match", "share", "higher"),
-        ("n1_r1_512_lwm", "share", "higher"),
-        ("trec_random_margin", "share", "lower"),
-        ("trec_alternating_stable_accuracy", "share", "higher"),
-        ("trec_random_stable_shots", "demonstrations", None),
-        ("answer", "share", "higher"),
-        ("noise", "share", "lower"),
-        ("answer_signed", "share", None),
-        ("entropy_a1", "nats", None),
-        ("cosine_answer", "", None),
-        ("logits_top_1", "", "lower"),
-        ("logits_median", "", None),
-        ("forward_diff_tokens_per_second", "tokens per second", "higher"),
-        ("forward_time_rise_percent", "%", "lower"),
-        ("arc_easy_acc_norm", "share", "higher"),
-        ("arc_easy_acc_stderr", "share", None),
-        ("qa_accuracy_when_answered_by_offline_judge", "share", "higher"),
-        ("qa_answer_rate", "share", None),
+        ("loss", "loss", "nats per token", "lower"),
+        ("loss", "perplexity", "", "lower"),
+        ("loss", "bits_per_byte", "bits per byte", "lower"),
+        ("recall", "ar_hit_loss", "nats per token", "lower"),
+        ("recall", "ar_hit_tokens", "tokens", None),
+        ("position", "documents", "documents", None),
+        ("exact_match", "exact_match", "share", "higher"),
+        ("needle", "n1_r1_512_lwm", "share", "higher"),
+        ("icl", "trec_random_margin", "share", "lower"),
+        ("icl", "trec_alternating_stable_accuracy", "share", "higher"),
+        ("icl", "trec_random_stable_shots", "demonstrations", None),
+        ("attention", "answer", "share", "higher"),
+        ("attention", "noise", "share", "lower"),
+        ("attention", "answer_signed", "share", None),
+        ("attention", "entropy", "nats", None),
+        ("attention", "cosine_answer", "", None),
+        ("outliers", "logits_top_1", "", "lower"),
+        ("outliers", "logits_median", "", None),
+        ("throughput", "forward_diff_tokens_per_second", "tokens per second", "higher"),
+        ("throughput", "forward_time_rise_percent", "%", "lower"),
+        ("harness", "arc_easy_acc_norm", "share", "higher"),
+        ("harness", "arc_easy_acc_stderr", "share", None),
+        ("hallucination", "qa_accuracy_when_answered_by_offline_judge", "share", "higher"),
+        ("hallucination", "qa_answer_rate", "share", None),
         # Numbers of suites that run other suites.
-        ("loss_loss_4_bits", "nats per token", "lower"),
-        ("recall_others_tokens_8_bits", "tokens", None),
-        ("needle_accuracy_128_tokens", "share", "higher"),
-        ("bytes_per_token_128_tokens", "bytes per token", "lower"),
-        ("of_an_extension", "", None),
+        ("quantize", "loss_loss_4_bits", "nats per token", "lower"),
+        ("quantize", "recall_others_tokens_8_bits", "tokens", None),
+        ("cache", "needle_accuracy_128_tokens", "share", "higher"),
+        ("cache", "bytes_per_token_128_tokens", "bytes per token", "lower"),
+        ("test", "position_documents", "documents", None),
+        ("harness", "gsm8k_exact_match_strict-match", "share", "higher"),
+        ("harness", "gsm8k_exact_match_stderr_strict-match", "share", None),
+        ("harness", "wikitext_word_perplexity", "", "lower"),
+        ("loss", "of_an_extension", "", None),
+        ("of_an_extension", "loss", "", None),
     ],
 )
-def test_a_number_has_its_unit_and_direction(number, unit, better):
-    assert (measure_of(number).unit, measure_of(number).better) == (unit, better)
+def test_a_number_has_its_unit_and_direction(suite, number, unit, better):
+    measure = measure_of(suite, number)
+    assert (measure.unit, measure.better) == (unit, better)
 
 
-def test_every_rule_matches_a_recorded_number():
-    """A rule that matches no golden number has a typing error. The suites throughput and cache have none."""
-    recorded = json.loads((ROOT / "tests" / "golden" / "golden.json").read_text())["values"]
-    names = {name.rpartition("/")[2] for name in recorded if "/numbers/" in name and "/charts/" not in name}
-    used = {id(measure_of(name)) for name in names}
-    unused = {words for words, measure in RULES.items() if id(measure) not in used}
-    assert unused == {"percent", "tokens_per_second", "bytes_per_token"}
+def recorded_numbers(suite):
+    values = json.loads((ROOT / "tests" / "golden" / "golden.json").read_text())["values"]
+    found = [re.fullmatch(rf"\w+/{suite}/numbers/(.+)", name) for name in values]
+    return [match[1] for match in found if match]
 
 
-def test_every_number_of_the_suite_attention_has_a_label():
-    assert list(LABELS["attention"]) == list(NUMBERS)
+@pytest.mark.parametrize(
+    "suite", [name for name in BUILT_IN if not SUITES[name].inner_numbers and name != "throughput"]
+)
+def test_every_declared_measure_is_that_of_a_recorded_number(suite):
+    """Each recorded number also has a declared measure. A form that matches no number has a typing error.
+
+    The suite throughput has no recorded numbers, and those of `harness` are of tasks without `OTHER_METRICS`.
+    """
+    used = {id(measure_of(suite, number)) for number in recorded_numbers(suite)}
+    assert used <= {id(measure) for measure in SUITES[suite].measures.values()}
+    unused = [form for form, measure in SUITES[suite].measures.items() if id(measure) not in used]
+    assert [form for form in unused if suite != "harness" or not re.search(OTHER_METRICS, form)] == []
+
+
+def test_labels_of_numbers_of_other_suites():
+    assert measure_of("recall", "ar_hit_loss").label == "AR-Hit loss"
+    assert measure_of("quantize", "recall_ar_hit_loss_4_bits").label == "recall AR-Hit loss 4 bits"
+    assert all(measure.label for measure in SUITES["attention"].measures.values())
 
 
 def test_a_suite_gives_its_own_measures():
-    result = Result(numbers={"loss": 1.0, "accuracy": 2.0}, measures={"loss": Measure("metres", "higher")})
-    found = measures_of(json.loads(json.dumps(dataclasses.asdict(result))))
-    assert found == {"loss": Measure("metres", "higher"), "accuracy": Measure("share", "higher")}
+    own = {"exact_match": Measure("metres", "higher", "length")}
+    stored = json.loads(
+        json.dumps(dataclasses.asdict(Result(numbers={"exact_match": 1.0, "accuracy": 2.0}, measures=own)))
+    )
+    assert measures_of("exact_match", stored) == own | {"accuracy": Measure("share", "higher")}
+    assert measures_of("of_an_extension", stored) == own | {"accuracy": Measure("")}
+    del stored["measures"]["exact_match"]["label"]  # Measures of older versions have no label.
+    assert measures_of("exact_match", stored)["exact_match"] == Measure("metres", "higher")
     with pytest.raises(UserError, match="'los', which is not one of the numbers"):
         Result(numbers={"loss": 1.0}, measures={"los": Measure("metres")})
     with pytest.raises(UserError, match="better='low': use 'lower', 'higher' or None"):

@@ -4,9 +4,10 @@ import json
 
 from helpers.report_runs import tiny, write_result, write_run
 
+from difftx.evals.measures import label_of, measure_of
 from difftx.report.panels import Cell, chart_panel, losses, panel_over_steps, wall_time
 from difftx.report.runs import read_runs
-from difftx.report.suites import axis_label, label_of, suite_sections
+from difftx.report.suites import axis_label, suite_sections
 
 
 def chart(value, **changes):
@@ -74,11 +75,14 @@ def test_counts_that_are_equal_are_written_once_and_suites_have_an_order(tmp_pat
 
 
 def test_labels_explain_the_names_of_numbers():
-    assert (label_of("loss_loss_4_bits"), label_of("loss_perplexity")) == ("loss 4 bits", "loss perplexity")
-    assert label_of("first_a1", "attention") == "weight of A1 on the first token"
-    assert axis_label("bits_per_byte") == "bits per byte"
-    assert axis_label("accuracy") == "accuracy (share)"
-    assert axis_label("position, tokens") == "position, tokens"
+    labels = [label_of(name, measure_of("quantize", name)) for name in ("loss_loss_4_bits", "loss_perplexity_4_bits")]
+    assert labels == ["loss 4 bits", "loss perplexity 4 bits"]
+    assert label_of("first_a1", measure_of("attention", "first_a1")) == "weight of A1 on the first token"
+    assert axis_label("bits_per_byte", "quantize", "quantize_loss_bits_per_byte") == "bits per byte"
+    assert axis_label("ar_hit_loss", "cache", "cache_recall_ar_hit_loss") == "AR-Hit loss (nats per token)"
+    assert axis_label("accuracy", "icl") == "accuracy (share)"
+    assert axis_label("position, tokens", "position") == "position, tokens"
+    assert axis_label("accuracy", "of_an_extension") == "accuracy"
 
 
 def test_lines_of_several_runs_share_colours_by_name_and_dashes_by_run(tmp_path):

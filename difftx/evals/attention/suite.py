@@ -17,7 +17,7 @@ from difftx.evals.attention.statistics import PARTS, UNSEEN, row_pictures, row_s
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.needle.haystack import haystack_files
 from difftx.evals.needle.prompts import NeedleItem, NeedlePrompt
-from difftx.evals.result import Result
+from difftx.evals.result import Measure, Result
 from difftx.evals.suite import Suite
 from difftx.inference import decode
 from difftx.parallel.layout import Layout
@@ -25,12 +25,30 @@ from difftx.training.state import graph
 
 MOST_BINS = 256  # Most columns of an attention map. Each column of a longer prompt sums several tokens.
 # The measures of `row_statistics` that become `Result.numbers`. Details and charts contain the remaining measures.
-NAMES = """
-answer others noise question first answer_signed noise_signed first_signed first_a1 first_a2 gini entropy l0 lambda
-cosine_answer cosine_noise kl_answer kl_noise
-cosine_answer_with_first cosine_noise_with_first kl_answer_with_first kl_noise_with_first
-"""
-NUMBERS = tuple(NAMES.split())
+NUMBERS = {
+    "answer": Measure("share", "higher", "weight on the answer"),
+    "others": Measure("share", label="weight on the other needles"),
+    "noise": Measure("share", "lower", "weight on irrelevant text (noise)"),
+    "question": Measure("share", label="weight on the question"),
+    "first": Measure("share", label="weight on the first token"),
+    "answer_signed": Measure("share", label="weight on the answer, with its sign"),
+    "noise_signed": Measure("share", label="weight on noise, with its sign"),
+    "first_signed": Measure("share", label="weight on the first token, with its sign"),
+    "first_a1": Measure("share", label="weight of A1 on the first token"),
+    "first_a2": Measure("share", label="weight of A2 on the first token"),
+    "gini": Measure("", label="Gini coefficient of the weights (0: even)"),
+    "entropy": Measure("nats", label="entropy of the weights"),
+    "l0": Measure("share", label="tokens with a weight above the threshold"),
+    "lambda": Measure("", label="λ"),
+    "cosine_answer": Measure("", label="cosine of A1 and A2 on the answer"),
+    "cosine_noise": Measure("", label="cosine of A1 and A2 on noise"),
+    "kl_answer": Measure("nats", label="KL(A1 ‖ A2) on the answer"),
+    "kl_noise": Measure("nats", label="KL(A1 ‖ A2) on noise"),
+    "cosine_answer_with_first": Measure("", label="cosine of A1 and A2 on the answer and the first token"),
+    "cosine_noise_with_first": Measure("", label="cosine of A1 and A2 on noise and the first token"),
+    "kl_answer_with_first": Measure("nats", label="KL(A1 ‖ A2) on the answer and the first token"),
+    "kl_noise_with_first": Measure("nats", label="KL(A1 ‖ A2) on noise and the first token"),
+}
 
 
 def evaluate(evaluation: Evaluation) -> Result:
@@ -140,4 +158,8 @@ SUITE = Suite(
     files=haystack_files,
     quantizable=False,
     revision=1,
+    title="Attention weights",
+    explanation="Where the last token of a prompt looks: at the requested answer, or at irrelevant text (noise). "
+    "Differential attention is meant to move weight from noise to the answer.",
+    measures=NUMBERS,
 )

@@ -11,7 +11,7 @@ from difftx.evals.evaluation import Evaluation
 from difftx.evals.hallucination import overlap
 from difftx.evals.hallucination.judges import Case, JudgeModel, OfflineJudge, Verdict, endpoint_of
 from difftx.evals.hallucination.prompts import STOP, HallucinationItem, HallucinationSet
-from difftx.evals.result import Heatmap, LineChart, Result
+from difftx.evals.result import Heatmap, LineChart, Measure, Result
 from difftx.evals.suite import Suite
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY
@@ -161,4 +161,28 @@ def _table(kind: str, names: Sequence[str], measures: dict[str, Measures], judge
     )
 
 
-SUITE = Suite(evaluate=evaluate, reads=("hallucination",), check=sets_and_judge, files=_files, endpoint=_endpoint)
+SUITE = Suite(
+    evaluate=evaluate,
+    reads=("hallucination",),
+    check=sets_and_judge,
+    files=_files,
+    endpoint=_endpoint,
+    title="Hallucinations",
+    explanation="Share of summaries and answers that a judge finds accurate, given the document that they are about.",
+    measures={
+        "<set or kind>_accuracy_by_<judge>": Measure("share", "higher"),
+        "<set or kind>_accuracy_when_answered_by_<judge>": Measure("share", "higher"),
+        "<set or kind>_answer_rate": Measure("share"),
+        "<set or kind>_abstention_rate": Measure("share"),
+        "<set or kind>_empty_rate": Measure("share"),
+        "<set or kind>_answer_tokens": Measure("per answer"),
+        "<set or kind>_answer_words": Measure("per answer"),
+        "<set or kind>_unfinished_rate": Measure("share"),
+        "<set or kind>_rouge_l": Measure("share", "higher"),
+        "<set or kind>_f1": Measure("share", "higher"),
+        "<set or kind>_recall": Measure(""),
+        "<set or kind>_documents_cut": Measure("share"),
+        "<set or kind>_reference_in_document": Measure("share"),
+    },
+    paths={"hallucination.sets.path": "files"},
+)

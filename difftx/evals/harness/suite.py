@@ -17,7 +17,7 @@ from difftx.config.extras import check_suites
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.harness.data import FORMS, data_files
-from difftx.evals.result import Heatmap, Result
+from difftx.evals.result import Heatmap, Measure, Result
 from difftx.evals.suite import Suite
 
 # The paper does not name its metrics. With these, Table 1's row of OpenLLaMA-3B-v2 equals the scores in the README of
@@ -186,10 +186,23 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
+_ACCURACIES = ("acc", "acc_norm", "exact_match", "f1")
 SUITE = Suite(
     evaluate=evaluate,
     reads=("harness",),
     check=lambda run: load_tasks(run.config.eval.harness),
     files=files,
     revision=1,
+    title="Tasks of lm-eval",
+    explanation="Share of multiple-choice questions in which the right choice is the most likely.",
+    # lm-eval has tasks with further metrics. These numbers have no unit.
+    measures={
+        **dict.fromkeys(("<task>_<metric>_stderr", "<task>_<metric>_stderr_<filter>"), Measure("share")),
+        **dict.fromkeys(("average_acc", "average_acc_norm", "average_paper"), Measure("share", "higher")),
+        **{f"<task>_{name}{end}": Measure("share", "higher") for end in ("", "_<filter>") for name in _ACCURACIES},
+        "<task>_perplexity": Measure("", "lower"),
+        "<task>_bits_per_byte": Measure("bits per byte", "lower"),
+    },
+    # The tasks in `include_path` may read files of data, whose contents are not recorded.
+    paths={"harness.data_path": "files"},
 )

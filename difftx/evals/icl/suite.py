@@ -9,7 +9,7 @@ from difftx.config import Config
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.icl.prompts import IclItem, IclTask
-from difftx.evals.result import LineChart, ReferenceLine, Result, ScatterChart, Series
+from difftx.evals.result import LineChart, Measure, ReferenceLine, Result, ScatterChart, Series
 from difftx.evals.suite import Suite
 from difftx.inference.score import most_likely
 from difftx.storage.paths import AnyPath, path_of
@@ -120,4 +120,21 @@ def _details(task: IclTask, accuracies: Accuracies) -> dict[str, Any]:
     }
 
 
-SUITE = Suite(evaluate=evaluate, reads=("icl",), check=tasks_of, files=_files, revision=1)
+SUITE = Suite(
+    evaluate=evaluate,
+    reads=("icl",),
+    check=tasks_of,
+    files=_files,
+    title="Learning from demonstrations",
+    explanation="Accuracy of classification with demonstrations in the prompt. The margin is the best minus the worst "
+    "accuracy over permutations of the same demonstrations, so a small margin means that the order matters little.",
+    measures={
+        "<task>_<order>_stable_accuracy": Measure("share", "higher"),
+        "<task>_<order>_accuracy": Measure("share", "higher"),
+        "<task>_<order>_margin": Measure("share", "lower"),
+        "<task>_<order>_stable_shots": Measure("demonstrations"),
+        "<task>_shots": Measure("demonstrations"),
+    },
+    paths={"icl.tasks.train": "files", "icl.tasks.test": "files"},
+    revision=1,
+)

@@ -12,7 +12,7 @@ from difftx.errors import UserError, import_extra
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.math.formats import Problem, last_boxed
 from difftx.evals.math.prompts import STOP, MathItem, MathTask, files
-from difftx.evals.result import LineChart, Result, Series
+from difftx.evals.result import LineChart, Measure, Result, Series
 from difftx.evals.suite import Suite
 from difftx.inference.generate import generate
 from difftx.inference.sampling import Sampling
@@ -127,4 +127,17 @@ def _shown(item: MathItem, answer: dict[str, Any]) -> dict[str, Any]:
     return {"problem": item.problem.name, **answer, "text": text, "right_answer": right}
 
 
-SUITE = Suite(evaluate=evaluate, reads=("math",), check=open_tasks, files=files)
+SUITE = Suite(
+    evaluate=evaluate,
+    reads=("math",),
+    check=open_tasks,
+    files=files,
+    title="Word problems",
+    explanation="Share of problems with the right final answer, and the length of the answers.",
+    measures={
+        **dict.fromkeys(("average_accuracy", "<set>_accuracy"), Measure("share", "higher")),
+        **dict.fromkeys(("average_tokens", "<set>_tokens"), Measure("tokens")),
+        **dict.fromkeys(("average_truncated", "<set>_truncated"), Measure("share")),
+    },
+    paths={"math.tasks.train": "files", "math.tasks.test": "files"},
+)

@@ -10,7 +10,7 @@ import numpy as np
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.needle.haystack import haystack_files
 from difftx.evals.needle.prompts import NeedleItem, NeedlePrompts
-from difftx.evals.result import Heatmap, Result
+from difftx.evals.result import Heatmap, Measure, Result
 from difftx.evals.suite import Suite
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY
@@ -102,4 +102,15 @@ def _charts(prompts: NeedlePrompts, accuracy_LCD: np.ndarray) -> list[Heatmap]:
     return charts
 
 
-SUITE = Suite(evaluate=evaluate, reads=("needle",), check=NeedlePrompts, files=haystack_files, revision=1)
+_BY_CASE = "n<needles>_r<requested>_<length>"
+SUITE = Suite(
+    evaluate=evaluate,
+    reads=("needle",),
+    check=NeedlePrompts,
+    files=haystack_files,
+    title="Needles in a haystack",
+    explanation="Share of numbers that the model retrieves from sentences hidden in a long text.",
+    measures=dict.fromkeys(("accuracy", "accuracy_lwm", _BY_CASE, f"{_BY_CASE}_lwm"), Measure("share", "higher")),
+    paths={"needle.haystack": "files"},
+    revision=1,
+)

@@ -24,7 +24,7 @@ from difftx.evals.outliers.order_statistics import (
     slots_for,
     summed,
 )
-from difftx.evals.result import Result
+from difftx.evals.result import Measure, Result
 from difftx.evals.suite import Suite
 from difftx.kernels import xla
 from difftx.model.decoder import LayerActivations
@@ -141,4 +141,17 @@ def _add_hidden(counts_1P2V, out_BTD, real_BT, digit):
     return jax.lax.scan(chunk, counts_1P2V[0], (values, counted))[0][None]
 
 
-SUITE = Suite(evaluate=evaluate, reads=("outliers",), quantizable=False, revision=1)
+SUITE = Suite(
+    evaluate=evaluate,
+    reads=("outliers",),
+    quantizable=False,
+    title="Activation outliers",
+    explanation="Largest and median magnitude of attention logits and hidden states. Large outliers make quantisation "
+    "hard.",
+    measures={
+        **dict.fromkeys(("hidden_median", "logits_median"), Measure("")),
+        **dict.fromkeys(("hidden_top_<rank>", "logits_top_<rank>"), Measure("", "lower")),
+        "tokens": Measure("tokens"),
+    },
+    revision=1,
+)
