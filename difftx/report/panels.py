@@ -285,7 +285,8 @@ def _chart_values(chart: Mapping[str, Any]) -> Table | None:
 def _series_values(x_label: str, series: Lines) -> Table:
     """Return a table of the lines at up to `MOST_ROWS` points of the first line, evenly spaced by index.
 
-    The other lines show their y at the nearest x, and "–" before their first point and after their last one.
+    The other lines show their y at the nearest x, and "–" where they are more than half an interval of theirs away: a
+    run with slightly more FLOPs than another still has a value at each end.
     """
     if not series:
         return Table([x_label], [])
@@ -295,7 +296,8 @@ def _series_values(x_label: str, series: Lines) -> Table:
         row = [format_value(float(x))]
         for xs, ys in series.values():
             xs = np.array(xs, float)
-            is_covered = len(xs) and xs.min() <= x <= xs.max()
+            margin = np.ptp(xs) / max(len(xs) - 1, 1) / 2 if len(xs) else 0
+            is_covered = len(xs) and xs.min() - margin <= x <= xs.max() + margin
             row.append(format_value(ys[int(np.argmin(np.abs(xs - x)))]) if is_covered else "–")
         rows.append(row)
     return Table([x_label, *series], rows)

@@ -133,11 +133,14 @@ def test_a_heatmap_says_in_html_what_its_colour_shows():
 
 
 def test_the_table_of_values_does_not_continue_a_shorter_line():
-    """A run of 6 steps has no loss at step 9, nor has one that was logged from step 5 on at step 3."""
-    lines = {"long": ([3, 6, 9], [3.0, 2.0, 1.5]), "short": ([3, 6], [4.0, 3.5]), "late": ([5, 9], [2.5, 2.25])}
-    lines |= {"none": ([], [])}
+    """A run of 6 steps has no loss at step 9, nor has one that was logged from step 6 on at step 3.
+
+    Lines whose x differ slightly, as the FLOPs of two models do, have values at both ends.
+    """
+    lines = {"long": ([3, 6, 9], [3.0, 2.0, 1.5]), "short": ([3, 6], [4.0, 3.5]), "late": ([6, 9], [2.5, 2.25])}
+    lines |= {"above": ([3.003, 6.006, 9.009], [1.0, 0.5, 0.25]), "none": ([], [])}
     assert panel_over_steps("Loss", lines, "loss").values.rows == [
-        ["3", "3", "4", "–", "–"],
-        ["6", "2", "3.5", "2.5", "–"],
-        ["9", "1.5", "–", "2.25", "–"],
+        ["3", "3", "4", "–", "1", "–"],
+        ["6", "2", "3.5", "2.5", "0.5", "–"],
+        ["9", "1.5", "–", "2.25", "0.25", "–"],
     ]
