@@ -51,9 +51,8 @@ class Backend:
     # arrays saved for it, as `ShardedArrays`. If rows are sharded along their tokens, both functions receive
     # `sharding=…` and the keys and values of whole rows. The arguments are those of the functions in `api.py`.
     forward: Callable[..., Any]
-    backward: Callable[..., Any] | None = (
-        None  # Receives the operands, output, saved arrays and cotangent. None: autodiff.
-    )
+    # Receives the operands, the output, the saved arrays and the cotangent. None: JAX differentiates `forward`.
+    backward: Callable[..., Any] | None = None
     unsupported: Callable[[AttentionCall], str | None] = lambda call: None  # Why the backend rejects a call, or None.
     platform: str | None = None  # The only platform that the backend compiles for. None: every platform.
     whole_rows: bool = False  # Whether the backend requires whole rows on each device.
