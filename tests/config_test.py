@@ -238,6 +238,8 @@ def test_the_path_of_a_recipe_may_have_colons(tmp_path):
     for argument in ("none", "x", "x:y", "/x.py:y.py"):
         spec = f"{path}:{argument}" if argument != "none" else str(path)
         assert load_config(spec, {}).data.path == argument
+    with pytest.raises(UserError, match=r"no file .*a:b/rek.py.*Did you mean .*a:b/rec.py"):
+        load_config(f"{path.parent}/rek.py:x", {})
     (point,) = make_points(str(path), {"part": ["x"]}, {})
     assert (point.spec, point.config.data.path) == (f"{path}:x", "x")
 

@@ -41,9 +41,10 @@ def load_config(spec: str, overrides: Mapping[str, str]) -> Config:
 
 
 def split_spec(spec: str) -> tuple[str, str]:
-    """Return the name or file of a recipe, and its argument or "". The path of an existing file may have colons."""
-    file = re.match(r"(.+?\.py)(:|$)", spec)
-    recipe = file[1] if file and Path(file[1]).is_file() else spec.partition(":")[0]
+    """Return the name or file of a recipe, and its argument or "". The path of a file may have colons."""
+    first, file = spec.partition(":")[0], re.match(r"(.+?\.py)(:|$)", spec)
+    # An argument may be the path of a file too, if the recipe is one of difftx.
+    recipe = file[1] if file and (Path(file[1]).is_file() or first not in _names()) else first
     return recipe, spec[len(recipe) + 1 :]
 
 
@@ -72,9 +73,13 @@ def is_name(text: str) -> bool:
     return not text.endswith(".py") and "/" not in text
 
 
+def _names() -> list[str]:
+    """Return the names of the recipes of difftx."""
+    return [module.name for module in pkgutil.iter_modules(importlib.import_module("difftx.configs").__path__)]
+
+
 def _import_recipe(text: str) -> types.ModuleType:
-    path, package = Path(text), importlib.import_module("difftx.configs")
-    names = [module.name for module in pkgutil.iter_modules(package.__path__)]
+    path, names = Path(text), _names()
     if is_name(text):
         if text not in names:
             raise UserError(f"--config={text}: no such recipe.{did_you_mean(text, names)}")

@@ -33,11 +33,13 @@ def measure_of(suite: str, number: str) -> Measure:
 @functools.cache
 def _pattern(form: str) -> re.Pattern[str]:
     """Return a regular expression for the names that have a form of `Suite.measures`."""
-    return re.compile(re.sub(r"<[^>]+>", ".+", re.sub(r"^(<[^>]+>_)+", "(.+_)?", form)))
+    rest = re.sub(r"^(<[^>]+>_)+", "", form)
+    prefix = "" if rest == form else "(.+_)?"
+    return re.compile(prefix + ".+".join(map(re.escape, re.split(r"<[^>]+>", rest))))
 
 
 def measures_of(suite: str, result: Mapping[str, Any]) -> dict[str, Measure]:
-    """Return the measure of each number in a result as JSON: the result's own, or else that of the suite."""
+    """Return the measure of each number in a result as JSON: the stored one, or else that of the suite."""
     stored = result.get("measures")
     own = {} if stored is None or schema_error(stored, {str: {"unit": str}}) else stored
     measures = {name: measure_of(suite, name) for name in result["numbers"]}

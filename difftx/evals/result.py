@@ -85,9 +85,18 @@ class Result:
     chance: dict[str, float] = dataclasses.field(default_factory=dict)  # Number → its value for a model that guesses.
     details: dict[str, Any] = dataclasses.field(default_factory=dict)  # Further results, as JSON.
     charts: Sequence[LineChart | Heatmap] = dataclasses.field(default_factory=list)
-    # Number → its measure, for numbers that `Suite.measures` does not declare.
-    measures: dict[str, Measure] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
-        if unknown := [name for name in self.measures if name not in self.numbers]:
-            raise UserError(f"Result.measures has {unknown[0]!r}, which is not one of the numbers")
+        for field in ("numbers", "chance"):
+            values = getattr(self, field).items()
+            object.__setattr__(
+                self, field, {name: _as_number(value, f"Result.{field}[{name!r}]") for name, value in values}
+            )
+
+
+def _as_number(value: Any, name: str) -> float:
+    """Return a number of Python, NumPy or JAX as one of Python. Raise `UserError` for other values."""
+    number = value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
+    if not isinstance(number, int | float):
+        raise UserError(f"{name}={value!r} is not a number; convert it, as in float(…)")
+    return number

@@ -11,7 +11,9 @@ from difftx.config import Config
 from difftx.config.fields import values_of
 from difftx.config.suites import SUITES
 from difftx.data.store import sha256_of
+from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation, ItemJournal
+from difftx.evals.measures import measures_of
 from difftx.evals.result import Result
 from difftx.files import make_folder, open_file, size_of, write_atomically
 from difftx.json_files import json_sha256, read_json
@@ -72,7 +74,9 @@ def evaluate(
             options |= {"endpoints": endpoints} if (endpoints := _endpoints(run.config, name)) else {}
             content = {"suite": name, "step": step, "settings": digest, "options": options}
             content |= {"valid": run.data.valid_fingerprints} | source | dataclasses.asdict(result)
-            write_atomically(path, json.dumps(content, indent=2) + "\n")
+            if "extensions" in depends:  # The report shows them without the extension.
+                content["measures"] = {n: dataclasses.asdict(m) for n, m in measures_of(name, content).items()}
+            write_atomically(path, json.dumps(content, indent=2, default=_as_json) + "\n")
             evaluation.journal.remove()
     return results
 
@@ -143,6 +147,13 @@ def fields_of(config: Config, suite: str) -> tuple[str, ...]:
 def with_inner(config: Config, suite: str) -> tuple[str, ...]:
     """Return the names of a suite and of the suites that it runs in turn, as suite `quantize` does."""
     return (suite, *SUITES[suite].inner(config))
+
+
+def _as_json(value: Any) -> Any:
+    """Return an array or a scalar of NumPy or JAX, which `json` does not know, as values of Python."""
+    if not hasattr(value, "tolist"):
+        raise UserError(f"details or charts of a suite contain {value!r}, which is not JSON; convert it in the suite")
+    return value.tolist()
 
 
 def _endpoints(config: Config, suite: str) -> list[str]:

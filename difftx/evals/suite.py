@@ -40,6 +40,7 @@ class Suite:
             `evaluate`.
         measures: form of a number's name → measure. A part such as `<task>` of a form stands for any text. If a form
             starts with such parts, it also matches names without them, such as labels of axes. The first match counts.
+            A form with such parts has no label, which would be the same for all of its numbers.
         inner_numbers: form of the names of numbers that the suites of `inner` compute, with `<suite>` and `<number>`.
             These numbers have the measures that those suites declare.
         charts_show_numbers: whether the charts show all numbers. The report then folds the table of numbers away.
@@ -64,6 +65,13 @@ class Suite:
     inner_numbers: str = ""
     charts_show_numbers: bool = False
     paths: Mapping[str, Literal["files", "headers"]] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        for form, measure in self.measures.items():
+            if "<" in form and measure.label:
+                raise UserError(
+                    f"Suite.measures[{form!r}] has label={measure.label!r}, the same for several numbers; omit it"
+                )
 
 
 def register_suite(name: str, suite: Suite, config: type | None = None) -> None:

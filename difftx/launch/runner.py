@@ -89,10 +89,10 @@ class RunStatus:
         stores = {name: value for name, value in stores.items() if name in manifest.data}
         yield from signature_changes({name: manifest.data[name] for name in stores}, stores)
 
-    def neutral_changes(self) -> list[Change]:
-        """Return the differences in fields that do not affect the training of a finished run, such as eval.suites."""
+    def eval_changes(self) -> list[Change]:
+        """Return the differences in fields of `eval` that other results than those of a finished run depend on."""
         changes = changed_fields(config_of(self.last_checkpoint), self.point.config)
-        return [change for change in changes if change.is_neutral]
+        return [change for change in changes if change.is_in(("eval",)) and change.field != "eval.every_steps"]
 
     def cells(self) -> list[str]:
         """Return the run's row of the table: name, state, step, loss, tokens/s, time left, error."""
@@ -131,19 +131,19 @@ class Sweep:
     def __init__(self, points: Sequence[SweepPoint], out: AnyPath, description: Mapping[str, Any]):
         """Read the state of the runs that already exist in `out`. `description` is written first in `sweep.json`."""
         self._statuses = [RunStatus(point, out / point.name) for point in points]
-        neutral: list[Change] = []
+        changes: dict[str, Change] = {}
         for status in self._statuses:
             status.refresh()
             # The sweep skips finished runs. `difftx train` itself compares the settings of the runs that it resumes.
             if status.is_finished():
                 for change in status.changes():
                     raise UserError(f"{status.workdir} is finished, but with another {change}; use another --out")
-                neutral += status.neutral_changes()
-        if neutral:
-            changed = ", ".join(dict.fromkeys(map(str, neutral)))
-            advice = "; run difftx eval" * any(change.is_in(("eval",)) for change in neutral)
-            text = f"changed since runs were finished: {changed}; finished runs keep their results{advice}"
-            print(printable(text), flush=True)
+                changes |= {str(change): change for change in status.eval_changes()}
+        if changes:
+            text = f"changed since runs were finished: {', '.join(changes)}; finished runs keep their results"
+            fields = sorted({f"--{change.field}" for change in changes.values()} - {"--eval.suites"})
+            flags = " and ".join(["--suite=…", *(f"{field}=…" for field in fields)])
+            print(printable(f"{text}. For others, run difftx eval on them with {flags}"), flush=True)
         make_folder(out)
         self._out, self._description = out, description
         # No automatic refresh, because its thread would be unsafe while the sweep starts processes.

@@ -110,8 +110,14 @@ def _points_of_run(run: RunRecord, metric: Metric) -> tuple[list[LossPoint], str
         points.append(LossPoint(architecture, size, tokens, row[metric], is_last))
     if points and points[-1].is_last:
         return points, None
-    last = f"its last validation is at step {rows[-1]['step']:,}" if rows else f"it has no validation in {metric}"
-    return points, f"{run.name}: {last}, of {run.steps:,}: not a point of loss against size"
+    last = run.last_validation()
+    if last is None or metric not in last[1]:
+        reason = f"it has no validation in {metric}"
+    elif run.last_value(metric) is None:
+        reason = f"the loss of its last validation, at step {last[0]:,}, is not finite"
+    else:
+        reason = f"its last validation is at step {last[0]:,}, of {run.steps:,}"
+    return points, f"{run.name}: {reason}: not a point of loss against size"
 
 
 def _points_of_table(path: Path, metric: Metric) -> list[LossPoint]:

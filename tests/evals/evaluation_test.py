@@ -16,8 +16,12 @@ from difftx import evals
 from difftx.commands.prepare import main as prepare
 from difftx.config.suites import SUITES
 from difftx.errors import UserError
+from difftx.evals.measures import measures_of
+from difftx.evals.result import Measure, Result
+from difftx.evals.suite import Suite
 from difftx.parallel.mesh import make_mesh
 from difftx.progress import Work
+from difftx.registry import Extension
 from difftx.training.run import Run
 
 SMALL_TASK = {"data__synthetic__vocab_size": 64, "data__synthetic__pairs": 4}
@@ -145,3 +149,35 @@ def test_a_result_of_another_revision_of_a_suite_is_not_reused(config, text_file
     loss = SUITES["loss"]
     monkeypatch.setitem(SUITES._entries, "loss", dataclasses.replace(loss, revision=loss.revision + 1))
     assert evals.stored_result(run, asked, 0) is None
+
+
+def test_numbers_and_details_of_numpy_are_written_as_json(config, text_file, tmp_path, monkeypatch):
+    values = {"float32": np.float32(0.5), "int64": np.int64(3), "jax": jax.numpy.float32(0.25), "none": 1.0}
+    result = Result(numbers=values, details={"rows": np.arange(3), "mean": np.float32(0.5)})
+    monkeypatch.setitem(SUITES._entries, "own", Suite(evaluate=lambda _: result))
+    run = Run.open(config(data__path=text_file), tmp_path, one_device())
+    evals.evaluate(run, None, 0, ["own"])
+    stored = evals.stored_result(run, "own", 0)
+    assert stored["numbers"] == {"float32": 0.5, "int64": 3, "jax": 0.25, "none": 1.0}
+    assert stored["details"] == {"rows": [0, 1, 2], "mean": 0.5}
+    with pytest.raises(UserError, match=r"Result.numbers\['a'\]=array\(\[1\.\]\) is not a number"):
+        Result(numbers={"a": np.ones(1)})
+    broken = Result(numbers={}, details={"set": {1}})
+    monkeypatch.setitem(SUITES._entries, "own", Suite(evaluate=lambda _: broken))
+    with pytest.raises(UserError, match=r"a suite contain \{1\}, which is not JSON"):
+        evals.evaluate(run, None, 0, ["own"])
+
+
+def test_results_of_an_extension_have_its_measures(config, text_file, tmp_path, monkeypatch):
+    suite = Suite(evaluate=lambda _: Result(numbers={"size": 2.0}), measures={"size": Measure("metres", "higher")})
+    run = Run.open(config(data__path=text_file), tmp_path, one_device())
+    for has_extension in (False, True):
+        monkeypatch.setitem(SUITES._entries, "own", suite)
+        if has_extension:
+            extension = Extension("own.py", "0" * 64, "0" * 64)
+            monkeypatch.setattr(SUITES, "extension_of", {"own": extension}.get)
+        evals.evaluate(run, None, 0, ["own"])
+        stored = evals.stored_result(run, "own", 0)
+        assert ("measures" in stored) == has_extension
+    monkeypatch.delitem(SUITES._entries, "own")  # The report does not load the extension.
+    assert measures_of("own", stored) == {"size": Measure("metres", "higher")}

@@ -1,6 +1,5 @@
 """Units, directions and labels of the numbers of suites."""
 
-import dataclasses
 import json
 import re
 
@@ -10,7 +9,7 @@ from conftest import ROOT
 from difftx.config.suites import SUITES
 from difftx.errors import UserError
 from difftx.evals.measures import explanation_of, format_value, measure_of, measures_of
-from difftx.evals.result import Measure, Result
+from difftx.evals.result import Measure
 from difftx.evals.suite import Suite
 
 OTHER_METRICS = "filter|exact_match|f1|perplexity|bits_per_byte"  # Of tasks of lm-eval.
@@ -70,6 +69,7 @@ def test_a_suite_without_an_explanation_has_its_name_and_its_docstring(monkeypat
         ("harness", "gsm8k_exact_match_strict-match", "share", "higher"),
         ("harness", "gsm8k_exact_match_stderr_strict-match", "share", None),
         ("harness", "wikitext_word_perplexity", "", "lower"),
+        ("harness", "lambada_openai_perplexity_stderr", "", None),
         ("loss", "of_an_extension", "", None),
         ("of_an_extension", "loss", "", None),
     ],
@@ -105,19 +105,35 @@ def test_labels_of_numbers_of_other_suites():
     assert all(measure.label for measure in SUITES["attention"].measures.values())
 
 
-def test_a_suite_gives_its_own_measures():
+def test_stored_measures_count_also_without_the_suite():
     own = {"exact_match": Measure("metres", "higher", "length")}
-    stored = json.loads(
-        json.dumps(dataclasses.asdict(Result(numbers={"exact_match": 1.0, "accuracy": 2.0}, measures=own)))
-    )
+    stored = {"numbers": {"exact_match": 1.0, "accuracy": 2.0}}
+    stored["measures"] = {"exact_match": {"unit": "metres", "better": "higher", "label": "length"}}
     assert measures_of("exact_match", stored) == own | {"accuracy": Measure("share", "higher")}
     assert measures_of("of_an_extension", stored) == own | {"accuracy": Measure("")}
     del stored["measures"]["exact_match"]["label"]  # Measures of older versions have no label.
     assert measures_of("exact_match", stored)["exact_match"] == Measure("metres", "higher")
-    with pytest.raises(UserError, match="'los', which is not one of the numbers"):
-        Result(numbers={"loss": 1.0}, measures={"los": Measure("metres")})
     with pytest.raises(UserError, match="better='low': use 'lower', 'higher' or None"):
         Measure("metres", "low")
+
+
+def test_only_parts_in_angle_brackets_are_special(monkeypatch):
+    """Other characters of a form stand for themselves, also those with a meaning in regular expressions."""
+    forms = ("share (top 1)", "c++_accuracy", "++", "<task>_a.b", "x<number>y")
+    suite = Suite(evaluate=SUITES["loss"].evaluate, measures={form: Measure(form) for form in forms})
+    monkeypatch.setitem(SUITES._entries, "odd", suite)
+    for number in forms[:3]:
+        assert measure_of("odd", number).unit == number
+    assert measure_of("odd", "t_1_a.b").unit == measure_of("odd", "a.b").unit == "<task>_a.b"
+    assert measure_of("odd", "x12y").unit == "x<number>y"
+    assert {measure_of("odd", number).unit for number in ("t_a_b", "xy", "c_accuracy")} == {""}
+
+
+def test_a_form_for_several_numbers_has_no_label():
+    with pytest.raises(
+        UserError, match=r"measures\['<task>_accuracy'\] has label='right', the same for several numbers"
+    ):
+        Suite(evaluate=SUITES["loss"].evaluate, measures={"<task>_accuracy": Measure("share", "higher", "right")})
 
 
 def test_values_are_shown_with_at_most_five_digits():

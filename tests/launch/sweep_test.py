@@ -302,7 +302,7 @@ def test_a_finished_run_of_other_data_or_extensions_is_not_skipped(config_file, 
             (tmp_path / "first").rename(tmp_path / "store")
 
 
-def test_changes_that_finished_runs_do_not_get_are_printed_once(config_file, tmp_path, capsys):
+def test_changes_of_eval_that_finished_runs_do_not_get_are_printed_once(config_file, tmp_path, capsys):
     def points(**fields):
         return make_points(f"{config_file}:diff-s", {"seed": ["0", "1"]}, fields)
 
@@ -321,11 +321,12 @@ def test_changes_that_finished_runs_do_not_get_are_printed_once(config_file, tmp
         return capsys.readouterr().out
 
     assert printed() == ""
-    begin, end = "changed since runs were finished: ", "; finished runs keep their results"
-    change = "logging.tensorboard: False → True"
-    assert printed(**{"logging.tensorboard": "True"}) == f"{begin}{change}{end}\n"
-    fields = {"eval.suites": "loss", "logging.tensorboard": "True"}
-    assert printed(**fields) == f"{begin}eval.suites: () → ('loss',), {change}{end}; run difftx eval\n"
+    assert printed(**{"logging.tensorboard": "True", "eval.every_steps": "7", "mesh.fsdp": "1"}) == ""
+    begin, end = "changed since runs were finished: eval.", "; finished runs keep their results. For others, run "
+    advice = "difftx eval on them with --suite=…"
+    assert printed(**{"eval.suites": "loss"}) == f"{begin}suites: () → ('loss',){end}{advice}\n"
+    line = f"{begin}loss_tokens: 65536 → 64{end}{advice} and --eval.loss_tokens=…\n"
+    assert printed(**{"eval.loss_tokens": "64", "logging.tensorboard": "True"}) == line
 
 
 def test_points_of_the_scaling_sweep():

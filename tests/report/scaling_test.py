@@ -124,6 +124,18 @@ def test_unfinished_run_is_excluded_from_loss_against_size(config, tmp_path):
     assert any("diff-256" in note and "step 4, of 9" in note for note in studies[0].notes)
 
 
+def test_a_run_whose_last_loss_is_not_finite_is_excluded_with_that_reason(config, tmp_path):
+    pattern = sweep(config, tmp_path / "runs")
+    metrics = tmp_path / "runs" / "diff-256" / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.open()]
+    diverged = [row | {"loss": None} if row["split"] != "train" and row["step"] == 9 else row for row in rows]
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in diverged))
+    studies, _ = write_scaling(pattern, tmp_path / "out")
+    assert len(studies[0].fits["diff"].x) == 4
+    reason = "the loss of its last validation, at step 9, is not finite: not a point of loss against size"
+    assert f"diff-256: {reason}" in studies[0].notes
+
+
 def test_too_few_points_are_refused(config, tmp_path):
     rows = [["diff", size, 1e10, 3.0 - i / 10, 0] for i, size in enumerate(SIZES[:3])]
     with pytest.raises(UserError, match=r"too few points.*needs 4 sizes of finished runs.*diff has 3"):

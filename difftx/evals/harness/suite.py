@@ -197,7 +197,7 @@ SUITE = Suite(
     explanation="Share of multiple-choice questions in which the right choice is the most likely.",
     # lm-eval has tasks with further metrics. These numbers have no unit.
     measures={
-        **dict.fromkeys(("<task>_<metric>_stderr", "<task>_<metric>_stderr_<filter>"), Measure("share")),
+        **{f"<task>_{name}_stderr{end}": Measure("share") for end in ("", "_<filter>") for name in _ACCURACIES},
         **dict.fromkeys(("average_acc", "average_acc_norm", "average_paper"), Measure("share", "higher")),
         **{f"<task>_{name}{end}": Measure("share", "higher") for end in ("", "_<filter>") for name in _ACCURACIES},
         "<task>_perplexity": Measure("", "lower"),
