@@ -276,7 +276,7 @@ def test_the_smallest_length_that_a_message_names_is_enough(long, texts):
 def test_the_advice_of_a_message_is_enough_for_all_cases(long, texts):
     """The longest prompts are checked first. Otherwise, a second message would follow the advice of the first."""
     changes = {"haystack": texts / "prose.txt", "lengths": 310, "cases": cases_of((1, 1), (8, 2)), "samples": 1}
-    with pytest.raises(UserError, match="310 tokens do not hold 8 needles.*use at least") as error:
+    with pytest.raises(UserError, match=r"310 tokens do not hold 8 needles.*use at least") as error:
         NeedlePrompts(fake_run(long, **changes, new_tokens=250))
     least = int(re.search(r"use at least (\d+)", str(error.value))[1])
     assert NeedlePrompts(fake_run(long, **changes | {"lengths": least}, new_tokens=250)).items
