@@ -256,7 +256,11 @@ class Attempt:
             suites = self._config.eval.suites if self._guard.tripped is None else ()
             weights = self._checkpointer.weights_id(step)
             session.require_lock()
-            results = session.evaluate(session.run, self._state.params, step, suites, work, weights)
+            try:
+                results = session.evaluate(session.run, self._state.params, step, suites, work, weights)
+            except Exception:
+                self._save_after_failed_evaluation(display)
+                raise
         session.monitor.beat(step)
         for suite, result in results.items():
             self._writer.write("valid", step, {"suite": suite, **result.numbers})
@@ -264,6 +268,18 @@ class Attempt:
             display.note(f"step {step}  {suite}: {shown}")
         self._write_goodput()
         reporter.restart_clock()
+
+    def _save_after_failed_evaluation(self, display: Work) -> None:
+        """Save this step, because a restart from an earlier checkpoint would fail at the same evaluation again.
+
+        Several processes save together. If only one of them fails, the others wait for it elsewhere.
+        """
+        if jax.process_count() == 1 and self._guard.last_step_is_good:
+            self._writer.flush()
+            self._checkpointer.save_and_wait(self._state, self._data_state(), self._config)
+            display.note(
+                f"step {self._step}: the evaluation failed; its checkpoint is saved, so a restart continues after it"
+            )
 
     def _save(self, reporter: "Reporter") -> None:
         barrier(f"checkpoint of step {self._step}", self._barrier_timeout)
