@@ -24,10 +24,10 @@ class MuonConfig(Group, path="optimizer.muon"):
     momentum: UnitHalfOpen = 0.95
     """Decay rate of the momentum."""
     split: Literal["none", "groups", "heads"] = "none"
-    """Parts of a layer's weight of queries, keys or values that are orthogonalised by themselves. "none": the weight is
-    one matrix (arXiv 2502.16982). "groups": the weights of the two groups of queries and keys in differential attention
-    are two matrices; weights without this axis stay whole. "heads": each head, in each group, has its own matrix (arXiv
-    2602.15763 and 2607.24653)."""
+    """Parts of a layer's weight of queries, keys, values or output gates that are orthogonalised by themselves. "none":
+    the weight is one matrix (arXiv 2502.16982). "groups": the weights of the two groups of queries and keys in
+    differential attention are two matrices; weights without this axis stay whole. "heads": each head, in each group,
+    has its own matrix (arXiv 2602.15763 and 2607.24653)."""
 
 
 class OptimizerConfig(
