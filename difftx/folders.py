@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from difftx.files import remove_temporaries, temporary_path, upload
+from difftx.files import remove_temporaries, size_of, temporary_path, upload
 from difftx.json_files import parse_record, schema_error, with_sha256
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket
@@ -51,6 +51,11 @@ def new_folder(path: AnyPath) -> Iterator[Path]:
 def is_taken(path: AnyPath) -> bool:
     """Return whether `new_folder` cannot create a folder, because there is one, or objects of others in a bucket."""
     return _unfinished_upload(path) is None if is_bucket(path) else path.exists()
+
+
+def is_complete(path: AnyPath) -> bool:
+    """Return whether there is a folder that `new_folder` has created."""
+    return size_of(path / FOLDER_MARKER) is not None if is_bucket(path) else path.is_dir()
 
 
 def _upload_folder(path: "epath.Path", source: Path) -> None:

@@ -68,7 +68,7 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     if args.dry_run:
         trace(run)
         return 0
-    return loop.train(run, evals.evaluate, exports.write, **options)
+    return loop.train(run, evals.evaluate, exports, **options)
 
 
 def trace(run: "Run") -> None:

@@ -96,7 +96,12 @@ class Config(Group):
     @property
     def decay_steps(self) -> int:
         """Number of steps of the decay of schedule wsd, from `optimizer.decay_steps` or `optimizer.decay_fraction`."""
-        return max(1, _steps(self.optimizer.decay_steps, self.optimizer.decay_fraction, self.train.steps))
+        warmup, decay = self.optimizer.warmup_fraction, self.optimizer.decay_fraction
+        steps = max(1, _steps(self.optimizer.decay_steps, decay, self.train.steps))
+        if warmup is not None and decay is not None and warmup + decay <= 1:
+            # Both fractions may be rounded up to whole steps.
+            return min(steps, self.train.steps - self.warmup_steps)
+        return steps
 
     def to_json(self) -> str:
         """Return the config as indented JSON, the content of `config.json`."""

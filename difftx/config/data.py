@@ -97,8 +97,8 @@ class DataConfig(Group, path="data"):
     """Whether a token attends only to tokens of its own document. Positions then restart in each document, and the loss
     does not count a document's first token."""
     valid_fraction: UnitOpen = 0.05
-    """Share of the documents of text files that are held out for validation: at least one, and not all. A store has its
-    own split."""
+    """Share of the documents of text files that are held out for validation: at least one, and not all. Longer files
+    are split at line ends into documents of about 64 KiB, and a remainder. A store has its own split."""
     seed: Seed = 0
     """Random seed of the order of rows, below 2**32."""
     prefetch_batches: Positive[int] = 2

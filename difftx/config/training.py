@@ -24,10 +24,10 @@ class MuonConfig(Group, path="optimizer.muon"):
     momentum: UnitHalfOpen = 0.95
     """Decay rate of the momentum."""
     split: Literal["none", "groups", "heads"] = "none"
-    """Parts of a layer's weight of queries, keys or values that are orthogonalised by themselves. "none": the weight is
-    one matrix (arXiv 2502.16982). "groups": the weights of the two groups of queries and keys in differential attention
-    are two matrices; weights without this axis stay whole. "heads": each head, in each group, has its own matrix (arXiv
-    2602.15763 and 2607.24653)."""
+    """Parts of a layer's weight of queries, keys, values or output gates that are orthogonalised by themselves. "none":
+    the weight is one matrix (arXiv 2502.16982). "groups": the weights of the two groups of queries and keys in
+    differential attention are two matrices; weights without this axis stay whole. "heads": each head, in each group,
+    has its own matrix (arXiv 2602.15763 and 2607.24653)."""
 
 
 class OptimizerConfig(
@@ -142,8 +142,8 @@ class MultihostConfig(Group, path="multihost"):
     """Time for all processes to reach a common point, such as a checkpoint, and for a save to be on disk."""
     lock_takeover_seconds: Annotated[int, Rule(lambda seconds: seconds >= 10, " must be at least 10")] = 60
     """Time without a sign of life after which a run in a bucket counts as abandoned, so that another process may take
-    it over. The signs of life are six writes in this time (docs/storage.md), and Google Cloud Storage allows
-    one per second. Local disks need no such time."""
+    it over. If the times of both processes differ, the longer one counts. The signs of life are six writes in this time
+    (docs/storage.md), and Google Cloud Storage allows one per second. Local disks need no such time."""
     watchdog_seconds: Positive[int] = 1800
     """Time limit for each of these: a step, its compilation, the restore of a checkpoint. A process that exceeds it
     prints all stacks and exits. The verification of a checkpoint may take longer, as long as it makes progress."""

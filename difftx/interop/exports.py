@@ -2,7 +2,7 @@
 
 from difftx.errors import RunError, UserError
 from difftx.files import make_folder
-from difftx.folders import new_folder, remove_folder
+from difftx.folders import is_complete, new_folder, remove_folder
 from difftx.interop import SHARD_MIB
 from difftx.interop.runs import check_representable, write_export
 from difftx.parallel.multihost import decide_on_primary
@@ -18,6 +18,11 @@ def check_run(run: Run) -> None:
     """Raise `UserError` if the run has exports, but its model cannot be exported."""
     if run.config.checkpoint.export_every_steps is not None:
         check_representable(run.config.model, "hf")
+
+
+def exists(run: Run, step: int) -> bool:
+    """Return whether the export of a step is complete. All processes must call this function."""
+    return decide_on_primary(lambda: is_complete(run.workdir / FOLDER / str(step)), DECISION_SECONDS)
 
 
 def write(run: Run, step: int) -> str:

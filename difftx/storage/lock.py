@@ -1,8 +1,9 @@
 """The lock of a run in a bucket: an object that names its owner, which the owner renews.
 
 A waiting process takes the lock over if the owner ran on the same machine and is dead. It also does so if the
-generation of the object has not changed for `takeover_seconds` on its own clock, so that clocks may differ. The owner
-stops writing before that: it counts from the start of its last renewal, on a clock that includes suspension.
+generation of the object has not changed for `takeover_seconds` on its own clock, so that clocks may differ. If the
+`takeover_seconds` of the owner and of the waiting process differ, the larger one counts. The owner stops writing before
+that: it counts from the start of its last renewal, on a clock that includes suspension.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ TRUSTED = 0.8
 POLLS = 10  # Reads of a waiting process within `takeover_seconds`.
 UNKNOWN_START = "running"  # Start time of a process of which the operating system tells only that it exists.
 # Owner of an object that is not a lock.
-UNKNOWN = {"id": None, "host": "an unknown host", "machine": None, "pid": 0, "start": None}
+UNKNOWN = {"id": None, "host": "an unknown host", "machine": None, "pid": 0, "start": None, "takeover_seconds": 0}
 EXTRA_WAIT = 1.5  # A waiting process gives up after this multiple of `takeover_seconds`, and after `wait_seconds`.
 
 
@@ -45,7 +46,7 @@ class BucketLock:
     def __init__(self, path: "epath.Path", *, takeover_seconds: float, wait_seconds: float):
         self._path, self._takeover, self._wait = path, takeover_seconds, wait_seconds
         self._me: dict[str, Any] = {"id": uuid.uuid4().hex, "host": platform.node(), "machine": _machine()}
-        self._me |= {"pid": os.getpid(), "start": _start_time(os.getpid())}
+        self._me |= {"pid": os.getpid(), "start": _start_time(os.getpid()), "takeover_seconds": takeover_seconds}
         self._renewing = threading.Lock()
         self._generation: bytes | None = None
         self._renewed = 0.0  # Time before the last renewal, on the clock of `_now`.
@@ -85,8 +86,8 @@ class BucketLock:
                 )
 
     def _acquire(self) -> None:
-        seen, since, announced = None, time.monotonic(), False
-        deadline = time.monotonic() + max(self._wait, EXTRA_WAIT * self._takeover)
+        begun = time.monotonic()
+        seen, since, announced = None, begun, False
         while True:
             found = self._read()
             now = time.monotonic()  # After the read, because the owner may have renewed the lock until then.
@@ -94,7 +95,9 @@ class BucketLock:
             if generation != seen:
                 seen, since = generation, now
             owner = None if found is None else _owner(found.content)
-            if owner is None or _is_dead(owner) or now - since > self._takeover:
+            # The owner renews the lock six times within its own takeover time, which may be longer.
+            takeover = self._takeover if owner is None else max(self._takeover, owner["takeover_seconds"])
+            if owner is None or _is_dead(owner) or now - since > takeover:
                 started = _now()
                 generation = objects.write_if(self._path, _content(self._me), seen)
                 if generation is not None:
@@ -104,11 +107,11 @@ class BucketLock:
             if not announced:
                 print(printable(f"{self._path.parent}: waiting for {_name(owner)}, which is at work there"), flush=True)
                 announced = True
-            if now > deadline:
+            if now - begun > max(self._wait, EXTRA_WAIT * takeover):
                 raise LockedError(
                     f"--workdir={self._path.parent}: {_name(owner)} trains there; stop it, or use another --workdir"
                 )
-            time.sleep(max(0.0, min(self._takeover / POLLS, since + self._takeover - now)))
+            time.sleep(max(0.0, min(self._takeover / POLLS, since + takeover - now)))
 
     def _renew_regularly(self) -> None:
         while not self._ended.wait(self._takeover / RENEWALS) and self._successor is None:
@@ -151,9 +154,11 @@ def _content(owner: dict[str, Any] | None) -> bytes:
 def _owner(content: bytes) -> dict[str, Any] | None:
     """Return the owner in the content of a lock, or None if the lock is free."""
     try:
-        found = json.loads(content)
-        return found["owner"] and {name: found["owner"][name] for name in ("id", "host", "machine", "pid", "start")}
-    except (ValueError, KeyError, TypeError):
+        if (owner := json.loads(content)["owner"]) is None:
+            return None
+        found = {name: owner[name] for name in ("id", "host", "machine", "pid", "start")}
+        return found | {"takeover_seconds": float(owner.get("takeover_seconds", 0))}  # Older locks have no such entry.
+    except (ValueError, KeyError, TypeError, AttributeError):
         # Not a lock. It is taken over if it stays like this.
         return UNKNOWN
 

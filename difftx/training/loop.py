@@ -47,27 +47,31 @@ class Evaluate(Protocol):
         ...
 
 
-class Export(Protocol):
-    """A function that exports the checkpoint of a step, such as `difftx.interop.exports.write`."""
+class Exports(Protocol):
+    """Functions that export the checkpoint of a step, such as those of the module `difftx.interop.exports`."""
 
-    def __call__(self, run: Run, step: int, /) -> str:
-        """Return a message for the user. All processes call this after the checkpoint has been saved."""
+    def write(self, run: Run, step: int, /) -> str:
+        """Export, and return a message for the user. All processes call this after the checkpoint has been saved."""
+        ...
+
+    def exists(self, run: Run, step: int, /) -> bool:
+        """Return whether the step's export is complete. All processes call this."""
         ...
 
 
 def train(
     run: Run,
     evaluate: Evaluate,
-    export: Export | None = None,
+    exports: Exports | None = None,
     *,
     began: float | None = None,
     allow_config_change: bool = False,
 ) -> int:
     """Train from the newest checkpoint, or from the start, to the last step, and return the exit code.
 
-    `evaluate` is called every `eval.every_steps`, and `export` every `checkpoint.export_every_steps`. `began` is the
-    result of `time.perf_counter()` at the start of the process. The exit code is `EXIT_PREEMPTED` after a signal, and
-    `EXIT_FAILED` after too many bad steps. Raise `RunError` if a device has no more memory.
+    `evaluate` is called every `eval.every_steps`, and `exports.write` every `checkpoint.export_every_steps`. `began` is
+    the result of `time.perf_counter()` at the start of the process. The exit code is `EXIT_PREEMPTED` after a signal,
+    and `EXIT_FAILED` after too many bad steps. Raise `RunError` if a device has no more memory.
     """
     interrupt = Interrupt()
     try:
@@ -76,7 +80,7 @@ def train(
             session = Session(
                 run=run,
                 evaluate=evaluate,
-                export=export,
+                exports=exports,
                 train_step=jax.jit(make_train_step(run.config), donate_argnums=0),
                 journal=GuardJournal(run.workdir, require_lock),
                 interrupt=interrupt,
@@ -102,7 +106,7 @@ class Session:
 
     run: Run
     evaluate: Evaluate
-    export: Export | None
+    exports: Exports | None
     train_step: jax.stages.Wrapped  # The result of `make_train_step`, jitted.
     journal: GuardJournal
     interrupt: Interrupt
@@ -205,6 +209,7 @@ class Attempt:
             self._goodput.switch("train")
             task = display.task("step", steps, done=self._start, label=PROGRESS_LABEL, line=PROGRESS_LINE)
             reporter = Reporter(self._session.run, self._writer, display, stack.enter_context(task), self._guard)
+            self._export_if_absent(reporter, display)
             while self._step < steps and self._guard.tripped is None and not interrupt.requested(self._step):
                 self._take_step(reporter)
                 if self._step % config.eval.every_steps == 0 or self._step == steps:
@@ -291,17 +296,28 @@ class Attempt:
                 self._checkpointer.save(self._state, self._data_state(), self._config)
         reporter.restart_clock()
 
+    def _exports_of_step(self) -> Exports | None:
+        """Return the functions that export this step's checkpoint, or None if the step has no export."""
+        every_steps = self._config.checkpoint.export_every_steps
+        is_exported = every_steps is not None and self._step > 0 and self._step % every_steps == 0
+        return self._session.exports if is_exported and self._guard.last_step_is_good else None
+
+    def _export_if_absent(self, reporter: "Reporter", display: Work) -> None:
+        """Export the checkpoint to start from, if an earlier process ended between the save and the export."""
+        exports = self._exports_of_step()
+        if exports is not None and not exports.exists(self._session.run, self._step):
+            self._export(reporter, display)
+
     def _export(self, reporter: "Reporter", display: Work) -> None:
         """Wait until this step's checkpoint is on disk, and export it, if the step has an export."""
         session, step = self._session, self._step
-        every_steps = self._config.checkpoint.export_every_steps
-        if session.export is None or every_steps is None or step % every_steps or not self._guard.last_step_is_good:
+        if (exports := self._exports_of_step()) is None:
             return
         with self._goodput.section("save"):
             self._writer.flush()
             self._checkpointer.save_and_wait(self._state, self._data_state(), self._config)
             session.monitor.beat(step)
-            display.note(f"step {step}  {session.export(session.run, step)}")
+            display.note(f"step {step}  {exports.write(session.run, step)}")
         session.monitor.beat(step)
         reporter.restart_clock()
 

@@ -54,7 +54,7 @@ def matrix_axes(config: Config) -> Any:
     """Return the tree of parameters with the axes of their matrices, or None for parameters that use AdamW.
 
     All other axes are batch axes. `optimizer.muon.split` makes batch axes of some output axes. The output axes of
-    queries, keys and values are the head, the group (if there are groups), and the width of a head.
+    queries, keys, values and gates are the head, the group (if there are groups), and the width of a head.
     """
     batch = {"none": slice(0, 0), "groups": slice(1, -1), "heads": slice(0, -1)}[config.optimizer.muon.split]
 

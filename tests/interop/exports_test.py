@@ -7,7 +7,12 @@ from conftest import TINY
 from helpers.command_server import commands
 from helpers.interop_folders import export, import_, parameters, tensors_of
 
+from difftx.data.sources import load_sources
+from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError
+from difftx.interop import exports
+from difftx.training import loop
+from difftx.training.run import Run
 
 STEPS = {"train.steps": "8", "checkpoint.every_steps": "2", "checkpoint.export_every_steps": "4"}
 
@@ -45,6 +50,49 @@ def test_an_export_that_fails_does_not_end_the_training(text_file, tmp_path):
     result = train(text_file, workdir)
     assert result.returncode == 0, result.stderr
     assert "step 4  not exported: " in result.stdout
+
+
+class Killed(BaseException):
+    """The end of a process, in place of a signal."""
+
+
+def test_an_export_that_a_killed_process_has_not_finished_is_made_at_the_next_start(
+    config, text_file, tmp_path, mesh_of, monkeypatch
+):
+    c = config(
+        data__path=text_file,
+        train__steps=4,
+        optimizer__warmup_steps=0,
+        checkpoint__every_steps=2,
+        checkpoint__export_every_steps=2,
+        eval__suites="",
+        logging__tensorboard="false",
+    )
+    tokenizer = load_tokenizer(c.data.tokenizer)
+    write_export, written, killed = exports.write_export, [], set()
+
+    def write_or_end(checkpoint, *args):
+        step = checkpoint.folder.name
+        if step not in killed:
+            killed.add(step)
+            raise Killed
+        written.append(step)
+        return write_export(checkpoint, *args)
+
+    def start():
+        run = Run(c, tmp_path / "run", mesh_of(), tokenizer, load_sources(c.data, tokenizer))
+        return loop.train(run, lambda *_: {}, exports)
+
+    monkeypatch.setattr(exports, "write_export", write_or_end)
+    for _ in range(2):  # The second start exports step 2, and ends in the export of the last step.
+        with pytest.raises(Killed):
+            start()
+    assert written == ["2"]
+    assert start() == 0  # The run already has its last step.
+    assert start() == 0  # Nothing is missing.
+    assert written == ["2", "4"]
+    for step in written:
+        assert f"step {step} of 4" in (tmp_path / "run" / "exports" / step / "README.md").read_text()
 
 
 def test_mistakes_are_found_before_training(text_file, tmp_path, config):

@@ -222,6 +222,36 @@ def test_slow_reads_do_not_delay_a_takeover(monkeypatch):
     assert 60.5 < store.written < 61.1
 
 
+def test_a_lock_without_renewals_is_taken_over_after_the_longer_of_both_times(monkeypatch):
+    """The owner renews six times within its own time, so a shorter time of the waiting process is not enough."""
+
+    def seconds_until_takeover(owner, waiting):
+        clock = types.SimpleNamespace(now=0.0)
+        store = types.SimpleNamespace(REREAD_SECONDS=(), content=None, written=None)
+
+        def sleep(seconds):
+            clock.now += seconds + 0.001
+
+        def write_if(path, content, generation):
+            store.content, store.written = content, clock.now
+            return b"1"
+
+        store.read = lambda path: None if store.content is None else objects.Stored(store.content, b"1")
+        store.write_if = write_if
+        monkeypatch.setattr(lock_module, "objects", store)
+        monkeypatch.setattr(lock_module, "time", types.SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
+        monkeypatch.setattr(lock_module, "_now", lambda: clock.now)
+        monkeypatch.setattr(lock_module, "_machine", lambda: ["another"])
+        BucketLock(Path("run/.lock"), takeover_seconds=owner, wait_seconds=0)._acquire()
+        monkeypatch.setattr(lock_module, "_machine", lambda: ["this"])
+        clock.now = 0.0
+        BucketLock(Path("run/.lock"), takeover_seconds=waiting, wait_seconds=0)._acquire()
+        return store.written
+
+    assert seconds_until_takeover(owner=600.0, waiting=60.0) == pytest.approx(600, abs=1)
+    assert seconds_until_takeover(owner=60.0, waiting=600.0) == pytest.approx(600, abs=1)
+
+
 class Store:
     """In-memory store of one object with conditional writes, for schedules with thousands of requests."""
 

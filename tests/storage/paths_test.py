@@ -112,9 +112,11 @@ def test_a_new_folder_is_complete_with_its_marker(bucket, monkeypatch):
                 (made / name).write_text("half")
         assert files.list_folder(folder) == {".incomplete": False, name: False}
         assert not folders.is_taken(folder)
+        assert not folders.is_complete(folder)
     with folders.new_folder(folder) as made:
         (made / "deep").mkdir()
         (made / "deep" / "c").write_text("all")
+    assert folders.is_complete(folder)
     assert files.list_folder(folder) == {".complete": False, "deep": True}
     assert json_files.read_record(folder / ".complete")["files"] == {"deep/c": 3}
     with pytest.raises(FileExistsError), folders.new_folder(folder):

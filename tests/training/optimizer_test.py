@@ -60,6 +60,16 @@ def test_schedules_equal_their_formulas(config, name, unit):
     np.testing.assert_allclose([float(learning_rate(c)(step)) for step in n], expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("steps", "warmup_steps"), [(15, 2), (1015, 102), (20, 2)])
+def test_fractions_that_add_up_to_one_fill_the_run(config, steps, warmup_steps):
+    """A warm-up of 1.5 steps and a decay of 13.5 are both rounded up."""
+    fractions = {"optimizer__warmup_fraction": 0.1, "optimizer__decay_fraction": 0.9}
+    c = config(train__steps=steps, optimizer__schedule="wsd", optimizer__learning_rate=PEAK, **fractions)
+    rates = [float(learning_rate(c)(step)) for step in (warmup_steps - 1, warmup_steps, warmup_steps + 1, steps)]
+    fall = PEAK * np.sqrt(1 / (steps - warmup_steps))  # The final learning rate is 0.
+    np.testing.assert_allclose(rates, [PEAK, PEAK, PEAK - fall, 0], rtol=1e-5, atol=1e-9)
+
+
 def test_too_long_decay_is_rejected(config):
     c = config(train__steps=100, optimizer__schedule="wsd", optimizer__warmup_steps=50, optimizer__decay_fraction=0.6)
     with pytest.raises(UserError, match=r"train\.steps=100 has no room for 50 steps of warm-up and 60 of decay"):
