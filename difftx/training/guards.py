@@ -61,6 +61,7 @@ class Guard:
         self._skipped = self._spikes = 0  # Numbers of skipped updates and of spikes since the first bad step.
         self.rewinds = 0  # Number of rewinds of the run so far.
         # First step of the run that was one for a regular checkpoint, whether or not the checkpoint was saved and kept.
+        # A branch begins with such a step.
         self.first_regular: int | None = None
         self.tripped: BadSteps | None = None
 

@@ -225,6 +225,7 @@ def _resume(
     every_steps = config_values(folder)["checkpoint"]["every_steps"]
     guard.restore({"first_regular": every_steps if every_steps <= step else None} | loader_state["guard"])
     if is_branch:
+        guard.first_regular = step
         print_on_primary(f"branch of {folder}")
     return state
 

@@ -482,11 +482,14 @@ def test_a_rewind_restores_the_newest_step_before_the_bad_steps():
 
 @pytest.fixture
 def train_until(open_run, monkeypatch):
-    """Return a function from a step and options of `open_run` to a run that a signal has stopped after that step."""
+    """Return a function from a step and options of `open_run` to a run that a signal has stopped after that step.
 
-    def train_until(step, **options):
-        run = open_run("run", **options)
-        start = Checkpointer(run.workdir).newest() or 0
+    `first` is the step with which the run begins if it has no checkpoint.
+    """
+
+    def train_until(step, name="run", first=0, **options):
+        run = open_run(name, **options)
+        start = Checkpointer(run.workdir).newest() or first
         with monkeypatch.context() as patch:
             patch.setattr(loop, "Interrupt", lambda: StopAfter(step - start))
             assert train(run) == EXIT_PREEMPTED
@@ -532,6 +535,24 @@ def test_a_rewind_after_changes_of_the_interval(open_run, train_until, name):
         assert Checkpointer(run.workdir).steps() == stopped
     else:
         assert entry["step"] == target
+
+
+@pytest.mark.parametrize(("bad", "keep", "target"), [(7, 1, 6), (8, 20, 6), (9, 20, 8), (6, 20, None), (8, 1, None)])
+def test_a_branch_rewinds_to_the_checkpoint_that_it_began_with(open_run, train_until, brute_force, bad, keep, target):
+    """The branch begins with step 6, which is not a multiple of checkpoint.every_steps=4. A signal stops it after 7."""
+    source = train_until(6).workdir
+    options = {"checkpoint__branch_from": str(source), "checkpoint__keep": keep, "nan": {bad, bad + 1, bad + 2}}
+    if bad > 6:
+        train_until(7, name="branch", first=6, **options)
+    run = open_run("branch", **options)
+    assert train(run) == (EXIT_FAILED if target is None else 0)
+    (entry,) = journal(run)
+    assert (entry["event"], entry["bad_steps"]) == ("stop" if target is None else "rewind", [bad + 1, bad + 3])
+    if target is not None:
+        assert entry["step"] == target
+        rows = [row for row in read_metrics(run.workdir / "metrics.jsonl")[0] if row["split"] == "train"]
+        expected = brute_force(run, [*range(target), *range(bad + 5, bad + 5 + STEPS - target)])[0]
+        assert [row["loss"] for row in rows] == expected[6:]
 
 
 def test_a_run_without_its_regular_checkpoints_does_not_return_to_its_start(open_run, train_until, capsys):

@@ -73,14 +73,16 @@ def is_regular(folder: AnyPath) -> bool:
     """Return whether a rewind may use a checkpoint, because an uninterrupted run would have written it too.
 
     Its step is a multiple of `checkpoint.every_steps` in its own config, because the run may since have continued with
-    another value. A signal and the end of training also write other checkpoints. A checkpoint with a corrupt config is
-    not regular.
+    another value, or it is the step with which the run began as a branch. A signal and the end of training also write
+    other checkpoints. A checkpoint with corrupt JSON files is not regular.
     """
     try:
         every_steps = config_values(folder)["checkpoint"]["every_steps"]
+        guard = read_json(contents_of(folder) / LOADER_FILE).get("guard", {})
     except UserError:
         return False
-    return (step := int(folder.name)) > 0 and step % every_steps == 0
+    step = int(folder.name)
+    return step == guard.get("first_regular") or (step > 0 and step % every_steps == 0)
 
 
 def _own_basis(folder: AnyPath) -> Basis:
