@@ -1,6 +1,5 @@
 """Actions of `difftx checkpoint`: list, verify, compare and delete the checkpoints of a run."""
 
-import dataclasses
 import datetime
 import sys
 import time
@@ -100,18 +99,15 @@ def prune(workdir: AnyPath, keep: int | None, yes: bool) -> None:
     if keep is not None and keep < 1:
         raise UserError(f"--keep={keep} must be at least 1")
     config = read_config(workdir)
-    rule = config.checkpoint
-    if keep is not None:
-        rule = dataclasses.replace(rule, keep=keep, every_steps=1, keep_every_steps=None, keep_best=None)
     if not yes:
-        if _superfluous(workdir, rule, "would be deleted"):
+        if _superfluous(workdir, config.checkpoint, keep, "would be deleted"):
             print("add --yes to delete")
         return
     with lock_workdir(workdir, config.multihost, wait_seconds=0) as require_lock:
-        remove(_superfluous(workdir, rule, "deleted"), require_lock)
+        remove(_superfluous(workdir, config.checkpoint, keep, "deleted"), require_lock)
 
 
-def _superfluous(workdir: AnyPath, rule: CheckpointConfig, what: str) -> list[AnyPath]:
+def _superfluous(workdir: AnyPath, rule: CheckpointConfig, keep: int | None, what: str) -> list[AnyPath]:
     """Print what is kept and what is deleted, and return the latter: quarantined checkpoints and those without need."""
     folder = workdir / "checkpoints"
     reasons = {step: _problem(folder / str(step), content=True) for step in steps_in(folder)}
@@ -121,7 +117,7 @@ def _superfluous(workdir: AnyPath, rule: CheckpointConfig, what: str) -> list[An
             print(printable(f"{step}: kept, because it does not verify: {why}"))
     if not verified:
         raise UserError(f"{folder}: no checkpoint verifies, so none is deleted")
-    kept = steps_to_keep(rule, verified, workdir)
+    kept = steps_to_keep(rule, verified, workdir) if keep is None else set(verified[-keep:])
     to_delete = [folder / str(step) for step in verified if step not in kept] + quarantined_in(folder)
     print(f"kept: {', '.join(map(str, sorted(kept)))}")
     for path in to_delete:

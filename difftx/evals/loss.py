@@ -6,10 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from difftx.data.loader import ordered_rows
 from difftx.data.synthetic import SyntheticRows
+from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation, perplexity
 from difftx.evals.result import Measure, Result
 from difftx.evals.suite import Suite
+from difftx.training.run import Run
 
 MOST_BLOCKS = 100  # Most blocks of rows per validation set. More would enlarge results, but hardly narrow an interval.
 
@@ -25,6 +28,21 @@ def evaluate(evaluation: Evaluation) -> Result:
     vocabulary = evaluation.run.config.model.embeddings
     chance = {"loss": math.log(vocabulary), "perplexity": float(vocabulary)}
     return Result(numbers=numbers, chance=chance, details={"sets": sets})
+
+
+def check(run: Run) -> None:
+    """Raise `UserError` if the rows that the suite reads of a validation set have no target that counts in the loss."""
+    limit_tokens = run.config.eval.loss_tokens
+    for source in run.data.valid.values():
+        rows = ordered_rows(source, limit_tokens)
+        # With prompts, a whole row can be part of a prompt. Usually, the first row has a target, and no more are read.
+        if not any(source[index]["loss_mask"].any() for index in range(rows)):
+            raise UserError(
+                f"suite 'loss': the first {rows} rows of {source.name} (eval.loss_tokens={limit_tokens}) have no "
+                "target that counts in the loss, for example because they are parts of prompts; use "
+                "data.packing=best_fit, longer rows (data.sequence_length), a larger eval.loss_tokens or more "
+                "validation text"
+            )
 
 
 def _score_set(evaluation: Evaluation, name: str) -> dict[str, Any]:
@@ -48,12 +66,15 @@ def _score_set(evaluation: Evaluation, name: str) -> dict[str, Any]:
     sums = [block.sum(axis=0) for block in np.array_split(np.array(rows), min(len(rows), MOST_BLOCKS))]
     blocks = {"nats": [float(n) for n, _ in sums], "tokens": [int(t) for _, t in sums]}
     scores = {"loss": nats / tokens, "tokens": tokens, "blocks": {**blocks, "targets_sha256": targets.hexdigest()}}
-    return {**scores, "bits_per_byte": nats / math.log(2) / text_bytes, "bytes": text_bytes} if is_text else scores
+    if not text_bytes:  # A synthetic task, or text of which only end-of-document tokens count.
+        return scores
+    return {**scores, "bits_per_byte": nats / math.log(2) / text_bytes, "bytes": text_bytes}
 
 
 SUITE = Suite(
     evaluate=evaluate,
     reads=("loss_tokens",),
+    check=check,
     title="Validation loss",
     explanation="How well the model predicts the next token of text that it was not trained on.",
     measures={

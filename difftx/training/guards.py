@@ -9,7 +9,7 @@ all later ones, and skips the data of the bad steps and of `guards.skip_steps` m
 A resumed run makes the same decisions as an uninterrupted run, for three reasons:
 
 1. No checkpoint is written after a bad step, so a checkpoint never has to store counts of bad steps.
-2. A rewind uses only regular checkpoints, at multiples of `checkpoint.every_steps`, not one that a signal triggered.
+2. A rewind uses only regular checkpoints (`retention.is_regular`), not one that a signal triggered.
 3. A rewind first deletes the later checkpoints, and then adds an entry to the journal, which a restart reads. A run
    that is killed before the entry is written reaches the same bad steps and the same rewind again.
 """
@@ -18,16 +18,16 @@ import collections
 import dataclasses
 import statistics
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from difftx.config import Config, GuardsConfig
 from difftx.data.loader import Loader
 from difftx.errors import EXIT_FAILED, UserError, shown
 from difftx.json_files import JsonLines, parse_json_lines, schema_error, with_sha256, without_sha256
-from difftx.parallel.multihost import barrier, is_primary, print_on_primary
+from difftx.parallel.multihost import barrier, decide_on_primary, is_primary, print_on_primary
 from difftx.storage.paths import AnyPath, is_bucket
-from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpointer
 from difftx.training.checkpoint.retention import remove
 
 MAD_OF_NORMAL = 1.4826  # Ratio of standard deviation to median absolute deviation (MAD) of a normal distribution.
@@ -60,6 +60,9 @@ class Guard:
         self._first_bad: int | None = None
         self._skipped = self._spikes = 0  # Numbers of skipped updates and of spikes since the first bad step.
         self.rewinds = 0  # Number of rewinds of the run so far.
+        # First step of the run that was one for a regular checkpoint, whether or not the checkpoint was saved and kept.
+        # A branch begins with such a step.
+        self.first_regular: int | None = None
         self.tripped: BadSteps | None = None
 
     @property
@@ -85,13 +88,18 @@ class Guard:
         if reason is not None and self.tripped is None:
             self.tripped = BadSteps(self._first_bad, step, reason)
 
+    def note_regular_step(self, step: int) -> None:
+        """Record that a regular checkpoint is to be saved after this step."""
+        if self.first_regular is None:
+            self.first_regular = step
+
     def state(self) -> dict[str, Any]:
         """Return the JSON state for `restore`, which has no counts of bad steps. Call this only after a good step."""
-        return {"losses": list(self._losses), "rewinds": self.rewinds}
+        return {"losses": list(self._losses), "rewinds": self.rewinds, "first_regular": self.first_regular}
 
     def restore(self, state: dict[str, Any]) -> None:
         self._losses.extend(state["losses"])
-        self.rewinds = state["rewinds"]
+        self.rewinds, self.first_regular = state["rewinds"], state["first_regular"]
 
     def _is_spike(self, loss: float) -> bool:
         threshold = self._config.spike_threshold
@@ -178,16 +186,21 @@ def act_on_bad_steps(
     All processes must call this after `guard` has tripped and `checkpointer` was closed. `examples` is the number of
     examples that the run had consumed after the last bad step.
     """
-    bad, steps = guard.tripped, checkpointer.steps()
+    bad, why, target = guard.tripped, None, None
     assert bad is not None
-    from_zero = config.checkpoint.branch_from is None
-    target = rewind_target(steps, bad.first, config.checkpoint.every_steps, from_zero=from_zero)
-    why = None
     if config.guards.on_bad_steps == "stop":
         why = "guards.on_bad_steps is stop"
     elif guard.rewinds >= config.guards.max_rewinds:
         why = f"rewound before: {guard.rewinds} (guards.max_rewinds={config.guards.max_rewinds})"
-    elif target is None:
+    else:
+        every_steps = config.checkpoint.every_steps
+        earliest = min(every_steps, guard.first_regular or every_steps)
+        from_zero = config.checkpoint.branch_from is None
+        target = decide_on_primary(  # Other processes may list checkpoints that the primary process deletes meanwhile.
+            lambda: rewind_target(checkpointer.regular_steps(), bad.first, earliest, from_zero=from_zero),
+            DECISION_SECONDS,
+        )
+    if why is None and target is None:
         why = f"no regular checkpoint from before step {bad.first - 1} is left (checkpoint.keep)"
     where = f"steps {bad.first} to {bad.last}: {bad.reason}"
     if why is not None or target is None:
@@ -200,22 +213,25 @@ def act_on_bad_steps(
         if target == 0:
             checkpointer.record_start_over()
         # Delete the newest checkpoint first. If this is interrupted, the run rewinds again from an older checkpoint.
-        newest_first = sorted((step for step in steps if step > target), reverse=True)
+        newest_first = sorted((step for step in checkpointer.steps() if step > target), reverse=True)
         remove((checkpointer.folder / str(step) for step in newest_first), journal.require_lock)
     barrier(f"rewind {rewind.number}", config.multihost.barrier_timeout_seconds)
     print_on_primary(f"{where}; rewinding to step {target}; training continues with example {rewind.examples}")
     return rewind
 
 
-def rewind_target(steps: Collection[int], first_bad: int, every_steps: int, *, from_zero: bool = True) -> int | None:
+def rewind_target(newest_first: Iterable[int], first_bad: int, earliest: int, *, from_zero: bool = True) -> int | None:
     """Return the step of the newest checkpoint to rewind to, 0 for the start of the run, or None if none is left.
 
-    `from_zero` is False for a branch, which starts with a checkpoint.
+    `newest_first` has the steps of the regular checkpoints, and `earliest` is the earliest step at which the run may
+    have had one. `from_zero` is False for a branch, which starts with a checkpoint.
     """
     # A checkpoint right before the first bad step does not qualify, because its parameters may have caused that step.
-    if from_zero and first_bad <= every_steps + 1:
-        return 0
-    return max((step for step in steps if step % every_steps == 0 and step + 1 < first_bad), default=None)
+    for step in newest_first:
+        if step + 1 < first_bad:
+            return step
+    # The start of the run is the target only if no checkpoint from before the bad steps can have been deleted.
+    return 0 if from_zero and first_bad <= earliest + 1 else None
 
 
 def _is_valid(entry: dict[str, Any]) -> bool:

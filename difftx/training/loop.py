@@ -291,6 +291,7 @@ class Attempt:
         reporter.flush()  # Before the save, so that metrics.jsonl has all steps up to the checkpoint.
         self._write_goodput()
         self._writer.flush()
+        self._guard.note_regular_step(self._step)
         if self._guard.last_step_is_good:
             with self._goodput.section("save"):
                 self._checkpointer.save(self._state, self._data_state(), self._config)

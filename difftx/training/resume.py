@@ -221,8 +221,11 @@ def _resume(
     if allow_config_change:
         loader_state = loader_state | {"signature": run.data.signature}
     loader.restore(loader_state)
-    guard.restore(loader_state["guard"])
+    # Older checkpoints have no entry `first_regular`, and their runs may have begun with regular checkpoints.
+    every_steps = config_values(folder)["checkpoint"]["every_steps"]
+    guard.restore({"first_regular": every_steps if every_steps <= step else None} | loader_state["guard"])
     if is_branch:
+        guard.first_regular = step
         print_on_primary(f"branch of {folder}")
     return state
 

@@ -1,5 +1,6 @@
 """The suites loss and sample, and how suites are selected."""
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -16,6 +17,8 @@ from helpers.evals_params import one_device, params_of
 from difftx import evals
 from difftx.commands.evaluate import format_numbers
 from difftx.config.suites import SUITES
+from difftx.data.sources import pack
+from difftx.data.store import TokenStore
 from difftx.errors import UserError
 from difftx.evals import loss
 from difftx.json_files import read_json
@@ -66,6 +69,19 @@ def test_loss_and_bits_per_byte_by_brute_force(config, tmp_path, monkeypatch):
     written = json.loads((tmp_path / "evals" / "loss" / "7.json").read_text())
     assert written["step"] == 7
     assert written["numbers"] == result.numbers
+
+
+def test_text_without_bytes_that_count_has_no_bits_per_byte(config, text_file, tmp_path):
+    """Only the end-of-text token of each document counts, as in responses without text."""
+    run = run_of(config, text_file, tmp_path, data__packing="best_fit", data__document_mask="true")
+    store = run.data.valid["valid"].store
+    only_end = TokenStore(store.slice(0, len(store)), store.offsets, np.diff(store.offsets) - np.uint64(1))
+    data = dataclasses.replace(run.data, valid={"valid": pack(only_end, run.config.data)})
+    run = dataclasses.replace(run, data=data)
+    evals.check_run(run, ["loss"])
+    result = evals.evaluate(run, params_of(run), 7, ["loss"])["loss"]
+    assert result.numbers.keys() == {"loss", "perplexity"}
+    assert result.details["sets"]["valid"]["tokens"] == len(store.offsets) - 1
 
 
 @pytest.mark.parametrize(("suite", "number"), [("loss", "perplexity"), ("recall", "others_perplexity")])

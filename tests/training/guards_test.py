@@ -6,6 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from helpers.training_checkpoints import flip_a_bit, largest_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -468,13 +469,123 @@ def test_invalid_journal_is_rejected(tmp_path):
 
 
 def test_a_rewind_restores_the_newest_step_before_the_bad_steps():
-    assert rewind_target([4, 8, 10, 12], 14, 4) == 12
-    assert rewind_target([4, 8, 10, 12], 13, 4) == 8
-    assert rewind_target([10], 14, 4) is None
-    assert rewind_target([3], 5, 4) == 0
+    assert rewind_target([12, 8, 4], 14, 4) == 12
+    assert rewind_target([12, 8, 4], 13, 4) == 8
+    assert rewind_target([], 14, 4) is None
+    assert rewind_target([], 5, 4) == 0
+    assert rewind_target([4], 5, 4) == 0
     assert rewind_target([4], 6, 4) == 4
-    assert rewind_target([2], 4, 4, from_zero=False) is None  # A branch that began at step 2.
-    assert rewind_target([8, 12], 11, 4, from_zero=False) == 8
+    assert rewind_target([12], 13, 4) is None
+    assert rewind_target([], 4, 4, from_zero=False) is None
+    assert rewind_target([12, 8], 11, 4, from_zero=False) == 8
+
+
+@pytest.fixture
+def train_until(open_run, monkeypatch):
+    """Return a function from a step and options of `open_run` to a run that a signal has stopped after that step.
+
+    `first` is the step with which the run begins if it has no checkpoint.
+    """
+
+    def train_until(step, name="run", first=0, **options):
+        run = open_run(name, **options)
+        start = Checkpointer(run.workdir).newest() or first
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "Interrupt", lambda: StopAfter(step - start))
+            assert train(run) == EXIT_PREEMPTED
+        return run
+
+    return train_until
+
+
+def test_a_rewind_uses_the_checkpoints_of_earlier_intervals(open_run, train_until, brute_force):
+    """The interval is raised after step 12, and steps 14 to 16 are bad."""
+    assert Checkpointer(train_until(12).workdir).steps() == [4, 8, 12]
+    run = open_run("run", nan={13, 14, 15}, checkpoint__every_steps=50)
+    assert train(run) == 0
+    assert [entry["step"] for entry in journal(run)] == [12]
+    assert losses(run) == brute_force(run, [*range(12), *range(18, 22)])[0]
+    assert Checkpointer(run.workdir).steps() == [4, 8, 12, 16]
+
+
+# Cases: interval and last step of each start but the last one, interval of the last one, index of the first bad batch,
+# checkpoints that are kept, the step of the rewind or None for a stop, and the checkpoints when the run stops.
+INTERVALS = {
+    "lowered": ([(4, 12)], 5, 12, 20, 8, None),
+    "raised and lowered": ([(4, 12), (50, 14)], 7, 15, 20, 12, None),
+    "raised, and signals before the bad steps": ([(4, 12), (50, 14), (50, 15)], 50, 17, 1, 12, None),
+    "raised, and the only checkpoint is right before the bad steps": ([(4, 12)], 50, 12, 1, None, [12]),
+    "raised early": ([(4, 4)], 50, 4, 20, 0, None),
+    "raised before the first checkpoint": ([(4, 3)], 50, 9, 20, 0, None),
+    "lowered before the first checkpoint": ([(50, 9)], 4, 9, 20, None, [9]),
+}
+
+
+@pytest.mark.parametrize("name", INTERVALS)
+def test_a_rewind_after_changes_of_the_interval(open_run, train_until, name):
+    starts, interval, bad, keep, target, stopped = INTERVALS[name]
+    options = {"nan": set(range(bad, bad + 3)), "train__steps": 24, "checkpoint__keep": keep}
+    for every_steps, step in starts:
+        train_until(step, checkpoint__every_steps=every_steps, **options)
+    run = open_run("run", checkpoint__every_steps=interval, **options)
+    assert train(run) == (EXIT_FAILED if target is None else 0)
+    (entry,) = journal(run)
+    assert (entry["event"], entry["bad_steps"]) == ("stop" if target is None else "rewind", [bad + 1, bad + 3])
+    if target is None:
+        assert Checkpointer(run.workdir).steps() == stopped
+    else:
+        assert entry["step"] == target
+
+
+@pytest.mark.parametrize(("bad", "keep", "target"), [(7, 1, 6), (8, 20, 6), (9, 20, 8), (6, 20, None), (8, 1, None)])
+def test_a_branch_rewinds_to_the_checkpoint_that_it_began_with(open_run, train_until, brute_force, bad, keep, target):
+    """The branch begins with step 6, which is not a multiple of checkpoint.every_steps=4. A signal stops it after 7."""
+    source = train_until(6).workdir
+    options = {"checkpoint__branch_from": str(source), "checkpoint__keep": keep, "nan": {bad, bad + 1, bad + 2}}
+    if bad > 6:
+        train_until(7, name="branch", first=6, **options)
+    run = open_run("branch", **options)
+    assert train(run) == (EXIT_FAILED if target is None else 0)
+    (entry,) = journal(run)
+    assert (entry["event"], entry["bad_steps"]) == ("stop" if target is None else "rewind", [bad + 1, bad + 3])
+    if target is not None:
+        assert entry["step"] == target
+        rows = [row for row in read_metrics(run.workdir / "metrics.jsonl")[0] if row["split"] == "train"]
+        expected = brute_force(run, [*range(target), *range(bad + 5, bad + 5 + STEPS - target)])[0]
+        assert [row["loss"] for row in rows] == expected[6:]
+
+
+def test_a_run_without_its_regular_checkpoints_does_not_return_to_its_start(open_run, train_until, capsys):
+    """Only the checkpoint of a signal is left, and the run has had regular ones before it."""
+    train_until(9)
+    run = train_until(10, checkpoint__every_steps=50)
+    for step in (4, 8, 9):
+        folder = run.workdir / "checkpoints" / str(step)
+        folder.rename(folder.with_name(f"{step}.quarantined"))
+    run = open_run("run", nan={12, 13, 14}, checkpoint__every_steps=50)
+    assert train(run) == EXIT_FAILED
+    assert "stopped, no regular checkpoint from before step 12 is left" in capsys.readouterr().err
+    assert Checkpointer(run.workdir).steps() == [10]
+
+
+def test_a_rewind_quarantines_a_corrupt_checkpoint_and_uses_the_one_before(open_run, train_until):
+    run = train_until(14)
+    flip_a_bit(largest_file(run.workdir / "checkpoints" / "12"))
+    run = open_run("run", nan={14, 15, 16}, train__steps=20)
+    assert train(run) == 0
+    assert [entry["step"] for entry in journal(run)] == [8]
+    assert (run.workdir / "checkpoints" / "12.quarantined").is_dir()
+
+
+def test_a_checkpoint_without_the_first_regular_step_is_still_resumed(open_run, train_until, monkeypatch):
+    """Checkpoints of earlier versions of difftx have no such entry."""
+    state = Guard.state
+    with monkeypatch.context() as patch:
+        patch.setattr(Guard, "state", lambda guard: {k: v for k, v in state(guard).items() if k != "first_regular"})
+        train_until(12, checkpoint__keep=1)
+    run = open_run("run", nan={12, 13, 14}, checkpoint__every_steps=50)
+    assert train(run) == EXIT_FAILED
+    assert Checkpointer(run.workdir).steps() == [12]
 
 
 def oracle(losses, config):

@@ -95,3 +95,29 @@ def test_fine_tuning_lowers_the_loss_of_responses(tmp_path):
     [before] = [row["loss"] for row in rows if row["split"] == "train" and row["step"] == 1]
     after = [row["loss"] for row in rows if row["split"] == "valid" and row["suite"] == "loss"]
     assert after[-1] < 0.7 * before, (before, after)
+
+
+def test_validation_rows_without_a_response_are_refused_before_training(tmp_path):
+    """The only validation document has a prompt of many rows, and its response is in the last, incomplete row."""
+    pairs = [{"prompt": f"{i:03d} reversed is ", "text": f"{i:03d}"[::-1] + ".\n"} for i in range(100)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    (tmp_path / "valid.jsonl").write_text(json.dumps({"prompt": "a long prompt " * 20, "text": "yes.\n"}))
+    files = [f"--input={tmp_path / 'pairs.jsonl'}", f"--valid_input={tmp_path / 'valid.jsonl'}"]
+    flags = ["--tokenizer=bytes", "--prompt_field=prompt", f"--out={tmp_path / 'store'}"]
+    assert commands().run(["difftx", "prepare", *files, *flags]).returncode == 0
+
+    def dry_run(**changes):
+        fields = TINY | {"data.path": tmp_path / "store"} | {k.replace("__", "."): v for k, v in changes.items()}
+        shared = [f"--config.{field}={value}" for field, value in fields.items()]
+        return commands().run(["train.py", "--config=configs/quickstart.py", "--dry_run", *shared])
+
+    result = dry_run()
+    assert result.returncode == 2, result.stderr
+    [line] = [line for line in result.stderr.splitlines() if "error" in line]
+    assert "suite 'loss': the first 8 rows of " in line
+    assert "have no target that counts in the loss" in line
+    assert "use data.packing=best_fit, longer rows (data.sequence_length), a larger eval.loss_tokens or more" in line
+    result = dry_run(data__packing="best_fit", data__document_mask="true")
+    assert result.returncode == 0, result.stderr
+    # The incomplete row counts now, but it is not among the first rows.
+    assert dry_run(data__packing="best_fit", data__document_mask="true", eval__loss_tokens=64).returncode == 2

@@ -12,7 +12,7 @@ import json
 import shutil
 import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +135,20 @@ class Checkpointer:
 
         decide_on_primary(check, DECISION_SECONDS)
         return step
+
+    def regular_steps(self) -> Iterator[int]:
+        """Yield the steps of the valid regular checkpoints (`retention.is_regular`), newest first.
+
+        Training also quarantines corrupt checkpoints. Only the primary process may call this.
+        """
+        for step in reversed(self.steps()):
+            folder = self.folder / str(step)
+            why = None if step in self._verified else self._why_invalid(step)
+            if why is not None:
+                name = retention.quarantine(folder, self._require_lock).name
+                print_on_primary(f"checkpoint {folder} does not verify: {why}; renamed {name}")
+            elif retention.is_regular(folder):
+                yield step
 
     def restore(self, step: int, abstract: TrainState, mesh: jax.sharding.Mesh) -> tuple[TrainState, dict[str, Any]]:
         """Return the train state, sharded over `mesh` like `abstract`, and the state of the data loader."""

@@ -19,6 +19,7 @@ from difftx.json_files import read_json, schema_error
 from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint import bucket
 from difftx.training.checkpoint.manifest import CONFIG_FILE, LOADER_FILE, QUARANTINED, contents_of, why_invalid
+from difftx.training.checkpoint.restoring import config_values
 
 REMOVED = ".removed"  # Ending of the name of a folder that is being deleted.
 # Names of folders that an interrupted save or removal leaves behind.
@@ -49,8 +50,9 @@ def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], workdir: AnyPa
     """
     newest_first = sorted(steps, reverse=True)
     kept = set(newest_first[: config.keep])
-    # A rewind uses only regular checkpoints, those at multiples of `every_steps`, so some of them are kept too.
-    kept.update([step for step in newest_first if step % config.every_steps == 0][: config.keep])
+    # A rewind uses only regular checkpoints, so some of them are kept too.
+    regular = (step for step in newest_first if is_regular(workdir / "checkpoints" / str(step)))
+    kept.update(itertools.islice(regular, config.keep))
     if config.keep_every_steps is not None:
         kept.update(step for step in steps if step % config.keep_every_steps == 0)
     if config.keep_best is not None:
@@ -65,6 +67,22 @@ def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], workdir: AnyPa
             best = min if config.keep_best_mode == "min" else max
             kept.add(best(numbers, key=numbers.__getitem__))  # Among equally good steps, keep the newest one.
     return kept
+
+
+def is_regular(folder: AnyPath) -> bool:
+    """Return whether a rewind may use a checkpoint, because an uninterrupted run would have written it too.
+
+    Its step is a multiple of `checkpoint.every_steps` in its own config, because the run may since have continued with
+    another value, or it is the step with which the run began as a branch. A signal and the end of training also write
+    other checkpoints. A checkpoint with corrupt JSON files is not regular.
+    """
+    try:
+        every_steps = config_values(folder)["checkpoint"]["every_steps"]
+        guard = read_json(contents_of(folder) / LOADER_FILE).get("guard", {})
+    except UserError:
+        return False
+    step = int(folder.name)
+    return step == guard.get("first_regular") or (step > 0 and step % every_steps == 0)
 
 
 def _own_basis(folder: AnyPath) -> Basis:
