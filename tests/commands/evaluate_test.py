@@ -296,7 +296,7 @@ def test_numbers_are_printed_as_a_table_with_units(tmp_path, capsys):
     assert ["number", "value", "by", "guessing", "unit", "better"] in rows
     assert ["loss", "2.0655", "5.5759", "nats", "per", "token", "lower"] in rows
     assert ["perplexity", "7.889", "–", "lower"] in rows
-    assert ["documents", "12", "–", "documents"] in rows
+    assert ["documents", "12", "–"] in rows  # The suite does not declare this number.
     assert len({line.index(unit) for line in lines for unit in ("unit", "nats per token") if unit in line}) == 1
     assert max(map(len, lines)) <= 120
     assert long in "".join(line.split()[0] for line in lines if "a_" in line or "accuracy" in line)
