@@ -1,4 +1,4 @@
-"""What suites and their numbers mean, as the suites declare it: explanations, units, labels and better directions."""
+"""Explanations of suites, and units, labels and better directions of their numbers, as the suites declare them."""
 
 import dataclasses
 import functools

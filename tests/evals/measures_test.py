@@ -12,7 +12,8 @@ from difftx.evals.measures import explanation_of, format_value, measure_of, meas
 from difftx.evals.result import Measure
 from difftx.evals.suite import Suite
 
-OTHER_METRICS = "filter|exact_match|f1|perplexity|bits_per_byte"  # Of tasks of lm-eval.
+# Metrics of tasks of lm-eval that the recorded results lack.
+OTHER_METRICS = "filter|exact_match|f1|perplexity|bits_per_byte"
 BUILT_IN = [name for name, suite in SUITES.items() if suite.evaluate.__module__.startswith("difftx.")]
 
 

@@ -12,8 +12,8 @@ from conftest import ROOT, TINY, child_environment
 
 from helpers.command_server import Command, commands
 
-BARRIER_TIMEOUT_SECONDS = 8  # Of heartbeats too.
-TRAIN_SLOWLY = ("tests/helpers/train_slowly.py",)  # Runs train.py with slow steps.
+BARRIER_TIMEOUT_SECONDS = 8  # The heartbeats have the same timeout.
+TRAIN_SLOWLY = ("tests/helpers/train_slowly.py",)  # This script runs train.py with slow steps.
 
 
 class Processes:
