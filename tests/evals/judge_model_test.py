@@ -232,8 +232,8 @@ def test_retry_after_is_respected_or_rejected(tmp_path):
         assert server.arrived[1] - server.arrived[0] >= 1
     wait = "3600"
     with ChatServer(behave) as server, pytest.raises(RunError, match="asks to wait 3600 s, longer than"):
-        accurate(judge_of(server, tmp_path / "long"))
-    assert len(server.asked) <= 4
+        accurate(judge_of(server, tmp_path / "long", concurrency=1))
+    assert len(server.asked) == 1  # With more threads, others may ask before the refusal has been read.
 
 
 @pytest.mark.parametrize("part", ["header", "body", "unsized_body"])
