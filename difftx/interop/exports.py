@@ -1,17 +1,22 @@
 """Exports of checkpoints during training, every `checkpoint.export_every_steps`."""
 
+import json
+
 from difftx.errors import RunError, UserError
-from difftx.files import make_folder
+from difftx.files import make_folder, write_atomically
 from difftx.folders import is_complete, new_folder, remove_folder
 from difftx.interop import SHARD_MIB
 from difftx.interop.runs import check_representable, write_export
+from difftx.json_files import read_json
 from difftx.parallel.multihost import decide_on_primary
 from difftx.storage.paths import is_bucket
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS
+from difftx.training.checkpoint.manifest import read_manifest
 from difftx.training.checkpoint.reading import open_checkpoint
 from difftx.training.run import Run
 
 FOLDER = "exports"
+RECORD = "checkpoint.json"  # File of an export with the identifier of its weights.
 
 
 def check_run(run: Run) -> None:
@@ -21,8 +26,19 @@ def check_run(run: Run) -> None:
 
 
 def exists(run: Run, step: int) -> bool:
-    """Return whether the export of a step is complete. All processes must call this function."""
-    return decide_on_primary(lambda: is_complete(run.workdir / FOLDER / str(step)), DECISION_SECONDS)
+    """Return whether the export of a step is complete, and has the weights of the step's checkpoint.
+
+    After a rewind, an export may have weights that the run has discarded. All processes must call this function.
+    """
+    out, checkpoint = run.workdir / FOLDER / str(step), run.workdir / "checkpoints" / str(step)
+
+    def has_weights_of_checkpoint() -> bool:
+        try:
+            return is_complete(out) and read_json(out / RECORD).get("weights") == read_manifest(checkpoint).weights
+        except UserError:  # The export has no readable record.
+            return False
+
+    return decide_on_primary(has_weights_of_checkpoint, DECISION_SECONDS)
 
 
 def write(run: Run, step: int) -> str:
@@ -39,6 +55,7 @@ def write(run: Run, step: int) -> str:
             make_folder(out.parent)
             remove_folder(out)  # Written before a rewind to an earlier step.
             with new_folder(out) as folder:
+                write_atomically(folder / RECORD, json.dumps({"weights": checkpoint.weights}) + "\n")
                 return write_export(checkpoint, workdir, folder, out, "hf", SHARD_MIB * 2**20)[0]
         except (OSError, UserError, RunError) as error:
             return f"not exported: {error}"

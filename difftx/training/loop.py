@@ -55,7 +55,7 @@ class Exports(Protocol):
         ...
 
     def exists(self, run: Run, step: int, /) -> bool:
-        """Return whether the step's export is complete. All processes call this."""
+        """Return whether the step's export is complete and of the step's checkpoint. All processes call this."""
         ...
 
 

@@ -91,6 +91,12 @@ def test_an_export_that_a_killed_process_has_not_finished_is_made_at_the_next_st
     assert start() == 0  # The run already has its last step.
     assert start() == 0  # Nothing is missing.
     assert written == ["2", "4"]
+    record = tmp_path / "run" / "exports" / "4" / exports.RECORD
+    of_checkpoint = record.read_text()
+    record.write_text('{"weights": "discarded/4"}')  # As after a rewind that a killed process trained again.
+    assert start() == 0
+    assert written == ["2", "4", "4"]
+    assert record.read_text() == of_checkpoint
     for step in written:
         assert f"step {step} of 4" in (tmp_path / "run" / "exports" / step / "README.md").read_text()
 
