@@ -137,7 +137,7 @@ class _Evaluator:
         todo = [suite for suite in self._suites if suite not in done]
         if todo:
             require_writable(self._workdir)
-            self._checkpointer.verified(step)
+            self._checkpointer.require_valid(step)
         params = load_params(run, step, self._part) if todo else None
 
         def evaluate(work: Work) -> None:
