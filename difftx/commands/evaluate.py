@@ -129,7 +129,8 @@ class _Evaluator:
                 raise UserError(f"{error}. {advice}") from error
             self._run = open_run(checkpoint, self._workdir)
             self._run.check_everywhere(
-                lambda run: evals.check_run(run, self._suites), lambda run: evals.settings_of(run, self._suites)
+                lambda run: evals.check_run(run, self._suites),
+                lambda run: evals.settings_sha256_by_suite(run, self._suites),
             )
             self._run_config = checkpoint.config
         run = self._run
