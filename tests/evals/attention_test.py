@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ROOT, TINY
+from helpers.evals_params import random_params
 from model.oracle import softmax_row
 
 from difftx import evals
@@ -296,6 +297,20 @@ def test_prompts_are_those_of_the_suite_needle(tmp_path):
     prompts, needle = attention.prompts_of(run), NeedlePrompts(run)
     assert prompts.items == needle.items
     assert [prompts.prompt(item) for item in prompts.items] == [needle.prompt(item) for item in needle.items]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("distractors", [0, 1])
+def test_parts_that_a_prompt_may_lack_are_not_compared(config, tmp_path, distractors):
+    """A single distractor may stand at position 0, which the comparisons leave out."""
+    synthetic = {"pairs": 12, "distractors": distractors, "vocab_size": 64, "valid_examples": 200}
+    changes = {f"data__synthetic__{name}": value for name, value in synthetic.items()}
+    changes |= {"model__num_layers": 1, "eval__attention__samples": 3, "mesh__fsdp": 8}
+    run = Run.open(config("diff", data__path="synthetic:retrieval", **changes), tmp_path)
+    result = evals.evaluate(run, random_params(run), 0, ["attention"])["attention"]
+    assert np.isfinite(list(result.numbers.values())).all()
+    assert result.numbers.keys() == {name for name in attention.NUMBERS if "_noise" not in name}
+    assert (result.numbers["noise"] > 0) == bool(distractors)
 
 
 @pytest.mark.long
