@@ -256,6 +256,23 @@ def test_mistakes_are_named(tmp_path, changes, message):
         check()
 
 
+def test_a_window_must_hold_the_prompt_but_not_the_answer(tmp_path):
+    """A prompt has 480 tokens, and 32 of `eval.attention.length` = 512 are left for the answer."""
+    run = Run.open(override(config_of(tmp_path, "diff"), {"model.window": "479"}), tmp_path / "run")
+
+    def check(**changes):
+        changes = {name.replace("__", "."): str(value) for name, value in changes.items()}
+        evals.check_run(dataclasses.replace(run, config=override(run.config, changes)), ["attention"])
+
+    message = (
+        r"model\.window=479: .* the last of the 480 tokens of a prompt .*; use eval\.attention\.length=511 or less,"
+    )
+    with pytest.raises(UserError, match=message):
+        check()
+    check(eval__attention__length=511)
+    check(model__window=480)
+
+
 def test_rounded_logits_are_refused(tmp_path):
     run = Run.open(override(config_of(tmp_path, "diff"), {"model.attention_logit_bits": "8"}), tmp_path / "run")
     with pytest.raises(
@@ -346,6 +363,7 @@ def test_examples_of_retrieval_are_prompts_with_their_parts(config, tmp_path):
         attention.prompts_of(dataclasses.replace(run, config=override(c, {"eval.attention.samples": "500"})))
     assert attention.prompts_of(dataclasses.replace(run, config=override(c, {"model.window": "21"}))).lengths == [21]
     with pytest.raises(
-        UserError, match=r"model\.window=20: the suite 'attention' requires that the last of the 21 tokens"
+        UserError,
+        match=r"model\.window=20: the suite 'attention' .* the last of the 21 tokens .* others; leave out the suite$",
     ):
         attention.prompts_of(dataclasses.replace(run, config=override(c, {"model.window": "20"})))
