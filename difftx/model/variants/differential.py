@@ -146,6 +146,7 @@ class GroupedDiffAttention(DiffAttention):
     """
 
     fields = ("signal_heads", *DiffAttention.fields)
+    replaced_heads = 1
 
     @classmethod
     def check(cls, config):
