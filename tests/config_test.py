@@ -159,6 +159,12 @@ def test_a_recipe_by_size_follows_the_power_laws():
     assert longer.warmup_steps == 10
 
 
+@pytest.mark.parametrize(("size", "heads"), [("0.1m", 2), ("5m", 10), ("10m", 14)])
+def test_a_recipe_by_size_refuses_heads_that_are_no_groups_of_gda(size, heads):
+    with pytest.raises(UserError, match=rf"do not divide the {heads} heads of the Transformer; use a multiple of 4$"):
+        load_config(f"{ROOT / 'configs' / 'by_size.py'}:gda-{size}", {})
+
+
 @pytest.mark.parametrize("size", ["", "340", "340M", "-5m", "0m", "big"])
 def test_a_recipe_by_size_explains_what_a_size_is(size):
     with pytest.raises(UserError, match=r"is not a size; write millions or billions of parameters, such as 0\.8m"):
