@@ -159,6 +159,15 @@ def test_a_recipe_by_size_follows_the_power_laws():
     assert longer.warmup_steps == 10
 
 
+def test_an_odd_number_of_heads_has_no_differential_counterpart():
+    c = default_config()
+    c.model.update({"d_model": 576, "vocab_size": 256})
+    with pytest.raises(
+        UserError, match=r"'diff': one head replaces 2 .* do not divide its 9 heads; use a multiple of 2$"
+    ):
+        match(c, "diff", heads=9)
+
+
 @pytest.mark.parametrize(("size", "heads"), [("0.1m", 2), ("5m", 10), ("10m", 14)])
 def test_a_recipe_by_size_refuses_heads_that_are_no_groups_of_gda(size, heads):
     with pytest.raises(UserError, match=rf"do not divide the {heads} heads of the Transformer; use a multiple of 4$"):

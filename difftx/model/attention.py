@@ -134,6 +134,11 @@ class SelfAttention(nnx.Module):
 
         `difftx.model.matching.match` then adjusts `model.mlp_dim` to equalise the numbers of parameters.
         """
+        if heads % cls.replaced_heads:  # Heads of another number would have another width.
+            raise UserError(
+                f"architecture {c.model.architecture!r}: one head replaces {cls.replaced_heads} of the Transformer, "
+                f"which do not divide its {heads} heads; use a multiple of {cls.replaced_heads}"
+            )
         c.model.num_heads = heads // cls.replaced_heads
         if c.model.num_kv_heads is not None and c.model.num_kv_heads % cls.replaced_heads == 0:
             c.model.num_kv_heads //= cls.replaced_heads
