@@ -20,7 +20,8 @@ from difftx.model.layers import rotary_angles
 from difftx.parallel.layout import Layout, reshard
 from difftx.parallel.mesh import AXES, check_attention_divisible
 
-# Fields of `ModelConfig` that the arguments of a layer or its input determine, or that belong to the rest of a decoder.
+# Fields of `ModelConfig` that the arguments of a layer or its input determine, or that belong to the rest of a decoder
+# or to its training.
 OTHER_FIELDS = {
     "architecture",
     "d_model",
@@ -33,6 +34,7 @@ OTHER_FIELDS = {
     "logit_soft_cap",
     "mlp_dim",
     "window_pattern",
+    "anneal_steps",
     "mup_base_width",
     "mup_base_layers",
     "mup_base_head_dim",
@@ -47,6 +49,9 @@ class AttentionLayer(nnx.Module):
     The layer has no norm of its input and no residual connection. Without a mesh, or under a mesh with axes of the
     caller's, JAX infers all shardings. Under a mesh with the axes of `difftx.parallel.mesh`, the layer shards its
     weights and activations as the decoder of difftx does.
+
+    The layers "zero_branch" and "dex" begin as softmax attention. Their λ contains the progress a,
+    `layer.attention.progress`, which is 0 until the caller raises it. Only the optimizer of difftx does so by itself.
 
     Args:
         architecture: Name of an entry of `ARCHITECTURES`, such as "diff", "transformer" or "gda".

@@ -2,19 +2,20 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 from conftest import ROOT
 
 from difftx.config import EvalConfig, fields
 from difftx.config.build import config_from_dict, override
-from difftx.config.recipes import load_config, matched_by
+from difftx.config.recipes import default_config, load_config, matched_by
 from difftx.config.reference import reference_page
 from difftx.configs import ablations, review, small, toy
 from difftx.errors import UserError
 from difftx.launch.grid import make_points
 from difftx.model.abstract import count_parameters
-from difftx.model.matching import matching_warning
+from difftx.model.matching import match, matching_warning
 
 SOURCES = '[{"name": "a", "path": "x", "weight": 1}, {"name": "b", "path": "y", "weight": 3}]'
 QUICKSTART = str(ROOT / "configs" / "quickstart.py")
@@ -86,6 +87,51 @@ def test_an_arm_of_a_recipe_causes_no_warning(arm):
     assert matching_warning(load_config(spec, {}), matched_by(spec)) is None
 
 
+@pytest.mark.parametrize(
+    ("architecture", "kv_heads", "expected"),
+    [
+        ("diff", 4, (8, 2, 1024)),
+        ("diff", 1, (8, 1, 1004)),  # One head cannot be halved. Its key and value are twice as wide.
+        ("signed_mask", 4, (8, 2, 1024)),
+        ("diff_v2", 4, (16, 4, 848)),
+        ("zero_branch", 4, (16, 4, 812)),
+    ],
+)
+def test_a_matched_model_has_as_many_keys_and_values_as_the_transformer(architecture, kv_heads, expected):
+    """A head of `diff` replaces two of the Transformer, among queries as among keys and values."""
+    c = default_config()
+    c.model.update({"d_model": 512, "mlp_dim": 1024, "num_kv_heads": kv_heads, "vocab_size": 256})
+    match(c, architecture, heads=16)
+    assert (c.model.num_heads, c.model.num_kv_heads, c.model.mlp_dim) == expected
+    assert warning_about(c) is None
+
+
+def warning_about(c, **changes):
+    with c.unlocked():
+        c.model.update(changes)
+    return matching_warning(config_from_dict(c.to_dict()), c.matched)
+
+
+def test_heads_that_share_keys_are_matched_if_the_transformers_do_so_too():
+    c = default_config()
+    c.model.vocab_size = 256
+    match(c, "diff", heads=16)
+    assert warning_about(c, num_kv_heads=4) is None  # The Transformer has 8.
+    assert "num_heads=8, not 16" in warning_about(c, architecture="transformer", head_norm="none")
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"), [({"signal_heads": 2, "num_heads": 16}, "mlp_dim"), ({"signal_heads": 1}, "signal_heads")]
+)
+def test_the_proposed_fields_match_other_numbers_of_signal_heads(changes, field):
+    c = default_config()
+    c.model.update({"d_model": 576, "vocab_size": 256})
+    match(c, "gda", heads=24)
+    flags = dict(re.findall(r"--config\.model\.(\w+)=(\w+)", warning_about(c, **changes)))
+    assert field in flags
+    assert warning_about(c, **{name: int(value) for name, value in flags.items()}) is None
+
+
 @pytest.mark.parametrize("size", ["0.1m", "0.8m", "3m", "10m", "25m", "99m", "160m", "340m", "830m", "2.8b", "13b"])
 def test_a_recipe_by_size_has_the_parameters_and_heads_that_it_promises(size):
     asked = float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]
@@ -111,6 +157,21 @@ def test_a_recipe_by_size_follows_the_power_laws():
     assert config.warmup_steps == pytest.approx(config.train.steps / 10, abs=1)
     longer = load_config(f"{ROOT / 'configs' / 'by_size.py'}:diff-340m", {"train.steps": "100"})
     assert longer.warmup_steps == 10
+
+
+def test_an_odd_number_of_heads_has_no_differential_counterpart():
+    c = default_config()
+    c.model.update({"d_model": 576, "vocab_size": 256})
+    with pytest.raises(
+        UserError, match=r"'diff': one head replaces 2 .* do not divide its 9 heads; use a multiple of 2$"
+    ):
+        match(c, "diff", heads=9)
+
+
+@pytest.mark.parametrize(("size", "heads"), [("0.1m", 2), ("5m", 10), ("10m", 14)])
+def test_a_recipe_by_size_refuses_heads_that_are_no_groups_of_gda(size, heads):
+    with pytest.raises(UserError, match=rf"do not divide the {heads} heads of the Transformer; use a multiple of 4$"):
+        load_config(f"{ROOT / 'configs' / 'by_size.py'}:gda-{size}", {})
 
 
 @pytest.mark.parametrize("size", ["", "340", "340M", "-5m", "0m", "big"])

@@ -224,6 +224,7 @@ def test_the_axes_of_difftx_shard_as_in_the_decoder(name, sizes, mesh_of):
         (("64", 4), {}, "d_model='64': expected an integer"),
         ((64, 4), {"num_kv_heads": 3}, "num_kv_heads=3 does not divide the 4 heads"),
         ((64, 4), {"top_k": 3}, "top_k=3: architecture 'diff' does not use it; leave it at None"),
+        (("dex", 64, 4), {"anneal_steps": 9}, "anneal_steps=9: no such argument of an attention layer"),
         ((64, 4), {"layer": 0}, "layer=0 must be an integer of at least 1"),
         ((64, 4), {"layer": 1.0}, "layer=1.0 must be an integer of at least 1"),
         ((64, 4), {"window": 0}, "window=0 must be positive"),
@@ -237,6 +238,17 @@ def test_a_wrong_argument_is_reported_in_one_line(arguments, fields, message):
     create = AttentionLayer if len(arguments) == 3 else DiffAttention
     with pytest.raises(UserError, match=f"^{re.escape(message)}"):
         create(*arguments, **{"rngs": nnx.Rngs(0)} | fields)
+
+
+@pytest.mark.parametrize("name", ["zero_branch", "dex"])
+def test_the_caller_raises_the_progress(name):
+    layer = random_layer(name)
+    lam = {}
+    for progress in (0.0, 0.5, 1.0):
+        layer.attention.progress[...] = jnp.float32(progress)
+        lam[progress] = float(layer.attention.lam(jnp.float32(0.2)))
+    learned = float(layer.attention.lambda_learned[...]) if name == "dex" else lam[1.0]
+    assert lam == pytest.approx({0.0: 0, 0.5: 0.5 * learned + 0.05 * (name == "dex"), 1.0: learned})
 
 
 @pytest.mark.parametrize(

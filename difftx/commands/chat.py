@@ -155,6 +155,8 @@ def _answer(
 
 def _lines() -> Iterator[str]:
     """Yield the lines of the standard input, with a mark in front of each if it is a terminal."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # The terminal may not use UTF-8.
     while True:
         try:
             line = input(MARK if sys.stdin.isatty() else "")

@@ -48,7 +48,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--top_k", type=int, help="sample among this number of most likely tokens")
     parser.add_argument("--top_p", type=float, help="sample among the most likely tokens that reach this probability")
     parser.add_argument("--repetition_penalty", type=float, help="above 1: repeated tokens become less likely")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the samples; prompt i of a file has seed + i")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the samples; prompt i of a file has seed + i, modulo 2**32"
+    )
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated")
     multihost.add_flags(parser)
     parser.epilog = "--mesh.field=value changes a field of the run's mesh"
@@ -109,7 +111,7 @@ def _read_prompts(options: argparse.Namespace) -> list[tuple[Record, int]]:
             record.text("prompt")  # Raises an error if the prompt is not text.
         elif "prompt" in record.values:
             raise UserError(f"{record.name} has both prompt and messages; remove one of them")
-        seed = record.values.get("seed", options.seed + i)
+        seed = record.values.get("seed", (options.seed + i) % SEEDS)
         if type(seed) is not int or not 0 <= seed < SEEDS:
             raise UserError(f"{record.name}: seed={seed!r} must be an integer in 0 … 2**32 - 1")
         prompts.append((record, seed))

@@ -190,8 +190,10 @@ class Matched(NamedTuple):
     """The Transformer with which a recipe has matched its model."""
 
     num_heads: int
+    num_kv_heads: int | None
     mlp_dim: int
-    matched_mlp_dim: int  # The model's `mlp_dim` after matching.
+    matched_num_kv_heads: int | None  # The model's `num_kv_heads` and `mlp_dim` after matching.
+    matched_mlp_dim: int
 
 
 class GroupValues(ConfigDict):

@@ -20,6 +20,7 @@ from difftx.errors import UserError
 from difftx.inference import decode
 from difftx.inference.cache import capacity_for, extend, extend_chunk, write_chunk
 from difftx.inference.decode import LanguageModel
+from difftx.kernels.backend import pad_to
 from difftx.kernels.cached import EMPTY
 from difftx.parallel.layout import Layout
 from difftx.training.loss import token_scores
@@ -199,9 +200,13 @@ def _scores(nll_BT: np.ndarray, is_best_BT: np.ndarray, scored: Mapping[_Key, tu
 def _token_scores(params, x_BTD, targets_BT, config) -> tuple[jax.Array, jax.Array]:
     """Return `token_scores` of the targets, replicated on all devices. `x_BTD` is the output of `extend`."""
     model, layout = decode.model_of(config, params), Layout.of(config.mesh.context_method)
+    # The loss shards tokens over `context`, which need not divide a chunk.
+    length, devices = targets_BT.shape[1], jax.sharding.get_abstract_mesh().shape["context"]
+    x_BTD, targets_BT = (pad_to(x, -(-length // devices) * devices, axis=1) for x in (x_BTD, targets_BT))
     x_BTD, targets_BT = reshard(x_BTD, layout.act_BTD), reshard(targets_BT, layout.act_BT)
     cap = config.model.logit_soft_cap
-    return reshard(token_scores(x_BTD, model.unembedding(), targets_BT, logit_soft_cap=cap), P())
+    scores_BT = reshard(token_scores(x_BTD, model.unembedding(), targets_BT, logit_soft_cap=cap), P())
+    return jax.tree.map(lambda x_BT: x_BT[:, :length], scores_BT)
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")

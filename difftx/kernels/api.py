@@ -28,7 +28,7 @@ import numpy as np
 
 from difftx.kernels import reference, target, xla
 from difftx.kernels.backend import AttentionCall, Backend, Ranking, broadcast_to_tokens, per_shard
-from difftx.kernels.context import SequenceSharding
+from difftx.kernels.context import SequenceSharding, is_explicit_mesh
 from difftx.kernels.weight_functions import WeightFunction
 
 # Names of all backends. A test compares them with `BACKENDS`.
@@ -165,6 +165,8 @@ def diff_attention(
     segment_ids_BT = _int32(segment_ids_BT)
     call = AttentionCall(q_BTHGd, k_BSKGd, v_BSKE, segment_ids_BT, window, SequenceSharding.of(q_BTHGd, zigzag=zigzag))
     backend = _choose("diff_attention", implementation, call)
+    if call.is_empty:
+        return _empty_output(call)
     lam_BTH = broadcast_to_tokens(lam, q_BTHGd)
     return backend.run(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT, window=window, sharding=call.sharding)
 
@@ -192,6 +194,8 @@ def attention(
     segment_ids_BT = _int32(segment_ids_BT)
     call = AttentionCall(q_BTHd, k_BSKd, v_BSKd, segment_ids_BT, window, SequenceSharding.of(q_BTHd, zigzag=zigzag))
     backend = _choose("attention", implementation, call)
+    if call.is_empty:
+        return _empty_output(call)
     return backend.run(q_BTHd, k_BSKd, v_BSKd, segment_ids_BT, window=window, sharding=call.sharding)
 
 
@@ -237,6 +241,8 @@ def weighted_attention(
         weight_argument = jnp.asarray(weight_argument)
         _check_broadcastable("weighted_attention", "weight_argument", weight_argument, q_BTHGd)
         weight_argument_BTH = broadcast_to_tokens(weight_argument, q_BTHGd)
+    if call.is_empty:
+        return _empty_output(call)
     forward = functools.partial(backend.forward, weight_function, window=window)
     return per_shard(forward, q_BTHGd, k_BSKGd, v_BSKE, weight_argument_BTH, segment_ids_BT, sharding=call.sharding)
 
@@ -307,6 +313,13 @@ def _choose(function: str, implementation: str, call: AttentionCall) -> Backend:
             return backend
         rejected.append(f"{backend.name}: {reason}")
     raise ValueError(f"{function}: no backend can serve this call: {'; '.join(rejected)}")
+
+
+def _empty_output(call: AttentionCall) -> jax.Array:
+    """Return the output of a call without tokens, sharded like the queries. Backends require at least one token."""
+    q, v = jax.typeof(call.q), jax.typeof(call.v)
+    sharding = jax.P(*q.sharding.spec[:3]) if is_explicit_mesh() else None
+    return jnp.zeros((*q.shape[:3], v.shape[3]), v.dtype, out_sharding=sharding)
 
 
 @functools.cache

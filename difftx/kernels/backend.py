@@ -33,6 +33,11 @@ class AttentionCall(NamedTuple):
     window: int | None = None
     sharding: SequenceSharding | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no tokens, because there are no rows or because the rows are empty."""
+        return 0 in self.q.shape[:2]
+
 
 class ShardedArrays(NamedTuple):
     """Arrays that `per_shard` shards by their order of axes, such as those saved for the backward pass."""

@@ -8,6 +8,7 @@ i and 2n - 1 - i (arXiv 2407.21783, §3.3.2). Under a causal mask, every device 
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -33,8 +34,8 @@ def automatic_axes(x: jax.Array | jax.ShapeDtypeStruct) -> tuple[str, ...]:
 class SequenceSharding:
     """Sharding of rows along their tokens. The methods that take or return arrays must run inside `jax.shard_map`."""
 
-    axis: str  # Mesh axis that shards the tokens.
-    devices: int  # Size of that axis.
+    axis: str | tuple[str, ...]  # Mesh axis that shards the tokens, or several axes, the outermost first.
+    devices: int  # Size of that axis, or product of their sizes.
     zigzag: bool  # Whether tokens are in zig-zag order.
 
     @classmethod
@@ -51,7 +52,9 @@ class SequenceSharding:
                 raise ValueError(f"q lies on a mesh with the explicit axes {axes}; set this mesh by jax.set_mesh(mesh)")
             return None
         axis, shape = jax.typeof(x_BT).sharding.spec[1], jax.sharding.get_abstract_mesh().shape
-        return None if axis is None or shape[axis] == 1 else cls(axis, shape[axis], zigzag)
+        axes = axis if isinstance(axis, tuple) else () if axis is None else (axis,)
+        devices = math.prod(shape[name] for name in axes)
+        return None if devices == 1 else cls(axis, devices, zigzag)
 
     @property
     def chunks(self) -> int:

@@ -86,6 +86,7 @@ class SelfAttention(nnx.Module):
     subtracts: ClassVar[bool] = False  # Whether the attention weights of a head are A1 - λ A2.
     fields: ClassVar[tuple[str, ...]] = ()  # Entries of `difftx.config.model.SPECIFIC_FIELDS` that this class uses.
     default_head_norm: ClassVar[str] = "none"  # Value of `model.head_norm` unless a config or a caller sets it.
+    replaced_heads: ClassVar[int] = 1  # Number of heads of the matched Transformer that one head replaces.
 
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
         self.config, self.layout = config, layout
@@ -133,7 +134,14 @@ class SelfAttention(nnx.Module):
 
         `difftx.model.matching.match` then adjusts `model.mlp_dim` to equalise the numbers of parameters.
         """
-        c.model.num_heads = heads
+        if heads % cls.replaced_heads:  # Heads of another number would have another width.
+            raise UserError(
+                f"architecture {c.model.architecture!r}: one head replaces {cls.replaced_heads} of the Transformer, "
+                f"which do not divide its {heads} heads; use a multiple of {cls.replaced_heads}"
+            )
+        c.model.num_heads = heads // cls.replaced_heads
+        if c.model.num_kv_heads is not None and c.model.num_kv_heads % cls.replaced_heads == 0:
+            c.model.num_kv_heads //= cls.replaced_heads
         c.model.head_norm = cls.default_head_norm
 
     @classmethod
@@ -333,6 +341,7 @@ class DiffAttention(SelfAttention):
     subtracts = True
     fields = ("lambda_init", "lambda_learned", "lambda_std", "lambda_bound", "post_scale")
     default_head_norm = "rms_affine"
+    replaced_heads = 2  # Each head has two queries and keys, and a value of twice the width.
 
     @classmethod
     def check(cls, config):
@@ -347,11 +356,6 @@ class DiffAttention(SelfAttention):
                 f"model.lambda_init={config.lambda_init} must lie between {lowest} and 1, the range of "
                 f"model.lambda_bound={config.lambda_bound!r}"
             )
-
-    @classmethod
-    def configure(cls, c, heads):
-        """Set the head norm, and half as many heads as the Transformer, because each head has two queries and keys."""
-        super().configure(c, heads // 2)
 
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
         super().__init__(config, layout, rngs=rngs)

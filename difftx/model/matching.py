@@ -16,11 +16,11 @@ MLP_MULTIPLE = 4  # `match` sets the width of the MLP to a multiple of this numb
 def match(c: ConfigDict, architecture: str, *, heads: int) -> None:
     """Convert the config of a Transformer with `heads` heads to another architecture with as many parameters.
 
-    `SelfAttention.configure` sets the heads of the new architecture. If its attention has more or fewer weights than
-    the Transformer's, `model.mlp_dim` compensates, because SwiGLU has 3 d_model weights per unit of its width. The
-    config keeps the Transformer for `matching_warning`.
+    `model.num_kv_heads` is that of the Transformer too. `SelfAttention.configure` sets the heads of the new
+    architecture. If its attention has more or fewer weights than the Transformer's, `model.mlp_dim` compensates,
+    because SwiGLU has 3 d_model weights per unit of its width. The config keeps the Transformer for `matching_warning`.
     """
-    mlp_dim = c.model.mlp_dim
+    kv_heads, mlp_dim = c.model.num_kv_heads, c.model.mlp_dim
     c.model.architecture, c.model.num_heads, c.model.head_norm = "transformer", heads, "none"
     expected = _layer_weights(c)
     c.model.architecture = architecture
@@ -28,7 +28,8 @@ def match(c: ConfigDict, architecture: str, *, heads: int) -> None:
     if extra := _layer_weights(c) - expected:
         width = c.model.mlp_dim - extra / (3 * c.model.d_model)
         c.model.mlp_dim = MLP_MULTIPLE * round(width / MLP_MULTIPLE)
-    object.__setattr__(c, "matched", Matched(heads, mlp_dim, c.model.mlp_dim))  # `ConfigDict` would make it a field.
+    matched = Matched(heads, kv_heads, mlp_dim, c.model.num_kv_heads, c.model.mlp_dim)
+    object.__setattr__(c, "matched", matched)  # `ConfigDict` would make it a field.
 
 
 def matching_warning(config: Config, matched: Matched | None) -> str | None:
@@ -42,14 +43,17 @@ def matching_warning(config: Config, matched: Matched | None) -> str | None:
     model, transformer = config.model, f"a Transformer of {matched.num_heads} heads"
     is_resized = model.mlp_dim != matched.matched_mlp_dim
     try:
-        expected = _matched_model(config, matched.num_heads, matched.mlp_dim)
+        expected = _matched_model(config, matched, matched.mlp_dim)
         if _is_equal(model, expected):
             return None
-        if is_resized and _is_equal(model, expected := _matched_model(config, matched.num_heads, model.mlp_dim)):
+        if is_resized and _is_equal(model, expected := _matched_model(config, matched, model.mlp_dim)):
             return None
     except UserError as error:
         return f"warning  the model is not matched with {transformer}, because it has none: {error}"
-    names = [name for name in ("num_heads", "head_norm", "mlp_dim") if getattr(model, name) != getattr(expected, name)]
+    names = ["num_kv_heads", "head_norm", "mlp_dim"]
+    if _sub_heads(model) != _sub_heads(expected):
+        names = ["num_heads", "signal_heads", *names]
+    names = [name for name in names if getattr(model, name) != getattr(expected, name)]
     differences = [f"model.{name}={getattr(model, name)}, not {getattr(expected, name)}" for name in names]
     if model.d_head != expected.d_head:
         differences.append(f"heads of width {model.d_head}, not {expected.d_head}")
@@ -65,21 +69,32 @@ def matching_warning(config: Config, matched: Matched | None) -> str | None:
     return f"warning  the model is not matched with {transformer}: {text}; for an equal comparison, {fix}"
 
 
-def _matched_model(config: Config, heads: int, mlp_dim: int) -> ModelConfig:
+def _matched_model(config: Config, matched: Matched, mlp_dim: int) -> ModelConfig:
     """Return the model of the config's architecture that matches a Transformer of its width."""
-    c = ConfigDict(values_of(config))
-    c.model.update({**default_specific_fields(), "mlp_dim": mlp_dim})
-    match(c, config.model.architecture, heads=heads)
+    c, architecture, kv_heads = ConfigDict(values_of(config)), config.model.architecture, config.model.num_kv_heads
+    if kv_heads == matched.matched_num_kv_heads:
+        kv_heads = matched.num_kv_heads
+    elif kv_heads is not None:
+        kv_heads *= ARCHITECTURES[architecture].replaced_heads
+    c.model.update({**default_specific_fields(), "num_kv_heads": kv_heads, "mlp_dim": mlp_dim})
+    match(c, architecture, heads=matched.num_heads)
     return build_group(ModelConfig, c.model.to_dict(), "model")
 
 
 def _is_equal(model: ModelConfig, expected: ModelConfig) -> bool:
-    """Return whether two models have equal heads and, up to the rounding of `match`, equally many parameters."""
+    """Return whether two models have equal heads and, up to the rounding of `match`, equally many parameters.
+
+    In `gda`, models with other numbers of signal heads per noise head have equal heads if all together are as many.
+    """
     counts = [count_parameters(each).total for each in (model, expected)]
-    heads = [(each.num_heads, each.d_head, each.head_norm) for each in (model, expected)]
+    heads = [(_sub_heads(each), each.d_head, each.head_norm) for each in (model, expected)]
     rounding = 3 * MLP_MULTIPLE * model.d_model * model.num_layers
     vectors = sum(count_parameters(each).vectors for each in (model, expected))  # For example, λ may not be learned.
     return heads[0] == heads[1] and abs(counts[0] - counts[1]) <= rounding + vectors
+
+
+def _sub_heads(model: ModelConfig) -> int:
+    return ARCHITECTURES[model.architecture].sub_heads(model, model.num_heads)
 
 
 def _layer_weights(c: ConfigDict) -> float:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ROOT, TINY
+from helpers.evals_params import random_params
 from model.oracle import softmax_row
 
 from difftx import evals
@@ -255,6 +256,23 @@ def test_mistakes_are_named(tmp_path, changes, message):
         check()
 
 
+def test_a_window_must_hold_the_prompt_but_not_the_answer(tmp_path):
+    """A prompt has 480 tokens, and 32 of `eval.attention.length` = 512 are left for the answer."""
+    run = Run.open(override(config_of(tmp_path, "diff"), {"model.window": "479"}), tmp_path / "run")
+
+    def check(**changes):
+        changes = {name.replace("__", "."): str(value) for name, value in changes.items()}
+        evals.check_run(dataclasses.replace(run, config=override(run.config, changes)), ["attention"])
+
+    message = (
+        r"model\.window=479: .* the last of the 480 tokens of a prompt .*; use eval\.attention\.length=511 or less,"
+    )
+    with pytest.raises(UserError, match=message):
+        check()
+    check(eval__attention__length=511)
+    check(model__window=480)
+
+
 def test_rounded_logits_are_refused(tmp_path):
     run = Run.open(override(config_of(tmp_path, "diff"), {"model.attention_logit_bits": "8"}), tmp_path / "run")
     with pytest.raises(
@@ -299,6 +317,20 @@ def test_prompts_are_those_of_the_suite_needle(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("distractors", [0, 1])
+def test_parts_that_a_prompt_may_lack_are_not_compared(config, tmp_path, distractors):
+    """A single distractor may stand at position 0, which the comparisons leave out."""
+    synthetic = {"pairs": 12, "distractors": distractors, "vocab_size": 64, "valid_examples": 200}
+    changes = {f"data__synthetic__{name}": value for name, value in synthetic.items()}
+    changes |= {"model__num_layers": 1, "eval__attention__samples": 3, "mesh__fsdp": 8}
+    run = Run.open(config("diff", data__path="synthetic:retrieval", **changes), tmp_path)
+    result = evals.evaluate(run, random_params(run), 0, ["attention"])["attention"]
+    assert np.isfinite(list(result.numbers.values())).all()
+    assert result.numbers.keys() == {name for name in attention.NUMBERS if "_noise" not in name}
+    assert (result.numbers["noise"] > 0) == bool(distractors)
+
+
+@pytest.mark.long
 def test_examples_of_retrieval_are_prompts_with_their_parts(config, tmp_path):
     """Uniform attention gives every part its share of the tokens. The test locates the parts in the rows itself."""
     synthetic = {"pairs": 4, "distractors": 12, "vocab_size": 64, "valid_examples": 200}
@@ -331,6 +363,7 @@ def test_examples_of_retrieval_are_prompts_with_their_parts(config, tmp_path):
         attention.prompts_of(dataclasses.replace(run, config=override(c, {"eval.attention.samples": "500"})))
     assert attention.prompts_of(dataclasses.replace(run, config=override(c, {"model.window": "21"}))).lengths == [21]
     with pytest.raises(
-        UserError, match=r"model\.window=20: the suite 'attention' requires that the last of the 21 tokens"
+        UserError,
+        match=r"model\.window=20: the suite 'attention' .* the last of the 21 tokens .* others; leave out the suite$",
     ):
         attention.prompts_of(dataclasses.replace(run, config=override(c, {"model.window": "20"})))

@@ -1,5 +1,6 @@
 """The command `python -m difftx generate`, as a user calls it."""
 
+import argparse
 import json
 
 import jax
@@ -8,7 +9,7 @@ from conftest import child_environment
 from helpers.command_server import commands
 from helpers.inference_models import language_model
 
-from difftx.commands.generate import main
+from difftx.commands.generate import _read_prompts, main
 from difftx.errors import UserError, printable
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.run import write_run_files
@@ -88,6 +89,12 @@ def test_mistakes_in_a_file_of_prompts_name_its_line(tmp_path, lines, message):
     with pytest.raises(UserError, match=message) as error:
         main([f"--workdir={tmp_path}", f"--prompts={path}"])
     assert str(path) in str(error.value)
+
+
+def test_seeds_of_a_file_of_prompts_start_again_after_the_largest_one(tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c", "seed": 9}\n')
+    options = argparse.Namespace(prompt=None, prompts=tmp_path / "prompts.jsonl", seed=2**32 - 1)
+    assert [seed for _, seed in _read_prompts(options)] == [2**32 - 1, 0, 9]
 
 
 @pytest.mark.parametrize(

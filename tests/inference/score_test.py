@@ -73,6 +73,18 @@ def test_contexts_of_one_token_need_nothing_in_the_cache(config, mesh_of):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    "cache", [{}, {"model__cache__tokens": 64, "model__cache__chunk_tokens": 1}], ids=["whole", "kept"]
+)
+def test_the_context_axis_need_not_divide_a_chunk(config, mesh_of, cache):
+    """A chunk of 32 tokens, or of one token, on three devices along `context`."""
+    lm = language_model(config, mesh_of(context=3), mesh__context_method="gather", data__sequence_length=32, **cache)
+    items = [Item((1, 2, 3), (4, 5)), Item((6, 7), (8, 9)), Item((6, 7), (5,))]
+    expected = [score for score, _, _ in brute_force(lm, mesh_of(), items)]
+    assert [s.loglikelihood for s in loglikelihoods(lm, items, batch_rows=4)] == pytest.approx(expected, abs=2e-4)
+
+
+@pytest.mark.long
 def test_the_most_likely_label_is_that_of_brute_force(config, mesh_of):
     lm = language_model(config, mesh_of())
     rng = np.random.default_rng(1)

@@ -98,6 +98,23 @@ def test_a_window_crosses_the_shards(mesh_of, zigzag):
     check(mesh_of(data=2, context=4), "diff", "xla", tokens=64, zigzag=zigzag, segments=False, window=11)
 
 
+@pytest.mark.parametrize("zigzag", [False, True])
+def test_two_mesh_axes_shard_the_tokens(zigzag):
+    inputs, mesh = operands("diff", 24, True), jax.make_mesh((2, 3), ("a", "b"), devices=jax.devices()[:6])
+    q, _, v, *_ = inputs
+    weights = np.random.default_rng(9).normal(size=(*q.shape[:3], v.shape[3])).astype(np.float32)
+    expected = output_and_gradients("diff", "reference", None, False, inputs, weights)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put((*inputs, weights), P(None, ("a", "b")))
+        if zigzag:
+            placed = jax.jit(functools.partial(jax.tree.map, context.to_zigzag))(placed)
+        found = output_and_gradients("diff", "xla", None, zigzag, placed[:-1], placed[-1])
+        if zigzag:
+            found = jax.jit(functools.partial(jax.tree.map, context.from_zigzag))(found)
+    for actual, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(actual, wanted, atol=2e-5 * np.abs(wanted).max(), rtol=0)
+
+
 @pytest.mark.interpreter
 @BOTH_ORDERS
 @pytest.mark.parametrize(

@@ -17,16 +17,18 @@ def prompts_of(run: Run) -> "NeedlePrompts | RetrievalPrompts":
 
     If all validation sets are synthetic, one of them is the task `retrieval`, and `eval.needle.haystack` is None, the
     prompts are examples of that task instead. Raise `UserError` if a window of the model is shorter than the prompts,
-    or if the model rounds attention logits.
+    which do not include the answers, or if the model rounds attention logits.
     """
     require_plain_logits(run, "attention")
     chosen_layers(run)
     prompts = _unchecked_prompts_of(run)
-    window, length = run.config.model.window, max(prompts.lengths)
-    if window is not None and window < length:
+    window, tokens = run.config.model.window, len(prompts.prompt(prompts.items[0]).tokens)
+    if window is not None and window < tokens:
+        shorter = prompts.lengths[0] - (tokens - window)
+        fix = f"use eval.attention.length={shorter} or less, or " if isinstance(prompts, NeedlePrompts) else ""
         raise UserError(
-            f"model.window={window}: the suite 'attention' requires that the last of the {length} tokens of a prompt "
-            "attends to all others; lower eval.attention.length, or leave out the suite"
+            f"model.window={window}: the suite 'attention' requires that the last of the {tokens} tokens of a prompt "
+            f"attends to all others; {fix}leave out the suite"
         )
     return prompts
 
@@ -77,7 +79,8 @@ class RetrievalPrompts:
             if len(indices) < samples:
                 raise UserError(
                     f"eval.attention.samples={samples}: of data.synthetic.valid_examples={len(rows)} only "
-                    f"{len(indices)} have their answer near depth {depth:g}; use fewer samples, or more examples"
+                    f"{len(indices)} have their answer near depth {depth:g}; use fewer samples, more examples, or "
+                    f"eval.needle.depths without {depth:g}"
                 )
             self.items += [NeedleItem(length, case, depth, index) for index in indices[:samples]]
 

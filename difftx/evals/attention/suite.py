@@ -56,7 +56,10 @@ def evaluate(evaluation: Evaluation) -> Result:
     run, settings = evaluation.run, evaluation.run.config.eval.attention
     prompts, layers = prompts_of(run), chosen_layers(run)
     case, rows = prompts.items[0].case, decode.rows_for(run.microbatch_rows, run.mesh)
-    compared = ("answer", "noise", "others") if case.needles > case.queries else ("answer", "noise")
+    example = prompts.prompt(prompts.items[len(prompts.depths) // 2 * settings.samples])
+    # All prompts have as many tokens of a part, of which position 0 may be one.
+    tokens_of = np.bincount(_parts(example), minlength=len(PARTS))
+    compared = tuple(part for part in ("answer", "noise", "others") if tokens_of[PARTS.index(part)] > 1)
     # This layout does not shard tokens, so that prompts may have any length.
     graphdef = graph(run.config, Layout.of(run.config.mesh.context_method).for_inference())
 
@@ -72,7 +75,6 @@ def evaluate(evaluation: Evaluation) -> Result:
     means = {name: np.reshape([values[name] for values in by_prompt], shape).mean(axis=1) for name in by_prompt[0]}
     by_layer = {name: np.mean(mean_DL, axis=0) for name, mean_DL in means.items()}
     by_depth = {name: np.mean(mean_DL[:, layers], axis=1) for name, mean_DL in means.items()}
-    example = prompts.prompt(prompts.items[len(prompts.depths) // 2 * settings.samples])
     tokens_per_bin = -(-len(example.tokens) // MOST_BINS)
     maps = _maps(evaluation, graphdef, example, layers, tokens_per_bin)
     return Result(
@@ -113,12 +115,18 @@ def _batch(evaluation: Evaluation, prompts: Sequence[NeedlePrompt], rows: int, q
     queries_BC = np.zeros((rows, queries), np.int32)
     for row, prompt in enumerate(prompts):
         count = len(prompt.tokens)
-        tokens_BT[row, :count], part_BT[row, :count] = prompt.tokens, PARTS.index("noise")
-        for name, spans in (("answer", prompt.asked), ("others", prompt.others), ("question", [prompt.question])):
-            for start, stop in spans:
-                part_BT[row, start:stop] = PARTS.index(name)
+        tokens_BT[row, :count], part_BT[row, :count] = prompt.tokens, _parts(prompt)
         queries_BC[row] = np.arange(count - queries, count)
     return _Batch(*(decode.put(evaluation.run.mesh, x) for x in (tokens_BT, part_BT, queries_BC)))
+
+
+def _parts(prompt: NeedlePrompt) -> np.ndarray:
+    """Return the index into PARTS of each token of a prompt."""
+    part_T = np.full(len(prompt.tokens), PARTS.index("noise"))
+    for name, spans in (("answer", prompt.asked), ("others", prompt.others), ("question", [prompt.question])):
+        for start, stop in spans:
+            part_T[start:stop] = PARTS.index(name)
+    return part_T
 
 
 def _maps(

@@ -27,6 +27,7 @@ class ZeroBranchAttention(DiffAttention):
     kernel = "attention"
     value_width_factor = 1
     default_head_norm = "none"
+    replaced_heads = 1
     fields = ("lambda_init", "lambda_learned", "lambda_std", "lambda_bound", "anneal_steps")
 
     @classmethod
@@ -41,10 +42,6 @@ class ZeroBranchAttention(DiffAttention):
     @classmethod
     def query_heads(cls, config):
         return cls.groups * config.num_heads
-
-    @classmethod
-    def configure(cls, c, heads):
-        c.model.num_heads = heads
 
     def __init__(self, config, layout, *, rngs):
         super().__init__(config, layout, rngs=rngs)

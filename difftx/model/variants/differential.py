@@ -146,6 +146,7 @@ class GroupedDiffAttention(DiffAttention):
     """
 
     fields = ("signal_heads", *DiffAttention.fields)
+    replaced_heads = 1
 
     @classmethod
     def check(cls, config):
@@ -164,7 +165,13 @@ class GroupedDiffAttention(DiffAttention):
     def configure(cls, c, heads):
         """Divide the `heads` heads of the Transformer into groups of three signal heads and one noise head."""
         super().configure(c, heads)
-        c.model.num_heads = GDA_SIGNAL_HEADS * (heads // (GDA_SIGNAL_HEADS + 1))
+        group = GDA_SIGNAL_HEADS + 1
+        if heads % group:  # Heads of another number would have another width.
+            raise UserError(
+                f"architecture 'gda': groups of {GDA_SIGNAL_HEADS} signal heads and a noise head do not divide the "
+                f"{heads} heads of the Transformer; use a multiple of {group}"
+            )
+        c.model.num_heads = GDA_SIGNAL_HEADS * (heads // group)
         c.model.signal_heads = GDA_SIGNAL_HEADS
 
     @classmethod
