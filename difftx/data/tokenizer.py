@@ -81,12 +81,18 @@ class Tokenizer(abc.ABC):
         return [*self.prefix, *self.encode_ordinary(text)]
 
     def encode_messages(self, messages: "Sequence[Message]", field: str) -> list[int]:
-        """Return the ids of a conversation and of the beginning of the assistant's next message. `field` has it."""
+        """Return the ids of a conversation and of the beginning of the assistant's next message.
+
+        `field` is the text that error messages use for the conversation, such as the field that contains it.
+        """
         text = self.require_chat_template(field).render(messages, add_generation_prompt=True)
         return self.encode_chat(text)
 
     def require_chat_template(self, field: str) -> "ChatTemplate":
-        """Return the chat template, or raise `UserError` if there is none. `field` needs it."""
+        """Return the chat template, or raise `UserError` if there is none.
+
+        `field` is the flag or field that requires the template, for the error message.
+        """
         if self.chat_template is None:
             raise UserError(
                 f"{field} needs a chat template, and the tokenizer {self.name!r} has none; use the folder of a "
@@ -108,7 +114,7 @@ class TiktokenTokenizer(Tokenizer):
         return self.encoding.encode_to_numpy(text, disallowed_special=())
 
     def encode_ordinary(self, text: str, *, continues: bool = False) -> list[int]:
-        return self.encoding.encode_ordinary(text)  # Unlike the other method, it accepts half of a surrogate pair.
+        return self.encoding.encode_ordinary(text)  # Unlike `encode_to_numpy`, it accepts half of a surrogate pair.
 
     def encode_chat(self, text: str, *, continues: bool = False) -> list[int]:
         return self.encoding.encode(text, allowed_special="all")

@@ -15,7 +15,7 @@ from difftx.config.data import STDLIB, SYNTHETIC
 from difftx.config.recipes import is_name, split_spec
 from difftx.errors import UserError, did_you_mean
 from difftx.launch.grid import SweepPoint
-from difftx.storage.paths import AnyPath, is_bucket, require_supported
+from difftx.storage.paths import AnyPath, is_bucket, scheme_of
 
 TEMPLATES = Path(__file__).with_name("templates")
 ROOT = Path(__file__).parents[2]
@@ -132,7 +132,7 @@ def _check_config(launcher: Launcher, point: SweepPoint, settings: Mapping[str, 
     if launcher.quote is not _yaml:
         return
     for path in point.config.data.paths:  # A pod has no files but those of the image and of the volume.
-        everywhere = path == STDLIB or path.startswith(SYNTHETIC) or require_supported("data.path", path)
+        everywhere = path == STDLIB or path.startswith(SYNTHETIC) or scheme_of("data.path", path) is not None
         if not everywhere and not ("mount" in settings and PurePosixPath(path).is_relative_to(settings["mount"])):
             where = f"below mount={settings['mount']} or in a bucket" if "mount" in settings else "in a bucket"
             raise UserError(f"run {point.name}: data.path={path}: the pods would not have it; give a path {where}")

@@ -31,7 +31,7 @@ from difftx.storage.reading import map_ahead
 
 UNIT_BYTES = 4 * 2**20
 HUGGING_FACE = "hf:"
-# UTF-8 cannot encode it. In a path, it stands for a byte that is not UTF-8.
+# Half of a surrogate pair, which UTF-8 cannot encode. Python puts one into a path for each byte that is not UTF-8.
 HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
@@ -310,6 +310,7 @@ def _read_texts(source: Source, fields: Fields, position: int) -> Iterator[Chunk
         start, part = (valid_start, data[valid_start:]) if source.valid else (0, data[:valid_start])
         texts = [(file, part or UserError(f"{file}: too short to hold some out; give more, or --valid_fraction=0"))]
     contents = tuple((file, data or UserError(f"{file}: the file is empty")) for file, data in texts)
+    # A source of texts is one unit, so no unit starts at its `end`, 1.
     yield Texts(contents, start), 1, source.size
 
 
@@ -371,6 +372,7 @@ def read_rows(
 
 def _unreadable(file: AnyPath, reason: str, input_bytes: int = 0) -> Chunk:
     """Return a chunk that stands for a file, or for the rest of it, that cannot be read."""
+    # Nothing of the source is read after this chunk, so its `end`, 0, is not used.
     return Texts(((file, UserError(reason)),)), 0, input_bytes
 
 

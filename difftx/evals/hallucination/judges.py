@@ -106,7 +106,7 @@ class OfflineJudge:
 class JudgeModel:
     """A judge model at a chat endpoint.
 
-    A file keeps each reply under its request's hash and endpoint, so that none is paid for twice.
+    A file stores each reply with the hash of its request and the endpoint, so that no verdict is paid for twice.
     """
 
     def __init__(self, settings: HallucinationConfig, config: JudgeConfig, path: AnyPath):
@@ -203,7 +203,7 @@ class JudgeModel:
 
 
 def endpoint_of(config: JudgeConfig) -> str:
-    """Return the address of the judge's endpoint. A slash at its end makes no other endpoint."""
+    """Return the address of the judge's endpoint without a trailing slash, so that both spellings are one endpoint."""
     return config.base_url.rstrip("/")
 
 
