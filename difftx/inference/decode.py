@@ -118,11 +118,14 @@ def padded(
     rows: Sequence[Sequence[int]], mesh: jax.sharding.Mesh, config: CacheConfig
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Pad rows to whole chunks. Return the int32 tokens `[B, T]` and lengths `[B]`, and the tokens per chunk."""
-    longest, count = max(1, *map(len, rows)), rows_for(len(rows), mesh)
+    longest = max(1, *map(len, rows))
+    count = rows_for(len(rows), mesh)
     chunk = chunk_for(longest, count, mesh, config)
-    tokens_BT, length_B = np.zeros((count, -(-longest // chunk) * chunk), np.int32), np.zeros(count, np.int32)
+    tokens_BT = np.zeros((count, -(-longest // chunk) * chunk), np.int32)
+    length_B = np.zeros(count, np.int32)
     for row, tokens in enumerate(rows):
-        tokens_BT[row, : len(tokens)], length_B[row] = tokens, len(tokens)
+        tokens_BT[row, : len(tokens)] = tokens
+        length_B[row] = len(tokens)
     return tokens_BT, length_B, chunk
 
 
@@ -151,8 +154,8 @@ def prefill(
     cache = new_cache(lm.weights, config=lm.config, rows=rows, capacity=capacity)
     x_BD = put(lm.mesh, np.zeros((rows, lm.config.model.d_model), lm.config.model.compute_dtype))
     for start in range(0, tokens_BT.shape[1], chunk):
-        host = (put(lm.mesh, x) for x in (tokens_BT[:, start : start + chunk], length_B))
-        cache, x_BD = _prefill_chunk(lm.weights, cache, x_BD, np.int32(start), *host, config=lm.config)
+        on_devices = (put(lm.mesh, x) for x in (tokens_BT[:, start : start + chunk], length_B))
+        cache, x_BD = _prefill_chunk(lm.weights, cache, x_BD, np.int32(start), *on_devices, config=lm.config)
     host = {
         "length_B": length_B,
         "seen_BV": seen_BV,
