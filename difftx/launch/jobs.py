@@ -94,7 +94,12 @@ def _job_folder(out: AnyPath) -> Path:
 def _template(launcher: Launcher, out: AnyPath, settings: Mapping[str, str]) -> string.Template:
     """Return a template without the blocks that the job does not need: a run in a bucket needs no shared volume."""
     text = (TEMPLATES / launcher.template).read_text()
-    for block in ["shared volume"] * is_bucket(out) + ["spot"] * ("spot" not in settings):
+    unneeded = []
+    if is_bucket(out):
+        unneeded.append("shared volume")
+    if "spot" not in settings:
+        unneeded.append("spot")
+    for block in unneeded:
         text = re.sub(rf"(?ms)^ *# begin: {block}\n.*?# end: {block}\n", "", text)
     return string.Template(re.sub(r"(?m)^ *# (begin|end): .*\n", "", text))
 

@@ -42,9 +42,11 @@ def _draw_lines(axes: matplotlib.axes.Axes, chart: Mapping[str, Any]) -> None:
         x, y = np.array(series["x"], float), np.array(series["y"], float)
         if series.get("is_reference"):
             style = "--"
+        elif chart.get("is_scatter"):
+            style = "o"
         else:
-            style = ("o" if len(x) < 20 else "") + "-" * (not chart.get("is_scatter"))
-        axes.plot(x, y, style or "o", markersize=4, color=colour, label=series["name"])
+            style = "o-" if len(x) < 20 else "-"
+        axes.plot(x, y, style, markersize=4, color=colour, label=series["name"])
         if series.get("low") is not None and series.get("high") is not None:
             band = np.array([series["low"], series["high"]], float)
             axes.fill_between(x, *band, color=colour, alpha=0.2, linewidth=0)

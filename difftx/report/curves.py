@@ -56,13 +56,13 @@ def format_table(rows: list[dict[str, Any]]) -> rich.table.Table:
 def smoothed(values: np.ndarray) -> np.ndarray:
     """Return the means of the finite values in a centred window of `SMOOTHED_OVER`, which have no lag.
 
-    The window shrinks towards the first value, where losses fall steeply. At the end it lacks the values to come. A
-    value that is not finite gets the mean of the value before it.
+    The window shrinks towards the first value, where losses fall steeply. Near the last value, it has fewer values
+    after its centre. At a non-finite value, the result is that of the previous finite value, or NaN if there is none.
     """
     finite = np.flatnonzero(np.isfinite(values))
-    places = np.arange(len(finite))
-    half = np.minimum(SMOOTHED_OVER // 2, places)
-    start, stop = places - half, np.minimum(places + half + 1, len(finite))
+    indices = np.arange(len(finite))
+    half = np.minimum(SMOOTHED_OVER // 2, indices)
+    start, stop = indices - half, np.minimum(indices + half + 1, len(finite))
     sums = np.append(0.0, np.cumsum(np.asarray(values, float)[finite]))
     means = (sums[stop] - sums[start]) / (stop - start)
     before = np.searchsorted(finite, np.arange(len(values)), side="right")

@@ -55,8 +55,8 @@ class SuiteSection:
 def suite_sections(runs: Sequence[RunRecord], *, comparable: bool) -> list[SuiteSection]:
     """Return a section for each suite of the runs, except `VERDICT_SUITE`.
 
-    If the runs are not `comparable`, because their tokenizers differ, only bits per byte have differences. A run whose
-    result has other options than that of the first run has none (`option_notes`).
+    If the runs are not `comparable`, because their tokenizers differ, only bits per byte have differences. Differences
+    are also omitted for a run whose result has other options than the first run's (`option_notes`).
     """
     sections = []
     found = {suite for run in runs for suite in run.results} - {VERDICT_SUITE}

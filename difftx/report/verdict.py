@@ -42,9 +42,9 @@ def verdict(runs: Sequence[RunRecord], metric: Metric) -> Verdict:
     if len(arms) == 1:
         (arm,) = arms
         losses = arm.values(metric)
-        spread = f", the mean over {len(runs)} seeds ({format_value(min(losses))} to {format_value(max(losses))})" * (
-            len(runs) > 1
-        )
+        spread = ""
+        if len(runs) > 1:
+            spread = f", the mean over {len(runs)} seeds ({format_value(min(losses))} to {format_value(max(losses))})"
         headline = (
             f"{arm.name} reaches a validation loss of {format_value(arm.mean(metric))} {unit}{_text(runs)}{spread}."
         )
@@ -70,7 +70,9 @@ def _why_missing(runs: Sequence[RunRecord], metric: Metric) -> list[str]:
             found.append(f"{run.name}: the loss of its last validation, at step {last[0]:,}, is not finite.")
         else:
             unvalidated.append(run.name)
-    return found + [f"Run difftx eval --suite=loss on {_listed(unvalidated)}."] * bool(unvalidated)
+    if unvalidated:
+        found.append(f"Run difftx eval --suite=loss on {_listed(unvalidated)}.")
+    return found
 
 
 def _compared(baseline: Arm, other: Arm, metric: Metric) -> tuple[str, str, str]:
