@@ -45,7 +45,7 @@ from difftx.training.state import graph
 
 PREFILL_TOKENS = 256  # Most tokens per row in a prefill chunk. Chunks of short prompts are smaller.
 CHUNK_WEIGHTS = 2**22  # Most attention weights per head in a chunk (16 MiB in float32). Limits chunks of long prompts.
-SMALLEST_CHUNK = 32  # Fewest tokens per row in a chunk.
+MIN_CHUNK_TOKENS = 32  # Minimum number of tokens per row in a chunk.
 BLOCK_TOKENS = 16  # Tokens decoded on the device before the host prints text and checks for stop strings.
 ROOM_TOKENS = 1024  # Most new tokens that a cache has room for at first. Programs are compiled again when it grows.
 NO_TOKEN = -1  # Fills a block's entries after the end of a row.
@@ -110,7 +110,7 @@ def chunk_for(longest: int, rows: int, mesh: jax.sharding.Mesh, config: CacheCon
     """Return the number of tokens per row in a prefill chunk, a power of two, for rows of up to `longest` tokens."""
     fitting = CHUNK_WEIGHTS // (rows // batch_shards(mesh) * capacity_for(longest, config))
     largest = min(PREFILL_TOKENS, 2 ** fitting.bit_length() // 2)
-    chunk = max(SMALLEST_CHUNK, min(largest, 2 ** (longest - 1).bit_length()))
+    chunk = max(MIN_CHUNK_TOKENS, min(largest, 2 ** (longest - 1).bit_length()))
     return min(chunk, config.chunk_tokens) if config.compresses else chunk
 
 

@@ -20,7 +20,7 @@ from difftx.storage.paths import AnyPath, is_bucket, scheme_of
 TEMPLATES = Path(__file__).with_name("templates")
 ROOT = Path(__file__).parents[2]
 GRACE_SECONDS = 120  # Time between the signal of a preemption and the end of a job, in the templates.
-MOST_NAME_CHARACTERS = 40  # Longest name of a JobSet: a pod's host name adds suffixes and has at most 63 characters.
+MAX_NAME_CHARACTERS = 40  # Maximum length of a JobSet's name: a pod's host name adds suffixes, up to 63 characters.
 COUNTS = {"nodes", "gpus", "cpus", "slices", "hosts", "chips", "restarts"}  # Settings with integer values, not quoted.
 
 
@@ -167,8 +167,8 @@ def _values(
         values = {"stop": shlex.quote(stop)}
         if "label" in template.get_identifiers():  # Kubernetes requires lower-case letters, digits and hyphens.
             values["label"] = label = re.sub(r"[^a-z0-9]+", "-", point.name.lower()).strip("-")
-            if len(label) > MOST_NAME_CHARACTERS:
-                limit = f"a job's name has at most {MOST_NAME_CHARACTERS} characters"
+            if len(label) > MAX_NAME_CHARACTERS:
+                limit = f"a job's name has at most {MAX_NAME_CHARACTERS} characters"
                 raise UserError(f"run {point.name}: {limit}; vary fewer fields")
     _check_printable(f"run {point.name}", [*command, *values.values()])
     shell = shlex.join(command)

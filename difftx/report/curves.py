@@ -19,7 +19,7 @@ from difftx.storage.paths import AnyPath
 
 METRIC_LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
 SMOOTHED_OVER = 21  # Values in the window of `smoothed`.
-MOST_NAMED_AT_END = 8  # A figure of more runs has a legend, because names at the ends of the lines would overlap.
+MAX_NAMED_AT_END = 8  # A figure of more runs has a legend, because names at the ends of the lines would overlap.
 COLUMNS = ("architecture", "tokens", "loss", "perplexity", "bits_per_byte", "tokens_per_second", "seconds")
 
 
@@ -115,7 +115,7 @@ def _draw(runs: Sequence[RunRecord], metric: Metric, against: XAxis) -> matplotl
     written = axis_number(max(axes.get_xlim()))
     axes.xaxis.set_major_formatter(lambda x, _: written(x))
     _fit_to_values(axes)
-    if len(runs) > MOST_NAMED_AT_END:
+    if len(runs) > MAX_NAMED_AT_END:
         add_legend(axes)
     else:
         _label_ends(axes, ends)

@@ -82,7 +82,7 @@ def write_page(workdirs: Sequence[AnyPath], out: AnyPath) -> AnyPath:
         headers=_run_headers(runs),
         changes=_config_changes(runs),
         commands=_commands(runs, out),
-        most_points=panels.MOST_POINTS,
+        most_points=panels.MAX_POINTS,
         divs=divs,
         script=script,
         library=bokeh.resources.Resources("inline", components=["bokeh"]).render_js(),

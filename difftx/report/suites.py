@@ -23,7 +23,9 @@ from difftx.report.panels import (
 from difftx.report.runs import RunRecord
 
 VERDICT_SUITE = "loss"  # The verdict and the curves show this suite's numbers.
-MOST_ROWS = 15  # Most numbers that a section shows before the reader opens the table of all others.
+MAX_SHOWN_NUMBERS = (
+    15  # A section shows at most this many numbers. The others are in a table that the reader opens.
+)
 COUNTS = ("tokens", "documents", "demonstrations")  # Units of numbers that describe how much was measured.
 
 Result = Mapping[str, Any]  # A result of a suite, as JSON.
@@ -70,7 +72,7 @@ def suite_sections(runs: Sequence[RunRecord], *, comparable: bool) -> list[Suite
         for run, of_run in results.items():
             panels += _charts_over_steps(run, of_run)
         header, rows, basis = _numbers(newest, measures, comparable=comparable)
-        first = ([name for name in rows if measures[name].better] or list(rows))[:MOST_ROWS]
+        first = ([name for name in rows if measures[name].better] or list(rows))[:MAX_SHOWN_NUMBERS]
         if suite in SUITES and SUITES[suite].charts_show_numbers:
             first = []
         steps = {run: max(of_run) for run, of_run in results.items()}

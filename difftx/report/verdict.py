@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from difftx.analysis.differences import FEWEST_BLOCKS, Difference, over_blocks, over_pairs, over_seeds
+from difftx.analysis.differences import MIN_BLOCKS, Difference, over_blocks, over_pairs, over_seeds
 from difftx.evals.measures import format_value
 from difftx.json_files import schema_error
 from difftx.model.abstract import count_parameters
@@ -115,7 +115,7 @@ def _difference(first: Arm, second: Arm, metric: Metric) -> tuple[Difference | N
     blocks = [_blocks(arm.runs[0]) for arm in (first, second)]
     if metric == "loss" and blocks[0] and blocks[0].keys() == blocks[1].keys():
         pairs = [(*blocks[0][targets], blocks[1][targets][0]) for targets in blocks[0]]
-        if min(len(tokens) for _, tokens, _ in pairs) >= FEWEST_BLOCKS:
+        if min(len(tokens) for _, tokens, _ in pairs) >= MIN_BLOCKS:
             interval = over_blocks([(nats, others, tokens) for nats, tokens, others in pairs])
             count = sum(len(tokens) for _, tokens, _ in pairs)
             how = f"paired over {count} blocks of the same validation text"

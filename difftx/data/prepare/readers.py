@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, cast
 
 from difftx.data.chat_template import ChatTemplate
 from difftx.data.records import (
-    LONGEST_DOCUMENT,
+    MAX_DOCUMENT_BYTES,
     OPENERS,
     READ_ERRORS,
     TOO_LONG,
@@ -279,8 +279,8 @@ def _read_lines(source: Source, fields: Fields, position: int) -> Iterator[Chunk
         before = stored.tell()
         while data := stream.read(UNIT_BYTES):
             last = data.rfind(b"\n") + 1  # Start of the last line.
-            data += stream.readline(LONGEST_DOCUMENT - (len(data) - last) + 1)
-            if len(data) - last > LONGEST_DOCUMENT and not data.endswith(b"\n"):
+            data += stream.readline(MAX_DOCUMENT_BYTES - (len(data) - last) + 1)
+            if len(data) - last > MAX_DOCUMENT_BYTES and not data.endswith(b"\n"):
                 whole = Lines(file, position, data[:last])
                 name = whole.line_name(data.count(b"\n", 0, last))
                 if whole.data:
@@ -298,8 +298,8 @@ def _read_texts(source: Source, fields: Fields, position: int) -> Iterator[Chunk
     def read(file: AnyPath) -> tuple[AnyPath, bytes | UserError]:
         try:
             with open_stream(file) as stream:
-                data = stream.read(LONGEST_DOCUMENT + 1)
-            return file, UserError(f"{file}: the file {TOO_LONG}") if len(data) > LONGEST_DOCUMENT else data
+                data = stream.read(MAX_DOCUMENT_BYTES + 1)
+            return file, UserError(f"{file}: the file {TOO_LONG}") if len(data) > MAX_DOCUMENT_BYTES else data
         except READ_ERRORS as error:
             return file, UserError(why_unreadable(file, error))
 

@@ -20,7 +20,7 @@ from difftx.parallel.multihost import print_on_primary
 from difftx.progress import Work
 from difftx.storage.paths import AnyPath
 
-LONGEST_WHY = 300  # Most characters of a judge's reason in a result. The file of replies has the full reply.
+MAX_WHY_CHARACTERS = 300  # Maximum length of a judge's reason in a result. The file of replies has the full reply.
 QUESTIONS = {
     "summarisation": """\
 Judge whether a proposed summary of a document is accurate. It is accurate if all that it says follows from the
@@ -216,5 +216,5 @@ def read_verdict(text: str) -> Verdict | None:
         except (ValueError, RecursionError):
             continue
         if isinstance(value, dict) and isinstance(value.get("accurate"), bool):
-            verdict = Verdict(value["accurate"], str(value.get("why", ""))[:LONGEST_WHY])
+            verdict = Verdict(value["accurate"], str(value.get("why", ""))[:MAX_WHY_CHARACTERS])
     return verdict
