@@ -119,6 +119,18 @@ def attention_table(records: Sequence[Record], task: str) -> str:
     return markdown(["arm", "solved runs", *ATTENTION_COLUMNS], rows)
 
 
+def ratio_contrast_text(records: Sequence[Record], cell: str, reference: str, number: str, divisor: str) -> str:
+    """Return the difference of two cells in the ratio of two numbers, with its interval."""
+    ratios_of_both = []
+    for name in (cell, reference):
+        numbers, divisors = (cell_numbers_by_seed(records, name, of) for of in (number, divisor))
+        ratios_of_both.append({seed: numbers[seed] / divisors[seed] for seed in numbers})
+    own, other = ratios_of_both
+    if own.keys() != other.keys():
+        raise AssertionError(f"{versus(cell, reference, '').title}: the cells have runs of different seeds")
+    return signed(estimate([own[seed] - other[seed] for seed in own]))
+
+
 # ── Question 6: does the subtraction help more among more distractors? ──
 
 FEWEST = next(iter(DISTRACTORS))  # Task with the fewest distractors, 15.
@@ -236,6 +248,7 @@ PLACEHOLDERS = {
     "solved_family": solved_family_table,
     "solved_count": solved_count_text,
     "solved_p": solved_p_text,
+    "ratio_contrast": ratio_contrast_text,
     "noise": noise_table,
     "lambdas": lambdas_table,
     "alignment": alignment_table,

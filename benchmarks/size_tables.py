@@ -83,6 +83,18 @@ def size_seconds_table(records: Sequence[Record], task: str) -> str:
     return _lengths_table(records, task, lambda runs: f"{statistics.median(r['wall_seconds'] for r in runs):.0f}")
 
 
+def size_time_text(records: Sequence[Record], task: str, arm: str, tokens: str) -> str:
+    """Return how many times as long an arm's median run takes as the Transformer's, after `tokens` per parameter."""
+    steps = str(LENGTHS[task][int(tokens)])
+    own, reference = (
+        statistics.median(
+            r["wall_seconds"] for r in records if (r["task"], r["arm"], r["changes"][STEPS]) == (task, name, steps)
+        )
+        for name in (arm, REFERENCE)
+    )
+    return f"{own / reference:.1f}"
+
+
 def _lengths_table(records: Sequence[Record], task: str, cell_text: Callable[[Sequence[Record]], str]) -> str:
     """Return a table with a row for each length and a column for each arm: `cell_text` of the arm's runs, if any."""
     rows = []
@@ -169,6 +181,7 @@ PLACEHOLDERS = {
     "sizes": sizes_table,
     "size_change": size_change_text,
     "size_seconds": size_seconds_table,
+    "size_time": size_time_text,
     "size_rates": size_rates_table,
     "sizes_family": sizes_family_table,
     "sizes_later": sizes_later_table,

@@ -76,7 +76,7 @@ def test_recipes_are_not_source_files(tmp_path, monkeypatch):
     installations = [tmp_path / name for name in ("clone", "wheel", "link")]
     assert len(set(map(source_sha256, installations))) == 1
     for package in installations:
-        monkeypatch.setattr(run, "PACKAGE", package)
+        monkeypatch.setattr(run, "SOURCE_FOLDER", package)
         assert list(run.source_files()) == ["difftx source config/recipes.py"]
 
 

@@ -129,7 +129,8 @@ class _Evaluator:
                 raise UserError(f"{error}. {advice}") from error
             self._run = open_run(checkpoint, self._workdir)
             self._run.check_everywhere(
-                lambda run: evals.check_run(run, self._suites), lambda run: evals.settings_of(run, self._suites)
+                lambda run: evals.check_run(run, self._suites),
+                lambda run: evals.settings_sha256_by_suite(run, self._suites),
             )
             self._run_config = checkpoint.config
         run = self._run
@@ -137,7 +138,7 @@ class _Evaluator:
         todo = [suite for suite in self._suites if suite not in done]
         if todo:
             require_writable(self._workdir)
-            self._checkpointer.verified(step)
+            self._checkpointer.require_valid(step)
         params = load_params(run, step, self._part) if todo else None
 
         def evaluate(work: Work) -> None:

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     run = Run.open(config, args.workdir or Path())
     run.check_everywhere(
         lambda run: (exports.check_run(run), evals.check_run(run, config.eval.suites)),
-        lambda run: evals.settings_of(run, config.eval.suites),
+        lambda run: evals.settings_sha256_by_suite(run, config.eval.suites),
     )
     multihost.print_on_primary(format_data(run))
     options = {"began": began, "allow_config_change": args.allow_config_change}

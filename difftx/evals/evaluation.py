@@ -99,7 +99,10 @@ class Evaluation:
         return self.work.track(batches, what, -(-ordered_rows(source, limit_tokens) // rows))
 
     def nll(self, source: RowSource, limit_tokens: int, what: str) -> np.ndarray:
-        """Return only -log p of `scores`."""
+        """Return -log p of each target, `[rows, T]`, in nats.
+
+        This is the first result of `scores`, which explains the arguments.
+        """
         return self.scores(source, limit_tokens, what)[0]
 
     def scores(self, source: RowSource, limit_tokens: int, what: str) -> tuple[np.ndarray, np.ndarray]:

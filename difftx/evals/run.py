@@ -49,7 +49,7 @@ def evaluate(
     """Run suites on the parameters of a step, and write each result to `result_path`.
 
     `weights` is the identity of `params`, as in `Checkpoint`. `checkpoint` is None during training, which evaluates the
-    parameters before it saves. Raises `RunError`, and does not write the suite's result, if `checkpoint` is deleted or
+    parameters before it saves. Raise `RunError`, and do not write the suite's result, if `checkpoint` is deleted or
     replaced during the evaluation.
     """
     SUITES.check(suites)
@@ -71,7 +71,8 @@ def evaluate(
             options = {option: depends[option] for option in OPTIONS if option in depends}
             if headers := depends.get("headers"):  # A header may be long.
                 options["headers"] = [line if line is None else json_sha256(line) for line in headers]
-            options |= {"endpoints": endpoints} if (endpoints := _endpoints(run.config, name)) else {}
+            if endpoints := _endpoints(run.config, name):
+                options["endpoints"] = endpoints
             content = {"suite": name, "step": step, "settings": digest, "options": options}
             content |= {"valid": run.data.valid_fingerprints} | source | dataclasses.asdict(result)
             if "extensions" in depends:  # The report shows them without the extension.
@@ -92,17 +93,17 @@ def stored_result(run: Run, suite: str, step: int, part: WeightsPart = "params")
     if size_of(path) is None:
         return None
     content = read_json(path)
-    if not isinstance(content, dict) or content.get("settings") != settings(run, suite):
+    if not isinstance(content, dict) or content.get("settings") != settings_sha256(run, suite):
         return None
-    # `settings` leaves endpoints out, because a suite may resume with the model's answers and ask another judge.
+    # `settings_sha256` leaves endpoints out, because a suite may resume with the model's answers and ask another judge.
     endpoints, options = _endpoints(run.config, suite), content.get("options")
     # Results of older versions do not record them.
     recorded = options.get("endpoints", endpoints) if isinstance(options, dict) else endpoints
     return content if recorded == endpoints else None
 
 
-def settings(run: Run, suite: str) -> str:
-    """Return a SHA-256 of `dependencies`."""
+def settings_sha256(run: Run, suite: str) -> str:
+    """Return the SHA-256 of `dependencies`."""
     return json_sha256(dependencies(run, suite))
 
 
@@ -134,9 +135,9 @@ def dependencies(run: Run, suite: str) -> dict[str, Any]:
     return depends
 
 
-def settings_of(run: Run, suites: Sequence[str]) -> dict[str, str]:
-    """Return `settings` of each suite, by a name for messages. Processes with other files have other values."""
-    return {f"settings and files of suite {suite}": settings(run, suite) for suite in suites}
+def settings_sha256_by_suite(run: Run, suites: Sequence[str]) -> dict[str, str]:
+    """Return `settings_sha256` of each suite, by a name for messages. Processes with other files have other values."""
+    return {f"settings and files of suite {suite}": settings_sha256(run, suite) for suite in suites}
 
 
 def fields_of(config: Config, suite: str) -> tuple[str, ...]:

@@ -78,7 +78,7 @@ def register_suite(name: str, suite: Suite, config: type | None = None) -> None:
     """Add a suite.
 
     `config` is a frozen dataclass of the suite's own fields. It becomes the group `eval.<name>`, and a stored result
-    depends on all of its values. Raises `UserError` if the name is taken, `suite.reads` names a field that does not
+    depends on all of its values. Raise `UserError` if the name is taken, `suite.reads` names a field that does not
     exist, or `config` is not a frozen dataclass whose fields all have defaults.
     """
     for field in suite.reads:

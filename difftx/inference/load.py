@@ -75,7 +75,8 @@ def read_checkpoint[T](
         return read(open_checkpoint(checkpointer.folder / str(step), run_config, part))
 
     if step is not None:
-        return read_step(checkpointer.verified(step))
+        checkpointer.require_valid(step)
+        return read_step(step)
     if (result := checkpointer.read_newest(read_step)) is None:
         raise UserError(f"{flag}={workdir}: no checkpoint there yet")
     return result

@@ -41,7 +41,6 @@ def write_card(
     (causal,) = settings["architectures"]
     has_remote_code = "auto_map" in settings
     arguments = f"{name!r}, trust_remote_code=True" if has_remote_code else f"{name!r}"
-    serving = DIFFLLAMA if causal.startswith("DiffLlama") else NOT_SERVABLE if causal == EAGER else SERVABLE
     load = LOAD.format(arguments=arguments) + (LOAD_TOKENIZER.format(folder=name) if has_tokenizer(folder) else "")
     code = f"The class `{causal}` is in `{MODELING.name}`." if has_remote_code else f"The class is `{causal}`."
     parts = [
@@ -51,7 +50,7 @@ def write_card(
         f"A language model trained with difftx: architecture `{config.model.architecture}`, "
         f"{count_parameters(config.model).total:,} parameters, step {step:,} of {config.train.steps:,}, "
         f"{step * config.train.global_batch_tokens:,} tokens.",
-        f"{code} {serving}",
+        f"{code} {_serving(causal)}",
         _code("python", load),
         *([] if has_tokenizer(folder) else [NO_TOKENIZER.format(name=config.data.tokenizer)]),
         "## Model",
@@ -77,6 +76,13 @@ def write_generation_config(folder: Path, tokenizer: Tokenizer, vocab_size: int)
     settings = {"do_sample": False, "eos_token_id": end, "pad_token_id": end}
     settings |= {"suppress_tokens": unused} if unused else {}  # Rows of the embedding without a token.
     write_atomically(folder / GENERATION, json.dumps(settings) + "\n")
+
+
+def _serving(causal: str) -> str:
+    """Return whether engines can serve the model class `causal`, as a sentence of the card."""
+    if causal.startswith("DiffLlama"):
+        return DIFFLLAMA
+    return NOT_SERVABLE if causal == EAGER else SERVABLE
 
 
 def _model_fields(config: Config) -> list[tuple[str, Any]]:

@@ -190,12 +190,17 @@ def per_shard(call: Callable[..., Any], *operands, returns_more=False, sharding:
     specs: Any = ShardedArrays(by_token, P(batch, heads, tokens), P(batch, heads, None, tokens))
 
     def spec(operand: Any) -> Any:
+        if operand is None:
+            return None
         if isinstance(operand, ShardedArrays):
             return specs
-        return None if operand is None else row if operand.ndim == 2 else by_token
+        return row if operand.ndim == 2 else by_token
+
+    def is_small(operand: Any) -> bool:
+        return operand is not None and not isinstance(operand, ShardedArrays) and operand.ndim <= 3
 
     # Segment ids and λ are small, so they are resharded like the queries. Larger operands must match already.
-    operands = tuple(jax.sharding.reshard(x, spec(x)) if getattr(x, "ndim", 9) <= 3 else x for x in operands)
+    operands = tuple(jax.sharding.reshard(x, spec(x)) if is_small(x) else x for x in operands)
     in_specs, out_specs = tuple(map(spec, operands)), (by_token, specs) if returns_more else by_token
     # check_vma=True would require each zero-initialised accumulator of a backend to be marked as device-varying.
     return jax.shard_map(call, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*operands)

@@ -90,7 +90,10 @@ class RunStatus:
         yield from signature_changes({name: manifest.data[name] for name in stores}, stores)
 
     def eval_changes(self) -> list[Change]:
-        """Return the differences in fields of `eval` that other results than those of a finished run depend on."""
+        """Return the changed fields of `eval`, except `eval.every_steps`.
+
+        A finished run keeps its results, which have the old values.
+        """
         changes = changed_fields(config_of(self.last_checkpoint), self.point.config)
         return [change for change in changes if change.is_in(("eval",)) and change.field != "eval.every_steps"]
 

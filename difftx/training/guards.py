@@ -60,8 +60,8 @@ class Guard:
         self._first_bad: int | None = None
         self._skipped = self._spikes = 0  # Numbers of skipped updates and of spikes since the first bad step.
         self.rewinds = 0  # Number of rewinds of the run so far.
-        # First step of the run that was one for a regular checkpoint, whether or not the checkpoint was saved and kept.
-        # A branch begins with such a step.
+        # First step after which a regular checkpoint was due, even if it was not saved or has been deleted. In a
+        # branch, the step at which the branch begins.
         self.first_regular: int | None = None
         self.tripped: BadSteps | None = None
 
@@ -140,7 +140,8 @@ class GuardJournal:
     def add_rewind(self, rewind: Rewind, step: int, examples: int, attempt: int, pinned: dict[str, Any]) -> None:
         """Record a rewind to the checkpoint of `step`, which was saved after `examples` training examples.
 
-        `pinned` has the values that must not change when the run starts again (`pinned_values`).
+        `pinned` has the values that must not change when the run starts again (`pinned_values`). The journal stores
+        them as "kept".
         """
         skipped = [examples, rewind.examples]
         self.add("rewind", step, rewind.bad, attempt, skipped_examples=skipped, rewinds=rewind.number, kept=pinned)
@@ -148,8 +149,8 @@ class GuardJournal:
     def check_earlier(self, step: int, guard: Guard, pinned: dict[str, Any]) -> None:
         """Print a line if `resume` will apply a rewind of an earlier attempt.
 
-        Raise `UserError` if the run starts from step 0 with other values in `pinned` than the entry has. A later step
-        has a checkpoint, whose values have been compared already.
+        Raise `UserError` if the run starts from step 0 and a value in `pinned` differs from that in the rewind's entry.
+        At a later step, `starting_state` has compared the values with those of the checkpoint.
         """
         if (entry := self._last_rewind(step, guard)) is None:
             return

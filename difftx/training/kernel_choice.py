@@ -116,15 +116,15 @@ def _ranked(devices: str, config: Config, recorded: Ranking | None) -> Ranking |
 
 
 def _use(everywhere: list[list[dict[str, Any] | None]]) -> None:
-    """Let "auto" follow the worst of the rankings of all processes, or else what process 0 has recorded. Log it.
+    """Combine the rankings of all processes, print the result, and let "auto" follow it.
 
-    `everywhere` has two rankings of each process: the recorded one, and the one under the present conditions. A process
-    whose conditions have not changed gives its recorded ranking twice. So its measurements count even if another
-    process has measured again.
+    `everywhere` has a pair for each process: the ranking that the run has recorded, and the ranking under the present
+    conditions, which is the recorded one if the conditions have not changed. Without any present ranking, process 0's
+    recorded one is used.
     """
     recorded = None if everywhere[0][0] is None else Ranking(**cast(dict[str, Any], everywhere[0][0]))
     own = {process: Ranking(**ranking) for process, (_, ranking) in enumerate(everywhere) if ranking is not None}
-    ranking = worst(own) if own else recorded
+    ranking = slowest_of_all(own) if own else recorded
     if ranking is None:
         return
     if recorded is not None and ranking != recorded:
@@ -141,8 +141,8 @@ def _use(everywhere: list[list[dict[str, Any] | None]]) -> None:
         multihost.print_on_primary(f"         {name} is not used: {reason}")
 
 
-def worst(rankings: Mapping[int, Ranking]) -> Ranking:
-    """Return the ranking with the largest time of each kernel, without kernels that a process rejects."""
+def slowest_of_all(rankings: Mapping[int, Ranking]) -> Ranking:
+    """Return the ranking by each kernel's largest time in any process, without kernels that a process rejects."""
     first, *others = rankings.values()
     rejected: dict[str, str] = {}
     for process, ranking in rankings.items():

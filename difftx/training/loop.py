@@ -144,7 +144,7 @@ class Attempt:
         barrier("start", self._barrier_timeout)
 
     def _open_objects(self) -> None:
-        """Open the checkpoints and the data of the run, and create the guard. The next step changes their states."""
+        """Open the checkpoints and the data of the run, and create the guard. `_restore` sets their states."""
         run, config = self._session.run, self._config
         self._checkpointer = Checkpointer(
             run.workdir,
@@ -185,7 +185,7 @@ class Attempt:
         if is_primary():
             session.require_lock()
             session.run.write_files()
-            # Before the writer, which deletes the rows of goodput that later steps have written.
+            # Read goodput before the writer is created, because the writer deletes the rows of later steps.
             self._goodput.resume(workdir / "metrics.jsonl", self._start)
         self._writer = MetricsWriter(
             workdir, config.logging, self._start, enabled=is_primary(), require_lock=session.require_lock
@@ -277,7 +277,8 @@ class Attempt:
     def _save_after_failed_evaluation(self, display: Work) -> None:
         """Save this step, because a restart from an earlier checkpoint would fail at the same evaluation again.
 
-        Several processes save together. If only one of them fails, the others wait for it elsewhere.
+        Do nothing with several processes: a save needs all of them, and the processes that have not failed still wait
+        in the evaluation.
         """
         if jax.process_count() == 1 and self._guard.last_step_is_good:
             self._writer.flush()
@@ -288,7 +289,8 @@ class Attempt:
 
     def _save(self, reporter: "Reporter") -> None:
         barrier(f"checkpoint of step {self._step}", self._barrier_timeout)
-        reporter.flush()  # Before the save, so that metrics.jsonl has all steps up to the checkpoint.
+        # Flush before the save, so that metrics.jsonl has all steps up to the checkpoint.
+        reporter.flush()
         self._write_goodput()
         self._writer.flush()
         self._guard.note_regular_step(self._step)

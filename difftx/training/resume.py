@@ -20,7 +20,7 @@ from difftx.storage.paths import AnyPath, path_of
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpointer
 from difftx.training.checkpoint.manifest import (
     MANIFEST,
-    PACKAGE,
+    SOURCE_FOLDER,
     Manifest,
     package_versions,
     read_manifest,
@@ -175,22 +175,7 @@ def _resume(
     manifest, is_branch = read_manifest(folder), folder.parent != checkpointer.folder
     step = manifest.step
     source = f"checkpoint.branch_from={run.config.checkpoint.branch_from}" if is_branch else str(run.workdir)
-    if not any(name.startswith("opt_state/") for name in manifest.arrays):
-        weights = run.config.checkpoint.branch_from if is_branch else run.workdir
-        raise UserError(
-            f"{source}: its checkpoint has weights alone, from difftx convert; use a new --workdir with "
-            f"--config.checkpoint.init_from={weights}"
-        )
-    if not is_branch and step > run.config.train.steps:
-        raise UserError(
-            f"{source}: train.steps={run.config.train.steps} is less than the step of the run's newest checkpoint, "
-            f"{step}; set train.steps to at least {step}, or use a new --workdir"
-        )
-    if is_branch and step >= run.config.train.steps:
-        raise UserError(
-            f"{source}: {folder} is of step {step}, and train.steps={run.config.train.steps} counts the steps from the "
-            f"start of that run; set train.steps to more than {step}"
-        )
+    _require_resumable(manifest, folder, run, source, is_branch=is_branch)
     _print_other_code(manifest)
     data_changes = signature_changes(manifest.data, run.data.signature)
     refused = [f"extension {change}" for change in changed_extensions(manifest.extensions)]
@@ -200,7 +185,7 @@ def _resume(
     if allow_config_change or not refused:  # A changed extension may reject the checkpoint's config.
         allowed = BRANCHABLE + ORIGIN if is_branch else ()
         trained = config_of(folder)
-        refused += _unsafe_changes(trained, run.config, step, data_changes, allowed, print_unsafe=allow_config_change)
+        refused += _report_changes(trained, run.config, step, data_changes, allowed, print_unsafe=allow_config_change)
     if refused and not allow_config_change:
         otherwise = "" if is_branch else "use a new --workdir, "
         raise UserError(
@@ -230,22 +215,47 @@ def _resume(
     return state
 
 
+def _require_resumable(manifest: Manifest, folder: AnyPath, run: Run, source: str, *, is_branch: bool) -> None:
+    """Raise `UserError` if the checkpoint has weights alone, or if `train.steps` is too small for its step.
+
+    `source` is its run, for messages.
+    """
+    step, steps = manifest.step, run.config.train.steps
+    if not any(name.startswith("opt_state/") for name in manifest.arrays):
+        weights = run.config.checkpoint.branch_from if is_branch else run.workdir
+        raise UserError(
+            f"{source}: its checkpoint has weights alone, from difftx convert; use a new --workdir with "
+            f"--config.checkpoint.init_from={weights}"
+        )
+    if not is_branch and step > steps:
+        raise UserError(
+            f"{source}: train.steps={steps} is less than the step of the run's newest checkpoint, "
+            f"{step}; set train.steps to at least {step}, or use a new --workdir"
+        )
+    if is_branch and step >= steps:
+        raise UserError(
+            f"{source}: {folder} is of step {step}, and train.steps={steps} counts the steps from the "
+            f"start of that run; set train.steps to more than {step}"
+        )
+
+
 def _print_other_code(manifest: Manifest) -> None:
     """Print which packages differ from those of the checkpoint, and whether the source files of difftx do."""
     for name, version in package_versions().items():
         if (before := manifest.packages.get(name, version)) != version:
             print_on_primary(f"{name}: {before} → {version}, since the checkpoint of step {manifest.step}")
-    if manifest.source_sha256 not in (None, source := source_sha256(PACKAGE)):
+    if manifest.source_sha256 not in (None, source := source_sha256(SOURCE_FOLDER)):
         change = f"{shown(manifest.source_sha256)} → {shown(source)}"
         print_on_primary(f"source files of difftx (SHA-256): {change}, since the checkpoint of step {manifest.step}")
 
 
-def _unsafe_changes(
+def _report_changes(
     old: Config, new: Config, step: int, data_changes: list[str], allowed: tuple[str, ...], *, print_unsafe: bool
 ) -> list[str]:
-    """Print the changes of the config. Return those with which only --allow_config_change resumes the run.
+    """Print the safe changes of the config, and return the unsafe ones. With `print_unsafe`, print those too.
 
-    `step` is that of the checkpoint. Changes of the fields `allowed` are safe in addition to those of `Change.is_safe`.
+    The returned changes include those of the data. `step` is that of the checkpoint. Changes of the fields `allowed`
+    are safe in addition to those of `Change.is_safe`.
     """
     refused, data_fields = [], []
     for change in changed_fields(old, new):
@@ -258,8 +268,8 @@ def _unsafe_changes(
             text += f", without effect on this run, which started from {origin}"
         if safe or print_unsafe:  # Otherwise, the error message lists the unsafe changes.
             verdict = "safe" if safe else "not safe"
-            if change.field == "train.steps" and (jump := _jump_of_steps(old, new.train.steps, step)):
-                verdict = f"allowed, but alone it makes the learning rate after step {step} jump: about {jump}"
+            if change.field == "train.steps" and (rates := _learning_rate_change(old, new.train.steps, step)):
+                verdict = f"allowed, but alone it makes the learning rate after step {step} jump: about {rates}"
             elif change.field.startswith("eval.") and new.checkpoint.keep_best is not None:
                 verdict = "safe; checkpoint.keep_best compares only results with equal settings of its suite"
             print_on_primary(f"changed since the checkpoint: {text} ({verdict})")
@@ -268,16 +278,17 @@ def _unsafe_changes(
     return refused + (data_fields or [f"data, {change}" for change in data_changes])
 
 
-def _jump_of_steps(config: Config, steps: int, step: int) -> str | None:
-    """Return the learning rates after a step with the old and another `train.steps`, or None if they are equal.
+def _learning_rate_change(config: Config, new_steps: int, step: int) -> str | None:
+    """Return the learning rates after `step` with the old and the new `train.steps`, as "old → new".
 
-    The text is "old → new". Updates that were skipped do not advance the schedule, but they are not known here.
+    Return None if they are equal, or if the new one alone is invalid. The rates are approximate, because skipped
+    updates, whose number is not known here, do not advance the schedule.
     """
     count = jnp.int32(step)  # Training passes an array too.
     try:
-        longer = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
-        before, after = (float(jax.device_get(learning_rate(c)(count))) for c in (config, longer))
-    except UserError:  # Other fields had to change too, such as those of a warm-up that is longer than `steps`.
+        changed = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=new_steps))
+        before, after = (float(jax.device_get(learning_rate(c)(count))) for c in (config, changed))
+    except UserError:  # Other fields had to change too, such as those of a warm-up that is longer than `new_steps`.
         return None
     is_equal = abs(after - before) <= ROUNDING * config.optimizer.learning_rate
     return None if is_equal else f"{before:.3g} → {after:.3g}"

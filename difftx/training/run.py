@@ -42,7 +42,7 @@ from difftx.parallel.multihost import agree, barrier, decide_on_primary, is_prim
 from difftx.parallel.presets import apply_preset
 from difftx.registry import loaded_extensions, require_names
 from difftx.storage.paths import AnyPath
-from difftx.training.checkpoint.manifest import EXTENSIONS_SHAPE, MANIFEST, PACKAGE, package_versions
+from difftx.training.checkpoint.manifest import EXTENSIONS_SHAPE, MANIFEST, SOURCE_FOLDER, package_versions
 from difftx.training.optimizer import make_optimizer
 from difftx.training.workdir_lock import lock_workdir
 from difftx.training.workload import attention_call, attention_kernel
@@ -190,8 +190,8 @@ def source_files() -> dict[str, str]:
     Recipes are missing, because the configs that they return are compared.
     """
     return {
-        f"difftx source {name}": hashlib.sha256((PACKAGE / name).read_bytes()).hexdigest()
-        for name in source_names(PACKAGE)
+        f"difftx source {name}": hashlib.sha256((SOURCE_FOLDER / name).read_bytes()).hexdigest()
+        for name in source_names(SOURCE_FOLDER)
     }
 
 
@@ -229,7 +229,7 @@ def write_run_files(workdir: AnyPath, config: Config, details: Mapping[str, Any]
         "commit": _git_commit(),
         "python": platform.python_version(),
         "packages": package_versions(),
-        "source_sha256": source_sha256(PACKAGE),
+        "source_sha256": source_sha256(SOURCE_FOLDER),
         "extensions": list(map(dataclasses.asdict, loaded_extensions())),
         **(details or {}),
     }

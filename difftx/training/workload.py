@@ -11,14 +11,14 @@ from difftx.model.abstract import count_parameters
 from difftx.parallel.mesh import mesh_sizes
 from difftx.parallel.presets import apply_preset
 
-# Groups and fields of a config that determine its workload.
+# Prefixes of the config fields that determine the workload.
 WORKLOAD_FIELDS = (
     "model.",
     "mesh.",
     "train.global_batch_tokens",
     "train.accumulation",
     "data.sequence_length",
-    "data.doc",
+    "data.document_mask",
 )
 
 

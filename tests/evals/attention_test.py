@@ -91,7 +91,7 @@ def test_pictures_are_sums_of_bins():
     logits = rng.normal(size=(1, 2, 3, 2, 11)).astype(np.float32)
     soft = np.asarray(jax.nn.softmax(logits, axis=-1), np.float64)
     row = soft[:, :, :, 0] - 0.6 * soft[:, :, :, 1]
-    found = row_pictures(AttentionRows(jnp.float32(row), logits, jnp.full((1, 2, 3), 0.6)), tokens_a_bin=4)
+    found = row_pictures(AttentionRows(jnp.float32(row), logits, jnp.full((1, 2, 3), 0.6)), tokens_per_bin=4)
     whole = {"map": row, "a1": soft[:, :, :, 0], "a2": soft[:, :, :, 1]}
     whole["share"] = np.abs(row) / np.abs(row).sum(-1, keepdims=True)
     assert found.keys() == whole.keys()

@@ -345,7 +345,7 @@ def test_mistakes_in_the_config_are_named(folder, tmp_path):
 def test_a_changed_file_makes_a_result_out_of_date(folder, tmp_path):
     path = write_lines(tmp_path / "test.jsonl", examples(10, 2))
     run = Run.open(config_of(folder, task_of(folder, test=str(path))), tmp_path)
-    before = evals.settings(run, "icl")
-    assert evals.settings(run, "icl") == before
+    before = evals.settings_sha256(run, "icl")
+    assert evals.settings_sha256(run, "icl") == before
     write_lines(path, examples(11, 2))
-    assert evals.settings(run, "icl") != before
+    assert evals.settings_sha256(run, "icl") != before

@@ -89,6 +89,11 @@ def test_answer_about_norm_and_subtraction():
     assert interval(contrast(AGAIN, "diff-gain", "transformer"))[0] > 0
 
 
+@claim("which with λ = 0 leaves 11 % of its parameters unused")
+def test_answer_names_the_unused_parameters():
+    test_unused_parameters_without_subtraction()
+
+
 @claim("λ = 0 the parameters of the second attention weights, 11 % of all, are unused")
 def test_unused_parameters_without_subtraction():
     assert {
@@ -99,7 +104,7 @@ def test_unused_parameters_without_subtraction():
     } == {11}
 
 
-@claim("the differential model is behind the Transformer")
+@claim("With AdamW and 14 tokens per parameter, the whole differential model is behind the Transformer")
 def test_diff_is_behind_the_transformer():
     assert better("transformer", "diff")
 

@@ -1,8 +1,8 @@
 """Question 1 on recall: norm, gain or subtraction?"""
 
-from results_page.page import claim, row_of, section
+from results_page.page import PROSE, claim, row_of, section, shown
 from results_page.question_1 import NORM_OR_GAIN
-from results_page.runs import COLLECTED, MORE_NOISE, NOISE, RECALL, solved
+from results_page.runs import COLLECTED, MORE_NOISE, NOISE, RECALL, best_of_tuning, solved
 from results_page.significance import corrected, fisher, interval
 
 RECALL_SECTION = section("### Recall", "### Wide heads")
@@ -45,10 +45,7 @@ def test_norm_or_gain_solves_recall():
 
 @claim("For `transformer`, no rate solves the task on the tuned seed")
 def test_no_rate_of_the_transformer_solves_recall():
-    assert (
-        max(r["numbers"]["exact_match/retrieval"] for r in COLLECTED[f"{RECALL}-tuning"] if r["arm"] == "transformer")
-        < 0.9
-    )
+    assert best_of_tuning(RECALL, "transformer", "recall") < 0.9
 
 
 @claim("the seed that chose the rate of `transformer-gain` solves the task")
@@ -87,6 +84,25 @@ def test_signed_weight_on_answer_and_distractors():
         sum(interval([a - b for a, b in zip(attention("diff", name), attention("zero-norm", name), strict=True)])) < 0
         for name in ("answer_signed", "noise_signed")
     )
+
+
+def test_ratio_of_signed_weights_on_answer_and_distractors():
+    of_both = [
+        [a / b for a, b in zip(attention(arm, "answer_signed"), attention(arm, "noise_signed"), strict=True)]
+        for arm in ("diff", "zero-norm")
+    ]
+    differences = [own - other for own, other in zip(*of_both, strict=True)]
+    assert f"does not have it, and is larger in `diff`: {shown(differences)}." in PROSE
+    assert min(of_both[0]) > max(of_both[1])
+    assert interval(differences)[0] > interval(differences)[1]
+
+
+@claim("As shares of |A1 − λ A2|, `diff` attends less to the answer than `zero-norm`, and more to distractors")
+def test_shares_of_answer_and_distractors():
+    for name, sign in (("answer", -1), ("noise", 1)):
+        both = zip(attention("diff", name), attention("zero-norm", name), strict=True)
+        mean, half = interval([sign * (own - other) for own, other in both])
+        assert mean > half
 
 
 @claim("The weights are less sparse")

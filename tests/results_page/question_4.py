@@ -6,7 +6,7 @@ import statistics
 
 from benchmarks import controls_study
 from results_page.page import section
-from results_page.runs import COLLECTED, LOSS
+from results_page.runs import COLLECTED, LOSS, median_seconds
 from results_page.significance import corrected, interval, two_sided
 
 SIZE_PAIRS = [
@@ -66,33 +66,36 @@ def change_with_size(one, other, part):
     return [difference - small[seed] for seed, difference in by_seed_at(one, other, 20, part).items()]
 
 
-LATER = "later arms"  # A second family of OWN, of arms whose runs with 80 tokens per parameter were planned later.
+# Second families of OWN and LARGE, of arms whose runs with 80 tokens per parameter, or of larger models, were planned
+# later.
+LATER, LARGE_LATER = "later arms", "larger models, later arms"
 LATER_ARMS = ("diff_v2", "gdla", "gated")
 
 
 def longest_of(family, one):
     """Return the most tokens per parameter of an arm's slope in a family."""
-    return 20 if family in LARGER or (family != LATER and one in LATER_ARMS) else 80
+    is_short = family in (*LARGER, LARGE_LATER) or (family != LATER and one in LATER_ARMS)
+    return 20 if is_short else 80
 
 
-SIZE_FAMILIES = {
-    part: {
-        **{(*pair, "at 20"): of for pair in SIZE_PAIRS if (of := at_length(*pair, 20, part))},
-        **{
-            (*pair, "slope"): slope(*pair, part, longest_of(part, pair[0]))
-            for pair in SIZE_PAIRS
-            if at_length(*pair, 20, part)
-        },
+def contrasts_of(family, part, pairs, tokens):
+    """Return the differences of pairs at a number of tokens per parameter, and their slopes."""
+    return {
+        **{(*pair, f"at {tokens}"): at_length(*pair, tokens, part) for pair in pairs},
+        **{(*pair, "slope"): slope(*pair, part, longest_of(family, pair[0])) for pair in pairs},
     }
-    for part in RUNS
+
+
+EARLY_PAIRS = [pair for pair in SIZE_PAIRS if pair[0] not in LATER_ARMS]
+LATER_PAIRS = [(arm, "transformer") for arm in LATER_ARMS]
+SIZE_FAMILIES = {
+    **{part: contrasts_of(part, part, EARLY_PAIRS if part in LARGER else SIZE_PAIRS, 20) for part in RUNS},
+    LATER: contrasts_of(LATER, OWN, LATER_PAIRS, 80),
+    #LARGE_LATER: contrasts_of(LARGE_LATER, LARGE, LATER_PAIRS, 20),
 }
 for part in LARGER:
     for pair in (("diff", "transformer"), ("diff", "zero-norm")):
         SIZE_FAMILIES[part][*pair, "size"] = change_with_size(*pair, part)
-SIZE_FAMILIES[LATER] = {
-    **{(arm, "transformer", "at 80"): at_length(arm, "transformer", 80) for arm in LATER_ARMS},
-    **{(arm, "transformer", "slope"): slope(arm, "transformer", OWN) for arm in LATER_ARMS},
-}
 SIZE_P_VALUES = {
     name: corrected({contrast: two_sided(of) for contrast, of in family.items()})
     for name, family in SIZE_FAMILIES.items()
@@ -115,6 +118,12 @@ def cost_of_own_rate(arm, tokens, own=OWN, shared=SHARED):
     """Return for each seed the loss with the rate of this length, minus that with the shared rate."""
     losses = size_losses(arm, tokens, own)
     return [losses[seed] - loss for seed, loss in size_losses(arm, tokens, shared).items()]
+
+
+def time_over_transformer(arm, tokens):
+    """Return the median seconds of an arm's runs over those of the Transformer's, with 150,000 parameters."""
+    runs = [r for r in RUNS[OWN] if r["changes"]["train.steps"] == str(STEPS_OF[OWN][tokens])]
+    return median_seconds(runs, arm) / median_seconds(runs, "transformer")
 
 
 def tuned_rate(arm, steps):

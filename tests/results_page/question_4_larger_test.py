@@ -51,13 +51,13 @@ def test_verdicts_of_the_larger_models():
     assert {len(of) for of in SIZE_FAMILIES[LARGE].values()} == {8}
 
 
-@claim("with the first five, all eight contrasts were open, and with seven only the slope of `diff` was decided")
+@claim("with five, all eight contrasts were open, and with seven, only the slope of `diff` was decided")
 def test_larger_models_with_fewer_seeds():
     assert open_contrasts(5) == SIZE_FAMILIES[LARGE].keys()
     assert SIZE_FAMILIES[LARGE].keys() - open_contrasts(7) == {("diff", "transformer", "slope")}
 
 
-@claim("The slope is below zero for each seed, which confirms the hypothesis that it falls")
+@claim("The slope is below zero for each seed, as the plan expected")
 def test_slope_of_zero_norm_in_larger_models():
     assert max(SIZE_FAMILIES[LARGE]["zero-norm", "transformer", "slope"]) < 0
     assert size_verdict("zero-norm", "transformer", "slope", LARGE) == -1
@@ -75,8 +75,8 @@ def test_verdicts_of_larger_models_with_a_shared_rate():
 
 
 @claim(
-    "the rates tuned at 20 tokens per parameter do not lower the loss of `transformer` or of `zero-norm`: both "
-    "intervals of the change contain zero"
+    "the rates tuned at 20 tokens per parameter are not shown to lower the loss of `transformer` or of `zero-norm`: "
+    "both intervals of the change contain zero"
 )
 def test_own_rates_do_not_lower_the_loss_of_larger_models():
     for arm in ("transformer", "zero-norm"):

@@ -8,6 +8,7 @@ from difftx.config.recipes import load_config
 from results_page.page import PROSE, claim, shown, shows_p
 from results_page.question_4 import (
     LARGE,
+    LARGE_LATER,
     LATER,
     LATER_ARMS,
     OWN,
@@ -26,6 +27,7 @@ from results_page.question_4 import (
     sign_of_interval,
     size_losses,
     size_verdict,
+    time_over_transformer,
     tuned_rate,
 )
 from results_page.runs import median_seconds
@@ -48,11 +50,14 @@ def test_the_lengths_of_question_4_have_their_differences(part):
 
 @pytest.mark.parametrize("family", SIZE_FAMILIES)
 def test_the_contrasts_of_question_4_have_their_intervals(family):
-    """The section of a part has the table of its family, and that of OWN then has the one of LATER."""
-    part = OWN if family == LATER else family
+    """The section of a part has the table of its family, and then that of its later arms, if it has such a family."""
+    part_of = {LATER: OWN, LARGE_LATER: LARGE}
+    part = part_of.get(family, family)
+    families_of_part = [name for name in SIZE_FAMILIES if part_of.get(name, name) == part]
     tables = re.findall(r"^\| contrast \|.*\n.*\n((?:\|.*\n)+)", SECTIONS[part], re.MULTILINE)
-    assert len(tables) == (2 if part == OWN else 1)
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in tables[family == LATER].splitlines()]
+    assert len(tables) == len(families_of_part)
+    table = tables[families_of_part.index(family)]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     rows = {tuple(cells[:2]): cells[2:] for cells in lines}
     assert len(rows) == len(SIZE_FAMILIES[family])
     titles = {
@@ -118,7 +123,7 @@ def test_prose_has_the_differences_by_length():
     assert f"is {at[5]} at 5 tokens per parameter (not preregistered), {at[20]} at 20, and {at[80]} at 80 (not" in PROSE
     assert (
         f"`diff` − `transformer` is {at[5]}, {at[20]} and {at[80]} at 5, 20 and 80 tokens per parameter (not "
-        "preregistered at 5 and 80): the gap shrinks"
+        "preregistered at 5 and 80): the gap shrinks, while the warm-up gets longer too"
     ) in PROSE
     assert size_verdict("diff", "transformer", "slope", OWN) == -1
     assert f"At 80, they are {at_80['gdla']} and {at_80['gated']}" in PROSE
@@ -133,7 +138,7 @@ def test_prose_has_the_differences_by_length():
 def test_prose_has_the_differences_of_the_subtraction():
     at_20, at_80 = (shown(at_length("diff", "zero-norm", tokens)) for tokens in (20, 80))
     assert f"`diff` − `zero-norm` is {at_20}, which is open" in PROSE
-    assert f"The subtraction is open (`diff` − `zero-norm` {at_20} at 20)" in PROSE
+    assert f"`diff` − `zero-norm` is {at_20} at 20, which is open, and {at_80} at 80 (not preregistered)" in PROSE
     assert size_verdict("diff", "zero-norm", "at 20", OWN) == 0
     assert f"At 80 it is {at_80} (not preregistered)" in PROSE
     with_shared_rate = shown(at_length("diff", "zero-norm", 20, SHARED))
@@ -153,12 +158,22 @@ def test_prose_has_the_changes_from_20_to_80_tokens_per_parameter():
 
 
 @claim(
-    "`gdla` and `gated` are better than the Transformer at 20 and at 80 tokens per parameter, and `diff` is worse at 20"
+    "`gdla` and `gated` are better than the Transformer at 20 and at 80 tokens per parameter. `diff` is worse at 20, "
+    "and `diff_v2` at 80"
 )
 def test_answer_names_the_architectures_that_differ():
     for arm in ("gdla", "gated"):
         assert size_verdict(arm, "transformer", "at 20") == size_verdict(arm, "transformer", "at 80", LATER) == -1
-    assert size_verdict("diff", "transformer", "at 20") == 1
+    assert size_verdict("diff", "transformer", "at 20") == size_verdict("diff_v2", "transformer", "at 80", LATER) == 1
+
+
+def test_prose_has_the_times_of_the_longest_runs():
+    gdla, gated = (f"{time_over_transformer(arm, 80):.1f}" for arm in ("gdla", "gated"))
+    assert (
+        f"At 80, a run of `gdla` takes {gdla} times as long as one of the Transformer, and one of `gated` {gated}"
+        in PROSE
+    )
+    assert f"with the longest runs of each, they take {gdla}, {gated} and 3.3 times as long" in PROSE
 
 
 @claim("With 20 tokens per parameter, `diff` is worse than the Transformer, and `gdla` and `gated` are better")
@@ -168,11 +183,22 @@ def test_verdicts_at_20_tokens_per_parameter():
 
 
 @claim(
-    "The gap between `diff` and the Transformer shrinks with more tokens. The planned test of the subtraction is open"
+    "The gap between `diff` and the Transformer shrinks with more tokens. Whether the subtraction helps at 20 depends"
+    " on the rates: it is open with a rate for each length, and helps with [one rate for all lengths]"
 )
 def test_gap_shrinks_with_more_tokens():
     assert size_verdict("diff", "transformer", "slope") == -1
     assert size_verdict("diff", "zero-norm", "at 20") == 0
+    assert size_verdict("diff", "zero-norm", "at 20", SHARED) == -1
+
+
+@claim(
+    "With [one rate for all lengths](#one-rate-for-all-lengths), `diff` − `transformer` at 20 is open, and `diff` is "
+    "better than `zero-norm`"
+)
+def test_answer_names_the_verdicts_with_a_shared_rate():
+    assert size_verdict("diff", "transformer", "at 20", SHARED) == 0
+    assert size_verdict("diff", "zero-norm", "at 20", SHARED) == -1
 
 
 @claim("and below zero for each seed. Whether the subtraction changes with the number of tokens is open")
@@ -194,7 +220,7 @@ def test_gap_shrinks_without_the_subtraction():
     assert size_verdict("zero-norm", "transformer", "slope") == -1
 
 
-@claim("With 80, the leads of `gdla` and `gated` hold, and `diff_v2` is worse")
+@claim("With 80, `gdla` and `gated` are still better, and `diff_v2` is worse")
 def test_later_arms_at_80_tokens_per_parameter():
     assert [size_verdict(arm, "transformer", "at 80", LATER) for arm in ("gdla", "gated", "diff_v2")] == [-1, -1, 1]
 
@@ -202,6 +228,18 @@ def test_later_arms_at_80_tokens_per_parameter():
 @claim("All three slopes to 80 are above zero, as the plan expected of `gdla`")
 def test_slopes_of_the_later_arms():
     assert {size_verdict(arm, "transformer", "slope", LATER) for arm in LATER_ARMS} == {1}
+
+
+@claim("For `diff_v2`, a lead at 5 becomes a deficit at 80")
+def test_lead_of_diff_v2_becomes_a_deficit():
+    assert sign_of_interval("diff_v2", "transformer", 5) == -1
+    assert size_verdict("diff_v2", "transformer", "at 80", LATER) == 1
+
+
+@claim("For `gated`, the corrected p-value is just below 0.05, and the slope from 5 to 20 is open")
+def test_slope_of_gated():
+    assert 0.04 < SIZE_P_VALUES[LATER]["gated", "transformer", "slope"] < 0.05
+    assert size_verdict("gated", "transformer", "slope") == 0
 
 
 @claim("With five, `diff_v2` at 80 was open, and so was the slope of `gated`")
@@ -259,6 +297,16 @@ def test_slope_of_gdla_with_a_shared_rate():
     assert size_verdict("gdla", "transformer", "slope", SHARED) == 1
 
 
-@claim("The forty runs that are only in the tables above name a commit before that of their plan")
+@claim(
+    "Of the 64 runs that are only in the tables above, forty name a commit before that of their plan, because their "
+    "working copy had not been updated. These are the new runs at 20 tokens per parameter, and those of the "
+    "Transformer at 80"
+)
 def test_commit_of_the_runs_outside_the_shared_part():
-    assert len([r for r in RUNS[OWN] if r not in RUNS[SHARED] and r["commit"].startswith("b2195ee")]) == 40
+    only_own = [r for r in RUNS[OWN] if r not in RUNS[SHARED]]
+    before_plan = [r for r in only_own if r["commit"].startswith("b2195ee")]
+    assert (len(only_own), len(before_plan)) == (64, 40)
+    lengths = {(r["arm"], r["changes"]["train.steps"]) for r in only_own}
+    assert {length for length in lengths if length[1] == "2891" or length[0] == "transformer"} == {
+        (r["arm"], r["changes"]["train.steps"]) for r in before_plan
+    }

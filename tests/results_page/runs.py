@@ -43,6 +43,15 @@ def accuracies(study, arm, task):
     }
 
 
+def best_of_tuning(study, arm, task):
+    """Return the largest accuracy of an arm among the runs that tuned its settings."""
+    return max(
+        r["numbers"]["exact_match/retrieval"]
+        for r in COLLECTED[f"{study}-tuning"]
+        if (r["arm"], r["task"]) == (arm, task)
+    )
+
+
 def lambdas(study, layer, **where):
     return [
         r["numbers"][f"lambda/{layer}"]

@@ -20,7 +20,7 @@ from difftx.kernels import api
 from difftx.kernels.backend import Ranking
 from difftx.training import kernel_choice, kernel_measurement
 from difftx.training.checkpoint.manifest import package_versions
-from difftx.training.kernel_choice import worst
+from difftx.training.kernel_choice import slowest_of_all
 from difftx.training.workload import attention_workload
 
 FAKES = {"ours": "right", "tardy": "slow", "bad": "wrong", "broken": "raises", "dead": "crashes", "stuck": "hangs"}
@@ -154,7 +154,7 @@ def test_kernels_that_were_not_tried_in_time_are_named(machine):
     assert machine.manifest["attention_kernel"] == "xla"
 
 
-@pytest.mark.exhaustive  # CI runs other tests of `worst`, and of the choice in one process.
+@pytest.mark.exhaustive  # CI runs other tests of `slowest_of_all`, and of the choice in one process.
 def test_two_processes_use_the_worst_of_both_verdicts(machine):
     """Process 1 rejects kernels that are right or slow in process 0."""
     fakes = {"ours": "right", "broken": "right", "stuck": "slow", "tardy": "right"}
@@ -272,10 +272,10 @@ def test_worst_of_several_rankings():
     first = ranking({"a": 1.0, "b": 2.0, "c": 3.0}, {})
     second = ranking({"b": 5.0, "c": 3.5}, {"a": "it is wrong"})
     expected = ranking({"c": 3.5, "b": 5.0}, {"a": "process 1: it is wrong"})
-    assert worst({0: first, 1: second}) == expected
-    assert list(worst({0: first, 1: second}).milliseconds) == ["c", "b"]
-    assert worst({0: second}) == second
-    assert worst({0: expected, 1: expected}) == expected
+    assert slowest_of_all({0: first, 1: second}) == expected
+    assert list(slowest_of_all({0: first, 1: second}).milliseconds) == ["c", "b"]
+    assert slowest_of_all({0: second}) == second
+    assert slowest_of_all({0: expected, 1: expected}) == expected
 
 
 def test_new_measurement_does_not_discard_results_of_other_processes(monkeypatch):

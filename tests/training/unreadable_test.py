@@ -69,7 +69,7 @@ def test_unreadable_checkpoint_is_neither_renamed_nor_skipped(saved_20_and_40, t
     questions = [
         trainer.newest,
         reader.newest,
-        lambda: reader.verified(40),
+        lambda: reader.require_valid(40),
         lambda: reader.read_newest(lambda step: step),
         lambda: checkpoint_command(["verify", f"--workdir={tmp_path}"]),
     ]

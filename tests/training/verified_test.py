@@ -165,11 +165,11 @@ def test_reader_skips_corrupt_checkpoints_and_renames_nothing(saved_20_and_40, t
     assert reader.newest() == 20
     assert "does not verify" in capsys.readouterr().out
     assert names(folder) == ["20", "40"]
-    assert reader.verified(20) == 20
+    reader.require_valid(20)
     with pytest.raises(UserError, match=r"step 40: the checkpoint does not verify: state/.* is corrupt"):
-        reader.verified(40)
+        reader.require_valid(40)
     with pytest.raises(UserError, match=r"step 30: no such checkpoint; .*checkpoints has 20, 40"):
-        reader.verified(30)
+        reader.require_valid(30)
 
 
 @pytest.mark.parametrize(

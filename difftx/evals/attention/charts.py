@@ -29,16 +29,16 @@ def part_table(depths: Sequence[float], by_depth: Mapping[str, np.ndarray]) -> H
 
 
 def example_charts(
-    prompt: NeedlePrompt, maps: Mapping[str, np.ndarray], tokens_a_bin: int, text_of: Callable[[list[int]], str]
+    prompt: NeedlePrompt, maps: Mapping[str, np.ndarray], tokens_per_bin: int, text_of: Callable[[list[int]], str]
 ) -> list[LineChart | Heatmap]:
     """Return a chart of the last token's attention over the prompt (Figure 1 of the paper), and attention maps.
 
     `maps` has the keys of `row_pictures`, and arrays `[queries, bins]` for the prompt's last tokens as queries. Each
-    bin sums `tokens_a_bin` tokens.
+    bin sums `tokens_per_bin` tokens.
     """
     names, tokens = _map_names("a1" in maps), prompt.tokens
-    by_bin = f", sums of {tokens_a_bin} tokens" if tokens_a_bin > 1 else ""
-    starts = range(0, len(tokens), tokens_a_bin)
+    by_bin = f", sums of {tokens_per_bin} tokens" if tokens_per_bin > 1 else ""
+    starts = range(0, len(tokens), tokens_per_bin)
 
     def label(start: int, stop: int) -> str:
         text = text_of(tokens[start:stop])[:MAX_CHARACTERS]
@@ -66,7 +66,7 @@ def example_charts(
             title=f"{title} of the last tokens; the answer is at {where}",
             x_label=f"context, tokens{by_bin}",
             y_label="query",
-            x=[label(start, start + tokens_a_bin) for start in starts],
+            x=[label(start, start + tokens_per_bin) for start in starts],
             y=[label(i, i + 1) for i in range(len(tokens) - len(maps[name]), len(tokens))],
             values=maps[name].tolist(),
             value_label="weight",

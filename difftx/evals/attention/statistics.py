@@ -47,7 +47,7 @@ def row_statistics(
     return {name: jnp.mean(value_BH, axis=1) for name, value_BH in statistics.items()}
 
 
-def row_pictures(rows: AttentionRows, *, tokens_a_bin: int) -> dict[str, jax.Array]:
+def row_pictures(rows: AttentionRows, *, tokens_per_bin: int) -> dict[str, jax.Array]:
     """Return, by name, the attention weights to draw: means over heads, summed over bins, float32 `[B, C, N]`."""
     weights = {"share": _share(rows.weights_BCHS), "map": rows.weights_BCHS}
     if rows.lam_BCH is not None:
@@ -57,8 +57,8 @@ def row_pictures(rows: AttentionRows, *, tokens_a_bin: int) -> dict[str, jax.Arr
     def binned(x_BCHS: jax.Array) -> jax.Array:
         x_BCS = jnp.mean(x_BCHS, axis=2)
         B, C, S = x_BCS.shape
-        padded = jnp.pad(x_BCS, [(0, 0), (0, 0), (0, -S % tokens_a_bin)])
-        return jnp.sum(padded.reshape(B, C, -1, tokens_a_bin), axis=-1)
+        padded = jnp.pad(x_BCS, [(0, 0), (0, 0), (0, -S % tokens_per_bin)])
+        return jnp.sum(padded.reshape(B, C, -1, tokens_per_bin), axis=-1)
 
     return {name: binned(x_BCHS) for name, x_BCHS in weights.items()}
 

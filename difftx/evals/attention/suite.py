@@ -73,8 +73,8 @@ def evaluate(evaluation: Evaluation) -> Result:
     by_layer = {name: np.mean(mean_DL, axis=0) for name, mean_DL in means.items()}
     by_depth = {name: np.mean(mean_DL[:, layers], axis=1) for name, mean_DL in means.items()}
     example = prompts.prompt(prompts.items[len(prompts.depths) // 2 * settings.samples])
-    tokens_a_bin = -(-len(example.tokens) // MAX_BINS)
-    maps = _maps(evaluation, graphdef, example, layers, tokens_a_bin)
+    tokens_per_bin = -(-len(example.tokens) // MAX_BINS)
+    maps = _maps(evaluation, graphdef, example, layers, tokens_per_bin)
     return Result(
         numbers={name: float(np.mean(by_layer[name][layers])) for name in NUMBERS if name in means},
         details={
@@ -93,7 +93,7 @@ def evaluate(evaluation: Evaluation) -> Result:
         },
         charts=[
             part_table(prompts.depths, by_depth),
-            *example_charts(example, maps, tokens_a_bin, prompts.text_of),
+            *example_charts(example, maps, tokens_per_bin, prompts.text_of),
             *layer_charts(by_layer, settings.l0_share),
         ],
     )
@@ -122,14 +122,14 @@ def _batch(evaluation: Evaluation, prompts: Sequence[NeedlePrompt], rows: int, q
 
 
 def _maps(
-    evaluation: Evaluation, graphdef: nnx.GraphDef, prompt: NeedlePrompt, layers: Sequence[int], tokens_a_bin: int
+    evaluation: Evaluation, graphdef: nnx.GraphDef, prompt: NeedlePrompt, layers: Sequence[int], tokens_per_bin: int
 ) -> dict[str, np.ndarray]:
     """Return the attention weights of a prompt's last tokens by name, averaged over layers, `[C, N]` each."""
     run = evaluation.run
     queries = min(run.config.eval.attention.shown_queries, len(prompt.tokens))
-    bins = -(-len(prompt.tokens) // tokens_a_bin)
+    bins = -(-len(prompt.tokens) // tokens_per_bin)
     batch = _batch(evaluation, [prompt], decode.rows_for(1, run.mesh), queries)
-    pictures = _draw_rows(graphdef, evaluation.params, batch, tokens_a_bin=tokens_a_bin)
+    pictures = _draw_rows(graphdef, evaluation.params, batch, tokens_per_bin=tokens_per_bin)
     return {name: np.mean(np.asarray(x)[layers, 0, :, :bins], axis=0, dtype=np.float64) for name, x in pictures.items()}
 
 
@@ -143,10 +143,10 @@ def _measure_rows(
     return reshard(measures, P())  # Replicate it, so that each host can read all of it.
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "tokens_a_bin"))
-def _draw_rows(graphdef: nnx.GraphDef, params: Any, batch: _Batch, *, tokens_a_bin: int) -> Mapping[str, jax.Array]:
+@functools.partial(jax.jit, static_argnames=("graphdef", "tokens_per_bin"))
+def _draw_rows(graphdef: nnx.GraphDef, params: Any, batch: _Batch, *, tokens_per_bin: int) -> Mapping[str, jax.Array]:
     """Return the arrays of `row_pictures` in every layer, `[L, B, C, N]` each."""
-    visit = functools.partial(row_pictures, tokens_a_bin=tokens_a_bin)
+    visit = functools.partial(row_pictures, tokens_per_bin=tokens_per_bin)
     _, pictures = nnx.merge(graphdef, params).attention_rows(batch.tokens_BT, batch.queries_BC, visit)
     return reshard(pictures, P())
 

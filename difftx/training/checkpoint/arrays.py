@@ -1,8 +1,8 @@
 """Arrays of checkpoints as TensorStore reads and writes them, without orbax, in the format of orbax.
 
 Checkpoints in buckets are written by this module, because orbax cannot write to s3:// (google/orbax#2739), and because
-orbax would describe and list objects many times. The format is OCDBT with one zarr array per name. Both modules can
-read what the other one wrote. Each process writes its own database, and the primary process merges them.
+orbax would describe and list objects many times. The format is OCDBT with one zarr array per name. Orbax can read
+what this module writes, and vice versa. Each process writes its own database, and the primary process merges them.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ ZARR_METADATA = ".zarray"
 CHUNK_BYTES = 2**25  # Size from which the shards of an array are split into several chunks.
 DATA_FILE_BYTES = 2**28  # Size at which a data file ends.
 CACHE_BYTES = 2**30  # Size of the cache for chunks that several devices of a process need.
-# Formats of the database, as orbax sets them: small values are stored with the names, and there is one manifest.
-FORMAT = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 10**8, "manifest_kind": "single"}
+# Settings of the database, as orbax sets them: small values are stored with the names, and there is one manifest.
+OCDBT_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 10**8, "manifest_kind": "single"}
 # Reads that are less than 1 MB apart become one request.
 COALESCED = {
     "experimental_read_coalescing_threshold_bytes": 10**6,
@@ -41,10 +41,10 @@ COALESCED = {
 class Shards:
     """The shards of an array that this process writes, as copies in the memory of the host."""
 
-    shape: tuple[int, ...]
-    chunk: tuple[int, ...]
+    shape: tuple[int, ...]  # Shape of the whole array.
+    chunk: tuple[int, ...]  # Shape of a chunk in storage.
     dtype: np.dtype
-    shards: list[tuple[tuple[slice, ...], np.ndarray]]
+    shards: list[tuple[tuple[slice, ...], np.ndarray]]  # Index in the whole array, and values, of each shard.
 
 
 def _explained[**P, R](
@@ -64,7 +64,10 @@ def _explained[**P, R](
 
 
 def copy_shards(tree: Any) -> dict[str, Shards]:
-    """Return the shards of each array of a tree, by name. One device of all that have a shard writes it."""
+    """Return the shards of each array of a tree, by name.
+
+    If several devices hold copies of a shard, only one of them writes it.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     written = {array_name(path): [s for s in leaf.addressable_shards if s.replica_id == 0] for path, leaf in leaves}
     for shards in written.values():
@@ -89,7 +92,7 @@ def write_shards(folder: AnyPath, arrays: Mapping[str, Shards]) -> None:
     for name, array in arrays.items():
         metadata = _zarr_metadata(array)
         database[f"{_zarr_folder(name)}{ZARR_METADATA}"] = json.dumps(metadata)
-        # Otherwise TensorStore would send a request for the metadata of each array, which do not exist yet.
+        # Otherwise TensorStore would send a request for each array's metadata, which does not exist yet.
         spec = _array(_database(base, writes=True), name) | {"metadata": metadata, "assume_metadata": True}
         spec |= {"store_data_equal_to_fill_value": True}
         store = ts.open(spec, open=True, context=context, transaction=transaction).result()
@@ -127,7 +130,8 @@ def restore(folder: AnyPath, wanted: Any) -> Any:
     reads = []
     for (path, leaf), future in zip(leaves, opened, strict=True):
         store = future.result()
-        if store.shape != leaf.shape or store.dtype.numpy_dtype != leaf.dtype:  # The manifest says otherwise.
+        if store.shape != leaf.shape or store.dtype.numpy_dtype != leaf.dtype:
+            # The caller has compared the manifest with `wanted`, so this array contradicts the manifest.
             raise UnreadableError(f"{folder}: {array_name(path)} is {store.shape} {store.dtype.name} there")
         indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
         reads.append({index: store[index].read() for index in dict.fromkeys(indices)})
@@ -174,7 +178,7 @@ def _database(base: dict[str, Any], *, writes: bool = False) -> dict[str, Any]:
     if not writes:
         return spec if base["driver"] == "file" else spec | COALESCED
     # `assume_config` saves the request that would look for a database, since every save has a folder of its own.
-    return spec | {"config": FORMAT, "assume_config": True, "target_data_file_size": DATA_FILE_BYTES}
+    return spec | {"config": OCDBT_CONFIG, "assume_config": True, "target_data_file_size": DATA_FILE_BYTES}
 
 
 def _readable(base: dict[str, Any], name: str) -> dict[str, Any]:

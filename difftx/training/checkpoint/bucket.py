@@ -2,6 +2,8 @@
 
 The files of each save lie in a folder of their own below the step's folder, so that the late writes of a process that
 has lost the lock cannot change a checkpoint. `manifest.json` in the step's folder names this folder.
+
+`require_lock`, an argument of several functions, raises `RunError` if this process has lost the lock of the run.
 """
 
 import contextlib
@@ -37,8 +39,7 @@ class Save:
     ):
         """Copy the arrays to the host. `contents` is a name that no other save has, and that all processes know.
 
-        `require_lock` raises an error if this process has lost the lock of the run. `seconds` is the timeout of each
-        phase.
+        `seconds` is the timeout of each phase.
         """
         self._folder, self._contents, self._seconds = folder, contents, seconds
         self._require_lock = require_lock
@@ -104,10 +105,7 @@ class Save:
 
 
 def quarantine(folder: "epath.Path", require_lock: Callable[[], None]) -> "epath.Path":
-    """Move the manifest of a step to an object of another name, and return its path. The files stay.
-
-    Here and below, `require_lock` is that of `Save`.
-    """
+    """Move the manifest of a step to an object of another name, and return its path. The files stay."""
     path = folder / f"{QUARANTINED_MANIFEST}{uuid.uuid4().hex}.json"
     found = objects.read(folder / MANIFEST)
     if found is None:

@@ -126,8 +126,8 @@ class Checkpointer:
                 print_on_primary(f"checkpoint {folder} was deleted while it was read; reading the newest again")
         return None
 
-    def verified(self, step: int) -> int:
-        """Return `step`, or raise `UserError` if its checkpoint does not exist or is corrupt."""
+    def require_valid(self, step: int) -> None:
+        """Raise `UserError` if the checkpoint of `step` does not exist or is corrupt."""
 
         def check() -> None:
             existing = f"{self.folder} has {', '.join(map(str, self.steps())) or 'none'}"
@@ -137,7 +137,6 @@ class Checkpointer:
                 raise UserError(f"step {step}: the checkpoint does not verify: {why}; {existing}")
 
         decide_on_primary(check, DECISION_SECONDS)
-        return step
 
     def regular_steps(self) -> Iterator[int]:
         """Yield the steps of the valid regular checkpoints (`retention.is_regular`), newest first.
@@ -162,11 +161,11 @@ class Checkpointer:
         return f"{self._attempt}/{step}"
 
     def find_newest(self) -> int | None:
-        """Return the result of `newest`, computed in this process alone.
+        """Find the result of `newest` in this process alone. For training, also repair the folder.
 
-        Training also deletes what interrupted saves and removals have left, renames corrupt checkpoints (quarantine),
-        and renames a quarantined checkpoint back if it is the only valid one. After a rewind to the start, it renames
-        none back, because the rewind has discarded the training that the quarantined checkpoints are of.
+        The repair deletes what interrupted saves and removals have left, quarantines corrupt checkpoints, and takes a
+        quarantined one back if no other is valid. After a rewind to the start, it takes none back, because the rewind
+        has discarded the training that the quarantined checkpoints belong to.
         """
         if self._config is not None and (leftovers := retention.remove_leftovers(self.folder, self._require_lock)):
             print_on_primary(f"{self.folder}: removed {', '.join(leftovers)}: a save or a removal was not finished")
@@ -188,9 +187,17 @@ class Checkpointer:
             return None
         if self._config is not None and not starts_over and (step := self._take_back(quarantined)) is not None:
             return step
-        if reasons := reasons or [path.name for path in quarantined]:
+        self._require_none_lost(reasons or [path.name for path in quarantined])
+        return None
+
+    def _require_none_lost(self, invalid: Sequence[str]) -> None:
+        """Raise `UserError` if there are checkpoints, or if training has saved one. Call this only if none is valid.
+
+        `invalid` describes each checkpoint that there is. Only a checkpointer for training checks for a saved one.
+        """
+        if invalid:
             raise UserError(
-                f"{self.folder}: there are checkpoints, but none verifies ({'; '.join(reasons)}); "
+                f"{self.folder}: there are checkpoints, but none verifies ({'; '.join(invalid)}); "
                 "restore one from a copy, or use a new --workdir"
             )
         if self._config is not None and size_of(saved := self._workdir / SAVED) is not None:
@@ -198,7 +205,6 @@ class Checkpointer:
                 f"{self.folder}: there is no checkpoint, but {saved} shows that one was saved; restore it, or use "
                 f"a new --workdir. To start from step 0 in this --workdir and lose its metrics, delete {saved}"
             )
-        return None
 
     def record_start_over(self) -> None:
         """Record that the run starts again from step 0, so that a start without a checkpoint is not an error.

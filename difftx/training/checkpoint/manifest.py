@@ -46,8 +46,9 @@ QUARANTINED_MANIFEST = "quarantined-"
 RESERVED = "writing"  # Field of the object at the path of a manifest in a bucket, during a save.
 # Files that must exist. Orbax writes them after the manifest, so the manifest has no checksums of them.
 COMMIT_MARKERS = ("commit_success.txt", "_CHECKPOINT_METADATA")
-PACKAGE = Path(__file__).parents[2]  # The folder of the source files of difftx.
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tiktoken", "numpy")
+SOURCE_FOLDER = Path(__file__).parents[2]  # The folder of the source files of difftx.
+# Packages whose versions a manifest records, in addition to the installed ones of `ACCELERATOR_PACKAGES`.
+RECORDED_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tiktoken", "numpy")
 # Plugins and libraries of accelerators, of which a machine has some.
 ACCELERATOR_PACKAGES = ("jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "libtpu")
 WeightsPart = Literal["params", "ema"]  # Part of a train state with weights: the parameters, or their average.
@@ -101,7 +102,7 @@ def describe_arrays(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
 
 def package_versions() -> dict[str, str]:
     """Return the versions of the packages that can change the numbers of a run."""
-    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    versions = {name: importlib.metadata.version(name) for name in RECORDED_PACKAGES}
     for name in ACCELERATOR_PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
@@ -132,7 +133,10 @@ def manifest_text(
     files: dict[str, Any],
     contents: str = "",
 ) -> str:
-    """Return the text of a manifest. `files` are its entries for files, and `contents` is that of `Manifest`."""
+    """Return the text of a manifest.
+
+    `files` has its entries for files. `contents` is the folder of the files, see `Manifest.contents`.
+    """
     content = {
         "format": FORMAT,
         "step": step,
@@ -140,7 +144,7 @@ def manifest_text(
         "config_sha256": json_sha256(json.loads(config.to_json())),
         "data": data,
         "packages": package_versions(),
-        "source_sha256": source_sha256(PACKAGE),
+        "source_sha256": source_sha256(SOURCE_FOLDER),
         "extensions": list(map(dataclasses.asdict, loaded_extensions())),
         "arrays": {name: {"shape": list(shape), "dtype": dtype} for name, (shape, dtype) in arrays.items()},
         "files": files,
@@ -151,13 +155,15 @@ def manifest_text(
 
 
 def describe_objects(folder: "epath.Path", known: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the entries of a manifest for all objects below a folder, with the checksums of the store if it has any.
+    """Return the manifest entries of all objects below a folder, with their checksums.
 
-    If it has none, read the objects back and compute their XXH3-128, but for those whose entry is `known`.
+    Objects that have an entry in `known` keep that entry. The checksums of all other objects come from the store's
+    listing. If the listing has none of an object, read the object back and compute its XXH3-128.
     """
     described, entries = objects.describe_below(folder), dict(known or {})
     unknown = [name for name in described if name not in entries]
-    # An ETag is the MD5 of the content, unless the store encrypts it with keys of KMS. The smallest object tells which.
+    # An ETag is the MD5 of the content unless the store encrypts objects with KMS keys. Check this with the smallest
+    # object.
     with_md5 = [name for name in unknown if _listed("md5", described[name])]
     smallest = min(with_md5, key=lambda name: described[name].size, default=None)
     lists_md5 = smallest is not None and _listed("md5", described[smallest]) == _checksum_of("md5", folder / smallest)
@@ -259,8 +265,14 @@ def _why_files_invalid(folder: AnyPath, manifest: Manifest, *, content: bool) ->
     if not manifest.contents:
         expected = dict.fromkeys(COMMIT_MARKERS) | expected
     listed = objects.describe_below(folder) if is_bucket(folder) else None
+
+    def actual_size_of(name: str) -> int | None:
+        if listed is None:
+            return size_of(folder / name)
+        return listed[name].size if name in listed else None
+
     for name, size in expected.items():
-        actual_size = size_of(folder / name) if listed is None else listed[name].size if name in listed else None
+        actual_size = actual_size_of(name)
         if actual_size is None:
             return f"{name} is missing"
         if size is not None and actual_size != size:

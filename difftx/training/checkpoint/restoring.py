@@ -1,4 +1,4 @@
-"""Reading of a checkpoint's config, train state and parameters. The checkpoint must have been verified."""
+"""Restoration of a checkpoint's config, train state and parameters. The checkpoint must have been verified."""
 
 import contextlib
 import os
@@ -119,7 +119,9 @@ def _check_arrays(folder: AnyPath, manifest: Manifest, wanted: Any, prefix: str 
 
 def _arrays_folder(folder: AnyPath, manifest: Manifest) -> AnyPath | None:
     """Return the folder that `arrays` reads, or None if orbax has written the checkpoint to a local disk."""
-    return folder / manifest.contents if manifest.contents else folder if is_bucket(folder) else None
+    if manifest.contents:
+        return folder / manifest.contents
+    return folder if is_bucket(folder) else None
 
 
 def _on_mesh(tree: Any, mesh: jax.sharding.Mesh) -> Any:

@@ -1,4 +1,7 @@
-"""Selection of the checkpoints that a run keeps, and deletion and quarantine of checkpoints."""
+"""Selection of the checkpoints that a run keeps, and deletion and quarantine of checkpoints.
+
+`require_lock`, an argument of several functions, raises `RunError` if this process has lost the lock of the run.
+"""
 
 import dataclasses
 import itertools
@@ -28,7 +31,7 @@ LEFTOVER = re.compile(rf"\d+({re.escape(ocp.step.TMP_DIR_SUFFIX)}.*|{re.escape(R
 
 @dataclasses.dataclass(frozen=True)
 class Basis:
-    """What a number was measured on."""
+    """The validation data and the `eval` settings with which a number was measured."""
 
     valid: Any  # Fingerprint of each validation set, by name, or None if unknown, as in older results.
     fields: Mapping[str, Any]  # Fields of the config group `eval`. Older results have none.
@@ -43,10 +46,10 @@ class Basis:
 def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], workdir: AnyPath) -> set[int]:
     """Return those of the `steps` whose checkpoints the config keeps.
 
-    The best checkpoint is the best of those whose results are comparable with results of the run as it is trained now:
-    on the validation sets and with the fields of `eval` of the newest checkpoint. Another evaluation, such as one by
-    hand on another text, may have replaced the newest result, so that result is the reference only if no result is
-    comparable with the newest checkpoint, or if that is an older one, which does not have its validation sets.
+    `checkpoint.keep_best` considers only results that are comparable with a reference basis (`Basis`). The reference is
+    the newest checkpoint: its validation sets and its fields of `eval`. If the newest checkpoint does not record its
+    validation sets (older versions), or if no result is comparable with it, the reference is the newest result. The
+    newest result is not the first choice, because a user may have evaluated another text by hand.
     """
     newest_first = sorted(steps, reverse=True)
     kept = set(newest_first[: config.keep])
@@ -86,13 +89,13 @@ def is_regular(folder: AnyPath) -> bool:
 
 
 def _own_basis(folder: AnyPath) -> Basis:
-    """Return what the run measures its numbers on, from one of its checkpoints."""
+    """Return the basis on which the run measures its numbers, from one of its checkpoints."""
     files = contents_of(folder)
     return Basis(read_json(files / LOADER_FILE).get("valid"), read_json(files / CONFIG_FILE)["eval"])
 
 
 def number_of(workdir: AnyPath, step: int, name: str) -> tuple[float, Basis] | None:
-    """Return an evaluated number such as "loss/perplexity" after a step, and what it was measured on.
+    """Return an evaluated number such as "loss/perplexity" after a step, and its basis.
 
     Return None if the number is absent or not finite.
     """
@@ -116,8 +119,7 @@ def number_of(workdir: AnyPath, step: int, name: str) -> tuple[float, Basis] | N
 def quarantine(folder: AnyPath, require_lock: Callable[[], None] = lambda: None) -> AnyPath:
     """Rename a checkpoint's folder so that no command uses the checkpoint, and return the new path.
 
-    In a bucket, rename its manifest. Here and below, `require_lock` raises an error if this process has lost the lock
-    of a run in a bucket.
+    In a bucket, rename its manifest.
     """
     if is_bucket(folder):
         return bucket.quarantine(folder, require_lock)
