@@ -23,9 +23,7 @@ from difftx.report.panels import (
 from difftx.report.runs import RunRecord
 
 VERDICT_SUITE = "loss"  # The verdict and the curves show this suite's numbers.
-MAX_SHOWN_NUMBERS = (
-    15  # A section shows at most this many numbers. The others are in a table that the reader opens.
-)
+MAX_SHOWN_NUMBERS = 15  # A section shows at most this many numbers. The others are in a table that the reader opens.
 COUNTS = ("tokens", "documents", "demonstrations")  # Units of numbers that describe how much was measured.
 
 Result = Mapping[str, Any]  # A result of a suite, as JSON.
