@@ -58,7 +58,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         text = conftest.write_text(Path(folder, "text.txt"))
         for scheme in buckets.MODULES:
-            bucket = buckets._start(scheme, stack)
+            bucket = buckets.start(scheme, stack)
             requests = requests_table(bucket, text)
             seconds = measure_throughput(bucket, args.megabytes, args.rounds)
             console(120).print(requests, throughput_table(bucket.scheme, args.megabytes, seconds))
@@ -77,7 +77,7 @@ def state_of(size: int, step: int) -> TrainState:
 def save(saver: Checkpointer, state: TrainState, config: Config) -> None:
     """Save a checkpoint, and wait until it is in the bucket."""
     saver.save(state, LOADER_STATE, config)
-    saver._settle()
+    saver.wait()
 
 
 def requests_table(bucket: buckets.Bucket, text: Path) -> rich.table.Table:
@@ -165,7 +165,7 @@ def measure_throughput(bucket: buckets.Bucket, megabytes: int, rounds: int) -> d
             with timed("save"):
                 with timed("save, training waits"):
                     saver.save(state, LOADER_STATE, config)
-                saver._settle()
+                saver.wait()
             with timed("verify"):
                 assert why_invalid(saver.folder / str(step), step=step, content=True) is None
             with timed("download of a file"):

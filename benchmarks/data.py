@@ -2,7 +2,7 @@
 
 python benchmarks/data.py [--store=DIR --tokenizer=NAME] [--rows=64] [--sequence_length=4096] [--rounds=7]
 
-Prints a table of tokens/s of batches from a memory-mapped store, on the host and placed on the device as in training.
+Prints a table of tokens/s of batches from a store, on the host and placed on the device as in training.
 The numbers are medians over interleaved rounds in one process. Without --store, the script writes 64 M tokens of random
 documents (lognormal lengths, median 400) to a temporary folder. It also prints the time to pack 10 M such documents.
 """

@@ -24,6 +24,7 @@ import re
 import shutil
 import sys
 import tempfile
+from typing import NamedTuple
 
 _DUMP = tempfile.TemporaryDirectory(prefix="gpu_sass_")
 os.environ.update(  # Mosaic GPU reads these variables when it compiles.
@@ -65,6 +66,13 @@ LOOPS = {
 SASS_LINE = re.compile(r"([\dx&a-f-]+):([\d-]):([\d-]):[Y-]:(\d+)\s+/\*\w+\*/\s+(?:@!?U?P\w+\s+)?([\w.]+)\s*(.*)$")
 
 
+class Product(NamedTuple):
+    """A matrix product of shape 64 x `columns` x 16."""
+
+    columns: int
+    left_in_registers: bool  # Whether the left operand is in registers, and not in shared memory.
+
+
 @dataclasses.dataclass(frozen=True)
 class Instruction:
     """One line of SASS and its control code."""
@@ -88,21 +96,20 @@ class Instruction:
 
     @property
     def product(self):
-        """N of a matrix product of shape 64 x N x 16, and whether its left operand is in registers; or None."""
+        """The `Product` that this instruction computes, or None."""
         found = re.match(r"HGMMA\.64x(\d+)x16", self.opcode)
-        return found and (int(found[1]), bool(re.match(r"R\d+, R\d+, gdesc", self.operands)))
+        return found and Product(int(found[1]), bool(re.match(r"R\d+, R\d+, gdesc", self.operands)))
 
     @property
     def tensor_clocks(self):
         """Clocks that the tensor cores of an SM need for this product of a warpgroup, or 0."""
-        return TILE * self.product[0] * 16 // MMA_PER_CLOCK if self.product else 0
+        return TILE * self.product.columns * 16 // MMA_PER_CLOCK if self.product else 0
 
     @property
     def shared_bytes(self):
         """Bytes of shared memory that a warpgroup reads or writes by this instruction."""
-        if self.product:  # A is [64, 16] and B is [16, N], in bfloat16.
-            width, from_registers = self.product
-            return 32 * width + (0 if from_registers else 2048)
+        if self.product:  # A is [64, 16] and B is [16, columns], in bfloat16.
+            return 32 * self.product.columns + (0 if self.product.left_in_registers else 2048)
         if self.name in ("STSM", "LDSM"):
             return 512 * int(self.opcode[-1])
         if self.name in ("STS", "LDS"):
@@ -210,7 +217,7 @@ def print_loop(loop, warpgroups, body):
     """Print the counts of the instructions of a main loop."""
     count = collections.Counter(x.name for x in body)
     products = collections.Counter(x.product for x in body if x.product)
-    shapes = [f"{n} x 64x{x[0]}x16 {'RS' if x[1] else 'SS'}" for x, n in products.items()]
+    shapes = [f"{n} x 64x{x.columns}x16 {'RS' if x.left_in_registers else 'SS'}" for x, n in products.items()]
     # P for a group of products that ends (its commit), W for a wait.
     order = ["P" if x.product else "W" for x in body if "gsb" in x.operands]
     moved = [x.shared_bytes for x in body if x.shared_bytes and not x.product]

@@ -18,7 +18,7 @@ from difftx.huge_pages import restart_with_huge_pages
 EXIT_FAILED = 1  # Also Python's exit code after an exception.
 EXIT_BAD_INPUT = 2
 EXIT_PREEMPTED = 75  # A signal stopped the run, and the same command resumes it. EX_TEMPFAIL in sysexits.h.
-LONGEST_MESSAGE = 1500  # In characters.
+MAX_MESSAGE_CHARACTERS = 1500  # Maximum number of characters of an error message. The rest is left out.
 # Control characters except tab and newline, bidirectional controls, and surrogates, which UTF-8 cannot encode.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 SOURCE = Path(__file__).parents[1]  # The source tree, or site-packages if difftx was installed without -e.
@@ -50,7 +50,7 @@ class _OneLineError(Exception):
 
     def __init__(self, message: str):
         line = printable(" ".join(message.splitlines()))
-        super().__init__(line if len(line) <= LONGEST_MESSAGE else f"{line[:LONGEST_MESSAGE]} …")
+        super().__init__(line if len(line) <= MAX_MESSAGE_CHARACTERS else f"{line[:MAX_MESSAGE_CHARACTERS]} …")
 
 
 class UserError(_OneLineError, ValueError):
@@ -139,7 +139,7 @@ def _how_to_get(module: str) -> str:
 
 
 def _shortened(path: object) -> str:
-    return text if len(text := str(path)) <= LONGEST_MESSAGE // 5 else f"{text[:100]} …"
+    return text if len(text := str(path)) <= MAX_MESSAGE_CHARACTERS // 5 else f"{text[:100]} …"
 
 
 def shown(value: Any) -> str:

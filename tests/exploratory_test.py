@@ -12,6 +12,7 @@ from difftx.config.recipes import load_config
 
 COLLECTED = json.loads(results.COLLECTED.read_text())
 PAGE = (ROOT / "docs" / "exploratory.md").read_text()
+T_QUANTILE_2 = 4.302653  # 97.5 % quantile of Student's t with two degrees of freedom.
 
 
 def of_arm(task, arm, number="loss/bits_per_byte", study="arms"):
@@ -26,7 +27,7 @@ def contrast(arm, reference, number="loss/bits_per_byte"):
 
 def interval(own, other):
     values = [a - b for a, b in zip(own, other, strict=True)]
-    return statistics.fmean(values), 4.302653 * statistics.stdev(values) / 3**0.5
+    return statistics.fmean(values), T_QUANTILE_2 * statistics.stdev(values) / 3**0.5
 
 
 def shown(mean, half, sign="+"):

@@ -70,7 +70,7 @@ def test_the_flags_of_doctor_suffice_for_a_training(gpu_sh, tmp_path):
     code, records = gpu_sh("doctor")
     assert code == 0, records
     assert "tokens per second" in records["doctor"]
-    assert "A training can start here." in records["doctor"]
+    assert "Training can start here." in records["doctor"]
 
 
 def test_one_piece_with_arguments(gpu_sh):

@@ -15,6 +15,7 @@ from difftx.errors import UserError
 
 COLLECTED = json.loads(results.COLLECTED.read_text())
 AUDIT = ROOT / "benchmarks" / "records" / "2026-11-22_gain.md"
+T_QUANTILE_2 = 4.302653  # 97.5 % quantile of Student's t with two degrees of freedom.
 
 
 @pytest.mark.parametrize(("template", "page"), results.PAGES.items(), ids=lambda path: path.name)
@@ -46,7 +47,7 @@ def test_intervals_equal_those_of_students_t():
     values = [3.1, 3.4, 3.2]
     mean, half = study_records.estimate(values)
     assert mean == pytest.approx(statistics.fmean(values))
-    assert half == pytest.approx(4.302653 * statistics.stdev(values) / 3**0.5, rel=1e-6)  # Two degrees of freedom.
+    assert half == pytest.approx(T_QUANTILE_2 * statistics.stdev(values) / 3**0.5, rel=1e-6)
     assert study_records.estimate([2.0]) == (2.0, None)
 
 

@@ -11,7 +11,7 @@ import scipy.stats
 
 from difftx.analysis.scaling_law import CONFIDENCE, TAILS
 
-FEWEST_BLOCKS = 8  # Means of fewer blocks are too few for an interval of Student's t.
+MIN_BLOCKS = 8  # Means of fewer blocks are too few for an interval of Student's t.
 
 
 @dataclasses.dataclass(frozen=True)

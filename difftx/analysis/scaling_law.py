@@ -17,9 +17,9 @@ import scipy.optimize
 import scipy.stats
 
 LAW_PARAMETERS = 3  # The law's parameters are a, b and c.
-FEWEST_SIZES = LAW_PARAMETERS + 1  # A fit to fewer sizes would leave no residuals, which the bootstrap needs.
+MIN_SIZES = LAW_PARAMETERS + 1  # A fit to fewer sizes would leave no residuals, which the bootstrap needs.
 HUBER_WIDTH = 1e-3  # Residuals of log L up to this width count squared and larger ones linearly (Hoffmann et al.).
-LARGEST_EXTRAPOLATION = 2.0  # An x counts as extrapolated if it is outside the data by more than this factor.
+MAX_EXTRAPOLATION = 2.0  # An x counts as extrapolated if it is outside the data by more than this factor.
 CONFIDENCE = 0.95
 TAILS = ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)  # Quantiles that bound a confidence interval.
 EXPONENTS = (0.01, 5.0)  # Lower and upper bound of a fitted b.
@@ -55,7 +55,7 @@ class Fit:
 
     @classmethod
     def of(cls, x: np.ndarray, loss: np.ndarray, *, resamples: int, seed: int) -> Self:
-        """Fit a law to points, which must have at least `FEWEST_SIZES` different x."""
+        """Fit a law to points, which must have at least `MIN_SIZES` different x."""
         order = np.argsort(x, kind="stable")
         x, loss = np.asarray(x, float)[order], np.asarray(loss, float)[order]
         centre = float(np.exp(np.mean(np.log(x))))  # Dividing x by `centre` makes a and b nearly independent.
@@ -78,8 +78,8 @@ class Fit:
         return low, high
 
     def extrapolates(self, x: float) -> bool:
-        """Return whether x is outside the range of the data by more than a factor of `LARGEST_EXTRAPOLATION`."""
-        return not self.x.min() / LARGEST_EXTRAPOLATION <= x <= self.x.max() * LARGEST_EXTRAPOLATION
+        """Return whether x is outside the range of the data by more than a factor of `MAX_EXTRAPOLATION`."""
+        return not self.x.min() / MAX_EXTRAPOLATION <= x <= self.x.max() * MAX_EXTRAPOLATION
 
 
 @dataclasses.dataclass(frozen=True)

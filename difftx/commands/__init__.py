@@ -10,7 +10,7 @@ COMMANDS = {
     "prepare": "tokenise text, JSON lines, Parquet or a Hugging Face dataset",
     "data": "verify a token store, show a row of it, or count its bigrams",
     "tokenizer": "train a tokenizer on text",
-    "doctor": "check whether a training can start on this machine, and how fast it will be",
+    "doctor": "check whether training can start on this machine, and how fast it will be",
     "plan": "estimate the memory and time of a config on devices that are not attached",
     "sweep": "run a grid of configs on this machine, or write its job files",
     "checkpoint": "list, verify, compare or delete the checkpoints of a run",

@@ -94,21 +94,25 @@ def prune(workdir: AnyPath, keep: int | None, yes: bool) -> None:
 
     The newest `keep` verified checkpoints are kept, or those that the run's config keeps if `keep` is None. Checkpoints
     that do not verify or cannot be read are kept. If no checkpoint verifies, none is deleted. With `yes`, raise
-    `UserError` while a training uses the directory.
+    `UserError` while training uses the directory.
     """
     if keep is not None and keep < 1:
         raise UserError(f"--keep={keep} must be at least 1")
     config = read_config(workdir)
     if not yes:
-        if _superfluous(workdir, config.checkpoint, keep, "would be deleted"):
+        if _print_deletions(workdir, config.checkpoint, keep, "would be deleted"):
             print("add --yes to delete")
         return
     with lock_workdir(workdir, config.multihost, wait_seconds=0) as require_lock:
-        remove(_superfluous(workdir, config.checkpoint, keep, "deleted"), require_lock)
+        remove(_print_deletions(workdir, config.checkpoint, keep, "deleted"), require_lock)
 
 
-def _superfluous(workdir: AnyPath, rule: CheckpointConfig, keep: int | None, what: str) -> list[AnyPath]:
-    """Print what is kept and what is deleted, and return the latter: quarantined checkpoints and those without need."""
+def _print_deletions(workdir: AnyPath, rule: CheckpointConfig, keep: int | None, what: str) -> list[AnyPath]:
+    """Print which checkpoints are kept and which are deleted. Return the folders of the deleted ones.
+
+    They are the quarantined checkpoints, and the verified ones that need not be kept. `what` names what happens to
+    them: "deleted" or "would be deleted".
+    """
     folder = workdir / "checkpoints"
     reasons = {step: _problem(folder / str(step), content=True) for step in steps_in(folder)}
     verified = [step for step, why in reasons.items() if why is None]

@@ -56,11 +56,25 @@ def main(arguments: Sequence[str]) -> int:
     if options.source == options.target:
         lines = runs.differentialize_run(options.input, options.out, step, overrides, part, options.dex_heads)
     elif config is None:
-        shard_bytes = options.shard_mib * 2**20
-        lines = runs.export_run(options.input, options.out, step, options.target, shard_bytes, options.verify, part)
+        lines = runs.export_run(
+            options.input,
+            options.out,
+            step=step,
+            format_=options.target,
+            shard_bytes=options.shard_mib * 2**20,
+            verify=options.verify,
+            part=part,
+        )
     else:
-        dex_heads = options.dex_heads if options.differential else None
-        lines = runs.import_run(options.input, options.out, options.source, config, given, options.verify, dex_heads)
+        lines = runs.import_run(
+            options.input,
+            options.out,
+            format_=options.source,
+            config=config,
+            overridden=given,
+            verify=options.verify,
+            dex_heads=options.dex_heads if options.differential else None,
+        )
     print(*map(printable, lines), sep="\n")
     return 0
 

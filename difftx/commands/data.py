@@ -69,17 +69,17 @@ def verify(folder: AnyPath) -> None:
     print(f"{folder}: every SHA-256, count, offset and token is right")
 
 
-def show_row(folder: AnyPath, split: str, row: int, sequence_length: int, tokenizer: str | None) -> None:
+def show_row(folder: AnyPath, split: str, row: int, sequence_length: int, tokenizer_name: str | None) -> None:
     """Print the text of a row, with a title above each document and documents in alternating colours."""
     store = open_store(folder, split)
     meta = read_meta(folder)
     rows = -(-len(store) // max(1, sequence_length))
     if sequence_length < 1 or not 0 <= row < rows:
         raise UserError(f"--row={row}: {split} has rows 0 … {rows - 1} of --sequence_length={sequence_length}")
-    name, end_of_text = tokenizer or meta["tokenizer"]["name"], meta["tokenizer"].get("end_of_text_name")
-    encoding = load_tokenizer(name, field="--tokenizer", end_of_text=end_of_text)
-    if encoding.fingerprint != meta["tokenizer"]["vocabulary_sha256"]:
-        raise UserError(f"--tokenizer={encoding.name}: {folder} has another vocabulary, {meta['tokenizer']['name']!r}")
+    name, end_of_text = tokenizer_name or meta["tokenizer"]["name"], meta["tokenizer"].get("end_of_text_name")
+    tokenizer = load_tokenizer(name, field="--tokenizer", end_of_text=end_of_text)
+    if tokenizer.fingerprint != meta["tokenizer"]["vocabulary_sha256"]:
+        raise UserError(f"--tokenizer={tokenizer.name}: {folder} has another vocabulary, {meta['tokenizer']['name']!r}")
     start, stop = row * sequence_length, min((row + 1) * sequence_length, len(store))
     first = int(np.searchsorted(store.offsets, np.uint64(start), side="right")) - 1
     last = int(np.searchsorted(store.offsets, np.uint64(stop), side="left"))
@@ -91,7 +91,7 @@ def show_row(folder: AnyPath, split: str, row: int, sequence_length: int, tokeni
         title = f"document {document}" if name is None else f"document {document} ({name})"
         where = f"tokens {max(begin, start) - begin} … {min(end, stop) - begin - 1} of {end - begin}"
         console.print(rich.text.Text(printable(f"── {title}, {where} ──"), style="bold reverse"))
-        text = encoding.decode(ids.tolist())
+        text = tokenizer.decode(ids.tolist())
         console.print(rich.text.Text(printable(text), style=DOCUMENT_STYLES[document % 2]))
 
 

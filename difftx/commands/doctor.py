@@ -1,9 +1,9 @@
-"""Check whether a training can start on this machine, and measure how fast it will be.
+"""Check whether training can start on this machine, and measure how fast it will be.
 
 difftx doctor [--config=FILE.py[:ARG]] [--workdir=DIR] [--json]
 
 The command measures the devices, the attention kernels, the folder or bucket of the run, and the bucket of its data.
-Its exit code is 1 if a training cannot start. Start it on every host of a job with the flags of `difftx train` to
+Its exit code is 1 if training cannot start. Start it on every host of a job with the flags of `difftx train` to
 check all of them.
 """
 
@@ -41,6 +41,13 @@ WIDTH = 100  # Columns of the page.
 EFFICIENCY = 0.5  # Assumed share of the speed of matrix products that a training reaches.
 DEFAULT = {"cpu": "quickstart:diff", "accelerator": "diff_3b:diff"}  # Recipes whose kernels are measured.
 SLOW_WRITES = 50e6  # Bytes/s below which checkpoints take long.
+# Format of each speed and size, by its name in `Findings`.
+RATES: dict[str, Callable[[float], str]] = {
+    "write": lambda rate: f"{rate / 1e6:,.0f} MB/s",
+    "read": lambda rate: f"{rate / 1e6:,.0f} MB/s",
+    "latency_seconds": lambda seconds: f"{1e3 * seconds:,.1f} ms",
+    "free_bytes": lambda count: f"{count / 2**30:,.0f} GiB",
+}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -80,7 +87,7 @@ class Findings:
     data: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)  # Speeds of data paths in buckets.
     folders: dict[str, str | None] = dataclasses.field(default_factory=dict)
     config: dict[str, Any] | None = None
-    problems: list[str] = dataclasses.field(default_factory=list)  # Why a training cannot start.
+    problems: list[str] = dataclasses.field(default_factory=list)  # Why training cannot start.
     advice: list[str] = dataclasses.field(default_factory=list)  # What to change, the most important first.
 
     @contextlib.contextmanager
@@ -100,7 +107,7 @@ def examine(options: argparse.Namespace, config: Config | None) -> Findings:
 
     gpus, findings = kernel_measurement.gpu_identity(), Findings(software=_software(), folders=_folders())
     multihost.join(options, (config or load_config(DEFAULT["cpu"], {})).multihost)
-    # Before this process takes the memory of the GPUs.
+    # Measure before this process takes the memory of the GPUs.
     rankings = {} if gpus is None else _rankings(config or load_config(DEFAULT["accelerator"], {}))
     multihost.require_devices()
 
@@ -270,7 +277,7 @@ def _read_speeds(path: "epath.Path") -> dict[str, float]:
 
 
 def _examine_config(options: argparse.Namespace, config: Config, findings: Findings) -> None:
-    """Set `findings.config`, and add problems and advice. Raise `UserError` if a training cannot start."""
+    """Set `findings.config`, and add problems and advice. Raise `UserError` if training cannot start."""
     from difftx.parallel.mesh import check_divisible, make_mesh
     from difftx.training.run import fit_to_devices
 
@@ -282,7 +289,7 @@ def _examine_config(options: argparse.Namespace, config: Config, findings: Findi
 
 
 def _examine_space(fitted: Config, workdir: AnyPath, findings: Findings) -> None:
-    """Add problems and advice of the memory of the devices and of the space for checkpoints."""
+    """Add problems and advice on the memory of the devices and on the space for checkpoints."""
     from difftx.commands.cost import memory_of
     from difftx.model.flops import format_bytes
     from difftx.parallel.mesh import make_mesh
@@ -327,7 +334,7 @@ def _expected_training(fitted: Config, workdir: AnyPath, findings: Findings) -> 
 
 
 def _advise_on_speed(config: Config, fitted: Config, findings: Findings) -> None:
-    """Add advice of what slows down the training in `findings.config`, and of steps and saves that are too long."""
+    """Add advice on what slows down the training in `findings.config`, and on steps and saves that are too long."""
     import jax
 
     from difftx.launch.jobs import GRACE_SECONDS
@@ -416,18 +423,10 @@ def show(findings: Findings) -> None:
         )
         fields["save seconds"] = f"about {findings.config['save_seconds']:.1f}"
         table("Config", fields.items())
-    for title, lines in (("A training cannot start", findings.problems), ("What to change first", findings.advice)):
+    for title, lines in (("Training cannot start", findings.problems), ("What to change first", findings.advice)):
         if lines:
             console.print(
                 f"{title}:", *(f"  {number}. {printable(line)}" for number, line in enumerate(lines, 1)), sep="\n"
             )
     if not findings.problems:
-        console.print("A training can start here.")
-
-
-RATES: dict[str, Callable[[float], str]] = {
-    "write": lambda rate: f"{rate / 1e6:,.0f} MB/s",
-    "read": lambda rate: f"{rate / 1e6:,.0f} MB/s",
-    "latency_seconds": lambda seconds: f"{1e3 * seconds:,.1f} ms",
-    "free_bytes": lambda count: f"{count / 2**30:,.0f} GiB",
-}
+        console.print("Training can start here.")

@@ -10,7 +10,7 @@ from difftx.files import require_writable
 from difftx.launch import jobs
 from difftx.launch.grid import make_points, parse_grid
 from difftx.model.matching import matching_warning
-from difftx.storage.paths import is_bucket, name_of, path_of
+from difftx.storage.paths import is_bucket, path_of, remote_path_of
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.epilog = "--config.path.to.field=value changes a field of every run"
     args, overrides = parse_command(parser, arguments, "config")
     # Only the job needs the library and the credentials of a bucket.
-    args.out = path_of("--out", args.out) if args.launcher is None else name_of("--out", args.out)
+    args.out = path_of("--out", args.out) if args.launcher is None else remote_path_of("--out", args.out)
     if args.launcher is None or not is_bucket(args.out):
         require_writable(args.out)
     grid = parse_grid(args.grid)

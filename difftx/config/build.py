@@ -23,7 +23,7 @@ from difftx.config.fields import (
 from difftx.errors import UserError, did_you_mean
 from difftx.files import require_local
 from difftx.registry import EXTENSION_HINT
-from difftx.storage.paths import require_supported
+from difftx.storage.paths import scheme_of
 
 # Fields whose paths may be in a bucket.
 IN_BUCKETS = re.compile(
@@ -129,7 +129,10 @@ def _checked(value: Any, annotation: Any, path: str) -> Any:
         raise UserError(f"{path}={value}: expected a finite number")
     if isinstance(value, str) and not path.endswith("_url"):
         # Not `path_of`: a config must be readable without the extra of a store that the reader does not need.
-        (require_supported if IN_BUCKETS.fullmatch(path) else require_local)(path, value)
+        if IN_BUCKETS.fullmatch(path):
+            scheme_of(path, value)  # Raises `UserError` for an invalid path.
+        else:
+            require_local(path, value)
     if dataclasses.is_dataclass(annotation):
         return build_group(annotation, value, path)  # pyrefly: ignore[bad-argument-type]
     for option in options(annotation):

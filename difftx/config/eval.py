@@ -26,7 +26,8 @@ Initialization = Literal["as_configured", "no_scale", "no_norm", "no_scale_no_no
 TestSuite = Literal["loss", "recall", "position"]
 Order = Literal["random", "alternating"]
 HARNESS_TASKS = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "piqa", "winogrande")
-KINDS = "summarisation", "question_answering"
+Kind = Literal["summarisation", "question_answering"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 MathFormat = Literal["gsm8k", "math", "svamp", "asdiv", "mawps", "carp", "tabmwp", "college_math"]
 
 
@@ -117,7 +118,7 @@ class HallucinationSetConfig(Group):
     """Name of the set in the results."""
     path: str
     """Path of the file."""
-    kind: Literal["summarisation", "question_answering"]
+    kind: Kind
     """Task for the documents of the set."""
     document: str
     """Name of the JSON field with the document: a text, a list of texts, or HotpotQA's titles and sentences."""

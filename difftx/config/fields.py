@@ -78,7 +78,7 @@ class Group:
 
     def __init_subclass__(cls, path: str = "", alternatives: Mapping[str, str] = types.MappingProxyType({})):
         cls._path = path  # Path of the group in the config, such as "eval.needle", for error messages.
-        # Pairs of fields of which exactly one has a value. To set one sets the other to None (`alternative_of`).
+        # Pairs of fields of which exactly one has a value. Setting one sets the other to None (`alternative_of`).
         cls._alternatives = types.MappingProxyType({**alternatives, **{b: a for a, b in alternatives.items()}})
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 

@@ -67,12 +67,21 @@ def write_bigrams(
     stores: Sequence[TokenStore],
     path: Path,
     *,
-    min_count: int,  # Bigrams that occur less often are left out.
-    memory_bytes: int,  # Limit on memory, which does not cover the document offsets of the stores.
-    description: dict[str, Any],  # Entries to add to the header.
+    min_count: int,
+    memory_bytes: int,
+    description: dict[str, Any],
     work: Work,
 ) -> dict[str, Any]:
-    """Count the bigrams of all stores together, write the counts to a file atomically, and return the file's header."""
+    """Count the bigrams of all stores together, write the counts to a file atomically, and return the file's header.
+
+    Args:
+        stores: Stores of which to count the bigrams.
+        path: File to write.
+        min_count: Bigrams that occur less often are left out.
+        memory_bytes: Limit on memory, which does not cover the document offsets of the stores.
+        description: Entries to add to the header.
+        work: Shows the progress.
+    """
     # The temporary files take up to 32 bytes per distinct bigram of each chunk.
     items = max(1, memory_bytes // BYTES_PER_ITEM)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:

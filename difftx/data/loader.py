@@ -50,16 +50,27 @@ class HostSlice:
 
 
 class Loader(Iterator[Batch]):
-    """An endless iterator of sharded batches. Its state is the number of examples consumed."""
+    """An endless iterator of sharded batches. Its state is the number of examples consumed.
+
+    Args:
+        examples: Endless random-access rows (`Sources.examples`).
+        batch_rows: Number of rows in a global batch.
+        prefetch_batches: Number of batches to read ahead.
+        threads: Number of rows to read at a time.
+        sharding: Sharding of the `[B, T]` arrays of a global batch.
+        signature: `Sources.signature`, which `restore` compares.
+        vocab_size: Token ids must be less than this number.
+        where: Function that returns the origin of an example, for error messages (`Sources.where`).
+    """
 
     def __init__(
         self,
-        examples: Any,  # `examples`, `signature` and `where` are those of `Sources`.
+        examples: Any,
         *,
-        batch_rows: int,  # Number of rows in a global batch.
+        batch_rows: int,
         prefetch_batches: int,
-        threads: int = 1,  # Number of rows to read at a time.
-        sharding: jax.sharding.NamedSharding,  # Sharding of the `[rows, T]` arrays of a global batch.
+        threads: int = 1,
+        sharding: jax.sharding.NamedSharding,
         signature: dict[str, Any],
         vocab_size: int,
         where: Callable[[int], str],

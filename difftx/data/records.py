@@ -27,8 +27,8 @@ else:
 
 OPENERS = {".gz": gzip.open, ".zst": zstd.open, ".xz": lzma.open}
 READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError, zstd.ZstdError)
-LONGEST_DOCUMENT = 2**30  # Largest decompressed line or text file in bytes. Each document is tokenised in one call.
-TOO_LONG = f"is longer than the {LONGEST_DOCUMENT:,} bytes that a document may have; split it"
+MAX_DOCUMENT_BYTES = 2**30  # Maximum size of a decompressed line or text file. Each is tokenised in one call.
+TOO_LONG = f"is longer than the {MAX_DOCUMENT_BYTES:,} bytes that a document may have; split it"
 
 
 def open_stream(file: AnyPath) -> BinaryIO:
@@ -93,9 +93,9 @@ def read_records(path: AnyPath, *, field: str, what: str) -> Iterator[Record]:
     empty = True
     try:
         with open_stream(path) as stream:
-            lines = iter(lambda: stream.readline(LONGEST_DOCUMENT + 1), b"")
+            lines = iter(lambda: stream.readline(MAX_DOCUMENT_BYTES + 1), b"")
             for number, line in enumerate(lines, start=1):
-                if len(line) > LONGEST_DOCUMENT and not line.endswith(b"\n"):
+                if len(line) > MAX_DOCUMENT_BYTES and not line.endswith(b"\n"):
                     raise UserError(f"{path}: line {number} {TOO_LONG}")
                 if line.strip():
                     empty = False

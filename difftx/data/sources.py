@@ -93,13 +93,13 @@ class Sources:
         return [first, *(Stage(-(-stage.from_tokens // block_tokens), stage.weights) for stage in self.config.stages)]
 
 
-def load_sources(config: DataConfig, encoding: Tokenizer) -> Sources:
+def load_sources(config: DataConfig, tokenizer: Tokenizer) -> Sources:
     """Open or tokenise every source, then up-sample and pack it; raise `UserError` if a source is invalid."""
     train, valid, notes = {}, {}, []
     if not config.sources:
-        train[ONLY_SOURCE], valid[ONLY_SET], notes = _load(config.path, config, encoding)
+        train[ONLY_SOURCE], valid[ONLY_SET], notes = _load(config.path, config, tokenizer)
     for source in config.sources:
-        train[source.name], valid[source.name], lines = _load(source.path, config, encoding)
+        train[source.name], valid[source.name], lines = _load(source.path, config, tokenizer)
         notes += [f"{source.name}: {line}" for line in lines]
     signature = {
         **{f"source {name}": rows.fingerprint for name, rows in train.items()},
@@ -108,7 +108,7 @@ def load_sources(config: DataConfig, encoding: Tokenizer) -> Sources:
         "weights": [source.weight for source in config.sources],
         "stages": [[stage.from_tokens, *stage.weights] for stage in config.stages],
         "upsampling": dataclasses.asdict(config.upsampling) if config.upsampling.longer_than_tokens else None,
-        "tokenizer": encoding.fingerprint,
+        "tokenizer": tokenizer.fingerprint,
         "sequence_length": config.sequence_length,
         "packing": config.packing if config.packing == "concat" else f"best_fit {BEST_FIT_VERSION}",
         "document_mask": config.document_mask,
@@ -133,11 +133,11 @@ def signature_of_stores(config: DataConfig) -> dict[str, str]:
     return entries
 
 
-def _load(path: str | None, config: DataConfig, encoding: Tokenizer) -> tuple[RowSource, RowSource, list[str]]:
+def _load(path: str | None, config: DataConfig, tokenizer: Tokenizer) -> tuple[RowSource, RowSource, list[str]]:
     """Return the training rows and the validation rows of a path, and notes for the user."""
     if path is not None and path.startswith(SYNTHETIC):
         return SyntheticRows(path, config, "train"), SyntheticRows(path, config, "valid"), []
-    train_store, valid_store = load_corpus(path, config, encoding)
+    train_store, valid_store = load_corpus(path, config, tokenizer)
     notes = [] if isinstance(train_store, ShardedStore) else _uneven_split(path, train_store, valid_store, config)
     if (longer_than := config.upsampling.longer_than_tokens) is not None:
         train_store = UpsampledStore(train_store, longer_than_tokens=longer_than, share=config.upsampling.share)
@@ -173,12 +173,12 @@ def pack(store: TokenStore, config: DataConfig) -> PackedRows:
     )
 
 
-def load_corpus(path: str | None, config: DataConfig, encoding: Tokenizer) -> tuple[TokenStore, TokenStore]:
+def load_corpus(path: str | None, config: DataConfig, tokenizer: Tokenizer) -> tuple[TokenStore, TokenStore]:
     """Return the training and the validation documents of a path, which is a token store or text to tokenise."""
     if path is not None and may_be_store(path_of("data.path", path)):
-        train, valid = (open_split(config, path, split, encoding) for split in SPLITS)
+        train, valid = (open_split(config, path, split, tokenizer) for split in SPLITS)
     else:
-        train, valid = _tokenise_text(path, config, encoding)
+        train, valid = _tokenise_text(path, config, tokenizer)
     require_row(train, config, f"data.path={path!r}", "training")
     require_row(valid, config, f"data.path={path!r}", "validation")
     return train, valid
@@ -200,20 +200,20 @@ def may_be_store(path: AnyPath) -> bool:
     return not glob.has_magic(str(path)) and size_of(path) is None
 
 
-def open_split(config: DataConfig, path: str, split: str, encoding: Tokenizer, field: str = "data.path") -> TokenStore:
-    """Open a split of a store, and check its vocabulary and its chat template against `encoding`.
+def open_split(config: DataConfig, path: str, split: str, tokenizer: Tokenizer, field: str = "data.path") -> TokenStore:
+    """Open a split of a store, and check its vocabulary and its chat template against `tokenizer`.
 
     `field` is the config field of `path`.
     """
     meta = read_meta(path_of(field, path))
-    tokenizer = meta["tokenizer"]
-    if (vocabulary := tokenizer["vocabulary_sha256"]) != encoding.fingerprint:
+    recorded = meta["tokenizer"]
+    if (vocabulary := recorded["vocabulary_sha256"]) != tokenizer.fingerprint:
         raise UserError(
-            f"data.tokenizer={config.tokenizer!r} (vocabulary {encoding.fingerprint[:12]}) is not that of the store "
-            f"{field}={path!r}: {tokenizer['name']!r} (vocabulary {vocabulary[:12]}); set data.tokenizer, or prepare "
+            f"data.tokenizer={config.tokenizer!r} (vocabulary {tokenizer.fingerprint[:12]}) is not that of the store "
+            f"{field}={path!r}: {recorded['name']!r} (vocabulary {vocabulary[:12]}); set data.tokenizer, or prepare "
             "again"
         )
-    template, ours = meta.get("source", {}).get("chat_template_sha256"), encoding.chat_template
+    template, ours = meta.get("source", {}).get("chat_template_sha256"), tokenizer.chat_template
     if template is not None and (ours is None or ours.sha256 != template):
         found = "no chat template" if ours is None else f"the chat template {ours.sha256[:12]}"
         raise UserError(
@@ -223,7 +223,7 @@ def open_split(config: DataConfig, path: str, split: str, encoding: Tokenizer, f
     return open_store(path, split, verify=config.verify, cache_path=config.cache_path, cache_mib=config.cache_mib)
 
 
-def _tokenise_text(path: str | None, config: DataConfig, encoding: Tokenizer) -> tuple[TokenStore, TokenStore]:
+def _tokenise_text(path: str | None, config: DataConfig, tokenizer: Tokenizer) -> tuple[TokenStore, TokenStore]:
     # Hashes as keys remove exact duplicates. Sorting by hash makes the split independent of the order of the files.
     documents = {hashlib.sha256(text.encode()).digest(): text for text in read_texts(path)}
     held_out = min(math.ceil(config.valid_fraction * len(documents)), len(documents) - 1)
@@ -234,7 +234,7 @@ def _tokenise_text(path: str | None, config: DataConfig, encoding: Tokenizer) ->
             f"several files with different texts, or one of more than {DOCUMENT_BYTES} bytes with several lines"
         )
     texts = [documents[digest] for digest in sorted(documents)]
-    return _tokenise(texts[held_out:], encoding, name), _tokenise(texts[:held_out], encoding, name)
+    return _tokenise(texts[held_out:], tokenizer, name), _tokenise(texts[:held_out], tokenizer, name)
 
 
 def text_files(path: str | None, field: str = "data.path") -> Sequence[AnyPath]:
@@ -288,11 +288,11 @@ def _split_at_line_ends(text: str) -> Iterator[str]:
         yield "".join(document)
 
 
-def _tokenise(texts: list[str], encoding: Tokenizer, name: str) -> TokenStore:
-    dtype = np.uint16 if encoding.n_vocab <= 2**16 else np.uint32
-    end = np.array([encoding.eot_token], dtype)
+def _tokenise(texts: list[str], tokenizer: Tokenizer, name: str) -> TokenStore:
+    dtype = np.uint16 if tokenizer.n_vocab <= 2**16 else np.uint32
+    end = np.array([tokenizer.eot_token], dtype)
     parts = []
     for text in texts:
-        parts += [np.array(encoding.prefix, dtype), encoding.encode_to_numpy(text).astype(dtype), end]
+        parts += [np.array(tokenizer.prefix, dtype), tokenizer.encode_to_numpy(text).astype(dtype), end]
     lengths = [sum(map(len, each)) for each in itertools.batched(parts, 3)]
     return TokenStore(np.concatenate(parts), np.cumsum([0, *lengths], dtype=np.uint64), name=name)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from difftx.data.chat_template import ChatTemplate, Message
 
 BYTES = "bytes"
-LARGEST_ID = 2**24 - 1  # Largest id in a .tiktoken file, because an embedding has a row for every id up to the largest.
+MAX_ID = 2**24 - 1  # Maximum id in a .tiktoken file, because an embedding has a row for every id up to the largest.
 END_OF_TEXT = "<|endoftext|>"
 VOCABULARY_MULTIPLE = 128  # A derived `model.vocab_size` is rounded up to a multiple, the lanes of a TPU.
 
@@ -81,12 +81,18 @@ class Tokenizer(abc.ABC):
         return [*self.prefix, *self.encode_ordinary(text)]
 
     def encode_messages(self, messages: "Sequence[Message]", field: str) -> list[int]:
-        """Return the ids of a conversation and of the beginning of the assistant's next message. `field` has it."""
+        """Return the ids of a conversation and of the beginning of the assistant's next message.
+
+        `field` is the text that error messages use for the conversation, such as the field that contains it.
+        """
         text = self.require_chat_template(field).render(messages, add_generation_prompt=True)
         return self.encode_chat(text)
 
     def require_chat_template(self, field: str) -> "ChatTemplate":
-        """Return the chat template, or raise `UserError` if there is none. `field` needs it."""
+        """Return the chat template, or raise `UserError` if there is none.
+
+        `field` is the flag or field that requires the template, for the error message.
+        """
         if self.chat_template is None:
             raise UserError(
                 f"{field} needs a chat template, and the tokenizer {self.name!r} has none; use the folder of a "
@@ -108,7 +114,7 @@ class TiktokenTokenizer(Tokenizer):
         return self.encoding.encode_to_numpy(text, disallowed_special=())
 
     def encode_ordinary(self, text: str, *, continues: bool = False) -> list[int]:
-        return self.encoding.encode_ordinary(text)  # Unlike the other method, it accepts half of a surrogate pair.
+        return self.encoding.encode_ordinary(text)  # Unlike `encode_to_numpy`, it accepts half of a surrogate pair.
 
     def encode_chat(self, text: str, *, continues: bool = False) -> list[int]:
         return self.encoding.encode(text, allowed_special="all")
@@ -225,8 +231,8 @@ def _encoding_from_file(path: Path, field: str) -> tiktoken.Encoding:
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError as error:
             raise UserError(f"{where}: line {number} is not a token in base64 and its id ({error})") from error
-    if (largest := max(ranks.values(), default=0)) > LARGEST_ID:
-        raise UserError(f"{where}: id {largest} is more than {LARGEST_ID}, the largest that is read")
+    if (largest := max(ranks.values(), default=0)) > MAX_ID:
+        raise UserError(f"{where}: id {largest} is more than {MAX_ID}, the largest that is read")
     if len(set(ranks.values())) != len(ranks) or min(ranks.values(), default=0) < 0:
         raise UserError(f"{where}: two tokens have one id, or an id is negative")
     if missing := [value for value in range(256) if bytes([value]) not in ranks]:

@@ -61,7 +61,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     if (code := settings.get("auto_map")) is not None:
         raise UserError(
             f"{folder / CONFIG}: auto_map={code!r} names code of a tokenizer, and difftx executes no code of a folder; "
-            "if the tokenizer encodes alike without it, remove auto_map from the file"
+            "if the tokenizer encodes texts identically without it, remove auto_map from the file"
         )
     if "added_tokens_decoder" not in settings:
         settings |= read_object(folder / SPECIAL_TOKENS)
@@ -83,7 +83,8 @@ def read_object(path: Path) -> dict[str, Any]:
 class FileTokenizer(Tokenizer):
     """The parts that the two families share. Errors begin with `field`, such as "data.tokenizer='/path'"."""
 
-    transformers_class: str | None  # The class of transformers that encodes alike with the same files, if there is one.
+    # The class of transformers that encodes texts identically with the same files, if there is one.
+    transformers_class: str | None
 
     def __init__(
         self,

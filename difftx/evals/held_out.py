@@ -23,7 +23,7 @@ from difftx.training.run import Run
 FIELD = "eval.test.path"
 TEST_SET = "test"  # Name of the test text in the details of the results.
 # Most tokens of test and training text that are compared, because every process reads them from start to end.
-MOST_COMPARED_TOKENS = 2**28
+MAX_COMPARED_TOKENS = 2**28
 CHUNK_TOKENS = 2**22  # Tokens of whole documents to read at a time.
 
 
@@ -74,7 +74,7 @@ def test_rows(run: Run) -> PackedRows:
 def check(run: Run) -> None:
     """Raise `UserError` as `test_rows` does, or if a suite cannot evaluate the test text, or if training includes it.
 
-    Only whole training documents with equal tokens are found. Larger texts than `MOST_COMPARED_TOKENS` are not
+    Only whole training documents with equal tokens are found. Larger texts than `MAX_COMPARED_TOKENS` are not
     compared.
     """
     rows = test_rows(run)
@@ -86,10 +86,10 @@ def check(run: Run) -> None:
             raise UserError(f"eval.test.suites on the test text, {FIELD}={settings.path!r}: {error}") from error
     test = rows.store
     training = [rows.store.unsampled for rows in run.data.train.values() if isinstance(rows, PackedRows)]
-    if (tokens := sum(map(len, [test, *training]))) > MOST_COMPARED_TOKENS:
+    if (tokens := sum(map(len, [test, *training]))) > MAX_COMPARED_TOKENS:
         print_on_primary(
             f"suite 'test': not checked whether documents of {FIELD} are in the training text: both have {tokens:,} "
-            f"tokens, more than {MOST_COMPARED_TOKENS:,}"
+            f"tokens, more than {MAX_COMPARED_TOKENS:,}"
         )
         return
     index_of = {digest: index for index, digest in enumerate(_digests(test))}

@@ -14,7 +14,7 @@ from difftx.evals.result import Measure, Result
 from difftx.evals.suite import Suite
 from difftx.training.run import Run
 
-MOST_BLOCKS = 100  # Most blocks of rows per validation set. More would enlarge results, but hardly narrow an interval.
+MAX_BLOCKS = 100  # Maximum number of blocks of rows per validation set. More would hardly narrow an interval.
 
 
 def evaluate(evaluation: Evaluation) -> Result:
@@ -63,7 +63,7 @@ def _score_set(evaluation: Evaluation, name: str) -> dict[str, Any]:
         tokens += rows[-1][1]
         if is_text:
             text_bytes += int(byte_counts[row["targets"][counts_T]].sum())
-    sums = [block.sum(axis=0) for block in np.array_split(np.array(rows), min(len(rows), MOST_BLOCKS))]
+    sums = [block.sum(axis=0) for block in np.array_split(np.array(rows), min(len(rows), MAX_BLOCKS))]
     blocks = {"nats": [float(n) for n, _ in sums], "tokens": [int(t) for _, t in sums]}
     scores = {"loss": nats / tokens, "tokens": tokens, "blocks": {**blocks, "targets_sha256": targets.hexdigest()}}
     if not text_bytes:  # A synthetic task, or text of which only end-of-document tokens count.

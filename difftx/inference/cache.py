@@ -131,7 +131,8 @@ def _write(put: Callable, cache: KVCache, entries: Entries, where: jax.Array, co
 def _write_to_evicted(cache: KVCache, entries: Entries, config: CacheConfig) -> KVCache:
     """Return the cache with the T new tokens of each row in the slots of T evicted tokens, or in empty slots.
 
-    The most recent tokens stay, of which the new tokens are a part. Of the others, those with the least mass go.
+    The most recent tokens, which include the new ones, are kept. Among all other tokens, those with the least mass are
+    evicted.
     """
     assert config.tokens is not None
     recent = int(config.recent_share * config.tokens)
@@ -142,9 +143,9 @@ def _write_to_evicted(cache: KVCache, entries: Entries, config: CacheConfig) -> 
         T, S = position_BT.shape[1], total_LBKS.shape[-1]
         age_LBKS = jnp.max(position_BT, axis=1)[None, :, None, None] - position_LBKS
         # Recent tokens come after all others in the order of eviction, the newest last.
-        kept_LBKS = jnp.where(age_LBKS < recent, jnp.finfo(jnp.float32).max / (2 + age_LBKS), total_LBKS)
-        kept_LBKS = jnp.where(position_LBKS == EMPTY, -1, kept_LBKS)
-        slot_LBKT = jnp.argsort(kept_LBKS, axis=-1)[..., :T]
+        priority_LBKS = jnp.where(age_LBKS < recent, jnp.finfo(jnp.float32).max / (2 + age_LBKS), total_LBKS)
+        priority_LBKS = jnp.where(position_LBKS == EMPTY, -1, priority_LBKS)
+        slot_LBKT = jnp.argsort(priority_LBKS, axis=-1)[..., :T]
         slot_LBKT = jnp.where((position_BT == EMPTY)[None, :, None], S, slot_LBKT)  # Padding is dropped.
 
         def put(old, new):

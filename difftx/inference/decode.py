@@ -45,7 +45,7 @@ from difftx.training.state import graph
 
 PREFILL_TOKENS = 256  # Most tokens per row in a prefill chunk. Chunks of short prompts are smaller.
 CHUNK_WEIGHTS = 2**22  # Most attention weights per head in a chunk (16 MiB in float32). Limits chunks of long prompts.
-SMALLEST_CHUNK = 32  # Fewest tokens per row in a chunk.
+MIN_CHUNK_TOKENS = 32  # Minimum number of tokens per row in a chunk.
 BLOCK_TOKENS = 16  # Tokens decoded on the device before the host prints text and checks for stop strings.
 ROOM_TOKENS = 1024  # Most new tokens that a cache has room for at first. Programs are compiled again when it grows.
 NO_TOKEN = -1  # Fills a block's entries after the end of a row.
@@ -110,7 +110,7 @@ def chunk_for(longest: int, rows: int, mesh: jax.sharding.Mesh, config: CacheCon
     """Return the number of tokens per row in a prefill chunk, a power of two, for rows of up to `longest` tokens."""
     fitting = CHUNK_WEIGHTS // (rows // batch_shards(mesh) * capacity_for(longest, config))
     largest = min(PREFILL_TOKENS, 2 ** fitting.bit_length() // 2)
-    chunk = max(SMALLEST_CHUNK, min(largest, 2 ** (longest - 1).bit_length()))
+    chunk = max(MIN_CHUNK_TOKENS, min(largest, 2 ** (longest - 1).bit_length()))
     return min(chunk, config.chunk_tokens) if config.compresses else chunk
 
 
@@ -118,11 +118,14 @@ def padded(
     rows: Sequence[Sequence[int]], mesh: jax.sharding.Mesh, config: CacheConfig
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Pad rows to whole chunks. Return the int32 tokens `[B, T]` and lengths `[B]`, and the tokens per chunk."""
-    longest, count = max(1, *map(len, rows)), rows_for(len(rows), mesh)
+    longest = max(1, *map(len, rows))
+    count = rows_for(len(rows), mesh)
     chunk = chunk_for(longest, count, mesh, config)
-    tokens_BT, length_B = np.zeros((count, -(-longest // chunk) * chunk), np.int32), np.zeros(count, np.int32)
+    tokens_BT = np.zeros((count, -(-longest // chunk) * chunk), np.int32)
+    length_B = np.zeros(count, np.int32)
     for row, tokens in enumerate(rows):
-        tokens_BT[row, : len(tokens)], length_B[row] = tokens, len(tokens)
+        tokens_BT[row, : len(tokens)] = tokens
+        length_B[row] = len(tokens)
     return tokens_BT, length_B, chunk
 
 
@@ -151,8 +154,8 @@ def prefill(
     cache = new_cache(lm.weights, config=lm.config, rows=rows, capacity=capacity)
     x_BD = put(lm.mesh, np.zeros((rows, lm.config.model.d_model), lm.config.model.compute_dtype))
     for start in range(0, tokens_BT.shape[1], chunk):
-        host = (put(lm.mesh, x) for x in (tokens_BT[:, start : start + chunk], length_B))
-        cache, x_BD = _prefill_chunk(lm.weights, cache, x_BD, np.int32(start), *host, config=lm.config)
+        on_devices = (put(lm.mesh, x) for x in (tokens_BT[:, start : start + chunk], length_B))
+        cache, x_BD = _prefill_chunk(lm.weights, cache, x_BD, np.int32(start), *on_devices, config=lm.config)
     host = {
         "length_B": length_B,
         "seen_BV": seen_BV,

@@ -155,7 +155,7 @@ def _score_branches(lm: LanguageModel, groups: Sequence[list[_Entry]]) -> dict[_
     scores = {}
     for branches_by_row in itertools.zip_longest(*map(_passes, groups), fillvalue=[]):
         width = max(sum(len(item.branch) for _, item in branches) for branches in branches_by_row)
-        shape = len(prefilled.length_B), max(decode.SMALLEST_CHUNK, 2 ** (width - 1).bit_length())
+        shape = len(prefilled.length_B), max(decode.MIN_CHUNK_TOKENS, 2 ** (width - 1).bit_length())
         tokens_BT, positions_BT, targets_BT, branch_BT = (np.zeros(shape, np.int32) for _ in range(4))
         segment_BT = np.full(shape, EMPTY, np.int32)
         scored = {}

@@ -3,7 +3,7 @@
 All values of the Transformer are copied bit for bit. The weights that the new architecture adds get the initial values
 of a new model.
 """
-# Axes in strings: D = model width, H = heads, K = key/value heads, G = 2 groups of a head, j = K / 2 pairs of key/value
+# Axes in strings: D = model width, H = heads, K = key/value heads, G = 2 groups of a head, P = K / 2 pairs of key/value
 # heads, R = H / K query heads per key/value head, d = width of a head.
 # Axes of arrays: B = rows, T = tokens, C = selected queries, L = layers, H = heads
 
@@ -60,13 +60,13 @@ SOURCES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "dex": {},
     "diff": {
-        "query_DHGd": ("query_DHd", "D jGR d", "D jR G d"),
-        "key_DKGd": ("key_DKd", "D jG d", "D j G d"),
-        "value_DKE": ("value_DKd", "D jG d", "D j Gd"),
-        "output_HED": ("output_HdD", "jGR d D", "jR Gd D"),
-        "query_bias": ("query_bias", "jGR d", "jR G d"),
-        "key_bias": ("key_bias", "jG d", "j G d"),
-        "value_bias": ("value_bias", "jG d", "j Gd"),
+        "query_DHGd": ("query_DHd", "D PGR d", "D PR G d"),
+        "key_DKGd": ("key_DKd", "D PG d", "D P G d"),
+        "value_DKE": ("value_DKd", "D PG d", "D P Gd"),
+        "output_HED": ("output_HdD", "PGR d D", "PR Gd D"),
+        "query_bias": ("query_bias", "PGR d", "PR G d"),
+        "key_bias": ("key_bias", "PG d", "P G d"),
+        "value_bias": ("value_bias", "PG d", "P Gd"),
     },
 }
 
@@ -223,7 +223,7 @@ def _layer_of(
     if initial_L is not None:
         return np.stack([array, initial_L[layer][..., 1, :]], axis=-2)
     K = transformer.kv_heads
-    sizes = sizes_of(transformer) | {"j": K // 2, "R": transformer.num_heads // K}
+    sizes = sizes_of(transformer) | {"P": K // 2, "R": transformer.num_heads // K}
     return rearrange(array, axes, new_axes, sizes)
 
 

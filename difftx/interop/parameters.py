@@ -5,7 +5,7 @@ Values stay bit-identical, except where the gain of a head norm is folded into W
 # Axes in names and strings: D = model width, V = vocabulary, F = hidden width of the MLP, L = layers, H = heads,
 # K = key/value heads, G = 2 groups (of the attention weights A1 and A2), d = width of a head's query and key in a
 # group, E = width of a head's output, p = 2 channels that the rotary embedding rotates together, j = d / 2 pairs,
-# A = queries per token, N = noise heads, Q = A / N, R = H / K
+# A = queries per token, N = noise heads, Q = A / N, R = H / K, o = 1 (an axis that the other layout lacks)
 
 import dataclasses
 import math
@@ -265,6 +265,7 @@ def _import(weight: Weight, tensors: Mapping[str, Tensor], layers: int, sizes: M
     shape = shape_of(weight.our_axes, sizes)
     if not weight.has_layers:
         return by_rows(shape, tensors[weight.names[0]].read)
+    stack = (len(weight.names),) if len(weight.names) > 1 else ()
 
     def blocks() -> Iterator[np.ndarray]:
         for layer in range(layers):
@@ -274,7 +275,6 @@ def _import(weight: Weight, tensors: Mapping[str, Tensor], layers: int, sizes: M
             ]
             yield (np.stack(parts) if stack else parts[0])[None]
 
-    stack = (len(weight.names),) if len(weight.names) > 1 else ()
     return Streamed((layers, *stack, *shape), 1, blocks)
 
 

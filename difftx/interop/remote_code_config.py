@@ -123,7 +123,9 @@ def _heads(fields: Fields, architecture: str) -> _Heads:
         raise UserError(
             f"{fields.path}: num_noise_heads={noise_heads!r}: expected null or a count below {queries}, all heads"
         )
-    num_heads, width, attention = queries - (noise_heads or 0), fields.get("head_dim", int), ARCHITECTURES[architecture]
+    num_heads = queries - (noise_heads or 0)
+    width = fields.get("head_dim", int)
+    attention = ARCHITECTURES[architecture]
     sub_heads_per_call_head = attention.value_width_factor
     num_kv_heads = kv_heads * sub_heads_per_call_head // attention.groups
     sub_heads = queries if sub_heads_per_call_head == 2 else num_heads

@@ -57,6 +57,7 @@ COMPARED_PARAMETERS = 500_000_000  # Larger models are not compared with the Tra
 def import_run(
     source: AnyPath,
     out: AnyPath,
+    *,
     format_: Format,
     config: Config,
     overridden: Collection[str],
@@ -164,8 +165,10 @@ def _differentialize(
 
     `read_data` opens the data on whose validation rows dex chooses heads.
     """
-    new, chosen_LH, lines = dataclasses.replace(config, model=model), None, []
+    new = dataclasses.replace(config, model=model)
     mesh = make_mesh(config.mesh)
+    chosen_LH = None
+    lines = []
     if model.architecture == "dex" and dex_heads == "entropy":
         chosen_LH = heads_by_entropy(config, mesh, checkpoint, part, read_data())
         lines.append(f"heads of highest entropy: {int(chosen_LH[0].sum())} of {model.num_heads} in each layer")
@@ -199,7 +202,14 @@ def _check_function(
 
 
 def export_run(
-    workdir: AnyPath, out: AnyPath, step: int | None, format_: Format, shard_bytes: int, verify: bool, part: WeightsPart
+    workdir: AnyPath,
+    out: AnyPath,
+    *,
+    step: int | None,
+    format_: Format,
+    shard_bytes: int,
+    verify: bool,
+    part: WeightsPart,
 ) -> list[str]:
     """Write weights of the checkpoint that `read_checkpoint` selects to a model folder. Return messages."""
 

@@ -22,7 +22,7 @@ FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # Dtypes whose values float32 represents exactly.
 DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
-LONGEST_HEADER = 100_000_000  # Largest size of a header in bytes, as in the `safetensors` library.
+MAX_HEADER_BYTES = 100_000_000  # Maximum size of a header, as in the `safetensors` library.
 ENTRY_SCHEMA = {"dtype": str, "shape": [int], "data_offsets": [int]}  # Schema of a tensor's entry in the header.
 
 
@@ -83,7 +83,7 @@ def _read_header(file: Path) -> dict[str, Tensor]:
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
-        text = stream.read(length) if 8 + length <= size and length <= LONGEST_HEADER else b""
+        text = stream.read(length) if 8 + length <= size and length <= MAX_HEADER_BYTES else b""
     try:
         header: Any = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -44,7 +44,7 @@ TOKENIZER_SCHEMA = {
 
 
 def export_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path, model_type: str | None) -> str:
-    """Write the tokenizer's files if transformers encodes alike with them. Return a message for the user.
+    """Write the tokenizer's files if transformers encodes texts identically with them. Return a message for the user.
 
     `model_type` is that of the model's config.json, if it has one.
     """
@@ -89,8 +89,8 @@ def import_tokenizer(
     written to `folder`, which is later renamed to `out`, or the tokenizer's files are copied there. If neither is
     possible, the value is `name`. If `end_of_text` is set, the files must be a tokenizer with this end-of-text token.
     """
-    read_settings(source)  # Refuse code of others, also if the settings have no other effect.
-    place = out if is_bucket(out) else out.absolute()
+    read_settings(source)  # Raises `UserError` if the settings name code, even where the settings are not used below.
+    final_folder = out if is_bucket(out) else out.absolute()
     if not has_tokenizer(source):
         note = (
             f"tokenizer: {source} has no {TOKENIZER} or {MODEL}; data.tokenizer={name!r} stays, and must be the model's"
@@ -106,7 +106,7 @@ def import_tokenizer(
             with contextlib.suppress(KeyError):  # Raised for a character that does not represent a byte.
                 write_atomically(file, _ranks(theirs["model"]["vocab"]))
             if file.is_file() and _is_same(str(file), theirs):
-                kept = str(place / file.name)
+                kept = str(final_folder / file.name)
                 return kept, load_tokenizer(str(file)), f"tokenizer: converted, data.tokenizer={kept!r}"
             file.unlink(missing_ok=True)
     try:
@@ -120,7 +120,7 @@ def import_tokenizer(
         )
         return name, load_tokenizer(name), note
     _copy_files(tokenizer, folder / COPY)
-    kept = str(place / COPY)
+    kept = str(final_folder / COPY)
     return kept, tokenizer, f"tokenizer: copied, data.tokenizer={kept!r}"
 
 

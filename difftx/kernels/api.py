@@ -74,14 +74,14 @@ def _pallas_tpu(name: str, **tiles: int) -> Backend:
 
 
 def _splash(name: str, function: str, **tiles: int) -> Backend:
-    forward, unsupported = (_imported(f"splash:{name}", **tiles) for name in (function, "unsupported"))
+    forward, unsupported = _imported(f"splash:{function}", **tiles), _imported("splash:unsupported", **tiles)
     return Backend(name, forward, unsupported=unsupported, platform="tpu", is_pallas=True)
 
 
 def _pallas_gpu_unsupported(call: AttentionCall) -> str | None:
     try:
         from difftx.kernels import pallas_gpu
-    except ImportError:  # As on some laptops.
+    except ImportError:  # Some jaxlib builds lack Mosaic GPU.
         return "this jaxlib has no Mosaic GPU"
     return pallas_gpu.unsupported(call)
 
@@ -95,9 +95,9 @@ BACKENDS = {
     "diff_attention": _by_name(
         Backend("reference", reference.diff_attention, auto=False),
         _splash("splash_wide", "diff_attention"),
-        _splash("splash_wide_1024", "diff_attention", side=1024),
+        _splash("splash_wide_1024", "diff_attention", max_side=1024),
         _pallas_tpu("pallas_tpu"),
-        _pallas_tpu("pallas_tpu_1024", side=1024),
+        _pallas_tpu("pallas_tpu_1024", max_side=1024),
         _for_gpu(
             "cudnn_wide",
             _imported("cudnn:diff_attention_wide_values"),
@@ -116,7 +116,7 @@ BACKENDS = {
     "attention": _by_name(
         Backend("reference", reference.attention, auto=False),
         _splash("splash", "attention"),
-        _splash("splash_1024", "attention", side=1024),
+        _splash("splash_1024", "attention", max_side=1024),
         _for_gpu("cudnn", _imported("cudnn:attention"), unsupported=_imported("cudnn:unsupported")),
         Backend("xla", xla.softmax_forward, xla.softmax_backward),
     ),
@@ -293,7 +293,7 @@ def _int32(segment_ids_BT: jax.typing.ArrayLike | None) -> jax.Array | None:
 
 def _choose(function: str, implementation: str, call: AttentionCall) -> Backend:
     """Return the backend for a call, or raise `ValueError` if the call is invalid or no backend can serve it."""
-    _check_common(*call[:5])
+    _check_common(call.q, call.k, call.v, call.segment_ids_BT, call.window)
     if implementation != "auto":
         backend = BACKENDS[function].get(implementation)
         if backend is None:

@@ -23,7 +23,10 @@ def is_explicit_mesh() -> bool:
 
 
 def automatic_axes(x: jax.Array | jax.ShapeDtypeStruct) -> tuple[str, ...]:
-    """Return the axes of several devices over which XLA partitions programs, in the current mesh or that of `x`."""
+    """Return the mesh axes with more than one device along which XLA partitions automatically.
+
+    The mesh is the current one, or the mesh of the array `x` if none is set.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty and isinstance(x, jax.Array):
         mesh = jax.typeof(x).sharding.mesh

@@ -42,20 +42,20 @@ def logit_gradient_products(
         B, T, H = q_BTHGd.shape[:3]
         K = k_BSKGd.shape[2]
 
-        def chunk(rows: dict[str, Any]) -> jax.Array:
-            dp_BKRCS = xla.einsum("BSKE,BKRCE->BKRCS", v_BSKE, xla.split_heads(rows["dout"], K))
-            factors = 1, -xla.split_heads(rows["lam"], K)[..., None]
+        def chunk(arrays: dict[str, Any]) -> jax.Array:
+            dp_BKRCS = xla.einsum("BSKE,BKRCE->BKRCS", v_BSKE, xla.split_heads(arrays["dout"], K))
+            factors = 1, -xla.split_heads(arrays["lam"], K)[..., None]
             ds1_BKRCS, ds2_BKRCS = (
                 factor * _softmax_gradient(weight_functions.softmax(logits_BKRCS), dp_BKRCS)
                 for factor, logits_BKRCS in zip(
-                    factors, xla.masked_logits(rows, k_BSKGd, segment_ids_BT, window), strict=True
+                    factors, xla.masked_logits(arrays, k_BSKGd, segment_ids_BT, window), strict=True
                 )
             )
             products = ds1_BKRCS**2, ds2_BKRCS**2, ds1_BKRCS * ds2_BKRCS
             return jnp.moveaxis(jnp.stack([jnp.sum(x, axis=-1) for x in products], axis=-1), 3, 1)
 
-        rows = xla.chunks(segment_ids_BT, None, q=q_BTHGd, lam=lam_BTH, dout=dout_BTHE)
-        return xla.joined(jax.lax.map(chunk, rows), T).reshape(B, T, H, 3)
+        all_chunks = xla.chunks(segment_ids_BT, None, q=q_BTHGd, lam=lam_BTH, dout=dout_BTHE)
+        return xla.joined(jax.lax.map(chunk, all_chunks), T).reshape(B, T, H, 3)
 
     return per_shard(on_device, q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, dout_BTHE, segment_ids_BT)
 

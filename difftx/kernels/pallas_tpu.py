@@ -19,6 +19,10 @@ Two decisions determine the grids:
   computes all three gradients, with 20*T*T*d FLOPs per head. Longer rows take two kernels with 28*T*T*d FLOPs. Each sum
   has a fixed order in both cases, so results are reproducible bit for bit.
 """
+# Axes: B = batch, T = tokens (queries and keys), H = query heads, K = key/value heads,
+#   N = H / K = query heads that share one key/value head, G = 2 groups (A1 and A2), d = sub-head width,
+#   E = 2d = value width, R = 5 statistics per query (`Inputs.stats`), X = T padded to whole tiles,
+#   Y = X or, if rows are sharded along their tokens, the number of queries on one device
 
 import dataclasses
 import functools
@@ -33,16 +37,11 @@ from difftx.kernels import pallas_tpu_kernels as kernels
 from difftx.kernels import target
 from difftx.kernels.backend import AttentionCall, ShardedArrays, deltas, pad_to
 
-# Axes: B = batch, T = tokens (queries and keys), H = query heads, K = key/value heads,
-#   N = H / K = query heads that share one key/value head, G = 2 groups (A1 and A2), d = sub-head width,
-#   E = 2d = value width, R = 5 numbers per query (`Inputs.rows`), X = T padded to whole tiles,
-#   Y = X or, if rows are sharded along their tokens, the number of queries on one device
-
 
 class Tiles(NamedTuple):
     """Size of the tiles, and limits of VMEM in MiB."""
 
-    side: int  # Largest side of a tile in tokens, a multiple of 128.
+    max_side: int  # Largest side of a tile in tokens, a multiple of 128.
     vmem_mib: int  # VMEM that a kernel may use in total.
     dq_mib: int  # VMEM that dQ may use. If dQ needs more, two kernels compute the gradients instead of one.
 
@@ -60,38 +59,38 @@ _MEASURED_WIDTHS = (64, 96, 128)
 _SMEM_WORDS = 2**17  # Limit for the visits and the segment bounds in 32-bit words: half of the 1 MiB of scalar memory.
 
 
-def unsupported(call: AttentionCall, side: int | None = None) -> str | None:
-    """Return the reason why this backend cannot serve a call, or None. `side` is that of `forward`."""
+def unsupported(call: AttentionCall, max_side: int | None = None) -> str | None:
+    """Return the reason why this backend cannot serve a call, or None. `max_side` is that of `forward`."""
     batch, t, _, _, d = call.q.shape
     sharding = call.sharding
     if call.q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"the TPU's matrix units support bfloat16 and float32, not {call.q.dtype}"
     if d % 8 or not 8 <= d <= 128:
         return f"the width of a sub-head must be a multiple of 8 up to 128; got {d}"
-    block = kernels.block_tokens(t, sharding, side or _tiles(d).side)
-    if side is not None and block == kernels.block_tokens(t, sharding, _tiles(d).side):
+    side = kernels.tile_side(t, sharding, max_side or _tiles(d).max_side)
+    if max_side is not None and side == kernels.tile_side(t, sharding, _tiles(d).max_side):
         return f"rows of {t} tokens get the tiles of pallas_tpu"
-    if sharding is not None and not block:
+    if sharding is not None and not side:
         return f"{t} tokens in {sharding.row_chunks} chunks per row leave no tile of a multiple of 128 tokens"
-    tiles = pl.cdiv(t, block)
-    visits = kernels.list_visits(tiles, block, call.window, sharding, keys_outer=True)
+    tiles = pl.cdiv(t, side)
+    visits = kernels.list_visits(tiles, side, call.window, sharding, keys_outer=True)
     words = visits.shape[-1] + 2 * batch * tiles
     if words > _SMEM_WORDS:
         return f"batch {batch} of {t} tokens requires {words} words of scalar memory, over {_SMEM_WORDS}"
     return None
 
 
-def forward(q_BTHGd, k_BTKGd, v_BTKE, lam_BTH, segments_BT, *, window, sharding=None, side=None, interpret=None):
+def forward(q_BTHGd, k_BTKGd, v_BTKE, lam_BTH, segments_BT, *, window, sharding=None, max_side=None, interpret=None):
     """Return the output O [B, T, H, E] in the dtype of q, and, for `backward`, O2 = A2 V and the log-sum-exps.
 
-    `side` is the largest side of a tile in tokens. None: that of the device's `Tiles`. `interpret` is False, True or a
-    `pltpu.InterpretParams`. None interprets the kernel unless the target is a TPU.
+    `max_side` is the largest side of a tile in tokens. None: that of the device's `Tiles`. `interpret` is False, True
+    or a `pltpu.InterpretParams`. None interprets the kernel unless the target is a TPU.
     """
     t, d = q_BTHGd.shape[1], q_BTHGd.shape[-1]
-    side = side or _tiles(d).side
-    call = kernels.TileCall.of(q_BTHGd, k_BTKGd, segments_BT, window, sharding, side, keys_outer=False)
-    heads, e, block = call.kv_heads * call.group, 2 * d, call.block
-    out_spec = _spec(call, (block, e), of="query", axis=0)
+    max_side = max_side or _tiles(d).max_side
+    call = kernels.TileCall.of(q_BTHGd, k_BTKGd, segments_BT, window, sharding, max_side, keys_outer=False)
+    heads, e, side = call.kv_heads * call.group, 2 * d, call.side
+    out_spec = _spec(call, (side, e), of="query", axis=0)
     out_shape = jax.ShapeDtypeStruct((call.batch, heads, call.y, e), call.dtype)
     lse_shape = jax.ShapeDtypeStruct((call.batch, heads, 2, call.y), jnp.float32)
     q_BHGYd, k_BKGXd, v_BKXE = _qkv(call, q_BTHGd, k_BTKGd, v_BTKE)
@@ -103,9 +102,9 @@ def forward(q_BTHGd, k_BTKGd, v_BTKE, lam_BTH, segments_BT, *, window, sharding=
         kernels.Inputs(q_BHGYd, k_BKGXd, v_BKXE, lam=lam_BH1Y),
         segments_BT,
         products=6,
-        out_specs=[out_spec, out_spec, _spec(call, (2, block), of="query", axis=1)],
+        out_specs=[out_spec, out_spec, _spec(call, (2, side), of="query", axis=1)],
         out_shape=[out_shape, out_shape, lse_shape],
-        scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in ((2, block), (2, block), (2, e, block))],
+        scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in ((2, side), (2, side), (2, e, side))],
         interpret=interpret,
     )
     return _tokens_first(out_BHYE, t), ShardedArrays(by_head=(out2_BHYE[:, :, :t],), by_group=(lse_BHGY[..., :t],))
@@ -123,7 +122,7 @@ def backward(
     *,
     window,
     sharding=None,
-    side=None,
+    max_side=None,
     interpret=None,
 ):
     """Return the gradients of q, k and v in the dtype of q, and of lam in float32. Arguments are those of `forward`."""
@@ -131,14 +130,14 @@ def backward(
     delta1_BTH, delta2_BTH = deltas(out_BTHE, jnp.moveaxis(out2_BHTE, 1, 2), lam_BTH, dout_BTHE)
     t, d = q_BTHGd.shape[1], q_BTHGd.shape[-1]
     tiles = _tiles(d)
-    side = side or tiles.side
-    call = kernels.TileCall.of(q_BTHGd, k_BTKGd, segments_BT, window, sharding, side, keys_outer=True)
+    max_side = max_side or tiles.max_side
+    call = kernels.TileCall.of(q_BTHGd, k_BTKGd, segments_BT, window, sharding, max_side, keys_outer=True)
     per_query_BH1T = [x.transpose(0, 2, 1)[:, :, None] for x in (delta1_BTH, delta2_BTH, lam_BTH)]
-    rows_BHRT = jnp.concatenate([lse_BHGT * kernels.LOG2_E, *per_query_BH1T], axis=2)
+    stats_BHRT = jnp.concatenate([lse_BHGT * kernels.LOG2_E, *per_query_BH1T], axis=2)
     inputs = kernels.Inputs(
         *_qkv(call, q_BTHGd, k_BTKGd, v_BTKE),
         dout=_heads_first(dout_BTHE, call.y),
-        rows=pad_to(rows_BHRT, call.y, axis=3),
+        stats=pad_to(stats_BHRT, call.y, axis=3),
     )
     with_dq = _dq_bytes(call) <= tiles.dq_mib * 2**20
     dk_BKGXd, dv_BKXE, dq_BHGYd = _dkv(call, inputs, segments_BT, interpret, with_dq)
@@ -151,7 +150,7 @@ def backward(
 
 def _dkv(call, inputs, segments_BT, interpret, with_dq):
     """Return dK, dV and, if `with_dq`, also dQ from the same kernel, else None."""
-    block, group, d = call.block, call.group, call.d
+    side, group, d = call.side, call.group, call.d
     dq_shape = jax.ShapeDtypeStruct((call.batch, call.kv_heads, group, 2, call.y, d), call.dtype)
     dk, dv, dq = _run(
         call,
@@ -161,17 +160,17 @@ def _dkv(call, inputs, segments_BT, interpret, with_dq):
         segments_BT,
         products=10 if with_dq else 8,
         out_specs=[
-            _spec(call, (2, block, d), of="key", axis=1),
-            _spec(call, (block, 2 * d), of="key", axis=0),
-            _spec(call, (group, 2, block, d), of="finished query", axis=2) if with_dq else None,
+            _spec(call, (2, side, d), of="key", axis=1),
+            _spec(call, (side, 2 * d), of="key", axis=0),
+            _spec(call, (group, 2, side, d), of="finished query", axis=2) if with_dq else None,
         ],
         out_shape=[
             *(jax.ShapeDtypeStruct(x.shape, call.dtype) for x in (inputs.k, inputs.v)),
             dq_shape if with_dq else None,
         ],
         scratch_shapes=[
-            pltpu.VMEM((2, block, d), jnp.float32),
-            pltpu.VMEM((block, 2 * d), jnp.float32),
+            pltpu.VMEM((2, side, d), jnp.float32),
+            pltpu.VMEM((side, 2 * d), jnp.float32),
             pltpu.VMEM((group, 2, call.y, d), jnp.float32) if with_dq else None,
         ],
         interpret=interpret,
@@ -180,7 +179,7 @@ def _dkv(call, inputs, segments_BT, interpret, with_dq):
 
 
 def _dq(call, inputs, segments_BT, interpret):
-    block_shape = (2, call.block, call.d)
+    block_shape = (2, call.side, call.d)
     return _run(
         call,
         kernels.dq_kernel,
@@ -198,7 +197,7 @@ def _dq(call, inputs, segments_BT, interpret):
 def _run(call, kernel, name, inputs, segments_BT, *, products, out_specs, out_shape, scratch_shapes, interpret):
     """Run a kernel over `call.grid`.
 
-    `products` is the number of matrix products (block, block) x d per visit. A product of width E = 2d counts as two.
+    `products` is the number of matrix products (side, side) x d per visit. A product of width E = 2d counts as two.
     """
     scalars = kernels.Scalars(jnp.asarray(call.visits))
     if call.sharding is not None:
@@ -207,7 +206,7 @@ def _run(call, kernel, name, inputs, segments_BT, *, products, out_specs, out_sh
         offsets = jnp.stack([start - chunk * call.chunk_tiles for chunk, start in enumerate(starts)])
         scalars = scalars._replace(visits=visits, offsets=offsets)
     # With a cost estimate, XLA can overlap communication with the kernel. It assumes that each array moves once.
-    logits = call.batch * call.kv_heads * call.group * call.visits.shape[-1] * call.block**2
+    logits = call.batch * call.kv_heads * call.group * call.visits.shape[-1] * call.side**2
     cost = pl.CostEstimate(
         flops=products * 2 * logits * call.d,
         transcendentals=2 * logits,  # One exponential per logit of each group.
@@ -216,7 +215,7 @@ def _run(call, kernel, name, inputs, segments_BT, *, products, out_specs, out_sh
     if call.segmented:
         segments_BX = pad_to(segments_BT, call.x, axis=1, mode="edge")
         segments_B1X = segments_BX[:, None]
-        by_tile = segments_BX.reshape(call.batch * call.tiles, call.block)
+        by_tile = segments_BX.reshape(call.batch * call.tiles, call.side)
         scalars = scalars._replace(low=by_tile.min(axis=1), high=by_tile.max(axis=1))
         inputs = inputs._replace(query_segments=segments_B1X, key_segments=segments_B1X)
     return pl.pallas_call(
@@ -259,16 +258,16 @@ def _spec(call, shape, *, of, axis, has_heads=True):
 
 
 def _input_specs(call, inputs):
-    block, d = call.block, call.d
+    side, d = call.side, call.d
     specs = kernels.Inputs(
-        q=_spec(call, (2, block, d), of="query", axis=1),
-        k=_spec(call, (2, block, d), of="key", axis=1),
-        v=_spec(call, (block, 2 * d), of="key", axis=0),
-        lam=_spec(call, (1, block), of="query", axis=1),
-        dout=_spec(call, (block, 2 * d), of="query", axis=0),
-        rows=_spec(call, (5, block), of="query", axis=1),
-        query_segments=_spec(call, (1, block), of="query in row", axis=1, has_heads=False),
-        key_segments=_spec(call, (1, block), of="key", axis=1, has_heads=False),
+        q=_spec(call, (2, side, d), of="query", axis=1),
+        k=_spec(call, (2, side, d), of="key", axis=1),
+        v=_spec(call, (side, 2 * d), of="key", axis=0),
+        lam=_spec(call, (1, side), of="query", axis=1),
+        dout=_spec(call, (side, 2 * d), of="query", axis=0),
+        stats=_spec(call, (5, side), of="query", axis=1),
+        query_segments=_spec(call, (1, side), of="query in row", axis=1, has_heads=False),
+        key_segments=_spec(call, (1, side), of="key", axis=1, has_heads=False),
     )
     return kernels.Inputs(*(None if x is None else spec for spec, x in zip(specs, inputs, strict=True)))
 
@@ -293,7 +292,7 @@ def _tokens_first(x, t):
 def _dq_bytes(call):
     """Return the number of bytes of VMEM for the float32 dQ of one key head and its two output buffers."""
     width = pl.cdiv(call.d, kernels.LANES) * kernels.LANES
-    return call.group * 2 * width * (call.y * 4 + 2 * call.block * call.dtype.itemsize)
+    return call.group * 2 * width * (call.y * 4 + 2 * call.side * call.dtype.itemsize)
 
 
 def _tiles(d):

@@ -59,7 +59,7 @@ class Inputs(NamedTuple):
     v: Any  # Values, (keys, E).
     lam: Any = None  # λ of each query in the forward pass, (1, queries).
     dout: Any = None  # Gradient of the output in the backward pass, (queries, E).
-    rows: Any = None  # In the backward pass, (5, queries): base-2 log-sum-exps of both groups, delta1, delta2, lam.
+    stats: Any = None  # In the backward pass, (5, queries): base-2 log-sum-exps of both groups, delta1, delta2, lam.
     query_segments: Any = None  # Segment ids of the queries, (1, queries), if the call has segment ids.
     key_segments: Any = None  # Segment ids of the keys, (1, keys), if the call has segment ids.
 
@@ -74,7 +74,7 @@ class TileCall:
     d: int  # Width of a sub-head.
     x: int  # Number of key tokens, padded to whole tiles.
     y: int  # Number of query tokens on one device, padded to whole tiles.
-    block: int  # Side of a tile in tokens.
+    side: int  # Side of a tile in tokens.
     window: int | None
     sharding: SequenceSharding | None
     segmented: bool  # Whether the call has segment ids.
@@ -82,20 +82,20 @@ class TileCall:
     keys_outer: bool  # Whether keys are the outer loop and queries the inner one, which sums over queries (dK, dV).
 
     @classmethod
-    def of(cls, q_BTHGd, k_BTKGd, segments_BT, window, sharding, side, *, keys_outer):
-        """Return the parameters of a call, with T split into equal tiles of at most `side` tokens."""
+    def of(cls, q_BTHGd, k_BTKGd, segments_BT, window, sharding, max_side, *, keys_outer):
+        """Return the parameters of a call, with T split into equal tiles of at most `max_side` tokens."""
         b, _, h, _, d = q_BTHGd.shape
         t, kv_heads = k_BTKGd.shape[1:3]
-        block = block_tokens(t, sharding, side)
-        tiles = pl.cdiv(t, block)
+        side = tile_side(t, sharding, max_side)
+        tiles = pl.cdiv(t, side)
         return cls(
             batch=b,
             kv_heads=kv_heads,
             group=h // kv_heads,
             d=d,
-            x=tiles * block,
-            y=tiles * block if sharding is None else q_BTHGd.shape[1],
-            block=block,
+            x=tiles * side,
+            y=tiles * side if sharding is None else q_BTHGd.shape[1],
+            side=side,
             window=window,
             sharding=sharding,
             segmented=segments_BT is not None,
@@ -105,12 +105,12 @@ class TileCall:
 
     @property
     def tiles(self):
-        return self.x // self.block
+        return self.x // self.side
 
     @functools.cached_property
     def visits(self):
         """Packed visits of tiles in grid order, from `list_visits`."""
-        return list_visits(self.tiles, self.block, self.window, self.sharding, keys_outer=self.keys_outer)
+        return list_visits(self.tiles, self.side, self.window, self.sharding, keys_outer=self.keys_outer)
 
     @property
     def grid(self):
@@ -122,7 +122,7 @@ class TileCall:
     @property
     def chunk_tiles(self):
         """Number of query tiles in one contiguous chunk of the row on this device."""
-        return self.y // self.block // (1 if self.sharding is None else self.sharding.chunks)
+        return self.y // self.side // (1 if self.sharding is None else self.sharding.chunks)
 
     def row_tile(self, visit, offsets_ref):
         """Return the index in the row of a visit's query tile."""
@@ -157,41 +157,41 @@ class TileCall:
         return functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
 
 
-def block_tokens(t, sharding, side):
-    """Return the side of the tiles for rows of `t` tokens, a multiple of 128 that is at most `side`.
+def tile_side(t, sharding, max_side):
+    """Return the side of the tiles for rows of `t` tokens, a multiple of 128 that is at most `max_side`.
 
     If each device holds contiguous chunks of a row, the side divides the length of a chunk. Return 0 if none does.
     """
     if sharding is None:
         # Tiles of equal size need less padding: 640 tokens become 2 tiles of 384, not 2 of 512.
-        return pl.cdiv(pl.cdiv(t, pl.cdiv(t, side)), LANES) * LANES
+        return pl.cdiv(pl.cdiv(t, pl.cdiv(t, max_side)), LANES) * LANES
     chunk = t // sharding.row_chunks
-    return max((block for block in range(LANES, side + 1, LANES) if chunk % block == 0), default=0)
+    return max((side for side in range(LANES, max_side + 1, LANES) if chunk % side == 0), default=0)
 
 
-def list_visits(tiles, block, window, sharding=None, *, keys_outer):
+def list_visits(tiles, side, window, sharding=None, *, keys_outer):
     """Return the packed visits, int32 in grid order, to all tiles with pairs of tokens that the mask may leave visible.
 
     If rows are sharded along their tokens, there is one list per device, padded to the longest.
     """
     if sharding is None:
-        return _visits_of(np.arange(tiles), tiles, block, window, keys_outer)
+        return _visits_of(np.arange(tiles), tiles, side, window, keys_outer)
     of_chunk = np.arange(tiles // sharding.row_chunks)
     rows = []
     for device in range(sharding.devices):
         row_tiles = [start + of_chunk for start in sharding.starts(device, len(of_chunk))]
-        rows.append(_visits_of(np.concatenate(row_tiles), tiles, block, window, keys_outer))
+        rows.append(_visits_of(np.concatenate(row_tiles), tiles, side, window, keys_outer))
     longest = max(map(len, rows))
     fillers = [np.full(longest - len(row), row[-1] & ~(2**_KEY_SHIFT - 1) | _EMPTY) for row in rows]
     return np.stack([np.concatenate(pair) for pair in zip(rows, fillers, strict=True)]).astype(np.int32)
 
 
-def _visits_of(row_tiles, tiles, block, window, keys_outer):
+def _visits_of(row_tiles, tiles, side, window, keys_outer):
     """Return the packed visits of one device, whose query tiles have the indices `row_tiles` in the row."""
     # n = index of a query tile on the device, i = its index in the row, j = index of a key tile in the row.
     n, j = (index.ravel() for index in np.indices((len(row_tiles), tiles)))
     i = row_tiles[n]
-    nearest, farthest = (i - j) * block - (block - 1), (i - j) * block + block - 1
+    nearest, farthest = (i - j) * side - (side - 1), (i - j) * side + side - 1
     keep = (j <= i) & (nearest < (window or math.inf))
     oldest_key = np.full(len(row_tiles), tiles)
     np.minimum.at(oldest_key, n[keep], j[keep])
@@ -233,7 +233,7 @@ def forward_kernel(scalars, inputs, out_ref, out2_ref, lse_ref, max_ref, sum_ref
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
     def tile(masked):
-        # To compute both products before either softmax saves 15 % of the instruction bundles on v6e, and none on v5p.
+        # Computing both products before either softmax saves 15 % of the instruction bundles on v6e, and none on v5p.
         logits = [call.dot(inputs.k[m], inputs.q[m], _NT) for m in range(2)]
         if masked:
             visible = _visible(call, visit, scalars, inputs)
@@ -267,7 +267,7 @@ def dkv_kernel(scalars, inputs, dk_ref, dv_ref, dq_ref, dk_acc, dv_acc, dq_acc, 
     `dq_ref` (N, 2, queries, d) and its accumulator (N, 2, Y, d) are None if `dq_kernel` computes dQ.
     """
     visit, n = scalars.visits[pl.program_id(2)], pl.program_id(3)
-    queries = pl.ds(pl.multiple_of(query_tile(visit) * call.block, call.block), call.block)
+    queries = pl.ds(pl.multiple_of(query_tile(visit) * call.side, call.side), call.side)
 
     @pl.when((visit & _FIRST != 0) & (n == 0))
     def _():
@@ -326,7 +326,7 @@ def dq_kernel(scalars, inputs, dq_ref, dq_acc, *, call):
 def _logit_gradients(call, visit, scalars, inputs, masked):
     """Return [dS1, dS2] and P1 - lam * P2, all (keys, queries) in the dtype of the operands."""
     visible = masked and _visible(call, visit, scalars, inputs)
-    lse1, lse2, delta1, delta2, lam = (inputs.rows[r : r + 1] for r in range(5))
+    lse1, lse2, delta1, delta2, lam = (inputs.stats[r : r + 1] for r in range(5))
     # dP between the two products for logits takes 4 % fewer instruction bundles on v5p than dP before both.
     s1 = call.dot(inputs.k[0], inputs.q[0], _NT)
     dp = call.dot(inputs.v[...], inputs.dout[...], _NT)
@@ -341,15 +341,15 @@ def _logit_gradients(call, visit, scalars, inputs, masked):
 
 def _visible(call, visit, scalars, inputs):
     """Return the mask of one tile, (keys, queries)."""
-    shape = (call.block, call.block)
-    distance = (call.row_tile(visit, scalars.offsets) - key_tile(visit)) * call.block
+    shape = (call.side, call.side)
+    distance = (call.row_tile(visit, scalars.offsets) - key_tile(visit)) * call.side
     distance += lax.broadcasted_iota(jnp.int32, shape, 1)
     distance -= lax.broadcasted_iota(jnp.int32, shape, 0)
     visible = distance >= 0
     if call.window is not None:
         visible &= distance < call.window
     if call.segmented:
-        keys = jnp.broadcast_to(inputs.key_segments[...], (LANES, call.block)).T[:, :1]
+        keys = jnp.broadcast_to(inputs.key_segments[...], (LANES, call.side)).T[:, :1]
         visible &= keys == inputs.query_segments[...]
     return visible
 

@@ -18,31 +18,33 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from difftx.kernels import target
 from difftx.kernels.backend import AttentionCall, difference, pad_to
-from difftx.kernels.pallas_tpu_kernels import block_tokens
+from difftx.kernels.pallas_tpu_kernels import tile_side
 
-TILE = 512  # Largest side of a tile in tokens, unless a backend names another one.
+MAX_SIDE = 512  # Largest side of a tile in tokens, unless a backend names another one.
 FUSED_TOKENS = 4096  # Longest row for the fused backward pass, which stores one copy of dQ per key tile.
 
 
-def diff_attention(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT, *, window, sharding=None, side=TILE) -> jax.Array:
+def diff_attention(
+    q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT, *, window, sharding=None, max_side=MAX_SIDE
+) -> jax.Array:
     """Compute (A1 - λ A2) V by two calls of `attention`, one per group."""
-    call = functools.partial(attention, window=window, sharding=sharding, side=side)
+    call = functools.partial(attention, window=window, sharding=sharding, max_side=max_side)
     out1_BTHE, out2_BTHE = (call(q_BTHGd[..., m, :], k_BSKGd[..., m, :], v_BSKE, segment_ids_BT) for m in range(2))
     return difference(out1_BTHE, out2_BTHE, lam_BTH)
 
 
-def attention(q_BTHd, k_BSKd, v_BSKE, segment_ids_BT, *, window, sharding=None, side=TILE) -> jax.Array:
+def attention(q_BTHd, k_BSKd, v_BSKE, segment_ids_BT, *, window, sharding=None, max_side=MAX_SIDE) -> jax.Array:
     """Compute softmax attention `[B, T, H, E]`, in the Pallas interpreter on other platforms than TPU.
 
-    `side` is the largest side of a tile in tokens.
+    `max_side` is the largest side of a tile in tokens.
     """
     # A call of splash serves one key/value head and its R query heads, without a batch axis and the factor 1/√d.
     B, T, H, d = q_BTHd.shape
     S, K = k_BSKd.shape[1:3]
-    tile = block_tokens(S, sharding, side)
-    X = -(-S // tile) * tile
+    side = tile_side(S, sharding, max_side)
+    X = -(-S // side) * side
     Y = X if sharding is None else T
-    kernel = _kernel(X, T, H // K, tile, window=window, is_fused=S <= FUSED_TOKENS, sharding=sharding)
+    kernel = _kernel(X, T, H // K, side, window=window, is_fused=S <= FUSED_TOKENS, sharding=sharding)
 
     # Copies of the last token pad the rows. The causal mask hides the copies from all real queries.
     padded = functools.partial(pad_to, axis=1, mode="edge")
@@ -58,7 +60,7 @@ def attention(q_BTHd, k_BSKd, v_BSKE, segment_ids_BT, *, window, sharding=None, 
     return jnp.moveaxis(jnp.asarray(out_BKRYE), 3, 1).reshape(B, Y, H, -1)[:, :T]
 
 
-def _kernel(X, T, R, tile, *, window, is_fused, sharding) -> splash.SplashAttentionKernel:
+def _kernel(X, T, R, side, *, window, is_fused, sharding) -> splash.SplashAttentionKernel:
     """Return splash's kernel for one key/value head. If `is_fused`, one kernel computes all gradients, else two do."""
     mask = splash_mask.CausalMask((X, X))
     if window is not None:
@@ -74,7 +76,7 @@ def _kernel(X, T, R, tile, *, window, is_fused, sharding) -> splash.SplashAttent
         splash_mask.MultiHeadMask([mask] * R),
         head_shards=1,
         q_seq_shards=1 if sharding is None else sharding.devices,
-        block_sizes=splash.BlockSizes(**dict.fromkeys(sides, tile), use_fused_bwd_kernel=is_fused),
+        block_sizes=splash.BlockSizes(**dict.fromkeys(sides, side), use_fused_bwd_kernel=is_fused),
         interpret=target.platform() != "tpu",
     )
     if sharding is None:
@@ -90,13 +92,13 @@ def _kernel(X, T, R, tile, *, window, is_fused, sharding) -> splash.SplashAttent
     return jax.tree.map(of_this_device, kernel)
 
 
-def unsupported(call: AttentionCall, side: int = TILE) -> str | None:
+def unsupported(call: AttentionCall, max_side: int = MAX_SIDE) -> str | None:
     """Return the reason why splash attention cannot serve a call, or None."""
     T = call.q.shape[1]
-    tile = block_tokens(T, call.sharding, side)
-    if side != TILE and tile == block_tokens(T, call.sharding, TILE):
-        return f"rows of {T} tokens get tiles of {tile} tokens in any case"
-    if call.sharding is not None and not tile:
+    side = tile_side(T, call.sharding, max_side)
+    if max_side != MAX_SIDE and side == tile_side(T, call.sharding, MAX_SIDE):
+        return f"rows of {T} tokens get tiles of {side} tokens in any case"
+    if call.sharding is not None and not side:
         return f"{T} tokens in {call.sharding.row_chunks} chunks per row leave no tile of a multiple of 128 tokens"
     if call.q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"splash attention supports bfloat16 and float32, not {call.q.dtype}"

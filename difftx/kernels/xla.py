@@ -7,6 +7,7 @@ attention weights, P1 - λ P2, in float32 before the product with V, so one prod
 # Axes: B = batch, T = query tokens, S = key tokens, N = chunks, C = query tokens of a chunk,
 #   H = query heads, K = key/value heads, R = H / K = query heads per key/value head, G = groups (2 for A1 and A2),
 #   d = width of a query/key sub-head, E = width of a value head
+# `arrays` are the arrays of one chunk by name, such as "q" [B, C, H, G, d] and "position" [C], from `chunks`.
 
 import functools
 from collections.abc import Sequence
@@ -37,10 +38,10 @@ def forward(
     """
     B, T, H, G, _ = q_BTHGd.shape
 
-    def chunk(rows: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
-        logits_BKRCS = masked_logits(rows, k_BSKGd, segment_ids_BT, window)
+    def chunk(arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+        logits_BKRCS = masked_logits(arrays, k_BSKGd, segment_ids_BT, window)
         p_BKRCS, lse_BKRC = zip(*map(_softmax, logits_BKRCS), strict=True)
-        weights_BKRCS = _weighted_sum(p_BKRCS, rows, k_BSKGd).astype(v_BSKE.dtype)
+        weights_BKRCS = _weighted_sum(p_BKRCS, arrays, k_BSKGd).astype(v_BSKE.dtype)
         out_BKRCE = einsum("BSKE,BKRCS->BKRCE", v_BSKE, weights_BKRCS).astype(v_BSKE.dtype)
         lse_BKRCG = jnp.stack(lse_BKRC, axis=-1)
         return jnp.moveaxis(out_BKRCE, 3, 1), jnp.moveaxis(lse_BKRCG, 3, 1)
@@ -63,19 +64,19 @@ def backward(
     B, T, H, G, d = q_BTHGd.shape
     K, dtype = k_BSKGd.shape[2], q_BTHGd.dtype
 
-    def chunk(carry: tuple[jax.Array, jax.Array], rows: dict[str, Any]):
+    def chunk(carry: tuple[jax.Array, jax.Array], arrays: dict[str, Any]):
         dk_BSKGd, dv_BSKE = carry
-        lse_BKRCG = split_heads(rows["lse"], K)
-        q_BKRCGd = split_heads(rows["q"], K)
-        dout_BKRCE = split_heads(rows["dout"], K)
+        lse_BKRCG = split_heads(arrays["lse"], K)
+        q_BKRCGd = split_heads(arrays["q"], K)
+        dout_BKRCE = split_heads(arrays["dout"], K)
         p_BKRCS = [
             jnp.exp(logits_BKRCS - lse_BKRCG[..., g, None])
-            for g, logits_BKRCS in enumerate(masked_logits(rows, k_BSKGd, segment_ids_BT, window))
+            for g, logits_BKRCS in enumerate(masked_logits(arrays, k_BSKGd, segment_ids_BT, window))
         ]
-        weights_BKRCS = _weighted_sum(p_BKRCS, rows, k_BSKGd).astype(dtype)
+        weights_BKRCS = _weighted_sum(p_BKRCS, arrays, k_BSKGd).astype(dtype)
         dv_BKES = einsum("BKRCS,BKRCE->BKES", weights_BKRCS, dout_BKRCE)
         dp_BKRCS = einsum("BSKE,BKRCE->BKRCS", v_BSKE, dout_BKRCE)
-        factors = [d**-0.5] if G == 1 else [d**-0.5, -(d**-0.5) * split_heads(rows["lam"], K)[..., None]]
+        factors = [d**-0.5] if G == 1 else [d**-0.5, -(d**-0.5) * split_heads(arrays["lam"], K)[..., None]]
         dq_BKRCd, dk_BKdS, deltas_BKRC1 = [], [], []
         for g, factor in enumerate(factors):
             deltas_BKRC1.append(jnp.sum(p_BKRCS[g] * dp_BKRCS, axis=-1, keepdims=True))
@@ -89,8 +90,8 @@ def backward(
         return (dk_BSKGd, dv_BSKE), (dq_BCKRGd, dlam_BCKR)
 
     zeros = (jnp.zeros_like(k_BSKGd, jnp.float32), jnp.zeros_like(v_BSKE, jnp.float32))
-    rows = chunks(segment_ids_BT, sharding, q=q_BTHGd, lam=lam_BTH, lse=saved.by_token[0], dout=dout_BTHE)
-    (dk_BSKGd, dv_BSKE), (dq, dlam) = jax.lax.scan(chunk, zeros, rows)
+    all_chunks = chunks(segment_ids_BT, sharding, q=q_BTHGd, lam=lam_BTH, lse=saved.by_token[0], dout=dout_BTHE)
+    (dk_BSKGd, dv_BSKE), (dq, dlam) = jax.lax.scan(chunk, zeros, all_chunks)
     dlam_BTH = None if dlam is None else joined(dlam, T).reshape(B, T, H)
     dq_BTHGd = joined(dq, T).reshape(q_BTHGd.shape)
     return dq_BTHGd, dk_BSKGd.astype(k_BSKGd.dtype), dv_BSKE.astype(v_BSKE.dtype), dlam_BTH
@@ -121,21 +122,21 @@ def weighted_attention(
     k_BSKGd, v_BSKE = k_BSKGd.astype(wide), v_BSKE.astype(wide)
 
     @jax.checkpoint
-    def chunk(rows: dict[str, Any]) -> jax.Array:
-        arguments = masked_logits(rows, k_BSKGd.astype(dtype), segment_ids_BT, window)
+    def chunk(arrays: dict[str, Any]) -> jax.Array:
+        arguments = masked_logits(arrays, k_BSKGd.astype(dtype), segment_ids_BT, window)
         if weight_argument_BTH is not None:
-            arguments.append(split_heads(rows["weight_argument"], K)[..., None])
+            arguments.append(split_heads(arrays["weight_argument"], K)[..., None])
         weights_BKRCS = weight_function(*arguments)
         out_BKRCE = einsum("BSKE,BKRCS->BKRCE", v_BSKE.astype(dtype), weights_BKRCS.astype(dtype))
         return jnp.moveaxis(out_BKRCE.astype(dtype), 3, 1)
 
-    arrays = {"q": q_BTHGd} if weight_argument_BTH is None else {"q": q_BTHGd, "weight_argument": weight_argument_BTH}
-    out = jax.lax.map(chunk, chunks(segment_ids_BT, sharding, **arrays))
+    all_chunks = chunks(segment_ids_BT, sharding, q=q_BTHGd, weight_argument=weight_argument_BTH)
+    out = jax.lax.map(chunk, all_chunks)
     return joined(out, T).reshape(B, T, H, -1)
 
 
 def masked_logits(
-    rows: dict[str, Any], k_BSKGd: jax.Array, segment_ids_BT: jax.Array | None, window: int | None
+    arrays: dict[str, Any], k_BSKGd: jax.Array, segment_ids_BT: jax.Array | None, window: int | None
 ) -> list[jax.Array]:
     """Return the scaled and masked logits of one chunk of queries for each group, float32 `[B, K, R, C, S]`.
 
@@ -144,14 +145,16 @@ def masked_logits(
     S, K, G, d = k_BSKGd.shape[1:]
     # The barrier makes the mask depend on the queries. Otherwise JAX would compute the masks of all chunks, T × T in
     # size, once before the scan over layers.
-    rows = jax.lax.optimization_barrier({name: rows[name] for name in ("q", "position", "segment") if name in rows})
-    q_BKRCGd, position_C = split_heads(rows["q"], K), rows["position"]
+    arrays = jax.lax.optimization_barrier(
+        {name: arrays[name] for name in ("q", "position", "segment") if name in arrays}
+    )
+    q_BKRCGd, position_C = split_heads(arrays["q"], K), arrays["position"]
     query_C1, key_1S = position_C[:, None], jnp.arange(S)[None]
     seen_BCS = (key_1S <= query_C1)[None]
     if window is not None:
         seen_BCS &= (query_C1 - key_1S < window)[None]
     if segment_ids_BT is not None:
-        seen_BCS = seen_BCS & (rows["segment"][:, :, None] == segment_ids_BT[:, None, :])
+        seen_BCS = seen_BCS & (arrays["segment"][:, :, None] == segment_ids_BT[:, None, :])
     logits_BKRCS = [einsum("BSKd,BKRCd->BKRCS", k_BSKGd[..., g, :], q_BKRCGd[..., g, :]) * d**-0.5 for g in range(G)]
     return [jnp.where(seen_BCS[:, None, None], one_BKRCS, MASKED) for one_BKRCS in logits_BKRCS]
 
@@ -167,11 +170,11 @@ def _softmax(logits_BKRCS: jax.Array) -> tuple[jax.Array, jax.Array]:
     return exp_BKRCS / total_BKRC1, (jnp.log(total_BKRC1) + largest_BKRC1)[..., 0]
 
 
-def _weighted_sum(p_BKRCS: Sequence[jax.Array], rows: dict[str, Any], k_BSKGd: jax.Array) -> jax.Array:
+def _weighted_sum(p_BKRCS: Sequence[jax.Array], arrays: dict[str, Any], k_BSKGd: jax.Array) -> jax.Array:
     """Return P1 - λ P2, or P1 for softmax attention, which has one group."""
     if len(p_BKRCS) == 1:
         return p_BKRCS[0]
-    return p_BKRCS[0] - split_heads(rows["lam"], k_BSKGd.shape[2])[..., None] * p_BKRCS[1]
+    return p_BKRCS[0] - split_heads(arrays["lam"], k_BSKGd.shape[2])[..., None] * p_BKRCS[1]
 
 
 def split_heads(x_BCH: jax.Array, kv_heads: int) -> jax.Array:
@@ -203,11 +206,11 @@ def chunks(
         padded = pad_to(x_BT, count * size, axis=1)
         return jnp.moveaxis(padded.reshape(x_BT.shape[0], count, size, *x_BT.shape[2:]), 1, 0)
 
-    rows: dict[str, Any] = {name: in_chunks(x_BT) for name, x_BT in present.items()}
-    rows["position"] = in_chunks(position_T[None])[:, 0]
+    arrays: dict[str, Any] = {name: in_chunks(x_BT) for name, x_BT in present.items()}
+    arrays["position"] = in_chunks(position_T[None])[:, 0]
     if segment_ids_BS is not None:
-        rows["segment"] = in_chunks(segment_ids_BS if sharding is None else segment_ids_BS[:, position_T])
-    return rows
+        arrays["segment"] = in_chunks(segment_ids_BS if sharding is None else segment_ids_BS[:, position_T])
+    return arrays
 
 
 def joined(x_NBC: jax.Array, tokens: int) -> jax.Array:

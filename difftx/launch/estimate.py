@@ -277,7 +277,9 @@ def search_table(found: Sequence[Estimate], title: str) -> rich.table.Table:
 def _mesh_text(e: Estimate) -> str:
     """Return the mesh axes of more than one device, such as `fsdp=16 tensor=4`."""
     axes = [f"{axis}={size}" for axis, size in e.mesh.items() if size > 1]
-    return " ".join(axes + [f"slices={e.slices}"] * (e.slices > 1)) or "one device"
+    if e.slices > 1:
+        axes.append(f"slices={e.slices}")
+    return " ".join(axes) or "one device"
 
 
 def _seconds(seconds: float) -> str:

@@ -74,8 +74,10 @@ def make_points(
                 if field in changes:
                     raise UserError(f"--grid {name}=…: {field} is set twice")
                 changes[field] = value
-        name = "-".join([arg] * bool(arg) + [f"{n.rpartition('.')[2]}{value}" for n, value in varied.items()])
-        name = re.sub(r"[^\w.+-]+", "_", name)
+        parts = [f"{field.rpartition('.')[2]}{value}" for field, value in varied.items()]
+        if arg:
+            parts.insert(0, arg)
+        name = re.sub(r"[^\w.+-]+", "_", "-".join(parts))
         point_spec = f"{path}:{arg}" if arg else path
         try:
             config = with_vocabulary(load_config(point_spec, changes))

@@ -15,12 +15,12 @@ from difftx.config.data import STDLIB, SYNTHETIC
 from difftx.config.recipes import is_name, split_spec
 from difftx.errors import UserError, did_you_mean
 from difftx.launch.grid import SweepPoint
-from difftx.storage.paths import AnyPath, is_bucket, require_supported
+from difftx.storage.paths import AnyPath, is_bucket, scheme_of
 
 TEMPLATES = Path(__file__).with_name("templates")
 ROOT = Path(__file__).parents[2]
 GRACE_SECONDS = 120  # Time between the signal of a preemption and the end of a job, in the templates.
-MOST_NAME_CHARACTERS = 40  # Longest name of a JobSet: a pod's host name adds suffixes and has at most 63 characters.
+MAX_NAME_CHARACTERS = 40  # Maximum length of a JobSet's name: a pod's host name adds suffixes, up to 63 characters.
 COUNTS = {"nodes", "gpus", "cpus", "slices", "hosts", "chips", "restarts"}  # Settings with integer values, not quoted.
 
 
@@ -94,7 +94,12 @@ def _job_folder(out: AnyPath) -> Path:
 def _template(launcher: Launcher, out: AnyPath, settings: Mapping[str, str]) -> string.Template:
     """Return a template without the blocks that the job does not need: a run in a bucket needs no shared volume."""
     text = (TEMPLATES / launcher.template).read_text()
-    for block in ["shared volume"] * is_bucket(out) + ["spot"] * ("spot" not in settings):
+    unneeded = []
+    if is_bucket(out):
+        unneeded.append("shared volume")
+    if "spot" not in settings:
+        unneeded.append("spot")
+    for block in unneeded:
         text = re.sub(rf"(?ms)^ *# begin: {block}\n.*?# end: {block}\n", "", text)
     return string.Template(re.sub(r"(?m)^ *# (begin|end): .*\n", "", text))
 
@@ -132,7 +137,7 @@ def _check_config(launcher: Launcher, point: SweepPoint, settings: Mapping[str, 
     if launcher.quote is not _yaml:
         return
     for path in point.config.data.paths:  # A pod has no files but those of the image and of the volume.
-        everywhere = path == STDLIB or path.startswith(SYNTHETIC) or require_supported("data.path", path)
+        everywhere = path == STDLIB or path.startswith(SYNTHETIC) or scheme_of("data.path", path) is not None
         if not everywhere and not ("mount" in settings and PurePosixPath(path).is_relative_to(settings["mount"])):
             where = f"below mount={settings['mount']} or in a bucket" if "mount" in settings else "in a bucket"
             raise UserError(f"run {point.name}: data.path={path}: the pods would not have it; give a path {where}")
@@ -162,8 +167,8 @@ def _values(
         values = {"stop": shlex.quote(stop)}
         if "label" in template.get_identifiers():  # Kubernetes requires lower-case letters, digits and hyphens.
             values["label"] = label = re.sub(r"[^a-z0-9]+", "-", point.name.lower()).strip("-")
-            if len(label) > MOST_NAME_CHARACTERS:
-                limit = f"a job's name has at most {MOST_NAME_CHARACTERS} characters"
+            if len(label) > MAX_NAME_CHARACTERS:
+                limit = f"a job's name has at most {MAX_NAME_CHARACTERS} characters"
                 raise UserError(f"run {point.name}: {limit}; vary fewer fields")
     _check_printable(f"run {point.name}", [*command, *values.values()])
     shell = shlex.join(command)

@@ -89,7 +89,8 @@ class Topology:
     slices: int
 
     def __str__(self) -> str:
-        return f"{self.kind}:{'x'.join(map(str, self.shape))}" + f"*{self.slices}" * (self.slices > 1)
+        text = f"{self.kind}:{'x'.join(map(str, self.shape))}"
+        return f"{text}*{self.slices}" if self.slices > 1 else text
 
     @property
     def chip(self) -> Chip:

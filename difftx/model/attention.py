@@ -77,6 +77,11 @@ class SelfAttention(nnx.Module):
     Class attributes and class methods describe the architecture to the rest of difftx, and the other methods compute
     the attention. A subclass defines `project`, `weight_function` and `output`, or overrides the methods that call
     these three.
+
+    A call runs `operands`, `attend`, `combine` and `output`. `operands` calls `project` for queries, keys and values,
+    and shards them for the kernel, rounded if the config says so. `attend` returns the outputs of the kernel's heads,
+    `combine` those of the model's heads, and `output` the residual update. `attention_weight_inputs` returns what
+    determines the attention weights, for analyses.
     """
 
     groups: ClassVar[int] = 1  # Number of keys of width d per key/value head.
@@ -170,7 +175,7 @@ class SelfAttention(nnx.Module):
         The entries are `(k, v)` of the new tokens. If the cache evicts tokens, the attention mass per new token
         `[B, T, K]` and per slot `[B, K, S]` follows, as `cached.weighted_attention` returns it.
         """
-        q, k, v = self._projected(x_BTD, angles)
+        q, k, v = self._project_and_round(x_BTD, angles)
         options = {"weight_argument": self.weight_argument(constants), "window": constants.window}
         operands = (*self._resharded(q, k, v), cache, segments)
         heads_BTHE, mass = cached.weighted_attention(self._configured_weight_function(), *operands, **options)
@@ -205,7 +210,7 @@ class SelfAttention(nnx.Module):
         residual update. Only for classes with `subtracts = True`.
         """
         q, k, v = self.operands(x_BTD, angles)
-        heads_BTHE = self._combined(self.attend(q, k, v, constants, segment_ids_BT), x_BTD)
+        heads_BTHE = self._reshard_and_combine(self.attend(q, k, v, constants, segment_ids_BT), x_BTD)
         _, pullback = jax.vjp(lambda heads_BTHE: self.output(heads_BTHE, x_BTD, constants), heads_BTHE)
         (dheads_BTHE,) = pullback(dupdate_BTD)
         dheads_BTHE = reshard(dheads_BTHE, self.layout.attend_BTHE)
@@ -217,7 +222,7 @@ class SelfAttention(nnx.Module):
 
     def operands(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return the queries, keys and values of `project`, sharded as `attend` expects them."""
-        return self._resharded(*self._projected(x_BTD, angles))
+        return self._resharded(*self._project_and_round(x_BTD, angles))
 
     def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries and keys after `rotated`, and values, in the dtype of `x_BTD`."""
@@ -309,7 +314,7 @@ class SelfAttention(nnx.Module):
             mesh_axes=self.layout.attend_BTHE[2] if self.layout.attend_BTHE else (),
         )
 
-    def _projected(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _project_and_round(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
         q, k, v = self.project(x_BTD, angles)
         bits = self.config.attention_operand_bits
         return (q, k, v) if bits is None else (rounded(q, bits), rounded(k, bits), rounded(v, bits))
@@ -318,11 +323,11 @@ class SelfAttention(nnx.Module):
         specs = {4: self.layout.attend_BTHE, 5: self.layout.attend_BTHGd}
         return reshard(q, specs[q.ndim]), reshard(k, specs[k.ndim]), reshard(v, specs[v.ndim])
 
-    def _combined(self, heads_BTHE: jax.Array, x_BTD: jax.Array) -> jax.Array:
+    def _reshard_and_combine(self, heads_BTHE: jax.Array, x_BTD: jax.Array) -> jax.Array:
         return self.combine(reshard(heads_BTHE, self.layout.act_BTHE), x_BTD)
 
     def _update(self, heads_BTHE: jax.Array, x_BTD: jax.Array, constants: LayerConstants) -> jax.Array:
-        return self.output(self._combined(heads_BTHE, x_BTD), x_BTD, constants)
+        return self.output(self._reshard_and_combine(heads_BTHE, x_BTD), x_BTD, constants)
 
 
 class DiffAttention(SelfAttention):

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import P
 from jax.ad_checkpoint import checkpoint_name
 
 from difftx.config import ModelConfig
@@ -333,13 +332,13 @@ def _split_axis(x_L: jax.Array, period: int) -> jax.Array:
 
     Without `out_sharding`, JAX drops the mesh axes of an axis with one entry, such as the rows of a single prompt.
     """
-    sharding = P(None, *jax.typeof(x_L).sharding.spec)
+    sharding = jax.P(None, *jax.typeof(x_L).sharding.spec)
     return jnp.reshape(x_L, (-1, period, *x_L.shape[1:]), out_sharding=sharding)
 
 
 def _merge_axes(x_NP: jax.Array) -> jax.Array:
     """Return `[N, P, …]` as `[N P, …]`: the inverse of `_split_axis`."""
-    sharding = P(*jax.typeof(x_NP).sharding.spec[1:])
+    sharding = jax.P(*jax.typeof(x_NP).sharding.spec[1:])
     return jnp.reshape(x_NP, (-1, *x_NP.shape[2:]), out_sharding=sharding)
 
 

@@ -21,11 +21,11 @@ COLOURS = ("#2A86CC", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8
 # Colour map of values of both signs, such as A1 - λ A2, as in docs/images/attention-*.png: positive values are blue.
 DIVERGING = matplotlib.colors.LinearSegmentedColormap.from_list("diverging", [COLOURS[1], "#f7f7f7", COLOURS[0]])
 LETTERS = (("T", 1e12), ("B", 1e9), ("M", 1e6))
-MOST_WITH_LETTERS = 1e15  # Larger numbers are written with a power of ten.
+MAX_WITH_LETTERS = 1e15  # Larger numbers are written with a power of ten.
 GREY = "#808080"  # Visible on white and on black.
-MOST_CELLS_WITH_NUMBERS = 100  # A heatmap with more cells shows no numbers in them, because they would overlap.
-MOST_TICKS = 12  # Most tick labels on an axis of a heatmap.
-MOST_CHARACTERS = 64  # If the x labels of a heatmap have more characters than this in total, they are rotated.
+MAX_CELLS_WITH_NUMBERS = 100  # A heatmap with more cells shows no numbers in them, because they would overlap.
+MAX_TICKS = 12  # Maximum number of tick labels on an axis of a heatmap.
+MAX_CHARACTERS = 64  # If the x labels of a heatmap have more characters than this in total, they are rotated.
 
 
 def draw_chart(chart: Mapping[str, Any], folder: AnyPath) -> list[AnyPath]:
@@ -42,9 +42,11 @@ def _draw_lines(axes: matplotlib.axes.Axes, chart: Mapping[str, Any]) -> None:
         x, y = np.array(series["x"], float), np.array(series["y"], float)
         if series.get("is_reference"):
             style = "--"
+        elif chart.get("is_scatter"):
+            style = "o"
         else:
-            style = ("o" if len(x) < 20 else "") + "-" * (not chart.get("is_scatter"))
-        axes.plot(x, y, style or "o", markersize=4, color=colour, label=series["name"])
+            style = "o-" if len(x) < 20 else "-"
+        axes.plot(x, y, style, markersize=4, color=colour, label=series["name"])
         if series.get("low") is not None and series.get("high") is not None:
             band = np.array([series["low"], series["high"]], float)
             axes.fill_between(x, *band, color=colour, alpha=0.2, linewidth=0)
@@ -68,9 +70,9 @@ def _draw_heatmap(axes: matplotlib.axes.Axes, chart: Mapping[str, Any]) -> None:
     image = axes.imshow(values, cmap=colours, vmin=low, vmax=high, aspect="auto", interpolation="nearest")
     for set_ticks, names in ((axes.set_xticks, chart["x"]), (axes.set_yticks, chart["y"])):
         shown = ticks(names)
-        is_wide = set_ticks == axes.set_xticks and sum(map(len, shown.values())) > MOST_CHARACTERS
+        is_wide = set_ticks == axes.set_xticks and sum(map(len, shown.values())) > MAX_CHARACTERS
         set_ticks(list(shown), list(shown.values()), parse_math=False, rotation=90 if is_wide else 0)
-    if values.size <= MOST_CELLS_WITH_NUMBERS:
+    if values.size <= MAX_CELLS_WITH_NUMBERS:
         for (row, column), value in np.ndenumerate(values):
             if np.isfinite(value):
                 is_dark = np.dot(image.cmap(image.norm(value))[:3], (0.299, 0.587, 0.114)) < 0.5
@@ -113,9 +115,9 @@ def line_colours(series: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def log_ticks(x: Sequence[float]) -> list[float]:
-    """Return at most `MOST_TICKS` of the different values in `x`, for a log axis, whose own ticks would be powers."""
+    """Return at most `MAX_TICKS` of the different values in `x`, for a log axis, whose own ticks would be powers."""
     values = sorted(set(x))
-    return values[:: -(-len(values) // MOST_TICKS) or 1]
+    return values[:: -(-len(values) // MAX_TICKS) or 1]
 
 
 def series_colours(count: int) -> Sequence[str]:
@@ -142,7 +144,7 @@ def heatmap_values(chart: Mapping[str, Any]) -> np.ndarray:
     return np.array(chart["values"], float).reshape(len(chart["y"]), len(chart["x"]))
 
 
-def ticks(names: Sequence[float | str], most: int = MOST_TICKS) -> dict[Any, Any]:
+def ticks(names: Sequence[float | str], most: int = MAX_TICKS) -> dict[Any, Any]:
     """Return position → label for at most `most` of a heatmap's rows or columns, which have the given names."""
     return {i: tick_text(names[i]) for i in range(0, len(names), -(-len(names) // most) or 1)}
 
@@ -155,14 +157,14 @@ def tick_text(value: float | str) -> str:
 def axis_number(most: float) -> Callable[[float], str]:
     """Return the format of the numbers on an axis up to `most`. All have the letter of `most`, such as 0.2M and 1M."""
     letter, size = next(((letter, size) for letter, size in LETTERS if most >= size), ("", 1))
-    if most >= MOST_WITH_LETTERS:
+    if most >= MAX_WITH_LETTERS:
         return lambda x: f"{x:.3g}"
     return lambda x: f"{x / size:,.4g}{letter}" if x and letter else f"{x:,.6g}"
 
 
 def short_number(number: float) -> str:
     """Format a number of parameters, tokens, FLOPs or seconds, with a letter from a million up, such as 6.8B."""
-    if number >= MOST_WITH_LETTERS:
+    if number >= MAX_WITH_LETTERS:
         return f"{number:.3g}"
     for letter, size in LETTERS:
         if number >= size:

@@ -19,7 +19,7 @@ from difftx.storage.paths import AnyPath
 
 METRIC_LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
 SMOOTHED_OVER = 21  # Values in the window of `smoothed`.
-MOST_NAMED_AT_END = 8  # A figure of more runs has a legend, because names at the ends of the lines would overlap.
+MAX_NAMED_AT_END = 8  # A figure of more runs has a legend, because names at the ends of the lines would overlap.
 COLUMNS = ("architecture", "tokens", "loss", "perplexity", "bits_per_byte", "tokens_per_second", "seconds")
 
 
@@ -56,13 +56,13 @@ def format_table(rows: list[dict[str, Any]]) -> rich.table.Table:
 def smoothed(values: np.ndarray) -> np.ndarray:
     """Return the means of the finite values in a centred window of `SMOOTHED_OVER`, which have no lag.
 
-    The window shrinks towards the first value, where losses fall steeply. At the end it lacks the values to come. A
-    value that is not finite gets the mean of the value before it.
+    The window shrinks towards the first value, where losses fall steeply. Near the last value, it has fewer values
+    after its centre. At a non-finite value, the result is that of the previous finite value, or NaN if there is none.
     """
     finite = np.flatnonzero(np.isfinite(values))
-    places = np.arange(len(finite))
-    half = np.minimum(SMOOTHED_OVER // 2, places)
-    start, stop = places - half, np.minimum(places + half + 1, len(finite))
+    indices = np.arange(len(finite))
+    half = np.minimum(SMOOTHED_OVER // 2, indices)
+    start, stop = indices - half, np.minimum(indices + half + 1, len(finite))
     sums = np.append(0.0, np.cumsum(np.asarray(values, float)[finite]))
     means = (sums[stop] - sums[start]) / (stop - start)
     before = np.searchsorted(finite, np.arange(len(values)), side="right")
@@ -115,7 +115,7 @@ def _draw(runs: Sequence[RunRecord], metric: Metric, against: XAxis) -> matplotl
     written = axis_number(max(axes.get_xlim()))
     axes.xaxis.set_major_formatter(lambda x, _: written(x))
     _fit_to_values(axes)
-    if len(runs) > MOST_NAMED_AT_END:
+    if len(runs) > MAX_NAMED_AT_END:
         add_legend(axes)
     else:
         _label_ends(axes, ends)

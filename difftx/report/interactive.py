@@ -15,7 +15,7 @@ import numpy as np
 from difftx.report.charts import (
     DIVERGING,
     GREY,
-    MOST_TICKS,
+    MAX_TICKS,
     axis_number,
     colour_limits,
     heatmap_values,
@@ -25,10 +25,10 @@ from difftx.report.charts import (
     ticks,
 )
 
-MOST_CHARACTERS = 40  # Most characters of a heatmap's x labels together, so that they do not overlap on a phone.
-MOST_TICK_LABELS = 200  # Most ticks with a label such as "2M" on an axis of tokens. Zooming in shows more of them.
+MAX_CHARACTERS = 40  # Maximum number of characters of a heatmap's x labels together. More would overlap on a phone.
+MAX_TICK_LABELS = 200  # Maximum number of ticks with a label such as "2M" on an axis of tokens. Zooming in shows more.
 HEIGHT = 240  # Height of a figure's frame in pixels, without axes and legend.
-MOST_NAMED_LINES = 12  # A figure with more lines has no legend.
+MAX_NAMED_LINES = 12  # A figure with more lines has no legend.
 # Up to four lines show their tooltips at the same time, on different sides of the pointer, so that they do not overlap.
 # A figure with more lines, such as one per layer, shows only the tooltip of the line under the pointer.
 TOOLTIP_SIDES: tuple[Literal["left", "right", "above", "below"], ...] = ("left", "right", "above", "below")
@@ -37,7 +37,7 @@ LEGEND_STYLE = """.bk-label { color: var(--ink) !important; white-space: normal 
   overflow-wrap: anywhere }
 .bk-item { --item-background-color: transparent !important;
   --item-background-inactive-color: color-mix(in srgb, var(--paper) 70%, transparent) !important }"""
-MOST_NAMED_CELLS = 2_500  # A larger heatmap's tooltips have no row and column names, which would enlarge the page.
+MAX_NAMED_CELLS = 2_500  # A larger heatmap's tooltips have no row and column names, which would enlarge the page.
 TOOLS = "pan,box_zoom,wheel_zoom,reset,save"
 DASHES = ("solid", "dashed", "dotted", "dotdash")  # Styles of the lines of the first run, the second, and so on.
 MARK_COLOUR = "#D55E00"  # Colour of events and of skipped updates.
@@ -72,7 +72,7 @@ def line_figure(
     """
     scales = {"x_axis_type": "log" if log_x else "linear", "y_axis_type": "log" if log_y else "linear"}
     figure = _figure(x_label, y_label, **scales)
-    is_named = sum(not line.faint for line in lines) <= MOST_NAMED_LINES
+    is_named = sum(not line.faint for line in lines) <= MAX_NAMED_LINES
     hovered: list[Any] = []
     for line in sorted(lines, key=lambda line: not line.faint):  # Faint lines are drawn first, below the others.
         if line.has_band:
@@ -130,8 +130,8 @@ def number_axis(figure: bokeh.plotting.figure, most: float) -> None:
     """
     figure.x_range.update(start=0)  # Otherwise a single point would have an axis of a width of 2.
     figure.xaxis.formatter = bokeh.models.NumeralTickFormatter(format="0,0.[00]")
-    if most >= MOST_TICK_LABELS:
-        step = 10 ** math.ceil(math.log10(most / MOST_TICK_LABELS))
+    if most >= MAX_TICK_LABELS:
+        step = 10 ** math.ceil(math.log10(most / MAX_TICK_LABELS))
         written = axis_number(most)
         multiples = range(0, int(1.2 * most) + step, step)
         figure.xaxis.major_label_overrides = {x: written(x) for x in multiples}
@@ -177,7 +177,7 @@ def _heatmap(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
     )
     data: dict[str, Any] = {"image": [values]}
     column_text, row_text = "$x{0}", "$y{0}"
-    if values.size <= MOST_NAMED_CELLS:
+    if values.size <= MAX_NAMED_CELLS:
         data["column"] = [[[tick_text(x) for x in columns] for _ in rows]]
         data["row"] = [[[tick_text(y)] * len(columns) for y in rows]]
         column_text, row_text = "@column", "@row"
@@ -190,7 +190,7 @@ def _heatmap(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
     tooltips = [(chart["x_label"], column_text), (chart["y_label"], row_text), (chart["value_label"], "@image")]
     figure.add_tools(_hover(shown, tooltips))
     widest = max((len(tick_text(name)) for name in columns), default=1)
-    fitting = min(MOST_TICKS, max(1, MOST_CHARACTERS // max(widest, 1)))
+    fitting = min(MAX_TICKS, max(1, MAX_CHARACTERS // max(widest, 1)))
     for axis, labels in ((figure.xaxis, ticks(columns, fitting)), (figure.yaxis, ticks(rows))):
         axis.major_label_overrides = labels
         axis.ticker = bokeh.models.FixedTicker(ticks=list(labels))

@@ -47,11 +47,11 @@ def write_page(workdirs: Sequence[AnyPath], out: AnyPath) -> AnyPath:
     if len({resolved(workdir) for workdir in workdirs}) < len(workdirs):
         raise UserError(f"--workdir={','.join(map(str, workdirs))}: a run is named twice")
     runs = sorted(read_runs(workdirs), key=lambda run: run.config.model.architecture != "transformer")
-    foreign = different_tokenizers(runs)
-    metric: Metric = "bits_per_byte" if foreign else "loss"
+    with_different_tokenizers = different_tokenizers(runs)
+    metric: Metric = "bits_per_byte" if with_different_tokenizers else "loss"
     curves = panels.losses(runs, metric)
     judged = verdict(runs, metric)
-    suites = suite_sections(runs, comparable=foreign is None)
+    suites = suite_sections(runs, comparable=with_different_tokenizers is None)
     dynamics = [section for section in (panels.lambdas(runs), panels.gradients(runs)) if section.panels]
     time = panels.wall_time(runs)
     figures: dict[str, bokeh.model.Model] = {
@@ -74,7 +74,7 @@ def write_page(workdirs: Sequence[AnyPath], out: AnyPath) -> AnyPath:
         colours={run.name: colour for run, colour in zip(runs, series_colours(len(runs)), strict=True)},
         verdict=judged,
         scores=_scores(judged, metric),
-        notes=_notes(runs, foreign),
+        notes=_notes(runs, with_different_tokenizers),
         curves=curves,
         suites=suites,
         dynamics=dynamics,
@@ -82,7 +82,7 @@ def write_page(workdirs: Sequence[AnyPath], out: AnyPath) -> AnyPath:
         headers=_run_headers(runs),
         changes=_config_changes(runs),
         commands=_commands(runs, out),
-        most_points=panels.MOST_POINTS,
+        most_points=panels.MAX_POINTS,
         divs=divs,
         script=script,
         library=bokeh.resources.Resources("inline", components=["bokeh"]).render_js(),
@@ -150,7 +150,7 @@ def _spent(run: RunRecord) -> dict[str, str]:
     }
 
 
-def _notes(runs: Sequence[RunRecord], foreign: tuple[str, str] | None) -> list[str]:
+def _notes(runs: Sequence[RunRecord], with_different_tokenizers: tuple[str, str] | None) -> list[str]:
     """Return notes on the data and results: what could not be read, is not of the checkpoints or not comparable."""
     notes = []
     if any(run.config.data.path == STDLIB for run in runs):
@@ -165,9 +165,9 @@ def _notes(runs: Sequence[RunRecord], foreign: tuple[str, str] | None) -> list[s
             for suite, step in run.outdated
         ]
     notes += [f"{note}." for note in (*data_notes(runs), *option_notes(runs))]
-    if foreign:
+    if with_different_tokenizers:
         what = "different tokenizers: losses per token do not compare, bits per byte do"
-        notes.append(f"{foreign[0]} and {foreign[1]} have {what}.")
+        notes.append(f"{with_different_tokenizers[0]} and {with_different_tokenizers[1]} have {what}.")
     return notes
 
 

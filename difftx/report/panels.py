@@ -17,12 +17,12 @@ from difftx.report.runs import X_AXES, Metric, RunRecord
 from difftx.training import lambda_range
 from difftx.training.goodput import SECTIONS as WALL_TIME_LABELS
 
-MOST_POINTS = 2_000  # Most points of a line. More points would enlarge the page without being visible.
-MOST_POINTS_OF_MANY = 400  # Most points of a line in a figure of many lines, such as one per layer.
-MOST_CELLS = 128 * 128  # Most cells of a heatmap.
-MOST_CROSSINGS = 10  # Most events in the note on the layers whose λ left its useful range.
-MOST_ROWS = 12  # Most rows in the table of a line chart's values.
-MOST_VALUES = 400  # Most cells of a heatmap that is also shown as a table.
+MAX_POINTS = 2_000  # Maximum number of points per line. More would enlarge the page without being visible.
+MAX_POINTS_OF_MANY = 400  # Maximum number of points per line in a figure of many lines, such as one per layer.
+MAX_CELLS = 128 * 128  # Maximum number of cells of a heatmap.
+MAX_CROSSINGS = 10  # Maximum number of events in the note on the layers whose λ left its useful range.
+MAX_VALUE_ROWS = 12  # Maximum number of rows in the table of a line chart's values.
+MAX_VALUES = 400  # Maximum number of cells of a heatmap that is also shown as a table.
 
 # Parameters named `chart` are JSON objects with the fields of `LineChart` or `Heatmap` of difftx/evals/result.py.
 Lines = Mapping[str, tuple[Any, Any]]  # Name of a line → its x and y values.
@@ -82,7 +82,7 @@ def losses(runs: Sequence[RunRecord], metric: Metric) -> Section:
         sources = {}
         for run in runs:
             steps, raw = training_losses(run)
-            kept = thinned(raw, MOST_POINTS)
+            kept = thinned(raw, MAX_POINTS)
             smooth = smoothed(raw)[kept]
             sources[run.name] = _source(run, [steps[i] for i in kept], raw=raw[kept], value=smooth)
         panels += _loss_panels("Training loss, raw and smoothed", METRIC_LABELS["loss"], runs, sources)
@@ -106,7 +106,7 @@ def lambdas(runs: Sequence[RunRecord]) -> Section:
         rows = [row for row in run.split("train") if row.get("lambda")]
         if not rows:
             continue
-        rows = [rows[i] for i in evenly_spaced(len(rows), MOST_POINTS_OF_MANY)]
+        rows = [rows[i] for i in evenly_spaced(len(rows), MAX_POINTS_OF_MANY)]
         steps = [row["step"] for row in rows]
         values = zip(*(row["lambda"] for row in rows), strict=True)
         lines = {f"layer {layer}": (steps, of_layer) for layer, of_layer in enumerate(values, 1)}
@@ -120,7 +120,7 @@ def gradients(runs: Sequence[RunRecord]) -> Section:
     lines = {}
     for run in runs:
         rows = [row for row in run.split("train") if row.get("grad_norm") is not None]
-        kept = thinned(np.array([row["grad_norm"] for row in rows]), MOST_POINTS)
+        kept = thinned(np.array([row["grad_norm"] for row in rows]), MAX_POINTS)
         if rows:
             lines[run.name] = [rows[i]["step"] for i in kept], [rows[i]["grad_norm"] for i in kept]
     if not lines:
@@ -216,9 +216,9 @@ def _crossings_note(run: RunRecord) -> str:
         return ""
     crossings = [
         f"layer {row['layer']} at step {row['step']:,} (λ = {format_value(row['value'])})"
-        for row in rows[:MOST_CROSSINGS]
+        for row in rows[:MAX_CROSSINGS]
     ]
-    more = f" and {len(rows) - MOST_CROSSINGS:,} more times" if len(rows) > MOST_CROSSINGS else ""
+    more = f" and {len(rows) - MAX_CROSSINGS:,} more times" if len(rows) > MAX_CROSSINGS else ""
     inside = f"[{lambda_range.LOWEST_LAMBDA:g}, {lambda_range.HIGHEST_LAMBDA:g}]"
     return (
         f"Warning: λ left {inside} in {', '.join(crossings)}{more}. Below this range, "
@@ -235,7 +235,7 @@ def panel_over_steps(title: str, lines: Lines, y_label: str, *, note: str = "", 
 
 def chart_panel(title: str, chart: Mapping[str, Any], note: str) -> Panel:
     """Return a panel of a chart with a table of its values."""
-    if chart["kind"] == "line" and len(chart["series"]) > interactive.MOST_NAMED_LINES:
+    if chart["kind"] == "line" and len(chart["series"]) > interactive.MAX_NAMED_LINES:
         first, last = chart["series"][0]["name"], chart["series"][-1]["name"]
         note = f"{note} Colours run from {first}, dark, to {last}, bright; hovering over a line names it.".strip()
     if chart["kind"] == "heatmap":
@@ -244,12 +244,12 @@ def chart_panel(title: str, chart: Mapping[str, Any], note: str) -> Panel:
 
 
 def thinned_lines(chart: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """Return a line chart with at most `MOST_POINTS` points per line, and a note, empty if no points were left out."""
+    """Return a line chart with at most `MAX_POINTS` points per line, and a note, empty if no points were left out."""
     series, note = [], ""
     for line in chart["series"]:
-        kept = thinned(np.array(line["y"], float), MOST_POINTS)
+        kept = thinned(np.array(line["y"], float), MAX_POINTS)
         if len(kept) < len(line["y"]):
-            note = f"Thinned to {MOST_POINTS:,} points per line."
+            note = f"Thinned to {MAX_POINTS:,} points per line."
             columns = [name for name in ("x", "y", "low", "high") if line.get(name) is not None]
             line = {**line, **{name: [line[name][i] for i in kept] for name in columns}}
         series.append(line)
@@ -257,9 +257,9 @@ def thinned_lines(chart: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
 
 
 def averaged_heatmap(chart: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """Return a heatmap with at most `MOST_CELLS` cells, and a note, empty unless cells were averaged in blocks."""
+    """Return a heatmap with at most `MAX_CELLS` cells, and a note, empty unless cells were averaged in blocks."""
     rows, columns = len(chart["y"]), len(chart["x"])
-    block = next(n for n in itertools.count(1) if -(-rows // n) * -(-columns // n) <= MOST_CELLS)
+    block = next(n for n in itertools.count(1) if -(-rows // n) * -(-columns // n) <= MAX_CELLS)
     if block == 1:
         return chart, ""
     values = np.full((-(-rows // block) * block, -(-columns // block) * block), np.nan)
@@ -272,10 +272,10 @@ def averaged_heatmap(chart: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
 
 
 def _chart_values(chart: Mapping[str, Any]) -> Table | None:
-    """Return a chart's values as a table, or None for a heatmap of more than `MOST_VALUES` cells."""
+    """Return a chart's values as a table, or None for a heatmap of more than `MAX_VALUES` cells."""
     if chart["kind"] == "line":
         return _series_values(chart["x_label"], {line["name"]: (line["x"], line["y"]) for line in chart["series"]})
-    if len(chart["x"]) * len(chart["y"]) > MOST_VALUES:
+    if len(chart["x"]) * len(chart["y"]) > MAX_VALUES:
         return None
     header = [f"{chart['y_label']} \\ {chart['x_label']}", *map(format_value, chart["x"])]
     rows = zip(chart["y"], chart["values"], strict=True)
@@ -283,7 +283,7 @@ def _chart_values(chart: Mapping[str, Any]) -> Table | None:
 
 
 def _series_values(x_label: str, series: Lines) -> Table:
-    """Return a table of the lines at up to `MOST_ROWS` points of the first line, evenly spaced by index.
+    """Return a table of the lines at up to `MAX_VALUE_ROWS` points of the first line, evenly spaced by index.
 
     The other lines show their y at the nearest x, and "–" where they are more than half an interval of theirs away: a
     run with slightly more FLOPs than another still has a value at each end.
@@ -292,7 +292,7 @@ def _series_values(x_label: str, series: Lines) -> Table:
         return Table([x_label], [])
     first = np.array(next(iter(series.values()))[0], float)
     rows = []
-    for x in first[evenly_spaced(len(first), MOST_ROWS)]:
+    for x in first[evenly_spaced(len(first), MAX_VALUE_ROWS)]:
         row = [format_value(float(x))]
         for xs, ys in series.values():
             xs = np.array(xs, float)

@@ -10,7 +10,7 @@ import numpy as np
 import rich.markup
 import rich.table
 
-from difftx.analysis.scaling_law import FEWEST_SIZES, LARGEST_EXTRAPOLATION, Fit, Match, match_at, match_reference_at
+from difftx.analysis.scaling_law import MAX_EXTRAPOLATION, MIN_SIZES, Fit, Match, match_at, match_reference_at
 from difftx.errors import UserError, printable
 from difftx.files import write_atomically
 from difftx.report.arms import EQUAL_SIZES
@@ -80,7 +80,7 @@ def format_study(study: Study) -> tuple[rich.table.Table, rich.table.Table]:
             sizes = short_number(match.x), short_number(match.reference_x)
             low, high = match.interval
             ratio = f"{match.ratio:.1%} ({low:.1%} to {high:.1%})"
-            mark = f"extrapolated beyond {LARGEST_EXTRAPOLATION:g}× the data" if match.extrapolated else ""
+            mark = f"extrapolated beyond {MAX_EXTRAPOLATION:g}× the data" if match.extrapolated else ""
             matches.add_row(rich.markup.escape(printable(name)), *sizes, f"{match.loss:.4f}", ratio, mark)
     return laws, matches
 
@@ -99,7 +99,7 @@ def _points_of_one_size(points: Sequence[LossPoint]) -> list[LossPoint]:
 
     def rank(group: list[LossPoint]) -> tuple[int, float]:
         tokens = [{point.tokens for point in group if point.architecture == name} for name in _architectures(points)]
-        return min(*map(len, tokens), FEWEST_SIZES), group[0].size
+        return min(*map(len, tokens), MIN_SIZES), group[0].size
 
     chosen = max(groups, key=rank)
     return [point for point in points if chosen[0].size <= point.size <= chosen[-1].size]
@@ -111,11 +111,11 @@ def _missing_points(quantity: str, points: Sequence[LossPoint]) -> str | None:
         name: len({getattr(point, quantity) for point in points if point.architecture == name})
         for name in _architectures(points)
     }
-    if counts and min(counts.values()) >= FEWEST_SIZES:
+    if counts and min(counts.values()) >= MIN_SIZES:
         return None
     existing = ", ".join(f"{name} has {count}" for name, count in counts.items()) or "there is none"
     points_of = "sizes of finished runs" if quantity == "size" else "numbers of tokens at one size"
-    return f"loss against {quantity} needs {FEWEST_SIZES} {points_of} of each architecture: {existing}"
+    return f"loss against {quantity} needs {MIN_SIZES} {points_of} of each architecture: {existing}"
 
 
 def _architectures(points: Sequence[LossPoint]) -> list[str]:

@@ -23,7 +23,7 @@ from difftx.report.panels import (
 from difftx.report.runs import RunRecord
 
 VERDICT_SUITE = "loss"  # The verdict and the curves show this suite's numbers.
-MOST_ROWS = 15  # Most numbers that a section shows before the reader opens the table of all others.
+MAX_SHOWN_NUMBERS = 15  # A section shows at most this many numbers. The others are in a table that the reader opens.
 COUNTS = ("tokens", "documents", "demonstrations")  # Units of numbers that describe how much was measured.
 
 Result = Mapping[str, Any]  # A result of a suite, as JSON.
@@ -55,8 +55,8 @@ class SuiteSection:
 def suite_sections(runs: Sequence[RunRecord], *, comparable: bool) -> list[SuiteSection]:
     """Return a section for each suite of the runs, except `VERDICT_SUITE`.
 
-    If the runs are not `comparable`, because their tokenizers differ, only bits per byte have differences. A run whose
-    result has other options than that of the first run has none (`option_notes`).
+    If the runs are not `comparable`, because their tokenizers differ, only bits per byte have differences. Differences
+    are also omitted for a run whose result has other options than the first run's (`option_notes`).
     """
     sections = []
     found = {suite for run in runs for suite in run.results} - {VERDICT_SUITE}
@@ -70,7 +70,7 @@ def suite_sections(runs: Sequence[RunRecord], *, comparable: bool) -> list[Suite
         for run, of_run in results.items():
             panels += _charts_over_steps(run, of_run)
         header, rows, basis = _numbers(newest, measures, comparable=comparable)
-        first = ([name for name in rows if measures[name].better] or list(rows))[:MOST_ROWS]
+        first = ([name for name in rows if measures[name].better] or list(rows))[:MAX_SHOWN_NUMBERS]
         if suite in SUITES and SUITES[suite].charts_show_numbers:
             first = []
         steps = {run: max(of_run) for run, of_run in results.items()}

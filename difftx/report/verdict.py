@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from difftx.analysis.differences import FEWEST_BLOCKS, Difference, over_blocks, over_pairs, over_seeds
+from difftx.analysis.differences import MIN_BLOCKS, Difference, over_blocks, over_pairs, over_seeds
 from difftx.evals.measures import format_value
 from difftx.json_files import schema_error
 from difftx.model.abstract import count_parameters
@@ -42,9 +42,9 @@ def verdict(runs: Sequence[RunRecord], metric: Metric) -> Verdict:
     if len(arms) == 1:
         (arm,) = arms
         losses = arm.values(metric)
-        spread = f", the mean over {len(runs)} seeds ({format_value(min(losses))} to {format_value(max(losses))})" * (
-            len(runs) > 1
-        )
+        spread = ""
+        if len(runs) > 1:
+            spread = f", the mean over {len(runs)} seeds ({format_value(min(losses))} to {format_value(max(losses))})"
         headline = (
             f"{arm.name} reaches a validation loss of {format_value(arm.mean(metric))} {unit}{_text(runs)}{spread}."
         )
@@ -70,7 +70,9 @@ def _why_missing(runs: Sequence[RunRecord], metric: Metric) -> list[str]:
             found.append(f"{run.name}: the loss of its last validation, at step {last[0]:,}, is not finite.")
         else:
             unvalidated.append(run.name)
-    return found + [f"Run difftx eval --suite=loss on {_listed(unvalidated)}."] * bool(unvalidated)
+    if unvalidated:
+        found.append(f"Run difftx eval --suite=loss on {_listed(unvalidated)}.")
+    return found
 
 
 def _compared(baseline: Arm, other: Arm, metric: Metric) -> tuple[str, str, str]:
@@ -113,7 +115,7 @@ def _difference(first: Arm, second: Arm, metric: Metric) -> tuple[Difference | N
     blocks = [_blocks(arm.runs[0]) for arm in (first, second)]
     if metric == "loss" and blocks[0] and blocks[0].keys() == blocks[1].keys():
         pairs = [(*blocks[0][targets], blocks[1][targets][0]) for targets in blocks[0]]
-        if min(len(tokens) for _, tokens, _ in pairs) >= FEWEST_BLOCKS:
+        if min(len(tokens) for _, tokens, _ in pairs) >= MIN_BLOCKS:
             interval = over_blocks([(nats, others, tokens) for nats, tokens, others in pairs])
             count = sum(len(tokens) for _, tokens, _ in pairs)
             how = f"paired over {count} blocks of the same validation text"

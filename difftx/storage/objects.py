@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 RETRIES = {"max_retries": 7, "initial_delay": "200ms", "max_delay": "5s"}
 # TensorStore would wait forever for a server that accepts a connection and is silent.
 SILENCE_SECONDS = 15
-OPERATION_SECONDS = 180.0
+OPERATION_SECONDS = 180.0  # Timeout of a request of TensorStore, retries included.
 REREAD_SECONDS = (0.2, 0.8, 2.0)  # Pauses before a content that does not match its size or checksum is read again.
 CONCURRENT = 32  # Requests at a time.
 PROBE = ".difftx-probe-"  # Beginning of the names of objects that test the store. A killed process may leave one.
@@ -56,7 +56,7 @@ class Description(NamedTuple):
 
 def read(path: "epath.Path") -> Stored | None:
     """Return an object. The caller must verify the content: TensorStore compares its length with the response only."""
-    found = _result(path, "read", lambda: _bucket_of(path).read(_key(path)))
+    found = _from_tensorstore(path, "read", lambda: _bucket_of(path).read(_key(path)))
     return Stored(found.value, found.stamp.generation) if found.state == "value" else None
 
 
@@ -67,7 +67,7 @@ def read_all(paths: Iterable["epath.Path"]) -> Iterator[Stored | None]:
         group = paths[start : start + CONCURRENT]
         futures = [_bucket_of(path).read(_key(path)) for path in group]
         for path, future in zip(group, futures, strict=True):
-            found = _result(path, "read", lambda future=future: future)
+            found = _from_tensorstore(path, "read", lambda future=future: future)
             yield Stored(found.value, found.stamp.generation) if found.state == "value" else None
 
 
@@ -82,7 +82,7 @@ def read_ranges(path: "epath.Path", ranges: Iterable[tuple[int, int]]) -> Iterat
         futures = [_bucket_of(path).read(_key(path), byte_range=slice(*each)) for each in group]
         for future in futures:
             try:
-                found = _result(path, "read", lambda future=future: future)
+                found = _from_tensorstore(path, "read", lambda future=future: future)
             except UnreadableError as error:
                 if "OUT_OF_RANGE" not in str(error.__cause__):
                     raise
@@ -93,7 +93,7 @@ def read_ranges(path: "epath.Path", ranges: Iterable[tuple[int, int]]) -> Iterat
 
 def is_current(path: "epath.Path", generation: bytes) -> bool:
     """Return whether an object exists and has this generation."""
-    found = _result(path, "read", lambda: _bucket_of(path).read(_key(path), if_not_equal=generation))
+    found = _from_tensorstore(path, "read", lambda: _bucket_of(path).read(_key(path), if_not_equal=generation))
     return found.state == "unspecified"
 
 
@@ -118,17 +118,18 @@ def read_verified(path: "epath.Path") -> bytes | None:
 
 def write(path: "epath.Path", content: bytes) -> None:
     """Create or replace an object, whatever its generation."""
-    _result(path, "write", lambda: _bucket_of(path).write(_key(path), content))
+    _from_tensorstore(path, "write", lambda: _bucket_of(path).write(_key(path), content))
 
 
 def write_if(path: "epath.Path", content: bytes, generation: bytes | None) -> bytes | None:
     """Write an object if it has the generation, or if it is absent and `generation` is None.
 
-    Return the new generation, or None if the object has another one. No other call may write the same `content`: it
-    shows whether this call wrote the object if the store's reply was lost and the retry failed on the condition.
+    Return the new generation, or None if the object has another one. `content` must be unique to this call, for
+    example by a random id. If the reply to a successful write is lost, the retry fails on the condition, and only the
+    content shows that this call wrote the object.
     """
     condition = _absent() if generation is None else generation
-    stamp = _result(path, "write", lambda: _bucket_of(path).write(_key(path), content, if_equal=condition))
+    stamp = _from_tensorstore(path, "write", lambda: _bucket_of(path).write(_key(path), content, if_equal=condition))
     if stamp.generation:
         return stamp.generation
     for pause in (*REREAD_SECONDS, None):
@@ -153,12 +154,12 @@ def delete(paths: Iterable["epath.Path"]) -> None:
         group = paths[start : start + CONCURRENT]
         futures = [_bucket_of(path).write(_key(path), None) for path in group]
         for path, future in zip(group, futures, strict=True):
-            _result(path, "delete", lambda future=future: future)
+            _from_tensorstore(path, "delete", lambda future=future: future)
 
 
 def delete_if(path: "epath.Path", generation: bytes) -> None:
     """Delete an object if it has the generation. It may be absent. On S3, TensorStore compares, and then deletes."""
-    _result(path, "delete", lambda: _bucket_of(path).write(_key(path), None, if_equal=generation))
+    _from_tensorstore(path, "delete", lambda: _bucket_of(path).write(_key(path), None, if_equal=generation))
 
 
 def list_below(folder: "epath.Path") -> list[str]:
@@ -170,10 +171,9 @@ def describe_below(folder: "epath.Path") -> dict[str, Description]:
     """Return the descriptions of all objects below a folder by their names, as `list_below`."""
     # TensorStore would return an empty listing if the credentials may not list objects.
     prefix = f"{_name(folder)}/"
-    entries = _described(folder, "list", lambda: _fsspec(folder).find(prefix, detail=True)) or {}
-    files = {
-        name: entry for name, entry in entries.items() if entry["type"] == "file"
-    }  # s3fs may list the prefix itself.
+    entries = _from_fsspec(folder, "list", lambda: _fsspec(folder).find(prefix, detail=True)) or {}
+    # s3fs may list the prefix itself.
+    files = {name: entry for name, entry in entries.items() if entry["type"] == "file"}
     return {name.removeprefix(prefix): _description(entry) for name, entry in files.items()}
 
 
@@ -182,10 +182,9 @@ def list_folder(path: "epath.Path") -> dict[str, bool]:
 
     Raise `UserError` if `path` is an object.
     """
-    entries = _described(path, "list", lambda: _fsspec(path).ls(_name(path), detail=True)) or []
-    if [entry["type"] for entry in entries if entry["name"].rstrip("/") == _name(path)] == ["file"] and len(
-        entries
-    ) == 1:
+    entries = _from_fsspec(path, "list", lambda: _fsspec(path).ls(_name(path), detail=True)) or []
+    own = [entry for entry in entries if entry["name"].rstrip("/") == _name(path)]
+    if len(entries) == 1 and own and own[0]["type"] == "file":
         raise UserError(f"{path} is not a folder; move it away")
     names = {entry["name"].rstrip("/").rpartition("/")[2]: entry["type"] == "directory" for entry in entries}
     names.pop("", None)
@@ -194,7 +193,7 @@ def list_folder(path: "epath.Path") -> dict[str, bool]:
 
 def describe(path: "epath.Path") -> Description | None:
     """Return the description of an object, or None if it is absent or a folder."""
-    entry = _described(path, "read", lambda: _fsspec(path).info(_name(path)))
+    entry = _from_fsspec(path, "read", lambda: _fsspec(path).info(_name(path)))
     return None if entry is None or entry["type"] != "file" else _description(entry)
 
 
@@ -209,12 +208,12 @@ def _description(entry: dict[str, Any]) -> Description:
 
 def download(path: "epath.Path", target: str) -> None:
     """Write the content of an object to a local file."""
-    _described(path, "read", lambda: _fsspec(path).get_file(_name(path), target))
+    _from_fsspec(path, "read", lambda: _fsspec(path).get_file(_name(path), target))
 
 
 def upload(path: "epath.Path", source: str) -> None:
     """Create or replace an object with the content of a local file, in parts. It appears when all parts are there."""
-    _described(path, "write", lambda: _fsspec(path).put_file(source, _name(path)))
+    _from_fsspec(path, "write", lambda: _fsspec(path).put_file(source, _name(path)))
 
 
 def require_conditions(folder: "epath.Path") -> None:
@@ -249,13 +248,13 @@ def remove_probes(folder: "epath.Path", new: "epath.Path") -> None:
 def _accepts(path: "epath.Path", condition: dict[str, str]) -> bool:
     """Return whether the store writes an object under a condition that does not hold."""
     try:
-        _described(path, "write", lambda: _fsspec(path).pipe_file(_name(path), b"second", **condition))
+        _from_fsspec(path, "write", lambda: _fsspec(path).pipe_file(_name(path), b"second", **condition))
     except FileExistsError:
         return False
     return True
 
 
-def _result(path: "epath.Path", verb: str, start: Callable[[], Any]) -> Any:
+def _from_tensorstore(path: "epath.Path", verb: str, start: Callable[[], Any]) -> Any:
     """Return the result of a request of TensorStore. Every error of a request is a `ValueError` with a status."""
     try:
         return start().result(timeout=OPERATION_SECONDS)
@@ -263,7 +262,7 @@ def _result(path: "epath.Path", verb: str, start: Callable[[], Any]) -> Any:
         raise _explained(path, verb, error) from error
 
 
-def _described(path: "epath.Path", verb: str, request: Callable[[], Any]) -> Any:
+def _from_fsspec(path: "epath.Path", verb: str, request: Callable[[], Any]) -> Any:
     """Return the result of a request of fsspec, or None if the object is absent. A condition may fail."""
     try:
         return request()

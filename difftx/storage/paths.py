@@ -20,26 +20,26 @@ LIBRARIES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
 def path_of(field: str, text: str) -> AnyPath:
     """Return the path in a flag or field: an `etils.epath.Path` for gs:// and s3://, or else a local `pathlib.Path`.
 
-    Raise `UserError` if the library of the store is missing, or as `require_supported`.
+    Raise `UserError` if the library of the store is missing, or as `scheme_of` does.
     """
-    scheme = require_supported(field, text)
+    scheme = scheme_of(field, text)
     if scheme is not None:
         require_extra(*LIBRARIES[scheme])
         # Otherwise gcsfs asks a second service for the kind of each bucket, and prints a line if that fails.
         os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-    return name_of(field, text)
+    return remote_path_of(field, text)
 
 
-def name_of(field: str, text: str) -> AnyPath:
-    """Return a path that only another machine opens, so that the library of the store may be missing here.
+def remote_path_of(field: str, text: str) -> AnyPath:
+    """Return a path that only another machine opens, without requiring the store's library here.
 
-    Raise `UserError` as `require_supported`.
+    Raise `UserError` as `scheme_of` does.
     """
-    scheme = require_supported(field, text)
+    scheme = scheme_of(field, text)
     return Path(text) if scheme is None else import_extra("etils.epath", LIBRARIES[scheme][1]).Path(text)
 
 
-def require_supported(field: str, text: str) -> str | None:
+def scheme_of(field: str, text: str) -> str | None:
     """Return the scheme of a path in a bucket, or None for a local path.
 
     Raise `UserError` if the store is unknown, if the text names no bucket, or if it lacks the two slashes.

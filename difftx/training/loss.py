@@ -100,8 +100,8 @@ def _scores(x_BTD, table_VD, targets_BT, logit_soft_cap):
     def on_one_device(x_BTD, table_VD, targets_BT):
         table_VD = _whole_rows(table_VD, x_BTD.dtype)
 
-        def chunk(rows):
-            logits_CV, log_z_C, target_C, _ = _logits(rows["x"], table_VD, rows["target"], logit_soft_cap)
+        def chunk(arrays):
+            logits_CV, log_z_C, target_C, _ = _logits(arrays["x"], table_VD, arrays["target"], logit_soft_cap)
             return log_z_C - target_C, log_z_C, target_C >= jax.lax.pmax(jnp.max(logits_CV, axis=-1), "tensor")
 
         found = jax.lax.map(chunk, _chunks(table_VD, x=x_BTD, target=targets_BT))
@@ -118,21 +118,21 @@ def _loss_and_gradients(x_BTD, table_VD, targets_BT, weight_BT, *, logit_soft_ca
     """Return the NLL and log Z of one device's tokens, and the gradients for its x and its shard of the table."""
     table_VD = _whole_rows(table_VD, x_BTD.dtype)
 
-    def chunk(dtable_VD, rows):
-        logits_CV, log_z_C, target_C, is_target_CV = _logits(rows["x"], table_VD, rows["target"], logit_soft_cap)
+    def chunk(dtable_VD, arrays):
+        logits_CV, log_z_C, target_C, is_target_CV = _logits(arrays["x"], table_VD, arrays["target"], logit_soft_cap)
         p_CV = jnp.exp(logits_CV - log_z_C[:, None])
         if z_loss:  # The derivative of log² Z is 2 log Z p.
             p_CV *= (1 + 2 * z_loss * log_z_C)[:, None]
-        dlogits_CV = (p_CV - is_target_CV) * rows["weight"][:, None]
+        dlogits_CV = (p_CV - is_target_CV) * arrays["weight"][:, None]
         if logit_soft_cap is not None:  # The derivative of c tanh(z / c) is 1 - tanh²(z / c).
             dlogits_CV *= 1 - (logits_CV / logit_soft_cap) ** 2
         dlogits_CV = dlogits_CV.astype(table_VD.dtype)
         dx_CD = jnp.einsum("CV,VD->CD", dlogits_CV, table_VD, preferred_element_type=jnp.float32)
-        dtable_VD += jnp.einsum("CV,CD->VD", dlogits_CV, rows["x"], preferred_element_type=jnp.float32)
+        dtable_VD += jnp.einsum("CV,CD->VD", dlogits_CV, arrays["x"], preferred_element_type=jnp.float32)
         return dtable_VD, (log_z_C - target_C, log_z_C, jax.lax.psum(dx_CD, "tensor").astype(x_BTD.dtype))
 
-    rows = _chunks(table_VD, x=x_BTD, target=targets_BT, weight=weight_BT)
-    dtable_VD, (nll, log_z, dx) = jax.lax.scan(chunk, jnp.zeros(table_VD.shape, jnp.float32), rows)
+    all_chunks = _chunks(table_VD, x=x_BTD, target=targets_BT, weight=weight_BT)
+    dtable_VD, (nll, log_z, dx) = jax.lax.scan(chunk, jnp.zeros(table_VD.shape, jnp.float32), all_chunks)
     dtable_VD = jax.lax.psum_scatter(dtable_VD, "fsdp", scatter_dimension=1, tiled=True)
     dtable_VD = jax.lax.psum(dtable_VD, ("data", "context"))
     nll_BT, log_z_BT = (_joined(x, targets_BT.shape) for x in (nll, log_z))

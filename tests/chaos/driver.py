@@ -42,8 +42,8 @@ from chaos.plan import (
     Plan,
 )
 
-GIVE_UP_SECONDS = 600.0  # Until the driver gives up. The machine may be busy with other work.
-BARRIER_TIMEOUT_SECONDS = 20  # Of heartbeats too.
+GIVE_UP_SECONDS = 600.0  # Time after which the driver gives up. The machine may be busy with other work.
+BARRIER_TIMEOUT_SECONDS = 20  # Timeout of barriers and heartbeats.
 DISK_MIB = 8
 MAX_SKIPPED = 3  # Skipped updates in a row until a rewind.
 # Exit codes of docs/files.md. The driver does not import difftx.errors, so that it notices if they change there.
@@ -175,7 +175,7 @@ class Run:
                 self._start()
             self._end()
         for _ in range(self.plan.stretches):
-            self.tally.add("NaN in the data", "updates skipped, or the run gone back", 0)
+            self.tally.add("NaN in the data", "updates skipped, or the run rewound", 0)
 
     # ── Starting ──
 
@@ -264,7 +264,7 @@ class Run:
         steps = [newest_step(self._workdir / "metrics.jsonl"), *self._expected]
         return "steps" if steps[0] > max(steps[1:]) else "compiling"
 
-    # ── Strikes ──
+    # ── Faults ──
 
     def _interrupt(self, episode: Episode) -> None:
         began, running = time.monotonic(), self._processes.running
@@ -335,7 +335,7 @@ class Run:
         """Freeze the only process for a while. It must continue as if nothing had happened."""
         with self._stopped(popen):
             time.sleep(self._random.uniform(0.1, 1.5))
-        return "went on"
+        return "resumed"
 
     @contextlib.contextmanager
     def _stopped(self, popen: subprocess.Popen) -> Iterator[None]:
@@ -364,7 +364,7 @@ class Run:
         if then == "continued later":
             late = victim.wait(GIVE_UP_SECONDS)
             assert late != PREEMPTED, f"process {number}, which was frozen, ended with {late}"
-            return f"exit {code}, the frozen one {late} beside the next"
+            return f"exit {code}, the frozen one {late} while the next run started"
         return self._ended({FAILED, BAD_INPUT, ABORTED, DONE, -signal.SIGKILL})
 
     def _fill_disk(self, *, relieve: bool) -> str:
@@ -429,9 +429,9 @@ class Run:
             self._start()
             self._refused("there are checkpoints, but none verifies")
             shutil.copytree(copy / str(newest), self._checkpoints / str(newest))  # "Restore one from a copy."
-            outcome = "exit 2, restored from a copy, went on"
+            outcome = "exit 2, restored from a copy, resumed"
         else:
-            outcome = "went on from the newest" if self._expected_step() == newest else "went on from an earlier one"
+            outcome = "resumed from the newest" if self._expected_step() == newest else "resumed from an earlier one"
         shutil.rmtree(copy)
         self._start()
         if not self._wait(lambda: "attempt " in self._log()):
@@ -474,11 +474,11 @@ class Run:
         if passes:
             self._check_start()
             assert self._checked, self._log()
-            outcome = "tried again, went on"
+            outcome = "tried again, resumed"
         else:
             self._refused(why, FAILED)
             self._start()
-            outcome = "exit 1, readable again, went on"
+            outcome = "exit 1, readable again, resumed"
         assert disk.quarantined(self._checkpoints) == aside, f"{what}: put aside: {self._logs()}"
         return outcome
 
@@ -486,7 +486,7 @@ class Run:
         """Start process 1 with another learning rate. All processes must refuse to start and name the field."""
         self._start(own_flags={1: ["--config.optimizer.learning_rate=0.5"]})
         self._refused("optimizer.learning_rate")
-        return "exit 2, same configs, went on"
+        return "exit 2, same configs, resumed"
 
     def _truncate_index(self) -> str | None:
         """Truncate the cached packing index, as a full disk or a copy may. The rows must stay the same."""
@@ -501,7 +501,7 @@ class Run:
         if not self._wait(lambda: "attempt " in self._log()):
             assert self._codes() == [DONE] * len(self._processes.running), f"after {INDEX}: {self._logs()}"
         self._check_start()
-        return "went on"
+        return "resumed"
 
     def _refused(self, why: str, code: int = BAD_INPUT) -> None:
         """Assert that the start ends with the exit code and a one-line error that contains `why`."""
@@ -535,10 +535,10 @@ class Run:
                 path.write_text("".join(lines[: line - 1] + lines[line:]))
                 self._deleted_entries += 1
                 self._start()
-                return "exit 2, line deleted, went on"
+                return "exit 2, line deleted, resumed"
             assert self._codes() == [DONE] * len(self._processes.running), f"after {name}, {done}: {self._logs()}"
         self._check_start()
-        return "went on"
+        return "resumed"
 
     def _check_metrics(self, *, until: int) -> None:
         records.check_metrics(self._workdir, self._uninterrupted, until=until, corrupt=self._corrupt_steps)

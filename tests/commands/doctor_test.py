@@ -118,7 +118,7 @@ def test_the_page_fits_100_columns(doctor):
     result = doctor()
     assert result.returncode == 0, result.stderr
     assert max(map(len, result.stdout.splitlines())) == 100
-    for text in ("all-gather over fsdp", "diff_attention: xla", "tokens per second", "A training can start here."):
+    for text in ("all-gather over fsdp", "diff_attention: xla", "tokens per second", "Training can start here."):
         assert text in result.stdout
 
 

@@ -182,8 +182,8 @@ def test_corrupt_files_of_an_unfinished_run_are_written_again(unfinished, tmp_pa
 
 
 def test_documents_beyond_the_limit_are_named_and_rejected(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "LONGEST_DOCUMENT", 1000)
-    monkeypatch.setattr(records, "LONGEST_DOCUMENT", 1000)
+    monkeypatch.setattr(readers, "MAX_DOCUMENT_BYTES", 1000)
+    monkeypatch.setattr(records, "MAX_DOCUMENT_BYTES", 1000)
     fits = json.dumps({"text": "x" * (1000 - len('{"text": ""}'))}).encode()
     for unit_bytes in (10, 1000):
         monkeypatch.setattr(readers, "UNIT_BYTES", unit_bytes)

@@ -56,7 +56,7 @@ def test_loss_and_bits_per_byte_by_brute_force(config, tmp_path, monkeypatch):
     assert blocks["nats"] == pytest.approx(of_rows, rel=1e-5)
     assert blocks["tokens"] == [32] * 9
     assert blocks["targets_sha256"] == hashlib.sha256(tokens[1:].tobytes()).hexdigest()
-    monkeypatch.setattr(loss, "MOST_BLOCKS", 4)
+    monkeypatch.setattr(loss, "MAX_BLOCKS", 4)
     few = evals.evaluate(run, params, 7, ["loss"])["loss"].details["sets"]["valid"]["blocks"]
     assert few["tokens"] == [96, 64, 64, 64]
     sums = [sum(of_rows[start:stop]) for start, stop in itertools.pairwise((0, 3, 5, 7, 9))]

@@ -139,7 +139,7 @@ def test_training_documents_are_refused(config, stores, tmp_path, monkeypatch, c
     with pytest.raises(UserError, match=message):
         evals.check_run(run, ["test"])
     capsys.readouterr()
-    monkeypatch.setattr(held_out, "MOST_COMPARED_TOKENS", 9)
+    monkeypatch.setattr(held_out, "MAX_COMPARED_TOKENS", 9)
     evals.check_run(run, ["test"])
     assert (
         "suite 'test': not checked whether documents of eval.test.path are in the training" in capsys.readouterr().out

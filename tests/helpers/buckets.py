@@ -46,7 +46,7 @@ class Bucket:
 def buckets() -> Iterator[dict[str, Bucket]]:
     """Start the emulators and proxies as processes, and set the environment variables that point to them."""
     with contextlib.ExitStack() as stack:
-        found = {scheme: _start(scheme, stack) for scheme in MODULES if _why_missing(scheme) is None}
+        found = {scheme: start(scheme, stack) for scheme in MODULES if _why_missing(scheme) is None}
         yield found
 
 
@@ -55,7 +55,8 @@ def _why_missing(scheme: str) -> str | None:
     return f"{missing[0]} is not installed: make test-long installs it" if missing else None
 
 
-def _start(scheme: str, stack: contextlib.ExitStack) -> Bucket:
+def start(scheme: str, stack: contextlib.ExitStack) -> Bucket:
+    """Start an emulator and its proxy, and set the environment variables that point to the proxy."""
     emulator, proxy = _free_port(), _free_port()
     scripts = Path(sys.executable).parent
     if scheme == "gs":

@@ -43,7 +43,7 @@ def save(config):
     def saved(checkpointer, *steps, size=3):
         for step in steps:
             checkpointer.save(state_at(step, size), LOADER, config())
-            checkpointer._settle()
+            checkpointer.wait()
 
     return saved
 
@@ -433,7 +433,7 @@ def test_entity_tags_that_are_not_checksums(trainer, config, monkeypatch):
     if str(writer.folder).startswith("gs"):
         pytest.skip("Google Cloud Storage lists CRC32Cs")
     writer.save(random_state(10), LOADER, config())
-    writer._settle()
+    writer.wait()
 
     def described(folder):
         return {name: found._replace(version=f'"{found.size:032x}"') for name, found in describe(folder).items()}

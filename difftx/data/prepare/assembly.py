@@ -59,7 +59,7 @@ def encode_unit(job: Job, unit: Unit) -> UnitSummary:
     document. For each document, "lengths" has the number of tokens, "prompts" the number of prompt tokens, "sizes" the
     bytes of prompt and text, and "hashes" the first 128 bits of their SHA-256. "ids" has the ids as lines of JSON.
     """
-    end_of_text = np.array([job.encoding.eot_token], np.uint32)
+    end_of_text = np.array([job.loaded_tokenizer.eot_token], np.uint32)
     parts: list[np.ndarray] = []  # Three arrays per document: prompt, text, end-of-text token.
     documents: list[Document] = []
     problems: list[str] = []
@@ -72,7 +72,7 @@ def encode_unit(job: Job, unit: Unit) -> UnitSummary:
         elif not document.text:
             empty += 1
         else:
-            parts += [*_encode(job.encoding, document), end_of_text]
+            parts += [*_encode(job.loaded_tokenizer, document), end_of_text]
             documents.append(document)
     tokens = np.concatenate([*parts, np.array([], np.uint32)]).astype(job.dtype, copy=False)
     sizes = np.array([len(d.utf8) for d in documents], np.int64)
@@ -96,12 +96,12 @@ def _documents(job: Job, unit: Unit) -> Iterator[Document | UserError]:
     """Yield the documents of a unit. A conversation becomes one document per message of the assistant."""
     for document in unit.content.documents(job.fields):
         if isinstance(document, Conversation):
-            yield from document.documents(job.encoding.require_chat_template("--messages_field"))
+            yield from document.documents(job.loaded_tokenizer.require_chat_template("--messages_field"))
         else:
             yield document
 
 
-def _encode(encoding: Tokenizer, document: Document) -> tuple[np.ndarray, np.ndarray]:
+def _encode(tokenizer: Tokenizer, document: Document) -> tuple[np.ndarray, np.ndarray]:
     """Return the ids of prompt and text, uint32.
 
     They are encoded separately, so that no token spans both, because generation also starts after the last token of a
@@ -109,10 +109,10 @@ def _encode(encoding: Tokenizer, document: Document) -> tuple[np.ndarray, np.nda
     """
     prompt, text = document.prompt, document.text
     if document.is_chat:
-        ids = encoding.encode_chat(prompt), encoding.encode_chat(text, continues=True)
+        ids = tokenizer.encode_chat(prompt), tokenizer.encode_chat(text, continues=True)
         return np.array(ids[0], np.uint32), np.array(ids[1], np.uint32)
-    before = encoding.encode_prompt(prompt) if prompt else encoding.prefix
-    return np.array(before, np.uint32), encoding.encode_to_numpy(text, continues=bool(prompt))
+    before = tokenizer.encode_prompt(prompt) if prompt else tokenizer.prefix
+    return np.array(before, np.uint32), tokenizer.encode_to_numpy(text, continues=bool(prompt))
 
 
 def discard_corrupt_units(job: Job) -> Iterator[str]:

@@ -41,7 +41,7 @@ FIELDS_WITHOUT_EFFECT_ON_UNITS = (
     "shard_tokens",
 )
 
-DESCRIBED = 8  # Most objects of a folder that are described one by one. More are listed.
+MAX_DESCRIBED = 8  # With more objects in a folder, list the folder instead of describing each object.
 TAKEOVER_SECONDS = 60.0  # Time without a renewal after which another process may take the lock in a bucket.
 
 _load_tokenizer = functools.cache(load_tokenizer)  # Cached, because every task has a new copy of the job.
@@ -83,25 +83,25 @@ class Job:
         return self.work / "job.json"
 
     @property
-    def encoding(self) -> Tokenizer:
+    def loaded_tokenizer(self) -> Tokenizer:
         return _load_tokenizer(self.tokenizer, field="--tokenizer", end_of_text=self.end_of_text)
 
     @property
     def dtype(self) -> np.dtype:
-        return np.dtype("<u2" if self.encoding.n_vocab <= 2**16 else "<u4")
+        return np.dtype("<u2" if self.loaded_tokenizer.n_vocab <= 2**16 else "<u4")
 
 
 def describe(job: Job, sources: Sequence[Source]) -> dict[str, Any]:
     """Return the fields of `meta.json` that are known in advance. They determine the content of the store."""
     files, extensions = input_states(sources), [extension.sha256 for extension in loaded_extensions()]
-    library = job.encoding.library
+    library = job.loaded_tokenizer.library
     return {
         "format": FORMAT,
         "tokenizer": {
             "name": job.tokenizer,
-            "vocabulary_sha256": job.encoding.fingerprint,
-            "vocab_size": job.encoding.n_vocab,
-            "end_of_text": job.encoding.eot_token,
+            "vocabulary_sha256": job.loaded_tokenizer.fingerprint,
+            "vocab_size": job.loaded_tokenizer.n_vocab,
+            "end_of_text": job.loaded_tokenizer.eot_token,
         }
         | ({} if job.end_of_text is None else {"end_of_text_name": job.end_of_text}),
         "dtype": job.dtype.name,
@@ -127,7 +127,7 @@ def _messages(job: Job) -> dict[str, str]:
     """Return the fields of `meta.json` that determine the text of conversations."""
     if (field := job.fields.messages) is None:
         return {}
-    template = job.encoding.require_chat_template(f"--messages_field={field}")
+    template = job.loaded_tokenizer.require_chat_template(f"--messages_field={field}")
     return {"messages_field": field, "chat_template_sha256": template.sha256}
 
 
@@ -148,7 +148,7 @@ def input_states(sources: Sequence[Source]) -> dict[str, list[Any]]:
                 stat = file.stat()
                 states[str(file)] = [stat.st_size, stat.st_mtime_ns]
     for folder, files in in_folders.items():
-        listed = objects.describe_below(folder) if len(files) > DESCRIBED else {}
+        listed = objects.describe_below(folder) if len(files) > MAX_DESCRIBED else {}
         for file in files:
             if (found := listed.get(file.name) or objects.describe(file)) is None:
                 raise UserError(f"{file}: deleted while it was read; run the same command again")
@@ -245,7 +245,7 @@ def _resume_or_start(job: Job, journal: dict[str, Any]) -> None:
         elif difference := _difference(before["description"], journal["description"], FIELDS_WITHOUT_EFFECT_ON_UNITS):
             advice = f"choose another --out, or delete {job.out}"
             raise UserError(f"{difference}: differs from the unfinished run in {job.work}; {advice}")
-        _remove_units_of_changed(job, before["inputs"], journal["inputs"])
+        _remove_units_of_changed_sources(job, before["inputs"], journal["inputs"])
         if before != journal:
             for folder in shard_folders:
                 remove_folder(folder)
@@ -255,7 +255,7 @@ def _resume_or_start(job: Job, journal: dict[str, Any]) -> None:
             folder.mkdir(exist_ok=True)
 
 
-def _remove_units_of_changed(job: Job, before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> None:
+def _remove_units_of_changed_sources(job: Job, before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> None:
     """Delete the units of sources that differ between two journals."""
     units = list_folder(job.units)
     for source, (old, new) in enumerate(itertools.zip_longest(before, now, fillvalue={})):

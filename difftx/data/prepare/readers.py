@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, cast
 
 from difftx.data.chat_template import ChatTemplate
 from difftx.data.records import (
-    LONGEST_DOCUMENT,
+    MAX_DOCUMENT_BYTES,
     OPENERS,
     READ_ERRORS,
     TOO_LONG,
@@ -31,7 +31,7 @@ from difftx.storage.reading import map_ahead
 
 UNIT_BYTES = 4 * 2**20
 HUGGING_FACE = "hf:"
-# UTF-8 cannot encode it. In a path, it stands for a byte that is not UTF-8.
+# Half of a surrogate pair, which UTF-8 cannot encode. Python puts one into a path for each byte that is not UTF-8.
 HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
@@ -279,8 +279,8 @@ def _read_lines(source: Source, fields: Fields, position: int) -> Iterator[Chunk
         before = stored.tell()
         while data := stream.read(UNIT_BYTES):
             last = data.rfind(b"\n") + 1  # Start of the last line.
-            data += stream.readline(LONGEST_DOCUMENT - (len(data) - last) + 1)
-            if len(data) - last > LONGEST_DOCUMENT and not data.endswith(b"\n"):
+            data += stream.readline(MAX_DOCUMENT_BYTES - (len(data) - last) + 1)
+            if len(data) - last > MAX_DOCUMENT_BYTES and not data.endswith(b"\n"):
                 whole = Lines(file, position, data[:last])
                 name = whole.line_name(data.count(b"\n", 0, last))
                 if whole.data:
@@ -298,8 +298,8 @@ def _read_texts(source: Source, fields: Fields, position: int) -> Iterator[Chunk
     def read(file: AnyPath) -> tuple[AnyPath, bytes | UserError]:
         try:
             with open_stream(file) as stream:
-                data = stream.read(LONGEST_DOCUMENT + 1)
-            return file, UserError(f"{file}: the file {TOO_LONG}") if len(data) > LONGEST_DOCUMENT else data
+                data = stream.read(MAX_DOCUMENT_BYTES + 1)
+            return file, UserError(f"{file}: the file {TOO_LONG}") if len(data) > MAX_DOCUMENT_BYTES else data
         except READ_ERRORS as error:
             return file, UserError(why_unreadable(file, error))
 
@@ -310,6 +310,7 @@ def _read_texts(source: Source, fields: Fields, position: int) -> Iterator[Chunk
         start, part = (valid_start, data[valid_start:]) if source.valid else (0, data[:valid_start])
         texts = [(file, part or UserError(f"{file}: too short to hold some out; give more, or --valid_fraction=0"))]
     contents = tuple((file, data or UserError(f"{file}: the file is empty")) for file, data in texts)
+    # A source of texts is one unit, so no unit starts at its `end`, 1.
     yield Texts(contents, start), 1, source.size
 
 
@@ -371,6 +372,7 @@ def read_rows(
 
 def _unreadable(file: AnyPath, reason: str, input_bytes: int = 0) -> Chunk:
     """Return a chunk that stands for a file, or for the rest of it, that cannot be read."""
+    # Nothing of the source is read after this chunk, so its `end`, 0, is not used.
     return Texts(((file, UserError(reason)),)), 0, input_bytes
 
 

@@ -124,7 +124,7 @@ class BeamWorkers:
 def _load_tokenizer(job: Job) -> None:
     # The parent process reports the error of a tokenizer that cannot be loaded.
     with contextlib.suppress(UserError):
-        _ = job.encoding
+        _ = job.loaded_tokenizer
 
 
 def _start_worker() -> None:

@@ -9,7 +9,7 @@ from difftx.evals.needle.prompts import NeedlePrompt
 from difftx.evals.result import Heatmap, LineChart, Series
 
 LABELS = {"answer": "answer", "others": "other needles", "noise": "noise", "question": "question", FIRST: "position 0"}
-MOST_CHARACTERS = 24  # Most characters of prompt text in an axis label of an attention map.
+MAX_CHARACTERS = 24  # Maximum number of characters of prompt text in an axis label of an attention map.
 
 
 def part_table(depths: Sequence[float], by_depth: Mapping[str, np.ndarray]) -> Heatmap:
@@ -41,7 +41,7 @@ def example_charts(
     starts = range(0, len(tokens), tokens_per_bin)
 
     def label(start: int, stop: int) -> str:
-        text = text_of(tokens[start:stop])[:MOST_CHARACTERS]
+        text = text_of(tokens[start:stop])[:MAX_CHARACTERS]
         return f"{start}{f' … {stop - 1}' if stop > start + 1 else ''} {text!r}"
 
     # A1 − λ A2 may be negative, so the chart shows its magnitudes, normalised to 1.

@@ -23,7 +23,7 @@ from difftx.inference import decode
 from difftx.parallel.layout import Layout
 from difftx.training.state import graph
 
-MOST_BINS = 256  # Most columns of an attention map. Each column of a longer prompt sums several tokens.
+MAX_BINS = 256  # Maximum number of columns of an attention map. Each column of a longer prompt sums several tokens.
 # The measures of `row_statistics` that become `Result.numbers`. Details and charts contain the remaining measures.
 NUMBERS = {
     "answer": Measure("share", "higher", "weight on the answer"),
@@ -75,7 +75,7 @@ def evaluate(evaluation: Evaluation) -> Result:
     means = {name: np.reshape([values[name] for values in by_prompt], shape).mean(axis=1) for name in by_prompt[0]}
     by_layer = {name: np.mean(mean_DL, axis=0) for name, mean_DL in means.items()}
     by_depth = {name: np.mean(mean_DL[:, layers], axis=1) for name, mean_DL in means.items()}
-    tokens_per_bin = -(-len(example.tokens) // MOST_BINS)
+    tokens_per_bin = -(-len(example.tokens) // MAX_BINS)
     maps = _maps(evaluation, graphdef, example, layers, tokens_per_bin)
     return Result(
         numbers={name: float(np.mean(by_layer[name][layers])) for name in NUMBERS if name in means},

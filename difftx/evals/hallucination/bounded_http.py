@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import requests
 import urllib3
 
-MOST_RESPONSE_BYTES = 8 * 2**20  # A chat completion takes some KiB.
+MAX_RESPONSE_BYTES = 8 * 2**20  # Maximum size of a response. A chat completion takes some KiB.
 TIMEOUTS = requests.exceptions.Timeout, urllib3.exceptions.TimeoutError
 
 
@@ -55,15 +55,15 @@ def post_json(url: str, body: Any, *, key: str | None, seconds: float) -> Respon
             with session.post(
                 url, json=body, auth=authorize, headers=headers, timeout=seconds, allow_redirects=False, stream=True
             ) as response:
-                content = response.raw.read(MOST_RESPONSE_BYTES + 1, decode_content=False)
+                content = response.raw.read(MAX_RESPONSE_BYTES + 1, decode_content=False)
         except (requests.exceptions.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
             if adapter.expired.is_set() or isinstance(error, TIMEOUTS):
                 raise too_late from error
             raise RequestError(f"{type(error).__name__}: {error}") from error
     if adapter.expired.is_set():  # Without a Content-Length, an ended connection looks like a complete response.
         raise too_late
-    if len(content) > MOST_RESPONSE_BYTES:
-        raise RequestError(f"the response has more than {MOST_RESPONSE_BYTES / 2**20:g} MiB")
+    if len(content) > MAX_RESPONSE_BYTES:
+        raise RequestError(f"the response has more than {MAX_RESPONSE_BYTES / 2**20:g} MiB")
     return Response(response.status_code, response.headers, content)
 
 

@@ -16,9 +16,9 @@ from difftx.evals.hallucination.bounded_http import RequestError, Response, may_
 from difftx.json_files import schema_error
 
 RETRIED_STATUS = {408, 409, 425, 429}  # HTTP status codes that are retried. All codes from 500 on are retried too.
-LONGEST_REASON = 200  # Most characters of an endpoint's text that a message quotes.
-LONGEST_EXAMINED = 4096  # An endpoint's text is truncated to this length before the key is masked.
-LONGEST_RETRY_SECONDS = 10**9
+MAX_REASON_CHARACTERS = 200  # Maximum number of characters of an endpoint's text that a message quotes.
+MAX_EXAMINED_CHARACTERS = 4096  # An endpoint's text is truncated to this length before the key is masked.
+MAX_RETRY_SECONDS = 10**9
 KEY_NAME = re.compile("_(KEY|TOKEN)$")  # Only environment variables with such names may be sent to an endpoint.
 SHORTEST_PART = 6  # Messages mask parts of the key of at least this length. Shorter ones, such as "sk-", are harmless.
 RESUMES = "earlier answers are kept; run the same command again to resume"
@@ -80,9 +80,9 @@ class ChatEndpoint:
 
     def brief(self, text: str) -> str:
         """Return the beginning of a text for a message, with the key and long parts of the key masked."""
-        text = text[:LONGEST_EXAMINED]
+        text = text[:MAX_EXAMINED_CHARACTERS]
         masked = text if self._key is None else _without_parts(text, self._key)
-        return " ".join(masked.split())[:LONGEST_REASON]
+        return " ".join(masked.split())[:MAX_REASON_CHARACTERS]
 
     def _ask[T](self, body: dict[str, Any], read: Callable[[Reply], T]) -> T:
         attempts, longest = self._config.attempts, self._config.longest_wait_seconds
@@ -215,4 +215,4 @@ def _retry_after(value: str) -> float:
         seconds = urllib3.util.Retry().parse_retry_after(value)
     except (urllib3.exceptions.InvalidHeader, ValueError, OverflowError):  # The last two mean huge numbers.
         return 0.0
-    return float(min(seconds, LONGEST_RETRY_SECONDS))
+    return float(min(seconds, MAX_RETRY_SECONDS))

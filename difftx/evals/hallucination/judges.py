@@ -20,7 +20,7 @@ from difftx.parallel.multihost import print_on_primary
 from difftx.progress import Work
 from difftx.storage.paths import AnyPath
 
-LONGEST_WHY = 300  # Most characters of a judge's reason in a result. The file of replies has the full reply.
+MAX_WHY_CHARACTERS = 300  # Maximum length of a judge's reason in a result. The file of replies has the full reply.
 QUESTIONS = {
     "summarisation": """\
 Judge whether a proposed summary of a document is accurate. It is accurate if all that it says follows from the
@@ -106,7 +106,7 @@ class OfflineJudge:
 class JudgeModel:
     """A judge model at a chat endpoint.
 
-    A file keeps each reply under its request's hash and endpoint, so that none is paid for twice.
+    A file stores each reply with the hash of its request and the endpoint, so that no verdict is paid for twice.
     """
 
     def __init__(self, settings: HallucinationConfig, config: JudgeConfig, path: AnyPath):
@@ -203,7 +203,7 @@ class JudgeModel:
 
 
 def endpoint_of(config: JudgeConfig) -> str:
-    """Return the address of the judge's endpoint. A slash at its end makes no other endpoint."""
+    """Return the address of the judge's endpoint without a trailing slash, so that both spellings are one endpoint."""
     return config.base_url.rstrip("/")
 
 
@@ -216,5 +216,5 @@ def read_verdict(text: str) -> Verdict | None:
         except (ValueError, RecursionError):
             continue
         if isinstance(value, dict) and isinstance(value.get("accurate"), bool):
-            verdict = Verdict(value["accurate"], str(value.get("why", ""))[:LONGEST_WHY])
+            verdict = Verdict(value["accurate"], str(value.get("why", ""))[:MAX_WHY_CHARACTERS])
     return verdict

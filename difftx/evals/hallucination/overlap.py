@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 
 ARTICLES = {"a", "an", "the"}
-LONGEST_ABSTENTION = 20  # Most words of an abstention.
+MAX_ABSTENTION_WORDS = 20  # Maximum number of words of an abstention.
 ABSTAINING = re.compile(  # Matches the output of `words`, which has no articles, and "don t" for "don't".
     r"\b(unanswerable|no (answer|information)|(insufficient|not enough) information|"
     r"not (mentioned|stated|given|specified|provided|known|sure|clear|answerable|in document)|"
@@ -37,7 +37,7 @@ def is_abstention(answer: str) -> bool:
     """Return whether a text declines to answer. An empty answer is not an abstention."""
     found = words(answer)
     plain = " ".join(found)
-    return len(found) <= LONGEST_ABSTENTION and (plain in ABSTENTIONS or bool(ABSTAINING.search(plain)))
+    return len(found) <= MAX_ABSTENTION_WORDS and (plain in ABSTENTIONS or bool(ABSTAINING.search(plain)))
 
 
 def contains(answer: str, reference: str) -> bool:

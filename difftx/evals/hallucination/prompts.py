@@ -21,7 +21,7 @@ AFTER = {
     "question_answering": "\n\nQuestion: {question}\nAnswer:",
 }
 STOP = {"summarisation": ("\n\n",), "question_answering": ("\n",)}
-FEWEST_TOKENS = 16  # A prompt must have room for at least this many tokens of the document.
+MIN_DOCUMENT_TOKENS = 16  # Minimum number of tokens of the document for which a prompt must have room.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,10 +68,10 @@ class HallucinationSet:
         after = self._tokenizer.encode_ordinary(AFTER[self.kind].format(question=item.question), continues=True)
         tokens, document = self._tokenizer.encode_ordinary(item.document, continues=True), item.document
         room = self._window - len(before) - len(after) - self.new_tokens
-        if room < FEWEST_TOKENS:
+        if room < MIN_DOCUMENT_TOKENS:
             raise UserError(
                 f"{item.name}: question, instruction and new_tokens={self.new_tokens} leave {max(room, 0)} tokens of "
-                f"data.sequence_length={self._window} for the document; they must leave {FEWEST_TOKENS}"
+                f"data.sequence_length={self._window} for the document; they must leave {MIN_DOCUMENT_TOKENS}"
             )
         is_long = len(tokens) > room
         if is_long and self._refuse_long:

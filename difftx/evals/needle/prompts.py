@@ -25,7 +25,7 @@ NEEDLE = "\nThe magic number for {city} is {number}.\n"
 ONE_QUESTION = "\n\nQuestion: What is the magic number for {cities}?\nAnswer: The magic number for {cities} is"
 SEVERAL_QUESTIONS = "\n\nQuestion: What are the magic numbers for {cities}?\nAnswer: The magic numbers for {cities} are"
 DIGITS = 7
-SMALLEST_HAYSTACK = 16  # Fewest tokens of a haystack. Depths have no meaning in a shorter one.
+MIN_HAYSTACK_TOKENS = 16  # Minimum number of tokens of a haystack. Depths have no meaning in a shorter one.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +169,7 @@ class NeedlePrompts:
         longest = sorted(CITIES, key=lambda city: len(self._needle(city, "")), reverse=True)[:needles]
         needle_parts = [self._needle(city, "") for city in longest]
         parts = [self._tokenizer.prefix, *needle_parts, self._question(longest[:queries])]
-        return sum(map(len, parts)) + needles * DIGITS + SMALLEST_HAYSTACK
+        return sum(map(len, parts)) + needles * DIGITS + MIN_HAYSTACK_TOKENS
 
 
 def _distinct_numbers(count: int, rng: np.random.Generator) -> list[str]:

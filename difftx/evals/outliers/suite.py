@@ -114,14 +114,14 @@ def _add_logits(counts_1P2V, q, k, own_HG, by_row, digit, *, window, shared):
     if shared:  # All devices along the mesh axis `context` have the same logits, and only the first one counts them.
         counted_BTHG &= jax.lax.axis_index("context") == 0
 
-    def chunk(counts_P2V: jax.Array, rows: dict[str, Any]) -> tuple[jax.Array, None]:
-        logits_BKRGCS = jnp.stack(xla.masked_logits(rows, k_BTKGd, ids_BT, window), axis=3)
-        counted_BKRGC = jnp.moveaxis(rows["counted"].reshape(B, -1, K, H // K, G), 1, 4)
+    def chunk(counts_P2V: jax.Array, arrays: dict[str, Any]) -> tuple[jax.Array, None]:
+        logits_BKRGCS = jnp.stack(xla.masked_logits(arrays, k_BTKGd, ids_BT, window), axis=3)
+        counted_BKRGC = jnp.moveaxis(arrays["counted"].reshape(B, -1, K, H // K, G), 1, 4)
         counted_BKRGCS = counted_BKRGC[..., None] & (logits_BKRGCS > xla.MASKED)
         return add_counts(counts_P2V, logits_BKRGCS, counted_BKRGCS, digit), None
 
-    rows = xla.chunks(ids_BT, None, B * H * G, q=q_BTHGd, counted=counted_BTHG)
-    return jax.lax.scan(chunk, counts_1P2V[0], rows)[0][None]
+    all_chunks = xla.chunks(ids_BT, None, B * H * G, q=q_BTHGd, counted=counted_BTHG)
+    return jax.lax.scan(chunk, counts_1P2V[0], all_chunks)[0][None]
 
 
 def _add_hidden(counts_1P2V, out_BTD, real_BT, digit):

@@ -65,8 +65,11 @@ class Checkpointer:
         raises an error if this process has lost the lock of the run (`Run.lock`).
         """
         self.folder = resolved(workdir) / "checkpoints"
-        self._workdir, self._config = workdir, config
-        self._save_seconds, self._require_lock, self._saves = save_seconds, require_lock, 0
+        self._workdir = workdir
+        self._config = config
+        self._save_seconds = save_seconds
+        self._require_lock = require_lock
+        self._saves = 0
         # Orbax's CheckpointManager would treat any folder with a numeric name as a checkpoint, so it is not used.
         handler = ocp.CompositeCheckpointHandler(
             state=ocp.StandardCheckpointHandler(),
@@ -99,7 +102,7 @@ class Checkpointer:
         checkpoint that is valid after all. Raise `UserError` if there is none, and `UnreadableError` if a checkpoint
         cannot be read.
         """
-        self._settle()
+        self.wait()
         step = decide_on_primary(self.find_newest, DECISION_SECONDS)
         if step is not None:
             self._verified.add(step)
@@ -271,7 +274,7 @@ class Checkpointer:
         This method, `record_finished_save` and `save_and_wait` raise `RunError` after `checkpoint.max_failed_saves`
         failures in a row.
         """
-        self._settle()
+        self.wait()
         step = int(jax.device_get(state.step))
         if step in self._verified:
             return
@@ -301,19 +304,19 @@ class Checkpointer:
     def record_finished_save(self) -> None:
         """Record the result of the save in the background, if it has ended."""
         if self._saving is not None and self._saving[1].done():
-            self._settle()
+            self.wait()
 
     def save_and_wait(self, state: TrainState, loader: dict[str, Any], config: Config) -> None:
         """Save, retry after a failure, and return when the checkpoint is on disk."""
-        self._settle()
+        self.wait()
         step = int(jax.device_get(state.step))
         while not decide_on_primary(lambda: step in self._verified, DECISION_SECONDS):
             self.save(state, loader, config)
-            self._settle()
+            self.wait()
 
     def close(self) -> None:
         """Wait for a save in progress, and close orbax. Raise `RunError` if the last save failed."""
-        self._settle()
+        self.wait()
         self._background.shutdown()
         self._orbax.close()
         if self._failures:
@@ -336,7 +339,7 @@ class Checkpointer:
     def _is_complete(self, step: int) -> bool:
         return why_invalid(self.folder / str(step), step=step, content=False) is None
 
-    def _settle(self) -> None:
+    def wait(self) -> None:
         """Wait for the save in progress and record its result."""
         if self._saving is None:
             return
