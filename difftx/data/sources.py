@@ -141,6 +141,8 @@ def _load(path: str | None, config: DataConfig, encoding: Tokenizer) -> tuple[Ro
     notes = [] if isinstance(train_store, ShardedStore) else _uneven_split(path, train_store, valid_store, config)
     if (longer_than := config.upsampling.longer_than_tokens) is not None:
         train_store = UpsampledStore(train_store, longer_than_tokens=longer_than, share=config.upsampling.share)
+        # Documents are left out as a whole, so a small store may become shorter than a row.
+        require_row(train_store, config, f"data.path={path!r}", "training", " after data.upsampling")
         notes.append(train_store.report)
     train, valid = pack(train_store, config), pack(valid_store, config)
     if config.packing == "best_fit":
@@ -184,11 +186,11 @@ def load_corpus(path: str | None, config: DataConfig, encoding: Tokenizer) -> tu
     return train, valid
 
 
-def require_row(store: TokenStore, config: DataConfig, field: str, what: str) -> None:
-    """Raise `UserError` if the documents do not fill a row. `field` and `what` are for the message."""
+def require_row(store: TokenStore, config: DataConfig, field: str, what: str, when: str = "") -> None:
+    """Raise `UserError` if the documents do not fill a row. `field`, `what` and `when` are for the message."""
     if len(store) <= config.sequence_length:
         raise UserError(
-            f"{field}: only {len(store)} {what} tokens, less than a row of data.sequence_length="
+            f"{field}: only {len(store)} {what} tokens{when}, less than a row of data.sequence_length="
             f"{config.sequence_length} and its last target; give more text or shorter rows"
         )
 
