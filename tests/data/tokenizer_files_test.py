@@ -241,6 +241,13 @@ def test_each_message_of_the_assistant_is_a_turn():
     assert second == ("<|user|>1+1</s>\n<|assistant|>2</s>\n<|user|>2+2</s>\n<|assistant|>", "4</s>\n")
 
 
+def test_a_first_message_of_the_assistant_is_only_a_part_of_the_prompts():
+    """A model is never prompted with no message, and many templates read the first message."""
+    text = "{% if messages[0]['role'] == 'system' %}!{% endif %}" + TEMPLATE
+    [turn] = template(text).turns([{"role": "assistant", "content": "Hello"}, *MESSAGES])
+    assert turn == ("<|assistant|>Hello</s>\n<|user|>1+1</s>\n<|assistant|>", "2</s>\n")
+
+
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
@@ -252,6 +259,7 @@ def test_each_message_of_the_assistant_is_a_turn():
         ([*MESSAGES, None], "message 3 is not an object with role and content"),
         ([{"content": "a"}], "message 1 is not an object with role and content"),
         ([MESSAGES[0]], "no message has the role assistant"),
+        ([MESSAGES[1]], "no message has the role assistant after the first"),
     ],
 )
 def test_conversations_without_a_target_are_refused(messages, message):
