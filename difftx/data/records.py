@@ -33,9 +33,10 @@ TOO_LONG = f"is longer than the {LONGEST_DOCUMENT:,} bytes that a document may h
 
 def open_stream(file: AnyPath) -> BinaryIO:
     """Open a file for reading, and decompress it if its suffix is .gz, .zst or .xz."""
-    if file.suffix not in OPENERS:
+    opener = OPENERS.get(file.suffix.lower())
+    if opener is None:
         return open_file(file)
-    return cast(BinaryIO, OPENERS[file.suffix](file if isinstance(file, Path) else open_file(file), "rb"))
+    return cast(BinaryIO, opener(file if isinstance(file, Path) else open_file(file), "rb"))
 
 
 def bucket_files(pattern: "epath.Path") -> "dict[epath.Path, objects.Description]":

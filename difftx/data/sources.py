@@ -262,7 +262,7 @@ def text_files(path: str | None, field: str = "data.path") -> Sequence[AnyPath]:
 def read_texts(path: str | None, field: str = "data.path") -> Iterator[str]:
     """Yield the text of all files of a path, split at line ends into documents of about `DOCUMENT_BYTES`."""
     for file in text_files(path, field):
-        if file.suffix in NOT_PLAIN_TEXT:
+        if file.suffix.lower() in NOT_PLAIN_TEXT:
             raise UserError(
                 f"{field}={path!r}: {file.name} is not plain text; make a store of it, `difftx prepare "
                 f"--input={shlex.quote(str(path))} --tokenizer=TOKENIZER --out=FOLDER`, and set {field}=FOLDER"

@@ -94,11 +94,13 @@ def test_bad_input_is_named(config, tmp_path):
     small.write_text("".join(f"{i:07d}\n" for i in range(9000)))
     packed = tmp_path / "packed.jsonl.gz"
     packed.write_bytes(gzip.compress(b'{"text": "a"}'))
-    (tmp_path / "lines.jsonl").write_text('{"text": "a"}')
+    for name in ("lines.jsonl", "LINES.JSONL"):
+        (tmp_path / name).write_text('{"text": "a"}')
     advice = rf"is not plain text; make a store of it, `difftx prepare --input={tmp_path}/\S+ --tokenizer="
     cases = [
         (packed, {}, rf"packed\.jsonl\.gz {advice}"),
         (tmp_path / "lines.jsonl", {}, rf"lines\.jsonl {advice}"),
+        (tmp_path / "LINES.JSONL", {}, rf"LINES\.JSONL {advice}"),
         (tmp_path, {}, rf"not a finished token store; .*, or name the text files in it, such as '{tmp_path}/\*\.txt'"),
         (None, {}, "data.path is not set"),
         (tmp_path / "none.txt", {}, "no such file"),

@@ -196,6 +196,12 @@ def test_parquet_is_read_in_units_that_contain_every_row_once(tmp_path, monkeypa
     assert "not readable as Parquet" in str(problem)
 
 
+def test_capital_letters_in_the_ending_of_a_name_do_not_matter(tmp_path):
+    write_lines(tmp_path / "A.JSONL.GZ", [{"text": "a", "id": 1}], ".gz")
+    write_lines(tmp_path / "B.Jsonl", [{"text": "b", "id": 2}])
+    assert [d.text for d in read(tmp_path)] == ["a", "b"]
+
+
 def test_a_hugging_face_dataset(tmp_path):
     pytest.importorskip("datasets", reason="needs the extra datasets")
     write_lines(tmp_path / "a.jsonl", [{"text": f"text {i}", "id": i} for i in range(20)])

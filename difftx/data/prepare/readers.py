@@ -227,8 +227,8 @@ def sources_of(pattern: str, *, valid: bool, first_index: int) -> list[Source]:
     files = _input_files(pattern, "--valid_input" if valid else "--input")
     sources: list[Source] = []
     for file, size in files.items():
-        ending = (Path(file.stem) if file.suffix in OPENERS else file).suffix.removeprefix(".")
-        kind = ending if ending in READERS else "texts"
+        ending = (Path(file.stem) if file.suffix.lower() in OPENERS else file).suffix.removeprefix(".")
+        kind = next((name for name in (ending, ending.lower()) if name in READERS), "texts")
         if sources and kind == "texts" == sources[-1].kind and sources[-1].size < UNIT_BYTES:
             group = sources[-1]  # Small texts are read together, as one source.
             sources[-1] = dataclasses.replace(group, files=(*group.files, file), size=group.size + size)
@@ -273,7 +273,7 @@ def load_hugging_face(name: str) -> Any:
 
 def _read_lines(source: Source, fields: Fields, position: int) -> Iterator[Chunk]:
     file = source.files[0]
-    opener = OPENERS.get(file.suffix, lambda stored, mode: stored)
+    opener = OPENERS.get(file.suffix.lower(), lambda stored, mode: stored)
     with open_file(file) as stored, cast(BinaryIO, opener(stored, "rb")) as stream:
         stream.seek(position)
         before = stored.tell()
