@@ -4,6 +4,7 @@ import gzip
 import json
 import lzma
 import random
+import types
 
 import pytest
 from hypothesis import given, settings
@@ -234,6 +235,21 @@ def test_capital_letters_in_the_ending_of_a_name_do_not_matter(tmp_path):
     write_lines(tmp_path / "A.JSONL.GZ", [{"text": "a", "id": 1}], ".gz")
     write_lines(tmp_path / "B.Jsonl", [{"text": "b", "id": 2}])
     assert [d.text for d in read(tmp_path)] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("a/b", ("a/b", None, "train")),
+        ("a/b:test", ("a/b", None, "test")),
+        ("a/b:train:small", ("a/b", "small", "train")),
+        ("a/b:train[:10%]+test[5:]:small", ("a/b", "small", "train[:10%]+test[5:]")),
+    ],
+)
+def test_the_parts_of_the_name_of_a_hugging_face_dataset(monkeypatch, name, expected):
+    library = types.SimpleNamespace(load_dataset=lambda name, config, split: (name, config, split))
+    monkeypatch.setattr(readers, "import_extra", lambda *_: library)
+    assert readers.load_hugging_face.__wrapped__(name) == expected
 
 
 def test_a_hugging_face_dataset(tmp_path):

@@ -31,6 +31,7 @@ from difftx.storage.reading import map_ahead
 
 UNIT_BYTES = 4 * 2**20
 HUGGING_FACE = "hf:"
+COLON = re.compile(r":(?![^\[]*\])")  # Not in brackets, because a split may be a slice such as "train[:10%]".
 # UTF-8 cannot encode it. In a path, it stands for a byte that is not UTF-8.
 HALF_PAIR = re.compile("[\ud800-\udfff]")
 
@@ -265,7 +266,7 @@ def _input_files(pattern: str, flag: str) -> dict[AnyPath, int]:
 def load_hugging_face(name: str) -> Any:
     """Load NAME[:SPLIT[:CONFIG]] with the `datasets` library, from its cache or the network."""
     datasets = import_extra("datasets", "datasets")
-    dataset, split, config, *_ = [*name.split(":"), "", ""]
+    dataset, split, config, *_ = [*COLON.split(name), "", ""]
     try:
         return datasets.load_dataset(dataset, config or None, split=split or "train")
     except Exception as error:  # `datasets` raises many types of exceptions.
