@@ -31,7 +31,7 @@ from difftx.data.store import (
 )
 from difftx.data.synthetic import SyntheticRows
 from difftx.data.tokenizer import Tokenizer
-from difftx.errors import UserError
+from difftx.errors import UserError, read_error
 from difftx.files import open_file, size_of
 from difftx.storage.paths import AnyPath, is_bucket, path_of
 
@@ -273,7 +273,7 @@ def read_texts(path: str | None, field: str = "data.path") -> Iterator[str]:
         except UnicodeDecodeError as error:
             raise UserError(f"{file}: byte {error.start} is not UTF-8; convert the file, or leave it out") from error
         except OSError as error:
-            raise UserError(f"{file}: cannot be read ({error.strerror})") from error
+            raise read_error(error, f"{file}: cannot be read ({error.strerror})") from error
         yield from _split_at_line_ends(text)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import tiktoken
 
 from difftx.config import Config
-from difftx.errors import UnreadableError, UserError, did_you_mean
+from difftx.errors import UnreadableError, UserError, did_you_mean, read_error
 from difftx.files import read_file
 from difftx.storage.paths import is_bucket, path_of
 
@@ -233,7 +233,7 @@ def _encoding_from_file(path: Path, field: str) -> tiktoken.Encoding:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise UserError(f"{where}: cannot be read ({error.strerror})") from error
+        raise read_error(error, f"{where}: cannot be read ({error.strerror})") from error
     ranks: dict[bytes, int] = {}
     # tiktoken's own loader caches files by path, so it would not notice that a file has changed.
     for number, line in enumerate(lines, start=1):

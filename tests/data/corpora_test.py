@@ -1,15 +1,20 @@
 """Corpora of text files: their documents and their split into training and validation."""
 
 import dataclasses
+import errno
 import gzip
 import itertools
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from difftx.data.bigrams import read_bigrams
+from difftx.data.records import read_records
 from difftx.data.sources import DOCUMENT_BYTES, load_corpus, text_files
 from difftx.data.tokenizer import load_tokenizer
-from difftx.errors import UserError
+from difftx.errors import UnreadableError, UserError
 
 ENCODING = load_tokenizer("bytes")
 
@@ -81,6 +86,30 @@ def test_stdlib_corpus_has_main_modules_without_tests():
     assert {"argparse.py", "dataclasses.py", "typing.py"} <= names
     assert not any("site-packages" in f.parts or "test" in f.parts for f in files)
     assert sum(f.stat().st_size for f in files) > 4e6
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_read_that_may_succeed_later_is_not_a_mistake(config, tmp_path, monkeypatch, number):
+    """Schedulers start a training again after exit code 1, the one of an `UnreadableError`, and not after 2."""
+    (tmp_path / "a.txt").write_text("text")
+    readers = [
+        lambda path: corpus_of(config, path),
+        lambda path: list(read_records(path, field="eval.icl.tasks[0].test", what="questions")),
+        lambda path: read_bigrams(path, "", field="eval.bigrams_path"),
+        lambda path: load_tokenizer(str(path.with_suffix(".tiktoken"))),
+    ]
+    for read in readers:
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "open", lambda *_, **__: fail(number))
+            with pytest.raises(UnreadableError, match=r"/a\.\w+'?: cannot be read \(.*; when that has passed"):
+                read(tmp_path / "a.txt")
+            patch.setattr(Path, "open", lambda *_, **__: fail(errno.EACCES))
+            with pytest.raises(UserError, match=r"/a\.\w+'?: cannot be read \(Permission denied\)$"):
+                read(tmp_path / "a.txt")
+
+
+def fail(number):
+    raise OSError(number, os.strerror(number))
 
 
 def test_bad_input_is_named(config, tmp_path):
