@@ -70,6 +70,13 @@ def printable(text: str) -> str:
     return UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+def read_error(error: BaseException, message: str) -> UserError | UnreadableError:
+    """Return the error for a failed read: an `UnreadableError` if the read may succeed later, else a `UserError`."""
+    if isinstance(error, OSError) and error.errno in TEMPORARY:
+        return UnreadableError(f"{message}; when that has passed, run the same command again")
+    return UserError(message)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return " Did you mean 'X'?" for the known name that is most similar to `name`, or else all known names.
 

@@ -16,7 +16,7 @@ from difftx.data.prepare.readers import Document, Fields, Source, sources_of
 from difftx.data.tokenizer import END_OF_TEXT, load_tokenizer
 from difftx.data.tokenizer_files import CONFIG, EXTRA, TOKENIZER
 from difftx.errors import UserError, import_extra, printable
-from difftx.files import require_writable, write_atomically
+from difftx.files import make_folder, require_writable, write_atomically
 from difftx.folders import is_taken, new_folder
 from difftx.progress import Work
 
@@ -111,6 +111,7 @@ def train_tokenizer(options: argparse.Namespace) -> None:
         "eos_token": END_OF_TEXT,
         "clean_up_tokenization_spaces": False,
     }
+    make_folder(options.out.parent)
     with new_folder(options.out) as folder:
         write_atomically(folder / TOKENIZER, tokenizer.to_str() + "\n")
         write_atomically(folder / CONFIG, json.dumps(settings, indent=2) + "\n")

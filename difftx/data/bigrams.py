@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from difftx.data.store import TokenStore
-from difftx.errors import UserError
+from difftx.errors import UserError, read_error
 from difftx.files import new_file
 from difftx.json_files import schema_error
 from difftx.progress import Work
@@ -121,7 +121,7 @@ def read_bigrams(path: Path, vocabulary_sha256: str, *, field: str) -> BigramCou
         with path.open("rb") as file:
             line = file.readline(2**20)
     except OSError as error:
-        raise UserError(f"{where}: cannot be read ({error.strerror})") from error
+        raise read_error(error, f"{where}: cannot be read ({error.strerror})") from error
     try:
         header = json.loads(line)
     except (ValueError, RecursionError):  # Not JSON, or not UTF-8.

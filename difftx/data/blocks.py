@@ -120,12 +120,13 @@ class CachedObject:
         missing = [
             block for block in range(first, last) if not self._is_right(block, self._block_of(content, first, block))
         ]
-        for number in range(len(objects.REREAD_SECONDS) + 1):
+        for pause in (*objects.REREAD_SECONDS, None):
+            if missing:
+                missing = [block for run in self._fetch(missing, content, first) for block in run]
             if not missing:
                 return memoryview(content)[start - first * BLOCK_BYTES : stop - first * BLOCK_BYTES]
-            if number:
-                time.sleep(objects.REREAD_SECONDS[number - 1])
-            missing = [block for run in self._fetch(missing, content, first) for block in run]
+            if pause is not None:
+                time.sleep(pause)
         raise UserError(
             f"{self._path}: changed since the store was opened, or corrupt: bytes from {missing[0] * BLOCK_BYTES} on "
             "do not have the hash in the store; restore it, or prepare the store again"

@@ -52,12 +52,15 @@ class ChatTemplate:
             raise UserError(f"{self._name}: the chat template refuses the messages: {error}") from error
 
     def turns(self, messages: Sequence[Message]) -> list[tuple[str, str]]:
-        """Return each message of the assistant as a pair: the text before it, as in generation, and its own text."""
+        """Return each message of the assistant as a pair: the text before it, as in generation, and its own text.
+
+        A first message of the assistant is no target, because a model is never prompted without a message.
+        """
         if why := _why_invalid(messages):
             raise UserError(f"messages: {why}")
         found = []
         for i, message in enumerate(messages):
-            if message["role"] == "assistant":
+            if message["role"] == "assistant" and i > 0:
                 before = self.render(messages[:i], add_generation_prompt=True)
                 whole = self.render(messages[: i + 1], add_generation_prompt=False)
                 if not whole.startswith(before):
@@ -67,7 +70,7 @@ class ChatTemplate:
                     )
                 found.append((before, whole[len(before) :]))
         if not found:
-            raise UserError("messages: no message has the role assistant, so there is no target")
+            raise UserError("messages: no message has the role assistant after the first, so there is no target")
         return found
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from difftx.errors import UserError, did_you_mean
+from difftx.errors import UserError, did_you_mean, read_error
 from difftx.files import open_file
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath
@@ -33,9 +33,10 @@ TOO_LONG = f"is longer than the {MAX_DOCUMENT_BYTES:,} bytes that a document may
 
 def open_stream(file: AnyPath) -> BinaryIO:
     """Open a file for reading, and decompress it if its suffix is .gz, .zst or .xz."""
-    if file.suffix not in OPENERS:
+    opener = OPENERS.get(file.suffix.lower())
+    if opener is None:
         return open_file(file)
-    return cast(BinaryIO, OPENERS[file.suffix](file if isinstance(file, Path) else open_file(file), "rb"))
+    return cast(BinaryIO, opener(file if isinstance(file, Path) else open_file(file), "rb"))
 
 
 def bucket_files(pattern: "epath.Path") -> "dict[epath.Path, objects.Description]":
@@ -101,7 +102,7 @@ def read_records(path: AnyPath, *, field: str, what: str) -> Iterator[Record]:
                     empty = False
                     yield _record(f"{path}: line {number}", line)
     except READ_ERRORS as error:
-        raise UserError(f"{field}={why_unreadable(path, error)}") from error
+        raise read_error(error, f"{field}={why_unreadable(path, error)}") from error
     if empty:
         raise UserError(f"{field}={path}: the file has no {what}")
 

@@ -31,7 +31,7 @@ from difftx.data.store import (
 )
 from difftx.data.synthetic import SyntheticRows
 from difftx.data.tokenizer import Tokenizer
-from difftx.errors import UserError
+from difftx.errors import UserError, read_error
 from difftx.files import open_file, size_of
 from difftx.storage.paths import AnyPath, is_bucket, path_of
 
@@ -141,6 +141,8 @@ def _load(path: str | None, config: DataConfig, tokenizer: Tokenizer) -> tuple[R
     notes = [] if isinstance(train_store, ShardedStore) else _uneven_split(path, train_store, valid_store, config)
     if (longer_than := config.upsampling.longer_than_tokens) is not None:
         train_store = UpsampledStore(train_store, longer_than_tokens=longer_than, share=config.upsampling.share)
+        # Documents are left out as a whole, so a small store may become shorter than a row.
+        require_row(train_store, config, f"data.path={path!r}", "training", " after data.upsampling")
         notes.append(train_store.report)
     train, valid = pack(train_store, config), pack(valid_store, config)
     if config.packing == "best_fit":
@@ -184,11 +186,11 @@ def load_corpus(path: str | None, config: DataConfig, tokenizer: Tokenizer) -> t
     return train, valid
 
 
-def require_row(store: TokenStore, config: DataConfig, field: str, what: str) -> None:
-    """Raise `UserError` if the documents do not fill a row. `field` and `what` are for the message."""
+def require_row(store: TokenStore, config: DataConfig, field: str, what: str, when: str = "") -> None:
+    """Raise `UserError` if the documents do not fill a row. `field`, `what` and `when` are for the message."""
     if len(store) <= config.sequence_length:
         raise UserError(
-            f"{field}: only {len(store)} {what} tokens, less than a row of data.sequence_length="
+            f"{field}: only {len(store)} {what} tokens{when}, less than a row of data.sequence_length="
             f"{config.sequence_length} and its last target; give more text or shorter rows"
         )
 
@@ -260,7 +262,7 @@ def text_files(path: str | None, field: str = "data.path") -> Sequence[AnyPath]:
 def read_texts(path: str | None, field: str = "data.path") -> Iterator[str]:
     """Yield the text of all files of a path, split at line ends into documents of about `DOCUMENT_BYTES`."""
     for file in text_files(path, field):
-        if file.suffix in NOT_PLAIN_TEXT:
+        if file.suffix.lower() in NOT_PLAIN_TEXT:
             raise UserError(
                 f"{field}={path!r}: {file.name} is not plain text; make a store of it, `difftx prepare "
                 f"--input={shlex.quote(str(path))} --tokenizer=TOKENIZER --out=FOLDER`, and set {field}=FOLDER"
@@ -271,7 +273,7 @@ def read_texts(path: str | None, field: str = "data.path") -> Iterator[str]:
         except UnicodeDecodeError as error:
             raise UserError(f"{file}: byte {error.start} is not UTF-8; convert the file, or leave it out") from error
         except OSError as error:
-            raise UserError(f"{file}: cannot be read ({error.strerror})") from error
+            raise read_error(error, f"{file}: cannot be read ({error.strerror})") from error
         yield from _split_at_line_ends(text)
 
 

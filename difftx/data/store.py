@@ -118,7 +118,12 @@ class ShardedStore(TokenStore):
 
     def _arrays(self, kind: str) -> Iterator[np.ndarray]:
         """Yield the content of each shard's file of one kind, uint64."""
-        return (np.fromfile(file.with_suffix(f".{kind}"), "<u8") for file in self._files)
+        for file in self._files:
+            path = file.with_suffix(f".{kind}")
+            content = read_file(path)  # Not `np.fromfile`, which returns fewer items if a read fails.
+            if content is None:
+                raise UserError(f"{path}: missing; {RESTORE}")
+            yield np.frombuffer(content, "<u8", len(content) // 8)
 
     def slice(self, start: int, stop: int) -> np.ndarray:
         if not 0 <= start <= stop <= len(self):

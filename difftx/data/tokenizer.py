@@ -6,9 +6,10 @@ import base64
 import dataclasses
 import functools
 import hashlib
+import itertools
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ import numpy as np
 import tiktoken
 
 from difftx.config import Config
-from difftx.errors import UnreadableError, UserError, did_you_mean
+from difftx.errors import UnreadableError, UserError, did_you_mean, read_error
 from difftx.files import read_file
 from difftx.storage.paths import is_bucket, path_of
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 BYTES = "bytes"
 MAX_ID = 2**24 - 1  # Maximum id in a .tiktoken file, because an embedding has a row for every id up to the largest.
 END_OF_TEXT = "<|endoftext|>"
+PART_CHARACTERS = 2**18  # Length of the parts in which a text is encoded that tiktoken cannot encode as a whole.
 VOCABULARY_MULTIPLE = 128  # A derived `model.vocab_size` is rounded up to a multiple, the lanes of a TPU.
 
 # The pattern by which cl100k_base splits text before it merges bytes (tiktoken's openai_public.py).
@@ -111,10 +113,14 @@ class TiktokenTokenizer(Tokenizer):
         self.n_vocab, self.eot_token = encoding.n_vocab, encoding.eot_token
 
     def encode_to_numpy(self, text: str, *, continues: bool = False) -> np.ndarray:
-        return self.encoding.encode_to_numpy(text, disallowed_special=())
+        parts = _encoded_in_parts(self.encoding.encode_to_numpy, text)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def encode_ordinary(self, text: str, *, continues: bool = False) -> list[int]:
-        return self.encoding.encode_ordinary(text)  # Unlike `encode_to_numpy`, it accepts half of a surrogate pair.
+        # Unlike tiktoken's `encode_to_numpy`, `encode` accepts half of a surrogate pair. If the regex engine fails,
+        # `encode_ordinary` of tiktoken would raise an error that is no `Exception`.
+        parts = _encoded_in_parts(self.encoding.encode, text)
+        return parts[0] if len(parts) == 1 else list(itertools.chain.from_iterable(parts))
 
     def encode_chat(self, text: str, *, continues: bool = False) -> list[int]:
         return self.encoding.encode(text, allowed_special="all")
@@ -138,6 +144,17 @@ class TiktokenTokenizer(Tokenizer):
         for value in self.token_bytes:
             digest.update(b"-" if value is None else len(value).to_bytes(4, "little") + value)
         return digest.hexdigest()
+
+
+def _encoded_in_parts[Ids](encode: Callable[..., Ids], text: str) -> list[Ids]:
+    """Encode ordinary text with a method of tiktoken: as a whole, or in parts if tiktoken cannot encode the whole."""
+    try:
+        return [encode(text, disallowed_special=())]
+    except UnicodeError:  # Half of a surrogate pair.
+        raise
+    except ValueError:  # The regex engine fails at about a million spaces in a row.
+        starts = range(0, len(text), PART_CHARACTERS)
+        return [encode(text[start : start + PART_CHARACTERS], disallowed_special=()) for start in starts]
 
 
 def load_tokenizer(name: str, *, field: str = "data.tokenizer", end_of_text: str | None = None) -> Tokenizer:
@@ -222,7 +239,7 @@ def _encoding_from_file(path: Path, field: str) -> tiktoken.Encoding:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise UserError(f"{where}: cannot be read ({error.strerror})") from error
+        raise read_error(error, f"{where}: cannot be read ({error.strerror})") from error
     ranks: dict[bytes, int] = {}
     # tiktoken's own loader caches files by path, so it would not notice that a file has changed.
     for number, line in enumerate(lines, start=1):

@@ -1,15 +1,20 @@
 """Corpora of text files: their documents and their split into training and validation."""
 
 import dataclasses
+import errno
 import gzip
 import itertools
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from difftx.data.bigrams import read_bigrams
+from difftx.data.records import read_records
 from difftx.data.sources import DOCUMENT_BYTES, load_corpus, text_files
 from difftx.data.tokenizer import load_tokenizer
-from difftx.errors import UserError
+from difftx.errors import UnreadableError, UserError
 
 ENCODING = load_tokenizer("bytes")
 
@@ -83,6 +88,30 @@ def test_stdlib_corpus_has_main_modules_without_tests():
     assert sum(f.stat().st_size for f in files) > 4e6
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_read_that_may_succeed_later_is_not_a_mistake(config, tmp_path, monkeypatch, number):
+    """Schedulers start a training again after exit code 1, the one of an `UnreadableError`, and not after 2."""
+    (tmp_path / "a.txt").write_text("text")
+    readers = [
+        lambda path: corpus_of(config, path),
+        lambda path: list(read_records(path, field="eval.icl.tasks[0].test", what="questions")),
+        lambda path: read_bigrams(path, "", field="eval.bigrams_path"),
+        lambda path: load_tokenizer(str(path.with_suffix(".tiktoken"))),
+    ]
+    for read in readers:
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "open", lambda *_, **__: fail(number))
+            with pytest.raises(UnreadableError, match=r"/a\.\w+'?: cannot be read \(.*; when that has passed"):
+                read(tmp_path / "a.txt")
+            patch.setattr(Path, "open", lambda *_, **__: fail(errno.EACCES))
+            with pytest.raises(UserError, match=r"/a\.\w+'?: cannot be read \(Permission denied\)$"):
+                read(tmp_path / "a.txt")
+
+
+def fail(number):
+    raise OSError(number, os.strerror(number))
+
+
 def test_bad_input_is_named(config, tmp_path):
     broken = tmp_path / "broken.txt"
     broken.write_bytes(b"fine so far\n\xff\xfe")
@@ -94,11 +123,13 @@ def test_bad_input_is_named(config, tmp_path):
     small.write_text("".join(f"{i:07d}\n" for i in range(9000)))
     packed = tmp_path / "packed.jsonl.gz"
     packed.write_bytes(gzip.compress(b'{"text": "a"}'))
-    (tmp_path / "lines.jsonl").write_text('{"text": "a"}')
+    for name in ("lines.jsonl", "LINES.JSONL"):
+        (tmp_path / name).write_text('{"text": "a"}')
     advice = rf"is not plain text; make a store of it, `difftx prepare --input={tmp_path}/\S+ --tokenizer="
     cases = [
         (packed, {}, rf"packed\.jsonl\.gz {advice}"),
         (tmp_path / "lines.jsonl", {}, rf"lines\.jsonl {advice}"),
+        (tmp_path / "LINES.JSONL", {}, rf"LINES\.JSONL {advice}"),
         (tmp_path, {}, rf"not a finished token store; .*, or name the text files in it, such as '{tmp_path}/\*\.txt'"),
         (None, {}, "data.path is not set"),
         (tmp_path / "none.txt", {}, "no such file"),

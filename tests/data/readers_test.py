@@ -4,6 +4,7 @@ import gzip
 import json
 import lzma
 import random
+import types
 
 import pytest
 from hypothesis import given, settings
@@ -190,10 +191,65 @@ def test_parquet_is_read_in_units_that_contain_every_row_once(tmp_path, monkeypa
         rest = list(source.units(FIELDS, units[i - 1].end, i))
         assert rest == units[i:]
     [problem] = {str(d) for d in read(tmp_path, Fields("content", None))[:1]}
-    assert "row 0: no field 'content'" in problem
+    assert "row 0: no field 'content'; its fields: 'text', 'id', 'other'; choose with --text_field" in problem
     (tmp_path / "a.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-20])
     [problem] = read(tmp_path)
     assert "not readable as Parquet" in str(problem)
+
+
+def test_text_of_parquet_that_is_not_utf8_is_named(tmp_path):
+    """Spark writes such text. pyarrow reads it, and raises an error when it makes a Python string of it."""
+    pyarrow = pytest.importorskip("pyarrow", reason="needs the extra parquet")
+    parquet = pytest.importorskip("pyarrow.parquet")
+
+    def strings(*values):
+        binary = pyarrow.array(values, pyarrow.binary())
+        return pyarrow.Array.from_buffers(pyarrow.string(), len(values), binary.buffers())
+
+    table = pyarrow.table({"text": strings(b"a", b"caf\xe9", b"c", b"d"), "id": strings(b"1", b"2", b"\xff", b"4")})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    first, *problems, last = read(tmp_path)
+    assert (first.text, last.text) == ("a", "d")
+    assert list(map(str, problems)) == [
+        f"{tmp_path}/a.parquet: row 1: field 'text': byte 3 is not UTF-8",
+        f"{tmp_path}/a.parquet: row 2: field 'id': byte 0 is not UTF-8",
+    ]
+
+
+def test_a_reader_of_an_extension_may_find_text_that_is_not_utf8(tmp_path, monkeypatch):
+    """A reader as in docs/extend.md."""
+
+    def read_table(source, fields, position):
+        rows = [{"text": line, "id": line} for line in source.files[0].read_text("utf-8").splitlines()]
+        yield from readers.read_rows(source, iter(rows[position:]), position, len(rows), fields)
+
+    monkeypatch.setitem(readers.READERS._entries, "tab", read_table)
+    (tmp_path / "a.tab").write_bytes(b"caf\xc3\xa9")
+    (tmp_path / "b.tab").write_bytes(b"caf\xe9\n")
+    document, problem = read(tmp_path)
+    assert document.text == "café"
+    assert str(problem) == f"{tmp_path}/b.tab: the file has text that is not UTF-8 (invalid continuation byte)"
+
+
+def test_capital_letters_in_the_ending_of_a_name_do_not_matter(tmp_path):
+    write_lines(tmp_path / "A.JSONL.GZ", [{"text": "a", "id": 1}], ".gz")
+    write_lines(tmp_path / "B.Jsonl", [{"text": "b", "id": 2}])
+    assert [d.text for d in read(tmp_path)] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("a/b", ("a/b", None, "train")),
+        ("a/b:test", ("a/b", None, "test")),
+        ("a/b:train:small", ("a/b", "small", "train")),
+        ("a/b:train[:10%]+test[5:]:small", ("a/b", "small", "train[:10%]+test[5:]")),
+    ],
+)
+def test_the_parts_of_the_name_of_a_hugging_face_dataset(monkeypatch, name, expected):
+    library = types.SimpleNamespace(load_dataset=lambda name, config, split: (name, config, split))
+    monkeypatch.setattr(readers, "import_extra", lambda *_: library)
+    assert readers.load_hugging_face.__wrapped__(name) == expected
 
 
 def test_a_hugging_face_dataset(tmp_path):

@@ -75,6 +75,18 @@ def test_upsampling_and_packing_are_reported_and_leave_validation_alone(data_of)
     assert sources.train["digits"].fingerprint != plain.train["digits"].fingerprint
 
 
+def test_upsampling_that_leaves_less_than_a_row_is_refused(config, tmp_path):
+    """Of 1,700 tokens to train on, up-sampling leaves out a document of 600. The text of 7s has the lowest hash."""
+    for character, size in (("7", 1499), ("!", 699), ("K", 599), *((f"{i}", 99) for i in range(4))):
+        (tmp_path / f"{character}.txt").write_text(character * size)
+    upsampling = UpsamplingConfig(longer_than_tokens=650, share=0.5)
+    changes = {"path": f"{tmp_path}/*.txt", "sequence_length": 1250, "upsampling": upsampling}
+    data = dataclasses.replace(config().data, **changes)
+    message = "only 1100 training tokens after data.upsampling, less than a row of data.sequence_length=1250"
+    with pytest.raises(UserError, match=message):
+        load_sources(data, ENCODING)
+
+
 def test_every_setting_that_changes_the_examples_changes_the_signature(data_of, mesh_of, tmp_path):
     import jax
 

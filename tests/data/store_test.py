@@ -1,13 +1,16 @@
 """The token store: slices, fingerprints, and the detection of corrupt files."""
 
 import dataclasses
+import errno
 import hashlib
 import itertools
 import json
+import os
 import pickle
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,9 +20,9 @@ from hypothesis import strategies as st
 
 from difftx.commands.data import main as data_command
 from difftx.data.sources import load_corpus
-from difftx.data.store import TokenStore, open_store, read_meta, write_meta
+from difftx.data.store import TokenStore, open_store, read_meta, shard_file, write_meta
 from difftx.data.tokenizer import load_tokenizer
-from difftx.errors import UserError
+from difftx.errors import UnreadableError, UserError
 
 TEXTS = [f"document {i} says [red]{'äöü€' * (i % 5)}[/red] and \x1b[2J ends" for i in range(60)]
 
@@ -100,6 +103,23 @@ def test_tokens_of_a_replaced_store_are_read_from_the_new_files(store):
     after = open_store(store, "train")
     assert bytes(after.slice(0, len(after) - 1).astype(np.uint8)) == b"another text"
     assert (after.slice(0, 10) != before).any()
+
+
+def test_a_failed_read_of_offsets_is_no_corrupt_store(store, monkeypatch):
+    """numpy's `fromfile` returns the part before the error, which looks like a shorter file."""
+
+    def fail(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    opened = open_store(store, "train")
+    monkeypatch.setattr("difftx.files.RETRY_SECONDS", (0.0,))
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(UnreadableError, match=r"00000\.offsets cannot be read: Input/output error"):
+        _ = opened.offsets
+    monkeypatch.undo()
+    shard_file(store, "train", 0, "offsets").unlink()
+    with pytest.raises(UserError, match=r"00000\.offsets: missing; restore it"):
+        _ = opened.offsets
 
 
 def verify(folder):

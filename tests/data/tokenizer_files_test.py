@@ -184,11 +184,11 @@ def test_a_tokenizer_is_trained(tmp_path, capsys):
     lines = [json.dumps({"text": text}) for text in (f"{i} squared is {i * i}; the root is {i}." for i in range(3000))]
     (tmp_path / "text.jsonl").write_text("\n".join(lines))
     flags = ["train", f"--input={tmp_path / 'text.jsonl'}", "--vocab_size=400", "--special_token=<|user|>"]
-    for name in ("a", "b"):
+    for name in ("new/a", "b"):  # Also in a folder that does not exist yet.
         assert tokenizer_command.main([*flags, f"--out={tmp_path / name}"]) == 0
     said = capsys.readouterr().out
-    assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (tmp_path / "b" / "tokenizer.json").read_bytes()
-    tokenizer = load_tokenizer(str(tmp_path / "a"))
+    assert (tmp_path / "new/a" / "tokenizer.json").read_bytes() == (tmp_path / "b" / "tokenizer.json").read_bytes()
+    tokenizer = load_tokenizer(str(tmp_path / "new/a"))
     assert (tokenizer.n_vocab, tokenizer.eot_token) == (400, 0)
     assert tokenizer.encode_chat("<|user|>") == [1]
     for text in random_strings(300):  # Bytes are tokens, so no text is lost.
@@ -198,7 +198,7 @@ def test_a_tokenizer_is_trained(tmp_path, capsys):
     assert documents + int(held_out[3]) == 3000
     assert float(held_out[1]) > 2
     with pytest.raises(UserError, match="exists already"):
-        tokenizer_command.main([*flags, f"--out={tmp_path / 'a'}"])
+        tokenizer_command.main([*flags, f"--out={tmp_path / 'b'}"])
     with pytest.raises(UserError, match="--vocab_size=100: 256 bytes and the special tokens need at least 257"):
         tokenizer_command.main(["train", "--input=x", "--vocab_size=100", f"--out={tmp_path / 'c'}"])
 
@@ -241,6 +241,13 @@ def test_each_message_of_the_assistant_is_a_turn():
     assert second == ("<|user|>1+1</s>\n<|assistant|>2</s>\n<|user|>2+2</s>\n<|assistant|>", "4</s>\n")
 
 
+def test_a_first_message_of_the_assistant_is_only_a_part_of_the_prompts():
+    """A model is never prompted with no message, and many templates read the first message."""
+    text = "{% if messages[0]['role'] == 'system' %}!{% endif %}" + TEMPLATE
+    [turn] = template(text).turns([{"role": "assistant", "content": "Hello"}, *MESSAGES])
+    assert turn == ("<|assistant|>Hello</s>\n<|user|>1+1</s>\n<|assistant|>", "2</s>\n")
+
+
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
@@ -252,6 +259,7 @@ def test_each_message_of_the_assistant_is_a_turn():
         ([*MESSAGES, None], "message 3 is not an object with role and content"),
         ([{"content": "a"}], "message 1 is not an object with role and content"),
         ([MESSAGES[0]], "no message has the role assistant"),
+        ([MESSAGES[1]], "no message has the role assistant after the first"),
     ],
 )
 def test_conversations_without_a_target_are_refused(messages, message):

@@ -67,6 +67,16 @@ def test_a_bad_vocabulary_file_is_named(tmp_path, name, change, message):
     assert str(path) in str(error.value)
 
 
+@pytest.mark.parametrize("unit", [" ", "\n ", "a", "\u4e2d"])
+def test_a_text_that_the_regex_engine_of_tiktoken_refuses_is_encoded_in_parts(tmp_path, unit):
+    path = tmp_path / "own.tiktoken"
+    path.write_bytes(b"\n".join(b"%s %d" % (base64.b64encode(bytes([i])), i) for i in range(256)))
+    encoding = load_tokenizer(str(path))
+    text = "one" + unit * 1_100_000 + "two"
+    assert bytes(encoding.encode_to_numpy(text).astype("u1")) == text.encode()
+    assert bytes(encoding.encode_ordinary(text)) == text.encode()
+
+
 def test_an_unknown_name_suggests_one():
     with pytest.raises(UserError, match="Did you mean 'cl100k_base'"):
         load_tokenizer("cl100k")

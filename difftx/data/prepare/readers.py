@@ -9,7 +9,7 @@ import glob
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -31,6 +31,7 @@ from difftx.storage.reading import map_ahead
 
 UNIT_BYTES = 4 * 2**20
 HUGGING_FACE = "hf:"
+COLON = re.compile(r":(?![^\[]*\])")  # Not in brackets, because a split may be a slice such as "train[:10%]".
 # Half of a surrogate pair, which UTF-8 cannot encode. Python puts one into a path for each byte that is not UTF-8.
 HALF_PAIR = re.compile("[\ud800-\udfff]")
 
@@ -205,6 +206,8 @@ class Source:
             yield from read(self, fields, position)
         except READ_ERRORS as error:  # The documents before the error are kept, and the last chunk is the error.
             yield _unreadable(self.files[0], why_unreadable(self.files[0], error))
+        except UnicodeDecodeError as error:  # From `datasets`, or from a reader of an extension.
+            yield _unreadable(self.files[0], f"{self.files[0]}: the file has text that is not UTF-8 ({error.reason})")
 
 
 # Readers, keyed by the ending of the file's name. Files with other endings are texts. A reader receives a source, the
@@ -227,8 +230,8 @@ def sources_of(pattern: str, *, valid: bool, first_index: int) -> list[Source]:
     files = _input_files(pattern, "--valid_input" if valid else "--input")
     sources: list[Source] = []
     for file, size in files.items():
-        ending = (Path(file.stem) if file.suffix in OPENERS else file).suffix.removeprefix(".")
-        kind = ending if ending in READERS else "texts"
+        ending = (Path(file.stem) if file.suffix.lower() in OPENERS else file).suffix.removeprefix(".")
+        kind = next((name for name in (ending, ending.lower()) if name in READERS), "texts")
         if sources and kind == "texts" == sources[-1].kind and sources[-1].size < UNIT_BYTES:
             group = sources[-1]  # Small texts are read together, as one source.
             sources[-1] = dataclasses.replace(group, files=(*group.files, file), size=group.size + size)
@@ -263,7 +266,7 @@ def _input_files(pattern: str, flag: str) -> dict[AnyPath, int]:
 def load_hugging_face(name: str) -> Any:
     """Load NAME[:SPLIT[:CONFIG]] with the `datasets` library, from its cache or the network."""
     datasets = import_extra("datasets", "datasets")
-    dataset, split, config, *_ = [*name.split(":"), "", ""]
+    dataset, split, config, *_ = [*COLON.split(name), "", ""]
     try:
         return datasets.load_dataset(dataset, config or None, split=split or "train")
     except Exception as error:  # `datasets` raises many types of exceptions.
@@ -273,7 +276,7 @@ def load_hugging_face(name: str) -> Any:
 
 def _read_lines(source: Source, fields: Fields, position: int) -> Iterator[Chunk]:
     file = source.files[0]
-    opener = OPENERS.get(file.suffix, lambda stored, mode: stored)
+    opener = OPENERS.get(file.suffix.lower(), lambda stored, mode: stored)
     with open_file(file) as stored, cast(BinaryIO, opener(stored, "rb")) as stream:
         stream.seek(position)
         before = stored.tell()
@@ -329,21 +332,44 @@ def _read_parquet(source: Source, fields: Fields, position: int) -> Iterator[Chu
     try:
         file = source.files[0]
         table = parquet.ParquetFile(open_file(file) if is_bucket(file) else file)
-        columns = [name for name in fields.names if name in table.schema_arrow.names]
-        batches = table.iter_batches(batch_size=1024, columns=columns)
-        # `to_pylist` returns an empty list for a batch without columns.
-        rows = (row for batch in batches for row in batch.to_pylist() or [{}] * batch.num_rows)
-        rows_left = itertools.islice(rows, position, None)
-        yield from read_rows(source, rows_left, position, table.metadata.num_rows, fields)
+        total, names = table.metadata.num_rows, table.schema_arrow.names
+        rows = _rows_without_a_field(names, total)
+        if set(fields.names) <= set(names):
+            batches = table.iter_batches(batch_size=1024, columns=fields.names)
+            rows = itertools.chain.from_iterable(map(_rows_of_batch, batches))
+        yield from read_rows(source, itertools.islice(rows, position, None), position, total, fields)
     except (pyarrow.ArrowException, OSError) as error:
         reason = next(iter(str(error).splitlines()), "")
         yield _unreadable(source.files[0], f"{source.files[0]}: not readable as Parquet ({reason})")
 
 
+def _rows_of_batch(batch: Any) -> list[dict[str, Any]]:
+    """Return the rows of a batch of pyarrow. In place of text that is not UTF-8, a row has the error of decoding it."""
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:  # Some writers, such as Spark, do not check text.
+        names = batch.schema.names
+        return [dict(zip(names, map(_value_or_error, row), strict=True)) for row in zip(*batch.columns, strict=True)]
+
+
+def _value_or_error(scalar: Any) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError as error:
+        return error
+
+
 def _read_hugging_face(source: Source, fields: Fields, position: int) -> Iterator[Chunk]:
     data = load_hugging_face(str(source.files[0]))
-    data = data.select_columns([name for name in fields.names if name in data.column_names])
-    yield from read_rows(source, iter(data.select(range(position, len(data)))), position, len(data), fields)
+    rows = _rows_without_a_field(data.column_names, len(data) - position)
+    if set(fields.names) <= set(data.column_names):
+        rows = iter(data.select_columns(fields.names).select(range(position, len(data))))
+    yield from read_rows(source, rows, position, len(data), fields)
+
+
+def _rows_without_a_field(names: Iterable[str], count: int) -> Iterator[dict[str, Any]]:
+    """Return the rows of a table that lacks a field. No row is a document, and the message lists the names."""
+    return itertools.repeat(dict.fromkeys(names, ""), count)
 
 
 def read_rows(
@@ -377,6 +403,9 @@ def _unreadable(file: AnyPath, reason: str, input_bytes: int = 0) -> Chunk:
 
 
 def _document_of(record: dict[str, Any], fields: Fields, name_of_record: Callable[[], str]) -> Found:
+    for field in fields.names:
+        if isinstance(error := record.get(field), UnicodeDecodeError):
+            return UserError(f"{name_of_record()}: field {field!r}: byte {error.start} is not UTF-8")
     flags = {fields.text: "--text_field", fields.prompt: "--prompt_field"}
     for field, flag in {fields.messages: "--messages_field"}.items() if fields.messages else flags.items():
         if field is None:
