@@ -160,7 +160,7 @@ def _different_targets(runs: Sequence[RunRecord]) -> tuple[RunRecord, RunRecord]
 
 
 def _limits(arms: Sequence[Arm]) -> list[str]:
-    """Return sentences on runs that are unfinished, and on unequal training, sizes, heads or head norms."""
+    """Return sentences on unfinished runs, and on unequal training, sizes, initial weights, heads or head norms."""
     runs = [run for arm in arms for run in arm.runs]
     limits = []
     for run in runs:
@@ -174,12 +174,18 @@ def _limits(arms: Sequence[Arm]) -> list[str]:
         if max(sizes.values()) > EQUAL_SIZES * min(sizes.values()):
             limits.append(_unequal(what, {name: f"{size:,}" for name, size in sizes.items()}))
     for what, texts in (
+        ("the initial weights", {arm.name: _initial_weights(arm.runs[0]) for arm in arms}),
         ("the width of heads", {name: f"{model.d_head:,}" for name, model in models.items()}),
         ("the head norm", {name: model.head_norm for name, model in models.items()}),
     ):
         if len(set(texts.values())) > 1:
             limits.append(_unequal(what, texts))
     return limits
+
+
+def _initial_weights(run: RunRecord) -> str:
+    source = run.config.checkpoint
+    return "new ones" if source.init_from is None and source.branch_from is None else "those of another run"
 
 
 def _unequal(what: str, value_of: Mapping[str, str]) -> str:

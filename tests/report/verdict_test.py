@@ -196,6 +196,24 @@ def test_seeds_of_other_data_are_not_averaged(tmp_path):
     assert [[run.name for run in arm.runs] for arm in arms] == [["seed0", "seed1", "seed3"], ["seed2"]]
 
 
+def test_runs_that_began_with_other_weights_are_not_averaged(tmp_path):
+    """Seeds may continue from a run each. Runs of the same seed from two runs are two models."""
+
+    def run(name, seed, **changes):
+        return make(tmp_path / name, [2.0 + seed / 10] * BLOCKS, train__seed=seed, **changes)
+
+    scratch = [run(f"scratch{seed}", seed) for seed in (0, 1)]
+    for field in ("checkpoint__init_from", "checkpoint__branch_from"):
+        continued = [run(f"{field}{seed}", seed, **{field: f"before{seed}"}) for seed in (0, 1)]
+        other = run(f"{field}-other", 0, **{field: "other"})
+        arms = judged([*scratch, *continued, other]).arms
+        assert [[record.workdir for record in arm.runs] for arm in arms] == [scratch, continued, [other]]
+    found = judged([scratch[0], tmp_path / "checkpoint__init_from1"])
+    assert found.headline.startswith("checkpoint__init_from1 has a higher validation loss on stdlib than scratch0: ")
+    weights = "scratch0 new ones and checkpoint__init_from1 those of another run"
+    assert found.details[1:] == [f"The comparison is unequal in the initial weights: {weights}."]
+
+
 def test_seeds_on_other_machines_are_one_arm(tmp_path):
     """Fields that only change rounding or speed, such as those of a smaller device, do not split an arm."""
     machines = [
