@@ -355,8 +355,11 @@ def _advise_on_speed(config: Config, fitted: Config, findings: Findings) -> None
 def _most_checkpoints(config: Config) -> int:
     """Return the largest number of checkpoints that a run has at a time, the one that is being written included."""
     steps, checkpoint = config.train.steps, config.checkpoint
-    kept = min(-(-steps // checkpoint.every_steps), checkpoint.keep + 1)
-    return kept + (0 if checkpoint.keep_every_steps is None else steps // checkpoint.keep_every_steps)
+    saved = [*range(checkpoint.every_steps, steps, checkpoint.every_steps), steps]
+    kept = set(saved[-checkpoint.keep - 1 :])  # The run has the most checkpoints while it writes the last one.
+    if checkpoint.keep_every_steps is not None:
+        kept.update(step for step in saved if step % checkpoint.keep_every_steps == 0)
+    return min(len(saved), len(kept) + (checkpoint.keep_best is not None))
 
 
 def show(findings: Findings) -> None:

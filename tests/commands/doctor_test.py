@@ -270,6 +270,18 @@ def test_space_and_time_of_checkpoints(changes, storage, problem, advice, text_f
         assert all(re.match(pattern, line) for line in lines), lines
 
 
+@pytest.mark.parametrize(
+    ("steps", "every_steps", "keep", "keep_every_steps", "expected"),
+    [(10, 1, 3, None, 4), (3, 1, 3, None, 3), (10, 1, 3, 1, 10), (10, 2, 1, 3, 3), (10, 4, 1, 5, 2), (10, 1, 1, 4, 4)],
+)
+def test_a_checkpoint_that_is_kept_for_two_reasons_counts_once(
+    config, steps, every_steps, keep, keep_every_steps, expected
+):
+    fields = {"every_steps": every_steps, "keep": keep, "keep_every_steps": keep_every_steps}
+    c = config(train__steps=steps, **{f"checkpoint__{name}": value for name, value in fields.items()})
+    assert examination._most_checkpoints(c) == expected
+
+
 def test_versions_of_libraries_of_accelerators(monkeypatch):
     installed = importlib.metadata.version
     theirs = {"jax-cuda13-plugin": "0.12.0", "nvidia-cudnn-cu13": "9.19.0.56"}
