@@ -109,6 +109,7 @@ def examine(options: argparse.Namespace, config: Config | None) -> Findings:
     from difftx import kernels
     from difftx.launch import health
     from difftx.parallel.mesh import make_mesh
+    from difftx.training.run import fit_to_devices
 
     on_cpu = jax.default_backend() == "cpu"
     shown = config or load_config(DEFAULT["cpu" if on_cpu else "accelerator"], {})
@@ -130,7 +131,7 @@ def examine(options: argparse.Namespace, config: Config | None) -> Findings:
         rankings = rankings or _rankings(shown)
         findings.kernels = _kernels(rankings, findings.devices["matmul_flops"], findings.advice)
     with findings.part():
-        mesh = shown.mesh if config is not None else MeshConfig()
+        mesh = fit_to_devices(config).mesh if config is not None else MeshConfig()
         findings.collectives = health.collective_bandwidths(make_mesh(mesh), count)
     with findings.part():
         require_writable(options.workdir)

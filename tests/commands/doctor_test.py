@@ -282,6 +282,20 @@ def test_a_checkpoint_that_is_kept_for_two_reasons_counts_once(
     assert examination._most_checkpoints(c) == expected
 
 
+def test_collectives_are_measured_on_the_mesh_of_the_preset(text_file, tmp_path, monkeypatch):
+    """A training with mesh.preset=auto does not use the config's sizes, which would not fit the devices."""
+    monkeypatch.setattr(kernel_measurement, "measured", lambda config: ({"xla": 1.0}, {}))
+    monkeypatch.setattr(health, "FILE_BYTES", 2**20)
+    changes = {"mesh.preset": "auto", "mesh.fsdp": "3", "mesh.tensor": "1", "train.global_batch_tokens": "512"}
+    config = load_config("quickstart:diff", TINY | {"data.path": str(text_file)} | changes)
+    parser = argparse.ArgumentParser()
+    multihost.add_flags(parser)
+    options = argparse.Namespace(**vars(parser.parse_args([])), workdir=tmp_path / "run", config="quickstart:diff")
+    found = examination.examine(options, config)
+    assert found.problems == []
+    assert list(found.collectives) == [axis for axis, size in found.config["mesh"].items() if size > 1] == ["fsdp"]
+
+
 def test_versions_of_libraries_of_accelerators(monkeypatch):
     installed = importlib.metadata.version
     theirs = {"jax-cuda13-plugin": "0.12.0", "nvidia-cudnn-cu13": "9.19.0.56"}
