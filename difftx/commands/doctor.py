@@ -272,9 +272,12 @@ def _read_speeds(path: "epath.Path") -> dict[str, float]:
 
 def _examine_config(options: argparse.Namespace, config: Config, findings: Findings) -> None:
     """Set `findings.config`, and add problems and advice. Raise `UserError` if a training cannot start."""
+    from difftx.config.extras import check_extras
     from difftx.parallel.mesh import check_divisible, make_mesh
     from difftx.training.run import fit_to_devices
 
+    with findings.part():
+        check_extras(config)
     fitted = fit_to_devices(config)
     check_divisible(fitted, make_mesh(fitted.mesh))
     _examine_space(fitted, options.workdir, findings)
@@ -306,6 +309,7 @@ def _expected_training(fitted: Config, workdir: AnyPath, findings: Findings) -> 
     """Return what a training of the config would use, and its expected speed. Raise `UserError` if it cannot start."""
     import jax
 
+    from difftx.commands.train import check_run
     from difftx.model.abstract import count_parameters
     from difftx.model.flops import flops_per_token
     from difftx.training.run import Run
@@ -313,6 +317,7 @@ def _expected_training(fitted: Config, workdir: AnyPath, findings: Findings) -> 
     from difftx.training.workload import attention_kernel
 
     run = Run.open(fitted, workdir)
+    check_run(run)
     flops = flops_per_token(fitted.model, fitted.data.sequence_length, causal=True)
     # Each process writes its shards at the speed that it has measured next to the others.
     process_bytes = state_bytes(fitted) / jax.process_count()

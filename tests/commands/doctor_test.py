@@ -282,6 +282,25 @@ def test_a_checkpoint_that_is_kept_for_two_reasons_counts_once(
     assert examination._most_checkpoints(c) == expected
 
 
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"eval.suites": "exact_match"}, "suite 'exact_match': "),
+        ({"checkpoint.export_every_steps": "1000", "model.window": "8"}, "model.window=8 cannot be converted: "),
+        ({"logging.wandb_project": "mine"}, "logging.wandb_project='mine': wandb is not installed"),
+    ],
+)
+def test_a_config_that_training_refuses_is_a_problem(changes, problem, text_file, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    config = load_config("quickstart:diff", TINY | {"data.path": str(text_file), "mesh.fsdp": "-1"} | changes)
+    found = examination.Findings(devices={"kind": "cpu", "matmul_flops": 1e12}, storage={"write": 1e9})
+    options = argparse.Namespace(workdir=tmp_path / "run", config="quickstart:diff")
+    with found.part():
+        examination._examine_config(options, config, found)
+    (line,) = found.problems
+    assert line.startswith(problem)
+
+
 def test_collectives_are_measured_on_the_mesh_of_the_preset(text_file, tmp_path, monkeypatch):
     """A training with mesh.preset=auto does not use the config's sizes, which would not fit the devices."""
     monkeypatch.setattr(kernel_measurement, "measured", lambda config: ({"xla": 1.0}, {}))
