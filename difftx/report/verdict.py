@@ -160,12 +160,17 @@ def _different_targets(runs: Sequence[RunRecord]) -> tuple[RunRecord, RunRecord]
 
 
 def _limits(arms: Sequence[Arm]) -> list[str]:
-    """Return sentences on unfinished runs, and on unequal training, sizes, initial weights, heads or head norms."""
+    """Return sentences on unfinished runs, old validations, and what is unequal: training, sizes, weights or heads."""
     runs = [run for arm in arms for run in arm.runs]
     limits = []
     for run in runs:
         if (step := run.split("train")[-1]["step"]) < run.steps:
             limits.append(f"{run.name} is not finished: step {step:,} of {run.steps:,}.")
+        if (last := run.last_validation()) is not None and last[0] < step:
+            limits.append(
+                f"{run.name} has trained to step {step:,}, but its last validation is that of step {last[0]:,} "
+                "(run difftx eval --suite=loss)."
+            )
     models = {arm.name: arm.runs[0].config.model for arm in arms}
     for what, sizes in (
         ("training tokens", {run.name: run.tokens for run in runs}),

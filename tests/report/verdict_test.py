@@ -157,6 +157,18 @@ def test_a_result_replaces_the_logged_loss_of_its_step(tmp_path):
     assert judged([tmp_path / "b"]).headline == "b reaches a validation loss of 1.1667 nats per token on stdlib."
 
 
+def test_a_validation_before_the_last_step_is_named(tmp_path):
+    """The evaluation after the last step of b has failed, so its last validation is that of step 3."""
+    a = write_run(tmp_path / "a", tiny("transformer", train__steps=6))
+    b = write_run(tmp_path / "b", tiny("diff", train__steps=6))
+    rows = (b / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (b / "metrics.jsonl").write_text("".join(row for row in rows if '"valid", "step": 6' not in row))
+    missing = "b has trained to step 6, but its last validation is that of step 3 (run difftx eval --suite=loss)."
+    assert missing in judged([a, b]).details
+    write_result(b, "loss", 6, {"loss": 1.1, "bits_per_byte": 0.5})
+    assert not any("last validation" in detail for detail in judged([a, b]).details)
+
+
 @pytest.mark.parametrize("metric", ["loss", "bits_per_byte"])
 def test_a_run_that_diverged_after_a_validation_has_no_verdict(tmp_path, metric):
     """Validation 3 has the lower loss 1, and those of the steps 6, 9 and 12 are not finite."""
