@@ -58,9 +58,11 @@ def choose(configs: Sequence[Config], workdir: AnyPath | None = None) -> None:
         tpus = f"{jax.device_count()} × {device.device_kind}, {device.client.platform_version.splitlines()[0]}"
         for function, config in measurable.items():
             own[function] = _ranked(tpus, config, recorded[function])
-    for function, config in measurable.items():
-        pair = [r and dataclasses.asdict(r) for r in (recorded[function], own.get(function))]
-        _use(multihost.gather(f"kernels of {function}", pair, config.multihost.barrier_timeout_seconds))
+    pairs = {f: [r and dataclasses.asdict(r) for r in (recorded[f], own.get(f))] for f in measurable}
+    # One call for all functions, in every process: `agree_on_command` has not compared the configs yet.
+    everywhere = multihost.gather("kernels", pairs, configs[0].multihost.barrier_timeout_seconds)
+    for function in measurable:
+        _use([of_process.get(function, [None, None]) for of_process in everywhere])
 
 
 def _is_measured(config: Config) -> bool:
