@@ -116,6 +116,7 @@ def examine(options: argparse.Namespace, config: Config | None) -> Findings:
     from difftx import kernels
     from difftx.launch import health
     from difftx.parallel.mesh import make_mesh
+    from difftx.training.run import fit_to_devices
 
     on_cpu = jax.default_backend() == "cpu"
     shown = config or load_config(DEFAULT["cpu" if on_cpu else "accelerator"], {})
@@ -137,7 +138,7 @@ def examine(options: argparse.Namespace, config: Config | None) -> Findings:
         rankings = rankings or _rankings(shown)
         findings.kernels = _kernels(rankings, findings.devices["matmul_flops"], findings.advice)
     with findings.part():
-        mesh = shown.mesh if config is not None else MeshConfig()
+        mesh = fit_to_devices(config).mesh if config is not None else MeshConfig()
         findings.collectives = health.collective_bandwidths(make_mesh(mesh), count)
     with findings.part():
         require_writable(options.workdir)
@@ -278,9 +279,12 @@ def _read_speeds(path: "epath.Path") -> dict[str, float]:
 
 def _examine_config(options: argparse.Namespace, config: Config, findings: Findings) -> None:
     """Set `findings.config`, and add problems and advice. Raise `UserError` if training cannot start."""
+    from difftx.config.extras import check_extras
     from difftx.parallel.mesh import check_divisible, make_mesh
     from difftx.training.run import fit_to_devices
 
+    with findings.part():
+        check_extras(config)
     fitted = fit_to_devices(config)
     check_divisible(fitted, make_mesh(fitted.mesh))
     _examine_space(fitted, options.workdir, findings)
@@ -312,6 +316,7 @@ def _expected_training(fitted: Config, workdir: AnyPath, findings: Findings) -> 
     """Return what a training of the config would use, and its expected speed. Raise `UserError` if it cannot start."""
     import jax
 
+    from difftx.commands.train import check_run
     from difftx.model.abstract import count_parameters
     from difftx.model.flops import flops_per_token
     from difftx.training.run import Run
@@ -319,6 +324,7 @@ def _expected_training(fitted: Config, workdir: AnyPath, findings: Findings) -> 
     from difftx.training.workload import attention_kernel
 
     run = Run.open(fitted, workdir)
+    check_run(run)
     flops = flops_per_token(fitted.model, fitted.data.sequence_length, causal=True)
     # Each process writes its shards at the speed that it has measured next to the others.
     process_bytes = state_bytes(fitted) / jax.process_count()
@@ -362,8 +368,11 @@ def _advise_on_speed(config: Config, fitted: Config, findings: Findings) -> None
 def _most_checkpoints(config: Config) -> int:
     """Return the largest number of checkpoints that a run has at a time, the one that is being written included."""
     steps, checkpoint = config.train.steps, config.checkpoint
-    kept = min(-(-steps // checkpoint.every_steps), checkpoint.keep + 1)
-    return kept + (0 if checkpoint.keep_every_steps is None else steps // checkpoint.keep_every_steps)
+    saved = [*range(checkpoint.every_steps, steps, checkpoint.every_steps), steps]
+    kept = set(saved[-checkpoint.keep - 1 :])  # The run has the most checkpoints while it writes the last one.
+    if checkpoint.keep_every_steps is not None:
+        kept.update(step for step in saved if step % checkpoint.keep_every_steps == 0)
+    return min(len(saved), len(kept) + (checkpoint.keep_best is not None))
 
 
 def show(findings: Findings) -> None:

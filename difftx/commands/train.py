@@ -59,16 +59,25 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     if warning := matching_warning(config, matched_by(args.config)):
         multihost.print_on_primary(warning)
     run = Run.open(config, args.workdir or Path())
-    run.check_everywhere(
-        lambda run: (exports.check_run(run), evals.check_run(run, config.eval.suites)),
-        lambda run: evals.settings_sha256_by_suite(run, config.eval.suites),
-    )
+    check_run(run)
     multihost.print_on_primary(format_data(run))
     options = {"began": began, "allow_config_change": args.allow_config_change}
     if args.dry_run:
         trace(run)
         return 0
     return loop.train(run, evals.evaluate, exports, **options)
+
+
+def check_run(run: "Run") -> None:
+    """Raise `UserError` in every process if a suite or the exports cannot work, or if their files differ."""
+    from difftx import evals
+    from difftx.interop import exports
+
+    suites = run.config.eval.suites
+    run.check_everywhere(
+        lambda run: (exports.check_run(run), evals.check_run(run, suites)),
+        lambda run: evals.settings_sha256_by_suite(run, suites),
+    )
 
 
 def trace(run: "Run") -> None:

@@ -146,7 +146,8 @@ class MultihostConfig(Group, path="multihost"):
     (docs/storage.md), and Google Cloud Storage allows one per second. Local disks need no such time."""
     watchdog_seconds: Positive[int] = 1800
     """Time limit for each of these: a step, its compilation, the restore of a checkpoint. A process that exceeds it
-    prints all stacks and exits. The verification of a checkpoint may take longer, as long as it makes progress."""
+    prints all stacks and exits. The verification of a checkpoint and an export may take longer, as long as they make
+    progress."""
 
 
 class GuardsConfig(Group, path="guards"):

@@ -165,8 +165,10 @@ def _values(
         escaped = re.sub(r"([][\\.^$*+?(){}|])", r"\\\1", str(workdir))
         stop = f"pkill -TERM -f {shlex.quote(f'python train.py .*--workdir={escaped}( |$)')}"
         values = {"stop": shlex.quote(stop)}
-        if "label" in template.get_identifiers():  # Kubernetes requires lower-case letters, digits and hyphens.
-            values["label"] = label = re.sub(r"[^a-z0-9]+", "-", point.name.lower()).strip("-")
+        if "label" in template.get_identifiers():
+            # Kubernetes requires lower-case letters, digits and hyphens, of which a letter comes first (RFC 1035).
+            label = re.sub(r"[^a-z0-9]+", "-", point.name.lower()).strip("-")
+            values["label"] = label = label if label[:1].isalpha() else f"run-{label}"
             if len(label) > MAX_NAME_CHARACTERS:
                 limit = f"a job's name has at most {MAX_NAME_CHARACTERS} characters"
                 raise UserError(f"run {point.name}: {limit}; vary fewer fields")

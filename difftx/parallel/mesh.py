@@ -65,8 +65,14 @@ def batch_shards(mesh: jax.sharding.Mesh) -> int:
 
 def check_divisible(config: Config, mesh: jax.sharding.Mesh) -> None:
     """Raise `UserError` if a sharded dimension of the model or of a batch is not a multiple of its mesh axes."""
-    rows, length = config.batch_rows // config.train.accumulation, config.data.sequence_length
-    _check("train.global_batch_tokens", rows, batch_shards(mesh), "mesh.data × mesh.fsdp", unit=" rows per microbatch")
+    length, train, shards = config.data.sequence_length, config.train, batch_shards(mesh)
+    if (rows := config.batch_rows // train.accumulation) % shards:
+        unit = length * train.accumulation * shards
+        raise UserError(
+            f"train.global_batch_tokens={train.global_batch_tokens}: {rows} rows per microbatch cannot be split into "
+            f"mesh.data × mesh.fsdp = {shards} shards; use a multiple of {unit}, such as "
+            f"{math.ceil(train.global_batch_tokens / unit) * unit}"
+        )
     if config.mesh.context_method == "zigzag" and mesh.shape["context"] > 1:
         axes = "2 × mesh.context (mesh.context_method='zigzag')"
         _check("data.sequence_length", length, 2 * mesh.shape["context"], axes)
@@ -102,11 +108,11 @@ def check_attention_divisible(
             _check(field, size, tensor * mesh.shape["context"], "mesh.tensor × mesh.context", hint=hint)
 
 
-def _check(field: str, size: int, shards: int, axes: str, *, unit: str = "", hint: str = "") -> None:
+def _check(field: str, size: int, shards: int, axes: str, *, hint: str = "") -> None:
     if size % shards:
         fix = math.ceil(size / shards) * shards
         raise UserError(
-            f"{field}: {size}{unit} cannot be split into {axes} = {shards} shards; use a multiple, such as {fix}{hint}"
+            f"{field}: {size} cannot be split into {axes} = {shards} shards; use a multiple, such as {fix}{hint}"
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from difftx.report.runs import RunRecord, data_content, different_tokenizers
-from difftx.training.resume import Change, changed_fields
+from difftx.training.resume import ORIGIN, Change, changed_fields
 
 # Runs of one arm have equal values in these groups of the config, except in the fields of SEEDS and in neutral ones.
 TRAINING_GROUPS = ("model", "data", "optimizer", "train")
@@ -56,9 +56,18 @@ def arms_of(runs: Sequence[RunRecord]) -> list[Arm]:
 
 
 def training_changes(first: RunRecord, second: RunRecord) -> list[Change]:
-    """Return the fields of the model and its training in which two runs differ, without seeds and neutral fields."""
+    """Return the fields of the model and its training in which two runs differ, without seeds and neutral fields.
+
+    Runs of different seeds may each continue from a run of their own seed.
+    """
     changes = [change for change in changed_fields(first.config, second.config) if not change.is_neutral]
-    return [change for change in changes if change.is_in(TRAINING_GROUPS) and not change.is_in(SEEDS)]
+    has_other_seed = any(change.is_in(SEEDS) for change in changes)
+    return [
+        change
+        for change in changes
+        if (change.is_in(TRAINING_GROUPS) and not change.is_in(SEEDS))
+        or (change.is_in(ORIGIN) and not (has_other_seed and None not in (change.old, change.new)))
+    ]
 
 
 def _differ_in_seeds_only(first: RunRecord, second: RunRecord) -> bool:

@@ -78,7 +78,7 @@ def training_losses(run: RunRecord) -> tuple[list[int], np.ndarray]:
 def summary(run: RunRecord) -> dict[str, Any]:
     """Return architecture, tokens, median speed and seconds of training, and the numbers of the last validation."""
     train = run.split("train")
-    last = next((row for row in reversed(run.split("valid")) if row.get("suite") == "loss"), {})
+    last = next(reversed(run.validations()), {})
     speeds = sorted(row["tokens_per_second"] for row in train)
     return {
         "architecture": run.config.model.architecture,

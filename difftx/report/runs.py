@@ -56,24 +56,15 @@ class RunRecord:
         """The (suite, step) of each result whose weights differ from those that the step's checkpoint has now."""
         return self._results_and_outdated[1]
 
-    @functools.cached_property  # Read on demand, because only the report uses the results.
+    @functools.cached_property  # Read on demand, because only the report uses the results of all suites.
     def _results_and_outdated(self) -> tuple[Results, list[tuple[str, int]]]:
-        results: Results = {}
-        outdated = []
-        weights_of_step = functools.cache(lambda step: _weights(self.workdir, step))
-        found = matching_files(self.workdir, "evals/*/*.json")
-        paths = [path for path in found if re.fullmatch("[0-9]{1,18}", path.stem)]
-        for path in sorted(paths, key=lambda path: (path.parent.name, int(path.stem))):
-            suite, step = path.parent.name, int(path.stem)
-            result = printable_json(read_json(path))
-            if not isinstance(result, dict) or not isinstance(result.get("numbers"), dict):
-                fix = "delete it, or run the suite again"
-                raise UserError(f"{path}: not the result of a suite, it has no numbers; {fix}")
-            if weights_of_step(step) in (None, result.get("weights")):
-                results.setdefault(suite, {})[step] = result
-            else:
-                outdated.append((suite, step))
-        return results, outdated
+        return _read_results(self.workdir, "*")
+
+    @functools.cached_property
+    def _validations(self) -> dict[int, dict[str, Any]]:
+        """Step → numbers in a result of the suite "loss"."""
+        results, _ = _read_results(self.workdir, "loss")
+        return {step: result["numbers"] for step, result in results.get("loss", {}).items()}
 
     @property
     def tokens(self) -> int:
@@ -89,9 +80,7 @@ class RunRecord:
 
         At equal steps, the result's file has precedence over the row of the training, whose settings may be older.
         """
-        rows = {row["step"]: row for row in self.split("valid") if row.get("suite") == "loss"}
-        results = {step: result["numbers"] for step, result in self.results.get("loss", {}).items()}
-        validations = rows | results
+        validations = self._logged_validations() | self._validations
         if not validations:
             return None
         step = max(validations)
@@ -106,10 +95,22 @@ class RunRecord:
         value = last[1].get(number) if last else None
         return value if isinstance(value, int | float) and np.isfinite(value) else None
 
+    def validations(self) -> list[dict[str, Any]]:
+        """Return the step and the numbers of each validation by the suite "loss", in ascending order of steps.
+
+        Results of `difftx eval` serve at steps that the training has not logged. Its rows have precedence here, because
+        a line should have the settings of one evaluation. Step 0 is left out: it has no place on a logarithmic axis.
+        """
+        results = {step: {"step": step, **numbers} for step, numbers in self._validations.items()}
+        rows = results | self._logged_validations()
+        return [rows[step] for step in sorted(rows) if step > 0]
+
     def evaluations(self, number: str) -> list[dict[str, Any]]:
-        """Return the rows of the suite "loss" that have the number. Synthetic tasks have no bits per byte."""
-        rows = [row for row in self.split("valid") if row.get("suite") == "loss"]
-        return [row for row in rows if isinstance(row.get(number), int | float)]
+        """Return the validations that have the number. Synthetic tasks have no bits per byte."""
+        return [row for row in self.validations() if isinstance(row.get(number), int | float)]
+
+    def _logged_validations(self) -> dict[int, dict[str, Any]]:
+        return {row["step"]: row for row in self.split("valid") if row.get("suite") == "loss"}
 
     def progress(self, steps: Sequence[int]) -> dict[XAxis, list[float]]:
         """Return the value of each quantity of `X_AXES` after each of the given steps, which must be ascending.
@@ -202,6 +203,29 @@ def printable_json(value: Any) -> Any:
     if isinstance(value, dict):
         return {printable(name): printable_json(item) for name, item in value.items()}
     return value
+
+
+def _read_results(workdir: AnyPath, suite: str) -> tuple[Results, list[tuple[str, int]]]:
+    """Return the results of a suite, or of all with "*", and the (suite, step) of each one of other weights.
+
+    Other weights are not those that the step's checkpoint has now.
+    """
+    results: Results = {}
+    outdated = []
+    weights_of_step = functools.cache(lambda step: _weights(workdir, step))
+    found = matching_files(workdir, f"evals/{suite}/*.json")
+    paths = [path for path in found if re.fullmatch("[0-9]{1,18}", path.stem)]
+    for path in sorted(paths, key=lambda path: (path.parent.name, int(path.stem))):
+        name, step = path.parent.name, int(path.stem)
+        result = printable_json(read_json(path))
+        if not isinstance(result, dict) or not isinstance(result.get("numbers"), dict):
+            fix = "delete it, or run the suite again"
+            raise UserError(f"{path}: not the result of a suite, it has no numbers; {fix}")
+        if weights_of_step(step) in (None, result.get("weights")):
+            results.setdefault(name, {})[step] = result
+        else:
+            outdated.append((name, step))
+    return results, outdated
 
 
 def _weights(workdir: AnyPath, step: int) -> str | None:

@@ -162,12 +162,17 @@ def _different_targets(runs: Sequence[RunRecord]) -> tuple[RunRecord, RunRecord]
 
 
 def _limits(arms: Sequence[Arm]) -> list[str]:
-    """Return sentences on runs that are unfinished, and on unequal training, sizes, heads or head norms."""
+    """Return sentences on unfinished runs, old validations, and what is unequal: training, sizes, weights or heads."""
     runs = [run for arm in arms for run in arm.runs]
     limits = []
     for run in runs:
         if (step := run.split("train")[-1]["step"]) < run.steps:
             limits.append(f"{run.name} is not finished: step {step:,} of {run.steps:,}.")
+        if (last := run.last_validation()) is not None and last[0] < step:
+            limits.append(
+                f"{run.name} has trained to step {step:,}, but its last validation is that of step {last[0]:,} "
+                "(run difftx eval --suite=loss)."
+            )
     models = {arm.name: arm.runs[0].config.model for arm in arms}
     for what, sizes in (
         ("training tokens", {run.name: run.tokens for run in runs}),
@@ -176,12 +181,18 @@ def _limits(arms: Sequence[Arm]) -> list[str]:
         if max(sizes.values()) > EQUAL_SIZES * min(sizes.values()):
             limits.append(_unequal(what, {name: f"{size:,}" for name, size in sizes.items()}))
     for what, texts in (
+        ("the initial weights", {arm.name: _initial_weights(arm.runs[0]) for arm in arms}),
         ("the width of heads", {name: f"{model.d_head:,}" for name, model in models.items()}),
         ("the head norm", {name: model.head_norm for name, model in models.items()}),
     ):
         if len(set(texts.values())) > 1:
             limits.append(_unequal(what, texts))
     return limits
+
+
+def _initial_weights(run: RunRecord) -> str:
+    source = run.config.checkpoint
+    return "new ones" if source.init_from is None and source.branch_from is None else "those of another run"
 
 
 def _unequal(what: str, value_of: Mapping[str, str]) -> str:

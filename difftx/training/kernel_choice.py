@@ -28,6 +28,7 @@ from difftx.json_files import json_sha256, read_record, schema_error, write_reco
 from difftx.kernels import target
 from difftx.kernels.backend import Ranking
 from difftx.parallel import multihost
+from difftx.parallel.presets import PRESET_FIELDS
 from difftx.storage.paths import AnyPath
 from difftx.training import kernel_measurement
 from difftx.training.checkpoint.manifest import ACCELERATOR_PACKAGES, MANIFEST, package_versions
@@ -57,9 +58,11 @@ def choose(configs: Sequence[Config], workdir: AnyPath | None = None) -> None:
         tpus = f"{jax.device_count()} × {device.device_kind}, {device.client.platform_version.splitlines()[0]}"
         for function, config in measurable.items():
             own[function] = _ranked(tpus, config, recorded[function])
-    for function, config in measurable.items():
-        pair = [r and dataclasses.asdict(r) for r in (recorded[function], own.get(function))]
-        _use(multihost.gather(f"kernels of {function}", pair, config.multihost.barrier_timeout_seconds))
+    pairs = {f: [r and dataclasses.asdict(r) for r in (recorded[f], own.get(f))] for f in measurable}
+    # One call for all functions, in every process: `agree_on_command` has not compared the configs yet.
+    everywhere = multihost.gather("kernels", pairs, configs[0].multihost.barrier_timeout_seconds)
+    for function in measurable:
+        _use([of_process.get(function, [None, None]) for of_process in everywhere])
 
 
 def _is_measured(config: Config) -> bool:
@@ -90,7 +93,9 @@ def _ranked(devices: str, config: Config, recorded: Ranking | None) -> Ranking |
     Return None if nothing could be measured.
     """
     values = flax.traverse_util.flatten_dict(values_of(config), sep=".")
-    fields = {name: value for name, value in values.items() if name.startswith(WORKLOAD_FIELDS)}
+    # The config that a run records has other values of the preset's fields than the config on the command line.
+    set_by_preset = PRESET_FIELDS if config.mesh.preset == "auto" else ()
+    fields = {n: value for n, value in values.items() if n.startswith(WORKLOAD_FIELDS) and n not in set_by_preset}
     conditions = {
         "devices": devices,
         "versions": ", ".join(f"{name} {version}" for name, version in package_versions().items() if name in COMPILERS),

@@ -270,6 +270,51 @@ def test_space_and_time_of_checkpoints(changes, storage, problem, advice, text_f
         assert all(re.match(pattern, line) for line in lines), lines
 
 
+@pytest.mark.parametrize(
+    ("steps", "every_steps", "keep", "keep_every_steps", "expected"),
+    [(10, 1, 3, None, 4), (3, 1, 3, None, 3), (10, 1, 3, 1, 10), (10, 2, 1, 3, 3), (10, 4, 1, 5, 2), (10, 1, 1, 4, 4)],
+)
+def test_a_checkpoint_that_is_kept_for_two_reasons_counts_once(
+    config, steps, every_steps, keep, keep_every_steps, expected
+):
+    fields = {"every_steps": every_steps, "keep": keep, "keep_every_steps": keep_every_steps}
+    c = config(train__steps=steps, **{f"checkpoint__{name}": value for name, value in fields.items()})
+    assert examination._most_checkpoints(c) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"eval.suites": "exact_match"}, "suite 'exact_match': "),
+        ({"checkpoint.export_every_steps": "1000", "model.window": "8"}, "model.window=8 cannot be converted: "),
+        ({"logging.wandb_project": "mine"}, "logging.wandb_project='mine': wandb is not installed"),
+    ],
+)
+def test_a_config_that_training_refuses_is_a_problem(changes, problem, text_file, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    config = load_config("quickstart:diff", TINY | {"data.path": str(text_file), "mesh.fsdp": "-1"} | changes)
+    found = examination.Findings(devices={"kind": "cpu", "matmul_flops": 1e12}, storage={"write": 1e9})
+    options = argparse.Namespace(workdir=tmp_path / "run", config="quickstart:diff")
+    with found.part():
+        examination._examine_config(options, config, found)
+    (line,) = found.problems
+    assert line.startswith(problem)
+
+
+def test_collectives_are_measured_on_the_mesh_of_the_preset(text_file, tmp_path, monkeypatch):
+    """A training with mesh.preset=auto does not use the config's sizes, which would not fit the devices."""
+    monkeypatch.setattr(kernel_measurement, "measured", lambda config: ({"xla": 1.0}, {}))
+    monkeypatch.setattr(health, "FILE_BYTES", 2**20)
+    changes = {"mesh.preset": "auto", "mesh.fsdp": "3", "mesh.tensor": "1", "train.global_batch_tokens": "512"}
+    config = load_config("quickstart:diff", TINY | {"data.path": str(text_file)} | changes)
+    parser = argparse.ArgumentParser()
+    multihost.add_flags(parser)
+    options = argparse.Namespace(**vars(parser.parse_args([])), workdir=tmp_path / "run", config="quickstart:diff")
+    found = examination.examine(options, config)
+    assert found.problems == []
+    assert list(found.collectives) == [axis for axis, size in found.config["mesh"].items() if size > 1] == ["fsdp"]
+
+
 def test_versions_of_libraries_of_accelerators(monkeypatch):
     installed = importlib.metadata.version
     theirs = {"jax-cuda13-plugin": "0.12.0", "nvidia-cudnn-cu13": "9.19.0.56"}

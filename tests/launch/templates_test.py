@@ -594,3 +594,18 @@ def test_a_name_too_long_for_kubernetes(tmp_path, monkeypatch):
     flags = ["--out=out", "--launcher=jobset", *MESH["jobset"], "--set", *SETTINGS["jobset"]]
     with pytest.raises(UserError, match="at most 40 characters"):
         sweep.main([f"--config={ROOT}/configs/quickstart.py:diff", *grid, *flags])
+
+
+@pytest.mark.parametrize("launcher", ["jobset", "jobset-gpu"])
+def test_a_job_of_a_run_whose_name_begins_with_a_digit_has_a_valid_name(launcher, tmp_path, monkeypatch):
+    """JobSet refuses a name that is not a DNS label of RFC 1035."""
+    monkeypatch.chdir(tmp_path)
+    flags = [f"--config={ROOT}/configs/transfer.py", "--out=out", "--config.data.path=/mnt/shared/*.txt"]
+    flags += [*MESH.get(launcher, []), "--grid", "task=0.1m", "arm=diff", f"--launcher={launcher}", "--set"]
+    assert sweep.main([*flags, *SETTINGS[launcher]]) == 0
+    (job,) = (tmp_path / "out" / "jobs").iterdir()
+    assert job.stem == "0.1m-diff"
+    assert "--workdir=/mnt/shared/out/0.1m-diff" in job.read_text()
+    name = yaml.safe_load(job.read_text())["metadata"]["name"]
+    assert re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", name)
+    assert name.endswith("0-1m-diff")

@@ -153,7 +153,9 @@ def test_mesh_errors_name_the_field(config):
     with pytest.raises(UserError, match=r"model.num_heads: 2 .* mesh.tensor = 4 .* such as 4"):
         check_divisible(c, make_mesh(c.mesh))
     c = config(mesh__fsdp=8, train__global_batch_tokens=128)
-    with pytest.raises(UserError, match=r"train\.global_batch_tokens: 4 rows"):
+    with pytest.raises(
+        UserError, match=r"train\.global_batch_tokens=128: 4 rows .* use a multiple of 256, such as 256"
+    ):
         check_divisible(c, make_mesh(c.mesh))
     with pytest.raises(UserError, match=r"mesh\.slices=2: it must divide .* number of slices, which is 1 here"):
         make_mesh(config(mesh__data=2, mesh__fsdp=4, mesh__slices=2).mesh)

@@ -30,6 +30,7 @@ def errors(group, codes=(2, 2)):
     [
         ("optimizer.learning_rate", 0.25, r"optimizer\.learning_rate=0\.25, but process 0 has [\d.]+"),
         # If these were not compared first, one process would fail or hang.
+        ("model.attention_implementation", "xla", r"model\.attention_implementation='xla', but process 0 has 'auto'"),
         ("mesh.fsdp", 3, r"mesh\.fsdp=3, but process 0 has -1"),
         ("train.global_batch_tokens", 512, r"train\.global_batch_tokens=512, but process 0 has 256"),
     ],

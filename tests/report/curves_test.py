@@ -8,7 +8,7 @@ import matplotlib.image
 import matplotlib.text
 import numpy as np
 import pytest
-from helpers.report_runs import write_run
+from helpers.report_runs import write_result, write_run
 
 from difftx.commands.evaluate import draw_curves
 from difftx.errors import UserError
@@ -39,6 +39,16 @@ def test_curves_have_a_figure_and_a_row_for_each_run(config, tmp_path):
     assert ET.parse(files[1]).getroot().tag.endswith("svg")
     assert files[1].read_text().count('id="axes_') == 1
     assert len(format_table(rows).columns) == 8
+
+
+def test_a_run_that_only_difftx_eval_has_validated_has_a_curve(config, tmp_path):
+    workdir = write_run(tmp_path / "run", config("diff"), valid_every=100)
+    for step in (3, 6):
+        write_result(workdir, "loss", step, {"loss": 9.0 - step, "perplexity": 2.0, "bits_per_byte": 1.5})
+    ((row,), *_) = write_curves(str(workdir), tmp_path / "out", "bits_per_byte")
+    assert (row["loss"], row["bits_per_byte"]) == (3.0, 1.5)
+    (run,) = match_runs(str(workdir), "curves")
+    assert [(row["step"], row["loss"]) for row in run.evaluations("loss")] == [(3, 6.0), (6, 3.0)]
 
 
 def test_progress_after_a_step(config, tmp_path):

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import scipy.optimize
-from helpers.report_runs import write_run
+from helpers.report_runs import write_result, write_run
 
 from difftx.analysis.scaling_law import PowerLaw
 from difftx.commands.flags import run_folders
@@ -134,6 +134,20 @@ def test_a_run_whose_last_loss_is_not_finite_is_excluded_with_that_reason(config
     assert len(studies[0].fits["diff"].x) == 4
     reason = "the loss of its last validation, at step 9, is not finite: not a point of loss against size"
     assert f"diff-256: {reason}" in studies[0].notes
+
+
+def test_a_validation_by_difftx_eval_is_a_point(config, tmp_path):
+    """The evaluation after the last step has failed, and `difftx eval` has repeated it."""
+    workdir = write_run(tmp_path / "run", config(train__steps=9), valid_every=4)
+    for step in (0, 8, 9):  # The training has logged step 8.
+        write_result(workdir, "loss", step, {"loss": 5.0})
+    points, notes = read_points(str(workdir), "loss")
+    assert [(point.tokens, point.loss, point.is_last) for point in points] == [
+        (4 * 256, 1.25, False),
+        (8 * 256, 1.125, False),
+        (9 * 256, 5.0, True),
+    ]
+    assert notes == []
 
 
 def test_too_few_points_are_refused(config, tmp_path):

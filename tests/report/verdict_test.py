@@ -157,6 +157,18 @@ def test_a_result_replaces_the_logged_loss_of_its_step(tmp_path):
     assert judged([tmp_path / "b"]).headline == "b reaches a validation loss of 1.1667 nats per token on stdlib."
 
 
+def test_a_validation_before_the_last_step_is_named(tmp_path):
+    """The evaluation after the last step of b has failed, so its last validation is that of step 3."""
+    a = write_run(tmp_path / "a", tiny("transformer", train__steps=6))
+    b = write_run(tmp_path / "b", tiny("diff", train__steps=6))
+    rows = (b / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (b / "metrics.jsonl").write_text("".join(row for row in rows if '"valid", "step": 6' not in row))
+    missing = "b has trained to step 6, but its last validation is that of step 3 (run difftx eval --suite=loss)."
+    assert missing in judged([a, b]).details
+    write_result(b, "loss", 6, {"loss": 1.1, "bits_per_byte": 0.5})
+    assert not any("last validation" in detail for detail in judged([a, b]).details)
+
+
 @pytest.mark.parametrize("metric", ["loss", "bits_per_byte"])
 def test_a_run_that_diverged_after_a_validation_has_no_verdict(tmp_path, metric):
     """Validation 3 has the lower loss 1, and those of the steps 6, 9 and 12 are not finite."""
@@ -194,6 +206,24 @@ def test_seeds_of_other_data_are_not_averaged(tmp_path):
         write_result(folder, "loss", 6, {"loss": 2.0 + i})
     arms = judged([tmp_path / f"seed{i}" for i in range(4)]).arms
     assert [[run.name for run in arm.runs] for arm in arms] == [["seed0", "seed1", "seed3"], ["seed2"]]
+
+
+def test_runs_that_began_with_other_weights_are_not_averaged(tmp_path):
+    """Seeds may continue from a run each. Runs of the same seed from two runs are two models."""
+
+    def run(name, seed, **changes):
+        return make(tmp_path / name, [2.0 + seed / 10] * BLOCKS, train__seed=seed, **changes)
+
+    scratch = [run(f"scratch{seed}", seed) for seed in (0, 1)]
+    for field in ("checkpoint__init_from", "checkpoint__branch_from"):
+        continued = [run(f"{field}{seed}", seed, **{field: f"before{seed}"}) for seed in (0, 1)]
+        other = run(f"{field}-other", 0, **{field: "other"})
+        arms = judged([*scratch, *continued, other]).arms
+        assert [[record.workdir for record in arm.runs] for arm in arms] == [scratch, continued, [other]]
+    found = judged([scratch[0], tmp_path / "checkpoint__init_from1"])
+    assert found.headline.startswith("checkpoint__init_from1 has a higher validation loss on stdlib than scratch0: ")
+    weights = "scratch0 new ones and checkpoint__init_from1 those of another run"
+    assert found.details[1:] == [f"The comparison is unequal in the initial weights: {weights}."]
 
 
 def test_seeds_on_other_machines_are_one_arm(tmp_path):

@@ -101,6 +101,16 @@ def test_loss_and_gradients_equal_those_of_one_device(config, mesh_of, architect
         assert largest > 0
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_batch_that_the_mesh_does_not_divide_can_have_the_size_in_the_error(config, mesh_of, accumulation):
+    mesh, fields = mesh_of(data=3), {"train__accumulation": accumulation}  # A batch has 8 rows of 32 tokens.
+    with pytest.raises(UserError) as error:
+        check_divisible(config(**fields), mesh)
+    assert str(error.value).startswith(f"train.global_batch_tokens=256: {8 // accumulation} rows per microbatch ")
+    advised = str(error.value).rpartition(" ")[2]
+    check_divisible(config(**fields, train__global_batch_tokens=advised), mesh)
+
+
 def test_error_names_the_field_that_does_not_divide(config, mesh_of):
     c = config(data__sequence_length=72, mesh__context_method="zigzag", train__global_batch_tokens=72)
     with pytest.raises(

@@ -17,6 +17,7 @@ from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import EXIT_FAILED, EXIT_PREEMPTED, UserError
 from difftx.json_files import json_sha256
 from difftx.training import guards, loop
+from difftx.training.checkpoint import checkpointer
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.guards import BadSteps, Guard, GuardJournal, rewind_target
 from difftx.training.metrics import read_metrics
@@ -586,6 +587,27 @@ def test_a_checkpoint_without_the_first_regular_step_is_still_resumed(open_run, 
     run = open_run("run", nan={12, 13, 14}, checkpoint__every_steps=50)
     assert train(run) == EXIT_FAILED
     assert Checkpointer(run.workdir).steps() == [12]
+
+
+def test_a_save_that_failed_before_the_bad_steps_does_not_prevent_the_rewind(
+    open_run, monkeypatch, brute_force, capsys
+):
+    """The save after step 8 fails once, and steps 10 to 12 are bad."""
+    write_manifest, failed = checkpointer.write_manifest, []
+
+    def fail_once(folder, step, *args):
+        if step == 8 and not failed:
+            failed.append(step)
+            raise OSError(28, "No space left on device")
+        write_manifest(folder, step, *args)
+
+    monkeypatch.setattr(checkpointer, "write_manifest", fail_once)
+    run = open_run("run", nan={9, 10, 11})
+    assert train(run) == 0
+    assert "checkpoint of step 8 was not saved, failure 1 of 3 in a row" in capsys.readouterr().out
+    assert [entry["step"] for entry in journal(run)] == [4]
+    assert losses(run) == brute_force(run, [*range(4), *range(14, 26)])[0]
+    assert Checkpointer(run.workdir).steps() == [4, 8, 12, 16]
 
 
 def oracle(losses, config):

@@ -21,6 +21,7 @@ from difftx.kernels.backend import Ranking
 from difftx.training import kernel_choice, kernel_measurement
 from difftx.training.checkpoint.manifest import package_versions
 from difftx.training.kernel_choice import slowest_of_all
+from difftx.training.run import fit_to_devices
 from difftx.training.workload import attention_workload
 
 FAKES = {"ours": "right", "tardy": "slow", "bad": "wrong", "broken": "raises", "dead": "crashes", "stuck": "hangs"}
@@ -318,6 +319,19 @@ def test_a_recorded_ranking_holds_for_its_versions_and_shapes(
     change = f"changed since the run began: attention kernel a → xla, for other {differs} (safe)"
     assert (change in said) == (differs is not None)
     assert ("changed" in said) == (differs is not None)
+
+
+def test_a_ranking_of_a_preset_holds_for_the_config_that_the_run_records(monkeypatch, tmp_path):
+    """`difftx eval` reads this config, in which the preset has set the mesh, remat and accumulation."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    times = iter([{"a": 1.0, "xla": 2.0}])
+    monkeypatch.setattr(kernel_measurement, "measured", lambda config: (next(times), {}))
+    config = load_config("configs/quickstart.py:diff", TINY | {"mesh.preset": "auto"})
+    recorded = kernel_choice._ranked("GPU", config, None)
+    fitted = fit_to_devices(config)
+    assert fitted != config
+    shutil.rmtree(tmp_path / "difftx")
+    assert kernel_choice._ranked("GPU", fitted, recorded) is recorded
 
 
 def test_a_recorded_ranking_holds_for_the_source_files_of_the_kernels(monkeypatch, tmp_path, capsys):

@@ -5,13 +5,15 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from helpers.report_runs import save_run
 
 from difftx.data.sources import load_sources
 from difftx.data.tokenizer import load_tokenizer
+from difftx.interop import exports
 from difftx.parallel import heartbeat, multihost
 from difftx.parallel.heartbeat import Monitor
 from difftx.training import loop, resume
-from difftx.training.checkpoint import manifest
+from difftx.training.checkpoint import manifest, weights
 from difftx.training.run import Run
 
 POLL_SECONDS = 0.15  # Three times the period in which a monitor with a limit of one second looks at the clock.
@@ -95,6 +97,19 @@ def test_a_restart_may_take_longer_than_a_step(config, mesh_of, text_file, tmp_p
     monkeypatch.setattr(loop.Attempt, "_take_step", clock.delayed(0.8, loop.Attempt._take_step))
     assert loop.train(run(4), evaluate) == 0
     assert clock.slept > 5
+    assert aborts == []
+
+
+@pytest.mark.long
+def test_an_export_may_take_longer_than_a_step(config, text_file, tmp_path, monkeypatch, clock, aborts):
+    """The limit of a step is one second. Each array of a layer takes 0.4 seconds."""
+    c = config(data__path=text_file, model__num_layers=1, mesh__fsdp=8, multihost__watchdog_seconds=1)
+    run = save_run(c, tmp_path / "run", [2])
+    monkeypatch.setattr(weights, "read_part", clock.delayed(0.4, weights.read_part))
+    with Monitor(c.multihost) as monitor:
+        monitor.beat(2)
+        assert exports.write(run, 2).startswith(f"{run.workdir / 'exports' / '2'}: model.safetensors of step 2")
+    assert clock.slept > 3
     assert aborts == []
 
 

@@ -271,8 +271,8 @@ class Checkpointer:
 
         Do nothing if this process has already saved or verified the checkpoint of this step.
 
-        This method, `record_finished_save` and `save_and_wait` raise `RunError` after `checkpoint.max_failed_saves`
-        failures in a row.
+        This method, `record_finished_save`, `save_and_wait` and `close` raise `RunError` after
+        `checkpoint.max_failed_saves` failures in a row.
         """
         self.wait()
         step = int(jax.device_get(state.step))
@@ -315,12 +315,14 @@ class Checkpointer:
             self.wait()
 
     def close(self) -> None:
-        """Wait for a save in progress, and close orbax. Raise `RunError` if the last save failed."""
+        """Wait for a save in progress, report it if it failed, and close orbax.
+
+        A failed save does not end the training here either: after bad steps, the run still rewinds, or stops as it was
+        configured.
+        """
         self.wait()
         self._background.shutdown()
         self._orbax.close()
-        if self._failures:
-            raise RunError(f"{self.folder}: the last checkpoint was not saved")
 
     def _finish(self, step: int, wait: Callable[[], None]) -> None:
         """Wait for the save in a background thread, then delete the checkpoints that the config does not keep."""

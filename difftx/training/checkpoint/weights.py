@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from difftx.config import Config
+from difftx.parallel.heartbeat import report_progress
 from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.arrays import open_array, read_part
 from difftx.training.checkpoint.manifest import WeightsPart, contents_of, write_manifest
@@ -83,7 +84,9 @@ class ParamsReader:
             if chunk is not None and chunk[0] != 1:
                 store = open_array(self._folder, f"{self._part}/{name}", cache_bytes=CACHE_BYTES)
             self._opened = {name: store}  # Frees the cache of the previous array.
-        return read_part(self._folder, self._opened[name], index)
+        part = read_part(self._folder, self._opened[name], index)
+        report_progress()  # A training may export its weights, which takes longer than a step.
+        return part
 
 
 class _StreamedHandler(ocp.type_handlers.NumpyHandler):
