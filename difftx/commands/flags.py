@@ -94,7 +94,7 @@ def parse_command(
 
 def parse_overrides(arguments: Sequence[str], *groups: str) -> dict[str, str]:
     """Return overrides that begin with one of `groups`, such as `--config.mesh.tensor=4` as `{"mesh.tensor": "4"}`."""
-    overrides = {}
+    overrides: dict[str, str] = {}
     remaining = list(arguments)
     while remaining:
         argument = remaining.pop(0)
