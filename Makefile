@@ -65,7 +65,7 @@ reproduce-%:
 
 study: study-controls study-arms study-toy study-optimizers study-transfer study-differential study-cache
 
-# The preregistered questions of docs/results.md. About twenty hours of two cores.
+# The preregistered questions of docs/results.md. More than twenty hours of two cores.
 study-controls: .venv/.installed novels
 	$(BIN)/python benchmarks/controls_study.py --out=$(STUDY)/controls
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.controls_study import ARCHITECTURES, LENGTHS, STEPS
-from benchmarks.controls_tables import SIGNIFICANT, cell_numbers_by_seed, contrast_values, p_text, tested, versus
+from benchmarks.controls_tables import SIGNIFICANT, cell_numbers_by_seed, p_text, tested, versus
 from benchmarks.study_records import REFERENCE, TEST_LOSS, Record, estimate, markdown, provenance, signed
 
 FAMILY_TOKENS = 20  # Tokens per parameter at which the first family of a size compares arms.
@@ -27,12 +27,17 @@ type Differences = Mapping[int, Mapping[int, float]]  # Tokens per parameter →
 
 
 def differences_by_length(records: Sequence[Record], task: str, arm: str, reference: str = REFERENCE) -> Differences:
-    """Return an arm's test loss minus the reference's, for the lengths at which the arm has runs."""
+    """Return an arm's test loss minus the reference's, for the lengths at which the arm has runs.
+
+    The reference may have runs of further seeds.
+    """
     found = {}
     for tokens, steps in LENGTHS[task].items():
-        if seeds := cell_numbers_by_seed(records, f"{arm}, steps={steps}", TEST_LOSS):
-            contrast = versus(f"{arm}, steps={steps}", f"{reference}, steps={steps}", "")
-            found[tokens] = dict(zip(seeds, contrast_values(records, contrast, TEST_LOSS), strict=True))
+        own, other = (cell_numbers_by_seed(records, f"{name}, steps={steps}", TEST_LOSS) for name in (arm, reference))
+        if missing := own.keys() - other.keys():
+            raise AssertionError(f"{reference}, steps={steps}: no runs of the seeds {sorted(missing)} of {arm}")
+        if own:
+            found[tokens] = {seed: loss - other[seed] for seed, loss in own.items()}
     return found
 
 
@@ -61,6 +66,11 @@ def sizes_table(records: Sequence[Record], task: str) -> str:
             rows.append([str(tokens), f"{trained_on:,}", str(estimate([*losses.values()])), *cells])
     pairs = (versus(*pair, "").title for pair in differences)
     return markdown(["tokens per parameter", "tokens", f"`{REFERENCE}`", *pairs], rows) + provenance(records)
+
+
+def size_difference_text(records: Sequence[Record], task: str, arm: str, tokens: str) -> str:
+    """Return an arm's difference from the Transformer after `tokens` per parameter, with its interval."""
+    return signed(estimate([*differences_by_length(records, task, arm)[int(tokens)].values()]))
 
 
 def size_change_text(records: Sequence[Record], task: str, arm: str, first: str, last: str) -> str:
@@ -179,6 +189,7 @@ def sizes_later_table(records: Sequence[Record], task: str) -> str:
 
 PLACEHOLDERS = {
     "sizes": sizes_table,
+    "size_difference": size_difference_text,
     "size_change": size_change_text,
     "size_seconds": size_seconds_table,
     "size_time": size_time_text,

@@ -213,8 +213,13 @@ def test_sizes_are_a_table_a_family_and_a_figure(tmp_path, monkeypatch):
         assert panels[1][name] == pytest.approx(0.02 + 0.01, abs=0.002)
     for arm, steps in (("diff", "11565"), ("gdla", "2891")):
         fewer = [r for r in records if r["arm"] != arm or r["seed"] < 5 or r["changes"]["train.steps"] != steps]
+        differences = size_tables.differences_by_length(fewer, "novels", arm)
+        assert sorted(map(len, differences.values())) == [5, 8, 8]
         with pytest.raises(AssertionError, match="different seeds"):
-            size_tables.differences_by_length(fewer, "novels", arm)
+            size_tables.slopes(differences)
+    fewer = [r for r in records if r["arm"] != "transformer" or r["seed"] < 5]
+    with pytest.raises(AssertionError, match=r"no runs of the seeds \[5, 6, 7\] of diff"):
+        size_tables.differences_by_length(fewer, "novels", "diff")
     few = [r for r in records if r["changes"]["train.steps"] != "11565"]
     assert "| 80 |" not in size_tables.sizes_table(few, "novels")
 

@@ -52,6 +52,18 @@ def test_tokens_per_parameter_on_text():
     ] == [(14, 14), (10, 10), (5, 80), (14, 14)]
 
 
+@claim("in more than twenty hours of two cores")
+def test_hours_of_the_study():
+    """The runs that two studies share count once. `make study-controls` does not run question 5."""
+    seconds = {
+        (r["task"], r["arm"], r["seed"], r["tokens"], *sorted(r["changes"].items())): r["wall_seconds"]
+        for study, runs in COLLECTED.items()
+        if study.startswith(("question", "review")) and not study.startswith("question-5")
+        for r in runs
+    }
+    assert 20 < sum(seconds.values()) / 2 / 3600 < 25
+
+
 @claim("On recall they train on 9 to 22")
 def test_tokens_per_parameter_on_recall():
     assert [tokens_per_parameter(study, "recall") for study in (RECALL, NOISE, MORE_NOISE)] == [

@@ -91,6 +91,7 @@ LATER_PAIRS = [(arm, "transformer") for arm in LATER_ARMS]
 SIZE_FAMILIES = {
     **{part: contrasts_of(part, part, EARLY_PAIRS if part in LARGER else SIZE_PAIRS, 20) for part in RUNS},
     LATER: contrasts_of(LATER, OWN, LATER_PAIRS, 80),
+    LARGE_LATER: contrasts_of(LARGE_LATER, LARGE, LATER_PAIRS, 20),
 }
 for part in LARGER:
     for pair in (("diff", "transformer"), ("diff", "zero-norm")):

@@ -3,7 +3,9 @@
 from results_page.page import PROSE, claim, shown
 from results_page.question_4 import (
     LARGE,
+    LARGE_LATER,
     LARGE_SHARED,
+    LATER_ARMS,
     RUNS,
     SIZE_FAMILIES,
     STEPS_OF,
@@ -41,7 +43,7 @@ def open_contrasts(seeds):
 
 @claim(
     "With a rate for each length, the gaps between `diff` and the Transformer, and between `zero-norm` and the "
-    "Transformer, shrink with more tokens. The six other preregistered contrasts are open"
+    "Transformer, shrink with more tokens. The six other preregistered contrasts of these arms are open"
 )
 def test_verdicts_of_the_larger_models():
     assert len(SIZE_FAMILIES[LARGE]) == 8
@@ -84,8 +86,40 @@ def test_own_rates_do_not_lower_the_loss_of_larger_models():
         assert abs(cost) < half
 
 
-@claim("Of the 48 runs above, 20 are in this table too. It has the first five of their seeds")
+@claim("Of the later architectures, five seeds have run so far")
+def test_seeds_of_the_later_arms_of_larger_models():
+    seeds = {(r["arm"], r["changes"]["train.steps"]): [] for r in RUNS[LARGE] if r["arm"] in LATER_ARMS}
+    for r in RUNS[LARGE]:
+        if r["arm"] in LATER_ARMS:
+            seeds[r["arm"], r["changes"]["train.steps"]].append(r["seed"])
+    assert len(seeds) == 6
+    assert all(sorted(of) == list(range(30, 35)) for of in seeds.values())
+
+
+@claim("With five seeds, all six contrasts of `diff_v2`, `gdla` and `gated` are open")
+def test_verdicts_of_the_later_arms_of_larger_models():
+    assert len(SIZE_FAMILIES[LARGE_LATER]) == 6
+    assert {size_verdict(*name, LARGE_LATER) for name in SIZE_FAMILIES[LARGE_LATER]} == {0}
+
+
+@claim("`gdla`, `gated` and `diff_v2` are open there, with five seeds")
+def test_answer_about_the_later_arms_of_larger_models():
+    assert {size_verdict(arm, "transformer", "at 20", LARGE_LATER) for arm in LATER_ARMS} == {0}
+
+
+def test_prose_has_the_differences_of_the_later_arms_of_larger_models():
+    gdla, gated, diff_v2 = (
+        {tokens: shown(at_length(arm, "transformer", tokens, LARGE)) for tokens in (5, 20)}
+        for arm in ("gdla", "gated", "diff_v2")
+    )
+    assert (
+        f"`gdla` − `transformer` is {gdla[20]}, `gated` − `transformer` is {gated[20]}, and `diff_v2` − `transformer` "
+        f"is {diff_v2[20]}. At 5, they are {gdla[5]}, {gated[5]} and {diff_v2[5]} (not preregistered)"
+    ) in PROSE
+
+
+@claim("Of the 78 runs above, 20 are in this table too. It has the first five of their seeds")
 def test_runs_of_larger_models_shared_between_the_parts():
-    assert len(RUNS[LARGE]) == 48
+    assert len(RUNS[LARGE]) == 78
     assert len([r for r in RUNS[LARGE] if r in RUNS[LARGE_SHARED]]) == 20
     assert {r["seed"] for r in RUNS[LARGE_SHARED]} == set(sorted({r["seed"] for r in RUNS[LARGE]})[:5])

@@ -109,9 +109,9 @@ def test_runs_that_two_parts_of_question_4_share_are_the_same():
     assert all(by_run[0][run] == by_run[1][run] for run in shared)
 
 
-@claim("All arms have as many parameters as the Transformer within 0.2 %")
+@claim("All arms have as many parameters as the Transformer within 0.3 %")
 def test_parameters_of_all_arms():
-    assert all(abs(r["parameters"] / PARAMETERS_OF[part] - 1) < 0.002 for part in RUNS for r in RUNS[part])
+    assert all(abs(r["parameters"] / PARAMETERS_OF[part] - 1) < 0.003 for part in RUNS for r in RUNS[part])
 
 
 def test_prose_has_the_differences_by_length():
