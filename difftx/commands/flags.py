@@ -116,6 +116,6 @@ def parse_overrides(arguments: Sequence[str], *groups: str) -> dict[str, str]:
                 value = remaining.pop(0)
             else:
                 raise UserError(f"{argument!r}: the value is missing; write {argument}=value")
-        overrides.pop(field, None)  # Of two alternative fields, the one that is set last applies.
+        overrides.pop(field, None)  # The later of two alternative fields applies.
         overrides[field] = value
     return overrides

@@ -34,7 +34,7 @@ def exists(run: Run, step: int) -> bool:
 
     def has_weights_of_checkpoint() -> bool:
         try:
-            return is_complete(out) and read_json(out / RECORD).get("weights") == read_manifest(checkpoint).weights
+            return is_complete(out) and read_json(out / RECORD) == {"weights": read_manifest(checkpoint).weights}
         except UserError:  # The export has no readable record.
             return False
 

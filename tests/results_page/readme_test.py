@@ -131,7 +131,8 @@ def test_the_readme_has_the_solved_runs():
 def test_the_readme_has_the_times():
     prose = " ".join(SUMMARY.split())
     gdla, gated, diff_v2 = (f"{time_over_transformer(arm, 80):.1f}" for arm in ("gdla", "gated", "diff_v2"))
-    assert f"a run of `gdla` with 80 tokens takes {gdla} times as long as one of the Transformer" in prose
-    assert f"`gated` {gated} times, and `diff_v2` {diff_v2} times. With 14 tokens, `top_k` takes 3.3 times" in prose
+    assert f"A run of `gdla` with 80 tokens takes {gdla} times as long as one of the Transformer" in prose
+    assert f"`gated` takes {gated} times as long, and `diff_v2` {diff_v2} times" in prose
+    assert "With 14 tokens, `top_k` takes 3.3 times as long" in prose
     top_k = median_seconds(COLLECTED["review-novels"], "top_k")
     assert round(top_k / median_seconds(COLLECTED[AGAIN], "transformer"), 1) == 3.3
