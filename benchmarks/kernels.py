@@ -2,10 +2,11 @@
 
 python benchmarks/kernels.py [--batch=4] [--heads=12] [--widths=128] [--lengths=4096] [--rounds=9]
 
-For each shape, the table shows the ideal time ("floor": matrix FLOPs at the device's peak, bytes at its bandwidth) and
-the measured times of forward, backward and both, as medians over interleaved rounds in one process. It also shows the
-executed TFLOP/s and the ratios to the floor and to the Transformer. A kernel that cannot run on the device is listed
-with the reason.
+For each shape, the table shows the ideal time ("floor") and the measured times of forward, backward and both, as
+medians over interleaved rounds in one process. It also shows the executed TFLOP/s and the ratios to the floor and to
+the Transformer. The floor is the time for the matrix FLOPs or for the bytes, whichever is longer, at the rates of a
+large matrix product and a large copy, which the benchmark measures first. A kernel that cannot run on the device is
+listed with the reason.
 
 Shapes: B = batch rows, T = tokens per row, H = differential heads, G = 2 groups of queries and keys, d = their width,
 E = 2d, the width of values.
@@ -19,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,16 +33,10 @@ from benchmarks.console_tables import numbers_table
 from difftx import kernels
 from difftx.kernels import target
 
-# Device kind → (FLOP/s of large dense bf16 matrix products, bytes/s of memory): measured on an H200, otherwise from the
-# data sheet.
-DEVICES = {
-    "NVIDIA A100-SXM4-40GB": (312e12, 1.555e12),
-    "NVIDIA A100-SXM4-80GB": (312e12, 2.039e12),
-    "NVIDIA H100 80GB HBM3": (989e12, 3.35e12),
-    "NVIDIA H200": (790e12, 4.3e12),
-    "TPU v5": (459e12, 2.77e12),
-    "TPU v6 lite": (918e12, 1.64e12),
-}
+# Sizes of the computations that measure the rates of the floor: a square matrix, and bytes that are read and written.
+MATRIX_SIDE = 8192
+COPIED_BYTES = 2**31
+MIN_TIMED_SECONDS = 0.02  # A measurement repeats short calls for this long, so that the host's part is small.
 
 # Number of matrix products of width d over T² / 2 pairs for one differential head, as (forward, backward), at 2 FLOPs
 # per multiply-add. The floor counts P1 V and P2 V separately, as kernels with an online softmax compute them.
@@ -86,22 +82,60 @@ def contestants() -> dict[str, Callable[..., jax.Array]]:
     return named | {"four calls": four_calls, "transformer": transformer_attention}
 
 
-def timed(call: Callable[..., object], *arguments: jax.Array) -> float:
-    """Return the seconds that one call takes."""
-    start = time.perf_counter()
-    jax.block_until_ready(call(*arguments))
-    return time.perf_counter() - start
+@dataclasses.dataclass
+class Program:
+    """A compiled program, measured by calls that follow each other without a wait of the device for the host."""
+
+    compiled: jax.stages.Compiled
+    arguments: tuple[jax.Array, ...]
+    calls: int = 1  # Calls of one measurement.
+
+    def warm_up(self) -> None:
+        """Run the program, and choose the number of calls."""
+        self.seconds()
+        self.calls = max(1, round(MIN_TIMED_SECONDS / self.seconds()))
+
+    def seconds(self) -> float:
+        """Return the mean seconds of a call."""
+        start = time.perf_counter()
+        for _ in range(self.calls):
+            out = self.compiled(*self.arguments)
+        jax.block_until_ready(out)
+        return (time.perf_counter() - start) / self.calls
 
 
-def compiled(attention: Callable[..., jax.Array], arguments: tuple[jax.Array, ...]) -> dict[str, Callable[..., object]]:
-    """Return the compiled programs "forward" and "both" (forward and backward)."""
+def compile_program(function: Callable[..., object], *arguments: jax.Array) -> Program:
+    """Compile a function, and run it to warm up."""
+    program = Program(jax.jit(function).lower(*arguments).compile(), arguments)
+    program.warm_up()
+    return program
+
+
+class Rates(NamedTuple):
+    """Highest rates that the device reached."""
+
+    flops: float  # FLOP/s of a large bfloat16 matrix product.
+    bytes: float  # Bytes/s of a large copy, read and written.
+
+
+def measure_rates() -> Rates:
+    """Measure the rates of the device. Random numbers matter: a product of zeros needs less power and is faster."""
+    matrix = jax.random.normal(jax.random.key(0), (MATRIX_SIDE, MATRIX_SIDE), jnp.bfloat16)
+    values = jnp.arange(COPIED_BYTES // 8, dtype=jnp.float32)  # Half of the bytes is read, half is written.
+    product, copy = compile_program(jnp.matmul, matrix, matrix), compile_program(jnp.negative, values)
+    seconds = [statistics.median(program.seconds() for _ in range(5)) for program in (product, copy)]
+    return Rates(2 * MATRIX_SIDE**3 / seconds[0], COPIED_BYTES / seconds[1])
+
+
+def programs_of(attention: Callable[..., jax.Array], arguments: tuple[jax.Array, ...]) -> dict[str, Program]:
+    """Return the programs "forward" and "both" (forward and backward)."""
 
     def with_gradient(*arguments: jax.Array):
         out, pull = jax.vjp(attention, *arguments)
         return pull(jnp.ones_like(out))
 
-    programs = {"forward": attention, "both": with_gradient}
-    return {name: jax.jit(program).lower(*arguments).compile() for name, program in programs.items()}
+    functions = {"forward": attention, "both": with_gradient}
+    return {name: compile_program(function, *arguments) for name, function in functions.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,15 +160,12 @@ class Shape:
         """FLOPs of one product of width d over T² / 2 pairs for all heads, the unit of `FLOOR_UNITS`."""
         return 2 * self.batch * self.heads * self.width * self.length**2 / 2
 
-    def floor_seconds(self, device: str) -> list[float] | None:
-        """Return the ideal seconds of forward and backward, or None for a device that is not in `DEVICES`."""
-        if device not in DEVICES:
-            return None
-        peak, bandwidth = DEVICES[device]
+    def floor_seconds(self, rates: Rates) -> list[float]:
+        """Return the ideal seconds of forward and backward."""
         tensor_bytes = self.batch * self.length * self.heads * 2 * self.width * 2  # Size of q, k, v or the output.
         tensors = (5, 8)  # Number of tensors that the forward and the backward pass read or write.
         return [
-            max(products * self.product_flops / peak, count * tensor_bytes / bandwidth)
+            max(products * self.product_flops / rates.flops, count * tensor_bytes / rates.bytes)
             for products, count in zip(FLOOR_UNITS, tensors, strict=True)
         ]
 
@@ -148,37 +179,35 @@ def measure(shape: Shape, rounds: int) -> tuple[Seconds, dict[str, str]]:
     programs, refused = {}, {}
     for name, attention in contestants().items():
         try:
-            programs[name] = compiled(attention, arguments)
-        except (ValueError, jax.errors.JaxRuntimeError) as error:
+            programs[name] = programs_of(attention, arguments)
+        except (ValueError, jax.errors.JaxRuntimeError) as error:  # Unsupported shapes, or too little memory.
             refused[name] = str(error).splitlines()[0]
     seconds: Seconds = {name: {"forward": [], "both": []} for name in programs}
-    for number in range(rounds + 1):
-        for name, calls in programs.items():
-            for part, call in calls.items():
-                elapsed = timed(call, *arguments)
-                if number:  # The first round is a warm-up.
-                    seconds[name][part].append(elapsed)
+    for _ in range(rounds):
+        for name, parts in programs.items():
+            for part, program in parts.items():
+                seconds[name][part].append(program.seconds())
     return seconds, refused
 
 
-def shape_table(shape: Shape, rounds: int, seconds: Seconds) -> rich.table.Table:
+def shape_table(shape: Shape, rates: Rates, rounds: int, seconds: Seconds) -> rich.table.Table:
     """Return the table of one shape, with a row for the floor and one per implementation."""
     device = jax.devices()[0].device_kind
     sizes = f"B={shape.batch} T={shape.length} H={shape.heads} d={shape.width}"
     columns = ("kernel", "forward ms", "backward ms", "both ms", "TFLOP/s fwd", "bwd", "× floor", "× transformer")
     table = numbers_table(f"{device}: {sizes}, causal, bf16, medians of {rounds}", columns)
-    floor = shape.floor_seconds(device)
-    if floor:
-        table.add_row("floor", *(f"{1e3 * s:.3f}" for s in (*floor, sum(floor))), "", "", "1.00", "")
+    floor = shape.floor_seconds(rates)
+    table.add_row("floor", *(f"{1e3 * s:.3f}" for s in (*floor, sum(floor))), "", "", "1.00", "")
     for name, measured in seconds.items():
         forward, both = statistics.median(measured["forward"]), statistics.median(measured["both"])
         passes = forward, both - forward
         products = zip(EXECUTED_UNITS[name], passes, strict=True)
-        rates = [f"{count * shape.product_flops / s / 1e12:.1f}" for count, s in products]
-        pairs = zip(measured["both"], seconds["transformer"]["both"], strict=True)
-        ratio = statistics.median(own / transformer for own, transformer in pairs)
-        to_floor = f"{both / sum(floor):.2f}" if floor else "-"
-        table.add_row(name, *(f"{1e3 * s:.3f}" for s in (*passes, both)), *rates, to_floor, f"{ratio:.2f}")
+        executed = [f"{count * shape.product_flops / s / 1e12:.1f}" for count, s in products]
+        ratio = "-"
+        if transformer := seconds.get("transformer"):
+            pairs = zip(measured["both"], transformer["both"], strict=True)
+            ratio = f"{statistics.median(own / other for own, other in pairs):.2f}"
+        table.add_row(name, *(f"{1e3 * s:.3f}" for s in (*passes, both)), *executed, f"{both / sum(floor):.2f}", ratio)
     return table
 
 
@@ -192,13 +221,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
     console = rich.console.Console(width=120)
+    rates = measure_rates()
+    measured = f"matrix product {rates.flops / 1e12:.0f} TFLOP/s, copy {rates.bytes / 1e12:.2f} TB/s"
+    console.print(f"measured: {measured}", highlight=False)
     lengths = [int(x) for x in args.lengths.split(",")]
     for width in map(int, args.widths.split(",")):
         for length in lengths:
             batch = max(1, args.batch * lengths[0] // length)
             shape = Shape(batch=batch, heads=args.heads, width=width, length=length)
             seconds, refused = measure(shape, args.rounds)
-            console.print(shape_table(shape, args.rounds, seconds))
+            console.print(shape_table(shape, rates, args.rounds, seconds))
             for name, reason in refused.items():
                 console.print(f"{name}: cannot run here: {reason}", markup=False, highlight=False)
 
