@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import P
+from jax import P, lax
 
 from difftx.kernels.context import SequenceSharding, automatic_axes, is_explicit_mesh, with_whole_keys
 
@@ -157,8 +157,11 @@ def broadcast_to_tokens(value: jax.Array, q_BTHGd: jax.Array) -> jax.Array:
 def deltas(out_BTHE, out2_BTHE, lam_BTH, dout_BTHE) -> tuple[jax.Array, jax.Array]:
     """Return rowsum(dO ∘ O1) and rowsum(dO ∘ O2), float32 `[B, T, H]`, given O = O1 - λ O2, O2, λ and dO."""
     dout_BTHE, out_BTHE = dout_BTHE.astype(jnp.float32), out_BTHE.astype(jnp.float32)
-    delta2_BTH = jnp.sum(dout_BTHE * out2_BTHE.astype(jnp.float32), axis=-1)
-    return jnp.sum(dout_BTHE * out_BTHE, axis=-1) + lam_BTH * delta2_BTH, delta2_BTH
+    products = (jnp.sum(dout_BTHE * x_BTHE, axis=-1) for x_BTHE in (out_BTHE, out2_BTHE.astype(jnp.float32)))
+    # On GPUs, XLA would compute one of the sums inside the transposition that callers apply to it, without coalesced
+    # reads. For an H100, this took 0.4 of the 3.4 ms of the backward pass at B = 4, T = 4,096, H = 12, d = 128.
+    product_BTH, delta2_BTH = lax.optimization_barrier(tuple(products))
+    return product_BTH + lam_BTH * delta2_BTH, delta2_BTH
 
 
 def difference(out1_BTHE, out2_BTHE, lam_BTH) -> jax.Array:

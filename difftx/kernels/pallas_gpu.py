@@ -25,6 +25,8 @@ from difftx.kernels.backend import AttentionCall, ShardedArrays, deltas, pad_to
 from difftx.kernels.pallas_gpu_backward import Inputs, dkv_call, dq_call
 from difftx.kernels.pallas_gpu_tiles import GROUPS, LOG2_E, MASKED, MATRIX, PRODUCER, ROWS, STAGES, TILE
 
+REGISTERS = tiles.Registers(softmax=240, producer=24)
+
 
 def unsupported(call: AttentionCall) -> str | None:
     """Return the reason why this backend cannot serve a call, or None. The interpreter supports all dtypes."""
@@ -115,7 +117,7 @@ def _forward_call(q_BTHGd, k_BSKGd, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, win
 
         @pl.when(warpgroup < GROUPS)
         def softmax_warpgroup():
-            tiles.set_registers(240)
+            tiles.set_registers(REGISTERS.softmax)
             q_ready = barriers.q_ready.at[warpgroup]
             plgpu.copy_gmem_to_smem(q_gmem.at[sequence, queries, head, warpgroup], smem.q.at[warpgroup], q_ready)
             plgpu.barrier_wait(q_ready)
@@ -193,7 +195,7 @@ def _forward_call(q_BTHGd, k_BSKGd, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, win
 
         @pl.when(warpgroup == PRODUCER)
         def producer_warpgroup():
-            tiles.set_registers(24)
+            tiles.set_registers(REGISTERS.producer)
 
             @pl.loop(0, steps)
             def _(i):

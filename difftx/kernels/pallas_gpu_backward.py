@@ -28,6 +28,9 @@ from difftx.kernels.pallas_gpu_tiles import COLUMNS, GROUPS, LOG2_E, MATRIX, PRO
 
 LSE, DELTA = 0, 1  # Indices along X in `stats`.
 
+DKV_REGISTERS = tiles.Registers(softmax=152, producer=200)
+DQ_REGISTERS = tiles.Registers(softmax=184, producer=136)
+
 
 class Inputs(NamedTuple):
     """Arrays in global memory that both kernels read."""
@@ -66,9 +69,7 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
 
         @pl.when(warpgroup < GROUPS)
         def softmax_warpgroup():
-            # Other counts are worse. With 152 here and 208 in the producer, ptxas spills 4 bytes in some calls. With
-            # 160 and 192 it spills up to 36 bytes, and with 168 and 176 it serialises wgmma.
-            tiles.set_registers(152)
+            tiles.set_registers(DKV_REGISTERS.softmax)
             plgpu.barrier_wait(barriers.kv_ready)
 
             def accumulate(dk_acc):
@@ -110,7 +111,7 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
 
         @pl.when(warpgroup == PRODUCER)
         def producer_warpgroup():
-            tiles.set_registers(200)
+            tiles.set_registers(DKV_REGISTERS.producer)
             keys = tiles.rows_of(k_tile)
             for m in range(GROUPS):
                 plgpu.copy_gmem_to_smem(gmem.k_BSKGd.at[sequence, keys, kv_head, m], smem.k.at[m], barriers.kv_ready)
@@ -220,7 +221,7 @@ def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901
 
         @pl.when(warpgroup < GROUPS)
         def softmax_warpgroup():
-            tiles.set_registers(184)
+            tiles.set_registers(DQ_REGISTERS.softmax)
 
             lse = tiles.load_rows(gmem.stats_BHXGT.at[sequence, head, LSE, warpgroup, queries])
             scaled_delta = tiles.load_rows(gmem.stats_BHXGT.at[sequence, head, DELTA, warpgroup, queries])
@@ -255,7 +256,7 @@ def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901
 
         @pl.when(warpgroup == PRODUCER)
         def producer_warpgroup():
-            tiles.set_registers(144)
+            tiles.set_registers(DQ_REGISTERS.producer)
             for m in range(GROUPS):
                 plgpu.copy_gmem_to_smem(gmem.q_BTHGd.at[sequence, queries, head, m], smem.q.at[m], barriers.q_ready)
             plgpu.copy_gmem_to_smem(gmem.dout_BTHE.at[sequence, queries, head], smem.dout, barriers.q_ready)

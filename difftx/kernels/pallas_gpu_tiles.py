@@ -8,6 +8,7 @@ X_free tells the writer that the buffer may be filled again.
 #   P = TILE = positions in a tile, X = marks of a position: its index in the row and, if there are segments, segment id
 
 import collections
+import dataclasses
 
 import jax.numpy as jnp
 from jax import lax
@@ -40,11 +41,24 @@ ROWS = MATRIX.reduce(1)  # Register layout of a [TILE] vector with one value per
 COLUMNS = MATRIX.reduce(0)  # Register layout of a [TILE] vector with one value per column of a tile.
 
 
-def set_registers(count):
-    """Change the number of registers per thread of this warpgroup from REGISTERS_AT_ENTRY to `count`.
+@dataclasses.dataclass(frozen=True)
+class Registers:
+    """Registers per thread of the warpgroups of a CTA, chosen so that ptxas 13.0 spills none at d = 128.
 
-    The counts of the three warpgroups of a CTA may sum to 512. They are chosen for H200 at d = 128 (ptxas 13.0).
+    The warpgroups share the registers that the CTA has at its start. If they ask for more, the last one waits forever,
+    and neither the interpreter nor ptxas reports it.
     """
+
+    softmax: int  # In each of the two softmax warpgroups.
+    producer: int
+
+    def __post_init__(self):
+        total, available = GROUPS * self.softmax + self.producer, WARPGROUPS * REGISTERS_AT_ENTRY
+        assert total <= available, f"{self}: the counts of {WARPGROUPS} warpgroups sum to {total} > {available}"
+
+
+def set_registers(count):
+    """Change the number of registers per thread of this warpgroup from REGISTERS_AT_ENTRY to `count`."""
     plgpu.set_max_registers(count, action="increase" if count > REGISTERS_AT_ENTRY else "decrease")
 
 

@@ -29,13 +29,29 @@ CASES = {
 }
 
 
-def gradients(name, q, k, v, lam, ids, window, weights):
+def with_gradients(name, ids, window, weights):
+    """Return the compiled function of (q, k, v, λ) that returns the output and the gradients of its weighted sum."""
+
     def loss(q, k, v, lam):
         out = kernels.diff_attention(q, k, v, lam, segment_ids_BT=ids, window=window, implementation=name)
         return jnp.sum(out.astype(jnp.float32) * weights), out
 
-    grads, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(q, k, v, lam)
-    return out, *grads
+    def call(q, k, v, lam):
+        grads, out = jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True)(q, k, v, lam)
+        return dict(zip(("out", "dq", "dk", "dv", "dlam"), (out, *grads), strict=True))
+
+    return jax.jit(call)
+
+
+def cancelling_terms(q, k, v, lam, weights):
+    """Return |dO·V| |W| |K| / √d and the same with |Q|, for queries that see only their own key.
+
+    dQ = P (dP - delta) W K / √d is 0 there, as the difference of two terms of this size, which bfloat16 rounds.
+    """
+    q, k, v, lam = (np.asarray(x, np.float64) for x in (q, k, v, lam))
+    factors = np.stack([np.ones_like(lam), lam], axis=-1) * np.sum(weights * v, axis=-1)[..., None]
+    terms = [factors[..., None] * x / np.sqrt(q.shape[-1]) for x in (k, q)]
+    return {name: np.linalg.norm(x) for name, x in zip(("dq", "dk"), terms, strict=True)}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -51,15 +67,19 @@ def test_output_and_gradients_equal_the_reference(backend, case):
     ids = jnp.asarray(np.sort(rng.integers(0, 5, (B, T))), jnp.int32) if options["segments"] else None
     if reason := kernels.BACKENDS["diff_attention"][backend].why_unsupported(AttentionCall(q, k, v, ids)):
         pytest.skip(f"{backend} on {target.device_kind()}: {reason}")
-    arguments = (lam, ids, options["window"], weights)
-    actual = gradients(backend, q, k, v, *arguments)
-    again = gradients(backend, q, k, v, *arguments)
-    with jax.default_matmul_precision("highest"):
-        expected = gradients("reference", *(x.astype(jnp.float32) for x in (q, k, v)), *arguments)
-    for name, a, b, e in zip(("out", "dq", "dk", "dv", "dlam"), actual, again, expected, strict=True):
-        a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
-        assert np.isfinite(a).all(), name
-        scale = max(np.linalg.norm(e), 1e-3 * np.sqrt(e.size))  # With one visible key, dq and dk are 0.
-        assert np.linalg.norm(a - e) < TOLERANCE * scale, name
-        if backend != "cudnn" and backend != "cudnn_wide":  # cuDNN's backward pass may use atomics.
-            np.testing.assert_array_equal(a, np.asarray(b, np.float64), err_msg=name)
+    arguments = (ids, options["window"], weights)
+    attention = with_gradients(backend, *arguments)
+    actual, again = (jax.device_get(attention(q, k, v, lam)) for _ in range(2))
+    with jax.default_device(jax.devices("cpu")[0]):
+        copies = [jnp.asarray(np.asarray(x, np.float32)) for x in (q, k, v, lam)]
+        expected = jax.device_get(with_gradients("reference", *jax.device_get(arguments))(*copies))
+    sees_one_key = T == 1 or options["window"] == 1
+    terms = cancelling_terms(q, k, v, lam, weights) if sees_one_key else {}
+    errors = {}
+    for name, e in expected.items():
+        a, e = np.asarray(actual[name], np.float64), np.asarray(e, np.float64)
+        errors[name] = np.linalg.norm(a - e) / max(np.linalg.norm(e), terms.get(name, 0.0))
+    print(f"relative errors of {backend}, {case}: {errors}")
+    assert all(error < TOLERANCE for error in errors.values()), errors  # NaN is not less than the tolerance.
+    if backend not in ("cudnn", "cudnn_wide"):  # cuDNN's backward pass may use atomics.
+        jax.tree.map(np.testing.assert_array_equal, actual, again)
