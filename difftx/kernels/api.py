@@ -88,9 +88,9 @@ def _pallas_gpu_unsupported(call: AttentionCall) -> str | None:
 
 _for_gpu = functools.partial(Backend, platform="gpu", whole_rows=True)
 
-# The backends of each attention function by name. Without a ranking, "auto" tries them in this order, in which library
-# kernels come before ours until a record in benchmarks/records proves ours on a device. "auto" never tries "reference",
-# which the others are compared with.
+# The backends of each attention function by name. Without a ranking, "auto" tries them in this order: the fastest first
+# where a record in benchmarks/records has measured them on a device (Hopper), else library kernels before ours. "auto"
+# never tries "reference", which the others are compared with.
 BACKENDS = {
     "diff_attention": _by_name(
         Backend("reference", reference.diff_attention, auto=False),
@@ -99,18 +99,18 @@ BACKENDS = {
         _pallas_tpu("pallas_tpu"),
         _pallas_tpu("pallas_tpu_1024", max_side=1024),
         _for_gpu(
-            "cudnn_wide",
-            _imported("cudnn:diff_attention_wide_values"),
-            unsupported=_imported("cudnn:wide_values_unsupported"),
-        ),
-        _for_gpu("cudnn", _imported("cudnn:diff_attention"), unsupported=_imported("cudnn:diff_unsupported")),
-        _for_gpu(
             "pallas_gpu",
             _imported("pallas_gpu:forward"),
             _imported("pallas_gpu:backward"),
             _pallas_gpu_unsupported,
             is_pallas=True,
         ),
+        _for_gpu(
+            "cudnn_wide",
+            _imported("cudnn:diff_attention_wide_values"),
+            unsupported=_imported("cudnn:wide_values_unsupported"),
+        ),
+        _for_gpu("cudnn", _imported("cudnn:diff_attention"), unsupported=_imported("cudnn:diff_unsupported")),
         Backend("xla", xla.forward, xla.backward),
     ),
     "attention": _by_name(

@@ -18,7 +18,7 @@ import pytest
 from compile import h200
 from difftx.kernels import cudnn, pallas_gpu
 from difftx.kernels.backend import ShardedArrays
-from difftx.kernels.pallas_gpu_tiles import HEAD_WIDTHS
+from difftx.kernels.pallas_gpu_tiles import HEAD_WIDTHS, REGISTERS_AT_ENTRY
 
 pytestmark = h200.needs_plugin
 
@@ -119,6 +119,7 @@ def test_no_spills_no_serialised_wgmma(which, width, call, capfd, monkeypatch):
     kernels = compile_and_report(which, args, window=window, capfd=capfd, monkeypatch=monkeypatch)
     assert kernels.keys() == KERNELS[which]
     for name, kernel in kernels.items():
+        assert kernel.registers == REGISTERS_AT_ENTRY, (name, kernel)  # `Registers` shares these.
         assert kernel.spilled_bytes == 0, (name, kernel)
         assert kernel.shared_memory_bytes <= h200.SHARED_MEMORY_BYTES, (name, kernel)
         with capfd.disabled():

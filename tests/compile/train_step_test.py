@@ -102,8 +102,8 @@ ZIGZAG = {"mesh.fsdp": "1", "mesh.context": "2", "mesh.context_method": "zigzag"
     [
         pytest.param("v5p:2x2x1", {}, "splash_wide", marks=NEEDS_LIBTPU),
         pytest.param("v5p:2x2x1", DOCUMENTS | ZIGZAG, "splash_wide", marks=NEEDS_LIBTPU),
-        pytest.param("h100:4", {}, "cudnn_wide", marks=h200.needs_plugin),
-        pytest.param("h100:4", DOCUMENTS, "cudnn", marks=h200.needs_plugin),
+        pytest.param("h100:4", {}, "pallas_gpu", marks=h200.needs_plugin),
+        pytest.param("h100:4", DOCUMENTS, "pallas_gpu", marks=h200.needs_plugin),
         pytest.param("h100:4", ZIGZAG, "xla", marks=h200.needs_plugin),
     ],
 )
