@@ -34,7 +34,7 @@ from difftx import kernels
 from difftx.kernels import target
 
 # Sizes of the computations that measure the rates of the floor: a square matrix, and bytes that are read and written.
-MATRIX_SIDE = 8192
+MATRIX_SIDE, CPU_MATRIX_SIDE = 8192, 1024
 COPIED_BYTES = 2**31
 MIN_TIMED_SECONDS = 0.02  # A measurement repeats short calls for this long, so that the host's part is small.
 
@@ -120,11 +120,12 @@ class Rates(NamedTuple):
 
 def measure_rates() -> Rates:
     """Measure the rates of the device. Random numbers matter: a product of zeros needs less power and is faster."""
-    matrix = jax.random.normal(jax.random.key(0), (MATRIX_SIDE, MATRIX_SIDE), jnp.bfloat16)
+    side = CPU_MATRIX_SIDE if target.platform() == "cpu" else MATRIX_SIDE
+    matrix = jax.random.normal(jax.random.key(0), (side, side), jnp.bfloat16)
     values = jnp.arange(COPIED_BYTES // 8, dtype=jnp.float32)  # Half of the bytes is read, half is written.
     product, copy = compile_program(jnp.matmul, matrix, matrix), compile_program(jnp.negative, values)
     seconds = [statistics.median(program.seconds() for _ in range(5)) for program in (product, copy)]
-    return Rates(2 * MATRIX_SIDE**3 / seconds[0], COPIED_BYTES / seconds[1])
+    return Rates(2 * side**3 / seconds[0], COPIED_BYTES / seconds[1])
 
 
 def programs_of(attention: Callable[..., jax.Array], arguments: tuple[jax.Array, ...]) -> dict[str, Program]:
