@@ -53,7 +53,7 @@ piece() {
   long) timeout 560 python benchmarks/kernels.py --batch=1 --widths=128 --lengths=65536,32768 --rounds=5 ;;
   racecheck)
     timeout 560 compute-sanitizer --tool racecheck --error-exitcode 9 \
-      python -m pytest -q tests/device -k "smallest" -p no:cacheprovider
+      python -m pytest -q tests/device -k "pallas_gpu and (smallest or window)" -p no:cacheprovider
     ;;
   throughput)
     # Table 9's widths and row length, with a third of its layers, so that train state and activations fit one GPU.

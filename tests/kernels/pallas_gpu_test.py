@@ -248,7 +248,7 @@ def test_unsupported_names_the_reason():
 
 @pytest.mark.parametrize(("softmax", "producer", "fits"), [(184, 136, True), (184, 144, False), (240, 32, False)])
 def test_warpgroups_ask_for_no_more_registers_than_the_cta_has(softmax, producer, fits):
-    """(184, 144) made a kernel hang on an H100: benchmarks/records/2026-11-26_gpu_kernels.md."""
+    """(184, 144) made a kernel hang on an H100: benchmarks/records/2026-11-26_h100_first_run.md."""
     if fits:
         pallas_gpu_tiles.Registers(softmax, producer)
     else:

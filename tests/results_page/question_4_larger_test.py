@@ -128,6 +128,11 @@ def test_p_values_of_the_later_arms_of_larger_models():
     assert 0.04 < p_values["gated", "transformer", "at 20"] < 0.05 < p_values["gdla", "transformer", "at 20"] < 0.07
 
 
+@claim("The plan also expected that the lead of `gdla` gets smaller with more tokens. Its slope is open")
+def test_slope_of_gdla_in_larger_models():
+    assert size_verdict("gdla", "transformer", "slope", LARGE_LATER) == 0
+
+
 def test_prose_has_the_differences_of_the_later_arms_of_larger_models():
     gdla, gated, diff_v2 = (
         {tokens: shown(at_length(arm, "transformer", tokens, LARGE)) for tokens in (5, 20)}
