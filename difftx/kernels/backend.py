@@ -159,8 +159,8 @@ def deltas(out_BTHE, out2_BTHE, lam_BTH, dout_BTHE) -> tuple[jax.Array, jax.Arra
     dout_BTHE, out_BTHE = dout_BTHE.astype(jnp.float32), out_BTHE.astype(jnp.float32)
     products = (jnp.sum(dout_BTHE * x_BTHE, axis=-1) for x_BTHE in (out_BTHE, out2_BTHE.astype(jnp.float32)))
     # On GPUs, XLA would compute one of the sums inside the transposition that callers apply to it, without coalesced
-    # reads. On an H100, this took 0.3 of the 3.35 ms of the backward pass at B = 4, T = 4,096, H = 12, d = 128. What the
-    # barrier does on TPUs is not measured.
+    # reads. On an H100, this took 0.3 of the 3.35 ms of the backward pass at B = 4, T = 4,096, H = 12, d = 128. The
+    # barrier's effect on TPUs is not measured.
     product_BTH, delta2_BTH = lax.optimization_barrier(tuple(products))
     return product_BTH + lam_BTH * delta2_BTH, delta2_BTH
 
