@@ -97,7 +97,7 @@ class Program:
 
     def seconds(self) -> float:
         """Return the mean seconds of a call."""
-        start = time.perf_counter()
+        out, start = None, time.perf_counter()
         for _ in range(self.calls):
             out = self.compiled(*self.arguments)
         jax.block_until_ready(out)
