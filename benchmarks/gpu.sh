@@ -47,6 +47,7 @@ piece() {
     ;;
   kernels)
     # The tests run on the device because the interpreter lacks wgmma operands in registers, FMA and real concurrency.
+    # Eight processes share the memory of the device.
     XLA_PYTHON_CLIENT_MEM_FRACTION=.08 timeout 240 python -m pytest -q -n 8 tests/device || return 1
     timeout 330 python benchmarks/kernels.py --widths=128,64 --lengths=4096,1024,16384
     ;;

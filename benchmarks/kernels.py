@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -32,11 +31,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.console_tables import numbers_table
 from difftx import kernels
 from difftx.kernels import target
+from difftx.kernels.measure import REPEAT_SECONDS, seconds_per_call
 
 # Sizes of the computations that measure the rates of the floor: a square matrix, and bytes that are read and written.
 MATRIX_SIDE, CPU_MATRIX_SIDE = 8192, 1024
 COPIED_BYTES = 2**31
-MIN_TIMED_SECONDS = 0.02  # A measurement repeats short calls for this long, so that the host's part is small.
 
 # Number of matrix products of width d over T² / 2 pairs for one differential head, as (forward, backward), at 2 FLOPs
 # per multiply-add. The floor counts P1 V and P2 V separately, as kernels with an online softmax compute them.
@@ -82,33 +81,22 @@ def contestants() -> dict[str, Callable[..., jax.Array]]:
     return named | {"four calls": four_calls, "transformer": transformer_attention}
 
 
-@dataclasses.dataclass
-class Program:
-    """A compiled program, measured by calls that follow each other without a wait of the device for the host."""
+class Program(NamedTuple):
+    """A compiled program with its arguments."""
 
-    compiled: jax.stages.Compiled
-    arguments: tuple[jax.Array, ...]
-    calls: int = 1  # Calls of one measurement.
-
-    def warm_up(self) -> None:
-        """Run the program, and choose the number of calls."""
-        self.seconds()
-        self.calls = max(1, round(MIN_TIMED_SECONDS / self.seconds()))
+    call: Callable[[], object]
+    calls: int  # Calls of one measurement: as many as take `REPEAT_SECONDS`, so that the host's part is small.
 
     def seconds(self) -> float:
         """Return the mean seconds of a call."""
-        out, start = None, time.perf_counter()
-        for _ in range(self.calls):
-            out = self.compiled(*self.arguments)
-        jax.block_until_ready(out)
-        return (time.perf_counter() - start) / self.calls
+        return seconds_per_call(self.call, self.calls)
 
 
 def compile_program(function: Callable[..., object], *arguments: jax.Array) -> Program:
-    """Compile a function, and run it to warm up."""
-    program = Program(jax.jit(function).lower(*arguments).compile(), arguments)
-    program.warm_up()
-    return program
+    """Compile a function, and run it twice: to warm up, and to choose the number of calls of a measurement."""
+    call = functools.partial(jax.jit(function).lower(*arguments).compile(), *arguments)
+    jax.block_until_ready(call())
+    return Program(call, max(1, round(REPEAT_SECONDS / seconds_per_call(call, 1))))
 
 
 class Rates(NamedTuple):

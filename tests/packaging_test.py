@@ -126,8 +126,9 @@ def test_the_wheel_is_all_that_a_user_needs(installed, tmp_path):
     run("difftx", "train", "--config=quickstart:diff", "--workdir=runs/diff", *flags)
     grid = ["--grid", "architecture=transformer", "seed=1", "--out=runs"]
     assert "done" in run("difftx", "sweep", "--config=quickstart", *grid, *flags)
-    assert "loss" in run("difftx", "eval", "--workdir=runs/diff", "--suite=loss,sample")
     (transformer,) = (folder.name for folder in (tmp_path / "runs").glob("*transformer*") if folder.is_dir())
+    for name in ("diff", transformer):
+        assert "loss" in run("difftx", "eval", f"--workdir=runs/{name}", "--suite=loss,sample")
     assert run("difftx", "report", f"--workdir=runs/diff,runs/{transformer}") == "runs/diff/report.html\n"
     assert "λ of each layer: diff" in (tmp_path / "runs" / "diff" / "report.html").read_text()
     assert "curves.png" in run("difftx", "eval", "--curves=runs/*", "--out=figures")

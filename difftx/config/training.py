@@ -98,7 +98,7 @@ class TrainConfig(Group, path="train"):
     kernel_choice: Literal["measured", "fixed"] = "measured"
     """How `model.attention_implementation="auto"` selects the attention kernel on GPUs and TPUs. "measured": at the
     first start of a run, all kernels are compared with the reference and timed for its shapes, for up to a minute.
-    "fixed": a fixed order, in which kernels of libraries come first. CPUs always use "xla"."""
+    "fixed": a fixed order. CPUs always use "xla"."""
     compilation_cache: str = "auto"
     """Folder of compiled programs, which later starts read. "auto": a folder in the user's cache folder, as for all
     other commands, or JAX_COMPILATION_CACHE_DIR if it is set; "off": none."""

@@ -88,9 +88,9 @@ def _pallas_gpu_unsupported(call: AttentionCall) -> str | None:
 
 _for_gpu = functools.partial(Backend, platform="gpu", whole_rows=True)
 
-# The backends of each attention function by name. Without a ranking, "auto" tries them in this order. The
-# order for Hopper was measured (an H100, d = 64 and 128, causal rows of 4,096 tokens). Elsewhere, library kernels come
-# before ours. "auto" never tries "reference", which the others are compared with.
+# The backends of each attention function by name. Without a ranking, "auto" tries them in this order. The order for
+# Hopper was measured (an H100, d = 64 and 128, causal rows of 4,096 tokens). Elsewhere, library kernels come before
+# ours. "auto" never tries "reference", which the others are compared with.
 BACKENDS = {
     "diff_attention": _by_name(
         Backend("reference", reference.diff_attention, auto=False),

@@ -99,18 +99,21 @@ def measure(workload: Workload, name: str) -> float:
     results = program(inputs, dout_BTHE)
     check(workload, results)
 
-    def seconds(calls: int) -> float:
-        start = time.perf_counter()
-        for _ in range(calls - 1):
-            program(inputs, dout_BTHE)
-        jax.block_until_ready(program(inputs, dout_BTHE))
-        return (time.perf_counter() - start) / calls
-
-    median = seconds(1)
+    call = functools.partial(program, inputs, dout_BTHE)
+    median = seconds_per_call(call, 1)
     if median < LONG_SECONDS:
         calls = max(1, int(REPEAT_SECONDS / median))
-        median = statistics.median(seconds(calls) for _ in range(REPEATS))
+        median = statistics.median(seconds_per_call(call, calls) for _ in range(REPEATS))
     return 1e3 * median * full_batch / workload.batch
+
+
+def seconds_per_call(call: Callable[[], Any], calls: int) -> float:
+    """Return the mean seconds of `calls` calls in a row. The device does not wait for the host between them."""
+    start = time.perf_counter()
+    for _ in range(calls - 1):
+        call()
+    jax.block_until_ready(call())
+    return (time.perf_counter() - start) / calls
 
 
 def check(workload: Workload, results: dict[str, jax.Array]) -> None:

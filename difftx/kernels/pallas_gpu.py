@@ -5,7 +5,7 @@ accumulator of A_m·V is a 64 x 2d tile in float32, which takes 128 registers pe
 hold two such accumulators, so one warpgroup computes A1·V and another one A2·V. Both read the same V tiles. At the end,
 A2·V passes through shared memory to the first warpgroup, which subtracts it.
 
-benchmarks/records/2026-11-26_h100_first_run.md has their times on an H100, beside those of cuDNN.
+benchmarks/records/2026-11-26_h100_first_run.md compares the times of these kernels with those of cuDNN on an H100.
 """
 # Axes: B = batch, T = query tokens, S = key tokens (= T), H = query heads, K = key/value heads,
 #   G = 2 groups (A1 and A2), d = query/key width, E = 2·d = value width, N = tiles in T, X = see pallas_gpu_backward

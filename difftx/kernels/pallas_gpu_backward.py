@@ -55,7 +55,7 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
     group = heads // kv_heads
     scale = width**-0.5
 
-    def kernel(gmem, queries_gmem, dk_gmem, dv_gmem, smem, barriers):  # noqa: C901
+    def kernel(gmem, queries_gmem, dk_gmem, dv_gmem, smem, barriers):  # noqa: C901 - Nested functions count.
         warpgroup = lax.axis_index("warpgroup")
         sequence, kv_head = lax.axis_index("sequence"), lax.axis_index("head")
         k_tile = lax.axis_index("tile")  # Key tiles with the most queries start first.
@@ -202,7 +202,7 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
     )
 
 
-def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901
+def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901 - Nested functions count.
     """Compute dQ, with one CTA per (sequence, query head, query tile), which loops over its visible key tiles."""
     batch, length, heads, _, width = inputs.q_BTHGd.shape
     value_width, dtype = inputs.v_BSKE.shape[-1], inputs.q_BTHGd.dtype

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="no GPU h
 
 BACKENDS = ["pallas_gpu", "cudnn_wide", "cudnn", "xla"]
 TOLERANCE = 1.2e-2  # Relative to the tensor's norm, bfloat16 against float32.
+ROUNDING = 2**-8  # Distance of neighbouring bfloat16 numbers, at most, relative to the numbers.
 CASES = {
     "smallest": {"T": 64, "B": 1, "H": 1, "K": 1, "d": 64},
     "one token": {"T": 1},
@@ -78,8 +79,9 @@ def test_output_and_gradients_equal_the_reference(backend, case):
     errors = {}
     for name, e in expected.items():
         a, e = np.asarray(actual[name], np.float64), np.asarray(e, np.float64)
-        errors[name] = np.linalg.norm(a - e) / max(np.linalg.norm(e), terms.get(name, 0.0))
+        errors[name] = np.linalg.norm(a - e) / terms.get(name, np.linalg.norm(e))
     print(f"relative errors of {backend}, {case}: {errors}")
-    assert all(error < TOLERANCE for error in errors.values()), errors  # NaN is not less than the tolerance.
+    for name, error in errors.items():
+        assert error < (ROUNDING if name in terms else TOLERANCE), errors  # NaN is not less.
     if backend not in ("cudnn", "cudnn_wide"):  # cuDNN's backward pass may use atomics.
         jax.tree.map(np.testing.assert_array_equal, actual, again)
