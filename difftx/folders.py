@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,18 +24,18 @@ UPLOAD_RECORD = ".incomplete"  # Names the files of a folder in a bucket, until 
 
 
 @contextlib.contextmanager
-def new_folder(path: AnyPath) -> Iterator[Path]:
+def new_folder(path: AnyPath, after_each_upload: Callable[[], None] = lambda: None) -> Iterator[Path]:
     """Create a folder under a temporary name. At the end of the block, rename it to `path`.
 
     If the block raises an exception, delete the folder. The next call deletes a folder that a killed process has left.
     For a bucket, the folder is a local temporary folder. At the end of the block, its files are uploaded, and then the
-    record `FOLDER_MARKER` with their sizes. A folder without this record is incomplete. Raise `FileExistsError` if
-    there are objects that no unfinished call has uploaded.
+    record `FOLDER_MARKER` with their sizes. `after_each_upload` is called after each file. A folder without the record
+    is incomplete. Raise `FileExistsError` if there are objects that no unfinished call has uploaded.
     """
     if is_bucket(path):
         with tempfile.TemporaryDirectory(prefix="difftx-") as made:
             yield Path(made)
-            _upload_folder(path, Path(made))
+            _upload_folder(path, Path(made), after_each_upload)
         return
     remove_temporaries(path.parent, path.name)
     temporary = temporary_path(path)
@@ -58,7 +58,7 @@ def is_complete(path: AnyPath) -> bool:
     return size_of(path / FOLDER_MARKER) is not None if is_bucket(path) else path.is_dir()
 
 
-def _upload_folder(path: "epath.Path", source: Path) -> None:
+def _upload_folder(path: "epath.Path", source: Path, after_each_upload: Callable[[], None]) -> None:
     sizes = {file.relative_to(source).as_posix(): file.stat().st_size for file in source.rglob("*") if file.is_file()}
     unfinished = _unfinished_upload(path)
     if unfinished is None:
@@ -72,6 +72,7 @@ def _upload_folder(path: "epath.Path", source: Path) -> None:
     objects.delete(path / name for name in left)
     for name in sorted(sizes):
         upload(path / name, source / name)
+        after_each_upload()
     is_ours = objects.is_current(record, generation)
     if not is_ours or objects.write_if(marker, _unique_record({"files": sizes}), None) is None:
         raise taken

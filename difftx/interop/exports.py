@@ -8,6 +8,7 @@ from difftx.folders import is_complete, new_folder, remove_folder
 from difftx.interop import SHARD_MIB
 from difftx.interop.runs import check_representable, write_export
 from difftx.json_files import read_json
+from difftx.parallel.heartbeat import report_progress
 from difftx.parallel.multihost import decide_on_primary
 from difftx.storage.paths import is_bucket
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS
@@ -54,7 +55,7 @@ def write(run: Run, step: int) -> str:
         try:
             make_folder(out.parent)
             remove_folder(out)  # Written before a rewind to an earlier step.
-            with new_folder(out) as folder:
+            with new_folder(out, after_each_upload=report_progress) as folder:  # Uploads take longer than a step.
                 write_atomically(folder / RECORD, json.dumps({"weights": checkpoint.weights}) + "\n")
                 return write_export(checkpoint, workdir, folder, out, "hf", SHARD_MIB * 2**20)[0]
         except (OSError, UserError, RunError) as error:

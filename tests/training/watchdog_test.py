@@ -5,8 +5,10 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from helpers.buckets import in_ci_with
 from helpers.report_runs import save_run
 
+from difftx import folders
 from difftx.data.sources import load_sources
 from difftx.data.tokenizer import load_tokenizer
 from difftx.interop import exports
@@ -106,6 +108,19 @@ def test_an_export_may_take_longer_than_a_step(config, text_file, tmp_path, monk
     c = config(data__path=text_file, model__num_layers=1, mesh__fsdp=8, multihost__watchdog_seconds=1)
     run = save_run(c, tmp_path / "run", [2])
     monkeypatch.setattr(weights, "read_part", clock.delayed(0.4, weights.read_part))
+    with Monitor(c.multihost) as monitor:
+        monitor.beat(2)
+        assert exports.write(run, 2).startswith(f"{run.workdir / 'exports' / '2'}: model.safetensors of step 2")
+    assert clock.slept > 3
+    assert aborts == []
+
+
+@in_ci_with("gs")
+def test_an_upload_of_an_export_may_take_longer_than_a_step(config, text_file, monkeypatch, clock, aborts, bucket):
+    """The limit of a step is one second. Each file takes 0.6 seconds."""
+    c = config(data__path=text_file, model__num_layers=1, mesh__fsdp=8, multihost__watchdog_seconds=1)
+    run = save_run(c, bucket.folder(), [2])
+    monkeypatch.setattr(folders, "upload", clock.delayed(0.6, folders.upload))
     with Monitor(c.multihost) as monitor:
         monitor.beat(2)
         assert exports.write(run, 2).startswith(f"{run.workdir / 'exports' / '2'}: model.safetensors of step 2")
