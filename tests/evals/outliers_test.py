@@ -119,3 +119,15 @@ def test_statistics_equal_those_of_all_values(config, text_file, tmp_path, monke
         expected = {f"{kind}_top_{rank}": values[-rank] for rank in RANKS} | {f"{kind}_median": np.median(values)}
         found = {key: result.numbers[key] for key in expected}
         assert found == pytest.approx(expected, rel=TOLERANCE)
+
+
+def test_logits_that_are_nan_are_the_largest(config, text_file, tmp_path):
+    """All values of a broken model count, so that its largest logit is not that of the layers before the fault."""
+    made = config("diff", data__path=text_file, eval__outliers__ranks=(1, 10))
+    run = Run.open(made, tmp_path, make_mesh(made.mesh, jax.devices()[:1]))
+    params = random_params(run)
+    sound = evals.evaluate(run, params, 0, ["outliers"])["outliers"]
+    params["blocks"]["attention"]["query_DHGd"] *= np.float32([1, np.nan]).reshape(2, 1, 1, 1, 1)  # Two layers.
+    broken = evals.evaluate(run, params, 0, ["outliers"])["outliers"]
+    assert broken.details["values"] == sound.details["values"]
+    assert np.isnan([broken.numbers[f"{kind}_top_{rank}"] for kind in ("logits", "hidden") for rank in (1, 10)]).all()

@@ -117,7 +117,7 @@ def _add_logits(counts_1P2V, q, k, own_HG, by_row, digit, *, window, shared):
     def chunk(counts_P2V: jax.Array, arrays: dict[str, Any]) -> tuple[jax.Array, None]:
         logits_BKRGCS = jnp.stack(xla.masked_logits(arrays, k_BTKGd, ids_BT, window), axis=3)
         counted_BKRGC = jnp.moveaxis(arrays["counted"].reshape(B, -1, K, H // K, G), 1, 4)
-        counted_BKRGCS = counted_BKRGC[..., None] & (logits_BKRGCS > xla.MASKED)
+        counted_BKRGCS = counted_BKRGC[..., None] & ~(logits_BKRGCS <= xla.MASKED)  # Counts NaN too.
         return add_counts(counts_P2V, logits_BKRGCS, counted_BKRGCS, digit), None
 
     all_chunks = xla.chunks(ids_BT, None, B * H * G, q=q_BTHGd, counted=counted_BTHG)
