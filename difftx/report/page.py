@@ -234,6 +234,8 @@ def _header(run: RunRecord) -> dict[str, str]:
         if isinstance(data.get(name), dict):
             header[label] = ", ".join(f"{source}: {format_value(count)} tokens" for source, count in data[name].items())
     header["tokenizer"] = config.data.tokenizer + (f" ({str(data['tokenizer'])[:12]}…)" if "tokenizer" in data else "")
+    if "source_weights" in manifest:
+        header["weights at the start"] = str(manifest["source_weights"])
     header |= {name: str(manifest[name]) for name in ("commit", "python") if manifest.get(name)}
     if isinstance(manifest.get("packages"), dict):
         header["packages"] = ", ".join(f"{name} {version}" for name, version in manifest["packages"].items())

@@ -132,7 +132,7 @@ class Attempt:
         #   6. Wait for the other processes, which must not train while the primary process replaces files.
         self._open_objects()
         self._restore()
-        pinned = pinned_values(session.run)
+        pinned = pinned_values(session.run, self._source_weights)
         if rewind is None:
             session.journal.check_earlier(self._start, self._guard, pinned)
         self._record_start()
@@ -169,7 +169,7 @@ class Attempt:
         session = self._session
         steps = decide_on_primary(self._checkpointer.steps, self._barrier_timeout)
         with self._goodput.section("restore" if steps else "init"):
-            self._state, self._start = starting_state(
+            self._state, self._start, self._source_weights = starting_state(
                 session.run,
                 self._checkpointer,
                 self._loader,
@@ -184,7 +184,7 @@ class Attempt:
         session, config, workdir = self._session, self._config, self._session.run.workdir
         if is_primary():
             session.require_lock()
-            session.run.write_files()
+            session.run.write_files(self._source_weights)
             # Read goodput before the writer is created, because the writer deletes the rows of later steps.
             self._goodput.resume(workdir / "metrics.jsonl", self._start)
         self._writer = MetricsWriter(
@@ -349,7 +349,7 @@ class Attempt:
         return outcome
 
     def _data_state(self) -> dict[str, Any]:
-        return data_state(self._session.run, self._loader, self._guard)
+        return data_state(self._session.run, self._loader, self._guard, self._source_weights)
 
     def _write_goodput(self) -> dict[str, float]:
         row = self._goodput.row()

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.traverse_util
 import jax
@@ -121,10 +121,19 @@ def changed_fields(old: Config, new: Config) -> list[Change]:
     ]
 
 
-def pinned_values(run: Run) -> dict[str, object]:
-    """Return the values that must not change when the run starts again: config fields, and the signature of its data.
+class Start(NamedTuple):
+    """The start of an attempt at training."""
+
+    state: TrainState
+    step: int  # The step that the state has reached.
+    source_weights: str | None  # Identifier of the parameters from `checkpoint.init_from`. None for new parameters.
+
+
+def pinned_values(run: Run, source_weights: str | None) -> dict[str, object]:
+    """Return the values that must not change when a run starts again: config fields, signature of its data, weights.
 
     The values are JSON. The fields of `data` are missing, because the signature shows whether the data changed.
+    `source_weights` is that of `Start`. The run of `checkpoint.init_from` may have other weights at each start.
     """
     fields = {
         change.field: change.new
@@ -132,17 +141,22 @@ def pinned_values(run: Run) -> dict[str, object]:
         for name, value in values.items()
         if not (change := Change(f"{group}.{name}", None, value)).is_safe and group != "data"
     }
-    return fields | {f"data, {name}": value for name, value in run.data.signature.items()}
+    signature = {f"data, {name}": value for name, value in run.data.signature.items()}
+    return fields | signature | {"weights of checkpoint.init_from": source_weights}
 
 
-def data_state(run: Run, loader: Loader, guard: Guard) -> dict[str, Any]:
-    """Return the state of the loader and the guard, and the identity of the validation sets, for a checkpoint."""
-    return loader.state() | {"guard": guard.state(), "valid": run.data.valid_fingerprints}
+def data_state(run: Run, loader: Loader, guard: Guard, source_weights: str | None) -> dict[str, Any]:
+    """Return what a checkpoint stores besides the train state.
+
+    It has the states of the loader and the guard, the identity of the validation sets, and `Start.source_weights`.
+    """
+    identities = {"valid": run.data.valid_fingerprints, "source_weights": source_weights}
+    return loader.state() | {"guard": guard.state()} | identities
 
 
 def starting_state(
     run: Run, checkpointer: Checkpointer, loader: Loader, guard: Guard, *, allow_config_change: bool
-) -> tuple[TrainState, int]:
+) -> Start:
     """Return the state and the step to start from, and set the state of `loader` and `guard` accordingly."""
     # The first source that exists is used:
     #   1. The newest valid checkpoint in the run's workdir. If checkpoints exist but none is valid, raise an error.
@@ -151,27 +165,27 @@ def starting_state(
     #   4. New parameters from `train.seed`.
     source = run.config.checkpoint
 
-    def resume(folder: AnyPath) -> TrainState:
+    def resume(folder: AnyPath) -> Start:
         return _resume(run, checkpointer, loader, guard, folder, allow_config_change)
 
     if (step := checkpointer.newest()) is not None:
-        return resume(checkpointer.folder / str(step)), step
+        return resume(checkpointer.folder / str(step))
     if source.branch_from is not None:
-        state = _read_source("branch_from", source.branch_from, resume)
+        start = _read_source("branch_from", source.branch_from, resume)
         # The source may delete its checkpoint, and may have a newer one at the next start.
-        checkpointer.save_and_wait(state, data_state(run, loader, guard), run.config)
-        return state, int(jax.device_get(state.step))
+        checkpointer.save_and_wait(start.state, data_state(run, loader, guard, start.source_weights), run.config)
+        return start
     state = jit_init(init_state, run.config)
     if source.init_from is None:
-        return state, 0
-    params = _read_source("init_from", source.init_from, lambda folder: _params_in(run, folder))
-    return dataclasses.replace(state, params=params), 0
+        return Start(state, 0, None)
+    params, weights = _read_source("init_from", source.init_from, lambda folder: _params_in(run, folder))
+    return Start(dataclasses.replace(state, params=params), 0, weights)
 
 
 def _resume(
     run: Run, checkpointer: Checkpointer, loader: Loader, guard: Guard, folder: AnyPath, allow_config_change: bool
-) -> TrainState:
-    """Return the state in a checkpoint of this run, or of the run from which it branches."""
+) -> Start:
+    """Return the start from a checkpoint of this run, or of the run from which it branches."""
     manifest, is_branch = read_manifest(folder), folder.parent != checkpointer.folder
     step = manifest.step
     source = f"checkpoint.branch_from={run.config.checkpoint.branch_from}" if is_branch else str(run.workdir)
@@ -212,7 +226,7 @@ def _resume(
     if is_branch:
         guard.first_regular = step
         print_on_primary(f"branch of {folder}")
-    return state
+    return Start(state, step, loader_state.get("source_weights"))  # Older checkpoints have no entry.
 
 
 def _require_resumable(manifest: Manifest, folder: AnyPath, run: Run, source: str, *, is_branch: bool) -> None:
@@ -306,7 +320,8 @@ def _read_source[T](field: str, source: str, read: Callable[[AnyPath], T]) -> T:
     return found
 
 
-def _params_in(run: Run, folder: AnyPath) -> object:
+def _params_in(run: Run, folder: AnyPath) -> tuple[object, str]:
+    """Return the parameters of a checkpoint, and their identifier."""
     manifest = read_manifest(folder)
     if manifest.data.get("tokenizer") != run.data.signature["tokenizer"]:
         raise UserError(
@@ -328,7 +343,7 @@ def _params_in(run: Run, folder: AnyPath) -> object:
     changes = [f"extension {change}" for change in changed_extensions(manifest.extensions)]
     for change in [*_output_changes(model, json.loads(run.config.to_json())["model"]), *changes]:
         print_on_primary(f"{change}, other than in the run of the parameters")
-    return params
+    return params, manifest.weights
 
 
 def _output_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

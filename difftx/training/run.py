@@ -139,8 +139,11 @@ class Run:
 
         decide_on_primary(check, self.config.multihost.barrier_timeout_seconds)
 
-    def write_files(self) -> None:
-        """Write config.json and manifest.json, with the devices, kernels and data of this run."""
+    def write_files(self, source_weights: str | None = None) -> None:
+        """Write config.json and manifest.json, with the devices, kernels and data of this run.
+
+        `source_weights` is the identifier of the weights with which the run began. None for new weights.
+        """
         devices = self.mesh.devices.flatten()
         manifest = {
             "command": shlex.join(sys.argv),
@@ -154,6 +157,8 @@ class Run:
                 "notes": self.data.notes,
             },
         }
+        if source_weights is not None:
+            manifest["source_weights"] = source_weights
         write_run_files(self.workdir, self.config, manifest)
 
 

@@ -19,9 +19,10 @@ from difftx.json_files import json_sha256
 from difftx.training import guards, loop
 from difftx.training.checkpoint import checkpointer
 from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.training.checkpoint.manifest import read_manifest
 from difftx.training.guards import BadSteps, Guard, GuardJournal, rewind_target
 from difftx.training.metrics import read_metrics
-from difftx.training.run import Run
+from difftx.training.run import Run, read_run_manifest
 from difftx.training.state import init_state, make_train_step
 
 ROWS = 8  # Examples per step.
@@ -497,6 +498,44 @@ def train_until(open_run, monkeypatch):
         return run
 
     return train_until
+
+
+def test_a_run_records_the_weights_with_which_it_began(train_until):
+    """The run of `checkpoint.init_from` trains on, so that it has other weights at each start of the second run."""
+    base = train_until(4, "base")
+    began = read_manifest(base.workdir / "checkpoints" / "4").weights
+    for step in (2, 5):
+        run = train_until(step, checkpoint__init_from=base.workdir)
+        assert read_run_manifest(run.workdir)["source_weights"] == began
+        train_until(4 + step, "base")
+    train_until(6, checkpoint__init_from=base.workdir)
+    assert read_run_manifest(run.workdir)["source_weights"] == began
+    assert "source_weights" not in read_run_manifest(base.workdir)
+    branch = train_until(8, "branch", 6, checkpoint__branch_from=run.workdir)
+    assert read_run_manifest(branch.workdir)["source_weights"] == began
+
+
+def test_a_rewind_to_the_start_holds_for_the_same_weights_only(open_run, train_until, monkeypatch):
+    base = train_until(4, "base")
+    run = open_run("run", nan={1, 2, 3}, checkpoint__init_from=base.workdir)
+    resume, calls = GuardJournal.resume, []
+
+    def killed_after_the_rewind(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise Killed
+        resume(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GuardJournal, "resume", killed_after_the_rewind)
+        with pytest.raises(Killed):
+            train(run)
+    assert [entry["step"] for entry in journal(run)] == [0]
+    train_until(8, "base")
+    before, after = (read_manifest(base.workdir / "checkpoints" / step).weights for step in ("4", "8"))
+    change = f"weights of checkpoint.init_from: '{before}' → '{after}'"
+    with pytest.raises(UserError, match=f"its rewind 1 to step 0 is that of another config or other data: {change}"):
+        train(run)
 
 
 def test_a_rewind_uses_the_checkpoints_of_earlier_intervals(open_run, train_until, brute_force):

@@ -343,11 +343,11 @@ def start(config, mesh_of, text_file, tmp_path):
         )
         checkpointer, guard = Checkpointer(run.workdir, c.checkpoint), Guard(c.guards)
         with jax.set_mesh(run.mesh):
-            state, step = starting_state(run, checkpointer, loader, guard, allow_config_change=allow)
+            state, step, weights = starting_state(run, checkpointer, loader, guard, allow_config_change=allow)
             if save:
                 next(loader)
                 state = TrainState(jnp.int32(1), jax.tree.map(lambda x: x + 1, state.params), state.opt_state)
-                checkpointer.save_and_wait(state, data_state(run, loader, guard), c)
+                checkpointer.save_and_wait(state, data_state(run, loader, guard, weights), c)
         checkpointer.close()
         return state, step, loader.state()["examples"]
 
