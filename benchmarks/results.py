@@ -130,7 +130,7 @@ def _record(sweep: Mapping[str, Any], point: Mapping[str, Any], run: RunRecord) 
         "tokens": train["tokens"],
         "commit": run.manifest["commit"],
         "jax": run.manifest["packages"]["jax"],
-        "hardware": _hardware(run.manifest["devices"]),
+        "hardware": hardware(run.manifest["devices"]),
         "wall_seconds": round(run.split("goodput")[-1]["wall_seconds"], 1),
         "numbers": {name: float(f"{value:.{SIGNIFICANT_DIGITS}g}") for name, value in _numbers(run).items()},
     }
@@ -203,7 +203,7 @@ def _flags(fields: Mapping[str, str]) -> list[str]:
     return [f"--config.{n}={value}" for n, value in fields.items() if n not in PATH_FIELDS or "/" not in value]
 
 
-def _hardware(devices: Mapping[str, Any]) -> str:
+def hardware(devices: Mapping[str, Any]) -> str:
     """Return the number and kind of devices, or for CPUs the processor model of this machine.
 
     JAX does not name the model of a CPU.
@@ -271,6 +271,8 @@ def draw_figures(collected: Mapping[str, Sequence[Record]], suffix: str) -> None
     draw_family(
         joined(collected, "question-1-novels+question-2"), "warmup", path("results_optimizer_family"), by_effect=True
     )
+    draw_family(joined(collected, "question-1-novels+question-3-novels"), "lambda", path("results_lambda"))
+    draw_family(collected["question-5"], "differential", path("results_conversion"))
     draw_solved([record for record in on_recall if record["arm"] in AGAINST_NOISE], path("results_noise"))
     draw_sizes(collected["question-4"], path("results_sizes"))
     draw_arms(collected["arms"], path("results"))

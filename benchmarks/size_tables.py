@@ -13,7 +13,17 @@ import numpy as np
 
 from benchmarks.controls_study import ARCHITECTURES, LENGTHS, STEPS
 from benchmarks.controls_tables import SIGNIFICANT, cell_numbers_by_seed, p_text, tested, versus
-from benchmarks.study_records import REFERENCE, TEST_LOSS, Record, estimate, markdown, provenance, signed
+from benchmarks.study_records import (
+    REFERENCE,
+    STEP_TIME,
+    TEST_LOSS,
+    Record,
+    estimate,
+    markdown,
+    numbers_by_seed,
+    provenance,
+    signed,
+)
 
 FAMILY_TOKENS = 20  # Tokens per parameter at which the first family of a size compares arms.
 SUBTRACTION = ("diff", "zero-norm")  # The pair of arms that differ only in the subtraction.
@@ -93,16 +103,29 @@ def size_seconds_table(records: Sequence[Record], task: str) -> str:
     return _lengths_table(records, task, lambda runs: f"{statistics.median(r['wall_seconds'] for r in runs):.0f}")
 
 
-def size_time_text(records: Sequence[Record], task: str, arm: str, tokens: str) -> str:
-    """Return how many times as long an arm's median run takes as the Transformer's, after `tokens` per parameter."""
-    steps = str(LENGTHS[task][int(tokens)])
-    own, reference = (
-        statistics.median(
-            r["wall_seconds"] for r in records if (r["task"], r["arm"], r["changes"][STEPS]) == (task, name, steps)
-        )
-        for name in (arm, REFERENCE)
-    )
-    return f"{own / reference:.1f}"
+def step_times_table(records: Sequence[Record]) -> str:
+    """Return a table of the times of a training step, with a row for each arm; see benchmarks/step_times.py."""
+    rows = []
+    for arm in dict.fromkeys(r["arm"] for r in records):
+        ratios, parameters = _step_ratios(records, arm), next(r["parameters"] for r in records if r["arm"] == arm)
+        step = statistics.median(r["numbers"][STEP_TIME] for r in records if r["arm"] == arm)
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        rows.append([arm, f"{parameters:,}", f"{step:.1f}", f"{statistics.median(ratios):.2f}", spread])
+    header = ["arm", "parameters", "milliseconds", f"times `{REFERENCE}`", "of single rounds"]
+    first = records[0]
+    source = f"Medians of {len(ratios)} rounds of {first['tokens']:,} tokens; {first['hardware']}; jax {first['jax']}."
+    return f"{markdown(header, rows)}\n\n    {first['sweep']}\n\n{source}"
+
+
+def step_time_text(records: Sequence[Record], arm: str) -> str:
+    """Return how many times as long a training step of an arm takes as one of the Transformer."""
+    return f"{statistics.median(_step_ratios(records, arm)):.1f}"
+
+
+def _step_ratios(records: Sequence[Record], arm: str) -> list[float]:
+    """Return for each round the time of an arm's training step over that of the Transformer."""
+    own, reference = (numbers_by_seed(records, SMALLEST, name, STEP_TIME) for name in (arm, REFERENCE))
+    return [own[number] / reference[number] for number in own]
 
 
 def _lengths_table(records: Sequence[Record], task: str, cell_text: Callable[[Sequence[Record]], str]) -> str:
@@ -192,7 +215,8 @@ PLACEHOLDERS = {
     "size_difference": size_difference_text,
     "size_change": size_change_text,
     "size_seconds": size_seconds_table,
-    "size_time": size_time_text,
+    "step_times": step_times_table,
+    "step_time": step_time_text,
     "size_rates": size_rates_table,
     "sizes_family": sizes_family_table,
     "sizes_later": sizes_later_table,

@@ -22,6 +22,7 @@ SOLVED_TASK = "retrieval"  # Key, in the details of the suite `exact_match`, of 
 SOLVED_ACCURACY = 0.9  # A run has solved recall or recall-easy if its accuracy on these rows is at least this.
 SOLVED_NUMBER = f"exact_match/{SOLVED_TASK}"
 TEST_LOSS = "test/loss_bits_per_byte"  # Loss on the test text.
+STEP_TIME = "step_milliseconds"  # Time of a training step; benchmarks/step_times.py has a record for each round.
 WHOLE_CACHE = "whole"  # Name in the suite `cache` of the cache without compression.
 CACHE_SIZE_PREFIX = "cache/bytes_per_token_"  # The number of a cache's bytes per token is this and the cache's name.
 

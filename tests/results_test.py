@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 from helpers.report_runs import write_run
 
-from benchmarks import exploratory_tables, optimizer_study, results, results_figures, study_records, tuning
+from benchmarks import exploratory_tables, optimizer_study, results, results_figures, step_times, study_records, tuning
 from benchmarks.controls_tables import SIGNIFICANT
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
@@ -244,3 +244,21 @@ def test_unfinished_sweeps_and_missing_inputs_are_rejected(sweep):
     for place, message in (("{{arm mine}}", "no such placeholder"), ("{{arms yours recall}}", "no such study")):
         with pytest.raises(UserError, match=message):
             results.render({"mine": []}, place)
+
+
+def test_training_steps_are_timed_and_rendered(monkeypatch, tmp_path, capsys):
+    """Two arms take one step in each of two rounds. The other studies stay as they are."""
+    (tmp_path / "results.json").write_text('{"arms": []}')
+    monkeypatch.setattr(results, "COLLECTED", tmp_path / "results.json")
+    monkeypatch.setattr(step_times, "ARMS", {"controls": ("transformer", "gated")})
+    assert step_times.main(["--rounds=2", "--steps=1"]) == 0
+    collected = json.loads(results.COLLECTED.read_text())
+    assert collected.keys() == {"arms", "step-times"}
+    times = {(r["arm"], r["seed"]): r["numbers"]["step_milliseconds"] for r in collected["step-times"]}
+    assert times.keys() == {(arm, number) for arm in ("transformer", "gated") for number in (0, 1)}
+    ratio = statistics.mean(times["gated", number] / times["transformer", number] for number in (0, 1))
+    [parameters] = {r["parameters"] for r in COLLECTED["question-4"] if (r["task"], r["arm"]) == ("novels", "gated")}
+    assert f"| gated | {parameters:,} | {statistics.mean(times['gated', n] for n in (0, 1)):.1f} | {ratio:.2f} |" in (
+        capsys.readouterr().out
+    )
+    assert results.render(collected, "{{step_time step-times gated}}") == f"{ratio:.1f}"

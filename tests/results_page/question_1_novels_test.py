@@ -94,6 +94,23 @@ def test_answer_names_the_unused_parameters():
     test_unused_parameters_without_subtraction()
 
 
+@claim(
+    "with a gain, `zero-gain` has twice the rate and twice the gain of `diff-gain`, and with the norm, the rates are "
+    "equal"
+)
+def test_settings_of_the_arms_with_and_without_subtraction():
+    rate, gain = "optimizer.learning_rate", "model.post_scale"
+    tuned = controls.TUNED["novels"]
+    assert [tuned["zero-gain"][name] / tuned["diff-gain"][name] for name in (rate, gain)] == [2, 2]
+    assert tuned["zero-norm"][rate] == tuned["diff"][rate]
+
+
+@claim("and is behind the Transformer with a gain. With the subtraction, the norm raises the loss")
+def test_weak_control_of_the_answer():
+    mean, half = interval(contrast(AGAIN, "zero-gain", "transformer-gain"))
+    assert mean > half
+
+
 @claim("λ = 0 the parameters of the second attention weights, 11 % of all, are unused")
 def test_unused_parameters_without_subtraction():
     assert {

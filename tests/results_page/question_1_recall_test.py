@@ -5,6 +5,7 @@ from results_page.question_1 import NORM_OR_GAIN
 from results_page.runs import COLLECTED, MORE_NOISE, NOISE, RECALL, best_of_tuning, solved
 from results_page.significance import corrected, fisher, interval
 
+SIGNED_OR_NOT = ("answer", "answer_signed", "noise_signed")
 RECALL_SECTION = section("### Recall", "### Wide heads")
 
 
@@ -35,11 +36,16 @@ def test_contrasts_of_recall_are_fishers_test_with_holms_correction():
 
 
 @claim(
-    "No contrast is decided. In the code of differential attention, a norm or a gain solves the task in every run, "
-    "with and without the subtraction"
+    "No contrast is decided. All four arms with the code of differential attention and a norm or a gain solve every "
+    "run, with and without the subtraction"
 )
 def test_norm_or_gain_solves_recall():
     assert all_solved("diff", "diff-gain", "zero-norm", "zero-gain")
+    few, all_runs = solved(RECALL, "diff-plain")
+    assert few < all_runs
+    plain = f"`diff-plain`, with neither, solves {few} of {all_runs}"
+    assert PROSE.count(plain) == 2  # In the answer and in the section.
+    assert fisher((few, all_runs), (6, 6)) > 0.05
     assert min(corrected({p: fisher(*(solved(RECALL, arm) for arm in p)) for p in NORM_OR_GAIN}).values()) > 0.05
 
 
@@ -95,6 +101,38 @@ def test_ratio_of_signed_weights_on_answer_and_distractors():
     assert f"does not have it, and is larger in `diff`: {shown(differences)}." in PROSE
     assert min(of_both[0]) > max(of_both[1])
     assert interval(differences)[0] > interval(differences)[1]
+
+
+def of_shared_seeds(value):
+    """Return the differences of `diff` and `transformer-wide-norm` in the four seeds that both solve."""
+    by_seed = [
+        {
+            r["seed"]: value({name: r["numbers"][f"attention/{name}"] for name in SIGNED_OR_NOT})
+            for r in COLLECTED[RECALL]
+            if r["arm"] == arm and r["numbers"]["exact_match/retrieval"] >= 0.9
+        }
+        for arm in ("diff", "transformer-wide-norm")
+    ]
+    seeds = by_seed[0].keys() & by_seed[1].keys()
+    assert len(seeds) == 4
+    return [by_seed[0][seed] - by_seed[1][seed] for seed in sorted(seeds)]
+
+
+@claim("in the four seeds that both solve, the interval of this difference contains zero")
+def test_ratio_of_signed_weights_against_the_wide_transformer():
+    mean, half = interval(of_shared_seeds(lambda of: of["answer_signed"] / of["noise_signed"]))
+    assert abs(mean) < half
+
+
+@claim(
+    "the weight on the answer is smaller in `diff` by either count, than in `zero-norm` and than in "
+    "`transformer-wide-norm`"
+)
+def test_weight_on_the_answer_by_either_count():
+    for name in ("answer", "answer_signed"):
+        assert sum(interval(of_shared_seeds(lambda of, name=name: of[name]))) < 0
+        own, other = attention("diff", name), attention("zero-norm", name)
+        assert sum(interval([a - b for a, b in zip(own, other, strict=True)])) < 0
 
 
 @claim("As shares of |A1 − λ A2|, `diff` attends less to the answer than `zero-norm`, and more to distractors")

@@ -6,7 +6,7 @@ import statistics
 
 from benchmarks import controls_study
 from results_page.page import section
-from results_page.runs import COLLECTED, LOSS, median_seconds
+from results_page.runs import COLLECTED, LOSS
 from results_page.significance import corrected, interval, two_sided
 
 SIZE_PAIRS = [
@@ -120,10 +120,11 @@ def cost_of_own_rate(arm, tokens, own=OWN, shared=SHARED):
     return [losses[seed] - loss for seed, loss in size_losses(arm, tokens, shared).items()]
 
 
-def time_over_transformer(arm, tokens):
-    """Return the median seconds of an arm's runs over those of the Transformer's, with 150,000 parameters."""
-    runs = [r for r in RUNS[OWN] if r["changes"]["train.steps"] == str(STEPS_OF[OWN][tokens])]
-    return median_seconds(runs, arm) / median_seconds(runs, "transformer")
+def p_values_in_one_family(*families):
+    """Return the p-values after correction over all contrasts of families, by contrast and family."""
+    return corrected(
+        {(*name, family): two_sided(of) for family in families for name, of in SIZE_FAMILIES[family].items()}
+    )
 
 
 def tuned_rate(arm, steps):

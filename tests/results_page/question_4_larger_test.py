@@ -12,6 +12,7 @@ from results_page.question_4 import (
     STEPS_OF,
     at_length,
     cost_of_own_rate,
+    p_values_in_one_family,
     size_verdict,
     tuned_rate,
 )
@@ -142,6 +143,21 @@ def test_prose_has_the_differences_of_the_later_arms_of_larger_models():
         f"`gdla` − `transformer` is {gdla[20]}, `gated` − `transformer` is {gated[20]}, and `diff_v2` − `transformer` "
         f"is {diff_v2[20]}. At 5, they are {gdla[5]}, {gated[5]} and {diff_v2[5]} (not preregistered)"
     ) in PROSE
+
+
+@claim("In one family of all fourteen, the lead of `gated` and the slope of `zero-norm` would be open")
+def test_one_family_of_the_larger_models():
+    joint = p_values_in_one_family(LARGE, LARGE_LATER)
+    assert len(joint) == 14
+    changed = {name for name, p in joint.items() if (p < 0.05) != (SIZE_P_VALUES[name[-1]][name[:-1]] < 0.05)}
+    assert changed == {("gated", "transformer", "at 20", LARGE_LATER), ("zero-norm", "transformer", "slope", LARGE)}
+
+
+@claim("Of the 96 runs, 76 name a commit before that of their plan")
+def test_commit_of_the_runs_of_larger_models():
+    """The plan of 54ad5ce came after a1466ba. The first runs have a plan and a commit of the day before."""
+    commits = [r["commit"][:7] for r in RUNS[LARGE]]
+    assert (len(commits), commits.count("a1466ba"), commits.count("dca788e")) == (96, 76, 20)
 
 
 @claim("Of the 96 runs above, 20 are in this table too. It has the first five of their seeds")

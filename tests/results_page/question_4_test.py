@@ -24,13 +24,13 @@ from results_page.question_4 import (
     by_seed_at,
     cost_of_own_rate,
     longest_of,
+    p_values_in_one_family,
     sign_of_interval,
     size_losses,
     size_verdict,
-    time_over_transformer,
     tuned_rate,
 )
-from results_page.runs import median_seconds
+from results_page.runs import COLLECTED, median_seconds, step_time
 from results_page.significance import corrected, interval, two_sided
 
 
@@ -167,13 +167,32 @@ def test_answer_names_the_architectures_that_differ():
     assert size_verdict("diff", "transformer", "at 20") == size_verdict("diff_v2", "transformer", "at 80", LATER) == 1
 
 
-def test_prose_has_the_times_of_the_longest_runs():
-    gdla, gated = (f"{time_over_transformer(arm, 80):.1f}" for arm in ("gdla", "gated"))
+def test_prose_has_the_times_of_training_steps():
+    gdla, gated, top_k = map(step_time, ("gdla", "gated", "top_k"))
     assert (
-        f"At 80, a run of `gdla` takes {gdla} times as long as one of the Transformer, and one of `gated` {gated}"
+        f"A training step of `gdla` takes {gdla} times as long as one of the Transformer, and one of `gated` {gated}"
         in PROSE
     )
-    assert f"with the longest runs of each, they take {gdla}, {gated} and 3.3 times as long" in PROSE
+    assert f"a training step takes {gdla}, {gated} and {top_k} times as long" in PROSE
+
+
+def test_the_table_of_training_steps_has_every_arm():
+    """Each round has a record of every arm, and the same number of tokens."""
+    rounds = {(r["arm"], r["seed"]) for r in COLLECTED["step-times"]}
+    arms, numbers = {arm for arm, _ in rounds}, {number for _, number in rounds}
+    assert len(rounds) == len(COLLECTED["step-times"]) == len(arms) * len(numbers)
+    assert len({r["tokens"] for r in COLLECTED["step-times"]}) == 1
+    table = SECTIONS[OWN].partition("measured in turn on one idle core:\n")[2].partition("\n\n    python")[0]
+    found = {line.split("|")[1].strip(): line.split("|")[4].strip() for line in table.strip().splitlines()[2:]}
+    assert found == {arm: step_time(arm, decimals=2) for arm in arms}
+
+
+@claim("In one family with the others, `diff_v2` − `transformer` at 80 and the slope of `gated` to 80 would be open")
+def test_one_family_of_the_smallest_models():
+    joint = p_values_in_one_family(OWN, LATER)
+    assert len(joint) == 18
+    changed = {name for name, p in joint.items() if (p < 0.05) != (SIZE_P_VALUES[name[-1]][name[:-1]] < 0.05)}
+    assert changed == {("diff_v2", "transformer", "at 80", LATER), ("gated", "transformer", "slope", LATER)}
 
 
 @claim("With 20 tokens per parameter, `diff` is worse than the Transformer, and `gdla` and `gated` are better")

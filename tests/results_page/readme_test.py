@@ -6,18 +6,26 @@ from benchmarks import results
 from results_page.page import shown
 from results_page.question_1 import better, verdict_again
 from results_page.question_2 import by_optimizer, is_decided, p_value_in_one_family_of_ten
-from results_page.question_4 import LATER, SHARED, at_length, size_verdict, time_over_transformer
+from results_page.question_4 import (
+    LARGE,
+    LARGE_LATER,
+    LATER,
+    OWN,
+    SHARED,
+    at_length,
+    p_values_in_one_family,
+    size_verdict,
+)
 from results_page.review import REVIEW_FAMILY, from_review
 from results_page.runs import (
     AGAIN,
-    COLLECTED,
     MORE_NOISE,
     NOISE,
     RECALL,
     best_of_tuning,
     contrast,
-    median_seconds,
     solved,
+    step_time,
 )
 from results_page.significance import corrected, fisher, two_sided
 
@@ -105,8 +113,12 @@ def test_the_readme_has_the_differences_and_verdicts():
     assert size_verdict("diff", "transformer", "at 20", SHARED) == 0
     assert "and `diff` is better than `zero-norm`" in prose
     assert size_verdict("diff", "zero-norm", "at 20", SHARED) == -1
-    assert "Corrected together with the contrasts of λ = 0, the lead of `diff` with Muon is open" in prose
+    assert (
+        "In one correction for all contrasts of a question and size, the lead of `diff` with Muon and the deficit of "
+        "`diff_v2` are open"
+    ) in prose
     assert p_value_in_one_family_of_ten("the whole architecture, Muon") > 0.05
+    assert p_values_in_one_family(OWN, LATER)["diff_v2", "transformer", "at 80", LATER] > 0.05
     assert {size_verdict(arm, "transformer", "slope") for arm in ("diff", "zero-norm")} == {-1}
     assert is_decided("transformer's need for a long warm-up, Muon") == -1
 
@@ -130,9 +142,22 @@ def test_the_readme_has_the_solved_runs():
 
 def test_the_readme_has_the_times():
     prose = " ".join(SUMMARY.split())
-    gdla, gated, diff_v2 = (f"{time_over_transformer(arm, 80):.1f}" for arm in ("gdla", "gated", "diff_v2"))
-    assert f"A run of `gdla` with 80 tokens takes {gdla} times as long as one of the Transformer" in prose
-    assert f"`gated` takes {gated} times as long, and `diff_v2` {diff_v2} times" in prose
-    assert "With 14 tokens, `top_k` takes 3.3 times as long" in prose
-    top_k = median_seconds(COLLECTED["review-novels"], "top_k")
-    assert round(top_k / median_seconds(COLLECTED[AGAIN], "transformer"), 1) == 3.3
+    gdla, gated, diff_v2, top_k = map(step_time, ("gdla", "gated", "diff_v2", "top_k"))
+    assert (
+        f"a training step of `gdla` takes {gdla} times as long as one of the Transformer, `gated` {gated}, `diff_v2` "
+        f"{diff_v2}, and `top_k` {top_k} times"
+    ) in prose
+
+
+def test_the_readme_has_the_larger_models():
+    prose = " ".join(SUMMARY.split())
+    assert (
+        "With 430,000 parameters and 20 tokens, `gated` is better than the Transformer, and `diff`, `gdla` and "
+        "`diff_v2` are open"
+    ) in prose
+    assert [size_verdict(arm, "transformer", "at 20", LARGE_LATER) for arm in ("gated", "gdla", "diff_v2")] == [
+        -1,
+        0,
+        0,
+    ]
+    assert size_verdict("diff", "transformer", "at 20", LARGE) == 0

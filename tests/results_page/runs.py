@@ -79,5 +79,15 @@ def tokens_per_parameter(study, task):
     return min(found), max(found)
 
 
+def step_time(arm, decimals=1):
+    """Return the median over rounds of an arm's step time over that of the Transformer in the same round, as text."""
+    times = {
+        name: [r["numbers"]["step_milliseconds"] for r in COLLECTED["step-times"] if r["arm"] == name]
+        for name in (arm, "transformer")
+    }
+    ratio = statistics.median(own / of for own, of in zip(times[arm], times["transformer"], strict=True))
+    return f"{ratio:.{decimals}f}"
+
+
 def median_seconds(runs, arm):
     return statistics.median(r["wall_seconds"] for r in runs if r["arm"] == arm)

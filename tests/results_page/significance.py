@@ -4,7 +4,7 @@ import math
 import statistics
 
 # Quantiles of Student's t, by the number of seeds.
-T_975 = {5: 2.776445, 6: 2.570582, 7: 2.446912, 8: 2.364624, 10: 2.262157}
+T_975 = {4: 3.182446, 5: 2.776445, 6: 2.570582, 7: 2.446912, 8: 2.364624, 10: 2.262157}
 
 
 def interval(values):
