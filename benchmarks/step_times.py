@@ -41,6 +41,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=40, help="steps of a round (%(default)s)")
     args = parser.parse_args(arguments)
     specs = {arm: f"configs/{recipe}.py:{SMALLEST}-{arm}" for recipe, arms in ARMS.items() for arm in arms}
+    described = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+    commit = subprocess.run(described, cwd=results.ROOT, capture_output=True, text=True, check=True).stdout.strip()
     contestants = {arm: prepare(load_config(spec, {"data.path": "none"})) for arm, spec in specs.items()}
     for contestant in contestants.values():
         contestant.run(2)  # Warm-up.
@@ -48,8 +50,6 @@ def main(arguments: Sequence[str]) -> int:
     for _ in range(args.rounds):
         for contestant in contestants.values():
             contestant.run(args.steps)
-    described = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
-    commit = subprocess.run(described, cwd=results.ROOT, capture_output=True, text=True, check=True).stdout.strip()
     records = [
         {
             "task": SMALLEST,

@@ -1,11 +1,14 @@
 """Question 4: the models of 430,000 parameters."""
 
+from conftest import ROOT
+
 from results_page.page import PROSE, claim, shown
 from results_page.question_4 import (
     LARGE,
     LARGE_LATER,
     LARGE_SHARED,
     LATER_ARMS,
+    OWN,
     RUNS,
     SIZE_FAMILIES,
     SIZE_P_VALUES,
@@ -158,6 +161,9 @@ def test_commit_of_the_runs_of_larger_models():
     """The plan of 54ad5ce came after a1466ba. The first runs have a plan and a commit of the day before."""
     commits = [r["commit"][:7] for r in RUNS[LARGE]]
     assert (len(commits), commits.count("a1466ba"), commits.count("dca788e")) == (96, 76, 20)
+    assert "For 116 runs of question 4, it is older than the plan" in PROSE
+    assert 76 + sum(r["commit"].startswith("b2195ee") for r in RUNS[OWN]) == 116
+    assert "but 116 runs name an older commit" in " ".join((ROOT / "README.md").read_text().split())
 
 
 @claim("Of the 96 runs above, 20 are in this table too. It has the first five of their seeds")
