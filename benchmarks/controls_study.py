@@ -178,6 +178,8 @@ QUESTIONS: Mapping[str, Sequence[Cell]] = {
     "6": [Cell(task, arm, seeds=RECALL_SEEDS) for task in ("recall", "recall-31") for arm in AGAINST_NOISE],
     # Question 6 with 63 distractors.
     "6-more": [Cell("recall-63", arm, seeds=RECALL_SEEDS) for arm in AGAINST_MORE_NOISE],
+    # Question 6 with 63 distractors and twice the steps, on fresh seeds.
+    "6-longer": [Cell("recall-63", arm, {STEPS: "5000"}, seeds=ATTENTION_SEEDS) for arm in ("zero-norm", "diff")],
     # Experiments SP1, SP3 and NC3 of a review of the paper (docs/reproducing.md): top-k and signed attention, and
     # attention weights during training.
     "review": [
