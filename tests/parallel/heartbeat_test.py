@@ -37,7 +37,7 @@ class Service:
 
 @pytest.fixture
 def process_1(monkeypatch):
-    """Return a function that starts the heartbeat of process 1 of 2, and its clock, service and reasons to end."""
+    """Yield the clock and the service of the heartbeat of process 1 of 2, and the reasons for which it would end it."""
     clock, service, reasons = SimpleNamespace(now=0.0), Service(), queue.SimpleQueue()
     state = SimpleNamespace(process_id=1, num_processes=2, coordinator_address="host:1234", client=service)
     monkeypatch.setattr(heartbeat, "distributed", SimpleNamespace(global_state=state))

@@ -110,7 +110,7 @@ def report(tmp_path_factory):
     return write_page(runs, folder / "report.html")
 
 
-def test_the_report_names_the_attention_kernel(tmp_path):
+def test_the_report_names_the_attention_kernel_and_the_first_weights(tmp_path):
     workdir = write_run(tmp_path / "run", tiny("diff"))
     manifest = json.loads((workdir / "manifest.json").read_text())
 
@@ -118,9 +118,10 @@ def test_the_report_names_the_attention_kernel(tmp_path):
         (workdir / "manifest.json").write_text(json.dumps(manifest | more))
         return write_page([workdir], tmp_path / "report.html").read_text()
 
-    text = re.sub("<[^>]*>", " ", page(attention_kernel="pallas_gpu"))
+    text = re.sub("<[^>]*>", " ", page(attention_kernel="pallas_gpu", source_weights="0ab1/300"))
     assert re.search(r"attention kernel\s+pallas_gpu\s", text)
-    assert "attention kernel" not in page()
+    assert re.search(r"weights at the start\s+0ab1/300\s", text)
+    assert not re.search("attention kernel|weights at the start", page())
 
 
 @contextlib.contextmanager
