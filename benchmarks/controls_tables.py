@@ -191,12 +191,14 @@ def family_table(records: Sequence[Record], family: str, number: str = TEST_LOSS
     return markdown(["contrast", "effect", "bits per byte", "p, corrected", "verdict"], rows)
 
 
-def contrast_text(records: Sequence[Record], cell: str, reference: str, number: str = TEST_LOSS) -> str:
-    """Return the difference of two cells with its interval.
+def named_cell(word: str) -> str:
+    """Return the cell that a word of a placeholder names. The word has no spaces after commas."""
+    return word.replace(",", ", ")
 
-    The arguments have no spaces after commas, because spaces separate the words of a placeholder.
-    """
-    contrast = versus(cell.replace(",", ", "), reference.replace(",", ", "), "")
+
+def contrast_text(records: Sequence[Record], cell: str, reference: str, number: str = TEST_LOSS) -> str:
+    """Return the difference of two cells with its interval."""
+    contrast = versus(named_cell(cell), named_cell(reference), "")
     return signed(estimate(contrast_values(records, contrast, number)))
 
 

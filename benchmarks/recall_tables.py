@@ -18,6 +18,7 @@ from benchmarks.controls_tables import (
     cell_of,
     contrast_values,
     holm,
+    named_cell,
     p_text,
     versus,
 )
@@ -43,7 +44,7 @@ def cell_outcomes(records: Sequence[Record], cell: str) -> list[bool]:
 
 def solved_count_text(records: Sequence[Record], task: str, cell: str) -> str:
     """Return the number of a cell's runs that have solved the task, such as "2 of 6"."""
-    return count_text(cell_outcomes([r for r in records if r["task"] == task], cell))
+    return count_text(cell_outcomes([r for r in records if r["task"] == task], named_cell(cell)))
 
 
 def fisher_p_value(records: Sequence[Record], contrast: Contrast) -> float:
@@ -55,7 +56,8 @@ def fisher_p_value(records: Sequence[Record], contrast: Contrast) -> float:
 
 def solved_p_text(records: Sequence[Record], task: str, cell: str, reference: str) -> str:
     """Return the p-value of Fisher's exact test on the solved runs of two cells, without a correction."""
-    return p_text(fisher_p_value([r for r in records if r["task"] == task], versus(cell, reference, "")))
+    contrast = versus(named_cell(cell), named_cell(reference), "")
+    return p_text(fisher_p_value([r for r in records if r["task"] == task], contrast))
 
 
 def solved_table(records: Sequence[Record], task: str) -> str:
@@ -71,7 +73,7 @@ def solved_table(records: Sequence[Record], task: str) -> str:
                 cell,
                 f"{runs[0]['learning_rate']:g}",
                 runs[0]["changes"].get(GAIN, ""),
-                solved_count_text(records, task, cell),
+                count_text([has_solved(r) for r in runs]),
                 ", ".join(steps),
                 f"{statistics.median(accuracies):.3f}",
             ]
@@ -88,7 +90,7 @@ def solved_family_table(records: Sequence[Record], task: str) -> str:
     for contrast, p in zip(NORM_OR_GAIN_CONTRASTS, corrected, strict=True):
         first, second = (sum(cell_outcomes(records, cell)) for cell in contrast.pair)
         verdict = "open" if p >= SIGNIFICANT else "better" if first > second else "worse"
-        counts = [solved_count_text(records, task, cell) for cell in contrast.pair]
+        counts = [count_text(cell_outcomes(records, cell)) for cell in contrast.pair]
         rows.append([contrast.title, contrast.effect, *counts, p_text(p), verdict])
     header = ["contrast", "effect", "first arm solved", "second arm solved", "p, corrected", "verdict"]
     return markdown(header, rows)
