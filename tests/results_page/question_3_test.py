@@ -1,7 +1,19 @@
 """Question 3: forms of λ, and its values at the end of training."""
 
 from results_page.page import PAGE, PROSE, claim, shown
-from results_page.runs import AGAIN, COLLECTED, DIVERGING, FIRST, MORE_NOISE, NOISE, RECALL, lambdas, losses, rates
+from results_page.runs import (
+    AGAIN,
+    COLLECTED,
+    DIVERGING,
+    FIRST,
+    LONGER,
+    MORE_NOISE,
+    NOISE,
+    RECALL,
+    lambdas,
+    losses,
+    rates,
+)
 from results_page.significance import corrected, interval, two_sided
 
 LAMBDAS = {
@@ -76,8 +88,8 @@ def test_negative_lambda_of_runs_that_solve_the_task():
 
 
 @claim(
-    "With the norm, λ stays between 0 and 1 in all reported runs on recall but one: with seed 25 of the review's NC3, "
-    "λ of layer 1 ends at -0.8, and the run solves the task"
+    "With the norm, λ stays between 0 and 1 in all reported runs on recall but two, which solve the task: with seed "
+    "25, λ of layer 1 ends at -0.8 in the review's NC3, and at -0.1 among 63 distractors after 5,000 steps"
 )
 def test_lambda_with_the_norm_on_recall():
     outside = [
@@ -89,10 +101,17 @@ def test_lambda_with_the_norm_on_recall():
         for layer in (1, 2)
         if not 0 < r["numbers"][f"lambda/{layer}"] < 1
     ]
-    [(run, layer)] = outside
-    assert run in COLLECTED["review-nc3"]
-    assert (run["seed"], layer, round(run["numbers"]["lambda/1"], 1)) == (25, 1, -0.8)
-    assert run["numbers"]["exact_match/retrieval"] >= 0.9
+    found = {
+        next(study for study in ("review-nc3", LONGER) if run in COLLECTED[study]): (
+            run["seed"],
+            layer,
+            round(run["numbers"][f"lambda/{layer}"], 1),
+        )
+        for run, layer in outside
+    }
+    assert len(outside) == 2
+    assert found == {"review-nc3": (25, 1, -0.8), LONGER: (25, 1, -0.1)}
+    assert all(run["numbers"]["exact_match/retrieval"] >= 0.9 for run, _ in outside)
 
 
 @claim("With a gain it stays there among 15 and 31 distractors")

@@ -9,6 +9,7 @@ COLLECTED = json.loads(results.COLLECTED.read_text())
 LOSS = "test/loss_bits_per_byte"
 FIRST, AGAIN, RECALL = "question-1-novels", "question-1-again", "question-1-recall"
 NOISE, MORE_NOISE, DIVERGING = "question-6", "question-6-more", "question-3-recall"
+LONGER = "question-6-longer"
 
 
 def losses(study, arm, number=LOSS, **changes):
