@@ -107,7 +107,7 @@ MUON = {"optimizer.name": "muon"}
 MAIN_ARMS = ("transformer", "transformer-gain", "zero-norm", "diff")
 SPARSE_OR_SIGNED = ("top_k", "signed_mask")
 ATTENTION_SUITES = {"eval.suites": "loss,exact_match,attention"}
-ATTENTION_SEEDS = tuple(range(20, 26))
+FRESH_RECALL_SEEDS = tuple(range(20, 26))
 # Question 4: architectures at several sizes and lengths of training.
 ARCHITECTURES = ("transformer", "zero-norm", "diff", "diff_v2", "gdla", "gated")
 SIZE_SEEDS = tuple(range(30, 38))
@@ -179,14 +179,14 @@ QUESTIONS: Mapping[str, Sequence[Cell]] = {
     # Question 6 with 63 distractors.
     "6-more": [Cell("recall-63", arm, seeds=RECALL_SEEDS) for arm in AGAINST_MORE_NOISE],
     # Question 6 with 63 distractors and twice the steps, on fresh seeds.
-    "6-longer": [Cell("recall-63", arm, {STEPS: "5000"}, seeds=ATTENTION_SEEDS) for arm in ("zero-norm", "diff")],
+    "6-longer": [Cell("recall-63", arm, {STEPS: "5000"}, seeds=FRESH_RECALL_SEEDS) for arm in ("zero-norm", "diff")],
     # Experiments SP1, SP3 and NC3 of a review of the paper (docs/reproducing.md): top-k and signed attention, and
     # attention weights during training.
     "review": [
         *(Cell("novels", arm, seeds=SEEDS_AGAIN) for arm in SPARSE_OR_SIGNED),
         *(Cell("recall-31", arm, seeds=RECALL_SEEDS) for arm in SPARSE_OR_SIGNED),
         *(
-            Cell("recall", arm, ATTENTION_SUITES, is_tuned=False, seeds=ATTENTION_SEEDS)
+            Cell("recall", arm, ATTENTION_SUITES, is_tuned=False, seeds=FRESH_RECALL_SEEDS)
             for arm in ("zero-norm", "diff")
         ),
     ],

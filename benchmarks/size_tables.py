@@ -1,4 +1,4 @@
-"""Tables and values of docs/results.md on question 4: differences between arms by size and number of tokens.
+"""Tables and values of docs/results.md on question 4: arms by size and number of tokens, and times of training steps.
 
 This module has no command: `python benchmarks/results.py render` calls the functions in `PLACEHOLDERS`. A length is a
 number of tokens per parameter; `LENGTHS` in benchmarks/controls_study.py has the steps of each. Losses and their
@@ -113,7 +113,8 @@ def step_times_table(records: Sequence[Record]) -> str:
         rows.append([arm, f"{parameters:,}", f"{step:.1f}", f"{statistics.median(ratios):.2f}", spread])
     header = ["arm", "parameters", "milliseconds", f"times `{REFERENCE}`", "of single rounds"]
     first = records[0]
-    source = f"Medians of {len(ratios)} rounds of {first['tokens']:,} tokens; {first['hardware']}; jax {first['jax']}."
+    rounds = len({r["seed"] for r in records})
+    source = f"Medians of {rounds} rounds of {first['tokens']:,} tokens; {first['hardware']}; jax {first['jax']}."
     return f"{markdown(header, rows)}\n\n    {first['sweep']}\n\n{source}"
 
 

@@ -1,10 +1,11 @@
 """Times of a training step of the arms on novels with 0.15M parameters, interleaved in one process on one core.
 
-JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_multi_thread_eigen=false taskset -c 0 python benchmarks/step_times.py
+JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_multi_thread_eigen=false python benchmarks/step_times.py
 
-In each round, every arm takes some steps in turn, on rows of random tokens. Writes the study `step-times` of
-docs/results.json, with a record for each arm and round, and prints the median ratios to the Transformer. Let nothing
-else run meanwhile. The wall times of the runs of a study do not replace this: they come from sessions with other loads.
+In each round, every arm takes some steps in turn, on rows of random tokens. The script writes the study `step-times`
+of docs/results.json, with a record for each arm and round, and prints the median ratios to the Transformer. The seed of
+a record is the number of its round. Let nothing else run meanwhile. For the numbers of the page, `taskset -c 0` preceded
+the command. The wall times of the runs of a study do not replace this: they come from sessions with other loads.
 """
 
 import argparse
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
             "arm": arm,
             "seed": number,
             "changes": {},
-            "sweep": "python benchmarks/step_times.py",
+            "sweep": __doc__.splitlines()[2],
             "command": f"python train.py --config={specs[arm]}",
             "learning_rate": contestant.config.optimizer.learning_rate,
             "parameters": count_parameters(contestant.config.model).total,

@@ -55,7 +55,7 @@ def write(run: Run, step: int) -> str:
         try:
             make_folder(out.parent)
             remove_folder(out)  # Written before a rewind to an earlier step.
-            with new_folder(out, after_each_upload=report_progress) as folder:  # Uploads take longer than a step.
+            with new_folder(out, after_each_upload=report_progress) as folder:  # It may take longer than a step.
                 write_atomically(folder / RECORD, json.dumps({"weights": checkpoint.weights}) + "\n")
                 return write_export(checkpoint, workdir, folder, out, "hf", SHARD_MIB * 2**20)[0]
         except (OSError, UserError, RunError) as error:

@@ -97,17 +97,17 @@ class Heartbeat:
     def silent_peers(self, seconds: float) -> list[str]:
         """Return a description of each process that has been silent for more than `seconds`."""
         now = time.monotonic()
-        silent = {process: text for process, (text, received) in self._peers.items() if now - received > seconds}
+        silent = {peer: (text, received) for peer, (text, received) in self._peers.items() if now - received > seconds}
         unanswered = now - self._coordinator_heard
-        # All messages pass through process 0, so everyone is silent if it does not answer. Its last answer is up to
-        # two periods newer than its last message. Therefore, half of the time is enough here.
-        if self._me != 0 and silent and unanswered > seconds / 2:
+        # All messages pass through process 0. If it does not answer, the other processes seem silent too. Its last
+        # answer may be two periods newer than its last message, so half of the time is enough here.
+        if 0 in silent and unanswered > seconds / 2:
             where = distributed.global_state.coordinator_address
             return [f"process 0, the coordinator at {where}, has been silent for {unanswered:.0f} s"]
         return [
-            f"process {process} of {self._count} ({text.partition(' tick')[0] or 'since the start'}) has been silent "
-            f"for {now - self._peers[process][1]:.0f} s"
-            for process, text in sorted(silent.items())
+            f"process {peer} of {self._count} ({text.partition(' tick')[0] or 'since the start'}) has been silent "
+            f"for {now - received:.0f} s"
+            for peer, (text, received) in sorted(silent.items())
         ]
 
     def _end(self) -> None:

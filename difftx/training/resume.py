@@ -130,7 +130,7 @@ class Start(NamedTuple):
 
 
 def pinned_values(run: Run, source_weights: str | None) -> dict[str, object]:
-    """Return the values that must not change when a run starts again: config fields, signature of its data, weights.
+    """Return what must not change when a run starts again: config fields, the signature of its data, first weights.
 
     The values are JSON. The fields of `data` are missing, because the signature shows whether the data changed.
     `source_weights` is that of `Start`. The run of `checkpoint.init_from` may have other weights at each start.

@@ -1,4 +1,4 @@
-"""Which process a heartbeat names, on a clock that advances only when a test advances it."""
+"""A heartbeat names the process that is silent, on a clock that advances only when a test advances it."""
 
 import queue
 from types import SimpleNamespace

@@ -127,6 +127,12 @@ def p_values_in_one_family(*families):
     )
 
 
+def changed_in_one_family(*families):
+    """Return the contrasts, with their families, whose verdicts such a correction changes."""
+    joint = p_values_in_one_family(*families)
+    return {name for name, p in joint.items() if (p < 0.05) != (SIZE_P_VALUES[name[-1]][name[:-1]] < 0.05)}
+
+
 def tuned_rate(arm, steps):
     """Return the rate of the smallest validation loss on the seed of the tuning, which has to be between two others."""
     tries = [

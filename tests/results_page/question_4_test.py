@@ -22,6 +22,7 @@ from results_page.question_4 import (
     STEPS_OF,
     at_length,
     by_seed_at,
+    changed_in_one_family,
     cost_of_own_rate,
     longest_of,
     p_values_in_one_family,
@@ -182,17 +183,18 @@ def test_the_table_of_training_steps_has_every_arm():
     arms, numbers = {arm for arm, _ in rounds}, {number for _, number in rounds}
     assert len(rounds) == len(COLLECTED["step-times"]) == len(arms) * len(numbers)
     assert len({r["tokens"] for r in COLLECTED["step-times"]}) == 1
-    table = SECTIONS[OWN].partition("measured in turn on one idle core:\n")[2].partition("\n\n    python")[0]
+    table = SECTIONS[OWN].partition("measured in turn on one idle core:\n")[2].partition("\n\n    JAX")[0]
     found = {line.split("|")[1].strip(): line.split("|")[4].strip() for line in table.strip().splitlines()[2:]}
     assert found == {arm: step_time(arm, decimals=2) for arm in arms}
 
 
 @claim("In one family with the others, `diff_v2` − `transformer` at 80 and the slope of `gated` to 80 would be open")
 def test_one_family_of_the_smallest_models():
-    joint = p_values_in_one_family(OWN, LATER)
-    assert len(joint) == 18
-    changed = {name for name, p in joint.items() if (p < 0.05) != (SIZE_P_VALUES[name[-1]][name[:-1]] < 0.05)}
-    assert changed == {("diff_v2", "transformer", "at 80", LATER), ("gated", "transformer", "slope", LATER)}
+    assert len(p_values_in_one_family(OWN, LATER)) == 18
+    assert changed_in_one_family(OWN, LATER) == {
+        ("diff_v2", "transformer", "at 80", LATER),
+        ("gated", "transformer", "slope", LATER),
+    }
 
 
 @claim("With 20 tokens per parameter, `diff` is worse than the Transformer, and `gdla` and `gated` are better")
