@@ -4,8 +4,8 @@ JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_multi_thread_eigen=false python benchmarks
 
 In each round, every arm takes some steps in turn, on rows of random tokens. The script writes the study `step-times`
 of docs/results.json, with a record for each arm and round, and prints the median ratios to the Transformer. The seed of
-a record is the number of its round. Let nothing else run meanwhile. For the numbers of the page, `taskset -c 0` preceded
-the command. The wall times of the runs of a study do not replace this: they come from sessions with other loads.
+a record is the number of its round. Let nothing else run meanwhile. For the page, `taskset -c 0` preceded the
+command. The wall times of the runs of a study do not replace this: they come from sessions with other loads.
 """
 
 import argparse
