@@ -6,11 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from difftx import kernels as kernels
+    from difftx.inference.trained_run import load as load
     from difftx.layer import AttentionLayer as AttentionLayer
     from difftx.layer import DiffAttention as DiffAttention
 
 __version__ = "0.1.0"
-__all__ = ["AttentionLayer", "DiffAttention", "kernels"]
+# Public name → module that defines it, or None for a module of this package.
+_MODULES = {
+    "AttentionLayer": "difftx.layer",
+    "DiffAttention": "difftx.layer",
+    "kernels": None,
+    "load": "difftx.inference.trained_run",
+}
+__all__ = list(_MODULES)
 
 # setup.py installs the top-level folder configs/ as `difftx.configs`. In a clone that folder is next to this package.
 if not (Path(__file__).parent / "configs").is_dir():
@@ -19,8 +27,13 @@ if not (Path(__file__).parent / "configs").is_dir():
 
 def __getattr__(name: str) -> Any:
     """Import a public name at its first use, so that `import difftx` does not import JAX."""
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "kernels":
-        return importlib.import_module("difftx.kernels")
-    return getattr(importlib.import_module("difftx.layer"), name)
+    module = _MODULES[name]
+    return (
+        importlib.import_module(f"difftx.{name}") if module is None else getattr(importlib.import_module(module), name)
+    )
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -11,7 +11,8 @@ from typing import Any
 
 # The public names by module. All other names may change without notice.
 PUBLIC = {
-    "difftx": ("DiffAttention", "AttentionLayer", "kernels"),
+    "difftx": ("load", "DiffAttention", "AttentionLayer", "kernels"),
+    "difftx.inference.trained_run": ("TrainedRun", "AttentionWeights"),
     "difftx.kernels": ("diff_attention", "attention", "weighted_attention", "weight_functions"),
     "difftx.kernels.weight_functions": (
         "WeightFunction",

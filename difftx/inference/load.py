@@ -35,7 +35,13 @@ def load(
     run_config = override(read_config(workdir), overrides)
     multihost.start(processes, run_config.multihost)
     agree_on_command(run_config, processes)
-    mesh = make_mesh(run_config.mesh)
+    return load_model(workdir, step, run_config, make_mesh(run_config.mesh), part)
+
+
+def load_model(
+    workdir: AnyPath, step: int | None, run_config: Config, mesh: jax.sharding.Mesh, part: WeightsPart
+) -> LanguageModel:
+    """Load the model of a checkpoint onto the mesh of `run_config`. The other arguments are those of `load`."""
 
     def read(checkpoint: Checkpoint) -> LanguageModel:
         check_model_divisible(checkpoint.config, mesh)
