@@ -12,7 +12,7 @@ from flax import nnx
 from difftx.config import ModelConfig
 from difftx.config.architectures import ARCHITECTURES
 from difftx.config.build import build_group
-from difftx.config.fields import types_of
+from difftx.config.fields import Flag, fields_with, types_of
 from difftx.errors import UserError, did_you_mean
 from difftx.kernels.context import is_explicit_mesh
 from difftx.model.attention import layer_constants
@@ -20,27 +20,8 @@ from difftx.model.layers import rotary_angles
 from difftx.parallel.layout import Layout, reshard
 from difftx.parallel.mesh import AXES, check_attention_divisible
 
-# Fields of `ModelConfig` that the arguments of a layer or its input determine, or that belong to the rest of a decoder
-# or to its training.
-OTHER_FIELDS = {
-    "architecture",
-    "d_model",
-    "num_heads",
-    "num_layers",
-    "compute_dtype",
-    "vocab_size",
-    "embedding_std",
-    "tie_embeddings",
-    "logit_soft_cap",
-    "mlp_dim",
-    "window_pattern",
-    "anneal_steps",
-    "mup_base_width",
-    "mup_base_layers",
-    "mup_base_head_dim",
-    "remat",
-    "cache",
-}
+# Groups and fields of `ModelConfig` that are not arguments of a layer.
+OTHER_FIELDS = {name.partition(".")[0] for name in fields_with(ModelConfig, Flag.DECODER)}
 
 
 class AttentionLayer(nnx.Module):

@@ -11,7 +11,7 @@ from difftx.config import Config
 from difftx.config.architectures import ARCHITECTURES
 from difftx.config.build import config_from_dict, override
 from difftx.config.checks import divisors
-from difftx.config.model import SPECIFIC_FIELDS
+from difftx.config.model import default_specific_fields
 from difftx.config.recipes import load_config
 from difftx.configs import ablations, quickstart, toy
 from difftx.errors import UserError
@@ -111,7 +111,7 @@ VALUES = {
 @pytest.mark.parametrize("architecture", EVERY)
 def test_a_field_that_an_architecture_does_not_read_is_refused(architecture):
     config = load_config(f"{QUICKSTART}:{architecture}", {})  # The defaults of the architecture are accepted.
-    assert {*VALUES, "signal_heads", "output_gate", "top_k"} == {*SPECIFIC_FIELDS}
+    assert {*VALUES, "signal_heads", "output_gate", "top_k"} == {*default_specific_fields()}
     for field, value in VALUES.items():
         if architecture in READERS[field]:
             override(config, {f"model.{field}": str(value)})

@@ -5,17 +5,18 @@ import contextlib
 import dataclasses
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from difftx.config import Config
 from difftx.config.fields import (
     Extensible,
+    Flag,
     added_groups,
     alternative_of,
     describe_type,
     entry_type,
+    marks_of,
     options,
     types_of,
     values_of,
@@ -24,13 +25,6 @@ from difftx.errors import UserError, did_you_mean
 from difftx.files import require_local
 from difftx.registry import EXTENSION_HINT
 from difftx.storage.paths import scheme_of
-
-# Fields whose paths may be in a bucket.
-IN_BUCKETS = re.compile(
-    r"checkpoint\.(init|branch)_from|data\.(path|tokenizer)|eval\.(needle\.haystack|test\.path)|"
-    r"(data\.sources|eval\.hallucination\.sets)(\[\d+\]|\.\d+)\.path|"
-    r"eval\.(icl|math)\.tasks(\[\d+\]|\.\d+)\.(train|test)"
-)
 
 
 def config_from_dict(raw: Any) -> Config:
@@ -104,6 +98,8 @@ def build_group(group: type, raw: Any, path: str) -> Any:
     if missing:
         raise UserError(f"{prefix}{missing[0]}: missing; give {', '.join(hints)}")
     checked = {name: _checked(value, hints[name], prefix + name) for name, value in values.items()}
+    for name, value in checked.items():
+        _check_paths(value, prefix + name, may_be_in_bucket=Flag.BUCKET in marks_of(group).get(name, ()))
     if added := added_groups(group):
         checked["extensions"] = tuple((name, checked.pop(name)) for name in added)
     return group(**checked)
@@ -127,12 +123,6 @@ def _checked(value: Any, annotation: Any, path: str) -> Any:
         raise UserError(f"{path}: an integer of {value.bit_length()} bits; at most 63 are possible")
     if type(value) is float and not math.isfinite(value):
         raise UserError(f"{path}={value}: expected a finite number")
-    if isinstance(value, str) and not path.endswith("_url"):
-        # Not `path_of`: a config must be readable without the extra of a store that the reader does not need.
-        if IN_BUCKETS.fullmatch(path):
-            scheme_of(path, value)  # Raises `UserError` for an invalid path.
-        else:
-            require_local(path, value)
     if dataclasses.is_dataclass(annotation):
         return build_group(annotation, value, path)  # pyrefly: ignore[bad-argument-type]
     for option in options(annotation):
@@ -147,6 +137,16 @@ def _checked(value: Any, annotation: Any, path: str) -> Any:
     choices = [choice for kind in options(annotation) if get_origin(kind) is Literal for choice in get_args(kind)]
     hint = f".{did_you_mean(value, choices)}" if choices and isinstance(value, str) else ""
     raise UserError(f"{path}={value!r}: expected {describe_type(annotation)}{hint}")
+
+
+def _check_paths(value: Any, field: str, *, may_be_in_bucket: bool) -> None:
+    """Raise `UserError` if a text is the path of a bucket, and the field takes none or the path is invalid."""
+    if isinstance(value, tuple):
+        for i, entry in enumerate(value):
+            _check_paths(entry, f"{field}[{i}]", may_be_in_bucket=may_be_in_bucket)
+    elif isinstance(value, str) and not field.endswith("_url"):
+        # Not `path_of`: a config must be readable without the extra of a store that the reader does not need.
+        (scheme_of if may_be_in_bucket else require_local)(field, value)
 
 
 def parse(text: str, annotation: Any, field: str) -> Any:

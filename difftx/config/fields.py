@@ -1,13 +1,16 @@
 """Base classes of the config groups, and the types, rules and defaults of their fields.
 
 Each config field is declared once, as a field of a dataclass with a type and a default, followed by a string with its
-meaning and unit. Recipes, the command line and docs/config.md use this declaration.
+meaning and unit. The type also states what a change of the field affects (`Effect`), and further facts that other code
+needs (`Flag`). Recipes, the command line, docs/config.md and every rule about fields use this declaration.
 """
 
 import dataclasses
+import enum
 import functools
+import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import (
     Annotated,
     Any,
@@ -37,7 +40,52 @@ class Rule:
     message: str  # End of the error message, after "field=value".
 
 
+class Effect(enum.Enum):
+    """What a change of a field affects. Every field has one effect, the first of this list that applies."""
+
+    SHAPES = "the shapes of the weights"
+    FUNCTION = "what given weights compute"
+    START = "the weights with which a run begins"
+    TRAINING = "the course of training, and so its result"
+    EVALUATION = "what suites measure, and generated text"
+    ROUNDING = "the rounding of results"
+    NOTHING = "files, messages and time, but no result"
+
+
+class Flag(enum.Enum):
+    """Further facts about a field."""
+
+    BRANCH = "may change when a run branches from a checkpoint"
+    RESUME = "may change when a run resumes, although it changes the result"
+    LOCATION = "locates or names content that is identified by its hash"
+    PROCESS = "may differ between the processes of a run"
+    BUCKET = "may be a path in a bucket"
+    PRESET = "set by mesh.preset"
+    KERNEL = "determines the shapes of the attention kernel's operands"
+    SEED = "differs between the runs of one arm"
+    SPECIFIC = "used by the architectures that name it in `SelfAttention.fields`"
+    DECODER = "not a field of an attention layer, but of the decoder around it or of its training"
+
+
 _T = TypeVar("_T")
+AffectsShapes = Annotated[_T, Effect.SHAPES]
+AffectsFunction = Annotated[_T, Effect.FUNCTION]
+AffectsStart = Annotated[_T, Effect.START]
+AffectsTraining = Annotated[_T, Effect.TRAINING]
+AffectsEvaluation = Annotated[_T, Effect.EVALUATION]
+AffectsRounding = Annotated[_T, Effect.ROUNDING]
+AffectsNothing = Annotated[_T, Effect.NOTHING]
+MayChangeInBranch = Annotated[_T, Flag.BRANCH]
+MayChangeOnResume = Annotated[_T, Flag.RESUME]
+LocatesContent = Annotated[_T, Flag.LOCATION]
+MayDifferBetweenProcesses = Annotated[_T, Flag.PROCESS]
+MayBeInBucket = Annotated[_T, Flag.BUCKET]
+SetByPreset = Annotated[_T, Flag.PRESET]
+ShapesKernelCalls = Annotated[_T, Flag.KERNEL]
+DiffersBetweenSeeds = Annotated[_T, Flag.SEED]
+OnlySomeArchitectures = Annotated[_T, Flag.SPECIFIC]
+BelongsToDecoder = Annotated[_T, Flag.DECODER]
+
 _DISTINCT = Rule(lambda entries: len(set(entries)) == len(entries), ": the entries must differ")
 _AXIS_LIMIT = Rule(lambda value: value < 2**31, " must be less than 2**31, the limit for an axis of an array")
 
@@ -61,10 +109,10 @@ def check_rules(field: str, value: Any, annotation: Any) -> None:
     for kind in options(annotation):
         if get_origin(kind) is Annotated:
             for rule in kind.__metadata__:
-                if not rule.holds(value):
+                if isinstance(rule, Rule) and not rule.holds(value):
                     raise UserError(f"{field}={value}{rule.message}")
-            kind = kind.__origin__
-        if get_origin(kind) is tuple:
+            check_rules(field, value, kind.__origin__)
+        elif get_origin(kind) is tuple:
             for entry in value:
                 check_rules(field, entry, get_args(kind)[0])
 
@@ -80,6 +128,10 @@ class Group:
         cls._path = path  # Path of the group in the config, such as "eval.needle", for error messages.
         # Pairs of fields of which exactly one has a value. Setting one sets the other to None (`alternative_of`).
         cls._alternatives = types.MappingProxyType({**alternatives, **{b: a for a, b in alternatives.items()}})
+        for name, annotation in inspect.get_annotations(cls).items():
+            stated = [mark for mark in getattr(annotation, "__metadata__", ()) if isinstance(mark, Effect)]
+            if len(stated) != 1 and not dataclasses.is_dataclass(annotation):
+                raise TypeError(f"{cls.__name__}.{name}: state what a change of it affects, such as AffectsTraining[…]")
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self):
@@ -92,10 +144,18 @@ class Group:
 
 
 class Extensible(Group):
-    """A group to which extensions can add groups, such as `config.eval.bleu`."""
+    """A group to which extensions can add groups, such as `config.eval.bleu`.
 
-    extensions: tuple[tuple[str, Any], ...] = ()
+    `effect` is what the fields of these groups affect, because the dataclass of an extension does not say it.
+    """
+
+    extensions: AffectsNothing[tuple[tuple[str, Any], ...]] = ()
     """Name and value of each added group. This attribute is not a config field."""
+    _effect = Effect.TRAINING
+
+    def __init_subclass__(cls, path: str = "", *, effect: Effect, **options: Any):
+        cls._effect = effect
+        super().__init_subclass__(path, **options)
 
     def __getattr__(self, name: str) -> Any:
         for added, value in object.__getattribute__(self, "extensions"):
@@ -134,9 +194,61 @@ def _declared_types(group: type, with_rules: bool = False) -> dict[str, Any]:
     return {name: kind for name, kind in hints.items() if name != "extensions"}
 
 
+@functools.cache
+def marks_of(group: type[Group]) -> Mapping[str, frozenset[Effect | Flag]]:
+    """Return the effect and the flags of each field of a group, without the groups in it."""
+    hints = _declared_types(group, with_rules=True)
+    return {
+        name: frozenset(mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Effect | Flag))
+        for name, hint in hints.items()
+        if not dataclasses.is_dataclass(hint)
+    }
+
+
+def marks(group: type, path: str = "") -> Iterator[tuple[str, frozenset[Effect | Flag]]]:
+    """Yield the full name, such as "model.cache.bits", and the effect and flags of each field of a group.
+
+    Fields of the entries of a list have names such as "data.sources.path".
+    """
+    prefix = f"{path}." if path else ""
+    yield from ((prefix + name, of_field) for name, of_field in marks_of(group).items())
+    for name, kind in types_of(group).items():
+        if name in added_groups(group):
+            assert issubclass(group, Extensible)
+            yield from (
+                (f"{prefix}{name}.{field.name}", frozenset({group._effect})) for field in dataclasses.fields(kind)
+            )
+        elif inner := kind if dataclasses.is_dataclass(kind) else entry_type(kind):
+            yield from marks(inner, prefix + name)
+
+
+def fields_with(group: type, *any_of: Effect | Flag) -> list[str]:
+    """Return the full names of the fields of a group, and of the groups in it, that have any of the marks."""
+    return [name for name, of_field in marks(group) if not of_field.isdisjoint(any_of)]
+
+
 def alternative_of(group: Any, name: str) -> str | None:
     """Return the field that becomes None when the field `name` of a group is set to another value than None."""
     return getattr(group, "_alternatives", {}).get(name)
+
+
+def without(group: type, values: Mapping[str, Any], mark: Effect | Flag) -> dict[str, Any]:
+    """Return the values of a group, as `values_of` returns them, without the fields that have a mark."""
+    kept = {name: value for name, value in values.items() if mark not in marks_of(group).get(name, ())}
+    for name, kind in types_of(group).items():
+        if dataclasses.is_dataclass(kind):
+            kept[name] = without(kind, kept[name], mark)
+        elif name in kept and (entry := entry_type(kind)):
+            kept[name] = tuple(without(entry, item, mark) for item in kept[name])
+    return kept
+
+
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a group, as `values_of` returns them, by full name, such as "model.cache.bits"."""
+    names: dict[str, Any] = {}
+    for name, value in values.items():
+        names |= {f"{name}.{n}": v for n, v in flat(value).items()} if isinstance(value, Mapping) else {name: value}
+    return names
 
 
 def values_of(group: Any) -> dict[str, Any]:

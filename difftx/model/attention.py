@@ -89,7 +89,7 @@ class SelfAttention(nnx.Module):
     # Name of the function in `difftx.kernels` that computes the heads. It determines the available backends.
     kernel: ClassVar[Literal["diff_attention", "attention", "weighted_attention"]] = "weighted_attention"
     subtracts: ClassVar[bool] = False  # Whether the attention weights of a head are A1 - λ A2.
-    fields: ClassVar[tuple[str, ...]] = ()  # Entries of `difftx.config.model.SPECIFIC_FIELDS` that this class uses.
+    fields: ClassVar[tuple[str, ...]] = ()  # Fields of `model` with `Flag.SPECIFIC` that this class uses.
     default_head_norm: ClassVar[str] = "none"  # Value of `model.head_norm` unless a config or a caller sets it.
     replaced_heads: ClassVar[int] = 1  # Number of heads of the matched Transformer that one head replaces.
 

@@ -45,10 +45,6 @@ PRESETS = (
 )
 
 
-# Fields that `apply_preset` sets. They follow from the other fields and from the devices.
-PRESET_FIELDS = ("mesh.data", "mesh.fsdp", "mesh.tensor", "model.remat", "train.accumulation")
-
-
 def apply_preset(config: Config, *, kind: str, devices: int, parameters: int) -> Config:
     """Return the config with the mesh, remat policy and accumulation of the first preset that matches.
 

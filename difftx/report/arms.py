@@ -5,12 +5,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from difftx.config.fields import Effect, Flag
 from difftx.report.runs import RunRecord, data_content, different_tokenizers
-from difftx.training.resume import ORIGIN, Change, changed_fields
+from difftx.training.resume import Change, changed_fields
 
-# Runs of one arm have equal values in these groups of the config, except in the fields of SEEDS and in neutral ones.
-TRAINING_GROUPS = ("model", "data", "optimizer", "train")
-SEEDS = ("train.seed", "data.seed")
 # Largest ratio of two numbers of parameters, or of tokens, that count as equal. The λ vectors and the gains of head
 # norms give a differential model slightly more parameters than its Transformer has.
 EQUAL_SIZES = 1.02
@@ -61,12 +59,12 @@ def training_changes(first: RunRecord, second: RunRecord) -> list[Change]:
     Runs of different seeds may each continue from a run of their own seed.
     """
     changes = [change for change in changed_fields(first.config, second.config) if not change.is_neutral]
-    has_other_seed = any(change.is_in(SEEDS) for change in changes)
+    has_other_seed = any(change.has(Flag.SEED) for change in changes)
     return [
         change
         for change in changes
-        if (change.is_in(TRAINING_GROUPS) and not change.is_in(SEEDS))
-        or (change.is_in(ORIGIN) and not (has_other_seed and None not in (change.old, change.new)))
+        if not change.has(Flag.SEED)
+        and not (change.has(Effect.START) and has_other_seed and None not in (change.old, change.new))
     ]
 
 

@@ -6,8 +6,7 @@ import re
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-import flax.traverse_util
-
+from difftx.config.fields import flat
 from difftx.config.suites import SUITES
 from difftx.evals.measures import explanation_of, format_value, label_of, measure_of, measures_of
 from difftx.evals.result import Measure
@@ -120,7 +119,7 @@ def _changed_options(first: Result, second: Result) -> dict[str, tuple[str, str]
     # A file that could not be read has None in place of a hash.
     equal = {name for name, hashes in contents.items() if hashes == new.get(name) and None not in hashes}
     without = {field for field, option in paths.items() if option in equal}
-    before, after = (flax.traverse_util.flatten_dict(_without_paths(o, without), sep=".") for o in (old, new))
+    before, after = (flat(_without_paths(o, without)) for o in (old, new))
 
     def text(value: Any) -> str:
         """Return a value as JSON, with the first 12 digits of each SHA-256."""

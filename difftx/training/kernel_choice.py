@@ -16,23 +16,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import flax.traverse_util
 import jax
 
 from difftx import kernels
 from difftx.compilation_cache import user_folder
 from difftx.config import Config
-from difftx.config.fields import values_of
+from difftx.config.fields import Effect, Flag, fields_with, flat, values_of
 from difftx.files import read_file, source_sha256
 from difftx.json_files import json_sha256, read_record, schema_error, write_record
 from difftx.kernels import target
 from difftx.kernels.backend import Ranking
 from difftx.parallel import multihost
-from difftx.parallel.presets import PRESET_FIELDS
 from difftx.storage.paths import AnyPath
 from difftx.training import kernel_measurement
 from difftx.training.checkpoint.manifest import ACCELERATOR_PACKAGES, MANIFEST, package_versions
-from difftx.training.workload import WORKLOAD_FIELDS, kernel_function
+from difftx.training.workload import kernel_function
 
 COMPILERS = ("jax", "jaxlib", *ACCELERATOR_PACKAGES)  # Packages whose versions may change a kernel.
 RANKING_SCHEMA = {"function": str, "conditions": {str: str}, "milliseconds": {str: float}, "rejected": {str: str}}
@@ -92,10 +90,11 @@ def _ranked(devices: str, config: Config, recorded: Ranking | None) -> Ranking |
 
     Return None if nothing could be measured.
     """
-    values = flax.traverse_util.flatten_dict(values_of(config), sep=".")
+    values = flat(values_of(config))
     # The config that a run records has other values of the preset's fields than the config on the command line.
-    set_by_preset = PRESET_FIELDS if config.mesh.preset == "auto" else ()
-    fields = {n: value for n, value in values.items() if n.startswith(WORKLOAD_FIELDS) and n not in set_by_preset}
+    set_by_preset = fields_with(Config, Flag.PRESET) if config.mesh.preset == "auto" else []
+    determining = fields_with(Config, Effect.SHAPES, Effect.FUNCTION, Flag.KERNEL)
+    fields = {name: values[name] for name in determining if name not in set_by_preset}
     conditions = {
         "devices": devices,
         "versions": ", ".join(f"{name} {version}" for name, version in package_versions().items() if name in COMPILERS),

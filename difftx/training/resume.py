@@ -5,12 +5,11 @@ import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import flax.traverse_util
 import jax
 import jax.numpy as jnp
 
-from difftx.config import Config
-from difftx.config.fields import values_of
+from difftx.config import Config, ModelConfig
+from difftx.config.fields import Effect, Flag, fields_with, flat, marks, values_of
 from difftx.data.loader import Loader, signature_changes
 from difftx.errors import UserError, shown
 from difftx.files import list_folder, resolved, size_of, source_sha256
@@ -32,93 +31,42 @@ from difftx.training.optimizer import learning_rate
 from difftx.training.run import Run
 from difftx.training.state import TrainState, init_state, jit_init
 
-# Groups and fields that may change when a run resumes, although this changes its results.
-RESUMABLE = ("guards", "train.steps")
 # Differences of the learning rate below this share of its peak are rounding.
 ROUNDING = 1e-5
-# Fields that select the state with which a run starts. A run that has a checkpoint no longer reads them.
-ORIGIN = ("checkpoint.init_from", "checkpoint.branch_from")
-# Further fields that may change when a run branches from a checkpoint: those of the learning rate.
-BRANCHABLE = (
-    "optimizer.schedule",
-    "optimizer.learning_rate",
-    "optimizer.final_learning_rate",
-    "optimizer.warmup_steps",
-    "optimizer.warmup_fraction",
-    "optimizer.decay_steps",
-    "optimizer.decay_fraction",
-    "optimizer.decay_shape",
-)
-# Fields of `model` that do not change the outputs of given parameters, except by rounding, or that only follow from the
-# shapes of the parameters.
-SAME_OUTPUTS = (
-    "remat",
-    "attention_implementation",
-    "compute_dtype",
-    "cache",
-    "init",
-    "init_std",
-    "embedding_std",
-    "zero_init_output",
-    "lambda_std",
-    "vocab_size",
-    "head_dim",
-    "num_kv_heads",
-)
-# Other groups and fields that may change, because this changes results by rounding at most.
-NEUTRAL = (
-    "mesh",
-    "multihost",
-    "checkpoint",
-    "eval",
-    "logging",
-    "model.remat",
-    "model.attention_implementation",
-    "train.accumulation",
-    "train.compilation_cache",
-    "train.kernel_choice",
-    "data.prefetch_batches",
-    "data.verify",
-    "data.cache_path",
-    "data.cache_mib",
-)
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
     """A field whose value differs between two configs."""
 
-    field: str  # Name with the group, such as "train.steps".
+    field: str  # Full name, such as "train.steps".
     old: object
     new: object
+    marks: frozenset[Effect | Flag]  # What the field affects, and its flags.
 
     def __str__(self) -> str:
         return f"{self.field}: {self.old} → {self.new}"
 
     @property
     def is_neutral(self) -> bool:
-        """True if the change does not affect results, except by rounding."""
-        return self.is_in(NEUTRAL) and not self.is_in(ORIGIN)
+        """True if the change does not affect the result of training, except by rounding."""
+        return self.has(Effect.EVALUATION, Effect.ROUNDING, Effect.NOTHING)
 
     @property
     def is_safe(self) -> bool:
         """Whether a run may resume with the new value."""
-        return self.is_neutral or self.is_in(RESUMABLE)
+        return self.is_neutral or self.has(Flag.RESUME)
 
-    def is_in(self, names: tuple[str, ...]) -> bool:
-        """Whether the field, or its whole group, is one of `names`."""
-        return self.field in names or self.field.partition(".")[0] in names
+    def has(self, *any_of: Effect | Flag) -> bool:
+        """Whether the field has any of the marks."""
+        return not self.marks.isdisjoint(any_of)
 
 
 def changed_fields(old: Config, new: Config) -> list[Change]:
     """Return the fields whose values differ between two configs."""
-    before, after = values_of(old), values_of(new)
-    return [
-        Change(f"{group}.{name}", before[group][name], value)
-        for group, fields in after.items()
-        for name, value in fields.items()
-        if before[group][name] != value
-    ]
+    before, after = flat(values_of(old)), flat(values_of(new))
+    changed = {name: (before.get(name), value) for name, value in after.items() if before.get(name) != value}
+    return [Change(name, *changed[name], of_field) for name, of_field in marks(Config) if name in changed]
 
 
 class Start(NamedTuple):
@@ -135,11 +83,11 @@ def pinned_values(run: Run, source_weights: str | None) -> dict[str, object]:
     The values are JSON. The fields of `data` are missing, because the signature shows whether the data changed.
     `source_weights` is that of `Start`. The run of `checkpoint.init_from` may have other weights at each start.
     """
+    values = flat(json.loads(run.config.to_json()))
     fields = {
-        change.field: change.new
-        for group, values in json.loads(run.config.to_json()).items()
-        for name, value in values.items()
-        if not (change := Change(f"{group}.{name}", None, value)).is_safe and group != "data"
+        name: values[name]
+        for name, of_field in marks(Config)
+        if name in values and not Change(name, None, None, of_field).is_safe and not name.startswith("data.")
     }
     signature = {f"data, {name}": value for name, value in run.data.signature.items()}
     return fields | signature | {"weights of checkpoint.init_from": source_weights}
@@ -197,7 +145,7 @@ def _resume(
         for change in refused:
             print_on_primary(f"changed since the checkpoint: {change} (not safe)")
     if allow_config_change or not refused:  # A changed extension may reject the checkpoint's config.
-        allowed = BRANCHABLE + ORIGIN if is_branch else ()
+        allowed = (Flag.BRANCH, Effect.START) if is_branch else ()
         trained = config_of(folder)
         refused += _report_changes(trained, run.config, step, data_changes, allowed, print_unsafe=allow_config_change)
     if refused and not allow_config_change:
@@ -264,20 +212,26 @@ def _print_other_code(manifest: Manifest) -> None:
 
 
 def _report_changes(
-    old: Config, new: Config, step: int, data_changes: list[str], allowed: tuple[str, ...], *, print_unsafe: bool
+    old: Config,
+    new: Config,
+    step: int,
+    data_changes: list[str],
+    allowed: tuple[Effect | Flag, ...],
+    *,
+    print_unsafe: bool,
 ) -> list[str]:
     """Print the safe changes of the config, and return the unsafe ones. With `print_unsafe`, print those too.
 
-    The returned changes include those of the data. `step` is that of the checkpoint. Changes of the fields `allowed`
-    are safe in addition to those of `Change.is_safe`.
+    The returned changes include those of the data. `step` is that of the checkpoint. Changes of fields with a mark
+    in `allowed` are safe in addition to those of `Change.is_safe`.
     """
     refused, data_fields = [], []
     for change in changed_fields(old, new):
         # The data may be the same even if a field of `data` changed. Only the data's signature shows this.
         is_data = change.field.startswith("data.") and not change.is_safe
-        safe = change.is_safe or change.is_in(allowed) or (is_data and not data_changes)
+        safe = change.is_safe or change.has(*allowed) or (is_data and not data_changes)
         text = str(change)
-        if change.is_in(ORIGIN) and not safe:
+        if change.has(Effect.START) and not safe:
             origin = old.checkpoint.branch_from or old.checkpoint.init_from or "new parameters"
             text += f", without effect on this run, which started from {origin}"
         if safe or print_unsafe:  # Otherwise, the error message lists the unsafe changes.
@@ -348,14 +302,11 @@ def _params_in(run: Run, folder: AnyPath) -> tuple[object, str]:
 
 def _output_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Return the fields of two groups `model` that change the outputs of the same parameters, as "name: old → new"."""
-    before, after = (
-        flax.traverse_util.flatten_dict({name: value for name, value in group.items() if name not in SAME_OUTPUTS})
-        for group in (old, new)
-    )
+    before, after = flat(old), flat(new)
     return [
-        f"model.{'.'.join(path)}: {before[path]} → {value}"
-        for path, value in after.items()
-        if path in before and before[path] != value
+        f"model.{name}: {before[name]} → {after[name]}"
+        for name in fields_with(ModelConfig, Effect.FUNCTION)
+        if name in before and before[name] != after[name]
     ]
 
 

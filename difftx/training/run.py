@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import flax.traverse_util
 import jax
 
 from difftx import kernels
 from difftx.config import Config
 from difftx.config.architectures import ARCHITECTURES
 from difftx.config.build import config_from_dict
-from difftx.config.fields import values_of
+from difftx.config.fields import Flag, flat, values_of, without
 from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import Tokenizer, load_tokenizer, padded_size
 from difftx.errors import UserError
@@ -53,8 +52,6 @@ LOCK_WAIT_SECONDS = 60.0
 RECORDS = ("config.json", "manifest.json", "metrics.jsonl", "journal.jsonl", ".lock")
 # Flags that may differ between processes. For config and extension, the contents are compared in place of the paths.
 OWN_FLAGS = ("distributed", "coordinator", "processes", "process", "config", "extension")
-# Fields of `data` that may differ between processes, because `Run.open` compares the contents of the data.
-OWN_DATA_FIELDS = ("path", "tokenizer", "end_of_text", "cache_path", "cache_mib")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,11 +170,8 @@ def agree_on_command(config: Config, flags: argparse.Namespace) -> None:
         packages = {f"package {name}": version for name, version in package_versions().items()}
         loaded = sorted((Path(extension.path).name, extension.sha256) for extension in loaded_extensions())
         extensions = {f"extension {number}, {name}": sha256 for number, (name, sha256) in enumerate(loaded, start=1)}
-        raw = values_of(config)
-        for group in (raw["data"], *raw["data"]["sources"]):
-            for name in OWN_DATA_FIELDS:
-                group.pop(name, None)
-        return source_files() | packages | extensions | compared | flax.traverse_util.flatten_dict(raw, sep=".")
+        raw = without(Config, values_of(config), Flag.PROCESS)  # `Run.open` compares the contents of the data.
+        return source_files() | packages | extensions | compared | flat(raw)
 
     agree("the command", fields, dict, config.multihost.barrier_timeout_seconds)
 

@@ -11,16 +11,6 @@ from difftx.model.abstract import count_parameters
 from difftx.parallel.mesh import mesh_sizes
 from difftx.parallel.presets import apply_preset
 
-# Prefixes of the config fields that determine the workload.
-WORKLOAD_FIELDS = (
-    "model.",
-    "mesh.",
-    "train.global_batch_tokens",
-    "train.accumulation",
-    "data.sequence_length",
-    "data.document_mask",
-)
-
 
 def kernel_function(config: Config) -> str:
     """Return the name of the attention function that the config's model calls."""

@@ -2,13 +2,15 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 from collections.abc import Iterator
 from typing import Any
 
 from difftx.config import Config
 from difftx.config.build import config_from_dict
-from difftx.config.fields import values_of
+from difftx.config.data import DataConfig
+from difftx.config.fields import Flag, fields_with, values_of
 from difftx.data.loader import signature_changes
 from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import Tokenizer, load_tokenizer
@@ -22,11 +24,6 @@ from difftx.training.checkpoint.manifest import WeightsPart, read_manifest
 from difftx.training.checkpoint.restoring import config_of
 from difftx.training.resume import changed_fields
 from difftx.training.run import Run
-
-# Fields of `data` that only locate the data. The signature in the manifest identifies the contents.
-LOCATIONS = ("path", "sources", "tokenizer", "end_of_text")
-# Neutral fields that must fit other fields of the training: the rows of its batch, and its number of steps.
-OF_TRAINING = ("train.accumulation", "logging.profile_steps")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +78,10 @@ def config_for_reader(trained: Config, run_config: Config) -> Config:
     """Return the config `trained`, with the values of `run_config` for fields that change results only by rounding."""
     raw = values_of(trained)
     for change in changed_fields(trained, run_config):
-        if change.is_neutral and not change.is_in(OF_TRAINING):
-            group, name = change.field.split(".")
-            raw[group][name] = change.new
+        *groups, name = change.field.split(".")
+        # Accumulation and profiled steps must fit the rows and steps of the training.
+        if change.is_neutral and groups[0] not in ("train", "logging"):
+            functools.reduce(dict.__getitem__, groups, raw)[name] = change.new
     return config_from_dict(raw)
 
 
@@ -153,6 +151,7 @@ def _moved(checkpoint: Checkpoint) -> Iterator[Config]:
     """
     data = checkpoint.config.data
     with contextlib.suppress(UserError):  # The locations may be invalid with other fields of the checkpoint's config.
-        moved = dataclasses.replace(data, **{name: getattr(checkpoint.run_config.data, name) for name in LOCATIONS})
+        locations = {name: getattr(checkpoint.run_config.data, name) for name in fields_with(DataConfig, Flag.LOCATION)}
+        moved = dataclasses.replace(data, **locations)
         if moved != data:
             yield dataclasses.replace(checkpoint.config, data=moved)
