@@ -378,7 +378,7 @@ class MathConfig(Group, path="eval.math"):
 class EvalConfig(Extensible, path="eval", effect=Effect.EVALUATION):
     """Evaluation during training, and the settings of all suites."""
 
-    every_steps: AffectsEvaluation[Positive[int]] = 1000
+    every_steps: AffectsNothing[Positive[int]] = 1000
     """Number of steps between evaluations in the training loop. The last step is always evaluated."""
     suites: AffectsEvaluation[tuple[str, ...]] = ("loss",)
     """Suites that the training loop runs. `difftx eval --list` lists all suites."""

@@ -56,6 +56,7 @@ class Flag(enum.Enum):
     """Further facts about a field."""
 
     BRANCH = "may change when a run branches from a checkpoint"
+    CONVERSION = "may be set when a Transformer is converted to another architecture"
     RESUME = "may change when a run resumes, although it changes the result"
     LOCATION = "locates or names content that is identified by its hash"
     PROCESS = "may differ between the processes of a run"
@@ -76,6 +77,7 @@ AffectsEvaluation = Annotated[_T, Effect.EVALUATION]
 AffectsRounding = Annotated[_T, Effect.ROUNDING]
 AffectsNothing = Annotated[_T, Effect.NOTHING]
 MayChangeInBranch = Annotated[_T, Flag.BRANCH]
+MayChangeInConversion = Annotated[_T, Flag.CONVERSION]
 MayChangeOnResume = Annotated[_T, Flag.RESUME]
 LocatesContent = Annotated[_T, Flag.LOCATION]
 MayDifferBetweenProcesses = Annotated[_T, Flag.PROCESS]

@@ -17,6 +17,7 @@ from difftx.config.fields import (
     Extensible,
     Flag,
     Group,
+    MayChangeInConversion,
     NotNegative,
     OnlySomeArchitectures,
     Positive,
@@ -142,11 +143,13 @@ class ModelConfig(Extensible, path="model", effect=Effect.FUNCTION):
     2503.19786). The pattern repeats over the layers, so its length must divide `num_layers`."""
     norm_eps: AffectsFunction[Positive[float]] = 1e-5
     """Epsilon of the RMSNorms before attention, before the MLP and after the last layer, and of `qk_norm`."""
-    head_norm: AffectsFunction[Literal["none", "rms", "rms_affine", "scalar", "sigmoid"]] = "rms_affine"
+    head_norm: MayChangeInConversion[AffectsFunction[Literal["none", "rms", "rms_affine", "scalar", "sigmoid"]]] = (
+        "rms_affine"
+    )
     """Norm of each head's output. "rms": RMSNorm without a gain (Eq. 3, Hugging Face). "rms_affine": RMSNorm with gain
     (the official code). In place of a norm, "scalar" has one learned factor per layer, and "sigmoid" the sigmoid of one
     learned number per head, initially 0 (head scaling, arXiv 2504.00927). "none": no norm and no factor."""
-    head_norm_eps: AffectsFunction[Positive[float]] = 1e-5
+    head_norm_eps: MayChangeInConversion[AffectsFunction[Positive[float]]] = 1e-5
     """Epsilon of the head norm."""
     lambda_init: OnlySomeArchitectures[AffectsFunction[float | None]] = None
     """λ_init of all layers. None: 0.8 - 0.6 exp(-0.3 (l - 1)) in layer l = 1, 2, … (§2.1 of the paper)."""
@@ -164,10 +167,10 @@ class ModelConfig(Extensible, path="model", effect=Effect.FUNCTION):
     `signed_mask` (Eq. 3 of the paper), and 1 in all others. `zero_branch` and `dex` have none."""
     anneal_steps: BelongsToDecoder[OnlySomeArchitectures[AffectsTraining[Positive[int]]]] = 1000
     """Architectures `zero_branch` and `dex` only: number of updates over which λ grows from 0 to its full value."""
-    init: AffectsTraining[Literal["fan_in", "normal"]] = "fan_in"
+    init: MayChangeInConversion[AffectsTraining[Literal["fan_in", "normal"]]] = "fan_in"
     """Initial values of projections. "fan_in": uniform with variance 1 / (3 fan_in), like PyTorch's `Linear` in the
     official code. "normal": normal with mean 0 and standard deviation `init_std`."""
-    init_std: AffectsTraining[NotNegative[float]] = 0.02
+    init_std: MayChangeInConversion[AffectsTraining[NotNegative[float]]] = 0.02
     """Standard deviation of the projections' initial values if `init` is "normal"."""
     embedding_std: BelongsToDecoder[AffectsTraining[NotNegative[float]]] = 0.02
     """Standard deviation of the initial embeddings. The paper and its code do not state a value."""

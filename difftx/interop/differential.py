@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import reshard
 
 from difftx.config import Config, ModelConfig
-from difftx.config.model import SPECIFIC_FIELDS
+from difftx.config.fields import Flag, fields_with
 from difftx.data.loader import Batch, ordered_batches
 from difftx.data.sources import Sources
 from difftx.errors import UserError
@@ -41,7 +41,7 @@ from difftx.training.state import graph, init_state
 Heads = Literal["entropy", "all"]
 
 # Fields of `model` that the user may set for the new model. The Transformer determines all other fields.
-CHANGEABLE = (*SPECIFIC_FIELDS, "head_norm", "head_norm_eps", "init", "init_std")
+CHANGEABLE = fields_with(ModelConfig, Flag.SPECIFIC, Flag.CONVERSION)
 ATTENTION = "blocks/attention/"
 CHOSEN = f"{ATTENTION}chosen_H"
 ENTROPY_ROWS, ENTROPY_QUERIES = 32, 64  # Rows of the validation sets, and queries of each, by which DEX chooses heads.

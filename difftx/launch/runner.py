@@ -21,6 +21,7 @@ import rich.live
 import rich.markup
 import rich.table
 
+from difftx.config.fields import Effect
 from difftx.data.loader import signature_changes
 from difftx.data.sources import signature_of_stores
 from difftx.errors import EXIT_PREEMPTED, UserError, printable
@@ -95,7 +96,7 @@ class RunStatus:
         A finished run keeps its results, which have the old values.
         """
         changes = changed_fields(config_of(self.last_checkpoint), self.point.config)
-        return [change for change in changes if change.is_in(("eval",)) and change.field != "eval.every_steps"]
+        return [change for change in changes if change.has(Effect.EVALUATION)]
 
     def cells(self) -> list[str]:
         """Return the run's row of the table: name, state, step, loss, tokens/s, time left, error."""
