@@ -21,6 +21,7 @@ from difftx.config.fields import (
     types_of,
     values_of,
 )
+from difftx.config.synonyms import field_named
 from difftx.errors import UserError, did_you_mean
 from difftx.files import require_local
 from difftx.registry import EXTENSION_HINT
@@ -109,6 +110,8 @@ def _annotation(group: Any, name: str, field: str) -> Any:
     """Return the type of a group's field, or raise a `UserError` about `field` if there is no such field."""
     hints = types_of(group) if dataclasses.is_dataclass(group) else {}
     if name not in hints:
+        if other := field_named(name):
+            raise UserError(f"{field}: no such field. Did you mean {other!r}?")
         hint = EXTENSION_HINT if isinstance(group, type) and issubclass(group, Extensible) else ""
         raise UserError(f"{field}: no such field.{did_you_mean(name, hints)}{hint}")
     return hints[name]
