@@ -28,7 +28,6 @@ class Extension:
 
     path: str
     sha256: str  # Hash of the file, followed by the modules in its folder that it imports.
-    file_sha256: str  # Hash of the file alone. Older runs have recorded it as their `sha256`.
 
 
 EXTENSION_HINT = " If a file of yours adds it, name the file with --extension=FILE.py."
@@ -110,10 +109,9 @@ def _extension(path: Path) -> Extension:
         contents[file] = file.read_bytes()
         todo += [found for found in _own_imports(path.parent, file, contents[file]) if found not in contents]
     digest = hashlib.sha256(contents.pop(path))
-    file_sha256 = digest.hexdigest()
     for file, content in sorted(contents.items()):
         digest.update(f"\n{file.relative_to(path.parent).as_posix()} {len(content)}\n".encode() + content)
-    return Extension(str(path), digest.hexdigest(), file_sha256)
+    return Extension(str(path), digest.hexdigest())
 
 
 def _own_imports(folder: Path, file: Path, content: bytes) -> Iterator[Path]:
@@ -238,26 +236,15 @@ def require_names(recorded: Sequence[Mapping[str, str]], what: str) -> None:
 
 def changed_extensions(recorded: Sequence[Mapping[str, str]]) -> list[str]:
     """Return descriptions of the loaded extensions whose contents differ from the contents that a run has recorded."""
-    changes = []
-    for extension in recorded:
-        loaded, sha256 = _loaded_as(extension), extension["sha256"]
-        # Older runs have recorded the hash of the file alone.
-        if loaded is not None and sha256 not in (loaded.sha256, loaded.file_sha256):
-            is_module = extension.get("file_sha256") == loaded.file_sha256
-            name = f"a module that {loaded.path} imports" if is_module else loaded.path
-            changes.append(f"{name} (SHA-256 {sha256[:12]}… → {loaded.sha256[:12]}…)")
-    return changes
+    return [
+        f"{loaded.path}, or a module that it imports (SHA-256 {extension['sha256'][:12]}… → {loaded.sha256[:12]}…)"
+        for extension in recorded
+        if (loaded := _loaded_as(extension)) is not None and loaded.sha256 != extension["sha256"]
+    ]
 
 
 def _loaded_as(recorded: Mapping[str, str]) -> Extension | None:
-    """Return the loaded extension with the recorded content, else the recorded file, else its name, else None."""
-
-    def matches(extension: Extension) -> tuple[bool, ...]:
-        return (
-            recorded["sha256"] in (extension.sha256, extension.file_sha256),
-            recorded.get("file_sha256") == extension.file_sha256,
-            Path(recorded["path"]).name == Path(extension.path).name,
-        )
-
-    found = max(_extensions.values(), key=matches, default=None)
-    return found if found is not None and any(matches(found)) else None
+    """Return the loaded extension with the recorded content, else one with the recorded file name, else None."""
+    same = [extension for extension in _extensions.values() if extension.sha256 == recorded["sha256"]]
+    name = Path(recorded["path"]).name
+    return next(iter(same + [one for one in _extensions.values() if Path(one.path).name == name]), None)
