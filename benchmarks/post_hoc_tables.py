@@ -76,6 +76,19 @@ def curve_through(points: Mapping[float, float], exponent: float | None = None) 
     return LossCurve(first - scale * x**-exponent, scale, exponent)
 
 
+class Chords(NamedTuple):
+    """Straight lines over log2 of the tokens, in millions, whose last parts extend beyond the points. A check."""
+
+    points: Mapping[float, float]
+
+    def tokens(self, loss: float) -> float:
+        """Return the number of tokens, in millions, at which the lines have a loss."""
+        (x, first), (y, second), (z, third) = sorted(self.points.items())
+        if loss < second:
+            x, first, y, second = y, second, z, third
+        return x * (y / x) ** ((first - loss) / (first - second))
+
+
 def mean_losses(records: Sequence[Record], task: str, without: int | None = None) -> Losses:
     """Return the mean losses of question 4 of a size over its seeds, or over those other than `without`."""
     found: dict[str, dict[float, float]] = {}
@@ -89,13 +102,26 @@ def mean_losses(records: Sequence[Record], task: str, without: int | None = None
 def log_worths(records: Sequence[Record], task: str, without: int | None = None) -> dict[str, list[float]]:
     """Return arm → log2 of the worth of its tokens at each length."""
     smallest = mean_losses(records, SMALLEST, without)
-    losses = smallest if task == SMALLEST else mean_losses(records, task, without)
     curve = curve_through(smallest[REFERENCE])
-    if task != SMALLEST:
-        curve = curve_through(losses[REFERENCE], curve.exponent)
+    if task == SMALLEST:
+        return _log_worths(smallest, curve)
+    larger = mean_losses(records, task, without)
+    return _log_worths(larger, curve_through(larger[REFERENCE], curve.exponent))
+
+
+def _log_worths(losses: Losses, curve: LossCurve | Chords) -> dict[str, list[float]]:
     return {
         arm: [float(np.log2(curve.tokens(loss) / tokens)) for tokens, loss in losses[arm].items()] for arm in WORTH_ARMS
     }
+
+
+def log_worths_by_chords(records: Sequence[Record], task: str, without: int | None = None) -> dict[str, list[float]]:
+    """Return arm → log2 of the worth of its tokens at each length of the smallest models, read from chords."""
+    losses = mean_losses(records, task, without)
+    return _log_worths(losses, Chords(losses[REFERENCE]))
+
+
+METHODS = {"curve": log_worths, "chords": log_worths_by_chords}  # How to read tokens from the Transformer's losses.
 
 
 def jackknife(statistic: Callable[[int | None], float]) -> Estimate:
@@ -156,9 +182,9 @@ def worth_per_time_text(records: Sequence[Record], arm: str, tokens: str) -> str
     return f"{2 ** _log_worth(records, SMALLEST, arm, tokens) / step_ratio(records, arm):.2f}"
 
 
-def _log_advantages(records: Sequence[Record], without: int | None = None) -> list[float]:
+def _log_advantages(records: Sequence[Record], without: int | None, method: str = "curve") -> list[float]:
     """Return log2 of the worth of `diff` over that of `zero-norm`, at each length of the smallest models."""
-    own, other = (log_worths(records, SMALLEST, without)[arm] for arm in SECOND_MAP)
+    own, other = (METHODS[method](records, SMALLEST, without)[arm] for arm in SECOND_MAP)
     return [a - b for a, b in zip(own, other, strict=True)]
 
 
@@ -172,14 +198,19 @@ def _slope(values: Sequence[float]) -> float:
     return float(np.polyfit(np.log2([*LENGTHS[SMALLEST]]), values, 1)[0])
 
 
-def advantage_slope_text(records: Sequence[Record]) -> str:
+def advantage_slope_text(records: Sequence[Record], method: str) -> str:
     """Return the slope of log2 of this ratio per doubling of the tokens."""
-    return signed(jackknife(lambda seed: _slope(_log_advantages(records, seed))))
+    return signed(jackknife(lambda seed: _slope(_log_advantages(records, seed, method))))
 
 
-def worth_slope_text(records: Sequence[Record], arm: str) -> str:
-    """Return the slope of log2 of the worth of an arm's tokens per doubling of the tokens."""
-    return signed(jackknife(lambda seed: _slope(log_worths(records, SMALLEST, seed)[arm])))
+def worth_change_text(records: Sequence[Record], arm: str, method: str) -> str:
+    """Return by how much log2 of the worth of an arm's tokens changes from 20 to 80 tokens per parameter."""
+
+    def change(without: int | None) -> float:
+        _, before, after = METHODS[method](records, SMALLEST, without)[arm]
+        return after - before
+
+    return signed(jackknife(change))
 
 
 def parameters_buy_text(records: Sequence[Record], factor: str) -> str:
@@ -293,7 +324,7 @@ PLACEHOLDERS = {
     "worth": worth_text,
     "more_tokens": more_tokens_text,
     "worth_per_time": worth_per_time_text,
-    "worth_slope": worth_slope_text,
+    "worth_change": worth_change_text,
     "advantage": advantage_text,
     "advantage_slope": advantage_slope_text,
     "parameters_buy": parameters_buy_text,

@@ -105,8 +105,6 @@ ATTENTION_COLUMNS = {
     "to distractors, with sign": "noise_signed",
     "to position 0": "first",
     "Gini": "gini",
-    "cosine of A1 and A2, answer": "cosine_answer",
-    "distractors": "cosine_noise",
 }
 
 

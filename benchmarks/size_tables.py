@@ -83,16 +83,6 @@ def size_difference_text(records: Sequence[Record], task: str, arm: str, tokens:
     return signed(estimate([*differences_by_length(records, task, arm)[int(tokens)].values()]))
 
 
-def size_change_text(records: Sequence[Record], task: str, arm: str, first: str, last: str) -> str:
-    """Return by how much an arm's difference from the Transformer changes from one length of training to another.
-
-    `first` and `last` are numbers of tokens per parameter.
-    """
-    differences = differences_by_length(records, task, arm)
-    before, after = (differences[int(tokens)] for tokens in (first, last))
-    return signed(estimate([difference - before[seed] for seed, difference in after.items()]))
-
-
 def size_rates_table(records: Sequence[Record], task: str) -> str:
     """Return a table of the learning rates of a size: a row for each length, and a column for each arm."""
     return _lengths_table(records, task, lambda runs: f"{runs[-1]['learning_rate']:g}")
@@ -219,7 +209,6 @@ def sizes_later_table(records: Sequence[Record], task: str) -> str:
 PLACEHOLDERS = {
     "sizes": sizes_table,
     "size_difference": size_difference_text,
-    "size_change": size_change_text,
     "size_seconds": size_seconds_table,
     "step_times": step_times_table,
     "step_time": step_time_text,
