@@ -1,12 +1,12 @@
-"""Tables and values of docs/results.md and README.md that no plan named: tokens of equal worth, and pooled differences.
+"""Tables and values of docs/results.md and README.md that no plan named: worth in tokens, and pooled differences.
 
 This module has no command: `python benchmarks/results.py render` calls the functions in `PLACEHOLDERS`.
 
-The *worth* of an arm's tokens is D'/D: the arm trains on D tokens, and the Transformer needs D' tokens for the same loss
-of the test text. D' is read from the Transformer's curve E + B · D^-b. The losses at the three lengths of the smallest
-models determine E, B and b. Larger models have two lengths, which determine their E and B; b is that of the smallest
-models. Curves and worths are of mean losses over seeds. Intervals are 95 % jackknife intervals over seeds of log2 of the
-worth: each seed is left out in turn, so that they contain the uncertainty of the curve.
+The *worth* of an arm's tokens is D'/D: the arm trains on D tokens, and the Transformer needs D' tokens for the same
+loss of the test text. D' is read from the Transformer's curve E + B · D^-b. The losses at the three lengths of the
+smallest models determine E, B and b. Larger models have two lengths, which determine their E and B; b is that of the
+smallest models. All losses are means over seeds. Intervals are 95 % jackknife intervals of log2 of the worth. The
+jackknife leaves out each seed in turn, for the curve too, so that the intervals contain the noise of the curve.
 """
 
 import itertools
@@ -39,7 +39,7 @@ from benchmarks.controls_tables import (
     p_value,
     versus,
 )
-from benchmarks.size_tables import SMALLEST, SECOND_MAP, differences_by_length, step_ratio
+from benchmarks.size_tables import SECOND_MAP, SMALLEST, differences_by_length, step_ratio
 from benchmarks.study_records import REFERENCE, TEST_LOSS, Estimate, Record, estimate, markdown, signed
 
 VALIDATION_LOSS = "loss/bits_per_byte"
