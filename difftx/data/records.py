@@ -1,6 +1,7 @@
 """Read files that may be compressed, and the JSON objects in their lines. Files may be in buckets."""
 
 import dataclasses
+import functools
 import glob
 import gzip
 import json
@@ -25,7 +26,9 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-OPENERS = {".gz": gzip.open, ".zst": zstd.open, ".xz": lzma.open}
+# The default of zstd refuses windows above 128 MiB, which `zstd --long=31` writes. A window takes at most 2 GiB of memory.
+ZSTD_OPTIONS = {zstd.DecompressionParameter.window_log_max: zstd.DecompressionParameter.window_log_max.bounds()[1]}
+OPENERS = {".gz": gzip.open, ".zst": functools.partial(zstd.open, options=ZSTD_OPTIONS), ".xz": lzma.open}
 READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError, zstd.ZstdError)
 MAX_DOCUMENT_BYTES = 2**30  # Maximum size of a decompressed line or text file. Each is tokenised in one call.
 TOO_LONG = f"is longer than the {MAX_DOCUMENT_BYTES:,} bytes that a document may have; split it"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from difftx.data.prepare import readers
 from difftx.data.prepare.readers import Document, Fields, sources_of
-from difftx.data.records import zstd
+from difftx.data.records import read_records, zstd
 from difftx.errors import UserError
 
 FIELDS = Fields("text", "id")
@@ -97,6 +97,17 @@ def test_a_folder_is_read_with_the_folders_that_it_links_to(tmp_path):
 def test_byte_order_mark_is_not_part_of_the_json(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "x", "id": 1}\r\n\r\n{"text": "y", "id": 2}')
     assert [d.text for d in read(tmp_path / "a.jsonl")] == ["x", "y"]
+
+
+@pytest.mark.parametrize("window_bits", [27, 28, 31])
+def test_zstd_windows_of_every_size_are_read(tmp_path, window_bits):
+    """The frame is made by hand from RFC 8878. `zstd --long=31` writes the largest window."""
+    line = b'{"text": "x", "id": 1}'
+    header = b"\x28\xb5\x2f\xfd\0" + bytes([(window_bits - 10) << 3])  # Magic number, descriptors of frame and window.
+    for name in ("a.jsonl.zst", "a.txt.zst"):
+        (tmp_path / name).write_bytes(header + (len(line) << 3 | 1).to_bytes(3, "little") + line)  # The last, raw block.
+    assert [d.text for d in read(tmp_path)] == ["x", line.decode()]
+    assert [record.values["text"] for record in read_records(tmp_path / "a.jsonl.zst", field="f", what="w")] == ["x"]
 
 
 @pytest.mark.parametrize(
