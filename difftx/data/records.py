@@ -26,10 +26,11 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-# The default of zstd refuses windows above 128 MiB, which `zstd --long=31` writes. A window takes at most 2 GiB of memory.
+# By default, zstd refuses windows above 128 MiB, which `zstd --long=31` writes. A window takes at most 2 GiB of memory.
 ZSTD_OPTIONS = {zstd.DecompressionParameter.window_log_max: zstd.DecompressionParameter.window_log_max.bounds()[1]}
 OPENERS = {".gz": gzip.open, ".zst": functools.partial(zstd.open, options=ZSTD_OPTIONS), ".xz": lzma.open}
 READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError, zstd.ZstdError)
+BYTE_ORDER_MARK = "\ufeff"  # Some programs on Windows write it at the start of UTF-8. It is not part of the text.
 MAX_DOCUMENT_BYTES = 2**30  # Maximum size of a decompressed line or text file. Each is tokenised in one call.
 TOO_LONG = f"is longer than the {MAX_DOCUMENT_BYTES:,} bytes that a document may have; split it"
 
@@ -40,6 +41,12 @@ def open_stream(file: AnyPath) -> BinaryIO:
     if opener is None:
         return open_file(file)
     return cast(BinaryIO, opener(file if isinstance(file, Path) else open_file(file), "rb"))
+
+
+def decompressed(file: AnyPath, stored: BinaryIO) -> BinaryIO:
+    """Return the decompressed stream of an open file if the suffix of `file` is .gz, .zst or .xz, else `stored`."""
+    opener = OPENERS.get(file.suffix.lower())
+    return stored if opener is None else cast(BinaryIO, opener(stored, "rb"))
 
 
 def bucket_files(pattern: "epath.Path") -> "dict[epath.Path, objects.Description]":

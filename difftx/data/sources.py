@@ -18,7 +18,7 @@ import numpy as np
 from difftx.config.data import STDLIB, SYNTHETIC, DataConfig
 from difftx.data.mixture import BLOCK_ROWS, SOURCE_ORDER, Mixture, Stage
 from difftx.data.packing import BEST_FIT_VERSION, PackedRows, RowSource
-from difftx.data.records import OPENERS, bucket_files
+from difftx.data.records import BYTE_ORDER_MARK, OPENERS, bucket_files
 from difftx.data.store import (
     SPLITS,
     ShardedStore,
@@ -269,7 +269,7 @@ def read_texts(path: str | None, field: str = "data.path") -> Iterator[str]:
             )
         try:
             with open_file(file) as stream:
-                text = stream.read().decode("utf-8")
+                text = stream.read().decode("utf-8").removeprefix(BYTE_ORDER_MARK)
         except UnicodeDecodeError as error:
             raise UserError(f"{file}: byte {error.start} is not UTF-8; convert the file, or leave it out") from error
         except OSError as error:
