@@ -1,20 +1,26 @@
 """Chat templates: Jinja templates that write a conversation as text, rendered as transformers renders them."""
 
+import contextlib
 import datetime
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
 from difftx.errors import UserError
 
+RENDER_SECONDS = 30  # Limit of the CPU time of one conversation. Templates that end take milliseconds.
+REASONING = ("reasoning_content", "thinking", "reasoning")  # Names of a message's reasoning; the first one counts.
 ROLES = "role and content, such as {'role': 'user', 'content': 'Hello'}"
 
 type Message = Mapping[str, Any]  # Has "role" and mostly "content".
@@ -28,7 +34,7 @@ class ChatTemplate:
         self.text, self._special_tokens, self._name = text, dict(special_tokens), name
         try:
             self._template = _environment().from_string(text)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # Jinja also computes constants, so errors have many types.
             raise UserError(f"{name}: the chat template is not valid ({error})") from error
 
     @property
@@ -36,22 +42,34 @@ class ChatTemplate:
         """SHA-256 of the template's text, which the `meta.json` of a store of conversations records."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        """Return the text of a conversation, optionally with the beginning of the assistant's next message."""
+    @property
+    def writes_date(self) -> bool:
+        """Return whether the text of a conversation may contain the date."""
+        return "strftime_now" in jinja2.meta.find_undeclared_variables(_environment().parse(self.text))
+
+    def render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, now: datetime.datetime | None = None
+    ) -> str:
+        """Return the text of a conversation, optionally with the beginning of the assistant's next message.
+
+        `now` is the date that the template writes, by default the present one.
+        """
         if why := _why_invalid(messages):
             raise UserError(f"messages: {why}")
         try:
-            return self._template.render(
-                messages=[_without_none(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
+            with _time_limit():
+                return self._template.render(
+                    messages=[_normalised(message) for message in messages],
+                    tools=None,
+                    documents=None,
+                    add_generation_prompt=add_generation_prompt,
+                    strftime_now=(now or datetime.datetime.now()).strftime,
+                    **self._special_tokens,
+                )
         except Exception as error:  # A template can raise errors of many types, such as TypeError.
             raise UserError(f"{self._name}: the chat template refuses the messages: {error}") from error
 
-    def turns(self, messages: Sequence[Message]) -> list[tuple[str, str]]:
+    def turns(self, messages: Sequence[Message], now: datetime.datetime | None = None) -> list[tuple[str, str]]:
         """Return each message of the assistant as a pair: the text before it, as in generation, and its own text.
 
         A first message of the assistant is no target, because a model is never prompted without a message.
@@ -61,8 +79,8 @@ class ChatTemplate:
         found = []
         for i, message in enumerate(messages):
             if message["role"] == "assistant" and i > 0:
-                before = self.render(messages[:i], add_generation_prompt=True)
-                whole = self.render(messages[: i + 1], add_generation_prompt=False)
+                before = self.render(messages[:i], add_generation_prompt=True, now=now)
+                whole = self.render(messages[: i + 1], add_generation_prompt=False, now=now)
                 if not whole.startswith(before):
                     raise UserError(
                         f"{self._name}: the chat template writes messages 1 … {i} in another way when message {i + 1} "
@@ -93,14 +111,33 @@ def _why_invalid(messages: object) -> str | None:
     return None
 
 
-def _without_none(message: Message) -> dict[str, Any]:
-    # As in transformers: many templates test whether a key exists.
-    return {key: value for key, value in message.items() if value is not None}
+def _normalised(message: Message) -> dict[str, Any]:
+    # As in transformers: many templates test whether a key exists, and read the reasoning under one of two names.
+    found = {key: value for key, value in message.items() if value is not None}
+    reasoning = [found[name] for name in REASONING if name in found]
+    return {"thinking": reasoning[0], **found, "reasoning_content": reasoning[0]} if reasoning else found
+
+
+@contextlib.contextmanager
+def _time_limit() -> Iterator[None]:
+    """Raise `TimeoutError` after `RENDER_SECONDS` of this process's CPU time, if this is the main thread."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"it takes more than {RENDER_SECONDS} s of CPU time")
+
+    if is_main := threading.current_thread() is threading.main_thread():  # Other threads cannot handle signals.
+        signal.signal(signal.SIGPROF, stop)
+        signal.setitimer(signal.ITIMER_PROF, RENDER_SECONDS, 1)  # Again each second, because Jinja drops some errors.
+    try:
+        yield
+    finally:
+        if is_main:
+            signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 @functools.cache
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """Return the sandbox in which transformers renders, with the same functions."""
+    """Return the sandbox in which transformers renders, with the same functions, except those of random results."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -109,14 +146,11 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
         # Jinja's own filter escapes HTML characters.
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    def strftime_now(form: str) -> str:
-        return datetime.datetime.now().strftime(form)
-
     # The output is the text of a prompt, not HTML, so nothing is escaped.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(  # nosec B701
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = tojson
-    functions = {"raise_exception": raise_exception, "strftime_now": strftime_now}
-    environment.globals.update(functions)  # pyrefly: ignore[bad-argument-type, no-matching-overload]
+    environment.globals["raise_exception"] = raise_exception  # pyrefly: ignore[unsupported-operation]
+    del environment.globals["lipsum"], environment.filters["random"]
     return environment

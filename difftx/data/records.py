@@ -35,18 +35,12 @@ MAX_DOCUMENT_BYTES = 2**30  # Maximum size of a decompressed line or text file. 
 TOO_LONG = f"is longer than the {MAX_DOCUMENT_BYTES:,} bytes that a document may have; split it"
 
 
-def open_stream(file: AnyPath) -> BinaryIO:
-    """Open a file for reading, and decompress it if its suffix is .gz, .zst or .xz."""
+def open_stream(file: AnyPath, stored: BinaryIO | None = None) -> BinaryIO:
+    """Open a file, or take its open content `stored`, and decompress it if the suffix is .gz, .zst or .xz."""
     opener = OPENERS.get(file.suffix.lower())
     if opener is None:
-        return open_file(file)
-    return cast(BinaryIO, opener(file if isinstance(file, Path) else open_file(file), "rb"))
-
-
-def decompressed(file: AnyPath, stored: BinaryIO) -> BinaryIO:
-    """Return the decompressed stream of an open file if the suffix of `file` is .gz, .zst or .xz, else `stored`."""
-    opener = OPENERS.get(file.suffix.lower())
-    return stored if opener is None else cast(BinaryIO, opener(stored, "rb"))
+        return stored or open_file(file)
+    return cast(BinaryIO, opener(stored or (file if isinstance(file, Path) else open_file(file)), "rb"))
 
 
 def bucket_files(pattern: "epath.Path") -> "dict[epath.Path, objects.Description]":

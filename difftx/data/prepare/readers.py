@@ -4,6 +4,7 @@ The main process reads and decompresses a unit, and a worker parses it into docu
 """
 
 import dataclasses
+import datetime
 import functools
 import glob
 import io
@@ -22,7 +23,6 @@ from difftx.data.records import (
     READ_ERRORS,
     TOO_LONG,
     bucket_files,
-    decompressed,
     open_stream,
     why_unreadable,
 )
@@ -79,9 +79,9 @@ class Conversation:
     id: str | None
     record_name: Callable[[], str]
 
-    def documents(self, template: ChatTemplate) -> Iterator[Document | UserError]:
+    def documents(self, template: ChatTemplate, now: datetime.datetime | None) -> Iterator[Document | UserError]:
         try:
-            for prompt, text in template.turns(self.messages):
+            for prompt, text in template.turns(self.messages, now):
                 yield Document(text, (prompt + text).encode(), self.id, prompt, is_chat=True)
         except UnicodeEncodeError:
             yield UserError(f"{self.record_name()}: half of a surrogate pair, which is not UTF-8")
@@ -280,7 +280,7 @@ def load_hugging_face(name: str) -> Any:
 
 def _read_lines(source: Source, fields: Fields, position: int) -> Iterator[Chunk]:
     file = source.files[0]
-    with open_file(file) as stored, decompressed(file, stored) as stream:
+    with open_file(file) as stored, open_stream(file, stored) as stream:
         stream.seek(position)
         before = stored.tell()
         while data := stream.read(UNIT_BYTES):
@@ -329,7 +329,7 @@ def _decompressed_text(file: AnyPath, stored: bytes | OSError) -> bytes | UserEr
     try:
         if isinstance(stored, OSError):
             raise stored
-        data = decompressed(file, io.BytesIO(stored)).read(MAX_DOCUMENT_BYTES + 1)
+        data = open_stream(file, io.BytesIO(stored)).read(MAX_DOCUMENT_BYTES + 1)
     except READ_ERRORS as error:
         return UserError(why_unreadable(file, error))
     if len(data) > MAX_DOCUMENT_BYTES:
