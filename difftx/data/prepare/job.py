@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import datetime
 import errno
-import fcntl
 import functools
 import hashlib
 import importlib.metadata
@@ -19,9 +18,9 @@ import numpy as np
 from difftx.data.prepare.readers import Fields, Source, load_hugging_face
 from difftx.data.store import FORMAT, SPLITS, is_store, read_meta
 from difftx.data.tokenizer import Tokenizer, load_tokenizer
-from difftx.errors import UserError
+from difftx.errors import UserError, printable
 from difftx.files import list_folder, remove_file, size_of
-from difftx.folders import remove_folder
+from difftx.folders import lock_file, remove_folder
 from difftx.json_files import json_sha256, read_record, write_record
 from difftx.registry import loaded_extensions
 from difftx.storage import objects
@@ -233,8 +232,9 @@ def _locked(job: Job) -> Iterator[Callable[[], None]]:
     job.work.mkdir(parents=True, exist_ok=True)
     with (job.work / "lock").open("w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            if not lock_file(file.fileno()):
+                print(printable(f"{job.out}: no file locks here, so nothing keeps a second `difftx prepare` out"))
+        except BlockingIOError as error:
             raise UserError(busy) from error
         yield lambda: None
 
