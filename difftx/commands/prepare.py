@@ -41,8 +41,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--text_field", default="text", help="field of JSON lines and tables (%(default)s)")
     parser.add_argument("--prompt_field", help="field that precedes each text; the loss does not count its tokens")
     parser.add_argument("--messages_field", help="field with a conversation; the loss counts the assistant's messages")
-    date = datetime.datetime.fromisoformat
-    parser.add_argument("--date", type=date, metavar="YYYY-MM-DD", help="date that the chat template writes, if any")
+    date = "date that the chat template writes, such as 2026-01-31"
+    parser.add_argument("--date", type=datetime.datetime.fromisoformat, help=date)
     parser.add_argument("--id_field", help="field whose value `difftx data show` prints with each document")
     parser.add_argument("--workers", type=int, default=processors, help="number of processes; default: one per core")
     parser.add_argument("--shard_tokens", type=int, default=2**27, help="tokens per shard (%(default)s)")

@@ -12,7 +12,6 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
-import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -24,6 +23,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")  # Names of a message
 ROLES = "role and content, such as {'role': 'user', 'content': 'Hello'}"
 
 type Message = Mapping[str, Any]  # Has "role" and mostly "content".
+type Date = datetime.datetime | None  # What `strftime_now` of a template writes. None: the present date.
 
 
 class ChatTemplate:
@@ -42,18 +42,8 @@ class ChatTemplate:
         """SHA-256 of the template's text, which the `meta.json` of a store of conversations records."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
-    @property
-    def writes_date(self) -> bool:
-        """Return whether the text of a conversation may contain the date."""
-        return "strftime_now" in jinja2.meta.find_undeclared_variables(_environment().parse(self.text))
-
-    def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool, now: datetime.datetime | None = None
-    ) -> str:
-        """Return the text of a conversation, optionally with the beginning of the assistant's next message.
-
-        `now` is the date that the template writes, by default the present one.
-        """
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool, date: Date = None) -> str:
+        """Return the text of a conversation, optionally with the beginning of the assistant's next message."""
         if why := _why_invalid(messages):
             raise UserError(f"messages: {why}")
         try:
@@ -63,13 +53,13 @@ class ChatTemplate:
                     tools=None,
                     documents=None,
                     add_generation_prompt=add_generation_prompt,
-                    strftime_now=(now or datetime.datetime.now()).strftime,
+                    strftime_now=(date or datetime.datetime.now()).strftime,
                     **self._special_tokens,
                 )
         except Exception as error:  # A template can raise errors of many types, such as TypeError.
             raise UserError(f"{self._name}: the chat template refuses the messages: {error}") from error
 
-    def turns(self, messages: Sequence[Message], now: datetime.datetime | None = None) -> list[tuple[str, str]]:
+    def turns(self, messages: Sequence[Message], date: Date = None) -> list[tuple[str, str]]:
         """Return each message of the assistant as a pair: the text before it, as in generation, and its own text.
 
         A first message of the assistant is no target, because a model is never prompted without a message.
@@ -79,8 +69,8 @@ class ChatTemplate:
         found = []
         for i, message in enumerate(messages):
             if message["role"] == "assistant" and i > 0:
-                before = self.render(messages[:i], add_generation_prompt=True, now=now)
-                whole = self.render(messages[: i + 1], add_generation_prompt=False, now=now)
+                before = self.render(messages[:i], add_generation_prompt=True, date=date)
+                whole = self.render(messages[: i + 1], add_generation_prompt=False, date=date)
                 if not whole.startswith(before):
                     raise UserError(
                         f"{self._name}: the chat template writes messages 1 … {i} in another way when message {i + 1} "

@@ -306,7 +306,6 @@ def test_templates_with_random_results_are_refused(text):
 def test_a_template_has_the_functions_of_transformers():
     text = "{{ {'b': '<é>', 'a': 1} | tojson }}{% generation %}{{ strftime_now('%Y') | length }}{% endgeneration %}"
     assert template(text).render(MESSAGES, add_generation_prompt=False) == '{"b": "<é>", "a": 1}4'
-    assert [template(text).writes_date, template().writes_date] == [True, False]
 
 
 def test_settings_of_a_sentencepiece_folder(tmp_path):

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import datetime
 import errno
 import functools
 import hashlib
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from difftx.data.chat_template import Date
 from difftx.data.prepare.readers import Fields, Source, load_hugging_face
 from difftx.data.store import FORMAT, SPLITS, is_store, read_meta
 from difftx.data.tokenizer import Tokenizer, load_tokenizer
@@ -57,7 +57,7 @@ class Job:
     tokenizer: str
     end_of_text: str | None  # Name of the end-of-text token, for tokenizers whose files do not name one.
     fields: Fields
-    date: datetime.datetime | None  # Date that the chat template writes, if it writes one.
+    date: Date
     valid_fraction: float  # Share of the documents to hold out for validation, chosen by their hashes.
     shard_tokens: int  # Number of tokens per shard. The last document of a shard may exceed it.
     skip_unreadable: bool  # Whether to leave out unreadable documents instead of raising an error.
@@ -129,7 +129,7 @@ def _messages(job: Job) -> dict[str, str]:
     if (field := job.fields.messages) is None:
         return {}
     template = job.loaded_tokenizer.require_chat_template(f"--messages_field={field}")
-    if template.writes_date and job.date is None:
+    if "strftime_now" in template.text and job.date is None:
         raise UserError(f"--date is missing, which the chat template of {job.tokenizer} writes; set --date=YYYY-MM-DD")
     date = {} if job.date is None else {"date": job.date.isoformat()}
     return {"messages_field": field, "chat_template_sha256": template.sha256} | date

@@ -4,7 +4,6 @@ The main process reads and decompresses a unit, and a worker parses it into docu
 """
 
 import dataclasses
-import datetime
 import functools
 import glob
 import io
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from difftx.data.chat_template import ChatTemplate
+from difftx.data.chat_template import ChatTemplate, Date
 from difftx.data.records import (
     BYTE_ORDER_MARK,
     MAX_DOCUMENT_BYTES,
@@ -79,9 +78,9 @@ class Conversation:
     id: str | None
     record_name: Callable[[], str]
 
-    def documents(self, template: ChatTemplate, now: datetime.datetime | None) -> Iterator[Document | UserError]:
+    def documents(self, template: ChatTemplate, date: Date) -> Iterator[Document | UserError]:
         try:
-            for prompt, text in template.turns(self.messages, now):
+            for prompt, text in template.turns(self.messages, date):
                 yield Document(text, (prompt + text).encode(), self.id, prompt, is_chat=True)
         except UnicodeEncodeError:
             yield UserError(f"{self.record_name()}: half of a surrogate pair, which is not UTF-8")
