@@ -107,15 +107,12 @@ def remove_folder(path: AnyPath) -> None:
 
 
 def lock_file(descriptor: int) -> bool:
-    """Lock an open file or folder and return True, or return False if the file system has no such locks.
-
-    Raise `BlockingIOError` if another process has the lock. However this process ends, the system releases its locks.
-    """
+    """Lock an open file or folder, or return False without locks there. Another owner raises `BlockingIOError`."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
     except OSError as error:
         # Some file systems have no locks, such as Lustre without -o flock. NFS cannot lock folders (EBADF).
         if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EBADF):
             raise
         return False
-    return True

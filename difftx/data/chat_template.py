@@ -1,13 +1,12 @@
 """Chat templates: Jinja templates that write a conversation as text, rendered as transformers renders them."""
 
-import contextlib
 import datetime
 import functools
 import hashlib
 import json
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -47,17 +46,21 @@ class ChatTemplate:
         if why := _why_invalid(messages):
             raise UserError(f"messages: {why}")
         try:
-            with _time_limit():
-                return self._template.render(
-                    messages=[_normalised(message) for message in messages],
-                    tools=None,
-                    documents=None,
-                    add_generation_prompt=add_generation_prompt,
-                    strftime_now=(date or datetime.datetime.now()).strftime,
-                    **self._special_tokens,
-                )
+            if threading.current_thread() is threading.main_thread():  # Other threads cannot handle signals.
+                signal.signal(signal.SIGPROF, _stop)
+                signal.setitimer(signal.ITIMER_PROF, RENDER_SECONDS, 1)  # Repeated, because Jinja drops some errors.
+            return self._template.render(
+                messages=[_normalised(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                strftime_now=(date or datetime.datetime.now()).strftime,
+                **self._special_tokens,
+            )
         except Exception as error:  # A template can raise errors of many types, such as TypeError.
             raise UserError(f"{self._name}: the chat template refuses the messages: {error}") from error
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
 
     def turns(self, messages: Sequence[Message], date: Date = None) -> list[tuple[str, str]]:
         """Return each message of the assistant as a pair: the text before it, as in generation, and its own text.
@@ -108,21 +111,8 @@ def _normalised(message: Message) -> dict[str, Any]:
     return {"thinking": reasoning[0], **found, "reasoning_content": reasoning[0]} if reasoning else found
 
 
-@contextlib.contextmanager
-def _time_limit() -> Iterator[None]:
-    """Raise `TimeoutError` after `RENDER_SECONDS` of this process's CPU time, if this is the main thread."""
-
-    def stop(*_: object) -> None:
-        raise TimeoutError(f"it takes more than {RENDER_SECONDS} s of CPU time")
-
-    if is_main := threading.current_thread() is threading.main_thread():  # Other threads cannot handle signals.
-        signal.signal(signal.SIGPROF, stop)
-        signal.setitimer(signal.ITIMER_PROF, RENDER_SECONDS, 1)  # Again each second, because Jinja drops some errors.
-    try:
-        yield
-    finally:
-        if is_main:
-            signal.setitimer(signal.ITIMER_PROF, 0)
+def _stop(*_: object) -> None:
+    raise TimeoutError(f"it takes more than {RENDER_SECONDS} s of CPU time")
 
 
 @functools.cache

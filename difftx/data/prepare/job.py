@@ -131,8 +131,8 @@ def _messages(job: Job) -> dict[str, str]:
     template = job.loaded_tokenizer.require_chat_template(f"--messages_field={field}")
     if "strftime_now" in template.text and job.date is None:
         raise UserError(f"--date is missing, which the chat template of {job.tokenizer} writes; set --date=YYYY-MM-DD")
-    date = {} if job.date is None else {"date": job.date.isoformat()}
-    return {"messages_field": field, "chat_template_sha256": template.sha256} | date
+    fields = {"messages_field": field, "chat_template_sha256": template.sha256}
+    return fields if job.date is None else fields | {"date": job.date.isoformat()}
 
 
 def input_states(sources: Sequence[Source]) -> dict[str, list[Any]]:
