@@ -14,7 +14,6 @@ import grain
 import jax
 import numpy as np
 
-from difftx.data.mixture import SOURCE_ORDER
 from difftx.data.packing import Row, Rows, RowSource
 from difftx.errors import UserError, shown
 
@@ -36,7 +35,7 @@ class Batch:
 class HostSlice:
     """The rows that one process loads, as a data source for grain."""
 
-    examples: Any  # Rows with random access: a grain.MapDataset or a Mixture.
+    examples: Any  # Rows with random access: a grain.MapDataset, a Shuffled or a Mixture.
     batch_rows: int  # Number of rows in a global batch.
     rows_here: np.ndarray  # Indices of this process's rows in a global batch, ascending.
 
@@ -119,8 +118,7 @@ class Loader(Iterator[Batch]):
 
 def signature_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Return a text "name old → new" for each entry that differs between the signatures of two loaders."""
-    # The signatures of older checkpoints have no order of the sources.
-    pairs = {name: (old.get(name), new.get(name)) for name in old | new if name != SOURCE_ORDER or name in old}
+    pairs = {name: (old.get(name), new.get(name)) for name in old | new}
     return [f"{name} {shown(before)} → {shown(after)}" for name, (before, after) in pairs.items() if before != after]
 
 

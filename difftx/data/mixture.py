@@ -1,4 +1,4 @@
-"""Mixtures of sources in fixed proportions, with random access to any example.
+"""Shuffled sources, and mixtures of them in fixed proportions, with random access to any example.
 
 The index of an example in the mixture determines its source and its index in that source by arithmetic alone.
 B examples form a block, and M blocks form a period. A period has B·M points, and each source owns a contiguous range of
@@ -14,12 +14,35 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import grain
 import numpy as np
+import xxhash
 
 BLOCK_ROWS = 256  # B in the text above. Batches of at least this many rows have nearly the exact proportions.
 PERIOD_BITS = 12
 PERIOD_BLOCKS = 2**PERIOD_BITS  # M in the text above. Weights are rounded to multiples of 1 / (B·M), one in a million.
 SOURCE_ORDER = "order of sources"  # Entry of a signature of data with the names of its sources, if there are several.
+
+
+@dataclasses.dataclass(frozen=True)
+class Shuffled:
+    """Endless random-access rows of a source, which have another order in every epoch and for every seed."""
+
+    rows: Any
+    seed: int  # Below 2**32.
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[self.locate(index)]
+
+    def locate(self, index: int) -> int:
+        """Return the index of an example in `rows`."""
+        epoch, index = divmod(index, len(self.rows))
+        # If the seed of an epoch were the sum of both, seeds 0 and 1 would have the same orders, one epoch apart.
+        seed = xxhash.xxh32_intdigest(f"{self.seed} {epoch}".encode()) if epoch else self.seed
+        return grain.experimental.index_shuffle(index, max_index=len(self.rows) - 1, seed=seed, rounds=4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +54,7 @@ class Stage:
 
 
 class Mixture:
-    """An endless random-access mixture of several sources, each a shuffled and repeated grain dataset."""
+    """An endless random-access mixture of several sources, each `Shuffled`."""
 
     def __init__(self, sources: Sequence[Any], stages: Sequence[Stage], seed: int):
         """Mix the sources by the weights of each stage. `seed` determines the order of examples within a block."""

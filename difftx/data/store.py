@@ -36,7 +36,7 @@ FORMAT = 1
 RESTORE = "restore it, or prepare the store again"
 SPLITS = ("train", "valid")
 KINDS = {"tokens", "offsets", "ids", "prompts", "blocks"}
-SHARD = {"documents": int, "tokens": int, "bytes": int, "sha256": {"tokens": str, "offsets": str}}
+SHARD = {"documents": int, "tokens": int, "bytes": int, "sha256": {"tokens": str, "offsets": str, "blocks": str}}
 SPLIT = {"documents": int, "tokens": int, "bytes": int, "duplicates": int, "shards": [SHARD]}
 META_SCHEMA = {
     "dtype": str,
@@ -161,11 +161,6 @@ class BucketStore(ShardedStore):
     def __init__(self, folder: "epath.Path", meta: dict[str, Any], split: str, cache: BlockCache):
         super().__init__(folder, meta, split)
         self._sha256 = [shard["sha256"] for shard in meta["splits"][split]["shards"]]
-        if any("blocks" not in kinds for kinds in self._sha256):
-            raise UserError(
-                f"{folder}: the store has no hashes of blocks, because an earlier version of difftx has made it; "
-                "prepare it again, or copy it to a local folder"
-            )
         slot, self._objects = int(self.fingerprint[:8], 16), []
         sizes = [(stop - start) * self.dtype.itemsize for start, stop in itertools.pairwise(self._starts)]
         for file, size, hashes in zip(self._files, sizes, self._arrays("blocks"), strict=True):

@@ -1,8 +1,6 @@
 """The lock of a run's directory, which keeps a second training out."""
 
 import contextlib
-import errno
-import fcntl
 import os
 import platform
 import time
@@ -12,6 +10,7 @@ from pathlib import Path
 from difftx.config import MultihostConfig
 from difftx.errors import UserError, printable
 from difftx.files import read_file, remove_temporaries
+from difftx.folders import lock_file
 from difftx.storage import objects
 from difftx.storage.lock import BucketLock
 from difftx.storage.paths import AnyPath, is_bucket
@@ -65,15 +64,9 @@ def _wait_for_lock(descriptor: int, path: Path, deadline: float) -> bool:
     holder = None
     while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
+            return lock_file(descriptor)
         except BlockingIOError:
             pass
-        except OSError as error:
-            # Some file systems have no locks, such as Lustre without -o flock. NFS cannot lock folders (EBADF).
-            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EBADF):
-                raise
-            return False
         if holder is None:
             holder = (read_file(path) or b"").decode().strip() or "another process"
             print(printable(f"{path.parent}: waiting for {holder}, which trains there"), flush=True)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from difftx.data import mixture
-from difftx.data.mixture import BLOCK_ROWS, PERIOD_BLOCKS, Mixture, Stage, StageTable
+from difftx.data.mixture import BLOCK_ROWS, PERIOD_BLOCKS, Mixture, Shuffled, Stage, StageTable
 
 WEIGHTS = st.lists(st.sampled_from([0.0, 1e-5, 0.1, 1.0, 3.7, 1000.0]), min_size=1, max_size=6).filter(any)
 
@@ -86,10 +86,23 @@ def counted(function, calls):
     return lambda *args: calls.append(args) or function(*args)
 
 
+@pytest.mark.parametrize("rows", [50, 1000])
+def test_no_two_seeds_have_an_order_in_common(rows):
+    """The orders of a seed and the next are not those of an epoch later either. Epoch 0 is that of `grain`."""
+    seeds, epochs = (0, 1, 2, 3, 2**32 - 1), 4
+    orders = {}
+    for seed in seeds:
+        shuffled = Shuffled(range(rows), seed)
+        for epoch in range(epochs):
+            order = tuple(shuffled[epoch * rows + i] for i in range(rows))
+            assert sorted(order) == list(range(rows))
+            orders[order] = (seed, epoch)
+        assert [shuffled[i] for i in range(rows)] == list(grain.MapDataset.range(rows).shuffle(seed=seed))
+    assert len(orders) == len(seeds) * epochs
+
+
 def test_each_source_is_shuffled_and_repeated_independently():
-    rows = [
-        grain.MapDataset.source([f"{s}{i}" for i in range(n)]).shuffle(seed=s).repeat() for s, n in ((0, 5), (1, 9))
-    ]
+    rows = [Shuffled([f"{s}{i}" for i in range(n)], seed=s) for s, n in ((0, 5), (1, 9))]
     mixed = Mixture(rows, [Stage(0, (1.0, 3.0))], seed=0)
     examples = sorted((mixed.locate(n)[0], mixed.locate(n)[1], mixed[n]) for n in range(BLOCK_ROWS))
     for source, length in ((0, 5), (1, 9)):

@@ -1,6 +1,7 @@
 """The files that describe a run, and the locks that keep two trainings out of one directory."""
 
 import errno
+import fcntl
 import json
 import os
 import stat
@@ -91,14 +92,14 @@ def test_deleting_the_lock_file_admits_no_second_training(lock, tmp_path, monkey
 
 def test_locked_file_suffices_if_folders_cannot_be_locked(lock, holder, tmp_path, capsys, monkeypatch):
     """NFS implements flock as a byte-range lock, which needs a writable descriptor. A folder cannot have one."""
-    flock = workdir_lock.fcntl.flock
+    flock = fcntl.flock
 
     def flock_of_nfs(descriptor, flags):
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         flock(descriptor, flags)
 
-    monkeypatch.setattr(workdir_lock.fcntl, "flock", flock_of_nfs)
+    monkeypatch.setattr(fcntl, "flock", flock_of_nfs)
     monkeypatch.setattr(run_module, "LOCK_WAIT_SECONDS", 0.0)
     with pytest.raises(UserError, match="process 7 on elsewhere trains there"), lock(tmp_path):
         pass
@@ -120,7 +121,7 @@ def test_file_system_without_locks_gives_a_warning(lock, tmp_path, capsys, monke
     def flock(file, flags):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    monkeypatch.setattr(workdir_lock.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     with lock(tmp_path):
         pass
     assert "no file locks here" in capsys.readouterr().out

@@ -96,7 +96,7 @@ def _documents(job: Job, unit: Unit) -> Iterator[Document | UserError]:
     """Yield the documents of a unit. A conversation becomes one document per message of the assistant."""
     for document in unit.content.documents(job.fields):
         if isinstance(document, Conversation):
-            yield from document.documents(job.loaded_tokenizer.require_chat_template("--messages_field"))
+            yield from document.documents(job.loaded_tokenizer.require_chat_template("--messages_field"), job.date)
         else:
             yield document
 
