@@ -77,8 +77,6 @@ def class_of(path: Path) -> Any:
 def model_fields(path: Path) -> dict[str, Any]:
     """Return the fields of `model` that a config.json determines, or raise `UserError` if it contradicts itself."""
     fields = Fields(path)
-    fields.require("quantization_config", None)
-    fields.require("rope_scaling", None)  # transformers would prefer it to rope_parameters.
     raw = fields.read(*RENAMED_FIELDS, "num_noise_heads", "rope_parameters")
     architecture = raw["architecture"]
     if architecture not in SUPPORTED:
@@ -98,6 +96,7 @@ def model_fields(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: {error}") from error
     for name, value in _description(built).items():
         fields.require(name, value)
+    fields.refuse_others()
     names = {field.name for field in dataclasses.fields(ModelConfig)} - {*FIELDS_WITHOUT_EFFECT, "extensions"}
     return {name: getattr(built, name) for name in names}
 

@@ -282,8 +282,8 @@ def test_hidden_states_and_attention_weights_are_those_of_classes_of_transformer
     order = [*range(0, heads, 2), *range(1, heads, 2)] if name == "diffllama" else range(heads)
     for weights, their_weights in zip(found.attentions, expected.attentions, strict=True):
         torch.testing.assert_close(weights[:, [*order]], their_weights, **close)
+    ours.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match="output_attentions requires attn_implementation='eager'"):
-        ours.set_attn_implementation("sdpa")
         ours(tokens, output_attentions=True)
 
 
