@@ -12,14 +12,14 @@ from difftx.data.tokenizer import Tokenizer
 from difftx.errors import UserError, printable
 from difftx.files import matching_files, write_atomically
 from difftx.interop.remote_code_config import EAGER, FIELDS_WITHOUT_EFFECT, MODELING
-from difftx.interop.tokenizers import has_tokenizer
+from difftx.interop.tokenizers import GENERATION, has_tokenizer
 from difftx.json_files import read_json
 from difftx.model.abstract import count_parameters
 from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.reading import Checkpoint
 from difftx.training.metrics import read_metrics
 
-CARD, GENERATION = "README.md", "generation_config.json"
+CARD = "README.md"
 LOAD = """import transformers
 
 model = transformers.AutoModelForCausalLM.from_pretrained({arguments})"""

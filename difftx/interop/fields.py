@@ -33,13 +33,13 @@ FIXED = {
     "mup_base_head_dim": None,
 }
 # Fields of config.json that change no logits of the classes of transformers, such as those of SmolLM and Unsloth.
-HARMLESS = frozenset(
-    "_attn_implementation _commit_hash _name_or_path attention_dropout attn_pdrop bos_token_id do_sample dtype "
-    "embd_pdrop eos_token_id id2label initializer_range is_llama_config label2id lambda_std_dev max_length "
-    "max_position_embeddings max_sequence_length max_window_layers pad_token_id pretraining_tp repetition_penalty "
-    "resid_pdrop return_dict temperature tokenizer_class top_k top_p torch_dtype transformers.js_config "
-    "transformers_version unk_token_id unsloth_fixed unsloth_version use_cache".split()
-)
+HARMLESS = (
+    "_attn_implementation_autoset", "_commit_hash", "_flash_attn_2_enabled", "_name_or_path", "attention_dropout",
+    "bos_token_id", "do_sample", "dtype", "eos_token_id", "initializer_range", "is_llama_config", "lambda_std_dev",
+    "max_length", "max_position_embeddings", "max_window_layers", "pad_token_id", "pretraining_tp",
+    "repetition_penalty", "temperature", "tokenizer_class", "top_k", "top_p", "torch_dtype", "transformers.js_config",
+    "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
+)  # fmt: skip
 EXPECTED: dict[type, str] = TYPE_NAMES | {float: "a positive number", bool: "true or false", list: "a list"}
 
 

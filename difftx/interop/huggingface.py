@@ -89,13 +89,9 @@ def config_json(config: Config, end_of_text: int) -> dict[str, Any]:
         "rms_norm_eps": model.norm_eps,
         "rope_parameters": rope,
         "rope_theta": model.rope_theta,  # transformers 4 reads this field instead of rope_parameters.
-        "attention_bias": False,
-        "attention_dropout": 0.0,
         "tie_word_embeddings": model.tie_embeddings,
-        "use_cache": True,
         "bos_token_id": None,  # nosec B105: a token of text, not a password
         "eos_token_id": end_of_text,
-        "pad_token_id": None,  # nosec B105
         "dtype": "float32",
         "torch_dtype": "float32",
         **special,

@@ -104,11 +104,13 @@ class DifftxConfig(PreTrainedConfig):
 
 
 class DifftxRMSNorm(nn.Module):
-    """RMSNorm over the last axis, in float32, with a gain."""
+    """RMSNorm over the last axis, in float32, with a gain unless `has_gain` is False."""
+
+    has_gain = True
 
     def __init__(self, width: int, eps: float):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight = nn.Parameter(torch.ones(width)) if self.has_gain else None
         self.variance_epsilon = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -121,9 +123,7 @@ class DifftxRMSNorm(nn.Module):
 class DifftxNorm(DifftxRMSNorm):
     """RMSNorm without a gain. SGLang would replace a class named "…RMSNorm" by a norm of the model's width."""
 
-    def __init__(self, width: int, eps: float):
-        super().__init__(width, eps)
-        self.weight = None
+    has_gain = False
 
 
 class DifftxHeadScale(nn.Module):

@@ -356,7 +356,7 @@ def test_verify_executes_no_code_of_the_folder(config, mesh_of, tmp_path):
     hostile = folder / remote_code_config.MODELING.name
     hostile.write_text("raise SystemExit('executed')\n")
     path = folder / "config.json"
-    path.write_text(path.read_text().replace('"use_cache"', '"attn_implementation": "someone/kernel", "use_cache"'))
+    path.write_text(path.read_text().replace('"vocab_size"', '"attn_implementation": "someone/kernel", "vocab_size"'))
     assert "verified: " in compare_logits(folder, *run_on_this_machine(workdir))
     with pytest.raises(SystemExit, match="executed"):
         load(folder, attn_implementation="eager")
