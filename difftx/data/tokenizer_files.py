@@ -145,7 +145,7 @@ class JsonTokenizer(FileTokenizer):
     @functools.cached_property
     def fingerprint(self) -> str:
         added = [str(token) for _, token in sorted(self._plain.get_added_tokens_decoder().items())]
-        return json_sha256([self.content, added, self.eot_token, *([self.prefix] if self.prefix else [])])
+        return json_sha256([self.content, added, self.eot_token])
 
     def _encode(self, text: str, *, chat: bool, continues: bool) -> list[int]:
         coder = self._coder(chat=chat, continues=continues)
@@ -179,11 +179,7 @@ class JsonTokenizer(FileTokenizer):
         return self._library.AddedToken(**{"special": True} | flags)
 
     def _prefix(self) -> Iterator[int]:
-        """Yield the ids that precede every text, as in transformers 5: by the settings, or else by the library."""
-        if {"add_bos_token", "add_eos_token"} & self._settings.keys():
-            if self._settings.get("add_bos_token") and (name := _content(self._settings.get("bos_token"))):
-                yield self._vocabulary[name]
-            return
+        """Yield the ids that the library puts in front of every text."""
         encoded = self._plain.encode("a")
         for id_, is_special in zip(encoded.ids, encoded.special_tokens_mask, strict=True):
             if not is_special:

@@ -4,13 +4,14 @@
 import copy
 import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import child_environment
+from conftest import ROOT, child_environment
 from helpers.inference_models import full_logits, prompts_of
 from helpers.interop_folders import export
 from helpers.interop_models import MODELS, NOT_SERVABLE, SERVABLE, config_of, exported
@@ -324,6 +325,19 @@ def test_verify_compares_logits_and_greedy_text(config, mesh_of, tmp_path, monke
     monkeypatch.setattr(runs, "TOLERANCE", 0.0)
     with pytest.raises(RunError, match="more than rounding; nothing was written"):
         compare_logits(folder, checkpoint, settings)
+
+
+@pytest.mark.parametrize("page", ["mine-hf/README.md", ROOT / "docs" / "serving.md"])
+def test_the_documented_code_loads_without_a_question(config, mesh_of, tmp_path, monkeypatch, page):
+    exported(config, mesh_of(), "diff", tmp_path)[2].rename(tmp_path / "mine-hf")
+    card = tmp_path / "mine-hf" / "README.md"
+    card.write_text(card.read_text().replace("'hf'", "'mine-hf'"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("builtins.input", lambda question: pytest.fail(question))
+    loaded = {}
+    exec(re.search(r"```python\n(.*?)```", Path(page).read_text(), re.DOTALL)[1], loaded)
+    assert type(loaded["model"]).__name__ == "DifftxForCausalLM"
+    assert loaded["tokenizer"]("a")["input_ids"] == [ord("a")]
 
 
 LOAD_AND_LIST = """
