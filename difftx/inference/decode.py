@@ -81,7 +81,7 @@ class LanguageModel:
     def allowed(self) -> np.ndarray:
         """Mask of the token ids that the tokenizer has, bool `[V]`. The model generates no other tokens."""
         allowed_V = np.zeros(self.config.model.embeddings, bool)
-        allowed_V[: len(self.bytes_of)] = [value is not None for value in self.bytes_of]
+        allowed_V[: len(self.bytes_of)] = [value is not None for value in self.bytes_of[: len(allowed_V)]]
         return allowed_V
 
 

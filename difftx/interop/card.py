@@ -12,18 +12,18 @@ from difftx.data.tokenizer import Tokenizer
 from difftx.errors import UserError, printable
 from difftx.files import matching_files, write_atomically
 from difftx.interop.remote_code_config import EAGER, FIELDS_WITHOUT_EFFECT, MODELING
-from difftx.interop.tokenizers import has_tokenizer
+from difftx.interop.tokenizers import GENERATION, has_tokenizer
 from difftx.json_files import read_json
 from difftx.model.abstract import count_parameters
 from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.reading import Checkpoint
 from difftx.training.metrics import read_metrics
 
-CARD, GENERATION = "README.md", "generation_config.json"
+CARD = "README.md"
 LOAD = """import transformers
 
 model = transformers.AutoModelForCausalLM.from_pretrained({arguments})"""
-LOAD_TOKENIZER = "\ntokenizer = transformers.AutoTokenizer.from_pretrained({folder!r})"
+LOAD_TOKENIZER = "\ntokenizer = transformers.AutoTokenizer.from_pretrained({arguments})"
 NO_TOKENIZER = "The folder has no tokenizer. The model was trained with the tokenizer {name!r}."
 SERVABLE = "Each layer calls the attention function once, so engines with one key/value cache per layer can serve it."
 NOT_SERVABLE = "**This model is not servable**: vLLM, SGLang and similar engines cannot compute its attention weights."
@@ -41,7 +41,7 @@ def write_card(
     (causal,) = settings["architectures"]
     has_remote_code = "auto_map" in settings
     arguments = f"{name!r}, trust_remote_code=True" if has_remote_code else f"{name!r}"
-    load = LOAD.format(arguments=arguments) + (LOAD_TOKENIZER.format(folder=name) if has_tokenizer(folder) else "")
+    load = LOAD.format(arguments=arguments) + (LOAD_TOKENIZER.format(arguments=arguments) if has_tokenizer(folder) else "")
     code = f"The class `{causal}` is in `{MODELING.name}`." if has_remote_code else f"The class is `{causal}`."
     parts = [
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"

@@ -201,8 +201,9 @@ def source_files() -> dict[str, str]:
 
 
 def check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
-    """Raise `UserError` if the model has fewer embeddings than the tokenizer has tokens."""
-    if tokenizer.n_vocab > config.model.embeddings:
+    """Raise `UserError` if the model lacks embeddings of tokens that texts have. Most special tokens are in no text."""
+    size, ends = config.model.embeddings, (tokenizer.eot_token, *tokenizer.prefix)
+    if tokenizer.n_vocab > size and (any(tokenizer.token_bytes[size:]) or max(ends) >= size):
         raise UserError(
             f"model.vocab_size={config.model.vocab_size} is less than the {tokenizer.n_vocab} tokens of "
             f"data.tokenizer={config.data.tokenizer!r}; use at least {padded_size(tokenizer)}"

@@ -1,6 +1,7 @@
 """Compare tokenizers that are loaded from files with transformers' fast tokenizers, which do not need torch."""
 
 import itertools
+import json
 
 import pytest
 from helpers.tokenizer_files import FAMILIES, SPECIAL, TEMPLATE, random_strings, sentencepiece_model, write_settings
@@ -52,6 +53,39 @@ def test_ten_thousand_strings_are_encoded_and_decoded_as_by_transformers(family,
         if number % 10 == 0:
             assert ours.encode_prompt(text) == literal(text)["input_ids"], repr(text)
     assert (family == "BPE with byte fallback") == bool(ours.prefix)
+
+
+@pytest.mark.parametrize("family", ["byte-level BPE", "BPE with byte fallback"])  # The second begins texts with <s>.
+@pytest.mark.parametrize("settings", [{}, {"add_bos_token": True}, {"add_bos_token": False}, {"add_eos_token": False}])
+def test_the_file_decides_on_the_first_token_whatever_the_settings_say(family, settings, tmp_path):
+    folder = FAMILIES[family](tmp_path / "tokenizer")
+    write_settings(folder, **settings)
+    theirs, ours = transformers.PreTrainedTokenizerFast.from_pretrained(folder), load_tokenizer(str(folder))
+    assert ours.encode_prompt("a text") == theirs("a text")["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("family", "cls", "part", "change"),
+    [
+        ("byte-level BPE", "GPT2Tokenizer", "pre_tokenizer", {"type": "Digits", "individual_digits": True}),
+        ("BPE with byte fallback", "LlamaTokenizer", "normalizer", {"type": "Prepend", "prepend": "▁"}),
+    ],
+)
+def test_ids_are_those_of_the_file_for_each_class(family, cls, part, change, tmp_path):
+    """transformers rebuilds such a class from vocabulary and merges, as docs/tokenizers.md says."""
+    folder = FAMILIES[family](tmp_path / "tokenizer")
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    parts = {"pretokenizers": [change, raw["pre_tokenizer"]]} if part == "pre_tokenizer" else {"normalizers": [change]}
+    raw |= {"pre_tokenizer": None, part: {"type": "Sequence", **parts}}
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    write_settings(folder, tokenizer_class=cls)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    fast, ours = transformers.PreTrainedTokenizerFast.from_pretrained(folder), load_tokenizer(str(folder))
+    rebuilt = transformers.AutoTokenizer.from_pretrained(folder)
+    text = "a 12345<|user|>the end"
+    assert type(rebuilt).__name__ == cls
+    assert ours.encode_chat(text) == fast(text, add_special_tokens=False)["input_ids"]
+    assert ours.encode_chat(text) != rebuilt(text, add_special_tokens=False)["input_ids"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
