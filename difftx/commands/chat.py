@@ -28,7 +28,7 @@ HELP = """\
 /top_k 40                sample among this number of most likely tokens; none: all
 /repetition_penalty 1.1  above 1: repeated tokens become less likely; none: off
 /tokens 256              at most this many new tokens
-/seed 7                  seed of the next answer; each later answer has the next seed
+/seed 7                  seed of the next answer; that of each later answer is a hash of it
 /reset                   begin a new conversation
 /help                    print this list
 /quit                    end, as Ctrl-D does; Ctrl-C ends an answer"""
@@ -96,7 +96,7 @@ def converse(
     lm: "LanguageModel", lines: Iterable[str], write: Callable[[str], None], *, system: str | None = None
 ) -> None:
     """Answer each line, and write the answers piece by piece. A line that is a command changes the settings."""
-    from difftx.inference.sampling import Sampling
+    from difftx.inference.sampling import Sampling, derived_seed
 
     settings = Settings(Sampling(repetition_penalty=None, temperature=0.8, top_k=None, top_p=None))
     start: list[Message] = [] if system is None else [{"role": "system", "content": system}]
@@ -108,7 +108,7 @@ def converse(
                 continue
             if not line.startswith("/"):
                 messages = _answer(lm, messages, line, settings, write)
-                settings = dataclasses.replace(settings, seed=(settings.seed + 1) % SEEDS)
+                settings = dataclasses.replace(settings, seed=derived_seed(settings.seed, 1))
             elif name == "quit":
                 return
             elif name == "reset":

@@ -48,9 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--top_k", type=int, help="sample among this number of most likely tokens")
     parser.add_argument("--top_p", type=float, help="sample among the most likely tokens that reach this probability")
     parser.add_argument("--repetition_penalty", type=float, help="above 1: repeated tokens become less likely")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the samples; prompt i of a file has seed + i, modulo 2**32"
-    )
+    parser.add_argument("--seed", type=int, default=0, help="of the samples; in a file, hashed with a prompt's index")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated")
     multihost.add_flags(parser)
     parser.epilog = "--mesh.field=value changes a field of the run's mesh"
@@ -105,13 +103,15 @@ def _read_prompts(options: argparse.Namespace) -> list[tuple[Record, int]]:
     """Return the prompt or the prompts of the file, each with the seed of its completion."""
     if options.prompt is not None:
         return [(Record("--prompt", {"prompt": options.prompt}), options.seed)]
+    from difftx.inference.sampling import derived_seed
+
     prompts = []
     for i, record in enumerate(read_records(options.prompts, field="--prompts", what="prompts")):
         if "messages" not in record.values:
             record.text("prompt")  # Raises an error if the prompt is not text.
         elif "prompt" in record.values:
             raise UserError(f"{record.name} has both prompt and messages; remove one of them")
-        seed = record.values.get("seed", (options.seed + i) % SEEDS)
+        seed = record.values.get("seed", derived_seed(options.seed, i))
         if type(seed) is not int or not 0 <= seed < SEEDS:
             raise UserError(f"{record.name}: seed={seed!r} must be an integer in 0 … 2**32 - 1")
         prompts.append((record, seed))
@@ -170,6 +170,7 @@ def _complete_file(
             completions = generate(lm, [requests[i] for i in batch], sampling, stop=options.stop)
             for i, completion in zip(batch, completions, strict=True):
                 done[i] = records[i].values | {
+                    "seed": requests[i].seed,
                     "completion": completion.text,
                     "ended_by": completion.ended_by,
                     "new_tokens": len(completion.tokens),

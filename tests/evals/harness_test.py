@@ -450,7 +450,7 @@ def test_texts_are_generated_and_a_killed_suite_resumes(lm_eval, folder, own_tas
     asked, scored, score = [], [], requests.loglikelihoods
 
     def oracle(lm, batch, sampling, *, stop):
-        assert stop == ("\n",)
+        assert stop == ("\n", "<|endoftext|>")
         assert sampling.temperature == 0
         if len(asked) == limit:
             raise Killed

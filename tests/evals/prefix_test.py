@@ -97,6 +97,7 @@ def test_the_token_begins_the_demonstrations_and_takes_room(run):
 
 def test_the_token_begins_each_request_of_lm_eval_once(run, monkeypatch):
     pytest.importorskip("lm_eval")
+    transformers = pytest.importorskip("transformers")
     from lm_eval.api.instance import Instance
 
     from difftx.evals.harness import model as harness_model
@@ -122,13 +123,17 @@ def test_the_token_begins_each_request_of_lm_eval_once(run, monkeypatch):
     asked.clear()
     text = "0123456789" * (WINDOW // 5)
     model.loglikelihood_rolling([request("loglikelihood_rolling", text)])
-    assert [token for _, tokens in asked for token in tokens] == list(ids(text))
-    assert asked[0] == ((first,), ids(text)[:WINDOW])
+    # lm-eval's models of Hugging Face score what the tokenizer returns, after the bos token.
+    theirs = transformers.AutoTokenizer.from_pretrained(run.config.data.tokenizer)
+    encoded = theirs(text)["input_ids"]
+    assert [token for _, tokens in asked for token in tokens] == encoded
+    assert asked[0] == ((theirs.bos_token_id,), tuple(encoded[:WINDOW]))
     assert not any(first in tokens for tokens in itertools.chain(*asked[1:]))
 
     options = {"until": ["\n"], "max_gen_toks": 8, "do_sample": False}
     found = model.generate_until([request("generate_until", context, options) for context in ("1 + 1 =", "")])
     assert [each.prompt for each in found] == [(first, *ids("1 + 1 =")), (first,)]
+    assert {each.stop for each in found} == {("\n", theirs.eos_token)}
 
 
 def without_prefix(tokenizer):
