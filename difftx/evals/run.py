@@ -61,7 +61,7 @@ def evaluate(
         for name in suites:
             path, depends = result_path(run.workdir, name, step, part), dependencies(run, name)
             digest = json_sha256(depends)
-            evaluation.journal = ItemJournal(path.with_suffix(".items.jsonl"), digest, weights)
+            evaluation.journal = ItemJournal(path, digest, weights)
             results[name] = result = SUITES[name].evaluate(evaluation)
             if checkpoint is not None:
                 checkpoint.require_unchanged()
