@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from difftx.commands.flags import PathFlag, add_weights_flag, parse_command
 from difftx.commands.generate import NEW_TOKENS, SEEDS
 from difftx.errors import UserError, did_you_mean, printable
+from difftx.inference.sampling import Sampling, derived_seed
 from difftx.parallel import multihost
 
 if TYPE_CHECKING:
     from difftx.data.chat_template import Message
     from difftx.inference.decode import LanguageModel
-    from difftx.inference.sampling import Sampling
 
 MARK = "> "
 HELP = """\
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
 class Settings:
     """Settings that lines such as "/seed 7" change."""
 
-    sampling: "Sampling"
+    sampling: Sampling
     tokens: int = NEW_TOKENS  # Largest number of new tokens.
     seed: int = 0  # Seed of the next answer.
 
@@ -96,8 +96,6 @@ def converse(
     lm: "LanguageModel", lines: Iterable[str], write: Callable[[str], None], *, system: str | None = None
 ) -> None:
     """Answer each line, and write the answers piece by piece. A line that is a command changes the settings."""
-    from difftx.inference.sampling import Sampling, derived_seed
-
     settings = Settings(Sampling(repetition_penalty=None, temperature=0.8, top_k=None, top_p=None))
     start: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     messages = [*start]

@@ -69,7 +69,8 @@ def run_folders(flag: str) -> list[AnyPath]:
     Raise `UserError` if a part of the flag names no run.
     """
     folders: list[AnyPath] = []
-    parts = [(name, path_of("--workdir", name)) for name in flag.split(",")]  # Check all before files are read.
+    names = [flag] if Path(flag, "config.json").is_file() else flag.split(",")  # A folder's name may have a comma.
+    parts = [(name, path_of("--workdir", name)) for name in names]  # Check all before files are read.
     for name, folder in parts:
         if size_of(folder / "config.json") is not None:
             folders.append(folder)

@@ -13,6 +13,7 @@ from difftx.commands.flags import PathFlag, add_weights_flag, parse_command, req
 from difftx.data.records import Record, read_records
 from difftx.errors import UserError, printable
 from difftx.files import write_atomically
+from difftx.inference.sampling import Sampling, derived_seed
 from difftx.json_files import json_sha256
 from difftx.parallel import multihost
 from difftx.progress import Work
@@ -20,7 +21,6 @@ from difftx.progress import Work
 if TYPE_CHECKING:
     from difftx.inference.decode import LanguageModel
     from difftx.inference.generate import Request
-    from difftx.inference.sampling import Sampling
 
 NEW_TOKENS = 256  # Default of --new_tokens if the context has room for so many.
 SEEDS = 2**32
@@ -58,7 +58,6 @@ def main(arguments: Sequence[str]) -> int:
 
     # Imported after the flags are checked, because the import is slow.
     from difftx.inference.load import load
-    from difftx.inference.sampling import Sampling
 
     sampling = Sampling(
         repetition_penalty=options.repetition_penalty,
@@ -103,8 +102,6 @@ def _read_prompts(options: argparse.Namespace) -> list[tuple[Record, int]]:
     """Return the prompt or the prompts of the file, each with the seed of its completion."""
     if options.prompt is not None:
         return [(Record("--prompt", {"prompt": options.prompt}), options.seed)]
-    from difftx.inference.sampling import derived_seed
-
     prompts = []
     for i, record in enumerate(read_records(options.prompts, field="--prompts", what="prompts")):
         if "messages" not in record.values:
@@ -135,7 +132,7 @@ def _request(lm: "LanguageModel", record: Record, seed: int, new_tokens: int | N
     return request
 
 
-def _stream(lm: "LanguageModel", prompt: str, request: "Request", sampling: "Sampling", stop: list[str]) -> None:
+def _stream(lm: "LanguageModel", prompt: str, request: "Request", sampling: Sampling, stop: list[str]) -> None:
     """Print a prompt, then its completion piece by piece."""
     from difftx.inference.generate import generate
 
@@ -155,7 +152,7 @@ def _complete_file(
     lm: "LanguageModel",
     records: list[Record],
     requests: "list[Request]",
-    sampling: "Sampling",
+    sampling: Sampling,
     options: argparse.Namespace,
 ) -> None:
     """Complete all prompts. Write the completions to --out or stdout, in the order of the prompts."""

@@ -75,10 +75,9 @@ class LanguageModel:
     @functools.cached_property
     def allowed(self) -> np.ndarray:
         """Mask of the token ids that the tokenizer has, bool `[V]`. The model generates no other tokens."""
-        allowed_V = np.zeros(self.config.model.embeddings, bool)
-        values = self.tokenizer.token_bytes[: len(allowed_V)]
-        allowed_V[: len(values)] = [value is not None for value in values]
-        return allowed_V
+        size = self.config.model.embeddings
+        allowed = [value is not None for value in self.tokenizer.token_bytes[:size]]
+        return np.pad(allowed, (0, size - len(allowed)))
 
 
 @jax.tree_util.register_dataclass

@@ -33,17 +33,15 @@ class Sampling:
 
     def __post_init__(self):
         if not 0 <= self.temperature <= LARGEST:
-            raise UserError(
-                f"temperature={self.temperature} must be 0, for the most likely token, or up to {LARGEST:g}"
-            )
+            raise UserError(f"temperature={self.temperature} must be 0 (the most likely token) … {LARGEST:g}")
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"top_k={self.top_k} must be at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise UserError(f"top_p={self.top_p} must be more than 0 and at most 1")
         if self.repetition_penalty is not None and not 1 / LARGEST <= self.repetition_penalty <= LARGEST:
-            penalty = f"repetition_penalty={self.repetition_penalty}"
-            raise UserError(f"{penalty} must lie in {1 / LARGEST:g} … {LARGEST:g}; 1 changes nothing")
-
+            raise UserError(
+                f"repetition_penalty={self.repetition_penalty} must lie in {1 / LARGEST} … {LARGEST}; 1: off"
+            )
         if self.top_p == 1:  # Because of rounding, the sum of probabilities may exceed 1 before the last token.
             object.__setattr__(self, "top_p", None)
 

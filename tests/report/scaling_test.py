@@ -256,6 +256,12 @@ def test_an_existing_path_is_no_glob_although_its_name_has_brackets(config, tmp_
     assert [run.workdir for run in match_runs(str(named), "curves")] == [named]
     assert run_folders(str(named.parent)) == [named, named.parent / "runa"]
     assert run_folders(f"{tmp_path}/sweep[1-9]/run?") == [tmp_path / "sweep1" / "runa"]
+    write_run(tmp_path / "runs" / "a,b", config("diff"))
+    assert run_folders(f"{tmp_path}/runs/a,b") == run_folders(f"{tmp_path}/runs") == [tmp_path / "runs" / "a,b"]
+    assert run_folders(f"{tmp_path}/sweep1/runa,{tmp_path}/runs/a?b") == [
+        tmp_path / "sweep1" / "runa",
+        tmp_path / "runs" / "a,b",
+    ]
 
 
 def test_arms_and_rates_that_a_fit_pools_are_named(config, tmp_path):

@@ -60,10 +60,7 @@ class HarnessModel(TemplateLM):
         return score_all(self._evaluation, pairs, what="answers to choose from")
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-        """Return log p of each text. In the windows of a long text, each token is scored once.
-
-        As in lm-eval's models of Hugging Face, tokens that precede each text are scored too, after `prefix_token_id`.
-        """
+        """Return log p of each text and, as lm-eval does, of the ids in front of it. Windows score each token once."""
         windows = []
         for request in requests:
             parts = get_rolling_token_windows(
