@@ -26,7 +26,7 @@ class Sampling:
     # Lowers the logits of tokens that occur in the row: positive logits are divided by the penalty, negative ones
     # multiplied. (Section 4.1 of arXiv 1909.05858 divides both, which raises negative logits.) None: no penalty.
     repetition_penalty: float | None
-    temperature: float  # Divides the logits. Below 1 / LARGEST, the most likely token is chosen despite top_k and top_p.
+    temperature: float  # Divides the logits. Below 1 / LARGEST, the most likely token is chosen in any case.
     top_k: int | None  # Keeps this many of the most likely tokens. None: all.
     top_p: float | None  # Keeps the fewest most likely tokens whose probabilities sum to top_p or more. None or 1: all.
 
