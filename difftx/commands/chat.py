@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from difftx.commands.flags import PathFlag, add_weights_flag, parse_command
 from difftx.commands.generate import NEW_TOKENS, SEEDS
 from difftx.errors import UserError, did_you_mean, printable
+from difftx.inference.sampling import Sampling, derived_seed
 from difftx.parallel import multihost
 
 if TYPE_CHECKING:
     from difftx.data.chat_template import Message
     from difftx.inference.decode import LanguageModel
-    from difftx.inference.sampling import Sampling
 
 MARK = "> "
 HELP = """\
@@ -28,7 +28,7 @@ HELP = """\
 /top_k 40                sample among this number of most likely tokens; none: all
 /repetition_penalty 1.1  above 1: repeated tokens become less likely; none: off
 /tokens 256              at most this many new tokens
-/seed 7                  seed of the next answer; each later answer has the next seed
+/seed 7                  seed of the next answer; that of each later answer is a hash of it
 /reset                   begin a new conversation
 /help                    print this list
 /quit                    end, as Ctrl-D does; Ctrl-C ends an answer"""
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
 class Settings:
     """Settings that lines such as "/seed 7" change."""
 
-    sampling: "Sampling"
+    sampling: Sampling
     tokens: int = NEW_TOKENS  # Largest number of new tokens.
     seed: int = 0  # Seed of the next answer.
 
@@ -96,8 +96,6 @@ def converse(
     lm: "LanguageModel", lines: Iterable[str], write: Callable[[str], None], *, system: str | None = None
 ) -> None:
     """Answer each line, and write the answers piece by piece. A line that is a command changes the settings."""
-    from difftx.inference.sampling import Sampling
-
     settings = Settings(Sampling(repetition_penalty=None, temperature=0.8, top_k=None, top_p=None))
     start: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     messages = [*start]
@@ -108,7 +106,7 @@ def converse(
                 continue
             if not line.startswith("/"):
                 messages = _answer(lm, messages, line, settings, write)
-                settings = dataclasses.replace(settings, seed=(settings.seed + 1) % SEEDS)
+                settings = dataclasses.replace(settings, seed=derived_seed(settings.seed, 1))
             elif name == "quit":
                 return
             elif name == "reset":

@@ -7,6 +7,7 @@ Examples are `--config.train.steps=10`, `--config.train.steps 10`, `--config.dat
 import argparse
 import glob
 import logging
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,7 +70,8 @@ def run_folders(flag: str) -> list[AnyPath]:
     Raise `UserError` if a part of the flag names no run.
     """
     folders: list[AnyPath] = []
-    parts = [(name, path_of("--workdir", name)) for name in flag.split(",")]  # Check all before files are read.
+    names = [flag] if os.path.isdir(flag) else flag.split(",")  # The name of a folder may have a comma.
+    parts = [(name, path_of("--workdir", name)) for name in names]  # Check all before files are read.
     for name, folder in parts:
         if size_of(folder / "config.json") is not None:
             folders.append(folder)

@@ -16,7 +16,7 @@ from difftx.data.packing import PackedRows, Row, RowSource
 from difftx.errors import UserError
 from difftx.inference.decode import LanguageModel
 from difftx.inference.score import row_scores
-from difftx.json_files import JsonLines
+from difftx.json_files import JsonLines, json_sha256
 from difftx.parallel.multihost import decide_on_primary, is_primary
 from difftx.progress import Work
 from difftx.storage.paths import AnyPath
@@ -38,40 +38,29 @@ class Identified(Protocol):
 class ItemJournal:
     """A file with the answers of finished items, from which an interrupted suite resumes.
 
-    The first JSON line holds the settings and weights, and each further line one answer. Only the primary process
-    reads and writes the file.
+    Each JSON line holds one answer. The file's name depends on settings and weights, so that an evaluation with other
+    ones, which may run at the same time, has another file. Only the primary process reads and writes the file.
     """
 
     def __init__(self, path: AnyPath, settings: str, weights: str | None):
-        self._file, self._head = JsonLines(path), {"settings": settings, "weights": weights}
+        self._file = JsonLines(path.with_suffix(f".{json_sha256([settings, weights])[:32]}.items.jsonl"))
 
     def start(self, items: Sequence[Identified]) -> dict[str, Any]:
-        """Remove invalid lines from the file, and return the stored answers of `items` by item id, in every process."""
-        stored = self._read() if is_primary() else {}
-        answers = {}
+        """Return the stored answers of `items` by item id, in every process."""
+        rows = self._file.read({"id": str, "answer": object}) if is_primary() else []
+        stored, answers = {row["id"]: row["answer"] for row in rows}, {}
         for group in itertools.batched(items, DECISION_ITEMS):
             stored_answers = {item.id: stored[item.id] for item in group if item.id in stored}
             answers |= decide_on_primary(lambda stored_answers=stored_answers: stored_answers, DECISION_SECONDS)
-        if is_primary():  # Remove incomplete lines, and answers for other settings or weights.
-            self._file.rewrite([self._head, *self._rows(stored)])
         return answers
 
     def add(self, answers: dict[str, Any]) -> None:
         """Append answers by item id. They are on disk when the function returns."""
         if is_primary():
-            self._file.append(self._rows(answers))
+            self._file.append({"id": name, "answer": answer} for name, answer in answers.items())
 
     def remove(self) -> None:
         self._file.remove()
-
-    def _read(self) -> dict[str, Any]:
-        if self._file.read()[:1] != [self._head]:
-            return {}
-        return {row["id"]: row["answer"] for row in self._file.read({"id": str, "answer": object})}
-
-    @staticmethod
-    def _rows(answers: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        return ({"id": name, "answer": answer} for name, answer in answers.items())
 
 
 class Evaluation:

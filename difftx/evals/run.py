@@ -61,7 +61,7 @@ def evaluate(
         for name in suites:
             path, depends = result_path(run.workdir, name, step, part), dependencies(run, name)
             digest = json_sha256(depends)
-            evaluation.journal = ItemJournal(path.with_suffix(".items.jsonl"), digest, weights)
+            evaluation.journal = ItemJournal(path, digest, weights)
             results[name] = result = SUITES[name].evaluate(evaluation)
             if checkpoint is not None:
                 checkpoint.require_unchanged()
@@ -96,10 +96,9 @@ def stored_result(run: Run, suite: str, step: int, part: WeightsPart = "params")
     if not isinstance(content, dict) or content.get("settings") != settings_sha256(run, suite):
         return None
     # `settings_sha256` leaves endpoints out, because a suite may resume with the model's answers and ask another judge.
-    endpoints, options = _endpoints(run.config, suite), content.get("options")
-    # Results of older versions do not record them.
-    recorded = options.get("endpoints", endpoints) if isinstance(options, dict) else endpoints
-    return content if recorded == endpoints else None
+    options = content.get("options")
+    recorded = options.get("endpoints", []) if isinstance(options, dict) else None
+    return content if recorded == _endpoints(run.config, suite) else None
 
 
 def settings_sha256(run: Run, suite: str) -> str:

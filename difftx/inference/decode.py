@@ -72,17 +72,12 @@ class LanguageModel:
         mask = vector_mask(self.config.model)
         return jax.tree.map(lambda x, is_vector: x if is_vector else x.astype(dtype), self.params, mask)
 
-    @property
-    def bytes_of(self) -> list[bytes | None]:
-        """Bytes of each token id, or None for an id that the tokenizer does not have."""
-        return self.tokenizer.token_bytes
-
     @functools.cached_property
     def allowed(self) -> np.ndarray:
         """Mask of the token ids that the tokenizer has, bool `[V]`. The model generates no other tokens."""
-        allowed_V = np.zeros(self.config.model.embeddings, bool)
-        allowed_V[: len(self.bytes_of)] = [value is not None for value in self.bytes_of[: len(allowed_V)]]
-        return allowed_V
+        size = self.config.model.embeddings
+        allowed = [value is not None for value in self.tokenizer.token_bytes[:size]]
+        return np.pad(allowed, (0, size - len(allowed)))
 
 
 @jax.tree_util.register_dataclass

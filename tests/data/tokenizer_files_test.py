@@ -69,7 +69,7 @@ def test_streamed_tokens_give_the_text(family, tmp_path):
     values, compared = tokenizer.token_bytes, 0
     for text in random_strings(300):
         ids = tokenizer.encode_ordinary(text)
-        stream = TextStream(values, ())
+        stream = TextStream(tokenizer, ())
         streamed = "".join(map(stream.add, ids)) + stream.finish()
         # Tokens such as <unk> are not text, and only the decoding of a whole text removes a space in front.
         if all(values[id_] for id_ in ids):

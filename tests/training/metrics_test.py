@@ -52,7 +52,7 @@ def test_later_attempt_replaces_rows_after_its_checkpoint(tmp_path):
 
 def test_evaluations_of_later_steps_are_removed(tmp_path):
     evals = tmp_path / "evals"
-    for name in ("loss/3.json", "loss/4.json", "position/5/nll.png", "needle/40.items.jsonl", "notes/readme.md"):
+    for name in ("loss/3.json", "loss/4.json", "position/5/nll.png", "needle/40.0a1b.items.jsonl", "notes/readme.md"):
         (evals / name).parent.mkdir(parents=True, exist_ok=True)
         (evals / name).touch()
     remove_later_evaluations(tmp_path, 3)

@@ -20,6 +20,7 @@ from difftx.parallel.multihost import print_on_primary
 from difftx.progress import Work
 from difftx.storage.paths import AnyPath
 
+MAX_EXAMINED_CHARACTERS = 2**14  # A verdict is sought in so many characters at the end of a reply.
 MAX_WHY_CHARACTERS = 300  # Maximum length of a judge's reason in a result. The file of replies has the full reply.
 QUESTIONS = {
     "summarisation": """\
@@ -124,9 +125,8 @@ class JudgeModel:
         """Return the verdicts. Cases without a verdict of this endpoint in the file are sent to it concurrently."""
         bodies = [self._body(case) for case in cases]
         keys = [json_sha256(body) for body in bodies]
-        stored = self._file.read({"key": str, "accurate": bool, "why": str})
-        # Rows of older versions have no endpoint.
-        own = [row for row in stored if row.get("base_url", self._base_url) == self._base_url]
+        stored = self._file.read({"key": str, "base_url": str, "accurate": bool, "why": str})
+        own = (row for row in stored if row["base_url"] == self._base_url)
         known = {row["key"]: Verdict(row["accurate"], row["why"]) for row in own}
         left = {key: body for key, body in zip(keys, bodies, strict=True) if key not in known}
         before = self._spent.copy()
@@ -208,13 +208,16 @@ def endpoint_of(config: JudgeConfig) -> str:
 
 
 def read_verdict(text: str) -> Verdict | None:
-    """Return the last verdict in a reply, which may contain other text, or None if there is none."""
-    decoder, verdict = json.JSONDecoder(), None
-    for start in (match.start() for match in re.finditer("{", text)):
+    """Return the last verdict in a reply, which may contain other text, or None if there is none.
+
+    The time can grow with the square of the examined characters, as in a reply of opening braces.
+    """
+    decoder, text = json.JSONDecoder(), text[-MAX_EXAMINED_CHARACTERS:]
+    for start in reversed([match.start() for match in re.finditer("{", text)]):
         try:
             value, _ = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):
             continue
         if isinstance(value, dict) and isinstance(value.get("accurate"), bool):
-            verdict = Verdict(value["accurate"], str(value.get("why", ""))[:MAX_WHY_CHARACTERS])
-    return verdict
+            return Verdict(value["accurate"], str(value.get("why", ""))[:MAX_WHY_CHARACTERS])
+    return None

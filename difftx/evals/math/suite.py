@@ -132,6 +132,7 @@ SUITE = Suite(
     reads=("math",),
     check=open_tasks,
     files=files,
+    revision=1,
     title="Word problems",
     explanation="Share of problems with the right final answer, and the length of the answers.",
     measures={
