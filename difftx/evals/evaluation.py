@@ -42,8 +42,10 @@ class ItemJournal:
     reads and writes the file.
     """
 
-    def __init__(self, path: AnyPath, settings: str, weights: str | None):
-        self._file, self._head = JsonLines(path), {"settings": settings, "weights": weights}
+    def __init__(
+        self, path: AnyPath, settings: str, weights: str | None, require_lock: Callable[[], None] = lambda: None
+    ):
+        self._file, self._head = JsonLines(path, require_lock), {"settings": settings, "weights": weights}
 
     def start(self, items: Sequence[Identified]) -> dict[str, Any]:
         """Remove invalid lines from the file, and return the stored answers of `items` by item id, in every process."""

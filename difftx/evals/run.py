@@ -61,13 +61,15 @@ def evaluate(
         for name in suites:
             path, depends = result_path(run.workdir, name, step, part), dependencies(run, name)
             digest = json_sha256(depends)
-            evaluation.journal = ItemJournal(path.with_suffix(".items.jsonl"), digest, weights)
+            if is_primary():
+                run.require_lock()
+                make_folder(path.parent)
+            evaluation.journal = ItemJournal(path.with_suffix(".items.jsonl"), digest, weights, run.require_lock)
             results[name] = result = SUITES[name].evaluate(evaluation)
             if checkpoint is not None:
                 checkpoint.require_unchanged()
             if not is_primary():
                 continue
-            make_folder(path.parent)
             options = {option: depends[option] for option in OPTIONS if option in depends}
             if headers := depends.get("headers"):  # A header may be long.
                 options["headers"] = [line if line is None else json_sha256(line) for line in headers]
@@ -77,6 +79,7 @@ def evaluate(
             content |= {"valid": run.data.valid_fingerprints} | source | dataclasses.asdict(result)
             if "extensions" in depends:  # The report shows them without the extension.
                 content["measures"] = {n: dataclasses.asdict(m) for n, m in measures_of(name, content).items()}
+            run.require_lock()
             write_atomically(path, json.dumps(content, indent=2, default=_as_json) + "\n")
             evaluation.journal.remove()
     return results

@@ -76,16 +76,15 @@ def train(
     interrupt = Interrupt()
     try:
         run.check_records()
-        with run.lock() as require_lock, Monitor(run.config.multihost) as monitor, jax.set_mesh(run.mesh):
+        with run.lock() as run, Monitor(run.config.multihost) as monitor, jax.set_mesh(run.mesh):
             session = Session(
                 run=run,
                 evaluate=evaluate,
                 exports=exports,
                 train_step=jax.jit(make_train_step(run.config), donate_argnums=0),
-                journal=GuardJournal(run.workdir, require_lock),
+                journal=GuardJournal(run.workdir, run.require_lock),
                 interrupt=interrupt,
                 monitor=monitor,
-                require_lock=require_lock,
                 allow_config_change=allow_config_change,
             )
             outcome = Attempt(session, Goodput(time.perf_counter() if began is None else began)).train()
@@ -111,7 +110,6 @@ class Session:
     journal: GuardJournal
     interrupt: Interrupt
     monitor: Monitor
-    require_lock: Callable[[], None]  # Raises an error if this process has lost the lock of the run.
     allow_config_change: bool
 
 
@@ -150,7 +148,8 @@ class Attempt:
             run.workdir,
             config.checkpoint,
             save_seconds=self._barrier_timeout,
-            require_lock=self._session.require_lock,
+            require_lock=run.require_lock,
+            run_id=run.run_id,
         )
         self._loader = Loader(
             run.data.examples,
@@ -183,15 +182,15 @@ class Attempt:
         """Write the files of the run, and open those of the metrics without the steps after the start."""
         session, config, workdir = self._session, self._config, self._session.run.workdir
         if is_primary():
-            session.require_lock()
+            session.run.require_lock()
             session.run.write_files(self._source_weights)
             # Read goodput before the writer is created, because the writer deletes the rows of later steps.
             self._goodput.resume(workdir / "metrics.jsonl", self._start)
         self._writer = MetricsWriter(
-            workdir, config.logging, self._start, enabled=is_primary(), require_lock=session.require_lock
+            workdir, config.logging, self._start, enabled=is_primary(), require_lock=session.run.require_lock
         )
         if is_primary():
-            session.require_lock()
+            session.run.require_lock()
             remove_later_evaluations(workdir, self._start)
         self._tracer = StepTracer(workdir, config.logging, enabled=is_primary())
 
@@ -260,7 +259,7 @@ class Attempt:
             work = Work(enabled=False, on_advance=functools.partial(session.monitor.beat, step))
             suites = self._config.eval.suites if self._guard.tripped is None else ()
             weights = self._checkpointer.weights_id(step)
-            session.require_lock()
+            session.run.require_lock()
             try:
                 results = session.evaluate(session.run, self._state.params, step, suites, work, weights)
             except Exception:

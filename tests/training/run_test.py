@@ -30,8 +30,8 @@ with (folder / ".lock").open("w") as file:
 
 @pytest.fixture
 def lock(config):
-    """Return a function from a workdir to its lock, for a run with only the two fields that `Run.lock` reads."""
-    return lambda workdir: Run.lock(SimpleNamespace(config=config(), workdir=workdir))
+    """Return a function from a workdir to its lock, for a run without devices and data."""
+    return lambda workdir: Run(config(), workdir, None, None, None).lock()
 
 
 @pytest.fixture

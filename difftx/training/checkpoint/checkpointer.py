@@ -58,26 +58,28 @@ class Checkpointer:
         *,
         save_seconds: int = 1200,
         require_lock: Callable[[], None] = lambda: None,
+        run_id: str | None = None,
     ):
         """Open the folder of checkpoints. Without a config, open it for reading, which changes nothing.
 
-        `save_seconds` is the timeout of a save in seconds. It expires if another process has failed. `require_lock`
-        raises an error if this process has lost the lock of the run (`Run.lock`).
+        `save_seconds` is the timeout of a save in seconds. It expires if another process has failed. `require_lock` and
+        `run_id` are those of the `Run`. Checkpoints of other runs do not verify.
         """
         self.folder = resolved(workdir) / "checkpoints"
         self._workdir = workdir
         self._config = config
         self._save_seconds = save_seconds
-        self._require_lock = require_lock
+        self._require_lock, self._run_id = require_lock, run_id
         self._saves = 0
         # Orbax's CheckpointManager would treat any folder with a numeric name as a checkpoint, so it is not used.
         handler = ocp.CompositeCheckpointHandler(
             state=ocp.StandardCheckpointHandler(),
             loader=ocp.JsonCheckpointHandler(),
             config=ocp.JsonCheckpointHandler(),
+            composite_options=ocp.CompositeOptions(async_options=_orbax_options()),
         )
         # Orbax calls this function in a thread before it renames a finished folder.
-        options = ocp.AsyncOptions(timeout_secs=save_seconds, post_finalization_callback=lambda: self._write_manifest())
+        options = _orbax_options(timeout_secs=save_seconds, post_finalization_callback=lambda: self._write_manifest())
         self._orbax = ocp.AsyncCheckpointer(handler, async_options=options)
         self._background = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._saving: tuple[int, concurrent.futures.Future[None]] | None = None
@@ -211,10 +213,10 @@ class Checkpointer:
 
         Only the primary process may call this, before it deletes all checkpoints of the run.
         """
-        self._require_lock()
         self._record_saved(0)
 
     def _record_saved(self, step: int) -> None:
+        self._require_lock()
         write_atomically(self._workdir / SAVED, json.dumps({"step": step}) + "\n")
 
     def _starts_over(self) -> bool:
@@ -227,6 +229,7 @@ class Checkpointer:
     def _make_folder(self) -> None:
         if is_bucket(self.folder):
             return
+        self._require_lock()
         if not list_folder(self.folder):  # Raises an error if it is a file, or a link to an unmounted disk.
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -242,7 +245,7 @@ class Checkpointer:
         for path in sorted(quarantined, key=retention.quarantine_order, reverse=True):
             step, _ = retention.quarantine_order(path)
             try:
-                why = retention.take_back(path, step, self._require_lock)
+                why = retention.take_back(path, step, self._require_lock, self._run_id)
             except UnreadableError as error:
                 unreadable.append(error)
                 continue
@@ -259,7 +262,7 @@ class Checkpointer:
     def _why_invalid(self, step: int) -> str | None:
         content = self._config is None or self._config.verify == "checksums"
         try:
-            return why_invalid(self.folder / str(step), step=step, content=content)
+            return why_invalid(self.folder / str(step), step=step, run_id=self._run_id, content=content)
         except UnreadableError as error:
             raise UnreadableError(
                 f"{error}; nothing was renamed: run the same command again once it can be read, or put the checkpoint "
@@ -284,17 +287,23 @@ class Checkpointer:
             contents = f"{self._attempt}-{self._saves}"
             save = bucket.Save(self.folder / str(step), contents, state.parts(), self._require_lock, self._save_seconds)
             records = {CONFIG_FILE: json.loads(config.to_json()), LOADER_FILE: loader}
-            describe = functools.partial(manifest_text, step, weights, described, config, data)
+            describe = functools.partial(manifest_text, step, weights, described, config, data, self._run_id)
             self._saving = step, self._background.submit(self._finish, step, lambda: save.write(records, describe))
             return
         unfinished = _unfinished_folder(self.folder, step)
-        self._write_manifest = lambda: write_manifest(unfinished, step, weights, described, config, data)
+
+        def finish() -> None:
+            write_manifest(unfinished, step, weights, described, config, data, self._run_id)
+            self._require_lock()  # Orbax now renames the folder, which commits the checkpoint.
+
+        self._write_manifest = finish
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(state.parts()),
             loader=ocp.args.JsonSave(loader),
             config=ocp.args.JsonSave(json.loads(config.to_json())),
         )
         try:
+            self._require_lock()  # Orbax would create the folder of another run again.
             self._orbax.save(self.folder / str(step), args=args, force=True)
         except Exception as error:  # Orbax raises many types. The run can continue without this checkpoint.
             self._note_failure(step, error)
@@ -339,7 +348,8 @@ class Checkpointer:
             print_on_primary(f"old checkpoints stay: {error}")
 
     def _is_complete(self, step: int) -> bool:
-        return why_invalid(self.folder / str(step), step=step, content=False) is None
+        folder = self.folder / str(step)
+        return why_invalid(folder, step=step, run_id=self._run_id, content=False) is None
 
     def wait(self) -> None:
         """Wait for the save in progress and record its result."""
@@ -354,7 +364,9 @@ class Checkpointer:
 
     def _note_failure(self, step: int, error: BaseException) -> None:
         assert self._config is not None
-        if is_primary() and not is_bucket(self.folder):  # Free the space, which may be missing for the next save.
+        if is_primary() and not is_bucket(self.folder):
+            self._require_lock()  # A process that has lost its run stops after the first failure.
+            # Free the space, which may be missing for the next save.
             shutil.rmtree(_unfinished_folder(self.folder, step), ignore_errors=True)
         self._failures += 1
         limit = self._config.max_failed_saves
@@ -363,6 +375,12 @@ class Checkpointer:
         if self._failures >= limit:
             raise RunError(f"{text}; earlier checkpoints are untouched (checkpoint.max_failed_saves={limit})")
         print(text, flush=True)
+
+
+def _orbax_options(**options: Any) -> ocp.AsyncOptions:
+    # If a thread of orbax cannot create a folder, the threads that wait for it delay the end of the process by minutes.
+    # With several processes, the calling thread cannot create folders, because the other processes would wait for it.
+    return ocp.AsyncOptions(create_directories_asynchronously=jax.process_count() > 1, **options)
 
 
 def _exists(folder: AnyPath) -> bool:

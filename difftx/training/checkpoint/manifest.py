@@ -87,6 +87,7 @@ class Manifest:
     arrays: dict[str, tuple[tuple[int, ...], str]]  # Path in the train state → shape and dtype.
     files: dict[str, tuple[int, str, str]]  # Path in the folder → size in bytes, name of the checksum, checksum.
     contents: str  # Folder of the files in the checkpoint's folder. It is "" on local disks.
+    run_id: str | None  # Identity of the run that saved the checkpoint. None if the checkpoint was imported.
 
 
 def array_name(path: tuple[Any, ...]) -> str:
@@ -110,7 +111,13 @@ def package_versions() -> dict[str, str]:
 
 
 def write_manifest(
-    folder: Path, step: int, weights: str, arrays: dict[str, Any], config: Config, data: dict[str, Any]
+    folder: Path,
+    step: int,
+    weights: str,
+    arrays: dict[str, Any],
+    config: Config,
+    data: dict[str, Any],
+    run_id: str | None = None,
 ) -> None:
     """Write the manifest of the checkpoint in `folder`, with the checksums of all its files."""
     markers = {folder / name for name in COMMIT_MARKERS}
@@ -121,7 +128,7 @@ def write_manifest(
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "xxh3": checksum}
         for path, checksum in zip(files, checksums, strict=True)
     }
-    write_atomically(folder / MANIFEST, manifest_text(step, weights, arrays, config, data, described))
+    write_atomically(folder / MANIFEST, manifest_text(step, weights, arrays, config, data, run_id, described))
 
 
 def manifest_text(
@@ -130,6 +137,7 @@ def manifest_text(
     arrays: dict[str, Any],
     config: Config,
     data: dict[str, Any],
+    run_id: str | None,
     files: dict[str, Any],
     contents: str = "",
 ) -> str:
@@ -141,6 +149,7 @@ def manifest_text(
         "format": FORMAT,
         "step": step,
         "weights": weights,
+        "run_id": run_id,
         "config_sha256": json_sha256(json.loads(config.to_json())),
         "data": data,
         "packages": package_versions(),
@@ -220,10 +229,8 @@ def _read_manifest(folder: AnyPath) -> Manifest:
         raise UserError(f"{MANIFEST}: contents: not the name of a folder")
     _check_inside(folder, files)
     others = {name: raw[name] for name in ("step", "weights", "config_sha256", "data", "packages", "extensions")}
-    source = raw.get("source_sha256")
-    return Manifest(
-        sha256=signed["sha256"], arrays=arrays, files=files, contents=contents, source_sha256=source, **others
-    )
+    others |= {name: raw.get(name) for name in ("source_sha256", "run_id")}
+    return Manifest(sha256=signed["sha256"], arrays=arrays, files=files, contents=contents, **others)
 
 
 def is_reservation(content: bytes) -> bool:
@@ -241,8 +248,12 @@ def contents_of(folder: AnyPath) -> AnyPath:
     return folder / contents if contents else folder
 
 
-def why_invalid(folder: AnyPath, *, step: int | None = None, content: bool) -> str | None:
+def why_invalid(
+    folder: AnyPath, *, step: int | None = None, run_id: str | None = None, content: bool
+) -> str | None:
     """Return why the checkpoint in `folder` is invalid, for example because it is not of step `step`, or None.
+
+    A checkpoint of another run than `run_id` is invalid too.
 
     Compare the sizes of the files with the manifest, and if `content` is True also their checksums. Raise
     `UnreadableError` if a file cannot be read, and `OtherFormatError` for a checkpoint of another version of difftx.
@@ -251,6 +262,8 @@ def why_invalid(folder: AnyPath, *, step: int | None = None, content: bool) -> s
         manifest = _read_manifest(folder)
         if step is not None and manifest.step != step:
             return f"{MANIFEST} is that of step {manifest.step}"
+        if None not in (run_id, manifest.run_id) and manifest.run_id != run_id:
+            return f"another run saved it: its run_id is {manifest.run_id}, not {run_id}"
         return _why_files_invalid(folder, manifest, content=content)
     except OtherFormatError as error:
         raise OtherFormatError(f"{folder}: {error}") from error

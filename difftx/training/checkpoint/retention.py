@@ -1,6 +1,6 @@
 """Selection of the checkpoints that a run keeps, and deletion and quarantine of checkpoints.
 
-`require_lock`, an argument of several functions, raises `RunError` if this process has lost the lock of the run.
+`require_lock`, an argument of several functions, raises an error if this process has lost the run (`workdir_lock.py`).
 """
 
 import dataclasses
@@ -123,6 +123,7 @@ def quarantine(folder: AnyPath, require_lock: Callable[[], None] = lambda: None)
     """
     if is_bucket(folder):
         return bucket.quarantine(folder, require_lock)
+    require_lock()
     first = f"{folder.name}{QUARANTINED}"
     names = itertools.chain([first], (f"{first}.{number}" for number in itertools.count(2)))
     path = next(path for path in map(folder.with_name, names) if not os.path.lexists(path))
@@ -137,11 +138,12 @@ def rename(folder: Path, to: Path) -> Path:
         raise RunError(f"{folder} cannot be renamed {to.name}: {error.strerror}") from error
 
 
-def take_back(path: AnyPath, step: int, require_lock: Callable[[], None] = lambda: None) -> str | None:
+def take_back(path: AnyPath, step: int, require_lock: Callable[[], None], run_id: str | None) -> str | None:
     """Undo `quarantine` if the checkpoint verifies. Return None, or why it does not verify."""
     if is_bucket(path):
-        return bucket.take_back(path, require_lock)
-    if (why := why_invalid(path, step=step, content=True)) is None:
+        return bucket.take_back(path, require_lock, run_id)
+    if (why := why_invalid(path, step=step, run_id=run_id, content=True)) is None:
+        require_lock()
         rename(path, path.with_name(str(step)))
     return why
 
@@ -160,6 +162,7 @@ def remove(folders: Iterable[AnyPath], require_lock: Callable[[], None] = lambda
         if is_bucket(folder):
             bucket.remove(folder, require_lock)
             continue
+        require_lock()
         _delete(folder.rename(folder.with_name(f"{folder.name}{REMOVED}")))
 
 
@@ -167,6 +170,7 @@ def remove_leftovers(folder: AnyPath, require_lock: Callable[[], None]) -> list[
     """Delete the folders of interrupted saves and removals, and return the names of the deleted folders."""
     if is_bucket(folder):
         return bucket.remove_leftovers(folder, require_lock)
+    require_lock()
     removed = []
     for name in sorted(filter(LEFTOVER.fullmatch, list_folder(folder))):
         try:
