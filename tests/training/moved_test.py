@@ -1,0 +1,69 @@
+"""A training whose run directory is moved, deleted or replaced while it runs."""
+
+import json
+import shutil
+import signal
+
+import pytest
+from helpers.processes import TRAIN_SLOWLY, Processes
+from helpers.training_runs import train_losses
+
+from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.training.checkpoint.manifest import read_manifest, steps_in
+from difftx.training.run import read_run_manifest
+
+
+def relink(workdir, path):
+    workdir.unlink()
+    (workdir.parent / "other").mkdir()
+    workdir.symlink_to(workdir.parent / "other")
+
+
+GONE = {
+    "deleted": lambda workdir, path: shutil.rmtree(workdir),
+    "moved": lambda workdir, path: workdir.rename(path),
+    "another target of a link": relink,
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", GONE)
+def test_a_training_that_has_lost_its_folder_stops_and_does_not_save_into_the_next_run(tmp_path, text_file, how):
+    workdir, runs = tmp_path / "exp", []
+    if how == "another target of a link":
+        (tmp_path / "first").mkdir()
+        workdir.symlink_to(tmp_path / "first")
+
+    def start(name, **changes):
+        (tmp_path / name).mkdir()
+        settings = {"count": 1, "devices": 1, "checkpoint__keep": 9} | changes
+        runs.append(Processes(text_file, workdir, tmp_path / name, script=TRAIN_SLOWLY, **settings))
+        return runs[-1]
+
+    try:
+        forgotten = start("forgotten", train__steps=1000)
+        forgotten.until_checkpoint(10)
+        forgotten.running[0].send_signal(signal.SIGSTOP)
+        GONE[how](workdir, tmp_path / "moved")
+        after = start("after", train__steps=1000, train__seed=1)
+        after.until_checkpoint(20)
+        forgotten.running[0].send_signal(signal.SIGCONT)
+        code, log = forgotten.wait(0)
+        assert code == 2, log
+        errors = [line for line in log.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1 and f"{workdir}: this folder was moved, deleted" in errors[0], log
+        assert log.splitlines()[-1] == errors[0] and "Traceback" not in log
+        after.until_checkpoint(40)
+        after.kill()
+        own = read_run_manifest(workdir)["run_id"]
+        assert {read_manifest(workdir / "checkpoints" / str(step)).run_id for step in steps_in(workdir / "checkpoints")} == {own}
+        newest = Checkpointer(workdir).newest()
+        resumed = start("resumed", train__steps=newest + 3, train__seed=1)
+        code, log = resumed.wait(0)
+        assert code == 0 and f"from step {newest} to" in log, log
+        assert len(train_losses(workdir)[0]) == newest + 3
+        assert read_run_manifest(workdir)["run_id"] == own
+        assert json.loads((workdir / "saved.json").read_text()) == {"step": newest + 3}
+    finally:
+        for run in runs:
+            run.kill()
