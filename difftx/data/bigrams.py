@@ -17,7 +17,7 @@ import numpy as np
 
 from difftx.data.store import TokenStore
 from difftx.errors import UserError, read_error
-from difftx.files import new_file
+from difftx.files import new_file, open_file
 from difftx.json_files import schema_error
 from difftx.progress import Work
 
@@ -118,7 +118,7 @@ def read_bigrams(path: Path, vocabulary_sha256: str, *, field: str) -> BigramCou
     """Memory-map a file of `write_bigrams`. Error messages name it as the value of the config field `field`."""
     where = f"{field}={str(path)!r}"
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             line = file.readline(2**20)
     except OSError as error:
         raise read_error(error, f"{where}: cannot be read ({error.strerror})") from error

@@ -19,7 +19,7 @@ from difftx.files import make_folder, open_file, size_of, write_atomically
 from difftx.json_files import json_sha256, read_json
 from difftx.parallel.multihost import is_primary
 from difftx.progress import Work
-from difftx.storage.paths import AnyPath
+from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.checkpoint.reading import Checkpoint
 from difftx.training.run import Run
@@ -63,6 +63,8 @@ def evaluate(
             digest = json_sha256(depends)
             if is_primary():
                 run.require_lock()
+                if not is_bucket(path) and (link := next((p for p in path.parents[:2] if p.is_symlink()), None)):
+                    raise UserError(f"{link} is a link, behind which no results are written; move the folder there")
                 make_folder(path.parent)
             evaluation.journal = ItemJournal(path.with_suffix(".items.jsonl"), digest, weights, run.require_lock)
             results[name] = result = SUITES[name].evaluate(evaluation)

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import re
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -31,6 +30,8 @@ from difftx.training.run import Run
 from difftx.training.state import Metrics, make_train_step
 
 PROGRESS_LABEL = "{what} {done}/{total}"
+# Path in `evals/` of a suite's result, journal (in a bucket, with parts) or figure, of a step.
+RESULT_FILE = re.compile(r"[^/]+/(\d+)(\.ema)?(\.json|(\.\w+)?\.items\.jsonl(\.parts/.+)?|/[^/]+\.(png|svg))")
 PROGRESS_LINE = "{what} {done}/{total}  {text}  {seconds:.0f} s left"
 
 
@@ -427,12 +428,20 @@ class Reporter:
 
 
 def remove_later_evaluations(workdir: AnyPath, step: int) -> None:
-    """Delete the results in `evals/` of steps after `step`, because these steps are trained again."""
-    if is_bucket(workdir):
-        evals = workdir / "evals"
-        names = [(name, re.match(r"[^/]+/(\d+)", name)) for name in objects.list_below(evals)]
-        objects.delete(evals / name for name, found in names if found and int(found[1]) > step)
-        return
-    for path in workdir.glob("evals/*/*"):
-        if (found := re.match(r"\d+", path.name)) and int(found[0]) > step:
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    """Delete the results in `evals/` of steps after `step`, because these steps are trained again.
+
+    Files of other names, and files behind links, are not difftx's.
+    """
+    evals = workdir / "evals"
+    if is_bucket(evals):
+        names = objects.list_below(evals)
+    else:
+        names = [(folder / name).relative_to(evals).as_posix() for folder, _, files in evals.walk() for name in files]
+    later = [evals / name for name in names if (found := RESULT_FILE.fullmatch(name)) and int(found[1]) > step]
+    if is_bucket(evals):
+        objects.delete(later)
+    elif not evals.is_symlink():
+        for path in later:
+            path.unlink()
+            with contextlib.suppress(OSError):  # A folder of figures is deleted with its last figure.
+                path.parent.rmdir()

@@ -171,25 +171,29 @@ class Checkpointer:
         """
         if self._config is not None and (leftovers := retention.remove_leftovers(self.folder, self._require_lock)):
             print_on_primary(f"{self.folder}: removed {', '.join(leftovers)}: a save or a removal was not finished")
-        reasons, quarantined = [], quarantined_in(self.folder)
+        is_training, quarantined, reasons = self._config is not None, quarantined_in(self.folder), {}
+        newest = None
         for step in reversed(self.steps()):
             folder, why = self.folder / str(step), self._why_invalid(step)
             if why is None:
-                return step
-            if self._config is None and not _exists(folder):
+                newest = step
+                break
+            if not is_training and not _exists(folder):
                 print_on_primary(f"checkpoint {folder} was deleted while it was read; looking for the newest again")
                 return self.find_newest()
-            reasons.append(f"{step}: {why}")
-            fate = "skipped"
-            if self._config is not None:
-                fate = f"renamed {retention.quarantine(folder, self._require_lock).name}"
+            reasons[step] = why
+        starts_over = is_training and self._starts_over()
+        # A checkpoint is the only evidence that `SAVED` is outdated, so it keeps its name if the start is refused.
+        is_renamed = is_training and not (starts_over and newest is None)
+        for step, why in reasons.items():
+            folder = self.folder / str(step)
+            fate = f"renamed {retention.quarantine(folder, self._require_lock).name}" if is_renamed else "skipped"
             print_on_primary(f"checkpoint {folder} does not verify: {why}; {fate}")
-        starts_over = self._config is not None and self._starts_over()
-        if starts_over and not reasons:
-            return None
-        if self._config is not None and not starts_over and (step := self._take_back(quarantined)) is not None:
+        if newest is not None or (starts_over and not reasons):
+            return newest
+        if is_renamed and (step := self._take_back(quarantined)) is not None:
             return step
-        self._require_none_lost(reasons or [path.name for path in quarantined])
+        self._require_none_lost([f"{step}: {why}" for step, why in reasons.items()] or [p.name for p in quarantined])
         return None
 
     def _require_none_lost(self, invalid: Sequence[str]) -> None:
@@ -338,14 +342,19 @@ class Checkpointer:
         wait()
         if self._config is None or not is_primary():
             return
-        try:
-            self._record_saved(step)
-            # Incomplete checkpoints neither count towards the number to keep nor are deleted.
-            steps = [other for other in self.steps() if other <= step and self._is_complete(other)]
-            kept = retention.steps_to_keep(self._config, steps, self._workdir)
-            retention.remove((self.folder / str(other) for other in steps if other not in kept), self._require_lock)
-        except (OSError, UserError, RunError) as error:  # The save has succeeded nevertheless.
-            print_on_primary(f"old checkpoints stay: {error}")
+        for what, action in ((f"{SAVED} is not written", self._record_saved), ("old checkpoints stay", self._retain)):
+            try:
+                action(step)
+            except (OSError, UserError, RunError) as error:  # The save has succeeded nevertheless.
+                print_on_primary(f"{what}: {error}")
+
+    def _retain(self, step: int) -> None:
+        """Delete the checkpoints up to `step` that the config does not keep."""
+        assert self._config is not None
+        # Incomplete checkpoints neither count towards the number to keep nor are deleted.
+        steps = [other for other in self.steps() if other <= step and self._is_complete(other)]
+        kept = retention.steps_to_keep(self._config, steps, self._workdir)
+        retention.remove((self.folder / str(other) for other in steps if other not in kept), self._require_lock)
 
     def _is_complete(self, step: int) -> bool:
         folder = self.folder / str(step)

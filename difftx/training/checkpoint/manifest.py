@@ -41,6 +41,7 @@ MANIFEST = "manifest.json"
 # Paths of the config and of the state of the data loader in a checkpoint, as orbax's JsonCheckpointHandler names them.
 CONFIG_FILE, LOADER_FILE = "config/metadata", "loader/metadata"
 QUARANTINED = ".quarantined"  # Part of the folder name of a quarantined checkpoint.
+QUARANTINED_FOLDER = re.compile(rf"(\d+){re.escape(QUARANTINED)}(?:\.(\d+))?")
 # Part of the name of an object in a step's folder that contains the manifest of a quarantined checkpoint.
 QUARANTINED_MANIFEST = "quarantined-"
 RESERVED = "writing"  # Field of the object at the path of a manifest in a bucket, during a save.
@@ -357,9 +358,9 @@ def steps_in(folder: AnyPath) -> list[int]:
 def quarantined_in(folder: AnyPath) -> list[AnyPath]:
     """Return the folders of the checkpoints that training or a user has quarantined. In a bucket, return manifests."""
     if is_bucket(folder):
-        names = [name for name in objects.list_below(folder) if f"/{QUARANTINED_MANIFEST}" in f"/{name}"]
-        return [folder / name for name in names]
-    return sorted(folder / name for name in list_folder(folder) if QUARANTINED in name)
+        form = re.compile(rf"\d+/{QUARANTINED_MANIFEST}[0-9a-f]+\.json")
+        return [folder / name for name in objects.list_below(folder) if form.fullmatch(name)]
+    return sorted(folder / name for name in list_folder(folder) if QUARANTINED_FOLDER.fullmatch(name))
 
 
 def _check_inside(folder: AnyPath, names: Iterable[str]) -> None:

@@ -16,12 +16,19 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from difftx.config import CheckpointConfig
-from difftx.errors import RunError, UserError
+from difftx.errors import RunError, UserError, printable
 from difftx.files import list_folder, size_of
 from difftx.json_files import read_json, schema_error
 from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint import bucket
-from difftx.training.checkpoint.manifest import CONFIG_FILE, LOADER_FILE, QUARANTINED, contents_of, why_invalid
+from difftx.training.checkpoint.manifest import (
+    CONFIG_FILE,
+    LOADER_FILE,
+    QUARANTINED,
+    QUARANTINED_FOLDER,
+    contents_of,
+    why_invalid,
+)
 from difftx.training.checkpoint.restoring import config_values
 
 REMOVED = ".removed"  # Ending of the name of a folder that is being deleted.
@@ -97,14 +104,20 @@ def _own_basis(folder: AnyPath) -> Basis:
 def number_of(workdir: AnyPath, step: int, name: str) -> tuple[float, Basis] | None:
     """Return an evaluated number such as "loss/perplexity" after a step, and its basis.
 
-    Return None if the number is absent or not finite.
+    Return None if there is no result, or if it is corrupt, or if the number is not finite.
     """
     suite, number = name.split("/")
     path = workdir / "evals" / suite / f"{step}.json"
     if size_of(path) is None:
         return None
-    result = read_json(path)
-    numbers = result["numbers"] if schema_error(result, {"numbers": dict}) is None else {}
+    try:
+        result = read_json(path)
+        if why := schema_error(result, {"numbers": dict}):
+            raise UserError(f"{path}: {why}")
+    except UserError as error:
+        print(printable(f"checkpoint.keep_best leaves out a corrupt result: {error}"), flush=True)
+        return None
+    numbers = result["numbers"]
     if number not in numbers:
         known = ", ".join(numbers) or "none"
         raise UserError(f"checkpoint.keep_best={name!r}: {path} has no number {number!r}; it has {known}")
@@ -149,11 +162,9 @@ def take_back(path: AnyPath, step: int, require_lock: Callable[[], None], run_id
 
 
 def quarantine_order(path: AnyPath) -> tuple[int, int]:
-    """Return the step and the number in the name of a quarantined checkpoint. The step is -1 if the name has none."""
-    if is_bucket(path):
-        return int(path.parent.name), 0
-    found = re.fullmatch(rf"(\d+){re.escape(QUARANTINED)}(?:\.(\d+))?", path.name)
-    return (int(found[1]), int(found[2] or 1)) if found else (-1, 0)
+    """Return the step and the number in the name of a quarantined checkpoint of `quarantined_in`."""
+    found = QUARANTINED_FOLDER.fullmatch(path.name)
+    return (int(found[1]), int(found[2] or 1)) if found else (int(path.parent.name), 0)  # Else in a bucket.
 
 
 def remove(folders: Iterable[AnyPath], require_lock: Callable[[], None] = lambda: None) -> None:
