@@ -1,4 +1,4 @@
-"""A training whose run directory is moved, deleted or replaced while it runs."""
+"""Training in a run directory that is moved, deleted or replaced, or in which no folder can be created."""
 
 import json
 import shutil
@@ -67,3 +67,34 @@ def test_a_training_that_has_lost_its_folder_stops_and_does_not_save_into_the_ne
     finally:
         for run in runs:
             run.kill()
+
+
+# Runs train.py. While the checkpoint of step 10 is saved, the folder whose name ends like the first argument cannot be
+# created.
+FULL = """
+import errno, os, runpy, sys
+ending, mkdir = sys.argv.pop(1), os.mkdir
+def fail(path, *args, **kwargs):
+    if f"/10.orbax-checkpoint-tmp{ending}" in str(path):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(path))
+    mkdir(path, *args, **kwargs)
+os.mkdir = fail
+sys.argv[0] = "train.py"
+sys.path.insert(0, ".")
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ending", ["", "/loader"])
+def test_a_process_whose_save_could_not_create_a_folder_ends(tmp_path, text_file, ending):
+    process = Processes(
+        text_file, tmp_path / "run", tmp_path, script=("-c", FULL, ending), count=1, devices=1, train__steps=20
+    )
+    try:
+        code, log = process.wait(0, timeout=120)
+    finally:
+        process.kill()
+    assert code == 0, log
+    assert "checkpoint of step 10 was not saved, failure 1 of 3 in a row: OSError: [Errno 122] Disk quota" in log
+    assert steps_in(tmp_path / "run" / "checkpoints") == [20]
