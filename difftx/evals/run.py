@@ -101,10 +101,9 @@ def stored_result(run: Run, suite: str, step: int, part: WeightsPart = "params")
     if not isinstance(content, dict) or content.get("settings") != settings_sha256(run, suite):
         return None
     # `settings_sha256` leaves endpoints out, because a suite may resume with the model's answers and ask another judge.
-    endpoints, options = _endpoints(run.config, suite), content.get("options")
-    # Results of older versions do not record them.
-    recorded = options.get("endpoints", endpoints) if isinstance(options, dict) else endpoints
-    return content if recorded == endpoints else None
+    options = content.get("options")
+    recorded = options.get("endpoints", []) if isinstance(options, dict) else []
+    return content if recorded == _endpoints(run.config, suite) else None
 
 
 def settings_sha256(run: Run, suite: str) -> str:

@@ -52,11 +52,14 @@ def test_a_training_that_has_lost_its_folder_stops_and_does_not_save_into_the_ne
         assert code == 2, log
         errors = [line for line in log.splitlines() if line.startswith("error: ")]
         assert len(errors) == 1 and f"{workdir}: this folder was moved, deleted" in errors[0], log
-        assert log.splitlines()[-1] == errors[0] and "Traceback" not in log
+        assert log.splitlines()[-1] == errors[0]
+        assert "Traceback" not in log
         after.until_checkpoint(40)
         after.kill()
         own = read_run_manifest(workdir)["run_id"]
-        assert {read_manifest(workdir / "checkpoints" / str(step)).run_id for step in steps_in(workdir / "checkpoints")} == {own}
+        assert {
+            read_manifest(workdir / "checkpoints" / str(step)).run_id for step in steps_in(workdir / "checkpoints")
+        } == {own}
         newest = Checkpointer(workdir).newest()
         resumed = start("resumed", train__steps=newest + 3, train__seed=1)
         code, log = resumed.wait(0)

@@ -70,7 +70,8 @@ def test_evaluations_of_later_steps_are_removed(tmp_path):
     (tmp_path / "other" / "loss").mkdir(parents=True)
     (tmp_path / "other" / "loss" / "4.json").touch()
     remove_later_evaluations(tmp_path, 3)
-    assert (tmp_path / "other" / "loss" / "4.json").exists() and (elsewhere / "7.json").exists()
+    assert (tmp_path / "other" / "loss" / "4.json").exists()
+    assert (elsewhere / "7.json").exists()
 
 
 def test_non_finite_values_are_written_as_null(tmp_path):

@@ -15,7 +15,7 @@ from helpers.unreadable import needs_unprivileged, without_root_capabilities
 from difftx.errors import UserError, explained
 from difftx.training import run as run_module
 from difftx.training import workdir_lock
-from difftx.training.checkpoint.manifest import write_manifest
+from difftx.training.checkpoint.manifest import manifest_text
 from difftx.training.run import RUN_FORMAT, Run, read_config, write_run_files
 
 # Holds the lock until its stdin ends, and creates the file `released` before it releases the lock.
@@ -150,16 +150,19 @@ def test_a_corrupt_manifest_is_written_again_with_the_identity_of_the_checkpoint
     lock, config, tmp_path, capsys, content
 ):
     with lock(tmp_path) as new, lock(tmp_path / "other") as other:
-        assert re.fullmatch("[0-9a-f]{32}", new.run_id) and new.run_id != other.run_id
+        assert re.fullmatch("[0-9a-f]{32}", new.run_id)
+        assert new.run_id != other.run_id
     write_run_files(tmp_path, config(), {"run_id": new.run_id})
     with lock(tmp_path) as same:
         assert same.run_id == new.run_id
     (tmp_path / "manifest.json").write_text(content)
     Run(config(), tmp_path, None, None, None).check_records()
     assert f"{tmp_path / 'manifest.json'}: " in (printed := capsys.readouterr().out)
-    assert printed.endswith("; it is written again\n") and printed.count("\n") == 1
+    assert printed.endswith("; it is written again\n")
+    assert printed.count("\n") == 1
     for step, run_id in ((10, "a" * 32), (20, new.run_id)):
-        write_manifest(make(tmp_path / "checkpoints" / str(step)), step, f"x/{step}", {}, config(), {}, run_id)
+        text = manifest_text(step, f"x/{step}", {}, config(), {}, run_id, {})
+        (make(tmp_path / "checkpoints" / str(step)) / "manifest.json").write_text(text)
     with lock(tmp_path) as same:
         assert same.run_id == new.run_id
 

@@ -221,7 +221,6 @@ def test_retention_keeps_the_steps_of_its_rule(saved, tmp_path, rule, kept):
     [
         (["a", "a", "a", "a"], ["20", "40"]),
         (["a", "a", "b", "b"], ["30", "40"]),
-        ([None, None, "b", "b"], ["20", "40"]),  # Older results do not have the identity of the set.
         (["a", "a", "a", "b"], ["40"]),
     ],
 )
@@ -242,7 +241,6 @@ def test_the_best_checkpoint_is_one_of_those_with_the_newest_validation_set(save
         ("aaaa", (9, 9, 9, 8), ["20", "40"]),  # And here on fewer tokens.
         ("bbaa", (9, 9, 9, 9), ["30", "40"]),
         ("aaaa", (8, 8, 9, 9), ["30", "40"]),  # The run resumed with another `eval.loss_tokens`.
-        ("aaaa", (None, None, 9, 9), ["20", "40"]),  # Older results do not have it.
         ("bbcc", (9, 9, 9, 9), ["30", "40"]),  # None of the run's own set yet.
         ("aaaa", (7, 7, 8, 8), ["30", "40"]),
     ],

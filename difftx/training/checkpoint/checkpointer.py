@@ -285,19 +285,19 @@ class Checkpointer:
         step = int(jax.device_get(state.step))
         if step in self._verified:
             return
-        described, weights, data = describe_arrays(state.parts()), self.weights_id(step), loader["signature"]
+        identity = step, self.weights_id(step), describe_arrays(state.parts()), config, loader["signature"]
+        describe = functools.partial(manifest_text, *identity, self._run_id)
         if is_bucket(self.folder):
             self._saves += 1
             contents = f"{self._attempt}-{self._saves}"
             save = bucket.Save(self.folder / str(step), contents, state.parts(), self._require_lock, self._save_seconds)
             records = {CONFIG_FILE: json.loads(config.to_json()), LOADER_FILE: loader}
-            describe = functools.partial(manifest_text, step, weights, described, config, data, self._run_id)
             self._saving = step, self._background.submit(self._finish, step, lambda: save.write(records, describe))
             return
         unfinished = _unfinished_folder(self.folder, step)
 
         def finish() -> None:
-            write_manifest(unfinished, step, weights, described, config, data, self._run_id)
+            write_manifest(unfinished, describe)
             self._require_lock()  # Orbax now renames the folder, which commits the checkpoint.
 
         self._write_manifest = finish

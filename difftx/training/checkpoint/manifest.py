@@ -111,16 +111,8 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
-def write_manifest(
-    folder: Path,
-    step: int,
-    weights: str,
-    arrays: dict[str, Any],
-    config: Config,
-    data: dict[str, Any],
-    run_id: str | None = None,
-) -> None:
-    """Write the manifest of the checkpoint in `folder`, with the checksums of all its files."""
+def write_manifest(folder: Path, describe: Callable[[dict[str, Any]], str]) -> None:
+    """Write the manifest of the checkpoint in `folder`. `describe` returns its text for the checksums of all files."""
     markers = {folder / name for name in COMMIT_MARKERS}
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path not in markers)
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
@@ -129,7 +121,7 @@ def write_manifest(
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "xxh3": checksum}
         for path, checksum in zip(files, checksums, strict=True)
     }
-    write_atomically(folder / MANIFEST, manifest_text(step, weights, arrays, config, data, run_id, described))
+    write_atomically(folder / MANIFEST, describe(described))
 
 
 def manifest_text(
@@ -249,12 +241,8 @@ def contents_of(folder: AnyPath) -> AnyPath:
     return folder / contents if contents else folder
 
 
-def why_invalid(
-    folder: AnyPath, *, step: int | None = None, run_id: str | None = None, content: bool
-) -> str | None:
-    """Return why the checkpoint in `folder` is invalid, for example because it is not of step `step`, or None.
-
-    A checkpoint of another run than `run_id` is invalid too.
+def why_invalid(folder: AnyPath, *, step: int | None = None, run_id: str | None = None, content: bool) -> str | None:
+    """Return why the checkpoint in `folder` is invalid, for example not of step `step` or of run `run_id`, or None.
 
     Compare the sizes of the files with the manifest, and if `content` is True also their checksums. Raise
     `UnreadableError` if a file cannot be read, and `OtherFormatError` for a checkpoint of another version of difftx.

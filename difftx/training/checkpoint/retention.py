@@ -40,23 +40,21 @@ LEFTOVER = re.compile(rf"\d+({re.escape(ocp.step.TMP_DIR_SUFFIX)}.*|{re.escape(R
 class Basis:
     """The validation data and the `eval` settings with which a number was measured."""
 
-    valid: Any  # Fingerprint of each validation set, by name, or None if unknown, as in older results.
-    fields: Mapping[str, Any]  # Fields of the config group `eval`. Older results have none.
+    valid: Any  # Fingerprint of each validation set, by name.
+    fields: Mapping[str, Any]  # Fields of the config group `eval`.
 
     def is_comparable(self, other: "Basis") -> bool:
         """Return whether nothing shows that two numbers were measured differently."""
         common = self.fields.keys() & other.fields.keys()
-        is_same_text = None in (self.valid, other.valid) or self.valid == other.valid
-        return is_same_text and all(self.fields[name] == other.fields[name] for name in common)
+        return self.valid == other.valid and all(self.fields[name] == other.fields[name] for name in common)
 
 
 def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], workdir: AnyPath) -> set[int]:
     """Return those of the `steps` whose checkpoints the config keeps.
 
     `checkpoint.keep_best` considers only results that are comparable with a reference basis (`Basis`). The reference is
-    the newest checkpoint: its validation sets and its fields of `eval`. If the newest checkpoint does not record its
-    validation sets (older versions), or if no result is comparable with it, the reference is the newest result. The
-    newest result is not the first choice, because a user may have evaluated another text by hand.
+    the newest checkpoint: its validation sets and its fields of `eval`. If no result is comparable with it, the
+    reference is the newest result, which is not the first choice, because a user may have evaluated another text.
     """
     newest_first = sorted(steps, reverse=True)
     kept = set(newest_first[: config.keep])
@@ -71,8 +69,7 @@ def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], workdir: AnyPa
         if results:
             bases = {step: basis for step, (_, basis) in results.items()}
             own, newest = _own_basis(workdir / "checkpoints" / str(newest_first[0])), next(iter(bases.values()))
-            is_known = own.valid is not None and any(map(own.is_comparable, bases.values()))
-            basis = own if is_known else newest
+            basis = own if any(map(own.is_comparable, bases.values())) else newest
             numbers = {step: number for step, (number, _) in results.items() if basis.is_comparable(bases[step])}
             best = min if config.keep_best_mode == "min" else max
             kept.add(best(numbers, key=numbers.__getitem__))  # Among equally good steps, keep the newest one.
