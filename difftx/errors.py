@@ -33,7 +33,7 @@ FIXES = {
     errno.EEXIST: "delete it, or use another path",
     errno.EROFS: "use a path on a file system that can be written",
     errno.ENAMETOOLONG: "use a shorter path",
-    errno.ELOOP: "remove the loop of symbolic links, or use another path",
+    errno.ELOOP: "remove the symbolic link",
     errno.EINVAL: "use another path",
     errno.ENXIO: "name a file or a folder",
     errno.ENODEV: "name a file or a folder",

@@ -300,16 +300,29 @@ def retry_read[T](path: Path, read: Callable[[], T]) -> T:
 
 
 def open_file(path: AnyPath) -> io.BufferedReader:
-    """Open a file for reading, from the start or from any position."""
-    return open_object(path) if is_bucket(path) else path.open("rb")
+    """Open a file for reading, from the start or from any position. Raise `UserError` if it is a device or a FIFO."""
+    return open_object(path) if is_bucket(path) else open(path, "rb", opener=_open_regular)
+
+
+def _open_regular(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NONBLOCK)  # Otherwise opening a FIFO waits for a writer.
+    if stat.S_ISREG(mode := os.fstat(descriptor).st_mode) or stat.S_ISDIR(mode):
+        return descriptor
+    os.close(descriptor)
+    raise UserError(f"{path} is not a regular file; move it away")
 
 
 def read_file(path: AnyPath) -> bytes | None:
     """Return the contents of a file, or None if the file does not exist. Raise `UserError` if `path` is a folder."""
     if is_bucket(path):
         return objects.read_verified(path)
+
+    def read() -> bytes:
+        with open_file(path) as file:
+            return file.read()
+
     try:
-        return retry_read(path, path.read_bytes)
+        return retry_read(path, read)
     except IsADirectoryError as error:
         raise UserError(f"{path} is a folder, not a file; move it away") from error
     except (FileNotFoundError, NotADirectoryError):

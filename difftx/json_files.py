@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +66,9 @@ class JsonLines:
     all rows of an `append` are visible or none; `BucketLog` stores them.
     """
 
-    def __init__(self, path: AnyPath):
-        self.path = path
+    def __init__(self, path: AnyPath, require_lock: Callable[[], None] = lambda: None):
+        """Take the path. `require_lock` is called before each write."""
+        self.path, self._require_lock = path, require_lock
         self._log = BucketLog(path) if is_bucket(path) else _LocalLog(path)
 
     def read(self, shape: Any = dict) -> list[dict[str, Any]]:
@@ -84,14 +85,17 @@ class JsonLines:
 
     def append_lines(self, content: bytes) -> None:
         """Append objects that are JSON already, one per line."""
+        self._require_lock()
         self._log.append(content)
 
     def rewrite(self, rows: Iterable[dict[str, Any]]) -> None:
         """Atomically replace the content of the file."""
+        self._require_lock()
         self._log.replace("".join(json.dumps(row) + "\n" for row in rows).encode())
 
     def remove(self) -> None:
         """Delete the file. It may be absent."""
+        self._require_lock()
         self._log.remove()
 
 
@@ -105,7 +109,7 @@ class _LocalLog:
         return read_file(self._path) or b""
 
     def append(self, content: bytes) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.parent.mkdir(exist_ok=True)  # Without parents, because a run's folder must not be made again.
         # Another process may have left an incomplete line since the last call.
         with self._lock, self._path.open("a+b") as file:
             if size := file.seek(0, os.SEEK_END):
@@ -116,7 +120,7 @@ class _LocalLog:
             os.fsync(file.fileno())
 
     def replace(self, content: bytes) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.parent.mkdir(exist_ok=True)
         with new_file(self._path) as file:
             file.write(content)
 

@@ -134,6 +134,17 @@ def test_readers_report_unreadable_files_in_one_line(tmp_path, config, monkeypat
         READERS[name](tmp_path)
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "journal.jsonl"])
+def test_readers_refuse_what_has_no_end(tmp_path, config, name, make):
+    write_run_files(tmp_path, config())
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / name).unlink(missing_ok=True)
+    make(tmp_path / name)
+    with pytest.raises(UserError, match=f"{name} is not a regular file; move it away"):
+        READERS[name](tmp_path)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", [*RECORDS, "checkpoints"])
 def test_training_rejects_unusable_paths_in_one_line(tmp_path, text_file, name):

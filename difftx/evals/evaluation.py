@@ -42,8 +42,11 @@ class ItemJournal:
     ones, which may run at the same time, has another file. Only the primary process reads and writes the file.
     """
 
-    def __init__(self, path: AnyPath, settings: str, weights: str | None):
-        self._file = JsonLines(path.with_suffix(f".{json_sha256([settings, weights])[:32]}.items.jsonl"))
+    def __init__(
+        self, path: AnyPath, settings: str, weights: str | None, require_lock: Callable[[], None] = lambda: None
+    ):
+        path = path.with_suffix(f".{json_sha256([settings, weights])[:32]}.items.jsonl")
+        self._file = JsonLines(path, require_lock)
 
     def start(self, items: Sequence[Identified]) -> dict[str, Any]:
         """Return the stored answers of `items` by item id, in every process."""

@@ -3,7 +3,7 @@
 import json
 
 from difftx.errors import RunError, UserError
-from difftx.files import make_folder, write_atomically
+from difftx.files import make_folder, size_of, write_atomically
 from difftx.folders import is_complete, new_folder, remove_folder
 from difftx.interop import SHARD_MIB
 from difftx.interop.runs import check_representable, write_export
@@ -53,11 +53,15 @@ def write(run: Run, step: int) -> str:
     def export() -> str:
         out = workdir / FOLDER / str(step)
         try:
+            run.require_lock()
             make_folder(out.parent)
-            remove_folder(out)  # Written before a rewind to an earlier step.
+            if is_bucket(out) or size_of(out / RECORD) is not None:
+                remove_folder(out)  # Written before a rewind to an earlier step.
             with new_folder(out, after_each_upload=report_progress) as folder:  # It may take longer than a step.
                 write_atomically(folder / RECORD, json.dumps({"weights": checkpoint.weights}) + "\n")
-                return write_export(checkpoint, workdir, folder, out, "hf", SHARD_MIB * 2**20)[0]
+                written = write_export(checkpoint, workdir, folder, out, "hf", SHARD_MIB * 2**20)[0]
+                run.require_lock()
+                return written
         except (OSError, UserError, RunError) as error:
             return f"not exported: {error}"
 

@@ -114,8 +114,8 @@ class GuardJournal:
     """The file `<workdir>/journal.jsonl`, with an entry per rewind or stop. Only the primary process writes it."""
 
     def __init__(self, workdir: AnyPath, require_lock: Callable[[], None] = lambda: None):
-        """Read the file. `require_lock` raises an error if this process has lost the lock of the run."""
-        self._file, self.require_lock = JsonLines(workdir / "journal.jsonl"), require_lock
+        """Read the file. `require_lock` is that of the `Run`."""
+        self._file, self.require_lock = JsonLines(workdir / "journal.jsonl", require_lock), require_lock
         self.entries: list[dict[str, Any]] = []
         lines = parse_json_lines(self._file.content())
         for number, entry in enumerate(map(without_sha256, lines), start=1):
@@ -134,7 +134,6 @@ class GuardJournal:
             self._write()
 
     def _write(self) -> None:
-        self.require_lock()
         self._file.rewrite(map(with_sha256, self.entries))
 
     def add_rewind(self, rewind: Rewind, step: int, examples: int, attempt: int, pinned: dict[str, Any]) -> None:

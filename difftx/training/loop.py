@@ -4,9 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import re
-import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -31,6 +30,8 @@ from difftx.training.run import Run
 from difftx.training.state import Metrics, make_train_step
 
 PROGRESS_LABEL = "{what} {done}/{total}"
+# Path in `evals/` of a suite's result, journal (in a bucket, with parts) or figure, of a step.
+RESULT_FILE = re.compile(r"[^/]+/(\d+)(\.ema)?(\.json|(\.\w+)?\.items\.jsonl(\.parts/.+)?|/[^/]+\.(png|svg))")
 PROGRESS_LINE = "{what} {done}/{total}  {text}  {seconds:.0f} s left"
 
 
@@ -76,16 +77,15 @@ def train(
     interrupt = Interrupt()
     try:
         run.check_records()
-        with run.lock() as require_lock, Monitor(run.config.multihost) as monitor, jax.set_mesh(run.mesh):
+        with run.lock() as run, Monitor(run.config.multihost) as monitor, jax.set_mesh(run.mesh):
             session = Session(
                 run=run,
                 evaluate=evaluate,
                 exports=exports,
                 train_step=jax.jit(make_train_step(run.config), donate_argnums=0),
-                journal=GuardJournal(run.workdir, require_lock),
+                journal=GuardJournal(run.workdir, run.require_lock),
                 interrupt=interrupt,
                 monitor=monitor,
-                require_lock=require_lock,
                 allow_config_change=allow_config_change,
             )
             outcome = Attempt(session, Goodput(time.perf_counter() if began is None else began)).train()
@@ -111,7 +111,6 @@ class Session:
     journal: GuardJournal
     interrupt: Interrupt
     monitor: Monitor
-    require_lock: Callable[[], None]  # Raises an error if this process has lost the lock of the run.
     allow_config_change: bool
 
 
@@ -150,7 +149,8 @@ class Attempt:
             run.workdir,
             config.checkpoint,
             save_seconds=self._barrier_timeout,
-            require_lock=self._session.require_lock,
+            require_lock=run.require_lock,
+            run_id=run.run_id,
         )
         self._loader = Loader(
             run.data.examples,
@@ -183,15 +183,15 @@ class Attempt:
         """Write the files of the run, and open those of the metrics without the steps after the start."""
         session, config, workdir = self._session, self._config, self._session.run.workdir
         if is_primary():
-            session.require_lock()
+            session.run.require_lock()
             session.run.write_files(self._source_weights)
             # Read goodput before the writer is created, because the writer deletes the rows of later steps.
             self._goodput.resume(workdir / "metrics.jsonl", self._start)
         self._writer = MetricsWriter(
-            workdir, config.logging, self._start, enabled=is_primary(), require_lock=session.require_lock
+            workdir, config.logging, self._start, enabled=is_primary(), require_lock=session.run.require_lock
         )
         if is_primary():
-            session.require_lock()
+            session.run.require_lock()
             remove_later_evaluations(workdir, self._start)
         self._tracer = StepTracer(workdir, config.logging, enabled=is_primary())
 
@@ -260,7 +260,7 @@ class Attempt:
             work = Work(enabled=False, on_advance=functools.partial(session.monitor.beat, step))
             suites = self._config.eval.suites if self._guard.tripped is None else ()
             weights = self._checkpointer.weights_id(step)
-            session.require_lock()
+            session.run.require_lock()
             try:
                 results = session.evaluate(session.run, self._state.params, step, suites, work, weights)
             except Exception:
@@ -428,12 +428,20 @@ class Reporter:
 
 
 def remove_later_evaluations(workdir: AnyPath, step: int) -> None:
-    """Delete the results in `evals/` of steps after `step`, because these steps are trained again."""
-    if is_bucket(workdir):
-        evals = workdir / "evals"
-        names = [(name, re.match(r"[^/]+/(\d+)", name)) for name in objects.list_below(evals)]
-        objects.delete(evals / name for name, found in names if found and int(found[1]) > step)
-        return
-    for path in workdir.glob("evals/*/*"):
-        if (found := re.match(r"\d+", path.name)) and int(found[0]) > step:
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    """Delete the results in `evals/` of steps after `step`, because these steps are trained again.
+
+    Files of other names, and files behind links, are not difftx's.
+    """
+    evals = workdir / "evals"
+    if is_bucket(evals):
+        names = objects.list_below(evals)
+    else:
+        names = [(folder / name).relative_to(evals).as_posix() for folder, _, files in evals.walk() for name in files]
+    later = [evals / name for name in names if (found := RESULT_FILE.fullmatch(name)) and int(found[1]) > step]
+    if is_bucket(evals):
+        objects.delete(later)
+    elif not evals.is_symlink():
+        for path in later:
+            path.unlink()
+            with contextlib.suppress(OSError):  # A folder of figures is deleted with its last figure.
+                path.parent.rmdir()

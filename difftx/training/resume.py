@@ -209,7 +209,7 @@ def _resume(
     abstract = jax.eval_shape(lambda: init_state(run.config))
     state, loader_state = restore_state(folder, abstract, run.mesh)
     valid = run.data.valid_fingerprints
-    for change in signature_changes(loader_state.get("valid", valid), valid):  # Older checkpoints have no entry.
+    for change in signature_changes(loader_state["valid"], valid):
         # The workdir of a branch has no results of earlier steps.
         has_best = run.config.checkpoint.keep_best is not None and not is_branch
         best = ", and checkpoint.keep_best compares only later ones" if has_best else ""
@@ -220,13 +220,11 @@ def _resume(
     if allow_config_change:
         loader_state = loader_state | {"signature": run.data.signature}
     loader.restore(loader_state)
-    # Older checkpoints have no entry `first_regular`, and their runs may have begun with regular checkpoints.
-    every_steps = config_values(folder)["checkpoint"]["every_steps"]
-    guard.restore({"first_regular": every_steps if every_steps <= step else None} | loader_state["guard"])
+    guard.restore(loader_state["guard"])
     if is_branch:
         guard.first_regular = step
         print_on_primary(f"branch of {folder}")
-    return Start(state, step, loader_state.get("source_weights"))  # Older checkpoints have no entry.
+    return Start(state, step, loader_state["source_weights"])
 
 
 def _require_resumable(manifest: Manifest, folder: AnyPath, run: Run, source: str, *, is_branch: bool) -> None:

@@ -7,9 +7,11 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,9 +26,8 @@ from difftx.config.build import config_from_dict
 from difftx.config.fields import values_of
 from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import Tokenizer, load_tokenizer, padded_size
-from difftx.errors import UserError
+from difftx.errors import UserError, printable
 from difftx.files import (
-    make_folder,
     read_file,
     require_run,
     size_of,
@@ -42,7 +43,15 @@ from difftx.parallel.multihost import agree, barrier, decide_on_primary, is_prim
 from difftx.parallel.presets import apply_preset
 from difftx.registry import loaded_extensions, require_names
 from difftx.storage.paths import AnyPath
-from difftx.training.checkpoint.manifest import EXTENSIONS_SHAPE, MANIFEST, SOURCE_FOLDER, package_versions
+from difftx.training.checkpoint.manifest import (
+    EXTENSIONS_SHAPE,
+    MANIFEST,
+    SOURCE_FOLDER,
+    OtherFormatError,
+    package_versions,
+    read_manifest,
+    steps_in,
+)
 from difftx.training.optimizer import make_optimizer
 from difftx.training.workdir_lock import lock_workdir
 from difftx.training.workload import attention_call, attention_kernel
@@ -66,6 +75,9 @@ class Run:
     mesh: jax.sharding.Mesh
     tokenizer: Tokenizer
     data: Sources
+    run_id: str | None = None  # Random identity of the run, which its checkpoints carry. Known once the run is locked.
+    # Raise an error if this process has lost the run (`lock_workdir`). Each write to `workdir` calls this first.
+    require_lock: Callable[[], None] = lambda: None
 
     @classmethod
     def open(cls, config: Config, workdir: AnyPath, mesh: jax.sharding.Mesh | None = None) -> "Run":
@@ -112,10 +124,10 @@ class Run:
         return self.config.batch_rows // self.config.train.accumulation
 
     @contextlib.contextmanager
-    def lock(self) -> Iterator[Callable[[], None]]:
+    def lock(self) -> Iterator["Run"]:
         """Lock the workdir. Raise `UserError` if another training still has the lock after a minute.
 
-        Yield a function that raises an error if this process has lost the lock, which is possible in a bucket.
+        Yield the run with its `run_id` and `require_lock`.
         """
         limits = self.config.multihost
         held = (
@@ -126,7 +138,8 @@ class Run:
         with held as require_lock:
             # Wait for the primary process, because another process that has the lock may save a newer checkpoint.
             barrier("lock of the workdir", limits.barrier_timeout_seconds)
-            yield require_lock
+            run_id = decide_on_primary(lambda: _run_id(self.workdir), limits.barrier_timeout_seconds)
+            yield dataclasses.replace(self, run_id=run_id, require_lock=require_lock)
 
     def check_records(self) -> None:
         """Raise an error in every process if the files of an earlier attempt cannot be read."""
@@ -134,8 +147,13 @@ class Run:
         def check() -> None:
             for name in RECORDS:
                 read_file(self.workdir / name)
-            if size_of(self.workdir / MANIFEST) is not None:
-                read_run_manifest(self.workdir)
+            try:
+                if size_of(self.workdir / MANIFEST) is not None:
+                    read_run_manifest(self.workdir)
+            except OtherFormatError:
+                raise
+            except UserError as error:  # The start writes the file again, with the `run_id` of the checkpoints.
+                print(printable(f"{error}; it is written again"), flush=True)
 
         decide_on_primary(check, self.config.multihost.barrier_timeout_seconds)
 
@@ -146,6 +164,7 @@ class Run:
         """
         devices = self.mesh.devices.flatten()
         manifest = {
+            "run_id": self.run_id,
             "command": shlex.join(sys.argv),
             "attention_kernel": attention_kernel(self.config, self.mesh),
             "kernels": {function: dataclasses.asdict(ranking) for function, ranking in kernels.rankings().items()},
@@ -239,7 +258,6 @@ def write_run_files(workdir: AnyPath, config: Config, details: Mapping[str, Any]
         "extensions": list(map(dataclasses.asdict, loaded_extensions())),
         **(details or {}),
     }
-    make_folder(workdir)
     # Write the manifest first, because the config can only be read with the extensions that the manifest names.
     write_atomically(workdir / MANIFEST, json.dumps(manifest, indent=2) + "\n")
     write_atomically(workdir / "config.json", config.to_json())
@@ -262,13 +280,25 @@ def read_run_manifest(workdir: AnyPath) -> dict[str, Any]:
     manifest = read_json(path) if size_of(path) is not None else {}
     if isinstance(manifest, dict) and (number := manifest.get("format")) != RUN_FORMAT:
         found = f"format {number}" if schema_error(number, int) is None else "no format number"
-        raise UserError(
+        raise OtherFormatError(
             f"{workdir}: {MANIFEST} has {found}, and this version of difftx reads runs of format {RUN_FORMAT}; "
             "use the version that wrote the run, or train again in a new --workdir"
         )
     if why := schema_error(manifest, {"format": int, "extensions": EXTENSIONS_SHAPE}):
-        raise UserError(f"{path}: not the description of a run ({why}); delete it, and training writes it again")
+        raise UserError(f"{path}: not the description of a run ({why})")
     return manifest
+
+
+def _run_id(workdir: AnyPath) -> str:
+    """Return the identity of a run from its manifest, or else from its newest checkpoint, or a new identity."""
+    folder = workdir / "checkpoints"
+    reads = [lambda: read_run_manifest(workdir).get("run_id")]
+    reads += [lambda step=step: read_manifest(folder / str(step)).run_id for step in reversed(steps_in(folder))]
+    for read in reads:
+        with contextlib.suppress(UserError):
+            if re.fullmatch("[0-9a-f]{32}", str(run_id := read())):
+                return run_id
+    return uuid.uuid4().hex
 
 
 def _git_commit() -> str | None:

@@ -116,7 +116,7 @@ def quarantine(folder: "epath.Path", require_lock: Callable[[], None]) -> "epath
     return path
 
 
-def take_back(path: "epath.Path", require_lock: Callable[[], None]) -> str | None:
+def take_back(path: "epath.Path", require_lock: Callable[[], None], run_id: str | None) -> str | None:
     """Undo a quarantine if the checkpoint verifies. Return None, or why it does not verify."""
     folder, found = path.parent, objects.read(path)
     require_lock()
@@ -125,7 +125,7 @@ def take_back(path: "epath.Path", require_lock: Callable[[], None]) -> str | Non
         return f"{folder} has another checkpoint"
     is_valid = False
     try:
-        why = why_invalid(folder, step=int(folder.name), content=True)
+        why = why_invalid(folder, step=int(folder.name), run_id=run_id, content=True)
         is_valid = why is None
     finally:
         if is_valid:

@@ -41,6 +41,7 @@ MANIFEST = "manifest.json"
 # Paths of the config and of the state of the data loader in a checkpoint, as orbax's JsonCheckpointHandler names them.
 CONFIG_FILE, LOADER_FILE = "config/metadata", "loader/metadata"
 QUARANTINED = ".quarantined"  # Part of the folder name of a quarantined checkpoint.
+QUARANTINED_FOLDER = re.compile(rf"(\d+){re.escape(QUARANTINED)}(?:\.(\d+))?")
 # Part of the name of an object in a step's folder that contains the manifest of a quarantined checkpoint.
 QUARANTINED_MANIFEST = "quarantined-"
 RESERVED = "writing"  # Field of the object at the path of a manifest in a bucket, during a save.
@@ -87,6 +88,7 @@ class Manifest:
     arrays: dict[str, tuple[tuple[int, ...], str]]  # Path in the train state → shape and dtype.
     files: dict[str, tuple[int, str, str]]  # Path in the folder → size in bytes, name of the checksum, checksum.
     contents: str  # Folder of the files in the checkpoint's folder. It is "" on local disks.
+    run_id: str | None  # Identity of the run that saved the checkpoint. None if the checkpoint was imported.
 
 
 def array_name(path: tuple[Any, ...]) -> str:
@@ -109,10 +111,8 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
-def write_manifest(
-    folder: Path, step: int, weights: str, arrays: dict[str, Any], config: Config, data: dict[str, Any]
-) -> None:
-    """Write the manifest of the checkpoint in `folder`, with the checksums of all its files."""
+def write_manifest(folder: Path, describe: Callable[[dict[str, Any]], str]) -> None:
+    """Write the manifest of the checkpoint in `folder`. `describe` returns its text for the checksums of all files."""
     markers = {folder / name for name in COMMIT_MARKERS}
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path not in markers)
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
@@ -121,7 +121,7 @@ def write_manifest(
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "xxh3": checksum}
         for path, checksum in zip(files, checksums, strict=True)
     }
-    write_atomically(folder / MANIFEST, manifest_text(step, weights, arrays, config, data, described))
+    write_atomically(folder / MANIFEST, describe(described))
 
 
 def manifest_text(
@@ -130,6 +130,7 @@ def manifest_text(
     arrays: dict[str, Any],
     config: Config,
     data: dict[str, Any],
+    run_id: str | None,
     files: dict[str, Any],
     contents: str = "",
 ) -> str:
@@ -141,6 +142,7 @@ def manifest_text(
         "format": FORMAT,
         "step": step,
         "weights": weights,
+        "run_id": run_id,
         "config_sha256": json_sha256(json.loads(config.to_json())),
         "data": data,
         "packages": package_versions(),
@@ -220,10 +222,8 @@ def _read_manifest(folder: AnyPath) -> Manifest:
         raise UserError(f"{MANIFEST}: contents: not the name of a folder")
     _check_inside(folder, files)
     others = {name: raw[name] for name in ("step", "weights", "config_sha256", "data", "packages", "extensions")}
-    source = raw.get("source_sha256")
-    return Manifest(
-        sha256=signed["sha256"], arrays=arrays, files=files, contents=contents, source_sha256=source, **others
-    )
+    others |= {name: raw.get(name) for name in ("source_sha256", "run_id")}
+    return Manifest(sha256=signed["sha256"], arrays=arrays, files=files, contents=contents, **others)
 
 
 def is_reservation(content: bytes) -> bool:
@@ -241,8 +241,8 @@ def contents_of(folder: AnyPath) -> AnyPath:
     return folder / contents if contents else folder
 
 
-def why_invalid(folder: AnyPath, *, step: int | None = None, content: bool) -> str | None:
-    """Return why the checkpoint in `folder` is invalid, for example because it is not of step `step`, or None.
+def why_invalid(folder: AnyPath, *, step: int | None = None, run_id: str | None = None, content: bool) -> str | None:
+    """Return why the checkpoint in `folder` is invalid, for example not of step `step` or of run `run_id`, or None.
 
     Compare the sizes of the files with the manifest, and if `content` is True also their checksums. Raise
     `UnreadableError` if a file cannot be read, and `OtherFormatError` for a checkpoint of another version of difftx.
@@ -251,6 +251,8 @@ def why_invalid(folder: AnyPath, *, step: int | None = None, content: bool) -> s
         manifest = _read_manifest(folder)
         if step is not None and manifest.step != step:
             return f"{MANIFEST} is that of step {manifest.step}"
+        if None not in (run_id, manifest.run_id) and manifest.run_id != run_id:
+            return f"another run saved it: its run_id is {manifest.run_id}, not {run_id}"
         return _why_files_invalid(folder, manifest, content=content)
     except OtherFormatError as error:
         raise OtherFormatError(f"{folder}: {error}") from error
@@ -344,9 +346,9 @@ def steps_in(folder: AnyPath) -> list[int]:
 def quarantined_in(folder: AnyPath) -> list[AnyPath]:
     """Return the folders of the checkpoints that training or a user has quarantined. In a bucket, return manifests."""
     if is_bucket(folder):
-        names = [name for name in objects.list_below(folder) if f"/{QUARANTINED_MANIFEST}" in f"/{name}"]
-        return [folder / name for name in names]
-    return sorted(folder / name for name in list_folder(folder) if QUARANTINED in name)
+        form = re.compile(rf"\d+/{QUARANTINED_MANIFEST}[0-9a-f]+\.json")
+        return [folder / name for name in objects.list_below(folder) if form.fullmatch(name)]
+    return sorted(folder / name for name in list_folder(folder) if QUARANTINED_FOLDER.fullmatch(name))
 
 
 def _check_inside(folder: AnyPath, names: Iterable[str]) -> None:
