@@ -10,9 +10,6 @@ import itertools
 import json
 import os
 import signal
-import socket
-import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from types import FrameType
@@ -23,9 +20,9 @@ from jax._src import distributed  # For the coordination service's client, which
 from jax.experimental import multihost_utils
 
 from difftx.config import MultihostConfig
-from difftx.errors import EXIT_BAD_INPUT, RunError, UserError, explained, install_hint, printable, shown
+from difftx.errors import RunError, UserError, explained, install_hint, printable, shown
 from difftx.json_files import json_sha256
-from difftx.parallel import heartbeat
+from difftx.parallel import heartbeat, rendezvous
 from difftx.parallel.heartbeat import host_and_pid, service, unmonitored
 
 REPEAT_SECONDS = 1.0
@@ -59,26 +56,22 @@ def join(flags: argparse.Namespace, config: MultihostConfig) -> None:
     if not flags.distributed and flags.coordinator is None:
         _require_single_process()
         return
-    # CPU devices need a library for collectives. Other devices ignore this setting.
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
     timeout = config.initialization_timeout_seconds
-    # This timer expires before JAX's own timeout, at which JAX would abort with a stack dump.
-    timer = threading.Timer(timeout, _abort_start, [timeout])
-    timer.daemon = True
-    timer.start()
     try:
+        address, count, index = rendezvous.address_of_job(flags.coordinator, flags.processes, flags.process, timeout)
+        gpus = rendezvous.local_gpus(rendezvous.meet(address, count, index, timeout), index)
         jax.distributed.initialize(
-            flags.coordinator,
-            flags.processes,
-            flags.process,
-            initialization_timeout=timeout + 60,
+            address,
+            count,
+            index,
+            gpus if "JAX_LOCAL_DEVICE_IDS" not in os.environ else None,
+            cluster_detection_method="deactivate",
+            initialization_timeout=timeout,
             heartbeat_timeout_seconds=heartbeat.JAX_FACTOR * config.heartbeat_timeout_seconds,
             shutdown_timeout_seconds=heartbeat.JAX_FACTOR * config.heartbeat_timeout_seconds,
         )
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         raise UserError(f"this process cannot join the others: {str(error).splitlines()[0]}") from error
-    finally:
-        timer.cancel()
     if distributed.global_state.num_processes > 1:
         heartbeat.start(config.heartbeat_timeout_seconds)
 
@@ -311,26 +304,11 @@ def _require_single_process() -> None:
     # The variable may contain a sentence instead of host names.
     hosts = [host for host in os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if host and " " not in host]
     tasks = int(os.environ.get("SLURM_NTASKS", "1")) if "SLURM_PROCID" in os.environ else 1
-    what, count = ("a TPU pod of", len(hosts)) if len(hosts) > 1 else ("a Slurm step of", tasks)
+    what, count = ("a TPU pod of", len(hosts)) if len(hosts) > 1 else ("a Slurm job of", tasks)
+    # Slurm sets the other variables for the batch script too, which runs once.
+    srun = "write srun before the command, " if count == tasks and "SLURM_STEP_NODELIST" not in os.environ else ""
     if count > 1:
         raise UserError(
-            f"this is one of {what} {count} processes, but it was started alone: add --distributed, and start the same "
-            "command on all of them"
+            f"this is one of {what} {count} processes, but it was started alone: {srun}add --distributed, and start "
+            "the same command on all of them"
         )
-
-
-def _abort_start(timeout: int) -> None:
-    """Print the probable reason why not all processes have joined, and end the process."""
-    state = distributed.global_state
-    address = state.coordinator_address or "an unknown coordinator"
-    if state.process_id == 0:
-        why = "other processes did not come; start the same command on every host"
-    else:
-        host, _, port = address.rpartition(":")
-        why = "process 0 does not answer there; start it, or open the port"
-        with contextlib.suppress(OSError, ValueError):
-            socket.create_connection((host, int(port)), timeout=2).close()
-            why = "process 0 is there, others are not; start the same command on every host"
-    waited = f"{timeout} s (multihost.initialization_timeout_seconds)"
-    print(f"error: process {state.process_id} waited {waited} at {address}: {why}", file=sys.stderr, flush=True)
-    os._exit(EXIT_BAD_INPUT)

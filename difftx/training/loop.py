@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import rich
 
 from difftx.data.loader import Loader
 from difftx.errors import EXIT_PREEMPTED
 from difftx.model.flops import PEAK_FLOPS, flops_per_token
 from difftx.parallel.heartbeat import Monitor
-from difftx.parallel.multihost import Interrupt, barrier, decide_on_primary, is_primary, print_on_primary
+from difftx.parallel.multihost import Interrupt, agree, barrier, decide_on_primary, is_primary, print_on_primary
 from difftx.progress import Advance, Work
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket
@@ -140,7 +141,7 @@ class Attempt:
             session.journal.add_rewind(rewind, self._start, examples, self._writer.attempt, pinned)
         session.journal.resume(self._start, self._guard, self._loader)
         self._first_example = self._loader.state()["examples"]
-        barrier("start", self._barrier_timeout)
+        require_equal_replicas(self._state.params, "start", self._barrier_timeout)
 
     def _open_objects(self) -> None:
         """Open the checkpoints and the data of the run, and create the guard. `_restore` sets their states."""
@@ -223,6 +224,7 @@ class Attempt:
             # The last step is saved even if it is bad, because a run is finished once it has that step's checkpoint.
             should_save = self._guard.last_step_is_good or (self._step == steps and self._guard.tripped is None)
             if should_save:
+                require_equal_replicas(self._state.params, "last checkpoint", self._barrier_timeout)
                 self._checkpointer.save_and_wait(self._state, self._data_state(), config)
                 interrupt.ignore_further_signals()
             self._checkpointer.close()
@@ -288,7 +290,7 @@ class Attempt:
             )
 
     def _save(self, reporter: "Reporter") -> None:
-        barrier(f"checkpoint of step {self._step}", self._barrier_timeout)
+        require_equal_replicas(self._state.params, f"checkpoint of step {self._step}", self._barrier_timeout)
         # Flush before the save, so that metrics.jsonl has all steps up to the checkpoint.
         reporter.flush()
         self._write_goodput()
@@ -355,6 +357,22 @@ class Attempt:
         row = self._goodput.row()
         self._writer.write("goodput", self._step, row)
         return row
+
+
+@jax.jit
+def _sum_of_bits(params: Any) -> jax.Array:
+    """Return the sum of float32 arrays as integers, modulo 2³². Each replica computes its own."""
+    return sum(jnp.sum(jax.lax.bitcast_convert_type(x, jnp.uint32)) for x in jax.tree.leaves(params))
+
+
+def require_equal_replicas(params: Any, when: str, timeout_seconds: float) -> None:
+    """Wait for all processes, and raise `UserError` in all of them if they have different replicas of the parameters.
+
+    XLA assumes that replicas are equal, and never compares them.
+    """
+    if jax.process_count() > 1:
+        sums = sorted({int(shard.data) for shard in _sum_of_bits(params).addressable_shards})
+        agree(when, lambda: sums, lambda sums: {f"weights at the {when}, sum of bits": sums}, timeout_seconds)
 
 
 class Reporter:

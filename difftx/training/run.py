@@ -64,6 +64,8 @@ RECORDS = ("config.json", "manifest.json", "metrics.jsonl", "journal.jsonl", ".l
 OWN_FLAGS = ("distributed", "coordinator", "processes", "process", "config", "extension")
 # Fields of `data` that may differ between processes, because `Run.open` compares the contents of the data.
 OWN_DATA_FIELDS = ("path", "tokenizer", "end_of_text", "cache_path", "cache_mib")
+# Settings of JAX and XLA that may differ between processes, because they do not change numbers.
+OWN_SETTINGS = re.compile("visible_devices|device_count|num_cpu|cache|dump|debug|_log(ging)?_|traceback|mtls|address")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,9 +198,17 @@ def agree_on_command(config: Config, flags: argparse.Namespace) -> None:
         for group in (raw["data"], *raw["data"]["sources"]):
             for name in OWN_DATA_FIELDS:
                 group.pop(name, None)
-        return source_files() | packages | extensions | compared | flax.traverse_util.flatten_dict(raw, sep=".")
+        settings = flax.traverse_util.flatten_dict(raw, sep=".")
+        return jax_settings() | source_files() | packages | extensions | compared | settings
 
     agree("the command", fields, dict, config.multihost.barrier_timeout_seconds)
+
+
+def jax_settings() -> dict[str, str]:
+    """Return the settings of JAX and XLA that may change numbers: all but those that name paths or only print."""
+    flags = (flag.partition("=") for flag in os.environ.get("XLA_FLAGS", "").split())
+    settings = {**jax.config.values, **{f"XLA_FLAGS {name}": value for name, _, value in flags}}
+    return {name: str(value) for name, value in settings.items() if not OWN_SETTINGS.search(name)}
 
 
 def _comparable(flag: Any) -> Any:

@@ -116,7 +116,8 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
         grads = jax.tree.map(lambda g: g / tokens, grads)
         loss, grad_norm = nll / tokens, optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        with jax.named_scope("optimizer"):
+        # optax requires implicit promotion of dtypes.
+        with jax.named_scope("optimizer"), jax.numpy_dtype_promotion("standard"):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params, ema = optax.apply_updates(state.params, updates), None
             if (decay := config.train.ema_decay) is not None:
