@@ -19,6 +19,7 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     from difftx.commands.flags import PathFlag, add_config_flag, parse_command
     from difftx.config.extras import check_extras
     from difftx.config.recipes import load_config, matched_by
+    from difftx.console import work_without_output
     from difftx.files import require_writable
     from difftx.parallel import multihost
 
@@ -40,6 +41,8 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
         parser.error("--workdir is needed to train")
     if args.workdir is not None:
         require_writable(args.workdir)
+    if not args.dry_run:
+        work_without_output()
 
     # Imported after the flags are checked, because the import is slow.
     from difftx import evals
