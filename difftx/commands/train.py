@@ -72,13 +72,15 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
 
 
 def check_run(run: "Run") -> None:
-    """Raise `UserError` in every process if a suite or the exports cannot work, or if their files differ."""
+    """Raise `UserError` in every process if a suite, the exports or W&B cannot work, or if their files differ."""
     from difftx import evals
     from difftx.interop import exports
+    from difftx.parallel.multihost import is_primary
+    from difftx.training.trackers import check_wandb
 
-    suites = run.config.eval.suites
+    suites, project = run.config.eval.suites, run.config.logging.wandb_project
     run.check_everywhere(
-        lambda run: (exports.check_run(run), evals.check_run(run, suites)),
+        lambda run: (exports.check_run(run), evals.check_run(run, suites), is_primary() and check_wandb(project)),
         lambda run: evals.settings_sha256_by_suite(run, suites),
     )
 

@@ -272,7 +272,8 @@ def _read_run(workdir: AnyPath, name: str) -> RunRecord:
         print(printable(f"{path}: skipped {skipped} lines that are not metrics"))
     if not any(row["split"] == "train" for row in rows):
         raise UserError(f"{path}: no training steps in it yet")
-    entries = parse_json_lines(JsonLines(workdir / "journal.jsonl").content(), {"step": int, "event": object})
+    lines = JsonLines(workdir / "journal.jsonl").content()
+    entries = list(parse_json_lines(lines, {"step": int, "event": object}))
     return RunRecord(
         name=name,
         workdir=workdir,

@@ -3,9 +3,11 @@
 import contextlib
 import dataclasses
 import functools
+import json
 import re
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -27,7 +29,7 @@ from difftx.training.lambda_range import LAMBDA_SPLIT, LambdaRange, lambda_warni
 from difftx.training.metrics import MetricsWriter, read_newest_metrics
 from difftx.training.profile import StepTracer, out_of_memory
 from difftx.training.resume import data_state, pinned_values, starting_state
-from difftx.training.run import Run
+from difftx.training.run import Run, read_run_manifest
 from difftx.training.state import Metrics, make_train_step
 
 PROGRESS_LABEL = "{what} {done}/{total}"
@@ -187,8 +189,15 @@ class Attempt:
             session.run.write_files(self._source_weights)
             # Read goodput before the writer is created, because the writer deletes the rows of later steps.
             self._goodput.resume(workdir / "metrics.jsonl", self._start)
+        run_id = (read_run_manifest(workdir).get("run_id") or uuid.uuid4().hex) if is_primary() else ""
         self._writer = MetricsWriter(
-            workdir, config.logging, self._start, enabled=is_primary(), require_lock=session.require_lock
+            workdir,
+            config.logging,
+            self._start,
+            enabled=is_primary(),
+            require_lock=session.require_lock,
+            run_id=run_id,
+            run_config=json.loads(config.to_json()),
         )
         if is_primary():
             session.require_lock()

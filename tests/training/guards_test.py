@@ -463,7 +463,9 @@ def test_another_batch_size_continues_after_a_rewind(open_run):
     assert data["examples"] == 22 * ROWS + 4 * ROWS // 2
     # The skipped examples do not count, and each batch counts with its own size, in every row and in reports.
     by_step = [ROWS * 32 * min(step, 16) + ROWS * 16 * max(step - 16, 0) for step in range(1, 21)]
-    assert [row["tokens"] for row in read_metrics(half.workdir / "metrics.jsonl")[0] if row["split"] == "train"] == by_step
+    assert [
+        row["tokens"] for row in read_metrics(half.workdir / "metrics.jsonl")[0] if row["split"] == "train"
+    ] == by_step
     (record,) = match_runs(str(half.workdir), "curves")
     assert record.tokens == by_step[-1]
     assert record.progress(range(1, 21))["tokens"] == by_step
