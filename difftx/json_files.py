@@ -2,10 +2,11 @@
 
 import errno
 import hashlib
+import io
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,8 @@ class JsonLines:
     def rewrite(self, rows: Iterable[dict[str, Any]]) -> None:
         """Atomically replace the content of the file."""
         self._require_lock()
-        self._log.replace("".join(json.dumps(row) + "\n" for row in rows).encode())
+        lines = ((json.dumps(row) + "\n").encode() for row in rows)
+        self._log.replace(lines if isinstance(self._log, _LocalLog) else b"".join(lines))
 
     def remove(self) -> None:
         """Delete the file. It may be absent."""
@@ -119,19 +121,19 @@ class _LocalLog:
             file.flush()
             os.fsync(file.fileno())
 
-    def replace(self, content: bytes) -> None:
+    def replace(self, lines: Iterable[bytes]) -> None:
         self._path.parent.mkdir(exist_ok=True)
         with new_file(self._path) as file:
-            file.write(content)
+            file.writelines(lines)
 
     def remove(self) -> None:
         self._path.unlink(missing_ok=True)
 
 
-def parse_json_lines(content: bytes, shape: Any = dict) -> list[dict[str, Any] | None]:
-    """Return the object in each line, or None for a line that is not JSON or does not match `shape`."""
-    rows = map(_parse_json, content.splitlines())
-    return [row if schema_error(row, shape) is None else None for row in rows]
+def parse_json_lines(content: bytes, shape: Any = dict) -> Iterator[dict[str, Any] | None]:
+    """Yield the object in each line, or None for a line that is not JSON or does not match `shape`."""
+    for row in map(_parse_json, io.BytesIO(content)):
+        yield row if schema_error(row, shape) is None else None
 
 
 def _parse_json(text: bytes) -> Any:

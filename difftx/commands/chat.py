@@ -56,8 +56,6 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError("difftx chat reads from one terminal, so it runs in one process; use difftx generate")
     if options.system is not None:
         lm.tokenizer.require_chat_template("--system")
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # The terminal may not use UTF-8.
     what = "The model continues each line" if lm.tokenizer.chat_template is None else "A conversation"
     print(f"{what}; /help lists the commands")
     converse(lm, _lines(), lambda text: print(printable(text), end="", flush=True), system=options.system)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from difftx.commands.flags import parse_command
 from difftx.config import Config, MeshConfig
 from difftx.config.recipes import load_config
+from difftx.console import protected
 from difftx.data.records import bucket_files
 from difftx.data.tokenizer import with_vocabulary
 from difftx.errors import EXIT_FAILED, UserError, explained, install_hint, printable
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     options, overrides = parse_command(parser, arguments, "config")
     options.workdir = path_of("--workdir", options.workdir)
     config = None if options.config is None else with_vocabulary(load_config(options.config, overrides))
-    out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    out = protected(os.fdopen(os.dup(sys.stdout.fileno()), "w", closefd=False))
     if options.json:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Libraries, such as Gloo, print to standard output.
     findings = examine(options, config)

@@ -3,9 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
-import io
 import json
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -140,8 +138,6 @@ def _stream(lm: "LanguageModel", prompt: str, request: "Request", sampling: Samp
         if multihost.is_primary():
             print(printable(text), end="", flush=True)
 
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # The terminal may not use UTF-8.
     show(0, prompt)
     with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the completion.
         generate(lm, [request], sampling, stop=stop, on_text=show)

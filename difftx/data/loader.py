@@ -49,7 +49,7 @@ class HostSlice:
 
 
 class Loader(Iterator[Batch]):
-    """An endless iterator of sharded batches. Its state is the number of examples consumed.
+    """An endless iterator of sharded batches. Its state is the number of examples consumed, and of their tokens.
 
     Args:
         examples: Endless random-access rows (`Sources.examples`).
@@ -79,13 +79,15 @@ class Loader(Iterator[Batch]):
         self._iterator = host_batches(self._source, prefetch_batches, threads)
         self._batch_rows, self._sharding, self._signature = batch_rows, sharding, signature
         self._vocab_size, self._where = vocab_size, where
-        self._consumed = 0  # Number of examples.
+        self._consumed = 0  # Number of examples, including those that a rewind skips.
+        self.tokens = 0  # Number of tokens in all batches of the run so far, padding included.
 
     def __next__(self) -> Batch:
         rows = next(self._iterator)
         check_ids(rows, self._vocab_size, lambda row: self._where(self._consumed + int(self._rows_here[row])))
         batch = make_batch(rows, self._batch_rows, self._sharding)
         self._consumed += self._batch_rows
+        self.tokens += batch.tokens_BT.size
         return batch
 
     def abstract_batch(self) -> Batch:
@@ -97,7 +99,7 @@ class Loader(Iterator[Batch]):
         return Batch(**{f"{name}_BT": abstract(x_T) for name, x_T in self._source[0].items()})
 
     def state(self) -> dict[str, Any]:
-        return {"examples": self._consumed, "signature": self._signature}
+        return {"examples": self._consumed, "tokens": self.tokens, "signature": self._signature}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue after the examples consumed when `state` was saved. Raise `UserError` if the data are different."""
@@ -114,6 +116,8 @@ class Loader(Iterator[Batch]):
             )
         self._iterator.set_state({"next_index": batches})
         self._consumed = state["examples"]
+        # Checkpoints without a count of tokens are of runs whose batches all had the same size.
+        self.tokens = state["tokens"] if "tokens" in state else self._consumed * len(self._source[0]["tokens"])
 
 
 def signature_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

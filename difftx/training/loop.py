@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import json
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -189,7 +190,13 @@ class Attempt:
             # Read goodput before the writer is created, because the writer deletes the rows of later steps.
             self._goodput.resume(workdir / "metrics.jsonl", self._start)
         self._writer = MetricsWriter(
-            workdir, config.logging, self._start, enabled=is_primary(), require_lock=session.run.require_lock
+            workdir,
+            config.logging,
+            self._start,
+            enabled=is_primary(),
+            require_lock=session.run.require_lock,
+            run_id=session.run.run_id,
+            run_config=json.loads(config.to_json()),
         )
         if is_primary():
             session.run.require_lock()
@@ -249,7 +256,7 @@ class Attempt:
             self._state, metrics = self._session.train_step(self._state, batch)
         self._step += 1
         self._session.monitor.beat(self._step)
-        reporter.push(self._step, metrics, data_wait)
+        reporter.push(self._step, metrics, self._loader.tokens, data_wait)
         self._tracer.stop_after_last(self._step, reporter.wait)
         self._checkpointer.record_finished_save()
 
@@ -393,20 +400,20 @@ class Reporter:
             if peak is not None
         }
         self._lambda_range = LambdaRange(read_newest_metrics(writer.path) if is_primary() else ())
-        self._pending: tuple[int, Metrics, float] | None = None
+        self._pending: tuple[int, Metrics, int, float] | None = None
         self._last = time.perf_counter()
 
-    def push(self, step: int, metrics: Metrics, data_wait: float) -> None:
-        """Report the previous step, and store the metrics of this one."""
+    def push(self, step: int, metrics: Metrics, tokens: int, data_wait: float) -> None:
+        """Report the previous step, and store the metrics of this one. `tokens` counts those of all steps so far."""
         self.flush()
-        self._pending = (step, metrics, data_wait)
+        self._pending = (step, metrics, tokens, data_wait)
 
     def flush(self) -> None:
         """Wait for the stored metrics, report them, and let the guard decide whether the step is bad."""
         if self._pending is None:
             return
-        (step, metrics, data_wait), self._pending = self._pending, None
-        row = self._row(step, jax.device_get(metrics), data_wait)
+        (step, metrics, tokens, data_wait), self._pending = self._pending, None
+        row = self._row(jax.device_get(metrics), tokens, data_wait)
         self._guard.observe(step, float(row["loss"]), skipped=bool(row["skipped"]))
         # Write a row for each bad step, whatever `logging.every_steps` is.
         is_logged = step % self._config.logging.every_steps == 0 or step == self._config.train.steps
@@ -419,7 +426,9 @@ class Reporter:
         speed = f"{row['tokens_per_second']:,.0f} tokens/s"
         self._advance(1, f"loss {row['loss']:.4f}  grad {row['grad_norm']:.2f}  {speed}")
         if row["skipped"]:
-            self._display.note(f"step {step}: loss {row['loss']}, gradient norm {row['grad_norm']}: update skipped")
+            empty = " (no token of the batch counts in the loss)" if row["grad_norm"] == 0 else ""
+            norms = f"loss {row['loss']}, gradient norm {row['grad_norm']}"
+            self._display.note(f"step {step}: {norms}: update skipped{empty}")
 
     def wait(self) -> None:
         """Wait until the devices have finished the last step."""
@@ -430,14 +439,13 @@ class Reporter:
         """Do not count the time until now in the duration of the next step."""
         self._last = time.perf_counter()
 
-    def _row(self, step: int, metrics: Mapping[str, Any], data_wait: float) -> dict[str, Any]:
+    def _row(self, metrics: Mapping[str, Any], tokens: int, data_wait: float) -> dict[str, Any]:
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
-        batch_tokens = self._config.train.global_batch_tokens
-        rate = batch_tokens / seconds
+        rate = self._config.train.global_batch_tokens / seconds
         return {
             **metrics,
-            "tokens": step * batch_tokens,
+            "tokens": tokens,
             "tokens_per_second": rate,
             "step_seconds": seconds,
             "data_wait_seconds": data_wait,

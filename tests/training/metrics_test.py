@@ -95,7 +95,7 @@ def test_tensorboard_hides_the_overlap(tmp_path):
     write_steps(tmp_path, 0, 5, config)
     write_steps(tmp_path, 3, 4, config)
     restarts, values = [], []
-    for path in sorted((tmp_path / "tensorboard").iterdir(), key=lambda p: p.stat().st_mtime_ns):
+    for path in sorted((tmp_path / "tensorboard").iterdir()):
         for event in events(path.read_bytes()):
             if event.HasField("session_log"):
                 restarts.append(event.step)
@@ -115,44 +115,11 @@ def test_error_if_wandb_is_not_installed(config, monkeypatch):
     check_extras(config("diff"))
 
 
-class Wandb:
-    """Fake of the package wandb that stores the logged values."""
-
-    def __init__(self):
-        self.runs = []
-
-    def init(self, **options):
-        self.runs.append((options, []))
-        return self
-
-    def log(self, scalars, step):
-        self.runs[-1][1].append((step, scalars))
-
-    def finish(self):
-        pass
-
-
 def test_a_row_without_a_loss_is_skipped(tmp_path):
     """A loss of null stands for a loss that was not finite. A row without a loss is corrupt."""
     row = {"split": "train", "step": 1, "attempt": 1, "tokens": 8, "tokens_per_second": 1.0, "step_seconds": 1.0}
     (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(row | {'loss': None})}\n")
     assert read_metrics(tmp_path / "metrics.jsonl") == ([row | {"loss": None}], 1)
-
-
-def test_each_attempt_in_wandb_begins_with_earlier_rows(tmp_path, monkeypatch):
-    wandb = Wandb()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    config = LoggingConfig(every_steps=1, tensorboard=False, wandb_project="p")
-    write_steps(tmp_path, 0, 5, config)
-    write_steps(tmp_path, 3, 7, config)
-    write_steps(tmp_path, 7, 7, config)
-    ids, logs = [options["id"] for options, _ in wandb.runs], [log for _, log in wandb.runs]
-    assert len(set(ids)) == 3
-    assert len({options["group"] for options, _ in wandb.runs}) == 1
-    assert [[step for step, _ in log] for log in logs] == [[1, 2, 3, 4, 5], list(range(1, 8)), list(range(1, 8))]
-    assert logs[0][:3] == logs[1][:3]
-    assert logs[1] == logs[2]
-    assert logs[1][0][1]["train/lambda/02"] == 0.3
 
 
 def test_plain_progress_ends_with_the_last_step(capsys):

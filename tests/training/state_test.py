@@ -106,13 +106,18 @@ def test_loss_is_the_mean_over_counted_tokens(config, mesh_of):
     with jax.set_mesh(mesh):
         state = jax.jit(lambda: init_state(c))()
         batch = ragged_batch(mesh, c)
-        _, metrics = jax.jit(make_train_step(c))(state, batch)
+        step = jax.jit(make_train_step(c))
+        _, metrics = step(state, batch)
+        after, empty = step(state, dataclasses.replace(batch, loss_mask_BT=0 * batch.loss_mask_BT))
         logits = jax.jit(lambda params: nnx.merge(graph(c), params)(batch.tokens_BT)[0])(state.params)
     logits = np.asarray(logits, np.float64)
     log_p = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     rows, columns = np.nonzero(np.asarray(batch.loss_mask_BT))
     expected = -np.mean(log_p[rows, columns, np.asarray(batch.targets_BT)[rows, columns]])
     assert float(metrics["loss"]) == pytest.approx(expected, rel=1e-6)
+    assert np.isnan(empty["loss"])  # The mean over no token.
+    assert empty["skipped"]
+    jax.tree.map(np.testing.assert_array_equal, (after.params, after.opt_state), (state.params, state.opt_state))
     assert metrics["lambda"].shape == (2,)
 
 
