@@ -228,7 +228,7 @@ def parameters_buy_text(records: Sequence[Record], factor: str) -> str:
     return " to ".join(dict.fromkeys(f"{gain:.3f}" for gain in (min(gains), max(gains))))
 
 
-# ── Many settings at once ──
+# ── Many settings ──
 
 
 def contrast_p_text(records: Sequence[Record], cell: str, reference: str) -> str:

@@ -172,7 +172,7 @@ def draw_worth(records: Sequence[Record], path: Path) -> None:
         _label_ends(axes, ends)
     ticks = (0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.4, 1.5)
     panels[0].set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    panels[0].set_ylabel("worth of an arm's tokens (Transformer = 1)")
+    panels[0].set_ylabel("worth of a model's tokens (Transformer = 1)")
     panels[0].text(0.03, 0.94, "↑ better than the Transformer", transform=panels[0].transAxes)
     panels[0].text(0.03, 0.04, "↓ worse", transform=panels[0].transAxes)
     save_figure(figure, path)

@@ -83,8 +83,8 @@ def test_every_arm_has_equally_many_tokens_and_seeds(study):
 
 
 @claim(
-    "The head norm is about half of this. The second attention map lowers the loss of the same code, by about as much "
-    "as its parameters would buy elsewhere with the norm, and by about twice as much without it"
+    "The head norm is about half of this. The second attention map lowers the loss of the same code: with the norm by "
+    "about what its parameters would buy elsewhere, and without it by about twice as much"
 )
 def test_answer_about_norm_and_second_map():
     assert better("diff-gain", "zero-gain")

@@ -94,7 +94,7 @@ def test_cosine_of_unrelated_attention_weights():
     assert (recall.data.synthetic.distractors, recall.data.sequence_length) == (15, 2 * 8 + 15 + 1)
 
 
-@claim("the standard deviation of its embeddings (0.5) were changed by hand in the [exploratory runs]")
+@claim("the rotary base and the standard deviation of the embeddings (0.5). That search was not recorded")
 def test_settings_of_recall():
     exploratory = " ".join((ROOT / "docs" / "exploratory.md").read_text().split())
     assert (

@@ -43,14 +43,17 @@ def test_the_deficit_of_the_model():
     assert "`diff` needs {}, {} and {} % more tokens than the Transformer".format(*more) in FINDINGS[1]
     start = " ".join((ROOT / "docs" / "index.md").read_text().split())
     assert "In tokens, it needs {}, {} and {} % more than the Transformer".format(*more) in start
-    assert f"with 430,000 and 20, the difference of {shown(larger)}† is undecided" in FINDINGS[1]
+    assert f"with 430,000 and 20, the difference of {shown(larger)} bits per byte† is undecided" in FINDINGS[1]
     assert size_verdict("diff", "transformer", "at 20") == 1
     assert size_verdict("diff", "transformer", "at 20", LARGE) == 0
 
 
 def test_the_cost_of_the_head_norm():
     norm, whole = (contrast(AGAIN, "diff", other) for other in ("diff-gain", "transformer"))
-    assert f"It costs {shown(norm)}† of {shown(whole)}† at 14 tokens per parameter" in FINDINGS[2]
+    assert (
+        f"At 14 tokens per parameter, the loss is {shown(whole)}† higher, and the norm costs {shown(norm)}†"
+        in FINDINGS[2]
+    )
     assert verdict_again("diff", "diff-gain") == verdict_again("diff", "transformer") == 1
     assert interval(norm)[0] / interval(whole)[0] == pytest.approx(0.5, abs=0.1)
 
@@ -68,7 +71,7 @@ def test_the_ranking_with_muon():
     long, short = (by_optimizer("Muon", (1, "diff", of), (-1, "transformer", of)) for of in (False, True))
     change = WARMUP_FAMILY["diff's need minus transformer's, Muon"]
     text = f"({shown(long)}†) into a deficit ({shown(short)}; change {shown(change)}†)"
-    assert f"turns a lead of `diff` {text}, and 1 % is the best recipe for both models" in FINDINGS[4]
+    assert f"turns a lead of `diff` {text}; Muon with 1 % is the best of four recipes for both" in FINDINGS[4]
     assert (is_decided("the whole architecture, Muon"), is_decided("diff's need minus transformer's, Muon")) == (-1, 1)
     assert interval(short)[0] > interval(short)[1]
     question_2_test.test_smallest_mean_loss_of_question_2()
@@ -76,7 +79,9 @@ def test_the_ranking_with_muon():
 
 def test_other_variants_and_distractors():
     gdla, gated = (shown(at_length(arm, "transformer", 80)) for arm in ("gdla", "gated"))
-    assert f"`gdla` ({gdla}†) and `gated` ({gated}†) lead at equal tokens, and are about level" in FINDINGS[5]
+    assert (
+        f"[`gdla`] ({gdla}†) and `gated` attention ({gated}†) lead at equal tokens, and are about level" in FINDINGS[5]
+    )
     for arm in ("gdla", "gated"):
         assert size_verdict(arm, "transformer", "at 80", LATER) == -1
         assert 2 ** log_worth(arm, 80, OWN) / float(step_time(arm, 6)) == pytest.approx(1, abs=0.1)
