@@ -41,7 +41,9 @@ def write_card(
     (causal,) = settings["architectures"]
     has_remote_code = "auto_map" in settings
     arguments = f"{name!r}, trust_remote_code=True" if has_remote_code else f"{name!r}"
-    load = LOAD.format(arguments=arguments) + (LOAD_TOKENIZER.format(arguments=arguments) if has_tokenizer(folder) else "")
+    load = LOAD.format(arguments=arguments) + (
+        LOAD_TOKENIZER.format(arguments=arguments) if has_tokenizer(folder) else ""
+    )
     code = f"The class `{causal}` is in `{MODELING.name}`." if has_remote_code else f"The class is `{causal}`."
     parts = [
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"
