@@ -9,7 +9,6 @@ from difftx.interop.fields import FIXED, Fields, heads_from, longest_context, ro
 
 CLASSES = {"DiffLlamaForCausalLM": "diff", "LlamaForCausalLM": "transformer", "Qwen2ForCausalLM": "transformer"}
 QWEN = "Qwen2ForCausalLM"  # A Llama with biases of queries, keys and values, which no field of its config.json states.
-IGNORED_BY_QWEN = ("sliding_window", "attention_bias")  # Its class reads the first only with use_sliding_window.
 
 
 def model_fields(path: Path) -> dict[str, Any]:
@@ -46,7 +45,7 @@ def model_fields(path: Path) -> dict[str, Any]:
         "head_norm": "rms" if groups == 2 else "none",
         "tie_embeddings": fields.get("tie_word_embeddings", bool, False),
     }
-    fields.refuse_others(*(IGNORED_BY_QWEN if name == QWEN else ()))
+    fields.refuse_others(*(("sliding_window", "attention_bias") if name == QWEN else ()))  # Without effect there.
     return model | {"head_norm_eps": eps} if groups == 2 else model
 
 

@@ -377,8 +377,7 @@ class DifftxModel(DifftxPreTrainedModel):
             raise ValueError(f"architecture {config.architecture!r} is not servable: load it as DifftxEagerForCausalLM")
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList([DifftxDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
-        # Engines replace the layers of other pipeline ranks by modules without attributes.
-        self.sub_head_dim = self.layers[0].self_attn.sub_head_dim
+        self.sub_head_dim = self.layers[0].self_attn.sub_head_dim  # Pipeline ranks of engines lose layer 0 later.
         self.norm = DifftxRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()

@@ -191,10 +191,8 @@ def _splits_as_qwen(content: Mapping[str, Any]) -> bool:
     """Return whether a tokenizer.json with this content normalizes and splits texts as Qwen 2's does."""
     steps = (content.get("pre_tokenizer") or {}).get("pretokenizers", [])
     # trim_offsets changes no token ids.
-    same_split = [step | {"trim_offsets": True} for step in steps] == [
-        step | {"trim_offsets": True} for step in QWEN_SPLIT
-    ]
-    return content.get("normalizer") == {"type": "NFC"} and same_split
+    theirs, ours = ([step | {"trim_offsets": True} for step in part] for part in (steps, QWEN_SPLIT))
+    return content.get("normalizer") == {"type": "NFC"} and theirs == ours
 
 
 def _is_convertible(name: str) -> bool:
@@ -231,7 +229,7 @@ def _parts(raw: dict[str, Any]) -> tuple[Any, ...]:
     model = raw["model"]
     # Older files write "left right" instead of ["left", "right"].
     merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-    added = {token["content"]: token["id"] for token in raw["added_tokens"]}
+    added = {token["content"]: token for token in raw["added_tokens"]}  # With flags, such as "special".
     vocabulary = {token: rank for token, rank in model["vocab"].items() if token not in added}
     processor = raw.get("post_processor") or {"type": "ByteLevel"}  # This type changes no ids.
     return model["type"], vocabulary, merges, added, raw.get("pre_tokenizer"), processor["type"]

@@ -67,6 +67,19 @@ def test_the_file_decides_on_the_first_token_whatever_the_settings_say(family, s
     assert ours.encode_prompt("a text") == theirs("a text")["input_ids"]
 
 
+@pytest.mark.parametrize("family", ["byte-level BPE", "Unigram"])
+@pytest.mark.parametrize("name", ["</s>", "<|user|>"])
+def test_tokens_that_settings_name_are_special_whatever_the_file_says(family, name, tmp_path):
+    folder = FAMILIES[family](tmp_path / "tokenizer")
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    next(token for token in raw["added_tokens"] if token["content"] == name).update(special=False, lstrip=True)
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    theirs, ours = transformers.PreTrainedTokenizerFast.from_pretrained(folder), load_tokenizer(str(folder))
+    text, options = f"ab {name} c", {"add_special_tokens": False}
+    assert ours.encode_chat(text) == theirs(text, **options)["input_ids"]
+    assert ours.encode_ordinary(text) == theirs(text, split_special_tokens=True, **options)["input_ids"]
+
+
 @pytest.mark.parametrize(
     ("family", "cls", "part", "change"),
     [

@@ -100,6 +100,8 @@ def put_bos_first(raw, settings):
         put_bos_first,
         lambda raw, settings: settings.update(chat_template=TEMPLATE),
         lambda raw, settings: settings.update(eos_token="<|im_end|>", extra_special_tokens=["<|im_start|>"]),
+        lambda raw, settings: raw["added_tokens"][0].update(special=False),
+        lambda raw, settings: raw["added_tokens"][0].update(lstrip=True),
         lambda raw, settings: raw.update(post_processor=BYTE_LEVEL),
     ],
 )
@@ -115,7 +117,9 @@ def test_an_import_keeps_the_template_and_the_first_and_last_tokens(tmp_path, na
     imported, _, _ = tokenizers.import_tokenizer(tmp_path / "model", tmp_path / "run", tmp_path / "run", known, None)
     assert imported == known or raw["post_processor"] != BYTE_LEVEL
     ours = load_tokenizer(imported)
-    assert ours.encode_prompt("the end") == theirs("the end")["input_ids"]
+    text = f"the {END_OF_TEXT} end"
+    assert ours.encode_prompt(text) == theirs(text, split_special_tokens=True)["input_ids"]
+    assert ours.encode_chat(text) == theirs(text, add_special_tokens=False)["input_ids"]
     assert (ours.eot_token, ours.n_vocab) == (theirs.eos_token_id, len(theirs))
     assert (ours.chat_template is None) == (theirs.chat_template is None)
     if ours.chat_template:
