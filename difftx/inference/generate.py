@@ -116,9 +116,9 @@ class TextStream:
         if not is_name:
             self._shown += range(len(self._held), len(self._held) + len(new))
         held, shown = self._held + new, self._shown
-        # Each text with the indices of its characters in `held`.
-        texts = [(held, range(len(held))), ("".join(held[i] for i in shown), shown)]
-        searches = [(text, at, stop) for text, at in texts for stop in self._stop]
+        # Each text, of which mostly both are equal, with the indices of its characters in `held`.
+        texts = {held: range(len(held)), "".join(held[i] for i in shown): shown}
+        searches = [(text, at, stop) for text, at in texts.items() for stop in self._stop]
         # The text ends at the stop string that is complete first. Of several that end there, the longest one counts.
         found = [(at[i + len(stop) - 1], at[i]) for text, at, stop in searches if (i := text.find(stop)) >= 0]
         end = len(held)
