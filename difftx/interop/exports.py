@@ -47,13 +47,13 @@ def write(run: Run, step: int) -> str:
 
     Return a message, also after a failure, which does not end the training.
     """
+    run.require_lock()
     workdir = run.workdir if is_bucket(run.workdir) else run.workdir.absolute()
     checkpoint = open_checkpoint(workdir / "checkpoints" / str(step), run.config)
 
     def export() -> str:
         out = workdir / FOLDER / str(step)
         try:
-            run.require_lock()
             make_folder(out.parent)
             if is_bucket(out) or size_of(out / RECORD) is not None:
                 remove_folder(out)  # Written before a rewind to an earlier step.

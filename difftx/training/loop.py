@@ -463,11 +463,11 @@ def remove_later_evaluations(workdir: AnyPath, step: int) -> None:
         names = objects.list_below(evals)
     else:
         names = [(folder / name).relative_to(evals).as_posix() for folder, _, files in evals.walk() for name in files]
-    later = [evals / name for name in names if (found := RESULT_FILE.fullmatch(name)) and int(found[1]) > step]
+    later = [name for name in names if (found := RESULT_FILE.fullmatch(name)) and int(found[1]) > step]
     if is_bucket(evals):
-        objects.delete(later)
+        objects.delete(evals / name for name in later)
     elif not evals.is_symlink():
-        for path in later:
-            path.unlink()
+        for name in later:
+            (evals / name).unlink()
             with contextlib.suppress(OSError):  # A folder of figures is deleted with its last figure.
-                path.parent.rmdir()
+                (evals / name).parent.rmdir()

@@ -306,8 +306,8 @@ def _run_id(workdir: AnyPath) -> str:
     reads += [lambda step=step: read_manifest(folder / str(step)).run_id for step in reversed(steps_in(folder))]
     for read in reads:
         with contextlib.suppress(UserError):
-            if re.fullmatch("[0-9a-f]{32}", str(run_id := read())):
-                return run_id
+            if found := re.fullmatch("[0-9a-f]{32}", str(read())):
+                return found[0]
     return uuid.uuid4().hex
 
 

@@ -49,10 +49,9 @@ def _lock_folder(workdir: Path, wait_seconds: float) -> Iterator[Callable[[], No
         except (FileNotFoundError, NotADirectoryError):
             is_same = False
         if not is_same:
-            raise UserError(
-                f"{workdir}: this folder was moved, deleted, replaced or unmounted while this process trained in it, "
-                "so the process stops; to resume the run, name its present folder as --workdir"
-            )
+            # `run_command` ends the process at this error without waiting for other processes, which still train.
+            why = "this folder was moved, deleted, replaced or unmounted while this process trained in it, so it stops"
+            raise FileNotFoundError(errno.ENOENT, why, str(workdir))
 
     try:  # However the process ends, the operating system releases the locks.
         folder_is_locked = _wait_for_lock(folder, path, deadline)
