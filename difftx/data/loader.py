@@ -14,6 +14,7 @@ import grain
 import jax
 import numpy as np
 
+from difftx.data.mixture import begun
 from difftx.data.packing import Row, Rows, RowSource
 from difftx.errors import UserError, shown
 
@@ -103,7 +104,7 @@ class Loader(Iterator[Batch]):
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue after the examples consumed when `state` was saved. Raise `UserError` if the data are different."""
-        if changes := signature_changes(state["signature"], self._signature):
+        if changes := signature_changes(*(begun(s, state["examples"]) for s in (state["signature"], self._signature))):
             raise UserError(
                 f"the checkpoint was made with other data: {', '.join(changes)}; restore what changed, "
                 "or start a new --workdir"

@@ -53,6 +53,30 @@ class Stage:
     weights: tuple[float, ...]
 
 
+def stages_of(signature: dict[str, Any]) -> list[Stage]:
+    """Return the stages of a `Sources.signature`."""
+    block_tokens = BLOCK_ROWS * signature["sequence_length"]
+    later = [Stage(-(-start // block_tokens), tuple(weights)) for start, *weights in signature["stages"]]
+    return [Stage(0, tuple(signature["weights"])), *later]
+
+
+def begun(signature: dict[str, Any], examples: int) -> dict[str, Any]:
+    """Return a `Sources.signature` without the stages that do not affect the first `examples` examples."""
+    last_block = -(-examples // BLOCK_ROWS) - 1
+    last_token = last_block * BLOCK_ROWS * signature.get("sequence_length", 1)
+    return signature | {"stages": [stage for stage in signature.get("stages", ()) if stage[0] <= last_token]}
+
+
+def rows_read_again(old: dict[str, Any], new: dict[str, Any], examples: int) -> list[str]:
+    """Describe which rows a mixture repeats or skips from example `examples` on, because its weights have changed."""
+    if SOURCE_ORDER not in new or old.get(SOURCE_ORDER) != new[SOURCE_ORDER]:
+        return []
+    names, block = new[SOURCE_ORDER], -(-examples // BLOCK_ROWS)
+    before, after = (Mixture(names, stages_of(signature), 0).used(block) for signature in (old, new))
+    changes = {name: int(a - b) for name, b, a in zip(names, before, after, strict=True) if a != b}
+    return [f"{'skips' if n > 0 else 'repeats'} about {abs(n)} rows of {name}" for name, n in changes.items()]
+
+
 class Mixture:
     """An endless random-access mixture of several sources, each `Shuffled`."""
 

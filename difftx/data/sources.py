@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from difftx.config.data import STDLIB, SYNTHETIC, DataConfig
-from difftx.data.mixture import BLOCK_ROWS, SOURCE_ORDER, Mixture, Shuffled, Stage
+from difftx.data.mixture import BLOCK_ROWS, SOURCE_ORDER, Mixture, Shuffled, stages_of
 from difftx.data.packing import BEST_FIT_VERSION, PackedRows, RowSource
 from difftx.data.records import BYTE_ORDER_MARK, OPENERS, bucket_files
 from difftx.data.store import (
@@ -58,7 +58,7 @@ class Sources:
     def examples(self) -> Any:
         """Endless random-access training rows: a mixture of the sources, each reshuffled in every epoch."""
         shuffled = [self._shuffled(i) for i in range(len(self.train))]
-        return shuffled[0] if len(shuffled) == 1 else Mixture(shuffled, self._stages(), self.config.seed)
+        return shuffled[0] if len(shuffled) == 1 else Mixture(shuffled, stages_of(self.signature), self.config.seed)
 
     @property
     def threads(self) -> int:
@@ -84,11 +84,6 @@ class Sources:
             return {name: examples / len(rows) for name, rows in self.train.items()}
         used = self.examples.used(-(-examples // BLOCK_ROWS))
         return {name: int(n) / len(rows) for n, (name, rows) in zip(used, self.train.items(), strict=True)}
-
-    def _stages(self) -> list[Stage]:
-        block_tokens = BLOCK_ROWS * self.config.sequence_length
-        first = Stage(0, tuple(source.weight for source in self.config.sources))
-        return [first, *(Stage(-(-stage.from_tokens // block_tokens), stage.weights) for stage in self.config.stages)]
 
 
 def load_sources(config: DataConfig, tokenizer: Tokenizer) -> Sources:

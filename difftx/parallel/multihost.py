@@ -83,9 +83,10 @@ def require_devices() -> None:
     except (RuntimeError, AssertionError) as error:  # JAX 0.12 raises AssertionError if the plugin is missing.
         asked = os.environ.get("JAX_PLATFORMS", "")
         why = f" ({str(error).splitlines()[0]})" if str(error) else ""
+        name = "let this host resolve its own name, " if service() is not None else ""
         raise UserError(
-            f"JAX_PLATFORMS={asked}: JAX has no device of that platform here{why}; unset JAX_PLATFORMS or set it to "
-            f"cpu, or install JAX's plugin: {install_hint('cuda')} (for TPUs: tpu)"
+            f"JAX_PLATFORMS={asked}: JAX has no device of that platform here{why}; {name}unset JAX_PLATFORMS or set it "
+            f"to cpu, or install JAX's plugin: {install_hint('cuda')} (for TPUs: tpu)"
         ) from error
 
 

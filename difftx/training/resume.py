@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from difftx.config import Config
 from difftx.config.fields import values_of
 from difftx.data.loader import Loader, signature_changes
+from difftx.data.mixture import begun, rows_read_again
 from difftx.errors import UserError, shown
 from difftx.files import list_folder, resolved, size_of, source_sha256
 from difftx.parallel.multihost import decide_on_primary, print_on_primary
@@ -191,7 +192,6 @@ def _resume(
     source = f"checkpoint.branch_from={run.config.checkpoint.branch_from}" if is_branch else str(run.workdir)
     _require_resumable(manifest, folder, run, source, is_branch=is_branch)
     _print_other_code(manifest)
-    data_changes = signature_changes(manifest.data, run.data.signature)
     refused = [f"extension {change}" for change in changed_extensions(manifest.extensions)]
     if allow_config_change:
         for change in refused:
@@ -199,6 +199,8 @@ def _resume(
     if allow_config_change or not refused:  # A changed extension may reject the checkpoint's config.
         allowed = BRANCHABLE + ORIGIN if is_branch else ()
         trained = config_of(folder)
+        examples = step * trained.batch_rows  # A rewind may have read more. `Loader.restore` compares again.
+        data_changes = signature_changes(*(begun(s, examples) for s in (manifest.data, run.data.signature)))
         refused += _report_changes(trained, run.config, step, data_changes, allowed, print_unsafe=allow_config_change)
     if refused and not allow_config_change:
         otherwise = "" if is_branch else "use a new --workdir, "
@@ -218,6 +220,9 @@ def _resume(
             f"cannot be compared with later ones{best})"
         )
     if allow_config_change:
+        signatures = loader_state["signature"], run.data.signature
+        for change in rows_read_again(*signatures, loader_state["examples"]):
+            print_on_primary(f"changed since the checkpoint: the mixture {change}, compared with the rows already read")
         loader_state = loader_state | {"signature": run.data.signature}
     loader.restore(loader_state)
     guard.restore(loader_state["guard"])

@@ -312,11 +312,13 @@ def _run_id(workdir: AnyPath) -> str:
 
 
 def _git_commit() -> str | None:
-    """Return the commit of this source tree, with "+" if it has uncommitted changes, or None outside of git."""
+    """Return the commit of this source tree, with "+" if it has uncommitted changes, or None without a repository."""
     options = {"cwd": Path(__file__).parent, "capture_output": True, "text": True, "check": True}
     try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], **options)
+        top, commit = subprocess.run(["git", "rev-parse", "--show-toplevel", "HEAD"], **options).stdout.splitlines()
         status = subprocess.run(["git", "status", "--porcelain", "--untracked-files=no"], **options)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return commit.stdout.strip() + ("+" if status.stdout.strip() else "")
+    # difftx may be installed inside of a user's repository.
+    is_own = Path(top) == SOURCE_FOLDER.parent.resolve()
+    return commit + ("+" if status.stdout.strip() else "") if is_own else None

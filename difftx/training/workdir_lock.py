@@ -1,6 +1,7 @@
 """The lock of a run's directory, which keeps a second training out."""
 
 import contextlib
+import errno
 import os
 import platform
 import time

@@ -108,7 +108,7 @@ def test_every_setting_that_changes_the_examples_changes_the_signature(data_of, 
             where=sources.where,
         )
 
-    state = loader_of(load_sources(data_of(), ENCODING)).state()
+    state = loader_of(load_sources(data_of(), ENCODING)).state() | {"examples": 1024}  # Later than the stage below.
     changes = {
         "seed 0 → 5": {"seed": 5},
         "packing 'concat' → 'best_fit 1'": {"packing": "best_fit"},
