@@ -46,9 +46,9 @@ def list_checkpoints(folder: AnyPath) -> None:
         table.add_column(title, justify=justify, overflow="fold")
     states = {folder / str(step): _problem(folder / str(step), content=False) for step in steps_in(folder)}
     for path, why in (states | dict.fromkeys(quarantined_in(folder), "quarantined")).items():
-        age = datetime.timedelta(seconds=round(time.time() - _modified(path)))
-        state = "sizes match" if why is None else rich.markup.escape(printable(str(why)))
-        table.add_row(_name(path), _size(path), str(age), state)
+        age = datetime.timedelta(seconds=max(0, round(time.time() - _modified(path))))  # The clock may be behind.
+        cells = _name(path), _size(path), str(age), "sizes match" if why is None else str(why)
+        table.add_row(*(rich.markup.escape(printable(cell)) for cell in cells))
     rich.console.Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(table)
 
 

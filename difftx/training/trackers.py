@@ -171,4 +171,4 @@ def check_wandb(project: str | None) -> None:
     with contextlib.suppress(subprocess.TimeoutExpired):
         done = subprocess.run(WANDB_PROCESS, input=options, timeout=CHECK_SECONDS, check=False, **pipes)
         if done.returncode:
-            raise UserError(f"logging.wandb_project={project!r}: {done.stdout.strip().rstrip(".")}; or set it to none")
+            raise UserError(f"logging.wandb_project={project!r}: {done.stdout.strip().rstrip('.')}; or set it to none")
