@@ -5,7 +5,6 @@ store. Process 0 must end last, because JAX aborts the other processes when the 
 """
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
@@ -26,7 +25,7 @@ from difftx.parallel import heartbeat, rendezvous
 from difftx.parallel.heartbeat import host_and_pid, service, unmonitored
 
 REPEAT_SECONDS = 1.0
-_calls = itertools.count()  # Numbers of the calls of `decide_on_primary`, `gather` and `agree`.
+_calls = itertools.count()  # Numbers of the calls of `decide_on_primary`.
 _barriers = itertools.count()
 
 
@@ -58,7 +57,8 @@ def join(flags: argparse.Namespace, config: MultihostConfig) -> None:
         return
     timeout = config.initialization_timeout_seconds
     try:
-        address, count, index = rendezvous.address_of_job(flags.coordinator, flags.processes, flags.process, timeout)
+        place = rendezvous.place_in_job(timeout) if flags.coordinator is None else None
+        address, count, index = place or (flags.coordinator, flags.processes, flags.process)
         gpus = rendezvous.local_gpus(rendezvous.meet(address, count, index, timeout), index)
         jax.distributed.initialize(
             address,
@@ -106,11 +106,16 @@ def barrier(name: str, timeout_seconds: float) -> None:
 
     If not all processes come in time, or the barrier fails, raise a `TimeoutError` that names the absent processes.
     """
+    _exchange(name, "", timeout_seconds)
+
+
+def _exchange(name: str, text: str, timeout_seconds: float) -> list[str]:
+    """Return the texts of all processes, in their order, in every process. This is a barrier."""
     if jax.process_count() == 1:
-        return
+        return [text]
     number = next(_barriers)  # The coordination service accepts each name only once.
     folder = f"difftx/barrier/{number}/{name}"
-    _publish(folder, host_and_pid())
+    _publish(folder, text)
     try:
         service().wait_at_barrier(f"difftx {number} {name}", int(timeout_seconds * 1000))
     except Exception as error:  # Report the absent processes after any error.
@@ -119,6 +124,7 @@ def barrier(name: str, timeout_seconds: float) -> None:
         absent = ", ".join(str(process) for process in range(jax.process_count()) if process not in present)
         why = f"process {absent} of {jax.process_count()} did not come within {timeout_seconds:g} s"
         raise TimeoutError(f"barrier {name!r}: {why if absent else error}") from error
+    return [published for _, published in sorted(_published(folder).items())]
 
 
 def decide_on_primary(decide: Callable[[], Any], timeout_seconds: float) -> Any:
@@ -153,15 +159,10 @@ def decide_on_primary(decide: Callable[[], Any], timeout_seconds: float) -> Any:
 
 def gather(what: str, value: Any, timeout_seconds: float) -> list[Any]:
     """Return the values of all processes, JSON values, in the order of the processes, in every process."""
-    if jax.process_count() == 1:
-        return [value]
-    name = f"gathering {next(_calls)} of {what}"  # The key-value store needs a unique folder.
-    _publish(f"difftx/{name}", json.dumps(value))
     try:
-        barrier(name, timeout_seconds)
+        return [json.loads(text) for text in _exchange(what, json.dumps(value), timeout_seconds)]
     except TimeoutError as error:
         raise RunError(str(error)) from error
-    return [json.loads(text) for _, text in sorted(_published(f"difftx/{name}").items())]
 
 
 def together(name: str, action: Callable[[], Any], timeout_seconds: float) -> list[Any]:
@@ -199,27 +200,21 @@ def agree[T](what: str, make: Callable[[], T], describe: Callable[[T], Mapping[s
     """
     if jax.process_count() == 1:
         return make()
-    name = f"agreement {next(_calls)} on {what}"  # The key-value store needs a unique folder.
-    folder = f"difftx/{name}"
     notice: dict[str, Any] = {"who": f"process {jax.process_index()} of {jax.process_count()} ({host_and_pid()})"}
+    failure = None
     try:
         made = make()
         fields = describe(made)
         notice["sha256"] = json_sha256(fields)
     except Exception as error:  # The other processes must learn of any error.
-        explanation = explained(error)
+        failure, explanation = error, explained(error)
         text = str(explanation) if explanation else f"{type(error).__name__}: {error}"
         notice["failure"] = [isinstance(explanation, UserError), text]
-        _publish(folder, json.dumps(notice))
-        with contextlib.suppress(TimeoutError):  # Wait until the other processes can read the notice.
-            barrier(name, timeout_seconds)
-        raise
-    _publish(folder, json.dumps(notice))
     try:
-        barrier(name, timeout_seconds)
-    except TimeoutError as error:
-        raise RunError(str(error)) from error
-    notices = [json.loads(text) for _, text in sorted(_published(folder).items())]
+        notices = gather(f"agreement on {what}", notice, timeout_seconds)
+    finally:
+        if failure is not None:
+            raise failure
     for other in notices:
         if "failure" in other:
             is_mistake, text = other["failure"]
@@ -227,7 +222,7 @@ def agree[T](what: str, make: Callable[[], T], describe: Callable[[T], Mapping[s
     different = [process for process, other in enumerate(notices) if other["sha256"] != notices[0]["sha256"]]
     if different:
         who = notices[different[0]]["who"] + (f" and {len(different) - 1} more" if different[1:] else "")
-        difference = _first_difference(f"{name}, fields", fields, different[0], timeout_seconds)
+        difference = _first_difference(fields, different[0], timeout_seconds)
         raise UserError(f"{who}: {difference}; start every process with the same command, packages and data")
     return made
 
@@ -287,14 +282,11 @@ def _published(folder: str) -> dict[int, str]:
     return {int(key.rsplit("/", 1)[1]): text for key, text in service().key_value_dir_get(folder)}
 
 
-def _first_difference(name: str, fields: Mapping[str, Any], other: int, timeout_seconds: float) -> str:
+def _first_difference(fields: Mapping[str, Any], other: int, timeout_seconds: float) -> str:
     """Return a text on the first field that differs between processes 0 and `other`. All processes must call this."""
-    if jax.process_index() in (0, other):
-        _publish(f"difftx/{name}", json.dumps(fields))
-    old, new = (
-        json.loads(service().blocking_key_value_get(f"difftx/{name}/{process}", int(timeout_seconds * 1000)))
-        for process in (0, other)
-    )
+    mine = fields if jax.process_index() in (0, other) else None
+    everywhere = gather("fields", mine, timeout_seconds)
+    old, new = everywhere[0], everywhere[other]
     first, *rest = [name for name in old | new if old.get(name) != new.get(name)]
     more = f" (and {len(rest)} more fields)" if rest else ""
     return f"{first}={shown(new.get(first))}, but process 0 has {shown(old.get(first))}{more}"
