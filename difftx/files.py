@@ -117,7 +117,7 @@ def require_run(workdir: AnyPath) -> None:
     """Raise `UserError` if a folder is not a run directory."""
     path = workdir / "config.json"
     if size_of(path) is None and (is_bucket(path) or not path.is_dir()):
-        fix = "train one with `difftx train`"
+        fix = "name the folder of one run, and a checkpoint with --step=N, or train a run with `difftx train`"
         raise UserError(f"--workdir={workdir}: no config.json there, so it is not a run; {fix}")
 
 

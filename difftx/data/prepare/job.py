@@ -57,7 +57,7 @@ class Job:
     tokenizer: str
     end_of_text: str | None  # Name of the end-of-text token, for tokenizers whose files do not name one.
     fields: Fields
-    date: Date
+    date: Date = None
     valid_fraction: float  # Share of the documents to hold out for validation, chosen by their hashes.
     shard_tokens: int  # Number of tokens per shard. The last document of a shard may exceed it.
     skip_unreadable: bool  # Whether to leave out unreadable documents instead of raising an error.
