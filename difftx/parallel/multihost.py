@@ -25,8 +25,7 @@ from difftx.parallel import heartbeat, rendezvous
 from difftx.parallel.heartbeat import host_and_pid, service, unmonitored
 
 REPEAT_SECONDS = 1.0
-_calls = itertools.count()  # Numbers of the calls of `decide_on_primary`.
-_barriers = itertools.count()
+_calls = itertools.count()  # Numbers of the barriers and of the calls of `decide_on_primary`.
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +112,7 @@ def _exchange(name: str, text: str, timeout_seconds: float) -> list[str]:
     """Return the texts of all processes, in their order, in every process. This is a barrier."""
     if jax.process_count() == 1:
         return [text]
-    number = next(_barriers)  # The coordination service accepts each name only once.
+    number = next(_calls)  # The coordination service accepts each name only once.
     folder = f"difftx/barrier/{number}/{name}"
     _publish(folder, text)
     try:
