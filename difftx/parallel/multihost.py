@@ -56,8 +56,9 @@ def join(flags: argparse.Namespace, config: MultihostConfig) -> None:
         return
     timeout = config.initialization_timeout_seconds
     try:
-        place = rendezvous.place_in_job(timeout) if flags.coordinator is None else None
-        address, count, index = place or (flags.coordinator, flags.processes, flags.process)
+        address, count, index = flags.coordinator, flags.processes, flags.process
+        if address is None:
+            address, count, index = rendezvous.place_in_job(timeout)
         gpus = rendezvous.local_gpus(rendezvous.meet(address, count, index, timeout), index)
         jax.distributed.initialize(
             address,
@@ -200,7 +201,9 @@ def agree[T](what: str, make: Callable[[], T], describe: Callable[[T], Mapping[s
     if jax.process_count() == 1:
         return make()
     notice: dict[str, Any] = {"who": f"process {jax.process_index()} of {jax.process_count()} ({host_and_pid()})"}
-    failure = None
+    failure: Exception | None = None
+    made: Any = None
+    fields: Mapping[str, Any] = {}
     try:
         made = make()
         fields = describe(made)
