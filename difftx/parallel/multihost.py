@@ -25,8 +25,7 @@ from difftx.parallel import heartbeat, rendezvous
 from difftx.parallel.heartbeat import host_and_pid, service, unmonitored
 
 REPEAT_SECONDS = 1.0
-_calls = itertools.count()  # Numbers of the calls of `decide_on_primary`.
-_barriers = itertools.count()
+_calls = itertools.count()  # Numbers of the barriers and of the calls of `decide_on_primary`.
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -57,8 +56,9 @@ def join(flags: argparse.Namespace, config: MultihostConfig) -> None:
         return
     timeout = config.initialization_timeout_seconds
     try:
-        place = rendezvous.place_in_job(timeout) if flags.coordinator is None else None
-        address, count, index = place or (flags.coordinator, flags.processes, flags.process)
+        address, count, index = flags.coordinator, flags.processes, flags.process
+        if address is None:
+            address, count, index = rendezvous.place_in_job(timeout)
         gpus = rendezvous.local_gpus(rendezvous.meet(address, count, index, timeout), index)
         jax.distributed.initialize(
             address,
@@ -113,7 +113,7 @@ def _exchange(name: str, text: str, timeout_seconds: float) -> list[str]:
     """Return the texts of all processes, in their order, in every process. This is a barrier."""
     if jax.process_count() == 1:
         return [text]
-    number = next(_barriers)  # The coordination service accepts each name only once.
+    number = next(_calls)  # The coordination service accepts each name only once.
     folder = f"difftx/barrier/{number}/{name}"
     _publish(folder, text)
     try:
@@ -201,7 +201,9 @@ def agree[T](what: str, make: Callable[[], T], describe: Callable[[T], Mapping[s
     if jax.process_count() == 1:
         return make()
     notice: dict[str, Any] = {"who": f"process {jax.process_index()} of {jax.process_count()} ({host_and_pid()})"}
-    failure = None
+    failure: Exception | None = None
+    made: Any = None
+    fields: Mapping[str, Any] = {}
     try:
         made = make()
         fields = describe(made)

@@ -369,7 +369,7 @@ class Attempt:
 @jax.jit
 def _sum_of_bits(params: Any) -> jax.Array:
     """Return the sum of float32 arrays as integers, modulo 2³². Each replica computes its own."""
-    return sum(jnp.sum(jax.lax.bitcast_convert_type(x, jnp.uint32)) for x in jax.tree.leaves(params))
+    return jnp.sum(jnp.stack([jnp.sum(jax.lax.bitcast_convert_type(x, jnp.uint32)) for x in jax.tree.leaves(params)]))
 
 
 def require_equal_replicas(params: Any, when: str, timeout_seconds: float) -> None:
