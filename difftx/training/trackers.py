@@ -74,7 +74,7 @@ class TensorBoard:
     """
 
     def __init__(self, folder: AnyPath, start_step: int, attempt: int):
-        self._bucket = folder if is_bucket(folder) else None
+        self._bucket: Any = folder if is_bucket(folder) else None
         self._temporary = tempfile.TemporaryDirectory(prefix="difftx-") if self._bucket else None
         self._folder = Path(self._temporary.name if self._temporary else str(folder))
         self._attempt, self._number = attempt, itertools.count()
@@ -120,8 +120,8 @@ class WeightsAndBiases:
         self._process = subprocess.Popen(WANDB_PROCESS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._rows: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._folder = options["dir"]
-        lines = itertools.chain([{"check": False, **options}], history, iter(self._rows.get, None), [None])
-        threading.Thread(target=self._send, args=[lines], daemon=True).start()
+        parts: list[Iterable[Any]] = [[{"check": False, **options}], history, iter(self._rows.get, None), [None]]
+        threading.Thread(target=self._send, args=[itertools.chain.from_iterable(parts)], daemon=True).start()
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         self._require_success(self._process.poll() or 0)

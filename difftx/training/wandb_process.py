@@ -39,11 +39,14 @@ def main() -> int:
 
 def send(wandb: Any, options: dict[str, Any], parent: int) -> None:
     """Send the rows. During an outage, try to begin until `parent` has ended."""
-    run, row = None, []
-    while run is None and os.getppid() == parent:
+    row: Any = []
+    while True:
         try:
             run = wandb.init(**options)
+            break
         except wandb.errors.CommError as error:
+            if os.getppid() != parent:
+                raise
             why = " ".join(str(error).split())
             print(f"wandb: {why}; trying again in {RETRY_SECONDS} s", file=sys.stderr, flush=True)
             time.sleep(RETRY_SECONDS)
