@@ -117,7 +117,6 @@ class Loader(Iterator[Batch]):
             )
         self._iterator.set_state({"next_index": batches})
         self._consumed = state["examples"]
-        # Checkpoints without a count of tokens are of runs whose batches all had the same size.
         self.tokens = state["tokens"] if "tokens" in state else self._consumed * len(self._source[0]["tokens"])
 
 
