@@ -322,6 +322,7 @@ def test_mistakes_are_rejected_with_a_fix(run, tmp_path):
     with pytest.raises(UserError, match="Did you mean 'recall'"):
         evaluate(run, "recal")
     empty = Run.open(run.config, tmp_path / "empty")
+    empty.workdir.mkdir()
     empty.write_files()
     for step in (None, "all", "3"):
         with pytest.raises(UserError, match="no checkpoint there yet"):
