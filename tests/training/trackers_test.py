@@ -21,7 +21,7 @@ from helpers.processes import TRAIN_SLOWLY, newest_step
 from helpers.training_runs import wait_for_step
 from helpers.wandb_server import KEY, WandbServer
 
-from difftx.commands import doctor
+from difftx.commands import examination
 from difftx.config import LoggingConfig
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
@@ -239,8 +239,8 @@ def test_a_dry_run_and_doctor_report_a_missing_key(text_file, tmp_path, monkeypa
     done = commands().run(["train.py", *flags], environment=child_environment(1))
     problem = "logging.wandb_project='p': No API key configured. Use `wandb login` to log in; or set it to none"
     assert (done.returncode, done.stderr) == (2, f"error: {problem}\n")
-    found = doctor.Findings(devices={"kind": "cpu", "matmul_flops": 1e12}, storage={"write": 1e9})
+    found = examination.Findings(devices={"kind": "cpu", "matmul_flops": 1e12}, storage={"write": 1e9})
     options = argparse.Namespace(workdir=tmp_path / "run", config="quickstart:diff")
     with found.part():
-        doctor._examine_config(options, load_config("quickstart:diff", fields), found)
+        examination._examine_config(options, load_config("quickstart:diff", fields), found)
     assert found.problems == [problem]
