@@ -381,9 +381,11 @@ def test_netrc_does_not_affect_the_key(tmp_path, monkeypatch):
     netrc.write_text("machine 127.0.0.1 login somebody password else\n")
     monkeypatch.setenv("NETRC", str(netrc))
     with ChatServer() as server:
-        accurate(judge_of(server, tmp_path), CASES[:2])
-        server.key = None
-        accurate(judge_of(server, tmp_path, key_variable=None), CASES[2:4])
+        judges = [judge_of(server, tmp_path, key_variable=name) for name in ("OPENAI_API_KEY", None)]
+        for judge, cases in zip(judges, (CASES[:2], CASES[2:4]), strict=True):
+            judge._endpoint._is_local = False  # As other machines, for which requests reads ~/.netrc.
+            accurate(judge, cases)
+            server.key = None
     assert [headers.get("Authorization") for headers in server.headers] == [f"Bearer {KEY}"] * 2 + [None] * 2
 
 
@@ -433,7 +435,7 @@ def test_rate_limit_spaces_requests(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(chat, "time", clock)
     endpoint = ChatEndpoint(dataclasses.replace(CONFIG.judge, requests_per_minute=30.0))
-    endpoint._stopped = clock
+    endpoint.stopped = clock
     taken = []
     for pause in (0, 0, 0, 0, 60, 0):
         clock.now += pause

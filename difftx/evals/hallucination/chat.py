@@ -1,7 +1,6 @@
 """A client of OpenAI's chat completions API, with retries, a rate limit, and error messages that hide the key."""
 
 import contextlib
-import ipaddress
 import itertools
 import json
 import os
@@ -26,16 +25,13 @@ RETRIED_STATUS = {408, 409, 425, 429}  # HTTP status codes that are retried. All
 MAX_REASON_CHARACTERS = 200  # Maximum number of characters of an endpoint's text that a message quotes.
 MAX_EXAMINED_CHARACTERS = 4096  # An endpoint's text is truncated to this length before the key is masked.
 KEY_NAME = re.compile("_(KEY|TOKEN)$")  # Only environment variables with such names may be sent to an endpoint.
+LOOPBACK = re.compile(r"localhost|127(\.\d{1,3}){3}|::1")  # Hosts within this machine.
 SHORTEST_PART = 6  # Parts of the key of at least this length are masked. Shorter ones, such as "sk-", are harmless.
 RESUMES = "earlier answers are kept; run the same command again to resume"
 
 
 class AttemptError(Exception):
-    """Raised if a request fails but may succeed later. `wait_seconds` is the wait that the endpoint asks for."""
-
-    def __init__(self, reason: str, wait_seconds: float = 0.0):
-        super().__init__(reason)
-        self.wait_seconds = wait_seconds
+    """Raised with a reason, and the seconds that the endpoint asks to wait, if a request may succeed later."""
 
 
 class ChatEndpoint:
@@ -46,7 +42,7 @@ class ChatEndpoint:
         self._config, self._key = config, _key(config.key_variable)
         self.url = f"{config.base_url.rstrip('/')}/chat/completions"
         parts = urllib.parse.urlsplit(self.url)
-        self._is_local = parts.scheme == "http" and _is_loopback(parts.hostname or "")
+        self._is_local = parts.scheme == "http" and bool(LOOPBACK.fullmatch(parts.hostname or ""))
         if self._key is not None and parts.scheme != "https" and not self._is_local:
             raise UserError(
                 f"eval.judge.base_url={config.base_url}: a key is sent over https, or over http within this machine "
@@ -54,7 +50,8 @@ class ChatEndpoint:
             )
         self._gap = 60 / config.requests_per_minute if config.requests_per_minute else 0.0
         self._free_at = time.monotonic()  # Time of the next request.
-        self._lock, self._stopped = threading.Lock(), threading.Event()
+        # While `stopped` is set, every thread that waits, or would send another request, raises `CancelledError`.
+        self._lock, self.stopped = threading.Lock(), threading.Event()
 
     def ask[T](self, body: dict[str, Any], read: Callable[[str, int | None, int | None], T]) -> T:
         """Send a request and return `read(text, tokens_in, tokens_out)`, where None means unknown numbers of tokens.
@@ -71,7 +68,7 @@ class ChatEndpoint:
                 try:
                     return read(*self._reply(body))
                 except AttemptError as error:
-                    reason, wait = str(error), error.wait_seconds
+                    reason, wait = error.args
                 if wait > longest:
                     raise RunError(
                         f"{self.url} asks to wait {wait:.0f} s, longer than "
@@ -81,12 +78,8 @@ class ChatEndpoint:
                     self._free_at = max(self._free_at, time.monotonic() + wait)
             raise RunError(f"{self.url}: eval.judge.attempts={attempts} failed, the last: {reason}; {RESUMES}")
         except (UserError, RunError):
-            self.stop()
+            self.stopped.set()
             raise
-
-    def stop(self) -> None:
-        """Make every thread that waits, or would send another request, raise `CancelledError`."""
-        self._stopped.set()
 
     def masked(self, text: str) -> str:
         """Return a text with the key and long parts of it masked, since a server may repeat the key in its answer."""
@@ -122,7 +115,7 @@ class ChatEndpoint:
             raise AttemptError(reason, _retry_after(response.headers.get("Retry-After", "")))
         wrong = schema_error(reply, {"choices": [{"message": {"content": str}}]})
         if wrong is not None or not reply["choices"]:  # Some endpoints report errors with status 200.
-            raise AttemptError(f"the reply is not a chat completion, {wrong or 'choices: empty'}: {reason}")
+            raise AttemptError(f"the reply is not a chat completion, {wrong or 'choices: empty'}: {reason}", 0.0)
         text, usage = reply["choices"][0]["message"]["content"], reply.get("usage")
         if schema_error(usage, {"prompt_tokens": int, "completion_tokens": int}) is not None:
             return text, None, None
@@ -135,27 +128,25 @@ class ChatEndpoint:
         with requests.Session() as session:
             # Ignore proxy settings for http within this machine: a proxy would receive the key unencrypted.
             session.trust_env = not self._is_local
-            session.mount(self.url, _DeadlineAdapter(deadline))
+            session.adapters = dict.fromkeys(("https://", "http://"), _DeadlineAdapter(deadline))
+            # Otherwise, an entry of ~/.netrc would set the header Authorization.
+            session.auth = lambda request: request
             # Refuse compression: a small compressed response could expand to any size.
-            options: Any = {"headers": {"Accept-Encoding": "identity"}, "allow_redirects": False, "stream": True}
+            session.headers["Accept-Encoding"] = "identity"
+            if self._key is not None:
+                session.headers["Authorization"] = f"Bearer {self._key}"
             try:
-                with session.post(self.url, json=body, auth=self._authorize, timeout=seconds, **options) as response:
+                with session.post(self.url, json=body, timeout=seconds, allow_redirects=False, stream=True) as response:
                     content = response.raw.read(MAX_RESPONSE_BYTES + 1, decode_content=False)
                 if time.monotonic() >= deadline:  # Without a Content-Length, an ended connection looks complete.
                     raise TimeoutError
             except (OSError, urllib3.exceptions.HTTPError) as error:
                 is_late = time.monotonic() >= deadline
                 reason = f"no complete answer within {seconds:g} s" if is_late else f"{type(error).__name__}: {error}"
-                raise AttemptError(self.brief(reason)) from error
+                raise AttemptError(self.brief(reason), 0.0) from error
         if len(content) > MAX_RESPONSE_BYTES:
-            raise AttemptError(f"the response has more than {MAX_RESPONSE_BYTES / 2**20:g} MiB")
+            raise AttemptError(f"the response has more than {MAX_RESPONSE_BYTES / 2**20:g} MiB", 0.0)
         return response, content
-
-    def _authorize(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        # A callable sets the header, since an entry of ~/.netrc replaces an Authorization header that `post` receives.
-        if self._key is not None:
-            request.headers["Authorization"] = f"Bearer {self._key}"
-        return request
 
     def _await_turn(self) -> None:
         """Wait until the rate limit and the endpoint's Retry-After allow a request, and count the request."""
@@ -169,7 +160,7 @@ class ChatEndpoint:
             self._sleep(max(wait, 0))
 
     def _sleep(self, seconds: float) -> None:
-        if self._stopped.wait(seconds):
+        if self.stopped.wait(seconds):
             raise CancelledError
 
 
@@ -204,13 +195,6 @@ def _shut_down(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
         # SSLSocket.shutdown would change the TLS state while another thread reads.
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _key(variable: str | None) -> str | None:

@@ -166,7 +166,7 @@ class JudgeModel:
                         found[futures[future]] = future.result()
                         advance(1)
             except BaseException:  # Also Ctrl-C. Leaving `pool` awaits requests in flight, as their replies are billed.
-                self._endpoint.stop()
+                self._endpoint.stopped.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         return found
@@ -182,7 +182,7 @@ class JudgeModel:
                 self._spent.update(replies=1, tokens_in=tokens_in or 0, tokens_out=tokens_out or 0)
                 self._spent["replies_without_usage"] += tokens_in is None
             if verdict is None:
-                raise AttemptError(f"the reply is not a verdict: {self._endpoint.brief(text)!r}")
+                raise AttemptError(f"the reply is not a verdict: {self._endpoint.brief(text)!r}", 0.0)
             return verdict
 
         return self._endpoint.ask(body, read)
