@@ -100,7 +100,7 @@ class ChatEndpoint:
         try:
             reply = json.loads(content)
         except (ValueError, RecursionError):
-            reply = None
+            reply = {}
         has_message = schema_error(reply, {"error": {"message": str}}) is None
         text = reply["error"]["message"] if has_message else content.decode(errors="replace")
         status, reason = response.status_code, f"HTTP {response.status_code}: {self.brief(text) or 'no message'}"
