@@ -234,7 +234,7 @@ GOOD = {"context": "Some text.", "input": "What?", "answers": ["This"]}
         ([GOOD | {"context": 3}], {}, "line 1: context=3 must be text, and not empty"),
         ([GOOD | {"context": " \n"}], {}, "line 1: context is only white space"),
         ([GOOD | {"context": {"title": ["a"]}}], {}, "line 1: context must be text, a list of texts, or have lists"),
-        ([GOOD | {"context": {"title": ["a"], "sentences": []}}], {}, "have lists title and sentences of one length"),
+        ([GOOD | {"context": {"title": ["a"], "sentences": []}}], {}, "1 titles and 0 lists of sentences"),
         ([GOOD | {"answers": []}], {}, r"line 1: answers=\[\] must be a text or a list of texts"),
         ([GOOD | {"answers": ["a", " "]}], {}, "line 1: answers=.* must be a text or a list of texts"),
         ([GOOD | {"answers": 7}], {}, "line 1: answers=7 must be text"),

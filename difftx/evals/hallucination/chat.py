@@ -116,7 +116,7 @@ class ChatEndpoint:
         wrong = schema_error(reply, {"choices": [{"message": {"content": str}}]})
         if wrong is not None or not reply["choices"]:  # Some endpoints report errors with status 200.
             raise AttemptError(f"the reply is not a chat completion, {wrong or 'choices: empty'}: {reason}", 0.0)
-        text, usage = reply["choices"][0]["message"]["content"], reply.get("usage")
+        text, usage = reply["choices"][0]["message"]["content"], reply.get("usage") or {}
         if schema_error(usage, {"prompt_tokens": int, "completion_tokens": int}) is not None:
             return text, None, None
         return text, usage["prompt_tokens"], usage["completion_tokens"]

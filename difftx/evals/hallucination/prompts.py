@@ -91,13 +91,12 @@ def _document(record: Record, field: str) -> str:
         return "\n\n".join(value)
     if not isinstance(value, dict):
         return record.text(field)
-    wrong = schema_error(value, {"title": [str], "sentences": [[str]]})
-    if wrong is not None or len(value["title"]) != len(value["sentences"]):
-        raise UserError(
-            f"{record.name}: {field} must be text, a list of texts, or have lists title and sentences of one length"
-        )
-    parts = zip(value["title"], value["sentences"], strict=True)
-    return "\n\n".join(f"{title}\n{''.join(text)}" for title, text in parts)
+    if schema_error(value, {"title": [str], "sentences": [[str]]}) is not None:
+        raise UserError(f"{record.name}: {field} must be text, a list of texts, or have lists title and sentences")
+    titles, sentences = value["title"], value["sentences"]
+    if len(titles) != len(sentences):
+        raise UserError(f"{record.name}: {field} has {len(titles)} titles and {len(sentences)} lists of sentences")
+    return "\n\n".join(f"{title}\n{''.join(text)}" for title, text in zip(titles, sentences, strict=True))
 
 
 def _references(record: Record, field: str) -> tuple[str, ...]:
