@@ -116,8 +116,7 @@ class Loader(Iterator[Batch]):
                 f"number of batches of {self._batch_rows} rows; use the old batch, or one that divides it"
             )
         self._iterator.set_state({"next_index": batches})
-        self._consumed = state["examples"]
-        self.tokens = state["tokens"] if "tokens" in state else self._consumed * len(self._source[0]["tokens"])
+        self._consumed, self.tokens = state["examples"], state["tokens"]
 
 
 def signature_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

@@ -106,7 +106,6 @@ def load_sources(config: DataConfig, tokenizer: Tokenizer) -> Sources:
         "packing": config.packing if config.packing == "concat" else f"best_fit {BEST_FIT_VERSION}",
         "document_mask": config.document_mask,
         "seed": config.seed,
-        "seeds of epochs": "hashed",  # Not in checkpoints of versions that added the epoch to the seed.
     }
     return Sources(config, train, valid, signature, tuple(notes))
 

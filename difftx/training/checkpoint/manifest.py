@@ -63,6 +63,7 @@ MANIFEST_SCHEMA = {
     "config_sha256": str,
     "data": dict,
     "packages": {str: str},
+    "source_sha256": str,
     "extensions": EXTENSIONS_SHAPE,
     "arrays": {str: {"shape": [int], "dtype": str}},
     "files": {str: {"bytes": int}},
@@ -83,7 +84,7 @@ class Manifest:
     config_sha256: str
     data: dict[str, Any]  # Signature of the training data: sources, tokenizer, rows and order.
     packages: dict[str, str]
-    source_sha256: str | None  # Hash of the source files of difftx. Older manifests have none.
+    source_sha256: str  # Hash of the source files of difftx.
     extensions: list[dict[str, str]]  # Path and SHA-256 of each loaded extension.
     arrays: dict[str, tuple[tuple[int, ...], str]]  # Path in the train state → shape and dtype.
     files: dict[str, tuple[int, str, str]]  # Path in the folder → size in bytes, name of the checksum, checksum.
@@ -221,8 +222,8 @@ def _read_manifest(folder: AnyPath) -> Manifest:
     if not isinstance(contents, str) or not re.fullmatch(r"[\w-]*", contents):
         raise UserError(f"{MANIFEST}: contents: not the name of a folder")
     _check_inside(folder, files)
-    others = {name: raw[name] for name in ("step", "weights", "config_sha256", "data", "packages", "extensions")}
-    others |= {name: raw.get(name) for name in ("source_sha256", "run_id")}
+    names = ("step", "weights", "config_sha256", "data", "packages", "source_sha256", "extensions")
+    others = {name: raw[name] for name in names} | {"run_id": raw.get("run_id")}
     return Manifest(sha256=signed["sha256"], arrays=arrays, files=files, contents=contents, **others)
 
 
