@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from difftx.data.store import TokenStore, sha256_of
+from difftx.data.store import TokenStore
 from difftx.errors import UserError, read_error
-from difftx.files import new_file, open_file
+from difftx.files import new_file, open_file, sha256_of
 from difftx.json_files import with_sha256, without_sha256
 from difftx.progress import Work
 

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -117,7 +118,7 @@ def write_manifest(folder: Path, describe: Callable[[dict[str, Any]], str]) -> N
     markers = {folder / name for name in COMMIT_MARKERS}
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path not in markers)
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        checksums = list(pool.map(xxh3_of, files))
+        checksums = list(pool.map(functools.partial(_checksum_of, "xxh3"), files))
     described = {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "xxh3": checksum}
         for path, checksum in zip(files, checksums, strict=True)
@@ -175,7 +176,7 @@ def describe_objects(folder: "epath.Path", known: Mapping[str, Any] | None = Non
         for algorithm in ("crc32c", "md5") if lists_md5 else ("crc32c",):
             if (listed := _listed(algorithm, described[name])) is not None:
                 return {algorithm: listed}
-        return {"xxh3": xxh3_of(folder / name)}
+        return {"xxh3": _checksum_of("xxh3", folder / name)}
 
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
         for name, checksum in zip(unknown, pool.map(checksum_of, unknown), strict=True):
@@ -297,11 +298,6 @@ def _why_files_invalid(folder: AnyPath, manifest: Manifest, *, content: bool) ->
     return None
 
 
-def xxh3_of(file: AnyPath) -> str:
-    """Return the XXH3-128 of a file in hexadecimal. It detects corruption, but not deliberate changes."""
-    return _checksum_of("xxh3", file)
-
-
 def _listed(algorithm: str, description: objects.Description) -> str | None:
     """Return the checksum of an object in the listing of its store, or None if the listing cannot have it."""
     if algorithm == "crc32c" and description.crc32c is not None:
@@ -311,7 +307,10 @@ def _listed(algorithm: str, description: objects.Description) -> str | None:
 
 
 def _checksum_of(algorithm: str, file: AnyPath) -> str:
-    """Return a checksum of a file in hexadecimal. "crc32c" and "md5" are those of Google Cloud Storage and of S3."""
+    """Return a checksum of a file in hexadecimal, which detects corruption, but not deliberate changes.
+
+    "xxh3" is the XXH3-128, and "crc32c" and "md5" are those of Google Cloud Storage and of S3.
+    """
 
     def read() -> str:
         digest = new_digest()
