@@ -230,7 +230,7 @@ format: .venv/.installed-lint
 
 # transformers is for tests of tokenizers, which do not need torch: 13 MB to download.
 .venv/.installed-tokenizers: .venv/.installed pyproject.toml
-	$(BIN)/python $(PIP_INSTALL) $(call extra,tokenizers) "transformers>=5.0"
+	$(BIN)/python $(PIP_INSTALL) $(call extra,tokenizers) "transformers>=5.23"
 	touch $@
 
 .venv/.installed-docs: .venv/.installed pyproject.toml

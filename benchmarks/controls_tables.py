@@ -23,7 +23,7 @@ SIGNIFICANT = 0.05  # Largest corrected p-value at which the page says that an a
 class Contrast(NamedTuple):
     """A sum of cells with signs."""
 
-    effect: str  # What the contrast measures, such as "the subtraction, with the norm".
+    effect: str  # What the contrast measures, such as "the whole architecture".
     plus: Sequence[str]  # Names of the cells with sign plus.
     minus: Sequence[str]  # Names of the cells with sign minus.
 
@@ -48,12 +48,14 @@ def versus(cell: str, reference: str, effect: str) -> Contrast:
     return Contrast(effect, (cell,), (reference,))
 
 
+# What a learned λ adds to λ = 0. The plan calls it "the subtraction", but no arm has the parameters without the sign.
+SECOND_MAP = "the second attention map (11 % of the parameters)"
 NORM_OR_GAIN_CONTRASTS = (
-    versus("diff", "zero-norm", "the subtraction, with the norm"),
-    versus("diff-gain", "zero-gain", "the subtraction, with a gain"),
-    versus("diff", "diff-gain", "the norm in place of a gain, with the subtraction"),
-    versus("zero-norm", "zero-gain", "the norm in place of a gain, without the subtraction"),
-    versus("diff-gain", "diff-plain", "the gain, with the subtraction"),
+    versus("diff", "zero-norm", f"{SECOND_MAP}, with the norm"),
+    versus("diff-gain", "zero-gain", f"{SECOND_MAP}, with a gain"),
+    versus("diff", "diff-gain", "the norm in place of a gain, with a learned λ"),
+    versus("zero-norm", "zero-gain", "the norm in place of a gain, with λ = 0"),
+    versus("diff-gain", "diff-plain", "the gain, with a learned λ"),
     versus("diff", "transformer", "the whole architecture"),
     versus("diff", "transformer-gain", "the whole architecture, against the Transformer with a gain"),
 )
@@ -88,7 +90,7 @@ FAMILIES: Mapping[str, Sequence[Contrast]] = {
     "norm-or-gain": NORM_OR_GAIN_CONTRASTS,
     "again": tuple(contrast for contrast in NORM_OR_GAIN_CONTRASTS if "diff-plain" not in contrast.minus),
     "main": (
-        versus("diff", "zero-norm", "the subtraction, with the norm"),
+        versus("diff", "zero-norm", "the second attention map, with the norm"),
         versus("diff", "transformer", "the whole architecture"),
         versus("diff", "transformer-gain", "the whole architecture, against the Transformer with a gain"),
     ),
@@ -100,7 +102,7 @@ FAMILIES: Mapping[str, Sequence[Contrast]] = {
     ),
     "warmup": _warmup_contrasts(),
     "muon-subtraction": tuple(
-        versus(", ".join(["diff", *changes]), ", ".join(["zero-norm", *changes]), f"the subtraction, warm-up of {name}")
+        versus(", ".join(["diff", *changes]), ", ".join(["zero-norm", *changes]), f"{SECOND_MAP}, warm-up of {name}")
         for name, changes in (("50 %", [MUON]), ("1 %", [MUON, SHORT_WARMUP]))
     ),
     "differential": tuple(
@@ -109,7 +111,7 @@ FAMILIES: Mapping[str, Sequence[Contrast]] = {
     ),
     "review": tuple(
         versus(arm, reference, f"{added} in place of {replaced}")
-        for reference, replaced in (("transformer", "softmax"), ("diff", "the subtraction"))
+        for reference, replaced in (("transformer", "softmax"), ("diff", "differential attention"))
         for arm, added in (("top_k", "explicit top-k"), ("signed_mask", "a signed mask"))
     ),
 }
@@ -202,6 +204,12 @@ def contrast_text(records: Sequence[Record], cell: str, reference: str, number: 
     return signed(estimate(contrast_values(records, contrast, number)))
 
 
+def effect_text(records: Sequence[Record], family: str, *words: str) -> str:
+    """Return the value of a family's contrast with its interval; `words` are those of the contrast's effect."""
+    [contrast] = [contrast for contrast in FAMILIES[family] if contrast.effect == " ".join(words)]
+    return signed(estimate(contrast_values(records, contrast, TEST_LOSS)))
+
+
 def cells_table(records: Sequence[Record], number: str = TEST_LOSS) -> str:
     """Return a table with a row for each cell: parameters, learning rate, gain and loss."""
     rows = []
@@ -217,5 +225,6 @@ def cells_table(records: Sequence[Record], number: str = TEST_LOSS) -> str:
 PLACEHOLDERS = {
     "family": family_table,
     "contrast": contrast_text,
+    "effect": effect_text,
     "cells": cells_table,
 }

@@ -27,6 +27,7 @@ import http.client
 import json
 import random
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -49,6 +50,7 @@ HELD_OUT = 0.05  # Share of the files of --input in the validation split, and in
 JOBS = 8  # Downloads at a time.
 PAUSES = (1.0, 4.0, 10.0)  # Seconds between attempts to download a file.
 TIMEOUT_SECONDS = 60.0  # Longest wait for a connection, and for the next bytes.
+FILE_SECONDS = 600.0  # Longest time for a file, with all attempts. The largest has 2.6 MB.
 RETRIED_STATUS = (408, 429)  # HTTP status codes below 500 that are retried. All codes from 500 on are retried too.
 
 
@@ -101,33 +103,53 @@ def _has(path: Path, sha256: str) -> bool:
 def _download(folder_url: str, folder: Path, entry: Mapping[str, Any]) -> None:
     """Download a file, and write it only if its content has the SHA-256 of its entry in the list."""
     url, expected = f"{folder_url}/{entry['name']}", entry["sha256"]
-    content = _get(url)
+    content = _get(url, entry["bytes"])
     if (found := _sha256(content)) != expected:
         raise RunError(f"{url}: SHA-256 {found}, but expected {expected}; name another server with --mirror=URL")
     with new_file(folder / entry["name"]) as file:
         file.write(content)
 
 
-def _get(url: str) -> bytes:
-    """Return the content at an address. Try again after errors that may be temporary."""
+def _get(url: str, size: int) -> bytes:
+    """Return the `size` bytes at an address. Try again after errors that may be temporary."""
+    deadline = time.monotonic() + FILE_SECONDS
     for pause in (*PAUSES, None):
+        attempt: concurrent.futures.Future[bytes] = concurrent.futures.Future()
+        threading.Thread(target=_try, args=(attempt, url, size), daemon=True).start()
         try:
-            # The scheme is http or https, as `fetch` checks.
-            with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as response:  # nosec B310
-                return response.read()
+            # A slow server may hold up the thread for ever, in each header and each byte. It is then left behind.
+            return attempt.result(max(0.0, deadline - time.monotonic()))
         except (OSError, http.client.HTTPException) as error:
-            is_permanent = False
+            is_late = not attempt.done()
+            is_permanent = is_late
             if isinstance(error, urllib.error.HTTPError):
                 is_permanent = error.code < 500 and error.code not in RETRIED_STATUS
                 error.close()
             if is_permanent or pause is None:
-                why = str(error) + ("" if is_permanent else f", {len(PAUSES) + 1} attempts")
+                why = f"not complete after {FILE_SECONDS:.0f} s" if is_late else str(error)
+                why += "" if is_permanent else f", {len(PAUSES) + 1} attempts"
                 raise RunError(
                     f"{url}: cannot be downloaded ({why}); run the same command again to resume, name another server "
                     "with --mirror=URL, or use your own texts with --input=FOLDER"
                 ) from error
         time.sleep(pause)
     raise AssertionError("The last attempt returns or raises.")
+
+
+def _try(attempt: concurrent.futures.Future[bytes], url: str, size: int) -> None:
+    """Read the `size` bytes at an address, and set the result or the error of the attempt."""
+    try:
+        # The scheme is http or https, as `fetch` checks.
+        with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as response:  # nosec B310
+            announced = response.length or 0
+            content = response.read(size + 1)
+        if len(content) > size:
+            raise RunError(f"{url}: more than the {size:,} bytes of the list; name another server with --mirror=URL")
+        if len(content) < min(announced, size):
+            raise http.client.IncompleteRead(content, announced - len(content))
+        attempt.set_result(content)
+    except Exception as error:
+        attempt.set_exception(error)
 
 
 def split_folder(folder: Path) -> list[Novel]:

@@ -105,8 +105,6 @@ ATTENTION_COLUMNS = {
     "to distractors, with sign": "noise_signed",
     "to position 0": "first",
     "Gini": "gini",
-    "cosine of A1 and A2, answer": "cosine_answer",
-    "distractors": "cosine_noise",
 }
 
 
@@ -136,7 +134,7 @@ def ratio_contrast_text(records: Sequence[Record], cell: str, reference: str, nu
 # ── Question 6: does the subtraction help more among more distractors? ──
 
 FEWEST = next(iter(DISTRACTORS))  # Task with the fewest distractors, 15.
-SUBTRACTIONS = (versus("diff", "zero-norm", "with the norm"), versus("diff-gain", "zero-gain", "with a gain"))
+SECOND_MAPS = (versus("diff", "zero-norm", "with the norm"), versus("diff-gain", "zero-gain", "with a gain"))
 
 
 def accuracy_differences(records: Sequence[Record], contrast: Contrast, task: str) -> list[float]:
@@ -169,7 +167,7 @@ def noise_table(records: Sequence[Record]) -> str:
     """Return a table of the subtraction's contrasts by the number of distractors."""
     rows = []
     tasks = [task for task in DISTRACTORS if any(r["task"] == task for r in records)]
-    for contrast in SUBTRACTIONS:
+    for contrast in SECOND_MAPS:
         for task in tasks:
             counts = (solved_count_text(records, task, cell) for cell in contrast.pair)
             difference = signed(estimate(accuracy_differences(records, contrast, task)))

@@ -10,8 +10,8 @@ python benchmarks/results.py compare --study=question-1-novels+question-1-recall
     other tasks means with intervals; the exit code is 1 if a result does not agree
 
 In the templates, `{{WORD STUDY …}}` stands for a table or a value of one study, or of several (STUDY+STUDY). The words
-are the keys of PLACEHOLDERS in controls_tables.py, size_tables.py, recall_tables.py, exploratory_tables.py and
-optimizer_tables.py. Only `compare` prints something: a table, and how many results agree.
+are the keys of PLACEHOLDERS in controls_tables.py, size_tables.py, recall_tables.py, post_hoc_tables.py,
+exploratory_tables.py and optimizer_tables.py. Only `compare` prints something: a table, and how many results agree.
 """
 
 import argparse
@@ -27,7 +27,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import matplotlib
 
-from benchmarks import controls_tables, exploratory_tables, optimizer_tables, recall_tables, size_tables
+from benchmarks import (
+    controls_tables,
+    exploratory_tables,
+    optimizer_tables,
+    post_hoc_tables,
+    recall_tables,
+    size_tables,
+)
 from benchmarks.controls_study import AGAINST_NOISE
 from benchmarks.exploratory_tables import COMPARED
 from benchmarks.results_figures import (
@@ -39,6 +46,7 @@ from benchmarks.results_figures import (
     draw_solved,
     draw_transfer,
     draw_warmup,
+    draw_worth,
 )
 from benchmarks.study_records import (
     SOLVED_ACCURACY,
@@ -74,6 +82,7 @@ PLACEHOLDERS = {
     **controls_tables.PLACEHOLDERS,
     **size_tables.PLACEHOLDERS,
     **recall_tables.PLACEHOLDERS,
+    **post_hoc_tables.PLACEHOLDERS,
     **exploratory_tables.PLACEHOLDERS,
     **optimizer_tables.PLACEHOLDERS,
 }
@@ -275,6 +284,7 @@ def draw_figures(collected: Mapping[str, Sequence[Record]], suffix: str) -> None
     draw_family(collected["question-5"], "differential", path("results_conversion"))
     draw_solved([record for record in on_recall if record["arm"] in AGAINST_NOISE], path("results_noise"))
     draw_sizes(collected["question-4"], path("results_sizes"))
+    draw_worth(collected["question-4"], path("results_worth"))
     draw_arms(collected["arms"], path("results"))
     draw_arms(collected["differential"], path("results_differential"))
     draw_optimizers(collected["optimizers"], path("results_optimizers"))

@@ -7,18 +7,20 @@ intervals over seeds.
 
 import collections
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib.axes
 import matplotlib.figure
+import numpy as np
 
 from benchmarks.controls_study import LENGTHS
 from benchmarks.controls_tables import FAMILIES, SIGNIFICANT, contrast_values, tested
 from benchmarks.exploratory_tables import TASK_COLUMNS
 from benchmarks.optimizer_study import OPTIMIZERS, WARMUPS, Cell, cells
 from benchmarks.optimizer_tables import TITLES, VALIDATION_LOSS, runs_of
+from benchmarks.post_hoc_tables import log_worth_estimates, worth_interval
 from benchmarks.size_tables import PAIRS, differences_by_length
 from benchmarks.study_records import (
     BIMODAL_TASKS,
@@ -42,6 +44,15 @@ from difftx.report.charts import COLOURS, add_legend, label_axes, save_figure
 
 MAIN_COLOURS = {"diff": COLOURS[0], REFERENCE: COLOURS[1]}  # Colours of the two arms that every study compares.
 ARM_COLOURS = MAIN_COLOURS | {"diff_v2": COLOURS[2]}
+# Arm → its colour and its label in the figure of README.md.
+WORTH_LINES = {
+    "gdla": (COLOURS[2], "GDLA"),
+    "gated": (COLOURS[4], "gated"),
+    "diff": (COLOURS[0], "diff (the paper's)"),
+    "zero-norm": (COLOURS[3], "diff with λ = 0"),
+}
+WORTH_LIMITS = (0.76, 1.6)
+LABEL_GAP = 0.062  # Smallest distance between labels of lines, as a share of the axis.
 ACCURACY_LIMITS = (-0.03, 1.03)  # Ends of the axis of an accuracy, with room for points at 0 and 1.
 
 
@@ -134,6 +145,63 @@ def draw_sizes(records: Sequence[Record], path: Path) -> None:
         axes.minorticks_off()
     add_legend(panels[0])  # All pairs have runs of the smallest models.
     save_figure(figure, path)
+
+
+def draw_worth(records: Sequence[Record], path: Path) -> None:
+    """Draw how many of the Transformer's tokens an arm's tokens are worth, with a panel per size of question 4."""
+    figure = matplotlib.figure.Figure(figsize=(9, 4), layout="constrained")
+    panels = figure.subplots(1, len(LENGTHS), sharey=True, width_ratios=[len(of) for of in LENGTHS.values()])
+    for axes, (task, lengths) in zip(panels, LENGTHS.items(), strict=True):
+        axes.axhline(1, color=COLOURS[-1], linewidth=1.5)
+        ends = {1.0: (COLOURS[-1], "Transformer")}
+        for index, (arm, (colour, label)) in enumerate(WORTH_LINES.items()):
+            intervals = [worth_interval(of) for of in log_worth_estimates(records, task, arm)]
+            worths, lows, highs = (np.array(of) for of in zip(*intervals, strict=True))
+            # The arms are side by side, so that their intervals do not cover each other.
+            x = np.array([*lengths]) * 1.03 ** (index - (len(WORTH_LINES) - 1) / 2)
+            axes.errorbar(x, worths, yerr=[worths - lows, highs - worths], fmt="o-", capsize=3, color=colour)
+            ends[worths[-1]] = (colour, label)
+        parameters = max(r["parameters"] for r in records if r["task"] == task and r["arm"] == REFERENCE)
+        labels = {"title": f"{parameters / 1e6:.2f}M parameters", "x_label": "tokens per parameter", "y_label": ""}
+        label_axes(axes, labels | {"log_x": True, "log_y": True})
+        axes.set_xticks([*lengths], [str(tokens) for tokens in lengths])
+        axes.set_xlim(0.8 * min(lengths), 1.25 * max(lengths))
+        axes.set_ylim(*WORTH_LIMITS)
+        axes.minorticks_off()
+        axes.spines[["top", "right"]].set_visible(False)
+        _label_ends(axes, ends)
+    ticks = (0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.4, 1.5)
+    panels[0].set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    panels[0].set_ylabel("worth of a model's tokens (Transformer = 1)")
+    panels[0].text(0.03, 0.94, "↑ better than the Transformer", transform=panels[0].transAxes)
+    panels[0].text(0.03, 0.04, "↓ worse", transform=panels[0].transAxes)
+    save_figure(figure, path)
+
+
+def _label_ends(axes: matplotlib.axes.Axes, ends: Mapping[float, tuple[str, str]]) -> None:
+    """Write the labels of lines next to their last points: value → colour and label."""
+    to_share = axes.transAxes.inverted()
+    heights = {value: to_share.transform(axes.transData.transform((1, value)))[1] for value in sorted(ends)}
+    positions = spread([*heights.values()], LABEL_GAP)
+    for height, (colour, label) in zip(positions, (ends[value] for value in heights), strict=True):
+        axes.text(1.02, height, label, color=colour, transform=axes.transAxes, va="center", fontsize="medium")
+
+
+def spread(heights: Sequence[float], gap: float) -> list[float]:
+    """Return rising heights moved by as little as possible, so that neighbours are at least `gap` apart."""
+    groups: list[list[float]] = []  # Heights that touch each other, which are spread around their mean.
+    for height in heights:
+        groups.append([height])
+        while len(groups) > 1 and _ends(groups[-1], gap)[0] - _ends(groups[-2], gap)[1] < gap:
+            last = groups.pop()
+            groups[-1] = groups[-1] + last
+    return [_ends(group, gap)[0] + i * gap for group in groups for i in range(len(group))]
+
+
+def _ends(group: Sequence[float], gap: float) -> tuple[float, float]:
+    """Return the first and the last height of a group of neighbours, which are `gap` apart."""
+    middle, half = sum(group) / len(group), (len(group) - 1) * gap / 2
+    return middle - half, middle + half
 
 
 def draw_caches(records: Sequence[Record], path: Path) -> None:

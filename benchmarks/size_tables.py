@@ -26,9 +26,9 @@ from benchmarks.study_records import (
 )
 
 FAMILY_TOKENS = 20  # Tokens per parameter at which the first family of a size compares arms.
-SUBTRACTION = ("diff", "zero-norm")  # The pair of arms that differ only in the subtraction.
-PAIRS = (*((arm, REFERENCE) for arm in ARCHITECTURES if arm != REFERENCE), SUBTRACTION)
-RESIZED_PAIRS = (("diff", REFERENCE), SUBTRACTION)  # Pairs whose change with the size is in the family.
+SECOND_MAP = ("diff", "zero-norm")  # The pair of arms that differ only in whether λ is learned or 0.
+PAIRS = (*((arm, REFERENCE) for arm in ARCHITECTURES if arm != REFERENCE), SECOND_MAP)
+RESIZED_PAIRS = (("diff", REFERENCE), SECOND_MAP)  # Pairs whose change with the size is in the family.
 SMALLEST, *_ = LENGTHS  # Task of the smallest models.
 # These arms' longest runs, and their runs of larger models, were preregistered later. They have families of their own.
 LATER_ARMS = ("diff_v2", "gdla", "gated")
@@ -83,16 +83,6 @@ def size_difference_text(records: Sequence[Record], task: str, arm: str, tokens:
     return signed(estimate([*differences_by_length(records, task, arm)[int(tokens)].values()]))
 
 
-def size_change_text(records: Sequence[Record], task: str, arm: str, first: str, last: str) -> str:
-    """Return by how much an arm's difference from the Transformer changes from one length of training to another.
-
-    `first` and `last` are numbers of tokens per parameter.
-    """
-    differences = differences_by_length(records, task, arm)
-    before, after = (differences[int(tokens)] for tokens in (first, last))
-    return signed(estimate([difference - before[seed] for seed, difference in after.items()]))
-
-
 def size_rates_table(records: Sequence[Record], task: str) -> str:
     """Return a table of the learning rates of a size: a row for each length, and a column for each arm."""
     return _lengths_table(records, task, lambda runs: f"{runs[-1]['learning_rate']:g}")
@@ -120,7 +110,12 @@ def step_times_table(records: Sequence[Record]) -> str:
 
 def step_time_text(records: Sequence[Record], arm: str) -> str:
     """Return how many times as long a training step of an arm takes as one of the Transformer."""
-    return f"{statistics.median(_step_ratios(records, arm)):.1f}"
+    return f"{step_ratio(records, arm):.1f}"
+
+
+def step_ratio(records: Sequence[Record], arm: str) -> float:
+    """Return the time of an arm's training step over that of the Transformer: the median over rounds."""
+    return statistics.median(_step_ratios(records, arm))
 
 
 def _step_ratios(records: Sequence[Record], arm: str) -> list[float]:
@@ -214,7 +209,6 @@ def sizes_later_table(records: Sequence[Record], task: str) -> str:
 PLACEHOLDERS = {
     "sizes": sizes_table,
     "size_difference": size_difference_text,
-    "size_change": size_change_text,
     "size_seconds": size_seconds_table,
     "step_times": step_times_table,
     "step_time": step_time_text,

@@ -1,11 +1,12 @@
 """The command `difftx COMMAND …`, or `python -m difftx COMMAND …` if the package is not installed."""
 
 import importlib
+import os
 import sys
 
 import difftx
 from difftx.commands import COMMANDS
-from difftx.errors import UserError, did_you_mean, run_command
+from difftx.errors import SOURCE, UserError, did_you_mean, run_command
 
 HELP = "\n".join(
     [
@@ -31,7 +32,9 @@ def main() -> int:
 
 def entry() -> None:
     """Run the command and exit with its code."""
-    sys.path.insert(0, "")  # Lets config files import modules of the current folder.
+    # `python -m` puts the current folder first. It may be a stranger's run, whose files must not be imported.
+    if not sys.flags.safe_path and sys.path[0] == os.getcwd() != str(SOURCE):
+        del sys.path[0]
     run_command(main)
 
 

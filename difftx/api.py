@@ -1,12 +1,8 @@
-"""Generator of docs/api.md, the list of all public names with their signatures.
+"""The public names of difftx. `python -m difftx.api > docs/api.md` lists them with their signatures."""
 
-Usage: python -m difftx.api > docs/api.md
-"""
-
-import ast
 import importlib
 import inspect
-import textwrap
+import re
 from typing import Any
 
 # The public names by module. All other names may change without notice.
@@ -43,51 +39,34 @@ PUBLIC = {
     "difftx.inference.score": ("Item", "loglikelihoods"),
 }
 
-DECORATORS = ("classmethod", "staticmethod", "property")  # Those that change how a method is called.
-
 HEADER = """# Python interface
 
-`python -m difftx.api > docs/api.md` makes this page. It lists the public names of difftx. [layer.md](layer.md) and
-[extend.md](extend.md) have examples. All other names are internal and may change without notice. The docstrings explain
-arguments and errors. Classes have the listed methods and fields; [config.md](config.md) lists the fields of configs.
+`python -m difftx.api > docs/api.md` makes this page. It lists the public names of difftx. All other names may change
+without notice. [layer.md](layer.md) and [extend.md](extend.md) have examples, [docstrings.md](docstrings.md) explains
+arguments and errors, and [config.md](config.md) lists the fields of configs.
 """
 
 
 def api_page() -> str:
-    """Return docs/api.md, which has a section per module with the signature and the meaning of each public name."""
-    return HEADER + "".join(_section(module, names) for module, names in PUBLIC.items())
+    """Return docs/api.md: the public names by module, each with its signature, its meaning and its own members."""
+    sections = ((importlib.import_module(module), names) for module, names in PUBLIC.items())
+    entries = (f"\n## {m.__name__}\n\n" + "".join(_entry(n, getattr(m, n)) for n in names) for m, names in sections)
+    return HEADER + "".join(entries)
 
 
-def _section(module_name: str, names: tuple[str, ...]) -> str:
-    module = importlib.import_module(module_name)
-    entries = [_entry(name, getattr(module, name)) for name in names]
-    return f"\n## {module_name}\n\n" + "\n".join(entries)
-
-
-def _entry(name: str, value: Any) -> str:
-    if not (inspect.isfunction(value) or inspect.isclass(value)):
-        what = f"module `{value.__name__}`" if inspect.ismodule(value) else f"{type(value).__name__}"
-        return f"- `{name}`: {what}\n"
-    summary = " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(value))).body
-    lines = "\n".join(_signatures(definition))
-    return f"{summary}\n\n```python\n{lines}\n```\n"
-
-
-def _signatures(definition: ast.stmt) -> list[str]:
-    """Return the signature of a function, or those of a class with its public methods and fields."""
-    if isinstance(definition, ast.FunctionDef):
-        result = "" if definition.returns is None else f" -> {ast.unparse(definition.returns)}"
-        decorators = [f"@{name}" for name in map(ast.unparse, definition.decorator_list) if name in DECORATORS]
-        return [*decorators, f"def {definition.name}({ast.unparse(definition.args)}){result}"]
-    assert isinstance(definition, ast.ClassDef)
-    lines = [f"class {definition.name}({', '.join(map(ast.unparse, definition.bases))})".removesuffix("()")]
-    for member in definition.body:
-        if isinstance(member, ast.FunctionDef) and (member.name[0] != "_" or member.name in ("__init__", "__call__")):
-            lines += [f"    {line}" for line in _signatures(member)]
-        elif isinstance(member, ast.AnnAssign) and not definition.name.endswith("Config"):
-            lines.append(f"    {ast.unparse(member)}")
-    return lines
+def _entry(name: str, value: Any, indent: str = "") -> str:
+    is_class, signature, meaning, members = inspect.isclass(value), "", "", []
+    if callable(value) and not is_class:  # Names of modules and addresses of functions are left out.
+        signature = re.sub(
+            r"(?<![\w'])([A-Za-z_]\w*\.)+(?=\w)| at 0x\w+|<class '|'>", "", str(inspect.signature(value))
+        )
+    if not indent and (is_class or signature):
+        meaning = f": {(inspect.getdoc(value) or '').partition('\n')[0]}"
+    if is_class:
+        fields = (*getattr(value, "__dataclass_fields__", ()), "__init__" * name.endswith("Config"))
+        members = [m for m in vars(value) if (m[0] != "_" or m in ("__init__", "__call__")) and m not in fields]
+    entry = f"{indent}- `{name}{signature}`{meaning}\n"
+    return entry + "".join(_entry(member, getattr(value, member), indent + "    ") for member in members)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from difftx.console import prepare_streams
 from difftx.huge_pages import restart_with_huge_pages
 
 EXIT_FAILED = 1  # Also Python's exit code after an exception.
@@ -33,7 +34,7 @@ FIXES = {
     errno.EEXIST: "delete it, or use another path",
     errno.EROFS: "use a path on a file system that can be written",
     errno.ENAMETOOLONG: "use a shorter path",
-    errno.ELOOP: "remove the loop of symbolic links, or use another path",
+    errno.ELOOP: "remove the symbolic link",
     errno.EINVAL: "use another path",
     errno.ENXIO: "name a file or a folder",
     errno.ENODEV: "name a file or a folder",
@@ -157,8 +158,12 @@ def shown(value: Any) -> str:
 def run_command(main: Callable[[], int]) -> None:
     """Run a command's `main` and exit with its result. Print a known error as one line in place of a traceback."""
     restart_with_huge_pages()
+    prepare_streams()
     try:
-        code = main()
+        try:
+            code = main()
+        finally:
+            sys.stdout.flush()  # At exit, Python would print a traceback if this failed.
         if code == EXIT_PREEMPTED:  # A second signal during the exit handlers must not change the code.
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)

@@ -1,7 +1,8 @@
-"""Folders that are created completely or not at all, on local disks and in buckets (docs/storage_protocol.md)."""
+"""Folders that are created completely or not at all, on disks and in buckets (docs/storage_protocol.md), and locks."""
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -103,3 +104,15 @@ def remove_folder(path: AnyPath) -> None:
         objects.delete(path / name for name in objects.list_below(path))
     elif path.exists():
         shutil.rmtree(path)
+
+
+def lock_file(descriptor: int) -> bool:
+    """Lock an open file or folder, or return False without locks there. Another owner raises `BlockingIOError`."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError as error:
+        # Some file systems have no locks, such as Lustre without -o flock. NFS cannot lock folders (EBADF).
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EBADF):
+            raise
+        return False

@@ -2,10 +2,11 @@
 
 import errno
 import hashlib
+import io
 import json
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,9 @@ class JsonLines:
     all rows of an `append` are visible or none; `BucketLog` stores them.
     """
 
-    def __init__(self, path: AnyPath):
-        self.path = path
+    def __init__(self, path: AnyPath, require_lock: Callable[[], None] = lambda: None):
+        """Take the path. `require_lock` is called before each write."""
+        self.path, self._require_lock = path, require_lock
         self._log = BucketLog(path) if is_bucket(path) else _LocalLog(path)
 
     def read(self, shape: Any = dict) -> list[dict[str, Any]]:
@@ -84,14 +86,21 @@ class JsonLines:
 
     def append_lines(self, content: bytes) -> None:
         """Append objects that are JSON already, one per line."""
+        self._require_lock()
         self._log.append(content)
 
     def rewrite(self, rows: Iterable[dict[str, Any]]) -> None:
         """Atomically replace the content of the file."""
-        self._log.replace("".join(json.dumps(row) + "\n" for row in rows).encode())
+        self._require_lock()
+        lines = ((json.dumps(row) + "\n").encode() for row in rows)
+        if isinstance(self._log, _LocalLog):
+            self._log.replace(lines)
+        else:
+            self._log.replace(b"".join(lines))
 
     def remove(self) -> None:
         """Delete the file. It may be absent."""
+        self._require_lock()
         self._log.remove()
 
 
@@ -105,7 +114,7 @@ class _LocalLog:
         return read_file(self._path) or b""
 
     def append(self, content: bytes) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.parent.mkdir(exist_ok=True)  # Without parents, because a run's folder must not be made again.
         # Another process may have left an incomplete line since the last call.
         with self._lock, self._path.open("a+b") as file:
             if size := file.seek(0, os.SEEK_END):
@@ -115,19 +124,19 @@ class _LocalLog:
             file.flush()
             os.fsync(file.fileno())
 
-    def replace(self, content: bytes) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+    def replace(self, lines: Iterable[bytes]) -> None:
+        self._path.parent.mkdir(exist_ok=True)
         with new_file(self._path) as file:
-            file.write(content)
+            file.writelines(lines)
 
     def remove(self) -> None:
         self._path.unlink(missing_ok=True)
 
 
-def parse_json_lines(content: bytes, shape: Any = dict) -> list[dict[str, Any] | None]:
-    """Return the object in each line, or None for a line that is not JSON or does not match `shape`."""
-    rows = map(_parse_json, content.splitlines())
-    return [row if schema_error(row, shape) is None else None for row in rows]
+def parse_json_lines(content: bytes, shape: Any = dict) -> Iterator[dict[str, Any] | None]:
+    """Yield the object in each line, or None for a line that is not JSON or does not match `shape`."""
+    for row in map(_parse_json, io.BytesIO(content)):
+        yield row if schema_error(row, shape) is None else None
 
 
 def _parse_json(text: bytes) -> Any:

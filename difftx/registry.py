@@ -170,11 +170,16 @@ def import_file(path: Path, flag: str) -> types.ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # Dataclasses and pickles look their module up by name.
     _running.append(resolved)
+    folder = os.getcwd()  # A user's file may import modules of the current folder, except with `python -P`.
+    if is_new := not sys.flags.safe_path and folder not in sys.path:
+        sys.path.append(folder)
     try:
         with one_line_errors(module):
             spec.loader.exec_module(module)
     finally:
         _running.pop()
+        if is_new and not resolved.is_relative_to(folder):  # The functions of a file in this folder may import later.
+            sys.path.remove(folder)
     _modules[resolved] = module
     if resolved in _registering:  # All modules that the file imports at its start are loaded now.
         _extensions[resolved] = _extension(resolved)

@@ -17,7 +17,7 @@ ACCEPTED = [
     ["--config.train.steps", "700"],
     ["--config.model.remat", "full"],
     ["--config.optimizer.learning_rate=3e-4"],
-    ["--config.optimizer.final_learning_rate", "0.5"],
+    ["--config.optimizer.final_learning_rate", "1e-5"],
     ["--config.data.verify"],
     ["--noconfig.logging.tensorboard"],
     ["--config.data.verify=true"],

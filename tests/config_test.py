@@ -192,6 +192,7 @@ def test_a_recipe_by_size_explains_what_a_size_is(size):
         ("logging.tensorboard", "yes", ["logging.tensorboard", "true or false"]),
         ("optimizer.learning_rate", "-1", ["optimizer.learning_rate=-1.0", "positive"]),
         ("optimizer.learning_rate", "nan", ["optimizer.learning_rate=nan"]),
+        ("optimizer.final_learning_rate", "1", ["optimizer.final_learning_rate=1.0", "learning_rate=0.004, the peak"]),
         ("train.global_batch_tokens", "1000", ["train.global_batch_tokens=1000", "use 1024"]),
         ("optimizer.warmup_steps", "100000", ["optimizer.warmup_steps=100000", "train.steps"]),
         (

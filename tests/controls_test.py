@@ -130,7 +130,7 @@ def test_names_of_cells_have_no_config_groups():
 def test_the_subtraction_helps_against_noise_if_both_conditions_hold():
     """It solves more runs among many distractors, and its lead in accuracy grows, with an interval above zero."""
     few = {"diff": (1.0,) * 6, "zero-norm": (0.95,) * 6}
-    with_norm, _ = recall_tables.SUBTRACTIONS
+    with_norm, _ = recall_tables.SECOND_MAPS
 
     def runs(many):
         return [

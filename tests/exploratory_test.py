@@ -392,7 +392,7 @@ CLAIMS = CACHE_CLAIMS | {
         abs(contrast("transformer-8x256-norm", "transformer-8x256")[0] - contrast("diff", "transformer-8x256-norm")[0])
         < 0.01
     ),
-    "If the subtraction is added first, the step of the head norm is the larger one": lambda: (
+    "If the second map is added first, the step of the head norm is the larger one": lambda: (
         contrast("diff", "diff-no_norm")[0] > 2 * contrast("diff-no_norm", "transformer-8x256")[0]
     ),
     "compare arms without the head norm with a Transformer. All three intervals contain zero": lambda: all(

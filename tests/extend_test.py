@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import importlib
 import json
+import os
 import re
 import shlex
 import shutil
@@ -20,7 +21,8 @@ from helpers.pages import named_files, page_commands, run_command
 
 from difftx import registry
 from difftx.errors import UserError
-from difftx.training.run import source_files
+from difftx.files import source_files
+from difftx.training.checkpoint.manifest import SOURCE_FOLDER
 
 FILES = named_files("extend.md")
 COMMANDS = page_commands("extend.md")
@@ -263,7 +265,7 @@ def test_a_missing_extension_is_reported_in_one_line(page_folder, changes, messa
 
 @pytest.mark.long
 def test_the_attention_variant_of_the_page_trains_and_is_reported(page_folder):
-    library = source_files()
+    library = source_files(SOURCE_FOLDER)
     transformer, temperature, train, evaluate, report, generate = COMMANDS[0]
     # The variant adds two heads' temperatures to each of two layers.
     first, second = (
@@ -324,7 +326,7 @@ def test_the_attention_variant_of_the_page_trains_and_is_reported(page_folder):
     run(page_folder, train, *longer, "--allow_config_change")
     assert (workdir / "checkpoints" / "8").is_dir()
     run(page_folder, evaluate)
-    assert source_files() == library
+    assert source_files(SOURCE_FOLDER) == library
 
 
 @pytest.mark.exhaustive  # CI runs the commands of the first variant of the page.
@@ -506,3 +508,35 @@ TASKS.register("reverse")(Task(make, lambda config, row_tokens: 2))
     assert "'reverse': no such synthetic task." in run(page_folder, line, *small, code=2)
     run(page_folder, line, *small, "--extension=reverse.py")
     assert (page_folder / "runs" / "task" / "checkpoints" / "6").is_dir()
+
+
+@pytest.mark.long
+def test_commands_import_nothing_of_the_current_folder(tmp_path):
+    """The folder may be a stranger's run. Its files have names of modules that difftx imports."""
+    for name in ("jax", "numpy", "rich", "absl", "bokeh", "tensorstore", "ml_collections", "msgpack"):
+        (tmp_path / f"{name}.py").write_text("open('executed', 'w')\n")
+    command = [sys.executable, "-m", "difftx", "report", "--workdir=.", "--out=page.html"]
+    ended = subprocess.run(command, cwd=tmp_path, env=child_environment(1) | {"PYTHONPATH": str(ROOT)}, check=False)
+    assert (ended.returncode, (tmp_path / "executed").exists()) == (2, False)
+
+
+@pytest.mark.parametrize(
+    ("folder", "options", "is_found", "stays"),
+    [("run", [], True, True), ("other", [], True, False), ("run", ["-P"], False, False)],
+)
+def test_a_users_file_imports_from_the_current_folder(tmp_path, folder, options, is_found, stays):
+    """The folder comes last on the path, and stays there only if the file is in it."""
+    here, script = tmp_path / "run", tmp_path / "other" / "script.py"  # The command `difftx` is such a script.
+    here.mkdir()
+    script.parent.mkdir()
+    (here / "helper.py").write_text("")
+    (here / "json.py").write_text("raise RuntimeError\n")
+    (tmp_path / folder / "own.py").write_text("import helper, json\n")
+    script.write_text(
+        "import pathlib, sys\nfrom difftx import registry\n"
+        f"registry.import_file(pathlib.Path('../{folder}/own.py'), '--config')\nprint(sys.path[-1])\n"
+    )
+    command, environment = [sys.executable, *options, script], os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, check=False)
+    assert (ended.returncode == 0, "No module named 'helper'" in ended.stderr) == (is_found, not is_found)
+    assert (ended.stdout.strip() == str(here)) == stays

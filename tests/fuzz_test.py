@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import json
 import random
 from pathlib import Path
@@ -20,7 +21,14 @@ from difftx.errors import UserError
 from difftx.json_files import json_sha256
 from difftx.launch.grid import SweepPoint
 from difftx.launch.runner import RunStatus
-from difftx.training.checkpoint.manifest import FORMAT, MANIFEST, OtherFormatError, why_invalid, write_manifest
+from difftx.training.checkpoint.manifest import (
+    FORMAT,
+    MANIFEST,
+    OtherFormatError,
+    manifest_text,
+    why_invalid,
+    write_manifest,
+)
 from difftx.training.checkpoint.retention import number_of
 from difftx.training.goodput import SECTIONS, Goodput
 from difftx.training.guards import Guard, GuardJournal
@@ -301,7 +309,8 @@ def checkpoint(folder, tiny):
     for marker in ("commit_success.txt", "_CHECKPOINT_METADATA"):
         (path / marker).touch()
     arrays = {"params/embedding": ((4, 2), "float32")}
-    write_manifest(path, 7, "attempt/7", arrays, tiny, {"tokenizer": "bytes", "train": {"path": "abc"}})
+    data = {"tokenizer": "bytes", "train": {"path": "abc"}}
+    write_manifest(path, functools.partial(manifest_text, 7, "attempt/7", arrays, tiny, data, None))
     assert why_invalid(path, step=7, content=True) is None
     return path, (path / MANIFEST).read_bytes()
 

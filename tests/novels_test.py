@@ -35,6 +35,14 @@ FILES = {
 CONTENT = {f"/corpus/{name}": text.encode() for name, (text, _) in FILES.items()}
 
 
+# Fault → first bytes of the response, bytes that are repeated until the client leaves, and the pause between them.
+ENDLESS = {
+    "slow headers": (b"HTTP/1.1 200 OK\r\nSlow: ", b"x", 0.02),
+    "slow body": (b"HTTP/1.1 200 OK\r\n\r\n", b"x", 0.02),
+    "endless": (b"HTTP/1.1 200 OK\r\n\r\n", b"x" * 2**16, 0.0),
+}
+
+
 class Server(contextlib.AbstractContextManager):
     """An HTTP server of `CONTENT`. If `behave(path, attempt)` returns a fault, the response has this fault."""
 
@@ -72,6 +80,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return
         if wrong == "hangs":
             self.owner.release.wait(60)
+            return
+        if wrong in ENDLESS:
+            first, later, pause = ENDLESS[wrong]
+            with contextlib.suppress(OSError):
+                self.wfile.write(first)
+                while not self.owner.release.wait(pause):
+                    self.wfile.write(later)
             return
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
@@ -185,6 +200,23 @@ def test_a_failed_download_is_reported_in_one_line(tmp_path, wrong, attempts, wh
         server.behave, before = lambda path, attempt: None, server.asked.copy()
         assert fetch(tmp_path, server.url) == 0  # Resumes, and fetches only the missing files.
     assert server.asked - before == {f"/corpus/{name}": 1 for name in missing}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ("slow headers", r"cannot be downloaded \(not complete after 0 s\)"),
+        ("slow body", r"cannot be downloaded \(not complete after 0 s\)"),
+        ("endless", r"more than the 420 bytes of the list; name another server with --mirror=URL"),
+    ],
+)
+def test_a_server_that_does_not_end_is_left(tmp_path, monkeypatch, wrong, why):
+    """Each byte of a slow server comes in time, and an endless answer would fill the memory."""
+    monkeypatch.setattr(novels, "FILE_SECONDS", 0.4)
+    with Server(lambda path, attempt: wrong if "Three" in path else None) as server:
+        with pytest.raises(RunError, match=rf"{server.url}/Cd_Three_1900.txt: {why}"):
+            fetch(tmp_path, server.url)
+        assert server.asked["/corpus/Cd_Three_1900.txt"] == 1
 
 
 def test_a_wrong_hash_is_reported_in_one_line_and_the_file_is_not_used(tmp_path):

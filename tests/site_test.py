@@ -71,7 +71,7 @@ def test_broken_links_are_found():
 
 def test_the_readme_is_short_and_its_example_runs():
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 150
+    assert len(text.splitlines()) <= 125
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len([line for line in code.splitlines() if line]) <= 10
     names = {}
@@ -152,7 +152,7 @@ def test_a_command_outside_a_block_is_found():
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_code_of_all_pages_is_valid(page):
     for language, block in fences(page.read_text()):
-        if language == "python" and page.name != "api.md":  # api.md shows signatures.
+        if language == "python":
             compile(block, page.name, "exec")
         elif language == "json":
             json.loads(block)

@@ -9,17 +9,19 @@ import dataclasses
 import io
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from difftx.commands.flags import PathFlag, add_weights_flag, parse_command
 from difftx.commands.generate import NEW_TOKENS, SEEDS
+from difftx.config.build import parse
+from difftx.config.fields import types_of
 from difftx.errors import UserError, did_you_mean, printable
+from difftx.inference.sampling import Sampling, derived_seed
 from difftx.parallel import multihost
 
 if TYPE_CHECKING:
     from difftx.data.chat_template import Message
     from difftx.inference.decode import LanguageModel
-    from difftx.inference.sampling import Sampling
 
 MARK = "> "
 HELP = """\
@@ -28,7 +30,7 @@ HELP = """\
 /top_k 40                sample among this number of most likely tokens; none: all
 /repetition_penalty 1.1  above 1: repeated tokens become less likely; none: off
 /tokens 256              at most this many new tokens
-/seed 7                  seed of the next answer; each later answer has the next seed
+/seed 7                  seed of the next answer; that of each later answer is a hash of it
 /reset                   begin a new conversation
 /help                    print this list
 /quit                    end, as Ctrl-D does; Ctrl-C ends an answer"""
@@ -56,8 +58,6 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError("difftx chat reads from one terminal, so it runs in one process; use difftx generate")
     if options.system is not None:
         lm.tokenizer.require_chat_template("--system")
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # The terminal may not use UTF-8.
     what = "The model continues each line" if lm.tokenizer.chat_template is None else "A conversation"
     print(f"{what}; /help lists the commands")
     converse(lm, _lines(), lambda text: print(printable(text), end="", flush=True), system=options.system)
@@ -68,23 +68,18 @@ def main(arguments: Sequence[str]) -> int:
 class Settings:
     """Settings that lines such as "/seed 7" change."""
 
-    sampling: "Sampling"
+    sampling: Sampling
     tokens: int = NEW_TOKENS  # Largest number of new tokens.
     seed: int = 0  # Seed of the next answer.
 
     def changed(self, name: str, value: str) -> "Settings":
         """Return the settings after the line "/name value". Raise `UserError` if the value is not valid."""
-        kind = int if name in ("tokens", "seed", "top_k") else float
-        is_optional = name not in ("tokens", "seed", "temperature")
-        try:
-            number: Any = None if is_optional and value == "none" else kind(value)
-        except ValueError as error:
-            what = "a whole number" if kind is int else "a number"
-            raise UserError(f"/{name} {value}: give {what}{' or none' * is_optional}, as in /help") from error
-        if name not in ("tokens", "seed"):
-            return dataclasses.replace(self, sampling=dataclasses.replace(self.sampling, **{name: number}))
+        group = self if name in ("tokens", "seed") else self.sampling
+        number = parse(value, types_of(type(group))[name], f"/{name}")
+        if group is not self:
+            return dataclasses.replace(self, sampling=dataclasses.replace(group, **{name: number}))
         least, most = (1, SEEDS) if name == "tokens" else (0, SEEDS - 1)
-        if not least <= kind(value) <= most:
+        if not least <= number <= most:
             raise UserError(f"/{name} {value}: must lie in {least} … {most}")
         return dataclasses.replace(self, **{name: number})
 
@@ -96,8 +91,6 @@ def converse(
     lm: "LanguageModel", lines: Iterable[str], write: Callable[[str], None], *, system: str | None = None
 ) -> None:
     """Answer each line, and write the answers piece by piece. A line that is a command changes the settings."""
-    from difftx.inference.sampling import Sampling
-
     settings = Settings(Sampling(repetition_penalty=None, temperature=0.8, top_k=None, top_p=None))
     start: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     messages = [*start]
@@ -108,7 +101,7 @@ def converse(
                 continue
             if not line.startswith("/"):
                 messages = _answer(lm, messages, line, settings, write)
-                settings = dataclasses.replace(settings, seed=(settings.seed + 1) % SEEDS)
+                settings = dataclasses.replace(settings, seed=derived_seed(settings.seed, 1))
             elif name == "quit":
                 return
             elif name == "reset":

@@ -1,5 +1,6 @@
 """Actions of `difftx checkpoint`: list, verify, compare and delete the checkpoints of a run."""
 
+import contextlib
 import datetime
 import sys
 import time
@@ -13,7 +14,6 @@ import rich.console
 import rich.markup
 import rich.table
 
-from difftx.config import CheckpointConfig
 from difftx.errors import UnreadableError, UserError, printable
 from difftx.files import list_folder
 from difftx.json_files import read_json
@@ -46,9 +46,9 @@ def list_checkpoints(folder: AnyPath) -> None:
         table.add_column(title, justify=justify, overflow="fold")
     states = {folder / str(step): _problem(folder / str(step), content=False) for step in steps_in(folder)}
     for path, why in (states | dict.fromkeys(quarantined_in(folder), "quarantined")).items():
-        age = datetime.timedelta(seconds=round(time.time() - _modified(path)))
-        state = "sizes match" if why is None else rich.markup.escape(printable(str(why)))
-        table.add_row(_name(path), _size(path), str(age), state)
+        age = datetime.timedelta(seconds=max(0, round(time.time() - _modified(path))))  # The clock may be behind.
+        cells = _name(path), _size(path), str(age), "sizes match" if why is None else str(why)
+        table.add_row(*(rich.markup.escape(printable(cell)) for cell in cells))
     rich.console.Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(table)
 
 
@@ -98,35 +98,25 @@ def prune(workdir: AnyPath, keep: int | None, yes: bool) -> None:
     """
     if keep is not None and keep < 1:
         raise UserError(f"--keep={keep} must be at least 1")
-    config = read_config(workdir)
-    if not yes:
-        if _print_deletions(workdir, config.checkpoint, keep, "would be deleted"):
+    config, folder = read_config(workdir), workdir / "checkpoints"
+    lock = lock_workdir(workdir, config.multihost, wait_seconds=0) if yes else contextlib.nullcontext()
+    with lock as require_lock:
+        reasons = {step: _problem(folder / str(step), content=True) for step in steps_in(folder)}
+        verified = [step for step, why in reasons.items() if why is None]
+        for step, why in reasons.items():
+            if why is not None:
+                print(printable(f"{step}: kept, because it does not verify: {why}"))
+        if not verified:
+            raise UserError(f"{folder}: no checkpoint verifies, so none is deleted")
+        kept = steps_to_keep(config.checkpoint, verified, workdir) if keep is None else set(verified[-keep:])
+        to_delete = [folder / str(step) for step in verified if step not in kept] + quarantined_in(folder)
+        print(f"kept: {', '.join(map(str, sorted(kept)))}")
+        for path in to_delete:
+            print(printable(f"{'deleted' if yes else 'would be deleted'}: {_name(path)} ({_size(path)})"))
+        if require_lock is not None:
+            remove(to_delete, require_lock)
+        elif to_delete:
             print("add --yes to delete")
-        return
-    with lock_workdir(workdir, config.multihost, wait_seconds=0) as require_lock:
-        remove(_print_deletions(workdir, config.checkpoint, keep, "deleted"), require_lock)
-
-
-def _print_deletions(workdir: AnyPath, rule: CheckpointConfig, keep: int | None, what: str) -> list[AnyPath]:
-    """Print which checkpoints are kept and which are deleted. Return the folders of the deleted ones.
-
-    They are the quarantined checkpoints, and the verified ones that need not be kept. `what` names what happens to
-    them: "deleted" or "would be deleted".
-    """
-    folder = workdir / "checkpoints"
-    reasons = {step: _problem(folder / str(step), content=True) for step in steps_in(folder)}
-    verified = [step for step, why in reasons.items() if why is None]
-    for step, why in reasons.items():
-        if why is not None:
-            print(printable(f"{step}: kept, because it does not verify: {why}"))
-    if not verified:
-        raise UserError(f"{folder}: no checkpoint verifies, so none is deleted")
-    kept = steps_to_keep(rule, verified, workdir) if keep is None else set(verified[-keep:])
-    to_delete = [folder / str(step) for step in verified if step not in kept] + quarantined_in(folder)
-    print(f"kept: {', '.join(map(str, sorted(kept)))}")
-    for path in to_delete:
-        print(printable(f"{what}: {_name(path)} ({_size(path)})"))
-    return to_delete
 
 
 def _problem(folder: AnyPath, *, content: bool) -> str | UnreadableError | None:
@@ -194,9 +184,9 @@ def _size(folder: AnyPath) -> str:
             size = sum(file["bytes"] for file in read_json(path)["files"].values())
         except (UserError, LookupError, TypeError, AttributeError):
             return "of unknown size"
-        return f"{size / 2**20:,.1f} MiB"
-    try:
-        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    except OSError as error:
-        return str(error.strerror)
+    else:
+        try:
+            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        except OSError as error:
+            return str(error.strerror)
     return f"{size / 2**20:,.1f} MiB"

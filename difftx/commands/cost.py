@@ -57,33 +57,24 @@ class Memory:
     @property
     def holds_state(self) -> bool:
         """Whether the memory suffices for the part of the need that is counted."""
-        return self.state * self._sharers <= self._available
+        sharers, available, _ = self._memory()
+        return self.state * sharers <= available
 
     def warning(self) -> str | None:
         """Return a text with the need, the available memory and a fix if the estimate exceeds the memory."""
-        needed = (self.state + self.activations) * self._sharers
-        if needed <= self._available:
+        sharers, available, owner = self._memory()
+        if (needed := (self.state + self.activations) * sharers) <= available:
             return None
-        owner = "this machine" if self._on_cpu else "the device"
         fix = "raise train.accumulation, lower train.global_batch_tokens, or set model.remat to full"
         if self.state > self.activations or not self.holds_state:
             fix = "use a smaller model, or more devices along mesh.fsdp"
-        return f"about {format_bytes(needed)} exceed the {format_bytes(self._available)} of {owner}; {fix}"
+        return f"about {format_bytes(needed)} exceed the {format_bytes(available)} of {owner}; {fix}"
 
-    @property
-    def _on_cpu(self) -> bool:
-        return self.devices[0].platform == "cpu"
-
-    @property
-    def _sharers(self) -> int:
-        """Number of devices that share a memory: CPU devices share the host's."""
-        return len(self.devices) if self._on_cpu else 1
-
-    @property
-    def _available(self) -> float:
-        if self._on_cpu:
-            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return (self.devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
+    def _memory(self) -> tuple[int, float, str]:
+        """Return the number of devices that share a memory, its size and its owner. CPU devices share the host's."""
+        if self.devices[0].platform == "cpu":
+            return len(self.devices), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine"
+        return 1, (self.devices[0].memory_stats() or {}).get("bytes_limit", math.inf), "the device"
 
 
 def memory_of(config: Config, mesh: jax.sharding.Mesh) -> Memory:

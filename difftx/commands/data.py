@@ -43,15 +43,13 @@ def main(arguments: Sequence[str]) -> int:
     count.add_argument("--max_memory_mib", type=int, default=1024, help="memory for counting (%(default)s)")
     options = parser.parse_args(arguments)
     require_local_paths(options)
-    if options.command == "verify":
-        verify(path_of("folder", options.folder))
-    elif options.command == "bigrams":
+    if options.command == "bigrams":
         folders = [path_of("folder", folder) for folder in options.folders]
         count_bigrams(folders, options.out, options.min_count, options.max_memory_mib)
+    elif options.command == "verify":
+        verify(path_of("folder", options.folder))
     else:
-        show_row(
-            path_of("folder", options.folder), options.split, options.row, options.sequence_length, options.tokenizer
-        )
+        show_row(path_of("folder", options.folder), options)
     return 0
 
 
@@ -69,14 +67,15 @@ def verify(folder: AnyPath) -> None:
     print(f"{folder}: every SHA-256, count, offset and token is right")
 
 
-def show_row(folder: AnyPath, split: str, row: int, sequence_length: int, tokenizer_name: str | None) -> None:
+def show_row(folder: AnyPath, options: argparse.Namespace) -> None:
     """Print the text of a row, with a title above each document and documents in alternating colours."""
+    split, row, sequence_length = options.split, options.row, options.sequence_length
     store = open_store(folder, split)
     meta = read_meta(folder)
     rows = -(-len(store) // max(1, sequence_length))
     if sequence_length < 1 or not 0 <= row < rows:
         raise UserError(f"--row={row}: {split} has rows 0 … {rows - 1} of --sequence_length={sequence_length}")
-    name, end_of_text = tokenizer_name or meta["tokenizer"]["name"], meta["tokenizer"].get("end_of_text_name")
+    name, end_of_text = options.tokenizer or meta["tokenizer"]["name"], meta["tokenizer"].get("end_of_text_name")
     tokenizer = load_tokenizer(name, field="--tokenizer", end_of_text=end_of_text)
     if tokenizer.fingerprint != meta["tokenizer"]["vocabulary_sha256"]:
         raise UserError(f"--tokenizer={tokenizer.name}: {folder} has another vocabulary, {meta['tokenizer']['name']!r}")
@@ -112,13 +111,10 @@ def count_bigrams(folders: Sequence[AnyPath], out: Path, min_count: int, memory_
     if not out.parent.is_dir() or out.is_dir():
         raise UserError(f"--out={out}: name a file in a folder that exists")
     require_writable_file(out)
-    origins = zip(folders, stores, strict=True)
+    paths = [str(folder if is_bucket(folder) else folder.resolve()) for folder in folders]
     description = {
         "tokenizer": {key: first[key] for key in ("name", "vocabulary_sha256")},
-        "stores": [
-            {"path": str(folder if is_bucket(folder) else folder.resolve()), "sha256": store.fingerprint}
-            for folder, store in origins
-        ],
+        "stores": [{"path": p, "sha256": store.fingerprint} for p, store in zip(paths, stores, strict=True)],
     }
     limits = {"min_count": min_count, "memory_bytes": memory_mib * 2**20}
     with Work() as work:
@@ -151,9 +147,8 @@ def _problems(folder: AnyPath, meta: dict[str, Any], split: str) -> Iterator[str
             yield f"{file}: a document does not end with the end-of-text token"
         if int(tokens.max()) >= meta["tokenizer"]["vocab_size"]:
             yield f"{file}: a token is not in the vocabulary of {meta['tokenizer']['vocab_size']}"
-        if "blocks" in shard["sha256"] and not np.array_equal(
-            _hashes(tokens), _array(file.with_suffix(".blocks"), "<u8")
-        ):
+        stored = _array(file.with_suffix(".blocks"), "<u8") if "blocks" in shard["sha256"] else None
+        if stored is not None and not np.array_equal(_hashes(tokens), stored):
             yield f"{file.with_suffix('.blocks')}: not the hashes of the blocks of {file.name}"
 
 

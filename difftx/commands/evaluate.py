@@ -1,10 +1,11 @@
 """Actions of `difftx eval`: evaluate checkpoints, draw curves, fit scaling laws, write reports and list suites."""
 
 import argparse
+import dataclasses
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -55,15 +56,13 @@ def run_suites(options: argparse.Namespace, overrides: Mapping[str, str]) -> Non
     confirm_outward(config, workdir, suites, overrides, trusted=options.trust_run_config)
 
     checkpointer = Checkpointer(workdir)
-    evaluator = _Evaluator(checkpointer, workdir, config, suites, options)
+    evaluator = _Evaluator(checkpointer, config, suites, options)
     with Work(enabled=multihost.is_primary()) as work:
-        if options.step is None:
-            evaluate = checkpointer.read_newest(evaluator.load)
-            if evaluate is None:
-                raise UserError(f"--workdir={workdir}: no checkpoint there yet")
+        if options.step is None and (evaluate := checkpointer.read_newest(evaluator.load)) is not None:
             evaluate(work)
             return
-        available = multihost.decide_on_primary(checkpointer.steps, DECISION_SECONDS)
+        is_newest = options.step is None
+        available = [] if is_newest else multihost.decide_on_primary(checkpointer.steps, DECISION_SECONDS)
         if not available:
             raise UserError(f"--workdir={workdir}: no checkpoint there yet")
         chosen = chosen_steps(options.step, available)
@@ -97,55 +96,45 @@ def chosen_steps(text: str, available: Sequence[int]) -> list[int]:
     return chosen
 
 
+@dataclasses.dataclass
 class _Evaluator:
-    """Evaluates steps of a run, each with its checkpoint's config.
+    """Evaluates steps of a run, each with its checkpoint's config. Steps with equal configs and data share `run`."""
 
-    Steps with equal configs and data share the mesh and the opened data.
-    """
-
-    def __init__(
-        self,
-        checkpointer: Checkpointer,
-        workdir: AnyPath,
-        config: Config,
-        suites: Sequence[str],
-        options: argparse.Namespace,
-    ):
-        self._checkpointer, self._workdir, self._config = checkpointer, workdir, config
-        self._suites, self._again, self._part = suites, options.again, options.weights
-        self._run: Run | None = None
-        self._run_config: Config | None = None  # Config of the checkpoint that `_run` was opened with.
+    checkpointer: Checkpointer
+    config: Config
+    suites: Sequence[str]
+    options: argparse.Namespace
+    run: Run | None = None
+    run_config: Config | None = None  # Config of the checkpoint that `run` was opened with.
 
     def load(self, step: int) -> Callable[[Work], None]:
         """Read a step, and return a function that runs the suites without a result and prints the numbers of all."""
-        checkpoint = open_checkpoint(self._checkpointer.folder / str(step), self._config, self._part)
-        is_open = self._run is not None and self._run_config == checkpoint.config
-        if self._run is None or not is_open or data_changes(checkpoint, self._run.data.signature):
+        workdir, suites, part, run = self.options.workdir, self.suites, self.options.weights, self.run
+        checkpoint = open_checkpoint(self.checkpointer.folder / str(step), self.config, part)
+        if run is None or self.run_config != checkpoint.config or data_changes(checkpoint, run.data.signature):
             try:
                 check_divisible(checkpoint.config, make_mesh(checkpoint.config.mesh))
             except UserError as error:
                 flags = "--mesh.data=1 --mesh.fsdp=-1 --mesh.context=1 --mesh.tensor=1 --mesh.slices=1"
                 advice = f"If these are not the devices of the training, choose a mesh: {flags}"
                 raise UserError(f"{error}. {advice}") from error
-            self._run = open_run(checkpoint, self._workdir)
-            self._run.check_everywhere(
-                lambda run: evals.check_run(run, self._suites),
-                lambda run: evals.settings_sha256_by_suite(run, self._suites),
+            self.run = run = open_run(checkpoint, workdir)
+            run.check_everywhere(
+                lambda run: evals.check_run(run, suites), lambda run: evals.settings_sha256_by_suite(run, suites)
             )
-            self._run_config = checkpoint.config
-        run = self._run
-        done = [] if self._again else _suites_with_results(run, self._suites, step, checkpoint)
-        todo = [suite for suite in self._suites if suite not in done]
+            self.run_config = checkpoint.config
+        done = [] if self.options.again else _suites_with_results(run, suites, step, checkpoint)
+        todo = [suite for suite in suites if suite not in done]
         if todo:
-            require_writable(self._workdir)
-            self._checkpointer.require_valid(step)
-        params = load_params(run, step, self._part) if todo else None
+            require_writable(workdir)
+            self.checkpointer.require_valid(step)
+        params = load_params(run, step, part) if todo else None
 
         def evaluate(work: Work) -> None:
             evals.evaluate(run, params, step, todo, work, checkpoint.weights, checkpoint)
             if multihost.is_primary():
-                for suite in self._suites:
-                    _show_result(run, suite, step, self._part, fresh=suite in todo)
+                for suite in suites:
+                    _show_result(run, suite, step, part, fresh=suite in todo)
 
         return evaluate
 
@@ -176,34 +165,26 @@ def confirm_outward(
     command line (`overrides`), or if the user has given --trust_run_config (`trusted`), which prints the value. The
     data of `PLAIN_TASKS` and tiktoken vocabularies need no confirmation, because their addresses are fixed.
     """
-    for field, value, effect in _outward_fields(config, suites, overrides):
-        if field in overrides:
-            continue
+    fields, settings, judge = [], config.eval, config.eval.judge  # Field, value and effect.
+    names = {name for suite in suites for name in evals.with_inner(config, suite)}
+    if "hallucination" in names and settings.hallucination.judge_model is not None:
+        # A user who names a judge model on the command line, but no endpoint, expects the default endpoint.
+        if judge.base_url != JudgeConfig.base_url or "eval.hallucination.judge_model" not in overrides:
+            fields.append(("eval.judge.base_url", judge.base_url, "send documents and answers to that address"))
+        if judge.key_variable is not None and judge.key_variable != JudgeConfig.key_variable:
+            effect = "send the content of that environment variable"
+            fields.append(("eval.judge.key_variable", judge.key_variable, effect))
+    if "harness" in names and settings.harness.include_path is not None:
+        fields.append(("eval.harness.include_path", settings.harness.include_path, "execute code of that folder"))
+    if "harness" in names and not set(settings.harness.tasks) <= PLAIN_TASKS:
+        effect = "download data of those tasks, and execute their code"
+        fields.append(("eval.harness.tasks", ",".join(settings.harness.tasks), effect))
+    for field, value, effect in (row for row in fields if row[0] not in overrides):
         source = f"{field}={value!r} in {workdir / 'config.json'}"
         if not trusted:
             flag = shlex.quote(f"--{field}={value}")
             raise UserError(f"{source} would {effect}; to allow it, add {flag}, or {TRUST} for all such fields")
         multihost.print_on_primary(f"{TRUST}: {source} is trusted to {effect}")
-
-
-def _outward_fields(
-    config: Config, suites: Sequence[str], overrides: Mapping[str, str]
-) -> Iterator[tuple[str, str, str]]:
-    """Yield the name, value and effect of each field that would contact an address, send a secret or execute code."""
-    settings, judge = config.eval, config.eval.judge
-    names = {name for suite in suites for name in evals.with_inner(config, suite)}
-    if "hallucination" in names and settings.hallucination.judge_model is not None:
-        # A user who names a judge model on the command line, but no endpoint, expects the default endpoint.
-        if judge.base_url != JudgeConfig.base_url or "eval.hallucination.judge_model" not in overrides:
-            yield "eval.judge.base_url", judge.base_url, "send documents and answers to that address"
-        if judge.key_variable is not None and judge.key_variable != JudgeConfig.key_variable:
-            yield "eval.judge.key_variable", judge.key_variable, "send the content of that environment variable"
-    if "harness" in names:
-        if settings.harness.include_path is not None:
-            yield "eval.harness.include_path", settings.harness.include_path, "execute code of that folder"
-        if not set(settings.harness.tasks) <= PLAIN_TASKS:
-            tasks = ",".join(settings.harness.tasks)
-            yield "eval.harness.tasks", tasks, "download data of those tasks, and execute their code"
 
 
 def load_params(run: Run, step: int, part: WeightsPart = "params") -> Any:

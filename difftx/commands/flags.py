@@ -7,6 +7,7 @@ Examples are `--config.train.steps=10`, `--config.train.steps 10`, `--config.dat
 import argparse
 import glob
 import logging
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,7 +70,8 @@ def run_folders(flag: str) -> list[AnyPath]:
     Raise `UserError` if a part of the flag names no run.
     """
     folders: list[AnyPath] = []
-    parts = [(name, path_of("--workdir", name)) for name in flag.split(",")]  # Check all before files are read.
+    names = [flag] if os.path.isdir(flag) else flag.split(",")  # The name of a folder may have a comma.
+    parts = [(name, path_of("--workdir", name)) for name in names]  # Check all before files are read.
     for name, folder in parts:
         if size_of(folder / "config.json") is not None:
             folders.append(folder)
@@ -103,7 +105,7 @@ def parse_overrides(arguments: Sequence[str], *groups: str) -> dict[str, str]:
         if found is None:
             hint = did_you_mean(name.removeprefix("--").partition(".")[0], groups) if name.startswith("--") else ""
             example = f"--{groups[0]}.path.to.field=value"
-            raise UserError(f"{argument!r} is not understood; write overrides as {example}.{hint}")
+            raise UserError(f"{argument!r} is not understood; see --help, or write overrides as {example}.{hint}")
         negated, group, field = found.groups()
         field = field if group == "config" else f"{group}.{field}"
         is_bool = annotation_of(field) is bool

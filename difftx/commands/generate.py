@@ -3,9 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
-import io
 import json
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +11,7 @@ from difftx.commands.flags import PathFlag, add_weights_flag, parse_command, req
 from difftx.data.records import Record, read_records
 from difftx.errors import UserError, printable
 from difftx.files import write_atomically
+from difftx.inference.sampling import Sampling, derived_seed
 from difftx.json_files import json_sha256
 from difftx.parallel import multihost
 from difftx.progress import Work
@@ -20,7 +19,6 @@ from difftx.progress import Work
 if TYPE_CHECKING:
     from difftx.inference.decode import LanguageModel
     from difftx.inference.generate import Request
-    from difftx.inference.sampling import Sampling
 
 NEW_TOKENS = 256  # Default of --new_tokens if the context has room for so many.
 SEEDS = 2**32
@@ -48,9 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--top_k", type=int, help="sample among this number of most likely tokens")
     parser.add_argument("--top_p", type=float, help="sample among the most likely tokens that reach this probability")
     parser.add_argument("--repetition_penalty", type=float, help="above 1: repeated tokens become less likely")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the samples; prompt i of a file has seed + i, modulo 2**32"
-    )
+    parser.add_argument("--seed", type=int, default=0, help="of the samples; in a file, hashed with a prompt's index")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated")
     multihost.add_flags(parser)
     parser.epilog = "--mesh.field=value changes a field of the run's mesh"
@@ -60,7 +56,6 @@ def main(arguments: Sequence[str]) -> int:
 
     # Imported after the flags are checked, because the import is slow.
     from difftx.inference.load import load
-    from difftx.inference.sampling import Sampling
 
     sampling = Sampling(
         repetition_penalty=options.repetition_penalty,
@@ -111,7 +106,7 @@ def _read_prompts(options: argparse.Namespace) -> list[tuple[Record, int]]:
             record.text("prompt")  # Raises an error if the prompt is not text.
         elif "prompt" in record.values:
             raise UserError(f"{record.name} has both prompt and messages; remove one of them")
-        seed = record.values.get("seed", (options.seed + i) % SEEDS)
+        seed = record.values.get("seed", derived_seed(options.seed, i))
         if type(seed) is not int or not 0 <= seed < SEEDS:
             raise UserError(f"{record.name}: seed={seed!r} must be an integer in 0 … 2**32 - 1")
         prompts.append((record, seed))
@@ -135,7 +130,7 @@ def _request(lm: "LanguageModel", record: Record, seed: int, new_tokens: int | N
     return request
 
 
-def _stream(lm: "LanguageModel", prompt: str, request: "Request", sampling: "Sampling", stop: list[str]) -> None:
+def _stream(lm: "LanguageModel", prompt: str, request: "Request", sampling: Sampling, stop: list[str]) -> None:
     """Print a prompt, then its completion piece by piece."""
     from difftx.inference.generate import generate
 
@@ -143,8 +138,6 @@ def _stream(lm: "LanguageModel", prompt: str, request: "Request", sampling: "Sam
         if multihost.is_primary():
             print(printable(text), end="", flush=True)
 
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # The terminal may not use UTF-8.
     show(0, prompt)
     with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the completion.
         generate(lm, [request], sampling, stop=stop, on_text=show)
@@ -155,7 +148,7 @@ def _complete_file(
     lm: "LanguageModel",
     records: list[Record],
     requests: "list[Request]",
-    sampling: "Sampling",
+    sampling: Sampling,
     options: argparse.Namespace,
 ) -> None:
     """Complete all prompts. Write the completions to --out or stdout, in the order of the prompts."""
@@ -170,6 +163,7 @@ def _complete_file(
             completions = generate(lm, [requests[i] for i in batch], sampling, stop=options.stop)
             for i, completion in zip(batch, completions, strict=True):
                 done[i] = records[i].values | {
+                    "seed": requests[i].seed,
                     "completion": completion.text,
                     "ended_by": completion.ended_by,
                     "new_tokens": len(completion.tokens),

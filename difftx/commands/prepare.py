@@ -7,6 +7,7 @@ the same command resumes from the finished files. The bytes of the store depend 
 import argparse
 import contextlib
 import dataclasses
+import datetime
 import os
 import signal
 import sys
@@ -40,6 +41,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--text_field", default="text", help="field of JSON lines and tables (%(default)s)")
     parser.add_argument("--prompt_field", help="field that precedes each text; the loss does not count its tokens")
     parser.add_argument("--messages_field", help="field with a conversation; the loss counts the assistant's messages")
+    date = "date that the chat template writes, such as 2026-01-31"
+    parser.add_argument("--date", type=datetime.datetime.fromisoformat, help=date)
     parser.add_argument("--id_field", help="field whose value `difftx data show` prints with each document")
     parser.add_argument("--workers", type=int, default=processors, help="number of processes; default: one per core")
     parser.add_argument("--shard_tokens", type=int, default=2**27, help="tokens per shard (%(default)s)")
@@ -72,6 +75,8 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(f"--valid_fraction={options.valid_fraction} must lie in [0, 1)")
     if options.messages_field is not None and options.prompt_field is not None:
         raise UserError("--messages_field and --prompt_field are both set; a conversation has its own prompts")
+    if options.date is not None and options.messages_field is None:
+        raise UserError(f"--date={options.date:%Y-%m-%d}: only chat templates write dates; set --messages_field too")
     for name in ("workers", "shard_tokens"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name}={getattr(options, name)} must be positive")

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
+from difftx import console
 from difftx.commands.flags import add_config_flag, parse_command
 from difftx.config.recipes import matched_by
 from difftx.errors import UserError, printable
@@ -41,4 +42,5 @@ def main(arguments: Sequence[str]) -> int:
 
     from difftx.launch.runner import Sweep  # Imported after the flags are checked, because the import is slow.
 
+    console.Output.is_needed = False
     return Sweep(points, args.out, {"config": args.config, "overrides": overrides, "grid": grid}).run()

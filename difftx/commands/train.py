@@ -15,7 +15,7 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     """Read the flags and train. Exit codes: 0 done, 2 bad input, 75 stopped by a signal, 1 any other error."""
     began = time.perf_counter()
     # Imported here, so that the time of the imports counts.
-    from difftx import compilation_cache
+    from difftx import compilation_cache, console
     from difftx.commands.flags import PathFlag, add_config_flag, parse_command
     from difftx.config.extras import check_extras
     from difftx.config.recipes import load_config, matched_by
@@ -40,6 +40,8 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
         parser.error("--workdir is needed to train")
     if args.workdir is not None:
         require_writable(args.workdir)
+    if not args.dry_run:
+        console.Output.is_needed = False
 
     # Imported after the flags are checked, because the import is slow.
     from difftx import evals
@@ -69,13 +71,15 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
 
 
 def check_run(run: "Run") -> None:
-    """Raise `UserError` in every process if a suite or the exports cannot work, or if their files differ."""
+    """Raise `UserError` in every process if a suite, the exports or W&B cannot work, or if their files differ."""
     from difftx import evals
     from difftx.interop import exports
+    from difftx.parallel.multihost import is_primary
+    from difftx.training.trackers import check_wandb
 
-    suites = run.config.eval.suites
+    suites, project = run.config.eval.suites, run.config.logging.wandb_project
     run.check_everywhere(
-        lambda run: (exports.check_run(run), evals.check_run(run, suites)),
+        lambda run: (exports.check_run(run), evals.check_run(run, suites), is_primary() and check_wandb(project)),
         lambda run: evals.settings_sha256_by_suite(run, suites),
     )
 

@@ -101,7 +101,8 @@ class DataConfig(Group, path="data"):
     end_of_text: MayDifferBetweenProcesses[LocatesContent[AffectsTraining[str | None]]] = None
     """Name of the end-of-text token, for a tokenizer whose files do not name it. None: as the files say."""
     verify: AffectsNothing[bool] = False
-    """Whether to verify the SHA-256 of each file of a store before the first step."""
+    """Whether to verify the SHA-256 of each file of a store before the first step. False: only names and sizes. A store
+    must not be replaced while a run reads it: what is read later is not verified, except in buckets."""
     sequence_length: ShapesKernelCalls[AffectsTraining[AxisLength]] = 2048
     """Number of tokens per row."""
     packing: AffectsTraining[Literal["concat", "best_fit"]] = "concat"

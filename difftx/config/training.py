@@ -89,6 +89,14 @@ class OptimizerConfig(
     clip_norm: AffectsTraining[Positive[float] | None] = 1.0
     """Largest global norm of the gradient. None: no clipping. The paper does not state a value."""
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.final_learning_rate > self.learning_rate:
+            raise UserError(
+                f"optimizer.final_learning_rate={self.final_learning_rate} exceeds optimizer.learning_rate="
+                f"{self.learning_rate}, the peak; lower it, or raise the peak"
+            )
+
 
 class TrainConfig(Group, path="train"):
     """Length of training, and size of each update."""

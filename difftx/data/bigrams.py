@@ -2,10 +2,13 @@
 
 `write_bigrams` counts one chunk of tokens after another, writes each chunk's sorted counts to a temporary file, and
 merges them. Its output has a line of JSON (the header), all bigrams in ascending order, and their counts. Both arrays
-are little-endian uint64, so that they can be memory-mapped.
+are little-endian uint64, so that they can be memory-mapped. The header has their SHA-256 and its own, so it identifies
+the whole file.
 """
 
 import dataclasses
+import functools
+import hashlib
 import json
 import shutil
 import tempfile
@@ -17,18 +20,11 @@ import numpy as np
 
 from difftx.data.store import TokenStore
 from difftx.errors import UserError, read_error
-from difftx.files import new_file
-from difftx.json_files import schema_error
+from difftx.files import new_file, open_file, sha256_of
+from difftx.json_files import with_sha256, without_sha256
 from difftx.progress import Work
 
 FORMAT = "difftx bigrams 1"
-HEADER_SCHEMA = {
-    "bigrams": int,
-    "min_count": int,
-    "tokens": int,
-    "stores": [dict],
-    "tokenizer": {"name": str, "vocabulary_sha256": str},
-}
 ALIGNMENT = 64  # Spaces after the header align the arrays that follow to a multiple of this number of bytes.
 BYTES_PER_ITEM = 64  # Memory to count one token or to merge one count, including all temporary copies.
 
@@ -104,9 +100,10 @@ def write_bigrams(
             "occurrences": occurrences,
             "min_count": min_count,
             "bigrams": distinct,
+            "arrays_sha256": list(map(sha256_of, merged)),
         }
         with new_file(path) as file:
-            line = json.dumps(header).encode()
+            line = json.dumps(with_sha256(header)).encode()
             file.write(line + b" " * (-(len(line) + 1) % ALIGNMENT) + b"\n")
             for name in merged:
                 with name.open("rb") as part:
@@ -118,7 +115,7 @@ def read_bigrams(path: Path, vocabulary_sha256: str, *, field: str) -> BigramCou
     """Memory-map a file of `write_bigrams`. Error messages name it as the value of the config field `field`."""
     where = f"{field}={str(path)!r}"
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             line = file.readline(2**20)
     except OSError as error:
         raise read_error(error, f"{where}: cannot be read ({error.strerror})") from error
@@ -128,11 +125,13 @@ def read_bigrams(path: Path, vocabulary_sha256: str, *, field: str) -> BigramCou
         header = None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise UserError(f"{where}: not a file of bigrams; count them with `difftx data bigrams`")
-    if why := schema_error(header, HEADER_SCHEMA):
-        raise UserError(f"{where}: the header is corrupt: {why}; count the bigrams again")
-    size, expected = path.stat().st_size, len(line) + 16 * header["bigrams"]
-    if size != expected:
-        raise UserError(f"{where}: {size} bytes, its header says {expected}; count the bigrams again")
+    if without_sha256(header) is None:
+        raise UserError(f"{where}: the header is corrupt; count the bigrams again")
+    found, expected = path.stat(), len(line) + 16 * header["bigrams"]
+    if found.st_size != expected:
+        raise UserError(f"{where}: {found.st_size} bytes, its header says {expected}; count the bigrams again")
+    if _sha256_of_arrays(path, len(line), found.st_size, found.st_mtime_ns) != header["arrays_sha256"]:
+        raise UserError(f"{where}: the counts are corrupt; count the bigrams again")
     if (counted_with := header["tokenizer"]["vocabulary_sha256"]) != vocabulary_sha256:
         raise UserError(
             f"{where}: counted with tokenizer {header['tokenizer']['name']!r} (vocabulary {counted_with[:12]}), "
@@ -188,6 +187,12 @@ def _merge(runs: np.ndarray, bounds: np.ndarray, items: int) -> Iterator[tuple[i
         entries = entries[np.argsort(entries[:, 0], kind="stable")]
         firsts = np.flatnonzero(np.concatenate([[True], entries[1:, 0] != entries[:-1, 0]]))
         yield len(entries), entries[firsts, 0], np.add.reduceat(entries[:, 1], firsts)
+
+
+@functools.lru_cache(maxsize=1)  # Training and suite `quantize` read the file many times, and it may be large.
+def _sha256_of_arrays(path: Path, offset: int, size: int, mtime_ns: int) -> list[str]:
+    """Return the SHA-256 of both arrays. The last two arguments tell versions of the file apart."""
+    return [hashlib.sha256(array).hexdigest() for array in np.split(_mapped(path, offset), 2)]
 
 
 def _mapped(path: Path, offset: int = 0) -> np.ndarray:

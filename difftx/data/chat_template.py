@@ -4,6 +4,8 @@ import datetime
 import functools
 import hashlib
 import json
+import signal
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,9 +17,12 @@ import jinja2.sandbox
 
 from difftx.errors import UserError
 
+RENDER_SECONDS = 30  # Limit of the CPU time of one conversation. Templates that end take milliseconds.
+REASONING = ("reasoning_content", "thinking", "reasoning")  # Names of a message's reasoning; the first one counts.
 ROLES = "role and content, such as {'role': 'user', 'content': 'Hello'}"
 
 type Message = Mapping[str, Any]  # Has "role" and mostly "content".
+type Date = datetime.datetime | None  # What `strftime_now` of a template writes. None: the present date.
 
 
 class ChatTemplate:
@@ -28,7 +33,7 @@ class ChatTemplate:
         self.text, self._special_tokens, self._name = text, dict(special_tokens), name
         try:
             self._template = _environment().from_string(text)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # Jinja also computes constants, so errors have many types.
             raise UserError(f"{name}: the chat template is not valid ({error})") from error
 
     @property
@@ -36,22 +41,28 @@ class ChatTemplate:
         """SHA-256 of the template's text, which the `meta.json` of a store of conversations records."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool, date: Date = None) -> str:
         """Return the text of a conversation, optionally with the beginning of the assistant's next message."""
         if why := _why_invalid(messages):
             raise UserError(f"messages: {why}")
         try:
+            if threading.current_thread() is threading.main_thread():  # Other threads cannot handle signals.
+                signal.signal(signal.SIGPROF, _stop)
+                signal.setitimer(signal.ITIMER_PROF, RENDER_SECONDS, 1)  # Repeated, because Jinja drops some errors.
             return self._template.render(
-                messages=[_without_none(message) for message in messages],
+                messages=[_normalised(message) for message in messages],
                 tools=None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
+                strftime_now=(date or datetime.datetime.now()).strftime,
                 **self._special_tokens,
             )
         except Exception as error:  # A template can raise errors of many types, such as TypeError.
             raise UserError(f"{self._name}: the chat template refuses the messages: {error}") from error
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
 
-    def turns(self, messages: Sequence[Message]) -> list[tuple[str, str]]:
+    def turns(self, messages: Sequence[Message], date: Date = None) -> list[tuple[str, str]]:
         """Return each message of the assistant as a pair: the text before it, as in generation, and its own text.
 
         A first message of the assistant is no target, because a model is never prompted without a message.
@@ -61,8 +72,8 @@ class ChatTemplate:
         found = []
         for i, message in enumerate(messages):
             if message["role"] == "assistant" and i > 0:
-                before = self.render(messages[:i], add_generation_prompt=True)
-                whole = self.render(messages[: i + 1], add_generation_prompt=False)
+                before = self.render(messages[:i], add_generation_prompt=True, date=date)
+                whole = self.render(messages[: i + 1], add_generation_prompt=False, date=date)
                 if not whole.startswith(before):
                     raise UserError(
                         f"{self._name}: the chat template writes messages 1 … {i} in another way when message {i + 1} "
@@ -93,14 +104,20 @@ def _why_invalid(messages: object) -> str | None:
     return None
 
 
-def _without_none(message: Message) -> dict[str, Any]:
-    # As in transformers: many templates test whether a key exists.
-    return {key: value for key, value in message.items() if value is not None}
+def _normalised(message: Message) -> dict[str, Any]:
+    # As in transformers: many templates test whether a key exists, and read the reasoning under one of two names.
+    found = {key: value for key, value in message.items() if value is not None}
+    reasoning = [found[name] for name in REASONING if name in found]
+    return {"thinking": reasoning[0], **found, "reasoning_content": reasoning[0]} if reasoning else found
+
+
+def _stop(*_: object) -> None:
+    raise TimeoutError(f"it takes more than {RENDER_SECONDS} s of CPU time")
 
 
 @functools.cache
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """Return the sandbox in which transformers renders, with the same functions."""
+    """Return the sandbox in which transformers renders, with the same functions, except those of random results."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -109,14 +126,11 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
         # Jinja's own filter escapes HTML characters.
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    def strftime_now(form: str) -> str:
-        return datetime.datetime.now().strftime(form)
-
     # The output is the text of a prompt, not HTML, so nothing is escaped.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(  # nosec B701
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = tojson
-    functions = {"raise_exception": raise_exception, "strftime_now": strftime_now}
-    environment.globals.update(functions)  # pyrefly: ignore[bad-argument-type, no-matching-overload]
+    environment.globals["raise_exception"] = raise_exception  # pyrefly: ignore[unsupported-operation]
+    del environment.globals["lipsum"], environment.filters["random"]
     return environment

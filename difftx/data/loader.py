@@ -14,7 +14,7 @@ import grain
 import jax
 import numpy as np
 
-from difftx.data.mixture import SOURCE_ORDER
+from difftx.data.mixture import begun
 from difftx.data.packing import Row, Rows, RowSource
 from difftx.errors import UserError, shown
 
@@ -36,7 +36,7 @@ class Batch:
 class HostSlice:
     """The rows that one process loads, as a data source for grain."""
 
-    examples: Any  # Rows with random access: a grain.MapDataset or a Mixture.
+    examples: Any  # Rows with random access: a grain.MapDataset, a Shuffled or a Mixture.
     batch_rows: int  # Number of rows in a global batch.
     rows_here: np.ndarray  # Indices of this process's rows in a global batch, ascending.
 
@@ -50,7 +50,7 @@ class HostSlice:
 
 
 class Loader(Iterator[Batch]):
-    """An endless iterator of sharded batches. Its state is the number of examples consumed.
+    """An endless iterator of sharded batches. Its state is the number of examples consumed, and of their tokens.
 
     Args:
         examples: Endless random-access rows (`Sources.examples`).
@@ -80,13 +80,15 @@ class Loader(Iterator[Batch]):
         self._iterator = host_batches(self._source, prefetch_batches, threads)
         self._batch_rows, self._sharding, self._signature = batch_rows, sharding, signature
         self._vocab_size, self._where = vocab_size, where
-        self._consumed = 0  # Number of examples.
+        self._consumed = 0  # Number of examples, including those that a rewind skips.
+        self.tokens = 0  # Number of tokens in all batches of the run so far, padding included.
 
     def __next__(self) -> Batch:
         rows = next(self._iterator)
         check_ids(rows, self._vocab_size, lambda row: self._where(self._consumed + int(self._rows_here[row])))
         batch = make_batch(rows, self._batch_rows, self._sharding)
         self._consumed += self._batch_rows
+        self.tokens += batch.tokens_BT.size
         return batch
 
     def abstract_batch(self) -> Batch:
@@ -98,11 +100,11 @@ class Loader(Iterator[Batch]):
         return Batch(**{f"{name}_BT": abstract(x_T) for name, x_T in self._source[0].items()})
 
     def state(self) -> dict[str, Any]:
-        return {"examples": self._consumed, "signature": self._signature}
+        return {"examples": self._consumed, "tokens": self.tokens, "signature": self._signature}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue after the examples consumed when `state` was saved. Raise `UserError` if the data are different."""
-        if changes := signature_changes(state["signature"], self._signature):
+        if changes := signature_changes(*(begun(s, state["examples"]) for s in (state["signature"], self._signature))):
             raise UserError(
                 f"the checkpoint was made with other data: {', '.join(changes)}; restore what changed, "
                 "or start a new --workdir"
@@ -114,13 +116,12 @@ class Loader(Iterator[Batch]):
                 f"number of batches of {self._batch_rows} rows; use the old batch, or one that divides it"
             )
         self._iterator.set_state({"next_index": batches})
-        self._consumed = state["examples"]
+        self._consumed, self.tokens = state["examples"], state["tokens"]
 
 
 def signature_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Return a text "name old → new" for each entry that differs between the signatures of two loaders."""
-    # The signatures of older checkpoints have no order of the sources.
-    pairs = {name: (old.get(name), new.get(name)) for name in old | new if name != SOURCE_ORDER or name in old}
+    pairs = {name: (old.get(name), new.get(name)) for name in old | new}
     return [f"{name} {shown(before)} → {shown(after)}" for name, (before, after) in pairs.items() if before != after]
 
 

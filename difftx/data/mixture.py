@@ -1,4 +1,4 @@
-"""Mixtures of sources in fixed proportions, with random access to any example.
+"""Shuffled sources, and mixtures of them in fixed proportions, with random access to any example.
 
 The index of an example in the mixture determines its source and its index in that source by arithmetic alone.
 B examples form a block, and M blocks form a period. A period has B·M points, and each source owns a contiguous range of
@@ -14,12 +14,35 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import grain
 import numpy as np
+import xxhash
 
 BLOCK_ROWS = 256  # B in the text above. Batches of at least this many rows have nearly the exact proportions.
 PERIOD_BITS = 12
 PERIOD_BLOCKS = 2**PERIOD_BITS  # M in the text above. Weights are rounded to multiples of 1 / (B·M), one in a million.
 SOURCE_ORDER = "order of sources"  # Entry of a signature of data with the names of its sources, if there are several.
+
+
+@dataclasses.dataclass(frozen=True)
+class Shuffled:
+    """Endless random-access rows of a source, which have another order in every epoch and for every seed."""
+
+    rows: Any
+    seed: int  # Below 2**32.
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[self.locate(index)]
+
+    def locate(self, index: int) -> int:
+        """Return the index of an example in `rows`."""
+        epoch, index = divmod(index, len(self.rows))
+        # If the seed of an epoch were the sum of both, seeds 0 and 1 would have the same orders, one epoch apart.
+        seed = xxhash.xxh32_intdigest(f"{self.seed} {epoch}".encode()) if epoch else self.seed
+        return grain.experimental.index_shuffle(index, max_index=len(self.rows) - 1, seed=seed, rounds=4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +53,32 @@ class Stage:
     weights: tuple[float, ...]
 
 
+def stages_of(signature: dict[str, Any]) -> list[Stage]:
+    """Return the stages of a `Sources.signature`."""
+    block_tokens = BLOCK_ROWS * signature["sequence_length"]
+    later = [Stage(-(-start // block_tokens), tuple(weights)) for start, *weights in signature["stages"]]
+    return [Stage(0, tuple(signature["weights"])), *later]
+
+
+def begun(signature: dict[str, Any], examples: int) -> dict[str, Any]:
+    """Return a `Sources.signature` without the stages that do not affect the first `examples` examples."""
+    last_block = -(-examples // BLOCK_ROWS) - 1
+    last_token = last_block * BLOCK_ROWS * signature.get("sequence_length", 1)
+    return signature | {"stages": [stage for stage in signature.get("stages", ()) if stage[0] <= last_token]}
+
+
+def rows_read_again(old: dict[str, Any], new: dict[str, Any], examples: int) -> list[str]:
+    """Describe which rows a mixture repeats or skips from example `examples` on, because its weights have changed."""
+    if SOURCE_ORDER not in new or old.get(SOURCE_ORDER) != new[SOURCE_ORDER]:
+        return []
+    names, block = new[SOURCE_ORDER], -(-examples // BLOCK_ROWS)
+    before, after = (Mixture(names, stages_of(signature), 0).used(block) for signature in (old, new))
+    changes = {name: int(a - b) for name, b, a in zip(names, before, after, strict=True) if a != b}
+    return [f"{'skips' if n > 0 else 'repeats'} about {abs(n)} rows of {name}" for name, n in changes.items()]
+
+
 class Mixture:
-    """An endless random-access mixture of several sources, each a shuffled and repeated grain dataset."""
+    """An endless random-access mixture of several sources, each `Shuffled`."""
 
     def __init__(self, sources: Sequence[Any], stages: Sequence[Stage], seed: int):
         """Mix the sources by the weights of each stage. `seed` determines the order of examples within a block."""

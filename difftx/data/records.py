@@ -1,6 +1,7 @@
 """Read files that may be compressed, and the JSON objects in their lines. Files may be in buckets."""
 
 import dataclasses
+import functools
 import glob
 import gzip
 import json
@@ -25,18 +26,21 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-OPENERS = {".gz": gzip.open, ".zst": zstd.open, ".xz": lzma.open}
+# By default, zstd refuses windows above 128 MiB, which `zstd --long=31` writes. A window takes at most 2 GiB of memory.
+ZSTD_OPTIONS = {zstd.DecompressionParameter.window_log_max: zstd.DecompressionParameter.window_log_max.bounds()[1]}
+OPENERS = {".gz": gzip.open, ".zst": functools.partial(zstd.open, options=ZSTD_OPTIONS), ".xz": lzma.open}
 READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError, zstd.ZstdError)
+BYTE_ORDER_MARK = "\ufeff"  # Some programs on Windows write it at the start of UTF-8. It is not part of the text.
 MAX_DOCUMENT_BYTES = 2**30  # Maximum size of a decompressed line or text file. Each is tokenised in one call.
 TOO_LONG = f"is longer than the {MAX_DOCUMENT_BYTES:,} bytes that a document may have; split it"
 
 
-def open_stream(file: AnyPath) -> BinaryIO:
-    """Open a file for reading, and decompress it if its suffix is .gz, .zst or .xz."""
+def open_stream(file: AnyPath, stored: BinaryIO | None = None) -> BinaryIO:
+    """Open a file, or take its open content `stored`, and decompress it if the suffix is .gz, .zst or .xz."""
     opener = OPENERS.get(file.suffix.lower())
     if opener is None:
-        return open_file(file)
-    return cast(BinaryIO, opener(file if isinstance(file, Path) else open_file(file), "rb"))
+        return stored or open_file(file)
+    return cast(BinaryIO, opener(stored or (file if isinstance(file, Path) else open_file(file)), "rb"))
 
 
 def bucket_files(pattern: "epath.Path") -> "dict[epath.Path, objects.Description]":

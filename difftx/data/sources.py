@@ -12,13 +12,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import grain
 import numpy as np
 
 from difftx.config.data import STDLIB, SYNTHETIC, DataConfig
-from difftx.data.mixture import BLOCK_ROWS, SOURCE_ORDER, Mixture, Stage
+from difftx.data.mixture import BLOCK_ROWS, SOURCE_ORDER, Mixture, Shuffled, stages_of
 from difftx.data.packing import BEST_FIT_VERSION, PackedRows, RowSource
-from difftx.data.records import OPENERS, bucket_files
+from difftx.data.records import BYTE_ORDER_MARK, OPENERS, bucket_files
 from difftx.data.store import (
     SPLITS,
     ShardedStore,
@@ -35,7 +34,7 @@ from difftx.errors import UserError, read_error
 from difftx.files import open_file, size_of
 from difftx.storage.paths import AnyPath, is_bucket, path_of
 
-GOLDEN = 0x9E3779B9  # 2**32 / golden ratio. It spreads the seeds of sources, because grain adds the epoch to a seed.
+GOLDEN = 0x9E3779B9  # 2**32 / golden ratio. It spreads the seeds of sources.
 ONLY_SOURCE, ONLY_SET = "train", "valid"  # Names of the training and validation data if data.sources is empty.
 # Folders that the corpus "stdlib" excludes: tests, installed packages, character tables, and generated text.
 STDLIB_WITHOUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
@@ -58,8 +57,8 @@ class Sources:
     @functools.cached_property
     def examples(self) -> Any:
         """Endless random-access training rows: a mixture of the sources, each reshuffled in every epoch."""
-        shuffled = [self._shuffled(grain.MapDataset.source(rows), i) for i, rows in enumerate(self.train.values())]
-        return shuffled[0] if len(shuffled) == 1 else Mixture(shuffled, self._stages(), self.config.seed)
+        shuffled = [self._shuffled(i) for i in range(len(self.train))]
+        return shuffled[0] if len(shuffled) == 1 else Mixture(shuffled, stages_of(self.signature), self.config.seed)
 
     @property
     def threads(self) -> int:
@@ -74,11 +73,10 @@ class Sources:
     def where(self, example: int) -> str:
         """Return a text for messages with the source and the row number of a training example."""
         source, number = self.examples.locate(example) if len(self.train) > 1 else (0, example)
-        rows = list(self.train.values())[source]
-        return f"{rows.name}: row {self._shuffled(grain.MapDataset.range(len(rows)), source)[number]}"
+        return f"{list(self.train.values())[source].name}: row {self._shuffled(source).locate(number)}"
 
-    def _shuffled(self, rows: grain.MapDataset, source: int) -> grain.MapDataset:
-        return rows.shuffle(seed=(self.config.seed + source * GOLDEN) % 2**32).repeat()
+    def _shuffled(self, source: int) -> Shuffled:
+        return Shuffled(list(self.train.values())[source], (self.config.seed + source * GOLDEN) % 2**32)
 
     def epochs(self, examples: int) -> dict[str, float]:
         """Return the number of epochs of each source after `examples` examples, rounded up to a block of a mixture."""
@@ -86,11 +84,6 @@ class Sources:
             return {name: examples / len(rows) for name, rows in self.train.items()}
         used = self.examples.used(-(-examples // BLOCK_ROWS))
         return {name: int(n) / len(rows) for n, (name, rows) in zip(used, self.train.items(), strict=True)}
-
-    def _stages(self) -> list[Stage]:
-        block_tokens = BLOCK_ROWS * self.config.sequence_length
-        first = Stage(0, tuple(source.weight for source in self.config.sources))
-        return [first, *(Stage(-(-stage.from_tokens // block_tokens), stage.weights) for stage in self.config.stages)]
 
 
 def load_sources(config: DataConfig, tokenizer: Tokenizer) -> Sources:
@@ -269,7 +262,7 @@ def read_texts(path: str | None, field: str = "data.path") -> Iterator[str]:
             )
         try:
             with open_file(file) as stream:
-                text = stream.read().decode("utf-8")
+                text = stream.read().decode("utf-8").removeprefix(BYTE_ORDER_MARK)
         except UnicodeDecodeError as error:
             raise UserError(f"{file}: byte {error.start} is not UTF-8; convert the file, or leave it out") from error
         except OSError as error:

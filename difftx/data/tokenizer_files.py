@@ -170,8 +170,12 @@ class JsonTokenizer(FileTokenizer):
         known = {repr(token) for token in coder.get_added_tokens_decoder().values()}
         listed = map(self._added_token, _added_entries(self._settings))
         coder.add_tokens([token for token in listed if repr(token) not in known])
-        names = {token.content for token in coder.get_added_tokens_decoder().values()}
-        coder.add_tokens([self._added_token(t) for t in _special_entries(self._settings) if _content(t) not in names])
+        added = {token.content: token for token in coder.get_added_tokens_decoder().values()}
+        named = {_content(self._settings.get(key)) for key in NAMED}  # Special even if tokenizer.json says otherwise.
+        for entry in _special_entries(self._settings):
+            token = added.get(_content(entry)) or self._added_token(entry)
+            token.special = token.special or token.content in named
+            coder.add_tokens([token])
         return coder
 
     def _added_token(self, entry: str | dict[str, Any]) -> Any:

@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from difftx.data.packing import PackedRows, Row, RowSource
 from difftx.errors import UserError
 from difftx.inference.decode import LanguageModel
 from difftx.inference.score import row_scores
-from difftx.json_files import JsonLines
+from difftx.json_files import JsonLines, json_sha256
 from difftx.parallel.multihost import decide_on_primary, is_primary
 from difftx.progress import Work
 from difftx.storage.paths import AnyPath
@@ -28,50 +28,35 @@ from difftx.training.state import graph
 DECISION_ITEMS = 64  # Most answers per message from the primary process to the others. Answers may be long texts.
 
 
-class Identified(Protocol):
-    """An item of a suite. Its `id` is unique within the suite, and the same in every process and evaluation."""
-
-    @property
-    def id(self) -> str: ...
-
-
 class ItemJournal:
     """A file with the answers of finished items, from which an interrupted suite resumes.
 
-    The first JSON line holds the settings and weights, and each further line one answer. Only the primary process
-    reads and writes the file.
+    Each JSON line holds one answer. The file's name depends on settings and weights, so that an evaluation with other
+    ones, which may run at the same time, has another file. Only the primary process reads and writes the file.
     """
 
-    def __init__(self, path: AnyPath, settings: str, weights: str | None):
-        self._file, self._head = JsonLines(path), {"settings": settings, "weights": weights}
+    def __init__(
+        self, path: AnyPath, settings: str, weights: str | None, require_lock: Callable[[], None] = lambda: None
+    ):
+        path = path.with_suffix(f".{json_sha256([settings, weights])[:32]}.items.jsonl")
+        self._file = JsonLines(path, require_lock)
 
-    def start(self, items: Sequence[Identified]) -> dict[str, Any]:
-        """Remove invalid lines from the file, and return the stored answers of `items` by item id, in every process."""
-        stored = self._read() if is_primary() else {}
-        answers = {}
+    def start(self, items: Sequence[Any]) -> dict[str, Any]:
+        """Return the stored answers of `items` by item id, in every process."""
+        rows = self._file.read({"id": str, "answer": object}) if is_primary() else []
+        stored, answers = {row["id"]: row["answer"] for row in rows}, {}
         for group in itertools.batched(items, DECISION_ITEMS):
             stored_answers = {item.id: stored[item.id] for item in group if item.id in stored}
             answers |= decide_on_primary(lambda stored_answers=stored_answers: stored_answers, DECISION_SECONDS)
-        if is_primary():  # Remove incomplete lines, and answers for other settings or weights.
-            self._file.rewrite([self._head, *self._rows(stored)])
         return answers
 
     def add(self, answers: dict[str, Any]) -> None:
         """Append answers by item id. They are on disk when the function returns."""
         if is_primary():
-            self._file.append(self._rows(answers))
+            self._file.append({"id": name, "answer": answer} for name, answer in answers.items())
 
     def remove(self) -> None:
         self._file.remove()
-
-    def _read(self) -> dict[str, Any]:
-        if self._file.read()[:1] != [self._head]:
-            return {}
-        return {row["id"]: row["answer"] for row in self._file.read({"id": str, "answer": object})}
-
-    @staticmethod
-    def _rows(answers: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        return ({"id": name, "answer": answer} for name, answer in answers.items())
 
 
 class Evaluation:
@@ -151,19 +136,19 @@ class Evaluation:
         for index, nll_T in enumerate(self._valid_nll[name]):
             yield source[index], nll_T
 
-    def answers[Item: Identified](
+    def answers(
         self,
-        items: Sequence[Item],
-        answer_batch: Callable[[Sequence[Item]], Sequence[Any]],
+        items: Sequence[Any],
+        answer_batch: Callable[[Sequence[Any]], Sequence[Any]],
         *,
         what: str,
         batch_items: int | None = None,
-    ) -> Iterator[tuple[Item, Any]]:
+    ) -> Iterator[tuple[Any, Any]]:
         """Yield each item with its answer, in order. Answers in the journal are not computed again.
 
         `answer_batch` returns the answers of a batch of `batch_items` items, as JSON. By default, a batch has as many
         items as a microbatch has rows. Progress is shown under the name `what`. The same settings must always give the
-        same items.
+        same items. The `id` of an item is unique within the suite.
         """
         answers = {} if self.journal is None else self.journal.start(items)
         left = [item for item in items if item.id not in answers]

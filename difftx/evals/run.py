@@ -10,16 +10,15 @@ import jax
 from difftx.config import Config
 from difftx.config.fields import values_of
 from difftx.config.suites import SUITES
-from difftx.data.store import sha256_of
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation, ItemJournal
 from difftx.evals.measures import measures_of
 from difftx.evals.result import Result
-from difftx.files import make_folder, open_file, size_of, write_atomically
+from difftx.files import make_folder, open_file, sha256_of, size_of, write_atomically
 from difftx.json_files import json_sha256, read_json
 from difftx.parallel.multihost import is_primary
 from difftx.progress import Work
-from difftx.storage.paths import AnyPath
+from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.checkpoint.reading import Checkpoint
 from difftx.training.run import Run
@@ -61,13 +60,17 @@ def evaluate(
         for name in suites:
             path, depends = result_path(run.workdir, name, step, part), dependencies(run, name)
             digest = json_sha256(depends)
-            evaluation.journal = ItemJournal(path.with_suffix(".items.jsonl"), digest, weights)
+            if is_primary():
+                run.require_lock()
+                if not is_bucket(path) and (link := next((p for p in path.parents[:2] if p.is_symlink()), None)):
+                    raise UserError(f"{link} is a link, behind which no results are written; move the folder there")
+                make_folder(path.parent)
+            evaluation.journal = ItemJournal(path, digest, weights, run.require_lock)
             results[name] = result = SUITES[name].evaluate(evaluation)
             if checkpoint is not None:
                 checkpoint.require_unchanged()
             if not is_primary():
                 continue
-            make_folder(path.parent)
             options = {option: depends[option] for option in OPTIONS if option in depends}
             if headers := depends.get("headers"):  # A header may be long.
                 options["headers"] = [line if line is None else json_sha256(line) for line in headers]
@@ -77,6 +80,7 @@ def evaluate(
             content |= {"valid": run.data.valid_fingerprints} | source | dataclasses.asdict(result)
             if "extensions" in depends:  # The report shows them without the extension.
                 content["measures"] = {n: dataclasses.asdict(m) for n, m in measures_of(name, content).items()}
+            run.require_lock()
             write_atomically(path, json.dumps(content, indent=2, default=_as_json) + "\n")
             evaluation.journal.remove()
     return results
@@ -96,10 +100,9 @@ def stored_result(run: Run, suite: str, step: int, part: WeightsPart = "params")
     if not isinstance(content, dict) or content.get("settings") != settings_sha256(run, suite):
         return None
     # `settings_sha256` leaves endpoints out, because a suite may resume with the model's answers and ask another judge.
-    endpoints, options = _endpoints(run.config, suite), content.get("options")
-    # Results of older versions do not record them.
-    recorded = options.get("endpoints", endpoints) if isinstance(options, dict) else endpoints
-    return content if recorded == endpoints else None
+    options = content.get("options")
+    recorded = options.get("endpoints", []) if isinstance(options, dict) else None
+    return content if recorded == _endpoints(run.config, suite) else None
 
 
 def settings_sha256(run: Run, suite: str) -> str:

@@ -4,7 +4,7 @@ from difftx.evals.evaluation import Evaluation, text_sets
 from difftx.evals.result import Measure, Result
 from difftx.evals.suite import Suite
 from difftx.inference.generate import Request, generate
-from difftx.inference.sampling import Sampling
+from difftx.inference.sampling import Sampling, derived_seed
 
 PROMPTS = 2
 PROMPT_TOKENS = 48
@@ -21,7 +21,7 @@ def evaluate(evaluation: Evaluation) -> Result:
     ]
     new_tokens = min(config.eval.sample_tokens, config.data.sequence_length - prompt_tokens)
     requests = [
-        Request(prompt=prompt, new_tokens=new_tokens, seed=(config.train.seed + number) % 2**32)
+        Request(prompt=prompt, new_tokens=new_tokens, seed=derived_seed(config.train.seed, number))
         for number, prompt in enumerate(prompts)
     ]
     sampling = Sampling(repetition_penalty=None, temperature=config.eval.sample_temperature, top_k=None, top_p=None)
@@ -37,6 +37,7 @@ SUITE = Suite(
     evaluate=evaluate,
     reads=("sample_tokens", "sample_temperature"),
     check=lambda run: text_sets(run, "sample"),
+    revision=1,
     title="Samples",
     explanation="Continuations of the same validation text. They show style and gross errors, not quality.",
     measures={"new_tokens": Measure("tokens")},

@@ -72,17 +72,12 @@ class LanguageModel:
         mask = vector_mask(self.config.model)
         return jax.tree.map(lambda x, is_vector: x if is_vector else x.astype(dtype), self.params, mask)
 
-    @property
-    def bytes_of(self) -> list[bytes | None]:
-        """Bytes of each token id, or None for an id that the tokenizer does not have."""
-        return self.tokenizer.token_bytes
-
     @functools.cached_property
     def allowed(self) -> np.ndarray:
         """Mask of the token ids that the tokenizer has, bool `[V]`. The model generates no other tokens."""
-        allowed_V = np.zeros(self.config.model.embeddings, bool)
-        allowed_V[: len(self.bytes_of)] = [value is not None for value in self.bytes_of]
-        return allowed_V
+        size = self.config.model.embeddings
+        allowed = [value is not None for value in self.tokenizer.token_bytes[:size]]
+        return np.pad(allowed, (0, size - len(allowed)))
 
 
 @jax.tree_util.register_dataclass
@@ -254,7 +249,7 @@ def _choose_token(model: Decoder, rows: Rows, allowed_V: jax.Array, sampling: Sa
 
 def _append(model: Decoder, rows: Rows, token_B: jax.Array, end: jax.Array, sampling: Sampling) -> Rows:
     """Append a token to each row. In a row that has ended, the token has no effect, because the length stays."""
-    count_B = rows.count_B + ~rows.done_B
+    count_B = rows.count_B + jnp.int32(~rows.done_B)
     done_B = rows.done_B | (token_B == end) | (count_B >= rows.limit_B)
     token_B1, position_B1 = token_B[:, None], rows.length_B[:, None]
     x_B1D, entries = extend(model, rows.cache, rows.length_B, token_B1, position_B1, jnp.zeros_like(token_B1))
@@ -267,7 +262,7 @@ def _append(model: Decoder, rows: Rows, token_B: jax.Array, end: jax.Array, samp
         rows,
         cache=write_token(rows.cache, entries, rows.length_B, model.config.cache),
         x_BD=x_B1D[:, 0],
-        length_B=rows.length_B + ~done_B,
+        length_B=rows.length_B + jnp.int32(~done_B),
         seen_BV=seen_BV,
         count_B=count_B,
         done_B=done_B,

@@ -8,6 +8,7 @@ from typing import Literal
 import jax
 import numpy as np
 
+from difftx.data.tokenizer import Tokenizer
 from difftx.errors import UserError
 from difftx.inference import decode
 from difftx.inference.decode import LanguageModel
@@ -40,7 +41,7 @@ def generate(
     stop: Sequence[str] = (),
     on_text: Callable[[int, str], None] = lambda index, text: None,
 ) -> list[Completion]:
-    """Complete all requests in one batch. A text ends before the first string of `stop` that occurs in it.
+    """Complete all requests in one batch. A text ends before the first string of `stop`, as `TextStream` finds it.
 
     After each block of tokens, `on_text(index, text)` is called with the new text of each request.
     """
@@ -71,6 +72,8 @@ def check(lm: LanguageModel, request: Request, name: str) -> None:
     prompt, new, context_length = len(request.prompt), request.new_tokens, lm.context_length
     if not prompt:
         raise UserError(f"{name} is empty; give it at least one token")
+    if (token := max(request.prompt)) >= lm.config.model.embeddings:
+        raise UserError(f"{name} has token id {token}, but the model has only {lm.config.model.embeddings} embeddings")
     if prompt >= context_length:
         raise UserError(
             f"{name} has {prompt} tokens, and the model's context data.sequence_length={context_length}; shorten it"
@@ -83,34 +86,48 @@ def check(lm: LanguageModel, request: Request, name: str) -> None:
 
 
 class TextStream:
-    """Converts one row's tokens to text as they arrive. Holds back incomplete characters and possible stop strings."""
+    """Converts one row's tokens to text as they arrive. Holds back incomplete characters and possible stop strings.
 
-    def __init__(self, bytes_of: Sequence[bytes | None], stop: Sequence[str]):
+    The text leaves out special tokens. Stop strings are searched in the text both with their names and without, because
+    lm-eval's models of Hugging Face stop at a string in the first, and cut the second.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]):
         self.text = ""  # All text that is not held back.
         self.stopped = False  # Whether a stop string has occurred. `text` ends before it.
-        self._bytes_of, self._stop = bytes_of, tuple(stop)
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._held = ""
+        self._held = ""  # The text that is held back, with names of special tokens.
+        self._shown: list[int] = []  # Indices of the characters in `_held` that are not part of such a name.
 
     def add(self, token: int) -> str:
         """Add a token. Return new text, up to a possible beginning of a stop string or an incomplete character."""
-        return self._release(self._decoder.decode(self._bytes_of[token] or b""), final=False)
+        if value := self._tokenizer.token_bytes[token]:
+            return self._release(self._decoder.decode(value))
+        return self._release(self._tokenizer.decode([token]), is_name=True)
 
     def finish(self) -> str:
         """Return the text that is still held back after the last token."""
         return self._release(self._decoder.decode(b"", final=True), final=True)
 
-    def _release(self, new: str, *, final: bool) -> str:
+    def _release(self, new: str, *, is_name: bool = False, final: bool = False) -> str:
         if self.stopped:
             return ""
-        text, self._held = self._held + new, ""
+        if not is_name:
+            self._shown += range(len(self._held), len(self._held) + len(new))
+        held, shown = self._held + new, self._shown
+        # Each text, of which mostly both are equal, with the indices of its characters in `held`.
+        texts = {held: range(len(held)), "".join(held[i] for i in shown): shown}
+        searches = [(text, at, stop) for text, at in texts.items() for stop in self._stop]
         # The text ends at the stop string that is complete first. Of several that end there, the longest one counts.
-        found = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
+        found = [(at[i + len(stop) - 1], at[i]) for text, at, stop in searches if (i := text.find(stop)) >= 0]
+        end = len(held)
         if found:
-            self.stopped, text = True, text[: min(found)[1]]
+            self.stopped, end = True, min(found)[1]
         elif not final:
-            held = max((_overlap(text, stop) for stop in self._stop), default=0)
-            text, self._held = text[: len(text) - held], text[len(text) - held :]
+            end = min((at[-n] for text, at, stop in searches if (n := _overlap(text, stop))), default=end)
+        self._held, self._shown = held[end:], [i - end for i in shown if i >= end]
+        text = "".join(held[i] for i in shown if i < end)
         self.text += text
         return text
 
@@ -128,7 +145,7 @@ class _RowText:
         self.ended_by: Literal["", "end of text", "stop string", "limit"] = ""
         self._request, self._end = request, lm.tokenizer.eot_token
         self._tokens: list[int] = []
-        self._stream = TextStream(lm.bytes_of, stop)
+        self._stream = TextStream(lm.tokenizer, stop)
 
     def room(self) -> int:
         """Return the number of cache slots that the row needs, including those of its next block."""
@@ -139,11 +156,11 @@ class _RowText:
         """Add a block of tokens, and return the new text that the stream does not hold back."""
         text = ""
         for token in tokens:
+            text += self._stream.add(token)
             if token == self._end:
                 self.ended_by = "end of text"
                 break
             self._tokens.append(token)
-            text += self._stream.add(token)
             if self._stream.stopped:
                 self.ended_by = "stop string"
                 break

@@ -6,8 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from difftx.errors import UserError
+
+# Largest temperature and penalty. In float32, logits times or divided by one of each are finite.
+LARGEST = 1e15
 
 
 @jax.tree_util.register_pytree_node_class
@@ -22,27 +26,28 @@ class Sampling:
     # Lowers the logits of tokens that occur in the row: positive logits are divided by the penalty, negative ones
     # multiplied. (Section 4.1 of arXiv 1909.05858 divides both, which raises negative logits.) None: no penalty.
     repetition_penalty: float | None
-    temperature: float  # Divides the logits. With 0, the most likely token is chosen, whatever top_k and top_p are.
+    temperature: float  # Divides the logits. Below 1 / LARGEST, the most likely token is chosen in any case.
     top_k: int | None  # Keeps this many of the most likely tokens. None: all.
     top_p: float | None  # Keeps the fewest most likely tokens whose probabilities sum to top_p or more. None or 1: all.
 
     def __post_init__(self):
-        if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"temperature={self.temperature} must be 0, for the most likely token, or positive")
+        if not 0 <= self.temperature <= LARGEST:
+            raise UserError(f"temperature={self.temperature} must be 0 (the most likely token) … {LARGEST:g}")
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"top_k={self.top_k} must be at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise UserError(f"top_p={self.top_p} must be more than 0 and at most 1")
-        if self.repetition_penalty is not None and not 0 < self.repetition_penalty < float("inf"):
-            raise UserError(f"repetition_penalty={self.repetition_penalty} must be positive; 1 changes nothing")
-
+        if self.repetition_penalty is not None and not 1 / LARGEST <= self.repetition_penalty <= LARGEST:
+            raise UserError(
+                f"repetition_penalty={self.repetition_penalty} must lie in {1 / LARGEST} … {LARGEST}; 1: off"
+            )
         if self.top_p == 1:  # Because of rounding, the sum of probabilities may exceed 1 before the last token.
             object.__setattr__(self, "top_p", None)
 
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is chosen. A temperature that is traced is positive."""
-        return not isinstance(self.temperature, jax.Array) and self.temperature == 0
+        return not isinstance(self.temperature, jax.Array) and self.temperature < 1 / LARGEST
 
     def tree_flatten(self) -> tuple[tuple[float | None, ...], tuple[bool, int | None]]:
         if self.is_greedy:
@@ -61,6 +66,11 @@ class Sampling:
 
 
 GREEDY = Sampling(repetition_penalty=None, temperature=0.0, top_k=None, top_p=None)
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """Return the seed, below 2**32, of sample `index`: a hash, so that other seeds have other samples."""
+    return int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
 
 
 def choose(

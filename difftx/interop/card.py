@@ -12,18 +12,18 @@ from difftx.data.tokenizer import Tokenizer
 from difftx.errors import UserError, printable
 from difftx.files import matching_files, write_atomically
 from difftx.interop.remote_code_config import EAGER, FIELDS_WITHOUT_EFFECT, MODELING
-from difftx.interop.tokenizers import has_tokenizer
+from difftx.interop.tokenizers import GENERATION, has_tokenizer
 from difftx.json_files import read_json
 from difftx.model.abstract import count_parameters
 from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.reading import Checkpoint
 from difftx.training.metrics import read_metrics
 
-CARD, GENERATION = "README.md", "generation_config.json"
+CARD = "README.md"
 LOAD = """import transformers
 
 model = transformers.AutoModelForCausalLM.from_pretrained({arguments})"""
-LOAD_TOKENIZER = "\ntokenizer = transformers.AutoTokenizer.from_pretrained({folder!r})"
+LOAD_TOKENIZER = "\ntokenizer = transformers.AutoTokenizer.from_pretrained({arguments})"
 NO_TOKENIZER = "The folder has no tokenizer. The model was trained with the tokenizer {name!r}."
 SERVABLE = "Each layer calls the attention function once, so engines with one key/value cache per layer can serve it."
 NOT_SERVABLE = "**This model is not servable**: vLLM, SGLang and similar engines cannot compute its attention weights."
@@ -41,7 +41,11 @@ def write_card(
     (causal,) = settings["architectures"]
     has_remote_code = "auto_map" in settings
     arguments = f"{name!r}, trust_remote_code=True" if has_remote_code else f"{name!r}"
-    load = LOAD.format(arguments=arguments) + (LOAD_TOKENIZER.format(folder=name) if has_tokenizer(folder) else "")
+    tokenizer = LOAD_TOKENIZER.format(arguments=arguments) if has_tokenizer(folder) else ""
+    load = LOAD.format(arguments=arguments) + tokenizer
+    rows = read_metrics(workdir / "metrics.jsonl")[0]
+    row = next((row for row in reversed(rows) if row["split"] == "train" and row["step"] == step), {})
+    tokens = row.get("tokens", step * config.train.global_batch_tokens)
     code = f"The class `{causal}` is in `{MODELING.name}`." if has_remote_code else f"The class is `{causal}`."
     parts = [
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"
@@ -49,14 +53,14 @@ def write_card(
         f"# {name}",
         f"A language model trained with difftx: architecture `{config.model.architecture}`, "
         f"{count_parameters(config.model).total:,} parameters, step {step:,} of {config.train.steps:,}, "
-        f"{step * config.train.global_batch_tokens:,} tokens.",
+        f"{tokens:,} tokens.",
         f"{code} {_serving(causal)}",
         _code("python", load),
         *([] if has_tokenizer(folder) else [NO_TOKENIZER.format(name=config.data.tokenizer)]),
         "## Model",
         _table(("field", "value"), [(f"`{field}`", f"`{value}`") for field, value in _model_fields(config)]),
         "## Losses",
-        _table(("number", "value"), _losses(checkpoint, workdir, step)) or "No loss of this step is recorded.",
+        _table(("number", "value"), _losses(checkpoint, workdir, step, row)) or "No loss of this step is recorded.",
         "## Data",
         "The signature of the training data, which also identifies the tokenizer:",
         _code("json", json.dumps(checkpoint.data, indent=2)),
@@ -90,12 +94,9 @@ def _model_fields(config: Config) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in values_of(config.model).items() if name not in FIELDS_WITHOUT_EFFECT]
 
 
-def _losses(checkpoint: Checkpoint, workdir: AnyPath, step: int) -> list[tuple[str, str]]:
-    """Return the training loss, and the numbers of all suites whose results are of these weights."""
-    found: list[tuple[str, Any]] = []
-    if checkpoint.part == "params":
-        rows = [row for row in read_metrics(workdir / "metrics.jsonl")[0] if row["split"] == "train"]
-        found += [("training loss", row["loss"]) for row in rows if row["step"] == step][-1:]
+def _losses(checkpoint: Checkpoint, workdir: AnyPath, step: int, row: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the training loss in `row`, and the numbers of all suites whose results are of these weights."""
+    found: list[tuple[str, Any]] = [("training loss", row.get("loss"))] if checkpoint.part == "params" else []
     for path in sorted(matching_files(workdir, f"evals/*/{step}*.json")):
         try:
             result = read_json(path)

@@ -3,7 +3,7 @@
 import json
 
 from difftx.errors import RunError, UserError
-from difftx.files import make_folder, write_atomically
+from difftx.files import make_folder, size_of, write_atomically
 from difftx.folders import is_complete, new_folder, remove_folder
 from difftx.interop import SHARD_MIB
 from difftx.interop.runs import check_representable, write_export
@@ -47,6 +47,7 @@ def write(run: Run, step: int) -> str:
 
     Return a message, also after a failure, which does not end the training.
     """
+    run.require_lock()
     workdir = run.workdir if is_bucket(run.workdir) else run.workdir.absolute()
     checkpoint = open_checkpoint(workdir / "checkpoints" / str(step), run.config)
 
@@ -54,10 +55,13 @@ def write(run: Run, step: int) -> str:
         out = workdir / FOLDER / str(step)
         try:
             make_folder(out.parent)
-            remove_folder(out)  # Written before a rewind to an earlier step.
+            if is_bucket(out) or size_of(out / RECORD) is not None:
+                remove_folder(out)  # Written before a rewind to an earlier step.
             with new_folder(out, after_each_upload=report_progress) as folder:  # It may take longer than a step.
                 write_atomically(folder / RECORD, json.dumps({"weights": checkpoint.weights}) + "\n")
-                return write_export(checkpoint, workdir, folder, out, "hf", SHARD_MIB * 2**20)[0]
+                written = write_export(checkpoint, workdir, folder, out, "hf", SHARD_MIB * 2**20)[0]
+                run.require_lock()
+                return written
         except (OSError, UserError, RunError) as error:
             return f"not exported: {error}"
 

@@ -1,5 +1,6 @@
 """Reading of config.json in other formats, and the values of `model` that all imported models share."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,14 @@ FIXED = {
     "mup_base_layers": None,
     "mup_base_head_dim": None,
 }
+# Fields of config.json that change no logits of the classes of transformers, such as those of SmolLM and Unsloth.
+HARMLESS = (
+    "_attn_implementation_autoset", "_commit_hash", "_flash_attn_2_enabled", "_name_or_path", "attention_dropout",
+    "bos_token_id", "do_sample", "dtype", "eos_token_id", "initializer_range", "is_llama_config", "lambda_std_dev",
+    "max_length", "max_position_embeddings", "max_window_layers", "pad_token_id", "pretraining_tp",
+    "repetition_penalty", "temperature", "tokenizer_class", "top_k", "top_p", "torch_dtype", "transformers.js_config",
+    "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
+)  # fmt: skip
 EXPECTED: dict[type, str] = TYPE_NAMES | {float: "a positive number", bool: "true or false", list: "a list"}
 
 
@@ -42,15 +51,17 @@ class Fields:
         self._raw = read_json(path)
         if not isinstance(self._raw, dict):
             raise UserError(f"{path}: not an object")
+        self._known = {*HARMLESS}
 
     def get[T](self, name: str, kind: type[T], default: T | None = None) -> T:
         """Return a field, or `default` if it is absent or null. Raise `UserError` for a wrong type or a number ≤ 0."""
+        self._known.add(name)
         value = self._raw.get(name)
         if value is None and default is not None:
             return default
-        if kind is float and type(value) is int:
+        if kind is float and _is_positive(value):
             value = float(value)
-        if type(value) is not kind or (kind is not bool and isinstance(value, int | float) and not value > 0):
+        if type(value) is not kind or (kind in (int, float) and not _is_positive(value)):
             raise UserError(f"{self.path}: {name}={value!r}: expected {EXPECTED[kind]}")
         return value
 
@@ -58,12 +69,20 @@ class Fields:
         """Return the values of fields, whose types the caller checks. Raise `UserError` if a field is absent."""
         if missing := [name for name in names if name not in self._raw]:
             raise UserError(f"{self.path}: {missing[0]} is missing")
+        self._known.update(names)
         return {name: self._raw[name] for name in names}
 
     def require(self, name: str, value: Any) -> None:
         """Raise `UserError` unless a field is absent or has the given value."""
+        self._known.add(name)
         if (found := self._raw.get(name, value)) != value:
             raise UserError(f"{self.path}: {name}={found!r} cannot be converted; only {value!r} can")
+
+    def refuse_others(self, *ignored: str) -> None:
+        """Raise `UserError` for a field that nothing has read, unless it is harmless, `ignored`, false or null."""
+        for name, value in self._raw.items():
+            if value and name not in {*self._known, *ignored}:
+                raise UserError(f"{self.path}: {name}={value!r} cannot be converted; remove it if it has no effect")
 
 
 def heads_from(d_model: int, groups: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, int | None]:
@@ -76,8 +95,9 @@ def heads_from(d_model: int, groups: int, heads: int, kv_heads: int, head_dim: i
 
 
 def rope_fields(fields: Fields) -> dict[str, Any]:
-    """Return the fields of the rotary embedding, which transformers 4 and 5 write to different fields."""
-    raw: dict[str, Any] = fields.get("rope_parameters", dict, {}) or fields.get("rope_scaling", dict, {})
+    """Return the fields of the rotary embedding. As in transformers 5, rope_scaling replaces rope_parameters."""
+    both = [fields.get(name, dict, {}) for name in ("rope_scaling", "rope_parameters")]
+    raw: dict[str, Any] = both[0] or both[1]
     kind = raw.get("rope_type", raw.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise UserError(
@@ -86,14 +106,15 @@ def rope_fields(fields: Fields) -> dict[str, Any]:
     fields.require("partial_rotary_factor", 1.0)
     theta = raw.get("rope_theta", fields.get("rope_theta", float, 10_000.0))
     scaling = {name: raw.get(name) for name in types_of(RopeScalingConfig)} if kind == "llama3" else {}
-    numbers = [theta, *scaling.values()]
-    if raw.get("partial_rotary_factor", 1.0) != 1.0 or not all(map(_is_positive, numbers)):
+    if others := sorted(raw.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *scaling}):
+        raise UserError(f"{fields.path}: {others[0]}={raw[others[0]]!r} cannot be converted with rope type {kind!r}")
+    if raw.get("partial_rotary_factor", 1.0) != 1.0 or not all(map(_is_positive, (theta, *scaling.values()))):
         raise UserError(f"{fields.path}: rope_parameters={raw} cannot be converted; its numbers must be positive")
     return {"rope_theta": float(theta), "rope_scaling": build_group(RopeScalingConfig, scaling, "model.rope_scaling")}
 
 
 def _is_positive(value: Any) -> bool:
-    return type(value) in (int, float) and value > 0
+    return type(value) in (int, float) and 0 < value <= sys.float_info.max
 
 
 def rope_parameters(model: ModelConfig) -> dict[str, Any]:

@@ -4,19 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from difftx.config import Config, ModelConfig
-from difftx.errors import UserError, did_you_mean
+from difftx.errors import UserError
 from difftx.interop.fields import FIXED, Fields, heads_from, longest_context, rope_fields, rope_parameters
 
 CLASSES = {"DiffLlamaForCausalLM": "diff", "LlamaForCausalLM": "transformer", "Qwen2ForCausalLM": "transformer"}
 QWEN = "Qwen2ForCausalLM"  # A Llama with biases of queries, keys and values, which no field of its config.json states.
-# Fields of config.json for which difftx supports only the given value.
-REQUIRED = {
-    "hidden_act": "silu",
-    "quantization_config": None,
-    "auto_map": None,  # Modelling code of the folder, which may compute something else.
-}
-REQUIRED_OF_LLAMA = {"attention_bias": False, "mlp_bias": False, "sliding_window": None}
-REQUIRED_OF_QWEN = {"use_sliding_window": False}
 
 
 def model_fields(path: Path) -> dict[str, Any]:
@@ -24,13 +16,16 @@ def model_fields(path: Path) -> dict[str, Any]:
     fields = Fields(path)
     (name, *_) = fields.get("architectures", list) or ["none"]
     if not isinstance(name, str) or name not in CLASSES:
-        raise UserError(f"{path}: architectures={name!r} cannot be converted.{did_you_mean(str(name), CLASSES)}")
-    for field, value in (REQUIRED | (REQUIRED_OF_QWEN if name == QWEN else REQUIRED_OF_LLAMA)).items():
-        fields.require(field, value)
+        raise UserError(f"{path}: architectures={name!r} cannot be converted; only {', '.join(CLASSES)} can")
+    fields.require("model_type", name.removesuffix("ForCausalLM").lower())  # It selects the class in transformers.
+    fields.require("layer_types", ["full_attention"] * len(fields.get("layer_types", list, [])) or None)
+    fields.require("hidden_act", "silu")
     architecture = CLASSES[name]
     groups = 2 if architecture == "diff" else 1
     d_model = fields.get("hidden_size", int)
     heads = fields.get("num_attention_heads", int)
+    if name == QWEN:
+        fields.read("num_key_value_heads")  # If it is absent, transformers takes 32.
     kv_heads = fields.get("num_key_value_heads", int, heads)
     for field, count in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
         if count % groups:
@@ -50,6 +45,7 @@ def model_fields(path: Path) -> dict[str, Any]:
         "head_norm": "rms" if groups == 2 else "none",
         "tie_embeddings": fields.get("tie_word_embeddings", bool, False),
     }
+    fields.refuse_others(*(("sliding_window", "attention_bias") if name == QWEN else ()))  # Without effect there.
     return model | {"head_norm_eps": eps} if groups == 2 else model
 
 
@@ -92,13 +88,9 @@ def config_json(config: Config, end_of_text: int) -> dict[str, Any]:
         "rms_norm_eps": model.norm_eps,
         "rope_parameters": rope,
         "rope_theta": model.rope_theta,  # transformers 4 reads this field instead of rope_parameters.
-        "attention_bias": False,
-        "attention_dropout": 0.0,
         "tie_word_embeddings": model.tie_embeddings,
-        "use_cache": True,
         "bos_token_id": None,  # nosec B105: a token of text, not a password
         "eos_token_id": end_of_text,
-        "pad_token_id": None,  # nosec B105
         "dtype": "float32",
         "torch_dtype": "float32",
         **special,

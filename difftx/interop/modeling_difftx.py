@@ -1,4 +1,4 @@
-"""Models trained with difftx, for transformers >= 5 (`trust_remote_code=True`).
+"""Models trained with difftx, for transformers >= 5.4 (`trust_remote_code=True`).
 
 `difftx convert --to=hf` copies this file into each folder that it writes. The file imports only torch and transformers.
 
@@ -28,6 +28,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.utils import can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
 
 TWO_KEYS = ("diff", "gda", "signed_mask")  # Architectures whose key/value heads have two keys of width d.
 LAMBDA_VECTORS = ("diff", "gda", "zero_branch")  # Architectures with one λ per layer.
@@ -105,9 +106,11 @@ class DifftxConfig(PreTrainedConfig):
 class DifftxRMSNorm(nn.Module):
     """RMSNorm over the last axis, in float32, with a gain unless `has_gain` is False."""
 
-    def __init__(self, width: int, eps: float, *, has_gain: bool = True):
+    has_gain = True
+
+    def __init__(self, width: int, eps: float):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width)) if has_gain else None
+        self.weight = nn.Parameter(torch.ones(width)) if self.has_gain else None
         self.variance_epsilon = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -115,6 +118,12 @@ class DifftxRMSNorm(nn.Module):
         x_f32 = x.float()
         x = (x_f32 * torch.rsqrt(x_f32.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(x.dtype)
         return x if self.weight is None else self.weight * x
+
+
+class DifftxNorm(DifftxRMSNorm):
+    """RMSNorm without a gain. SGLang would replace a class named "…RMSNorm" by a norm of the model's width."""
+
+    has_gain = False
 
 
 class DifftxHeadScale(nn.Module):
@@ -196,8 +205,8 @@ class DifftxAttention(nn.Module):
         if config.architecture == "sink":
             self.sinks = nn.Parameter(torch.zeros(heads))
         if config.head_norm in ("rms", "rms_affine"):
-            has_gain = config.head_norm == "rms_affine"
-            self.head_norm = DifftxRMSNorm(self.head_dim, config.head_norm_eps, has_gain=has_gain)
+            norm = DifftxNorm if config.head_norm == "rms" else DifftxRMSNorm
+            self.head_norm = norm(self.head_dim, config.head_norm_eps)
         elif config.head_norm != "none":
             self.head_norm = DifftxHeadScale(config.head_norm, heads)
         # The schedule of the paper (arXiv 2410.05258), unless the config has constants.
@@ -342,6 +351,7 @@ class DifftxPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["DifftxDecoderLayer"]
+    _can_record_outputs = {"hidden_states": DifftxDecoderLayer, "attentions": DifftxAttention}
     _skip_keys_device_placement = ["cache"]
     # In bfloat16, the error of λ would reach 0.01.
     _keep_in_fp32_modules_strict = ["lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "dex_lambda", "progress"]
@@ -367,11 +377,12 @@ class DifftxModel(DifftxPreTrainedModel):
             raise ValueError(f"architecture {config.architecture!r} is not servable: load it as DifftxEagerForCausalLM")
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList([DifftxDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.sub_head_dim = self.layers[0].self_attn.sub_head_dim  # Pipeline ranks of engines lose layer 0 later.
         self.norm = DifftxRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
 
-    @can_return_tuple
+    @capture_outputs
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -389,6 +400,8 @@ class DifftxModel(DifftxPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("specify exactly one of input_ids and inputs_embeds")
+        if kwargs.get("output_attentions") and self.config._attn_implementation != "eager":
+            raise ValueError("output_attentions requires attn_implementation='eager' in from_pretrained")
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache if use_cache is None else use_cache
         cache = past_key_values if cache is None else cache
@@ -417,7 +430,7 @@ class DifftxModel(DifftxPreTrainedModel):
 
     def _angles(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines of the rotary embedding, float32 `[B, T, 1, d/2]`."""
-        width, rope = self.layers[0].self_attn.sub_head_dim, self.config.rope_parameters
+        width, rope = self.sub_head_dim, self.config.rope_parameters
         channels = torch.arange(0, width, 2, dtype=torch.float32, device=position_ids.device)
         frequencies = rope["rope_theta"] ** (-channels / width)
         if rope["rope_type"] == "llama3":  # Lower frequencies for a longer context (arXiv 2407.21783).
@@ -459,7 +472,8 @@ class DifftxForCausalLM(DifftxPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: getattr(outputs, CACHE)})
+        others = {name: getattr(outputs, name) for name in (CACHE, "hidden_states", "attentions")}
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **others)
 
 
 class _Eager:

@@ -36,6 +36,7 @@ def model_fields(path: Path) -> dict[str, Any]:
         "head_norm": "rms_affine" if groups == 2 else "none",
         "tie_embeddings": fields.get("tie_word_embeddings", bool),
     }
+    fields.refuse_others()
     return model | {"head_norm_eps": HEAD_NORM_EPS} if groups == 2 else model
 
 

@@ -201,15 +201,16 @@ def import_params(
 ) -> dict[str, Streamed]:
     """Return difftx's parameters by path. Their values are read from the files only when a checkpoint is written."""
     sizes, weights = sizes_of(model), weights_of(format_, model)
-    expected = {name: shape_of(weight.axes, sizes) for weight in weights for name in _names(weight, model.num_layers)}
-    for name, shape in expected.items():
+    expected = set()
+    for name, shape in ((n, shape_of(w.axes, sizes)) for w in weights for n in _names(w, model.num_layers)):
         if name not in tensors:
             raise UserError(f"{source}: no tensor {name}.{did_you_mean(name, tensors)}")
         if tensors[name].shape != shape:
             raise UserError(
                 f"{tensors[name].file}: {name} has shape {tensors[name].shape}, but config.json implies {shape}"
             )
-    for name in tensors.keys() - expected.keys():
+        expected.add(name)
+    for name in tensors.keys() - expected:
         if name == UNEMBEDDING:  # A tied model has no output embedding, but its file may contain a copy.
             _require_equal(tensors[UNEMBEDDING], tensors[EMBEDDING])
         elif not name.endswith(IGNORED):
@@ -236,8 +237,8 @@ def export_params(reader: ParamsReader, format_: Format, model: ModelConfig) -> 
     return tensors
 
 
-def _names(weight: Weight, layers: int) -> list[str]:
-    return [name.format(layer=layer) for name in weight.names for layer in range(layers if weight.has_layers else 1)]
+def _names(weight: Weight, layers: int) -> Iterator[str]:
+    return (name.format(layer=layer) for name in weight.names for layer in range(layers if weight.has_layers else 1))
 
 
 def _require_equal(unembedding: Tensor, embedding: Tensor) -> None:

@@ -5,7 +5,7 @@ The modelling file is copied into each exported folder. difftx never executes th
 
 import dataclasses
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from difftx.config import Config, ModelConfig
 from difftx.config.architectures import ARCHITECTURES
@@ -77,8 +77,6 @@ def class_of(path: Path) -> Any:
 def model_fields(path: Path) -> dict[str, Any]:
     """Return the fields of `model` that a config.json determines, or raise `UserError` if it contradicts itself."""
     fields = Fields(path)
-    fields.require("quantization_config", None)
-    fields.require("rope_scaling", None)  # transformers would prefer it to rope_parameters.
     raw = fields.read(*RENAMED_FIELDS, "num_noise_heads", "rope_parameters")
     architecture = raw["architecture"]
     if architecture not in SUPPORTED:
@@ -87,7 +85,7 @@ def model_fields(path: Path) -> dict[str, Any]:
     model = {
         **default_specific_fields(),
         **{ours: raw[theirs] for theirs, ours in RENAMED_FIELDS.items()},
-        **_heads(fields, architecture)._asdict(),
+        **_heads(fields, architecture),
         "output_gate": fields.get("output_gate", bool, False) and architecture == "gdla",
         "rope_theta": rope["rope_theta"],
         "rope_scaling": values_of(rope["rope_scaling"]),
@@ -98,21 +96,13 @@ def model_fields(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: {error}") from error
     for name, value in _description(built).items():
         fields.require(name, value)
+    fields.refuse_others()
     names = {field.name for field in dataclasses.fields(ModelConfig)} - {*FIELDS_WITHOUT_EFFECT, "extensions"}
     return {name: getattr(built, name) for name in names}
 
 
-class _Heads(NamedTuple):
-    """The fields of `model` that describe heads."""
-
-    num_heads: int
-    num_kv_heads: int | None
-    head_dim: int | None
-    signal_heads: int | None
-
-
-def _heads(fields: Fields, architecture: str) -> _Heads:
-    """Return the heads of a model from those of its attention call, which a config.json describes.
+def _heads(fields: Fields, architecture: str) -> dict[str, int | None]:
+    """Return the fields of `model` on heads, from those of its attention call, which a config.json describes.
 
     In config.json, `num_attention_heads` counts queries, of signal heads and of noise heads. `head_dim` is the width of
     a value, and the keys of a token are divided into `num_key_value_heads` heads of that width.
@@ -132,12 +122,12 @@ def _heads(fields: Fields, architecture: str) -> _Heads:
     shares_noise = architecture in ("gda", "gdla") and noise_heads
     default_kv_heads = noise_heads if shares_noise else num_heads
     has_default_width = sub_heads * width == sub_heads_per_call_head * fields.get("hidden_size", int)
-    return _Heads(
-        num_heads=num_heads,
-        num_kv_heads=None if num_kv_heads == default_kv_heads else num_kv_heads,
-        head_dim=None if has_default_width else width // sub_heads_per_call_head,
-        signal_heads=num_heads // noise_heads if shares_noise else None,
-    )
+    return {
+        "num_heads": num_heads,
+        "num_kv_heads": None if num_kv_heads == default_kv_heads else num_kv_heads,
+        "head_dim": None if has_default_width else width // sub_heads_per_call_head,
+        "signal_heads": num_heads // noise_heads if shares_noise else None,
+    }
 
 
 def check_model(model: ModelConfig) -> None:
@@ -158,10 +148,7 @@ def config_json(config: Config, end_of_text: int) -> dict[str, Any]:
         **_description(model),
         "max_position_embeddings": longest_context(config),
         "initializer_range": model.init_std,
-        "use_cache": True,
-        "bos_token_id": None,  # nosec B105: a token of text, not a password
         "eos_token_id": end_of_text,
-        "pad_token_id": None,  # nosec B105
         "dtype": "float32",
     }
 

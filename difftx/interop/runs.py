@@ -290,11 +290,7 @@ def _check_published(model: ModelConfig, format_: Format) -> None:
             raise UserError(f"model.{name}={value}: other formats learn λ, with the λ_init and factors of the paper")
     if model.architecture == "diff" and model.head_norm not in ("rms", "rms_affine"):
         raise UserError(f"model.head_norm={model.head_norm!r}: other formats normalise each differential head")
-    if (bits := model.attention_logit_bits) is not None:
-        raise UserError(f"model.attention_logit_bits={bits}: other formats do not quantise logits")
-    if (bits := model.attention_operand_bits) is not None:
-        raise UserError(f"model.attention_operand_bits={bits}: other formats do not quantise attention")
-    names = ("qk_norm", "window", "logit_soft_cap", "mup_base_width")
+    names = ("attention_logit_bits", "attention_operand_bits", "qk_norm", "window", "logit_soft_cap", "mup_base_width")
     if format_ == "official" or model.architecture == "diff":
         names += ("attention_bias",)  # DiffLlama would also have a bias of W_O.
     if format_ == "official":

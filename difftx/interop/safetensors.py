@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from difftx.errors import UserError
-from difftx.files import write_atomically
+from difftx.files import open_file, write_atomically
 from difftx.json_files import read_json, schema_error
 from difftx.training.checkpoint.weights import Streamed
 
@@ -81,7 +81,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
 
 def _read_header(file: Path) -> dict[str, Tensor]:
     size = file.stat().st_size
-    with file.open("rb") as stream:
+    with open_file(file) as stream:
         length = int.from_bytes(stream.read(8), "little")
         text = stream.read(length) if 8 + length <= size and length <= MAX_HEADER_BYTES else b""
     try:

@@ -36,6 +36,9 @@ CL100K = "cl100k_base"
 QWEN = "qwen2"  # A model type of transformers.
 # Pre-tokenizers of Qwen 2: cl100k_base's pattern, but each digit is a piece of its own.
 QWEN_SPLIT = [SPLIT | {"pattern": {"Regex": PATTERN.replace("{1,3}", "")}}, BYTE_LEVEL]
+GENERATION = "generation_config.json"
+# Settings that `export_tokenizer` writes. Others, such as a chat template, need the copied files.
+SETTINGS = {"tokenizer_class", "eos_token", "model_max_length", "clean_up_tokenization_spaces"}
 COPY = "tokenizer"  # Folder of a run directory with the files of an imported model's tokenizer.
 TOKENIZER_SCHEMA = {
     "model": {"type": str, "vocab": {str: int}, "merges": list},
@@ -89,14 +92,15 @@ def import_tokenizer(
     written to `folder`, which is later renamed to `out`, or the tokenizer's files are copied there. If neither is
     possible, the value is `name`. If `end_of_text` is set, the files must be a tokenizer with this end-of-text token.
     """
-    read_settings(source)  # Raises `UserError` if the settings name code, even where the settings are not used below.
+    settings = read_settings(source)
     final_folder = out if is_bucket(out) else out.absolute()
     if not has_tokenizer(source):
         note = (
             f"tokenizer: {source} has no {TOKENIZER} or {MODEL}; data.tokenizer={name!r} stays, and must be the model's"
         )
         return name, load_tokenizer(name, end_of_text=end_of_text), note
-    if end_of_text is None and (source / TOKENIZER).is_file():
+    is_plain = settings.keys() <= SETTINGS and settings.get("eos_token", END_OF_TEXT) == END_OF_TEXT
+    if end_of_text is None and is_plain and (source / TOKENIZER).is_file():
         theirs = read_json(source / TOKENIZER)
         if schema_error(theirs, TOKENIZER_SCHEMA) is None and theirs.get("normalizer") is None:
             for known in (BYTES, name):
@@ -121,7 +125,18 @@ def import_tokenizer(
         return name, load_tokenizer(name), note
     _copy_files(tokenizer, folder / COPY)
     kept = str(final_folder / COPY)
-    return kept, tokenizer, f"tokenizer: copied, data.tokenizer={kept!r}"
+    return kept, tokenizer, f"tokenizer: copied, data.tokenizer={kept!r}{_other_ends(source, tokenizer)}"
+
+
+def _other_ends(source: Path, tokenizer: Tokenizer) -> str:
+    """Return a sentence on the tokens at which transformers ends texts, if difftx's end of text is not the only one."""
+    found, end = read_object(source / GENERATION).get("eos_token_id"), tokenizer.eot_token
+    ends = [id_ for id_ in (found if isinstance(found, list) else [found]) if id_ in range(tokenizer.n_vocab)]
+    names = [repr(tokenizer.decode([id_])) for id_ in (*ends, end)]
+    note = (
+        f". {GENERATION} ends texts at {', '.join(names[:-1])}, but difftx ends them at {names[-1]}; to change that, "
+    )
+    return f"{note}import again with --config.data.end_of_text=NAME" if {*ends} - {end} else ""
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -176,10 +191,8 @@ def _splits_as_qwen(content: Mapping[str, Any]) -> bool:
     """Return whether a tokenizer.json with this content normalizes and splits texts as Qwen 2's does."""
     steps = (content.get("pre_tokenizer") or {}).get("pretokenizers", [])
     # trim_offsets changes no token ids.
-    same_split = [step | {"trim_offsets": True} for step in steps] == [
-        step | {"trim_offsets": True} for step in QWEN_SPLIT
-    ]
-    return content.get("normalizer") == {"type": "NFC"} and same_split
+    theirs, ours = ([step | {"trim_offsets": True} for step in part] for part in (steps, QWEN_SPLIT))
+    return content.get("normalizer") == {"type": "NFC"} and theirs == ours
 
 
 def _is_convertible(name: str) -> bool:
@@ -212,13 +225,14 @@ def _text(value: bytes) -> str:
 
 
 def _parts(raw: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the parts of a tokenizer.json that determine the token ids of a text."""
+    """Return the parts of a tokenizer.json that determine the token ids of a text, with those before and after it."""
     model = raw["model"]
     # Older files write "left right" instead of ["left", "right"].
     merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-    added = {token["content"]: token["id"] for token in raw["added_tokens"]}
+    added = {token["content"]: token for token in raw["added_tokens"]}  # With flags, such as "special".
     vocabulary = {token: rank for token, rank in model["vocab"].items() if token not in added}
-    return model["type"], vocabulary, merges, added, raw.get("pre_tokenizer")
+    processor = raw.get("post_processor") or {"type": "ByteLevel"}  # This type changes no ids.
+    return model["type"], vocabulary, merges, added, raw.get("pre_tokenizer"), processor["type"]
 
 
 def _ranks(vocabulary: dict[str, int]) -> str:

@@ -143,7 +143,7 @@ def broadcast_to_tokens(value: jax.Array, q_BTHGd: jax.Array) -> jax.Array:
 
     A value that has the shape `[B, T, H]` keeps its sharding.
     """
-    value = value.astype(jnp.promote_types(value.dtype, jnp.float32))
+    value = value.astype(np.promote_types(value.dtype, jnp.float32))
     if value.ndim == 3:
         return value
     if not is_explicit_mesh():

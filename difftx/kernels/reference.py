@@ -7,6 +7,7 @@ Tests compare all other backends with this module.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from difftx.kernels.context import SequenceSharding
 from difftx.kernels.weight_functions import WeightFunction
@@ -44,7 +45,7 @@ def _logits(
     sharding: SequenceSharding | None = None,
 ) -> jax.Array:
     """Return the logits Q Kᵀ / √d of each group, `[B, H, G, T, S]`, minus infinity for masked keys."""
-    dtype = jnp.promote_types(q_BTHGd.dtype, jnp.float32)
+    dtype = np.promote_types(q_BTHGd.dtype, jnp.float32)
     k_BSHGd = jnp.repeat(k_BSKGd, q_BTHGd.shape[2] // k_BSKGd.shape[2], axis=2).astype(dtype)
     logits_BHGTS = jnp.einsum("BTHGd,BSHGd->BHGTS", q_BTHGd.astype(dtype), k_BSHGd) * q_BTHGd.shape[-1] ** -0.5
     query_S1, key_1S = jnp.arange(k_BSKGd.shape[1])[:, None], jnp.arange(k_BSKGd.shape[1])[None, :]

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from difftx.kernels.backend import ShardedArrays, pad_to
 from difftx.kernels.context import SequenceSharding
@@ -118,7 +119,7 @@ def weighted_attention(
     B, T, H = q_BTHGd.shape[:3]
     K, dtype = k_BSKGd.shape[2], v_BSKE.dtype
     # Autodiff sums the gradients of keys and values over chunks, in the dtype that k and v have outside of the loop.
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = np.promote_types(dtype, jnp.float32)
     k_BSKGd, v_BSKE = k_BSKGd.astype(wide), v_BSKE.astype(wide)
 
     @jax.checkpoint

@@ -6,10 +6,12 @@ import json
 import math
 import re
 import shlex
-import string
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
+
+import jinja2
+import jinja2.meta
 
 from difftx.config.data import STDLIB, SYNTHETIC
 from difftx.config.recipes import is_name, split_spec
@@ -21,6 +23,10 @@ TEMPLATES = Path(__file__).with_name("templates")
 ROOT = Path(__file__).parents[2]
 GRACE_SECONDS = 120  # Time between the signal of a preemption and the end of a job, in the templates.
 MAX_NAME_CHARACTERS = 40  # Maximum length of a JobSet's name: a pod's host name adds suffixes, up to 63 characters.
+JINJA = jinja2.Environment(  # nosec B701
+    undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+)
+COMPUTED = {"name", "command", "here", "output", "label", "stop"}  # Variables of templates that are not settings.
 COUNTS = {"nodes", "gpus", "cpus", "slices", "hosts", "chips", "restarts"}  # Settings with integer values, not quoted.
 
 
@@ -70,20 +76,24 @@ def write_jobs(name: str, points: Sequence[SweepPoint], out: AnyPath, settings: 
     """
     if name not in LAUNCHERS:
         raise UserError(f"--launcher={name}: no such launcher.{did_you_mean(name, LAUNCHERS)}")
-    launcher = LAUNCHERS[name]
-    template = _template(launcher, out, settings)
-    _check_settings(name, template, settings, in_bucket=is_bucket(out))
+    launcher, text = LAUNCHERS[name], (TEMPLATES / LAUNCHERS[name].template).read_text()
+    _check_settings(name, jinja2.meta.find_undeclared_variables(JINJA.parse(text)), settings, in_bucket=is_bucket(out))
     for point in points:
         _check_config(launcher, point, settings)
     quoted = {setting: value if setting in COUNTS else launcher.quote(value) for setting, value in settings.items()}
-    values = [_values(launcher, template, point, out, settings) for point in points]
-    _check_labels(values)
-    texts = {run["name"]: template.substitute(quoted, **run) for run in values}
+    values = {point.name: _values(launcher, point, out, settings) for point in points}
+    labels: dict[str, str] = {}
+    for run, computed in values.items():
+        if "label" in computed and (other := labels.setdefault(computed["label"], run)) != run:
+            raise UserError(
+                f"the runs {other!r} and {run!r}: both jobs would be named {computed['label']!r}; write one of them in "
+                "a sweep of its own, and change the name in its job file"
+            )
     folder = _job_folder(out)
     folder.mkdir(parents=True, exist_ok=True)
-    for run, text in texts.items():
+    for run, computed in values.items():
         file = folder / f"{run}{Path(launcher.template).suffix}"
-        file.write_text(text)
+        file.write_text(JINJA.from_string(text).render(quoted | computed))
         print(f"{launcher.submit} {shlex.quote(str(file))}")
 
 
@@ -91,26 +101,13 @@ def _job_folder(out: AnyPath) -> Path:
     return Path("jobs", str(out).replace("://", "/")) if is_bucket(out) else out / "jobs"
 
 
-def _template(launcher: Launcher, out: AnyPath, settings: Mapping[str, str]) -> string.Template:
-    """Return a template without the blocks that the job does not need: a run in a bucket needs no shared volume."""
-    text = (TEMPLATES / launcher.template).read_text()
-    unneeded = []
-    if is_bucket(out):
-        unneeded.append("shared volume")
-    if "spot" not in settings:
-        unneeded.append("spot")
-    for block in unneeded:
-        text = re.sub(rf"(?ms)^ *# begin: {block}\n.*?# end: {block}\n", "", text)
-    return string.Template(re.sub(r"(?m)^ *# (begin|end): .*\n", "", text))
-
-
-def _check_settings(name: str, template: string.Template, settings: Mapping[str, str], *, in_bucket: bool) -> None:
-    """Raise `UserError` unless the settings are valid and exactly those that the launcher requires."""
-    wanted = {*template.get_identifiers()} - {"name", "command"}
-    if LAUNCHERS[name].local_files:
-        wanted -= {"directory", "output"}
-    else:
-        wanted = wanted - {"label", "stop"} | (set() if in_bucket else {"mount"})
+def _check_settings(name: str, variables: set[str], settings: Mapping[str, str], *, in_bucket: bool) -> None:
+    """Raise `UserError` unless the settings are valid and exactly those that the launcher and its template require."""
+    wanted = variables - COMPUTED
+    if in_bucket:  # A run in a bucket needs no shared volume.
+        wanted -= {"mount", "claim"}
+    elif not LAUNCHERS[name].local_files:
+        wanted |= {"mount"}
     for setting, value in settings.items():
         if setting not in wanted:
             raise UserError(f"--set {setting}=…: {name} asks for no such thing.{did_you_mean(setting, wanted)}")
@@ -119,7 +116,7 @@ def _check_settings(name: str, template: string.Template, settings: Mapping[str,
             raise UserError(f"--set {setting}={value}: not a count; write an integer")
         if setting == "spot" and value != "true":  # The label of GKE has no other value.
             raise UserError(f"--set spot={value}: write spot=true, or leave it out")
-    if missing := sorted(wanted - settings.keys()):
+    if missing := sorted(wanted - settings.keys() - {"spot"}):
         raise UserError(f"--launcher={name}: give --set {' '.join(f'{m}=…' for m in missing)}; see docs/operations.md")
 
 
@@ -143,17 +140,15 @@ def _check_config(launcher: Launcher, point: SweepPoint, settings: Mapping[str, 
             raise UserError(f"run {point.name}: data.path={path}: the pods would not have it; give a path {where}")
 
 
-def _values(
-    launcher: Launcher, template: string.Template, point: SweepPoint, out: AnyPath, settings: Mapping[str, str]
-) -> dict[str, str]:
-    """Return the values of the template's other placeholders, which are not settings, quoted for its language."""
+def _values(launcher: Launcher, point: SweepPoint, out: AnyPath, settings: Mapping[str, str]) -> dict[str, str]:
+    """Return the values of the variables in `COMPUTED` that the template may use, quoted for its language."""
     if launcher.local_files:
         here = Path.cwd()
         workdir = out / point.name if is_bucket(out) else here / out / point.name
         command = [sys.executable, "-m", "difftx", "train", *point.flags(workdir)]
         # sbatch replaces %j by the job's id and %% by %.
         output = str(here / _job_folder(out) / point.name).replace("%", "%%") + "-%j.out"
-        values = {"directory": shlex.quote(str(here)), "output": launcher.quote(output)}
+        values = {"here": shlex.quote(str(here)), "output": launcher.quote(output)}
     else:
         workdir = out / point.name if is_bucket(out) else PurePosixPath(settings["mount"]) / out / point.name
         if not is_bucket(out) and not workdir.is_relative_to(settings["mount"]):
@@ -165,7 +160,7 @@ def _values(
         escaped = re.sub(r"([][\\.^$*+?(){}|])", r"\\\1", str(workdir))
         stop = f"pkill -TERM -f {shlex.quote(f'python train.py .*--workdir={escaped}( |$)')}"
         values = {"stop": shlex.quote(stop)}
-        if "label" in template.get_identifiers():
+        if launcher.quote is _yaml:
             # Kubernetes requires lower-case letters, digits and hyphens, of which a letter comes first (RFC 1035).
             label = re.sub(r"[^a-z0-9]+", "-", point.name.lower()).strip("-")
             values["label"] = label = label if label[:1].isalpha() else f"run-{label}"
@@ -177,18 +172,6 @@ def _values(
     if launcher.quote is _yaml:
         shell = shell.replace("$", "$$")  # Kubernetes expands $(NAME) in a container's arguments, and replaces $$ by $.
     return {"name": point.name, "command": shell, **values}
-
-
-def _check_labels(values: Sequence[Mapping[str, str]]) -> None:
-    """Raise `UserError` if two runs have equal labels, with which the second job would replace the first one."""
-    runs: dict[str, str] = {}
-    for run in values:
-        name = run["name"]
-        if "label" in run and (other := runs.setdefault(run["label"], name)) != name:
-            raise UserError(
-                f"the runs {other!r} and {name!r}: both jobs would be named {run['label']!r}; write one of them in a "
-                "sweep of its own, and change the name in its job file"
-            )
 
 
 def _check_printable(what: str, texts: Iterable[str]) -> None:

@@ -54,7 +54,8 @@ class RunStatus:
     exit_code: int | None = None  # Exit code of the last process, which is -N if signal N killed it.
     error: str = ""
     step: int = 0  # Newest step in metrics.jsonl.
-    loss: float | None = None  # Training loss at that step, in nats per token.
+    train_loss: float | None = None  # Loss of the batch of that step, in nats per token.
+    valid_loss: float | None = None  # Newest result of the suite "loss" during training, in nats per token.
     tokens_per_second: float | None = None  # Median over the newest attempt's rows.
 
     @property
@@ -67,10 +68,12 @@ class RunStatus:
         return self.workdir / "checkpoints" / str(self.steps)
 
     def refresh(self) -> None:
-        """Update step, loss and tokens/s from the newest rows of metrics.jsonl."""
-        rows = [row for row in read_newest_metrics(self.workdir / "metrics.jsonl") if row["split"] == "train"]
-        if rows:
-            self.step, self.loss = rows[-1]["step"], rows[-1]["loss"]
+        """Update step, losses and tokens/s from the newest rows of metrics.jsonl."""
+        newest = read_newest_metrics(self.workdir / "metrics.jsonl")
+        for row in newest:
+            self.valid_loss = row.get("loss") if row.get("suite") == "loss" else self.valid_loss
+        if rows := [row for row in newest if row["split"] == "train"]:
+            self.step, self.train_loss = rows[-1]["step"], rows[-1]["loss"]
             attempt = [row for row in rows if row["attempt"] == rows[-1]["attempt"]]
             self.tokens_per_second = statistics.median(row["tokens_per_second"] for row in attempt)
 
@@ -99,7 +102,7 @@ class RunStatus:
         return [change for change in changes if change.has(Effect.EVALUATION)]
 
     def cells(self) -> list[str]:
-        """Return the run's row of the table: name, state, step, loss, tokens/s, time left, error."""
+        """Return the run's row of the table: name, state, step, losses, tokens/s, time left, error."""
         rate = self.tokens_per_second
         left = ""
         if rate and self.state == "running":
@@ -109,7 +112,7 @@ class RunStatus:
             self.point.name,
             self.state if self.state != "failed" else f"failed ({self.exit_code})",
             f"{self.step}/{self.steps}",
-            "" if self.loss is None else f"{self.loss:.4f}",
+            *("" if loss is None else f"{loss:.4f}" for loss in (self.train_loss, self.valid_loss)),
             "" if rate is None else f"{rate:,.0f}",
             left,
             printable(self.error),
@@ -240,8 +243,9 @@ class Sweep:
         self._live.update(self._table(), refresh=True)
         now = time.monotonic()
         if not sys.stdout.isatty() and (is_new_state or now - self._printed > PLAIN_LINE_SECONDS):
-            name, state, steps, loss, rate, left, error = status.cells()
-            numbers = loss and f"loss {loss}", rate and f"{rate} tokens/s", left and f"{left} left"
+            name, state, steps, train, valid, rate, left, error = status.cells()
+            losses = train and f"train loss {train}", valid and f"valid loss {valid}"
+            numbers = *losses, rate and f"{rate} tokens/s", left and f"{left} left"
             print(*filter(None, (name, state, steps, *numbers, error)), sep="  ", flush=True)
             self._printed = now
 
@@ -249,7 +253,7 @@ class Sweep:
         table = rich.table.Table()
         for title in ("run", "state"):
             table.add_column(title, no_wrap=True)
-        for title in ("step", "loss", "tokens/s", "left"):
+        for title in ("step", "train loss\n(one batch)", "valid loss", "tokens/s", "left"):
             table.add_column(title, justify="right", no_wrap=True)
         table.add_column("error", overflow="fold")
         for status in self._statuses:

@@ -87,7 +87,7 @@ def _pooled_arms(runs: Sequence[RunRecord]) -> list[str]:
 def _is_one_point(first: RunRecord, second: RunRecord) -> bool:
     """Return whether two runs have about as many parameters and tokens."""
     sizes = [count_parameters(run.config.model).total for run in (first, second)]
-    tokens = [run.steps * run.config.train.global_batch_tokens for run in (first, second)]
+    tokens = [run.tokens_after([run.steps])[0] for run in (first, second)]
     return all(max(pair) <= EQUAL_SIZES * min(pair) for pair in (sizes, tokens))
 
 
@@ -104,8 +104,7 @@ def _points_of_run(run: RunRecord, metric: Metric) -> tuple[list[LossPoint], str
     rows = [row for row in run.evaluations(metric) if row[metric] > 0 and row["step"] > 0]
     architecture, size = run.config.model.architecture, float(count_parameters(run.config.model).total)
     points = []
-    for row in rows:
-        tokens = float(row["step"] * run.config.train.global_batch_tokens)
+    for row, tokens in zip(rows, run.tokens_after([row["step"] for row in rows]), strict=True):
         is_last = row is rows[-1] and row["step"] == run.steps
         points.append(LossPoint(architecture, size, tokens, row[metric], is_last))
     if points and points[-1].is_last:

@@ -69,7 +69,14 @@ class RunRecord:
     @property
     def tokens(self) -> int:
         """The number of training tokens up to the last logged step."""
-        return self.split("train")[-1]["step"] * self.config.train.global_batch_tokens
+        return self.split("train")[-1]["tokens"]
+
+    def tokens_after(self, steps: Sequence[int]) -> list[float]:
+        """Return the number of training tokens after each step. The batches of one run may differ in size."""
+        rows = [{"step": 0, "tokens": 0}, *self.split("train")]
+        logged, tokens = ([row[name] for row in rows] for name in ("step", "tokens"))
+        later = np.maximum(np.subtract(steps, logged[-1]), 0) * self.config.train.global_batch_tokens
+        return (np.interp(steps, logged, tokens) + later).tolist()
 
     def split(self, name: str) -> list[dict[str, Any]]:
         """Return the rows of a split, such as "train", "valid" or "goodput"."""
@@ -125,7 +132,7 @@ class RunRecord:
         steps_of_row = np.maximum(np.diff(logged, prepend=start), 0)
         seconds = np.cumsum(steps_of_row * [row["step_seconds"] for row in rows])
         rate = flops_per_token(self.config.model, self.config.data.sequence_length, causal=False)
-        tokens = [float(step * self.config.train.global_batch_tokens) for step in steps]
+        tokens = self.tokens_after(steps)
         return {
             "steps": [float(step) for step in steps],
             "tokens": tokens,
@@ -265,7 +272,8 @@ def _read_run(workdir: AnyPath, name: str) -> RunRecord:
         print(printable(f"{path}: skipped {skipped} lines that are not metrics"))
     if not any(row["split"] == "train" for row in rows):
         raise UserError(f"{path}: no training steps in it yet")
-    entries = parse_json_lines(JsonLines(workdir / "journal.jsonl").content(), {"step": int, "event": object})
+    lines = JsonLines(workdir / "journal.jsonl").content()
+    entries = list(parse_json_lines(lines, {"step": int, "event": object}))
     return RunRecord(
         name=name,
         workdir=workdir,

@@ -157,7 +157,7 @@ def _owner(content: bytes) -> dict[str, Any] | None:
         if (owner := json.loads(content)["owner"]) is None:
             return None
         found = {name: owner[name] for name in ("id", "host", "machine", "pid", "start")}
-        return found | {"takeover_seconds": float(owner.get("takeover_seconds", 0))}  # Older locks have no such entry.
+        return found | {"takeover_seconds": float(owner["takeover_seconds"])}
     except (ValueError, KeyError, TypeError, AttributeError):
         # Not a lock. It is taken over if it stays like this.
         return UNKNOWN

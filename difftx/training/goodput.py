@@ -8,7 +8,7 @@ from typing import Any
 import rich.table
 
 from difftx.storage.paths import AnyPath
-from difftx.training.metrics import read_metrics
+from difftx.training.metrics import metrics_rows
 
 # Name of each section of the wall time → its label in the table.
 SECTIONS = {
@@ -57,7 +57,7 @@ class Goodput:
         """
         newest = kept = dict.fromkeys(SECTIONS, 0.0)  # The last goodput row, and the last one that is not after `step`.
         unaccounted, last_step = 0.0, 0  # Seconds of train rows since the last goodput row.
-        for row in read_metrics(metrics)[0]:
+        for row in metrics_rows(metrics):
             if row["split"] == "goodput":
                 numbers: dict[str, Any] = {name: row.get(f"{name}_seconds") for name in SECTIONS}
                 if not all(isinstance(number, int | float) for number in numbers.values()):

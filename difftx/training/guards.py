@@ -114,8 +114,8 @@ class GuardJournal:
     """The file `<workdir>/journal.jsonl`, with an entry per rewind or stop. Only the primary process writes it."""
 
     def __init__(self, workdir: AnyPath, require_lock: Callable[[], None] = lambda: None):
-        """Read the file. `require_lock` raises an error if this process has lost the lock of the run."""
-        self._file, self.require_lock = JsonLines(workdir / "journal.jsonl"), require_lock
+        """Read the file. `require_lock` is that of the `Run`."""
+        self._file, self.require_lock = JsonLines(workdir / "journal.jsonl", require_lock), require_lock
         self.entries: list[dict[str, Any]] = []
         lines = parse_json_lines(self._file.content())
         for number, entry in enumerate(map(without_sha256, lines), start=1):
@@ -134,7 +134,6 @@ class GuardJournal:
             self._write()
 
     def _write(self) -> None:
-        self.require_lock()
         self._file.rewrite(map(with_sha256, self.entries))
 
     def add_rewind(self, rewind: Rewind, step: int, examples: int, attempt: int, pinned: dict[str, Any]) -> None:
@@ -154,8 +153,7 @@ class GuardJournal:
         """
         if (entry := self._last_rewind(step, guard)) is None:
             return
-        before = entry.get("kept", {})
-        pairs = {name: (before[name], value) for name, value in pinned.items() if name in before}
+        pairs = {name: (entry["kept"].get(name), value) for name, value in pinned.items()}
         changes = [f"{name}: {shown(old)} → {shown(new)}" for name, (old, new) in pairs.items() if old != new]
         if step == 0 and changes:
             raise UserError(
@@ -237,10 +235,6 @@ def rewind_target(newest_first: Iterable[int], first_bad: int, earliest: int, *,
 
 def _is_valid(entry: dict[str, Any]) -> bool:
     if entry.get("event") == "rewind":
-        shape = {"step": int, "rewinds": int, "skipped_examples": [int]}
-        return (
-            schema_error(entry, shape) is None
-            and len(entry["skipped_examples"]) == 2
-            and isinstance(entry.get("kept", {}), dict)
-        )
+        shape = {"step": int, "rewinds": int, "skipped_examples": [int], "kept": dict}
+        return schema_error(entry, shape) is None and len(entry["skipped_examples"]) == 2
     return "event" in entry

@@ -3,20 +3,22 @@
 import contextlib
 import dataclasses
 import functools
+import json
 import re
-import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import rich
 
 from difftx.data.loader import Loader
 from difftx.errors import EXIT_PREEMPTED
 from difftx.model.flops import PEAK_FLOPS, flops_per_token
 from difftx.parallel.heartbeat import Monitor
-from difftx.parallel.multihost import Interrupt, barrier, decide_on_primary, is_primary, print_on_primary
+from difftx.parallel.multihost import Interrupt, agree, barrier, decide_on_primary, is_primary, print_on_primary
 from difftx.progress import Advance, Work
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket
@@ -31,61 +33,39 @@ from difftx.training.run import Run
 from difftx.training.state import Metrics, make_train_step
 
 PROGRESS_LABEL = "{what} {done}/{total}"
+# Path in `evals/` of a suite's result, journal (in a bucket, with parts) or figure, of a step.
+RESULT_FILE = re.compile(r"[^/]+/(\d+)(\.ema)?(\.json|(\.\w+)?\.items\.jsonl(\.parts/.+)?|/[^/]+\.(png|svg))")
 PROGRESS_LINE = "{what} {done}/{total}  {text}  {seconds:.0f} s left"
-
-
-class Evaluate(Protocol):
-    """A function that evaluates the parameters of a step during training, such as `difftx.evals.evaluate`."""
-
-    def __call__(
-        self, run: Run, params: Any, step: int, suites: Sequence[str], work: Work, weights: str, /
-    ) -> Mapping[str, Any]:
-        """Return a `difftx.evals.result.Result` per suite. All processes call this.
-
-        `work` displays progress, and `weights` is the identity of `params`, as `Checkpointer.weights_id` returns it.
-        """
-        ...
-
-
-class Exports(Protocol):
-    """Functions that export the checkpoint of a step, such as those of the module `difftx.interop.exports`."""
-
-    def write(self, run: Run, step: int, /) -> str:
-        """Export, and return a message for the user. All processes call this after the checkpoint has been saved."""
-        ...
-
-    def exists(self, run: Run, step: int, /) -> bool:
-        """Return whether the step's export is complete and of the step's checkpoint. All processes call this."""
-        ...
 
 
 def train(
     run: Run,
-    evaluate: Evaluate,
-    exports: Exports | None = None,
+    evaluate: Callable[..., Mapping[str, Any]],
+    exports: ModuleType | None = None,
     *,
     began: float | None = None,
     allow_config_change: bool = False,
 ) -> int:
     """Train from the newest checkpoint, or from the start, to the last step, and return the exit code.
 
-    `evaluate` is called every `eval.every_steps`, and `exports.write` every `checkpoint.export_every_steps`. `began` is
-    the result of `time.perf_counter()` at the start of the process. The exit code is `EXIT_PREEMPTED` after a signal,
-    and `EXIT_FAILED` after too many bad steps. Raise `RunError` if a device has no more memory.
+    `evaluate` is `difftx.evals.evaluate`, called every `eval.every_steps`, and `exports` the module
+    `difftx.interop.exports`, used every `checkpoint.export_every_steps`. They are arguments, because these packages
+    import this one. `began` is the result of `time.perf_counter()` at the start of the process. The exit code is
+    `EXIT_PREEMPTED` after a signal, and `EXIT_FAILED` after too many bad steps. Raise `RunError` if a device has no
+    more memory.
     """
     interrupt = Interrupt()
     try:
         run.check_records()
-        with run.lock() as require_lock, Monitor(run.config.multihost) as monitor, jax.set_mesh(run.mesh):
+        with run.lock() as run, Monitor(run.config.multihost) as monitor, jax.set_mesh(run.mesh):
             session = Session(
                 run=run,
                 evaluate=evaluate,
                 exports=exports,
                 train_step=jax.jit(make_train_step(run.config), donate_argnums=0),
-                journal=GuardJournal(run.workdir, require_lock),
+                journal=GuardJournal(run.workdir, run.require_lock),
                 interrupt=interrupt,
                 monitor=monitor,
-                require_lock=require_lock,
                 allow_config_change=allow_config_change,
             )
             outcome = Attempt(session, Goodput(time.perf_counter() if began is None else began)).train()
@@ -105,13 +85,12 @@ class Session:
     """The objects that all attempts at training in this process share."""
 
     run: Run
-    evaluate: Evaluate
-    exports: Exports | None
+    evaluate: Callable[..., Mapping[str, Any]]
+    exports: ModuleType | None
     train_step: jax.stages.Wrapped  # The result of `make_train_step`, jitted.
     journal: GuardJournal
     interrupt: Interrupt
     monitor: Monitor
-    require_lock: Callable[[], None]  # Raises an error if this process has lost the lock of the run.
     allow_config_change: bool
 
 
@@ -141,7 +120,7 @@ class Attempt:
             session.journal.add_rewind(rewind, self._start, examples, self._writer.attempt, pinned)
         session.journal.resume(self._start, self._guard, self._loader)
         self._first_example = self._loader.state()["examples"]
-        barrier("start", self._barrier_timeout)
+        require_equal_replicas(self._state.params, "start", self._barrier_timeout)
 
     def _open_objects(self) -> None:
         """Open the checkpoints and the data of the run, and create the guard. `_restore` sets their states."""
@@ -150,7 +129,8 @@ class Attempt:
             run.workdir,
             config.checkpoint,
             save_seconds=self._barrier_timeout,
-            require_lock=self._session.require_lock,
+            require_lock=run.require_lock,
+            run_id=run.run_id,
         )
         self._loader = Loader(
             run.data.examples,
@@ -183,15 +163,21 @@ class Attempt:
         """Write the files of the run, and open those of the metrics without the steps after the start."""
         session, config, workdir = self._session, self._config, self._session.run.workdir
         if is_primary():
-            session.require_lock()
+            session.run.require_lock()
             session.run.write_files(self._source_weights)
             # Read goodput before the writer is created, because the writer deletes the rows of later steps.
             self._goodput.resume(workdir / "metrics.jsonl", self._start)
         self._writer = MetricsWriter(
-            workdir, config.logging, self._start, enabled=is_primary(), require_lock=session.require_lock
+            workdir,
+            config.logging,
+            self._start,
+            enabled=is_primary(),
+            require_lock=session.run.require_lock,
+            run_id=session.run.run_id,
+            run_config=json.loads(config.to_json()),
         )
         if is_primary():
-            session.require_lock()
+            session.run.require_lock()
             remove_later_evaluations(workdir, self._start)
         self._tracer = StepTracer(workdir, config.logging, enabled=is_primary())
 
@@ -223,6 +209,7 @@ class Attempt:
             # The last step is saved even if it is bad, because a run is finished once it has that step's checkpoint.
             should_save = self._guard.last_step_is_good or (self._step == steps and self._guard.tripped is None)
             if should_save:
+                require_equal_replicas(self._state.params, "last checkpoint", self._barrier_timeout)
                 self._checkpointer.save_and_wait(self._state, self._data_state(), config)
                 interrupt.ignore_further_signals()
             self._checkpointer.close()
@@ -247,7 +234,7 @@ class Attempt:
             self._state, metrics = self._session.train_step(self._state, batch)
         self._step += 1
         self._session.monitor.beat(self._step)
-        reporter.push(self._step, metrics, data_wait)
+        reporter.push(self._step, metrics, self._loader.tokens, data_wait)
         self._tracer.stop_after_last(self._step, reporter.wait)
         self._checkpointer.record_finished_save()
 
@@ -260,7 +247,7 @@ class Attempt:
             work = Work(enabled=False, on_advance=functools.partial(session.monitor.beat, step))
             suites = self._config.eval.suites if self._guard.tripped is None else ()
             weights = self._checkpointer.weights_id(step)
-            session.require_lock()
+            session.run.require_lock()
             try:
                 results = session.evaluate(session.run, self._state.params, step, suites, work, weights)
             except Exception:
@@ -288,7 +275,7 @@ class Attempt:
             )
 
     def _save(self, reporter: "Reporter") -> None:
-        barrier(f"checkpoint of step {self._step}", self._barrier_timeout)
+        require_equal_replicas(self._state.params, f"checkpoint of step {self._step}", self._barrier_timeout)
         # Flush before the save, so that metrics.jsonl has all steps up to the checkpoint.
         reporter.flush()
         self._write_goodput()
@@ -299,7 +286,7 @@ class Attempt:
                 self._checkpointer.save(self._state, self._data_state(), self._config)
         reporter.restart_clock()
 
-    def _exports_of_step(self) -> Exports | None:
+    def _exports_of_step(self) -> ModuleType | None:
         """Return the functions that export this step's checkpoint, or None if the step has no export."""
         every_steps = self._config.checkpoint.export_every_steps
         is_exported = every_steps is not None and self._step > 0 and self._step % every_steps == 0
@@ -357,6 +344,22 @@ class Attempt:
         return row
 
 
+@jax.jit
+def _sum_of_bits(params: Any) -> jax.Array:
+    """Return the sum of float32 arrays as integers, modulo 2³². Each replica computes its own."""
+    return jnp.sum(jnp.stack([jnp.sum(jax.lax.bitcast_convert_type(x, jnp.uint32)) for x in jax.tree.leaves(params)]))
+
+
+def require_equal_replicas(params: Any, when: str, timeout_seconds: float) -> None:
+    """Wait for all processes, and raise `UserError` in all of them if they have different replicas of the parameters.
+
+    XLA assumes that replicas are equal, and never compares them.
+    """
+    if jax.process_count() > 1:
+        sums = sorted({int(shard.data) for shard in _sum_of_bits(params).addressable_shards})
+        agree(when, lambda: sums, lambda sums: {f"weights at the {when}, sum of bits": sums}, timeout_seconds)
+
+
 class Reporter:
     """A reporter of metrics.
 
@@ -375,20 +378,20 @@ class Reporter:
             if peak is not None
         }
         self._lambda_range = LambdaRange(read_newest_metrics(writer.path) if is_primary() else ())
-        self._pending: tuple[int, Metrics, float] | None = None
+        self._pending: tuple[int, Metrics, int, float] | None = None
         self._last = time.perf_counter()
 
-    def push(self, step: int, metrics: Metrics, data_wait: float) -> None:
-        """Report the previous step, and store the metrics of this one."""
+    def push(self, step: int, metrics: Metrics, tokens: int, data_wait: float) -> None:
+        """Report the previous step, and store the metrics of this one. `tokens` counts those of all steps so far."""
         self.flush()
-        self._pending = (step, metrics, data_wait)
+        self._pending = (step, metrics, tokens, data_wait)
 
     def flush(self) -> None:
         """Wait for the stored metrics, report them, and let the guard decide whether the step is bad."""
         if self._pending is None:
             return
-        (step, metrics, data_wait), self._pending = self._pending, None
-        row = self._row(step, jax.device_get(metrics), data_wait)
+        (step, metrics, tokens, data_wait), self._pending = self._pending, None
+        row = self._row(jax.device_get(metrics), tokens, data_wait)
         self._guard.observe(step, float(row["loss"]), skipped=bool(row["skipped"]))
         # Write a row for each bad step, whatever `logging.every_steps` is.
         is_logged = step % self._config.logging.every_steps == 0 or step == self._config.train.steps
@@ -401,7 +404,9 @@ class Reporter:
         speed = f"{row['tokens_per_second']:,.0f} tokens/s"
         self._advance(1, f"loss {row['loss']:.4f}  grad {row['grad_norm']:.2f}  {speed}")
         if row["skipped"]:
-            self._display.note(f"step {step}: loss {row['loss']}, gradient norm {row['grad_norm']}: update skipped")
+            empty = " (no token of the batch counts in the loss)" if row["grad_norm"] == 0 else ""
+            norms = f"loss {row['loss']}, gradient norm {row['grad_norm']}"
+            self._display.note(f"step {step}: {norms}: update skipped{empty}")
 
     def wait(self) -> None:
         """Wait until the devices have finished the last step."""
@@ -412,14 +417,13 @@ class Reporter:
         """Do not count the time until now in the duration of the next step."""
         self._last = time.perf_counter()
 
-    def _row(self, step: int, metrics: Mapping[str, Any], data_wait: float) -> dict[str, Any]:
+    def _row(self, metrics: Mapping[str, Any], tokens: int, data_wait: float) -> dict[str, Any]:
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
-        batch_tokens = self._config.train.global_batch_tokens
-        rate = batch_tokens / seconds
+        rate = self._config.train.global_batch_tokens / seconds
         return {
             **metrics,
-            "tokens": step * batch_tokens,
+            "tokens": tokens,
             "tokens_per_second": rate,
             "step_seconds": seconds,
             "data_wait_seconds": data_wait,
@@ -428,12 +432,20 @@ class Reporter:
 
 
 def remove_later_evaluations(workdir: AnyPath, step: int) -> None:
-    """Delete the results in `evals/` of steps after `step`, because these steps are trained again."""
-    if is_bucket(workdir):
-        evals = workdir / "evals"
-        names = [(name, re.match(r"[^/]+/(\d+)", name)) for name in objects.list_below(evals)]
-        objects.delete(evals / name for name, found in names if found and int(found[1]) > step)
-        return
-    for path in workdir.glob("evals/*/*"):
-        if (found := re.match(r"\d+", path.name)) and int(found[0]) > step:
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    """Delete the results in `evals/` of steps after `step`, because these steps are trained again.
+
+    Files of other names, and files behind links, are not difftx's.
+    """
+    evals = workdir / "evals"
+    if is_bucket(evals):
+        names = objects.list_below(evals)
+    else:
+        names = [(folder / name).relative_to(evals).as_posix() for folder, _, files in evals.walk() for name in files]
+    later = [name for name in names if (found := RESULT_FILE.fullmatch(name)) and int(found[1]) > step]
+    if is_bucket(evals):
+        objects.delete(evals / name for name in later)
+    elif not evals.is_symlink():
+        for name in later:
+            (evals / name).unlink()
+            with contextlib.suppress(OSError):  # A folder of figures is deleted with its last figure.
+                (evals / name).parent.rmdir()

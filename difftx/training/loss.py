@@ -80,7 +80,8 @@ def _weighted_loss_backward(logit_soft_cap, z_loss, residuals, dsums):
     dx_BTD, dtable_VD, dweight_BT = residuals
     dloss, _ = dsums
     no_grad = np.zeros(dweight_BT.shape, jax.dtypes.float0)
-    return (dx_BTD * dloss).astype(dx_BTD.dtype), dtable_VD * dloss, no_grad, dweight_BT * dloss
+    dx_scaled_BTD = (dx_BTD.astype(jnp.float32) * dloss).astype(dx_BTD.dtype)
+    return dx_scaled_BTD, dtable_VD * dloss, no_grad, dweight_BT * dloss
 
 
 weighted_loss.defvjp(_weighted_loss_forward, _weighted_loss_backward)
@@ -123,7 +124,7 @@ def _loss_and_gradients(x_BTD, table_VD, targets_BT, weight_BT, *, logit_soft_ca
         p_CV = jnp.exp(logits_CV - log_z_C[:, None])
         if z_loss:  # The derivative of log² Z is 2 log Z p.
             p_CV *= (1 + 2 * z_loss * log_z_C)[:, None]
-        dlogits_CV = (p_CV - is_target_CV) * arrays["weight"][:, None]
+        dlogits_CV = (p_CV - is_target_CV.astype(p_CV.dtype)) * arrays["weight"][:, None]
         if logit_soft_cap is not None:  # The derivative of c tanh(z / c) is 1 - tanh²(z / c).
             dlogits_CV *= 1 - (logits_CV / logit_soft_cap) ** 2
         dlogits_CV = dlogits_CV.astype(table_VD.dtype)

@@ -4,30 +4,27 @@ import collections
 import concurrent.futures
 import contextlib
 import errno
+import itertools
 import json
 import math
 import os
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from difftx.config import LoggingConfig
-from difftx.errors import RunError, UnreadableError, import_extra
-from difftx.files import resolved, upload
+from difftx.errors import RunError, UnreadableError
+from difftx.files import resolved
 from difftx.json_files import JsonLines, parse_json_lines
 from difftx.storage.paths import AnyPath, is_bucket
-from difftx.training.event_files import EventsWriter, directory_check, event_pb2, summary_pb2
 from difftx.training.lambda_range import LAMBDA_SPLIT
-
-if TYPE_CHECKING:
-    from etils import epath
+from difftx.training.trackers import TensorBoard, Trackers, WeightsAndBiases
 
 NEWEST_BYTES = 65_536
+LARGEST = sys.float_info.max
 ROW_FIELDS = {"split": str, "step": int, "attempt": int}  # Types of the fields of every row.
 # Split → types of the fields that its rows have in addition to `ROW_FIELDS`.
 SPLIT_FIELDS = {
@@ -43,8 +40,7 @@ class MetricsWriter:
 
     It first deletes the rows of earlier attempts for steps after `start_step`. It does nothing unless `enabled`.
 
-    In a bucket, a thread appends the rows, so that training does not wait for the store. TensorBoard's events are
-    collected in local files, which `flush` uploads.
+    In a bucket, a thread appends the rows, so that training does not wait for the store.
     """
 
     def __init__(
@@ -55,28 +51,33 @@ class MetricsWriter:
         *,
         enabled: bool = True,
         require_lock: Callable[[], None] = lambda: None,
+        run_id: str = "",
+        run_config: Mapping[str, Any] | None = None,
     ):
-        """Rewind the file. `require_lock` raises an error if this process has lost the lock of the run."""
+        """Rewind the file. `require_lock` raises an error if this process has lost the lock of the run.
+
+        `run_id` is the unique identifier of the run, and `run_config` are its fields, for Weights & Biases.
+        """
         self.path = workdir / "metrics.jsonl"
         self.attempt = 0
         self._file: BinaryIO | _Appender | None = None
-        self._tensorboard = self._wandb = self._uploads = None
         if not enabled:
             return
         require_lock()
-        log = JsonLines(self.path)
-        kept, self.attempt = self._rewind(log, start_step)
+        log, number = JsonLines(self.path), itertools.count()
+        log.rewrite(self._kept(log, start_step, number))
         self._file = _Appender(log, require_lock) if is_bucket(self.path) else self.path.open("ab", buffering=0)
+        makers: dict[str, Callable[[], Any]] = {}
         if config.tensorboard:
-            folder = workdir / "tensorboard"
-            if is_bucket(folder):
-                self._uploads = _Uploads(folder)
-                folder = self._uploads.local
-            self._tensorboard = _start_tensorboard(folder, start_step, self.attempt)
-        if config.wandb_project:
-            self._wandb = _start_wandb(config.wandb_project, workdir, self.attempt)
-            for row in kept:
-                self._wandb.log(_scalars(row), step=row["step"])
+            makers["TensorBoard"] = lambda: TensorBoard(workdir / "tensorboard", start_step, self.attempt)
+        if project := config.wandb_project:
+            name = "-".join(resolved(workdir).parts[-2:])[-100:]
+            options = {"project": project, "id": f"{run_id}-{self.attempt}", "name": f"{name}-{self.attempt}"}
+            options |= {"group": name, "config": run_config, "settings": {"console": "off", "x_stats_pid": os.getpid()}}
+            options["dir"] = tempfile.gettempdir() if is_bucket(workdir) else str(workdir)
+            rows = ((row["step"], _scalars(row)) for row in itertools.islice(metrics_rows(self.path), next(number)))
+            makers["Weights & Biases"] = lambda: WeightsAndBiases(options, rows)
+        self._trackers = Trackers(makers)
 
     def write(self, split: str, step: int, values: Mapping[str, Any]) -> None:
         """Write one row without buffering. The values are numbers or lists of numbers."""
@@ -85,56 +86,39 @@ class MetricsWriter:
         numbers = {name: _plain(value) for name, value in values.items()}
         row = {"split": split, "step": step, "attempt": self.attempt, **numbers}
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
-        scalars = _scalars(row)
         try:
             if self._file.write(line) != len(line):  # A full disk may shorten a write without an error.
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            if self._tensorboard:
-                shown = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-                summary = summary_pb2.Summary(value=shown)
-                self._tensorboard.write_event(event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
-                self._tensorboard.flush()
         except OSError as error:
-            self._abandon()
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
             raise RunError(
                 f"{self.path.parent}: the numbers of step {step} could not be written: {error.strerror}; make room, "
                 "then run the same command again"
             ) from error
-        if self._wandb:
-            self._wandb.log(scalars, step=step)
+        self._trackers.call("log", step, _scalars(row))
 
     def flush(self) -> None:
         """Return when all rows and events are on disk, or in the bucket."""
         if isinstance(self._file, _Appender):
             self._file.flush()
-        if self._uploads and self._tensorboard:
-            self._tensorboard.close()
-            self._uploads.upload()
-            self._tensorboard = self._uploads.next_file(self.attempt)
+        if self._file is not None:
+            self._trackers.call("flush")
 
     def close(self) -> None:
-        if self._file:
+        if self._file is not None:
             self._file.close()
-        if self._tensorboard:
-            self._tensorboard.close()
-        if self._uploads:
-            self._uploads.upload()
-        if self._wandb:
-            self._wandb.finish()
+            self._trackers.call("close")
 
-    def _abandon(self) -> None:
-        """Close the files without their unwritten data, so that nothing retries the failed write at exit."""
-        for file in filter(None, (self._file, self._tensorboard and self._tensorboard._py_recordio_writer)):
-            with contextlib.suppress(OSError):
-                file.close()
-        self._file = self._tensorboard = None
-
-    def _rewind(self, log: JsonLines, start_step: int) -> tuple[list[dict[str, Any]], int]:
-        """Delete the rows after `start_step`. Return the other rows, and this attempt's number, from 1."""
-        rows, _ = _parse_rows(log.content())
-        kept = [row for row in rows if row["step"] <= start_step]
-        log.rewrite(kept)
-        return kept, 1 + max((row["attempt"] for row in rows), default=0)
+    def _kept(self, log: JsonLines, start_step: int, number: Iterator[int]) -> Iterator[dict[str, Any]]:
+        """Yield the rows up to `start_step`, advance `number` per row, and set this attempt's number, from 1."""
+        for row in _parse_rows(log.content()):
+            self.attempt = max(self.attempt, 0 if row is None else row["attempt"])
+            if row is not None and row["step"] <= start_step:
+                next(number)
+                yield row
+        self.attempt += 1
 
 
 class _Appender:
@@ -178,49 +162,36 @@ class _Appender:
             self._error = error
 
 
-class _Uploads:
-    """Event files of TensorBoard in a local folder, each of which is uploaded once to a bucket."""
-
-    def __init__(self, folder: "epath.Path"):
-        self._folder, self._temporary, self._number = folder, tempfile.TemporaryDirectory(prefix="difftx-"), 0
-        self.local = Path(self._temporary.name)
-
-    def upload(self) -> None:
-        """Move all files to the bucket."""
-        for file in sorted(self.local.iterdir()):
-            upload(self._folder / file.name, file)
-            file.unlink()
-
-    def next_file(self, attempt: int) -> EventsWriter:
-        """Return a writer of a new file. TensorBoard reads the files in the order of their names."""
-        self._number += 1
-        return EventsWriter(str(self.local / "events"), f".{attempt}.{self._number:06d}")
-
-
 def read_metrics(path: AnyPath) -> tuple[list[dict[str, Any]], int]:
     """Return the rows of a metrics.jsonl and the number of invalid lines. An absent file has no rows."""
-    return _parse_rows(JsonLines(path).content())
+    rows = list(_parse_rows(JsonLines(path).content()))
+    valid = [row for row in rows if row is not None]
+    return valid, len(rows) - len(valid)
+
+
+def metrics_rows(path: AnyPath) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a metrics.jsonl without storing them, because a long run has millions."""
+    yield from (row for row in _parse_rows(JsonLines(path).content()) if row is not None)
 
 
 def read_newest_metrics(path: AnyPath) -> list[dict[str, Any]]:
     """Return the rows in the last 64 KiB of a metrics.jsonl, or none if the file cannot be read."""
-    if is_bucket(path):
-        try:
-            return _parse_rows(JsonLines(path).content()[-NEWEST_BYTES:])[0]
-        except UnreadableError:
-            return []
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - NEWEST_BYTES))
-            return _parse_rows(file.read())[0]
-    except OSError:
+        if is_bucket(path):
+            content = JsonLines(path).content()[-NEWEST_BYTES:]
+        else:
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - NEWEST_BYTES))
+                content = file.read()
+    except (OSError, UnreadableError):
         return []
+    return [row for row in _parse_rows(content) if row is not None]
 
 
-def _parse_rows(content: bytes) -> tuple[list[dict[str, Any]], int]:
-    found = parse_json_lines(content, ROW_FIELDS)
-    rows = [row for row in found if row is not None and _is_valid_row(row)]
-    return rows, len(found) - len(rows)
+def _parse_rows(content: bytes) -> Iterator[dict[str, Any] | None]:
+    """Yield the row in each line, or None for an invalid line."""
+    for row in parse_json_lines(content, ROW_FIELDS):
+        yield row if row is not None and _is_valid_row(row) else None
 
 
 def _is_valid_row(row: dict[str, Any]) -> bool:
@@ -229,14 +200,11 @@ def _is_valid_row(row: dict[str, Any]) -> bool:
     if not all(name in row and isinstance(row[name], kind) for name, kind in required.items()):
         return False
     for name, value in row.items():
-        numbers = value if isinstance(value, list) and not name.endswith("_seconds") else [value]
-        if name not in ("split", "suite") and not all(map(_is_finite_or_null, numbers)):
-            return False
+        if name not in ("split", "suite"):
+            for number in value if isinstance(value, list) and not name.endswith("_seconds") else (value,):
+                if number is not None and not (isinstance(number, (int, float)) and -LARGEST <= number <= LARGEST):
+                    return False
     return True
-
-
-def _is_finite_or_null(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and abs(value) <= sys.float_info.max)
 
 
 def _plain(value: Any) -> Any:
@@ -256,25 +224,3 @@ def _scalars(row: Mapping[str, Any]) -> dict[str, float]:
         elif isinstance(value, (int, float)) and name not in ("step", "attempt"):
             flat[f"{row['split']}/{name}"] = value
     return flat
-
-
-def _start_tensorboard(folder: Path, start_step: int, attempt: int) -> EventsWriter:
-    # tensorboardX's SummaryWriter writes from a thread, and its `flush` does not wait for that thread. A kill would
-    # lose steps that metrics.jsonl has, and a full disk would end only the thread.
-    directory_check(str(folder))
-    # The name of an event file has the time in seconds. The attempt distinguishes two files of the same second.
-    writer = EventsWriter(str(folder / "events"), f".{attempt}")
-    # This event hides the points of earlier files from this step on, because the resumed run writes them again.
-    restart = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-    writer.write_event(event_pb2.Event(wall_time=time.time(), step=start_step + 1, session_log=restart))
-    writer.flush()
-    return writer
-
-
-def _start_wandb(project: str, workdir: AnyPath, attempt: int) -> Any:
-    wandb = import_extra("wandb", "wandb")
-    # W&B accepts each step only once, so each attempt is a new W&B run that begins with the rows of earlier attempts.
-    name = "-".join(resolved(workdir).parts[-2:])
-    run = f"{name}-{attempt}"
-    folder = tempfile.gettempdir() if is_bucket(workdir) else str(workdir)
-    return wandb.init(project=project, id=run, name=run, group=name, dir=folder, resume="allow")

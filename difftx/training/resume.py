@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from difftx.config import Config, ModelConfig
 from difftx.config.fields import Effect, Flag, fields_with, flat, marks, values_of
 from difftx.data.loader import Loader, signature_changes
+from difftx.data.mixture import begun, rows_read_again
 from difftx.errors import UserError, shown
 from difftx.files import list_folder, resolved, size_of, source_sha256
 from difftx.parallel.multihost import decide_on_primary, print_on_primary
@@ -139,7 +140,6 @@ def _resume(
     source = f"checkpoint.branch_from={run.config.checkpoint.branch_from}" if is_branch else str(run.workdir)
     _require_resumable(manifest, folder, run, source, is_branch=is_branch)
     _print_other_code(manifest)
-    data_changes = signature_changes(manifest.data, run.data.signature)
     refused = [f"extension {change}" for change in changed_extensions(manifest.extensions)]
     if allow_config_change:
         for change in refused:
@@ -147,6 +147,8 @@ def _resume(
     if allow_config_change or not refused:  # A changed extension may reject the checkpoint's config.
         allowed = (Flag.BRANCH, Effect.START) if is_branch else ()
         trained = config_of(folder)
+        examples = step * trained.batch_rows  # A rewind may have read more. `Loader.restore` compares again.
+        data_changes = signature_changes(*(begun(s, examples) for s in (manifest.data, run.data.signature)))
         refused += _report_changes(trained, run.config, step, data_changes, allowed, print_unsafe=allow_config_change)
     if refused and not allow_config_change:
         otherwise = "" if is_branch else "use a new --workdir, "
@@ -157,7 +159,7 @@ def _resume(
     abstract = jax.eval_shape(lambda: init_state(run.config))
     state, loader_state = restore_state(folder, abstract, run.mesh)
     valid = run.data.valid_fingerprints
-    for change in signature_changes(loader_state.get("valid", valid), valid):  # Older checkpoints have no entry.
+    for change in signature_changes(loader_state["valid"], valid):
         # The workdir of a branch has no results of earlier steps.
         has_best = run.config.checkpoint.keep_best is not None and not is_branch
         best = ", and checkpoint.keep_best compares only later ones" if has_best else ""
@@ -166,15 +168,16 @@ def _resume(
             f"cannot be compared with later ones{best})"
         )
     if allow_config_change:
+        signatures = loader_state["signature"], run.data.signature
+        for change in rows_read_again(*signatures, loader_state["examples"]):
+            print_on_primary(f"changed since the checkpoint: the mixture {change}, compared with the rows already read")
         loader_state = loader_state | {"signature": run.data.signature}
     loader.restore(loader_state)
-    # Older checkpoints have no entry `first_regular`, and their runs may have begun with regular checkpoints.
-    every_steps = config_values(folder)["checkpoint"]["every_steps"]
-    guard.restore({"first_regular": every_steps if every_steps <= step else None} | loader_state["guard"])
+    guard.restore(loader_state["guard"])
     if is_branch:
         guard.first_regular = step
         print_on_primary(f"branch of {folder}")
-    return Start(state, step, loader_state.get("source_weights"))  # Older checkpoints have no entry.
+    return Start(state, step, loader_state["source_weights"])
 
 
 def _require_resumable(manifest: Manifest, folder: AnyPath, run: Run, source: str, *, is_branch: bool) -> None:
@@ -206,7 +209,7 @@ def _print_other_code(manifest: Manifest) -> None:
     for name, version in package_versions().items():
         if (before := manifest.packages.get(name, version)) != version:
             print_on_primary(f"{name}: {before} → {version}, since the checkpoint of step {manifest.step}")
-    if manifest.source_sha256 not in (None, source := source_sha256(SOURCE_FOLDER)):
+    if manifest.source_sha256 != (source := source_sha256(SOURCE_FOLDER)):
         change = f"{shown(manifest.source_sha256)} → {shown(source)}"
         print_on_primary(f"source files of difftx (SHA-256): {change}, since the checkpoint of step {manifest.step}")
 

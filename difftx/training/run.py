@@ -3,13 +3,14 @@
 import argparse
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,12 @@ from difftx.config.build import config_from_dict
 from difftx.config.fields import Flag, flat, values_of, without
 from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import Tokenizer, load_tokenizer, padded_size
-from difftx.errors import UserError
+from difftx.errors import UserError, printable
 from difftx.files import (
-    make_folder,
     read_file,
     require_run,
     size_of,
-    source_names,
+    source_files,
     source_sha256,
     write_atomically,
 )
@@ -41,7 +41,15 @@ from difftx.parallel.multihost import agree, barrier, decide_on_primary, is_prim
 from difftx.parallel.presets import apply_preset
 from difftx.registry import loaded_extensions, require_names
 from difftx.storage.paths import AnyPath
-from difftx.training.checkpoint.manifest import EXTENSIONS_SHAPE, MANIFEST, SOURCE_FOLDER, package_versions
+from difftx.training.checkpoint.manifest import (
+    EXTENSIONS_SHAPE,
+    MANIFEST,
+    SOURCE_FOLDER,
+    OtherFormatError,
+    package_versions,
+    read_manifest,
+    steps_in,
+)
 from difftx.training.optimizer import make_optimizer
 from difftx.training.workdir_lock import lock_workdir
 from difftx.training.workload import attention_call, attention_kernel
@@ -52,6 +60,8 @@ LOCK_WAIT_SECONDS = 60.0
 RECORDS = ("config.json", "manifest.json", "metrics.jsonl", "journal.jsonl", ".lock")
 # Flags that may differ between processes. For config and extension, the contents are compared in place of the paths.
 OWN_FLAGS = ("distributed", "coordinator", "processes", "process", "config", "extension")
+# Settings of JAX and XLA that may differ between processes, because they do not change numbers.
+OWN_SETTINGS = re.compile("visible_devices|device_count|num_cpu|cache|dump|debug|_log(ging)?_|traceback|mtls|address")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +73,9 @@ class Run:
     mesh: jax.sharding.Mesh
     tokenizer: Tokenizer
     data: Sources
+    run_id: str | None = None  # Random identity of the run, which its checkpoints carry. Known once the run is locked.
+    # Raise an error if this process has lost the run (`lock_workdir`). Each write to `workdir` calls this first.
+    require_lock: Callable[[], None] = lambda: None
 
     @classmethod
     def open(cls, config: Config, workdir: AnyPath, mesh: jax.sharding.Mesh | None = None) -> "Run":
@@ -109,10 +122,10 @@ class Run:
         return self.config.batch_rows // self.config.train.accumulation
 
     @contextlib.contextmanager
-    def lock(self) -> Iterator[Callable[[], None]]:
+    def lock(self) -> Iterator["Run"]:
         """Lock the workdir. Raise `UserError` if another training still has the lock after a minute.
 
-        Yield a function that raises an error if this process has lost the lock, which is possible in a bucket.
+        Yield the run with its `run_id` and `require_lock`.
         """
         limits = self.config.multihost
         held = (
@@ -123,7 +136,8 @@ class Run:
         with held as require_lock:
             # Wait for the primary process, because another process that has the lock may save a newer checkpoint.
             barrier("lock of the workdir", limits.barrier_timeout_seconds)
-            yield require_lock
+            run_id = decide_on_primary(lambda: _run_id(self.workdir), limits.barrier_timeout_seconds)
+            yield dataclasses.replace(self, run_id=run_id, require_lock=require_lock)
 
     def check_records(self) -> None:
         """Raise an error in every process if the files of an earlier attempt cannot be read."""
@@ -131,8 +145,13 @@ class Run:
         def check() -> None:
             for name in RECORDS:
                 read_file(self.workdir / name)
-            if size_of(self.workdir / MANIFEST) is not None:
-                read_run_manifest(self.workdir)
+            try:
+                if size_of(self.workdir / MANIFEST) is not None:
+                    read_run_manifest(self.workdir)
+            except OtherFormatError:
+                raise
+            except UserError as error:  # The start writes the file again, with the `run_id` of the checkpoints.
+                print(printable(f"{error}; it is written again"), flush=True)
 
         decide_on_primary(check, self.config.multihost.barrier_timeout_seconds)
 
@@ -143,6 +162,7 @@ class Run:
         """
         devices = self.mesh.devices.flatten()
         manifest = {
+            "run_id": self.run_id,
             "command": shlex.join(sys.argv),
             "attention_kernel": attention_kernel(self.config, self.mesh),
             "kernels": {function: dataclasses.asdict(ranking) for function, ranking in kernels.rankings().items()},
@@ -170,10 +190,19 @@ def agree_on_command(config: Config, flags: argparse.Namespace) -> None:
         packages = {f"package {name}": version for name, version in package_versions().items()}
         loaded = sorted((Path(extension.path).name, extension.sha256) for extension in loaded_extensions())
         extensions = {f"extension {number}, {name}": sha256 for number, (name, sha256) in enumerate(loaded, start=1)}
-        raw = without(Config, values_of(config), Flag.PROCESS)  # `Run.open` compares the contents of the data.
-        return source_files() | packages | extensions | compared | flat(raw)
+        # `Run.open` compares the contents of the data.
+        settings = flat(without(Config, values_of(config), Flag.PROCESS))
+        library = {f"difftx source {name}": sha256 for name, sha256 in source_files(SOURCE_FOLDER).items()}
+        return jax_settings() | library | packages | extensions | compared | settings
 
     agree("the command", fields, dict, config.multihost.barrier_timeout_seconds)
+
+
+def jax_settings() -> dict[str, str]:
+    """Return the settings of JAX and XLA that may change numbers: all but those that name paths or only print."""
+    flags = (flag.partition("=") for flag in os.environ.get("XLA_FLAGS", "").split())
+    settings = {**jax.config.values, **{f"XLA_FLAGS {name}": value for name, _, value in flags}}
+    return {name: str(value) for name, value in settings.items() if not OWN_SETTINGS.search(name)}
 
 
 def _comparable(flag: Any) -> Any:
@@ -183,20 +212,10 @@ def _comparable(flag: Any) -> Any:
     return flag
 
 
-def source_files() -> dict[str, str]:
-    """Return the SHA-256 of each source file of difftx, with keys such as "difftx source training/run.py".
-
-    Recipes are missing, because the configs that they return are compared.
-    """
-    return {
-        f"difftx source {name}": hashlib.sha256((SOURCE_FOLDER / name).read_bytes()).hexdigest()
-        for name in source_names(SOURCE_FOLDER)
-    }
-
-
 def check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
-    """Raise `UserError` if the model has fewer embeddings than the tokenizer has tokens."""
-    if tokenizer.n_vocab > config.model.embeddings:
+    """Raise `UserError` if the model lacks embeddings of tokens that texts have. Most special tokens are in no text."""
+    size, ends = config.model.embeddings, (tokenizer.eot_token, *tokenizer.prefix)
+    if tokenizer.n_vocab > size and (any(tokenizer.token_bytes[size:]) or max(ends) >= size):
         raise UserError(
             f"model.vocab_size={config.model.vocab_size} is less than the {tokenizer.n_vocab} tokens of "
             f"data.tokenizer={config.data.tokenizer!r}; use at least {padded_size(tokenizer)}"
@@ -232,7 +251,6 @@ def write_run_files(workdir: AnyPath, config: Config, details: Mapping[str, Any]
         "extensions": list(map(dataclasses.asdict, loaded_extensions())),
         **(details or {}),
     }
-    make_folder(workdir)
     # Write the manifest first, because the config can only be read with the extensions that the manifest names.
     write_atomically(workdir / MANIFEST, json.dumps(manifest, indent=2) + "\n")
     write_atomically(workdir / "config.json", config.to_json())
@@ -255,21 +273,35 @@ def read_run_manifest(workdir: AnyPath) -> dict[str, Any]:
     manifest = read_json(path) if size_of(path) is not None else {}
     if isinstance(manifest, dict) and (number := manifest.get("format")) != RUN_FORMAT:
         found = f"format {number}" if schema_error(number, int) is None else "no format number"
-        raise UserError(
+        raise OtherFormatError(
             f"{workdir}: {MANIFEST} has {found}, and this version of difftx reads runs of format {RUN_FORMAT}; "
             "use the version that wrote the run, or train again in a new --workdir"
         )
     if why := schema_error(manifest, {"format": int, "extensions": EXTENSIONS_SHAPE}):
-        raise UserError(f"{path}: not the description of a run ({why}); delete it, and training writes it again")
+        raise UserError(f"{path}: not the description of a run ({why})")
     return manifest
 
 
+def _run_id(workdir: AnyPath) -> str:
+    """Return the identity of a run from its manifest, or else from its newest checkpoint, or a new identity."""
+    folder = workdir / "checkpoints"
+    reads = [lambda: read_run_manifest(workdir).get("run_id")]
+    reads += [lambda step=step: read_manifest(folder / str(step)).run_id for step in reversed(steps_in(folder))]
+    for read in reads:
+        with contextlib.suppress(UserError):
+            if found := re.fullmatch("[0-9a-f]{32}", str(read())):
+                return found[0]
+    return uuid.uuid4().hex
+
+
 def _git_commit() -> str | None:
-    """Return the commit of this source tree, with "+" if it has uncommitted changes, or None outside of git."""
+    """Return the commit of this source tree, with "+" if it has uncommitted changes, or None without a repository."""
     options = {"cwd": Path(__file__).parent, "capture_output": True, "text": True, "check": True}
     try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], **options)
+        top, commit = subprocess.run(["git", "rev-parse", "--show-toplevel", "HEAD"], **options).stdout.splitlines()
         status = subprocess.run(["git", "status", "--porcelain", "--untracked-files=no"], **options)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return commit.stdout.strip() + ("+" if status.stdout.strip() else "")
+    # difftx may be installed inside of a user's repository.
+    is_own = Path(top) == SOURCE_FOLDER.parent.resolve()
+    return commit + ("+" if status.stdout.strip() else "") if is_own else None

@@ -84,8 +84,8 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
 
     The loss is the mean over the tokens in the loss mask. The sum over all microbatches is divided once, so that tokens
     have equal weights even if the masks of microbatches differ in size. If the loss or the norm of the gradient is not
-    finite, the update is skipped, and the parameters, their average and the optimizer's state do not change. The
-    gradient contains the z-loss, which the metric "loss" does not.
+    finite, the update is skipped, and the parameters, their average and the optimizer's state do not change. The loss
+    of a batch without a token in the mask is NaN. The gradient contains the z-loss, which the metric "loss" does not.
     """
     graphdef, optimizer, schedule = graph(config), make_optimizer(config), learning_rate(config)
 
@@ -112,11 +112,12 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
             microbatches = split_microbatches(batch, config.train.accumulation)
             ((nll, z_loss), grads), stats = jax.lax.scan(add, zero, microbatches)
             stats = jax.tree.map(lambda s: jnp.mean(s, axis=0), stats)
-        tokens = jnp.maximum(jnp.sum(batch.loss_mask_BT), 1.0)
-        grads = jax.tree.map(lambda g: g / tokens, grads)
+        tokens = jnp.sum(batch.loss_mask_BT)
+        grads = jax.tree.map(lambda g: g / jnp.maximum(tokens, 1.0), grads)
         loss, grad_norm = nll / tokens, optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        with jax.named_scope("optimizer"):
+        # optax requires implicit promotion of dtypes.
+        with jax.named_scope("optimizer"), jax.numpy_dtype_promotion("standard"):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params, ema = optax.apply_updates(state.params, updates), None
             if (decay := config.train.ema_decay) is not None:

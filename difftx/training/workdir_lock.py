@@ -2,16 +2,17 @@
 
 import contextlib
 import errno
-import fcntl
 import os
 import platform
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 from difftx.config import MultihostConfig
 from difftx.errors import UserError, printable
-from difftx.files import read_file, remove_temporaries
+from difftx.files import read_file, remove_temporaries, retry_read
+from difftx.folders import lock_file
 from difftx.storage import objects
 from difftx.storage.lock import BucketLock
 from difftx.storage.paths import AnyPath, is_bucket
@@ -22,12 +23,12 @@ def lock_workdir(workdir: AnyPath, limits: MultihostConfig, wait_seconds: float)
     """Lock the directory of a run. Raise `UserError` if another process still has the lock after `wait_seconds`.
 
     In a bucket, wait longer if necessary, until a lock that its owner no longer renews has expired
-    (`limits.lock_takeover_seconds`). Yield a function that raises an error if this process has lost the lock, which is
-    possible in a bucket.
+    (`limits.lock_takeover_seconds`). Yield a function that raises an error if this process has lost the run: if another
+    process has taken over the lock in a bucket, or if the locked folder is no longer at its path. Every write calls it.
     """
     if not is_bucket(workdir):
-        with _lock_folder(workdir, wait_seconds):
-            yield lambda: None
+        with _lock_folder(workdir, wait_seconds) as require_same_folder:
+            yield require_same_folder
         return
     path, takeover = workdir / ".lock", float(limits.lock_takeover_seconds)
     with BucketLock(path, takeover_seconds=takeover, wait_seconds=wait_seconds) as held:
@@ -36,25 +37,48 @@ def lock_workdir(workdir: AnyPath, limits: MultihostConfig, wait_seconds: float)
 
 
 @contextlib.contextmanager
-def _lock_folder(workdir: Path, wait_seconds: float) -> Iterator[None]:
+def _lock_folder(workdir: Path, wait_seconds: float) -> Iterator[Callable[[], None]]:
     """Lock the folder and its file `.lock`, which names the process that has the lock, and is empty afterwards."""
     # The folder is locked because a user may delete `.lock`, and the file because NFS cannot lock folders.
     workdir.mkdir(parents=True, exist_ok=True)
     folder, path, deadline = os.open(workdir, os.O_RDONLY), workdir / ".lock", time.monotonic() + wait_seconds
+    locked = os.fstat(folder)  # While `folder` is open, no other folder has the same inode number.
+
+    def require_same_folder() -> None:
+        try:
+            is_same = os.path.samestat(retry_read(workdir, workdir.stat), locked)
+        except (FileNotFoundError, NotADirectoryError):
+            is_same = False
+        if not is_same:
+            # `run_command` ends the process at this error without waiting for other processes, which still train.
+            why = "this folder was moved, deleted, replaced or unmounted while this process trained in it, so it stops"
+            raise FileNotFoundError(errno.ENOENT, why, str(workdir))
+
     try:  # However the process ends, the operating system releases the locks.
         folder_is_locked = _wait_for_lock(folder, path, deadline)
-        with path.open("a+") as file:
+        require_same_folder()  # It may have been moved during the wait.
+        with _open_lock_file(path) as file:
             if not _wait_for_lock(file.fileno(), path, deadline) and not folder_is_locked:
                 print(printable(f"{workdir}: no file locks here, so nothing keeps a second training out"), flush=True)
             file.truncate(0)
             print(f"process {os.getpid()} on {platform.node()}", file=file, flush=True)
             try:
                 remove_temporaries(workdir)
-                yield
+                yield require_same_folder
             finally:
                 file.truncate(0)  # The process id may become that of another process.
     finally:
         os.close(folder)
+
+
+def _open_lock_file(path: Path) -> TextIO:
+    """Open `.lock`, but not the target of a link, because the file is emptied."""
+    try:
+        return open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "a+")
+    except PermissionError as error:
+        raise UserError(
+            f"{path}: {error.strerror}; its owner lets others train there with: chmod -R g+w {path.parent}"
+        ) from error
 
 
 def _wait_for_lock(descriptor: int, path: Path, deadline: float) -> bool:
@@ -65,15 +89,9 @@ def _wait_for_lock(descriptor: int, path: Path, deadline: float) -> bool:
     holder = None
     while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
+            return lock_file(descriptor)
         except BlockingIOError:
             pass
-        except OSError as error:
-            # Some file systems have no locks, such as Lustre without -o flock. NFS cannot lock folders (EBADF).
-            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EBADF):
-                raise
-            return False
         if holder is None:
             holder = (read_file(path) or b"").decode().strip() or "another process"
             print(printable(f"{path.parent}: waiting for {holder}, which trains there"), flush=True)

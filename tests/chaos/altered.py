@@ -71,15 +71,13 @@ def resumes_one_batch_too_late() -> None:
 
 
 def keeps_rows_of_lost_steps() -> None:
-    rewind = metrics.MetricsWriter._rewind
-    mock.patch.object(metrics.MetricsWriter, "_rewind", lambda self, log, start: rewind(self, log, 10**9)).start()
+    kept = metrics.MetricsWriter._kept
+    mock.patch.object(metrics.MetricsWriter, "_kept", lambda self, log, _, n: kept(self, log, 10**9, n)).start()
 
 
 def draws_lost_steps() -> None:
-    start = metrics._start_tensorboard
-    mock.patch.object(
-        metrics, "_start_tensorboard", lambda folder, step, attempt: start(folder, 10**9, attempt)
-    ).start()
+    start = metrics.TensorBoard
+    mock.patch.object(metrics, "TensorBoard", lambda folder, step, attempt: start(folder, 10**9, attempt)).start()
 
 
 def deletes_the_newest() -> None:

@@ -15,7 +15,7 @@ from helpers.command_server import commands
 from helpers.processes import free_port
 
 from difftx import kernels
-from difftx.commands import doctor as examination
+from difftx.commands import examination
 from difftx.config.recipes import load_config
 from difftx.json_files import schema_error
 from difftx.kernels import api

@@ -1,7 +1,9 @@
 """Bigram counts of a store, against a dictionary, and their file."""
 
+import hashlib
 import itertools
 import json
+import re
 import tracemalloc
 from collections import Counter
 
@@ -128,18 +130,22 @@ def test_folder_without_a_store_is_rejected(tmp_path):
         (lambda raw: b"", "not a file of bigrams"),
         (lambda raw: b'{"format": 1}\n', "not a file of bigrams"),
         (lambda raw: b"[" * 100_000 + b"\n", "not a file of bigrams"),
-        (lambda raw: raw.replace(b'"bigrams": ', b'"bigrems": '), "the header is corrupt: the text: no 'bigrams'"),
-        (lambda raw: raw.replace(b'"bigrams": ', b'"bigrams":-'), "the header is corrupt: bigrams: not a count"),
-        (
-            lambda raw: raw.replace(b'"tokenizer": {', b'"tokenized": {'),
-            "the header is corrupt: the text: no 'tokenizer'",
-        ),
+        (lambda raw: raw.replace(b'"bigrams": ', b'"bigrems": '), "the header is corrupt; count"),
+        (lambda raw: raw.replace(b'"min_count": 1', b'"min_count": 3'), "the header is corrupt; count"),
+        (lambda raw: re.sub(rb'"sha256": "\w+"', b'"sha256": ""', raw), "the header is corrupt; count"),
+        (lambda raw: raw[:-8] + bytes([raw[-8] ^ 4]) + raw[-7:], "the counts are corrupt; count"),
+        (lambda raw: raw[:-32] + bytes([raw[-32] ^ 1]) + raw[-31:], "the counts are corrupt; count"),
+        (lambda raw: raw[:-24] + raw[-16:-8] + raw[-24:-16] + raw[-8:], "the counts are corrupt; count"),
     ],
 )
 def test_invalid_file_is_rejected(tmp_path, corrupt, message):
     path = tmp_path / "counts"
-    write([store_of([[1, 2, 3]])], path)
-    path.write_bytes(corrupt(path.read_bytes()))
+    write([store_of([[1, 2, 3, 1, 2]])], path)
+    raw = path.read_bytes()
+    line, arrays = raw.split(b"\n", 1)
+    halves = arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]
+    assert json.loads(line)["arrays_sha256"] == [hashlib.sha256(half).hexdigest() for half in halves]
+    path.write_bytes(corrupt(raw))
     with pytest.raises(UserError, match=f"eval.bigrams_path='{path}': .*{message}"):
         read_bigrams(path, "f" * 64, field="eval.bigrams_path")
 

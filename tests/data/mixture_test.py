@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from difftx.data import mixture
-from difftx.data.mixture import BLOCK_ROWS, PERIOD_BLOCKS, Mixture, Stage, StageTable
+from difftx.data.mixture import BLOCK_ROWS, PERIOD_BLOCKS, Mixture, Shuffled, Stage, StageTable
 
 WEIGHTS = st.lists(st.sampled_from([0.0, 1e-5, 0.1, 1.0, 3.7, 1000.0]), min_size=1, max_size=6).filter(any)
 
@@ -86,13 +86,54 @@ def counted(function, calls):
     return lambda *args: calls.append(args) or function(*args)
 
 
+@pytest.mark.parametrize("rows", [50, 1000])
+def test_no_two_seeds_have_an_order_in_common(rows):
+    """The orders of a seed and the next are not those of an epoch later either. Epoch 0 is that of `grain`."""
+    seeds, epochs = (0, 1, 2, 3, 2**32 - 1), 4
+    orders = {}
+    for seed in seeds:
+        shuffled = Shuffled(range(rows), seed)
+        for epoch in range(epochs):
+            order = tuple(shuffled[epoch * rows + i] for i in range(rows))
+            assert sorted(order) == list(range(rows))
+            orders[order] = (seed, epoch)
+        assert [shuffled[i] for i in range(rows)] == list(grain.MapDataset.range(rows).shuffle(seed=seed))
+    assert len(orders) == len(seeds) * epochs
+
+
 def test_each_source_is_shuffled_and_repeated_independently():
-    rows = [
-        grain.MapDataset.source([f"{s}{i}" for i in range(n)]).shuffle(seed=s).repeat() for s, n in ((0, 5), (1, 9))
-    ]
+    rows = [Shuffled([f"{s}{i}" for i in range(n)], seed=s) for s, n in ((0, 5), (1, 9))]
     mixed = Mixture(rows, [Stage(0, (1.0, 3.0))], seed=0)
     examples = sorted((mixed.locate(n)[0], mixed.locate(n)[1], mixed[n]) for n in range(BLOCK_ROWS))
     for source, length in ((0, 5), (1, 9)):
         names = [name for s, _, name in examples if s == source]
         for epoch in range(len(names) // length):
             assert len(set(names[epoch * length : (epoch + 1) * length])) == length
+
+
+@pytest.mark.parametrize("examples", [0, 1, 255, 256, 257, 1000, 1024, 1025])
+def test_changes_of_weights_and_stages_against_a_count_of_rows(examples):
+    """Compare what a resumed run is told with the rows that both mixtures read, one after another."""
+    rows, block = {}, 32 * BLOCK_ROWS
+    first = [[3 * block, 1.0, 1.0]]
+    cases = {"old": ([3.0, 1.0], first), "weights": ([1.0, 1.0], first), "earlier": ([3.0, 1.0], [[block, 1.0, 1.0]])}
+    cases |= {"appended": ([3.0, 1.0], [*first, [4 * block - 5, 0.0, 1.0]]), "without": ([3.0, 1.0], [])}
+    signatures = {
+        name: {mixture.SOURCE_ORDER: ["web", "code"], "weights": weights, "stages": stages, "sequence_length": 32}
+        for name, (weights, stages) in cases.items()
+    }
+    for name, signature in signatures.items():
+        mixed = Mixture([range(10**9), range(10**9, 2 * 10**9)], mixture.stages_of(signature), 0)
+        rows[name] = [mixed[i] for i in range(-(-examples // BLOCK_ROWS) * BLOCK_ROWS)]
+    for name, signature in signatures.items():
+        is_same = mixture.begun(signature, examples) == mixture.begun(signatures["old"], examples)
+        assert is_same == (rows[name] == rows["old"] and name != "weights")
+        told = mixture.rows_read_again(signatures["old"], signature, examples)
+        # A source resumes with the row after as many as the new mixture would have read until now.
+        counts = [[sum(low <= row < low + 10**9 for row in rows[n]) for low in (0, 10**9)] for n in ("old", name)]
+        expected = [
+            f"{'skips' if new > old else 'repeats'} about {abs(new - old)} rows of {source}"
+            for source, old, new in zip(("web", "code"), *counts, strict=True)
+            if new != old
+        ]
+        assert told == expected

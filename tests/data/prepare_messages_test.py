@@ -95,6 +95,24 @@ def test_a_store_of_conversations_is_read_with_its_chat_template(tmp_path, monke
         template.unlink(missing_ok=True)
 
 
+@pytest.mark.long
+def test_the_date_of_a_template_is_an_option_of_the_store(tmp_path, monkeypatch):
+    folder = FAMILIES["byte-level BPE"](tmp_path / "tokenizer")
+    (folder / "chat_template.jinja").write_text(
+        "{{ strftime_now('%d %b %Y') if strftime_now is defined }}{% for message in messages %}{{ message.content }}"
+        "{% endfor %}"
+    )
+    flags = "--messages_field=messages"
+    with pytest.raises(UserError, match=r"--date is missing, which the chat template of .*; set --date=YYYY-MM-DD"):
+        prepare(tmp_path, monkeypatch, folder, CONVERSATIONS, flags)
+    with pytest.raises(UserError, match=r"--date=2024-02-29: only chat templates write dates"):
+        prepare(tmp_path, monkeypatch, folder, CONVERSATIONS, "--date=2024-02-29")
+    store = prepare(tmp_path, monkeypatch, folder, CONVERSATIONS, flags, "--date=2024-02-29")
+    prompt = load_tokenizer(str(folder)).decode(store.slice(0, int(store.prompts[0])).tolist())
+    assert prompt == "29 Feb 2024Be brief.0+0"
+    assert read_meta(tmp_path / "store")["source"]["date"] == "2024-02-29T00:00:00"
+
+
 @pytest.mark.parametrize(
     ("record", "flags", "message"),
     [

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -324,6 +325,25 @@ def test_a_process_that_gets_the_lock_after_another_has_finished_keeps_its_store
     assert main(flags) == 0
     assert times() == {file: modified for file, modified in before.items() if work not in file.parents}
     assert not work.exists()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO, errno.EAGAIN])
+def test_a_file_system_without_locks_gives_a_warning(tmp_path, capsys, monkeypatch, code):
+    """As in training. Other errors of the lock are reported as they are."""
+
+    def flock(file, flags):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    prepare_job, described = SimpleNamespace(out=tmp_path, work=tmp_path / ".prepare"), ""
+    try:
+        with job._locked(prepare_job) as require_lock:
+            require_lock()
+        described = capsys.readouterr().out
+    except (UserError, OSError) as error:
+        described = str(error)
+    expected = {errno.EIO: os.strerror(errno.EIO), errno.EAGAIN: "another `difftx prepare` is at work there"}
+    assert expected.get(code, "no file locks here, so nothing keeps a second `difftx prepare` out") in described
 
 
 def bad_inputs(folder):

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from difftx.data.prepare import readers
 from difftx.data.prepare.readers import Document, Fields, sources_of
-from difftx.data.records import zstd
+from difftx.data.records import read_records, zstd
+from difftx.data.sources import read_texts
 from difftx.errors import UserError
 
 FIELDS = Fields("text", "id")
@@ -74,6 +75,41 @@ def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path, monkeypatch):
     assert [d.text for d in read(tmp_path / "**" / "*.txt")] == ["one"]
 
 
+@pytest.mark.parametrize("deep", ["", "set"])
+def test_descriptions_of_data_sets_are_left_out_of_folders(tmp_path, capsys, deep):
+    """The names are those of `datasets`. A file and a glob are read as they are."""
+    data_files = pytest.importorskip("datasets.data_files", reason="make test installs the extra datasets")
+    assert set(data_files.FILES_TO_IGNORE) - {"dummy_data.zip"} == readers.DESCRIPTIONS
+    folder = tmp_path / deep
+    folder.mkdir(exist_ok=True)
+    write_lines(folder / "train.jsonl", [{"text": "data", "id": 1}])
+    for name in readers.DESCRIPTIONS:
+        (folder / name).write_text("# Card\n")
+    assert [d.text for d in read(tmp_path)] == ["data"]
+    assert f"--input={tmp_path}: left out of the folder, because they describe" in (out := capsys.readouterr().out)
+    assert f"{folder}/README.md" in out
+    for explicit in (folder / "README.md", folder / "*.md"):
+        assert [d.text for d in read(explicit)] == ["# Card\n"]
+
+
+def test_small_files_with_much_text_are_several_units(tmp_path, monkeypatch):
+    """A unit has at most `UNIT_BYTES` of text and one file more, and reading may resume at each."""
+    monkeypatch.setattr(readers, "UNIT_BYTES", 2500)
+    for i in range(10):
+        with gzip.open(tmp_path / f"{i}.txt.gz", "wb") as file:
+            file.write(b"%d" % i * 1000)
+    (tmp_path / "5.txt.gz").write_bytes(b"corrupt")
+    [source] = sources_of(str(tmp_path), valid=False, first_index=0)
+    units = list(source.units(FIELDS))
+    documents = [d for unit in units for d in unit.content.documents(FIELDS)]
+    assert [d.text[0] if isinstance(d, Document) else "corrupt" for d in documents] == [*"01234", "corrupt", *"6789"]
+    assert [len(unit.content.files) for unit in units] == [3, 4, 3]
+    assert [(unit.end, unit.last) for unit in units] == [(3, False), (7, False), (10, True)]
+    assert sum(unit.input_bytes for unit in units) <= source.size
+    for i, unit in enumerate(units[:-1], start=1):
+        assert [str(u.content) for u in source.units(FIELDS, unit.end, i)] == [str(u.content) for u in units[i:]]
+
+
 def test_a_folder_is_read_with_the_folders_that_it_links_to(tmp_path):
     """Names that begin with a dot are left out there too. A path may contain characters of globs."""
     elsewhere, folder = tmp_path / "elsewhere", tmp_path / "corpus [1]"
@@ -94,9 +130,29 @@ def test_a_folder_is_read_with_the_folders_that_it_links_to(tmp_path):
     assert [d.text for d in documents] == ["linked", "own", "own"]
 
 
-def test_byte_order_mark_is_not_part_of_the_json(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "x", "id": 1}\r\n\r\n{"text": "y", "id": 2}')
-    assert [d.text for d in read(tmp_path / "a.jsonl")] == ["x", "y"]
+@pytest.mark.parametrize("suffix", list(WRITERS))
+def test_byte_order_marks_are_not_part_of_the_text(tmp_path, suffix):
+    for name, text in {"a.jsonl": '{"text": "x", "id": 1}\r\n\r\n{"text": "y", "id": 2}', "b.txt": "z\ufeff"}.items():
+        with WRITERS[suffix](tmp_path / f"{name}{suffix}", "wb") as file:
+            file.write(text.encode("utf-8-sig"))
+    found = read(tmp_path)
+    assert [d.text for d in found] == ["x", "y", "z\ufeff"]
+    assert [d.utf8 for d in found] == [d.text.encode() for d in found]
+    if not suffix:
+        assert list(read_texts(str(tmp_path / "b.txt"))) == ["z\ufeff"]
+    (tmp_path / "c.txt").write_bytes(b"\xef\xbb\xbfab\xff")
+    assert str(read(tmp_path / "c.txt")[0]).endswith("byte 5 is not UTF-8")
+
+
+@pytest.mark.parametrize("window_bits", [27, 28, 31])
+def test_zstd_windows_of_every_size_are_read(tmp_path, window_bits):
+    """The frame is made by hand from RFC 8878. `zstd --long=31` writes the largest window."""
+    line = b'{"text": "x", "id": 1}'
+    header = b"\x28\xb5\x2f\xfd\0" + bytes([(window_bits - 10) << 3])  # A raw block follows.
+    for name in ("a.jsonl.zst", "a.txt.zst"):
+        (tmp_path / name).write_bytes(header + (len(line) << 3 | 1).to_bytes(3, "little") + line)
+    assert [d.text for d in read(tmp_path)] == ["x", line.decode()]
+    assert [record.values["text"] for record in read_records(tmp_path / "a.jsonl.zst", field="f", what="w")] == ["x"]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +224,7 @@ def test_missing_input_is_reported(tmp_path):
     for pattern, message in [
         (tmp_path / "none.txt", "no such file"),
         (tmp_path / "*.txt", "no such file"),
-        (tmp_path, "the folder holds no files"),
+        (tmp_path, "no such folder with files, and"),
     ]:
         with pytest.raises(UserError, match=message):
             read(pattern)

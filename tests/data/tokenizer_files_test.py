@@ -17,6 +17,7 @@ from helpers.tokenizer_files import (
 )
 
 from difftx.commands import tokenizer as tokenizer_command
+from difftx.data import chat_template
 from difftx.data.chat_template import ChatTemplate
 from difftx.data.sources import load_sources
 from difftx.data.tokenizer import load_tokenizer, padded_size, with_vocabulary
@@ -68,7 +69,7 @@ def test_streamed_tokens_give_the_text(family, tmp_path):
     values, compared = tokenizer.token_bytes, 0
     for text in random_strings(300):
         ids = tokenizer.encode_ordinary(text)
-        stream = TextStream(values, ())
+        stream = TextStream(tokenizer, ())
         streamed = "".join(map(stream.add, ids)) + stream.finish()
         # Tokens such as <unk> are not text, and only the decoding of a whole text removes a space in front.
         if all(values[id_] for id_ in ids):
@@ -279,6 +280,27 @@ def test_conversations_without_a_target_are_refused(messages, message):
 def test_templates_run_in_a_sandbox_and_must_extend_the_prompt(text, message):
     with pytest.raises(UserError, match=message):
         template(text).turns(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{% set r = range(9999) %}{% for a in r %}{% for b in r %}{% for c in r %}{% endfor %}{% endfor %}{% endfor %}",
+        "{% macro tree(n) %}{% if n %}{{ tree(n - 1) }}{{ tree(n - 1) }}{% endif %}{% endmacro %}{{ tree(60) }}",
+        "{% for a in range(3) recursive %}{{ loop(range(3)) if loop.depth < 100 }}{% endfor %}",
+    ],
+)
+def test_a_template_that_does_not_end_is_stopped(monkeypatch, text):
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.1)
+    with pytest.raises(UserError, match=r"refuses the messages: it takes more than 0\.1 s of CPU time"):
+        template(text).render(MESSAGES, add_generation_prompt=False)
+    assert template().render(MESSAGES, add_generation_prompt=False)
+
+
+@pytest.mark.parametrize("text", ["{{ [1, 2] | random }}", "{{ lipsum() }}"])
+def test_templates_with_random_results_are_refused(text):
+    with pytest.raises(UserError, match=r"No filter named 'random'|'lipsum' is undefined"):
+        template(text).render(MESSAGES, add_generation_prompt=False)
 
 
 def test_a_template_has_the_functions_of_transformers():

@@ -1,9 +1,16 @@
 """Compare tokenizers that are loaded from files with transformers' fast tokenizers, which do not need torch."""
 
+import itertools
+import json
+import random
+import re
+
 import pytest
 from helpers.tokenizer_files import FAMILIES, SPECIAL, TEMPLATE, random_strings, sentencepiece_model, write_settings
 
+from difftx.data.chat_template import REASONING
 from difftx.data.tokenizer import load_tokenizer
+from difftx.inference.generate import TextStream
 
 transformers = pytest.importorskip("transformers", reason="make test and make parity install it")
 
@@ -51,6 +58,84 @@ def test_ten_thousand_strings_are_encoded_and_decoded_as_by_transformers(family,
     assert (family == "BPE with byte fallback") == bool(ours.prefix)
 
 
+@pytest.mark.parametrize("family", ["byte-level BPE", "BPE with byte fallback"])  # The second begins texts with <s>.
+@pytest.mark.parametrize("settings", [{}, {"add_bos_token": True}, {"add_bos_token": False}, {"add_eos_token": False}])
+def test_the_file_decides_on_the_first_token_whatever_the_settings_say(family, settings, tmp_path):
+    folder = FAMILIES[family](tmp_path / "tokenizer")
+    write_settings(folder, **settings)
+    theirs, ours = transformers.PreTrainedTokenizerFast.from_pretrained(folder), load_tokenizer(str(folder))
+    assert ours.encode_prompt("a text") == theirs("a text")["input_ids"]
+
+
+@pytest.mark.parametrize("family", ["byte-level BPE", "Unigram"])
+@pytest.mark.parametrize("name", ["</s>", "<|user|>"])
+def test_tokens_that_settings_name_are_special_whatever_the_file_says(family, name, tmp_path):
+    folder = FAMILIES[family](tmp_path / "tokenizer")
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    next(token for token in raw["added_tokens"] if token["content"] == name).update(special=False, lstrip=True)
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    theirs, ours = transformers.PreTrainedTokenizerFast.from_pretrained(folder), load_tokenizer(str(folder))
+    text, options = f"ab {name} c", {"add_special_tokens": False}
+    assert ours.encode_chat(text) == theirs(text, **options)["input_ids"]
+    assert ours.encode_ordinary(text) == theirs(text, split_special_tokens=True, **options)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("family", "cls", "part", "change"),
+    [
+        ("byte-level BPE", "GPT2Tokenizer", "pre_tokenizer", {"type": "Digits", "individual_digits": True}),
+        ("BPE with byte fallback", "LlamaTokenizer", "normalizer", {"type": "Prepend", "prepend": "▁"}),
+    ],
+)
+def test_ids_are_those_of_the_file_for_each_class(family, cls, part, change, tmp_path):
+    """transformers rebuilds such a class from vocabulary and merges, as docs/tokenizers.md says."""
+    folder = FAMILIES[family](tmp_path / "tokenizer")
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    parts = {"pretokenizers": [change, raw["pre_tokenizer"]]} if part == "pre_tokenizer" else {"normalizers": [change]}
+    raw |= {"pre_tokenizer": None, part: {"type": "Sequence", **parts}}
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    write_settings(folder, tokenizer_class=cls)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    fast, ours = transformers.PreTrainedTokenizerFast.from_pretrained(folder), load_tokenizer(str(folder))
+    rebuilt = transformers.AutoTokenizer.from_pretrained(folder)
+    text = "a 12345<|user|>the end"
+    assert type(rebuilt).__name__ == cls
+    assert ours.encode_chat(text) == fast(text, add_special_tokens=False)["input_ids"]
+    assert ours.encode_chat(text) != rebuilt(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("family", ["byte-level BPE", "BPE with byte fallback"])
+def test_texts_stop_where_lm_eval_stops_models_of_transformers(family, tmp_path):
+    """Compare with lm-eval's `MultiTokenEOSCriteria` and `postprocess_generated_text`, written with theirs.decode.
+
+    If a stop string has ordinary characters before a special token, lm-eval leaves these in the text, and difftx not.
+    """
+    folder = FAMILIES[family](tmp_path / "tokenizer")
+    theirs, ours = transformers.PreTrainedTokenizerFast.from_pretrained(folder), load_tokenizer(str(folder))
+    draw, stopped = random.Random(0), dict.fromkeys(("special", "ordinary", "both"), 0)
+    for number, text in enumerate(random_strings(300)):
+        parts = [part for part in re.findall(r"[^▁ ]{1,4}", text[:30])] or ["x"]
+        after = [draw.choice([*SPECIAL, SPECIAL[0] + SPECIAL[1], ""]) for _ in parts]
+        ids = theirs("the" + "".join(map("".join, zip(parts, after, strict=True))), add_special_tokens=False)[
+            "input_ids"
+        ]
+        i, kind = draw.randrange(len(parts)), list(stopped)[number % 3]
+        ordinary = "" if kind == "special" else parts[i][draw.randrange(len(parts[i])) :]
+        stop = ordinary + ("" if kind == "ordinary" else after[i] or SPECIAL[2])
+        # The criterion decodes special tokens too, and the text, which is cut afterwards, has none.
+        read = next((n for n in range(1, len(ids) + 1) if stop in theirs.decode(ids[:n])), len(ids))
+        expected = theirs.decode(ids[:read], skip_special_tokens=True).split(stop)[0]
+        stream = TextStream(ours, [stop])
+        found = "".join(map(stream.add, ids[:read])) + stream.finish()
+        if stop in theirs.decode(ids[:read]):
+            assert stream.stopped
+            stopped[kind] += 1
+            if kind == "both":
+                expected = expected.removesuffix(ordinary)
+        assert found.removeprefix(" ") == expected, (ids, stop)  # Only the decoding of a whole text removes the space.
+    assert min(stopped.values()) > 40
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("prompt", [False, True])
 @pytest.mark.parametrize("template", [TEMPLATE, BLOCKS], ids=["line", "blocks"])
@@ -62,6 +147,21 @@ def test_conversations_are_rendered_as_by_transformers(family, prompt, template,
     assert text == theirs.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=prompt)
     ids = theirs.apply_chat_template(CONVERSATION, add_generation_prompt=prompt, return_dict=False)
     assert ours.encode_chat(text) == ids
+
+
+@pytest.mark.parametrize("names", [names for n in range(4) for names in itertools.permutations(REASONING, n)])
+def test_reasoning_has_the_names_of_transformers(names, tmp_path):
+    """The order of the keys counts too, because templates may write a whole message as JSON."""
+    message = {"role": "assistant", "content": "5"} | {name: f"by {name}" for name in names}
+    conversations = [[message], [message | dict.fromkeys(names[:1])], [message | {"thinking": ""}]]
+    folder = FAMILIES["byte-level BPE"](tmp_path / "tokenizer")
+    (folder / "chat_template.jinja").write_text(
+        "{{ messages | tojson }}{% if messages[0].thinking %}<think>{{ messages[0].thinking }}</think>{% endif %}"
+    )
+    theirs, ours = transformers.PreTrainedTokenizerFast.from_pretrained(folder), load_tokenizer(str(folder))
+    for conversation in conversations:
+        text = ours.chat_template.render(conversation, add_generation_prompt=False)
+        assert text == theirs.apply_chat_template(conversation, tokenize=False)
 
 
 def test_sentencepiece_model_encodes_as_llama_tokenizer(tmp_path):

@@ -296,7 +296,7 @@ def test_killed_evaluation_resumes(folder, tmp_path, monkeypatch):
         monkeypatch.setattr("difftx.evals.icl.suite.most_likely", die)
         with pytest.raises(Killed):
             evaluated(config, tmp_path / "killed")
-        assert (tmp_path / "killed" / "evals" / "icl" / "3.items.jsonl").is_file()
+        assert list((tmp_path / "killed" / "evals" / "icl").glob("3.*.items.jsonl"))
         assert not (tmp_path / "killed" / "evals" / "icl" / "3.json").exists()
     monkeypatch.setattr("difftx.evals.icl.suite.most_likely", killed)
     assert evaluated(config, tmp_path / "killed") == expected

@@ -1,7 +1,6 @@
 """The journal of an evaluation keeps the answer of each finished item."""
 
 import dataclasses
-import json
 
 import pytest
 
@@ -42,7 +41,7 @@ EXPECTED = [(item, {"of": item.id}) for item in ITEMS]
 
 
 def test_killed_evaluation_resumes_and_repeats_no_item(tmp_path):
-    path, asked = tmp_path / "new" / "5.items.jsonl", []
+    path, asked = tmp_path / "new" / "5.json", []
     for kill_after in (0, 1, 30, 100):
         before = len(asked)
         with pytest.raises(Killed):
@@ -54,42 +53,38 @@ def test_killed_evaluation_resumes_and_repeats_no_item(tmp_path):
     assert run(None, []) == EXPECTED
 
 
-def test_invalid_lines_are_removed_and_later_lines_are_separate(tmp_path):
-    path, asked = tmp_path / "5.items.jsonl", []
+def test_invalid_lines_are_skipped_and_later_lines_are_separate(tmp_path):
+    asked = []
     with pytest.raises(Killed):
-        run(path, asked, kill_after=21)
+        run(tmp_path / "5.json", asked, kill_after=21)
+    (path,) = tmp_path.iterdir()
     lines = path.read_bytes().splitlines(keepends=True)
-    assert len(lines) == 22
-    for broken in (lines[7][:-9], b"\xff\xfe", b"[1]\n", b'{"id": "item 3"}\n', b'{"id": [3], "answer": 4}\n'):
-        path.write_bytes(b"".join([*lines[:7], broken]))
+    assert len(lines) == 21
+    for broken in (lines[6][:-9], b"\xff\xfe", b"[1]\n", b'{"id": "item 3"}\n', b'{"id": [3], "answer": 4}\n'):
+        path.write_bytes(b"".join([*lines[:6], broken]))
         asked = []
-        assert run(path, asked) == EXPECTED
+        assert run(tmp_path / "5.json", asked) == EXPECTED
         assert asked == [item.id for item in ITEMS[6:]]
-        again = path.read_text().splitlines()
-        assert [json.loads(line).get("id") for line in again[1:] if "item" in line] == [item.id for item in ITEMS]
+        assert run(tmp_path / "5.json", [], kill_after=0) == EXPECTED
 
 
-def test_other_settings_or_weights_start_over(tmp_path):
-    path = tmp_path / "5.items.jsonl"
-    run(path, [])
-    whole = path.read_bytes()
-    for head, content in (
-        ({"settings": "t"}, whole),
-        ({"weights": "b/5"}, whole),
-        ({"weights": None}, whole),
-        ({}, b""),
-        ({}, b"{}\n"),
-        ({}, b"nonsense"),
-    ):
-        path.write_bytes(content)
+def test_evaluations_with_other_settings_or_weights_run_at_the_same_time(tmp_path):
+    """Each is killed after the other has begun, and resumes with its own answers."""
+    heads = [{}, {"settings": "t"}, {"weights": "b/5"}, {"weights": None}, {"settings": "sa", "weights": "/5"}]
+    for kill_after in (7, 28):
+        for number, head in enumerate(heads):
+            with pytest.raises(Killed):
+                run(tmp_path / "5.json", [], kill_after=kill_after, answer=lambda item, n=number: [n, item.id], **head)
+    for number, head in enumerate(heads):
         asked = []
-        assert run(path, asked, **head, answer=lambda item: 1) == [(item, 1) for item in ITEMS]
-        assert len(asked) == len(ITEMS)
+        found = run(tmp_path / "5.json", asked, answer=lambda item, n=number: [n, item.id], **head)
+        assert found == [(item, [number, item.id]) for item in ITEMS]
+        assert len(asked) == len(ITEMS) - 35
 
 
 def test_two_sets_of_items_share_a_journal(tmp_path):
     """The tasks of suite `icl` share a journal in this way."""
-    path = tmp_path / "5.items.jsonl"
+    path = tmp_path / "5.json"
     first, second = ITEMS[:10], ITEMS[10:30]
     run(path, [], items=first)
     with pytest.raises(Killed):

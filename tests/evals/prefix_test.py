@@ -6,6 +6,7 @@ import json
 import re
 import types
 
+import numpy as np
 import pytest
 from conftest import suite_config
 from helpers.evals_examples import examples, task_of, write_lines
@@ -16,6 +17,7 @@ from difftx.evals.attention.prompts import prompts_of
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.icl.prompts import IclTask
 from difftx.evals.needle.prompts import NeedlePrompts
+from difftx.inference import decode
 from difftx.inference.score import Score
 from difftx.progress import Work
 from difftx.training.run import Run
@@ -97,6 +99,7 @@ def test_the_token_begins_the_demonstrations_and_takes_room(run):
 
 def test_the_token_begins_each_request_of_lm_eval_once(run, monkeypatch):
     pytest.importorskip("lm_eval")
+    transformers = pytest.importorskip("transformers")
     from lm_eval.api.instance import Instance
 
     from difftx.evals.harness import model as harness_model
@@ -122,13 +125,37 @@ def test_the_token_begins_each_request_of_lm_eval_once(run, monkeypatch):
     asked.clear()
     text = "0123456789" * (WINDOW // 5)
     model.loglikelihood_rolling([request("loglikelihood_rolling", text)])
-    assert [token for _, tokens in asked for token in tokens] == list(ids(text))
-    assert asked[0] == ((first,), ids(text)[:WINDOW])
+    # lm-eval's models of Hugging Face score what the tokenizer returns, after the bos token.
+    theirs = transformers.AutoTokenizer.from_pretrained(run.config.data.tokenizer)
+    encoded = theirs(text)["input_ids"]
+    assert [token for _, tokens in asked for token in tokens] == encoded
+    assert asked[0] == ((theirs.bos_token_id,), tuple(encoded[:WINDOW]))
     assert not any(first in tokens for tokens in itertools.chain(*asked[1:]))
 
     options = {"until": ["\n"], "max_gen_toks": 8, "do_sample": False}
     found = model.generate_until([request("generate_until", context, options) for context in ("1 + 1 =", "")])
     assert [each.prompt for each in found] == [(first, *ids("1 + 1 =")), (first,)]
+    assert {each.stop for each in found} == {("\n", theirs.eos_token)}
+
+
+def test_a_special_token_ends_a_text_for_lm_eval(run, monkeypatch):
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+
+    from difftx.evals.harness.model import HarnessModel
+
+    @dataclasses.dataclass
+    class Rows:
+        done_B: object = None
+
+    [special] = run.tokenizer.prefix
+    written = [*run.tokenizer.encode_ordinary(" 42"), special, *run.tokenizer.encode_ordinary(" or 43")]
+    monkeypatch.setattr(decode, "prefill", lambda *_, **__: Rows())
+    monkeypatch.setattr(decode, "with_room", lambda lm, rows, tokens: rows)
+    monkeypatch.setattr(decode, "next_tokens", lambda lm, rows, sampling: (rows, np.array([written] * 8)))
+    options = {"until": ["Q:", "<s>"], "max_gen_toks": len(written), "do_sample": False}
+    asked = Instance(request_type="generate_until", doc={}, arguments=("6 x 7 =", options), idx=0)
+    assert HarnessModel(Evaluation(run, None, Work(enabled=False))).generate_until([asked]) == [" 42"]
 
 
 def without_prefix(tokenizer):

@@ -75,10 +75,11 @@ def rewrite(folder, out, **changes):
 
 
 def edit_config(folder, out, **changes):
-    """Copy a folder with changes in its config.json."""
+    """Copy a folder with changes in its config.json. A value that JSON does not have removes the field."""
     shutil.copytree(folder, out)
     path = out / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    fields = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in fields.items() if type(value) is not object}))
     return out
 
 

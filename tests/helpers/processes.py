@@ -1,5 +1,6 @@
 """`train.py` as one process, or as several processes that train together."""
 
+import os
 import re
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from helpers.command_server import Command, commands
 
 BARRIER_TIMEOUT_SECONDS = 8  # The heartbeats have the same timeout.
 TRAIN_SLOWLY = ("tests/helpers/train_slowly.py",)  # This script runs train.py with slow steps.
+JOB = os.getpid()  # Number of the Slurm job.
 
 
 class Processes:
@@ -34,6 +36,7 @@ class Processes:
         before=(),
         environment=None,
         own_environment=None,
+        slurm_step=None,
         **changes,
     ):
         """Start the processes.
@@ -51,6 +54,7 @@ class Processes:
             before: Words in front of the command line.
             environment: Further variables of all processes.
             own_environment: Further variables of some processes, by number.
+            slurm_step: Number of the step of a Slurm job whose tasks the processes are. None without Slurm.
             changes: Fields of the config, with __ for the dot.
         """
         overrides = TINY | {
@@ -70,11 +74,13 @@ class Processes:
         self.logs = [logs / f"{process}.log" for process in range(count)]
         self.running: dict[int, subprocess.Popen | Command] = {}
         together = ["--coordinator", f"localhost:{free_port()}", "--processes", str(count)] if count > 1 else []
+        together = together if slurm_step is None else ["--distributed"]
         for process in start[:count]:
-            which = ["--process", str(process)] if count > 1 else []
+            which = ["--process", str(process)] if count > 1 and slurm_step is None else []
             command = [*script, "--config=configs/quickstart.py", f"--workdir={workdir}", *together, *which, *flags]
             command += (own_flags or {}).get(process, ())
-            own = child_environment(devices) | (environment or {}) | (own_environment or {}).get(process, {})
+            slurm = {} if slurm_step is None else task_of_slurm(slurm_step, process, count)
+            own = child_environment(devices) | slurm | (environment or {}) | (own_environment or {}).get(process, {})
             self.running[process] = _start(command, self.logs[process], own, tuple(before))
 
     def until_step(self, step):
@@ -122,6 +128,13 @@ def newest_step(metrics: Path) -> int:
     text = metrics.read_text(errors="replace") if metrics.exists() else ""
     steps = re.findall(r'^\{"split": "train", "step": (\d+),', text, re.MULTILINE)
     return int(steps[-1]) if steps else 0
+
+
+def task_of_slurm(step, process, count):
+    """Return the environment of a task of a step of Slurm job `JOB`, on this machine."""
+    task = {"JOB_ID": JOB, "STEP_ID": step, "STEP_NODELIST": "localhost", "NTASKS": count}
+    task |= {"PROCID": process, "LOCALID": process}
+    return {f"SLURM_{name}": str(value) for name, value in task.items()}
 
 
 def free_port():

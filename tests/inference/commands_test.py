@@ -4,6 +4,7 @@ import argparse
 import json
 
 import jax
+import numpy as np
 import pytest
 from conftest import child_environment
 from helpers.command_server import commands
@@ -60,6 +61,7 @@ def test_a_prompt_and_a_file_of_prompts_on_other_meshes(workdir):
     first, second = map(json.loads, out.read_text().splitlines())
     assert first["prompt"] == prompts[0]["prompt"]
     assert first["id"] == 7
+    assert (first["seed"], second["seed"]) == (np.random.SeedSequence([3, 0]).generate_state(1)[0], 3)
     assert printable(second["prompt"] + second["completion"]) == text[:-1]  # Only printed text is escaped.
     assert first["ended_by"] in ("limit", "stop string", "end of text")
     assert 0 < first["new_tokens"] <= 20
@@ -91,10 +93,16 @@ def test_mistakes_in_a_file_of_prompts_name_its_line(tmp_path, lines, message):
     assert str(path) in str(error.value)
 
 
-def test_seeds_of_a_file_of_prompts_start_again_after_the_largest_one(tmp_path):
+def test_prompts_of_a_file_have_hashes_of_seed_and_index(tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c", "seed": 9}\n')
-    options = argparse.Namespace(prompt=None, prompts=tmp_path / "prompts.jsonl", seed=2**32 - 1)
-    assert [seed for _, seed in _read_prompts(options)] == [2**32 - 1, 0, 9]
+    found = []
+    for seed in (2**32 - 1, 0, 1, 2):
+        options = argparse.Namespace(prompt=None, prompts=tmp_path / "prompts.jsonl", seed=seed)
+        *hashed, given = (seed for _, seed in _read_prompts(options))
+        assert hashed == [np.random.SeedSequence([seed, i]).generate_state(1)[0] for i in range(2)]
+        assert given == 9
+        found += hashed
+    assert len(set(found)) == 8
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """Batches of requests: greedy decoding compared with a plain loop, seeds, limits, stop strings, growing caches."""
 
+import dataclasses
+import types
+
 import numpy as np
 import pytest
 from helpers.inference_models import TENSOR, full_logits, language_model
@@ -103,6 +106,15 @@ def test_rows_end_on_their_own_limits_and_stop_strings(config, mesh_of):
     for c, whole, limit in zip(completions[1:], free[1:], (3, 17), strict=True):
         assert c.tokens == whole.tokens[: len(c.tokens)]
         assert c.ended_by == "stop string" or len(c.tokens) == limit
+
+    tokens = free[0].tokens
+    special = tokens[5]
+    values = [b"" if id_ == special else value for id_, value in enumerate(lm.tokenizer.token_bytes)]
+    named = types.SimpleNamespace(eot_token=256, token_bytes=values, decode=lambda ids: {special: "<|im_end|>"}[ids[0]])
+    (ended, *_) = generate(dataclasses.replace(lm, tokenizer=named), requests(), HOT, stop=["<|im_end|>"])
+    assert ended.ended_by == "stop string"
+    assert ended.tokens == tokens[: tokens.index(special) + 1]
+    assert ended.text == bytes(ended.tokens[:-1]).decode(errors="replace")
 
 
 def test_invalid_requests_raise(config, mesh_of):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from difftx.errors import UserError
-from difftx.inference.sampling import GREEDY, Sampling, candidates, choose
+from difftx.inference.sampling import GREEDY, Sampling, candidates, choose, derived_seed
 
 
 def settings(temperature=1.0, top_k=None, top_p=None, repetition_penalty=None):
@@ -109,11 +109,29 @@ def test_greedy_is_the_most_likely_and_ignores_the_seed():
         assert tokens.tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("temperature", [1e-3, 1e-14, 1e-20, 1e-37, 1.2e-38, 1e-38, 1e-40, 5e-324])
+@pytest.mark.parametrize("limits", [{}, {"top_k": 3, "top_p": 0.9}], ids=str)
+def test_low_temperatures_choose_the_most_likely_token(temperature, limits):
+    """The temperature is an argument of the compiled program, as in generation, where devices flush small numbers."""
+    logits_BV = jnp.asarray([[30.0, 70.0, 71.0, -jnp.inf], [-900.0, -901.0, -jnp.inf, -902.0]])
+    seeds, counts = jnp.arange(2, dtype=jnp.uint32), jnp.zeros(2, jnp.int32)
+    draw = jax.jit(lambda s: choose(logits_BV, s, seen_BV=jnp.zeros((2, 4), bool), seed_B=seeds, count_B=counts))
+    assert draw(settings(temperature, **limits)).tolist() == [2, 0]
+
+
+def test_no_two_seeds_and_indices_share_samples():
+    seeds = {derived_seed(seed, index) for seed in (*range(100), 2**32 - 1) for index in range(50)}
+    assert len(seeds) == 101 * 50
+    assert max(seeds) < 2**32
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": 1e39}, r"temperature=1e\+39 must be 0"),
+        ({"repetition_penalty": 1e-39}, "repetition_penalty=1e-39 must lie in"),
         ({"top_k": 0}, "top_k=0"),
         ({"top_p": 0.0}, r"top_p=0\.0"),
         ({"top_p": 1.5}, r"top_p=1\.5"),

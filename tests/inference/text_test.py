@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import types
 
 import pytest
 
@@ -15,8 +16,14 @@ def random_tokens(data, seed):
     return [data[a:b] for a, b in itertools.pairwise([0, *ends, len(data)])]
 
 
+def text_stream(tokens, stop=()):
+    """Return a stream of tokens, which are bytes, or a special token's name as a str."""
+    values = [token if isinstance(token, bytes) else b"" for token in tokens]
+    return TextStream(types.SimpleNamespace(token_bytes=values, decode=lambda ids: tokens[ids[0]]), stop)
+
+
 def stream(tokens, stop=()):
-    text = TextStream(tokens, stop)
+    text = text_stream(tokens, stop)
     pieces = []
     for token in range(len(tokens)):
         pieces.append(text.add(token))
@@ -58,6 +65,30 @@ def test_stop_strings_are_found_across_tokens(stop, expected):
 
 
 def test_text_that_cannot_become_a_stop_string_is_not_held_back():
-    text = TextStream([b"ab", b"c", b"x", b"abc"], ["abcd"])
+    text = text_stream([b"ab", b"c", b"x", b"abc"], ["abcd"])
     assert [text.add(i) for i in range(4)] == ["", "", "abcx", ""]
     assert text.finish() == "abc"
+
+
+# Tokens, stop strings, the text and what follows the stop string in the text with names of special tokens.
+SPECIAL_STOPS = [
+    ([b"42", "<|im_end|>", b"\nuser"], ["<|im_end|>"], "42", 1),
+    ([b"42\n", "<|im_end|>", b"\nus", b"er x"], ["\n<|im_end|>\nuser"], "42", 4),
+    ([b"a", "<|a|>", "<|b|>", b"c"], ["<|a|><|b|>"], "a", 3),
+    ([b"a", "<|a|>", b"b", "<|b|>", b"c"], ["<|a|><|b|>"], "abc", None),
+    ([b"a", "<|e|>", "<|e|><|f|>", b"c"], ["<|e|><|f|>"], "a", 3),  # One name begins another.
+    ([b"a<|im", b"_end|>b"], ["<|im_end|>"], "a", 2),  # Ordinary text with the name.
+    ([b"x", "<|a|>", b"y<|", b"b"], ["|>y"], "x", 3),
+    ([b"x a", "<|a|>", b"b", b"c"], ["ab"], "x ", 3),  # A string of the text without the names.
+    ([b"x a", "<|a|>", b"bc"], ["<|a|>bc", "ab"], "x ", 3),
+    ([b"\xe2\x82", "<|a|>", b"\xac!"], ["!"], "\u20ac", 3),
+    ([b"a", "<|a|>", "<|a|>", b"c"], ["ab"], "ac", None),
+]
+
+
+@pytest.mark.parametrize(("tokens", "stop", "expected", "read"), SPECIAL_STOPS)
+def test_names_of_special_tokens_are_searched_but_not_text(tokens, stop, expected, read):
+    text, _ = stream(tokens, stop)
+    assert (text.text, text.stopped) == (expected, read is not None)
+    if text.stopped:
+        assert not stream(tokens[: read - 1], stop)[0].stopped

@@ -9,13 +9,13 @@ from conftest import TINY, write_text
 from helpers.command_server import run_new
 from helpers.inference_models import language_model
 from helpers.interop_checks import check_attention_weights, check_generation, check_logits
-from helpers.interop_folders import FIXTURES, export, import_, run_of, tensors_of, words_file
+from helpers.interop_folders import FIXTURES, edit_config, export, import_, run_of, tensors_of, words_file
 from model import oracle
 
 from difftx.data.sources import load_sources
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import RunError, UserError
-from difftx.interop import runs, tokenizers
+from difftx.interop import in_transformers, runs, tokenizers
 from difftx.model.layers import rotary_angles
 from difftx.training.run import read_config
 
@@ -33,6 +33,32 @@ def test_random_models_have_the_logits_of_transformers(mesh_of, tmp_path, name):
     check_generation(workdir, theirs, mesh_of())
     if name.startswith("diff"):
         check_attention_weights(workdir, theirs, mesh_of())
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0}
+LLAMA3 |= {"original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama", {"rope_scaling": LLAMA3, "rope_theta": 50.0}),
+        ("llama3", {"rope_scaling": LLAMA3 | {"rope_theta": 50.0}, "rope_theta": 7.0}),
+        ("llama3", {"rope_scaling": {"type": "default"}}),
+        ("llama3", {"rope_scaling": {}, "rope_theta": 7.0}),
+        ("llama", {"rope_parameters": {"rope_type": "default", "type": "linear"}, "rope_theta": 7.0}),
+        ("qwen2", {"rope_scaling": LLAMA3, "layer_types": None, "use_mrope": False}),
+        ("qwen2", {"sliding_window": 4, "attention_bias": True, "max_window_layers": 1, "torch_dtype": "float16"}),
+        ("diff", {"head_dim": None, "num_key_value_heads": None, "rope_parameters": None}),
+    ],
+)
+def test_fields_with_two_spellings_are_resolved_as_in_transformers(mesh_of, tmp_path, name, changes):
+    folder = edit_config(FIXTURES / name, tmp_path / "hf", **changes)
+    tokens_BT = np.random.default_rng(0).integers(256, size=(1, 32))
+    theirs = in_transformers.logits(in_transformers.load(folder), tokens_BT)
+    workdir = import_(folder, tmp_path / "run")
+    ours = runs.our_logits(workdir / "checkpoints" / "0", read_config(workdir), mesh_of(), tokens_BT)
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2"])

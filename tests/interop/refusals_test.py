@@ -33,6 +33,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+ABSENT = object()
+QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 Q = "model.layers.1.self_attn.q_proj.weight"
 
 
@@ -128,8 +130,9 @@ def test_two_embeddings_of_a_tied_model_must_be_equal(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["DiffLlamaForCausalLN"]}, "cannot be converted. Did you mean 'DiffLlamaForCausalLM'"),
-        ({"architectures": ["GPT2LMHeadModel"]}, "architectures='GPT2LMHeadModel' cannot be converted"),
+        # No hint: another model has another class, so renaming the class would not help.
+        ({"architectures": ["MistralForCausalLM"]}, "'MistralForCausalLM' cannot be converted; only .*, .* can$"),
+        ({"model_type": "llama"}, "model_type='llama' cannot be converted; only 'diffllama' can"),
         (
             {"auto_map": {"AutoModel": "modeling.M"}},
             "auto_map={.*'modeling.M'} cannot be converted",
@@ -138,9 +141,13 @@ def test_two_embeddings_of_a_tied_model_must_be_equal(tmp_path):
             {"architectures": [["DiffLlamaForCausalLM"]]},
             r"architectures=\['DiffLlamaForCausalLM'\] cannot",
         ),
-        ({"attention_bias": True}, "attention_bias=True cannot be converted; only False can"),
+        ({"attention_bias": True}, "attention_bias=True cannot be converted; remove it if it has no effect"),
+        ({"sliding_window": 8}, "sliding_window=8 cannot be converted"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.* cannot be converted"),
+        ({"per_layer_config": {"0": {"intermediate_size": 8}}}, "per_layer_config=.* cannot be converted"),
+        ({"attention_multiplier": 2.0}, "attention_multiplier=2.0 cannot be converted"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' cannot be converted; only 'silu' can"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config=.* cannot be converted; only None can"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config=.* cannot be converted"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 8.0}}, "rope scaling of type 'yarn' cannot be converted"),
         ({"rope_parameters": LLAMA3 | {"factor": None}}, "'factor': None.* its numbers must be positive"),
         ({"rope_scaling": LLAMA3 | {"factor": -1}, "rope_parameters": None}, "'factor': -1.* must be positive"),
@@ -148,8 +155,15 @@ def test_two_embeddings_of_a_tied_model_must_be_equal(tmp_path):
             {"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}},
             r"high_freq_factor=1\.0 must exceed low_freq_factor=1\.0",
         ),
-        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "use_sliding_window=True cannot be"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope scaling of type 'linear' cannot"),
+        (QWEN | {"use_sliding_window": True}, "use_sliding_window=True cannot be"),
+        (QWEN | {"num_key_value_heads": ABSENT}, "num_key_value_heads is missing"),
+        # transformers takes rope_scaling, though the folder has rope_parameters too.
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling of type 'linear' cannot"),
+        ({"rope_parameters": {"rope_type": "default", "factor": 8.0}}, "factor=8.0 cannot be converted with rope type"),
+        ({"rope_parameters": {"full_attention": LLAMA3}}, "full_attention=.* cannot be converted with rope type"),
+        ({"rope_parameters": {"rope_theta": float("inf")}}, "'rope_theta': inf.* must be positive"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps=inf: expected a positive number"),
+        ({"num_hidden_layers": 2 * 10**9}, r"no tensor model\.layers\.3\."),
         ({"num_attention_heads": 7}, "num_attention_heads=7 must be even"),
         ({"num_key_value_heads": 1}, "num_key_value_heads=1 must be even"),
         ({"rms_norm_eps": None}, "rms_norm_eps=None: expected a positive number"),
@@ -237,7 +251,7 @@ MUP = {"mup_base_width": 16, "mup_base_layers": 1, "mup_base_head_dim": 8}
             "diff",
             "diffllama",
             {"attention_logit_bits": 8},
-            "model.attention_logit_bits=8: other formats do not quantise",
+            "model.attention_logit_bits=8 cannot be converted",
         ),
         ("diff", "official", {"post_scale": 0.2}, "model.post_scale=0.2: other formats learn λ"),
         ("transformer", "official", {"post_scale": 3.0}, "model.post_scale=3.0: other formats learn λ"),
@@ -246,7 +260,7 @@ MUP = {"mup_base_width": 16, "mup_base_layers": 1, "mup_base_head_dim": 8}
             "diff",
             "diffllama",
             {"attention_operand_bits": 8},
-            "model.attention_operand_bits=8: other formats do not quantise",
+            "model.attention_operand_bits=8 cannot be converted",
         ),
         ("diff", "diffllama", {"head_norm": "none"}, "other formats normalise each differential head"),
         ("diff", "diffllama", {"head_norm_eps": 1e-6}, "DiffLlama has only one"),

@@ -111,7 +111,12 @@ def refused(source, tmp_path, message):
             {"auto_map": {"AutoModelForCausalLM": "other/repo--evil.Model"}},
             r"auto_map=.*evil.* cannot be converted; only .*modeling_difftx\.DifftxForCausalLM",
         ),
-        ({"architectures": ["LlamaForCausalLM"]}, r"auto_map=\{.* cannot be converted; only None can"),
+        ({"architectures": ["LlamaForCausalLM"]}, r"model_type='difftx' cannot be converted; only 'llama' can"),
+        (
+            {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "num_noise_heads": 0}
+            | dict.fromkeys(("architecture", "head_norm", "head_norm_eps", "lambda_bound", "lambda_learned")),
+            r"auto_map=\{.* cannot be converted",
+        ),
         ({"architectures": [["DifftxForCausalLM"]]}, r"architectures=\['DifftxForCausalLM'\] cannot be converted"),
         ({"architectures": ["DifftxEagerForCausalLM"]}, r"architectures=.*Eager.* only \['DifftxForCausalLM'\] can"),
         ({"architecture": "sink"}, r"config\.json: "),
@@ -130,13 +135,15 @@ def refused(source, tmp_path, message):
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_parameters=.* cannot be converted"),
         ({"rope_parameters": LLAMA3 | {"factor": None}}, "'factor': None.* its numbers must be positive"),
         ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, r"high_freq_factor=1\.0 must exceed"),
-        ({"rope_parameters": LLAMA3 | {"attention_factor": 2.0}}, "'attention_factor': 2.0.* only .* can"),
+        ({"rope_parameters": LLAMA3 | {"attention_factor": 2.0}}, "attention_factor=2.0 cannot be converted"),
+        ({"rope_scaling": LLAMA3}, "rope_parameters=.* cannot be converted; only .*llama3"),
+        ({"attention_multiplier": 2.0}, "attention_multiplier=2.0 cannot be converted"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope scaling of type 'yarn' cannot be"),
         ({"rope_parameters": {"rope_type": "default"}}, r"rope_parameters=\{'rope_type': 'default'\} cannot be conv"),
-        ({"rope_parameters": None, "rope_scaling": LLAMA3}, "rope_scaling=.* cannot be converted; only None can"),
+        ({"rope_parameters": None, "rope_scaling": LLAMA3}, "rope_parameters=None cannot be converted; only .* can"),
         ({"rope_parameters": "llama3"}, "rope_parameters='llama3': expected an object"),
         ({"attention_bias": "yes"}, r"config\.json: model\.attention_bias='yes'"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config=.* cannot be converted; only None can"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config=.* cannot be converted"),
     ],
 )
 def test_configs_that_contradict_themselves(config, tmp_path, changes, message):

@@ -4,15 +4,17 @@
 import copy
 import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import child_environment
+from conftest import ROOT, child_environment
 from helpers.inference_models import full_logits, prompts_of
-from helpers.interop_models import MODELS, NOT_SERVABLE, SERVABLE, exported
+from helpers.interop_folders import export
+from helpers.interop_models import MODELS, NOT_SERVABLE, SERVABLE, config_of, exported
 
 from difftx.config.build import override
 from difftx.errors import RunError
@@ -205,6 +207,87 @@ def test_two_tensor_parallel_ranks_add_up(config, mesh_of, tmp_path, name):
     assert not torch.allclose(parts[0], parts[1])
 
 
+class Missing(torch.nn.Module):
+    """What engines put in place of a module of another pipeline rank."""
+
+    def forward(self, hidden_states, **_):
+        return hidden_states
+
+
+@pytest.mark.parametrize("name", ["diff", "gdla"])
+def test_two_pipeline_stages_equal_one(config, mesh_of, tmp_path, name):
+    model = load(exported(config, mesh_of(), name, tmp_path)[2])
+    first, second = copy.deepcopy(model), copy.deepcopy(model)
+    first.model.layers[1] = first.model.norm = Missing()
+    second.model.layers[0] = second.model.embed_tokens = Missing()
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(256, size=(1, 12)))
+    with torch.no_grad():
+        hidden = first.model(input_ids=tokens, use_cache=False).last_hidden_state
+        logits = second(inputs_embeds=hidden, use_cache=False).logits
+        torch.testing.assert_close(logits, model(tokens).logits, rtol=0, atol=0)
+
+
+class EngineNorm(torch.nn.Module):
+    """The norm that SGLang puts in place of each module whose class has a name that ends in "RMSNorm"."""
+
+    def __init__(self, norm, model_width):
+        super().__init__()
+        self.norm, self.width = norm, model_width if norm.weight is None else len(norm.weight)
+
+    def forward(self, x):
+        assert x.shape[-1] == self.width
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("name", SERVABLE)
+def test_an_engine_that_replaces_norms_computes_the_same(config, name):
+    model = of_modelling_file(config_of(config, name))
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        expected = model(tokens).logits
+        norms = [n for n, module in model.named_modules() if type(module).__name__.endswith("RMSNorm")]
+        for norm in norms:
+            model.set_submodule(norm, EngineNorm(model.get_submodule(norm), model.config.hidden_size))
+        torch.testing.assert_close(model(tokens).logits, expected, rtol=0, atol=0)
+    assert len(norms) > 2 * model.config.num_hidden_layers
+
+
+def of_modelling_file(config):
+    """Return a model of `modeling_difftx.py`, also for a config that is exported as a Llama."""
+    module = importlib.import_module("difftx.interop.modeling_difftx")
+    settings = remote_code_config.config_json(config, END_OF_TEXT)
+    of_config = getattr(module, settings["architectures"][0])._from_config
+    return of_config(module.DifftxConfig(**settings), attn_implementation="eager").eval()
+
+
+@pytest.mark.parametrize(("name", "format_"), [("llama", "hf"), ("diffllama", "diffllama")])
+def test_hidden_states_and_attention_weights_are_those_of_classes_of_transformers(
+    config, mesh_of, tmp_path, name, format_
+):
+    _, workdir, folder = exported(config, mesh_of(), name, tmp_path, format_)
+    theirs = load(folder, attn_implementation="eager")
+    if name == "llama":
+        ours = of_modelling_file(read_config(workdir))
+        ours.load_state_dict(theirs.state_dict())
+    else:
+        ours = load(export(workdir, tmp_path / "hf"), attn_implementation="eager")
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(256, size=(2, 12)))
+    options = {"output_hidden_states": True, "output_attentions": True}
+    with torch.no_grad():
+        expected, found = theirs(tokens, **options), ours(tokens, **options)
+    assert len(found.hidden_states) == len(expected.hidden_states) == len(found.attentions) + 1
+    close = {"rtol": 0, "atol": 1e-5}
+    torch.testing.assert_close(found.hidden_states, expected.hidden_states, **close)
+    heads = expected.attentions[0].shape[1]
+    # DiffLlama has all signal heads before all noise heads, and the call of difftx has each next to its noise head.
+    order = [*range(0, heads, 2), *range(1, heads, 2)] if name == "diffllama" else range(heads)
+    for weights, their_weights in zip(found.attentions, expected.attentions, strict=True):
+        torch.testing.assert_close(weights[:, [*order]], their_weights, **close)
+    ours.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="output_attentions requires attn_implementation='eager'"):
+        ours(tokens, output_attentions=True)
+
+
 @pytest.mark.parametrize("name", ["diff", "zero_branch", "dex"])
 def test_lambda_stays_float32_in_bfloat16(config, mesh_of, tmp_path, name):
     model = load(exported(config, mesh_of(), name, tmp_path)[2], dtype=torch.bfloat16)
@@ -244,6 +327,19 @@ def test_verify_compares_logits_and_greedy_text(config, mesh_of, tmp_path, monke
         compare_logits(folder, checkpoint, settings)
 
 
+@pytest.mark.parametrize("page", ["mine-hf/README.md", ROOT / "docs" / "serving.md"])
+def test_the_documented_code_loads_without_a_question(config, mesh_of, tmp_path, monkeypatch, page):
+    exported(config, mesh_of(), "diff", tmp_path)[2].rename(tmp_path / "mine-hf")
+    card = tmp_path / "mine-hf" / "README.md"
+    card.write_text(card.read_text().replace("'hf'", "'mine-hf'"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("builtins.input", lambda question: pytest.fail(question))
+    loaded = {}
+    exec(re.search(r"```python\n(.*?)```", Path(page).read_text(), re.DOTALL)[1], loaded)
+    assert type(loaded["model"]).__name__ == "DifftxForCausalLM"
+    assert loaded["tokenizer"]("a")["input_ids"] == [ord("a")]
+
+
 LOAD_AND_LIST = """
 import json, sys
 executed = set()
@@ -274,7 +370,7 @@ def test_verify_executes_no_code_of_the_folder(config, mesh_of, tmp_path):
     hostile = folder / remote_code_config.MODELING.name
     hostile.write_text("raise SystemExit('executed')\n")
     path = folder / "config.json"
-    path.write_text(path.read_text().replace('"use_cache"', '"attn_implementation": "someone/kernel", "use_cache"'))
+    path.write_text(path.read_text().replace('"vocab_size"', '"attn_implementation": "someone/kernel", "vocab_size"'))
     assert "verified: " in compare_logits(folder, *run_on_this_machine(workdir))
     with pytest.raises(SystemExit, match="executed"):
         load(folder, attn_implementation="eager")

@@ -4,14 +4,18 @@ import dataclasses
 import json
 
 import pytest
-from helpers.tokenizer_files import FAMILIES, random_strings, sentencepiece_model, write_settings
+from helpers.interop_folders import words_file
+from helpers.tokenizer_files import FAMILIES, TEMPLATE, random_strings, sentencepiece_model, write_settings
 
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.byte_level import BYTE_LEVEL
+from difftx.data.tokenizer import END_OF_TEXT, load_tokenizer
 from difftx.errors import RunError, UserError
 from difftx.interop import in_transformers, tokenizers
 
 transformers = pytest.importorskip("transformers", reason="make test and make parity install it")
 pytest.importorskip("sentencepiece", reason="make test installs the extra tokenizers")
+
+CHAT = [{"role": "user", "content": "the end"}]
 
 
 def sentencepiece_folder(folder):
@@ -80,6 +84,73 @@ def test_another_tokenizer_in_the_folder_is_detected(config, tmp_path):
     (tmp_path / "export" / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "T5Tokenizer"}))
     with pytest.raises(RunError, match=r"transformers' tokenizer encodes .* differently"):
         in_transformers.compare_tokenizer(tmp_path / "export", ours)
+
+
+def put_bos_first(raw, settings):
+    parts = [{"SpecialToken": {"id": END_OF_TEXT, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    end = raw["added_tokens"][0]["id"]
+    special = {END_OF_TEXT: {"id": END_OF_TEXT, "ids": [end], "tokens": [END_OF_TEXT]}}
+    raw["post_processor"] = {"type": "TemplateProcessing", "single": parts, "pair": parts, "special_tokens": special}
+
+
+@pytest.mark.parametrize("name", ["bytes", "words.tiktoken"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        put_bos_first,
+        lambda raw, settings: settings.update(chat_template=TEMPLATE),
+        lambda raw, settings: settings.update(eos_token="<|im_end|>", extra_special_tokens=["<|im_start|>"]),
+        lambda raw, settings: raw["added_tokens"][0].update(special=False),
+        lambda raw, settings: raw["added_tokens"][0].update(lstrip=True),
+        lambda raw, settings: raw.update(post_processor=BYTE_LEVEL),
+    ],
+)
+def test_an_import_keeps_the_template_and_the_first_and_last_tokens(tmp_path, name, change):
+    known = name if name == "bytes" else str(words_file(tmp_path / name))
+    raw, settings = tokenizers.tokenizer_json(load_tokenizer(known), name), {"eos_token": END_OF_TEXT}
+    change(raw, settings)
+    for folder in ("model", "run"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(raw))
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "model")
+    imported, _, _ = tokenizers.import_tokenizer(tmp_path / "model", tmp_path / "run", tmp_path / "run", known, None)
+    assert imported == known or raw["post_processor"] != BYTE_LEVEL
+    ours = load_tokenizer(imported)
+    text = f"the {END_OF_TEXT} end"
+    assert ours.encode_prompt(text) == theirs(text, split_special_tokens=True)["input_ids"]
+    assert ours.encode_chat(text) == theirs(text, add_special_tokens=False)["input_ids"]
+    assert (ours.eot_token, ours.n_vocab) == (theirs.eos_token_id, len(theirs))
+    assert (ours.chat_template is None) == (theirs.chat_template is None)
+    if ours.chat_template:
+        ids = theirs.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+        assert ours.encode_messages(CHAT, "chat") == ids
+
+
+@pytest.mark.parametrize(
+    ("ends", "names"),
+    [
+        ([2, 1], "'<|system|>', '</s>', but difftx ends them at '</s>'; to change that, import again with"),
+        (3, "'<|user|>', but difftx ends them at '</s>'"),
+        (1, None),
+        ([1], None),
+        ([1, 10**6, -1, "x"], None),
+        (None, None),
+        ("no file", None),
+    ],
+)
+def test_an_import_names_the_ends_of_the_generation_config(tmp_path, ends, names):
+    folder = FAMILIES["byte-level BPE"](tmp_path / "model")
+    if ends != "no file":
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    (run := tmp_path / "run").mkdir()
+    note = tokenizers.import_tokenizer(folder, run, run, "bytes", None)[2]
+    assert f"generation_config.json ends texts at {names}" in note if names else "generation" not in note
+    if names:
+        assert note.endswith("--config.data.end_of_text=NAME")
+        _, tokenizer, note = tokenizers.import_tokenizer(folder, tmp_path / "run", run, "bytes", "<|user|>")
+        assert tokenizer.eot_token == 3
+        assert ("generation" in note) == (ends != 3)
 
 
 def test_an_imported_tokenizer_needs_its_end_of_text(tmp_path):

@@ -1,12 +1,18 @@
 """Export and import of tokenizer.json. parity_test.py compares its token ids with those of the library."""
 
+import dataclasses
 import json
 import shutil
 
 import pytest
-from helpers.interop_folders import FIXTURES, export, import_, words_file
+from helpers.interop_folders import FIXTURES, export, import_, parameters, words_file
+from helpers.tokenizer_files import prefixed_bytes_folder
 
 from difftx.data.tokenizer import END_OF_TEXT, load_tokenizer
+from difftx.errors import UserError
+from difftx.inference.decode import LanguageModel
+from difftx.inference.generate import Request, generate
+from difftx.inference.sampling import GREEDY
 from difftx.interop import tokenizers
 from difftx.training.run import read_config
 
@@ -48,6 +54,26 @@ def test_own_vocabulary_file_is_imported_again(tmp_path, capsys):
     name, _, note = tokenizers.import_tokenizer(folder, tmp_path / "run", tmp_path / "run", configured, None)
     assert name == configured
     assert "that of the model" in note
+
+
+@pytest.mark.long
+def test_a_model_without_embeddings_of_unused_special_tokens(tmp_path, mesh_of):
+    """transformers loads such folders too. The model has 260 embeddings, and [PAD] is token 260."""
+    pytest.importorskip("tokenizers", reason="needs the extra tokenizers")
+    folder = prefixed_bytes_folder(tmp_path / "tokenizer")
+    shutil.copytree(LLAMA, folder, dirs_exist_ok=True)
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "extra_special_tokens": ["<a>", "<b>", "[PAD]"]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    config, params = parameters(import_(folder, tmp_path / "run"), mesh_of())
+    lm = LanguageModel(config, mesh_of(), params, load_tokenizer(config.data.tokenizer))
+    assert (config.model.vocab_size, lm.tokenizer.n_vocab) == (260, 261)
+    request = Request(prompt=lm.tokenizer.encode_prompt("[PAD]"), new_tokens=8, seed=0)
+    assert all(token < 260 for token in generate(lm, [request], GREEDY)[0].tokens)
+    chat = dataclasses.replace(request, prompt=lm.tokenizer.encode_chat("[PAD]"))
+    with pytest.raises(UserError, match="prompt 0 has token id 260, but the model has only 260 embeddings"):
+        generate(lm, [chat], GREEDY)
+    with pytest.raises(UserError, match="vocab_size=260 is less than the 261 tokens"):
+        import_(folder, tmp_path / "needed", "--config.data.end_of_text=[PAD]")
 
 
 def test_every_split_of_a_token_is_a_merge(tmp_path):

@@ -243,6 +243,13 @@ def test_a_run_is_finished_when_its_last_step_is_saved(config_file, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("".join(json.dumps(row | {"step": step}) + "\n" for step in range(1, STEPS + 1)))
     assert metrics.stat().st_size > NEWEST_BYTES  # The last NEWEST_BYTES begin within a line.
+    with metrics.open("a") as file:
+        for suite, loss in (("loss", 2.5), ("loss", 2.25), ("recall", 9.0)):
+            numbers = {"split": "valid", "step": STEPS, "attempt": 1, "suite": suite, "loss": loss}
+            file.write(json.dumps(numbers) + "\n")
+    status = RunStatus(point, tmp_path)
+    status.refresh()
+    assert status.cells()[2:5] == [f"{STEPS}/{STEPS}", "1.0000", "2.2500"]
     assert not finished()
     (tmp_path / "checkpoints" / f"{STEPS}.orbax-checkpoint-tmp").mkdir()
     assert not finished()

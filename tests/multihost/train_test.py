@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, child_environment
 from helpers.interop_folders import export, tensors_of
-from helpers.processes import TRAIN_SLOWLY, free_port
+from helpers.processes import JOB, TRAIN_SLOWLY, free_port, newest_step
 
 from difftx.parallel.mesh import AXES
 from difftx.training.checkpoint.checkpointer import Checkpointer
@@ -220,12 +220,28 @@ def test_a_frozen_process_is_named_within_the_heartbeats_timeout(started, frozen
     assert "difftx/training/loop.py" in text  # The main thread hung in this file.
 
 
+def test_processes_of_other_commands_cannot_end_a_training(started):
+    """Two of them have the coordinator's address in a copied script, others are a second step of the Slurm job."""
+    first = started("first", slurm_step=0, train__steps=100_000, devices=2, script=TRAIN_SLOWLY)
+    first.until_step(2)
+    address = f"--coordinator=localhost:{61440 + JOB % 4096}"
+    own = [address, "--processes=2", "--config.multihost.initialization_timeout_seconds=2"]
+    strays = [started(f"stray{i}", count=1, flags=[*own, f"--process={i}"]) for i in (0, 1)]
+    for stray, why in zip(strays, ("Address already in use", "another job runs there"), strict=True):
+        code, text = stray.wait(0)
+        assert (code, why in text) == (2, True), text
+    second = started("second", slurm_step=1, train__steps=3, devices=2)
+    assert [second.wait(process)[0] for process in (0, 1)] == [0, 0], second.logs[0].read_text()
+    first.until_step(newest_step(first.metrics) + 2)
+    first.running[0].send_signal(signal.SIGTERM)
+    assert [first.wait(process)[0] for process in (0, 1)] == [75, 75], first.logs[0].read_text()
+
+
 def test_process_0_alone_reports_that_others_are_missing(started):
     alone = started(start=(0,), multihost__initialization_timeout_seconds=3)
     code, text = alone.wait(0)
     assert code == 2
-    assert "process 0 waited 3 s" in text
-    assert "start the same command on every host" in text
+    assert "process 1 of 2 did not come in time; start the same command on every host" in text
 
 
 def test_process_1_alone_reports_that_process_0_is_missing(started):

@@ -22,29 +22,34 @@ def flags(*arguments):
     return parser.parse_args(arguments)
 
 
+BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
+STEP = BATCH | {"SLURM_STEP_NODELIST": "a,b"}
+
+
 @pytest.mark.parametrize(
-    ("environment", "message"),
+    ("environment", "given", "message"),
     [
-        ({"TPU_WORKER_HOSTNAMES": "a,b,c,d"}, "one of a TPU pod of 4 processes"),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "one of a Slurm step of 2 processes"),
+        ({"TPU_WORKER_HOSTNAMES": "a,b,c,d"}, [], "one of a TPU pod of 4 processes, .*: add --distributed"),
+        (STEP, [], "one of a Slurm job of 2 processes, .*: add --distributed"),
+        # A batch script runs once, and Slurm sets most of the variables of its steps for it too.
+        (BATCH, [], "one of a Slurm job of 2 processes, .*: write srun before the command, add --distributed"),
+        (BATCH, ["--distributed"], "write srun before the command, or omit --distributed"),
+        ({}, ["--distributed"], "neither srun, mpirun, GKE nor a TPU pod .*; give --coordinator=HOST:PORT"),
+        ({}, ["--process=0"], "give all three"),
+        ({}, ["--coordinator=host", "--processes=2", "--process=0"], "--coordinator=host .*: give HOST:PORT"),
     ],
 )
-def test_one_process_of_a_pod_is_told_to_join(monkeypatch, environment, message):
+def test_a_process_that_cannot_join_is_told_how(monkeypatch, environment, given, message):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=rf"{message}, .* add --distributed"):
-        multihost.start(flags(), CONFIG)
+    with pytest.raises(UserError, match=message):
+        multihost.start(flags(*given), CONFIG)
 
 
 def test_start_and_barrier_do_nothing_for_a_single_process():
     multihost.start(flags(), CONFIG)
     multihost.barrier("alone", 1)
     assert multihost.is_primary()
-
-
-def test_incomplete_flags_are_rejected():
-    with pytest.raises(UserError, match="give all three"):
-        multihost.start(flags("--process=0"), CONFIG)
 
 
 def test_run_without_progress_ends_and_prints_its_stacks():
@@ -64,6 +69,7 @@ def test_run_without_progress_ends_and_prints_its_stacks():
 BARRIER = """
 import argparse, sys, time, jax
 from difftx.config import MultihostConfig
+from difftx.errors import RunError
 from difftx.parallel import multihost
 parser = argparse.ArgumentParser(); multihost.add_flags(parser); flags = parser.parse_args()
 multihost.start(flags, MultihostConfig(initialization_timeout_seconds=60, heartbeat_timeout_seconds=20,
@@ -72,7 +78,7 @@ multihost.barrier("all come", 60)
 try:
     if flags.process != 2:
         multihost.barrier("one stays away", 1)
-except TimeoutError as error:
+except RunError as error:
     print(error, flush=True)
 """
 

@@ -242,7 +242,7 @@ def test_glob_of_a_sweep_skips_its_other_files(config, tmp_path):
         read_points(f"{tmp_path}/*", "loss")
 
 
-def test_an_existing_path_is_no_glob_although_its_name_has_brackets(config, tmp_path):
+def test_an_existing_path_is_neither_a_glob_nor_a_list(config, tmp_path):
     """As globs, these paths would match nothing, or the paths with a 1 in place of [1]."""
     text = "architecture,size,tokens,loss\ndiff,10,9,3.0\n"
     (tmp_path / "table[1].csv").write_text(text)
@@ -256,6 +256,10 @@ def test_an_existing_path_is_no_glob_although_its_name_has_brackets(config, tmp_
     assert [run.workdir for run in match_runs(str(named), "curves")] == [named]
     assert run_folders(str(named.parent)) == [named, named.parent / "runa"]
     assert run_folders(f"{tmp_path}/sweep[1-9]/run?") == [tmp_path / "sweep1" / "runa"]
+    commas, plain = tmp_path / "x,y" / "a,b", tmp_path / "sweep1" / "runa"
+    write_run(commas, config("diff"))
+    assert run_folders(str(commas)) == run_folders(str(commas.parent)) == [commas]
+    assert run_folders(f"{plain},{tmp_path}/x?y/a?b") == [plain, commas]
 
 
 def test_arms_and_rates_that_a_fit_pools_are_named(config, tmp_path):

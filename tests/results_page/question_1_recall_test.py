@@ -1,5 +1,9 @@
 """Question 1 on recall: norm, gain or subtraction?"""
 
+import numpy as np
+from conftest import ROOT
+
+from difftx.config.recipes import load_config
 from results_page.page import PROSE, claim, row_of, section, shown
 from results_page.question_1 import NORM_OR_GAIN
 from results_page.runs import COLLECTED, MORE_NOISE, NOISE, RECALL, best_of_tuning, solved
@@ -37,7 +41,7 @@ def test_contrasts_of_recall_are_fishers_test_with_holms_correction():
 
 @claim(
     "No contrast is decided. All four arms with the code of differential attention and a norm or a gain solve every "
-    "run, with and without the subtraction"
+    "run, with and without the second map"
 )
 def test_norm_or_gain_solves_recall():
     assert all_solved("diff", "diff-gain", "zero-norm", "zero-gain")
@@ -70,13 +74,35 @@ def test_subtraction_does_not_help_with_63_distractors():
     assert solved(MORE_NOISE, "diff", "recall-63") <= solved(MORE_NOISE, "zero-norm", "recall-63")
 
 
-@claim("In `diff`, A1 and A2 are more alike at the answer than at distractors")
-def test_similarity_of_the_two_attention_weights():
-    assert all(
-        answer > noise
-        for arm in ("diff", "zero-norm")
-        for answer, noise in zip(attention(arm, "cosine_answer"), attention(arm, "cosine_noise"), strict=True)
+@claim("fewer positions make any two attention weights more alike, also those of `zero-norm`, whose A2 is not trained")
+def test_cosine_of_unrelated_attention_weights():
+    """Independent logits are more alike over the two positions of the answer than over 15 distractors.
+
+    The same holds in `zero-norm` and, whatever the number of positions, for softmaxes that are less sharp.
+    """
+    generator = np.random.default_rng(0)
+
+    def cosine(positions, deviation):
+        a, b = np.exp(deviation * generator.standard_normal((2, 20_000, positions)))
+        return np.mean(np.sum(a * b, -1) / np.sqrt(np.sum(a**2, -1) * np.sum(b**2, -1)))
+
+    assert all(cosine(2, deviation) > cosine(15, deviation) + 0.2 for deviation in (1, 1.5, 2))
+    assert all(cosine(positions, 1) > cosine(positions, 2) + 0.1 for positions in (2, 15))
+    assert "the cosine of two attention weights falls if they only get sharper" in PROSE
+    assert min(attention("zero-norm", "cosine_answer")) > max(attention("zero-norm", "cosine_noise"))
+    recall = load_config("controls:recall-diff", {})
+    assert (recall.data.synthetic.distractors, recall.data.sequence_length) == (15, 2 * 8 + 15 + 1)
+
+
+@claim("the rotary base and the standard deviation of the embeddings (0.5). That search was not recorded")
+def test_settings_of_recall():
+    exploratory = " ".join((ROOT / "docs" / "exploratory.md").read_text().split())
+    assert (
+        "they were changed until `diff` or `transformer` learned the task. That search was not recorded" in exploratory
     )
+    recall, books = (load_config(f"controls:{task}-diff", {}).model for task in ("recall", "novels"))
+    assert recall.embedding_std == 0.5 != books.embedding_std
+    assert recall.rope_theta != books.rope_theta
 
 
 @claim("`diff` has less weight than `zero-norm` on the answer")
@@ -148,7 +174,7 @@ def test_sparsity_of_the_weights():
     assert max(attention("diff", "gini")) < min(attention("zero-norm", "gini"))
 
 
-@claim("these models have no sink, with or without subtraction")
+@claim("these models have no sink, with or without a second map")
 def test_no_attention_sink():
     assert all(
         share < 1 / 32 for arm in ("diff", "zero-norm", "transformer-wide-norm") for share in attention(arm, "first")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from results_page.page import PROSE, claim, row_of, section, shown, shows_p
+from results_page.page import claim, row_of, section, shown, shows_p
 from results_page.question_1 import better
 from results_page.runs import LOSS, contrast
 from results_page.significance import corrected, interval, two_sided
@@ -32,17 +32,14 @@ def verdicts(part):
     return [row_of(*pair, part)[4] for pair in MAIN]
 
 
-@claim("With heads of width 32, `diff` is behind the Transformer with a gain; the other two contrasts are open")
+@claim(
+    "With heads of width 32, `diff` is behind the Transformer with a gain (marginal); the other two contrasts are open"
+)
 def test_wide_heads():
     assert verdicts(WIDE_SECTION) == ["open", "open", "worse"]
 
 
-def test_answer_about_wide_heads():
-    effect = shown(contrast("question-1-wide", "diff", "transformer-gain"))
-    assert f"but worse than the Transformer with a gain, {effect})" in PROSE
-
-
-@claim("On the source code of Python's library, `diff` is behind both Transformers, as on novels")
+@claim("On the source code of Python's library, `diff` is behind both Transformers (marginal), as on novels")
 def test_source_code():
     assert verdicts(STDLIB_SECTION) == ["open", "worse", "worse"]
     assert all(better(arm, "diff") for arm in ("transformer", "transformer-gain"))

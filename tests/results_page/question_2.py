@@ -36,7 +36,7 @@ WARMUP_FAMILY = {
     for optimizer in OPTIMIZERS
     for name, terms in DIFFERENCES.items()
 }
-SUBTRACTION_WITH_MUON = {
+SECOND_MAP_WITH_MUON = {
     f"{share} %": by_optimizer("Muon", (1, "diff", share == 1), (-1, "zero-norm", share == 1)) for share in (50, 1)
 }
 
@@ -48,7 +48,7 @@ def is_decided(name):
 
 
 def p_value_in_one_family_of_ten(name):
-    """Return a contrast's p-value after correction over the eight contrasts and the two of the subtraction."""
-    family = WARMUP_FAMILY | SUBTRACTION_WITH_MUON
+    """Return a contrast's p-value after correction over the eight contrasts and the two of the second map."""
+    family = WARMUP_FAMILY | SECOND_MAP_WITH_MUON
     assert len(family) == 10
     return corrected({(other,): two_sided(of) for other, of in family.items()})[name,]

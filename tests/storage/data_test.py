@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 
@@ -279,20 +278,6 @@ def test_a_changed_object_is_refused(store, local_store, tmp_path, monkeypatch):
     objects.delete([store / "meta.json"])
     with pytest.raises(UserError, match=r"no meta\.json, so it is not a finished token store"):
         opened(4)
-
-
-def test_a_store_without_hashes_of_blocks_is_refused(local_store, bucket, tmp_path):
-    from difftx.data.store import write_meta
-
-    folder = shutil.copytree(local_store, tmp_path / "store")
-    meta = read_meta(folder)
-    for split in meta["splits"].values():
-        for shard in split["shards"]:
-            del shard["sha256"]["blocks"]
-    write_meta(folder, meta)
-    assert len(open_store(folder, "train").slice(0, 10)) == 10  # Stores on a local disk need no hashes of blocks.
-    with pytest.raises(UserError, match="the store has no hashes of blocks"):
-        open_store(copied(folder, bucket.folder()), "train")
 
 
 def test_data_commands_give_the_same_results_on_a_local_copy(store, local_store, tmp_path, capsys, monkeypatch):

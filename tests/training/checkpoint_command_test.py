@@ -1,7 +1,9 @@
 """python -m difftx checkpoint ls|verify|diff|prune on real checkpoints."""
 
+import os
 import subprocess
 import sys
+import time
 
 import jax.numpy as jnp
 import pytest
@@ -39,10 +41,13 @@ def run(*arguments):
 
 def test_ls_shows_each_checkpoint_and_its_state(workdir, capsys):
     (workdir / "checkpoints" / "20" / "manifest.json").unlink()
-    (workdir / "checkpoints" / "40.quarantined").mkdir()
+    for name in ("40.quarantined", "50.quarantined[red]\x1b]0;title\x07"):  # The second is not a name of difftx.
+        (workdir / "checkpoints" / name).mkdir()
+    os.utime(workdir / "checkpoints" / "10", (time.time() + 7200,) * 2)  # The clock has stepped back.
     assert run("ls", "--workdir", workdir) == 0
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
     states = {row[0]: row[-1] for row in rows if row}
+    assert {row[0]: row[2] for row in rows if row}["10"] == "0:00:00"
     assert states == {
         "10": "sizes match",
         "20": "no manifest.json",

@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tracemalloc
 
 import pytest
 from conftest import ROOT
@@ -14,6 +16,7 @@ from difftx.config import LoggingConfig
 from difftx.config.extras import check_extras
 from difftx.errors import UserError
 from difftx.progress import Work
+from difftx.training.goodput import Goodput
 from difftx.training.loop import PROGRESS_LABEL, PROGRESS_LINE, remove_later_evaluations
 from difftx.training.metrics import MetricsWriter, read_metrics
 
@@ -52,11 +55,25 @@ def test_later_attempt_replaces_rows_after_its_checkpoint(tmp_path):
 
 def test_evaluations_of_later_steps_are_removed(tmp_path):
     evals = tmp_path / "evals"
-    for name in ("loss/3.json", "loss/4.json", "position/5/nll.png", "needle/40.items.jsonl", "notes/readme.md"):
-        (evals / name).parent.mkdir(parents=True, exist_ok=True)
-        (evals / name).touch()
+    later = {"loss/4.json", "loss/5.ema.json", "position/5/nll.png", "needle/40.0a1b.items.jsonl"}
+    # Results of earlier steps, and files that difftx does not write.
+    others = {"loss/3.json", "notes/readme.md", "loss/2026-11-27-notes.txt", "loss/5.json.bak", "loss/6/notes.txt"}
+    elsewhere = tmp_path / "elsewhere"
+    for path in [*(evals / name for name in later | others), elsewhere / "7.json"]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    for link in (evals / "linked", evals / "loss" / "8"):
+        link.symlink_to(elsewhere)
     remove_later_evaluations(tmp_path, 3)
-    assert {str(path.relative_to(evals)) for path in evals.glob("*/*")} == {"loss/3.json", "notes/readme.md"}
+    assert {str(path.relative_to(evals)) for path in evals.rglob("*") if path.is_file()} == others
+    assert not (evals / "position" / "5").exists()
+    shutil.rmtree(evals)
+    evals.symlink_to(tmp_path / "other")
+    (tmp_path / "other" / "loss").mkdir(parents=True)
+    (tmp_path / "other" / "loss" / "4.json").touch()
+    remove_later_evaluations(tmp_path, 3)
+    assert (tmp_path / "other" / "loss" / "4.json").exists()
+    assert (elsewhere / "7.json").exists()
 
 
 def test_non_finite_values_are_written_as_null(tmp_path):
@@ -80,7 +97,7 @@ def test_tensorboard_hides_the_overlap(tmp_path):
     write_steps(tmp_path, 0, 5, config)
     write_steps(tmp_path, 3, 4, config)
     restarts, values = [], []
-    for path in sorted((tmp_path / "tensorboard").iterdir(), key=lambda p: p.stat().st_mtime_ns):
+    for path in sorted((tmp_path / "tensorboard").iterdir()):
         for event in events(path.read_bytes()):
             if event.HasField("session_log"):
                 restarts.append(event.step)
@@ -100,23 +117,6 @@ def test_error_if_wandb_is_not_installed(config, monkeypatch):
     check_extras(config("diff"))
 
 
-class Wandb:
-    """Fake of the package wandb that stores the logged values."""
-
-    def __init__(self):
-        self.runs = []
-
-    def init(self, **options):
-        self.runs.append((options, []))
-        return self
-
-    def log(self, scalars, step):
-        self.runs[-1][1].append((step, scalars))
-
-    def finish(self):
-        pass
-
-
 def test_a_row_without_a_loss_is_skipped(tmp_path):
     """A loss of null stands for a loss that was not finite. A row without a loss is corrupt."""
     row = {"split": "train", "step": 1, "attempt": 1, "tokens": 8, "tokens_per_second": 1.0, "step_seconds": 1.0}
@@ -124,20 +124,18 @@ def test_a_row_without_a_loss_is_skipped(tmp_path):
     assert read_metrics(tmp_path / "metrics.jsonl") == ([row | {"loss": None}], 1)
 
 
-def test_each_attempt_in_wandb_begins_with_earlier_rows(tmp_path, monkeypatch):
-    wandb = Wandb()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    config = LoggingConfig(every_steps=1, tensorboard=False, wandb_project="p")
-    write_steps(tmp_path, 0, 5, config)
-    write_steps(tmp_path, 3, 7, config)
-    write_steps(tmp_path, 7, 7, config)
-    ids, logs = [options["id"] for options, _ in wandb.runs], [log for _, log in wandb.runs]
-    assert len(set(ids)) == 3
-    assert len({options["group"] for options, _ in wandb.runs}) == 1
-    assert [[step for step, _ in log] for log in logs] == [[1, 2, 3, 4, 5], list(range(1, 8)), list(range(1, 8))]
-    assert logs[0][:3] == logs[1][:3]
-    assert logs[1] == logs[2]
-    assert logs[1][0][1]["train/lambda/02"] == 0.3
+def test_a_start_reads_the_rows_as_a_stream(tmp_path):
+    row = SPEED | {"split": "train", "attempt": 1, "loss": 2.5, "lambda": [0.2] * 8}
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row | {"step": step}) + "\n" for step in range(1, 2001)))
+    size = path.stat().st_size
+    tracemalloc.start()
+    Goodput(0.0).resume(path, 1500)
+    MetricsWriter(tmp_path, QUIET, 1500).close()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1.5 * size  # The content itself, but not the objects in it.
+    assert [row["step"] for row in read_metrics(path)[0]] == list(range(1, 1501))
 
 
 def test_plain_progress_ends_with_the_last_step(capsys):
@@ -164,7 +162,10 @@ def test_full_disk_gives_a_one_line_error_and_keeps_written_rows_readable(tmp_pa
         text=True,
     )
     assert result.returncode == 1
-    assert re.fullmatch(r"error: .*: the numbers of step \d+ could not be written: File too large; .*\n", result.stderr)
+    assert re.fullmatch(
+        r"error: .*: the numbers of step \d+ could not be written: (File too large|No space left on device); .*\n",
+        result.stderr,
+    )
     rows, skipped = read_metrics(tmp_path / "metrics.jsonl")
     assert skipped <= 1
     assert len(rows) > 10

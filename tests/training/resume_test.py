@@ -514,3 +514,28 @@ def test_a_second_signal_ends_a_save_and_harms_no_checkpoint(uninterrupted, tmp_
 
 def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.long
+def test_weights_and_stages_of_a_mixture_that_change_on_resume(tmp_path):
+    """8 blocks of 256 rows have 1536 and 512 rows of the sources at 3:1, and 1024 of each at 1:1."""
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("".join(f"{name} {i} is {i * i}.\n" for i in range(4000)))
+
+    def resume(steps, weights, stages, *flags):
+        named = zip("ab", weights, strict=True)
+        sources = tuple({"name": name, "path": str(tmp_path / f"{name}.txt"), "weight": w} for name, w in named)
+        changes = {"train__global_batch_tokens": 8192, "train__steps": steps, "optimizer__schedule": "constant"}
+        changes |= {"data__sources": sources, "data__stages": stages}
+        return train(None, tmp_path / "run", *flags, **changes)
+
+    first = resume(6, (3.0, 1.0), ())
+    assert first.returncode == 0, first.stderr
+    later = ({"from_tokens": 70_000, "weights": (0.5, 0.5)},)  # After 8 steps, which have 65,536 tokens.
+    appended = resume(8, (3.0, 1.0), later)
+    assert (appended.returncode, "data.stages" in appended.stdout, "not safe" in appended.stdout) == (0, True, False)
+    assert resume(10, (1.0, 1.0), later).returncode == 2
+    allowed = resume(10, (1.0, 1.0), later, "--allow_config_change")
+    assert allowed.returncode == 0, allowed.stderr
+    assert "the mixture repeats about 512 rows of a, " in allowed.stdout
+    assert "the mixture skips about 512 rows of b, " in allowed.stdout

@@ -1,18 +1,22 @@
 """The files that describe a run, and the locks that keep two trainings out of one directory."""
 
 import errno
+import fcntl
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
+from helpers.unreadable import needs_unprivileged, without_root_capabilities
 
-from difftx.errors import UserError
+from difftx.errors import UserError, explained
 from difftx.training import run as run_module
 from difftx.training import workdir_lock
+from difftx.training.checkpoint.manifest import manifest_text
 from difftx.training.run import RUN_FORMAT, Run, read_config, write_run_files
 
 # Holds the lock until its stdin ends, and creates the file `released` before it releases the lock.
@@ -30,8 +34,8 @@ with (folder / ".lock").open("w") as file:
 
 @pytest.fixture
 def lock(config):
-    """Return a function from a workdir to its lock, for a run with only the two fields that `Run.lock` reads."""
-    return lambda workdir: Run.lock(SimpleNamespace(config=config(), workdir=workdir))
+    """Return a function from a workdir to its lock, for a run without devices and data."""
+    return lambda workdir: Run(config(), workdir, None, None, None).lock()
 
 
 @pytest.fixture
@@ -91,14 +95,14 @@ def test_deleting_the_lock_file_admits_no_second_training(lock, tmp_path, monkey
 
 def test_locked_file_suffices_if_folders_cannot_be_locked(lock, holder, tmp_path, capsys, monkeypatch):
     """NFS implements flock as a byte-range lock, which needs a writable descriptor. A folder cannot have one."""
-    flock = workdir_lock.fcntl.flock
+    flock = fcntl.flock
 
     def flock_of_nfs(descriptor, flags):
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         flock(descriptor, flags)
 
-    monkeypatch.setattr(workdir_lock.fcntl, "flock", flock_of_nfs)
+    monkeypatch.setattr(fcntl, "flock", flock_of_nfs)
     monkeypatch.setattr(run_module, "LOCK_WAIT_SECONDS", 0.0)
     with pytest.raises(UserError, match="process 7 on elsewhere trains there"), lock(tmp_path):
         pass
@@ -120,10 +124,53 @@ def test_file_system_without_locks_gives_a_warning(lock, tmp_path, capsys, monke
     def flock(file, flags):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    monkeypatch.setattr(workdir_lock.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     with lock(tmp_path):
         pass
     assert "no file locks here" in capsys.readouterr().out
+
+
+def test_the_target_of_a_linked_lock_file_is_not_emptied(lock, tmp_path):
+    (tmp_path / "other").write_text("text")
+    (tmp_path / ".lock").symlink_to(tmp_path / "other")
+    with pytest.raises(OSError, match="symbolic links") as error, lock(tmp_path):
+        pass
+    assert str(explained(error.value)) == f"{tmp_path / '.lock'}: {os.strerror(errno.ELOOP)}; remove the symbolic link"
+    assert (tmp_path / "other").read_text() == "text"
+
+
+@needs_unprivileged
+def test_the_lock_file_of_another_user_of_the_group_is_an_error_with_its_fix(lock, tmp_path):
+    (tmp_path / ".lock").touch(mode=0o444)
+    with without_root_capabilities(), pytest.raises(UserError, match=rf"chmod -R g\+w {tmp_path}$"), lock(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("content", ["", '{"format": 1, "comm', "[]", '{"format": 1}'])
+def test_a_corrupt_manifest_is_written_again_with_the_identity_of_the_checkpoints(
+    lock, config, tmp_path, capsys, content
+):
+    with lock(tmp_path) as new, lock(tmp_path / "other") as other:
+        assert re.fullmatch("[0-9a-f]{32}", new.run_id)
+        assert new.run_id != other.run_id
+    write_run_files(tmp_path, config(), {"run_id": new.run_id})
+    with lock(tmp_path) as same:
+        assert same.run_id == new.run_id
+    (tmp_path / "manifest.json").write_text(content)
+    Run(config(), tmp_path, None, None, None).check_records()
+    assert f"{tmp_path / 'manifest.json'}: " in (printed := capsys.readouterr().out)
+    assert printed.endswith("; it is written again\n")
+    assert printed.count("\n") == 1
+    for step, run_id in ((10, "a" * 32), (20, new.run_id)):
+        text = manifest_text(step, f"x/{step}", {}, config(), {}, run_id, {})
+        (make(tmp_path / "checkpoints" / str(step)) / "manifest.json").write_text(text)
+    with lock(tmp_path) as same:
+        assert same.run_id == new.run_id
+
+
+def make(folder):
+    folder.mkdir(parents=True)
+    return folder
 
 
 @pytest.mark.parametrize("number", [None, 0, RUN_FORMAT + 1, "1", 10**30])
@@ -154,3 +201,16 @@ def test_run_without_a_manifest_is_rejected_by_readers_and_accepted_by_training(
     with pytest.raises(UserError, match=r"manifest\.json has no format number"):
         read_config(tmp_path)
     Run.check_records(SimpleNamespace(config=config(), workdir=tmp_path))
+
+
+@pytest.mark.parametrize(("folder", "is_own"), [("difftx", True), ("venv/difftx", False)])
+def test_the_commit_is_that_of_difftxs_own_repository(monkeypatch, tmp_path, folder, is_own):
+    """difftx may be installed in a folder of a user's repository."""
+    (tmp_path / folder).mkdir(parents=True)
+    git = ["git", "-C", tmp_path, "-c", "user.name=x", "-c", "user.email=x@example.org"]
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "x"]):
+        subprocess.run([*git, *words], check=True)
+    monkeypatch.setattr(run_module, "SOURCE_FOLDER", tmp_path / folder)
+    monkeypatch.setattr(run_module, "__file__", str(tmp_path / folder / "run.py"))
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    assert run_module._git_commit() == (head if is_own else None)

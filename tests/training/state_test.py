@@ -7,9 +7,14 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.model_layers import MUP
+from model.oracle import SIZES
 
+from difftx.config.architectures import ARCHITECTURES
 from difftx.data.loader import Batch
+from difftx.launch.estimate import trace_step
 from difftx.parallel.layout import Layout
+from difftx.parallel.mesh import make_mesh
 from difftx.training.state import graph, init_state, jit_init, make_train_step, split_microbatches
 
 
@@ -101,13 +106,18 @@ def test_loss_is_the_mean_over_counted_tokens(config, mesh_of):
     with jax.set_mesh(mesh):
         state = jax.jit(lambda: init_state(c))()
         batch = ragged_batch(mesh, c)
-        _, metrics = jax.jit(make_train_step(c))(state, batch)
+        step = jax.jit(make_train_step(c))
+        _, metrics = step(state, batch)
+        after, empty = step(state, dataclasses.replace(batch, loss_mask_BT=0 * batch.loss_mask_BT))
         logits = jax.jit(lambda params: nnx.merge(graph(c), params)(batch.tokens_BT)[0])(state.params)
     logits = np.asarray(logits, np.float64)
     log_p = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     rows, columns = np.nonzero(np.asarray(batch.loss_mask_BT))
     expected = -np.mean(log_p[rows, columns, np.asarray(batch.targets_BT)[rows, columns]])
     assert float(metrics["loss"]) == pytest.approx(expected, rel=1e-6)
+    assert np.isnan(empty["loss"])  # The mean over no token.
+    assert empty["skipped"]
+    jax.tree.map(np.testing.assert_array_equal, (after.params, after.opt_state), (state.params, state.opt_state))
     assert metrics["lambda"].shape == (2,)
 
 
@@ -130,3 +140,34 @@ def test_compiled_step_does_not_grow_with_depth(config, mesh_of, architecture, o
             lowered = jax.jit(make_train_step(c)).lower(state, ragged_batch(mesh, c))
         lines[layers] = len(lowered.as_text().splitlines())
     assert lines[24] <= 1.05 * lines[2]
+
+
+ALL_ELSE = {
+    "train__accumulation": 2,
+    "train__ema_decay": 0.9,
+    "train__z_loss": 1e-4,
+    "model__window": 5,
+    "model__qk_norm": True,
+    "model__logit_soft_cap": 2.0,
+    **MUP,
+    "model__remat": "full",
+    "data__document_mask": True,
+}
+SHARDED = {"mesh__tensor": 2, "mesh__context": 2, "mesh__context_method": "zigzag"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("transformer", {}),
+        pytest.param("gdla", ALL_ELSE, marks=pytest.mark.long),
+        pytest.param("diff", {"optimizer__name": "muon"} | SHARDED, marks=pytest.mark.long),
+        *(pytest.param(name, {}, marks=pytest.mark.long) for name in ARCHITECTURES if name != "transformer"),
+    ],
+)
+def test_training_needs_no_implicit_promotion_of_dtypes(config, name, options):
+    """Users may set jax_numpy_dtype_promotion=strict."""
+    options = SIZES.get(name, {}) | {"model__compute_dtype": "bfloat16"} | options
+    c = config(name, train__global_batch_tokens=16 * 32, **options)
+    with jax.numpy_dtype_promotion("strict"):
+        trace_step(c, make_mesh(c.mesh, jax.devices()[: c.mesh.context * c.mesh.tensor]))

@@ -15,10 +15,10 @@ import numpy as np
 from difftx.data.blocks import BlockHasher
 from difftx.data.prepare.job import Job
 from difftx.data.prepare.readers import Conversation, Document, Source, Unit
-from difftx.data.store import SPLITS, sha256_of, shard_file, write_meta
+from difftx.data.store import SPLITS, shard_file, write_meta
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import RunError, UserError
-from difftx.files import list_folder, new_file, read_file, remove_file, size_of, write_atomically
+from difftx.files import list_folder, new_file, read_file, remove_file, sha256_of, size_of, write_atomically
 from difftx.json_files import read_record, write_record
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket
@@ -96,7 +96,7 @@ def _documents(job: Job, unit: Unit) -> Iterator[Document | UserError]:
     """Yield the documents of a unit. A conversation becomes one document per message of the assistant."""
     for document in unit.content.documents(job.fields):
         if isinstance(document, Conversation):
-            yield from document.documents(job.loaded_tokenizer.require_chat_template("--messages_field"))
+            yield from document.documents(job.loaded_tokenizer.require_chat_template("--messages_field"), job.date)
         else:
             yield document
 

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import functools
 import hashlib
 import importlib.metadata
@@ -15,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from difftx.data.chat_template import Date
 from difftx.data.prepare.readers import Fields, Source, load_hugging_face
 from difftx.data.store import FORMAT, SPLITS, is_store, read_meta
 from difftx.data.tokenizer import Tokenizer, load_tokenizer
-from difftx.errors import UserError
+from difftx.errors import UserError, printable
 from difftx.files import list_folder, remove_file, size_of
-from difftx.folders import remove_folder
+from difftx.folders import lock_file, remove_folder
 from difftx.json_files import json_sha256, read_record, write_record
 from difftx.registry import loaded_extensions
 from difftx.storage import objects
@@ -57,6 +57,7 @@ class Job:
     tokenizer: str
     end_of_text: str | None  # Name of the end-of-text token, for tokenizers whose files do not name one.
     fields: Fields
+    date: Date = None
     valid_fraction: float  # Share of the documents to hold out for validation, chosen by their hashes.
     shard_tokens: int  # Number of tokens per shard. The last document of a shard may exceed it.
     skip_unreadable: bool  # Whether to leave out unreadable documents instead of raising an error.
@@ -128,7 +129,10 @@ def _messages(job: Job) -> dict[str, str]:
     if (field := job.fields.messages) is None:
         return {}
     template = job.loaded_tokenizer.require_chat_template(f"--messages_field={field}")
-    return {"messages_field": field, "chat_template_sha256": template.sha256}
+    if "strftime_now" in template.text and job.date is None:
+        raise UserError(f"--date is missing, which the chat template of {job.tokenizer} writes; set --date=YYYY-MM-DD")
+    fields = {"messages_field": field, "chat_template_sha256": template.sha256}
+    return fields if job.date is None else fields | {"date": job.date.isoformat()}
 
 
 def input_states(sources: Sequence[Source]) -> dict[str, list[Any]]:
@@ -228,8 +232,9 @@ def _locked(job: Job) -> Iterator[Callable[[], None]]:
     job.work.mkdir(parents=True, exist_ok=True)
     with (job.work / "lock").open("w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            if not lock_file(file.fileno()):
+                print(printable(f"{job.out}: no file locks here, so nothing keeps a second `difftx prepare` out"))
+        except BlockingIOError as error:
             raise UserError(busy) from error
         yield lambda: None
 

@@ -6,15 +6,17 @@ The main process reads and decompresses a unit, and a worker parses it into docu
 import dataclasses
 import functools
 import glob
+import io
 import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
-from difftx.data.chat_template import ChatTemplate
+from difftx.data.chat_template import ChatTemplate, Date
 from difftx.data.records import (
+    BYTE_ORDER_MARK,
     MAX_DOCUMENT_BYTES,
     OPENERS,
     READ_ERRORS,
@@ -23,13 +25,15 @@ from difftx.data.records import (
     open_stream,
     why_unreadable,
 )
-from difftx.errors import UserError, import_extra
+from difftx.errors import UserError, import_extra, printable
 from difftx.files import open_file
 from difftx.registry import Registry
 from difftx.storage.paths import AnyPath, is_bucket, path_of
 from difftx.storage.reading import map_ahead
 
 UNIT_BYTES = 4 * 2**20
+# Files of a data set's folder on the Hub that are not data. The library `datasets` leaves them out too.
+DESCRIPTIONS = {"README.md", "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
 HUGGING_FACE = "hf:"
 COLON = re.compile(r":(?![^\[]*\])")  # Not in brackets, because a split may be a slice such as "train[:10%]".
 # Half of a surrogate pair, which UTF-8 cannot encode. Python puts one into a path for each byte that is not UTF-8.
@@ -74,9 +78,9 @@ class Conversation:
     id: str | None
     record_name: Callable[[], str]
 
-    def documents(self, template: ChatTemplate) -> Iterator[Document | UserError]:
+    def documents(self, template: ChatTemplate, date: Date) -> Iterator[Document | UserError]:
         try:
-            for prompt, text in template.turns(self.messages):
+            for prompt, text in template.turns(self.messages, date):
                 yield Document(text, (prompt + text).encode(), self.id, prompt, is_chat=True)
         except UnicodeEncodeError:
             yield UserError(f"{self.record_name()}: half of a surrogate pair, which is not UTF-8")
@@ -105,7 +109,7 @@ class Lines:
 
     def _document(self, line: bytes, index: int, position: int, fields: Fields) -> Found:
         try:
-            record = json.loads(line.decode().removeprefix("\ufeff" if position == 0 else ""))
+            record = json.loads(line.decode().removeprefix(BYTE_ORDER_MARK if position == 0 else ""))
         except UnicodeDecodeError as error:
             return UserError(f"{self.line_name(index)}: byte {position + error.start} of the file is not UTF-8")
         except json.JSONDecodeError as error:
@@ -145,8 +149,10 @@ class Texts:
             elif fields.id is not None and HALF_PAIR.search(str(file)):
                 yield UserError(f"{file}: the path is not UTF-8, so it cannot be an id; rename the file")
             else:
+                mark = BYTE_ORDER_MARK if self.start == 0 else ""
                 try:
-                    yield Document(data.decode(), data, fields.id and str(file))
+                    text = data.decode().removeprefix(mark)
+                    yield Document(text, data.removeprefix(mark.encode()), fields.id and str(file))
                 except UnicodeDecodeError as error:
                     yield UserError(f"{file}: byte {self.start + error.start} is not UTF-8")
 
@@ -174,7 +180,7 @@ class Unit:
     source: int  # Index of the source.
     index: int  # Index of the unit within the source.
     content: Content
-    end: int  # Position at which the next unit starts: a byte of the decompressed file, or a row of the table.
+    end: int  # Position at which the next unit starts: a byte of the file's text, a row, or a file.
     input_bytes: int  # Size of the unit in bytes of the file, which may be compressed.
     last: bool = False  # Whether this is the last unit of the source.
     state: str = ""  # State of the source.
@@ -245,21 +251,18 @@ def _input_files(pattern: str, flag: str) -> dict[AnyPath, int]:
     path = path_of(flag, pattern)
     if is_bucket(path):
         sizes: dict[AnyPath, int] = {file: description.size for file, description in bucket_files(path).items()}
-        if not sizes:
-            raise UserError(f"{flag}={pattern}: no such object or folder, and no object matches it as a glob")
-        return sizes
-    if path.is_dir():
-        # Unlike `Path.rglob`, this enters folders that are links. It leaves out names that begin with a dot.
-        found = (path / name for name in glob.glob("**", root_dir=path, recursive=True))
-    elif path.exists():
-        found = iter([path])
+        is_folder = path not in sizes and not glob.has_magic(pattern)
     else:
-        found = (Path(name) for name in glob.glob(pattern, recursive=True))
-    files = sorted(file for file in found if file.is_file())
-    if not files:
-        reason = "the folder holds no files" if path.is_dir() else "no such file, and no file matches it as a glob"
-        raise UserError(f"{flag}={pattern}: {reason}")
-    return {file: file.stat().st_size for file in files}
+        # Unlike `Path.rglob`, this enters folders that are links. It leaves out names that begin with a dot.
+        names = glob.glob("**", root_dir=path, recursive=True) if (is_folder := path.is_dir()) else [""]
+        found = [path / name for name in names] if path.exists() else map(Path, glob.glob(pattern, recursive=True))
+        sizes = {file: file.stat().st_size for file in sorted(found) if file.is_file()}
+    if descriptions := [file for file in sizes if is_folder and file.name in DESCRIPTIONS]:
+        line = f"left out of the folder, because they describe data sets: {', '.join(map(str, descriptions))}"
+        print(printable(f"{flag}={pattern}: {line}; a glob reads them"))
+    if not (files := {file: size for file, size in sizes.items() if file not in descriptions}):
+        raise UserError(f"{flag}={pattern}: no such file, no such folder with files, and no file matches it as a glob")
+    return files
 
 
 @functools.cache
@@ -276,8 +279,7 @@ def load_hugging_face(name: str) -> Any:
 
 def _read_lines(source: Source, fields: Fields, position: int) -> Iterator[Chunk]:
     file = source.files[0]
-    opener = OPENERS.get(file.suffix.lower(), lambda stored, mode: stored)
-    with open_file(file) as stored, cast(BinaryIO, opener(stored, "rb")) as stream:
+    with open_file(file) as stored, open_stream(file, stored) as stream:
         stream.seek(position)
         before = stored.tell()
         while data := stream.read(UNIT_BYTES):
@@ -298,23 +300,40 @@ def _read_lines(source: Source, fields: Fields, position: int) -> Iterator[Chunk
 
 
 def _read_texts(source: Source, fields: Fields, position: int) -> Iterator[Chunk]:
-    def read(file: AnyPath) -> tuple[AnyPath, bytes | UserError]:
+    # `position` is the index of a file.
+    def read(file: AnyPath) -> bytes | OSError:
         try:
-            with open_stream(file) as stream:
-                data = stream.read(MAX_DOCUMENT_BYTES + 1)
-            return file, UserError(f"{file}: the file {TOO_LONG}") if len(data) > MAX_DOCUMENT_BYTES else data
-        except READ_ERRORS as error:
-            return file, UserError(why_unreadable(file, error))
+            with open_file(file) as stream:
+                return stream.read(2 * MAX_DOCUMENT_BYTES)  # Compression never lengthens a text to twice its size.
+        except OSError as error:
+            return error
 
-    texts = list(map_ahead(read, source.files))
-    start, (file, data) = 0, texts[0]
-    if source.held_out is not None and data and not isinstance(data, UserError):
-        valid_start = validation_start(data, source.held_out)
-        start, part = (valid_start, data[valid_start:]) if source.valid else (0, data[:valid_start])
-        texts = [(file, part or UserError(f"{file}: too short to hold some out; give more, or --valid_fraction=0"))]
-    contents = tuple((file, data or UserError(f"{file}: the file is empty")) for file, data in texts)
-    # A source of texts is one unit, so no unit starts at its `end`, 1.
-    yield Texts(contents, start), 1, source.size
+    files, contents, size, start = source.files[position:], [], 0, 0
+    # Files are read ahead, but decompressed one after another, because a small file may hold a gigabyte of text.
+    for end, (file, stored) in enumerate(zip(files, map_ahead(read, files), strict=True), start=position + 1):
+        data = _decompressed_text(file, stored)
+        if source.held_out is not None and isinstance(data, bytes):
+            start = validation_start(data, source.held_out)
+            start, data = (start, data[start:]) if source.valid else (0, data[:start])
+            data = data or UserError(f"{file}: too short to hold some out; give more, or --valid_fraction=0")
+        contents.append((file, data))
+        size += len(data) if isinstance(data, bytes) else 0
+        if size >= UNIT_BYTES or end == len(source.files):
+            yield Texts(tuple(contents), start), end, source.size * len(contents) // len(source.files)
+            contents, size = [], 0
+
+
+def _decompressed_text(file: AnyPath, stored: bytes | OSError) -> bytes | UserError:
+    """Return the text of a file from its bytes, or from the error of reading them."""
+    try:
+        if isinstance(stored, OSError):
+            raise stored
+        data = open_stream(file, io.BytesIO(stored)).read(MAX_DOCUMENT_BYTES + 1)
+    except READ_ERRORS as error:
+        return UserError(why_unreadable(file, error))
+    if len(data) > MAX_DOCUMENT_BYTES:
+        return UserError(f"{file}: the file {TOO_LONG}")
+    return data or UserError(f"{file}: the file is empty")
 
 
 def validation_start(text: bytes, share: float) -> int:
@@ -335,7 +354,8 @@ def _read_parquet(source: Source, fields: Fields, position: int) -> Iterator[Chu
         total, names = table.metadata.num_rows, table.schema_arrow.names
         rows = _rows_without_a_field(names, total)
         if set(fields.names) <= set(names):
-            batches = table.iter_batches(batch_size=1024, columns=fields.names)
+            # Few rows at a time, because a small file may hold rows of megabytes.
+            batches = table.iter_batches(batch_size=64, columns=fields.names)
             rows = itertools.chain.from_iterable(map(_rows_of_batch, batches))
         yield from read_rows(source, itertools.islice(rows, position, None), position, total, fields)
     except (pyarrow.ArrowException, OSError) as error:

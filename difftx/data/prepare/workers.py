@@ -128,9 +128,10 @@ def _load_tokenizer(job: Job) -> None:
 
 
 def _start_worker() -> None:
-    # Ctrl-C signals the whole process group. Only the parent reacts, so that workers finish their current tasks.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Ctrl-C and a closed terminal signal the whole process group. Only the parent reacts, so that workers finish their
+    # current tasks.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     # Without this thread, workers would wait forever after their parent was killed.
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 from difftx.config.eval import HallucinationConfig, JudgeConfig
 from difftx.evals.hallucination import overlap
-from difftx.evals.hallucination.chat import AttemptError, ChatEndpoint, Reply, StoppedError
+from difftx.evals.hallucination.chat import AttemptError, ChatEndpoint
 from difftx.json_files import JsonLines, json_sha256
 from difftx.parallel.multihost import print_on_primary
 from difftx.progress import Work
 from difftx.storage.paths import AnyPath
 
+MAX_EXAMINED_CHARACTERS = 2**14  # A verdict is sought in so many characters at the end of a reply.
 MAX_WHY_CHARACTERS = 300  # Maximum length of a judge's reason in a result. The file of replies has the full reply.
 QUESTIONS = {
     "summarisation": """\
@@ -124,9 +125,8 @@ class JudgeModel:
         """Return the verdicts. Cases without a verdict of this endpoint in the file are sent to it concurrently."""
         bodies = [self._body(case) for case in cases]
         keys = [json_sha256(body) for body in bodies]
-        stored = self._file.read({"key": str, "accurate": bool, "why": str})
-        # Rows of older versions have no endpoint.
-        own = [row for row in stored if row.get("base_url", self._base_url) == self._base_url]
+        stored = self._file.read({"key": str, "base_url": str, "accurate": bool, "why": str})
+        own = (row for row in stored if row["base_url"] == self._base_url)
         known = {row["key"]: Verdict(row["accurate"], row["why"]) for row in own}
         left = {key: body for key, body in zip(keys, bodies, strict=True) if key not in known}
         before = self._spent.copy()
@@ -161,29 +161,28 @@ class JudgeModel:
             futures = {pool.submit(self._ask, key, body): key for key, body in left.items()}
             try:
                 for future in concurrent.futures.as_completed(futures):
-                    # A StoppedError follows from another request's error, which the loop raises instead.
-                    if not isinstance(future.exception(), StoppedError):
+                    # A CancelledError follows from another request's error, which the loop raises instead.
+                    if not isinstance(future.exception(), concurrent.futures.CancelledError):
                         found[futures[future]] = future.result()
                         advance(1)
             except BaseException:  # Also Ctrl-C. Leaving `pool` awaits requests in flight, as their replies are billed.
-                self._endpoint.stop()
+                self._endpoint.stopped.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         return found
 
     def _ask(self, key: str, body: dict[str, Any]) -> Verdict:
-        def read(reply: Reply) -> Verdict:
-            text = self._endpoint.public(reply.text)
+        def read(reply: str, tokens_in: int | None, tokens_out: int | None) -> Verdict:
+            text = self._endpoint.masked(reply)
             verdict = read_verdict(text)
-            row = {"key": key, "model": self._model, "base_url": self._base_url}
-            row |= {"accurate": None, "why": None, "reply": text}
-            row |= {} if verdict is None else verdict._asdict()
-            self._file.append([row | {"tokens_in": reply.tokens_in, "tokens_out": reply.tokens_out}])
+            row = {"key": key, "model": self._model, "base_url": self._base_url, "reply": text}
+            row |= dict(zip(Verdict._fields, verdict or (None, None), strict=True))
+            self._file.append([row | {"tokens_in": tokens_in, "tokens_out": tokens_out}])
             with self._lock:
-                self._spent.update(replies=1, tokens_in=reply.tokens_in or 0, tokens_out=reply.tokens_out or 0)
-                self._spent["replies_without_usage"] += reply.tokens_in is None
+                self._spent.update(replies=1, tokens_in=tokens_in or 0, tokens_out=tokens_out or 0)
+                self._spent["replies_without_usage"] += tokens_in is None
             if verdict is None:
-                raise AttemptError(f"the reply is not a verdict: {self._endpoint.brief(text)!r}")
+                raise AttemptError(f"the reply is not a verdict: {self._endpoint.brief(text)!r}", 0.0)
             return verdict
 
         return self._endpoint.ask(body, read)
@@ -208,13 +207,16 @@ def endpoint_of(config: JudgeConfig) -> str:
 
 
 def read_verdict(text: str) -> Verdict | None:
-    """Return the last verdict in a reply, which may contain other text, or None if there is none."""
-    decoder, verdict = json.JSONDecoder(), None
-    for start in (match.start() for match in re.finditer("{", text)):
+    """Return the last verdict in a reply, which may contain other text, or None if there is none.
+
+    The time can grow with the square of the examined characters, as in a reply of opening braces.
+    """
+    decoder, text = json.JSONDecoder(), text[-MAX_EXAMINED_CHARACTERS:]
+    for start in reversed([match.start() for match in re.finditer("{", text)]):
         try:
             value, _ = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):
             continue
         if isinstance(value, dict) and isinstance(value.get("accurate"), bool):
-            verdict = Verdict(value["accurate"], str(value.get("why", ""))[:MAX_WHY_CHARACTERS])
-    return verdict
+            return Verdict(value["accurate"], str(value.get("why", ""))[:MAX_WHY_CHARACTERS])
+    return None

@@ -6,13 +6,13 @@ from typing import Any
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.harness.requests import GenerationRequest, Tokens, complete_all, score_all
-from difftx.inference.sampling import Sampling
+from difftx.inference.sampling import Sampling, derived_seed
 from difftx.inference.score import Score
 
 GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "repetition_penalty"}
@@ -27,6 +27,7 @@ class HarnessModel(TemplateLM):
         self._evaluation = evaluation
         self._settings = evaluation.run.config.eval.harness
         self._context_length = evaluation.lm.context_length
+        self._end_of_text = evaluation.lm.tokenizer.decode([self.eot_token_id])
 
     @property
     def eot_token_id(self) -> int:
@@ -59,11 +60,12 @@ class HarnessModel(TemplateLM):
         return score_all(self._evaluation, pairs, what="answers to choose from")
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-        """Return log p of each text. In the windows of a long text, each token is scored once."""
+        """Return log p of each text and, as lm-eval does, of the ids in front of it. Windows score each token once."""
         windows = []
         for request in requests:
-            text = self.tok_encode(request.args[0], add_special_tokens=False)
-            parts = get_rolling_token_windows(text, self.prefix_token_id, self._context_length, context_len=1)
+            parts = get_rolling_token_windows(
+                self.tok_encode(request.args[0]), self.prefix_token_id, self._context_length, context_len=1
+            )
             windows.append([(tuple(context), tuple(tokens)) for context, tokens in map(make_disjoint_window, parts)])
         scores = iter(score_all(self._evaluation, [pair for text in windows for pair in text], what="windows of texts"))
         return [sum(next(scores).loglikelihood for _ in text) for text in windows]
@@ -80,7 +82,7 @@ class HarnessModel(TemplateLM):
         return complete_all(self._evaluation, found, what="texts to write")
 
     def _generation_request(self, context: str, options: dict[str, Any], repeat: int) -> GenerationRequest:
-        """Return a request. `repeat` counts earlier equal requests and is added to the seed, so that samples differ."""
+        """Return a request. `repeat` counts earlier equal requests, which have other seeds."""
         options = normalize_gen_kwargs(options)
         if unknown := options.keys() - GENERATION:
             raise UserError(
@@ -92,14 +94,15 @@ class HarnessModel(TemplateLM):
         return GenerationRequest(
             prompt=self._truncated(tokens, self._context_length - new_tokens),
             new_tokens=new_tokens,
-            stop=tuple(filter(None, options["until"])),
+            # As in lm-eval's models, the name of the end-of-text token in ordinary text also ends it.
+            stop=tuple(filter(None, handle_stop_sequences(options["until"], eos=self._end_of_text))),
             sampling=Sampling(
                 repetition_penalty=options.get("repetition_penalty"),
                 temperature=0.0 if greedy else options.get("temperature", 1.0),
                 top_k=None if greedy else options.get("top_k") or None,  # 0 means all tokens, as in Hugging Face.
                 top_p=None if greedy else options.get("top_p"),
             ),
-            seed=0 if greedy else (self._settings.seed + repeat) % 2**32,
+            seed=0 if greedy else derived_seed(self._settings.seed, repeat),
         )
 
     def _truncated(self, tokens: Tokens, room: int) -> Tokens:

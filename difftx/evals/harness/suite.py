@@ -192,7 +192,7 @@ SUITE = Suite(
     reads=("harness",),
     check=lambda run: load_tasks(run.config.eval.harness),
     files=files,
-    revision=1,
+    revision=2,
     title="Tasks of lm-eval",
     explanation="Share of multiple-choice questions in which the right choice is the most likely.",
     # lm-eval has tasks with further metrics. These numbers have no unit.

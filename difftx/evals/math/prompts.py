@@ -15,6 +15,7 @@ from difftx.config.eval import MathTaskConfig
 from difftx.errors import UserError
 from difftx.evals.math.formats import Problem, read_problems
 from difftx.inference.generate import Request
+from difftx.inference.sampling import derived_seed
 from difftx.storage.paths import AnyPath, path_of
 from difftx.training.run import Run
 
@@ -59,7 +60,7 @@ class MathTask:
                 problem=problem,
                 prompt=prompt,
                 new_tokens=min(settings.new_tokens, context_length - len(prompt)),
-                seed=(settings.seed + number) % 2**32,
+                seed=derived_seed(settings.seed, number),
             )
             self.items.append(item)
 

@@ -66,7 +66,8 @@ class DiffAttentionV2(Attention):
         return jax.nn.sigmoid(jnp.einsum("BTD,DH->BTH", x_BTD, weight_DH, **kind))
 
     def combine(self, heads_BTHE, x_BTD):
-        heads_BTNQE = self._by_noise_head(heads_BTHE, self.layout.act_BTHGd)
+        # λ is float32. Without an explicit conversion, jax_numpy_dtype_promotion=strict refuses the product.
+        heads_BTNQE = self._by_noise_head(heads_BTHE, self.layout.act_BTHGd).astype(jnp.float32)
         B, T, N, Q, E = heads_BTNQE.shape
         lam_BTNR = jax.lax.reshape(self.lam(x_BTD), (B, T, N, Q - 1), out_sharding=self.layout.act_BTHE)
         heads_BTNRE = heads_BTNQE[..., :-1, :] - lam_BTNR[..., None] * heads_BTNQE[..., -1:, :]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from difftx.errors import RunError, UnreadableError, UserError
 from difftx.files import list_folder
-from difftx.parallel.multihost import is_primary, together
+from difftx.parallel.multihost import exchange, is_primary
 from difftx.storage import objects
 from difftx.training.checkpoint import arrays
 from difftx.training.checkpoint.manifest import (
@@ -76,8 +76,8 @@ class Save:
             self._commit(describe(files, self._contents))
 
         try:
-            described = together(f"{self._contents}, files", write_files, self._seconds)
-            together(f"{self._contents}, manifest", lambda: commit(described), self._seconds)
+            described = exchange(f"{self._contents}, files", write_files, self._seconds)
+            exchange(f"{self._contents}, manifest", lambda: commit(described), self._seconds)
         except Exception:
             if is_primary() and not self._may_exist:
                 with contextlib.suppress(UserError, UnreadableError):  # Otherwise a later start deletes the files.
@@ -116,7 +116,7 @@ def quarantine(folder: "epath.Path", require_lock: Callable[[], None]) -> "epath
     return path
 
 
-def take_back(path: "epath.Path", require_lock: Callable[[], None]) -> str | None:
+def take_back(path: "epath.Path", require_lock: Callable[[], None], run_id: str | None) -> str | None:
     """Undo a quarantine if the checkpoint verifies. Return None, or why it does not verify."""
     folder, found = path.parent, objects.read(path)
     require_lock()
@@ -125,7 +125,7 @@ def take_back(path: "epath.Path", require_lock: Callable[[], None]) -> str | Non
         return f"{folder} has another checkpoint"
     is_valid = False
     try:
-        why = why_invalid(folder, step=int(folder.name), content=True)
+        why = why_invalid(folder, step=int(folder.name), run_id=run_id, content=True)
         is_valid = why is None
     finally:
         if is_valid:

@@ -58,26 +58,28 @@ class Checkpointer:
         *,
         save_seconds: int = 1200,
         require_lock: Callable[[], None] = lambda: None,
+        run_id: str | None = None,
     ):
         """Open the folder of checkpoints. Without a config, open it for reading, which changes nothing.
 
-        `save_seconds` is the timeout of a save in seconds. It expires if another process has failed. `require_lock`
-        raises an error if this process has lost the lock of the run (`Run.lock`).
+        `save_seconds` is the timeout of a save in seconds. It expires if another process has failed. `require_lock` and
+        `run_id` are those of the `Run`. Checkpoints of other runs do not verify.
         """
         self.folder = resolved(workdir) / "checkpoints"
         self._workdir = workdir
         self._config = config
         self._save_seconds = save_seconds
-        self._require_lock = require_lock
+        self._require_lock, self._run_id = require_lock, run_id
         self._saves = 0
         # Orbax's CheckpointManager would treat any folder with a numeric name as a checkpoint, so it is not used.
         handler = ocp.CompositeCheckpointHandler(
             state=ocp.StandardCheckpointHandler(),
             loader=ocp.JsonCheckpointHandler(),
             config=ocp.JsonCheckpointHandler(),
+            composite_options=ocp.CompositeOptions(async_options=_orbax_options()),
         )
         # Orbax calls this function in a thread before it renames a finished folder.
-        options = ocp.AsyncOptions(timeout_secs=save_seconds, post_finalization_callback=lambda: self._write_manifest())
+        options = _orbax_options(timeout_secs=save_seconds, post_finalization_callback=lambda: self._write_manifest())
         self._orbax = ocp.AsyncCheckpointer(handler, async_options=options)
         self._background = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._saving: tuple[int, concurrent.futures.Future[None]] | None = None
@@ -169,25 +171,29 @@ class Checkpointer:
         """
         if self._config is not None and (leftovers := retention.remove_leftovers(self.folder, self._require_lock)):
             print_on_primary(f"{self.folder}: removed {', '.join(leftovers)}: a save or a removal was not finished")
-        reasons, quarantined = [], quarantined_in(self.folder)
+        is_training, quarantined, reasons = self._config is not None, quarantined_in(self.folder), {}
+        newest = None
         for step in reversed(self.steps()):
             folder, why = self.folder / str(step), self._why_invalid(step)
             if why is None:
-                return step
-            if self._config is None and not _exists(folder):
+                newest = step
+                break
+            if not is_training and not _exists(folder):
                 print_on_primary(f"checkpoint {folder} was deleted while it was read; looking for the newest again")
                 return self.find_newest()
-            reasons.append(f"{step}: {why}")
-            fate = "skipped"
-            if self._config is not None:
-                fate = f"renamed {retention.quarantine(folder, self._require_lock).name}"
+            reasons[step] = why
+        starts_over = is_training and self._starts_over()
+        # A checkpoint is the only evidence that `SAVED` is outdated, so it keeps its name if the start is refused.
+        is_renamed = is_training and not (starts_over and newest is None)
+        for step, why in reasons.items():
+            folder = self.folder / str(step)
+            fate = f"renamed {retention.quarantine(folder, self._require_lock).name}" if is_renamed else "skipped"
             print_on_primary(f"checkpoint {folder} does not verify: {why}; {fate}")
-        starts_over = self._config is not None and self._starts_over()
-        if starts_over and not reasons:
-            return None
-        if self._config is not None and not starts_over and (step := self._take_back(quarantined)) is not None:
+        if newest is not None or (starts_over and not reasons):
+            return newest
+        if is_renamed and (step := self._take_back(quarantined)) is not None:
             return step
-        self._require_none_lost(reasons or [path.name for path in quarantined])
+        self._require_none_lost([f"{step}: {why}" for step, why in reasons.items()] or [p.name for p in quarantined])
         return None
 
     def _require_none_lost(self, invalid: Sequence[str]) -> None:
@@ -211,10 +217,10 @@ class Checkpointer:
 
         Only the primary process may call this, before it deletes all checkpoints of the run.
         """
-        self._require_lock()
         self._record_saved(0)
 
     def _record_saved(self, step: int) -> None:
+        self._require_lock()
         write_atomically(self._workdir / SAVED, json.dumps({"step": step}) + "\n")
 
     def _starts_over(self) -> bool:
@@ -227,6 +233,7 @@ class Checkpointer:
     def _make_folder(self) -> None:
         if is_bucket(self.folder):
             return
+        self._require_lock()
         if not list_folder(self.folder):  # Raises an error if it is a file, or a link to an unmounted disk.
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -242,7 +249,7 @@ class Checkpointer:
         for path in sorted(quarantined, key=retention.quarantine_order, reverse=True):
             step, _ = retention.quarantine_order(path)
             try:
-                why = retention.take_back(path, step, self._require_lock)
+                why = retention.take_back(path, step, self._require_lock, self._run_id)
             except UnreadableError as error:
                 unreadable.append(error)
                 continue
@@ -259,7 +266,7 @@ class Checkpointer:
     def _why_invalid(self, step: int) -> str | None:
         content = self._config is None or self._config.verify == "checksums"
         try:
-            return why_invalid(self.folder / str(step), step=step, content=content)
+            return why_invalid(self.folder / str(step), step=step, run_id=self._run_id, content=content)
         except UnreadableError as error:
             raise UnreadableError(
                 f"{error}; nothing was renamed: run the same command again once it can be read, or put the checkpoint "
@@ -278,23 +285,29 @@ class Checkpointer:
         step = int(jax.device_get(state.step))
         if step in self._verified:
             return
-        described, weights, data = describe_arrays(state.parts()), self.weights_id(step), loader["signature"]
+        identity = step, self.weights_id(step), describe_arrays(state.parts()), config, loader["signature"]
+        describe = functools.partial(manifest_text, *identity, self._run_id)
         if is_bucket(self.folder):
             self._saves += 1
             contents = f"{self._attempt}-{self._saves}"
             save = bucket.Save(self.folder / str(step), contents, state.parts(), self._require_lock, self._save_seconds)
             records = {CONFIG_FILE: json.loads(config.to_json()), LOADER_FILE: loader}
-            describe = functools.partial(manifest_text, step, weights, described, config, data)
             self._saving = step, self._background.submit(self._finish, step, lambda: save.write(records, describe))
             return
         unfinished = _unfinished_folder(self.folder, step)
-        self._write_manifest = lambda: write_manifest(unfinished, step, weights, described, config, data)
+
+        def finish() -> None:
+            write_manifest(unfinished, describe)
+            self._require_lock()  # Orbax now renames the folder, which commits the checkpoint.
+
+        self._write_manifest = finish
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(state.parts()),
             loader=ocp.args.JsonSave(loader),
             config=ocp.args.JsonSave(json.loads(config.to_json())),
         )
         try:
+            self._require_lock()  # Orbax would create the folder of another run again.
             self._orbax.save(self.folder / str(step), args=args, force=True)
         except Exception as error:  # Orbax raises many types. The run can continue without this checkpoint.
             self._note_failure(step, error)
@@ -329,17 +342,23 @@ class Checkpointer:
         wait()
         if self._config is None or not is_primary():
             return
-        try:
-            self._record_saved(step)
-            # Incomplete checkpoints neither count towards the number to keep nor are deleted.
-            steps = [other for other in self.steps() if other <= step and self._is_complete(other)]
-            kept = retention.steps_to_keep(self._config, steps, self._workdir)
-            retention.remove((self.folder / str(other) for other in steps if other not in kept), self._require_lock)
-        except (OSError, UserError, RunError) as error:  # The save has succeeded nevertheless.
-            print_on_primary(f"old checkpoints stay: {error}")
+        for what, action in ((f"{SAVED} is not written", self._record_saved), ("old checkpoints stay", self._retain)):
+            try:
+                action(step)
+            except (OSError, UserError, RunError) as error:  # The save has succeeded nevertheless.
+                print_on_primary(f"{what}: {error}")
+
+    def _retain(self, step: int) -> None:
+        """Delete the checkpoints up to `step` that the config does not keep."""
+        assert self._config is not None
+        # Incomplete checkpoints neither count towards the number to keep nor are deleted.
+        steps = [other for other in self.steps() if other <= step and self._is_complete(other)]
+        kept = retention.steps_to_keep(self._config, steps, self._workdir)
+        retention.remove((self.folder / str(other) for other in steps if other not in kept), self._require_lock)
 
     def _is_complete(self, step: int) -> bool:
-        return why_invalid(self.folder / str(step), step=step, content=False) is None
+        folder = self.folder / str(step)
+        return why_invalid(folder, step=step, run_id=self._run_id, content=False) is None
 
     def wait(self) -> None:
         """Wait for the save in progress and record its result."""
@@ -354,7 +373,9 @@ class Checkpointer:
 
     def _note_failure(self, step: int, error: BaseException) -> None:
         assert self._config is not None
-        if is_primary() and not is_bucket(self.folder):  # Free the space, which may be missing for the next save.
+        if is_primary() and not is_bucket(self.folder):
+            self._require_lock()  # A process that has lost its run stops after the first failure.
+            # Free the space, which may be missing for the next save.
             shutil.rmtree(_unfinished_folder(self.folder, step), ignore_errors=True)
         self._failures += 1
         limit = self._config.max_failed_saves
@@ -363,6 +384,12 @@ class Checkpointer:
         if self._failures >= limit:
             raise RunError(f"{text}; earlier checkpoints are untouched (checkpoint.max_failed_saves={limit})")
         print(text, flush=True)
+
+
+def _orbax_options(**options: Any) -> ocp.AsyncOptions:
+    # If a thread of orbax cannot create a folder, the threads that wait for it delay the end of the process by minutes.
+    # With several processes, the calling thread cannot create folders, because the other processes would wait for it.
+    return ocp.AsyncOptions(create_directories_asynchronously=jax.process_count() > 1, **options)
 
 
 def _exists(folder: AnyPath) -> bool:

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -41,6 +42,7 @@ MANIFEST = "manifest.json"
 # Paths of the config and of the state of the data loader in a checkpoint, as orbax's JsonCheckpointHandler names them.
 CONFIG_FILE, LOADER_FILE = "config/metadata", "loader/metadata"
 QUARANTINED = ".quarantined"  # Part of the folder name of a quarantined checkpoint.
+QUARANTINED_FOLDER = re.compile(rf"(\d+){re.escape(QUARANTINED)}(?:\.(\d+))?")
 # Part of the name of an object in a step's folder that contains the manifest of a quarantined checkpoint.
 QUARANTINED_MANIFEST = "quarantined-"
 RESERVED = "writing"  # Field of the object at the path of a manifest in a bucket, during a save.
@@ -62,6 +64,7 @@ MANIFEST_SCHEMA = {
     "config_sha256": str,
     "data": dict,
     "packages": {str: str},
+    "source_sha256": str,
     "extensions": EXTENSIONS_SHAPE,
     "arrays": {str: {"shape": [int], "dtype": str}},
     "files": {str: {"bytes": int}},
@@ -82,11 +85,12 @@ class Manifest:
     config_sha256: str
     data: dict[str, Any]  # Signature of the training data: sources, tokenizer, rows and order.
     packages: dict[str, str]
-    source_sha256: str | None  # Hash of the source files of difftx. Older manifests have none.
+    source_sha256: str  # Hash of the source files of difftx.
     extensions: list[dict[str, str]]  # Path and SHA-256 of each loaded extension.
     arrays: dict[str, tuple[tuple[int, ...], str]]  # Path in the train state → shape and dtype.
     files: dict[str, tuple[int, str, str]]  # Path in the folder → size in bytes, name of the checksum, checksum.
     contents: str  # Folder of the files in the checkpoint's folder. It is "" on local disks.
+    run_id: str | None  # Identity of the run that saved the checkpoint. None if the checkpoint was imported.
 
 
 def array_name(path: tuple[Any, ...]) -> str:
@@ -109,19 +113,17 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
-def write_manifest(
-    folder: Path, step: int, weights: str, arrays: dict[str, Any], config: Config, data: dict[str, Any]
-) -> None:
-    """Write the manifest of the checkpoint in `folder`, with the checksums of all its files."""
+def write_manifest(folder: Path, describe: Callable[[dict[str, Any]], str]) -> None:
+    """Write the manifest of the checkpoint in `folder`. `describe` returns its text for the checksums of all files."""
     markers = {folder / name for name in COMMIT_MARKERS}
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path not in markers)
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        checksums = list(pool.map(xxh3_of, files))
+        checksums = list(pool.map(functools.partial(_checksum_of, "xxh3"), files))
     described = {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "xxh3": checksum}
         for path, checksum in zip(files, checksums, strict=True)
     }
-    write_atomically(folder / MANIFEST, manifest_text(step, weights, arrays, config, data, described))
+    write_atomically(folder / MANIFEST, describe(described))
 
 
 def manifest_text(
@@ -130,6 +132,7 @@ def manifest_text(
     arrays: dict[str, Any],
     config: Config,
     data: dict[str, Any],
+    run_id: str | None,
     files: dict[str, Any],
     contents: str = "",
 ) -> str:
@@ -141,6 +144,7 @@ def manifest_text(
         "format": FORMAT,
         "step": step,
         "weights": weights,
+        "run_id": run_id,
         "config_sha256": json_sha256(json.loads(config.to_json())),
         "data": data,
         "packages": package_versions(),
@@ -172,7 +176,7 @@ def describe_objects(folder: "epath.Path", known: Mapping[str, Any] | None = Non
         for algorithm in ("crc32c", "md5") if lists_md5 else ("crc32c",):
             if (listed := _listed(algorithm, described[name])) is not None:
                 return {algorithm: listed}
-        return {"xxh3": xxh3_of(folder / name)}
+        return {"xxh3": _checksum_of("xxh3", folder / name)}
 
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
         for name, checksum in zip(unknown, pool.map(checksum_of, unknown), strict=True):
@@ -219,11 +223,9 @@ def _read_manifest(folder: AnyPath) -> Manifest:
     if not isinstance(contents, str) or not re.fullmatch(r"[\w-]*", contents):
         raise UserError(f"{MANIFEST}: contents: not the name of a folder")
     _check_inside(folder, files)
-    others = {name: raw[name] for name in ("step", "weights", "config_sha256", "data", "packages", "extensions")}
-    source = raw.get("source_sha256")
-    return Manifest(
-        sha256=signed["sha256"], arrays=arrays, files=files, contents=contents, source_sha256=source, **others
-    )
+    names = ("step", "weights", "config_sha256", "data", "packages", "source_sha256", "extensions")
+    others = {name: raw[name] for name in names} | {"run_id": raw.get("run_id")}
+    return Manifest(sha256=signed["sha256"], arrays=arrays, files=files, contents=contents, **others)
 
 
 def is_reservation(content: bytes) -> bool:
@@ -241,8 +243,8 @@ def contents_of(folder: AnyPath) -> AnyPath:
     return folder / contents if contents else folder
 
 
-def why_invalid(folder: AnyPath, *, step: int | None = None, content: bool) -> str | None:
-    """Return why the checkpoint in `folder` is invalid, for example because it is not of step `step`, or None.
+def why_invalid(folder: AnyPath, *, step: int | None = None, run_id: str | None = None, content: bool) -> str | None:
+    """Return why the checkpoint in `folder` is invalid, for example not of step `step` or of run `run_id`, or None.
 
     Compare the sizes of the files with the manifest, and if `content` is True also their checksums. Raise
     `UnreadableError` if a file cannot be read, and `OtherFormatError` for a checkpoint of another version of difftx.
@@ -251,6 +253,8 @@ def why_invalid(folder: AnyPath, *, step: int | None = None, content: bool) -> s
         manifest = _read_manifest(folder)
         if step is not None and manifest.step != step:
             return f"{MANIFEST} is that of step {manifest.step}"
+        if None not in (run_id, manifest.run_id) and manifest.run_id != run_id:
+            return f"another run saved it: its run_id is {manifest.run_id}, not {run_id}"
         return _why_files_invalid(folder, manifest, content=content)
     except OtherFormatError as error:
         raise OtherFormatError(f"{folder}: {error}") from error
@@ -294,11 +298,6 @@ def _why_files_invalid(folder: AnyPath, manifest: Manifest, *, content: bool) ->
     return None
 
 
-def xxh3_of(file: AnyPath) -> str:
-    """Return the XXH3-128 of a file in hexadecimal. It detects corruption, but not deliberate changes."""
-    return _checksum_of("xxh3", file)
-
-
 def _listed(algorithm: str, description: objects.Description) -> str | None:
     """Return the checksum of an object in the listing of its store, or None if the listing cannot have it."""
     if algorithm == "crc32c" and description.crc32c is not None:
@@ -308,7 +307,10 @@ def _listed(algorithm: str, description: objects.Description) -> str | None:
 
 
 def _checksum_of(algorithm: str, file: AnyPath) -> str:
-    """Return a checksum of a file in hexadecimal. "crc32c" and "md5" are those of Google Cloud Storage and of S3."""
+    """Return a checksum of a file in hexadecimal, which detects corruption, but not deliberate changes.
+
+    "xxh3" is the XXH3-128, and "crc32c" and "md5" are those of Google Cloud Storage and of S3.
+    """
 
     def read() -> str:
         digest = new_digest()
@@ -344,9 +346,9 @@ def steps_in(folder: AnyPath) -> list[int]:
 def quarantined_in(folder: AnyPath) -> list[AnyPath]:
     """Return the folders of the checkpoints that training or a user has quarantined. In a bucket, return manifests."""
     if is_bucket(folder):
-        names = [name for name in objects.list_below(folder) if f"/{QUARANTINED_MANIFEST}" in f"/{name}"]
-        return [folder / name for name in names]
-    return sorted(folder / name for name in list_folder(folder) if QUARANTINED in name)
+        form = re.compile(rf"\d+/{QUARANTINED_MANIFEST}[0-9a-f]+\.json")
+        return [folder / name for name in objects.list_below(folder) if form.fullmatch(name)]
+    return sorted(folder / name for name in list_folder(folder) if QUARANTINED_FOLDER.fullmatch(name))
 
 
 def _check_inside(folder: AnyPath, names: Iterable[str]) -> None:

@@ -1,6 +1,6 @@
 """Selection of the checkpoints that a run keeps, and deletion and quarantine of checkpoints.
 
-`require_lock`, an argument of several functions, raises `RunError` if this process has lost the lock of the run.
+`require_lock`, an argument of several functions, raises an error if this process has lost the run (`workdir_lock.py`).
 """
 
 import dataclasses
@@ -16,12 +16,19 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from difftx.config import CheckpointConfig
-from difftx.errors import RunError, UserError
+from difftx.errors import RunError, UserError, printable
 from difftx.files import list_folder, size_of
 from difftx.json_files import read_json, schema_error
 from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint import bucket
-from difftx.training.checkpoint.manifest import CONFIG_FILE, LOADER_FILE, QUARANTINED, contents_of, why_invalid
+from difftx.training.checkpoint.manifest import (
+    CONFIG_FILE,
+    LOADER_FILE,
+    QUARANTINED,
+    QUARANTINED_FOLDER,
+    contents_of,
+    why_invalid,
+)
 from difftx.training.checkpoint.restoring import config_values
 
 REMOVED = ".removed"  # Ending of the name of a folder that is being deleted.
@@ -33,23 +40,21 @@ LEFTOVER = re.compile(rf"\d+({re.escape(ocp.step.TMP_DIR_SUFFIX)}.*|{re.escape(R
 class Basis:
     """The validation data and the `eval` settings with which a number was measured."""
 
-    valid: Any  # Fingerprint of each validation set, by name, or None if unknown, as in older results.
-    fields: Mapping[str, Any]  # Fields of the config group `eval`. Older results have none.
+    valid: Any  # Fingerprint of each validation set, by name.
+    fields: Mapping[str, Any]  # Fields of the config group `eval`.
 
     def is_comparable(self, other: "Basis") -> bool:
         """Return whether nothing shows that two numbers were measured differently."""
         common = self.fields.keys() & other.fields.keys()
-        is_same_text = None in (self.valid, other.valid) or self.valid == other.valid
-        return is_same_text and all(self.fields[name] == other.fields[name] for name in common)
+        return self.valid == other.valid and all(self.fields[name] == other.fields[name] for name in common)
 
 
 def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], workdir: AnyPath) -> set[int]:
     """Return those of the `steps` whose checkpoints the config keeps.
 
     `checkpoint.keep_best` considers only results that are comparable with a reference basis (`Basis`). The reference is
-    the newest checkpoint: its validation sets and its fields of `eval`. If the newest checkpoint does not record its
-    validation sets (older versions), or if no result is comparable with it, the reference is the newest result. The
-    newest result is not the first choice, because a user may have evaluated another text by hand.
+    the newest checkpoint: its validation sets and its fields of `eval`. If no result is comparable with it, the
+    reference is the newest result, which is not the first choice, because a user may have evaluated another text.
     """
     newest_first = sorted(steps, reverse=True)
     kept = set(newest_first[: config.keep])
@@ -64,8 +69,7 @@ def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], workdir: AnyPa
         if results:
             bases = {step: basis for step, (_, basis) in results.items()}
             own, newest = _own_basis(workdir / "checkpoints" / str(newest_first[0])), next(iter(bases.values()))
-            is_known = own.valid is not None and any(map(own.is_comparable, bases.values()))
-            basis = own if is_known else newest
+            basis = own if any(map(own.is_comparable, bases.values())) else newest
             numbers = {step: number for step, (number, _) in results.items() if basis.is_comparable(bases[step])}
             best = min if config.keep_best_mode == "min" else max
             kept.add(best(numbers, key=numbers.__getitem__))  # Among equally good steps, keep the newest one.
@@ -97,14 +101,20 @@ def _own_basis(folder: AnyPath) -> Basis:
 def number_of(workdir: AnyPath, step: int, name: str) -> tuple[float, Basis] | None:
     """Return an evaluated number such as "loss/perplexity" after a step, and its basis.
 
-    Return None if the number is absent or not finite.
+    Return None if there is no result, or if it is corrupt, or if the number is not finite.
     """
     suite, number = name.split("/")
     path = workdir / "evals" / suite / f"{step}.json"
     if size_of(path) is None:
         return None
-    result = read_json(path)
-    numbers = result["numbers"] if schema_error(result, {"numbers": dict}) is None else {}
+    try:
+        result = read_json(path)
+        if why := schema_error(result, {"numbers": dict}):
+            raise UserError(f"{path}: {why}")
+    except UserError as error:
+        print(printable(f"checkpoint.keep_best leaves out a corrupt result: {error}"), flush=True)
+        return None
+    numbers = result["numbers"]
     if number not in numbers:
         known = ", ".join(numbers) or "none"
         raise UserError(f"checkpoint.keep_best={name!r}: {path} has no number {number!r}; it has {known}")
@@ -123,6 +133,7 @@ def quarantine(folder: AnyPath, require_lock: Callable[[], None] = lambda: None)
     """
     if is_bucket(folder):
         return bucket.quarantine(folder, require_lock)
+    require_lock()
     first = f"{folder.name}{QUARANTINED}"
     names = itertools.chain([first], (f"{first}.{number}" for number in itertools.count(2)))
     path = next(path for path in map(folder.with_name, names) if not os.path.lexists(path))
@@ -137,21 +148,20 @@ def rename(folder: Path, to: Path) -> Path:
         raise RunError(f"{folder} cannot be renamed {to.name}: {error.strerror}") from error
 
 
-def take_back(path: AnyPath, step: int, require_lock: Callable[[], None] = lambda: None) -> str | None:
+def take_back(path: AnyPath, step: int, require_lock: Callable[[], None], run_id: str | None) -> str | None:
     """Undo `quarantine` if the checkpoint verifies. Return None, or why it does not verify."""
     if is_bucket(path):
-        return bucket.take_back(path, require_lock)
-    if (why := why_invalid(path, step=step, content=True)) is None:
+        return bucket.take_back(path, require_lock, run_id)
+    if (why := why_invalid(path, step=step, run_id=run_id, content=True)) is None:
+        require_lock()
         rename(path, path.with_name(str(step)))
     return why
 
 
 def quarantine_order(path: AnyPath) -> tuple[int, int]:
-    """Return the step and the number in the name of a quarantined checkpoint. The step is -1 if the name has none."""
-    if is_bucket(path):
-        return int(path.parent.name), 0
-    found = re.fullmatch(rf"(\d+){re.escape(QUARANTINED)}(?:\.(\d+))?", path.name)
-    return (int(found[1]), int(found[2] or 1)) if found else (-1, 0)
+    """Return the step and the number in the name of a quarantined checkpoint of `quarantined_in`."""
+    found = QUARANTINED_FOLDER.fullmatch(path.name)
+    return (int(found[1]), int(found[2] or 1)) if found else (int(path.parent.name), 0)  # Else in a bucket.
 
 
 def remove(folders: Iterable[AnyPath], require_lock: Callable[[], None] = lambda: None) -> None:
@@ -160,6 +170,7 @@ def remove(folders: Iterable[AnyPath], require_lock: Callable[[], None] = lambda
         if is_bucket(folder):
             bucket.remove(folder, require_lock)
             continue
+        require_lock()
         _delete(folder.rename(folder.with_name(f"{folder.name}{REMOVED}")))
 
 
@@ -167,6 +178,7 @@ def remove_leftovers(folder: AnyPath, require_lock: Callable[[], None]) -> list[
     """Delete the folders of interrupted saves and removals, and return the names of the deleted folders."""
     if is_bucket(folder):
         return bucket.remove_leftovers(folder, require_lock)
+    require_lock()
     removed = []
     for name in sorted(filter(LEFTOVER.fullmatch, list_folder(folder))):
         try:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import uuid
@@ -18,7 +19,7 @@ from difftx.config import Config
 from difftx.parallel.heartbeat import report_progress
 from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.arrays import open_array, read_part
-from difftx.training.checkpoint.manifest import WeightsPart, contents_of, write_manifest
+from difftx.training.checkpoint.manifest import WeightsPart, contents_of, manifest_text, write_manifest
 
 DATA_FILE_BYTES = 2**28  # Size at which orbax writes a data file, which it collects in memory.
 CACHE_BYTES = 2**31  # Size of the cache for chunks that have several layers, as training saves them.
@@ -51,9 +52,10 @@ def save_params(workdir: Path, arrays: Mapping[str, Streamed], config: Config, d
     unfinished = folder.with_name(f"{STEP}{ocp.step.TMP_DIR_SUFFIX}")
     weights = f"{uuid.uuid4().hex}/{STEP}"
     described = {f"params/{name}": (array.shape, str(array.dtype)) for name, array in arrays.items()}
+    describe = functools.partial(manifest_text, STEP, weights, described, config, data, None)
     options = ocp.AsyncOptions(
         timeout_secs=SAVE_SECONDS,
-        post_finalization_callback=lambda: write_manifest(unfinished, STEP, weights, described, config, data),
+        post_finalization_callback=lambda: write_manifest(unfinished, describe),
     )
     registry = ocp.type_handlers.create_type_handler_registry((Streamed, _StreamedHandler()))
     handler = ocp.CompositeCheckpointHandler(

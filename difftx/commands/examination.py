@@ -1,0 +1,316 @@
+"""Findings of `difftx doctor`: the speeds of a machine, what prevents training on it, and the page that shows them."""
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import rich.console
+import rich.table
+
+from difftx import kernels
+from difftx.commands.cost import memory_of
+from difftx.commands.train import check_run
+from difftx.config import Config, MeshConfig
+from difftx.config.extras import check_extras
+from difftx.config.recipes import load_config
+from difftx.data.records import bucket_files
+from difftx.errors import UserError, explained, install_hint, printable
+from difftx.evals.throughput import COMPARED, pair
+from difftx.files import require_writable
+from difftx.kernels import api
+from difftx.kernels.backend import Ranking
+from difftx.launch import health
+from difftx.launch.jobs import GRACE_SECONDS
+from difftx.model.abstract import count_parameters
+from difftx.model.flops import PEAK_FLOPS, flops_per_token, format_bytes
+from difftx.parallel import multihost
+from difftx.parallel.mesh import check_divisible, make_mesh
+from difftx.storage.paths import AnyPath, is_bucket, path_of
+from difftx.training import kernel_measurement
+from difftx.training.checkpoint.manifest import package_versions, steps_in
+from difftx.training.run import Run, fit_to_devices
+from difftx.training.state import state_bytes
+from difftx.training.workload import attention_kernel, attention_workload, kernel_function
+
+WIDTH = 100  # Columns of the page.
+EFFICIENCY = 0.5  # Assumed share of the speed of matrix products that a training reaches.
+DEFAULT = {"cpu": "quickstart:diff", "accelerator": "diff_3b:diff"}  # Recipes whose kernels are measured.
+SLOW_WRITES = 50e6  # Bytes/s below which checkpoints take long.
+LABELS = {"latency_seconds": "latency", "free_bytes": "free"}  # Labels that differ from the name of the finding.
+FORMATS: dict[str, Callable[[Any], str]] = {  # Name of a finding in `Findings` → its text on the page.
+    "write": lambda rate: f"{rate / 1e6:,.0f} MB/s",
+    "read": lambda rate: f"{rate / 1e6:,.0f} MB/s",
+    "latency_seconds": lambda seconds: f"{1e3 * seconds:,.1f} ms",
+    "free_bytes": lambda count: f"{count / 2**30:,.0f} GiB",
+    "parameters": lambda count: f"{count:,}",
+    "mesh": lambda sizes: ", ".join(f"{axis} {size}" for axis, size in sizes.items()),
+    "tokens_per_second": lambda speed: f"about {speed:,.0f}, at half of the matrix products' speed",
+    "save_seconds": lambda seconds: f"about {seconds:.1f}",
+}
+
+
+@dataclasses.dataclass
+class Findings:
+    """The results of the command. Speeds are in bytes/s and FLOP/s."""
+
+    software: dict[str, str] = dataclasses.field(default_factory=dict)
+    devices: dict[str, Any] = dataclasses.field(default_factory=dict)
+    collectives: dict[str, float] = dataclasses.field(default_factory=dict)  # Bytes/s received, by axis of the mesh.
+    kernels: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    storage: dict[str, Any] = dataclasses.field(default_factory=dict)
+    data: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)  # Speeds of data paths in buckets.
+    folders: dict[str, str | None] = dataclasses.field(default_factory=dict)  # Caches. None: not kept.
+    config: dict[str, Any] | None = None
+    problems: list[str] = dataclasses.field(default_factory=list)  # Why training cannot start.
+    advice: list[str] = dataclasses.field(default_factory=list)  # What to change, the most important first.
+
+    @contextlib.contextmanager
+    def part(self) -> Iterator[None]:
+        """Turn an error that difftx can explain into a problem."""
+        try:
+            yield
+        except Exception as error:
+            if (explanation := explained(error)) is None:
+                raise
+            self.problems.append(str(explanation))
+
+
+def examine(options: argparse.Namespace, config: Config | None) -> Findings:
+    """Examine this machine, and the others of the job, for a config or for a default one."""
+    gpus, findings = kernel_measurement.gpu_identity(), Findings(software=_software())
+    findings.folders = {
+        "compiled programs": os.environ.get("JAX_COMPILATION_CACHE_DIR"),
+        "tokenizers": os.environ.get("TIKTOKEN_CACHE_DIR", str(Path(tempfile.gettempdir()) / "data-gym-cache")),
+    }
+    multihost.join(options, (config or load_config(DEFAULT["cpu"], {})).multihost)
+    # Measure before this process takes the memory of the GPUs.
+    rankings = {} if gpus is None else _rankings(config or load_config(DEFAULT["accelerator"], {}))
+    multihost.require_devices()
+
+    on_cpu = jax.default_backend() == "cpu"
+    shown = config or load_config(DEFAULT["cpu" if on_cpu else "accelerator"], {})
+    size, count = (1024, 2**22) if on_cpu else (8192, 2**27)
+    device, machine_memory = jax.local_devices()[0], os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    findings.devices = {
+        "kind": jax.devices()[0].device_kind,
+        "count": jax.device_count(),
+        "processes": jax.process_count(),
+        "driver": gpus or jax.devices()[0].client.platform_version.splitlines()[0],
+        "memory_bytes": (device.memory_stats() or {}).get("bytes_limit", machine_memory),
+        "dtype": shown.model.compute_dtype,
+        "matmul_flops": health.matmul_flops(shown.model.compute_dtype, size),
+        "memory_bandwidth": health.memory_bandwidth(count),
+    }
+    if on_cpu and kernel_measurement.has_nvidia_gpu():
+        findings.advice.append(f"JAX uses the CPU, although there is an NVIDIA GPU: {install_hint('cuda')}")
+    with findings.part():
+        rankings = rankings or _rankings(shown)
+        findings.kernels = _kernels(rankings, findings.devices["matmul_flops"], findings.advice)
+    with findings.part():
+        mesh = fit_to_devices(config).mesh if config is not None else MeshConfig()
+        findings.collectives = health.collective_bandwidths(make_mesh(mesh), count)
+    with findings.part():
+        require_writable(options.workdir)
+        findings.storage = _storage(options.workdir, findings.advice)
+    for path in (path_of("data.path", text) for text in (() if config is None else config.data.paths)):
+        if is_bucket(path):
+            with findings.part():
+                findings.data[str(path)] = _read_speeds(path)
+    wrong = [function for function, (_, ranking) in rankings.items() if not ranking.milliseconds]
+    findings.problems += [f"no kernel of {function} gives right results on this device" for function in wrong]
+    if config is not None and not wrong:
+        for _, ranking in rankings.values():
+            if config.train.kernel_choice == "measured":
+                kernels.use(ranking)
+        with findings.part():
+            _examine_config(options, config, findings)
+    # All processes must call this. Each problem and advice of the processes is shown once.
+    lists = [findings.problems, findings.advice]
+    everywhere = multihost.gather("findings", lists, shown.multihost.barrier_timeout_seconds)
+    findings.problems, findings.advice = (
+        list(dict.fromkeys(itertools.chain(*lists))) for lists in zip(*everywhere, strict=True)
+    )
+    return findings
+
+
+def _software() -> dict[str, str]:
+    return {"python": platform.python_version(), "system": platform.platform(), **package_versions()}
+
+
+def _rankings(config: Config) -> dict[str, tuple[Config, Ranking]]:
+    """Measure the kernels of a config and of its counterpart. Return each config and its ranking by function."""
+    by_function = {}
+    for one in pair(config).values() if config.model.architecture in COMPARED else [config]:
+        function = kernel_function(one)
+        if function != "weighted_attention":  # It has one kernel.
+            by_function[function] = one, Ranking(function, {}, *kernel_measurement.measured(one))
+    return by_function
+
+
+def _kernels(
+    rankings: Mapping[str, tuple[Config, Ranking]], matmul_flops: float, advice: list[str]
+) -> list[dict[str, Any]]:
+    """Return a row for each backend of the platform."""
+    rows = []
+    for function, (one, ranking) in rankings.items():
+        workload = attention_workload(one, jax.devices()[0].device_kind, jax.device_count())
+        if (rows_measured := workload.fitting().batch) < workload.batch:
+            advice.append(
+                f"a microbatch has {workload.batch} rows per device, of which {rows_measured} fit a measurement: the "
+                f"times of {function} are scaled; raise train.accumulation, or set mesh.preset=auto"
+            )
+        floor = 1e3 * workload.flops / matmul_flops
+        for backend in api.candidates(function):
+            time, reason = ranking.milliseconds.get(backend.name), ranking.rejected.get(backend.name)
+            row = {"function": function, "name": backend.name, "correct": time is not None, "milliseconds": time}
+            row["ratio_to_floor"] = None if time is None else time / floor
+            rows.append(row | {"reason": reason or backend.why_unsupported(workload.call())})
+    return rows
+
+
+def _storage(workdir: AnyPath, advice: list[str]) -> dict[str, Any]:
+    """Return what a folder or bucket supports, and its speeds. Raise `UserError` if a crash could corrupt a run."""
+    if is_bucket(workdir):  # `require_writable` has tested conditional writes.
+        found = {"folder": str(workdir), "conditional_writes": True, **health.bucket_speeds(workdir)}
+        fix = "use a bucket in the region of this machine"
+    else:
+        folder = next(folder for folder in (workdir.absolute(), *workdir.absolute().parents) if folder.exists())
+        found = {"folder": str(folder), "atomic_renames": health.renames_are_atomic(folder)}
+        found |= health.file_speeds(folder) | {"free_bytes": shutil.disk_usage(folder).free}
+        fix = "use a faster disk"
+    if found["write"] < SLOW_WRITES:
+        advice.append(f"{found['folder']} writes {found['write'] / 1e6:.0f} MB/s, so checkpoints take long; {fix}")
+    if not found.get("atomic_renames", True):
+        unsafe = "renames there are not atomic, so a crash could corrupt a run; use another"
+        raise UserError(f"--workdir={workdir}: {unsafe}")
+    return found
+
+
+def _read_speeds(path: AnyPath) -> dict[str, float]:
+    """Measure reads of the largest object at a data path in a bucket."""
+    files = bucket_files(path)
+    if not files:
+        raise UserError(f"data.path={path}: no such object or folder, and no object matches it as a glob")
+    largest = max(files, key=lambda file: files[file].size)
+    return health.object_speeds(largest, files[largest].size)
+
+
+def _examine_config(options: argparse.Namespace, config: Config, findings: Findings) -> None:
+    """Set `findings.config`, and add problems and advice. Raise `UserError` if training cannot start."""
+    with findings.part():
+        check_extras(config)
+    fitted = fit_to_devices(config)
+    mesh = make_mesh(fitted.mesh)
+    check_divisible(fitted, mesh)
+    memory, size = memory_of(fitted, mesh), state_bytes(fitted)
+    if warning := memory.warning():
+        (findings.advice if memory.holds_state else findings.problems).append(warning)
+    if (free := findings.storage.get("free_bytes")) is not None:
+        missing = _most_checkpoints(fitted) - len(steps_in(options.workdir / "checkpoints"))
+        if missing * size > free:
+            findings.problems.append(
+                f"{missing} checkpoints of {format_bytes(size)} exceed the {format_bytes(free)} that are free in "
+                f"{findings.storage['folder']}; make room, use another --workdir, or lower checkpoint.keep"
+            )
+    run = Run.open(fitted, options.workdir)
+    check_run(run)
+    flops = flops_per_token(fitted.model, fitted.data.sequence_length, causal=True)
+    speed = EFFICIENCY * findings.devices["matmul_flops"] * jax.device_count() / flops
+    # Each process writes its shards at the speed that it has measured next to the others.
+    save_seconds = size / jax.process_count() / findings.storage["write"] if findings.storage else 0
+    findings.config = {
+        "config": options.config,
+        "parameters": count_parameters(fitted.model).total,
+        "mesh": dict(run.mesh.shape),
+        "remat": fitted.model.remat,
+        "accumulation": fitted.train.accumulation,
+        "kernel": attention_kernel(fitted, run.mesh),
+        "tokens_per_second": speed,
+        "save_seconds": save_seconds,
+    }
+    if jax.default_backend() != "cpu":
+        peak, reached = PEAK_FLOPS.get(findings.devices["kind"]), findings.devices["matmul_flops"]
+        if config.model.compute_dtype == "float32":
+            findings.advice.append("model.compute_dtype=float32 does not use the fast matrix units; set it to bfloat16")
+        elif peak is not None and reached < peak / 2:
+            slow = f"matrix products reach {reached / peak:.0%} of the data sheet; look for other processes"
+            findings.advice.append(slow)
+        if config.mesh.preset == "none":
+            findings.advice.append("mesh.preset=none; with auto, difftx selects mesh, remat and microbatches")
+    if (stopping := fitted.train.global_batch_tokens / speed + save_seconds) > GRACE_SECONDS:
+        findings.advice.append(
+            f"a step and a save take about {stopping:,.0f} s, but jobs end {GRACE_SECONDS} s after the signal of a "
+            "preemption, without a checkpoint; raise the time in the job file, write to faster storage, or lower "
+            "checkpoint.every_steps"
+        )
+
+
+def _most_checkpoints(config: Config) -> int:
+    """Return the largest number of checkpoints that a run has at a time, the one that is being written included."""
+    steps, checkpoint = config.train.steps, config.checkpoint
+    saved = [*range(checkpoint.every_steps, steps, checkpoint.every_steps), steps]
+    kept = set(saved[-checkpoint.keep - 1 :])  # The run has the most checkpoints while it writes the last one.
+    if checkpoint.keep_every_steps is not None:
+        kept.update(step for step in saved if step % checkpoint.keep_every_steps == 0)
+    return min(len(saved), len(kept) + (checkpoint.keep_best is not None))
+
+
+def show(findings: Findings) -> None:
+    """Print the findings as a page of `WIDTH` columns."""
+    console = rich.console.Console(width=WIDTH, highlight=False, markup=False)
+
+    def table(title: str, rows: Iterable[Sequence[str]], *headers: str) -> None:
+        grid = rich.table.Table(title=title, title_justify="left", show_header=bool(headers), width=WIDTH)
+        for number, header in enumerate(headers or ("", "")):
+            grid.add_column(header, justify="left" if number == 0 or not headers else "right", overflow="fold")
+        for row in rows:
+            grid.add_row(*row)
+        console.print(grid)
+
+    def rows(found: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+        return [
+            (prefix + LABELS.get(name, name.replace("_", " ")), FORMATS.get(name, str)(value))
+            for name, value in found.items()
+        ]
+
+    measured = findings.devices
+    devices = {
+        "devices": f"{measured['count']} × {measured['kind']}, {measured['processes']} processes",
+        "driver": measured["driver"],
+        "memory": f"{measured['memory_bytes'] / 2**30:.1f} GiB",
+        f"matrix products ({measured['dtype']})": f"{measured['matmul_flops'] / 1e12:,.3f} TFLOP/s",
+    }
+    rates = {"memory bandwidth": measured["memory_bandwidth"]}
+    rates |= {f"all-gather over {axis}": rate for axis, rate in findings.collectives.items()}
+    table("Software", findings.software.items())
+    table("Devices", [*devices.items(), *((name, f"{rate / 1e9:,.2f} GB/s") for name, rate in rates.items())])
+    measurements = [
+        (
+            f"{row['function']}: {row['name']}",
+            "yes" if row["correct"] else "no",
+            "–" if row["milliseconds"] is None else f"{row['milliseconds']:.2f}",
+            "–" if row["ratio_to_floor"] is None else f"{row['ratio_to_floor']:.1f}",
+            row["reason"] or "",
+        )
+        for row in findings.kernels
+    ]
+    table("Attention kernels, forward and backward", measurements, "kernel", "right", "ms", "× floor", "reason")
+    data = [row for path, speeds in findings.data.items() for row in rows(speeds, f"{path}: ")]
+    folders = [(name, folder or "not kept") for name, folder in findings.folders.items()]
+    table("Folders", [*rows(findings.storage), *data, *folders])
+    if findings.config is not None:
+        table("Config", rows(findings.config))
+    for title, lines in (("Training cannot start", findings.problems), ("What to change first", findings.advice)):
+        if lines:
+            console.print(f"{title}:", *(f"  {n}. {printable(line)}" for n, line in enumerate(lines, 1)), sep="\n")
+    if not findings.problems:
+        console.print("Training can start here.")

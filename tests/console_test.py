@@ -1,0 +1,104 @@
+"""Standard output that cannot be written, and the end of the terminal."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, TINY, child_environment
+from helpers.processes import TRAIN_SLOWLY, newest_step
+from helpers.training_runs import wait_for_step
+
+# A command that prints 120 kB, and the line "finished" in a file.
+COMMAND = """
+import os, pathlib, sys
+from difftx.console import Output
+from difftx.errors import run_command
+from difftx.progress import Work
+
+def main():
+    if sys.argv[2] == "job":
+        Output.is_needed = False
+    with Work(is_output=True) as work:
+        for i in range(3_000):
+            work.note("λ → naïve … 日本語")
+            print("step", i)
+    pathlib.Path(sys.argv[1]).write_text("finished")
+    return 75
+
+run_command(main)
+"""
+FULL = "No space left on device"
+
+
+def run(kind, out, tmp_path, encoding="utf-8", **options):
+    """Run the command with `out` after it in a shell. Return exit code, errors, and whether it finished."""
+    path = tmp_path / "file"
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    line = ["bash", "-c", f'"$0" -c "$1" "$2" "$3" {out}; exit ${{PIPESTATUS[0]}}', sys.executable, COMMAND, path, kind]
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, timeout=120, **options)
+    return done.returncode, done.stderr.decode(), path.exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "out", "expected"),
+    [
+        ("job", "> /dev/full", (75, f"standard output: {FULL}; continuing without it\n", True)),
+        ("job", "| head -1", (75, "standard output: Broken pipe; continuing without it\n", True)),
+        ("job", ">&-", (75, "", True)),
+        ("job", "<&- >&- 2>&-", (75, "", True)),
+        ("job", "> /dev/full 2>&1", (75, "", True)),
+        (
+            "report",
+            "> /dev/full",
+            (1, f"error: standard output: {FULL}; make room, then run the same command again\n", False),
+        ),
+        ("report", "| head -1", (1, "", False)),
+        ("report", "> /dev/null 2> /dev/full", (75, "", True)),
+    ],
+)
+def test_a_failing_console(kind, out, expected, tmp_path):
+    assert run(kind, out, tmp_path) == expected
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252:strict"])
+def test_characters_that_the_encoding_lacks_are_replaced(encoding, tmp_path):
+    assert run("report", f"> {tmp_path}/out", tmp_path, encoding) == (75, "", True)
+    line = "λ → naïve … 日本語".encode(encoding.partition(":")[0], "replace")
+    assert (tmp_path / "out").read_bytes().splitlines()[:2] == [line, b"step 0"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", [["train", "--config=quickstart:diff", "--dry_run"], ["--help"]])
+def test_a_reader_that_ends_early_ends_a_command_quietly(command):
+    line = f"{sys.executable} -m difftx {' '.join(command)} | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, env=child_environment(1), capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("1\n", "")
+
+
+@pytest.mark.long
+def test_training_without_a_console_saves_at_sighup_and_resumes(text_file, tmp_path):
+    """First, standard output is a full disk. Then it is a pipe without a reader, of an encoding without "→"."""
+    workdir = tmp_path / "run"
+    fields = TINY | {"data.path": text_file, "train.steps": "30", "logging.every_steps": "1"}
+    flags = ["--config=quickstart:diff", f"--workdir={workdir}", *(f"--config.{k}={v}" for k, v in fields.items())]
+    command, environment = [sys.executable, *TRAIN_SLOWLY, *flags], child_environment(1)
+    with (
+        open("/dev/full", "w") as full,
+        subprocess.Popen(command, cwd=ROOT, env=environment, stdout=full, stderr=subprocess.PIPE, text=True) as process,
+    ):
+        wait_for_step(5, process, workdir)
+        process.send_signal(signal.SIGHUP)
+        assert process.communicate(timeout=120)[1] == f"standard output: {FULL}; continuing without it\n"
+    assert process.returncode == 75
+    (saved,) = (workdir / "checkpoints").iterdir()
+    reader, writer = os.pipe()
+    os.close(reader)
+    command += ["--config.logging.tensorboard=false"]  # Resuming prints "True → False".
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment | {"PYTHONIOENCODING": "ascii"}, stdout=writer, stderr=subprocess.PIPE
+    )
+    assert (done.returncode, done.stderr) == (0, b"standard output: Broken pipe; continuing without it\n")
+    assert newest_step(workdir / "metrics.jsonl") == 30
+    assert 5 <= int(saved.name) < 30
