@@ -101,7 +101,8 @@ def test_recorded_extensions_are_required_with_the_same_content(own_registry, tm
     (loaded,) = registry.loaded_extensions()
     registry.require_extensions([{"path": "/else/red.py", "sha256": loaded.sha256}], "run")
     registry.require_extensions([{"path": "/else/moved.py", "sha256": loaded.sha256}], "run")
-    with pytest.raises(UserError, match=r"run was made with another content of .*red\.py, or a module that it imports \(SHA-256 000000000000… → "):
+    what = r"another content of .*red\.py, or a module that it imports \(SHA-256 000000000000… → "
+    with pytest.raises(UserError, match=what):
         registry.require_extensions([{"path": "/else/red.py", "sha256": "0" * 64}], "run")
 
 

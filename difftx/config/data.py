@@ -3,22 +3,9 @@
 from collections.abc import Sequence
 from typing import Literal
 
+from difftx.config import affects, flag
 from difftx.config.checks import require_distinct_names
-from difftx.config.fields import (
-    AffectsNothing,
-    AffectsTraining,
-    AxisLength,
-    DiffersBetweenSeeds,
-    Group,
-    LocatesContent,
-    MayBeInBucket,
-    MayDifferBetweenProcesses,
-    NotNegative,
-    Positive,
-    Seed,
-    ShapesKernelCalls,
-    UnitOpen,
-)
+from difftx.config.fields import AxisLength, Group, NotNegative, Positive, Seed, UnitOpen
 from difftx.errors import UserError
 
 STDLIB = "stdlib"  # Data path of the source code of Python's library.
@@ -28,48 +15,48 @@ SYNTHETIC = "synthetic:"  # Prefix of data paths that select a task of difftx/da
 class SourceConfig(Group):
     """An entry of `data.sources`: one of several sources of training data."""
 
-    name: AffectsTraining[str]
+    name: affects.Training[str]
     """Name of the source and of its validation set."""
-    path: MayDifferBetweenProcesses[MayBeInBucket[AffectsTraining[str]]]
+    path: flag.Process[flag.Bucket[affects.Training[str]]]
     """Path of the data, in the format of `data.path`."""
-    weight: AffectsTraining[float]
+    weight: affects.Training[float]
     """Share of the rows, relative to the other sources. With 0, the source is only a validation set."""
 
 
 class StageConfig(Group):
     """An entry of `data.stages`: a change of the source weights during training."""
 
-    from_tokens: AffectsTraining[int]
+    from_tokens: affects.Training[int]
     """Number of training tokens after which these weights apply, rounded up to 256 rows."""
-    weights: AffectsTraining[tuple[float, ...]]
+    weights: affects.Training[tuple[float, ...]]
     """Weight of each entry of `data.sources`."""
 
 
 class UpsamplingConfig(Group, path="data.upsampling"):
     """Up-sampling of long documents within each source (§3.3 of the paper, arXiv 2402.10171)."""
 
-    longer_than_tokens: AffectsTraining[Positive[int] | None] = None
+    longer_than_tokens: affects.Training[Positive[int] | None] = None
     """Length in tokens above which a document counts as long. None: no up-sampling."""
-    share: AffectsTraining[UnitOpen] = 0.7
+    share: affects.Training[UnitOpen] = 0.7
     """Share of a source's tokens that come from long documents. A source with a larger share is not changed."""
 
 
 class SyntheticConfig(Group, path="data.synthetic"):
     """Settings of the synthetic tasks, which data paths such as "synthetic:mqar" select."""
 
-    vocab_size: AffectsTraining[AxisLength] = 8192
+    vocab_size: affects.Training[AxisLength] = 8192
     """Number of different tokens, at most `model.vocab_size`."""
-    pairs: AffectsTraining[Positive[int]] = 64
+    pairs: affects.Training[Positive[int]] = 64
     """Tasks mqar and retrieval: number of key-value pairs per example."""
-    query_power: AffectsTraining[Positive[float]] = 0.01
+    query_power: affects.Training[Positive[float]] = 0.01
     """Task mqar: the probability of a gap of g before a query is proportional to g ** (`query_power` - 1)."""
-    distractors: AffectsTraining[NotNegative[int]] = 256
+    distractors: affects.Training[NotNegative[int]] = 256
     """Task retrieval: number of irrelevant tokens placed among the pairs."""
-    train_examples: AffectsTraining[Positive[int]] = 100_000
+    train_examples: affects.Training[Positive[int]] = 100_000
     """Number of training examples per epoch."""
-    valid_examples: AffectsTraining[Positive[int]] = 1000
+    valid_examples: affects.Training[Positive[int]] = 1000
     """Number of examples in the validation set."""
-    seed: AffectsTraining[Seed] = 0
+    seed: affects.Training[Seed] = 0
     """Random seed of the examples, below 2**32."""
 
     def __post_init__(self):
@@ -84,44 +71,44 @@ class SyntheticConfig(Group, path="data.synthetic"):
 class DataConfig(Group, path="data"):
     """Training data, and the packing of documents into rows."""
 
-    path: MayBeInBucket[MayDifferBetweenProcesses[LocatesContent[AffectsTraining[str | None]]]] = None
+    path: flag.Bucket[flag.Process[flag.Location[affects.Training[str | None]]]] = None
     """Path of a store written by `difftx prepare`, a text file or a glob of text files, "stdlib" for the source code of
     Python's library, or a synthetic task: "synthetic:mqar", "synthetic:retrieval" or "synthetic:copy". Stores and text
     may be in buckets, gs://… or s3://… (docs/storage.md)."""
-    sources: LocatesContent[AffectsTraining[tuple[SourceConfig, ...]]] = ()
+    sources: flag.Location[affects.Training[tuple[SourceConfig, ...]]] = ()
     """Sources in place of `data.path`: ({"name": "books", "path": "stores/books", "weight": 0.7}, …). Each source
     is also a validation set. The command line accepts JSON, or one field as in --config.data.sources.0.weight=0.5."""
-    stages: AffectsTraining[tuple[StageConfig, ...]] = ()
+    stages: affects.Training[tuple[StageConfig, ...]] = ()
     """Changes of the source weights during training: ({"from_tokens": 10_000_000_000, "weights": (0.3, 0.7)}, …)."""
     upsampling: UpsamplingConfig
     synthetic: SyntheticConfig
-    tokenizer: MayBeInBucket[MayDifferBetweenProcesses[LocatesContent[AffectsTraining[str]]]] = "cl100k_base"
+    tokenizer: flag.Bucket[flag.Process[flag.Location[affects.Training[str]]]] = "cl100k_base"
     """Tokenizer: "bytes", the name of a tiktoken encoding, or the path of a .tiktoken file, of a tokenizer.json, of a
     SentencePiece model (.model), or of a folder with one of the last two."""
-    end_of_text: MayDifferBetweenProcesses[LocatesContent[AffectsTraining[str | None]]] = None
+    end_of_text: flag.Process[flag.Location[affects.Training[str | None]]] = None
     """Name of the end-of-text token, for a tokenizer whose files do not name it. None: as the files say."""
-    verify: AffectsNothing[bool] = False
+    verify: affects.Nothing[bool] = False
     """Whether to verify the SHA-256 of each file of a store before the first step. False: only names and sizes. A store
     must not be replaced while a run reads it: what is read later is not verified, except in buckets."""
-    sequence_length: ShapesKernelCalls[AffectsTraining[AxisLength]] = 2048
+    sequence_length: flag.Kernel[affects.Training[AxisLength]] = 2048
     """Number of tokens per row."""
-    packing: AffectsTraining[Literal["concat", "best_fit"]] = "concat"
+    packing: affects.Training[Literal["concat", "best_fit"]] = "concat"
     """How documents fill rows. "concat": concatenated, and split every `sequence_length` tokens. "best_fit": whole if a
     row can hold them, with some padding."""
-    document_mask: ShapesKernelCalls[AffectsTraining[bool]] = False
+    document_mask: flag.Kernel[affects.Training[bool]] = False
     """Whether a token attends only to tokens of its own document. Positions then restart in each document, and the loss
     does not count a document's first token."""
-    valid_fraction: AffectsTraining[UnitOpen] = 0.05
+    valid_fraction: affects.Training[UnitOpen] = 0.05
     """Share of the documents of text files that are held out for validation: at least one, and not all. Longer files
     are split at line ends into documents of about 64 KiB, and a remainder. A store has its own split."""
-    seed: DiffersBetweenSeeds[AffectsTraining[Seed]] = 0
+    seed: flag.Seed[affects.Training[Seed]] = 0
     """Random seed of the order of rows, below 2**32."""
-    prefetch_batches: AffectsNothing[Positive[int]] = 2
+    prefetch_batches: affects.Nothing[Positive[int]] = 2
     """Number of batches that are prepared in advance."""
-    cache_path: MayDifferBetweenProcesses[AffectsNothing[str]] = "~/.cache/difftx"
+    cache_path: flag.Process[affects.Nothing[str]] = "~/.cache/difftx"
     """Local folder of packing indices for "best_fit", and of parts of stores in buckets. All runs share it, and you can
     delete it at any time."""
-    cache_mib: MayDifferBetweenProcesses[AffectsNothing[Positive[int]]] = 16_384
+    cache_mib: flag.Process[affects.Nothing[Positive[int]]] = 16_384
     """Size limit of the parts of stores in buckets, in MiB."""
 
     def __post_init__(self):

@@ -4,15 +4,13 @@ import re
 import urllib.parse
 from typing import Annotated, Literal, get_args
 
+from difftx.config import affects, flag
 from difftx.config.architectures import Granularity
 from difftx.config.checks import require_distinct_names
 from difftx.config.fields import (
-    AffectsEvaluation,
-    AffectsNothing,
     Effect,
     Extensible,
     Group,
-    MayBeInBucket,
     NonEmptyUnique,
     NotNegative,
     Positive,
@@ -38,31 +36,31 @@ MathFormat = Literal["gsm8k", "math", "svamp", "asdiv", "mawps", "carp", "tabmwp
 class NeedleCaseConfig(Group):
     """An entry of `eval.needle.cases`: how many needles a prompt hides, and how many it asks for."""
 
-    needles: AffectsEvaluation[int]
+    needles: affects.Evaluation[int]
     """Number of needles that are hidden in a prompt."""
-    queries: AffectsEvaluation[int]
+    queries: affects.Evaluation[int]
     """Number of needles that the prompt asks for."""
 
 
 class NeedleConfig(Group, path="eval.needle"):
     """Settings of suite `needle`: retrieval of magic numbers of cities from a long text (§3.4 of the paper)."""
 
-    cases: AffectsEvaluation[NonEmptyUnique[tuple[NeedleCaseConfig, ...]]] = tuple(
+    cases: affects.Evaluation[NonEmptyUnique[tuple[NeedleCaseConfig, ...]]] = tuple(
         NeedleCaseConfig(needles=n, queries=q) for n, q in ((1, 1), (2, 2), (4, 2), (6, 2), (8, 1))
     )
     """Numbers of hidden needles and of queries. The defaults are from Table 2, and for 8 needles from Figure 5."""
-    lengths: AffectsEvaluation[Unique[tuple[Positive[int], ...]]] = ()
+    lengths: affects.Evaluation[Unique[tuple[Positive[int], ...]]] = ()
     """Numbers of tokens of prompt and answer together, such as (8192, 16384). (): `data.sequence_length`."""
-    depths: AffectsEvaluation[NonEmptyUnique[tuple[UnitClosed, ...]]] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    depths: affects.Evaluation[NonEmptyUnique[tuple[UnitClosed, ...]]] = (0.0, 0.25, 0.5, 0.75, 1.0)
     """Positions of the queried needles in the haystack, from 0 (start) to 1 (end)."""
-    samples: AffectsEvaluation[Positive[int]] = 50
+    samples: affects.Evaluation[Positive[int]] = 50
     """Number of prompts per case, length and depth."""
-    new_tokens: AffectsEvaluation[Positive[int]] = 32
+    new_tokens: affects.Evaluation[Positive[int]] = 32
     """Largest number of tokens in an answer."""
-    haystack: MayBeInBucket[AffectsEvaluation[str | None]] = None
+    haystack: flag.Bucket[affects.Evaluation[str | None]] = None
     """Path of the text that hides the needles, in the format of `data.path`. Of a store, the validation split is used.
     None: the run's first validation set of text."""
-    seed: AffectsEvaluation[Seed] = 0
+    seed: affects.Evaluation[Seed] = 0
     """Random seed of cities, numbers, positions and haystacks, below 2**32."""
 
     def __post_init__(self):
@@ -77,37 +75,37 @@ class NeedleConfig(Group, path="eval.needle"):
 class IclTaskConfig(Group):
     """An entry of `eval.icl.tasks`: a classification task in two files of JSON lines (plain, .gz, .zst or .xz)."""
 
-    name: AffectsEvaluation[str]
+    name: affects.Evaluation[str]
     """Name of the task in the results."""
-    train: MayBeInBucket[AffectsEvaluation[str]]
+    train: flag.Bucket[affects.Evaluation[str]]
     """Path of the file with the demonstrations."""
-    test: MayBeInBucket[AffectsEvaluation[str]]
+    test: flag.Bucket[affects.Evaluation[str]]
     """Path of the file with the questions."""
-    text: AffectsEvaluation[str]
+    text: affects.Evaluation[str]
     """Name of the JSON field with the text."""
-    label: AffectsEvaluation[str]
+    label: affects.Evaluation[str]
     """Name of the JSON field with the label."""
-    text_word: AffectsEvaluation[str]
+    text_word: affects.Evaluation[str]
     """Word that precedes the text in a prompt, such as "Question"."""
-    label_word: AffectsEvaluation[str]
+    label_word: affects.Evaluation[str]
     """Word that precedes the label in a prompt, such as "Type"."""
 
 
 class IclConfig(Group, path="eval.icl"):
     """Settings of suite `icl`: classification from demonstrations in the prompt (§3.5 of the paper)."""
 
-    tasks: AffectsEvaluation[tuple[IclTaskConfig, ...]] = ()
+    tasks: affects.Evaluation[tuple[IclTaskConfig, ...]] = ()
     """Classification tasks: ({"name": "trec", "train": "trec_train.jsonl", "test": "trec_test.jsonl", "text": "text",
     "label": "coarse", "text_word": "Question", "label_word": "Type"}, …)."""
-    shots: AffectsEvaluation[tuple[Positive[int], ...]] = ()
+    shots: affects.Evaluation[tuple[Positive[int], ...]] = ()
     """Numbers of demonstrations. (): 1, 2, 4, …, and as many as the context holds."""
-    questions: AffectsEvaluation[Positive[int]] = 250
+    questions: affects.Evaluation[Positive[int]] = 250
     """Largest number of questions per task."""
-    orders: AffectsEvaluation[NonEmptyUnique[tuple[Order, ...]]] = get_args(Order)
+    orders: affects.Evaluation[NonEmptyUnique[tuple[Order, ...]]] = get_args(Order)
     """Orders of demonstrations: "random", or "alternating", which takes one of each class in turn."""
-    permutations: AffectsEvaluation[Positive[int]] = 10
+    permutations: affects.Evaluation[Positive[int]] = 10
     """Largest number of permutations of the same demonstrations, in each order."""
-    seed: AffectsEvaluation[Seed] = 0
+    seed: affects.Evaluation[Seed] = 0
     """Random seed of demonstrations, questions and permutations, below 2**32."""
 
     def __post_init__(self):
@@ -118,43 +116,43 @@ class IclConfig(Group, path="eval.icl"):
 class HallucinationSetConfig(Group):
     """An entry of `eval.hallucination.sets`: documents in a file of JSON lines (plain, .gz, .zst or .xz)."""
 
-    name: AffectsEvaluation[str]
+    name: affects.Evaluation[str]
     """Name of the set in the results."""
-    path: MayBeInBucket[AffectsEvaluation[str]]
+    path: flag.Bucket[affects.Evaluation[str]]
     """Path of the file."""
-    kind: AffectsEvaluation[Kind]
+    kind: affects.Evaluation[Kind]
     """Task for the documents of the set."""
-    document: AffectsEvaluation[str]
+    document: affects.Evaluation[str]
     """Name of the JSON field with the document: a text, a list of texts, or HotpotQA's titles and sentences."""
-    question: AffectsEvaluation[str | None]
+    question: affects.Evaluation[str | None]
     """Name of the JSON field with the question, or null for summarisation."""
-    answers: AffectsEvaluation[str]
+    answers: affects.Evaluation[str]
     """Name of the JSON field with the reference answers: a text or a list of texts."""
-    new_tokens: AffectsEvaluation[int]
+    new_tokens: affects.Evaluation[int]
     """Largest number of tokens in an answer."""
 
 
 class HallucinationConfig(Group, path="eval.hallucination"):
     """Settings of suite `hallucination`: answers about a document in the prompt (§3.6 and Table 4 of the paper)."""
 
-    sets: AffectsEvaluation[tuple[HallucinationSetConfig, ...]] = ()
+    sets: affects.Evaluation[tuple[HallucinationSetConfig, ...]] = ()
     """Sets of documents, such as those of LongBench: ({"name": "hotpotqa", "path": "hotpotqa.jsonl", "kind":
     "question_answering", "document": "context", "question": "input", "answers": "answers", "new_tokens": 32}, …)."""
-    samples: AffectsEvaluation[Positive[int]] = 100
+    samples: affects.Evaluation[Positive[int]] = 100
     """Largest number of samples per set."""
-    long_documents: AffectsEvaluation[Literal["cut_middle", "refuse"]] = "cut_middle"
+    long_documents: affects.Evaluation[Literal["cut_middle", "refuse"]] = "cut_middle"
     """What happens to a document that exceeds the context. "cut_middle": only its first and last tokens are kept, as in
     LongBench. "refuse": the suite ends with an error."""
-    judge_model: AffectsEvaluation[str | None] = None
+    judge_model: affects.Evaluation[str | None] = None
     """Model at `eval.judge.base_url` that judges the answers, such as "gpt-4o-2024-08-06". None: the offline judge,
     which compares words."""
-    judge_temperature: AffectsEvaluation[NotNegative[float] | None] = 0.0
+    judge_temperature: affects.Evaluation[NotNegative[float] | None] = 0.0
     """Sampling temperature of the judge. None: the endpoint's default, the only one that some models accept."""
-    support_words: AffectsEvaluation[Positive[int]] = 2
+    support_words: affects.Evaluation[Positive[int]] = 2
     """Offline judge: length in words of the word sequences that it searches in the document and the references."""
-    support_threshold: AffectsEvaluation[UnitClosed] = 0.5
+    support_threshold: affects.Evaluation[UnitClosed] = 0.5
     """Offline judge: share of the word sequences of a summary that must be found for the summary to be correct."""
-    seed: AffectsEvaluation[Seed] = 0
+    seed: affects.Evaluation[Seed] = 0
     """Random seed of the samples, below 2**32."""
 
     def __post_init__(self):
@@ -178,25 +176,25 @@ class HallucinationConfig(Group, path="eval.hallucination"):
 class JudgeConfig(Group, path="eval.judge"):
     """Access to the model `eval.hallucination.judge_model`. Of these fields, stored results depend on `base_url`."""
 
-    base_url: AffectsEvaluation[str] = "https://api.openai.com/v1"
+    base_url: affects.Evaluation[str] = "https://api.openai.com/v1"
     """Address of an endpoint for chat completions. With a key, it must be https, or http to this machine."""
-    key_variable: AffectsNothing[str | None] = "OPENAI_API_KEY"
+    key_variable: affects.Nothing[str | None] = "OPENAI_API_KEY"
     """Name of the environment variable with the key, which ends in _KEY or _TOKEN. None: no key."""
-    concurrency: AffectsNothing[Positive[int]] = 4
+    concurrency: affects.Nothing[Positive[int]] = 4
     """Largest number of simultaneous requests."""
-    requests_per_minute: AffectsNothing[Positive[float] | None] = None
+    requests_per_minute: affects.Nothing[Positive[float] | None] = None
     """Largest number of requests per minute. None: no limit except the endpoint's own."""
-    timeout_seconds: AffectsNothing[Positive[float]] = 120.0
+    timeout_seconds: affects.Nothing[Positive[float]] = 120.0
     """Time limit for a request, until its response is complete."""
-    attempts: AffectsNothing[Positive[int]] = 8
+    attempts: affects.Nothing[Positive[int]] = 8
     """Largest number of attempts to get a verdict."""
-    backoff_seconds: AffectsNothing[Positive[float]] = 1.0
+    backoff_seconds: affects.Nothing[Positive[float]] = 1.0
     """Pause after the first failed attempt. It doubles after each further one."""
-    longest_wait_seconds: AffectsNothing[Positive[float]] = 120.0
+    longest_wait_seconds: affects.Nothing[Positive[float]] = 120.0
     """Longest pause. If the endpoint asks for a longer one, the suite ends."""
-    usd_per_million_tokens_in: AffectsNothing[NotNegative[float] | None] = None
+    usd_per_million_tokens_in: affects.Nothing[NotNegative[float] | None] = None
     """Price of prompt tokens. None: no cost is printed."""
-    usd_per_million_tokens_out: AffectsNothing[NotNegative[float] | None] = None
+    usd_per_million_tokens_out: affects.Nothing[NotNegative[float] | None] = None
     """Price of generated tokens. None: no cost is printed."""
 
     def __post_init__(self):
@@ -224,19 +222,19 @@ class AttentionConfig(Group, path="eval.attention"):
     The suite uses `depths`, `haystack`, `new_tokens` and `seed` of `eval.needle`.
     """
 
-    needles: AffectsEvaluation[int] = 2
+    needles: affects.Evaluation[int] = 2
     """Number of needles that are hidden in a prompt."""
-    queries: AffectsEvaluation[int] = 1
+    queries: affects.Evaluation[int] = 1
     """Number of needles that the prompt asks for, and that count as the answer."""
-    length: AffectsEvaluation[Positive[int] | None] = None
+    length: affects.Evaluation[Positive[int] | None] = None
     """Number of tokens of prompt and answer together. None: `data.sequence_length`."""
-    samples: AffectsEvaluation[Positive[int]] = 20
+    samples: affects.Evaluation[Positive[int]] = 20
     """Number of prompts per depth."""
-    layers: AffectsEvaluation[Unique[tuple[Positive[int], ...]]] = ()
+    layers: affects.Evaluation[Unique[tuple[Positive[int], ...]]] = ()
     """Layers, numbered from 1, over which the results are averaged. (): all."""
-    l0_share: AffectsEvaluation[UnitHalfOpen] = 1e-3
+    l0_share: affects.Evaluation[UnitHalfOpen] = 1e-3
     """Share of the sum of |A| in its row above which an attention weight counts in the pseudo-ℓ0 norm."""
-    shown_queries: AffectsEvaluation[Positive[int]] = 8
+    shown_queries: affects.Evaluation[Positive[int]] = 8
     """Number of rows in the drawn attention map, which are the last tokens of one prompt."""
 
     def __post_init__(self):
@@ -248,23 +246,23 @@ class AttentionConfig(Group, path="eval.attention"):
 class OutliersConfig(Group, path="eval.outliers"):
     """Settings of suite `outliers`: magnitudes of attention logits and hidden states (Table 5 of the paper)."""
 
-    tokens: AffectsEvaluation[Positive[int]] = 400_000
+    tokens: affects.Evaluation[Positive[int]] = 400_000
     """Largest number of tokens of each validation set."""
-    ranks: AffectsEvaluation[NonEmptyUnique[tuple[Positive[int], ...]]] = (1, 2, 3, 10, 100)
+    ranks: affects.Evaluation[NonEmptyUnique[tuple[Positive[int], ...]]] = (1, 2, 3, 10, 100)
     """Ranks of the magnitudes to report. Rank 1 is the largest."""
 
 
 class QuantizeConfig(Group, path="eval.quantize"):
     """Settings of suite `quantize`: other suites with quantised attention (Figure 8 of the paper)."""
 
-    bits: AffectsEvaluation[NonEmptyUnique[tuple[Bits, ...]]] = (16, 8, 6, 4)
+    bits: affects.Evaluation[NonEmptyUnique[tuple[Bits, ...]]] = (16, 8, 6, 4)
     """Numbers of bits from 2 to 16, or 4, 8 and 16 for "operands". With 16, as in Figure 8, nothing is quantised."""
-    rounded: AffectsEvaluation[Literal["logits", "operands"]] = "logits"
+    rounded: affects.Evaluation[Literal["logits", "operands"]] = "logits"
     """What is rounded. "logits": attention logits, as in Figure 8. "operands": queries, keys and values, with a scale
     per token and (sub-)head."""
-    granularity: AffectsEvaluation[Granularity] = "query"
+    granularity: affects.Evaluation[Granularity] = "query"
     """Value of `model.attention_logit_granularity` in this suite."""
-    suites: AffectsEvaluation[NonEmptyUnique[tuple[str, ...]]] = ("loss",)
+    suites: affects.Evaluation[NonEmptyUnique[tuple[str, ...]]] = ("loss",)
     """Suites to run with quantised attention."""
 
     def __post_init__(self):
@@ -276,33 +274,33 @@ class QuantizeConfig(Group, path="eval.quantize"):
 class CacheSuiteConfig(Group, path="eval.cache"):
     """Settings of suite `cache`: other suites with a compressed key/value cache."""
 
-    bits: AffectsEvaluation[Unique[tuple[FewBits, ...]]] = (8, 4)
+    bits: affects.Evaluation[Unique[tuple[FewBits, ...]]] = (8, 4)
     """Numbers of bits, 8 or 4, of cached keys and values. (): none."""
-    shares: AffectsEvaluation[Unique[tuple[UnitClosed, ...]]] = (0.5, 0.25)
+    shares: affects.Evaluation[Unique[tuple[UnitClosed, ...]]] = (0.5, 0.25)
     """Shares of a row's tokens that each head keeps. (): none."""
-    recent_share: AffectsEvaluation[UnitHalfOpen] = 0.5
+    recent_share: affects.Evaluation[UnitHalfOpen] = 0.5
     """Share of the kept tokens that are the most recent ones."""
-    chunk_tokens: AffectsEvaluation[ChunkTokens] = 32
+    chunk_tokens: affects.Evaluation[ChunkTokens] = 32
     """`model.cache.chunk_tokens` of the compressed caches. Rows of 32 tokens or fewer need smaller chunks."""
-    suites: AffectsEvaluation[NonEmptyUnique[tuple[str, ...]]] = ("loss",)
+    suites: affects.Evaluation[NonEmptyUnique[tuple[str, ...]]] = ("loss",)
     """Suites to run with each cache."""
 
 
 class TestConfig(Group, path="eval.test"):
     """Settings of suite `test`: other suites on a test text."""
 
-    path: MayBeInBucket[AffectsEvaluation[str | None]] = None
+    path: flag.Bucket[affects.Evaluation[str | None]] = None
     """Path of a store with the test text and no validation split (`difftx prepare --valid_fraction=0`)."""
-    suites: AffectsEvaluation[NonEmptyUnique[tuple[TestSuite, ...]]] = ("loss",)
+    suites: affects.Evaluation[NonEmptyUnique[tuple[TestSuite, ...]]] = ("loss",)
     """Suites to run on the test text: "loss", "recall" or "position"."""
 
 
 class GradientsConfig(Group, path="eval.gradients"):
     """Settings of suite `gradients`: gradient norms of each matrix and layer (Appendix F of the paper)."""
 
-    tokens: AffectsEvaluation[Positive[int]] = 65_536
+    tokens: affects.Evaluation[Positive[int]] = 65_536
     """Largest number of tokens of each validation set for one gradient."""
-    at_initialization: AffectsEvaluation[Unique[tuple[Initialization, ...]]] = get_args(Initialization)
+    at_initialization: affects.Evaluation[Unique[tuple[Initialization, ...]]] = get_args(Initialization)
     """Untrained models to measure too. "as_configured": the run's model. "no_scale": without the factor 1 - λ_init.
     "no_norm": without the head norm. "no_scale_no_norm": without both. "counterpart": for `diff`, a Transformer of
     equal size, and vice versa. All have `model.zero_init_output` = False and the same seed."""
@@ -311,57 +309,57 @@ class GradientsConfig(Group, path="eval.gradients"):
 class HarnessConfig(Group, path="eval.harness"):
     """Settings of suite `harness`: tasks of EleutherAI's lm-eval (Tables 1 and 8). Requires the extra "eval"."""
 
-    tasks: AffectsEvaluation[NonEmptyUnique[tuple[str, ...]]] = HARNESS_TASKS
+    tasks: affects.Evaluation[NonEmptyUnique[tuple[str, ...]]] = HARNESS_TASKS
     """Tasks and groups of lm-eval, as `lm-eval ls tasks` lists them. The defaults are those of the paper."""
-    num_fewshot: AffectsEvaluation[NotNegative[int] | None] = None
+    num_fewshot: affects.Evaluation[NotNegative[int] | None] = None
     """Number of examples in a prompt. None: the task's own number, which is 0 for the default tasks."""
-    limit: AffectsEvaluation[Positive[int] | None] = None
+    limit: affects.Evaluation[Positive[int] | None] = None
     """Number of questions per task, starting with the first. None: all."""
-    data_path: AffectsEvaluation[str | None] = None
+    data_path: affects.Evaluation[str | None] = None
     """Folder of JSON lines for the default tasks: arc_challenge_test.jsonl, arc_easy_test, boolq_val, hellaswag_val,
     openbookqa_test, piqa_val, winogrande_val and, for examples, <task>_train (plain, .gz, .zst or .xz; fields in
     `difftx/evals/harness/data.py`). None: the Hugging Face hub."""
-    include_path: AffectsEvaluation[str | None] = None
+    include_path: affects.Evaluation[str | None] = None
     """Folder of lm-eval YAML files that define further tasks."""
-    truncate: AffectsEvaluation[bool] = False
+    truncate: affects.Evaluation[bool] = False
     """Whether to truncate requests that exceed the context on the left, as lm-eval's own models do, and count them. If
     not, such a request is an error."""
-    seed: AffectsEvaluation[Seed] = 1234
+    seed: affects.Evaluation[Seed] = 1234
     """Random seed of the examples in prompts and of samples, below 2**32."""
 
 
 class MathTaskConfig(Group):
     """An entry of `eval.math.tasks`: problems in files of JSON lines, with the fields of a published format."""
 
-    name: AffectsEvaluation[str]
+    name: affects.Evaluation[str]
     """Name of the task in the results."""
-    format: AffectsEvaluation[MathFormat]
+    format: affects.Evaluation[MathFormat]
     """Format of the test file (`difftx/evals/math/formats.py`)."""
-    test: MayBeInBucket[AffectsEvaluation[str]]
+    test: flag.Bucket[affects.Evaluation[str]]
     """Path of the file with the problems."""
-    train: MayBeInBucket[AffectsEvaluation[str | None]]
+    train: flag.Bucket[affects.Evaluation[str | None]]
     """Path of the file with the demonstrations, or null."""
-    train_format: AffectsEvaluation[MathFormat | None]
+    train_format: affects.Evaluation[MathFormat | None]
     """Format of the file with the demonstrations. null: the value of `format`."""
 
 
 class MathConfig(Group, path="eval.math"):
     """Settings of suite `math`: word problems (Appendix C of the paper's ICLR version). Requires the extra "eval"."""
 
-    tasks: AffectsEvaluation[tuple[MathTaskConfig, ...]] = ()
+    tasks: affects.Evaluation[tuple[MathTaskConfig, ...]] = ()
     """Mathematical tasks: ({"name": "gsm8k", "format": "gsm8k", "test": "gsm8k_test.jsonl", "train":
     "gsm8k_train.jsonl", "train_format": None}, …)."""
-    shots: AffectsEvaluation[NotNegative[int]] = 4
+    shots: affects.Evaluation[NotNegative[int]] = 4
     """Number of demonstrations in a prompt, the same for all questions."""
-    chain_of_thought: AffectsEvaluation[bool] = True
+    chain_of_thought: affects.Evaluation[bool] = True
     """Whether demonstrations include their solutions. Without demonstrations, whether the prompt asks for steps."""
-    questions: AffectsEvaluation[Positive[int] | None] = None
+    questions: affects.Evaluation[Positive[int] | None] = None
     """Number of questions per task, drawn at random. None: all."""
-    new_tokens: AffectsEvaluation[Positive[int]] = 16_384
+    new_tokens: affects.Evaluation[Positive[int]] = 16_384
     """Largest number of tokens in an answer, which the context length limits too."""
-    temperature: AffectsEvaluation[NotNegative[float]] = 0.0
+    temperature: affects.Evaluation[NotNegative[float]] = 0.0
     """Sampling temperature. With 0, the most likely token is taken."""
-    seed: AffectsEvaluation[Seed] = 0
+    seed: affects.Evaluation[Seed] = 0
     """Random seed of demonstrations, questions and samples, below 2**32."""
 
     def __post_init__(self):
@@ -378,26 +376,26 @@ class MathConfig(Group, path="eval.math"):
 class EvalConfig(Extensible, path="eval", effect=Effect.EVALUATION):
     """Evaluation during training, and the settings of all suites."""
 
-    every_steps: AffectsNothing[Positive[int]] = 1000
+    every_steps: affects.Nothing[Positive[int]] = 1000
     """Number of steps between evaluations in the training loop. The last step is always evaluated."""
-    suites: AffectsEvaluation[tuple[str, ...]] = ("loss",)
+    suites: affects.Evaluation[tuple[str, ...]] = ("loss",)
     """Suites that the training loop runs. `difftx eval --list` lists all suites."""
-    loss_tokens: AffectsEvaluation[Positive[int]] = 1_048_576
+    loss_tokens: affects.Evaluation[Positive[int]] = 1_048_576
     """Suites loss, recall and test: largest number of tokens of each validation set, or of the test text."""
-    recall_max_bigram_count: AffectsEvaluation[NotNegative[int]] = 1250
+    recall_max_bigram_count: affects.Evaluation[NotNegative[int]] = 1250
     """Suite recall: largest number of times that the training data may contain the bigram of an AR-Hit (Zoology)."""
-    bigrams_path: AffectsEvaluation[str | None] = None
+    bigrams_path: affects.Evaluation[str | None] = None
     """Suite recall: file written by `difftx data bigrams`. None: count the bigrams at the start of the run, which is
     possible if the run tokenises its own text."""
-    position_documents: AffectsEvaluation[Positive[int]] = 256
+    position_documents: affects.Evaluation[Positive[int]] = 256
     """Suite position: largest number of long documents of each validation set."""
-    throughput_rounds: AffectsEvaluation[Positive[int]] = 5
+    throughput_rounds: affects.Evaluation[Positive[int]] = 5
     """Suite throughput: number of measurements of each model, of which the median is the result."""
-    throughput_steps: AffectsEvaluation[Positive[int]] = 10
+    throughput_steps: affects.Evaluation[Positive[int]] = 10
     """Suite throughput: number of batches per measurement."""
-    sample_tokens: AffectsEvaluation[Positive[int]] = 200
+    sample_tokens: affects.Evaluation[Positive[int]] = 200
     """Suite sample: number of new tokens per prompt."""
-    sample_temperature: AffectsEvaluation[NotNegative[float]] = 0.8
+    sample_temperature: affects.Evaluation[NotNegative[float]] = 0.8
     """Suite sample: sampling temperature. With 0, the most likely token is taken."""
     needle: NeedleConfig
     icl: IclConfig

@@ -6,7 +6,6 @@ needs (`Flag`). Recipes, the command line, docs/config.md and every rule about f
 """
 
 import dataclasses
-import enum
 import functools
 import inspect
 import types
@@ -27,6 +26,9 @@ from typing import (
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
+from difftx.config import affects
+from difftx.config.affects import Effect
+from difftx.config.flag import Flag
 from difftx.errors import UserError
 
 _added: dict[type, dict[str, type]] = {}  # Group → groups that extensions have added to it, by name.
@@ -40,54 +42,7 @@ class Rule:
     message: str  # End of the error message, after "field=value".
 
 
-class Effect(enum.Enum):
-    """What a change of a field affects. Every field has one effect, the first of this list that applies."""
-
-    SHAPES = "the shapes of the weights"
-    FUNCTION = "what given weights compute"
-    START = "the weights with which a run begins"
-    TRAINING = "the course of training, and so its result"
-    EVALUATION = "what suites measure, and generated text"
-    ROUNDING = "the rounding of results"
-    NOTHING = "files, messages and time, but no result"
-
-
-class Flag(enum.Enum):
-    """Further facts about a field."""
-
-    BRANCH = "may change when a run branches from a checkpoint"
-    CONVERSION = "may be set when a Transformer is converted to another architecture"
-    RESUME = "may change when a run resumes, although it changes the result"
-    LOCATION = "locates or names content that is identified by its hash"
-    PROCESS = "may differ between the processes of a run"
-    BUCKET = "may be a path in a bucket"
-    PRESET = "set by mesh.preset"
-    KERNEL = "determines the shapes of the attention kernel's operands"
-    SEED = "differs between the runs of one arm"
-    SPECIFIC = "used by the architectures that name it in `SelfAttention.fields`"
-    DECODER = "not a field of an attention layer, but of the decoder around it or of its training"
-
-
 _T = TypeVar("_T")
-AffectsShapes = Annotated[_T, Effect.SHAPES]
-AffectsFunction = Annotated[_T, Effect.FUNCTION]
-AffectsStart = Annotated[_T, Effect.START]
-AffectsTraining = Annotated[_T, Effect.TRAINING]
-AffectsEvaluation = Annotated[_T, Effect.EVALUATION]
-AffectsRounding = Annotated[_T, Effect.ROUNDING]
-AffectsNothing = Annotated[_T, Effect.NOTHING]
-MayChangeInBranch = Annotated[_T, Flag.BRANCH]
-MayChangeInConversion = Annotated[_T, Flag.CONVERSION]
-MayChangeOnResume = Annotated[_T, Flag.RESUME]
-LocatesContent = Annotated[_T, Flag.LOCATION]
-MayDifferBetweenProcesses = Annotated[_T, Flag.PROCESS]
-MayBeInBucket = Annotated[_T, Flag.BUCKET]
-SetByPreset = Annotated[_T, Flag.PRESET]
-ShapesKernelCalls = Annotated[_T, Flag.KERNEL]
-DiffersBetweenSeeds = Annotated[_T, Flag.SEED]
-OnlySomeArchitectures = Annotated[_T, Flag.SPECIFIC]
-BelongsToDecoder = Annotated[_T, Flag.DECODER]
-
 _DISTINCT = Rule(lambda entries: len(set(entries)) == len(entries), ": the entries must differ")
 _AXIS_LIMIT = Rule(lambda value: value < 2**31, " must be less than 2**31, the limit for an axis of an array")
 
@@ -133,7 +88,7 @@ class Group:
         for name, annotation in inspect.get_annotations(cls).items():
             stated = [mark for mark in getattr(annotation, "__metadata__", ()) if isinstance(mark, Effect)]
             if len(stated) != 1 and not dataclasses.is_dataclass(annotation):
-                raise TypeError(f"{cls.__name__}.{name}: state what a change of it affects, such as AffectsTraining[…]")
+                raise TypeError(f"{cls.__name__}.{name}: state what a change of it affects, as in affects.Training[…]")
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self):
@@ -151,7 +106,7 @@ class Extensible(Group):
     `effect` is what the fields of these groups affect, because the dataclass of an extension does not say it.
     """
 
-    extensions: AffectsNothing[tuple[tuple[str, Any], ...]] = ()
+    extensions: affects.Nothing[tuple[tuple[str, Any], ...]] = ()
     """Name and value of each added group. This attribute is not a config field."""
     _effect = Effect.TRAINING
 

@@ -3,27 +3,18 @@
 import dataclasses
 from typing import Annotated, Any, Literal
 
+from difftx.config import affects, flag
 from difftx.config.architectures import ARCHITECTURES, Granularity, Implementation
 from difftx.config.checks import divisors, largest_divisor_up_to
 from difftx.config.fields import (
-    AffectsEvaluation,
-    AffectsFunction,
-    AffectsRounding,
-    AffectsShapes,
-    AffectsTraining,
     AxisLength,
-    BelongsToDecoder,
     Effect,
     Extensible,
     Flag,
     Group,
-    MayChangeInConversion,
     NotNegative,
-    OnlySomeArchitectures,
     Positive,
     Rule,
-    SetByPreset,
-    ShapesKernelCalls,
     UnitHalfOpen,
     fields_with,
 )
@@ -47,15 +38,15 @@ class CacheConfig(Group, path="model.cache"):
     """The key/value cache of generation and of scores of continuations. The suite `cache` sets these fields. A
     compressed cache also serves the losses of validation rows, except with `data.document_mask`."""
 
-    bits: BelongsToDecoder[AffectsEvaluation[FewBits | None]] = None
+    bits: flag.Decoder[affects.Evaluation[FewBits | None]] = None
     """Number of bits, 8 or 4, of each cached number. The keys and the values of a token have one scale per (sub-)head.
     None: `compute_dtype`."""
-    tokens: BelongsToDecoder[AffectsEvaluation[Positive[int] | None]] = None
+    tokens: flag.Decoder[affects.Evaluation[Positive[int] | None]] = None
     """Largest number of tokens that each key/value head keeps of a row. None: all tokens."""
-    recent_share: BelongsToDecoder[AffectsEvaluation[UnitHalfOpen]] = 0.5
+    recent_share: flag.Decoder[affects.Evaluation[UnitHalfOpen]] = 0.5
     """Share of `tokens` for the most recent tokens. The others are those that have received the largest attention
     weights, summed over queries (heavy hitters, arXiv 2306.14048)."""
-    chunk_tokens: BelongsToDecoder[AffectsEvaluation[ChunkTokens]] = 32
+    chunk_tokens: flag.Decoder[affects.Evaluation[ChunkTokens]] = 32
     """Number of tokens of a prompt, or of a row to score, that enter a compressed cache at a time, a power of two up to
     32. They attend to each other before they are compressed."""
 
@@ -76,13 +67,13 @@ class CacheConfig(Group, path="model.cache"):
 class RopeScalingConfig(Group, path="model.rope_scaling"):
     """Rotary frequencies for a longer context than in pre-training, as in Llama 3.1 (arXiv 2407.21783)."""
 
-    factor: AffectsFunction[Positive[float]] = 1.0
+    factor: affects.Function[Positive[float]] = 1.0
     """Divisor of low frequencies. 1: no scaling."""
-    low_freq_factor: AffectsFunction[Positive[float]] = 1.0
+    low_freq_factor: affects.Function[Positive[float]] = 1.0
     """A frequency with at most this number of rotations over the original context is divided by `factor`."""
-    high_freq_factor: AffectsFunction[Positive[float]] = 4.0
+    high_freq_factor: affects.Function[Positive[float]] = 4.0
     """A frequency with at least this number of rotations is unchanged. In between, the factor is interpolated."""
-    original_max_position_embeddings: AffectsFunction[Positive[int]] = 8192
+    original_max_position_embeddings: affects.Function[Positive[int]] = 8192
     """Length of the original context in tokens."""
 
     def __post_init__(self):
@@ -97,119 +88,119 @@ class RopeScalingConfig(Group, path="model.rope_scaling"):
 class ModelConfig(Extensible, path="model", effect=Effect.FUNCTION):
     """The decoder. The defaults are the paper's 1.4B differential model (arXiv 2410.05258, Tables 6 and 10)."""
 
-    architecture: BelongsToDecoder[AffectsFunction[str]] = "diff"
+    architecture: flag.Decoder[affects.Function[str]] = "diff"
     """Attention variant: "diff" (differential attention), "transformer" (softmax attention, the baseline), "diff_v2",
     "gda", "gdla", "gated", "off_by_one", "sink", "top_k", "signed_mask", "zero_branch", "dex"
     (`difftx/model/variants/`), or one of an extension."""
-    vocab_size: BelongsToDecoder[AffectsShapes[AxisLength | None]] = 100_288
+    vocab_size: flag.Decoder[affects.Shapes[AxisLength | None]] = 100_288
     """Number of embeddings, at least the tokenizer's number of tokens (100,277 for cl100k_base). None: that number,
     rounded up to a multiple of 128."""
-    d_model: BelongsToDecoder[AffectsShapes[AxisLength]] = 2048
+    d_model: flag.Decoder[affects.Shapes[AxisLength]] = 2048
     """Width of the residual stream."""
-    num_layers: BelongsToDecoder[AffectsShapes[AxisLength]] = 24
+    num_layers: flag.Decoder[affects.Shapes[AxisLength]] = 24
     """Number of layers, each with attention and an MLP."""
-    num_heads: BelongsToDecoder[AffectsShapes[AxisLength]] = 8
+    num_heads: flag.Decoder[affects.Shapes[AxisLength]] = 8
     """Number of heads. A head of `diff` has two query/key sub-heads, so a Transformer of equal size has twice as
     many."""
-    num_kv_heads: AffectsShapes[AxisLength | None] = None
+    num_kv_heads: affects.Shapes[AxisLength | None] = None
     """Number of key/value heads for grouped-query attention, counted like `num_heads`. None: one per head, or one
     per noise head with `gda` and `gdla`."""
-    head_dim: AffectsShapes[AxisLength | None] = None
+    head_dim: affects.Shapes[AxisLength | None] = None
     """Width d of a query/key sub-head (Eq. 1). None: `d_model` divided by the number of sub-heads. A head of `diff` or
     `signed_mask` has two sub-heads. In `gda`, each signal head and each noise head is one."""
-    signal_heads: OnlySomeArchitectures[AffectsShapes[Positive[int] | None]] = None
+    signal_heads: flag.Specific[affects.Shapes[Positive[int] | None]] = None
     """Architectures `gda` and `gdla` only: number of signal heads per noise head. `num_heads` counts the signal
     heads."""
-    output_gate: OnlySomeArchitectures[AffectsShapes[bool]] = False
+    output_gate: flag.Specific[affects.Shapes[bool]] = False
     """Architecture `gdla` only: whether the output of each head is multiplied by σ(x W_g), one factor per channel."""
-    top_k: OnlySomeArchitectures[AffectsFunction[Positive[int] | None]] = None
+    top_k: flag.Specific[affects.Function[Positive[int] | None]] = None
     """Architecture `top_k` only: number of keys that a query attends to."""
-    mlp_dim: BelongsToDecoder[AffectsShapes[AxisLength]] = 5440
+    mlp_dim: flag.Decoder[affects.Shapes[AxisLength]] = 5440
     """Hidden width of SwiGLU. The default, 8/3 `d_model` rounded down to a multiple of 64, gives the model sizes of
     Table 10. 5504, a multiple of 128, costs 1 % more and suits the lanes of a TPU."""
-    rope_theta: AffectsFunction[Positive[float]] = 10_000.0
+    rope_theta: affects.Function[Positive[float]] = 10_000.0
     """Base of the rotary embedding. The paper states only its value at 64K tokens, 640,000."""
     rope_scaling: RopeScalingConfig
     """Rotary frequencies for a longer context than in pre-training."""
-    attention_bias: AffectsShapes[bool] = False
+    attention_bias: affects.Shapes[bool] = False
     """Whether the projections to queries, keys and values have biases, initially 0, as in Qwen 2 (arXiv 2407.10671)."""
-    qk_norm: AffectsShapes[bool] = False
+    qk_norm: affects.Shapes[bool] = False
     """Whether an RMSNorm with gain normalises the query and the key of each (sub-)head before the rotary embedding. All
     (sub-)heads of a layer share one gain for queries and one for keys, as in Qwen 3 (arXiv 2505.09388)."""
-    window: AffectsFunction[Positive[int] | None] = None
+    window: affects.Function[Positive[int] | None] = None
     """Number of tokens to which a token attends in layers with a sliding window, itself included. None: no windows."""
-    window_pattern: BelongsToDecoder[AffectsFunction[WindowPattern]] = "L"
+    window_pattern: flag.Decoder[affects.Function[WindowPattern]] = "L"
     """Layers with the window (L) and layers without (G), such as "LLLLLG" for 5 of 6 layers as in Gemma 3 (arXiv
     2503.19786). The pattern repeats over the layers, so its length must divide `num_layers`."""
-    norm_eps: AffectsFunction[Positive[float]] = 1e-5
+    norm_eps: affects.Function[Positive[float]] = 1e-5
     """Epsilon of the RMSNorms before attention, before the MLP and after the last layer, and of `qk_norm`."""
-    head_norm: MayChangeInConversion[AffectsFunction[Literal["none", "rms", "rms_affine", "scalar", "sigmoid"]]] = (
+    head_norm: flag.Conversion[affects.Function[Literal["none", "rms", "rms_affine", "scalar", "sigmoid"]]] = (
         "rms_affine"
     )
     """Norm of each head's output. "rms": RMSNorm without a gain (Eq. 3, Hugging Face). "rms_affine": RMSNorm with gain
     (the official code). In place of a norm, "scalar" has one learned factor per layer, and "sigmoid" the sigmoid of one
     learned number per head, initially 0 (head scaling, arXiv 2504.00927). "none": no norm and no factor."""
-    head_norm_eps: MayChangeInConversion[AffectsFunction[Positive[float]]] = 1e-5
+    head_norm_eps: flag.Conversion[affects.Function[Positive[float]]] = 1e-5
     """Epsilon of the head norm."""
-    lambda_init: OnlySomeArchitectures[AffectsFunction[float | None]] = None
+    lambda_init: flag.Specific[affects.Function[float | None]] = None
     """λ_init of all layers. None: 0.8 - 0.6 exp(-0.3 (l - 1)) in layer l = 1, 2, … (§2.1 of the paper)."""
-    lambda_learned: OnlySomeArchitectures[AffectsFunction[bool]] = True
+    lambda_learned: flag.Specific[affects.Function[bool]] = True
     """Whether λ is learned. If not, λ = λ_init. For λ = 1, set `lambda_init` = 1 and a `post_scale` such as 0.2, since
     the default factor 1 - λ_init would be 0."""
-    lambda_std: OnlySomeArchitectures[AffectsTraining[NotNegative[float]]] = 0.1
+    lambda_std: flag.Specific[affects.Training[NotNegative[float]]] = 0.1
     """Standard deviation of the initial vectors λ_q1, λ_k1, λ_q2 and λ_k2."""
-    lambda_bound: OnlySomeArchitectures[AffectsFunction[Literal["none", "sigmoid", "tanh"]]] = "none"
+    lambda_bound: flag.Specific[affects.Function[Literal["none", "sigmoid", "tanh"]]] = "none"
     """Function that keeps the λ of `diff`, `gda` and `zero_branch` in a range. With e = exp(λ_q1·λ_k1) -
     exp(λ_q2·λ_k2), "none": λ = e + λ_init as in the paper; "sigmoid": λ = σ(e + σ⁻¹(λ_init)) in (0, 1); "tanh":
     λ = tanh(e + tanh⁻¹(λ_init)) in (-1, 1)."""
-    post_scale: OnlySomeArchitectures[AffectsFunction[float | None]] = None
+    post_scale: flag.Specific[affects.Function[float | None]] = None
     """Constant gain: a factor of the heads' outputs after the head norm. None: 1 - λ_init in `diff`, `gda` and
     `signed_mask` (Eq. 3 of the paper), and 1 in all others. `zero_branch` and `dex` have none."""
-    anneal_steps: BelongsToDecoder[OnlySomeArchitectures[AffectsTraining[Positive[int]]]] = 1000
+    anneal_steps: flag.Decoder[flag.Specific[affects.Training[Positive[int]]]] = 1000
     """Architectures `zero_branch` and `dex` only: number of updates over which λ grows from 0 to its full value."""
-    init: MayChangeInConversion[AffectsTraining[Literal["fan_in", "normal"]]] = "fan_in"
+    init: flag.Conversion[affects.Training[Literal["fan_in", "normal"]]] = "fan_in"
     """Initial values of projections. "fan_in": uniform with variance 1 / (3 fan_in), like PyTorch's `Linear` in the
     official code. "normal": normal with mean 0 and standard deviation `init_std`."""
-    init_std: MayChangeInConversion[AffectsTraining[NotNegative[float]]] = 0.02
+    init_std: flag.Conversion[affects.Training[NotNegative[float]]] = 0.02
     """Standard deviation of the projections' initial values if `init` is "normal"."""
-    embedding_std: BelongsToDecoder[AffectsTraining[NotNegative[float]]] = 0.02
+    embedding_std: flag.Decoder[affects.Training[NotNegative[float]]] = 0.02
     """Standard deviation of the initial embeddings. The paper and its code do not state a value."""
-    zero_init_output: AffectsTraining[bool] = False
+    zero_init_output: affects.Training[bool] = False
     """Whether attention's output projection and the MLP's last matrix are initially zero. The official code has False,
     with `init` = "fan_in". True is better for both models at 0.1M parameters (docs/exploratory.md)."""
-    tie_embeddings: BelongsToDecoder[AffectsShapes[bool]] = True
+    tie_embeddings: flag.Decoder[affects.Shapes[bool]] = True
     """Whether the embedding is also the output projection. The model sizes of Table 10 require it."""
-    logit_soft_cap: BelongsToDecoder[AffectsFunction[Positive[float] | None]] = None
+    logit_soft_cap: flag.Decoder[affects.Function[Positive[float] | None]] = None
     """Bound c of the vocabulary's logits, which become c tanh(logits / c). Gemma 2 has 30 (arXiv 2408.00118). None: no
     bound."""
-    mup_base_width: BelongsToDecoder[AffectsFunction[AxisLength | None]] = None
+    mup_base_width: flag.Decoder[affects.Function[AxisLength | None]] = None
     """`d_model` of the model whose learning rate this model takes over (µP, arXiv 2203.03466, and CompleteP, arXiv
     2505.01618). docs/operations.md shows how to use it. None: the rate is this model's own, and nothing is scaled."""
-    mup_base_layers: BelongsToDecoder[AffectsFunction[AxisLength | None]] = None
+    mup_base_layers: flag.Decoder[affects.Function[AxisLength | None]] = None
     """`num_layers` of the model whose learning rate this model takes over. The λ_init of a layer is then that of the
     same relative depth in that model."""
-    mup_base_head_dim: BelongsToDecoder[AffectsTraining[AxisLength | None]] = None
+    mup_base_head_dim: flag.Decoder[affects.Training[AxisLength | None]] = None
     """Width of a query/key sub-head in the model whose learning rate this model takes over. This model must have the
     same, because rates do not transfer between heads of different widths."""
-    compute_dtype: BelongsToDecoder[ShapesKernelCalls[AffectsTraining[Literal["float32", "bfloat16"]]]] = "bfloat16"
+    compute_dtype: flag.Decoder[flag.Kernel[affects.Training[Literal["float32", "bfloat16"]]]] = "bfloat16"
     """Dtype of activations and matrix products. Parameters and λ are float32."""
-    remat: SetByPreset[BelongsToDecoder[AffectsRounding[Literal["none", "dots", "full", "offload"]]]] = "dots"
+    remat: flag.Preset[flag.Decoder[affects.Rounding[Literal["none", "dots", "full", "offload"]]]] = "dots"
     """Activations of a layer that are saved for the backward pass, which recomputes all others. "none": all outside of
     kernels. "dots": matrix products. "full": the layer's input. "offload": the layer's input, which is kept in host
     memory."""
-    attention_implementation: AffectsRounding[Implementation] = "auto"
+    attention_implementation: affects.Rounding[Implementation] = "auto"
     """Attention kernel. "auto" selects one. "reference" and "xla" support all architectures. "cudnn" supports
     all except `off_by_one`, `sink`, `top_k` and `signed_mask`. "pallas_tpu", "splash_wide", "pallas_gpu" and
     "cudnn_wide" support `diff` and `gda`. "splash" (on TPUs) supports `transformer`, `diff_v2`, `gdla`, `gated`,
     `zero_branch` and `dex`. The ending "_1024" means tiles of up to 1,024 tokens instead of 512."""
-    attention_logit_bits: AffectsFunction[int | None] = None
+    attention_logit_bits: affects.Function[int | None] = None
     """Number of bits (2 to 15) to which attention logits are rounded, scaled by their largest magnitude. None: no
     rounding. The suite `quantize` sets this field, which requires the kernel "auto", "reference" or "xla"."""
-    attention_logit_granularity: AffectsFunction[Granularity] = "query"
+    attention_logit_granularity: affects.Function[Granularity] = "query"
     """Which rounded logits share a scale. "query": the logits of one query in one sub-head. "token": the logits of a
     token in all heads."""
 
-    attention_operand_bits: AffectsFunction[FewBits | None] = None
+    attention_operand_bits: affects.Function[FewBits | None] = None
     """Number of bits, 8 or 4, to which queries, keys and values are rounded after the rotary embedding, with a scale
     per token and (sub-)head as in SageAttention (arXiv 2410.02367). None: no rounding. The suite `quantize` sets
     this field."""

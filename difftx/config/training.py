@@ -2,25 +2,16 @@
 
 from typing import Annotated, Literal
 
+from difftx.config import affects, flag
 from difftx.config.fields import (
-    AffectsNothing,
-    AffectsRounding,
-    AffectsStart,
-    AffectsTraining,
     AxisLength,
-    DiffersBetweenSeeds,
     Effect,
     Extensible,
     Group,
-    MayBeInBucket,
-    MayChangeInBranch,
-    MayChangeOnResume,
     NotNegative,
     Positive,
     Rule,
     Seed,
-    SetByPreset,
-    ShapesKernelCalls,
     UnitHalfOpen,
     UnitOpen,
 )
@@ -32,9 +23,9 @@ DevicesAlongAxis = Annotated[int, Rule(lambda size: size == -1 or size > 0, " mu
 class MuonConfig(Group, path="optimizer.muon"):
     """Settings of optimizer muon."""
 
-    momentum: AffectsTraining[UnitHalfOpen] = 0.95
+    momentum: affects.Training[UnitHalfOpen] = 0.95
     """Decay rate of the momentum."""
-    split: AffectsTraining[Literal["none", "groups", "heads"]] = "none"
+    split: affects.Training[Literal["none", "groups", "heads"]] = "none"
     """Parts of a layer's weight of queries, keys, values or output gates that are orthogonalised by themselves. "none":
     the weight is one matrix (arXiv 2502.16982). "groups": the weights of the two groups of queries and keys in
     differential attention are two matrices; weights without this axis stay whole. "heads": each head, in each group,
@@ -49,44 +40,44 @@ class OptimizerConfig(
 ):
     """The optimizer. Weight decay applies to projections and embeddings, but not to vectors such as gains of norms."""
 
-    name: AffectsTraining[str] = "adamw"
+    name: affects.Training[str] = "adamw"
     """Name of the optimizer: "adamw"; "muon", which orthogonalises the updates of projections and uses AdamW for all
     other parameters; or one of an extension."""
-    schedule: MayChangeInBranch[AffectsTraining[str]] = "linear"
+    schedule: flag.Branch[affects.Training[str]] = "linear"
     """Name of the learning-rate schedule after the warm-up: "linear" or "cosine", which decay until the last step;
     "constant"; "wsd" (warm-up, stable, decay), which decays in the last steps only; or one of an extension."""
-    learning_rate: MayChangeInBranch[AffectsTraining[Positive[float]]] = 1.5e-4
+    learning_rate: flag.Branch[affects.Training[Positive[float]]] = 1.5e-4
     """Peak learning rate, reached at the end of the warm-up."""
-    final_learning_rate: MayChangeInBranch[AffectsTraining[NotNegative[float]]] = 0.0
+    final_learning_rate: flag.Branch[affects.Training[NotNegative[float]]] = 0.0
     """Learning rate after the last step, at the end of the decay."""
-    warmup_steps: MayChangeInBranch[AffectsTraining[NotNegative[int] | None]] = 375
+    warmup_steps: flag.Branch[affects.Training[NotNegative[int] | None]] = 375
     """Number of steps of the linear warm-up from zero. Setting it sets `warmup_fraction` to None."""
-    warmup_fraction: MayChangeInBranch[AffectsTraining[UnitHalfOpen | None]] = None
+    warmup_fraction: flag.Branch[affects.Training[UnitHalfOpen | None]] = None
     """Share of the steps of the run that are warm-up. Setting it sets `warmup_steps` to None."""
-    decay_steps: MayChangeInBranch[AffectsTraining[Positive[int] | None]] = None
+    decay_steps: flag.Branch[affects.Training[Positive[int] | None]] = None
     """Number of steps of the decay of schedule "wsd". Setting it sets `decay_fraction` to None."""
-    decay_fraction: MayChangeInBranch[AffectsTraining[UnitOpen | None]] = 0.2
+    decay_fraction: flag.Branch[affects.Training[UnitOpen | None]] = 0.2
     """Share of the steps of the run that are the decay of schedule "wsd" (20 %: arXiv 2405.18392). Setting it sets
     `decay_steps` to None."""
-    decay_shape: MayChangeInBranch[AffectsTraining[Literal["sqrt", "linear"]]] = "sqrt"
+    decay_shape: flag.Branch[affects.Training[Literal["sqrt", "linear"]]] = "sqrt"
     """Fall of the learning rate over the decay of schedule "wsd", from t = 0 to 1. "sqrt": as 1 - √t, the best shape of
     arXiv 2405.18392. "linear": as 1 - t."""
-    lambda_learning_rate_factor: AffectsTraining[Positive[float]] = 1.0
+    lambda_learning_rate_factor: affects.Training[Positive[float]] = 1.0
     """Factor on the learning rate of the λ vectors of differential attention."""
-    lambda_weight_decay: AffectsTraining[NotNegative[float]] = 0.0
+    lambda_weight_decay: affects.Training[NotNegative[float]] = 0.0
     """Decoupled weight decay of the λ vectors, which is multiplied by their learning rate. As the vectors shrink, λ
     returns to λ_init."""
     muon: MuonConfig
     """Settings of optimizer muon."""
-    b1: AffectsTraining[UnitHalfOpen] = 0.9
+    b1: affects.Training[UnitHalfOpen] = 0.9
     """Decay rate of Adam's first moment."""
-    b2: AffectsTraining[UnitHalfOpen] = 0.98
+    b2: affects.Training[UnitHalfOpen] = 0.98
     """Decay rate of Adam's second moment."""
-    eps: AffectsTraining[Positive[float]] = 1e-8
+    eps: affects.Training[Positive[float]] = 1e-8
     """Term added to the denominator of Adam's update."""
-    weight_decay: AffectsTraining[NotNegative[float]] = 0.05
+    weight_decay: affects.Training[NotNegative[float]] = 0.05
     """Decoupled weight decay, which is multiplied by the learning rate."""
-    clip_norm: AffectsTraining[Positive[float] | None] = 1.0
+    clip_norm: affects.Training[Positive[float] | None] = 1.0
     """Largest global norm of the gradient. None: no clipping. The paper does not state a value."""
 
     def __post_init__(self):
@@ -101,25 +92,25 @@ class OptimizerConfig(
 class TrainConfig(Group, path="train"):
     """Length of training, and size of each update."""
 
-    steps: MayChangeOnResume[AffectsTraining[AxisLength]] = 40_000
+    steps: flag.Resume[affects.Training[AxisLength]] = 40_000
     """Number of updates."""
-    global_batch_tokens: ShapesKernelCalls[AffectsTraining[AxisLength]] = 262_144
+    global_batch_tokens: flag.Kernel[affects.Training[AxisLength]] = 262_144
     """Number of tokens per update, over all devices and microbatches."""
-    accumulation: SetByPreset[ShapesKernelCalls[AffectsRounding[AxisLength]]] = 1
+    accumulation: flag.Preset[flag.Kernel[affects.Rounding[AxisLength]]] = 1
     """Number of microbatches per update. The gradient is the mean over the tokens of all microbatches."""
-    ema_decay: AffectsTraining[UnitOpen | None] = None
+    ema_decay: affects.Training[UnitOpen | None] = None
     """Decay rate per update of an exponential moving average of the weights. The flag --weights=ema of `difftx
     eval`, `difftx generate` and `difftx convert` selects it. None: no average."""
-    z_loss: AffectsTraining[NotNegative[float]] = 0.0
+    z_loss: affects.Training[NotNegative[float]] = 0.0
     """Coefficient of the z-loss, the mean of log² Z over the tokens of the loss. Z is the denominator of the softmax
     over the vocabulary. PaLM has 1e-4 (arXiv 2204.02311). `loss` in `metrics.jsonl` does not contain the z-loss."""
-    seed: DiffersBetweenSeeds[AffectsTraining[Seed]] = 0
+    seed: flag.Seed[affects.Training[Seed]] = 0
     """Random seed of the initial parameters."""
-    kernel_choice: AffectsRounding[Literal["measured", "fixed"]] = "measured"
+    kernel_choice: affects.Rounding[Literal["measured", "fixed"]] = "measured"
     """How `model.attention_implementation="auto"` selects the attention kernel on GPUs and TPUs. "measured": at the
     first start of a run, all kernels are compared with the reference and timed for its shapes, for up to a minute.
     "fixed": a fixed order. CPUs always use "xla"."""
-    compilation_cache: AffectsNothing[str] = "auto"
+    compilation_cache: affects.Nothing[str] = "auto"
     """Folder of compiled programs, which later starts read. "auto": a folder in the user's cache folder, as for all
     other commands, or JAX_COMPILATION_CACHE_DIR if it is set; "off": none."""
 
@@ -127,21 +118,21 @@ class TrainConfig(Group, path="train"):
 class MeshConfig(Group, path="mesh"):
     """Number of devices along each axis of the mesh. One axis may be -1, which takes all remaining devices."""
 
-    data: SetByPreset[ShapesKernelCalls[AffectsRounding[DevicesAlongAxis]]] = 1
+    data: flag.Preset[flag.Kernel[affects.Rounding[DevicesAlongAxis]]] = 1
     """Number of copies of the parameters."""
-    fsdp: SetByPreset[ShapesKernelCalls[AffectsRounding[DevicesAlongAxis]]] = -1
+    fsdp: flag.Preset[flag.Kernel[affects.Rounding[DevicesAlongAxis]]] = -1
     """Number of shards of the parameters, the optimizer's moments and the batch."""
-    context: ShapesKernelCalls[AffectsRounding[DevicesAlongAxis]] = 1
+    context: flag.Kernel[affects.Rounding[DevicesAlongAxis]] = 1
     """Number of shards of each row's tokens."""
-    context_method: ShapesKernelCalls[AffectsRounding[Literal["heads", "gather", "zigzag"]]] = "heads"
+    context_method: flag.Kernel[affects.Rounding[Literal["heads", "gather", "zigzag"]]] = "heads"
     """How attention communicates along `context`. "heads": each device gets whole rows for a part of the heads, whose
     number `context` must divide. "gather": each device gathers the keys and values of whole rows. "zigzag": like
     "gather", with equal amounts of causal attention per device."""
-    tensor: SetByPreset[ShapesKernelCalls[AffectsRounding[DevicesAlongAxis]]] = 1
+    tensor: flag.Preset[flag.Kernel[affects.Rounding[DevicesAlongAxis]]] = 1
     """Number of shards of the heads, the MLP width and the vocabulary."""
-    slices: ShapesKernelCalls[AffectsRounding[Positive[int]]] = 1
+    slices: flag.Kernel[affects.Rounding[Positive[int]]] = 1
     """Number of slices of a multi-slice TPU pod, which the data-centre network connects. It must divide `data`."""
-    preset: ShapesKernelCalls[AffectsRounding[Literal["none", "auto"]]] = "none"
+    preset: flag.Kernel[affects.Rounding[Literal["none", "auto"]]] = "none"
     """Whether `difftx/parallel/presets.py` selects mesh, remat and accumulation for the device and the model size."""
 
     def __post_init__(self):
@@ -154,19 +145,19 @@ class MeshConfig(Group, path="mesh"):
 class MultihostConfig(Group, path="multihost"):
     """Time limits, in seconds, for training with several processes (docs/operations.md)."""
 
-    initialization_timeout_seconds: AffectsNothing[Positive[int]] = 1800
+    initialization_timeout_seconds: affects.Nothing[Positive[int]] = 1800
     """Time for all processes to start. The default is long, because pods may start slowly."""
-    heartbeat_timeout_seconds: AffectsNothing[Positive[int]] = 100
+    heartbeat_timeout_seconds: affects.Nothing[Positive[int]] = 100
     """Time without a heartbeat after which a process counts as dead. JAX's own heartbeat has four times this limit."""
-    barrier_timeout_seconds: AffectsNothing[Positive[int]] = 600
+    barrier_timeout_seconds: affects.Nothing[Positive[int]] = 600
     """Time for all processes to reach a common point, such as a checkpoint, and for a save to be on disk."""
-    lock_takeover_seconds: AffectsNothing[
+    lock_takeover_seconds: affects.Nothing[
         Annotated[int, Rule(lambda seconds: seconds >= 10, " must be at least 10")]
     ] = 60
     """Time without a sign of life after which a run in a bucket counts as abandoned, so that another process may take
     it over. If the times of both processes differ, the longer one counts. The signs of life are six writes in this time
     (docs/storage.md), and Google Cloud Storage allows one per second. Local disks need no such time."""
-    watchdog_seconds: AffectsNothing[Positive[int]] = 1800
+    watchdog_seconds: affects.Nothing[Positive[int]] = 1800
     """Time limit for each of these: a step, its compilation, the restore of a checkpoint. A process that exceeds it
     prints all stacks and exits. The verification of a checkpoint and an export may take longer, as long as they make
     progress."""
@@ -178,49 +169,49 @@ class GuardsConfig(Group, path="guards"):
     A step is bad if its loss is a spike, or if its update was skipped because the loss or the gradient was not finite.
     """
 
-    on_bad_steps: MayChangeOnResume[AffectsTraining[Literal["rewind", "stop"]]] = "rewind"
+    on_bad_steps: flag.Resume[affects.Training[Literal["rewind", "stop"]]] = "rewind"
     """Reaction to too many bad steps in a row. "rewind": restore a good checkpoint, and skip the data of the bad steps.
     "stop": end the run with exit code 1."""
-    max_skipped: MayChangeOnResume[AffectsTraining[Positive[int]]] = 10
+    max_skipped: flag.Resume[affects.Training[Positive[int]]] = 10
     """Number of skipped updates among consecutive bad steps that triggers `on_bad_steps`."""
-    skip_steps: MayChangeOnResume[AffectsTraining[NotNegative[int]]] = 100
+    skip_steps: flag.Resume[affects.Training[NotNegative[int]]] = 100
     """Number of batches that a rewind skips in addition to those of the bad steps."""
-    max_rewinds: MayChangeOnResume[AffectsTraining[NotNegative[int]]] = 3
+    max_rewinds: flag.Resume[affects.Training[NotNegative[int]]] = 3
     """Largest number of rewinds per run. Instead of a further rewind, the run ends."""
-    spike_threshold: MayChangeOnResume[AffectsTraining[Positive[float] | None]] = None
+    spike_threshold: flag.Resume[affects.Training[Positive[float] | None]] = None
     """Number of robust standard deviations (1.4826 MAD) above the median from which a loss is a spike. A healthy run
     stays below about 6. None: no loss is a spike, so that all compared runs see the same data."""
-    spike_window_steps: MayChangeOnResume[AffectsTraining[Positive[int]]] = 128
+    spike_window_steps: flag.Resume[affects.Training[Positive[int]]] = 128
     """Number of recent losses of good steps from which the median and the MAD are computed."""
-    spike_patience_steps: MayChangeOnResume[AffectsTraining[Positive[int]]] = 8
+    spike_patience_steps: flag.Resume[affects.Training[Positive[int]]] = 8
     """Number of spikes among consecutive bad steps that triggers `on_bad_steps`."""
 
 
 class CheckpointConfig(Group, path="checkpoint"):
     """Writing, retention and verification of checkpoints."""
 
-    every_steps: AffectsNothing[Positive[int]] = 1000
+    every_steps: affects.Nothing[Positive[int]] = 1000
     """Number of steps between checkpoints. The last step and a SIGTERM also write one."""
-    keep: AffectsNothing[Positive[int]] = 3
+    keep: affects.Nothing[Positive[int]] = 3
     """Number of newest checkpoints to keep. The same number at multiples of `every_steps` is kept too."""
-    keep_every_steps: AffectsNothing[Positive[int] | None] = None
+    keep_every_steps: affects.Nothing[Positive[int] | None] = None
     """Also keep all checkpoints whose step is a multiple of this number. None: no others."""
-    export_every_steps: AffectsNothing[Positive[int] | None] = None
+    export_every_steps: affects.Nothing[Positive[int] | None] = None
     """Number of steps between exports for the package transformers (docs/serving.md), to `<workdir>/exports/<step>`. It
     must be a multiple of `every_steps`. None: no exports."""
-    keep_best: AffectsNothing[str | None] = None
+    keep_best: affects.Nothing[str | None] = None
     """Number of a suite, such as "loss/loss", whose best checkpoint is kept too. The suite must be one of `eval.suites`
     and run at every checkpoint. Only results on the validation sets and with the fields of `eval` of the newest
     checkpoint are compared. None: no best checkpoint is kept."""
-    keep_best_mode: AffectsNothing[Literal["min", "max"]] = "min"
+    keep_best_mode: affects.Nothing[Literal["min", "max"]] = "min"
     """Whether the smallest or the largest number of `keep_best` is the best."""
-    verify: AffectsNothing[Literal["checksums", "sizes"]] = "checksums"
+    verify: affects.Nothing[Literal["checksums", "sizes"]] = "checksums"
     """What is verified before a checkpoint is restored. "checksums": every byte. "sizes": only file names and sizes."""
-    max_failed_saves: AffectsNothing[Positive[int]] = 3
+    max_failed_saves: affects.Nothing[Positive[int]] = 3
     """Number of consecutive failed saves that ends the run. After fewer, training continues until the next save."""
-    init_from: MayBeInBucket[AffectsStart[str | None]] = None
+    init_from: flag.Bucket[affects.Start[str | None]] = None
     """Path of a checkpoint, or of a run with checkpoints, that provides the initial weights. None: random weights."""
-    branch_from: MayBeInBucket[AffectsStart[str | None]] = None
+    branch_from: flag.Bucket[affects.Start[str | None]] = None
     """Path of a checkpoint, or of a run with checkpoints, from which the run starts as a branch: with its weights,
     optimizer state, step and position in the data, and possibly another learning-rate schedule. None: no branch."""
 
@@ -243,13 +234,13 @@ class CheckpointConfig(Group, path="checkpoint"):
 class LoggingConfig(Group, path="logging"):
     """Destinations and frequency of training metrics."""
 
-    every_steps: AffectsNothing[Positive[int]] = 10
+    every_steps: affects.Nothing[Positive[int]] = 10
     """Number of steps between rows of `metrics.jsonl`."""
-    tensorboard: AffectsNothing[bool] = True
+    tensorboard: affects.Nothing[bool] = True
     """Whether to write TensorBoard's event files to `<workdir>/tensorboard`."""
-    wandb_project: AffectsNothing[str | None] = None
+    wandb_project: affects.Nothing[str | None] = None
     """Weights & Biases project that also receives the metrics (requires the extra "wandb"). None: no project."""
-    profile_steps: AffectsNothing[tuple[int, ...]] = ()
+    profile_steps: affects.Nothing[tuple[int, ...]] = ()
     """First step and number of steps, such as (10, 3), of which process 0 writes a trace to `<workdir>/profile`, for
     xprof and Perfetto. Empty: no trace."""
 

@@ -1,0 +1,34 @@
+"""Further facts about a config field: parts of its type, such as `flag.Branch[affects.Training[int]]`."""
+
+import enum
+from typing import Annotated, TypeVar
+
+
+class Flag(enum.Enum):
+    """Further facts about a field."""
+
+    BRANCH = "may change when a run branches from a checkpoint"
+    CONVERSION = "may be set when a Transformer is converted to another architecture"
+    RESUME = "may change when a run resumes, although it changes the result"
+    LOCATION = "locates or names content that is identified by its hash"
+    PROCESS = "may differ between the processes of a run"
+    BUCKET = "may be a path in a bucket"
+    PRESET = "set by mesh.preset"
+    KERNEL = "determines the shapes of the attention kernel's operands"
+    SEED = "differs between the runs of one arm"
+    SPECIFIC = "used by the architectures that name it in `SelfAttention.fields`"
+    DECODER = "not a field of an attention layer, but of the decoder around it or of its training"
+
+
+_T = TypeVar("_T")
+Branch = Annotated[_T, Flag.BRANCH]
+Conversion = Annotated[_T, Flag.CONVERSION]
+Resume = Annotated[_T, Flag.RESUME]
+Location = Annotated[_T, Flag.LOCATION]
+Process = Annotated[_T, Flag.PROCESS]
+Bucket = Annotated[_T, Flag.BUCKET]
+Preset = Annotated[_T, Flag.PRESET]
+Kernel = Annotated[_T, Flag.KERNEL]
+Seed = Annotated[_T, Flag.SEED]
+Specific = Annotated[_T, Flag.SPECIFIC]
+Decoder = Annotated[_T, Flag.DECODER]

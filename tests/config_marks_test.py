@@ -1,0 +1,137 @@
+"""What config fields state at their declaration, the rules that follow from it, and names of other trainers."""
+
+import ast
+import dataclasses
+import re
+
+import pytest
+from conftest import ROOT
+
+from difftx.config import Config, ModelConfig, affects
+from difftx.config.affects import Effect
+from difftx.config.fields import Group, added_groups, entry_type, fields_with, marks, types_of, without
+from difftx.config.flag import Flag
+from difftx.config.recipes import load_config
+from difftx.config.synonyms import SYNONYMS
+from difftx.errors import UserError
+from difftx.training.resume import changed_fields
+
+MARKS = dict(marks(Config))
+QUICKSTART = f"{ROOT}/configs/quickstart.py:diff"
+
+
+def test_a_field_without_an_effect_cannot_be_imported():
+    with pytest.raises(TypeError, match=r"Fresh\.size: state what a change of it affects"):
+
+        class Fresh(Group, path="fresh"):
+            size: int = 1
+
+    class Stated(Group, path="stated"):
+        size: affects.Training[int] = 1
+
+    assert fields_with(Stated, Effect.TRAINING) == ["size"]
+
+
+def test_each_leaf_of_the_schema_has_one_effect():
+    def leaves(group, path):
+        for name, kind in types_of(group).items():
+            inner = kind if dataclasses.is_dataclass(kind) else entry_type(kind)
+            yield from leaves(inner, f"{path}{name}.") if inner else ()
+            if not dataclasses.is_dataclass(kind):
+                yield f"{path}{name}"
+
+    own = {name for name in MARKS if not any(name.startswith(f"model.{added}.") for added in added_groups(ModelConfig))}
+    assert own >= {*leaves(Config, "")} - {"model.extensions"}
+    assert all(len([mark for mark in found if isinstance(mark, Effect)]) == 1 for found in MARKS.values())
+
+
+@pytest.mark.parametrize(
+    ("mark", "names"),
+    [
+        (Effect.START, {"checkpoint.init_from", "checkpoint.branch_from"}),
+        (Flag.PRESET, {"mesh.data", "mesh.fsdp", "mesh.tensor", "model.remat", "train.accumulation"}),
+        (Flag.LOCATION, {"data.path", "data.sources", "data.tokenizer", "data.end_of_text"}),
+        (Flag.SEED, {"train.seed", "data.seed"}),
+        (Flag.CONVERSION, {f"model.{name}" for name in ("head_norm", "head_norm_eps", "init", "init_std")}),
+        (
+            Flag.PROCESS,
+            {
+                f"data.{name}"
+                for name in ("path", "sources.path", "tokenizer", "end_of_text", "cache_path", "cache_mib")
+            },
+        ),
+    ],
+)
+def test_fields_with_a_mark(mark, names):
+    assert {*fields_with(Config, mark)} == names
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "is_neutral", "is_safe"),
+    [
+        ("mesh.fsdp", "2", True, True),
+        ("model.remat", "full", True, True),
+        ("model.cache.bits", "8", True, True),
+        ("eval.needle.samples", "3", True, True),
+        ("logging.every_steps", "3", True, True),
+        ("data.cache_mib", "3", True, True),
+        ("train.kernel_choice", "fixed", True, True),
+        ("train.steps", "999", False, True),
+        ("guards.max_skipped", "3", False, True),
+        ("model.compute_dtype", "bfloat16", False, False),
+        ("model.rope_scaling.factor", "2", False, False),
+        ("optimizer.muon.momentum", "0.5", False, False),
+        ("data.seed", "3", False, False),
+        ("checkpoint.init_from", "runs/other", False, False),
+    ],
+)
+def test_what_a_change_means_for_a_resume(field, value, is_neutral, is_safe):
+    (change,) = changed_fields(load_config(QUICKSTART, {}), load_config(QUICKSTART, {field: value}))
+    assert (change.field, change.is_neutral, change.is_safe) == (field, is_neutral, is_safe)
+
+
+def test_fields_are_left_out_at_any_depth():
+    values = {"path": "a", "sources": ({"name": "b", "path": "c", "weight": 1.0},), "upsampling": {}, "synthetic": {}}
+    group = types_of(Config)["data"]
+    left = without(group, {name: None for name in types_of(group)} | values | {"stages": ()}, Flag.PROCESS)
+    assert left["sources"] == ({"name": "b", "weight": 1.0},)
+    assert "path" not in left
+
+
+def test_no_list_of_field_names_is_kept_by_hand():
+    names = {name.rpartition(".")[2] for name in MARKS} | {*MARKS}
+    found = set()
+    for path in sorted((ROOT / "difftx").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Tuple | ast.Set | ast.List):
+                texts = [e.value for e in node.elts if isinstance(e, ast.Constant) and isinstance(e.value, str)]
+                if len([text for text in texts if text in names]) >= 3:
+                    found.add(path.relative_to(ROOT / "difftx").as_posix())
+    # Settings of a chat and mesh axes have names of their own. The other lists are left to be replaced.
+    others = {"commands/chat.py", "config/training.py", "parallel/mesh.py"}
+    left = {
+        "evals/recall.py",
+        "interop/remote_code_config.py",
+        "interop/runs.py",
+        "model/attention.py",
+        "model/matching.py",
+        "model/variants/converted.py",
+        "model/variants/differential.py",
+    }
+    assert found - others == left
+
+
+def test_names_of_other_trainers_lead_to_fields():
+    words = [word for names in SYNONYMS.values() for word in names.split()]
+    assert SYNONYMS.keys() <= MARKS.keys()
+    assert len(words) == len({*words} - {name.rpartition(".")[2] for name in MARKS})
+    for wrong, right in {
+        "model.hidden_size": "model.d_model",
+        "train.batch_size": "train.global_batch_tokens",
+        "data.block_size": "data.sequence_length",
+        "optimizer.lr": "optimizer.learning_rate",
+        "train.learning_rate": "optimizer.learning_rate",  # A field of another group.
+        "model.num_layer": "num_layers",
+    }.items():
+        with pytest.raises(UserError, match=rf"{re.escape(wrong)}.*no such field\. Did you mean '{right}'\?"):
+            load_config(QUICKSTART, {wrong: "1"})
