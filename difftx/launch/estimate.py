@@ -244,11 +244,7 @@ def plan_table(e: Estimate, title: str, efficiency: float) -> rich.table.Table:
         ("arithmetic", _seconds(bound.arithmetic_seconds), f"executed / {e.peak_flops or 0:.3g} FLOP/s"),
         ("collectives", _seconds(bound.collective_seconds), f"bytes sent / {bandwidth}"),
         ("state", _seconds(bound.state_seconds), f"arguments and outputs / {(e.hbm_bandwidth or 0) / 1e9:.4g} GB/s"),
-        (
-            "step",
-            f"≥ {_seconds(bound.step_seconds)}",
-            "max(arithmetic, collectives, state): one hides the others",
-        ),
+        ("step", f"≥ {_seconds(bound.step_seconds)}", "max(arithmetic, collectives, state): one hides the others"),
         ("MFU", f"≤ {bound.mfu:.1%}", "model / (devices × peak × step)"),
         ("MFU, causal", f"≤ {bound.mfu_causal:.1%}", "model, causal / (devices × peak × step)"),
     )
