@@ -122,7 +122,9 @@ class JsonTokenizer(FileTokenizer):
         self._coders: dict[tuple[bool, bool], Any] = {}
         self._plain = self._coder(chat=True, continues=False)
         super().__init__(path, settings, field, end_of_text, self._plain.get_vocab(with_added_tokens=True))
-        self.prefix = tuple(self._prefix())
+        encoded = self._plain.encode("a")
+        length = [*encoded.special_tokens_mask, 0].index(0)  # Of the special tokens in front of every text.
+        self.prefix = tuple(encoded.ids[:length])
         self._bytes_of = self._byte_rule()
 
     def encode_to_numpy(self, text: str, *, continues: bool = False) -> np.ndarray:
@@ -168,7 +170,8 @@ class JsonTokenizer(FileTokenizer):
         coder.no_truncation()
         coder.no_padding()
         known = {repr(token) for token in coder.get_added_tokens_decoder().values()}
-        listed = map(self._added_token, _added_entries(self._settings))
+        entries = self._settings.get("added_tokens_decoder", {})
+        listed = [self._added_token(entries[id_]) for id_ in sorted(entries, key=int)]
         coder.add_tokens([token for token in listed if repr(token) not in known])
         added = {token.content: token for token in coder.get_added_tokens_decoder().values()}
         named = {_content(self._settings.get(key)) for key in NAMED}  # Special even if tokenizer.json says otherwise.
@@ -181,14 +184,6 @@ class JsonTokenizer(FileTokenizer):
     def _added_token(self, entry: str | dict[str, Any]) -> Any:
         flags = {"content": entry} if isinstance(entry, str) else {k: v for k, v in entry.items() if k != "__type"}
         return self._library.AddedToken(**{"special": True} | flags)
-
-    def _prefix(self) -> Iterator[int]:
-        """Yield the ids that the library puts in front of every text."""
-        encoded = self._plain.encode("a")
-        for id_, is_special in zip(encoded.ids, encoded.special_tokens_mask, strict=True):
-            if not is_special:
-                return
-            yield id_
 
     def _byte_rule(self) -> Callable[[str], bytes]:
         """Return a function from a token to its bytes within a text, which depends on the decoder."""
@@ -282,12 +277,6 @@ class SentencePieceTokenizer(FileTokenizer):
 
     def _encode(self, text: str, *, continues: bool) -> list[int]:
         return (self._continuing if continues else self._model).encode(_without_surrogates(text))
-
-
-def _added_entries(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the tokens that the settings add to the vocabulary, in the order of their ids."""
-    added = settings.get("added_tokens_decoder", {})
-    return [added[id_] for id_ in sorted(added, key=int)]
 
 
 def _special_entries(settings: Mapping[str, Any]) -> list[str | dict[str, Any]]:

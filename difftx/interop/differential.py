@@ -43,7 +43,6 @@ Heads = Literal["entropy", "all"]
 # Fields of `model` that the user may set for the new model. The Transformer determines all other fields.
 CHANGEABLE = (*SPECIFIC_FIELDS, "head_norm", "head_norm_eps", "init", "init_std")
 ATTENTION = "blocks/attention/"
-CHOSEN = f"{ATTENTION}chosen_H"
 ENTROPY_ROWS, ENTROPY_QUERIES = 32, 64  # Rows of the validation sets, and queries of each, by which DEX chooses heads.
 
 # Architecture → parameter of its attention → parameter of the Transformer, with the axes of both. A group G that the
@@ -114,7 +113,7 @@ def differential_params(
     old, shapes = _shapes(transformer), _shapes(model)
     initial = _initial_values(config, [name for name in shapes if _is_new(name, old, source_of)])
     if chosen_LH is not None:
-        initial[CHOSEN] = chosen_LH
+        initial[f"{ATTENTION}chosen_H"] = chosen_LH
     arrays = {}
     for name, shape in shapes.items():
         if name in source_of:

@@ -59,11 +59,6 @@ FIELDS_WITHOUT_EFFECT = (
 )
 
 
-def is_servable(model: ModelConfig) -> bool:
-    """Return whether the attention of a model is ordinary softmax attention, and arithmetic on its outputs."""
-    return ARCHITECTURES[model.architecture].kernel != "weighted_attention"
-
-
 def is_ours(path: Path) -> bool:
     """Return whether a config.json names a class of the modelling file."""
     return class_of(path) in (SERVABLE, EAGER)
@@ -155,7 +150,8 @@ def config_json(config: Config, end_of_text: int) -> dict[str, Any]:
 
 def _description(model: ModelConfig) -> dict[str, Any]:
     """Return the fields of config.json that `model` determines. Heads are those of the attention call."""
-    values, causal = values_of(model), SERVABLE if is_servable(model) else EAGER
+    values = values_of(model)
+    causal = EAGER if ARCHITECTURES[model.architecture].kernel == "weighted_attention" else SERVABLE
     classes = {"AutoConfig": "DifftxConfig", "AutoModel": causal.replace("ForCausalLM", "Model")}
     classes["AutoModelForCausalLM"] = causal
     return {

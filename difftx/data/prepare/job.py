@@ -194,7 +194,11 @@ def open_job(job: Job, description: dict[str, Any], sources: Sequence[Source]) -
                 _resume_or_start(job, {"description": description, "inputs": inputs})
                 yield require_lock
     if is_store(job.out):
-        _remove_work(job)
+        try:
+            remove_folder(job.work)  # It must not be locked, because NFS keeps files that are open.
+        except OSError as error:  # Another process may have a file open there, or delete the folder too.
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+                raise
 
 
 def _is_finished(job: Job, description: dict[str, Any]) -> bool:
@@ -205,15 +209,6 @@ def _is_finished(job: Job, description: dict[str, Any]) -> bool:
     if difference := _difference({name: meta[name] for name in description}, description):
         raise UserError(f"--out={job.out}: holds a store of other {difference}; choose another --out, or delete it")
     return True
-
-
-def _remove_work(job: Job) -> None:
-    """Delete the work folder of a finished store. It must not be locked, because NFS keeps files that are open."""
-    try:
-        remove_folder(job.work)
-    except OSError as error:  # Another process may have a file open there, or delete the folder too.
-        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
-            raise
 
 
 @contextlib.contextmanager
