@@ -85,8 +85,6 @@ class Loader(Iterator[Batch]):
         return batch
 
     def abstract_batch(self) -> Batch:
-        """Return the shapes, dtypes and sharding of all batches."""
-
         def abstract(x_T: np.ndarray) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((self._batch_rows, *x_T.shape), x_T.dtype, sharding=self._sharding)
 

@@ -28,7 +28,6 @@ FILES = (TOKENIZER, MODEL, CONFIG, SPECIAL_TOKENS, TEMPLATE)
 # Keys of tokenizer_config.json that name a special token. Chat templates receive them as variables.
 NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 SPACE = "▁"  # U+2581, which stands for a space in the tokens of SentencePiece.
-BYTE = re.compile("<0x([0-9A-F]{2})>")  # A byte of a character that is not in the vocabulary.
 
 
 def load_files(path: Path, *, field: str, end_of_text: str | None) -> "FileTokenizer":
@@ -87,12 +86,7 @@ class FileTokenizer(Tokenizer):
     transformers_class: str | None
 
     def __init__(
-        self,
-        path: Path,
-        settings: Mapping[str, Any],
-        field: str,
-        end_of_text: str | None,
-        vocabulary: Mapping[str, int],
+        self, path: Path, settings: dict[str, Any], field: str, end_of_text: str | None, vocabulary: Mapping[str, int]
     ):
         """Find the special tokens of `settings`, and the end-of-text token, in `vocabulary`: the id of each token."""
         self.name, self.path, self._vocabulary = str(path), path, vocabulary
@@ -280,7 +274,6 @@ class SentencePieceTokenizer(FileTokenizer):
 
 
 def _special_entries(settings: Mapping[str, Any]) -> list[str | dict[str, Any]]:
-    """Return the special tokens that the settings name."""
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
     named = [settings[key] for key in NAMED if settings.get(key)]
     return [*named, *(extra.values() if isinstance(extra, dict) else extra)]
@@ -327,7 +320,7 @@ def _with_spaces(token: str) -> bytes:
 
 
 def _with_byte_fallback(token: str) -> bytes:
-    return bytes.fromhex(found[1]) if (found := BYTE.fullmatch(token)) else _with_spaces(token)
+    return bytes.fromhex(found[1]) if (found := re.fullmatch("<0x([0-9A-F]{2})>", token)) else _with_spaces(token)
 
 
 def _without_surrogates(text: str) -> str:

@@ -18,10 +18,6 @@ from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.reading import Checkpoint
 from difftx.training.metrics import read_metrics
 
-LOAD = """import transformers
-
-model = transformers.AutoModelForCausalLM.from_pretrained({arguments})"""
-LOAD_TOKENIZER = "\ntokenizer = transformers.AutoTokenizer.from_pretrained({arguments})"
 NO_TOKENIZER = "The folder has no tokenizer. The model was trained with the tokenizer {name!r}."
 SERVABLE = "Each layer calls the attention function once, so engines with one key/value cache per layer can serve it."
 SERVING = {
@@ -39,8 +35,9 @@ def write_card(
     (causal,) = settings["architectures"]
     has_remote_code = "auto_map" in settings
     arguments = f"{name!r}, trust_remote_code=True" if has_remote_code else f"{name!r}"
-    tokenizer = LOAD_TOKENIZER.format(arguments=arguments) if has_tokenizer(folder) else ""
-    load = LOAD.format(arguments=arguments) + tokenizer
+    load = f"import transformers\n\nmodel = transformers.AutoModelForCausalLM.from_pretrained({arguments})"
+    if has_tokenizer(folder):
+        load += f"\ntokenizer = transformers.AutoTokenizer.from_pretrained({arguments})"
     rows = read_metrics(workdir / "metrics.jsonl")[0]
     row = next((row for row in reversed(rows) if row["split"] == "train" and row["step"] == step), {})
     tokens = row.get("tokens", step * config.train.global_batch_tokens)

@@ -183,7 +183,6 @@ def _entropies(graphdef: nnx.GraphDef, params: object, batch: Batch, queries_BC:
 
 
 def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each parameter by path."""
     tree: Any = nnx.to_pure_dict(abstract_parameters(model))
     flat: dict[str, Any] = flax.traverse_util.flatten_dict(tree, sep="/")
     return {name: leaf.shape for name, leaf in flat.items()}
@@ -198,8 +197,6 @@ def _is_new(name: str, old: Collection[str], source_of: Mapping[str, tuple[str, 
 
 
 def _initial_values(config: Config, names: Iterable[str]) -> dict[str, np.ndarray]:
-    """Return the initial values of some parameters of a new model, by path."""
-
     def initial() -> dict[str, Any]:
         params = nnx.to_pure_dict(nnx.state(Decoder(config.model, rngs=nnx.Rngs(config.train.seed))))
         flat = flax.traverse_util.flatten_dict(params, sep="/")

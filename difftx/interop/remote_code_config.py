@@ -46,17 +46,9 @@ RENAMED_FIELDS = {
 DERIVED_FIELDS = ("num_heads", "num_kv_heads", "head_dim", "signal_heads", "output_gate", "rope_theta", "rope_scaling")
 # Fields of `model` that do not change what a trained model computes, except by rounding.
 FIELDS_WITHOUT_EFFECT = (
-    "anneal_steps",
-    "init",
-    "init_std",
-    "embedding_std",
-    "zero_init_output",
-    "compute_dtype",
-    "remat",
-    "attention_implementation",
-    "attention_logit_granularity",
-    "cache",
-)
+    "anneal_steps", "init", "init_std", "embedding_std", "zero_init_output", "compute_dtype", "remat",
+    "attention_implementation", "attention_logit_granularity", "cache",
+)  # fmt: skip
 
 
 def is_ours(path: Path) -> bool:

@@ -134,8 +134,7 @@ def differentialize_run(
 
         with new_folder(out) as folder:
             lines = _differentialize(checkpoint.folder, part, config, model, read, tokenizer, dex_heads, folder)
-            details = {"source_weights": checkpoint.weights}
-            write_run_files(folder, dataclasses.replace(config, model=model), details)
+            write_run_files(folder, dataclasses.replace(config, model=model), {"source_weights": checkpoint.weights})
             checkpoint.require_unchanged()
         return [f"{out}: a run of step {STEP}, {_describe(model)}", *lines]
 
