@@ -22,6 +22,7 @@ FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # Dtypes whose values float32 represents exactly.
 DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
+MAX_HEADER_BYTES = 100_000_000  # Maximum size of a header, as in the `safetensors` library.
 
 
 @dataclasses.dataclass(frozen=True)
