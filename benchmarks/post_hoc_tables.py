@@ -12,7 +12,7 @@ jackknife leaves out each seed in turn, for the curve too, so that the intervals
 import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.optimize
@@ -71,7 +71,8 @@ def curve_through(points: Mapping[float, float], exponent: float | None = None) 
     if exponent is None:
         [(z, third)] = rest
         ratio = (first - second) / (second - third)
-        exponent = scipy.optimize.brentq(lambda b: (x**-b - y**-b) / (y**-b - z**-b) - ratio, 1e-3, 10)
+        root: Any = scipy.optimize.brentq(lambda b: (x**-b - y**-b) / (y**-b - z**-b) - ratio, 1e-3, 10)
+        exponent = float(root)
     scale = (first - second) / (x**-exponent - y**-exponent)
     return LossCurve(first - scale * x**-exponent, scale, exponent)
 

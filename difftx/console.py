@@ -12,10 +12,10 @@ from typing import Any, TextIO
 class Output(io.FileIO):
     """A file such as standard output. After a failed write, it discards everything.
 
-    A failure ends the command, unless the file is standard error or the command has called `work_without_output`.
+    A failure ends the command, unless the file is standard error or `is_needed` is False.
     """
 
-    is_needed = True  # Whether a command must be able to write its standard output.
+    is_needed = True  # Commands whose results are in files set this to False.
 
     def write(self, data: Any, /) -> int:
         """Write bytes. Raise an `OSError` with a file name, or `SystemExit` if the reader of a pipe has ended."""
@@ -33,11 +33,6 @@ class Output(io.FileIO):
             if self.fileno() != 2:
                 print(f"standard output: {error.strerror}; continuing without it", file=sys.stderr, flush=True)
             return len(data)
-
-
-def work_without_output() -> None:
-    """Let this command continue if it cannot write its standard output, because its results are in files."""
-    Output.is_needed = False
 
 
 def protected(stream: TextIO) -> TextIO:

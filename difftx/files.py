@@ -12,6 +12,7 @@ import functools
 import glob
 import hashlib
 import io
+import json
 import os
 import platform
 import re
@@ -38,23 +39,25 @@ PERMANENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 ONE_REQUEST_BYTES = 32 * 2**20  # Size from which a file is uploaded to a bucket in parts.
 
 
-def source_names(folder: Path) -> list[str]:
-    """Return the relative paths of the Python files below a folder, except its `configs/`, in their order.
+def sha256_of(file: AnyPath) -> str:
+    """Return the SHA-256 of a file's content, as hexadecimal digits."""
+    with open_file(file) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def source_files(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of each Python file below a folder, except its `configs/`, by relative path.
 
     A wheel of difftx has the recipes in `difftx/configs/`, and a clone has them elsewhere.
     """
     names = glob.glob("**/*.py", root_dir=folder, recursive=True)  # Three times as fast as Path.rglob.
-    return sorted(name for name in names if not name.startswith("configs/"))
+    return {name: sha256_of(folder / name) for name in sorted(names) if not name.startswith("configs/")}
 
 
 @functools.cache  # The source files may change during a run, which has loaded its modules already.
 def source_sha256(folder: Path) -> str:
-    """Return a SHA-256 of the paths and contents that the files of `source_names` had at the first call."""
-    digest = hashlib.sha256()
-    for name in source_names(folder):
-        content = (folder / name).read_bytes()
-        digest.update(f"{name} {len(content)}\n".encode() + content)
-    return digest.hexdigest()
+    """Return the SHA-256 of what `source_files` returned at the first call."""
+    return hashlib.sha256(json.dumps(source_files(folder)).encode()).hexdigest()
 
 
 def require_local(name: str, path: str | Path) -> None:
@@ -117,7 +120,7 @@ def require_run(workdir: AnyPath) -> None:
     """Raise `UserError` if a folder is not a run directory."""
     path = workdir / "config.json"
     if size_of(path) is None and (is_bucket(path) or not path.is_dir()):
-        fix = "train one with `difftx train`"
+        fix = "name the folder of one run, and a checkpoint with --step=N, or train a run with `difftx train`"
         raise UserError(f"--workdir={workdir}: no config.json there, so it is not a run; {fix}")
 
 

@@ -93,7 +93,10 @@ class JsonLines:
         """Atomically replace the content of the file."""
         self._require_lock()
         lines = ((json.dumps(row) + "\n").encode() for row in rows)
-        self._log.replace(lines if isinstance(self._log, _LocalLog) else b"".join(lines))
+        if isinstance(self._log, _LocalLog):
+            self._log.replace(lines)
+        else:
+            self._log.replace(b"".join(lines))
 
     def remove(self) -> None:
         """Delete the file. It may be absent."""

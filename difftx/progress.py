@@ -4,7 +4,7 @@ import contextlib
 import datetime
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol, Self
+from typing import Self
 
 import rich.console
 import rich.progress
@@ -13,12 +13,7 @@ from difftx.errors import printable
 
 LINE_SECONDS = 10.0  # Time between two lines outside of a terminal.
 LINE = "{what}: {done:,} of {total:,}, {left} left"
-
-
-class Advance(Protocol):
-    """A function that adds `parts` to the number of finished parts of a task, and shows `text` next to its bar."""
-
-    def __call__(self, parts: int, text: str = "") -> None: ...
+Advance = Callable[..., None]  # Called as advance(parts, text=""): so many parts are finished; show `text` at the bar.
 
 
 class Work:

@@ -13,13 +13,13 @@ from helpers.training_runs import wait_for_step
 # A command that prints 120 kB, and the line "finished" in a file.
 COMMAND = """
 import os, pathlib, sys
-from difftx.console import work_without_output
+from difftx.console import Output
 from difftx.errors import run_command
 from difftx.progress import Work
 
 def main():
     if sys.argv[2] == "job":
-        work_without_output()
+        Output.is_needed = False
     with Work(is_output=True) as work:
         for i in range(3_000):
             work.note("λ → naïve … 日本語")

@@ -21,7 +21,8 @@ from helpers.pages import named_files, page_commands, run_command
 
 from difftx import registry
 from difftx.errors import UserError
-from difftx.training.run import source_files
+from difftx.files import source_files
+from difftx.training.checkpoint.manifest import SOURCE_FOLDER
 
 FILES = named_files("extend.md")
 COMMANDS = page_commands("extend.md")
@@ -282,7 +283,7 @@ def test_a_missing_extension_is_reported_in_one_line(page_folder, changes, messa
 
 @pytest.mark.long
 def test_the_attention_variant_of_the_page_trains_and_is_reported(page_folder):
-    library = source_files()
+    library = source_files(SOURCE_FOLDER)
     transformer, temperature, train, evaluate, report, generate = COMMANDS[0]
     # The variant adds two heads' temperatures to each of two layers.
     first, second = (
@@ -343,7 +344,7 @@ def test_the_attention_variant_of_the_page_trains_and_is_reported(page_folder):
     run(page_folder, train, *longer, "--allow_config_change")
     assert (workdir / "checkpoints" / "8").is_dir()
     run(page_folder, evaluate)
-    assert source_files() == library
+    assert source_files(SOURCE_FOLDER) == library
 
 
 @pytest.mark.exhaustive  # CI runs the commands of the first variant of the page.

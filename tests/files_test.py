@@ -12,11 +12,10 @@ from helpers.unreadable import needs_unprivileged, without_root_capabilities
 
 from difftx import files
 from difftx.errors import UnreadableError, UserError
-from difftx.files import new_file, remove_temporaries, source_sha256
+from difftx.files import new_file, remove_temporaries, source_files, source_sha256
 from difftx.folders import new_folder
 from difftx.json_files import JsonLines
 from difftx.report.runs import match_runs
-from difftx.training import run
 from difftx.training.guards import GuardJournal
 from difftx.training.run import RECORDS, read_config, write_run_files
 
@@ -63,7 +62,7 @@ def test_the_hash_of_source_files_covers_names_and_contents_and_is_that_of_the_f
     assert source_sha256(first) == before
 
 
-def test_recipes_are_not_source_files(tmp_path, monkeypatch):
+def test_recipes_are_not_source_files(tmp_path):
     """A wheel has recipes in the folder of the package. In a clone, that folder may have a link to them."""
     recipes = tmp_path / "recipes"
     for name in ("clone", "wheel", "link"):
@@ -75,9 +74,7 @@ def test_recipes_are_not_source_files(tmp_path, monkeypatch):
     (tmp_path / "link" / "configs").symlink_to(recipes)
     installations = [tmp_path / name for name in ("clone", "wheel", "link")]
     assert len(set(map(source_sha256, installations))) == 1
-    for package in installations:
-        monkeypatch.setattr(run, "SOURCE_FOLDER", package)
-        assert list(run.source_files()) == ["difftx source config/recipes.py"]
+    assert [list(source_files(package)) for package in installations] == [["config/recipes.py"]] * 3
 
 
 def test_new_folder_deletes_the_folder_of_a_killed_process(tmp_path):

@@ -9,10 +9,12 @@ import dataclasses
 import io
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from difftx.commands.flags import PathFlag, add_weights_flag, parse_command
 from difftx.commands.generate import NEW_TOKENS, SEEDS
+from difftx.config.build import parse
+from difftx.config.fields import types_of
 from difftx.errors import UserError, did_you_mean, printable
 from difftx.inference.sampling import Sampling, derived_seed
 from difftx.parallel import multihost
@@ -72,17 +74,12 @@ class Settings:
 
     def changed(self, name: str, value: str) -> "Settings":
         """Return the settings after the line "/name value". Raise `UserError` if the value is not valid."""
-        kind = int if name in ("tokens", "seed", "top_k") else float
-        is_optional = name not in ("tokens", "seed", "temperature")
-        try:
-            number: Any = None if is_optional and value == "none" else kind(value)
-        except ValueError as error:
-            what = "a whole number" if kind is int else "a number"
-            raise UserError(f"/{name} {value}: give {what}{' or none' * is_optional}, as in /help") from error
-        if name not in ("tokens", "seed"):
-            return dataclasses.replace(self, sampling=dataclasses.replace(self.sampling, **{name: number}))
+        group = self if name in ("tokens", "seed") else self.sampling
+        number = parse(value, types_of(type(group))[name], f"/{name}")
+        if group is not self:
+            return dataclasses.replace(self, sampling=dataclasses.replace(group, **{name: number}))
         least, most = (1, SEEDS) if name == "tokens" else (0, SEEDS - 1)
-        if not least <= kind(value) <= most:
+        if not least <= number <= most:
             raise UserError(f"/{name} {value}: must lie in {least} … {most}")
         return dataclasses.replace(self, **{name: number})
 

@@ -105,7 +105,7 @@ def parse_overrides(arguments: Sequence[str], *groups: str) -> dict[str, str]:
         if found is None:
             hint = did_you_mean(name.removeprefix("--").partition(".")[0], groups) if name.startswith("--") else ""
             example = f"--{groups[0]}.path.to.field=value"
-            raise UserError(f"{argument!r} is not understood; write overrides as {example}.{hint}")
+            raise UserError(f"{argument!r} is not understood; see --help, or write overrides as {example}.{hint}")
         negated, group, field = found.groups()
         field = field if group == "config" else f"{group}.{field}"
         is_bool = annotation_of(field) is bool

@@ -3,9 +3,9 @@
 import argparse
 from collections.abc import Sequence
 
+from difftx import console
 from difftx.commands.flags import add_config_flag, parse_command
 from difftx.config.recipes import matched_by
-from difftx.console import work_without_output
 from difftx.errors import UserError, printable
 from difftx.files import require_writable
 from difftx.launch import jobs
@@ -42,5 +42,5 @@ def main(arguments: Sequence[str]) -> int:
 
     from difftx.launch.runner import Sweep  # Imported after the flags are checked, because the import is slow.
 
-    work_without_output()
+    console.Output.is_needed = False
     return Sweep(points, args.out, {"config": args.config, "overrides": overrides, "grid": grid}).run()

@@ -15,11 +15,10 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     """Read the flags and train. Exit codes: 0 done, 2 bad input, 75 stopped by a signal, 1 any other error."""
     began = time.perf_counter()
     # Imported here, so that the time of the imports counts.
-    from difftx import compilation_cache
+    from difftx import compilation_cache, console
     from difftx.commands.flags import PathFlag, add_config_flag, parse_command
     from difftx.config.extras import check_extras
     from difftx.config.recipes import load_config, matched_by
-    from difftx.console import work_without_output
     from difftx.files import require_writable
     from difftx.parallel import multihost
 
@@ -42,7 +41,7 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     if args.workdir is not None:
         require_writable(args.workdir)
     if not args.dry_run:
-        work_without_output()
+        console.Output.is_needed = False
 
     # Imported after the flags are checked, because the import is slow.
     from difftx import evals

@@ -52,15 +52,8 @@ class HostSlice:
 class Loader(Iterator[Batch]):
     """An endless iterator of sharded batches. Its state is the number of examples consumed, and of their tokens.
 
-    Args:
-        examples: Endless random-access rows (`Sources.examples`).
-        batch_rows: Number of rows in a global batch.
-        prefetch_batches: Number of batches to read ahead.
-        threads: Number of rows to read at a time.
-        sharding: Sharding of the `[B, T]` arrays of a global batch.
-        signature: `Sources.signature`, which `restore` compares.
-        vocab_size: Token ids must be less than this number.
-        where: Function that returns the origin of an example, for error messages (`Sources.where`).
+    `examples`, `signature` and `where` are those of `Sources`, and `sharding` is that of the `[B, T]` arrays.
+    `threads` rows are read at a time.
     """
 
     def __init__(
@@ -92,8 +85,6 @@ class Loader(Iterator[Batch]):
         return batch
 
     def abstract_batch(self) -> Batch:
-        """Return the shapes, dtypes and sharding of all batches."""
-
         def abstract(x_T: np.ndarray) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((self._batch_rows, *x_T.shape), x_T.dtype, sharding=self._sharding)
 
@@ -116,9 +107,7 @@ class Loader(Iterator[Batch]):
                 f"number of batches of {self._batch_rows} rows; use the old batch, or one that divides it"
             )
         self._iterator.set_state({"next_index": batches})
-        self._consumed = state["examples"]
-        # Checkpoints without a count of tokens are of runs whose batches all had the same size.
-        self.tokens = state["tokens"] if "tokens" in state else self._consumed * len(self._source[0]["tokens"])
+        self._consumed, self.tokens = state["examples"], state["tokens"]
 
 
 def signature_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

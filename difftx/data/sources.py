@@ -67,7 +67,6 @@ class Sources:
 
     @property
     def valid_fingerprints(self) -> dict[str, str]:
-        """Fingerprint of each validation set, by name."""
         return {name: rows.fingerprint for name, rows in self.valid.items()}
 
     def where(self, example: int) -> str:
@@ -106,7 +105,6 @@ def load_sources(config: DataConfig, tokenizer: Tokenizer) -> Sources:
         "packing": config.packing if config.packing == "concat" else f"best_fit {BEST_FIT_VERSION}",
         "document_mask": config.document_mask,
         "seed": config.seed,
-        "seeds of epochs": "hashed",  # Not in checkpoints of versions that added the epoch to the seed.
     }
     return Sources(config, train, valid, signature, tuple(notes))
 
@@ -197,10 +195,7 @@ def may_be_store(path: AnyPath) -> bool:
 
 
 def open_split(config: DataConfig, path: str, split: str, tokenizer: Tokenizer, field: str = "data.path") -> TokenStore:
-    """Open a split of a store, and check its vocabulary and its chat template against `tokenizer`.
-
-    `field` is the config field of `path`.
-    """
+    """Open a split of the store that `field` names, and check its vocabulary and chat template with `tokenizer`."""
     meta = read_meta(path_of(field, path))
     recorded = meta["tokenizer"]
     if (vocabulary := recorded["vocabulary_sha256"]) != tokenizer.fingerprint:

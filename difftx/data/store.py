@@ -23,7 +23,7 @@ import numpy as np
 from difftx.config.data import DataConfig
 from difftx.data.blocks import BlockCache, CachedObject, block_count
 from difftx.errors import RunError, UserError
-from difftx.files import open_file, read_file, size_of, write_atomically
+from difftx.files import read_file, sha256_of, size_of, write_atomically
 from difftx.json_files import read_json, schema_error, with_sha256, without_sha256
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket, path_of
@@ -348,12 +348,6 @@ def offsets_problem(offsets: np.ndarray, tokens: int) -> str | None:
     """Return the problem with a shard's uint64 offsets `[documents + 1]`, or None if they are valid."""
     rise = len(offsets) > 1 and offsets[0] == 0 and offsets[-1] == tokens and (offsets[1:] > offsets[:-1]).all()
     return None if rise else f"the offsets do not rise from 0 to {tokens}"
-
-
-def sha256_of(file: AnyPath) -> str:
-    """Return the SHA-256 of a file's content, as hexadecimal digits."""
-    with open_file(file) as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 # Processes are often limited to 1,024 file descriptors, so only the most recently used shards stay open.

@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,13 +28,6 @@ from difftx.training.state import graph
 DECISION_ITEMS = 64  # Most answers per message from the primary process to the others. Answers may be long texts.
 
 
-class Identified(Protocol):
-    """An item of a suite. Its `id` is unique within the suite, and the same in every process and evaluation."""
-
-    @property
-    def id(self) -> str: ...
-
-
 class ItemJournal:
     """A file with the answers of finished items, from which an interrupted suite resumes.
 
@@ -48,7 +41,7 @@ class ItemJournal:
         path = path.with_suffix(f".{json_sha256([settings, weights])[:32]}.items.jsonl")
         self._file = JsonLines(path, require_lock)
 
-    def start(self, items: Sequence[Identified]) -> dict[str, Any]:
+    def start(self, items: Sequence[Any]) -> dict[str, Any]:
         """Return the stored answers of `items` by item id, in every process."""
         rows = self._file.read({"id": str, "answer": object}) if is_primary() else []
         stored, answers = {row["id"]: row["answer"] for row in rows}, {}
@@ -143,19 +136,19 @@ class Evaluation:
         for index, nll_T in enumerate(self._valid_nll[name]):
             yield source[index], nll_T
 
-    def answers[Item: Identified](
+    def answers(
         self,
-        items: Sequence[Item],
-        answer_batch: Callable[[Sequence[Item]], Sequence[Any]],
+        items: Sequence[Any],
+        answer_batch: Callable[[Sequence[Any]], Sequence[Any]],
         *,
         what: str,
         batch_items: int | None = None,
-    ) -> Iterator[tuple[Item, Any]]:
+    ) -> Iterator[tuple[Any, Any]]:
         """Yield each item with its answer, in order. Answers in the journal are not computed again.
 
         `answer_batch` returns the answers of a batch of `batch_items` items, as JSON. By default, a batch has as many
         items as a microbatch has rows. Progress is shown under the name `what`. The same settings must always give the
-        same items.
+        same items. The `id` of an item is unique within the suite.
         """
         answers = {} if self.journal is None else self.journal.start(items)
         left = [item for item in items if item.id not in answers]

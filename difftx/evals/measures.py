@@ -13,7 +13,7 @@ from difftx.json_files import schema_error
 
 def measure_of(suite: str, number: str) -> Measure:
     """Return the measure that a suite declares for a number. Other numbers have no unit, direction or label."""
-    if suite not in SUITES:  # Its extension is not loaded, or an older version had it.
+    if suite not in SUITES:  # Its extension is not loaded.
         return Measure("")
     declared = SUITES[suite]
     for form, measure in declared.measures.items():
@@ -41,11 +41,11 @@ def _pattern(form: str) -> re.Pattern[str]:
 def measures_of(suite: str, result: Mapping[str, Any]) -> dict[str, Measure]:
     """Return the measure of each number in a result as JSON: the stored one, or else that of the suite."""
     stored = result.get("measures")
-    own = {} if stored is None or schema_error(stored, {str: {"unit": str}}) else stored
+    own = {} if stored is None or schema_error(stored, {str: {"unit": str, "label": str}}) else stored
     measures = {name: measure_of(suite, name) for name in result["numbers"]}
     for name, measure in own.items():
         if (better := measure.get("better")) in ("lower", "higher", None):
-            measures[name] = Measure(measure["unit"], better, str(measure.get("label", "")))
+            measures[name] = Measure(measure["unit"], better, measure["label"])
     return measures
 
 

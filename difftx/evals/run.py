@@ -10,12 +10,11 @@ import jax
 from difftx.config import Config
 from difftx.config.fields import values_of
 from difftx.config.suites import SUITES
-from difftx.data.store import sha256_of
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation, ItemJournal
 from difftx.evals.measures import measures_of
 from difftx.evals.result import Result
-from difftx.files import make_folder, open_file, size_of, write_atomically
+from difftx.files import make_folder, open_file, sha256_of, size_of, write_atomically
 from difftx.json_files import json_sha256, read_json
 from difftx.parallel.multihost import is_primary
 from difftx.progress import Work

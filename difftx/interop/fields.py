@@ -59,10 +59,11 @@ class Fields:
         value = self._raw.get(name)
         if value is None and default is not None:
             return default
-        is_number = kind in (int, float)
-        if not isinstance(value, kind | int if kind is float else kind) or (is_number and not _is_positive(value)):
+        if kind is float and _is_positive(value):
+            value = float(value)
+        if type(value) is not kind or (kind in (int, float) and not _is_positive(value)):
             raise UserError(f"{self.path}: {name}={value!r}: expected {EXPECTED[kind]}")
-        return kind(value)
+        return value
 
     def read(self, *names: str) -> dict[str, Any]:
         """Return the values of fields, whose types the caller checks. Raise `UserError` if a field is absent."""
@@ -107,8 +108,7 @@ def rope_fields(fields: Fields) -> dict[str, Any]:
     scaling = {name: raw.get(name) for name in types_of(RopeScalingConfig)} if kind == "llama3" else {}
     if others := sorted(raw.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *scaling}):
         raise UserError(f"{fields.path}: {others[0]}={raw[others[0]]!r} cannot be converted with rope type {kind!r}")
-    numbers = [theta, *scaling.values()]
-    if raw.get("partial_rotary_factor", 1.0) != 1.0 or not all(map(_is_positive, numbers)):
+    if raw.get("partial_rotary_factor", 1.0) != 1.0 or not all(map(_is_positive, (theta, *scaling.values()))):
         raise UserError(f"{fields.path}: rope_parameters={raw} cannot be converted; its numbers must be positive")
     return {"rope_theta": float(theta), "rope_scaling": build_group(RopeScalingConfig, scaling, "model.rope_scaling")}
 

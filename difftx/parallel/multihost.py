@@ -5,12 +5,11 @@ store. Process 0 must end last, because JAX aborts the other processes when the 
 """
 
 import argparse
-import contextlib
-import itertools
 import json
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
@@ -26,8 +25,7 @@ from difftx.parallel import heartbeat, rendezvous
 from difftx.parallel.heartbeat import host_and_pid, service, unmonitored
 
 REPEAT_SECONDS = 1.0
-_calls = itertools.count()  # Numbers of the calls of `decide_on_primary`, `gather` and `agree`.
-_barriers = itertools.count()
+_calls: Counter[str] = Counter()  # Number of the calls of `decide_on_primary`, and of `exchange` for each `what`.
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +56,9 @@ def join(flags: argparse.Namespace, config: MultihostConfig) -> None:
         return
     timeout = config.initialization_timeout_seconds
     try:
-        address, count, index = rendezvous.address_of_job(flags.coordinator, flags.processes, flags.process, timeout)
+        address, count, index = flags.coordinator, flags.processes, flags.process
+        if address is None:
+            address, count, index = rendezvous.place_in_job(timeout)
         gpus = rendezvous.local_gpus(rendezvous.meet(address, count, index, timeout), index)
         jax.distributed.initialize(
             address,
@@ -104,132 +104,117 @@ def print_on_primary(text: str) -> None:
 def barrier(name: str, timeout_seconds: float) -> None:
     """Wait until all processes have reached this barrier. All processes must call the same barriers in the same order.
 
-    If not all processes come in time, or the barrier fails, raise a `TimeoutError` that names the absent processes.
+    If not all processes come in time, raise a `RunError` that names the absent processes.
     """
-    if jax.process_count() == 1:
-        return
-    number = next(_barriers)  # The coordination service accepts each name only once.
-    folder = f"difftx/barrier/{number}/{name}"
-    _publish(folder, host_and_pid())
-    try:
-        service().wait_at_barrier(f"difftx {number} {name}", int(timeout_seconds * 1000))
-    except Exception as error:  # Report the absent processes after any error.
-        present = _published(folder)
-        heartbeat.wait_for_others_to_end()
-        absent = ", ".join(str(process) for process in range(jax.process_count()) if process not in present)
-        why = f"process {absent} of {jax.process_count()} did not come within {timeout_seconds:g} s"
-        raise TimeoutError(f"barrier {name!r}: {why if absent else error}") from error
+    exchange(f"barrier {name!r}", lambda: None, timeout_seconds)
 
 
 def decide_on_primary(decide: Callable[[], Any], timeout_seconds: float) -> Any:
     """Call `decide` in process 0 only, and return its result, a JSON value, in every process.
 
     All processes must make the same calls in the same order. If `decide` raises an error that `explained` converts to
-    a `UserError` or `RunError`, every process raises that error.
+    a `UserError` or `RunError`, every process raises that error. Process 0 does not wait for the others.
     """
     if jax.process_count() == 1:
         return decide()
-    client, key = service(), f"difftx/decision/{next(_calls)}"
+    _calls["decision"] += 1
+    key = f"difftx/decision/{_calls['decision']}"
     if is_primary():
-        try:
-            answer = {"value": decide()}
-        except Exception as error:
-            explanation = explained(error)
-            if explanation is None:
-                raise
-            answer = {"failure": [isinstance(explanation, UserError), str(explanation)]}
-        client.key_value_set(key, json.dumps(answer))
+        notice, error = _attempt(decide)
+        if error is not None and explained(error) is None:
+            raise error
+        service().key_value_set(key, notice)
     with unmonitored():
-        answer = json.loads(client.blocking_key_value_get(key, int(timeout_seconds * 1000)))
-    if "failure" in answer:
-        is_mistake, text = answer["failure"]
-        if is_mistake:
-            raise UserError(text)
+        text = service().blocking_key_value_get(key, int(timeout_seconds * 1000))
+    try:
+        return _result(json.loads(text))
+    except RunError:
         # Wait for the other processes here, because JAX would abort them if process 0 ended first.
         jax.distributed.shutdown()
-        raise RunError(text)
-    return answer["value"]
+        raise
+
+
+def exchange(what: str, action: Callable[[], Any], timeout_seconds: float) -> list[Any]:
+    """Call `action` in every process, and return the results, JSON values, in the order of the processes.
+
+    If it fails in one process, all processes raise an error, because they would hang forever in a later collective: a
+    `UserError` if `action` raised one, else a `RunError`. If not all processes come in time, raise a `RunError` that
+    names the absent ones. All processes must make the calls of the same `what` in the same order. Safe to call from a
+    thread, if no other thread uses its `what`.
+    """
+    if jax.process_count() == 1:
+        return [action()]
+    _calls[what] += 1
+    client, name = service(), f"difftx/{what}/{_calls[what]}"  # The service accepts each name only once.
+    notice, error = _attempt(action, f"process {jax.process_index()} of {jax.process_count()} ({host_and_pid()}): ")
+    client.key_value_set(f"{name}/{jax.process_index()}", notice)
+    failure = None
+    try:
+        client.wait_at_barrier(name, int(timeout_seconds * 1000))
+    except Exception as raised:  # Report the absent processes after any error.
+        failure = raised
+    if error is not None:
+        raise error
+    notices = {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in client.key_value_dir_get(name)}
+    if failure is not None:
+        heartbeat.wait_for_others_to_end()
+        absent = ", ".join(str(process) for process in range(jax.process_count()) if process not in notices)
+        why = f"process {absent} of {jax.process_count()} did not come within {timeout_seconds:g} s"
+        raise RunError(f"{what}: {why if absent else failure}") from failure
+    return [_result(notice) for _, notice in sorted(notices.items())]
 
 
 def gather(what: str, value: Any, timeout_seconds: float) -> list[Any]:
     """Return the values of all processes, JSON values, in the order of the processes, in every process."""
-    if jax.process_count() == 1:
-        return [value]
-    name = f"gathering {next(_calls)} of {what}"  # The key-value store needs a unique folder.
-    _publish(f"difftx/{name}", json.dumps(value))
-    try:
-        barrier(name, timeout_seconds)
-    except TimeoutError as error:
-        raise RunError(str(error)) from error
-    return [json.loads(text) for _, text in sorted(_published(f"difftx/{name}").items())]
-
-
-def together(name: str, action: Callable[[], Any], timeout_seconds: float) -> list[Any]:
-    """Call `action` in every process, and return the results, JSON values, in the order of the processes.
-
-    After an error in one process, raise an error in all processes. Safe to call from a thread, if `name` is unique
-    among all calls.
-    """
-    if jax.process_count() == 1:
-        return [action()]
-    error = None
-    try:
-        notice = {"value": action()}
-    except Exception as raised:  # The other processes must learn of any error.
-        error, notice = raised, {"failure": f"process {jax.process_index()}: {type(raised).__name__}: {raised}"}
-    folder = f"difftx/together/{name}"
-    _publish(folder, json.dumps(notice))
-    timeout = int(timeout_seconds * 1000)
-    texts = [service().blocking_key_value_get(f"{folder}/{i}", timeout) for i in range(jax.process_count())]
-    if error is not None:
-        raise error
-    notices = [json.loads(text) for text in texts]
-    if failures := [notice["failure"] for notice in notices if "failure" in notice]:
-        raise RunError(failures[0])
-    return [notice["value"] for notice in notices]
+    return exchange(what, lambda: value, timeout_seconds)
 
 
 def agree[T](what: str, make: Callable[[], T], describe: Callable[[T], Mapping[str, Any]], timeout_seconds: float) -> T:
     """Call `make` in every process, and return its result if `describe` returns equal fields in all processes.
 
-    The fields are names and JSON values. Each process publishes the SHA-256 of its fields. If the hashes differ, two
+    The fields are names and JSON values. The processes compare the SHA-256 of their fields. If these differ, two
     processes publish the fields themselves, and all raise a `UserError` that names a field. If `make` fails in one
-    process, all processes raise an error, because they would hang forever in a later collective. They raise a
-    `UserError` if `make` raised one, else a `RunError`. `what` names the comparison in messages.
+    process, all raise an error, as after `exchange`. `what` names the comparison in messages.
     """
     if jax.process_count() == 1:
         return make()
-    name = f"agreement {next(_calls)} on {what}"  # The key-value store needs a unique folder.
-    folder = f"difftx/{name}"
-    notice: dict[str, Any] = {"who": f"process {jax.process_index()} of {jax.process_count()} ({host_and_pid()})"}
+    made: list[T] = []
+    fields: dict[str, Any] = {}
+
+    def summary() -> list[str]:
+        made.append(make())
+        fields.update(describe(made[0]))
+        return [json_sha256(fields), host_and_pid()]
+
+    summaries = exchange(f"agreement on {what}", summary, timeout_seconds)
+    if different := [process for process, (sha256, _) in enumerate(summaries) if sha256 != summaries[0][0]]:
+        other, published = different[0], fields if jax.process_index() in (0, different[0]) else {}
+        everywhere = gather(f"fields of {what}", published, timeout_seconds)
+        old, new = everywhere[0], everywhere[other]
+        first, *rest = [name for name in old | new if old.get(name) != new.get(name)]
+        who = f"process {other} of {len(summaries)} ({summaries[other][1]})"
+        others = f" and {len(different) - 1} more" if different[1:] else ""
+        more = f" (and {len(rest)} more fields)" if rest else ""
+        difference = f"{first}={shown(new.get(first))}, but process 0 has {shown(old.get(first))}{more}"
+        raise UserError(f"{who}{others}: {difference}; start every process with the same command, packages and data")
+    return made[0]
+
+
+def _attempt(action: Callable[[], Any], who: str = "") -> tuple[str, Exception | None]:
+    """Call `action`. Return its result or error as a text for the other processes, and the error, if there is one."""
     try:
-        made = make()
-        fields = describe(made)
-        notice["sha256"] = json_sha256(fields)
+        return json.dumps({"value": action()}), None
     except Exception as error:  # The other processes must learn of any error.
         explanation = explained(error)
         text = str(explanation) if explanation else f"{type(error).__name__}: {error}"
-        notice["failure"] = [isinstance(explanation, UserError), text]
-        _publish(folder, json.dumps(notice))
-        with contextlib.suppress(TimeoutError):  # Wait until the other processes can read the notice.
-            barrier(name, timeout_seconds)
-        raise
-    _publish(folder, json.dumps(notice))
-    try:
-        barrier(name, timeout_seconds)
-    except TimeoutError as error:
-        raise RunError(str(error)) from error
-    notices = [json.loads(text) for _, text in sorted(_published(folder).items())]
-    for other in notices:
-        if "failure" in other:
-            is_mistake, text = other["failure"]
-            raise (UserError if is_mistake else RunError)(f"{other['who']}: {text}")
-    different = [process for process, other in enumerate(notices) if other["sha256"] != notices[0]["sha256"]]
-    if different:
-        who = notices[different[0]]["who"] + (f" and {len(different) - 1} more" if different[1:] else "")
-        difference = _first_difference(f"{name}, fields", fields, different[0], timeout_seconds)
-        raise UserError(f"{who}: {difference}; start every process with the same command, packages and data")
-    return made
+        return json.dumps({"failure": f"{who}{text}", "is_mistake": isinstance(explanation, UserError)}), error
+
+
+def _result(notice: dict[str, Any]) -> Any:
+    """Return the result in a text of `_attempt`, or raise the error in it."""
+    if "failure" in notice:
+        raise (UserError if notice["is_mistake"] else RunError)(notice["failure"])
+    return notice["value"]
 
 
 class Interrupt:
@@ -276,28 +261,6 @@ class Interrupt:
         elif not self._ignores_signals and time.monotonic() - self._received > REPEAT_SECONDS:
             self.close()
             signal.raise_signal(number)
-
-
-def _publish(folder: str, text: str) -> None:
-    service().key_value_set(f"{folder}/{jax.process_index()}", text)
-
-
-def _published(folder: str) -> dict[int, str]:
-    """Return the texts that processes have published in `folder`, by index of the process."""
-    return {int(key.rsplit("/", 1)[1]): text for key, text in service().key_value_dir_get(folder)}
-
-
-def _first_difference(name: str, fields: Mapping[str, Any], other: int, timeout_seconds: float) -> str:
-    """Return a text on the first field that differs between processes 0 and `other`. All processes must call this."""
-    if jax.process_index() in (0, other):
-        _publish(f"difftx/{name}", json.dumps(fields))
-    old, new = (
-        json.loads(service().blocking_key_value_get(f"difftx/{name}/{process}", int(timeout_seconds * 1000)))
-        for process in (0, other)
-    )
-    first, *rest = [name for name in old | new if old.get(name) != new.get(name)]
-    more = f" (and {len(rest)} more fields)" if rest else ""
-    return f"{first}={shown(new.get(first))}, but process 0 has {shown(old.get(first))}{more}"
 
 
 def _require_single_process() -> None:

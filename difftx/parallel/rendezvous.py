@@ -1,8 +1,7 @@
-"""The meeting of the processes of a job, before JAX connects them.
+"""The meeting of the processes of a job at the coordinator's address, before JAX's coordinator starts there.
 
-JAX's coordinator aborts all processes of a running job when another process comes with an index of that job, for
-example because its script was copied. Therefore, the processes of a job first meet at the coordinator's address, and
-JAX's coordinator starts there when all have come. A process that finds JAX there is not part of this job.
+JAX's coordinator aborts all processes of a running job when another process comes with one of their indices, for
+example because its script was copied. A process that finds JAX at the address is not part of this job.
 """
 
 import contextlib
@@ -17,27 +16,22 @@ from typing import Any
 from jax._src.clusters import ClusterEnv  # JAX has no public name for the detection of cluster managers.
 
 
-def address_of_job(address: str | None, count: int | None, index: int | None, timeout: int) -> tuple[str, int, int]:
-    """Return the coordinator's address, the number of processes, and the index of this process.
+def place_in_job(timeout: int) -> tuple[str, int, int]:
+    """Return the coordinator's address, the number of processes, and this process's index, from the cluster manager.
 
-    Values that are None come from the environment. Raise `ValueError` if no cluster manager has started this process.
+    Raise `ValueError` if no cluster manager has started this process.
     """
     clusters = ClusterEnv._cluster_types
     cluster = next((env for env in clusters if not env.opt_in_only_method and env.is_env_present()), None)
-    address = address or os.environ.get("JAX_COORDINATOR_ADDRESS")
     if cluster is None:
-        if address is None or count is None or index is None:
-            how = "write srun before the command" if "SLURM_JOB_ID" in os.environ else "give --coordinator=HOST:PORT"
-            raise ValueError(f"neither srun, mpirun, GKE nor a TPU pod has started it; {how}, or omit --distributed")
-        return address, count, index
+        how = "write srun before the command" if "SLURM_JOB_ID" in os.environ else "give --coordinator=HOST:PORT"
+        raise ValueError(f"neither srun, mpirun, GKE nor a TPU pod has started it; {how}, or omit --distributed")
     port = os.environ.get("JAX_COORDINATOR_PORT")
-    if cluster.name == "slurm" and port is None:  # JAX would give all steps of a Slurm job the same port.
-        port = str(61440 + (int(os.environ["SLURM_JOB_ID"]) + 1531 * int(os.environ.get("SLURM_STEP_ID", 0))) % 4096)
-    return (
-        address or cluster.get_coordinator_address(timeout_secs=timeout, override_coordinator_port=port),
-        cluster.get_process_count() if count is None else count,
-        cluster.get_process_id() if index is None else index,
-    )
+    if cluster.name == "slurm" and port is None:  # JAX would give all steps of a job one port.
+        job, step = (int(os.environ.get(name, 0)) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+        port = str(61440 + (job + 1531 * step) % 4096)
+    address = os.environ.get("JAX_COORDINATOR_ADDRESS") or cluster.get_coordinator_address(timeout, port)
+    return address, cluster.get_process_count(), cluster.get_process_id()
 
 
 def meet(address: str, count: int, index: int, timeout: int) -> list[str]:
@@ -58,25 +52,25 @@ def meet(address: str, count: int, index: int, timeout: int) -> list[str]:
         collector = threading.Thread(target=_collect, args=(server, count, deadline), daemon=True)
         collector.start()
     node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
-    message = [index, count, f"{node}, GPUs {os.environ.get('CUDA_VISIBLE_DEVICES')}"]
-    while True:
+    message = json.dumps([index, count, f"{node}, GPUs {os.environ.get('CUDA_VISIBLE_DEVICES')}"])
+    answer = None
+    while answer is None:
         why = "process 0 does not answer there; start it, or open the port"
         try:
             with socket.create_connection((host.strip("[]"), int(port)), timeout=10) as peer:
                 why = "another job runs there; choose another port"
                 peer.settimeout(max(deadline - time.monotonic(), 0) + 5)  # Process 0 answers at its own deadline.
-                peer.sendall(json.dumps(message).encode() + b"\n")
+                peer.sendall(message.encode() + b"\n")
                 answer = json.loads(peer.makefile("rb").read())
-                break
-        except (OSError, ValueError) as error:  # Process 0 may start later, or an earlier job may be about to end.
+        except (OSError, ValueError):  # Process 0 may start later, or an earlier job may be about to end.
+            time.sleep(0.2)
             if time.monotonic() > deadline:
                 waited = f"waited {timeout} s (multihost.initialization_timeout_seconds) at {address}"
-                raise ValueError(f"process {index} {waited}: {why}") from error
-            time.sleep(0.2)
+                answer = f"{waited}: {why}"
     if collector is not None:
         collector.join()
     if isinstance(answer, str):
-        raise ValueError(f"process {index} at {address}: {answer}")
+        raise ValueError(f"process {index}: {answer}")
     return answer
 
 
@@ -101,7 +95,6 @@ def _collect(server: socket.socket, count: int, deadline: float) -> None:
                 continue
             if index in peers:  # The first one may have ended.
                 _send(peers[index][0], "another process has come with the same --process and --coordinator")
-            peers = {other: peers[other] for other in peers if other != index and not _has_ended(peers[other][0])}
             peers[index] = peer, place
             if len(peers) == count:
                 answer = [peers[index][1] for index in range(count)]
@@ -111,24 +104,14 @@ def _collect(server: socket.socket, count: int, deadline: float) -> None:
 
 
 def _send(peer: socket.socket, answer: Any) -> None:
-    peer.settimeout(5)
     with contextlib.suppress(OSError), peer:
         peer.sendall(json.dumps(answer).encode())
-
-
-def _has_ended(peer: socket.socket) -> bool:
-    peer.setblocking(False)
-    try:
-        return not peer.recv(1)
-    except OSError as error:
-        return not isinstance(error, BlockingIOError)
 
 
 def local_gpus(places: list[str], index: int) -> list[int] | None:
     """Return the GPUs of a process, as indices into those that it sees, or None for all that it sees.
 
-    The processes of a node share its GPUs equally. JAX itself would give each process of Slurm or Open MPI one GPU,
-    even if its node has more.
+    The processes of a node share its GPUs equally. JAX itself would give each process of Slurm or Open MPI one GPU.
     """
     visible, granted = os.environ.get("CUDA_VISIBLE_DEVICES"), int(os.environ.get("SLURM_GPUS_ON_NODE", 0))
     count = len(visible.split(",")) if visible else granted or len(glob.glob("/dev/nvidia[0-9]*"))
@@ -139,6 +122,5 @@ def local_gpus(places: list[str], index: int) -> list[int] | None:
         raise ValueError(
             f"{processes} processes of a node cannot share {count} GPUs equally; start one per GPU or node"
         )
-    share = count // processes
-    first = places[:index].count(places[index]) * share
-    return list(range(first, first + share))
+    first = places[:index].count(places[index]) * (count // processes)
+    return list(range(first, first + count // processes))

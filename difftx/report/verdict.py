@@ -138,10 +138,7 @@ def _text(runs: Sequence[RunRecord]) -> str:
 
 
 def _blocks(run: RunRecord) -> dict[tuple[str, ...], tuple[np.ndarray, np.ndarray]]:
-    """Return the nats and the tokens of each block of the last validation, by what identifies the blocks' targets.
-
-    Results that an older version wrote have no blocks.
-    """
+    """Return the nats and the tokens of each block of the last validation, by what identifies the blocks' targets."""
     last = run.last_validation()
     details: Any = run.results.get("loss", {}).get(last[0] if last else -1, {}).get("details")
     if schema_error(details, {"sets": {str: {"blocks": {"nats": [float], "tokens": [int], "targets_sha256": str}}}}):

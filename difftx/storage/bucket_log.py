@@ -179,15 +179,6 @@ def _sealed(header: dict[str, Any], content: bytes) -> bytes:
     return json.dumps(line).encode() + b"\n" + content
 
 
-def _unsealed(stored: bytes) -> tuple[dict[str, Any], bytes] | None:
-    """Return header and content of `_sealed`, or None if the bytes are anything else."""
-    found = HEADER.match(stored)
-    if found is None:
-        return None
-    header, content = json.loads(found[0]), stored[found.end() :]
-    return (header, content) if header["sha256"] == hashlib.sha256(content).hexdigest() else None
-
-
 def _verified(path: "epath.Path", found: objects.Stored | None) -> tuple[dict[str, Any], bytes, bytes | None] | None:
     """Return header, content and generation of an object that was read, or None if it is absent.
 
@@ -196,8 +187,10 @@ def _verified(path: "epath.Path", found: objects.Stored | None) -> tuple[dict[st
     for pause in (*objects.REREAD_SECONDS, None):
         if found is None:
             return None
-        if sealed := _unsealed(found.content):
-            return *sealed, found.generation
+        if sealed := HEADER.match(found.content):
+            header, content = json.loads(sealed[0]), found.content[sealed.end() :]
+            if header["sha256"] == hashlib.sha256(content).hexdigest():
+                return header, content, found.generation
         if not found.content.startswith(b'{"difftx": "log"') and objects.read_verified(path) == found.content:
             return {}, found.content, found.generation
         if pause is not None:

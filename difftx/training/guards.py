@@ -153,8 +153,7 @@ class GuardJournal:
         """
         if (entry := self._last_rewind(step, guard)) is None:
             return
-        before = entry.get("kept", {})
-        pairs = {name: (before[name], value) for name, value in pinned.items() if name in before}
+        pairs = {name: (entry["kept"].get(name), value) for name, value in pinned.items()}
         changes = [f"{name}: {shown(old)} → {shown(new)}" for name, (old, new) in pairs.items() if old != new]
         if step == 0 and changes:
             raise UserError(
@@ -236,10 +235,6 @@ def rewind_target(newest_first: Iterable[int], first_bad: int, earliest: int, *,
 
 def _is_valid(entry: dict[str, Any]) -> bool:
     if entry.get("event") == "rewind":
-        shape = {"step": int, "rewinds": int, "skipped_examples": [int]}
-        return (
-            schema_error(entry, shape) is None
-            and len(entry["skipped_examples"]) == 2
-            and isinstance(entry.get("kept", {}), dict)
-        )
+        shape = {"step": int, "rewinds": int, "skipped_examples": [int], "kept": dict}
+        return schema_error(entry, shape) is None and len(entry["skipped_examples"]) == 2
     return "event" in entry

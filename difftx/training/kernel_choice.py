@@ -81,10 +81,7 @@ def _recorded(workdir: AnyPath | None, function: str) -> Ranking | None:
         recorded: Any = json.loads(content or b"")["kernels"][function]
     except (ValueError, LookupError, TypeError):  # `Run.check_records` reports a manifest that is not one.
         return None
-    if schema_error(recorded, RANKING_SCHEMA):
-        return None
-    # Older rankings do not have this condition.
-    return Ranking(**recorded | {"conditions": {SOURCE: source_sha256(KERNELS)} | recorded["conditions"]})
+    return None if schema_error(recorded, RANKING_SCHEMA) else Ranking(**recorded)
 
 
 def _ranked(devices: str, config: Config, recorded: Ranking | None) -> Ranking | None:

@@ -6,8 +6,9 @@ import functools
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,44 +38,21 @@ RESULT_FILE = re.compile(r"[^/]+/(\d+)(\.ema)?(\.json|(\.\w+)?\.items\.jsonl(\.p
 PROGRESS_LINE = "{what} {done}/{total}  {text}  {seconds:.0f} s left"
 
 
-class Evaluate(Protocol):
-    """A function that evaluates the parameters of a step during training, such as `difftx.evals.evaluate`."""
-
-    def __call__(
-        self, run: Run, params: Any, step: int, suites: Sequence[str], work: Work, weights: str, /
-    ) -> Mapping[str, Any]:
-        """Return a `difftx.evals.result.Result` per suite. All processes call this.
-
-        `work` displays progress, and `weights` is the identity of `params`, as `Checkpointer.weights_id` returns it.
-        """
-        ...
-
-
-class Exports(Protocol):
-    """Functions that export the checkpoint of a step, such as those of the module `difftx.interop.exports`."""
-
-    def write(self, run: Run, step: int, /) -> str:
-        """Export, and return a message for the user. All processes call this after the checkpoint has been saved."""
-        ...
-
-    def exists(self, run: Run, step: int, /) -> bool:
-        """Return whether the step's export is complete and of the step's checkpoint. All processes call this."""
-        ...
-
-
 def train(
     run: Run,
-    evaluate: Evaluate,
-    exports: Exports | None = None,
+    evaluate: Callable[..., Mapping[str, Any]],
+    exports: ModuleType | None = None,
     *,
     began: float | None = None,
     allow_config_change: bool = False,
 ) -> int:
     """Train from the newest checkpoint, or from the start, to the last step, and return the exit code.
 
-    `evaluate` is called every `eval.every_steps`, and `exports.write` every `checkpoint.export_every_steps`. `began` is
-    the result of `time.perf_counter()` at the start of the process. The exit code is `EXIT_PREEMPTED` after a signal,
-    and `EXIT_FAILED` after too many bad steps. Raise `RunError` if a device has no more memory.
+    `evaluate` is `difftx.evals.evaluate`, called every `eval.every_steps`, and `exports` the module
+    `difftx.interop.exports`, used every `checkpoint.export_every_steps`. They are arguments, because these packages
+    import this one. `began` is the result of `time.perf_counter()` at the start of the process. The exit code is
+    `EXIT_PREEMPTED` after a signal, and `EXIT_FAILED` after too many bad steps. Raise `RunError` if a device has no
+    more memory.
     """
     interrupt = Interrupt()
     try:
@@ -107,8 +85,8 @@ class Session:
     """The objects that all attempts at training in this process share."""
 
     run: Run
-    evaluate: Evaluate
-    exports: Exports | None
+    evaluate: Callable[..., Mapping[str, Any]]
+    exports: ModuleType | None
     train_step: jax.stages.Wrapped  # The result of `make_train_step`, jitted.
     journal: GuardJournal
     interrupt: Interrupt
@@ -308,7 +286,7 @@ class Attempt:
                 self._checkpointer.save(self._state, self._data_state(), self._config)
         reporter.restart_clock()
 
-    def _exports_of_step(self) -> Exports | None:
+    def _exports_of_step(self) -> ModuleType | None:
         """Return the functions that export this step's checkpoint, or None if the step has no export."""
         every_steps = self._config.checkpoint.export_every_steps
         is_exported = every_steps is not None and self._step > 0 and self._step % every_steps == 0
@@ -369,7 +347,7 @@ class Attempt:
 @jax.jit
 def _sum_of_bits(params: Any) -> jax.Array:
     """Return the sum of float32 arrays as integers, modulo 2³². Each replica computes its own."""
-    return sum(jnp.sum(jax.lax.bitcast_convert_type(x, jnp.uint32)) for x in jax.tree.leaves(params))
+    return jnp.sum(jnp.stack([jnp.sum(jax.lax.bitcast_convert_type(x, jnp.uint32)) for x in jax.tree.leaves(params)]))
 
 
 def require_equal_replicas(params: Any, when: str, timeout_seconds: float) -> None:

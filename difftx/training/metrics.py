@@ -21,7 +21,7 @@ from difftx.files import resolved
 from difftx.json_files import JsonLines, parse_json_lines
 from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.lambda_range import LAMBDA_SPLIT
-from difftx.training.trackers import TensorBoard, Tracker, Trackers, WeightsAndBiases
+from difftx.training.trackers import TensorBoard, Trackers, WeightsAndBiases
 
 NEWEST_BYTES = 65_536
 LARGEST = sys.float_info.max
@@ -67,7 +67,7 @@ class MetricsWriter:
         log, number = JsonLines(self.path), itertools.count()
         log.rewrite(self._kept(log, start_step, number))
         self._file = _Appender(log, require_lock) if is_bucket(self.path) else self.path.open("ab", buffering=0)
-        makers: dict[str, Callable[[], Tracker]] = {}
+        makers: dict[str, Callable[[], Any]] = {}
         if config.tensorboard:
             makers["TensorBoard"] = lambda: TensorBoard(workdir / "tensorboard", start_step, self.attempt)
         if project := config.wandb_project:
@@ -171,7 +171,7 @@ def read_metrics(path: AnyPath) -> tuple[list[dict[str, Any]], int]:
 
 def metrics_rows(path: AnyPath) -> Iterator[dict[str, Any]]:
     """Yield the rows of a metrics.jsonl without storing them, because a long run has millions."""
-    return (row for row in _parse_rows(JsonLines(path).content()) if row is not None)
+    yield from (row for row in _parse_rows(JsonLines(path).content()) if row is not None)
 
 
 def read_newest_metrics(path: AnyPath) -> list[dict[str, Any]]:

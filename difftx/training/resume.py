@@ -261,7 +261,7 @@ def _print_other_code(manifest: Manifest) -> None:
     for name, version in package_versions().items():
         if (before := manifest.packages.get(name, version)) != version:
             print_on_primary(f"{name}: {before} → {version}, since the checkpoint of step {manifest.step}")
-    if manifest.source_sha256 not in (None, source := source_sha256(SOURCE_FOLDER)):
+    if manifest.source_sha256 != (source := source_sha256(SOURCE_FOLDER)):
         change = f"{shown(manifest.source_sha256)} → {shown(source)}"
         print_on_primary(f"source files of difftx (SHA-256): {change}, since the checkpoint of step {manifest.step}")
 

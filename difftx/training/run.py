@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import platform
@@ -31,7 +30,7 @@ from difftx.files import (
     read_file,
     require_run,
     size_of,
-    source_names,
+    source_files,
     source_sha256,
     write_atomically,
 )
@@ -199,7 +198,8 @@ def agree_on_command(config: Config, flags: argparse.Namespace) -> None:
             for name in OWN_DATA_FIELDS:
                 group.pop(name, None)
         settings = flax.traverse_util.flatten_dict(raw, sep=".")
-        return jax_settings() | source_files() | packages | extensions | compared | settings
+        library = {f"difftx source {name}": sha256 for name, sha256 in source_files(SOURCE_FOLDER).items()}
+        return jax_settings() | library | packages | extensions | compared | settings
 
     agree("the command", fields, dict, config.multihost.barrier_timeout_seconds)
 
@@ -216,17 +216,6 @@ def _comparable(flag: Any) -> Any:
     if isinstance(flag, os.PathLike):
         return os.path.abspath(flag) if isinstance(flag, Path) else str(flag)
     return flag
-
-
-def source_files() -> dict[str, str]:
-    """Return the SHA-256 of each source file of difftx, with keys such as "difftx source training/run.py".
-
-    Recipes are missing, because the configs that they return are compared.
-    """
-    return {
-        f"difftx source {name}": hashlib.sha256((SOURCE_FOLDER / name).read_bytes()).hexdigest()
-        for name in source_names(SOURCE_FOLDER)
-    }
 
 
 def check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from difftx.errors import RunError, UserError, printable
 from difftx.files import upload
@@ -33,30 +33,24 @@ finally:
         del _modules[_name]
 
 WANDB_PROCESS = [sys.executable, "-P", str(Path(__file__).with_name("wandb_process.py"))]
-CHECK_SECONDS = 60.0
 MAX_WAITING = 100_000  # Largest number of rows in memory that W&B's process has not read.
 
 
-class Tracker(Protocol):
-    """A copy of the metrics of one attempt. Its methods may raise any error, but must return within seconds."""
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None: ...
-    def flush(self) -> None: ...
-    def close(self) -> None: ...
-
-
 class Trackers:
-    """The trackers of an attempt. One that raises an error is closed, with one line, and the training continues."""
+    """The trackers of an attempt. One that raises an error is closed, with one line, and the training continues.
 
-    def __init__(self, makers: Mapping[str, Callable[[], Tracker]]):
+    A tracker has the methods `log(step, scalars)`, `flush()` and `close()`, which must return within seconds.
+    """
+
+    def __init__(self, makers: Mapping[str, Callable[[], Any]]):
         """Start the trackers. `makers` has the function that starts each, by its name for users."""
-        self._running: dict[str, Tracker] = {}
+        self._running: dict[str, Any] = {}
         for name, make in makers.items():
             with self._isolated(name):
                 self._running[name] = make()
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Call a method of `Tracker` of all trackers that still run."""
+        """Call a method of all trackers that still run."""
         for name, tracker in list(self._running.items()):
             with self._isolated(name):
                 getattr(tracker, method)(*arguments)
@@ -80,7 +74,7 @@ class TensorBoard:
     """
 
     def __init__(self, folder: AnyPath, start_step: int, attempt: int):
-        self._bucket = folder if is_bucket(folder) else None
+        self._bucket: Any = folder if is_bucket(folder) else None
         self._temporary = tempfile.TemporaryDirectory(prefix="difftx-") if self._bucket else None
         self._folder = Path(self._temporary.name if self._temporary else str(folder))
         self._attempt, self._number = attempt, itertools.count()
@@ -126,8 +120,8 @@ class WeightsAndBiases:
         self._process = subprocess.Popen(WANDB_PROCESS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._rows: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._folder = options["dir"]
-        lines = itertools.chain([{"check": False, **options}], history, iter(self._rows.get, None), [None])
-        threading.Thread(target=self._send, args=[lines], daemon=True).start()
+        parts: list[Iterable[Any]] = [[{"check": False, **options}], history, iter(self._rows.get, None), [None]]
+        threading.Thread(target=self._send, args=[itertools.chain.from_iterable(parts)], daemon=True).start()
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         self._require_success(self._process.poll() or 0)
@@ -167,8 +161,7 @@ def check_wandb(project: str | None) -> None:
     if project is None or importlib.util.find_spec("wandb") is None:  # `check_extras` reports the missing package.
         return
     options = json.dumps({"check": True, "project": project}) + "\n"
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     with contextlib.suppress(subprocess.TimeoutExpired):
-        done = subprocess.run(WANDB_PROCESS, input=options, timeout=CHECK_SECONDS, check=False, **pipes)
+        done = subprocess.run(WANDB_PROCESS, input=options, timeout=60, capture_output=True, text=True)
         if done.returncode:
             raise UserError(f"logging.wandb_project={project!r}: {done.stdout.strip().rstrip('.')}; or set it to none")

@@ -17,50 +17,44 @@ RETRY_SECONDS = 60
 
 
 def main() -> int:
-    """Send the rows, and return the exit code."""
+    """Send the rows, or only check the options. Return the exit code."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     answer, parent = os.fdopen(os.dup(1), "w"), os.getppid()
     os.dup2(2, 1)  # wandb prints to standard output.
     try:
+        import wandb
+
         options = json.loads(sys.stdin.readline())
-        send(check(**options) if options.pop("check") else started(options, parent))
+        if options.pop("check"):  # Neither ask for a key nor connect to the service.
+            wandb.Settings(project=options["project"])
+            wandb.login(verify=False)
+        else:
+            send(wandb, options, parent)
     except Exception as error:
         print(" ".join(str(error).split()) or type(error).__name__, file=answer, flush=True)
         return 1
     return 0
 
 
-def check(project: str) -> None:
-    """Raise an error for an invalid project, or without a key. Do not ask for a key, nor connect to the service."""
-    import wandb
-
-    wandb.Settings(project=project)
-    wandb.login(verify=False)
-
-
-def started(options: dict[str, Any], parent: int) -> Any:
-    """Return the run at Weights & Biases. During an outage, try until `parent` has ended."""
-    import wandb
-
-    while os.getppid() == parent:
+def send(wandb: Any, options: dict[str, Any], parent: int) -> None:
+    """Send the rows. During an outage, try to begin until `parent` has ended."""
+    row: Any = []
+    while True:
         try:
-            return wandb.init(**options)
+            run = wandb.init(**options)
+            break
         except wandb.errors.CommError as error:
+            if os.getppid() != parent:
+                raise
             why = " ".join(str(error).split())
             print(f"wandb: {why}; trying again in {RETRY_SECONDS} s", file=sys.stderr, flush=True)
             time.sleep(RETRY_SECONDS)
-
-
-def send(run: Any) -> None:
-    """Send the rows. Without the end of the attempt, the run counts as failed."""
-    row = []
     for line in sys.stdin:
         if (row := json.loads(line)) is not None:
             run.log(row[1], step=row[0])
-    signal.alarm(2 * FINISH_SECONDS)  # The training may have been killed.
-    if run is not None:
-        run.finish(exit_code=int(row is not None))
+    signal.alarm(2 * FINISH_SECONDS)  # The training may have been killed, and does not wait.
+    run.finish(exit_code=int(row is not None))  # Without the end of the attempt, the run counts as failed.
 
 
 if __name__ == "__main__":

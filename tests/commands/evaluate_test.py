@@ -315,13 +315,14 @@ def test_mistakes_are_rejected_with_a_fix(run, tmp_path):
         (["--mesh.fsdp=1", "--mesh.tensor=8"], r"model\.num_heads: 2 cannot be split.* --mesh\.data=1"),
         (["--mesh.fspd=1"], "Did you mean 'fsdp'"),
         (["--eval.loss_token=1"], "Did you mean 'loss_tokens'"),
-        (["--model.num_heads=1"], "write overrides as --eval"),
+        (["--model.num_heads=1"], "see --help, or write overrides as --eval"),
     ]:
         with pytest.raises(UserError, match=message):
             evaluate(run, "loss", flags=flags)
     with pytest.raises(UserError, match="Did you mean 'recall'"):
         evaluate(run, "recal")
     empty = Run.open(run.config, tmp_path / "empty")
+    empty.workdir.mkdir()
     empty.write_files()
     for step in (None, "all", "3"):
         with pytest.raises(UserError, match="no checkpoint there yet"):

@@ -112,8 +112,6 @@ def test_stored_measures_count_also_without_the_suite():
     stored["measures"] = {"exact_match": {"unit": "metres", "better": "higher", "label": "length"}}
     assert measures_of("exact_match", stored) == own | {"accuracy": Measure("share", "higher")}
     assert measures_of("of_an_extension", stored) == own | {"accuracy": Measure("")}
-    del stored["measures"]["exact_match"]["label"]  # Measures of older versions have no label.
-    assert measures_of("exact_match", stored)["exact_match"] == Measure("metres", "higher")
     with pytest.raises(UserError, match="better='low': use 'lower', 'higher' or None"):
         Measure("metres", "low")
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +84,7 @@ def write_result(workdir, suite, step, numbers, charts=(), details=None, options
 def save_run(config, workdir, steps):
     """Create a run directory with checkpoints of these steps, whose parameters differ, and return the run."""
     run = Run.open(config, workdir)
+    Path(workdir).mkdir(parents=True, exist_ok=True)
     run.write_files()
     with jax.set_mesh(run.mesh):
         state = jax.jit(lambda: init_state(config))()

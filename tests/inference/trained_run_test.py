@@ -42,6 +42,7 @@ def trained(config, mesh_of, text_file, tmp_path):
         workdir = tmp_path / architecture
         c = config(architecture, data__path=text_file, mesh__fsdp=8, **fields)
         run = Run.open(c, workdir)
+        workdir.mkdir()
         write_run_files(workdir, c)
         with jax.set_mesh(run.mesh):
             shapes = jax.eval_shape(lambda: init_state(c))

@@ -69,6 +69,7 @@ def test_run_without_progress_ends_and_prints_its_stacks():
 BARRIER = """
 import argparse, sys, time, jax
 from difftx.config import MultihostConfig
+from difftx.errors import RunError
 from difftx.parallel import multihost
 parser = argparse.ArgumentParser(); multihost.add_flags(parser); flags = parser.parse_args()
 multihost.start(flags, MultihostConfig(initialization_timeout_seconds=60, heartbeat_timeout_seconds=20,
@@ -77,7 +78,7 @@ multihost.barrier("all come", 60)
 try:
     if flags.process != 2:
         multihost.barrier("one stays away", 1)
-except TimeoutError as error:
+except RunError as error:
     print(error, flush=True)
 """
 

@@ -61,7 +61,7 @@ def test_processes_meet_in_any_order_and_a_stranger_is_ignored():
             [None, "another process has come with the same --process", None, None],
         ),
         ([(3, 0), (3, 2)], ["process 1 of 3 did not come in time"] * 2),
-        ([(2, 1)], ["process 1 waited 1 s .* process 0 does not answer there"]),
+        ([(2, 1)], ["process 1: waited 1 s .* process 0 does not answer there"]),
         ([(2, 2)], ["indices from 0 to 1"]),
     ],
 )
@@ -95,16 +95,17 @@ def test_steps_of_one_job_and_jobs_on_one_node_have_different_ports(monkeypatch)
     def address(job, step):
         monkeypatch.setenv("SLURM_JOB_ID", str(job))
         monkeypatch.setenv("SLURM_STEP_ID", str(step))
-        host, port = rendezvous.address_of_job(None, None, None, 1)[0].split(":")
+        host, port = rendezvous.place_in_job(1)[0].split(":")
         assert (host, 61440 <= int(port) <= 65535) == ("node07", True)
         return port
 
-    assert rendezvous.address_of_job(None, None, None, 1)[1:] == (4, 3)
+    assert rendezvous.place_in_job(1)[1:] == (4, 3)
     assert len({address(job, step) for job in range(4711, 4721) for step in range(50)}) == 500
     assert address(4711, 3) == address(4711, 3)  # All tasks of a step compute the same port.
     monkeypatch.setenv("JAX_COORDINATOR_PORT", "1234")
-    assert rendezvous.address_of_job(None, None, None, 1)[0] == "node07:1234"
-    assert rendezvous.address_of_job("host:5", None, None, 1) == ("host:5", 4, 3)
+    assert rendezvous.place_in_job(1)[0] == "node07:1234"
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host:5")
+    assert rendezvous.place_in_job(1) == ("host:5", 4, 3)
 
 
 ALL = ("node a, GPUs 0,1,2,3,4,5,6,7", "node b, GPUs 0,1,2,3,4,5,6,7")

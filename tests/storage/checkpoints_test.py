@@ -279,7 +279,7 @@ def test_a_late_removal_does_not_delete_the_next_owners_manifest(
 def test_a_commit_of_unknown_outcome_keeps_the_files(trainer, save, mesh_of, monkeypatch, capsys, fault):
     writer = trainer()
     save(writer, 10)
-    write_if, together = objects.write_if, protocol.together
+    write_if, exchange = objects.write_if, protocol.exchange
 
     def lose_reply(path, content, generation):
         written = write_if(path, content, generation)
@@ -288,7 +288,7 @@ def test_a_commit_of_unknown_outcome_keeps_the_files(trainer, save, mesh_of, mon
         return written
 
     def fail_elsewhere(name, *args):
-        found = together(name, *args)
+        found = exchange(name, *args)
         if name.endswith(", manifest"):
             raise RunError("process 1: failed")
         return found
@@ -297,7 +297,7 @@ def test_a_commit_of_unknown_outcome_keeps_the_files(trainer, save, mesh_of, mon
         if fault == "lost reply":
             patch.setattr(objects, "write_if", lose_reply)
         else:
-            patch.setattr(protocol, "together", fail_elsewhere)
+            patch.setattr(protocol, "exchange", fail_elsewhere)
         save(writer, 20)
     assert "step 20 was not saved" in capsys.readouterr().out
     check(trainer(), 20, mesh_of())

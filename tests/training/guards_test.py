@@ -135,7 +135,7 @@ def brute_force(step_of):
             step = jax.jit(step_of(run.config), donate_argnums=0)
             state = jax.jit(lambda: init_state(run.config))()
             for batch in batches:
-                loader.restore({"examples": batch * ROWS, "signature": {}})
+                loader.restore({"examples": batch * ROWS, "tokens": 0, "signature": {}})
                 state, metrics = step(state, next(loader))
                 losses.append(None if metrics["skipped"] else float(metrics["loss"]))
         return losses, state
@@ -266,11 +266,6 @@ def test_a_rewind_to_the_start_is_that_of_its_config_and_data(open_run, capsys):
     assert {path: path.read_bytes() for path in run.workdir.rglob("*") if path.is_file()} == before
     assert train(open_run("run", **bad, train__steps=15)) == EXIT_FAILED
     line = f"rewind 1 of an earlier attempt applies: training continues with example {6 * ROWS}"
-    assert line in capsys.readouterr().out.splitlines()
-    # An entry of an earlier version of difftx has no values to compare.
-    entries = [{name: value for name, value in entry.items() if name != "kept"} for entry in journal(run)]
-    (run.workdir / "journal.jsonl").write_text("".join(entry_text(entry) + "\n" for entry in entries))
-    assert train(open_run("run", **bad | other)) == EXIT_FAILED
     assert line in capsys.readouterr().out.splitlines()
 
 
@@ -479,7 +474,7 @@ def entry_text(entry):
 
 
 def test_invalid_journal_is_rejected(tmp_path):
-    rewind = {"event": "rewind", "step": 1, "rewinds": 1}
+    rewind = {"event": "rewind", "step": 1, "rewinds": 1, "kept": {}}
     for line in (
         "{",
         "[1]",

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tracemalloc
 
 import pytest
 from conftest import ROOT
@@ -15,6 +16,7 @@ from difftx.config import LoggingConfig
 from difftx.config.extras import check_extras
 from difftx.errors import UserError
 from difftx.progress import Work
+from difftx.training.goodput import Goodput
 from difftx.training.loop import PROGRESS_LABEL, PROGRESS_LINE, remove_later_evaluations
 from difftx.training.metrics import MetricsWriter, read_metrics
 
@@ -120,6 +122,20 @@ def test_a_row_without_a_loss_is_skipped(tmp_path):
     row = {"split": "train", "step": 1, "attempt": 1, "tokens": 8, "tokens_per_second": 1.0, "step_seconds": 1.0}
     (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(row | {'loss': None})}\n")
     assert read_metrics(tmp_path / "metrics.jsonl") == ([row | {"loss": None}], 1)
+
+
+def test_a_start_reads_the_rows_as_a_stream(tmp_path):
+    row = SPEED | {"split": "train", "attempt": 1, "loss": 2.5, "lambda": [0.2] * 8}
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row | {"step": step}) + "\n" for step in range(1, 2001)))
+    size = path.stat().st_size
+    tracemalloc.start()
+    Goodput(0.0).resume(path, 1500)
+    MetricsWriter(tmp_path, QUIET, 1500).close()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1.5 * size  # The content itself, but not the objects in it.
+    assert [row["step"] for row in read_metrics(path)[0]] == list(range(1, 1501))
 
 
 def test_plain_progress_ends_with_the_last_step(capsys):

@@ -201,3 +201,16 @@ def test_run_without_a_manifest_is_rejected_by_readers_and_accepted_by_training(
     with pytest.raises(UserError, match=r"manifest\.json has no format number"):
         read_config(tmp_path)
     Run.check_records(SimpleNamespace(config=config(), workdir=tmp_path))
+
+
+@pytest.mark.parametrize(("folder", "is_own"), [("difftx", True), ("venv/difftx", False)])
+def test_the_commit_is_that_of_difftxs_own_repository(monkeypatch, tmp_path, folder, is_own):
+    """difftx may be installed in a folder of a user's repository."""
+    (tmp_path / folder).mkdir(parents=True)
+    git = ["git", "-C", tmp_path, "-c", "user.name=x", "-c", "user.email=x@example.org"]
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "x"]):
+        subprocess.run([*git, *words], check=True)
+    monkeypatch.setattr(run_module, "SOURCE_FOLDER", tmp_path / folder)
+    monkeypatch.setattr(run_module, "__file__", str(tmp_path / folder / "run.py"))
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    assert run_module._git_commit() == (head if is_own else None)

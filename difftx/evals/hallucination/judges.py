@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from difftx.config.eval import HallucinationConfig, JudgeConfig
 from difftx.evals.hallucination import overlap
-from difftx.evals.hallucination.chat import AttemptError, ChatEndpoint, Reply, StoppedError
+from difftx.evals.hallucination.chat import AttemptError, ChatEndpoint
 from difftx.json_files import JsonLines, json_sha256
 from difftx.parallel.multihost import print_on_primary
 from difftx.progress import Work
@@ -161,29 +161,28 @@ class JudgeModel:
             futures = {pool.submit(self._ask, key, body): key for key, body in left.items()}
             try:
                 for future in concurrent.futures.as_completed(futures):
-                    # A StoppedError follows from another request's error, which the loop raises instead.
-                    if not isinstance(future.exception(), StoppedError):
+                    # A CancelledError follows from another request's error, which the loop raises instead.
+                    if not isinstance(future.exception(), concurrent.futures.CancelledError):
                         found[futures[future]] = future.result()
                         advance(1)
             except BaseException:  # Also Ctrl-C. Leaving `pool` awaits requests in flight, as their replies are billed.
-                self._endpoint.stop()
+                self._endpoint.stopped.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         return found
 
     def _ask(self, key: str, body: dict[str, Any]) -> Verdict:
-        def read(reply: Reply) -> Verdict:
-            text = self._endpoint.public(reply.text)
+        def read(reply: str, tokens_in: int | None, tokens_out: int | None) -> Verdict:
+            text = self._endpoint.masked(reply)
             verdict = read_verdict(text)
-            row = {"key": key, "model": self._model, "base_url": self._base_url}
-            row |= {"accurate": None, "why": None, "reply": text}
-            row |= {} if verdict is None else verdict._asdict()
-            self._file.append([row | {"tokens_in": reply.tokens_in, "tokens_out": reply.tokens_out}])
+            row = {"key": key, "model": self._model, "base_url": self._base_url, "reply": text}
+            row |= dict(zip(Verdict._fields, verdict or (None, None), strict=True))
+            self._file.append([row | {"tokens_in": tokens_in, "tokens_out": tokens_out}])
             with self._lock:
-                self._spent.update(replies=1, tokens_in=reply.tokens_in or 0, tokens_out=reply.tokens_out or 0)
-                self._spent["replies_without_usage"] += reply.tokens_in is None
+                self._spent.update(replies=1, tokens_in=tokens_in or 0, tokens_out=tokens_out or 0)
+                self._spent["replies_without_usage"] += tokens_in is None
             if verdict is None:
-                raise AttemptError(f"the reply is not a verdict: {self._endpoint.brief(text)!r}")
+                raise AttemptError(f"the reply is not a verdict: {self._endpoint.brief(text)!r}", 0.0)
             return verdict
 
         return self._endpoint.ask(body, read)

@@ -14,13 +14,8 @@ ABSTAINING = re.compile(  # Matches the output of `words`, which has no articles
     r"(do not|don t|does not|doesn t|did not|didn t|could not|couldn t|can not|cannot|can t) "
     r"(know|say|answer|tell|determine|find|be (known|answered|determined|inferred|found)))\b"
 )
-ABSTENTIONS = {
-    "unknown",
-    "unclear",
-    "none",
-    "n",
-    "not applicable",
-}  # These must be the whole answer. `words` reduces "N/A" to "n".
+# These must be the whole answer. `words` reduces "N/A" to "n".
+ABSTENTIONS = {"unknown", "unclear", "none", "n", "not applicable"}
 
 
 def words(text: str) -> list[str]:

@@ -4,7 +4,6 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from difftx.config import Config
 from difftx.config.eval import KINDS
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
@@ -16,7 +15,7 @@ from difftx.evals.suite import Suite
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY
 from difftx.parallel.multihost import decide_on_primary
-from difftx.storage.paths import AnyPath, path_of
+from difftx.storage.paths import path_of
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS
 from difftx.training.run import Run
 
@@ -69,14 +68,6 @@ def sets_and_judge(run: Run) -> tuple[list[HallucinationSet], Judge]:
         return sets, OfflineJudge(settings)
     replies = run.workdir / "evals" / "hallucination" / "verdicts.jsonl"
     return sets, JudgeModel(settings, run.config.eval.judge, replies)
-
-
-def _files(config: Config) -> list[AnyPath]:
-    return [path_of("eval.hallucination.sets", data_set.path) for data_set in config.eval.hallucination.sets]
-
-
-def _endpoint(config: Config) -> str | None:
-    return None if config.eval.hallucination.judge_model is None else endpoint_of(config.eval.judge)
 
 
 def _answered(evaluation: Evaluation, data_set: HallucinationSet) -> dict[str, Entry]:
@@ -165,8 +156,8 @@ SUITE = Suite(
     evaluate=evaluate,
     reads=("hallucination",),
     check=sets_and_judge,
-    files=_files,
-    endpoint=_endpoint,
+    files=lambda config: [path_of("eval.hallucination.sets", one.path) for one in config.eval.hallucination.sets],
+    endpoint=lambda config: config.eval.hallucination.judge_model and endpoint_of(config.eval.judge),
     title="Hallucinations",
     explanation="Share of summaries and answers that a judge finds accurate, given the document that they are about.",
     measures={

@@ -45,7 +45,11 @@ def evaluate(evaluation: Evaluation) -> Result:
             "accuracy_stderr": float(np.std(right, ddof=1)) / math.sqrt(len(right)) if len(right) > 1 else None,
             "tokens_by_percentile": dict(zip(map(str, PERCENTILES), percentiles, strict=True)),
             "least_tokens_allowed": min(item.new_tokens for item in task.items),
-            "first": [_shown(item, answer) for item, answer in answers[:SHOWN]],
+            "first": [
+                {"problem": item.problem.name, **answer, "right_answer": item.problem.answer}
+                | {"text": answer["text"][:SHOWN_CHARACTERS]}
+                for item, answer in answers[:SHOWN]
+            ],
         }
         lines.append(Series(name=task.name, x=[float(value) for value in PERCENTILES], y=percentiles))
     numbers = {
@@ -120,11 +124,6 @@ def _answers(evaluation: Evaluation, task: MathTask) -> list[tuple[MathItem, dic
         ]
 
     return list(evaluation.answers(task.items, answer, what=f"problems of {task.name}"))
-
-
-def _shown(item: MathItem, answer: dict[str, Any]) -> dict[str, Any]:
-    text, right = answer["text"][:SHOWN_CHARACTERS], item.problem.answer
-    return {"problem": item.problem.name, **answer, "text": text, "right_answer": right}
 
 
 SUITE = Suite(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from difftx.errors import RunError, UnreadableError, UserError
 from difftx.files import list_folder
-from difftx.parallel.multihost import is_primary, together
+from difftx.parallel.multihost import exchange, is_primary
 from difftx.storage import objects
 from difftx.training.checkpoint import arrays
 from difftx.training.checkpoint.manifest import (
@@ -76,8 +76,8 @@ class Save:
             self._commit(describe(files, self._contents))
 
         try:
-            described = together(f"{self._contents}, files", write_files, self._seconds)
-            together(f"{self._contents}, manifest", lambda: commit(described), self._seconds)
+            described = exchange(f"{self._contents}, files", write_files, self._seconds)
+            exchange(f"{self._contents}, manifest", lambda: commit(described), self._seconds)
         except Exception:
             if is_primary() and not self._may_exist:
                 with contextlib.suppress(UserError, UnreadableError):  # Otherwise a later start deletes the files.

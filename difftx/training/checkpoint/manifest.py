@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -63,6 +64,7 @@ MANIFEST_SCHEMA = {
     "config_sha256": str,
     "data": dict,
     "packages": {str: str},
+    "source_sha256": str,
     "extensions": EXTENSIONS_SHAPE,
     "arrays": {str: {"shape": [int], "dtype": str}},
     "files": {str: {"bytes": int}},
@@ -83,7 +85,7 @@ class Manifest:
     config_sha256: str
     data: dict[str, Any]  # Signature of the training data: sources, tokenizer, rows and order.
     packages: dict[str, str]
-    source_sha256: str | None  # Hash of the source files of difftx. Older manifests have none.
+    source_sha256: str  # Hash of the source files of difftx.
     extensions: list[dict[str, str]]  # Path and SHA-256 of each loaded extension.
     arrays: dict[str, tuple[tuple[int, ...], str]]  # Path in the train state → shape and dtype.
     files: dict[str, tuple[int, str, str]]  # Path in the folder → size in bytes, name of the checksum, checksum.
@@ -116,7 +118,7 @@ def write_manifest(folder: Path, describe: Callable[[dict[str, Any]], str]) -> N
     markers = {folder / name for name in COMMIT_MARKERS}
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path not in markers)
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        checksums = list(pool.map(xxh3_of, files))
+        checksums = list(pool.map(functools.partial(_checksum_of, "xxh3"), files))
     described = {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "xxh3": checksum}
         for path, checksum in zip(files, checksums, strict=True)
@@ -174,7 +176,7 @@ def describe_objects(folder: "epath.Path", known: Mapping[str, Any] | None = Non
         for algorithm in ("crc32c", "md5") if lists_md5 else ("crc32c",):
             if (listed := _listed(algorithm, described[name])) is not None:
                 return {algorithm: listed}
-        return {"xxh3": xxh3_of(folder / name)}
+        return {"xxh3": _checksum_of("xxh3", folder / name)}
 
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
         for name, checksum in zip(unknown, pool.map(checksum_of, unknown), strict=True):
@@ -221,8 +223,8 @@ def _read_manifest(folder: AnyPath) -> Manifest:
     if not isinstance(contents, str) or not re.fullmatch(r"[\w-]*", contents):
         raise UserError(f"{MANIFEST}: contents: not the name of a folder")
     _check_inside(folder, files)
-    others = {name: raw[name] for name in ("step", "weights", "config_sha256", "data", "packages", "extensions")}
-    others |= {name: raw.get(name) for name in ("source_sha256", "run_id")}
+    names = ("step", "weights", "config_sha256", "data", "packages", "source_sha256", "extensions")
+    others = {name: raw[name] for name in names} | {"run_id": raw.get("run_id")}
     return Manifest(sha256=signed["sha256"], arrays=arrays, files=files, contents=contents, **others)
 
 
@@ -296,11 +298,6 @@ def _why_files_invalid(folder: AnyPath, manifest: Manifest, *, content: bool) ->
     return None
 
 
-def xxh3_of(file: AnyPath) -> str:
-    """Return the XXH3-128 of a file in hexadecimal. It detects corruption, but not deliberate changes."""
-    return _checksum_of("xxh3", file)
-
-
 def _listed(algorithm: str, description: objects.Description) -> str | None:
     """Return the checksum of an object in the listing of its store, or None if the listing cannot have it."""
     if algorithm == "crc32c" and description.crc32c is not None:
@@ -310,7 +307,10 @@ def _listed(algorithm: str, description: objects.Description) -> str | None:
 
 
 def _checksum_of(algorithm: str, file: AnyPath) -> str:
-    """Return a checksum of a file in hexadecimal. "crc32c" and "md5" are those of Google Cloud Storage and of S3."""
+    """Return a checksum of a file in hexadecimal, which detects corruption, but not deliberate changes.
+
+    "xxh3" is the XXH3-128, and "crc32c" and "md5" are those of Google Cloud Storage and of S3.
+    """
 
     def read() -> str:
         digest = new_digest()
