@@ -22,7 +22,7 @@ def evaluate(evaluation: Evaluation) -> Result:
     """Run `eval.quantize.suites` with attention rounded to each of `eval.quantize.bits` (16: not rounded)."""
     config, settings = evaluation.run.config, evaluation.run.config.eval.quantize
     configs = {str(bits): quantized(config, bits) for bits in settings.bits}
-    found = evaluate_inner(evaluation, _inner(config), configs, "suites by bits")
+    found = evaluate_inner(evaluation, settings.suites, configs, "suites by bits")
     numbers = {
         f"{suite}_{name}_{bits}_bits": value
         for suite, by_bits in found.items()
@@ -34,11 +34,8 @@ def evaluate(evaluation: Evaluation) -> Result:
         for suite, by_bits in found.items()
         for name in varying(by_bits)
     ]
-    return Result(
-        numbers=numbers,
-        details={"rounded": settings.rounded, "granularity": settings.granularity},
-        charts=charts,
-    )
+    details = {"rounded": settings.rounded, "granularity": settings.granularity}
+    return Result(numbers=numbers, details=details, charts=charts)
 
 
 def quantized(config: Config, bits: int) -> Config:
@@ -58,11 +55,6 @@ def quantized(config: Config, bits: int) -> Config:
     return dataclasses.replace(config, model=changed)
 
 
-def _inner(config: Config) -> tuple[str, ...]:
-    require_quantizable("eval.quantize.suites", config.eval.quantize.suites)
-    return config.eval.quantize.suites
-
-
 def _chart(suite: str, name: str, by_bits: Mapping[str, Numbers], all_rounded: str, one_rounded: str) -> LineChart:
     points = sorted((float(bits), numbers[name]) for bits, numbers in by_bits.items())
     bits, values = (list(axis) for axis in zip(*points, strict=True))
@@ -78,7 +70,7 @@ def _chart(suite: str, name: str, by_bits: Mapping[str, Numbers], all_rounded: s
 SUITE = Suite(
     evaluate=evaluate,
     reads=("quantize",),
-    inner=_inner,
+    inner=lambda config: require_quantizable("eval.quantize.suites", config.eval.quantize.suites),
     quantizable=False,
     title="Attention in few bits",
     explanation="Other suites with attention rounded to few bits. A robust model changes little from 16 bits to 4.",

@@ -22,7 +22,6 @@ from difftx.storage.paths import AnyPath
 
 REFERENCE = "transformer"  # The architecture with which all others are compared, if there are points of it.
 RESAMPLES = 1000  # Number of bootstrap resamples for confidence intervals.
-SEED = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +126,7 @@ def _study(quantity: str, points: Sequence[LossPoint], notes: Sequence[str]) -> 
     for name in _architectures(points):
         of_name = [point for point in points if point.architecture == name]
         x, loss = np.array([getattr(point, quantity) for point in of_name]), np.array([point.loss for point in of_name])
-        fits[name] = Fit.of(x, loss, resamples=RESAMPLES, seed=SEED)
+        fits[name] = Fit.of(x, loss, resamples=RESAMPLES, seed=0)
     reference = REFERENCE if REFERENCE in fits else next(iter(fits))
     matches = {name: _matches(quantity, name, reference, fits) for name in fits if name != reference}
     drawn = {name: _match_to_draw(of_name, fits[name], fits[reference]) for name, of_name in matches.items()}

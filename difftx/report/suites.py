@@ -11,15 +11,7 @@ import flax.traverse_util
 from difftx.config.suites import SUITES
 from difftx.evals.measures import explanation_of, format_value, label_of, measure_of, measures_of
 from difftx.evals.result import Measure
-from difftx.report.panels import (
-    Cell,
-    Panel,
-    Table,
-    averaged_heatmap,
-    chart_panel,
-    panel_over_steps,
-    thinned_lines,
-)
+from difftx.report.panels import Cell, Panel, Table, averaged_heatmap, chart_panel, panel_over_steps, thinned_lines
 from difftx.report.runs import RunRecord
 
 VERDICT_SUITE = "loss"  # The verdict and the curves show this suite's numbers.

@@ -33,7 +33,8 @@ def verdict(runs: Sequence[RunRecord], metric: Metric) -> Verdict:
         headline = f"No verdict: there is no finite validation {what} of {_listed([run.name for run in missing])}."
         return Verdict(headline, _why_missing(missing, metric), arms)
     limits = _limits(arms)
-    if pair := _different_targets(runs):
+    known = [(run, found.keys()) for run in runs if (found := _blocks(run))]
+    if pair := next(((known[0][0], run) for run, targets in known if targets != known[0][1]), None):
         what, reason = "were validated on different text", "Losses on different text cannot be compared."
         if different_tokenizers(pair):
             what = "have different tokenizers"
@@ -152,12 +153,6 @@ def _blocks(run: RunRecord) -> dict[tuple[str, ...], tuple[np.ndarray, np.ndarra
     return by_targets
 
 
-def _different_targets(runs: Sequence[RunRecord]) -> tuple[RunRecord, RunRecord] | None:
-    """Return two runs whose validation targets differ, or None if none are known to differ."""
-    known = [(run, found.keys()) for run in runs if (found := _blocks(run))]
-    return next(((known[0][0], run) for run, targets in known if targets != known[0][1]), None)
-
-
 def _limits(arms: Sequence[Arm]) -> list[str]:
     """Return sentences on unfinished runs, old validations, and what is unequal: training, sizes, weights or heads."""
     runs = [run for arm in arms for run in arm.runs]
@@ -197,6 +192,4 @@ def _unequal(what: str, value_of: Mapping[str, str]) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    if not names:
-        return ""
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))

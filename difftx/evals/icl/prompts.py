@@ -74,10 +74,8 @@ class IclTask:
         self.questions = [examples[i] for i in rng.permutation(len(test))[: self._settings.questions]]
         context_length = run.config.data.sequence_length
         # The last token of a label is only a target, so it needs no position in the context.
-        room = (
-            context_length + 1 - max(len(example.question) for example in self.questions) - max(map(len, self.labels))
-        )
-        room -= len(self._tokenizer.prefix)
+        answered = max(len(example.question) for example in self.questions) + max(map(len, self.labels))
+        room = context_length + 1 - len(self._tokenizer.prefix) - answered
         ends = np.cumsum([len(example.demonstration) for example in demonstrations])
         self.most_shots = most = int(np.searchsorted(ends, room, side="right"))
         if not most:
