@@ -39,29 +39,26 @@ def evaluate(evaluation: Evaluation) -> Result:
                 for kind, of_kind in kinds.items()
                 if len(of_kind) > 1
             ]
-            charts.append(
-                LineChart(
-                    name=f"cache_{suite}_{name}",
-                    title=f"{title_of(suite, name)} by the size of the cache",
-                    x_label="bytes of the cache per token of a full row",
-                    y_label=name,
-                    series=series,
-                )
+            chart = LineChart(
+                name=f"cache_{suite}_{name}",
+                title=f"{title_of(suite, name)} by the size of the cache",
+                x_label="bytes of the cache per token of a full row",
+                y_label=name,
+                series=series,
             )
+            charts.append(chart)
     return Result(numbers=numbers, details={"recent_share": run.config.eval.cache.recent_share}, charts=charts)
 
 
 def compressed(config: Config) -> dict[str, Config]:
     """Return a config for each cache to measure, by name: "whole", "8_bits" or "128_tokens", for example."""
-    settings = config.eval.cache
-    caches = {WHOLE: CacheConfig()} | {
-        f"{bits}_bits": CacheConfig(bits=bits, chunk_tokens=settings.chunk_tokens) for bits in settings.bits
-    }
+    settings, chunk = config.eval.cache, config.eval.cache.chunk_tokens
+    caches = {WHOLE: CacheConfig()}
+    caches |= {f"{bits}_bits": CacheConfig(bits=bits, chunk_tokens=chunk) for bits in settings.bits}
     for share in settings.shares:
         tokens = round(share * config.data.sequence_length)
-        caches[f"{tokens}_tokens"] = CacheConfig(
-            tokens=tokens, recent_share=settings.recent_share, chunk_tokens=settings.chunk_tokens
-        )
+        cache = CacheConfig(tokens=tokens, recent_share=settings.recent_share, chunk_tokens=chunk)
+        caches[f"{tokens}_tokens"] = cache
     return {
         name: dataclasses.replace(config, model=dataclasses.replace(config.model, cache=cache))
         for name, cache in caches.items()

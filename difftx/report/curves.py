@@ -110,8 +110,7 @@ def _draw(runs: Sequence[RunRecord], metric: Metric, against: XAxis) -> matplotl
             ends.append((x[-1], y[-1], run.name, colour))
     title = "validation (points) and smoothed training loss (thin)" if metric == "loss" else "validation"
     label_axes(axes, {"title": title, "x_label": X_AXES[against], "y_label": METRIC_LABELS[metric]})
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
     written = axis_number(max(axes.get_xlim()))
     axes.xaxis.set_major_formatter(lambda x, _: written(x))
     # Cut the y-axis above the first tenth of each line, whose losses would leave little room for the others.

@@ -73,10 +73,11 @@ def _pooled_arms(runs: Sequence[RunRecord]) -> list[str]:
     pooled: dict[str, dict[str, None]] = {}  # Architecture → fields, in the order in which they are found.
     for first, second in itertools.combinations(runs, 2):
         architecture = first.config.model.architecture
+        if second.config.model.architecture != architecture:
+            continue
         sizes = [count_parameters(run.config.model).total for run in (first, second)]
         tokens = [run.tokens_after([run.steps])[0] for run in (first, second)]
-        is_one_point = all(max(pair) <= EQUAL_SIZES * min(pair) for pair in (sizes, tokens))
-        if second.config.model.architecture == architecture and is_one_point:
+        if all(max(pair) <= EQUAL_SIZES * min(pair) for pair in (sizes, tokens)):
             fields = pooled.setdefault(architecture, {})
             fields |= dict.fromkeys(change.field for change in training_changes(first, second))
     return [

@@ -69,9 +69,8 @@ def format_study(study: Study) -> tuple[rich.table.Table, rich.table.Table]:
             low, high = fit.interval(p)
             parameters.append(f"{getattr(fit.law, p):.4g} ({low:.3g} to {high:.3g})")
         laws.add_row(rich.markup.escape(printable(name)), str(len(fit.x)), *parameters)
-    matches = rich.table.Table(
-        title=f"{study.quantity} with which an architecture matches the {study.reference} (95 % intervals)"
-    )
+    matched = f"{study.quantity} with which an architecture matches the {study.reference}"
+    matches = rich.table.Table(title=f"{matched} (95 % intervals)")
     for title in ("architecture", study.quantity, study.reference, "loss", "ratio", ""):
         matches.add_column(title, justify="left" if title in ("architecture", "") else "right")
     for name, matches_of_name in study.matches.items():
