@@ -164,9 +164,8 @@ def rotary_angles(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array,
     """
     width = config.d_head
     frequencies = config.rope_theta ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
-    if (
-        c := config.rope_scaling
-    ).factor != 1:  # As in Llama 3.1, for contexts longer than in pre-training (2407.21783).
+    c = config.rope_scaling
+    if c.factor != 1:  # For a longer context than in pre-training, as in Llama 3.1 (arXiv 2407.21783).
         rotations = frequencies * (c.original_max_position_embeddings / (2 * math.pi))  # Over the original context.
         kept = jnp.clip((rotations - c.low_freq_factor) / (c.high_freq_factor - c.low_freq_factor), 0, 1)
         frequencies = frequencies * (kept + (1 - kept) / c.factor)
