@@ -29,10 +29,9 @@ def __getattr__(name: str) -> Any:
     """Import a public name at its first use, so that `import difftx` does not import JAX."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = _MODULES[name]
-    return (
-        importlib.import_module(f"difftx.{name}") if module is None else getattr(importlib.import_module(module), name)
-    )
+    if (module := _MODULES[name]) is None:
+        return importlib.import_module(f"difftx.{name}")
+    return getattr(importlib.import_module(module), name)
 
 
 def __dir__() -> list[str]:

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 # Pauses between attempts to read, long enough for a file server to restart.
 RETRY_SECONDS = (0.2, 0.8, 2.0)
-# Errors that waiting does not resolve.
-PERMANENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 ONE_REQUEST_BYTES = 32 * 2**20  # Size from which a file is uploaded to a bucket in parts.
 
 
@@ -292,7 +290,7 @@ def retry_read[T](path: Path, read: Callable[[], T]) -> T:
     for pause in (*RETRY_SECONDS, None):
         try:
             return read()
-        except PERMANENT:
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):  # Waiting does not resolve these.
             raise
         except OSError as error:
             if pause is None:

@@ -23,7 +23,6 @@ MAX_EXTRAPOLATION = 2.0  # An x counts as extrapolated if it is outside the data
 CONFIDENCE = 0.95
 TAILS = ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)  # Quantiles that bound a confidence interval.
 EXPONENTS = (0.01, 5.0)  # Lower and upper bound of a fitted b.
-STARTS = 3  # Number of starting points of a fit.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,14 +117,14 @@ def match_reference_at(fit: Fit, reference: Fit, reference_x: float) -> Match | 
 
 
 def _starting_points(u: np.ndarray, loss: np.ndarray) -> list[np.ndarray]:
-    """Return starting points (log a, log b, log c): the `STARTS` points of a grid with the smallest mean error."""
+    """Return starting points (log a, log b, log c): the three points of a grid with the smallest mean error."""
     grid = [
         np.array([np.mean(loss) - share * np.min(loss), b, share * np.min(loss)])
         for share in (0.1, 0.4, 0.7, 0.85, 0.95, 0.99)
         for b in (0.05, 0.15, 0.3, 0.5, 1.0)
     ]
     grid.sort(key=lambda point: float(np.sum(np.abs(PowerLaw(*point)(u) - loss))))
-    return [np.log(point) for point in grid[:STARTS]]
+    return [np.log(point) for point in grid[:3]]
 
 
 def _minimise(

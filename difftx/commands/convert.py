@@ -7,6 +7,7 @@ hf is a model folder for transformers, diffllama is a DiffLlama, and official is
 import argparse
 import importlib.util
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from difftx.commands.flags import PathFlag, add_weights_flag, parse_command
 from difftx.config import Config
@@ -39,8 +40,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--differential", choices=METHODS, help=method)
     chosen = "heads that dex corrects: the half of each layer with the highest entropy on data.path, or all"
     parser.add_argument("--dex_heads", choices=("entropy", "all"), default="entropy", help=chosen)
-    verify = "compare logits and greedy text with the package transformers; both models must fit in memory"
-    parser.add_argument("--verify", action="store_true", help=verify)
+    how = "compare logits and greedy text with the package transformers; both models must fit in memory"
+    parser.add_argument("--verify", action="store_true", help=how)
     parser.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
     options, overrides = parse_command(parser, arguments, "config")
     given = {name.split(".")[1] for name in overrides if name.startswith("model.")}
@@ -52,29 +53,17 @@ def main(arguments: Sequence[str]) -> int:
     # Imported after the flags are checked, because the import is slow.
     from difftx.interop import runs
 
-    step, part = options.step, options.weights
+    step, part, verify = options.step, options.weights, options.verify
     if options.source == options.target:
         lines = runs.differentialize_run(options.input, options.out, step, overrides, part, options.dex_heads)
     elif config is None:
-        lines = runs.export_run(
-            options.input,
-            options.out,
-            step=step,
-            format_=options.target,
-            shard_bytes=options.shard_mib * 2**20,
-            verify=options.verify,
-            part=part,
-        )
+        size = options.shard_mib * 2**20
+        form: dict[str, Any] = {"step": step, "format_": options.target, "shard_bytes": size, "part": part}
+        lines = runs.export_run(options.input, options.out, **form, verify=verify)
     else:
-        lines = runs.import_run(
-            options.input,
-            options.out,
-            format_=options.source,
-            config=config,
-            overridden=given,
-            verify=options.verify,
-            dex_heads=options.dex_heads if options.differential else None,
-        )
+        heads = options.dex_heads if options.differential else None
+        form = {"format_": options.source, "config": config, "overridden": given, "dex_heads": heads}
+        lines = runs.import_run(options.input, options.out, **form, verify=verify)
     print(*map(printable, lines), sep="\n")
     return 0
 

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import rich.console
@@ -40,6 +40,9 @@ from difftx.training.checkpoint.manifest import package_versions, steps_in
 from difftx.training.run import Run, fit_to_devices
 from difftx.training.state import state_bytes
 from difftx.training.workload import attention_kernel, attention_workload, kernel_function
+
+if TYPE_CHECKING:
+    from etils import epath
 
 WIDTH = 100  # Columns of the page.
 EFFICIENCY = 0.5  # Assumed share of the speed of matrix products that a training reaches.
@@ -179,8 +182,9 @@ def _kernels(
 
 def _storage(workdir: AnyPath, advice: list[str]) -> dict[str, Any]:
     """Return what a folder or bucket supports, and its speeds. Raise `UserError` if a crash could corrupt a run."""
-    if is_bucket(workdir):  # `require_writable` has tested conditional writes.
-        found = {"folder": str(workdir), "conditional_writes": True, **health.bucket_speeds(workdir)}
+    found: dict[str, Any] = {"folder": str(workdir)}
+    if is_bucket(workdir):
+        found |= {"conditional_writes": True, **health.bucket_speeds(workdir)}  # `require_writable` has tested them.
         fix = "use a bucket in the region of this machine"
     else:
         folder = next(folder for folder in (workdir.absolute(), *workdir.absolute().parents) if folder.exists())
@@ -195,7 +199,7 @@ def _storage(workdir: AnyPath, advice: list[str]) -> dict[str, Any]:
     return found
 
 
-def _read_speeds(path: AnyPath) -> dict[str, float]:
+def _read_speeds(path: "epath.Path") -> dict[str, float]:
     """Measure reads of the largest object at a data path in a bucket."""
     files = bucket_files(path)
     if not files:

@@ -31,15 +31,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
     add_weights_flag(parser)
     parser.add_argument("--prompt", help="text to complete")
-    parser.add_argument(
-        "--prompts",
-        action=PathFlag,
-        metavar="FILE.jsonl",
-        help='objects with "prompt" or "messages", optionally "seed"',
-    )
-    parser.add_argument(
-        "--out", action=PathFlag, metavar="FILE.jsonl", help="objects with completions; default: stdout"
-    )
+    prompts = 'objects with "prompt" or "messages", optionally "seed"'
+    parser.add_argument("--prompts", action=PathFlag, metavar="FILE.jsonl", help=prompts)
+    completions = "objects with completions; default: stdout"
+    parser.add_argument("--out", action=PathFlag, metavar="FILE.jsonl", help=completions)
     parser.add_argument("--batch_rows", type=int, default=16, help="prompts of a file that are completed together")
     parser.add_argument("--new_tokens", type=int, help=f"at most; default: {NEW_TOKENS}, or what the context holds")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the most likely token")
@@ -52,28 +47,23 @@ def main(arguments: Sequence[str]) -> int:
     parser.epilog = "--mesh.field=value changes a field of the run's mesh"
     options, overrides = parse_command(parser, arguments, "mesh")
     _check(options)
-    prompts = _read_prompts(options)
+    records = _read_prompts(options)
 
     # Imported after the flags are checked, because the import is slow.
     from difftx.inference.load import load
 
-    sampling = Sampling(
-        repetition_penalty=options.repetition_penalty,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-    )
+    sampling = Sampling(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Sampling)})
     lm = load(options.workdir, options.step, overrides, options, options.weights)
     requests = multihost.agree(
         "the prompts",
-        lambda: [_request(lm, record, seed, options.new_tokens) for record, seed in prompts],
+        lambda: [_request(lm, record, seed, options.new_tokens) for record, seed in records],
         lambda requests: {"prompts": json_sha256([dataclasses.astuple(request) for request in requests])},
         lm.config.multihost.barrier_timeout_seconds,
     )
     if options.prompt is not None:
         _stream(lm, options.prompt, requests[0], sampling, options.stop)
     else:
-        _complete_file(lm, [record for record, _ in prompts], requests, sampling, options)
+        _complete_file(lm, [record for record, _ in records], requests, sampling, options)
     return 0
 
 

@@ -25,7 +25,6 @@ from difftx.json_files import with_sha256, without_sha256
 from difftx.progress import Work
 
 FORMAT = "difftx bigrams 1"
-ALIGNMENT = 64  # Spaces after the header align the arrays that follow to a multiple of this number of bytes.
 BYTES_PER_ITEM = 64  # Memory to count one token or to merge one count, including all temporary copies.
 
 
@@ -70,13 +69,8 @@ def write_bigrams(
 ) -> dict[str, Any]:
     """Count the bigrams of all stores together, write the counts to a file atomically, and return the file's header.
 
-    Args:
-        stores: Stores of which to count the bigrams.
-        path: File to write.
-        min_count: Bigrams that occur less often are left out.
-        memory_bytes: Limit on memory, which does not cover the document offsets of the stores.
-        description: Entries to add to the header.
-        work: Shows the progress.
+    Bigrams that occur less than `min_count` times are left out. The limit on memory does not cover the document offsets
+    of the stores. The entries of `description` are added to the header.
     """
     # The temporary files take up to 32 bytes per distinct bigram of each chunk.
     items = max(1, memory_bytes // BYTES_PER_ITEM)
@@ -104,7 +98,7 @@ def write_bigrams(
         }
         with new_file(path) as file:
             line = json.dumps(with_sha256(header)).encode()
-            file.write(line + b" " * (-(len(line) + 1) % ALIGNMENT) + b"\n")
+            file.write(line + b" " * (-(len(line) + 1) % 64) + b"\n")  # Aligns the arrays that follow to 64 bytes.
             for name in merged:
                 with name.open("rb") as part:
                     shutil.copyfileobj(part, file)

@@ -46,7 +46,6 @@ class BlockHasher:
         self._rest = bytes(view[whole:])
 
     def hashes(self) -> np.ndarray:
-        """Return the hash of each block, little-endian uint64."""
         return np.array([*self._hashes, *_hashes(self._rest)], "<u8")
 
 

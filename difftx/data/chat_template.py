@@ -43,8 +43,7 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool, date: Date = None) -> str:
         """Return the text of a conversation, optionally with the beginning of the assistant's next message."""
-        if why := _why_invalid(messages):
-            raise UserError(f"messages: {why}")
+        _require_valid(messages)
         try:
             if threading.current_thread() is threading.main_thread():  # Other threads cannot handle signals.
                 signal.signal(signal.SIGPROF, _stop)
@@ -67,8 +66,7 @@ class ChatTemplate:
 
         A first message of the assistant is no target, because a model is never prompted without a message.
         """
-        if why := _why_invalid(messages):
-            raise UserError(f"messages: {why}")
+        _require_valid(messages)
         found = []
         for i, message in enumerate(messages):
             if message["role"] == "assistant" and i > 0:
@@ -95,13 +93,12 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _why_invalid(messages: object) -> str | None:
+def _require_valid(messages: object) -> None:
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
-        return f"not a list of at least one message with {ROLES}"
+        raise UserError(f"messages: not a list of at least one message with {ROLES}")
     for i, message in enumerate(messages, start=1):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            return f"message {i} is not an object with {ROLES}"
-    return None
+            raise UserError(f"messages: message {i} is not an object with {ROLES}")
 
 
 def _normalised(message: Message) -> dict[str, Any]:

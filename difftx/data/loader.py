@@ -52,15 +52,8 @@ class HostSlice:
 class Loader(Iterator[Batch]):
     """An endless iterator of sharded batches. Its state is the number of examples consumed, and of their tokens.
 
-    Args:
-        examples: Endless random-access rows (`Sources.examples`).
-        batch_rows: Number of rows in a global batch.
-        prefetch_batches: Number of batches to read ahead.
-        threads: Number of rows to read at a time.
-        sharding: Sharding of the `[B, T]` arrays of a global batch.
-        signature: `Sources.signature`, which `restore` compares.
-        vocab_size: Token ids must be less than this number.
-        where: Function that returns the origin of an example, for error messages (`Sources.where`).
+    `examples`, `signature` and `where` are those of `Sources`, and `sharding` is that of the `[B, T]` arrays.
+    `threads` rows are read at a time.
     """
 
     def __init__(
@@ -92,8 +85,6 @@ class Loader(Iterator[Batch]):
         return batch
 
     def abstract_batch(self) -> Batch:
-        """Return the shapes, dtypes and sharding of all batches."""
-
         def abstract(x_T: np.ndarray) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((self._batch_rows, *x_T.shape), x_T.dtype, sharding=self._sharding)
 

@@ -38,7 +38,6 @@ class Shuffled:
         return self.rows[self.locate(index)]
 
     def locate(self, index: int) -> int:
-        """Return the index of an example in `rows`."""
         epoch, index = divmod(index, len(self.rows))
         # If the seed of an epoch were the sum of both, seeds 0 and 1 would have the same orders, one epoch apart.
         seed = xxhash.xxh32_intdigest(f"{self.seed} {epoch}".encode()) if epoch else self.seed

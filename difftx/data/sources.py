@@ -67,7 +67,6 @@ class Sources:
 
     @property
     def valid_fingerprints(self) -> dict[str, str]:
-        """Fingerprint of each validation set, by name."""
         return {name: rows.fingerprint for name, rows in self.valid.items()}
 
     def where(self, example: int) -> str:
@@ -196,10 +195,7 @@ def may_be_store(path: AnyPath) -> bool:
 
 
 def open_split(config: DataConfig, path: str, split: str, tokenizer: Tokenizer, field: str = "data.path") -> TokenStore:
-    """Open a split of a store, and check its vocabulary and its chat template against `tokenizer`.
-
-    `field` is the config field of `path`.
-    """
+    """Open a split of the store that `field` names, and check its vocabulary and chat template with `tokenizer`."""
     meta = read_meta(path_of(field, path))
     recorded = meta["tokenizer"]
     if (vocabulary := recorded["vocabulary_sha256"]) != tokenizer.fingerprint:

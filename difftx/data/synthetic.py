@@ -15,7 +15,6 @@ from difftx.data.packing import Row, empty_row
 from difftx.errors import UserError
 from difftx.registry import Registry
 
-FILLER = 0  # Token that pads an example to the length of its row and separates a prefix from its copy.
 SPLITS = {"train": 0, "valid": 1}
 
 type Example = tuple[np.ndarray, np.ndarray, np.ndarray]  # Tokens, positions that have answers, and their answers.
@@ -64,7 +63,7 @@ def retrieval_with_positions(
 def copy(config: SyntheticConfig, row_tokens: int, rng: np.random.Generator) -> Example:
     """Return a copying example: half a row of random tokens, a separator, and the same tokens again as the answer."""
     prefix = rng.integers(1, config.vocab_size, row_tokens // 2)
-    tokens = np.concatenate([prefix, [FILLER], prefix[:-1]])
+    tokens = np.concatenate([prefix, [0], prefix[:-1]])
     return tokens, np.arange(len(prefix), len(tokens)), prefix
 
 

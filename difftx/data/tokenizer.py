@@ -83,18 +83,11 @@ class Tokenizer(abc.ABC):
         return [*self.prefix, *self.encode_ordinary(text)]
 
     def encode_messages(self, messages: "Sequence[Message]", field: str) -> list[int]:
-        """Return the ids of a conversation and of the beginning of the assistant's next message.
-
-        `field` is the text that error messages use for the conversation, such as the field that contains it.
-        """
-        text = self.require_chat_template(field).render(messages, add_generation_prompt=True)
-        return self.encode_chat(text)
+        """Return the ids of a conversation, which errors call `field`, and of the beginning of the next message."""
+        return self.encode_chat(self.require_chat_template(field).render(messages, add_generation_prompt=True))
 
     def require_chat_template(self, field: str) -> "ChatTemplate":
-        """Return the chat template, or raise `UserError` if there is none.
-
-        `field` is the flag or field that requires the template, for the error message.
-        """
+        """Return the chat template. If there is none, raise `UserError`, which says that `field` requires it."""
         if self.chat_template is None:
             raise UserError(
                 f"{field} needs a chat template, and the tokenizer {self.name!r} has none; use the folder of a "

@@ -28,7 +28,6 @@ FILES = (TOKENIZER, MODEL, CONFIG, SPECIAL_TOKENS, TEMPLATE)
 # Keys of tokenizer_config.json that name a special token. Chat templates receive them as variables.
 NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 SPACE = "▁"  # U+2581, which stands for a space in the tokens of SentencePiece.
-BYTE = re.compile("<0x([0-9A-F]{2})>")  # A byte of a character that is not in the vocabulary.
 
 
 def load_files(path: Path, *, field: str, end_of_text: str | None) -> "FileTokenizer":
@@ -87,12 +86,7 @@ class FileTokenizer(Tokenizer):
     transformers_class: str | None
 
     def __init__(
-        self,
-        path: Path,
-        settings: Mapping[str, Any],
-        field: str,
-        end_of_text: str | None,
-        vocabulary: Mapping[str, int],
+        self, path: Path, settings: dict[str, Any], field: str, end_of_text: str | None, vocabulary: Mapping[str, int]
     ):
         """Find the special tokens of `settings`, and the end-of-text token, in `vocabulary`: the id of each token."""
         self.name, self.path, self._vocabulary = str(path), path, vocabulary
@@ -122,7 +116,9 @@ class JsonTokenizer(FileTokenizer):
         self._coders: dict[tuple[bool, bool], Any] = {}
         self._plain = self._coder(chat=True, continues=False)
         super().__init__(path, settings, field, end_of_text, self._plain.get_vocab(with_added_tokens=True))
-        self.prefix = tuple(self._prefix())
+        encoded = self._plain.encode("a")
+        length = [*encoded.special_tokens_mask, 0].index(0)  # Of the special tokens in front of every text.
+        self.prefix = tuple(encoded.ids[:length])
         self._bytes_of = self._byte_rule()
 
     def encode_to_numpy(self, text: str, *, continues: bool = False) -> np.ndarray:
@@ -168,7 +164,8 @@ class JsonTokenizer(FileTokenizer):
         coder.no_truncation()
         coder.no_padding()
         known = {repr(token) for token in coder.get_added_tokens_decoder().values()}
-        listed = map(self._added_token, _added_entries(self._settings))
+        entries = self._settings.get("added_tokens_decoder", {})
+        listed = [self._added_token(entries[id_]) for id_ in sorted(entries, key=int)]
         coder.add_tokens([token for token in listed if repr(token) not in known])
         added = {token.content: token for token in coder.get_added_tokens_decoder().values()}
         named = {_content(self._settings.get(key)) for key in NAMED}  # Special even if tokenizer.json says otherwise.
@@ -181,14 +178,6 @@ class JsonTokenizer(FileTokenizer):
     def _added_token(self, entry: str | dict[str, Any]) -> Any:
         flags = {"content": entry} if isinstance(entry, str) else {k: v for k, v in entry.items() if k != "__type"}
         return self._library.AddedToken(**{"special": True} | flags)
-
-    def _prefix(self) -> Iterator[int]:
-        """Yield the ids that the library puts in front of every text."""
-        encoded = self._plain.encode("a")
-        for id_, is_special in zip(encoded.ids, encoded.special_tokens_mask, strict=True):
-            if not is_special:
-                return
-            yield id_
 
     def _byte_rule(self) -> Callable[[str], bytes]:
         """Return a function from a token to its bytes within a text, which depends on the decoder."""
@@ -284,14 +273,7 @@ class SentencePieceTokenizer(FileTokenizer):
         return (self._continuing if continues else self._model).encode(_without_surrogates(text))
 
 
-def _added_entries(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the tokens that the settings add to the vocabulary, in the order of their ids."""
-    added = settings.get("added_tokens_decoder", {})
-    return [added[id_] for id_ in sorted(added, key=int)]
-
-
 def _special_entries(settings: Mapping[str, Any]) -> list[str | dict[str, Any]]:
-    """Return the special tokens that the settings name."""
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
     named = [settings[key] for key in NAMED if settings.get(key)]
     return [*named, *(extra.values() if isinstance(extra, dict) else extra)]
@@ -338,7 +320,7 @@ def _with_spaces(token: str) -> bytes:
 
 
 def _with_byte_fallback(token: str) -> bytes:
-    return bytes.fromhex(found[1]) if (found := BYTE.fullmatch(token)) else _with_spaces(token)
+    return bytes.fromhex(found[1]) if (found := re.fullmatch("<0x([0-9A-F]{2})>", token)) else _with_spaces(token)
 
 
 def _without_surrogates(text: str) -> str:

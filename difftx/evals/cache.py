@@ -21,50 +21,44 @@ def evaluate(evaluation: Evaluation) -> Result:
     """Run `eval.cache.suites` with keys and values in few bits, and with a part of the tokens."""
     run = evaluation.run
     configs = compressed(run.config)
-    found = evaluate_inner(evaluation, _inner(run.config), configs, "suites by cache")
+    found = evaluate_inner(evaluation, run.config.eval.cache.suites, configs, "suites by cache")
     size = {name: bytes_per_token(evaluation, config) for name, config in configs.items()}
     numbers = {f"bytes_per_token_{name}": value for name, value in size.items()}
+    # The caches of a line in the charts, from the smallest to the whole one.
+    kinds = {
+        kind: sorted((name for name in configs if name == WHOLE or name.endswith(ending)), key=size.__getitem__)
+        for kind, ending in (("fewer bits", "_bits"), ("fewer tokens", "_tokens"))
+    }
     charts: list[LineChart | Heatmap] = []
     for suite, by_config in found.items():
         for config, of_suite in by_config.items():
             numbers |= {f"{suite}_{name}_{config}": value for name, value in of_suite.items()}
         for name in varying(by_config):
-            points = {
-                "fewer bits": [config for config in configs if config == WHOLE or config.endswith("_bits")],
-                "fewer tokens": [config for config in configs if config == WHOLE or config.endswith("_tokens")],
-            }
             series = [
-                Series(
-                    name=kind,
-                    x=[size[config] for config in sorted(of_kind, key=size.__getitem__)],
-                    y=[by_config[config][name] for config in sorted(of_kind, key=size.__getitem__)],
-                )
-                for kind, of_kind in points.items()
+                Series(name=kind, x=[size[c] for c in of_kind], y=[by_config[c][name] for c in of_kind])
+                for kind, of_kind in kinds.items()
                 if len(of_kind) > 1
             ]
-            charts.append(
-                LineChart(
-                    name=f"cache_{suite}_{name}",
-                    title=f"{title_of(suite, name)} by the size of the cache",
-                    x_label="bytes of the cache per token of a full row",
-                    y_label=name,
-                    series=series,
-                )
+            chart = LineChart(
+                name=f"cache_{suite}_{name}",
+                title=f"{title_of(suite, name)} by the size of the cache",
+                x_label="bytes of the cache per token of a full row",
+                y_label=name,
+                series=series,
             )
+            charts.append(chart)
     return Result(numbers=numbers, details={"recent_share": run.config.eval.cache.recent_share}, charts=charts)
 
 
 def compressed(config: Config) -> dict[str, Config]:
     """Return a config for each cache to measure, by name: "whole", "8_bits" or "128_tokens", for example."""
-    settings = config.eval.cache
-    caches = {WHOLE: CacheConfig()} | {
-        f"{bits}_bits": CacheConfig(bits=bits, chunk_tokens=settings.chunk_tokens) for bits in settings.bits
-    }
+    settings, chunk = config.eval.cache, config.eval.cache.chunk_tokens
+    caches = {WHOLE: CacheConfig()}
+    caches |= {f"{bits}_bits": CacheConfig(bits=bits, chunk_tokens=chunk) for bits in settings.bits}
     for share in settings.shares:
         tokens = round(share * config.data.sequence_length)
-        caches[f"{tokens}_tokens"] = CacheConfig(
-            tokens=tokens, recent_share=settings.recent_share, chunk_tokens=settings.chunk_tokens
-        )
+        cache = CacheConfig(tokens=tokens, recent_share=settings.recent_share, chunk_tokens=chunk)
+        caches[f"{tokens}_tokens"] = cache
     return {
         name: dataclasses.replace(config, model=dataclasses.replace(config.model, cache=cache))
         for name, cache in caches.items()
@@ -88,15 +82,10 @@ def check(run: Run) -> None:
         )
 
 
-def _inner(config: Config) -> tuple[str, ...]:
-    require_quantizable("eval.cache.suites", config.eval.cache.suites)
-    return config.eval.cache.suites
-
-
 SUITE = Suite(
     evaluate=evaluate,
     reads=("cache",),
-    inner=_inner,
+    inner=lambda config: require_quantizable("eval.cache.suites", config.eval.cache.suites),
     check=check,
     quantizable=False,
     title="Compressed key/value cache",

@@ -84,10 +84,7 @@ class Evaluation:
         return self.work.track(batches, what, -(-ordered_rows(source, limit_tokens) // rows))
 
     def nll(self, source: RowSource, limit_tokens: int, what: str) -> np.ndarray:
-        """Return -log p of each target, `[rows, T]`, in nats.
-
-        This is the first result of `scores`, which explains the arguments.
-        """
+        """Return the first result of `scores`, which explains the arguments: -log p of each target, `[rows, T]`."""
         return self.scores(source, limit_tokens, what)[0]
 
     def scores(self, source: RowSource, limit_tokens: int, what: str) -> tuple[np.ndarray, np.ndarray]:

@@ -53,7 +53,7 @@ def evaluate(evaluation: Evaluation) -> Result:
         is_checkpoint = name == CHECKPOINT
         params = evaluation.params if is_checkpoint else jit_init(init_params, config)
         loss, norms, cosines = _gradient(evaluation, name, config, params)
-        if _has_logit_cosines(config) and name in COSINES_OF:
+        if ARCHITECTURES[config.model.architecture].subtracts and name in COSINES_OF:
             cosines[LOGITS] = _logit_cosines(evaluation, name, config, params)
         prefix = name if is_checkpoint else f"initial_{name}"
         numbers[f"{prefix}_loss"] = loss
@@ -63,9 +63,8 @@ def evaluate(evaluation: Evaluation) -> Result:
             "norms": {matrix: norm_L.tolist() for matrix, norm_L in norms.items()},
             "cosines": {pair: cosine_L.tolist() for pair, cosine_L in cosines.items()},
         }
-        charts.append(
-            _chart(f"gradients_{name}", f"Gradient norms {TITLES[name]}", "norm, nats per token", norms, log_y=True)
-        )
+        title = f"Gradient norms {TITLES[name]}"
+        charts.append(_chart(f"gradients_{name}", title, "norm, nats per token", norms, log_y=True))
         if name in COSINES_OF:
             labels = {LOGITS: LOGITS} | {pair: f"W_{pair[0].upper()}" for pair in PAIRS}
             cosine_lines |= {f"{labels[pair]}, {TITLES[name]}": cosine_L for pair, cosine_L in cosines.items()}
@@ -113,12 +112,8 @@ def matrices(model: ModelConfig, blocks: Any) -> dict[str, jax.Array]:
 def check(run: Run) -> None:
     """Raise `UserError` for settings or a model that the suite cannot evaluate."""
     initial_configs(run.config)
-    if _has_logit_cosines(run.config):
+    if ARCHITECTURES[run.config.model.architecture].subtracts:
         require_plain_logits(run, "gradients")
-
-
-def _has_logit_cosines(config: Config) -> bool:
-    return ARCHITECTURES[config.model.architecture].subtracts
 
 
 def _gradient(

@@ -21,7 +21,6 @@ from difftx.storage.paths import path_of
 from difftx.training.run import Run
 
 FIELD = "eval.test.path"
-TEST_SET = "test"  # Name of the test text in the details of the results.
 # Most tokens of test and training text that are compared, because every process reads them from start to end.
 MAX_COMPARED_TOKENS = 2**28
 CHUNK_TOKENS = 2**22  # Tokens of whole documents to read at a time.
@@ -103,7 +102,7 @@ def check(run: Run) -> None:
 
 def _on_test(run: Run, rows: PackedRows) -> Run:
     """Return the run with the test text in place of its validation sets."""
-    return dataclasses.replace(run, data=dataclasses.replace(run.data, valid={TEST_SET: rows}))
+    return dataclasses.replace(run, data=dataclasses.replace(run.data, valid={"test": rows}))
 
 
 def _digests(store: TokenStore) -> Iterator[bytes]:

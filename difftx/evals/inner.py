@@ -45,13 +45,13 @@ def evaluate_inner(
     return found
 
 
-def require_quantizable(field: str, names: Sequence[str]) -> None:
-    """Raise `UserError` if a name is not that of a suite whose model can be quantised."""
+def require_quantizable(field: str, names: Sequence[str]) -> Sequence[str]:
+    """Return the names, or raise `UserError` if one is not that of a suite whose model can be quantised."""
     quantizable = [name for name, suite in SUITES.items() if suite.quantizable]
     for name in names:
         if name not in quantizable:
-            hint = did_you_mean(name, quantizable)
-            raise UserError(f"{field}: {name!r} is not a suite to quantise.{hint}")
+            raise UserError(f"{field}: {name!r} is not a suite to quantise.{did_you_mean(name, quantizable)}")
+    return names
 
 
 def varying(of_suite: Mapping[str, Numbers]) -> list[str]:

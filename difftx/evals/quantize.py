@@ -1,12 +1,11 @@
 """Suite `quantize`: other suites with attention in few bits (Figure 8 of the paper; docs/suites.md)."""
 
 import dataclasses
-from collections.abc import Mapping
 
 from difftx.config import Config
 from difftx.config.architectures import ARCHITECTURES
 from difftx.evals.evaluation import Evaluation
-from difftx.evals.inner import Numbers, evaluate_inner, require_quantizable, title_of, varying
+from difftx.evals.inner import evaluate_inner, require_quantizable, title_of, varying
 from difftx.evals.result import Heatmap, LineChart, Result, Series
 from difftx.evals.suite import Suite
 
@@ -22,23 +21,26 @@ def evaluate(evaluation: Evaluation) -> Result:
     """Run `eval.quantize.suites` with attention rounded to each of `eval.quantize.bits` (16: not rounded)."""
     config, settings = evaluation.run.config, evaluation.run.config.eval.quantize
     configs = {str(bits): quantized(config, bits) for bits in settings.bits}
-    found = evaluate_inner(evaluation, _inner(config), configs, "suites by bits")
-    numbers = {
-        f"{suite}_{name}_{bits}_bits": value
-        for suite, by_bits in found.items()
-        for bits, of_suite in by_bits.items()
-        for name, value in of_suite.items()
-    }
-    charts: list[LineChart | Heatmap] = [
-        _chart(suite, name, by_bits, *ROUNDED[settings.rounded])
-        for suite, by_bits in found.items()
-        for name in varying(by_bits)
-    ]
-    return Result(
-        numbers=numbers,
-        details={"rounded": settings.rounded, "granularity": settings.granularity},
-        charts=charts,
-    )
+    found = evaluate_inner(evaluation, settings.suites, configs, "suites by bits")
+    all_rounded, one_rounded = ROUNDED[settings.rounded]
+    numbers = {}
+    charts: list[LineChart | Heatmap] = []
+    for suite, by_bits in found.items():
+        for bits, of_suite in by_bits.items():
+            numbers |= {f"{suite}_{name}_{bits}_bits": value for name, value in of_suite.items()}
+        for name in varying(by_bits):
+            points = sorted((float(bits), of_suite[name]) for bits, of_suite in by_bits.items())
+            x, y = (list(axis) for axis in zip(*points, strict=True))
+            chart = LineChart(
+                name=f"quantize_{suite}_{name}",
+                title=f"{title_of(suite, name)} by the bits of {all_rounded}",
+                x_label=f"bits of {one_rounded}; 16: not quantised",
+                y_label=name,
+                series=[Series(name=suite, x=x, y=y)],
+            )
+            charts.append(chart)
+    details = {"rounded": settings.rounded, "granularity": settings.granularity}
+    return Result(numbers=numbers, details=details, charts=charts)
 
 
 def quantized(config: Config, bits: int) -> Config:
@@ -58,27 +60,10 @@ def quantized(config: Config, bits: int) -> Config:
     return dataclasses.replace(config, model=changed)
 
 
-def _inner(config: Config) -> tuple[str, ...]:
-    require_quantizable("eval.quantize.suites", config.eval.quantize.suites)
-    return config.eval.quantize.suites
-
-
-def _chart(suite: str, name: str, by_bits: Mapping[str, Numbers], all_rounded: str, one_rounded: str) -> LineChart:
-    points = sorted((float(bits), numbers[name]) for bits, numbers in by_bits.items())
-    bits, values = (list(axis) for axis in zip(*points, strict=True))
-    return LineChart(
-        name=f"quantize_{suite}_{name}",
-        title=f"{title_of(suite, name)} by the bits of {all_rounded}",
-        x_label=f"bits of {one_rounded}; 16: not quantised",
-        y_label=name,
-        series=[Series(name=suite, x=bits, y=values)],
-    )
-
-
 SUITE = Suite(
     evaluate=evaluate,
     reads=("quantize",),
-    inner=_inner,
+    inner=lambda config: require_quantizable("eval.quantize.suites", config.eval.quantize.suites),
     quantizable=False,
     title="Attention in few bits",
     explanation="Other suites with attention rounded to few bits. A robust model changes little from 16 bits to 4.",

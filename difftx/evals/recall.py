@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from difftx.config import Config, DataConfig
+from difftx.config import DataConfig
 from difftx.data.bigrams import BigramCounts, as_bigrams, count_bigrams, read_bigrams
 from difftx.data.packing import PackedRows, Row
 from difftx.data.sources import ONLY_SOURCE
@@ -106,15 +106,11 @@ def _trained_on(config: DataConfig) -> dict[str, str | None]:
     }
 
 
-def _counted(config: Config) -> list[Path]:
-    """Return the file of bigrams, whose header names the hashes of the stores that were counted."""
-    return [] if config.eval.bigrams_path is None else [Path(config.eval.bigrams_path)]
-
-
 SUITE = Suite(
     evaluate=evaluate,
     reads=("loss_tokens", "recall_max_bigram_count", "bigrams_path"),
-    headers=_counted,
+    # The header of the file names the hashes of the stores that were counted.
+    headers=lambda config: [] if config.eval.bigrams_path is None else [Path(config.eval.bigrams_path)],
     check=training_counts,
     title="Recall of earlier tokens",
     explanation="AR-Hit tokens repeat a pair of tokens from earlier in the row, so that attention can look them up. "

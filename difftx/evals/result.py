@@ -89,9 +89,8 @@ class Result:
     def __post_init__(self):
         for field in ("numbers", "chance"):
             values = getattr(self, field).items()
-            object.__setattr__(
-                self, field, {name: _as_number(value, f"Result.{field}[{name!r}]") for name, value in values}
-            )
+            numbers = {name: _as_number(value, f"Result.{field}[{name!r}]") for name, value in values}
+            object.__setattr__(self, field, numbers)
 
 
 def _as_number(value: Any, name: str) -> float:

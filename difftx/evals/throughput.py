@@ -24,7 +24,6 @@ from difftx.training.loss import batch_nll
 from difftx.training.state import graph, init_params, jit_init
 
 COMPARED = ("transformer", "diff")  # The first is the baseline.
-PASSES = ("forward", "forward_backward")
 WARM_UP_STEPS = 2
 ATTENTION_OF_BOTH = ("auto", "reference", "xla", "cudnn")
 
@@ -39,7 +38,7 @@ def evaluate(evaluation: Evaluation) -> Result:
         check_divisible(config, run.mesh)
         params[name] = evaluation.params if config == run.config else jit_init(init_params, config)
     numbers, details = {}, {}
-    for kind in PASSES:
+    for kind in ("forward", "forward_backward"):
         rounds = evaluation.work.track(range(settings.throughput_rounds), kind, settings.throughput_rounds)
         calls = {name: _compiled(config, kind, params[name], batch) for name, config in configs.items()}
         rates = rates_in_turn(calls, rounds, settings.throughput_steps, random.tokens)

@@ -11,6 +11,7 @@ from jax import P
 from jax.sharding import reshard
 
 from difftx.config.model import CacheConfig
+from difftx.kernels.backend import pad_to
 from difftx.kernels.cached import EMPTY, KVCache, SegmentMask, Slots
 from difftx.kernels.quantized import Quantized, quantize
 from difftx.model.decoder import Decoder
@@ -185,13 +186,7 @@ def _specs(cache: KVCache) -> tuple[P, P]:
 @functools.partial(jax.jit, static_argnames="capacity")
 def grow(cache: KVCache, capacity: int) -> KVCache:
     """Return the cache with `capacity` slots per row, of which the new ones are empty."""
-    more = capacity - capacity_of(cache)
-
-    def pad(x: jax.Array, axis: int, value: int = 0) -> jax.Array:
-        widths = [(0, 0)] * x.ndim
-        widths[axis] = (0, more)
-        return jnp.pad(x, widths, constant_values=value)
-
     keys, values, *slots = cache
-    padded = jax.tree.map(lambda x: pad(x, -2), (keys, values))
-    return *padded, *(Slots(pad(s.position_BKS, -1, EMPTY), pad(s.mass_BKS, -1)) for s in slots)
+    padded = jax.tree.map(lambda x: pad_to(x, capacity, axis=-2), (keys, values))
+    pad = functools.partial(pad_to, length=capacity, axis=-1)
+    return *padded, *(Slots(pad(s.position_BKS, constant_values=EMPTY), pad(s.mass_BKS)) for s in slots)

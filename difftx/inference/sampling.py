@@ -81,8 +81,7 @@ def choose(
     `seen_BV` marks the tokens to which the repetition penalty applies. Tokens with a logit of -inf are never chosen. A
     row's sample depends only on its logits, its seed and `count_B`, the number of tokens that it drew before.
     """
-    if sampling.repetition_penalty is not None:
-        penalty = sampling.repetition_penalty
+    if (penalty := sampling.repetition_penalty) is not None:
         lower_BV = jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
         logits_BV = jnp.where(seen_BV, lower_BV, logits_BV)
     if sampling.is_greedy:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from difftx.config import Config
 from difftx.config.fields import values_of
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import UserError, printable
@@ -19,18 +18,13 @@ from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.reading import Checkpoint
 from difftx.training.metrics import read_metrics
 
-CARD = "README.md"
-LOAD = """import transformers
-
-model = transformers.AutoModelForCausalLM.from_pretrained({arguments})"""
-LOAD_TOKENIZER = "\ntokenizer = transformers.AutoTokenizer.from_pretrained({arguments})"
 NO_TOKENIZER = "The folder has no tokenizer. The model was trained with the tokenizer {name!r}."
 SERVABLE = "Each layer calls the attention function once, so engines with one key/value cache per layer can serve it."
-NOT_SERVABLE = "**This model is not servable**: vLLM, SGLang and similar engines cannot compute its attention weights."
-DIFFLLAMA = (
-    "**This folder is not servable**: DiffLlama calls the attention function twice per layer, but engines keep one "
-    "key/value cache per layer. `--to=hf` exports a servable folder."
-)
+SERVING = {
+    EAGER: "**This model is not servable**: vLLM, SGLang and similar engines cannot compute its attention weights.",
+    "DiffLlamaForCausalLM": "**This folder is not servable**: DiffLlama calls the attention function twice per layer, "
+    "but engines keep one key/value cache per layer. `--to=hf` exports a servable folder.",
+}  # Other classes are servable.
 
 
 def write_card(
@@ -41,12 +35,15 @@ def write_card(
     (causal,) = settings["architectures"]
     has_remote_code = "auto_map" in settings
     arguments = f"{name!r}, trust_remote_code=True" if has_remote_code else f"{name!r}"
-    tokenizer = LOAD_TOKENIZER.format(arguments=arguments) if has_tokenizer(folder) else ""
-    load = LOAD.format(arguments=arguments) + tokenizer
+    load = f"import transformers\n\nmodel = transformers.AutoModelForCausalLM.from_pretrained({arguments})"
+    if has_tokenizer(folder):
+        load += f"\ntokenizer = transformers.AutoTokenizer.from_pretrained({arguments})"
     rows = read_metrics(workdir / "metrics.jsonl")[0]
     row = next((row for row in reversed(rows) if row["split"] == "train" and row["step"] == step), {})
     tokens = row.get("tokens", step * config.train.global_batch_tokens)
     code = f"The class `{causal}` is in `{MODELING.name}`." if has_remote_code else f"The class is `{causal}`."
+    # The fields that determine what the trained model computes.
+    fields = [pair for pair in values_of(config.model).items() if pair[0] not in FIELDS_WITHOUT_EFFECT]
     parts = [
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"
         f"tags: [difftx, {config.model.architecture}]\n---",
@@ -54,11 +51,11 @@ def write_card(
         f"A language model trained with difftx: architecture `{config.model.architecture}`, "
         f"{count_parameters(config.model).total:,} parameters, step {step:,} of {config.train.steps:,}, "
         f"{tokens:,} tokens.",
-        f"{code} {_serving(causal)}",
+        f"{code} {SERVING.get(causal, SERVABLE)}",
         _code("python", load),
         *([] if has_tokenizer(folder) else [NO_TOKENIZER.format(name=config.data.tokenizer)]),
         "## Model",
-        _table(("field", "value"), [(f"`{field}`", f"`{value}`") for field, value in _model_fields(config)]),
+        _table(("field", "value"), [(f"`{field}`", f"`{value}`") for field, value in fields]),
         "## Losses",
         _table(("number", "value"), _losses(checkpoint, workdir, step, row)) or "No loss of this step is recorded.",
         "## Data",
@@ -70,7 +67,7 @@ def write_card(
         "The config of the training:",
         _code("json", config.to_json().strip()),
     ]
-    write_atomically(folder / CARD, "\n\n".join(map(printable, parts)) + "\n")
+    write_atomically(folder / "README.md", "\n\n".join(map(printable, parts)) + "\n")
 
 
 def write_generation_config(folder: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -80,18 +77,6 @@ def write_generation_config(folder: Path, tokenizer: Tokenizer, vocab_size: int)
     settings = {"do_sample": False, "eos_token_id": end, "pad_token_id": end}
     settings |= {"suppress_tokens": unused} if unused else {}  # Rows of the embedding without a token.
     write_atomically(folder / GENERATION, json.dumps(settings) + "\n")
-
-
-def _serving(causal: str) -> str:
-    """Return whether engines can serve the model class `causal`, as a sentence of the card."""
-    if causal.startswith("DiffLlama"):
-        return DIFFLLAMA
-    return NOT_SERVABLE if causal == EAGER else SERVABLE
-
-
-def _model_fields(config: Config) -> list[tuple[str, Any]]:
-    """Return names and values of the fields of `model` that determine what the trained model computes."""
-    return [(name, value) for name, value in values_of(config.model).items() if name not in FIELDS_WITHOUT_EFFECT]
 
 
 def _losses(checkpoint: Checkpoint, workdir: AnyPath, step: int, row: dict[str, Any]) -> list[tuple[str, str]]:

@@ -43,7 +43,6 @@ Heads = Literal["entropy", "all"]
 # Fields of `model` that the user may set for the new model. The Transformer determines all other fields.
 CHANGEABLE = fields_with(ModelConfig, Flag.SPECIFIC, Flag.CONVERSION)
 ATTENTION = "blocks/attention/"
-CHOSEN = f"{ATTENTION}chosen_H"
 ENTROPY_ROWS, ENTROPY_QUERIES = 32, 64  # Rows of the validation sets, and queries of each, by which DEX chooses heads.
 
 # Architecture → parameter of its attention → parameter of the Transformer, with the axes of both. A group G that the
@@ -114,7 +113,7 @@ def differential_params(
     old, shapes = _shapes(transformer), _shapes(model)
     initial = _initial_values(config, [name for name in shapes if _is_new(name, old, source_of)])
     if chosen_LH is not None:
-        initial[CHOSEN] = chosen_LH
+        initial[f"{ATTENTION}chosen_H"] = chosen_LH
     arrays = {}
     for name, shape in shapes.items():
         if name in source_of:
@@ -184,7 +183,6 @@ def _entropies(graphdef: nnx.GraphDef, params: object, batch: Batch, queries_BC:
 
 
 def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each parameter by path."""
     tree: Any = nnx.to_pure_dict(abstract_parameters(model))
     flat: dict[str, Any] = flax.traverse_util.flatten_dict(tree, sep="/")
     return {name: leaf.shape for name, leaf in flat.items()}
@@ -199,8 +197,6 @@ def _is_new(name: str, old: Collection[str], source_of: Mapping[str, tuple[str, 
 
 
 def _initial_values(config: Config, names: Iterable[str]) -> dict[str, np.ndarray]:
-    """Return the initial values of some parameters of a new model, by path."""
-
     def initial() -> dict[str, Any]:
         params = nnx.to_pure_dict(nnx.state(Decoder(config.model, rngs=nnx.Rngs(config.train.seed))))
         flat = flax.traverse_util.flatten_dict(params, sep="/")

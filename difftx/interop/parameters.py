@@ -27,7 +27,6 @@ OUTPUT = "blocks/attention/output_HED"
 GAIN = "blocks/attention/head_norm/scale"
 EMBEDDING, UNEMBEDDING = "model.embed_tokens.weight", "lm_head.weight"
 BLOCK_BYTES = 2**26  # Embeddings are converted in blocks of rows of about this size.
-IGNORED = ".rotary_emb.inv_freq"  # Tensors whose names end in this are ignored. `rope_theta` determines their values.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +146,14 @@ def weights_of(format_: Format, model: ModelConfig) -> list[Weight]:
     if model.attention_bias:
         weights += map(_bias, attention[:3])
     if format_ == "hf":
-        weights += _optional_weights(model)
+        weights += _QK_NORM if model.qk_norm else []
+        if model.architecture in ("diff", "gda", "zero_branch") and model.lambda_learned:
+            weights += _LAMBDAS
+        if model.output_gate:
+            weights.append(_GATE)
+        if model.head_norm in _HEAD_NORM:
+            axes, our_axes = _HEAD_NORM[model.head_norm]
+            weights.append(_layer("self_attn.head_norm.weight", axes, GAIN.removeprefix("blocks/"), our_axes))
     if not model.tie_embeddings:
         weights.append(Weight((UNEMBEDDING,), "V D", "unembedding_VD", "V D"))
     return weights
@@ -159,19 +165,6 @@ def _bias(weight: Weight) -> Weight:
     path = f"{weight.path.partition('_D')[0]}_bias"
     axes, our_axes = weight.axes.removesuffix(" D"), weight.our_axes.removeprefix("D ")
     return Weight((name.replace(".weight", ".bias"),), axes, path, our_axes)
-
-
-def _optional_weights(model: ModelConfig) -> list[Weight]:
-    """Return the weights of attention that fields of `model` add in the layout "hf"."""
-    weights = list(_QK_NORM) if model.qk_norm else []
-    if model.architecture in ("diff", "gda", "zero_branch") and model.lambda_learned:
-        weights += _LAMBDAS
-    if model.output_gate:
-        weights.append(_GATE)
-    if model.head_norm in _HEAD_NORM:
-        axes, our_axes = _HEAD_NORM[model.head_norm]
-        weights.append(_layer("self_attn.head_norm.weight", axes, GAIN.removeprefix("blocks/"), our_axes))
-    return weights
 
 
 def sizes_of(model: ModelConfig) -> dict[str, int]:
@@ -213,7 +206,7 @@ def import_params(
     for name in tensors.keys() - expected:
         if name == UNEMBEDDING:  # A tied model has no output embedding, but its file may contain a copy.
             _require_equal(tensors[UNEMBEDDING], tensors[EMBEDDING])
-        elif not name.endswith(IGNORED):
+        elif not name.endswith(".rotary_emb.inv_freq"):  # `rope_theta` determines these values.
             raise UserError(f"{tensors[name].file}: {name} does not belong to the model that config.json describes")
     return {weight.path: _import(weight, tensors, model.num_layers, sizes) for weight in weights}
 

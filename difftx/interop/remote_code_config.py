@@ -46,22 +46,9 @@ RENAMED_FIELDS = {
 DERIVED_FIELDS = ("num_heads", "num_kv_heads", "head_dim", "signal_heads", "output_gate", "rope_theta", "rope_scaling")
 # Fields of `model` that do not change what a trained model computes, except by rounding.
 FIELDS_WITHOUT_EFFECT = (
-    "anneal_steps",
-    "init",
-    "init_std",
-    "embedding_std",
-    "zero_init_output",
-    "compute_dtype",
-    "remat",
-    "attention_implementation",
-    "attention_logit_granularity",
-    "cache",
-)
-
-
-def is_servable(model: ModelConfig) -> bool:
-    """Return whether the attention of a model is ordinary softmax attention, and arithmetic on its outputs."""
-    return ARCHITECTURES[model.architecture].kernel != "weighted_attention"
+    "anneal_steps", "init", "init_std", "embedding_std", "zero_init_output", "compute_dtype", "remat",
+    "attention_implementation", "attention_logit_granularity", "cache",
+)  # fmt: skip
 
 
 def is_ours(path: Path) -> bool:
@@ -155,7 +142,8 @@ def config_json(config: Config, end_of_text: int) -> dict[str, Any]:
 
 def _description(model: ModelConfig) -> dict[str, Any]:
     """Return the fields of config.json that `model` determines. Heads are those of the attention call."""
-    values, causal = values_of(model), SERVABLE if is_servable(model) else EAGER
+    values = values_of(model)
+    causal = EAGER if ARCHITECTURES[model.architecture].kernel == "weighted_attention" else SERVABLE
     classes = {"AutoConfig": "DifftxConfig", "AutoModel": causal.replace("ForCausalLM", "Model")}
     classes["AutoModelForCausalLM"] = causal
     return {

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import jax
 import numpy as np
@@ -71,47 +70,39 @@ def import_run(
     model of the architecture of `config`, as by `differentialize_run`.
     """
     with downloaded(source) as local:
-        return _import_run(local, out, format_, config, overridden, verify, dex_heads)
-
-
-def _import_run(
-    source: Path,
-    out: AnyPath,
-    format_: Format,
-    config: Config,
-    overridden: Collection[str],
-    verify: bool,
-    dex_heads: Heads | None,
-) -> list[str]:
-    format_, fields = _model_fields(source / CONFIG, format_)
-    chosen = config.model
-    if dex_heads is not None:
-        fields = default_specific_fields() | fields
-        overridden = set(overridden) - {*CHANGEABLE}
-    if clash := sorted(fields.keys() & overridden):
-        raise UserError(f"--config.model.{clash[0]}: {source / CONFIG} determines this field; remove the flag")
-    config = dataclasses.replace(config, model=dataclasses.replace(chosen, **fields))
-    model = config.model if dex_heads is None else differential_model(config.model, chosen)
-    arrays = import_params(source, read_folder(source), format_, config.model)
-    with new_folder(out) as folder:
-        name, tokenizer, note = tokenizers.import_tokenizer(
-            source, folder, out, config.data.tokenizer, config.data.end_of_text
-        )
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=name))
-        check_vocabulary(config, tokenizer)
-        # Without `dex_heads`, the Transformer is the run. With `dex_heads`, it exists only during the conversion.
-        imported = folder if dex_heads is None else folder / "transformer"
-        save_params(imported, arrays, config, {"tokenizer": tokenizer.fingerprint})
-        checkpoint = imported / "checkpoints" / str(STEP)
-        lines = [compare_logits(source, checkpoint, config)] if verify else []
-        if dex_heads is None:
-            write_run_files(folder, config)
-        else:
-            read = functools.partial(load_sources, config.data, tokenizer)
-            lines += _differentialize(checkpoint, "params", config, model, read, tokenizer, dex_heads, folder)
-            write_run_files(folder, dataclasses.replace(config, model=model))
-            shutil.rmtree(imported)
-    return [f"{out}: a run of step {STEP}, {_describe(model)}", note, *lines]
+        path = local / CONFIG
+        is_ours = format_ == "hf" and remote_code_config.is_ours(path)
+        fields = (remote_code_config if is_ours else FORMATS[format_]).model_fields(path)
+        if format_ == "hf" and not is_ours and fields["architecture"] == "diff":
+            format_ = "diffllama"
+        chosen = config.model
+        if dex_heads is not None:
+            fields = default_specific_fields() | fields
+            overridden = set(overridden) - {*CHANGEABLE}
+        if clash := sorted(fields.keys() & overridden):
+            raise UserError(f"--config.model.{clash[0]}: {path} determines this field; remove the flag")
+        config = dataclasses.replace(config, model=dataclasses.replace(chosen, **fields))
+        model = config.model if dex_heads is None else differential_model(config.model, chosen)
+        arrays = import_params(local, read_folder(local), format_, config.model)
+        with new_folder(out) as folder:
+            name, tokenizer, note = tokenizers.import_tokenizer(
+                local, folder, out, config.data.tokenizer, config.data.end_of_text
+            )
+            config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=name))
+            check_vocabulary(config, tokenizer)
+            # Without `dex_heads`, the Transformer is the run. With `dex_heads`, it exists only during the conversion.
+            imported = folder if dex_heads is None else folder / "transformer"
+            save_params(imported, arrays, config, {"tokenizer": tokenizer.fingerprint})
+            checkpoint = imported / "checkpoints" / str(STEP)
+            lines = [compare_logits(local, checkpoint, config)] if verify else []
+            if dex_heads is None:
+                write_run_files(folder, config)
+            else:
+                read = functools.partial(load_sources, config.data, tokenizer)
+                lines += _differentialize(checkpoint, "params", config, model, read, tokenizer, dex_heads, folder)
+                write_run_files(folder, dataclasses.replace(config, model=model))
+                shutil.rmtree(imported)
+        return [f"{out}: a run of step {STEP}, {_describe(model)}", note, *lines]
 
 
 def differentialize_run(
@@ -143,8 +134,7 @@ def differentialize_run(
 
         with new_folder(out) as folder:
             lines = _differentialize(checkpoint.folder, part, config, model, read, tokenizer, dex_heads, folder)
-            details = {"source_weights": checkpoint.weights}
-            write_run_files(folder, dataclasses.replace(config, model=model), details)
+            write_run_files(folder, dataclasses.replace(config, model=model), {"source_weights": checkpoint.weights})
             checkpoint.require_unchanged()
         return [f"{out}: a run of step {STEP}, {_describe(model)}", *lines]
 
@@ -268,14 +258,6 @@ def _is_llama(model: ModelConfig) -> bool:
     except UserError:
         return False
     return True
-
-
-def _model_fields(path: Path, format_: Format) -> tuple[Format, dict[str, Any]]:
-    """Return the layout of a model folder, and the fields of `model` that its config.json determines."""
-    if format_ == "hf" and remote_code_config.is_ours(path):
-        return format_, remote_code_config.model_fields(path)
-    fields = FORMATS[format_].model_fields(path)
-    return "diffllama" if format_ == "hf" and fields["architecture"] == "diff" else format_, fields
 
 
 def _check_published(model: ModelConfig, format_: Format) -> None:

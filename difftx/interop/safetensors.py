@@ -23,7 +23,6 @@ INDEX = "model.safetensors.index.json"
 # Dtypes whose values float32 represents exactly.
 DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 MAX_HEADER_BYTES = 100_000_000  # Maximum size of a header, as in the `safetensors` library.
-ENTRY_SCHEMA = {"dtype": str, "shape": [int], "data_offsets": [int]}  # Schema of a tensor's entry in the header.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +89,7 @@ def _read_header(file: Path) -> dict[str, Tensor]:
         raise UserError(f"{file}: not a safetensors file, or its header is truncated") from error
     if isinstance(header, dict):
         header.pop("__metadata__", None)
-    if why := schema_error(header, {str: ENTRY_SCHEMA}):
+    if why := schema_error(header, {str: {"dtype": str, "shape": [int], "data_offsets": [int]}}):
         raise UserError(f"{file}: header: {why}")
     tensors = {name: _tensor(file, size, 8 + length, name, entry) for name, entry in header.items()}
     _check_tiling(file, size, 8 + length, tensors.values())

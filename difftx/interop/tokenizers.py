@@ -33,7 +33,6 @@ from difftx.json_files import read_json, schema_error
 from difftx.storage.paths import AnyPath, is_bucket
 
 CL100K = "cl100k_base"
-QWEN = "qwen2"  # A model type of transformers.
 # Pre-tokenizers of Qwen 2: cl100k_base's pattern, but each digit is a piece of its own.
 QWEN_SPLIT = [SPLIT | {"pattern": {"Regex": PATTERN.replace("{1,3}", "")}}, BYTE_LEVEL]
 GENERATION = "generation_config.json"
@@ -53,7 +52,7 @@ def export_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path, model_t
     """
     name = config.data.tokenizer
     # transformers encodes by the rules of Qwen 2 in all folders of this type, whatever class the settings name.
-    if model_type == QWEN and not (isinstance(tokenizer, JsonTokenizer) and _splits_as_qwen(tokenizer.content)):
+    if model_type == "qwen2" and not (isinstance(tokenizer, JsonTokenizer) and _splits_as_qwen(tokenizer.content)):
         return (
             f"tokenizer: not exported: transformers would encode texts by the rules of Qwen 2, which are not those of "
             f"data.tokenizer={name!r}"

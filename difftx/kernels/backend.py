@@ -171,11 +171,11 @@ def difference(out1_BTHE, out2_BTHE, lam_BTH) -> jax.Array:
     return out_BTHE.astype(out1_BTHE.dtype)
 
 
-def pad_to(x: jax.Array, length: int, *, axis: int, mode: str = "constant") -> jax.Array:
-    """Pad `axis` to `length` with zeros, or with copies of the last entry if mode="edge"."""
+def pad_to(x: jax.Array, length: int, *, axis: int, **options: Any) -> jax.Array:
+    """Pad the end of `axis` to `length` with zeros. `options` are those of `jnp.pad`, such as mode="edge"."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, length - x.shape[axis])
-    return jnp.pad(x, widths, mode=mode)
+    return jnp.pad(x, widths, **options)
 
 
 def per_shard(call: Callable[..., Any], *operands, returns_more=False, sharding: SequenceSharding | None = None) -> Any:

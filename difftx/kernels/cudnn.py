@@ -49,10 +49,10 @@ def diff_attention(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT=None, *, wi
     """Return causal (A1 - λ·A2)·V by one call of JAX's public API with 2H heads of width 2d, or 4H heads of width d."""
     B, T, H, _, d = q_BTHGd.shape
     parts = jnp.split(v_BSKE, 1 if v_BSKE.shape[-1] <= _widest_head() else 2, axis=-1)
-    q_BTNW, k_BSNW = (
-        _pad(jnp.concatenate([_groups_first(x)] * len(parts), axis=2), widen=parts[0].shape[-1] - d)
-        for x in (q_BTHGd, k_BSKGd)
-    )
+    # All heads of group 0 come before all heads of group 1.
+    grouped = (x.swapaxes(2, 3).reshape(*x.shape[:2], -1, d) for x in (q_BTHGd, k_BSKGd))
+    widen = parts[0].shape[-1] - d
+    q_BTNW, k_BSNW = (_pad(jnp.concatenate([x] * len(parts), axis=2), widen=widen) for x in grouped)
     v_BSNW = _pad(jnp.concatenate([part for part in parts for _ in range(GROUPS)], axis=2))
     if segment_ids_BT is not None:
         segment_ids_BT = jnp.pad(segment_ids_BT, ((0, 0), (0, -T % LENGTH_MULTIPLE)), mode="edge")
@@ -141,13 +141,12 @@ def _attention(q_BTNW, k_BSNW, v_BSNW, segment_ids_BT, *, window, scale):
     mask_B1TS = None
     if segment_ids_BT is not None:
         mask_B1TS = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])[:, None]
-    reach = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
         *(q_BTNW, k_BSNW, v_BSNW),
         mask=mask_B1TS,
         scale=scale,
         is_causal=True,
-        local_window_size=reach,
+        local_window_size=None if window is None else (window - 1, 0),
         implementation="cudnn",
     )
 
@@ -155,12 +154,6 @@ def _attention(q_BTNW, k_BSNW, v_BSNW, segment_ids_BT, *, window, scale):
 def _widest_head() -> int:
     """Return the largest head width of cuDNN's backward pass on the target (docs.nvidia.com/cudnn, Attention, 9.18)."""
     return 256 if target.compute_capability()[0] == target.HOPPER else 128
-
-
-def _groups_first(x_BTHGd):
-    """Reshape [B, T, H, G, d] to [B, T, G·H, d], with all heads of group 0 before all heads of group 1."""
-    batch, length, heads, groups, width = x_BTHGd.shape
-    return x_BTHGd.swapaxes(2, 3).reshape(batch, length, groups * heads, width)
 
 
 def _pad(x_BTNd, *, widen=0):

@@ -45,12 +45,12 @@ def logit_gradient_products(
         def chunk(arrays: dict[str, Any]) -> jax.Array:
             dp_BKRCS = xla.einsum("BSKE,BKRCE->BKRCS", v_BSKE, xla.split_heads(arrays["dout"], K))
             factors = 1, -xla.split_heads(arrays["lam"], K)[..., None]
-            ds1_BKRCS, ds2_BKRCS = (
-                factor * _softmax_gradient(weight_functions.softmax(logits_BKRCS), dp_BKRCS)
-                for factor, logits_BKRCS in zip(
-                    factors, xla.masked_logits(arrays, k_BSKGd, segment_ids_BT, window), strict=True
-                )
-            )
+            by_group, ds_BKRCS = xla.masked_logits(arrays, k_BSKGd, segment_ids_BT, window), []
+            for factor, logits_BKRCS in zip(factors, by_group, strict=True):
+                weights_BKRCS = weight_functions.softmax(logits_BKRCS)
+                mean_BKRC1 = jnp.sum(weights_BKRCS * dp_BKRCS, axis=-1, keepdims=True)
+                ds_BKRCS.append(factor * (weights_BKRCS * (dp_BKRCS - mean_BKRC1)))
+            ds1_BKRCS, ds2_BKRCS = ds_BKRCS
             products = ds1_BKRCS**2, ds2_BKRCS**2, ds1_BKRCS * ds2_BKRCS
             return jnp.moveaxis(jnp.stack([jnp.sum(x, axis=-1) for x in products], axis=-1), 3, 1)
 
@@ -58,8 +58,3 @@ def logit_gradient_products(
         return xla.joined(jax.lax.map(chunk, all_chunks), T).reshape(B, T, H, 3)
 
     return per_shard(on_device, q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, dout_BTHE, segment_ids_BT)
-
-
-def _softmax_gradient(weights_BKRCS: jax.Array, dweights_BKRCS: jax.Array) -> jax.Array:
-    mean_BKRC1 = jnp.sum(weights_BKRCS * dweights_BKRCS, axis=-1, keepdims=True)
-    return weights_BKRCS * (dweights_BKRCS - mean_BKRC1)

@@ -159,19 +159,14 @@ def _inputs(workload: Workload) -> tuple[dict[str, jax.Array], jax.Array]:
     return inputs, jax.random.normal(keys[4], (*rows, v.shape[-1]), v.dtype)
 
 
-def _segment_ids(workload: Workload, batch: int) -> jax.Array | None:
-    """Return ids of documents of 384 tokens, whose borders are not those of the kernels' tiles."""
-    if not workload.has_segments:
-        return None
-    return jnp.broadcast_to(jnp.arange(workload.tokens, dtype=jnp.int32) // 384, (batch, workload.tokens))
-
-
 def _with_gradients(workload: Workload, name: str) -> Callable[..., dict[str, jax.Array]]:
     """Return a function from inputs and the gradient of the output to the output and the gradients of the inputs."""
     function: Any = getattr(api, workload.function)
 
     def results(inputs: dict[str, jax.Array], dout_BTHE: jax.Array) -> dict[str, jax.Array]:
-        ids_BT = _segment_ids(workload, dout_BTHE.shape[0])
+        ids_BT = None
+        if workload.has_segments:  # Documents of 384 tokens, whose borders are not those of the kernels' tiles.
+            ids_BT = jnp.broadcast_to(jnp.arange(workload.tokens, dtype=jnp.int32) // 384, dout_BTHE.shape[:2])
         call = functools.partial(function, segment_ids_BT=ids_BT, window=workload.window, implementation=name)
         out_BTHE, pull = jax.vjp(lambda inputs: call(*(inputs[name] for name in ARGUMENTS if name in inputs)), inputs)
         (gradients,) = pull(dout_BTHE)

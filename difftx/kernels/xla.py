@@ -131,8 +131,7 @@ def weighted_attention(
         out_BKRCE = einsum("BSKE,BKRCS->BKRCE", v_BSKE.astype(dtype), weights_BKRCS.astype(dtype))
         return jnp.moveaxis(out_BKRCE.astype(dtype), 3, 1)
 
-    all_chunks = chunks(segment_ids_BT, sharding, q=q_BTHGd, weight_argument=weight_argument_BTH)
-    out = jax.lax.map(chunk, all_chunks)
+    out = jax.lax.map(chunk, chunks(segment_ids_BT, sharding, q=q_BTHGd, weight_argument=weight_argument_BTH))
     return joined(out, T).reshape(B, T, H, -1)
 
 

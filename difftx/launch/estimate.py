@@ -25,6 +25,7 @@ from difftx.launch.topology import CUDNN_VERSION, GIB, Chip
 from difftx.model.flops import PEAK_FLOPS, flops_per_token, format_bytes
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import check_divisible, make_mesh
+from difftx.training.checkpoint.restoring import on_mesh
 from difftx.training.state import init_state, make_train_step
 from difftx.training.workload import attention_kernel
 
@@ -130,13 +131,8 @@ class Bound:
 
 def trace_step(config: Config, mesh: jax.sharding.Mesh) -> jax.stages.Traced:
     """Trace the train step that `difftx.training.loop` runs, with shapes and shardings in place of arrays."""
-
-    def on_mesh(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        spec = x.sharding.spec if x.sharding is not None else jax.P()
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec))
-
     with jax.set_mesh(mesh):
-        state = jax.tree.map(on_mesh, jax.eval_shape(lambda: init_state(config)))
+        state = on_mesh(jax.eval_shape(lambda: init_state(config)), mesh)
         sharding = jax.NamedSharding(mesh, Layout().act_BT)
         shape = (config.batch_rows, config.data.sequence_length)
         tokens, mask = (jax.ShapeDtypeStruct(shape, t, sharding=sharding) for t in (jnp.int32, jnp.float32))
@@ -244,11 +240,7 @@ def plan_table(e: Estimate, title: str, efficiency: float) -> rich.table.Table:
         ("arithmetic", _seconds(bound.arithmetic_seconds), f"executed / {e.peak_flops or 0:.3g} FLOP/s"),
         ("collectives", _seconds(bound.collective_seconds), f"bytes sent / {bandwidth}"),
         ("state", _seconds(bound.state_seconds), f"arguments and outputs / {(e.hbm_bandwidth or 0) / 1e9:.4g} GB/s"),
-        (
-            "step",
-            f"≥ {_seconds(bound.step_seconds)}",
-            "max(arithmetic, collectives, state): one hides the others",
-        ),
+        ("step", f"≥ {_seconds(bound.step_seconds)}", "max(arithmetic, collectives, state): one hides the others"),
         ("MFU", f"≤ {bound.mfu:.1%}", "model / (devices × peak × step)"),
         ("MFU, causal", f"≤ {bound.mfu_causal:.1%}", "model, causal / (devices × peak × step)"),
     )

@@ -207,30 +207,27 @@ class Sweep:
         command = [sys.executable, "-m", "difftx", "train", *status.point.flags(status.workdir)]
         make_folder(status.workdir)
         with appended(status.workdir / "train.log") as path:
-            return self._run_with_log(status, command, path)
-
-    def _run_with_log(self, status: RunStatus, command: list[str], path: Path) -> tuple[int, str]:
-        with path.open("ab") as log:
-            log.write(f"$ {shlex.join(command)}\n".encode())
-            log.flush()
-            begin = log.tell()
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", str(TETHERED), str(os.getpid()), *command],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # The sweep alone receives the terminal's Ctrl-C, and forwards it.
-            )
-        if self._stopping:  # The signal arrived before the process existed.
-            self._process.terminate()
-        refreshed = time.monotonic()
-        while (code := self._process.poll()) is None:
-            time.sleep(POLL_SECONDS)
-            if not is_bucket(status.workdir) or time.monotonic() - refreshed > BUCKET_REFRESH_SECONDS:
-                status.refresh()
-                refreshed = time.monotonic()
-            self._show(status)
-        log_text = path.read_bytes()[begin:].decode(errors="replace")
+            with path.open("ab") as log:
+                log.write(f"$ {shlex.join(command)}\n".encode())
+                log.flush()
+                begin = log.tell()
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", str(TETHERED), str(os.getpid()), *command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # The sweep alone receives the terminal's Ctrl-C, and forwards it.
+                )
+            if self._stopping:  # The signal arrived before the process existed.
+                self._process.terminate()
+            refreshed = time.monotonic()
+            while (code := self._process.poll()) is None:
+                time.sleep(POLL_SECONDS)
+                if not is_bucket(status.workdir) or time.monotonic() - refreshed > BUCKET_REFRESH_SECONDS:
+                    status.refresh()
+                    refreshed = time.monotonic()
+                self._show(status)
+            log_text = path.read_bytes()[begin:].decode(errors="replace")
         return code, f"killed by {signal.Signals(-code).name}" if code < 0 else find_reason(log_text)
 
     def _set_state(self, status: RunStatus, state: State) -> None:

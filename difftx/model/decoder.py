@@ -232,11 +232,7 @@ class Decoder(nnx.Module):
         return self.final_norm(x_BTD), inputs_LBTD
 
     def map_attention[Found](
-        self,
-        visit: Callable[..., Found],
-        *inputs_L: jax.Array,
-        length: int,
-        positions_BT: jax.Array | None = None,
+        self, visit: Callable[..., Found], *inputs_L: jax.Array, length: int, positions_BT: jax.Array | None = None
     ) -> Found:
         """Return `visit(attention, angles, constants, *inputs)` of each layer, stacked along a leading axis `[L]`."""
         angles = self._angles(length, positions_BT)

@@ -11,7 +11,6 @@ from flax import nnx
 from jax import P
 
 from difftx.config import ModelConfig
-from difftx.config.model import RopeScalingConfig
 from difftx.parallel.layout import Layout
 
 
@@ -165,17 +164,13 @@ def rotary_angles(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array,
     """
     width = config.d_head
     frequencies = config.rope_theta ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
-    if config.rope_scaling.factor != 1:
-        frequencies = _scaled_frequencies(frequencies, config.rope_scaling)
+    c = config.rope_scaling
+    if c.factor != 1:  # For a longer context than in pre-training, as in Llama 3.1 (arXiv 2407.21783).
+        rotations = frequencies * (c.original_max_position_embeddings / (2 * math.pi))  # Over the original context.
+        kept = jnp.clip((rotations - c.low_freq_factor) / (c.high_freq_factor - c.low_freq_factor), 0, 1)
+        frequencies = frequencies * (kept + (1 - kept) / c.factor)
     angles = positions[..., None].astype(jnp.float32) * jnp.expand_dims(frequencies, tuple(range(positions.ndim)))
     return jnp.cos(angles), jnp.sin(angles)
-
-
-def _scaled_frequencies(frequencies: jax.Array, c: RopeScalingConfig) -> jax.Array:
-    """Return rotary frequencies for a longer context than in pre-training, as in Llama 3.1 (arXiv 2407.21783)."""
-    rotations = frequencies * (c.original_max_position_embeddings / (2 * math.pi))  # Over the original context.
-    kept = jnp.clip((rotations - c.low_freq_factor) / (c.high_freq_factor - c.low_freq_factor), 0, 1)
-    return frequencies * (kept + (1 - kept) / c.factor)
 
 
 def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:

@@ -40,17 +40,15 @@ def arms_of(runs: Sequence[RunRecord]) -> list[Arm]:
     """Group the runs. An arm of several runs has the name of its architecture if no other arm has it."""
     groups: list[list[RunRecord]] = []
     for run in runs:
-        group = next((group for group in groups if all(_differ_in_seeds_only(other, run) for other in group)), None)
-        if group is None:
-            groups.append([run])
-        else:
-            group.append(run)
+        group = next((group for group in groups if all(_differ_in_seeds_only(other, run) for other in group)), [])
+        if not group:
+            groups.append(group)
+        group.append(run)
     architectures = [group[0].config.model.architecture for group in groups]
-    arms = []
-    for group, architecture in zip(groups, architectures, strict=True):
-        is_unique = len(group) > 1 and architectures.count(architecture) == 1
-        arms.append(Arm(architecture if is_unique else group[0].name, group))
-    return arms
+    return [
+        Arm(architecture if len(group) > 1 and architectures.count(architecture) == 1 else group[0].name, group)
+        for group, architecture in zip(groups, architectures, strict=True)
+    ]
 
 
 def training_changes(first: RunRecord, second: RunRecord) -> list[Change]:

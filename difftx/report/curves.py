@@ -110,26 +110,21 @@ def _draw(runs: Sequence[RunRecord], metric: Metric, against: XAxis) -> matplotl
             ends.append((x[-1], y[-1], run.name, colour))
     title = "validation (points) and smoothed training loss (thin)" if metric == "loss" else "validation"
     label_axes(axes, {"title": title, "x_label": X_AXES[against], "y_label": METRIC_LABELS[metric]})
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
     written = axis_number(max(axes.get_xlim()))
     axes.xaxis.set_major_formatter(lambda x, _: written(x))
-    _fit_to_values(axes)
-    if len(runs) > MAX_NAMED_AT_END:
-        add_legend(axes)
-    else:
-        _label_ends(axes, ends)
-    return figure
-
-
-def _fit_to_values(axes: matplotlib.axes.Axes) -> None:
-    """Cut the y-axis above the first tenth of each line, whose losses would leave little room for the others."""
+    # Cut the y-axis above the first tenth of each line, whose losses would leave little room for the others.
     lines = [np.asarray(line.get_ydata(), float) for line in axes.lines]
     later = np.concatenate([line[len(line) // 10 :] for line in lines])
     later = later[np.isfinite(later)]
     if len(later) and np.ptp(later):
         margin = 0.05 * np.ptp(later)
         axes.set_ylim(later.min() - margin, later.max() + margin)
+    if len(runs) > MAX_NAMED_AT_END:
+        add_legend(axes)
+    else:
+        _label_ends(axes, ends)
+    return figure
 
 
 def _label_ends(axes: matplotlib.axes.Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:

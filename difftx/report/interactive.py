@@ -12,18 +12,7 @@ import bokeh.plotting
 import matplotlib.colors
 import numpy as np
 
-from difftx.report.charts import (
-    DIVERGING,
-    GREY,
-    MAX_TICKS,
-    axis_number,
-    colour_limits,
-    heatmap_values,
-    line_colours,
-    log_ticks,
-    tick_text,
-    ticks,
-)
+from difftx.report import charts
 
 MAX_CHARACTERS = 40  # Maximum number of characters of a heatmap's x labels together. More would overlap on a phone.
 MAX_TICK_LABELS = 200  # Maximum number of ticks with a label such as "2M" on an axis of tokens. Zooming in shows more.
@@ -106,7 +95,7 @@ def chart_figure(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
     if chart["kind"] == "heatmap":
         return _heatmap(chart)
     lines = []
-    for series, colour in zip(chart["series"], line_colours(chart["series"]), strict=True):
+    for series, colour in zip(chart["series"], charts.line_colours(chart["series"]), strict=True):
         names = [name for name in ("x", "y", "low", "high") if series.get(name) is not None]
         columns: dict[str, Any] = {name: np.array(series[name], float) for name in names}
         source, has_band = bokeh.models.ColumnDataSource(columns), {"low", "high"} <= set(names)
@@ -118,7 +107,7 @@ def chart_figure(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
     x = [value for series in chart["series"] for value in series["x"]]
     if all(float(value).is_integer() for value in x):
         log = options["log_x"]
-        fixed = bokeh.models.FixedTicker(ticks=log_ticks(x))
+        fixed = bokeh.models.FixedTicker(ticks=charts.log_ticks(x))
         figure.xaxis.ticker = fixed if log else bokeh.models.BasicTicker(min_interval=1, num_minor_ticks=0)
     return figure
 
@@ -132,7 +121,7 @@ def number_axis(figure: bokeh.plotting.figure, most: float) -> None:
     figure.xaxis.formatter = bokeh.models.NumeralTickFormatter(format="0,0.[00]")
     if most >= MAX_TICK_LABELS:
         step = 10 ** math.ceil(math.log10(most / MAX_TICK_LABELS))
-        written = axis_number(most)
+        written = charts.axis_number(most)
         multiples = range(0, int(1.2 * most) + step, step)
         figure.xaxis.major_label_overrides = {x: written(x) for x in multiples}
 
@@ -167,7 +156,7 @@ def stacked_bars(rows: Mapping[str, Mapping[str, float]], x_label: str) -> bokeh
 
 def _heatmap(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
     columns, rows = chart["x"], chart["y"]
-    values = heatmap_values(chart).astype(np.float32)
+    values = charts.heatmap_values(chart).astype(np.float32)
     figure = _figure(
         chart["x_label"],
         chart["y_label"],
@@ -178,20 +167,20 @@ def _heatmap(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
     data: dict[str, Any] = {"image": [values]}
     column_text, row_text = "$x{0}", "$y{0}"
     if values.size <= MAX_NAMED_CELLS:
-        data["column"] = [[[tick_text(x) for x in columns] for _ in rows]]
-        data["row"] = [[[tick_text(y)] * len(columns) for y in rows]]
+        data["column"] = [[[charts.tick_text(x) for x in columns] for _ in rows]]
+        data["row"] = [[[charts.tick_text(y)] * len(columns) for y in rows]]
         column_text, row_text = "@column", "@row"
-    low, high = colour_limits(chart)
-    palette = list(map(matplotlib.colors.to_hex, DIVERGING(range(256)))) if low < 0 < high else "Viridis256"
-    mapper = bokeh.models.LinearColorMapper(palette=palette, low=low, high=high, nan_color=GREY)
+    low, high = charts.colour_limits(chart)
+    palette = list(map(matplotlib.colors.to_hex, charts.DIVERGING(range(256)))) if low < 0 < high else "Viridis256"
+    mapper = bokeh.models.LinearColorMapper(palette=palette, low=low, high=high, nan_color=charts.GREY)
     source = bokeh.models.ColumnDataSource(data)
     shown = figure.image("image", source=source, x=-0.5, y=-0.5, dw=len(columns), dh=len(rows))
     shown.glyph.color_mapper = mapper
     tooltips = [(chart["x_label"], column_text), (chart["y_label"], row_text), (chart["value_label"], "@image")]
     figure.add_tools(_hover(shown, tooltips))
-    widest = max((len(tick_text(name)) for name in columns), default=1)
-    fitting = min(MAX_TICKS, max(1, MAX_CHARACTERS // max(widest, 1)))
-    for axis, labels in ((figure.xaxis, ticks(columns, fitting)), (figure.yaxis, ticks(rows))):
+    widest = max((len(charts.tick_text(name)) for name in columns), default=1)
+    fitting = min(charts.MAX_TICKS, max(1, MAX_CHARACTERS // max(widest, 1)))
+    for axis, labels in ((figure.xaxis, charts.ticks(columns, fitting)), (figure.yaxis, charts.ticks(rows))):
         axis.major_label_overrides = labels
         axis.ticker = bokeh.models.FixedTicker(ticks=list(labels))
     figure.grid.visible = False

@@ -29,7 +29,7 @@ from difftx.storage.paths import AnyPath
 from difftx.training.resume import changed_fields
 
 TEMPLATES = Path(__file__).parent / "templates"
-# Script that a training was started with → command of difftx.
+# Script whose path begins the command of a manifest → command of difftx.
 SCRIPTS = {"train.py": "difftx train", "__main__.py": "difftx", "difftx": "difftx"}
 # Numbers of the suite "loss" → label and unit, as in the table below the verdict.
 LOSSES = {
@@ -140,16 +140,6 @@ def _guess(run: RunRecord) -> float | None:
     return next((result.get("chance", {}).get("loss") for result in newest), None)
 
 
-def _spent(run: RunRecord) -> dict[str, str]:
-    """Return what the training of a run has spent so far."""
-    total, rate = summary(run), flops_per_token(run.config.model, run.config.data.sequence_length, causal=False)
-    return {
-        "training FLOPs": short_number(rate * run.tokens),
-        "training time (h:mm:ss)": str(datetime.timedelta(seconds=round(total["seconds"]))),
-        "median tokens per second": f"{total['tokens_per_second']:,.0f}",
-    }
-
-
 def _notes(runs: Sequence[RunRecord], with_different_tokenizers: tuple[str, str] | None) -> list[str]:
     """Return notes on the data and results: what could not be read, is not of the checkpoints or not comparable."""
     notes = []
@@ -176,7 +166,9 @@ def _commands(runs: Sequence[RunRecord], out: AnyPath) -> list[str]:
     commands = []
     for run in runs:
         if isinstance(command := run.manifest.get("command"), str):
-            commands.append(_as_difftx(command))
+            program, _, flags = command.partition(" ")
+            name = Path(program).name
+            commands.append(f"{SCRIPTS[name]} {flags}".strip() if name in SCRIPTS else command)
         if run.results:
             commands.append(_command("eval", f"--workdir={run.workdir}", f"--suite={','.join(run.results)}"))
     workdirs = ",".join(str(run.workdir) for run in runs)
@@ -185,13 +177,6 @@ def _commands(runs: Sequence[RunRecord], out: AnyPath) -> list[str]:
 
 def _command(*words: str) -> str:
     return shlex.join(["difftx", *words])
-
-
-def _as_difftx(command: str) -> str:
-    """Return a command of a manifest, which begins with the path of a script, as a command of `difftx`."""
-    program, _, flags = command.partition(" ")
-    name = Path(program).name
-    return f"{SCRIPTS[name]} {flags}".strip() if name in SCRIPTS else command
 
 
 def _run_headers(runs: Sequence[RunRecord]) -> Table:
@@ -215,7 +200,8 @@ def _config_changes(runs: Sequence[RunRecord]) -> Table:
 
 def _header(run: RunRecord) -> dict[str, str]:
     config, manifest = run.config, run.manifest
-    train = run.split("train")
+    train, total = run.split("train"), summary(run)
+    rate = flops_per_token(config.model, config.data.sequence_length, causal=False)
     devices, data = manifest.get("devices", {}), manifest.get("data", {})
     mesh = ", ".join(f"{axis} {size}" for axis, size in devices.get("mesh", {}).items() if size != 1)
     header = {
@@ -224,7 +210,9 @@ def _header(run: RunRecord) -> dict[str, str]:
         "embedding parameters": f"{count_parameters(config.model).embedding:,}",
         "steps": f"{train[-1]['step']:,} of {run.steps:,}",
         "attempts": str(max(row["attempt"] for row in train)),
-        **_spent(run),
+        "training FLOPs": short_number(rate * run.tokens),
+        "training time (h:mm:ss)": str(datetime.timedelta(seconds=round(total["seconds"]))),
+        "median tokens per second": f"{total['tokens_per_second']:,.0f}",
     }
     if devices:
         header["devices"] = f"{devices.get('count')} × {devices.get('kind')}" + (f"; mesh {mesh}" if mesh else "")

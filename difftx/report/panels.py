@@ -133,8 +133,7 @@ def gradients(runs: Sequence[RunRecord]) -> Section:
             steps, norms = [row["step"] for row in rows], [row["grad_norm"] for row in rows]
             style = {"marker": "x", "size": 9, "color": interactive.MARK_COLOUR, "line_width": 2}
             panel.figure.scatter(steps, norms, legend_label=f"{run.name}: update skipped", **style)
-    tables = []
-    events = []
+    tables, events = [], []
     for run in runs:
         for entry in run.journal:
             details = [f"{name} {value}" for name, value in entry.items() if name not in ("event", "step")]

@@ -73,7 +73,11 @@ def _pooled_arms(runs: Sequence[RunRecord]) -> list[str]:
     pooled: dict[str, dict[str, None]] = {}  # Architecture → fields, in the order in which they are found.
     for first, second in itertools.combinations(runs, 2):
         architecture = first.config.model.architecture
-        if second.config.model.architecture == architecture and _is_one_point(first, second):
+        if second.config.model.architecture != architecture:
+            continue
+        sizes = [count_parameters(run.config.model).total for run in (first, second)]
+        tokens = [run.tokens_after([run.steps])[0] for run in (first, second)]
+        if all(max(pair) <= EQUAL_SIZES * min(pair) for pair in (sizes, tokens)):
             fields = pooled.setdefault(architecture, {})
             fields |= dict.fromkeys(change.field for change in training_changes(first, second))
     return [
@@ -82,13 +86,6 @@ def _pooled_arms(runs: Sequence[RunRecord]) -> list[str]:
         for architecture, fields in pooled.items()
         if fields
     ]
-
-
-def _is_one_point(first: RunRecord, second: RunRecord) -> bool:
-    """Return whether two runs have about as many parameters and tokens."""
-    sizes = [count_parameters(run.config.model).total for run in (first, second)]
-    tokens = [run.tokens_after([run.steps])[0] for run in (first, second)]
-    return all(max(pair) <= EQUAL_SIZES * min(pair) for pair in (sizes, tokens))
 
 
 def _is_other_output(path: Path) -> bool:

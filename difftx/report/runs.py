@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -88,10 +89,7 @@ class RunRecord:
         At equal steps, the result's file has precedence over the row of the training, whose settings may be older.
         """
         validations = self._logged_validations() | self._validations
-        if not validations:
-            return None
-        step = max(validations)
-        return step, validations[step]
+        return max(validations.items(), key=operator.itemgetter(0), default=None)
 
     def last_value(self, number: str) -> float | None:
         """Return a number of the last validation, or None if it is missing or not finite.
@@ -213,13 +211,15 @@ def printable_json(value: Any) -> Any:
 
 
 def _read_results(workdir: AnyPath, suite: str) -> tuple[Results, list[tuple[str, int]]]:
-    """Return the results of a suite, or of all with "*", and the (suite, step) of each one of other weights.
-
-    Other weights are not those that the step's checkpoint has now.
-    """
+    """Return the results of a suite, or of all with "*", and the (suite, step) of those that `outdated` lists."""
     results: Results = {}
     outdated = []
-    weights_of_step = functools.cache(lambda step: _weights(workdir, step))
+
+    @functools.cache
+    def weights_of_step(step: int) -> str | None:
+        with contextlib.suppress(UserError):  # Without a readable checkpoint, nothing is outdated.
+            return read_manifest(workdir / "checkpoints" / str(step)).weights
+
     found = matching_files(workdir, f"evals/{suite}/*.json")
     paths = [path for path in found if re.fullmatch("[0-9]{1,18}", path.stem)]
     for path in sorted(paths, key=lambda path: (path.parent.name, int(path.stem))):
@@ -233,14 +233,6 @@ def _read_results(workdir: AnyPath, suite: str) -> tuple[Results, list[tuple[str
         else:
             outdated.append((name, step))
     return results, outdated
-
-
-def _weights(workdir: AnyPath, step: int) -> str | None:
-    """Return the identifier of the weights in a step's checkpoint, or None if there is no readable checkpoint."""
-    try:
-        return read_manifest(workdir / "checkpoints" / str(step)).weights
-    except UserError:
-        return None
 
 
 def _config_of_newest_checkpoint(workdir: AnyPath, run_config: Config, manifest: Mapping[str, Any]) -> Config:

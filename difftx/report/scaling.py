@@ -22,7 +22,6 @@ from difftx.storage.paths import AnyPath
 
 REFERENCE = "transformer"  # The architecture with which all others are compared, if there are points of it.
 RESAMPLES = 1000  # Number of bootstrap resamples for confidence intervals.
-SEED = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +69,8 @@ def format_study(study: Study) -> tuple[rich.table.Table, rich.table.Table]:
             low, high = fit.interval(p)
             parameters.append(f"{getattr(fit.law, p):.4g} ({low:.3g} to {high:.3g})")
         laws.add_row(rich.markup.escape(printable(name)), str(len(fit.x)), *parameters)
-    matches = rich.table.Table(
-        title=f"{study.quantity} with which an architecture matches the {study.reference} (95 % intervals)"
-    )
+    matched = f"{study.quantity} with which an architecture matches the {study.reference}"
+    matches = rich.table.Table(title=f"{matched} (95 % intervals)")
     for title in ("architecture", study.quantity, study.reference, "loss", "ratio", ""):
         matches.add_column(title, justify="left" if title in ("architecture", "") else "right")
     for name, matches_of_name in study.matches.items():
@@ -127,7 +125,7 @@ def _study(quantity: str, points: Sequence[LossPoint], notes: Sequence[str]) -> 
     for name in _architectures(points):
         of_name = [point for point in points if point.architecture == name]
         x, loss = np.array([getattr(point, quantity) for point in of_name]), np.array([point.loss for point in of_name])
-        fits[name] = Fit.of(x, loss, resamples=RESAMPLES, seed=SEED)
+        fits[name] = Fit.of(x, loss, resamples=RESAMPLES, seed=0)
     reference = REFERENCE if REFERENCE in fits else next(iter(fits))
     matches = {name: _matches(quantity, name, reference, fits) for name in fits if name != reference}
     drawn = {name: _match_to_draw(of_name, fits[name], fits[reference]) for name, of_name in matches.items()}

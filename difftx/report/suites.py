@@ -10,15 +10,7 @@ from difftx.config.fields import flat
 from difftx.config.suites import SUITES
 from difftx.evals.measures import explanation_of, format_value, label_of, measure_of, measures_of
 from difftx.evals.result import Measure
-from difftx.report.panels import (
-    Cell,
-    Panel,
-    Table,
-    averaged_heatmap,
-    chart_panel,
-    panel_over_steps,
-    thinned_lines,
-)
+from difftx.report.panels import Cell, Panel, Table, averaged_heatmap, chart_panel, panel_over_steps, thinned_lines
 from difftx.report.runs import RunRecord
 
 VERDICT_SUITE = "loss"  # The verdict and the curves show this suite's numbers.
@@ -27,14 +19,6 @@ COUNTS = ("tokens", "documents", "demonstrations")  # Units of numbers that desc
 
 Result = Mapping[str, Any]  # A result of a suite, as JSON.
 Results = Mapping[int, Result]  # Step → result of one suite, in ascending order of steps.
-
-
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """A prompt, and its completion by each run (name of the run, text)."""
-
-    prompt: str
-    completions: list[tuple[str, str]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +32,7 @@ class SuiteSection:
     numbers: Table
     further: Table  # Numbers that are folded away, such as those of which neither direction is better.
     panels: list[Panel]
-    samples: list[Sample]
+    samples: dict[str, list[tuple[str, str]]]  # Prompt → its completion by each run (name of the run, text).
 
 
 def suite_sections(runs: Sequence[RunRecord], *, comparable: bool) -> list[SuiteSection]:
@@ -202,13 +186,13 @@ def _with_unit(number: str, measure: Measure) -> str:
     return f"{label} ({measure.unit})" if measure.unit not in ("", label) else label
 
 
-def _samples(newest: Mapping[str, Result]) -> list[Sample]:
+def _samples(newest: Mapping[str, Result]) -> dict[str, list[tuple[str, str]]]:
     """Return the samples in the details of the results, those of the same prompt together."""
     by_prompt: dict[str, list[tuple[str, str]]] = {}
     for run, result in newest.items():
         for sample in result.get("details", {}).get("samples", []):
             by_prompt.setdefault(str(sample.get("prompt")), []).append((run, str(sample.get("completion"))))
-    return [Sample(prompt, completions) for prompt, completions in by_prompt.items()]
+    return by_prompt
 
 
 def _chart_panels(suite: str, charts_of_run: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Panel]:

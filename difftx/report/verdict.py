@@ -33,7 +33,8 @@ def verdict(runs: Sequence[RunRecord], metric: Metric) -> Verdict:
         headline = f"No verdict: there is no finite validation {what} of {_listed([run.name for run in missing])}."
         return Verdict(headline, _why_missing(missing, metric), arms)
     limits = _limits(arms)
-    if pair := _different_targets(runs):
+    known = [(run, found.keys()) for run in runs if (found := _blocks(run))]
+    if pair := next(((known[0][0], run) for run, targets in known if targets != known[0][1]), None):
         what, reason = "were validated on different text", "Losses on different text cannot be compared."
         if different_tokenizers(pair):
             what = "have different tokenizers"
@@ -45,9 +46,8 @@ def verdict(runs: Sequence[RunRecord], metric: Metric) -> Verdict:
         spread = ""
         if len(runs) > 1:
             spread = f", the mean over {len(runs)} seeds ({format_value(min(losses))} to {format_value(max(losses))})"
-        headline = (
-            f"{arm.name} reaches a validation loss of {format_value(arm.mean(metric))} {unit}{_text(runs)}{spread}."
-        )
+        loss = f"{format_value(arm.mean(metric))} {unit}"
+        headline = f"{arm.name} reaches a validation loss of {loss}{_text(runs)}{spread}."
         return Verdict(headline, ["There is no other model to compare it with.", *limits], arms)
     baseline, *others = arms
     comparisons = [_compared(baseline, other, metric) for other in others]
@@ -56,9 +56,8 @@ def verdict(runs: Sequence[RunRecord], metric: Metric) -> Verdict:
         return Verdict(headline, [uncertainty, *limits], arms, interval)
     best = min(arms, key=lambda arm: np.mean(arm.values(metric)))
     headline = f"Of {len(arms)} models, {best.name} has the lowest validation loss{_text(runs)}."
-    return Verdict(
-        headline, [*(f"{sentence} {uncertainty}" for sentence, uncertainty, _ in comparisons), *limits], arms
-    )
+    details = [f"{sentence} {uncertainty}" for sentence, uncertainty, _ in comparisons]
+    return Verdict(headline, [*details, *limits], arms)
 
 
 def _why_missing(runs: Sequence[RunRecord], metric: Metric) -> list[str]:
@@ -84,9 +83,8 @@ def _compared(baseline: Arm, other: Arm, metric: Metric) -> tuple[str, str, str]
     losses += "in one run each" if counts == [1, 1] else f"the means over {counts[0]} and {counts[1]} runs"
     change = signed_change(means[1], means[0])
     named = f"In {unit}, {other.name} − {baseline.name} = {change}"
-    order = (
-        f"{other.name} has a {'lower' if means[0] < means[1] else 'higher'} validation loss{text} than {baseline.name}"
-    )
+    direction = "lower" if means[0] < means[1] else "higher"
+    order = f"{other.name} has a {direction} validation loss{text} than {baseline.name}"
     if means[0] == means[1]:
         order = f"{other.name} and {baseline.name} have the same validation loss{text}"
     difference, how = _difference(baseline, other, metric)
@@ -152,12 +150,6 @@ def _blocks(run: RunRecord) -> dict[tuple[str, ...], tuple[np.ndarray, np.ndarra
     return by_targets
 
 
-def _different_targets(runs: Sequence[RunRecord]) -> tuple[RunRecord, RunRecord] | None:
-    """Return two runs whose validation targets differ, or None if none are known to differ."""
-    known = [(run, found.keys()) for run in runs if (found := _blocks(run))]
-    return next(((known[0][0], run) for run, targets in known if targets != known[0][1]), None)
-
-
 def _limits(arms: Sequence[Arm]) -> list[str]:
     """Return sentences on unfinished runs, old validations, and what is unequal: training, sizes, weights or heads."""
     runs = [run for arm in arms for run in arm.runs]
@@ -197,6 +189,4 @@ def _unequal(what: str, value_of: Mapping[str, str]) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    if not names:
-        return ""
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))

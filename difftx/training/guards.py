@@ -210,7 +210,7 @@ def act_on_bad_steps(
     rewind = Rewind(bad, examples + config.guards.skip_steps * config.batch_rows, guard.rewinds + 1)
     if is_primary():
         if target == 0:
-            checkpointer.record_start_over()
+            checkpointer.record_saved(0)
         # Delete the newest checkpoint first. If this is interrupted, the run rewinds again from an older checkpoint.
         newest_first = sorted((step for step in checkpointer.steps() if step > target), reverse=True)
         remove((checkpointer.folder / str(step) for step in newest_first), journal.require_lock)

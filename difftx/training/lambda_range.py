@@ -30,12 +30,9 @@ class LambdaRange:
 
 def lambda_warning(step: int, layer: int, value: float) -> str:
     """Return the warning for a layer whose λ left the range."""
+    what = BELOW if value < LOWEST_LAMBDA else ABOVE
     if math.isnan(value):
         what = "is not a number"
-    elif value < LOWEST_LAMBDA:
-        what = BELOW
-    else:
-        what = ABOVE
     return (
         f"step {step}: λ of layer {layer} is {value:.4g}, outside of [{LOWEST_LAMBDA:g}, {HIGHEST_LAMBDA:g}]: {what}, "
         'so that the layer no longer cancels noise; see "When λ leaves its range" in docs/operations.md'

@@ -195,7 +195,7 @@ class Attempt:
             self._goodput.switch("train")
             task = display.task("step", steps, done=self._start, label=PROGRESS_LABEL, line=PROGRESS_LINE)
             reporter = Reporter(self._session.run, self._writer, display, stack.enter_context(task), self._guard)
-            self._export_if_absent(reporter, display)
+            self._export(reporter, display, only_if_absent=True)
             while self._step < steps and self._guard.tripped is None and not interrupt.requested(self._step):
                 self._take_step(reporter)
                 if self._step % config.eval.every_steps == 0 or self._step == steps:
@@ -286,22 +286,15 @@ class Attempt:
                 self._checkpointer.save(self._state, self._data_state(), self._config)
         reporter.restart_clock()
 
-    def _exports_of_step(self) -> ModuleType | None:
-        """Return the functions that export this step's checkpoint, or None if the step has no export."""
-        every_steps = self._config.checkpoint.export_every_steps
-        is_exported = every_steps is not None and self._step > 0 and self._step % every_steps == 0
-        return self._session.exports if is_exported and self._guard.last_step_is_good else None
+    def _export(self, reporter: "Reporter", display: Work, *, only_if_absent: bool = False) -> None:
+        """Wait until this step's checkpoint is on disk, and export it, if the step has an export.
 
-    def _export_if_absent(self, reporter: "Reporter", display: Work) -> None:
-        """Export the checkpoint to start from, if an earlier process ended between the save and the export."""
-        exports = self._exports_of_step()
-        if exports is not None and not exports.exists(self._session.run, self._step):
-            self._export(reporter, display)
-
-    def _export(self, reporter: "Reporter", display: Work) -> None:
-        """Wait until this step's checkpoint is on disk, and export it, if the step has an export."""
-        session, step = self._session, self._step
-        if (exports := self._exports_of_step()) is None:
+        At the start, the export is absent if an earlier process ended between the save and the export.
+        """
+        session, step, every_steps = self._session, self._step, self._config.checkpoint.export_every_steps
+        is_exported = every_steps is not None and step > 0 and step % every_steps == 0
+        exports = session.exports if is_exported and self._guard.last_step_is_good else None
+        if exports is None or (only_if_absent and exports.exists(session.run, step)):
             return
         with self._goodput.section("save"):
             self._writer.flush()

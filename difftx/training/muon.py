@@ -19,7 +19,6 @@ MatrixAxes = tuple[tuple[int, ...], tuple[int, ...]]  # Input axes and output ax
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Coefficients of an iteration (kellerjordan.github.io/posts/muon).
 NEWTON_SCHULZ_STEPS = 5
 UPDATE_RMS = 0.2  # RMS of an update, about that of AdamW's (arXiv 2502.16982, §2.2).
-MIN_NORM = 1e-7
 
 
 def muon(config: Config, schedule: optax.Schedule, decayed: Any) -> optax.GradientTransformation:
@@ -110,7 +109,7 @@ def newton_schulz(x_MN: jax.Array) -> jax.Array:
     if x_MN.shape[-2] > x_MN.shape[-1]:
         return newton_schulz(x_MN.mT).mT  # The products below have the smaller dimension.
     a, b, c = NEWTON_SCHULZ
-    x_MN = x_MN / jnp.maximum(jnp.linalg.norm(x_MN, axis=(-2, -1), keepdims=True), MIN_NORM)
+    x_MN = x_MN / jnp.maximum(jnp.linalg.norm(x_MN, axis=(-2, -1), keepdims=True), 1e-7)
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram_MM = x_MN @ x_MN.mT
         x_MN = a * x_MN + (b * gram_MM + c * gram_MM @ gram_MM) @ x_MN

@@ -10,9 +10,6 @@ from difftx.errors import RunError
 from difftx.files import new_file, uploaded
 from difftx.storage.paths import AnyPath
 
-TRACE_FOLDER = "profile"
-MEMORY_PROFILE = "device_memory-{process}.prof"
-
 
 class StepTracer:
     """A writer of a trace of the steps in `logging.profile_steps` to `<workdir>/profile`, for xprof and Perfetto.
@@ -23,7 +20,7 @@ class StepTracer:
     def __init__(self, workdir: AnyPath, config: LoggingConfig, *, enabled: bool):
         first, count = config.profile_steps or (0, 0)
         self._steps = range(first, first + count)
-        self._folder, self._enabled, self._is_tracing = workdir / TRACE_FOLDER, enabled, False
+        self._folder, self._enabled, self._is_tracing = workdir / "profile", enabled, False
         self._stack = contextlib.ExitStack()
 
     def start(self, step: int, wait: Callable[[], None]) -> None:
@@ -31,9 +28,8 @@ class StepTracer:
         if self._enabled and not self._is_tracing and step in self._steps:
             wait()
             options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = (
-                0  # Events of all Python functions would slow down the steps that are measured.
-            )
+            # Events of all Python functions would slow down the steps that are measured.
+            options.python_tracer_level = 0
             folder = self._stack.enter_context(uploaded(self._folder))
             jax.profiler.start_trace(folder, create_perfetto_trace=True, profiler_options=options)
             self._is_tracing = True
@@ -60,7 +56,7 @@ def out_of_memory(workdir: AnyPath, error: jax.errors.JaxRuntimeError) -> RunErr
     message = str(error)
     if "RESOURCE_EXHAUSTED" not in message:
         return None
-    path = workdir / MEMORY_PROFILE.format(process=jax.process_index())
+    path = workdir / f"device_memory-{jax.process_index()}.prof"
     with new_file(path) as file:
         file.write(jax.profiler.device_memory_profile())
     return RunError(

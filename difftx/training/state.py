@@ -49,9 +49,7 @@ def graph(config: Config, layout: Layout | None = None) -> nnx.GraphDef:
 def init_params(config: Config, seed: ArrayLike | None = None) -> Any:
     """Return the parameters before the first update. Under jit, all arrays are created with their sharding.
 
-    Args:
-        config: The config of the run.
-        seed: Random seed of the parameters, uint32. The default is `train.seed`.
+    `seed` is their random seed, uint32, by default `train.seed`.
     """
     key = jax.random.key(config.train.seed if seed is None else seed)
     return nnx.to_pure_dict(nnx.state(Decoder(config.model, rngs=nnx.Rngs(key))))

@@ -80,8 +80,7 @@ class TensorBoard:
         self._attempt, self._number = attempt, itertools.count()
         self._open()
         # This event hides the points of earlier files from this step on, because the resumed run writes them again.
-        restart = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._write(step=start_step + 1, session_log=restart)
+        self._write(step=start_step + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         shown = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]

@@ -147,7 +147,7 @@ def test_run_stops_every_time_if_no_checkpoint_verifies(saved_20_and_40, trainer
 
 
 def test_a_run_that_may_start_over_stops_every_time_while_a_corrupt_checkpoint_is_there(saved_20_and_40, trainer):
-    trainer.record_start_over()  # The next record has failed, because the disk was full.
+    trainer.record_saved(0)  # The next record has failed, because the disk was full.
     for step in ("20", "40"):
         (saved_20_and_40 / step / MANIFEST).unlink()
     for _ in range(2):
@@ -178,7 +178,7 @@ def test_leftovers_of_a_kill_are_deleted_and_do_not_count_as_checkpoints(saved, 
     shutil.move(folder / "20", folder / "20.removed")
     assert Checkpointer(tmp_path).newest() is None  # A reader leaves everything as it is.
     assert names(folder) == ["20.removed", "40.orbax-checkpoint-tmp"]
-    trainer.record_start_over()  # As a rewind to the start does before it removes checkpoints.
+    trainer.record_saved(0)  # As a rewind to the start does before it removes checkpoints.
     assert trainer.newest() is None
     assert names(folder) == []
     assert "removed 20.removed, 40.orbax-checkpoint-tmp" in capsys.readouterr().out

@@ -288,9 +288,9 @@ def write_shard(job: Job, shard: Shard) -> None:
 
 
 def _kinds(job: Job) -> list[str]:
-    """Return the kinds of files of each shard."""
-    optional = {"ids": job.fields.id, "prompts": job.fields.has_prompts or None}
-    return ["tokens", "offsets", "blocks", *(kind for kind, field in optional.items() if field is not None)]
+    fields, kinds = job.fields, ["tokens", "offsets", "blocks"]
+    kinds += ["ids"] if fields.id is not None else []
+    return kinds + (["prompts"] if fields.prompt is not None or fields.messages is not None else [])
 
 
 def finish(job: Job, description: dict[str, Any], plan: Plan, require_lock: Callable[[], None]) -> None:
@@ -344,11 +344,7 @@ def _held_out(hash_: np.ndarray, fraction: float) -> np.ndarray:
 
 
 def _shards_of(split: str, units: Sequence[tuple[AnyPath, int]], shard_of: np.ndarray) -> list[Shard]:
-    """Return the shards of a split.
-
-    `units` has the file and the number of documents of each unit, and `shard_of` the shard of each document, or -1 if
-    the document is not in the split.
-    """
+    """Return a split's shards, given each unit's file and number of documents, and each document's shard or -1."""
     selections: list[list[Selection]] = [[] for _ in range(int(shard_of.max()) + 1)]
     start = 0
     for file, documents in units:

@@ -33,15 +33,9 @@ if TYPE_CHECKING:
 # If only these fields of meta.json change, an unfinished store can be resumed with its tokenised text. They assign
 # documents to splits and shards, or describe the input files. `_resume_or_start` finds the files that have changed.
 FIELDS_WITHOUT_EFFECT_ON_UNITS = (
-    "valid_input",
-    "files",
-    "bytes",
-    "sha256_of_names_sizes_and_times",
-    "valid_fraction",
-    "shard_tokens",
-)
+    "valid_input", "files", "bytes", "sha256_of_names_sizes_and_times", "valid_fraction", "shard_tokens",
+)  # fmt: skip
 
-MAX_DESCRIBED = 8  # With more objects in a folder, list the folder instead of describing each object.
 TAKEOVER_SECONDS = 60.0  # Time without a renewal after which another process may take the lock in a bucket.
 
 _load_tokenizer = functools.cache(load_tokenizer)  # Cached, because every task has a new copy of the job.
@@ -136,10 +130,7 @@ def _messages(job: Job) -> dict[str, str]:
 
 
 def input_states(sources: Sequence[Source]) -> dict[str, list[Any]]:
-    """Return the size and modification time of each file, or the fingerprint of a data set, to detect changes.
-
-    Objects in buckets have their version in place of the time.
-    """
+    """Return the size and modification time of each file (in buckets, its version), or a data set's fingerprint."""
     states: dict[str, list[Any]] = {}
     in_folders: dict[epath.Path, list[epath.Path]] = {}
     for source in sources:
@@ -152,7 +143,7 @@ def input_states(sources: Sequence[Source]) -> dict[str, list[Any]]:
                 stat = file.stat()
                 states[str(file)] = [stat.st_size, stat.st_mtime_ns]
     for folder, files in in_folders.items():
-        listed = objects.describe_below(folder) if len(files) > MAX_DESCRIBED else {}
+        listed = objects.describe_below(folder) if len(files) > 8 else {}  # Fewer objects are described one by one.
         for file in files:
             if (found := listed.get(file.name) or objects.describe(file)) is None:
                 raise UserError(f"{file}: deleted while it was read; run the same command again")
@@ -188,13 +179,15 @@ def open_job(job: Job, description: dict[str, Any], sources: Sequence[Source]) -
                 yield None
             else:
                 states = input_states(sources)
-                inputs = [
-                    {"held_out": s.held_out} | {str(file): states[str(file)] for file in s.files} for s in sources
-                ]
+                inputs = [{"held_out": s.held_out} | {str(f): states[str(f)] for f in s.files} for s in sources]
                 _resume_or_start(job, {"description": description, "inputs": inputs})
                 yield require_lock
     if is_store(job.out):
-        _remove_work(job)
+        try:
+            remove_folder(job.work)  # It must not be locked, because NFS keeps files that are open.
+        except OSError as error:  # Another process may have a file open there, or delete the folder too.
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+                raise
 
 
 def _is_finished(job: Job, description: dict[str, Any]) -> bool:
@@ -205,15 +198,6 @@ def _is_finished(job: Job, description: dict[str, Any]) -> bool:
     if difference := _difference({name: meta[name] for name in description}, description):
         raise UserError(f"--out={job.out}: holds a store of other {difference}; choose another --out, or delete it")
     return True
-
-
-def _remove_work(job: Job) -> None:
-    """Delete the work folder of a finished store. It must not be locked, because NFS keeps files that are open."""
-    try:
-        remove_folder(job.work)
-    except OSError as error:  # Another process may have a file open there, or delete the folder too.
-        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
-            raise
 
 
 @contextlib.contextmanager
@@ -261,7 +245,6 @@ def _resume_or_start(job: Job, journal: dict[str, Any]) -> None:
 
 
 def _remove_units_of_changed_sources(job: Job, before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> None:
-    """Delete the units of sources that differ between two journals."""
     units = list_folder(job.units)
     for source, (old, new) in enumerate(itertools.zip_longest(before, now, fillvalue={})):
         if old != new:

@@ -54,10 +54,6 @@ class Fields:
         content = (self.text, self.prompt) if self.messages is None else (self.messages,)
         return [name for name in (*content, self.id) if name is not None]
 
-    @property
-    def has_prompts(self) -> bool:
-        return self.prompt is not None or self.messages is not None
-
 
 @dataclasses.dataclass(frozen=True)
 class Document:

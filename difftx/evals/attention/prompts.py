@@ -21,7 +21,16 @@ def prompts_of(run: Run) -> "NeedlePrompts | RetrievalPrompts":
     """
     require_plain_logits(run, "attention")
     chosen_layers(run)
-    prompts = _unchecked_prompts_of(run)
+    settings, needle = run.config.eval.attention, run.config.eval.needle
+    tasks = [rows for rows in run.data.valid.values() if isinstance(rows, SyntheticRows)]
+    retrieval = [rows for rows in tasks if rows.task == "retrieval"]
+    if retrieval and needle.haystack is None and len(tasks) == len(run.data.valid):
+        prompts = RetrievalPrompts(run, retrieval[0])
+    else:
+        case = NeedleCaseConfig(needles=settings.needles, queries=settings.queries)
+        lengths = () if settings.length is None else (settings.length,)
+        changed = dataclasses.replace(needle, cases=(case,), lengths=lengths, samples=settings.samples)
+        prompts = NeedlePrompts(run, changed, length_field="eval.attention.length", case_field="eval.attention.needles")
     window, tokens = run.config.model.window, len(prompts.prompt(prompts.items[0]).tokens)
     if window is not None and window < tokens:
         shorter = prompts.lengths[0] - (tokens - window)
@@ -31,18 +40,6 @@ def prompts_of(run: Run) -> "NeedlePrompts | RetrievalPrompts":
             f"attends to all others; {fix}leave out the suite"
         )
     return prompts
-
-
-def _unchecked_prompts_of(run: Run) -> "NeedlePrompts | RetrievalPrompts":
-    settings, needle = run.config.eval.attention, run.config.eval.needle
-    tasks = [rows for rows in run.data.valid.values() if isinstance(rows, SyntheticRows)]
-    retrieval = [rows for rows in tasks if rows.task == "retrieval"]
-    if retrieval and needle.haystack is None and len(tasks) == len(run.data.valid):
-        return RetrievalPrompts(run, retrieval[0])
-    case = NeedleCaseConfig(needles=settings.needles, queries=settings.queries)
-    lengths = () if settings.length is None else (settings.length,)
-    changed = dataclasses.replace(needle, cases=(case,), lengths=lengths, samples=settings.samples)
-    return NeedlePrompts(run, changed, length_field="eval.attention.length", case_field="eval.attention.needles")
 
 
 def chosen_layers(run: Run) -> list[int]:

@@ -41,9 +41,8 @@ def row_statistics(
             statistics |= {f"{measure}_{name}": value for measure, value in of_group.items()}
         for name in compared:
             for suffix, inside_BS in (("", in_part[name] & ~is_first_1S), ("_with_first", in_part[name])):
-                statistics[f"cosine_{name}{suffix}"], statistics[f"kl_{name}{suffix}"] = _similarity(
-                    logits_BHGS, inside_BS
-                )
+                cosine_BH, kl_BH = _similarity(logits_BHGS, inside_BS)
+                statistics |= {f"cosine_{name}{suffix}": cosine_BH, f"kl_{name}{suffix}": kl_BH}
     return {name: jnp.mean(value_BH, axis=1) for name, value_BH in statistics.items()}
 
 

@@ -31,7 +31,6 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The end-of-text token."""
         return self._evaluation.lm.tokenizer.eot_token
 
     @property
@@ -63,9 +62,8 @@ class HarnessModel(TemplateLM):
         """Return log p of each text and, as lm-eval does, of the ids in front of it. Windows score each token once."""
         windows = []
         for request in requests:
-            parts = get_rolling_token_windows(
-                self.tok_encode(request.args[0]), self.prefix_token_id, self._context_length, context_len=1
-            )
+            text = self.tok_encode(request.args[0])
+            parts = get_rolling_token_windows(text, self.prefix_token_id, self._context_length, context_len=1)
             windows.append([(tuple(context), tuple(tokens)) for context, tokens in map(make_disjoint_window, parts)])
         scores = iter(score_all(self._evaluation, [pair for text in windows for pair in text], what="windows of texts"))
         return [sum(next(scores).loglikelihood for _ in text) for text in windows]

@@ -58,12 +58,10 @@ class IclTask:
         """Read the files. Raise `UserError` if one is invalid, or the context is too short for a demonstration."""
         self.name, self._config, self._tokenizer = config.name, config, run.tokenizer
         self._settings: IclConfig = run.config.eval.icl
+        field = f"eval.icl.tasks, {config.name}"
         train, test = (
-            list(read_records(path_of(field, path), field=field, what="examples"))
-            for field, path in (
-                (f"eval.icl.tasks, {config.name}.train", config.train),
-                (f"eval.icl.tasks, {config.name}.test", config.test),
-            )
+            list(read_records(path_of(of_path, path), field=of_path, what="examples"))
+            for of_path, path in ((f"{field}.train", config.train), (f"{field}.test", config.test))
         )
         self._label_names = sorted({_one_line(record, config.label) for record in train})
         # The line break ensures that no label is a prefix of another, as `most_likely` requires.
@@ -74,10 +72,8 @@ class IclTask:
         self.questions = [examples[i] for i in rng.permutation(len(test))[: self._settings.questions]]
         context_length = run.config.data.sequence_length
         # The last token of a label is only a target, so it needs no position in the context.
-        room = (
-            context_length + 1 - max(len(example.question) for example in self.questions) - max(map(len, self.labels))
-        )
-        room -= len(self._tokenizer.prefix)
+        answered = max(len(example.question) for example in self.questions) + max(map(len, self.labels))
+        room = context_length + 1 - len(self._tokenizer.prefix) - answered
         ends = np.cumsum([len(example.demonstration) for example in demonstrations])
         self.most_shots = most = int(np.searchsorted(ends, room, side="right"))
         if not most:

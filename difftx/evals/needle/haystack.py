@@ -84,7 +84,13 @@ def read_haystack(run: Run, *, longest: int) -> np.ndarray:
     """Return the token ids of the text at `eval.needle.haystack`, or by default of the first validation set of text."""
     path, limit = run.config.eval.needle.haystack, max(TEXT_TOKENS, 4 * longest)
     if path is not None and not may_be_store(path_of(FIELD, path)):
-        tokens = _encode_files(run, path, limit)
+        parts, count = [np.empty(0, np.uint32)], 0
+        for text in read_texts(path, FIELD):
+            parts.append(run.tokenizer.encode_to_numpy(text))
+            count += len(parts[-1])
+            if count >= limit:
+                break
+        tokens = np.concatenate(parts)
     else:
         stores = [rows.store for rows in run.data.valid.values() if isinstance(rows, PackedRows)]
         if path is not None:
@@ -105,13 +111,3 @@ def haystack_files(config: Config) -> Sequence[AnyPath]:
         return []
     folder = path_of(FIELD, path)
     return [folder / META] if may_be_store(folder) else text_files(path, FIELD)
-
-
-def _encode_files(run: Run, path: str, limit: int) -> np.ndarray:
-    parts, count = [np.empty(0, np.uint32)], 0
-    for text in read_texts(path, FIELD):
-        parts.append(run.tokenizer.encode_to_numpy(text))
-        count += len(parts[-1])
-        if count >= limit:
-            break
-    return np.concatenate(parts)

@@ -139,19 +139,16 @@ class NeedlePrompts:
         if case.needles > len(CITIES):
             raise UserError(f"{case_field}: needles={case.needles}, and there are {len(CITIES)} cities; use fewer")
         new_tokens, context_length = self._settings.new_tokens, self._context_length
-        needed = self._minimum_prompt_tokens(case.needles, case.queries) + new_tokens
+        least = self._minimum_prompt_tokens
+        needed = least(case.needles, case.queries) + new_tokens
         if self.lengths[0] >= needed:
             return
-        fewer = [
-            n
-            for n in range(1, case.needles + 1)
-            if self._minimum_prompt_tokens(n, min(n, case.queries)) < context_length
-        ]
+        fewer = [n for n in range(1, case.needles + 1) if least(n, min(n, case.queries)) < context_length]
         if needed <= context_length:
             fix = f"use at least {needed}"
         elif fewer:
             needles = f"use {fewer[-1]} needles ({case_field}), and " if fewer[-1] < case.needles else ""
-            room = context_length - self._minimum_prompt_tokens(fewer[-1], min(fewer[-1], case.queries))
+            room = context_length - least(fewer[-1], min(fewer[-1], case.queries))
             length = f"{length_field}={context_length}, and " if self.lengths[0] < context_length else ""
             fix = f"{needles}set {length}eval.needle.new_tokens={min(new_tokens, room)}"
         else:

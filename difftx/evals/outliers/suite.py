@@ -65,11 +65,7 @@ def _count(evaluation: Evaluation, digits: Mapping[str, Digit], what: str) -> di
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
 def _add_batch(
-    graphdef: nnx.GraphDef,
-    params: Any,
-    batch: Batch,
-    digits: Mapping[str, Digit],
-    counts: Mapping[str, Counts],
+    graphdef: nnx.GraphDef, params: Any, batch: Batch, digits: Mapping[str, Digit], counts: Mapping[str, Counts]
 ) -> dict[str, Counts]:
     """Add the logits and hidden states of a batch's real tokens to `counts`."""
     model, ids_BT, real_BT = nnx.merge(graphdef, params), batch.segment_ids_BT, batch.is_real_BT

@@ -7,11 +7,10 @@ what this module writes, and vice versa. Each process writes its own database, a
 
 import contextlib
 import dataclasses
-import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Concatenate
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -47,20 +46,9 @@ class Shards:
     shards: list[tuple[tuple[slice, ...], np.ndarray]]  # Index in the whole array, and values, of each shard.
 
 
-def _explained[**P, R](
-    verb: str,
-) -> Callable[[Callable[Concatenate[AnyPath, P], R]], Callable[Concatenate[AnyPath, P], R]]:
-    """Return a decorator that converts the errors of TensorStore in a bucket to one line."""
-
-    def decorate(function: Callable[Concatenate[AnyPath, P], R]) -> Callable[Concatenate[AnyPath, P], R]:
-        @functools.wraps(function)
-        def call(folder: AnyPath, *args: P.args, **kwargs: P.kwargs) -> R:
-            with objects.requests_of_tensorstore(folder, verb) if is_bucket(folder) else contextlib.nullcontext():
-                return function(folder, *args, **kwargs)
-
-        return call
-
-    return decorate
+def _explained(folder: AnyPath, verb: str) -> contextlib.AbstractContextManager[None]:
+    """Return a context that converts the errors of TensorStore in a bucket to one line."""
+    return objects.requests_of_tensorstore(folder, verb) if is_bucket(folder) else contextlib.nullcontext()
 
 
 def copy_shards(tree: Any) -> dict[str, Shards]:
@@ -83,85 +71,85 @@ def copy_shards(tree: Any) -> dict[str, Shards]:
     return by_name
 
 
-@_explained("written")
 def write_shards(folder: AnyPath, arrays: Mapping[str, Shards]) -> None:
     """Write the shards of this process to the database of the checkpoint in `folder`, in one transaction."""
-    base, context = _base(folder / own_part())
-    transaction, copies = ts.Transaction(atomic=True), []
-    database = ts.KvStore.open(_database(base, writes=True), context=context).result().with_transaction(transaction)
-    for name, array in arrays.items():
-        metadata = _zarr_metadata(array)
-        database[f"{_zarr_folder(name)}{ZARR_METADATA}"] = json.dumps(metadata)
-        # Otherwise TensorStore would send a request for each array's metadata, which does not exist yet.
-        spec = _array(_database(base, writes=True), name) | {"metadata": metadata, "assume_metadata": True}
-        spec |= {"store_data_equal_to_fill_value": True}
-        store = ts.open(spec, open=True, context=context, transaction=transaction).result()
-        for index, values in array.shards:
-            copies.append(store[index].write(values, can_reference_source_data_indefinitely=True).copy)
-    for copied in copies:  # Raise the error of a write, if there was one.
-        copied.result()
-    transaction.commit_async().result()
+    with _explained(folder, "written"):
+        base, context = _base(folder / own_part())
+        transaction, copies = ts.Transaction(atomic=True), []
+        database = ts.KvStore.open(_database(base, writes=True), context=context).result().with_transaction(transaction)
+        for name, array in arrays.items():
+            metadata = _zarr_metadata(array)
+            database[f"{_zarr_folder(name)}{ZARR_METADATA}"] = json.dumps(metadata)
+            # Otherwise TensorStore would send a request for each array's metadata, which does not exist yet.
+            spec = _array(_database(base, writes=True), name) | {"metadata": metadata, "assume_metadata": True}
+            spec |= {"store_data_equal_to_fill_value": True}
+            store = ts.open(spec, open=True, context=context, transaction=transaction).result()
+            for index, values in array.shards:
+                copies.append(store[index].write(values, can_reference_source_data_indefinitely=True).copy)
+        for copied in copies:  # Raise the error of a write, if there was one.
+            copied.result()
+        transaction.commit_async().result()
 
 
-@_explained("written")
 def merge(folder: AnyPath) -> None:
     """Merge the databases of all processes, if there are several. Their data files stay where they are."""
     if jax.process_count() == 1:
         return
-    base, context = _base(folder / STATE)
-    merged = ts.KvStore.open(_database(base, writes=True), context=context).result()
-    transaction = ts.Transaction(atomic=True)
-    for process in range(jax.process_count()):
-        part, _ = _base(folder / _part(process))
-        source = ts.KvStore.open(_database(part), context=context).result()
-        source.experimental_copy_range_to(merged.with_transaction(transaction)).result()
-    transaction.commit_async().result()
+    with _explained(folder, "written"):
+        base, context = _base(folder / STATE)
+        merged = ts.KvStore.open(_database(base, writes=True), context=context).result()
+        transaction = ts.Transaction(atomic=True)
+        for process in range(jax.process_count()):
+            part, _ = _base(folder / _part(process))
+            source = ts.KvStore.open(_database(part), context=context).result()
+            source.experimental_copy_range_to(merged.with_transaction(transaction)).result()
+        transaction.commit_async().result()
 
 
-@_explained("read")
 def restore(folder: AnyPath, wanted: Any) -> Any:
     """Return the arrays of a checkpoint, like those of the abstract tree `wanted`, with its shardings.
 
     Each process reads the parts of its own devices.
     """
-    base, context = _base(folder / STATE)
-    leaves, structure = jax.tree_util.tree_flatten_with_path(wanted)
-    opened = [ts.open(_readable(base, array_name(path)), open=True, context=context) for path, _ in leaves]
-    reads = []
-    for (path, leaf), future in zip(leaves, opened, strict=True):
-        store = future.result()
-        if store.shape != leaf.shape or store.dtype.numpy_dtype != leaf.dtype:
-            # The caller has compared the manifest with `wanted`, so this array contradicts the manifest.
-            raise UnreadableError(f"{folder}: {array_name(path)} is {store.shape} {store.dtype.name} there")
-        indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
-        reads.append({index: store[index].read() for index in dict.fromkeys(indices)})
-    arrays = [
-        jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index, shards=shards: shards[index].result())
-        for (_, leaf), shards in zip(leaves, reads, strict=True)
-    ]
-    return jax.tree_util.tree_unflatten(structure, arrays)
+    with _explained(folder, "read"):
+        base, context = _base(folder / STATE)
+        leaves, structure = jax.tree_util.tree_flatten_with_path(wanted)
+        opened = [ts.open(_readable(base, array_name(path)), open=True, context=context) for path, _ in leaves]
+        reads = []
+        for (path, leaf), future in zip(leaves, opened, strict=True):
+            store = future.result()
+            if store.shape != leaf.shape or store.dtype.numpy_dtype != leaf.dtype:
+                # The caller has compared the manifest with `wanted`, so this array contradicts the manifest.
+                raise UnreadableError(f"{folder}: {array_name(path)} is {store.shape} {store.dtype.name} there")
+            indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+            reads.append({index: store[index].read() for index in dict.fromkeys(indices)})
+        arrays = [
+            jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index, shards=shards: shards[index].result())
+            for (_, leaf), shards in zip(leaves, reads, strict=True)
+        ]
+        return jax.tree_util.tree_unflatten(structure, arrays)
 
 
-@_explained("read")
 def read_arrays(folder: AnyPath, names: Iterable[str]) -> dict[str, np.ndarray]:
     """Return whole arrays of a checkpoint in the memory of the host, by name."""
-    base, context = _base(folder / STATE)
-    opened = {name: ts.open(_readable(base, name), open=True, context=context) for name in names}
-    reads = {name: future.result().read() for name, future in opened.items()}
-    return {name: read.result() for name, read in reads.items()}
+    with _explained(folder, "read"):
+        base, context = _base(folder / STATE)
+        opened = {name: ts.open(_readable(base, name), open=True, context=context) for name in names}
+        reads = {name: future.result().read() for name, future in opened.items()}
+        return {name: read.result() for name, read in reads.items()}
 
 
-@_explained("read")
 def open_array(folder: AnyPath, name: str, *, cache_bytes: int) -> ts.TensorStore:
     """Return an array of a checkpoint, which reads ranges on demand."""
-    base, context = _base(folder / STATE, cache_bytes)
-    return ts.open(_readable(base, name), open=True, context=context).result()
+    with _explained(folder, "read"):
+        base, context = _base(folder / STATE, cache_bytes)
+        return ts.open(_readable(base, name), open=True, context=context).result()
 
 
-@_explained("read")
 def read_part(folder: AnyPath, opened: ts.TensorStore, index: int | slice) -> np.ndarray:
     """Return a part of an array that `open_array` has opened in a checkpoint."""
-    return opened[index].read().result()
+    with _explained(folder, "read"):
+        return opened[index].read().result()
 
 
 def _base(folder: AnyPath, cache_bytes: int = CACHE_BYTES) -> tuple[dict[str, Any], ts.Context]:

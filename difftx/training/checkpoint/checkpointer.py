@@ -13,7 +13,6 @@ import shutil
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -212,19 +211,16 @@ class Checkpointer:
                 f"a new --workdir. To start from step 0 in this --workdir and lose its metrics, delete {saved}"
             )
 
-    def record_start_over(self) -> None:
-        """Record that the run starts again from step 0, so that a start without a checkpoint is not an error.
+    def record_saved(self, step: int) -> None:
+        """Record the step of a save, or 0 before the run deletes all checkpoints to start again from step 0.
 
-        Only the primary process may call this, before it deletes all checkpoints of the run.
+        After a record of step 0, a start without a checkpoint is not an error. Only the primary process may call this.
         """
-        self._record_saved(0)
-
-    def _record_saved(self, step: int) -> None:
         self._require_lock()
         write_atomically(self._workdir / SAVED, json.dumps({"step": step}) + "\n")
 
     def _starts_over(self) -> bool:
-        """Return whether the run has saved no checkpoint since `record_start_over`."""
+        """Return whether the run has saved no checkpoint since `record_saved(0)`."""
         try:
             return read_json(self._workdir / SAVED) == {"step": 0}
         except UserError:  # An absent file records nothing. A corrupt one shows that something was saved.
@@ -294,7 +290,7 @@ class Checkpointer:
             records = {CONFIG_FILE: json.loads(config.to_json()), LOADER_FILE: loader}
             self._saving = step, self._background.submit(self._finish, step, lambda: save.write(records, describe))
             return
-        unfinished = _unfinished_folder(self.folder, step)
+        unfinished = self.folder / f"{step}{ocp.step.TMP_DIR_SUFFIX}"
 
         def finish() -> None:
             write_manifest(unfinished, describe)
@@ -342,7 +338,7 @@ class Checkpointer:
         wait()
         if self._config is None or not is_primary():
             return
-        for what, action in ((f"{SAVED} is not written", self._record_saved), ("old checkpoints stay", self._retain)):
+        for what, action in ((f"{SAVED} is not written", self.record_saved), ("old checkpoints stay", self._retain)):
             try:
                 action(step)
             except (OSError, UserError, RunError) as error:  # The save has succeeded nevertheless.
@@ -376,7 +372,7 @@ class Checkpointer:
         if is_primary() and not is_bucket(self.folder):
             self._require_lock()  # A process that has lost its run stops after the first failure.
             # Free the space, which may be missing for the next save.
-            shutil.rmtree(_unfinished_folder(self.folder, step), ignore_errors=True)
+            shutil.rmtree(self.folder / f"{step}{ocp.step.TMP_DIR_SUFFIX}", ignore_errors=True)
         self._failures += 1
         limit = self._config.max_failed_saves
         why = f"{type(error).__name__}: {(str(error) or '?').splitlines()[0]}"
@@ -394,11 +390,6 @@ def _orbax_options(**options: Any) -> ocp.AsyncOptions:
 
 def _exists(folder: AnyPath) -> bool:
     return size_of(folder / MANIFEST) is not None if is_bucket(folder) else folder.exists()
-
-
-def _unfinished_folder(folder: Path, step: int) -> Path:
-    """Return the temporary folder into which orbax saves the checkpoint of a step, below the folder of checkpoints."""
-    return folder / f"{step}{ocp.step.TMP_DIR_SUFFIX}"
 
 
 def _hide_late_writes() -> None:

@@ -224,7 +224,7 @@ def _read_manifest(folder: AnyPath) -> Manifest:
         raise UserError(f"{MANIFEST}: contents: not the name of a folder")
     _check_inside(folder, files)
     names = ("step", "weights", "config_sha256", "data", "packages", "source_sha256", "extensions")
-    others = {name: raw[name] for name in names} | {"run_id": raw.get("run_id")}
+    others: dict[str, Any] = {name: raw[name] for name in names} | {"run_id": raw.get("run_id")}
     return Manifest(sha256=signed["sha256"], arrays=arrays, files=files, contents=contents, **others)
 
 

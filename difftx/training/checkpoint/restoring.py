@@ -20,7 +20,6 @@ from difftx.training.checkpoint.manifest import (
     CONFIG_FILE,
     LOADER_FILE,
     MANIFEST,
-    Manifest,
     WeightsPart,
     describe_arrays,
     read_manifest,
@@ -50,10 +49,8 @@ def restore_state(folder: AnyPath, abstract: TrainState, mesh: jax.sharding.Mesh
 
     The train state is sharded over `mesh` like `abstract`.
     """
-    wanted = _on_mesh(abstract.parts(), mesh)
-    manifest = read_manifest(folder)
-    _check_arrays(folder, manifest, wanted)
-    contents = _arrays_folder(folder, manifest)
+    wanted = on_mesh(abstract.parts(), mesh)
+    contents = _checked_contents(folder, wanted)
     if contents is not None:
         with _reading(folder):
             return TrainState(**arrays.restore(contents, wanted)), read_json(contents / LOADER_FILE)
@@ -69,10 +66,8 @@ def restore_params(folder: AnyPath, params: Any, mesh: jax.sharding.Mesh, part: 
 
     `part` is the part of the train state that has them: "params", or their average "ema".
     """
-    wanted = _on_mesh({part: params}, mesh)
-    manifest = read_manifest(folder)
-    _check_arrays(folder, manifest, wanted, f"{part}/")
-    contents = _arrays_folder(folder, manifest)
+    wanted = on_mesh({part: params}, mesh)
+    contents = _checked_contents(folder, wanted, f"{part}/")
     if contents is not None:
         with _reading(folder):
             return arrays.restore(contents, wanted)[part]
@@ -101,8 +96,12 @@ def _reading(folder: AnyPath) -> Iterator[None]:
         raise UnreadableError(f"{folder} cannot be read: {why}; run the same command again") from error
 
 
-def _check_arrays(folder: AnyPath, manifest: Manifest, wanted: Any, prefix: str = "") -> None:
-    """Raise `UserError` unless the checkpoint's arrays whose names begin with `prefix` are the `wanted` ones."""
+def _checked_contents(folder: AnyPath, wanted: Any, prefix: str = "") -> AnyPath | None:
+    """Return the folder that `arrays` reads, or None if orbax has written the checkpoint to a local disk.
+
+    Raise `UserError` unless the checkpoint's arrays whose names begin with `prefix` are the `wanted` ones.
+    """
+    manifest = read_manifest(folder)
     # Orbax would silently cast other dtypes, and its error for another shape would not name the array.
     saved = {name: array for name, array in manifest.arrays.items() if name.startswith(prefix)}
     # Parameters come first, because users know their names. The optimizer's moments have the same mismatches.
@@ -115,16 +114,12 @@ def _check_arrays(folder: AnyPath, manifest: Manifest, wanted: Any, prefix: str 
             )
     if saved:
         raise UserError(f"{folder}: {next(iter(saved))} has no place in this config's model or train state")
-
-
-def _arrays_folder(folder: AnyPath, manifest: Manifest) -> AnyPath | None:
-    """Return the folder that `arrays` reads, or None if orbax has written the checkpoint to a local disk."""
     if manifest.contents:
         return folder / manifest.contents
     return folder if is_bucket(folder) else None
 
 
-def _on_mesh(tree: Any, mesh: jax.sharding.Mesh) -> Any:
+def on_mesh(tree: Any, mesh: jax.sharding.Mesh) -> Any:
     """Return the abstract arrays with shardings over `mesh`. Arrays without a sharding are replicated."""
 
     def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -68,8 +68,9 @@ def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], workdir: AnyPa
         results = {step: result for step, result in found.items() if result is not None}
         if results:
             bases = {step: basis for step, (_, basis) in results.items()}
-            own, newest = _own_basis(workdir / "checkpoints" / str(newest_first[0])), next(iter(bases.values()))
-            basis = own if any(map(own.is_comparable, bases.values())) else newest
+            files = contents_of(workdir / "checkpoints" / str(newest_first[0]))
+            own = Basis(read_json(files / LOADER_FILE).get("valid"), read_json(files / CONFIG_FILE)["eval"])
+            basis = own if any(map(own.is_comparable, bases.values())) else next(iter(bases.values()))
             numbers = {step: number for step, (number, _) in results.items() if basis.is_comparable(bases[step])}
             best = min if config.keep_best_mode == "min" else max
             kept.add(best(numbers, key=numbers.__getitem__))  # Among equally good steps, keep the newest one.
@@ -90,12 +91,6 @@ def is_regular(folder: AnyPath) -> bool:
         return False
     step = int(folder.name)
     return step == guard.get("first_regular") or (step > 0 and step % every_steps == 0)
-
-
-def _own_basis(folder: AnyPath) -> Basis:
-    """Return the basis on which the run measures its numbers, from one of its checkpoints."""
-    files = contents_of(folder)
-    return Basis(read_json(files / LOADER_FILE).get("valid"), read_json(files / CONFIG_FILE)["eval"])
 
 
 def number_of(workdir: AnyPath, step: int, name: str) -> tuple[float, Basis] | None:

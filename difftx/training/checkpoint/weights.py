@@ -23,7 +23,6 @@ from difftx.training.checkpoint.manifest import WeightsPart, contents_of, manife
 
 DATA_FILE_BYTES = 2**28  # Size at which orbax writes a data file, which it collects in memory.
 CACHE_BYTES = 2**31  # Size of the cache for chunks that have several layers, as training saves them.
-SAVE_SECONDS = 24 * 3600
 STEP = 0  # Step of a checkpoint that difftx did not train.
 
 
@@ -54,8 +53,7 @@ def save_params(workdir: Path, arrays: Mapping[str, Streamed], config: Config, d
     described = {f"params/{name}": (array.shape, str(array.dtype)) for name, array in arrays.items()}
     describe = functools.partial(manifest_text, STEP, weights, described, config, data, None)
     options = ocp.AsyncOptions(
-        timeout_secs=SAVE_SECONDS,
-        post_finalization_callback=lambda: write_manifest(unfinished, describe),
+        timeout_secs=24 * 3600, post_finalization_callback=lambda: write_manifest(unfinished, describe)
     )
     registry = ocp.type_handlers.create_type_handler_registry((Streamed, _StreamedHandler()))
     handler = ocp.CompositeCheckpointHandler(
