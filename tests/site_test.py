@@ -20,6 +20,7 @@ from benchmarks import reference_tables, results
 from difftx import api
 from difftx.config.architectures import ARCHITECTURES
 from difftx.errors import UserError
+from difftx.inference.trained_run import TrainedRun
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(DOCS.rglob("*.md"))
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -72,7 +73,8 @@ def test_broken_links_are_found():
 def test_the_readme_is_short_and_its_example_runs():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 125
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    loaded, code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert {"logits", "attention"} == {*re.findall(r"= run\.(\w+)", loaded)} <= {*dir(TrainedRun)}
     assert len([line for line in code.splitlines() if line]) <= 10
     names = {}
     exec(code, names)

@@ -1,5 +1,6 @@
 """Corpora of text files: their documents and their split into training and validation."""
 
+import builtins
 import dataclasses
 import errno
 import gzip
@@ -100,10 +101,12 @@ def test_a_read_that_may_succeed_later_is_not_a_mistake(config, tmp_path, monkey
     ]
     for read in readers:
         with monkeypatch.context() as patch:
-            patch.setattr(Path, "open", lambda *_, **__: fail(number))
+            for owner in (Path, builtins):
+                patch.setattr(owner, "open", lambda *_, **__: fail(number))
             with pytest.raises(UnreadableError, match=r"/a\.\w+'?: cannot be read \(.*; when that has passed"):
                 read(tmp_path / "a.txt")
-            patch.setattr(Path, "open", lambda *_, **__: fail(errno.EACCES))
+            for owner in (Path, builtins):
+                patch.setattr(owner, "open", lambda *_, **__: fail(errno.EACCES))
             with pytest.raises(UserError, match=r"/a\.\w+'?: cannot be read \(Permission denied\)$"):
                 read(tmp_path / "a.txt")
 

@@ -10,7 +10,6 @@ import pickle
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -108,12 +107,12 @@ def test_tokens_of_a_replaced_store_are_read_from_the_new_files(store):
 def test_a_failed_read_of_offsets_is_no_corrupt_store(store, monkeypatch):
     """numpy's `fromfile` returns the part before the error, which looks like a shorter file."""
 
-    def fail(path):
+    def fail(*_, **__):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     opened = open_store(store, "train")
     monkeypatch.setattr("difftx.files.RETRY_SECONDS", (0.0,))
-    monkeypatch.setattr(Path, "read_bytes", fail)
+    monkeypatch.setattr("builtins.open", fail)
     with pytest.raises(UnreadableError, match=r"00000\.offsets cannot be read: Input/output error"):
         _ = opened.offsets
     monkeypatch.undo()

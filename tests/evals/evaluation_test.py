@@ -174,7 +174,7 @@ def test_results_of_an_extension_have_its_measures(config, text_file, tmp_path, 
     for has_extension in (False, True):
         monkeypatch.setitem(SUITES._entries, "own", suite)
         if has_extension:
-            extension = Extension("own.py", "0" * 64, "0" * 64)
+            extension = Extension("own.py", "0" * 64)
             monkeypatch.setattr(SUITES, "extension_of", {"own": extension}.get)
         evals.evaluate(run, None, 0, ["own"])
         stored = evals.stored_result(run, "own", 0)

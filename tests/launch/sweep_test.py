@@ -286,18 +286,20 @@ def test_a_finished_run_of_other_data_or_extensions_is_not_skipped(config_file, 
         signature = load_sources(config.data, load_tokenizer("bytes")).signature
         known = tmp_path / "mine.py"
         with monkeypatch.context() as patch:
-            patch.setattr(registry, "_extensions", {known: Extension(str(known), "0" * 64, "0" * 64)})
+            patch.setattr(registry, "_extensions", {known: Extension(str(known), "0" * 64)})
             with contextlib.closing(Checkpointer(workdir, config.checkpoint)) as writer:
                 ones = {"layer": jnp.ones((300, 2))}
-                writer.save(TrainState(jnp.int32(STEPS), ones, {"mu": ones}), {"signature": signature}, config)
+                writer.save(
+                    TrainState(jnp.int32(STEPS), ones, {"mu": ones}),
+                    {"examples": 0, "tokens": 0, "signature": signature},
+                    config,
+                )
             runner.Sweep(points, out, {})  # Nothing differs.
-            patch.setattr(registry, "_extensions", {known: Extension(str(known), "1" * 64, "1" * 64)})
-            message = (
-                r"is finished, but with another extension .*mine.py \(SHA-256 0{12}… → 1{12}…\); use another --out"
-            )
+            patch.setattr(registry, "_extensions", {known: Extension(str(known), "1" * 64)})
+            message = r"is finished, but with another extension .*mine.py, or a module that it imports \(SHA-256 0{12}… → 1{12}…\); use another --out"
             with pytest.raises(UserError, match=message):
                 runner.Sweep(points, out, {})
-            patch.setattr(registry, "_extensions", {known: Extension(str(known), "0" * 64, "0" * 64)})
+            patch.setattr(registry, "_extensions", {known: Extension(str(known), "0" * 64)})
             (tmp_path / "store").rename(tmp_path / "first")
             (tmp_path / "more.txt").write_text("".join(f"{i} cubed is {i**3}.\n" for i in range(9000)))
             prepared(tmp_path / "store", f"--input={tmp_path / 'more.txt'}", "--valid_fraction=0.2")

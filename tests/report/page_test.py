@@ -430,7 +430,8 @@ def test_a_suite_gives_the_units_and_directions_of_its_numbers(tmp_path):
     for run, factor in zip(runs, (1.25, 1), strict=True):
         write_result(run, "own", 6, {name: factor * value for name, value in numbers.items()})
         path = run / "evals" / "own" / "6.json"
-        measures = {"loss_of_detail": {"unit": "metres", "better": "higher"}, "accuracy": {"unit": "", "better": None}}
+        measures = {"loss_of_detail": {"unit": "metres", "better": "higher", "label": ""}}
+        measures |= {"accuracy": {"unit": "", "better": None, "label": ""}}
         path.write_text(json.dumps(json.loads(path.read_text()) | {"measures": measures}))
     text = write_page(runs, tmp_path / "report.html").read_text()
     assert 'loss of detail <span class="unit">metres</span>' in text

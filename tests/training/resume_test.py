@@ -194,7 +194,7 @@ def test_run_directory_describes_the_run(uninterrupted):
     _, workdir = uninterrupted
     assert json.loads((workdir / "config.json").read_text())["train"]["steps"] == STEPS
     manifest = json.loads((workdir / "manifest.json").read_text())
-    described = {"format", "command", "commit", "python", "packages", "devices", "data", "extensions"}
+    described = {"format", "run_id", "command", "commit", "python", "packages", "devices", "data", "extensions"}
     assert set(manifest) == described | {"source_sha256", "attention_kernel", "kernels"}
     assert (manifest["attention_kernel"], manifest["kernels"]) == ("xla", {})  # On a CPU, nothing is measured.
     assert len(manifest["data"]["source train"]) == 64

@@ -419,7 +419,7 @@ def test_parameters_of_another_model_are_named(start, tmp_path, capsys, monkeypa
     folder = tmp_path / "a" / "checkpoints" / "1"
     known = [{"path": "mine.py", "sha256": "0" * 64}]
     edit_manifest(folder, lambda manifest: manifest.update(extensions=known))
-    loaded = {"mine.py": Extension("mine.py", "1" * 64, "1" * 64)}
+    loaded = {"mine.py": Extension("mine.py", "1" * 64)}
     monkeypatch.setattr(registry, "_extensions", loaded)
     changes = {
         "model__rope_theta": 500_000.0,
