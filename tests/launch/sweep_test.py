@@ -289,14 +289,14 @@ def test_a_finished_run_of_other_data_or_extensions_is_not_skipped(config_file, 
             patch.setattr(registry, "_extensions", {known: Extension(str(known), "0" * 64)})
             with contextlib.closing(Checkpointer(workdir, config.checkpoint)) as writer:
                 ones = {"layer": jnp.ones((300, 2))}
-                writer.save(
-                    TrainState(jnp.int32(STEPS), ones, {"mu": ones}),
-                    {"examples": 0, "tokens": 0, "signature": signature},
-                    config,
-                )
+                loader = {"examples": 0, "tokens": 0, "signature": signature}
+                writer.save(TrainState(jnp.int32(STEPS), ones, {"mu": ones}), loader, config)
             runner.Sweep(points, out, {})  # Nothing differs.
             patch.setattr(registry, "_extensions", {known: Extension(str(known), "1" * 64)})
-            message = r"is finished, but with another extension .*mine.py, or a module that it imports \(SHA-256 0{12}… → 1{12}…\); use another --out"
+            hashes = r"\(SHA-256 0{12}… → 1{12}…\)"
+            message = (
+                rf"finished, but with another extension .*mine.py, or a module that it imports {hashes}; use another"
+            )
             with pytest.raises(UserError, match=message):
                 runner.Sweep(points, out, {})
             patch.setattr(registry, "_extensions", {known: Extension(str(known), "0" * 64)})

@@ -440,11 +440,11 @@ def test_parameters_of_another_model_are_named(start, tmp_path, capsys, monkeypa
             f"{change}, other than in the run of the parameters"
             for change in (
                 "model.rope_theta: 10000.0 → 500000.0",
-                "model.rope_scaling.factor: 1.0 → 8.0",
                 "model.window: None → 16",
                 "model.lambda_init: 0.5 → None",
                 "model.post_scale: None → 0.2",
-                "extension mine.py (SHA-256 000000000000… → 111111111111…)",
+                "model.rope_scaling.factor: 1.0 → 8.0",
+                "extension mine.py, or a module that it imports (SHA-256 000000000000… → 111111111111…)",
             )
         ),
     ]
