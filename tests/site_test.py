@@ -74,7 +74,7 @@ def test_the_readme_is_short_and_its_example_runs():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 125
     loaded, code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert {"logits", "attention"} == {*re.findall(r"= run\.(\w+)", loaded)} <= {*dir(TrainedRun)}
+    assert {"logits", "attention", "generate"} == {*re.findall(r"= run\.(\w+)", loaded)} <= {*dir(TrainedRun)}
     assert len([line for line in code.splitlines() if line]) <= 10
     names = {}
     exec(code, names)

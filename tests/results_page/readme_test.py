@@ -43,17 +43,18 @@ def test_the_deficit_of_the_model():
     assert "`diff` needs {}, {} and {} % more tokens than the Transformer".format(*more) in FINDINGS[1]
     start = " ".join((ROOT / "docs" / "index.md").read_text().split())
     assert "In tokens, it needs {}, {} and {} % more than the Transformer".format(*more) in start
-    assert f"with 430,000 and 20, the difference of {shown(larger)} bits per byte† is undecided" in FINDINGS[1]
+    assert (
+        f"430,000 parameters and 20 tokens per parameter, the difference is {shown(larger)}†: undecided" in FINDINGS[1]
+    )
     assert size_verdict("diff", "transformer", "at 20") == 1
     assert size_verdict("diff", "transformer", "at 20", LARGE) == 0
 
 
 def test_the_cost_of_the_head_norm():
     norm, whole = (contrast(AGAIN, "diff", other) for other in ("diff-gain", "transformer"))
-    assert (
-        f"At 14 tokens per parameter, the loss is {shown(whole)}† higher, and the norm costs {shown(norm)}†"
-        in FINDINGS[2]
-    )
+    text = f"the loss of `diff` is {shown(whole)}† above the Transformer's; the head norm alone raises it by"
+    text = f"{text} {shown(norm)}†"
+    assert f"At 14 tokens per parameter, {text}" in FINDINGS[2]
     assert verdict_again("diff", "diff-gain") == verdict_again("diff", "transformer") == 1
     assert interval(norm)[0] / interval(whole)[0] == pytest.approx(0.5, abs=0.1)
 
@@ -61,8 +62,9 @@ def test_the_cost_of_the_head_norm():
 def test_the_worth_of_the_second_map():
     gain = at_length("zero-norm", "diff", 80)
     bought = bought_by(1 / (1 - 0.11))
-    costs = f"about what 11 % fewer parameters cost elsewhere ({min(bought):.3f} to {max(bought):.3f})"
-    assert f"Without it (λ = 0), the loss is {shown(gain)} higher at 80 tokens per parameter, {costs}" in FINDINGS[3]
+    costs = f"with 11 % fewer parameters, as many, would lose {min(bought):.3f} to {max(bought):.3f}."
+    text = f"At 80 tokens per parameter, the loss without it (λ = 0) is {shown(gain)} higher. A Transformer {costs}"
+    assert text in FINDINGS[3]
     mean, half = interval(gain)
     assert half < mean == pytest.approx(sum(bought) / 2, abs=0.002)
 
@@ -70,8 +72,11 @@ def test_the_worth_of_the_second_map():
 def test_the_ranking_with_muon():
     long, short = (by_optimizer("Muon", (1, "diff", of), (-1, "transformer", of)) for of in (False, True))
     change = WARMUP_FAMILY["diff's need minus transformer's, Muon"]
-    text = f"({shown(long)}†) into a deficit ({shown(short)}; change {shown(change)}†)"
-    assert f"turns a lead of `diff` {text}; Muon with 1 % is the best of four recipes for both" in FINDINGS[4]
+    text = f"50 % of the steps ({shown(long)}†), and behind if it takes 1 % ({shown(short)}; change {shown(change)}†)."
+    assert (
+        f"is ahead if the warm-up takes {text} The second is the best of the four recipes tried, for both"
+        in FINDINGS[4]
+    )
     assert (is_decided("the whole architecture, Muon"), is_decided("diff's need minus transformer's, Muon")) == (-1, 1)
     assert interval(short)[0] > interval(short)[1]
     question_2_test.test_smallest_mean_loss_of_question_2()
@@ -79,13 +84,12 @@ def test_the_ranking_with_muon():
 
 def test_other_variants_and_distractors():
     gdla, gated = (shown(at_length(arm, "transformer", 80)) for arm in ("gdla", "gated"))
-    assert (
-        f"[`gdla`] ({gdla}†) and `gated` attention ({gated}†) lead at equal tokens, and are about level" in FINDINGS[5]
-    )
+    text = f"[`gdla`] ({gdla}†) and `gated` attention ({gated}†) are lower after equal tokens, and about level"
+    assert f"the losses of {text}" in FINDINGS[5]
     for arm in ("gdla", "gated"):
         assert size_verdict(arm, "transformer", "at 80", LATER) == -1
         assert 2 ** log_worth(arm, 80, OWN) / float(step_time(arm, 6)) == pytest.approx(1, abs=0.1)
-    assert "models with λ = 0 solve at least as many runs as `diff`" in FINDINGS[5]
+    assert "is learned with λ = 0 in at least as many runs as with `diff`" in FINDINGS[5]
     for study, task in ((RECALL, "recall"), (NOISE, "recall-31"), (MORE_NOISE, "recall-63"), (LONGER, "recall-63")):
         others = [solved(study, arm, task) for arm in ("zero-norm", *(["zero-gain"] if study != LONGER else []))]
         assert all(solved(study, "diff", task)[0] <= count for count, _ in others)
