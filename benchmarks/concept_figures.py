@@ -40,13 +40,13 @@ def draw_maps(charts: Mapping[str, Any], scheme: str) -> plt.Figure:
     values = {title: np.asarray(charts[name]["values"]) for title, name in panels.items()}
     limit = max(np.abs(value).max() for value in values.values())
     for axis, (title, value) in zip(axes, values.items(), strict=True):
-        image = axis.imshow(value, cmap=colours, vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest")
+        axis.imshow(value, cmap=colours, vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest")
         axis.set_title(title)
         axis.set_xlabel("key position")
     tokens = len(values["A1"][0])
     axes[0].set_ylabel("query position")
     axes[0].set_yticks([0, len(values["A1"]) - 1], [str(tokens - len(values["A1"])), str(tokens - 1)])
-    figure.colorbar(image, ax=axes, label="weight", pad=0.01)
+    figure.colorbar(axes[-1].images[0], ax=axes, label="weight", pad=0.01)
     return figure
 
 

@@ -250,8 +250,9 @@ def draw_warmup(records: Sequence[Record], path: Path, *, default_steps: int, to
     """
     figure = matplotlib.figure.Figure(figsize=(5, 3.6), layout="constrained")
     axes = figure.subplots()
+    best: dict[int, float] = {}
     for arm, colour in MAIN_COLOURS.items():
-        best: dict[int, float] = collections.defaultdict(lambda: math.inf)
+        best = collections.defaultdict(lambda: math.inf)
         for r in records:
             if r["arm"] == arm and r["changes"].keys() <= {"optimizer.warmup_steps", "optimizer.learning_rate"}:
                 steps = int(r["changes"].get("optimizer.warmup_steps", default_steps))

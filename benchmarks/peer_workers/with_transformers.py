@@ -25,6 +25,7 @@ def main() -> None:
 
     def train(steps: int) -> None:
         model.train()
+        loss = torch.zeros(())
         for _ in range(steps):
             batch = rows[torch.randint(0, len(rows), (task.rows,))]
             loss = step_model(input_ids=batch, labels=batch, use_cache=False).loss

@@ -62,7 +62,7 @@ def test_the_cost_of_the_head_norm():
 def test_the_worth_of_the_second_map():
     gain = at_length("zero-norm", "diff", 80)
     bought = bought_by(1 / (1 - 0.11))
-    costs = f"with 11 % fewer parameters, as many, would lose {min(bought):.3f} to {max(bought):.3f}."
+    costs = f"without as many parameters (11 %) loses {min(bought):.3f} to {max(bought):.3f}."
     text = f"At 80 tokens per parameter, the loss without it (λ = 0) is {shown(gain)} higher. A Transformer {costs}"
     assert text in FINDINGS[3]
     mean, half = interval(gain)
@@ -73,10 +73,7 @@ def test_the_ranking_with_muon():
     long, short = (by_optimizer("Muon", (1, "diff", of), (-1, "transformer", of)) for of in (False, True))
     change = WARMUP_FAMILY["diff's need minus transformer's, Muon"]
     text = f"50 % of the steps ({shown(long)}†), and behind if it takes 1 % ({shown(short)}; change {shown(change)}†)."
-    assert (
-        f"is ahead if the warm-up takes {text} The second is the best of the four recipes tried, for both"
-        in FINDINGS[4]
-    )
+    assert f"is ahead if the warm-up takes {text} For both models, Muon with 1 % is the best" in FINDINGS[4]
     assert (is_decided("the whole architecture, Muon"), is_decided("diff's need minus transformer's, Muon")) == (-1, 1)
     assert interval(short)[0] > interval(short)[1]
     question_2_test.test_smallest_mean_loss_of_question_2()
@@ -84,12 +81,12 @@ def test_the_ranking_with_muon():
 
 def test_other_variants_and_distractors():
     gdla, gated = (shown(at_length(arm, "transformer", 80)) for arm in ("gdla", "gated"))
-    text = f"[`gdla`] ({gdla}†) and `gated` attention ({gated}†) are lower after equal tokens, and about level"
-    assert f"the losses of {text}" in FINDINGS[5]
+    text = f"[`gdla`] ({gdla}†) and `gated` attention ({gated}†) are lower than the Transformer's after equal tokens"
+    assert f"the losses of {text}, and about equal after equal time" in FINDINGS[5]
     for arm in ("gdla", "gated"):
         assert size_verdict(arm, "transformer", "at 80", LATER) == -1
         assert 2 ** log_worth(arm, 80, OWN) / float(step_time(arm, 6)) == pytest.approx(1, abs=0.1)
-    assert "is learned with λ = 0 in at least as many runs as with `diff`" in FINDINGS[5]
+    assert "models with λ = 0 learn the task at least as often as `diff`" in FINDINGS[5]
     for study, task in ((RECALL, "recall"), (NOISE, "recall-31"), (MORE_NOISE, "recall-63"), (LONGER, "recall-63")):
         others = [solved(study, arm, task) for arm in ("zero-norm", *(["zero-gain"] if study != LONGER else []))]
         assert all(solved(study, "diff", task)[0] <= count for count, _ in others)
