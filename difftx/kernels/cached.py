@@ -75,10 +75,20 @@ def weighted_attention(
 
 
 def _attend(
-    weight_function, window, q_BTHGd, k_BUKGd, v_BUKE, weight_argument_BTH, *segments_and_cache
+    weight_function: WeightFunction,
+    window: int | None,
+    q_BTHGd: jax.Array,
+    k_BUKGd: jax.Array,
+    v_BUKE: jax.Array,
+    weight_argument_BTH: jax.Array | None,
+    segment_BT: jax.Array,
+    branch_BT: jax.Array,
+    position_BT: jax.Array,
+    cached_segment_BS: jax.Array,
+    cache: ShardedArrays,
 ) -> tuple[jax.Array, ShardedArrays]:
     """Return the output `[B, T, H, E]` and the mass, as `weighted_attention` does, for the shard of a device."""
-    segments, cache = SegmentMask(*segments_and_cache[:-1]), segments_and_cache[-1]
+    segments = SegmentMask(segment_BT, branch_BT, position_BT, cached_segment_BS)
     keys, values_BKSE, *slots = cache.by_head
     keys, values_BKSE = dequantized(keys), dequantized(values_BKSE)
     B, T, H, G, d = q_BTHGd.shape
@@ -95,7 +105,7 @@ def _attend(
     if weight_argument_BTH is not None:
         arguments.append(split_heads(weight_argument_BTH, K)[..., None])
     weights_BKRTX = weight_function(*arguments)
-    mass = _mass(weights_BKRTX, segments.segment_BT) if slots else ShardedArrays()
+    mass = _mass(weights_BKRTX, segment_BT) if slots else ShardedArrays()
     weights_BKRTX = weights_BKRTX.astype(v_BUKE.dtype)
     out_BKRTE = einsum("BKRTS,BKSE->BKRTE", weights_BKRTX[..., :S], values_BKSE)
     out_BKRTE += einsum("BKRTU,BUKE->BKRTE", weights_BKRTX[..., S:], v_BUKE)

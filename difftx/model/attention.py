@@ -8,7 +8,8 @@
 
 import dataclasses
 import functools
-from typing import ClassVar, Literal
+from collections.abc import Callable
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +31,18 @@ from difftx.parallel.layout import Layout, reshard
 Angles = tuple[jax.Array, jax.Array]
 
 
-# Value of `model.lambda_bound` → the function, its inverse, and the lower end of its values, which end at 1.
-LAMBDA_BOUNDS = {"sigmoid": (jax.nn.sigmoid, jax.scipy.special.logit, 0), "tanh": (jnp.tanh, jnp.arctanh, -1)}
+class LambdaBound(NamedTuple):
+    """A function of `model.lambda_bound`. Its values lie between `lowest` and 1."""
+
+    function: Callable[[jax.Array], jax.Array]
+    inverse: Callable[[jax.Array], jax.Array]
+    lowest: int
+
+
+LAMBDA_BOUNDS = {
+    "sigmoid": LambdaBound(jax.nn.sigmoid, jax.scipy.special.logit, 0),
+    "tanh": LambdaBound(jnp.tanh, jnp.arctanh, -1),
+}
 
 
 @jax.tree_util.register_dataclass
@@ -344,7 +355,7 @@ class DiffAttention(SelfAttention):
             return
         if not config.lambda_learned:
             raise UserError(f"model.lambda_bound={config.lambda_bound!r}: a fixed λ needs no bound; leave it at 'none'")
-        _, _, lowest = LAMBDA_BOUNDS[config.lambda_bound]
+        lowest = LAMBDA_BOUNDS[config.lambda_bound].lowest
         if config.lambda_init is not None and not lowest < config.lambda_init < 1:
             raise UserError(
                 f"model.lambda_init={config.lambda_init} must lie between {lowest} and 1, the range of "
@@ -391,8 +402,8 @@ class DiffAttention(SelfAttention):
         change = jnp.exp(exponents_G[0]) - jnp.exp(exponents_G[1])
         if self.config.lambda_bound == "none":
             return change + lambda_init
-        bound, inverse, _ = LAMBDA_BOUNDS[self.config.lambda_bound]
-        return bound(change + inverse(lambda_init))
+        bound = LAMBDA_BOUNDS[self.config.lambda_bound]
+        return bound.function(change + bound.inverse(lambda_init))
 
     def weight_function(self) -> WeightFunction:
         return weight_functions.difference

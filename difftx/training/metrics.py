@@ -51,7 +51,7 @@ class MetricsWriter:
         *,
         enabled: bool = True,
         require_lock: Callable[[], None] = lambda: None,
-        run_id: str = "",
+        run_id: str | None = None,
         run_config: Mapping[str, Any] | None = None,
     ):
         """Rewind the file. `require_lock` raises an error if this process has lost the lock of the run.

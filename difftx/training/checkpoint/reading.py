@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -81,7 +82,8 @@ def config_for_reader(trained: Config, run_config: Config) -> Config:
         *groups, name = change.field.split(".")
         # Accumulation and profiled steps must fit the rows and steps of the training.
         if change.is_neutral and groups[0] not in ("train", "logging"):
-            functools.reduce(dict.__getitem__, groups, raw)[name] = change.new
+            group: Any = functools.reduce(operator.getitem, groups, raw)
+            group[name] = change.new
     return config_from_dict(raw)
 
 
