@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import io
 import json
 import random
 from pathlib import Path
@@ -260,7 +261,7 @@ def test_metrics_of_a_run(folder, tiny, mutate, step):
 
     def go_on():
         rows, skipped = read_metrics(path)
-        assert len(rows) + skipped == len(path.read_bytes().splitlines())
+        assert len(rows) + skipped == len(list(io.BytesIO(path.read_bytes())))
         status.refresh()
         status.cells()
         Goodput(0.0).resume(path, step)

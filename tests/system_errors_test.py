@@ -262,7 +262,7 @@ def test_user_errors_name_the_fix(run, place, tmp_path):
             ([*train, f"{on}pallas_tpu"], 2, f"requires a TPU, and JAX runs on CPU here; {only}"),
             ([*start, "--config=configs/quickstart.py:transformer", *flags, f"{on}splash"], 2, "requires a TPU"),
             ([*train, "--config.mesh.tensor=8"], 2, "multiply to the 1 devices here; set mesh.tensor=1"),
-            ([*train, "--config.optimizer.lr=1"], 2, "optimizer.lr: no such field. Did you mean 'learning_rate'?"),
+            ([*train, "--config.optimizer.lr=1"], 2, "lr: no such field. Did you mean 'optimizer.learning_rate'?"),
             ([*grid, "optimizer.lr=1,2"], 2, "Did you mean 'optimizer.learning_rate'?"),
             (
                 [*train, "--config.train.steps=50", "--config.optimizer.warmup_steps=275"],

@@ -71,7 +71,8 @@ class RunStatus:
         """Update step, losses and tokens/s from the newest rows of metrics.jsonl."""
         newest = read_newest_metrics(self.workdir / "metrics.jsonl")
         for row in newest:
-            self.valid_loss = row.get("loss") if row.get("suite") == "loss" else self.valid_loss
+            if row.get("suite") == "loss" and isinstance(loss := row.get("loss"), int | float):
+                self.valid_loss = loss
         if rows := [row for row in newest if row["split"] == "train"]:
             self.step, self.train_loss = rows[-1]["step"], rows[-1]["loss"]
             attempt = [row for row in rows if row["attempt"] == rows[-1]["attempt"]]

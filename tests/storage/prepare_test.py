@@ -277,10 +277,8 @@ def test_one_prepare_per_folder(bucket, monkeypatch):
         pass
     with open_job(job, {}, []) as require_lock:
         require_lock()
-        objects.write(
-            job.work / "lock",
-            json.dumps({"owner": {"id": "x", "host": "h", "machine": [], "pid": 1, "start": ""}}).encode(),
-        )
+        owner = {"id": "x", "host": "h", "machine": [], "pid": 1, "start": "", "takeover_seconds": 1}
+        objects.write(job.work / "lock", json.dumps({"owner": owner}).encode())
         time.sleep(1.5)
         with pytest.raises(RunError, match="process 1 on h has taken this folder over"):
             require_lock()
