@@ -148,7 +148,7 @@ def _try(attempt: concurrent.futures.Future[bytes], url: str, size: int) -> None
         if len(content) < min(announced, size):
             raise http.client.IncompleteRead(content, announced - len(content))
         attempt.set_result(content)
-    except Exception as error:
+    except Exception as error:  # The thread that waits for the attempt raises it.
         attempt.set_exception(error)
 
 

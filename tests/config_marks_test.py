@@ -71,7 +71,7 @@ def test_fields_with_a_mark(mark, names):
     [
         ("mesh.fsdp", "2", True, True),
         ("model.remat", "full", True, True),
-        ("model.cache.bits", "8", True, True),
+        ("model.cache.bits", "8", False, False),
         ("eval.needle.samples", "3", True, True),
         ("logging.every_steps", "3", True, True),
         ("data.cache_mib", "3", True, True),

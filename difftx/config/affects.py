@@ -1,11 +1,11 @@
-"""What a change of a config field affects: the outer part of each field's type, such as `affects.Training[int]`."""
+"""Effects of config fields. Each field's type states one, such as `affects.Training[int]`."""
 
 import enum
 from typing import Annotated, TypeVar
 
 
 class Effect(enum.Enum):
-    """What a change of a field affects. Every field has one effect, the first of this list that applies."""
+    """The part of a run that a change of a field affects. Of several effects, a field has the first in this list."""
 
     SHAPES = "the shapes of the weights"
     FUNCTION = "what given weights compute"

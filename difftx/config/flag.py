@@ -1,4 +1,4 @@
-"""Further facts about a config field: parts of its type, such as `flag.Branch[affects.Training[int]]`."""
+"""Flags of config fields. A field's type may have several, as in `flag.Branch[affects.Training[int]]`."""
 
 import enum
 from typing import Annotated, TypeVar

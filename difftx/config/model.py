@@ -38,15 +38,15 @@ class CacheConfig(Group, path="model.cache"):
     """The key/value cache of generation and of scores of continuations. The suite `cache` sets these fields. A
     compressed cache also serves the losses of validation rows, except with `data.document_mask`."""
 
-    bits: flag.Decoder[affects.Evaluation[FewBits | None]] = None
+    bits: flag.Decoder[affects.Function[FewBits | None]] = None
     """Number of bits, 8 or 4, of each cached number. The keys and the values of a token have one scale per (sub-)head.
     None: `compute_dtype`."""
-    tokens: flag.Decoder[affects.Evaluation[Positive[int] | None]] = None
+    tokens: flag.Decoder[affects.Function[Positive[int] | None]] = None
     """Largest number of tokens that each key/value head keeps of a row. None: all tokens."""
-    recent_share: flag.Decoder[affects.Evaluation[UnitHalfOpen]] = 0.5
+    recent_share: flag.Decoder[affects.Function[UnitHalfOpen]] = 0.5
     """Share of `tokens` for the most recent tokens. The others are those that have received the largest attention
     weights, summed over queries (heavy hitters, arXiv 2306.14048)."""
-    chunk_tokens: flag.Decoder[affects.Evaluation[ChunkTokens]] = 32
+    chunk_tokens: flag.Decoder[affects.Function[ChunkTokens]] = 32
     """Number of tokens of a prompt, or of a row to score, that enter a compressed cache at a time, a power of two up to
     32. They attend to each other before they are compressed."""
 

@@ -59,7 +59,7 @@ class Trackers:
     def _isolated(self, name: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # No error of a tracker may end a training.
             with contextlib.suppress(Exception):
                 self._running.pop(name).close()
             why = " ".join(str(error).split()) or type(error).__name__
