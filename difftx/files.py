@@ -248,6 +248,24 @@ def write_atomically(path: AnyPath, text: str) -> None:
         file.write(text.encode())
 
 
+class Owner:
+    """A process that may write the files of a folder. Each write first checks that this is still so.
+
+    `check` raises an error if the process has lost the folder.
+    """
+
+    def __init__(self, check: Callable[[], None]):
+        self.check = check
+
+    def write(self, path: AnyPath, text: str) -> None:
+        """Write a file as `write_atomically` does."""
+        self.check()
+        write_atomically(path, text)
+
+
+UNLOCKED = Owner(lambda: None)  # The owner of files that no lock protects.
+
+
 def remove_temporaries(folder: Path, name: str | None = None) -> None:
     """Delete temporary files and folders of killed processes on this host, or only those for the path `name`."""
     wanted = ".+" if name is None else re.escape(name)

@@ -100,7 +100,7 @@ def prune(workdir: AnyPath, keep: int | None, yes: bool) -> None:
         raise UserError(f"--keep={keep} must be at least 1")
     config, folder = read_config(workdir), workdir / "checkpoints"
     lock = lock_workdir(workdir, config.multihost, wait_seconds=0) if yes else contextlib.nullcontext()
-    with lock as require_lock:
+    with lock as owner:
         reasons = {step: _problem(folder / str(step), content=True) for step in steps_in(folder)}
         verified = [step for step, why in reasons.items() if why is None]
         for step, why in reasons.items():
@@ -113,8 +113,8 @@ def prune(workdir: AnyPath, keep: int | None, yes: bool) -> None:
         print(f"kept: {', '.join(map(str, sorted(kept)))}")
         for path in to_delete:
             print(printable(f"{'deleted' if yes else 'would be deleted'}: {_name(path)} ({_size(path)})"))
-        if require_lock is not None:
-            remove(to_delete, require_lock)
+        if owner is not None:
+            remove(to_delete, owner)
         elif to_delete:
             print("add --yes to delete")
 

@@ -9,6 +9,7 @@ from helpers.training_checkpoints import LOADER, state_at
 
 from difftx import files
 from difftx.errors import RunError, UnreadableError, UserError
+from difftx.files import UNLOCKED, Owner
 from difftx.storage import objects
 from difftx.training.checkpoint import arrays
 from difftx.training.checkpoint import bucket as protocol
@@ -233,7 +234,7 @@ def owner_saves(trainer, save):
 
 def test_a_late_reservation_does_not_replace_a_manifest(trainer, save, mesh_of, owner_saves, capsys):
     save(trainer(), 10)
-    save(trainer(require_lock=owner_saves(20)), 20)
+    save(trainer(owner=Owner(owner_saves(20))), 20)
     assert "another process saves this checkpoint" in capsys.readouterr().out
     check(trainer(), 20, mesh_of())
 
@@ -261,13 +262,13 @@ def test_a_late_removal_does_not_delete_the_next_owners_manifest(
         save(writer, 10, 20)
         contents = contents_of(writer.folder / "20")
         corrupt(contents / largest(contents))
-        trainer(require_lock=owner_saves(20)).newest()
+        trainer(owner=Owner(owner_saves(20))).newest()
         step = 20
     else:
         save(writer, 10, 20)
         interfere = owner_saves(10)
         saved = writer.folder.parent / "saved.json"
-        late = trainer(require_lock=lambda: interfere() if files.read_file(saved) == b'{"step": 30}\n' else None)
+        late = trainer(owner=Owner(lambda: interfere() if files.read_file(saved) == b'{"step": 30}\n' else None))
         save(late, 30)
         step = 10
     folder = writer.folder / str(step)
@@ -323,7 +324,7 @@ def test_a_quarantine_between_two_requests_of_a_start_keeps_the_files(trainer, s
         return names
 
     monkeypatch.setattr(objects, "list_below", list_and_quarantine)
-    remove_leftovers(writer.folder, lambda: None)
+    remove_leftovers(writer.folder, UNLOCKED)
     assert not folders
     check(trainer(), 10, mesh_of())
 
@@ -332,7 +333,7 @@ def test_a_lost_lock_ends_the_saves(trainer, save, capsys):
     def lost():
         raise RunError("another process has the lock")
 
-    writer = trainer(require_lock=lost)
+    writer = trainer(owner=Owner(lost))
     for _ in range(2):
         save(writer, 10)
         assert "step 10 was not saved, failure" in capsys.readouterr().out

@@ -379,7 +379,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("place", ["remove", "GuardJournal.add_rewind", "GuardJournal.resume"])
+@pytest.mark.parametrize("place", ["Checkpointer.remove_after", "GuardJournal.add_rewind", "GuardJournal.resume"])
 def test_run_killed_during_a_rewind_resumes_bit_for_bit(open_run, uninterrupted, monkeypatch, place):
     options = {"nan": {8, 9, 10}}
     run = open_run("run", **options)
@@ -392,7 +392,7 @@ def test_run_killed_during_a_rewind_resumes_bit_for_bit(open_run, uninterrupted,
         # Kill the second call of `resume`, because the first attempt begins with a call.
         calls = iter([resume, kill])
         patched = (lambda *args: next(calls)(*args)) if place == "GuardJournal.resume" else kill
-        owner = guards if "." not in place else GuardJournal
+        owner = getattr(guards, place.partition(".")[0])
         patch.setattr(owner, place.rpartition(".")[2], patched)
         with pytest.raises(Killed):
             train(run)
@@ -420,7 +420,7 @@ def test_a_rewind_to_the_start_does_not_take_back_a_quarantined_checkpoint(
             raise Killed
 
         with monkeypatch.context() as patch:
-            patch.setattr(guards, "remove", kill)
+            patch.setattr(Checkpointer, "remove_after", kill)
             with pytest.raises(Killed):
                 train(run)
         assert Checkpointer(run.workdir).steps() == [4]

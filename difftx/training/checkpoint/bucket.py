@@ -2,8 +2,6 @@
 
 The files of each save lie in a folder of their own below the step's folder, so that the late writes of a process that
 has lost the lock cannot change a checkpoint. `manifest.json` in the step's folder names this folder.
-
-`require_lock`, an argument of several functions, raises `RunError` if this process has lost the lock of the run.
 """
 
 import contextlib
@@ -13,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from difftx.errors import RunError, UnreadableError, UserError
-from difftx.files import list_folder
+from difftx.files import Owner, list_folder
 from difftx.parallel.multihost import exchange, is_primary
 from difftx.storage import objects
 from difftx.training.checkpoint import arrays
@@ -34,15 +32,13 @@ if TYPE_CHECKING:
 class Save:
     """A save of one checkpoint by all processes."""
 
-    def __init__(
-        self, folder: "epath.Path", contents: str, state: Any, require_lock: Callable[[], None], seconds: float
-    ):
+    def __init__(self, folder: "epath.Path", contents: str, state: Any, owner: Owner, seconds: float):
         """Copy the arrays to the host. `contents` is a name that no other save has, and that all processes know.
 
         `seconds` is the timeout of each phase.
         """
         self._folder, self._contents, self._seconds = folder, contents, seconds
-        self._require_lock = require_lock
+        self._owner = owner
         self._shards = arrays.copy_shards(state)
         self._generation: bytes | None = None  # The generation of the reservation.
         self._may_exist = False  # Whether the manifest may be in the bucket.
@@ -88,9 +84,9 @@ class Save:
 
     def _reserve(self) -> None:
         path = self._folder / MANIFEST
-        # Read before `require_lock`, so that the manifest is not one of the next owner of the lock.
+        # Read before `check`, so that the manifest is not one of the next owner of the lock.
         found = objects.read(path)
-        self._require_lock()
+        self._owner.check()
         content = json.dumps({RESERVED: self._contents}).encode()
         self._generation = objects.write_if(path, content, None if found is None else found.generation)
         if self._generation is None:
@@ -98,28 +94,28 @@ class Save:
         _delete_unused(self._folder)
 
     def _commit(self, manifest: str) -> None:
-        self._require_lock()
+        self._owner.check()
         self._may_exist = True
         if objects.write_if(self._folder / MANIFEST, manifest.encode(), self._generation) is None:
             raise RunError(f"{self._folder}: another process has taken over this run, so the checkpoint was not saved")
 
 
-def quarantine(folder: "epath.Path", require_lock: Callable[[], None]) -> "epath.Path":
+def quarantine(folder: "epath.Path", owner: Owner) -> "epath.Path":
     """Move the manifest of a step to an object of another name, and return its path. The files stay."""
     path = folder / f"{QUARANTINED_MANIFEST}{uuid.uuid4().hex}.json"
     found = objects.read(folder / MANIFEST)
     if found is None:
         raise UserError(f"{folder}: no such checkpoint")
-    require_lock()
+    owner.check()
     objects.write(path, found.content)
     objects.delete_if(folder / MANIFEST, found.generation)
     return path
 
 
-def take_back(path: "epath.Path", require_lock: Callable[[], None], run_id: str | None) -> str | None:
+def take_back(path: "epath.Path", owner: Owner, run_id: str | None) -> str | None:
     """Undo a quarantine if the checkpoint verifies. Return None, or why it does not verify."""
     folder, found = path.parent, objects.read(path)
-    require_lock()
+    owner.check()
     generation = None if found is None else objects.write_if(folder / MANIFEST, found.content, None)
     if generation is None:
         return f"{folder} has another checkpoint"
@@ -135,20 +131,20 @@ def take_back(path: "epath.Path", require_lock: Callable[[], None], run_id: str 
     return why
 
 
-def remove(path: "epath.Path", require_lock: Callable[[], None]) -> None:
+def remove(path: "epath.Path", owner: Owner) -> None:
     """Delete a checkpoint, its manifest first. Of a quarantined one, `path` is the manifest, else the step's folder."""
     if path.name.startswith(QUARANTINED_MANIFEST):
         objects.delete([path])
         _delete_unused(path.parent)
         return
     found = objects.read(path / MANIFEST)
-    require_lock()
+    owner.check()
     if found is not None:
         objects.delete_if(path / MANIFEST, found.generation)
     _delete_unused(path)
 
 
-def remove_leftovers(folder: "epath.Path", require_lock: Callable[[], None]) -> list[str]:
+def remove_leftovers(folder: "epath.Path", owner: Owner) -> list[str]:
     """Delete the reservations, and the files that no manifest refers to. Return the names of the steps' folders.
 
     Only the owner of the run's lock may call this, and not during a save.
@@ -159,7 +155,7 @@ def remove_leftovers(folder: "epath.Path", require_lock: Callable[[], None]) -> 
             continue
         found = objects.read(folder / name / MANIFEST)
         if is_reserved := found is not None and is_reservation(found.content):
-            require_lock()
+            owner.check()
             objects.delete_if(folder / name / MANIFEST, found.generation)
         if _delete_unused(folder / name) or is_reserved:
             removed.append(name)

@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 
 from difftx.config import CheckpointConfig, Config
 from difftx.errors import RunError, UnreadableError, UserError
-from difftx.files import list_folder, resolved, size_of, write_atomically
+from difftx.files import UNLOCKED, Owner, list_folder, resolved, size_of
 from difftx.json_files import read_json
 from difftx.parallel.multihost import decide_on_primary, is_primary, print_on_primary
 from difftx.storage.paths import AnyPath, is_bucket
@@ -56,19 +56,19 @@ class Checkpointer:
         config: CheckpointConfig | None = None,
         *,
         save_seconds: int = 1200,
-        require_lock: Callable[[], None] = lambda: None,
+        owner: Owner = UNLOCKED,
         run_id: str | None = None,
     ):
         """Open the folder of checkpoints. Without a config, open it for reading, which changes nothing.
 
-        `save_seconds` is the timeout of a save in seconds. It expires if another process has failed. `require_lock` and
+        `save_seconds` is the timeout of a save in seconds. It expires if another process has failed. `owner` and
         `run_id` are those of the `Run`. Checkpoints of other runs do not verify.
         """
         self.folder = resolved(workdir) / "checkpoints"
         self._workdir = workdir
         self._config = config
         self._save_seconds = save_seconds
-        self._require_lock, self._run_id = require_lock, run_id
+        self._owner, self._run_id = owner, run_id
         self._saves = 0
         # Orbax's CheckpointManager would treat any folder with a numeric name as a checkpoint, so it is not used.
         handler = ocp.CompositeCheckpointHandler(
@@ -148,7 +148,7 @@ class Checkpointer:
             folder = self.folder / str(step)
             why = None if step in self._verified else self._why_invalid(step)
             if why is not None:
-                name = retention.quarantine(folder, self._require_lock).name
+                name = retention.quarantine(folder, self._owner).name
                 print_on_primary(f"checkpoint {folder} does not verify: {why}; renamed {name}")
             elif retention.is_regular(folder):
                 yield step
@@ -168,7 +168,7 @@ class Checkpointer:
         quarantined one back if no other is valid. After a rewind to the start, it takes none back, because the rewind
         has discarded the training that the quarantined checkpoints belong to.
         """
-        if self._config is not None and (leftovers := retention.remove_leftovers(self.folder, self._require_lock)):
+        if self._config is not None and (leftovers := retention.remove_leftovers(self.folder, self._owner)):
             print_on_primary(f"{self.folder}: removed {', '.join(leftovers)}: a save or a removal was not finished")
         is_training, quarantined, reasons = self._config is not None, quarantined_in(self.folder), {}
         newest = None
@@ -186,7 +186,7 @@ class Checkpointer:
         is_renamed = is_training and not (starts_over and newest is None)
         for step, why in reasons.items():
             folder = self.folder / str(step)
-            fate = f"renamed {retention.quarantine(folder, self._require_lock).name}" if is_renamed else "skipped"
+            fate = f"renamed {retention.quarantine(folder, self._owner).name}" if is_renamed else "skipped"
             print_on_primary(f"checkpoint {folder} does not verify: {why}; {fate}")
         if newest is not None or (starts_over and not reasons):
             return newest
@@ -216,8 +216,7 @@ class Checkpointer:
 
         After a record of step 0, a start without a checkpoint is not an error. Only the primary process may call this.
         """
-        self._require_lock()
-        write_atomically(self._workdir / SAVED, json.dumps({"step": step}) + "\n")
+        self._owner.write(self._workdir / SAVED, json.dumps({"step": step}) + "\n")
 
     def _starts_over(self) -> bool:
         """Return whether the run has saved no checkpoint since `record_saved(0)`."""
@@ -229,7 +228,7 @@ class Checkpointer:
     def _make_folder(self) -> None:
         if is_bucket(self.folder):
             return
-        self._require_lock()
+        self._owner.check()
         if not list_folder(self.folder):  # Raises an error if it is a file, or a link to an unmounted disk.
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -245,7 +244,7 @@ class Checkpointer:
         for path in sorted(quarantined, key=retention.quarantine_order, reverse=True):
             step, _ = retention.quarantine_order(path)
             try:
-                why = retention.take_back(path, step, self._require_lock, self._run_id)
+                why = retention.take_back(path, step, self._owner, self._run_id)
             except UnreadableError as error:
                 unreadable.append(error)
                 continue
@@ -286,7 +285,7 @@ class Checkpointer:
         if is_bucket(self.folder):
             self._saves += 1
             contents = f"{self._attempt}-{self._saves}"
-            save = bucket.Save(self.folder / str(step), contents, state.parts(), self._require_lock, self._save_seconds)
+            save = bucket.Save(self.folder / str(step), contents, state.parts(), self._owner, self._save_seconds)
             records = {CONFIG_FILE: json.loads(config.to_json()), LOADER_FILE: loader}
             self._saving = step, self._background.submit(self._finish, step, lambda: save.write(records, describe))
             return
@@ -294,7 +293,7 @@ class Checkpointer:
 
         def finish() -> None:
             write_manifest(unfinished, describe)
-            self._require_lock()  # Orbax now renames the folder, which commits the checkpoint.
+            self._owner.check()  # Orbax now renames the folder, which commits the checkpoint.
 
         self._write_manifest = finish
         args = ocp.args.Composite(
@@ -303,7 +302,7 @@ class Checkpointer:
             config=ocp.args.JsonSave(json.loads(config.to_json())),
         )
         try:
-            self._require_lock()  # Orbax would create the folder of another run again.
+            self._owner.check()  # Orbax would create the folder of another run again.
             self._orbax.save(self.folder / str(step), args=args, force=True)
         except Exception as error:  # Orbax raises many types. The run can continue without this checkpoint.
             self._note_failure(step, error)
@@ -350,7 +349,13 @@ class Checkpointer:
         # Incomplete checkpoints neither count towards the number to keep nor are deleted.
         steps = [other for other in self.steps() if other <= step and self._is_complete(other)]
         kept = retention.steps_to_keep(self._config, steps, self._workdir)
-        retention.remove((self.folder / str(other) for other in steps if other not in kept), self._require_lock)
+        retention.remove((self.folder / str(other) for other in steps if other not in kept), self._owner)
+
+    def remove_after(self, step: int) -> None:
+        """Delete the checkpoints of later steps. Only the primary process may call this."""
+        # Delete the newest checkpoint first. If this is interrupted, the run rewinds again from an older checkpoint.
+        later = sorted((other for other in self.steps() if other > step), reverse=True)
+        retention.remove((self.folder / str(other) for other in later), self._owner)
 
     def _is_complete(self, step: int) -> bool:
         folder = self.folder / str(step)
@@ -370,7 +375,7 @@ class Checkpointer:
     def _note_failure(self, step: int, error: BaseException) -> None:
         assert self._config is not None
         if is_primary() and not is_bucket(self.folder):
-            self._require_lock()  # A process that has lost its run stops after the first failure.
+            self._owner.check()  # A process that has lost its run stops after the first failure.
             # Free the space, which may be missing for the next save.
             shutil.rmtree(self.folder / f"{step}{ocp.step.TMP_DIR_SUFFIX}", ignore_errors=True)
         self._failures += 1

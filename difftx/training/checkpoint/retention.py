@@ -1,7 +1,4 @@
-"""Selection of the checkpoints that a run keeps, and deletion and quarantine of checkpoints.
-
-`require_lock`, an argument of several functions, raises an error if this process has lost the run (`workdir_lock.py`).
-"""
+"""Selection of the checkpoints that a run keeps, and deletion and quarantine of checkpoints."""
 
 import dataclasses
 import itertools
@@ -9,7 +6,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ import orbax.checkpoint as ocp
 
 from difftx.config import CheckpointConfig
 from difftx.errors import RunError, UserError, printable
-from difftx.files import list_folder, size_of
+from difftx.files import UNLOCKED, Owner, list_folder, size_of
 from difftx.json_files import read_json, schema_error
 from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint import bucket
@@ -121,14 +118,14 @@ def number_of(workdir: AnyPath, step: int, name: str) -> tuple[float, Basis] | N
     return (float(value), basis) if is_finite else None
 
 
-def quarantine(folder: AnyPath, require_lock: Callable[[], None] = lambda: None) -> AnyPath:
+def quarantine(folder: AnyPath, owner: Owner = UNLOCKED) -> AnyPath:
     """Rename a checkpoint's folder so that no command uses the checkpoint, and return the new path.
 
     In a bucket, rename its manifest.
     """
     if is_bucket(folder):
-        return bucket.quarantine(folder, require_lock)
-    require_lock()
+        return bucket.quarantine(folder, owner)
+    owner.check()
     first = f"{folder.name}{QUARANTINED}"
     names = itertools.chain([first], (f"{first}.{number}" for number in itertools.count(2)))
     path = next(path for path in map(folder.with_name, names) if not os.path.lexists(path))
@@ -143,12 +140,12 @@ def rename(folder: Path, to: Path) -> Path:
         raise RunError(f"{folder} cannot be renamed {to.name}: {error.strerror}") from error
 
 
-def take_back(path: AnyPath, step: int, require_lock: Callable[[], None], run_id: str | None) -> str | None:
+def take_back(path: AnyPath, step: int, owner: Owner, run_id: str | None) -> str | None:
     """Undo `quarantine` if the checkpoint verifies. Return None, or why it does not verify."""
     if is_bucket(path):
-        return bucket.take_back(path, require_lock, run_id)
+        return bucket.take_back(path, owner, run_id)
     if (why := why_invalid(path, step=step, run_id=run_id, content=True)) is None:
-        require_lock()
+        owner.check()
         rename(path, path.with_name(str(step)))
     return why
 
@@ -159,21 +156,21 @@ def quarantine_order(path: AnyPath) -> tuple[int, int]:
     return (int(found[1]), int(found[2] or 1)) if found else (int(path.parent.name), 0)  # Else in a bucket.
 
 
-def remove(folders: Iterable[AnyPath], require_lock: Callable[[], None] = lambda: None) -> None:
+def remove(folders: Iterable[AnyPath], owner: Owner = UNLOCKED) -> None:
     """Delete checkpoints. Rename each one first, so that an interruption leaves no incomplete checkpoint."""
     for folder in folders:
         if is_bucket(folder):
-            bucket.remove(folder, require_lock)
+            bucket.remove(folder, owner)
             continue
-        require_lock()
+        owner.check()
         _delete(folder.rename(folder.with_name(f"{folder.name}{REMOVED}")))
 
 
-def remove_leftovers(folder: AnyPath, require_lock: Callable[[], None]) -> list[str]:
+def remove_leftovers(folder: AnyPath, owner: Owner) -> list[str]:
     """Delete the folders of interrupted saves and removals, and return the names of the deleted folders."""
     if is_bucket(folder):
-        return bucket.remove_leftovers(folder, require_lock)
-    require_lock()
+        return bucket.remove_leftovers(folder, owner)
+    owner.check()
     removed = []
     for name in sorted(filter(LEFTOVER.fullmatch, list_folder(folder))):
         try:
