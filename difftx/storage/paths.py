@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 type AnyPath = Path | epath.Path
 
-# Scheme → library that lists the store, which orbax uses too, and the extra of pyproject.toml that installs it.
+# Scheme → library that lists the store, and the extra of pyproject.toml that installs it.
 LIBRARIES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
 
 
