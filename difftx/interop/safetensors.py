@@ -72,7 +72,7 @@ def _read_header(file: Path) -> dict[str, Tensor]:
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file}: not a complete safetensors file ({error}); copy or download it again") from error
     tensors = {}
-    for name in opened.keys():
+    for name in opened.keys():  # noqa: SIM118  # It is no mapping.
         values = opened.get_slice(name)
         if values.get_dtype() not in DTYPES:
             raise UserError(f"{file}: {name} has dtype {values.get_dtype()}; only {', '.join(DTYPES)} can be converted")
