@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import rich.console
@@ -34,15 +34,12 @@ from difftx.model.abstract import count_parameters
 from difftx.model.flops import PEAK_FLOPS, flops_per_token, format_bytes
 from difftx.parallel import multihost
 from difftx.parallel.mesh import check_divisible, make_mesh
-from difftx.storage.paths import AnyPath, is_bucket, path_of
+from difftx.storage.paths import AnyPath, BucketPath, is_bucket, path_of
 from difftx.training import kernel_measurement
 from difftx.training.checkpoint.manifest import package_versions, steps_in
 from difftx.training.run import Run, fit_to_devices
 from difftx.training.state import state_bytes
 from difftx.training.workload import attention_kernel, attention_workload, kernel_function
-
-if TYPE_CHECKING:
-    from etils import epath
 
 WIDTH = 100  # Columns of the page.
 EFFICIENCY = 0.5  # Assumed share of the speed of matrix products that a training reaches.
@@ -199,7 +196,7 @@ def _storage(workdir: AnyPath, advice: list[str]) -> dict[str, Any]:
     return found
 
 
-def _read_speeds(path: "epath.Path") -> dict[str, float]:
+def _read_speeds(path: BucketPath) -> dict[str, float]:
     """Measure reads of the largest object at a data path in a bucket."""
     files = bucket_files(path)
     if not files:
