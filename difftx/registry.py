@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import shlex
 import sys
@@ -187,17 +188,21 @@ def import_file(path: Path, flag: str) -> types.ModuleType:
 
 
 @contextlib.contextmanager
-def one_line_errors(module: types.ModuleType) -> Iterator[None]:
-    """Convert any exception from a user's file to a `UserError` whose message names the file and the line.
+def one_line_errors(of: types.ModuleType | type) -> Iterator[None]:
+    """Convert any exception to a `UserError` whose message names the line of a user's file.
 
-    The file is `module`, or an extension that this module calls.
+    The file is that of a module or a class, or an extension that it calls. If the file returned before the exception,
+    the line is that of the class.
     """
     try:
         yield
     except Exception as error:  # A user's file may raise any exception.
-        files = {Path(str(module.__file__)).resolve(), *_modules}
+        file = str(inspect.getsourcefile(of))
+        files = {Path(file).resolve(), *_modules}
         frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() in files]
-        at = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else str(module.__file__)
+        at = f"{file}:{inspect.getsourcelines(of)[1]}" if isinstance(of, type) else file
+        if frames:
+            at = f"{frames[-1].filename}:{frames[-1].lineno}"
         if isinstance(error, SyntaxError) and error.filename and error.lineno:  # The file has no frame.
             at = f"{error.filename}:{error.lineno}"
         text = str(error.args[0] if error.args else error).splitlines()

@@ -1,7 +1,6 @@
 """Train a model: difftx train --config=quickstart:diff --workdir=runs/quickstart/diff."""
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,6 +45,7 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     # Imported after the flags are checked, because the import is slow.
     from difftx import evals
     from difftx.commands.cost import format_cost, format_data
+    from difftx.config.architectures import ARCHITECTURES
     from difftx.data.tokenizer import with_vocabulary
     from difftx.interop import exports
     from difftx.model.matching import matching_warning
@@ -63,10 +63,11 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     run = Run.open(config, args.workdir or Path())
     check_run(run)
     multihost.print_on_primary(format_data(run))
-    options = {"began": began, "allow_config_change": args.allow_config_change}
-    if args.dry_run:
+    if args.dry_run or ARCHITECTURES.extension_of(config.model.architecture):
         trace(run)
+    if args.dry_run:
         return 0
+    options = {"began": began, "allow_config_change": args.allow_config_change}
     return loop.train(run, evals.evaluate, exports, **options)
 
 
@@ -85,10 +86,12 @@ def check_run(run: "Run") -> None:
 
 
 def trace(run: "Run") -> None:
-    """Trace the train step, which executes the Python code of the model. Name the line of an extension that fails."""
+    """Execute the Python code of the model on shapes, as training and inference do. Name the line of its error."""
     from difftx.config.architectures import ARCHITECTURES
+    from difftx.inference.decode import trace_inference
     from difftx.launch.estimate import trace_step
     from difftx.registry import one_line_errors
 
-    with one_line_errors(sys.modules[ARCHITECTURES[run.config.model.architecture].__module__]):
+    with one_line_errors(ARCHITECTURES[run.config.model.architecture]):
         trace_step(run.config, run.mesh)
+        trace_inference(run.config, run.mesh)
