@@ -81,7 +81,7 @@ class Layout:
         return cls(**inferred)
 
     def spec(self, *axes: Any) -> P:
-        """Return `P(*axes)`, or a sharding that JAX infers if those of the layout are. `axes` may contain parts of them."""
+        """Return `P(*axes)`, or `Inferred()` if that is what the layout has. `axes` may be parts of the layout."""
         return self.vector if isinstance(self.vector, Inferred) else P(*axes)
 
     def with_whole_rows(self) -> "Layout":
