@@ -304,7 +304,7 @@ class ModelConfig(Extensible, path="model", effect=Effect.FUNCTION):
     @property
     def embeddings(self) -> int:
         """Number of embeddings, after `with_vocabulary` has set `vocab_size`."""
-        assert self.vocab_size is not None, "model.vocab_size=None: with_vocabulary (data/tokenizer.py) derives it"
+        assert self.vocab_size is not None, "model.vocab_size=None: with_vocabulary (data/tokenizers.py) derives it"
         return self.vocab_size
 
     @property

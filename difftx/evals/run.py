@@ -9,8 +9,8 @@ import jax
 
 from difftx.config import Config
 from difftx.config.fields import values_of
-from difftx.config.suites import SUITES
 from difftx.errors import UserError
+from difftx.evals import SUITES
 from difftx.evals.evaluation import Evaluation, ItemJournal
 from difftx.evals.measures import measures_of
 from difftx.evals.result import Result

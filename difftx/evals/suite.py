@@ -7,8 +7,8 @@ from typing import Any, Literal
 from difftx.config import Config
 from difftx.config.eval import EvalConfig
 from difftx.config.fields import add_group, types_of
-from difftx.config.suites import SUITES
 from difftx.errors import UserError, did_you_mean
+from difftx.evals import SUITES
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Measure, Result
 from difftx.storage.paths import AnyPath

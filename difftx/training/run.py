@@ -23,7 +23,8 @@ from difftx.config.architectures import ARCHITECTURES
 from difftx.config.build import config_from_dict
 from difftx.config.fields import Flag, flat, values_of, without
 from difftx.data.sources import Sources, load_sources
-from difftx.data.tokenizer import Tokenizer, load_tokenizer, padded_size
+from difftx.data.tokenizer import Tokenizer
+from difftx.data.tokenizers import load_tokenizer, padded_size
 from difftx.errors import UserError, printable
 from difftx.files import (
     read_file,

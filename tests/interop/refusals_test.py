@@ -20,7 +20,7 @@ from helpers.interop_folders import (
 
 from difftx.commands.convert import main
 from difftx.config.model import RopeScalingConfig
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
 from difftx.interop.runs import check_representable
 from difftx.interop.tokenizers import tokenizer_json
