@@ -179,7 +179,7 @@ class ModelConfig(Extensible, path="model", effect=Effect.FUNCTION):
     mup_base_layers: flag.Decoder[affects.Function[AxisLength | None]] = None
     """`num_layers` of the model whose learning rate this model takes over. The λ_init of a layer is then that of the
     same relative depth in that model."""
-    mup_base_head_dim: flag.Decoder[affects.Training[AxisLength | None]] = None
+    mup_base_head_dim: flag.Decoder[affects.Function[AxisLength | None]] = None
     """Width of a query/key sub-head in the model whose learning rate this model takes over. This model must have the
     same, because rates do not transfer between heads of different widths."""
     compute_dtype: flag.Decoder[flag.Kernel[affects.Training[Literal["float32", "bfloat16"]]]] = "bfloat16"

@@ -120,7 +120,6 @@ def _digests(store: TokenStore) -> Iterator[bytes]:
 
 SUITE = Suite(
     evaluate=evaluate,
-    reads=("test",),
     files=lambda config: [] if config.eval.test.path is None else [path_of(FIELD, config.eval.test.path) / META],
     inner=lambda config: config.eval.test.suites,
     check=check,

@@ -189,7 +189,6 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 _ACCURACIES = ("acc", "acc_norm", "exact_match", "f1")
 SUITE = Suite(
     evaluate=evaluate,
-    reads=("harness",),
     check=lambda run: load_tasks(run.config.eval.harness),
     files=files,
     revision=2,

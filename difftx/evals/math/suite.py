@@ -128,7 +128,6 @@ def _answers(evaluation: Evaluation, task: MathTask) -> list[tuple[MathItem, dic
 
 SUITE = Suite(
     evaluate=evaluate,
-    reads=("math",),
     check=open_tasks,
     files=files,
     revision=1,
