@@ -264,6 +264,7 @@ SCALING = RopeScalingConfig(factor=2.0)
         ("transformer", "hf", {"window": 8}, "a DifftxForCausalLM has None"),
         ("transformer", "hf", MUP | {"mup_base_head_dim": 16}, "a DifftxForCausalLM has None"),
         ("diff", "hf", MUP, "a DifftxForCausalLM has None"),
+        ("diff", "hf", {"attention_logit_bits": 8}, "a DifftxForCausalLM has None"),
     ],
 )
 def test_fields_that_other_formats_do_not_have(config, architecture, format_, changes, refusal):

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from helpers.cases import marked
-from helpers.interop_folders import export, import_, parameters, rewrite, with_model
+from helpers.interop_folders import export, import_, parameters, rewrite
 from helpers.interop_models import MODELS, NOT_SERVABLE, config_of, exported
 
 from difftx.config.architectures import ARCHITECTURES
@@ -18,7 +18,6 @@ from difftx.interop import remote_code_config
 from difftx.interop.fields import config_json, function_fields
 from difftx.interop.parameters import architectures_of
 from difftx.interop.remote_code_config import MODELING
-from difftx.interop.runs import check_representable
 from difftx.training.run import read_config
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -82,20 +81,6 @@ def test_the_model_card_has_the_numbers_of_its_checkpoint(config, mesh_of, tmp_p
     unused = list(range(257, lm.config.model.vocab_size))
     assert generation == {"do_sample": False, "eos_token_id": 256, "pad_token_id": 256, "suppress_tokens": unused}
     assert (out / "tokenizer.json").is_file()
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "message"),
-    [
-        ("diff", {"window": 8}, r"model\.window=8 cannot be converted: a DifftxForCausalLM has None"),
-        ("gda", {"attention_logit_bits": 8}, r"model\.attention_logit_bits=8 cannot be converted"),
-        ("transformer", {"window": 8}, r"model\.window=8 cannot be converted"),
-    ],
-)
-def test_models_that_the_modelling_file_cannot_represent(config, name, changes, message):
-    model = with_model(config_of(config, name), **changes).model
-    with pytest.raises(UserError, match=message):
-        check_representable(model, "hf")
 
 
 def refused(source, tmp_path, message):
