@@ -122,8 +122,8 @@ def check_python(words: list[str], folder: Path) -> None:
         path = f"{words[1].replace('.', '/')}.py" if words[0] == "-m" else words[0]
         text = (ROOT / path).read_text()
         # A study has the flags of `study_parser`, which is in a module of its own.
-        for module in re.findall(r"^from benchmarks\.(\w+) import", text, re.MULTILINE):
-            text += (ROOT / "benchmarks" / f"{module}.py").read_text()
+        for module in re.findall(r"^from studies\.(\w+) import", text, re.MULTILINE):
+            text += (ROOT / "studies" / f"{module}.py").read_text()
         for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
             assert f'"{flag}"' in text, f"{path} has no {flag}"
 
