@@ -32,6 +32,9 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     parser.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
     args, overrides = parse_command(parser, arguments, "config")
     check_extras(config := load_config(args.config, overrides))
+    from difftx.training.fit import fit  # The import is slow.
+
+    fit(config)
     compilation_cache.enable(config.train.compilation_cache)
     if args.print_config:
         print(config.to_json(), end="")
@@ -99,8 +102,8 @@ def check_run(run: "Run") -> None:
 
 def trace(run: "Run") -> None:
     """Trace the train step, which executes the Python code of the model. Name the line of an extension that fails."""
-    from difftx.config.architectures import ARCHITECTURES
     from difftx.launch.estimate import trace_step
+    from difftx.model.architectures import ARCHITECTURES
     from difftx.registry import one_line_errors
 
     with one_line_errors(sys.modules[ARCHITECTURES[run.config.model.architecture].__module__]):

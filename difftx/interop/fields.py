@@ -19,6 +19,7 @@ from difftx.config.fields import added_groups, fields_with, options, types_of, v
 from difftx.config.model import RopeScalingConfig
 from difftx.errors import UserError
 from difftx.json_files import TYPE_NAMES, read_json
+from difftx.model.architectures import heads_of
 
 CONFIG = "config.json"
 # A cache belongs to the engine, and the granularity has no effect without `attention_logit_bits`.
@@ -115,7 +116,7 @@ def check_model(format_: ModuleType, model: ModelConfig) -> None:
 
 def _canonical(model: ModelConfig) -> dict[str, Any]:
     """Return the fields of a model, with one value for all values of the same function."""
-    values = values_of(model) | {"num_kv_heads": model.kv_heads, "head_dim": model.d_head}
+    values = values_of(model) | {"num_kv_heads": heads_of(model).kv_heads, "head_dim": heads_of(model).d_head}
     if model.head_norm == "rms_affine":
         values["head_norm"] = "rms"  # `export_params` converts gains.
     elif model.head_norm != "rms":

@@ -5,6 +5,7 @@ from typing import Any
 from difftx.config import ModelConfig
 from difftx.errors import UserError
 from difftx.interop.fields import Fields, defaults, heads_from, rope_fields, rope_parameters
+from difftx.model.architectures import heads_of
 
 CLASSES = {"DiffLlamaForCausalLM": "diff", "LlamaForCausalLM": "transformer", "Qwen2ForCausalLM": "transformer"}
 QWEN = "Qwen2ForCausalLM"  # A Llama with biases of queries, keys and values, which no field of its config.json states.
@@ -58,8 +59,8 @@ def write(model: ModelConfig) -> dict[str, Any]:
             f"model.d_model={model.d_model}, model.num_heads={model.num_heads}: transformers refuses a Llama whose "
             "hidden size is not a multiple of its number of heads, for every head_dim"
         )
-    groups = model.groups
-    special: dict[str, Any] = {"lambda_std_dev": model.lambda_std} if groups == 2 else {"mlp_bias": False}
+    counts = heads_of(model)
+    special: dict[str, Any] = {"lambda_std_dev": model.lambda_std} if counts.groups == 2 else {"mlp_bias": False}
     name = next(name for name in CLASSES if CLASSES[name] == model.architecture)
     if name == "LlamaForCausalLM" and model.attention_bias:
         name = QWEN
@@ -69,9 +70,9 @@ def write(model: ModelConfig) -> dict[str, Any]:
         "architectures": [name],
         "model_type": name.removesuffix("ForCausalLM").lower(),
         **{theirs: getattr(model, ours) for theirs, ours in NAMES.items()},
-        "num_attention_heads": groups * model.num_heads,
-        "num_key_value_heads": groups * model.kv_heads,
-        "head_dim": model.d_head,
+        "num_attention_heads": counts.groups * model.num_heads,
+        "num_key_value_heads": counts.groups * counts.kv_heads,
+        "head_dim": counts.d_head,
         "hidden_act": "silu",
         "initializer_range": model.init_std,
         "rope_parameters": rope,
