@@ -90,7 +90,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        self.wfile.write({"truncated": content[:-3], "other": content.replace(b"o", b"0")}.get(wrong, content))
+        self.wfile.write({"truncated": content[:-3], "other": content.replace(b"e", b"3")}.get(wrong, content))
 
 
 @pytest.fixture(autouse=True)
@@ -192,20 +192,18 @@ def test_temporary_errors_are_retried(tmp_path, wrong):
         ("endless", 1, r"more than the 420 bytes of the list; name another server with --mirror=URL"),
     ],
 )
-def test_a_failed_download_is_reported_in_one_line_and_the_next_call_resumes(
-    tmp_path, monkeypatch, wrong, attempts, why
-):
+def test_a_failed_download_is_reported_and_the_next_call_resumes(tmp_path, monkeypatch, wrong, attempts, why):
     if wrong in ENDLESS:
         monkeypatch.setattr(novels, "FILE_SECONDS", 0.4)
     with Server(lambda path, attempt: wrong if "Three" in path else None) as server:
-        with pytest.raises(RunError, match=rf"{server.url}/Cd_Three_1900.txt: {why}"):
+        with pytest.raises(RunError, match=rf"{server.url}/Cd_Three_1900.txt: .*{why}"):
             fetch(tmp_path, server.url)
         assert server.asked["/corpus/Cd_Three_1900.txt"] == attempts
         assert not list((tmp_path / "out").glob("*.*"))
         # The error cancels the downloads that have not started, so more than one file may be missing.
         missing = {name for name in FILES if not (tmp_path / "out" / "files" / name).exists()}
         assert "Cd_Three_1900.txt" in missing
-        monkeypatch.undo()
+        monkeypatch.setattr(novels, "FILE_SECONDS", 60)
         server.behave, before = lambda path, attempt: None, server.asked.copy()
         assert fetch(tmp_path, server.url) == 0
     assert server.asked - before == {f"/corpus/{name}": 1 for name in missing}
