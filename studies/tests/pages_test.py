@@ -10,7 +10,7 @@ from helpers.report_runs import write_run
 
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
-from studies import exploratory_tables, optimizer_study, results, results_figures, step_times, study_records, tuning
+from studies import exploratory_tables, results, step_times, study_records, tuning
 from studies.controls_tables import SIGNIFICANT
 
 COLLECTED = json.loads(results.COLLECTED.read_text())
@@ -22,6 +22,15 @@ T_QUANTILE_2 = 4.302653  # 97.5 % quantile of Student's t with two degrees of fr
 def test_pages_are_up_to_date_with_the_runs_and_templates(template, page):
     rendered = results.render(COLLECTED, template.read_text())
     assert rendered == page.read_text(), "run `python studies/results.py render`, and read what changed"
+
+
+def test_every_figure_of_the_pages_is_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "IMAGES", tmp_path)
+    results.draw_figures(COLLECTED, "")
+    pages = "".join(page.read_text() for page in (*results.PAGES.values(), results.README))
+    drawn = [*tmp_path.glob("*.png")]
+    assert {path.stem for path in drawn} == {*re.findall(r"(results\w*)\.png", pages)}
+    assert all(path.stat().st_size > 5_000 for path in drawn)
 
 
 def test_the_readme_is_up_to_date_with_the_runs_and_the_summary():
@@ -122,84 +131,6 @@ def test_a_sweep_that_refuses_to_run_gives_no_losses(tmp_path):
     (tmp_path / "sweep.json").write_text('{"runs": []}')
     with pytest.raises(UserError, match="ended with exit code 2"):
         tuning.sweep(tmp_path, "configs/absent.py", ["task=recall", "arm=diff", "seed=0"], [])
-
-
-def test_the_growth_table_has_rows_by_size_and_the_best_rate_per_arm():
-    def record(task, tokens, arm, rate, seed, value):
-        numbers = {"loss/loss": value}
-        run = {"task": task, "tokens": tokens, "arm": arm, "learning_rate": rate, "seed": seed, "numbers": numbers}
-        return run | {
-            "parameters": {"set": 10, "set-large": 90, "other": 50}[task],
-            "sweep": "",
-            "hardware": "",
-            "commit": "",
-            "jax": "",
-            "wall_seconds": 0,
-        }
-
-    records = [
-        record("set-large", 500, "transformer", 0.1, 0, 3.0),
-        record("set-large", 500, "diff", 0.1, 0, 2.5),
-        record("set", 700, "transformer", 0.1, 0, 4.0),
-        record("set", 700, "transformer", 0.2, 0, 3.5),
-        record("set", 700, "transformer", 0.2, 1, 3.7),
-        record("set", 700, "diff", 0.1, 0, 3.6),
-        record("set", 700, "diff", 0.1, 1, 3.8),
-        record("set", 700, "diff", 0.2, 0, 9.0),
-        record("set", 700, "sink", 0.2, 0, 9.0),
-        record("other", 700, "diff", 0.2, 0, 9.0),
-    ]
-    halves = {"a": records[:3], "b": records[3:]}
-    assert results.render(halves, "{{growth a+b set loss/loss diff diff_v2}}").splitlines()[2:4] == [
-        "| 10 | 700 | 3.600 ± 1.271 (0.2) | +0.100 ± 0.000 (0.1) |  |",
-        "| 90 | 500 | 3.000 (0.1) | -0.500 (0.1) |  |",
-    ]
-
-
-def test_the_best_rate_is_that_of_the_smallest_mean(tmp_path):
-    def record(arm, rate, seed, value):
-        numbers = {"loss/bits_per_byte": value}
-        return {"task": "3m", "arm": arm, "seed": seed, "learning_rate": rate, "numbers": numbers}
-
-    records = [record("diff-mup", *at) for at in ((2e-3, 0, 3.0), (1e-3, 1, 1.0), (1e-3, 0, 6.0), (2e-3, 1, 3.0))]
-    page = results.render({"mine": records}, "{{best_rate mine 3m diff-mup loss/bits_per_byte}}")
-    assert page == "0.002"
-    assert results.render({"mine": records}, "{{by_rate mine 3m diff-mup loss/bits_per_byte}}") == (
-        "3.500 ± 31.766 at 0.001, 3.000 ± 0.000 at 0.002"
-    )
-    lines = [
-        r | {"task": task, "arm": arm + end}
-        for r in records
-        for arm in ("transformer", "diff")
-        for task, end in (("0.1m", ""), ("3m", ""), ("3m", "-mup"))
-    ]
-    results_figures.draw_transfer(lines, tmp_path / "results_transfer")
-    assert (tmp_path / "results_transfer.png").stat().st_size > 10_000
-
-
-def test_cells_of_the_optimizer_study_become_a_table_and_contrasts(tmp_path):
-    def record(cell, seed):
-        warmup = {"optimizer.warmup_fraction": f"{cell.warmup:g}", "optimizer.learning_rate": "0.02"}
-        effect = {"adamw": 1.0, "muon": 0.5, "muon-groups": 0.25}[cell.optimizer] * (cell.warmup == 0.01)
-        value = {"transformer": 2.0, "diff": 3.0, "diff_v2": 4.0}[cell.arm] + effect * (1 + seed / 10) + seed / 100
-        own = {"seed": seed, "numbers": {"loss/bits_per_byte": value}, "learning_rate": 0.02}
-        changes = {**warmup, **optimizer_study.OPTIMIZERS[cell.optimizer]}
-        return {"task": "books", "arm": cell.arm, "changes": changes, "tokens": 5, "wall_seconds": 0} | own
-
-    rest = dict.fromkeys(("sweep", "hardware", "commit", "jax"), "")
-    records = [record(cell, seed) | rest for cell in optimizer_study.cells() for seed in (1, 0)]
-    assert len(records) == 2 * 7 * 4
-    lines = results.render({"mine": records}, "{{optimizers mine}}").splitlines()
-    # The interval of two seeds is their mean ± 12.706 · |a - b| / 2.
-    assert "| AdamW | diff | 4.055 ± 0.699 (0.02) | 3.005 ± 0.064 (0.02) |" in lines[3]
-    assert lines[3].endswith("| 3.005 ± 0.064 (0.02) | +1.050 ± 0.635 |")
-    template = (
-        "{{arms_difference mine muon 0.01 diff transformer}}, {{warmup_gain mine muon-groups diff}}, "
-        "{{sensitivity_difference mine diff adamw muon}}"
-    )
-    assert results.render({"mine": records}, template) == "+1.000 ± 0.000, +0.262 ± 0.159, +0.525 ± 0.318"
-    results_figures.draw_optimizers(records, tmp_path / "results_optimizers")
-    assert (tmp_path / "results_optimizers.png").stat().st_size > 10_000
 
 
 def test_new_runs_are_compared_with_the_stated_intervals(capsys):

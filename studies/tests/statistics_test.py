@@ -80,15 +80,6 @@ def test_a_contrast_pairs_the_seeds_of_its_cells():
         controls_tables.contrast_values(records[1:], contrast, study_records.TEST_LOSS)
 
 
-def test_differences_of_differences_have_four_cells():
-    cells = {"diff, a=1": 4.0, "diff, a=2": 3.0, "transformer, a=1": 2.5, "transformer, a=2": 2.0}
-    records = [
-        record(name.split(", ")[0], seed, value, a=name[-1]) for name, value in cells.items() for seed in range(3)
-    ]
-    contrast = Contrast("", ("diff, a=1", "transformer, a=2"), ("diff, a=2", "transformer, a=1"))
-    assert controls_tables.contrast_values(records, contrast, study_records.TEST_LOSS) == [0.5] * 3
-
-
 def test_the_p_value_is_that_of_a_test_by_simulation():
     """Of normal samples with mean zero, a share p has a t statistic at least as far from zero."""
     found = [-0.02, -0.031, -0.008, -0.025, 0.004]
@@ -101,22 +92,6 @@ def test_the_p_value_is_that_of_a_test_by_simulation():
     expected = (t(samples) >= t(np.array([found]))).mean()
     assert controls_tables.p_value(found) == pytest.approx(expected, abs=0.004)
     assert controls_tables.p_value([0.0] * 5) == 1.0  # One cell under two names.
-
-
-def test_only_contrasts_below_the_corrected_threshold_get_a_verdict():
-    differences = {"diff": -0.05, "zero-norm": 0.0}
-    noise = [0.001, -0.002, 0.0, 0.002, -0.001]
-    arms = {arm for contrast in controls_tables.NORM_OR_GAIN_CONTRASTS for arm in (*contrast.plus, *contrast.minus)}
-    records = [
-        record(arm, seed, 2.0 + differences.get(arm, 0.0) + noise[(seed + i) % 5])
-        for i, arm in enumerate(sorted(arms))
-        for seed in range(5)
-    ]
-    rows = controls_tables.family_table(records, "norm-or-gain").splitlines()[2:]
-    verdicts = {row.split("|")[1].strip(): row.split("|")[-2].strip() for row in rows}
-    assert verdicts.pop("`diff` − `zero-norm`") == "better"
-    assert verdicts.pop("`diff` − `transformer`") == "better"
-    assert verdicts["`zero-norm` − `zero-gain`"] == "open"
 
 
 def test_steps_to_solve_are_those_of_solved_runs():
@@ -177,89 +152,6 @@ def test_the_slope_is_the_change_per_doubling_of_the_tokens():
         size_tables.slopes({5: {30: 0.25, 31: 0.0, 32: 9.0}, 20: two[20]})
 
 
-def test_sizes_are_a_table_a_family_and_a_figure(tmp_path, monkeypatch):
-    effects = {"diff": 0.02, "gdla": -0.03}
-    records = [
-        record(
-            arm,
-            seed,
-            # With the size, the effect of diff grows by 0.01.
-            2.0
-            + effects.get(arm, 0.0)
-            + 0.01 * (arm == "diff" and task != "novels")
-            + 0.001 * math.sin(7 * seed + i * steps),
-            task,
-            train__steps=str(steps),
-        )
-        for task, lengths in controls_study.LENGTHS.items()
-        for steps in lengths.values()
-        for i, arm in enumerate(controls_study.ARCHITECTURES)
-        for seed in range(8)
-    ]
-    for task, lengths in (("novels", ["5", "20", "80"]), ("novels-0.4m", ["5", "20"])):
-        columns = [6] * len(lengths)
-        rows = [
-            [cell.strip() for cell in row.split("|")[1:-1]]
-            for row in size_tables.sizes_table(records, task).partition("\n\n")[0].splitlines()
-        ]
-        assert [row[0] for row in rows[2:]] == lengths
-        assert [sum(bool(cell) for cell in row[3:]) for row in rows[2:]] == columns
-        rates = size_tables.size_rates_table(records, task).splitlines()[2:]
-        assert [row.count(" 0.008 ") for row in rates] == columns  # One for each arm.
-    drawn = []
-    monkeypatch.setattr(results_figures, "save_figure", lambda figure, path: drawn.append(figure))
-    results_figures.draw_sizes(records, tmp_path)
-    panels = [{str(c.get_label()): c.lines[0].get_ydata() for c in axes.containers} for axes in drawn[0].axes]
-    legend = [text.get_text() for axes in drawn[0].axes if axes.get_legend() for text in axes.get_legend().get_texts()]
-    assert sorted(legend) == sorted(panels[0])
-    assert [{len(differences) for differences in panel.values()} for panel in panels] == [{3}, {2}]
-    for panel in panels:
-        assert panel["gdla − transformer"] == pytest.approx(-0.03, abs=0.002)
-    for name in ("diff − transformer", "diff − zero-norm"):
-        assert panels[0][name] == pytest.approx(0.02, abs=0.002)
-        assert panels[1][name] == pytest.approx(0.02 + 0.01, abs=0.002)
-    for arm, steps in (("diff", "11565"), ("gdla", "2891")):
-        fewer = [r for r in records if r["arm"] != arm or r["seed"] < 5 or r["changes"]["train.steps"] != steps]
-        differences = size_tables.differences_by_length(fewer, "novels", arm)
-        assert sorted(map(len, differences.values())) == [5, 8, 8]
-        with pytest.raises(AssertionError, match="different seeds"):
-            size_tables.slopes(differences)
-    fewer = [r for r in records if r["arm"] != "transformer" or r["seed"] < 5]
-    with pytest.raises(AssertionError, match=r"no runs of the seeds \[5, 6, 7\] of diff"):
-        size_tables.differences_by_length(fewer, "novels", "diff")
-    few = [r for r in records if r["changes"]["train.steps"] != "11565"]
-    assert "| 80 |" not in size_tables.sizes_table(few, "novels")
-
-    def verdicts_of(task, table=size_tables.sizes_family_table):
-        rows = [row.split("|") for row in table(records, task).splitlines()[2:]]
-        return {(row[1].strip(), row[2].strip()): row[5].strip() for row in rows}
-
-    verdicts = verdicts_of("novels")
-    assert len(verdicts) == 12
-    assert verdicts["`diff` − `zero-norm`", "20 tokens per parameter"] == "worse"
-    assert verdicts["`diff` − `transformer`", "20 tokens per parameter"] == "worse"
-    assert verdicts["`gdla` − `transformer`", "20 tokens per parameter"] == "better"
-    assert verdicts["`diff` − `transformer`", "slope per doubling of the tokens, 5 to 80"] == "open"
-    assert verdicts["`gdla` − `transformer`", "slope per doubling of the tokens, 5 to 20"] == "open"
-    assert verdicts_of("novels", size_tables.sizes_later_table) == {
-        (f"`{arm}` − `transformer`", at): "better" if (arm, at) == ("gdla", "80 tokens per parameter") else "open"
-        for arm in ("diff_v2", "gdla", "gated")
-        for at in ("80 tokens per parameter", "slope per doubling of the tokens, 5 to 80")
-    }
-    verdicts = verdicts_of("novels-0.4m")
-    assert len(verdicts) == 8
-    assert verdicts["`diff` − `zero-norm`", "20 tokens per parameter"] == "worse"
-    assert verdicts["`diff` − `transformer`", "20 tokens per parameter, change with the size"] == "rises"
-    assert verdicts["`diff` − `zero-norm`", "20 tokens per parameter, change with the size"] == "rises"
-    assert verdicts["`zero-norm` − `transformer`", "slope per doubling of the tokens, 5 to 20"] == "open"
-    verdicts = verdicts_of("novels-0.4m", size_tables.sizes_later_table)
-    assert verdicts == {
-        (f"`{arm}` − `transformer`", at): "better" if (arm, at) == ("gdla", "20 tokens per parameter") else "open"
-        for arm in ("diff_v2", "gdla", "gated")
-        for at in ("20 tokens per parameter", "slope per doubling of the tokens, 5 to 20")
-    }
-
-
 def test_alignment_is_the_growth_of_a_cosine_of_the_same_seed():
     def run(arm, seed, first, last):
         found = record(arm, seed, task="recall")
@@ -296,6 +188,26 @@ def rows_of(table):
     return [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.partition("\n\n")[0].splitlines()[2:]]
 
 
+def holm_by_hand(p_values):
+    """Return corrected p-values: from the smallest on, each times the number of those at least as large."""
+    corrected, largest = [0.0] * len(p_values), 0.0
+    for rank, i in enumerate(np.argsort(p_values)):
+        largest = corrected[i] = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
+    return corrected
+
+
+def check_family(table, values_of_each, words):
+    """Compare the rows of a table with Student's t test; `words` are verdicts on a mean below and above zero."""
+    tests = [scipy.stats.ttest_1samp(values, 0) for values in values_of_each]
+    p_values = holm_by_hand([test.pvalue if any(of) else 1.0 for test, of in zip(tests, values_of_each, strict=True)])
+    rows = zip(rows_of(table), values_of_each, tests, p_values, words, strict=True)
+    for (*_, mean, p, verdict), values, test, corrected, (below, above) in rows:
+        low, high = test.confidence_interval() if any(values) else (0.0, 0.0)
+        assert [*map(float, mean.split(" ± "))] == pytest.approx([np.mean(values), (high - low) / 2], abs=6e-4)
+        assert float(p.replace("<0.001", "0")) == pytest.approx(corrected, abs=1e-3)
+        assert verdict == ("open" if corrected >= 0.05 else above if np.mean(values) > 0 else below)
+
+
 @pytest.mark.parametrize(
     ("studies", "family", "number"),
     [
@@ -309,30 +221,46 @@ def rows_of(table):
         ("question-1-again+review-novels", "review", study_records.TEST_LOSS),
     ],
 )
-def test_the_tests_of_a_family_are_those_of_scipy(studies, family, number):
-    """The mean, its interval, and the p-value are those of the table; p-values are multiplied from the smallest on."""
-    records = results.joined(COLLECTED, studies)
+def test_the_contrasts_of_a_family_are_tested_over_paired_seeds(studies, family, number):
+    records, values, words = results.joined(COLLECTED, studies), [], []
+    losses = {(controls_tables.cell_of(r), r["seed"]): r["numbers"].get(number) for r in records}
+    for _, plus, minus in controls_tables.FAMILIES[family]:
+        seeds = sorted(seed for cell, seed in losses if cell == plus[0])
+        values.append([sum(losses[c, s] for c in plus) - sum(losses[c, s] for c in minus) for s in seeds])
+        words.append(("smaller", "larger") if len(plus) > 1 else ("better", "worse"))
+    check_family(controls_tables.family_table(records, family, number), values, words)
 
-    def loss(cell, seed):
-        [found] = [r for r in records if controls_tables.cell_of(r) == cell and r["seed"] == seed]
-        return found["numbers"][number]
 
-    expected, p_values = [], []
-    for contrast in controls_tables.FAMILIES[family]:
-        seeds = sorted(r["seed"] for r in records if controls_tables.cell_of(r) == contrast.plus[0])
-        values = [sum(loss(c, s) for c in contrast.plus) - sum(loss(c, s) for c in contrast.minus) for s in seeds]
-        test = scipy.stats.ttest_1samp(values, 0)
-        low, high = test.confidence_interval() if any(values) else (0.0, 0.0)
-        expected.append((statistics.fmean(values), (high - low) / 2))
-        p_values.append(test.pvalue if any(values) else 1.0)
-    rows = rows_of(controls_tables.family_table(records, family, number))
-    largest, count = 0.0, len(p_values)
-    for rank, i in enumerate(np.argsort(p_values)):
-        largest = max(largest, min(1.0, (count - rank) * p_values[i]))
-        mean, half = map(float, rows[i][2].split(" ± "))
-        assert (mean, half) == pytest.approx(expected[i], abs=6e-4)
-        assert float(rows[i][3].replace("<0.001", "0")) == pytest.approx(largest, abs=1e-3)
-        assert (rows[i][4] == "open") == (largest >= 0.05)
+@pytest.mark.parametrize("study", ["question-4", "question-4-shared"])
+@pytest.mark.parametrize("task", controls_study.LENGTHS)
+def test_contrasts_of_sizes_are_differences_slopes_and_changes_with_the_size(study, task):
+    """The rows that come first are differences of seeds at a length; a slope is a covariance over a variance."""
+    records = COLLECTED[study]
+
+    def difference(contrast, tokens, of=task):
+        steps = str(controls_study.LENGTHS[of][tokens])
+        arms = [name.strip("` ") for name in contrast.split("−")]
+        own, other = (
+            {r["seed"]: r["numbers"][study_records.TEST_LOSS] for r in records
+             if (r["task"], r["arm"], r["changes"]["train.steps"]) == (of, arm, steps)} for arm in arms
+        )  # fmt: skip
+        return {seed: own[seed] - other[seed] for seed in sorted(own)}
+
+    tables = [size_tables.sizes_family_table] + [size_tables.sizes_later_table] * (study == "question-4")
+    for table in (of(records, task) for of in tables):
+        values, words = [], []
+        for contrast, at, *_ in rows_of(table):
+            if at.startswith("slope"):
+                lengths = [t for t in controls_study.LENGTHS[task] if t <= int(at.rpartition(" ")[2])]
+                x = [math.log2(t) for t in lengths if difference(contrast, t)]
+                y = [d for t in lengths if (d := difference(contrast, t))]
+                values.append([np.cov(x, [d[s] for d in y])[0, 1] / np.var(x, ddof=1) for s in y[-1]])
+            else:
+                own = difference(contrast, int(at.split()[0]))
+                small = difference(contrast, 20, size_tables.SMALLEST) if at.endswith("size") else dict.fromkeys(own, 0)
+                values.append([own[seed] - small[seed] for seed in own])
+            words.append(("better", "worse") if at.endswith("parameter") else ("falls", "rises"))
+        check_family(table, values, words)
 
 
 def test_a_curve_through_three_points_is_found():
