@@ -1,10 +1,9 @@
 """Evaluate runs: difftx eval --workdir=runs/quickstart/diff --suite=loss,sample."""
 
-import argparse
 from collections.abc import Sequence
 
-from difftx.commands.flags import PathFlag, add_weights_flag, parse_command, run_folders
-from difftx.config import extras, suites
+from difftx.commands.flags import Parser, PathFlag, add_weights_flag, run_folders
+from difftx.evals import SUITES, check_suites, summary
 from difftx.files import require_run, require_writable, require_writable_file
 from difftx.parallel import multihost
 from difftx.storage.paths import path_of
@@ -12,7 +11,7 @@ from difftx.storage.paths import path_of
 
 def main(arguments: Sequence[str], prog: str = "difftx eval") -> int:
     """Read the flags and evaluate or draw. Exit codes: 0 done, 2 bad input, 1 any other error."""
-    parser = argparse.ArgumentParser(prog=prog, description=__doc__, allow_abbrev=False)
+    parser = Parser(prog, __doc__, "eval", "mesh", "model.attention_implementation")
     parser.add_argument("--workdir", help="directory of the run; with --report as in difftx report")
     parser.add_argument("--suite", help="suites to run, such as loss,sample")
     parser.add_argument("--step", metavar="N|A:B[:K]|all", help="checkpoints to evaluate; default: the newest")
@@ -30,14 +29,15 @@ def main(arguments: Sequence[str], prog: str = "difftx eval") -> int:
     parser.add_argument("--trust_run_config", action="store_true", help="use and print the run's addresses, keys, code")
     multihost.add_flags(parser)
     parser.epilog = "--eval.field=, --mesh.field= and --model.attention_implementation=value change the run's config"
-    args, overrides = parse_command(parser, arguments, "eval", "mesh", "model")
+    args, overrides = parser.parse(arguments)
     if args.out is not None:
         (require_writable_file if args.report else require_writable)(args.out)
     if args.list:
-        print(suites.suite_list())
+        width = max(map(len, SUITES)) + 2
+        print(*(f"{name:<{width}}{summary(name)}" for name in SUITES), sep="\n")
         return 0
     if args.suite is not None:
-        extras.check_suites(args.suite.split(","))
+        check_suites(args.suite.split(","))
     workdirs = run_folders(args.workdir) if args.workdir and args.report else []
     if args.workdir is not None and not args.report:
         args.workdir = path_of("--workdir", args.workdir)

@@ -14,18 +14,18 @@ import rich.console
 import rich.markup
 import rich.table
 
-from difftx import evals
 from difftx.config import Config
 from difftx.config.build import override
 from difftx.config.eval import JudgeConfig
 from difftx.errors import UserError, printable
+from difftx.evals import run as evals
 from difftx.evals.harness.suite import LOCAL_TASKS
 from difftx.evals.measures import explanation_of, format_value, measures_of
 from difftx.evals.throughput import pair
 from difftx.files import list_folder, require_writable, resolved
 from difftx.json_files import read_json
 from difftx.parallel import multihost
-from difftx.parallel.mesh import check_divisible, make_mesh
+from difftx.parallel.mesh import make_mesh
 from difftx.progress import Work
 from difftx.report.runs import printable_json
 from difftx.storage.paths import AnyPath
@@ -34,6 +34,7 @@ from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpoint
 from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.checkpoint.reading import Checkpoint, data_changes, open_checkpoint, open_run
 from difftx.training.checkpoint.restoring import restore_params
+from difftx.training.fit import fit
 from difftx.training.run import Run, agree_on_command, read_config
 from difftx.training.state import init_state
 
@@ -45,10 +46,7 @@ PLAIN_TASKS = {path.stem for path in LOCAL_TASKS.glob("[!_]*.yaml")}
 def run_suites(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     """Evaluate steps of a run and print the numbers. If steps cannot be read, raise `UserError` after all others."""
     workdir, suites = options.workdir, options.suite.split(",")
-    for field in overrides:
-        if field.startswith("model.") and field != "model.attention_implementation":
-            raise UserError(f"--{field}: the checkpoint determines it; only attention_implementation can be changed")
-    config = override(read_config(workdir), overrides)
+    config = fit(override(read_config(workdir), overrides))
     compared = pair(config).values() if "throughput" in suites else ()
     multihost.join(options, config.multihost)
     kernel_choice.choose([config, *compared], workdir)
@@ -113,7 +111,7 @@ class _Evaluator:
         checkpoint = open_checkpoint(self.checkpointer.folder / str(step), self.config, part)
         if run is None or self.run_config != checkpoint.config or data_changes(checkpoint, run.data.signature):
             try:
-                check_divisible(checkpoint.config, make_mesh(checkpoint.config.mesh))
+                fit(checkpoint.config, make_mesh(checkpoint.config.mesh))
             except UserError as error:
                 flags = "--mesh.data=1 --mesh.fsdp=-1 --mesh.context=1 --mesh.tensor=1 --mesh.slices=1"
                 advice = f"If these are not the devices of the training, choose a mesh: {flags}"

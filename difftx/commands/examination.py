@@ -18,9 +18,8 @@ import rich.table
 
 from difftx import kernels
 from difftx.commands.cost import memory_of
-from difftx.commands.train import check_run
+from difftx.commands.train import check_extras, check_run
 from difftx.config import Config, MeshConfig
-from difftx.config.extras import check_extras
 from difftx.config.recipes import load_config
 from difftx.data.records import bucket_files
 from difftx.errors import UserError, explained, install_hint, printable
@@ -33,10 +32,11 @@ from difftx.launch.jobs import GRACE_SECONDS
 from difftx.model.abstract import count_parameters
 from difftx.model.flops import PEAK_FLOPS, flops_per_token, format_bytes
 from difftx.parallel import multihost
-from difftx.parallel.mesh import check_divisible, make_mesh
+from difftx.parallel.mesh import make_mesh
 from difftx.storage.paths import AnyPath, BucketPath, is_bucket, path_of
 from difftx.training import kernel_measurement
 from difftx.training.checkpoint.manifest import package_versions, steps_in
+from difftx.training.fit import fit
 from difftx.training.run import Run, fit_to_devices
 from difftx.training.state import state_bytes
 from difftx.training.workload import attention_kernel, attention_workload, kernel_function
@@ -211,7 +211,7 @@ def _examine_config(options: argparse.Namespace, config: Config, findings: Findi
         check_extras(config)
     fitted = fit_to_devices(config)
     mesh = make_mesh(fitted.mesh)
-    check_divisible(fitted, mesh)
+    fit(fitted, mesh)
     memory, size = memory_of(fitted, mesh), state_bytes(fitted)
     if warning := memory.warning():
         (findings.advice if memory.holds_state else findings.problems).append(warning)

@@ -8,7 +8,7 @@ from helpers.command_server import commands
 from helpers.interop_folders import export, import_, parameters, tensors_of
 
 from difftx.data.sources import load_sources
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
 from difftx.interop import exports
 from difftx.training import loop
