@@ -13,8 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from difftx.commands.flags import Parser
-from difftx.config.recipes import load_config
+from difftx.commands.flags import Parser, config_of
 from difftx.console import protected
 from difftx.data.tokenizer import with_vocabulary
 from difftx.errors import EXIT_FAILED
@@ -31,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     multihost.add_flags(parser)
     options, overrides = parser.parse(arguments)
     options.workdir = path_of("--workdir", options.workdir)
-    config = None if options.config is None else with_vocabulary(load_config(options.config, overrides))
+    config = None if options.config is None else with_vocabulary(config_of(options.config, overrides))
     out = protected(os.fdopen(os.dup(sys.stdout.fileno()), "w", closefd=False))
     if options.json:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Libraries, such as Gloo, print to standard output.

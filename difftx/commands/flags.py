@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from difftx import compilation_cache
 from difftx.config import Config
 from difftx.config.build import annotation_of
 from difftx.config.fields import marks, types_of
-from difftx.config.recipes import recipe_names
+from difftx.config.recipes import is_json, load_config, recipe_names
 from difftx.config.synonyms import field_named, flag_named
 from difftx.errors import UserError, closest
 from difftx.files import is_glob, matching_folders, require_local_paths, require_run, require_writable_file, size_of
@@ -132,6 +132,16 @@ def add_config_flag(parser: argparse.ArgumentParser) -> None:
     """Add the flag `--config`, the `spec` of `load_config`."""
     text = f"recipe ({', '.join(recipe_names())}, or a file), such as quickstart:diff; or the config.json of a run"
     parser.add_argument("--config", required=True, metavar="NAME[:ARG]|FILE.py[:ARG]|FILE.json", help=text)
+
+
+def config_of(spec: str, overrides: Mapping[str, str]) -> Config:
+    """Return the config of `--config`, which evaluation may use. See `confirm_outward` about a config in JSON."""
+    config = load_config(spec, overrides)
+    if is_json(spec):
+        from difftx.commands.evaluate import confirm_outward  # Imported here because the import is slow.
+
+        confirm_outward(config, spec, config.eval.suites, overrides, trusted=None)
+    return config
 
 
 def add_extension_flag(parser: argparse.ArgumentParser) -> None:

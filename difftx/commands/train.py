@@ -15,9 +15,9 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     began = time.perf_counter()
     # Imported here, so that the time of the imports counts.
     from difftx import compilation_cache, console
-    from difftx.commands.flags import Parser, PathFlag, add_config_flag
+    from difftx.commands.flags import Parser, PathFlag, add_config_flag, config_of
     from difftx.config.extras import check_extras
-    from difftx.config.recipes import load_config, matched_by
+    from difftx.config.recipes import matched_by
     from difftx.files import require_writable
     from difftx.parallel import multihost
 
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     parser.add_argument("--allow_config_change", action="store_true", help="resume even if model or data changed")
     multihost.add_flags(parser)
     args, overrides = parser.parse(arguments)
-    check_extras(config := load_config(args.config, overrides))
+    check_extras(config := config_of(args.config, overrides))
     compilation_cache.enable(config.train.compilation_cache)
     if args.print_config:
         print(config.to_json(), end="")
