@@ -37,8 +37,9 @@ from difftx.evals.throughput import COMPARED, median_ratio, pair, random_rows
 from difftx.model.flops import PEAK_FLOPS, flops_per_token
 from difftx.parallel import multihost
 from difftx.parallel.layout import Layout
-from difftx.parallel.mesh import check_divisible, make_mesh
+from difftx.parallel.mesh import make_mesh
 from difftx.training import kernel_choice
+from difftx.training.fit import fit
 from difftx.training.state import TrainState, init_state, make_train_step
 
 DEPTHS = (2, 24)  # Numbers of layers that --depths compiles.
@@ -92,7 +93,7 @@ class Contestant:
 def prepare(config: Config) -> Contestant:
     """Compile the train step of a config for all attached devices."""
     mesh = make_mesh(config.mesh)
-    check_divisible(config, mesh)
+    fit(config, mesh)
     with jax.set_mesh(mesh):
         batches = _batches(config, mesh)
         state = jax.jit(lambda: init_state(config))()

@@ -8,7 +8,6 @@ import pytest
 from conftest import ROOT
 
 from difftx.config import Config
-from difftx.config.architectures import ARCHITECTURES
 from difftx.config.build import config_from_dict, override
 from difftx.config.checks import divisors
 from difftx.config.model import default_specific_fields
@@ -16,6 +15,8 @@ from difftx.config.recipes import load_config
 from difftx.configs import ablations, quickstart, toy
 from difftx.errors import UserError
 from difftx.evals.throughput import counterpart
+from difftx.model.architectures import ARCHITECTURES
+from difftx.training.fit import fit
 
 QUICKSTART = f"{ROOT}/configs/quickstart.py"
 CONFIG = load_config(QUICKSTART, {})
@@ -83,7 +84,7 @@ def test_impossibly_large_sizes_are_rejected(field):
 
 def test_heads_that_do_not_divide_a_large_prime_are_rejected_quickly():
     with pytest.raises(UserError, match=r"4 sub-heads do not divide d_model=2147483647"):
-        load_config(QUICKSTART, {"model.d_model": str(2**31 - 1)})
+        fit(load_config(QUICKSTART, {"model.d_model": str(2**31 - 1)}))
     assert divisors(360) == [n for n in range(1, 361) if 360 % n == 0]
     assert divisors(1) == [1]
 
@@ -114,10 +115,10 @@ def test_a_field_that_an_architecture_does_not_read_is_refused(architecture):
     assert {*VALUES, "signal_heads", "output_gate", "top_k"} == {*default_specific_fields()}
     for field, value in VALUES.items():
         if architecture in READERS[field]:
-            override(config, {f"model.{field}": str(value)})
+            fit(override(config, {f"model.{field}": str(value)}))
         else:
             with pytest.raises(UserError, match=rf"model\.{field}=.*: architecture {architecture!r} does not use it"):
-                override(config, {f"model.{field}": str(value)})
+                fit(override(config, {f"model.{field}": str(value)}))
 
 
 def test_every_config_of_every_arm_still_loads():

@@ -15,7 +15,9 @@ from difftx.configs import ablations, review, small, toy
 from difftx.errors import UserError
 from difftx.launch.grid import make_points
 from difftx.model.abstract import count_parameters
+from difftx.model.architectures import heads_of
 from difftx.model.matching import match, matching_warning
+from difftx.training.fit import fit
 
 SOURCES = '[{"name": "a", "path": "x", "weight": 1}, {"name": "b", "path": "y", "weight": 3}]'
 QUICKSTART = str(ROOT / "configs" / "quickstart.py")
@@ -51,7 +53,7 @@ def test_every_config_is_valid_and_survives_json(spec):
     config = load_config(str(ROOT / "configs" / spec), {})
     assert config_from_dict(json.loads(config.to_json())) == config
     model = config.model
-    assert model.num_heads * model.groups * model.d_head == model.d_model
+    assert model.num_heads * heads_of(model).groups * heads_of(model).d_head == model.d_model
 
 
 def test_a_shorter_quickstart_has_a_shorter_warmup():
@@ -63,7 +65,7 @@ def test_matched_models_have_equal_head_width():
     for size in ("830m", "13.1b"):
         path = ROOT / "configs" / "scaling.py"
         diff, transformer = (load_config(f"{path}:{a}-{size}", {}).model for a in ("diff", "transformer"))
-        assert diff.d_head == transformer.d_head == {"830m": 96, "13.1b": 128}[size]
+        assert heads_of(diff).d_head == heads_of(transformer).d_head == {"830m": 96, "13.1b": 128}[size]
         assert transformer.num_heads == 2 * diff.num_heads
 
 
@@ -141,8 +143,8 @@ def test_a_recipe_by_size_has_the_parameters_and_heads_that_it_promises(size):
         assert count_parameters(config.model).total == pytest.approx(asked, rel=0.06)
         assert config.train.steps * config.train.global_batch_tokens == pytest.approx(20 * asked, rel=0.01)
     diff = configs["diff"].model
-    assert diff.d_head >= 64 or diff.d_model < 1024
-    assert diff.num_heads >= 8 or diff.d_head == 32
+    assert heads_of(diff).d_head >= 64 or diff.d_model < 1024
+    assert diff.num_heads >= 8 or heads_of(diff).d_head == 32
     assert diff.num_heads % 2 == 0 or diff.d_model < 1024  # Two devices can share the heads.
 
 
@@ -228,7 +230,7 @@ def test_a_recipe_by_size_explains_what_a_size_is(size):
 )
 def test_a_wrong_override_names_field_value_and_fix(field, value, expected):
     with pytest.raises(UserError) as error:
-        load_config(QUICKSTART, {field: value})
+        fit(load_config(QUICKSTART, {field: value}))
     message = str(error.value)
     assert "\n" not in message
     for part in expected:
@@ -381,7 +383,7 @@ def test_values_are_read_by_the_type_of_their_field():
     assert config.eval.suites == ("loss", "sample")
     assert config.model.tie_embeddings is False
     assert isinstance(config.optimizer.learning_rate, float)
-    assert config.model.kv_heads == 2
+    assert heads_of(config.model).kv_heads == 2
     assert config.train.steps == 1000
     assert override(config, {"eval.loss_tokens": "7"}).eval == dataclasses.replace(config.eval, loss_tokens=7)
 

@@ -15,6 +15,7 @@ from difftx.config.recipes import load_config
 from difftx.configs import controls, toy_continued
 from difftx.errors import UserError
 from difftx.model.abstract import count_parameters
+from difftx.model.architectures import heads_of
 
 
 def record(arm, seed, number=0.0, task="novels", rate=0.008, solved_at=None, **changes):
@@ -288,8 +289,9 @@ def test_the_controls_have_equally_many_parameters_and_widths():
         assert all(abs(count_parameters(model).total - base) < base / 100 for model in models.values())
         assert models["diff"].num_heads >= 4
         heads = models["transformer"], models["transformer-wide-norm"], models["diff"]
-        assert [model.d_head for model in heads] == [heads[0].d_head, 2 * heads[0].d_head, heads[0].d_head]
-        assert heads[0].num_heads * heads[0].d_head == 2 * heads[2].num_heads * heads[2].d_head
+        d, wide, of_diff = (heads_of(model).d_head for model in heads)
+        assert (wide, of_diff) == (2 * d, d)
+        assert heads[0].num_heads * d == 2 * heads[2].num_heads * of_diff
 
 
 def test_lambda_zero_is_attention_with_the_first_weights():
@@ -411,6 +413,6 @@ def test_converted_arms_have_the_heads_of_their_transformer(task):
     for arm in arms:
         pairs = 2 if arm.model.architecture == "diff" else 1
         assert pairs * arm.model.num_heads == transformer.model.num_heads
-        assert arm.model.d_head == transformer.model.d_head
+        assert heads_of(arm.model).d_head == heads_of(transformer.model).d_head
         assert (arm.model.d_model, arm.model.mlp_dim) == (transformer.model.d_model, transformer.model.mlp_dim)
         assert arm.train.steps == transformer.train.steps

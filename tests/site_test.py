@@ -18,9 +18,9 @@ from helpers.pages import DOCS
 
 from benchmarks import reference_tables, results
 from difftx import api
-from difftx.config.architectures import ARCHITECTURES
 from difftx.errors import UserError
 from difftx.inference.trained_run import TrainedRun
+from difftx.model.architectures import ARCHITECTURES
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(DOCS.rglob("*.md"))
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -30,12 +30,14 @@ def main(arguments: Sequence[str]) -> int:
     multihost.add_flags(parser)
     options, overrides = parser.parse(arguments)
     options.workdir = path_of("--workdir", options.workdir)
-    config = None if options.config is None else with_vocabulary(config_of(options.config, overrides))
+    from difftx.training.fit import fit  # Imported after the flags are checked, because the import is slow.
+
+    config = None if options.config is None else fit(with_vocabulary(config_of(options.config, overrides)))
     out = protected(os.fdopen(os.dup(sys.stdout.fileno()), "w", closefd=False))
     if options.json:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Libraries, such as Gloo, print to standard output.
 
-    from difftx.commands import examination  # Imported after the flags are checked, because the import is slow.
+    from difftx.commands import examination
 
     findings = examination.examine(options, config)
     if multihost.is_primary() and options.json:

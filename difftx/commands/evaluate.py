@@ -25,7 +25,7 @@ from difftx.evals.throughput import pair
 from difftx.files import list_folder, require_writable, resolved
 from difftx.json_files import read_json
 from difftx.parallel import multihost
-from difftx.parallel.mesh import check_divisible, make_mesh
+from difftx.parallel.mesh import make_mesh
 from difftx.progress import Work
 from difftx.report.runs import printable_json
 from difftx.training import kernel_choice
@@ -33,6 +33,7 @@ from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpoint
 from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.checkpoint.reading import Checkpoint, data_changes, open_checkpoint, open_run
 from difftx.training.checkpoint.restoring import restore_params
+from difftx.training.fit import fit
 from difftx.training.run import Run, agree_on_command, read_config
 from difftx.training.state import init_state
 
@@ -44,7 +45,7 @@ PLAIN_TASKS = {path.stem for path in LOCAL_TASKS.glob("[!_]*.yaml")}
 def run_suites(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     """Evaluate steps of a run and print the numbers. If steps cannot be read, raise `UserError` after all others."""
     workdir, suites = options.workdir, options.suite.split(",")
-    config = override(read_config(workdir), overrides)
+    config = fit(override(read_config(workdir), overrides))
     compared = pair(config).values() if "throughput" in suites else ()
     multihost.join(options, config.multihost)
     kernel_choice.choose([config, *compared], workdir)
@@ -109,7 +110,7 @@ class _Evaluator:
         checkpoint = open_checkpoint(self.checkpointer.folder / str(step), self.config, part)
         if run is None or self.run_config != checkpoint.config or data_changes(checkpoint, run.data.signature):
             try:
-                check_divisible(checkpoint.config, make_mesh(checkpoint.config.mesh))
+                fit(checkpoint.config, make_mesh(checkpoint.config.mesh))
             except UserError as error:
                 flags = "--mesh.data=1 --mesh.fsdp=-1 --mesh.context=1 --mesh.tensor=1 --mesh.slices=1"
                 advice = f"If these are not the devices of the training, choose a mesh: {flags}"
@@ -158,7 +159,7 @@ def confirm_outward(
     """Raise `UserError` if a suite would contact an address, send a secret or execute code without confirmation.
 
     The config `file` may come from another person. The value of such a field is accepted only from the command line
-    (`overrides`), or with --trust_run_config, which prints it (`trusted`; None: no such flag).
+    (`overrides`), or with --trust_run_config, which prints it (`trusted`; None: the command has no such flag).
     The data of `PLAIN_TASKS` and tiktoken vocabularies need no confirmation, because their addresses are fixed.
     """
     fields, settings, judge = [], config.eval, config.eval.judge  # Field, value and effect.

@@ -33,10 +33,11 @@ from difftx.launch.jobs import GRACE_SECONDS
 from difftx.model.abstract import count_parameters
 from difftx.model.flops import PEAK_FLOPS, flops_per_token, format_bytes
 from difftx.parallel import multihost
-from difftx.parallel.mesh import check_divisible, make_mesh
+from difftx.parallel.mesh import make_mesh
 from difftx.storage.paths import AnyPath, is_bucket, path_of
 from difftx.training import kernel_measurement
 from difftx.training.checkpoint.manifest import package_versions, steps_in
+from difftx.training.fit import fit
 from difftx.training.run import Run, fit_to_devices
 from difftx.training.state import state_bytes
 from difftx.training.workload import attention_kernel, attention_workload, kernel_function
@@ -214,7 +215,7 @@ def _examine_config(options: argparse.Namespace, config: Config, findings: Findi
         check_extras(config)
     fitted = fit_to_devices(config)
     mesh = make_mesh(fitted.mesh)
-    check_divisible(fitted, mesh)
+    fit(fitted, mesh)
     memory, size = memory_of(fitted, mesh), state_bytes(fitted)
     if warning := memory.warning():
         (findings.advice if memory.holds_state else findings.problems).append(warning)

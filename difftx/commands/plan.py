@@ -47,9 +47,10 @@ def main(arguments: Sequence[str]) -> int:
     from difftx.launch import estimate, search
     from difftx.model.abstract import count_parameters
     from difftx.parallel.presets import apply_preset
+    from difftx.training.fit import fit
 
     devices, title = find_devices(topology), f"{args.config} on {topology}"
-    parameters = count_parameters(config.model).total
+    parameters = count_parameters(fit(config).model).total
     config = apply_preset(config, kind=devices[0].device_kind, devices=len(devices), parameters=parameters)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     try:

@@ -30,6 +30,9 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     multihost.add_flags(parser)
     args, overrides = parser.parse(arguments)
     check_extras(config := config_of(args.config, overrides))
+    from difftx.training.fit import fit  # The import is slow.
+
+    fit(config)
     compilation_cache.enable(config.train.compilation_cache)
     if args.print_config:
         print(config.to_json(), end="")
@@ -84,8 +87,8 @@ def check_run(run: "Run") -> None:
 
 def trace(run: "Run") -> None:
     """Trace the train step, which executes the Python code of the model. Name the line of an extension that fails."""
-    from difftx.config.architectures import ARCHITECTURES
     from difftx.launch.estimate import trace_step
+    from difftx.model.architectures import ARCHITECTURES
     from difftx.registry import one_line_errors
 
     with one_line_errors(sys.modules[ARCHITECTURES[run.config.model.architecture].__module__]):

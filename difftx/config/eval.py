@@ -5,7 +5,6 @@ import urllib.parse
 from typing import Annotated, Literal, get_args
 
 from difftx.config import affects, flag
-from difftx.config.architectures import Granularity
 from difftx.config.checks import require_distinct_names
 from difftx.config.fields import (
     Effect,
@@ -20,7 +19,7 @@ from difftx.config.fields import (
     UnitClosed,
     UnitHalfOpen,
 )
-from difftx.config.model import ChunkTokens, FewBits
+from difftx.config.model import ChunkTokens, FewBits, Granularity
 from difftx.errors import UserError
 
 Bits = Annotated[int, Rule(lambda bits: 2 <= bits <= 16, " must lie in 2 … 16")]

@@ -6,6 +6,7 @@ from typing import Any
 from difftx.config import Config, ModelConfig
 from difftx.errors import UserError
 from difftx.interop.fields import FIXED, Fields, heads_from, longest_context, rope_fields, rope_parameters
+from difftx.model.architectures import heads_of
 
 CLASSES = {"DiffLlamaForCausalLM": "diff", "LlamaForCausalLM": "transformer", "Qwen2ForCausalLM": "transformer"}
 QWEN = "Qwen2ForCausalLM"  # A Llama with biases of queries, keys and values, which no field of its config.json states.
@@ -67,8 +68,8 @@ def check_model(model: ModelConfig) -> None:
 
 def config_json(config: Config, end_of_text: int) -> dict[str, Any]:
     """Return the content of config.json for a model that `check_model` accepts."""
-    model, groups = config.model, config.model.groups
-    special: dict[str, Any] = {"lambda_std_dev": model.lambda_std} if groups == 2 else {"mlp_bias": False}
+    model, heads = config.model, heads_of(config.model)
+    special: dict[str, Any] = {"lambda_std_dev": model.lambda_std} if heads.groups == 2 else {"mlp_bias": False}
     names = [name for name in CLASSES if CLASSES[name] == model.architecture and (name == QWEN) == model.attention_bias]
     if (rope := rope_parameters(model))["rope_type"] == "llama3":
         special["rope_scaling"] = rope  # transformers 4 reads this field instead of rope_parameters.
@@ -79,9 +80,9 @@ def config_json(config: Config, end_of_text: int) -> dict[str, Any]:
         "hidden_size": model.d_model,
         "intermediate_size": model.mlp_dim,
         "num_hidden_layers": model.num_layers,
-        "num_attention_heads": groups * model.num_heads,
-        "num_key_value_heads": groups * model.kv_heads,
-        "head_dim": model.d_head,
+        "num_attention_heads": heads.groups * model.num_heads,
+        "num_key_value_heads": heads.groups * heads.kv_heads,
+        "head_dim": heads.d_head,
         "hidden_act": "silu",
         "max_position_embeddings": longest_context(config),
         "initializer_range": model.init_std,

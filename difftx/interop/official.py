@@ -11,6 +11,7 @@ from typing import Any
 from difftx.config import Config, ModelConfig
 from difftx.errors import UserError, did_you_mean
 from difftx.interop.fields import FIXED, Fields, heads_from
+from difftx.model.architectures import heads_of
 
 CLASSES = {"MultiheadFlashDiff1": "diff", "MultiheadAttention": "transformer"}
 HEAD_NORM_EPS = 1e-5  # Hard-coded in the official code.
@@ -42,7 +43,8 @@ def model_fields(path: Path) -> dict[str, Any]:
 
 def check_model(model: ModelConfig) -> None:
     """Raise `UserError` for a model that the official code cannot represent."""
-    if model.d_head * model.groups * model.num_heads != model.d_model:
+    heads = heads_of(model)
+    if heads.d_head * heads.groups * model.num_heads != model.d_model:
         raise UserError(f"model.head_dim={model.head_dim}: the official code derives it from d_model and num_heads")
     if model.architecture == "transformer" and model.head_norm != "none":
         raise UserError(f"model.head_norm={model.head_norm!r}: the official MultiheadAttention has no head norm")
@@ -59,7 +61,7 @@ def config_json(config: Config, end_of_text: int) -> dict[str, Any]:
         "embed_dim": model.d_model,
         "num_layers": model.num_layers,
         "num_heads": model.num_heads,
-        "num_kv_heads": model.kv_heads,
+        "num_kv_heads": heads_of(model).kv_heads,
         "intermediate_size": model.mlp_dim,
         "rope_theta": model.rope_theta,
         "rms_norm_eps": model.norm_eps,

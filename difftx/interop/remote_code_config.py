@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from difftx.config import Config, ModelConfig
-from difftx.config.architectures import ARCHITECTURES
 from difftx.config.build import build_group
 from difftx.config.fields import values_of
 from difftx.config.model import default_specific_fields
 from difftx.errors import UserError
 from difftx.interop.fields import Fields, longest_context, rope_fields, rope_parameters
+from difftx.model.architectures import ARCHITECTURES, check_attention, heads_of
 
 MODELING = Path(__file__).with_name("modeling_difftx.py")
 SERVABLE, EAGER = "DifftxForCausalLM", "DifftxEagerForCausalLM"
@@ -79,6 +79,7 @@ def model_fields(path: Path) -> dict[str, Any]:
     }
     try:
         built = build_group(ModelConfig, model, "model")
+        check_attention(built)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     for name, value in _description(built).items():
@@ -142,7 +143,7 @@ def config_json(config: Config, end_of_text: int) -> dict[str, Any]:
 
 def _description(model: ModelConfig) -> dict[str, Any]:
     """Return the fields of config.json that `model` determines. Heads are those of the attention call."""
-    values = values_of(model)
+    values, heads = values_of(model), heads_of(model)
     causal = EAGER if ARCHITECTURES[model.architecture].kernel == "weighted_attention" else SERVABLE
     classes = {"AutoConfig": "DifftxConfig", "AutoModel": causal.replace("ForCausalLM", "Model")}
     classes["AutoModelForCausalLM"] = causal
@@ -151,11 +152,11 @@ def _description(model: ModelConfig) -> dict[str, Any]:
         "auto_map": {auto: f"{MODELING.stem}.{name}" for auto, name in classes.items()},
         "model_type": "difftx",
         **{theirs: values[ours] for theirs, ours in RENAMED_FIELDS.items()},
-        "num_attention_heads": model.query_heads,
+        "num_attention_heads": heads.query_heads,
         # The keys of a token, divided into heads as wide as a value.
-        "num_key_value_heads": model.kv_heads * model.groups * model.d_head // model.d_value,
-        "num_noise_heads": model.query_heads - model.num_heads or None,
-        "head_dim": model.d_value,
+        "num_key_value_heads": heads.kv_heads * heads.groups * heads.d_head // heads.d_value,
+        "num_noise_heads": heads.query_heads - model.num_heads or None,
+        "head_dim": heads.d_value,
         "rope_parameters": rope_parameters(model),
         "output_gate": model.output_gate or model.architecture == "gated",
     }

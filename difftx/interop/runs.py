@@ -37,13 +37,15 @@ from difftx.interop.in_transformers import CONFIG
 from difftx.interop.parameters import Format, export_params, import_params
 from difftx.interop.safetensors import read_folder, write_folder
 from difftx.model.abstract import count_parameters
+from difftx.model.architectures import heads_of
 from difftx.parallel.mesh import batch_shards, make_mesh
 from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.checkpoint.reading import Checkpoint, open_sources, open_tokenizer
 from difftx.training.checkpoint.restoring import restore_params
 from difftx.training.checkpoint.weights import STEP, ParamsReader, save_params
-from difftx.training.run import check_vocabulary, read_config, write_run_files
+from difftx.training.fit import fit
+from difftx.training.run import read_config, write_run_files
 from difftx.training.state import graph, init_state
 
 FORMATS: dict[Format, ModuleType] = {"hf": huggingface, "diffllama": huggingface, "official": official}
@@ -83,13 +85,14 @@ def import_run(
             raise UserError(f"--config.model.{clash[0]}: {path} determines this field; remove the flag")
         config = dataclasses.replace(config, model=dataclasses.replace(chosen, **fields))
         model = config.model if dex_heads is None else differential_model(config.model, chosen)
+        fit(dataclasses.replace(config, model=model))
         arrays = import_params(local, read_folder(local), format_, config.model)
         with new_folder(out) as folder:
             name, tokenizer, note = tokenizers.import_tokenizer(
                 local, folder, out, config.data.tokenizer, config.data.end_of_text
             )
             config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=name))
-            check_vocabulary(config, tokenizer)
+            fit(config, tokenizer=tokenizer)
             # Without `dex_heads`, the Transformer is the run. With `dex_heads`, it exists only during the conversion.
             imported = folder if dex_heads is None else folder / "transformer"
             save_params(imported, arrays, config, {"tokenizer": tokenizer.fingerprint})
@@ -122,10 +125,12 @@ def differentialize_run(
         transformer = config.model
         require_convertible(transformer, overrides["model.architecture"])
         # Without `head_dim`, the Transformer's number of heads would give sub-heads of half their width.
-        of_width = dataclasses.replace(config, model=dataclasses.replace(transformer, head_dim=transformer.d_head))
+        width = heads_of(transformer).d_head
+        of_width = dataclasses.replace(config, model=dataclasses.replace(transformer, head_dim=width))
         chosen = override(of_width, overrides)
         config = dataclasses.replace(chosen, model=transformer)
         model = differential_model(config.model, chosen.model)
+        fit(dataclasses.replace(config, model=model))
 
         def read() -> Sources:
             if any(name.startswith("data.") for name in overrides):  # The user has chosen other data.
@@ -284,8 +289,9 @@ def _check_published(model: ModelConfig, format_: Format) -> None:
 
 
 def _describe(model: ModelConfig) -> str:
-    kv = "" if model.kv_heads == model.num_heads else f" ({model.kv_heads} key/value)"
-    heads = f"{model.num_layers} layers, {model.num_heads} heads{kv} of d = {model.d_head}"
+    counts = heads_of(model)
+    kv = "" if counts.kv_heads == model.num_heads else f" ({counts.kv_heads} key/value)"
+    heads = f"{model.num_layers} layers, {model.num_heads} heads{kv} of d = {counts.d_head}"
     return f"{model.architecture}: {heads}, {'tied' if model.tie_embeddings else 'untied'} embeddings"
 
 

@@ -14,6 +14,7 @@ from difftx.config.synonyms import field_named
 from difftx.data.tokenizer import with_vocabulary
 from difftx.errors import UserError, did_you_mean
 from difftx.storage.paths import AnyPath
+from difftx.training.fit import fit
 
 # Fields that `--grid seed=…` sets. Runs with the same seed see the data in the same order.
 SEED_FIELDS = ("train.seed", "data.seed")
@@ -81,7 +82,7 @@ def make_points(
         name = re.sub(r"[^\w.+-]+", "_", "-".join(parts))
         point_spec = f"{path}:{arg}" if arg else path
         try:
-            config = with_vocabulary(load_config(point_spec, changes))
+            config = fit(with_vocabulary(load_config(point_spec, changes)))
         except UserError as error:
             raise UserError(f"--grid, run {name}: {error}") from error
         if any(point.name == name for point in points):

@@ -25,6 +25,7 @@ from difftx.kernels.logit_gradients import logit_gradient_products
 from difftx.kernels.quantized import rounded
 from difftx.kernels.rows import AttentionRows, attention_rows
 from difftx.kernels.weight_functions import WeightFunction
+from difftx.model.architectures import heads_of
 from difftx.model.layers import HeadNorm, RMSNorm, linear, projection, rotate, vector
 from difftx.parallel.layout import Layout, reshard
 
@@ -96,18 +97,17 @@ class SelfAttention(nnx.Module):
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
         self.config, self.layout = config, layout
         if config.qk_norm:
-            self.query_norm = RMSNorm(config.d_head, config.norm_eps, layout)
-            self.key_norm = RMSNorm(config.d_head, config.norm_eps, layout)
+            d = heads_of(config).d_head
+            self.query_norm = RMSNorm(d, config.norm_eps, layout)
+            self.key_norm = RMSNorm(d, config.norm_eps, layout)
 
     @classmethod
     def check(cls, config: ModelConfig) -> None:
         """Raise `UserError` if the config has a value that the architecture does not support."""
-        bits = config.attention_logit_bits
-        if bits is not None and not 2 <= bits < 16:
-            raise UserError(f"model.attention_logit_bits={bits} must lie in 2 … 15; None: not quantised")
-        backends = cls.backends(quantized=bits is not None)
+        is_quantized = config.attention_logit_bits is not None
+        backends = cls.backends(quantized=is_quantized)
         if config.attention_implementation not in backends:
-            served = f"architecture {config.architecture!r}" if bits is None else "quantised attention logits"
+            served = "quantised attention logits" if is_quantized else f"architecture {config.architecture!r}"
             raise UserError(
                 f"model.attention_implementation={config.attention_implementation!r} does not serve {served}; "
                 f"use one of {', '.join(backends)}"
@@ -308,7 +308,7 @@ class SelfAttention(nnx.Module):
         return functools.partial(
             weight_functions.quantized,
             weight_function=self.weight_function(),
-            groups=config.groups,
+            groups=self.groups,
             bits=config.attention_logit_bits,
             granularity=config.attention_logit_granularity,
             mesh_axes=self.layout.attend_BTHE[2] if self.layout.attend_BTHE else (),
@@ -364,7 +364,8 @@ class DiffAttention(SelfAttention):
 
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
         super().__init__(config, layout, rngs=rngs)
-        D, H, K, d, E = config.d_model, config.num_heads, config.kv_heads, config.d_head, config.d_value
+        heads = heads_of(config)
+        D, H, K, d, E = config.d_model, config.num_heads, heads.kv_heads, heads.d_head, heads.d_value
         self.query_DHGd = projection(config, (D, *self.query_shape(config), d), 1, layout.query_DHGd, rngs=rngs)
         self.key_DKGd = projection(config, (D, K, 2, d), 1, layout.key_DKGd, rngs=rngs)
         self.value_DKE = projection(config, (D, K, E), 1, layout.value_DKE, rngs=rngs)
@@ -427,9 +428,10 @@ class Attention(SelfAttention):
 
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
         super().__init__(config, layout, rngs=rngs)
-        D, H, K, d = config.d_model, config.num_heads, config.kv_heads, config.d_head
+        heads = heads_of(config)
+        D, H, K, d = config.d_model, config.num_heads, heads.kv_heads, heads.d_head
         # Without groups, weights of queries and keys have three axes, so they are sharded like those of values.
-        self.query_DHd = projection(config, (D, config.query_heads, d), 1, layout.value_DKE, rngs=rngs)
+        self.query_DHd = projection(config, (D, heads.query_heads, d), 1, layout.value_DKE, rngs=rngs)
         self.key_DKd = projection(config, (D, K, d), 1, layout.value_DKE, rngs=rngs)
         self.value_DKd = projection(config, (D, K, d), 1, layout.value_DKE, rngs=rngs)
         self.output_HdD = projection(config, (H, d, D), 2, layout.output_HED, rngs=rngs, output=True)

@@ -3,12 +3,12 @@
 from ml_collections import ConfigDict
 
 from difftx.config import Config, ModelConfig
-from difftx.config.architectures import ARCHITECTURES
 from difftx.config.build import build_group
 from difftx.config.fields import Matched, values_of
 from difftx.config.model import default_specific_fields
 from difftx.errors import UserError
 from difftx.model.abstract import count_parameters
+from difftx.model.architectures import ARCHITECTURES, heads_of
 
 MLP_MULTIPLE = 4  # `match` sets the width of the MLP to a multiple of this number, so that four devices can share it.
 
@@ -51,12 +51,13 @@ def matching_warning(config: Config, matched: Matched | None) -> str | None:
     except UserError as error:
         return f"warning  the model is not matched with {transformer}, because it has none: {error}"
     names = ["num_kv_heads", "head_norm", "mlp_dim"]
-    if _sub_heads(model) != _sub_heads(expected):
+    ours, theirs = heads_of(model), heads_of(expected)
+    if ours.sub_heads != theirs.sub_heads:
         names = ["num_heads", "signal_heads", *names]
     names = [name for name in names if getattr(model, name) != getattr(expected, name)]
     differences = [f"model.{name}={getattr(model, name)}, not {getattr(expected, name)}" for name in names]
-    if model.d_head != expected.d_head:
-        differences.append(f"heads of width {model.d_head}, not {expected.d_head}")
+    if ours.d_head != theirs.d_head:
+        differences.append(f"heads of width {ours.d_head}, not {theirs.d_head}")
     counts = [count_parameters(each).total for each in (model, expected)]
     if counts[0] != counts[1]:
         differences.append(f"{counts[0]:,} parameters, not {counts[1]:,}")
@@ -87,14 +88,10 @@ def _is_equal(model: ModelConfig, expected: ModelConfig) -> bool:
     In `gda`, models with other numbers of signal heads per noise head have equal heads if all together are as many.
     """
     counts = [count_parameters(each).total for each in (model, expected)]
-    heads = [(_sub_heads(each), each.d_head, each.head_norm) for each in (model, expected)]
+    heads = [(heads_of(each).sub_heads, heads_of(each).d_head, each.head_norm) for each in (model, expected)]
     rounding = 3 * MLP_MULTIPLE * model.d_model * model.num_layers
     vectors = sum(count_parameters(each).vectors for each in (model, expected))  # For example, λ may not be learned.
     return heads[0] == heads[1] and abs(counts[0] - counts[1]) <= rounding + vectors
-
-
-def _sub_heads(model: ModelConfig) -> int:
-    return ARCHITECTURES[model.architecture].sub_heads(model, model.num_heads)
 
 
 def _layer_weights(c: ConfigDict) -> float:

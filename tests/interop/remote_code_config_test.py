@@ -11,12 +11,12 @@ from helpers.cases import marked
 from helpers.interop_folders import export, import_, parameters, rewrite, with_model
 from helpers.interop_models import MODELS, NOT_SERVABLE, config_of, exported
 
-from difftx.config.architectures import ARCHITECTURES
 from difftx.config.fields import values_of
 from difftx.errors import UserError
 from difftx.interop import remote_code_config
 from difftx.interop.remote_code_config import MODELING
 from difftx.interop.runs import check_representable
+from difftx.model.architectures import ARCHITECTURES
 from difftx.training.run import read_config
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

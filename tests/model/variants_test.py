@@ -9,15 +9,16 @@ from flax import nnx
 from helpers.cases import PAPER, marked
 from helpers.model_layers import OPTIONS, QUICKSTART, TOKENS, X_BTD, layer_of
 
-from difftx.config.architectures import ARCHITECTURES
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
 from difftx.model.abstract import count_parameters
+from difftx.model.architectures import ARCHITECTURES, heads_of
 from difftx.model.attention import layer_constants
 from difftx.model.decoder import Decoder
 from difftx.model.flops import flops_per_token
 from difftx.model.matching import MLP_MULTIPLE
 from difftx.parallel.layout import Layout
+from difftx.training.fit import fit
 from model import oracle
 
 # Relative to the largest value, because the head norm enlarges small heads and their rounding. The tolerance of a
@@ -172,7 +173,7 @@ CONVERTED = ("zero_branch", "dex")
 )
 def test_variants_are_as_large_as_the_transformer(name, file, size, tolerance):
     variant, transformer = (load_config(f"{file}:{a}{size}", {}).model for a in (name, "transformer"))
-    assert variant.d_head == transformer.d_head
+    assert heads_of(variant).d_head == heads_of(transformer).d_head
     assert count_parameters(variant).total == pytest.approx(count_parameters(transformer).total, rel=tolerance)
 
 
@@ -181,8 +182,8 @@ def test_variants_are_as_large_as_the_transformer(name, file, size, tolerance):
 def test_weights_of_converted_models_by_hand(name, file, size):
     """A layer has a second W_Q and W_K, or d² more weights, and its MLP has as many fewer, up to rounding."""
     variant, transformer = (load_config(f"{file}:{a}{size}", {}).model for a in (name, "transformer"))
-    D, L, d = transformer.d_model, transformer.num_layers, transformer.d_head
-    assert variant.d_head == d
+    D, L, d = transformer.d_model, transformer.num_layers, heads_of(transformer).d_head
+    assert heads_of(variant).d_head == d
     added = 2 * D * D if name == "zero_branch" else d * d
     narrower = transformer.mlp_dim - variant.mlp_dim
     assert narrower * 3 * D == pytest.approx(added, abs=3 * D * MLP_MULTIPLE / 2)
@@ -260,5 +261,5 @@ def test_flops_equal_a_calculation_by_hand():
 )
 def test_mistakes_name_field_value_and_fix(name, changes, message):
     with pytest.raises(UserError, match=message) as error:
-        load_config(f"{QUICKSTART}:{name}", changes)
+        fit(load_config(f"{QUICKSTART}:{name}", changes))
     assert "\n" not in str(error.value)

@@ -14,9 +14,9 @@ from flax import nnx
 from helpers.model_layers import batch_on
 from helpers.training_updates import updated
 
-from difftx.config.architectures import ARCHITECTURES
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
+from difftx.model.architectures import ARCHITECTURES
 from difftx.model.attention import Attention, layer_constants
 from difftx.model.decoder import Decoder
 from difftx.model.layers import projection, rotary_angles

@@ -69,7 +69,7 @@ def test_a_stop_in_the_window_writes_the_trace_so_far(text_file, tmp_path):
 GREEDY = """
 import jax.numpy as jnp
 from jax import lax
-from difftx.config.architectures import ARCHITECTURES
+from difftx.model.architectures import ARCHITECTURES
 from difftx.model.attention import Attention
 
 @ARCHITECTURES.register("greedy")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from difftx.kernels.backend import broadcast_to_tokens, difference
+from difftx.model.architectures import heads_of
 from difftx.model.attention import Attention, DiffAttention, merge_heads, require_no_head_norm
 from difftx.model.layers import constant, linear, progress, projection, vector
 
@@ -85,7 +86,8 @@ class DexAttention(Attention):
 
     def __init__(self, config, layout, *, rngs):
         super().__init__(config, layout, rngs=rngs)
-        shape, spec = (config.d_head, config.d_head), layout.vector
+        d = heads_of(config).d_head
+        shape, spec = (d, d), layout.vector
         self.correction_de = projection(config, shape, 1, spec, rngs=rngs)
         self.lambda_learned = vector(jnp.zeros((), jnp.float32, out_sharding=spec), is_lambda=True)
         self.chosen_H = constant(jnp.ones((config.num_heads,), jnp.float32, out_sharding=spec))
