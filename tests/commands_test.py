@@ -87,7 +87,11 @@ def test_print_config_is_the_config():
 def test_dry_run_prints_the_cost_and_trains_nothing(tmp_path):
     result = run_new("train.py", "--config=configs/quickstart.py", "--dry_run", f"--workdir={tmp_path / 'run'}")
     assert result.returncode == 0, result.stderr
-    chosen = ("820,096 parameters", "4 layers of width 128 with 2 heads", "rate 0.004 after a warm-up of 275 steps")
+    chosen = (
+        "820,096 parameters",
+        "4 layers of width 128, 2 differential heads = 4 sub-heads of width 32, mlp_dim",
+        "rate 0.004 after a warm-up of 275 steps",
+    )
     for part in (*chosen, "training tokens", "FLOPs per token", "of train state"):
         assert part in result.stdout
     assert not (tmp_path / "run").exists()

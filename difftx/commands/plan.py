@@ -46,12 +46,14 @@ def main(arguments: Sequence[str]) -> int:
 
     from difftx.launch import estimate, search
     from difftx.model.abstract import count_parameters
+    from difftx.model.architectures import describe_heads
     from difftx.parallel.presets import apply_preset
     from difftx.training.fit import fit
 
     devices, title = find_devices(topology), f"{args.config} on {topology}"
     parameters = count_parameters(fit(config).model).total
     config = apply_preset(config, kind=devices[0].device_kind, devices=len(devices), parameters=parameters)
+    print(f"{config.model.architecture}: {describe_heads(config.model)}; {parameters:,} parameters")
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     try:
         if args.search:
