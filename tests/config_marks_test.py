@@ -129,7 +129,8 @@ def test_names_of_other_trainers_lead_to_fields():
         "model.hidden_size": "model.d_model",
         "train.batch_size": "train.global_batch_tokens",
         "data.block_size": "data.sequence_length",
-        "optimizer.lr": "optimizer.learning_rate",
+        "optimizer.lr": "optimizer.learning_rate",  # difflib alone suggests optimizer.b2.
+        "optimizer.wd": "optimizer.weight_decay",
         "train.learning_rate": "optimizer.learning_rate",  # A field of another group.
         "model.num_layer": "num_layers",
     }.items():

@@ -22,7 +22,7 @@ from difftx.config.fields import marks, types_of
 from difftx.config.recipes import is_json, load_config, recipe_names
 from difftx.config.synonyms import field_named, flag_named
 from difftx.errors import UserError, closest
-from difftx.files import is_glob, matching_folders, require_local_paths, require_run, require_writable_file, size_of
+from difftx.files import matching_folders, require_local_paths, require_run, require_writable_file
 from difftx.registry import load_extensions
 from difftx.storage.paths import AnyPath, is_bucket, path_of
 
@@ -36,11 +36,12 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str | None = None, description: str | None = None, *fields: str, **options: Any):
         super().__init__(prog, description=description, allow_abbrev=False, **options)
         self.fields = fields
+        self._missing: dict[str, argparse.Action] = {}  # The flags that a word without a flag may belong to.
         if "config" in fields:
             self.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
 
     def parse(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
-        """Add `--extension`, parse the command line, load its extensions, and return its flags and config overrides."""
+        """Add `--extension`, load the extensions of a command line, and return its flags and config overrides."""
         add_extension_flag(self)
         options, rest = self.parse_known_args(arguments)
         prepare_process(options)  # Extensions may add fields that overrides set.
@@ -190,12 +191,9 @@ def run_folders(flag: str) -> list[AnyPath]:
     names = [flag] if os.path.isdir(flag) else flag.split(",")  # The name of a folder may have a comma.
     parts = [(name, path_of("--workdir", name)) for name in names]  # Check all before files are read.
     for name, folder in parts:
-        if size_of(folder / "config.json") is not None:
-            folders.append(folder)
-            continue
-        pattern = name if is_glob(folder) else f"{glob.escape(name.rstrip('/'))}/*"
-        runs = matching_folders("--workdir", pattern, "config.json")
-        if not runs:
+        patterns = name, f"{glob.escape(name.rstrip('/'))}/*"
+        found = (matching_folders("--workdir", pattern, "config.json") for pattern in patterns)
+        if not (runs := next(filter(None, found), [])):
             require_run(folder)
         folders += runs
     return folders
