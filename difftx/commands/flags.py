@@ -18,7 +18,7 @@ from typing import Any
 from difftx import compilation_cache
 from difftx.config import Config
 from difftx.config.build import annotation_of
-from difftx.config.fields import marks, types_of
+from difftx.config.fields import marks, options, types_of
 from difftx.config.recipes import is_json, load_config, recipe_names
 from difftx.config.synonyms import field_named, flag_named
 from difftx.errors import UserError, closest
@@ -80,7 +80,7 @@ class Parser(argparse.ArgumentParser):
             negated, field = found[1], found[3]
             if not self._changes(field):
                 raise self._unchanged(argument, field)
-            is_bool = annotation_of(field) is bool
+            is_bool = bool in options(annotation_of(field))
             if negated and (not is_bool or equals):
                 raise UserError(f"{argument!r}: only a true-or-false field can be switched off; write --{field}=value")
             if not equals:
@@ -90,7 +90,6 @@ class Parser(argparse.ArgumentParser):
                     value = remaining.pop(0)
                 else:
                     raise UserError(f"{argument!r}: the value is missing; write {argument}=value")
-            overrides.pop(field, None)  # The later of two alternative fields applies.
             overrides[field] = value
         return overrides
 

@@ -17,7 +17,6 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     from difftx import compilation_cache, console
     from difftx.commands.flags import Parser, PathFlag, add_config_flag, config_of
     from difftx.config.extras import check_extras
-    from difftx.config.recipes import matched_by
     from difftx.files import require_writable
     from difftx.parallel import multihost
 
@@ -59,7 +58,7 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     agree_on_command(config, args)
     config = fit_to_devices(config)
     multihost.print_on_primary(format_cost(config))
-    if warning := matching_warning(config, matched_by(args.config)):
+    if warning := matching_warning(config):
         multihost.print_on_primary(warning)
     run = Run.open(config, args.workdir or Path())
     check_run(run)

@@ -47,7 +47,7 @@ DERIVED_FIELDS = ("num_heads", "num_kv_heads", "head_dim", "signal_heads", "outp
 # Fields of `model` that do not change what a trained model computes, except by rounding.
 FIELDS_WITHOUT_EFFECT = (
     "anneal_steps", "init", "init_std", "embedding_std", "zero_init_output", "compute_dtype", "remat",
-    "attention_implementation", "attention_logit_granularity", "cache",
+    "attention_implementation", "attention_logit_granularity", "cache", "matched",
 )  # fmt: skip
 
 

@@ -13,7 +13,8 @@ import numpy as np
 from flax import nnx
 
 from difftx.config import Config, ModelConfig
-from difftx.config.build import override
+from difftx.config.build import build_group, override
+from difftx.config.fields import plain, values_of
 from difftx.config.model import default_specific_fields
 from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import Tokenizer
@@ -83,7 +84,8 @@ def import_run(
             overridden = set(overridden) - {*CHANGEABLE}
         if clash := sorted(fields.keys() & overridden):
             raise UserError(f"--config.model.{clash[0]}: {path} determines this field; remove the flag")
-        config = dataclasses.replace(config, model=dataclasses.replace(chosen, **fields))
+        values = values_of(chosen) | {name: plain(value) for name, value in fields.items()} | {"matched": {}}
+        config = dataclasses.replace(config, model=build_group(ModelConfig, values, "model"))
         model = config.model if dex_heads is None else differential_model(config.model, chosen)
         fit(dataclasses.replace(config, model=model))
         arrays = import_params(local, read_folder(local), format_, config.model)
