@@ -1,6 +1,6 @@
 """The second half of a toy study: a trained Transformer becomes differential and trains on.
 
-Command:  python benchmarks/differential_study.py --out=runs/study/differential
+Command:  python studies/differential_study.py --out=runs/study/differential
           trains the Transformers, converts them, and trains every arm from `checkpoint.init_from` on new data.
 Protocol: docs/differentialize.md, at the size of configs/toy.py and, for novels, of configs/controls.py. Each arm
           trains for as many tokens as its Transformer had, with a warm-up of 5 % and linear decay; λ grows over 250
@@ -39,5 +39,5 @@ def get_config(arg: str = "books-0.8m-zero-branch") -> ConfigDict:
         c.model.num_heads //= 2  # A pair of the Transformer's heads becomes one differential head.
     ARMS[name].change(c)
     c.train.steps = c.eval.every_steps = STEPS[task]
-    c.optimizer.warmup_fraction = 0.05
+    c.optimizer.warmup_steps = 0.05
     return c

@@ -34,7 +34,6 @@ from difftx.files import (
 )
 from difftx.json_files import read_json, schema_error, with_sha256, without_sha256
 from difftx.parallel.heartbeat import report_progress
-from difftx.registry import loaded_extensions
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket
 
@@ -82,7 +81,7 @@ class Manifest:
     loader: dict[str, Any]  # State of the loader and of the guard, see `resume.data_state`.
     packages: dict[str, str]
     source_sha256: str  # Hash of the source files of difftx.
-    extensions: list[dict[str, str]]  # Path and SHA-256 of each loaded extension.
+    extensions: list[dict[str, str]]  # Path and SHA-256 of each extension that the config uses.
     arrays: dict[str, tuple[tuple[int, ...], str]]  # Path in the train state → shape and dtype.
     files: dict[str, tuple[int, str, str]]  # Path in `contents` → size in bytes, name of the checksum, checksum.
     contents: str  # Folder of the files in the step's folder. Each save has its own.
@@ -135,7 +134,7 @@ def manifest_text(
         "loader": loader,
         "packages": package_versions(),
         "source_sha256": source_sha256(SOURCE_FOLDER),
-        "extensions": list(map(dataclasses.asdict, loaded_extensions())),
+        "extensions": list(map(dataclasses.asdict, config.extensions)),
         "arrays": {name: {"shape": list(shape), "dtype": dtype} for name, (shape, dtype) in arrays.items()},
         "contents": contents,
         "files": files,

@@ -7,7 +7,7 @@ import jax
 from difftx.config import Config
 from difftx.config.build import config_from_dict
 from difftx.errors import UserError
-from difftx.registry import require_names
+from difftx.registry import changed_extensions
 from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint import arrays
 from difftx.training.checkpoint.manifest import Manifest, WeightsPart, describe_arrays, read_manifest
@@ -17,7 +17,7 @@ from difftx.training.state import TrainState
 def config_of(folder: AnyPath) -> Config:
     """Return the config that the checkpoint in `folder` was trained with."""
     manifest = read_manifest(folder)
-    require_names(manifest.extensions, str(folder))
+    changed_extensions(manifest.extensions, str(folder))
     return config_from_dict(manifest.config)
 
 
