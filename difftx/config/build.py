@@ -42,14 +42,14 @@ def config_from_dict(raw: Any) -> Config:
 def override(config: Config, overrides: Mapping[str, str]) -> Config:
     """Return the config with some fields replaced by values from the command line, such as `{"mesh.tensor": "4"}`."""
     raw = values_of(config)
-    apply_overrides(raw, overrides)
+    for field, value in parsed(overrides).items():
+        set_field(raw, field, value)
     return config_from_dict(raw)
 
 
-def apply_overrides(values: Any, overrides: Mapping[str, str]) -> None:
-    """Set fields in nested `ConfigDict`s or dictionaries, from texts on the command line."""
-    for field, text in overrides.items():
-        _set(values, field, plain(parse_text(text, annotation_of(field), field)))
+def parsed(overrides: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values of fields, given their texts on the command line, or raise `UserError`."""
+    return {field: plain(parse_text(text, annotation_of(field), field)) for field, text in overrides.items()}
 
 
 def annotation_of(field: str) -> Any:
@@ -160,8 +160,8 @@ def _no_field(group: type, name: str, field: str) -> UserError:
     return UserError(f"{field}: no such field.{did_you_mean(name, types_of(group))}{hint}")
 
 
-def _set(values: Any, field: str, value: Any) -> None:
-    """Set a field in nested mappings. A number in its name is an index into a list of groups."""
+def set_field(values: Any, field: str, value: Any) -> None:
+    """Set a field in nested dictionaries or `ConfigDict`s. A number in its name is an index into a list of groups."""
     *groups, last = field.split(".")
     for name in groups:
         if name.isdecimal():
