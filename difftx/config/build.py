@@ -148,7 +148,7 @@ def describe_type(annotation: Any) -> str:
             choices = ", ".join(map(repr, get_args(entry)))
             names.append(f"a list of {choices or plurals.get(entry) or entry.__name__}")
         else:
-            names.append(words[kind])
+            names.append(words.get(kind) or str(kind))
     return " or ".join(names)
 
 
