@@ -79,7 +79,13 @@ def read_error(error: BaseException, message: str) -> UserError | UnreadableErro
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return " Did you mean 'X'?" for the known name that is most similar to `name`, or else all known names.
+    """Return " Did you mean 'X'?" for the known name that is most similar to `name`, or else all known names."""
+    known = sorted(known)
+    return f" Did you mean {close!r}?" if (close := closest(name, known)) else f" Known: {', '.join(known)}."
+
+
+def closest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """Return the known name that is most similar to `name`, or None if none is.
 
     `name` may also be an abbreviation, such as `lr` for `learning_rate` or `warmup` for `warmup_steps`.
     """
@@ -88,8 +94,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     close = [other for other in known if _is_short_for(last, other.rpartition(".")[2])]
     close = [other for other in close if other.rpartition(".")[0] == group] or close
     if len(close) != 1:  # `name` is not an abbreviation, or it is ambiguous.
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(known)}."
+        close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    return close[0] if close else None
 
 
 def _is_short_for(text: str, name: str) -> bool:

@@ -118,7 +118,11 @@ def require_run(workdir: AnyPath) -> None:
     """Raise `UserError` if a folder is not a run directory."""
     path = workdir / "config.json"
     if size_of(path) is None and (is_bucket(path) or not path.is_dir()):
-        fix = "name the folder of one run, and a checkpoint with --step=N, or train a run with `difftx train`"
+        fix = "train a run with `difftx train`"
+        if workdir.parent.name == "checkpoints":
+            fix = f"for a checkpoint, write --workdir={workdir.parent.parent} --step={workdir.name}"
+        elif runs := matching_folders("--workdir", f"{glob.escape(str(workdir))}/*", path.name):
+            fix = f"name one of its {len(runs)} runs, such as --workdir={runs[0]}; difftx report takes all of them"
         raise UserError(f"--workdir={workdir}: no config.json there, so it is not a run; {fix}")
 
 

@@ -66,7 +66,7 @@ def training_of(architecture, folder):
         (["--workdir=x", "--config.data.tokenizer=byte"], "Did you mean 'bytes'"),
         (["--workdir=x", "--config.mesh.data=3"], "mesh.data=3"),
         (["--workdir=x", "--config.model.vocab_size=200"], "use at least 384"),
-        (["--workdir=x", "--confg.model.num_heads=3"], "--config.path.to.field=value"),
+        (["--workdir=x", "--confg.model.num_heads=3"], "Did you mean --config.model.num_heads?"),
         ([], "--workdir is needed"),
     ],
 )

@@ -11,6 +11,7 @@ import numpy as np
 import rich.console
 import rich.text
 
+from difftx.commands.flags import Parser
 from difftx.data.bigrams import write_bigrams
 from difftx.data.blocks import BlockHasher
 from difftx.data.store import SPLITS, file_problems, offsets_problem, open_store, read_meta, shard_file
@@ -26,17 +27,17 @@ DOCUMENT_STYLES = ("cyan", "yellow")  # Alternating, so that neighbouring docume
 
 def main(arguments: Sequence[str]) -> int:
     """Run `data verify`, `data show` or `data bigrams`."""
-    parser = argparse.ArgumentParser("difftx data", description="Inspect token stores.", allow_abbrev=False)
+    parser = Parser("difftx data", "Inspect token stores.")
     commands = parser.add_subparsers(dest="command", required=True)
-    check = commands.add_parser("verify", help="read every file and compare it with meta.json", allow_abbrev=False)
+    check = commands.add_parser("verify", help="read every file and compare it with meta.json")
     check.add_argument("folder")
-    show = commands.add_parser("show", help="print a row, decoded", allow_abbrev=False)
+    show = commands.add_parser("show", help="print a row, decoded")
     show.add_argument("folder")
     show.add_argument("--row", type=int, required=True, help="row i consists of tokens i T … i T + T - 1")
     show.add_argument("--split", choices=SPLITS, default="train")
     show.add_argument("--sequence_length", type=int, default=2048, help="T (%(default)s)")
     show.add_argument("--tokenizer", help="path of the store's tokenizer, if it has moved")
-    count = commands.add_parser("bigrams", help="count successive tokens, for the suite recall", allow_abbrev=False)
+    count = commands.add_parser("bigrams", help="count successive tokens, for the suite recall")
     count.add_argument("folders", nargs="+", metavar="folder")
     count.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write, for eval.bigrams_path")
     count.add_argument("--min_count", type=int, default=1, help="leave out rarer bigrams; up to the suite's limit + 1")

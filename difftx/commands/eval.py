@@ -1,9 +1,8 @@
 """Evaluate runs: difftx eval --workdir=runs/quickstart/diff --suite=loss,sample."""
 
-import argparse
 from collections.abc import Sequence
 
-from difftx.commands.flags import PathFlag, add_weights_flag, parse_command, run_folders
+from difftx.commands.flags import Parser, PathFlag, add_weights_flag, run_folders
 from difftx.evals import SUITES, check_suites, summary
 from difftx.files import require_run, require_writable, require_writable_file
 from difftx.parallel import multihost
@@ -12,7 +11,7 @@ from difftx.storage.paths import path_of
 
 def main(arguments: Sequence[str], prog: str = "difftx eval") -> int:
     """Read the flags and evaluate or draw. Exit codes: 0 done, 2 bad input, 1 any other error."""
-    parser = argparse.ArgumentParser(prog=prog, description=__doc__, allow_abbrev=False)
+    parser = Parser(prog, __doc__, "eval", "mesh", "model.attention_implementation")
     parser.add_argument("--workdir", help="directory of the run; with --report as in difftx report")
     parser.add_argument("--suite", help="suites to run, such as loss,sample")
     parser.add_argument("--step", metavar="N|A:B[:K]|all", help="checkpoints to evaluate; default: the newest")
@@ -30,7 +29,7 @@ def main(arguments: Sequence[str], prog: str = "difftx eval") -> int:
     parser.add_argument("--trust_run_config", action="store_true", help="use and print the run's addresses, keys, code")
     multihost.add_flags(parser)
     parser.epilog = "--eval.field=, --mesh.field= and --model.attention_implementation=value change the run's config"
-    args, overrides = parse_command(parser, arguments, "eval", "mesh", "model")
+    args, overrides = parser.parse(arguments)
     if args.out is not None:
         (require_writable_file if args.report else require_writable)(args.out)
     if args.list:

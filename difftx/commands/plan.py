@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from difftx.commands.flags import add_config_flag, parse_command, require_file_path
+from difftx.commands.flags import Parser, add_config_flag, require_file_path
 from difftx.config import Config
 from difftx.config.build import override
 from difftx.config.recipes import load_config
@@ -24,7 +24,7 @@ from difftx.launch.topology import GIB, Topology, find_devices, parse_topology, 
 
 def main(arguments: Sequence[str]) -> int:
     """Print the cost of the config or, with --search, the meshes and remat policies that fit."""
-    parser = argparse.ArgumentParser(prog="difftx plan", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser("difftx plan", __doc__.splitlines()[0], "config")
     add_config_flag(parser)
     topologies = "such as v5p:4x4x4, v5e:16x16*2 (two slices), v6e:8x8, h200:8 or cpu:8"
     parser.add_argument("--topology", required=True, help=topologies)
@@ -32,8 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the numbers")
     parser.add_argument("--hbm_gib", type=float, help="memory per device in GiB; default: that of its kind")
     parser.add_argument("--efficiency", type=float, default=0.6, help="assumed share of the largest speed")
-    parser.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
-    args, overrides = parse_command(parser, arguments, "config")
+    args, overrides = parser.parse(arguments)
     _check(args)
     topology = parse_topology(args.topology)
     config = with_slices(with_vocabulary(load_config(args.config, overrides)), topology)

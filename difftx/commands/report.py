@@ -1,9 +1,8 @@
 """Write an HTML page about runs: difftx report --workdir=runs/quickstart/diff,runs/quickstart/transformer."""
 
-import argparse
 from collections.abc import Sequence
 
-from difftx.commands.flags import PathFlag, add_extension_flag, prepare_process, run_folders
+from difftx.commands.flags import Parser, PathFlag, run_folders
 from difftx.files import require_writable_file
 
 RUNS = "runs, folders of runs such as a sweep's, or quoted globs; a Transformer is the baseline, or else the first run"
@@ -11,14 +10,12 @@ RUNS = "runs, folders of runs such as a sweep's, or quoted globs; a Transformer 
 
 def main(arguments: Sequence[str]) -> int:
     """Write the page and print its path."""
-    parser = argparse.ArgumentParser(prog="difftx report", description=__doc__, allow_abbrev=False)
+    parser = Parser("difftx report", __doc__)
     parser.add_argument("--workdir", required=True, metavar="RUN[,RUN…]", help=RUNS)
     parser.add_argument(
         "--out", action=PathFlag, metavar="FILE.html", help="default: report.html in the first directory"
     )
-    add_extension_flag(parser)
-    options = parser.parse_args(arguments)
-    prepare_process(options)
+    options, _ = parser.parse(arguments)
     workdirs = run_folders(options.workdir)
     if options.out is not None:
         require_writable_file(options.out)

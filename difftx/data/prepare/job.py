@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from difftx.data.chat_template import Date
-from difftx.data.prepare.readers import Fields, Source, load_hugging_face
+from difftx.data.prepare.readers import READERS, Fields, Source, load_hugging_face
 from difftx.data.store import FORMAT, SPLITS, is_store, read_meta
 from difftx.data.tokenizer import Tokenizer
 from difftx.data.tokenizers import load_tokenizer
@@ -23,7 +23,6 @@ from difftx.errors import UserError, printable
 from difftx.files import list_folder, remove_file, size_of
 from difftx.folders import lock_file, remove_folder
 from difftx.json_files import json_sha256, read_record, write_record
-from difftx.registry import loaded_extensions
 from difftx.storage import objects
 from difftx.storage.lock import BucketLock, LockedError
 from difftx.storage.paths import AnyPath, is_bucket
@@ -89,7 +88,8 @@ class Job:
 
 def describe(job: Job, sources: Sequence[Source]) -> dict[str, Any]:
     """Return the fields of `meta.json` that are known in advance. They determine the content of the store."""
-    files, extensions = input_states(sources), [extension.sha256 for extension in loaded_extensions()]
+    files, readers = input_states(sources), {READERS.extension_of(source.kind) for source in sources}
+    extensions = sorted(extension.sha256 for extension in readers if extension)
     library = job.loaded_tokenizer.library
     return {
         "format": FORMAT,
