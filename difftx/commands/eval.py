@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from difftx.commands.flags import Parser, PathFlag, add_weights_flag
-from difftx.config import extras, suites
+from difftx.evals import SUITES, check_suites, summary
 from difftx.files import require_run, require_writable
 from difftx.parallel import multihost
 
@@ -29,10 +29,11 @@ def main(arguments: Sequence[str], prog: str = "difftx eval") -> int:
     if args.out is not None:
         require_writable(args.out)
     if args.list:
-        print(suites.suite_list())
+        width = max(map(len, SUITES)) + 2
+        print(*(f"{name:<{width}}{summary(name)}" for name in SUITES), sep="\n")
         return 0
     if args.suite is not None:
-        extras.check_suites(args.suite.split(","))
+        check_suites(args.suite.split(","))
     if args.workdir is not None:
         require_run(args.workdir)
 

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import rich.console
@@ -18,9 +18,8 @@ import rich.table
 
 from difftx import kernels
 from difftx.commands.cost import memory_of
-from difftx.commands.train import check_run
+from difftx.commands.train import check_extras, check_run
 from difftx.config import Config, MeshConfig
-from difftx.config.extras import check_extras
 from difftx.config.recipes import load_config
 from difftx.data.records import bucket_files
 from difftx.errors import UserError, explained, install_hint, printable
@@ -35,16 +34,13 @@ from difftx.model.architectures import describe_heads
 from difftx.model.flops import PEAK_FLOPS, flops_per_token, format_bytes
 from difftx.parallel import multihost
 from difftx.parallel.mesh import make_mesh
-from difftx.storage.paths import AnyPath, is_bucket, path_of
+from difftx.storage.paths import AnyPath, BucketPath, is_bucket, path_of
 from difftx.training import kernel_measurement
 from difftx.training.checkpoint.manifest import package_versions, steps_in
 from difftx.training.fit import fit
 from difftx.training.run import Run, fit_to_devices
 from difftx.training.state import state_bytes
 from difftx.training.workload import attention_kernel, attention_workload, kernel_function
-
-if TYPE_CHECKING:
-    from etils import epath
 
 WIDTH = 100  # Columns of the page.
 EFFICIENCY = 0.5  # Assumed share of the speed of matrix products that a training reaches.
@@ -201,7 +197,7 @@ def _storage(workdir: AnyPath, advice: list[str]) -> dict[str, Any]:
     return found
 
 
-def _read_speeds(path: "epath.Path") -> dict[str, float]:
+def _read_speeds(path: BucketPath) -> dict[str, float]:
     """Measure reads of the largest object at a data path in a bucket."""
     files = bucket_files(path)
     if not files:

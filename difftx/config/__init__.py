@@ -1,10 +1,12 @@
 """The config schema: frozen dataclasses that declare all config fields."""
 
 import json
+from collections.abc import Iterator
+from typing import Any
 
-from difftx.config.data import DataConfig
+from difftx.config.data import SYNTHETIC, DataConfig
 from difftx.config.eval import EvalConfig
-from difftx.config.fields import Group, values_of
+from difftx.config.fields import GROUP, Group, values_of
 from difftx.config.model import ModelConfig
 from difftx.config.training import (
     CheckpointConfig,
@@ -15,6 +17,7 @@ from difftx.config.training import (
     OptimizerConfig,
     TrainConfig,
 )
+from difftx.registry import Extension, extension_of
 
 
 class Config(Group):
@@ -50,9 +53,35 @@ class Config(Group):
         are_shares = warmup < 1 and decay < 1 and warmup + decay <= 1
         return min(steps, self.train.steps - self.warmup_steps) if are_shares else steps
 
+    @property
+    def extensions(self) -> list[Extension]:
+        """The users' files that add the entries and groups which this config uses, sorted by path."""
+        tasks = (path.removeprefix(SYNTHETIC) for path in self.data.paths)
+        changed = (entry for entry, _, _, value in self._added_groups() if value != type(value)())
+        used = {
+            "architecture": [self.model.architecture],
+            "optimizer": [self.optimizer.name],
+            "schedule": [self.optimizer.schedule],
+            "suite": self.eval.suites,
+            "synthetic task": tasks,
+            GROUP: changed,
+        }
+        found = {extension_of(kind, name) for kind, names in used.items() for name in names}
+        return sorted((extension for extension in found if extension), key=lambda extension: extension.path)
+
+    def _added_groups(self) -> Iterator[tuple[str, str, str, Any]]:
+        """Yield the entry in the registry, the parent, the name and the value of each group of an extension."""
+        for parent, group in vars(self).items():
+            for name, value in getattr(group, "extensions", ()):
+                yield f"{type(group).__name__}.{name}", parent, name, value
+
     def to_json(self) -> str:
-        """Return the config as indented JSON, the content of `config.json`."""
-        return json.dumps(values_of(self), indent=2) + "\n"
+        """Return the config as indented JSON, the content of `config.json`, without groups of unused extensions."""
+        values, used = values_of(self), [None, *self.extensions]
+        for entry, parent, name, _ in self._added_groups():
+            if extension_of(GROUP, entry) not in used:
+                del values[parent][name]
+        return json.dumps(values, indent=2) + "\n"
 
 
 def _count(steps: float, total: int) -> int:

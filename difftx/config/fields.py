@@ -16,7 +16,9 @@ from difftx.config import affects
 from difftx.config.affects import Effect
 from difftx.config.flag import Flag
 from difftx.errors import UserError
+from difftx.registry import record
 
+GROUP = "config group"  # The kind of a group that an extension adds, for `extension_of`.
 _added: dict[type, dict[str, type]] = {}  # Group → groups that extensions have added to it, by name.
 
 
@@ -93,6 +95,7 @@ def add_group(parent: type[Extensible], name: str, group: type) -> None:
     if missing := [field.name for field in dataclasses.fields(group) if field.default is dataclasses.MISSING]:
         raise UserError(f"{group.__name__}.{missing[0]} has no default; give every field a default")
     _added.setdefault(parent, {})[name] = group
+    record(GROUP, f"{parent.__name__}.{name}")
 
 
 def added_groups(parent: type) -> Mapping[str, type]:

@@ -11,7 +11,7 @@ from difftx.config import Config
 from difftx.config.fields import marks
 from difftx.config.recipes import argument_of, load_config, split_spec
 from difftx.config.synonyms import field_named
-from difftx.data.tokenizer import with_vocabulary
+from difftx.data.tokenizers import with_vocabulary
 from difftx.errors import UserError, did_you_mean
 from difftx.storage.paths import AnyPath
 from difftx.training.fit import fit

@@ -54,9 +54,8 @@ def write_page(workdirs: Sequence[AnyPath], out: AnyPath) -> AnyPath:
     judged = verdict(runs, metric)
     suites = suite_sections(runs, comparable=with_different_tokenizers is None)
     dynamics = [section for section in (panels.lambdas(runs), panels.gradients(runs)) if section.panels]
-    time = panels.wall_time(runs)
     figures: dict[str, bokeh.model.Model] = {
-        panel.figure.id: panel.figure for section in (curves, *suites, *dynamics, time) for panel in section.panels
+        panel.figure.id: panel.figure for section in (curves, *suites, *dynamics) for panel in section.panels
     }
     document = bokeh.document.Document()
     with document.models.freeze():  # Without this, Bokeh would traverse all figures whenever one is added.
@@ -79,7 +78,7 @@ def write_page(workdirs: Sequence[AnyPath], out: AnyPath) -> AnyPath:
         curves=curves,
         suites=suites,
         dynamics=dynamics,
-        time=time,
+        time=panels.wall_time(runs),
         headers=_run_headers(runs),
         changes=_config_changes(runs),
         commands=_commands(runs, out),

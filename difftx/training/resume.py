@@ -141,7 +141,7 @@ def _resume(
     source = f"checkpoint.branch_from={run.config.checkpoint.branch_from}" if is_branch else str(run.workdir)
     _require_resumable(manifest, folder, run, source, is_branch=is_branch)
     _print_other_code(manifest)
-    refused = [f"extension {change}" for change in changed_extensions(manifest.extensions)]
+    refused = [f"extension {change}" for change in changed_extensions(manifest.extensions, str(folder))]
     if allow_config_change:
         for change in refused:
             print_on_primary(f"changed since the checkpoint: {change} (not safe)")
@@ -298,7 +298,7 @@ def _params_in(run: Run, folder: AnyPath) -> tuple[object, str]:
     abstract = jax.eval_shape(lambda: init_state(run.config)).params
     params = restore_params(folder, abstract, run.mesh)
     print_on_primary(f"parameters from {folder}")
-    changes = [f"extension {change}" for change in changed_extensions(manifest.extensions)]
+    changes = [f"extension {change}" for change in changed_extensions(manifest.extensions, str(folder))]
     for change in [*_output_changes(model, json.loads(run.config.to_json())["model"]), *changes]:
         print_on_primary(f"{change}, other than in the run of the parameters")
     return params, manifest.weights

@@ -22,7 +22,8 @@ from difftx.config import Config
 from difftx.config.build import config_from_dict
 from difftx.config.fields import Flag, flat, values_of, without
 from difftx.data.sources import Sources, load_sources
-from difftx.data.tokenizer import Tokenizer, load_tokenizer
+from difftx.data.tokenizer import Tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError, printable
 from difftx.files import (
     read_file,
@@ -38,7 +39,7 @@ from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import make_mesh
 from difftx.parallel.multihost import agree, barrier, decide_on_primary, is_primary
 from difftx.parallel.presets import apply_preset
-from difftx.registry import loaded_extensions, require_names
+from difftx.registry import changed_extensions, loaded_extensions
 from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.manifest import (
     EXTENSIONS_SHAPE,
@@ -222,7 +223,7 @@ def write_run_files(workdir: AnyPath, config: Config, details: Mapping[str, Any]
         "python": platform.python_version(),
         "packages": package_versions(),
         "source_sha256": source_sha256(SOURCE_FOLDER),
-        "extensions": list(map(dataclasses.asdict, loaded_extensions())),
+        "extensions": list(map(dataclasses.asdict, config.extensions)),
         **(details or {}),
     }
     # Write the manifest first, because the config can only be read with the extensions that the manifest names.
@@ -237,7 +238,7 @@ def read_config(workdir: AnyPath) -> Config:
     with those of the checkpoint.
     """
     require_run(workdir)
-    require_names(read_run_manifest(workdir)["extensions"], f"--workdir={workdir}")
+    changed_extensions(read_run_manifest(workdir)["extensions"], f"--workdir={workdir}")
     return config_from_dict(read_json(workdir / "config.json"))
 
 

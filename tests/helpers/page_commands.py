@@ -13,7 +13,7 @@ from conftest import ROOT
 from difftx.commands import COMMANDS
 from difftx.commands.flags import Parser
 from difftx.config.recipes import load_config
-from difftx.config.suites import SUITES
+from difftx.evals import SUITES
 from difftx.launch.grid import make_points, parse_grid
 from difftx.launch.jobs import write_jobs
 from difftx.launch.topology import parse_topology
@@ -121,8 +121,8 @@ def check_python(words: list[str], folder: Path) -> None:
         path = f"{words[1].replace('.', '/')}.py" if words[0] == "-m" else words[0]
         text = (ROOT / path).read_text()
         # A study has the flags of `study_parser`, which is in a module of its own.
-        for module in re.findall(r"^from benchmarks\.(\w+) import", text, re.MULTILINE):
-            text += (ROOT / "benchmarks" / f"{module}.py").read_text()
+        for module in re.findall(r"^from studies\.(\w+) import", text, re.MULTILINE):
+            text += (ROOT / "studies" / f"{module}.py").read_text()
         for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
             assert f'"{flag}"' in text, f"{path} has no {flag}"
 

@@ -204,11 +204,8 @@ class SignedMaskAttention(DiffAttention):
     def weight_function(self):
         return weight_functions.signed_softmax
 
-    def weight_argument(self, constants):
+    def weight_argument(self, constants, x_BTD):
         return None
-
-    def statistics(self, x_BTD, constants):
-        return {}
 
 
 def paired_queries(q_BTNQd: jax.Array, sharding: jax.P) -> jax.Array:

@@ -37,7 +37,7 @@ class OffByOneAttention(Attention):
     def weight_function(self):
         return weight_functions.softmax_with_sink
 
-    def weight_argument(self, constants):
+    def weight_argument(self, constants, x_BTD):
         return jnp.float32(0)  # Logit of the sink.
 
 
@@ -51,7 +51,7 @@ class SinkAttention(OffByOneAttention):
         super().__init__(config, layout, rngs=rngs)
         self.sink_H = vector(jnp.zeros((config.num_heads,), jnp.float32, out_sharding=layout.vector))
 
-    def weight_argument(self, constants):
+    def weight_argument(self, constants, x_BTD):
         return self.sink_H[...]
 
 
