@@ -125,7 +125,7 @@ class HallucinationSetConfig(Group):
     """Name of the JSON field with the question, or null for summarisation."""
     answers: affects.Evaluation[str]
     """Name of the JSON field with the reference answers: a text or a list of texts."""
-    new_tokens: affects.Evaluation[int]
+    new_tokens: affects.Evaluation[Positive[int]]
     """Largest number of tokens in an answer."""
 
 
@@ -158,8 +158,6 @@ class HallucinationConfig(Group):
             where = f"eval.hallucination.sets, {one.name}"
             if one.name in KINDS:
                 raise UserError(f"{where}: means over the sets of a kind have this name; give the set another")
-            if one.new_tokens <= 0:
-                raise UserError(f"{where}.new_tokens={one.new_tokens} must be positive")
             if (one.question is None) == (one.kind == "question_answering"):
                 raise UserError(
                     f"{where}: question={one.question!r} with kind={one.kind!r}; name the field of the questions for "
