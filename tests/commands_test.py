@@ -96,7 +96,7 @@ def training_of(architecture, folder):
         (["--workdir=x", "--config.mesh.data=3"], "mesh.data=3"),
         (["--workdir=x", "--config.model.vocab_size=200"], "use at least 384"),
         (["--workdir=x", "--confg.model.num_heads=3"], "Did you mean --config.model.num_heads?"),
-        ([], "--workdir is needed"),
+        ([], "--workdir=DIR is needed"),
     ],
 )
 def test_a_user_error_exits_with_code_2_and_its_reason(flags, message):
