@@ -30,6 +30,7 @@ from difftx.kernels.backend import Ranking
 from difftx.launch import health
 from difftx.launch.jobs import GRACE_SECONDS
 from difftx.model.abstract import count_parameters
+from difftx.model.architectures import describe_heads
 from difftx.model.flops import PEAK_FLOPS, flops_per_token, format_bytes
 from difftx.parallel import multihost
 from difftx.parallel.mesh import make_mesh
@@ -227,6 +228,7 @@ def _examine_config(options: argparse.Namespace, config: Config, findings: Findi
     save_seconds = size / jax.process_count() / findings.storage["write"] if findings.storage else 0
     findings.config = {
         "config": options.config,
+        "heads": describe_heads(fitted.model),
         "parameters": count_parameters(fitted.model).total,
         "mesh": dict(run.mesh.shape),
         "remat": fitted.model.remat,
