@@ -325,12 +325,3 @@ def test_mistakes_name_file_and_line(folder, tmp_path, records, changes, message
 def test_a_suite_without_tasks_is_refused(folder, tmp_path):
     with pytest.raises(UserError, match=r"eval\.icl\.tasks is empty"):
         evaluated(override(config_of(folder), {"eval.icl.tasks": "[]"}), tmp_path)
-
-
-def test_a_changed_file_makes_a_result_out_of_date(folder, tmp_path):
-    path = write_lines(tmp_path / "test.jsonl", examples(10, 2))
-    run = Run.open(config_of(folder, task_of(folder, test=str(path))), tmp_path)
-    before = evals.settings_sha256(run, "icl")
-    assert evals.settings_sha256(run, "icl") == before
-    write_lines(path, examples(11, 2))
-    assert evals.settings_sha256(run, "icl") != before
