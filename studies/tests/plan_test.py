@@ -71,9 +71,7 @@ def test_the_second_set_of_runs_takes_the_recipes_rate_and_gain(tmp_path, monkey
 
 
 @pytest.mark.parametrize(("question", "has_own_rates"), [("4", True), ("4-shared", False)])
-def test_lengths_have_their_own_rate_or_that_of_the_shortest(
-    tmp_path, monkeypatch, question, has_own_rates
-):
+def test_lengths_have_their_own_rate_or_that_of_the_shortest(tmp_path, monkeypatch, question, has_own_rates):
     """The best rate of each length is another one here."""
     best, calls = {"723": 4e-3, "2891": 8e-3, "11565": 1.6e-2, "2083": 2e-3, "8333": 8e-3}, []
 

@@ -74,12 +74,7 @@ def make_inputs(case):
         return rng.standard_normal(shape, dtype=np.float32)
 
     b, t, h, k, d = case.b, case.t, case.h, case.kv_heads, case.d
-    q, key, v, dout = (
-        normal(b, t, h, 2, d),
-        normal(b, t, k, 2, d),
-        normal(b, t, k, 2 * d),
-        normal(b, t, h, 2 * d),
-    )
+    q, key, v, dout = normal(b, t, h, 2, d), normal(b, t, k, 2, d), normal(b, t, k, 2 * d), normal(b, t, h, 2 * d)
     if case.structured:
         q *= 2.0  # logits 8 +- 5, up to 40
         q[..., :2] += (12.0, 8.0)
