@@ -26,19 +26,20 @@ import rich.table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.console_tables import numbers_table
-from difftx.commands.flags import parse_overrides
+from difftx.commands.flags import Parser
 from difftx.config import Config
 from difftx.config.recipes import load_config
 from difftx.data.loader import Batch, Loader
 from difftx.data.sources import load_sources
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import run_command
 from difftx.evals.throughput import COMPARED, median_ratio, pair, random_rows
 from difftx.model.flops import PEAK_FLOPS, flops_per_token
 from difftx.parallel import multihost
 from difftx.parallel.layout import Layout
-from difftx.parallel.mesh import check_divisible, make_mesh
+from difftx.parallel.mesh import make_mesh
 from difftx.training import kernel_choice
+from difftx.training.fit import fit
 from difftx.training.state import TrainState, init_state, make_train_step
 
 DEPTHS = (2, 24)  # Numbers of layers that --depths compiles.
@@ -92,7 +93,7 @@ class Contestant:
 def prepare(config: Config) -> Contestant:
     """Compile the train step of a config for all attached devices."""
     mesh = make_mesh(config.mesh)
-    check_divisible(config, mesh)
+    fit(config, mesh)
     with jax.set_mesh(mesh):
         batches = _batches(config, mesh)
         state = jax.jit(lambda: init_state(config))()
@@ -199,7 +200,7 @@ def _batches(config: Config, mesh: jax.sharding.Mesh) -> Iterator[Batch]:
 
 def main() -> int:
     """Parse the flags and run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(None, __doc__, "config", formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="steps of a round")
@@ -207,7 +208,7 @@ def main() -> int:
     parser.add_argument("--depths", action="store_true", help="also compile 2 and 24 layers")
     multihost.add_flags(parser)
     args, rest = parser.parse_known_args()
-    config = load_config(args.config, parse_overrides(rest, "config"))
+    config = load_config(args.config, parser.overrides(rest))
     multihost.join(args, config.multihost)
     kernel_choice.choose(list(pair(config).values()))
     contestants = measure_and_print(args.config, config, rounds=args.rounds, steps=args.steps, profile=args.profile)

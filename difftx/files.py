@@ -22,15 +22,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 from difftx.errors import UnreadableError, UserError
 from difftx.storage import objects
-from difftx.storage.paths import AnyPath, is_bucket, path_of
+from difftx.storage.paths import AnyPath, BucketPath, is_bucket, path_of
 from difftx.storage.reading import open_object
-
-if TYPE_CHECKING:
-    from etils import epath
 
 # Pauses between attempts to read, long enough for a file server to restart.
 RETRY_SECONDS = (0.2, 0.8, 2.0)
@@ -118,7 +115,11 @@ def require_run(workdir: AnyPath) -> None:
     """Raise `UserError` if a folder is not a run directory."""
     path = workdir / "config.json"
     if size_of(path) is None and (is_bucket(path) or not path.is_dir()):
-        fix = "name the folder of one run, and a checkpoint with --step=N, or train a run with `difftx train`"
+        fix = "train a run with `difftx train`"
+        if workdir.parent.name == "checkpoints":
+            fix = f"for a checkpoint, write --workdir={workdir.parent.parent} --step={workdir.name}"
+        elif runs := matching_folders("--workdir", f"{glob.escape(str(workdir))}/*", path.name):
+            fix = f"name one of its {len(runs)} runs, such as --workdir={runs[0]}; difftx report takes all of them"
         raise UserError(f"--workdir={workdir}: no config.json there, so it is not a run; {fix}")
 
 
@@ -149,7 +150,7 @@ def new_file(path: AnyPath) -> Iterator[BinaryIO]:
         raise
 
 
-def upload(path: "epath.Path", source: Path) -> None:
+def upload(path: BucketPath, source: Path) -> None:
     """Create or replace an object with the content of a local file: small ones with one request."""
     if source.stat().st_size <= ONE_REQUEST_BYTES:
         objects.write(path, source.read_bytes())

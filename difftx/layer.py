@@ -10,15 +10,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from difftx.config import ModelConfig
-from difftx.config.architectures import ARCHITECTURES
 from difftx.config.build import build_group
 from difftx.config.fields import Flag, fields_with, types_of
 from difftx.errors import UserError, did_you_mean
 from difftx.kernels.context import is_explicit_mesh
+from difftx.model.architectures import ARCHITECTURES, check_attention
 from difftx.model.attention import layer_constants
 from difftx.model.layers import rotary_angles
 from difftx.parallel.layout import Layout, reshard
-from difftx.parallel.mesh import AXES, check_attention_divisible
+from difftx.parallel.mesh import AXES
 
 # Groups and fields of `ModelConfig` that are not arguments of a layer.
 OTHER_FIELDS = {name.partition(".")[0] for name in fields_with(ModelConfig, Flag.DECODER)}
@@ -65,8 +65,7 @@ class AttentionLayer(nnx.Module):
         values = {"architecture": architecture, "d_model": d_model, "num_heads": num_heads, "num_layers": layer}
         try:
             config = build_group(ModelConfig, {"head_norm": attention.default_head_norm} | fields | values, "model")
-            if layout != Layout.inferred():
-                check_attention_divisible(config, jax.sharding.get_abstract_mesh())
+            check_attention(config, None if layout == Layout.inferred() else jax.sharding.get_abstract_mesh())
         except UserError as error:  # A layer has arguments in place of the config group `model`.
             raise UserError(re.sub(r"\bmodel\.(?=\w)", "", str(error))) from None
         self.layer = layer

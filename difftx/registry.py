@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import shlex
 import sys
@@ -33,7 +34,7 @@ class Extension:
 EXTENSION_HINT = " If a file of yours adds it, name the file with --extension=FILE.py."
 
 _running: list[Path] = []  # Files that are running now. Each one imports the next one.
-_registering: set[Path] = set()  # Files that have registered an entry. Their hashes follow when they have run.
+_files: dict[tuple[str, str], Path] = {}  # Kind and name of an entry → the user's file that registered it.
 _extensions: dict[Path, Extension] = {}
 _modules: dict[Path, types.ModuleType] = {}  # User files that have run, as modules.
 
@@ -48,7 +49,6 @@ class Registry[T](Mapping[str, T]):
     def __init__(self, kind: str, builtin: Mapping[str, str | T]):
         self.kind = kind
         self._entries: dict[str, Any] = dict(builtin)
-        self._files: dict[str, Path] = {}  # Name of an entry → user's file that registered it.
 
     def register[U](self, name: str) -> Callable[[U], U]:
         """Return a decorator that adds an entry, or raises `UserError` if the name is taken or not an identifier."""
@@ -59,17 +59,14 @@ class Registry[T](Mapping[str, T]):
             if name in self._entries:
                 raise UserError(f"{self.kind} {name!r} exists already; register yours under another name")
             self._entries[name] = entry
-            if _running:
-                self._files[name] = _running[-1]
-                _registering.add(_running[-1])
+            record(self.kind, name)
             return entry
 
         return add
 
     def extension_of(self, name: str) -> Extension | None:
         """Return the user's file that registered an entry, or None for an entry of difftx."""
-        path = self._files.get(name)
-        return None if path is None else _extensions.get(path)
+        return extension_of(self.kind, name)
 
     def check(self, names: Iterable[str]) -> None:
         """Raise `UserError` if one of the names has no entry. No entry is imported."""
@@ -99,6 +96,18 @@ class Registry[T](Mapping[str, T]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+def record(kind: str, name: str) -> None:
+    """Note that the user's file that runs now, if any, has added an entry."""
+    if _running:
+        _files[kind, name] = _running[-1]
+
+
+def extension_of(kind: str, name: str) -> Extension | None:
+    """Return the user's file that added an entry, or None for an entry of difftx."""
+    path = _files.get((kind, name))
+    return None if path is None else _extensions.get(path)
 
 
 def _extension(path: Path) -> Extension:
@@ -181,23 +190,27 @@ def import_file(path: Path, flag: str) -> types.ModuleType:
         if is_new and not resolved.is_relative_to(folder):  # The functions of a file in this folder may import later.
             sys.path.remove(folder)
     _modules[resolved] = module
-    if resolved in _registering:  # All modules that the file imports at its start are loaded now.
+    if resolved in _files.values():  # All modules that the file imports at its start are loaded now.
         _extensions[resolved] = _extension(resolved)
     return module
 
 
 @contextlib.contextmanager
-def one_line_errors(module: types.ModuleType) -> Iterator[None]:
-    """Convert any exception from a user's file to a `UserError` whose message names the file and the line.
+def one_line_errors(of: types.ModuleType | type) -> Iterator[None]:
+    """Convert any exception to a `UserError` whose message names the line of a user's file.
 
-    The file is `module`, or an extension that this module calls.
+    The file is that of a module or a class, or an extension that it calls. If the file returned before the exception,
+    the line is that of the class.
     """
     try:
         yield
     except Exception as error:  # A user's file may raise any exception.
-        files = {Path(str(module.__file__)).resolve(), *_modules}
+        file = str(inspect.getsourcefile(of))
+        files = {Path(file).resolve(), *_modules}
         frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() in files]
-        at = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else str(module.__file__)
+        at = f"{file}:{inspect.getsourcelines(of)[1]}" if isinstance(of, type) else file
+        if frames:
+            at = f"{frames[-1].filename}:{frames[-1].lineno}"
         if isinstance(error, SyntaxError) and error.filename and error.lineno:  # The file has no frame.
             at = f"{error.filename}:{error.lineno}"
         text = str(error.args[0] if error.args else error).splitlines()
@@ -221,35 +234,24 @@ def loaded_extensions() -> list[Extension]:
 
 
 def require_extensions(recorded: Sequence[Mapping[str, str]], what: str) -> None:
-    """Raise `UserError` unless the extensions that a run has recorded are loaded, with the same contents.
-
-    `recorded` has the "path" and "sha256" of each extension. The path is printed and never executed, because another
-    person may have written it. `what` names the run or file for the message.
-    """
-    require_names(recorded, what)
-    if changes := changed_extensions(recorded):
+    """Raise `UserError` unless the extensions that `what` has recorded are loaded, with the same contents."""
+    if changes := changed_extensions(recorded, what):
         raise UserError(f"{what} was made with another content of {changes[0]}; restore that file")
 
 
-def require_names(recorded: Sequence[Mapping[str, str]], what: str) -> None:
-    """Raise `UserError` unless the extensions that a run has recorded are loaded, possibly with other contents."""
-    for extension in recorded:
-        if _loaded_as(extension) is None:
-            flag = shlex.quote(f"--extension={extension['path']}")
-            raise UserError(f"{what} was made with the extension {extension['path']}; add {flag}")
+def changed_extensions(recorded: Sequence[Mapping[str, str]], what: str) -> list[str]:
+    """Return descriptions of the extensions whose contents differ from the contents that `what` has recorded.
 
-
-def changed_extensions(recorded: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return descriptions of the loaded extensions whose contents differ from the contents that a run has recorded."""
-    return [
-        f"{loaded.path}, or a module that it imports (SHA-256 {extension['sha256'][:12]}… → {loaded.sha256[:12]}…)"
-        for extension in recorded
-        if (loaded := _loaded_as(extension)) is not None and loaded.sha256 != extension["sha256"]
-    ]
-
-
-def _loaded_as(recorded: Mapping[str, str]) -> Extension | None:
-    """Return the loaded extension with the recorded content, else one with the recorded file name, else None."""
-    same = [extension for extension in _extensions.values() if extension.sha256 == recorded["sha256"]]
-    name = Path(recorded["path"]).name
-    return next(iter(same + [one for one in _extensions.values() if Path(one.path).name == name]), None)
+    `recorded` has the "path" and "sha256" of each extension. Raise `UserError` if no extension is loaded that has the
+    content or the file name. The path is printed and never executed, because another person may have written it.
+    """
+    changes = []
+    for path, sha256 in ((extension["path"], extension["sha256"]) for extension in recorded):
+        if any(loaded.sha256 == sha256 for loaded in _extensions.values()):
+            continue
+        loaded = next((one for file, one in _extensions.items() if file.name == Path(path).name), None)
+        if loaded is None:
+            raise UserError(f"{what} was made with the extension {path}; add {shlex.quote(f'--extension={path}')}")
+        hashes = f"SHA-256 {sha256[:12]}… → {loaded.sha256[:12]}…"
+        changes.append(f"{loaded.path}, or a module that it imports ({hashes})")
+    return changes

@@ -9,13 +9,15 @@ from conftest import ROOT
 
 from difftx.config import EvalConfig, fields
 from difftx.config.build import config_from_dict, override
-from difftx.config.recipes import default_config, load_config, matched_by
+from difftx.config.recipes import default_config, load_config
 from difftx.config.reference import reference_page
 from difftx.configs import ablations, review, small, toy
 from difftx.errors import UserError
 from difftx.launch.grid import make_points
 from difftx.model.abstract import count_parameters
+from difftx.model.architectures import heads_of
 from difftx.model.matching import match, matching_warning
+from difftx.training.fit import fit
 
 SOURCES = '[{"name": "a", "path": "x", "weight": 1}, {"name": "b", "path": "y", "weight": 3}]'
 QUICKSTART = str(ROOT / "configs" / "quickstart.py")
@@ -51,7 +53,7 @@ def test_every_config_is_valid_and_survives_json(spec):
     config = load_config(str(ROOT / "configs" / spec), {})
     assert config_from_dict(json.loads(config.to_json())) == config
     model = config.model
-    assert model.num_heads * model.groups * model.d_head == model.d_model
+    assert model.num_heads * heads_of(model).groups * heads_of(model).d_head == model.d_model
 
 
 def test_a_shorter_quickstart_has_a_shorter_warmup():
@@ -63,7 +65,7 @@ def test_matched_models_have_equal_head_width():
     for size in ("830m", "13.1b"):
         path = ROOT / "configs" / "scaling.py"
         diff, transformer = (load_config(f"{path}:{a}-{size}", {}).model for a in ("diff", "transformer"))
-        assert diff.d_head == transformer.d_head == {"830m": 96, "13.1b": 128}[size]
+        assert heads_of(diff).d_head == heads_of(transformer).d_head == {"830m": 96, "13.1b": 128}[size]
         assert transformer.num_heads == 2 * diff.num_heads
 
 
@@ -84,7 +86,7 @@ def test_arms_have_equal_parameters_and_tokens(spec, arms):
 @pytest.mark.parametrize("arm", toy.ARMS)
 def test_an_arm_of_a_recipe_causes_no_warning(arm):
     spec = f"{ROOT / 'configs' / 'toy.py'}:books-{arm}"
-    assert matching_warning(load_config(spec, {}), matched_by(spec)) is None
+    assert matching_warning(load_config(spec, {})) is None
 
 
 @pytest.mark.parametrize(
@@ -109,7 +111,7 @@ def test_a_matched_model_has_as_many_keys_and_values_as_the_transformer(architec
 def warning_about(c, **changes):
     with c.unlocked():
         c.model.update(changes)
-    return matching_warning(config_from_dict(c.to_dict()), c.matched)
+    return matching_warning(config_from_dict(c.to_dict()))
 
 
 def test_heads_that_share_keys_are_matched_if_the_transformers_do_so_too():
@@ -141,8 +143,8 @@ def test_a_recipe_by_size_has_the_parameters_and_heads_that_it_promises(size):
         assert count_parameters(config.model).total == pytest.approx(asked, rel=0.06)
         assert config.train.steps * config.train.global_batch_tokens == pytest.approx(20 * asked, rel=0.01)
     diff = configs["diff"].model
-    assert diff.d_head >= 64 or diff.d_model < 1024
-    assert diff.num_heads >= 8 or diff.d_head == 32
+    assert heads_of(diff).d_head >= 64 or diff.d_model < 1024
+    assert diff.num_heads >= 8 or heads_of(diff).d_head == 32
     assert diff.num_heads % 2 == 0 or diff.d_model < 1024  # Two devices can share the heads.
 
 
@@ -195,13 +197,9 @@ def test_a_recipe_by_size_explains_what_a_size_is(size):
         ("optimizer.final_learning_rate", "1", ["optimizer.final_learning_rate=1.0", "learning_rate=0.004, the peak"]),
         ("train.global_batch_tokens", "1000", ["train.global_batch_tokens=1000", "use 1024"]),
         ("optimizer.warmup_steps", "100000", ["optimizer.warmup_steps=100000", "train.steps"]),
-        (
-            "optimizer.warmup_fraction",
-            "none",
-            ["optimizer.warmup_steps=None, optimizer.warmup_fraction=None", "exactly one"],
-        ),
-        ("optimizer.warmup_fraction", "0.9999", ["optimizer.warmup_fraction=0.9999", "train.steps=550"]),
-        ("optimizer.warmup_fraction", "1", ["optimizer.warmup_fraction=1.0"]),
+        ("optimizer.warmup_steps", "0.9999", ["optimizer.warmup_steps=0.9999", "train.steps=550"]),
+        ("optimizer.warmup_fraction", "0.1", ["no such field. Did you mean 'optimizer.warmup_steps'?"]),
+        ("optimizer.decay_steps", "0", ["optimizer.decay_steps=0", "positive"]),
         ("optimizer.muon.split", "head", ["optimizer.muon.split", "Did you mean 'heads'"]),
         ("data.valid_fraction", "1.5", ["data.valid_fraction=1.5"]),
         ("mesh.data", "-1", ["mesh=", "only one axis"]),
@@ -228,7 +226,7 @@ def test_a_recipe_by_size_explains_what_a_size_is(size):
 )
 def test_a_wrong_override_names_field_value_and_fix(field, value, expected):
     with pytest.raises(UserError) as error:
-        load_config(QUICKSTART, {field: value})
+        fit(load_config(QUICKSTART, {field: value}))
     message = str(error.value)
     assert "\n" not in message
     for part in expected:
@@ -260,36 +258,35 @@ def test_a_wrong_config_file_names_field_or_line(tmp_path, line, expected):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "overrides", "steps"),
+    ("recipe", "text", "steps"),
     [
-        ({}, {}, 200),
-        ({}, {"warmup_fraction": "0.25"}, 100),
-        ({"warmup_fraction": 0.5}, {}, 200),
-        ({"warmup_steps": 7, "warmup_fraction": 0.5}, {}, 200),
-        ({"warmup_fraction": 0.5, "warmup_steps": 7}, {}, 7),
-        ({"warmup_fraction": 0.5}, {"warmup_steps": "9"}, 9),
-        ({"warmup_fraction": 0.5}, {"warmup_steps": "9", "warmup_fraction": "0.25"}, 100),
-        ({"warmup_steps": 7}, {"warmup_fraction": "0.25", "warmup_steps": "9"}, 9),
-        ({"warmup_fraction": 0.5, "warmup_steps": None}, {}, 200),
+        (None, None, 200),
+        (None, "0.25", 100),
+        (None, "1", 1),
+        (0.1, None, 40),
+        (7, None, 7),  # The field holds a share before, which must not make 7 a float.
+        (7, "0.25", 100),
+        (0, "none", ": expected an integer or a number"),
+        (0, "1.0", "=1.0: write a number of steps, or a share of train.steps"),
+        (0, "-1", "=-1: write a number of steps"),
+        (True, None, "=True: expected an integer or a number"),
     ],
 )
-def test_the_last_set_of_warmup_steps_and_warmup_fraction_takes_effect(tmp_path, recipe, overrides, steps):
-    """The field that is set last takes effect, in a recipe that changes another recipe and on the command line.
-
-    The number of steps is set after both fields.
-    """
-    changes = "".join(f"    c.optimizer.{name} = {value}\n" for name, value in recipe.items())
+def test_a_warm_up_is_a_number_of_steps_or_a_share(tmp_path, recipe, text, steps):
+    change = "" if recipe is None else f"    c.optimizer.warmup_steps = {recipe}\n"
     path = tmp_path / "recipe.py"
     path.write_text(
         "from difftx.configs import quickstart\n\n"
-        f"def get_config():\n    c = quickstart.get_config()\n{changes}    return c\n"
+        f"def get_config():\n    c = quickstart.get_config()\n{change}    return c\n"
     )
-    changed = {f"optimizer.{name}": value for name, value in overrides.items()} | {"train.steps": "400"}
-    config = load_config(str(path), changed)
+    changes = {"train.steps": "400"} | ({} if text is None else {"optimizer.warmup_steps": text})
+    if isinstance(steps, str):
+        with pytest.raises(UserError, match=re.escape(f"optimizer.warmup_steps{steps}") if text != "none" else steps):
+            load_config(str(path), changes)
+        return
+    config = load_config(str(path), changes)
     assert config.warmup_steps == steps
     assert config_from_dict(json.loads(config.to_json())) == config
-    assert override(config, {"optimizer.warmup_fraction": "0.1"}).warmup_steps == 40
-    assert config_from_dict({"optimizer": {"warmup_fraction": 0.5}}).warmup_steps == 20_000  # Replaces the default.
 
 
 def test_the_path_of_a_recipe_may_have_colons(tmp_path):
@@ -381,7 +378,7 @@ def test_values_are_read_by_the_type_of_their_field():
     assert config.eval.suites == ("loss", "sample")
     assert config.model.tie_embeddings is False
     assert isinstance(config.optimizer.learning_rate, float)
-    assert config.model.kv_heads == 2
+    assert heads_of(config.model).kv_heads == 2
     assert config.train.steps == 1000
     assert override(config, {"eval.loss_tokens": "7"}).eval == dataclasses.replace(config.eval, loss_tokens=7)
 

@@ -9,9 +9,9 @@ import pytest
 from helpers.pages import DOCS, blocks
 
 from difftx.config import ModelConfig
-from difftx.config.architectures import ARCHITECTURES
 from difftx.config.fields import types_of
 from difftx.layer import OTHER_FIELDS
+from difftx.model.architectures import ARCHITECTURES
 from difftx.parallel.layout import Layout
 
 BLOCKS = blocks("layer.md", "python")

@@ -18,10 +18,10 @@ from jax.sharding import AxisType
 from model import oracle
 
 import difftx
-from difftx.config.architectures import ARCHITECTURES
 from difftx.config.fields import values_of
 from difftx.errors import UserError
 from difftx.layer import OTHER_FIELDS, AttentionLayer, DiffAttention
+from difftx.model.architectures import ARCHITECTURES
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import AXES
 

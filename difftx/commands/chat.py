@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from difftx.commands.flags import PathFlag, add_weights_flag, parse_command
+from difftx.commands.flags import Parser, PathFlag, add_weights_flag
 from difftx.commands.generate import NEW_TOKENS, SEEDS
-from difftx.config.build import parse
+from difftx.config.build import parse_text
 from difftx.config.fields import types_of
 from difftx.errors import UserError, did_you_mean, printable
 from difftx.inference.sampling import Sampling, derived_seed
@@ -38,7 +38,7 @@ HELP = """\
 
 def main(arguments: Sequence[str]) -> int:
     """Read the flags, then lines until the end of the input. Exit codes: 0 done, 2 bad input, 1 any other error."""
-    parser = argparse.ArgumentParser("difftx chat", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser("difftx chat", __doc__.splitlines()[0], "mesh")
     parser.add_argument("--workdir", action=PathFlag, required=True, help="directory of the run")
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
     add_weights_flag(parser)
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     multihost.add_flags(parser)
     parser.epilog = f"--mesh.field=value changes a field of the run's mesh. Commands in the loop:\n{HELP}"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    options, overrides = parse_command(parser, arguments, "mesh")
+    options, overrides = parser.parse(arguments)
 
     # Imported after the flags are checked, because the import is slow.
     import jax
@@ -75,7 +75,7 @@ class Settings:
     def changed(self, name: str, value: str) -> "Settings":
         """Return the settings after the line "/name value". Raise `UserError` if the value is not valid."""
         group = self if name in ("tokens", "seed") else self.sampling
-        number = parse(value, types_of(type(group))[name], f"/{name}")
+        number = parse_text(value, types_of(type(group))[name], f"/{name}")
         if group is not self:
             return dataclasses.replace(self, sampling=dataclasses.replace(group, **{name: number}))
         least, most = (1, SEEDS) if name == "tokens" else (0, SEEDS - 1)

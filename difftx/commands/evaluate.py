@@ -1,4 +1,4 @@
-"""Actions of `difftx eval`: evaluate checkpoints, draw curves, fit scaling laws, write reports and list suites."""
+"""Actions of `difftx eval`: evaluate checkpoints, draw curves and fit scaling laws."""
 
 import argparse
 import dataclasses
@@ -14,26 +14,26 @@ import rich.console
 import rich.markup
 import rich.table
 
-from difftx import evals
 from difftx.config import Config
 from difftx.config.build import override
 from difftx.config.eval import JudgeConfig
 from difftx.errors import UserError, printable
+from difftx.evals import run as evals
 from difftx.evals.harness.suite import LOCAL_TASKS
 from difftx.evals.measures import explanation_of, format_value, measures_of
 from difftx.evals.throughput import pair
 from difftx.files import list_folder, require_writable, resolved
 from difftx.json_files import read_json
 from difftx.parallel import multihost
-from difftx.parallel.mesh import check_divisible, make_mesh
+from difftx.parallel.mesh import make_mesh
 from difftx.progress import Work
 from difftx.report.runs import printable_json
-from difftx.storage.paths import AnyPath
 from difftx.training import kernel_choice
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpointer
 from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.checkpoint.reading import Checkpoint, data_changes, open_checkpoint, open_run
 from difftx.training.checkpoint.restoring import restore_params
+from difftx.training.fit import fit
 from difftx.training.run import Run, agree_on_command, read_config
 from difftx.training.state import init_state
 
@@ -45,15 +45,12 @@ PLAIN_TASKS = {path.stem for path in LOCAL_TASKS.glob("[!_]*.yaml")}
 def run_suites(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     """Evaluate steps of a run and print the numbers. If steps cannot be read, raise `UserError` after all others."""
     workdir, suites = options.workdir, options.suite.split(",")
-    for field in overrides:
-        if field.startswith("model.") and field != "model.attention_implementation":
-            raise UserError(f"--{field}: the checkpoint determines it; only attention_implementation can be changed")
-    config = override(read_config(workdir), overrides)
+    config = fit(override(read_config(workdir), overrides))
     compared = pair(config).values() if "throughput" in suites else ()
     multihost.join(options, config.multihost)
     kernel_choice.choose([config, *compared], workdir)
     agree_on_command(config, options)
-    confirm_outward(config, workdir, suites, overrides, trusted=options.trust_run_config)
+    confirm_outward(config, str(workdir / "config.json"), suites, overrides, trusted=options.trust_run_config)
 
     checkpointer = Checkpointer(workdir)
     evaluator = _Evaluator(checkpointer, config, suites, options)
@@ -113,7 +110,7 @@ class _Evaluator:
         checkpoint = open_checkpoint(self.checkpointer.folder / str(step), self.config, part)
         if run is None or self.run_config != checkpoint.config or data_changes(checkpoint, run.data.signature):
             try:
-                check_divisible(checkpoint.config, make_mesh(checkpoint.config.mesh))
+                fit(checkpoint.config, make_mesh(checkpoint.config.mesh))
             except UserError as error:
                 flags = "--mesh.data=1 --mesh.fsdp=-1 --mesh.context=1 --mesh.tensor=1 --mesh.slices=1"
                 advice = f"If these are not the devices of the training, choose a mesh: {flags}"
@@ -157,13 +154,13 @@ def _suites_with_results(run: Run, suites: Sequence[str], step: int, checkpoint:
 
 
 def confirm_outward(
-    config: Config, workdir: AnyPath, suites: Sequence[str], overrides: Mapping[str, str], *, trusted: bool
+    config: Config, file: str, suites: Sequence[str], overrides: Mapping[str, str], *, trusted: bool | None
 ) -> None:
     """Raise `UserError` if a suite would contact an address, send a secret or execute code without confirmation.
 
-    A run directory may come from another person. The value of such a config field is therefore accepted only from the
-    command line (`overrides`), or if the user has given --trust_run_config (`trusted`), which prints the value. The
-    data of `PLAIN_TASKS` and tiktoken vocabularies need no confirmation, because their addresses are fixed.
+    The config `file` may come from another person. The value of such a field is accepted only from the command line
+    (`overrides`), or with --trust_run_config, which prints it (`trusted`; None: the command has no such flag).
+    The data of `PLAIN_TASKS` and tiktoken vocabularies need no confirmation, because their addresses are fixed.
     """
     fields, settings, judge = [], config.eval, config.eval.judge  # Field, value and effect.
     names = {name for suite in suites for name in evals.with_inner(config, suite)}
@@ -180,10 +177,11 @@ def confirm_outward(
         effect = "download data of those tasks, and execute their code"
         fields.append(("eval.harness.tasks", ",".join(settings.harness.tasks), effect))
     for field, value, effect in (row for row in fields if row[0] not in overrides):
-        source = f"{field}={value!r} in {workdir / 'config.json'}"
+        source = f"{field}={value!r} in {file}"
         if not trusted:
             flag = shlex.quote(f"--{field}={value}")
-            raise UserError(f"{source} would {effect}; to allow it, add {flag}, or {TRUST} for all such fields")
+            all_fields = "" if trusted is None else f", or {TRUST} for all such fields"
+            raise UserError(f"{source} would {effect}; to allow it, add {flag}{all_fields}")
         multihost.print_on_primary(f"{TRUST}: {source} is trusted to {effect}")
 
 
@@ -256,13 +254,6 @@ def fit_scaling(options: argparse.Namespace) -> None:
         for note in study.notes:
             print(printable(f"note: {note}"))
     print(*files, sep="\n")
-
-
-def write_report(workdirs: Sequence[AnyPath], out: AnyPath | None) -> None:
-    """Write the report of one run, or a report that compares several runs, and print its path."""
-    from difftx.report.page import write_page  # Imported here because importing Bokeh takes half a second.
-
-    print(printable(str(write_page(workdirs, out or workdirs[0] / "report.html"))))
 
 
 def _console() -> rich.console.Console:

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import rich.console
@@ -18,9 +18,8 @@ import rich.table
 
 from difftx import kernels
 from difftx.commands.cost import memory_of
-from difftx.commands.train import check_run
+from difftx.commands.train import check_extras, check_run
 from difftx.config import Config, MeshConfig
-from difftx.config.extras import check_extras
 from difftx.config.recipes import load_config
 from difftx.data.records import bucket_files
 from difftx.errors import UserError, explained, install_hint, printable
@@ -31,18 +30,17 @@ from difftx.kernels.backend import Ranking
 from difftx.launch import health
 from difftx.launch.jobs import GRACE_SECONDS
 from difftx.model.abstract import count_parameters
+from difftx.model.architectures import describe_heads
 from difftx.model.flops import PEAK_FLOPS, flops_per_token, format_bytes
 from difftx.parallel import multihost
-from difftx.parallel.mesh import check_divisible, make_mesh
-from difftx.storage.paths import AnyPath, is_bucket, path_of
+from difftx.parallel.mesh import make_mesh
+from difftx.storage.paths import AnyPath, BucketPath, is_bucket, path_of
 from difftx.training import kernel_measurement
 from difftx.training.checkpoint.manifest import package_versions, steps_in
+from difftx.training.fit import fit
 from difftx.training.run import Run, fit_to_devices
 from difftx.training.state import state_bytes
 from difftx.training.workload import attention_kernel, attention_workload, kernel_function
-
-if TYPE_CHECKING:
-    from etils import epath
 
 WIDTH = 100  # Columns of the page.
 EFFICIENCY = 0.5  # Assumed share of the speed of matrix products that a training reaches.
@@ -199,7 +197,7 @@ def _storage(workdir: AnyPath, advice: list[str]) -> dict[str, Any]:
     return found
 
 
-def _read_speeds(path: "epath.Path") -> dict[str, float]:
+def _read_speeds(path: BucketPath) -> dict[str, float]:
     """Measure reads of the largest object at a data path in a bucket."""
     files = bucket_files(path)
     if not files:
@@ -214,7 +212,7 @@ def _examine_config(options: argparse.Namespace, config: Config, findings: Findi
         check_extras(config)
     fitted = fit_to_devices(config)
     mesh = make_mesh(fitted.mesh)
-    check_divisible(fitted, mesh)
+    fit(fitted, mesh)
     memory, size = memory_of(fitted, mesh), state_bytes(fitted)
     if warning := memory.warning():
         (findings.advice if memory.holds_state else findings.problems).append(warning)
@@ -233,6 +231,7 @@ def _examine_config(options: argparse.Namespace, config: Config, findings: Findi
     save_seconds = size / jax.process_count() / findings.storage["write"] if findings.storage else 0
     findings.config = {
         "config": options.config,
+        "heads": describe_heads(fitted.model),
         "parameters": count_parameters(fitted.model).total,
         "mesh": dict(run.mesh.shape),
         "remat": fitted.model.remat,

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from difftx.commands.flags import add_extension_flag, prepare_process
+from difftx.commands.flags import Parser, add_extension_flag, prepare_process
 from difftx.data.prepare import assembly
 from difftx.data.prepare.job import Job, describe, input_states, open_job, with_states
 from difftx.data.prepare.readers import HALF_PAIR, Fields, Source, sources_of
@@ -30,7 +30,7 @@ LOCAL = "local"
 def main(arguments: Sequence[str]) -> int:
     """Parse and check the flags, then run `prepare`."""
     processors = getattr(os, "process_cpu_count", os.cpu_count)() or 1  # Available CPUs; all CPUs before Python 3.13.
-    parser = argparse.ArgumentParser("difftx prepare", description="Tokenise text into a store.", allow_abbrev=False)
+    parser = Parser("difftx prepare", "Tokenise text into a store.")
     paths = "file, folder or glob, also in a bucket, gs://… or s3://…"
     parser.add_argument("--input", required=True, help=f"{paths}; or hf:NAME[:SPLIT[:CONFIG]]")
     parser.add_argument("--tokenizer", required=True, help="as data.tokenizer: a name, a file or a folder")

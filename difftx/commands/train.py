@@ -1,13 +1,12 @@
 """Train a model: difftx train --config=quickstart:diff --workdir=runs/quickstart/diff."""
 
-import argparse
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from difftx.config import Config
     from difftx.training.run import Run
 
 
@@ -16,22 +15,22 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     began = time.perf_counter()
     # Imported here, so that the time of the imports counts.
     from difftx import compilation_cache, console
-    from difftx.commands.flags import PathFlag, add_config_flag, parse_command
-    from difftx.config.extras import check_extras
-    from difftx.config.recipes import load_config, matched_by
+    from difftx.commands.flags import Parser, PathFlag, add_config_flag, config_of
     from difftx.files import require_writable
     from difftx.parallel import multihost
 
-    parser = argparse.ArgumentParser(prog=prog, description=__doc__, allow_abbrev=False)
+    parser = Parser(prog, __doc__, "config")
     add_config_flag(parser)
     parser.add_argument("--workdir", action=PathFlag, help="directory of the run; an existing run is resumed")
     parser.add_argument("--print_config", action="store_true", help="print the config and exit")
     parser.add_argument("--dry_run", action="store_true", help="check config, model and data, print the cost, exit")
     parser.add_argument("--allow_config_change", action="store_true", help="resume even if model or data changed")
     multihost.add_flags(parser)
-    parser.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
-    args, overrides = parse_command(parser, arguments, "config")
-    check_extras(config := load_config(args.config, overrides))
+    args, overrides = parser.parse(arguments)
+    check_extras(config := config_of(args.config, overrides))
+    from difftx.training.fit import fit  # The import is slow.
+
+    fit(config)
     compilation_cache.enable(config.train.compilation_cache)
     if args.print_config:
         print(config.to_json(), end="")
@@ -44,10 +43,11 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
         console.Output.is_needed = False
 
     # Imported after the flags are checked, because the import is slow.
-    from difftx import evals
     from difftx.commands.cost import format_cost, format_data
-    from difftx.data.tokenizer import with_vocabulary
+    from difftx.data.tokenizers import with_vocabulary
+    from difftx.evals import run as evals
     from difftx.interop import exports
+    from difftx.model.architectures import ARCHITECTURES
     from difftx.model.matching import matching_warning
     from difftx.training import kernel_choice, loop
     from difftx.training.run import Run, agree_on_command, fit_to_devices
@@ -58,21 +58,35 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     agree_on_command(config, args)
     config = fit_to_devices(config)
     multihost.print_on_primary(format_cost(config))
-    if warning := matching_warning(config, matched_by(args.config)):
+    if warning := matching_warning(config):
         multihost.print_on_primary(warning)
     run = Run.open(config, args.workdir or Path())
     check_run(run)
     multihost.print_on_primary(format_data(run))
-    options = {"began": began, "allow_config_change": args.allow_config_change}
-    if args.dry_run:
+    if args.dry_run or ARCHITECTURES.extension_of(config.model.architecture):
         trace(run)
+    if args.dry_run:
         return 0
+    options = {"began": began, "allow_config_change": args.allow_config_change}
     return loop.train(run, evals.evaluate, exports, **options)
+
+
+def check_extras(config: "Config") -> None:
+    """Raise `UserError` if there is no suite of a name in `eval.suites`, or if a module for the training is missing."""
+    from difftx.errors import UserError, require_extra
+    from difftx.evals import check_suites
+
+    check_suites(config.eval.suites)
+    if (project := config.logging.wandb_project) is not None:
+        try:
+            require_extra("wandb", "wandb")
+        except UserError as error:
+            raise UserError(f"logging.wandb_project={project!r}: {error}; or set it to none") from error
 
 
 def check_run(run: "Run") -> None:
     """Raise `UserError` in every process if a suite, the exports or W&B cannot work, or if their files differ."""
-    from difftx import evals
+    from difftx.evals import run as evals
     from difftx.interop import exports
     from difftx.parallel.multihost import is_primary
     from difftx.training.trackers import check_wandb
@@ -85,10 +99,17 @@ def check_run(run: "Run") -> None:
 
 
 def trace(run: "Run") -> None:
-    """Trace the train step, which executes the Python code of the model. Name the line of an extension that fails."""
-    from difftx.config.architectures import ARCHITECTURES
+    """Execute the Python code of the model on shapes, as training does and, for an extension, inference too.
+
+    Name the line of an error.
+    """
+    from difftx.inference.decode import trace_inference
     from difftx.launch.estimate import trace_step
+    from difftx.model.architectures import ARCHITECTURES
     from difftx.registry import one_line_errors
 
-    with one_line_errors(sys.modules[ARCHITECTURES[run.config.model.architecture].__module__]):
+    name = run.config.model.architecture
+    with one_line_errors(ARCHITECTURES[name]):
         trace_step(run.config, run.mesh)
+        if ARCHITECTURES.extension_of(name):  # Tests call those of difftx.
+            trace_inference(run.config, run.mesh)

@@ -4,8 +4,7 @@ import dataclasses
 from typing import Annotated, Any, Literal
 
 from difftx.config import affects, flag
-from difftx.config.architectures import ARCHITECTURES, Granularity, Implementation
-from difftx.config.checks import divisors, largest_divisor_up_to
+from difftx.config.checks import divisors
 from difftx.config.fields import (
     AxisLength,
     Effect,
@@ -20,8 +19,10 @@ from difftx.config.fields import (
 )
 from difftx.errors import UserError
 
+Granularity = Literal["query", "token"]
 ChunkTokens = Annotated[int, Rule(lambda tokens: tokens in (1, 2, 4, 8, 16, 32), " must be a power of two, 1 … 32")]
 FewBits = Annotated[int, Rule(lambda bits: bits in (4, 8), " must be 4 or 8")]
+LogitBits = Annotated[int, Rule(lambda bits: 2 <= bits < 16, " must lie in 2 … 15; None: not quantised")]
 WindowPattern = Annotated[
     str,
     Rule(lambda text: text and set(text) <= {"L", "G"}, ": write L for a layer with a window and G for one without"),
@@ -34,7 +35,7 @@ def default_specific_fields() -> dict[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(ModelConfig) if field.name in specific}
 
 
-class CacheConfig(Group, path="model.cache"):
+class CacheConfig(Group):
     """The key/value cache of generation and of scores of continuations. The suite `cache` sets these fields. A
     compressed cache also serves the losses of validation rows, except with `data.document_mask`."""
 
@@ -51,7 +52,6 @@ class CacheConfig(Group, path="model.cache"):
     32. They attend to each other before they are compressed."""
 
     def __post_init__(self):
-        super().__post_init__()
         if self.tokens is not None and self.tokens < 2 * self.chunk_tokens:
             raise UserError(
                 f"model.cache.tokens={self.tokens} is less than twice model.cache.chunk_tokens={self.chunk_tokens}; "
@@ -64,7 +64,7 @@ class CacheConfig(Group, path="model.cache"):
         return self.bits is not None or self.tokens is not None
 
 
-class RopeScalingConfig(Group, path="model.rope_scaling"):
+class RopeScalingConfig(Group):
     """Rotary frequencies for a longer context than in pre-training, as in Llama 3.1 (arXiv 2407.21783)."""
 
     factor: affects.Function[Positive[float]] = 1.0
@@ -77,7 +77,6 @@ class RopeScalingConfig(Group, path="model.rope_scaling"):
     """Length of the original context in tokens."""
 
     def __post_init__(self):
-        super().__post_init__()
         if self.high_freq_factor <= self.low_freq_factor:
             raise UserError(
                 f"model.rope_scaling.high_freq_factor={self.high_freq_factor} must exceed low_freq_factor="
@@ -85,7 +84,18 @@ class RopeScalingConfig(Group, path="model.rope_scaling"):
             )
 
 
-class ModelConfig(Extensible, path="model", effect=Effect.FUNCTION):
+class MatchedConfig(Group):
+    """The Transformer that a recipe has made the model equal in size (`match` in `difftx/model/matching.py`)."""
+
+    num_heads: flag.Decoder[affects.Nothing[Positive[int] | None]] = None
+    """Its `num_heads`. None: the model is not matched with a Transformer."""
+    num_kv_heads: flag.Decoder[affects.Nothing[Positive[int] | None]] = None
+    """Its `num_kv_heads`."""
+    mlp_dim: flag.Decoder[affects.Nothing[Positive[int] | None]] = None
+    """Its `mlp_dim`."""
+
+
+class ModelConfig(Extensible, effect=Effect.FUNCTION):
     """The decoder. The defaults are the paper's 1.4B differential model (arXiv 2410.05258, Tables 6 and 10)."""
 
     architecture: flag.Decoder[affects.Function[str]] = "diff"
@@ -179,7 +189,7 @@ class ModelConfig(Extensible, path="model", effect=Effect.FUNCTION):
     mup_base_layers: flag.Decoder[affects.Function[AxisLength | None]] = None
     """`num_layers` of the model whose learning rate this model takes over. The λ_init of a layer is then that of the
     same relative depth in that model."""
-    mup_base_head_dim: flag.Decoder[affects.Training[AxisLength | None]] = None
+    mup_base_head_dim: flag.Decoder[affects.Function[AxisLength | None]] = None
     """Width of a query/key sub-head in the model whose learning rate this model takes over. This model must have the
     same, because rates do not transfer between heads of different widths."""
     compute_dtype: flag.Decoder[flag.Kernel[affects.Training[Literal["float32", "bfloat16"]]]] = "bfloat16"
@@ -188,12 +198,12 @@ class ModelConfig(Extensible, path="model", effect=Effect.FUNCTION):
     """Activations of a layer that are saved for the backward pass, which recomputes all others. "none": all outside of
     kernels. "dots": matrix products. "full": the layer's input. "offload": the layer's input, which is kept in host
     memory."""
-    attention_implementation: affects.Rounding[Implementation] = "auto"
+    attention_implementation: affects.Rounding[str] = "auto"
     """Attention kernel. "auto" selects one. "reference" and "xla" support all architectures. "cudnn" supports
     all except `off_by_one`, `sink`, `top_k` and `signed_mask`. "pallas_tpu", "splash_wide", "pallas_gpu" and
     "cudnn_wide" support `diff` and `gda`. "splash" (on TPUs) supports `transformer`, `diff_v2`, `gdla`, `gated`,
     `zero_branch` and `dex`. The ending "_1024" means tiles of up to 1,024 tokens instead of 512."""
-    attention_logit_bits: affects.Function[int | None] = None
+    attention_logit_bits: affects.Function[LogitBits | None] = None
     """Number of bits (2 to 15) to which attention logits are rounded, scaled by their largest magnitude. None: no
     rounding. The suite `quantize` sets this field, which requires the kernel "auto", "reference" or "xla"."""
     attention_logit_granularity: affects.Function[Granularity] = "query"
@@ -206,37 +216,15 @@ class ModelConfig(Extensible, path="model", effect=Effect.FUNCTION):
     this field."""
     cache: CacheConfig
     """The key/value cache."""
+    matched: MatchedConfig
+    """The Transformer of equal size."""
 
     def __post_init__(self):
-        super().__post_init__()
-        attention = ARCHITECTURES[self.architecture]
-        attention.check(self)
-        for name, default in default_specific_fields().items():
-            if (value := getattr(self, name)) != default and name not in attention.fields:
-                raise UserError(
-                    f"model.{name}={value}: architecture {self.architecture!r} does not use it; leave it at {default}"
-                )
-        sub_heads = attention.sub_heads(self, self.num_heads)
-        if self.head_dim is None and self.d_model % sub_heads:
-            step = self.signal_heads or 1
-            unit = attention.sub_heads(self, step)
-            fitting = [step * (n // unit) for n in divisors(self.d_model)[:-1] if n % unit == 0]
-            nearest = min(fitting, key=lambda n: abs(n - self.num_heads), default=step)
-            raise UserError(
-                f"model.num_heads={self.num_heads}: their {sub_heads} sub-heads do not divide d_model={self.d_model}; "
-                f"use {nearest}, or set model.head_dim"
-            )
-        if self.d_head % 2:
-            raise UserError(f"model.head_dim={self.d_head} must be even, because the rotary embedding rotates pairs")
-        if self.num_kv_heads is not None:
-            heads = attention.kv_heads(self)
-            if heads % self.num_kv_heads:
-                raise UserError(
-                    f"model.num_kv_heads={self.num_kv_heads} does not divide the {heads} heads that have keys and "
-                    f"values; use {largest_divisor_up_to(self.num_kv_heads, heads)}"
-                )
         self._check_windows()
-        self._check_base()
+        base = {f"mup_base_{name}": getattr(self, f"mup_base_{name}") for name in ("width", "layers", "head_dim")}
+        missing = [name for name, value in base.items() if value is None]
+        if missing and len(missing) < len(base):
+            raise UserError(f"model.{missing[0]}=None: set all of {', '.join(base)}, or none of them")
 
     def _check_windows(self) -> None:
         pattern = self.window_pattern
@@ -255,17 +243,6 @@ class ModelConfig(Extensible, path="model", effect=Effect.FUNCTION):
                 f"{self.num_layers}; use a pattern of one of these lengths: {lengths}"
             )
 
-    def _check_base(self) -> None:
-        base = {f"mup_base_{name}": getattr(self, f"mup_base_{name}") for name in ("width", "layers", "head_dim")}
-        missing = [name for name, value in base.items() if value is None]
-        if missing and len(missing) < len(base):
-            raise UserError(f"model.{missing[0]}=None: set all of {', '.join(base)}, or none of them")
-        if self.mup_base_head_dim not in (None, self.d_head):
-            raise UserError(
-                f"model.mup_base_head_dim={self.mup_base_head_dim}: this model's sub-heads are {self.d_head} wide, and "
-                "rates transfer only between heads of the same width; change model.num_heads or model.head_dim"
-            )
-
     @property
     def width_ratio(self) -> float:
         """Width of the model divided by that of the model of `mup_base_width`. 1 if that is not set."""
@@ -282,31 +259,7 @@ class ModelConfig(Extensible, path="model", effect=Effect.FUNCTION):
         return tuple(self.window if letter == "L" else None for letter in self.window_pattern)
 
     @property
-    def groups(self) -> int:
-        """Number of keys per key/value head: 2 if each head has attention weights A1 and A2, else 1."""
-        return ARCHITECTURES[self.architecture].groups
-
-    @property
-    def d_value(self) -> int:
-        """Width of a value, and of a head's output."""
-        return ARCHITECTURES[self.architecture].value_width_factor * self.d_head
-
-    @property
-    def query_heads(self) -> int:
-        """Number of queries per token."""
-        return ARCHITECTURES[self.architecture].query_heads(self)
-
-    @property
-    def d_head(self) -> int:
-        """Width d of a query/key sub-head."""
-        return self.head_dim or self.d_model // ARCHITECTURES[self.architecture].sub_heads(self, self.num_heads)
-
-    @property
     def embeddings(self) -> int:
         """Number of embeddings, after `with_vocabulary` has set `vocab_size`."""
-        assert self.vocab_size is not None, "model.vocab_size=None: with_vocabulary (data/tokenizer.py) derives it"
+        assert self.vocab_size is not None, "model.vocab_size=None: with_vocabulary (data/tokenizers.py) derives it"
         return self.vocab_size
-
-    @property
-    def kv_heads(self) -> int:
-        return self.num_kv_heads or ARCHITECTURES[self.architecture].kv_heads(self)

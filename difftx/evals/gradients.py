@@ -11,13 +11,13 @@ import numpy as np
 from flax import nnx
 
 from difftx.config import Config, ModelConfig
-from difftx.config.architectures import ARCHITECTURES
 from difftx.data.loader import Batch
 from difftx.evals.evaluation import Evaluation, require_plain_logits
 from difftx.evals.result import Heatmap, LineChart, Measure, Result, Series
 from difftx.evals.suite import Suite
 from difftx.evals.throughput import COMPARED, counterpart
 from difftx.model.abstract import vector_mask
+from difftx.model.architectures import ARCHITECTURES
 from difftx.model.attention import Angles, LayerConstants, SelfAttention
 from difftx.model.decoder import Decoder
 from difftx.parallel.layout import Layout
@@ -214,7 +214,6 @@ def _chart(name: str, title: str, y_label: str, lines: dict[str, np.ndarray], *,
 
 SUITE = Suite(
     evaluate=evaluate,
-    reads=("gradients",),
     check=check,
     quantizable=False,
     title="Gradients",

@@ -3,11 +3,11 @@
 import dataclasses
 
 from difftx.config import Config
-from difftx.config.architectures import ARCHITECTURES
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.inner import evaluate_inner, require_quantizable, title_of, varying
 from difftx.evals.result import Heatmap, LineChart, Result, Series
 from difftx.evals.suite import Suite
+from difftx.model.architectures import ARCHITECTURES
 
 UNQUANTIZED = 16  # Number of bits that stands for no quantisation.
 # What `eval.quantize.rounded` names, in the plural and in the singular.
@@ -62,7 +62,6 @@ def quantized(config: Config, bits: int) -> Config:
 
 SUITE = Suite(
     evaluate=evaluate,
-    reads=("quantize",),
     inner=lambda config: require_quantizable("eval.quantize.suites", config.eval.quantize.suites),
     quantizable=False,
     title="Attention in few bits",

@@ -19,7 +19,8 @@ from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Measure, Result
 from difftx.evals.suite import Suite
-from difftx.parallel.mesh import check_divisible
+from difftx.model.architectures import check_attention
+from difftx.training.fit import fit
 from difftx.training.loss import batch_nll
 from difftx.training.state import graph, init_params, jit_init
 
@@ -35,7 +36,7 @@ def evaluate(evaluation: Evaluation) -> Result:
     (batch,) = evaluation.batches(random, random.tokens, "random tokens")
     configs, params = pair(run.config), {}
     for name, config in configs.items():
-        check_divisible(config, run.mesh)
+        fit(config, run.mesh)
         params[name] = evaluation.params if config == run.config else jit_init(init_params, config)
     numbers, details = {}, {}
     for kind in ("forward", "forward_backward"):
@@ -91,6 +92,7 @@ def counterpart(config: Config) -> Config:
         attention_implementation=implementation if implementation in ATTENTION_OF_BOTH else "auto",
         **default_specific_fields(),
     )
+    check_attention(changed)
     return dataclasses.replace(config, model=changed)
 
 
@@ -142,7 +144,6 @@ def _compiled(config: Config, kind: str, params: Any, batch: Batch) -> Callable[
 
 SUITE = Suite(
     evaluate=evaluate,
-    reads=("throughput_rounds", "throughput_steps"),
     check=lambda run: pair(run.config),
     measures_device=True,
     quantizable=False,

@@ -14,6 +14,7 @@ from difftx.config.model import CacheConfig
 from difftx.kernels.backend import pad_to
 from difftx.kernels.cached import EMPTY, KVCache, SegmentMask, Slots
 from difftx.kernels.quantized import Quantized, quantize
+from difftx.model.architectures import heads_of
 from difftx.model.decoder import Decoder
 from difftx.parallel.layout import BATCH
 
@@ -54,7 +55,7 @@ def empty_cache(model: Decoder, rows: int, capacity: int) -> KVCache:
     keys, values = map(zeros, model.entry_shapes(rows))
     if config.tokens is None:
         return keys, values
-    shape = (model.config.num_layers, rows, model.config.kv_heads, capacity)
+    shape = (model.config.num_layers, rows, heads_of(model.config).kv_heads, capacity)
     position_LBKS = jnp.full(shape, EMPTY, jnp.int32, out_sharding=sharding)
     return keys, values, Slots(position_LBKS, jnp.zeros(shape, jnp.float32, out_sharding=sharding))
 

@@ -35,13 +35,13 @@ from difftx.inference.cache import (
     write_chunk,
     write_token,
 )
-from difftx.inference.sampling import Sampling, choose
+from difftx.inference.sampling import GREEDY, Sampling, choose
 from difftx.kernels.cached import KVCache
 from difftx.model.abstract import vector_mask
 from difftx.model.decoder import Decoder
 from difftx.parallel.layout import BATCH, Layout
 from difftx.parallel.mesh import batch_shards
-from difftx.training.state import graph
+from difftx.training.state import graph, init_params
 
 PREFILL_TOKENS = 256  # Most tokens per row in a prefill chunk. Chunks of short prompts are smaller.
 CHUNK_WEIGHTS = 2**22  # Most attention weights per head in a chunk (16 MiB in float32). Limits chunks of long prompts.
@@ -267,3 +267,25 @@ def _append(model: Decoder, rows: Rows, token_B: jax.Array, end: jax.Array, samp
         count_B=count_B,
         done_B=done_B,
     )
+
+
+def trace_inference(config: Config, mesh: jax.sharding.Mesh) -> None:
+    """Trace generation and attention rows, with shapes in place of arrays. Nothing is compiled."""
+    count, model = rows_for(1, mesh), config.model
+    tokens = chunk_for(MIN_CHUNK_TOKENS, count, mesh, model.cache)
+
+    def zeros(*shape: int, dtype: Any = jnp.int32) -> jax.Array:
+        return jnp.zeros((count, *shape), dtype, out_sharding=P(BATCH, *[None] * len(shape)))
+
+    def call(params: Any) -> None:
+        cache = new_cache(params, config=config, rows=count, capacity=capacity_for(tokens, model.cache))
+        x_BD, tokens_BT, length_B = zeros(model.d_model, dtype=model.compute_dtype), zeros(tokens), zeros()
+        cache, x_BD = _prefill_chunk(params, cache, x_BD, jnp.int32(0), tokens_BT, length_B, config=config)
+        seen_BV, done_B = (zeros(*shape, dtype=bool) for shape in ((model.embeddings,), ()))
+        rows = Rows(cache, x_BD, length_B, seen_BV, zeros(dtype=jnp.uint32), zeros(), zeros(), done_B)
+        _decode_block(params, rows, jnp.ones(model.embeddings, bool), jnp.int32(0), GREEDY, config=config)
+        layout = Layout.of(config.mesh.context_method).with_whole_rows()
+        nnx.merge(graph(config, layout), params).attention_rows(tokens_BT, tokens_BT, tuple)
+
+    with jax.set_mesh(mesh):
+        jax.eval_shape(call, jax.eval_shape(lambda: init_params(config)))

@@ -10,12 +10,13 @@ from difftx.config.build import override
 from difftx.errors import UserError
 from difftx.inference.decode import LanguageModel
 from difftx.parallel import multihost
-from difftx.parallel.mesh import check_model_divisible, make_mesh
+from difftx.parallel.mesh import make_mesh
 from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.checkpoint.reading import Checkpoint, open_checkpoint, open_tokenizer
 from difftx.training.checkpoint.restoring import restore_params
+from difftx.training.fit import check_model, fit
 from difftx.training.run import agree_on_command, read_config
 from difftx.training.state import init_state
 
@@ -32,7 +33,7 @@ def load(
     `overrides` changes the run's config, as in `{"mesh.tensor": "4"}`. `processes` has all flags of the command. `part`
     selects the weights: the parameters, or their average.
     """
-    run_config = override(read_config(workdir), overrides)
+    run_config = fit(override(read_config(workdir), overrides))
     multihost.start(processes, run_config.multihost)
     agree_on_command(run_config, processes)
     return load_model(workdir, step, run_config, make_mesh(run_config.mesh), part)
@@ -44,7 +45,7 @@ def load_model(
     """Load the model of a checkpoint onto the mesh of `run_config`. The other arguments are those of `load`."""
 
     def read(checkpoint: Checkpoint) -> LanguageModel:
-        check_model_divisible(checkpoint.config, mesh)
+        check_model(checkpoint.config, mesh)
         config, tokenizer = multihost.agree(
             "the tokenizer",
             lambda: open_tokenizer(checkpoint),

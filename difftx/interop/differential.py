@@ -21,6 +21,7 @@ from jax.sharding import reshard
 
 from difftx.config import Config, ModelConfig
 from difftx.config.fields import Flag, fields_with
+from difftx.config.model import MatchedConfig
 from difftx.data.loader import Batch, ordered_batches
 from difftx.data.sources import Sources
 from difftx.errors import UserError
@@ -29,6 +30,7 @@ from difftx.interop.fields import heads_from
 from difftx.interop.parameters import by_rows, rearrange, sizes_of
 from difftx.kernels.rows import AttentionRows
 from difftx.model.abstract import abstract_parameters
+from difftx.model.architectures import heads_of
 from difftx.model.decoder import Decoder
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import batch_shards
@@ -90,15 +92,15 @@ def differential_model(transformer: ModelConfig, chosen: ModelConfig) -> ModelCo
     require_convertible(transformer, chosen.architecture)
     fields = {name: getattr(chosen, name) for name in ("architecture", *CHANGEABLE)}
     if chosen.architecture == "diff":
-        heads, kv_heads = transformer.num_heads, transformer.kv_heads
+        heads, kv_heads = transformer.num_heads, heads_of(transformer).kv_heads
         if kv_heads % 2:
             name = "num_heads" if kv_heads == heads else "num_kv_heads"
             raise UserError(
                 f"model.{name}={kv_heads}: split makes one head of two that differ in keys and values, so their "
                 "number must be even; use zero-branch or dex"
             )
-        fields |= heads_from(transformer.d_model, 2, heads // 2, kv_heads // 2, transformer.d_head)
-    return dataclasses.replace(transformer, **fields)
+        fields |= heads_from(transformer.d_model, 2, heads // 2, kv_heads // 2, heads_of(transformer).d_head)
+    return dataclasses.replace(transformer, matched=MatchedConfig(), **fields)
 
 
 def differential_params(
@@ -218,7 +220,7 @@ def _layer_of(
     array = reader.read(f"{ATTENTION}{name}", layer)
     if initial_L is not None:
         return np.stack([array, initial_L[layer][..., 1, :]], axis=-2)
-    K = transformer.kv_heads
+    K = heads_of(transformer).kv_heads
     sizes = sizes_of(transformer) | {"P": K // 2, "R": transformer.num_heads // K}
     return rearrange(array, axes, new_axes, sizes)
 

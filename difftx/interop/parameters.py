@@ -19,6 +19,7 @@ import numpy as np
 from difftx.config import ModelConfig
 from difftx.errors import UserError, did_you_mean
 from difftx.interop.safetensors import Tensor
+from difftx.model.architectures import heads_of
 from difftx.training.checkpoint.weights import ParamsReader, Streamed
 
 Format = Literal["hf", "diffllama", "official"]
@@ -130,6 +131,11 @@ _ATTENTION: dict[tuple[Format, str], list[Weight]] = {
 }
 
 
+def architectures_of(format_: Format) -> list[str]:
+    """Return the architectures that a format has."""
+    return [architecture for of_format, architecture in _ATTENTION if of_format == format_]
+
+
 def weights_of(format_: Format, model: ModelConfig) -> list[Weight]:
     """Return the weights of a model. Outside of attention layers, all formats use Llama's names."""
     attention = _ATTENTION[format_, model.architecture]
@@ -169,11 +175,12 @@ def _bias(weight: Weight) -> Weight:
 
 def sizes_of(model: ModelConfig) -> dict[str, int]:
     """Return the size of the dimension that each letter stands for."""
-    d, noise_heads = model.d_head, model.query_heads - model.num_heads
-    sizes = {"D": model.d_model, "V": model.embeddings, "F": model.mlp_dim, "H": model.num_heads, "K": model.kv_heads}
+    heads = heads_of(model)
+    d, noise_heads = heads.d_head, heads.query_heads - model.num_heads
+    sizes = {"D": model.d_model, "V": model.embeddings, "F": model.mlp_dim, "H": model.num_heads, "K": heads.kv_heads}
     if noise_heads:
-        sizes |= {"N": noise_heads, "Q": model.query_heads // noise_heads}
-    sizes |= {"A": model.query_heads, "E": model.d_value, "R": model.num_heads // model.kv_heads}
+        sizes |= {"N": noise_heads, "Q": heads.query_heads // noise_heads}
+    sizes |= {"A": heads.query_heads, "E": heads.d_value, "R": model.num_heads // heads.kv_heads}
     return sizes | {"G": 2, "d": d, "p": 2, "j": d // 2, "o": 1}
 
 

@@ -20,7 +20,7 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,22 +30,6 @@ from difftx.kernels import reference, target, xla
 from difftx.kernels.backend import AttentionCall, Backend, Ranking, broadcast_to_tokens, per_shard
 from difftx.kernels.context import SequenceSharding, is_explicit_mesh
 from difftx.kernels.weight_functions import WeightFunction
-
-# Names of all backends. A test compares them with `BACKENDS`.
-Implementation = Literal[
-    "auto",
-    "reference",
-    "xla",
-    "splash_wide",
-    "splash_wide_1024",
-    "pallas_tpu",
-    "pallas_tpu_1024",
-    "cudnn_wide",
-    "cudnn",
-    "pallas_gpu",
-    "splash",
-    "splash_1024",
-]
 
 
 def _by_name(*backends: Backend) -> dict[str, Backend]:
@@ -139,7 +123,7 @@ def diff_attention(
     segment_ids_BT: jax.Array | None = None,
     window: int | None = None,
     zigzag: bool = False,
-    implementation: Implementation = "auto",
+    implementation: str = "auto",
 ) -> jax.Array:
     """Compute causal differential attention, (softmax(Q1 K1ᵀ/√d) - λ softmax(Q2 K2ᵀ/√d)) V (arXiv 2410.05258, Eq. 1).
 
@@ -179,7 +163,7 @@ def attention(
     segment_ids_BT: jax.Array | None = None,
     window: int | None = None,
     zigzag: bool = False,
-    implementation: Implementation = "auto",
+    implementation: str = "auto",
 ) -> jax.Array:
     """Compute causal softmax attention, as used by the baseline Transformer.
 
@@ -209,7 +193,7 @@ def weighted_attention(
     segment_ids_BT: jax.Array | None = None,
     window: int | None = None,
     zigzag: bool = False,
-    implementation: Implementation = "auto",
+    implementation: str = "auto",
 ) -> jax.Array:
     """Compute causal attention whose weights come from a function of the logits (`difftx.kernels.weight_functions`).
 

@@ -139,18 +139,13 @@ def visible_keys(tokens: int, window: int | None) -> float:
 
 
 def broadcast_to_tokens(value: jax.Array, q_BTHGd: jax.Array) -> jax.Array:
-    """Broadcast a scalar or `[H]`, such as λ, to `[B, T, H]`, in float32 or wider and sharded like the queries.
-
-    A value that has the shape `[B, T, H]` keeps its sharding.
-    """
+    """Broadcast a scalar, `[H]` or `[B, T, H]`, such as λ, to `[B, T, H]`, in float32 or wider, sharded like q."""
     value = value.astype(np.promote_types(value.dtype, jnp.float32))
-    if value.ndim == 3:
-        return value
     if not is_explicit_mesh():
         return jnp.broadcast_to(value, q_BTHGd.shape[:3])
     spec = P(*jax.typeof(q_BTHGd).sharding.spec[:3])
-    if value.ndim:
-        value = jax.sharding.reshard(value, P(spec[2]))
+    if value.ndim:  # Here and not in `per_shard`, because the gradient of `_attend` is sharded like its operand.
+        value = jax.sharding.reshard(value, P(*spec[3 - value.ndim :]))
     return jnp.broadcast_to(value, q_BTHGd.shape[:3], out_sharding=spec)
 
 

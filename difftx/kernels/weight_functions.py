@@ -61,7 +61,7 @@ def quantized(
     groups: int,
     bits: int,
     granularity: Literal["query", "token"],
-    mesh_axes: tuple[str, ...] = (),
+    mesh_axes: tuple[str, ...] | str | None = None,
 ) -> jax.Array:
     """Return the attention weights of a weight function for logits that are quantised to `bits` (at least 2) bits.
 

@@ -24,8 +24,9 @@ from difftx.launch.hlo import Collective, list_collectives
 from difftx.launch.topology import CUDNN_VERSION, GIB, Chip
 from difftx.model.flops import PEAK_FLOPS, flops_per_token, format_bytes
 from difftx.parallel.layout import Layout
-from difftx.parallel.mesh import check_divisible, make_mesh
+from difftx.parallel.mesh import make_mesh
 from difftx.training.checkpoint.restoring import on_mesh
+from difftx.training.fit import fit
 from difftx.training.state import init_state, make_train_step
 from difftx.training.workload import attention_kernel
 
@@ -146,7 +147,7 @@ def trace_step(config: Config, mesh: jax.sharding.Mesh) -> jax.stages.Traced:
 def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estimate:
     """Compile the train step for devices, and return its cost. Raise `DoesNotFitError` if it needs too much memory."""
     mesh = make_mesh(config.mesh, devices)
-    check_divisible(config, mesh)
+    fit(config, mesh)
     start = time.perf_counter()
     try:
         with cudnn.checked_for_target(CUDNN_VERSION):

@@ -85,7 +85,9 @@ class RunStatus:
     def changes(self) -> Iterator[str]:
         """Yield the differences in training between a finished run and the requested one, except in text files."""
         manifest = read_manifest(self.last_checkpoint)
-        for change in changed_extensions(manifest.extensions):  # First, because they may reject the run's config.
+        for change in changed_extensions(
+            manifest.extensions, str(self.last_checkpoint)
+        ):  # First, because they may reject the run's config.
             yield f"extension {change}"
         for change in changed_fields(config_of(self.last_checkpoint), self.point.config):
             if not change.is_neutral:

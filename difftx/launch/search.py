@@ -14,7 +14,8 @@ from difftx.errors import UserError
 from difftx.launch.estimate import DoesNotFitError, Estimate, estimate
 from difftx.launch.topology import GIB, Chip
 from difftx.model.flops import gradient_bytes
-from difftx.parallel.mesh import batch_shards, check_divisible, make_mesh
+from difftx.parallel.mesh import batch_shards, make_mesh
+from difftx.training.fit import fit
 from difftx.training.state import state_bytes
 
 # Policies from most memory to most arithmetic. "offload" is left out because its cost cannot be estimated.
@@ -84,7 +85,7 @@ def _accumulations(config: Config, devices: Sequence[jax.Device]) -> list[int]:
     counts = [n for n in counts if config.batch_rows % (n * batch_shards(mesh)) == 0]
     try:
         for count in counts:
-            check_divisible(_replace(config, train={"accumulation": count}), mesh)
+            fit(_replace(config, train={"accumulation": count}), mesh)
     except UserError:
         return []
     return counts

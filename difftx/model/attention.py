@@ -25,6 +25,7 @@ from difftx.kernels.logit_gradients import logit_gradient_products
 from difftx.kernels.quantized import rounded
 from difftx.kernels.rows import AttentionRows, attention_rows
 from difftx.kernels.weight_functions import WeightFunction
+from difftx.model.architectures import heads_of
 from difftx.model.layers import HeadNorm, RMSNorm, linear, projection, rotate, vector
 from difftx.parallel.layout import Layout, reshard
 
@@ -96,18 +97,17 @@ class SelfAttention(nnx.Module):
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
         self.config, self.layout = config, layout
         if config.qk_norm:
-            self.query_norm = RMSNorm(config.d_head, config.norm_eps, layout)
-            self.key_norm = RMSNorm(config.d_head, config.norm_eps, layout)
+            d = heads_of(config).d_head
+            self.query_norm = RMSNorm(d, config.norm_eps, layout)
+            self.key_norm = RMSNorm(d, config.norm_eps, layout)
 
     @classmethod
     def check(cls, config: ModelConfig) -> None:
         """Raise `UserError` if the config has a value that the architecture does not support."""
-        bits = config.attention_logit_bits
-        if bits is not None and not 2 <= bits < 16:
-            raise UserError(f"model.attention_logit_bits={bits} must lie in 2 … 15; None: not quantised")
-        backends = cls.backends(quantized=bits is not None)
+        is_quantized = config.attention_logit_bits is not None
+        backends = cls.backends(quantized=is_quantized)
         if config.attention_implementation not in backends:
-            served = f"architecture {config.architecture!r}" if bits is None else "quantised attention logits"
+            served = "quantised attention logits" if is_quantized else f"architecture {config.architecture!r}"
             raise UserError(
                 f"model.attention_implementation={config.attention_implementation!r} does not serve {served}; "
                 f"use one of {', '.join(backends)}"
@@ -164,7 +164,7 @@ class SelfAttention(nnx.Module):
         self, x_BTD: jax.Array, angles: Angles, constants: LayerConstants, segment_ids_BT: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the residual update `[B, T, D]` and the statistics of the layer, one float32 scalar each."""
-        heads_BTHE = self.attend(*self.operands(x_BTD, angles), constants, segment_ids_BT)
+        heads_BTHE = self.attend(*self.operands(x_BTD, angles), x_BTD, constants, segment_ids_BT)
         return self._update(heads_BTHE, x_BTD, constants), self.statistics(x_BTD, constants)
 
     def extend(
@@ -176,7 +176,7 @@ class SelfAttention(nnx.Module):
         `[B, T, K]` and per slot `[B, K, S]` follows, as `cached.weighted_attention` returns it.
         """
         q, k, v = self._project_and_round(x_BTD, angles)
-        options = {"weight_argument": self.weight_argument(constants), "window": constants.window}
+        options = {"weight_argument": self.weight_argument(constants, x_BTD), "window": constants.window}
         operands = (*self._resharded(q, k, v), cache, segments)
         heads_BTHE, mass = cached.weighted_attention(self._configured_weight_function(), *operands, **options)
         return self._update(heads_BTHE, x_BTD, constants), (k, v, *mass)
@@ -191,7 +191,7 @@ class SelfAttention(nnx.Module):
     ) -> tuple[jax.Array, AttentionRows]:
         """Return the residual update, and the attention weights of the queries at the positions `queries_BC`."""
         q, k, v = self.operands(x_BTD, angles)
-        update_BTD = self._update(self.attend(q, k, v, constants, segment_ids_BT), x_BTD, constants)
+        update_BTD = self._update(self.attend(q, k, v, x_BTD, constants, segment_ids_BT), x_BTD, constants)
         weight_function, q, k, weight_argument = self.attention_weight_inputs(q, k, x_BTD, constants)
         options = {"weight_argument": weight_argument, "segment_ids_BT": segment_ids_BT, "window": constants.window}
         return update_BTD, attention_rows(weight_function, q, k, queries_BC, **options)
@@ -210,7 +210,7 @@ class SelfAttention(nnx.Module):
         residual update. Only for classes with `subtracts = True`.
         """
         q, k, v = self.operands(x_BTD, angles)
-        heads_BTHE = self._reshard_and_combine(self.attend(q, k, v, constants, segment_ids_BT), x_BTD)
+        heads_BTHE = self._reshard_and_combine(self.attend(q, k, v, x_BTD, constants, segment_ids_BT), x_BTD)
         _, pullback = jax.vjp(lambda heads_BTHE: self.output(heads_BTHE, x_BTD, constants), heads_BTHE)
         (dheads_BTHE,) = pullback(dupdate_BTD)
         dheads_BTHE = reshard(dheads_BTHE, self.layout.attend_BTHE)
@@ -250,7 +250,13 @@ class SelfAttention(nnx.Module):
         return rotate(q, angles), rotate(k, angles)
 
     def attend(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, constants: LayerConstants, segment_ids_BT: jax.Array | None
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        x_BTD: jax.Array,
+        constants: LayerConstants,
+        segment_ids_BT: jax.Array | None,
     ) -> jax.Array:
         """Return the outputs of the heads, `[B, T, H, E]`, sharded by the layout."""
         options = {
@@ -260,10 +266,13 @@ class SelfAttention(nnx.Module):
             "implementation": self.config.attention_implementation,
         }
         if self.kernel == "weighted_attention" or self.config.attention_logit_bits is not None:
-            weight_function, weight_argument = self._configured_weight_function(), self.weight_argument(constants)
+            weight_function, weight_argument = (
+                self._configured_weight_function(),
+                self.weight_argument(constants, x_BTD),
+            )
             return kernels.weighted_attention(weight_function, q, k, v, weight_argument=weight_argument, **options)
         if self.kernel == "diff_attention":
-            lam = self.weight_argument(constants)
+            lam = self.weight_argument(constants, x_BTD)
             assert lam is not None
             return kernels.diff_attention(q, k, v, lam, **options)
         return kernels.attention(q, k, v, **options)
@@ -272,8 +281,12 @@ class SelfAttention(nnx.Module):
         """Return the function that computes attention weights from logits. The kernel multiplies the weights by V."""
         raise NotImplementedError
 
-    def weight_argument(self, constants: LayerConstants) -> jax.Array | None:
-        """Return the last argument of the weight function, such as λ, as a float32 scalar or `[H]`, or None."""
+    def weight_argument(self, constants: LayerConstants, x_BTD: jax.Array) -> jax.Array | None:
+        """Return the last argument of the weight function, such as λ, or None, given the layer's normalised input.
+
+        It is a scalar, per head `[H]`, or per token and head `[B, T, H]`, with any sharding. In a cached call,
+        `x_BTD` has the new tokens only.
+        """
         return None
 
     def combine(self, heads_BTHE: jax.Array, x_BTD: jax.Array) -> jax.Array:
@@ -286,11 +299,11 @@ class SelfAttention(nnx.Module):
         """Return the inputs that determine the attention weights of the heads after `combine`.
 
         These are the weight function, queries `[B, T, H, …, d]`, keys `[B, T, K, …, d]`, and the last argument of the
-        weight function: a float32 scalar, `[H]`, `[B, T, H]` as in `diff_v2`, or None. The axis … of groups is absent
+        weight function, as `weight_argument` returns it. The axis … of groups is absent
         if there is one group. H counts the heads after `combine`. A subclass that overrides `combine` overrides this
         method.
         """
-        return self.weight_function(), q, k, self.weight_argument(constants)
+        return self.weight_function(), q, k, self.weight_argument(constants, x_BTD)
 
     def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, constants: LayerConstants) -> jax.Array:
         """Return the residual update `[B, T, D]`, given the outputs of the heads and the layer's normalised input."""
@@ -308,10 +321,10 @@ class SelfAttention(nnx.Module):
         return functools.partial(
             weight_functions.quantized,
             weight_function=self.weight_function(),
-            groups=config.groups,
+            groups=self.groups,
             bits=config.attention_logit_bits,
             granularity=config.attention_logit_granularity,
-            mesh_axes=self.layout.attend_BTHE[2] if self.layout.attend_BTHE else (),
+            mesh_axes=self.layout.attend_BTHE[2],
         )
 
     def _project_and_round(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -364,7 +377,8 @@ class DiffAttention(SelfAttention):
 
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
         super().__init__(config, layout, rngs=rngs)
-        D, H, K, d, E = config.d_model, config.num_heads, config.kv_heads, config.d_head, config.d_value
+        heads = heads_of(config)
+        D, H, K, d, E = config.d_model, config.num_heads, heads.kv_heads, heads.d_head, heads.d_value
         self.query_DHGd = projection(config, (D, *self.query_shape(config), d), 1, layout.query_DHGd, rngs=rngs)
         self.key_DKGd = projection(config, (D, K, 2, d), 1, layout.key_DKGd, rngs=rngs)
         self.value_DKE = projection(config, (D, K, E), 1, layout.value_DKE, rngs=rngs)
@@ -408,7 +422,7 @@ class DiffAttention(SelfAttention):
     def weight_function(self) -> WeightFunction:
         return weight_functions.difference
 
-    def weight_argument(self, constants: LayerConstants) -> jax.Array | None:
+    def weight_argument(self, constants: LayerConstants, x_BTD: jax.Array) -> jax.Array | None:
         return self.lam(constants.lambda_init)
 
     def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, constants: LayerConstants) -> jax.Array:
@@ -416,7 +430,8 @@ class DiffAttention(SelfAttention):
         return merge_heads(heads_BTHE, self.output_HED, self.layout)
 
     def statistics(self, x_BTD: jax.Array, constants: LayerConstants) -> dict[str, jax.Array]:
-        return {"lambda": self.lam(constants.lambda_init)}
+        lam = self.weight_argument(constants, x_BTD)
+        return {} if lam is None else {"lambda": jnp.mean(lam)}
 
 
 class Attention(SelfAttention):
@@ -427,9 +442,10 @@ class Attention(SelfAttention):
 
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
         super().__init__(config, layout, rngs=rngs)
-        D, H, K, d = config.d_model, config.num_heads, config.kv_heads, config.d_head
+        heads = heads_of(config)
+        D, H, K, d = config.d_model, config.num_heads, heads.kv_heads, heads.d_head
         # Without groups, weights of queries and keys have three axes, so they are sharded like those of values.
-        self.query_DHd = projection(config, (D, config.query_heads, d), 1, layout.value_DKE, rngs=rngs)
+        self.query_DHd = projection(config, (D, heads.query_heads, d), 1, layout.value_DKE, rngs=rngs)
         self.key_DKd = projection(config, (D, K, d), 1, layout.value_DKE, rngs=rngs)
         self.value_DKd = projection(config, (D, K, d), 1, layout.value_DKE, rngs=rngs)
         self.output_HdD = projection(config, (H, d, D), 2, layout.output_HED, rngs=rngs, output=True)

@@ -13,10 +13,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from difftx.config import ModelConfig
-from difftx.config.architectures import ARCHITECTURES
 from difftx.kernels import context
 from difftx.kernels.cached import KVCache, SegmentMask
 from difftx.kernels.rows import AttentionRows
+from difftx.model.architectures import ARCHITECTURES, check_attention
 from difftx.model.attention import Angles, LayerConstants, layer_constants
 from difftx.model.layers import RMSNorm, SwiGLU, rotary_angles, scaled, soft_cap
 from difftx.parallel.layout import Layout
@@ -76,6 +76,7 @@ class Decoder(nnx.Module):
     """A decoder-only language model with float32 weights, and with activations in `config.compute_dtype`."""
 
     def __init__(self, config: ModelConfig, layout: Layout | None = None, *, rngs: nnx.Rngs):
+        check_attention(config)
         self.config = config
         self.layout = layout = layout or Layout()
         init = jax.nn.initializers.normal(config.embedding_std)

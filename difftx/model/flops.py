@@ -9,6 +9,7 @@ several signal heads share counts once.
 from difftx.config import Config, ModelConfig
 from difftx.kernels.backend import visible_keys
 from difftx.model.abstract import count_parameters
+from difftx.model.architectures import heads_of
 
 # Peak dense bfloat16 FLOP/s by JAX's device kind, from the vendors' data sheets. MFU is not reported for other devices.
 # The data sheet of the L4 states 242 TFLOP/s with sparsity, twice the dense rate. The RTX 4090's is that with float32
@@ -46,7 +47,8 @@ def flops_per_token(config: ModelConfig, sequence_length: int, *, causal: bool) 
     """
     parameters = count_parameters(config)
     products = parameters.projections + config.embeddings * config.d_model
-    width = config.query_heads * config.d_head + config.num_heads * config.d_value
+    heads = heads_of(config)
+    width = heads.query_heads * heads.d_head + config.num_heads * heads.d_value
     layers = config.num_layers // len(config.windows)
     keys = sum(visible_keys(sequence_length, window) for window in config.windows)
     # 2 FLOPs per multiply-add, in the forward pass and twice in the backward pass. Without `causal`, count the masked
@@ -66,12 +68,12 @@ def activation_bytes(config: Config, rows: int) -> int:
     nothing. With "none", it stores all values, estimated as its input and three times the size of its matrix products.
     Float32 logits and their gradient are added.
     """
-    model = config.model
+    model, heads = config.model, heads_of(config.model)
     tokens = rows * config.data.sequence_length
     width = 2 if model.compute_dtype == "bfloat16" else 4
-    keys_and_queries = model.d_head * (model.query_heads + model.groups * model.kv_heads)
-    heads = keys_and_queries + model.d_value * (model.num_heads + model.kv_heads)
-    products = heads + 2 * model.mlp_dim + 2 * model.d_model
+    keys_and_queries = heads.d_head * (heads.query_heads + heads.groups * heads.kv_heads)
+    values_and_outputs = heads.d_value * (model.num_heads + heads.kv_heads)
+    products = keys_and_queries + values_and_outputs + 2 * model.mlp_dim + 2 * model.d_model
     of_input = 0 if model.remat == "offload" else model.d_model
     kept = of_input + {"dots": products, "none": 3 * products}.get(model.remat, 0)
     return tokens * (model.num_layers * kept * width + 2 * 4 * model.embeddings)

@@ -11,6 +11,7 @@ from flax import nnx
 from jax import P
 
 from difftx.config import ModelConfig
+from difftx.model.architectures import heads_of
 from difftx.parallel.layout import Layout
 
 
@@ -162,7 +163,7 @@ def rotary_angles(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array,
 
     Both are computed in float32, because bfloat16 rounds position 257 to 256.
     """
-    width = config.d_head
+    width = heads_of(config).d_head
     frequencies = config.rope_theta ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
     c = config.rope_scaling
     if c.factor != 1:  # For a longer context than in pre-training, as in Llama 3.1 (arXiv 2407.21783).

@@ -3,12 +3,26 @@
 #   d = width of a (sub-)head, E = width of a value head, F = hidden width of the MLP, V = vocabulary, L = layers
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
 from jax import P
 
 BATCH = ("data", "fsdp")
+
+
+class Inferred(jax.NamedSharding):
+    """A sharding that JAX infers, in place of a PartitionSpec. Its axes are None, and a slice of it is one too."""
+
+    def __init__(self):
+        super().__init__(jax.sharding.AbstractMesh((), ()), P())
+
+    def __getitem__(self, index: int | slice) -> "Inferred | None":
+        return self if isinstance(index, slice) else None
+
+    def __iter__(self) -> Iterator[None]:
+        return iter(())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,12 +73,16 @@ class Layout:
 
     @classmethod
     def inferred(cls) -> "Layout":
-        """Return a layout without PartitionSpecs, with which JAX infers each sharding from the operands.
+        """Return a layout with which JAX infers each sharding from the operands.
 
         It serves code without a mesh, and code under a mesh whose axes are not those of difftx.
         """
-        unspecified: dict[str, Any] = {field.name: None for field in dataclasses.fields(cls) if field.type is P}
-        return cls(**unspecified)
+        inferred: dict[str, Any] = {field.name: Inferred() for field in dataclasses.fields(cls) if field.type is P}
+        return cls(**inferred)
+
+    def spec(self, *axes: Any) -> P:
+        """Return `P(*axes)`, or `Inferred()` if that is what the layout has. `axes` may be parts of the layout."""
+        return self.vector if isinstance(self.vector, Inferred) else P(*axes)
 
     def with_whole_rows(self) -> "Layout":
         """Return a layout in which attention does not shard rows along their tokens, as `attention_rows` requires."""
@@ -85,6 +103,6 @@ class Layout:
         return dataclasses.replace(whole, **unsharded)
 
 
-def reshard(x: jax.Array, spec: P | None) -> jax.Array:
-    """Return `jax.sharding.reshard(x, spec)`, or `x` if the spec is None, as in `Layout.inferred`."""
-    return x if spec is None else jax.sharding.reshard(x, spec)
+def reshard(x: jax.Array, spec: P) -> jax.Array:
+    """Return `jax.sharding.reshard(x, spec)`, or `x` for a spec of `Layout.inferred`."""
+    return x if isinstance(spec, Inferred) else jax.sharding.reshard(x, spec)

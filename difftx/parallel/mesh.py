@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils
 
-from difftx.config import Config, MeshConfig, ModelConfig
+from difftx.config import MeshConfig
 from difftx.config.checks import largest_divisor_up_to
 from difftx.errors import UserError
 
@@ -61,59 +61,6 @@ def _fitting(config: MeshConfig, devices: int) -> str:
 def batch_shards(mesh: jax.sharding.Mesh) -> int:
     """Return the number of shards of a batch."""
     return mesh.shape["data"] * mesh.shape["fsdp"]
-
-
-def check_divisible(config: Config, mesh: jax.sharding.Mesh) -> None:
-    """Raise `UserError` if a sharded dimension of the model or of a batch is not a multiple of its mesh axes."""
-    length, train, shards = config.data.sequence_length, config.train, batch_shards(mesh)
-    if (rows := config.batch_rows // train.accumulation) % shards:
-        unit = length * train.accumulation * shards
-        raise UserError(
-            f"train.global_batch_tokens={train.global_batch_tokens}: {rows} rows per microbatch cannot be split into "
-            f"mesh.data × mesh.fsdp = {shards} shards; use a multiple of {unit}, such as "
-            f"{math.ceil(train.global_batch_tokens / unit) * unit}"
-        )
-    if config.mesh.context_method == "zigzag" and mesh.shape["context"] > 1:
-        axes = "2 × mesh.context (mesh.context_method='zigzag')"
-        _check("data.sequence_length", length, 2 * mesh.shape["context"], axes)
-    _check("data.sequence_length", length, mesh.shape["context"], "mesh.context")
-    check_model_divisible(config, mesh)
-
-
-def check_model_divisible(config: Config, mesh: jax.sharding.Mesh) -> None:
-    """Raise `UserError` if a sharded dimension of the model is not a multiple of its mesh axes."""
-    model, shards_heads = config.model, config.mesh.context_method == "heads"
-    hint = "; or mesh.context_method='zigzag', which does not shard heads over mesh.context"
-    check_attention_divisible(model, mesh, context_shards_heads=shards_heads, hint=hint)
-    for field, size in {"model.mlp_dim": model.mlp_dim, "model.vocab_size": model.embeddings}.items():
-        _check(field, size, mesh.shape["tensor"], "mesh.tensor")
-
-
-def check_attention_divisible(
-    model: ModelConfig,
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
-    *,
-    context_shards_heads: bool = True,
-    hint: str = "",
-) -> None:
-    """Raise `UserError` if a sharded dimension of attention is not a multiple of its mesh axes.
-
-    `hint` ends the error message for a number of heads that the axis `context` does not divide.
-    """
-    tensor = mesh.shape["tensor"]
-    _check("model.d_model", model.d_model, mesh.shape["fsdp"], "mesh.fsdp")
-    for field, size in {"model.num_heads": model.num_heads, "model.num_kv_heads": model.kv_heads}.items():
-        _check(field, size, tensor, "mesh.tensor")
-        if context_shards_heads:
-            _check(field, size, tensor * mesh.shape["context"], "mesh.tensor × mesh.context", hint=hint)
-
-
-def _check(field: str, size: int, shards: int, axes: str, *, hint: str = "") -> None:
-    if size % shards:
-        fix = math.ceil(size / shards) * shards
-        raise UserError(
-            f"{field}: {size} cannot be split into {axes} = {shards} shards; use a multiple, such as {fix}{hint}"
-        )
 
 
 def _sliced(slices: int, sizes: list[int], devices: Sequence[jax.Device]) -> np.ndarray:

@@ -10,6 +10,7 @@ from difftx.analysis.differences import MIN_BLOCKS, Difference, over_blocks, ove
 from difftx.evals.measures import format_value
 from difftx.json_files import schema_error
 from difftx.model.abstract import count_parameters
+from difftx.model.architectures import heads_of
 from difftx.report.arms import EQUAL_SIZES, Arm, arms_of
 from difftx.report.runs import METRIC_UNITS, Metric, RunRecord, different_tokenizers
 from difftx.report.suites import signed_change
@@ -171,7 +172,7 @@ def _limits(arms: Sequence[Arm]) -> list[str]:
             limits.append(_unequal(what, {name: f"{size:,}" for name, size in sizes.items()}))
     for what, texts in (
         ("the initial weights", {arm.name: _initial_weights(arm.runs[0]) for arm in arms}),
-        ("the width of heads", {name: f"{model.d_head:,}" for name, model in models.items()}),
+        ("the width of heads", {name: f"{heads_of(model).d_head:,}" for name, model in models.items()}),
         ("the head norm", {name: model.head_norm for name, model in models.items()}),
     ):
         if len(set(texts.values())) > 1:

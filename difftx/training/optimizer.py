@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from difftx.config import Config
-from difftx.config.architectures import ARCHITECTURES
 from difftx.model.abstract import parameter_metadata, vector_mask
+from difftx.model.architectures import ARCHITECTURES
 from difftx.registry import Registry
 from difftx.training.parametrization import adam_eps, check_parametrization, rate_factors
 

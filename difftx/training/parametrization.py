@@ -24,9 +24,9 @@ import jax
 import optax
 
 from difftx.config import Config
-from difftx.config.architectures import ARCHITECTURES
 from difftx.errors import UserError
 from difftx.model.abstract import parameter_metadata, vector_mask
+from difftx.model.architectures import ARCHITECTURES
 
 SUPPORTED_OPTIMIZERS = ("adamw", "muon")  # Optimizers that use `rate_factors`.
 

@@ -27,6 +27,7 @@ from difftx.training.checkpoint.manifest import (
     why_invalid,
 )
 from difftx.training.checkpoint.restoring import config_of, config_values, restore_params, restore_state
+from difftx.training.fit import fit
 from difftx.training.guards import Guard
 from difftx.training.optimizer import learning_rate
 from difftx.training.run import Run
@@ -140,7 +141,7 @@ def _resume(
     source = f"checkpoint.branch_from={run.config.checkpoint.branch_from}" if is_branch else str(run.workdir)
     _require_resumable(manifest, folder, run, source, is_branch=is_branch)
     _print_other_code(manifest)
-    refused = [f"extension {change}" for change in changed_extensions(manifest.extensions)]
+    refused = [f"extension {change}" for change in changed_extensions(manifest.extensions, str(folder))]
     if allow_config_change:
         for change in refused:
             print_on_primary(f"changed since the checkpoint: {change} (not safe)")
@@ -257,7 +258,7 @@ def _learning_rate_change(config: Config, new_steps: int, step: int) -> str | No
     """
     count = jnp.int32(step)  # Training passes an array too.
     try:
-        changed = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=new_steps))
+        changed = fit(dataclasses.replace(config, train=dataclasses.replace(config.train, steps=new_steps)))
         before, after = (float(jax.device_get(learning_rate(c)(count))) for c in (config, changed))
     except UserError:  # Other fields had to change too, such as those of a warm-up that is longer than `new_steps`.
         return None
@@ -297,7 +298,7 @@ def _params_in(run: Run, folder: AnyPath) -> tuple[object, str]:
     abstract = jax.eval_shape(lambda: init_state(run.config)).params
     params = restore_params(folder, abstract, run.mesh)
     print_on_primary(f"parameters from {folder}")
-    changes = [f"extension {change}" for change in changed_extensions(manifest.extensions)]
+    changes = [f"extension {change}" for change in changed_extensions(manifest.extensions, str(folder))]
     for change in [*_output_changes(model, json.loads(run.config.to_json())["model"]), *changes]:
         print_on_primary(f"{change}, other than in the run of the parameters")
     return params, manifest.weights

@@ -19,11 +19,11 @@ import jax
 
 from difftx import kernels
 from difftx.config import Config
-from difftx.config.architectures import ARCHITECTURES
 from difftx.config.build import config_from_dict
 from difftx.config.fields import Flag, flat, values_of, without
 from difftx.data.sources import Sources, load_sources
-from difftx.data.tokenizer import Tokenizer, load_tokenizer, padded_size
+from difftx.data.tokenizer import Tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError, printable
 from difftx.files import (
     read_file,
@@ -36,10 +36,10 @@ from difftx.files import (
 from difftx.json_files import read_json, schema_error
 from difftx.model.abstract import count_parameters
 from difftx.parallel.layout import Layout
-from difftx.parallel.mesh import check_divisible, make_mesh
+from difftx.parallel.mesh import make_mesh
 from difftx.parallel.multihost import agree, barrier, decide_on_primary, is_primary
 from difftx.parallel.presets import apply_preset
-from difftx.registry import loaded_extensions, require_names
+from difftx.registry import changed_extensions, loaded_extensions
 from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.manifest import (
     EXTENSIONS_SHAPE,
@@ -50,9 +50,9 @@ from difftx.training.checkpoint.manifest import (
     read_manifest,
     steps_in,
 )
-from difftx.training.optimizer import make_optimizer
+from difftx.training.fit import fit
 from difftx.training.workdir_lock import lock_workdir
-from difftx.training.workload import attention_call, attention_kernel
+from difftx.training.workload import attention_kernel
 
 # Version of the format of a run's files, except checkpoints. Increase it if difftx can no longer read older files.
 RUN_FORMAT = 1
@@ -87,11 +87,8 @@ class Run:
 
         def opened() -> Run:
             run_mesh = mesh or make_mesh(config.mesh)
-            check_divisible(config, run_mesh)
-            check_attention(config, run_mesh)
-            make_optimizer(config)  # Raises an error if the optimizer or schedule is unknown.
             tokenizer = load_tokenizer(config.data.tokenizer, end_of_text=config.data.end_of_text)
-            check_vocabulary(config, tokenizer)
+            fit(config, run_mesh, tokenizer)
             return cls(config, workdir, run_mesh, tokenizer, load_sources(config.data, tokenizer))
 
         def contents(run: Run) -> dict[str, Any]:
@@ -212,28 +209,6 @@ def _comparable(flag: Any) -> Any:
     return flag
 
 
-def check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
-    """Raise `UserError` if the model lacks embeddings of tokens that texts have. Most special tokens are in no text."""
-    size, ends = config.model.embeddings, (tokenizer.eot_token, *tokenizer.prefix)
-    if tokenizer.n_vocab > size and (any(tokenizer.token_bytes[size:]) or max(ends) >= size):
-        raise UserError(
-            f"model.vocab_size={config.model.vocab_size} is less than the {tokenizer.n_vocab} tokens of "
-            f"data.tokenizer={config.data.tokenizer!r}; use at least {padded_size(tokenizer)}"
-        )
-
-
-def check_attention(config: Config, mesh: jax.sharding.Mesh) -> None:
-    """Raise `UserError` if the configured attention backend cannot run on this machine's devices."""
-    model, call = config.model, attention_call(config, mesh)
-    if why := kernels.why_unavailable(model.attention_implementation, call):
-        backends = ARCHITECTURES[model.architecture].backends(quantized=model.attention_logit_bits is not None)
-        usable = [name for name in backends if kernels.why_unavailable(name, call) is None]
-        raise UserError(
-            f"model.attention_implementation={model.attention_implementation!r}: {why}; use one of "
-            f"{', '.join(usable)} (difftx eval: --model.attention_implementation={usable[0]})"
-        )
-
-
 def fit_to_devices(config: Config) -> Config:
     """Return the config, with the preset for the available devices if `mesh.preset` is "auto"."""
     parameters = count_parameters(config.model).total
@@ -248,7 +223,7 @@ def write_run_files(workdir: AnyPath, config: Config, details: Mapping[str, Any]
         "python": platform.python_version(),
         "packages": package_versions(),
         "source_sha256": source_sha256(SOURCE_FOLDER),
-        "extensions": list(map(dataclasses.asdict, loaded_extensions())),
+        "extensions": list(map(dataclasses.asdict, config.extensions)),
         **(details or {}),
     }
     # Write the manifest first, because the config can only be read with the extensions that the manifest names.
@@ -263,7 +238,7 @@ def read_config(workdir: AnyPath) -> Config:
     with those of the checkpoint.
     """
     require_run(workdir)
-    require_names(read_run_manifest(workdir)["extensions"], f"--workdir={workdir}")
+    changed_extensions(read_run_manifest(workdir)["extensions"], f"--workdir={workdir}")
     return config_from_dict(read_json(workdir / "config.json"))
 
 

@@ -4,10 +4,10 @@ import jax
 
 from difftx import kernels
 from difftx.config import Config
-from difftx.config.architectures import ARCHITECTURES
 from difftx.kernels.context import SequenceSharding
 from difftx.kernels.measure import Workload
 from difftx.model.abstract import count_parameters
+from difftx.model.architectures import ARCHITECTURES, heads_of
 from difftx.parallel.mesh import mesh_sizes
 from difftx.parallel.presets import apply_preset
 
@@ -22,7 +22,7 @@ def kernel_function(config: Config) -> str:
 def attention_workload(config: Config, kind: str, devices: int) -> Workload:
     """Return the shapes of a microbatch's attention on one of `devices` devices of a kind."""
     config = apply_preset(config, kind=kind, devices=devices, parameters=count_parameters(config.model).total)
-    model, sizes = config.model, mesh_sizes(config.mesh, devices)
+    model, heads, sizes = config.model, heads_of(config.model), mesh_sizes(config.mesh, devices)
     is_differential = kernel_function(config) == "diff_attention"
     # With the method "heads", each device attends with whole rows to a part of the heads. With the other methods, it
     # has a part of the tokens and all heads. One device cannot run these, so the shapes are those of whole rows.
@@ -31,9 +31,9 @@ def attention_workload(config: Config, kind: str, devices: int) -> Workload:
         function="diff_attention" if is_differential else "attention",
         batch=max(1, config.batch_rows // config.train.accumulation // (sizes["data"] * sizes["fsdp"])),
         tokens=config.data.sequence_length,
-        heads=max(1, (model.num_heads if is_differential else model.query_heads) // shards),
-        kv_heads=max(1, model.kv_heads * (1 if is_differential else model.groups) // shards),
-        width=model.d_head,
+        heads=max(1, (model.num_heads if is_differential else heads.query_heads) // shards),
+        kv_heads=max(1, heads.kv_heads * (1 if is_differential else heads.groups) // shards),
+        width=heads.d_head,
         dtype=model.compute_dtype,
         has_segments=config.data.document_mask,
         window=None if None in model.windows else model.window,  # Layers without a window take the most time.

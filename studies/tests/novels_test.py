@@ -20,7 +20,7 @@ from helpers.data_prepare import texts_of
 
 from difftx.data.bigrams import as_bigrams, read_bigrams
 from difftx.data.store import open_store
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import EXIT_PREEMPTED, RunError, UserError
 from studies import novels
 

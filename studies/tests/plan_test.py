@@ -12,6 +12,7 @@ from difftx.configs import controls, toy_continued
 from difftx.errors import UserError
 from difftx.json_files import read_json
 from difftx.model.abstract import count_parameters
+from difftx.model.architectures import heads_of
 from studies import controls_study, results
 
 COLLECTED = read_json(results.COLLECTED)
@@ -25,8 +26,9 @@ def test_the_controls_have_equally_many_parameters_and_widths():
         assert all(abs(count_parameters(model).total - base) < base / 100 for model in models.values())
         assert models["diff"].num_heads >= 4
         heads = models["transformer"], models["transformer-wide-norm"], models["diff"]
-        assert [model.d_head for model in heads] == [heads[0].d_head, 2 * heads[0].d_head, heads[0].d_head]
-        assert heads[0].num_heads * heads[0].d_head == 2 * heads[2].num_heads * heads[2].d_head
+        d, wide, of_diff = (heads_of(model).d_head for model in heads)
+        assert (wide, of_diff) == (2 * d, d)
+        assert heads[0].num_heads * d == 2 * heads[2].num_heads * of_diff
 
 
 def test_lambda_zero_is_attention_with_the_first_weights():
@@ -130,7 +132,7 @@ def test_converted_arms_have_the_heads_of_their_transformer(task):
     for arm in arms:
         pairs = 2 if arm.model.architecture == "diff" else 1
         assert pairs * arm.model.num_heads == transformer.model.num_heads
-        assert arm.model.d_head == transformer.model.d_head
+        assert heads_of(arm.model).d_head == heads_of(transformer.model).d_head
         assert (arm.model.d_model, arm.model.mlp_dim) == (transformer.model.d_model, transformer.model.mlp_dim)
         assert arm.train.steps == transformer.train.steps
 

@@ -14,14 +14,13 @@ from conftest import ROOT, TINY, replace
 from helpers.report_runs import save_run
 from helpers.training_checkpoints import flip_a_bit, largest_file
 
-from difftx import evals
 from difftx.commands import evaluate as commands
 from difftx.commands.evaluate import _show_result, chosen_steps, run_suites
-from difftx.commands.flags import parse_overrides
+from difftx.commands.flags import Parser
 from difftx.config.recipes import load_config
-from difftx.config.suites import SUITES
 from difftx.errors import UNPRINTABLE, UserError
-from difftx.evals import loss
+from difftx.evals import SUITES, loss
+from difftx.evals import run as evals
 from difftx.evals.result import Result
 from difftx.json_files import json_sha256
 from difftx.training.checkpoint import checkpointer as checkpoint_module
@@ -53,7 +52,7 @@ def run(saved, tmp_path):
 def evaluate(run, *suites, step=None, again=False, flags=()):
     flags_of_eval = {"workdir": run.workdir, "suite": ",".join(suites), "step": step, "again": again}
     options = argparse.Namespace(**vars(ALONE), **flags_of_eval, trust_run_config=False, weights="params")
-    run_suites(options, parse_overrides(flags, "eval", "mesh"))
+    run_suites(options, Parser("difftx eval", None, "eval", "mesh", "model.attention_implementation").overrides(flags))
 
 
 def results(run, suite):
@@ -315,7 +314,7 @@ def test_mistakes_are_rejected_with_a_fix(run, tmp_path):
         (["--mesh.fsdp=1", "--mesh.tensor=8"], r"model\.num_heads: 2 cannot be split.* --mesh\.data=1"),
         (["--mesh.fspd=1"], "Did you mean 'fsdp'"),
         (["--eval.loss_token=1"], "Did you mean 'loss_tokens'"),
-        (["--model.num_heads=1"], "see --help, or write overrides as --eval"),
+        (["--model.num_heads=1"], r"does not change model\.num_heads, only eval\.…, mesh\.…, model\.attention_impl"),
     ]:
         with pytest.raises(UserError, match=message):
             evaluate(run, "loss", flags=flags)

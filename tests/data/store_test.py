@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import hashlib
 import itertools
 import json
 import os
@@ -21,7 +20,7 @@ from hypothesis import strategies as st
 from difftx.commands.data import main as data_command
 from difftx.data.sources import load_corpus
 from difftx.data.store import TokenStore, open_store, read_meta, shard_file, write_meta
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UnreadableError, UserError
 
 TEXTS = [f"document {i} says [red]{'äöü€' * (i % 5)}[/red] and \x1b[2J ends" for i in range(60)]
@@ -165,33 +164,6 @@ def test_incomplete_store_is_rejected(store, config, name, change, message):
     with pytest.raises(UserError, match=message):
         load_corpus(str(store), config().data, load_tokenizer("bytes"))
     assert verify(store).returncode == 2
-
-
-def rewrite(store, split, index, kind, array):
-    """Replace a shard's file and its SHA-256, so that only a check of the content finds the error."""
-    file = store / split / f"{index:05d}.{kind}"
-    file.write_bytes(array.tobytes())
-    meta = read_meta(store)
-    meta["splits"][split]["shards"][index]["sha256"][kind] = hashlib.sha256(array).hexdigest()
-    write_meta(store, meta)
-
-
-@pytest.mark.parametrize(
-    ("kind", "change", "message"),
-    [
-        ("tokens", lambda a: np.where(np.arange(len(a)) == 3, 257, a), "a token is not in the vocabulary of 257"),
-        ("tokens", lambda a: np.where(np.arange(len(a)) == len(a) - 1, 65, a), "does not end with the end-of-text"),
-        ("offsets", lambda a: a[[0, 2, 1, *range(3, len(a))]], "the offsets do not rise"),
-        ("offsets", lambda a: a + np.uint64(1), "the offsets do not rise"),
-    ],
-)
-def test_verify_checks_the_content(store, kind, change, message):
-    array = np.fromfile(store / "train" / f"00001.{kind}", np.uint16 if kind == "tokens" else np.uint64)
-    rewrite(store, "train", 1, kind, change(array).astype(array.dtype))
-    result = verify(store)
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert f"00001.{kind}" in result.stderr
 
 
 def test_verify_finds_wrong_counts_and_unknown_files(store):

@@ -20,11 +20,11 @@ from difftx.commands import tokenizer as tokenizer_command
 from difftx.data import chat_template
 from difftx.data.chat_template import ChatTemplate
 from difftx.data.sources import load_sources
-from difftx.data.tokenizer import load_tokenizer, padded_size, with_vocabulary
+from difftx.data.tokenizers import load_tokenizer, padded_size, with_vocabulary
 from difftx.errors import UserError
 from difftx.inference.generate import TextStream
 from difftx.json_files import json_sha256
-from difftx.training.run import check_vocabulary
+from difftx.training.fit import fit
 
 pytest.importorskip("tokenizers", reason="make test installs the extra tokenizers")
 sentencepiece = pytest.importorskip("sentencepiece", reason="make test installs the extra tokenizers")
@@ -159,7 +159,7 @@ def test_the_vocabulary_size_is_derived(tmp_path, config):
     assert c.model.vocab_size is None
     derived = with_vocabulary(c)
     assert derived.model.vocab_size == padded_size(tokenizer) == -(-tokenizer.n_vocab // 128) * 128
-    check_vocabulary(derived, tokenizer)
+    fit(derived, tokenizer=tokenizer)
     assert with_vocabulary(derived) is derived
     with pytest.raises(AssertionError, match="with_vocabulary"):
         _ = c.model.embeddings

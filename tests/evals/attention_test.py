@@ -14,14 +14,15 @@ from conftest import ROOT, TINY
 from helpers.evals_params import random_params
 from model.oracle import softmax_row
 
-from difftx import evals
 from difftx.config.build import override
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
+from difftx.evals import run as evals
 from difftx.evals.attention import suite as attention
 from difftx.evals.attention.statistics import PARTS, UNSEEN, row_pictures, row_statistics
 from difftx.evals.needle.prompts import NeedlePrompts
 from difftx.kernels.rows import AttentionRows
+from difftx.model.architectures import heads_of
 from difftx.training.run import Run
 from difftx.training.state import init_state
 
@@ -132,13 +133,13 @@ def planted(config, mesh):
     for name in ("attention_norm", "mlp_norm"):
         blocks[name]["scale"][:] = 1
     params["final_norm"]["scale"][:] = 1
-    channel = model.d_head - 1
+    channel = heads_of(model).d_head - 1
     query = blocks["attention"]["query_DHGd" if model.architecture == "diff" else "query_DHd"]
     key = blocks["attention"]["key_DKGd" if model.architecture == "diff" else "key_DKd"]
     for layer, logits in PLANTED.items():
         for head, logit in enumerate(logits):
             at = (head, 0, channel) if model.architecture == "diff" else (head, channel)
-            query[(layer, 0, *at)] = logit * math.sqrt(model.d_head) / x
+            query[(layer, 0, *at)] = logit * math.sqrt(heads_of(model).d_head) / x
             key[(layer, 1, *at)] = 1 / x
     specs = jax.tree.map(lambda shape: jax.NamedSharding(mesh, shape.sharding.spec), shapes)
     return jax.device_put(params, specs)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from helpers.evals_params import one_device, random_params
 
-from difftx import evals
-from difftx.config.architectures import ARCHITECTURES
 from difftx.errors import UserError
+from difftx.evals import run as evals
 from difftx.evals.gradients import initial_configs
+from difftx.model.architectures import ARCHITECTURES
 from difftx.parallel.mesh import make_mesh
 from difftx.training.run import Run
 from difftx.training.state import init_state

@@ -203,7 +203,7 @@ def test_persistent_failure_ends_the_suite_without_losing_verdicts(tmp_path, mon
         assert accurate(judge_of(server, tmp_path)) == EXPECTED
         assert set(server.charged.values()) == {1}
         url = server.url
-    with pytest.raises(RunError, match="attempts=2 failed, the last: ConnectionError"):
+    with pytest.raises(RunError, match="attempts=2 failed, the last: ConnectError"):
         accurate(judge_of(types.SimpleNamespace(url=url), tmp_path / "none", attempts=2), CASES[:1])
 
 
@@ -349,7 +349,7 @@ def test_netrc_does_not_affect_the_key(tmp_path, monkeypatch):
     with ChatServer() as server:
         judges = [judge_of(server, tmp_path, key_variable=name) for name in ("OPENAI_API_KEY", None)]
         for judge, cases in zip(judges, (CASES[:2], CASES[2:4]), strict=True):
-            judge._endpoint._is_local = False  # As other machines, for which requests reads ~/.netrc.
+            judge._endpoint._is_local = False  # As other machines, for which a client might read ~/.netrc.
             accurate(judge, cases)
             server.key = None
     assert [headers.get("Authorization") for headers in server.headers] == [f"Bearer {KEY}"] * 2 + [None] * 2

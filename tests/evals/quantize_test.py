@@ -9,10 +9,11 @@ from conftest import replace
 from helpers.evals_params import one_device, random_params
 from helpers.inference_models import TENSOR, full_logits, language_model, prompts_of
 
-from difftx import evals
 from difftx.config.build import override
 from difftx.errors import UserError
+from difftx.evals import run as evals
 from difftx.evals.quantize import quantized
+from difftx.training.fit import fit
 from difftx.training.run import Run
 
 
@@ -70,7 +71,7 @@ def test_kernel_and_config_fields(config):
     fields = {"quantize", "loss_tokens", "recall_max_bigram_count", "bigrams_path"}
     assert set(evals.fields_of(both, "quantize")) == fields
     with pytest.raises(UserError, match=r"attention_implementation='cudnn' does not serve quantised .*; use one of"):
-        replace(named, "model", attention_logit_bits=4)
+        fit(replace(named, "model", attention_logit_bits=4))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from difftx.config.architectures import ARCHITECTURES
+from difftx.model.architectures import ARCHITECTURES
 from golden import records
 
 BUILT_IN = set(ARCHITECTURES)  # Copied before a test loads an extension.

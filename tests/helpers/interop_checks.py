@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.inference.decode import LanguageModel
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY
 from difftx.interop.runs import our_logits
+from difftx.model.architectures import heads_of
 from difftx.model.attention import layer_constants
 from difftx.model.decoder import Block
 from difftx.model.layers import rotary_angles
@@ -41,8 +42,8 @@ def check_attention_weights(workdir, theirs, mesh):
         for layer in range(model.num_layers):
             of_layer = jax.tree.map(lambda a, layer=layer: a[layer], (params["blocks"], layer_constants(model)))
             q_THGd, k_TKGd, x_BTD = step(*of_layer, x_BTD)
-            k_THGd = np.repeat(np.asarray(k_TKGd), model.num_heads // model.kv_heads, axis=1)
-            scores_GHTS = np.einsum("thgd,shgd->ghts", q_THGd, k_THGd) / np.sqrt(model.d_head)
+            k_THGd = np.repeat(np.asarray(k_TKGd), model.num_heads // heads_of(model).kv_heads, axis=1)
+            scores_GHTS = np.einsum("thgd,shgd->ghts", q_THGd, k_THGd) / np.sqrt(heads_of(model).d_head)
             scores_GHTS[..., ~np.tri(scores_GHTS.shape[-1], dtype=bool)] = -np.inf
             exp_GHTS = np.exp(scores_GHTS)
             weights_GHTS = exp_GHTS / exp_GHTS.sum(axis=-1, keepdims=True)

@@ -13,9 +13,9 @@ from flax import nnx
 from model import oracle
 
 from difftx.config import ModelConfig
-from difftx.config.architectures import ARCHITECTURES
 from difftx.config.recipes import load_config
 from difftx.data.loader import Batch
+from difftx.model.architectures import ARCHITECTURES
 from difftx.model.attention import SelfAttention, layer_constants
 from difftx.model.decoder import Decoder
 from difftx.model.layers import rotary_angles

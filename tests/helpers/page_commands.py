@@ -11,10 +11,9 @@ from pathlib import Path
 from conftest import ROOT
 
 from difftx.commands import COMMANDS
-from difftx.commands.flags import parse_overrides
-from difftx.config.build import override
+from difftx.commands.flags import Parser
 from difftx.config.recipes import load_config
-from difftx.config.suites import SUITES
+from difftx.evals import SUITES
 from difftx.launch.grid import make_points, parse_grid
 from difftx.launch.jobs import write_jobs
 from difftx.launch.topology import parse_topology
@@ -169,10 +168,9 @@ def check_fields(words: list[str], flags: dict[str, str], lists: dict[str, list[
     """Check the recipe of a command, the fields that it sets, and the grid and the job files of a sweep."""
     spec = flags.get("--config", "quickstart")
     spec = str(ROOT / spec) if spec.startswith("configs/") else spec
-    overrides = parse_overrides([word for word in words if word.startswith("--config.")], "config")
+    overrides = Parser(None, None, "config").overrides([w for w in words if re.match(r"--(config|eval|mesh)\.", w)])
     if not lists["--grid"]:
-        config = load_config(spec, overrides)
-        override(config, parse_overrides([w for w in words if re.match(r"--(eval|mesh)\.", w)], "eval", "mesh"))
+        load_config(spec, overrides)
         return
     points = make_points(spec, parse_grid(lists["--grid"]), overrides)
     assert points

@@ -12,14 +12,15 @@ from helpers.evals_examples import examples, task_of, write_lines
 from helpers.evals_params import one_device, random_params
 from jax.sharding import reshard
 
-from difftx import evals
 from difftx.config.model import CacheConfig
 from difftx.errors import UserError
+from difftx.evals import run as evals
 from difftx.evals.cache import bytes_per_token, compressed
 from difftx.inference.cache import Entries, capacity_of, grow, write_chunk, write_token
 from difftx.kernels import cached, weight_functions
 from difftx.kernels.cached import EMPTY, SegmentMask, Slots
 from difftx.kernels.quantized import dequantized, quantize, rounded
+from difftx.model.architectures import heads_of
 from difftx.training.run import Run
 
 B, K, R, G, d, E = 2, 2, 2, 2, 8, 16
@@ -221,10 +222,10 @@ def test_bytes_per_token_are_those_of_keys_values_and_scales(config, text_file, 
     run = Run.open(c, tmp_path, one_device())
     evaluation = types.SimpleNamespace(run=run, params=random_params(run))
     found = {name: bytes_per_token(evaluation, changed) for name, changed in compressed(c).items()}
-    model = c.model
+    model, heads = c.model, heads_of(c.model)
     # A head has a key for each group, and a value, which has twice the width of a key in `diff`.
-    vectors = model.num_layers * model.kv_heads * (model.groups + 1)
-    numbers = model.num_layers * model.kv_heads * (model.groups + (2 if architecture == "diff" else 1)) * model.head_dim
+    vectors = model.num_layers * heads.kv_heads * (heads.groups + 1)
+    numbers = model.num_layers * heads.kv_heads * (heads.groups + (2 if architecture == "diff" else 1)) * model.head_dim
     # Whole numbers have 4 bytes. Each rounded vector has a scale of 2 bytes.
     expected = {"whole": 4 * numbers, "8_bits": numbers + 2 * vectors, "4_bits": numbers / 2 + 2 * vectors}
     assert found == expected | {"128_tokens": 4 * numbers, "64_tokens": 2 * numbers}

@@ -13,12 +13,12 @@ from helpers.command_server import commands
 from helpers.inference_models import random_params
 
 import difftx
-from difftx.config.architectures import ARCHITECTURES
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
 from difftx.inference.decode import model_of
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY
+from difftx.model.architectures import ARCHITECTURES
 from difftx.progress import Work
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.run import Run, write_run_files
@@ -132,7 +132,7 @@ def test_mistakes_are_one_line(trained):
 @pytest.mark.long
 def test_a_run_with_an_extension_in_a_process_of_the_user(tmp_path, text_file):
     (tmp_path / "mine.py").write_text(
-        "from difftx.config.architectures import ARCHITECTURES\n"
+        "from difftx.model.architectures import ARCHITECTURES\n"
         "from difftx.model.attention import Attention\n"
         "@ARCHITECTURES.register('mine')\n"
         "class Mine(Attention): pass\n"

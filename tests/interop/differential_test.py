@@ -17,10 +17,11 @@ from model import oracle
 
 from difftx.commands.convert import main
 from difftx.data.sources import load_sources
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
 from difftx.interop.runs import our_logits
 from difftx.json_files import read_json
+from difftx.model.architectures import heads_of
 from difftx.model.decoder import Decoder
 from difftx.training.run import read_config
 from difftx.training.state import init_state, make_train_step
@@ -142,8 +143,8 @@ def test_split_pairs_neighbouring_key_value_heads(tmp_path, mesh_of, capsys, nam
     model = read_config(workdir).model
     raw = read_json(FIXTURES / name / "config.json")
     H, K = raw["num_attention_heads"], raw["num_key_value_heads"]
-    d, R = model.d_head, H // K
-    assert (model.architecture, model.num_heads, model.kv_heads) == ("diff", H // 2, K // 2)
+    d, R = heads_of(model).d_head, H // K
+    assert (model.architecture, model.num_heads, heads_of(model).kv_heads) == ("diff", H // 2, K // 2)
     assert model.head_norm == "rms_affine"
     for layer in range(LAYERS):
         prefix, ours = f"model.layers.{layer}.self_attn", {
@@ -317,7 +318,7 @@ def test_split_keeps_the_width_of_heads(config, mesh_of, tmp_path, fields):
     lm = language_model(config, mesh_of(), "transformer", model__num_heads=4, **fields)
     convert_run(run_of(lm, tmp_path / "source"), tmp_path / "split", "--differential=split")
     model = read_config(tmp_path / "split").model
-    assert (model.num_heads, model.d_head) == (2, lm.config.model.d_head)
+    assert (model.num_heads, heads_of(model).d_head) == (2, heads_of(lm.config.model).d_head)
 
 
 def test_dex_does_not_choose_heads_on_changed_data(config, tmp_path, text_file):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import typing
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,6 @@ from helpers.cases import marked
 from helpers.kernels_checks import TOLERANCE, relative_error
 
 from difftx import kernels
-from difftx.config import architectures as config
 from difftx.kernels import api, xla
 from kernels import oracle
 
@@ -272,12 +270,6 @@ def test_invalid_calls_raise():
         kernels.attention(q[:, :, :, 0], k[:, :, :, 0], v)
     with pytest.raises(ValueError, match="cudnn cannot serve this call: cuDNN requires an NVIDIA GPU"):
         kernels.attention(q[:, :, :, 0], k[:, :, :, 0], v[..., :8], implementation="cudnn")
-
-
-def test_backends_have_the_names_of_implementation():
-    names = {name for backends in kernels.BACKENDS.values() for name in backends}
-    assert {"auto", *names} == set(typing.get_args(kernels.Implementation))
-    assert config.Implementation == kernels.Implementation
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from flax import nnx
 from helpers.cases import marked
 from helpers.model_layers import OPTIONS, TOKENS, X_BTD, layer_of, parameters_of
 
+from difftx.model.architectures import heads_of
 from difftx.model.attention import layer_constants
 from difftx.model.layers import rotary_angles
 from difftx.training.state import graph
@@ -104,7 +105,7 @@ def test_sharding_does_not_change_attention_in_packed_documents(config, mesh_of,
     queries = rng.integers(0, ROW, (8, 3)).astype(np.int32)
     c = config(name, **SIZES[name])
     rows = attention_rows(c, mesh_of(), queries, tokens, ids, positions)
-    sizes = {"fsdp": 4, "tensor": 2} if c.model.kv_heads % 4 else {"fsdp": 2, "tensor": 2, "context": 2}
+    sizes = {"fsdp": 4, "tensor": 2} if heads_of(c.model).kv_heads % 4 else {"fsdp": 2, "tensor": 2, "context": 2}
     on_eight = attention_rows(c, mesh_of(**sizes), queries, tokens, ids, positions)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), rows, on_eight)
     assert rows.weights_BCHS.shape == (2, 8, 3, c.model.num_heads, ROW)

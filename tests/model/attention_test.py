@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from kernels.oracle import softmax_row
 
+from difftx.model.architectures import heads_of
 from difftx.model.attention import Attention, DiffAttention, layer_constants
 from difftx.model.layers import rotary_angles
 from difftx.parallel.layout import Layout
@@ -51,14 +52,14 @@ def paper_layer(module: DiffAttention, model, x_TD: np.ndarray, layer: int) -> n
     x = np.asarray(x_TD, np.float64)
     heads = []
     for i in range(model.num_heads):
-        kv = i // (model.num_heads // model.kv_heads)
+        kv = i // (model.num_heads // heads_of(model).kv_heads)
         q1, q2 = (turned(x @ weight["query_DHGd"][:, i, g], model) for g in (0, 1))
         k1, k2 = (turned(x @ weight["key_DKGd"][:, kv, g], model) for g in (0, 1))
         v = x @ weight["value_DKE"][:, kv]
         head = np.zeros((len(x), v.shape[1]))
         for t in range(len(x)):
-            a1 = softmax_row(k1[: t + 1] @ q1[t] / np.sqrt(model.d_head))
-            a2 = softmax_row(k2[: t + 1] @ q2[t] / np.sqrt(model.d_head))
+            a1 = softmax_row(k1[: t + 1] @ q1[t] / np.sqrt(heads_of(model).d_head))
+            a2 = softmax_row(k2[: t + 1] @ q2[t] / np.sqrt(heads_of(model).d_head))
             head[t] = (a1 - lam * a2) @ v[: t + 1]
         norm = head
         if model.head_norm.startswith("rms"):
@@ -135,12 +136,14 @@ def test_lambda_zero_equals_softmax_attention(config):
     diff = config(model__post_scale=1.0, model__num_heads=2, **options).model
     module, x_BTD = build(diff), some_input(diff)
     specific = {"lambda_init": None, "lambda_learned": True, "post_scale": None}
-    baseline = dataclasses.replace(diff, architecture="transformer", num_heads=2, head_dim=diff.d_head, **specific)
+    baseline = dataclasses.replace(
+        diff, architecture="transformer", num_heads=2, head_dim=heads_of(diff).d_head, **specific
+    )
     softmax = build(baseline)
     softmax.query_DHd[...] = module.query_DHGd[:, :, 0]
     softmax.key_DKd[...] = module.key_DKGd[:, :, 0]
     total = 0
-    for half in (slice(0, diff.d_head), slice(diff.d_head, None)):
+    for half in (slice(0, heads_of(diff).d_head), slice(heads_of(diff).d_head, None)):
         softmax.value_DKd[...] = module.value_DKE[:, :, half]
         softmax.output_HdD[...] = module.output_HED[:, half]
         total += call(softmax, baseline, x_BTD)[0]

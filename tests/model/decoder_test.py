@@ -145,20 +145,20 @@ def test_bfloat16_stays_near_float32(config, mesh_of):
 
 def test_mesh_errors_name_the_field(config):
     from difftx.errors import UserError
-    from difftx.parallel.mesh import check_divisible
+    from difftx.training.fit import fit
 
     with pytest.raises(UserError, match="do not multiply to the 8 devices"):
         make_mesh(config(mesh__fsdp=3).mesh)
     c = config(mesh__fsdp=2, mesh__tensor=4)
     with pytest.raises(UserError, match=r"model.num_heads: 2 .* mesh.tensor = 4 .* such as 4"):
-        check_divisible(c, make_mesh(c.mesh))
+        fit(c, make_mesh(c.mesh))
     c = config(mesh__fsdp=8, train__global_batch_tokens=128)
     with pytest.raises(
         UserError, match=r"train\.global_batch_tokens=128: 4 rows .* use a multiple of 256, such as 256"
     ):
-        check_divisible(c, make_mesh(c.mesh))
+        fit(c, make_mesh(c.mesh))
     with pytest.raises(UserError, match=r"mesh\.slices=2: it must divide .* number of slices, which is 1 here"):
         make_mesh(config(mesh__data=2, mesh__fsdp=4, mesh__slices=2).mesh)
     c = config(mesh__fsdp=1, mesh__context=8)
     with pytest.raises(UserError, match=r"model.num_heads: 2 .* mesh.tensor × mesh.context = 8 .* such as 8"):
-        check_divisible(c, make_mesh(c.mesh))
+        fit(c, make_mesh(c.mesh))

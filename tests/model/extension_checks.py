@@ -13,6 +13,7 @@ import pytest
 from helpers.model_layers import X_BTD, layer_of
 from training import variants_test
 
+from difftx.model.architectures import heads_of
 from difftx.registry import load_extensions
 from model import oracle
 
@@ -22,7 +23,7 @@ load_extensions([Path(file) for file in os.environ["EXTENSIONS"].split(":")])
 
 def tda_row(model, lam):
     def row(*cosines):
-        threshold = model.tda.beta * np.sqrt(2 * np.log(len(cosines[0]) + 1) / model.d_head)
+        threshold = model.tda.beta * np.sqrt(2 * np.log(len(cosines[0]) + 1) / heads_of(model).d_head)
         first, second = (np.where(c > threshold, (c - threshold) ** 2, 0) for c in cosines)
         return first - lam * second
 
@@ -40,7 +41,7 @@ def diff_projections(w, model, x_TD, head, kv, g):
 def tda_projections(w, model, x_TD, head, kv, g):
     q_Td, k_Td = diff_projections(w, model, x_TD, head, kv, g)
     q_Td, k_Td = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (q_Td, k_Td))
-    return np.sqrt(model.d_head) * q_Td, k_Td  # `oracle.attend` divides the products by √d.
+    return np.sqrt(heads_of(model).d_head) * q_Td, k_Td  # `oracle.attend` divides the products by √d.
 
 
 def shared_projections(w, model, x_TD, head, kv, g):
@@ -71,7 +72,7 @@ def layer(w, model, x_BTD, depth):
     def update(x_TD):
         heads = []
         for head in range(model.num_heads):
-            kv = head * model.kv_heads // model.num_heads
+            kv = head * heads_of(model).kv_heads // model.num_heads
             pairs = [projections(w, model, x_TD, head, kv, g) for g in range(2)]
             row = row_of(model, change_H[head] + lambda_init)
             head_TE = oracle.attend(row, pairs, x_TD @ w["value_DKE"][:, kv])

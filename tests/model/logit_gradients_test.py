@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from helpers.model_layers import OPTIONS, TOKENS, X_BTD, layer_of
 
+from difftx.model.architectures import heads_of
 from difftx.model.attention import layer_constants
 from difftx.model.layers import rotary_angles
 
@@ -35,7 +36,7 @@ def test_sums_equal_those_of_dense_attention(name, options, mesh_of):
         q_BTHGd, k_BTKGd, lam, v_BTKE = map(np.asarray, inputs)
         heads = q_BTHGd.shape[2]
         k_BTHGd, v_BTHE = (np.repeat(x, heads // x.shape[2], axis=2) for x in (k_BTKGd, v_BTKE))
-        logits_BHGTS = jnp.einsum("BTHGd,BSHGd->BHGTS", q_BTHGd, k_BTHGd) / np.sqrt(model.d_head)
+        logits_BHGTS = jnp.einsum("BTHGd,BSHGd->BHGTS", q_BTHGd, k_BTHGd) / np.sqrt(heads_of(model).d_head)
         lam_BHT = np.moveaxis(np.broadcast_to(lam, q_BTHGd.shape[:3]), 1, 2)
 
         @jax.jit

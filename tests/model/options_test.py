@@ -14,6 +14,7 @@ from difftx.config.recipes import load_config
 from difftx.errors import UserError
 from difftx.evals.throughput import counterpart
 from difftx.model.abstract import count_parameters
+from difftx.model.architectures import heads_of
 from difftx.model.flops import flops_per_token
 from difftx.training.loss import batch_loss
 from difftx.training.state import graph, init_state, make_train_step
@@ -63,8 +64,8 @@ def plain_attention(p, model, h_BTD, layer):
     if model.qk_norm:
         q, k = rms(q, p["query_norm"]["scale"]), rms(k, p["key_norm"]["scale"])
     q, k = turned(q, model), turned(k, model)
-    k, v = (jnp.repeat(x, model.num_heads // model.kv_heads, axis=2) for x in (k, v))
-    logits = jnp.einsum("bthgd,bshgd->bhgts", q, k) / np.sqrt(model.d_head)
+    k, v = (jnp.repeat(x, model.num_heads // heads_of(model).kv_heads, axis=2) for x in (k, v))
+    logits = jnp.einsum("bthgd,bshgd->bhgts", q, k) / np.sqrt(heads_of(model).d_head)
     distance_TS = np.subtract.outer(np.arange(h_BTD.shape[1]), np.arange(h_BTD.shape[1]))
     seen_TS = distance_TS >= 0
     if model.window is not None and (model.window_pattern * model.num_layers)[layer] == "L":
@@ -161,7 +162,7 @@ def test_parameters_flops_and_counterpart(config):
     """QK-norm adds two gains of width d per layer, biases add 3 d_model numbers, and windows leave fewer pairs."""
     plain, c = config(model__num_layers=3), config(**OPTIONS)
     added = count_parameters(c.model).vectors - count_parameters(plain.model).vectors
-    assert added == 3 * (2 * c.model.d_head + 3 * c.model.d_model)
+    assert added == 3 * (2 * heads_of(c.model).d_head + 3 * c.model.d_model)
     assert count_parameters(c.model).projections == count_parameters(plain.model).projections
     T, W, width = 4096, 1000, 64  # 32 of the queries and 32 of the heads' outputs.
     c = config(**OPTIONS | {"model__window": W}, data__sequence_length=T, train__global_batch_tokens=T)

@@ -8,6 +8,8 @@ import numpy as np
 from flax import nnx
 from kernels.oracle import softmax_row
 
+from difftx.model.architectures import heads_of
+
 # Tiny sizes with which the heads of each architecture share keys and can be sharded over two devices.
 SIZES: dict[str, dict[str, Any]] = {
     "diff_v2": {"model__num_heads": 4, "model__num_kv_heads": 2},
@@ -26,7 +28,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 def frequencies(model: Any) -> np.ndarray:
     """Return the angle per token of each pair of channels, with the scaling of Llama 3.1 by its three cases."""
-    half, c = model.d_head // 2, model.rope_scaling
+    half, c = heads_of(model).d_head // 2, model.rope_scaling
     unscaled = model.rope_theta ** (-np.arange(half) / half)
     found = []
     for frequency in unscaled:
@@ -115,14 +117,14 @@ def layer(w: dict[str, Any], model: Any, x_TD: np.ndarray, depth: int, *, v2_pai
 
     `v2_pairs` = "halves" pairs the heads of V2 wrongly.
     """
-    x, H, K, name = np.asarray(x_TD, np.float64), model.num_heads, model.kv_heads, model.architecture
+    x, H, K, name = np.asarray(x_TD, np.float64), model.num_heads, heads_of(model).kv_heads, model.architecture
     window = model.windows[depth % len(model.windows)]
 
     if name in ("diff", "gda", "signed_mask", "zero_branch"):
         return _two_keys(w, model, x, depth, window)
 
     def head(query: int, row: Callable[..., np.ndarray]) -> np.ndarray:
-        kv = query * K // model.query_heads
+        kv = query * K // heads_of(model).query_heads
         q, k, v = (
             x @ w[f"{name}_{axes}"][:, index] + (w[f"{name}_bias"][index] if model.attention_bias else 0)
             for name, axes, index in (("query", "DHd", query), ("key", "DKd", kv), ("value", "DKd", kv))
@@ -162,7 +164,7 @@ def layer(w: dict[str, Any], model: Any, x_TD: np.ndarray, depth: int, *, v2_pai
 
 def _two_keys(w, model, x, depth, window) -> np.ndarray:
     """Return the update by differential attention, a variant of it, or signed-mask attention."""
-    H, K = model.num_heads, model.kv_heads
+    H, K = model.num_heads, heads_of(model).kv_heads
     lambda_init = 0.8 - 0.6 * np.exp(-0.3 * depth)
     lam = lambda_init
     if model.lambda_learned and model.architecture != "signed_mask":

@@ -9,15 +9,16 @@ from flax import nnx
 from helpers.cases import PAPER, marked
 from helpers.model_layers import OPTIONS, QUICKSTART, TOKENS, X_BTD, layer_of
 
-from difftx.config.architectures import ARCHITECTURES
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
 from difftx.model.abstract import count_parameters
+from difftx.model.architectures import ARCHITECTURES, describe_heads, heads_of
 from difftx.model.attention import layer_constants
 from difftx.model.decoder import Decoder
 from difftx.model.flops import flops_per_token
 from difftx.model.matching import MLP_MULTIPLE
 from difftx.parallel.layout import Layout
+from difftx.training.fit import fit
 from model import oracle
 
 # Relative to the largest value, because the head norm enlarges small heads and their rounding. The tolerance of a
@@ -156,6 +157,25 @@ def test_initial_lambda_and_sink(config):
     assert float(of(fixed).statistics(X_BTD, constants)["lambda"]) == pytest.approx(0.3555, abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "changes", "text"),
+    [
+        ("diff", {}, "2 differential heads = 4 sub-heads of width 32"),
+        ("diff", {"num_heads": "1"}, "1 differential head = 2 sub-heads of width 64"),
+        ("diff", {"num_kv_heads": "1"}, "2 differential heads = 4 sub-heads of width 32, 1 key/value head"),
+        ("diff_v2", {"num_kv_heads": "2"}, "4 differential heads = 8 sub-heads of width 32, 2 key/value heads"),
+        ("gda", {}, "3 differential heads = 4 sub-heads of width 32, 1 key/value head"),
+        ("signed_mask", {}, "2 heads = 4 sub-heads of width 32"),
+        ("transformer", {"head_dim": "64"}, "4 heads of width 64"),
+        ("dex", {"num_kv_heads": "2"}, "4 heads of width 32, 2 key/value heads"),
+    ],
+)
+def test_heads_in_words(recipe, changes, text):
+    """A differential head has two queries. In `gda`, three of them share the second one."""
+    model = load_config(f"quickstart:{recipe}", {f"model.{name}": value for name, value in changes.items()}).model
+    assert describe_heads(model) == text
+
+
 @pytest.mark.parametrize("name", oracle.SIZES)
 def test_parameters_are_counted_to_the_last_one(config, name):
     model = config(name, **oracle.SIZES[name]).model
@@ -172,7 +192,7 @@ CONVERTED = ("zero_branch", "dex")
 )
 def test_variants_are_as_large_as_the_transformer(name, file, size, tolerance):
     variant, transformer = (load_config(f"{file}:{a}{size}", {}).model for a in (name, "transformer"))
-    assert variant.d_head == transformer.d_head
+    assert heads_of(variant).d_head == heads_of(transformer).d_head
     assert count_parameters(variant).total == pytest.approx(count_parameters(transformer).total, rel=tolerance)
 
 
@@ -181,8 +201,8 @@ def test_variants_are_as_large_as_the_transformer(name, file, size, tolerance):
 def test_weights_of_converted_models_by_hand(name, file, size):
     """A layer has a second W_Q and W_K, or d² more weights, and its MLP has as many fewer, up to rounding."""
     variant, transformer = (load_config(f"{file}:{a}{size}", {}).model for a in (name, "transformer"))
-    D, L, d = transformer.d_model, transformer.num_layers, transformer.d_head
-    assert variant.d_head == d
+    D, L, d = transformer.d_model, transformer.num_layers, heads_of(transformer).d_head
+    assert heads_of(variant).d_head == d
     added = 2 * D * D if name == "zero_branch" else d * d
     narrower = transformer.mlp_dim - variant.mlp_dim
     assert narrower * 3 * D == pytest.approx(added, abs=3 * D * MLP_MULTIPLE / 2)
@@ -260,5 +280,5 @@ def test_flops_equal_a_calculation_by_hand():
 )
 def test_mistakes_name_field_value_and_fix(name, changes, message):
     with pytest.raises(UserError, match=message) as error:
-        load_config(f"{QUICKSTART}:{name}", changes)
+        fit(load_config(f"{QUICKSTART}:{name}", changes))
     assert "\n" not in str(error.value)

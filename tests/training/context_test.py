@@ -11,7 +11,8 @@ from helpers.model_layers import OPTIONS
 from difftx.data.loader import Batch
 from difftx.errors import UserError
 from difftx.parallel.layout import Layout
-from difftx.parallel.mesh import check_divisible, make_mesh
+from difftx.parallel.mesh import make_mesh
+from difftx.training.fit import fit
 from difftx.training.loss import batch_nll
 from difftx.training.state import graph, init_state
 
@@ -92,7 +93,7 @@ def test_loss_and_gradients_equal_those_of_one_device(config, mesh_of, architect
     expected = on_one_device(config(architecture, **fields), packed)
     c = config(architecture, **fields, mesh__context_method=method)
     mesh = mesh_of(context=devices, **{2: {"data": 2}, 4: {"tensor": 2}, 8: {}}[devices])
-    check_divisible(c, mesh)
+    fit(c, mesh)
     found = loss_and_gradients(c, mesh, packed)
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
     for (path, actual), wanted in zip(jax.tree.leaves_with_path(found[1]), jax.tree.leaves(expected[1]), strict=True):
@@ -105,10 +106,10 @@ def test_loss_and_gradients_equal_those_of_one_device(config, mesh_of, architect
 def test_a_batch_that_the_mesh_does_not_divide_can_have_the_size_in_the_error(config, mesh_of, accumulation):
     mesh, fields = mesh_of(data=3), {"train__accumulation": accumulation}  # A batch has 8 rows of 32 tokens.
     with pytest.raises(UserError) as error:
-        check_divisible(config(**fields), mesh)
+        fit(config(**fields), mesh)
     assert str(error.value).startswith(f"train.global_batch_tokens=256: {8 // accumulation} rows per microbatch ")
     advised = str(error.value).rpartition(" ")[2]
-    check_divisible(config(**fields, train__global_batch_tokens=advised), mesh)
+    fit(config(**fields, train__global_batch_tokens=advised), mesh)
 
 
 def test_error_names_the_field_that_does_not_divide(config, mesh_of):
@@ -116,7 +117,7 @@ def test_error_names_the_field_that_does_not_divide(config, mesh_of):
     with pytest.raises(
         UserError, match=r"data.sequence_length: 72 cannot be split into 2 × mesh.context .* = 16 shards"
     ):
-        check_divisible(c, mesh_of(context=8))
+        fit(c, mesh_of(context=8))
     c = config(mesh__context_method="heads")
     with pytest.raises(UserError, match=r"model.num_heads: 2 .*mesh.context = 8 .*or mesh.context_method='zigzag'"):
-        check_divisible(c, mesh_of(context=8))
+        fit(c, mesh_of(context=8))

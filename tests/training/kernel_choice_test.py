@@ -18,6 +18,7 @@ from difftx.config.recipes import load_config
 from difftx.errors import UnreadableError
 from difftx.kernels import api
 from difftx.kernels.backend import Ranking
+from difftx.model.architectures import heads_of
 from difftx.training import kernel_choice, kernel_measurement
 from difftx.training.checkpoint.manifest import package_versions
 from difftx.training.kernel_choice import slowest_of_all
@@ -377,6 +378,6 @@ def test_the_shapes_on_one_device(architecture, changes, expected):
     mesh = config.mesh
     workload = attention_workload(config, "cpu", mesh.data * mesh.fsdp * mesh.context * mesh.tensor)
     assert (workload.function, workload.batch, workload.heads, workload.kv_heads) == expected
-    assert (workload.tokens, workload.width) == (32, config.model.d_head)
-    assert workload.call().q.shape[-1] == config.model.d_head
+    assert (workload.tokens, workload.width) == (32, heads_of(config.model).d_head)
+    assert workload.call().q.shape[-1] == heads_of(config.model).d_head
     assert jax.numpy.dtype(workload.dtype) == config.model.compute_dtype

@@ -10,9 +10,9 @@ from flax import nnx
 from helpers.model_layers import MUP
 from model.oracle import SIZES
 
-from difftx.config.architectures import ARCHITECTURES
 from difftx.data.loader import Batch
 from difftx.launch.estimate import trace_step
+from difftx.model.architectures import ARCHITECTURES
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import make_mesh
 from difftx.training.state import graph, init_state, jit_init, make_train_step, split_microbatches

@@ -10,25 +10,22 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from difftx.data.chat_template import Date
-from difftx.data.prepare.readers import Fields, Source, load_hugging_face
+from difftx.data.prepare.readers import READERS, Fields, Source, load_hugging_face
 from difftx.data.store import FORMAT, SPLITS, is_store, read_meta
-from difftx.data.tokenizer import Tokenizer, load_tokenizer
+from difftx.data.tokenizer import Tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError, printable
 from difftx.files import list_folder, remove_file, size_of
 from difftx.folders import lock_file, remove_folder
 from difftx.json_files import json_sha256, read_record, write_record
-from difftx.registry import loaded_extensions
 from difftx.storage import objects
 from difftx.storage.lock import BucketLock, LockedError
-from difftx.storage.paths import AnyPath, is_bucket
-
-if TYPE_CHECKING:
-    from etils import epath
+from difftx.storage.paths import AnyPath, BucketPath, is_bucket
 
 # If only these fields of meta.json change, an unfinished store can be resumed with its tokenised text. They assign
 # documents to splits and shards, or describe the input files. `_resume_or_start` finds the files that have changed.
@@ -88,7 +85,8 @@ class Job:
 
 def describe(job: Job, sources: Sequence[Source]) -> dict[str, Any]:
     """Return the fields of `meta.json` that are known in advance. They determine the content of the store."""
-    files, extensions = input_states(sources), [extension.sha256 for extension in loaded_extensions()]
+    files, readers = input_states(sources), {READERS.extension_of(source.kind) for source in sources}
+    extensions = sorted(extension.sha256 for extension in readers if extension)
     library = job.loaded_tokenizer.library
     return {
         "format": FORMAT,
@@ -132,7 +130,7 @@ def _messages(job: Job) -> dict[str, str]:
 def input_states(sources: Sequence[Source]) -> dict[str, list[Any]]:
     """Return the size and modification time of each file (in buckets, its version), or a data set's fingerprint."""
     states: dict[str, list[Any]] = {}
-    in_folders: dict[epath.Path, list[epath.Path]] = {}
+    in_folders: dict[BucketPath, list[BucketPath]] = {}
     for source in sources:
         for file in source.files:
             if source.kind == "hf":

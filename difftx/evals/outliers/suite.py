@@ -27,6 +27,7 @@ from difftx.evals.outliers.order_statistics import (
 from difftx.evals.result import Measure, Result
 from difftx.evals.suite import Suite
 from difftx.kernels import xla
+from difftx.model.architectures import heads_of
 from difftx.model.decoder import LayerActivations
 from difftx.parallel.layout import Layout
 from difftx.training.state import graph
@@ -94,8 +95,9 @@ def _add_batch(
 
 def _is_own(config: ModelConfig) -> np.ndarray:
     """Return which heads and groups to count, bool `[H, G]`. Of the copies of a noise head, only the first counts."""
-    if config.groups == 1 or config.signal_heads is None:  # With one group, `operands` does not copy noise queries.
-        return np.ones((config.query_heads // config.groups, config.groups), bool)
+    heads = heads_of(config)
+    if heads.groups == 1 or config.signal_heads is None:  # With one group, `operands` does not copy noise queries.
+        return np.ones((heads.query_heads // heads.groups, heads.groups), bool)
     is_first_H = np.arange(config.num_heads) % config.signal_heads == 0
     return np.stack([np.ones_like(is_first_H), is_first_H], axis=1)
 
@@ -139,7 +141,6 @@ def _add_hidden(counts_1P2V, out_BTD, real_BT, digit):
 
 SUITE = Suite(
     evaluate=evaluate,
-    reads=("outliers",),
     quantizable=False,
     title="Activation outliers",
     explanation="Largest and median magnitude of attention logits and hidden states. Large outliers make quantisation "

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from difftx.kernels.backend import broadcast_to_tokens, difference
+from difftx.model.architectures import heads_of
 from difftx.model.attention import Attention, DiffAttention, merge_heads, require_no_head_norm
 from difftx.model.layers import constant, linear, progress, projection, vector
 
@@ -50,12 +51,12 @@ class ZeroBranchAttention(DiffAttention):
     def lam(self, lambda_init):
         return jax.lax.stop_gradient(self.progress[...]) * super().lam(lambda_init)
 
-    def attend(self, q, k, v, constants, segment_ids_BT):
+    def attend(self, q, k, v, x_BTD, constants, segment_ids_BT):
         if self.config.attention_logit_bits is not None:  # The kernel for quantised logits accepts values of width d.
-            return super().attend(q, k, v, constants, segment_ids_BT)
+            return super().attend(q, k, v, x_BTD, constants, segment_ids_BT)
         B, T, K, G, d = k.shape
         R, spec = q.shape[2] // K, self.layout.attend_BTHE
-        split = spec and jax.P(*spec[:3], None, None, None)  # With None, JAX infers the sharding.
+        split = self.layout.spec(*spec[:3], None, None, None)
 
         def merged(x: jax.Array) -> jax.Array:
             """Return `[B, T, …, d]` as `[B, T, heads, d]`."""
@@ -64,7 +65,7 @@ class ZeroBranchAttention(DiffAttention):
         # Key/value head (k, g) of 2K serves the queries of group g in the R heads that share key/value head k of K.
         q_BTKGRd = jnp.swapaxes(jax.lax.reshape(q, (B, T, K, R, G, d), out_sharding=split), 3, 4)
         v_BTKGd = jnp.stack([v, v], axis=3)
-        out_BTNd = super().attend(merged(q_BTKGRd), merged(k), merged(v_BTKGd), constants, segment_ids_BT)
+        out_BTNd = super().attend(merged(q_BTKGRd), merged(k), merged(v_BTKGd), x_BTD, constants, segment_ids_BT)
         out_BTKGRd = jax.lax.reshape(out_BTNd, (B, T, K, G, R, d), out_sharding=split)
         lam_BTH = broadcast_to_tokens(self.lam(constants.lambda_init), q)
         return difference(merged(out_BTKGRd[:, :, :, 0]), merged(out_BTKGRd[:, :, :, 1]), lam_BTH)
@@ -85,7 +86,8 @@ class DexAttention(Attention):
 
     def __init__(self, config, layout, *, rngs):
         super().__init__(config, layout, rngs=rngs)
-        shape, spec = (config.d_head, config.d_head), layout.vector
+        d = heads_of(config).d_head
+        shape, spec = (d, d), layout.vector
         self.correction_de = projection(config, shape, 1, spec, rngs=rngs)
         self.lambda_learned = vector(jnp.zeros((), jnp.float32, out_sharding=spec), is_lambda=True)
         self.chosen_H = constant(jnp.ones((config.num_heads,), jnp.float32, out_sharding=spec))

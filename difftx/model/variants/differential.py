@@ -10,6 +10,7 @@ from difftx.config import ModelConfig
 from difftx.config.checks import largest_divisor_up_to
 from difftx.errors import UserError
 from difftx.kernels import weight_functions
+from difftx.model.architectures import heads_of
 from difftx.model.attention import Attention, DiffAttention, require_field, require_no_head_norm
 from difftx.model.layers import projection
 from difftx.model.variants.softmax import gate
@@ -126,7 +127,7 @@ class GroupedDiffAttentionV2(DiffAttentionV2):
     def __init__(self, config, layout, *, rngs):
         super().__init__(config, layout, rngs=rngs)
         if config.output_gate:
-            shape = (config.d_model, config.num_heads, config.d_head)
+            shape = (config.d_model, config.num_heads, heads_of(config).d_head)
             self.gate_DHd = projection(config, shape, 1, layout.value_DKE, rngs=rngs)
 
     def output(self, heads_BTHE, x_BTD, constants):
@@ -203,11 +204,8 @@ class SignedMaskAttention(DiffAttention):
     def weight_function(self):
         return weight_functions.signed_softmax
 
-    def weight_argument(self, constants):
+    def weight_argument(self, constants, x_BTD):
         return None
-
-    def statistics(self, x_BTD, constants):
-        return {}
 
 
 def paired_queries(q_BTNQd: jax.Array, sharding: jax.P) -> jax.Array:

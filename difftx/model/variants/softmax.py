@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from difftx.kernels import weight_functions
+from difftx.model.architectures import heads_of
 from difftx.model.attention import Attention, require_field
 from difftx.model.layers import linear, projection, vector
 from difftx.parallel.layout import Layout
@@ -21,7 +22,7 @@ class GatedAttention(Attention):
 
     def __init__(self, config, layout, *, rngs):
         super().__init__(config, layout, rngs=rngs)
-        shape = (config.d_model, config.num_heads, config.d_head)
+        shape = (config.d_model, config.num_heads, heads_of(config).d_head)
         self.gate_DHd = projection(config, shape, 1, layout.value_DKE, rngs=rngs)
 
     def output(self, heads_BTHE, x_BTD, constants):
@@ -36,7 +37,7 @@ class OffByOneAttention(Attention):
     def weight_function(self):
         return weight_functions.softmax_with_sink
 
-    def weight_argument(self, constants):
+    def weight_argument(self, constants, x_BTD):
         return jnp.float32(0)  # Logit of the sink.
 
 
@@ -50,7 +51,7 @@ class SinkAttention(OffByOneAttention):
         super().__init__(config, layout, rngs=rngs)
         self.sink_H = vector(jnp.zeros((config.num_heads,), jnp.float32, out_sharding=layout.vector))
 
-    def weight_argument(self, constants):
+    def weight_argument(self, constants, x_BTD):
         return self.sink_H[...]
 
 

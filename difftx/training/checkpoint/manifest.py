@@ -30,7 +30,6 @@ from difftx.files import (
 )
 from difftx.json_files import json_sha256, read_json, schema_error, with_sha256, without_sha256
 from difftx.parallel.heartbeat import report_progress
-from difftx.registry import loaded_extensions
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket
 
@@ -86,7 +85,7 @@ class Manifest:
     data: dict[str, Any]  # Signature of the training data: sources, tokenizer, rows and order.
     packages: dict[str, str]
     source_sha256: str  # Hash of the source files of difftx.
-    extensions: list[dict[str, str]]  # Path and SHA-256 of each loaded extension.
+    extensions: list[dict[str, str]]  # Path and SHA-256 of each extension that the config uses.
     arrays: dict[str, tuple[tuple[int, ...], str]]  # Path in the train state → shape and dtype.
     files: dict[str, tuple[int, str, str]]  # Path in the folder → size in bytes, name of the checksum, checksum.
     contents: str  # Folder of the files in the checkpoint's folder. It is "" on local disks.
@@ -149,7 +148,7 @@ def manifest_text(
         "data": data,
         "packages": package_versions(),
         "source_sha256": source_sha256(SOURCE_FOLDER),
-        "extensions": list(map(dataclasses.asdict, loaded_extensions())),
+        "extensions": list(map(dataclasses.asdict, config.extensions)),
         "arrays": {name: {"shape": list(shape), "dtype": dtype} for name, (shape, dtype) in arrays.items()},
         "files": files,
     }

@@ -13,7 +13,7 @@ from difftx.config import Config
 from difftx.config.build import config_from_dict
 from difftx.errors import RunError, UnreadableError, UserError
 from difftx.json_files import json_sha256, read_json
-from difftx.registry import require_names
+from difftx.registry import changed_extensions
 from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint import arrays
 from difftx.training.checkpoint.manifest import (
@@ -30,7 +30,7 @@ from difftx.training.state import TrainState
 def config_of(folder: AnyPath) -> Config:
     """Return the config that the checkpoint in `folder` was trained with."""
     manifest, raw = read_manifest(folder), config_values(folder)
-    require_names(manifest.extensions, str(folder))
+    changed_extensions(manifest.extensions, str(folder))
     return config_from_dict(raw)
 
 

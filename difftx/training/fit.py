@@ -1,0 +1,130 @@
+"""The check that the groups of a config fit each other, the architecture, the tokenizer and the devices."""
+
+import math
+
+import jax
+
+from difftx import kernels
+from difftx.config import Config
+from difftx.config.data import SYNTHETIC
+from difftx.data.tokenizer import Tokenizer
+from difftx.data.tokenizers import padded_size
+from difftx.errors import UserError
+from difftx.model.architectures import ARCHITECTURES, check_attention, require_multiple
+from difftx.parallel.mesh import batch_shards
+from difftx.training.optimizer import make_optimizer
+from difftx.training.workload import attention_call
+
+
+def fit(config: Config, mesh: jax.sharding.Mesh | None = None, tokenizer: Tokenizer | None = None) -> Config:
+    """Return the config. Raise `UserError` if its groups do not fit each other, or what is known of the run.
+
+    With a mesh, `model.vocab_size` must be set (`with_vocabulary`).
+    """
+    _check_groups(config)
+    check_model(config, mesh)
+    if mesh is not None:
+        _check_batch(config, mesh)
+        make_optimizer(config)  # Raises an error if the optimizer or schedule is unknown, or lacks a rule for µP.
+        _check_kernel(config, mesh)
+    if tokenizer is not None:
+        _check_vocabulary(config, tokenizer)
+    return config
+
+
+def check_model(config: Config, mesh: jax.sharding.Mesh | None = None) -> None:
+    """Raise `UserError` if the model does not fit its architecture, or a mesh, which may be one for generation only."""
+    model = config.model
+    check_attention(model, mesh, config.mesh.context_method)
+    if mesh is not None:
+        for field, size in {"model.mlp_dim": model.mlp_dim, "model.vocab_size": model.embeddings}.items():
+            require_multiple(field, size, mesh.shape["tensor"], "mesh.tensor")
+
+
+def _check_groups(config: Config) -> None:
+    """Raise `UserError` if two groups contradict each other, whatever the model's architecture and the devices are."""
+    model, data, train, keep_best = config.model, config.data, config.train, config.checkpoint.keep_best
+    unit = data.sequence_length * train.accumulation
+    if train.global_batch_tokens % unit:
+        raise UserError(
+            f"train.global_batch_tokens={train.global_batch_tokens} is not a multiple of data.sequence_length × "
+            f"train.accumulation = {unit}; use {max(1, round(train.global_batch_tokens / unit)) * unit}"
+        )
+    if (warmup := config.warmup_steps) >= train.steps:
+        smaller = f"{train.steps // 2}, or train.steps to {2 * warmup}" if train.steps > 1 else "0"
+        raise UserError(
+            f"optimizer.warmup_steps={config.optimizer.warmup_steps} leaves none of train.steps={train.steps} after "
+            f"the warm-up; set it to {smaller}"
+        )
+    if model.top_k is not None and model.top_k > data.sequence_length:
+        raise UserError(
+            f"model.top_k={model.top_k} exceeds data.sequence_length={data.sequence_length}, so it would keep every "
+            "key; use a smaller number"
+        )
+    if model.window is not None and model.window >= data.sequence_length:
+        raise UserError(
+            f"model.window={model.window} is not less than data.sequence_length={data.sequence_length}, so it would "
+            "hide no token; use a smaller number, or none"
+        )
+    if (profiled := config.logging.profile_steps) and sum(profiled) - 1 > train.steps:
+        raise UserError(
+            f"logging.profile_steps={profiled} ends after train.steps={train.steps}; use an earlier first step"
+        )
+    if keep_best is not None and (suite := keep_best.split("/")[0]) not in config.eval.suites:
+        raise UserError(
+            f"checkpoint.keep_best={keep_best!r}: {suite} is not one of eval.suites={config.eval.suites}; add it there"
+        )
+    if keep_best is not None and config.checkpoint.every_steps % config.eval.every_steps:
+        raise UserError(
+            f"eval.every_steps={config.eval.every_steps} does not divide checkpoint.every_steps="
+            f"{config.checkpoint.every_steps}, so that checkpoint.keep_best has no numbers to compare; use a divisor"
+        )
+    is_synthetic = any(path.startswith(SYNTHETIC) for path in data.paths)
+    if is_synthetic and model.vocab_size is not None and data.synthetic.vocab_size > model.vocab_size:
+        raise UserError(
+            f"data.synthetic.vocab_size={data.synthetic.vocab_size} exceeds model.vocab_size={model.vocab_size}; use "
+            f"at most {model.vocab_size}"
+        )
+
+
+def _check_batch(config: Config, mesh: jax.sharding.Mesh) -> None:
+    """Raise `UserError` if the mesh does not divide the rows of a microbatch, or their tokens."""
+    length, train = config.data.sequence_length, config.train
+    shards, context = batch_shards(mesh), mesh.shape["context"]
+    if (rows := config.batch_rows // train.accumulation) % shards:
+        unit = length * train.accumulation * shards
+        raise UserError(
+            f"train.global_batch_tokens={train.global_batch_tokens}: {rows} rows per microbatch cannot be split into "
+            f"mesh.data × mesh.fsdp = {shards} shards; use a multiple of {unit}, such as "
+            f"{math.ceil(train.global_batch_tokens / unit) * unit}"
+        )
+    if config.mesh.context_method == "zigzag" and context > 1:
+        axes = "2 × mesh.context (mesh.context_method='zigzag')"
+        require_multiple("data.sequence_length", length, 2 * context, axes)
+    require_multiple("data.sequence_length", length, context, "mesh.context")
+
+
+def _check_kernel(config: Config, mesh: jax.sharding.Mesh) -> None:
+    """Raise `UserError` if the attention kernel cannot run on the devices of the mesh, if they are attached."""
+    name = config.model.attention_implementation
+    if name == "auto" or mesh.devices.flat[0] not in jax.devices():
+        return
+    call = attention_call(config, mesh)
+    if why := kernels.why_unavailable(name, call):
+        quantized = config.model.attention_logit_bits is not None
+        backends = ARCHITECTURES[config.model.architecture].backends(quantized=quantized)
+        usable = [name for name in backends if kernels.why_unavailable(name, call) is None]
+        raise UserError(
+            f"model.attention_implementation={name!r}: {why}; use one of {', '.join(usable)} (difftx eval: "
+            f"--model.attention_implementation={usable[0]})"
+        )
+
+
+def _check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
+    """Raise `UserError` if the model lacks embeddings of tokens that texts have. Most special tokens are in no text."""
+    size, ends = config.model.embeddings, (tokenizer.eot_token, *tokenizer.prefix)
+    if tokenizer.n_vocab > size and (any(tokenizer.token_bytes[size:]) or max(ends) >= size):
+        raise UserError(
+            f"model.vocab_size={config.model.vocab_size} is less than the {tokenizer.n_vocab} tokens of "
+            f"data.tokenizer={config.data.tokenizer!r}; use at least {padded_size(tokenizer)}"
+        )
