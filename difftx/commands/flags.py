@@ -168,11 +168,11 @@ def add_weights_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare_process(options: argparse.Namespace) -> None:
-    """Check the paths of a command line, load its extensions, and set the options of JAX and orbax."""
+    """Check the paths of a command line, load its extensions, and set the options of JAX."""
     require_local_paths(options)
     compilation_cache.enable()
     load_extensions(options.extension)
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # difftx reports the failures of orbax itself.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Libraries print failures that difftx reports itself.
 
 
 def require_file_path(flag: str, path: AnyPath) -> None:
