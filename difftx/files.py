@@ -115,9 +115,9 @@ def require_run(workdir: AnyPath) -> None:
     """Raise `UserError` if a folder is not a run directory."""
     path = workdir / "config.json"
     if size_of(path) is None and (is_bucket(path) or not path.is_dir()):
-        fix = "train a run with `difftx train`"
-        if workdir.parent.name == "checkpoints":
-            fix = f"for a checkpoint, write --workdir={workdir.parent.parent} --step={workdir.name}"
+        fix, above = "train a run with `difftx train`", (workdir.parent, workdir.parent.parent)
+        if run := next((folder for folder in above if size_of(folder / path.name) is not None), None):
+            fix = f"write --workdir={run} --step={workdir.name if workdir.name.isdecimal() else 'N'}"
         elif runs := matching_folders("--workdir", f"{glob.escape(str(workdir))}/*", path.name):
             fix = f"name one of its {len(runs)} runs, such as --workdir={runs[0]}; difftx report takes all of them"
         raise UserError(f"--workdir={workdir}: no config.json there, so it is not a run; {fix}")

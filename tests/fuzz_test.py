@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT, TINY
+from helpers.cases import marked
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -156,26 +157,28 @@ def check(path: Path, valid: bytes, mutate, reader, resign=None):
     read(reader)
 
 
-@pytest.mark.long
+RESULT = {"suite": "loss", "step": 7, "numbers": {"loss": 2.5}, "details": {"sets": {}}}
+FILES = {  # File of a run → its reader.
+    "config.json": read_config,
+    "manifest.json": read_config,
+    "evals/loss/7.json": lambda folder: number_of(folder, 7, "loss/loss"),
+}
+
+
+@pytest.fixture
+def run_folder(tmp_path, tiny):
+    (tmp_path / "evals" / "loss").mkdir(parents=True)
+    (tmp_path / "evals" / "loss" / "7.json").write_text(json.dumps(RESULT))
+    write_run_files(tmp_path, tiny)
+    return tmp_path, {name: (tmp_path / name).read_bytes() for name in FILES}
+
+
+@pytest.mark.parametrize("name", marked(FILES, fast=("manifest.json", "evals/loss/7.json")))
 @FUZZ
 @given(mutate=mutations())
-def test_config_of_a_run(folder, tiny, mutate):
-    write_run_files(folder, tiny)
-    check(folder / "config.json", tiny.to_json().encode(), mutate, lambda: read_config(folder))
-
-
-@pytest.fixture(scope="module")
-def description(tmp_path_factory, tiny):
-    folder = tmp_path_factory.mktemp("description")
-    write_run_files(folder, tiny)
-    return folder, (folder / "manifest.json").read_bytes()
-
-
-@FUZZ
-@given(mutate=mutations())
-def test_description_of_a_run(description, mutate):
-    folder, valid = description
-    check(folder / "manifest.json", valid, mutate, lambda: read_config(folder))
+def test_a_corrupt_file_of_a_run_is_read_or_refused_in_one_line(run_folder, name, mutate):
+    folder, valid = run_folder
+    check(folder / name, valid[name], mutate, lambda: FILES[name](folder))
 
 
 FIELDS = st.sampled_from(
@@ -307,15 +310,6 @@ def test_only_equal_or_signed_content_of_a_manifest_verifies(checkpoint, resign,
     assert why is None or why.splitlines() == [why]
     if resign is None and why is None:
         assert json.loads(content) == json.loads(valid), "a manifest that says something else has verified"
-
-
-@FUZZ
-@given(mutate=mutations())
-def test_numbers_of_a_suite(folder, mutate):
-    (folder / "evals" / "loss").mkdir(parents=True, exist_ok=True)
-    valid = json.dumps({"suite": "loss", "step": 7, "numbers": {"loss": 2.5}, "details": {"sets": {}}}).encode()
-    path = folder / "evals" / "loss" / "7.json"
-    check(path, valid, mutate, lambda: number_of(folder, 7, "loss/loss"))
 
 
 @pytest.fixture(scope="module")

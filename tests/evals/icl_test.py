@@ -273,37 +273,6 @@ def test_accuracy_is_stable_once_it_stays_within_a_twentieth(means, start):
     assert first_stable(means) == start
 
 
-class Killed(BaseException):
-    pass
-
-
-def test_killed_evaluation_resumes(folder, tmp_path, monkeypatch):
-    config = config_of(folder, permutations=9, questions=20)
-
-    def choose(seen, question, names):
-        return names[hash((tuple(seen), question)) % len(names)]
-
-    whole = Chooser(monkeypatch, choose)
-    expected = evaluated(config, tmp_path / "whole")
-    killed = Chooser(monkeypatch, choose)
-    for calls in (2, 5):
-
-        def die(lm, prompts, labels, *, batch_rows, calls=calls):
-            if killed.calls == calls:
-                raise Killed
-            return killed(lm, prompts, labels, batch_rows=batch_rows)
-
-        monkeypatch.setattr("difftx.evals.icl.suite.most_likely", die)
-        with pytest.raises(Killed):
-            evaluated(config, tmp_path / "killed")
-        assert list((tmp_path / "killed" / "evals" / "icl").glob("3.*.items.jsonl"))
-        assert not (tmp_path / "killed" / "evals" / "icl" / "3.json").exists()
-    monkeypatch.setattr("difftx.evals.icl.suite.most_likely", killed)
-    assert evaluated(config, tmp_path / "killed") == expected
-    assert killed.prompts == whole.prompts
-    assert [path.name for path in (tmp_path / "killed" / "evals" / "icl").iterdir()] == ["3.json"]
-
-
 @pytest.mark.parametrize(
     ("records", "changes", "message"),
     [
@@ -325,12 +294,3 @@ def test_mistakes_name_file_and_line(folder, tmp_path, records, changes, message
 def test_a_suite_without_tasks_is_refused(folder, tmp_path):
     with pytest.raises(UserError, match=r"eval\.icl\.tasks is empty"):
         evaluated(override(config_of(folder), {"eval.icl.tasks": "[]"}), tmp_path)
-
-
-def test_a_changed_file_makes_a_result_out_of_date(folder, tmp_path):
-    path = write_lines(tmp_path / "test.jsonl", examples(10, 2))
-    run = Run.open(config_of(folder, task_of(folder, test=str(path))), tmp_path)
-    before = evals.settings_sha256(run, "icl")
-    assert evals.settings_sha256(run, "icl") == before
-    write_lines(path, examples(11, 2))
-    assert evals.settings_sha256(run, "icl") != before
