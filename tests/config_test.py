@@ -29,6 +29,7 @@ QUICKSTART = str(ROOT / "configs" / "quickstart.py")
         "base.py",
         "quickstart.py:diff",
         "quickstart.py:transformer",
+        "quickstart.py:diff_fixed_lambda",
         "diff_3b.py:diff",
         "diff_3b.py:transformer",
         "long_context.py:transformer",
@@ -54,11 +55,6 @@ def test_every_config_is_valid_and_survives_json(spec):
     assert config_from_dict(json.loads(config.to_json())) == config
     model = config.model
     assert model.num_heads * heads_of(model).groups * heads_of(model).d_head == model.d_model
-
-
-def test_a_shorter_quickstart_has_a_shorter_warmup():
-    assert load_config("quickstart:diff", {}).warmup_steps == 275
-    assert load_config("quickstart:diff", {"train.steps": "40"}).warmup_steps == 20
 
 
 def test_matched_models_have_equal_head_width():
@@ -242,6 +238,7 @@ def test_a_wrong_override_names_field_value_and_fix(field, value, expected):
         ),
         ("c.model.num_layers = 'four'", "user.py:5: TypeError"),
         ("c.optimizer.clip_norm = 'x'", "user.py:5: TypeError"),
+        ("c.model.num_kv_heads = 'two'", "user.py:5: TypeError"),  # The default is None.
         ("c.eval.suites = (1,)", "eval.suites[0]=1: expected text"),
         ("c.model = 3", "user.py:5: TypeError"),
         ("undefined()", "user.py:5: NameError"),
