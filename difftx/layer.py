@@ -11,7 +11,7 @@ from flax import nnx
 
 from difftx.config import ModelConfig
 from difftx.config.build import build_group
-from difftx.config.fields import Flag, fields_with, types_of
+from difftx.config.fields import Flag, fields_with, plain, types_of
 from difftx.errors import UserError, did_you_mean
 from difftx.kernels.context import is_explicit_mesh
 from difftx.model.architectures import ARCHITECTURES, check_attention
@@ -62,9 +62,10 @@ class AttentionLayer(nnx.Module):
         if type(layer) is not int or layer < 1:
             raise UserError(f"layer={layer!r} must be an integer of at least 1, the index of the first layer")
         attention, layout = ARCHITECTURES[architecture], _layout()
-        values = {"architecture": architecture, "d_model": d_model, "num_heads": num_heads, "num_layers": layer}
+        values = {name: plain(value) for name, value in fields.items()}  # A group may be a dataclass.
+        values |= {"architecture": architecture, "d_model": d_model, "num_heads": num_heads, "num_layers": layer}
         try:
-            config = build_group(ModelConfig, {"head_norm": attention.default_head_norm} | fields | values, "model")
+            config = build_group(ModelConfig, {"head_norm": attention.default_head_norm} | values, "model")
             check_attention(config, None if layout == Layout.inferred() else jax.sharding.get_abstract_mesh())
         except UserError as error:  # A layer has arguments in place of the config group `model`.
             raise UserError(re.sub(r"\bmodel\.(?=\w)", "", str(error))) from None
