@@ -4,6 +4,7 @@ tests/extend_test.py runs this file in a process of its own, because the variant
 EXTENSIONS names their files.
 """
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -97,6 +98,10 @@ def layer(w, model, x_BTD, depth):
 def test_a_layer_and_its_gradient_equal_the_formula(name, mesh_of):
     with jax.set_mesh(mesh_of()):
         model, module, call, gradient = layer_of(name, model__num_heads=4, model__num_kv_heads=2)
+        if (
+            name == "token_lambda"
+        ):  # With λ near 1, the first token's head is small, and its norm enlarges the rounding.
+            module.lambda_DH[...] *= 0.25
         w = oracle.weights_of(module)
         for depth in (0, 1):
             expected_BTD = layer(w, model, X_BTD, depth)
@@ -118,24 +123,27 @@ def test_extension_trains_on_eight_devices_saves_and_decodes(name, config, mesh_
     check(config, mesh_of, tmp_path, name, {"model__head_dim": 8} | variants_test.LARGE_HEAD_NORM_EPS)
 
 
+@pytest.mark.parametrize("sizes", [None, {"fsdp": 2, "tensor": 2}], ids=["no mesh", "four devices"])
 @pytest.mark.parametrize("name", FORMULAS)
-def test_an_attention_layer_without_a_mesh_equals_the_formula(name):
-    layer_module = AttentionLayer(name, 32, 4, num_kv_heads=2, rngs=nnx.Rngs(0))
-    attention = layer_module.attention
-    expected_BTD = layer(oracle.weights_of(attention), attention.config, X_BTD, 0)
-    np.testing.assert_allclose(layer_module(X_BTD), expected_BTD, atol=TOLERANCE * np.abs(expected_BTD).max())
+def test_an_attention_layer_equals_the_formula(name, sizes, mesh_of):
+    with contextlib.nullcontext() if sizes is None else jax.set_mesh(mesh_of(**sizes)):
+        module = AttentionLayer(name, 32, 4, num_kv_heads=2, rngs=nnx.Rngs(0))
+        out_BTD = jax.jit(module)(X_BTD)
+    expected_BTD = layer(oracle.weights_of(module.attention), module.attention.config, X_BTD, 0)
+    np.testing.assert_allclose(out_BTD, expected_BTD, atol=TOLERANCE * np.abs(expected_BTD).max())
 
 
 def test_the_attention_weights_have_the_lambda_of_each_token(mesh_of):
     with jax.set_mesh(mesh_of(fsdp=2, tensor=2)):
-        model, module, *_ = layer_of("token_lambda", model__num_heads=4, model__num_kv_heads=2)
-        queries_BC = jnp.array([[3, 17], [0, 9]])
-        angles, constants = rotary_angles(jnp.arange(X_BTD.shape[1])[None], model), layer_constants(model)
-        constants = jax.tree.map(lambda constant_L: constant_L[0], constants)
-        x_BTD = reshard(X_BTD, module.layout.act_BTD)
+        module = AttentionLayer("token_lambda", 32, 4, num_kv_heads=2, rngs=nnx.Rngs(0)).attention
+        model, queries_BC = module.config, jnp.array([[3, 17], [0, 9]])
+        angles = rotary_angles(jnp.arange(X_BTD.shape[1])[None], model)
+        constants = jax.tree.map(lambda constant_L: constant_L[0], layer_constants(model))
+        x_BTD = reshard(jnp.asarray(X_BTD), module.layout.act_BTD)
         _, rows = jax.jit(module.attention_rows)(x_BTD, angles, constants, None, queries_BC)
-    a1_BCHS, a2_BCHS = (jax.nn.softmax(rows.logits_BCHGS[..., g, :], axis=-1) for g in range(2))
-    expected_BTH = np.stack([lambdas(oracle.weights_of(module), model, x_TD, 0) for x_TD in np.float64(X_BTD)])
+    a1_BCHS, a2_BCHS = (jax.nn.softmax(np.asarray(rows.logits_BCHGS)[..., g, :], axis=-1) for g in range(2))
+    w = oracle.weights_of(module)
+    expected_BTH = np.stack([lambdas(w, model, x_TD, 0) for x_TD in np.float64(X_BTD)])
     expected_BCH = np.take_along_axis(expected_BTH, np.array(queries_BC)[..., None], axis=1)
     np.testing.assert_allclose(rows.lam_BCH, expected_BCH, rtol=TOLERANCE)
     np.testing.assert_allclose(rows.weights_BCHS, a1_BCHS - expected_BCH[..., None] * a2_BCHS, atol=TOLERANCE)
