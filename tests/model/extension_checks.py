@@ -98,9 +98,7 @@ def layer(w, model, x_BTD, depth):
 def test_a_layer_and_its_gradient_equal_the_formula(name, mesh_of):
     with jax.set_mesh(mesh_of()):
         model, module, call, gradient = layer_of(name, model__num_heads=4, model__num_kv_heads=2)
-        if (
-            name == "token_lambda"
-        ):  # With λ near 1, the first token's head is small, and its norm enlarges the rounding.
+        if name == "token_lambda":  # With λ near 1, a norm divides by a small number.
             module.lambda_DH[...] *= 0.25
         w = oracle.weights_of(module)
         for depth in (0, 1):
