@@ -21,7 +21,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from difftx.config.recipes import load_config
-from difftx.interop.huggingface import config_json
+from difftx.interop import huggingface
+from difftx.interop.fields import config_json
 from difftx.interop.parameters import shape_of, sizes_of, weights_of
 from difftx.interop.safetensors import write_folder
 from difftx.training.checkpoint.weights import Streamed
@@ -73,7 +74,8 @@ def _write_random_model(folder: Path, layers: int, d_model: int) -> int:
         for layer in range(layers if weight.has_layers else 1)
     }
     write_folder(folder, tensors, FILE_BYTES)
-    (folder / "config.json").write_text(json.dumps(config_json(dataclasses.replace(config, model=model), 0)))
+    settings = config_json(huggingface, dataclasses.replace(config, model=model), 0)
+    (folder / "config.json").write_text(json.dumps(settings))
     return sum(4 * tensor.size for tensor in tensors.values())
 
 

@@ -29,7 +29,7 @@ from difftx.data.loader import HostSlice, Loader, host_batches
 from difftx.data.packing import best_fit
 from difftx.data.sources import load_sources
 from difftx.data.store import FORMAT, sha256_of, shard_file, write_meta
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import make_mesh
 

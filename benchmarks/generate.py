@@ -32,7 +32,7 @@ from benchmarks.console_tables import median_and_range, numbers_table
 from difftx.commands.flags import parse_overrides
 from difftx.config.model import CacheConfig
 from difftx.config.recipes import load_config
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import run_command
 from difftx.inference import decode
 from difftx.inference.cache import capacity_for

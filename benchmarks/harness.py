@@ -22,11 +22,11 @@ from flax import nnx
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from difftx import evals
 from difftx.commands.evaluate import load_params
 from difftx.commands.flags import parse_overrides
 from difftx.config.build import override
 from difftx.errors import run_command
+from difftx.evals import run as evals
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.harness import model as harness_model
 from difftx.evals.harness import suite as harness

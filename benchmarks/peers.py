@@ -37,7 +37,8 @@ from benchmarks.console_tables import median_and_range, numbers_table
 from difftx.config import Config
 from difftx.config.recipes import load_config
 from difftx.huge_pages import HUGE_PAGES, VARIABLE
-from difftx.interop.huggingface import config_json
+from difftx.interop import huggingface
+from difftx.interop.fields import config_json
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKERS = Path(__file__).parent / "peer_workers"
@@ -119,7 +120,7 @@ def contestants(size: str, torch: Path, nanodo: Path | None) -> list[Contestant]
         python = ("env", huge_pages, sys.executable, str(WORKERS / "with_difftx.py"))
         found.append(Contestant(f"difftx {architecture}", architecture, python, shared | ours))
         if torch.exists():
-            model = config_json(config, end_of_text=0)
+            model = config_json(huggingface, config, end_of_text=0)
             name = model["architectures"][0].removesuffix("ForCausalLM")
             command = (str(torch), str(WORKERS / "with_transformers.py"))
             for compiled in (False, True):

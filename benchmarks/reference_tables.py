@@ -12,7 +12,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from difftx.config.suites import SUITES
+from difftx.evals import SUITES
 from difftx.training.metrics import ROW_FIELDS, SPLIT_FIELDS
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -31,7 +31,7 @@ from difftx.config import Config
 from difftx.config.recipes import load_config
 from difftx.data.loader import Batch, Loader
 from difftx.data.sources import load_sources
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import run_command
 from difftx.evals.throughput import COMPARED, median_ratio, pair, random_rows
 from difftx.model.flops import PEAK_FLOPS, flops_per_token

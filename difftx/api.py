@@ -33,8 +33,9 @@ PUBLIC = {
     "difftx.data.records": ("open_stream",),
     "difftx.data.prepare.readers": ("READERS", "read_rows"),
     "difftx.training.optimizer": ("OPTIMIZERS", "SCHEDULES"),
-    "difftx.evals": ("Evaluation",),
-    "difftx.evals.suite": ("SUITES", "Suite", "register_suite"),
+    "difftx.evals": ("SUITES",),
+    "difftx.evals.evaluation": ("Evaluation",),
+    "difftx.evals.suite": ("Suite", "register_suite"),
     "difftx.evals.result": ("Measure", "Result"),
     "difftx.inference.score": ("Item", "loglikelihoods"),
 }

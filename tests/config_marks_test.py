@@ -110,9 +110,6 @@ def test_no_list_of_field_names_is_kept_by_hand():
     # Settings of a chat and mesh axes have names of their own. The other lists are left to be replaced.
     others = {"commands/chat.py", "config/training.py", "parallel/mesh.py"}
     left = {
-        "evals/recall.py",
-        "interop/remote_code_config.py",
-        "interop/runs.py",
         "model/attention.py",
         "model/matching.py",
         "model/variants/converted.py",

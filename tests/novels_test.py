@@ -22,7 +22,7 @@ from helpers.data_prepare import texts_of
 from benchmarks import novels
 from difftx.data.bigrams import as_bigrams, read_bigrams
 from difftx.data.store import open_store
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_PREEMPTED, RunError, UserError
 
 # Name → content and split. The first file has a byte-order mark and Windows line ends, as the corpus has.

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.throughput import prepare
 from difftx.config.recipes import load_config
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.inference.decode import LanguageModel
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY

@@ -14,7 +14,7 @@ import rich.text
 from difftx.data.bigrams import write_bigrams
 from difftx.data.blocks import BlockHasher
 from difftx.data.store import SPLITS, file_problems, offsets_problem, open_store, read_meta, shard_file
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError, printable
 from difftx.files import list_folder, open_file, require_local_paths, require_writable_file
 from difftx.progress import Work

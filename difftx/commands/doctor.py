@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from difftx.commands.flags import parse_command
 from difftx.config.recipes import load_config
 from difftx.console import protected
-from difftx.data.tokenizer import with_vocabulary
+from difftx.data.tokenizers import with_vocabulary
 from difftx.errors import EXIT_FAILED
 from difftx.parallel import multihost
 from difftx.storage.paths import path_of

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from difftx.commands.flags import PathFlag, add_weights_flag, parse_command, run_folders
-from difftx.config import extras, suites
+from difftx.evals import SUITES, check_suites, summary
 from difftx.files import require_run, require_writable, require_writable_file
 from difftx.parallel import multihost
 from difftx.storage.paths import path_of
@@ -34,10 +34,11 @@ def main(arguments: Sequence[str], prog: str = "difftx eval") -> int:
     if args.out is not None:
         (require_writable_file if args.report else require_writable)(args.out)
     if args.list:
-        print(suites.suite_list())
+        width = max(map(len, SUITES)) + 2
+        print(*(f"{name:<{width}}{summary(name)}" for name in SUITES), sep="\n")
         return 0
     if args.suite is not None:
-        extras.check_suites(args.suite.split(","))
+        check_suites(args.suite.split(","))
     workdirs = run_folders(args.workdir) if args.workdir and args.report else []
     if args.workdir is not None and not args.report:
         args.workdir = path_of("--workdir", args.workdir)

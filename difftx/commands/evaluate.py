@@ -14,11 +14,11 @@ import rich.console
 import rich.markup
 import rich.table
 
-from difftx import evals
 from difftx.config import Config
 from difftx.config.build import override
 from difftx.config.eval import JudgeConfig
 from difftx.errors import UserError, printable
+from difftx.evals import run as evals
 from difftx.evals.harness.suite import LOCAL_TASKS
 from difftx.evals.measures import explanation_of, format_value, measures_of
 from difftx.evals.throughput import pair

@@ -18,9 +18,8 @@ import rich.table
 
 from difftx import kernels
 from difftx.commands.cost import memory_of
-from difftx.commands.train import check_run
+from difftx.commands.train import check_extras, check_run
 from difftx.config import Config, MeshConfig
-from difftx.config.extras import check_extras
 from difftx.config.recipes import load_config
 from difftx.data.records import bucket_files
 from difftx.errors import UserError, explained, install_hint, printable

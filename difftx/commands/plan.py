@@ -16,7 +16,7 @@ from difftx.commands.flags import add_config_flag, parse_command, require_file_p
 from difftx.config import Config
 from difftx.config.build import override
 from difftx.config.recipes import load_config
-from difftx.data.tokenizer import with_vocabulary
+from difftx.data.tokenizers import with_vocabulary
 from difftx.errors import UserError
 from difftx.files import write_atomically
 from difftx.launch.topology import GIB, Topology, find_devices, parse_topology, prepare

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from difftx.config import Config
     from difftx.training.run import Run
 
 
@@ -16,7 +17,6 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     # Imported here, so that the time of the imports counts.
     from difftx import compilation_cache, console
     from difftx.commands.flags import PathFlag, add_config_flag, parse_command
-    from difftx.config.extras import check_extras
     from difftx.config.recipes import load_config, matched_by
     from difftx.files import require_writable
     from difftx.parallel import multihost
@@ -46,9 +46,9 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
         console.Output.is_needed = False
 
     # Imported after the flags are checked, because the import is slow.
-    from difftx import evals
     from difftx.commands.cost import format_cost, format_data
-    from difftx.data.tokenizer import with_vocabulary
+    from difftx.data.tokenizers import with_vocabulary
+    from difftx.evals import run as evals
     from difftx.interop import exports
     from difftx.model.architectures import ARCHITECTURES
     from difftx.model.matching import matching_warning
@@ -74,9 +74,22 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     return loop.train(run, evals.evaluate, exports, **options)
 
 
+def check_extras(config: "Config") -> None:
+    """Raise `UserError` if there is no suite of a name in `eval.suites`, or if a module for the training is missing."""
+    from difftx.errors import UserError, require_extra
+    from difftx.evals import check_suites
+
+    check_suites(config.eval.suites)
+    if (project := config.logging.wandb_project) is not None:
+        try:
+            require_extra("wandb", "wandb")
+        except UserError as error:
+            raise UserError(f"logging.wandb_project={project!r}: {error}; or set it to none") from error
+
+
 def check_run(run: "Run") -> None:
     """Raise `UserError` in every process if a suite, the exports or W&B cannot work, or if their files differ."""
-    from difftx import evals
+    from difftx.evals import run as evals
     from difftx.interop import exports
     from difftx.parallel.multihost import is_primary
     from difftx.training.trackers import check_wandb

@@ -180,7 +180,7 @@ class ModelConfig(Extensible, path="model", effect=Effect.FUNCTION):
     mup_base_layers: flag.Decoder[affects.Function[AxisLength | None]] = None
     """`num_layers` of the model whose learning rate this model takes over. The λ_init of a layer is then that of the
     same relative depth in that model."""
-    mup_base_head_dim: flag.Decoder[affects.Training[AxisLength | None]] = None
+    mup_base_head_dim: flag.Decoder[affects.Function[AxisLength | None]] = None
     """Width of a query/key sub-head in the model whose learning rate this model takes over. This model must have the
     same, because rates do not transfer between heads of different widths."""
     compute_dtype: flag.Decoder[flag.Kernel[affects.Training[Literal["float32", "bfloat16"]]]] = "bfloat16"
@@ -251,5 +251,5 @@ class ModelConfig(Extensible, path="model", effect=Effect.FUNCTION):
     @property
     def embeddings(self) -> int:
         """Number of embeddings, after `with_vocabulary` has set `vocab_size`."""
-        assert self.vocab_size is not None, "model.vocab_size=None: with_vocabulary (data/tokenizer.py) derives it"
+        assert self.vocab_size is not None, "model.vocab_size=None: with_vocabulary (data/tokenizers.py) derives it"
         return self.vocab_size

@@ -1,14 +1,10 @@
-"""Tokenizers: tiktoken encodings by name or from a file, plain bytes, tokenizer.json files and SentencePiece models."""
+"""The base class of tokenizers, and those of tiktoken: encodings from a file, and plain bytes."""
 
 import abc
-import atexit
 import base64
-import dataclasses
 import functools
 import hashlib
 import itertools
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,21 +12,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import tiktoken
 
-from difftx.config import Config
-from difftx.errors import UnreadableError, UserError, did_you_mean, read_error
-from difftx.files import read_file
-from difftx.storage.paths import is_bucket, path_of
+from difftx.errors import UserError, read_error
 
 if TYPE_CHECKING:
-    from etils import epath
-
     from difftx.data.chat_template import ChatTemplate, Message
 
 BYTES = "bytes"
 MAX_ID = 2**24 - 1  # Maximum id in a .tiktoken file, because an embedding has a row for every id up to the largest.
 END_OF_TEXT = "<|endoftext|>"
 PART_CHARACTERS = 2**18  # Length of the parts in which a text is encoded that tiktoken cannot encode as a whole.
-VOCABULARY_MULTIPLE = 128  # A derived `model.vocab_size` is rounded up to a multiple, the lanes of a TPU.
 
 # The pattern by which cl100k_base splits text before it merges bytes (tiktoken's openai_public.py).
 CL100K_PATTERN = (
@@ -150,81 +140,8 @@ def _encoded_in_parts[Ids](encode: Callable[..., Ids], text: str) -> list[Ids]:
         return [encode(text[start : start + PART_CHARACTERS], disallowed_special=()) for start in starts]
 
 
-def load_tokenizer(name: str, *, field: str = "data.tokenizer", end_of_text: str | None = None) -> Tokenizer:
-    """Return a tokenizer, or raise `UserError`. `field` is the flag or config field that names it, for messages.
-
-    `name` is "bytes", an encoding of tiktoken such as "cl100k_base", the path of a .tiktoken file, of a tokenizer.json
-    file (ending .json), of a SentencePiece model (ending .model), or of a folder with one of the last two. The path may
-    be in a bucket. tiktoken downloads a vocabulary once and caches it in `TIKTOKEN_CACHE_DIR`; a failed download raises
-    `UnreadableError`. Each line of a .tiktoken file has a token in base64 and its id. The file defines neither a
-    pattern nor special tokens, so text is split by the pattern of cl100k_base, and <|endoftext|> gets the id after the
-    largest. `end_of_text` is the end-of-text token for a tokenizer whose files do not name one.
-    """
-    if is_bucket(path := path_of(field, name)):
-        local = str(_local_copy(path))
-        try:
-            return load_tokenizer(local, field=field, end_of_text=end_of_text)
-        except UserError as error:
-            raise UserError(str(error).replace(local, name)) from error
-    known = tiktoken.list_encoding_names()
-    if name not in known and (name.endswith((".json", ".model")) or Path(name).is_dir()):
-        from difftx.data.tokenizer_files import load_files
-
-        return load_files(Path(name), field=field, end_of_text=end_of_text)
-    if end_of_text is not None:
-        owner = field.removesuffix("tokenizer")
-        raise UserError(f"{owner}end_of_text={end_of_text!r}: {field}={name!r} has its own end-of-text token; unset it")
-    if name == BYTES:
-        return TiktokenTokenizer(_byte_encoding())
-    if name.endswith(".tiktoken"):
-        return TiktokenTokenizer(_encoding_from_file(Path(name), field))
-    if name not in known:
-        hint = did_you_mean(name, [BYTES, *known])
-        raise UserError(f"{field}={name!r}: no such encoding, and no .tiktoken, .json or .model file or folder.{hint}")
-    try:
-        return TiktokenTokenizer(tiktoken.get_encoding(name))
-    except OSError as error:
-        if error.errno is not None:
-            raise  # From a file of the cache. The exceptions of requests have no number.
-        raise UnreadableError(
-            f"{field}={name!r}: its vocabulary is not in the cache and cannot be downloaded "
-            f"({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a folder that has it, or use {field}='bytes'"
-        ) from error
-
-
-@functools.cache
-def _local_copy(path: "epath.Path") -> Path:
-    """Copy a tokenizer from a bucket to this machine, and return its path here. The copy lasts as long as the process.
-
-    `path` is a file, whose settings lie next to it, or a folder.
-    """
-    from difftx.data.tokenizer_files import FILES
-
-    is_file = path.suffix in (".tiktoken", ".json", ".model")
-    folder = path.parent if is_file else path
-    local = Path(tempfile.mkdtemp(prefix="difftx-tokenizer-"))
-    atexit.register(shutil.rmtree, local, ignore_errors=True)
-    for file in {*FILES, path.name} if is_file else FILES:
-        content = read_file(folder / file)
-        if content is not None:
-            (local / file).write_bytes(content)
-    return local / path.name if is_file else local
-
-
-def with_vocabulary(config: Config) -> Config:
-    """Return the config with `model.vocab_size` derived from the tokenizer if it is None."""
-    if config.model.vocab_size is not None:
-        return config
-    size = padded_size(load_tokenizer(config.data.tokenizer, end_of_text=config.data.end_of_text))
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
-
-
-def padded_size(tokenizer: Tokenizer) -> int:
-    """Return the derived `model.vocab_size`: the number of tokens, rounded up to a multiple."""
-    return -(-tokenizer.n_vocab // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-
-
-def _encoding_from_file(path: Path, field: str) -> tiktoken.Encoding:
+def encoding_from_file(path: Path, field: str) -> tiktoken.Encoding:
+    """Return the encoding of a .tiktoken file."""
     # A file of another encoding of tiktoken would need that encoding's pattern, which only loading by name provides.
     if path.stem in tiktoken.list_encoding_names() and path.stem != "cl100k_base":
         raise UserError(f"{field}={str(path)!r}: this vocabulary has a pattern of its own; use {field}={path.stem!r}")
@@ -252,7 +169,8 @@ def _encoding_from_file(path: Path, field: str) -> tiktoken.Encoding:
 
 
 @functools.cache
-def _byte_encoding() -> tiktoken.Encoding:
+def byte_encoding() -> tiktoken.Encoding:
+    """Return the encoding whose tokens are single bytes."""
     return tiktoken.Encoding(
         BYTES,
         # Any split yields single bytes, because there are no merges. Splits of one character are 2.6× slower.

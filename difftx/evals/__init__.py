@@ -1,11 +1,55 @@
-"""Evaluation suites, and the functions that run them and find their stored results."""
+"""Evaluation suites, and their registry, which is read without an import of the suites because that takes seconds."""
 
-from difftx.evals.evaluation import Evaluation as Evaluation
-from difftx.evals.run import check_run as check_run
-from difftx.evals.run import evaluate as evaluate
-from difftx.evals.run import fields_of as fields_of
-from difftx.evals.run import result_path as result_path
-from difftx.evals.run import settings_sha256 as settings_sha256
-from difftx.evals.run import settings_sha256_by_suite as settings_sha256_by_suite
-from difftx.evals.run import stored_result as stored_result
-from difftx.evals.run import with_inner as with_inner
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from difftx.errors import require_extra
+from difftx.registry import Registry
+
+if TYPE_CHECKING:
+    from difftx.evals.suite import Suite
+
+
+class _Listed(NamedTuple):
+    module: str  # Module of this package whose `SUITE` is the suite.
+    summary: str  # Line of `difftx eval --list`.
+    requires: tuple[str, ...] = ()  # Modules of the extra "eval" that the suite imports.
+
+
+_LISTED = {
+    "loss": _Listed("loss", "loss, perplexity and bits per byte of the validation sets"),
+    "test": _Listed("held_out", "the suites of `eval.test.suites` on a text that training has not used"),
+    "recall": _Listed("recall", "loss of tokens that repeat a pair of tokens of their row, and of all others"),
+    "position": _Listed("position", "loss over the first 1, 2, 4, … tokens of long documents"),
+    "exact_match": _Listed("exact_match", "share of right answers of a synthetic task"),
+    "needle": _Listed("needle.suite", "retrieval of magic numbers from a long text, by generated answers"),
+    "icl": _Listed("icl.suite", "accuracy of labels, with more and more demonstrations in the prompt"),
+    "attention": _Listed("attention.suite", "attention to the answer and to noise in the prompts of `needle`"),
+    "hallucination": _Listed("hallucination.suite", "share of answers that a judge finds free of hallucinations"),
+    "harness": _Listed("harness.suite", "tasks of lm-eval", ("lm_eval", "datasets")),
+    "math": _Listed("math.suite", "accuracy and length of answers to word problems", ("math_verify",)),
+    "sample": _Listed("sample", "continuations of the first validation documents"),
+    "throughput": _Listed("throughput", "speed of the model and of its counterpart, measured in turn"),
+    "outliers": _Listed("outliers.suite", "largest and median magnitudes of attention logits and hidden states"),
+    "quantize": _Listed("quantize", "the suites of `eval.quantize.suites` with attention rounded to few bits"),
+    "cache": _Listed("cache", "the suites of `eval.cache.suites` with a compressed key/value cache"),
+    "gradients": _Listed("gradients", "gradients of the validation loss, at the checkpoint and at initialisation"),
+}
+
+# Each entry is a `Suite` (`difftx/evals/suite.py`).
+SUITES: Registry["Suite"] = Registry(
+    "suite", {name: f"{__name__}.{listed.module}:SUITE" for name, listed in _LISTED.items()}
+)
+
+
+def summary(name: str) -> str:
+    """Return what a suite measures, in a line: for one of an extension, the first line of `evaluate`'s docstring."""
+    return _LISTED[name].summary if name in _LISTED else (SUITES[name].evaluate.__doc__ or "").partition("\n")[0]
+
+
+def check_suites(names: Iterable[str]) -> None:
+    """Raise `UserError` if there is no such suite, or if a module that it requires is not installed."""
+    names = list(names)
+    SUITES.check(names)
+    for module in (module for name in names if name in _LISTED for module in _LISTED[name].requires):
+        require_extra(module, "eval")

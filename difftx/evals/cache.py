@@ -84,7 +84,6 @@ def check(run: Run) -> None:
 
 SUITE = Suite(
     evaluate=evaluate,
-    reads=("cache",),
     inner=lambda config: require_quantizable("eval.cache.suites", config.eval.cache.suites),
     check=check,
     quantizable=False,

@@ -214,7 +214,6 @@ def _chart(name: str, title: str, y_label: str, lines: dict[str, np.ndarray], *,
 
 SUITE = Suite(
     evaluate=evaluate,
-    reads=("gradients",),
     check=check,
     quantizable=False,
     title="Gradients",

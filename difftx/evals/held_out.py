@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from difftx.config.suites import SUITES
 from difftx.data.packing import PackedRows
 from difftx.data.sources import open_split, pack, require_row
 from difftx.data.store import META, TokenStore, read_meta
 from difftx.errors import UserError
+from difftx.evals import SUITES
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Result
 from difftx.evals.suite import Suite
@@ -120,7 +120,6 @@ def _digests(store: TokenStore) -> Iterator[bytes]:
 
 SUITE = Suite(
     evaluate=evaluate,
-    reads=("test",),
     files=lambda config: [] if config.eval.test.path is None else [path_of(FIELD, config.eval.test.path) / META],
     inner=lambda config: config.eval.test.suites,
     check=check,

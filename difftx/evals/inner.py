@@ -5,8 +5,8 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from difftx.config import Config
-from difftx.config.suites import SUITES
 from difftx.errors import UserError, did_you_mean
+from difftx.evals import SUITES
 from difftx.evals.evaluation import Evaluation
 
 type Numbers = Mapping[str, float]

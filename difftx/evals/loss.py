@@ -73,7 +73,6 @@ def _score_set(evaluation: Evaluation, name: str) -> dict[str, Any]:
 
 SUITE = Suite(
     evaluate=evaluate,
-    reads=("loss_tokens",),
     check=check,
     title="Validation loss",
     explanation="How well the model predicts the next token of text that it was not trained on.",

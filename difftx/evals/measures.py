@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from difftx.config.suites import SUITES, summary
+from difftx.evals import SUITES, summary
 from difftx.evals.result import Measure
 from difftx.json_files import schema_error
 

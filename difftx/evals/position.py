@@ -97,7 +97,6 @@ def _curve(name: str, nll_NT: np.ndarray, positions: np.ndarray) -> Series:
 
 SUITE = Suite(
     evaluate=evaluate,
-    reads=("position_documents",),
     check=long_documents,
     title="Loss by position",
     explanation="Mean loss over the first tokens of long documents. A model that uses a long context falls further.",

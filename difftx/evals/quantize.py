@@ -62,7 +62,6 @@ def quantized(config: Config, bits: int) -> Config:
 
 SUITE = Suite(
     evaluate=evaluate,
-    reads=("quantize",),
     inner=lambda config: require_quantizable("eval.quantize.suites", config.eval.quantize.suites),
     quantizable=False,
     title="Attention in few bits",

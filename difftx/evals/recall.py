@@ -108,7 +108,7 @@ def _trained_on(config: DataConfig) -> dict[str, str | None]:
 
 SUITE = Suite(
     evaluate=evaluate,
-    reads=("loss_tokens", "recall_max_bigram_count", "bigrams_path"),
+    reads=("loss_tokens", "bigrams_path"),
     # The header of the file names the hashes of the stores that were counted.
     headers=lambda config: [] if config.eval.bigrams_path is None else [Path(config.eval.bigrams_path)],
     check=training_counts,

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 
 from difftx.config import Config
-from difftx.config.fields import values_of
-from difftx.config.suites import SUITES
+from difftx.config.eval import EvalConfig
+from difftx.config.fields import types_of, values_of
 from difftx.errors import UserError
+from difftx.evals import SUITES
 from difftx.evals.evaluation import Evaluation, ItemJournal
 from difftx.evals.measures import measures_of
 from difftx.evals.result import Result
@@ -145,7 +146,13 @@ def settings_sha256_by_suite(run: Run, suites: Sequence[str]) -> dict[str, str]:
 
 def fields_of(config: Config, suite: str) -> tuple[str, ...]:
     """Return the fields of the config group `eval` that affect a suite's result."""
-    return tuple(field for name in with_inner(config, suite) for field in SUITES[name].reads)
+    names = with_inner(config, suite)
+    read = {field for name in names for field in SUITES[name].reads}
+    return tuple(
+        field
+        for field in types_of(EvalConfig)
+        if field in read or any(field == name or field.startswith(f"{name}_") for name in names)
+    )
 
 
 def with_inner(config: Config, suite: str) -> tuple[str, ...]:

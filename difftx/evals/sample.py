@@ -35,7 +35,6 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 SUITE = Suite(
     evaluate=evaluate,
-    reads=("sample_tokens", "sample_temperature"),
     check=lambda run: text_sets(run, "sample"),
     revision=1,
     title="Samples",

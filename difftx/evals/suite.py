@@ -7,8 +7,8 @@ from typing import Any, Literal
 from difftx.config import Config
 from difftx.config.eval import EvalConfig
 from difftx.config.fields import add_group, types_of
-from difftx.config.suites import SUITES
 from difftx.errors import UserError, did_you_mean
+from difftx.evals import SUITES
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Measure, Result
 from difftx.storage.paths import AnyPath
@@ -21,7 +21,8 @@ class Suite:
 
     Attributes:
         evaluate: function that runs the suite. `difftx eval --list` prints the first line of its docstring.
-        reads: fields of the config group `eval`. A stored result is reused only if their values are the same.
+        reads: fields of the config group `eval` that the suite reads besides its own. Its own fields have its name, or
+            begin with it and an underscore. A stored result is reused only if the values of all are the same.
         files: function that returns the files that the suite reads. A stored result depends on their contents.
         headers: function that returns files that the suite reads and that are too large to hash. A stored result
             depends on their first lines, which must identify their contents.
@@ -84,8 +85,6 @@ def register_suite(name: str, suite: Suite, config: type | None = None) -> None:
     for field in suite.reads:
         if field not in types_of(EvalConfig):
             raise UserError(f"suite {name!r}: eval has no field {field!r}.{did_you_mean(field, types_of(EvalConfig))}")
-    if config is not None:
-        suite = dataclasses.replace(suite, reads=(*suite.reads, name))
     SUITES.register(name)(suite)
     if config is not None:
         add_group(EvalConfig, name, config)

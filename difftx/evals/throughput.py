@@ -144,7 +144,6 @@ def _compiled(config: Config, kind: str, params: Any, batch: Batch) -> Callable[
 
 SUITE = Suite(
     evaluate=evaluate,
-    reads=("throughput_rounds", "throughput_steps"),
     check=lambda run: pair(run.config),
     measures_device=True,
     quantizable=False,

@@ -10,7 +10,8 @@ from difftx.config.fields import values_of
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import UserError, printable
 from difftx.files import matching_files, write_atomically
-from difftx.interop.remote_code_config import EAGER, FIELDS_WITHOUT_EFFECT, MODELING
+from difftx.interop.fields import function_fields
+from difftx.interop.remote_code_config import EAGER, MODELING
 from difftx.interop.tokenizers import GENERATION, has_tokenizer
 from difftx.json_files import read_json
 from difftx.model.abstract import count_parameters
@@ -43,7 +44,8 @@ def write_card(
     tokens = row.get("tokens", step * config.train.global_batch_tokens)
     code = f"The class `{causal}` is in `{MODELING.name}`." if has_remote_code else f"The class is `{causal}`."
     # The fields that determine what the trained model computes.
-    fields = [pair for pair in values_of(config.model).items() if pair[0] not in FIELDS_WITHOUT_EFFECT]
+    values = values_of(config.model)
+    fields = [(name, values[name]) for name in function_fields()]
     parts = [
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"
         f"tags: [difftx, {config.model.architecture}]\n---",

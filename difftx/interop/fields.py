@@ -1,37 +1,29 @@
-"""Reading of config.json in other formats, and the values of `model` that all imported models share."""
+"""Reading and writing of config.json in other formats.
 
+The module of a format has `read`, which returns the fields of `model` that a config.json determines, and `write`, which
+returns the fields of config.json that a model determines. Its table `NAMES` has the fields of config.json that have the
+value of a field of `model`. A model can be exported if `read` of what `write` returns is a model of the same function.
+"""
+
+import dataclasses
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType, NoneType
 from typing import Any
 
 from difftx.config import Config, ModelConfig
+from difftx.config.affects import Effect
 from difftx.config.build import build_group
-from difftx.config.fields import types_of, values_of
+from difftx.config.fields import added_groups, fields_with, options, types_of, values_of
 from difftx.config.model import RopeScalingConfig
 from difftx.errors import UserError
 from difftx.json_files import TYPE_NAMES, read_json
+from difftx.model.architectures import heads_of
 
-# Fields of `model` that have the same value in all imported models.
-FIXED = {
-    "signal_heads": None,
-    "output_gate": False,
-    "top_k": None,
-    "lambda_init": None,
-    "lambda_learned": True,
-    "lambda_bound": "none",
-    "post_scale": None,
-    "attention_logit_bits": None,
-    "attention_operand_bits": None,
-    "qk_norm": False,
-    "window": None,
-    "window_pattern": "L",
-    "logit_soft_cap": None,
-    "attention_bias": False,
-    "rope_scaling": RopeScalingConfig(),
-    "mup_base_width": None,
-    "mup_base_layers": None,
-    "mup_base_head_dim": None,
-}
+CONFIG = "config.json"
+# A cache belongs to the engine, and the granularity has no effect without `attention_logit_bits`.
+NOT_OF_WEIGHTS = ("cache", "attention_logit_granularity")
 # Fields of config.json that change no logits of the classes of transformers, such as those of SmolLM and Unsloth.
 HARMLESS = (
     "_attn_implementation_autoset", "_commit_hash", "_flash_attn_2_enabled", "_name_or_path", "attention_dropout",
@@ -46,9 +38,9 @@ EXPECTED: dict[type, str] = TYPE_NAMES | {float: "a positive number", bool: "tru
 class Fields:
     """A config.json whose fields are checked when they are read."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, raw: Any = None):
         self.path = path
-        self._raw = read_json(path)
+        self._raw = read_json(path) if raw is None else raw
         if not isinstance(self._raw, dict):
             raise UserError(f"{path}: not an object")
         self._known = {*HARMLESS}
@@ -64,6 +56,12 @@ class Fields:
         if type(value) is not kind or (kind in (int, float) and not _is_positive(value)):
             raise UserError(f"{self.path}: {name}={value!r}: expected {EXPECTED[kind]}")
         return value
+
+    def named(self, names: Mapping[str, str], **defaults: Any) -> dict[str, Any]:
+        """Return the fields of `model` that are fields of config.json, given a table `NAMES`."""
+        types = types_of(ModelConfig)
+        kinds = {ours: next(kind for kind in options(types[ours]) if kind is not NoneType) for ours in names.values()}
+        return {ours: self.get(theirs, kinds[ours], defaults.get(theirs)) for theirs, ours in names.items()}
 
     def read(self, *names: str) -> dict[str, Any]:
         """Return the values of fields, whose types the caller checks. Raise `UserError` if a field is absent."""
@@ -83,6 +81,47 @@ class Fields:
         for name, value in self._raw.items():
             if value and name not in {*self._known, *ignored}:
                 raise UserError(f"{self.path}: {name}={value!r} cannot be converted; remove it if it has no effect")
+
+
+def function_fields() -> list[str]:
+    """Return the fields of `model` that determine what given weights compute, without those of extensions."""
+    names = (name.partition(".")[0] for name in fields_with(ModelConfig, Effect.SHAPES, Effect.FUNCTION))
+    return [name for name in dict.fromkeys(names) if name not in (*NOT_OF_WEIGHTS, *added_groups(ModelConfig))]
+
+
+def defaults() -> dict[str, Any]:
+    """Return the defaults of `function_fields`, which a model has if its config.json says nothing else."""
+    model = build_group(ModelConfig, {}, "model")
+    return {name: getattr(model, name) for name in function_fields()}
+
+
+def config_json(format_: ModuleType, config: Config, end_of_text: int) -> dict[str, Any]:
+    """Return the content of config.json for a model that `check_model` accepts."""
+    scaling = config.model.rope_scaling
+    scaled = 0 if scaling.factor == 1 else round(scaling.factor * scaling.original_max_position_embeddings)
+    longest = max(config.data.sequence_length, scaled)
+    return {**format_.write(config.model), "max_position_embeddings": longest, "eos_token_id": end_of_text}
+
+
+def check_model(format_: ModuleType, model: ModelConfig) -> None:
+    """Raise `UserError` for a model that a format cannot represent: its config.json is that of another model."""
+    written = format_.write(model)
+    other = dataclasses.replace(model, **format_.read(Fields(Path(CONFIG), written)))
+    own, others = _canonical(model), _canonical(other)
+    for name in (*function_fields(), *added_groups(ModelConfig)):
+        if own[name] != others[name]:
+            value, kind = getattr(model, name), written.get("attention") or written["architectures"][0]
+            raise UserError(f"model.{name}={value!r} cannot be converted: a {kind} would have {getattr(other, name)!r}")
+
+
+def _canonical(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields of a model, with one value for all values of the same function."""
+    values = values_of(model) | {"num_kv_heads": heads_of(model).kv_heads, "head_dim": heads_of(model).d_head}
+    if model.head_norm == "rms_affine":
+        values["head_norm"] = "rms"  # `export_params` converts gains.
+    elif model.head_norm != "rms":
+        values["head_norm_eps"] = None  # Without an RMSNorm, it has no effect.
+    return values
 
 
 def heads_from(d_model: int, groups: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, int | None]:
@@ -122,10 +161,3 @@ def rope_parameters(model: ModelConfig) -> dict[str, Any]:
     scaling = model.rope_scaling
     kind = {"rope_type": "default"} if scaling.factor == 1 else {"rope_type": "llama3", **values_of(scaling)}
     return kind | {"rope_theta": model.rope_theta}
-
-
-def longest_context(config: Config) -> int:
-    """Return the field `max_position_embeddings` of config.json."""
-    scaling = config.model.rope_scaling
-    scaled = 0 if scaling.factor == 1 else round(scaling.factor * scaling.original_max_position_embeddings)
-    return max(config.data.sequence_length, scaled)

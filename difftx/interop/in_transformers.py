@@ -8,8 +8,8 @@ import numpy as np
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import RunError
 from difftx.interop import remote_code_config
+from difftx.interop.fields import CONFIG
 
-CONFIG = "config.json"
 TEXTS = 100  # Texts of `PIECES` that are encoded in a comparison of tokenizers.
 PIECES = (
     *("the", " and", "'LL", "Words", "12345", " 3.14", "?!", "</p>", "def f(x):\n    return x[0]", "--"),

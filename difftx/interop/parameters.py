@@ -131,6 +131,11 @@ _ATTENTION: dict[tuple[Format, str], list[Weight]] = {
 }
 
 
+def architectures_of(format_: Format) -> list[str]:
+    """Return the architectures that a format has."""
+    return [architecture for of_format, architecture in _ATTENTION if of_format == format_]
+
+
 def weights_of(format_: Format, model: ModelConfig) -> list[Weight]:
     """Return the weights of a model. Outside of attention layers, all formats use Llama's names."""
     attention = _ATTENTION[format_, model.architecture]

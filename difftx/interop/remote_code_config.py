@@ -1,28 +1,22 @@
-"""Conversion of the config.json of `modeling_difftx.py`, which transformers loads as remote code, in both directions.
+"""The config.json of `modeling_difftx.py`, which transformers loads as remote code.
 
 The modelling file is copied into each exported folder. difftx never executes the copy.
 """
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
-from difftx.config import Config, ModelConfig
+from difftx.config import ModelConfig
 from difftx.config.build import build_group
 from difftx.config.fields import values_of
-from difftx.config.model import default_specific_fields
 from difftx.errors import UserError
-from difftx.interop.fields import Fields, longest_context, rope_fields, rope_parameters
+from difftx.interop.fields import Fields, function_fields, rope_fields, rope_parameters
+from difftx.interop.parameters import architectures_of
 from difftx.model.architectures import ARCHITECTURES, check_attention, heads_of
 
 MODELING = Path(__file__).with_name("modeling_difftx.py")
 SERVABLE, EAGER = "DifftxForCausalLM", "DifftxEagerForCausalLM"
-SUPPORTED = (
-    "diff", "gda", "diff_v2", "gdla", "gated", "zero_branch", "dex", "transformer",
-    "top_k", "off_by_one", "sink", "signed_mask",
-)  # fmt: skip
-# Fields of config.json, and the fields of `model` with the same values.
-RENAMED_FIELDS = {
+NAMES = {
     "architecture": "architecture",
     "vocab_size": "vocab_size",
     "hidden_size": "d_model",
@@ -42,13 +36,6 @@ RENAMED_FIELDS = {
     "top_k": "top_k",
     "final_logit_softcapping": "logit_soft_cap",  # Gemma's name, which engines read.
 }
-# Fields of `model` that other fields of config.json determine.
-DERIVED_FIELDS = ("num_heads", "num_kv_heads", "head_dim", "signal_heads", "output_gate", "rope_theta", "rope_scaling")
-# Fields of `model` that do not change what a trained model computes, except by rounding.
-FIELDS_WITHOUT_EFFECT = (
-    "anneal_steps", "init", "init_std", "embedding_std", "zero_init_output", "compute_dtype", "remat",
-    "attention_implementation", "attention_logit_granularity", "cache",
-)  # fmt: skip
 
 
 def is_ours(path: Path) -> bool:
@@ -61,17 +48,16 @@ def class_of(path: Path) -> Any:
     return next(iter(Fields(path).get("architectures", list, [None])), None)
 
 
-def model_fields(path: Path) -> dict[str, Any]:
+def read(fields: Fields) -> dict[str, Any]:
     """Return the fields of `model` that a config.json determines, or raise `UserError` if it contradicts itself."""
-    fields = Fields(path)
-    raw = fields.read(*RENAMED_FIELDS, "num_noise_heads", "rope_parameters")
+    path = fields.path
+    raw = fields.read(*NAMES, "num_noise_heads", "rope_parameters")
     architecture = raw["architecture"]
-    if architecture not in SUPPORTED:
-        raise UserError(f"{path}: architecture={architecture!r} cannot be converted; use one of {', '.join(SUPPORTED)}")
+    if architecture not in (known := architectures_of("hf")):
+        raise UserError(f"{path}: architecture={architecture!r} cannot be converted; use one of {', '.join(known)}")
     rope = rope_fields(fields)
     model = {
-        **default_specific_fields(),
-        **{ours: raw[theirs] for theirs, ours in RENAMED_FIELDS.items()},
+        **{ours: raw[theirs] for theirs, ours in NAMES.items()},
         **_heads(fields, architecture),
         "output_gate": fields.get("output_gate", bool, False) and architecture == "gdla",
         "rope_theta": rope["rope_theta"],
@@ -85,8 +71,7 @@ def model_fields(path: Path) -> dict[str, Any]:
     for name, value in _description(built).items():
         fields.require(name, value)
     fields.refuse_others()
-    names = {field.name for field in dataclasses.fields(ModelConfig)} - {*FIELDS_WITHOUT_EFFECT, "extensions"}
-    return {name: getattr(built, name) for name in names}
+    return {name: getattr(built, name) for name in {*function_fields(), *NAMES.values()}}
 
 
 def _heads(fields: Fields, architecture: str) -> dict[str, int | None]:
@@ -118,31 +103,13 @@ def _heads(fields: Fields, architecture: str) -> dict[str, int | None]:
     }
 
 
-def check_model(model: ModelConfig) -> None:
-    """Raise `UserError` for a model that the modelling file cannot represent."""
-    if model.architecture not in SUPPORTED:
-        names = ", ".join(SUPPORTED)
-        raise UserError(f"model.architecture={model.architecture!r} cannot be converted; use one of {names}")
-    defaults = values_of(build_group(ModelConfig, {}, "model"))
-    for name, value in values_of(model).items():
-        if name not in (*RENAMED_FIELDS.values(), *DERIVED_FIELDS, *FIELDS_WITHOUT_EFFECT) and value != defaults[name]:
-            raise UserError(f"model.{name}={value} cannot be converted: {MODELING.name} does not have it")
-
-
-def config_json(config: Config, end_of_text: int) -> dict[str, Any]:
-    """Return the content of config.json for a model that `check_model` accepts."""
-    model = config.model
-    return {
-        **_description(model),
-        "max_position_embeddings": longest_context(config),
-        "initializer_range": model.init_std,
-        "eos_token_id": end_of_text,
-        "dtype": "float32",
-    }
+def write(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields of config.json that a model determines."""
+    return {**_description(model), "initializer_range": model.init_std, "dtype": "float32"}
 
 
 def _description(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields of config.json that `model` determines. Heads are those of the attention call."""
+    """Return the fields of config.json that must agree with each other. Heads are those of the attention call."""
     values, heads = values_of(model), heads_of(model)
     causal = EAGER if ARCHITECTURES[model.architecture].kernel == "weighted_attention" else SERVABLE
     classes = {"AutoConfig": "DifftxConfig", "AutoModel": causal.replace("ForCausalLM", "Model")}
@@ -151,7 +118,7 @@ def _description(model: ModelConfig) -> dict[str, Any]:
         "architectures": [causal],
         "auto_map": {auto: f"{MODELING.stem}.{name}" for auto, name in classes.items()},
         "model_type": "difftx",
-        **{theirs: values[ours] for theirs, ours in RENAMED_FIELDS.items()},
+        **{theirs: values[ours] for theirs, ours in NAMES.items()},
         "num_attention_heads": heads.query_heads,
         # The keys of a token, divided into heads as wide as a value.
         "num_key_value_heads": heads.kv_heads * heads.groups * heads.d_head // heads.d_value,

@@ -1,5 +1,6 @@
 """Conversion between run directories and model folders of other formats, and comparison of their logits."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -32,9 +33,8 @@ from difftx.interop.differential import (
     heads_by_entropy,
     require_convertible,
 )
-from difftx.interop.fields import FIXED
-from difftx.interop.in_transformers import CONFIG
-from difftx.interop.parameters import Format, export_params, import_params
+from difftx.interop.fields import CONFIG, Fields, check_model, config_json
+from difftx.interop.parameters import Format, architectures_of, export_params, import_params
 from difftx.interop.safetensors import read_folder, write_folder
 from difftx.model.abstract import count_parameters
 from difftx.model.architectures import heads_of
@@ -48,7 +48,7 @@ from difftx.training.fit import fit
 from difftx.training.run import read_config, write_run_files
 from difftx.training.state import graph, init_state
 
-FORMATS: dict[Format, ModuleType] = {"hf": huggingface, "diffllama": huggingface, "official": official}
+FORMATS: dict[Format, ModuleType] = {"hf": remote_code_config, "diffllama": huggingface, "official": official}
 PROMPTS = 5  # Fewest prompts whose greedy text is compared.
 TOKENS = 64  # Most tokens per row in a comparison of logits.
 TOLERANCE = 1e-4  # Largest difference relative to the largest logit. It allows for another order of float32 sums.
@@ -74,7 +74,7 @@ def import_run(
     with downloaded(source) as local:
         path = local / CONFIG
         is_ours = format_ == "hf" and remote_code_config.is_ours(path)
-        fields = (remote_code_config if is_ours else FORMATS[format_]).model_fields(path)
+        fields = (huggingface if format_ == "hf" and not is_ours else FORMATS[format_]).read(Fields(path))
         if format_ == "hf" and not is_ours and fields["architecture"] == "diff":
             format_ = "diffllama"
         chosen = config.model
@@ -226,11 +226,11 @@ def write_export(
 ) -> list[str]:
     """Write a checkpoint of `workdir` to `folder`, which is later renamed to `out`. Return messages."""
     model, part = checkpoint.config.model, checkpoint.part
-    check_representable(model, format_)
-    has_remote_code = format_ == "hf" and not _is_llama(model)
+    module = check_representable(model, format_)
+    has_remote_code = module is remote_code_config
     config, tokenizer = open_tokenizer(checkpoint)
     files = write_folder(folder, export_params(ParamsReader(checkpoint.folder, part), format_, model), shard_bytes)
-    settings = (remote_code_config if has_remote_code else FORMATS[format_]).config_json(config, tokenizer.eot_token)
+    settings = config_json(module, config, tokenizer.eot_token)
     write_atomically(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
     note = tokenizers.export_tokenizer(config, tokenizer, folder, settings.get("model_type"))
     if has_remote_code:
@@ -246,46 +246,19 @@ def write_export(
     return [f"{out}: {shards} of {what}, {_describe(model)}", note]
 
 
-def check_representable(model: ModelConfig, format_: Format) -> None:
-    """Raise `UserError` for a model that a format cannot represent."""
-    if format_ == "hf" and not _is_llama(model):
-        remote_code_config.check_model(model)
-    else:
-        _check_published(model, format_)
-
-
-def _is_llama(model: ModelConfig) -> bool:
-    """Return whether a model is a `LlamaForCausalLM`, which needs no modelling file."""
-    if model.architecture != "transformer":
-        return False
-    try:
-        _check_published(model, "hf")
-    except UserError:
-        return False
-    return True
-
-
-def _check_published(model: ModelConfig, format_: Format) -> None:
-    """Raise `UserError` for a model that a published class cannot represent."""
-    if format_ == "diffllama" and model.architecture == "transformer":
-        raise UserError("model.architecture='transformer': --to=diffllama exports 'diff'; use --to=hf")
-    if model.architecture not in ("diff", "transformer"):
-        raise UserError(f"model.architecture={model.architecture!r} cannot be converted; 'diff' and 'transformer' can")
-    for name in ("lambda_learned", "lambda_init", "lambda_bound", "post_scale"):
-        value = getattr(model, name)
-        if value != FIXED[name]:
-            raise UserError(f"model.{name}={value}: other formats learn λ, with the λ_init and factors of the paper")
-    if model.architecture == "diff" and model.head_norm not in ("rms", "rms_affine"):
-        raise UserError(f"model.head_norm={model.head_norm!r}: other formats normalise each differential head")
-    names = ("attention_logit_bits", "attention_operand_bits", "qk_norm", "window", "logit_soft_cap", "mup_base_width")
-    if format_ == "official" or model.architecture == "diff":
-        names += ("attention_bias",)  # DiffLlama would also have a bias of W_O.
-    if format_ == "official":
-        names += ("rope_scaling",)
-    for name in names:
-        if (value := getattr(model, name)) != FIXED[name]:
-            raise UserError(f"model.{name}={value} cannot be converted: models of the other formats do not have it")
-    FORMATS[format_].check_model(model)
+def check_representable(model: ModelConfig, format_: Format) -> ModuleType:
+    """Return the module of a model's config.json, or raise `UserError` if the format cannot represent the model."""
+    if model.architecture not in (known := architectures_of(format_)):
+        raise UserError(
+            f"model.architecture={model.architecture!r} cannot be converted with --to={format_}; "
+            f"{', '.join(known)} can{'' if format_ == 'hf' else ', and --to=hf converts all'}"
+        )
+    if format_ == "hf" and model.architecture == "transformer":
+        with contextlib.suppress(UserError):  # A `LlamaForCausalLM` needs no modelling file.
+            check_model(huggingface, model)
+            return huggingface
+    check_model(FORMATS[format_], model)
+    return FORMATS[format_]
 
 
 def _describe(model: ModelConfig) -> str:

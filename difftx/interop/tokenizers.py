@@ -15,7 +15,7 @@ from typing import Any
 
 from difftx.config import Config
 from difftx.data.byte_level import BYTE_LEVEL, BYTES_OF, CHARACTERS, PATTERN, SPLIT
-from difftx.data.tokenizer import BYTES, END_OF_TEXT, TiktokenTokenizer, Tokenizer, load_tokenizer
+from difftx.data.tokenizer import BYTES, END_OF_TEXT, TiktokenTokenizer, Tokenizer
 from difftx.data.tokenizer_files import (
     CONFIG,
     FILES,
@@ -27,6 +27,7 @@ from difftx.data.tokenizer_files import (
     read_object,
     read_settings,
 )
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UnreadableError, UserError
 from difftx.files import write_atomically
 from difftx.json_files import read_json, schema_error

@@ -10,7 +10,7 @@ from pathlib import Path
 from difftx.config import Config
 from difftx.config.fields import types_of
 from difftx.config.recipes import argument_of, load_config, split_spec
-from difftx.data.tokenizer import with_vocabulary
+from difftx.data.tokenizers import with_vocabulary
 from difftx.errors import UserError, did_you_mean
 from difftx.storage.paths import AnyPath
 from difftx.training.fit import fit

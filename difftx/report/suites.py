@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from difftx.config.fields import flat
-from difftx.config.suites import SUITES
+from difftx.evals import SUITES
 from difftx.evals.measures import explanation_of, format_value, label_of, measure_of, measures_of
 from difftx.evals.result import Measure
 from difftx.report.panels import Cell, Panel, Table, averaged_heatmap, chart_panel, panel_over_steps, thinned_lines

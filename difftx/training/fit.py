@@ -6,7 +6,8 @@ import jax
 
 from difftx import kernels
 from difftx.config import Config
-from difftx.data.tokenizer import Tokenizer, padded_size
+from difftx.data.tokenizer import Tokenizer
+from difftx.data.tokenizers import padded_size
 from difftx.errors import UserError
 from difftx.model.architectures import ARCHITECTURES, check_attention, require_multiple
 from difftx.parallel.mesh import batch_shards

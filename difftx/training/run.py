@@ -22,7 +22,8 @@ from difftx.config import Config
 from difftx.config.build import config_from_dict
 from difftx.config.fields import Flag, flat, values_of, without
 from difftx.data.sources import Sources, load_sources
-from difftx.data.tokenizer import Tokenizer, load_tokenizer
+from difftx.data.tokenizer import Tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError, printable
 from difftx.files import (
     read_file,

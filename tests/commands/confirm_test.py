@@ -12,7 +12,6 @@ from helpers.evals_examples import long_bench, set_of, write_lines
 from helpers.report_runs import save_run
 
 from difftx.commands.evaluate import confirm_outward
-from difftx.config import extras
 from difftx.config.build import override
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
@@ -131,7 +130,7 @@ def hostile_tasks(tmp_path):
     ],
 )
 def test_code_of_a_foreign_folder_is_not_executed(evaluate, hostile_tasks, tmp_path, monkeypatch, fields, named):
-    monkeypatch.setattr(extras, "require_extra", lambda *_: None)  # As if lm_eval were installed.
+    monkeypatch.setattr("difftx.evals.require_extra", lambda *_: None)  # As if lm_eval were installed.
     fields = {f"harness.{name}": hostile_tasks if value is True else value for name, value in fields.items()}
     with pytest.raises(UserError, match=named):
         evaluate(fields, "harness")

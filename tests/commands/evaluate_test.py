@@ -14,14 +14,13 @@ from conftest import ROOT, TINY, replace
 from helpers.report_runs import save_run
 from helpers.training_checkpoints import flip_a_bit, largest_file
 
-from difftx import evals
 from difftx.commands import evaluate as commands
 from difftx.commands.evaluate import _show_result, chosen_steps, run_suites
 from difftx.commands.flags import parse_overrides
 from difftx.config.recipes import load_config
-from difftx.config.suites import SUITES
 from difftx.errors import UNPRINTABLE, UserError
-from difftx.evals import loss
+from difftx.evals import SUITES, loss
+from difftx.evals import run as evals
 from difftx.evals.result import Result
 from difftx.json_files import json_sha256
 from difftx.training.checkpoint import checkpointer as checkpoint_module

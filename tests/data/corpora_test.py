@@ -14,7 +14,7 @@ import pytest
 from difftx.data.bigrams import read_bigrams
 from difftx.data.records import read_records
 from difftx.data.sources import DOCUMENT_BYTES, load_corpus, text_files
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UnreadableError, UserError
 
 ENCODING = load_tokenizer("bytes")

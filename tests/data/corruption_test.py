@@ -17,7 +17,7 @@ from difftx.data.loader import Loader, ordered_batches
 from difftx.data.packing import PackedRows
 from difftx.data.sources import load_sources
 from difftx.data.store import TokenStore, open_store
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
 from difftx.parallel.layout import Layout
 

@@ -11,7 +11,7 @@ from difftx.__main__ import main as difftx
 from difftx.data.packing import PackedRows
 from difftx.data.sources import load_corpus, open_split
 from difftx.data.store import open_store, read_meta
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
 
 pytest.importorskip("tokenizers", reason="make test installs the extra tokenizers")

@@ -24,7 +24,8 @@ from difftx import folders
 from difftx.commands.prepare import main
 from difftx.data.prepare import job
 from difftx.data.store import open_store, read_meta
-from difftx.data.tokenizer import END_OF_TEXT, load_tokenizer
+from difftx.data.tokenizer import END_OF_TEXT
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
 
 

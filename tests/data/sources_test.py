@@ -9,7 +9,7 @@ from difftx.config.data import SourceConfig, StageConfig, UpsamplingConfig
 from difftx.data.loader import Loader
 from difftx.data.mixture import BLOCK_ROWS
 from difftx.data.sources import load_sources
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
 
 ENCODING = load_tokenizer("bytes")

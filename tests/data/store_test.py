@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from difftx.commands.data import main as data_command
 from difftx.data.sources import load_corpus
 from difftx.data.store import TokenStore, open_store, read_meta, shard_file, write_meta
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UnreadableError, UserError
 
 TEXTS = [f"document {i} says [red]{'äöü€' * (i % 5)}[/red] and \x1b[2J ends" for i in range(60)]

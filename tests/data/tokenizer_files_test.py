@@ -20,7 +20,7 @@ from difftx.commands import tokenizer as tokenizer_command
 from difftx.data import chat_template
 from difftx.data.chat_template import ChatTemplate
 from difftx.data.sources import load_sources
-from difftx.data.tokenizer import load_tokenizer, padded_size, with_vocabulary
+from difftx.data.tokenizers import load_tokenizer, padded_size, with_vocabulary
 from difftx.errors import UserError
 from difftx.inference.generate import TextStream
 from difftx.json_files import json_sha256

@@ -9,7 +9,7 @@ import pytest
 from helpers.tokenizer_files import FAMILIES, SPECIAL, TEMPLATE, random_strings, sentencepiece_model, write_settings
 
 from difftx.data.chat_template import REASONING
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.inference.generate import TextStream
 
 transformers = pytest.importorskip("transformers", reason="make test and make parity install it")

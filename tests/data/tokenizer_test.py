@@ -8,7 +8,8 @@ import tiktoken.load
 from conftest import child_environment
 from helpers.command_server import commands
 
-from difftx.data.tokenizer import CL100K_PATTERN, TiktokenTokenizer, load_tokenizer
+from difftx.data.tokenizer import CL100K_PATTERN, TiktokenTokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import EXIT_FAILED, UserError
 
 

@@ -14,10 +14,10 @@ from conftest import ROOT, TINY
 from helpers.evals_params import random_params
 from model.oracle import softmax_row
 
-from difftx import evals
 from difftx.config.build import override
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
+from difftx.evals import run as evals
 from difftx.evals.attention import suite as attention
 from difftx.evals.attention.statistics import PARTS, UNSEEN, row_pictures, row_statistics
 from difftx.evals.needle.prompts import NeedlePrompts

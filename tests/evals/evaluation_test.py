@@ -12,10 +12,10 @@ from helpers.cases import marked
 from helpers.evals_params import one_device, params_of
 from helpers.evals_results import LOSS_SUITES, flat
 
-from difftx import evals
 from difftx.commands.prepare import main as prepare
-from difftx.config.suites import SUITES
 from difftx.errors import UserError
+from difftx.evals import SUITES
+from difftx.evals import run as evals
 from difftx.evals.measures import measures_of
 from difftx.evals.result import Measure, Result
 from difftx.evals.suite import Suite

@@ -9,9 +9,9 @@ import scipy.stats
 from flax import nnx
 from helpers.evals_params import params_of
 
-from difftx import evals
 from difftx.data.synthetic import SyntheticRows
 from difftx.errors import UserError
+from difftx.evals import run as evals
 from difftx.training.run import Run
 from difftx.training.state import graph
 

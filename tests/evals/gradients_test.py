@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from helpers.evals_params import one_device, random_params
 
-from difftx import evals
 from difftx.errors import UserError
+from difftx.evals import run as evals
 from difftx.evals.gradients import initial_configs
 from difftx.model.architectures import ARCHITECTURES
 from difftx.parallel.mesh import make_mesh

@@ -11,10 +11,10 @@ from helpers.chat_server import KEY, ChatServer, completion, verdict_on
 from helpers.command_server import commands
 from helpers.evals_examples import KINDS, long_bench, set_of, write_lines
 
-from difftx import evals
 from difftx.config.build import override
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
+from difftx.evals import run as evals
 from difftx.evals.hallucination.prompts import STOP, HallucinationSet
 from difftx.inference.generate import Completion
 from difftx.training.run import Run

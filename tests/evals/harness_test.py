@@ -13,9 +13,9 @@ from conftest import suite_config
 from flax import nnx
 from helpers.evals_params import params_from
 
-from difftx import evals
 from difftx.config.build import override
 from difftx.errors import UserError
+from difftx.evals import run as evals
 from difftx.evals.harness.data import data_files, splits
 from difftx.evals.harness.suite import PAPER_METRICS, averages
 from difftx.training.run import Run

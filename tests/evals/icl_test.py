@@ -13,10 +13,10 @@ from helpers.evals_examples import LABELS, examples, task_of, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from difftx import evals
 from difftx.config.build import override
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
+from difftx.evals import run as evals
 from difftx.evals.icl.prompts import IclTask
 from difftx.evals.icl.suite import first_stable
 from difftx.training.run import Run

@@ -14,13 +14,12 @@ import rich
 from flax import nnx
 from helpers.evals_params import one_device, params_of
 
-from difftx import evals
 from difftx.commands.evaluate import format_numbers
-from difftx.config.suites import SUITES
 from difftx.data.sources import pack
 from difftx.data.store import TokenStore
 from difftx.errors import UserError
-from difftx.evals import loss
+from difftx.evals import SUITES, loss
+from difftx.evals import run as evals
 from difftx.json_files import read_json
 from difftx.training.checkpoint.retention import number_of
 from difftx.training.metrics import MetricsWriter, read_metrics

@@ -14,11 +14,11 @@ import pytest
 from conftest import suite_config
 from helpers.report_runs import save_run
 
-from difftx import evals
 from difftx.commands.evaluate import load_params
 from difftx.config.build import override
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
+from difftx.evals import run as evals
 from difftx.evals.math.formats import Problem, last_boxed, read_problems
 from difftx.evals.math.prompts import NUDGE, STOP, MathTask
 from difftx.evals.math.suite import final_answer, is_right

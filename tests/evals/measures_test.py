@@ -6,8 +6,8 @@ import re
 import pytest
 from conftest import ROOT
 
-from difftx.config.suites import SUITES
 from difftx.errors import UserError
+from difftx.evals import SUITES
 from difftx.evals.measures import explanation_of, format_value, measure_of, measures_of
 from difftx.evals.result import Measure
 from difftx.evals.suite import Suite

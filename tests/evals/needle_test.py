@@ -12,11 +12,12 @@ from conftest import ROOT, TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from difftx import evals
 from difftx.config.build import override
 from difftx.config.recipes import load_config
-from difftx.data.tokenizer import CL100K_PATTERN, END_OF_TEXT, TiktokenTokenizer, load_tokenizer
+from difftx.data.tokenizer import CL100K_PATTERN, END_OF_TEXT, TiktokenTokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
+from difftx.evals import run as evals
 from difftx.evals.needle.haystack import TOLERANCE
 from difftx.evals.needle.prompts import NeedlePrompts
 from difftx.evals.needle.suite import lwm_share_found, share_found

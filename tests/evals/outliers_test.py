@@ -8,7 +8,7 @@ from helpers.evals_params import random_params
 from helpers.model_layers import OPTIONS
 from model import oracle
 
-from difftx import evals
+from difftx.evals import run as evals
 from difftx.parallel.mesh import make_mesh
 from difftx.training.run import Run
 from difftx.training.state import graph

@@ -8,10 +8,10 @@ import pytest
 from flax import nnx
 from helpers.evals_params import one_device, params_of
 
-from difftx import evals
 from difftx.data.store import TokenStore
 from difftx.errors import UserError
 from difftx.evals import position
+from difftx.evals import run as evals
 from difftx.training.run import Run
 from difftx.training.state import graph
 

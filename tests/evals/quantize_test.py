@@ -9,9 +9,9 @@ from conftest import replace
 from helpers.evals_params import one_device, random_params
 from helpers.inference_models import TENSOR, full_logits, language_model, prompts_of
 
-from difftx import evals
 from difftx.config.build import override
 from difftx.errors import UserError
+from difftx.evals import run as evals
 from difftx.evals.quantize import quantized
 from difftx.training.run import Run
 

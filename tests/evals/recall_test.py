@@ -13,7 +13,6 @@ from helpers.evals_params import one_device, params_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from difftx import evals
 from difftx.commands.data import main as data_command
 from difftx.commands.prepare import main as prepare
 from difftx.data.bigrams import BigramCounts, as_bigrams
@@ -22,6 +21,7 @@ from difftx.data.packing import PackedRows
 from difftx.data.sources import ONLY_SOURCE
 from difftx.data.store import TokenStore
 from difftx.errors import UserError
+from difftx.evals import run as evals
 from difftx.evals.recall import is_hit, training_counts
 from difftx.training.run import Run
 from difftx.training.state import graph

@@ -8,12 +8,12 @@ from helpers.command_server import commands
 from helpers.evals_params import one_device, random_params
 from helpers.report_runs import save_run
 
-from difftx import evals
 from difftx.commands.data import main as data_command
 from difftx.commands.prepare import main as prepare
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
 from difftx.evals import held_out
+from difftx.evals import run as evals
 from difftx.training.run import Run
 
 SUITES = ["loss", "recall", "position"]

@@ -6,9 +6,9 @@ import pytest
 from conftest import ROOT, replace
 from helpers.evals_params import one_device, params_of
 
-from difftx import evals
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
+from difftx.evals import run as evals
 from difftx.evals.throughput import counterpart, pair, rates_in_turn
 from difftx.model.abstract import count_parameters
 from difftx.training.run import Run

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.inference.decode import LanguageModel
 from difftx.training.state import graph, init_state
 

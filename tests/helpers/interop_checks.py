@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.inference.decode import LanguageModel
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY

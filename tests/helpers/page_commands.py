@@ -14,7 +14,7 @@ from difftx.commands import COMMANDS
 from difftx.commands.flags import parse_overrides
 from difftx.config.build import override
 from difftx.config.recipes import load_config
-from difftx.config.suites import SUITES
+from difftx.evals import SUITES
 from difftx.launch.grid import make_points, parse_grid
 from difftx.launch.jobs import write_jobs
 from difftx.launch.topology import parse_topology

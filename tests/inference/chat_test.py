@@ -14,7 +14,7 @@ from helpers.inference_models import TENSOR, language_model
 from difftx.commands import generate as generate_command
 from difftx.commands.chat import _lines, converse
 from difftx.data.chat_template import ChatTemplate
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
 from difftx.inference import cache, decode, load
 from difftx.inference.generate import Request, generate

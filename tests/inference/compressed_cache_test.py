@@ -12,9 +12,9 @@ from helpers.evals_examples import examples, task_of, write_lines
 from helpers.evals_params import one_device, random_params
 from jax.sharding import reshard
 
-from difftx import evals
 from difftx.config.model import CacheConfig
 from difftx.errors import UserError
+from difftx.evals import run as evals
 from difftx.evals.cache import bytes_per_token, compressed
 from difftx.inference.cache import Entries, capacity_of, grow, write_chunk, write_token
 from difftx.kernels import cached, weight_functions

@@ -17,7 +17,7 @@ from model import oracle
 
 from difftx.commands.convert import main
 from difftx.data.sources import load_sources
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
 from difftx.interop.runs import our_logits
 from difftx.json_files import read_json

@@ -13,7 +13,7 @@ from helpers.interop_folders import FIXTURES, edit_config, export, import_, run_
 from model import oracle
 
 from difftx.data.sources import load_sources
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import RunError, UserError
 from difftx.interop import in_transformers, runs, tokenizers
 from difftx.model.layers import rotary_angles

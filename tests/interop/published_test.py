@@ -9,7 +9,8 @@ from helpers.interop_folders import FIXTURES
 from difftx.config.build import override
 from difftx.errors import UserError
 from difftx.interop.differential import differential_model
-from difftx.interop.huggingface import model_fields
+from difftx.interop.fields import Fields
+from difftx.interop.huggingface import read
 from difftx.model.abstract import count_parameters
 
 PUBLISHED = json.loads((FIXTURES / "published.json").read_text())
@@ -24,7 +25,7 @@ SIZES = {
 
 def model_of(config, tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
-    return dataclasses.replace(config("transformer").model, **model_fields(tmp_path / "config.json"))
+    return dataclasses.replace(config("transformer").model, **read(Fields(tmp_path / "config.json")))
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -21,6 +21,7 @@ from difftx.errors import RunError
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY
 from difftx.interop import in_transformers, remote_code_config, runs
+from difftx.interop.fields import config_json
 from difftx.interop.runs import compare_logits
 from difftx.training.run import read_config
 
@@ -255,7 +256,7 @@ def test_an_engine_that_replaces_norms_computes_the_same(config, name):
 def of_modelling_file(config):
     """Return a model of `modeling_difftx.py`, also for a config that is exported as a Llama."""
     module = importlib.import_module("difftx.interop.modeling_difftx")
-    settings = remote_code_config.config_json(config, END_OF_TEXT)
+    settings = config_json(remote_code_config, config, END_OF_TEXT)
     of_config = getattr(module, settings["architectures"][0])._from_config
     return of_config(module.DifftxConfig(**settings), attn_implementation="eager").eval()
 

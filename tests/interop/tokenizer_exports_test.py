@@ -8,7 +8,8 @@ from helpers.interop_folders import words_file
 from helpers.tokenizer_files import FAMILIES, TEMPLATE, random_strings, sentencepiece_model, write_settings
 
 from difftx.data.byte_level import BYTE_LEVEL
-from difftx.data.tokenizer import END_OF_TEXT, load_tokenizer
+from difftx.data.tokenizer import END_OF_TEXT
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import RunError, UserError
 from difftx.interop import in_transformers, tokenizers
 

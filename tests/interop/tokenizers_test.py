@@ -8,7 +8,8 @@ import pytest
 from helpers.interop_folders import FIXTURES, export, import_, parameters, words_file
 from helpers.tokenizer_files import prefixed_bytes_folder
 
-from difftx.data.tokenizer import END_OF_TEXT, load_tokenizer
+from difftx.data.tokenizer import END_OF_TEXT
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
 from difftx.inference.decode import LanguageModel
 from difftx.inference.generate import Request, generate

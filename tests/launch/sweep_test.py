@@ -21,7 +21,7 @@ from helpers.training_checkpoints import largest_file
 from difftx import registry
 from difftx.commands import sweep
 from difftx.data.sources import load_sources
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
 from difftx.launch import runner
 from difftx.launch.grid import make_points, parse_grid

@@ -11,8 +11,8 @@ from helpers.evals_results import LOSS_SUITES, flat
 from helpers.processes import free_port
 from helpers.report_runs import save_run
 
-from difftx import evals
 from difftx.commands.evaluate import load_params
+from difftx.evals import run as evals
 
 pytestmark = pytest.mark.long
 

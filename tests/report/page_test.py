@@ -14,10 +14,10 @@ from conftest import ROOT
 from helpers.pages import contrast
 from helpers.report_runs import tiny, write_result, write_run
 
-from difftx import evals
 from difftx.config.recipes import load_config
-from difftx.config.suites import SUITES
 from difftx.errors import UNPRINTABLE, UserError
+from difftx.evals import SUITES
+from difftx.evals import run as evals
 from difftx.evals.result import Result
 from difftx.evals.suite import Suite
 from difftx.registry import Registry

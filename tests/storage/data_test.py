@@ -22,7 +22,7 @@ from difftx.data.blocks import BLOCK_BYTES
 from difftx.data.loader import ConcurrentBatches, HostSlice, Loader, ordered_batches
 from difftx.data.sources import load_corpus, load_sources
 from difftx.data.store import open_store, read_meta
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UnreadableError, UserError
 from difftx.json_files import JsonLines
 from difftx.parallel.layout import Layout

@@ -6,7 +6,7 @@ import pytest
 from helpers.tokenizer_files import byte_level_folder
 
 from difftx.commands import tokenizer
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
 from difftx.files import list_folder, read_file, upload
 from difftx.interop.tokenizers import export_tokenizer

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from difftx.config import GuardsConfig
 from difftx.data.loader import Loader
 from difftx.data.sources import load_sources
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import EXIT_FAILED, EXIT_PREEMPTED, UserError
 from difftx.json_files import json_sha256
 from difftx.report.curves import training_losses

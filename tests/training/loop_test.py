@@ -5,7 +5,7 @@ import json
 import pytest
 
 from difftx.data.sources import load_sources
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.training import loop
 from difftx.training.run import Run
 

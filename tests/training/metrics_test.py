@@ -12,8 +12,8 @@ import pytest
 from conftest import ROOT
 from helpers.events import events
 
+from difftx.commands.train import check_extras
 from difftx.config import LoggingConfig
-from difftx.config.extras import check_extras
 from difftx.errors import UserError
 from difftx.progress import Work
 from difftx.training.goodput import Goodput

@@ -15,9 +15,9 @@ from helpers.command_server import commands
 from helpers.evals_params import one_device
 from helpers.training_runs import stop_after, train_losses
 
-from difftx import evals
 from difftx.commands.evaluate import load_params
 from difftx.config.build import override
+from difftx.evals import run as evals
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.run import Run, read_config
 from difftx.training.state import init_state

@@ -18,7 +18,7 @@ from difftx import registry
 from difftx.config.build import override
 from difftx.data.loader import Loader
 from difftx.data.sources import Sources, load_sources
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import RunError, UserError
 from difftx.json_files import json_sha256
 from difftx.registry import Extension

@@ -10,7 +10,7 @@ from helpers.report_runs import save_run
 
 from difftx import folders
 from difftx.data.sources import load_sources
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.interop import exports
 from difftx.parallel import heartbeat, multihost
 from difftx.parallel.heartbeat import Monitor

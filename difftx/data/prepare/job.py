@@ -17,7 +17,8 @@ import numpy as np
 from difftx.data.chat_template import Date
 from difftx.data.prepare.readers import READERS, Fields, Source, load_hugging_face
 from difftx.data.store import FORMAT, SPLITS, is_store, read_meta
-from difftx.data.tokenizer import Tokenizer, load_tokenizer
+from difftx.data.tokenizer import Tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError, printable
 from difftx.files import list_folder, remove_file, size_of
 from difftx.folders import lock_file, remove_folder

@@ -161,7 +161,7 @@ def _draw_rows(graphdef: nnx.GraphDef, params: Any, batch: _Batch, *, tokens_per
 
 SUITE = Suite(
     evaluate=evaluate,
-    reads=("attention", "needle"),
+    reads=("needle",),
     check=prompts_of,
     files=haystack_files,
     quantizable=False,

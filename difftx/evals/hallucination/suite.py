@@ -154,7 +154,6 @@ def _table(kind: str, names: Sequence[str], measures: dict[str, Measures], judge
 
 SUITE = Suite(
     evaluate=evaluate,
-    reads=("hallucination",),
     check=sets_and_judge,
     files=lambda config: [path_of("eval.hallucination.sets", one.path) for one in config.eval.hallucination.sets],
     endpoint=lambda config: config.eval.hallucination.judge_model and endpoint_of(config.eval.judge),

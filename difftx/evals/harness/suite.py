@@ -13,8 +13,8 @@ import numpy as np
 
 from difftx.config import Config
 from difftx.config.eval import HarnessConfig
-from difftx.config.extras import check_suites
 from difftx.errors import UserError
+from difftx.evals import check_suites
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.harness.data import FORMS, data_files
 from difftx.evals.result import Heatmap, Measure, Result
@@ -189,7 +189,6 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 _ACCURACIES = ("acc", "acc_norm", "exact_match", "f1")
 SUITE = Suite(
     evaluate=evaluate,
-    reads=("harness",),
     check=lambda run: load_tasks(run.config.eval.harness),
     files=files,
     revision=2,

@@ -122,7 +122,6 @@ def _details(task: IclTask, accuracies: Accuracies) -> dict[str, Any]:
 
 SUITE = Suite(
     evaluate=evaluate,
-    reads=("icl",),
     check=tasks_of,
     files=_files,
     title="Learning from demonstrations",

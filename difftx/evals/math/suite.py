@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from difftx.config.extras import check_suites
 from difftx.errors import UserError, import_extra
+from difftx.evals import check_suites
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.math.formats import Problem, last_boxed
 from difftx.evals.math.prompts import STOP, MathItem, MathTask, files
@@ -128,7 +128,6 @@ def _answers(evaluation: Evaluation, task: MathTask) -> list[tuple[MathItem, dic
 
 SUITE = Suite(
     evaluate=evaluate,
-    reads=("math",),
     check=open_tasks,
     files=files,
     revision=1,

@@ -105,7 +105,6 @@ def _charts(prompts: NeedlePrompts, accuracy_LCD: np.ndarray) -> list[Heatmap]:
 _BY_CASE = "n<needles>_r<requested>_<length>"
 SUITE = Suite(
     evaluate=evaluate,
-    reads=("needle",),
     check=NeedlePrompts,
     files=haystack_files,
     title="Needles in a haystack",

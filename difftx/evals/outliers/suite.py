@@ -141,7 +141,6 @@ def _add_hidden(counts_1P2V, out_BTD, real_BT, digit):
 
 SUITE = Suite(
     evaluate=evaluate,
-    reads=("outliers",),
     quantizable=False,
     title="Activation outliers",
     explanation="Largest and median magnitude of attention logits and hidden states. Large outliers make quantisation "

@@ -14,7 +14,8 @@ from difftx.config.data import DataConfig
 from difftx.config.fields import Flag, fields_with, values_of
 from difftx.data.loader import signature_changes
 from difftx.data.sources import Sources, load_sources
-from difftx.data.tokenizer import Tokenizer, load_tokenizer
+from difftx.data.tokenizer import Tokenizer
+from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import RunError, UserError
 from difftx.files import list_folder
 from difftx.parallel.multihost import decide_on_primary

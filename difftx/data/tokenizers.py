@@ -1,0 +1,93 @@
+"""Tokenizers by name: tiktoken encodings, plain bytes, tokenizer.json files and SentencePiece models."""
+
+import atexit
+import dataclasses
+import functools
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tiktoken
+
+from difftx.config import Config
+from difftx.data.tokenizer import BYTES, TiktokenTokenizer, Tokenizer, byte_encoding, encoding_from_file
+from difftx.data.tokenizer_files import FILES, load_files
+from difftx.errors import UnreadableError, UserError, did_you_mean
+from difftx.files import read_file
+from difftx.storage.paths import is_bucket, path_of
+
+if TYPE_CHECKING:
+    from etils import epath
+
+VOCABULARY_MULTIPLE = 128  # A derived `model.vocab_size` is rounded up to a multiple, the lanes of a TPU.
+
+
+def load_tokenizer(name: str, *, field: str = "data.tokenizer", end_of_text: str | None = None) -> Tokenizer:
+    """Return a tokenizer, or raise `UserError`. `field` is the flag or config field that names it, for messages.
+
+    `name` is "bytes", an encoding of tiktoken such as "cl100k_base", the path of a .tiktoken file, of a tokenizer.json
+    file (ending .json), of a SentencePiece model (ending .model), or of a folder with one of the last two. The path may
+    be in a bucket. tiktoken downloads a vocabulary once and caches it in `TIKTOKEN_CACHE_DIR`; a failed download raises
+    `UnreadableError`. Each line of a .tiktoken file has a token in base64 and its id. The file defines neither a
+    pattern nor special tokens, so text is split by the pattern of cl100k_base, and <|endoftext|> gets the id after the
+    largest. `end_of_text` is the end-of-text token for a tokenizer whose files do not name one.
+    """
+    if is_bucket(path := path_of(field, name)):
+        local = str(_local_copy(path))
+        try:
+            return load_tokenizer(local, field=field, end_of_text=end_of_text)
+        except UserError as error:
+            raise UserError(str(error).replace(local, name)) from error
+    known = tiktoken.list_encoding_names()
+    if name not in known and (name.endswith((".json", ".model")) or Path(name).is_dir()):
+        return load_files(Path(name), field=field, end_of_text=end_of_text)
+    if end_of_text is not None:
+        owner = field.removesuffix("tokenizer")
+        raise UserError(f"{owner}end_of_text={end_of_text!r}: {field}={name!r} has its own end-of-text token; unset it")
+    if name == BYTES:
+        return TiktokenTokenizer(byte_encoding())
+    if name.endswith(".tiktoken"):
+        return TiktokenTokenizer(encoding_from_file(Path(name), field))
+    if name not in known:
+        hint = did_you_mean(name, [BYTES, *known])
+        raise UserError(f"{field}={name!r}: no such encoding, and no .tiktoken, .json or .model file or folder.{hint}")
+    try:
+        return TiktokenTokenizer(tiktoken.get_encoding(name))
+    except OSError as error:
+        if error.errno is not None:
+            raise  # From a file of the cache. The exceptions of requests have no number.
+        raise UnreadableError(
+            f"{field}={name!r}: its vocabulary is not in the cache and cannot be downloaded "
+            f"({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a folder that has it, or use {field}='bytes'"
+        ) from error
+
+
+@functools.cache
+def _local_copy(path: "epath.Path") -> Path:
+    """Copy a tokenizer from a bucket to this machine, and return its path here. The copy lasts as long as the process.
+
+    `path` is a file, whose settings lie next to it, or a folder.
+    """
+    is_file = path.suffix in (".tiktoken", ".json", ".model")
+    folder = path.parent if is_file else path
+    local = Path(tempfile.mkdtemp(prefix="difftx-tokenizer-"))
+    atexit.register(shutil.rmtree, local, ignore_errors=True)
+    for file in {*FILES, path.name} if is_file else FILES:
+        content = read_file(folder / file)
+        if content is not None:
+            (local / file).write_bytes(content)
+    return local / path.name if is_file else local
+
+
+def with_vocabulary(config: Config) -> Config:
+    """Return the config with `model.vocab_size` derived from the tokenizer if it is None."""
+    if config.model.vocab_size is not None:
+        return config
+    size = padded_size(load_tokenizer(config.data.tokenizer, end_of_text=config.data.end_of_text))
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
+
+
+def padded_size(tokenizer: Tokenizer) -> int:
+    """Return the derived `model.vocab_size`: the number of tokens, rounded up to a multiple."""
+    return -(-tokenizer.n_vocab // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
