@@ -129,7 +129,7 @@ def test_dry_run_of_a_paper_config_prints_its_cost_before_it_asks_for_data():
         ("gda", ["model.d_model=256", "model.mlp_dim=384"], None),  # The fix that the warning above proposes.
         (
             "gdla",
-            ["model.output_gate=true"],
+            ["model.gdla.output_gate=true"],
             "884,864 parameters, not 819,328; for an equal comparison, add --config.mo",
         ),
         ("diff", ["model.d_model=100", "model.num_heads=5"], "it has none: model.head_dim=25 must be even"),

@@ -53,11 +53,6 @@ class Config(Group):
                 f"optimizer.warmup_steps={warmup} must be less than train.steps={train.steps}; set it to "
                 f"{train.steps // 2}, or train.steps to {2 * warmup}"
             )
-        if model.top_k is not None and model.top_k > data.sequence_length:
-            raise UserError(
-                f"model.top_k={model.top_k} exceeds data.sequence_length={data.sequence_length}, so it would keep "
-                "every key; use a smaller number"
-            )
         if model.window is not None and model.window >= data.sequence_length:
             raise UserError(
                 f"model.window={model.window} is not less than data.sequence_length={data.sequence_length}, so it "

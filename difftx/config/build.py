@@ -14,10 +14,12 @@ from difftx.config.fields import (
     Flag,
     added_groups,
     alternative_of,
+    default_groups,
     describe_type,
     entry_type,
     marks_of,
     options,
+    type_of,
     types_of,
     values_of,
 )
@@ -87,11 +89,11 @@ def build_group(group: type, raw: Any, path: str) -> Any:
     if not isinstance(raw, Mapping):
         raise UserError(f"{path or 'config'}={raw!r}: expected a group of fields")
     prefix = f"{path}." if path else ""
-    hints = types_of(group)
     for name, value in raw.items():
-        if name not in hints:
-            _annotation(group, str(name), f"{prefix}{name}={value!r}")  # Raises `UserError`.
-    values = {name: {} for name, hint in hints.items() if dataclasses.is_dataclass(hint)} | dict(raw)
+        _annotation(group, str(name), f"{prefix}{name}={value!r}")  # Raises `UserError` if there is no such field.
+    groups = default_groups(group, raw)
+    hints = types_of(group)
+    values = {name: {} for name in groups} | dict(raw)
     for name, value in raw.items():  # A value that is given replaces the default of the alternative field.
         if value is not None and (other := alternative_of(group, name)):
             values.setdefault(other, None)
@@ -101,20 +103,22 @@ def build_group(group: type, raw: Any, path: str) -> Any:
     checked = {name: _checked(value, hints[name], prefix + name) for name, value in values.items()}
     for name, value in checked.items():
         _check_paths(value, prefix + name, may_be_in_bucket=Flag.BUCKET in marks_of(group).get(name, ()))
-    if added := added_groups(group):
-        checked["extensions"] = tuple((name, checked.pop(name)) for name in added)
+    if issubclass(group, Extensible):
+        added = {name: checked.pop(name) for name, kind in added_groups(group).items() if name in checked}
+        checked["extensions"] = tuple((n, value) for n, value in added.items() if n in groups or value != type(value)())
     return group(**checked)
 
 
 def _annotation(group: Any, name: str, field: str) -> Any:
     """Return the type of a group's field, or raise a `UserError` about `field` if there is no such field."""
-    hints = types_of(group) if dataclasses.is_dataclass(group) else {}
-    if name not in hints:
+    hint = type_of(group, name) if dataclasses.is_dataclass(group) else None
+    if hint is None:
         if other := field_named(name):
             raise UserError(f"{field}: no such field. Did you mean {other!r}?")
-        hint = EXTENSION_HINT if isinstance(group, type) and issubclass(group, Extensible) else ""
-        raise UserError(f"{field}: no such field.{did_you_mean(name, hints)}{hint}")
-    return hints[name]
+        known = types_of(group) if dataclasses.is_dataclass(group) else {}
+        may_add = EXTENSION_HINT if isinstance(group, type) and issubclass(group, Extensible) else ""
+        raise UserError(f"{field}: no such field.{did_you_mean(name, known)}{may_add}")
+    return hint
 
 
 def _checked(value: Any, annotation: Any, path: str) -> Any:

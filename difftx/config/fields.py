@@ -33,6 +33,7 @@ from difftx.errors import UserError
 from difftx.registry import record
 
 GROUP = "config group"  # The kind of a group that an extension adds, for `extension_of`.
+_find: dict[type, Callable[[str], type | None]] = {}  # Group → function that finds groups to add, by name.
 _added: dict[type, dict[str, type]] = {}  # Group → groups that extensions have added to it, by name.
 
 
@@ -105,15 +106,17 @@ class Group:
 class Extensible(Group):
     """A group to which extensions can add groups, such as `config.eval.bleu`.
 
-    `effect` is what the fields of these groups affect, because the dataclass of an extension does not say it.
+    `effect` is what the fields of these groups affect, unless a group is a `Group`, whose fields say it. If
+    `chosen_by` names a field, a value of this group has only the added group that the field names.
     """
 
     extensions: affects.Nothing[tuple[tuple[str, Any], ...]] = ()
     """Name and value of each added group. This attribute is not a config field."""
     _effect = Effect.TRAINING
+    _chosen_by = ""
 
-    def __init_subclass__(cls, path: str = "", *, effect: Effect, **options: Any):
-        cls._effect = effect
+    def __init_subclass__(cls, path: str = "", *, effect: Effect, chosen_by: str = "", **options: Any):
+        cls._effect, cls._chosen_by = effect, chosen_by
         super().__init_subclass__(path, **options)
 
     def __getattr__(self, name: str) -> Any:
@@ -139,8 +142,30 @@ def add_group(parent: type[Extensible], name: str, group: type) -> None:
 
 
 def added_groups(parent: type) -> Mapping[str, type]:
-    """Return the groups that extensions have added to a group, by field name."""
+    """Return the groups that have been added to a group, by field name."""
     return _added.get(parent, {})
+
+
+def find_groups(parent: type[Extensible], find: Callable[[str], type | None]) -> None:
+    """Let `find` return the group to add for a name that `parent` does not have, or None. It is asked when needed."""
+    _find[parent] = find
+
+
+def type_of(group: type, name: str) -> Any:
+    """Return the type of a group's field, or None if there is no such field."""
+    if name not in types_of(group) and (find := _find.get(group)) and (found := find(name)):
+        add_group(group, name, found)
+    return types_of(group).get(name)
+
+
+def default_groups(group: type, values: Mapping[str, Any]) -> list[str]:
+    """Return the names of the groups that a value of a group has, given its other values."""
+    chosen = None
+    if by := getattr(group, "_chosen_by", ""):
+        chosen = values.get(by, getattr(group, by))
+        type_of(group, str(chosen))  # Adds the group.
+    others = added_groups(group).keys() - {chosen} if by else ()
+    return [name for name, kind in types_of(group).items() if dataclasses.is_dataclass(kind) and name not in others]
 
 
 def types_of(group: type) -> dict[str, Any]:
@@ -173,7 +198,7 @@ def marks(group: type, path: str = "") -> Iterator[tuple[str, frozenset[Effect |
     prefix = f"{path}." if path else ""
     yield from ((prefix + name, of_field) for name, of_field in marks_of(group).items())
     for name, kind in types_of(group).items():
-        if name in added_groups(group):
+        if name in added_groups(group) and not issubclass(kind, Group):
             assert issubclass(group, Extensible)
             yield from (
                 (f"{prefix}{name}.{field.name}", frozenset({group._effect})) for field in dataclasses.fields(kind)
@@ -196,7 +221,7 @@ def without(group: type, values: Mapping[str, Any], mark: Effect | Flag) -> dict
     """Return the values of a group, as `values_of` returns them, without the fields that have a mark."""
     kept = {name: value for name, value in values.items() if mark not in marks_of(group).get(name, ())}
     for name, kind in types_of(group).items():
-        if dataclasses.is_dataclass(kind):
+        if dataclasses.is_dataclass(kind) and name in kept:
             kept[name] = without(kind, kept[name], mark)
         elif name in kept and (entry := entry_type(kind)):
             kept[name] = tuple(without(entry, item, mark) for item in kept[name])
@@ -212,8 +237,9 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def values_of(group: Any) -> dict[str, Any]:
-    """Return a group as nested dictionaries of plain values and tuples, including groups that extensions have added."""
-    return {name: plain(getattr(group, name)) for name in types_of(type(group))}
+    """Return a group as nested dictionaries of plain values and tuples, including its added groups."""
+    names = [*_declared_types(type(group)), *dict(getattr(group, "extensions", ()))]
+    return {name: plain(getattr(group, name)) for name in names}
 
 
 def plain(value: Any) -> Any:
@@ -275,6 +301,11 @@ class GroupValues(ConfigDict):
     _group: type | None = None
     matched: "Matched | None" = None  # Set by `match` of difftx/model/matching.py. It is not a field.
 
+    def __getitem__(self, key: str) -> Any:
+        if self._group and key not in self and dataclasses.is_dataclass(kind := type_of(self._group, key)):
+            super().__setitem__(key, defaults_of(kind))
+        return super().__getitem__(key)
+
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value)
         if value is not None and (other := alternative_of(self._group, key)):
@@ -287,7 +318,8 @@ def defaults_of(group: type) -> ConfigDict:
     defaults = {field.name: field.default for field in dataclasses.fields(group)}
     for name, annotation in types_of(group).items():
         if dataclasses.is_dataclass(annotation):
-            values[name] = defaults_of(annotation)  # pyrefly: ignore[bad-argument-type]
+            if name in default_groups(group, {}):
+                values[name] = defaults_of(annotation)  # pyrefly: ignore[bad-argument-type]
         elif defaults[name] is None:
             # A plain None would accept a value of any type.
             values[name] = placeholder(next(kind for kind in options(annotation) if kind is not type(None)))

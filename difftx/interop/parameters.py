@@ -155,7 +155,7 @@ def weights_of(format_: Format, model: ModelConfig) -> list[Weight]:
         weights += _QK_NORM if model.qk_norm else []
         if model.architecture in ("diff", "gda", "zero_branch") and model.lambda_learned:
             weights += _LAMBDAS
-        if model.output_gate:
+        if getattr(model.own, "output_gate", False):
             weights.append(_GATE)
         if model.head_norm in _HEAD_NORM:
             axes, our_axes = _HEAD_NORM[model.head_norm]

@@ -9,6 +9,7 @@ import jax
 
 from difftx.config import ModelConfig
 from difftx.config.checks import divisors, largest_divisor_up_to
+from difftx.config.fields import find_groups
 from difftx.config.model import default_specific_fields
 from difftx.errors import UserError
 from difftx.registry import Registry
@@ -36,6 +37,14 @@ ARCHITECTURES: Registry["type[SelfAttention]"] = Registry(
 )
 
 
+def _own_config(name: str) -> type | None:
+    """Return the class of the config group of an architecture, or None if it has none."""
+    return ARCHITECTURES[name].own_config if name in ARCHITECTURES else None
+
+
+find_groups(ModelConfig, _own_config)
+
+
 @dataclasses.dataclass(frozen=True)
 class Heads:
     """Numbers and widths of the heads of an attention layer."""
@@ -54,7 +63,7 @@ def heads_of(config: ModelConfig) -> Heads:
     attention = ARCHITECTURES[config.architecture]
     sub_heads = attention.sub_heads(config, config.num_heads)
     if config.head_dim is None and config.d_model % sub_heads:
-        step = config.signal_heads or 1
+        step = getattr(config.own, "signal_heads", None) or 1
         unit = attention.sub_heads(config, step)
         fitting = [step * (n // unit) for n in divisors(config.d_model)[:-1] if n % unit == 0]
         nearest = min(fitting, key=lambda n: abs(n - config.num_heads), default=step)
@@ -92,6 +101,8 @@ def check_attention(
     """
     attention = ARCHITECTURES[config.architecture]
     attention.check(config)
+    for name in dict(config.extensions).keys() & ARCHITECTURES.keys() - {config.architecture}:
+        raise UserError(f"model.{name}: architecture {config.architecture!r} does not use this group; remove it")
     for name, default in default_specific_fields().items():
         if (value := getattr(config, name)) != default and name not in attention.fields:
             raise UserError(

@@ -8,7 +8,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal, NamedTuple
 
 import jax
@@ -91,6 +91,10 @@ class SelfAttention(nnx.Module):
     kernel: ClassVar[Literal["diff_attention", "attention", "weighted_attention"]] = "weighted_attention"
     subtracts: ClassVar[bool] = False  # Whether the attention weights of a head are A1 - λ A2.
     fields: ClassVar[tuple[str, ...]] = ()  # Fields of `model` with `Flag.SPECIFIC` that this class uses.
+    # Frozen dataclass of the fields that only this class uses: the config group `model.NAME` of an architecture NAME,
+    # which is `config.own` here.
+    own_config: ClassVar[type | None] = None
+    exported: ClassVar[Mapping[str, str]] = {}  # Field of the exported config.json → field of `config.own`.
     default_head_norm: ClassVar[str] = "none"  # Value of `model.head_norm` unless a config or a caller sets it.
     replaced_heads: ClassVar[int] = 1  # Number of heads of the matched Transformer that one head replaces.
 
@@ -112,6 +116,10 @@ class SelfAttention(nnx.Module):
                 f"model.attention_implementation={config.attention_implementation!r} does not serve {served}; "
                 f"use one of {', '.join(backends)}"
             )
+
+    @classmethod
+    def check_rows(cls, config: ModelConfig, tokens: int) -> None:
+        """Raise `UserError` if the config has a value that does not suit rows of this number of tokens."""
 
     @classmethod
     def backends(cls, *, quantized: bool) -> tuple[str, ...]:
@@ -485,6 +493,7 @@ def require_no_head_norm(config: ModelConfig) -> None:
 
 
 def require_field(config: ModelConfig, name: str, usual: str) -> None:
-    """Raise `UserError` if `model.<name>` is not set. The message proposes the usual value."""
-    if getattr(config, name) is None:
-        raise UserError(f"model.{name}=None: architecture {config.architecture!r} requires it; {usual} is common")
+    """Raise `UserError` if a field of the architecture's own group is not set. The message proposes the usual value."""
+    if getattr(config.own, name) is None:
+        path = f"model.{config.architecture}.{name}"
+        raise UserError(f"{path}=None: architecture {config.architecture!r} requires it; {usual} is common")

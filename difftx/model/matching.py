@@ -4,7 +4,7 @@ from ml_collections import ConfigDict
 
 from difftx.config import Config, ModelConfig
 from difftx.config.build import build_group
-from difftx.config.fields import Matched, values_of
+from difftx.config.fields import Matched, flat, values_of
 from difftx.config.model import default_specific_fields
 from difftx.errors import UserError
 from difftx.model.abstract import count_parameters
@@ -52,17 +52,18 @@ def matching_warning(config: Config, matched: Matched | None) -> str | None:
         return f"warning  the model is not matched with {transformer}, because it has none: {error}"
     names = ["num_kv_heads", "head_norm", "mlp_dim"]
     ours, theirs = heads_of(model), heads_of(expected)
+    values, wanted = (flat(values_of(each)) for each in (model, expected))
     if ours.sub_heads != theirs.sub_heads:
-        names = ["num_heads", "signal_heads", *names]
-    names = [name for name in names if getattr(model, name) != getattr(expected, name)]
-    differences = [f"model.{name}={getattr(model, name)}, not {getattr(expected, name)}" for name in names]
+        names = ["num_heads", *(name for name in values if name.startswith(f"{model.architecture}.")), *names]
+    names = [name for name in names if values[name] != wanted[name]]
+    differences = [f"model.{name}={values[name]}, not {wanted[name]}" for name in names]
     if ours.d_head != theirs.d_head:
         differences.append(f"heads of width {ours.d_head}, not {theirs.d_head}")
     counts = [count_parameters(each).total for each in (model, expected)]
     if counts[0] != counts[1]:
         differences.append(f"{counts[0]:,} parameters, not {counts[1]:,}")
-    flags = [f"--config.model.{name}={getattr(expected, name)}" for name in names]
-    if not flags:  # A field that `match` does not know has added weights, such as `model.output_gate`.
+    flags = [f"--config.model.{name}={wanted[name]}" for name in names]
+    if not flags:  # A field that `match` does not know has added weights, such as `model.gdla.output_gate`.
         width = model.mlp_dim - (counts[0] - counts[1]) / (3 * model.d_model * model.num_layers)
         flags = [f"--config.model.mlp_dim={MLP_MULTIPLE * round(width / MLP_MULTIPLE)}"]
     fix = "set the sizes in a recipe before it calls choose" if is_resized else f"add {' '.join(flags)}"
@@ -77,7 +78,8 @@ def _matched_model(config: Config, matched: Matched, mlp_dim: int) -> ModelConfi
         kv_heads = matched.num_kv_heads
     elif kv_heads is not None:
         kv_heads *= ARCHITECTURES[architecture].replaced_heads
-    c.model.update({**default_specific_fields(), "num_kv_heads": kv_heads, "mlp_dim": mlp_dim})
+    own = {architecture: values_of(type(config.model.own)())} if config.model.own else {}
+    c.model.update({**default_specific_fields(), **own, "num_kv_heads": kv_heads, "mlp_dim": mlp_dim})
     match(c, architecture, heads=matched.num_heads)
     return build_group(ModelConfig, c.model.to_dict(), "model")
 

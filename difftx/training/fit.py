@@ -34,6 +34,7 @@ def check_model(config: Config, mesh: jax.sharding.Mesh | None = None) -> None:
     """Raise `UserError` if the model does not fit its architecture, or a mesh, which may be one for generation only."""
     model = config.model
     check_attention(model, mesh, config.mesh.context_method)
+    ARCHITECTURES[model.architecture].check_rows(model, config.data.sequence_length)
     if mesh is not None:
         for field, size in {"model.mlp_dim": model.mlp_dim, "model.vocab_size": model.embeddings}.items():
             require_multiple(field, size, mesh.shape["tensor"], "mesh.tensor")

@@ -112,7 +112,7 @@ def refused(source, tmp_path, message):
         ({"num_noise_heads": 0}, "num_noise_heads=0: expected null or a count below 8"),
         ({"num_noise_heads": "2"}, "num_noise_heads='2': expected null or a count"),
         ({"num_noise_heads": 3}, r"config\.json: model\.num_heads=5: their 10 sub-heads"),
-        ({"num_noise_heads": None}, r"config\.json: model\.signal_heads=None: architecture 'gda' requires it"),
+        ({"num_noise_heads": None}, r"config\.json: model\.gda\.signal_heads=None: architecture 'gda' requires it"),
         ({"num_key_value_heads": 3}, r"config\.json: model\.num_kv_heads=3 does not divide"),
         ({"head_dim": 3}, r"config\.json: "),
         ({"hidden_size": "32"}, "hidden_size='32': expected a count"),

@@ -24,7 +24,7 @@ def test_the_reviews_arms_have_their_contrasts():
     assert solved("review-recall", "top_k", "recall-31")[0] < 3
     assert "solves every run" in PROSE
     assert solved("review-recall", "signed_mask", "recall-31") == (6, 6)
-    keys = {task: load_config(f"controls:{task}-top_k", {}).model.top_k for task in ("novels", "recall-31")}
+    keys = {task: load_config(f"controls:{task}-top_k", {}).model.own.k for task in ("novels", "recall-31")}
     assert keys == {"novels": 16, "recall-31": 6}
 
 

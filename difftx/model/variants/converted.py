@@ -7,10 +7,26 @@ import math
 import jax
 import jax.numpy as jnp
 
+from difftx.config import affects, flag
+from difftx.config.fields import Group, Positive
 from difftx.kernels.backend import broadcast_to_tokens, difference
 from difftx.model.architectures import heads_of
 from difftx.model.attention import Attention, DiffAttention, merge_heads, require_no_head_norm
 from difftx.model.layers import constant, linear, progress, projection, vector
+
+
+class ZeroBranchConfig(Group, path="model.zero_branch"):
+    """Architecture zero_branch."""
+
+    anneal_steps: flag.Decoder[affects.Training[Positive[int]]] = 1000
+    """Number of updates over which λ grows from 0 to its full value."""
+
+
+class DexConfig(Group, path="model.dex"):
+    """Architecture dex."""
+
+    anneal_steps: flag.Decoder[affects.Training[Positive[int]]] = 1000
+    """Number of updates over which λ grows from 0 to its full value."""
 
 
 class ZeroBranchAttention(DiffAttention):
@@ -29,7 +45,8 @@ class ZeroBranchAttention(DiffAttention):
     value_width_factor = 1
     default_head_norm = "none"
     replaced_heads = 1
-    fields = ("lambda_init", "lambda_learned", "lambda_std", "lambda_bound", "anneal_steps")
+    fields = ("lambda_init", "lambda_learned", "lambda_std", "lambda_bound")
+    own_config = ZeroBranchConfig
 
     @classmethod
     def check(cls, config):
@@ -82,7 +99,8 @@ class DexAttention(Attention):
     and λ_learn is a scalar per layer, initially 0. `difftx convert` chooses the heads. A new model has all.
     """
 
-    fields = ("lambda_init", "anneal_steps")
+    fields = ("lambda_init",)
+    own_config = DexConfig
 
     def __init__(self, config, layout, *, rngs):
         super().__init__(config, layout, rngs=rngs)
