@@ -23,10 +23,10 @@ QUICKSTART = f"{ROOT}/configs/quickstart.py:diff"
 def test_a_field_without_an_effect_cannot_be_imported():
     with pytest.raises(TypeError, match=r"Fresh\.size: state what a change of it affects"):
 
-        class Fresh(Group, path="fresh"):
+        class Fresh(Group):
             size: int = 1
 
-    class Stated(Group, path="stated"):
+    class Stated(Group):
         size: affects.Training[int] = 1
 
     assert fields_with(Stated, Effect.TRAINING) == ["size"]

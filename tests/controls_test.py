@@ -122,10 +122,10 @@ def test_steps_to_solve_are_those_of_solved_runs():
 
 
 def test_names_of_cells_have_no_config_groups():
-    changes = {"optimizer__name": "muon", "optimizer__warmup_fraction": "0.01"}
-    assert controls_tables.cell_of(record("diff", 0, **changes)) == "diff, optimizer=muon, warmup_fraction=0.01"
+    changes = {"optimizer__name": "muon", "optimizer__warmup_steps": "0.01"}
+    assert controls_tables.cell_of(record("diff", 0, **changes)) == "diff, optimizer=muon, warmup_steps=0.01"
     names = {cell for contrast in controls_tables.FAMILIES["warmup"] for cell in (*contrast.plus, *contrast.minus)}
-    assert "diff, optimizer=muon, warmup_fraction=0.01" in names
+    assert "diff, optimizer=muon, warmup_steps=0.01" in names
 
 
 def test_the_subtraction_helps_against_noise_if_both_conditions_hold():

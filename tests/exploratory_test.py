@@ -194,7 +194,7 @@ def of_cell(arm, optimizer, warmup):
         r["seed"]: r["numbers"]["loss/bits_per_byte"]
         for r in COLLECTED["optimizers"]
         if r["arm"] == arm
-        and float(r["changes"]["optimizer.warmup_fraction"]) == warmup
+        and float(r["changes"]["optimizer.warmup_steps"]) == warmup
         and {name: value for name, value in r["changes"].items() if "muon" in value or "muon" in name} == fields
     }
     assert set(found) == {0, 1, 2}

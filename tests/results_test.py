@@ -179,7 +179,7 @@ def test_the_best_rate_is_that_of_the_smallest_mean(tmp_path):
 
 def test_cells_of_the_optimizer_study_become_a_table_and_contrasts(tmp_path):
     def record(cell, seed):
-        warmup = {"optimizer.warmup_fraction": f"{cell.warmup:g}", "optimizer.learning_rate": "0.02"}
+        warmup = {"optimizer.warmup_steps": f"{cell.warmup:g}", "optimizer.learning_rate": "0.02"}
         effect = {"adamw": 1.0, "muon": 0.5, "muon-groups": 0.25}[cell.optimizer] * (cell.warmup == 0.01)
         value = {"transformer": 2.0, "diff": 3.0, "diff_v2": 4.0}[cell.arm] + effect * (1 + seed / 10) + seed / 100
         own = {"seed": seed, "numbers": {"loss/bits_per_byte": value}, "learning_rate": 0.02}

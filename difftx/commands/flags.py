@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import difftx.model.architectures  # noqa: F401  # It finds the groups of architectures in names of fields.
 from difftx import compilation_cache
 from difftx.config.build import annotation_of
+from difftx.config.fields import options
 from difftx.errors import UserError, did_you_mean
 from difftx.files import is_glob, matching_folders, require_local_paths, require_run, require_writable_file, size_of
 from difftx.registry import load_extensions
@@ -108,7 +110,7 @@ def parse_overrides(arguments: Sequence[str], *groups: str) -> dict[str, str]:
             raise UserError(f"{argument!r} is not understood; see --help, or write overrides as {example}.{hint}")
         negated, group, field = found.groups()
         field = field if group == "config" else f"{group}.{field}"
-        is_bool = annotation_of(field) is bool
+        is_bool = bool in options(annotation_of(field))
         if negated and (not is_bool or equals):
             raise UserError(f"{argument!r}: only a true-or-false field can be switched off; write --{group}.…=value")
         if not equals:
@@ -118,6 +120,5 @@ def parse_overrides(arguments: Sequence[str], *groups: str) -> dict[str, str]:
                 value = remaining.pop(0)
             else:
                 raise UserError(f"{argument!r}: the value is missing; write {argument}=value")
-        overrides.pop(field, None)  # The later of two alternative fields applies.
         overrides[field] = value
     return overrides

@@ -17,7 +17,7 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     # Imported here, so that the time of the imports counts.
     from difftx import compilation_cache, console
     from difftx.commands.flags import PathFlag, add_config_flag, parse_command
-    from difftx.config.recipes import load_config, matched_by
+    from difftx.config.recipes import load_config
     from difftx.files import require_writable
     from difftx.parallel import multihost
 
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     agree_on_command(config, args)
     config = fit_to_devices(config)
     multihost.print_on_primary(format_cost(config))
-    if warning := matching_warning(config, matched_by(args.config)):
+    if warning := matching_warning(config):
         multihost.print_on_primary(warning)
     run = Run.open(config, args.workdir or Path())
     check_run(run)

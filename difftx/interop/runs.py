@@ -83,7 +83,7 @@ def import_run(
             overridden = {name for name in overridden if not is_changeable(name, chosen.architecture)}
         if clash := sorted(fields.keys() & overridden):
             raise UserError(f"--config.model.{clash[0]}: {path} determines this field; remove the flag")
-        config = dataclasses.replace(config, model=with_fields(chosen, fields))
+        config = dataclasses.replace(config, model=with_fields(chosen, fields | {"matched": {}}))
         model = config.model if dex_heads is None else differential_model(config.model, chosen)
         fit(dataclasses.replace(config, model=model))
         arrays = import_params(local, read_folder(local), format_, config.model)

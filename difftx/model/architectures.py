@@ -5,8 +5,6 @@ import functools
 import math
 from typing import TYPE_CHECKING
 
-import jax
-
 from difftx.config import ModelConfig
 from difftx.config.checks import divisors, largest_divisor_up_to
 from difftx.config.fields import find_groups
@@ -15,6 +13,8 @@ from difftx.errors import UserError
 from difftx.registry import Registry
 
 if TYPE_CHECKING:
+    import jax
+
     from difftx.model.attention import SelfAttention
 
 # Each entry is a subclass of `SelfAttention` (`difftx/model/attention.py`).
@@ -92,7 +92,7 @@ def heads_of(config: ModelConfig) -> Heads:
 
 def check_attention(
     config: ModelConfig,
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
+    mesh: "jax.sharding.Mesh | jax.sharding.AbstractMesh | None" = None,
     context_method: str | None = None,
 ) -> None:
     """Raise `UserError` if a model does not fit its architecture, or its attention does not fit a mesh.

@@ -29,7 +29,7 @@ MODELS = {
     "zero_branch_bounded": ("zero_branch", {"model__num_heads": 2, "model__lambda_bound": "tanh", **LLAMA3}),
     "dex": (
         "dex",
-        {"model__num_heads": 4, "model__num_kv_heads": 2, "model__head_norm": "none", "model__ANNEAL__anneal_steps": 7},
+        {"model__num_heads": 4, "model__num_kv_heads": 2, "model__head_norm": "none", "model__dex__anneal_steps": 7},
     ),
     "dex_normed": ("dex", {"model__num_heads": 4, "model__head_norm": "rms_affine", "model__lambda_init": 0.5}),
     "gda": ("gda", {"model__num_heads": 6, "model__gda__signal_heads": 3, "model__qk_norm": "true"}),

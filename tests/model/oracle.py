@@ -14,7 +14,12 @@ from difftx.model.architectures import heads_of
 SIZES: dict[str, dict[str, Any]] = {
     "diff_v2": {"model__num_heads": 4, "model__num_kv_heads": 2},
     "gda": {"model__num_heads": 6, "model__gda__signal_heads": 3},
-    "gdla": {"model__num_heads": 8, "model__gdla__signal_heads": 2, "model__num_kv_heads": 2, "model__gdla__output_gate": "true"},
+    "gdla": {
+        "model__num_heads": 8,
+        "model__gdla__signal_heads": 2,
+        "model__num_kv_heads": 2,
+        "model__gdla__output_gate": "true",
+    },
     "gated": {"model__num_heads": 4, "model__num_kv_heads": 2},
     "off_by_one": {"model__num_heads": 4, "model__num_kv_heads": 2},
     "sink": {"model__num_heads": 4},
@@ -186,7 +191,9 @@ def _two_keys(w, model, x, depth, window) -> np.ndarray:
     heads = []
     for i in range(H):
         kv = i * K // H
-        group, signal = divmod(i, getattr(model.own, "signal_heads", 1))  # Queries of a group: signal heads, then the noise head.
+        group, signal = divmod(
+            i, getattr(model.own, "signal_heads", 1)
+        )  # Queries of a group: signal heads, then the noise head.
         pairs = []
         for g, query in enumerate((signal, -1)):
             q_Td, k_Td = x @ w["query_DHGd"][:, group, query], x @ w["key_DKGd"][:, kv, g]

@@ -217,7 +217,11 @@ def test_flops_equal_a_calculation_by_hand():
     [
         ("top_k", {"model.top_k.k": "none"}, r"model\.top_k\.k=None: architecture 'top_k' requires it"),
         ("top_k", {"model.top_k.k": "0"}, r"model\.top_k\.k=0 must be positive"),
-        ("top_k", {"model.top_k.k": "300"}, r"model\.top_k\.k=300 exceeds data\.sequence_length=256.*use a smaller number"),
+        (
+            "top_k",
+            {"model.top_k.k": "300"},
+            r"model\.top_k\.k=300 exceeds data\.sequence_length=256.*use a smaller",
+        ),
         ("diff", {"model.top_k.k": "8"}, r"model\.top_k: architecture 'diff' does not use this group; remove it"),
         ("diff", {"model.top_k": "8"}, r"model\.top_k=8: model\.top_k is a group; set one of its fields: k"),
         ("gdla", {"model.output_gate": "true"}, r"no such field\. Did you mean 'model\.gdla\.output_gate'"),

@@ -96,7 +96,7 @@ def bought_by(factor):
     ]
 
 
-MUON, SHORT = {"optimizer.name": "muon"}, {"optimizer.warmup_fraction": "0.01"}
+MUON, SHORT = {"optimizer.name": "muon"}, {"optimizer.warmup_steps": "0.01"}
 # Name → studies, task, and changes of a setting that the page names.
 SETTINGS = {
     "first set": ([FIRST], "novels", {}),

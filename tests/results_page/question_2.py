@@ -5,7 +5,7 @@ import math
 from results_page.runs import FIRST, losses
 from results_page.significance import corrected, interval, two_sided
 
-SHORT = {"optimizer__warmup_fraction": "0.01"}
+SHORT = {"optimizer__warmup_steps": "0.01"}
 MUON = {"optimizer__name": "muon"}
 OPTIMIZERS = {"AdamW": {}, "Muon": MUON}
 DIFFERENCES = {  # Name → (sign, model, has the short warm-up) of its terms.

@@ -102,7 +102,7 @@ def test_answer_names_the_warmup_of_the_lead_with_muon():
     "preregistered)"
 )
 def test_smallest_mean_loss_of_question_2():
-    muon_and_short = {"optimizer.name": "muon", "optimizer.warmup_fraction": "0.01"}
+    muon_and_short = {"optimizer.name": "muon", "optimizer.warmup_steps": "0.01"}
     for arm in ("diff", "transformer"):
         by_setting = {}
         for r in COLLECTED["question-2"] + COLLECTED[FIRST]:  # The first set has AdamW with the long warm-up.
@@ -119,7 +119,7 @@ def test_lambda_of_layer_2_with_muon():
     assert all(
         0.3 < r["numbers"]["lambda/2"] < 0.5
         for r in COLLECTED["question-2"]
-        if r["arm"] == "diff" and "optimizer.warmup_fraction" not in r["changes"]
+        if r["arm"] == "diff" and "optimizer.warmup_steps" not in r["changes"]
     )
 
 
@@ -161,5 +161,5 @@ def test_lambda_of_layer_1_with_muon():
     assert all(
         -0.3 < r["numbers"]["lambda/1"] < 0.1
         for r in COLLECTED["question-2"]
-        if r["arm"] == "diff" and "optimizer.warmup_fraction" not in r["changes"]
+        if r["arm"] == "diff" and "optimizer.warmup_steps" not in r["changes"]
     )

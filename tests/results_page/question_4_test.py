@@ -264,7 +264,7 @@ def test_diff_v2_at_5_and_20_tokens_per_parameter():
 
 @claim("It is half of the steps, from 361 to 5,782 updates")
 def test_updates_of_warmup():
-    assert load_config("controls:novels-diff", {}).optimizer.warmup_fraction == 0.5
+    assert load_config("controls:novels-diff", {}).optimizer.warmup_steps == 0.5
     assert [steps // 2 for steps in STEPS_OF[OWN].values()] == [361, 1445, 5782]
 
 

@@ -15,15 +15,8 @@ from difftx.model.attention import Attention, DiffAttention, merge_heads, requir
 from difftx.model.layers import constant, linear, progress, projection, vector
 
 
-class ZeroBranchConfig(Group, path="model.zero_branch"):
-    """Architecture zero_branch."""
-
-    anneal_steps: flag.Decoder[affects.Training[Positive[int]]] = 1000
-    """Number of updates over which λ grows from 0 to its full value."""
-
-
-class DexConfig(Group, path="model.dex"):
-    """Architecture dex."""
+class AnnealedConfig(Group):
+    """Architecture zero_branch or dex."""
 
     anneal_steps: flag.Decoder[affects.Training[Positive[int]]] = 1000
     """Number of updates over which λ grows from 0 to its full value."""
@@ -46,7 +39,7 @@ class ZeroBranchAttention(DiffAttention):
     default_head_norm = "none"
     replaced_heads = 1
     fields = ("lambda_init", "lambda_learned", "lambda_std", "lambda_bound")
-    own_config = ZeroBranchConfig
+    own_config = AnnealedConfig
 
     @classmethod
     def check(cls, config):
@@ -100,7 +93,7 @@ class DexAttention(Attention):
     """
 
     fields = ("lambda_init",)
-    own_config = DexConfig
+    own_config = AnnealedConfig
 
     def __init__(self, config, layout, *, rngs):
         super().__init__(config, layout, rngs=rngs)

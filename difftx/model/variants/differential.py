@@ -91,18 +91,16 @@ class DiffAttentionV2(Attention):
         return jax.lax.reshape(x_BTHE, (B, T, N, heads // N, E), out_sharding=sharding)
 
 
-class GdaConfig(Group, path="model.gda"):
+class GdaConfig(Group):
     """Architecture gda."""
 
     signal_heads: affects.Shapes[Positive[int] | None] = None
     """Number of signal heads per noise head. `num_heads` counts the signal heads."""
 
 
-class GdlaConfig(Group, path="model.gdla"):
+class GdlaConfig(GdaConfig):
     """Architecture gdla."""
 
-    signal_heads: affects.Shapes[Positive[int] | None] = None
-    """Number of signal heads per noise head. `num_heads` counts the signal heads."""
     output_gate: affects.Shapes[bool] = False
     """Whether the output of each head is multiplied by σ(x W_g), one factor per channel."""
 
@@ -139,7 +137,7 @@ class GroupedDiffAttentionV2(DiffAttentionV2):
     def configure(cls, c, heads):
         """Give each noise head four signal heads as in Motif-3, or the largest divisor of `heads` below four."""
         super().configure(c, heads)
-        c.model[c.model.architecture].signal_heads = max(n for n in (1, 2, 3, 4) if heads % n == 0)
+        c.model[c.model.architecture] = {"signal_heads": max(n for n in (1, 2, 3, 4) if heads % n == 0)}
 
     def __init__(self, config, layout, *, rngs):
         super().__init__(config, layout, rngs=rngs)
@@ -191,7 +189,7 @@ class GroupedDiffAttention(DiffAttention):
                 f"{heads} heads of the Transformer; use a multiple of {group}"
             )
         c.model.num_heads = GDA_SIGNAL_HEADS * (heads // group)
-        c.model[c.model.architecture].signal_heads = GDA_SIGNAL_HEADS
+        c.model[c.model.architecture] = {"signal_heads": GDA_SIGNAL_HEADS}
 
     @classmethod
     def query_shape(cls, config):

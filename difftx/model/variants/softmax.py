@@ -58,7 +58,7 @@ class SinkAttention(OffByOneAttention):
         return self.sink_H[...]
 
 
-class TopKConfig(Group, path="model.top_k"):
+class TopKConfig(Group):
     """Architecture top_k."""
 
     k: affects.Function[Positive[int] | None] = None
@@ -89,7 +89,7 @@ class TopKAttention(Attention):
     def configure(cls, c, heads):
         """Set `k` to an eighth of a row's length, a starting point for tuning, because no source gives a value."""
         super().configure(c, heads)
-        c.model[c.model.architecture].k = c.data.sequence_length // 8
+        c.model[c.model.architecture] = {"k": c.data.sequence_length // 8}
 
     def weight_function(self):
         return functools.partial(weight_functions.top_k_softmax, k=self.config.own.k)
