@@ -126,6 +126,7 @@ def _description(model: ModelConfig) -> dict[str, Any]:
         "auto_map": {auto: f"{MODELING.stem}.{name}" for auto, name in classes.items()},
         "model_type": "difftx",
         **{theirs: values[ours] for theirs, ours in NAMES.items()},
+        **{theirs: None for name in architectures_of("hf") for theirs in ARCHITECTURES[name].exported},
         **{theirs: getattr(model.own, ours) for theirs, ours in attention.exported.items()},
         "num_attention_heads": heads.query_heads,
         # The keys of a token, divided into heads as wide as a value.

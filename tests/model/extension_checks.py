@@ -31,7 +31,7 @@ load_extensions([Path(file) for file in os.environ["EXTENSIONS"].split(":")])
 def tda_row(model, lam_T):
     def row(*cosines):
         keys = len(cosines[0])
-        threshold = model.tda.beta * np.sqrt(2 * np.log(keys + 1) / heads_of(model).d_head)
+        threshold = model.own.beta * np.sqrt(2 * np.log(keys + 1) / heads_of(model).d_head)
         first, second = (np.where(c > threshold, (c - threshold) ** 2, 0) for c in cosines)
         return first - lam_T[keys - 1] * second
 
