@@ -54,7 +54,7 @@ class Config(Group):
         return min(steps, self.train.steps - self.warmup_steps) if are_shares else steps
 
     @property
-    def extensions(self) -> list[Extension]:
+    def used_extensions(self) -> list[Extension]:
         """The users' files that add the entries and groups which this config uses, sorted by path."""
         tasks = (path.removeprefix(SYNTHETIC) for path in self.data.paths)
         used = {
@@ -76,7 +76,7 @@ class Config(Group):
 
     def to_json(self) -> str:
         """Return the config as indented JSON, the content of `config.json`, without groups of unused extensions."""
-        values, used = values_of(self), [None, *self.extensions]
+        values, used = values_of(self), [None, *self.used_extensions]
         for field, name, _ in self._added_groups():
             if extension_of(GROUP, name) not in used:
                 del values[field][name.rpartition(".")[2]]

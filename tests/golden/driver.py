@@ -12,6 +12,7 @@ between machines. A text that begins with "bits:" is the hash of floats: it is c
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import io
 import json
@@ -282,12 +283,9 @@ class Commands:
     def config(self, architecture: str, fields: Mapping[str, Any]) -> list[str]:
         """Return the flags of a config."""
         changed = FIELDS | fields
-        if (
-            "## model.gda" not in (self.root / "docs/config.md").read_text()
-        ):  # Architectures had no groups of their own.
-            changed = {
-                re.sub(r"model\.(top_k)\.k|model\.\w+\.(\w+)", r"model.\1\2", name): changed[name] for name in changed
-            }
+        if "## model.gda" not in (self.root / "docs/config.md").read_text():  # Its architectures have no own groups.
+            flat = functools.partial(re.sub, r"model\.(top_k)\.k|model\.\w+\.(\w+)", r"model.\1\2")
+            changed = {flat(name): value for name, value in changed.items()}
         return [f"--config={self.spec(architecture)}", *(f"--config.{name}={changed[name]}" for name in changed)]
 
     def spec(self, architecture: str) -> str:

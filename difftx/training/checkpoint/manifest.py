@@ -148,7 +148,7 @@ def manifest_text(
         "data": data,
         "packages": package_versions(),
         "source_sha256": source_sha256(SOURCE_FOLDER),
-        "extensions": list(map(dataclasses.asdict, config.extensions)),
+        "extensions": list(map(dataclasses.asdict, config.used_extensions)),
         "arrays": {name: {"shape": list(shape), "dtype": dtype} for name, (shape, dtype) in arrays.items()},
         "files": files,
     }
