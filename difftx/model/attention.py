@@ -118,6 +118,14 @@ class SelfAttention(nnx.Module):
             )
 
     @classmethod
+    def tensors(cls, config: ModelConfig) -> dict[str, tuple[str, str, str]]:
+        """Return name → axes, parameter and its axes, for each weight in the files of `modeling_difftx.py`.
+
+        `difftx/interop/parameters.py` explains the strings of axes. Norms and λ vectors are not included.
+        """
+        raise NotImplementedError
+
+    @classmethod
     def check_rows(cls, config: ModelConfig, tokens: int) -> None:
         """Raise `UserError` if the config has a value that does not suit rows of this number of tokens."""
 
@@ -399,6 +407,15 @@ class DiffAttention(SelfAttention):
         # All heads of the layer share one gain ("GroupNorm" in Figure 2 of the paper).
         self.head_norm = HeadNorm(config, E, layout)
 
+    @classmethod
+    def tensors(cls, config):
+        return {
+            "q_proj.weight": ("NQd D", "query_DHGd", "D N Q d"),
+            "k_proj.weight": ("KGd D", "key_DKGd", "D K G d"),
+            "v_proj.weight": ("KGd D", "value_DKE", "D K Gd"),
+            "o_proj.weight": ("D HGd", "output_HED", "H Gd D"),
+        }
+
     @property
     def has_lambda_vectors(self) -> bool:
         return self.config.lambda_learned
@@ -459,6 +476,15 @@ class Attention(SelfAttention):
         self.output_HdD = projection(config, (H, d, D), 2, layout.output_HED, rngs=rngs, output=True)
         self.add_biases(self.query_DHd, self.key_DKd, self.value_DKd)
         self.head_norm = HeadNorm(config, d, layout)
+
+    @classmethod
+    def tensors(cls, config):
+        return {
+            "q_proj.weight": ("Ad D", "query_DHd", "D A d"),
+            "k_proj.weight": ("Kd D", "key_DKd", "D K d"),
+            "v_proj.weight": ("Kd D", "value_DKd", "D K d"),
+            "o_proj.weight": ("D Hd", "output_HdD", "H d D"),
+        }
 
     def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return rotated queries `[B, T, H, d]`, rotated keys `[B, T, K, d]` and values `[B, T, K, d]`."""

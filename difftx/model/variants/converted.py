@@ -58,6 +58,17 @@ class ZeroBranchAttention(DiffAttention):
         super().__init__(config, layout, rngs=rngs)
         self.progress = progress(layout)
 
+    @classmethod
+    def tensors(cls, config):
+        return {
+            # A query head follows the heads with the same key, since it is one head of the attention call.
+            "q_proj.weight": ("KGRd D", "query_DHGd", "D KR G d"),
+            "k_proj.weight": ("KGd D", "key_DKGd", "D K G d"),
+            "v_proj.weight": ("Kd D", "value_DKE", "D K d"),
+            "o_proj.weight": ("D Hd", "output_HED", "H d D"),
+            "progress": ("o", "progress", ""),
+        }
+
     def lam(self, lambda_init):
         return jax.lax.stop_gradient(self.progress[...]) * super().lam(lambda_init)
 
@@ -103,6 +114,15 @@ class DexAttention(Attention):
         self.lambda_learned = vector(jnp.zeros((), jnp.float32, out_sharding=spec), is_lambda=True)
         self.chosen_H = constant(jnp.ones((config.num_heads,), jnp.float32, out_sharding=spec))
         self.progress = progress(layout)
+
+    @classmethod
+    def tensors(cls, config):
+        return super().tensors(config) | {
+            "correction_proj.weight": ("E d", "correction_de", "d E"),
+            "dex_lambda": ("o", "lambda_learned", ""),
+            "chosen_heads": ("H", "chosen_H", "H"),
+            "progress": ("o", "progress", ""),
+        }
 
     def lam(self, lambda_init: jax.Array) -> jax.Array:
         """Return λ, a float32 scalar."""

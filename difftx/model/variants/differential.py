@@ -53,6 +53,10 @@ class DiffAttentionV2(Attention):
         self.lambda_DH = projection(config, (config.d_model, config.num_heads), 1, layout.lambda_DH, rngs=rngs)
 
     @classmethod
+    def tensors(cls, config):
+        return super().tensors(config) | {"lambda_proj.weight": ("H D", "lambda_DH", "D H")}
+
+    @classmethod
     def matrices_by_group(cls, config, name, weight):
         """Return the parts of a weight by group. Each noise query follows the signal queries that share it."""
         if name == "query":
@@ -144,6 +148,11 @@ class GroupedDiffAttentionV2(DiffAttentionV2):
         if config.own.output_gate:
             shape = (config.d_model, config.num_heads, heads_of(config).d_head)
             self.gate_DHd = projection(config, shape, 1, layout.value_DKE, rngs=rngs)
+
+    @classmethod
+    def tensors(cls, config):
+        gate = {"gate_proj.weight": ("Hd D", "gate_DHd", "D H d")} if config.own.output_gate else {}
+        return super().tensors(config) | gate
 
     def output(self, heads_BTHE, x_BTD, constants):
         if self.config.own.output_gate:

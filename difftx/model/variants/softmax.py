@@ -28,6 +28,10 @@ class GatedAttention(Attention):
         shape = (config.d_model, config.num_heads, heads_of(config).d_head)
         self.gate_DHd = projection(config, shape, 1, layout.value_DKE, rngs=rngs)
 
+    @classmethod
+    def tensors(cls, config):
+        return super().tensors(config) | {"gate_proj.weight": ("Hd D", "gate_DHd", "D H d")}
+
     def output(self, heads_BTHE, x_BTD, constants):
         return super().output(gate(x_BTD, self.gate_DHd, self.layout) * heads_BTHE, x_BTD, constants)
 
@@ -53,6 +57,10 @@ class SinkAttention(OffByOneAttention):
     def __init__(self, config, layout, *, rngs):
         super().__init__(config, layout, rngs=rngs)
         self.sink_H = vector(jnp.zeros((config.num_heads,), jnp.float32, out_sharding=layout.vector))
+
+    @classmethod
+    def tensors(cls, config):
+        return super().tensors(config) | {"sinks": ("H", "sink_H", "H")}
 
     def weight_argument(self, constants, x_BTD):
         return self.sink_H[...]
