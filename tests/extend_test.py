@@ -405,6 +405,59 @@ def test_the_error_of_a_variant_is_named_before_the_training(page_folder, right,
     assert error.count("\n") == 1
 
 
+BUILT_IN = """
+from difftx.config import affects
+from difftx.config.fields import Group, Positive
+from difftx.model.attention import Attention
+
+
+class FactorConfig(Group):
+    value: affects.Function[Positive[float]] = 1.0
+
+
+class FactorAttention(Attention):
+    own_config = FactorConfig
+
+    def project(self, x_BTD, angles):
+        q_BTHd, k_BTKd, v_BTKd = super().project(x_BTD, angles)
+        return q_BTHd * self.config.own.value, k_BTKd, v_BTKd
+"""
+
+
+@pytest.mark.long
+def test_a_built_in_variant_is_one_file_and_a_line_of_the_registry(tmp_path):
+    for folder in ("difftx", "configs"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    model = tmp_path / "difftx" / "model"
+    (model / "variants" / "factor.py").write_text(f'"""Softmax attention of scaled logits."""\n{BUILT_IN}')
+    first = '        "diff": "difftx.model.attention:DiffAttention",\n'
+    registry_text = (model / "architectures.py").read_text()
+    assert first in registry_text
+    line = '        "factor": "difftx.model.variants.factor:FactorAttention",\n'
+    (model / "architectures.py").write_text(registry_text.replace(first, line + first))
+    write_text(tmp_path / "text.txt")
+
+    def command(*words, code=0):
+        environment = child_environment(1) | {"PYTHONPATH": str(tmp_path)}
+        ended = subprocess.run(
+            [sys.executable, "-m", "difftx", *words], env=environment, cwd=tmp_path, capture_output=True, text=True
+        )
+        assert ended.returncode == code, ended.stderr
+        return ended.stdout + ended.stderr
+
+    sizes = [f"--config.{name}={value}" for name, value in (SHORT | {"data.path": "text.txt"}).items()]
+    train = ["train", "--config=quickstart:factor", "--workdir=run", *sizes]
+    assert "model.factor.value=-1.0 must be positive" in command(*train, "--config.model.factor.value=-1", code=2)
+    assert "model.factor.valu: no such field. Did you" in command(*train, "--config.model.factor.valu=2", code=2)
+    command(*train, "--config.model.factor.value=2")
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["model"]["factor"] == {"value": 2.0}
+    command("eval", "--workdir=run", "--suite=loss,sample")
+    assert command("generate", "--workdir=run", "--prompt=def ", "--new_tokens=4").startswith("def ")
+    assert "model.factor.value: 2.0 → 3.0" in command(
+        *train, "--config.model.factor.value=3", "--config.train.steps=8", code=2
+    )
+
+
 @pytest.mark.long
 def test_the_suites_of_the_page_give_their_numbers(page_folder):
     train, listing, evaluate, report, train_with = COMMANDS[3]
