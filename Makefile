@@ -1,10 +1,11 @@
 # make quickstart: train a differential model and its matched Transformer on this machine.
 # make test:       run the tests.
+# make studies-test: run the tests of studies/, whose results are docs/results.md and docs/exploratory.md.
 # make reproduce:  train the arms of question 1 of docs/results.md from nothing, on novels and on recall, and compare the
 #                  results with that page. Half an hour to an hour of two cores.
 # make study:      run all studies of docs/results.md and docs/exploratory.md, which also choose the settings. Over a day.
 # make novels:     fetch public-domain novels, and prepare them for training and tests. With NOVELS=--input=FOLDER, use
-#                  your own texts; with NOVELS=--mirror=URL, another server (benchmarks/novels.py).
+#                  your own texts; with NOVELS=--mirror=URL, another server (studies/novels.py).
 # make books:      prepare the text of the exploratory studies (BOOKS, by default the novels), and count its bigrams.
 # make docs:       build the documentation site in build/site, and check the links of all pages.
 # make chaos:      kill, freeze and corrupt training runs, FAULTS=200 times. SEED=… repeats the faults of an earlier
@@ -37,7 +38,7 @@ ONE_CORE = env JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_multi_thread_eigen=false
 SWEEP = $(ONE_CORE) $(BIN)/python -m difftx sweep --config=configs/toy.py
 
 .PHONY: quickstart reproduce study novels books study-controls study-arms study-toy study-transfer study-optimizers \
-	study-differential study-cache test test-long test-compile test-exhaustive test-lowest platforms \
+	study-differential study-cache studies-test test test-long test-compile test-exhaustive test-lowest platforms \
 	parity chaos docs lint format
 
 quickstart: .venv/.installed
@@ -46,14 +47,14 @@ quickstart: .venv/.installed
 	$(BIN)/python eval.py --workdir=$(RUNS)/transformer --suite=sample,attention
 	$(BIN)/python eval.py --workdir=$(RUNS)/diff --suite=sample,attention
 	$(BIN)/python eval.py --curves='$(RUNS)/*' --out=$(RUNS)
-	$(BIN)/python eval.py --report --workdir=$(RUNS)/transformer,$(RUNS)/diff --out=$(RUNS)/report.html
+	$(BIN)/python -m difftx report --workdir=$(RUNS)/transformer,$(RUNS)/diff --out=$(RUNS)/report.html
 	@echo "Open $(abspath $(RUNS)/report.html) in a browser; docs/tutorials/report.md explains it."
 	@echo "Next: source .venv/bin/activate && pip install -e . (the command of the tutorials); then docs/tutorials/own-text.md"
 
 # An interrupted reproduce or study resumes when it is called again.
 reproduce: .venv/.installed novels
 	$(MAKE) --no-print-directory -j2 reproduce-novels reproduce-recall
-	$(BIN)/python benchmarks/results.py compare --study=question-1-novels+question-1-recall \
+	$(BIN)/python studies/results.py compare --study=question-1-novels+question-1-recall \
 		$(REPRODUCED)/novels $(REPRODUCED)/recall
 
 CONTROLS = transformer,transformer-gain,transformer-wide-norm,zero-norm,zero-gain,diff,diff-gain,diff-plain
@@ -67,7 +68,7 @@ study: study-controls study-arms study-toy study-optimizers study-transfer study
 
 # The preregistered questions of docs/results.md. More than twenty hours of two cores.
 study-controls: .venv/.installed novels
-	$(BIN)/python benchmarks/controls_study.py --out=$(STUDY)/controls
+	$(BIN)/python studies/controls_study.py --out=$(STUDY)/controls
 
 # All arms of configs/toy.py. An hour of two cores.
 study-arms: .venv/.installed stores/books.bigrams
@@ -109,15 +110,15 @@ study-sizes:
 
 # Exploratory studies: warm-up and optimizers (two hours of a core), Transformers made differential, compressed caches.
 study-optimizers: .venv/.installed stores/books.bigrams
-	$(BIN)/python benchmarks/optimizer_study.py --out=$(STUDY)/optimizers
+	$(BIN)/python studies/optimizer_study.py --out=$(STUDY)/optimizers
 
 # The best learning rates at 0.1M and 3M parameters, with and without µP. One hour of two idle cores.
 study-transfer: .venv/.installed stores/books.bigrams
-	$(BIN)/python benchmarks/transfer_study.py --out=$(STUDY)/transfer
+	$(BIN)/python studies/transfer_study.py --out=$(STUDY)/transfer
 
 # Transformers made differential: question 5 of docs/results.md (an hour of a core), and the exploratory study.
 study-differential: .venv/.installed novels stores/books.bigrams
-	$(BIN)/python benchmarks/differential_study.py --out=$(STUDY)/differential
+	$(BIN)/python studies/differential_study.py --out=$(STUDY)/differential
 
 CACHES = --config.model.compute_dtype=bfloat16 --config.eval.suites=cache,quantize --config.eval.loss_tokens=32768 \
 	--config.eval.quantize.rounded=operands --config.eval.quantize.bits=16,8,4
@@ -139,8 +140,8 @@ novels: stores/novels.bigrams stores/novels-test/meta.json
 
 books: stores/books.bigrams
 
-stores/novels-text/record.json: benchmarks/novels.json | .venv/.installed
-	$(BIN)/python benchmarks/novels.py --out=$(@D) $(NOVELS)
+stores/novels-text/record.json: studies/novels.json | .venv/.installed
+	$(BIN)/python studies/novels.py --out=$(@D) $(NOVELS)
 
 # `prepare` refuses a folder that has a store of other files.
 stores/novels/meta.json: stores/novels-text/record.json
@@ -163,6 +164,10 @@ test: .venv/.installed .venv/.installed-tokenizers
 test-long: .venv/.installed .venv/.installed-eval .venv/.installed-tokenizers .venv/.installed-docs .venv/.installed-buckets $(and $(CHROMIUM),.venv/.installed-browser)
 	$(BIN)/python -m pytest -n $$(($$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN) * 3 / 2)) --dist=worksteal --durations=25 -m "long and not chaos and not exhaustive" --ignore=tests/multihost
 	$(BIN)/python -m pytest --durations=5 -m long tests/multihost
+
+# The studies: their statistics, and that the pages are those that docs/results.json gives.
+studies-test: .venv/.installed
+	$(BIN)/python -m pytest -n auto --dist=worksteal studies
 
 chaos: .venv/.installed .venv/.installed-buckets
 	FAULTS=$(FAULTS) SEED=$(SEED) RUN=$(RUN) JAX_PLATFORMS=cpu $(BIN)/python -m pytest -s -m "chaos and not exhaustive" tests/chaos tests/storage
@@ -206,7 +211,7 @@ lint: .venv/.installed-lint
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
 	$(BIN)/pyrefly check --python-platform=darwin difftx configs train.py eval.py
-	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive difftx configs benchmarks train.py eval.py
+	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive difftx configs benchmarks studies train.py eval.py --exclude=studies/tests
 	$(BIN)/pip-audit --local --progress-spinner=off
 
 format: .venv/.installed-lint

@@ -29,7 +29,7 @@ from flax import nnx
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.console_tables import median_and_range, numbers_table
-from difftx.commands.flags import parse_overrides
+from difftx.commands.flags import Parser
 from difftx.config.model import CacheConfig
 from difftx.config.recipes import load_config
 from difftx.data.tokenizers import load_tokenizer
@@ -185,13 +185,13 @@ def _milliseconds(seconds: list[float]) -> str:
 
 def main() -> int:
     """Parse the flags and run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(None, __doc__, "config", formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="configs/quickstart.py", metavar="FILE.py", help="takes the architecture")
     parser.add_argument("--new_tokens", type=int, default=512)
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     args, rest = parser.parse_known_args()
-    overrides = parse_overrides(rest, "config")
+    overrides = parser.overrides(rest)
     models = {name: random_model(args.config, overrides, name) for name in ARCHITECTURES}
     load_before, *_ = os.getloadavg()
     fast, slow = measure(models, rows=args.rows, new_tokens=args.new_tokens, rounds=args.rounds)

@@ -23,7 +23,7 @@ from flax import nnx
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from difftx.commands.evaluate import load_params
-from difftx.commands.flags import parse_overrides
+from difftx.commands.flags import Parser
 from difftx.config.build import override
 from difftx.errors import run_command
 from difftx.evals import run as evals
@@ -143,10 +143,10 @@ def print_differences(fast: Scores, slow: Scores) -> None:
 
 def main() -> int:
     """Parse the flags, score with the suite and then slowly, and print the comparison."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(None, __doc__, "eval", "mesh", formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workdir", type=Path, required=True)
     args, rest = parser.parse_known_args()
-    changes = {"eval.harness.truncate": "true"} | parse_overrides(rest, "eval", "mesh")
+    changes = {"eval.harness.truncate": "true"} | parser.overrides(rest)
     checkpointer = Checkpointer(args.workdir)
     step = checkpointer.newest()
     assert step is not None, "no checkpoint"

@@ -26,7 +26,7 @@ import rich.table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.console_tables import numbers_table
-from difftx.commands.flags import parse_overrides
+from difftx.commands.flags import Parser
 from difftx.config import Config
 from difftx.config.recipes import load_config
 from difftx.data.loader import Batch, Loader
@@ -200,7 +200,7 @@ def _batches(config: Config, mesh: jax.sharding.Mesh) -> Iterator[Batch]:
 
 def main() -> int:
     """Parse the flags and run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(None, __doc__, "config", formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="steps of a round")
@@ -208,7 +208,7 @@ def main() -> int:
     parser.add_argument("--depths", action="store_true", help="also compile 2 and 24 layers")
     multihost.add_flags(parser)
     args, rest = parser.parse_known_args()
-    config = load_config(args.config, parse_overrides(rest, "config"))
+    config = load_config(args.config, parser.overrides(rest))
     multihost.join(args, config.multihost)
     kernel_choice.choose(list(pair(config).values()))
     contestants = measure_and_print(args.config, config, rounds=args.rounds, steps=args.steps, profile=args.profile)

@@ -10,7 +10,7 @@ Protocol: two layers of width 64; differential models have 4 heads of width 16 (
           Transformer has 8. novels: 2M bytes of public-domain novels (`make novels`). novels-wide: heads of width 32.
           novels-0.4m: models of width 128, with 0.43M parameters. The last five arms are other architectures.
           recall: eight keys and their values among 15 distractors, recall-31 and recall-63 among more. TUNED has the
-          rates and gains that `benchmarks/controls_study.py` found.
+          rates and gains that `studies/controls_study.py` found.
 Hardware: 2 CPU cores, half a minute per run. Result: docs/results.md.
 """
 

@@ -1,6 +1,6 @@
 """The second half of a toy study: a trained Transformer becomes differential and trains on.
 
-Command:  python benchmarks/differential_study.py --out=runs/study/differential
+Command:  python studies/differential_study.py --out=runs/study/differential
           trains the Transformers, converts them, and trains every arm from `checkpoint.init_from` on new data.
 Protocol: docs/differentialize.md, at the size of configs/toy.py and, for novels, of configs/controls.py. Each arm
           trains for as many tokens as its Transformer had, with a warm-up of 5 % and linear decay; λ grows over 250

@@ -1,5 +1,7 @@
 """Overrides of config fields. The first test compares them with those of ml_collections.config_flags."""
 
+import importlib
+import os
 import subprocess
 import sys
 import textwrap
@@ -8,9 +10,12 @@ import pytest
 from absl import flags as absl_flags
 from ml_collections import config_flags
 
-from difftx.commands.flags import parse_overrides
+from difftx.commands import train
+from difftx.commands.flags import Parser
+from difftx.config.build import override
 from difftx.config.recipes import default_config, load_config
 from difftx.errors import UserError
+from difftx.launch.grid import make_points
 
 ACCEPTED = [
     ["--config.train.steps=700"],
@@ -29,6 +34,10 @@ ACCEPTED = [
     ["--config.data.path=stdlib"],
     ["--config.model.num_kv_heads=2"],
 ]
+
+
+def overrides(arguments, *fields):
+    return Parser("difftx train", None, *(fields or ["config"])).overrides(arguments)
 
 
 @pytest.fixture
@@ -54,8 +63,8 @@ def test_overrides_equal_those_of_config_flags(recipe, arguments, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["program", f"--config={path}", *arguments])  # config_flags reads sys.argv.
     values(sys.argv)
     expected = values.config.to_dict()
-    ours = load_config(path, parse_overrides(arguments, "config"))
-    (field,) = parse_overrides(arguments, "config")
+    ours = load_config(path, overrides(arguments))
+    (field,) = overrides(arguments)
     for name in field.split("."):
         expected, ours = expected[name], getattr(ours, name)
     assert ours == expected
@@ -107,14 +116,86 @@ def test_a_required_placeholder_requires_its_flag(recipe):
         (["--noconfig.train.steps"], "only a true-or-false field"),
         (["--noconfig.data.verify=true"], "only a true-or-false field"),
         (["--config.data.verfy"], "Did you mean 'verify'"),
-        (["--confg.train.steps=1"], "is not understood"),
-        (["stray"], "is not understood"),
+        (["--confg.train.steps=1"], r"Did you mean --config\.train\.steps\?"),
+        (["--train.step=1"], r"train\.step: no such field\. Did you mean 'steps'"),
+        (["--config.lr=1"], r"lr: no such field\. Did you mean 'optimizer\.learning_rate'"),
     ],
 )
 def test_invalid_overrides_are_rejected_in_one_line(arguments, expected):
     with pytest.raises(UserError, match=expected) as error:
-        parse_overrides(arguments, "config")
+        overrides(arguments)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("arguments", ACCEPTED, ids=" ".join)
+def test_the_word_config_may_be_left_out(arguments):
+    assert overrides([arguments[0].replace("config.", ""), *arguments[1:]]) == overrides(arguments)
+    if ".eval." in arguments[0]:
+        assert overrides(arguments, "eval", "mesh") == overrides(arguments)
+    else:
+        with pytest.raises(UserError, match=r"does not change .*, only eval\.…, mesh\.…$"):
+            overrides(arguments, "eval", "mesh")
+
+
+@pytest.mark.parametrize(
+    ("command", "fix"),
+    [
+        ("train --lr=3e-4", "--lr=3e-4: no such flag. Did you mean --config.optimizer.learning_rate?"),
+        ("train --config=toy --steps 10", "--steps: no such flag. Did you mean --config.train.steps?"),
+        ("train --config=toy --step=10", "--step=10: no such flag. Did you mean --config.train.steps?"),
+        ("train --config=toy steps=10", "steps=10: no such flag. Did you mean --config.train.steps?"),
+        ("train --config=toy --seed=9", "Did you mean --config.data.seed or --config.train.seed or"),
+        ("train --config=toy --warmup=9", "Did you mean --config.optimizer.warmup_steps?"),
+        ("train --config=toy --dry-run", "--dry-run: no such flag. Did you mean --dry_run?"),
+        ("train --config=toy --output_dir=x", "--output_dir=x: no such flag. Did you mean --workdir?"),
+        ("train --config=toy --zzz", "--zzz: no such flag. Known: --help, --config, --workdir, "),
+        ("train quickstart:diff", "'quickstart:diff' belongs to no flag; write --config=quickstart:diff"),
+        ("train --train.steps=9", "difftx train: --config is missing: recipe (ablations, base, by_size, "),
+        ("generate --workdir=x --max_new_tokens=20", "Did you mean --new_tokens?"),
+        ("generate --workdir=x ROMEO", "'ROMEO' belongs to no flag; write --prompt=ROMEO"),
+        ("generate --workdir=x --lr=1", "--lr=1: difftx generate does not change optimizer.learning_rate, only mesh.…"),
+        ("generate --checkpoint=x", "--checkpoint=x: no such flag. Did you mean --workdir?"),
+        (
+            "eval --workdir=x --config.train.steps=9",
+            "difftx eval does not change train.steps, only eval.…, mesh.…, ",
+        ),
+        ("eval x loss", "'x' belongs to no flag; write --workdir=x"),
+        ("eval --workdir=x --suite=loss test", "'test' belongs to no flag; quote a value that has spaces, and write"),
+        ("report x", "'x' belongs to no flag; write --workdir=x"),
+        ("chat", "difftx chat: --workdir is missing: directory of the run"),
+        ("plan --config=toy v5p:8", "'v5p:8' belongs to no flag; write --topology=v5p:8"),
+        ("checkpoint ls --workdr=x", "--workdr=x: no such flag. Did you mean --workdir?"),
+        ("data verify", "the following arguments are required: folder; see difftx data verify --help"),
+        ("eval --workdir=x --weights=mean", "argument --weights: invalid choice: 'mean' (choose from 'params', 'ema')"),
+    ],
+)
+def test_a_mistaken_flag_names_the_flag_or_field_that_is_meant(command, fix):
+    name, *arguments = command.split()
+    with pytest.raises(UserError) as error:
+        importlib.import_module(f"difftx.commands.{name}").main(arguments)
+    assert fix in str(error.value)
+
+
+def test_a_config_in_json_is_a_config(tmp_path, monkeypatch, capsys):
+    """The config that a run or --print_config writes, with overrides, is that of the recipe."""
+    changes = ["--config.train.steps=777", "--optimizer.warmup_steps=5"]
+    assert train.main(["--config=quickstart:diff", "--print_config", *changes]) == 0
+    path = tmp_path / "config.json"
+    path.write_text(capsys.readouterr().out)
+    expected = load_config("quickstart:diff", overrides(changes))
+    assert load_config(str(path), {}) == expected
+    reader, writer = os.pipe()
+    os.write(writer, path.read_bytes())
+    os.close(writer)
+    assert load_config(f"/dev/fd/{reader}", {"train.seed": "4"}).train.seed == 4
+    (point,) = make_points(str(path), {"train.seed": ["3"]}, {})
+    assert (point.spec, point.config) == (str(path), override(expected, {"train.seed": "3"}))
+    for text, message in (("{", "line 1 is not JSON"), ('{"train": {"step": 3}}', "train.step=3: no such field")):
+        path.write_text(text)
+        with pytest.raises(UserError, match=message):
+            load_config(str(path), {})
+    with pytest.raises(UserError, match=r"its name must end in \.py \(a recipe\) or \.json \(a config\)"):
+        load_config(str(tmp_path / "config.yaml"), {})
 
 
 def test_recipes_are_found_by_name_and_by_path():

@@ -70,9 +70,10 @@ def test_no_file_installs_difftx_from_an_index():
     assert [path for path, text in texts.items() if from_index.search(text)] == []
 
 
-def test_the_readme_of_the_benchmarks_lists_each_script_once():
-    rows = re.findall(r"^\| `(\S+)` \|", (ROOT / "benchmarks" / "README.md").read_text(), re.MULTILINE)
-    assert sorted(rows) == sorted(p.name for p in (ROOT / "benchmarks").iterdir() if p.suffix in (".py", ".sh"))
+@pytest.mark.parametrize("folder", ["benchmarks", "studies"])
+def test_the_readme_of_a_folder_of_scripts_lists_each_once(folder):
+    rows = re.findall(r"^\| `(\S+)` \|", (ROOT / folder / "README.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(p.name for p in (ROOT / folder).glob("[!_]*.*") if p.suffix in (".py", ".sh"))
 
 
 def test_the_citation_and_the_change_log_have_the_version():

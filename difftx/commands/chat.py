@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from difftx.commands.flags import PathFlag, add_weights_flag, parse_command
+from difftx.commands.flags import Parser, PathFlag, add_weights_flag
 from difftx.commands.generate import NEW_TOKENS, SEEDS
 from difftx.config.build import parse_text
 from difftx.config.fields import types_of
@@ -38,7 +38,7 @@ HELP = """\
 
 def main(arguments: Sequence[str]) -> int:
     """Read the flags, then lines until the end of the input. Exit codes: 0 done, 2 bad input, 1 any other error."""
-    parser = argparse.ArgumentParser("difftx chat", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser("difftx chat", __doc__.splitlines()[0], "mesh")
     parser.add_argument("--workdir", action=PathFlag, required=True, help="directory of the run")
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
     add_weights_flag(parser)
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     multihost.add_flags(parser)
     parser.epilog = f"--mesh.field=value changes a field of the run's mesh. Commands in the loop:\n{HELP}"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    options, overrides = parse_command(parser, arguments, "mesh")
+    options, overrides = parser.parse(arguments)
 
     # Imported after the flags are checked, because the import is slow.
     import jax

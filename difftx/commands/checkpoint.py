@@ -1,16 +1,15 @@
 """List, verify, compare and delete the checkpoints of a run: difftx checkpoint COMMAND --workdir=DIR."""
 
-import argparse
 from collections.abc import Sequence
 
-from difftx.commands.flags import PathFlag, add_extension_flag, prepare_process
+from difftx.commands.flags import Parser, PathFlag, add_extension_flag, prepare_process
 from difftx.errors import UserError, printable
-from difftx.files import list_folder
+from difftx.files import UNLOCKED, list_folder
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run `checkpoint ls`, `verify`, `diff`, `quarantine` or `prune`."""
-    parser = argparse.ArgumentParser("difftx checkpoint", description=__doc__, allow_abbrev=False)
+    parser = Parser("difftx checkpoint", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     texts = {
         "ls": "list the checkpoints of a run, and check the names and sizes of their files",
@@ -19,7 +18,7 @@ def main(arguments: Sequence[str]) -> int:
         "quarantine": "exclude a checkpoint, so that training resumes from the checkpoint before it",
         "prune": "delete the checkpoints that neither the run's config nor --keep keeps",
     }
-    parsers = {name: commands.add_parser(name, help=text, allow_abbrev=False) for name, text in texts.items()}
+    parsers = {name: commands.add_parser(name, help=text) for name, text in texts.items()}
     for command in parsers.values():
         command.add_argument("--workdir", action=PathFlag, required=True, help="directory of the run")
         add_extension_flag(command)
@@ -37,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
 
     # Imported after the flags are checked, because the imports are slow.
     from difftx.commands import checkpoint_actions as actions
-    from difftx.training.checkpoint.retention import quarantine
+    from difftx.training.checkpoint.protocol import quarantine
 
     match options.command:
         case "ls":
@@ -47,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         case "diff":
             actions.diff(actions.find(folder, options.a), actions.find(folder, options.b), options.values)
         case "quarantine":
-            path = quarantine(actions.find(folder, str(options.step)))
+            path = quarantine(UNLOCKED, actions.find(folder, str(options.step)))
             print(printable(f"{path}: training uses it again only if it verifies and no other checkpoint does"))
         case "prune":
             actions.prune(options.workdir, options.keep, options.yes)

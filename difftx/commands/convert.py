@@ -9,7 +9,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from difftx.commands.flags import PathFlag, add_weights_flag, parse_command
+from difftx.commands.flags import Parser, PathFlag, add_weights_flag
 from difftx.config import Config
 from difftx.config.recipes import load_config
 from difftx.errors import UserError, install_hint, printable
@@ -25,7 +25,7 @@ METHODS = {"zero-branch": "zero_branch", "dex": "dex", "split": "diff"}  # Value
 
 def main(arguments: Sequence[str]) -> int:
     """Read the flags and convert. Exit codes: 0 done, 2 bad input, 1 any other error."""
-    parser = argparse.ArgumentParser("difftx convert", description=__doc__, allow_abbrev=False)
+    parser = Parser("difftx convert", __doc__, "config")
     parser.add_argument("--from", dest="source", required=True, choices=FORMATS, help="format of --input")
     parser.add_argument("--to", dest="target", required=True, choices=(*FORMATS, "diffllama"), help="format of --out")
     parser.add_argument(
@@ -42,8 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--dex_heads", choices=("entropy", "all"), default="entropy", help=chosen)
     how = "compare logits and greedy text with the package transformers; both models must fit in memory"
     parser.add_argument("--verify", action="store_true", help=how)
-    parser.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
-    options, overrides = parse_command(parser, arguments, "config")
+    options, overrides = parser.parse(arguments)
     given = {name.split(".")[1] for name in overrides if name.startswith("model.")}
     if options.differential is not None:
         head_norm = "rms_affine" if options.differential == "split" else "none"

@@ -7,15 +7,13 @@ Its exit code is 1 if training cannot start. Start it on every host of a job wit
 check all of them.
 """
 
-import argparse
 import dataclasses
 import json
 import os
 import sys
 from collections.abc import Sequence
 
-from difftx.commands.flags import parse_command
-from difftx.config.recipes import load_config
+from difftx.commands.flags import Parser, config_of
 from difftx.console import protected
 from difftx.data.tokenizers import with_vocabulary
 from difftx.errors import EXIT_FAILED
@@ -25,17 +23,16 @@ from difftx.storage.paths import path_of
 
 def main(arguments: Sequence[str]) -> int:
     """Print the page, or one JSON object with --json. Exit codes: 0 a run can start, 1 it cannot, 2 bad input."""
-    parser = argparse.ArgumentParser(prog="difftx doctor", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser("difftx doctor", __doc__.splitlines()[0], "config")
     parser.add_argument("--config", metavar="FILE.py[:ARG]", help="also check this config, and estimate its speed")
     parser.add_argument("--workdir", default=".", help="folder of the run, or gs://… or s3://…; default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     multihost.add_flags(parser)
-    parser.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
-    options, overrides = parse_command(parser, arguments, "config")
+    options, overrides = parser.parse(arguments)
     options.workdir = path_of("--workdir", options.workdir)
     from difftx.training.fit import fit  # Imported after the flags are checked, because the import is slow.
 
-    config = None if options.config is None else fit(with_vocabulary(load_config(options.config, overrides)))
+    config = None if options.config is None else fit(with_vocabulary(config_of(options.config, overrides)))
     out = protected(os.fdopen(os.dup(sys.stdout.fileno()), "w", closefd=False))
     if options.json:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Libraries, such as Gloo, print to standard output.

@@ -1,7 +1,7 @@
 """Command-line overrides of config fields, in the syntax of ml_collections.config_flags.
 
 Examples are `--config.train.steps=10`, `--config.train.steps 10`, `--config.data.verify`, `--noconfig.data.verify`,
-`--config.eval.suites=loss,recall` and `--config.eval.suites="('loss', 'recall')"`.
+`--config.eval.suites=loss,recall` and `--config.eval.suites="('loss', 'recall')"`. In each, "config." may be left out.
 """
 
 import argparse
@@ -9,24 +9,141 @@ import glob
 import logging
 import os
 import re
-from collections.abc import Sequence
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import difftx.model.architectures  # noqa: F401  # It finds the groups of architectures in names of fields.
 from difftx import compilation_cache
+from difftx.config import Config
 from difftx.config.build import annotation_of
-from difftx.config.fields import options
-from difftx.errors import UserError, did_you_mean
-from difftx.files import is_glob, matching_folders, require_local_paths, require_run, require_writable_file, size_of
+from difftx.config.fields import marks, options, types_of
+from difftx.config.recipes import is_json, load_config, recipe_names
+from difftx.config.synonyms import field_named, flag_named
+from difftx.errors import UserError, closest
+from difftx.files import matching_folders, require_local_paths, require_run, require_writable_file
 from difftx.registry import load_extensions
 from difftx.storage.paths import AnyPath, is_bucket, path_of
 
 
+class Parser(argparse.ArgumentParser):
+    """The parser of a command, whose errors name the flag or the config field that is meant.
+
+    `fields` are the config fields, and groups of them, that the command's overrides may change; "config" is all.
+    """
+
+    def __init__(self, prog: str | None = None, description: str | None = None, *fields: str, **options: Any):
+        super().__init__(prog, description=description, allow_abbrev=False, **options)
+        self.fields = fields
+        self._missing: dict[str, argparse.Action] = {}  # The flags that a word without a flag may belong to.
+        if "config" in fields:
+            self.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
+
+    def parse(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
+        """Add `--extension`, load the extensions of a command line, and return its flags and config overrides."""
+        add_extension_flag(self)
+        options, rest = self.parse_known_args(arguments)
+        prepare_process(options)  # Extensions may add fields that overrides set.
+        return options, self.overrides(rest)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Return the flags and the overrides. Raise `UserError` for other words, or if a required flag is missing."""
+        arguments = list(sys.argv[1:] if args is None else args)
+        flags = [action for action in self._actions if action.option_strings and action.nargs != 0]
+        required = [action for action in flags if action.required]
+        for action in required:  # For the help only: argparse would not return a value that lacks its flag.
+            action.required = not {"-h", "--help"}.isdisjoint(arguments)
+        options, rest = super().parse_known_args(arguments, namespace)
+        main = dict.fromkeys([*required, *flags[:2]])
+        self._missing = {action.option_strings[0]: action for action in main if getattr(options, action.dest) is None}
+        needed = next(((flag, action.help) for flag, action in self._missing.items() if action in required), None)
+        if rest and (not self.fields or (needed and self._override(rest[0]) is None)):
+            raise self._unknown(rest[0])
+        if needed:
+            raise UserError(f"{self.prog}: {needed[0]} is missing: {needed[1]}")
+        return options, rest
+
+    def error(self, message: str) -> Any:
+        """Raise the error of a flag."""
+        raise UserError(f"{message}; see {self.prog} --help")
+
+    def overrides(self, arguments: Sequence[str]) -> dict[str, str]:
+        """Return overrides of config fields, such as `--config.mesh.tensor=4` as `{"mesh.tensor": "4"}`."""
+        overrides: dict[str, str] = {}
+        remaining = list(arguments)
+        while remaining:
+            argument = remaining.pop(0)
+            _, equals, value = argument.partition("=")
+            if (found := self._override(argument)) is None:
+                raise self._unknown(argument)
+            negated, field = found[1], found[3]
+            if not self._changes(field):
+                raise self._unchanged(argument, field)
+            is_bool = bool in options(annotation_of(field))
+            if negated and (not is_bool or equals):
+                raise UserError(f"{argument!r}: only a true-or-false field can be switched off; write --{field}=value")
+            if not equals:
+                if is_bool:
+                    value = "false" if negated else "true"
+                elif remaining and not remaining[0].startswith("--"):
+                    value = remaining.pop(0)
+                else:
+                    raise UserError(f"{argument!r}: the value is missing; write {argument}=value")
+            overrides[field] = value
+        return overrides
+
+    def _override(self, argument: str) -> re.Match[str] | None:
+        """Return the parts (no, config., field, group) of an override, or None for another argument."""
+        found = re.fullmatch(r"--(no)?(config\.)?((\w+)(?:\.[\w.-]+)?)", argument.partition("=")[0])
+        is_field = found and found[4] in types_of(Config) and ("." in found[3] or self._changes(found[4]))
+        return found if found and (found[2] or is_field) else None
+
+    def _changes(self, field: str) -> bool:
+        return any(name == "config" or f"{field}.".startswith(f"{name}.") for name in self.fields)
+
+    def _unchanged(self, argument: str, field: str) -> UserError:
+        names = ", ".join(name if "." in name else f"{name}.…" for name in self.fields)
+        return UserError(f"{argument}: {self.prog} does not change {field}, only {names}")
+
+    def _unknown(self, argument: str) -> UserError:
+        """Return the error for an argument that is neither a flag nor an override."""
+        name = argument.partition("=")[0].lstrip("-").replace("-", "_")
+        flags = {flag[2:]: flag for flag in self._option_string_actions if flag.startswith("--")}
+        prefix = "--config." if "config" in self.fields else "--"
+        fields = {field: prefix + field for field, _ in marks(Config) if self._changes(field)}
+        flag, field = flag_named(name), field_named(name)
+        same = [spelled for one, spelled in fields.items() if one.rpartition(".")[2] == name]
+        meant = flags.get(flag or name) or fields.get(field or name) or " or ".join(sorted(same, key=len)[:3])
+        if not argument.startswith("-") and not (meant and "=" in argument):
+            fix = "quote a value that has spaces, and write a list as a,b"
+            if self._missing:
+                fix = f"write {shlex.quote(f'{next(iter(self._missing))}={argument}')}"
+            return UserError(f"{argument!r} belongs to no flag; {fix}")
+        known = {one.rpartition(".")[2]: spelled for one, spelled in fields.items()} | fields | flags
+        if meant := meant or known.get(closest(name, known, cutoff=0.75) or ""):
+            return UserError(f"{argument}: no such flag. Did you mean {meant}?")
+        if self.fields and field:
+            return self._unchanged(argument, field)
+        overrides = ", --config.path.to.field" if "config" in self.fields else ""
+        return UserError(f"{argument}: no such flag. Known: {', '.join(flags.values())}{overrides}")
+
+
 def add_config_flag(parser: argparse.ArgumentParser) -> None:
     """Add the flag `--config`, the `spec` of `load_config`."""
-    text = "config of difftx, such as quickstart:diff, or config file, each with its argument"
-    parser.add_argument("--config", required=True, metavar="NAME[:ARG]|FILE.py[:ARG]", help=text)
+    text = f"recipe ({', '.join(recipe_names())}, or a file), such as quickstart:diff; or the config.json of a run"
+    parser.add_argument("--config", required=True, metavar="NAME[:ARG]|FILE.py[:ARG]|FILE.json", help=text)
+
+
+def config_of(spec: str, overrides: Mapping[str, str]) -> Config:
+    """Return the config of `--config`, which evaluation may use. See `confirm_outward` about a config in JSON."""
+    config = load_config(spec, overrides)
+    if is_json(spec):
+        from difftx.commands.evaluate import confirm_outward  # Imported here because the import is slow.
+
+        confirm_outward(config, spec, config.eval.suites, overrides, trusted=None)
+    return config
 
 
 def add_extension_flag(parser: argparse.ArgumentParser) -> None:
@@ -52,11 +169,11 @@ def add_weights_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare_process(options: argparse.Namespace) -> None:
-    """Check the paths of a command line, load its extensions, and set the options of JAX and orbax."""
+    """Check the paths of a command line, load its extensions, and set the options of JAX."""
     require_local_paths(options)
     compilation_cache.enable()
     load_extensions(options.extension)
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # difftx reports the failures of orbax itself.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Libraries print failures that difftx reports itself.
 
 
 def require_file_path(flag: str, path: AnyPath) -> None:
@@ -75,50 +192,9 @@ def run_folders(flag: str) -> list[AnyPath]:
     names = [flag] if os.path.isdir(flag) else flag.split(",")  # The name of a folder may have a comma.
     parts = [(name, path_of("--workdir", name)) for name in names]  # Check all before files are read.
     for name, folder in parts:
-        if size_of(folder / "config.json") is not None:
-            folders.append(folder)
-            continue
-        pattern = name if is_glob(folder) else f"{glob.escape(name.rstrip('/'))}/*"
-        runs = matching_folders("--workdir", pattern, "config.json")
-        if not runs:
+        patterns = name, f"{glob.escape(name.rstrip('/'))}/*"
+        found = (matching_folders("--workdir", pattern, "config.json") for pattern in patterns)
+        if not (runs := next(filter(None, found), [])):
             require_run(folder)
         folders += runs
     return folders
-
-
-def parse_command(
-    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, *groups: str
-) -> tuple[argparse.Namespace, dict[str, str]]:
-    """Add `--extension`, parse the command line, load its extensions, and return its flags and config overrides."""
-    add_extension_flag(parser)
-    options, rest = parser.parse_known_args(arguments)
-    prepare_process(options)  # Extensions may add fields that overrides set.
-    return options, parse_overrides(rest, *groups)
-
-
-def parse_overrides(arguments: Sequence[str], *groups: str) -> dict[str, str]:
-    """Return overrides that begin with one of `groups`, such as `--config.mesh.tensor=4` as `{"mesh.tensor": "4"}`."""
-    overrides: dict[str, str] = {}
-    remaining = list(arguments)
-    while remaining:
-        argument = remaining.pop(0)
-        name, equals, value = argument.partition("=")
-        found = re.fullmatch(rf"--(no)?({'|'.join(groups)})\.(.+)", name)
-        if found is None:
-            hint = did_you_mean(name.removeprefix("--").partition(".")[0], groups) if name.startswith("--") else ""
-            example = f"--{groups[0]}.path.to.field=value"
-            raise UserError(f"{argument!r} is not understood; see --help, or write overrides as {example}.{hint}")
-        negated, group, field = found.groups()
-        field = field if group == "config" else f"{group}.{field}"
-        is_bool = bool in options(annotation_of(field))
-        if negated and (not is_bool or equals):
-            raise UserError(f"{argument!r}: only a true-or-false field can be switched off; write --{group}.…=value")
-        if not equals:
-            if is_bool:
-                value = "false" if negated else "true"
-            elif remaining and not remaining[0].startswith("--"):
-                value = remaining.pop(0)
-            else:
-                raise UserError(f"{argument!r}: the value is missing; write {argument}=value")
-        overrides[field] = value
-    return overrides

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from difftx.commands.flags import PathFlag, add_weights_flag, parse_command, require_file_path
+from difftx.commands.flags import Parser, PathFlag, add_weights_flag, require_file_path
 from difftx.data.records import Record, read_records
 from difftx.errors import UserError, printable
 from difftx.files import write_atomically
@@ -26,13 +26,13 @@ SEEDS = 2**32
 
 def main(arguments: Sequence[str]) -> int:
     """Read the flags and generate text. Exit codes: 0 done, 2 bad input, 1 any other error."""
-    parser = argparse.ArgumentParser("difftx generate", description=__doc__, allow_abbrev=False)
+    parser = Parser("difftx generate", __doc__, "mesh")
     parser.add_argument("--workdir", action=PathFlag, required=True, help="directory of the run")
-    parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
-    add_weights_flag(parser)
     parser.add_argument("--prompt", help="text to complete")
     prompts = 'objects with "prompt" or "messages", optionally "seed"'
     parser.add_argument("--prompts", action=PathFlag, metavar="FILE.jsonl", help=prompts)
+    parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
+    add_weights_flag(parser)
     completions = "objects with completions; default: stdout"
     parser.add_argument("--out", action=PathFlag, metavar="FILE.jsonl", help=completions)
     parser.add_argument("--batch_rows", type=int, default=16, help="prompts of a file that are completed together")
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated")
     multihost.add_flags(parser)
     parser.epilog = "--mesh.field=value changes a field of the run's mesh"
-    options, overrides = parse_command(parser, arguments, "mesh")
+    options, overrides = parser.parse(arguments)
     _check(options)
     records = _read_prompts(options)
 

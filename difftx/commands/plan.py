@@ -5,14 +5,13 @@ difftx plan --config=configs/scaling.py:diff-13.1b --topology=v5p:4x4x4 [--searc
 The command allocates no arrays and reads no data. Its exit code is 2 if the step does not fit the devices' memory.
 """
 
-import argparse
 import dataclasses
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from difftx.commands.flags import add_config_flag, parse_command, require_file_path
+from difftx.commands.flags import Parser, add_config_flag, require_file_path
 from difftx.config import Config
 from difftx.config.build import override
 from difftx.config.recipes import load_config
@@ -24,7 +23,7 @@ from difftx.launch.topology import GIB, Topology, find_devices, parse_topology, 
 
 def main(arguments: Sequence[str]) -> int:
     """Print the cost of the config or, with --search, the meshes and remat policies that fit."""
-    parser = argparse.ArgumentParser(prog="difftx plan", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser("difftx plan", __doc__.splitlines()[0], "config")
     add_config_flag(parser)
     topologies = "such as v5p:4x4x4, v5e:16x16*2 (two slices), v6e:8x8, h200:8 or cpu:8"
     parser.add_argument("--topology", required=True, help=topologies)
@@ -32,9 +31,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the numbers")
     parser.add_argument("--hbm_gib", type=float, help="memory per device in GiB; default: that of its kind")
     parser.add_argument("--efficiency", type=float, default=0.6, help="assumed share of the largest speed")
-    parser.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
-    args, overrides = parse_command(parser, arguments, "config")
-    _check(args)
+    args, overrides = parser.parse(arguments)
+    if args.hbm_gib is not None and not args.hbm_gib > 0:
+        raise UserError(f"--hbm_gib={args.hbm_gib} must be positive")
+    if not 0 < args.efficiency <= 1:
+        raise UserError(f"--efficiency={args.efficiency} must lie between 0 and 1")
+    if args.json is not None:
+        require_file_path("--json", args.json)
     topology = parse_topology(args.topology)
     config = with_slices(with_vocabulary(load_config(args.config, overrides)), topology)
     prepare(topology)
@@ -47,12 +50,14 @@ def main(arguments: Sequence[str]) -> int:
 
     from difftx.launch import estimate, search
     from difftx.model.abstract import count_parameters
+    from difftx.model.architectures import describe_heads
     from difftx.parallel.presets import apply_preset
     from difftx.training.fit import fit
 
     devices, title = find_devices(topology), f"{args.config} on {topology}"
     parameters = count_parameters(fit(config).model).total
     config = apply_preset(config, kind=devices[0].device_kind, devices=len(devices), parameters=parameters)
+    print(f"{config.model.architecture}: {describe_heads(config.model)}; {parameters:,} parameters")
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     try:
         if args.search:
@@ -86,12 +91,3 @@ def with_slices(config: Config, topology: Topology) -> Config:
     if data != -1 and data % slices:
         data = slices
     return override(config, {"mesh.slices": str(slices), "mesh.data": str(data)})
-
-
-def _check(args: argparse.Namespace) -> None:
-    if not 0 < args.efficiency <= 1:
-        raise UserError(f"--efficiency={args.efficiency} must lie between 0 and 1")
-    if args.hbm_gib is not None and not args.hbm_gib > 0:
-        raise UserError(f"--hbm_gib={args.hbm_gib} must be positive")
-    if args.json is not None:
-        require_file_path("--json", args.json)

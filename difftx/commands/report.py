@@ -1,9 +1,9 @@
 """Write an HTML page about runs: difftx report --workdir=runs/quickstart/diff,runs/quickstart/transformer."""
 
-import argparse
 from collections.abc import Sequence
 
-from difftx.commands.flags import PathFlag, add_extension_flag, prepare_process, run_folders
+from difftx.commands.flags import Parser, PathFlag, run_folders
+from difftx.errors import printable
 from difftx.files import require_writable_file
 
 RUNS = "runs, folders of runs such as a sweep's, or quoted globs; a Transformer is the baseline, or else the first run"
@@ -11,19 +11,17 @@ RUNS = "runs, folders of runs such as a sweep's, or quoted globs; a Transformer 
 
 def main(arguments: Sequence[str]) -> int:
     """Write the page and print its path."""
-    parser = argparse.ArgumentParser(prog="difftx report", description=__doc__, allow_abbrev=False)
+    parser = Parser("difftx report", __doc__)
     parser.add_argument("--workdir", required=True, metavar="RUN[,RUN…]", help=RUNS)
     parser.add_argument(
         "--out", action=PathFlag, metavar="FILE.html", help="default: report.html in the first directory"
     )
-    add_extension_flag(parser)
-    options = parser.parse_args(arguments)
-    prepare_process(options)
+    options, _ = parser.parse(arguments)
     workdirs = run_folders(options.workdir)
     if options.out is not None:
         require_writable_file(options.out)
 
-    from difftx.commands import evaluate  # Imported after the flags are checked, because the import is slow.
+    from difftx.report.page import write_page  # Imported after the flags are checked, because the import is slow.
 
-    evaluate.write_report(workdirs, options.out)
+    print(printable(str(write_page(workdirs, options.out or workdirs[0] / "report.html"))))
     return 0

@@ -1,10 +1,9 @@
 """Run a grid of configs: difftx sweep --config=scaling --grid size=830m,1.4b seed=0,1 --out=runs/scaling."""
 
-import argparse
 from collections.abc import Sequence
 
 from difftx import console
-from difftx.commands.flags import add_config_flag, parse_command
+from difftx.commands.flags import Parser, add_config_flag
 from difftx.errors import UserError, printable
 from difftx.files import require_writable
 from difftx.launch import jobs
@@ -15,7 +14,7 @@ from difftx.storage.paths import is_bucket, path_of, remote_path_of
 
 def main(arguments: Sequence[str]) -> int:
     """Train the grid's runs, or write their job files. Exit codes: 0 done, 1 a run failed, 75 stopped by a signal."""
-    parser = argparse.ArgumentParser(prog="difftx sweep", description=__doc__, allow_abbrev=False)
+    parser = Parser("difftx sweep", __doc__, "config")
     add_config_flag(parser)
     values = "values of a name in the file's ARG, of `seed`, or of a config field; all combinations run"
     parser.add_argument("--grid", required=True, nargs="+", metavar="NAME=VALUE,VALUE", help=values)
@@ -23,7 +22,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--launcher", metavar="NAME", help=f"write job files for: {', '.join(jobs.LAUNCHERS)}")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings for the job files")
     parser.epilog = "--config.path.to.field=value changes a field of every run"
-    args, overrides = parse_command(parser, arguments, "config")
+    args, overrides = parser.parse(arguments)
     # Only the job needs the library and the credentials of a bucket.
     args.out = path_of("--out", args.out) if args.launcher is None else remote_path_of("--out", args.out)
     if args.launcher is None or not is_bucket(args.out):

@@ -10,7 +10,7 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 
-from difftx.commands.flags import PathFlag, add_extension_flag, prepare_process
+from difftx.commands.flags import Parser, PathFlag, add_extension_flag, prepare_process
 from difftx.data.byte_level import BYTE_LEVEL, SPLIT
 from difftx.data.prepare.readers import Document, Fields, Source, sources_of
 from difftx.data.tokenizer import END_OF_TEXT
@@ -28,9 +28,9 @@ SAMPLE_BYTES = 4 * 2**20  # About this much text of each kind is encoded to meas
 
 def main(arguments: Sequence[str]) -> int:
     """Read the flags and train. Exit codes: 0 done, 2 bad input, 1 any other error."""
-    parser = argparse.ArgumentParser("difftx tokenizer", description="Make tokenizers.", allow_abbrev=False)
+    parser = Parser("difftx tokenizer", "Make tokenizers.")
     commands = parser.add_subparsers(dest="command", required=True)
-    train = commands.add_parser("train", help="train byte-level BPE", allow_abbrev=False)
+    train = commands.add_parser("train", help="train byte-level BPE")
     train.add_argument("--input", required=True, help="as --input of difftx prepare, also in a bucket")
     train.add_argument("--vocab_size", required=True, type=int, help="number of tokens, special tokens included")
     train.add_argument("--out", required=True, action=PathFlag, help="new folder, also in a bucket")

@@ -1,6 +1,5 @@
 """Train a model: difftx train --config=quickstart:diff --workdir=runs/quickstart/diff."""
 
-import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,21 +15,19 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     began = time.perf_counter()
     # Imported here, so that the time of the imports counts.
     from difftx import compilation_cache, console
-    from difftx.commands.flags import PathFlag, add_config_flag, parse_command
-    from difftx.config.recipes import load_config
+    from difftx.commands.flags import Parser, PathFlag, add_config_flag, config_of
     from difftx.files import require_writable
     from difftx.parallel import multihost
 
-    parser = argparse.ArgumentParser(prog=prog, description=__doc__, allow_abbrev=False)
+    parser = Parser(prog, __doc__, "config")
     add_config_flag(parser)
     parser.add_argument("--workdir", action=PathFlag, help="directory of the run; an existing run is resumed")
     parser.add_argument("--print_config", action="store_true", help="print the config and exit")
     parser.add_argument("--dry_run", action="store_true", help="check config, model and data, print the cost, exit")
     parser.add_argument("--allow_config_change", action="store_true", help="resume even if model or data changed")
     multihost.add_flags(parser)
-    parser.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
-    args, overrides = parse_command(parser, arguments, "config")
-    check_extras(config := load_config(args.config, overrides))
+    args, overrides = parser.parse(arguments)
+    check_extras(config := config_of(args.config, overrides))
     from difftx.training.fit import fit  # The import is slow.
 
     fit(config)
@@ -39,7 +36,7 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
         print(config.to_json(), end="")
         return 0
     if args.workdir is None and not args.dry_run:
-        parser.error("--workdir is needed to train")
+        parser.error("--workdir=DIR is needed to train; --dry_run does without")
     if args.workdir is not None:
         require_writable(args.workdir)
     if not args.dry_run:

@@ -1,4 +1,4 @@
-"""Recipes: Python files with a function `get_config` that returns a `ConfigDict`.
+"""Recipes: Python files with a function `get_config` that returns a `ConfigDict`, or configs in JSON.
 
 The recipes of difftx are in the package `difftx.configs`, the folder configs/. Recipes of users can be in any folder.
 """
@@ -14,9 +14,11 @@ from ml_collections import ConfigDict
 from ml_collections.config_dict import RequiredValueError
 
 from difftx.config import Config
-from difftx.config.build import apply_overrides, config_from_dict, defaults_of
+from difftx.config.build import config_from_dict, defaults_of, override, parsed, set_field
 from difftx.errors import UserError, did_you_mean
+from difftx.json_files import read_json
 from difftx.registry import import_file, one_line_errors
+from difftx.storage.paths import path_of
 
 
 def default_config() -> ConfigDict:
@@ -29,15 +31,21 @@ def load_config(spec: str, overrides: Mapping[str, str]) -> Config:
 
     `spec` is `FILE.py` or the name of a recipe of difftx, such as `quickstart`. An appended `:ARG` is the argument of
     `get_config`. An override also changes the fields that the recipe derives from the field by `ConfigDict.get_ref`.
+    Any other file has a config in JSON, such as the `config.json` of a run.
     """
+    if is_json(spec):
+        content = Path(spec).read_bytes() if spec.startswith("/dev/") else None  # A pipe can be read only once.
+        return override(config_from_dict(read_json(path_of("--config", spec), content)), overrides)
     path, argument = split_spec(spec)
     module = _import_recipe(path)
+    changes = parsed(overrides)  # Before the recipe, which may take seconds. Its file may have added groups.
     with one_line_errors(module):
         values = module.get_config(argument) if argument else module.get_config()
         if not isinstance(values, ConfigDict):
             raise TypeError(f"get_config returned {type(values).__name__}, not a ConfigDict")
     with values.unlocked():
-        apply_overrides(values, overrides)
+        for field, value in changes.items():
+            set_field(values, field, value)
     try:
         return config_from_dict(values.to_dict())
     except RequiredValueError as error:
@@ -48,31 +56,38 @@ def split_spec(spec: str) -> tuple[str, str]:
     """Return the name or file of a recipe, and its argument or "". The path of a file may have colons."""
     first, file = spec.partition(":")[0], re.match(r"(.+?\.py)(:|$)", spec)
     # An argument may be the path of a file too, if the recipe is one of difftx.
-    recipe = file[1] if file and (Path(file[1]).is_file() or first not in _names()) else first
+    recipe = file[1] if file and (Path(file[1]).is_file() or first not in recipe_names()) else first
     return recipe, spec[len(recipe) + 1 :]
 
 
 def argument_of(path: str) -> str | None:
     """Return the format of a recipe's argument, such as "{architecture}-{size}", or None if it takes none."""
-    return getattr(_import_recipe(path), "ARG", None)
+    return None if is_json(path) else getattr(_import_recipe(path), "ARG", None)
 
 
 def is_name(text: str) -> bool:
     """Return whether the first part of a `spec` names a recipe of difftx, and not a file."""
-    return not text.endswith(".py") and "/" not in text
+    return "." not in text and "/" not in text
 
 
-def _names() -> list[str]:
+def is_json(spec: str) -> bool:
+    """Return whether a `spec` is a file with a config in JSON. It may be a pipe, such as /dev/stdin."""
+    return spec.endswith(".json") or spec.startswith("/dev/")
+
+
+def recipe_names() -> list[str]:
     """Return the names of the recipes of difftx."""
     return [module.name for module in pkgutil.iter_modules(importlib.import_module("difftx.configs").__path__)]
 
 
 def _import_recipe(text: str) -> types.ModuleType:
-    path, names = Path(text), _names()
+    path, names = Path(text), recipe_names()
     if is_name(text):
         if text not in names:
             raise UserError(f"--config={text}: no such recipe.{did_you_mean(text, names)}")
         return importlib.import_module(f"difftx.configs.{text}")
+    if path.suffix != ".py":
+        raise UserError(f"--config={text}: its name must end in .py (a recipe) or .json (a config)")
     if not path.is_file():
         near = [str(p) for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
         hint = did_you_mean(text, near) if near else ""

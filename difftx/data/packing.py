@@ -1,21 +1,21 @@
 """Rows of T tokens, made from a store by splitting it every T tokens or by packing whole documents into rows."""
 #   T = tokens per row
 
+import contextlib
 import dataclasses
 import hashlib
+import io
 import json
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import xxhash
 
 from difftx.data.store import TokenStore
-from difftx.errors import RunError, UserError
+from difftx.errors import UserError
 from difftx.files import new_file
 
 BEST_FIT_VERSION = 1  # Increase it when the result of `best_fit` changes, so that cached results are not used.
-CHECKSUM_BYTES = 16  # Size of the XXH3-128 checksum at the start of a cache file.
 GROUP_DOCUMENTS = 2**17  # Number of documents packed at once. Larger groups use more memory and mix distant documents.
 
 # A row is a dictionary of arrays of T elements. "tokens" and "targets" are int32, and a target is the next token.
@@ -147,23 +147,26 @@ def empty_row(row_tokens: int, segment_lengths: np.ndarray | None) -> Row:
 
 
 def cached_best_fit(offsets: np.ndarray, row_tokens: int, folder: Path) -> PackIndex:
-    """Return the result of `best_fit`, cached as a file in `folder`. A file with a wrong checksum is built again."""
-    content = hashlib.sha256(json.dumps(["best_fit", BEST_FIT_VERSION, GROUP_DOCUMENTS, row_tokens]).encode())
-    content.update(np.ascontiguousarray(offsets))
-    path = folder.expanduser() / f"{content.hexdigest()}.index"
+    """Return the result of `best_fit`, cached as a file in `folder`. A corrupt file is built again."""
+    digest = hashlib.sha256(json.dumps(["best_fit", BEST_FIT_VERSION, GROUP_DOCUMENTS, row_tokens]).encode())
+    digest.update(np.ascontiguousarray(offsets))
+    path = folder.expanduser() / f"{digest.hexdigest()}.index"
     try:
         if path.exists():
-            if (index := _read(path)) is not None:
-                return index
-            print(f"{path}: corrupt: its content does not match its checksum; packing again", flush=True)
-        _write(path, best_fit(offsets, row_tokens))  # Atomic, so several processes may build the file at the same time.
-        if (index := _read(path)) is not None:
-            return index
+            content = path.read_bytes()
+            # The archive has checksums. If it is corrupt, errors of many types are raised.
+            with contextlib.suppress(Exception), np.load(io.BytesIO(content)) as archive:
+                return PackIndex(archive["first"], archive["starts"], archive["lengths"])
+            print(f"{path}: corrupt; packing again", flush=True)
+        index = best_fit(offsets, row_tokens)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with new_file(path) as file:  # Atomic, so several processes may build the file at the same time.
+            np.savez(file, **vars(index))
+        return index
     except OSError as error:
         raise UserError(
             f"data.cache_path: {path} cannot be written or read ({error.strerror}); name another folder"
         ) from error
-    raise RunError(f"{path}: corrupt immediately after it was written; check the disk, or set data.cache_path")
 
 
 def best_fit(offsets: np.ndarray, row_tokens: int) -> PackIndex:
@@ -222,22 +225,3 @@ def _best_fit_decreasing(lengths: np.ndarray, room: int) -> np.ndarray:
                     open_bins.setdefault(rest, []).append(candidates[those])
                     rooms |= 1 << rest
     return bins
-
-
-def _write(path: Path, index: PackIndex) -> None:
-    """Write a checksum, then one int64 array with the number of rows and the three arrays of the index."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    array = np.concatenate([[len(index)], index.first, index.starts, index.lengths]).astype("<i8", copy=False)
-    with new_file(path) as file:
-        file.write(xxhash.xxh3_128_digest(array))
-        file.write(array.data)
-
-
-def _read(path: Path) -> PackIndex | None:
-    """Return the index that `_write` wrote, or None if the checksum does not match."""
-    raw = np.fromfile(path, np.uint8)
-    if xxhash.xxh3_128_digest(raw[CHECKSUM_BYTES:]) != raw[:CHECKSUM_BYTES].tobytes():
-        return None
-    array = raw[CHECKSUM_BYTES:].view("<i8")
-    first, segments = np.split(array[1:], [array[0] + 1])
-    return PackIndex(first, *np.split(segments, 2))

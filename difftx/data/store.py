@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
@@ -26,10 +26,7 @@ from difftx.errors import RunError, UserError
 from difftx.files import read_file, sha256_of, size_of, write_atomically
 from difftx.json_files import read_json, schema_error, with_sha256, without_sha256
 from difftx.storage import objects
-from difftx.storage.paths import AnyPath, is_bucket, path_of
-
-if TYPE_CHECKING:
-    from etils import epath
+from difftx.storage.paths import AnyPath, BucketPath, is_bucket, path_of
 
 META = "meta.json"
 FORMAT = 1
@@ -102,8 +99,9 @@ class ShardedStore(TokenStore):
         parts = []
         found = zip(self._files, self._arrays("offsets"), itertools.pairwise(self._starts), strict=True)
         for file, part, (start, stop) in found:
-            if problem := offsets_problem(part, stop - start):
-                raise UserError(f"{file.with_suffix('.offsets')}: {problem}; {RESTORE}")
+            if not (len(part) > 1 and (part[0], part[-1]) == (0, stop - start) and (part[1:] > part[:-1]).all()):
+                what = f"the offsets do not rise from 0 to {stop - start}"
+                raise UserError(f"{file.with_suffix('.offsets')}: {what}; {RESTORE}")
             parts.append(part[:-1] + np.uint64(start))
         return np.concatenate([*parts, np.array([len(self)], np.uint64)])
 
@@ -158,17 +156,17 @@ class BucketStore(ShardedStore):
 
     threads = objects.CONCURRENT
 
-    def __init__(self, folder: "epath.Path", meta: dict[str, Any], split: str, cache: BlockCache):
+    def __init__(self, folder: BucketPath, meta: dict[str, Any], split: str, cache: BlockCache):
         super().__init__(folder, meta, split)
         self._sha256 = [shard["sha256"] for shard in meta["splits"][split]["shards"]]
         slot, self._objects = int(self.fingerprint[:8], 16), []
         sizes = [(stop - start) * self.dtype.itemsize for start, stop in itertools.pairwise(self._starts)]
         for file, size, hashes in zip(self._files, sizes, self._arrays("blocks"), strict=True):
-            self._objects.append(CachedObject(cast("epath.Path", file), size, hashes, cache=cache, slot=slot))
+            self._objects.append(CachedObject(cast(BucketPath, file), size, hashes, cache=cache, slot=slot))
             slot += block_count(size)
 
     def _arrays(self, kind: str) -> Iterator[np.ndarray]:
-        paths = cast("list[epath.Path]", [file.with_suffix(f".{kind}") for file in self._files])
+        paths = cast(list[BucketPath], [file.with_suffix(f".{kind}") for file in self._files])
         for path, sha256, found in zip(paths, self._sha256, objects.read_all(paths), strict=True):
             yield np.frombuffer(_verified(path, sha256[kind], found), "<u8")
 
@@ -177,7 +175,7 @@ class BucketStore(ShardedStore):
         return np.frombuffer(content, self.dtype)
 
 
-def _verified(path: "epath.Path", sha256: str, found: objects.Stored | None) -> bytes:
+def _verified(path: BucketPath, sha256: str, found: objects.Stored | None) -> bytes:
     """Return the content of an object that was read. Read it again while it does not have the SHA-256."""
     for pause in (*objects.REREAD_SECONDS, None):
         if found is not None and hashlib.sha256(found.content).hexdigest() == sha256:
@@ -342,12 +340,6 @@ def file_problems(folder: AnyPath, meta: dict[str, Any], split: str, *, content:
                 yield f"{file}: {size} bytes, {META} says {sizes[kind]}"
             elif content and sha256_of(file) != expected:
                 yield f"{file}: corrupt, its SHA-256 is not that in {META}"
-
-
-def offsets_problem(offsets: np.ndarray, tokens: int) -> str | None:
-    """Return the problem with a shard's uint64 offsets `[documents + 1]`, or None if they are valid."""
-    rise = len(offsets) > 1 and offsets[0] == 0 and offsets[-1] == tokens and (offsets[1:] > offsets[:-1]).all()
-    return None if rise else f"the offsets do not rise from 0 to {tokens}"
 
 
 # Processes are often limited to 1,024 file descriptors, so only the most recently used shards stay open.

@@ -133,8 +133,8 @@ def check_model(format_: ModuleType, model: ModelConfig) -> None:
 
 def _canonical(model: ModelConfig) -> dict[str, Any]:
     """Return the fields of a model, with one value for all values of the same function."""
-    values = values_of(model)
-    values |= flat(values) | {"num_kv_heads": heads_of(model).kv_heads, "head_dim": heads_of(model).d_head}
+    heads, values = heads_of(model), values_of(model)
+    values |= flat(values) | {"num_kv_heads": heads.kv_heads, "head_dim": heads.d_head}
     if model.head_norm == "rms_affine":
         values["head_norm"] = "rms"  # `export_params` converts gains.
     elif model.head_norm != "rms":

@@ -59,8 +59,8 @@ def write(model: ModelConfig) -> dict[str, Any]:
             f"model.d_model={model.d_model}, model.num_heads={model.num_heads}: transformers refuses a Llama whose "
             "hidden size is not a multiple of its number of heads, for every head_dim"
         )
-    counts = heads_of(model)
-    special: dict[str, Any] = {"lambda_std_dev": model.lambda_std} if counts.groups == 2 else {"mlp_bias": False}
+    heads = heads_of(model)
+    special: dict[str, Any] = {"lambda_std_dev": model.lambda_std} if heads.groups == 2 else {"mlp_bias": False}
     name = next(name for name in CLASSES if CLASSES[name] == model.architecture)
     if name == "LlamaForCausalLM" and model.attention_bias:
         name = QWEN
@@ -70,9 +70,9 @@ def write(model: ModelConfig) -> dict[str, Any]:
         "architectures": [name],
         "model_type": name.removesuffix("ForCausalLM").lower(),
         **{theirs: getattr(model, ours) for theirs, ours in NAMES.items()},
-        "num_attention_heads": counts.groups * model.num_heads,
-        "num_key_value_heads": counts.groups * counts.kv_heads,
-        "head_dim": counts.d_head,
+        "num_attention_heads": heads.groups * model.num_heads,
+        "num_key_value_heads": heads.groups * heads.kv_heads,
+        "head_dim": heads.d_head,
         "hidden_act": "silu",
         "initializer_range": model.init_std,
         "rope_parameters": rope,

@@ -45,12 +45,12 @@ def read(fields: Fields) -> dict[str, Any]:
 
 def write(model: ModelConfig) -> dict[str, Any]:
     """Return the fields of config.json that a model determines."""
-    counts = heads_of(model)
-    if counts.d_head * counts.groups * model.num_heads != model.d_model:
+    heads = heads_of(model)
+    if heads.d_head * heads.groups * model.num_heads != model.d_model:
         raise UserError(f"model.head_dim={model.head_dim}: the official code derives it from d_model and num_heads")
     return {
         "attention": next(name for name in CLASSES if CLASSES[name] == model.architecture),
         **{theirs: getattr(model, ours) for theirs, ours in NAMES.items()},
         "num_heads": model.num_heads,
-        "num_kv_heads": counts.kv_heads,
+        "num_kv_heads": heads.kv_heads,
     }

@@ -37,7 +37,7 @@ from difftx.interop.fields import CONFIG, Fields, check_model, config_json, with
 from difftx.interop.parameters import Format, architectures_of, export_params, import_params
 from difftx.interop.safetensors import read_folder, write_folder
 from difftx.model.abstract import count_parameters
-from difftx.model.architectures import heads_of
+from difftx.model.architectures import describe_heads, heads_of
 from difftx.parallel.mesh import batch_shards, make_mesh
 from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.manifest import WeightsPart
@@ -264,10 +264,8 @@ def check_representable(model: ModelConfig, format_: Format) -> ModuleType:
 
 
 def _describe(model: ModelConfig) -> str:
-    counts = heads_of(model)
-    kv = "" if counts.kv_heads == model.num_heads else f" ({counts.kv_heads} key/value)"
-    heads = f"{model.num_layers} layers, {model.num_heads} heads{kv} of d = {counts.d_head}"
-    return f"{model.architecture}: {heads}, {'tied' if model.tie_embeddings else 'untied'} embeddings"
+    embeddings = f"{'tied' if model.tie_embeddings else 'untied'} embeddings"
+    return f"{model.architecture}: {model.num_layers} layers, {describe_heads(model)}, {embeddings}"
 
 
 def compare_logits(folder: Path, checkpoint: AnyPath, config: Config, part: WeightsPart = "params") -> str:

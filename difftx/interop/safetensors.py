@@ -1,52 +1,40 @@
 """Reading of safetensors files by rows, and writing by tensor (https://huggingface.co/docs/safetensors).
 
-The `safetensors` library can write only tensors that are in memory, and its error for a truncated file names no tensor.
+Our own writer streams the tensors. The `safetensors` library can write only tensors that are in memory.
 """
 
 import dataclasses
 import json
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401 (numpy knows bfloat16 only after this import)
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from difftx.errors import UserError
-from difftx.files import open_file, write_atomically
+from difftx.files import write_atomically
 from difftx.json_files import read_json, schema_error
 from difftx.training.checkpoint.weights import Streamed
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# Dtypes whose values float32 represents exactly.
-DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
-MAX_HEADER_BYTES = 100_000_000  # Maximum size of a header, as in the `safetensors` library.
+DTYPES = ("F32", "F16", "BF16")  # Dtypes whose values float32 represents exactly.
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """The location of a tensor in a file."""
+    """A tensor in a file."""
 
     name: str
     file: Path
-    dtype: np.dtype
     shape: tuple[int, ...]
-    offset: int  # Position in the file of the tensor's first byte.
-
-    @property
-    def end(self) -> int:
-        return self.offset + math.prod(self.shape) * self.dtype.itemsize
+    values: Any  # Indexed with rows, it reads only these: the file is memory-mapped.
 
     def read(self, rows: slice = slice(None)) -> np.ndarray:
         """Return the tensor, or some rows of its first axis, as float32. Raise `UserError` for NaN or infinity."""
-        start, stop, _ = rows.indices(self.shape[0])
-        width = math.prod(self.shape[1:]) * self.dtype.itemsize
-        raw = np.fromfile(self.file, np.uint8, (stop - start) * width, offset=self.offset + start * width)
-        if len(raw) < (stop - start) * width:
-            raise UserError(f"{self.file} was truncated while it was read: {self.name} is incomplete")
-        values = raw.view(self.dtype).reshape(stop - start, *self.shape[1:]).astype(np.float32, copy=False)
+        values = self.values[rows].astype(np.float32, copy=False)
         if not np.isfinite(values).all():
             raise UserError(f"{self.file}: {self.name} has values that are not finite; use another checkpoint")
         return values
@@ -79,44 +67,17 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def _read_header(file: Path) -> dict[str, Tensor]:
-    size = file.stat().st_size
-    with open_file(file) as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        text = stream.read(length) if 8 + length <= size and length <= MAX_HEADER_BYTES else b""
     try:
-        header: Any = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file}: not a safetensors file, or its header is truncated") from error
-    if isinstance(header, dict):
-        header.pop("__metadata__", None)
-    if why := schema_error(header, {str: {"dtype": str, "shape": [int], "data_offsets": [int]}}):
-        raise UserError(f"{file}: header: {why}")
-    tensors = {name: _tensor(file, size, 8 + length, name, entry) for name, entry in header.items()}
-    _check_tiling(file, size, 8 + length, tensors.values())
+        opened = safe_open(file, "numpy")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file}: not a complete safetensors file ({error}); copy or download it again") from error
+    tensors = {}
+    for name in opened.keys():  # noqa: SIM118  # It is no mapping.
+        values = opened.get_slice(name)
+        if values.get_dtype() not in DTYPES:
+            raise UserError(f"{file}: {name} has dtype {values.get_dtype()}; only {', '.join(DTYPES)} can be converted")
+        tensors[name] = Tensor(name, file, tuple(values.get_shape()), values)
     return tensors
-
-
-def _check_tiling(file: Path, size: int, data: int, tensors: Iterable[Tensor]) -> None:
-    """Raise `UserError` unless the tensors follow each other without overlap or gap, up to the end of the file."""
-    end, before = data, "the header"
-    for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.end)):
-        if tensor.offset != end:
-            what = "overlaps" if tensor.offset < end else "leaves a gap after"
-            raise UserError(f"{file}: {tensor.name} {what} {before}: it begins at byte {tensor.offset}, not {end}")
-        end, before = tensor.end, tensor.name
-    if end != size:
-        raise UserError(f"{file}: {size - end} bytes after {before}, the last tensor, belong to no tensor")
-
-
-def _tensor(file: Path, size: int, data: int, name: str, entry: Mapping[str, Any]) -> Tensor:
-    if entry["dtype"] not in DTYPES:
-        raise UserError(f"{file}: {name} has dtype {entry['dtype']}; only {', '.join(DTYPES)} can be converted")
-    dtype, shape, offsets = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
-    if len(offsets) != 2 or offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
-        raise UserError(f"{file}: {name}: the size of {entry['dtype']} {shape} is not that of the bytes {offsets}")
-    if data + offsets[1] > size:
-        raise UserError(f"{file} is truncated: {name} ends at byte {data + offsets[1]}, but the file has {size}")
-    return Tensor(name, file, dtype, shape, data + offsets[0])
 
 
 def write_folder(folder: Path, tensors: Mapping[str, Streamed], shard_bytes: int) -> list[str]:
@@ -153,5 +114,5 @@ def _write_file(path: Path, tensors: Mapping[str, Streamed]) -> None:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, tensor in tensors.items():
             for block in tensor.blocks():
-                file.write(np.ascontiguousarray(block, DTYPES["F32"]).data)
+                file.write(np.ascontiguousarray(block, "<f4").data)
             assert file.tell() == 8 + len(text) + header[name]["data_offsets"][1], name

@@ -1,12 +1,10 @@
-"""Export and import of tokenizers, and conversion between tiktoken encodings and Hugging Face's tokenizer.json.
+"""Export and import of tokenizers, and conversion of tiktoken encodings to Hugging Face's tokenizer.json.
 
 Both formats merge bytes in the order of the tokens' ranks. tiktoken merges any two neighbours that form a token. A
 tokenizer.json lists the pairs to merge, so it must list every split of each token into two tokens. A tokenizer can be
 converted if it splits text by cl100k_base's pattern before the merges, or if it does not split text.
 """
 
-import base64
-import contextlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -14,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from difftx.config import Config
-from difftx.data.byte_level import BYTE_LEVEL, BYTES_OF, CHARACTERS, PATTERN, SPLIT
+from difftx.data.byte_level import BYTE_LEVEL, CHARACTERS, PATTERN, SPLIT
 from difftx.data.tokenizer import BYTES, END_OF_TEXT, TiktokenTokenizer, Tokenizer
 from difftx.data.tokenizer_files import (
     CONFIG,
@@ -88,9 +86,9 @@ def import_tokenizer(
 ) -> tuple[str, Tokenizer, str]:
     """Return the value of `data.tokenizer` for the model in `source`, the tokenizer, and a message for the user.
 
-    The value is "bytes" or the configured `name` if that is the model's tokenizer. Otherwise, a .tiktoken file is
-    written to `folder`, which is later renamed to `out`, or the tokenizer's files are copied there. If neither is
-    possible, the value is `name`. If `end_of_text` is set, the files must be a tokenizer with this end-of-text token.
+    The value is "bytes" or the configured `name` if that is the model's tokenizer. Otherwise, the tokenizer's files are
+    copied to `folder`, which is later renamed to `out`. If they cannot be read, the value is `name`. If `end_of_text`
+    is set, the files must be a tokenizer with this end-of-text token.
     """
     settings = read_settings(source)
     final_folder = out if is_bucket(out) else out.absolute()
@@ -106,13 +104,6 @@ def import_tokenizer(
             for known in (BYTES, name):
                 if _is_same(known, theirs):
                     return known, load_tokenizer(known), f"tokenizer: that of the model, data.tokenizer={known!r}"
-            file = folder / "tokenizer.tiktoken"
-            with contextlib.suppress(KeyError):  # Raised for a character that does not represent a byte.
-                write_atomically(file, _ranks(theirs["model"]["vocab"]))
-            if file.is_file() and _is_same(str(file), theirs):
-                kept = str(final_folder / file.name)
-                return kept, load_tokenizer(str(file)), f"tokenizer: converted, data.tokenizer={kept!r}"
-            file.unlink(missing_ok=True)
     try:
         tokenizer = load_files(source, field="data.tokenizer", end_of_text=end_of_text)
     except UserError as error:  # Such as a missing library, or no end-of-text token.
@@ -233,12 +224,3 @@ def _parts(raw: dict[str, Any]) -> tuple[Any, ...]:
     vocabulary = {token: rank for token, rank in model["vocab"].items() if token not in added}
     processor = raw.get("post_processor") or {"type": "ByteLevel"}  # This type changes no ids.
     return model["type"], vocabulary, merges, added, raw.get("pre_tokenizer"), processor["type"]
-
-
-def _ranks(vocabulary: dict[str, int]) -> str:
-    """Return the content of a .tiktoken file with the vocabulary of a tokenizer.json."""
-    return "".join(
-        f"{base64.b64encode(bytes(BYTES_OF[character] for character in token)).decode()} {rank}\n"
-        for token, rank in sorted(vocabulary.items(), key=lambda item: item[1])
-        if token != END_OF_TEXT
-    )

@@ -4,12 +4,13 @@ import dataclasses
 import itertools
 import re
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from difftx.config import Config
-from difftx.config.fields import types_of
+from difftx.config.fields import marks
 from difftx.config.recipes import argument_of, load_config, split_spec
+from difftx.config.synonyms import field_named
 from difftx.data.tokenizers import with_vocabulary
 from difftx.errors import UserError, did_you_mean
 from difftx.storage.paths import AnyPath
@@ -97,22 +98,15 @@ def make_points(
 
 
 def _check_names(path: str, argument: str, form: str, slots: Sequence[str], grid: Mapping[str, Sequence[str]]) -> None:
-    fields = list(_fields(Config))
+    fields = [field for field, _ in marks(Config)]
     for name in grid:
         if name not in (*slots, "seed", *fields):
-            raise UserError(f"--grid {name}=…: no such name.{did_you_mean(name, [*slots, 'seed', *fields])}")
+            meant = field_named(name)
+            hint = f" Did you mean {meant!r}?" if meant else did_you_mean(name, [*slots, "seed", *fields])
+            raise UserError(f"--grid {name}=…: no such name.{hint}")
     missing = [slot for slot in slots if slot not in grid]
     if len(missing) < len(slots):
         if argument:
             raise UserError(f"--config={path}:{argument}: the grid fills in {form!r}; leave :{argument} out")
         if missing:
             raise UserError(f"--grid: {path} is called with {form!r}; give {missing[0]}=… too")
-
-
-def _fields(group: type, prefix: str = "") -> Iterator[str]:
-    """Yield the names of all fields of a config group and of the groups in it, such as "train.steps"."""
-    for name, kind in types_of(group).items():
-        if dataclasses.is_dataclass(kind):
-            yield from _fields(kind, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"

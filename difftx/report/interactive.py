@@ -1,13 +1,11 @@
-"""Interactive figures drawn with Bokeh, from `LineChart` and `Heatmap` of difftx/evals/result.py or as stacked bars."""
+"""Interactive figures drawn with Bokeh, from `LineChart` and `Heatmap` of difftx/evals/result.py."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import bokeh.models
-import bokeh.palettes
 import bokeh.plotting
 import matplotlib.colors
 import numpy as np
@@ -83,7 +81,11 @@ def line_figure(
         if len(hovered) <= len(TOOLTIP_SIDES):
             hover.mode, hover.attachment = "vline", TOOLTIP_SIDES[i]
         figure.add_tools(hover)
-    _place_legend(figure)
+    if figure.legend:
+        legend = figure.legend[0]
+        legend.update(location="top_left", margin=0, background_fill_alpha=0, border_line_alpha=0)
+        legend.update(click_policy="hide", stylesheets=[LEGEND_STYLE])
+        figure.add_layout(legend, "below")
     return figure
 
 
@@ -134,26 +136,6 @@ def mark_events(figure: bokeh.plotting.figure, events: Sequence[tuple[str, int, 
     figure.add_tools(_hover(shown, [("step", "@x"), ("event", "@text")]))
 
 
-def stacked_bars(rows: Mapping[str, Mapping[str, float]], x_label: str) -> bokeh.plotting.figure:
-    """Draw a horizontal bar for each row, a mapping from its parts to their values. Tooltips show values and shares."""
-    parts = list(dict.fromkeys(part for row in rows.values() for part in row))
-    figure = _figure(x_label, "", y_range=list(rows), frame_height=30 + 40 * len(rows))
-    left = np.zeros(len(rows))
-    # These colours differ from those of the runs.
-    for part, colour in zip(parts, itertools.cycle(bokeh.palettes.Muted[9]), strict=False):
-        values = np.array([row.get(part, 0.0) for row in rows.values()])
-        shares = [f"{value / (sum(row.values()) or 1):.1%}" for value, row in zip(values, rows.values(), strict=True)]
-        columns: dict[str, Any] = {"row": list(rows), "left": left, "right": left + values}
-        source = bokeh.models.ColumnDataSource(columns | {"value": values, "share": shares})
-        style = {"source": source, "height": 0.6, "color": colour, "name": part, "legend_label": part}
-        shown = figure.hbar(y="row", left="left", right="right", **style)
-        figure.add_tools(_hover(shown, [("", "@row"), ("", "$name"), (x_label, "@value"), ("share", "@share")]))
-        left = left + values
-    figure.ygrid.visible = False
-    _place_legend(figure)
-    return figure
-
-
 def _heatmap(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
     columns, rows = chart["x"], chart["y"]
     values = charts.heatmap_values(chart).astype(np.float32)
@@ -202,11 +184,3 @@ def _figure(x_label: str, y_label: str, **options: Any) -> bokeh.plotting.figure
 def _hover(renderer: Any, tooltips: Sequence[tuple[str, str]]) -> bokeh.models.HoverTool:
     """Return a hover tool without a button in the toolbar."""
     return bokeh.models.HoverTool(renderers=[renderer], tooltips=list(tooltips), visible=False)
-
-
-def _place_legend(figure: bokeh.plotting.figure) -> None:
-    if figure.legend:
-        legend = figure.legend[0]
-        legend.update(location="top_left", margin=0, background_fill_alpha=0, border_line_alpha=0)
-        legend.update(click_policy="hide", stylesheets=[LEGEND_STYLE])
-        figure.add_layout(legend, "below")

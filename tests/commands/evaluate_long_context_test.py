@@ -11,7 +11,7 @@ from helpers.evals_examples import examples, task_of, write_lines
 from helpers.report_runs import save_run
 
 from difftx.commands.evaluate import load_params
-from difftx.commands.flags import parse_overrides
+from difftx.commands.flags import Parser
 from difftx.config.build import override
 from difftx.config.recipes import load_config
 from difftx.evals.icl.prompts import IclTask
@@ -67,7 +67,7 @@ def test_both_suites_end_to_end(run, monkeypatch, capsys):
         assert not list((run.workdir / "evals" / suite).glob("*.items.jsonl"))
 
     # Compute the answers again from single prompts, which share nothing with other prompts.
-    config = override(run.config, parse_overrides(flags_of(run), "eval", "mesh"))
+    config = override(run.config, Parser("difftx eval", None, "eval", "mesh").overrides(flags_of(run)))
     made = Run.open(config, run.workdir)
     lm = LanguageModel(config, made.mesh, load_params(made, STEP), made.tokenizer)
     needle_prompts = NeedlePrompts(made)

@@ -1,7 +1,6 @@
 """Packing of documents into rows, against an oracle and by properties."""
 
 import hashlib
-import io
 import itertools
 import resource
 import subprocess
@@ -194,19 +193,11 @@ def test_failed_write_leaves_no_index(tmp_path):
 
 
 def flipped(data):
-    return data[:40] + bytes([data[40] ^ 1]) + data[41:]
+    at = len(data) // 2
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
-def as_before(data):
-    """Return the file that difftx 0.1 wrote for the same index, without a checksum."""
-    file = io.BytesIO()
-    np.save(file, np.frombuffer(data[16:], np.int64))
-    return file.getvalue()
-
-
-@pytest.mark.parametrize(
-    "corruption", [flipped, lambda d: d[:-8], lambda d: d[:3], lambda d: b"", lambda d: d + bytes(8), as_before]
-)
+@pytest.mark.parametrize("corruption", [flipped, lambda d: d[:-8], lambda d: d[:3], lambda d: b""])
 def test_corrupt_index_is_reported_and_rebuilt(tmp_path, capsys, corruption):
     store = store_of([5, 3, 4, 9, 2, 7, 1])
     sound = rows_of(store, 8, "best_fit", tmp_path)
@@ -263,9 +254,3 @@ def test_concurrent_builds_of_an_index_agree(tmp_path):
     assert any("corrupt" in lines[0] for lines in outputs)
     assert [file.name for file in (tmp_path / "cache").iterdir()] == [path.name]
     assert path.read_bytes() == content
-
-
-def test_folder_that_cannot_be_created_is_named(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"data\.cache_path: .*/file/.* cannot be written or read \(File exists\)"):
-        rows_of(store_of([5, 3]), 8, "best_fit", tmp_path / "file")

@@ -11,8 +11,7 @@ from pathlib import Path
 from conftest import ROOT
 
 from difftx.commands import COMMANDS
-from difftx.commands.flags import parse_overrides
-from difftx.config.build import override
+from difftx.commands.flags import Parser
 from difftx.config.recipes import load_config
 from difftx.evals import SUITES
 from difftx.launch.grid import make_points, parse_grid
@@ -122,8 +121,8 @@ def check_python(words: list[str], folder: Path) -> None:
         path = f"{words[1].replace('.', '/')}.py" if words[0] == "-m" else words[0]
         text = (ROOT / path).read_text()
         # A study has the flags of `study_parser`, which is in a module of its own.
-        for module in re.findall(r"^from benchmarks\.(\w+) import", text, re.MULTILINE):
-            text += (ROOT / "benchmarks" / f"{module}.py").read_text()
+        for module in re.findall(r"^from studies\.(\w+) import", text, re.MULTILINE):
+            text += (ROOT / "studies" / f"{module}.py").read_text()
         for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
             assert f'"{flag}"' in text, f"{path} has no {flag}"
 
@@ -169,10 +168,9 @@ def check_fields(words: list[str], flags: dict[str, str], lists: dict[str, list[
     """Check the recipe of a command, the fields that it sets, and the grid and the job files of a sweep."""
     spec = flags.get("--config", "quickstart")
     spec = str(ROOT / spec) if spec.startswith("configs/") else spec
-    overrides = parse_overrides([word for word in words if word.startswith("--config.")], "config")
+    overrides = Parser(None, None, "config").overrides([w for w in words if re.match(r"--(config|eval|mesh)\.", w)])
     if not lists["--grid"]:
-        config = load_config(spec, overrides)
-        override(config, parse_overrides([w for w in words if re.match(r"--(eval|mesh)\.", w)], "eval", "mesh"))
+        load_config(spec, overrides)
         return
     points = make_points(spec, parse_grid(lists["--grid"]), overrides)
     assert points

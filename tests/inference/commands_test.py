@@ -117,7 +117,7 @@ def test_prompts_of_a_file_have_hashes_of_seed_and_index(tmp_path):
         (["--prompt=a", "--new_tokens=0"], "--new_tokens=0 must be at least 1"),
         (["--prompt=a", "--stop="], "--stop=''"),
         (["--prompt=a", "--top_p=2"], "top_p=2.0 must be"),
-        (["--prompt=a", "--mash.fsdp=2"], "--mesh.path.to.field=value"),
+        (["--prompt=a", "--mash.fsdp=2"], r"Did you mean --mesh\.fsdp\?"),
         (["--prompt=a"], "no config.json there"),
     ],
 )

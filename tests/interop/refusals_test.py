@@ -54,48 +54,12 @@ def test_a_missing_shard_is_refused(tmp_path):
     refused(source, tmp_path, r"model-00002-of-00005\.safetensors is missing; .* says that it contains model\.\S+")
 
 
-def test_a_truncated_file_names_its_tensor(tmp_path):
+@pytest.mark.parametrize("length", [0, 7, 100, -1])
+def test_a_truncated_file(tmp_path, length):
     source = rewrite(GROUPED, tmp_path / "source")
     file = source / "model.safetensors"
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-1])
-    refused(source, tmp_path, r"model\.safetensors is truncated: \S+ ends at byte \d+, but the file has \d+")
-    for length in (0, 7, 100):
-        file.write_bytes(whole[:length])
-        refused(source, tmp_path, r"model\.safetensors: not a safetensors file, or its header is truncated")
-
-
-def relocated(file, change, behind=b""):
-    """Apply `change` to the entries of a file's header, sorted by offset. Keep the data, and append `behind`."""
-    whole = file.read_bytes()
-    length = int.from_bytes(whole[:8], "little")
-    header = json.loads(whole[8 : 8 + length])
-    change(sorted((entry for name, entry in header.items() if name != "__metadata__"), key=lambda e: e["data_offsets"]))
-    text = json.dumps(header).encode()
-    file.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length :] + behind)
-
-
-def move(entry, offset):
-    size = entry["data_offsets"][1] - entry["data_offsets"][0]
-    entry["data_offsets"] = [offset, offset + size]
-
-
-@pytest.mark.parametrize(
-    ("change", "behind", "message"),
-    [
-        (lambda entries: move(entries[1], 0), b"", r"\S+\.\S+ overlaps \S+\.\S+: it begins at byte \d+, not \d+"),
-        (
-            lambda entries: move(entries[-1], entries[-1]["data_offsets"][0] + 4),
-            bytes(4),
-            r"leaves a gap after model\.",
-        ),
-        (lambda entries: None, b"\0", r"1 bytes after \S+, the last tensor, belong to no tensor"),
-    ],
-)
-def test_tensors_with_overlaps_or_gaps_in_the_file(tmp_path, change, behind, message):
-    source = rewrite(GROUPED, tmp_path / "source")
-    relocated(source / "model.safetensors", change, behind)
-    refused(source, tmp_path, message)
+    file.write_bytes(file.read_bytes()[:length])
+    refused(source, tmp_path, r"model\.safetensors: not a complete safetensors file \(.*\); copy or download it again$")
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -40,21 +40,21 @@ def test_exported_bytes_are_recognised(tmp_path, capsys):
     assert read_config(again).data.tokenizer == "bytes"
 
 
-def test_own_vocabulary_file_is_imported_again(tmp_path, capsys):
-    encoding = load_tokenizer(str(words_file(tmp_path / "words.tiktoken")))
+def test_own_vocabulary_file_is_recognised_or_copied(tmp_path):
+    pytest.importorskip("tokenizers", reason="needs the extra tokenizers")
+    configured = str(words_file(tmp_path / "words.tiktoken"))
+    encoding = load_tokenizer(configured)
     folder = with_json(tmp_path, tokenizers.tokenizer_json(encoding, "words.tiktoken"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END_OF_TEXT}))
     (new := tmp_path / "new").mkdir()  # It becomes `run` later.
-    name, tokenizer, note = tokenizers.import_tokenizer(folder, new, tmp_path / "run", "bytes", None)
-    assert name == str(tmp_path / "run" / "tokenizer.tiktoken")
-    assert note.startswith("tokenizer: converted")
-    assert tokenizer.fingerprint == encoding.fingerprint
-    new.rename(tmp_path / "run")
-    assert load_tokenizer(name).fingerprint == encoding.fingerprint
-    # If the run's config already names the tokenizer, it is kept.
-    configured = str(tmp_path / "words.tiktoken")
-    name, _, note = tokenizers.import_tokenizer(folder, tmp_path / "run", tmp_path / "run", configured, None)
+    name, _, note = tokenizers.import_tokenizer(folder, new, tmp_path / "run", configured, None)
     assert name == configured
     assert "that of the model" in note
+    name, _, note = tokenizers.import_tokenizer(folder, new, tmp_path / "run", "bytes", None)
+    new.rename(tmp_path / "run")
+    assert note == f"tokenizer: copied, data.tokenizer={name!r}"
+    text = "the other thing, in the end 123"
+    assert load_tokenizer(name).encode_ordinary(text) == encoding.encode_ordinary(text)
 
 
 @pytest.mark.long
@@ -96,7 +96,7 @@ def test_every_split_of_a_token_is_a_merge(tmp_path):
         lambda raw: raw["model"].pop("vocab"),
     ],
 )
-def test_different_tokenizer_is_not_converted(tmp_path, change):
+def test_different_tokenizer_is_not_recognised(tmp_path, change):
     pytest.importorskip("tokenizers", reason="needs the extra tokenizers")
     encoding = load_tokenizer(str(words_file(tmp_path / "words.tiktoken")))
     raw = tokenizers.tokenizer_json(encoding, "words.tiktoken")

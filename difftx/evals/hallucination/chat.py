@@ -1,20 +1,19 @@
 """A client of OpenAI's chat completions API, with retries, a rate limit, and error messages that hide the key."""
 
-import contextlib
+import asyncio
 import itertools
 import json
 import os
 import re
-import socket
 import threading
 import time
 import urllib.parse
 from collections.abc import Callable
 from concurrent.futures import CancelledError
+from email.utils import parsedate_to_datetime
 from typing import Any
 
-import requests
-import urllib3
+import httpx2
 
 from difftx.config.eval import JudgeConfig
 from difftx.errors import RunError, UserError
@@ -48,6 +47,7 @@ class ChatEndpoint:
                 f"eval.judge.base_url={config.base_url}: a key is sent over https, or over http within this machine "
                 "(localhost); use https, or eval.judge.key_variable=none for an endpoint that needs no key"
             )
+        self._tls = httpx2.create_ssl_context()  # Reads the certificates, which takes 0.1 s.
         self._gap = 60 / config.requests_per_minute if config.requests_per_minute else 0.0
         self._free_at = time.monotonic()  # Time of the next request.
         # While `stopped` is set, every thread that waits, or would send another request, raises `CancelledError`.
@@ -96,7 +96,7 @@ class ChatEndpoint:
 
     def _reply(self, body: dict[str, Any]) -> tuple[str, int | None, int | None]:
         """Send a request once. Raise `AttemptError` if another attempt may succeed, else `UserError`."""
-        response, content = self._post(body)
+        response, content = asyncio.run(self._post(body))
         try:
             reply = json.loads(content)
         except (ValueError, RecursionError):
@@ -121,31 +121,26 @@ class ChatEndpoint:
             return text, None, None
         return text, usage["prompt_tokens"], usage["completion_tokens"]
 
-    def _post(self, body: dict[str, Any]) -> tuple[requests.Response, bytes]:
+    async def _post(self, body: dict[str, Any]) -> tuple[httpx2.Response, bytes]:
         """Return the response and its content, or raise `AttemptError` if it is incomplete in time or too large."""
-        seconds = self._config.timeout_seconds
-        deadline = time.monotonic() + seconds
-        with requests.Session() as session:
-            # Ignore proxy settings for http within this machine: a proxy would receive the key unencrypted.
-            session.trust_env = not self._is_local
-            session.adapters = dict.fromkeys(("https://", "http://"), _DeadlineAdapter(deadline))
-            # Otherwise, an entry of ~/.netrc would set the header Authorization.
-            session.auth = lambda request: request
-            # Refuse compression: a small compressed response could expand to any size.
-            session.headers["Accept-Encoding"] = "identity"
-            if self._key is not None:
-                session.headers["Authorization"] = f"Bearer {self._key}"
-            try:
-                with session.post(self.url, json=body, timeout=seconds, allow_redirects=False, stream=True) as response:
-                    content = response.raw.read(MAX_RESPONSE_BYTES + 1, decode_content=False)
-                if time.monotonic() >= deadline:  # Without a Content-Length, an ended connection looks complete.
-                    raise TimeoutError
-            except (OSError, urllib3.exceptions.HTTPError) as error:
-                is_late = time.monotonic() >= deadline
-                reason = f"no complete answer within {seconds:g} s" if is_late else f"{type(error).__name__}: {error}"
-                raise AttemptError(self.brief(reason), 0.0) from error
-        if len(content) > MAX_RESPONSE_BYTES:
-            raise AttemptError(f"the response has more than {MAX_RESPONSE_BYTES / 2**20:g} MiB", 0.0)
+        # Refuse compression: a small compressed response could expand to any size.
+        headers = {"Accept-Encoding": "identity"}
+        if self._key is not None:
+            headers["Authorization"] = f"Bearer {self._key}"
+        # Ignore proxy settings for http within this machine: a proxy would receive the key unencrypted.
+        options = {"trust_env": not self._is_local, "verify": self._tls, "timeout": None}
+        client = httpx2.AsyncClient(headers=headers, **options)
+        content, seconds = b"", self._config.timeout_seconds
+        try:
+            async with asyncio.timeout(seconds), client, client.stream("POST", self.url, json=body) as response:
+                async for part in response.aiter_raw():
+                    content += part
+                    if len(content) > MAX_RESPONSE_BYTES:
+                        raise AttemptError(f"the response has more than {MAX_RESPONSE_BYTES / 2**20:g} MiB", 0.0)
+        except TimeoutError as error:
+            raise AttemptError(f"no complete answer within {seconds:g} s", 0.0) from error
+        except (OSError, httpx2.HTTPError) as error:
+            raise AttemptError(self.brief(f"{type(error).__name__}: {error}"), 0.0) from error
         return response, content
 
     def _await_turn(self) -> None:
@@ -162,39 +157,6 @@ class ChatEndpoint:
     def _sleep(self, seconds: float) -> None:
         if self.stopped.wait(seconds):
             raise CancelledError
-
-
-class _DeadlineAdapter(requests.adapters.HTTPAdapter):
-    """HTTP adapter that shuts its connections down at a deadline. A socket's timeout restarts with every byte."""
-
-    def __init__(self, deadline: float):
-        super().__init__()
-        self._deadline, self._timers = deadline, contextlib.ExitStack()
-
-    def close(self) -> None:
-        self._timers.close()
-        super().close()
-
-    def get_connection_with_tls_context(self, *args: Any, **kwargs: Any) -> Any:
-        pool: Any = super().get_connection_with_tls_context(*args, **kwargs)
-        deadline, timers = self._deadline, self._timers
-
-        class Connection(pool.ConnectionCls):
-            def connect(self) -> None:
-                super().connect()
-                timer = threading.Timer(deadline - time.monotonic(), _shut_down, [self.sock])
-                timer.daemon = True
-                timer.start()
-                timers.callback(timer.cancel)
-
-        pool.ConnectionCls = Connection
-        return pool
-
-
-def _shut_down(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        # SSLSocket.shutdown would change the TLS state while another thread reads.
-        socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def _key(variable: str | None) -> str | None:
@@ -217,6 +179,7 @@ def _key(variable: str | None) -> str | None:
 def _retry_after(value: str) -> float:
     """Return the seconds to wait for a Retry-After header, or 0 if it is neither a number nor a date."""
     try:
-        return float(min(urllib3.util.Retry().parse_retry_after(value), 10**9))
-    except (urllib3.exceptions.InvalidHeader, ValueError, OverflowError):  # The last two mean huge numbers.
+        wait = int(value) if value.isdecimal() else parsedate_to_datetime(value).timestamp() - time.time()
+    except (ValueError, OverflowError):  # Also for huge numbers.
         return 0.0
+    return float(min(max(wait, 0), 10**9))
