@@ -94,13 +94,6 @@ def test_the_p_value_is_that_of_a_test_by_simulation():
     assert controls_tables.p_value([0.0] * 5) == 1.0  # One cell under two names.
 
 
-def test_names_of_cells_have_no_config_groups():
-    changes = {"optimizer__name": "muon", "optimizer__warmup_steps": "0.01"}
-    assert controls_tables.cell_of(record("diff", 0, **changes)) == "diff, optimizer=muon, warmup_steps=0.01"
-    names = {cell for contrast in controls_tables.FAMILIES["warmup"] for cell in (*contrast.plus, *contrast.minus)}
-    assert "diff, optimizer=muon, warmup_steps=0.01" in names
-
-
 def test_the_subtraction_helps_against_noise_if_both_conditions_hold():
     """It solves more runs among many distractors, and its lead in accuracy grows, with an interval above zero."""
     few = {"diff": (1.0,) * 6, "zero-norm": (0.95,) * 6}
