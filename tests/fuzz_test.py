@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import functools
 import io
 import json
 import math
@@ -28,9 +27,9 @@ from difftx.training.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
     OtherFormatError,
+    describe_files,
     manifest_text,
     why_invalid,
-    write_manifest,
 )
 from difftx.training.checkpoint.retention import number_of
 from difftx.training.goodput import SECTIONS, Goodput
@@ -279,13 +278,19 @@ def test_a_corrupt_journal_is_read_or_refused_in_one_line(folder, tiny, resign, 
 @pytest.fixture(scope="module")
 def checkpoint(folder, tiny):
     path = folder / "checkpoint"
-    (path / "state").mkdir(parents=True)
-    (path / "state" / "array").write_bytes(b"some numbers")
-    for marker in ("commit_success.txt", "_CHECKPOINT_METADATA"):
-        (path / marker).touch()
-    arrays = {"params/embedding": ((4, 2), "float32")}
-    data = {"tokenizer": "bytes", "train": {"path": "abc"}}
-    write_manifest(path, functools.partial(manifest_text, 7, "attempt/7", arrays, tiny, data, None))
+    (path / "save").mkdir(parents=True)
+    (path / "save" / "array").write_bytes(b"some numbers")
+    text = manifest_text(
+        step=7,
+        weights="attempt/7",
+        run_id=None,
+        arrays={"params/embedding": ((4, 2), "float32")},
+        config=tiny,
+        loader={"signature": {"tokenizer": "bytes", "train": {"path": "abc"}}},
+        contents="save",
+        files=describe_files(path / "save"),
+    )
+    (path / MANIFEST).write_text(text)
     assert why_invalid(path, step=7, content=True) is None
     return path, (path / MANIFEST).read_bytes()
 

@@ -128,5 +128,4 @@ SUITE = Suite(
     title="Test text",
     explanation="Other suites on a text that neither the training nor the choice of settings has used.",
     inner_numbers="<suite>_<number>",
-    paths={"test.path": "files"},
 )

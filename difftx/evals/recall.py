@@ -123,5 +123,4 @@ SUITE = Suite(
         "others_perplexity": Measure("", "lower"),
         "others_tokens": Measure("tokens"),
     },
-    paths={"bigrams_path": "headers"},
 )

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from difftx.config import Config
 from difftx.config.eval import EvalConfig
@@ -45,8 +45,6 @@ class Suite:
         inner_numbers: form of the names of numbers that the suites of `inner` compute, with `<suite>` and `<number>`.
             These numbers have the measures that those suites declare.
         charts_show_numbers: whether the charts show all numbers. The report then folds the table of numbers away.
-        paths: fields of the config group `eval` that contain paths, such as "needle.haystack", and which of `files` and
-            `headers` returns these paths. The report does not compare paths whose files have equal contents.
     """
 
     evaluate: Callable[[Evaluation], Result]
@@ -65,7 +63,6 @@ class Suite:
     measures: Mapping[str, Measure] = dataclasses.field(default_factory=dict)
     inner_numbers: str = ""
     charts_show_numbers: bool = False
-    paths: Mapping[str, Literal["files", "headers"]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         for form, measure in self.measures.items():

@@ -6,7 +6,9 @@ import re
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from difftx.config.fields import flat
+from difftx.config.eval import EvalConfig
+from difftx.config.fields import fields_with, flat
+from difftx.config.flag import Flag
 from difftx.evals import SUITES
 from difftx.evals.measures import explanation_of, format_value, label_of, measure_of, measures_of
 from difftx.evals.result import Measure
@@ -96,13 +98,10 @@ def _changed_options(first: Result, second: Result) -> dict[str, tuple[str, str]
     default: dict[str, Any] = {"revision": 0}  # A result does not record revision 0.
     recorded = (o if isinstance(o := result.get("options"), dict) else {} for result in (first, second))
     old, new = (default | options for options in recorded)
-    if old == new:  # Do not import all suites.
-        return {}
-    paths = {f"eval.{field}": option for suite in SUITES.values() for field, option in suite.paths.items()}
-    contents = {name: old[name] for name in paths.values() if isinstance(old.get(name), list)}
+    contents = [name for name in ("files", "headers") if isinstance(old.get(name), list)]
     # A file that could not be read has None in place of a hash.
-    equal = {name for name, hashes in contents.items() if hashes == new.get(name) and None not in hashes}
-    without = {field for field, option in paths.items() if option in equal}
+    are_equal = contents and all(old[name] == new.get(name) and None not in old[name] for name in contents)
+    without = {f"eval.{field}" for field in fields_with(EvalConfig, Flag.LOCATION)} if are_equal else set()
     before, after = (flat(_without_paths(o, without)) for o in (old, new))
 
     def text(value: Any) -> str:

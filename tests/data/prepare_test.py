@@ -338,8 +338,8 @@ def test_a_file_system_without_locks_gives_a_warning(tmp_path, capsys, monkeypat
     monkeypatch.setattr(fcntl, "flock", flock)
     prepare_job, described = SimpleNamespace(out=tmp_path, work=tmp_path / ".prepare"), ""
     try:
-        with job._locked(prepare_job) as require_lock:
-            require_lock()
+        with job._locked(prepare_job) as owner:
+            owner.check()
         described = capsys.readouterr().out
     except (UserError, OSError) as error:
         described = str(error)

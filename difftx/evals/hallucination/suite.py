@@ -174,5 +174,4 @@ SUITE = Suite(
         "<set or kind>_documents_cut": Measure("share"),
         "<set or kind>_reference_in_document": Measure("share"),
     },
-    paths={"hallucination.sets.path": "files"},
 )

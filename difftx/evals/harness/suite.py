@@ -201,5 +201,4 @@ SUITE = Suite(
         "<task>_bits_per_byte": Measure("bits per byte", "lower"),
     },
     # The tasks in `include_path` may read files of data, whose contents are not recorded.
-    paths={"harness.data_path": "files"},
 )

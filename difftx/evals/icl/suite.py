@@ -134,6 +134,5 @@ SUITE = Suite(
         "<task>_<order>_stable_shots": Measure("demonstrations"),
         "<task>_shots": Measure("demonstrations"),
     },
-    paths={"icl.tasks.train": "files", "icl.tasks.test": "files"},
     revision=1,
 )

@@ -138,5 +138,4 @@ SUITE = Suite(
         **dict.fromkeys(("average_tokens", "<set>_tokens"), Measure("tokens")),
         **dict.fromkeys(("average_truncated", "<set>_truncated"), Measure("share")),
     },
-    paths={"math.tasks.train": "files", "math.tasks.test": "files"},
 )

@@ -110,6 +110,5 @@ SUITE = Suite(
     title="Needles in a haystack",
     explanation="Share of numbers that the model retrieves from sentences hidden in a long text.",
     measures=dict.fromkeys(("accuracy", "accuracy_lwm", _BY_CASE, f"{_BY_CASE}_lwm"), Measure("share", "higher")),
-    paths={"needle.haystack": "files"},
     revision=1,
 )
