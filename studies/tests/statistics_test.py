@@ -264,18 +264,6 @@ def test_worth_is_read_from_a_fitted_curve_with_a_jackknife_over_seeds(arm):
     np.testing.assert_allclose([of.half_width for of in found], scipy.stats.t.ppf(0.975, n - 1) * deviations, rtol=1e-3)
 
 
-def test_fewer_positions_make_unrelated_attention_weights_more_alike():
-    """Also less sharp ones: so the measure of NC3 cannot tell alignment (docs/results.md, "The review's questions")."""
-    generator = np.random.default_rng(0)
-
-    def cosine(positions, deviation):
-        a, b = np.exp(deviation * generator.standard_normal((2, 20_000, positions)))
-        return np.mean(np.sum(a * b, -1) / np.sqrt(np.sum(a**2, -1) * np.sum(b**2, -1)))
-
-    assert all(cosine(2, deviation) > cosine(15, deviation) + 0.2 for deviation in (1, 1.5, 2))
-    assert all(cosine(positions, 1) > cosine(positions, 2) + 0.1 for positions in (2, 15))
-
-
 def test_differences_over_settings_and_seeds():
     """All settings of the page, each with its mean over seeds; Welch's test does not pair the seeds."""
     studies = (

@@ -120,14 +120,6 @@ def test_smoothing_skips_gaps():
     assert smoothed(np.array([])).tolist() == []
 
 
-def test_half_written_lines_are_skipped_and_counted(config, tmp_path, capsys):
-    workdir = write_run(tmp_path / "run", config("diff"))
-    with (workdir / "metrics.jsonl").open("a") as file:
-        file.write('{"split": "train", "st')
-    assert match_runs(str(workdir), "curves")[0].skipped == 1
-    assert "skipped 1 lines" in capsys.readouterr().out
-
-
 def test_different_tokenizers_do_not_compare_by_loss(config, tmp_path):
     write_run(tmp_path / "runs" / "a", config("diff"))
     write_run(tmp_path / "runs" / "b", config("transformer"), tokenizer="b" * 64)
