@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -290,7 +291,7 @@ def test_parameters_of_another_model_are_named(start, tmp_path, capsys, monkeypa
     folder = tmp_path / "a" / "checkpoints" / "1"
     known = [{"path": "mine.py", "sha256": "0" * 64}]
     edit_manifest(folder, lambda manifest: manifest.update(extensions=known))
-    loaded = {"mine.py": Extension("mine.py", "1" * 64)}
+    loaded = {Path("mine.py"): Extension("mine.py", "1" * 64)}
     monkeypatch.setattr(registry, "_extensions", loaded)
     changes = {
         "model__rope_theta": 500_000.0,
@@ -311,10 +312,10 @@ def test_parameters_of_another_model_are_named(start, tmp_path, capsys, monkeypa
             f"{change}, other than in the run of the parameters"
             for change in (
                 "model.rope_theta: 10000.0 → 500000.0",
+                "model.rope_scaling.factor: 1.0 → 8.0",
                 "model.window: None → 16",
                 "model.lambda_init: 0.5 → None",
                 "model.post_scale: None → 0.2",
-                "model.rope_scaling.factor: 1.0 → 8.0",
                 "extension mine.py, or a module that it imports (SHA-256 000000000000… → 111111111111…)",
             )
         ),
