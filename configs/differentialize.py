@@ -6,7 +6,7 @@ Command:  python -m difftx convert --from=difftx --to=difftx --input=runs/transf
           python train.py --config=configs/differentialize.py:runs/transformer --workdir=runs/transformer-trained
           docs/differentialize.md explains these commands, and how to start from a model of Hugging Face.
 Protocol: the argument is a run directory. Model and data are those of that run, whose newest parameters are the initial
-          ones. Both models train on the same batches with the same settings. λ grows over `model.anneal_steps` updates.
+          ones. Both models train on the same batches with the same settings. λ grows over `anneal_steps` updates.
           The settings are those of DEX (arXiv 2505.16333), 887M tokens at a learning rate of 1e-4, as far as it states
           them.
 Expected: nothing is reproduced here yet. configs/toy_continued.py has studies with 0.1M to 0.8M parameters.

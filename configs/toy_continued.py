@@ -18,8 +18,8 @@ ARG = "{task}-{arm}"  # Format of the recipe's argument; see base.py.
 # Arm → model that `difftx convert --differential` makes of a Transformer. The first arm stays a Transformer.
 ARMS = {
     "transformer": Arm("transformer"),
-    "zero-branch": Arm("zero_branch", {"anneal_steps": 250}),
-    "dex": Arm("dex", {"anneal_steps": 250}),
+    "zero-branch": Arm("zero_branch", {"zero_branch": {"anneal_steps": 250}}),
+    "dex": Arm("dex", {"dex": {"anneal_steps": 250}}),
     "split": Arm("diff", {"head_norm": "rms_affine"}),
 }
 # Task → recipe of its Transformer.

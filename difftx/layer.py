@@ -11,7 +11,7 @@ from flax import nnx
 
 from difftx.config import ModelConfig
 from difftx.config.build import build_group
-from difftx.config.fields import Flag, fields_with, types_of
+from difftx.config.fields import Flag, fields_with, plain, types_of
 from difftx.errors import UserError, did_you_mean
 from difftx.kernels.context import is_explicit_mesh
 from difftx.model.architectures import ARCHITECTURES, check_attention
@@ -41,9 +41,9 @@ class AttentionLayer(nnx.Module):
             d_model / (2 num_heads), and a value of twice this width.
         rngs: Source of random numbers for the initial weights, such as `nnx.Rngs(0)`.
         layer: Index l = 1, 2, … of the layer in the model, for λ_init = 0.8 - 0.6 exp(-0.3 (l - 1)).
-        fields: Further fields of `ModelConfig`, such as `num_kv_heads`, `head_dim`, `window` or `rope_theta`
-            (docs/config.md). Unless it is given, `head_norm` is "rms_affine" for diff, gda and signed_mask, and "none"
-            for the other architectures.
+        fields: Further fields of `ModelConfig`, such as `num_kv_heads`, `head_dim`, `window` or `rope_theta`, and of
+            the architecture's own group, such as `signal_heads` of "gda" (docs/config.md). Unless it is given,
+            `head_norm` is "rms_affine" for diff, gda and signed_mask, and "none" for the other architectures.
 
     Raises:
         UserError: An argument, or an input of a call, is invalid.
@@ -52,7 +52,10 @@ class AttentionLayer(nnx.Module):
     def __init__(
         self, architecture: str, d_model: int, num_heads: int, *, rngs: nnx.Rngs, layer: int = 1, **fields: Any
     ):
-        known = types_of(ModelConfig).keys() - OTHER_FIELDS
+        attention, layout = ARCHITECTURES[architecture], _layout()
+        group = attention.own_config
+        own = set() if group is None else types_of(group).keys() - fields_with(group, Flag.DECODER)
+        known = (types_of(ModelConfig).keys() - OTHER_FIELDS - ARCHITECTURES.keys()) | own
         if unknown := fields.keys() - known:
             name = min(unknown)
             hint = did_you_mean(name, {*known, "num_heads", "layer"})
@@ -61,13 +64,14 @@ class AttentionLayer(nnx.Module):
             raise UserError(f"rngs={rngs!r}: expected nnx.Rngs, such as nnx.Rngs(0)")
         if type(layer) is not int or layer < 1:
             raise UserError(f"layer={layer!r} must be an integer of at least 1, the index of the first layer")
-        attention, layout = ARCHITECTURES[architecture], _layout()
-        values = {"architecture": architecture, "d_model": d_model, "num_heads": num_heads, "num_layers": layer}
+        values = {name: plain(value) for name, value in fields.items() if name not in own}  # May be a dataclass.
+        values |= {architecture: {name: fields[name] for name in own & fields.keys()}} if own else {}
+        values |= {"architecture": architecture, "d_model": d_model, "num_heads": num_heads, "num_layers": layer}
         try:
-            config = build_group(ModelConfig, {"head_norm": attention.default_head_norm} | fields | values, "model")
+            config = build_group(ModelConfig, {"head_norm": attention.default_head_norm} | values, "model")
             check_attention(config, None if layout == Layout.inferred() else jax.sharding.get_abstract_mesh())
         except UserError as error:  # A layer has arguments in place of the config group `model`.
-            raise UserError(re.sub(r"\bmodel\.(?=\w)", "", str(error))) from None
+            raise UserError(re.sub(rf"\bmodel\.({architecture}\.)?(?=\w)", "", str(error))) from None
         self.layer = layer
         self.attention = attention(config, layout, rngs=rngs)
 

@@ -47,7 +47,7 @@ class Registry[T](Mapping[str, T]):
     """
 
     def __init__(self, kind: str, builtin: Mapping[str, str | T]):
-        self.kind = kind
+        self.kind, self.builtin = kind, tuple(builtin)
         self._entries: dict[str, Any] = dict(builtin)
 
     def register[U](self, name: str) -> Callable[[U], U]:

@@ -13,7 +13,7 @@ from ml_collections import config_flags
 from difftx.commands import train
 from difftx.commands.flags import Parser
 from difftx.config.build import override
-from difftx.config.recipes import default_config, load_config
+from difftx.config.recipes import load_config
 from difftx.errors import UserError
 from difftx.launch.grid import make_points
 
@@ -222,12 +222,3 @@ def test_a_recipe_imports_its_base_in_any_folder(tmp_path):
         [sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": root}, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "5"
-
-
-def test_defaults_refuse_values_of_another_type():
-    c = default_config()
-    with pytest.raises(TypeError):
-        c.model.num_kv_heads = "two"
-    with pytest.raises(TypeError):
-        c.optimizer.learning_rate = "fast"
-    c.model.num_kv_heads = 2

@@ -57,7 +57,7 @@ def both_trained(trained):
 def test_each_command_refuses_a_config_that_does_not_fit(arguments, tmp_path):
     for field, value, message in (
         ("model.num_heads", "3", "model.num_heads=3: their 6 sub-heads do not divide d_model=128; use 2"),
-        ("model.top_k", "8", "model.top_k=8: architecture 'diff' does not use it; leave it at None"),
+        ("model.top_k", "8", "model.top_k=8: model.top_k is a group; set one of its fields: k"),
         ("train.global_batch_tokens", "1000", "is not a multiple of data.sequence_length × train.accumulation = 256"),
     ):
         result = run("difftx", *arguments, f"--config.{field}={value}")
@@ -162,7 +162,7 @@ def test_dry_run_of_a_paper_config_prints_its_cost_before_it_asks_for_data():
         ("gda", ["model.d_model=256", "model.mlp_dim=384"], None),  # The fix that the warning above proposes.
         (
             "gdla",
-            ["model.output_gate=true"],
+            ["model.gdla.output_gate=true"],
             "884,864 parameters, not 819,328; for an equal comparison, add --config.mo",
         ),
         ("diff", ["model.d_model=100", "model.num_heads=5"], "it has none: model.head_dim=25 must be even"),

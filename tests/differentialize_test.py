@@ -86,7 +86,7 @@ def test_a_run_is_converted_checked_trained_and_evaluated(page_folder):
     assert numbers(runs / "zero_branch", "loss", 0)["loss"] == pytest.approx(
         numbers(runs / "transformer", "loss", 8)["loss"], rel=1e-6
     )
-    run(page_folder, continued[0], "--config.model.anneal_steps=4")
+    run(page_folder, continued[0], "--config.model.zero_branch.anneal_steps=4")
     for line in (continued[1], *evaluate):
         run(page_folder, line)
     steps = [row for row in rows(runs / "zero_branch-trained") if row["split"] == "train"]

@@ -49,19 +49,21 @@ def flags(line, name):
 
 
 def test_the_page_has_the_expected_files_and_commands():
-    variants = ["temperature.py", "head_lambda.py", "tda.py", "shared_diff.py"]
+    variants = ["token_lambda.py", "tda.py", "shared_diff.py"]
     assert list(FILES) == [*variants, "confident.py", "counting.py", "lion.py", "csv_reader.py"]
-    assert [len(lines) for lines in COMMANDS] == [6, 2, 2, 2, 5, 1, 3, 1]
+    assert [len(lines) for lines in COMMANDS] == [6, 2, 2, 5, 1, 3, 1]
+    assert len(re.findall(r'^ *[^\s#"]', FILES["token_lambda.py"], re.MULTILINE)) <= 15  # Without docstrings.
 
 
 def test_added_fields_are_config_fields(page_folder):
     """Load all files of the page together, and set fields that three of them add."""
-    line = "python train.py --config=quickstart:temperature --print_config --config.optimizer.name=lion"
+    line = "python train.py --config=quickstart:tda --print_config --config.optimizer.name=lion"
     extensions = [f"--extension={name}" for name in FILES]
-    changes = ["--config.model.temperature.initial=2", "--config.eval.confident.probability=0.25"]
+    changes = ["--config.model.tda.beta=2", "--config.eval.confident.probability=0.25"]
     printed = json.loads(run(page_folder, line, *extensions, *changes, "--config.optimizer.lion.b1=0.8"))
-    assert printed["model"]["architecture"] == "temperature"
-    assert printed["model"]["temperature"] == {"initial": 2.0}
+    assert printed["model"]["architecture"] == "tda"
+    assert printed["model"]["tda"] == {"beta": 2.0}
+    assert "shared_diff" not in printed["model"]  # The run does not use that file.
     assert printed["eval"]["confident"] == {"probability": 0.25}
     assert printed["optimizer"]["lion"] == {"b1": 0.8, "b2": 0.99}
 
@@ -160,7 +162,7 @@ def test_modules_that_an_extension_imports_from_its_folder_are_recorded(extensio
         changed = extension_in(**{used: "x = 1\n"})
         hashes = f"(SHA-256 {first.sha256[:12]}… → {changed.sha256[:12]}…)"
         named = f"{changed.path}, or a module that it imports {hashes}"
-        assert registry.changed_extensions([recorded]) == [named]
+        assert registry.changed_extensions([recorded], "run") == [named]
 
 
 @pytest.fixture
@@ -253,7 +255,7 @@ def test_a_failing_extension_is_reported_in_one_line(own_registry, tmp_path, tex
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ([], "'temperature': no such architecture."),
+        ([], "'token_lambda': no such architecture."),
         ([], "If a file of yours adds it, name the file with --extension=FILE.py"),
         (["--extension=nowhere.py"], "--extension=nowhere.py: no such file"),
         (["--extension=gs://bucket/a.py"], "this path must be on this machine"),
@@ -261,70 +263,71 @@ def test_a_failing_extension_is_reported_in_one_line(own_registry, tmp_path, tex
 )
 @pytest.mark.long
 def test_a_missing_extension_is_reported_in_one_line(page_folder, changes, message):
-    assert message in run(page_folder, "python train.py --config=quickstart:temperature --dry_run", *changes, code=2)
+    assert message in run(page_folder, "python train.py --config=quickstart:token_lambda --dry_run", *changes, code=2)
 
 
 @pytest.mark.long
 def test_the_attention_variant_of_the_page_trains_and_is_reported(page_folder):
     library = source_files(SOURCE_FOLDER)
-    transformer, temperature, train, evaluate, report, generate = COMMANDS[0]
-    # The variant adds two heads' temperatures to each of two layers.
-    first, second = (
+    transformer, token_lambda, train, evaluate, report, generate = COMMANDS[0]
+    numbers = [
         int(re.search(r"([\d,]+) parameters", run(page_folder, line))[1].replace(",", ""))
-        for line in (transformer, temperature)
-    )
-    assert second == first + 2 * int(TINY["model.num_heads"])
+        for line in (transformer, token_lambda)
+    ]
+    # A layer of the tiny sizes has λ's weight and bias for each of two heads, and the gain of the head norm.
+    assert numbers[1] == numbers[0] + 2 * (2 * 32 + 2 + 16)
     run(page_folder, train, "--config.train.steps=4")
-    workdir = page_folder / "runs" / "temperature"
+    workdir = page_folder / "runs" / "token_lambda"
     (recorded,) = json.loads((workdir / "manifest.json").read_text())["extensions"]
-    assert recorded["path"] == str(page_folder / "temperature.py")
+    assert recorded["path"] == str(page_folder / "token_lambda.py")
     assert json.loads((workdir / "checkpoints" / "4" / "manifest.json").read_text())["extensions"] == [recorded]
     run(page_folder, train)
     assert (workdir / "checkpoints" / "6").is_dir()
     run(page_folder, evaluate)
     assert (workdir / "evals" / "sample" / "6.json").is_file()
     run(page_folder, report)
-    assert "temperature" in (workdir / "report.html").read_text()
+    assert "token_lambda" in (workdir / "report.html").read_text()
     assert run(page_folder, generate).startswith("def ")
     prune = f"python -m difftx checkpoint prune --workdir={workdir}"
-    assert run(page_folder, prune, "--extension=temperature.py").startswith("kept: ")
+    assert run(page_folder, prune, "--extension=token_lambda.py").startswith("kept: ")
 
     needed = (
-        f"--workdir=runs/temperature was made with the extension {page_folder / 'temperature.py'}; add --extension="
+        f"--workdir=runs/token_lambda was made with the extension {page_folder / 'token_lambda.py'}; add --extension="
     )
     extension = flags(evaluate, "extension")
     for line in (evaluate, report, generate, f"{prune} {extension}"):
         error = run(page_folder, line.replace(extension, ""), code=2)
         assert (
-            needed.replace("runs/temperature", str(workdir) if line.startswith(prune) else "runs/temperature") in error
+            needed.replace("runs/token_lambda", str(workdir) if line.startswith(prune) else "runs/token_lambda")
+            in error
         )
         assert error.count("\n") == 1
-    assert "model.temperature: no such field" in run(page_folder, train.replace(extension, ""), code=2)
+    assert "token_lambda': no such architecture" in run(page_folder, train.replace(extension, ""), code=2)
 
     # The file may be moved, but its content must not change.
-    shutil.move(page_folder / "temperature.py", page_folder / "moved.py")
-    run(page_folder, report.replace("temperature.py", "moved.py"))
-    (page_folder / "temperature.py").write_text(FILES["temperature.py"] + "\n# Changed.\n")
+    shutil.move(page_folder / "token_lambda.py", page_folder / "moved.py")
+    run(page_folder, report.replace("token_lambda.py", "moved.py"))
+    (page_folder / "token_lambda.py").write_text(FILES["token_lambda.py"] + "\n# Changed.\n")
     error = run(page_folder, evaluate, code=2)
     assert (
-        f"was made with another content of {page_folder / 'temperature.py'}, or a module that it imports (SHA-256 "
+        f"was made with another content of {page_folder / 'token_lambda.py'}, or a module that it imports (SHA-256 "
         in error
     )
     error = run(page_folder, report, code=2)
-    assert f"was made with another content of {page_folder / 'temperature.py'}" in error
+    assert f"was made with another content of {page_folder / 'token_lambda.py'}" in error
     # The training has ended, so it saves no checkpoint with the new content. Its checkpoint requires the old content.
     run(page_folder, train, "--allow_config_change")
     changed = (workdir / "manifest.json").read_text()
     assert recorded["sha256"] not in changed
     assert "checkpoints/6 was made with another content of" in run(page_folder, evaluate, "--again", code=2)
-    (page_folder / "temperature.py").write_text(FILES["temperature.py"])
+    (page_folder / "token_lambda.py").write_text(FILES["token_lambda.py"])
     for line in (f"{evaluate} --again", report, generate):
         run(page_folder, line)
-    (page_folder / "temperature.py").write_text(FILES["temperature.py"] + "\n# Changed.\n")
+    (page_folder / "token_lambda.py").write_text(FILES["token_lambda.py"] + "\n# Changed.\n")
     longer = ["--config.train.steps=8"]
     error = run(page_folder, train, *longer, code=2)
     assert (
-        f"changed since the checkpoint of step 6: extension {page_folder / 'temperature.py'}, or a module that "
+        f"changed since the checkpoint of step 6: extension {page_folder / 'token_lambda.py'}, or a module that "
         in error
     )
     run(page_folder, train, *longer, "--allow_config_change")
@@ -336,25 +339,25 @@ def test_the_attention_variant_of_the_page_trains_and_is_reported(page_folder):
 @pytest.mark.exhaustive  # CI runs the commands of the first variant of the page.
 def test_the_other_attention_variants_equal_their_formulas(page_folder):
     """Train and evaluate the variants. Compare them with float64 formulas in a process that has their config fields."""
-    for train, evaluate in COMMANDS[1:4]:
+    for train, evaluate in COMMANDS[1:3]:
         run(page_folder, train)
         run(page_folder, evaluate)
     for name in ("tda", "shared"):
         assert (page_folder / "runs" / name / "evals" / "sample" / "6.json").is_file()
-    files = ":".join(str(page_folder / name) for name in ("head_lambda.py", "tda.py", "shared_diff.py"))
+    files = ":".join(str(page_folder / name) for name in ("token_lambda.py", "tda.py", "shared_diff.py"))
     checks = str(ROOT / "tests" / "model" / "extension_checks.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", checks]
     ended = subprocess.run(
         command, cwd=ROOT, env=child_environment(8) | {"EXTENSIONS": files}, capture_output=True, text=True
     )
     assert ended.returncode == 0, ended.stdout
-    assert "6 passed" in ended.stdout
+    assert "13 passed" in ended.stdout
 
 
 @pytest.mark.long
 def test_a_path_of_a_run_directory_is_never_executed(page_folder):
     """Somebody else may have written the run, with a manifest that names an existing file."""
-    run(page_folder, COMMANDS[4][0])
+    run(page_folder, COMMANDS[3][0])
     (page_folder / "evil.py").write_text(f"open({str(page_folder / 'executed')!r}, 'w')\n")
     manifest = page_folder / "runs" / "plain" / "manifest.json"
     content = json.loads(manifest.read_text()) | {
@@ -369,30 +372,97 @@ def test_a_path_of_a_run_directory_is_never_executed(page_folder):
     assert "manifest.json: not the description of a run (extensions[0]: not an object)" in error
 
 
+METHOD = "    def weight_argument(self, constants, x_BTD):"
+
+
 @pytest.mark.parametrize(
     ("right", "wrong", "message"),
     [
-        ("return q_BTHd *", "return 1 / 0, q_BTHd *", "temperature.py:34: ZeroDivisionError: division by zero"),
-        ("k_BTKd, v_BTKd\n", "k_BTKd[..., :1], v_BTKd\n", "temperature.py: ValueError: "),
-        ("shape, initial =", "shape, initial = undefined", "temperature.py:29: NameError: name 'undefined' is not"),
+        ("return jax", "return 1 / 0 * jax", "token_lambda.py:25: ZeroDivisionError: division by zero"),
+        (
+            "self.bias_H[None, None])",
+            "self.bias_H[None, None])[..., :1]",
+            "token_lambda.py:11: ValueError: diff_attention requires a real ",
+        ),
+        ("layout.lambda_DH", "layout.undefined", "token_lambda.py:20: AttributeError: 'Layout' object has no attrib"),
+        (METHOD, f"{METHOD}\n        self.x_BTD = x_BTD", "token_lambda.py:24: TraceContextError: Cannot mutate "),
+        (
+            METHOD,
+            f"    def attention_weight_inputs(self, *_):\n        undefined\n\n{METHOD}",
+            "token_lambda.py:24: NameE",
+        ),
     ],
-    ids=["a line of the file fails", "a result has a wrong shape", "the constructor fails"],
+    ids=["a line", "the shape of a result", "the constructor", "generation", "attention rows"],
 )
-def test_a_dry_run_names_the_error_of_a_variant(page_folder, right, wrong, message):
-    assert FILES["temperature.py"].count(right) == 1
-    (page_folder / "temperature.py").write_text(FILES["temperature.py"].replace(right, wrong))
+@pytest.mark.parametrize("flag", ["--dry_run", pytest.param("--workdir=runs/new", marks=pytest.mark.long)])
+def test_the_error_of_a_variant_is_named_before_the_training(page_folder, right, wrong, message, flag):
+    assert FILES["token_lambda.py"].count(right) == 1
+    (page_folder / "token_lambda.py").write_text(FILES["token_lambda.py"].replace(right, wrong))
     _, line, *_ = COMMANDS[0]
-    error = run(page_folder, line, code=2)
+    error = run(page_folder, line.replace("--dry_run", flag), code=2)
     assert error.startswith("error: ")
     assert message in error
     assert error.count("\n") == 1
 
 
+BUILT_IN = """
+from difftx.config import affects
+from difftx.config.fields import Group, Positive
+from difftx.model.attention import Attention
+
+
+class FactorConfig(Group):
+    value: affects.Function[Positive[float]] = 1.0
+
+
+class FactorAttention(Attention):
+    own_config = FactorConfig
+
+    def project(self, x_BTD, angles):
+        q_BTHd, k_BTKd, v_BTKd = super().project(x_BTD, angles)
+        return q_BTHd * self.config.own.value, k_BTKd, v_BTKd
+"""
+
+
+@pytest.mark.long
+def test_a_built_in_variant_is_one_file_and_a_line_of_the_registry(tmp_path):
+    for folder in ("difftx", "configs"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    model = tmp_path / "difftx" / "model"
+    (model / "variants" / "factor.py").write_text(f'"""Softmax attention of scaled logits."""\n{BUILT_IN}')
+    first = '        "diff": "difftx.model.attention:DiffAttention",\n'
+    registry_text = (model / "architectures.py").read_text()
+    assert first in registry_text
+    line = '        "factor": "difftx.model.variants.factor:FactorAttention",\n'
+    (model / "architectures.py").write_text(registry_text.replace(first, line + first))
+    write_text(tmp_path / "text.txt")
+
+    def command(*words, code=0):
+        environment = child_environment(1) | {"PYTHONPATH": str(tmp_path)}
+        ended = subprocess.run(
+            [sys.executable, "-m", "difftx", *words], env=environment, cwd=tmp_path, capture_output=True, text=True
+        )
+        assert ended.returncode == code, ended.stderr
+        return ended.stdout + ended.stderr
+
+    sizes = [f"--config.{name}={value}" for name, value in (SHORT | {"data.path": "text.txt"}).items()]
+    train = ["train", "--config=quickstart:factor", "--workdir=run", *sizes]
+    assert "model.factor.value=-1.0 must be positive" in command(*train, "--config.model.factor.value=-1", code=2)
+    assert "model.factor.valu: no such field. Did you" in command(*train, "--config.model.factor.valu=2", code=2)
+    command(*train, "--config.model.factor.value=2")
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["model"]["factor"] == {"value": 2.0}
+    command("eval", "--workdir=run", "--suite=loss,sample")
+    assert command("generate", "--workdir=run", "--prompt=def ", "--new_tokens=4").startswith("def ")
+    assert "model.factor.value: 2.0 → 3.0" in command(
+        *train, "--config.model.factor.value=3", "--config.train.steps=8", code=2
+    )
+
+
 @pytest.mark.long
 def test_the_suites_of_the_page_give_their_numbers(page_folder):
-    train, listing, evaluate, report, train_with = COMMANDS[4]
+    train, listing, evaluate, report, train_with = COMMANDS[3]
     run(page_folder, train)
-    (counting,) = COMMANDS[5]
+    (counting,) = COMMANDS[4]
     assert re.search(r"right +(0|0\.25|0\.5|0\.75|1) +0\.5 +share of prompts +higher", run(page_folder, counting))
     assert re.search(r"^confident +Return the share of validation tokens", run(page_folder, listing), re.MULTILINE)
     assert re.search(r"share +\S+ +share of tokens +higher", run(page_folder, evaluate))
@@ -429,7 +499,7 @@ def test_the_suites_of_the_page_give_their_numbers(page_folder):
 
 @pytest.mark.long
 def test_optimizer_and_schedule_of_an_extension_train(page_folder):
-    train, evaluate, report = COMMANDS[6]
+    train, evaluate, report = COMMANDS[5]
     run(page_folder, train, "--config.train.steps=4")
     error = run(page_folder, train.replace("--extension=lion.py", ""), code=2)
     assert "'lion': no such optimizer" in error
@@ -448,20 +518,22 @@ def test_optimizer_and_schedule_of_an_extension_train(page_folder):
 @pytest.mark.long
 def test_a_recipe_may_register_and_a_sweep_forwards_extensions(page_folder):
     (page_folder / "recipe.py").write_text(
-        FILES["temperature.py"]
+        FILES["token_lambda.py"]
         + "\nfrom difftx.configs import quickstart\n\nARG = '{architecture}'\nget_config = quickstart.get_config\n"
     )
     fields = SHORT | {"data.path": "text.txt"}
     changes = [f"--config.{name}={value}" for name, value in fields.items()]
     line = "python -m difftx sweep --config=recipe.py --extension=lion.py --out=runs/sweep --grid"
-    names = ["architecture=temperature,transformer", "optimizer.name=lion"]
+    names = ["architecture=token_lambda,transformer", "optimizer.name=lion"]
     run(page_folder, line, *names, *changes)
-    error = run(page_folder, "python eval.py --workdir=runs/sweep/temperature-namelion --suite=loss", code=2)
+    error = run(page_folder, "python eval.py --workdir=runs/sweep/token_lambda-namelion --suite=loss", code=2)
     assert f"was made with the extension {page_folder / 'lion.py'}" in error
+    recorded = json.loads((page_folder / "runs/sweep/transformer-namelion/manifest.json").read_text())["extensions"]
+    assert [Path(extension["path"]).name for extension in recorded] == ["lion.py"]
     both = ["--extension=recipe.py", "--extension=lion.py"]
-    run(page_folder, "python eval.py --workdir=runs/sweep/temperature-namelion --suite=loss", *both)
+    run(page_folder, "python eval.py --workdir=runs/sweep/token_lambda-namelion --suite=loss", *both)
     run(
-        page_folder, f"{line} architecture=temperature,transformer optimizer.name=lion", *changes
+        page_folder, f"{line} architecture=token_lambda,transformer optimizer.name=lion", *changes
     )  # All runs are finished.
 
 
@@ -472,7 +544,7 @@ def test_the_reader_of_the_page_gives_the_texts_of_its_file(page_folder):
     with gzip.open(page_folder / "reviews.csv.gz", "wt", newline="") as file:
         csv.writer(file).writerows([["stars", "review"], *([i % 5, text] for i, text in enumerate(reviews))])
     (page_folder / "reviews.jsonl").write_text("".join(json.dumps({"review": text}) + "\n" for text in reviews))
-    line = COMMANDS[7][0].replace("reviews.csv", "reviews.csv.gz") + " --workers=1"
+    line = COMMANDS[6][0].replace("reviews.csv", "reviews.csv.gz") + " --workers=1"
     run(page_folder, line)
     run(page_folder, line.replace("reviews.csv.gz", "reviews.jsonl").replace("data/reviews", "data/lines"))
     tokens, expected = (

@@ -77,5 +77,7 @@ def test_the_examples_with_shardings_equal_the_plain_layer(names):
 def test_the_table_has_every_argument():
     table = (DOCS / "layer.md").read_text().partition("| argument |")[2].partition("\n\n")[0]
     arguments = re.findall(r"`(\w+)`", "".join(row.split("|")[1] for row in table.splitlines()[2:]))
-    fields = set(types_of(ModelConfig)) - OTHER_FIELDS
+    own = [cls.own_config for cls in ARCHITECTURES.values() if cls.own_config]
+    fields = set(types_of(ModelConfig)).union(*map(types_of, own)) - OTHER_FIELDS - ARCHITECTURES.keys()
+    fields -= {"anneal_steps"}  # A field of the optimizer.
     assert sorted(arguments) == sorted({"d_model", "num_heads", "rngs", "layer", *fields})

@@ -69,7 +69,7 @@ def random_layer(name):
 
 def small_layer(name):
     """Return a layer of the tiny sizes of `oracle.SIZES`, whose heads two devices can share."""
-    sizes = {field.removeprefix("model__"): value for field, value in oracle.SIZES.get(name, {}).items()}
+    sizes = {field.rpartition("__")[2]: value for field, value in oracle.SIZES.get(name, {}).items()}
     sizes = {field: value == "true" if value in ("true", "false") else value for field, value in sizes.items()}
     return AttentionLayer(name, 32, sizes.pop("num_heads", 2), rngs=nnx.Rngs(0), **sizes)
 
@@ -94,7 +94,9 @@ def test_a_layer_equals_the_decoders_and_the_formula(name, options, mesh_of):
         model, module, call, _ = layer_of(name, **options)
         expected_BTD = call(X_BTD, 1).out_BTD
         weights = oracle.weights_of(module)
-    fields = {field: value for field, value in values_of(model).items() if field not in OTHER_FIELDS}
+    values = values_of(model)
+    own = values.pop(name, {}) if model.own else {}
+    fields = {field: value for field, value in (values | own).items() if field not in {*OTHER_FIELDS, "anneal_steps"}}
     layer = AttentionLayer(name, model.d_model, model.num_heads, layer=2, rngs=nnx.Rngs(0), **fields)
     actual_BTD = np.asarray(apply(with_weights(layer, nnx.state(module)), X_BTD))
     assert_close(actual_BTD, expected_BTD)
@@ -223,7 +225,8 @@ def test_the_axes_of_difftx_shard_as_in_the_decoder(name, sizes, mesh_of):
         ((64, 5), {}, "num_heads=5: their 10 sub-heads do not divide d_model=64; use 4, or set head_dim"),
         (("64", 4), {}, "d_model='64': expected an integer"),
         ((64, 4), {"num_kv_heads": 3}, "num_kv_heads=3 does not divide the 4 heads"),
-        ((64, 4), {"top_k": 3}, "top_k=3: architecture 'diff' does not use it; leave it at None"),
+        ((64, 4), {"k": 3}, "k=3: no such argument of an attention layer"),
+        (("top_k", 64, 4), {"k": 0}, "k=0 must be positive"),
         (("dex", 64, 4), {"anneal_steps": 9}, "anneal_steps=9: no such argument of an attention layer"),
         ((64, 4), {"layer": 0}, "layer=0 must be an integer of at least 1"),
         ((64, 4), {"layer": 1.0}, "layer=1.0 must be an integer of at least 1"),

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import difftx.model.architectures  # noqa: F401  # It finds the groups of architectures in names of fields.
 from difftx import compilation_cache
 from difftx.config import Config
 from difftx.config.build import annotation_of

@@ -54,33 +54,32 @@ class Config(Group):
         return min(steps, self.train.steps - self.warmup_steps) if are_shares else steps
 
     @property
-    def extensions(self) -> list[Extension]:
+    def used_extensions(self) -> list[Extension]:
         """The users' files that add the entries and groups which this config uses, sorted by path."""
         tasks = (path.removeprefix(SYNTHETIC) for path in self.data.paths)
-        changed = (entry for entry, _, _, value in self._added_groups() if value != type(value)())
         used = {
             "architecture": [self.model.architecture],
             "optimizer": [self.optimizer.name],
             "schedule": [self.optimizer.schedule],
             "suite": self.eval.suites,
             "synthetic task": tasks,
-            GROUP: changed,
+            GROUP: [name for _, name, value in self._added_groups() if value != type(value)()],
         }
         found = {extension_of(kind, name) for kind, names in used.items() for name in names}
         return sorted((extension for extension in found if extension), key=lambda extension: extension.path)
 
-    def _added_groups(self) -> Iterator[tuple[str, str, str, Any]]:
-        """Yield the entry in the registry, the parent, the name and the value of each group of an extension."""
-        for parent, group in vars(self).items():
+    def _added_groups(self) -> Iterator[tuple[str, str, Any]]:
+        """Yield the parent's field, the name for `extension_of`, and the value of each added group."""
+        for field, group in vars(self).items():
             for name, value in getattr(group, "extensions", ()):
-                yield f"{type(group).__name__}.{name}", parent, name, value
+                yield field, f"{type(group).__name__}.{name}", value
 
     def to_json(self) -> str:
         """Return the config as indented JSON, the content of `config.json`, without groups of unused extensions."""
-        values, used = values_of(self), [None, *self.extensions]
-        for entry, parent, name, _ in self._added_groups():
-            if extension_of(GROUP, entry) not in used:
-                del values[parent][name]
+        values, used = values_of(self), [None, *self.used_extensions]
+        for field, name, _ in self._added_groups():
+            if extension_of(GROUP, name) not in used:
+                del values[field][name.rpartition(".")[2]]
         return json.dumps(values, indent=2) + "\n"
 
 

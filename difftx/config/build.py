@@ -20,10 +20,12 @@ from difftx.config.fields import (
     Extensible,
     Flag,
     added_groups,
+    default_groups,
     entry_type,
     marks_of,
     options,
     plain,
+    type_of,
     types_of,
     values_of,
 )
@@ -62,8 +64,8 @@ def annotation_of(field: str) -> Any:
                 raise UserError(f"{field}: {path} is a list; write {path}.0.field for its first entry")
             annotation = entry
         elif dataclasses.is_dataclass(annotation):
-            hints, group = types_of(annotation), annotation
-            if (annotation := hints.get(name)) is None:
+            group = annotation
+            if (annotation := type_of(group, name)) is None:
                 raise _no_field(group, name, f"{path}.{name}" if path else name)
         else:
             raise UserError(f"{field}: {path} is a value, not a group")
@@ -76,7 +78,8 @@ def defaults_of(group: type) -> ConfigDict:
     for name, annotation in types_of(group).items():
         kinds = [kind for kind in options(annotation) if kind is not NoneType]
         if dataclasses.is_dataclass(annotation):
-            values[name] = defaults_of(annotation)  # pyrefly: ignore[bad-argument-type]
+            if name in default_groups(group, {}):
+                values[name] = defaults_of(annotation)  # pyrefly: ignore[bad-argument-type]
         elif defaults[name] is None or len(kinds) > 1:  # The type of the default is not the only type of the field.
             values[name] = FieldReference(defaults[name], field_type=kinds[0] if len(kinds) == 1 else object)
         else:
@@ -88,18 +91,20 @@ def build_group(group: type, raw: Any, path: str) -> Any:
     """Build a group from a mapping of its fields, or raise `UserError`. `path` is the group's path, for messages."""
     if not isinstance(raw, Mapping):
         raise UserError(f"{path or 'config'}={raw!r}: expected a group of fields")
-    prefix, hints = f"{path}." if path else "", types_of(group)
-    if unknown := [name for name in raw if name not in hints]:
+    prefix = f"{path}." if path else ""
+    if unknown := [name for name in raw if type_of(group, name) is None]:
         raise _no_field(group, str(unknown[0]), f"{prefix}{unknown[0]}={raw[unknown[0]]!r}")
+    groups, hints = default_groups(group, raw), types_of(group)
     required = {field.name for field in dataclasses.fields(group) if field.default is dataclasses.MISSING}
     values = {}
     for name, annotation in hints.items():
-        if name in raw or dataclasses.is_dataclass(annotation):
+        if name in raw or name in groups:
             values[name] = parse(raw.get(name, {}), annotation, prefix + name)
         elif name in required:
             raise UserError(f"{prefix}{name}: missing; give {', '.join(hints)}")
-    if added := added_groups(group):
-        values["extensions"] = tuple((name, values.pop(name)) for name in added)
+    if issubclass(group, Extensible):
+        added = {name: values.pop(name) for name in added_groups(group) if name in values}
+        values["extensions"] = tuple((n, value) for n, value in added.items() if n in groups or value != type(value)())
     return group(**values)
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 from difftx.config import affects
@@ -19,6 +19,7 @@ from difftx.errors import UserError
 from difftx.registry import record
 
 GROUP = "config group"  # The kind of a group that an extension adds, for `extension_of`.
+_find: dict[type, Callable[[str], type | None]] = {}  # Group → function that finds groups to add, by name.
 _added: dict[type, dict[str, type]] = {}  # Group → groups that extensions have added to it, by name.
 
 
@@ -65,15 +66,17 @@ class Group:
 class Extensible(Group):
     """A group to which extensions can add groups, such as `config.eval.bleu`.
 
-    `effect` is what the fields of these groups affect, because the dataclass of an extension does not say it.
+    `effect` is what the fields of these groups affect, unless an added group is a `Group`, whose fields say it. If
+    `chosen_by` names a field, a value of this group has only the added group that this field names.
     """
 
     extensions: affects.Nothing[tuple[tuple[str, Any], ...]] = ()
     """Name and value of each added group. This attribute is not a config field."""
     _effect = Effect.TRAINING
+    _chosen_by = ""
 
-    def __init_subclass__(cls, *, effect: Effect):
-        cls._effect = effect
+    def __init_subclass__(cls, *, effect: Effect, chosen_by: str = ""):
+        cls._effect, cls._chosen_by = effect, chosen_by
         super().__init_subclass__()
 
     def __getattr__(self, name: str) -> Any:
@@ -99,8 +102,30 @@ def add_group(parent: type[Extensible], name: str, group: type) -> None:
 
 
 def added_groups(parent: type) -> Mapping[str, type]:
-    """Return the groups that extensions have added to a group, by field name."""
+    """Return the groups that have been added to a group, by field name."""
     return _added.get(parent, {})
+
+
+def find_groups(parent: type[Extensible], find: Callable[[str], type | None]) -> None:
+    """Let `find` return the group to add for a name that `parent` does not have, or None. It is called when needed."""
+    _find[parent] = find
+
+
+def type_of(group: type, name: str) -> Any:
+    """Return the type of a group's field, or None if there is no such field."""
+    if name not in types_of(group) and (find := _find.get(group)) and (found := find(name)):
+        add_group(group, name, found)
+    return types_of(group).get(name)
+
+
+def default_groups(group: type, values: Mapping[str, Any]) -> list[str]:
+    """Return the names of the groups that a value of a group has, given its other values."""
+    others: Iterable[str] = ()
+    if by := getattr(group, "_chosen_by", ""):
+        chosen = str(values.get(by, getattr(group, by)))
+        type_of(group, chosen)  # Adds the group.
+        others = added_groups(group).keys() - {chosen}
+    return [name for name, kind in types_of(group).items() if dataclasses.is_dataclass(kind) and name not in others]
 
 
 def types_of(group: type) -> dict[str, Any]:
@@ -144,7 +169,7 @@ def marks(group: type, path: str = "") -> Iterator[tuple[str, frozenset[Effect |
     """
     prefix = f"{path}." if path else ""
     for name, kind in types_of(group).items():
-        if name in added_groups(group):
+        if name in added_groups(group) and not issubclass(kind, Group):
             assert issubclass(group, Extensible)
             yield from ((f"{prefix}{name}.{f.name}", frozenset({group._effect})) for f in dataclasses.fields(kind))
             continue
@@ -164,7 +189,7 @@ def without(group: type, values: Mapping[str, Any], mark: Effect | Flag) -> dict
     hints = types_of(group)
     kept = {name: value for name, value in values.items() if mark not in marks_of(hints.get(name))}
     for name, kind in hints.items():
-        if dataclasses.is_dataclass(kind):
+        if dataclasses.is_dataclass(kind) and name in kept:
             kept[name] = without(kind, kept[name], mark)
         elif name in kept and (entry := entry_type(kind)):
             kept[name] = tuple(without(entry, item, mark) for item in kept[name])
@@ -180,8 +205,9 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def values_of(group: Any) -> dict[str, Any]:
-    """Return a group as nested dictionaries of plain values and tuples, including groups that extensions have added."""
-    return {name: plain(getattr(group, name)) for name in types_of(type(group))}
+    """Return a group as nested dictionaries of plain values and tuples, including its added groups."""
+    names = [*_declared_types(type(group)), *dict(getattr(group, "extensions", ()))]
+    return {name: plain(getattr(group, name)) for name in names}
 
 
 def plain(value: Any) -> Any:

@@ -95,13 +95,14 @@ class MatchedConfig(Group):
     """Its `mlp_dim`."""
 
 
-class ModelConfig(Extensible, effect=Effect.FUNCTION):
+class ModelConfig(Extensible, effect=Effect.FUNCTION, chosen_by="architecture"):
     """The decoder. The defaults are the paper's 1.4B differential model (arXiv 2410.05258, Tables 6 and 10)."""
 
     architecture: flag.Decoder[affects.Function[str]] = "diff"
     """Attention variant: "diff" (differential attention), "transformer" (softmax attention, the baseline), "diff_v2",
     "gda", "gdla", "gated", "off_by_one", "sink", "top_k", "signed_mask", "zero_branch", "dex"
-    (`difftx/model/variants/`), or one of an extension."""
+    (`difftx/model/variants/`), or one of an extension. An architecture may have a group of its own, such as
+    `model.top_k`."""
     vocab_size: flag.Decoder[affects.Shapes[AxisLength | None]] = 100_288
     """Number of embeddings, at least the tokenizer's number of tokens (100,277 for cl100k_base). None: that number,
     rounded up to a multiple of 128."""
@@ -118,13 +119,6 @@ class ModelConfig(Extensible, effect=Effect.FUNCTION):
     head_dim: affects.Shapes[AxisLength | None] = None
     """Width d of a query/key sub-head (Eq. 1). None: `d_model` divided by the number of sub-heads. A head of `diff` or
     `signed_mask` has two sub-heads. In `gda`, each signal head and each noise head is one."""
-    signal_heads: flag.Specific[affects.Shapes[Positive[int] | None]] = None
-    """Architectures `gda` and `gdla` only: number of signal heads per noise head. `num_heads` counts the signal
-    heads."""
-    output_gate: flag.Specific[affects.Shapes[bool]] = False
-    """Architecture `gdla` only: whether the output of each head is multiplied by σ(x W_g), one factor per channel."""
-    top_k: flag.Specific[affects.Function[Positive[int] | None]] = None
-    """Architecture `top_k` only: number of keys that a query attends to."""
     mlp_dim: flag.Decoder[affects.Shapes[AxisLength]] = 5440
     """Hidden width of SwiGLU. The default, 8/3 `d_model` rounded down to a multiple of 64, gives the model sizes of
     Table 10. 5504, a multiple of 128, costs 1 % more and suits the lanes of a TPU."""
@@ -166,8 +160,6 @@ class ModelConfig(Extensible, effect=Effect.FUNCTION):
     post_scale: flag.Specific[affects.Function[float | None]] = None
     """Constant gain: a factor of the heads' outputs after the head norm. None: 1 - λ_init in `diff`, `gda` and
     `signed_mask` (Eq. 3 of the paper), and 1 in all others. `zero_branch` and `dex` have none."""
-    anneal_steps: flag.Decoder[flag.Specific[affects.Training[Positive[int]]]] = 1000
-    """Architectures `zero_branch` and `dex` only: number of updates over which λ grows from 0 to its full value."""
     init: flag.Conversion[affects.Training[Literal["fan_in", "normal"]]] = "fan_in"
     """Initial values of projections. "fan_in": uniform with variance 1 / (3 fan_in), like PyTorch's `Linear` in the
     official code. "normal": normal with mean 0 and standard deviation `init_std`."""
@@ -257,6 +249,11 @@ class ModelConfig(Extensible, effect=Effect.FUNCTION):
     def windows(self) -> tuple[int | None, ...]:
         """Window of each layer of `window_pattern`, or None for a layer without a window."""
         return tuple(self.window if letter == "L" else None for letter in self.window_pattern)
+
+    @property
+    def own(self) -> Any:
+        """The config group of the architecture, such as `model.top_k`, or None if it has none."""
+        return dict(self.extensions).get(self.architecture)
 
     @property
     def embeddings(self) -> int:

@@ -91,6 +91,7 @@ def counterpart(config: Config) -> Config:
         head_norm="rms_affine" if other == "diff" else "none",
         attention_implementation=implementation if implementation in ATTENTION_OF_BOTH else "auto",
         **default_specific_fields(),
+        extensions=(),
     )
     check_attention(changed)
     return dataclasses.replace(config, model=changed)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from difftx.config.fields import values_of
+from difftx.config.fields import flat, values_of
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import UserError, printable
 from difftx.files import matching_files, write_atomically
-from difftx.interop.fields import function_fields
+from difftx.interop.fields import function_fields, own_function_fields
 from difftx.interop.remote_code_config import EAGER, MODELING
 from difftx.interop.tokenizers import GENERATION, has_tokenizer
 from difftx.json_files import read_json
@@ -45,8 +45,9 @@ def write_card(
     tokens = row.get("tokens", step * config.train.global_batch_tokens)
     code = f"The class `{causal}` is in `{MODELING.name}`." if has_remote_code else f"The class is `{causal}`."
     # The fields that determine what the trained model computes.
+    names = (*function_fields(), *own_function_fields(config.model))
     values = values_of(config.model)
-    fields = [(name, values[name]) for name in function_fields()]
+    fields = [(name, (values | flat(values))[name]) for name in names]
     parts = [
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"
         f"tags: [difftx, {config.model.architecture}]\n---",

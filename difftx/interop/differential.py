@@ -87,6 +87,11 @@ def require_convertible(transformer: ModelConfig, architecture: str) -> None:
             )
 
 
+def is_changeable(field: str, architecture: str) -> bool:
+    """Return whether the user may set a field of `model` for a new model of an architecture."""
+    return field in CHANGEABLE or field.startswith(f"{architecture}.")
+
+
 def differential_model(transformer: ModelConfig, chosen: ModelConfig) -> ModelConfig:
     """Return the model that a Transformer becomes: its fields, with the architecture and `CHANGEABLE` of `chosen`."""
     require_convertible(transformer, chosen.architecture)
@@ -100,7 +105,7 @@ def differential_model(transformer: ModelConfig, chosen: ModelConfig) -> ModelCo
                 "number must be even; use zero-branch or dex"
             )
         fields |= heads_from(transformer.d_model, 2, heads // 2, kv_heads // 2, heads_of(transformer).d_head)
-    return dataclasses.replace(transformer, matched=MatchedConfig(), **fields)
+    return dataclasses.replace(transformer, matched=MatchedConfig(), **fields, extensions=chosen.extensions)
 
 
 def differential_params(

@@ -5,7 +5,7 @@ returns the fields of config.json that a model determines. Its table `NAMES` has
 value of a field of `model`. A model can be exported if `read` of what `write` returns is a model of the same function.
 """
 
-import dataclasses
+import operator
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 from difftx.config import Config, ModelConfig
 from difftx.config.affects import Effect
 from difftx.config.build import build_group
-from difftx.config.fields import added_groups, fields_with, options, types_of, values_of
+from difftx.config.fields import added_groups, fields_with, flat, options, plain, types_of, values_of
 from difftx.config.model import RopeScalingConfig
 from difftx.errors import UserError
 from difftx.json_files import TYPE_NAMES, read_json
@@ -84,9 +84,25 @@ class Fields:
 
 
 def function_fields() -> list[str]:
-    """Return the fields of `model` that determine what given weights compute, without those of extensions."""
+    """Return the fields of `model` that determine what given weights compute, without the groups of architectures."""
     names = (name.partition(".")[0] for name in fields_with(ModelConfig, Effect.SHAPES, Effect.FUNCTION))
     return [name for name in dict.fromkeys(names) if name not in (*NOT_OF_WEIGHTS, *added_groups(ModelConfig))]
+
+
+def own_function_fields(model: ModelConfig) -> list[str]:
+    """Return such fields of the architecture's own group, such as "top_k.k"."""
+    names = fields_with(ModelConfig, Effect.SHAPES, Effect.FUNCTION)
+    return [name for name in names if model.own and name.startswith(f"{model.architecture}.")]
+
+
+def with_fields(model: ModelConfig, fields: Mapping[str, Any]) -> ModelConfig:
+    """Return a model with other values of fields, of which some may be in the own group of `fields["architecture"]`."""
+    architecture, others = fields["architecture"], dict(model.extensions)
+    raw = {name: value for name, value in values_of(model).items() if name == architecture or name not in others}
+    for field, value in fields.items():
+        group, _, name = field.rpartition(".")
+        (raw.setdefault(group, {}) if group else raw)[name] = plain(value)
+    return build_group(ModelConfig, raw, "model")
 
 
 def defaults() -> dict[str, Any]:
@@ -106,18 +122,19 @@ def config_json(format_: ModuleType, config: Config, end_of_text: int) -> dict[s
 def check_model(format_: ModuleType, model: ModelConfig) -> None:
     """Raise `UserError` for a model that a format cannot represent: its config.json is that of another model."""
     written = format_.write(model)
-    other = dataclasses.replace(model, **format_.read(Fields(Path(CONFIG), written)))
-    own, others = _canonical(model), _canonical(other)
-    for name in (*function_fields(), *added_groups(ModelConfig)):
-        if own[name] != others[name]:
-            value, kind = getattr(model, name), written.get("attention") or written["architectures"][0]
-            raise UserError(f"model.{name}={value!r} cannot be converted: a {kind} would have {getattr(other, name)!r}")
+    other = with_fields(model, format_.read(Fields(Path(CONFIG), written)))
+    ours, theirs = _canonical(model), _canonical(other)
+    for name in (*function_fields(), *own_function_fields(model)):
+        if ours[name] != theirs[name]:
+            value, their_value = (operator.attrgetter(name)(each) for each in (model, other))
+            kind = written.get("attention") or written["architectures"][0]
+            raise UserError(f"model.{name}={value!r} cannot be converted: a {kind} would have {their_value!r}")
 
 
 def _canonical(model: ModelConfig) -> dict[str, Any]:
     """Return the fields of a model, with one value for all values of the same function."""
-    heads = heads_of(model)
-    values = values_of(model) | {"num_kv_heads": heads.kv_heads, "head_dim": heads.d_head}
+    heads, values = heads_of(model), values_of(model)
+    values |= flat(values) | {"num_kv_heads": heads.kv_heads, "head_dim": heads.d_head}
     if model.head_norm == "rms_affine":
         values["head_norm"] = "rms"  # `export_params` converts gains.
     elif model.head_norm != "rms":

@@ -19,7 +19,7 @@ import numpy as np
 from difftx.config import ModelConfig
 from difftx.errors import UserError, did_you_mean
 from difftx.interop.safetensors import Tensor
-from difftx.model.architectures import heads_of
+from difftx.model.architectures import ARCHITECTURES, heads_of
 from difftx.training.checkpoint.weights import ParamsReader, Streamed
 
 Format = Literal["hf", "diffllama", "official"]
@@ -57,33 +57,6 @@ _LAMBDAS = [
     _layer(("self_attn.lambda_q1", "self_attn.lambda_q2"), "d", "attention/lambda_query_Gd", "d"),
     _layer(("self_attn.lambda_k1", "self_attn.lambda_k2"), "d", "attention/lambda_key_Gd", "d"),
 ]
-_SOFTMAX = [
-    _layer("self_attn.q_proj.weight", "Ad D", "attention/query_DHd", "D A d"),
-    _layer("self_attn.k_proj.weight", "Kd D", "attention/key_DKd", "D K d"),
-    _layer("self_attn.v_proj.weight", "Kd D", "attention/value_DKd", "D K d"),
-    _layer("self_attn.o_proj.weight", "D Hd", "attention/output_HdD", "H d D"),
-]
-_TWO_KEYS = [
-    _layer("self_attn.q_proj.weight", "NQd D", "attention/query_DHGd", "D N Q d"),
-    _layer("self_attn.k_proj.weight", "KGd D", "attention/key_DKGd", "D K G d"),
-    _layer("self_attn.v_proj.weight", "KGd D", "attention/value_DKE", "D K Gd"),
-    _layer("self_attn.o_proj.weight", "D HGd", "attention/output_HED", "H Gd D"),
-]
-# A query head of zero_branch follows the heads with the same key, since it is one head of the attention call.
-_ZERO_BRANCH = [
-    _layer("self_attn.q_proj.weight", "KGRd D", "attention/query_DHGd", "D KR G d"),
-    _layer("self_attn.k_proj.weight", "KGd D", "attention/key_DKGd", "D K G d"),
-    _layer("self_attn.v_proj.weight", "Kd D", "attention/value_DKE", "D K d"),
-    _layer("self_attn.o_proj.weight", "D Hd", "attention/output_HED", "H d D"),
-]
-_PROGRESS = _layer("self_attn.progress", "o", "attention/progress", "")
-_DEX = [
-    _layer("self_attn.correction_proj.weight", "E d", "attention/correction_de", "d E"),
-    _layer("self_attn.dex_lambda", "o", "attention/lambda_learned", ""),
-    _layer("self_attn.chosen_heads", "H", "attention/chosen_H", "H"),
-]
-_LAMBDA_PROJECTION = _layer("self_attn.lambda_proj.weight", "H D", "attention/lambda_DH", "D H")
-_GATE = _layer("self_attn.gate_proj.weight", "Hd D", "attention/gate_DHd", "D H d")
 _QK_NORM = [
     _layer("self_attn.q_norm.weight", "d", "attention/query_norm/scale", "d"),
     _layer("self_attn.k_norm.weight", "d", "attention/key_norm/scale", "d"),
@@ -91,22 +64,10 @@ _QK_NORM = [
 # Axes of `GAIN` in the files of `modeling_difftx.py` and in difftx, for each `model.head_norm` that has parameters.
 _HEAD_NORM = {"rms_affine": ("E", "E"), "scalar": ("o", ""), "sigmoid": ("H", "H o")}
 
-# "hf" is the layout of Llama and of `modeling_difftx.py`. In DiffLlama, each group is one half of the heads. In the
-# official code, each head contains both groups, and the rotary embedding rotates neighbouring channels, which are d / 2
-# apart in difftx.
+# "hf" is the layout of Llama and of `modeling_difftx.py`, in which `SelfAttention.tensors` describes the attention. In
+# DiffLlama, each group is one half of the heads. In the official code, each head contains both groups, and the rotary
+# embedding rotates neighbouring channels, which are d / 2 apart in difftx.
 _ATTENTION: dict[tuple[Format, str], list[Weight]] = {
-    ("hf", "transformer"): _SOFTMAX,
-    ("hf", "top_k"): _SOFTMAX,
-    ("hf", "off_by_one"): _SOFTMAX,
-    ("hf", "sink"): [*_SOFTMAX, _layer("self_attn.sinks", "H", "attention/sink_H", "H")],
-    ("hf", "gated"): [*_SOFTMAX, _GATE],
-    ("hf", "diff_v2"): [*_SOFTMAX, _LAMBDA_PROJECTION],
-    ("hf", "gdla"): [*_SOFTMAX, _LAMBDA_PROJECTION],
-    ("hf", "diff"): _TWO_KEYS,
-    ("hf", "gda"): _TWO_KEYS,
-    ("hf", "signed_mask"): _TWO_KEYS,
-    ("hf", "zero_branch"): [*_ZERO_BRANCH, _PROGRESS],
-    ("hf", "dex"): [*_SOFTMAX, *_DEX, _PROGRESS],
     ("diffllama", "diff"): [
         _layer("self_attn.q_proj.weight", "GHd D", "attention/query_DHGd", "D H G d"),
         _layer("self_attn.k_proj.weight", "GKd D", "attention/key_DKGd", "D K G d"),
@@ -133,12 +94,21 @@ _ATTENTION: dict[tuple[Format, str], list[Weight]] = {
 
 def architectures_of(format_: Format) -> list[str]:
     """Return the architectures that a format has."""
+    if format_ == "hf":
+        return list(ARCHITECTURES.builtin)  # `modeling_difftx.py` has all of them.
     return [architecture for of_format, architecture in _ATTENTION if of_format == format_]
 
 
 def weights_of(format_: Format, model: ModelConfig) -> list[Weight]:
     """Return the weights of a model. Outside of attention layers, all formats use Llama's names."""
-    attention = _ATTENTION[format_, model.architecture]
+    if format_ == "hf":
+        tensors = ARCHITECTURES[model.architecture].tensors(model)
+        attention = [
+            _layer(f"self_attn.{name}", axes, f"attention/{path}", our_axes)
+            for name, (axes, path, our_axes) in tensors.items()
+        ]
+    else:
+        attention = _ATTENTION[format_, model.architecture]
     weights = [
         Weight((EMBEDDING,), "V D", "embedding_VD", "V D"),
         *attention,
@@ -155,8 +125,6 @@ def weights_of(format_: Format, model: ModelConfig) -> list[Weight]:
         weights += _QK_NORM if model.qk_norm else []
         if model.architecture in ("diff", "gda", "zero_branch") and model.lambda_learned:
             weights += _LAMBDAS
-        if model.output_gate:
-            weights.append(_GATE)
         if model.head_norm in _HEAD_NORM:
             axes, our_axes = _HEAD_NORM[model.head_norm]
             weights.append(_layer("self_attn.head_norm.weight", axes, GAIN.removeprefix("blocks/"), our_axes))

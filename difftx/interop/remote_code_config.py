@@ -3,6 +3,7 @@
 The modelling file is copied into each exported folder. difftx never executes the copy.
 """
 
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from difftx.config import ModelConfig
 from difftx.config.build import build_group
 from difftx.config.fields import values_of
 from difftx.errors import UserError
-from difftx.interop.fields import Fields, function_fields, rope_fields, rope_parameters
+from difftx.interop.fields import Fields, function_fields, own_function_fields, rope_fields, rope_parameters
 from difftx.interop.parameters import architectures_of
 from difftx.model.architectures import ARCHITECTURES, check_attention, heads_of
 
@@ -33,7 +34,6 @@ NAMES = {
     "lambda_std_dev": "lambda_std",
     "lambda_bound": "lambda_bound",
     "post_scale": "post_scale",
-    "top_k": "top_k",
     "final_logit_softcapping": "logit_soft_cap",  # Gemma's name, which engines read.
 }
 
@@ -55,11 +55,14 @@ def read(fields: Fields) -> dict[str, Any]:
     architecture = raw["architecture"]
     if architecture not in (known := architectures_of("hf")):
         raise UserError(f"{path}: architecture={architecture!r} cannot be converted; use one of {', '.join(known)}")
-    rope = rope_fields(fields)
+    rope, exported = rope_fields(fields), ARCHITECTURES[architecture].exported
+    own = {ours: fields.read(theirs)[theirs] for theirs, ours in exported.items()}
+    if architecture == "gdla":
+        own["output_gate"] = fields.get("output_gate", bool, False)
     model = {
         **{ours: raw[theirs] for theirs, ours in NAMES.items()},
-        **_heads(fields, architecture),
-        "output_gate": fields.get("output_gate", bool, False) and architecture == "gdla",
+        **_heads(fields, architecture, own),
+        **({architecture: own} if own else {}),
         "rope_theta": rope["rope_theta"],
         "rope_scaling": values_of(rope["rope_scaling"]),
     }
@@ -71,11 +74,14 @@ def read(fields: Fields) -> dict[str, Any]:
     for name, value in _description(built).items():
         fields.require(name, value)
     fields.refuse_others()
-    return {name: getattr(built, name) for name in {*function_fields(), *NAMES.values()}}
+    names = {*function_fields(), *own_function_fields(built), *NAMES.values()}
+    return {name: operator.attrgetter(name)(built) for name in names}
 
 
-def _heads(fields: Fields, architecture: str) -> dict[str, int | None]:
+def _heads(fields: Fields, architecture: str, own: dict[str, Any]) -> dict[str, int | None]:
     """Return the fields of `model` on heads, from those of its attention call, which a config.json describes.
+
+    Add `signal_heads` to the fields of the architecture's own group.
 
     In config.json, `num_attention_heads` counts queries, of signal heads and of noise heads. `head_dim` is the width of
     a value, and the keys of a token are divided into `num_key_value_heads` heads of that width.
@@ -95,11 +101,12 @@ def _heads(fields: Fields, architecture: str) -> dict[str, int | None]:
     shares_noise = architecture in ("gda", "gdla") and noise_heads
     default_kv_heads = noise_heads if shares_noise else num_heads
     has_default_width = sub_heads * width == sub_heads_per_call_head * fields.get("hidden_size", int)
+    if architecture in ("gda", "gdla"):
+        own["signal_heads"] = num_heads // noise_heads if noise_heads else None
     return {
         "num_heads": num_heads,
         "num_kv_heads": None if num_kv_heads == default_kv_heads else num_kv_heads,
         "head_dim": None if has_default_width else width // sub_heads_per_call_head,
-        "signal_heads": num_heads // noise_heads if shares_noise else None,
     }
 
 
@@ -110,8 +117,8 @@ def write(model: ModelConfig) -> dict[str, Any]:
 
 def _description(model: ModelConfig) -> dict[str, Any]:
     """Return the fields of config.json that must agree with each other. Heads are those of the attention call."""
-    values, heads = values_of(model), heads_of(model)
-    causal = EAGER if ARCHITECTURES[model.architecture].kernel == "weighted_attention" else SERVABLE
+    values, heads, attention = values_of(model), heads_of(model), ARCHITECTURES[model.architecture]
+    causal = EAGER if attention.kernel == "weighted_attention" else SERVABLE
     classes = {"AutoConfig": "DifftxConfig", "AutoModel": causal.replace("ForCausalLM", "Model")}
     classes["AutoModelForCausalLM"] = causal
     return {
@@ -119,11 +126,13 @@ def _description(model: ModelConfig) -> dict[str, Any]:
         "auto_map": {auto: f"{MODELING.stem}.{name}" for auto, name in classes.items()},
         "model_type": "difftx",
         **{theirs: values[ours] for theirs, ours in NAMES.items()},
+        **{theirs: None for name in architectures_of("hf") for theirs in ARCHITECTURES[name].exported},
+        **{theirs: getattr(model.own, ours) for theirs, ours in attention.exported.items()},
         "num_attention_heads": heads.query_heads,
         # The keys of a token, divided into heads as wide as a value.
         "num_key_value_heads": heads.kv_heads * heads.groups * heads.d_head // heads.d_value,
         "num_noise_heads": heads.query_heads - model.num_heads or None,
         "head_dim": heads.d_value,
         "rope_parameters": rope_parameters(model),
-        "output_gate": model.output_gate or model.architecture == "gated",
+        "output_gate": getattr(model.own, "output_gate", model.architecture == "gated"),
     }

@@ -14,8 +14,7 @@ import numpy as np
 from flax import nnx
 
 from difftx.config import Config, ModelConfig
-from difftx.config.build import build_group, override
-from difftx.config.fields import plain, values_of
+from difftx.config.build import override
 from difftx.config.model import default_specific_fields
 from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import Tokenizer
@@ -26,15 +25,15 @@ from difftx.inference.load import read_checkpoint
 from difftx.interop import huggingface, in_transformers, official, remote_code_config, tokenizers
 from difftx.interop.card import write_card, write_generation_config
 from difftx.interop.differential import (
-    CHANGEABLE,
     Heads,
     added_parameters,
     differential_model,
     differential_params,
     heads_by_entropy,
+    is_changeable,
     require_convertible,
 )
-from difftx.interop.fields import CONFIG, Fields, check_model, config_json
+from difftx.interop.fields import CONFIG, Fields, check_model, config_json, with_fields
 from difftx.interop.parameters import Format, architectures_of, export_params, import_params
 from difftx.interop.safetensors import read_folder, write_folder
 from difftx.model.abstract import count_parameters
@@ -81,11 +80,10 @@ def import_run(
         chosen = config.model
         if dex_heads is not None:
             fields = default_specific_fields() | fields
-            overridden = set(overridden) - {*CHANGEABLE}
+            overridden = {name for name in overridden if not is_changeable(name, chosen.architecture)}
         if clash := sorted(fields.keys() & overridden):
             raise UserError(f"--config.model.{clash[0]}: {path} determines this field; remove the flag")
-        values = values_of(chosen) | {name: plain(value) for name, value in fields.items()} | {"matched": {}}
-        config = dataclasses.replace(config, model=build_group(ModelConfig, values, "model"))
+        config = dataclasses.replace(config, model=with_fields(chosen, fields | {"matched": {}}))
         model = config.model if dex_heads is None else differential_model(config.model, chosen)
         fit(dataclasses.replace(config, model=model))
         arrays = import_params(local, read_folder(local), format_, config.model)
@@ -118,8 +116,10 @@ def differentialize_run(
     `overrides` change the run's config, and must include `model.architecture`. The other arguments are those of
     `import_run` and `export_run`.
     """
-    names = [name.split(".")[1] for name in overrides if name.startswith("model.")]
-    if clash := sorted(set(names) - {"architecture", *CHANGEABLE}):
+    names = [name.removeprefix("model.") for name in overrides if name.startswith("model.")]
+    architecture = overrides["model.architecture"]
+    clash = sorted(name for name in names if name != "architecture" and not is_changeable(name, architecture))
+    if clash:
         raise UserError(f"--config.model.{clash[0]}: --input={workdir} determines this field; remove the flag")
 
     def convert(checkpoint: Checkpoint) -> list[str]:

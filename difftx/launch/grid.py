@@ -12,7 +12,7 @@ from difftx.config.fields import marks
 from difftx.config.recipes import argument_of, load_config, split_spec
 from difftx.config.synonyms import field_named
 from difftx.data.tokenizers import with_vocabulary
-from difftx.errors import UserError, did_you_mean
+from difftx.errors import UserError, closest, did_you_mean
 from difftx.storage.paths import AnyPath
 from difftx.training.fit import fit
 
@@ -101,7 +101,7 @@ def _check_names(path: str, argument: str, form: str, slots: Sequence[str], grid
     fields = [field for field, _ in marks(Config)]
     for name in grid:
         if name not in (*slots, "seed", *fields):
-            meant = field_named(name)
+            meant = closest(name, slots) or field_named(name)
             hint = f" Did you mean {meant!r}?" if meant else did_you_mean(name, [*slots, "seed", *fields])
             raise UserError(f"--grid {name}=…: no such name.{hint}")
     missing = [slot for slot in slots if slot not in grid]

@@ -5,15 +5,16 @@ import functools
 import math
 from typing import TYPE_CHECKING
 
-import jax
-
 from difftx.config import ModelConfig
 from difftx.config.checks import divisors, largest_divisor_up_to
+from difftx.config.fields import find_groups
 from difftx.config.model import default_specific_fields
 from difftx.errors import UserError
 from difftx.registry import Registry
 
 if TYPE_CHECKING:
+    import jax
+
     from difftx.model.attention import SelfAttention
 
 # Each entry is a subclass of `SelfAttention` (`difftx/model/attention.py`).
@@ -36,6 +37,14 @@ ARCHITECTURES: Registry["type[SelfAttention]"] = Registry(
 )
 
 
+def _own_config(name: str) -> type | None:
+    """Return the class of the config group of an architecture, or None if it has none."""
+    return ARCHITECTURES[name].own_config if name in ARCHITECTURES else None
+
+
+find_groups(ModelConfig, _own_config)
+
+
 @dataclasses.dataclass(frozen=True)
 class Heads:
     """Numbers and widths of the heads of an attention layer."""
@@ -54,7 +63,7 @@ def heads_of(config: ModelConfig) -> Heads:
     attention = ARCHITECTURES[config.architecture]
     sub_heads = attention.sub_heads(config, config.num_heads)
     if config.head_dim is None and config.d_model % sub_heads:
-        step = config.signal_heads or 1
+        step = getattr(config.own, "signal_heads", None) or 1
         unit = attention.sub_heads(config, step)
         fitting = [step * (n // unit) for n in divisors(config.d_model)[:-1] if n % unit == 0]
         nearest = min(fitting, key=lambda n: abs(n - config.num_heads), default=step)
@@ -94,7 +103,7 @@ def describe_heads(config: ModelConfig) -> str:
 
 def check_attention(
     config: ModelConfig,
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
+    mesh: "jax.sharding.Mesh | jax.sharding.AbstractMesh | None" = None,
     context_method: str | None = None,
 ) -> None:
     """Raise `UserError` if a model does not fit its architecture, or its attention does not fit a mesh.
@@ -103,6 +112,8 @@ def check_attention(
     """
     attention = ARCHITECTURES[config.architecture]
     attention.check(config)
+    for name in dict(config.extensions).keys() & ARCHITECTURES.keys() - {config.architecture}:
+        raise UserError(f"model.{name}: architecture {config.architecture!r} does not use this group; remove it")
     for name, default in default_specific_fields().items():
         if (value := getattr(config, name)) != default and name not in attention.fields:
             raise UserError(

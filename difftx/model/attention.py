@@ -8,7 +8,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal, NamedTuple
 
 import jax
@@ -91,6 +91,10 @@ class SelfAttention(nnx.Module):
     kernel: ClassVar[Literal["diff_attention", "attention", "weighted_attention"]] = "weighted_attention"
     subtracts: ClassVar[bool] = False  # Whether the attention weights of a head are A1 - λ A2.
     fields: ClassVar[tuple[str, ...]] = ()  # Fields of `model` with `Flag.SPECIFIC` that this class uses.
+    # Frozen dataclass of the fields that only this class uses: the config group `model.NAME` of an architecture NAME,
+    # which is `config.own` here.
+    own_config: ClassVar[type | None] = None
+    exported: ClassVar[Mapping[str, str]] = {}  # Field of the exported config.json → field of `config.own`.
     default_head_norm: ClassVar[str] = "none"  # Value of `model.head_norm` unless a config or a caller sets it.
     replaced_heads: ClassVar[int] = 1  # Number of heads of the matched Transformer that one head replaces.
 
@@ -112,6 +116,18 @@ class SelfAttention(nnx.Module):
             raise UserError(
                 f"model.attention_implementation={name!r} does not serve {served}; use one of {', '.join(backends)}"
             )
+
+    @classmethod
+    def tensors(cls, config: ModelConfig) -> dict[str, tuple[str, str, str]]:
+        """Return name → axes, parameter and its axes, for each weight in the files of `modeling_difftx.py`.
+
+        `difftx/interop/parameters.py` explains the strings of axes. Norms and λ vectors are not included.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def check_rows(cls, config: ModelConfig, tokens: int) -> None:
+        """Raise `UserError` if the config has a value that does not suit rows of this number of tokens."""
 
     @classmethod
     def backends(cls, *, quantized: bool) -> tuple[str, ...]:
@@ -391,6 +407,15 @@ class DiffAttention(SelfAttention):
         # All heads of the layer share one gain ("GroupNorm" in Figure 2 of the paper).
         self.head_norm = HeadNorm(config, E, layout)
 
+    @classmethod
+    def tensors(cls, config):
+        return {
+            "q_proj.weight": ("NQd D", "query_DHGd", "D N Q d"),
+            "k_proj.weight": ("KGd D", "key_DKGd", "D K G d"),
+            "v_proj.weight": ("KGd D", "value_DKE", "D K Gd"),
+            "o_proj.weight": ("D HGd", "output_HED", "H Gd D"),
+        }
+
     @property
     def has_lambda_vectors(self) -> bool:
         return self.config.lambda_learned
@@ -452,6 +477,15 @@ class Attention(SelfAttention):
         self.add_biases(self.query_DHd, self.key_DKd, self.value_DKd)
         self.head_norm = HeadNorm(config, d, layout)
 
+    @classmethod
+    def tensors(cls, config):
+        return {
+            "q_proj.weight": ("Ad D", "query_DHd", "D A d"),
+            "k_proj.weight": ("Kd D", "key_DKd", "D K d"),
+            "v_proj.weight": ("Kd D", "value_DKd", "D K d"),
+            "o_proj.weight": ("D Hd", "output_HdD", "H d D"),
+        }
+
     def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return rotated queries `[B, T, H, d]`, rotated keys `[B, T, K, d]` and values `[B, T, K, d]`."""
         q_BTHd, k_BTKd, v_BTKd = (
@@ -485,6 +519,7 @@ def require_no_head_norm(config: ModelConfig) -> None:
 
 
 def require_field(config: ModelConfig, name: str, usual: str) -> None:
-    """Raise `UserError` if `model.<name>` is not set. The message proposes the usual value."""
-    if getattr(config, name) is None:
-        raise UserError(f"model.{name}=None: architecture {config.architecture!r} requires it; {usual} is common")
+    """Raise `UserError` if a field of the architecture's own group is not set. The message proposes the usual value."""
+    if getattr(config.own, name) is None:
+        path = f"model.{config.architecture}.{name}"
+        raise UserError(f"{path}=None: architecture {config.architecture!r} requires it; {usual} is common")

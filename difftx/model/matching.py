@@ -4,7 +4,7 @@ from ml_collections import ConfigDict
 
 from difftx.config import Config, ModelConfig
 from difftx.config.build import build_group
-from difftx.config.fields import values_of
+from difftx.config.fields import flat, values_of
 from difftx.config.model import default_specific_fields
 from difftx.errors import UserError
 from difftx.model.abstract import count_parameters
@@ -48,17 +48,18 @@ def matching_warning(config: Config) -> str | None:
         return f"warning  the model is not matched with {transformer}, because it has none: {error}"
     names = ["num_kv_heads", "head_norm", "mlp_dim"]
     ours, theirs = heads_of(model), heads_of(expected)
+    values, wanted = (flat(values_of(each)) for each in (model, expected))
     if ours.sub_heads != theirs.sub_heads:
-        names = ["num_heads", "signal_heads", *names]
-    names = [name for name in names if getattr(model, name) != getattr(expected, name)]
-    differences = [f"model.{name}={getattr(model, name)}, not {getattr(expected, name)}" for name in names]
+        names = ["num_heads", *(name for name in values if name.startswith(f"{model.architecture}.")), *names]
+    names = [name for name in names if values[name] != wanted[name]]
+    differences = [f"model.{name}={values[name]}, not {wanted[name]}" for name in names]
     if ours.d_head != theirs.d_head:
         differences.append(f"heads of width {ours.d_head}, not {theirs.d_head}")
     counts = [count_parameters(each).total for each in (model, expected)]
     if counts[0] != counts[1]:
         differences.append(f"{counts[0]:,} parameters, not {counts[1]:,}")
-    flags = [f"--config.model.{name}={getattr(expected, name)}" for name in names]
-    if not flags:  # A field that `match` does not know has added weights, such as `model.output_gate`.
+    flags = [f"--config.model.{name}={wanted[name]}" for name in names]
+    if not flags:  # A field that `match` does not know has added weights, such as `model.gdla.output_gate`.
         width = model.mlp_dim - (counts[0] - counts[1]) / (3 * model.d_model * model.num_layers)
         flags = [f"--config.model.mlp_dim={MLP_MULTIPLE * round(width / MLP_MULTIPLE)}"]
     return (
@@ -73,6 +74,7 @@ def _matched_model(config: Config, mlp_dim: int | None) -> ModelConfig:
     assert matched.num_heads is not None
     replaced, kv_heads = ARCHITECTURES[model.architecture].replaced_heads, model.num_kv_heads
     c = ConfigDict(values_of(config), type_safe=False)
+    c.model.update({model.architecture: values_of(type(model.own)())} if model.own else {})
     # The Transformer's number of key/value heads, or what a changed number of the model implies for the Transformer.
     for of_transformer in (matched.num_kv_heads, kv_heads and kv_heads * replaced):
         c.model.update({**default_specific_fields(), "num_kv_heads": of_transformer, "mlp_dim": mlp_dim})

@@ -36,6 +36,7 @@ def check_model(config: Config, mesh: jax.sharding.Mesh | None = None) -> None:
     """Raise `UserError` if the model does not fit its architecture, or a mesh, which may be one for generation only."""
     model = config.model
     check_attention(model, mesh, config.mesh.context_method)
+    ARCHITECTURES[model.architecture].check_rows(model, config.data.sequence_length)
     if mesh is not None:
         for field, size in {"model.mlp_dim": model.mlp_dim, "model.vocab_size": model.embeddings}.items():
             require_multiple(field, size, mesh.shape["tensor"], "mesh.tensor")
@@ -55,11 +56,6 @@ def _check_groups(config: Config) -> None:
         raise UserError(
             f"optimizer.warmup_steps={config.optimizer.warmup_steps} leaves none of train.steps={train.steps} after "
             f"the warm-up; set it to {smaller}"
-        )
-    if model.top_k is not None and model.top_k > data.sequence_length:
-        raise UserError(
-            f"model.top_k={model.top_k} exceeds data.sequence_length={data.sequence_length}, so it would keep every "
-            "key; use a smaller number"
         )
     if model.window is not None and model.window >= data.sequence_length:
         raise UserError(

@@ -10,7 +10,6 @@ import optax
 
 from difftx.config import Config
 from difftx.model.abstract import parameter_metadata, vector_mask
-from difftx.model.architectures import ARCHITECTURES
 from difftx.registry import Registry
 from difftx.training.parametrization import adam_eps, check_parametrization, rate_factors
 
@@ -59,7 +58,7 @@ def make_optimizer(config: Config, decayed: Any = None) -> optax.GradientTransfo
         if decay:
             shrink = optax.add_decayed_weights(lambda count: -factor * decay * schedule(count), is_lambda)
             optimizer = optax.chain(optimizer, shrink)
-    if "anneal_steps" in ARCHITECTURES[config.model.architecture].fields:
+    if hasattr(config.model.own, "anneal_steps"):
         optimizer = optax.chain(optimizer, _prescribed_updates(config))
     return optimizer if c.clip_norm is None else optax.chain(optax.clip_by_global_norm(c.clip_norm), optimizer)
 
@@ -74,7 +73,7 @@ def _prescribed_updates(config: Config) -> optax.GradientTransformation:
 
     def update(update: jax.Array, param: jax.Array, is_constant: bool, is_progress: bool) -> jax.Array:
         if is_progress:
-            return jnp.minimum(1 / config.model.anneal_steps, 1 - param)
+            return jnp.minimum(1 / config.model.own.anneal_steps, 1 - param)
         return jnp.zeros_like(param) if is_constant else update
 
     return optax.stateless(lambda updates, params: jax.tree.map(update, updates, params, is_constant, is_progress))

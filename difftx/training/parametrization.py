@@ -26,7 +26,6 @@ import optax
 from difftx.config import Config
 from difftx.errors import UserError
 from difftx.model.abstract import parameter_metadata, vector_mask
-from difftx.model.architectures import ARCHITECTURES
 
 SUPPORTED_OPTIMIZERS = ("adamw", "muon")  # Optimizers that use `rate_factors`.
 
@@ -38,7 +37,7 @@ def check_parametrization(config: Config) -> None:
     if config.optimizer.name not in SUPPORTED_OPTIMIZERS:
         known = " and ".join(SUPPORTED_OPTIMIZERS)
         raise UserError(f"optimizer.name={config.optimizer.name!r}: model.mup_base_width has rules for {known} only")
-    if "anneal_steps" in ARCHITECTURES[config.model.architecture].fields:  # The fan-in of DEX's matrix does not grow.
+    if hasattr(config.model.own, "anneal_steps"):  # The fan-in of DEX's matrix does not grow.
         raise UserError(
             f"model.architecture={config.model.architecture!r} continues the training of a Transformer, at a learning "
             "rate of its own; leave model.mup_base_width at None"

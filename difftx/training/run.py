@@ -215,7 +215,7 @@ def write_run_files(
         "python": platform.python_version(),
         "packages": package_versions(),
         "source_sha256": source_sha256(SOURCE_FOLDER),
-        "extensions": list(map(dataclasses.asdict, config.extensions)),
+        "extensions": list(map(dataclasses.asdict, config.used_extensions)),
         **(details or {}),
     }
     # Write the manifest first, because the config can only be read with the extensions that the manifest names.

@@ -94,13 +94,6 @@ def test_the_p_value_is_that_of_a_test_by_simulation():
     assert controls_tables.p_value([0.0] * 5) == 1.0  # One cell under two names.
 
 
-def test_names_of_cells_have_no_config_groups():
-    changes = {"optimizer__name": "muon", "optimizer__warmup_steps": "0.01"}
-    assert controls_tables.cell_of(record("diff", 0, **changes)) == "diff, optimizer=muon, warmup_steps=0.01"
-    names = {cell for contrast in controls_tables.FAMILIES["warmup"] for cell in (*contrast.plus, *contrast.minus)}
-    assert "diff, optimizer=muon, warmup_steps=0.01" in names
-
-
 def test_the_subtraction_helps_against_noise_if_both_conditions_hold():
     """It solves more runs among many distractors, and its lead in accuracy grows, with an interval above zero."""
     few = {"diff": (1.0,) * 6, "zero-norm": (0.95,) * 6}
@@ -269,18 +262,6 @@ def test_worth_is_read_from_a_fitted_curve_with_a_jackknife_over_seeds(arm):
     found = post_hoc_tables.log_worth_estimates(COLLECTED["question-4"], "novels", arm)
     np.testing.assert_allclose([of.mean for of in found], whole, atol=1e-4)
     np.testing.assert_allclose([of.half_width for of in found], scipy.stats.t.ppf(0.975, n - 1) * deviations, rtol=1e-3)
-
-
-def test_fewer_positions_make_unrelated_attention_weights_more_alike():
-    """Also less sharp ones: so the measure of NC3 cannot tell alignment (docs/results.md, "The review's questions")."""
-    generator = np.random.default_rng(0)
-
-    def cosine(positions, deviation):
-        a, b = np.exp(deviation * generator.standard_normal((2, 20_000, positions)))
-        return np.mean(np.sum(a * b, -1) / np.sqrt(np.sum(a**2, -1) * np.sum(b**2, -1)))
-
-    assert all(cosine(2, deviation) > cosine(15, deviation) + 0.2 for deviation in (1, 1.5, 2))
-    assert all(cosine(positions, 1) > cosine(positions, 2) + 0.1 for positions in (2, 15))
 
 
 def test_differences_over_settings_and_seeds():

@@ -7,7 +7,7 @@ from conftest import ROOT
 from difftx.commands import reference
 
 # Files whose texts are about a clone, which has train.py and eval.py.
-OF_CLONES = ("__main__.py", "commands/reference.py", "config/reference.py", "launch/jobs.py")
+OF_CLONES = ("__main__.py", "commands/reference.py", "commands/config_reference.py", "launch/jobs.py")
 
 
 def test_the_page_is_up_to_date(monkeypatch):

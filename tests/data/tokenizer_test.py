@@ -4,7 +4,6 @@ import base64
 from pathlib import Path
 
 import pytest
-import tiktoken.load
 from conftest import child_environment
 from helpers.command_server import commands
 
@@ -90,12 +89,3 @@ def test_a_failed_download_of_a_vocabulary_has_the_exit_code_of_a_restart(tmp_pa
     assert message.startswith("error: data.tokenizer='p50k_base': its vocabulary is not in the cache and cannot be")
     assert "TIKTOKEN_CACHE_DIR" in message
     assert "Traceback" not in result.stderr
-
-
-def test_a_cache_of_vocabularies_that_cannot_be_written_is_named(tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    monkeypatch.setattr(tiktoken.load, "read_file", lambda url: b"")
-    monkeypatch.setattr(tiktoken.load, "check_hash", lambda content, expected: True)
-    with pytest.raises(NotADirectoryError, match="file/cache"):
-        load_tokenizer("p50k_base")

@@ -52,10 +52,7 @@ def test_correct_answers_are_counted(config, tmp_path, monkeypatch):
     assert result.details == {"sets": {"valid": {**result.numbers, "answers": 21 * 16, "examples": 21}}}
 
 
-def test_text_is_refused_and_tasks_have_a_loss_without_bytes(config, text_file, tmp_path):
-    run = Run.open(config(data__path=text_file, mesh__fsdp=8), tmp_path)
-    with pytest.raises(UserError, match="no data path is a synthetic task"):
-        evals.evaluate(run, None, 0, ["exact_match"])
+def test_tasks_have_a_loss_without_bytes(config, tmp_path):
     run = Run.open(config(data__path="synthetic:retrieval", mesh__fsdp=8, **SMALL), tmp_path)
     result = evals.evaluate(run, params_of(run), 0, ["loss"])["loss"]
     assert set(result.numbers) == {"loss", "perplexity"}

@@ -214,8 +214,8 @@ def test_queries_of_variants_are_divided_by_signal_and_noise(config, mesh_of):
             name: jax.eval_shape(lambda c=c: matrices(c.model, init_state(c).params["blocks"]))
             for name, c in {
                 "diff_v2": config("diff_v2", model__num_heads=4),
-                "gda": config("gda", model__num_heads=6, model__signal_heads=3),
-                "gdla": config("gdla", model__num_heads=8, model__signal_heads=2),
+                "gda": config("gda", model__num_heads=6, model__gda__signal_heads=3),
+                "gdla": config("gdla", model__num_heads=8, model__gdla__signal_heads=2),
                 "sink": config("sink"),
             }.items()
         }

@@ -261,10 +261,8 @@ def test_long_documents_can_be_refused(folder):
     loaded(config_of(folder, hallucination__long_documents="refuse"))
 
 
-def test_a_suite_without_sets_or_a_key_is_refused(folder, tmp_path, monkeypatch):
+def test_a_judge_without_a_key_is_refused(folder, tmp_path, monkeypatch):
     config = config_of(folder)
-    with pytest.raises(UserError, match=r"eval\.hallucination\.sets is empty"):
-        evaluated(override(config, {"eval.hallucination.sets": "[]"}), tmp_path)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     run = Run.open(override(config, {"eval.hallucination.judge_model": "gpt-4o"}), tmp_path)
     with pytest.raises(UserError, match=r"eval.judge.key_variable='OPENAI_API_KEY': this environment variable is not"):

@@ -13,7 +13,6 @@ from helpers.evals_examples import LABELS, examples, task_of, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from difftx.config.build import override
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
 from difftx.evals import run as evals
@@ -289,8 +288,3 @@ def test_mistakes_name_file_and_line(folder, tmp_path, records, changes, message
     write_lines(path, records)
     with pytest.raises(UserError, match=message):
         loaded(config_of(folder, task_of(folder, test=str(path), **changes)))
-
-
-def test_a_suite_without_tasks_is_refused(folder, tmp_path):
-    with pytest.raises(UserError, match=r"eval\.icl\.tasks is empty"):
-        evaluated(override(config_of(folder), {"eval.icl.tasks": "[]"}), tmp_path)

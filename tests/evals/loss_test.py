@@ -17,8 +17,7 @@ from helpers.evals_params import one_device, params_of
 from difftx.commands.evaluate import format_numbers
 from difftx.data.sources import pack
 from difftx.data.store import TokenStore
-from difftx.errors import UserError
-from difftx.evals import SUITES, loss
+from difftx.evals import loss
 from difftx.evals import run as evals
 from difftx.json_files import read_json
 from difftx.training.checkpoint.retention import number_of
@@ -106,11 +105,6 @@ def test_the_perplexity_of_a_diverged_model_is_infinite(config, text_file, tmp_p
     writer.close()
     (row,) = read_metrics(tmp_path / "metrics.jsonl")[0]
     assert (row[number], row[loss_number]) == (None, result.numbers[loss_number])
-
-
-def test_an_unknown_suite_suggests_one():
-    with pytest.raises(UserError, match=r"'los': no such suite\. Did you mean 'loss'"):
-        SUITES.check(["loss", "los"])
 
 
 def test_samples_are_written(config, text_file, tmp_path):

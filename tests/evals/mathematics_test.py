@@ -6,24 +6,18 @@ not installed.
 
 import gzip
 import json
-import sys
 import types
 
 import numpy as np
 import pytest
 from conftest import suite_config
-from helpers.report_runs import save_run
 
-from difftx.commands.evaluate import load_params
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
 from difftx.evals import run as evals
 from difftx.evals.math.formats import Problem, last_boxed, read_problems
 from difftx.evals.math.prompts import NUDGE, STOP, MathTask
 from difftx.evals.math.suite import final_answer, is_right
-from difftx.inference.decode import LanguageModel
-from difftx.inference.generate import Request, generate
-from difftx.inference.sampling import GREEDY
 from difftx.training.run import Run
 
 # Format → a line with the fields of the published set, and its question, solution and answer.
@@ -196,12 +190,6 @@ def test_demonstrations_that_do_not_exist_or_fit_are_refused(folder):
             loaded(config_of(folder, **changes))
 
 
-def test_without_math_verify_a_line_says_what_to_install(folder, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(UserError, match=r"math_verify is not installed: \S+ -m pip install -e '\S+\[eval\]'"):
-        evals.check_run(Run.open(config_of(folder), tmp_path), ["math"])
-
-
 def problem(answer, *, latex=False, choices=()):
     return Problem(name="a", question="b", solution=None, answer=answer, latex=latex, choices=choices)
 
@@ -336,16 +324,3 @@ def test_killed_suite_resumes_with_the_same_lengths_and_accuracy(math_verify, fo
     assert evaluated(config, tmp_path / "killed") == expected
     assert killed.asked == whole.asked
     assert [path.name for path in (tmp_path / "killed" / "evals" / "math").iterdir()] == ["3.json"]
-
-
-@pytest.mark.long
-def test_batched_texts_equal_texts_generated_alone(math_verify, folder, tmp_path):
-    config = config_of(folder, shots=1, questions=3, new_tokens=20)
-    run = save_run(config, tmp_path / "run", (900,))
-    params = load_params(run, 900)
-    result = evals.evaluate(run, params, 900, ["math"])["math"]
-    (task,) = loaded(config)
-    lm = LanguageModel(config, run.mesh, params, run.tokenizer)
-    for item, shown in zip(task.items, result.details["tasks"]["sums"]["first"], strict=True):
-        (alone,) = generate(lm, [Request(prompt=item.prompt, new_tokens=20, seed=0)], GREEDY, stop=STOP)
-        assert (shown["text"], shown["tokens"], shown["ended_by"]) == (alone.text, len(alone.tokens), alone.ended_by)

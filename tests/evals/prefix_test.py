@@ -67,18 +67,6 @@ def test_the_token_begins_each_needle_prompt_and_is_not_in_the_haystack(run, pro
         assert question.startswith("\n\nQuestion: What ")
 
 
-def test_the_shortest_needle_prompt_holds_the_token(run):
-    """A number in the error message for too short prompts is the shortest length that works."""
-    case = {"eval.needle.cases": json.dumps([{"needles": 1, "queries": 1}])}
-    changed = dataclasses.replace(run, config=override(run.config, case | {"eval.needle.lengths": "20"}))
-    with pytest.raises(ValueError, match="use at least") as error:
-        NeedlePrompts(changed)
-    least = int(re.search(r"use at least (\d+)", str(error.value))[1])
-    plain = dataclasses.replace(changed, tokenizer=without_prefix(run.tokenizer))
-    with pytest.raises(ValueError, match=f"use at least {least - 1}"):
-        NeedlePrompts(plain)
-
-
 def test_the_token_begins_the_demonstrations_and_takes_room(run):
     task, [first] = IclTask(run, run.config.eval.icl.tasks[0]), run.tokenizer.prefix
     plain = IclTask(dataclasses.replace(run, tokenizer=without_prefix(run.tokenizer)), run.config.eval.icl.tasks[0])

@@ -12,10 +12,12 @@ between machines. A text that begins with "bits:" is the hash of floats: it is c
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import io
 import json
 import os
+import re
 import runpy
 import sys
 import tempfile
@@ -83,14 +85,14 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "diff": ("diff", DIFF | {"model.head_norm_eps": 1e-5, "model.lambda_std": 0.1}),
     "transformer": ("transformer", {"model.num_heads": 4}),
     "diff_v2": ("diff_v2", {"model.num_heads": 4}),
-    "gda": ("gda", {"model.num_heads": 3, "model.signal_heads": 3, "model.head_norm": "rms_affine"}),
-    "gdla": ("gdla", {"model.num_heads": 4, "model.signal_heads": 2}),
-    "zero_branch": ("zero_branch", {"model.num_heads": 4, "model.anneal_steps": 2}),
-    "dex": ("dex", {"model.num_heads": 4, "model.anneal_steps": 2}),
+    "gda": ("gda", {"model.num_heads": 3, "model.gda.signal_heads": 3, "model.head_norm": "rms_affine"}),
+    "gdla": ("gdla", {"model.num_heads": 4, "model.gdla.signal_heads": 2}),
+    "zero_branch": ("zero_branch", {"model.num_heads": 4, "model.zero_branch.anneal_steps": 2}),
+    "dex": ("dex", {"model.num_heads": 4, "model.dex.anneal_steps": 2}),
     "gated": ("gated", {"model.num_heads": 4}),
     "off_by_one": ("off_by_one", {"model.num_heads": 4}),
     "sink": ("sink", {"model.num_heads": 4}),
-    "top_k": ("top_k", {"model.num_heads": 4, "model.top_k": 8}),
+    "top_k": ("top_k", {"model.num_heads": 4, "model.top_k.k": 8}),
     "signed_mask": ("signed_mask", DIFF),
     "diff fixed lambda": ("diff_fixed_lambda", DIFF),
     "diff lambda_init=0.5": ("diff", DIFF | {"model.lambda_init": 0.5}),
@@ -281,6 +283,9 @@ class Commands:
     def config(self, architecture: str, fields: Mapping[str, Any]) -> list[str]:
         """Return the flags of a config."""
         changed = FIELDS | fields
+        if "## model.gda" not in (self.root / "docs/config.md").read_text():  # Its architectures have no own groups.
+            flat = functools.partial(re.sub, r"model\.(top_k)\.k|model\.\w+\.(\w+)", r"model.\1\2")
+            changed = {flat(name): value for name, value in changed.items()}
         return [f"--config={self.spec(architecture)}", *(f"--config.{name}={changed[name]}" for name in changed)]
 
     def spec(self, architecture: str) -> str:

@@ -29,22 +29,22 @@ MODELS = {
     "zero_branch_bounded": ("zero_branch", {"model__num_heads": 2, "model__lambda_bound": "tanh", **LLAMA3}),
     "dex": (
         "dex",
-        {"model__num_heads": 4, "model__num_kv_heads": 2, "model__head_norm": "none", "model__anneal_steps": 7},
+        {"model__num_heads": 4, "model__num_kv_heads": 2, "model__head_norm": "none", "model__dex__anneal_steps": 7},
     ),
     "dex_normed": ("dex", {"model__num_heads": 4, "model__head_norm": "rms_affine", "model__lambda_init": 0.5}),
-    "gda": ("gda", {"model__num_heads": 6, "model__signal_heads": 3, "model__qk_norm": "true"}),
+    "gda": ("gda", {"model__num_heads": 6, "model__gda__signal_heads": 3, "model__qk_norm": "true"}),
     "diff_v2": ("diff_v2", {"model__num_heads": 4, "model__num_kv_heads": 2, "model__qk_norm": "true"}),
     "gdla": (
         "gdla",
         {
             "model__num_heads": 8,
-            "model__signal_heads": 2,
+            "model__gdla__signal_heads": 2,
             "model__num_kv_heads": 2,
-            "model__output_gate": "true",
+            "model__gdla__output_gate": "true",
             "model__logit_soft_cap": 2.0,
         },
     ),
-    "gdla_ungated": ("gdla", {"model__num_heads": 4, "model__signal_heads": 4, "model__attention_bias": "true"}),
+    "gdla_ungated": ("gdla", {"model__num_heads": 4, "model__gdla__signal_heads": 4, "model__attention_bias": "true"}),
     "gated": ("gated", {"model__num_heads": 4, "model__num_kv_heads": 2, "model__head_norm": "rms"}),
     "transformer": (
         "transformer",
@@ -52,7 +52,7 @@ MODELS = {
     ),
     "llama": ("transformer", {"model__num_heads": 4, "model__num_kv_heads": 2}),
     "diffllama": ("diff", {"model__num_heads": 4, "model__head_norm": "rms"}),
-    "top_k": ("top_k", {"model__num_heads": 4, "model__top_k": 3}),
+    "top_k": ("top_k", {"model__num_heads": 4, "model__top_k__k": 3}),
     "off_by_one": ("off_by_one", {"model__num_heads": 4, "model__num_kv_heads": 2}),
     "sink": ("sink", {"model__num_heads": 4, "model__num_kv_heads": 2}),
     "signed_mask": (

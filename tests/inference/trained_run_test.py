@@ -27,10 +27,10 @@ from difftx.training.state import init_state
 TEXT = "line 7: the square of 7 is 49."
 # Architecture → the fields that it requires.
 FIELDS = {
-    "gda": {"num_heads": 3, "head_dim": 8, "signal_heads": 3},
-    "gdla": {"signal_heads": 2},
-    "top_k": {"top_k": 4},
-    "zero_branch": {"anneal_steps": 2},
+    "gda": {"num_heads": 3, "head_dim": 8, "gda__signal_heads": 3},
+    "gdla": {"gdla__signal_heads": 2},
+    "top_k": {"top_k__k": 4},
+    "zero_branch": {"zero_branch__anneal_steps": 2},
 }
 
 

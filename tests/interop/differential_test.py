@@ -110,8 +110,9 @@ def test_new_model_computes_the_function_of_the_transformer(tmp_path, mesh_of, c
 @pytest.mark.long  # optimizer_test.py trains both architectures.
 @pytest.mark.parametrize("method", ["zero-branch", pytest.param("dex", marks=pytest.mark.exhaustive)])
 def test_training_reduces_the_loss_and_changes_the_function(tmp_path, mesh_of, method):
+    anneal_steps = f"--config.model.{method.replace('-', '_')}.anneal_steps=4"
     workdir = import_(
-        FIXTURES / "llama3", tmp_path / "run", f"--differential={method}", "--config.model.anneal_steps=4",
+        FIXTURES / "llama3", tmp_path / "run", f"--differential={method}", anneal_steps,
         "--config.optimizer.warmup_steps=1", "--config.train.steps=20", "--config.train.global_batch_tokens=512",
         "--config.data.sequence_length=32", *(["--dex_heads=all"] if method == "dex" else []),
     )  # fmt: skip
@@ -298,7 +299,7 @@ def test_heads_that_cannot_be_paired(tmp_path):
     [
         (["--differential=zero-branch", "--config.model.d_model=64"], r"--config\.model\.d_model: --input"),
         (["--differential=zero-branch", "--config.model.head_norm=rms"], r"model\.head_norm='rms': .* has none"),
-        (["--differential=split", "--config.model.anneal_steps=3"], r"model\.anneal_steps=3: architecture 'diff' does"),
+        (["--differential=split", "--config.model.dex.anneal_steps=3"], r"--config\.model\.dex\.anneal_steps: --input"),
         (["--differential=split", "--dex_heads=all"], "--dex_heads=all requires --differential=dex"),
         (["--differential=dex", "--config=quickstart"], "--config=quickstart requires --from=hf or"),
         (["--differential=dex", "--verify"], "--verify compares with the package transformers; it requires --from=hf"),

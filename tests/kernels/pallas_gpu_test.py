@@ -195,13 +195,8 @@ def test_unsupported_names_the_reason():
             assert pallas_gpu.unsupported(call_of_width(64, jnp.bfloat16)) is None
             assert "bfloat16, not float32" in pallas_gpu.unsupported(call_of_width(64, jnp.float32))
             assert "head width 80" in pallas_gpu.unsupported(call_of_width(80, jnp.bfloat16))
-    for kind in (
-        "NVIDIA A100-SXM4-80GB",
-        "NVIDIA L4",
-        "NVIDIA GeForce RTX 4090",
-        "NVIDIA B200",
-        "Tesla V100-SXM2-16GB",
-    ):
+    others = ["NVIDIA A100-SXM4-80GB", "NVIDIA L4", "NVIDIA GeForce RTX 4090", "NVIDIA B200", "Tesla V100-SXM2-16GB"]
+    for kind in others:
         with targeting(kind):
             assert f"found {kind}" in pallas_gpu.unsupported(call_of_width(64, jnp.bfloat16))
 

@@ -371,6 +371,8 @@ def test_two_arms_of_a_recipe_may_be_equal():
     [
         ("scaling.py", ["size=830m", "architecture=dif"], "run dif-830m: .*Did you mean 'diff'"),
         ("scaling.py", ["size=83m", "architecture=diff"], "run diff-83m: .*Did you mean '830m'"),
+        ("scaling.py", ["arch=diff"], "Did you mean 'architecture'"),
+        ("scaling.py", ["lr=1"], "Did you mean 'optimizer.learning_rate'"),
         ("scaling.py", ["sizes=830m"], "sizes=…: no such name. Did you mean 'size'"),
         ("scaling.py", ["optimizer.learningrate=1"], "Did you mean 'optimizer.learning_rate'"),
         ("scaling.py", ["size=830m"], "give architecture=… too"),

@@ -13,12 +13,17 @@ from difftx.model.architectures import heads_of
 # Tiny sizes with which the heads of each architecture share keys and can be sharded over two devices.
 SIZES: dict[str, dict[str, Any]] = {
     "diff_v2": {"model__num_heads": 4, "model__num_kv_heads": 2},
-    "gda": {"model__num_heads": 6, "model__signal_heads": 3},
-    "gdla": {"model__num_heads": 8, "model__signal_heads": 2, "model__num_kv_heads": 2, "model__output_gate": "true"},
+    "gda": {"model__num_heads": 6, "model__gda__signal_heads": 3},
+    "gdla": {
+        "model__num_heads": 8,
+        "model__gdla__signal_heads": 2,
+        "model__num_kv_heads": 2,
+        "model__gdla__output_gate": "true",
+    },
     "gated": {"model__num_heads": 4, "model__num_kv_heads": 2},
     "off_by_one": {"model__num_heads": 4, "model__num_kv_heads": 2},
     "sink": {"model__num_heads": 4},
-    "top_k": {"model__num_heads": 4, "model__num_kv_heads": 2, "model__top_k": 5},
+    "top_k": {"model__num_heads": 4, "model__num_kv_heads": 2, "model__top_k__k": 5},
     "signed_mask": {"model__num_heads": 4, "model__num_kv_heads": 2},
     "diff_fixed_lambda": {"model__num_heads": 4},
     "zero_branch": {"model__num_heads": 4, "model__num_kv_heads": 2},
@@ -141,7 +146,7 @@ def layer(w: dict[str, Any], model: Any, x_TD: np.ndarray, depth: int, *, v2_pai
         if name == "diff_v2":
             heads.append(subtracted(*((2 * i, 2 * i + 1) if v2_pairs == "neighbours" else (i, H + i)), i))
         elif name == "gdla":  # The queries of a group: R signal heads, then the noise head.
-            R = model.signal_heads
+            R = model.own.signal_heads
             heads.append(subtracted(i + i // R, (i // R) * (R + 1) + R, i))
         elif name in ("transformer", "gated"):
             heads.append(head(i, softmax_row))
@@ -151,7 +156,7 @@ def layer(w: dict[str, Any], model: Any, x_TD: np.ndarray, depth: int, *, v2_pai
             output = head(i, softmax_row)
             heads.append(output - lam * w["chosen_H"][i] * (output @ w["correction_de"]))
         elif name == "top_k":
-            heads.append(head(i, lambda logits: top_k_row(logits, model.top_k)))
+            heads.append(head(i, lambda logits: top_k_row(logits, model.own.k)))
         else:
             sink = w["sink_H"][i] if name == "sink" else 0.0
             heads.append(head(i, lambda logits, sink=sink: sink_row(logits, sink)))
@@ -186,7 +191,9 @@ def _two_keys(w, model, x, depth, window) -> np.ndarray:
     heads = []
     for i in range(H):
         kv = i * K // H
-        group, signal = divmod(i, model.signal_heads or 1)  # Queries of a group: signal heads, then the noise head.
+        group, signal = divmod(
+            i, getattr(model.own, "signal_heads", 1)
+        )  # Queries of a group: signal heads, then the noise head.
         pairs = []
         for g, query in enumerate((signal, -1)):
             q_Td, k_Td = x @ w["query_DHGd"][:, group, query], x @ w["key_DKGd"][:, kv, g]

@@ -42,7 +42,7 @@ CASES = [
     ),
     *((name, {"model__head_norm": norm}) for name in PAPER for norm in ("scalar", "sigmoid")),
     *((name, {"model__post_scale": 3.0}) for name in ("transformer", "diff_v2", "gdla", "top_k")),
-    ("gdla", {"model__num_kv_heads": "none", "model__output_gate": "false"}),
+    ("gdla", {"model__num_kv_heads": "none", "model__gdla__output_gate": "false"}),
 ]
 # Every architecture without options, whose compiled layer the next tests use too, and the paper's with all of them.
 FAST = [(name, options) for name, options in CASES if not options or (name in PAPER and options == OPTIONS)]
@@ -121,7 +121,7 @@ def test_a_segment_is_a_row_of_its_own(name):
 
 
 def test_one_signal_head_to_a_noise_head_is_differential_attention():
-    grouped = layer_of("gda", model__num_heads=4, model__signal_heads=1)
+    grouped = layer_of("gda", model__num_heads=4, model__gda__signal_heads=1)
     diff = layer_of("diff", model__num_heads=4)
     np.testing.assert_array_equal(grouped.call(X_BTD).out_BTD, diff.call(X_BTD, module=grouped.module).out_BTD)
 
@@ -234,12 +234,16 @@ def test_flops_equal_a_calculation_by_hand():
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("top_k", {"model.top_k": "none"}, r"model\.top_k=None: architecture 'top_k' requires it"),
-        ("top_k", {"model.top_k": "0"}, r"model\.top_k=0 must be positive"),
-        ("top_k", {"model.top_k": "300"}, r"model\.top_k=300 exceeds data\.sequence_length=256.*use a smaller number"),
-        ("diff", {"model.top_k": "8"}, r"model\.top_k=8: architecture 'diff' does not use it; leave it at None"),
-        ("diff", {"model.signal_heads": "2"}, r"model\.signal_heads=2: architecture 'diff' does not use it"),
-        ("diff", {"model.output_gate": "true"}, r"model\.output_gate=True: architecture 'diff' does not use it"),
+        ("top_k", {"model.top_k.k": "none"}, r"model\.top_k\.k=None: architecture 'top_k' requires it"),
+        ("top_k", {"model.top_k.k": "0"}, r"model\.top_k\.k=0 must be positive"),
+        (
+            "top_k",
+            {"model.top_k.k": "300"},
+            r"model\.top_k\.k=300 exceeds data\.sequence_length=256.*use a smaller",
+        ),
+        ("diff", {"model.top_k.k": "8"}, r"model\.top_k: architecture 'diff' does not use this group; remove it"),
+        ("diff", {"model.top_k": "8"}, r"model\.top_k=8: model\.top_k is a group; set one of its fields: k"),
+        ("gdla", {"model.output_gate": "true"}, r"no such field\. Did you mean 'model\.gdla\.output_gate'"),
         (
             "diff",
             {"model.lambda_bound": "sigmoid", "model.lambda_init": "1"},
@@ -250,9 +254,9 @@ def test_flops_equal_a_calculation_by_hand():
             {"model.lambda_bound": "tanh", "model.lambda_learned": "false"},
             r"model\.lambda_bound='tanh': a fixed λ needs no bound",
         ),
-        ("gdla", {"model.signal_heads": "3"}, r"model\.signal_heads=3 does not divide num_heads=4.*use 2"),
-        ("gda", {"model.signal_heads": "none"}, r"model\.signal_heads=None: architecture 'gda' requires it"),
-        ("gda", {"model.signal_heads": "2"}, r"model\.signal_heads=2 does not divide num_heads=3.*use 1"),
+        ("gdla", {"model.gdla.signal_heads": "3"}, r"model\.gdla\.signal_heads=3 does not divide num_heads=4.*use 2"),
+        ("gda", {"model.gda.signal_heads": "none"}, r"model\.gda\.signal_heads=None: architecture 'gda' requires it"),
+        ("gda", {"model.gda.signal_heads": "2"}, r"model\.gda\.signal_heads=2 does not divide num_heads=3.*use 1"),
         (
             "gda",
             {"model.num_heads": "6", "model.d_model": "100"},

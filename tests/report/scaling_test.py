@@ -150,21 +150,6 @@ def test_a_validation_by_difftx_eval_is_a_point(config, tmp_path):
     assert notes == []
 
 
-def test_too_few_points_are_refused(config, tmp_path):
-    rows = [["diff", size, 1e10, 3.0 - i / 10, 0] for i, size in enumerate(SIZES[:3])]
-    with pytest.raises(UserError, match=r"too few points.*needs 4 sizes of finished runs.*diff has 3"):
-        write_scaling(write_table(tmp_path / "points.csv", rows), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_curves_that_never_meet_are_refused(tmp_path):
-    laws = {"diff": PowerLaw(10.0, 0.3, 1.0), "transformer": PowerLaw(10.0, 0.3, 3.0)}
-    rows = [[name, size, 1e10, float(law(size)), 0] for name, law in laws.items() for size in SIZES]
-    with pytest.raises(UserError, match=r"diff and transformer never meet.*\+ 1, transformer by.*\+ 3"):
-        write_scaling(write_table(tmp_path / "points.csv", rows), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_extrapolation_is_marked(tmp_path):
     transformer = PowerLaw(450.0, 0.3, 2.3)
     diff = PowerLaw(transformer.a * 0.05**transformer.b, transformer.b, transformer.c)  # Needs a twentieth of the size.
@@ -179,6 +164,21 @@ def test_extrapolation_is_marked(tmp_path):
     marks = list(format_study(study)[1].columns[-1].cells)
     assert marks.count("extrapolated beyond 2× the data") == sum(m.extrapolated for m in study.matches["diff"])
     assert files[1].read_text().count("extrapolated") == 0
+
+
+@pytest.mark.parametrize(
+    ("laws", "sizes", "message"),
+    [
+        ({"diff": 1.0}, 3, r"too few points.*needs 4 sizes of finished runs.*diff has 3"),
+        ({"diff": 1.0, "transformer": 3.0}, 99, r"diff and transformer never meet.*\+ 1, transformer by.*\+ 3"),
+    ],
+)
+def test_points_without_a_fit_or_a_crossing_are_refused(tmp_path, laws, sizes, message):
+    laws = {name: PowerLaw(10.0, 0.3, floor) for name, floor in laws.items()}
+    rows = [[name, size, 1e10, float(law(size)), 0] for name, law in laws.items() for size in SIZES[:sizes]]
+    with pytest.raises(UserError, match=message):
+        write_scaling(write_table(tmp_path / "points.csv", rows), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

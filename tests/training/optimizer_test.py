@@ -106,7 +106,7 @@ def test_only_matrices_have_weight_decay(config, mesh_of, architecture):
 )
 def test_prescribed_parameters_do_not_follow_a_gradient(config, mesh_of, architecture, optimizer):
     """The progress grows by 1/4 per update up to 1, from any starting value. The chosen heads do not change."""
-    c = config(architecture, optimizer__name=optimizer, model__anneal_steps=4, train__steps=20)
+    c = config(architecture, optimizer__name=optimizer, train__steps=20, **{f"model__{architecture}__anneal_steps": 4})
     with jax.set_mesh(mesh_of()):
         init, step, batch = jax.jit(lambda: init_state(c)), jax.jit(make_train_step(c)), batch_on(mesh_of(), c)
         state = init()

@@ -95,10 +95,10 @@ def _add_batch(
 
 def _is_own(config: ModelConfig) -> np.ndarray:
     """Return which heads and groups to count, bool `[H, G]`. Of the copies of a noise head, only the first counts."""
-    heads = heads_of(config)
-    if heads.groups == 1 or config.signal_heads is None:  # With one group, `operands` does not copy noise queries.
+    heads, signal_heads = heads_of(config), getattr(config.own, "signal_heads", None)
+    if heads.groups == 1 or signal_heads is None:  # With one group, `operands` does not copy noise queries.
         return np.ones((heads.query_heads // heads.groups, heads.groups), bool)
-    is_first_H = np.arange(config.num_heads) % config.signal_heads == 0
+    is_first_H = np.arange(config.num_heads) % signal_heads == 0
     return np.stack([np.ones_like(is_first_H), is_first_H], axis=1)
 
 

@@ -7,10 +7,19 @@ import math
 import jax
 import jax.numpy as jnp
 
+from difftx.config import affects, flag
+from difftx.config.fields import Group, Positive
 from difftx.kernels.backend import broadcast_to_tokens, difference
 from difftx.model.architectures import heads_of
 from difftx.model.attention import Attention, DiffAttention, merge_heads, require_no_head_norm
 from difftx.model.layers import constant, linear, progress, projection, vector
+
+
+class AnnealedConfig(Group):
+    """Architecture zero_branch or dex."""
+
+    anneal_steps: flag.Decoder[affects.Training[Positive[int]]] = 1000
+    """Number of updates over which λ grows from 0 to its full value."""
 
 
 class ZeroBranchAttention(DiffAttention):
@@ -29,7 +38,8 @@ class ZeroBranchAttention(DiffAttention):
     value_width_factor = 1
     default_head_norm = "none"
     replaced_heads = 1
-    fields = ("lambda_init", "lambda_learned", "lambda_std", "lambda_bound", "anneal_steps")
+    fields = ("lambda_init", "lambda_learned", "lambda_std", "lambda_bound")
+    own_config = AnnealedConfig
 
     @classmethod
     def check(cls, config):
@@ -47,6 +57,17 @@ class ZeroBranchAttention(DiffAttention):
     def __init__(self, config, layout, *, rngs):
         super().__init__(config, layout, rngs=rngs)
         self.progress = progress(layout)
+
+    @classmethod
+    def tensors(cls, config):
+        return {
+            # A query head follows the heads with the same key, since it is one head of the attention call.
+            "q_proj.weight": ("KGRd D", "query_DHGd", "D KR G d"),
+            "k_proj.weight": ("KGd D", "key_DKGd", "D K G d"),
+            "v_proj.weight": ("Kd D", "value_DKE", "D K d"),
+            "o_proj.weight": ("D Hd", "output_HED", "H d D"),
+            "progress": ("o", "progress", ""),
+        }
 
     def lam(self, lambda_init):
         return jax.lax.stop_gradient(self.progress[...]) * super().lam(lambda_init)
@@ -82,7 +103,8 @@ class DexAttention(Attention):
     and λ_learn is a scalar per layer, initially 0. `difftx convert` chooses the heads. A new model has all.
     """
 
-    fields = ("lambda_init", "anneal_steps")
+    fields = ("lambda_init",)
+    own_config = AnnealedConfig
 
     def __init__(self, config, layout, *, rngs):
         super().__init__(config, layout, rngs=rngs)
@@ -92,6 +114,15 @@ class DexAttention(Attention):
         self.lambda_learned = vector(jnp.zeros((), jnp.float32, out_sharding=spec), is_lambda=True)
         self.chosen_H = constant(jnp.ones((config.num_heads,), jnp.float32, out_sharding=spec))
         self.progress = progress(layout)
+
+    @classmethod
+    def tensors(cls, config):
+        return super().tensors(config) | {
+            "correction_proj.weight": ("E d", "correction_de", "d E"),
+            "dex_lambda": ("o", "lambda_learned", ""),
+            "chosen_heads": ("H", "chosen_H", "H"),
+            "progress": ("o", "progress", ""),
+        }
 
     def lam(self, lambda_init: jax.Array) -> jax.Array:
         """Return λ, a float32 scalar."""

@@ -6,8 +6,9 @@
 import jax
 import jax.numpy as jnp
 
-from difftx.config import ModelConfig
+from difftx.config import ModelConfig, affects
 from difftx.config.checks import largest_divisor_up_to
+from difftx.config.fields import Group, Positive
 from difftx.errors import UserError
 from difftx.kernels import weight_functions
 from difftx.model.architectures import heads_of
@@ -52,6 +53,10 @@ class DiffAttentionV2(Attention):
         self.lambda_DH = projection(config, (config.d_model, config.num_heads), 1, layout.lambda_DH, rngs=rngs)
 
     @classmethod
+    def tensors(cls, config):
+        return super().tensors(config) | {"lambda_proj.weight": ("H D", "lambda_DH", "D H")}
+
+    @classmethod
     def matrices_by_group(cls, config, name, weight):
         """Return the parts of a weight by group. Each noise query follows the signal queries that share it."""
         if name == "query":
@@ -90,6 +95,20 @@ class DiffAttentionV2(Attention):
         return jax.lax.reshape(x_BTHE, (B, T, N, heads // N, E), out_sharding=sharding)
 
 
+class GdaConfig(Group):
+    """Architecture gda."""
+
+    signal_heads: affects.Shapes[Positive[int] | None] = None
+    """Number of signal heads per noise head. `num_heads` counts the signal heads."""
+
+
+class GdlaConfig(GdaConfig):
+    """Architecture gdla."""
+
+    output_gate: affects.Shapes[bool] = False
+    """Whether the output of each head is multiplied by σ(x W_g), one factor per channel."""
+
+
 class GroupedDiffAttentionV2(DiffAttentionV2):
     """Grouped differential attention with a λ per token, the attention of Motif-3 ("GDLA") without its latent keys.
 
@@ -103,7 +122,7 @@ class GroupedDiffAttentionV2(DiffAttentionV2):
     = N, attention has 2.75 D² + D H weights, and D² more with a gate.
     """
 
-    fields = ("signal_heads", "output_gate", "post_scale")
+    own_config = GdlaConfig
 
     @classmethod
     def check(cls, config):
@@ -112,7 +131,7 @@ class GroupedDiffAttentionV2(DiffAttentionV2):
 
     @classmethod
     def noise_heads(cls, config):
-        return config.num_heads // (config.signal_heads or 1)
+        return config.num_heads // (config.own.signal_heads or 1)
 
     @classmethod
     def kv_heads(cls, config):
@@ -122,16 +141,21 @@ class GroupedDiffAttentionV2(DiffAttentionV2):
     def configure(cls, c, heads):
         """Give each noise head four signal heads as in Motif-3, or the largest divisor of `heads` below four."""
         super().configure(c, heads)
-        c.model.signal_heads = max(n for n in (1, 2, 3, 4) if heads % n == 0)
+        c.model[c.model.architecture] = {"signal_heads": max(n for n in (1, 2, 3, 4) if heads % n == 0)}
 
     def __init__(self, config, layout, *, rngs):
         super().__init__(config, layout, rngs=rngs)
-        if config.output_gate:
+        if config.own.output_gate:
             shape = (config.d_model, config.num_heads, heads_of(config).d_head)
             self.gate_DHd = projection(config, shape, 1, layout.value_DKE, rngs=rngs)
 
+    @classmethod
+    def tensors(cls, config):
+        gate = {"gate_proj.weight": ("Hd D", "gate_DHd", "D H d")} if config.own.output_gate else {}
+        return super().tensors(config) | gate
+
     def output(self, heads_BTHE, x_BTD, constants):
-        if self.config.output_gate:
+        if self.config.own.output_gate:
             heads_BTHE = gate(x_BTD, self.gate_DHd, self.layout) * heads_BTHE
         return super().output(heads_BTHE, x_BTD, constants)
 
@@ -147,7 +171,7 @@ class GroupedDiffAttention(DiffAttention):
     attention has 3.5 D² weights, so the MLP is D / 6 wider than that of a Transformer with as many parameters.
     """
 
-    fields = ("signal_heads", *DiffAttention.fields)
+    own_config = GdaConfig
     replaced_heads = 1
 
     @classmethod
@@ -157,11 +181,11 @@ class GroupedDiffAttention(DiffAttention):
 
     @classmethod
     def sub_heads(cls, config, num_heads):
-        return num_heads + num_heads // (config.signal_heads or 1)
+        return num_heads + num_heads // (config.own.signal_heads or 1)
 
     @classmethod
     def kv_heads(cls, config):
-        return config.num_heads // (config.signal_heads or 1)
+        return config.num_heads // (config.own.signal_heads or 1)
 
     @classmethod
     def configure(cls, c, heads):
@@ -174,7 +198,7 @@ class GroupedDiffAttention(DiffAttention):
                 f"{heads} heads of the Transformer; use a multiple of {group}"
             )
         c.model.num_heads = GDA_SIGNAL_HEADS * (heads // group)
-        c.model.signal_heads = GDA_SIGNAL_HEADS
+        c.model[c.model.architecture] = {"signal_heads": GDA_SIGNAL_HEADS}
 
     @classmethod
     def query_shape(cls, config):
@@ -217,11 +241,12 @@ def paired_queries(q_BTNQd: jax.Array, sharding: jax.P) -> jax.Array:
 
 
 def check_signal_heads(config: ModelConfig) -> None:
-    """Raise `UserError` if `model.signal_heads` does not divide the heads into groups."""
+    """Raise `UserError` if `signal_heads` does not divide the heads into groups."""
     require_field(config, "signal_heads", f"{GDA_SIGNAL_HEADS}")
-    assert config.signal_heads is not None
-    if config.num_heads % config.signal_heads:
+    signal_heads = config.own.signal_heads
+    if config.num_heads % signal_heads:
         raise UserError(
-            f"model.signal_heads={config.signal_heads} does not divide num_heads={config.num_heads}, which counts all "
-            f"signal heads; use {largest_divisor_up_to(config.signal_heads, config.num_heads)}, or other num_heads"
+            f"model.{config.architecture}.signal_heads={signal_heads} does not divide num_heads={config.num_heads}, "
+            f"which counts all signal heads; use {largest_divisor_up_to(signal_heads, config.num_heads)}, or other "
+            "num_heads"
         )

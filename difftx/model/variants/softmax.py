@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from difftx.config import affects
+from difftx.config.fields import Group, Positive
+from difftx.errors import UserError
 from difftx.kernels import weight_functions
 from difftx.model.architectures import heads_of
 from difftx.model.attention import Attention, require_field
@@ -24,6 +27,10 @@ class GatedAttention(Attention):
         super().__init__(config, layout, rngs=rngs)
         shape = (config.d_model, config.num_heads, heads_of(config).d_head)
         self.gate_DHd = projection(config, shape, 1, layout.value_DKE, rngs=rngs)
+
+    @classmethod
+    def tensors(cls, config):
+        return super().tensors(config) | {"gate_proj.weight": ("Hd D", "gate_DHd", "D H d")}
 
     def output(self, heads_BTHE, x_BTD, constants):
         return super().output(gate(x_BTD, self.gate_DHd, self.layout) * heads_BTHE, x_BTD, constants)
@@ -51,30 +58,49 @@ class SinkAttention(OffByOneAttention):
         super().__init__(config, layout, rngs=rngs)
         self.sink_H = vector(jnp.zeros((config.num_heads,), jnp.float32, out_sharding=layout.vector))
 
+    @classmethod
+    def tensors(cls, config):
+        return super().tensors(config) | {"sinks": ("H", "sink_H", "H")}
+
     def weight_argument(self, constants, x_BTD):
         return self.sink_H[...]
 
 
+class TopKConfig(Group):
+    """Architecture top_k."""
+
+    k: affects.Function[Positive[int] | None] = None
+    """Number of keys that a query attends to."""
+
+
 class TopKAttention(Attention):
-    """Softmax over the `top_k` largest logits of each query, zero elsewhere (explicit sparsity, arXiv 1912.11637)."""
+    """Softmax over the `k` largest logits of each query, zero elsewhere (explicit sparsity, arXiv 1912.11637)."""
 
     kernel = "weighted_attention"
-    fields = ("top_k", "post_scale")
+    own_config = TopKConfig
+    exported = {"top_k": "k"}  # noqa: RUF012
 
     @classmethod
     def check(cls, config):
         super().check(config)
-        require_field(config, "top_k", "an eighth of a row's length")
+        require_field(config, "k", "an eighth of a row's length")
+
+    @classmethod
+    def check_rows(cls, config, tokens):
+        if config.own.k > tokens:
+            raise UserError(
+                f"model.{config.architecture}.k={config.own.k} exceeds data.sequence_length={tokens}, so it would keep "
+                "every key; use a smaller number"
+            )
 
     @classmethod
     def configure(cls, c, heads):
-        """Set `top_k` to an eighth of a row's length, a starting point for tuning, because no source gives a value."""
+        """Set `k` to an eighth of a row's length, a starting point for tuning, because no source gives a value."""
         super().configure(c, heads)
-        c.model.top_k = c.data.sequence_length // 8
+        c.model[c.model.architecture] = {"k": c.data.sequence_length // 8}
 
     def weight_function(self):
-        assert self.config.top_k is not None
-        return functools.partial(weight_functions.top_k_softmax, k=self.config.top_k)
+        return functools.partial(weight_functions.top_k_softmax, k=self.config.own.k)
 
 
 def gate(x_BTD: jax.Array, gate_DHd: nnx.Param, layout: Layout) -> jax.Array:

@@ -134,7 +134,7 @@ def manifest_text(
         "loader": loader,
         "packages": package_versions(),
         "source_sha256": source_sha256(SOURCE_FOLDER),
-        "extensions": list(map(dataclasses.asdict, config.extensions)),
+        "extensions": list(map(dataclasses.asdict, config.used_extensions)),
         "arrays": {name: {"shape": list(shape), "dtype": dtype} for name, (shape, dtype) in arrays.items()},
         "contents": contents,
         "files": files,

@@ -1,6 +1,6 @@
 """Generator of docs/config.md, the reference of all config fields.
 
-Usage: python -m difftx.config.reference > docs/config.md
+Usage: python -m difftx.commands.config_reference > docs/config.md
 """
 
 import ast
@@ -8,13 +8,14 @@ import dataclasses
 import inspect
 import textwrap
 
-from difftx.config import Config
+from difftx.config import Config, ModelConfig
 from difftx.config.build import describe_type
-from difftx.config.fields import entry_type, plain, types_of
+from difftx.config.fields import entry_type, plain, type_of, types_of
+from difftx.model.architectures import ARCHITECTURES
 
 HEADER = """# Config fields
 
-`python -m difftx.config.reference > docs/config.md` makes this page from the schema in `difftx/config/`.
+`python -m difftx.commands.config_reference > docs/config.md` makes this page from the schema in `difftx/config/`.
 
 Set a field in a recipe (`c.optimizer.learning_rate = 1e-3`) or on the command line
 (`--config.optimizer.learning_rate=1e-3`, or without `config.`).
@@ -23,18 +24,22 @@ Set a field in a recipe (`c.optimizer.learning_rate = 1e-3`) or on the command l
 
 def reference_page() -> str:
     """Return docs/config.md, which has a section per group with the type, default and meaning of each field."""
+    for name in ARCHITECTURES:
+        type_of(ModelConfig, name)  # Adds the architecture's own group.
     return HEADER + "".join(_section(Config, ""))
 
 
 def _section(group: type, path: str) -> list[str]:
-    rows, sections, meanings = [], [], _meanings_of(group)
-    for field in dataclasses.fields(group):
-        if field.name == "extensions":
-            continue
-        name, annotation = f"{path}{field.name}", types_of(group)[field.name]
+    rows, sections, meanings = [], [], {}
+    for parent in filter(dataclasses.is_dataclass, reversed(group.__mro__)):
+        meanings |= _meanings_of(parent)
+    declared = {field.name: field for field in dataclasses.fields(group)}
+    for field_name, annotation in types_of(group).items():
+        name = f"{path}{field_name}"
         if dataclasses.is_dataclass(annotation):
             sections += _section(annotation, f"{name}.")  # pyrefly: ignore[bad-argument-type]
             continue
+        field = declared[field_name]
         default = "required" if field.default is dataclasses.MISSING else f"`{plain(field.default)!r}`"
         meaning = " ".join(meanings[field.name].split())
         cells = (f"`{field.name}`", describe_type(annotation), default, meaning)
