@@ -11,6 +11,7 @@ from pathlib import Path
 
 from conftest import ROOT, TINY, child_environment
 
+from difftx.training.checkpoint.manifest import MANIFEST, is_note
 from helpers.command_server import Command, commands
 
 BARRIER_TIMEOUT_SECONDS = 8  # The heartbeats have the same timeout.
@@ -88,8 +89,9 @@ class Processes:
         self._until(lambda: newest_step(self.metrics) >= step)
 
     def until_checkpoint(self, step):
-        """Wait until the checkpoint of a step has its final name. Training continues while it is written."""
-        self._until((self.metrics.parent / "checkpoints" / str(step)).exists)
+        """Wait until the checkpoint of a step is committed. Training continues while it is written."""
+        manifest = self.metrics.parent / "checkpoints" / str(step) / MANIFEST
+        self._until(lambda: manifest.exists() and not is_note(manifest.read_bytes()))
 
     def _until(self, condition):
         deadline = time.monotonic() + 240

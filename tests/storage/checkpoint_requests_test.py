@@ -149,7 +149,7 @@ def test_errors_of_arrays_do_not_quote_replies(bucket, quick_retries):
     """A reply of Amazon may contain the session token."""
     folder, values = bucket.folder(), np.zeros(2, np.float32)
     shards = {"params/a": arrays.Shards((2,), (2,), values.dtype, [((slice(0, 2),), values)])}
-    arrays.write_shards(folder, shards)
+    arrays.write_shards(folder / arrays.STATE, shards)
     opened = arrays.open_array(folder, "params/a", cache_bytes=0)
     for request in (
         lambda: arrays.read_arrays(folder, ["params/a"]),

@@ -3,6 +3,8 @@
 The same tests run on a local disk, on Google Cloud Storage and on S3.
 """
 
+import resource
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -206,11 +208,24 @@ def test_orbax_restores_the_arrays(trainer, save, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+def test_a_full_disk_ends_a_save_in_one_line(tmp_path, mesh_of, capfd):
+    sharding = jax.NamedSharding(mesh_of(fsdp=8), jax.P("fsdp"))
+    tree = {f"a{i}": jax.device_put(jax.random.normal(jax.random.key(i), (512, 256)), sharding) for i in range(12)}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(RunError, match="cannot be written: File too large"):
+            arrays.start_write(tmp_path, tree)()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert capfd.readouterr() == ("", "")
+
+
 # What a save, a quarantine or a removal asks of the storage, in the module that calls it.
 REQUESTS = {
     protocol: ("stored", "unreferenced", "_delete", "describe_files"),
     Owner: ("write_if", "delete_if"),
-    arrays: ("write_shards",),
+    arrays: ("start_write",),
 }
 
 
@@ -270,7 +285,7 @@ def test_a_late_writer_cannot_commit_or_change_a_checkpoint(trainer, save, mesh_
     save(owner, 20)
     with pytest.raises(RunError, match="another process has taken over this run"):
         late._commit(text)
-    arrays.write_shards(late._folder / late._contents, arrays.copy_shards(vars(state_at(5))))
+    arrays.start_write(late._folder / late._contents, vars(state_at(5)))()
     check(trainer(), 20, mesh_of())
 
 

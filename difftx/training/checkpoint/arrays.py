@@ -1,23 +1,28 @@
-"""Arrays of checkpoints, which TensorStore writes and reads in the format of orbax, on disks and in buckets.
+"""Arrays of checkpoints, in the format of orbax: a database (OCDBT) with one zarr array per name.
 
-The format is OCDBT with one zarr array per name: `ocp.PyTreeCheckpointHandler` reads it. Each process writes its own
-database, and the primary process merges them. orbax itself does not write here: it cannot write to s3://
-(google/orbax#2739), describes and lists the objects of gs:// many times, and its threads outlive a failed save and then
-print tracebacks, which only a patch of `sys.unraisablehook` would hide.
+orbax writes and restores the arrays on disks. TensorStore, which orbax uses, writes and restores those in buckets
+(docs/design.md, section 12). It also writes and reads single rows for `convert`, which orbax cannot. Each process
+writes its own database, and the primary process merges them.
 """
 
+import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import json
+import logging
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 import tensorstore as ts
+from etils import epath
+from orbax.checkpoint.type_handlers import ArrayHandler, ArrayRestoreArgs, ParamInfo, SaveArgs
 
 from difftx.errors import RunError, UnreadableError
 from difftx.storage import objects
@@ -38,6 +43,10 @@ COALESCED = {
     "experimental_read_coalescing_merged_bytes": 5 * 10**11,
     "experimental_read_coalescing_interval": "1ms",
 }
+
+
+# orbax logs each error with a traceback before it raises the error.
+logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +78,58 @@ def _explained(folder: AnyPath, verb: str) -> Iterator[None]:
         raise RunError(why) from error
 
 
+def start_write(folder: AnyPath, tree: Any) -> Callable[[], None]:
+    """Copy the shards of this process to the host, and return a function that waits until they are in `folder`."""
+    if is_bucket(folder):
+        return functools.partial(write_shards, folder / own_part(folder), copy_shards(tree))
+    with _explained(folder, "written"):
+        # If the disk cannot be read, this request fails in place of those for each array in a thread of orbax.
+        base, context = _base(folder / own_part(folder))
+        ts.KvStore.open(_database(base), context=context).result().read("").result()
+    infos = _infos(folder, tree)
+    arguments = [SaveArgs(chunk_byte_size=CHUNK_BYTES) for _ in infos]
+    futures = _run(_handler().serialize(jax.tree.leaves(tree), infos, arguments))
+
+    def wait() -> None:
+        with _explained(folder, "written"):
+            for future in futures:
+                future.result()
+
+    return wait
+
+
+def _handler() -> ArrayHandler:
+    return ArrayHandler(enable_write_sharding_file=False)
+
+
+def _infos(folder: AnyPath, tree: Any) -> list[ParamInfo]:
+    """Return how orbax finds the arrays of a tree in a checkpoint.
+
+    Without a `byte_limiter`, orbax writes them in one transaction, which fails as a whole. Otherwise orbax would close
+    its event loop after the first error, and the other writes would end with tracebacks.
+    """
+    _, context = _base(folder / STATE)
+    state = epath.Path(folder.resolve() / STATE)
+    names = [array_name(path).replace("/", ".") for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return [ParamInfo(name=n, parent_dir=state, is_ocdbt_checkpoint=True, ts_context=context) for n in names]
+
+
+def _run[T](requests: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a coroutine, after all of its tasks have ended, in a thread without another event loop."""
+
+    async def wait() -> T:
+        try:
+            return await requests
+        except Exception as error:  # That of TensorStore, where orbax has added the index.
+            raise (error.__cause__ or error) from None
+        finally:
+            while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, wait()).result()
+
+
 def copy_shards(tree: Any) -> dict[str, Shards]:
     """Return the shards of each array of a tree, by name, as copies in the memory of the host.
 
@@ -93,9 +154,9 @@ def copy_shards(tree: Any) -> dict[str, Shards]:
 
 
 def write_shards(folder: AnyPath, arrays: Mapping[str, Shards]) -> None:
-    """Write the shards of this process to the database of the checkpoint in `folder`, in few transactions."""
+    """Write the shards of this process to the database in `folder`, in few transactions."""
     with _explained(folder, "written"):
-        base, context = _base(folder / own_part())
+        base, context = _base(folder)
         database = ts.KvStore.open(_database(base, writes=True), context=context).result()
         transaction, copies, size = ts.Transaction(atomic=True), [], 0
         for name, array in arrays.items():
@@ -122,15 +183,15 @@ def _commit(transaction: ts.Transaction, copies: Iterable[ts.Future[None]]) -> N
 
 
 def merge(folder: AnyPath) -> None:
-    """Merge the databases of all processes, if there are several. Their data files stay where they are."""
-    if jax.process_count() == 1:
+    """Merge the databases of all processes. Their data files stay where they are."""
+    if own_part(folder) == STATE:
         return
     with _explained(folder, "written"):
         base, context = _base(folder / STATE)
         merged = ts.KvStore.open(_database(base, writes=True), context=context).result()
         transaction = ts.Transaction(atomic=True)
         for process in range(jax.process_count()):
-            part, _ = _base(folder / _part(process))
+            part, _ = _base(folder / _part(folder, process))
             source = ts.KvStore.open(_database(part), context=context).result()
             source.experimental_copy_range_to(merged.with_transaction(transaction)).result()
         transaction.commit_async().result()
@@ -142,22 +203,34 @@ def restore(folder: AnyPath, wanted: Any) -> Any:
     Each process reads the parts of its own devices.
     """
     with _explained(folder, "read"):
-        base, context = _base(folder / STATE)
-        leaves, structure = jax.tree_util.tree_flatten_with_path(wanted)
-        opened = [ts.open(_readable(base, array_name(path)), open=True, context=context) for path, _ in leaves]
-        reads = []
-        for (path, leaf), future in zip(leaves, opened, strict=True):
-            store = future.result()
-            if store.shape != leaf.shape or store.dtype.numpy_dtype != leaf.dtype:
-                # The caller has compared the manifest with `wanted`, so this array contradicts the manifest.
-                raise UnreadableError(f"{folder}: {array_name(path)} is {store.shape} {store.dtype.name} there")
-            indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
-            reads.append({index: store[index].read() for index in dict.fromkeys(indices)})
-        arrays = [
-            jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index, shards=shards: shards[index].result())
-            for (_, leaf), shards in zip(leaves, reads, strict=True)
-        ]
-        return jax.tree_util.tree_unflatten(structure, arrays)
+        if is_bucket(folder):
+            found = _restore_from_bucket(folder, wanted)
+        else:
+            leaves = jax.tree.leaves(wanted)
+            arguments = [ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape) for leaf in leaves]
+            found = _run(_handler().deserialize(_infos(folder, wanted), arguments))
+    for (path, leaf), array in zip(jax.tree_util.tree_leaves_with_path(wanted), found, strict=True):
+        if array.shape != leaf.shape or array.dtype != leaf.dtype:
+            # The caller has compared the manifest with `wanted`, so this array contradicts the manifest.
+            raise UnreadableError(f"{folder}: {array_name(path)} is {array.shape} {array.dtype} there")
+    return jax.tree.unflatten(jax.tree.structure(wanted), found)
+
+
+def _restore_from_bucket(folder: AnyPath, wanted: Any) -> list[jax.Array]:
+    base, context = _base(folder / STATE)
+    leaves = jax.tree_util.tree_leaves_with_path(wanted)
+    opened = [ts.open(_readable(base, array_name(path)), open=True, context=context) for path, _ in leaves]
+    reads = []
+    for (path, leaf), future in zip(leaves, opened, strict=True):
+        store = future.result()
+        if store.shape != leaf.shape:
+            raise UnreadableError(f"{folder}: {array_name(path)} is {store.shape} there")
+        indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+        reads.append({index: store[index].read() for index in dict.fromkeys(indices)})
+    return [
+        jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index, shards=shards: shards[index].result())
+        for (_, leaf), shards in zip(leaves, reads, strict=True)
+    ]
 
 
 def read_arrays(folder: AnyPath, names: Iterable[str]) -> dict[str, np.ndarray]:
@@ -228,14 +301,14 @@ def _zarr_metadata(array: Shards) -> dict[str, Any]:
     }
 
 
-def own_part() -> str:
+def own_part(folder: AnyPath) -> str:
     """Return the path of the database that this process writes, relative to the folder of a checkpoint."""
-    return _part(jax.process_index())
+    return _part(folder, jax.process_index())
 
 
-def _part(process: int) -> str:
-    """Return the path of the database of a process. That of a single process needs no merging."""
-    return STATE if jax.process_count() == 1 else f"{STATE}/ocdbt.process_{process}"
+def _part(folder: AnyPath, process: int) -> str:
+    """Return the path of the database of a process. That of a single process in a bucket needs no merging."""
+    return STATE if is_bucket(folder) and jax.process_count() == 1 else f"{STATE}/ocdbt.process_{process}"
 
 
 def _chunk(shard: tuple[int, ...], item_bytes: int) -> tuple[int, ...]:

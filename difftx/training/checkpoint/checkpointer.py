@@ -259,6 +259,7 @@ class Checkpointer:
         save = protocol.Save(self._owner, folder, contents, state.parts(), self._save_seconds)
         write = functools.partial(save.write, lambda files: describe(files=files))
         self._saving = step, self._background.submit(self._finish, step, write)
+        save.copied.wait()
 
     def record_finished_save(self) -> None:
         """Record the result of the save in the background, if it has ended."""

@@ -8,6 +8,7 @@ and deleted first. Only the owner of a run may call these functions, except `qua
 import contextlib
 import json
 import shutil
+import threading
 import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -35,12 +36,13 @@ class Save:
     """A save of one checkpoint by all processes."""
 
     def __init__(self, owner: Owner, folder: AnyPath, contents: str, state: Any, seconds: float):
-        """Copy the arrays to the host. `contents` is a name that no other save has, and that all processes know.
+        """Prepare a save. `contents` is a name that no other save has, and that all processes know.
 
-        `seconds` is the timeout of each phase.
+        `seconds` is the timeout of each phase. `state` may be donated once `copied` is set.
         """
         self._owner, self._folder, self._contents, self._seconds = owner, folder, contents, seconds
-        self._shards = arrays.copy_shards(state)
+        self._state = state
+        self.copied = threading.Event()
         self._generation: bytes | None = None  # The generation of the note.
         self._may_exist = False  # Whether the manifest may have been written.
 
@@ -52,9 +54,12 @@ class Save:
         folder = self._folder / self._contents
 
         def write_arrays() -> dict[str, Any]:
-            arrays.write_shards(folder, self._shards)
+            wait = arrays.start_write(folder, self._state)
+            self._state = None
+            self.copied.set()
+            wait()
             # If the store lists no checksums, each process reads back the files that it has written.
-            part = arrays.own_part()
+            part = arrays.own_part(folder)
             return {f"{part}/{name}": entry for name, entry in describe_files(folder / part).items()}
 
         def commit(written: list[dict[str, Any]]) -> None:
@@ -75,7 +80,8 @@ class Save:
                     _clear(self._owner, self._folder, self._generation)
             raise
         finally:
-            self._shards = {}
+            self._state = None
+            self.copied.set()
 
     def _begin(self) -> None:
         path = self._folder / MANIFEST

@@ -14,7 +14,7 @@ from difftx.config import Config
 from difftx.files import write_atomically
 from difftx.parallel.heartbeat import report_progress
 from difftx.storage.paths import AnyPath
-from difftx.training.checkpoint.arrays import Shards, open_array, read_part, write_shards
+from difftx.training.checkpoint.arrays import STATE, Shards, open_array, read_part, write_shards
 from difftx.training.checkpoint.manifest import MANIFEST, WeightsPart, contents_of, describe_files, manifest_text
 
 CACHE_BYTES = 2**31  # Size of the cache for chunks that have several layers, as training saves them.
@@ -52,7 +52,7 @@ def save_params(workdir: Path, arrays: Mapping[str, Streamed], config: Config, d
     folder, contents = workdir / "checkpoints" / str(STEP), uuid.uuid4().hex
     streamed = {f"params/{name}": array for name, array in arrays.items()}
     write_shards(
-        folder / contents,
+        folder / contents / STATE,
         {n: Shards(a.shape, (a.rows, *a.shape[1:]), a.dtype, a.parts()) for n, a in streamed.items()},
     )
     described = {name: (array.shape, str(array.dtype)) for name, array in streamed.items()}
