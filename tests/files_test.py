@@ -16,7 +16,6 @@ from difftx.files import new_file, remove_temporaries, source_files, source_sha2
 from difftx.folders import new_folder
 from difftx.json_files import JsonLines
 from difftx.report.runs import match_runs
-from difftx.training.guards import GuardJournal
 from difftx.training.run import RECORDS, read_config, write_run_files
 
 KILLED = """
@@ -111,7 +110,7 @@ def test_a_file_does_not_replace_a_folder(tmp_path):
 READERS = {
     "config.json": lambda workdir: read_config(workdir),
     "metrics.jsonl": lambda workdir: match_runs(str(workdir), "curves"),
-    "journal.jsonl": GuardJournal,
+    "journal.jsonl": lambda workdir: JsonLines(workdir / "journal.jsonl").content(),
 }
 
 

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import rich
 
 from difftx.data.loader import Loader
-from difftx.errors import EXIT_PREEMPTED
+from difftx.errors import EXIT_FAILED, EXIT_PREEMPTED
+from difftx.json_files import JsonLines, with_sha256
 from difftx.model.flops import PEAK_FLOPS, flops_per_token
 from difftx.parallel.heartbeat import Monitor
 from difftx.parallel.multihost import Interrupt, agree, barrier, decide_on_primary, is_primary, print_on_primary
@@ -24,11 +25,11 @@ from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.goodput import Goodput, format_goodput
-from difftx.training.guards import Guard, GuardJournal, Rewind, act_on_bad_steps
+from difftx.training.guards import Guard, Rewind, act_on_bad_steps, log
 from difftx.training.lambda_range import LAMBDA_SPLIT, LambdaRange, lambda_warning
 from difftx.training.metrics import MetricsWriter, read_newest_metrics
 from difftx.training.profile import StepTracer, out_of_memory
-from difftx.training.resume import data_state, pinned_values, starting_state
+from difftx.training.resume import data_state, rewind, starting_state
 from difftx.training.run import Run
 from difftx.training.state import Metrics, make_train_step
 
@@ -63,15 +64,15 @@ def train(
                 evaluate=evaluate,
                 exports=exports,
                 train_step=jax.jit(make_train_step(run.config), donate_argnums=0),
-                journal=GuardJournal(run.workdir, run.owner),
+                journal=JsonLines(run.workdir / "journal.jsonl", run.owner),
                 interrupt=interrupt,
                 monitor=monitor,
                 allow_config_change=allow_config_change,
             )
-            outcome = Attempt(session, Goodput(time.perf_counter() if began is None else began)).train()
-            while isinstance(outcome, Rewind):
-                outcome = Attempt(session, Goodput(time.perf_counter()), outcome).train()
-            return outcome
+            code = Attempt(session, Goodput(time.perf_counter() if began is None else began)).train()
+            while code is None:
+                code = Attempt(session, Goodput(time.perf_counter()), is_first=False).train()
+            return code
     except jax.errors.JaxRuntimeError as error:
         if explanation := out_of_memory(run.workdir, error):
             raise explanation from error
@@ -88,7 +89,7 @@ class Session:
     evaluate: Callable[..., Mapping[str, Any]]
     exports: ModuleType | None
     train_step: jax.stages.Wrapped  # The result of `make_train_step`, jitted.
-    journal: GuardJournal
+    journal: JsonLines  # Rewinds and stops, for people.
     interrupt: Interrupt
     monitor: Monitor
     allow_config_change: bool
@@ -97,28 +98,14 @@ class Session:
 class Attempt:
     """Training from a checkpoint, or from the start, until the last step, a signal or too many bad steps."""
 
-    def __init__(self, session: Session, goodput: Goodput, rewind: Rewind | None = None):
-        """Restore or create the state. `rewind` is the outcome of the previous attempt in this process, if any."""
+    def __init__(self, session: Session, goodput: Goodput, *, is_first: bool = True):
+        """Restore or create the state. `is_first` is False after a rewind in this process."""
         self._session, self._goodput, self._config = session, goodput, session.run.config
         self._barrier_timeout = self._config.multihost.barrier_timeout_seconds
-        self._is_first = rewind is None
-        # The order of these actions matters, because any of them may fail or be the last one of a killed process:
-        #   1. Restore or create the state, which determines the step to start from.
-        #   2. Compare the run with the rewinds in the journal, before files are replaced.
-        #   3. Write the files of the run, and delete its metrics and evaluations of later steps.
-        #   4. Add the rewind of this process to the journal, with the number of the attempt from action 3.
-        #   5. Apply the last rewind in the journal, which may be that of action 4, to the guard and the loader.
-        #   6. Wait for the other processes, which must not train while the primary process replaces files.
+        self._is_first = is_first
         self._open_objects()
         self._restore()
-        pinned = pinned_values(session.run, self._source_weights)
-        if rewind is None:
-            session.journal.check_earlier(self._start, self._guard, pinned)
         self._record_start()
-        if rewind is not None:
-            examples = self._loader.state()["examples"]
-            session.journal.add_rewind(rewind, self._start, examples, self._writer.attempt, pinned)
-        session.journal.resume(self._start, self._guard, self._loader)
         self._first_example = self._loader.state()["examples"]
         require_equal_replicas(self._state.params, "start", self._barrier_timeout)
 
@@ -178,10 +165,11 @@ class Attempt:
         if is_primary():
             session.run.owner.check()
             remove_later_evaluations(workdir, self._start)
+            log(session.journal, self._guard)
         self._tracer = StepTracer(workdir, config.logging, enabled=is_primary())
 
-    def train(self) -> int | Rewind:
-        """Train, and return the exit code, or the rewind with which the next attempt begins."""
+    def train(self) -> int | None:
+        """Train, and return the exit code, or None after a rewind, with which the next attempt begins."""
         config, steps, interrupt = self._config, self._config.train.steps, self._session.interrupt
         display = Work(enabled=is_primary(), is_output=True)
         with display, contextlib.ExitStack() as stack:
@@ -211,7 +199,7 @@ class Attempt:
                 require_equal_replicas(self._state.params, "last checkpoint", self._barrier_timeout)
                 self._checkpointer.save_and_wait(self._state, self._data_state(), config)
                 interrupt.ignore_further_signals()
-            self._checkpointer.close()
+            self._checkpointer.wait()
         return self._finish(saved=should_save)
 
     def _compile(self, display: Work) -> None:
@@ -303,29 +291,37 @@ class Attempt:
         session.monitor.beat(step)
         reporter.restart_clock()
 
-    def _finish(self, *, saved: bool) -> int | Rewind:
-        """Report how the attempt ended, and return the exit code, or the rewind with which the next attempt begins."""
+    def _finish(self, *, saved: bool) -> int | None:
+        """Report how the attempt ended, and return the exit code, or None after a rewind."""
         config, guard, step = self._config, self._guard, self._step
-        outcome: int | Rewind = 0 if step == config.train.steps else EXIT_PREEMPTED
+        code = 0 if step == config.train.steps else EXIT_PREEMPTED
         if guard.tripped is not None:
             # The loop may have taken steps after the last bad one, because metrics arrive a step late.
             consumed = self._first_example + (guard.tripped.last - self._start) * config.batch_rows
-            outcome = act_on_bad_steps(
-                guard,
-                config=config,
-                journal=self._session.journal,
-                checkpointer=self._checkpointer,
-                examples=consumed,
-                attempt=self._writer.attempt,
-            )
+            code = self._act_on_bad_steps(consumed)
         elif step < config.train.steps:
             what = "checkpoint saved" if saved else "nothing saved between bad steps"
             print_on_primary(f"stopped by a signal at step {step}, {what}; run the same command again to continue")
         row = self._write_goodput()
         self._writer.close()
-        if is_primary() and isinstance(outcome, int):
+        self._checkpointer.close()
+        if is_primary() and code is not None:
             rich.print(format_goodput(row))
-        return outcome
+        return code
+
+    def _act_on_bad_steps(self, examples: int) -> int | None:
+        """Rewind and return None, or record that the run stops and return the exit code."""
+        session, attempt = self._session, self._writer.attempt
+        decision = act_on_bad_steps(
+            self._guard, config=self._config, checkpointer=self._checkpointer, examples=examples, attempt=attempt
+        )
+        if isinstance(decision, Rewind):
+            del self._state  # The start of the run may need its memory.
+            rewind(session.run, self._checkpointer, self._guard, decision, self._source_weights)
+            return None
+        if is_primary():
+            session.journal.append([with_sha256(decision)])
+        return EXIT_FAILED
 
     def _data_state(self) -> dict[str, Any]:
         return data_state(self._session.run, self._loader, self._guard, self._source_weights)

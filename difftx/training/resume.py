@@ -14,7 +14,7 @@ from difftx.data.loader import Loader, signature_changes
 from difftx.data.mixture import begun, rows_read_again
 from difftx.errors import UserError, shown
 from difftx.files import list_folder, resolved, size_of, source_sha256
-from difftx.parallel.multihost import decide_on_primary, print_on_primary
+from difftx.parallel.multihost import barrier, decide_on_primary, is_primary, print_on_primary
 from difftx.registry import changed_extensions
 from difftx.storage.paths import AnyPath, path_of
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpointer
@@ -28,7 +28,7 @@ from difftx.training.checkpoint.manifest import (
 )
 from difftx.training.checkpoint.restoring import config_of, restore_params, restore_state
 from difftx.training.fit import fit
-from difftx.training.guards import Guard
+from difftx.training.guards import Guard, Rewind
 from difftx.training.optimizer import learning_rate
 from difftx.training.run import Run
 from difftx.training.state import TrainState, init_state, jit_init
@@ -79,22 +79,6 @@ class Start(NamedTuple):
     source_weights: str | None  # Identifier of the parameters from `checkpoint.init_from`. None for new parameters.
 
 
-def pinned_values(run: Run, source_weights: str | None) -> dict[str, object]:
-    """Return what must not change when a run starts again: config fields, the signature of its data, first weights.
-
-    The values are JSON. The fields of `data` are missing, because the signature shows whether the data changed.
-    `source_weights` is that of `Start`. The run of `checkpoint.init_from` may have other weights at each start.
-    """
-    values = flat(json.loads(run.config.to_json()))
-    fields = {
-        name: values[name]
-        for name, of_field in marks(Config)
-        if name in values and not Change(name, None, None, of_field).is_safe and not name.startswith("data.")
-    }
-    signature = {f"data, {name}": value for name, value in run.data.signature.items()}
-    return fields | signature | {"weights of checkpoint.init_from": source_weights}
-
-
 def data_state(run: Run, loader: Loader, guard: Guard, source_weights: str | None) -> dict[str, Any]:
     """Return what a checkpoint stores besides the train state.
 
@@ -125,11 +109,42 @@ def starting_state(
         # The source may delete its checkpoint, and may have a newer one at the next start.
         checkpointer.save_and_wait(start.state, data_state(run, loader, guard, start.source_weights), run.config)
         return start
+    return _initial_state(run)
+
+
+def _initial_state(run: Run) -> Start:
+    """Return the state of step 0, with the parameters of `checkpoint.init_from` or new ones."""
     state = jit_init(init_state, run.config)
-    if source.init_from is None:
+    if (source := run.config.checkpoint.init_from) is None:
         return Start(state, 0, None)
-    params, weights = _read_source("init_from", source.init_from, lambda folder: _params_in(run, folder))
+    params, weights = _read_source("init_from", source, lambda folder: _params_in(run, folder))
     return Start(dataclasses.replace(state, params=params), 0, weights)
+
+
+def rewind(run: Run, checkpointer: Checkpointer, guard: Guard, decision: Rewind, source_weights: str | None) -> None:
+    """Make the checkpoint of a rewind the newest one, with the position in the data after the bad steps.
+
+    `guard` is that before the rewind, and `source_weights` as in `Start`. All processes must call this.
+    """
+    step, folder = decision.step, checkpointer.folder / str(decision.step)
+    if decide_on_primary(lambda: step in checkpointer.steps(), DECISION_SECONDS):
+        if is_primary():  # A run that is killed in between reaches the same bad steps again.
+            checkpointer.remove_after(step)
+            checkpointer.amend(step, decision.apply(read_manifest(folder).loader, guard.rewinds))
+    else:  # The start of the run, which was not saved then.
+        start = _initial_state(run)
+        if start.source_weights != source_weights:
+            raise UserError(
+                f"checkpoint.init_from={run.config.checkpoint.init_from}: has other weights than at the start of this "
+                "run, so the run cannot return to its start; use a new --workdir"
+            )
+        loader = {"examples": 0, "tokens": 0, "signature": run.data.signature}
+        loader |= {"guard": Guard(run.config.guards).state(), "source_weights": source_weights}
+        loader |= {"valid": run.data.valid_fingerprints}
+        checkpointer.save_and_wait(start.state, decision.apply(loader, guard.rewinds), run.config)
+        if is_primary():
+            checkpointer.remove_after(step)
+    barrier(f"rewind {len(guard.rewinds) + 1}", run.config.multihost.barrier_timeout_seconds)
 
 
 def _resume(

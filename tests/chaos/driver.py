@@ -154,7 +154,6 @@ class Run:
         self._starts = 0
         self._known: dict[int, disk.Digests] = {}  # Checkpoints that verified at the last check.
         self._rewinds = 0  # Number of rewinds in the journal at the last check.
-        self._deleted_entries = 0  # Number of journal entries that were deleted on purpose.
         self._corrupt_steps: frozenset[int] = frozenset()  # Steps with corrupt rows in metrics.jsonl.
         self._small_disk: SmallDisk | None = None
         self._reads = failing_reads(folder)
@@ -194,7 +193,7 @@ class Run:
         quarantined = disk.quarantined(self._checkpoints)
         if not verified:  # Then the run takes back a quarantined checkpoint that verifies.
             verified = [step for path, step in quarantined.items() if disk.verifies(path.parent, step, path.name)]
-        has_saved = disk.json_of(self._workdir / "saved.json").get("step", 0) > 0
+        has_saved = (self._workdir / "saved.json").exists()
         return max(verified, default=None if steps or quarantined or has_saved else 0)
 
     def _check_start(self) -> None:
@@ -529,14 +528,6 @@ class Run:
             changed = set(before.splitlines()) ^ set(after.splitlines())
             self._corrupt_steps |= {int(step) for line in changed for step in re.findall(r'"step": (\d+),', line)}
         if not self._wait(lambda: "attempt " in self._log()):
-            if name == "journal.jsonl" and self._codes() == [BAD_INPUT]:
-                self._refused("is not a valid entry; delete that line")
-                line = int(re.search(r"line (\d+) is", self._log())[1])
-                lines = after.splitlines(keepends=True)
-                path.write_text("".join(lines[: line - 1] + lines[line:]))
-                self._deleted_entries += 1
-                self._start()
-                return "exit 2, line deleted, resumed"
             assert self._codes() == [DONE] * len(self._processes.running), f"after {name}, {done}: {self._logs()}"
         self._check_start()
         return "resumed"
@@ -557,7 +548,8 @@ class Run:
         every = self.plan.layout.every_steps
         rewound = {step for target, bad in new for step in range(every, bad, every) if step > target}
         for step, content in self._known.items():
-            if now.get(step) == content or (back_to is not None and step > back_to):
+            # A rewind commits its target again, with another manifest.
+            if now.get(step) == content or (back_to is not None and (step > back_to or step in now)):
                 continue
             # Retention counts the checkpoints with all files, of the recorded sizes. A running training may have saved
             # one more, and removed this one, during this check.
@@ -571,8 +563,7 @@ class Run:
     def _unrecorded_rewind(self, complete: list[int]) -> list[tuple[int, int]]:
         """Return the target and the first bad step of a rewind that has begun, and may have no journal entry yet.
 
-        A rewind deletes checkpoints before it writes its entry. Before that, the log shows the bad steps, and only
-        afterwards the start of the next attempt.
+        A rewind deletes checkpoints before the next attempt writes its entry. The log then shows the bad steps last.
         """
         attempt = self._log().rpartition("attempt ")[2]
         skipped = list(map(int, re.findall(r"step (\d+): .*: update skipped", attempt)))
@@ -596,7 +587,7 @@ class Run:
         assert all(any(target.iterdir()) for target in targets), f"what a link led to is gone: {targets}"
         assert self.plan.layout.steps in self._known, f"no checkpoint of the last step: {list(self._known)}"
         self._check_metrics(until=self.plan.layout.steps)
-        records.check_journal(self._workdir, self._uninterrupted, deleted=self._deleted_entries)
+        records.check_journal(self._workdir, self._uninterrupted)
         records.check_tensorboard(self._workdir, self._uninterrupted)
 
     @contextlib.contextmanager

@@ -64,7 +64,7 @@ def test_a_run_that_was_killed_is_resumed_bit_for_bit(trained, local_run):
     assert run_of(workdir) == run_of(local)
     names = objects.list_below(workdir)
     assert {name.partition("/")[0] for name in names} == {
-        *("config.json", "manifest.json", ".lock", "metrics.jsonl", "metrics.jsonl.parts", "journal.jsonl"),
+        *("config.json", "manifest.json", ".lock", "metrics.jsonl", "metrics.jsonl.parts"),
         *("checkpoints", "evals", "tensorboard", "saved.json"),
     }
     assert read_json(workdir / "config.json") == read_json(local / "config.json")

@@ -17,7 +17,6 @@ import jax
 from difftx.config import CheckpointConfig, Config
 from difftx.errors import RunError, UnreadableError, UserError
 from difftx.files import UNLOCKED, Owner, resolved, size_of
-from difftx.json_files import read_json
 from difftx.parallel.multihost import decide_on_primary, is_primary, print_on_primary
 from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint import protocol, retention
@@ -34,8 +33,7 @@ from difftx.training.state import TrainState
 # Timeout of the other processes while the primary process reads a checkpoint. If the primary process dies, the
 # heartbeat ends them much earlier.
 DECISION_SECONDS = 24 * 3600.0
-# File of a run with the step of the checkpoint that was saved last, or step 0 after a rewind to the start. Without a
-# checkpoint, it shows whether all checkpoints have been lost.
+# File of a run that has saved a checkpoint, with the step of the first one. It shows whether all have been lost.
 SAVED = "saved.json"
 
 
@@ -65,6 +63,7 @@ class Checkpointer:
         self._background = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._saving: tuple[int, concurrent.futures.Future[None]] | None = None
         self._verified: set[int] = set()  # Steps whose checkpoints this process has verified or saved.
+        self._has_recorded = False  # Whether `SAVED` exists.
         self._failures = 0  # Number of consecutive failed saves.
         self._attempt = ""
         if config is not None:
@@ -143,8 +142,7 @@ class Checkpointer:
         """Find the result of `newest` in this process alone. For training, also repair the folder.
 
         The repair deletes what interrupted saves and removals have left, quarantines corrupt checkpoints, and takes a
-        quarantined one back if no other is valid. After a rewind to the start, it takes none back, because the rewind
-        has discarded the training that the quarantined checkpoints belong to.
+        quarantined one back if no other is valid.
         """
         if self._config is not None and (leftovers := protocol.remove_leftovers(self._owner, self.folder)):
             steps = ", ".join(leftovers)
@@ -161,16 +159,13 @@ class Checkpointer:
                 return self.find_newest()
             reasons[step] = why
         quarantined = quarantined_in(self.folder) if newest is None else []
-        starts_over = is_training and self._starts_over()
-        # A checkpoint is the only evidence that `SAVED` is outdated, so it keeps its name if the start is refused.
-        is_renamed = is_training and not (starts_over and newest is None)
         for step, why in reasons.items():
             folder = self.folder / str(step)
-            fate = self._quarantine(step) if is_renamed else "skipped"
+            fate = self._quarantine(step) if is_training else "skipped"
             print_on_primary(f"checkpoint {folder} does not verify: {why}; {fate}")
-        if newest is not None or (starts_over and not reasons):
+        if newest is not None:
             return newest
-        if is_renamed and (step := self._take_back(quarantined)) is not None:
+        if is_training and (step := self._take_back(quarantined)) is not None:
             return step
         self._require_none_lost(
             [f"{step}: {why}" for step, why in reasons.items()]
@@ -199,18 +194,10 @@ class Checkpointer:
             )
 
     def record_saved(self, step: int) -> None:
-        """Record the step of a save, or 0 before the run deletes all checkpoints to start again from step 0.
-
-        After a record of step 0, a start without a checkpoint is not an error. Only the primary process may call this.
-        """
-        self._owner.write(self._workdir / SAVED, json.dumps({"step": step}) + "\n")
-
-    def _starts_over(self) -> bool:
-        """Return whether the run has saved no checkpoint since `record_saved(0)`."""
-        try:
-            return read_json(self._workdir / SAVED) == {"step": 0}
-        except UserError:  # An absent file records nothing. A corrupt one shows that something was saved.
-            return False
+        """Record that there is a checkpoint, unless that is recorded. Only the primary process may call this."""
+        if not self._has_recorded and size_of(self._workdir / SAVED) is None:
+            self._owner.write(self._workdir / SAVED, json.dumps({"step": step}) + "\n")
+        self._has_recorded = True
 
     def _take_back(self, quarantined: Sequence[AnyPath]) -> int | None:
         """Rename the newest valid quarantined checkpoint back to its step, and return the step.
@@ -315,6 +302,10 @@ class Checkpointer:
         for other in steps:
             if other not in kept:
                 protocol.remove(self._owner, self.folder / str(other))
+
+    def amend(self, step: int, loader: dict[str, Any]) -> None:
+        """Commit a checkpoint again, with another state of the loader. Only the primary process may call this."""
+        protocol.amend(self._owner, self.folder / str(step), loader)
 
     def remove_after(self, step: int) -> None:
         """Delete the checkpoints of later steps. Only the primary process may call this."""

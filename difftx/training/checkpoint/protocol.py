@@ -6,6 +6,7 @@ and deleted first. Only the owner of a run may call these functions, except `qua
 """
 
 import contextlib
+import json
 import shutil
 import uuid
 from collections.abc import Callable, Iterable
@@ -13,6 +14,7 @@ from typing import Any
 
 from difftx.errors import RunError, UnreadableError, UserError, printable
 from difftx.files import Owner, describe_below, read_file, remove_file, stored
+from difftx.json_files import read_json, with_sha256, without_sha256
 from difftx.parallel.multihost import exchange, is_primary
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket
@@ -87,6 +89,17 @@ class Save:
         self._may_exist = True
         if self._owner.write_if(self._folder / MANIFEST, manifest.encode(), self._generation) is None:
             raise RunError(f"{self._folder}: another process has taken over this run, so the checkpoint was not saved")
+
+
+def amend(owner: Owner, folder: AnyPath, loader: dict[str, Any]) -> None:
+    """Commit a checkpoint again, with another state of the loader and the guard, and the same arrays."""
+    path = folder / MANIFEST
+    found, content = stored(path), without_sha256(read_json(path))
+    if content is None or found is None:
+        raise RunError(f"{folder}: the checkpoint does not verify any more")
+    text = json.dumps(with_sha256(content | {"loader": loader}), indent=1) + "\n"
+    if owner.write_if(path, text.encode(), found.generation) is None:
+        raise RunError(f"{folder}: another process has taken over this run")
 
 
 def quarantine(owner: Owner, folder: AnyPath) -> AnyPath:

@@ -59,7 +59,8 @@ def is_regular(folder: AnyPath) -> bool:
     """Return whether a rewind may use a checkpoint, because an uninterrupted run would have written it too.
 
     Its step is a multiple of `checkpoint.every_steps` in its own config, because the run may since have continued with
-    another value, or it is the step with which the run began as a branch. A signal and the end of training also write
+    another value, or it is 0, to which the
+    run has rewound, or the step with which it began as a branch. A signal and the end of training also write
     other checkpoints. A checkpoint with a corrupt manifest is not regular.
     """
     try:
@@ -68,7 +69,7 @@ def is_regular(folder: AnyPath) -> bool:
         return False
     step, every_steps = manifest.step, manifest.config["checkpoint"]["every_steps"]
     guard = manifest.loader.get("guard", {})
-    return step == guard.get("first_regular") or (step > 0 and step % every_steps == 0)
+    return step == guard.get("first_regular") or step % every_steps == 0
 
 
 def number_of(workdir: AnyPath, step: int, name: str) -> tuple[float, Basis] | None:
