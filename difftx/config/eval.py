@@ -56,7 +56,7 @@ class NeedleConfig(Group, path="eval.needle"):
     """Number of prompts per case, length and depth."""
     new_tokens: affects.Evaluation[Positive[int]] = 32
     """Largest number of tokens in an answer."""
-    haystack: flag.Bucket[affects.Evaluation[str | None]] = None
+    haystack: flag.Input[flag.Bucket[affects.Evaluation[str | None]]] = None
     """Path of the text that hides the needles, in the format of `data.path`. Of a store, the validation split is used.
     None: the run's first validation set of text."""
     seed: affects.Evaluation[Seed] = 0
@@ -76,9 +76,9 @@ class IclTaskConfig(Group):
 
     name: affects.Evaluation[str]
     """Name of the task in the results."""
-    train: flag.Bucket[affects.Evaluation[str]]
+    train: flag.Input[flag.Bucket[affects.Evaluation[str]]]
     """Path of the file with the demonstrations."""
-    test: flag.Bucket[affects.Evaluation[str]]
+    test: flag.Input[flag.Bucket[affects.Evaluation[str]]]
     """Path of the file with the questions."""
     text: affects.Evaluation[str]
     """Name of the JSON field with the text."""
@@ -117,7 +117,7 @@ class HallucinationSetConfig(Group):
 
     name: affects.Evaluation[str]
     """Name of the set in the results."""
-    path: flag.Bucket[affects.Evaluation[str]]
+    path: flag.Input[flag.Bucket[affects.Evaluation[str]]]
     """Path of the file."""
     kind: affects.Evaluation[Kind]
     """Task for the documents of the set."""
@@ -288,7 +288,7 @@ class CacheSuiteConfig(Group, path="eval.cache"):
 class TestConfig(Group, path="eval.test"):
     """Settings of suite `test`: other suites on a test text."""
 
-    path: flag.Bucket[affects.Evaluation[str | None]] = None
+    path: flag.Input[flag.Bucket[affects.Evaluation[str | None]]] = None
     """Path of a store with the test text and no validation split (`difftx prepare --valid_fraction=0`)."""
     suites: affects.Evaluation[NonEmptyUnique[tuple[TestSuite, ...]]] = ("loss",)
     """Suites to run on the test text: "loss", "recall" or "position"."""
@@ -314,11 +314,11 @@ class HarnessConfig(Group, path="eval.harness"):
     """Number of examples in a prompt. None: the task's own number, which is 0 for the default tasks."""
     limit: affects.Evaluation[Positive[int] | None] = None
     """Number of questions per task, starting with the first. None: all."""
-    data_path: affects.Evaluation[str | None] = None
+    data_path: flag.Input[affects.Evaluation[str | None]] = None
     """Folder of JSON lines for the default tasks: arc_challenge_test.jsonl, arc_easy_test, boolq_val, hellaswag_val,
     openbookqa_test, piqa_val, winogrande_val and, for examples, <task>_train (plain, .gz, .zst or .xz; fields in
     `difftx/evals/harness/data.py`). None: the Hugging Face hub."""
-    include_path: affects.Evaluation[str | None] = None
+    include_path: flag.Input[affects.Evaluation[str | None]] = None
     """Folder of lm-eval YAML files that define further tasks."""
     truncate: affects.Evaluation[bool] = False
     """Whether to truncate requests that exceed the context on the left, as lm-eval's own models do, and count them. If
@@ -334,9 +334,9 @@ class MathTaskConfig(Group):
     """Name of the task in the results."""
     format: affects.Evaluation[MathFormat]
     """Format of the test file (`difftx/evals/math/formats.py`)."""
-    test: flag.Bucket[affects.Evaluation[str]]
+    test: flag.Input[flag.Bucket[affects.Evaluation[str]]]
     """Path of the file with the problems."""
-    train: flag.Bucket[affects.Evaluation[str | None]]
+    train: flag.Input[flag.Bucket[affects.Evaluation[str | None]]]
     """Path of the file with the demonstrations, or null."""
     train_format: affects.Evaluation[MathFormat | None]
     """Format of the file with the demonstrations. null: the value of `format`."""
@@ -383,7 +383,7 @@ class EvalConfig(Extensible, path="eval", effect=Effect.EVALUATION):
     """Suites loss, recall and test: largest number of tokens of each validation set, or of the test text."""
     recall_max_bigram_count: affects.Evaluation[NotNegative[int]] = 1250
     """Suite recall: largest number of times that the training data may contain the bigram of an AR-Hit (Zoology)."""
-    bigrams_path: affects.Evaluation[str | None] = None
+    bigrams_path: flag.Header[affects.Evaluation[str | None]] = None
     """Suite recall: file written by `difftx data bigrams`. None: count the bigrams at the start of the run, which is
     possible if the run tokenises its own text."""
     position_documents: affects.Evaluation[Positive[int]] = 256

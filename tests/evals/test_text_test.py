@@ -6,6 +6,7 @@ import pytest
 from conftest import ROOT, TINY, child_environment
 from helpers.command_server import commands
 from helpers.evals_params import one_device, random_params
+from helpers.evals_results import chance_of
 from helpers.report_runs import save_run
 
 from difftx.commands.data import main as data_command
@@ -54,7 +55,7 @@ def test_the_numbers_are_those_of_a_run_that_validates_on_the_test_text(config, 
     before = {suite: evals.result_path(run.workdir, suite, 3).read_bytes() for suite in SUITES}
     result = evals.evaluate(run, params, 3, ["test"])["test"]
     assert result.numbers == {f"{s}_{name}": x for s in SUITES for name, x in expected[s].numbers.items()}
-    assert result.chance == {f"{s}_{name}": x for s in SUITES for name, x in expected[s].chance.items()}
+    assert chance_of(result) == {f"{s}_{name}": x for s in SUITES for name, x in chance_of(expected[s]).items()}
     assert valid["loss"].numbers["loss"] != result.numbers["loss_loss"]
     assert result.details["loss"]["sets"]["test"] == expected["loss"].details["sets"]["valid"]
     assert [chart.name for chart in result.charts] == [f"test_{chart.name}" for chart in expected["position"].charts]
