@@ -341,12 +341,3 @@ def test_mistakes_in_the_config_are_named(folder, tmp_path):
             override(config, changes)
     with pytest.raises(UserError, match=r"eval\.icl\.tasks is empty"):
         evaluated(override(config, {"eval.icl.tasks": "[]"}), tmp_path)
-
-
-def test_a_changed_file_makes_a_result_out_of_date(folder, tmp_path):
-    path = write_lines(tmp_path / "test.jsonl", examples(10, 2))
-    run = Run.open(config_of(folder, task_of(folder, test=str(path))), tmp_path)
-    before = evals.settings_sha256(run, "icl")
-    assert evals.settings_sha256(run, "icl") == before
-    write_lines(path, examples(11, 2))
-    assert evals.settings_sha256(run, "icl") != before

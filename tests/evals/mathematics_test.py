@@ -361,12 +361,3 @@ def test_batched_texts_equal_texts_generated_alone(math_verify, folder, tmp_path
     for item, shown in zip(task.items, result.details["tasks"]["sums"]["first"], strict=True):
         (alone,) = generate(lm, [Request(prompt=item.prompt, new_tokens=20, seed=0)], GREEDY, stop=STOP)
         assert (shown["text"], shown["tokens"], shown["ended_by"]) == (alone.text, len(alone.tokens), alone.ended_by)
-
-
-def test_a_changed_file_makes_a_result_out_of_date(folder, tmp_path):
-    path = write(tmp_path / "test.jsonl", sums(4))
-    run = Run.open(config_of(folder, task_of(path), shots=0), tmp_path)
-    before = evals.settings_sha256(run, "math")
-    assert evals.settings_sha256(run, "math") == before
-    write(tmp_path / "test.jsonl", sums(5))
-    assert evals.settings_sha256(run, "math") != before

@@ -282,14 +282,3 @@ def test_the_advice_of_a_message_is_enough_for_all_cases(long, texts):
         NeedlePrompts(fake_run(long, **changes, new_tokens=250))
     least = int(re.search(r"use at least (\d+)", str(error.value))[1])
     assert NeedlePrompts(fake_run(long, **changes | {"lengths": least}, new_tokens=250)).items
-
-
-def test_a_changed_haystack_makes_a_result_out_of_date(long, texts, tmp_path):
-    path = tmp_path / "hay.txt"
-    path.write_text(PROSE)
-    data = {"data.path": str(texts / "prose.txt"), "data.valid_fraction": "0.5"}
-    run = Run.open(override(long, data | {"eval.needle.haystack": str(path)}), tmp_path)
-    before = evals.settings_sha256(run, "needle")
-    assert evals.settings_sha256(run, "needle") == before
-    path.write_text(PROSE + ".")
-    assert evals.settings_sha256(run, "needle") != before

@@ -63,20 +63,6 @@ def test_the_numbers_are_those_of_a_run_that_validates_on_the_test_text(config, 
     assert {suite: evals.result_path(run.workdir, suite, 3).read_bytes() for suite in SUITES} == before
 
 
-def test_a_result_depends_on_the_content_of_the_test_store(config, stores, tmp_path):
-    run = open_run(config, stores, tmp_path, eval__test__path=tmp_path / "store")
-    digests = set()
-    for name in ("test", "valid"):
-        flags = [f"--input={stores / name}.jsonl", f"--out={tmp_path / 'store'}", "--tokenizer=bytes", "--workers=1"]
-        assert prepare([*flags, "--valid_fraction=0"]) == 0
-        digests.add(evals.settings_sha256(run, "test"))
-        (tmp_path / "store").rename(tmp_path / name)
-    fewer = open_run(config, stores, tmp_path, eval__test__path=tmp_path / "test", eval__loss_tokens=256)
-    whole = open_run(config, stores, tmp_path, eval__test__path=tmp_path / "test")
-    assert evals.settings_sha256(fewer, "test") != evals.settings_sha256(whole, "test")
-    assert len(digests) == 2
-
-
 @pytest.mark.parametrize(
     ("path", "changes", "message"),
     [

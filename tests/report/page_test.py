@@ -538,6 +538,9 @@ def test_equal_files_at_other_paths_are_the_same_settings_and_other_files_are_no
 
     assert notes("a", "b") == []
     (note,) = notes("a", "c")
+    results = (tmp_path / name / "evals" / suite / "3.json" for name in "abc")
+    settings = [json.loads(result.read_text())["settings"] for result in results]
+    assert settings[0] == settings[1] != settings[2]
     (field,) = SUITE_FILES[suite].keys() - {"eval.harness.tasks"}
     assert re.search(rf'{field}: .*"[0-9a-f]{{12}}….*so their results of suite {suite} are not comparable', note)
 
