@@ -47,7 +47,7 @@ quickstart: .venv/.installed
 	$(BIN)/python eval.py --workdir=$(RUNS)/transformer --suite=sample,attention
 	$(BIN)/python eval.py --workdir=$(RUNS)/diff --suite=sample,attention
 	$(BIN)/python eval.py --curves='$(RUNS)/*' --out=$(RUNS)
-	$(BIN)/python eval.py --report --workdir=$(RUNS)/transformer,$(RUNS)/diff --out=$(RUNS)/report.html
+	$(BIN)/python -m difftx report --workdir=$(RUNS)/transformer,$(RUNS)/diff --out=$(RUNS)/report.html
 	@echo "Open $(abspath $(RUNS)/report.html) in a browser; docs/tutorials/report.md explains it."
 	@echo "Next: source .venv/bin/activate && pip install -e . (the command of the tutorials); then docs/tutorials/own-text.md"
 

@@ -36,9 +36,9 @@ class Arm(NamedTuple):
                 c.model.head_dim *= 2
         c.model.update(self.model)
         if self.wide_heads or self.model:
-            # `match` has stored in `matched` the Transformer that the model must equal in size. `difftx train` and
-            # `difftx sweep` warn if it does not. This arm differs from its Transformer on purpose, so they must not.
-            object.__setattr__(c, "matched", None)
+            # `difftx train` and `difftx sweep` warn if a model differs in size from the Transformer in `model.matched`.
+            # This arm differs from its Transformer on purpose, so they must not.
+            c.model.matched.num_heads = None
 
 
 def get_config() -> ConfigDict:

@@ -96,6 +96,6 @@ def _schedule(c: ConfigDict, parameters: int) -> None:
     c.train.global_batch_tokens = 2 ** max(2, round(math.log2(rows))) * c.data.sequence_length
     c.train.steps = math.ceil(tokens / c.train.global_batch_tokens)
     c.optimizer.learning_rate = float(f"{0.3118 * compute**-0.1250:.2g}")
-    c.optimizer.warmup_fraction = 0.1
+    c.optimizer.warmup_steps = 0.1
     c.optimizer.b2 = 0.95  # As DeepSeek LLM.
     c.optimizer.weight_decay = 0.1

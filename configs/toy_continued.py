@@ -39,5 +39,5 @@ def get_config(arg: str = "books-0.8m-zero-branch") -> ConfigDict:
         c.model.num_heads //= 2  # A pair of the Transformer's heads becomes one differential head.
     ARMS[name].change(c)
     c.train.steps = c.eval.every_steps = STEPS[task]
-    c.optimizer.warmup_fraction = 0.05
+    c.optimizer.warmup_steps = 0.05
     return c

@@ -85,22 +85,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """Return the known name that is most similar to `name`, or None if none is.
-
-    `name` may also be an abbreviation, such as `lr` for `learning_rate` or `warmup` for `warmup_steps`.
-    """
-    known = sorted(known)
-    group, _, last = name.rpartition(".")
-    close = [other for other in known if _is_short_for(last, other.rpartition(".")[2])]
-    close = [other for other in close if other.rpartition(".")[0] == group] or close
-    if len(close) != 1:  # `name` is not an abbreviation, or it is ambiguous.
-        close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
-    return close[0] if close else None
-
-
-def _is_short_for(text: str, name: str) -> bool:
-    initials = "".join(word[:1] for word in name.split("_"))
-    return text == name or (len(text) > 1 and text == initials) or (len(text) > 2 and name.startswith(f"{text}_"))
+    """Return the known name that is most similar to `name`, or None if none is."""
+    return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=cutoff)), None)
 
 
 def install_hint(extra: str) -> str:

@@ -22,15 +22,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 from difftx.errors import UnreadableError, UserError
 from difftx.storage import objects
-from difftx.storage.paths import AnyPath, is_bucket, path_of
+from difftx.storage.paths import AnyPath, BucketPath, is_bucket, path_of
 from difftx.storage.reading import open_object
-
-if TYPE_CHECKING:
-    from etils import epath
 
 # Pauses between attempts to read, long enough for a file server to restart.
 RETRY_SECONDS = (0.2, 0.8, 2.0)
@@ -153,7 +150,7 @@ def new_file(path: AnyPath) -> Iterator[BinaryIO]:
         raise
 
 
-def upload(path: "epath.Path", source: Path) -> None:
+def upload(path: BucketPath, source: Path) -> None:
     """Create or replace an object with the content of a local file: small ones with one request."""
     if source.stat().st_size <= ONE_REQUEST_BYTES:
         objects.write(path, source.read_bytes())

@@ -10,15 +10,12 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from difftx.files import remove_temporaries, size_of, temporary_path, upload
 from difftx.json_files import parse_record, schema_error, with_sha256
 from difftx.storage import objects
-from difftx.storage.paths import AnyPath, is_bucket
-
-if TYPE_CHECKING:
-    from etils import epath
+from difftx.storage.paths import AnyPath, BucketPath, is_bucket
 
 FOLDER_MARKER = ".complete"
 UPLOAD_RECORD = ".incomplete"  # Names the files of a folder in a bucket, until all of them are uploaded.
@@ -59,7 +56,7 @@ def is_complete(path: AnyPath) -> bool:
     return size_of(path / FOLDER_MARKER) is not None if is_bucket(path) else path.is_dir()
 
 
-def _upload_folder(path: "epath.Path", source: Path, after_each_upload: Callable[[], None]) -> None:
+def _upload_folder(path: BucketPath, source: Path, after_each_upload: Callable[[], None]) -> None:
     sizes = {file.relative_to(source).as_posix(): file.stat().st_size for file in source.rglob("*") if file.is_file()}
     unfinished = _unfinished_upload(path)
     if unfinished is None:
@@ -80,7 +77,7 @@ def _upload_folder(path: "epath.Path", source: Path, after_each_upload: Callable
     objects.delete_if(record, generation)
 
 
-def _unfinished_upload(path: "epath.Path") -> tuple[bytes | None, list[str]] | None:
+def _unfinished_upload(path: BucketPath) -> tuple[bytes | None, list[str]] | None:
     """Return the generation of `UPLOAD_RECORD` and the objects that it names, or None if there are others too."""
     found = objects.read(path / UPLOAD_RECORD)
     content = {"files": []} if found is None else parse_record(found.content)

@@ -101,7 +101,7 @@ GAIN = "model.post_scale"
 STEPS = "train.steps"
 # Rates of question 3 on recall, which show what a diverging λ does.
 DIVERGING_RATES = ("0.0025", "0.005", "0.01", "0.02")
-SHORT_WARMUP = {"optimizer.warmup_fraction": "0.01"}
+SHORT_WARMUP = {"optimizer.warmup_steps": "0.01"}
 MUON = {"optimizer.name": "muon"}
 # Arms of the runs that repeat the main contrasts of question 1 on another text and with another head width.
 MAIN_ARMS = ("transformer", "transformer-gain", "zero-norm", "diff")

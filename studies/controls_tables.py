@@ -73,7 +73,7 @@ NORM_OR_GAIN_CONTRASTS = (
 )
 # Parts of the names of cells of question 2, as `cell_of` writes them.
 MUON = "optimizer=muon"
-SHORT_WARMUP = "warmup_fraction=0.01"
+SHORT_WARMUP = "warmup_steps=0.01"
 
 
 def _warmup_contrasts() -> Sequence[Contrast]:

@@ -79,7 +79,7 @@ def train_cell(cell: Cell, folder: Path) -> float:
     """Tune a cell's learning rate, train the reported seeds, and return the rate."""
 
     def train(rate: float, seeds: Sequence[int], out: Path) -> float:
-        fields = {"optimizer.warmup_fraction": f"{cell.warmup:g}", "optimizer.learning_rate": f"{rate:g}"}
+        fields = {"optimizer.warmup_steps": f"{cell.warmup:g}", "optimizer.learning_rate": f"{rate:g}"}
         grid = ["task=books", f"arm={cell.arm}", seed_axis(seeds)]
         grid += [f"{name}={value}" for name, value in fields.items()]
         flags = [f"--config.{name}={value}" for name, value in OPTIMIZERS[cell.optimizer].items()]

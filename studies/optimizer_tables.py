@@ -14,7 +14,7 @@ TITLES = {"adamw": "AdamW", "muon": "Muon, both maps together", "muon-groups": "
 
 def runs_of(records: Sequence[Record], cell: Cell) -> list[Record]:
     """Return the runs of a cell, in the order of their seeds."""
-    fields = dict(OPTIMIZERS[cell.optimizer]) | {"optimizer.warmup_fraction": f"{cell.warmup:g}"}
+    fields = dict(OPTIMIZERS[cell.optimizer]) | {"optimizer.warmup_steps": f"{cell.warmup:g}"}
     rate = "optimizer.learning_rate"
     found = [r for r in records if r["arm"] == cell.arm and r["changes"] == fields | {rate: r["changes"][rate]}]
     return sorted(found, key=lambda r: r["seed"])

@@ -324,7 +324,7 @@ def draw_figures(collected: Mapping[str, Sequence[Record]], suffix: str) -> None
     draw_warmup(
         collected["settings"],
         path("results_warmup"),
-        default_steps=round(recipe.optimizer.warmup_fraction * recipe.train.steps),
+        default_steps=round(recipe.optimizer.warmup_steps * recipe.train.steps),
         total_steps=recipe.train.steps,
     )
 

@@ -101,14 +101,6 @@ def test_a_field_reference_follows_an_override(recipe):
     assert load_config(path, {"train.steps": "30", "optimizer.warmup_steps": "4"}).optimizer.warmup_steps == 4
 
 
-def test_the_last_flag_of_two_alternative_fields_applies():
-    flags = ["--config.optimizer.warmup_steps=8", "--config.optimizer.warmup_fraction=0.5"]
-    first = load_config("quickstart", overrides(flags))
-    assert (first.optimizer.warmup_steps, first.optimizer.warmup_fraction) == (None, 0.5)
-    second = load_config("quickstart", overrides([*flags, "--config.optimizer.warmup_steps=4"]))
-    assert (second.optimizer.warmup_steps, second.optimizer.warmup_fraction) == (4, None)
-
-
 def test_a_required_placeholder_requires_its_flag(recipe):
     path = recipe("c.train.steps = config_dict.required_placeholder(int)")
     assert load_config(path, {"train.steps": "400"}).train.steps == 400

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -88,7 +87,11 @@ def test_print_config_is_the_config():
 def test_dry_run_prints_the_cost_and_trains_nothing(tmp_path):
     result = run_new("train.py", "--config=configs/quickstart.py", "--dry_run", f"--workdir={tmp_path / 'run'}")
     assert result.returncode == 0, result.stderr
-    chosen = ("820,096 parameters", "4 layers of width 128 with 2 heads", "rate 0.004 after a warm-up of 275 steps")
+    chosen = (
+        "820,096 parameters",
+        "4 layers of width 128, 2 differential heads = 4 sub-heads of width 32, mlp_dim",
+        "rate 0.004 after a warm-up of 275 steps",
+    )
     for part in (*chosen, "training tokens", "FLOPs per token", "of train state"):
         assert part in result.stdout
     assert not (tmp_path / "run").exists()
@@ -181,28 +184,16 @@ def test_eval_writes_curves_of_all_runs(both_trained):
 
 
 @pytest.mark.long
-def test_eval_writes_a_report_of_both_runs(both_trained):
+def test_a_report_of_both_runs(both_trained):
     runs, page = both_trained / "runs", both_trained / "page" / "report.html"
-    result = run("eval.py", "--report", f"--workdir={runs}/diff,{runs}/transformer", f"--out={page}")
+    result = run("difftx", "report", f"--workdir={runs}/diff,{runs}/transformer", f"--out={page}")
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == str(page)
     text = page.read_text()
     for part in ("Training loss, raw and smoothed", "λ of each layer: diff", "model.architecture", "bits per byte"):
         assert part in text
-
-
-@pytest.mark.long
-def test_difftx_report_equals_eval_report(both_trained):
-    runs, page = both_trained / "runs", both_trained / "page" / "same.html"
-    both = f"--workdir={runs}/diff,{runs}/transformer"
-    assert run("difftx", "report", both, f"--out={page}").stdout.strip() == str(page)
-    result = run("eval.py", "--report", both)
+    result = run("difftx", "report", f"--workdir={runs}/diff")
     assert result.stdout.strip() == str(runs / "diff" / "report.html")
-    pages = [  # Each page names its own file.
-        re.sub(r"[0-9a-f]{8}-[0-9a-f-]{27}|p\d{4,}", "ID", path.read_text().replace(str(path), "PAGE"))
-        for path in (page, runs / "diff" / "report.html")
-    ]
-    assert pages[0] == pages[1]
     # The flag also accepts a folder of runs, such as a sweep's, and a glob.
     for runs_flag in (f"--workdir={runs}", f"--workdir={runs}/*"):
         assert run("difftx", "report", runs_flag, f"--out={page}").returncode == 0
@@ -275,7 +266,6 @@ def test_user_errors_of_eval(trained, tmp_path, monkeypatch, capsys):
         (["--curves=no/such/*", f"--out={tmp_path}"], "no folder with a metrics.jsonl"),
         (["--curves=no/such/*"], "need --out=DIR"),
         ([f"--scaling={workdir}", f"--out={tmp_path}"], "too few points"),
-        (["--report", f"--workdir={workdir},no/such"], "no config.json there"),
         ([], "--workdir and --suite"),
     ]
     for flags, message in cases:

@@ -23,10 +23,10 @@ QUICKSTART = f"{ROOT}/configs/quickstart.py:diff"
 def test_a_field_without_an_effect_cannot_be_imported():
     with pytest.raises(TypeError, match=r"Fresh\.size: state what a change of it affects"):
 
-        class Fresh(Group, path="fresh"):
+        class Fresh(Group):
             size: int = 1
 
-    class Stated(Group, path="stated"):
+    class Stated(Group):
         size: affects.Training[int] = 1
 
     assert fields_with(Stated, Effect.TRAINING) == ["size"]
@@ -137,7 +137,8 @@ def test_names_of_other_trainers_lead_to_fields():
         "model.hidden_size": "model.d_model",
         "train.batch_size": "train.global_batch_tokens",
         "data.block_size": "data.sequence_length",
-        "optimizer.lr": "optimizer.learning_rate",
+        "optimizer.lr": "optimizer.learning_rate",  # difflib alone suggests optimizer.b2.
+        "optimizer.wd": "optimizer.weight_decay",
         "train.learning_rate": "optimizer.learning_rate",  # A field of another group.
         "model.num_layer": "num_layers",
     }.items():

@@ -9,7 +9,7 @@ from conftest import ROOT
 
 from difftx.config import EvalConfig, fields
 from difftx.config.build import config_from_dict, override
-from difftx.config.recipes import default_config, load_config, matched_by
+from difftx.config.recipes import default_config, load_config
 from difftx.config.reference import reference_page
 from difftx.configs import ablations, review, small, toy
 from difftx.errors import UserError
@@ -86,7 +86,7 @@ def test_arms_have_equal_parameters_and_tokens(spec, arms):
 @pytest.mark.parametrize("arm", toy.ARMS)
 def test_an_arm_of_a_recipe_causes_no_warning(arm):
     spec = f"{ROOT / 'configs' / 'toy.py'}:books-{arm}"
-    assert matching_warning(load_config(spec, {}), matched_by(spec)) is None
+    assert matching_warning(load_config(spec, {})) is None
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_matched_model_has_as_many_keys_and_values_as_the_transformer(architec
 def warning_about(c, **changes):
     with c.unlocked():
         c.model.update(changes)
-    return matching_warning(config_from_dict(c.to_dict()), c.matched)
+    return matching_warning(config_from_dict(c.to_dict()))
 
 
 def test_heads_that_share_keys_are_matched_if_the_transformers_do_so_too():
@@ -197,13 +197,9 @@ def test_a_recipe_by_size_explains_what_a_size_is(size):
         ("optimizer.final_learning_rate", "1", ["optimizer.final_learning_rate=1.0", "learning_rate=0.004, the peak"]),
         ("train.global_batch_tokens", "1000", ["train.global_batch_tokens=1000", "use 1024"]),
         ("optimizer.warmup_steps", "100000", ["optimizer.warmup_steps=100000", "train.steps"]),
-        (
-            "optimizer.warmup_fraction",
-            "none",
-            ["optimizer.warmup_steps=None, optimizer.warmup_fraction=None", "exactly one"],
-        ),
-        ("optimizer.warmup_fraction", "0.9999", ["optimizer.warmup_fraction=0.9999", "train.steps=550"]),
-        ("optimizer.warmup_fraction", "1", ["optimizer.warmup_fraction=1.0"]),
+        ("optimizer.warmup_steps", "0.9999", ["optimizer.warmup_steps=0.9999", "train.steps=550"]),
+        ("optimizer.warmup_fraction", "0.1", ["no such field. Did you mean 'optimizer.warmup_steps'?"]),
+        ("optimizer.decay_steps", "0", ["optimizer.decay_steps=0", "positive"]),
         ("optimizer.muon.split", "head", ["optimizer.muon.split", "Did you mean 'heads'"]),
         ("data.valid_fraction", "1.5", ["data.valid_fraction=1.5"]),
         ("mesh.data", "-1", ["mesh=", "only one axis"]),
@@ -262,36 +258,35 @@ def test_a_wrong_config_file_names_field_or_line(tmp_path, line, expected):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "overrides", "steps"),
+    ("recipe", "text", "steps"),
     [
-        ({}, {}, 200),
-        ({}, {"warmup_fraction": "0.25"}, 100),
-        ({"warmup_fraction": 0.5}, {}, 200),
-        ({"warmup_steps": 7, "warmup_fraction": 0.5}, {}, 200),
-        ({"warmup_fraction": 0.5, "warmup_steps": 7}, {}, 7),
-        ({"warmup_fraction": 0.5}, {"warmup_steps": "9"}, 9),
-        ({"warmup_fraction": 0.5}, {"warmup_steps": "9", "warmup_fraction": "0.25"}, 100),
-        ({"warmup_steps": 7}, {"warmup_fraction": "0.25", "warmup_steps": "9"}, 9),
-        ({"warmup_fraction": 0.5, "warmup_steps": None}, {}, 200),
+        (None, None, 200),
+        (None, "0.25", 100),
+        (None, "1", 1),
+        (0.1, None, 40),
+        (7, None, 7),  # The field holds a share before, which must not make 7 a float.
+        (7, "0.25", 100),
+        (0, "none", ": expected an integer or a number"),
+        (0, "1.0", "=1.0: write a number of steps, or a share of train.steps"),
+        (0, "-1", "=-1: write a number of steps"),
+        (True, None, "=True: expected an integer or a number"),
     ],
 )
-def test_the_last_set_of_warmup_steps_and_warmup_fraction_takes_effect(tmp_path, recipe, overrides, steps):
-    """The field that is set last takes effect, in a recipe that changes another recipe and on the command line.
-
-    The number of steps is set after both fields.
-    """
-    changes = "".join(f"    c.optimizer.{name} = {value}\n" for name, value in recipe.items())
+def test_a_warm_up_is_a_number_of_steps_or_a_share(tmp_path, recipe, text, steps):
+    change = "" if recipe is None else f"    c.optimizer.warmup_steps = {recipe}\n"
     path = tmp_path / "recipe.py"
     path.write_text(
         "from difftx.configs import quickstart\n\n"
-        f"def get_config():\n    c = quickstart.get_config()\n{changes}    return c\n"
+        f"def get_config():\n    c = quickstart.get_config()\n{change}    return c\n"
     )
-    changed = {f"optimizer.{name}": value for name, value in overrides.items()} | {"train.steps": "400"}
-    config = load_config(str(path), changed)
+    changes = {"train.steps": "400"} | ({} if text is None else {"optimizer.warmup_steps": text})
+    if isinstance(steps, str):
+        with pytest.raises(UserError, match=re.escape(f"optimizer.warmup_steps{steps}") if text != "none" else steps):
+            load_config(str(path), changes)
+        return
+    config = load_config(str(path), changes)
     assert config.warmup_steps == steps
     assert config_from_dict(json.loads(config.to_json())) == config
-    assert override(config, {"optimizer.warmup_fraction": "0.1"}).warmup_steps == 40
-    assert config_from_dict({"optimizer": {"warmup_fraction": 0.5}}).warmup_steps == 20_000  # Replaces the default.
 
 
 def test_the_path_of_a_recipe_may_have_colons(tmp_path):

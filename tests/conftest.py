@@ -43,6 +43,7 @@ from difftx import compilation_cache
 from difftx.config import Config, MeshConfig
 from difftx.config.recipes import load_config
 from difftx.parallel.mesh import make_mesh
+from difftx.training.fit import fit
 
 gc.set_threshold(200_000, 50, 1000)  # Collections of JAX's many objects took a twentieth of the suite's time.
 compilation_cache.enable()  # All tests, and the processes that they start, share the user's cache.
@@ -68,9 +69,8 @@ def suite_config(folder: Path, window: int, **changes: object) -> Config:
     """Return a tiny config with rows of `window` tokens of `folder`/text.txt, and `changes` by full field names."""
     fields = {"data.sequence_length": window, "train.global_batch_tokens": 8 * window, "mesh.fsdp": 8}
     fields |= {"data.path": folder / "text.txt"} | changes
-    return load_config(
-        f"{ROOT}/configs/quickstart.py:diff", TINY | {name: str(value) for name, value in fields.items()}
-    )
+    changes = TINY | {name: str(value) for name, value in fields.items()}
+    return fit(load_config(f"{ROOT}/configs/quickstart.py:diff", changes))
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def config() -> Callable[..., Config]:
     def make(architecture: str = "diff", **overrides: object) -> Config:
         changes = {name.replace("__", "."): str(value) for name, value in overrides.items()}
         path = ROOT / "configs" / "quickstart.py"
-        return load_config(f"{path}:{architecture}", TINY | changes)
+        return fit(load_config(f"{path}:{architecture}", TINY | changes))
 
     return make
 

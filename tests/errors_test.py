@@ -92,9 +92,6 @@ def test_programming_errors_keep_their_traceback():
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
-        ("optimizer.lr", "optimizer.learning_rate"),  # difflib alone suggests optimizer.b2.
-        ("lr", "optimizer.learning_rate"),
-        ("optimizer.wd", "optimizer.weight_decay"),
         ("optimizer.warmup", "optimizer.warmup_steps"),
         ("learning_rate", "optimizer.learning_rate"),
         ("train.learning_rate", "optimizer.learning_rate"),

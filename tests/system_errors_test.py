@@ -93,11 +93,11 @@ def test_no_command_writes_into_a_bad_folder(run, place, bad_folders, config):
     ]
     for bad in (place / "file", place / "read_only" / "new", "/proc/difftx/run"):
         cases += [([*command, f"--out={bad}"], 2, bad_folders.get(bad, "Permission denied")) for command in commands]
-        report = ["eval.py", "--report", f"--workdir={runs / 'one'}", f"--out={bad}/report.html"]
+        report = ["difftx", "report", f"--workdir={runs / 'one'}", f"--out={bad}/report.html"]
         cases.append((report, 2, bad_folders.get(bad, "Permission denied")))
     cases += [
         (
-            ["eval.py", "--report", f"--workdir={runs / 'one'}", f"--out={place / 'folder'}"],
+            ["difftx", "report", f"--workdir={runs / 'one'}", f"--out={place / 'folder'}"],
             2,
             "Is a directory; name a file",
         ),
@@ -172,7 +172,7 @@ def test_unknown_stores_are_rejected_before_anything_is_written(run, place, tmp_
         [*train, "--workdir=https://bucket/run"],
         *([*train, f"--workdir={tmp_path / 'run'}", f"--config.{field}={url}"] for field in fields),
         ["eval.py", f"--workdir={url}", "--suite=loss"],
-        ["eval.py", f"--workdir={place},{url}", "--report"],
+        ["difftx", "report", f"--workdir={place},{url}"],
         ["eval.py", f"--curves={url}/*", f"--out={tmp_path}"],
         ["eval.py", f"--scaling={url}/*", f"--out={tmp_path}"],
         ["eval.py", "--curves=runs/*", f"--out={url}"],

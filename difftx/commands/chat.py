@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from difftx.commands.flags import Parser, PathFlag, add_weights_flag
 from difftx.commands.generate import NEW_TOKENS, SEEDS
-from difftx.config.build import parse
+from difftx.config.build import parse_text
 from difftx.config.fields import types_of
 from difftx.errors import UserError, did_you_mean, printable
 from difftx.inference.sampling import Sampling, derived_seed
@@ -75,7 +75,7 @@ class Settings:
     def changed(self, name: str, value: str) -> "Settings":
         """Return the settings after the line "/name value". Raise `UserError` if the value is not valid."""
         group = self if name in ("tokens", "seed") else self.sampling
-        number = parse(value, types_of(type(group))[name], f"/{name}")
+        number = parse_text(value, types_of(type(group))[name], f"/{name}")
         if group is not self:
             return dataclasses.replace(self, sampling=dataclasses.replace(group, **{name: number}))
         least, most = (1, SEEDS) if name == "tokens" else (0, SEEDS - 1)

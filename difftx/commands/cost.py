@@ -9,7 +9,7 @@ import jax
 
 from difftx.config import Config
 from difftx.model.abstract import count_parameters
-from difftx.model.architectures import heads_of
+from difftx.model.architectures import describe_heads
 from difftx.model.flops import activation_bytes, flops_per_token, format_bytes, gradient_bytes
 from difftx.parallel.mesh import batch_shards, make_mesh
 from difftx.training.fit import fit
@@ -32,8 +32,8 @@ def format_cost(config: Config) -> str:
         base = f"; taken over from a base of width {model.mup_base_width:,} and {model.mup_base_layers:,} layers (µP)"
     lines = [
         f"model    {model.architecture}, {parameters.total:,} parameters ({parameters.embedding:,} of them embedding)",
-        f"shape    {model.num_layers} layers of width {model.d_model:,} with {model.num_heads} heads (d_head "
-        f"{heads_of(model).d_head}) and mlp_dim {model.mlp_dim:,}",
+        f"shape    {model.num_layers} layers of width {model.d_model:,}, {describe_heads(model)}, "
+        f"mlp_dim {model.mlp_dim:,}",
         f"training {steps:,} steps of {batch:,} tokens = {steps * batch:,}; rows of {length:,} tokens",
         f"rate     {config.optimizer.name}, peak learning rate {config.optimizer.learning_rate:g} after a warm-up of "
         f"{warmup:,} steps, schedule {config.optimizer.schedule}{base}",

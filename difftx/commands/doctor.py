@@ -13,8 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from difftx.commands.flags import Parser
-from difftx.config.recipes import load_config
+from difftx.commands.flags import Parser, config_of
 from difftx.console import protected
 from difftx.data.tokenizers import with_vocabulary
 from difftx.errors import EXIT_FAILED
@@ -33,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     options.workdir = path_of("--workdir", options.workdir)
     from difftx.training.fit import fit  # Imported after the flags are checked, because the import is slow.
 
-    config = None if options.config is None else fit(with_vocabulary(load_config(options.config, overrides)))
+    config = None if options.config is None else fit(with_vocabulary(config_of(options.config, overrides)))
     out = protected(os.fdopen(os.dup(sys.stdout.fileno()), "w", closefd=False))
     if options.json:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Libraries, such as Gloo, print to standard output.

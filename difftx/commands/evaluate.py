@@ -1,4 +1,4 @@
-"""Actions of `difftx eval`: evaluate checkpoints, draw curves, fit scaling laws, write reports and list suites."""
+"""Actions of `difftx eval`: evaluate checkpoints, draw curves and fit scaling laws."""
 
 import argparse
 import dataclasses
@@ -29,7 +29,6 @@ from difftx.parallel import multihost
 from difftx.parallel.mesh import make_mesh
 from difftx.progress import Work
 from difftx.report.runs import printable_json
-from difftx.storage.paths import AnyPath
 from difftx.training import kernel_choice
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpointer
 from difftx.training.checkpoint.manifest import WeightsPart
@@ -52,7 +51,7 @@ def run_suites(options: argparse.Namespace, overrides: Mapping[str, str]) -> Non
     multihost.join(options, config.multihost)
     kernel_choice.choose([config, *compared], workdir)
     agree_on_command(config, options)
-    confirm_outward(config, workdir, suites, overrides, trusted=options.trust_run_config)
+    confirm_outward(config, str(workdir / "config.json"), suites, overrides, trusted=options.trust_run_config)
 
     checkpointer = Checkpointer(workdir)
     evaluator = _Evaluator(checkpointer, config, suites, options)
@@ -156,13 +155,13 @@ def _suites_with_results(run: Run, suites: Sequence[str], step: int, checkpoint:
 
 
 def confirm_outward(
-    config: Config, workdir: AnyPath, suites: Sequence[str], overrides: Mapping[str, str], *, trusted: bool
+    config: Config, file: str, suites: Sequence[str], overrides: Mapping[str, str], *, trusted: bool | None
 ) -> None:
     """Raise `UserError` if a suite would contact an address, send a secret or execute code without confirmation.
 
-    A run directory may come from another person. The value of such a config field is therefore accepted only from the
-    command line (`overrides`), or if the user has given --trust_run_config (`trusted`), which prints the value. The
-    data of `PLAIN_TASKS` and tiktoken vocabularies need no confirmation, because their addresses are fixed.
+    The config `file` may come from another person. The value of such a field is accepted only from the command line
+    (`overrides`), or with --trust_run_config, which prints it (`trusted`; None: the command has no such flag).
+    The data of `PLAIN_TASKS` and tiktoken vocabularies need no confirmation, because their addresses are fixed.
     """
     fields, settings, judge = [], config.eval, config.eval.judge  # Field, value and effect.
     names = {name for suite in suites for name in evals.with_inner(config, suite)}
@@ -179,10 +178,11 @@ def confirm_outward(
         effect = "download data of those tasks, and execute their code"
         fields.append(("eval.harness.tasks", ",".join(settings.harness.tasks), effect))
     for field, value, effect in (row for row in fields if row[0] not in overrides):
-        source = f"{field}={value!r} in {workdir / 'config.json'}"
+        source = f"{field}={value!r} in {file}"
         if not trusted:
             flag = shlex.quote(f"--{field}={value}")
-            raise UserError(f"{source} would {effect}; to allow it, add {flag}, or {TRUST} for all such fields")
+            all_fields = "" if trusted is None else f", or {TRUST} for all such fields"
+            raise UserError(f"{source} would {effect}; to allow it, add {flag}{all_fields}")
         multihost.print_on_primary(f"{TRUST}: {source} is trusted to {effect}")
 
 
@@ -254,13 +254,6 @@ def fit_scaling(options: argparse.Namespace) -> None:
         for note in study.notes:
             print(printable(f"note: {note}"))
     print(*files, sep="\n")
-
-
-def write_report(workdirs: Sequence[AnyPath], out: AnyPath | None) -> None:
-    """Write the report of one run, or a report that compares several runs, and print its path."""
-    from difftx.report.page import write_page  # Imported here because importing Bokeh takes half a second.
-
-    print(printable(str(write_page(workdirs, out or workdirs[0] / "report.html"))))
 
 
 def _console() -> rich.console.Console:

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import rich.console
@@ -30,19 +30,17 @@ from difftx.kernels.backend import Ranking
 from difftx.launch import health
 from difftx.launch.jobs import GRACE_SECONDS
 from difftx.model.abstract import count_parameters
+from difftx.model.architectures import describe_heads
 from difftx.model.flops import PEAK_FLOPS, flops_per_token, format_bytes
 from difftx.parallel import multihost
 from difftx.parallel.mesh import make_mesh
-from difftx.storage.paths import AnyPath, is_bucket, path_of
+from difftx.storage.paths import AnyPath, BucketPath, is_bucket, path_of
 from difftx.training import kernel_measurement
 from difftx.training.checkpoint.manifest import package_versions, steps_in
 from difftx.training.fit import fit
 from difftx.training.run import Run, fit_to_devices
 from difftx.training.state import state_bytes
 from difftx.training.workload import attention_kernel, attention_workload, kernel_function
-
-if TYPE_CHECKING:
-    from etils import epath
 
 WIDTH = 100  # Columns of the page.
 EFFICIENCY = 0.5  # Assumed share of the speed of matrix products that a training reaches.
@@ -199,7 +197,7 @@ def _storage(workdir: AnyPath, advice: list[str]) -> dict[str, Any]:
     return found
 
 
-def _read_speeds(path: "epath.Path") -> dict[str, float]:
+def _read_speeds(path: BucketPath) -> dict[str, float]:
     """Measure reads of the largest object at a data path in a bucket."""
     files = bucket_files(path)
     if not files:
@@ -233,6 +231,7 @@ def _examine_config(options: argparse.Namespace, config: Config, findings: Findi
     save_seconds = size / jax.process_count() / findings.storage["write"] if findings.storage else 0
     findings.config = {
         "config": options.config,
+        "heads": describe_heads(fitted.model),
         "parameters": count_parameters(fitted.model).total,
         "mesh": dict(run.mesh.shape),
         "remat": fitted.model.remat,

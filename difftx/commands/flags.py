@@ -11,18 +11,18 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from difftx import compilation_cache
 from difftx.config import Config
 from difftx.config.build import annotation_of
-from difftx.config.fields import marks, types_of
-from difftx.config.recipes import recipe_names
+from difftx.config.fields import marks, options, types_of
+from difftx.config.recipes import is_json, load_config, recipe_names
 from difftx.config.synonyms import field_named, flag_named
 from difftx.errors import UserError, closest
-from difftx.files import is_glob, matching_folders, require_local_paths, require_run, require_writable_file, size_of
+from difftx.files import matching_folders, require_local_paths, require_run, require_writable_file
 from difftx.registry import load_extensions
 from difftx.storage.paths import AnyPath, is_bucket, path_of
 
@@ -36,11 +36,12 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str | None = None, description: str | None = None, *fields: str, **options: Any):
         super().__init__(prog, description=description, allow_abbrev=False, **options)
         self.fields = fields
+        self._missing: dict[str, argparse.Action] = {}  # The flags that a word without a flag may belong to.
         if "config" in fields:
             self.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
 
     def parse(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
-        """Add `--extension`, parse the command line, load its extensions, and return its flags and config overrides."""
+        """Add `--extension`, load the extensions of a command line, and return its flags and config overrides."""
         add_extension_flag(self)
         options, rest = self.parse_known_args(arguments)
         prepare_process(options)  # Extensions may add fields that overrides set.
@@ -79,7 +80,7 @@ class Parser(argparse.ArgumentParser):
             negated, field = found[1], found[3]
             if not self._changes(field):
                 raise self._unchanged(argument, field)
-            is_bool = annotation_of(field) is bool
+            is_bool = bool in options(annotation_of(field))
             if negated and (not is_bool or equals):
                 raise UserError(f"{argument!r}: only a true-or-false field can be switched off; write --{field}=value")
             if not equals:
@@ -89,7 +90,6 @@ class Parser(argparse.ArgumentParser):
                     value = remaining.pop(0)
                 else:
                     raise UserError(f"{argument!r}: the value is missing; write {argument}=value")
-            overrides.pop(field, None)  # The later of two alternative fields applies.
             overrides[field] = value
         return overrides
 
@@ -132,6 +132,16 @@ def add_config_flag(parser: argparse.ArgumentParser) -> None:
     """Add the flag `--config`, the `spec` of `load_config`."""
     text = f"recipe ({', '.join(recipe_names())}, or a file), such as quickstart:diff; or the config.json of a run"
     parser.add_argument("--config", required=True, metavar="NAME[:ARG]|FILE.py[:ARG]|FILE.json", help=text)
+
+
+def config_of(spec: str, overrides: Mapping[str, str]) -> Config:
+    """Return the config of `--config`, which evaluation may use. See `confirm_outward` about a config in JSON."""
+    config = load_config(spec, overrides)
+    if is_json(spec):
+        from difftx.commands.evaluate import confirm_outward  # Imported here because the import is slow.
+
+        confirm_outward(config, spec, config.eval.suites, overrides, trusted=None)
+    return config
 
 
 def add_extension_flag(parser: argparse.ArgumentParser) -> None:
@@ -180,12 +190,9 @@ def run_folders(flag: str) -> list[AnyPath]:
     names = [flag] if os.path.isdir(flag) else flag.split(",")  # The name of a folder may have a comma.
     parts = [(name, path_of("--workdir", name)) for name in names]  # Check all before files are read.
     for name, folder in parts:
-        if size_of(folder / "config.json") is not None:
-            folders.append(folder)
-            continue
-        pattern = name if is_glob(folder) else f"{glob.escape(name.rstrip('/'))}/*"
-        runs = matching_folders("--workdir", pattern, "config.json")
-        if not runs:
+        patterns = name, f"{glob.escape(name.rstrip('/'))}/*"
+        found = (matching_folders("--workdir", pattern, "config.json") for pattern in patterns)
+        if not (runs := next(filter(None, found), [])):
             require_run(folder)
         folders += runs
     return folders

@@ -5,7 +5,6 @@ difftx plan --config=configs/scaling.py:diff-13.1b --topology=v5p:4x4x4 [--searc
 The command allocates no arrays and reads no data. Its exit code is 2 if the step does not fit the devices' memory.
 """
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -33,7 +32,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--hbm_gib", type=float, help="memory per device in GiB; default: that of its kind")
     parser.add_argument("--efficiency", type=float, default=0.6, help="assumed share of the largest speed")
     args, overrides = parser.parse(arguments)
-    _check(args)
+    if args.hbm_gib is not None and not args.hbm_gib > 0:
+        raise UserError(f"--hbm_gib={args.hbm_gib} must be positive")
+    if not 0 < args.efficiency <= 1:
+        raise UserError(f"--efficiency={args.efficiency} must lie between 0 and 1")
+    if args.json is not None:
+        require_file_path("--json", args.json)
     topology = parse_topology(args.topology)
     config = with_slices(with_vocabulary(load_config(args.config, overrides)), topology)
     prepare(topology)
@@ -46,12 +50,14 @@ def main(arguments: Sequence[str]) -> int:
 
     from difftx.launch import estimate, search
     from difftx.model.abstract import count_parameters
+    from difftx.model.architectures import describe_heads
     from difftx.parallel.presets import apply_preset
     from difftx.training.fit import fit
 
     devices, title = find_devices(topology), f"{args.config} on {topology}"
     parameters = count_parameters(fit(config).model).total
     config = apply_preset(config, kind=devices[0].device_kind, devices=len(devices), parameters=parameters)
+    print(f"{config.model.architecture}: {describe_heads(config.model)}; {parameters:,} parameters")
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     try:
         if args.search:
@@ -85,12 +91,3 @@ def with_slices(config: Config, topology: Topology) -> Config:
     if data != -1 and data % slices:
         data = slices
     return override(config, {"mesh.slices": str(slices), "mesh.data": str(data)})
-
-
-def _check(args: argparse.Namespace) -> None:
-    if not 0 < args.efficiency <= 1:
-        raise UserError(f"--efficiency={args.efficiency} must lie between 0 and 1")
-    if args.hbm_gib is not None and not args.hbm_gib > 0:
-        raise UserError(f"--hbm_gib={args.hbm_gib} must be positive")
-    if args.json is not None:
-        require_file_path("--json", args.json)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from difftx.commands.flags import Parser, PathFlag, run_folders
+from difftx.errors import printable
 from difftx.files import require_writable_file
 
 RUNS = "runs, folders of runs such as a sweep's, or quoted globs; a Transformer is the baseline, or else the first run"
@@ -20,7 +21,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.out is not None:
         require_writable_file(options.out)
 
-    from difftx.commands import evaluate  # Imported after the flags are checked, because the import is slow.
+    from difftx.report.page import write_page  # Imported after the flags are checked, because the import is slow.
 
-    evaluate.write_report(workdirs, options.out)
+    print(printable(str(write_page(workdirs, options.out or workdirs[0] / "report.html"))))
     return 0

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from difftx import console
 from difftx.commands.flags import Parser, add_config_flag
-from difftx.config.recipes import matched_by
 from difftx.errors import UserError, printable
 from difftx.files import require_writable
 from difftx.launch import jobs
@@ -31,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     grid = parse_grid(args.grid)
     points = make_points(args.config, grid, overrides, args.extension)
     for point in points:
-        if warning := matching_warning(point.config, matched_by(point.spec)):
+        if warning := matching_warning(point.config):
             print(printable(f"{point.name}: {warning}"), flush=True)
     if args.launcher is not None:
         jobs.write_jobs(args.launcher, points, args.out, jobs.parse_settings(args.set))

@@ -15,8 +15,7 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     began = time.perf_counter()
     # Imported here, so that the time of the imports counts.
     from difftx import compilation_cache, console
-    from difftx.commands.flags import Parser, PathFlag, add_config_flag
-    from difftx.config.recipes import load_config, matched_by
+    from difftx.commands.flags import Parser, PathFlag, add_config_flag, config_of
     from difftx.files import require_writable
     from difftx.parallel import multihost
 
@@ -28,7 +27,7 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     parser.add_argument("--allow_config_change", action="store_true", help="resume even if model or data changed")
     multihost.add_flags(parser)
     args, overrides = parser.parse(arguments)
-    check_extras(config := load_config(args.config, overrides))
+    check_extras(config := config_of(args.config, overrides))
     from difftx.training.fit import fit  # The import is slow.
 
     fit(config)
@@ -59,7 +58,7 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     agree_on_command(config, args)
     config = fit_to_devices(config)
     multihost.print_on_primary(format_cost(config))
-    if warning := matching_warning(config, matched_by(args.config)):
+    if warning := matching_warning(config):
         multihost.print_on_primary(warning)
     run = Run.open(config, args.workdir or Path())
     check_run(run)

@@ -1,4 +1,8 @@
-"""Construction of validated configs from the values in a recipe, on the command line or in a `config.json`."""
+"""Parsing: validated config groups from the values in a recipe, on the command line or in a `config.json`.
+
+`parse` checks names, types and rules, and a group's `__post_init__` checks its fields against each other.
+`difftx/training/fit.py` checks that the groups fit each other, the model and the devices.
+"""
 
 import ast
 import contextlib
@@ -6,18 +10,20 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any, Literal, get_args, get_origin
+
+from ml_collections import ConfigDict, FieldReference
 
 from difftx.config import Config
 from difftx.config.fields import (
     Extensible,
     Flag,
     added_groups,
-    alternative_of,
-    describe_type,
     entry_type,
     marks_of,
     options,
+    plain,
     types_of,
     values_of,
 )
@@ -43,151 +49,165 @@ def override(config: Config, overrides: Mapping[str, str]) -> Config:
 def apply_overrides(values: Any, overrides: Mapping[str, str]) -> None:
     """Set fields in nested `ConfigDict`s or dictionaries, from texts on the command line."""
     for field, text in overrides.items():
-        _set(values, Config, field.split("."), text, field)
+        _set(values, field.split("."), plain(parse_text(text, annotation_of(field), field)), field)
 
 
 def annotation_of(field: str) -> Any:
     """Return the type annotation of a field such as "train.steps", or raise `UserError` if it is unknown."""
-    annotation, path = Config, []
-    for name in field.split("."):
-        path.append(name)
+    annotation, names = Config, field.split(".")
+    for i, name in enumerate(names):
+        path = ".".join(names[:i])
         if entry := entry_type(annotation):
-            annotation = entry if name.isdecimal() else None
+            if not name.isdecimal() or i + 1 == len(names):
+                raise UserError(f"{field}: {path} is a list; write {path}.0.field for its first entry")
+            annotation = entry
+        elif dataclasses.is_dataclass(annotation):
+            hints, group = types_of(annotation), annotation
+            if (annotation := hints.get(name)) is None:
+                raise _no_field(group, name, f"{path}.{name}" if path else name)
         else:
-            annotation = _annotation(annotation, name, ".".join(path))
+            raise UserError(f"{field}: {path} is a value, not a group")
     return annotation
 
 
-def _set(target: Any, group: type, names: Sequence[str], text: str, field: str) -> None:
-    """Set the field of `target` at the path `names`. A number in the path is an index into a list of groups."""
-    name, *rest = names
-    path = field.removesuffix("." + ".".join(rest)) if rest else field
-    annotation = _annotation(group, name, path)
-    if not rest:
-        target[name] = value = parse(text, annotation, field)
-        if value is not None and (other := alternative_of(group, name)):
-            target[other] = None
-    elif dataclasses.is_dataclass(annotation):
-        if name not in target:
-            target[name] = {}
-        _set(target[name], annotation, rest, text, field)  # pyrefly: ignore[bad-argument-type]
-    elif entry := entry_type(annotation):
-        entries = [dict(item) for item in target.get(name) or ()]
-        index, *inner = rest
-        if not index.isdecimal() or int(index) >= len(entries) or not inner:
-            raise UserError(f"{field}: {path} is a list of {len(entries)}; write {path}.0.field for its first entry")
-        _set(entries[int(index)], entry, inner, text, field)
-        target[name] = tuple(entries)
-    else:
-        raise UserError(f"{field}: {path} is a value, not a group")
+def defaults_of(group: type) -> ConfigDict:
+    """Return the defaults of a group as a `ConfigDict`, which checks the types of assigned values."""
+    values, defaults = ConfigDict(), {field.name: field.default for field in dataclasses.fields(group)}
+    for name, annotation in types_of(group).items():
+        kinds = [kind for kind in options(annotation) if kind is not NoneType]
+        if dataclasses.is_dataclass(annotation):
+            values[name] = defaults_of(annotation)  # pyrefly: ignore[bad-argument-type]
+        elif defaults[name] is None or len(kinds) > 1:  # The type of the default is not the only type of the field.
+            values[name] = FieldReference(defaults[name], field_type=kinds[0] if len(kinds) == 1 else object)
+        else:
+            values[name] = plain(defaults[name])
+    return values
 
 
 def build_group(group: type, raw: Any, path: str) -> Any:
     """Build a group from a mapping of its fields, or raise `UserError`. `path` is the group's path, for messages."""
     if not isinstance(raw, Mapping):
         raise UserError(f"{path or 'config'}={raw!r}: expected a group of fields")
-    prefix = f"{path}." if path else ""
-    hints = types_of(group)
-    for name, value in raw.items():
-        if name not in hints:
-            _annotation(group, str(name), f"{prefix}{name}={value!r}")  # Raises `UserError`.
-    values = {name: {} for name, hint in hints.items() if dataclasses.is_dataclass(hint)} | dict(raw)
-    for name, value in raw.items():  # A value that is given replaces the default of the alternative field.
-        if value is not None and (other := alternative_of(group, name)):
-            values.setdefault(other, None)
-    missing = [f.name for f in dataclasses.fields(group) if f.default is dataclasses.MISSING and f.name not in values]
-    if missing:
-        raise UserError(f"{prefix}{missing[0]}: missing; give {', '.join(hints)}")
-    checked = {name: _checked(value, hints[name], prefix + name) for name, value in values.items()}
-    for name, value in checked.items():
-        _check_paths(value, prefix + name, may_be_in_bucket=Flag.BUCKET in marks_of(group).get(name, ()))
+    prefix, hints = f"{path}." if path else "", types_of(group)
+    if unknown := [name for name in raw if name not in hints]:
+        raise _no_field(group, str(unknown[0]), f"{prefix}{unknown[0]}={raw[unknown[0]]!r}")
+    required = {field.name for field in dataclasses.fields(group) if field.default is dataclasses.MISSING}
+    values = {}
+    for name, annotation in hints.items():
+        if name in raw or dataclasses.is_dataclass(annotation):
+            values[name] = parse(raw.get(name, {}), annotation, prefix + name)
+        elif name in required:
+            raise UserError(f"{prefix}{name}: missing; give {', '.join(hints)}")
     if added := added_groups(group):
-        checked["extensions"] = tuple((name, checked.pop(name)) for name in added)
-    return group(**checked)
+        values["extensions"] = tuple((name, values.pop(name)) for name in added)
+    return group(**values)
 
 
-def _annotation(group: Any, name: str, field: str) -> Any:
-    """Return the type of a group's field, or raise a `UserError` about `field` if there is no such field."""
-    hints = types_of(group) if dataclasses.is_dataclass(group) else {}
-    if name not in hints:
-        if other := field_named(name):
-            raise UserError(f"{field}: no such field. Did you mean {other!r}?")
-        hint = EXTENSION_HINT if isinstance(group, type) and issubclass(group, Extensible) else ""
-        raise UserError(f"{field}: no such field.{did_you_mean(name, hints)}{hint}")
-    return hints[name]
-
-
-def _checked(value: Any, annotation: Any, path: str) -> Any:
-    """Return `value`, with integers converted to floats and lists to tuples as the annotation requires.
-
-    Raise `UserError` if the value does not match the annotation, is NaN or infinite, or is too large for numpy.
-    """
-    if type(value) is int and value.bit_length() > 63:
-        raise UserError(f"{path}: an integer of {value.bit_length()} bits; at most 63 are possible")
-    if type(value) is float and not math.isfinite(value):
-        raise UserError(f"{path}={value}: expected a finite number")
+def parse(value: Any, annotation: Any, field: str) -> Any:
+    """Return a value as the type of its field, with lists as tuples, or raise `UserError`."""
     if dataclasses.is_dataclass(annotation):
-        return build_group(annotation, value, path)  # pyrefly: ignore[bad-argument-type]
-    for option in options(annotation):
-        if get_origin(option) is Literal and value in get_args(option):
-            return value
-        if get_origin(option) is tuple and isinstance(value, list | tuple):
-            return tuple(_checked(v, get_args(option)[0], f"{path}[{i}]") for i, v in enumerate(value))
-        if option is float and type(value) in (float, int):
-            return float(value)
-        if isinstance(option, type) and type(value) is option:
-            return value
+        return build_group(annotation, value, field)  # pyrefly: ignore[bad-argument-type]
+    if type(value) is int and value.bit_length() > 63:  # numpy cannot hold it.
+        raise UserError(f"{field}: an integer of {value.bit_length()} bits; at most 63 are possible")
+    if type(value) is float and not math.isfinite(value):
+        raise UserError(f"{field}={value}: expected a finite number")
+    for kind, rules in options(annotation).items():
+        if get_origin(kind) is tuple and isinstance(value, list | tuple):
+            value = tuple(parse(entry, get_args(kind)[0], f"{field}[{i}]") for i, entry in enumerate(value))
+        elif kind is float and type(value) is int:
+            value = float(value)
+        elif not (value in get_args(kind) if get_origin(kind) is Literal else type(value) is kind):
+            continue
+        if kind is str and not field.endswith("_url"):
+            # Not `path_of`: a config must be readable without the extra of a store that the reader does not need.
+            (scheme_of if Flag.BUCKET in marks_of(annotation) else require_local)(field, value)
+        for rule in rules if value is not None else ():
+            if not rule.holds(value):
+                raise UserError(f"{field}={value}{rule.message}")
+        return value
     choices = [choice for kind in options(annotation) if get_origin(kind) is Literal for choice in get_args(kind)]
     hint = f".{did_you_mean(value, choices)}" if choices and isinstance(value, str) else ""
-    raise UserError(f"{path}={value!r}: expected {describe_type(annotation)}{hint}")
+    raise UserError(f"{field}={value!r}: expected {describe_type(annotation)}{hint}")
 
 
-def _check_paths(value: Any, field: str, *, may_be_in_bucket: bool) -> None:
-    """Raise `UserError` if a text is the path of a bucket, and the field takes none or the path is invalid."""
-    if isinstance(value, tuple):
-        for i, entry in enumerate(value):
-            _check_paths(entry, f"{field}[{i}]", may_be_in_bucket=may_be_in_bucket)
-    elif isinstance(value, str) and not field.endswith("_url"):
-        # Not `path_of`: a config must be readable without the extra of a store that the reader does not need.
-        (scheme_of if may_be_in_bucket else require_local)(field, value)
+def parse_text(text: str, annotation: Any, field: str) -> Any:
+    """Return the value of a field, given its text on the command line, or raise `UserError`."""
+    return parse(_value_of(text, annotation, field), annotation, field)
 
 
-def parse(text: str, annotation: Any, field: str) -> Any:
-    """Parse a command-line text as a value of the field's type."""
+def describe_type(annotation: Any) -> str:
+    """Describe an annotation in words, such as "an integer or None"."""
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "text", NoneType: "None"}
+    plurals = {int: "integers", float: "numbers", str: "texts"}
+    names = []
+    for kind in options(annotation):
+        if get_origin(kind) is Literal:
+            names.append("one of " + ", ".join(map(repr, get_args(kind))))
+        elif get_origin(kind) is tuple:
+            (entry,) = options(get_args(kind)[0])
+            choices = ", ".join(map(repr, get_args(entry)))
+            names.append(f"a list of {choices or plurals.get(entry) or entry.__name__}")
+        else:
+            names.append(words[kind])
+    return " or ".join(names)
+
+
+def _no_field(group: type, name: str, field: str) -> UserError:
+    """Return the error for a field that a group does not have. `field` is its full name, possibly with a value."""
+    if other := field_named(name):
+        return UserError(f"{field}: no such field. Did you mean {other!r}?")
+    hint = EXTENSION_HINT if issubclass(group, Extensible) else ""
+    return UserError(f"{field}: no such field.{did_you_mean(name, types_of(group))}{hint}")
+
+
+def _set(values: Any, names: Sequence[str], value: Any, field: str) -> None:
+    """Set the field of `values` at the path `names`. A number in the path is an index into a list of groups."""
+    name, *rest = names
+    if not rest:
+        values[name] = value
+    elif rest[0].isdecimal():
+        entries, index = [dict(entry) for entry in values.get(name) or ()], int(rest[0])
+        if index >= len(entries):
+            path = field.partition(f".{rest[0]}.")[0]
+            raise UserError(f"{field}: {path} is a list of {len(entries)}; write {path}.0.field for its first entry")
+        _set(entries[index], rest[1:], value, field)
+        values[name] = tuple(entries)
+    else:
+        if name not in values:  # For example, an extension has added this group since a run wrote its config.
+            values[name] = {}
+        _set(values[name], rest, value, field)
+
+
+def _value_of(text: str, annotation: Any, field: str) -> Any:
+    """Return the value that a text on the command line has for a field of this type. `parse` checks it."""
     if dataclasses.is_dataclass(annotation):
         raise UserError(f"{field}={text}: {field} is a group; set one of its fields: {', '.join(types_of(annotation))}")
     kinds = options(annotation)
-    if type(None) in kinds and text.lower() in ("none", "null"):
+    if NoneType in kinds and text.lower() in ("none", "null"):
         return None
     for kind in kinds:
         if get_origin(kind) is tuple:
-            return _parse_list(text, annotation, field)
+            return _list_of(text, get_args(kind)[0], field)
         if kind is bool and text.lower() in ("true", "false"):
             return text.lower() == "true"
         if kind in (int, float):
-            try:
+            with contextlib.suppress(ValueError):
                 return kind(text)
-            except ValueError:
-                continue
-    return _checked(text, annotation, field)
+    return text
 
 
-def _parse_list(text: str, annotation: Any, field: str) -> tuple[Any, ...]:
-    """Parse a list in Python or JSON, such as `("a", "b")` or `[0.0, 1.0]`, or comma-separated values."""
+def _list_of(text: str, entry: Any, field: str) -> Any:
+    """Return a list in Python or JSON, such as `("a", "b")` or `[0.0, 1.0]`, or of comma-separated values."""
     if text.lstrip()[:1] in ("(", "["):
-        values = _literal(text, field)
-        return tuple(values) if isinstance(values, list | tuple) else (values,)
-    if entry := entry_type(annotation):
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            try:
+                values = ast.literal_eval(text)
+            except (ValueError, SyntaxError, MemoryError, RecursionError):
+                raise UserError(f"{field}={text}: not a list in Python or JSON ({error})") from error
+        return values if isinstance(values, list | tuple) else (values,)
+    if dataclasses.is_dataclass(entry):
         fields = ", ".join(f'"{name}": …' for name in types_of(entry))
         raise UserError(f"{field}={text}: not a list in JSON; write [{{{fields}}}, …]")
-    (item,) = {get_args(kind)[0] for kind in options(annotation) if get_origin(kind) is tuple}
-    return tuple(parse(part.strip(), item, field) for part in text.split(",") if part.strip())
-
-
-def _literal(text: str, field: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-            return ast.literal_eval(text)
-        raise UserError(f"{field}={text}: not a list in Python or JSON ({error})") from error
+    return [_value_of(part.strip(), entry, field) for part in text.split(",") if part.strip()]

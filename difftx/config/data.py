@@ -32,7 +32,7 @@ class StageConfig(Group):
     """Weight of each entry of `data.sources`."""
 
 
-class UpsamplingConfig(Group, path="data.upsampling"):
+class UpsamplingConfig(Group):
     """Up-sampling of long documents within each source (§3.3 of the paper, arXiv 2402.10171)."""
 
     longer_than_tokens: affects.Training[Positive[int] | None] = None
@@ -41,7 +41,7 @@ class UpsamplingConfig(Group, path="data.upsampling"):
     """Share of a source's tokens that come from long documents. A source with a larger share is not changed."""
 
 
-class SyntheticConfig(Group, path="data.synthetic"):
+class SyntheticConfig(Group):
     """Settings of the synthetic tasks, which data paths such as "synthetic:mqar" select."""
 
     vocab_size: affects.Training[AxisLength] = 8192
@@ -60,7 +60,6 @@ class SyntheticConfig(Group, path="data.synthetic"):
     """Random seed of the examples, below 2**32."""
 
     def __post_init__(self):
-        super().__post_init__()
         if self.pairs > self.vocab_size // 2 - 1:
             raise UserError(
                 f"data.synthetic.vocab_size={self.vocab_size} has no {self.pairs} different keys in its lower half; "
@@ -68,7 +67,7 @@ class SyntheticConfig(Group, path="data.synthetic"):
             )
 
 
-class DataConfig(Group, path="data"):
+class DataConfig(Group):
     """Training data, and the packing of documents into rows."""
 
     path: flag.Bucket[flag.Process[flag.Location[affects.Training[str | None]]]] = None
@@ -112,7 +111,6 @@ class DataConfig(Group, path="data"):
     """Size limit of the parts of stores in buckets, in MiB."""
 
     def __post_init__(self):
-        super().__post_init__()
         if self.sources and self.path is not None:
             raise UserError(f"data.path={self.path!r} and data.sources are both set; set data.path to None")
         names = [source.name for source in self.sources]

@@ -41,7 +41,7 @@ class NeedleCaseConfig(Group):
     """Number of needles that the prompt asks for."""
 
 
-class NeedleConfig(Group, path="eval.needle"):
+class NeedleConfig(Group):
     """Settings of suite `needle`: retrieval of magic numbers of cities from a long text (§3.4 of the paper)."""
 
     cases: affects.Evaluation[NonEmptyUnique[tuple[NeedleCaseConfig, ...]]] = tuple(
@@ -63,7 +63,6 @@ class NeedleConfig(Group, path="eval.needle"):
     """Random seed of cities, numbers, positions and haystacks, below 2**32."""
 
     def __post_init__(self):
-        super().__post_init__()
         for i, case in enumerate(self.cases):
             if not 1 <= case.queries <= case.needles:
                 raise UserError(
@@ -90,7 +89,7 @@ class IclTaskConfig(Group):
     """Word that precedes the label in a prompt, such as "Type"."""
 
 
-class IclConfig(Group, path="eval.icl"):
+class IclConfig(Group):
     """Settings of suite `icl`: classification from demonstrations in the prompt (§3.5 of the paper)."""
 
     tasks: affects.Evaluation[tuple[IclTaskConfig, ...]] = ()
@@ -108,7 +107,6 @@ class IclConfig(Group, path="eval.icl"):
     """Random seed of demonstrations, questions and permutations, below 2**32."""
 
     def __post_init__(self):
-        super().__post_init__()
         require_distinct_names("eval.icl.tasks", [task.name for task in self.tasks])
 
 
@@ -131,7 +129,7 @@ class HallucinationSetConfig(Group):
     """Largest number of tokens in an answer."""
 
 
-class HallucinationConfig(Group, path="eval.hallucination"):
+class HallucinationConfig(Group):
     """Settings of suite `hallucination`: answers about a document in the prompt (§3.6 and Table 4 of the paper)."""
 
     sets: affects.Evaluation[tuple[HallucinationSetConfig, ...]] = ()
@@ -155,7 +153,6 @@ class HallucinationConfig(Group, path="eval.hallucination"):
     """Random seed of the samples, below 2**32."""
 
     def __post_init__(self):
-        super().__post_init__()
         require_distinct_names("eval.hallucination.sets", [one.name for one in self.sets])
         for one in self.sets:
             where = f"eval.hallucination.sets, {one.name}"
@@ -172,7 +169,7 @@ class HallucinationConfig(Group, path="eval.hallucination"):
             raise UserError("eval.hallucination.judge_model='': name a model, or write none for the offline judge")
 
 
-class JudgeConfig(Group, path="eval.judge"):
+class JudgeConfig(Group):
     """Access to the model `eval.hallucination.judge_model`. Of these fields, stored results depend on `base_url`."""
 
     base_url: affects.Evaluation[str] = "https://api.openai.com/v1"
@@ -197,7 +194,6 @@ class JudgeConfig(Group, path="eval.judge"):
     """Price of generated tokens. None: no cost is printed."""
 
     def __post_init__(self):
-        super().__post_init__()
         if (self.usd_per_million_tokens_in is None) != (self.usd_per_million_tokens_out is None):
             raise UserError(
                 "eval.judge.usd_per_million_tokens_in and usd_per_million_tokens_out belong together; set both or none"
@@ -215,7 +211,7 @@ class JudgeConfig(Group, path="eval.judge"):
             )
 
 
-class AttentionConfig(Group, path="eval.attention"):
+class AttentionConfig(Group):
     """Settings of suite `attention`: attention weights of the last token of needle prompts (Table 3 of the paper).
 
     The suite uses `depths`, `haystack`, `new_tokens` and `seed` of `eval.needle`.
@@ -237,12 +233,11 @@ class AttentionConfig(Group, path="eval.attention"):
     """Number of rows in the drawn attention map, which are the last tokens of one prompt."""
 
     def __post_init__(self):
-        super().__post_init__()
         if not 1 <= self.queries <= self.needles:
             raise UserError(f"eval.attention.queries={self.queries} must lie in 1 … needles={self.needles}")
 
 
-class OutliersConfig(Group, path="eval.outliers"):
+class OutliersConfig(Group):
     """Settings of suite `outliers`: magnitudes of attention logits and hidden states (Table 5 of the paper)."""
 
     tokens: affects.Evaluation[Positive[int]] = 400_000
@@ -251,7 +246,7 @@ class OutliersConfig(Group, path="eval.outliers"):
     """Ranks of the magnitudes to report. Rank 1 is the largest."""
 
 
-class QuantizeConfig(Group, path="eval.quantize"):
+class QuantizeConfig(Group):
     """Settings of suite `quantize`: other suites with quantised attention (Figure 8 of the paper)."""
 
     bits: affects.Evaluation[NonEmptyUnique[tuple[Bits, ...]]] = (16, 8, 6, 4)
@@ -265,12 +260,11 @@ class QuantizeConfig(Group, path="eval.quantize"):
     """Suites to run with quantised attention."""
 
     def __post_init__(self):
-        super().__post_init__()
         if self.rounded == "operands" and (wrong := [bits for bits in self.bits if bits not in (4, 8, 16)]):
             raise UserError(f"eval.quantize.bits={wrong[0]}: queries, keys and values can be rounded to 4 or 8 bits")
 
 
-class CacheSuiteConfig(Group, path="eval.cache"):
+class CacheSuiteConfig(Group):
     """Settings of suite `cache`: other suites with a compressed key/value cache."""
 
     bits: affects.Evaluation[Unique[tuple[FewBits, ...]]] = (8, 4)
@@ -285,7 +279,7 @@ class CacheSuiteConfig(Group, path="eval.cache"):
     """Suites to run with each cache."""
 
 
-class TestConfig(Group, path="eval.test"):
+class TestConfig(Group):
     """Settings of suite `test`: other suites on a test text."""
 
     path: flag.Input[flag.Bucket[affects.Evaluation[str | None]]] = None
@@ -294,7 +288,7 @@ class TestConfig(Group, path="eval.test"):
     """Suites to run on the test text: "loss", "recall" or "position"."""
 
 
-class GradientsConfig(Group, path="eval.gradients"):
+class GradientsConfig(Group):
     """Settings of suite `gradients`: gradient norms of each matrix and layer (Appendix F of the paper)."""
 
     tokens: affects.Evaluation[Positive[int]] = 65_536
@@ -305,7 +299,7 @@ class GradientsConfig(Group, path="eval.gradients"):
     equal size, and vice versa. All have `model.zero_init_output` = False and the same seed."""
 
 
-class HarnessConfig(Group, path="eval.harness"):
+class HarnessConfig(Group):
     """Settings of suite `harness`: tasks of EleutherAI's lm-eval (Tables 1 and 8). Requires the extra "eval"."""
 
     tasks: affects.Evaluation[NonEmptyUnique[tuple[str, ...]]] = HARNESS_TASKS
@@ -342,7 +336,7 @@ class MathTaskConfig(Group):
     """Format of the file with the demonstrations. null: the value of `format`."""
 
 
-class MathConfig(Group, path="eval.math"):
+class MathConfig(Group):
     """Settings of suite `math`: word problems (Appendix C of the paper's ICLR version). Requires the extra "eval"."""
 
     tasks: affects.Evaluation[tuple[MathTaskConfig, ...]] = ()
@@ -362,7 +356,6 @@ class MathConfig(Group, path="eval.math"):
     """Random seed of demonstrations, questions and samples, below 2**32."""
 
     def __post_init__(self):
-        super().__post_init__()
         require_distinct_names("eval.math.tasks", [task.name for task in self.tasks])
         for task in self.tasks:
             if self.shots and task.train is None:
@@ -372,7 +365,7 @@ class MathConfig(Group, path="eval.math"):
                 )
 
 
-class EvalConfig(Extensible, path="eval", effect=Effect.EVALUATION):
+class EvalConfig(Extensible, effect=Effect.EVALUATION):
     """Evaluation during training, and the settings of all suites."""
 
     every_steps: affects.Nothing[Positive[int]] = 1000

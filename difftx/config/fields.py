@@ -1,4 +1,4 @@
-"""Base classes of the config groups, and the types, rules and defaults of their fields.
+"""Base classes of the config groups, and the types and rules of their fields.
 
 Each config field is declared once, as a field of a dataclass with a type and a default, followed by a string with its
 meaning and unit. The type also states what a change of the field affects (`Effect`), and further facts that other code
@@ -10,21 +10,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    NamedTuple,
-    TypeVar,
-    Union,
-    dataclass_transform,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
-
-from ml_collections import ConfigDict
-from ml_collections.config_dict import placeholder
+from typing import Annotated, Any, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 from difftx.config import affects
 from difftx.config.affects import Effect
@@ -61,45 +47,19 @@ UnitHalfOpen = Annotated[float, Rule(lambda value: 0 <= value < 1, " must be at 
 UnitOpen = Annotated[float, Rule(lambda value: 0 < value < 1, " must lie between 0 and 1")]
 
 
-def check_rules(field: str, value: Any, annotation: Any) -> None:
-    """Raise `UserError` if a value, or an entry of a list, breaks a rule of its type. None is always valid."""
-    if value is None:
-        return
-    for kind in options(annotation):
-        if get_origin(kind) is Annotated:
-            for rule in kind.__metadata__:
-                if isinstance(rule, Rule) and not rule.holds(value):
-                    raise UserError(f"{field}={value}{rule.message}")
-            check_rules(field, value, kind.__origin__)
-        elif get_origin(kind) is tuple:
-            for entry in value:
-                check_rules(field, entry, get_args(kind)[0])
-
-
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Group:
-    """Base class of config groups. Each subclass becomes a frozen dataclass that checks the values of its fields."""
+    """Base class of config groups, which become frozen dataclasses. `difftx/config/build.py` checks their values.
 
-    _path = ""
-    _alternatives = types.MappingProxyType[str, str]({})
+    A group's `__post_init__` checks its fields against each other.
+    """
 
-    def __init_subclass__(cls, path: str = "", alternatives: Mapping[str, str] = types.MappingProxyType({})):
-        cls._path = path  # Path of the group in the config, such as "eval.needle", for error messages.
-        # Pairs of fields of which exactly one has a value. Setting one sets the other to None (`alternative_of`).
-        cls._alternatives = types.MappingProxyType({**alternatives, **{b: a for a, b in alternatives.items()}})
+    def __init_subclass__(cls):
         for name, annotation in inspect.get_annotations(cls).items():
             stated = [mark for mark in getattr(annotation, "__metadata__", ()) if isinstance(mark, Effect)]
             if len(stated) != 1 and not dataclasses.is_dataclass(annotation):
                 raise TypeError(f"{cls.__name__}.{name}: state what a change of it affects, as in affects.Training[…]")
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-
-    def __post_init__(self):
-        for name, annotation in _declared_types(type(self), with_rules=True).items():
-            check_rules(f"{self._path}.{name}", getattr(self, name), annotation)
-        for name, other in self._alternatives.items():
-            if (getattr(self, name) is None) == (getattr(self, other) is None):
-                pair = f"{self._path}.{name}={getattr(self, name)}, {self._path}.{other}={getattr(self, other)}"
-                raise UserError(f"{pair}: exactly one of them must have a value; set the other to None")
 
 
 class Extensible(Group):
@@ -112,9 +72,9 @@ class Extensible(Group):
     """Name and value of each added group. This attribute is not a config field."""
     _effect = Effect.TRAINING
 
-    def __init_subclass__(cls, path: str = "", *, effect: Effect, **options: Any):
+    def __init_subclass__(cls, *, effect: Effect):
         cls._effect = effect
-        super().__init_subclass__(path, **options)
+        super().__init_subclass__()
 
     def __getattr__(self, name: str) -> Any:
         for added, value in object.__getattribute__(self, "extensions"):
@@ -135,7 +95,7 @@ def add_group(parent: type[Extensible], name: str, group: type) -> None:
     if missing := [field.name for field in dataclasses.fields(group) if field.default is dataclasses.MISSING]:
         raise UserError(f"{group.__name__}.{missing[0]} has no default; give every field a default")
     _added.setdefault(parent, {})[name] = group
-    record(GROUP, f"{parent._path}.{name}")
+    record(GROUP, f"{parent.__name__}.{name}")
 
 
 def added_groups(parent: type) -> Mapping[str, type]:
@@ -149,20 +109,32 @@ def types_of(group: type) -> dict[str, Any]:
 
 
 @functools.cache  # Evaluating 200 annotations takes longer than the rest of reading a config.
-def _declared_types(group: type, with_rules: bool = False) -> dict[str, Any]:
-    hints = get_type_hints(group, include_extras=with_rules)
+def _declared_types(group: type) -> dict[str, Any]:
+    hints = get_type_hints(group, include_extras=True)
     return {name: kind for name, kind in hints.items() if name != "extensions"}
 
 
 @functools.cache
-def marks_of(group: type[Group]) -> Mapping[str, frozenset[Effect | Flag]]:
-    """Return the effect and the flags of each field of a group, without the groups in it."""
-    hints = _declared_types(group, with_rules=True)
-    return {
-        name: frozenset(mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Effect | Flag))
-        for name, hint in hints.items()
-        if not dataclasses.is_dataclass(hint)
-    }
+def options(annotation: Any) -> dict[Any, tuple[Rule, ...]]:
+    """Return the types that a value of a field may have, such as `int` and `NoneType`, each with its rules."""
+    if get_origin(annotation) is Annotated:
+        outer = tuple(rule for rule in annotation.__metadata__ if isinstance(rule, Rule))
+        return {kind: rules + outer for kind, rules in options(annotation.__origin__).items()}
+    if get_origin(annotation) in (Union, types.UnionType):
+        return {kind: rules for member in get_args(annotation) for kind, rules in options(member).items()}
+    return {annotation: ()}
+
+
+def entry_type(annotation: Any) -> type | None:
+    """Return the dataclass of the list entries if the annotation is a list of groups, else None."""
+    kind = next(iter(options(annotation)))
+    item = get_args(kind)[0] if get_origin(kind) is tuple else None
+    return item if dataclasses.is_dataclass(item) and isinstance(item, type) else None
+
+
+def marks_of(annotation: Any) -> frozenset[Effect | Flag]:
+    """Return the effect and the flags of a field, given its annotation."""
+    return frozenset(mark for mark in getattr(annotation, "__metadata__", ()) if isinstance(mark, Effect | Flag))
 
 
 def marks(group: type, path: str = "") -> Iterator[tuple[str, frozenset[Effect | Flag]]]:
@@ -171,14 +143,14 @@ def marks(group: type, path: str = "") -> Iterator[tuple[str, frozenset[Effect |
     Fields of the entries of a list have names such as "data.sources.path".
     """
     prefix = f"{path}." if path else ""
-    yield from ((prefix + name, of_field) for name, of_field in marks_of(group).items())
     for name, kind in types_of(group).items():
         if name in added_groups(group):
             assert issubclass(group, Extensible)
-            yield from (
-                (f"{prefix}{name}.{field.name}", frozenset({group._effect})) for field in dataclasses.fields(kind)
-            )
-        elif inner := kind if dataclasses.is_dataclass(kind) else entry_type(kind):
+            yield from ((f"{prefix}{name}.{f.name}", frozenset({group._effect})) for f in dataclasses.fields(kind))
+            continue
+        if not dataclasses.is_dataclass(kind):
+            yield prefix + name, marks_of(kind)
+        if inner := kind if dataclasses.is_dataclass(kind) else entry_type(kind):
             yield from marks(inner, prefix + name)
 
 
@@ -187,15 +159,11 @@ def fields_with(group: type, *any_of: Effect | Flag) -> list[str]:
     return [name for name, of_field in marks(group) if not of_field.isdisjoint(any_of)]
 
 
-def alternative_of(group: Any, name: str) -> str | None:
-    """Return the field that becomes None when the field `name` of a group is set to another value than None."""
-    return getattr(group, "_alternatives", {}).get(name)
-
-
 def without(group: type, values: Mapping[str, Any], mark: Effect | Flag) -> dict[str, Any]:
     """Return the values of a group, as `values_of` returns them, without the fields that have a mark."""
-    kept = {name: value for name, value in values.items() if mark not in marks_of(group).get(name, ())}
-    for name, kind in types_of(group).items():
+    hints = types_of(group)
+    kept = {name: value for name, value in values.items() if mark not in marks_of(hints.get(name))}
+    for name, kind in hints.items():
         if dataclasses.is_dataclass(kind):
             kept[name] = without(kind, kept[name], mark)
         elif name in kept and (entry := entry_type(kind)):
@@ -221,77 +189,3 @@ def plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return values_of(value)
     return tuple(map(plain, value)) if isinstance(value, tuple) else value
-
-
-def options(annotation: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or the annotation itself."""
-    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
-
-
-def entry_type(annotation: Any) -> type | None:
-    """Return the dataclass of the list entries if the annotation is a list of groups, else None."""
-    item = get_args(annotation)[0] if get_origin(annotation) is tuple else None
-    return item if dataclasses.is_dataclass(item) and isinstance(item, type) else None
-
-
-def describe_type(annotation: Any) -> str:
-    """Describe an annotation in words, such as "an integer or None"."""
-    names = []
-    for option in options(annotation):
-        if get_origin(option) is Literal:
-            names.append("one of " + ", ".join(repr(value) for value in get_args(option)))
-        elif get_origin(option) is tuple:
-            names.append("a list of " + _describe_entries(get_args(option)[0]))
-        elif dataclasses.is_dataclass(option):
-            names.append("a group of fields")
-        else:
-            words = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "None"}
-            names.append(words[option])
-    return " or ".join(names)
-
-
-def _describe_entries(annotation: Any) -> str:
-    """Describe the entries of a list in words, such as "integers"."""
-    if get_origin(annotation) is Literal:
-        return ", ".join(repr(value) for value in get_args(annotation))
-    words = {int: "integers", float: "numbers", str: "texts"}
-    return words.get(annotation) or getattr(annotation, "__name__", "values")
-
-
-class Matched(NamedTuple):
-    """The Transformer with which a recipe has matched its model."""
-
-    num_heads: int
-    num_kv_heads: int | None
-    mlp_dim: int
-    matched_num_kv_heads: int | None  # The model's `num_kv_heads` and `mlp_dim` after matching.
-    matched_mlp_dim: int
-
-
-class GroupValues(ConfigDict):
-    """The values of a group that a recipe edits. Of two alternative fields, the one that is set last applies."""
-
-    # None until `defaults_of` has set all defaults, so that a default does not set its alternative to None.
-    _group: type | None = None
-    matched: "Matched | None" = None  # Set by `match` of difftx/model/matching.py. It is not a field.
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(key, value)
-        if value is not None and (other := alternative_of(self._group, key)):
-            super().__setitem__(other, None)
-
-
-def defaults_of(group: type) -> ConfigDict:
-    """Return the defaults of a group as a `ConfigDict`, which checks the types of assigned values."""
-    values = GroupValues()
-    defaults = {field.name: field.default for field in dataclasses.fields(group)}
-    for name, annotation in types_of(group).items():
-        if dataclasses.is_dataclass(annotation):
-            values[name] = defaults_of(annotation)  # pyrefly: ignore[bad-argument-type]
-        elif defaults[name] is None:
-            # A plain None would accept a value of any type.
-            values[name] = placeholder(next(kind for kind in options(annotation) if kind is not type(None)))
-        else:
-            values[name] = plain(defaults[name])
-    object.__setattr__(values, "_group", group)  # `ConfigDict` would make it a field.
-    return values

@@ -35,7 +35,7 @@ def default_specific_fields() -> dict[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(ModelConfig) if field.name in specific}
 
 
-class CacheConfig(Group, path="model.cache"):
+class CacheConfig(Group):
     """The key/value cache of generation and of scores of continuations. The suite `cache` sets these fields. A
     compressed cache also serves the losses of validation rows, except with `data.document_mask`."""
 
@@ -52,7 +52,6 @@ class CacheConfig(Group, path="model.cache"):
     32. They attend to each other before they are compressed."""
 
     def __post_init__(self):
-        super().__post_init__()
         if self.tokens is not None and self.tokens < 2 * self.chunk_tokens:
             raise UserError(
                 f"model.cache.tokens={self.tokens} is less than twice model.cache.chunk_tokens={self.chunk_tokens}; "
@@ -65,7 +64,7 @@ class CacheConfig(Group, path="model.cache"):
         return self.bits is not None or self.tokens is not None
 
 
-class RopeScalingConfig(Group, path="model.rope_scaling"):
+class RopeScalingConfig(Group):
     """Rotary frequencies for a longer context than in pre-training, as in Llama 3.1 (arXiv 2407.21783)."""
 
     factor: affects.Function[Positive[float]] = 1.0
@@ -78,7 +77,6 @@ class RopeScalingConfig(Group, path="model.rope_scaling"):
     """Length of the original context in tokens."""
 
     def __post_init__(self):
-        super().__post_init__()
         if self.high_freq_factor <= self.low_freq_factor:
             raise UserError(
                 f"model.rope_scaling.high_freq_factor={self.high_freq_factor} must exceed low_freq_factor="
@@ -86,7 +84,18 @@ class RopeScalingConfig(Group, path="model.rope_scaling"):
             )
 
 
-class ModelConfig(Extensible, path="model", effect=Effect.FUNCTION):
+class MatchedConfig(Group):
+    """The Transformer that a recipe has made the model equal in size (`match` in `difftx/model/matching.py`)."""
+
+    num_heads: flag.Decoder[affects.Nothing[Positive[int] | None]] = None
+    """Its `num_heads`. None: the model is not matched with a Transformer."""
+    num_kv_heads: flag.Decoder[affects.Nothing[Positive[int] | None]] = None
+    """Its `num_kv_heads`."""
+    mlp_dim: flag.Decoder[affects.Nothing[Positive[int] | None]] = None
+    """Its `mlp_dim`."""
+
+
+class ModelConfig(Extensible, effect=Effect.FUNCTION):
     """The decoder. The defaults are the paper's 1.4B differential model (arXiv 2410.05258, Tables 6 and 10)."""
 
     architecture: flag.Decoder[affects.Function[str]] = "diff"
@@ -207,9 +216,10 @@ class ModelConfig(Extensible, path="model", effect=Effect.FUNCTION):
     this field."""
     cache: CacheConfig
     """The key/value cache."""
+    matched: MatchedConfig
+    """The Transformer of equal size."""
 
     def __post_init__(self):
-        super().__post_init__()
         self._check_windows()
         base = {f"mup_base_{name}": getattr(self, f"mup_base_{name}") for name in ("width", "layers", "head_dim")}
         missing = [name for name, value in base.items() if value is None]

@@ -14,8 +14,7 @@ from ml_collections import ConfigDict
 from ml_collections.config_dict import RequiredValueError
 
 from difftx.config import Config
-from difftx.config.build import apply_overrides, config_from_dict, override
-from difftx.config.fields import Matched, defaults_of
+from difftx.config.build import apply_overrides, config_from_dict, defaults_of, override
 from difftx.errors import UserError, did_you_mean
 from difftx.json_files import read_json
 from difftx.registry import import_file, one_line_errors
@@ -37,7 +36,12 @@ def load_config(spec: str, overrides: Mapping[str, str]) -> Config:
     if is_json(spec):
         content = Path(spec).read_bytes() if spec.startswith("/dev/") else None  # A pipe can be read only once.
         return override(config_from_dict(read_json(path_of("--config", spec), content)), overrides)
-    values = _values_of(spec)
+    path, argument = split_spec(spec)
+    module = _import_recipe(path)
+    with one_line_errors(module):
+        values = module.get_config(argument) if argument else module.get_config()
+        if not isinstance(values, ConfigDict):
+            raise TypeError(f"get_config returned {type(values).__name__}, not a ConfigDict")
     with values.unlocked():
         apply_overrides(values, overrides)
     try:
@@ -52,21 +56,6 @@ def split_spec(spec: str) -> tuple[str, str]:
     # An argument may be the path of a file too, if the recipe is one of difftx.
     recipe = file[1] if file and (Path(file[1]).is_file() or first not in recipe_names()) else first
     return recipe, spec[len(recipe) + 1 :]
-
-
-def matched_by(spec: str) -> Matched | None:
-    """Return the Transformer with which the recipe has matched its model, or None if it has matched it with none."""
-    return None if is_json(spec) else getattr(_values_of(spec), "matched", None)
-
-
-def _values_of(spec: str) -> ConfigDict:
-    path, argument = split_spec(spec)
-    module = _import_recipe(path)
-    with one_line_errors(module):
-        values = module.get_config(argument) if argument else module.get_config()
-        if not isinstance(values, ConfigDict):
-            raise TypeError(f"get_config returned {type(values).__name__}, not a ConfigDict")
-    return values
 
 
 def argument_of(path: str) -> str | None:

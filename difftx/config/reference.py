@@ -9,7 +9,8 @@ import inspect
 import textwrap
 
 from difftx.config import Config
-from difftx.config.fields import describe_type, entry_type, plain, types_of
+from difftx.config.build import describe_type
+from difftx.config.fields import entry_type, plain, types_of
 
 HEADER = """# Config fields
 

@@ -17,10 +17,17 @@ from difftx.config.fields import (
 )
 from difftx.errors import UserError
 
+Steps = Annotated[
+    int | float,
+    Rule(
+        lambda steps: 0 <= steps < 1 or (type(steps) is int and steps > 0),
+        ": write a number of steps, or a share of train.steps from 0 to less than 1",
+    ),
+]
 DevicesAlongAxis = Annotated[int, Rule(lambda size: size == -1 or size > 0, " must be positive")]
 
 
-class MuonConfig(Group, path="optimizer.muon"):
+class MuonConfig(Group):
     """Settings of optimizer muon."""
 
     momentum: affects.Training[UnitHalfOpen] = 0.95
@@ -32,12 +39,7 @@ class MuonConfig(Group, path="optimizer.muon"):
     has its own matrix (arXiv 2602.15763 and 2607.24653)."""
 
 
-class OptimizerConfig(
-    Extensible,
-    path="optimizer",
-    effect=Effect.TRAINING,
-    alternatives={"warmup_steps": "warmup_fraction", "decay_steps": "decay_fraction"},
-):
+class OptimizerConfig(Extensible, effect=Effect.TRAINING):
     """The optimizer. Weight decay applies to projections and embeddings, but not to vectors such as gains of norms."""
 
     name: affects.Training[str] = "adamw"
@@ -50,15 +52,11 @@ class OptimizerConfig(
     """Peak learning rate, reached at the end of the warm-up."""
     final_learning_rate: flag.Branch[affects.Training[NotNegative[float]]] = 0.0
     """Learning rate after the last step, at the end of the decay."""
-    warmup_steps: flag.Branch[affects.Training[NotNegative[int] | None]] = 375
-    """Number of steps of the linear warm-up from zero. Setting it sets `warmup_fraction` to None."""
-    warmup_fraction: flag.Branch[affects.Training[UnitHalfOpen | None]] = None
-    """Share of the steps of the run that are warm-up. Setting it sets `warmup_steps` to None."""
-    decay_steps: flag.Branch[affects.Training[Positive[int] | None]] = None
-    """Number of steps of the decay of schedule "wsd". Setting it sets `decay_fraction` to None."""
-    decay_fraction: flag.Branch[affects.Training[UnitOpen | None]] = 0.2
-    """Share of the steps of the run that are the decay of schedule "wsd" (20 %: arXiv 2405.18392). Setting it sets
-    `decay_steps` to None."""
+    warmup_steps: flag.Branch[affects.Training[Steps]] = 375
+    """Length of the linear warm-up from zero: a number of steps, or a share of `train.steps` below 1, such as 0.5."""
+    decay_steps: flag.Branch[affects.Training[Positive[Steps]]] = 0.2
+    """Length of the decay of schedule "wsd": a number of steps, or a share of `train.steps` below 1 (20 %: arXiv
+    2405.18392)."""
     decay_shape: flag.Branch[affects.Training[Literal["sqrt", "linear"]]] = "sqrt"
     """Fall of the learning rate over the decay of schedule "wsd", from t = 0 to 1. "sqrt": as 1 - √t, the best shape of
     arXiv 2405.18392. "linear": as 1 - t."""
@@ -81,7 +79,6 @@ class OptimizerConfig(
     """Largest global norm of the gradient. None: no clipping. The paper does not state a value."""
 
     def __post_init__(self):
-        super().__post_init__()
         if self.final_learning_rate > self.learning_rate:
             raise UserError(
                 f"optimizer.final_learning_rate={self.final_learning_rate} exceeds optimizer.learning_rate="
@@ -89,7 +86,7 @@ class OptimizerConfig(
             )
 
 
-class TrainConfig(Group, path="train"):
+class TrainConfig(Group):
     """Length of training, and size of each update."""
 
     steps: flag.Resume[affects.Training[AxisLength]] = 40_000
@@ -115,7 +112,7 @@ class TrainConfig(Group, path="train"):
     other commands, or JAX_COMPILATION_CACHE_DIR if it is set; "off": none."""
 
 
-class MeshConfig(Group, path="mesh"):
+class MeshConfig(Group):
     """Number of devices along each axis of the mesh. One axis may be -1, which takes all remaining devices."""
 
     data: flag.Preset[flag.Kernel[affects.Rounding[DevicesAlongAxis]]] = 1
@@ -136,13 +133,12 @@ class MeshConfig(Group, path="mesh"):
     """Whether `difftx/parallel/presets.py` selects mesh, remat and accumulation for the device and the model size."""
 
     def __post_init__(self):
-        super().__post_init__()
         sizes = {axis: getattr(self, axis) for axis in ("data", "fsdp", "context", "tensor")}
         if list(sizes.values()).count(-1) > 1:
             raise UserError(f"mesh={sizes}: only one axis can be -1, which takes all remaining devices")
 
 
-class MultihostConfig(Group, path="multihost"):
+class MultihostConfig(Group):
     """Time limits, in seconds, for training with several processes (docs/operations.md)."""
 
     initialization_timeout_seconds: affects.Nothing[Positive[int]] = 1800
@@ -163,7 +159,7 @@ class MultihostConfig(Group, path="multihost"):
     progress."""
 
 
-class GuardsConfig(Group, path="guards"):
+class GuardsConfig(Group):
     """Detection of bad steps and the reaction to them.
 
     A step is bad if its loss is a spike, or if its update was skipped because the loss or the gradient was not finite.
@@ -187,7 +183,7 @@ class GuardsConfig(Group, path="guards"):
     """Number of spikes among consecutive bad steps that triggers `on_bad_steps`."""
 
 
-class CheckpointConfig(Group, path="checkpoint"):
+class CheckpointConfig(Group):
     """Writing, retention and verification of checkpoints."""
 
     every_steps: affects.Nothing[Positive[int]] = 1000
@@ -216,7 +212,6 @@ class CheckpointConfig(Group, path="checkpoint"):
     optimizer state, step and position in the data, and possibly another learning-rate schedule. None: no branch."""
 
     def __post_init__(self):
-        super().__post_init__()
         if (exports := self.export_every_steps) is not None and exports % self.every_steps:
             raise UserError(
                 f"checkpoint.export_every_steps={exports} must be a multiple of checkpoint.every_steps="
@@ -231,7 +226,7 @@ class CheckpointConfig(Group, path="checkpoint"):
             )
 
 
-class LoggingConfig(Group, path="logging"):
+class LoggingConfig(Group):
     """Destinations and frequency of training metrics."""
 
     every_steps: affects.Nothing[Positive[int]] = 10
@@ -245,7 +240,6 @@ class LoggingConfig(Group, path="logging"):
     xprof and Perfetto. Empty: no trace."""
 
     def __post_init__(self):
-        super().__post_init__()
         if self.profile_steps and (len(self.profile_steps) != 2 or min(self.profile_steps) < 1):
             raise UserError(
                 f"logging.profile_steps={self.profile_steps}: write the first step, from 1, and the number of steps, "

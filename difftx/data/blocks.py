@@ -16,16 +16,13 @@ import sys
 import time
 from collections.abc import Buffer, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
 
 from difftx.errors import UserError
 from difftx.storage import objects
-
-if TYPE_CHECKING:
-    from etils import epath
+from difftx.storage.paths import BucketPath
 
 BLOCK_BYTES = 2**14
 REQUEST_BLOCKS = 512  # Most blocks of one request.
@@ -108,7 +105,7 @@ class BlockCache:
 class CachedObject:
     """An object of a known size and of blocks with known hashes, read through a cache."""
 
-    def __init__(self, path: "epath.Path", size: int, hashes: np.ndarray, *, cache: BlockCache, slot: int):
+    def __init__(self, path: BucketPath, size: int, hashes: np.ndarray, *, cache: BlockCache, slot: int):
         """Take the hash of each block, uint64, and the slot of the first block."""
         self._path, self._size, self._hashes, self._cache, self._slot = path, size, hashes, cache, slot
 

@@ -11,15 +11,12 @@ import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from difftx.errors import UserError, did_you_mean, read_error
 from difftx.files import open_file
 from difftx.storage import objects
-from difftx.storage.paths import AnyPath
-
-if TYPE_CHECKING:
-    from etils import epath
+from difftx.storage.paths import AnyPath, BucketPath
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -43,7 +40,7 @@ def open_stream(file: AnyPath, stored: BinaryIO | None = None) -> BinaryIO:
     return cast(BinaryIO, opener(stored or (file if isinstance(file, Path) else open_file(file)), "rb"))
 
 
-def bucket_files(pattern: "epath.Path") -> "dict[epath.Path, objects.Description]":
+def bucket_files(pattern: BucketPath) -> dict[BucketPath, objects.Description]:
     """Return the description of each object that a path, folder or glob names, sorted by path.
 
     As on local disks, wildcards match no "/" except for "**", and leave out names that begin with a dot, as folders do.

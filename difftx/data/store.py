@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
@@ -26,10 +26,7 @@ from difftx.errors import RunError, UserError
 from difftx.files import read_file, sha256_of, size_of, write_atomically
 from difftx.json_files import read_json, schema_error, with_sha256, without_sha256
 from difftx.storage import objects
-from difftx.storage.paths import AnyPath, is_bucket, path_of
-
-if TYPE_CHECKING:
-    from etils import epath
+from difftx.storage.paths import AnyPath, BucketPath, is_bucket, path_of
 
 META = "meta.json"
 FORMAT = 1
@@ -158,17 +155,17 @@ class BucketStore(ShardedStore):
 
     threads = objects.CONCURRENT
 
-    def __init__(self, folder: "epath.Path", meta: dict[str, Any], split: str, cache: BlockCache):
+    def __init__(self, folder: BucketPath, meta: dict[str, Any], split: str, cache: BlockCache):
         super().__init__(folder, meta, split)
         self._sha256 = [shard["sha256"] for shard in meta["splits"][split]["shards"]]
         slot, self._objects = int(self.fingerprint[:8], 16), []
         sizes = [(stop - start) * self.dtype.itemsize for start, stop in itertools.pairwise(self._starts)]
         for file, size, hashes in zip(self._files, sizes, self._arrays("blocks"), strict=True):
-            self._objects.append(CachedObject(cast("epath.Path", file), size, hashes, cache=cache, slot=slot))
+            self._objects.append(CachedObject(cast(BucketPath, file), size, hashes, cache=cache, slot=slot))
             slot += block_count(size)
 
     def _arrays(self, kind: str) -> Iterator[np.ndarray]:
-        paths = cast("list[epath.Path]", [file.with_suffix(f".{kind}") for file in self._files])
+        paths = cast(list[BucketPath], [file.with_suffix(f".{kind}") for file in self._files])
         for path, sha256, found in zip(paths, self._sha256, objects.read_all(paths), strict=True):
             yield np.frombuffer(_verified(path, sha256[kind], found), "<u8")
 
@@ -177,7 +174,7 @@ class BucketStore(ShardedStore):
         return np.frombuffer(content, self.dtype)
 
 
-def _verified(path: "epath.Path", sha256: str, found: objects.Stored | None) -> bytes:
+def _verified(path: BucketPath, sha256: str, found: objects.Stored | None) -> bytes:
     """Return the content of an object that was read. Read it again while it does not have the SHA-256."""
     for pause in (*objects.REREAD_SECONDS, None):
         if found is not None and hashlib.sha256(found.content).hexdigest() == sha256:

@@ -21,7 +21,8 @@ def with_contents(group: type, values: Mapping[str, Any], fields: Iterable[str])
     """Return the values of some fields of a group, with the contents of files in place of their paths."""
     found = {}
     for name in fields:
-        kind, value, marks = types_of(group)[name], values[name], marks_of(group).get(name, frozenset())
+        kind, value = types_of(group)[name], values[name]
+        marks = marks_of(kind)
         if value is not None and not marks.isdisjoint((Flag.INPUT, Flag.HEADER)):
             value = _content(value, is_large=Flag.HEADER in marks)
         elif dataclasses.is_dataclass(kind):

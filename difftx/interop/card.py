@@ -15,6 +15,7 @@ from difftx.interop.remote_code_config import EAGER, MODELING
 from difftx.interop.tokenizers import GENERATION, has_tokenizer
 from difftx.json_files import read_json
 from difftx.model.abstract import count_parameters
+from difftx.model.architectures import describe_heads
 from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.reading import Checkpoint
 from difftx.training.metrics import read_metrics
@@ -50,9 +51,9 @@ def write_card(
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"
         f"tags: [difftx, {config.model.architecture}]\n---",
         f"# {name}",
-        f"A language model trained with difftx: architecture `{config.model.architecture}`, "
-        f"{count_parameters(config.model).total:,} parameters, step {step:,} of {config.train.steps:,}, "
-        f"{tokens:,} tokens.",
+        f"A language model trained with difftx: architecture `{config.model.architecture}` with "
+        f"{describe_heads(config.model)}, {count_parameters(config.model).total:,} parameters, step {step:,} of "
+        f"{config.train.steps:,}, {tokens:,} tokens.",
         f"{code} {SERVING.get(causal, SERVABLE)}",
         _code("python", load),
         *([] if has_tokenizer(folder) else [NO_TOKENIZER.format(name=config.data.tokenizer)]),

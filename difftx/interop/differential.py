@@ -21,6 +21,7 @@ from jax.sharding import reshard
 
 from difftx.config import Config, ModelConfig
 from difftx.config.fields import Flag, fields_with
+from difftx.config.model import MatchedConfig
 from difftx.data.loader import Batch, ordered_batches
 from difftx.data.sources import Sources
 from difftx.errors import UserError
@@ -99,7 +100,7 @@ def differential_model(transformer: ModelConfig, chosen: ModelConfig) -> ModelCo
                 "number must be even; use zero-branch or dex"
             )
         fields |= heads_from(transformer.d_model, 2, heads // 2, kv_heads // 2, heads_of(transformer).d_head)
-    return dataclasses.replace(transformer, **fields)
+    return dataclasses.replace(transformer, matched=MatchedConfig(), **fields)
 
 
 def differential_params(

@@ -111,7 +111,7 @@ def check_model(format_: ModuleType, model: ModelConfig) -> None:
     for name in (*function_fields(), *added_groups(ModelConfig)):
         if own[name] != others[name]:
             value, kind = getattr(model, name), written.get("attention") or written["architectures"][0]
-            raise UserError(f"model.{name}={value!r} cannot be converted: a {kind} has {getattr(other, name)!r}")
+            raise UserError(f"model.{name}={value!r} cannot be converted: a {kind} would have {getattr(other, name)!r}")
 
 
 def _canonical(model: ModelConfig) -> dict[str, Any]:

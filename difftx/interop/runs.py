@@ -14,7 +14,8 @@ import numpy as np
 from flax import nnx
 
 from difftx.config import Config, ModelConfig
-from difftx.config.build import override
+from difftx.config.build import build_group, override
+from difftx.config.fields import plain, values_of
 from difftx.config.model import default_specific_fields
 from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import Tokenizer
@@ -37,7 +38,7 @@ from difftx.interop.fields import CONFIG, Fields, check_model, config_json
 from difftx.interop.parameters import Format, architectures_of, export_params, import_params
 from difftx.interop.safetensors import read_folder, write_folder
 from difftx.model.abstract import count_parameters
-from difftx.model.architectures import heads_of
+from difftx.model.architectures import describe_heads, heads_of
 from difftx.parallel.mesh import batch_shards, make_mesh
 from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.manifest import WeightsPart
@@ -83,7 +84,8 @@ def import_run(
             overridden = set(overridden) - {*CHANGEABLE}
         if clash := sorted(fields.keys() & overridden):
             raise UserError(f"--config.model.{clash[0]}: {path} determines this field; remove the flag")
-        config = dataclasses.replace(config, model=dataclasses.replace(chosen, **fields))
+        values = values_of(chosen) | {name: plain(value) for name, value in fields.items()} | {"matched": {}}
+        config = dataclasses.replace(config, model=build_group(ModelConfig, values, "model"))
         model = config.model if dex_heads is None else differential_model(config.model, chosen)
         fit(dataclasses.replace(config, model=model))
         arrays = import_params(local, read_folder(local), format_, config.model)
@@ -262,10 +264,8 @@ def check_representable(model: ModelConfig, format_: Format) -> ModuleType:
 
 
 def _describe(model: ModelConfig) -> str:
-    counts = heads_of(model)
-    kv = "" if counts.kv_heads == model.num_heads else f" ({counts.kv_heads} key/value)"
-    heads = f"{model.num_layers} layers, {model.num_heads} heads{kv} of d = {counts.d_head}"
-    return f"{model.architecture}: {heads}, {'tied' if model.tie_embeddings else 'untied'} embeddings"
+    embeddings = f"{'tied' if model.tie_embeddings else 'untied'} embeddings"
+    return f"{model.architecture}: {model.num_layers} layers, {describe_heads(model)}, {embeddings}"
 
 
 def compare_logits(folder: Path, checkpoint: AnyPath, config: Config, part: WeightsPart = "params") -> str:

@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,8 @@ from jax import P
 
 from difftx.files import new_file
 from difftx.storage import objects
+from difftx.storage.paths import BucketPath
 from difftx.storage.reading import BUFFER_BYTES
-
-if TYPE_CHECKING:
-    from etils import epath
 
 REPEATS = 5  # The fastest of these repeats counts, because other work on the machine only slows a repeat down.
 RENAMES = 200  # Renames onto a file that another thread reads.
@@ -89,7 +87,7 @@ def file_speeds(folder: Path) -> dict[str, float]:
         path.unlink(missing_ok=True)
 
 
-def bucket_speeds(folder: "epath.Path") -> dict[str, float]:
+def bucket_speeds(folder: BucketPath) -> dict[str, float]:
     """Return the bytes/s at which an object in `folder` is written and read, and the seconds of a small read."""
     path = folder / f"{objects.PROBE}{uuid.uuid4().hex}"
     content = os.urandom(2**20) * (FILE_BYTES // 2**20)
@@ -105,7 +103,7 @@ def bucket_speeds(folder: "epath.Path") -> dict[str, float]:
         objects.delete([path])
 
 
-def object_speeds(path: "epath.Path", size: int) -> dict[str, float]:
+def object_speeds(path: BucketPath, size: int) -> dict[str, float]:
     """Return the bytes/s at which an object of `size` bytes is read, and the seconds of a small read."""
     size = min(size, FILE_BYTES)
     times = []

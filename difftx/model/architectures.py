@@ -81,6 +81,17 @@ def heads_of(config: ModelConfig) -> Heads:
     )
 
 
+def describe_heads(config: ModelConfig) -> str:
+    """Return the heads in words, such as "8 differential heads = 16 sub-heads of width 128, 4 key/value heads"."""
+    heads, count = heads_of(config), config.num_heads
+    kind = "differential head" if ARCHITECTURES[config.architecture].subtracts else "head"
+    text = f"{count} {kind}{'s' * (count > 1)} = {heads.query_heads} sub-heads"
+    if heads.query_heads == count:
+        text = f"{count} head{'s' * (count > 1)}"
+    shared = f", {heads.kv_heads} key/value head{'s' * (heads.kv_heads > 1)}"
+    return f"{text} of width {heads.d_head}{'' if heads.kv_heads == count else shared}"
+
+
 def check_attention(
     config: ModelConfig,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,

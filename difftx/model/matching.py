@@ -4,7 +4,7 @@ from ml_collections import ConfigDict
 
 from difftx.config import Config, ModelConfig
 from difftx.config.build import build_group
-from difftx.config.fields import Matched, values_of
+from difftx.config.fields import values_of
 from difftx.config.model import default_specific_fields
 from difftx.errors import UserError
 from difftx.model.abstract import count_parameters
@@ -18,9 +18,9 @@ def match(c: ConfigDict, architecture: str, *, heads: int) -> None:
 
     `model.num_kv_heads` is that of the Transformer too. `SelfAttention.configure` sets the heads of the new
     architecture. If its attention has more or fewer weights than the Transformer's, `model.mlp_dim` compensates,
-    because SwiGLU has 3 d_model weights per unit of its width. The config keeps the Transformer for `matching_warning`.
+    because SwiGLU has 3 d_model weights per unit of its width. `model.matched` holds the Transformer.
     """
-    kv_heads, mlp_dim = c.model.num_kv_heads, c.model.mlp_dim
+    c.model.matched.update(num_heads=heads, num_kv_heads=c.model.num_kv_heads, mlp_dim=c.model.mlp_dim)
     c.model.architecture, c.model.num_heads, c.model.head_norm = "transformer", heads, "none"
     expected = _layer_weights(c)
     c.model.architecture = architecture
@@ -28,25 +28,21 @@ def match(c: ConfigDict, architecture: str, *, heads: int) -> None:
     if extra := _layer_weights(c) - expected:
         width = c.model.mlp_dim - extra / (3 * c.model.d_model)
         c.model.mlp_dim = MLP_MULTIPLE * round(width / MLP_MULTIPLE)
-    matched = Matched(heads, kv_heads, mlp_dim, c.model.num_kv_heads, c.model.mlp_dim)
-    object.__setattr__(c, "matched", matched)  # `ConfigDict` would make it a field.
 
 
-def matching_warning(config: Config, matched: Matched | None) -> str | None:
+def matching_warning(config: Config) -> str | None:
     """Return a line on how a model differs from the one that `match` gives, or None if it does not differ.
 
-    `matched` is the Transformer of the recipe. Changes after `match`, such as --config.model.d_model, may have undone
-    the match. A changed `model.mlp_dim` may be that of the Transformer too.
+    Changes after `match`, such as --config.model.d_model, may have undone the match. A changed `model.mlp_dim` may be
+    that of the Transformer too.
     """
-    if matched is None:
+    model = config.model
+    if model.matched.num_heads is None:
         return None
-    model, transformer = config.model, f"a Transformer of {matched.num_heads} heads"
-    is_resized = model.mlp_dim != matched.matched_mlp_dim
+    transformer = f"a Transformer of {model.matched.num_heads} heads"
     try:
-        expected = _matched_model(config, matched, matched.mlp_dim)
-        if _is_equal(model, expected):
-            return None
-        if is_resized and _is_equal(model, expected := _matched_model(config, matched, model.mlp_dim)):
+        expected = _matched_model(config, model.matched.mlp_dim)
+        if _is_equal(model, expected) or _is_equal(model, _matched_model(config, model.mlp_dim)):
             return None
     except UserError as error:
         return f"warning  the model is not matched with {transformer}, because it has none: {error}"
@@ -65,20 +61,24 @@ def matching_warning(config: Config, matched: Matched | None) -> str | None:
     if not flags:  # A field that `match` does not know has added weights, such as `model.output_gate`.
         width = model.mlp_dim - (counts[0] - counts[1]) / (3 * model.d_model * model.num_layers)
         flags = [f"--config.model.mlp_dim={MLP_MULTIPLE * round(width / MLP_MULTIPLE)}"]
-    fix = "set the sizes in a recipe before it calls choose" if is_resized else f"add {' '.join(flags)}"
-    text = "; ".join(differences)
-    return f"warning  the model is not matched with {transformer}: {text}; for an equal comparison, {fix}"
+    return (
+        f"warning  the model is not matched with {transformer}: {'; '.join(differences)}; for an equal comparison, add "
+        f"{' '.join(flags)}, or set the sizes in a recipe before it calls choose"
+    )
 
 
-def _matched_model(config: Config, matched: Matched, mlp_dim: int) -> ModelConfig:
+def _matched_model(config: Config, mlp_dim: int | None) -> ModelConfig:
     """Return the model of the config's architecture that matches a Transformer of its width."""
-    c, architecture, kv_heads = ConfigDict(values_of(config)), config.model.architecture, config.model.num_kv_heads
-    if kv_heads == matched.matched_num_kv_heads:
-        kv_heads = matched.num_kv_heads
-    elif kv_heads is not None:
-        kv_heads *= ARCHITECTURES[architecture].replaced_heads
-    c.model.update({**default_specific_fields(), "num_kv_heads": kv_heads, "mlp_dim": mlp_dim})
-    match(c, architecture, heads=matched.num_heads)
+    model, matched = config.model, config.model.matched
+    assert matched.num_heads is not None
+    replaced, kv_heads = ARCHITECTURES[model.architecture].replaced_heads, model.num_kv_heads
+    c = ConfigDict(values_of(config), type_safe=False)
+    # The Transformer's number of key/value heads, or what a changed number of the model implies for the Transformer.
+    for of_transformer in (matched.num_kv_heads, kv_heads and kv_heads * replaced):
+        c.model.update({**default_specific_fields(), "num_kv_heads": of_transformer, "mlp_dim": mlp_dim})
+        match(c, model.architecture, heads=matched.num_heads)
+        if c.model.num_kv_heads == kv_heads:
+            break
     return build_group(ModelConfig, c.model.to_dict(), "model")
 
 

@@ -1,13 +1,11 @@
-"""Interactive figures drawn with Bokeh, from `LineChart` and `Heatmap` of difftx/evals/result.py or as stacked bars."""
+"""Interactive figures drawn with Bokeh, from `LineChart` and `Heatmap` of difftx/evals/result.py."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import bokeh.models
-import bokeh.palettes
 import bokeh.plotting
 import matplotlib.colors
 import numpy as np
@@ -132,26 +130,6 @@ def mark_events(figure: bokeh.plotting.figure, events: Sequence[tuple[str, int, 
     source = bokeh.models.ColumnDataSource({"x": [step for _, step, _ in events], "text": texts})
     shown = figure.vspan(x="x", source=source, color=MARK_COLOUR, line_dash="dashed", line_width=2)
     figure.add_tools(_hover(shown, [("step", "@x"), ("event", "@text")]))
-
-
-def stacked_bars(rows: Mapping[str, Mapping[str, float]], x_label: str) -> bokeh.plotting.figure:
-    """Draw a horizontal bar for each row, a mapping from its parts to their values. Tooltips show values and shares."""
-    parts = list(dict.fromkeys(part for row in rows.values() for part in row))
-    figure = _figure(x_label, "", y_range=list(rows), frame_height=30 + 40 * len(rows))
-    left = np.zeros(len(rows))
-    # These colours differ from those of the runs.
-    for part, colour in zip(parts, itertools.cycle(bokeh.palettes.Muted[9]), strict=False):
-        values = np.array([row.get(part, 0.0) for row in rows.values()])
-        shares = [f"{value / (sum(row.values()) or 1):.1%}" for value, row in zip(values, rows.values(), strict=True)]
-        columns: dict[str, Any] = {"row": list(rows), "left": left, "right": left + values}
-        source = bokeh.models.ColumnDataSource(columns | {"value": values, "share": shares})
-        style = {"source": source, "height": 0.6, "color": colour, "name": part, "legend_label": part}
-        shown = figure.hbar(y="row", left="left", right="right", **style)
-        figure.add_tools(_hover(shown, [("", "@row"), ("", "$name"), (x_label, "@value"), ("share", "@share")]))
-        left = left + values
-    figure.ygrid.visible = False
-    _place_legend(figure)
-    return figure
 
 
 def _heatmap(chart: Mapping[str, Any]) -> bokeh.plotting.figure:

@@ -17,6 +17,7 @@ from difftx.errors import UserError, printable
 from difftx.evals.result import format_value, read_numbers
 from difftx.files import make_folder, resolved, write_atomically
 from difftx.model.abstract import count_parameters
+from difftx.model.architectures import describe_heads
 from difftx.model.flops import flops_per_token
 from difftx.report import panels
 from difftx.report.charts import series_colours, short_number
@@ -53,9 +54,8 @@ def write_page(workdirs: Sequence[AnyPath], out: AnyPath) -> AnyPath:
     judged = verdict(runs, metric)
     suites = suite_sections(runs, comparable=with_different_tokenizers is None)
     dynamics = [section for section in (panels.lambdas(runs), panels.gradients(runs)) if section.panels]
-    time = panels.wall_time(runs)
     figures: dict[str, bokeh.model.Model] = {
-        panel.figure.id: panel.figure for section in (curves, *suites, *dynamics, time) for panel in section.panels
+        panel.figure.id: panel.figure for section in (curves, *suites, *dynamics) for panel in section.panels
     }
     document = bokeh.document.Document()
     with document.models.freeze():  # Without this, Bokeh would traverse all figures whenever one is added.
@@ -78,7 +78,7 @@ def write_page(workdirs: Sequence[AnyPath], out: AnyPath) -> AnyPath:
         curves=curves,
         suites=suites,
         dynamics=dynamics,
-        time=time,
+        time=panels.wall_time(runs),
         headers=_run_headers(runs),
         changes=_config_changes(runs),
         commands=_commands(runs, out),
@@ -118,6 +118,7 @@ def _scores(judged: Verdict, metric: Metric) -> Table:
                 add(Cell("95 % interval"), ["", ""], judged.interval)
     if any(guesses := [_guess(arm.runs[0]) for arm in arms]):
         add(Cell("loss of a uniform guess", unit="nats per token"), guesses)
+    add(Cell("heads"), [describe_heads(arm.runs[0].config.model) for arm in arms])
     for name, of_arms in (
         ("parameters", [[count_parameters(arm.runs[0].config.model).total] for arm in arms]),
         ("training tokens", [sorted({run.tokens for run in arm.runs}) for arm in arms]),

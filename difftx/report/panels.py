@@ -145,25 +145,20 @@ def gradients(runs: Sequence[RunRecord]) -> Section:
     return Section(id="gradients", title="Gradient norm and spikes", panels=[panel], tables=tables)
 
 
-def wall_time(runs: Sequence[RunRecord]) -> Section:
-    """Draw the parts of each run's wall time, as logged last in the rows with the split "goodput"."""
-    parts_of_run = {}
+def wall_time(runs: Sequence[RunRecord]) -> Table:
+    """Return the parts of each run's wall time in seconds, as logged last in the rows with the split "goodput"."""
+    seconds = {}
     for run in runs:
-        rows = run.split("goodput")
-        parts = {
-            WALL_TIME_LABELS.get(name := column.removesuffix("_seconds"), name): float(value)
-            for column, value in (rows[-1] if rows else {}).items()
-            if column.endswith("_seconds") and column != "wall_seconds" and value is not None
-        }
-        if parts:
-            parts_of_run[run.name] = parts
-    section = Section(id="goodput", title="Goodput", panels=[])
-    if parts_of_run:
-        names = list(next(iter(parts_of_run.values())))
-        rows = [[run, *(f"{parts.get(name, 0):,.1f}" for name in names)] for run, parts in parts_of_run.items()]
-        figure = interactive.stacked_bars(parts_of_run, "seconds of wall time")
-        section.panels.append(Panel(title="Where the time went", figure=figure, values=Table(["run", *names], rows)))
-    return section
+        for column, value in (run.split("goodput") or [{}])[-1].items():
+            if column.endswith("_seconds") and column != "wall_seconds" and value is not None:
+                name = column.removesuffix("_seconds")
+                seconds.setdefault(run.name, {})[WALL_TIME_LABELS.get(name, name)] = value
+    names = dict.fromkeys(name for of_run in seconds.values() for name in of_run)
+    rows = [
+        [run, *(f"{(s := of_run.get(name, 0)):,.1f} ({s / (sum(of_run.values()) or 1):.0%})" for name in names)]
+        for run, of_run in seconds.items()
+    ]
+    return Table(["run", *names], rows)
 
 
 def thinned(values: np.ndarray, most: int) -> np.ndarray:

@@ -7,13 +7,10 @@ import io
 import os
 import time
 from collections.abc import Buffer, Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from difftx.errors import UnreadableError, UserError
 from difftx.storage import objects
-
-if TYPE_CHECKING:
-    from etils import epath
+from difftx.storage.paths import BucketPath
 
 BUFFER_BYTES = 8 * 2**20  # Bytes of a request.
 AHEAD = 8  # Files that are read at a time. With the units of `difftx prepare`, they take tens of MB of memory.
@@ -34,7 +31,7 @@ def map_ahead[Item, Result](read: Callable[[Item], Result], items: Iterable[Item
             pool.shutdown(cancel_futures=True)
 
 
-def open_object(path: "epath.Path") -> io.BufferedReader:
+def open_object(path: BucketPath) -> io.BufferedReader:
     """Open an object for reading. Raise `FileNotFoundError` if it is absent.
 
     A read raises `UserError` if another process has replaced the object since the first read.
@@ -48,7 +45,7 @@ def open_object(path: "epath.Path") -> io.BufferedReader:
 class _ObjectReader(io.RawIOBase):
     """An object of a known size, read by ranges."""
 
-    def __init__(self, path: "epath.Path", size: int):
+    def __init__(self, path: BucketPath, size: int):
         self.name = str(path)
         self._path, self._size, self._position = path, size, 0
         self._generation: bytes | None = None

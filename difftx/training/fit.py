@@ -6,6 +6,7 @@ import jax
 
 from difftx import kernels
 from difftx.config import Config
+from difftx.config.data import SYNTHETIC
 from difftx.data.tokenizer import Tokenizer
 from difftx.data.tokenizers import padded_size
 from difftx.errors import UserError
@@ -20,6 +21,7 @@ def fit(config: Config, mesh: jax.sharding.Mesh | None = None, tokenizer: Tokeni
 
     With a mesh, `model.vocab_size` must be set (`with_vocabulary`).
     """
+    _check_groups(config)
     check_model(config, mesh)
     if mesh is not None:
         _check_batch(config, mesh)
@@ -37,6 +39,52 @@ def check_model(config: Config, mesh: jax.sharding.Mesh | None = None) -> None:
     if mesh is not None:
         for field, size in {"model.mlp_dim": model.mlp_dim, "model.vocab_size": model.embeddings}.items():
             require_multiple(field, size, mesh.shape["tensor"], "mesh.tensor")
+
+
+def _check_groups(config: Config) -> None:
+    """Raise `UserError` if two groups contradict each other, whatever the model's architecture and the devices are."""
+    model, data, train, keep_best = config.model, config.data, config.train, config.checkpoint.keep_best
+    unit = data.sequence_length * train.accumulation
+    if train.global_batch_tokens % unit:
+        raise UserError(
+            f"train.global_batch_tokens={train.global_batch_tokens} is not a multiple of data.sequence_length × "
+            f"train.accumulation = {unit}; use {max(1, round(train.global_batch_tokens / unit)) * unit}"
+        )
+    if (warmup := config.warmup_steps) >= train.steps:
+        smaller = f"{train.steps // 2}, or train.steps to {2 * warmup}" if train.steps > 1 else "0"
+        raise UserError(
+            f"optimizer.warmup_steps={config.optimizer.warmup_steps} leaves none of train.steps={train.steps} after "
+            f"the warm-up; set it to {smaller}"
+        )
+    if model.top_k is not None and model.top_k > data.sequence_length:
+        raise UserError(
+            f"model.top_k={model.top_k} exceeds data.sequence_length={data.sequence_length}, so it would keep every "
+            "key; use a smaller number"
+        )
+    if model.window is not None and model.window >= data.sequence_length:
+        raise UserError(
+            f"model.window={model.window} is not less than data.sequence_length={data.sequence_length}, so it would "
+            "hide no token; use a smaller number, or none"
+        )
+    if (profiled := config.logging.profile_steps) and sum(profiled) - 1 > train.steps:
+        raise UserError(
+            f"logging.profile_steps={profiled} ends after train.steps={train.steps}; use an earlier first step"
+        )
+    if keep_best is not None and (suite := keep_best.split("/")[0]) not in config.eval.suites:
+        raise UserError(
+            f"checkpoint.keep_best={keep_best!r}: {suite} is not one of eval.suites={config.eval.suites}; add it there"
+        )
+    if keep_best is not None and config.checkpoint.every_steps % config.eval.every_steps:
+        raise UserError(
+            f"eval.every_steps={config.eval.every_steps} does not divide checkpoint.every_steps="
+            f"{config.checkpoint.every_steps}, so that checkpoint.keep_best has no numbers to compare; use a divisor"
+        )
+    is_synthetic = any(path.startswith(SYNTHETIC) for path in data.paths)
+    if is_synthetic and model.vocab_size is not None and data.synthetic.vocab_size > model.vocab_size:
+        raise UserError(
+            f"data.synthetic.vocab_size={data.synthetic.vocab_size} exceeds model.vocab_size={model.vocab_size}; use "
+            f"at most {model.vocab_size}"
+        )
 
 
 def _check_batch(config: Config, mesh: jax.sharding.Mesh) -> None:

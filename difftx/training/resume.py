@@ -27,6 +27,7 @@ from difftx.training.checkpoint.manifest import (
     why_invalid,
 )
 from difftx.training.checkpoint.restoring import config_of, config_values, restore_params, restore_state
+from difftx.training.fit import fit
 from difftx.training.guards import Guard
 from difftx.training.optimizer import learning_rate
 from difftx.training.run import Run
@@ -257,7 +258,7 @@ def _learning_rate_change(config: Config, new_steps: int, step: int) -> str | No
     """
     count = jnp.int32(step)  # Training passes an array too.
     try:
-        changed = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=new_steps))
+        changed = fit(dataclasses.replace(config, train=dataclasses.replace(config.train, steps=new_steps)))
         before, after = (float(jax.device_get(learning_rate(c)(count))) for c in (config, changed))
     except UserError:  # Other fields had to change too, such as those of a warm-up that is longer than `new_steps`.
         return None

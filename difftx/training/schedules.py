@@ -37,7 +37,7 @@ def wsd(config: Config) -> optax.Schedule:
     if stable_steps < 0:
         raise UserError(
             f"train.steps={config.train.steps} has no room for {config.warmup_steps} steps of warm-up and "
-            f"{decay_steps} of decay; lower optimizer.warmup_steps or decay_steps, or the fraction in place of it"
+            f"{decay_steps} of decay; lower optimizer.warmup_steps or optimizer.decay_steps"
         )
 
     def decay(count: jax.typing.ArrayLike) -> jax.Array:

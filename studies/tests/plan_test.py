@@ -72,45 +72,27 @@ def test_the_second_set_of_runs_takes_the_recipes_rate_and_gain(tmp_path, monkey
     assert not first & {folder.parent.name for folder, *_ in calls}
 
 
-def test_longer_trainings_take_the_rate_of_the_shortest(tmp_path, monkeypatch):
-    """In the part of question 4 with a shared rate, only the cells with the fewest tokens per parameter choose one."""
-    calls = []
-
-    def sweep(out, config, grid, flags):
-        fields = dict(word.split("=") for word in grid)
-        calls.append((fields["task"], fields["arm"], fields["seed"], fields["optimizer.learning_rate"], *flags))
-        return abs(math.log2(float(fields["optimizer.learning_rate"]) / (4e-3 if fields["arm"] == "diff" else 1.6e-2)))
-
-    monkeypatch.setattr(controls_study, "sweep", sweep)
-    assert controls_study.main([f"--out={tmp_path}", "--question=4-shared", "--jobs=3"]) == 0
-    assert {steps for *_, seed, _, steps in calls if seed == "100"} == {
-        "--config.train.steps=723",
-        "--config.train.steps=2083",
-    }
-    reported = [(arm, rate) for _, arm, seed, rate, _ in calls if seed == "30,31,32,33,34,35,36,37"]
-    assert len(reported) == 2 * 6 + 3 * 3  # Three arms at the largest number of tokens, and with the larger models.
-    assert {rate for arm, rate in reported if arm == "diff"} == {"0.004"}
-    assert {rate for arm, rate in reported if arm != "diff"} == {"0.016"}
-
-
-def test_each_length_has_its_own_rate(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("question", "has_own_rates"), [("4", True), ("4-shared", False)])
+def test_lengths_have_their_own_rate_or_that_of_the_shortest(tmp_path, monkeypatch, question, has_own_rates):
     """The best rate of each length is another one here."""
     best, calls = {"723": 4e-3, "2891": 8e-3, "11565": 1.6e-2, "2083": 2e-3, "8333": 8e-3}, []
 
     def sweep(out, config, grid, flags):
         fields = dict(word.split("=") for word in grid)
-        [steps] = flags
-        steps = steps.removeprefix("--config.train.steps=")
-        calls.append((out.name, steps, fields["arm"], float(fields["optimizer.learning_rate"])))
-        return abs(math.log2(float(fields["optimizer.learning_rate"]) / best[steps]))
+        steps = flags[0].removeprefix("--config.train.steps=")
+        calls.append((fields["seed"], fields["task"], steps, float(fields["optimizer.learning_rate"])))
+        return abs(math.log2(calls[-1][-1] / best[steps]))
 
     monkeypatch.setattr(controls_study, "sweep", sweep)
-    assert controls_study.main([f"--out={tmp_path}", "--question=4"]) == 0
-    reported = [(steps, arm, rate) for name, steps, arm, rate in calls if name == "reported"]
-    assert len(reported) == 3 * 6 + 2 * 6
-    assert all(rate == best[steps] for steps, _, rate in reported)
-    folders = [{cell.folder for cell in controls_study.QUESTIONS[name]} for name in ("4", "4-shared")]
-    assert {folder.rpartition("-")[2] for folder in folders[0] & folders[1]} == {"723", "2083"}
+    assert controls_study.main([f"--out={tmp_path}", f"--question={question}", "--jobs=3"]) == 0
+    reported = [(task, steps, rate) for seeds, task, steps, rate in calls if seeds == "30,31,32,33,34,35,36,37"]
+    # With one rate, three arms train at the largest number of tokens, and with the larger models.
+    assert len(reported) == (3 * 6 + 2 * 6 if has_own_rates else 2 * 6 + 3 * 3)
+    shortest = {task: str(min(lengths.values())) for task, lengths in controls_study.LENGTHS.items()}
+    for task, steps, rate in reported:
+        assert rate == best[steps if has_own_rates else shortest[task]]
+    if not has_own_rates:
+        assert {steps for seeds, _, steps, _ in calls if seeds == "100"} == set(shortest.values())
 
 
 def test_lengths_are_tokens_per_parameter():

@@ -12,6 +12,7 @@ from helpers.evals_examples import long_bench, set_of, write_lines
 from helpers.report_runs import save_run
 
 from difftx.commands.evaluate import confirm_outward
+from difftx.commands.flags import config_of
 from difftx.config.build import override
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
@@ -80,17 +81,29 @@ def test_only_values_from_the_config_of_a_run_need_confirmation(saved, capsys):
     fields |= {"eval.judge.key_variable": "OTHER_KEY"}
     config = override(saved.config, fields)
     flags = {name: fields[name] for name in ("eval.judge.base_url", "eval.judge.key_variable")}
-    confirm_outward(config, saved.workdir, ["hallucination"], flags, trusted=False)
-    confirm_outward(config, saved.workdir, ["loss"], {}, trusted=False)
+    confirm_outward(config, str(saved.workdir), ["hallucination"], flags, trusted=False)
+    confirm_outward(config, str(saved.workdir), ["loss"], {}, trusted=False)
     asked = override(saved.config, {"eval.hallucination.judge_model": "gpt-4o"})
     flags = {"eval.hallucination.judge_model": "gpt-4o"}
-    confirm_outward(asked, saved.workdir, ["hallucination"], flags, trusted=False)
-    confirm_outward(saved.config, saved.workdir, ["hallucination", "harness"], {}, trusted=False)
+    confirm_outward(asked, str(saved.workdir), ["hallucination"], flags, trusted=False)
+    confirm_outward(saved.config, str(saved.workdir), ["hallucination", "harness"], {}, trusted=False)
     assert capsys.readouterr().out == ""
-    confirm_outward(config, saved.workdir, ["hallucination"], {}, trusted=True)
+    confirm_outward(config, str(saved.workdir), ["hallucination"], {}, trusted=True)
     printed = capsys.readouterr().out
     assert "eval.judge.base_url='http://localhost:1/v1'" in printed
     assert "eval.judge.key_variable='OTHER_KEY'" in printed
+
+
+def test_a_config_in_json_may_come_from_another_person(tmp_path):
+    path = tmp_path / "config.json"
+    changes = {"eval.suites": "loss,harness", "eval.harness.include_path": "tasks"}
+    path.write_text(load_config("quickstart", changes).to_json())
+    with pytest.raises(
+        UserError, match=rf"'tasks' in {path} would execute .* add --eval\.harness\.include_path=tasks$"
+    ):
+        config_of(str(path), {})
+    assert config_of(str(path), {"eval.harness.include_path": "tasks"}).eval.harness.include_path == "tasks"
+    assert config_of(str(path), {"eval.suites": "loss"}).eval.harness.include_path == "tasks"
 
 
 @pytest.mark.long

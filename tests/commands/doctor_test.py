@@ -49,6 +49,7 @@ SCHEMA = {
 }
 CONFIG_SCHEMA = {
     "config": str,
+    "heads": str,
     "parameters": int,
     "mesh": {str: int},
     "remat": str,

@@ -51,7 +51,7 @@ def test_three_suites_end_to_end(tmp_path):
     assert "Did you mean 'loss'" in mistake.stderr
     trained = write_run(tmp_path / "trained", run.config)
     (trained / "metrics.jsonl").rename(run.workdir / "metrics.jsonl")
-    report = evaluate(run, "--report")
+    report = commands().run(["difftx", "report", f"--workdir={run.workdir}"])
     assert report.returncode == 0, report.stderr
     page = (run.workdir / "report.html").read_text()
     assert all(text in page for text in ("Gradient norms of the checkpoint", "by the bits of attention logits"))
@@ -82,7 +82,8 @@ def test_attention_of_all_checkpoints_and_report(tmp_path):
     assert {path.name for path in folder.glob("*.png")} == {f"{chart['name']}.png" for chart in last["charts"]}
     assert call(*suite).count("was made with the same settings") == 2
 
-    call("--report", f"--out={tmp_path / 'page.html'}")
+    report = commands().run(["difftx", "report", f"--workdir={run.workdir}", f"--out={tmp_path / 'page.html'}"])
+    assert report.returncode == 0, report.stderr
     text = html.unescape((tmp_path / "page.html").read_text())
     for part in ("Cosine of A1 and A2", "noise, over the steps: run", "A1 − λ A2 of the last tokens"):
         assert part in text

@@ -132,7 +132,7 @@ def test_a_step_that_was_trained_again_is_evaluated_again(trained, workdir):
     path.write_text(json.dumps(first))  # As written by an evaluation that began before the training.
 
     page = workdir / "report.html"
-    run("eval.py", f"--workdir={workdir}", "--report")
+    run("difftx", "report", f"--workdir={workdir}")
     assert "evals/loss/20.json is left out: its weights are not those of checkpoints/20" in page.read_text()
     printed = evaluate(workdir, 20)
     assert (
@@ -143,7 +143,7 @@ def test_a_step_that_was_trained_again_is_evaluated_again(trained, workdir):
     assert result_of(workdir, 20)["numbers"] == second["numbers"] != first["numbers"]
     assert result_of(workdir, 20)["checkpoint"] == manifest_of(workdir, 20)["sha256"]
     assert "skipped" in evaluate(workdir, 20)
-    run("eval.py", f"--workdir={workdir}", "--report")
+    run("difftx", "report", f"--workdir={workdir}")
     assert "is left out" not in page.read_text()
 
 
@@ -161,7 +161,7 @@ def test_average_has_its_own_results(trained, tmp_path):
     assert averaged["numbers"]["loss"] != raw["numbers"]["loss"]
     assert "skipped" in evaluate(workdir, 20, ema)
     path.rename(workdir / "evals" / "loss" / "20.json")  # As if it were the parameters' result.
-    run("eval.py", f"--workdir={workdir}", "--report")
+    run("difftx", "report", f"--workdir={workdir}")
     assert "evals/loss/20.json is left out" in (workdir / "report.html").read_text()
     assert "was made with other weights" in evaluate(workdir, 20)
 

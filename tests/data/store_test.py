@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import hashlib
 import itertools
 import json
 import os
@@ -164,33 +163,6 @@ def test_incomplete_store_is_rejected(store, config, change, message):
         load_corpus(str(store), config().data, load_tokenizer("bytes"))
     assert "\n" not in str(error.value)
     assert verify(store).returncode == 2
-
-
-def rewrite(store, split, index, kind, array):
-    """Replace a shard's file and its SHA-256, so that only a check of the content finds the error."""
-    file = store / split / f"{index:05d}.{kind}"
-    file.write_bytes(array.tobytes())
-    meta = read_meta(store)
-    meta["splits"][split]["shards"][index]["sha256"][kind] = hashlib.sha256(array).hexdigest()
-    write_meta(store, meta)
-
-
-@pytest.mark.parametrize(
-    ("kind", "change", "message"),
-    [
-        ("tokens", lambda a: np.where(np.arange(len(a)) == 3, 257, a), "a token is not in the vocabulary of 257"),
-        ("tokens", lambda a: np.where(np.arange(len(a)) == len(a) - 1, 65, a), "does not end with the end-of-text"),
-        ("offsets", lambda a: a[[0, 2, 1, *range(3, len(a))]], "the offsets do not rise"),
-        ("offsets", lambda a: a + np.uint64(1), "the offsets do not rise"),
-    ],
-)
-def test_verify_checks_the_content(store, kind, change, message):
-    array = np.fromfile(store / "train" / f"00001.{kind}", np.uint16 if kind == "tokens" else np.uint64)
-    rewrite(store, "train", 1, kind, change(array).astype(array.dtype))
-    result = verify(store)
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert f"00001.{kind}" in result.stderr
 
 
 def test_verify_finds_wrong_counts_and_unknown_files(store):

@@ -1,6 +1,7 @@
 """Rules that hold for all suites: independence of mesh and batch, settings and requirements."""
 
 import dataclasses
+import hashlib
 import json
 import re
 
@@ -14,10 +15,12 @@ from helpers.evals_params import one_device, params_of
 from helpers.evals_results import LOSS_SUITES, flat
 
 from difftx.commands.prepare import main as prepare
+from difftx.config import flag
 from difftx.errors import UserError
 from difftx.evals import SUITES, explanation_of
 from difftx.evals import run as evals
 from difftx.evals.inner import named
+from difftx.evals.inputs import with_contents
 from difftx.evals.result import Number, Result, format_value, read_numbers
 from difftx.evals.suite import Suite
 from difftx.parallel.mesh import make_mesh
@@ -178,6 +181,27 @@ def test_numbers_and_details_of_numpy_are_written_as_json(config, text_file, tmp
     monkeypatch.setitem(SUITES._entries, "own", Suite(evaluate=lambda _: broken))
     with pytest.raises(UserError, match=r"a suite contain \{1\}, which is not JSON"):
         evals.evaluate(run, None, 0, ["own"])
+
+
+def test_a_field_of_an_extension_can_be_a_path_of_files(tmp_path):
+    @dataclasses.dataclass(frozen=True)
+    class OwnConfig:
+        path: flag.Input[str] = ""
+        size: int = 3
+
+    def contents(**files):
+        for name, text in files.items():
+            (tmp_path / "folder").mkdir(exist_ok=True)
+            (tmp_path / "folder" / name).write_text(text)
+        return with_contents(OwnConfig, {"path": str(tmp_path / "folder"), "size": 3}, ["path", "size"])
+
+    assert contents() == {"path": str(tmp_path / "folder"), "size": 3}  # There is no such file yet.
+    first = contents(a="1", b="2")
+    assert contents(a="1", b="2") == first
+    assert first["path"] == {name: hashlib.sha256(text).hexdigest() for name, text in (("a", b"1"), ("b", b"2"))}
+    assert contents(b="3")["path"] != first["path"]
+    (tmp_path / "folder" / "a").rename(tmp_path / "folder" / "c")  # Names in a folder have a meaning.
+    assert contents(b="2")["path"].keys() == {"b", "c"}
 
 
 def test_a_result_says_what_its_numbers_are(config, text_file, tmp_path, monkeypatch):

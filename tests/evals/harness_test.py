@@ -196,18 +196,6 @@ def test_few_shot_examples_require_a_file_with_enough_rows(folder, tmp_path):
         splits(task="piqa", data_path=str(folder), num_fewshot=5, list_field="choices", test="val")
 
 
-def test_mistakes_in_the_config_are_named(folder):
-    config = config_of(folder)
-    for changes, message in [
-        ({"tasks": "piqa,piqa"}, r"eval.harness.tasks=.*the entries must differ"),
-        ({"tasks": ""}, "give at least one"),
-        ({"num_fewshot": "-1"}, "eval.harness.num_fewshot=-1 must not be negative"),
-        ({"limit": "0"}, "eval.harness.limit=0 must be positive"),
-    ]:
-        with pytest.raises(UserError, match=message):
-            override(config, {f"eval.harness.{name}": value for name, value in changes.items()})
-
-
 # The following tests run lm-eval.
 
 

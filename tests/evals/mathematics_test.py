@@ -15,7 +15,6 @@ from conftest import suite_config
 from helpers.report_runs import save_run
 
 from difftx.commands.evaluate import load_params
-from difftx.config.build import override
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
 from difftx.evals import run as evals
@@ -183,18 +182,7 @@ def test_demonstrations_of_another_format(folder, tmp_path):
         prompts_of(config_of(folder, task | {"train": test, "train_format": None}, shots=1))
 
 
-def test_mistakes_in_the_config_are_named(folder, tmp_path):
-    config = config_of(folder)
-    test = f"{folder}/test.jsonl.gz"
-    for changes, message in [
-        ({"tasks": json.dumps([task_of(test)])}, "task 'sums': eval.math.shots=4 demonstrations need a file, train"),
-        ({"tasks": json.dumps([task_of(test, train=test)] * 2)}, "2 tasks are named 'sums'"),
-        ({"tasks": json.dumps([task_of(test, format="gsm")])}, "Did you mean 'gsm8k'"),
-        ({"shots": "-1"}, "eval.math.shots=-1 must not be negative"),
-        ({"new_tokens": "0"}, "eval.math.new_tokens=0 must be positive"),
-    ]:
-        with pytest.raises(UserError, match=message):
-            override(config, {f"eval.math.{name}": value for name, value in changes.items()})
+def test_demonstrations_that_do_not_exist_or_fit_are_refused(folder):
     for changes, message in [
         ({"shots": 31}, "sums.train=.*train.jsonl has 30 problems, but eval.math.shots=31"),
         (

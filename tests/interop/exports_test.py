@@ -104,6 +104,6 @@ def test_an_export_that_a_killed_process_has_not_finished_is_made_at_the_next_st
 def test_mistakes_are_found_before_training(text_file, tmp_path, config):
     result = train(text_file, tmp_path / "run", model__window="8")
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)
-    assert "model.window=8 cannot be converted: modeling_difftx.py does not have it" in result.stderr
+    assert "model.window=8 cannot be converted: a DifftxForCausalLM would have None" in result.stderr
     with pytest.raises(UserError, match=r"export_every_steps=3 must be a multiple of checkpoint\.every_steps=2"):
         config(checkpoint__every_steps=2, checkpoint__export_every_steps=3)

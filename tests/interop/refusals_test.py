@@ -207,28 +207,33 @@ SCALING = RopeScalingConfig(factor=2.0)
 @pytest.mark.parametrize(
     ("architecture", "format_", "changes", "refusal"),
     [
-        ("diff", "diffllama", {"lambda_learned": False}, "a DiffLlamaForCausalLM has True"),
-        ("diff", "diffllama", {"lambda_init": 0.8}, "a DiffLlamaForCausalLM has None"),
-        ("diff", "diffllama", {"lambda_bound": "tanh"}, "a DiffLlamaForCausalLM has 'none'"),
-        ("diff", "diffllama", {"attention_logit_bits": 8}, "a DiffLlamaForCausalLM has None"),
-        ("diff", "diffllama", {"attention_operand_bits": 8}, "a DiffLlamaForCausalLM has None"),
-        ("diff", "diffllama", {"head_norm": "none"}, "a DiffLlamaForCausalLM has 'rms'"),
-        ("diff", "diffllama", {"head_norm_eps": 1e-6}, "a DiffLlamaForCausalLM has 1e-05"),
-        ("diff", "diffllama", {"qk_norm": True}, "a DiffLlamaForCausalLM has False"),
-        ("diff", "diffllama", {"attention_bias": True}, "a DiffLlamaForCausalLM has False"),
-        ("diff", "diffllama", MUP, "a DiffLlamaForCausalLM has None"),
-        ("diff", "official", {"head_norm": "scalar"}, "a MultiheadFlashDiff1 has 'rms_affine'"),
-        ("diff", "official", {"head_norm_eps": 1e-6}, "a MultiheadFlashDiff1 has 1e-05"),
-        ("diff", "official", {"post_scale": 0.2}, "a MultiheadFlashDiff1 has None"),
-        ("diff", "official", {"logit_soft_cap": 30.0}, "a MultiheadFlashDiff1 has None"),
-        ("diff", "official", {"rope_scaling": SCALING}, "a MultiheadFlashDiff1 has RopeScalingConfig(factor=1.0,"),
-        ("transformer", "official", {"post_scale": 3.0}, "a MultiheadAttention has None"),
-        ("transformer", "official", {"head_norm": "rms"}, "a MultiheadAttention has 'none'"),
-        ("transformer", "official", {"attention_bias": True}, "a MultiheadAttention has False"),
-        ("transformer", "hf", {"window": 8}, "a DifftxForCausalLM has None"),
-        ("transformer", "hf", MUP | {"mup_base_head_dim": 16}, "a DifftxForCausalLM has None"),
-        ("diff", "hf", MUP, "a DifftxForCausalLM has None"),
-        ("diff", "hf", {"attention_logit_bits": 8}, "a DifftxForCausalLM has None"),
+        ("diff", "diffllama", {"lambda_learned": False}, "a DiffLlamaForCausalLM would have True"),
+        ("diff", "diffllama", {"lambda_init": 0.8}, "a DiffLlamaForCausalLM would have None"),
+        ("diff", "diffllama", {"lambda_bound": "tanh"}, "a DiffLlamaForCausalLM would have 'none'"),
+        ("diff", "diffllama", {"attention_logit_bits": 8}, "a DiffLlamaForCausalLM would have None"),
+        ("diff", "diffllama", {"attention_operand_bits": 8}, "a DiffLlamaForCausalLM would have None"),
+        ("diff", "diffllama", {"head_norm": "none"}, "a DiffLlamaForCausalLM would have 'rms'"),
+        ("diff", "diffllama", {"head_norm_eps": 1e-6}, "a DiffLlamaForCausalLM would have 1e-05"),
+        ("diff", "diffllama", {"qk_norm": True}, "a DiffLlamaForCausalLM would have False"),
+        ("diff", "diffllama", {"attention_bias": True}, "a DiffLlamaForCausalLM would have False"),
+        ("diff", "diffllama", MUP, "a DiffLlamaForCausalLM would have None"),
+        ("diff", "official", {"head_norm": "scalar"}, "a MultiheadFlashDiff1 would have 'rms_affine'"),
+        ("diff", "official", {"head_norm_eps": 1e-6}, "a MultiheadFlashDiff1 would have 1e-05"),
+        ("diff", "official", {"post_scale": 0.2}, "a MultiheadFlashDiff1 would have None"),
+        ("diff", "official", {"logit_soft_cap": 30.0}, "a MultiheadFlashDiff1 would have None"),
+        (
+            "diff",
+            "official",
+            {"rope_scaling": SCALING},
+            "a MultiheadFlashDiff1 would have RopeScalingConfig(",
+        ),
+        ("transformer", "official", {"post_scale": 3.0}, "a MultiheadAttention would have None"),
+        ("transformer", "official", {"head_norm": "rms"}, "a MultiheadAttention would have 'none'"),
+        ("transformer", "official", {"attention_bias": True}, "a MultiheadAttention would have False"),
+        ("transformer", "hf", {"window": 8}, "a DifftxForCausalLM would have None"),
+        ("transformer", "hf", MUP | {"mup_base_head_dim": 16}, "a DifftxForCausalLM would have None"),
+        ("diff", "hf", MUP, "a DifftxForCausalLM would have None"),
+        ("diff", "hf", {"attention_logit_bits": 8}, "a DifftxForCausalLM would have None"),
     ],
 )
 def test_fields_that_other_formats_do_not_have(config, architecture, format_, changes, refusal):
@@ -256,7 +261,7 @@ def test_a_refused_export_writes_nothing(config, mesh_of, tmp_path):
     lm = language_model(config, mesh_of(), model__head_norm_eps=1e-6)
     workdir = run_of(lm, tmp_path / "run")
     with pytest.raises(
-        UserError, match=r"model\.head_norm_eps=1e-06 cannot be converted: a DiffLlamaForCausalLM has 1e-05"
+        UserError, match=r"model\.head_norm_eps=1e-06 cannot be converted: a DiffLlamaForCausalLM would have 1e-05"
     ):
         export(workdir, tmp_path / "out", format_="diffllama")
     with pytest.raises(UserError, match=r"step 7: no such checkpoint; .*checkpoints has 0$"):

@@ -12,7 +12,7 @@ from helpers.model_layers import OPTIONS, QUICKSTART, TOKENS, X_BTD, layer_of
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
 from difftx.model.abstract import count_parameters
-from difftx.model.architectures import ARCHITECTURES, heads_of
+from difftx.model.architectures import ARCHITECTURES, describe_heads, heads_of
 from difftx.model.attention import layer_constants
 from difftx.model.decoder import Decoder
 from difftx.model.flops import flops_per_token
@@ -155,6 +155,25 @@ def test_initial_lambda_and_sink(config):
     fixed = config("diff_fixed_lambda").model
     constants = jax.tree.map(lambda a: a[1], layer_constants(fixed))
     assert float(of(fixed).statistics(X_BTD, constants)["lambda"]) == pytest.approx(0.3555, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "text"),
+    [
+        ("diff", {}, "2 differential heads = 4 sub-heads of width 32"),
+        ("diff", {"num_heads": "1"}, "1 differential head = 2 sub-heads of width 64"),
+        ("diff", {"num_kv_heads": "1"}, "2 differential heads = 4 sub-heads of width 32, 1 key/value head"),
+        ("diff_v2", {"num_kv_heads": "2"}, "4 differential heads = 8 sub-heads of width 32, 2 key/value heads"),
+        ("gda", {}, "3 differential heads = 4 sub-heads of width 32, 1 key/value head"),
+        ("signed_mask", {}, "2 heads = 4 sub-heads of width 32"),
+        ("transformer", {"head_dim": "64"}, "4 heads of width 64"),
+        ("dex", {"num_kv_heads": "2"}, "4 heads of width 32, 2 key/value heads"),
+    ],
+)
+def test_heads_in_words(recipe, changes, text):
+    """A differential head has two queries. In `gda`, three of them share the second one."""
+    model = load_config(f"quickstart:{recipe}", {f"model.{name}": value for name, value in changes.items()}).model
+    assert describe_heads(model) == text
 
 
 @pytest.mark.parametrize("name", oracle.SIZES)

@@ -230,9 +230,9 @@ def test_all_figures_are_painted_and_no_text_of_a_file_becomes_code(report, tmp_
         assert page.evaluate("window.pwned") is None  # No text from a file has become code.
 
         titles = page.locator("article:visible :is(h3, h4)").all_inner_texts()
-        for title in ("Training loss, raw and smoothed", "Validation loss", "Where the time went"):
+        for title in ("Training loss, raw and smoothed", "Validation loss"):
             assert title in titles
-        for part in ("Loss by position", "Needles found", "A1 - λ A2", "λ of each layer", "Gradient", "Where the time"):
+        for part in ("Loss by position", "Needles found", "A1 - λ A2", "λ of each layer", "Gradient"):
             assert any(part in title for title in titles), part
         # Every visible figure is painted, so its pixels are not all equal.
         painted = page.locator("article:visible .figure").evaluate_all(

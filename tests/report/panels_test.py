@@ -116,8 +116,9 @@ def test_wall_time_has_the_labels_of_the_terminal(tmp_path):
     with (run / "metrics.jsonl").open("a") as file:
         seconds = {"train_seconds": 8.0, "data_wait_seconds": 1.0, "lost_work_seconds": 1.0, "wall_seconds": 10.0}
         file.write(json.dumps({"split": "goodput", "step": 3, "attempt": 1, **seconds}) + "\n")
-    (panel,) = wall_time(read_runs([run])).panels
-    assert panel.values.header == ["run", "training steps", "waiting for data", "steps done again"]
+    table = wall_time(read_runs([run]))
+    assert table.header == ["run", "training steps", "waiting for data", "steps done again"]
+    assert table.rows == [["run", "8.0 (80%)", "1.0 (10%)", "1.0 (10%)"]]
 
 
 def test_a_heatmap_says_in_html_what_its_colour_shows():

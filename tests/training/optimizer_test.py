@@ -43,17 +43,18 @@ FALL = {
 
 
 @pytest.mark.parametrize("name", FALL)
-@pytest.mark.parametrize("unit", ["steps", "fraction"])
-def test_schedules_equal_their_formulas(config, name, unit):
+@pytest.mark.parametrize("total", [1, STEPS])
+def test_schedules_equal_their_formulas(config, name, total):
+    """The lengths are numbers of steps, or shares of all steps."""
     schedule, _, shape = name.partition(" ")
-    lengths = {"warmup": WARMUP, "decay": DECAY}
     c = config(
         train__steps=STEPS,
         optimizer__schedule=schedule,
         optimizer__decay_shape=shape or "sqrt",
         optimizer__learning_rate=PEAK,
         optimizer__final_learning_rate=FINAL,
-        **{f"optimizer__{part}_{unit}": n if unit == "steps" else n / STEPS for part, n in lengths.items()},
+        optimizer__warmup_steps=WARMUP if total == 1 else WARMUP / total,
+        optimizer__decay_steps=DECAY if total == 1 else DECAY / total,
     )
     n = np.arange(STEPS + 1)
     expected = np.where(n < WARMUP, PEAK * (n + 1) / WARMUP, PEAK + (FINAL - PEAK) * FALL[name](np.maximum(n, WARMUP)))
@@ -61,9 +62,9 @@ def test_schedules_equal_their_formulas(config, name, unit):
 
 
 @pytest.mark.parametrize(("steps", "warmup_steps"), [(15, 2), (1015, 102), (20, 2)])
-def test_fractions_that_add_up_to_one_fill_the_run(config, steps, warmup_steps):
+def test_shares_that_add_up_to_one_fill_the_run(config, steps, warmup_steps):
     """A warm-up of 1.5 steps and a decay of 13.5 are both rounded up."""
-    fractions = {"optimizer__warmup_fraction": 0.1, "optimizer__decay_fraction": 0.9}
+    fractions = {"optimizer__warmup_steps": 0.1, "optimizer__decay_steps": 0.9}
     c = config(train__steps=steps, optimizer__schedule="wsd", optimizer__learning_rate=PEAK, **fractions)
     rates = [float(learning_rate(c)(step)) for step in (warmup_steps - 1, warmup_steps, warmup_steps + 1, steps)]
     fall = PEAK * np.sqrt(1 / (steps - warmup_steps))  # The final learning rate is 0.
@@ -71,7 +72,7 @@ def test_fractions_that_add_up_to_one_fill_the_run(config, steps, warmup_steps):
 
 
 def test_too_long_decay_is_rejected(config):
-    c = config(train__steps=100, optimizer__schedule="wsd", optimizer__warmup_steps=50, optimizer__decay_fraction=0.6)
+    c = config(train__steps=100, optimizer__schedule="wsd", optimizer__warmup_steps=50, optimizer__decay_steps=0.6)
     with pytest.raises(UserError, match=r"train\.steps=100 has no room for 50 steps of warm-up and 60 of decay"):
         learning_rate(c)
 

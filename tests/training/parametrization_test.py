@@ -20,6 +20,7 @@ from difftx.model.architectures import ARCHITECTURES
 from difftx.model.attention import Attention, layer_constants
 from difftx.model.decoder import Decoder
 from difftx.model.layers import projection, rotary_angles
+from difftx.training.fit import fit
 from difftx.training.optimizer import OPTIMIZERS, learning_rate, make_optimizer
 from difftx.training.state import graph, init_state, make_train_step
 
@@ -51,7 +52,7 @@ def model_of(architecture, *, width=WIDTH, layers=LAYERS, mup=True, **changes):
     if mup:
         fields |= dict(zip(BASE_FIELDS, (WIDTH, LAYERS, HEAD_DIM), strict=True))
     fields |= {name.replace("__", "."): value for name, value in changes.items()}
-    return load_config(f"{ROOT}/configs/quickstart.py:{architecture}", {k: str(v) for k, v in fields.items()})
+    return fit(load_config(f"{ROOT}/configs/quickstart.py:{architecture}", {k: str(v) for k, v in fields.items()}))
 
 
 def coordinates(c, mesh, *, seeds):

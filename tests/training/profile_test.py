@@ -11,6 +11,7 @@ from helpers.training_runs import train_losses
 
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
+from difftx.training.fit import fit
 
 QUICKSTART = f"{ROOT}/configs/quickstart.py:diff"
 SHORT = TINY | {"eval.loss_tokens": "256", "logging.tensorboard": "false", "eval.suites": "loss"}
@@ -103,4 +104,4 @@ def test_out_of_memory_names_the_profile_of_memory(text_file, tmp_path):
 )
 def test_mistakes_name_field_value_and_fix(value, message):
     with pytest.raises(UserError, match=message):
-        load_config(QUICKSTART, {"logging.profile_steps": value})
+        fit(load_config(QUICKSTART, {"logging.profile_steps": value}))

@@ -549,13 +549,11 @@ def test_another_validation_set_than_that_of_the_checkpoint_is_printed(start, tm
         ({"schedule": "wsd", "decay_steps": 4}, None, True),  # The decay has not begun.
         ({"schedule": "constant"}, None, False),
         ({"schedule": "linear", "warmup_steps": 3}, None, False),  # Both are in the same warm-up.
-        ({"schedule": "constant", "warmup_fraction": 0.5}, [4e-3 * 2 / 3, 4e-3 * 2 / 25], False),
+        ({"schedule": "constant", "warmup_steps": 0.5}, [4e-3 * 2 / 3, 4e-3 * 2 / 25], False),
     ],
 )
 def test_a_jump_of_the_learning_rate_by_another_length_is_printed(start, tmp_path, capsys, changes, jump, branch):
     fields = {"optimizer__warmup_steps": 0} | {f"optimizer__{name}": value for name, value in changes.items()}
-    if "warmup_fraction" in changes:
-        del fields["optimizer__warmup_steps"]
     start("a", save=True, **fields)
     capsys.readouterr()
     name, origin = ("b", {"checkpoint__branch_from": tmp_path / "a"}) if branch else ("a", {})

@@ -10,7 +10,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -25,10 +25,7 @@ from difftx.folders import lock_file, remove_folder
 from difftx.json_files import json_sha256, read_record, write_record
 from difftx.storage import objects
 from difftx.storage.lock import BucketLock, LockedError
-from difftx.storage.paths import AnyPath, is_bucket
-
-if TYPE_CHECKING:
-    from etils import epath
+from difftx.storage.paths import AnyPath, BucketPath, is_bucket
 
 # If only these fields of meta.json change, an unfinished store can be resumed with its tokenised text. They assign
 # documents to splits and shards, or describe the input files. `_resume_or_start` finds the files that have changed.
@@ -133,7 +130,7 @@ def _messages(job: Job) -> dict[str, str]:
 def input_states(sources: Sequence[Source]) -> dict[str, list[Any]]:
     """Return the size and modification time of each file (in buckets, its version), or a data set's fingerprint."""
     states: dict[str, list[Any]] = {}
-    in_folders: dict[epath.Path, list[epath.Path]] = {}
+    in_folders: dict[BucketPath, list[BucketPath]] = {}
     for source in sources:
         for file in source.files:
             if source.kind == "hf":

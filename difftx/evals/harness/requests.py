@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
 
 from difftx.evals.evaluation import Evaluation
@@ -11,24 +10,23 @@ from difftx.inference.sampling import Sampling
 from difftx.inference.score import Item, Score, loglikelihoods
 from difftx.json_files import json_sha256
 
-CONTINUATIONS = 64  # Most continuations per item. A context such as <|endoftext|> can have thousands.
 # Number of items in a batch per row of a microbatch. In a larger batch, rows of similar length share a microbatch, but
 # a kill loses the whole batch.
-ITEMS_PER_ROW = 8
+ITEMS_PER_ROW = 32
 
 type Tokens = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Choices:
-    """A context and the continuations to score after it."""
+class _Pair:
+    """A continuation to score after a context."""
 
     context: Tokens
-    continuations: tuple[Tokens, ...]
+    continuation: Tokens
 
     @functools.cached_property
     def id(self) -> str:
-        return json_sha256([self.context, self.continuations])
+        return json_sha256([self.context, self.continuation])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,27 +43,16 @@ class GenerationRequest(Request):
 
 def score_all(evaluation: Evaluation, pairs: Sequence[tuple[Tokens, Tokens]], *, what: str) -> list[Score]:
     """Score the continuation of each (context, continuation) pair. Both have at least one token."""
-    by_context: dict[Tokens, dict[Tokens, None]] = {}
-    for context, continuation in pairs:
-        by_context.setdefault(context, {})[continuation] = None
-    items = [
-        _Choices(context, part)
-        for context, continuations in by_context.items()
-        for part in itertools.batched(continuations, CONTINUATIONS)
-    ]
-    # The longest come first, so that a lack of memory shows immediately.
-    items.sort(key=lambda item: -len(item.context) - max(map(len, item.continuations)))
+    # The continuations of a context stand together, so that it is computed once. The longest context comes first, so
+    # that a lack of memory shows immediately.
+    items = [_Pair(*pair) for pair in sorted(set(pairs), key=lambda pair: (-len(pair[0]), pair))]
     rows = evaluation.run.microbatch_rows
 
-    def answer(batch: Sequence[_Choices]) -> list[list[Score]]:
-        pairs = [Item(item.context, continuation) for item in batch for continuation in item.continuations]
-        scores = iter(loglikelihoods(evaluation.lm, pairs, batch_rows=rows))
-        return [list(itertools.islice(scores, len(item.continuations))) for item in batch]
+    def answer(batch: Sequence[_Pair]) -> list[Score]:
+        return loglikelihoods(evaluation.lm, [Item(one.context, one.continuation) for one in batch], batch_rows=rows)
 
-    found = {}
-    for item, scores in evaluation.answers(items, answer, what=what, batch_items=rows * ITEMS_PER_ROW):
-        for continuation, score in zip(item.continuations, scores, strict=True):
-            found[item.context, continuation] = Score(*score)
+    answers = evaluation.answers(items, answer, what=what, batch_items=rows * ITEMS_PER_ROW)
+    found = {(item.context, item.continuation): Score(*score) for item, score in answers}
     return [found[pair] for pair in pairs]
 
 

@@ -1,6 +1,5 @@
 """Suite `harness`: tasks of EleutherAI's lm-eval (Tables 1 and 8 of the Differential Transformer paper)."""
 
-import difflib
 import functools
 import importlib.metadata
 import logging
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from difftx.config.eval import HarnessConfig
-from difftx.errors import UserError
+from difftx.errors import UserError, closest
 from difftx.evals import check_suites
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.harness.data import FORMS
@@ -66,8 +65,7 @@ def load_tasks(settings: HarnessConfig) -> tuple[Any, dict[str, Any]]:
     for name in settings.tasks:
         if name not in manager.all_tasks:
             # `did_you_mean` would list all of the thousands of names if none is close.
-            close = difflib.get_close_matches(name, manager.all_tasks, n=1, cutoff=0.5)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+            hint = f" Did you mean {close!r}?" if (close := closest(name, manager.all_tasks)) else ""
             raise UserError(f"eval.harness.tasks: lm-eval has no task {name!r}.{hint}")
         tasks |= _load(manager, name)
     return manager, tasks
