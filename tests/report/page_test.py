@@ -468,11 +468,12 @@ def test_results_with_other_settings_are_named_and_have_no_difference(tmp_path, 
     for name, accuracy, samples in (("base", 0.5, 50), ("same", 0.25, 50), ("few", 0.75, 5)):
         config = tiny("diff", **copies, eval__needle__samples=samples)
         runs[name] = write_run(tmp_path / name, config)
-        needle = Suite(evaluate=lambda _, value=accuracy: Result(numbers={"accuracy": value}), reads=("needle",))
+        numbers = {"accuracy": Number(accuracy, "share", "higher")}
+        needle = Suite(evaluate=lambda _, numbers=numbers: Result(numbers=numbers), reads=("needle",))
         monkeypatch.setattr("difftx.evals.run.SUITES", Registry("suite", {"needle": needle}))
         evals.evaluate(Run.open(config, runs[name]), None, 3, ["needle"])
     old = write_run(tmp_path / "old", tiny("diff", **copies))
-    write_result(old, "needle", 3, {"accuracy": 0.125})  # It does not record its settings.
+    write_result(old, "needle", 3, {"accuracy": Number(0.125, "share", "higher")})  # It does not record its settings.
     text = write_page([*runs.values(), old], tmp_path / "report.html").read_text()
     assert [note for note in notes_of(text) if "differ in" in note] == [
         "base and few differ in eval.needle.samples: 50 and 5, so their results of suite needle are not comparable."
@@ -542,7 +543,7 @@ def test_equal_files_at_other_paths_are_the_same_settings_and_other_files_are_no
     settings = [json.loads(result.read_text())["settings"] for result in results]
     assert settings[0] == settings[1] != settings[2]
     (field,) = SUITE_FILES[suite].keys() - {"eval.harness.tasks"}
-    assert re.search(rf'{field}: .*"[0-9a-f]{{12}}….*so their results of suite {suite} are not comparable', note)
+    assert re.search(rf'{field}\S*: .*"[0-9a-f]{{12}}….*so their results of suite {suite} are not comparable', note)
 
 
 def test_runs_with_different_data_are_named(tmp_path):
