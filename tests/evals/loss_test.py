@@ -103,7 +103,7 @@ def test_the_perplexity_of_a_diverged_model_is_infinite(config, text_file, tmp_p
     # The result is read like one with a loss that is not a number.
     assert read_json(tmp_path / "evals" / suite / "7.json")["numbers"] == result.numbers
     assert number_of(tmp_path, 7, f"{suite}/{number}") is None
-    rich.print(format_numbers(suite, read_json(tmp_path / "evals" / suite / "7.json")))
+    rich.print(format_numbers(read_json(tmp_path / "evals" / suite / "7.json")))
     assert re.search(rf"{number} +inf", capsys.readouterr().out)
     writer = MetricsWriter(tmp_path, run.config.logging, 0)
     writer.write("valid", 7, {"suite": suite, **result.numbers})
