@@ -14,7 +14,6 @@ from ml_collections import ConfigDict
 
 from difftx.config.recipes import default_config
 from difftx.errors import did_you_mean
-from difftx.model.matching import match
 
 # `model.vocab_size` of the tokenizer "bytes": 256 bytes and <|endoftext|>, rounded up to a multiple of 8.
 BYTE_VOCABULARY = 264
@@ -59,6 +58,8 @@ def choose(c: ConfigDict, architecture: str, *, heads: int) -> None:
 
     `architecture` is a value of `model.architecture`, or "diff_fixed_lambda" for diff with λ = λ_init.
     """
+    from difftx.model.matching import match  # It imports JAX, which takes seconds.
+
     match(c, "diff" if architecture == "diff_fixed_lambda" else architecture, heads=heads)
     if architecture == "diff_fixed_lambda":
         c.model.lambda_learned = False

@@ -115,9 +115,9 @@ def require_run(workdir: AnyPath) -> None:
     """Raise `UserError` if a folder is not a run directory."""
     path = workdir / "config.json"
     if size_of(path) is None and (is_bucket(path) or not path.is_dir()):
-        fix = "train a run with `difftx train`"
-        if workdir.parent.name == "checkpoints":
-            fix = f"for a checkpoint, write --workdir={workdir.parent.parent} --step={workdir.name}"
+        fix, above = "train a run with `difftx train`", (workdir.parent, workdir.parent.parent)
+        if run := next((folder for folder in above if size_of(folder / path.name) is not None), None):
+            fix = f"write --workdir={run} --step={workdir.name if workdir.name.isdecimal() else 'N'}"
         elif runs := matching_folders("--workdir", f"{glob.escape(str(workdir))}/*", path.name):
             fix = f"name one of its {len(runs)} runs, such as --workdir={runs[0]}; difftx report takes all of them"
         raise UserError(f"--workdir={workdir}: no config.json there, so it is not a run; {fix}")
@@ -249,6 +249,59 @@ def write_atomically(path: AnyPath, text: str) -> None:
         file.write(text.encode())
 
 
+class Owner:
+    """A process that may write the files of a folder. Each write first checks that this is still so.
+
+    `check` raises an error if the process has lost the folder.
+    """
+
+    def __init__(self, check: Callable[[], None]):
+        self.check = check
+
+    def write(self, path: AnyPath, text: str) -> None:
+        """Write a file as `write_atomically` does."""
+        self.check()
+        write_atomically(path, text)
+
+    def write_if(self, path: AnyPath, content: bytes, generation: bytes | None) -> bytes | None:
+        """Write a file if it has the generation of `stored`, or if it is absent and `generation` is None.
+
+        Return the new generation, or None if the file has another one. `content` must be unique to this call.
+        """
+        self.check()
+        if is_bucket(path):
+            return objects.write_if(path, content, generation)
+        found = read_file(path)  # The lock of a local folder outlasts a pause, so no other owner writes meanwhile.
+        if found != generation:
+            return None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with new_file(path) as file:
+            file.write(content)
+        return content
+
+    def delete_if(self, path: AnyPath, generation: bytes) -> None:
+        """Delete a file if it has the generation. It may be absent."""
+        self.check()
+        if is_bucket(path):
+            objects.delete_if(path, generation)
+        elif read_file(path) == generation:
+            path.unlink()
+
+
+UNLOCKED = Owner(lambda: None)  # The owner of files that no lock protects.
+
+
+def stored(path: AnyPath) -> objects.Stored | None:
+    """Return the content of a file and its generation, which changes with the content, or None if it is absent.
+
+    The content of an object is not verified (`objects.read`).
+    """
+    if is_bucket(path):
+        return objects.read(path)
+    content = read_file(path)
+    return None if content is None else objects.Stored(content, content)
+
+
 def remove_temporaries(folder: Path, name: str | None = None) -> None:
     """Delete temporary files and folders of killed processes on this host, or only those for the path `name`."""
     wanted = ".+" if name is None else re.escape(name)
@@ -341,6 +394,19 @@ def size_of(path: AnyPath) -> int | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+def describe_below(folder: AnyPath) -> dict[str, objects.Description]:
+    """Return size and, in a bucket, checksums of all files below a folder, by their paths relative to it."""
+    if is_bucket(folder):
+        return objects.describe_below(folder)
+    found = {}
+    for name, is_folder in list_folder(folder).items():
+        if is_folder and not (folder / name).is_symlink():
+            found |= {f"{name}/{inner}": each for inner, each in describe_below(folder / name).items()}
+        elif (size := size_of(folder / name)) is not None:
+            found[name] = objects.Description(size, None, 0.0, "")
+    return found
 
 
 def list_folder(path: AnyPath) -> dict[str, bool]:

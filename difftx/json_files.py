@@ -6,12 +6,12 @@ import io
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from difftx.errors import UserError
-from difftx.files import new_file, read_file, write_atomically
+from difftx.files import UNLOCKED, Owner, new_file, read_file, write_atomically
 from difftx.storage.bucket_log import BucketLog
 from difftx.storage.paths import AnyPath, is_bucket
 
@@ -67,9 +67,8 @@ class JsonLines:
     all rows of an `append` are visible or none; `BucketLog` stores them.
     """
 
-    def __init__(self, path: AnyPath, require_lock: Callable[[], None] = lambda: None):
-        """Take the path. `require_lock` is called before each write."""
-        self.path, self._require_lock = path, require_lock
+    def __init__(self, path: AnyPath, owner: Owner = UNLOCKED):
+        self.path, self._owner = path, owner
         self._log = BucketLog(path) if is_bucket(path) else _LocalLog(path)
 
     def read(self, shape: Any = dict) -> list[dict[str, Any]]:
@@ -86,12 +85,12 @@ class JsonLines:
 
     def append_lines(self, content: bytes) -> None:
         """Append objects that are JSON already, one per line."""
-        self._require_lock()
+        self._owner.check()
         self._log.append(content)
 
     def rewrite(self, rows: Iterable[dict[str, Any]]) -> None:
         """Atomically replace the content of the file."""
-        self._require_lock()
+        self._owner.check()
         lines = ((json.dumps(row) + "\n").encode() for row in rows)
         if isinstance(self._log, _LocalLog):
             self._log.replace(lines)
@@ -100,7 +99,7 @@ class JsonLines:
 
     def remove(self) -> None:
         """Delete the file. It may be absent."""
-        self._require_lock()
+        self._owner.check()
         self._log.remove()
 
 

@@ -144,6 +144,8 @@ def test_the_word_config_may_be_left_out(arguments):
         ("train --config=toy --steps 10", "--steps: no such flag. Did you mean --config.train.steps?"),
         ("train --config=toy --step=10", "--step=10: no such flag. Did you mean --config.train.steps?"),
         ("train --config=toy steps=10", "steps=10: no such flag. Did you mean --config.train.steps?"),
+        ("train --config=toy --seed=9", "Did you mean --config.data.seed or --config.train.seed or"),
+        ("train --config=toy --warmup=9", "Did you mean --config.optimizer.warmup_steps?"),
         ("train --config=toy --dry-run", "--dry-run: no such flag. Did you mean --dry_run?"),
         ("train --config=toy --output_dir=x", "--output_dir=x: no such flag. Did you mean --workdir?"),
         ("train --config=toy --zzz", "--zzz: no such flag. Known: --help, --config, --workdir, "),

@@ -43,6 +43,36 @@ def both_trained(trained):
     return trained
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("train", "--config=quickstart", "--print_config"),
+        ("train", "--config=quickstart", "--dry_run"),
+        ("sweep", "--config=quickstart", "--grid", "seed=0", "--out=sweep"),
+        ("plan", "--config=quickstart", "--topology=cpu:1"),
+        ("doctor", "--config=quickstart", "--json"),
+    ],
+    ids=" ".join,
+)
+def test_each_command_refuses_a_config_that_does_not_fit(arguments, tmp_path):
+    for field, value, message in (
+        ("model.num_heads", "3", "model.num_heads=3: their 6 sub-heads do not divide d_model=128; use 2"),
+        ("model.top_k", "8", "model.top_k=8: architecture 'diff' does not use it; leave it at None"),
+        ("train.global_batch_tokens", "1000", "is not a multiple of data.sequence_length × train.accumulation = 256"),
+    ):
+        result = run("difftx", *arguments, f"--config.{field}={value}")
+        assert result.returncode == 2
+        assert message in result.stderr.splitlines()[-1]
+
+
+def test_an_evaluation_refuses_a_config_that_does_not_fit(trained):
+    result = run("eval.py", f"--workdir={trained}/runs/diff", "--suite=loss", "--model.attention_implementation=splash")
+    assert result.returncode == 2
+    assert (
+        "model.attention_implementation='splash' does not serve architecture 'diff'; use one of auto" in result.stderr
+    )
+
+
 def training_of(architecture, folder):
     return [
         "train.py",
@@ -66,7 +96,7 @@ def training_of(architecture, folder):
         (["--workdir=x", "--config.mesh.data=3"], "mesh.data=3"),
         (["--workdir=x", "--config.model.vocab_size=200"], "use at least 384"),
         (["--workdir=x", "--confg.model.num_heads=3"], "Did you mean --config.model.num_heads?"),
-        ([], "--workdir is needed"),
+        ([], "--workdir=DIR is needed"),
     ],
 )
 def test_a_user_error_exits_with_code_2_and_its_reason(flags, message):

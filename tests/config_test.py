@@ -50,7 +50,7 @@ QUICKSTART = str(ROOT / "configs" / "quickstart.py")
     ],
 )
 def test_every_config_is_valid_and_survives_json(spec):
-    config = load_config(str(ROOT / "configs" / spec), {})
+    config = fit(load_config(str(ROOT / "configs" / spec), {}))
     assert config_from_dict(json.loads(config.to_json())) == config
     model = config.model
     assert model.num_heads * heads_of(model).groups * heads_of(model).d_head == model.d_model

@@ -170,3 +170,21 @@ def test_json_lines_skip_an_incomplete_line_and_continue_after_it(tmp_path):
     assert [row["id"] for row in lines.read({"id": str, "answer": object})] == ["a", "c"]
     lines.rewrite(lines.read())
     assert lines.path.read_bytes() == b'{"id": "a", "answer": null}\n{"id": "c", "answer": true}\n'
+
+
+@pytest.mark.parametrize(
+    ("folder", "fix"),
+    [
+        ("runs", "name one of its 2 runs, such as --workdir={tmp}/runs/a; difftx report takes all of them"),
+        ("runs/a/checkpoints/300", "write --workdir={tmp}/runs/a --step=300"),
+        ("runs/a/checkpoints", "write --workdir={tmp}/runs/a --step=N"),
+        ("none", "train a run with `difftx train`"),
+    ],
+)
+def test_a_folder_that_is_no_run_says_how_to_name_one(tmp_path, folder, fix):
+    for name in "ab":
+        (tmp_path / "runs" / name / "checkpoints" / "300").mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.json").write_text("{}")
+    with pytest.raises(UserError) as error:
+        files.require_run(tmp_path / folder)
+    assert str(error.value).endswith(f"not a run; {fix.format(tmp=tmp_path)}")

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import functools
 import io
 import json
 import math
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT, TINY
+from helpers.cases import marked
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -27,9 +27,9 @@ from difftx.training.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
     OtherFormatError,
+    describe_files,
     manifest_text,
     why_invalid,
-    write_manifest,
 )
 from difftx.training.checkpoint.retention import number_of
 from difftx.training.goodput import SECTIONS, Goodput
@@ -157,26 +157,28 @@ def check(path: Path, valid: bytes, mutate, reader, resign=None):
     read(reader)
 
 
-@pytest.mark.long
+RESULT = {"suite": "loss", "step": 7, "numbers": {"loss": 2.5}, "details": {"sets": {}}}
+FILES = {  # File of a run → its reader.
+    "config.json": read_config,
+    "manifest.json": read_config,
+    "evals/loss/7.json": lambda folder: number_of(folder, 7, "loss/loss"),
+}
+
+
+@pytest.fixture
+def run_folder(tmp_path, tiny):
+    (tmp_path / "evals" / "loss").mkdir(parents=True)
+    (tmp_path / "evals" / "loss" / "7.json").write_text(json.dumps(RESULT))
+    write_run_files(tmp_path, tiny)
+    return tmp_path, {name: (tmp_path / name).read_bytes() for name in FILES}
+
+
+@pytest.mark.parametrize("name", marked(FILES, fast=("manifest.json", "evals/loss/7.json")))
 @FUZZ
 @given(mutate=mutations())
-def test_config_of_a_run(folder, tiny, mutate):
-    write_run_files(folder, tiny)
-    check(folder / "config.json", tiny.to_json().encode(), mutate, lambda: read_config(folder))
-
-
-@pytest.fixture(scope="module")
-def description(tmp_path_factory, tiny):
-    folder = tmp_path_factory.mktemp("description")
-    write_run_files(folder, tiny)
-    return folder, (folder / "manifest.json").read_bytes()
-
-
-@FUZZ
-@given(mutate=mutations())
-def test_description_of_a_run(description, mutate):
-    folder, valid = description
-    check(folder / "manifest.json", valid, mutate, lambda: read_config(folder))
+def test_a_corrupt_file_of_a_run_is_read_or_refused_in_one_line(run_folder, name, mutate):
+    folder, valid = run_folder
+    check(folder / name, valid[name], mutate, lambda: FILES[name](folder))
 
 
 FIELDS = st.sampled_from(
@@ -276,13 +278,19 @@ def test_a_corrupt_journal_is_read_or_refused_in_one_line(folder, tiny, resign, 
 @pytest.fixture(scope="module")
 def checkpoint(folder, tiny):
     path = folder / "checkpoint"
-    (path / "state").mkdir(parents=True)
-    (path / "state" / "array").write_bytes(b"some numbers")
-    for marker in ("commit_success.txt", "_CHECKPOINT_METADATA"):
-        (path / marker).touch()
-    arrays = {"params/embedding": ((4, 2), "float32")}
-    data = {"tokenizer": "bytes", "train": {"path": "abc"}}
-    write_manifest(path, functools.partial(manifest_text, 7, "attempt/7", arrays, tiny, data, None))
+    (path / "save").mkdir(parents=True)
+    (path / "save" / "array").write_bytes(b"some numbers")
+    text = manifest_text(
+        step=7,
+        weights="attempt/7",
+        run_id=None,
+        arrays={"params/embedding": ((4, 2), "float32")},
+        config=tiny,
+        loader={"signature": {"tokenizer": "bytes", "train": {"path": "abc"}}},
+        contents="save",
+        files=describe_files(path / "save"),
+    )
+    (path / MANIFEST).write_text(text)
     assert why_invalid(path, step=7, content=True) is None
     return path, (path / MANIFEST).read_bytes()
 
@@ -302,15 +310,6 @@ def test_only_equal_or_signed_content_of_a_manifest_verifies(checkpoint, resign,
     assert why is None or why.splitlines() == [why]
     if resign is None and why is None:
         assert json.loads(content) == json.loads(valid), "a manifest that says something else has verified"
-
-
-@FUZZ
-@given(mutate=mutations())
-def test_numbers_of_a_suite(folder, mutate):
-    (folder / "evals" / "loss").mkdir(parents=True, exist_ok=True)
-    valid = json.dumps({"suite": "loss", "step": 7, "numbers": {"loss": 2.5}, "details": {"sets": {}}}).encode()
-    path = folder / "evals" / "loss" / "7.json"
-    check(path, valid, mutate, lambda: number_of(folder, 7, "loss/loss"))
 
 
 @pytest.fixture(scope="module")

@@ -95,30 +95,12 @@ def test_no_command_writes_into_a_bad_folder(run, place, bad_folders, config):
         cases += [([*command, f"--out={bad}"], 2, bad_folders.get(bad, "Permission denied")) for command in commands]
         report = ["difftx", "report", f"--workdir={runs / 'one'}", f"--out={bad}/report.html"]
         cases.append((report, 2, bad_folders.get(bad, "Permission denied")))
-    cases += [
-        (
-            ["difftx", "report", f"--workdir={runs / 'one'}", f"--out={place / 'folder'}"],
-            2,
-            "Is a directory; name a file",
-        ),
-        (["difftx", "convert", "--from=difftx", "--to=hf", f"--input={runs / 'one'}", "--out=/sys/difftx"], 2, "/sys"),
-        (
-            [
-                "difftx",
-                "plan",
-                "--config=configs/quickstart.py",
-                "--topology=cpu:1",
-                f"--json={place / 'read_only' / 'a.json'}",
-            ],
-            2,
-            "Permission denied",
-        ),
-        (
-            ["difftx", "plan", "--config=configs/quickstart.py", "--topology=cpu:1", f"--json={place / 'folder'}"],
-            2,
-            "Is a directory; name a file",
-        ),
-    ]
+    plan = ["difftx", "plan", "--config=configs/quickstart.py", "--topology=cpu:1"]
+    report = ["difftx", "report", f"--workdir={runs / 'one'}", f"--out={place / 'folder'}"]
+    convert = ["difftx", "convert", "--from=difftx", "--to=hf", f"--input={runs / 'one'}", "--out=/sys/difftx"]
+    cases += [(report, 2, "Is a directory; name a file"), (convert, 2, "/sys")]
+    cases += [([*plan, f"--json={place / 'read_only' / 'a.json'}"], 2, "Permission denied")]
+    cases += [([*plan, f"--json={place / 'folder'}"], 2, "Is a directory; name a file")]
     check(run, cases)
     assert sorted(place.glob("*")) == before
 
@@ -128,35 +110,24 @@ def test_every_command_reports_unreadable_paths(run, place, config):
     unreadable = write_run(place / "unreadable", config(), layers=2)
     (unreadable / "metrics.jsonl").chmod(0)
     closed = place / "closed" / "run"
-    check(
-        run,
-        [
-            (
-                ["eval.py", f"--curves={place}/unread*", f"--out={place / 'folder'}"],
-                1,  # Not a user error: reads of a run's files are retried, and a restart may help after that.
-                "metrics.jsonl cannot be read: Permission denied",
-            ),
-            (["eval.py", f"--workdir={closed}", "--suite=loss"], 1, "config.json cannot be read: Permission denied"),
-            (["eval.py", f"--workdir={place / 'file'}", "--suite=loss"], 2, "no config.json there"),
-            (["difftx", "generate", f"--workdir={closed}", "--prompt=a"], 1, "Permission denied"),
-            (["difftx", "checkpoint", "ls", f"--workdir={closed}"], 1, "Permission denied"),
-            (["difftx", "checkpoint", "ls", f"--workdir={place / 'file'}"], 2, "is not a folder; move it away"),
-            (["difftx", "data", "verify", str(closed)], 2, "Permission denied"),
-            (["difftx", "data", "show", str(closed), "--row=0"], 2, "Permission denied"),
-            (
-                ["difftx", "convert", "--from=difftx", "--to=hf", f"--input={closed}", f"--out={place / 'new'}"],
-                2,
-                "Permission",
-            ),
-            (
-                ["difftx", "prepare", f"--input={closed}", "--tokenizer=bytes", f"--out={place / 'new'}"],
-                2,
-                "Permission",
-            ),
-            (["train.py", f"--config={closed}.py", f"--workdir={place / 'new'}"], 2, "Permission denied"),
-            (["difftx", "generate", f"--workdir={unreadable}", f"--prompts={place / 'folder'}"], 2, "Is a directory"),
-        ],
-    )
+    out, workdir = f"--out={place / 'new'}", f"--workdir={closed}"
+    curves = ["eval.py", f"--curves={place}/unread*", f"--out={place / 'folder'}"]
+    cases = [
+        # Not a user error: reads of a run's files are retried, and a restart may help after that.
+        (curves, 1, "metrics.jsonl cannot be read: Permission denied"),
+        (["eval.py", workdir, "--suite=loss"], 1, "config.json cannot be read: Permission denied"),
+        (["eval.py", f"--workdir={place / 'file'}", "--suite=loss"], 2, "no config.json there"),
+        (["difftx", "generate", workdir, "--prompt=a"], 1, "Permission denied"),
+        (["difftx", "checkpoint", "ls", workdir], 1, "Permission denied"),
+        (["difftx", "checkpoint", "ls", f"--workdir={place / 'file'}"], 2, "is not a folder; move it away"),
+        (["difftx", "data", "verify", str(closed)], 2, "Permission denied"),
+        (["difftx", "data", "show", str(closed), "--row=0"], 2, "Permission denied"),
+        (["difftx", "convert", "--from=difftx", "--to=hf", f"--input={closed}", out], 2, "Permission"),
+        (["difftx", "prepare", f"--input={closed}", "--tokenizer=bytes", out], 2, "Permission"),
+        (["train.py", f"--config={closed}.py", f"--workdir={place / 'new'}"], 2, "Permission denied"),
+        (["difftx", "generate", f"--workdir={unreadable}", f"--prompts={place / 'folder'}"], 2, "Is a directory"),
+    ]
+    check(run, cases)
 
 
 @pytest.mark.long
@@ -262,13 +233,7 @@ def test_user_errors_name_the_fix(run, place, tmp_path):
             ([*train, f"{on}pallas_tpu"], 2, f"requires a TPU, and JAX runs on CPU here; {only}"),
             ([*start, "--config=configs/quickstart.py:transformer", *flags, f"{on}splash"], 2, "requires a TPU"),
             ([*train, "--config.mesh.tensor=8"], 2, "multiply to the 1 devices here; set mesh.tensor=1"),
-            ([*train, "--config.optimizer.lr=1"], 2, "lr: no such field. Did you mean 'optimizer.learning_rate'?"),
             ([*grid, "optimizer.lr=1,2"], 2, "Did you mean 'optimizer.learning_rate'?"),
-            (
-                [*train, "--config.train.steps=50", "--config.optimizer.warmup_steps=275"],
-                2,
-                "set it to 25, or train.steps to 550",
-            ),
             ([*start, f"--config={tmp_path / 'syntax.py'}"], 2, f"{tmp_path / 'syntax.py'}:2: SyntaxError: "),
             ([*start, f"--config={tmp_path / 'raises.py'}"], 2, f"{tmp_path / 'raises.py'}:2: ZeroDivisionError: "),
             ([*start, f"--config={tmp_path / 'none.py'}"], 2, f"{tmp_path / 'none.py'}: AttributeError: "),

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from difftx.commands.flags import Parser, PathFlag, add_extension_flag, prepare_process
 from difftx.errors import UserError, printable
-from difftx.files import list_folder
+from difftx.files import UNLOCKED, list_folder
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
 
     # Imported after the flags are checked, because the imports are slow.
     from difftx.commands import checkpoint_actions as actions
-    from difftx.training.checkpoint.retention import quarantine
+    from difftx.training.checkpoint.protocol import quarantine
 
     match options.command:
         case "ls":
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         case "diff":
             actions.diff(actions.find(folder, options.a), actions.find(folder, options.b), options.values)
         case "quarantine":
-            path = quarantine(actions.find(folder, str(options.step)))
+            path = quarantine(UNLOCKED, actions.find(folder, str(options.step)))
             print(printable(f"{path}: training uses it again only if it verifies and no other checkpoint does"))
         case "prune":
             actions.prune(options.workdir, options.keep, options.yes)

@@ -5,11 +5,8 @@ import datetime
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
 
-import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import rich.console
 import rich.markup
 import rich.table
@@ -19,19 +16,19 @@ from difftx.files import list_folder
 from difftx.json_files import read_json
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket, path_of
-from difftx.training.checkpoint import arrays
+from difftx.training.checkpoint import arrays, protocol
 from difftx.training.checkpoint.manifest import (
     MANIFEST,
-    QUARANTINED_MANIFEST,
-    array_name,
+    QUARANTINED,
     contents_of,
     quarantined_in,
     read_manifest,
+    step_folders,
     steps_in,
     why_invalid,
 )
 from difftx.training.checkpoint.restoring import config_of
-from difftx.training.checkpoint.retention import remove, steps_to_keep
+from difftx.training.checkpoint.retention import steps_to_keep
 from difftx.training.resume import changed_fields
 from difftx.training.run import read_config
 from difftx.training.workdir_lock import lock_workdir
@@ -40,12 +37,14 @@ PLAIN_WIDTH = 160  # Width of a table in a file or a pipe in characters. The rea
 
 
 def list_checkpoints(folder: AnyPath) -> None:
-    """Print a table of all checkpoints, including quarantined ones."""
+    """Print a table of all steps, including quarantined checkpoints."""
     table = rich.table.Table()
     for title, justify in (("step", "right"), ("size", "right"), ("age", "right"), ("state", "left")):
         table.add_column(title, justify=justify, overflow="fold")
-    states = {folder / str(step): _problem(folder / str(step), content=False) for step in steps_in(folder)}
-    for path, why in (states | dict.fromkeys(quarantined_in(folder), "quarantined")).items():
+    quarantined = quarantined_in(folder)
+    others = {path.parent for path in quarantined} - {folder / str(step) for step in steps_in(folder)}
+    states = {path: _problem(path, content=False) for path in step_folders(folder) if path not in others}
+    for path, why in (states | dict.fromkeys(quarantined, "quarantined")).items():
         age = datetime.timedelta(seconds=max(0, round(time.time() - _modified(path))))  # The clock may be behind.
         cells = _name(path), _size(path), str(age), "sizes match" if why is None else str(why)
         table.add_row(*(rich.markup.escape(printable(cell)) for cell in cells))
@@ -100,7 +99,7 @@ def prune(workdir: AnyPath, keep: int | None, yes: bool) -> None:
         raise UserError(f"--keep={keep} must be at least 1")
     config, folder = read_config(workdir), workdir / "checkpoints"
     lock = lock_workdir(workdir, config.multihost, wait_seconds=0) if yes else contextlib.nullcontext()
-    with lock as require_lock:
+    with lock as owner:
         reasons = {step: _problem(folder / str(step), content=True) for step in steps_in(folder)}
         verified = [step for step, why in reasons.items() if why is None]
         for step, why in reasons.items():
@@ -113,8 +112,9 @@ def prune(workdir: AnyPath, keep: int | None, yes: bool) -> None:
         print(f"kept: {', '.join(map(str, sorted(kept)))}")
         for path in to_delete:
             print(printable(f"{'deleted' if yes else 'would be deleted'}: {_name(path)} ({_size(path)})"))
-        if require_lock is not None:
-            remove(to_delete, require_lock)
+        if owner is not None:
+            for path in to_delete:
+                protocol.remove(owner, path)
         elif to_delete:
             print("add --yes to delete")
 
@@ -141,14 +141,7 @@ def _value_changes(a: AnyPath, b: AnyPath) -> Iterator[str]:
 
 
 def _read_arrays(folder: AnyPath) -> dict[str, np.ndarray]:
-    manifest = read_manifest(folder)
-    if is_bucket(folder) or manifest.contents:
-        return arrays.read_arrays(contents_of(folder), manifest.arrays)
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        saved: Any = reader.metadata(folder.resolve() / "state").item_metadata
-        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved.tree)
-        tree = reader.restore(folder.resolve() / "state", args=ocp.args.PyTreeRestore(restore_args=as_numpy))
-    return {array_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return arrays.read_arrays(contents_of(folder), read_manifest(folder).arrays)
 
 
 def find(folder: AnyPath, name: str) -> AnyPath:
@@ -164,29 +157,30 @@ def find(folder: AnyPath, name: str) -> AnyPath:
 
 
 def _name(path: AnyPath) -> str:
-    """Return the name of a checkpoint for a table. That of a quarantined one in a bucket includes the step."""
-    return f"{path.parent.name}/{path.name}" if path.name.startswith(QUARANTINED_MANIFEST) else path.name
+    """Return the name of a checkpoint for a table. That of a quarantined one includes the step."""
+    return f"{path.parent.name}/{path.name}" if QUARANTINED.fullmatch(path.name) else path.name
+
+
+def _manifest_of(path: AnyPath) -> AnyPath:
+    return path if QUARANTINED.fullmatch(path.name) else path / MANIFEST
 
 
 def _modified(path: AnyPath) -> float:
-    """Return the time of the last change of a checkpoint's folder, or of its manifest in a bucket."""
-    if not is_bucket(path):
-        return path.lstat().st_mtime
-    found = objects.describe(path if path.name.startswith(QUARANTINED_MANIFEST) else path / MANIFEST)
-    return time.time() if found is None else found.modified
+    """Return the time at which the manifest of a checkpoint was written, or the present time without a manifest."""
+    path = _manifest_of(path)
+    if is_bucket(path):
+        found = objects.describe(path)
+        return time.time() if found is None else found.modified
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return time.time()
 
 
-def _size(folder: AnyPath) -> str:
-    if is_bucket(folder):
-        # The folder of a step also has the files of its quarantined checkpoints.
-        path = folder if folder.name.startswith(QUARANTINED_MANIFEST) else folder / MANIFEST
-        try:
-            size = sum(file["bytes"] for file in read_json(path)["files"].values())
-        except (UserError, LookupError, TypeError, AttributeError):
-            return "of unknown size"
-    else:
-        try:
-            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        except OSError as error:
-            return str(error.strerror)
+def _size(path: AnyPath) -> str:
+    """Return the size of a checkpoint's files, as its manifest lists them."""
+    try:
+        size = sum(file["bytes"] for file in read_json(_manifest_of(path))["files"].values())
+    except (UserError, UnreadableError, OSError, LookupError, TypeError, AttributeError):
+        return "of unknown size"
     return f"{size / 2**20:,.1f} MiB"

@@ -87,7 +87,8 @@ class Findings:
 
 def examine(options: argparse.Namespace, config: Config | None) -> Findings:
     """Examine this machine, and the others of the job, for a config or for a default one."""
-    gpus, findings = kernel_measurement.gpu_identity(), Findings(software=_software())
+    gpus, findings = kernel_measurement.gpu_identity(), Findings()
+    findings.software = {"python": platform.python_version(), "system": platform.platform(), **package_versions()}
     findings.folders = {
         "compiled programs": os.environ.get("JAX_COMPILATION_CACHE_DIR"),
         "tokenizers": os.environ.get("TIKTOKEN_CACHE_DIR", str(Path(tempfile.gettempdir()) / "data-gym-cache")),
@@ -141,10 +142,6 @@ def examine(options: argparse.Namespace, config: Config | None) -> Findings:
         list(dict.fromkeys(itertools.chain(*lists))) for lists in zip(*everywhere, strict=True)
     )
     return findings
-
-
-def _software() -> dict[str, str]:
-    return {"python": platform.python_version(), "system": platform.platform(), **package_versions()}
 
 
 def _rankings(config: Config) -> dict[str, tuple[Config, Ranking]]:

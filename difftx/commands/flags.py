@@ -113,13 +113,14 @@ class Parser(argparse.ArgumentParser):
         prefix = "--config." if "config" in self.fields else "--"
         fields = {field: prefix + field for field, _ in marks(Config) if self._changes(field)}
         flag, field = flag_named(name), field_named(name)
-        meant = flags.get(flag or name) or fields.get(field or name)
-        if meant is None and not argument.startswith("-"):
+        same = [spelled for one, spelled in fields.items() if one.rpartition(".")[2] == name]
+        meant = flags.get(flag or name) or fields.get(field or name) or " or ".join(sorted(same, key=len)[:3])
+        if not argument.startswith("-") and not (meant and "=" in argument):
             fix = "quote a value that has spaces, and write a list as a,b"
             if self._missing:
                 fix = f"write {shlex.quote(f'{next(iter(self._missing))}={argument}')}"
             return UserError(f"{argument!r} belongs to no flag; {fix}")
-        known = {field.rpartition(".")[2]: flag for field, flag in reversed(fields.items())} | fields | flags
+        known = {one.rpartition(".")[2]: spelled for one, spelled in fields.items()} | fields | flags
         if meant := meant or known.get(closest(name, known, cutoff=0.75) or ""):
             return UserError(f"{argument}: no such flag. Did you mean {meant}?")
         if self.fields and field:
@@ -167,11 +168,11 @@ def add_weights_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare_process(options: argparse.Namespace) -> None:
-    """Check the paths of a command line, load its extensions, and set the options of JAX and orbax."""
+    """Check the paths of a command line, load its extensions, and set the options of JAX."""
     require_local_paths(options)
     compilation_cache.enable()
     load_extensions(options.extension)
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # difftx reports the failures of orbax itself.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Libraries print failures that difftx reports itself.
 
 
 def require_file_path(flag: str, path: AnyPath) -> None:

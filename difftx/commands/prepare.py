@@ -11,7 +11,7 @@ import datetime
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from difftx.commands.flags import Parser, add_extension_flag, prepare_process
@@ -21,7 +21,7 @@ from difftx.data.prepare.readers import HALF_PAIR, Fields, Source, sources_of
 from difftx.data.prepare.workers import BeamWorkers, Workers
 from difftx.data.store import SPLITS, read_meta
 from difftx.errors import EXIT_PREEMPTED, RunError, UserError, printable
-from difftx.files import require_writable
+from difftx.files import Owner, require_writable
 from difftx.storage.paths import AnyPath, is_bucket, path_of
 
 LOCAL = "local"
@@ -90,9 +90,9 @@ def prepare(job: Job) -> int:
     try:
         with Workers(job) if job.runner == LOCAL else contextlib.nullcontext(BeamWorkers(job)) as workers:
             description = describe(job, sources)
-            with open_job(job, description, sources) as require_lock:
-                if require_lock is not None:
-                    _write_store(job, sources, description, workers, require_lock)
+            with open_job(job, description, sources) as owner:
+                if owner is not None:
+                    _write_store(job, sources, description, workers, owner)
         _print_summary(job)
     except KeyboardInterrupt:
         print(f"stopped; the same command resumes from the finished files in {job.work}", file=sys.stderr)
@@ -136,7 +136,7 @@ def _write_store(
     sources: Sequence[Source],
     description: dict[str, Any],
     workers: Workers | BeamWorkers,
-    require_lock: Callable[[], None],
+    owner: Owner,
 ) -> None:
     states = input_states(sources)
     for line in (*assembly.discard_corrupt_units(job), *assembly.discard_corrupt_shards(job)):
@@ -147,7 +147,7 @@ def _write_store(
             raise UserError(f"{name}: changed while it was read; run the same command again")
     plan = assembly.make_plan(job, sources)
     workers.write_shards(plan.shards)
-    assembly.finish(job, description, plan, require_lock)
+    assembly.finish(job, description, plan, owner)
 
 
 def _print_summary(job: Job) -> None:

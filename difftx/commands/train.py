@@ -36,7 +36,7 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
         print(config.to_json(), end="")
         return 0
     if args.workdir is None and not args.dry_run:
-        parser.error("--workdir is needed to train")
+        parser.error("--workdir=DIR is needed to train; --dry_run does without")
     if args.workdir is not None:
         require_writable(args.workdir)
     if not args.dry_run:

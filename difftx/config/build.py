@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
@@ -42,14 +42,14 @@ def config_from_dict(raw: Any) -> Config:
 def override(config: Config, overrides: Mapping[str, str]) -> Config:
     """Return the config with some fields replaced by values from the command line, such as `{"mesh.tensor": "4"}`."""
     raw = values_of(config)
-    apply_overrides(raw, overrides)
+    for field, value in parsed(overrides).items():
+        set_field(raw, field, value)
     return config_from_dict(raw)
 
 
-def apply_overrides(values: Any, overrides: Mapping[str, str]) -> None:
-    """Set fields in nested `ConfigDict`s or dictionaries, from texts on the command line."""
-    for field, text in overrides.items():
-        _set(values, field.split("."), plain(parse_text(text, annotation_of(field), field)), field)
+def parsed(overrides: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values of fields, given their texts on the command line, or raise `UserError`."""
+    return {field: plain(parse_text(text, annotation_of(field), field)) for field, text in overrides.items()}
 
 
 def annotation_of(field: str) -> Any:
@@ -148,7 +148,7 @@ def describe_type(annotation: Any) -> str:
             choices = ", ".join(map(repr, get_args(entry)))
             names.append(f"a list of {choices or plurals.get(entry) or entry.__name__}")
         else:
-            names.append(words[kind])
+            names.append(words.get(kind) or str(kind))
     return " or ".join(names)
 
 
@@ -160,22 +160,22 @@ def _no_field(group: type, name: str, field: str) -> UserError:
     return UserError(f"{field}: no such field.{did_you_mean(name, types_of(group))}{hint}")
 
 
-def _set(values: Any, names: Sequence[str], value: Any, field: str) -> None:
-    """Set the field of `values` at the path `names`. A number in the path is an index into a list of groups."""
-    name, *rest = names
-    if not rest:
-        values[name] = value
-    elif rest[0].isdecimal():
-        entries, index = [dict(entry) for entry in values.get(name) or ()], int(rest[0])
-        if index >= len(entries):
-            path = field.partition(f".{rest[0]}.")[0]
-            raise UserError(f"{field}: {path} is a list of {len(entries)}; write {path}.0.field for its first entry")
-        _set(entries[index], rest[1:], value, field)
-        values[name] = tuple(entries)
-    else:
+def set_field(values: Any, field: str, value: Any) -> None:
+    """Set a field in nested dictionaries or `ConfigDict`s. A number in its name is an index into a list of groups."""
+    *groups, last = field.split(".")
+    for name in groups:
+        if name.isdecimal():
+            if int(name) >= len(values):
+                path = field.partition(f".{name}.")[0]
+                raise UserError(f"{field}: {path} is a list of {len(values)}; write {path}.0.field for its first entry")
+            values = values[int(name)]
+            continue
         if name not in values:  # For example, an extension has added this group since a run wrote its config.
             values[name] = {}
-        _set(values[name], rest, value, field)
+        elif isinstance(values[name], list | tuple):  # Recipes may share the entries of a list.
+            values[name] = tuple(map(dict, values[name]))
+        values = values[name]
+    values[last] = value
 
 
 def _value_of(text: str, annotation: Any, field: str) -> Any:

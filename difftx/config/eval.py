@@ -56,7 +56,7 @@ class NeedleConfig(Group):
     """Number of prompts per case, length and depth."""
     new_tokens: affects.Evaluation[Positive[int]] = 32
     """Largest number of tokens in an answer."""
-    haystack: flag.Input[flag.Bucket[affects.Evaluation[str | None]]] = None
+    haystack: flag.Bucket[flag.Location[affects.Evaluation[str | None]]] = None
     """Path of the text that hides the needles, in the format of `data.path`. Of a store, the validation split is used.
     None: the run's first validation set of text."""
     seed: affects.Evaluation[Seed] = 0
@@ -75,9 +75,9 @@ class IclTaskConfig(Group):
 
     name: affects.Evaluation[str]
     """Name of the task in the results."""
-    train: flag.Input[flag.Bucket[affects.Evaluation[str]]]
+    train: flag.Bucket[flag.Location[affects.Evaluation[str]]]
     """Path of the file with the demonstrations."""
-    test: flag.Input[flag.Bucket[affects.Evaluation[str]]]
+    test: flag.Bucket[flag.Location[affects.Evaluation[str]]]
     """Path of the file with the questions."""
     text: affects.Evaluation[str]
     """Name of the JSON field with the text."""
@@ -115,7 +115,7 @@ class HallucinationSetConfig(Group):
 
     name: affects.Evaluation[str]
     """Name of the set in the results."""
-    path: flag.Input[flag.Bucket[affects.Evaluation[str]]]
+    path: flag.Bucket[flag.Location[affects.Evaluation[str]]]
     """Path of the file."""
     kind: affects.Evaluation[Kind]
     """Task for the documents of the set."""
@@ -125,7 +125,7 @@ class HallucinationSetConfig(Group):
     """Name of the JSON field with the question, or null for summarisation."""
     answers: affects.Evaluation[str]
     """Name of the JSON field with the reference answers: a text or a list of texts."""
-    new_tokens: affects.Evaluation[int]
+    new_tokens: affects.Evaluation[Positive[int]]
     """Largest number of tokens in an answer."""
 
 
@@ -158,8 +158,6 @@ class HallucinationConfig(Group):
             where = f"eval.hallucination.sets, {one.name}"
             if one.name in KINDS:
                 raise UserError(f"{where}: means over the sets of a kind have this name; give the set another")
-            if one.new_tokens <= 0:
-                raise UserError(f"{where}.new_tokens={one.new_tokens} must be positive")
             if (one.question is None) == (one.kind == "question_answering"):
                 raise UserError(
                     f"{where}: question={one.question!r} with kind={one.kind!r}; name the field of the questions for "
@@ -282,7 +280,7 @@ class CacheSuiteConfig(Group):
 class TestConfig(Group):
     """Settings of suite `test`: other suites on a test text."""
 
-    path: flag.Input[flag.Bucket[affects.Evaluation[str | None]]] = None
+    path: flag.Bucket[flag.Location[affects.Evaluation[str | None]]] = None
     """Path of a store with the test text and no validation split (`difftx prepare --valid_fraction=0`)."""
     suites: affects.Evaluation[NonEmptyUnique[tuple[TestSuite, ...]]] = ("loss",)
     """Suites to run on the test text: "loss", "recall" or "position"."""
@@ -308,11 +306,11 @@ class HarnessConfig(Group):
     """Number of examples in a prompt. None: the task's own number, which is 0 for the default tasks."""
     limit: affects.Evaluation[Positive[int] | None] = None
     """Number of questions per task, starting with the first. None: all."""
-    data_path: flag.Input[affects.Evaluation[str | None]] = None
+    data_path: flag.Location[affects.Evaluation[str | None]] = None
     """Folder of JSON lines for the default tasks: arc_challenge_test.jsonl, arc_easy_test, boolq_val, hellaswag_val,
     openbookqa_test, piqa_val, winogrande_val and, for examples, <task>_train (plain, .gz, .zst or .xz; fields in
     `difftx/evals/harness/data.py`). None: the Hugging Face hub."""
-    include_path: flag.Input[affects.Evaluation[str | None]] = None
+    include_path: flag.Location[affects.Evaluation[str | None]] = None
     """Folder of lm-eval YAML files that define further tasks."""
     truncate: affects.Evaluation[bool] = False
     """Whether to truncate requests that exceed the context on the left, as lm-eval's own models do, and count them. If
@@ -328,9 +326,9 @@ class MathTaskConfig(Group):
     """Name of the task in the results."""
     format: affects.Evaluation[MathFormat]
     """Format of the test file (`difftx/evals/math/formats.py`)."""
-    test: flag.Input[flag.Bucket[affects.Evaluation[str]]]
+    test: flag.Bucket[flag.Location[affects.Evaluation[str]]]
     """Path of the file with the problems."""
-    train: flag.Input[flag.Bucket[affects.Evaluation[str | None]]]
+    train: flag.Bucket[flag.Location[affects.Evaluation[str | None]]]
     """Path of the file with the demonstrations, or null."""
     train_format: affects.Evaluation[MathFormat | None]
     """Format of the file with the demonstrations. null: the value of `format`."""
@@ -376,7 +374,7 @@ class EvalConfig(Extensible, effect=Effect.EVALUATION):
     """Suites loss, recall and test: largest number of tokens of each validation set, or of the test text."""
     recall_max_bigram_count: affects.Evaluation[NotNegative[int]] = 1250
     """Suite recall: largest number of times that the training data may contain the bigram of an AR-Hit (Zoology)."""
-    bigrams_path: flag.Header[affects.Evaluation[str | None]] = None
+    bigrams_path: flag.Header[flag.Location[affects.Evaluation[str | None]]] = None
     """Suite recall: file written by `difftx data bigrams`. None: count the bigrams at the start of the run, which is
     possible if the run tokenises its own text."""
     position_documents: affects.Evaluation[Positive[int]] = 256

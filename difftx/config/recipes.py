@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from ml_collections.config_dict import RequiredValueError
 
 from difftx.config import Config
-from difftx.config.build import apply_overrides, config_from_dict, defaults_of, override
+from difftx.config.build import config_from_dict, defaults_of, override, parsed, set_field
 from difftx.errors import UserError, did_you_mean
 from difftx.json_files import read_json
 from difftx.registry import import_file, one_line_errors
@@ -38,12 +38,14 @@ def load_config(spec: str, overrides: Mapping[str, str]) -> Config:
         return override(config_from_dict(read_json(path_of("--config", spec), content)), overrides)
     path, argument = split_spec(spec)
     module = _import_recipe(path)
+    changes = parsed(overrides)  # Before the recipe, which may take seconds. Its file may have added groups.
     with one_line_errors(module):
         values = module.get_config(argument) if argument else module.get_config()
         if not isinstance(values, ConfigDict):
             raise TypeError(f"get_config returned {type(values).__name__}, not a ConfigDict")
     with values.unlocked():
-        apply_overrides(values, overrides)
+        for field, value in changes.items():
+            set_field(values, field, value)
     try:
         return config_from_dict(values.to_dict())
     except RequiredValueError as error:

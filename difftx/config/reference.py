@@ -17,7 +17,7 @@ HEADER = """# Config fields
 `python -m difftx.config.reference > docs/config.md` makes this page from the schema in `difftx/config/`.
 
 Set a field in a recipe (`c.optimizer.learning_rate = 1e-3`) or on the command line
-(`--config.optimizer.learning_rate=1e-3`).
+(`--config.optimizer.learning_rate=1e-3`, or without `config.`).
 """
 
 

@@ -5,6 +5,7 @@ from difftx.config.fields import marks
 
 # Field → names that newcomers bring.
 SYNONYMS = {
+    "model.architecture": "arch model_type attention_type",
     "model.d_model": "hidden_size n_embd dim emb_dim embed_dim base_emb_dim",
     "model.mlp_dim": "intermediate_size hidden_dim ffn_dim d_ff base_mlp_dim",
     "model.num_layers": "num_hidden_layers n_layer n_layers depth base_num_decoder_layers",
@@ -28,7 +29,7 @@ SYNONYMS = {
     "optimizer.learning_rate": "lr max_lr",
     "optimizer.final_learning_rate": "min_lr lr_min end_learning_rate",
     "optimizer.schedule": "lr_scheduler_type lr_schedule scheduler",
-    "optimizer.warmup_steps": "warmup_iters num_warmup_steps warmup_fraction warmup_ratio warmup_steps_fraction",
+    "optimizer.warmup_steps": "warmup warmup_iters num_warmup_steps warmup_fraction warmup_ratio warmup_steps_fraction",
     "optimizer.decay_steps": "decay_fraction",
     "optimizer.b1": "beta1 adam_beta1 adam_b1",
     "optimizer.b2": "beta2 adam_beta2 adam_b2",

@@ -99,8 +99,9 @@ class ShardedStore(TokenStore):
         parts = []
         found = zip(self._files, self._arrays("offsets"), itertools.pairwise(self._starts), strict=True)
         for file, part, (start, stop) in found:
-            if problem := offsets_problem(part, stop - start):
-                raise UserError(f"{file.with_suffix('.offsets')}: {problem}; {RESTORE}")
+            if not (len(part) > 1 and (part[0], part[-1]) == (0, stop - start) and (part[1:] > part[:-1]).all()):
+                what = f"the offsets do not rise from 0 to {stop - start}"
+                raise UserError(f"{file.with_suffix('.offsets')}: {what}; {RESTORE}")
             parts.append(part[:-1] + np.uint64(start))
         return np.concatenate([*parts, np.array([len(self)], np.uint64)])
 
@@ -339,12 +340,6 @@ def file_problems(folder: AnyPath, meta: dict[str, Any], split: str, *, content:
                 yield f"{file}: {size} bytes, {META} says {sizes[kind]}"
             elif content and sha256_of(file) != expected:
                 yield f"{file}: corrupt, its SHA-256 is not that in {META}"
-
-
-def offsets_problem(offsets: np.ndarray, tokens: int) -> str | None:
-    """Return the problem with a shard's uint64 offsets `[documents + 1]`, or None if they are valid."""
-    rise = len(offsets) > 1 and offsets[0] == 0 and offsets[-1] == tokens and (offsets[1:] > offsets[:-1]).all()
-    return None if rise else f"the offsets do not rise from 0 to {tokens}"
 
 
 # Processes are often limited to 1,024 file descriptors, so only the most recently used shards stay open.

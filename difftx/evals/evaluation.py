@@ -14,6 +14,7 @@ from flax import nnx
 from difftx.data.loader import Batch, ordered_batches, ordered_rows
 from difftx.data.packing import PackedRows, Row, RowSource
 from difftx.errors import UserError
+from difftx.files import UNLOCKED, Owner
 from difftx.inference.decode import LanguageModel
 from difftx.inference.score import row_scores
 from difftx.json_files import JsonLines, json_sha256
@@ -35,11 +36,9 @@ class ItemJournal:
     ones, which may run at the same time, has another file. Only the primary process reads and writes the file.
     """
 
-    def __init__(
-        self, path: AnyPath, settings: str, weights: str | None, require_lock: Callable[[], None] = lambda: None
-    ):
+    def __init__(self, path: AnyPath, settings: str, weights: str | None, owner: Owner = UNLOCKED):
         path = path.with_suffix(f".{json_sha256([settings, weights])[:32]}.items.jsonl")
-        self._file = JsonLines(path, require_lock)
+        self._file = JsonLines(path, owner)
 
     def start(self, items: Sequence[Any]) -> dict[str, Any]:
         """Return the stored answers of `items` by item id, in every process."""

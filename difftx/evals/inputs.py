@@ -22,9 +22,8 @@ def with_contents(group: type, values: Mapping[str, Any], fields: Iterable[str])
     found = {}
     for name in fields:
         kind, value = types_of(group)[name], values[name]
-        marks = marks_of(kind)
-        if value is not None and not marks.isdisjoint((Flag.INPUT, Flag.HEADER)):
-            value = _content(value, is_large=Flag.HEADER in marks)
+        if value is not None and Flag.LOCATION in marks_of(kind):
+            value = _content(value, is_large=Flag.HEADER in marks_of(kind))
         elif dataclasses.is_dataclass(kind):
             value = with_contents(kind, value, value)
         elif entry := entry_type(kind):

@@ -15,7 +15,7 @@ from difftx.evals import SUITES
 from difftx.evals.evaluation import Evaluation, ItemJournal
 from difftx.evals.inputs import with_contents
 from difftx.evals.result import Result
-from difftx.files import make_folder, size_of, write_atomically
+from difftx.files import make_folder, size_of
 from difftx.json_files import json_sha256, read_json
 from difftx.parallel.multihost import is_primary
 from difftx.progress import Work
@@ -60,11 +60,11 @@ def evaluate(
             path, depends = result_path(run.workdir, name, step, part), dependencies(run, name)
             digest = json_sha256(depends)
             if is_primary():
-                run.require_lock()
+                run.owner.check()
                 if not is_bucket(path) and (link := next((p for p in path.parents[:2] if p.is_symlink()), None)):
                     raise UserError(f"{link} is a link, behind which no results are written; move the folder there")
                 make_folder(path.parent)
-            evaluation.journal = ItemJournal(path, digest, weights, run.require_lock)
+            evaluation.journal = ItemJournal(path, digest, weights, run.owner)
             results[name] = result = SUITES[name].evaluate(evaluation)
             if checkpoint is not None:
                 checkpoint.require_unchanged()
@@ -76,8 +76,7 @@ def evaluate(
             content = {"suite": name, "step": step, "settings": digest, "options": options}
             content |= {"valid": run.data.valid_fingerprints} | source | dataclasses.asdict(result)
             content["measures"] = {number: vars(value) for number, value in result.numbers.items()}
-            run.require_lock()
-            write_atomically(path, json.dumps(content, indent=2, default=_as_json) + "\n")
+            run.owner.write(path, json.dumps(content, indent=2, default=_as_json) + "\n")
             evaluation.journal.remove()
     return results
 

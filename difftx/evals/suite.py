@@ -22,7 +22,7 @@ class Suite:
         evaluate: function that runs the suite. `difftx eval --list` prints the first line of its docstring.
         reads: fields of the config group `eval` that the suite reads besides its own. Its own fields have its name, or
             begin with it and an underscore. A stored result is reused only if the values of all are the same, and the
-            contents of the files that they name (`flag.Input`).
+            contents of the files that they name (`flag.Location`).
         endpoint: function that returns the address of a service whose answers the result depends on, or None. A stored
             result is reused only with the same address.
         inner: function that returns the names of other suites that this suite runs. It may raise `UserError`.

@@ -47,7 +47,7 @@ def write(run: Run, step: int) -> str:
 
     Return a message, also after a failure, which does not end the training.
     """
-    run.require_lock()
+    run.owner.check()
     workdir = run.workdir if is_bucket(run.workdir) else run.workdir.absolute()
     checkpoint = open_checkpoint(workdir / "checkpoints" / str(step), run.config)
 
@@ -60,7 +60,7 @@ def write(run: Run, step: int) -> str:
             with new_folder(out, after_each_upload=report_progress) as folder:  # It may take longer than a step.
                 write_atomically(folder / RECORD, json.dumps({"weights": checkpoint.weights}) + "\n")
                 written = write_export(checkpoint, workdir, folder, out, "hf", SHARD_MIB * 2**20)[0]
-                run.require_lock()
+                run.owner.check()
                 return written
         except (OSError, UserError, RunError) as error:
             return f"not exported: {error}"

@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -82,27 +82,24 @@ class RunStatus:
         """Return whether metrics.jsonl has the last step, and the last checkpoint's files have the manifest's sizes."""
         return self.step == self.steps and why_invalid(self.last_checkpoint, step=self.steps, content=False) is None
 
-    def changes(self) -> Iterator[str]:
-        """Yield the differences in training between a finished run and the requested one, except in text files."""
-        manifest = read_manifest(self.last_checkpoint)
-        for change in changed_extensions(
-            manifest.extensions, str(self.last_checkpoint)
-        ):  # First, because they may reject the run's config.
-            yield f"extension {change}"
-        for change in changed_fields(config_of(self.last_checkpoint), self.point.config):
-            if not change.is_neutral:
-                yield str(change)
-        stores = signature_of_stores(self.point.config.data)
-        stores = {name: value for name, value in stores.items() if name in manifest.data}
-        yield from signature_changes({name: manifest.data[name] for name in stores}, stores)
+    def require_unchanged(self) -> list[Change]:
+        """Raise `UserError` if a finished run was trained with other settings or stores. Text files are not compared.
 
-    def eval_changes(self) -> list[Change]:
-        """Return the changed fields of `eval`, except `eval.every_steps`.
-
-        A finished run keeps its results, which have the old values.
+        Return the changed fields of `eval`, except `eval.every_steps`. The run's results have their old values.
         """
-        changes = changed_fields(config_of(self.last_checkpoint), self.point.config)
-        return [change for change in changes if change.has(Effect.EVALUATION)]
+        manifest, fields = read_manifest(self.last_checkpoint), []
+        changes = [
+            f"extension {change}" for change in changed_extensions(manifest.extensions, str(self.last_checkpoint))
+        ]
+        if not changes:  # A changed extension may reject the run's config.
+            fields = changed_fields(config_of(self.last_checkpoint), self.point.config)
+            changes = [str(change) for change in fields if not change.is_neutral]
+            stores = signature_of_stores(self.point.config.data)
+            stores = {name: value for name, value in stores.items() if name in manifest.data}
+            changes += signature_changes({name: manifest.data[name] for name in stores}, stores)
+        if changes:
+            raise UserError(f"{self.workdir} is finished, but with another {changes[0]}; use another --out")
+        return [change for change in fields if change.has(Effect.EVALUATION)]
 
     def cells(self) -> list[str]:
         """Return the run's row of the table: name, state, step, losses, tokens/s, time left, error."""
@@ -146,9 +143,7 @@ class Sweep:
             status.refresh()
             # The sweep skips finished runs. `difftx train` itself compares the settings of the runs that it resumes.
             if status.is_finished():
-                for change in status.changes():
-                    raise UserError(f"{status.workdir} is finished, but with another {change}; use another --out")
-                changes |= {str(change): change for change in status.eval_changes()}
+                changes |= {str(change): change for change in status.require_unchanged()}
         if changes:
             text = f"changed since runs were finished: {', '.join(changes)}; finished runs keep their results"
             fields = sorted({f"--{change.field}" for change in changes.values()} - {"--eval.suites"})

@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 
 from difftx import kernels
 from difftx.config import ModelConfig
-from difftx.errors import UserError
+from difftx.errors import UserError, did_you_mean
 from difftx.kernels import cached, weight_functions
 from difftx.kernels.cached import KVCache, SegmentMask
 from difftx.kernels.logit_gradients import logit_gradient_products
@@ -104,13 +104,13 @@ class SelfAttention(nnx.Module):
     @classmethod
     def check(cls, config: ModelConfig) -> None:
         """Raise `UserError` if the config has a value that the architecture does not support."""
-        is_quantized = config.attention_logit_bits is not None
-        backends = cls.backends(quantized=is_quantized)
-        if config.attention_implementation not in backends:
+        name, is_quantized = config.attention_implementation, config.attention_logit_bits is not None
+        if name not in (known := {"auto"}.union(*kernels.BACKENDS.values())):
+            raise UserError(f"model.attention_implementation={name!r}: no such kernel.{did_you_mean(name, known)}")
+        if name not in (backends := cls.backends(quantized=is_quantized)):
             served = "quantised attention logits" if is_quantized else f"architecture {config.architecture!r}"
             raise UserError(
-                f"model.attention_implementation={config.attention_implementation!r} does not serve {served}; "
-                f"use one of {', '.join(backends)}"
+                f"model.attention_implementation={name!r} does not serve {served}; use one of {', '.join(backends)}"
             )
 
     @classmethod

@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib.axes
 import matplotlib.figure
 import numpy as np
 import rich.box
@@ -19,7 +18,6 @@ from difftx.storage.paths import AnyPath
 
 METRIC_LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
 SMOOTHED_OVER = 21  # Values in the window of `smoothed`.
-MAX_NAMED_AT_END = 8  # A figure of more runs has a legend, because names at the ends of the lines would overlap.
 COLUMNS = ("architecture", "tokens", "loss", "perplexity", "bits_per_byte", "tokens_per_second", "seconds")
 
 
@@ -90,13 +88,12 @@ def summary(run: RunRecord) -> dict[str, Any]:
 
 
 def _draw(runs: Sequence[RunRecord], metric: Metric, against: XAxis) -> matplotlib.figure.Figure:
-    """Draw each run's validations, with the last value at the end of the line, and its smoothed training loss.
+    """Draw each run's validations, with the last value in the legend, and its smoothed training loss.
 
     Only the metric "loss" has training losses.
     """
     figure = matplotlib.figure.Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.subplots()
-    ends = []
     for run, colour in zip(runs, series_colours(len(runs)), strict=True):
         valid = run.evaluations(metric)
         x, y = run.progress([row["step"] for row in valid])[against], [row[metric] for row in valid]
@@ -105,9 +102,8 @@ def _draw(runs: Sequence[RunRecord], metric: Metric, against: XAxis) -> matplotl
             trained, losses = run.progress(steps)[against], smoothed(losses)
             axes.plot(trained, losses, color=colour, linewidth=1, alpha=0.5)
             x, y = (x, y) if valid else (trained[-1:], losses[-1:].tolist())
-        axes.plot(x, y, "o-", color=colour, markersize=4, linewidth=2, label=run.name)
-        if y and np.isfinite(y[-1]):
-            ends.append((x[-1], y[-1], run.name, colour))
+        label = f"{run.name}: {y[-1]:.3f}" if y else run.name
+        axes.plot(x, y, "o-", color=colour, markersize=4, linewidth=2, label=label)
     title = "validation (points) and smoothed training loss (thin)" if metric == "loss" else "validation"
     label_axes(axes, {"title": title, "x_label": X_AXES[against], "y_label": METRIC_LABELS[metric]})
     axes.spines[["top", "right"]].set_visible(False)
@@ -120,30 +116,8 @@ def _draw(runs: Sequence[RunRecord], metric: Metric, against: XAxis) -> matplotl
     if len(later) and np.ptp(later):
         margin = 0.05 * np.ptp(later)
         axes.set_ylim(later.min() - margin, later.max() + margin)
-    if len(runs) > MAX_NAMED_AT_END:
-        add_legend(axes)
-    else:
-        _label_ends(axes, ends)
+    add_legend(axes)
     return figure
-
-
-def _label_ends(axes: matplotlib.axes.Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
-    """Write name and value to the right of each line's end (x, y, name, colour), moved apart where they overlap."""
-    low, high = axes.get_ylim()
-    spacing, at = 0.05 * (high - low), -np.inf
-    for x, y, name, colour in sorted(ends, key=lambda end: end[1]):
-        at = max(y, at + spacing)
-        axes.annotate(
-            f"{name} {y:.3f}",
-            (x, y),
-            (1.01, at),
-            textcoords=axes.get_yaxis_transform(),
-            color=colour,
-            va="center",
-            parse_math=False,
-            annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "alpha": 0.4, "linewidth": 0.8, "relpos": (0, 0.5)},
-        )
 
 
 def _shown(value: Any) -> str:

@@ -81,7 +81,11 @@ def line_figure(
         if len(hovered) <= len(TOOLTIP_SIDES):
             hover.mode, hover.attachment = "vline", TOOLTIP_SIDES[i]
         figure.add_tools(hover)
-    _place_legend(figure)
+    if figure.legend:
+        legend = figure.legend[0]
+        legend.update(location="top_left", margin=0, background_fill_alpha=0, border_line_alpha=0)
+        legend.update(click_policy="hide", stylesheets=[LEGEND_STYLE])
+        figure.add_layout(legend, "below")
     return figure
 
 
@@ -180,11 +184,3 @@ def _figure(x_label: str, y_label: str, **options: Any) -> bokeh.plotting.figure
 def _hover(renderer: Any, tooltips: Sequence[tuple[str, str]]) -> bokeh.models.HoverTool:
     """Return a hover tool without a button in the toolbar."""
     return bokeh.models.HoverTool(renderers=[renderer], tooltips=list(tooltips), visible=False)
-
-
-def _place_legend(figure: bokeh.plotting.figure) -> None:
-    if figure.legend:
-        legend = figure.legend[0]
-        legend.update(location="top_left", margin=0, background_fill_alpha=0, border_line_alpha=0)
-        legend.update(click_policy="hide", stylesheets=[LEGEND_STYLE])
-        figure.add_layout(legend, "below")

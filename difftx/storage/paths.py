@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 type BucketPath = epath.Path  # An alias is not evaluated, so that the import of `etils` can wait.
 type AnyPath = Path | BucketPath
 
-# Scheme → library that lists the store, which orbax uses too, and the extra of pyproject.toml that installs it.
+# Scheme → library that lists the store, and the extra of pyproject.toml that installs it.
 LIBRARIES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
 
 

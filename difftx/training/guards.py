@@ -18,17 +18,17 @@ import collections
 import dataclasses
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from difftx.config import Config, GuardsConfig
 from difftx.data.loader import Loader
 from difftx.errors import EXIT_FAILED, UserError, shown
+from difftx.files import UNLOCKED, Owner
 from difftx.json_files import JsonLines, parse_json_lines, schema_error, with_sha256, without_sha256
 from difftx.parallel.multihost import barrier, decide_on_primary, is_primary, print_on_primary
 from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpointer
-from difftx.training.checkpoint.retention import remove
 
 MAD_OF_NORMAL = 1.4826  # Ratio of standard deviation to median absolute deviation (MAD) of a normal distribution.
 
@@ -113,9 +113,9 @@ class Guard:
 class GuardJournal:
     """The file `<workdir>/journal.jsonl`, with an entry per rewind or stop. Only the primary process writes it."""
 
-    def __init__(self, workdir: AnyPath, require_lock: Callable[[], None] = lambda: None):
-        """Read the file. `require_lock` is that of the `Run`."""
-        self._file, self.require_lock = JsonLines(workdir / "journal.jsonl", require_lock), require_lock
+    def __init__(self, workdir: AnyPath, owner: Owner = UNLOCKED):
+        """Read the file. `owner` is that of the `Run`."""
+        self._file = JsonLines(workdir / "journal.jsonl", owner)
         self.entries: list[dict[str, Any]] = []
         lines = parse_json_lines(self._file.content())
         for number, entry in enumerate(map(without_sha256, lines), start=1):
@@ -211,9 +211,7 @@ def act_on_bad_steps(
     if is_primary():
         if target == 0:
             checkpointer.record_saved(0)
-        # Delete the newest checkpoint first. If this is interrupted, the run rewinds again from an older checkpoint.
-        newest_first = sorted((step for step in checkpointer.steps() if step > target), reverse=True)
-        remove((checkpointer.folder / str(step) for step in newest_first), journal.require_lock)
+        checkpointer.remove_after(target)
     barrier(f"rewind {rewind.number}", config.multihost.barrier_timeout_seconds)
     print_on_primary(f"{where}; rewinding to step {target}; training continues with example {rewind.examples}")
     return rewind

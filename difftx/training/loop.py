@@ -63,7 +63,7 @@ def train(
                 evaluate=evaluate,
                 exports=exports,
                 train_step=jax.jit(make_train_step(run.config), donate_argnums=0),
-                journal=GuardJournal(run.workdir, run.require_lock),
+                journal=GuardJournal(run.workdir, run.owner),
                 interrupt=interrupt,
                 monitor=monitor,
                 allow_config_change=allow_config_change,
@@ -129,7 +129,7 @@ class Attempt:
             run.workdir,
             config.checkpoint,
             save_seconds=self._barrier_timeout,
-            require_lock=run.require_lock,
+            owner=run.owner,
             run_id=run.run_id,
         )
         self._loader = Loader(
@@ -163,7 +163,6 @@ class Attempt:
         """Write the files of the run, and open those of the metrics without the steps after the start."""
         session, config, workdir = self._session, self._config, self._session.run.workdir
         if is_primary():
-            session.run.require_lock()
             session.run.write_files(self._source_weights)
             # Read goodput before the writer is created, because the writer deletes the rows of later steps.
             self._goodput.resume(workdir / "metrics.jsonl", self._start)
@@ -172,12 +171,12 @@ class Attempt:
             config.logging,
             self._start,
             enabled=is_primary(),
-            require_lock=session.run.require_lock,
+            owner=session.run.owner,
             run_id=session.run.run_id,
             run_config=json.loads(config.to_json()),
         )
         if is_primary():
-            session.run.require_lock()
+            session.run.owner.check()
             remove_later_evaluations(workdir, self._start)
         self._tracer = StepTracer(workdir, config.logging, enabled=is_primary())
 
@@ -247,7 +246,7 @@ class Attempt:
             work = Work(enabled=False, on_advance=functools.partial(session.monitor.beat, step))
             suites = self._config.eval.suites if self._guard.tripped is None else ()
             weights = self._checkpointer.weights_id(step)
-            session.run.require_lock()
+            session.run.owner.check()
             try:
                 results = session.evaluate(session.run, self._state.params, step, suites, work, weights)
             except Exception:

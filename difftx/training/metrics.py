@@ -17,7 +17,7 @@ import numpy as np
 
 from difftx.config import LoggingConfig
 from difftx.errors import RunError, UnreadableError
-from difftx.files import resolved
+from difftx.files import UNLOCKED, Owner, resolved
 from difftx.json_files import JsonLines, parse_json_lines
 from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.lambda_range import LAMBDA_SPLIT
@@ -50,11 +50,11 @@ class MetricsWriter:
         start_step: int,
         *,
         enabled: bool = True,
-        require_lock: Callable[[], None] = lambda: None,
+        owner: Owner = UNLOCKED,
         run_id: str | None = None,
         run_config: Mapping[str, Any] | None = None,
     ):
-        """Rewind the file. `require_lock` raises an error if this process has lost the lock of the run.
+        """Rewind the file. `owner` is that of the `Run`.
 
         `run_id` is the unique identifier of the run, and `run_config` are its fields, for Weights & Biases.
         """
@@ -63,10 +63,9 @@ class MetricsWriter:
         self._file: BinaryIO | _Appender | None = None
         if not enabled:
             return
-        require_lock()
-        log, number = JsonLines(self.path), itertools.count()
+        log, number = JsonLines(self.path, owner), itertools.count()
         log.rewrite(self._kept(log, start_step, number))
-        self._file = _Appender(log, require_lock) if is_bucket(self.path) else self.path.open("ab", buffering=0)
+        self._file = _Appender(log) if is_bucket(self.path) else self.path.open("ab", buffering=0)
         makers: dict[str, Callable[[], Any]] = {}
         if config.tensorboard:
             makers["TensorBoard"] = lambda: TensorBoard(workdir / "tensorboard", start_step, self.attempt)
@@ -124,8 +123,8 @@ class MetricsWriter:
 class _Appender:
     """A file in a bucket, to which a thread appends. Lines that arrive during an append become one append."""
 
-    def __init__(self, log: JsonLines, require_lock: Callable[[], None]):
-        self._log, self._require_lock = log, require_lock
+    def __init__(self, log: JsonLines):
+        self._log = log
         self._lines: collections.deque[bytes] = collections.deque()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "metrics")
         self._job: concurrent.futures.Future[None] | None = None
@@ -156,7 +155,6 @@ class _Appender:
         if not content or self._error is not None:
             return
         try:
-            self._require_lock()
             self._log.append_lines(content)
         except Exception as error:  # The main thread raises it.
             self._error = error

@@ -26,7 +26,7 @@ from difftx.training.checkpoint.manifest import (
     read_manifest,
     why_invalid,
 )
-from difftx.training.checkpoint.restoring import config_of, config_values, restore_params, restore_state
+from difftx.training.checkpoint.restoring import config_of, restore_params, restore_state
 from difftx.training.fit import fit
 from difftx.training.guards import Guard
 from difftx.training.optimizer import learning_rate
@@ -287,7 +287,7 @@ def _params_in(run: Run, folder: AnyPath) -> tuple[object, str]:
             f"data.tokenizer={run.config.data.tokenizer!r}; use that one"
         )
     # The same weights are another model if the factors of the residual branches and the logits differ.
-    model = config_values(folder)["model"]
+    model = manifest.config["model"]
     for name in ("mup_base_width", "mup_base_layers"):
         theirs, ours = model.get(name), getattr(run.config.model, name)
         if theirs != ours:

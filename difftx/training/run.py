@@ -25,14 +25,7 @@ from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import Tokenizer
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError, printable
-from difftx.files import (
-    read_file,
-    require_run,
-    size_of,
-    source_files,
-    source_sha256,
-    write_atomically,
-)
+from difftx.files import UNLOCKED, Owner, read_file, require_run, size_of, source_files, source_sha256
 from difftx.json_files import read_json, schema_error
 from difftx.model.abstract import count_parameters
 from difftx.parallel.layout import Layout
@@ -74,8 +67,7 @@ class Run:
     tokenizer: Tokenizer
     data: Sources
     run_id: str | None = None  # Random identity of the run, which its checkpoints carry. Known once the run is locked.
-    # Raise an error if this process has lost the run (`lock_workdir`). Each write to `workdir` calls this first.
-    require_lock: Callable[[], None] = lambda: None
+    owner: Owner = UNLOCKED  # Writes the files in `workdir` (`lock_workdir`).
 
     @classmethod
     def open(cls, config: Config, workdir: AnyPath, mesh: jax.sharding.Mesh | None = None) -> "Run":
@@ -122,19 +114,17 @@ class Run:
     def lock(self) -> Iterator["Run"]:
         """Lock the workdir. Raise `UserError` if another training still has the lock after a minute.
 
-        Yield the run with its `run_id` and `require_lock`.
+        Yield the run with its `run_id` and `owner`.
         """
         limits = self.config.multihost
         held = (
-            lock_workdir(self.workdir, limits, LOCK_WAIT_SECONDS)
-            if is_primary()
-            else contextlib.nullcontext(lambda: None)
+            lock_workdir(self.workdir, limits, LOCK_WAIT_SECONDS) if is_primary() else contextlib.nullcontext(UNLOCKED)
         )
-        with held as require_lock:
+        with held as owner:
             # Wait for the primary process, because another process that has the lock may save a newer checkpoint.
             barrier("lock of the workdir", limits.barrier_timeout_seconds)
             run_id = decide_on_primary(lambda: _run_id(self.workdir), limits.barrier_timeout_seconds)
-            yield dataclasses.replace(self, run_id=run_id, require_lock=require_lock)
+            yield dataclasses.replace(self, run_id=run_id, owner=owner)
 
     def check_records(self) -> None:
         """Raise an error in every process if the files of an earlier attempt cannot be read."""
@@ -173,7 +163,7 @@ class Run:
         }
         if source_weights is not None:
             manifest["source_weights"] = source_weights
-        write_run_files(self.workdir, self.config, manifest)
+        write_run_files(self.workdir, self.config, manifest, self.owner)
 
 
 def agree_on_command(config: Config, flags: argparse.Namespace) -> None:
@@ -215,7 +205,9 @@ def fit_to_devices(config: Config) -> Config:
     return apply_preset(config, kind=jax.devices()[0].device_kind, devices=jax.device_count(), parameters=parameters)
 
 
-def write_run_files(workdir: AnyPath, config: Config, details: Mapping[str, Any] | None = None) -> None:
+def write_run_files(
+    workdir: AnyPath, config: Config, details: Mapping[str, Any] | None = None, owner: Owner = UNLOCKED
+) -> None:
     """Write `config.json` and `manifest.json`, which make a folder a run. `details` are added to the manifest."""
     manifest = {
         "format": RUN_FORMAT,
@@ -227,8 +219,8 @@ def write_run_files(workdir: AnyPath, config: Config, details: Mapping[str, Any]
         **(details or {}),
     }
     # Write the manifest first, because the config can only be read with the extensions that the manifest names.
-    write_atomically(workdir / MANIFEST, json.dumps(manifest, indent=2) + "\n")
-    write_atomically(workdir / "config.json", config.to_json())
+    owner.write(workdir / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+    owner.write(workdir / "config.json", config.to_json())
 
 
 def read_config(workdir: AnyPath) -> Config:

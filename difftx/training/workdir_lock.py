@@ -11,7 +11,7 @@ from typing import TextIO
 
 from difftx.config import MultihostConfig
 from difftx.errors import UserError, printable
-from difftx.files import read_file, remove_temporaries, retry_read
+from difftx.files import Owner, read_file, remove_temporaries, retry_read
 from difftx.folders import lock_file
 from difftx.storage import objects
 from difftx.storage.lock import BucketLock
@@ -19,21 +19,21 @@ from difftx.storage.paths import AnyPath, is_bucket
 
 
 @contextlib.contextmanager
-def lock_workdir(workdir: AnyPath, limits: MultihostConfig, wait_seconds: float) -> Iterator[Callable[[], None]]:
+def lock_workdir(workdir: AnyPath, limits: MultihostConfig, wait_seconds: float) -> Iterator[Owner]:
     """Lock the directory of a run. Raise `UserError` if another process still has the lock after `wait_seconds`.
 
     In a bucket, wait longer if necessary, until a lock that its owner no longer renews has expired
-    (`limits.lock_takeover_seconds`). Yield a function that raises an error if this process has lost the run: if another
-    process has taken over the lock in a bucket, or if the locked folder is no longer at its path. Every write calls it.
+    (`limits.lock_takeover_seconds`). Yield the owner of the run, which raises an error if this process has lost the
+    run: if another process has taken over the lock in a bucket, or if the locked folder is no longer at its path.
     """
     if not is_bucket(workdir):
         with _lock_folder(workdir, wait_seconds) as require_same_folder:
-            yield require_same_folder
+            yield Owner(require_same_folder)
         return
     path, takeover = workdir / ".lock", float(limits.lock_takeover_seconds)
     with BucketLock(path, takeover_seconds=takeover, wait_seconds=wait_seconds) as held:
         objects.remove_probes(workdir, path)
-        yield held.check
+        yield Owner(held.check)
 
 
 @contextlib.contextmanager

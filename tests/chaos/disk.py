@@ -12,8 +12,7 @@ from random import Random
 import xxhash
 
 MANIFEST = "manifest.json"
-MARKERS = ("commit_success.txt", "_CHECKPOINT_METADATA")  # They must exist. Their content is not read.
-UNFINISHED = ".orbax-checkpoint-tmp"
+NOTE = "unfinished"  # Field of what is in place of the manifest during a save or a removal.
 
 Digests = dict[str, str]  # Path in a folder → SHA-256.
 
@@ -30,33 +29,57 @@ def digests(folder: Path) -> Digests:
     return found
 
 
+def json_of(path: Path) -> dict:
+    """Return the JSON object in a file, or an empty one."""
+    try:
+        content = json.loads(path.read_bytes())
+        return content if isinstance(content, dict) else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+def _step_folders(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.name.isdecimal()] if folder.exists() else []
+
+
 def steps_in(folder: Path) -> list[int]:
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal()) if folder.exists() else []
+    """Return the steps that have a manifest, and are neither being saved nor removed."""
+    found = [path for path in _step_folders(folder) if (path / MANIFEST).exists()]
+    return sorted(int(path.name) for path in found if NOTE not in json_of(path / MANIFEST))
+
+
+def unfinished(folder: Path) -> list[Path]:
+    """Return the folders of the steps that are being saved or removed."""
+    return [path for path in _step_folders(folder) if NOTE in json_of(path / MANIFEST)]
 
 
 def quarantined(folder: Path) -> dict[Path, int]:
-    """Return the paths of the quarantined checkpoints, and the step of each."""
-    paths = folder.glob("*.quarantined*") if folder.exists() else []
-    return {path: int(path.name.partition(".")[0]) for path in paths}
+    """Return the manifests of the quarantined checkpoints, and the step of each."""
+    return {path: int(path.parent.name) for path in folder.glob("*/quarantined-*.json")}
 
 
-def verifies(folder: Path, step: int | None = None) -> bool:
+def verifies(folder: Path, step: int | None = None, manifest_name: str = MANIFEST) -> bool:
     """Return whether a checkpoint verifies, as docs/files.md defines it. By default, its step is its name."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
+        manifest = json.loads((folder / manifest_name).read_bytes())
         recorded = manifest.pop("sha256")
         if hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest() != recorded:
             return False
-        step = int(folder.name) if step is None else step
-        if manifest["step"] != step or not all((folder / marker).is_file() for marker in MARKERS):
+        if manifest["step"] != (int(folder.name) if step is None else step):
             return False
         for name, file in manifest["files"].items():
-            content = (folder / name).read_bytes()
+            content = (folder / manifest["contents"] / name).read_bytes()
             if (len(content), xxhash.xxh3_128_hexdigest(content)) != (file["bytes"], file["xxh3"]):
                 return False
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
     return bool(manifest["files"])
+
+
+def content_of(folder: Path) -> Digests:
+    """Return the digests of the manifest of a step, and of the files to which it refers."""
+    contents = json_of(folder / MANIFEST).get("contents")
+    return {name: found for name, found in digests(folder).items() if name.partition("/")[0] in (MANIFEST, contents)}
 
 
 def checkpoints_with_right_sizes(folder: Path) -> list[int]:
@@ -65,24 +88,23 @@ def checkpoints_with_right_sizes(folder: Path) -> list[int]:
     for step in steps_in(folder):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             manifest = json.loads((folder / str(step) / MANIFEST).read_bytes())
-            sizes = {name: file["bytes"] for name, file in manifest["files"].items()}
-            markers = all((folder / str(step) / marker).is_file() for marker in MARKERS)
-            if markers and all((folder / str(step) / name).stat().st_size == size for name, size in sizes.items()):
+            sizes = {f"{manifest['contents']}/{name}": file["bytes"] for name, file in manifest["files"].items()}
+            if all((folder / str(step) / name).stat().st_size == size for name, size in sizes.items()):
                 steps.append(step)
     return steps
 
 
 def verified_contents(folder: Path) -> dict[int, Digests]:
     """Return step → content of every checkpoint that verifies."""
-    before = {step: digests(folder / str(step)) for step in steps_in(folder) if verifies(folder / str(step))}
+    before = {step: content_of(folder / str(step)) for step in steps_in(folder) if verifies(folder / str(step))}
     # During training, retention may delete a checkpoint while it is being read.
-    return {step: content for step, content in before.items() if digests(folder / str(step)) == content}
+    return {step: content for step, content in before.items() if content_of(folder / str(step)) == content}
 
 
 def read_when_verifying(checkpoint: Path, random: Random) -> Path:
     """Pick a file that the verification of a checkpoint reads: the manifest, or one that it names."""
-    files = sorted(json.loads((checkpoint / MANIFEST).read_bytes())["files"])
-    return checkpoint / random.choice([MANIFEST, random.choice(files)])
+    manifest = json.loads((checkpoint / MANIFEST).read_bytes())
+    return checkpoint / random.choice([MANIFEST, f"{manifest['contents']}/{random.choice(sorted(manifest['files']))}"])
 
 
 @contextlib.contextmanager
@@ -109,7 +131,7 @@ def flip_bit(path: Path, random: Random) -> str:
 
 def _file_in(checkpoint: Path, random: Random) -> Path:
     """Pick the manifest, the file with the arrays, or any file, each with a probability of one third."""
-    files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.stat().st_size)
+    files = [checkpoint / name for name in sorted(content_of(checkpoint)) if (checkpoint / name).stat().st_size]
     largest = max(files, key=lambda path: path.stat().st_size)
     return random.choice([checkpoint / MANIFEST, largest, random.choice(files)])
 
@@ -129,12 +151,6 @@ def _truncated_file(folder: Path, step: int, random: Random) -> str:
 
 def _removed_file(folder: Path, step: int, random: Random) -> str:
     path = _file_in(folder / str(step), random)
-    path.unlink()
-    return f"{path.relative_to(folder)} removed"
-
-
-def _removed_marker(folder: Path, step: int, random: Random) -> str:
-    path = folder / str(step) / random.choice(MARKERS)
     path.unlink()
     return f"{path.relative_to(folder)} removed"
 
@@ -159,19 +175,24 @@ def _part_of(source: Path, target: Path, random: Random) -> None:
 
 
 def _leftover_of_a_save(folder: Path, step: int, random: Random) -> str:
-    target = folder / f"{step + random.randrange(0, 20)}{UNFINISHED}"
-    _part_of(folder / str(step), target, random)
-    return f"{target.name} left with a part of {step}"
+    return _leftover(folder, step, step + random.randrange(1, 20), random)
 
 
 def _leftover_of_a_removal(folder: Path, step: int, random: Random) -> str:
-    target = folder / f"{random.randrange(step)}.removed"
+    return _leftover(folder, step, random.randrange(step), random)
+
+
+def _leftover(folder: Path, step: int, other: int, random: Random) -> str:
+    """Leave a part of a checkpoint as another step, with a note in place of its manifest."""
+    if (target := folder / str(other)).exists():
+        return f"nothing done, because {target.name} exists"
     _part_of(folder / str(step), target, random)
+    (target / MANIFEST).write_text(json.dumps({NOTE: ""}))
     return f"{target.name} left with a part of {step}"
 
 
 def _wrong_name(folder: Path, step: int, random: Random) -> str:
-    later = step + random.randrange(1, 100)
+    later = next(s for s in iter(lambda: step + random.randrange(1, 100), None) if not (folder / str(s)).exists())
     shutil.copytree(folder / str(step), folder / str(later))
     return f"{step} copied to {later}"
 
@@ -187,11 +208,10 @@ def _symlinked(folder: Path, step: int, random: Random) -> str:
 
 
 def _all_corrupt(folder: Path, step: int, random: Random) -> str:
-    how = [_flipped_bit, _truncated_file, _removed_file, _removed_marker, _removed_manifest]
+    how = [_flipped_bit, _truncated_file, _removed_file, _removed_manifest]
     what = []
     for each in steps_in(folder):
-        while verifies(folder / str(each)):  # A flip in a commit marker does no harm.
-            what.append(random.choice(how)(folder, each, random))
+        what.append(random.choice(how)(folder, each, random))
     return "; ".join(what)
 
 
@@ -199,7 +219,6 @@ CORRUPTIONS: dict[str, Callable[[Path, int, Random], str]] = {
     "flipped bit": _flipped_bit,
     "truncated file": _truncated_file,
     "removed file": _removed_file,
-    "removed commit marker": _removed_marker,
     "removed manifest": _removed_manifest,
     "empty step folder": _empty_step,
     "leftover of a save": _leftover_of_a_save,

@@ -57,7 +57,6 @@ MISSED = (
     r"process 0, the coordinator at .*, (is gone|has been silent)|process 0 of 2 \(.*\) has been silent",
     r"process 1 of 2 \(.*\) has been silent",
 )
-UNFINISHED = f"*{disk.UNFINISHED}*"
 ALTERED = str(Path(__file__).with_name("altered.py"))
 
 
@@ -194,8 +193,9 @@ class Run:
         verified = [step for step in steps if disk.verifies(self._checkpoints / str(step))]
         quarantined = disk.quarantined(self._checkpoints)
         if not verified:  # Then the run takes back a quarantined checkpoint that verifies.
-            verified = [step for path, step in quarantined.items() if disk.verifies(path, step)]
-        return max(verified, default=None if steps or quarantined else 0)
+            verified = [step for path, step in quarantined.items() if disk.verifies(path.parent, step, path.name)]
+        has_saved = disk.json_of(self._workdir / "saved.json").get("step", 0) > 0
+        return max(verified, default=None if steps or quarantined or has_saved else 0)
 
     def _check_start(self) -> None:
         """Compare the step at which the run started with the expected one, once it is in the log."""
@@ -239,8 +239,8 @@ class Run:
             "restore": lambda: lock.exists() and f"process {primary.pid} " in lock.read_text(),
             "compile": lambda: "attempt " in self._log(),
             "step": lambda: True,
-            "saving": lambda: any(self._checkpoints.glob(UNFINISHED)),
-            "naming": lambda: any(self._checkpoints.glob(f"{UNFINISHED}/*{disk.MANIFEST}*")),
+            "saving": lambda: bool(disk.unfinished(self._checkpoints)),
+            "naming": lambda: any(self._checkpoints.glob(f"*/.{disk.MANIFEST}*")),
             "removing": lambda: bool(set(disk.steps_in(self._checkpoints)) - before),
         }
         reached = reached and self._wait(conditions[episode.moment], 0.001)
@@ -252,10 +252,8 @@ class Run:
 
     def _place(self) -> str:
         """Describe what the processes are doing, by the files that exist so far."""
-        for unfinished in self._checkpoints.glob(UNFINISHED):
-            return "a save, manifest written" if (unfinished / disk.MANIFEST).exists() else "a save"
-        if any(self._checkpoints.glob("*.removed")):
-            return "a removal"
+        if disk.unfinished(self._checkpoints):
+            return "a save or a removal"
         if "attempt " not in self._log():
             primary = self._processes.running[0]
             lock = self._workdir / ".lock"
@@ -358,8 +356,8 @@ class Run:
                 victim.kill()
             if then == "continued later":
                 self._start()
-                # A save that was frozen may still rename its checkpoint to the final name.
-                self._expected |= {int(path.name.partition(".")[0]) for path in self._checkpoints.glob(UNFINISHED)}
+                # A save that was frozen may still be committed.
+                self._expected |= {int(path.name) for path in disk.unfinished(self._checkpoints)}
                 time.sleep(self._random.uniform(0.5, 4))
         if then == "continued later":
             late = victim.wait(GIVE_UP_SECONDS)
@@ -418,17 +416,19 @@ class Run:
         done = disk.CORRUPTIONS[what](self._checkpoints, step, self._random)
         print(f"{self.plan.name}: {what}: {done}", flush=True)
         corrupt = {
-            step: disk.digests(self._checkpoints / str(step))
+            step: disk.content_of(self._checkpoints / str(step))
             for step in disk.steps_in(self._checkpoints)
             if not disk.verifies(self._checkpoints / str(step))
         }
-        # Changed checkpoints are not compared later. Those with only a changed commit marker still verify.
-        self._known = {s: c for s, c in self._known.items() if disk.digests(self._checkpoints / str(s)) == c}
+        # Changed checkpoints are not compared later.
+        self._known = {s: c for s, c in self._known.items() if disk.content_of(self._checkpoints / str(s)) == c}
         newest = max(verified)
         if self._expected_step() is None:
+            aside = disk.quarantined(self._checkpoints)
             self._start()
-            self._refused("there are checkpoints, but none verifies")
-            shutil.copytree(copy / str(newest), self._checkpoints / str(newest))  # "Restore one from a copy."
+            self._refused("verifies" if disk.steps_in(self._checkpoints) or aside else "there is no checkpoint, but")
+            # "Restore one from a copy."
+            shutil.copytree(copy / str(newest), self._checkpoints / str(newest), dirs_exist_ok=True)
             outcome = "exit 2, restored from a copy, resumed"
         else:
             outcome = "resumed from the newest" if self._expected_step() == newest else "resumed from an earlier one"
@@ -439,8 +439,9 @@ class Run:
         self._check_start()
         for number, content in corrupt.items():
             if number > max(self._expected):  # A start does not verify older checkpoints.
-                aside = [disk.digests(path) for path in self._checkpoints.glob(f"{number}.quarantined*")]
-                assert content in aside, f"{number}, which is corrupt, was not put aside as it was: {self._log()}"
+                now = disk.digests(self._checkpoints / str(number))
+                kept = content.pop(disk.MANIFEST) in now.values() and content.items() <= now.items()
+                assert kept, f"{number}, which is corrupt, was not put aside as it was: {self._log()}"
         return outcome
 
     def _hide(self, what: str) -> str | None:

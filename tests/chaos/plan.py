@@ -68,7 +68,6 @@ CORRUPTIONS = (
     "truncated file",
     "truncated file",
     "removed file",
-    "removed commit marker",
     "removed manifest",
     "empty step folder",
     "leftover of a save",

@@ -115,11 +115,6 @@ def test_mistakes_of_the_command(prepared, tmp_path, flags, message):
     assert not (tmp_path / "counts").exists()
 
 
-def test_folder_without_a_store_is_rejected(tmp_path):
-    with pytest.raises(UserError, match=r"no meta\.json, so it is not a finished token store"):
-        data_command(["bigrams", str(tmp_path), f"--out={tmp_path / 'counts'}"])
-
-
 @pytest.mark.parametrize(
     ("corrupt", "message"),
     [

@@ -115,33 +115,26 @@ def fail(number):
     raise OSError(number, os.strerror(number))
 
 
-def test_bad_input_is_named(config, tmp_path):
-    broken = tmp_path / "broken.txt"
-    broken.write_bytes(b"fine so far\n\xff\xfe")
-    empty = tmp_path / "empty.txt"
-    empty.touch()
-    short = tmp_path / "short.txt"
-    short.write_text("too short")
-    small = tmp_path / "small.txt"
-    small.write_text("".join(f"{i:07d}\n" for i in range(9000)))
-    packed = tmp_path / "packed.jsonl.gz"
-    packed.write_bytes(gzip.compress(b'{"text": "a"}'))
-    for name in ("lines.jsonl", "LINES.JSONL"):
-        (tmp_path / name).write_text('{"text": "a"}')
-    advice = rf"is not plain text; make a store of it, `difftx prepare --input={tmp_path}/\S+ --tokenizer="
-    cases = [
-        (packed, {}, rf"packed\.jsonl\.gz {advice}"),
-        (tmp_path / "lines.jsonl", {}, rf"lines\.jsonl {advice}"),
-        (tmp_path / "LINES.JSONL", {}, rf"LINES\.JSONL {advice}"),
-        (tmp_path, {}, rf"not a finished token store; .*, or name the text files in it, such as '{tmp_path}/\*\.txt'"),
-        (None, {}, "data.path is not set"),
-        (tmp_path / "none.txt", {}, "no such file"),
-        (broken, {}, r"broken\.txt: byte 12 is not UTF-8"),
-        (empty, {}, "0 document"),
-        (short, {}, "1 document"),
-        (small, {"sequence_length": 100_000}, "less than a row of data.sequence_length=100000"),
-    ]
-    for path, changes, message in cases:
-        with pytest.raises(UserError, match=message) as error:
-            corpus_of(config, path, **changes)
-        assert "\n" not in str(error.value)
+STORE = r"is not plain text; make a store of it, `difftx prepare --input=\S+ --tokenizer="
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("packed.jsonl.gz", gzip.compress(b'{"text": "a"}'), rf"packed\.jsonl\.gz {STORE}"),
+        ("lines.jsonl", b'{"text": "a"}', rf"lines\.jsonl {STORE}"),
+        ("LINES.JSONL", b'{"text": "a"}', rf"LINES\.JSONL {STORE}"),
+        (".", None, r"not a finished token store; .*, or name the text files in it, such as '\S+/\*\.txt'"),
+        (None, None, "data.path is not set"),
+        ("none.txt", None, "no such file"),
+        ("broken.txt", b"fine so far\n\xff\xfe", r"broken\.txt: byte 12 is not UTF-8"),
+        ("empty.txt", b"", "0 document"),
+        ("short.txt", b"too short", "1 document"),
+        ("small.txt", b"0123456\n" * 9000, "less than a row of data.sequence_length=100000"),
+    ],
+)
+def test_bad_input_is_named(config, tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        corpus_of(config, name and tmp_path / name, sequence_length=100_000 if name == "small.txt" else 32)

@@ -6,20 +6,19 @@ import subprocess
 import sys
 
 import grain
-import jax
 import numpy as np
 import pytest
 from conftest import ROOT, TINY
 from helpers.command_server import commands
+from helpers.data_loaders import loader_of, sharding_on
 
 from difftx.config.data import SourceConfig
-from difftx.data.loader import Loader, ordered_batches
+from difftx.data.loader import ordered_batches
 from difftx.data.packing import PackedRows
 from difftx.data.sources import load_sources
 from difftx.data.store import TokenStore, open_store
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
-from difftx.parallel.layout import Layout
 
 
 def run(*arguments):
@@ -47,22 +46,6 @@ def set_value(file, dtype, index, value):
     array = np.fromfile(file, dtype)
     array[index] = value
     array.tofile(file)
-
-
-def sharding_on(mesh):
-    return jax.NamedSharding(mesh, Layout().act_BT)
-
-
-def loader_of(examples, mesh, where, vocab_size=264):
-    return Loader(
-        examples,
-        batch_rows=4,
-        prefetch_batches=1,
-        sharding=sharding_on(mesh),
-        signature={},
-        vocab_size=vocab_size,
-        where=where,
-    )
 
 
 @pytest.mark.long
@@ -108,7 +91,7 @@ class OwnRows:
 @pytest.mark.parametrize(("value", "dtype"), [(264, np.int32), (-1, np.int32), (2**33, np.int64)])
 def test_ids_of_a_user_defined_source_are_checked(mesh_of, value, dtype):
     examples = grain.MapDataset.source(OwnRows(value, dtype)).repeat()
-    loader = loader_of(examples, mesh_of(), lambda example: f"example {example}")
+    loader = loader_of(examples, mesh_of(), where=lambda example: f"example {example}")
     next(loader)
     next(loader)
     with pytest.raises(UserError, match=rf"example 11: targets\[3\] is id {value}"):

@@ -6,10 +6,11 @@ import grain
 import jax
 import numpy as np
 import pytest
+from helpers.data_loaders import loader_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from difftx.data.loader import HostSlice, Loader, host_batches, ordered_batches
+from difftx.data.loader import HostSlice, host_batches, ordered_batches
 from difftx.data.mixture import Mixture, Stage
 from difftx.data.packing import PackedRows
 from difftx.data.store import TokenStore
@@ -30,16 +31,8 @@ def examples_of(rows, seed=1):
     return grain.MapDataset.source(rows).shuffle(seed=seed).repeat()
 
 
-def loader_on(mesh, seed=1, rows=ROWS, signature=None):
-    return Loader(
-        examples_of(rows_of(STORE), seed),
-        batch_rows=rows,
-        prefetch_batches=2,
-        sharding=jax.NamedSharding(mesh, Layout().act_BT),
-        signature=signature or {},
-        vocab_size=2**31,
-        where=str,
-    )
+def loader_on(mesh, rows=ROWS, signature=None):
+    return loader_of(examples_of(rows_of(STORE)), mesh, rows=rows, signature=signature, vocab_size=2**31)
 
 
 def take(loader, count):
@@ -131,11 +124,7 @@ def test_batches_and_resumption_do_not_depend_on_the_number_of_hosts(mixed, stop
 
 
 def test_segments_and_positions_reach_the_batch(mesh_of, mixed):
-    sharding = jax.NamedSharding(mesh_of(fsdp=4), Layout().act_BT)
-    loader = Loader(
-        mixed, batch_rows=ROWS, prefetch_batches=1, sharding=sharding, signature={}, vocab_size=2**31, where=str
-    )
-    batch = next(loader)
+    batch = next(loader_of(mixed, mesh_of(fsdp=4), rows=ROWS, vocab_size=2**31))
     for row in range(ROWS):
         for name, array in mixed[row].items():
             np.testing.assert_array_equal(np.asarray(getattr(batch, f"{name}_BT"))[row], array)

@@ -254,9 +254,3 @@ def test_concurrent_builds_of_an_index_agree(tmp_path):
     assert any("corrupt" in lines[0] for lines in outputs)
     assert [file.name for file in (tmp_path / "cache").iterdir()] == [path.name]
     assert path.read_bytes() == content
-
-
-def test_folder_that_cannot_be_created_is_named(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"data\.cache_path: .*/file/.* cannot be written or read \(File exists\)"):
-        rows_of(store_of([5, 3]), 8, "best_fit", tmp_path / "file")

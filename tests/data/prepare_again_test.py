@@ -131,44 +131,24 @@ def drop_a_part(file):
     np.savez(file, **parts)
 
 
+UNIT, SHARD, JOB = ".prepare/units/{}-000000.npz", ".prepare/shards/train-00001.json", ".prepare/job.json"
+CORRUPT = [
+    (UNIT.format("00001"), flip, "corrupt; tokenising that part of the input again"),
+    (UNIT.format("00001"), lambda f: f.write_bytes(f.read_bytes()[:900]), "corrupt; tokenising"),
+    (UNIT.format("00002"), lambda f: f.write_bytes(b""), "corrupt; tokenising"),
+    (UNIT.format("00000"), drop_a_part, "corrupt; tokenising"),
+    (SHARD, rewrite_record, "the record or its shard is corrupt; writing the shard again"),
+    (SHARD, lambda f: f.write_text("[1]"), "the record or its shard is corrupt"),
+    ("train/00001.tokens", flip, "train-00001.json: the record or its shard is corrupt"),
+    ("valid/00000.offsets", lambda f: f.unlink(), "valid-00000.json: the record or its shard is corrupt"),
+    (JOB, lambda f: f.write_text("[1]"), "job.json: corrupt; preparing everything again"),
+    (JOB, flip, "job.json: corrupt; preparing everything again"),
+]
+
+
 @pytest.mark.parametrize(
     ("name", "corrupt", "message"),
-    [
-        (".prepare/units/00001-000000.npz", flip, "corrupt; tokenising that part of the input again"),
-        pytest.param(
-            ".prepare/units/00001-000000.npz",
-            lambda f: f.write_bytes(f.read_bytes()[:900]),
-            "corrupt; tokenising",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            ".prepare/units/00002-000000.npz",
-            lambda f: f.write_bytes(b""),
-            "corrupt; tokenising",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(".prepare/units/00000-000000.npz", drop_a_part, "corrupt; tokenising", marks=pytest.mark.long),
-        (
-            ".prepare/shards/train-00001.json",
-            rewrite_record,
-            "the record or its shard is corrupt; writing the shard again",
-        ),
-        pytest.param(
-            ".prepare/shards/train-00001.json",
-            lambda f: f.write_text("[1]"),
-            "the record or its shard is corrupt",
-            marks=pytest.mark.long,
-        ),
-        ("train/00001.tokens", flip, "train-00001.json: the record or its shard is corrupt"),
-        ("valid/00000.offsets", lambda f: f.unlink(), "valid-00000.json: the record or its shard is corrupt"),
-        pytest.param(
-            ".prepare/job.json",
-            lambda f: f.write_text("[1]"),
-            "job.json: corrupt; preparing everything again",
-            marks=pytest.mark.long,
-        ),
-        (".prepare/job.json", flip, "job.json: corrupt; preparing everything again"),
-    ],
+    [pytest.param(*case, marks=[pytest.mark.long] * (i in (1, 2, 3, 5, 8))) for i, case in enumerate(CORRUPT)],
 )
 def test_corrupt_files_of_an_unfinished_run_are_written_again(unfinished, tmp_path, name, corrupt, message):
     source, flags, sound = unfinished

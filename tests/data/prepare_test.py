@@ -338,8 +338,8 @@ def test_a_file_system_without_locks_gives_a_warning(tmp_path, capsys, monkeypat
     monkeypatch.setattr(fcntl, "flock", flock)
     prepare_job, described = SimpleNamespace(out=tmp_path, work=tmp_path / ".prepare"), ""
     try:
-        with job._locked(prepare_job) as require_lock:
-            require_lock()
+        with job._locked(prepare_job) as owner:
+            owner.check()
         described = capsys.readouterr().out
     except (UserError, OSError) as error:
         described = str(error)
@@ -347,41 +347,31 @@ def test_a_file_system_without_locks_gives_a_warning(tmp_path, capsys, monkeypat
     assert expected.get(code, "no file locks here, so nothing keeps a second `difftx prepare` out") in described
 
 
-def bad_inputs(folder):
-    """Yield input flags and the message for each."""
-    yield [f"--input={folder}/none.txt"], "no such file"
-    (folder / "empty.txt").touch()
-    yield [f"--input={folder}/empty.txt"], "empty.txt: the file is empty"
-    (folder / "latin.txt").write_bytes("naïve".encode("latin-1"))
-    yield (
-        [f"--input={folder}/latin.txt"],
-        "latin.txt: byte 2 is not UTF-8; repair it, or leave such documents out with --on_error",
-    )
-    (folder / "broken.jsonl").write_text('{"text": "a"}\n{"text": "b\n')
-    yield [f"--input={folder}/broken.jsonl"], "broken.jsonl: line 2: broken JSON"
-    (folder / "field.jsonl").write_text('{"text": "a"}\n{"content": "b"}\n')
-    yield [f"--input={folder}/field.jsonl"], "field.jsonl: line 2: no field 'text'; its fields: 'content'"
-    with gzip.open(folder / "cut.jsonl.gz", "wb") as file:
-        file.write(b'{"text": "a"}\n' * 100)
-    (folder / "cut.jsonl.gz").write_bytes((folder / "cut.jsonl.gz").read_bytes()[:-9])
-    yield [f"--input={folder}/cut.jsonl.gz"], "cut.jsonl.gz: the compressed file is truncated"
-    (folder / "one.txt").write_text("1")
-    yield [f"--input={folder}/one.txt"], "one.txt: too short to hold some out; give more, or --valid_fraction=0"
-    (folder / "one.jsonl").write_text('{"text": "one"}')
-    yield [f"--input={folder}/one.jsonl"], "1 different documents, and none is left to train on"
-    (folder / "gap.jsonl").write_text('{"text": ""}\n\n')
-    yield [f"--input={folder}/gap.jsonl"], "the input has no documents"
-    yield [f"--input={folder}"], "lies in the input"
-    yield [f"--input={folder}/one.txt", "--tokenizer=cl100k"], "--tokenizer='cl100k': no such encoding"
-    yield [f"--input={folder}/one.txt", "--tokenizer=no.tiktoken"], "--tokenizer='no.tiktoken': cannot be read"
-    yield [f"--input={folder}/one.txt", "--valid_fraction=1"], "--valid_fraction=1.0 must lie in"
-    yield [f"--input={folder}/one.txt", "--workers=0"], "--workers=0 must be positive"
-
-
 @pytest.mark.long
-def test_bad_input_gives_exit_code_2_and_the_reason(tmp_path):
-    for number, (flags, message) in enumerate(bad_inputs(tmp_path)):
-        assert message in refused(tmp_path / f"out{number}", "--workers=1", *flags)
+@pytest.mark.parametrize(
+    ("name", "text", "flags", "message"),  # tests/data/readers_test.py has the lines and files that cannot be read.
+    [
+        ("none", None, [], "no such file"),
+        (
+            "latin.txt",
+            "na\xefve",
+            [],
+            "latin.txt: byte 2 is not UTF-8; repair it, or leave such documents out",
+        ),
+        ("one.txt", "1", [], "one.txt: too short to hold some out; give more, or --valid_fraction=0"),
+        ("one.jsonl", '{"text": "one"}', [], "1 different documents, and none is left to train on"),
+        ("gap.jsonl", '{"text": ""}\n\n', [], "the input has no documents"),
+        ("", None, [], "lies in the input"),
+        ("one.txt", "1", ["--tokenizer=cl100k"], "--tokenizer='cl100k': no such encoding"),
+        ("one.txt", "1", ["--tokenizer=no.tiktoken"], "--tokenizer='no.tiktoken': cannot be read"),
+        ("one.txt", "1", ["--valid_fraction=1"], "--valid_fraction=1.0 must lie in"),
+        ("one.txt", "1", ["--workers=0"], "--workers=0 must be positive"),
+    ],
+)
+def test_bad_input_gives_exit_code_2_and_the_reason(tmp_path, name, text, flags, message):
+    if text is not None:
+        (tmp_path / name).write_text(text, "latin-1")
+    assert message in refused(tmp_path / "out", "--workers=1", f"--input={tmp_path / name}", *flags)
 
 
 @pytest.mark.long

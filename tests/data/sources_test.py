@@ -4,9 +4,9 @@ import dataclasses
 
 import numpy as np
 import pytest
+from helpers.data_loaders import loader_of
 
 from difftx.config.data import SourceConfig, StageConfig, UpsamplingConfig
-from difftx.data.loader import Loader
 from difftx.data.mixture import BLOCK_ROWS
 from difftx.data.sources import load_sources
 from difftx.data.tokenizers import load_tokenizer
@@ -92,23 +92,10 @@ def test_upsampling_that_leaves_less_than_a_row_is_refused(config, tmp_path):
 
 
 def test_every_setting_that_changes_the_examples_changes_the_signature(data_of, mesh_of, tmp_path):
-    import jax
+    def loader_on_one(sources):
+        return loader_of(sources.examples, mesh_of(), signature=sources.signature, where=sources.where)
 
-    from difftx.parallel.layout import Layout
-
-    def loader_of(sources):
-        sharding = jax.NamedSharding(mesh_of(), Layout().act_BT)
-        return Loader(
-            sources.examples,
-            batch_rows=4,
-            prefetch_batches=1,
-            sharding=sharding,
-            signature=sources.signature,
-            vocab_size=264,
-            where=sources.where,
-        )
-
-    state = loader_of(load_sources(data_of(), ENCODING)).state() | {"examples": 1024}  # Later than the stage below.
+    state = loader_on_one(load_sources(data_of(), ENCODING)).state() | {"examples": 1024}  # Later than the stage below.
     changes = {
         "seed 0 → 5": {"seed": 5},
         "packing 'concat' → 'best_fit 1'": {"packing": "best_fit"},
@@ -123,18 +110,18 @@ def test_every_setting_that_changes_the_examples_changes_the_signature(data_of, 
     }
     for named, change in changes.items():
         with pytest.raises(UserError) as error:
-            loader_of(load_sources(data_of(**change), ENCODING)).restore(state)
+            loader_on_one(load_sources(data_of(**change), ENCODING)).restore(state)
         assert named in str(error.value)
         assert "\n" not in str(error.value)
     equal = data_of(weights=(1.0, 1.0))
-    state = loader_of(load_sources(equal, ENCODING)).state()
+    state = loader_on_one(load_sources(equal, ENCODING)).state()
     swapped = load_sources(dataclasses.replace(equal, sources=equal.sources[::-1]), ENCODING)
     with pytest.raises(UserError, match=r"order of sources \['letters', 'digits'\] → \['digits', 'letters'\]; restore"):
-        loader_of(swapped).restore(state)
-    state = loader_of(load_sources(data_of(), ENCODING)).state()
+        loader_on_one(swapped).restore(state)
+    state = loader_on_one(load_sources(data_of(), ENCODING)).state()
     (tmp_path / "digits" / "new.txt").write_text("12345")
     with pytest.raises(UserError, match=r"other data: source digits [0-9a-f]{12}… → [0-9a-f]{12}…; restore"):
-        loader_of(load_sources(data_of(), ENCODING)).restore(state)
+        loader_on_one(load_sources(data_of(), ENCODING)).restore(state)
 
 
 def test_one_path_is_one_source(config, text_file):

@@ -9,6 +9,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -143,25 +144,25 @@ def test_a_flipped_bit_is_found(store, config, kind):
         load_corpus(str(store), dataclasses.replace(settings, verify=True), load_tokenizer("bytes"))
 
 
+def as_uint32(meta):
+    meta.write_text(meta.read_text().replace("uint16", "uint32"))
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "change", "message"),
     [
-        (lambda d: (d / "train" / "00001.tokens").unlink(), r"00001\.tokens: missing"),
-        (lambda d: (d / "train" / "00001.tokens").write_bytes(b"abcd"), r"00001\.tokens: 4 bytes, meta\.json says"),
-        (lambda d: (d / "meta.json").unlink(), r"no meta\.json, so it is not a finished token store"),
-        (lambda d: (d / "meta.json").write_text("{"), r"meta\.json: line 1 is not JSON"),
-        (lambda d: (d / "meta.json").write_text("{}"), r"meta\.json: not a store of format 1"),
-        (
-            lambda d: (d / "meta.json").write_text((d / "meta.json").read_text().replace("uint16", "uint32")),
-            r"meta\.json: corrupt",
-        ),
+        ("train/00001.tokens", Path.unlink, r"00001\.tokens: missing"),
+        ("train/00001.tokens", lambda f: f.write_bytes(b"abcd"), r"00001\.tokens: 4 bytes, meta\.json says"),
+        ("meta.json", Path.unlink, r"no meta\.json, so it is not a finished token store"),
+        ("meta.json", lambda f: f.write_text("{"), r"meta\.json: line 1 is not JSON"),
+        ("meta.json", lambda f: f.write_text("{}"), r"meta\.json: not a store of format 1"),
+        ("meta.json", as_uint32, r"meta\.json: corrupt"),
     ],
 )
-def test_incomplete_store_is_rejected(store, config, change, message):
-    change(store)
-    with pytest.raises(UserError, match=message) as error:
+def test_incomplete_store_is_rejected(store, config, name, change, message):
+    change(store / name)
+    with pytest.raises(UserError, match=message):
         load_corpus(str(store), config().data, load_tokenizer("bytes"))
-    assert "\n" not in str(error.value)
     assert verify(store).returncode == 2
 
 

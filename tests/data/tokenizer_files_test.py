@@ -115,32 +115,29 @@ def test_fingerprint_depends_only_on_the_content(tmp_path):
     assert load_tokenizer(str(folder / "tokenizer.json")).fingerprint == prints[0]
 
 
+SETTINGS = "tokenizer_config.json"
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "content", "message"),  # Content: text, None for no file, or a change of the object in it.
     [
-        (
-            lambda folder: (folder / "tokenizer.json").unlink(),
-            "the folder has neither tokenizer.json nor tokenizer.model",
-        ),
-        (lambda folder: (folder / "tokenizer.json").write_text("{}"), "not a tokenizer.json that `tokenizers` reads"),
-        (lambda folder: (folder / "tokenizer.json").write_text("{"), "line 1 is not JSON"),
-        (lambda folder: (folder / "tokenizer.json").write_text("[]"), "not a tokenizer.json that `tokenizers` reads"),
-        (lambda folder: (folder / "tokenizer_config.json").write_text("[]"), "expected an object with settings"),
-        (lambda folder: (folder / "tokenizer_config.json").unlink(), "no file names its end-of-text token"),
-        (
-            lambda folder: edited(folder, "tokenizer_config.json", lambda v: v.update(added_tokens_decoder=[1])),
-            "its files are not those of a tokenizer",
-        ),
-        (
-            lambda folder: edited(folder, "tokenizer.json", lambda v: v.update(decoder=WORD_PIECE)),
-            "its decoder is WordPiece",
-        ),
-        (lambda folder: (folder / "chat_template.jinja").write_text("{% if %}"), "the chat template is not valid"),
+        ("tokenizer.json", None, "the folder has neither tokenizer.json nor tokenizer.model"),
+        ("tokenizer.json", "{}", "not a tokenizer.json that `tokenizers` reads"),
+        ("tokenizer.json", "{", "line 1 is not JSON"),
+        ("tokenizer.json", "[]", "not a tokenizer.json that `tokenizers` reads"),
+        ("tokenizer.json", {"decoder": WORD_PIECE}, "its decoder is WordPiece"),
+        (SETTINGS, "[]", "expected an object with settings"),
+        (SETTINGS, None, r"no file names its end-of-text token \(eos_token\); set data.end_of_text"),
+        (SETTINGS, {"added_tokens_decoder": [1]}, "its files are not those of a tokenizer"),
+        ("chat_template.jinja", "{% if %}", "the chat template is not valid"),
     ],
 )
-def test_invalid_tokenizer_files_are_rejected(tmp_path, change, message):
+def test_invalid_tokenizer_files_are_rejected(tmp_path, name, content, message):
     folder = byte_level_folder(tmp_path / "json")
-    change(folder)
+    if isinstance(content, dict):
+        edited(folder, name, lambda value: value.update(content))
+    else:
+        (folder / name).unlink() if content is None else (folder / name).write_text(content)
     with pytest.raises(UserError, match=message) as error:
         load_tokenizer(str(folder))
     assert str(folder) in str(error.value)
@@ -149,8 +146,6 @@ def test_invalid_tokenizer_files_are_rejected(tmp_path, change, message):
 def test_the_end_of_text_can_be_given(tmp_path):
     folder = byte_level_folder(tmp_path / "json")
     (folder / "tokenizer_config.json").unlink()
-    with pytest.raises(UserError, match=r"no file names its end-of-text token \(eos_token\); set data.end_of_text"):
-        load_tokenizer(str(folder))
     assert load_tokenizer(str(folder), end_of_text="</s>").eot_token == 1
     with pytest.raises(UserError, match="the end-of-text token 'no such token!' is not in the vocabulary"):
         load_tokenizer(str(folder), end_of_text="no such token!")
@@ -252,11 +247,7 @@ def test_a_first_message_of_the_assistant_is_only_a_part_of_the_prompts():
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ("hello", "not a list of at least one message"),
-        ([], "not a list of at least one message"),
-        (None, "not a list of at least one message"),
-        (3, "not a list of at least one message"),
-        ({"role": "assistant", "content": "a"}, "not a list of at least one message"),
+        *((messages, "not a list of at least one message") for messages in ("hello", [], None, 3, MESSAGES[1])),
         ([*MESSAGES, None], "message 3 is not an object with role and content"),
         ([{"content": "a"}], "message 1 is not an object with role and content"),
         ([MESSAGES[0]], "no message has the role assistant"),
@@ -275,6 +266,8 @@ def test_conversations_without_a_target_are_refused(messages, message):
         ("{{ messages.__class__.__mro__ }}", "refuses the messages: access to attribute '__class__'"),
         ("{{ messages.append(1) }}", "refuses the messages"),
         ("{% for m in messages %}{{ messages | length }}{% endfor %}", "cannot be told from its prompt"),
+        ("{{ [1, 2] | random }}", "No filter named 'random'"),
+        ("{{ lipsum() }}", "'lipsum' is undefined"),
     ],
 )
 def test_templates_run_in_a_sandbox_and_must_extend_the_prompt(text, message):
@@ -295,12 +288,6 @@ def test_a_template_that_does_not_end_is_stopped(monkeypatch, text):
     with pytest.raises(UserError, match=r"refuses the messages: it takes more than 0\.1 s of CPU time"):
         template(text).render(MESSAGES, add_generation_prompt=False)
     assert template().render(MESSAGES, add_generation_prompt=False)
-
-
-@pytest.mark.parametrize("text", ["{{ [1, 2] | random }}", "{{ lipsum() }}"])
-def test_templates_with_random_results_are_refused(text):
-    with pytest.raises(UserError, match=r"No filter named 'random'|'lipsum' is undefined"):
-        template(text).render(MESSAGES, add_generation_prompt=False)
 
 
 def test_a_template_has_the_functions_of_transformers():

@@ -78,11 +78,6 @@ def test_a_text_that_the_regex_engine_of_tiktoken_refuses_is_encoded_in_parts(tm
     assert bytes(encoding.encode_ordinary(text)) == text.encode()
 
 
-def test_an_unknown_name_suggests_one():
-    with pytest.raises(UserError, match="Did you mean 'cl100k_base'"):
-        load_tokenizer("cl100k")
-
-
 def test_a_failed_download_of_a_vocabulary_has_the_exit_code_of_a_restart(tmp_path):
     """A job starts again after exit code 1, and never after exit code 2."""
     environment = child_environment(1) | {"TIKTOKEN_CACHE_DIR": str(tmp_path)}

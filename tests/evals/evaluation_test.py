@@ -186,7 +186,7 @@ def test_numbers_and_details_of_numpy_are_written_as_json(config, text_file, tmp
 def test_a_field_of_an_extension_can_be_a_path_of_files(tmp_path):
     @dataclasses.dataclass(frozen=True)
     class OwnConfig:
-        path: flag.Input[str] = ""
+        path: flag.Location[str] = ""
         size: int = 3
 
     def contents(**files):

@@ -6,7 +6,7 @@ import types
 
 import numpy as np
 import pytest
-from conftest import ROOT, TINY, child_environment, suite_config
+from conftest import TINY, child_environment, suite_config
 from helpers.chat_server import KEY, ChatServer, completion, verdict_on
 from helpers.command_server import commands
 from helpers.evals_examples import KINDS, long_bench, set_of, write_lines
@@ -19,7 +19,6 @@ from difftx.evals.hallucination.prompts import STOP, HallucinationSet
 from difftx.inference.generate import Completion
 from difftx.training.run import Run
 
-HOTPOTQA = ROOT.parent / "shared" / "data" / "eval" / "hotpotqa_distractor_100.jsonl.gz"
 QUESTION = re.compile(r"Document:\n(.*)\n\nQuestion: (.*)\nAnswer:$", re.DOTALL)
 SUMMARY = re.compile(r"Document:\n(.*)\n\nSummary of the document:$", re.DOTALL)
 
@@ -272,30 +271,14 @@ def test_a_suite_without_sets_or_a_key_is_refused(folder, tmp_path, monkeypatch)
         evals.check_run(run, ["hallucination"])
 
 
-@pytest.mark.skipif(not HOTPOTQA.exists(), reason="needs HotpotQA of ../shared/data")
-def test_the_file_of_hotpotqa_is_read(folder):
-    fields = {"path": str(HOTPOTQA), "answers": "answer", "question": "question"}
-    (qa,) = loaded(config_of(folder, set_of(folder, **fields), window=16384))
-    assert len(qa.items) == 100
-    first = next(item for item in qa.items if item.id == "qa/0")
-    assert '\n\nVIVA Media\nVIVA Media GmbH (until 2004 "VIVA Media AG") is a music' in first.document
-    assert first.references == ("Gesellschaft mit beschränkter Haftung",)
-    assert not any(item.cut for item in qa.items)
-
-
 @pytest.mark.long
 def test_eval_killed_while_it_judges_pays_for_nothing_twice(folder, tmp_path):
     """Send SIGKILL to a real process with a real checkpoint and server, and run the same command again."""
     environment = child_environment(1) | {"OPENAI_API_KEY": KEY}
 
-    flags = [f"--config.{name}={value}" for name, value in TINY.items()]
-    flags += [
-        "--config.data.sequence_length=256",
-        "--config.train.steps=2",
-        "--config.train.global_batch_tokens=2048",
-        f"--config.data.path={folder}/text.txt",
-    ]
-    flags += ["--config.eval.loss_tokens=512", "--config.optimizer.warmup_steps=1"]
+    fields = TINY | {"data.sequence_length": 256, "train.steps": 2, "train.global_batch_tokens": 2048}
+    fields |= {"data.path": f"{folder}/text.txt", "eval.loss_tokens": 512, "optimizer.warmup_steps": 1}
+    flags = [f"--config.{name}={value}" for name, value in fields.items()]
     train = ["train.py", "--config=configs/quickstart.py:diff", f"--workdir={tmp_path}/run", *flags]
     done = commands().run(train, environment=environment)
     assert done.returncode == 0, done.stderr
@@ -304,17 +287,10 @@ def test_eval_killed_while_it_judges_pays_for_nothing_twice(folder, tmp_path):
         return {"hang": True} if number == 5 else {"reply": completion(verdict_on(prompt))}
 
     with ChatServer(behave) as server:
-        sets = json.dumps([set_of(folder, new_tokens=8)])
-        evaluate = [
-            "eval.py",
-            f"--workdir={tmp_path}/run",
-            "--suite=hallucination",
-            f"--eval.hallucination.sets={sets}",
-            "--eval.hallucination.samples=12",
-            "--eval.hallucination.judge_model=gpt-4o",
-            f"--eval.judge.base_url={server.url}",
-            "--eval.judge.concurrency=1",
-        ]
+        settings = {"hallucination.sets": json.dumps([set_of(folder, new_tokens=8)]), "hallucination.samples": 12}
+        settings |= {"hallucination.judge_model": "gpt-4o", "judge.base_url": server.url, "judge.concurrency": 1}
+        evaluate = ["eval.py", f"--workdir={tmp_path}/run", "--suite=hallucination"]
+        evaluate += [f"--eval.{name}={value}" for name, value in settings.items()]
         log = tmp_path / "killed.log"
         process = commands().start(evaluate, stdout=log, stderr=log, environment=environment)
         assert server.reached.wait(300), log.read_text()

@@ -274,37 +274,6 @@ def test_accuracy_is_stable_once_it_stays_within_a_twentieth(means, start):
     assert first_stable(means) == start
 
 
-class Killed(BaseException):
-    pass
-
-
-def test_killed_evaluation_resumes(folder, tmp_path, monkeypatch):
-    config = config_of(folder, permutations=9, questions=20)
-
-    def choose(seen, question, names):
-        return names[hash((tuple(seen), question)) % len(names)]
-
-    whole = Chooser(monkeypatch, choose)
-    expected = evaluated(config, tmp_path / "whole")
-    killed = Chooser(monkeypatch, choose)
-    for calls in (2, 5):
-
-        def die(lm, prompts, labels, *, batch_rows, calls=calls):
-            if killed.calls == calls:
-                raise Killed
-            return killed(lm, prompts, labels, batch_rows=batch_rows)
-
-        monkeypatch.setattr("difftx.evals.icl.suite.most_likely", die)
-        with pytest.raises(Killed):
-            evaluated(config, tmp_path / "killed")
-        assert list((tmp_path / "killed" / "evals" / "icl").glob("3.*.items.jsonl"))
-        assert not (tmp_path / "killed" / "evals" / "icl" / "3.json").exists()
-    monkeypatch.setattr("difftx.evals.icl.suite.most_likely", killed)
-    assert evaluated(config, tmp_path / "killed") == expected
-    assert killed.prompts == whole.prompts
-    assert [path.name for path in (tmp_path / "killed" / "evals" / "icl").iterdir()] == ["3.json"]
-
-
 @pytest.mark.parametrize(
     ("records", "changes", "message"),
     [

@@ -6,11 +6,10 @@ from pathlib import Path
 
 from conftest import TINY, child_environment
 
-from difftx.files import read_file
 from difftx.json_files import JsonLines
 from difftx.storage import objects
 from difftx.training.checkpoint import arrays
-from difftx.training.checkpoint.manifest import MANIFEST, contents_of, is_reservation, read_manifest, steps_in
+from difftx.training.checkpoint.manifest import MANIFEST, contents_of, is_note, read_manifest, steps_in
 from difftx.training.checkpoint.restoring import config_of
 from helpers.command_server import commands
 from helpers.processes import TRAIN_SLOWLY
@@ -57,8 +56,7 @@ def run_of(workdir):
 def state_in(folder):
     """Return the bytes of all arrays of a checkpoint, and the state of the data loader."""
     found = arrays.read_arrays(contents_of(folder), read_manifest(folder).arrays)
-    loader = json.loads(read_file(contents_of(folder) / "loader" / "metadata"))
-    return {name: array.tobytes() for name, array in found.items()}, loader["examples"]
+    return {name: array.tobytes() for name, array in found.items()}, read_manifest(folder).loader["examples"]
 
 
 def newest_row(workdir, *, after_attempt=0):
@@ -81,7 +79,7 @@ def is_saving(workdir):
     """Return whether a checkpoint is being saved."""
     folder = workdir / "checkpoints"
     manifests = objects.read_all(folder / name / MANIFEST for name in objects.list_folder(folder))
-    return any(found is not None and is_reservation(found.content) for found in manifests)
+    return any(found is not None and is_note(found.content) for found in manifests)
 
 
 def wait_until(condition, process, log, seconds=120):

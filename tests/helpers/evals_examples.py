@@ -32,14 +32,8 @@ def write_lines(path, records):
 def task_of(folder, **changes):
     """Return an entry of `eval.icl.tasks` for files of `examples` in a folder."""
     files = {"train": f"{folder}/train.jsonl.gz", "test": f"{folder}/test.jsonl"}
-    return {
-        "name": "trec",
-        **files,
-        "text": "text",
-        "label": "coarse",
-        "text_word": "Question",
-        "label_word": "Type",
-    } | changes
+    words = {"text_word": "Question", "label_word": "Type"}
+    return {"name": "trec", **files, "text": "text", "label": "coarse", **words} | changes
 
 
 def long_bench(count, words=20):

@@ -12,6 +12,7 @@ from helpers.kernels_checks import targeting
 
 from difftx.kernels import cudnn, target
 from difftx.kernels.backend import AttentionCall
+from kernels import oracle
 
 SHAPES = ((2, 100, 4, 2, 16), (2, 100, 2, 2, 16), (2, 100, 2, 32))
 
@@ -23,16 +24,8 @@ def make_inputs(dtype=jnp.float32, shapes=SHAPES):
 
 
 def naive(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, ids_BT=None, *, window):
-    length, group = q_BTHGd.shape[1], q_BTHGd.shape[2] // k_BSKGd.shape[2]
-    k, v = (jnp.repeat(x, group, axis=2) for x in (k_BSKGd, v_BSKE))
-    logits = jnp.einsum("bthgd,bshgd->bhgts", q_BTHGd, k) * q_BTHGd.shape[-1] ** -0.5
-    i, j = np.arange(length)[:, None], np.arange(length)[None, :]
-    seen = jnp.asarray((j <= i) & (i - j < (window or length)))[None]
-    if ids_BT is not None:
-        seen = seen & (ids_BT[:, :, None] == ids_BT[:, None])
-    p = jax.nn.softmax(jnp.where(seen[:, None, None], logits, -jnp.inf), axis=-1)
-    out = jnp.einsum("bhgts,bshe->gbthe", p, v)
-    return out[0] - lam_BTH[..., None] * out[1]
+    seen_BTS = oracle.visible_keys(*q_BTHGd.shape[:2], ids_BT, window)
+    return oracle.naive(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, seen_BTS)
 
 
 def output_and_gradients(attention, args, ids_BT, dout_BTHE):

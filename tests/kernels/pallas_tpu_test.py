@@ -11,6 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from difftx.kernels import pallas_tpu
 from difftx.kernels.backend import AttentionCall
+from kernels import oracle
 
 # Axes: as in difftx/kernels/pallas_tpu.py.
 
@@ -73,12 +74,7 @@ def make_inputs(case):
         return rng.standard_normal(shape, dtype=np.float32)
 
     b, t, h, k, d = case.b, case.t, case.h, case.kv_heads, case.d
-    q, key, v, dout = (
-        normal(b, t, h, 2, d),
-        normal(b, t, k, 2, d),
-        normal(b, t, k, 2 * d),
-        normal(b, t, h, 2 * d),
-    )
+    q, key, v, dout = normal(b, t, h, 2, d), normal(b, t, k, 2, d), normal(b, t, k, 2 * d), normal(b, t, h, 2 * d)
     if case.structured:
         q *= 2.0  # logits 8 +- 5, up to 40
         q[..., :2] += (12.0, 8.0)
@@ -104,31 +100,6 @@ def make_inputs(case):
     return *cast, jnp.asarray(lam), segment_ids, jnp.asarray(dout, case.dtype)
 
 
-def visibility(case, segment_ids):
-    i = np.arange(case.t)
-    seen = i[None, :] <= i[:, None]
-    if case.window is not None:
-        seen = seen & (i[:, None] - i[None, :] < case.window)
-    if segment_ids is None:
-        return np.broadcast_to(seen, (case.b, case.t, case.t))
-    ids = np.asarray(segment_ids)
-    return seen & (ids[:, :, None] == ids[:, None, :])
-
-
-def oracle(q, k, v, lam, seen_BTT):
-    """Return O, O2 and the log-sum-exps, in float64 numpy."""
-    q, k, v, lam = (np.asarray(x.astype(jnp.float32), np.float64) for x in (q, k, v, lam))
-    group = q.shape[2] // k.shape[2]
-    k, v = k.repeat(group, axis=2), v.repeat(group, axis=2)
-    s = np.einsum("bthgd,bshgd->bhgts", q, k) / np.sqrt(q.shape[-1])
-    s = np.where(seen_BTT[:, None, None], s, -np.inf)
-    top = s.max(axis=-1, keepdims=True)
-    lse = top + np.log(np.exp(s - top).sum(axis=-1, keepdims=True))
-    out_BTGHE = np.einsum("bhgts,bshe->btghe", np.exp(s - lse), v)
-    out1, out2 = out_BTGHE[:, :, 0], out_BTGHE[:, :, 1]
-    return out1 - lam[..., None] * out2, out2, lse[..., 0]
-
-
 def rounding_limit(case, inputs, seen_BTT):
     """Return the relative errors of dq, dk and dv in float64 arithmetic if only O and O2 are rounded.
 
@@ -138,7 +109,7 @@ def rounding_limit(case, inputs, seen_BTT):
     q, k, v, lam, _, dout = (x if x is None else np.asarray(x.astype(jnp.float32), np.float64) for x in inputs)
     group = case.h // case.kv_heads
     wide_k, wide_v = k.repeat(group, axis=2), v.repeat(group, axis=2)
-    out, out2, lse = oracle(*inputs[:4], seen_BTT)
+    out, out2, lse = oracle.outputs(*inputs[:4], seen_BTT)
     s = np.einsum("bthgd,bshgd->bhgts", q, wide_k) / np.sqrt(case.d)
     p1, p2 = np.moveaxis(np.where(seen_BTT[:, None, None], np.exp(s - lse[..., None]), 0), 2, 0)
     dp = np.einsum("bthe,bshe->bhts", dout, wide_v)
@@ -159,16 +130,6 @@ def rounding_limit(case, inputs, seen_BTT):
     rounded = (np.asarray(jnp.asarray(x, case.dtype).astype(jnp.float32)) for x in (out, out2))
     pairs = zip(gradients(*rounded), gradients(out, out2), strict=True)
     return [relative_error(got, want) for got, want in pairs] + [0.0]  # dV needs no delta
-
-
-def naive(q, k, v, lam, seen_BTT):
-    """Return differential attention in float32 JAX, for autodiff."""
-    group = q.shape[2] // k.shape[2]
-    k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
-    s = jnp.einsum("bthgd,bshgd->bhgts", q, k, precision="highest") * q.shape[-1] ** -0.5
-    p = jax.nn.softmax(jnp.where(seen_BTT[:, None, None], s, -jnp.inf), axis=-1)
-    weights = p[:, :, 0] - lam.transpose(0, 2, 1)[..., None] * p[:, :, 1]
-    return jnp.einsum("bhts,bshe->bthe", weights, v, precision="highest")
 
 
 def run(case, inputs):
@@ -216,15 +177,15 @@ def test_forward_and_gradients_equal_the_oracle(case, backward_kernels, monkeypa
     use_backward(monkeypatch, backward_kernels)
     inputs = make_inputs(case)
     q, k, v, lam, segment_ids, dout = inputs
-    seen = visibility(case, segment_ids)
+    seen = oracle.visible_keys(case.b, case.t, segment_ids, case.window)
     outputs, grads = run(case, inputs)
     tolerance = TOLERANCE[case.dtype]
-    for name, got, want in zip(("out", "out2", "lse"), outputs, oracle(q, k, v, lam, seen), strict=True):
+    for name, got, want in zip(("out", "out2", "lse"), outputs, oracle.outputs(q, k, v, lam, seen), strict=True):
         assert_close(name, got, want, tolerance)
     assert [x.dtype for x in outputs] == [case.dtype, case.dtype, jnp.float32]
 
     wide = [x.astype(jnp.float32) for x in (q, k, v, lam)]
-    want_grads = jax.vjp(lambda *xs: naive(*xs, seen), *wide)[1](dout.astype(jnp.float32))
+    want_grads = jax.vjp(lambda *xs: oracle.naive(*xs, seen), *wide)[1](dout.astype(jnp.float32))
     limits = [*rounding_limit(case, inputs, seen), 0.0]
     names = ("dq", "dk", "dv", "dlam")
     for name, got, want, limit in zip(names, grads, want_grads, limits, strict=True):

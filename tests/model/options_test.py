@@ -16,6 +16,7 @@ from difftx.evals.throughput import counterpart
 from difftx.model.abstract import count_parameters
 from difftx.model.architectures import heads_of
 from difftx.model.flops import flops_per_token
+from difftx.training.fit import fit
 from difftx.training.loss import batch_loss
 from difftx.training.state import graph, init_state, make_train_step
 from model import oracle
@@ -197,5 +198,5 @@ def test_parameters_flops_and_counterpart(config):
 )
 def test_mistakes_name_field_value_and_fix(changes, message):
     with pytest.raises(UserError, match=message) as error:
-        load_config(f"{ROOT}/configs/quickstart.py:diff", changes)
+        fit(load_config(f"{ROOT}/configs/quickstart.py:diff", changes))
     assert "\n" not in str(error.value)

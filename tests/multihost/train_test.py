@@ -15,10 +15,11 @@ import pytest
 from conftest import ROOT, child_environment
 from helpers.interop_folders import export, tensors_of
 from helpers.processes import JOB, TRAIN_SLOWLY, free_port, newest_step
+from helpers.training_checkpoints import largest_file
 
 from difftx.parallel.mesh import AXES
 from difftx.training.checkpoint.checkpointer import Checkpointer
-from difftx.training.checkpoint.manifest import why_invalid
+from difftx.training.checkpoint.manifest import quarantined_in, why_invalid
 from difftx.training.metrics import read_metrics
 from difftx.training.run import read_config
 from difftx.training.state import init_state
@@ -137,16 +138,14 @@ def test_two_processes_quarantine_a_corrupt_checkpoint_and_resume_from_the_one_b
     one = started(count=1, devices=4, **options)
     assert one.wait(0)[0] == 0, one.logs[0].read_text()
     folder, before = one.metrics.parent / "checkpoints", rows(one.metrics)
-    file = max(
-        (path for path in (folder / "20" / "state").rglob("*") if path.is_file()), key=lambda p: p.stat().st_size
-    )
+    file = largest_file(folder / "20")
     os.truncate(file, file.stat().st_size - 1)
     two = started(devices=2, **options)
     for process in (0, 1):
         code, text = two.wait(process)
         assert code == 0, text
-        assert ("renamed 20.quarantined" in text) == (process == 0)
-    assert sorted(path.name for path in folder.iterdir()) == ["10", "20", "20.quarantined"]
+        assert ("its manifest is now quarantined-" in text) == (process == 0)
+    assert [path.parent.name for path in quarantined_in(folder)] == ["20"]
     assert why_invalid(folder / "20", step=20, content=True) is None
     np.testing.assert_allclose(*([row["loss"] for row in both] for both in (before, rows(two.metrics))), rtol=1e-5)
     assert {row["attempt"] for row in rows(two.metrics) if row["step"] > 10} == {2}

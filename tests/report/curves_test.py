@@ -86,33 +86,18 @@ def drawn(config, tmp_path, monkeypatch, *options):
     return figures[0].axes
 
 
-def test_one_figure_with_the_last_values_at_the_lines(config, tmp_path, monkeypatch):
+def test_one_figure_with_the_last_values_in_the_legend(config, tmp_path, monkeypatch):
     (axes,) = drawn(config, tmp_path, monkeypatch)
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("training tokens", "loss (nats per token)")
-    assert [text.get_text() for text in axes.texts] == ["diff 1.000", "transformer 2.000"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["diff: 1.000", "transformer: 2.000"]
     validations = {line.get_label(): line.get_xydata().tolist() for line in axes.lines if line.get_marker() == "o"}
-    assert validations == {"diff": [[768, 4], [1536, 1]], "transformer": [[768, 5], [1536, 2]]}
+    assert validations == {"diff: 1.000": [[768, 4], [1536, 1]], "transformer: 2.000": [[768, 5], [1536, 2]]}
     assert len(axes.lines) == 4
     # The curves of the training loss are in the background.
     assert {line.get_alpha() for line in axes.lines if line.get_marker() == "None"} == {0.5}
     (axes,) = drawn(config, tmp_path, monkeypatch, "bits_per_byte", "seconds")
     assert (axes.get_xlabel(), len(axes.lines)) == ("seconds of training", 2)
     assert axes.lines[0].get_xdata().tolist() == [6, 12]
-
-
-def test_names_at_the_ends_do_not_overlap(config, tmp_path, monkeypatch):
-    for number in range(5):
-        write_run(tmp_path / "runs" / f"run{number}", config("diff"), loss=lambda step, n=number: 7 + n / 1000 - step)
-    (axes,) = drawn(config, tmp_path, monkeypatch)
-    figure = axes.figure
-    figure.canvas.draw()
-    # The extent of an annotation would include its arrow.
-    heights = [matplotlib.text.Text.get_window_extent(text).height for text in axes.texts]
-    middles = sorted(axes.transData.transform((0, text.xyann[1]))[1] for text in axes.texts)
-    assert len(middles) == 7
-    assert min(np.diff(middles)) >= max(heights)
-    texts = [text.get_text() for text in sorted(axes.texts, key=lambda text: text.xyann[1])]
-    assert texts == sorted(texts, key=lambda text: float(text.split()[1]))
 
 
 def test_smoothing_has_no_lag():

@@ -26,49 +26,28 @@ from difftx.report.panels import thinned
 from difftx.training.run import Run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-CHROMIUM_FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
+CHROMIUM_FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
+CHROMIUM_FLAGS += ["--disable-background-networking", "--disable-component-update"]
 STEPS = 10_000
 EVIL = "<img src=x onerror=window.pwned=1></script><script>window.pwned=1</script>"
-LINES = {
-    "kind": "line",
-    "name": "position",
-    "title": f"Loss by position {EVIL}",
-    "x_label": "position",
-    "y_label": "nats",
-    "log_x": True,
-    "series": [{"name": EVIL, "x": [1, 10, 100], "y": [3, 2, 1], "low": [2.5, 1.5, 0.5], "high": [3.5, 2.5, 1.5]}],
-}
-NEEDLE = {
-    "kind": "heatmap",
-    "name": "needle",
-    "title": "Needles found",
-    "x_label": "context",
-    "y_label": "depth",
-    "x": ["8K", "64K"],
-    "y": ["0 %", "50 %", "100 %"],
-    "values": [[0.125, 0.25], [0.5, None], [0.75, 1.0]],
-    "value_label": "accuracy",
-}
-ATTENTION = {
-    "kind": "heatmap",
-    "name": "map",
-    "title": "A1 - λ A2",
-    "x_label": "key",
-    "y_label": "query",
-    "x": list(range(256)),
-    "y": list(range(256)),
-    "values": [[0.5 if i >= j else None for j in range(256)] for i in range(256)],
-    "value_label": "weight",
-}
+LINES = {"kind": "line", "name": "position", "title": f"Loss by position {EVIL}", "x_label": "position"}
+LINES |= {"y_label": "nats", "log_x": True}
+SERIES = {"name": EVIL, "x": [1, 10, 100], "y": [3, 2, 1], "low": [2.5, 1.5, 0.5], "high": [3.5, 2.5, 1.5]}
+LINES["series"] = [SERIES]
+
+
+def heatmap(name, title, x_label, x, y_label, y, values, value_label):
+    labels = {"x_label": x_label, "x": x, "y_label": y_label, "y": y, "value_label": value_label}
+    return {"kind": "heatmap", "name": name, "title": title, "values": values, **labels}
+
+
+FOUND = [[0.125, 0.25], [0.5, None], [0.75, 1.0]]
+NEEDLE = heatmap(
+    "needle", "Needles found", "context", ["8K", "64K"], "depth", ["0 %", "50 %", "100 %"], FOUND, "accuracy"
+)
+TOKENS = list(range(256))
+WEIGHTS = [[0.5 if i >= j else None for j in TOKENS] for i in TOKENS]
+ATTENTION = heatmap("map", "A1 - λ A2", "key", TOKENS, "query", TOKENS, WEIGHTS, "weight")
 
 
 def write_everything(workdir, architecture, offset):
@@ -374,6 +353,13 @@ def test_the_commands_are_those_of_difftx(tmp_path, program):
     ]
 
 
+def numbers_of(text):
+    """Return the table of numbers of a page, and the words of its rows."""
+    table = re.search(r'<table class="numbers">(.*?)</table>', text, re.DOTALL)[1]
+    rows = re.findall(r"<tr>(.*?)</tr>", table, re.DOTALL)
+    return table, [re.sub(r"<[^>]+>", " ", row).split() for row in rows]
+
+
 def test_the_table_of_two_runs_has_the_difference_of_the_verdict(tmp_path):
     """For two runs, the table has a column for the difference, and a single cell for a value that is equal.
 
@@ -385,8 +371,7 @@ def test_the_table_of_two_runs_has_the_difference_of_the_verdict(tmp_path):
         blocks = {"nats": (100 * (loss + of_blocks)).tolist(), "tokens": [100] * 20, "targets_sha256": "a"}
         write_result(run, "loss", 6, {"loss": loss}, details={"sets": {"valid": {"blocks": blocks}}})
     text = write_page(runs, tmp_path / "report.html").read_text()
-    table = re.search(r'<table class="numbers">(.*?)</table>', text, re.DOTALL)[1]
-    rows = [re.sub(r"<[^>]+>", " ", row).split() for row in re.findall(r"<tr>(.*?)</tr>", table, re.DOTALL)]
+    table, rows = numbers_of(text)
     found = {" ".join(row[:2]): row for row in rows}
     assert found["transformer diff"][2:] == ["diff", "−", "transformer"]
     assert found["validation loss"][-4:] == ["2", "2.5", "+0.5", "(+25.00%)"]
@@ -404,8 +389,7 @@ def test_all_losses_in_the_table_are_of_the_last_validation(tmp_path):
     runs = [write_run(tmp_path / name, tiny(name, train__steps=6)) for name in ("transformer", "diff")]
     write_result(runs[1], "loss", 6, {"loss": 720.0, "perplexity": None, "bits_per_byte": 260.0})
     text = write_page(runs, tmp_path / "report.html").read_text()
-    table = re.search(r'<table class="numbers">(.*?)</table>', text, re.DOTALL)[1]
-    rows = [re.sub(r"<[^>]+>", " ", row).split() for row in re.findall(r"<tr>(.*?)</tr>", table, re.DOTALL)]
+    _, rows = numbers_of(text)
     assert next(row[-4:-2] for row in rows if row[:1] == ["validation"]) == ["1.1667", "720"]
     assert ["perplexity", "2", "–"] in rows
 
@@ -418,7 +402,7 @@ def test_seeds_have_one_column_for_their_mean(tmp_path):
             write_result(run, "loss", 6, {"loss": loss})
             runs.append(run)
     text = write_page(runs, tmp_path / "report.html").read_text()
-    table = re.search(r'<table class="numbers">(.*?)</table>', text, re.DOTALL)[1]
+    table, _ = numbers_of(text)
     header = [re.sub(r"<[^>]+>", "", cell) for cell in re.findall(r"<th scope=\"col\">(.*?)</th>", table)]
     assert header == ["", "transformer, mean of 2 runs", "diff, mean of 2 runs", "diff − transformer"]
     assert "<td>2.45</td><td>2.1</td><td>−0.35 (−14.29%)</td>" in table
@@ -547,29 +531,17 @@ def test_equal_files_at_other_paths_are_the_same_settings_and_other_files_are_no
 
 
 def test_runs_with_different_data_are_named(tmp_path):
-    """The notes have two runs as examples. Runs with equal data have no note."""
+    """curves_test.py has all differences. Runs with equal data have no note."""
+    for name, text in (("base", "x"), ("same", "x"), ("other", "y")):
+        write_run(tmp_path / name, tiny("diff", train__steps=6), text=text)
 
-    def page(name, text="x", **changes):
-        run = write_run(tmp_path / name, tiny("transformer", train__steps=6, **changes), text=text)
-        return notes_of(write_page([base, run], tmp_path / "report.html").read_text())
+    def notes(name):
+        text = write_page([tmp_path / "base", tmp_path / name], tmp_path / "report.html").read_text()
+        return [note for note in notes_of(text) if "comparable" in note]
 
-    base = write_run(tmp_path / "base", tiny("diff", train__steps=6), text="x")
-    plain = page("same")
-    not_comparable = "so their losses are not comparable."
-    # The Transformer is the first run of the page.
-    assert [note for note in page("other", "y") if note not in plain] == [
-        f"other and base have other data at data.path or data.sources, {not_comparable}"
-    ]
-    assert not any("comparable" in note for note in plain)
-    length = tiny("diff").data.sequence_length
-    assert [note for note in page("short", data__sequence_length=length // 2) if note not in plain] == [
-        f"short and base differ in data.sequence_length: {length // 2:,} and {length:,} tokens per row, "
-        f"{not_comparable}"
-    ]
-    tokens = tiny("diff").eval.loss_tokens
-    assert [note for note in page("fewer", eval__loss_tokens=tokens // 2) if note not in plain] == [
-        f"fewer and base differ in eval.loss_tokens: {tokens // 2:,} and {tokens:,} tokens to validate on, "
-        f"{not_comparable}"
+    assert notes("same") == []
+    assert notes("other") == [
+        "base and other have other data at data.path or data.sources, so their losses are not comparable."
     ]
 
 

@@ -275,13 +275,13 @@ def test_one_prepare_per_folder(bucket, monkeypatch):
         open_job(job, {}, []),
     ):
         pass
-    with open_job(job, {}, []) as require_lock:
-        require_lock()
+    with open_job(job, {}, []) as owner:
+        owner.check()
         owner = {"id": "x", "host": "h", "machine": [], "pid": 1, "start": "", "takeover_seconds": 1}
         objects.write(job.work / "lock", json.dumps({"owner": owner}).encode())
         time.sleep(1.5)
         with pytest.raises(RunError, match="process 1 on h has taken this folder over"):
-            require_lock()
+            owner.check()
 
 
 def test_a_finished_store_is_not_replaced_by_a_late_process(bucket, reference):

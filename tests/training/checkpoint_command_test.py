@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from conftest import ROOT, child_environment, replace
 from helpers.command_server import commands
-from helpers.training_checkpoints import LOADER, flip_a_bit, largest_file, names, state_at
+from helpers.training_checkpoints import LOADER, flip_a_bit, largest_file, names, put, state_at
 
 from difftx.commands.checkpoint import main
 from difftx.errors import UserError
@@ -41,9 +41,9 @@ def run(*arguments):
 
 def test_ls_shows_each_checkpoint_and_its_state(workdir, capsys):
     (workdir / "checkpoints" / "20" / "manifest.json").unlink()
-    for name in ("40.quarantined", "50.quarantined[red]\x1b]0;title\x07"):  # The second is not a name of difftx.
-        (workdir / "checkpoints" / name).mkdir()
-    os.utime(workdir / "checkpoints" / "10", (time.time() + 7200,) * 2)  # The clock has stepped back.
+    for name in ("40/quarantined-ab.json", "50[red]\x1b]0;title\x07/quarantined-cd.json"):  # Not a name of difftx.
+        put(workdir / "checkpoints" / name, b"")
+    os.utime(workdir / "checkpoints" / "10" / "manifest.json", (time.time() + 7200,) * 2)  # The clock has stepped back.
     assert run("ls", "--workdir", workdir) == 0
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
     states = {row[0]: row[-1] for row in rows if row}
@@ -52,7 +52,7 @@ def test_ls_shows_each_checkpoint_and_its_state(workdir, capsys):
         "10": "sizes match",
         "20": "no manifest.json",
         "30": "sizes match",
-        "40.quarantined": "quarantined",
+        "40/quarantined-ab.json": "quarantined",
     }
 
 
@@ -93,10 +93,10 @@ def test_diff_prints_no_warnings_of_orbax(workdir):
 
 def test_prune_follows_the_retention_rule_and_needs_yes(workdir, capsys):
     folder = workdir / "checkpoints"
-    (folder / "40.quarantined").mkdir()
+    put(folder / "40" / "quarantined-ab.json", b"")
     assert run("prune", "--workdir", workdir) == 0
     assert "would be deleted: 10 (" in capsys.readouterr().out
-    assert names(folder) == ["10", "20", "30", "40.quarantined"]
+    assert names(folder) == ["10", "20", "30", "40"]
     assert run("prune", "--yes", "--workdir", workdir) == 0
     assert names(folder) == ["20", "30"]
 

@@ -72,13 +72,12 @@ def test_a_training_that_has_lost_its_folder_stops_and_does_not_save_into_the_ne
             run.kill()
 
 
-# Runs train.py. While the checkpoint of step 10 is saved, the folder whose name ends like the first argument cannot be
-# created.
+# Runs train.py. The folder of the checkpoint of step 10 cannot be created.
 FULL = """
 import errno, os, runpy, sys
-ending, mkdir = sys.argv.pop(1), os.mkdir
+mkdir = os.mkdir
 def fail(path, *args, **kwargs):
-    if f"/10.orbax-checkpoint-tmp{ending}" in str(path):
+    if str(path).endswith("/checkpoints/10"):
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(path))
     mkdir(path, *args, **kwargs)
 os.mkdir = fail
@@ -89,11 +88,8 @@ runpy.run_path("train.py", run_name="__main__")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ending", ["", "/loader"])
-def test_a_process_whose_save_could_not_create_a_folder_ends(tmp_path, text_file, ending):
-    process = Processes(
-        text_file, tmp_path / "run", tmp_path, script=("-c", FULL, ending), count=1, devices=1, train__steps=20
-    )
+def test_a_process_whose_save_could_not_create_a_folder_ends(tmp_path, text_file):
+    process = Processes(text_file, tmp_path / "run", tmp_path, script=("-c", FULL), count=1, devices=1, train__steps=20)
     try:
         code, log = process.wait(0, timeout=120)
     finally:

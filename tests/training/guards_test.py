@@ -15,13 +15,15 @@ from difftx.data.loader import Loader
 from difftx.data.sources import load_sources
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import EXIT_FAILED, EXIT_PREEMPTED, UserError
+from difftx.files import UNLOCKED
 from difftx.json_files import json_sha256
 from difftx.report.curves import training_losses
 from difftx.report.runs import match_runs
 from difftx.training import guards, loop
-from difftx.training.checkpoint import checkpointer
+from difftx.training.checkpoint import protocol
 from difftx.training.checkpoint.checkpointer import Checkpointer
-from difftx.training.checkpoint.manifest import read_manifest
+from difftx.training.checkpoint.manifest import quarantined_in, read_manifest
+from difftx.training.checkpoint.protocol import quarantine
 from difftx.training.guards import BadSteps, Guard, GuardJournal, rewind_target
 from difftx.training.metrics import read_metrics
 from difftx.training.run import Run, read_run_manifest
@@ -379,7 +381,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("place", ["remove", "GuardJournal.add_rewind", "GuardJournal.resume"])
+@pytest.mark.parametrize("place", ["Checkpointer.remove_after", "GuardJournal.add_rewind", "GuardJournal.resume"])
 def test_run_killed_during_a_rewind_resumes_bit_for_bit(open_run, uninterrupted, monkeypatch, place):
     options = {"nan": {8, 9, 10}}
     run = open_run("run", **options)
@@ -392,7 +394,7 @@ def test_run_killed_during_a_rewind_resumes_bit_for_bit(open_run, uninterrupted,
         # Kill the second call of `resume`, because the first attempt begins with a call.
         calls = iter([resume, kill])
         patched = (lambda *args: next(calls)(*args)) if place == "GuardJournal.resume" else kill
-        owner = guards if "." not in place else GuardJournal
+        owner = getattr(guards, place.partition(".")[0])
         patch.setattr(owner, place.rpartition(".")[2], patched)
         with pytest.raises(Killed):
             train(run)
@@ -412,7 +414,7 @@ def test_a_rewind_to_the_start_does_not_take_back_a_quarantined_checkpoint(
         patch.setattr(loop, "Interrupt", lambda: StopAfter(8))
         assert train(open_run("run")) == EXIT_PREEMPTED
     folder = open_run("run").workdir / "checkpoints"
-    (folder / "8").rename(folder / "8.quarantined")
+    quarantine(UNLOCKED, folder / "8")
     run = open_run("run", nan={4, 5, 6})
     if killed:
 
@@ -420,7 +422,7 @@ def test_a_rewind_to_the_start_does_not_take_back_a_quarantined_checkpoint(
             raise Killed
 
         with monkeypatch.context() as patch:
-            patch.setattr(guards, "remove", kill)
+            patch.setattr(Checkpointer, "remove_after", kill)
             with pytest.raises(Killed):
                 train(run)
         assert Checkpointer(run.workdir).steps() == [4]
@@ -431,7 +433,7 @@ def test_a_rewind_to_the_start_does_not_take_back_a_quarantined_checkpoint(
     assert "renamed 8" not in printed
     assert losses(run) == brute_force(run, range(9, 9 + STEPS))[0]
     assert [(entry["step"], entry["skipped_examples"]) for entry in journal(run)] == [(0, [0, 9 * ROWS])]
-    assert (folder / "8.quarantined").is_dir()
+    assert [path.parent.name for path in quarantined_in(folder)] == ["8"]
     assert json.loads((run.workdir / "saved.json").read_text()) == {"step": STEPS}
 
 
@@ -624,8 +626,7 @@ def test_a_run_without_its_regular_checkpoints_does_not_return_to_its_start(open
     train_until(9)
     run = train_until(10, checkpoint__every_steps=50)
     for step in (4, 8, 9):
-        folder = run.workdir / "checkpoints" / str(step)
-        folder.rename(folder.with_name(f"{step}.quarantined"))
+        quarantine(UNLOCKED, run.workdir / "checkpoints" / str(step))
     run = open_run("run", nan={12, 13, 14}, checkpoint__every_steps=50)
     assert train(run) == EXIT_FAILED
     assert "stopped, no regular checkpoint from before step 12 is left" in capsys.readouterr().err
@@ -638,22 +639,22 @@ def test_a_rewind_quarantines_a_corrupt_checkpoint_and_uses_the_one_before(open_
     run = open_run("run", nan={14, 15, 16}, train__steps=20)
     assert train(run) == 0
     assert [entry["step"] for entry in journal(run)] == [8]
-    assert (run.workdir / "checkpoints" / "12.quarantined").is_dir()
+    assert [path.parent.name for path in quarantined_in(run.workdir / "checkpoints")] == ["12"]
 
 
 def test_a_save_that_failed_before_the_bad_steps_does_not_prevent_the_rewind(
     open_run, monkeypatch, brute_force, capsys
 ):
     """The save after step 8 fails once, and steps 10 to 12 are bad."""
-    write_manifest, failed = checkpointer.write_manifest, []
+    describe_files, failed = protocol.describe_files, []
 
-    def fail_once(folder, describe):
-        if folder.name.startswith("8.") and not failed:
+    def fail_once(folder, *known):
+        if "checkpoints/8/" in str(folder) and not failed:
             failed.append(folder)
             raise OSError(28, "No space left on device")
-        write_manifest(folder, describe)
+        return describe_files(folder, *known)
 
-    monkeypatch.setattr(checkpointer, "write_manifest", fail_once)
+    monkeypatch.setattr(protocol, "describe_files", fail_once)
     run = open_run("run", nan={9, 10, 11})
     assert train(run) == 0
     assert "checkpoint of step 8 was not saved, failure 1 of 3 in a row" in capsys.readouterr().out

@@ -21,6 +21,7 @@ from helpers.training_runs import stop_after, train_losses, wait_for_step
 from difftx.json_files import json_sha256
 from difftx.parallel.multihost import REPEAT_SECONDS
 from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.training.checkpoint.manifest import quarantined_in, steps_in
 from difftx.training.goodput import SECTIONS
 from difftx.training.metrics import read_metrics
 from difftx.training.run import read_config
@@ -149,7 +150,6 @@ def test_a_run_without_its_checkpoints_keeps_its_metrics(uninterrupted, tmp_path
     assert "there is no checkpoint, but" in result.stderr
     assert contents() == before
     # Each fix that the error message proposes.
-    (workdir / "checkpoints").rmdir()
     (tmp_path / "elsewhere").rename(workdir / "checkpoints")
     assert f"attempt 2, from step {STEPS}" in train(text, workdir).stdout
     shutil.rmtree(workdir / "checkpoints")
@@ -186,7 +186,7 @@ def test_a_finished_run_stays_finished(uninterrupted):
 
 def test_files_of_a_run_do_not_contain_keys_of_the_environment(uninterrupted):
     files = [path for path in uninterrupted[1].rglob("*") if path.is_file()]
-    assert len(files) > 20
+    assert len(files) > 15
     assert not [path for path in files for key in KEYS.values() if key.encode() in path.read_bytes()]
 
 
@@ -226,8 +226,8 @@ def test_corrupt_checkpoint_is_quarantined_and_the_previous_one_resumes_bit_for_
     assert result.returncode == 0, result.stderr
     assert "from step 40" in result.stdout  # The attempt number varies, as another test adds an attempt.
     assert train_losses(workdir)[0] == train_losses(full_run)[0]
-    names = sorted(path.name for path in folder.iterdir())
-    assert names == ["20", "40", "60", "60.quarantined", "80.quarantined"]
+    assert steps_in(folder) == [20, 40, 60]
+    assert [path.parent.name for path in quarantined_in(folder)] == ["60"]
 
 
 def test_run_with_only_corrupt_checkpoints_does_not_start_again(uninterrupted, tmp_path):
@@ -258,9 +258,9 @@ def test_a_run_that_cannot_save_ends_with_one_line(uninterrupted, tmp_path):
     )
     assert result.returncode == 1
     assert "checkpoint of step 4 was not saved, failure 1 of 2 in a row: " in result.stdout
-    # Earlier lines may come from threads of tensorstore, because orbax no longer waits for their other writes.
-    last_line = result.stderr.strip().splitlines()[-1]
-    assert last_line.startswith("error: checkpoint of step 8 was not saved, failure 2 of 2 in a row: "), result.stderr
+    *others, line = result.stderr.splitlines()
+    assert line.startswith("error: checkpoint of step 8 was not saved, failure 2 of 2 in a row: "), result.stderr
+    assert all("compilation cache" in other or "warnings.warn" in other for other in others), result.stderr
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
@@ -427,17 +427,17 @@ def test_branch_with_an_incompatible_config_is_rejected(uninterrupted, tmp_path,
 
 STUCK = """
 import runpy, sys, threading
-from orbax.checkpoint._src.path.atomicity import AtomicRenameTemporaryPath as Temporary
+from difftx.training.checkpoint.protocol import Save
 
-finalize = Temporary.finalize
+commit = Save._commit
 
-async def only_of_step_20(self):  # Any later save never comes to the rename that makes it a checkpoint.
-    if "checkpoints/20" not in str(self._final_path):
+def only_of_step_20(self, manifest):  # Any later save never comes to the manifest that makes it a checkpoint.
+    if self._folder.name != "20":
         print("saving", flush=True)
         threading.Event().wait()
-    await finalize(self)
+    commit(self, manifest)
 
-Temporary.finalize = only_of_step_20
+Save._commit = only_of_step_20
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -505,7 +505,7 @@ def test_a_second_signal_ends_a_save_and_harms_no_checkpoint(uninterrupted, tmp_
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=30) == -signal.SIGTERM
     process.stdout.close()
-    assert [step for step in range(STEPS + 1) if (workdir / "checkpoints" / str(step)).exists()] == [20]
+    assert steps_in(workdir / "checkpoints") == [20]
     assert contents(workdir / "checkpoints" / "20") == before
     result = train(text, workdir)
     assert "attempt 2, from step 20" in result.stdout, result.stderr

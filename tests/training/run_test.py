@@ -162,7 +162,16 @@ def test_a_corrupt_manifest_is_written_again_with_the_identity_of_the_checkpoint
     assert printed.endswith("; it is written again\n")
     assert printed.count("\n") == 1
     for step, run_id in ((10, "a" * 32), (20, new.run_id)):
-        text = manifest_text(step, f"x/{step}", {}, config(), {}, run_id, {})
+        text = manifest_text(
+            step=step,
+            weights=f"x/{step}",
+            run_id=run_id,
+            arrays={},
+            config=config(),
+            loader={"signature": {}},
+            contents="x",
+            files={},
+        )
         (make(tmp_path / "checkpoints" / str(step)) / "manifest.json").write_text(text)
     with lock(tmp_path) as same:
         assert same.run_id == new.run_id

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import replace
 from helpers.model_layers import MUP
-from helpers.training_checkpoints import LOADER, flip_a_bit, largest_file, names, state_at
+from helpers.training_checkpoints import LOADER, edit_manifest, flip_a_bit, largest_file, names, state_at
 
 from difftx import registry
 from difftx.config.build import override
@@ -20,12 +20,12 @@ from difftx.data.loader import Loader
 from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import RunError, UserError
-from difftx.json_files import json_sha256
+from difftx.files import describe_below
 from difftx.registry import Extension
 from difftx.training import optimizer
-from difftx.training.checkpoint import checkpointer as checkpoint_module
+from difftx.training.checkpoint import protocol
 from difftx.training.checkpoint.checkpointer import Checkpointer
-from difftx.training.checkpoint.manifest import MANIFEST, read_manifest, why_invalid, write_manifest
+from difftx.training.checkpoint.manifest import MANIFEST, describe_files, read_manifest, why_invalid
 from difftx.training.guards import Guard
 from difftx.training.resume import data_state, starting_state
 from difftx.training.run import Run
@@ -36,75 +36,6 @@ def abstract(size=3):
     return jax.eval_shape(lambda: state_at(0, size))
 
 
-def empty(folder):
-    shutil.rmtree(folder)
-    (folder / "state").mkdir(parents=True)
-
-
-def edit_manifest(folder, change, sign=True):
-    content = json.loads((folder / MANIFEST).read_text())
-    del content["sha256"]
-    change(content)
-    signature = json_sha256(content) if sign else "0" * 64
-    (folder / MANIFEST).write_text(json.dumps(content | {"sha256": signature}))
-
-
-def add_file(name):
-    return lambda folder: edit_manifest(folder, lambda m: m["files"].update({name: {"bytes": 0, "xxh3": "0" * 32}}))
-
-
-def link_outside(folder):
-    (folder / "link").symlink_to("/etc")
-    add_file("link/hostname")(folder)
-
-
-CORRUPTIONS = {
-    "flipped bit": (lambda f: flip_a_bit(largest_file(f)), "is corrupt: its XXH3"),
-    "flipped bit in the loader's state": (
-        lambda f: flip_a_bit(f / "loader" / "metadata"),
-        "loader/metadata is corrupt",
-    ),
-    "truncated": (lambda f: os.truncate(largest_file(f), 100), "has 100 bytes, not"),
-    "missing file": (lambda f: (f / "state" / "_METADATA").unlink(), "state/_METADATA is missing"),
-    "missing commit marker": (lambda f: (f / "commit_success.txt").unlink(), "commit_success.txt is missing"),
-    "empty directory": (empty, "no manifest.json"),
-    "no manifest": (lambda f: (f / MANIFEST).unlink(), "no manifest.json"),
-    "manifest truncated": (lambda f: os.truncate(f / MANIFEST, 200), "is not JSON"),
-    "manifest of garbage": (lambda f: (f / MANIFEST).write_bytes(b"\xff\xfe\x00"), "not JSON"),
-    "manifest of brackets": (lambda f: (f / MANIFEST).write_text("[" * 200_000), "not JSON"),
-    "manifest is a list": (lambda f: (f / MANIFEST).write_text("[1]"), "manifest.json is corrupt"),
-    "manifest changed": (
-        lambda f: edit_manifest(f, lambda m: m.update(step=3), sign=False),
-        "manifest.json is corrupt",
-    ),
-    "manifest of another step": (lambda f: edit_manifest(f, lambda m: m.update(step=3)), "is that of step 3"),
-    "manifest without files": (lambda f: edit_manifest(f, lambda m: m.pop("files")), "the text: no 'files'"),
-    "manifest with odd arrays": (
-        lambda f: edit_manifest(f, lambda m: m.update(arrays={"w": 3})),
-        "arrays.w: not an object",
-    ),
-    "path upwards": (add_file("../20/commit_success.txt"), "which is not a file of this folder"),
-    "absolute path": (add_file("/etc/hostname"), "which is not a file of this folder"),
-    "path by a link": (link_outside, "which is not a file of this folder"),
-    "path that no file has": (add_file("a\0b"), "which is not a file of this folder"),
-}
-
-
-@pytest.mark.parametrize("name", CORRUPTIONS)
-def test_corrupt_checkpoint_is_quarantined_and_the_one_before_is_used(saved_20_and_40, trainer, mesh_of, capsys, name):
-    folder = saved_20_and_40
-    corrupt, reason = CORRUPTIONS[name]
-    corrupt(folder / "40")
-    assert trainer.newest() == 20
-    assert names(folder) == ["20", "40.quarantined"]
-    printed = capsys.readouterr().out
-    assert reason in printed
-    assert "renamed 40.quarantined" in printed
-    state, loader = trainer.restore(20, abstract(), mesh_of())
-    jax.tree.map(np.testing.assert_array_equal, state, state_at(20))
-    assert loader == LOADER
-
-
 def test_manifest_describes_the_checkpoint(saved, config):
     folder = saved(20)
     manifest = read_manifest(folder / "20")
@@ -113,9 +44,10 @@ def test_manifest_describes_the_checkpoint(saved, config):
     assert manifest.arrays["step"] == ((), "int32")
     assert manifest.data == LOADER["signature"]
     assert manifest.packages["jax"] == jax.__version__
-    assert len(manifest.config_sha256) == 64
-    there = {str(p.relative_to(folder / "20")) for p in (folder / "20").rglob("*") if p.is_file()}
-    assert there - set(manifest.files) == {MANIFEST, "commit_success.txt", "_CHECKPOINT_METADATA"}
+    assert manifest.config == json.loads(config().to_json())
+    assert manifest.loader == LOADER
+    assert set(describe_below(folder / "20" / manifest.contents)) == set(manifest.files)
+    assert set(names(folder / "20")) == {MANIFEST, manifest.contents}
     assert why_invalid(folder / "20", step=20, content=True) is None
 
 
@@ -126,62 +58,6 @@ def test_verify_sizes_misses_a_flipped_bit_but_not_a_truncated_file(saved_20_and
     assert Checkpointer(tmp_path, by_size).newest() == 40
     os.truncate(largest_file(folder / "40"), 100)
     assert Checkpointer(tmp_path, by_size).newest() == 20
-
-
-def test_second_quarantined_checkpoint_of_a_step_does_not_replace_the_first(saved_20_and_40, trainer):
-    folder = saved_20_and_40
-    (folder / "40" / MANIFEST).unlink()
-    (folder / "40.quarantined").mkdir()
-    assert trainer.newest() == 20
-    assert names(folder) == ["20", "40.quarantined", "40.quarantined.2"]
-
-
-def test_run_stops_every_time_if_no_checkpoint_verifies(saved_20_and_40, trainer):
-    folder = saved_20_and_40
-    for step in ("20", "40"):
-        (folder / step / MANIFEST).unlink()
-    with pytest.raises(UserError, match=r"none verifies \(40: no manifest.json; 20: no manifest.json\)"):
-        trainer.newest()
-    with pytest.raises(UserError, match=r"none verifies \(20.quarantined; 40.quarantined\)"):
-        trainer.newest()
-
-
-def test_a_run_that_may_start_over_stops_every_time_while_a_corrupt_checkpoint_is_there(saved_20_and_40, trainer):
-    trainer.record_saved(0)  # The next record has failed, because the disk was full.
-    for step in ("20", "40"):
-        (saved_20_and_40 / step / MANIFEST).unlink()
-    for _ in range(2):
-        with pytest.raises(UserError, match=r"none verifies \(40: no manifest.json; 20: no manifest.json\)"):
-            trainer.newest()
-    assert names(saved_20_and_40) == ["20", "40"]
-
-
-def test_checkpoints_of_another_run_are_put_aside_and_not_taken_back(tmp_path, config, capsys):
-    c = config(checkpoint__keep=9)
-    owner, other = (Checkpointer(tmp_path, c.checkpoint, run_id=digit * 32) for digit in "ab")
-    for writer, step in ((owner, 10), (other, 20), (other, 30), (owner, 40)):
-        writer.save_and_wait(state_at(step), LOADER, c)
-    assert names(tmp_path / "checkpoints") == ["10", "20", "30", "40"]
-    shutil.rmtree(tmp_path / "checkpoints" / "40")
-    assert owner.newest() == 10
-    assert names(tmp_path / "checkpoints") == ["10", "20.quarantined", "30.quarantined"]
-    assert f"another run saved it: its run_id is {'b' * 32}, not {'a' * 32}; renamed" in capsys.readouterr().out
-    shutil.rmtree(tmp_path / "checkpoints" / "10")
-    with pytest.raises(UserError, match="there are checkpoints, but none verifies"):
-        owner.newest()
-    assert other.newest() == 30
-
-
-def test_leftovers_of_a_kill_are_deleted_and_do_not_count_as_checkpoints(saved, trainer, tmp_path, capsys):
-    folder = saved(20)
-    shutil.copytree(folder / "20", folder / "40.orbax-checkpoint-tmp")
-    shutil.move(folder / "20", folder / "20.removed")
-    assert Checkpointer(tmp_path).newest() is None  # A reader leaves everything as it is.
-    assert names(folder) == ["20.removed", "40.orbax-checkpoint-tmp"]
-    trainer.record_saved(0)  # As a rewind to the start does before it removes checkpoints.
-    assert trainer.newest() is None
-    assert names(folder) == []
-    assert "removed 20.removed, 40.orbax-checkpoint-tmp" in capsys.readouterr().out
 
 
 def test_reader_skips_corrupt_checkpoints_and_renames_nothing(saved_20_and_40, tmp_path, capsys):
@@ -321,9 +197,9 @@ def full_disk(monkeypatch):
     def write(*args):
         if fails:
             raise OSError(28, "No space left on device")
-        write_manifest(*args)
+        return describe_files(*args)
 
-    monkeypatch.setattr(checkpoint_module, "write_manifest", write)
+    monkeypatch.setattr(protocol, "describe_files", write)
     return fails
 
 
@@ -356,11 +232,6 @@ def test_too_many_failed_saves_end_the_run_and_harm_nothing(config, tmp_path, fu
         writer.save_and_wait(state_at(20), LOADER, c)
     assert names(tmp_path / "checkpoints") == ["10"]
     assert Checkpointer(tmp_path).newest() == 10
-
-
-def test_a_failure_before_the_first_save_deletes_no_checkpoint(saved_20_and_40, trainer):
-    trainer._note_failure(60, OSError(28, "No space left on device"))  # No save has made a temporary folder yet.
-    assert names(saved_20_and_40) == ["20", "40"]
 
 
 # ── Starting state of a run ──
@@ -483,27 +354,24 @@ def test_another_origin_than_that_of_the_checkpoint_is_not_safe(start, tmp_path,
         ({"model__mlp_dim": 96}, r"params/blocks/mlp/down_FD is not \(2, 96, 32\) float32 there"),
         (MUP, r"init_from=.* has model\.mup_base_width=None, and this model 8; use the same"),
         ({"checkpoint__init_from": "nowhere"}, "init_from=nowhere: neither a run with checkpoints nor"),
-        (
-            {"checkpoint__init_from": "damaged"},
-            "init_from=.*damaged: the checkpoint does not verify: commit_success.txt is",
-        ),
+        ({"checkpoint__init_from": "damaged"}, "init_from=.*damaged: the checkpoint does not verify: .* is missing"),
     ],
 )
 def test_incompatible_weights_are_rejected(start, tmp_path, changes, message):
     start("a", save=True)
     if changes.get("checkpoint__init_from") == "damaged":
         shutil.copytree(tmp_path / "a" / "checkpoints" / "1", tmp_path / "damaged")
-        (tmp_path / "damaged" / "commit_success.txt").unlink()
+        largest_file(tmp_path / "damaged").unlink()
         changes = {"checkpoint__init_from": tmp_path / "damaged"}
     with pytest.raises(UserError, match=message):
         start("b", **({"checkpoint__init_from": tmp_path / "a"} | changes))
-    assert not list((tmp_path / "b" / "checkpoints").iterdir())
+    assert not (tmp_path / "b" / "checkpoints").exists()
 
 
 @pytest.mark.long
 def test_weights_of_another_tokenizer_are_refused(start, tmp_path):
     start("a", save=True)
-    edit_manifest(tmp_path / "a" / "checkpoints" / "1", lambda m: m["data"].update(tokenizer="another"))
+    edit_manifest(tmp_path / "a" / "checkpoints" / "1", lambda m: m["loader"]["signature"].update(tokenizer="another"))
     with pytest.raises(UserError, match="was trained with another tokenizer than data"):
         start("b", checkpoint__init_from=tmp_path / "a")
 

@@ -7,7 +7,7 @@ import io
 import itertools
 import json
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from difftx.data.prepare.readers import Conversation, Document, Source, Unit
 from difftx.data.store import SPLITS, shard_file, write_meta
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import RunError, UserError
-from difftx.files import list_folder, new_file, read_file, remove_file, sha256_of, size_of, write_atomically
+from difftx.files import Owner, list_folder, new_file, read_file, remove_file, sha256_of, size_of, write_atomically
 from difftx.json_files import read_record, write_record
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket
@@ -293,8 +293,8 @@ def _kinds(job: Job) -> list[str]:
     return kinds + (["prompts"] if fields.prompt is not None or fields.messages is not None else [])
 
 
-def finish(job: Job, description: dict[str, Any], plan: Plan, require_lock: Callable[[], None]) -> None:
-    """Write `meta.json`, which makes the folder a store. `open_job` yields `require_lock`, and deletes `job.work`."""
+def finish(job: Job, description: dict[str, Any], plan: Plan, owner: Owner) -> None:
+    """Write `meta.json`, which makes the folder a store. `open_job` yields `owner`, and deletes `job.work`."""
     meta = description | {"empty": plan.empty, "skipped": len(plan.problems), "splits": {}}
     for split in SPLITS:
         shards = [_meta_entry(job, shard) for shard in plan.shards if shard.split == split]
@@ -311,7 +311,7 @@ def finish(job: Job, description: dict[str, Any], plan: Plan, require_lock: Call
     for name in list_folder(job.out):
         if name.startswith(objects.PROBE):  # A killed run left it.
             remove_file(job.out / name)
-    require_lock()
+    owner.check()
     write_meta(job.out, meta)
 
 

@@ -9,7 +9,7 @@ import importlib.metadata
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from difftx.data.store import FORMAT, SPLITS, is_store, read_meta
 from difftx.data.tokenizer import Tokenizer
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError, printable
-from difftx.files import list_folder, remove_file, size_of
+from difftx.files import UNLOCKED, Owner, list_folder, remove_file, size_of
 from difftx.folders import lock_file, remove_folder
 from difftx.json_files import json_sha256, read_record, write_record
 from difftx.storage import objects
@@ -160,10 +160,10 @@ def with_states(sources: Sequence[Source]) -> list[Source]:
 
 
 @contextlib.contextmanager
-def open_job(job: Job, description: dict[str, Any], sources: Sequence[Source]) -> Iterator[Callable[[], None] | None]:
+def open_job(job: Job, description: dict[str, Any], sources: Sequence[Source]) -> Iterator[Owner | None]:
     """Lock the folder `job.out` for this process. Yield None if it already holds the finished store.
 
-    Otherwise, yield `require_lock`, which `finish` calls. It raises `RunError` if another process has taken the lock.
+    Otherwise, yield its owner, which raises `RunError` if another process has taken the lock.
     Once the store is finished, delete `job.work`.
     """
     if _is_finished(job, description):
@@ -172,14 +172,14 @@ def open_job(job: Job, description: dict[str, Any], sources: Sequence[Source]) -
         others = {name for name in list_folder(job.out) if not name.startswith(objects.PROBE)} - {job.work.name}
         if others and size_of(job.journal) is None:
             raise UserError(f"--out={job.out}: not empty, and no unfinished store; choose another folder")
-        with _locked(job) as require_lock:
+        with _locked(job) as owner:
             if _is_finished(job, description):  # Another process has finished it before this one got the lock.
                 yield None
             else:
                 states = input_states(sources)
                 inputs = [{"held_out": s.held_out} | {str(f): states[str(f)] for f in s.files} for s in sources]
                 _resume_or_start(job, {"description": description, "inputs": inputs})
-                yield require_lock
+                yield owner
     if is_store(job.out):
         try:
             remove_folder(job.work)  # It must not be locked, because NFS keeps files that are open.
@@ -199,8 +199,8 @@ def _is_finished(job: Job, description: dict[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(job: Job) -> Iterator[Callable[[], None]]:
-    """Lock the work folder. Yield a function that raises `RunError` if this process has lost the lock."""
+def _locked(job: Job) -> Iterator[Owner]:
+    """Lock the work folder. Yield its owner."""
     busy = f"--out={job.out}: another `difftx prepare` is at work there"
     if is_bucket(job.work):
         with contextlib.ExitStack() as stack:
@@ -209,7 +209,7 @@ def _locked(job: Job) -> Iterator[Callable[[], None]]:
                 stack.enter_context(lock)
             except LockedError as error:
                 raise UserError(busy) from error
-            yield lock.check
+            yield Owner(lock.check)
         return
     job.work.mkdir(parents=True, exist_ok=True)
     with (job.work / "lock").open("w") as file:
@@ -218,7 +218,7 @@ def _locked(job: Job) -> Iterator[Callable[[], None]]:
                 print(printable(f"{job.out}: no file locks here, so nothing keeps a second `difftx prepare` out"))
         except BlockingIOError as error:
             raise UserError(busy) from error
-        yield lambda: None
+        yield UNLOCKED
 
 
 def _resume_or_start(job: Job, journal: dict[str, Any]) -> None:

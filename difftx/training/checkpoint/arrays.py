@@ -1,22 +1,25 @@
-"""Arrays of checkpoints as TensorStore reads and writes them, without orbax, in the format of orbax.
+"""Arrays of checkpoints, which TensorStore writes and reads in the format of orbax, on disks and in buckets.
 
-Checkpoints in buckets are written by this module, because orbax cannot write to s3:// (google/orbax#2739), and because
-orbax would describe and list objects many times. The format is OCDBT with one zarr array per name. Orbax can read
-what this module writes, and vice versa. Each process writes its own database, and the primary process merges them.
+The format is OCDBT with one zarr array per name: `ocp.PyTreeCheckpointHandler` reads it. Each process writes its own
+database, and the primary process merges them. orbax itself does not write here: it cannot write to s3://
+(google/orbax#2739), describes and lists the objects of gs:// many times, and its threads outlive a failed save and then
+print tracebacks, which only a patch of `sys.unraisablehook` would hide.
 """
 
 import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 import tensorstore as ts
 
-from difftx.errors import UnreadableError
+from difftx.errors import RunError, UnreadableError
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint.manifest import array_name
@@ -25,6 +28,7 @@ STATE = "state"  # Folder of a checkpoint with the arrays.
 ZARR_METADATA = ".zarray"
 CHUNK_BYTES = 2**25  # Size from which the shards of an array are split into several chunks.
 DATA_FILE_BYTES = 2**28  # Size at which a data file ends.
+TRANSACTION_BYTES = 2**30  # Size of arrays that are compressed in memory before they are written.
 CACHE_BYTES = 2**30  # Size of the cache for chunks that several devices of a process need.
 # Settings of the database, as orbax sets them: small values are stored with the names, and there is one manifest.
 OCDBT_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 10**8, "manifest_kind": "single"}
@@ -38,21 +42,35 @@ COALESCED = {
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """The shards of an array that this process writes, as copies in the memory of the host."""
+    """The parts of an array that this process writes."""
 
     shape: tuple[int, ...]  # Shape of the whole array.
     chunk: tuple[int, ...]  # Shape of a chunk in storage.
     dtype: np.dtype
-    shards: list[tuple[tuple[slice, ...], np.ndarray]]  # Index in the whole array, and values, of each shard.
+    parts: Iterable[tuple[Any, np.ndarray]]  # Index in the whole array, and values, of each part. Iterated once.
 
 
-def _explained(folder: AnyPath, verb: str) -> contextlib.AbstractContextManager[None]:
-    """Return a context that converts the errors of TensorStore in a bucket to one line."""
-    return objects.requests_of_tensorstore(folder, verb) if is_bucket(folder) else contextlib.nullcontext()
+@contextlib.contextmanager
+def _explained(folder: AnyPath, verb: str) -> Iterator[None]:
+    """Convert the errors of TensorStore to one line."""
+    if is_bucket(folder):
+        with objects.requests_of_tensorstore(folder, verb):
+            yield
+        return
+    try:
+        yield
+    except ValueError as error:
+        code = re.search(r"os_error_code='(\d+)'", str(error))
+        if code is None or str(error).startswith("NOT_FOUND"):
+            raise
+        why = f"{folder} cannot be {verb}: {os.strerror(int(code[1]))}"
+        if verb == "read":
+            raise UnreadableError(f"{why}; run the same command again") from error
+        raise RunError(why) from error
 
 
 def copy_shards(tree: Any) -> dict[str, Shards]:
-    """Return the shards of each array of a tree, by name.
+    """Return the shards of each array of a tree, by name, as copies in the memory of the host.
 
     If several devices hold copies of a shard, only one of them writes it.
     """
@@ -64,31 +82,43 @@ def copy_shards(tree: Any) -> dict[str, Shards]:
     by_name = {}
     for path, leaf in leaves:
         name = array_name(path)
-        # Copies, because the next step may reuse the memory of the array.
-        copies = [(shard.index, np.array(shard.data)) for shard in written[name]]
+        # On a CPU, copies, because the next step may reuse the memory of the array.
+        copies = [
+            (shard.index, np.array(shard.data, copy=True if shard.device.platform == "cpu" else None))
+            for shard in written[name]
+        ]
         chunk = _chunk(leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize)
         by_name[name] = Shards(leaf.shape, chunk, leaf.dtype, copies)
     return by_name
 
 
 def write_shards(folder: AnyPath, arrays: Mapping[str, Shards]) -> None:
-    """Write the shards of this process to the database of the checkpoint in `folder`, in one transaction."""
+    """Write the shards of this process to the database of the checkpoint in `folder`, in few transactions."""
     with _explained(folder, "written"):
         base, context = _base(folder / own_part())
-        transaction, copies = ts.Transaction(atomic=True), []
-        database = ts.KvStore.open(_database(base, writes=True), context=context).result().with_transaction(transaction)
+        database = ts.KvStore.open(_database(base, writes=True), context=context).result()
+        transaction, copies, size = ts.Transaction(atomic=True), [], 0
         for name, array in arrays.items():
             metadata = _zarr_metadata(array)
-            database[f"{_zarr_folder(name)}{ZARR_METADATA}"] = json.dumps(metadata)
+            database.with_transaction(transaction)[f"{_zarr_folder(name)}{ZARR_METADATA}"] = json.dumps(metadata)
             # Otherwise TensorStore would send a request for each array's metadata, which does not exist yet.
             spec = _array(_database(base, writes=True), name) | {"metadata": metadata, "assume_metadata": True}
             spec |= {"store_data_equal_to_fill_value": True}
             store = ts.open(spec, open=True, context=context, transaction=transaction).result()
-            for index, values in array.shards:
+            for index, values in array.parts:
                 copies.append(store[index].write(values, can_reference_source_data_indefinitely=True).copy)
-        for copied in copies:  # Raise the error of a write, if there was one.
-            copied.result()
-        transaction.commit_async().result()
+                size += values.nbytes
+                if size > TRANSACTION_BYTES:
+                    _commit(transaction, copies)
+                    transaction, copies, size = ts.Transaction(atomic=True), [], 0
+                    store = store.with_transaction(None).with_transaction(transaction)
+        _commit(transaction, copies)
+
+
+def _commit(transaction: ts.Transaction, copies: Iterable[ts.Future[None]]) -> None:
+    for copied in copies:  # Raise the error of a write, if there was one.
+        copied.result()
+    transaction.commit_async().result()
 
 
 def merge(folder: AnyPath) -> None:

@@ -1,40 +1,32 @@
 """Checkpoints of a run: train state, state of the data loader, and config.
 
-Orbax saves a checkpoint in the background, into a folder with a temporary name. When every process has written its
-arrays, the primary process writes the manifest into the folder, and orbax renames the folder to the step number. All
-processes share the file system, but only the primary process checks, renames and deletes checkpoints. Buckets have no
-renames: `bucket.Save` saves there.
+A checkpoint is saved in a background thread (`protocol.py`). All processes write their arrays, but only the primary
+process commits, checks, renames and deletes checkpoints.
 """
 
 import concurrent.futures
+import contextlib
 import functools
 import json
-import shutil
-import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 
 from difftx.config import CheckpointConfig, Config
 from difftx.errors import RunError, UnreadableError, UserError
-from difftx.files import list_folder, resolved, size_of, write_atomically
+from difftx.files import UNLOCKED, Owner, resolved, size_of
 from difftx.json_files import read_json
 from difftx.parallel.multihost import decide_on_primary, is_primary, print_on_primary
-from difftx.storage.paths import AnyPath, is_bucket
-from difftx.training.checkpoint import bucket, retention
+from difftx.storage.paths import AnyPath
+from difftx.training.checkpoint import protocol, retention
 from difftx.training.checkpoint.manifest import (
-    CONFIG_FILE,
-    LOADER_FILE,
-    MANIFEST,
     describe_arrays,
     manifest_text,
     quarantined_in,
     steps_in,
     why_invalid,
-    write_manifest,
 )
 from difftx.training.checkpoint.restoring import restore_state
 from difftx.training.state import TrainState
@@ -56,41 +48,28 @@ class Checkpointer:
         config: CheckpointConfig | None = None,
         *,
         save_seconds: int = 1200,
-        require_lock: Callable[[], None] = lambda: None,
+        owner: Owner = UNLOCKED,
         run_id: str | None = None,
     ):
         """Open the folder of checkpoints. Without a config, open it for reading, which changes nothing.
 
-        `save_seconds` is the timeout of a save in seconds. It expires if another process has failed. `require_lock` and
+        `save_seconds` is the timeout of a save in seconds. It expires if another process has failed. `owner` and
         `run_id` are those of the `Run`. Checkpoints of other runs do not verify.
         """
         self.folder = resolved(workdir) / "checkpoints"
         self._workdir = workdir
         self._config = config
         self._save_seconds = save_seconds
-        self._require_lock, self._run_id = require_lock, run_id
+        self._owner, self._run_id = owner, run_id
         self._saves = 0
-        # Orbax's CheckpointManager would treat any folder with a numeric name as a checkpoint, so it is not used.
-        handler = ocp.CompositeCheckpointHandler(
-            state=ocp.StandardCheckpointHandler(),
-            loader=ocp.JsonCheckpointHandler(),
-            config=ocp.JsonCheckpointHandler(),
-            composite_options=ocp.CompositeOptions(async_options=_orbax_options()),
-        )
-        # Orbax calls this function in a thread before it renames a finished folder.
-        options = _orbax_options(timeout_secs=save_seconds, post_finalization_callback=lambda: self._write_manifest())
-        self._orbax = ocp.AsyncCheckpointer(handler, async_options=options)
         self._background = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._saving: tuple[int, concurrent.futures.Future[None]] | None = None
-        self._write_manifest: Callable[[], None] = lambda: None  # Writes the manifest of the newest save.
         self._verified: set[int] = set()  # Steps whose checkpoints this process has verified or saved.
         self._failures = 0  # Number of consecutive failed saves.
         self._attempt = ""
         if config is not None:
-            _hide_late_writes()
             # Each attempt has its own checkpointer, so this id and a step together identify parameters.
             self._attempt = decide_on_primary(lambda: uuid.uuid4().hex, DECISION_SECONDS)
-            decide_on_primary(self._make_folder, DECISION_SECONDS)
 
     def steps(self) -> list[int]:
         """Return the steps that have a folder, in ascending order. Their checkpoints may be corrupt."""
@@ -119,8 +98,8 @@ class Checkpointer:
             folder = self.folder / str(step)
             try:
                 return read(step)
-            except Exception as error:  # Orbax raises many exception types for a missing file.
-                if _exists(folder):
+            except Exception as error:  # TensorStore raises many exception types for a missing file.
+                if step in self.steps():
                     raise
                 if jax.process_count() > 1:
                     raise RunError(f"{folder} was deleted while it was read; run the same command again") from error
@@ -148,8 +127,7 @@ class Checkpointer:
             folder = self.folder / str(step)
             why = None if step in self._verified else self._why_invalid(step)
             if why is not None:
-                name = retention.quarantine(folder, self._require_lock).name
-                print_on_primary(f"checkpoint {folder} does not verify: {why}; renamed {name}")
+                print_on_primary(f"checkpoint {folder} does not verify: {why}; {self._quarantine(step)}")
             elif retention.is_regular(folder):
                 yield step
 
@@ -168,32 +146,41 @@ class Checkpointer:
         quarantined one back if no other is valid. After a rewind to the start, it takes none back, because the rewind
         has discarded the training that the quarantined checkpoints belong to.
         """
-        if self._config is not None and (leftovers := retention.remove_leftovers(self.folder, self._require_lock)):
-            print_on_primary(f"{self.folder}: removed {', '.join(leftovers)}: a save or a removal was not finished")
-        is_training, quarantined, reasons = self._config is not None, quarantined_in(self.folder), {}
+        if self._config is not None and (leftovers := protocol.remove_leftovers(self._owner, self.folder)):
+            steps = ", ".join(leftovers)
+            print_on_primary(f"{self.folder}: deleted what an unfinished save or removal of step {steps} has left")
+        is_training, reasons = self._config is not None, {}
         newest = None
         for step in reversed(self.steps()):
             folder, why = self.folder / str(step), self._why_invalid(step)
             if why is None:
                 newest = step
                 break
-            if not is_training and not _exists(folder):
+            if not is_training and step not in self.steps():
                 print_on_primary(f"checkpoint {folder} was deleted while it was read; looking for the newest again")
                 return self.find_newest()
             reasons[step] = why
+        quarantined = quarantined_in(self.folder) if newest is None else []
         starts_over = is_training and self._starts_over()
         # A checkpoint is the only evidence that `SAVED` is outdated, so it keeps its name if the start is refused.
         is_renamed = is_training and not (starts_over and newest is None)
         for step, why in reasons.items():
             folder = self.folder / str(step)
-            fate = f"renamed {retention.quarantine(folder, self._require_lock).name}" if is_renamed else "skipped"
+            fate = self._quarantine(step) if is_renamed else "skipped"
             print_on_primary(f"checkpoint {folder} does not verify: {why}; {fate}")
         if newest is not None or (starts_over and not reasons):
             return newest
         if is_renamed and (step := self._take_back(quarantined)) is not None:
             return step
-        self._require_none_lost([f"{step}: {why}" for step, why in reasons.items()] or [p.name for p in quarantined])
+        self._require_none_lost(
+            [f"{step}: {why}" for step, why in reasons.items()]
+            or [f"{path.parent.name}/{path.name}" for path in quarantined]
+        )
         return None
+
+    def _quarantine(self, step: int) -> str:
+        """Quarantine a checkpoint, and return a text that says so."""
+        return f"its manifest is now {protocol.quarantine(self._owner, self.folder / str(step)).name}"
 
     def _require_none_lost(self, invalid: Sequence[str]) -> None:
         """Raise `UserError` if there are checkpoints, or if training has saved one. Call this only if none is valid.
@@ -216,8 +203,7 @@ class Checkpointer:
 
         After a record of step 0, a start without a checkpoint is not an error. Only the primary process may call this.
         """
-        self._require_lock()
-        write_atomically(self._workdir / SAVED, json.dumps({"step": step}) + "\n")
+        self._owner.write(self._workdir / SAVED, json.dumps({"step": step}) + "\n")
 
     def _starts_over(self) -> bool:
         """Return whether the run has saved no checkpoint since `record_saved(0)`."""
@@ -226,32 +212,21 @@ class Checkpointer:
         except UserError:  # An absent file records nothing. A corrupt one shows that something was saved.
             return False
 
-    def _make_folder(self) -> None:
-        if is_bucket(self.folder):
-            return
-        self._require_lock()
-        if not list_folder(self.folder):  # Raises an error if it is a file, or a link to an unmounted disk.
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise RunError(f"{self.folder} cannot be made: {error.strerror}") from error
-
     def _take_back(self, quarantined: Sequence[AnyPath]) -> int | None:
         """Rename the newest valid quarantined checkpoint back to its step, and return the step.
 
         Call this only if no other checkpoint is valid, because a user may have quarantined checkpoints on purpose.
         """
         unreadable = []
-        for path in sorted(quarantined, key=retention.quarantine_order, reverse=True):
-            step, _ = retention.quarantine_order(path)
+        for path in reversed(quarantined):
             try:
-                why = retention.take_back(path, step, self._require_lock, self._run_id)
+                why = protocol.take_back(self._owner, path, self._run_id)
             except UnreadableError as error:
                 unreadable.append(error)
                 continue
             if why is None:
-                print_on_primary(f"checkpoint {path} verifies, and no other does; renamed {step}")
-                return step
+                print_on_primary(f"checkpoint {path} verifies, and no other does; it is used again")
+                return int(path.parent.name)
         if unreadable:
             raise UnreadableError(
                 f"{unreadable[0]}; no other checkpoint verifies: run the same command again once it can be read, "
@@ -281,34 +256,22 @@ class Checkpointer:
         step = int(jax.device_get(state.step))
         if step in self._verified:
             return
-        identity = step, self.weights_id(step), describe_arrays(state.parts()), config, loader["signature"]
-        describe = functools.partial(manifest_text, *identity, self._run_id)
-        if is_bucket(self.folder):
-            self._saves += 1
-            contents = f"{self._attempt}-{self._saves}"
-            save = bucket.Save(self.folder / str(step), contents, state.parts(), self._require_lock, self._save_seconds)
-            records = {CONFIG_FILE: json.loads(config.to_json()), LOADER_FILE: loader}
-            self._saving = step, self._background.submit(self._finish, step, lambda: save.write(records, describe))
-            return
-        unfinished = self.folder / f"{step}{ocp.step.TMP_DIR_SUFFIX}"
-
-        def finish() -> None:
-            write_manifest(unfinished, describe)
-            self._require_lock()  # Orbax now renames the folder, which commits the checkpoint.
-
-        self._write_manifest = finish
-        args = ocp.args.Composite(
-            state=ocp.args.StandardSave(state.parts()),
-            loader=ocp.args.JsonSave(loader),
-            config=ocp.args.JsonSave(json.loads(config.to_json())),
+        self._saves += 1
+        contents = f"{self._attempt}-{self._saves}"
+        describe = functools.partial(
+            manifest_text,
+            step=step,
+            weights=self.weights_id(step),
+            run_id=self._run_id,
+            arrays=describe_arrays(state.parts()),
+            config=config,
+            loader=loader,
+            contents=contents,
         )
-        try:
-            self._require_lock()  # Orbax would create the folder of another run again.
-            self._orbax.save(self.folder / str(step), args=args, force=True)
-        except Exception as error:  # Orbax raises many types. The run can continue without this checkpoint.
-            self._note_failure(step, error)
-            return
-        self._saving = step, self._background.submit(self._finish, step, self._orbax.wait_until_finished)
+        folder = self.folder / str(step)
+        save = protocol.Save(self._owner, folder, contents, state.parts(), self._save_seconds)
+        write = functools.partial(save.write, lambda files: describe(files=files))
+        self._saving = step, self._background.submit(self._finish, step, write)
 
     def record_finished_save(self) -> None:
         """Record the result of the save in the background, if it has ended."""
@@ -324,18 +287,17 @@ class Checkpointer:
             self.wait()
 
     def close(self) -> None:
-        """Wait for a save in progress, report it if it failed, and close orbax.
+        """Wait for a save in progress, report it if it failed, and end the thread.
 
         A failed save does not end the training here either: after bad steps, the run still rewinds, or stops as it was
         configured.
         """
         self.wait()
         self._background.shutdown()
-        self._orbax.close()
 
-    def _finish(self, step: int, wait: Callable[[], None]) -> None:
-        """Wait for the save in a background thread, then delete the checkpoints that the config does not keep."""
-        wait()
+    def _finish(self, step: int, save: Callable[[], None]) -> None:
+        """Save in a background thread, then delete the checkpoints that the config does not keep."""
+        save()
         if self._config is None or not is_primary():
             return
         for what, action in ((f"{SAVED} is not written", self.record_saved), ("old checkpoints stay", self._retain)):
@@ -350,7 +312,16 @@ class Checkpointer:
         # Incomplete checkpoints neither count towards the number to keep nor are deleted.
         steps = [other for other in self.steps() if other <= step and self._is_complete(other)]
         kept = retention.steps_to_keep(self._config, steps, self._workdir)
-        retention.remove((self.folder / str(other) for other in steps if other not in kept), self._require_lock)
+        for other in steps:
+            if other not in kept:
+                protocol.remove(self._owner, self.folder / str(other))
+
+    def remove_after(self, step: int) -> None:
+        """Delete the checkpoints of later steps. Only the primary process may call this."""
+        # Delete the newest checkpoint first. If this is interrupted, the run rewinds again from an older checkpoint.
+        for other in reversed(self.steps()):
+            if other > step:
+                protocol.remove(self._owner, self.folder / str(other))
 
     def _is_complete(self, step: int) -> bool:
         folder = self.folder / str(step)
@@ -369,10 +340,9 @@ class Checkpointer:
 
     def _note_failure(self, step: int, error: BaseException) -> None:
         assert self._config is not None
-        if is_primary() and not is_bucket(self.folder):
-            self._require_lock()  # A process that has lost its run stops after the first failure.
-            # Free the space, which may be missing for the next save.
-            shutil.rmtree(self.folder / f"{step}{ocp.step.TMP_DIR_SUFFIX}", ignore_errors=True)
+        if is_primary():
+            with contextlib.suppress(UnreadableError):  # A bucket may be back at the next save.
+                self._owner.check()  # A process that has lost its run stops after the first failure.
         self._failures += 1
         limit = self._config.max_failed_saves
         why = f"{type(error).__name__}: {(str(error) or '?').splitlines()[0]}"
@@ -380,28 +350,3 @@ class Checkpointer:
         if self._failures >= limit:
             raise RunError(f"{text}; earlier checkpoints are untouched (checkpoint.max_failed_saves={limit})")
         print(text, flush=True)
-
-
-def _orbax_options(**options: Any) -> ocp.AsyncOptions:
-    # If a thread of orbax cannot create a folder, the threads that wait for it delay the end of the process by minutes.
-    # With several processes, the calling thread cannot create folders, because the other processes would wait for it.
-    return ocp.AsyncOptions(create_directories_asynchronously=jax.process_count() > 1, **options)
-
-
-def _exists(folder: AnyPath) -> bool:
-    return size_of(folder / MANIFEST) is not None if is_bucket(folder) else folder.exists()
-
-
-def _hide_late_writes() -> None:
-    """Hide the tracebacks of writes that continue after their save has failed."""
-    # Orbax closes the event loop of a failed save while tensorstore still writes other arrays, which then raise errors.
-    if getattr(sys.unraisablehook, "__name__", "") == "hide_late_writes":
-        return
-    report = sys.unraisablehook
-
-    def hide_late_writes(unraisable: "sys.UnraisableHookArgs") -> None:
-        error = unraisable.exc_value
-        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
-            report(unraisable)
-
-    sys.unraisablehook = hide_late_writes

@@ -1,55 +1,50 @@
-"""The manifest of a checkpoint, `manifest.json`, which lists all files and arrays of the checkpoint."""
+"""The manifest of a checkpoint, `checkpoints/<step>/manifest.json`, which is the checkpoint's commit.
+
+It has the config, the state of the data loader and the guard, and lists the files of the arrays, which lie in a folder
+next to it. A checkpoint exists when its manifest does. During a save and a removal, a note is in its place.
+"""
 
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import importlib.metadata
 import json
 import os
 import re
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import jax
 import xxhash
 
 from difftx.config import Config
-from difftx.errors import UserError, import_extra
+from difftx.errors import UnreadableError, UserError, import_extra
 from difftx.files import (
     check_link,
+    describe_below,
     list_folder,
     open_file,
     read_file,
     retry_read,
-    size_of,
     source_sha256,
-    write_atomically,
+    stored,
 )
-from difftx.json_files import json_sha256, read_json, schema_error, with_sha256, without_sha256
+from difftx.json_files import read_json, schema_error, with_sha256, without_sha256
 from difftx.parallel.heartbeat import report_progress
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket
 
-if TYPE_CHECKING:
-    from etils import epath
-
-FORMAT = 4  # Version of the format. Increase it if difftx can no longer read older checkpoints.
+FORMAT = 5  # Version of the format. Increase it if difftx can no longer read older checkpoints.
 MANIFEST = "manifest.json"
-# Paths of the config and of the state of the data loader in a checkpoint, as orbax's JsonCheckpointHandler names them.
-CONFIG_FILE, LOADER_FILE = "config/metadata", "loader/metadata"
-QUARANTINED = ".quarantined"  # Part of the folder name of a quarantined checkpoint.
-QUARANTINED_FOLDER = re.compile(rf"(\d+){re.escape(QUARANTINED)}(?:\.(\d+))?")
-# Part of the name of an object in a step's folder that contains the manifest of a quarantined checkpoint.
-QUARANTINED_MANIFEST = "quarantined-"
-RESERVED = "writing"  # Field of the object at the path of a manifest in a bucket, during a save.
-# Files that must exist. Orbax writes them after the manifest, so the manifest has no checksums of them.
-COMMIT_MARKERS = ("commit_success.txt", "_CHECKPOINT_METADATA")
+QUARANTINED = re.compile(r"quarantined-[0-9a-f]+\.json")  # Name of the manifest of a quarantined checkpoint.
+STEP_FOLDER = re.compile(r"0|[1-9][0-9]{0,17}")
+UNFINISHED = "unfinished"  # Field of the note at the path of a manifest during a save or a removal.
 SOURCE_FOLDER = Path(__file__).parents[2]  # The folder of the source files of difftx.
 # Packages whose versions a manifest records, in addition to the installed ones of `ACCELERATOR_PACKAGES`.
-RECORDED_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tiktoken", "numpy")
+RECORDED_PACKAGES = ("jax", "jaxlib", "flax", "optax", "tensorstore", "grain", "tiktoken", "numpy")
 # Plugins and libraries of accelerators, of which a machine has some.
 ACCELERATOR_PACKAGES = ("jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "libtpu")
 WeightsPart = Literal["params", "ema"]  # Part of a train state with weights: the parameters, or their average.
@@ -60,8 +55,9 @@ MANIFEST_SCHEMA = {
     "format": int,
     "step": int,
     "weights": str,
-    "config_sha256": str,
-    "data": dict,
+    "config": dict,
+    "loader": {"signature": dict},
+    "contents": str,
     "packages": {str: str},
     "source_sha256": str,
     "extensions": EXTENSIONS_SHAPE,
@@ -81,15 +77,20 @@ class Manifest:
     sha256: str  # SHA-256 of the manifest's other fields. It differs between any two checkpoints.
     step: int
     weights: str  # Identifier of the parameters, "<attempt>/<step>". Equal identifiers mean equal parameters.
-    config_sha256: str
-    data: dict[str, Any]  # Signature of the training data: sources, tokenizer, rows and order.
+    config: dict[str, Any]  # Values of the config of the training.
+    loader: dict[str, Any]  # State of the loader and of the guard, see `resume.data_state`.
     packages: dict[str, str]
     source_sha256: str  # Hash of the source files of difftx.
     extensions: list[dict[str, str]]  # Path and SHA-256 of each extension that the config uses.
     arrays: dict[str, tuple[tuple[int, ...], str]]  # Path in the train state → shape and dtype.
-    files: dict[str, tuple[int, str, str]]  # Path in the folder → size in bytes, name of the checksum, checksum.
-    contents: str  # Folder of the files in the checkpoint's folder. It is "" on local disks.
+    files: dict[str, tuple[int, str, str]]  # Path in `contents` → size in bytes, name of the checksum, checksum.
+    contents: str  # Folder of the files in the step's folder. Each save has its own.
     run_id: str | None  # Identity of the run that saved the checkpoint. None if the checkpoint was imported.
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Signature of the training data: sources, tokenizer, rows and order."""
+        return self.loader["signature"]
 
 
 def array_name(path: tuple[Any, ...]) -> str:
@@ -112,58 +113,42 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
-def write_manifest(folder: Path, describe: Callable[[dict[str, Any]], str]) -> None:
-    """Write the manifest of the checkpoint in `folder`. `describe` returns its text for the checksums of all files."""
-    markers = {folder / name for name in COMMIT_MARKERS}
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path not in markers)
-    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        checksums = list(pool.map(functools.partial(_checksum_of, "xxh3"), files))
-    described = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "xxh3": checksum}
-        for path, checksum in zip(files, checksums, strict=True)
-    }
-    write_atomically(folder / MANIFEST, describe(described))
-
-
 def manifest_text(
+    *,
     step: int,
     weights: str,
+    run_id: str | None,
     arrays: dict[str, Any],
     config: Config,
-    data: dict[str, Any],
-    run_id: str | None,
+    loader: dict[str, Any],
+    contents: str,
     files: dict[str, Any],
-    contents: str = "",
 ) -> str:
-    """Return the text of a manifest.
-
-    `files` has its entries for files. `contents` is the folder of the files, see `Manifest.contents`.
-    """
+    """Return the text of a manifest. `files` is the result of `describe_files`."""
     content = {
         "format": FORMAT,
         "step": step,
         "weights": weights,
         "run_id": run_id,
-        "config_sha256": json_sha256(json.loads(config.to_json())),
-        "data": data,
+        "config": json.loads(config.to_json()),
+        "loader": loader,
         "packages": package_versions(),
         "source_sha256": source_sha256(SOURCE_FOLDER),
         "extensions": list(map(dataclasses.asdict, config.extensions)),
         "arrays": {name: {"shape": list(shape), "dtype": dtype} for name, (shape, dtype) in arrays.items()},
+        "contents": contents,
         "files": files,
     }
-    if contents:
-        content["contents"] = contents
     return json.dumps(with_sha256(content), indent=1) + "\n"
 
 
-def describe_objects(folder: "epath.Path", known: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the manifest entries of all objects below a folder, with their checksums.
+def describe_files(folder: AnyPath, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the manifest entries of all files below a folder, with their checksums.
 
-    Objects that have an entry in `known` keep that entry. The checksums of all other objects come from the store's
-    listing. If the listing has none of an object, read the object back and compute its XXH3-128.
+    Files that have an entry in `known` keep that entry. The checksums of all others come from the store's listing. If
+    it has none, as that of a disk, read the file back and compute its XXH3-128.
     """
-    described, entries = objects.describe_below(folder), dict(known or {})
+    described, entries = describe_below(folder), dict(known or {})
     unknown = [name for name in described if name not in entries]
     # An ETag is the MD5 of the content unless the store encrypts objects with KMS keys. Check this with the smallest
     # object.
@@ -193,14 +178,13 @@ def read_manifest(folder: AnyPath) -> Manifest:
 
 def _read_manifest(folder: AnyPath) -> Manifest:
     path = folder / MANIFEST
-    content = None if not is_bucket(path) and size_of(path) is None else read_file(path)
-    if content is None:
+    if (content := read_file(path)) is None:
         if not is_bucket(folder):
             check_link(folder)
         raise UserError(f"no {MANIFEST}")
     signed = read_json(path, content)
-    if is_reservation(content):
-        raise UserError(f"the save was not finished, or is not yet: {MANIFEST} reserves the folder")
+    if is_note(content):
+        raise UserError("its save or its removal was not finished, or is not yet")
     raw = without_sha256(signed)
     if raw is None:
         raise UserError(f"{MANIFEST} is corrupt: its SHA-256 is not that of its text")
@@ -218,28 +202,31 @@ def _read_manifest(folder: AnyPath) -> Manifest:
         if algorithm is None:
             raise UserError(f"{MANIFEST}: files.{name}: no 'xxh3'")
         files[name] = file["bytes"], algorithm, file[algorithm]
-    contents = raw.get("contents", "")
-    if not isinstance(contents, str) or not re.fullmatch(r"[\w-]*", contents):
+    if not re.fullmatch(r"[\w-]+", raw["contents"]):
         raise UserError(f"{MANIFEST}: contents: not the name of a folder")
-    _check_inside(folder, files)
-    names = ("step", "weights", "config_sha256", "data", "packages", "source_sha256", "extensions")
+    _check_inside(folder / raw["contents"], files)
+    names = ("step", "weights", "config", "loader", "packages", "source_sha256", "extensions", "contents")
     others: dict[str, Any] = {name: raw[name] for name in names} | {"run_id": raw.get("run_id")}
-    return Manifest(sha256=signed["sha256"], arrays=arrays, files=files, contents=contents, **others)
+    return Manifest(sha256=signed["sha256"], arrays=arrays, files=files, **others)
 
 
-def is_reservation(content: bytes) -> bool:
-    """Return whether the object at the path of a manifest says that a save is in progress, or was not finished."""
+def note(contents: str) -> bytes:
+    """Return a new content of `manifest.json` during the save of a folder of contents, or "" during a removal."""
+    return json.dumps({UNFINISHED: contents, "id": uuid.uuid4().hex}).encode()
+
+
+def is_note(content: bytes) -> bool:
+    """Return whether the content of a `manifest.json` says that a save or a removal was not finished."""
     try:
         found = json.loads(content)
     except (ValueError, RecursionError):
         return False
-    return isinstance(found, dict) and list(found) == [RESERVED]
+    return isinstance(found, dict) and UNFINISHED in found
 
 
 def contents_of(folder: AnyPath) -> AnyPath:
     """Return the folder that has the files of the checkpoint in `folder`."""
-    contents = read_manifest(folder).contents
-    return folder / contents if contents else folder
+    return folder / read_manifest(folder).contents
 
 
 def why_invalid(folder: AnyPath, *, step: int | None = None, run_id: str | None = None, content: bool) -> str | None:
@@ -264,30 +251,21 @@ def why_invalid(folder: AnyPath, *, step: int | None = None, run_id: str | None 
 
 
 def _why_files_invalid(folder: AnyPath, manifest: Manifest, *, content: bool) -> str | None:
-    expected = {name: size for name, (size, _, _) in manifest.files.items()}
-    if not manifest.contents:
-        expected = dict.fromkeys(COMMIT_MARKERS) | expected
-    listed = objects.describe_below(folder) if is_bucket(folder) else None
-
-    def actual_size_of(name: str) -> int | None:
-        if listed is None:
-            return size_of(folder / name)
-        return listed[name].size if name in listed else None
-
-    for name, size in expected.items():
-        actual_size = actual_size_of(name)
-        if actual_size is None:
+    contents = folder / manifest.contents
+    listed = describe_below(contents)
+    for name, (size, _, _) in manifest.files.items():
+        if name not in listed:
             return f"{name} is missing"
-        if size is not None and actual_size != size:
-            return f"{name} has {actual_size} bytes, not {size}"
+        if listed[name].size != size:
+            return f"{name} has {listed[name].size} bytes, not {size}"
     if content:
 
         def checksum_of(name: str) -> str:
             _, algorithm, right = manifest.files[name]
-            if listed is not None and _listed(algorithm, listed[name]) == right:
+            if _listed(algorithm, listed[name]) == right:
                 return right
             # Other programs may have copied the object in parts, and its ETag is then not the MD5.
-            return _checksum_of(algorithm, folder / name)
+            return _checksum_of(algorithm, contents / name)
 
         with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
             checksums = pool.map(checksum_of, manifest.files)
@@ -328,26 +306,62 @@ def _checksum_of(algorithm: str, file: AnyPath) -> str:
 
 
 def steps_in(folder: AnyPath) -> list[int]:
-    """Return the steps with a folder in a run's `checkpoints`, in ascending order. Their checkpoints may be corrupt.
+    """Return the steps of a run's `checkpoints` in ascending order. Their checkpoints may be corrupt.
 
-    In a bucket, only a step with a manifest counts, and not one that is being saved.
+    A step that is being saved or removed does not count, and neither does one without a manifest.
     """
+    folders = step_folders(folder)
+    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+        pairs = zip(folders, pool.map(_is_checkpoint, folders), strict=True)
+        return [int(step.name) for step, is_checkpoint in pairs if is_checkpoint]
+
+
+def step_folders(folder: AnyPath) -> list[AnyPath]:
+    """Return the folders of all steps in a run's `checkpoints`, in ascending order, even if they have no checkpoint."""
     # A symbolic link counts even if its target is absent. Otherwise a run would silently resume from an older step.
-    entries = list_folder(folder).items()
-    steps = sorted(int(name) for name, is_folder in entries if is_folder and re.fullmatch(r"0|[1-9][0-9]{0,17}", name))
-    if not is_bucket(folder):
-        return steps
-    manifests = objects.read_all(folder / str(step) / MANIFEST for step in steps)
-    pairs = zip(steps, manifests, strict=True)
-    return [step for step, stored in pairs if stored is not None and not is_reservation(stored.content)]
+    names = [name for name, is_folder in list_folder(folder).items() if is_folder and STEP_FOLDER.fullmatch(name)]
+    return [folder / name for name in sorted(names, key=int)]
+
+
+def _is_checkpoint(folder: AnyPath) -> bool:
+    try:
+        found = stored(folder / MANIFEST)
+        if found is None and not is_bucket(folder):
+            check_link(folder)
+        return found is not None and not is_note(found.content)
+    except UnreadableError:  # `why_invalid` raises it again.
+        return True
+
+
+def unreferenced(folder: AnyPath) -> list[str]:
+    """Return the names in a step's folder that no manifest refers to.
+
+    If a manifest is corrupt, there are none, since it may be the only trace of a checkpoint.
+    """
+    # The order of these requests matters, because other processes may write meanwhile. A save writes its note before
+    # its files, so the manifest is read after the files are listed. A quarantine writes its manifest before it deletes
+    # the first one, so quarantined manifests are listed last.
+    names = list_folder(folder)
+    found = [stored(folder / MANIFEST)]
+    quarantined = list(filter(QUARANTINED.fullmatch, list_folder(folder)))
+    found += [stored(folder / name) for name in quarantined]
+    used = {MANIFEST, *quarantined}
+    for each in filter(None, found):
+        try:
+            content = json.loads(each.content)
+            contents = content[UNFINISHED if UNFINISHED in content else "contents"]
+            if UNFINISHED not in content and contents not in names:
+                return []
+            used.add(contents)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return []
+    return [name for name in names if name not in used]
 
 
 def quarantined_in(folder: AnyPath) -> list[AnyPath]:
-    """Return the folders of the checkpoints that training or a user has quarantined. In a bucket, return manifests."""
-    if is_bucket(folder):
-        form = re.compile(rf"\d+/{QUARANTINED_MANIFEST}[0-9a-f]+\.json")
-        return [folder / name for name in objects.list_below(folder) if form.fullmatch(name)]
-    return sorted(folder / name for name in list_folder(folder) if QUARANTINED_FOLDER.fullmatch(name))
+    """Return the manifests of the checkpoints that training or a user has quarantined, in the order of their steps."""
+    folders = step_folders(folder)
+    return [step / name for step in folders for name in sorted(filter(QUARANTINED.fullmatch, list_folder(step)))]
 
 
 def _check_inside(folder: AnyPath, names: Iterable[str]) -> None:

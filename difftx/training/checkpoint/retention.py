@@ -1,39 +1,17 @@
-"""Selection of the checkpoints that a run keeps, and deletion and quarantine of checkpoints.
-
-`require_lock`, an argument of several functions, raises an error if this process has lost the run (`workdir_lock.py`).
-"""
+"""Selection of the checkpoints that a run keeps."""
 
 import dataclasses
 import itertools
 import math
-import os
-import re
-import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import orbax.checkpoint as ocp
-
 from difftx.config import CheckpointConfig
-from difftx.errors import RunError, UserError, printable
-from difftx.files import list_folder, size_of
+from difftx.errors import UserError, printable
+from difftx.files import size_of
 from difftx.json_files import read_json, schema_error
-from difftx.storage.paths import AnyPath, is_bucket
-from difftx.training.checkpoint import bucket
-from difftx.training.checkpoint.manifest import (
-    CONFIG_FILE,
-    LOADER_FILE,
-    QUARANTINED,
-    QUARANTINED_FOLDER,
-    contents_of,
-    why_invalid,
-)
-from difftx.training.checkpoint.restoring import config_values
-
-REMOVED = ".removed"  # Ending of the name of a folder that is being deleted.
-# Names of folders that an interrupted save or removal leaves behind.
-LEFTOVER = re.compile(rf"\d+({re.escape(ocp.step.TMP_DIR_SUFFIX)}.*|{re.escape(REMOVED)})")
+from difftx.storage.paths import AnyPath
+from difftx.training.checkpoint.manifest import read_manifest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +46,8 @@ def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], workdir: AnyPa
         results = {step: result for step, result in found.items() if result is not None}
         if results:
             bases = {step: basis for step, (_, basis) in results.items()}
-            files = contents_of(workdir / "checkpoints" / str(newest_first[0]))
-            own = Basis(read_json(files / LOADER_FILE).get("valid"), read_json(files / CONFIG_FILE)["eval"])
+            manifest = read_manifest(workdir / "checkpoints" / str(newest_first[0]))
+            own = Basis(manifest.loader.get("valid"), manifest.config["eval"])
             basis = own if any(map(own.is_comparable, bases.values())) else next(iter(bases.values()))
             numbers = {step: number for step, (number, _) in results.items() if basis.is_comparable(bases[step])}
             best = min if config.keep_best_mode == "min" else max
@@ -82,14 +60,14 @@ def is_regular(folder: AnyPath) -> bool:
 
     Its step is a multiple of `checkpoint.every_steps` in its own config, because the run may since have continued with
     another value, or it is the step with which the run began as a branch. A signal and the end of training also write
-    other checkpoints. A checkpoint with corrupt JSON files is not regular.
+    other checkpoints. A checkpoint with a corrupt manifest is not regular.
     """
     try:
-        every_steps = config_values(folder)["checkpoint"]["every_steps"]
-        guard = read_json(contents_of(folder) / LOADER_FILE).get("guard", {})
+        manifest = read_manifest(folder)
     except UserError:
         return False
-    step = int(folder.name)
+    step, every_steps = manifest.step, manifest.config["checkpoint"]["every_steps"]
+    guard = manifest.loader.get("guard", {})
     return step == guard.get("first_regular") or (step > 0 and step % every_steps == 0)
 
 
@@ -119,77 +97,3 @@ def number_of(workdir: AnyPath, step: int, name: str) -> tuple[float, Basis] | N
     fields = options.get("eval") if isinstance(options, dict) else None
     basis = Basis(result.get("valid"), fields if isinstance(fields, dict) else {})
     return (float(value), basis) if is_finite else None
-
-
-def quarantine(folder: AnyPath, require_lock: Callable[[], None] = lambda: None) -> AnyPath:
-    """Rename a checkpoint's folder so that no command uses the checkpoint, and return the new path.
-
-    In a bucket, rename its manifest.
-    """
-    if is_bucket(folder):
-        return bucket.quarantine(folder, require_lock)
-    require_lock()
-    first = f"{folder.name}{QUARANTINED}"
-    names = itertools.chain([first], (f"{first}.{number}" for number in itertools.count(2)))
-    path = next(path for path in map(folder.with_name, names) if not os.path.lexists(path))
-    return rename(folder, path)
-
-
-def rename(folder: Path, to: Path) -> Path:
-    """Rename a checkpoint, and return the new path. Raise `RunError` if this fails."""
-    try:
-        return folder.rename(to)
-    except OSError as error:
-        raise RunError(f"{folder} cannot be renamed {to.name}: {error.strerror}") from error
-
-
-def take_back(path: AnyPath, step: int, require_lock: Callable[[], None], run_id: str | None) -> str | None:
-    """Undo `quarantine` if the checkpoint verifies. Return None, or why it does not verify."""
-    if is_bucket(path):
-        return bucket.take_back(path, require_lock, run_id)
-    if (why := why_invalid(path, step=step, run_id=run_id, content=True)) is None:
-        require_lock()
-        rename(path, path.with_name(str(step)))
-    return why
-
-
-def quarantine_order(path: AnyPath) -> tuple[int, int]:
-    """Return the step and the number in the name of a quarantined checkpoint of `quarantined_in`."""
-    found = QUARANTINED_FOLDER.fullmatch(path.name)
-    return (int(found[1]), int(found[2] or 1)) if found else (int(path.parent.name), 0)  # Else in a bucket.
-
-
-def remove(folders: Iterable[AnyPath], require_lock: Callable[[], None] = lambda: None) -> None:
-    """Delete checkpoints. Rename each one first, so that an interruption leaves no incomplete checkpoint."""
-    for folder in folders:
-        if is_bucket(folder):
-            bucket.remove(folder, require_lock)
-            continue
-        require_lock()
-        _delete(folder.rename(folder.with_name(f"{folder.name}{REMOVED}")))
-
-
-def remove_leftovers(folder: AnyPath, require_lock: Callable[[], None]) -> list[str]:
-    """Delete the folders of interrupted saves and removals, and return the names of the deleted folders."""
-    if is_bucket(folder):
-        return bucket.remove_leftovers(folder, require_lock)
-    require_lock()
-    removed = []
-    for name in sorted(filter(LEFTOVER.fullmatch, list_folder(folder))):
-        try:
-            _delete(folder / name)
-        except OSError as error:
-            print(f"{folder / name}: an unfinished save or removal cannot be deleted: {error.strerror}", flush=True)
-        else:
-            removed.append(name)
-    return removed
-
-
-def _delete(path: Path) -> None:
-    if path.is_symlink():
-        print(f"{path.name}: the link was deleted; its target {path.resolve()} stays", flush=True)
-        path.unlink()
-    elif path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
