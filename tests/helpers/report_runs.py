@@ -81,7 +81,7 @@ def write_result(workdir, suite, step, numbers, charts=(), details=None, options
     folder = workdir / "evals" / suite
     folder.mkdir(parents=True, exist_ok=True)
     result = {"suite": suite, "step": step, "numbers": numbers, "charts": list(charts), "details": details or {}}
-    result["measures"] = {name: vars(number) for name, number in numbers.items() if isinstance(number, Number)}
+    result["measures"] = {name: vars(number) for name, number in dict(numbers).items() if isinstance(number, Number)}
     result |= {} if options is None else {"options": options}
     (folder / f"{step}.json").write_text(json.dumps(result))
 
