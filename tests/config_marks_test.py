@@ -57,8 +57,9 @@ def test_each_leaf_of_the_schema_has_one_effect():
             {f"data.{name}" for name in ("path", "sources", "tokenizer", "end_of_text")}
             | {f"eval.{suite}.tasks.{part}" for suite in ("icl", "math") for part in ("train", "test")}
             | {"eval.needle.haystack", "eval.hallucination.sets.path", "eval.test.path"}
-            | {"eval.bigrams_path", "eval.harness.data_path"},
+            | {"eval.bigrams_path", "eval.harness.data_path", "eval.harness.include_path"},
         ),
+        (Flag.HEADER, {"eval.bigrams_path"}),
         (Flag.SEED, {"train.seed", "data.seed"}),
         (Flag.CONVERSION, {f"model.{name}" for name in ("head_norm", "head_norm_eps", "init", "init_std")}),
         (

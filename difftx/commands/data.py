@@ -63,7 +63,7 @@ def verify(folder: AnyPath) -> None:
         counts = meta["splits"][split]
         shards, documents, tokens = len(counts["shards"]), counts["documents"], counts["tokens"]
         print(f"{split}: {shards} shards, {documents:,} documents, {tokens:,} tokens")
-    print(f"{folder}: every SHA-256, count, offset and token is right")
+    print(f"{folder}: every file is as it was written, by its SHA-256")
 
 
 def show_row(folder: AnyPath, options: argparse.Namespace) -> None:

@@ -18,9 +18,10 @@ from difftx.config import Config
 from difftx.config.build import override
 from difftx.config.eval import JudgeConfig
 from difftx.errors import UserError, printable
+from difftx.evals import explanation_of
 from difftx.evals import run as evals
 from difftx.evals.harness.suite import LOCAL_TASKS
-from difftx.evals.measures import explanation_of, format_value, measures_of
+from difftx.evals.result import format_value, read_numbers
 from difftx.evals.throughput import pair
 from difftx.files import list_folder, require_writable, resolved
 from difftx.json_files import read_json
@@ -200,7 +201,7 @@ def _show_result(run: Run, suite: str, step: int, part: WeightsPart, *, fresh: b
     where = f"{run.workdir}, step {step}{'' if part == 'params' else f', {part}'}"
     title = printable(f"{explanation_of(suite)[0]} (suite {suite}): {where}")
     console.print(title, style="bold", markup=False, highlight=False)
-    console.print(format_numbers(suite, result))
+    console.print(format_numbers(result))
     if not fresh:
         print(f"skipped, {printable(str(path))} was made with the same settings; --again evaluates the suite again")
     for sample in result["details"].get("samples", []):
@@ -214,21 +215,20 @@ def _show_result(run: Run, suite: str, step: int, part: WeightsPart, *, fresh: b
             print(*draw_chart(chart, figures), sep="\n")
 
 
-def format_numbers(suite: str, result: Mapping[str, Any]) -> rich.table.Table:
-    """Return a suite's numbers as a table with their units, and with the values of guessing if there are any."""
-    chance = result.get("chance") or {}
+def format_numbers(result: Mapping[str, Any]) -> rich.table.Table:
+    """Return the numbers of a result as a table with their units, and with the values of guessing if there are any."""
+    numbers = read_numbers(result)
+    has_chance = any(number.chance is not None for number in numbers.values())
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
     table.add_column("number", overflow="fold")  # Long names are wrapped, because they differ at their ends.
     table.add_column("value", justify="right", no_wrap=True)
-    if chance:
+    if has_chance:
         table.add_column("by guessing", justify="right", no_wrap=True)
     table.add_column("unit")
     table.add_column("better")
-    measures = measures_of(suite, result)
-    for name, value in result["numbers"].items():
-        measure = measures[name]
-        guess = [format_value(chance.get(name))] if chance else []
-        cells = [name, format_value(value), *guess, measure.unit, measure.better or ""]
+    for name, number in numbers.items():
+        guess = [format_value(number.chance)] if has_chance else []
+        cells = [name, format_value(number), *guess, number.unit, number.better or ""]
         table.add_row(*map(rich.markup.escape, cells))
     return table
 

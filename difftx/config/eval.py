@@ -310,7 +310,7 @@ class HarnessConfig(Group):
     """Folder of JSON lines for the default tasks: arc_challenge_test.jsonl, arc_easy_test, boolq_val, hellaswag_val,
     openbookqa_test, piqa_val, winogrande_val and, for examples, <task>_train (plain, .gz, .zst or .xz; fields in
     `difftx/evals/harness/data.py`). None: the Hugging Face hub."""
-    include_path: affects.Evaluation[str | None] = None
+    include_path: flag.Location[affects.Evaluation[str | None]] = None
     """Folder of lm-eval YAML files that define further tasks."""
     truncate: affects.Evaluation[bool] = False
     """Whether to truncate requests that exceed the context on the left, as lm-eval's own models do, and count them. If
@@ -374,7 +374,7 @@ class EvalConfig(Extensible, effect=Effect.EVALUATION):
     """Suites loss, recall and test: largest number of tokens of each validation set, or of the test text."""
     recall_max_bigram_count: affects.Evaluation[NotNegative[int]] = 1250
     """Suite recall: largest number of times that the training data may contain the bigram of an AR-Hit (Zoology)."""
-    bigrams_path: flag.Location[affects.Evaluation[str | None]] = None
+    bigrams_path: flag.Header[flag.Location[affects.Evaluation[str | None]]] = None
     """Suite recall: file written by `difftx data bigrams`. None: count the bigrams at the start of the run, which is
     possible if the run tokenises its own text."""
     position_documents: affects.Evaluation[Positive[int]] = 256

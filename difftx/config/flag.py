@@ -13,6 +13,7 @@ class Flag(enum.Enum):
     LOCATION = "locates or names content that is identified by its hash"
     PROCESS = "may differ between the processes of a run"
     BUCKET = "may be a path in a bucket"
+    HEADER = "path of a large file whose first line identifies its content"
     PRESET = "set by mesh.preset"
     KERNEL = "determines the shapes of the attention kernel's operands"
     SEED = "differs between the runs of one arm"
@@ -27,6 +28,7 @@ Resume = Annotated[_T, Flag.RESUME]
 Location = Annotated[_T, Flag.LOCATION]
 Process = Annotated[_T, Flag.PROCESS]
 Bucket = Annotated[_T, Flag.BUCKET]
+Header = Annotated[_T, Flag.HEADER]
 Preset = Annotated[_T, Flag.PRESET]
 Kernel = Annotated[_T, Flag.KERNEL]
 Seed = Annotated[_T, Flag.SEED]

@@ -47,6 +47,13 @@ def summary(name: str) -> str:
     return _LISTED[name].summary if name in _LISTED else (SUITES[name].evaluate.__doc__ or "").partition("\n")[0]
 
 
+def explanation_of(suite: str) -> tuple[str, str]:
+    """Return a suite's title and explanation. If it declares none, they are its name and the line of `--list`."""
+    if suite not in SUITES:  # Its extension is not loaded.
+        return suite, ""
+    return SUITES[suite].title or suite, SUITES[suite].explanation or summary(suite)
+
+
 def check_suites(names: Iterable[str]) -> None:
     """Raise `UserError` if there is no such suite, or if a module that it requires is not installed."""
     names = list(names)

@@ -8,8 +8,8 @@ from difftx.config import Config
 from difftx.config.model import CacheConfig
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
-from difftx.evals.inner import evaluate_inner, require_quantizable, title_of, varying
-from difftx.evals.result import Heatmap, LineChart, Measure, Result, Series
+from difftx.evals.inner import check_inner, evaluate_inner, named, require_quantizable, title_of, varying
+from difftx.evals.result import Heatmap, LineChart, Number, Result, Series
 from difftx.evals.suite import Suite
 from difftx.inference.decode import cache_bytes_per_token
 from difftx.training.run import Run
@@ -23,7 +23,7 @@ def evaluate(evaluation: Evaluation) -> Result:
     configs = compressed(run.config)
     found = evaluate_inner(evaluation, run.config.eval.cache.suites, configs, "suites by cache")
     size = {name: bytes_per_token(evaluation, config) for name, config in configs.items()}
-    numbers = {f"bytes_per_token_{name}": value for name, value in size.items()}
+    numbers = {f"bytes_per_token_{name}": Number(value, "bytes per token", "lower") for name, value in size.items()}
     # The caches of a line in the charts, from the smallest to the whole one.
     kinds = {
         kind: sorted((name for name in configs if name == WHOLE or name.endswith(ending)), key=size.__getitem__)
@@ -32,7 +32,7 @@ def evaluate(evaluation: Evaluation) -> Result:
     charts: list[LineChart | Heatmap] = []
     for suite, by_config in found.items():
         for config, of_suite in by_config.items():
-            numbers |= {f"{suite}_{name}_{config}": value for name, value in of_suite.items()}
+            numbers |= named(suite, of_suite, config)
         for name in varying(by_config):
             series = [
                 Series(name=kind, x=[size[c] for c in of_kind], y=[by_config[c][name] for c in of_kind])
@@ -43,7 +43,7 @@ def evaluate(evaluation: Evaluation) -> Result:
                 name=f"cache_{suite}_{name}",
                 title=f"{title_of(suite, name)} by the size of the cache",
                 x_label="bytes of the cache per token of a full row",
-                y_label=name,
+                y_label=by_config[WHOLE][name].axis,
                 series=series,
             )
             charts.append(chart)
@@ -75,6 +75,7 @@ def bytes_per_token(evaluation: Evaluation, config: Config) -> float:
 def check(run: Run) -> None:
     """Raise `UserError` for settings or rows that the suite cannot evaluate."""
     compressed(run.config)
+    check_inner(run, run.config.eval.cache.suites)
     if run.config.data.document_mask:
         raise UserError(
             "data.document_mask=True: a compressed cache does not keep the documents of a row apart; it requires a run "
@@ -89,7 +90,5 @@ SUITE = Suite(
     quantizable=False,
     title="Compressed key/value cache",
     explanation="Other suites with keys and values in few bits, or with only a part of the tokens in the cache.",
-    measures={"bytes_per_token_<compression>": Measure("bytes per token", "lower")},
-    inner_numbers="<suite>_<number>_<compression>",
     charts_show_numbers=True,
 )

@@ -8,7 +8,7 @@ import numpy as np
 from difftx.data.synthetic import SyntheticRows
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
-from difftx.evals.result import Measure, Result
+from difftx.evals.result import Number, Result
 from difftx.evals.suite import Suite
 from difftx.training.run import Run
 
@@ -17,8 +17,12 @@ def evaluate(evaluation: Evaluation) -> Result:
     """Compare the most likely token with each answer. The numbers are unweighted means over validation sets."""
     tasks = synthetic_sets(evaluation.run)
     sets = {name: _score_set(evaluation, name, rows) for name, rows in tasks.items()}
-    numbers = {name: float(np.mean([s[name] for s in sets.values()])) for name in ("accuracy", "exact_match")}
-    return Result(numbers=numbers, chance=_chance(tasks, sets), details={"sets": sets})
+    chance = _chance(tasks, sets)
+    numbers = {
+        name: Number(np.mean([s[name] for s in sets.values()]), "share", "higher", chance=chance.get(name))
+        for name in ("accuracy", "exact_match")
+    }
+    return Result(numbers=numbers, details={"sets": sets})
 
 
 def _chance(tasks: Mapping[str, SyntheticRows], sets: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -61,5 +65,4 @@ SUITE = Suite(
     check=synthetic_sets,
     title="Synthetic task",
     explanation="Share of right answers (accuracy), and of examples in which every answer is right (exact match).",
-    measures={"accuracy": Measure("share", "higher"), "exact_match": Measure("share", "higher")},
 )

@@ -13,7 +13,7 @@ from flax import nnx
 from difftx.config import Config, ModelConfig
 from difftx.data.loader import Batch
 from difftx.evals.evaluation import Evaluation, require_plain_logits
-from difftx.evals.result import Heatmap, LineChart, Measure, Result, Series
+from difftx.evals.result import Heatmap, LineChart, Number, Result, Series
 from difftx.evals.suite import Suite
 from difftx.evals.throughput import COMPARED, counterpart
 from difftx.model.abstract import vector_mask
@@ -56,9 +56,9 @@ def evaluate(evaluation: Evaluation) -> Result:
         if ARCHITECTURES[config.model.architecture].subtracts and name in COSINES_OF:
             cosines[LOGITS] = _logit_cosines(evaluation, name, config, params)
         prefix = name if is_checkpoint else f"initial_{name}"
-        numbers[f"{prefix}_loss"] = loss
-        numbers |= {f"{prefix}_{matrix}_norm": float(np.linalg.norm(norm_L)) for matrix, norm_L in norms.items()}
-        numbers |= {f"{prefix}_{pair}_cosine": float(np.mean(cosine_L)) for pair, cosine_L in cosines.items()}
+        numbers[f"{prefix}_loss"] = Number(loss, "nats per token", "lower")
+        numbers |= {f"{prefix}_{matrix}_norm": Number(np.linalg.norm(norm_L)) for matrix, norm_L in norms.items()}
+        numbers |= {f"{prefix}_{pair}_cosine": Number(np.mean(cosine_L)) for pair, cosine_L in cosines.items()}
         details[name] = {
             "norms": {matrix: norm_L.tolist() for matrix, norm_L in norms.items()},
             "cosines": {pair: cosine_L.tolist() for pair, cosine_L in cosines.items()},
@@ -218,9 +218,4 @@ SUITE = Suite(
     quantizable=False,
     title="Gradients",
     explanation="Norms of the gradient by matrix, and how alike the gradients of the two attention groups are.",
-    measures={
-        "<model>_loss": Measure("nats per token", "lower"),
-        "<model>_<matrix>_norm": Measure(""),
-        **{f"<model>_{pair}_cosine": Measure("") for pair in (*PAIRS, LOGITS)},
-    },
 )

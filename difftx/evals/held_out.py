@@ -3,21 +3,20 @@
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import xxhash
 
 from difftx.data.packing import PackedRows
 from difftx.data.sources import open_split, pack, require_row
-from difftx.data.store import META, TokenStore, read_meta
+from difftx.data.store import TokenStore, read_meta
 from difftx.errors import UserError
 from difftx.evals import SUITES
 from difftx.evals.evaluation import Evaluation
+from difftx.evals.inner import named
 from difftx.evals.result import Result
 from difftx.evals.suite import Suite
 from difftx.parallel.multihost import print_on_primary
-from difftx.storage.paths import path_of
 from difftx.training.run import Run
 
 FIELD = "eval.test.path"
@@ -33,12 +32,8 @@ def evaluate(evaluation: Evaluation) -> Result:
     on_test = Evaluation(_on_test(run, test_rows(run)), evaluation.params, evaluation.work)
     results = {suite: SUITES[suite].evaluate(on_test) for suite in run.config.eval.test.suites}
 
-    def of_all(field: str) -> dict[str, Any]:
-        return {f"{suite}_{name}": x for suite, result in results.items() for name, x in getattr(result, field).items()}
-
     return Result(
-        numbers=of_all("numbers"),
-        chance=of_all("chance"),
+        numbers={name: x for suite, result in results.items() for name, x in named(suite, result.numbers).items()},
         details={suite: result.details for suite, result in results.items()},
         charts=[
             dataclasses.replace(chart, name=f"test_{chart.name}", title=f"Test text: {chart.title}")
@@ -120,12 +115,9 @@ def _digests(store: TokenStore) -> Iterator[bytes]:
 
 SUITE = Suite(
     evaluate=evaluate,
-    files=lambda config: [] if config.eval.test.path is None else [path_of(FIELD, config.eval.test.path) / META],
     inner=lambda config: config.eval.test.suites,
     check=check,
-    checks_inner=True,
     quantizable=False,
     title="Test text",
     explanation="Other suites on a text that neither the training nor the choice of settings has used.",
-    inner_numbers="<suite>_<number>",
 )

@@ -3,13 +3,16 @@
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from difftx.config import Config
 from difftx.errors import UserError, did_you_mean
 from difftx.evals import SUITES
 from difftx.evals.evaluation import Evaluation
+from difftx.evals.result import Number
+from difftx.training.run import Run
 
-type Numbers = Mapping[str, float]
+type Numbers = Mapping[str, Number]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,13 +39,34 @@ def evaluate_inner(
         run = dataclasses.replace(evaluation.run, config=configs[name])
         return Evaluation(run, evaluation.params, evaluation.work)
 
-    def answer(items: Sequence[Item]) -> list[Numbers]:
-        return [SUITES[item.suite].evaluate(with_config(item.config)).numbers for item in items]
+    def answer(items: Sequence[Item]) -> list[dict[str, dict[str, Any]]]:
+        found = [SUITES[item.suite].evaluate(with_config(item.config)).numbers for item in items]
+        return [{name: {"value": float(n), **vars(n)} for name, n in numbers.items()} for numbers in found]
 
     found: dict[str, dict[str, Numbers]] = {}
     for item, numbers in evaluation.answers(items, answer, what=what, batch_items=1):
-        found.setdefault(item.suite, {})[item.config] = numbers
+        found.setdefault(item.suite, {})[item.config] = {name: Number(**stored) for name, stored in numbers.items()}
     return found
+
+
+def named(suite: str, numbers: Numbers, ending: str = "") -> dict[str, Number]:
+    """Return the numbers of an inner suite with the names and labels that they have in the result of the outer suite.
+
+    A label begins with the name of the suite, unless it does so already, as that of the loss in the suite `loss`.
+    """
+    words = suite.replace("_", " ")
+    found = {}
+    for name, number in numbers.items():
+        label = number.label if f"{number.label} ".startswith(f"{words} ") else f"{words} {number.label}"
+        ended = f"_{ending}" if ending else ""
+        found[f"{suite}_{name}{ended}"] = number.but(label=label + ended.replace("_", " "))
+    return found
+
+
+def check_inner(run: Run, names: Sequence[str]) -> None:
+    """Raise `UserError` if one of the suites cannot evaluate the run."""
+    for name in names:
+        SUITES[name].check(run)
 
 
 def require_quantizable(field: str, names: Sequence[str]) -> Sequence[str]:

@@ -10,7 +10,7 @@ from difftx.data.loader import ordered_rows
 from difftx.data.synthetic import SyntheticRows
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation, perplexity
-from difftx.evals.result import Measure, Result
+from difftx.evals.result import Number, Result
 from difftx.evals.suite import Suite
 from difftx.training.run import Run
 
@@ -21,13 +21,15 @@ def evaluate(evaluation: Evaluation) -> Result:
     """Score each validation set. The numbers are unweighted means over sets."""
     sets = {name: _score_set(evaluation, name) for name in evaluation.run.data.valid}
     loss = float(np.mean([s["loss"] for s in sets.values()]))
-    numbers = {"loss": loss, "perplexity": perplexity(loss)}
+    vocabulary = evaluation.run.config.model.embeddings
+    numbers = {
+        "loss": Number(loss, "nats per token", "lower", chance=math.log(vocabulary)),
+        "perplexity": Number(perplexity(loss), better="lower", chance=vocabulary),
+    }
     bits = [s["bits_per_byte"] for s in sets.values() if "bits_per_byte" in s]
     if bits:
-        numbers["bits_per_byte"] = float(np.mean(bits))
-    vocabulary = evaluation.run.config.model.embeddings
-    chance = {"loss": math.log(vocabulary), "perplexity": float(vocabulary)}
-    return Result(numbers=numbers, chance=chance, details={"sets": sets})
+        numbers["bits_per_byte"] = Number(np.mean(bits), "bits per byte", "lower")
+    return Result(numbers=numbers, details={"sets": sets})
 
 
 def check(run: Run) -> None:
@@ -76,9 +78,4 @@ SUITE = Suite(
     check=check,
     title="Validation loss",
     explanation="How well the model predicts the next token of text that it was not trained on.",
-    measures={
-        "loss": Measure("nats per token", "lower"),
-        "perplexity": Measure("", "lower"),
-        "bits_per_byte": Measure("bits per byte", "lower"),
-    },
 )

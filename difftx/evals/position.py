@@ -10,7 +10,7 @@ from difftx.data.packing import Row
 from difftx.data.store import TokenStore
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation, text_sets
-from difftx.evals.result import LineChart, Measure, Result, Series
+from difftx.evals.result import LineChart, Number, Result, Series
 from difftx.evals.suite import Suite
 from difftx.training.run import Run
 
@@ -66,9 +66,11 @@ def evaluate(evaluation: Evaluation) -> Result:
         series=series,
     )
     band = f"95 %, normal approximation: the mean over documents ± {ERRORS:.2f} of its standard errors"
-    loss = float(np.mean([curve.y[-1] for curve in series]))
-    documents = float(sum(len(source) for source in sources.values()))
-    return Result(numbers={"loss": loss, "documents": documents}, details={"sets": sets, "band": band}, charts=[chart])
+    numbers = {
+        "loss": Number(np.mean([curve.y[-1] for curve in series]), "nats per token", "lower"),
+        "documents": Number(sum(map(len, sources.values())), "documents"),
+    }
+    return Result(numbers=numbers, details={"sets": sets, "band": band}, charts=[chart])
 
 
 def long_documents(run: Run) -> dict[str, DocumentStarts]:
@@ -100,5 +102,4 @@ SUITE = Suite(
     check=long_documents,
     title="Loss by position",
     explanation="Mean loss over the first tokens of long documents. A model that uses a long context falls further.",
-    measures={"loss": Measure("nats per token", "lower"), "documents": Measure("documents")},
 )

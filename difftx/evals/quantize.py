@@ -4,7 +4,7 @@ import dataclasses
 
 from difftx.config import Config
 from difftx.evals.evaluation import Evaluation
-from difftx.evals.inner import evaluate_inner, require_quantizable, title_of, varying
+from difftx.evals.inner import check_inner, evaluate_inner, named, require_quantizable, title_of, varying
 from difftx.evals.result import Heatmap, LineChart, Result, Series
 from difftx.evals.suite import Suite
 from difftx.model.architectures import ARCHITECTURES
@@ -27,7 +27,7 @@ def evaluate(evaluation: Evaluation) -> Result:
     charts: list[LineChart | Heatmap] = []
     for suite, by_bits in found.items():
         for bits, of_suite in by_bits.items():
-            numbers |= {f"{suite}_{name}_{bits}_bits": value for name, value in of_suite.items()}
+            numbers |= named(suite, of_suite, f"{bits}_bits")
         for name in varying(by_bits):
             points = sorted((float(bits), of_suite[name]) for bits, of_suite in by_bits.items())
             x, y = (list(axis) for axis in zip(*points, strict=True))
@@ -35,7 +35,7 @@ def evaluate(evaluation: Evaluation) -> Result:
                 name=f"quantize_{suite}_{name}",
                 title=f"{title_of(suite, name)} by the bits of {all_rounded}",
                 x_label=f"bits of {one_rounded}; 16: not quantised",
-                y_label=name,
+                y_label=next(iter(by_bits.values()))[name].axis,
                 series=[Series(name=suite, x=x, y=y)],
             )
             charts.append(chart)
@@ -63,9 +63,9 @@ def quantized(config: Config, bits: int) -> Config:
 SUITE = Suite(
     evaluate=evaluate,
     inner=lambda config: require_quantizable("eval.quantize.suites", config.eval.quantize.suites),
+    check=lambda run: check_inner(run, run.config.eval.quantize.suites),
     quantizable=False,
     title="Attention in few bits",
     explanation="Other suites with attention rounded to few bits. A robust model changes little from 16 bits to 4.",
-    inner_numbers="<suite>_<number>_<bits>_bits",
     charts_show_numbers=True,
 )

@@ -13,11 +13,11 @@ from difftx.data.sources import ONLY_SOURCE
 from difftx.data.store import is_store
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation, perplexity, text_sets
-from difftx.evals.result import Measure, Result
+from difftx.evals.result import Number, Result
 from difftx.evals.suite import Suite
 from difftx.training.run import Run
 
-SLICES = ("ar_hit", "others")
+SLICES = {"ar_hit": "AR-Hit", "others": "others"}  # Name of a set of tokens in the numbers → in labels.
 # Training evaluates a run many times, and counting the bigrams of its text takes long.
 _count_once = functools.lru_cache(maxsize=1)(count_bigrams)
 
@@ -28,12 +28,14 @@ def evaluate(evaluation: Evaluation) -> Result:
     counts, limit = training_counts(run), run.config.eval.recall_max_bigram_count
     sets = {name: _score_set(evaluation, name, counts, limit) for name in text_sets(run, "recall")}
     numbers = {}
-    for part in SLICES:
+    for part, label in SLICES.items():
         losses = [scores[f"{part}_loss"] for scores in sets.values() if f"{part}_loss" in scores]
         if losses:
-            numbers[f"{part}_loss"] = float(np.mean(losses))
-            numbers[f"{part}_perplexity"] = perplexity(numbers[f"{part}_loss"])
-        numbers[f"{part}_tokens"] = float(sum(scores[f"{part}_tokens"] for scores in sets.values()))
+            loss = float(np.mean(losses))
+            numbers[f"{part}_loss"] = Number(loss, "nats per token", "lower", f"{label} loss")
+            numbers[f"{part}_perplexity"] = Number(perplexity(loss), "", "lower", f"{label} perplexity")
+        tokens = sum(scores[f"{part}_tokens"] for scores in sets.values())
+        numbers[f"{part}_tokens"] = Number(tokens, "tokens", label=f"{label} tokens")
     used = {"max_count": limit, "min_count": counts.min_count, "distinct": len(counts.bigrams), **counts.description}
     return Result(numbers=numbers, details={"sets": sets, "bigrams": used})
 
@@ -109,18 +111,8 @@ def _trained_on(config: DataConfig) -> dict[str, str | None]:
 SUITE = Suite(
     evaluate=evaluate,
     reads=("loss_tokens", "bigrams_path"),
-    # The header of the file names the hashes of the stores that were counted.
-    headers=lambda config: [] if config.eval.bigrams_path is None else [Path(config.eval.bigrams_path)],
     check=training_counts,
     title="Recall of earlier tokens",
     explanation="AR-Hit tokens repeat a pair of tokens from earlier in the row, so that attention can look them up. "
     "Others are all remaining tokens.",
-    measures={
-        "ar_hit_loss": Measure("nats per token", "lower", label="AR-Hit loss"),
-        "ar_hit_perplexity": Measure("", "lower", label="AR-Hit perplexity"),
-        "ar_hit_tokens": Measure("tokens", label="AR-Hit tokens"),
-        "others_loss": Measure("nats per token", "lower"),
-        "others_perplexity": Measure("", "lower"),
-        "others_tokens": Measure("tokens"),
-    },
 )

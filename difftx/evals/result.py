@@ -1,10 +1,11 @@
 """The result of a suite: numbers, details and charts."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from difftx.errors import UserError
+from difftx.json_files import schema_error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,36 +65,89 @@ class Heatmap:
     kind: Literal["heatmap"] = "heatmap"
 
 
-@dataclasses.dataclass(frozen=True)
-class Measure:
-    """Unit of a number, "" if it has none, which direction is better, None if neither is, and a label for readers."""
+type Better = Literal["lower", "higher"] | None
 
-    unit: str
-    better: Literal["lower", "higher"] | None = None
-    label: str = ""  # "": the number's name, with spaces in place of underscores.
 
-    def __post_init__(self):
-        if self.better not in ("lower", "higher", None):
-            raise UserError(f"Measure.better={self.better!r}: use 'lower', 'higher' or None")
+class Number(float):
+    """A number of a result, which says what it is. Arithmetic returns plain numbers."""
+
+    unit: str  # "": none.
+    better: Better  # None: neither direction.
+    label: str  # Name for readers. By default, it is the number's name in the result, with spaces for underscores.
+    chance: float | None  # The number of a model that guesses.
+
+    def __new__(
+        cls,
+        value: Any,
+        unit: str = "",
+        better: Better = None,
+        label: str = "",
+        chance: float | None = None,
+    ):
+        if better not in ("lower", "higher", None):
+            raise UserError(f"Number: better={better!r}; use 'lower', 'higher' or None")
+        number = super().__new__(cls, _plain(value, "Number: value"))
+        number.unit, number.better, number.label = unit, better, label
+        number.chance = None if chance is None else _plain(chance, "Number: chance")
+        return number
+
+    def but(self, **changes: Any) -> "Number":
+        """Return the number with other attributes."""
+        return Number(self, **vars(self) | changes)
+
+    @property
+    def axis(self) -> str:
+        """The label of an axis of such numbers."""
+        return self.label if self.unit in ("", self.label) else f"{self.label} ({self.unit})"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
     """The result of a suite, which can be written as JSON."""
 
-    numbers: dict[str, float]  # Numbers that are compared between runs and plotted over steps.
-    chance: dict[str, float] = dataclasses.field(default_factory=dict)  # Number → its value for a model that guesses.
+    numbers: Mapping[str, Number]  # Numbers that are compared between runs and plotted over steps.
     details: dict[str, Any] = dataclasses.field(default_factory=dict)  # Further results, as JSON.
     charts: Sequence[LineChart | Heatmap] = dataclasses.field(default_factory=list)
 
     def __post_init__(self):
-        for field in ("numbers", "chance"):
-            values = getattr(self, field).items()
-            numbers = {name: _as_number(value, f"Result.{field}[{name!r}]") for name, value in values}
-            object.__setattr__(self, field, numbers)
+        """Make numbers of plain values, and give labels to those that have none."""
+        numbers = {}
+        for name, value in self.numbers.items():
+            number = value if isinstance(value, Number) else Number(_plain(value, f"Result.numbers[{name!r}]"))
+            numbers[name] = number.but(label=number.label or _label_of(name))
+        object.__setattr__(self, "numbers", numbers)
 
 
-def _as_number(value: Any, name: str) -> float:
+def read_numbers(result: Mapping[str, Any]) -> dict[str, Number]:
+    """Return the numbers in a result as JSON. A result from elsewhere may not say what they are."""
+    numbers, said = {}, result.get("measures")
+    if said is None or schema_error(said, {str: {"unit": str, "label": str}}):
+        said = {}
+    for name, value in result["numbers"].items():
+        if isinstance(value, int | float):
+            measure = {"unit": "", "label": "", "better": None, "chance": None} | said.get(name, {})
+            better = measure["better"] if measure["better"] in ("lower", "higher") else None
+            chance = measure["chance"] if isinstance(measure["chance"], int | float) else None
+            numbers[name] = Number(value, measure["unit"], better, measure["label"] or _label_of(name), chance)
+    return numbers
+
+
+def format_value(value: Any) -> str:
+    """Format a value for a table: integers in full, other numbers with four or five significant digits."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool | str):
+        return str(value)
+    if isinstance(value, int) or (abs(value) < 1e15 and float(value).is_integer()):
+        return f"{int(value):,}"
+    return f"{value:,.5g}" if abs(value) < 1e5 else f"{value:.4g}"
+
+
+def _label_of(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _plain(value: Any, name: str) -> float:
     """Return a number of Python, NumPy or JAX as one of Python. Raise `UserError` for other values."""
     number = value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
     if not isinstance(number, int | float):

@@ -13,9 +13,9 @@ from difftx.config.fields import types_of, values_of
 from difftx.errors import UserError
 from difftx.evals import SUITES
 from difftx.evals.evaluation import Evaluation, ItemJournal
-from difftx.evals.measures import measures_of
+from difftx.evals.inputs import with_contents
 from difftx.evals.result import Result
-from difftx.files import make_folder, open_file, sha256_of, size_of
+from difftx.files import make_folder, size_of
 from difftx.json_files import json_sha256, read_json
 from difftx.parallel.multihost import is_primary
 from difftx.progress import Work
@@ -24,17 +24,15 @@ from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.checkpoint.reading import Checkpoint
 from difftx.training.run import Run
 
-HEADER_BYTES = 2**20  # Longest first line that identifies a large file.
 # Entries of `dependencies` that a result records, so that the report can compare those of two runs.
-OPTIONS = ("eval", "files", "extensions", "devices", "revision")
+OPTIONS = ("eval", "extensions", "devices", "revision")
 
 
 def check_run(run: Run, suites: Sequence[str]) -> None:
     """Raise `UserError` if one of the suites cannot evaluate the run. Nothing is computed."""
     for suite in suites:
-        names = with_inner(run.config, suite)
-        for name in names[:1] if SUITES[suite].checks_inner else names:
-            SUITES[name].check(run)
+        with_inner(run.config, suite)
+        SUITES[suite].check(run)
 
 
 def evaluate(
@@ -73,14 +71,11 @@ def evaluate(
             if not is_primary():
                 continue
             options = {option: depends[option] for option in OPTIONS if option in depends}
-            if headers := depends.get("headers"):  # A header may be long.
-                options["headers"] = [line if line is None else json_sha256(line) for line in headers]
             if endpoints := _endpoints(run.config, name):
                 options["endpoints"] = endpoints
             content = {"suite": name, "step": step, "settings": digest, "options": options}
             content |= {"valid": run.data.valid_fingerprints} | source | dataclasses.asdict(result)
-            if "extensions" in depends:  # The report shows them without the extension.
-                content["measures"] = {n: dataclasses.asdict(m) for n, m in measures_of(name, content).items()}
+            content["measures"] = {number: vars(value) for number, value in result.numbers.items()}
             run.owner.write(path, json.dumps(content, indent=2, default=_as_json) + "\n")
             evaluation.journal.remove()
     return results
@@ -113,20 +108,16 @@ def settings_sha256(run: Run, suite: str) -> str:
 def dependencies(run: Run, suite: str) -> dict[str, Any]:
     """Return everything, except the parameters, that a suite's result depends on, as JSON."""
     config = run.config
+    settings = with_contents(EvalConfig, values_of(config.eval), fields_of(config, suite))
     depends: dict[str, Any] = {
         "suite": suite,
-        "eval": {field: values_of(config.eval)[field] for field in fields_of(config, suite)},
+        "eval": settings,
         "model": values_of(config.model),
         "data": run.data.signature,
         "valid": run.data.valid_fingerprints,
         "seed": config.train.seed,
     }
     suites = with_inner(config, suite)
-    files = [path for name in suites for path in SUITES[name].files(config)]
-    if files:
-        depends["files"] = [_sha256(path) for path in files]
-    if headers := [path for name in suites for path in SUITES[name].headers(config)]:
-        depends["headers"] = [_first_line(path) for path in headers]
     if extensions := [extension.sha256 for name in suites if (extension := SUITES.extension_of(name))]:
         depends["extensions"] = extensions
     # Revisions only increase, so their sum changes with each of them.
@@ -169,20 +160,3 @@ def _as_json(value: Any) -> Any:
 def _endpoints(config: Config, suite: str) -> list[str]:
     """Return the addresses of the services that a suite asks."""
     return [address for name in with_inner(config, suite) if (address := SUITES[name].endpoint(config)) is not None]
-
-
-def _sha256(path: AnyPath) -> str | None:
-    """Return the SHA-256 of a file, or None if it cannot be read. The suite's `check` reports that error."""
-    try:
-        return sha256_of(path)
-    except OSError:
-        return None
-
-
-def _first_line(path: AnyPath) -> str | None:
-    """Return the first line of a file, or None if it cannot be read. The suite's `check` reports that error."""
-    try:
-        with open_file(path) as file:
-            return file.readline(HEADER_BYTES).decode(errors="replace")
-    except OSError:
-        return None

@@ -1,7 +1,7 @@
 """Suite `sample`: the model's continuations of the first tokens of validation documents (docs/suites.md)."""
 
 from difftx.evals.evaluation import Evaluation, text_sets
-from difftx.evals.result import Measure, Result
+from difftx.evals.result import Number, Result
 from difftx.evals.suite import Suite
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import Sampling, derived_seed
@@ -30,7 +30,7 @@ def evaluate(evaluation: Evaluation) -> Result:
         {"prompt": run.tokenizer.decode(prompt), "completion": completion.text}
         for prompt, completion in zip(prompts, completions, strict=True)
     ]
-    return Result(numbers={"new_tokens": float(new_tokens)}, details={"samples": samples})
+    return Result(numbers={"new_tokens": Number(new_tokens, "tokens")}, details={"samples": samples})
 
 
 SUITE = Suite(
@@ -39,5 +39,4 @@ SUITE = Suite(
     revision=1,
     title="Samples",
     explanation="Continuations of the same validation text. They show style and gross errors, not quality.",
-    measures={"new_tokens": Measure("tokens")},
 )

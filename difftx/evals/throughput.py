@@ -17,7 +17,7 @@ from difftx.data.packing import PackedRows
 from difftx.data.store import TokenStore
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
-from difftx.evals.result import Measure, Result
+from difftx.evals.result import Number, Result
 from difftx.evals.suite import Suite
 from difftx.model.architectures import check_attention
 from difftx.training.fit import fit
@@ -44,9 +44,11 @@ def evaluate(evaluation: Evaluation) -> Result:
         calls = {name: _compiled(config, kind, params[name], batch) for name, config in configs.items()}
         rates = rates_in_turn(calls, rounds, settings.throughput_steps, random.tokens)
         ratio = median_ratio(rates["diff"], rates["transformer"])
-        numbers |= {f"{kind}_{name}_tokens_per_second": statistics.median(rates[name]) for name in COMPARED}
-        numbers[f"{kind}_throughput_drop_percent"] = 100 * (1 - ratio)
-        numbers[f"{kind}_time_rise_percent"] = 100 * (1 / ratio - 1)
+        for name in COMPARED:
+            rate = Number(statistics.median(rates[name]), "tokens per second", "higher")
+            numbers[f"{kind}_{name}_tokens_per_second"] = rate
+        numbers[f"{kind}_throughput_drop_percent"] = Number(100 * (1 - ratio), "%", "lower")
+        numbers[f"{kind}_time_rise_percent"] = Number(100 * (1 / ratio - 1), "%", "lower")
         details[kind] = rates
     measured = {
         "device": run.mesh.devices.flat[0].device_kind,
@@ -151,9 +153,4 @@ SUITE = Suite(
     title="Throughput",
     explanation="Speed of the model and of its counterpart on the same rows. Rise and drop are those of the "
     "differential model relative to its Transformer.",
-    measures={
-        "<pass>_<architecture>_tokens_per_second": Measure("tokens per second", "higher"),
-        "<pass>_throughput_drop_percent": Measure("%", "lower"),
-        "<pass>_time_rise_percent": Measure("%", "lower"),
-    },
 )

@@ -456,7 +456,7 @@ class DiffAttention(SelfAttention):
 
     def statistics(self, x_BTD: jax.Array, constants: LayerConstants) -> dict[str, jax.Array]:
         lam = self.weight_argument(constants, x_BTD)
-        return {} if lam is None else {"lambda": jnp.mean(lam)}
+        return {} if lam is None else {"lambda": jnp.mean(lam) if lam.ndim else lam}
 
 
 class Attention(SelfAttention):

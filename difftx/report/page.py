@@ -14,7 +14,7 @@ import jinja2
 
 from difftx.data.sources import STDLIB
 from difftx.errors import UserError, printable
-from difftx.evals.measures import format_value
+from difftx.evals.result import format_value, read_numbers
 from difftx.files import make_folder, resolved, write_atomically
 from difftx.model.abstract import count_parameters
 from difftx.model.architectures import describe_heads
@@ -138,7 +138,7 @@ def _once(values: Sequence[str]) -> list[str | Cell]:
 def _guess(run: RunRecord) -> float | None:
     """Return the loss of a uniform guess, or None if no result of the suite `loss` has it."""
     newest = list(run.results.get("loss", {}).values())[-1:]
-    return next((result.get("chance", {}).get("loss") for result in newest), None)
+    return next((loss.chance for result in newest if (loss := read_numbers(result).get("loss")) is not None), None)
 
 
 def _notes(runs: Sequence[RunRecord], with_different_tokenizers: tuple[str, str] | None) -> list[str]:

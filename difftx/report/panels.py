@@ -9,7 +9,7 @@ import bokeh.models
 import bokeh.plotting
 import numpy as np
 
-from difftx.evals.measures import format_value
+from difftx.evals.result import format_value
 from difftx.report import interactive
 from difftx.report.charts import heatmap_values, series_colours
 from difftx.report.curves import METRIC_LABELS, smoothed, training_losses

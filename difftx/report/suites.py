@@ -3,15 +3,12 @@
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from difftx.config.eval import EvalConfig
-from difftx.config.fields import fields_with, flat
-from difftx.config.flag import Flag
-from difftx.evals import SUITES
-from difftx.evals.measures import explanation_of, format_value, label_of, measure_of, measures_of
-from difftx.evals.result import Measure
+from difftx.config.fields import flat
+from difftx.evals import SUITES, explanation_of
+from difftx.evals.result import Number, format_value, read_numbers
 from difftx.report.panels import Cell, Panel, Table, averaged_heatmap, chart_panel, panel_over_steps, thinned_lines
 from difftx.report.runs import RunRecord
 
@@ -49,13 +46,12 @@ def suite_sections(runs: Sequence[RunRecord], *, comparable: bool) -> list[Suite
         results = {run.name: run.results[suite] for run in runs if suite in run.results}
         newest = {run: of_run[max(of_run)] for run, of_run in results.items()}
         title, explanation = explanation_of(suite)
-        panels = _chart_panels(suite, {run: result.get("charts", []) for run, result in newest.items()})
-        measures = {name: m for result in reversed(newest.values()) for name, m in measures_of(suite, result).items()}
-        panels += _number_panels(suite, results, measures)
+        panels = _chart_panels({run: result.get("charts", []) for run, result in newest.items()})
+        panels += _number_panels(results)
         for run, of_run in results.items():
             panels += _charts_over_steps(run, of_run)
-        header, rows, basis = _numbers(newest, measures, comparable=comparable)
-        first = ([name for name in rows if measures[name].better] or list(rows))[:MAX_SHOWN_NUMBERS]
+        header, rows, basis, judged = _numbers(newest, comparable=comparable)
+        first = (judged or list(rows))[:MAX_SHOWN_NUMBERS]
         if suite in SUITES and SUITES[suite].charts_show_numbers:
             first = []
         steps = {run: max(of_run) for run, of_run in results.items()}
@@ -91,18 +87,10 @@ def option_notes(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def _changed_options(first: Result, second: Result) -> dict[str, tuple[str, str]]:
-    """Return the values of each option in which two results differ. Options that one does not record are left out.
-
-    Paths of files that have equal contents in both results do not count.
-    """
+    """Return the values of each option in which two results differ. Options that one does not record are left out."""
     default: dict[str, Any] = {"revision": 0}  # A result does not record revision 0.
     recorded = (o if isinstance(o := result.get("options"), dict) else {} for result in (first, second))
-    old, new = (default | options for options in recorded)
-    contents = [name for name in ("files", "headers") if isinstance(old.get(name), list)]
-    # A file that could not be read has None in place of a hash.
-    are_equal = contents and all(old[name] == new.get(name) and None not in old[name] for name in contents)
-    without = {f"eval.{field}" for field in fields_with(EvalConfig, Flag.LOCATION)} if are_equal else set()
-    before, after = (flat(_without_paths(o, without)) for o in (old, new))
+    before, after = (flat(default | options) for options in recorded)
 
     def text(value: Any) -> str:
         """Return a value as JSON, with the first 12 digits of each SHA-256."""
@@ -112,77 +100,56 @@ def _changed_options(first: Result, second: Result) -> dict[str, tuple[str, str]
     return {name: (text(before[name]), text(after[name])) for name in changed}
 
 
-def _without_paths(value: Any, fields: Set[str], field: str = "") -> Any:
-    """Return the value of a field without the paths in `fields`."""
-    if isinstance(value, dict):
-        return {k: _without_paths(v, fields, f"{field}.{k}" if field else k) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_without_paths(entry, fields, field) for entry in value]
-    return "…" if isinstance(value, str) and field in fields else value
-
-
 def _numbers(
-    newest: Mapping[str, Result], measures: Mapping[str, Measure], *, comparable: bool
-) -> tuple[list[str], dict[str, list[str | Cell]], list[str]]:
+    newest: Mapping[str, Result], *, comparable: bool
+) -> tuple[list[str], dict[str, list[str | Cell]], list[str], list[str]]:
     """Return the header and the rows of a table of the numbers, and texts of the counts that are equal in all runs.
 
-    The table also has the differences from the first run, and the values of guessing.
+    The table also has the differences from the first run, and the values of guessing. The last list has the names of
+    numbers of which one direction is better.
     """
     (first, base), *others = newest.items()
-    chance = base.get("chance") or {}
-    header = ["", *(["guessing"] if chance else []), first]
+    of_runs = [read_numbers(result) for result in newest.values()]
+    has_chance = any(number.chance is not None for number in of_runs[0].values())
+    header = ["", *(["guessing"] if has_chance else []), first]
     for run, _ in others:
         header += [run, f"{run} − {first}"]
-    rows, basis = {}, []
+    rows, basis, judged = {}, [], []
     has_other_options = [bool(_changed_options(base, result)) for _, result in others]
-    for name in dict.fromkeys(name for result in newest.values() for name in result["numbers"]):
-        values, measure = [result["numbers"].get(name) for result in newest.values()], measures[name]
-        if measure.unit in COUNTS and len(set(values)) == 1:
-            basis.append(f"{label_of(name, measure)}: {format_value(values[0])}")
+    for name in dict.fromkeys(name for numbers in of_runs for name in numbers):
+        values = [numbers.get(name) for numbers in of_runs]
+        number = next(value for value in values if value is not None)
+        if number.unit in COUNTS and len(set(values)) == 1:
+            basis.append(f"{number.label}: {format_value(number)}")
             continue
-        row = [Cell(label_of(name, measure), unit=measure.unit), *([format_value(chance.get(name))] if chance else [])]
+        row = [Cell(number.label, unit=number.unit)]
+        row += [format_value(None if values[0] is None else values[0].chance)] if has_chance else []
         row.append(format_value(values[0]))
         for other_options, value in zip(has_other_options, values[1:], strict=True):
             is_comparable = (comparable or name == "bits_per_byte") and not other_options
-            row += [format_value(value), difference_of(measure, values[0], value) if is_comparable else "–"]
+            row += [format_value(value), difference_of(values[0], value) if is_comparable else "–"]
         rows[name] = row
-    return header, rows, basis
+        judged += [name] if number.better else []
+    return header, rows, basis, judged
 
 
-def difference_of(measure: Measure, before: Any, value: Any) -> str | Cell:
+def difference_of(before: Number | None, value: Number | None) -> str | Cell:
     """Return the difference of two values of a number, with a verdict if one direction is better."""
-    if not all(isinstance(v, int | float) for v in (before, value)):
+    if before is None or value is None:
         return "–"
     difference = value - before
-    text = signed_change(before, value, relative=measure.unit != "share")
-    if measure.better is None or difference != difference:
+    text = signed_change(before, value, relative=before.unit != "share")
+    if before.better is None or difference != difference:
         return Cell(text, "")
     if difference == 0:
         return Cell("0", "equal")
-    return Cell(text, "better" if (difference < 0) == (measure.better == "lower") else "worse")
+    return Cell(text, "better" if (difference < 0) == (before.better == "lower") else "worse")
 
 
 def signed_change(before: float, value: float, *, relative: bool = True) -> str:
     """Return the difference of two values with its sign and, if `relative`, as a percentage of the first value."""
     share = f" ({(value - before) / abs(before):+.2%})" if before and relative else ""
     return f"{value - before:+.4g}{share}".replace("-", "−")
-
-
-def axis_label(text: str, suite: str, chart: str = "") -> str:
-    """Return the label of an axis of a suite's chart: a name of a number becomes its label and unit, other texts stay.
-
-    The name of a number of another suite, which this suite runs, is the end of the name of the chart, as in
-    "quantize_recall_ar_hit_loss".
-    """
-    if not re.fullmatch(r"\w+", text):
-        return text
-    inner = chart.removeprefix(f"{suite}_").removesuffix(f"_{text}")
-    return _with_unit(text, measure_of(inner if inner in SUITES else suite, text))
-
-
-def _with_unit(number: str, measure: Measure) -> str:
-    label = label_of(number, measure)
-    return f"{label} ({measure.unit})" if measure.unit not in ("", label) else label
 
 
 def _samples(newest: Mapping[str, Result]) -> dict[str, list[tuple[str, str]]]:
@@ -194,30 +161,27 @@ def _samples(newest: Mapping[str, Result]) -> dict[str, list[tuple[str, str]]]:
     return by_prompt
 
 
-def _chart_panels(suite: str, charts_of_run: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Panel]:
+def _chart_panels(charts_of_run: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Panel]:
     panels = []
     for chart in _merged(charts_of_run):
         thin, note = thinned_lines(chart) if chart["kind"] == "line" else averaged_heatmap(chart)
-        labels = {name: axis_label(chart[name], suite, chart["name"]) for name in ("x_label", "y_label")}
-        panels.append(chart_panel(chart["title"], {**thin, **labels}, note))
+        panels.append(chart_panel(chart["title"], thin, note))
     return panels
 
 
-def _number_panels(suite: str, results: Mapping[str, Results], measures: Mapping[str, Measure]) -> list[Panel]:
-    """Return a panel for each metric of a suite that changes between the evaluated steps of a run."""
+def _number_panels(results: Mapping[str, Results]) -> list[Panel]:
+    """Return a panel for each number of a suite that changes between the evaluated steps of a run."""
     panels = []
-    of_all_runs = [result["numbers"] for of_run in results.values() for result in of_run.values()]
-    for name in dict.fromkeys(name for numbers in of_all_runs for name in numbers):
+    by_step = {run: {step: read_numbers(result) for step, result in of_run.items()} for run, of_run in results.items()}
+    found = {name: x for of_run in by_step.values() for numbers in of_run.values() for name, x in numbers.items()}
+    for name, number in found.items():
         lines = {}
-        for run, of_run in results.items():
-            values = {step: result["numbers"].get(name) for step, result in of_run.items()}
-            values = {step: value for step, value in values.items() if isinstance(value, int | float)}
+        for run, of_run in by_step.items():
+            values = {step: numbers[name] for step, numbers in of_run.items() if name in numbers}
             lines[run] = list(values), list(values.values())
         is_constant = len({value for _, values in lines.values() for value in values}) < 2
         if max(len(steps) for steps, _ in lines.values()) > 1 and not is_constant:
-            measure = measures.get(name) or measure_of(suite, name)
-            title = f"{label_of(name, measure)} over the steps"
-            panels.append(panel_over_steps(title, lines, _with_unit(name, measure)))
+            panels.append(panel_over_steps(f"{number.label} over the steps", lines, number.axis))
     return panels
 
 

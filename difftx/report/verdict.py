@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from difftx.analysis.differences import MIN_BLOCKS, Difference, over_blocks, over_pairs, over_seeds
-from difftx.evals.measures import format_value
+from difftx.evals.result import format_value
 from difftx.json_files import schema_error
 from difftx.model.abstract import count_parameters
 from difftx.model.architectures import heads_of

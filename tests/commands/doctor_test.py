@@ -326,7 +326,7 @@ def test_versions_of_libraries_of_accelerators(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    software = examination._software()
+    software = manifest.package_versions()
     assert {name: software[name] for name in theirs} == theirs
     assert "libtpu" not in software
 

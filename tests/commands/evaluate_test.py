@@ -273,7 +273,9 @@ def test_numbers_are_printed_as_a_table_with_units(tmp_path, capsys):
     """If the suite states the values of guessing, print them too. Wrap names that are wider than the terminal."""
     long = "a_very_long_name_of_a_task_" * 5 + "accuracy"
     numbers = {"loss": 2.0654906797921285, "perplexity": 7.889, "documents": 12.0, long: 0.5}
-    result = {"numbers": numbers, "chance": {"loss": 5.575949}, "details": {}, "charts": []}
+    measures = {"perplexity": {"unit": "", "better": "lower", "label": ""}}
+    measures["loss"] = {"unit": "nats per token", "better": "lower", "label": "", "chance": 5.575949}
+    result = {"numbers": numbers, "measures": measures, "details": {}, "charts": []}
     (tmp_path / "evals" / "loss").mkdir(parents=True)
     (tmp_path / "evals" / "loss" / "3.json").write_text(json.dumps(result))
     _show_result(types.SimpleNamespace(workdir=tmp_path), "loss", 3, "params", fresh=True)
@@ -283,7 +285,7 @@ def test_numbers_are_printed_as_a_table_with_units(tmp_path, capsys):
     assert ["number", "value", "by", "guessing", "unit", "better"] in rows
     assert ["loss", "2.0655", "5.5759", "nats", "per", "token", "lower"] in rows
     assert ["perplexity", "7.889", "–", "lower"] in rows
-    assert ["documents", "12", "–"] in rows  # The suite does not declare this number.
+    assert ["documents", "12", "–"] in rows  # The result does not say what this number is.
     assert len({line.index(unit) for line in lines for unit in ("unit", "nats per token") if unit in line}) == 1
     assert max(map(len, lines)) <= 120
     assert long in "".join(line.split()[0] for line in lines if "a_" in line or "accuracy" in line)

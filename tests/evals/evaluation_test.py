@@ -1,29 +1,33 @@
 """Rules that hold for all suites: independence of mesh and batch, settings and requirements."""
 
 import dataclasses
+import hashlib
 import json
+import re
 
 import jax
 import numpy as np
 import pytest
-from conftest import suite_config
+from conftest import ROOT, suite_config
 from golden.inputs import write_all
 from helpers.cases import marked
 from helpers.evals_params import one_device, params_of
 from helpers.evals_results import LOSS_SUITES, flat
 
 from difftx.commands.prepare import main as prepare
+from difftx.config import flag
 from difftx.errors import UserError
-from difftx.evals import SUITES
+from difftx.evals import SUITES, explanation_of
 from difftx.evals import run as evals
-from difftx.evals.measures import measures_of
-from difftx.evals.result import Measure, Result
+from difftx.evals.inner import named
+from difftx.evals.inputs import with_contents
+from difftx.evals.result import Number, Result, format_value, read_numbers
 from difftx.evals.suite import Suite
 from difftx.parallel.mesh import make_mesh
 from difftx.progress import Work
-from difftx.registry import Extension
 from difftx.training.run import Run
 
+BUILT_IN = [name for name, suite in SUITES.items() if suite.evaluate.__module__.startswith("difftx.")]
 SMALL_TASK = {"data__synthetic__vocab_size": 64, "data__synthetic__pairs": 4}
 QUICK = {"loss", "recall", "position", "sample", "outliers", "quantize", "test"}  # The other suites compile more.
 
@@ -116,6 +120,17 @@ def test_every_field_that_a_suite_reads_is_one_of_its_settings(config, tmp_path,
         result = SUITES[suite].evaluate(evals.Evaluation(run, params, Work(enabled=False)))
     assert result.numbers
     assert watched.read - {"__class__"} == set(evals.fields_of(text_run.config, suite))
+    for name, number in result.numbers.items():
+        assert (number.unit, number.better or "") == measure_of(suite, name), name
+    if suite not in (
+        "harness",
+        "hallucination",
+        "quantize",
+        "cache",
+        "test",
+    ):  # Here, they have only some of their numbers.
+        forms = [pattern for pattern, _, _ in documented(suite)]
+        assert [form for form in forms if not any(map(form.fullmatch, result.numbers))] == []
 
 
 def test_requirements_of_a_suite_are_checked_before_it_runs(config, text_file, tmp_path):
@@ -168,16 +183,91 @@ def test_numbers_and_details_of_numpy_are_written_as_json(config, text_file, tmp
         evals.evaluate(run, None, 0, ["own"])
 
 
-def test_results_of_an_extension_have_its_measures(config, text_file, tmp_path, monkeypatch):
-    suite = Suite(evaluate=lambda _: Result(numbers={"size": 2.0}), measures={"size": Measure("metres", "higher")})
+def test_a_field_of_an_extension_can_be_a_path_of_files(tmp_path):
+    @dataclasses.dataclass(frozen=True)
+    class OwnConfig:
+        path: flag.Location[str] = ""
+        size: int = 3
+
+    def contents(**files):
+        for name, text in files.items():
+            (tmp_path / "folder").mkdir(exist_ok=True)
+            (tmp_path / "folder" / name).write_text(text)
+        return with_contents(OwnConfig, {"path": str(tmp_path / "folder"), "size": 3}, ["path", "size"])
+
+    assert contents() == {"path": str(tmp_path / "folder"), "size": 3}  # There is no such file yet.
+    first = contents(a="1", b="2")
+    assert contents(a="1", b="2") == first
+    assert first["path"] == {name: hashlib.sha256(text).hexdigest() for name, text in (("a", b"1"), ("b", b"2"))}
+    assert contents(b="3")["path"] != first["path"]
+    (tmp_path / "folder" / "a").rename(tmp_path / "folder" / "c")  # Names in a folder have a meaning.
+    assert contents(b="2")["path"].keys() == {"b", "c"}
+
+
+def test_a_result_says_what_its_numbers_are(config, text_file, tmp_path, monkeypatch):
+    """The report shows it also without the extension of the suite."""
+    result = Result(numbers={"a_size": Number(np.float32(2), "metres", "higher", chance=np.int64(1)), "plain": 3})
+    monkeypatch.setitem(SUITES._entries, "own", Suite(evaluate=lambda _: result))
     run = Run.open(config(data__path=text_file), tmp_path, one_device())
-    for has_extension in (False, True):
-        monkeypatch.setitem(SUITES._entries, "own", suite)
-        if has_extension:
-            extension = Extension("own.py", "0" * 64)
-            monkeypatch.setattr(SUITES, "extension_of", {"own": extension}.get)
-        evals.evaluate(run, None, 0, ["own"])
-        stored = evals.stored_result(run, "own", 0)
-        assert ("measures" in stored) == has_extension
-    monkeypatch.delitem(SUITES._entries, "own")  # The report does not load the extension.
-    assert measures_of("own", stored) == {"size": Measure("metres", "higher")}
+    evals.evaluate(run, None, 0, ["own"])
+    stored = json.loads(evals.result_path(tmp_path, "own", 0).read_text())
+    assert stored["numbers"] == {"a_size": 2.0, "plain": 3.0}
+    assert stored["measures"] == {
+        "a_size": {"unit": "metres", "better": "higher", "label": "a size", "chance": 1},
+        "plain": {"unit": "", "better": None, "label": "plain", "chance": None},
+    }
+    assert {name: vars(number) for name, number in read_numbers(stored).items()} == stored["measures"]
+    with pytest.raises(UserError, match="better='low'; use 'lower', 'higher' or None"):
+        Number(1.0, better="low")
+
+
+PARTS = {"suite": f"(?P<suite>{'|'.join(SUITES)})", "number": "(?P<number>.+)", "compression": r"(?:whole|\d+_\w+)"}
+
+
+def documented(suite):
+    """Return a suite's rows of the table in docs/suites.md: form of a name as a pattern, unit, better direction."""
+    for line in (ROOT / "docs" / "suites.md").read_text().splitlines():
+        if match := re.fullmatch(rf"\| `{suite}` \| (`.+`) \| (.*?) *\| (.*?) *\|", line):
+            for form in re.findall("`(.+?)`", match[1]):
+                pattern = re.sub("<([^>]+)>", lambda part: PARTS.get(part[1], ".+"), form)
+                yield re.compile(pattern), match[2], match[3]
+
+
+def measure_of(suite, number):
+    """Return the documented unit and direction of a number. Numbers of inner suites have theirs."""
+    match, unit, better = next((m, u, b) for pattern, u, b in documented(suite) if (m := pattern.fullmatch(number)))
+    return measure_of(**match.groupdict()) if match.groupdict() else (unit, better)
+
+
+def test_numbers_of_inner_suites_keep_their_measures():
+    numbers = {
+        "ar_hit_loss": Number(2, "nats per token", "lower", "AR-Hit loss"),
+        "recall_of_b": Number(1, label="recall of b"),
+    }
+    found = named("recall", numbers, "4_bits")
+    assert {name: vars(number) for name, number in found.items()} == {
+        "recall_ar_hit_loss_4_bits": {**vars(numbers["ar_hit_loss"]), "label": "recall AR-Hit loss 4 bits"},
+        "recall_recall_of_b_4_bits": {**vars(numbers["recall_of_b"]), "label": "recall of b 4 bits"},
+    }
+    assert found["recall_ar_hit_loss_4_bits"].axis == "recall AR-Hit loss 4 bits (nats per token)"
+    assert list(named("exact_match", {"exact_match": Number(1, label="exact match")})) == ["exact_match_exact_match"]
+
+
+@pytest.mark.parametrize("suite", BUILT_IN)
+def test_every_suite_is_explained(suite):
+    title, text = explanation_of(suite)
+    assert (title, text) == (SUITES[suite].title, SUITES[suite].explanation)
+    assert title
+    assert text.endswith(".")
+
+
+def test_a_suite_without_an_explanation_has_its_name_and_its_docstring(monkeypatch):
+    assert explanation_of("removed") == ("removed", "")
+    monkeypatch.setitem(SUITES._entries, "plain", Suite(evaluate=SUITES["loss"].evaluate))
+    text = "Score each validation set. The numbers are unweighted means over sets."
+    assert explanation_of("plain") == ("plain", text)
+
+
+def test_values_are_shown_with_at_most_five_digits():
+    shown = [format_value(value) for value in (None, 3, 3.0, 0.123456789, 12345.678, 1234567.8, True, "a", 1e16)]
+    assert shown == ["–", "3", "3", "0.12346", "12,346", "1.235e+06", "True", "a", "1e+16"]

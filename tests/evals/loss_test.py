@@ -13,6 +13,7 @@ import pytest
 import rich
 from flax import nnx
 from helpers.evals_params import one_device, params_of
+from helpers.evals_results import chance_of
 
 from difftx.commands.evaluate import format_numbers
 from difftx.data.sources import pack
@@ -60,7 +61,10 @@ def test_loss_and_bits_per_byte_by_brute_force(config, tmp_path, monkeypatch):
     sums = [sum(of_rows[start:stop]) for start, stop in itertools.pairwise((0, 3, 5, 7, 9))]
     assert few["nats"] == pytest.approx(sums, rel=1e-5)
     assert few["targets_sha256"] == blocks["targets_sha256"]
-    assert result.chance == {"loss": math.log(run.config.model.embeddings), "perplexity": run.config.model.embeddings}
+    assert chance_of(result) == {
+        "loss": math.log(run.config.model.embeddings),
+        "perplexity": run.config.model.embeddings,
+    }
     assert result.numbers["loss"] == pytest.approx(nats / (9 * 32), rel=1e-6)
     assert result.numbers["perplexity"] == math.exp(result.numbers["loss"])
     assert result.numbers["bits_per_byte"] == pytest.approx(nats / math.log(2) / text_bytes, rel=1e-6)
@@ -98,7 +102,7 @@ def test_the_perplexity_of_a_diverged_model_is_infinite(config, text_file, tmp_p
     # The result is read like one with a loss that is not a number.
     assert read_json(tmp_path / "evals" / suite / "7.json")["numbers"] == result.numbers
     assert number_of(tmp_path, 7, f"{suite}/{number}") is None
-    rich.print(format_numbers(suite, read_json(tmp_path / "evals" / suite / "7.json")))
+    rich.print(format_numbers(read_json(tmp_path / "evals" / suite / "7.json")))
     assert re.search(rf"{number} +inf", capsys.readouterr().out)
     writer = MetricsWriter(tmp_path, run.config.logging, 0)
     writer.write("valid", 7, {"suite": suite, **result.numbers})

@@ -185,26 +185,3 @@ def test_counts_have_to_include_the_training_data(config, tmp_path):
     for changes in ({}, resampled):
         with pytest.raises(UserError, match=message):
             evals.evaluate(run("wrong", **changes), None, 0, ["recall"])
-
-
-@pytest.mark.parametrize("suite", ["recall", "test", "quantize", "cache"])
-def test_a_result_depends_on_the_content_of_the_counts(config, tmp_path, suite):
-    """Count again into the same file, without the rare bigrams, and then as before."""
-    lines = (json.dumps({"text": f"{i} squared is {i * i}." * (1 + i % 3)}) for i in range(300))
-    (tmp_path / "in.jsonl").write_text("\n".join(lines))
-    flags = [f"--input={tmp_path / 'in.jsonl'}", "--tokenizer=bytes", "--workers=1"]
-    for name, share in (("store", "0.2"), ("test", "0")):
-        assert prepare([*flags, f"--out={tmp_path / name}", f"--valid_fraction={share}"]) == 0
-    inner = {f"eval__{name}__suites": "recall" for name in ("test", "quantize", "cache")}
-    fields = {"data__path": tmp_path / "store", "eval__bigrams_path": tmp_path / "counts", **inner}
-    run = Run.open(config(eval__test__path=tmp_path / "test", **fields), tmp_path / "run", one_device())
-
-    def digests(min_count):
-        count = ["bigrams", str(tmp_path / "store"), f"--out={tmp_path / 'counts'}", f"--min_count={min_count}"]
-        assert data_command(count) == 0
-        return evals.settings_sha256(run, suite), evals.settings_sha256(run, "loss")
-
-    first, other, again = digests(1), digests(7), digests(1)
-    assert first == again
-    assert first[0] != other[0]
-    assert first[1] == other[1]

@@ -6,6 +6,7 @@ import pytest
 from conftest import ROOT, TINY, child_environment
 from helpers.command_server import commands
 from helpers.evals_params import one_device, random_params
+from helpers.evals_results import chance_of
 from helpers.report_runs import save_run
 
 from difftx.commands.data import main as data_command
@@ -54,26 +55,12 @@ def test_the_numbers_are_those_of_a_run_that_validates_on_the_test_text(config, 
     before = {suite: evals.result_path(run.workdir, suite, 3).read_bytes() for suite in SUITES}
     result = evals.evaluate(run, params, 3, ["test"])["test"]
     assert result.numbers == {f"{s}_{name}": x for s in SUITES for name, x in expected[s].numbers.items()}
-    assert result.chance == {f"{s}_{name}": x for s in SUITES for name, x in expected[s].chance.items()}
+    assert chance_of(result) == {f"{s}_{name}": x for s in SUITES for name, x in chance_of(expected[s]).items()}
     assert valid["loss"].numbers["loss"] != result.numbers["loss_loss"]
     assert result.details["loss"]["sets"]["test"] == expected["loss"].details["sets"]["valid"]
     assert [chart.name for chart in result.charts] == [f"test_{chart.name}" for chart in expected["position"].charts]
     # The results on the validation text are unchanged.
     assert {suite: evals.result_path(run.workdir, suite, 3).read_bytes() for suite in SUITES} == before
-
-
-def test_a_result_depends_on_the_content_of_the_test_store(config, stores, tmp_path):
-    run = open_run(config, stores, tmp_path, eval__test__path=tmp_path / "store")
-    digests = set()
-    for name in ("test", "valid"):
-        flags = [f"--input={stores / name}.jsonl", f"--out={tmp_path / 'store'}", "--tokenizer=bytes", "--workers=1"]
-        assert prepare([*flags, "--valid_fraction=0"]) == 0
-        digests.add(evals.settings_sha256(run, "test"))
-        (tmp_path / "store").rename(tmp_path / name)
-    fewer = open_run(config, stores, tmp_path, eval__test__path=tmp_path / "test", eval__loss_tokens=256)
-    whole = open_run(config, stores, tmp_path, eval__test__path=tmp_path / "test")
-    assert evals.settings_sha256(fewer, "test") != evals.settings_sha256(whole, "test")
-    assert len(digests) == 2
 
 
 @pytest.mark.parametrize(

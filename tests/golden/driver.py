@@ -459,6 +459,8 @@ def _digest(chart: dict[str, Any]) -> dict[str, Any]:
             return 0.0
         return value
 
+    if chart["name"].startswith(("icl_", "quantize_")):  # These axes had the name of a number without its unit.
+        chart = chart | {"y_label": re.sub(r" \(.*\)$", "", chart["y_label"]).replace(" ", "_")}
     texts = _sha256(json.dumps(without_numbers(chart), sort_keys=True).encode())
     return {"texts": texts, "numbers": _summary(np.array(numbers))}
 

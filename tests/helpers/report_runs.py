@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from conftest import ROOT, replace
 
 from difftx.config.recipes import load_config
+from difftx.evals.result import Number
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.metrics import MetricsWriter
 from difftx.training.run import RUN_FORMAT, Run
@@ -73,10 +74,14 @@ def write_run(
 
 
 def write_result(workdir, suite, step, numbers, charts=(), details=None, options=None):
-    """Write a result. `options` is what `difftx eval` records of its settings. Old results have none."""
+    """Write a result. `options` is what `difftx eval` records of its settings.
+
+    A value in `numbers` that is not a `Number` is one of which nothing else is known.
+    """
     folder = workdir / "evals" / suite
     folder.mkdir(parents=True, exist_ok=True)
     result = {"suite": suite, "step": step, "numbers": numbers, "charts": list(charts), "details": details or {}}
+    result["measures"] = {name: vars(number) for name, number in dict(numbers).items() if isinstance(number, Number)}
     result |= {} if options is None else {"options": options}
     (folder / f"{step}.json").write_text(json.dumps(result))
 

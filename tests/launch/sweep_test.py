@@ -285,7 +285,7 @@ def test_a_finished_run_of_other_data_or_extensions_is_not_skipped(config_file, 
         known = tmp_path / "mine.py"
         with monkeypatch.context() as patch:
             patch.setattr(registry, "_extensions", {known: Extension(str(known), "0" * 64)})
-            patch.setattr("difftx.config.Config.extensions", [Extension(str(known), "0" * 64)])
+            patch.setattr("difftx.config.Config.used_extensions", [Extension(str(known), "0" * 64)])
             with contextlib.closing(Checkpointer(workdir, config.checkpoint)) as writer:
                 ones = {"layer": jnp.ones((300, 2))}
                 loader = {"examples": 0, "tokens": 0, "signature": signature}

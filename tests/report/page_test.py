@@ -18,7 +18,7 @@ from difftx.config.recipes import load_config
 from difftx.errors import UNPRINTABLE, UserError
 from difftx.evals import SUITES
 from difftx.evals import run as evals
-from difftx.evals.result import Result
+from difftx.evals.result import Number, Result
 from difftx.evals.suite import Suite
 from difftx.registry import Registry
 from difftx.report.page import write_page
@@ -410,17 +410,13 @@ def test_seeds_have_one_column_for_their_mean(tmp_path):
 
 def test_a_suite_gives_the_units_and_directions_of_its_numbers(tmp_path):
     runs = [write_run(tmp_path / name, tiny(name, train__steps=6)) for name in ("diff", "transformer")]
-    numbers = {"loss_of_detail": 1.0, "accuracy": 0.5}
     for run, factor in zip(runs, (1.25, 1), strict=True):
-        write_result(run, "own", 6, {name: factor * value for name, value in numbers.items()})
-        path = run / "evals" / "own" / "6.json"
-        measures = {"loss_of_detail": {"unit": "metres", "better": "higher", "label": ""}}
-        measures |= {"accuracy": {"unit": "", "better": None, "label": ""}}
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"measures": measures}))
+        write_result(run, "own", 6, {"loss_of_detail": Number(factor, "metres", "higher"), "accuracy": factor / 2})
     text = write_page(runs, tmp_path / "report.html").read_text()
     assert 'loss of detail <span class="unit">metres</span>' in text
     assert '+0.25 (+25.00%)<span class="word">better</span>' in text
     # A result from elsewhere may have invalid measures.
+    path = runs[1] / "evals" / "own" / "6.json"
     for measures in ([], {"accuracy": 3}, {"accuracy": {"unit": "", "better": "<evil>"}}):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"measures": measures}))
         assert "<evil>" not in write_page(runs[1:], tmp_path / "report.html").read_text()
@@ -456,11 +452,12 @@ def test_results_with_other_settings_are_named_and_have_no_difference(tmp_path, 
     for name, accuracy, samples in (("base", 0.5, 50), ("same", 0.25, 50), ("few", 0.75, 5)):
         config = tiny("diff", **copies, eval__needle__samples=samples)
         runs[name] = write_run(tmp_path / name, config)
-        needle = Suite(evaluate=lambda _, value=accuracy: Result(numbers={"accuracy": value}), reads=("needle",))
+        numbers = {"accuracy": Number(accuracy, "share", "higher")}
+        needle = Suite(evaluate=lambda _, numbers=numbers: Result(numbers=numbers), reads=("needle",))
         monkeypatch.setattr("difftx.evals.run.SUITES", Registry("suite", {"needle": needle}))
         evals.evaluate(Run.open(config, runs[name]), None, 3, ["needle"])
     old = write_run(tmp_path / "old", tiny("diff", **copies))
-    write_result(old, "needle", 3, {"accuracy": 0.125})  # It does not record its settings.
+    write_result(old, "needle", 3, {"accuracy": Number(0.125, "share", "higher")})  # It does not record its settings.
     text = write_page([*runs.values(), old], tmp_path / "report.html").read_text()
     assert [note for note in notes_of(text) if "differ in" in note] == [
         "base and few differ in eval.needle.samples: 50 and 5, so their results of suite needle are not comparable."
@@ -526,9 +523,11 @@ def test_equal_files_at_other_paths_are_the_same_settings_and_other_files_are_no
 
     assert notes("a", "b") == []
     (note,) = notes("a", "c")
-    option = "headers" if suite == "recall" else "files"
-    assert str(tmp_path / "files" / "c") in note  # The path names the file that differs.
-    assert re.search(rf'{option}: \["[0-9a-f]{{12}}…".*so their results of suite {suite} are not comparable', note)
+    results = (tmp_path / name / "evals" / suite / "3.json" for name in "abc")
+    settings = [json.loads(result.read_text())["settings"] for result in results]
+    assert settings[0] == settings[1] != settings[2]
+    (field,) = SUITE_FILES[suite].keys() - {"eval.harness.tasks"}
+    assert re.search(rf'{field}\S*: .*"[0-9a-f]{{12}}….*so their results of suite {suite} are not comparable', note)
 
 
 def test_runs_with_different_data_are_named(tmp_path):

@@ -4,10 +4,11 @@ import json
 
 from helpers.report_runs import tiny, write_result, write_run
 
-from difftx.evals.measures import label_of, measure_of
+from difftx.evals.attention.suite import NUMBERS
+from difftx.evals.result import Number
 from difftx.report.panels import Cell, chart_panel, losses, panel_over_steps, wall_time
 from difftx.report.runs import read_runs
-from difftx.report.suites import axis_label, suite_sections
+from difftx.report.suites import suite_sections
 
 
 def chart(value, **changes):
@@ -46,6 +47,7 @@ def sections_of(tmp_path, results):
 def test_differences_are_better_or_worse_by_direction_not_by_sign(tmp_path):
     first = {"answer": 0.2, "noise": 0.5, "gini": 0.7, "entropy": 3.0, "lambda": 0.4}
     second = {"answer": 0.1, "noise": 0.4, "gini": 0.9, "entropy": 3.0}
+    first, second = ({name: Number(x, *NUMBERS[name]) for name, x in of_run.items()} for of_run in (first, second))
     sections = sections_of(tmp_path, {"a": {"attention": first}, "b": {"attention": second}})
     section = sections["suite-attention"]
     assert section.numbers.header == ["", "a", "b", "b − a"]
@@ -61,9 +63,12 @@ def test_differences_are_better_or_worse_by_direction_not_by_sign(tmp_path):
 
 
 def test_counts_that_are_equal_are_written_once_and_suites_have_an_order(tmp_path):
-    numbers = {"ar_hit_loss": 2.0, "ar_hit_tokens": 645.0}
-    own = {"zeal": 1.0}
-    runs = {"a": {"own": own, "quantize": {"loss_loss_4_bits": 2.0}, "recall": numbers, "loss": {"loss": 1.0}}}
+    numbers = {
+        "ar_hit_loss": Number(2, "nats per token", "lower", "AR-Hit loss"),
+        "ar_hit_tokens": Number(645, "tokens", label="AR-Hit tokens"),
+    }
+    own, quantized = {"zeal": 1.0}, {"loss_loss_4_bits": Number(2, "nats per token", "lower", "loss 4 bits")}
+    runs = {"a": {"own": own, "quantize": quantized, "recall": numbers, "loss": {"loss": 1.0}}}
     sections = sections_of(tmp_path, runs | {"b": {"recall": numbers, "position": {"loss": 2.0, "documents": 3.0}}})
     assert list(sections) == ["suite-recall", "suite-position", "suite-quantize", "suite-own"]
     recall = sections["suite-recall"]
@@ -72,17 +77,6 @@ def test_counts_that_are_equal_are_written_once_and_suites_have_an_order(tmp_pat
     assert recall.numbers.rows[0][-1] == Cell("0", "equal")
     assert sections["suite-quantize"].numbers.rows == []  # The charts show the numbers.
     assert [row[0] for row in sections["suite-quantize"].further.rows] == [Cell("loss 4 bits", unit="nats per token")]
-
-
-def test_labels_explain_the_names_of_numbers():
-    labels = [label_of(name, measure_of("quantize", name)) for name in ("loss_loss_4_bits", "loss_perplexity_4_bits")]
-    assert labels == ["loss 4 bits", "loss perplexity 4 bits"]
-    assert label_of("first_a1", measure_of("attention", "first_a1")) == "weight of A1 on the first token"
-    assert axis_label("bits_per_byte", "quantize", "quantize_loss_bits_per_byte") == "bits per byte"
-    assert axis_label("ar_hit_loss", "cache", "cache_recall_ar_hit_loss") == "AR-Hit loss (nats per token)"
-    assert axis_label("accuracy", "icl") == "accuracy (share)"
-    assert axis_label("position, tokens", "position") == "position, tokens"
-    assert axis_label("accuracy", "of_an_extension") == "accuracy"
 
 
 def test_lines_of_several_runs_share_colours_by_name_and_dashes_by_run(tmp_path):

@@ -15,39 +15,39 @@ from difftx.evals.attention.charts import example_charts, layer_charts, part_tab
 from difftx.evals.attention.prompts import chosen_layers, prompts_of
 from difftx.evals.attention.statistics import PARTS, UNSEEN, row_pictures, row_statistics
 from difftx.evals.evaluation import Evaluation
-from difftx.evals.needle.haystack import haystack_files
 from difftx.evals.needle.prompts import NeedleItem, NeedlePrompt
-from difftx.evals.result import Measure, Result
+from difftx.evals.result import Better, Number, Result
 from difftx.evals.suite import Suite
 from difftx.inference import decode
 from difftx.parallel.layout import Layout
 from difftx.training.state import graph
 
 MAX_BINS = 256  # Maximum number of columns of an attention map. Each column of a longer prompt sums several tokens.
-# The measures of `row_statistics` that become `Result.numbers`. Details and charts contain the remaining measures.
-NUMBERS = {
-    "answer": Measure("share", "higher", "weight on the answer"),
-    "others": Measure("share", label="weight on the other needles"),
-    "noise": Measure("share", "lower", "weight on irrelevant text (noise)"),
-    "question": Measure("share", label="weight on the question"),
-    "first": Measure("share", label="weight on the first token"),
-    "answer_signed": Measure("share", label="weight on the answer, with its sign"),
-    "noise_signed": Measure("share", label="weight on noise, with its sign"),
-    "first_signed": Measure("share", label="weight on the first token, with its sign"),
-    "first_a1": Measure("share", label="weight of A1 on the first token"),
-    "first_a2": Measure("share", label="weight of A2 on the first token"),
-    "gini": Measure("", label="Gini coefficient of the weights (0: even)"),
-    "entropy": Measure("nats", label="entropy of the weights"),
-    "l0": Measure("share", label="tokens with a weight above the threshold"),
-    "lambda": Measure("", label="λ"),
-    "cosine_answer": Measure("", label="cosine of A1 and A2 on the answer"),
-    "cosine_noise": Measure("", label="cosine of A1 and A2 on noise"),
-    "kl_answer": Measure("nats", label="KL(A1 ‖ A2) on the answer"),
-    "kl_noise": Measure("nats", label="KL(A1 ‖ A2) on noise"),
-    "cosine_answer_with_first": Measure("", label="cosine of A1 and A2 on the answer and the first token"),
-    "cosine_noise_with_first": Measure("", label="cosine of A1 and A2 on noise and the first token"),
-    "kl_answer_with_first": Measure("nats", label="KL(A1 ‖ A2) on the answer and the first token"),
-    "kl_noise_with_first": Measure("nats", label="KL(A1 ‖ A2) on noise and the first token"),
+# The measures of `row_statistics` that become `Result.numbers`, each with its unit, better direction and label. Details
+# and charts contain the remaining measures.
+NUMBERS: dict[str, tuple[str, Better, str]] = {
+    "answer": ("share", "higher", "weight on the answer"),
+    "others": ("share", None, "weight on the other needles"),
+    "noise": ("share", "lower", "weight on irrelevant text (noise)"),
+    "question": ("share", None, "weight on the question"),
+    "first": ("share", None, "weight on the first token"),
+    "answer_signed": ("share", None, "weight on the answer, with its sign"),
+    "noise_signed": ("share", None, "weight on noise, with its sign"),
+    "first_signed": ("share", None, "weight on the first token, with its sign"),
+    "first_a1": ("share", None, "weight of A1 on the first token"),
+    "first_a2": ("share", None, "weight of A2 on the first token"),
+    "gini": ("", None, "Gini coefficient of the weights (0: even)"),
+    "entropy": ("nats", None, "entropy of the weights"),
+    "l0": ("share", None, "tokens with a weight above the threshold"),
+    "lambda": ("", None, "λ"),
+    "cosine_answer": ("", None, "cosine of A1 and A2 on the answer"),
+    "cosine_noise": ("", None, "cosine of A1 and A2 on noise"),
+    "kl_answer": ("nats", None, "KL(A1 ‖ A2) on the answer"),
+    "kl_noise": ("nats", None, "KL(A1 ‖ A2) on noise"),
+    "cosine_answer_with_first": ("", None, "cosine of A1 and A2 on the answer and the first token"),
+    "cosine_noise_with_first": ("", None, "cosine of A1 and A2 on noise and the first token"),
+    "kl_answer_with_first": ("nats", None, "KL(A1 ‖ A2) on the answer and the first token"),
+    "kl_noise_with_first": ("nats", None, "KL(A1 ‖ A2) on noise and the first token"),
 }
 
 
@@ -78,7 +78,9 @@ def evaluate(evaluation: Evaluation) -> Result:
     tokens_per_bin = -(-len(example.tokens) // MAX_BINS)
     maps = _maps(evaluation, graphdef, example, layers, tokens_per_bin)
     return Result(
-        numbers={name: float(np.mean(by_layer[name][layers])) for name in NUMBERS if name in means},
+        numbers={
+            name: Number(np.mean(by_layer[name][layers]), *said) for name, said in NUMBERS.items() if name in means
+        },
         details={
             "prompts_a_depth": settings.samples,
             "needles": case.needles,
@@ -163,11 +165,9 @@ SUITE = Suite(
     evaluate=evaluate,
     reads=("needle",),
     check=prompts_of,
-    files=haystack_files,
     quantizable=False,
     revision=1,
     title="Attention weights",
     explanation="Where the last token of a prompt looks: at the requested answer, or at irrelevant text (noise). "
     "Differential attention is meant to move weight from noise to the answer.",
-    measures=NUMBERS,
 )

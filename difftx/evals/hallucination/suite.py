@@ -10,12 +10,11 @@ from difftx.evals.evaluation import Evaluation
 from difftx.evals.hallucination import overlap
 from difftx.evals.hallucination.judges import Case, JudgeModel, OfflineJudge, Verdict, endpoint_of
 from difftx.evals.hallucination.prompts import STOP, HallucinationItem, HallucinationSet
-from difftx.evals.result import Heatmap, LineChart, Measure, Result
+from difftx.evals.result import Heatmap, LineChart, Number, Result
 from difftx.evals.suite import Suite
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY
 from difftx.parallel.multihost import decide_on_primary
-from difftx.storage.paths import path_of
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS
 from difftx.training.run import Run
 
@@ -52,7 +51,11 @@ def evaluate(evaluation: Evaluation) -> Result:
             measures[kind] = _mean([measures[name] for name in names])
             tables.append(_table(kind, names, measures, judge))
     return Result(
-        numbers={f"{name}_{measure}": value for name, of_set in measures.items() for measure, value in of_set.items()},
+        numbers={
+            f"{name}_{measure}": _number(measure, value)
+            for name, of_set in measures.items()
+            for measure, value in of_set.items()
+        },
         details={"judge": judge.name, **judge.details(), "sets": entries},
         charts=tables,
     )
@@ -127,6 +130,12 @@ def _mean(items: Sequence[Measures]) -> Measures:
     return {name: statistics.fmean(measures[name] for measures in items if name in measures) for name in names}
 
 
+def _number(measure: str, value: float) -> Number:
+    unit = {"answer_tokens": "per answer", "answer_words": "per answer", "recall": ""}.get(measure, "share")
+    is_quality = measure.startswith("accuracy_") or measure in [name for name, _, _ in AGREEMENT.values()]
+    return Number(value, unit, "higher" if is_quality else None)
+
+
 def _table(kind: str, names: Sequence[str], measures: dict[str, Measures], judge: Judge) -> Heatmap:
     """Return Table 4 of the paper for the sets of one kind, with rates of answers and agreement with references."""
     agreement, agreement_label, _ = AGREEMENT[kind]
@@ -155,23 +164,7 @@ def _table(kind: str, names: Sequence[str], measures: dict[str, Measures], judge
 SUITE = Suite(
     evaluate=evaluate,
     check=sets_and_judge,
-    files=lambda config: [path_of("eval.hallucination.sets", one.path) for one in config.eval.hallucination.sets],
     endpoint=lambda config: config.eval.hallucination.judge_model and endpoint_of(config.eval.judge),
     title="Hallucinations",
     explanation="Share of summaries and answers that a judge finds accurate, given the document that they are about.",
-    measures={
-        "<set or kind>_accuracy_by_<judge>": Measure("share", "higher"),
-        "<set or kind>_accuracy_when_answered_by_<judge>": Measure("share", "higher"),
-        "<set or kind>_answer_rate": Measure("share"),
-        "<set or kind>_abstention_rate": Measure("share"),
-        "<set or kind>_empty_rate": Measure("share"),
-        "<set or kind>_answer_tokens": Measure("per answer"),
-        "<set or kind>_answer_words": Measure("per answer"),
-        "<set or kind>_unfinished_rate": Measure("share"),
-        "<set or kind>_rouge_l": Measure("share", "higher"),
-        "<set or kind>_f1": Measure("share", "higher"),
-        "<set or kind>_recall": Measure(""),
-        "<set or kind>_documents_cut": Measure("share"),
-        "<set or kind>_reference_in_document": Measure("share"),
-    },
 )

@@ -14,7 +14,6 @@ optional. Rows that do not match `FORMS` are refused, since their scores would n
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +70,6 @@ def splits(*, task: str, data_path: str, num_fewshot: int, list_field: str, test
     }
     datasets = import_extra("datasets", "eval")
     return {name: datasets.Dataset.from_dict(values) for name, values in columns.items()}
-
-
-def data_files(data_path: str, tasks: Sequence[str]) -> list[Path]:
-    """Return the files in a folder that belong to the given tasks."""
-    files = Path(data_path).glob("*.jsonl*")
-    return sorted(path for path in files if path.name.split(".")[0].rpartition("_")[0] in tasks)
 
 
 def _read(folder: Path, task: str, split: str, examine: Any) -> list[dict[str, Any]]:

@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from difftx.config import Config
 from difftx.config.eval import HarnessConfig
 from difftx.errors import UserError, closest
 from difftx.evals import check_suites
 from difftx.evals.evaluation import Evaluation
-from difftx.evals.harness.data import FORMS, data_files
-from difftx.evals.result import Heatmap, Measure, Result
+from difftx.evals.harness.data import FORMS
+from difftx.evals.result import Better, Heatmap, Number, Result
 from difftx.evals.suite import Suite
 
 # The paper does not name its metrics. With these, Table 1's row of OpenLLaMA-3B-v2 equals the scores in the README of
@@ -49,14 +48,6 @@ def evaluate(evaluation: Evaluation) -> Result:
         fewshot_random_seed=settings.seed,
     )
     return _result(list(tasks), lm_eval_results, model.truncated, _guesses(tasks))
-
-
-def files(config: Config) -> list[Path]:
-    """Return the files of the tasks and of their data."""
-    settings = config.eval.harness
-    data = [] if settings.data_path is None else data_files(settings.data_path, settings.tasks)
-    others = [] if settings.include_path is None else sorted(Path(settings.include_path).rglob("*"))
-    return data + [path for path in others if path.suffix in (".yaml", ".py")]
 
 
 def load_tasks(settings: HarnessConfig) -> tuple[Any, dict[str, Any]]:
@@ -156,49 +147,47 @@ def _result(
     guessed = {task: {"acc": guess, "acc_norm": guess} for task, guess in guesses.items()}
     by_guessing = averages({task: guessed[task] for task in rows}) if rows.keys() <= guessed.keys() else {}
     by_guessing |= {f"{task}_{metric}": value for task in guessed for metric, value in guessed[task].items()}
-    chance = {name: value for name, value in by_guessing.items() if name in numbers}
-    return Result(numbers=numbers, chance=chance, details=details, charts=[table] if rows else [])
+    numbers = {name: number.but(chance=by_guessing.get(name)) for name, number in numbers.items()}
+    return Result(numbers=numbers, details=details, charts=[table] if rows else [])
 
 
-def averages(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+def averages(rows: Mapping[str, Mapping[str, float]]) -> dict[str, Number]:
     """Return the mean scores over tasks, where `acc` replaces a missing `acc_norm`.
 
     `average_paper`, the "Avg" of the paper's Tables 1 and 8, exists only if all of `PAPER_METRICS` were evaluated.
     """
-    numbers = {}
+    scores = {}
     if rows:
-        numbers["average_acc"] = float(np.mean([row["acc"] for row in rows.values()]))
-        numbers["average_acc_norm"] = float(np.mean([row.get("acc_norm", row["acc"]) for row in rows.values()]))
+        scores["average_acc"] = [row["acc"] for row in rows.values()]
+        scores["average_acc_norm"] = [row.get("acc_norm", row["acc"]) for row in rows.values()]
     if PAPER_METRICS.keys() <= rows.keys():
-        numbers["average_paper"] = float(np.mean([rows[task][metric] for task, metric in PAPER_METRICS.items()]))
-    return numbers
+        scores["average_paper"] = [rows[task][metric] for task, metric in PAPER_METRICS.items()]
+    return {name: Number(np.mean(values), "share", "higher") for name, values in scores.items()}
 
 
-def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(values: Mapping[str, Any]) -> dict[str, Number]:
     """Return a task's numbers by metric: lm-eval's "acc,none" becomes "acc", and other filters append "_<filter>"."""
     numbers = {}
     for name, value in values.items():
         metric, comma, filter_ = name.partition(",")
         if comma and isinstance(value, int | float | np.number):
-            numbers[metric if filter_ == "none" else f"{metric}_{filter_}"] = float(value)
+            numbers[metric if filter_ == "none" else f"{metric}_{filter_}"] = Number(value, *_said_of(metric))
     return numbers
 
 
-_ACCURACIES = ("acc", "acc_norm", "exact_match", "f1")
+def _said_of(metric: str) -> tuple[str, Better]:
+    """Return unit and better direction of a metric of lm-eval. Further metrics than these have neither."""
+    if metric.removesuffix("_stderr").endswith(("acc", "acc_norm", "exact_match", "f1")):
+        return "share", None if metric.endswith("_stderr") else "higher"
+    if metric.endswith("bits_per_byte"):
+        return "bits per byte", "lower"
+    return "", "lower" if metric.endswith("perplexity") else None
+
+
 SUITE = Suite(
     evaluate=evaluate,
     check=lambda run: load_tasks(run.config.eval.harness),
-    files=files,
     revision=2,
     title="Tasks of lm-eval",
     explanation="Share of multiple-choice questions in which the right choice is the most likely.",
-    # lm-eval has tasks with further metrics. These numbers have no unit.
-    measures={
-        **{f"<task>_{name}_stderr{end}": Measure("share") for end in ("", "_<filter>") for name in _ACCURACIES},
-        **dict.fromkeys(("average_acc", "average_acc_norm", "average_paper"), Measure("share", "higher")),
-        **{f"<task>_{name}{end}": Measure("share", "higher") for end in ("", "_<filter>") for name in _ACCURACIES},
-        "<task>_perplexity": Measure("", "lower"),
-        "<task>_bits_per_byte": Measure("bits per byte", "lower"),
-    },
-    # The tasks in `include_path` may read files of data, whose contents are not recorded.
 )

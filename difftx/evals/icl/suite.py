@@ -5,14 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from difftx.config import Config
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.icl.prompts import IclItem, IclTask
-from difftx.evals.result import LineChart, Measure, ReferenceLine, Result, ScatterChart, Series
+from difftx.evals.result import LineChart, Number, ReferenceLine, Result, ScatterChart, Series
 from difftx.evals.suite import Suite
 from difftx.inference.score import most_likely
-from difftx.storage.paths import AnyPath, path_of
 from difftx.training.run import Run
 
 type Accuracies = dict[tuple[str, int], list[float]]  # (order, number of demonstrations) → accuracy per permutation.
@@ -23,7 +21,7 @@ ROUNDING = 1e-9  # Tolerance for rounding errors in accuracies.
 
 def evaluate(evaluation: Evaluation) -> Result:
     """Choose the most likely label for each question. Accuracy is the share of right labels."""
-    numbers, chance, details, charts = {}, {}, {}, []
+    numbers, details, charts = {}, {}, []
     for task in tasks_of(evaluation.run):
         accuracies = _accuracies(evaluation, task)
         x = [float(shots) for shots in task.shots]
@@ -37,23 +35,22 @@ def evaluate(evaluation: Evaluation) -> Result:
             start = first_stable(means)
             stable = float(np.mean(means[start:]))
             numbers |= {
-                f"{task.name}_{order}_accuracy": means[-1],
-                f"{task.name}_{order}_margin": high[-1] - low[-1],
-                f"{task.name}_{order}_stable_accuracy": stable,
-                f"{task.name}_{order}_stable_shots": x[start],
+                f"{task.name}_{order}_accuracy": Number(means[-1], "share", "higher", chance=guess),
+                f"{task.name}_{order}_margin": Number(high[-1] - low[-1], "share", "lower"),
+                f"{task.name}_{order}_stable_accuracy": Number(stable, "share", "higher", chance=guess),
+                f"{task.name}_{order}_stable_shots": Number(x[start], "demonstrations"),
             }
             by_shots.append(Series(name=order, x=x, y=means, low=low, high=high))
             averages.append(Series(name=f"{order}, average once stable", x=x[start:], y=[stable] * len(x[start:])))
             by_permutation.append(Series(name=order, x=[float(i) for i in range(len(found[-1]))], y=found[-1]))
-            chance |= {f"{task.name}_{order}_{measure}": guess for measure in ("accuracy", "stable_accuracy")}
-        numbers[f"{task.name}_shots"] = x[-1]
+        numbers[f"{task.name}_shots"] = Number(x[-1], "demonstrations")
         permutations = [0.0, max(line.x[-1] for line in by_permutation)]
         charts += [
             LineChart(  # Figure 6 of the paper.
                 name=f"icl_{task.name}",
                 title=f"{task.name}: accuracy, mean and range over permutations",
                 x_label="demonstrations",
-                y_label="accuracy",
+                y_label="accuracy (share)",
                 series=[*by_shots, *averages, _guessing([x[0], x[-1]], guess)],
                 log_x=True,
             ),
@@ -61,11 +58,11 @@ def evaluate(evaluation: Evaluation) -> Result:
                 name=f"icl_{task.name}_permutations",
                 title=f"{task.name}: permutations of {task.shots[-1]} demonstrations",
                 x_label="permutation",
-                y_label="accuracy",
+                y_label="accuracy (share)",
                 series=[*by_permutation, _guessing(permutations, guess)],
             ),
         ]
-    return Result(numbers=numbers, chance=chance, details={"tasks": details}, charts=charts)
+    return Result(numbers=numbers, details={"tasks": details}, charts=charts)
 
 
 def _guessing(x: Sequence[float], accuracy: float) -> ReferenceLine:
@@ -85,10 +82,6 @@ def tasks_of(run: Run) -> list[IclTask]:
     if not run.config.eval.icl.tasks:
         raise UserError("suite 'icl': eval.icl.tasks is empty; name files of examples, see docs/config.md")
     return [IclTask(run, config) for config in run.config.eval.icl.tasks]
-
-
-def _files(config: Config) -> list[AnyPath]:
-    return [path_of("eval.icl.tasks", path) for task in config.eval.icl.tasks for path in (task.train, task.test)]
 
 
 def _accuracies(evaluation: Evaluation, task: IclTask) -> Accuracies:
@@ -123,16 +116,8 @@ def _details(task: IclTask, accuracies: Accuracies) -> dict[str, Any]:
 SUITE = Suite(
     evaluate=evaluate,
     check=tasks_of,
-    files=_files,
     title="Learning from demonstrations",
     explanation="Accuracy of classification with demonstrations in the prompt. The margin is the best minus the worst "
     "accuracy over permutations of the same demonstrations, so a small margin means that the order matters little.",
-    measures={
-        "<task>_<order>_stable_accuracy": Measure("share", "higher"),
-        "<task>_<order>_accuracy": Measure("share", "higher"),
-        "<task>_<order>_margin": Measure("share", "lower"),
-        "<task>_<order>_stable_shots": Measure("demonstrations"),
-        "<task>_shots": Measure("demonstrations"),
-    },
     revision=1,
 )

@@ -10,13 +10,11 @@ import dataclasses
 
 import numpy as np
 
-from difftx.config import Config
 from difftx.config.eval import MathTaskConfig
 from difftx.errors import UserError
 from difftx.evals.math.formats import Problem, read_problems
 from difftx.inference.generate import Request
 from difftx.inference.sampling import derived_seed
-from difftx.storage.paths import AnyPath, path_of
 from difftx.training.run import Run
 
 STOP = ("\nQuestion:",)  # After its answer, the model may continue with a new problem.
@@ -85,10 +83,3 @@ class MathTask:
         answer = f"The answer is ${problem.answer}$." if problem.latex else f"The answer is {problem.answer}."
         reasoning = f"{problem.solution} " if self._settings.chain_of_thought else ""
         return f"Question: {problem.question}\nAnswer: {reasoning}{answer}\n\n"
-
-
-def files(config: Config) -> list[AnyPath]:
-    """Return the files with the problems, and those with the demonstrations unless `eval.math.shots` is 0."""
-    read = config.eval.math.shots > 0
-    paths = [path for task in config.eval.math.tasks for path in (task.test, task.train if read else None) if path]
-    return [path_of("eval.math.tasks", path) for path in paths]

@@ -11,8 +11,8 @@ from difftx.errors import UserError, import_extra
 from difftx.evals import check_suites
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.math.formats import Problem, last_boxed
-from difftx.evals.math.prompts import STOP, MathItem, MathTask, files
-from difftx.evals.result import LineChart, Measure, Result, Series
+from difftx.evals.math.prompts import STOP, MathItem, MathTask
+from difftx.evals.result import Better, LineChart, Number, Result, Series
 from difftx.evals.suite import Suite
 from difftx.inference.generate import generate
 from difftx.inference.sampling import Sampling
@@ -22,6 +22,12 @@ ANSWER = re.compile(r"(?:answer is:?|####)\s*", re.IGNORECASE)  # "####" precede
 # Time limit of math-verify to parse or compare expressions. An answer that takes longer counts as wrong. math-verify
 # uses SIGALRM, which works only in the main thread.
 SECONDS = 5
+# Metric of a task → unit and better direction.
+METRICS: dict[str, tuple[str, Better]] = {
+    "accuracy": ("share", "higher"),
+    "tokens": ("tokens", None),
+    "truncated": ("share", None),
+}
 PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
 SHOWN = 3  # Number of answers per task in the details, each truncated to `SHOWN_CHARACTERS`.
 SHOWN_CHARACTERS = 4000
@@ -52,12 +58,12 @@ def evaluate(evaluation: Evaluation) -> Result:
             ],
         }
         lines.append(Series(name=task.name, x=[float(value) for value in PERCENTILES], y=percentiles))
+    averages = {metric: float(np.mean([of_task[metric] for of_task in by_task.values()])) for metric in METRICS}
     numbers = {
-        f"average_{metric}": float(np.mean([of_task[metric] for of_task in by_task.values()]))
-        for metric in ("accuracy", "tokens", "truncated")
+        f"{name}_{metric}": Number(of_task[metric], *said)
+        for name, of_task in ({"average": averages} | by_task).items()
+        for metric, said in METRICS.items()
     }
-    for name, of_task in by_task.items():
-        numbers |= {f"{name}_{metric}": value for metric, value in of_task.items()}
     chart = LineChart(
         name="math_tokens", title="Length of answers", x_label="percentile of answers", y_label="tokens", series=lines
     )
@@ -129,13 +135,7 @@ def _answers(evaluation: Evaluation, task: MathTask) -> list[tuple[MathItem, dic
 SUITE = Suite(
     evaluate=evaluate,
     check=open_tasks,
-    files=files,
     revision=1,
     title="Word problems",
     explanation="Share of problems with the right final answer, and the length of the answers.",
-    measures={
-        **dict.fromkeys(("average_accuracy", "<set>_accuracy"), Measure("share", "higher")),
-        **dict.fromkeys(("average_tokens", "<set>_tokens"), Measure("tokens")),
-        **dict.fromkeys(("average_truncated", "<set>_truncated"), Measure("share")),
-    },
 )

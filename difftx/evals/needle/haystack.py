@@ -3,17 +3,14 @@
 
 import dataclasses
 import re
-from collections.abc import Sequence
 
 import numpy as np
 
-from difftx.config import Config
 from difftx.data.packing import PackedRows
-from difftx.data.sources import may_be_store, open_split, read_texts, text_files
-from difftx.data.store import META
+from difftx.data.sources import may_be_store, open_split, read_texts
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import UserError
-from difftx.storage.paths import AnyPath, path_of
+from difftx.storage.paths import path_of
 from difftx.training.run import Run
 
 FIELD = "eval.needle.haystack"
@@ -102,12 +99,3 @@ def read_haystack(run: Run, *, longest: int) -> np.ndarray:
     if not len(tokens):
         raise UserError(f"{FIELD}={path!r}: there is no text; use a file that contains text")
     return tokens
-
-
-def haystack_files(config: Config) -> Sequence[AnyPath]:
-    """Return the haystack's files. For a token store, that is only its metadata file, which has the others' hashes."""
-    path = config.eval.needle.haystack
-    if path is None:
-        return []
-    folder = path_of(FIELD, path)
-    return [folder / META] if may_be_store(folder) else text_files(path, FIELD)

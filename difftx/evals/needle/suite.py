@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from difftx.evals.evaluation import Evaluation
-from difftx.evals.needle.haystack import haystack_files
 from difftx.evals.needle.prompts import NeedleItem, NeedlePrompts
-from difftx.evals.result import Heatmap, Measure, Result
+from difftx.evals.result import Heatmap, Number, Result
 from difftx.evals.suite import Suite
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY
@@ -39,7 +38,6 @@ def evaluate(evaluation: Evaluation) -> Result:
     numbers = _numbers(prompts, accuracy_LCD, "") | _numbers(prompts, lwm_accuracy_LCD, "_lwm")
     return Result(
         numbers=numbers,
-        chance=dict.fromkeys(numbers, 0.0),  # Numbers have so many digits that one guess in millions is right.
         details={
             "haystack_tokens": prompts.haystack_tokens,
             "samples_a_cell": settings.samples,
@@ -67,12 +65,13 @@ def lwm_share_found(text: str, numbers: Sequence[str]) -> float:
     return sum(number in text for number in numbers) / len(numbers)
 
 
-def _numbers(prompts: NeedlePrompts, accuracy_LCD: np.ndarray, suffix: str) -> dict[str, float]:
-    numbers = {f"accuracy{suffix}": float(np.mean(accuracy_LCD))}
+def _numbers(prompts: NeedlePrompts, accuracy_LCD: np.ndarray, suffix: str) -> dict[str, Number]:
+    values = {f"accuracy{suffix}": np.mean(accuracy_LCD)}
     for case, mean_L in zip(prompts.cases, accuracy_LCD.mean(axis=2).T.tolist(), strict=True):
         for length, mean in zip(prompts.lengths, mean_L, strict=True):
-            numbers[f"n{case.needles}_r{case.queries}_{length}{suffix}"] = mean
-    return numbers
+            values[f"n{case.needles}_r{case.queries}_{length}{suffix}"] = mean
+    # Needles have so many digits that one guess in millions is right.
+    return {name: Number(value, "share", "higher", chance=0.0) for name, value in values.items()}
 
 
 def _charts(prompts: NeedlePrompts, accuracy_LCD: np.ndarray) -> list[Heatmap]:
@@ -102,13 +101,10 @@ def _charts(prompts: NeedlePrompts, accuracy_LCD: np.ndarray) -> list[Heatmap]:
     return charts
 
 
-_BY_CASE = "n<needles>_r<requested>_<length>"
 SUITE = Suite(
     evaluate=evaluate,
     check=NeedlePrompts,
-    files=haystack_files,
     title="Needles in a haystack",
     explanation="Share of numbers that the model retrieves from sentences hidden in a long text.",
-    measures=dict.fromkeys(("accuracy", "accuracy_lwm", _BY_CASE, f"{_BY_CASE}_lwm"), Measure("share", "higher")),
     revision=1,
 )

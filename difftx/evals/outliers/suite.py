@@ -24,7 +24,7 @@ from difftx.evals.outliers.order_statistics import (
     slots_for,
     summed,
 )
-from difftx.evals.result import Measure, Result
+from difftx.evals.result import Number, Result
 from difftx.evals.suite import Suite
 from difftx.kernels import xla
 from difftx.model.architectures import heads_of
@@ -47,11 +47,11 @@ def evaluate(evaluation: Evaluation) -> Result:
     statistics = order_statistics(count, KINDS, settings.ranks, field="eval.outliers.ranks")
     model, numbers = run.config.model, {}
     for kind, found in statistics.items():
-        numbers |= {f"{kind}_top_{rank}": value for rank, value in found.top.items()}
-        numbers[f"{kind}_median"] = found.median
+        numbers |= {f"{kind}_top_{rank}": Number(value, better="lower") for rank, value in found.top.items()}
+        numbers[f"{kind}_median"] = Number(found.median)
     tokens = statistics["hidden"].count // (model.num_layers * model.d_model)
     counts = {kind: found.count for kind, found in statistics.items()}
-    return Result(numbers={**numbers, "tokens": float(tokens)}, details={"values": counts})
+    return Result(numbers={**numbers, "tokens": Number(tokens, "tokens")}, details={"values": counts})
 
 
 def _count(evaluation: Evaluation, digits: Mapping[str, Digit], what: str) -> dict[str, np.ndarray]:
@@ -145,10 +145,5 @@ SUITE = Suite(
     title="Activation outliers",
     explanation="Largest and median magnitude of attention logits and hidden states. Large outliers make quantisation "
     "hard.",
-    measures={
-        **dict.fromkeys(("hidden_median", "logits_median"), Measure("")),
-        **dict.fromkeys(("hidden_top_<rank>", "logits_top_<rank>"), Measure("", "lower")),
-        "tokens": Measure("tokens"),
-    },
     revision=1,
 )
