@@ -324,12 +324,12 @@ def cause_of(error: Exception) -> str:
 
 @contextlib.contextmanager
 def requests_of_tensorstore(path: "epath.Path", verb: str) -> Iterator[None]:
-    """Raise `UnreadableError` if a request of TensorStore, or of gcsfs in orbax, fails in the block."""
+    """Raise `UnreadableError` if a request of TensorStore fails in the block."""
     try:
         yield
-    except (UserError, UnreadableError):
+    except UserError:
         raise
-    except Exception as error:  # gcsfs raises errors of several HTTP libraries.
+    except (ValueError, TimeoutError) as error:
         raise UnreadableError(f"{path} cannot be {verb}: {cause_of(error)}; run the same command again") from error
 
 
