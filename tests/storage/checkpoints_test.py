@@ -3,13 +3,16 @@
 The same tests run on a local disk, on Google Cloud Storage and on S3.
 """
 
-import resource
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from conftest import ROOT
 from etils import epath
 from helpers.training_checkpoints import LOADER, check, edit_manifest, flip_a_bit, largest_file, put, restored, state_at
 
@@ -208,17 +211,25 @@ def test_orbax_restores_the_arrays(trainer, save, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def test_a_full_disk_ends_a_save_in_one_line(tmp_path, mesh_of, capfd):
-    sharding = jax.NamedSharding(mesh_of(fsdp=8), jax.P("fsdp"))
-    tree = {f"a{i}": jax.device_put(jax.random.normal(jax.random.key(i), (512, 256)), sharding) for i in range(12)}
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
-        with pytest.raises(RunError, match="cannot be written: File too large"):
-            arrays.start_write(tmp_path, tree)()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert capfd.readouterr() == ("", "")
+WRITE_TO_A_FULL_DISK = """
+import pathlib, resource, sys
+import jax
+from difftx.training.checkpoint import arrays
+sharding = jax.NamedSharding(jax.make_mesh((4,), ("data",)), jax.P("data"))
+tree = {f"a{i}": jax.device_put(jax.random.normal(jax.random.key(i), (400, 1000)), sharding) for i in range(12)}
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, -1))
+try:
+    arrays.start_write(pathlib.Path(sys.argv[1]), tree)()
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_ends_a_save_in_one_line(tmp_path):
+    command = [sys.executable, "-c", WRITE_TO_A_FULL_DISK, tmp_path]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert (ended.stdout, ended.stderr) == (f"{tmp_path} cannot be written: File too large\n", "")
 
 
 # What a save, a quarantine or a removal asks of the storage, in the module that calls it.
