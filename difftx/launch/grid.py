@@ -101,7 +101,7 @@ def _check_names(path: str, argument: str, form: str, slots: Sequence[str], grid
     fields = [field for field, _ in marks(Config)]
     for name in grid:
         if name not in (*slots, "seed", *fields):
-            meant = closest(name, slots) or field_named(name)
+            meant = closest(name, slots) or field_named(name) or field_named(name.rpartition(".")[2])
             hint = f" Did you mean {meant!r}?" if meant else did_you_mean(name, [*slots, "seed", *fields])
             raise UserError(f"--grid {name}=…: no such name.{hint}")
     missing = [slot for slot in slots if slot not in grid]

@@ -35,7 +35,7 @@ def test_imported_run_supports_eval_generate_and_init_from(text_file, tmp_path):
     base |= {"data.path": str(text_file), "eval.loss_tokens": "512", "logging.tensorboard": "false"}
     flags = ["--config=configs/quickstart.py:diff", *(f"--config.{name}={value}" for name, value in base.items())]
     where = ["--from=hf", "--to=difftx", f"--input={FIXTURES / 'diff'}", f"--out={workdir}"]
-    assert "a run of step 0, diff: 3 layers, 4 heads" in run("difftx", "convert", *where, *flags)
+    assert "a run of step 0, diff: 3 layers, 4 differential heads" in run("difftx", "convert", *where, *flags)
 
     run("eval.py", f"--workdir={workdir}", "--suite=loss")
     numbers = json.loads((workdir / "evals" / "loss" / "0.json").read_text())["numbers"]

@@ -75,7 +75,9 @@ def write_everything(workdir, architecture, offset):
     write_result(workdir, "attention", STEPS, {"sink": 0.25}, [ATTENTION])
     samples = [{"prompt": EVIL, "completion": f"</pre>{EVIL} of {architecture}"}]
     write_result(workdir, "sample", STEPS, {"new_tokens": 20.0}, details={"samples": samples})
-    write_result(workdir, "recall", STEPS, {"ar_hit_loss": 3.0 - offset, "others_loss": 1.0 + offset})
+    losses = {"ar_hit_loss": 3.0 - offset, "others_loss": 1.0 + offset}
+    measured = {name: Number(value, "nats per token", "lower") for name, value in losses.items()}
+    write_result(workdir, "recall", STEPS, measured)
     return workdir
 
 
