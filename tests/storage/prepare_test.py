@@ -277,8 +277,8 @@ def test_one_prepare_per_folder(bucket, monkeypatch):
         pass
     with open_job(job, {}, []) as owner:
         owner.check()
-        owner = {"id": "x", "host": "h", "machine": [], "pid": 1, "start": "", "takeover_seconds": 1}
-        objects.write(job.work / "lock", json.dumps({"owner": owner}).encode())
+        other = {"id": "x", "host": "h", "machine": [], "pid": 1, "start": "", "takeover_seconds": 1}
+        objects.write(job.work / "lock", json.dumps({"owner": other}).encode())
         time.sleep(1.5)
         with pytest.raises(RunError, match="process 1 on h has taken this folder over"):
             owner.check()
