@@ -53,7 +53,7 @@ def parameter_metadata(config: ModelConfig, name: str, default: Any) -> Any:
     - `is_vector`: True for parameters without weight decay, such as norm gains.
     - `is_lambda`: True for λ vectors.
     - `is_constant`: True for parameters that training does not change.
-    - `is_progress`: True for scalars that grow from 0 to 1 over `model.anneal_steps` updates.
+    - `is_progress`: True for scalars that grow from 0 to 1 over `anneal_steps` updates.
     - `matrix_axes`: the input axes and the output axes of a linear map, two tuples of negative integers.
     """
     values = jax.tree.map(

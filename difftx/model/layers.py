@@ -150,7 +150,7 @@ def constant(value: jax.Array) -> nnx.Param:
 
 
 def progress(layout: Layout) -> nnx.Param:
-    """Return a scalar that the optimizer raises linearly from 0 to 1 over `model.anneal_steps` updates.
+    """Return a scalar that the optimizer raises linearly from 0 to 1 over `anneal_steps` updates.
 
     As a parameter, it is saved, restored and averaged with the weights. The layer must apply `jax.lax.stop_gradient`
     to it.
