@@ -90,8 +90,8 @@ def _ranked(devices: str, config: Config, recorded: Ranking | None) -> Ranking |
     values = flat(values_of(config))
     # The config that a run records has other values of the preset's fields than the config on the command line.
     set_by_preset = fields_with(Config, Flag.PRESET) if config.mesh.preset == "auto" else []
-    determining = fields_with(Config, Effect.SHAPES, Effect.FUNCTION, Flag.KERNEL)
-    fields = {name: values[name] for name in determining if name not in set_by_preset}
+    determining = {*fields_with(Config, Effect.SHAPES, Effect.FUNCTION, Flag.KERNEL)}.difference(set_by_preset)
+    fields = {name: value for name, value in values.items() if name in determining}
     conditions = {
         "devices": devices,
         "versions": ", ".join(f"{name} {version}" for name, version in package_versions().items() if name in COMPILERS),

@@ -323,9 +323,9 @@ def _output_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Return the fields of two groups `model` that change the outputs of the same parameters, as "name: old → new"."""
     before, after = flat(old), flat(new)
     return [
-        f"model.{name}: {before[name]} → {after[name]}"
+        f"model.{name}: {before.get(name)} → {after.get(name)}"
         for name in fields_with(ModelConfig, Effect.FUNCTION)
-        if name in before and before[name] != after[name]
+        if before.get(name) != after.get(name)
     ]
 
 
