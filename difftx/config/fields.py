@@ -102,8 +102,8 @@ def add_group(parent: type[Extensible], name: str, group: type) -> None:
 
 
 def added_groups(parent: type) -> Mapping[str, type]:
-    """Return the groups that have been added to a group, by field name."""
-    return _added.get(parent, {})
+    """Return the groups that have been added to a group, by field name, in an order that imports do not change."""
+    return dict(sorted(_added.get(parent, {}).items()))
 
 
 def find_groups(parent: type[Extensible], find: Callable[[str], type | None]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from difftx.config import Config
+from difftx.config.build import annotation_of
 from difftx.config.fields import marks
 from difftx.config.recipes import argument_of, load_config, split_spec
 from difftx.config.synonyms import field_named
@@ -98,12 +99,14 @@ def make_points(
 
 
 def _check_names(path: str, argument: str, form: str, slots: Sequence[str], grid: Mapping[str, Sequence[str]]) -> None:
-    fields = [field for field, _ in marks(Config)]
-    for name in grid:
-        if name not in (*slots, "seed", *fields):
+    for name in [name for name in grid if name not in (*slots, "seed")]:
+        try:
+            annotation_of(name)  # Also finds the groups of architectures.
+        except UserError as error:
             meant = closest(name, slots) or field_named(name) or field_named(name.rpartition(".")[2])
+            fields = (field for field, _ in marks(Config))
             hint = f" Did you mean {meant!r}?" if meant else did_you_mean(name, [*slots, "seed", *fields])
-            raise UserError(f"--grid {name}=…: no such name.{hint}")
+            raise UserError(f"--grid {name}=…: no such name.{hint}") from error
     missing = [slot for slot in slots if slot not in grid]
     if len(missing) < len(slots):
         if argument:

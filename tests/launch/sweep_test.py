@@ -360,6 +360,11 @@ def test_a_grid_of_fields_keeps_the_argument_of_the_config():
     assert points[3].config.model.lambda_init == 0.8
 
 
+def test_a_grid_may_name_the_fields_of_an_architecture():
+    points = make_points("configs/quickstart.py:top_k", parse_grid(["model.top_k.k=4,8"]), {})
+    assert [point.config.model.own.k for point in points] == [4, 8]
+
+
 def test_two_arms_of_a_recipe_may_be_equal():
     """The best gain of diff-gain on novels is 1, as that of diff-plain. `make reproduce` trains both."""
     first, second = make_points("configs/controls.py", parse_grid(["task=novels", "arm=diff-gain,diff-plain"]), {})

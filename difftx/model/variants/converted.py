@@ -16,7 +16,7 @@ from difftx.model.layers import constant, linear, progress, projection, vector
 
 
 class AnnealedConfig(Group):
-    """Architecture zero_branch or dex."""
+    """Settings of the architectures zero_branch and dex."""
 
     anneal_steps: flag.Decoder[affects.Training[Positive[int]]] = 1000
     """Number of updates over which λ grows from 0 to its full value."""

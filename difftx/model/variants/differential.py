@@ -96,14 +96,14 @@ class DiffAttentionV2(Attention):
 
 
 class GdaConfig(Group):
-    """Architecture gda."""
+    """Settings of the architecture gda."""
 
     signal_heads: affects.Shapes[Positive[int] | None] = None
     """Number of signal heads per noise head. `num_heads` counts the signal heads."""
 
 
 class GdlaConfig(GdaConfig):
-    """Architecture gdla."""
+    """Settings of the architecture gdla."""
 
     output_gate: affects.Shapes[bool] = False
     """Whether the output of each head is multiplied by σ(x W_g), one factor per channel."""

@@ -67,7 +67,7 @@ class SinkAttention(OffByOneAttention):
 
 
 class TopKConfig(Group):
-    """Architecture top_k."""
+    """Settings of the architecture top_k."""
 
     k: affects.Function[Positive[int] | None] = None
     """Number of keys that a query attends to."""

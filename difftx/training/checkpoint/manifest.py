@@ -1,7 +1,7 @@
 """The manifest of a checkpoint, `checkpoints/<step>/manifest.json`, which is the checkpoint's commit.
 
 It has the config, the state of the data loader and the guard, and lists the files of the arrays, which lie in a folder
-next to it. A checkpoint exists when its manifest does. During a save and a removal, a note is in its place.
+next to it. A checkpoint exists when its manifest does. A save and a removal first write a note under its name.
 """
 
 import concurrent.futures

@@ -1,4 +1,4 @@
-"""How checkpoints appear, are set aside and disappear, on disks and in buckets (docs/storage_protocol.md).
+"""The protocol of saves, quarantines and removals of checkpoints, on disks and in buckets (docs/storage_protocol.md).
 
 The files of each save lie in a folder of their own below the step's folder, so that the late writes of a process that
 has lost the run cannot change a checkpoint. `manifest.json` in the step's folder names this folder. It is written last,
