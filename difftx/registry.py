@@ -75,11 +75,6 @@ class Registry[T](Mapping[str, T]):
                 hint = did_you_mean(name, self._entries) + EXTENSION_HINT
                 raise UserError(f"{name!r}: no such {self.kind}.{hint}")
 
-    def module_of(self, name: str) -> str | None:
-        """Return the name of the module that has an entry, or None if the entry was registered or is imported."""
-        entry = self._entries[name]
-        return entry.partition(":")[0] if isinstance(entry, str) else None
-
     def __getitem__(self, name: str) -> T:
         self.check([name])
         entry = self._entries[name]

@@ -335,16 +335,7 @@ def test_the_overview_of_commands_imports_only_the_standard_library(flags):
 
 def test_every_command_has_a_module_that_names_it():
     modules = {path.stem for path in (ROOT / "difftx" / "commands").glob("*.py")}
-    others = {
-        "__init__",
-        "checkpoint_actions",
-        "config_reference",
-        "cost",
-        "evaluate",
-        "examination",
-        "flags",
-        "reference",
-    }
+    others = {"__init__", "checkpoint_actions", "cost", "evaluate", "examination", "flags"}
     assert modules - others == set(COMMANDS)
     for name, result in zip(
         COMMANDS, commands().run_together([["difftx", name, "--help"] for name in COMMANDS]), strict=True

@@ -95,8 +95,6 @@ def prune(workdir: AnyPath, keep: int | None, yes: bool) -> None:
     that do not verify or cannot be read are kept. If no checkpoint verifies, none is deleted. With `yes`, raise
     `UserError` while training uses the directory.
     """
-    if keep is not None and keep < 1:
-        raise UserError(f"--keep={keep} must be at least 1")
     config, folder = read_config(workdir), workdir / "checkpoints"
     lock = lock_workdir(workdir, config.multihost, wait_seconds=0) if yes else contextlib.nullcontext()
     with lock as owner:

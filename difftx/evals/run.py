@@ -2,30 +2,34 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from difftx.config import Config
 from difftx.config.eval import EvalConfig
-from difftx.config.fields import types_of, values_of
+from difftx.config.fields import entry_type, marks_of, types_of, values_of
+from difftx.config.flag import Flag
+from difftx.data.sources import may_be_store, text_files
+from difftx.data.store import META
 from difftx.errors import UserError
 from difftx.evals import SUITES
 from difftx.evals.evaluation import Evaluation, ItemJournal
-from difftx.evals.inputs import with_contents
 from difftx.evals.result import Result
-from difftx.files import make_folder, size_of
+from difftx.files import make_folder, open_file, sha256_of, size_of
 from difftx.json_files import json_sha256, read_json
 from difftx.parallel.multihost import is_primary
 from difftx.progress import Work
-from difftx.storage.paths import AnyPath, is_bucket
+from difftx.storage.paths import AnyPath, is_bucket, path_of
 from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.checkpoint.reading import Checkpoint
 from difftx.training.run import Run
 
 # Entries of `dependencies` that a result records, so that the report can compare those of two runs.
 OPTIONS = ("eval", "extensions", "devices", "revision")
+HEADER_BYTES = 2**20  # Longest first line that identifies a large file.
 
 
 def check_run(run: Run, suites: Sequence[str]) -> None:
@@ -127,6 +131,42 @@ def dependencies(run: Run, suite: str) -> dict[str, Any]:
         device = run.mesh.devices.flat[0].device_kind
         depends["devices"] = [device, dict(run.mesh.shape), run.microbatch_rows]
     return depends
+
+
+def with_contents(group: type, values: Mapping[str, Any], fields: Iterable[str]) -> dict[str, Any]:
+    """Return the values of some fields of a group, with the contents of files in place of their paths."""
+    found = {}
+    for name in fields:
+        kind, value = types_of(group)[name], values[name]
+        if value is not None and Flag.LOCATION in marks_of(kind):
+            value = _content(value, is_large=Flag.HEADER in marks_of(kind))
+        elif dataclasses.is_dataclass(kind):
+            value = with_contents(kind, value, value)
+        elif entry := entry_type(kind):
+            value = [with_contents(entry, item, item) for item in value]
+        found[name] = value
+    return found
+
+
+def _content(path: str, *, is_large: bool) -> Any:
+    """Return what identifies the content of a file, the files of a glob, a folder or a store.
+
+    If they cannot be read, return the path: the `check` of the suite reports the error.
+    """
+    try:
+        root = path_of("path", path)
+        if is_large:
+            with open_file(root) as file:
+                return json_sha256(file.readline(HEADER_BYTES).decode(errors="replace"))
+        if not may_be_store(root):
+            # Readers choose the format by the ending of a file's name.
+            return [sha256_of(file) + file.suffix for file in text_files(path)]
+        if size_of(root / META) is not None:  # It has the hashes of the store's other files.
+            return sha256_of(root / META)
+        files = [file for file in Path(path).rglob("*") if file.is_file() and file.parent.name != "__pycache__"]
+        return {str(file.relative_to(path)): sha256_of(file) for file in sorted(files)}
+    except (OSError, UserError):
+        return path
 
 
 def settings_sha256_by_suite(run: Run, suites: Sequence[str]) -> dict[str, str]:

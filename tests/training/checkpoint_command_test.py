@@ -125,7 +125,7 @@ def test_prune_never_deletes_the_last_valid_checkpoint(workdir, capsys):
 def test_usage_errors_print_one_line_and_exit_with_2(workdir, tmp_path):
     for arguments, message in (
         (["ls", "--workdir=nowhere"], "--workdir=nowhere: no checkpoints there"),
-        (["prune", "--keep=0", f"--workdir={workdir}"], "--keep=0 must be at least 1"),
+        (["prune", "--keep=0", f"--workdir={workdir}"], "--keep=0 must be positive"),
     ):
         result = commands().run(["difftx", "checkpoint", *arguments])
         assert result.returncode == 2
