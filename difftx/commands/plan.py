@@ -33,10 +33,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the numbers")
     memory = "memory per device in GiB; default: that of its kind"
     parser.add_argument("--hbm_gib", action=value_flag(Positive[float]), help=memory)
-    share, speed = (
-        Annotated[float, Rule(lambda x: 0 < x <= 1, " must lie in 0 … 1")],
-        "assumed share of the largest speed",
-    )
+    share = Annotated[float, Rule(lambda share: 0 < share <= 1, " must be positive and at most 1")]
+    speed = "assumed share of the largest speed"
     parser.add_argument("--efficiency", action=value_flag(share), default=0.6, help=speed)
     args, overrides = parser.parse(arguments)
     if args.json is not None:
