@@ -144,16 +144,19 @@ def test_a_run_without_its_checkpoints_keeps_its_metrics(uninterrupted, tmp_path
     def contents():
         return {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file() and path.name != ".lock"}
 
-    before = contents()
-    result = train(text, workdir)
-    assert result.returncode == 2
-    assert "there is no checkpoint, but" in result.stderr
-    assert contents() == before
+    recorded = (workdir / "manifest.json").read_text()
+    for content in (recorded, recorded[:-9]):  # A corrupt record does not show that no checkpoint was saved.
+        (workdir / "manifest.json").write_text(content)
+        before = contents()
+        result = train(text, workdir)
+        assert result.returncode == 2
+        assert "there is no checkpoint, but" in result.stderr
+        assert contents() == before
     # Each fix that the error message proposes.
     (tmp_path / "elsewhere").rename(workdir / "checkpoints")
     assert f"attempt 2, from step {STEPS}" in train(text, workdir).stdout
     shutil.rmtree(workdir / "checkpoints")
-    (workdir / "saved.json").unlink()
+    (workdir / "manifest.json").unlink()
     assert "from step 0" in train(text, workdir, train__steps=1, optimizer__warmup_steps=0).stdout
 
 
@@ -447,22 +450,22 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 LATE = """
 import atexit, runpy, sys, time
 from difftx.parallel.multihost import REPEAT_SECONDS
-from difftx.training.loop import Attempt
+from difftx.training.loop import Training
 
 def wait():
     print("saved", flush=True)
     time.sleep(2 * REPEAT_SECONDS)
 
-finish = Attempt._finish
+finish = Training._finish
 
-def wait_and_finish(attempt, **options):
+def wait_and_finish(training, **options):
     wait()
-    return finish(attempt, **options)
+    return finish(training, **options)
 
 if sys.argv[1] == "exit":
     atexit.register(wait)
 else:
-    Attempt._finish = wait_and_finish
+    Training._finish = wait_and_finish
 sys.argv = sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

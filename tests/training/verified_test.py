@@ -17,7 +17,6 @@ from helpers.training_checkpoints import LOADER, edit_manifest, flip_a_bit, larg
 
 from difftx import registry
 from difftx.config.build import override
-from difftx.data.loader import Loader
 from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import RunError, UserError
@@ -27,8 +26,7 @@ from difftx.training import optimizer
 from difftx.training.checkpoint import protocol
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.checkpoint.manifest import MANIFEST, describe_files, read_manifest, why_invalid
-from difftx.training.guards import Guard
-from difftx.training.resume import data_state, starting_state
+from difftx.training.resume import restore
 from difftx.training.run import Run
 from difftx.training.state import TrainState
 
@@ -153,7 +151,6 @@ def test_checkpoint_with_a_missing_file_stays_and_is_not_counted(saved):
         ("evals/loss/20.json", '{"numb', "keep_best leaves out a corrupt result: "),
         ("evals/loss/20.json", '{"numbers": []}', "keep_best leaves out a corrupt result: "),
         ("evals/loss/20.json", None, None),
-        ("saved.json", None, "saved.json is not written: "),
     ],
 )
 def test_retention_does_not_depend_on_other_files(saved, tmp_path, capsys, file, content, reported):
@@ -250,24 +247,17 @@ def start(config, mesh_of, text_file, tmp_path):
         c = override(config(architecture, **base), {k.replace("__", "."): str(v) for k, v in changes.items()})
         encoding = load_tokenizer(c.data.tokenizer)
         run = Run(c, tmp_path / name, mesh_of(), encoding, load_sources(c.data, encoding))
-        loader = Loader(
-            run.data.examples,
-            batch_rows=c.batch_rows,
-            prefetch_batches=1,
-            sharding=run.batch_sharding,
-            signature=run.data.signature,
-            vocab_size=c.model.vocab_size,
-            where=run.data.where,
-        )
-        checkpointer, guard = Checkpointer(run.workdir, c.checkpoint), Guard(c.guards)
+        checkpointer = Checkpointer(run.workdir, c.checkpoint)
         with jax.set_mesh(run.mesh):
-            state, step, weights = starting_state(run, checkpointer, loader, guard, allow_config_change=allow)
+            state = restore(run, checkpointer, allow_config_change=allow)
+            begun = state.train, state.step, state.loader.state()["examples"]
             if save:
-                next(loader)
-                state = TrainState(jnp.int32(1), jax.tree.map(lambda x: x + 1, state.params), state.opt_state)
-                checkpointer.save_and_wait(state, data_state(run, loader, guard, weights), c)
+                next(state.loader)
+                params = jax.tree.map(lambda x: x + 1, state.train.params)
+                state.train = TrainState(jnp.int32(1), params, state.train.opt_state)
+                state.save(wait=True)
         checkpointer.close()
-        return state, step, loader.state()["examples"]
+        return state.train, *begun[1:]
 
     return begin
 

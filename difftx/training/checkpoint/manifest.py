@@ -78,7 +78,7 @@ class Manifest:
     step: int
     weights: str  # Identifier of the parameters, "<attempt>/<step>". Equal identifiers mean equal parameters.
     config: dict[str, Any]  # Values of the config of the training.
-    loader: dict[str, Any]  # State of the loader and of the guard, see `resume.data_state`.
+    loader: dict[str, Any]  # State of the loader and of the guard, see `RunState.save`.
     packages: dict[str, str]
     source_sha256: str  # Hash of the source files of difftx.
     extensions: list[dict[str, str]]  # Path and SHA-256 of each extension that the config uses.
