@@ -120,14 +120,11 @@ class Attempt:
             run_id=run.run_id,
         )
         self._loader = Loader(
-            run.data.examples,
+            run.data,
             batch_rows=config.batch_rows,
             prefetch_batches=config.data.prefetch_batches,
-            threads=run.data.threads,
             sharding=run.batch_sharding,
-            signature=run.data.signature,
             vocab_size=config.model.embeddings,
-            where=run.data.where,
         )
         self._guard = Guard(config.guards)
 

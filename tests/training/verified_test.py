@@ -251,13 +251,11 @@ def start(config, mesh_of, text_file, tmp_path):
         encoding = load_tokenizer(c.data.tokenizer)
         run = Run(c, tmp_path / name, mesh_of(), encoding, load_sources(c.data, encoding))
         loader = Loader(
-            run.data.examples,
+            run.data,
             batch_rows=c.batch_rows,
             prefetch_batches=1,
             sharding=run.batch_sharding,
-            signature=run.data.signature,
             vocab_size=c.model.vocab_size,
-            where=run.data.where,
         )
         checkpointer, guard = Checkpointer(run.workdir, c.checkpoint), Guard(c.guards)
         with jax.set_mesh(run.mesh):
