@@ -145,14 +145,11 @@ def restore(run: Run, checkpointer: Checkpointer, *, allow_config_change: bool) 
 
 def _loader(run: Run) -> Loader:
     return Loader(
-        run.data.examples,
+        run.data,
         batch_rows=run.config.batch_rows,
         prefetch_batches=run.config.data.prefetch_batches,
-        threads=run.data.threads,
         sharding=run.batch_sharding,
-        signature=run.data.signature,
         vocab_size=run.config.model.embeddings,
-        where=run.data.where,
     )
 
 

@@ -1,6 +1,7 @@
 """Skipped updates, spikes, rewinds and stops, in this process, on data with bad examples."""
 
 import collections
+import dataclasses
 import json
 
 import jax
@@ -147,13 +148,11 @@ def brute_force(step_of):
 
 def loader_of(run):
     return Loader(
-        run.data.examples,
+        dataclasses.replace(run.data, signature={}),
         batch_rows=ROWS,
         prefetch_batches=1,
         sharding=run.batch_sharding,
-        signature={},
         vocab_size=run.config.model.vocab_size,
-        where=run.data.where,
     )
 
 
