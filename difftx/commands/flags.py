@@ -167,7 +167,8 @@ class CheckedFlag(argparse.Action):
         setattr(namespace, self.dest, self._read(flag or self.dest, value))
 
 
-PathFlag = functools.partial(CheckedFlag, read=path_of)  # The action of a flag for a local path or one in a bucket.
+# The action of a flag for a local path or one in a bucket.
+PathFlag: Any = functools.partial(CheckedFlag, read=path_of)
 
 
 def value_flag(annotation: Any) -> Any:

@@ -28,7 +28,7 @@ from difftx.training.checkpoint.reading import Checkpoint
 from difftx.training.run import Run
 
 # Entries of `dependencies` that a result records, so that the report can compare those of two runs.
-OPTIONS = ("eval", "extensions", "devices", "revision")
+OPTIONS = ("eval", "extensions", "devices", "revision", "endpoints")
 HEADER_BYTES = 2**20  # Longest first line that identifies a large file.
 
 
@@ -68,15 +68,15 @@ def evaluate(
                 if not is_bucket(path) and (link := next((p for p in path.parents[:2] if p.is_symlink()), None)):
                     raise UserError(f"{link} is a link, behind which no results are written; move the folder there")
                 make_folder(path.parent)
-            evaluation.journal = ItemJournal(path, digest, weights, run.owner)
+            # A suite may resume with the model's answers and ask another judge.
+            of_answers = json_sha256({key: value for key, value in depends.items() if key != "endpoints"})
+            evaluation.journal = ItemJournal(path, of_answers, weights, run.owner)
             results[name] = result = SUITES[name].evaluate(evaluation)
             if checkpoint is not None:
                 checkpoint.require_unchanged()
             if not is_primary():
                 continue
             options = {option: depends[option] for option in OPTIONS if option in depends}
-            if endpoints := _endpoints(run.config, name):
-                options["endpoints"] = endpoints
             content = {"suite": name, "step": step, "settings": digest, "options": options}
             content |= {"valid": run.data.valid_fingerprints} | source | dataclasses.asdict(result)
             content["measures"] = {number: vars(value) for number, value in result.numbers.items()}
@@ -96,17 +96,8 @@ def stored_result(run: Run, suite: str, step: int, part: WeightsPart = "params")
     if size_of(path) is None:
         return None
     content = read_json(path)
-    if not isinstance(content, dict) or content.get("settings") != settings_sha256(run, suite):
-        return None
-    # `settings_sha256` leaves endpoints out, because a suite may resume with the model's answers and ask another judge.
-    options = content.get("options")
-    recorded = options.get("endpoints", []) if isinstance(options, dict) else None
-    return content if recorded == _endpoints(run.config, suite) else None
-
-
-def settings_sha256(run: Run, suite: str) -> str:
-    """Return the SHA-256 of `dependencies`."""
-    return json_sha256(dependencies(run, suite))
+    is_same = isinstance(content, dict) and content.get("settings") == json_sha256(dependencies(run, suite))
+    return content if is_same else None
 
 
 def dependencies(run: Run, suite: str) -> dict[str, Any]:
@@ -127,6 +118,8 @@ def dependencies(run: Run, suite: str) -> dict[str, Any]:
     # Revisions only increase, so their sum changes with each of them.
     if revision := sum(SUITES[name].revision for name in suites):
         depends["revision"] = revision
+    if endpoints := [url for name in suites if (url := SUITES[name].endpoint(config)) is not None]:
+        depends["endpoints"] = endpoints
     if SUITES[suite].measures_device:
         device = run.mesh.devices.flat[0].device_kind
         depends["devices"] = [device, dict(run.mesh.shape), run.microbatch_rows]
@@ -170,8 +163,8 @@ def _content(path: str, *, is_large: bool) -> Any:
 
 
 def settings_sha256_by_suite(run: Run, suites: Sequence[str]) -> dict[str, str]:
-    """Return `settings_sha256` of each suite, by a name for messages. Processes with other files have other values."""
-    return {f"settings and files of suite {suite}": settings_sha256(run, suite) for suite in suites}
+    """Return the SHA-256 of what each suite depends on, by a name for messages. It differs if files differ."""
+    return {f"settings and files of suite {suite}": json_sha256(dependencies(run, suite)) for suite in suites}
 
 
 def fields_of(config: Config, suite: str) -> tuple[str, ...]:
@@ -195,8 +188,3 @@ def _as_json(value: Any) -> Any:
     if not hasattr(value, "tolist"):
         raise UserError(f"details or charts of a suite contain {value!r}, which is not JSON; convert it in the suite")
     return value.tolist()
-
-
-def _endpoints(config: Config, suite: str) -> list[str]:
-    """Return the addresses of the services that a suite asks."""
-    return [address for name in with_inner(config, suite) if (address := SUITES[name].endpoint(config)) is not None]
