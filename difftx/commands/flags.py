@@ -176,7 +176,7 @@ def value_flag(annotation: Any) -> Any:
     return functools.partial(CheckedFlag, read=lambda flag, text: parse_text(text, annotation, flag))
 
 
-CountFlag = value_flag(Positive[int])  # The action of a flag for a positive integer.
+CountFlag: Any = value_flag(Positive[int])  # The action of a flag for a positive integer.
 
 
 def add_weights_flag(parser: argparse.ArgumentParser) -> None:
