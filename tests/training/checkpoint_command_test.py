@@ -1,13 +1,11 @@
 """python -m difftx checkpoint ls|verify|diff|prune on real checkpoints."""
 
 import os
-import subprocess
-import sys
 import time
 
 import jax.numpy as jnp
 import pytest
-from conftest import ROOT, child_environment, replace
+from conftest import replace
 from helpers.command_server import commands
 from helpers.training_checkpoints import LOADER, flip_a_bit, largest_file, names, put, state_at
 
@@ -82,13 +80,6 @@ def test_diff_names_fields_and_arrays(workdir, capsys):
         run("diff", "10", "15", "--workdir", workdir)
     with pytest.raises(UserError, match=rf"^{workdir}: the folder of a run, .*; give {workdir}/checkpoints/STEP$"):
         run("diff", "10", workdir, "--workdir", workdir)
-
-
-@pytest.mark.long
-def test_diff_prints_no_warnings_of_orbax(workdir):
-    command = [sys.executable, "-m", "difftx", "checkpoint", "diff", "10", "20", "--values", f"--workdir={workdir}"]
-    result = subprocess.run(command, cwd=ROOT, env=child_environment(1), capture_output=True, text=True, timeout=120)
-    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_prune_follows_the_retention_rule_and_needs_yes(workdir, capsys):
