@@ -81,15 +81,17 @@ def _check(options: argparse.Namespace) -> None:
 
 def prepare(job: Job) -> int:
     """Prepare a store and print a summary of it. Return the exit code: 0, or 75 after a signal."""
-    sources = with_states(_sources(job))
+    sources = _sources(job)
+    states = input_states(sources)
+    sources = with_states(sources, states)
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGINT, _interrupt)
     try:
         with Workers(job) if job.runner == LOCAL else contextlib.nullcontext(BeamWorkers(job)) as workers:
-            description = describe(job, sources)
-            with open_job(job, description, sources) as owner:
+            description = describe(job, sources, states)
+            with open_job(job, description) as owner:
                 if owner is not None:
-                    _write_store(job, sources, description, workers, owner)
+                    _write_store(job, sources, states, description, workers, owner)
         _print_summary(job)
     except KeyboardInterrupt:
         print(f"stopped; the same command resumes from the finished files in {job.work}", file=sys.stderr)
@@ -131,13 +133,11 @@ def _is_below(out: AnyPath, folder: AnyPath) -> bool:
 def _write_store(
     job: Job,
     sources: Sequence[Source],
+    states: dict[str, list[Any]],
     description: dict[str, Any],
     workers: Workers | BeamWorkers,
     owner: Owner,
 ) -> None:
-    states = input_states(sources)
-    for line in (*assembly.discard_corrupt_units(job), *assembly.discard_corrupt_shards(job)):
-        print(line, file=sys.stderr)
     workers.encode_units(sources)
     for name, state in input_states(sources).items():
         if state != states[name]:
