@@ -22,8 +22,8 @@ from difftx.inference.generate import Request, generate
 from difftx.inference.load import load_model
 from difftx.inference.sampling import Sampling
 from difftx.kernels.rows import AttentionRows
-from difftx.model.attention import layer_constants
-from difftx.model.layers import rotary_angles
+from difftx.model.attention import LayerConstants, layer_constants
+from difftx.model.decoder import Block
 from difftx.parallel.mesh import make_mesh
 from difftx.registry import load_extensions
 from difftx.storage.paths import path_of
@@ -155,16 +155,19 @@ def _logits(graphdef: nnx.GraphDef, params: Any, tokens_BT: jax.Array) -> jax.Ar
 
 @functools.partial(jax.jit, static_argnames=("config", "window"))
 def _attention_rows(
-    params: Any, tokens_BT: jax.Array, layer: jax.Array, *, config: Config, window: int | None
+    params: Any, tokens_BT: jax.Array, index: jax.Array, *, config: Config, window: int | None
 ) -> AttentionRows:
-    """Return the attention weights of all tokens in the layer with the index `layer`, whose window is `window`."""
-    model, c = model_of(config, params), config.model
-    shape = (c.num_layers, *tokens_BT.shape, c.d_model)
-    no_changes_LBTD = jnp.zeros(shape, c.compute_dtype, out_sharding=jax.P(None, *model.layout.act_BTD))
-    stacked = model.blocks, layer_constants(c), model.with_changes(tokens_BT, no_changes_LBTD)[1]
+    """Return the attention weights of all tokens in the layer with this index, whose window is `window`."""
+    model = model_of(config, params)
+    queries_BC, angles = jnp.arange(tokens_BT.shape[1])[None], model.angles(tokens_BT.shape[1])
+
+    def layer(x_BTD: jax.Array, block: Block, constants: LayerConstants) -> tuple[jax.Array, jax.Array]:
+        """Return the output of the layer, and the normalised input of its attention."""
+        return block(x_BTD, lambda h_BTD: (block.attention(h_BTD, angles, constants, None)[0], h_BTD))
+
+    stacked = model.blocks, layer_constants(config.model), model.walk(layer, model.embed(tokens_BT))[1]
     block, constants, x_BTD = jax.tree.map(
-        lambda x_L: jax.lax.dynamic_index_in_dim(x_L, layer, keepdims=False), stacked
+        lambda x_L: jax.lax.dynamic_index_in_dim(x_L, index, keepdims=False), stacked
     )
-    queries_BC = jnp.arange(x_BTD.shape[1])[None]
-    angles, constants = rotary_angles(queries_BC, c), dataclasses.replace(constants, window=window)
-    return block.attention.attention_rows(x_BTD, angles, constants, None, queries_BC)[1]
+    constants = dataclasses.replace(constants, window=window)
+    return block.attention.attention_rows(x_BTD, angles, constants, None, queries_BC)
