@@ -183,7 +183,7 @@ def _entropies(graphdef: nnx.GraphDef, params: object, batch: Batch, queries_BC:
 
     return model.attention_rows(
         batch.tokens_BT, queries_BC, entropies, positions_BT=batch.positions_BT, segment_ids_BT=batch.segment_ids_BT
-    )[1]
+    )
 
 
 def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -224,17 +224,6 @@ def test_rewind_skips_the_batches_of_bad_steps(open_run, capsys, brute_force):
     assert message in capsys.readouterr().out
 
 
-@pytest.mark.long  # test_a_rewind_restores_the_newest_step_before_the_bad_steps tests the rule.
-def test_rewind_does_not_use_the_checkpoint_right_before_the_bad_steps(open_run, brute_force):
-    """Step 9 is bad, so the run rewinds to step 4, not to the checkpoint of step 8, which it writes again later."""
-    run = open_run("run", nan={8, 9, 10})
-    assert train(run) == 0
-    expected, state = brute_force(run, [*range(4), *range(13, 25)])
-    assert losses(run) == expected
-    jax.tree.map(np.testing.assert_array_equal, final_state(run), state)
-    assert [entry["step"] for entry in journal(run)] == [4]
-
-
 @pytest.mark.long
 def test_run_can_rewind_to_its_start_and_repeatedly(open_run, brute_force):
     run = open_run("run", nan={1, 2, 3, 7, 8, 9, 21, 22, 23}, guards__max_rewinds=4)
