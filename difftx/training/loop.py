@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,13 +17,12 @@ import rich
 
 from difftx.data.loader import Loader
 from difftx.errors import EXIT_FAILED, EXIT_PREEMPTED
+from difftx.files import resolved
 from difftx.json_files import JsonLines, with_sha256
 from difftx.model.flops import PEAK_FLOPS, flops_per_token
 from difftx.parallel.heartbeat import Monitor
 from difftx.parallel.multihost import Interrupt, agree, barrier, decide_on_primary, is_primary, print_on_primary
 from difftx.progress import Advance, Work
-from difftx.storage import objects
-from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.goodput import Goodput, format_goodput
 from difftx.training.guards import Guard, Rewind, act_on_bad_steps, log
@@ -34,8 +34,8 @@ from difftx.training.run import Run
 from difftx.training.state import Metrics, make_train_step
 
 PROGRESS_LABEL = "{what} {done}/{total}"
-# Path in `evals/` of a suite's result, journal (in a bucket, with parts) or figure, of a step.
-RESULT_FILE = re.compile(r"[^/]+/(\d+)(\.ema)?(\.json|(\.\w+)?\.items\.jsonl(\.parts/.+)?|/[^/]+\.(png|svg))")
+# Path in `evals/` of a suite's result, journal or figure, of a step.
+RESULT_FILE = re.compile(r"[^/]+/(\d+)(\.ema)?(\.json|(\.\w+)?\.items\.jsonl|/[^/]+\.(png|svg))")
 PROGRESS_LINE = "{what} {done}/{total}  {text}  {seconds:.0f} s left"
 
 
@@ -64,7 +64,7 @@ def train(
                 evaluate=evaluate,
                 exports=exports,
                 train_step=jax.jit(make_train_step(run.config), donate_argnums=0),
-                journal=JsonLines(run.workdir / "journal.jsonl", run.owner),
+                journal=JsonLines(run.files / "journal.jsonl", run.owner),
                 interrupt=interrupt,
                 monitor=monitor,
                 allow_config_change=allow_config_change,
@@ -148,25 +148,27 @@ class Attempt:
 
     def _record_start(self) -> None:
         """Write the files of the run, and open those of the metrics without the steps after the start."""
-        session, config, workdir = self._session, self._config, self._session.run.workdir
+        session, config, folder = self._session, self._config, self._session.run.files
         if is_primary():
             session.run.write_files(self._source_weights)
             # Read goodput before the writer is created, because the writer deletes the rows of later steps.
-            self._goodput.resume(workdir / "metrics.jsonl", self._start)
+            self._goodput.resume(folder / "metrics.jsonl", self._start)
         self._writer = MetricsWriter(
-            workdir,
+            folder,
             config.logging,
             self._start,
             enabled=is_primary(),
             owner=session.run.owner,
             run_id=session.run.run_id,
+            address=str(resolved(session.run.workdir)),
             run_config=json.loads(config.to_json()),
         )
         if is_primary():
             session.run.owner.check()
-            remove_later_evaluations(workdir, self._start)
+            remove_later_evaluations(folder, self._start)
             log(session.journal, self._guard)
-        self._tracer = StepTracer(workdir, config.logging, enabled=is_primary())
+            session.run.owner.push()
+        self._tracer = StepTracer(folder, config.logging, enabled=is_primary())
 
     def train(self) -> int | None:
         """Train, and return the exit code, or None after a rewind, with which the next attempt begins."""
@@ -191,7 +193,6 @@ class Attempt:
                     self._save(reporter)
                     self._export(reporter, display)
             reporter.flush()
-            self._writer.flush()
             self._goodput.switch("save")
             # The last step is saved even if it is bad, because a run is finished once it has that step's checkpoint.
             should_save = self._guard.last_step_is_good or (self._step == steps and self._guard.tripped is None)
@@ -255,7 +256,6 @@ class Attempt:
         in the evaluation.
         """
         if jax.process_count() == 1 and self._guard.last_step_is_good:
-            self._writer.flush()
             self._checkpointer.save_and_wait(self._state, self._data_state(), self._config)
             display.note(
                 f"step {self._step}: the evaluation failed; its checkpoint is saved, so a restart continues after it"
@@ -266,7 +266,6 @@ class Attempt:
         # Flush before the save, so that metrics.jsonl has all steps up to the checkpoint.
         reporter.flush()
         self._write_goodput()
-        self._writer.flush()
         self._guard.note_regular_step(self._step)
         if self._guard.last_step_is_good:
             with self._goodput.section("save"):
@@ -284,7 +283,6 @@ class Attempt:
         if exports is None or (only_if_absent and exports.exists(session.run, step)):
             return
         with self._goodput.section("save"):
-            self._writer.flush()
             self._checkpointer.save_and_wait(self._state, self._data_state(), self._config)
             session.monitor.beat(step)
             display.note(f"step {step}  {exports.write(session.run, step)}")
@@ -419,21 +417,18 @@ class Reporter:
         }
 
 
-def remove_later_evaluations(workdir: AnyPath, step: int) -> None:
+def remove_later_evaluations(folder: Path, step: int) -> None:
     """Delete the results in `evals/` of steps after `step`, because these steps are trained again.
 
     Files of other names, and files behind links, are not difftx's.
     """
-    evals = workdir / "evals"
-    if is_bucket(evals):
-        names = objects.list_below(evals)
-    else:
-        names = [(folder / name).relative_to(evals).as_posix() for folder, _, files in evals.walk() for name in files]
-    later = [name for name in names if (found := RESULT_FILE.fullmatch(name)) and int(found[1]) > step]
-    if is_bucket(evals):
-        objects.delete(evals / name for name in later)
-    elif not evals.is_symlink():
-        for name in later:
-            (evals / name).unlink()
-            with contextlib.suppress(OSError):  # A folder of figures is deleted with its last figure.
-                (evals / name).parent.rmdir()
+    evals = folder / "evals"
+    if evals.is_symlink():
+        return
+    for parent, _, files in evals.walk():
+        for file in (parent / name for name in files):
+            found = RESULT_FILE.fullmatch(file.relative_to(evals).as_posix())
+            if found and int(found[1]) > step:
+                file.unlink()
+                with contextlib.suppress(OSError):  # A folder of figures is deleted with its last figure.
+                    file.parent.rmdir()
