@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from difftx.errors import UnreadableError, UserError
+from difftx.errors import UnreadableError, UserError, note_copy
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath, BucketPath, is_bucket, path_of
 from difftx.storage.reading import open_object
@@ -190,6 +190,19 @@ def matching_folders(flag: str, pattern: str, file: str) -> list[AnyPath]:
 
 
 @contextlib.contextmanager
+def uploaded(folder: AnyPath) -> Iterator[Path]:
+    """Yield a folder for new files: `folder`, or a local one whose files the end of the block uploads."""
+    if not is_bucket(folder):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="difftx-") as made:
+        note_copy(made, str(folder))
+        yield Path(made)
+        for file in sorted(Path(made).iterdir()):
+            upload(folder / file.name, file)
+
+
+@contextlib.contextmanager
 def appended(path: AnyPath) -> Iterator[Path]:
     """Yield a file to append to: `path`, or a local copy that the end of the block uploads."""
     if not is_bucket(path):
@@ -235,15 +248,18 @@ def write_atomically(path: AnyPath, text: str) -> None:
 class Owner:
     """A process that may write the files of a run. Each write first checks that this is still so.
 
-    `check` raises an error if the process has lost the run. `folder` has the small files of the run: it is the folder
-    of a run on a disk. For a run in a bucket, it is a local copy (`run_files.py`).
+    `check` raises an error if the process has lost the run. `raise_if_lost` does so too, but only if that is known
+    already, so it takes no time. `folder` has the small files of the run: it is the folder of a run on a disk, and a
+    local copy for a run in a bucket (`run_files.py`).
     """
 
-    def __init__(self, folder: Path = Path(), check: Callable[[], None] = lambda: None):
-        self.folder, self.check = folder, check
-
-    def raise_if_lost(self) -> None:
-        """Raise `RunError` if this process knows that it has lost the run. This takes no time, unlike `check`."""
+    def __init__(
+        self,
+        folder: Path = Path(),
+        check: Callable[[], None] = lambda: None,
+        raise_if_lost: Callable[[], None] = lambda: None,
+    ):
+        self.folder, self.check, self.raise_if_lost = folder, check, raise_if_lost
 
     def push(self) -> None:
         """Return when the store has all changes of the files in `folder`."""

@@ -32,51 +32,61 @@ def pulled(workdir: AnyPath) -> Path:
     """
     if not is_bucket(workdir):
         return workdir
-    copy = _copies.setdefault(str(workdir), Copy(workdir))
+    copy = _copies.setdefault(str(workdir), _Copy(workdir))
     copy.pull("evals", "checkpoints")
     return copy.folder
 
 
 @contextlib.contextmanager
 def small_files(workdir: AnyPath, lock: BucketLock | None = None) -> Iterator[Owner]:
-    """Yield an owner whose `folder` has the small files of a run, and push the changed ones at the end of the block.
+    """Yield an owner whose `folder` has the small files of a run. The end of the block pushes the changed ones.
 
     Without a lock, as in `difftx eval`, other processes may change other files of the run meanwhile.
     """
     if not is_bucket(workdir):
         yield Owner(workdir)
         return
-    owner, ended = BucketOwner(workdir, lock), threading.Event()
-    thread = threading.Thread(target=owner.push_regularly, args=[ended], name="difftx push", daemon=True)
+    copy, ended = _Copy(workdir, lock), threading.Event()
+    copy.pull("evals")
+    thread = threading.Thread(target=_push_regularly, args=[copy, ended], name="difftx push", daemon=True)
     thread.start()
     try:
-        yield owner
+        yield copy
     except BaseException:
         with contextlib.suppress(OSError, UserError, RunError):
-            owner.push()
+            copy.push()
         raise
     else:
-        owner.push()
+        copy.push()
     finally:
         ended.set()
         thread.join()
-        owner.close()
+        copy.close()
 
 
-class Copy:
+def _push_regularly(owner: Owner, ended: threading.Event) -> None:
+    while not ended.wait(PUSH_SECONDS):
+        with contextlib.suppress(OSError, UserError, RunError):  # The next push tries again.
+            owner.push()
+
+
+class _Copy(Owner):
     """A local copy of the small files of a run in a bucket."""
 
-    def __init__(self, workdir: BucketPath):
+    def __init__(self, workdir: BucketPath, lock: BucketLock | None = None):
         self._workdir = workdir
         self._scratch = tempfile.TemporaryDirectory(prefix="difftx-")
-        self.folder = Path(self._scratch.name)
-        note_copy(self._scratch.name, str(workdir))
+        super().__init__(Path(self._scratch.name).resolve())
+        if lock is not None:
+            self.check, self.raise_if_lost = lock.check, lock.raise_if_lost
+        note_copy(str(self.folder), str(workdir))
         self._lock = threading.Lock()
-        self._versions: dict[str, str] = {}  # Name → version in the listing of the store, of the files that are copied.
-        self._generations: dict[str, bytes] = {}  # Name → generation that this process has read or written.
+        self._versions: dict[str, str] = {}  # Name of a file → its version in the listing that was pulled last.
+        self._generations: dict[str, bytes] = {}  # Name → generation that this process has read or written last.
         self._states: dict[str, tuple[int, ...]] = {}  # Name → state of the local file with that content.
 
     def close(self) -> None:
+        """Delete the copy."""
         self._scratch.cleanup()
 
     def pull(self, *folders: str) -> None:
@@ -100,64 +110,34 @@ class Copy:
                     self._versions[name], self._generations[name] = listed[name].version, found.generation
                     self._states[name] = _state(target)
 
-    def push(self, owner: Owner) -> None:
-        """Write the local files that have changed since the last push, and delete those that are gone."""
+    def push(self) -> None:
+        """Write the files that have changed since the last push, and delete those that are gone."""
         with self._lock:
-            owner.check()
-            files = {path.relative_to(self.folder).as_posix(): path for path in self.folder.rglob("*")}
-            present = {name for name, path in files.items() if path.is_file()}
-            for name in sorted(present, key=lambda name: (name not in FIRST, name != FIRST[0], name)):
-                # A file with a dot is a temporary one.
-                if not files[name].name.startswith("."):
-                    self._push_file(name, files[name], owner)
-            for name in self._generations.keys() - present:
+            self.check()
+            paths = (path for path in self.folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+            files = {path.relative_to(self.folder).as_posix(): path for path in paths}
+            for name in sorted(files, key=lambda name: (name not in FIRST, name != FIRST[0], name)):
+                with contextlib.suppress(FileNotFoundError):  # Deleted meanwhile.
+                    self._push_file(name, files[name])
+            for name in self._generations.keys() - files.keys():
                 objects.delete_if(self._workdir / name, self._generations.pop(name))
                 self._states.pop(name)
 
-    def _push_file(self, name: str, file: Path, owner: Owner) -> None:
-        try:
-            state = _state(file)  # Before the read: a file that changes meanwhile is pushed again next time.
-            if state == self._states.get(name):
-                return
-            content = file.read_bytes()
-        except FileNotFoundError:  # Deleted meanwhile.
+    def _push_file(self, name: str, file: Path) -> None:
+        state = _state(file)  # Before the read: a file that changes meanwhile is pushed again next time.
+        if state == self._states.get(name):
             return
-        path, generation = self._workdir / name, self._generations.get(name)
+        path, content, generation = self._workdir / name, file.read_bytes(), self._generations.get(name)
         while (written := objects.write_if(path, content, generation)) is None:
             # Either another process has taken over the run, and `check` raises an error, or a process without the lock
             # has written: `difftx eval`, or a former owner that was frozen before its write. The last one wins.
-            owner.check()
+            self.check()
             found = objects.read(path)
             generation = None if found is None else found.generation
         self._generations[name], self._states[name] = written, state
 
 
-class BucketOwner(Owner):
-    """The owner of a run in a bucket. `push` writes its small files there."""
-
-    def __init__(self, workdir: BucketPath, lock: BucketLock | None):
-        self._copy, self._held = Copy(workdir), lock
-        self._copy.pull("evals")
-        super().__init__(self._copy.folder, lock.check if lock else lambda: None)
-
-    def raise_if_lost(self) -> None:
-        if self._held is not None:
-            self._held.raise_if_lost()
-
-    def push(self) -> None:
-        self._copy.push(self)
-
-    def push_regularly(self, ended: threading.Event) -> None:
-        """Push until `ended` is set. After a push that fails, the next one tries again."""
-        while not ended.wait(PUSH_SECONDS):
-            with contextlib.suppress(OSError, UserError, RunError):
-                self.push()
-
-    def close(self) -> None:
-        self._copy.close()
-
-
-_copies: dict[str, Copy] = {}  # Address of a run → the copy that `pulled` returns.
+_copies: dict[str, _Copy] = {}  # Address of a run → the copy that `pulled` returns.
 
 
 def _state(file: Path) -> tuple[int, ...]:

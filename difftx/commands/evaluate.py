@@ -24,7 +24,7 @@ from difftx.evals import run as evals
 from difftx.evals.harness.suite import LOCAL_TASKS
 from difftx.evals.result import format_value, read_numbers
 from difftx.evals.throughput import pair
-from difftx.files import UNLOCKED, Owner, list_folder, require_writable, resolved
+from difftx.files import UNLOCKED, Owner, list_folder, require_writable, resolved, uploaded
 from difftx.json_files import read_json
 from difftx.parallel import multihost
 from difftx.parallel.mesh import make_mesh
@@ -245,23 +245,25 @@ def draw_curves(options: argparse.Namespace) -> None:
     """Draw the curves of the runs that match a glob. Print their table, notes, and the paths of the figures."""
     from difftx.report.curves import format_table, write_curves  # matplotlib is slow to import.
 
-    rows, files, notes = write_curves(options.curves, options.out, options.metric, options.against)
+    with uploaded(options.out) as out:
+        rows, files, notes = write_curves(options.curves, out, options.metric, options.against)
     _console().print(format_table(rows))
     for note in notes:
         print(printable(f"note: {note}"))
-    print(*files, sep="\n")
+    print(*(printable(str(file)) for file in files), sep="\n")
 
 
 def fit_scaling(options: argparse.Namespace) -> None:
     """Fit scaling laws to the runs or tables that match a glob. Print the results and the paths of the files."""
     from difftx.report.scaling import format_study, write_scaling  # scipy and matplotlib are slow to import.
 
-    studies, files = write_scaling(options.scaling, options.out, options.metric)
+    with uploaded(options.out) as out:
+        studies, files = write_scaling(options.scaling, out, options.metric)
     for study in studies:
         _console().print(*format_study(study), sep="\n")
         for note in study.notes:
             print(printable(f"note: {note}"))
-    print(*files, sep="\n")
+    print(*(printable(str(file)) for file in files), sep="\n")
 
 
 def _console() -> rich.console.Console:

@@ -6,19 +6,18 @@ import functools
 import operator
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import numpy as np
 
 from difftx.config import Config
 from difftx.errors import UserError, printable
-from difftx.files import matching_folders, resolved
+from difftx.files import matching_folders
 from difftx.json_files import JsonLines, parse_json_lines, read_json
 from difftx.model.flops import flops_per_token
 from difftx.registry import require_extensions
 from difftx.run_files import pulled
-from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.manifest import MANIFEST, read_manifest, steps_in
 from difftx.training.checkpoint.reading import open_checkpoint
 from difftx.training.metrics import read_metrics
@@ -41,8 +40,7 @@ class RunRecord:
     """Contents of a run directory."""
 
     name: str  # Short name, unique among the runs that are read together.
-    workdir: str  # Path of the run, in a bucket or on a disk.
-    files: Path  # Folder with the small files of the run, and with the manifests of its checkpoints.
+    workdir: Path  # Local folder with the small files of the run (`pulled`).
     config: Config  # Config of the newest checkpoint. Fields that do not affect its numbers are from config.json.
     steps: int  # Number of steps that config.json sets.
     manifest: dict[str, Any]  # Contents of manifest.json.
@@ -62,12 +60,12 @@ class RunRecord:
 
     @functools.cached_property  # Read on demand, because only the report uses the results of all suites.
     def _results_and_outdated(self) -> tuple[Results, list[tuple[str, int]]]:
-        return _read_results(self.files, "*")
+        return _read_results(self.workdir, "*")
 
     @functools.cached_property
     def _validations(self) -> dict[int, dict[str, Any]]:
         """Step → numbers in a result of the suite "loss"."""
-        results, _ = _read_results(self.files, "loss")
+        results, _ = _read_results(self.workdir, "loss")
         return {step: result["numbers"] for step, result in results.get("loss", {}).items()}
 
     @property
@@ -147,12 +145,12 @@ def match_runs(pattern: str, flag: str) -> list[RunRecord]:
     workdirs = matching_folders(f"--{flag}", pattern, "metrics.jsonl")
     if not workdirs:
         raise UserError(f"--{flag}={pattern!r}: no folder with a metrics.jsonl matches; quote the glob, as in 'runs/*'")
-    return read_runs(workdirs)
+    return read_runs(list(map(pulled, workdirs)))
 
 
-def read_runs(workdirs: Sequence[AnyPath]) -> list[RunRecord]:
-    """Read run directories. A run has the name of its folder, or the whole path if two folders have the same name."""
-    names = [printable(resolved(workdir).name) for workdir in workdirs]
+def read_runs(workdirs: Sequence[Path]) -> list[RunRecord]:
+    """Read folders of `pulled`. A run has the name of its folder, or the whole path if two folders share a name."""
+    names = [PurePosixPath(printable(str(workdir.resolve()))).name for workdir in workdirs]
     paths = [printable(str(workdir)) for workdir in workdirs]
     names = [name if names.count(name) == 1 else path for name, path in zip(names, paths, strict=True)]
     return list(map(_read_run, workdirs, names))
@@ -213,7 +211,7 @@ def printable_json(value: Any) -> Any:
     return value
 
 
-def _read_results(files: Path, suite: str) -> tuple[Results, list[tuple[str, int]]]:
+def _read_results(workdir: Path, suite: str) -> tuple[Results, list[tuple[str, int]]]:
     """Return the results of a suite, or of all with "*", and the (suite, step) of those that `outdated` lists."""
     results: Results = {}
     outdated = []
@@ -221,9 +219,9 @@ def _read_results(files: Path, suite: str) -> tuple[Results, list[tuple[str, int
     @functools.cache
     def weights_of_step(step: int) -> str | None:
         with contextlib.suppress(UserError):  # Without a readable checkpoint, nothing is outdated.
-            return read_manifest(files / "checkpoints" / str(step)).weights
+            return read_manifest(workdir / "checkpoints" / str(step)).weights
 
-    paths = [path for path in files.glob(f"evals/{suite}/*.json") if re.fullmatch("[0-9]{1,18}", path.stem)]
+    paths = [path for path in workdir.glob(f"evals/{suite}/*.json") if re.fullmatch("[0-9]{1,18}", path.stem)]
     for path in sorted(paths, key=lambda path: (path.parent.name, int(path.stem))):
         name, step = path.parent.name, int(path.stem)
         result = printable_json(read_json(path))
@@ -237,13 +235,13 @@ def _read_results(files: Path, suite: str) -> tuple[Results, list[tuple[str, int
     return results, outdated
 
 
-def _config_of_newest_checkpoint(files: Path, run_config: Config, manifest: Mapping[str, Any]) -> Config:
+def _config_of_newest_checkpoint(workdir: Path, run_config: Config, manifest: Mapping[str, Any]) -> Config:
     """Return the config of the newest readable checkpoint, or `run_config`, that of config.json, if there is none.
 
     Raise `UserError` if an extension has changed since that checkpoint or, without one, since `manifest` of the run.
     """
-    for step in reversed(steps_in(files / "checkpoints")):
-        folder = files / "checkpoints" / str(step)
+    for step in reversed(steps_in(workdir / "checkpoints")):
+        folder = workdir / "checkpoints" / str(step)
         try:
             recorded = read_manifest(folder).extensions
         except UserError:  # `difftx checkpoint verify` reports the reason.
@@ -251,29 +249,27 @@ def _config_of_newest_checkpoint(files: Path, run_config: Config, manifest: Mapp
         require_extensions(recorded, str(folder))
         with contextlib.suppress(UserError):
             return open_checkpoint(folder, run_config).config
-    require_extensions(manifest["extensions"], f"--workdir={files}")
+    require_extensions(manifest["extensions"], f"--workdir={workdir}")
     return run_config
 
 
-def _read_run(workdir: AnyPath, name: str) -> RunRecord:
-    files = pulled(workdir)
-    run_config, manifest, path = read_config(files), read_run_manifest(files), files / "metrics.jsonl"
+def _read_run(workdir: Path, name: str) -> RunRecord:
+    run_config, manifest, path = read_config(workdir), read_run_manifest(workdir), workdir / "metrics.jsonl"
     for part in ("data", "devices"):
         if not isinstance(manifest.get(part, {}), dict):
             why = f"not the description of a run ({part}: not an object)"
-            raise UserError(f"{files / MANIFEST}: {why}; delete it, and training writes it again")
+            raise UserError(f"{workdir / MANIFEST}: {why}; delete it, and training writes it again")
     rows, skipped = read_metrics(path)
     if skipped:
         print(printable(f"{path}: skipped {skipped} lines that are not metrics"))
     if not any(row["split"] == "train" for row in rows):
         raise UserError(f"{path}: no training steps in it yet")
-    lines = JsonLines(files / "journal.jsonl").content()
+    lines = JsonLines(workdir / "journal.jsonl").content()
     entries = list(parse_json_lines(lines, {"step": int, "event": object}))
     return RunRecord(
         name=name,
-        workdir=str(workdir),
-        files=files,
-        config=_config_of_newest_checkpoint(files, run_config, manifest),
+        workdir=workdir,
+        config=_config_of_newest_checkpoint(workdir, run_config, manifest),
         steps=run_config.train.steps,
         manifest=printable_json(manifest),
         rows=[row if row["split"] == "train" else printable_json(row) for row in rows],

@@ -90,11 +90,11 @@ class BucketLock:
             )
 
     def _acquire(self) -> None:
-        begun = time.monotonic()
-        seen, since, announced = None, begun, False
+        begun, seen, since, announced = None, None, 0.0, False
         while True:
             found = self._read()
             now = time.monotonic()  # After the read, because the owner may have renewed the lock until then.
+            begun = now if begun is None else begun  # The first request may take seconds.
             generation = None if found is None else found.generation
             if generation != seen:
                 seen, since = generation, now

@@ -91,12 +91,6 @@ def read_ranges(path: "epath.Path", ranges: Iterable[tuple[int, int]]) -> Iterat
             yield Stored(found.value, found.stamp.generation) if found.state == "value" else None
 
 
-def is_current(path: "epath.Path", generation: bytes) -> bool:
-    """Return whether an object exists and has this generation."""
-    found = _from_tensorstore(path, "read", lambda: _bucket_of(path).read(_key(path), if_not_equal=generation))
-    return found.state == "unspecified"
-
-
 def read_verified(path: "epath.Path", described: Description | None = None) -> Stored | None:
     """Return an object after a comparison with the size and CRC32C that the store has, or None if it is absent.
 

@@ -74,7 +74,7 @@ def train(
                 code = Attempt(session, Goodput(time.perf_counter()), is_first=False).train()
             return code
     except jax.errors.JaxRuntimeError as error:
-        if explanation := out_of_memory(run.workdir, error):
+        if explanation := out_of_memory(run, error):
             raise explanation from error
         raise
     finally:

@@ -8,7 +8,7 @@ import jax
 from difftx.config import LoggingConfig
 from difftx.errors import RunError
 from difftx.files import new_file
-from difftx.storage.paths import AnyPath
+from difftx.training.run import Run
 
 
 class StepTracer:
@@ -45,7 +45,7 @@ class StepTracer:
             jax.profiler.stop_trace()
 
 
-def out_of_memory(workdir: AnyPath, error: jax.errors.JaxRuntimeError) -> RunError | None:
+def out_of_memory(run: Run, error: jax.errors.JaxRuntimeError) -> RunError | None:
     """Write a profile of the memory of this process's devices if `error` says that they have no more memory.
 
     Return an error that names the file, or None for another error.
@@ -53,7 +53,7 @@ def out_of_memory(workdir: AnyPath, error: jax.errors.JaxRuntimeError) -> RunErr
     message = str(error)
     if "RESOURCE_EXHAUSTED" not in message:
         return None
-    path = workdir / f"device_memory-{jax.process_index()}.prof"
+    path = run.workdir / f"device_memory-{jax.process_index()}.prof"
     with new_file(path) as file:
         file.write(jax.profiler.device_memory_profile())
     return RunError(

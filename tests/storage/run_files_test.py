@@ -9,8 +9,7 @@ from helpers.training_checkpoints import LOADER, state_at
 
 from difftx import run_files
 from difftx.errors import RunError, UnreadableError, UserError
-from difftx.files import Owner
-from difftx.run_files import Copy, pulled, small_files
+from difftx.run_files import pulled, small_files
 from difftx.storage import objects
 from difftx.training.checkpoint.checkpointer import Checkpointer
 
@@ -26,10 +25,11 @@ def contents(workdir):
 
 
 def owned(workdir, check=lambda: None):
-    """Return a copy that its owner has pulled, and the owner. They end like those of a killed process."""
-    copy = Copy(workdir)
-    copy.pull("evals")
-    return copy, Owner(copy.folder, check)
+    """Return an owner that has pulled the files. It ends like that of a killed process."""
+    owner = run_files._Copy(workdir)
+    owner.check = check
+    owner.pull("evals")
+    return owner
 
 
 def write(folder, **texts):
@@ -93,8 +93,8 @@ def test_a_kill_at_any_request_of_a_push_leaves_whole_files(bucket, monkeypatch)
         workdir = bucket.folder()
         for name, text in before.items():
             objects.write(workdir / name, text.encode())
-        copy, owner = owned(workdir)
-        change(copy.folder)
+        owner = owned(workdir)
+        change(owner.folder)
         counted = iter(range(requests))
 
         def killed(request, counted=counted):
@@ -108,14 +108,14 @@ def test_a_kill_at_any_request_of_a_push_leaves_whole_files(bucket, monkeypatch)
         with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
             for name in REQUESTS:
                 patch.setattr(objects, name, killed(getattr(objects, name)))
-            copy.push(owner)
+            owner.push()
             break
         found = contents(workdir)
         assert all(found.get(name) in (before.get(name), after.get(name)) for name in before | after), found
         assert found["manifest.json"] == "2" or found["config.json"] == "1"
-        copy, owner = owned(workdir)
-        change(copy.folder)
-        copy.push(owner)
+        owner = owned(workdir)
+        change(owner.folder)
+        owner.push()
         assert contents(workdir) == after
     assert contents(workdir) == after
     assert requests == 4
@@ -133,19 +133,19 @@ def test_a_former_owner_does_not_change_the_files_of_the_next_one(bucket, change
         if next(checks, None) is None:
             raise RunError("another process has taken this folder over")
 
-    former, former_owner = owned(workdir, check)
-    next_, next_owner = owned(workdir)
+    former = owned(workdir, check)
+    next_ = owned(workdir)
     write(next_.folder, **{name: "next"})
     if change == "deleted":
         (former.folder / "a.json").unlink()
     else:
         write(former.folder, **{name: "former"})
     if is_late:
-        next_.push(next_owner)
+        next_.push()
     # A conditional delete that fails is not an error.
     with pytest.raises(RunError) if is_late and change != "deleted" else contextlib.nullcontext():
-        former.push(former_owner)
-    next_.push(next_owner)
+        former.push()
+    next_.push()
     assert contents(workdir)[f"{name}.json"] == "next"
 
 
@@ -179,14 +179,14 @@ def test_a_save_without_its_rows_fails(bucket, config, monkeypatch, capsys):
 
 def test_files_are_pushed_regularly_also_after_a_failure(bucket, monkeypatch):
     monkeypatch.setattr(run_files, "PUSH_SECONDS", 0.05)
-    workdir, push, failures = bucket.folder(), Copy.push, [UnreadableError("no reply")]
+    workdir, push, failures = bucket.folder(), run_files._Copy.push, [UnreadableError("no reply")]
 
-    def fail_once(copy, owner):
+    def fail_once(owner):
         if failures:
             raise failures.pop()
-        push(copy, owner)
+        push(owner)
 
-    monkeypatch.setattr(Copy, "push", fail_once)
+    monkeypatch.setattr(run_files._Copy, "push", fail_once)
     with small_files(workdir) as owner:
         write(owner.folder, config="1")
         while objects.read(workdir / "config.json") is None:

@@ -99,7 +99,7 @@ def test_every_command_accepts_a_run_in_a_bucket(trained, local_run, tmp_path):
     assert "report.html" in run("report", f"--workdir={workdir},{local}")
     assert b"<html" in read_file(workdir / "report.html")
     assert "curves.png" in run("eval", f"--curves={workdir.parent}/*{workdir.name[-6:]}", f"--out={workdir}/figures")
-    assert [row.workdir for row in match_runs(str(workdir), "curves")] == [str(workdir)]
+    assert [row.name for row in match_runs(str(workdir), "curves")] == [workdir.name]
     flags = ["--new_tokens=8", "--temperature=0", "--prompt=line 1"]
     assert run("generate", f"--workdir={workdir}", *flags) == run("generate", f"--workdir={local}", *flags)
     write_atomically(workdir / "prompts.jsonl", '{"prompt": "line 1", "seed": 0}\n')
