@@ -248,7 +248,8 @@ def test_invalid_calls_raise():
     q, k, v, lam, _ = inputs()
     bad = [
         ((q, k, v[..., :8], lam), {}, "twice as wide"),
-        ((q[:, :, :, :1], k, v, lam), {}, "two groups"),
+        ((q[:, :, :, :1], k, v, lam), {}, r"\[B, T, H, 2, d\]"),
+        ((q[:, :, :, :1], k[:, :, :, :1], v, lam), {}, r"\[B, T, H, 2, d\]"),
         ((q[:, :, 0], k, v, lam), {}, r"\[B, T, H, 2, d\]"),
         ((q[:, :, :3], k[:, :, :2], v[:, :, :2], lam), {}, "3 query heads cannot share 2"),
         ((q, k, v.astype(jnp.bfloat16), lam), {}, "one floating dtype"),

@@ -159,14 +159,14 @@ def test_windows_reduce_the_flops():
 
 def test_cudnn_calls_are_counted_by_name():
     b, t, h, d = 2, 512, 3, 64
-    q = struct(b, t, h, d)
+    q, v = struct(b, t, h, 1, d), struct(b, t, h, d)
 
     def both(q, k, v):
         out, back = jax.vjp(lambda *a: cudnn.attention(*a, None, window=None), q, k, v)
         return back(out)
 
     with targeting("NVIDIA H200"), cudnn.checked_for_target(91900):
-        assert flops(both, q, q, q) == (2 + 5) * b * h * t**2 * d
+        assert flops(both, q, q, v) == (2 + 5) * b * h * t**2 * d
 
 
 def test_mosaic_gpu_kernels_are_counted_by_name():

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from kernels.oracle import softmax_row
+from kernels.oracle import sink_row, softmax_row, top_k_row
 
 from difftx.model.architectures import heads_of
 
@@ -56,15 +56,6 @@ def turned(x_Td: np.ndarray, model: Any) -> np.ndarray:
     angle = np.outer(np.arange(len(x_Td)), frequencies(model))
     z = z * np.exp(1j * angle)
     return np.concatenate([z.real, z.imag], axis=1)
-
-
-def sink_row(logits: np.ndarray, sink: float) -> np.ndarray:
-    return np.exp(logits) / (np.exp(sink) + np.exp(logits).sum())
-
-
-def top_k_row(logits: np.ndarray, k: int) -> np.ndarray:
-    kept = np.sort(logits)[-k:]
-    return np.where(np.isin(logits, kept), np.exp(logits), 0) / np.exp(kept).sum()
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:

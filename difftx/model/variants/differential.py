@@ -82,8 +82,8 @@ class DiffAttentionV2(Attention):
 
     def attention_weight_inputs(self, q, k, x_BTD, constants):
         sharding = self.layout.attend_BTHGd
-        q_BTHGd = paired_queries(self._by_noise_head(q, sharding), sharding)
-        return weight_functions.difference, q_BTHGd, jnp.stack([k, k], axis=3), self.lam(x_BTD)
+        q_BTHGd = paired_queries(self._by_noise_head(q[:, :, :, 0], sharding), sharding)
+        return weight_functions.difference, q_BTHGd, jnp.concatenate([k, k], axis=3), self.lam(x_BTD)
 
     def statistics(self, x_BTD, constants):
         return {"lambda": jnp.mean(self.lam(x_BTD))}
