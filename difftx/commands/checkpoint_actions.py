@@ -14,6 +14,7 @@ import rich.table
 from difftx.errors import UnreadableError, UserError, printable
 from difftx.files import list_folder
 from difftx.json_files import read_json
+from difftx.run_files import pulled
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket, path_of
 from difftx.training.checkpoint import arrays, protocol
@@ -104,7 +105,7 @@ def prune(workdir: AnyPath, keep: int | None, yes: bool) -> None:
                 print(printable(f"{step}: kept, because it does not verify: {why}"))
         if not verified:
             raise UserError(f"{folder}: no checkpoint verifies, so none is deleted")
-        kept = steps_to_keep(config.checkpoint, verified, workdir) if keep is None else set(verified[-keep:])
+        kept = set(verified[-keep:]) if keep else steps_to_keep(config.checkpoint, verified, folder, pulled(workdir))
         to_delete = [folder / str(step) for step in verified if step not in kept] + quarantined_in(folder)
         print(f"kept: {', '.join(map(str, sorted(kept)))}")
         for path in to_delete:

@@ -73,7 +73,7 @@ def _checked(options: argparse.Namespace, overrides: Mapping[str, str]) -> Confi
     _check_formats(options)
     if not (list_folder(options.input) if is_bucket(options.input) else options.input.is_dir()):
         raise UserError(f"--input={options.input}: no such folder")
-    if is_taken(options.out):
+    if is_taken(options.out, "config.json"):
         raise UserError(f"--out={options.out} exists already; name a new folder")
     if not is_bucket(options.out) and not options.out.absolute().parent.is_dir():
         raise UserError(f"--out={options.out}: there is no folder {options.out.absolute().parent}")

@@ -259,7 +259,7 @@ def _most_checkpoints(config: Config) -> int:
     """Return the largest number of checkpoints that a run has at a time, the one that is being written included."""
     steps, every, best = config.train.steps, config.checkpoint.every_steps, config.checkpoint.keep_best is not None
     saved = list(range(every, steps, every))  # The run has the most checkpoints while it writes the last one.
-    kept = steps_to_keep(dataclasses.replace(config.checkpoint, keep_best=None), saved, Path())
+    kept = steps_to_keep(dataclasses.replace(config.checkpoint, keep_best=None), saved, Path(), Path())
     return 1 + min(len(saved), len(kept) + best)
 
 

@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,7 +21,6 @@ from difftx.inference.score import row_scores
 from difftx.json_files import JsonLines, json_sha256
 from difftx.parallel.multihost import decide_on_primary, is_primary
 from difftx.progress import Work
-from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS
 from difftx.training.loss import token_scores
 from difftx.training.run import Run
@@ -36,7 +36,7 @@ class ItemJournal:
     ones, which may run at the same time, has another file. Only the primary process reads and writes the file.
     """
 
-    def __init__(self, path: AnyPath, settings: str, weights: str | None, owner: Owner = UNLOCKED):
+    def __init__(self, path: Path, settings: str, weights: str | None, owner: Owner = UNLOCKED):
         path = path.with_suffix(f".{json_sha256([settings, weights])[:32]}.items.jsonl")
         self._file = JsonLines(path, owner)
 

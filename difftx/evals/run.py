@@ -18,11 +18,11 @@ from difftx.errors import UserError
 from difftx.evals import SUITES
 from difftx.evals.evaluation import Evaluation, ItemJournal
 from difftx.evals.result import Result
-from difftx.files import make_folder, open_file, sha256_of, size_of
+from difftx.files import open_file, sha256_of, size_of
 from difftx.json_files import json_sha256, read_json
 from difftx.parallel.multihost import is_primary
 from difftx.progress import Work
-from difftx.storage.paths import AnyPath, is_bucket, path_of
+from difftx.storage.paths import path_of
 from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.checkpoint.reading import Checkpoint
 from difftx.training.run import Run
@@ -61,13 +61,13 @@ def evaluate(
     results = {}
     with jax.set_mesh(run.mesh):
         for name in suites:
-            path, depends = result_path(run.workdir, name, step, part), dependencies(run, name)
+            path, depends = result_path(run.files, name, step, part), dependencies(run, name)
             digest = json_sha256(depends)
             if is_primary():
                 run.owner.check()
-                if not is_bucket(path) and (link := next((p for p in path.parents[:2] if p.is_symlink()), None)):
+                if link := next((p for p in path.parents[:2] if p.is_symlink()), None):
                     raise UserError(f"{link} is a link, behind which no results are written; move the folder there")
-                make_folder(path.parent)
+                path.parent.mkdir(parents=True, exist_ok=True)
             # A suite may resume with the model's answers and ask another judge.
             of_answers = json_sha256({key: value for key, value in depends.items() if key != "endpoints"})
             evaluation.journal = ItemJournal(path, of_answers, weights, run.owner)
@@ -82,17 +82,21 @@ def evaluate(
             content["measures"] = {number: vars(value) for number, value in result.numbers.items()}
             run.owner.write(path, json.dumps(content, indent=2, default=_as_json) + "\n")
             evaluation.journal.remove()
+            run.owner.push()
     return results
 
 
-def result_path(workdir: AnyPath, suite: str, step: int, part: WeightsPart = "params") -> AnyPath:
-    """Return the path of the JSON file with a suite's result for a step's parameters, or for their average."""
-    return workdir / "evals" / suite / (f"{step}.json" if part == "params" else f"{step}.{part}.json")
+def result_path(folder: Path, suite: str, step: int, part: WeightsPart = "params") -> Path:
+    """Return the path of the JSON file with a suite's result for a step's parameters, or for their average.
+
+    `folder` is `Run.files`.
+    """
+    return folder / "evals" / suite / (f"{step}.json" if part == "params" else f"{step}.{part}.json")
 
 
 def stored_result(run: Run, suite: str, step: int, part: WeightsPart = "params") -> dict[str, Any] | None:
     """Return the JSON of a stored result, or None if there is none or it was computed with other settings."""
-    path = result_path(run.workdir, suite, step, part)
+    path = result_path(run.files, suite, step, part)
     if size_of(path) is None:
         return None
     content = read_json(path)

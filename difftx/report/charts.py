@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -12,8 +13,7 @@ import matplotlib.figure
 import matplotlib.ticker
 import numpy as np
 
-from difftx.files import make_folder, new_file
-from difftx.storage.paths import AnyPath
+from difftx.files import new_file
 
 # Okabe and Ito's palette, whose colours colour-blind readers can distinguish. The blue is lighter than theirs, #0072B2,
 # which is dim on black.
@@ -28,7 +28,7 @@ MAX_TICKS = 12  # Maximum number of tick labels on an axis of a heatmap.
 MAX_CHARACTERS = 64  # If the x labels of a heatmap have more characters than this in total, they are rotated.
 
 
-def draw_chart(chart: Mapping[str, Any], folder: AnyPath) -> list[AnyPath]:
+def draw_chart(chart: Mapping[str, Any], folder: Path) -> list[Path]:
     """Draw a chart to the files `<name>.png` and `<name>.svg` in a folder, and return these files."""
     figure = matplotlib.figure.Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
@@ -172,9 +172,9 @@ def short_number(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def save_figure(figure: matplotlib.figure.Figure, stem: AnyPath) -> list[AnyPath]:
+def save_figure(figure: matplotlib.figure.Figure, stem: Path) -> list[Path]:
     """Write a figure to `<stem>.png` and `<stem>.svg`, and return these files. Equal figures give equal bytes."""
-    make_folder(stem.parent)
+    stem.parent.mkdir(parents=True, exist_ok=True)
     files = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
     with matplotlib.rc_context({"svg.hashsalt": json.dumps(stem.name)}):
         for path in files:

@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,13 +15,12 @@ import jax.numpy as jnp
 import rich
 
 from difftx.errors import EXIT_FAILED, EXIT_PREEMPTED
+from difftx.files import resolved
 from difftx.json_files import JsonLines, with_sha256
 from difftx.model.flops import PEAK_FLOPS, flops_per_token
 from difftx.parallel.heartbeat import Monitor
 from difftx.parallel.multihost import Interrupt, agree, barrier, decide_on_primary, is_primary, print_on_primary
 from difftx.progress import Advance, Work
-from difftx.storage import objects
-from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.goodput import Goodput, format_goodput
 from difftx.training.guards import Guard, log
@@ -32,8 +32,8 @@ from difftx.training.run import Run
 from difftx.training.state import Metrics, make_train_step
 
 PROGRESS_LABEL = "{what} {done}/{total}"
-# Path in `evals/` of a suite's result, journal (in a bucket, with parts) or figure, of a step.
-RESULT_FILE = re.compile(r"[^/]+/(\d+)(\.ema)?(\.json|(\.\w+)?\.items\.jsonl(\.parts/.+)?|/[^/]+\.(png|svg))")
+# Path in `evals/` of a suite's result, journal or figure, of a step.
+RESULT_FILE = re.compile(r"[^/]+/(\d+)(\.ema)?(\.json|(\.\w+)?\.items\.jsonl|/[^/]+\.(png|svg))")
 PROGRESS_LINE = "{what} {done}/{total}  {text}  {seconds:.0f} s left"
 
 
@@ -60,7 +60,7 @@ def train(
             training = Training(run, evaluate, exports, interrupt, monitor, allow_config_change)
             return training.run_to_end(time.perf_counter() if began is None else began)
     except jax.errors.JaxRuntimeError as error:
-        if explanation := out_of_memory(run.workdir, error):
+        if explanation := out_of_memory(run, error):
             raise explanation from error
         raise
     finally:
@@ -86,7 +86,7 @@ class Training:
         self._interrupt, self._monitor, self._allow_config_change = interrupt, monitor, allow_config_change
         self._barrier_timeout = run.config.multihost.barrier_timeout_seconds
         self._train_step = jax.jit(make_train_step(run.config), donate_argnums=0)
-        self._journal = JsonLines(run.workdir / "journal.jsonl", run.owner)  # Rewinds and stops, for people.
+        self._journal = JsonLines(run.files / "journal.jsonl", run.owner)  # Rewinds and stops, for people.
 
     def run_to_end(self, began: float) -> int:
         """Train, and return the exit code. `began` is the result of `time.perf_counter()` at the start."""
@@ -117,21 +117,23 @@ class Training:
         if is_primary():
             run.write_files(self._state.source_weights, has_saved=bool(self._checkpointer.steps()))
             # Read goodput before the writer is created, because the writer deletes the rows of later steps.
-            self._goodput.resume(run.workdir / "metrics.jsonl", self._start)
+            self._goodput.resume(run.files / "metrics.jsonl", self._start)
         self._writer = MetricsWriter(
-            run.workdir,
+            run.files,
             config.logging,
             self._start,
             enabled=is_primary(),
             owner=run.owner,
             run_id=run.run_id,
+            address=str(resolved(run.workdir)),
             run_config=json.loads(config.to_json()),
         )
         if is_primary():
             run.owner.check()
-            remove_later_evaluations(run.workdir, self._start)
+            remove_later_evaluations(run.files, self._start)
             log(self._journal, self._state.guard)
-        self._tracer = StepTracer(run.workdir, config.logging, enabled=is_primary())
+            run.owner.push()
+        self._tracer = StepTracer(run.files, config.logging, enabled=is_primary())
         require_equal_replicas(self._state.train.params, "start", self._barrier_timeout)
         attempt = f"attempt {self._writer.attempt}, from step {self._start} to {config.train.steps}"
         print_on_primary(f"{run.workdir}: {attempt}")
@@ -165,7 +167,6 @@ class Training:
                     self._save(reporter)
                     self._export(reporter, display)
             reporter.flush()
-            self._writer.flush()
             self._goodput.switch("save")
             # The last step is saved even if it is bad, because a run is finished once it has that step's checkpoint.
             should_save = guard.last_step_is_good or (state.step == steps and guard.tripped is None)
@@ -221,7 +222,6 @@ class Training:
         in the evaluation.
         """
         if jax.process_count() == 1 and self._state.guard.last_step_is_good:
-            self._writer.flush()
             self._state.save(wait=True)
             display.note(
                 f"step {self._state.step}: the evaluation failed; its checkpoint is saved, so a restart continues "
@@ -234,7 +234,6 @@ class Training:
         # Flush before the save, so that metrics.jsonl has all steps up to the checkpoint.
         reporter.flush()
         self._write_goodput()
-        self._writer.flush()
         state.guard.note_regular_step(step)
         if state.guard.last_step_is_good:
             with self._goodput.section("save"):
@@ -252,7 +251,6 @@ class Training:
         if exports is None or (only_if_absent and exports.exists(self._run, step)):
             return
         with self._goodput.section("save"):
-            self._writer.flush()
             self._state.save(wait=True)
             self._monitor.beat(step)
             display.note(f"step {step}  {exports.write(self._run, step)}")
@@ -371,21 +369,18 @@ class Reporter:
         }
 
 
-def remove_later_evaluations(workdir: AnyPath, step: int) -> None:
+def remove_later_evaluations(folder: Path, step: int) -> None:
     """Delete the results in `evals/` of steps after `step`, because these steps are trained again.
 
     Files of other names, and files behind links, are not difftx's.
     """
-    evals = workdir / "evals"
-    if is_bucket(evals):
-        names = objects.list_below(evals)
-    else:
-        names = [(folder / name).relative_to(evals).as_posix() for folder, _, files in evals.walk() for name in files]
-    later = [name for name in names if (found := RESULT_FILE.fullmatch(name)) and int(found[1]) > step]
-    if is_bucket(evals):
-        objects.delete(evals / name for name in later)
-    elif not evals.is_symlink():
-        for name in later:
-            (evals / name).unlink()
-            with contextlib.suppress(OSError):  # A folder of figures is deleted with its last figure.
-                (evals / name).parent.rmdir()
+    evals = folder / "evals"
+    if evals.is_symlink():
+        return
+    for parent, _, files in evals.walk():
+        for file in (parent / name for name in files):
+            found = RESULT_FILE.fullmatch(file.relative_to(evals).as_posix())
+            if found and int(found[1]) > step:
+                file.unlink()
+                with contextlib.suppress(OSError):  # A folder of figures is deleted with its last figure.
+                    file.parent.rmdir()

@@ -313,7 +313,7 @@ def owner_saves(trainer, save):
 
 def test_a_late_reservation_does_not_replace_a_manifest(trainer, save, mesh_of, owner_saves, capsys):
     save(trainer(), 10)
-    save(trainer(owner=Owner(owner_saves(20))), 20)
+    save(trainer(owner=Owner(check=owner_saves(20))), 20)
     assert "another process saves this checkpoint" in capsys.readouterr().out
     check(trainer(), 20, mesh_of())
 
@@ -342,12 +342,12 @@ def test_a_late_removal_does_not_delete_the_next_owners_manifest(
             pytest.skip("a process that is frozen keeps its lock of a disk")
         save(writer, 10, 20)
         flip_a_bit(largest_file(writer.folder / "20"))
-        trainer(owner=Owner(owner_saves(20))).newest()
+        trainer(owner=Owner(check=owner_saves(20))).newest()
         step = 20
     else:
         save(writer, 10, 20)
         interfere = owner_saves(10)
-        late = trainer(owner=Owner(lambda: interfere() if 30 in steps_in(writer.folder) else None))
+        late = trainer(owner=Owner(check=lambda: interfere() if 30 in steps_in(writer.folder) else None))
         save(late, 30)
         step = 10
     folder = writer.folder / str(step)
@@ -405,7 +405,7 @@ def test_a_lost_lock_ends_the_saves(trainer, save):
     def lost():
         raise RunError("another process has the lock")
 
-    writer = trainer(owner=Owner(lost))
+    writer = trainer(owner=Owner(check=lost))
     with pytest.raises(RunError, match="another process has the lock"):
         save(writer, 10)
     assert list_folder(writer.folder) == {}

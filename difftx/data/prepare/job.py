@@ -207,7 +207,7 @@ def _locked(job: Job) -> Iterator[Owner]:
                 stack.enter_context(lock)
             except LockedError as error:
                 raise UserError(busy) from error
-            yield Owner(lock.check)
+            yield Owner(check=lock.check)
         return
     job.work.mkdir(parents=True, exist_ok=True)
     with (job.work / "lock").open("w") as file:

@@ -10,6 +10,7 @@ import json
 import re
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from difftx.config.eval import HallucinationConfig, JudgeConfig
@@ -18,7 +19,6 @@ from difftx.evals.hallucination.chat import AttemptError, ChatEndpoint
 from difftx.json_files import JsonLines, json_sha256
 from difftx.parallel.multihost import print_on_primary
 from difftx.progress import Work
-from difftx.storage.paths import AnyPath
 
 MAX_EXAMINED_CHARACTERS = 2**14  # A verdict is sought in so many characters at the end of a reply.
 MAX_WHY_CHARACTERS = 300  # Maximum length of a judge's reason in a result. The file of replies has the full reply.
@@ -110,7 +110,7 @@ class JudgeModel:
     A file stores each reply with the hash of its request and the endpoint, so that no verdict is paid for twice.
     """
 
-    def __init__(self, settings: HallucinationConfig, config: JudgeConfig, path: AnyPath):
+    def __init__(self, settings: HallucinationConfig, config: JudgeConfig, path: Path):
         assert settings.judge_model is not None
         self._model, self._temperature, self._config = settings.judge_model, settings.judge_temperature, config
         self._base_url = endpoint_of(config)

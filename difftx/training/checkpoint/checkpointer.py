@@ -17,7 +17,7 @@ from difftx.config import CheckpointConfig, Config
 from difftx.errors import RunError, UnreadableError, UserError
 from difftx.files import UNLOCKED, Owner, resolved
 from difftx.parallel.multihost import decide_on_primary, is_primary, print_on_primary
-from difftx.storage.paths import AnyPath
+from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint import protocol, retention
 from difftx.training.checkpoint.manifest import (
     describe_arrays,
@@ -277,7 +277,8 @@ class Checkpointer:
         """Delete the checkpoints up to `step` that the config does not keep."""
         # Incomplete checkpoints neither count towards the number to keep nor are deleted.
         steps = [other for other in self.steps() if other <= step and self._is_complete(other)]
-        kept = retention.steps_to_keep(config, steps, self._workdir)
+        files = self._owner.folder if is_bucket(self._workdir) else self._workdir
+        kept = retention.steps_to_keep(config, steps, self.folder, files)
         for other in steps:
             if other not in kept:
                 protocol.remove(self._owner, self.folder / str(other))

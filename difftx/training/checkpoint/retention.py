@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from difftx.config import CheckpointConfig
@@ -22,8 +23,8 @@ def is_comparable(basis: Basis, other: Basis) -> bool:
     return all(basis[name] == other[name] for name in basis.keys() & other.keys())
 
 
-def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], workdir: AnyPath) -> set[int]:
-    """Return those of the `steps` whose checkpoints the config keeps.
+def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], checkpoints: AnyPath, files: Path) -> set[int]:
+    """Return those of the `steps` whose checkpoints the config keeps. `files` has the small files of the run.
 
     `checkpoint.keep_best` considers only results that are comparable with a reference basis (`Basis`). The reference is
     the newest checkpoint: its validation sets and its fields of `eval`. If no result is comparable with it, the
@@ -32,16 +33,16 @@ def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], workdir: AnyPa
     newest_first = sorted(steps, reverse=True)
     kept = set(newest_first[: config.keep])
     # A rewind uses only regular checkpoints, so some of them are kept too.
-    regular = (step for step in newest_first if is_regular(workdir / "checkpoints" / str(step)))
+    regular = (step for step in newest_first if is_regular(checkpoints / str(step)))
     kept.update(itertools.islice(regular, config.keep))
     if config.keep_every_steps is not None:
         kept.update(step for step in steps if step % config.keep_every_steps == 0)
     if config.keep_best is not None:
-        found = {step: number_of(workdir, step, config.keep_best) for step in newest_first}
+        found = {step: number_of(files, step, config.keep_best) for step in newest_first}
         results = {step: result for step, result in found.items() if result is not None}
         if results:
             bases = {step: basis for step, (_, basis) in results.items()}
-            manifest = read_manifest(workdir / "checkpoints" / str(newest_first[0]))
+            manifest = read_manifest(checkpoints / str(newest_first[0]))
             own = {**manifest.config["eval"], VALID: manifest.loader.get("valid")}
             basis = own if any(is_comparable(own, each) for each in bases.values()) else next(iter(bases.values()))
             numbers = {step: number for step, (number, _) in results.items() if is_comparable(basis, bases[step])}
@@ -66,13 +67,13 @@ def is_regular(folder: AnyPath) -> bool:
     return step == guard.get("first_regular") or step % every_steps == 0
 
 
-def number_of(workdir: AnyPath, step: int, name: str) -> tuple[float, Basis] | None:
+def number_of(files: Path, step: int, name: str) -> tuple[float, Basis] | None:
     """Return an evaluated number such as "loss/perplexity" after a step, and its basis.
 
     Return None if there is no result, or if it is corrupt, or if the number is not finite.
     """
     suite, number = name.split("/")
-    path = workdir / "evals" / suite / f"{step}.json"
+    path = files / "evals" / suite / f"{step}.json"
     if size_of(path) is None:
         return None
     try:
