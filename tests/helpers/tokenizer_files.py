@@ -1,5 +1,6 @@
 """Tokenizers of three families, trained on this repository's pages, and random strings to encode."""
 
+import functools
 import io
 import json
 import random
@@ -43,8 +44,14 @@ def write_settings(folder: Path, **more):
     (folder / "chat_template.jinja").write_text(TEMPLATE)
 
 
-def sentencepiece_model(path: Path, model_type, *, normalization="identity", byte_fallback=True, **options):
-    """Train a SentencePiece model with the library `sentencepiece`."""
+def sentencepiece_model(path: Path, model_type, **options):
+    """Write a SentencePiece model that the library `sentencepiece` trains, once per process and set of options."""
+    path.write_bytes(_trained_sentencepiece(model_type, **options))
+    return path
+
+
+@functools.cache
+def _trained_sentencepiece(model_type, *, normalization="identity", byte_fallback=True, **options):
     import sentencepiece
 
     model, is_identity = io.BytesIO(), normalization == "identity"
@@ -63,11 +70,24 @@ def sentencepiece_model(path: Path, model_type, *, normalization="identity", byt
         minloglevel=2,
         **options,
     )
-    path.write_bytes(model.getvalue())
-    return path
+    return model.getvalue()
 
 
-def byte_level_folder(folder: Path):
+def family(train):
+    """Return a function that writes a folder with the tokenizer.json of `train`, which is called once per process."""
+    trained = functools.cache(train)
+
+    def write(folder: Path):
+        folder.mkdir()
+        (folder / "tokenizer.json").write_text(trained())
+        write_settings(folder)
+        return folder
+
+    return write
+
+
+@family
+def byte_level_folder():
     """Train byte-level BPE with the splits of GPT-2."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -80,10 +100,11 @@ def byte_level_folder(folder: Path):
         vocab_size=900, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts(), trainer)
-    return _saved(tokenizer, folder)
+    return tokenizer.to_str()
 
 
-def byte_fallback_folder(folder: Path):
+@family
+def byte_fallback_folder():
     """Train BPE with ▁ for spaces and bytes for unknown characters, as in a tokenizer.json of Llama."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -101,7 +122,7 @@ def byte_fallback_folder(folder: Path):
     fallback = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(fallback)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return _saved(tokenizer, folder)
+    return tokenizer.to_str()
 
 
 def prefixed_bytes_folder(folder: Path):
@@ -121,7 +142,8 @@ def prefixed_bytes_folder(folder: Path):
     return folder
 
 
-def unigram_folder(folder: Path):
+@family
+def unigram_folder():
     """Train a Unigram model on normalised text."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -132,14 +154,7 @@ def unigram_folder(folder: Path):
     special = ["<unk>", "<s>", "</s>", *SPECIAL]
     trainer = trainers.UnigramTrainer(vocab_size=600, special_tokens=special, unk_token="<unk>", show_progress=False)
     tokenizer.train_from_iterator(texts(), trainer)
-    return _saved(tokenizer, folder)
-
-
-def _saved(tokenizer, folder):
-    folder.mkdir()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    write_settings(folder)
-    return folder
+    return tokenizer.to_str()
 
 
 FAMILIES = {
