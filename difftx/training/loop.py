@@ -115,7 +115,7 @@ class Training:
         self._start = self._state.step
         self._monitor.beat(self._start)
         if is_primary():
-            run.write_files(self._state.source_weights, has_saved=bool(self._checkpointer.steps()))
+            run.write_files(self._state.source_weights, has_saved=bool(steps) or self._start > 0)
             # Read goodput before the writer is created, because the writer deletes the rows of later steps.
             self._goodput.resume(run.files / "metrics.jsonl", self._start)
         self._writer = MetricsWriter(

@@ -145,14 +145,13 @@ class Checkpointer:
         if self._config is not None and (leftovers := protocol.remove_leftovers(self._owner, self.folder)):
             steps = ", ".join(leftovers)
             print_on_primary(f"{self.folder}: deleted what an unfinished save or removal of step {steps} has left")
-        is_training, reasons = self._config is not None, {}
-        newest = None
+        is_training, reasons, newest = self._config is not None, {}, None
         for step in reversed(self.steps()):
-            folder, why = self.folder / str(step), self._why_invalid(step)
-            if why is None:
+            if (why := self._why_invalid(step)) is None:
                 newest = step
                 break
             if not is_training and step not in self.steps():
+                folder = self.folder / str(step)
                 print_on_primary(f"checkpoint {folder} was deleted while it was read; looking for the newest again")
                 return self.find_newest()
             reasons[step] = why
