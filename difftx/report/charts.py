@@ -9,7 +9,6 @@ A chart is a `LineChart` or `Heatmap` of difftx/evals/result.py as a JSON object
 and a line chart may have `y_limits`, the ends of its y-axis.
 """
 
-import dataclasses
 import io
 import json
 import re
@@ -74,16 +73,11 @@ def draw(chart: Mapping[str, Any], size: tuple[float, float] = FILE_SIZE) -> mat
     return figure
 
 
-@dataclasses.dataclass(frozen=True)
-class PageFigure:
-    """A figure as an SVG element, without title and legend, and its values for tooltips, as JSON."""
+def page_figure(chart: Mapping[str, Any], salt: str) -> tuple[str, dict[str, Any]]:
+    """Return a chart as an SVG element, without title and legend, and its values for tooltips, as JSON.
 
-    svg: str
-    values: Mapping[str, Any]
-
-
-def page_figure(chart: Mapping[str, Any], salt: str) -> PageFigure:
-    """Draw a chart for a page. `salt` is unique within the page, so that no two figures share ids."""
+    `salt` is unique within the page, so that no two figures share ids.
+    """
     with matplotlib.rc_context({**STYLE, "font.size": 11, "svg.hashsalt": salt, "svg.fonttype": "none"}):
         figure, written = _draw(chart, PAGE_SIZE), io.StringIO()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -93,10 +87,11 @@ def page_figure(chart: Mapping[str, Any], salt: str) -> PageFigure:
     svg = re.sub(r' id="(series-\d+)"', r' class="\1"', svg)
     svg = re.sub(r' id="[A-Za-z][A-Za-z0-9.]*_\d+"|(?<=<svg )[^>]*?(?=viewBox)', "", svg)
     # A tenth of a unit is less than a pixel, and fewer digits make the page smaller.
-    svg = re.sub(r'(?<= d=")[^"]*', lambda path: re.sub(r"(\.\d)\d+", r"\1", path[0].replace("\n", "")), svg)
+    svg = re.sub(r'(?<= [dxy]=")[^"]*', lambda found: re.sub(r"(\.\d)\d+", r"\1", found[0].replace("\n", "")), svg)
+    svg = re.sub(r'(?<=>)\s+(?=<)| transform="rotate\(-0 [^"]*"', "", svg)
     for drawn, shown in ((INK, "currentColor"), (RULE, "var(--rule)"), ("'DejaVu Sans', sans-serif", "sans-serif")):
         svg = svg.replace(drawn, shown)
-    return PageFigure(svg, {"box": _box(figure), **_tooltip_values(chart, figure.axes[0])})
+    return svg, {"box": _box(figure), **_tooltip_values(chart, figure.axes[0])}
 
 
 def _box(figure: matplotlib.figure.Figure) -> list[float]:
@@ -106,13 +101,17 @@ def _box(figure: matplotlib.figure.Figure) -> list[float]:
 
 
 def _tooltip_values(chart: Mapping[str, Any], axes: matplotlib.axes.Axes) -> dict[str, Any]:
-    def short(values: Sequence[float | None]) -> list[float | None]:
-        return [None if value is None or not np.isfinite(value) else float(f"{value:.5g}") for value in values]
+    def short(values: Sequence[float | None], digits: int = 5) -> list[float | None]:
+        finite = (value is not None and np.isfinite(value) for value in values)
+        return [float(f"{x:.{digits}g}") if is_finite else None for x, is_finite in zip(values, finite, strict=True)]
 
     if chart["kind"] == "heatmap":
         names = {axis: list(map(tick_text, chart[axis])) for axis in "xy"}
         values = heatmap_values(chart)
-        return {**names, "values": [short(row) for row in values.tolist()] if values.size <= MAX_CELLS_ON_PAGE else []}
+        return {
+            **names,
+            "values": [short(row, 3) for row in values.tolist()] if values.size <= MAX_CELLS_ON_PAGE else [],
+        }
     lines = [
         {"name": line["name"], "colour": colour, "x": short(line["x"]), "y": short(line["y"])}
         for line, colour in zip(chart["series"], line_colours(chart["series"]), strict=True)
@@ -157,8 +156,6 @@ def _set_number_ticks(axes: matplotlib.axes.Axes, x: Sequence[float], is_log: bo
         if are_integers and len(values) <= MAX_TICKS:
             axes.set_xticks(values)
             axes.minorticks_off()
-        else:
-            axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
     else:
         axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(6, integer=are_integers))
 
@@ -189,10 +186,15 @@ def label_axes(axes: matplotlib.axes.Axes, chart: Mapping[str, Any]) -> None:
     axes.set_title(chart["title"])
     axes.set_xlabel(chart["x_label"])
     axes.set_ylabel(chart["y_label"])
-    if chart.get("log_x"):
-        axes.set_xscale("log")
-    if chart.get("log_y"):
-        axes.set_yscale("log")
+    for axis, is_log, set_scale in (
+        (axes.xaxis, chart.get("log_x"), axes.set_xscale),
+        (axes.yaxis, chart.get("log_y"), axes.set_yscale),
+    ):
+        if is_log:
+            set_scale("log")
+            # The numbers of the default formatter are TeX, and those of minor ticks would overlap on a wide scale.
+            axis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+            axis.set_minor_formatter(matplotlib.ticker.LogFormatter(labelOnlyBase=False, minor_thresholds=(1, 0.4)))
     axes.grid(alpha=0.7, color=RULE)
     axes.set_axisbelow(True)
 
@@ -247,22 +249,17 @@ def tick_text(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:g}"
 
 
-def axis_number(most: float) -> Callable[[float], str]:
+def axis_number(most: float, digits: int = 4) -> Callable[[float], str]:
     """Return the format of the numbers on an axis up to `most`. All have the letter of `most`, such as 0.2M and 1M."""
     letter, size = next(((letter, size) for letter, size in LETTERS if most >= size), ("", 1))
     if most >= MAX_WITH_LETTERS:
         return lambda x: f"{x:.3g}"
-    return lambda x: f"{x / size:,.4g}{letter}" if x and letter else f"{x:,.6g}"
+    return lambda x: f"{x / size:,.{digits}g}{letter}" if x and letter else f"{x:,.6g}"
 
 
 def short_number(number: float) -> str:
-    """Format a number of parameters, tokens, FLOPs or seconds, with a letter from a million up, such as 6.8B."""
-    if number >= MAX_WITH_LETTERS:
-        return f"{number:.3g}"
-    for letter, size in LETTERS:
-        if number >= size:
-            return f"{number / size:.3g}{letter}"
-    return f"{number:,.0f}"
+    """Format a number of parameters, tokens or FLOPs, with a letter from a million up, such as 6.8B."""
+    return axis_number(number, 3)(number)
 
 
 def save_figure(figure: matplotlib.figure.Figure, stem: AnyPath) -> list[AnyPath]:

@@ -10,6 +10,7 @@ import rich.markup
 import rich.table
 
 from difftx.errors import UserError
+from difftx.evals.result import format_together
 from difftx.files import write_atomically
 from difftx.report.arms import Arm, arms_of
 from difftx.report.charts import colours_of, draw, save_figure
@@ -48,8 +49,9 @@ def format_table(rows: list[dict[str, Any]]) -> rich.table.Table:
     for name in COLUMNS:
         title = name.replace("_", "\n")
         table.add_column(title, justify="left" if name == "architecture" else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(rich.markup.escape(_shown(row[name])) for name in ("run", *COLUMNS)))
+    columns = [[row["run"] for row in rows], *(format_together([row[name] for row in rows]) for name in COLUMNS)]
+    for texts in zip(*columns, strict=True):
+        table.add_row(*map(rich.markup.escape, texts))
     return table
 
 
@@ -145,11 +147,3 @@ def thinned(values: np.ndarray, most: int) -> np.ndarray:
         if len(finite):
             kept |= {int(finite[np.argmin(values[finite])]), int(finite[np.argmax(values[finite])])}
     return np.array(sorted(kept))
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jinja2
-import markupsafe
 
 from difftx.data.sources import STDLIB
 from difftx.errors import UserError, printable
@@ -59,8 +58,8 @@ def write_page(workdirs: Sequence[AnyPath], out: AnyPath) -> AnyPath:
     )
     salts = map(str, itertools.count())
     page = environment.get_template("report.html").render(
-        title=" and ".join(run.name for run in runs),
-        colours=colours,
+        title=" and ".join(arm.title for arm in judged.arms),
+        colours=colours | {arm.title: colours[arm.name] for arm in judged.arms},
         verdict=judged,
         scores=_scores(judged, metric),
         notes=_notes(runs, with_different_tokenizers),
@@ -73,10 +72,8 @@ def write_page(workdirs: Sequence[AnyPath], out: AnyPath) -> AnyPath:
         headers=_run_headers(runs),
         changes=_config_changes(runs),
         commands=_commands(runs, out),
-        # matplotlib has escaped the texts in its SVG.
         figure_of=lambda panel: page_figure(panel.chart, next(salts)),
         legend_of=_legend,
-        svg=markupsafe.Markup,
     )
     make_folder(out.parent)
     write_atomically(out, page)

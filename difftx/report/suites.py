@@ -1,5 +1,6 @@
 """The report's sections on suites: what each measures, its numbers and their differences, its charts and samples."""
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -247,8 +248,8 @@ def _charts_over_steps(run: str, results: Results) -> list[Panel]:
 def _charts(newest: Newest, colours: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return the charts of the arms. Line charts of the same name are merged, with a line per arm in its colour.
 
-    If a chart of several arms has several lines, each becomes a chart named `<chart>: <line>`. Heatmaps, and charts
-    whose lines have no distinct names, are not merged.
+    If a chart of several arms has several lines, each becomes a chart named `<chart>: <line>`, except for lines that
+    not all of the arms have. Heatmaps are not merged.
     """
     by_name: dict[str, dict[Arm, dict[str, Any]]] = {}
     for arm, of_arm in newest.items():
@@ -259,34 +260,31 @@ def _charts(newest: Newest, colours: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 def _merged(charts: Mapping[Arm, dict[str, Any]], colours: Mapping[str, str], arms: int) -> list[dict[str, Any]]:
-    if arms == 1:
-        return list(charts.values())
     chart = next(iter(charts.values()))
-    if chart["kind"] == "heatmap" or any(_has_equal_names(of_arm) for of_arm in charts.values()):
+    if arms == 1:
+        return [chart]
+    if chart["kind"] == "heatmap":
         return [{**of_arm, "title": f"{arm.name}: {of_arm['title']}"} for arm, of_arm in charts.items()]
-    by_line: dict[str, list[dict[str, Any]]] = {}
-    references: list[dict[str, Any]] = []
-    for arm, of_arm in charts.items():
-        lines = [line for line in of_arm["series"] if not line.get("is_reference")]
-        references += [line for line in of_arm["series"] if line.get("is_reference") and line not in references]
+    measured = {arm: [x for x in of_arm["series"] if not x.get("is_reference")] for arm, of_arm in charts.items()}
+    references = [line for of_arm in charts.values() for line in of_arm["series"] if line.get("is_reference")]
+    references = [line for i, line in enumerate(references) if line not in references[:i]]
+    is_single = max(map(len, measured.values())) == 1  # The names of the lines may then differ.
+    counts = collections.Counter(line["name"] for lines in measured.values() for line in lines)
+    shared: dict[str, list[dict[str, Any]]] = {}
+    own: list[dict[str, Any]] = []
+    for arm, lines in measured.items():
         for line in lines:
-            # A chart with one line per arm is one chart, although the names of the lines may differ.
-            name = "" if max(map(_count_lines, charts.values())) == 1 else line["name"]
-            by_line.setdefault(name, []).append({**line, "name": arm.name, "colour": colours[arm.name]})
-    return [
+            if is_single or counts[line["name"]] == len(charts) > 1:
+                in_colour = {**line, "name": arm.name, "colour": colours[arm.name]}
+                shared.setdefault("" if is_single else line["name"], []).append(in_colour)
+            else:
+                own.append({**line, "name": f"{arm.name}: {line['name']}"})
+    merged = [
         {**chart, "series": [*lines, *references]}
         | ({"name": f"{chart['name']}: {name}", "title": f"{chart['title']}: {name}"} if name else {})
-        for name, lines in by_line.items()
+        for name, lines in shared.items()
     ]
-
-
-def _count_lines(chart: Mapping[str, Any]) -> int:
-    return sum(not line.get("is_reference") for line in chart["series"])
-
-
-def _has_equal_names(chart: Mapping[str, Any]) -> bool:
-    names = [line["name"] for line in chart["series"]]
-    return len(set(names)) < len(names)
+    return merged + ([{**chart, "series": [*own, *references]}] if own else [])
 
 
 def _mean_chart(charts: Sequence[dict[str, Any]]) -> dict[str, Any]:
