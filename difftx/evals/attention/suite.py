@@ -77,7 +77,8 @@ def evaluate(evaluation: Evaluation) -> Result:
     by_depth = {name: np.mean(mean_DL[:, layers], axis=1) for name, mean_DL in means.items()}
     tokens_per_bin = -(-len(example.tokens) // MAX_BINS)
     maps = _maps(evaluation, graphdef, example, layers, tokens_per_bin)
-    # A reader that attends to all tokens evenly gives each part the weight of its share of the tokens.
+    # A reader that attends to all tokens evenly gives each part the weight of its share of the tokens. That of other
+    # prompts differs by a few tokens at most, because only the words of their needles differ.
     shares = {part: tokens_of[number] / len(example.tokens) for number, part in enumerate(PARTS)}
     return Result(
         numbers={
