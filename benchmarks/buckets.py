@@ -6,7 +6,7 @@ Requires the extras gcs, s3 and buckets-test. The emulators and the proxy in fro
 numbers of requests are those of a real store, but the times are not. The script prints two tables for each kind of
 store:
 
-- requests: the number of each kind, for a row of metrics.jsonl, a save, a restore, a verification and a tiny run;
+- requests: the number of each kind, for a push of small files, a save, a restore, a verification and a tiny run;
 - throughput: the speed of saves and restores, next to copies of a file of the same size to the same emulator.
 """
 
@@ -35,6 +35,7 @@ from helpers.command_server import commands
 from benchmarks.console_tables import console, numbers_table
 from difftx.config import Config
 from difftx.config.recipes import load_config
+from difftx.run_files import small_files
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.checkpointer import Checkpointer
@@ -99,16 +100,13 @@ def requests_table(bucket: buckets.Bucket, text: Path) -> rich.table.Table:
 
 
 def _count_metrics(workdir: AnyPath, config: Config, count: Count) -> None:
-    """Count the requests of rows of metrics.jsonl and of events of TensorBoard."""
-    writer = MetricsWriter(workdir, config.logging, 0)
-
-    def write_row() -> None:
-        writer.write("train", 1, {"loss": 1.0})
-        writer._file.flush()  # pyrefly: ignore[missing-attribute]
-
-    count("the first row of metrics.jsonl", write_row)
-    count("a row of metrics.jsonl", write_row)
-    count("the events of TensorBoard until a save", writer.flush)
+    """Count the requests of pushes of metrics.jsonl and of events of TensorBoard."""
+    with small_files(workdir) as owner:
+        writer = MetricsWriter(owner.folder, config.logging, 0)
+        for name in ("the first push of metrics.jsonl and TensorBoard's events", "a push after a row"):
+            writer.write("train", 1, {"loss": 1.0})
+            count(name, owner.push)
+        count("a push without changes", owner.push)
 
 
 def _count_checkpoints(workdir: AnyPath, config: Config, count: Count) -> None:

@@ -44,6 +44,7 @@ FIXES = {
 SPACE = (errno.ENOSPC, errno.EDQUOT)
 # Errors that may pass by themselves. They need no traceback, even if the operating system does not name the file.
 TEMPORARY = (*SPACE, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE)
+_addresses: dict[str, str] = {}  # Argument `folder` of `note_copy` → `address`.
 
 
 class _OneLineError(Exception):
@@ -66,8 +67,18 @@ class UnreadableError(RunError):
     """A failure to read a file or folder, even after retries. The contents may be intact, and were not changed."""
 
 
+def note_copy(folder: str, address: str) -> None:
+    """Let messages name `address` in place of a local folder that has a copy of its files."""
+    _addresses[folder] = address
+
+
 def printable(text: str) -> str:
-    r"""Make a text harmless for a terminal: control characters except \t and \n become escapes such as \x1b."""
+    r"""Make a text harmless for a terminal: control characters except \t and \n become escapes such as \x1b.
+
+    Replace the folders of `note_copy` by their addresses.
+    """
+    for folder, address in _addresses.items():
+        text = text.replace(folder, address)
     return UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 

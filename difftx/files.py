@@ -21,10 +21,10 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import BinaryIO
 
-from difftx.errors import UnreadableError, UserError
+from difftx.errors import UnreadableError, UserError, note_copy
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath, BucketPath, is_bucket, path_of
 from difftx.storage.reading import open_object
@@ -158,15 +158,6 @@ def upload(path: BucketPath, source: Path) -> None:
         objects.upload(path, str(source))
 
 
-def matching_files(folder: AnyPath, pattern: str) -> list[AnyPath]:
-    """Return the files below a folder whose relative paths match a glob that begins with a name, as in "evals/*/*"."""
-    if not is_bucket(folder):
-        return list(folder.glob(pattern))
-    first, count = pattern.partition("/")[0], pattern.count("/")
-    names = [f"{first}/{name}" for name in objects.list_below(folder / first)]
-    return [folder / name for name in names if name.count("/") == count and PurePosixPath(name).match(pattern)]
-
-
 def is_glob(path: AnyPath) -> bool:
     """Return whether a path is a glob. The path of an existing file or folder is not, even if its name has brackets."""
     if not glob.has_magic(str(path)):
@@ -199,15 +190,16 @@ def matching_folders(flag: str, pattern: str, file: str) -> list[AnyPath]:
 
 
 @contextlib.contextmanager
-def uploaded(path: AnyPath) -> Iterator[Path]:
-    """Yield a folder for files of a library: `path`, or a local one whose files the end of the block uploads."""
-    if not is_bucket(path):
-        yield path
+def uploaded(folder: AnyPath) -> Iterator[Path]:
+    """Yield a folder for new files: `folder`, or a local one whose files the end of the block uploads."""
+    if not is_bucket(folder):
+        yield folder
         return
     with tempfile.TemporaryDirectory(prefix="difftx-") as made:
+        note_copy(made, str(folder))
         yield Path(made)
-        for file in (file for file in sorted(Path(made).rglob("*")) if file.is_file()):
-            upload(path / file.relative_to(made).as_posix(), file)
+        for file in sorted(Path(made).iterdir()):
+            upload(folder / file.name, file)
 
 
 @contextlib.contextmanager
@@ -231,16 +223,20 @@ def downloaded(path: AnyPath) -> Iterator[Path]:
     if not is_bucket(path):
         yield path
         return
-    names = objects.list_below(path)
-    for name in names:  # Whoever may write to the bucket has chosen them.
-        if name.startswith("/") or ".." in name.split("/"):
-            raise UserError(f"{path}: the name of an object, {name!r}, is not a path below that folder; rename it")
+    names = [local_name(path, name) for name in objects.list_below(path)]
     with tempfile.TemporaryDirectory(prefix="difftx-") as made:
         for name in names:
             target = Path(made, name)
             target.parent.mkdir(parents=True, exist_ok=True)
             objects.download(path / name, str(target))
         yield Path(made)
+
+
+def local_name(folder: BucketPath, name: str) -> str:
+    """Return the name of an object below a folder. Raise `UserError` if it would lead out of a local folder."""
+    if name.startswith("/") or ".." in name.split("/"):  # Whoever may write to the bucket has chosen the name.
+        raise UserError(f"{folder}: the name of an object, {name!r}, is not a path below that folder; rename it")
+    return name
 
 
 def write_atomically(path: AnyPath, text: str) -> None:
@@ -250,13 +246,23 @@ def write_atomically(path: AnyPath, text: str) -> None:
 
 
 class Owner:
-    """A process that may write the files of a folder. Each write first checks that this is still so.
+    """A process that may write the files of a run. Each write first checks that this is still so.
 
-    `check` raises an error if the process has lost the folder.
+    `check` raises an error if the process has lost the run. `raise_if_lost` does so too, but only if that is known
+    already, so it takes no time. `folder` has the small files of the run: it is the folder of a run on a disk, and a
+    local copy for a run in a bucket (`run_files.py`).
     """
 
-    def __init__(self, check: Callable[[], None]):
-        self.check = check
+    def __init__(
+        self,
+        folder: Path = Path(),
+        check: Callable[[], None] = lambda: None,
+        raise_if_lost: Callable[[], None] = lambda: None,
+    ):
+        self.folder, self.check, self.raise_if_lost = folder, check, raise_if_lost
+
+    def push(self) -> None:
+        """Return when the store has all changes of the files in `folder`."""
 
     def write(self, path: AnyPath, text: str) -> None:
         """Write a file as `write_atomically` does."""
@@ -288,7 +294,7 @@ class Owner:
             path.unlink()
 
 
-UNLOCKED = Owner(lambda: None)  # The owner of files that no lock protects.
+UNLOCKED = Owner()  # The owner of files that no lock protects.
 
 
 def stored(path: AnyPath) -> objects.Stored | None:
@@ -370,7 +376,7 @@ def _open_regular(path: str, flags: int) -> int:
 def read_file(path: AnyPath) -> bytes | None:
     """Return the contents of a file, or None if the file does not exist. Raise `UserError` if `path` is a folder."""
     if is_bucket(path):
-        return objects.read_verified(path)
+        return None if (found := objects.read_verified(path)) is None else found.content
 
     def read() -> bytes:
         with open_file(path) as file:

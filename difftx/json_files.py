@@ -1,4 +1,4 @@
-"""JSON files on local disks and in buckets: values with a schema, logs of lines, and records with a SHA-256."""
+"""JSON files: values with a schema and records with a SHA-256, also in buckets, and local files of lines."""
 
 import errno
 import hashlib
@@ -12,7 +12,6 @@ from typing import Any
 
 from difftx.errors import UserError
 from difftx.files import UNLOCKED, Owner, new_file, read_file, write_atomically
-from difftx.storage.bucket_log import BucketLog
 from difftx.storage.paths import AnyPath, is_bucket
 
 # JSON type → name in error messages.
@@ -61,15 +60,13 @@ def schema_error(value: Any, shape: Any, path: str = "") -> str | None:
 
 
 class JsonLines:
-    """A file of JSON objects, one per line, to which several threads and processes may append.
+    """A local file of JSON objects, one per line, to which several threads and processes may append.
 
-    If a process is killed in `append`, the last line may be incomplete. `read` skips such a line. In a bucket, either
-    all rows of an `append` are visible or none; `BucketLog` stores them.
+    If a process is killed in `append`, the last line may be incomplete. `read` skips such a line.
     """
 
-    def __init__(self, path: AnyPath, owner: Owner = UNLOCKED):
-        self.path, self._owner = path, owner
-        self._log = BucketLog(path) if is_bucket(path) else _LocalLog(path)
+    def __init__(self, path: Path, owner: Owner = UNLOCKED):
+        self.path, self._owner, self._lock = path, owner, threading.Lock()
 
     def read(self, shape: Any = dict) -> list[dict[str, Any]]:
         """Return the objects that match `shape`, a schema for `schema_error`. An absent file has none."""
@@ -77,45 +74,15 @@ class JsonLines:
 
     def content(self) -> bytes:
         """Return all lines. An absent file has none."""
-        return self._log.read()
+        return read_file(self.path) or b""
 
     def append(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Append objects. They are on disk, or in the bucket, when the function returns."""
-        self.append_lines("".join(json.dumps(row) + "\n" for row in rows).encode())
-
-    def append_lines(self, content: bytes) -> None:
-        """Append objects that are JSON already, one per line."""
+        """Append objects. They are on disk when the function returns."""
         self._owner.check()
-        self._log.append(content)
-
-    def rewrite(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Atomically replace the content of the file."""
-        self._owner.check()
-        lines = ((json.dumps(row) + "\n").encode() for row in rows)
-        if isinstance(self._log, _LocalLog):
-            self._log.replace(lines)
-        else:
-            self._log.replace(b"".join(lines))
-
-    def remove(self) -> None:
-        """Delete the file. It may be absent."""
-        self._owner.check()
-        self._log.remove()
-
-
-class _LocalLog:
-    """A local file with the interface of `BucketLog`."""
-
-    def __init__(self, path: Path):
-        self._path, self._lock = path, threading.Lock()
-
-    def read(self) -> bytes:
-        return read_file(self._path) or b""
-
-    def append(self, content: bytes) -> None:
-        self._path.parent.mkdir(exist_ok=True)  # Without parents, because a run's folder must not be made again.
+        content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        self.path.parent.mkdir(exist_ok=True)  # Without parents, because a run's folder must not be made again.
         # Another process may have left an incomplete line since the last call.
-        with self._lock, self._path.open("a+b") as file:
+        with self._lock, self.path.open("a+b") as file:
             if size := file.seek(0, os.SEEK_END):
                 file.seek(size - 1)
                 content = content if file.read(1) == b"\n" else b"\n" + content
@@ -123,13 +90,17 @@ class _LocalLog:
             file.flush()
             os.fsync(file.fileno())
 
-    def replace(self, lines: Iterable[bytes]) -> None:
-        self._path.parent.mkdir(exist_ok=True)
-        with new_file(self._path) as file:
-            file.writelines(lines)
+    def rewrite(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Atomically replace the content of the file."""
+        self._owner.check()
+        self.path.parent.mkdir(exist_ok=True)
+        with new_file(self.path) as file:
+            file.writelines((json.dumps(row) + "\n").encode() for row in rows)
 
     def remove(self) -> None:
-        self._path.unlink(missing_ok=True)
+        """Delete the file. It may be absent."""
+        self._owner.check()
+        self.path.unlink(missing_ok=True)
 
 
 def parse_json_lines(content: bytes, shape: Any = dict) -> Iterator[dict[str, Any] | None]:

@@ -23,8 +23,8 @@ import os, signal, sys
 from pathlib import Path
 from difftx.files import new_file
 from difftx.folders import new_folder
-make = new_folder if sys.argv[1] == "folder" else new_file
-with make(Path(sys.argv[2])) as made:
+path = Path(sys.argv[2])
+with new_folder(path, "part") if sys.argv[1] == "folder" else new_file(path) as made:
     (made / "part").write_text("half") if sys.argv[1] == "folder" else made.write(b"half")
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -87,7 +87,7 @@ def test_new_folder_deletes_the_folder_of_a_killed_process(tmp_path):
         f".more.{host}.99999999",
     ):
         (tmp_path / name).mkdir()
-    with new_folder(tmp_path / "out") as folder:
+    with new_folder(tmp_path / "out", "part") as folder:
         (folder / "all").touch()
     assert names(tmp_path) == {"out", f".out.{host}.{os.getppid()}", ".out.elsewhere.1", f".more.{host}.99999999"}
 

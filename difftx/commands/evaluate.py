@@ -1,6 +1,7 @@
 """Actions of `difftx eval`: evaluate checkpoints, draw curves and fit scaling laws."""
 
 import argparse
+import contextlib
 import dataclasses
 import re
 import shlex
@@ -23,12 +24,13 @@ from difftx.evals import run as evals
 from difftx.evals.harness.suite import LOCAL_TASKS
 from difftx.evals.result import format_value, read_numbers
 from difftx.evals.throughput import pair
-from difftx.files import list_folder, require_writable, resolved
+from difftx.files import UNLOCKED, Owner, list_folder, require_writable, resolved, uploaded
 from difftx.json_files import read_json
 from difftx.parallel import multihost
 from difftx.parallel.mesh import make_mesh
 from difftx.progress import Work
 from difftx.report.runs import printable_json
+from difftx.run_files import small_files
 from difftx.training import kernel_choice
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpointer
 from difftx.training.checkpoint.manifest import WeightsPart
@@ -54,8 +56,9 @@ def run_suites(options: argparse.Namespace, overrides: Mapping[str, str]) -> Non
     confirm_outward(config, str(workdir / "config.json"), suites, overrides, trusted=options.trust_run_config)
 
     checkpointer = Checkpointer(workdir)
-    evaluator = _Evaluator(checkpointer, config, suites, options)
-    with Work(enabled=multihost.is_primary()) as work:
+    files = small_files(workdir) if multihost.is_primary() else contextlib.nullcontext(UNLOCKED)
+    with files as owner, Work(enabled=multihost.is_primary()) as work:
+        evaluator = _Evaluator(checkpointer, config, suites, options, owner)
         if options.step is None and (evaluate := checkpointer.read_newest(evaluator.load)) is not None:
             evaluate(work)
             return
@@ -102,6 +105,7 @@ class _Evaluator:
     config: Config
     suites: Sequence[str]
     options: argparse.Namespace
+    owner: Owner  # Writes the results.
     run: Run | None = None
     run_config: Config | None = None  # Config of the checkpoint that `run` was opened with.
 
@@ -116,7 +120,7 @@ class _Evaluator:
                 flags = "--mesh.data=1 --mesh.fsdp=-1 --mesh.context=1 --mesh.tensor=1 --mesh.slices=1"
                 advice = f"If these are not the devices of the training, choose a mesh: {flags}"
                 raise UserError(f"{error}. {advice}") from error
-            self.run = run = open_run(checkpoint, workdir)
+            self.run = run = dataclasses.replace(open_run(checkpoint, workdir), owner=self.owner)
             run.check_everywhere(
                 lambda run: evals.check_run(run, suites), lambda run: evals.settings_sha256_by_suite(run, suites)
             )
@@ -147,8 +151,12 @@ def _suites_with_results(run: Run, suites: Sequence[str], step: int, checkpoint:
             if stored is not None and stored.get("weights") == checkpoint.weights:
                 done.append(suite)
             elif stored is not None:
-                path = evals.result_path(run.workdir, suite, step, checkpoint.part)
-                print(f"{path} was made with other weights than those of {checkpoint.folder}; evaluating it again")
+                path = evals.result_path(run.files, suite, step, checkpoint.part)
+                print(
+                    printable(
+                        f"{path} was made with other weights than those of {checkpoint.folder}; evaluating it again"
+                    )
+                )
         return done
 
     return multihost.decide_on_primary(read_results, DECISION_SECONDS)
@@ -195,7 +203,7 @@ def load_params(run: Run, step: int, part: WeightsPart = "params") -> Any:
 
 def _show_result(run: Run, suite: str, step: int, part: WeightsPart, *, fresh: bool) -> None:
     """Print a suite's stored result. Draw its charts if the result is fresh or they do not exist yet."""
-    path = evals.result_path(run.workdir, suite, step, part)
+    path = evals.result_path(run.files, suite, step, part)
     result, figures = printable_json(read_json(path)), path.with_suffix("")
     console = _console()
     where = f"{run.workdir}, step {step}{'' if part == 'params' else f', {part}'}"
@@ -212,7 +220,7 @@ def _show_result(run: Run, suite: str, step: int, part: WeightsPart, *, fresh: b
         from difftx.report.charts import draw_chart  # matplotlib is slow to import.
 
         for chart in result["charts"]:
-            print(*draw_chart(chart, figures), sep="\n")
+            print(*(printable(str(figure)) for figure in draw_chart(chart, figures)), sep="\n")
 
 
 def format_numbers(result: Mapping[str, Any]) -> rich.table.Table:
@@ -237,23 +245,25 @@ def draw_curves(options: argparse.Namespace) -> None:
     """Draw the curves of the runs that match a glob. Print their table, notes, and the paths of the figures."""
     from difftx.report.curves import format_table, write_curves  # matplotlib is slow to import.
 
-    rows, files, notes = write_curves(options.curves, options.out, options.metric, options.against)
+    with uploaded(options.out) as out:
+        rows, files, notes = write_curves(options.curves, out, options.metric, options.against)
     _console().print(format_table(rows))
     for note in notes:
         print(printable(f"note: {note}"))
-    print(*files, sep="\n")
+    print(*(printable(str(file)) for file in files), sep="\n")
 
 
 def fit_scaling(options: argparse.Namespace) -> None:
     """Fit scaling laws to the runs or tables that match a glob. Print the results and the paths of the files."""
     from difftx.report.scaling import format_study, write_scaling  # scipy and matplotlib are slow to import.
 
-    studies, files = write_scaling(options.scaling, options.out, options.metric)
+    with uploaded(options.out) as out:
+        studies, files = write_scaling(options.scaling, out, options.metric)
     for study in studies:
         _console().print(*format_study(study), sep="\n")
         for note in study.notes:
             print(printable(f"note: {note}"))
-    print(*files, sep="\n")
+    print(*(printable(str(file)) for file in files), sep="\n")
 
 
 def _console() -> rich.console.Console:

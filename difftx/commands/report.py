@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from difftx.commands.flags import Parser, PathFlag, run_folders
 from difftx.errors import printable
-from difftx.files import require_writable_file
+from difftx.files import require_writable_file, uploaded
+from difftx.run_files import pulled
 
 RUNS = "runs, folders of runs such as a sweep's, or quoted globs; a Transformer is the baseline, or else the first run"
 
@@ -23,5 +24,8 @@ def main(arguments: Sequence[str]) -> int:
 
     from difftx.report.page import write_page  # Imported after the flags are checked, because the import is slow.
 
-    print(printable(str(write_page(workdirs, options.out or workdirs[0] / "report.html"))))
+    out = options.out or workdirs[0] / "report.html"
+    with uploaded(out.parent) as folder:
+        write_page(list(map(pulled, workdirs)), folder / out.name)
+    print(printable(str(out)))
     return 0

@@ -52,7 +52,7 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(
             f"--special_token={','.join(options.special_token)}: names must differ, also from {END_OF_TEXT}"
         )
-    if is_taken(options.out):
+    if is_taken(options.out, TOKENIZER):
         raise UserError(f"--out={options.out} exists already; name a new folder")
     require_writable(options.out)
 
@@ -113,7 +113,7 @@ def train_tokenizer(options: argparse.Namespace) -> None:
         "clean_up_tokenization_spaces": False,
     }
     make_folder(options.out.parent)
-    with new_folder(options.out) as folder:
+    with new_folder(options.out, TOKENIZER) as folder:
         write_atomically(folder / TOKENIZER, tokenizer.to_str() + "\n")
         write_atomically(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
     trained = load_tokenizer(str(options.out), field="--out")

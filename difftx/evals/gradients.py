@@ -16,11 +16,13 @@ from difftx.evals.evaluation import Evaluation, require_plain_logits
 from difftx.evals.result import Heatmap, LineChart, Number, Result, Series
 from difftx.evals.suite import Suite
 from difftx.evals.throughput import COMPARED, counterpart
+from difftx.kernels import weight_functions
+from difftx.kernels.logit_gradients import logit_gradient_products
 from difftx.model.abstract import vector_mask
 from difftx.model.architectures import ARCHITECTURES
 from difftx.model.attention import Angles, LayerConstants, SelfAttention
-from difftx.model.decoder import Decoder
-from difftx.parallel.layout import Layout
+from difftx.model.decoder import Block, Decoder
+from difftx.parallel.layout import Layout, reshard
 from difftx.training.loss import batch_nll, weighted_loss
 from difftx.training.run import Run
 from difftx.training.state import graph, init_params, jit_init
@@ -180,9 +182,19 @@ def _logit_products(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> jax.Ar
     layout, documents = model.layout, {"positions_BT": batch.positions_BT, "segment_ids_BT": batch.segment_ids_BT}
     tokens_BT, documents = jax.sharding.reshard((batch.tokens_BT, documents), layout.act_BT)
 
+    angles, segment_ids_BT = model.angles(tokens_BT.shape[1], documents["positions_BT"]), documents["segment_ids_BT"]
+
+    def layer(x_BTD: jax.Array, block: Block, constants: LayerConstants, change_BTD: jax.Array):
+        """Add `change_BTD` to the residual update of attention. The second result is the input of attention."""
+
+        def attend(h_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return block.attention(h_BTD, angles, constants, segment_ids_BT)[0] + change_BTD, h_BTD
+
+        return block(x_BTD, attend)
+
     def nll(changes_LBTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x_BTD, inputs_LBTD = model.with_changes(tokens_BT, changes_LBTD, **documents)
-        x_BTD = jax.sharding.reshard(x_BTD, Layout().act_BTD)
+        x_BTD, inputs_LBTD = model.walk(layer, model.embed(tokens_BT), changes_LBTD)
+        x_BTD = jax.sharding.reshard(model.final_norm(x_BTD), Layout().act_BTD)
         cap = model.config.logit_soft_cap
         loss, _ = weighted_loss(x_BTD, model.unembedding(), batch.targets_BT, batch.loss_mask_BT, cap, 0.0)
         return loss, inputs_LBTD
@@ -191,15 +203,36 @@ def _logit_products(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> jax.Ar
     no_changes_LBTD = jnp.zeros(shape, model.config.compute_dtype, out_sharding=jax.P(None, *layout.act_BTD))
     dupdates_LBTD, inputs_LBTD = jax.grad(nll, has_aux=True)(no_changes_LBTD)
 
-    def products(
-        attention: SelfAttention, angles: Angles, constants: LayerConstants, x_BTD: jax.Array, dupdate_BTD: jax.Array
-    ):
-        segment_ids_BT = documents["segment_ids_BT"]
-        found_BTH3 = attention.logit_gradient_products(x_BTD, angles, constants, segment_ids_BT, dupdate_BTD)
-        return jax.sharding.reshard(jnp.sum(found_BTH3, axis=(0, 1, 2)), jax.P())
+    def products(_: None, block: Block, constants: LayerConstants, x_BTD: jax.Array, dupdate_BTD: jax.Array):
+        found_BTH3 = logit_products(block.attention, x_BTD, angles, constants, segment_ids_BT, dupdate_BTD)
+        return None, jax.sharding.reshard(jnp.sum(found_BTH3, axis=(0, 1, 2)), jax.P())
 
-    length, positions_BT = tokens_BT.shape[1], documents["positions_BT"]
-    return model.map_attention(products, inputs_LBTD, dupdates_LBTD, length=length, positions_BT=positions_BT)
+    return model.walk(products, None, inputs_LBTD, dupdates_LBTD)[1]
+
+
+def logit_products(
+    attention: SelfAttention,
+    x_BTD: jax.Array,
+    angles: Angles,
+    constants: LayerConstants,
+    segment_ids_BT: jax.Array | None,
+    dupdate_BTD: jax.Array,
+) -> jax.Array:
+    """Return |dS1|², |dS2|² and dS1·dS2 of each query, summed over keys, float32 `[B, T, H, 3]`.
+
+    S1 and S2 are the logits of A1 and A2, and `dupdate_BTD` is the gradient of the loss with respect to the residual
+    update. Only for classes with `subtracts = True`.
+    """
+    q, k, v = attention.operands(x_BTD, angles)
+    heads_BTHE = attention.combined(attention.attend(q, k, v, x_BTD, constants, segment_ids_BT), x_BTD)
+    _, pullback = jax.vjp(lambda heads_BTHE: attention.output(heads_BTHE, x_BTD, constants), heads_BTHE)
+    (dheads_BTHE,) = pullback(dupdate_BTD)
+    dheads_BTHE = reshard(dheads_BTHE, attention.layout.attend_BTHE)
+    weight_function, q, k, lam = attention.attention_weight_inputs(q, k, x_BTD, constants)
+    assert weight_function is weight_functions.difference
+    assert lam is not None
+    options = {"segment_ids_BT": segment_ids_BT, "window": constants.window}
+    return logit_gradient_products(q, k, v, lam, dheads_BTHE, **options)
 
 
 def _chart(name: str, title: str, y_label: str, lines: dict[str, np.ndarray], *, log_y: bool) -> LineChart:

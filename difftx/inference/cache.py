@@ -15,7 +15,8 @@ from difftx.kernels.backend import pad_to
 from difftx.kernels.cached import EMPTY, KVCache, SegmentMask, Slots
 from difftx.kernels.quantized import Quantized, quantize
 from difftx.model.architectures import heads_of
-from difftx.model.decoder import Decoder
+from difftx.model.attention import LayerConstants
+from difftx.model.decoder import Block, Decoder
 from difftx.parallel.layout import BATCH
 
 UNIT = 256  # Smallest number of slots per row. All numbers are powers of two, so that few programs are compiled.
@@ -25,7 +26,7 @@ ROWS = P(BATCH, None)
 class Entries(NamedTuple):
     """Keys and values of new tokens, with all that a cache needs to store them."""
 
-    keys: jax.Array  # [L, B, T, K, …, width]
+    keys: jax.Array  # [L, B, T, K, G, width]
     values: jax.Array  # [L, B, T, K, width]
     position_BT: jax.Array  # Position of each token in its row, or `EMPTY` for padding.
     mass_LBTK: jax.Array | None = None  # The second result of `cached.weighted_attention`, for a cache with `Slots`.
@@ -52,7 +53,15 @@ def empty_cache(model: Decoder, rows: int, capacity: int) -> KVCache:
         x = jnp.zeros((layers, rows, *heads, capacity, width), entry.dtype, out_sharding=sharding)
         return x if config.bits is None else quantize(x, config.bits)
 
-    keys, values = map(zeros, model.entry_shapes(rows))
+    def entries() -> tuple[jax.Array, jax.Array]:
+        angles = model.angles(1)
+
+        def layer(x_BTD: jax.Array, block: Block, _: LayerConstants):
+            return x_BTD, block.attention.operands(x_BTD, angles)[1:]
+
+        return model.walk(layer, model.embed(jnp.zeros((rows, 1), jnp.int32)))[1]
+
+    keys, values = map(zeros, jax.eval_shape(entries))
     if config.tokens is None:
         return keys, values
     shape = (model.config.num_layers, rows, heads_of(model.config).kv_heads, capacity)

@@ -22,8 +22,8 @@ from difftx.inference.generate import Request, generate
 from difftx.inference.load import load_model
 from difftx.inference.sampling import Sampling
 from difftx.kernels.rows import AttentionRows
-from difftx.model.attention import layer_constants
-from difftx.model.layers import rotary_angles
+from difftx.model.attention import LayerConstants, layer_constants
+from difftx.model.decoder import Block
 from difftx.parallel.mesh import make_mesh
 from difftx.registry import load_extensions
 from difftx.storage.paths import path_of
@@ -81,8 +81,7 @@ class TrainedRun:
         tokens_1T, length = self._padded(text)
         options: dict[str, Any] = {"config": self.config, "window": c.windows[(layer - 1) % len(c.windows)]}
         with jax.set_mesh(self._lm.mesh):
-            inputs_LBTD = _attention_inputs(self._lm.params, tokens_1T, config=self.config)
-            rows = jax.device_get(_attention_rows(self._lm.params, inputs_LBTD, np.int32(layer - 1), **options))
+            rows = jax.device_get(_attention_rows(self._lm.params, tokens_1T, np.int32(layer - 1), **options))
         difference_HTT, logits_HGTT = (np.moveaxis(x[0, :length, ..., :length], 0, -2) for x in rows[:2])
         if rows.lam_BCH is None:
             return AttentionWeights(difference_HTT, None, None, difference_HTT)
@@ -154,24 +153,21 @@ def _logits(graphdef: nnx.GraphDef, params: Any, tokens_BT: jax.Array) -> jax.Ar
     return nnx.merge(graphdef, params)(tokens_BT)[0]
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def _attention_inputs(params: Any, tokens_BT: jax.Array, *, config: Config) -> jax.Array:
-    """Return the normalised input of each layer's attention, `[L, B, T, D]`."""
-    model, c = model_of(config, params), config.model
-    shape = (c.num_layers, *tokens_BT.shape, c.d_model)
-    no_changes_LBTD = jnp.zeros(shape, c.compute_dtype, out_sharding=jax.P(None, *model.layout.act_BTD))
-    return model.with_changes(tokens_BT, no_changes_LBTD)[1]
-
-
 @functools.partial(jax.jit, static_argnames=("config", "window"))
 def _attention_rows(
-    params: Any, inputs_LBTD: jax.Array, layer: jax.Array, *, config: Config, window: int | None
+    params: Any, tokens_BT: jax.Array, index: jax.Array, *, config: Config, window: int | None
 ) -> AttentionRows:
-    """Return the attention weights of all tokens in the layer with the index `layer`, whose window is `window`."""
-    stacked = model_of(config, params).blocks, layer_constants(config.model), inputs_LBTD
+    """Return the attention weights of all tokens in the layer with this index, whose window is `window`."""
+    model = model_of(config, params)
+    queries_BC, angles = jnp.arange(tokens_BT.shape[1])[None], model.angles(tokens_BT.shape[1])
+
+    def layer(x_BTD: jax.Array, block: Block, constants: LayerConstants) -> tuple[jax.Array, jax.Array]:
+        """Return the output of the layer, and the normalised input of its attention."""
+        return block(x_BTD, lambda h_BTD: (block.attention(h_BTD, angles, constants, None)[0], h_BTD))
+
+    stacked = model.blocks, layer_constants(config.model), model.walk(layer, model.embed(tokens_BT))[1]
     block, constants, x_BTD = jax.tree.map(
-        lambda x_L: jax.lax.dynamic_index_in_dim(x_L, layer, keepdims=False), stacked
+        lambda x_L: jax.lax.dynamic_index_in_dim(x_L, index, keepdims=False), stacked
     )
-    queries_BC = jnp.arange(x_BTD.shape[1])[None]
-    angles, constants = rotary_angles(queries_BC, config.model), dataclasses.replace(constants, window=window)
-    return block.attention.attention_rows(x_BTD, angles, constants, None, queries_BC)[1]
+    constants = dataclasses.replace(constants, window=window)
+    return block.attention.attention_rows(x_BTD, angles, constants, None, queries_BC)

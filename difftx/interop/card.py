@@ -9,14 +9,13 @@ from typing import Any
 from difftx.config.fields import flat, values_of
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import UserError, printable
-from difftx.files import matching_files, write_atomically
+from difftx.files import write_atomically
 from difftx.interop.fields import function_fields, own_function_fields
 from difftx.interop.remote_code_config import EAGER, MODELING
 from difftx.interop.tokenizers import GENERATION, has_tokenizer
 from difftx.json_files import read_json
 from difftx.model.abstract import count_parameters
 from difftx.model.architectures import describe_heads
-from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.reading import Checkpoint
 from difftx.training.metrics import read_metrics
 
@@ -30,9 +29,12 @@ SERVING = {
 
 
 def write_card(
-    folder: Path, name: str, settings: dict[str, Any], checkpoint: Checkpoint, workdir: AnyPath, command: Sequence[str]
+    folder: Path, name: str, settings: dict[str, Any], checkpoint: Checkpoint, files: Path, command: Sequence[str]
 ) -> None:
-    """Write the model card of an export. `name` is the final name of `folder`, and `settings` is its config.json."""
+    """Write the model card of an export. `name` is the final name of `folder`, and `settings` is its config.json.
+
+    `files` has the small files of the run.
+    """
     config, step = checkpoint.config, int(checkpoint.folder.name)
     (causal,) = settings["architectures"]
     has_remote_code = "auto_map" in settings
@@ -40,7 +42,7 @@ def write_card(
     load = f"import transformers\n\nmodel = transformers.AutoModelForCausalLM.from_pretrained({arguments})"
     if has_tokenizer(folder):
         load += f"\ntokenizer = transformers.AutoTokenizer.from_pretrained({arguments})"
-    rows = read_metrics(workdir / "metrics.jsonl")[0]
+    rows = read_metrics(files / "metrics.jsonl")[0]
     row = next((row for row in reversed(rows) if row["split"] == "train" and row["step"] == step), {})
     tokens = row.get("tokens", step * config.train.global_batch_tokens)
     code = f"The class `{causal}` is in `{MODELING.name}`." if has_remote_code else f"The class is `{causal}`."
@@ -61,7 +63,7 @@ def write_card(
         "## Model",
         _table(("field", "value"), [(f"`{field}`", f"`{value}`") for field, value in fields]),
         "## Losses",
-        _table(("number", "value"), _losses(checkpoint, workdir, step, row)) or "No loss of this step is recorded.",
+        _table(("number", "value"), _losses(checkpoint, files, step, row)) or "No loss of this step is recorded.",
         "## Data",
         "The signature of the training data, which also identifies the tokenizer:",
         _code("json", json.dumps(checkpoint.data, indent=2)),
@@ -83,10 +85,10 @@ def write_generation_config(folder: Path, tokenizer: Tokenizer, vocab_size: int)
     write_atomically(folder / GENERATION, json.dumps(settings) + "\n")
 
 
-def _losses(checkpoint: Checkpoint, workdir: AnyPath, step: int, row: dict[str, Any]) -> list[tuple[str, str]]:
+def _losses(checkpoint: Checkpoint, files: Path, step: int, row: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the training loss in `row`, and the numbers of all suites whose results are of these weights."""
     found: list[tuple[str, Any]] = [("training loss", row.get("loss"))] if checkpoint.part == "params" else []
-    for path in sorted(matching_files(workdir, f"evals/*/{step}*.json")):
+    for path in sorted(files.glob(f"evals/*/{step}*.json")):
         try:
             result = read_json(path)
         except UserError:

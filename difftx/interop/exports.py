@@ -3,9 +3,10 @@
 import json
 
 from difftx.errors import RunError, UserError
-from difftx.files import make_folder, size_of, write_atomically
-from difftx.folders import is_complete, new_folder, remove_folder
+from difftx.files import make_folder, remove_file, size_of, write_atomically
+from difftx.folders import is_taken, new_folder, remove_folder
 from difftx.interop import SHARD_MIB
+from difftx.interop.fields import CONFIG
 from difftx.interop.runs import check_representable, write_export
 from difftx.json_files import read_json
 from difftx.parallel.heartbeat import report_progress
@@ -35,7 +36,7 @@ def exists(run: Run, step: int) -> bool:
 
     def has_weights_of_checkpoint() -> bool:
         try:
-            return is_complete(out) and read_json(out / RECORD) == {"weights": read_manifest(checkpoint).weights}
+            return is_taken(out, CONFIG) and read_json(out / RECORD) == {"weights": read_manifest(checkpoint).weights}
         except UserError:  # The export has no readable record.
             return False
 
@@ -55,11 +56,14 @@ def write(run: Run, step: int) -> str:
         out = workdir / FOLDER / str(step)
         try:
             make_folder(out.parent)
-            if is_bucket(out) or size_of(out / RECORD) is not None:
-                remove_folder(out)  # Written before a rewind to an earlier step.
-            with new_folder(out, after_each_upload=report_progress) as folder:  # It may take longer than a step.
+            if size_of(out / RECORD) is not None:  # Written before a rewind to an earlier step.
+                remove_file(out / CONFIG)
+                remove_folder(out)
+            with new_folder(
+                out, CONFIG, after_each_upload=report_progress
+            ) as folder:  # It may take longer than a step.
                 write_atomically(folder / RECORD, json.dumps({"weights": checkpoint.weights}) + "\n")
-                written = write_export(checkpoint, workdir, folder, out, "hf", SHARD_MIB * 2**20)[0]
+                written = write_export(checkpoint, workdir, run.files, folder, out, "hf", SHARD_MIB * 2**20)[0]
                 run.owner.check()
                 return written
         except (OSError, UserError, RunError) as error:

@@ -26,19 +26,19 @@ from difftx.interop import huggingface, in_transformers, official, remote_code_c
 from difftx.interop.card import write_card, write_generation_config
 from difftx.interop.differential import (
     Heads,
-    added_parameters,
     differential_model,
     differential_params,
     heads_by_entropy,
     is_changeable,
     require_convertible,
 )
-from difftx.interop.fields import CONFIG, Fields, check_model, config_json, with_fields
+from difftx.interop.fields import CONFIG, Fields, check_model, config_json, determined_fields, with_fields
 from difftx.interop.parameters import Format, architectures_of, export_params, import_params
 from difftx.interop.safetensors import read_folder, write_folder
 from difftx.model.abstract import count_parameters
 from difftx.model.architectures import describe_heads, heads_of
 from difftx.parallel.mesh import batch_shards, make_mesh
+from difftx.run_files import pulled
 from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.checkpoint.reading import Checkpoint, open_sources, open_tokenizer
@@ -74,8 +74,9 @@ def import_run(
     with downloaded(source) as local:
         path = local / CONFIG
         is_ours = format_ == "hf" and remote_code_config.is_ours(path)
-        fields = (huggingface if format_ == "hf" and not is_ours else FORMATS[format_]).read(Fields(path))
-        if format_ == "hf" and not is_ours and fields["architecture"] == "diff":
+        module = huggingface if format_ == "hf" and not is_ours else FORMATS[format_]
+        fields = determined_fields(module, module.read(Fields(path)))
+        if module is huggingface and fields["architecture"] == "diff":
             format_ = "diffllama"
         chosen = config.model
         if dex_heads is not None:
@@ -87,7 +88,7 @@ def import_run(
         model = config.model if dex_heads is None else differential_model(config.model, chosen)
         fit(dataclasses.replace(config, model=model))
         arrays = import_params(local, read_folder(local), format_, config.model)
-        with new_folder(out) as folder:
+        with new_folder(out, CONFIG) as folder:
             name, tokenizer, note = tokenizers.import_tokenizer(
                 local, folder, out, config.data.tokenizer, config.data.end_of_text
             )
@@ -139,7 +140,7 @@ def differentialize_run(
                 return load_sources(config.data, tokenizer)
             return open_sources(checkpoint, tokenizer)
 
-        with new_folder(out) as folder:
+        with new_folder(out, CONFIG) as folder:
             lines = _differentialize(checkpoint.folder, part, config, model, read, tokenizer, dex_heads, folder)
             write_run_files(folder, dataclasses.replace(config, model=model), {"source_weights": checkpoint.weights})
             checkpoint.require_unchanged()
@@ -172,7 +173,7 @@ def _differentialize(
     with jax.set_mesh(mesh):
         arrays = differential_params(ParamsReader(checkpoint, part), config.model, new, chosen_LH)
         save_params(folder, arrays, new, {"tokenizer": tokenizer.fingerprint})
-    before, after = added_parameters(config.model, model)
+    before, after = (count_parameters(each).total for each in (config.model, model))
     return [
         *lines,
         f"parameters: {before:,} in the Transformer, {after - before:,} added, {after:,} now",
@@ -211,8 +212,8 @@ def export_run(
     """Write weights of the checkpoint that `read_checkpoint` selects to a model folder. Return messages."""
 
     def export(checkpoint: Checkpoint) -> list[str]:
-        with new_folder(out) as folder:
-            lines = write_export(checkpoint, workdir, folder, out, format_, shard_bytes)
+        with new_folder(out, CONFIG) as folder:
+            lines = write_export(checkpoint, workdir, pulled(workdir), folder, out, format_, shard_bytes)
             if verify:
                 lines.append(compare_logits(folder, checkpoint.folder, checkpoint.config, part))
                 if tokenizers.has_tokenizer(folder):
@@ -224,14 +225,23 @@ def export_run(
 
 
 def write_export(
-    checkpoint: Checkpoint, workdir: AnyPath, folder: Path, out: AnyPath, format_: Format, shard_bytes: int
+    checkpoint: Checkpoint,
+    workdir: AnyPath,
+    files: Path,
+    folder: Path,
+    out: AnyPath,
+    format_: Format,
+    shard_bytes: int,
 ) -> list[str]:
-    """Write a checkpoint of `workdir` to `folder`, which is later renamed to `out`. Return messages."""
+    """Write a checkpoint of `workdir` to `folder`, which is later renamed to `out`. Return messages.
+
+    `files` has the small files of the run.
+    """
     model, part = checkpoint.config.model, checkpoint.part
     module = check_representable(model, format_)
     has_remote_code = module is remote_code_config
     config, tokenizer = open_tokenizer(checkpoint)
-    files = write_folder(folder, export_params(ParamsReader(checkpoint.folder, part), format_, model), shard_bytes)
+    shards = write_folder(folder, export_params(ParamsReader(checkpoint.folder, part), format_, model), shard_bytes)
     settings = config_json(module, config, tokenizer.eot_token)
     write_atomically(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
     note = tokenizers.export_tokenizer(config, tokenizer, folder, settings.get("model_type"))
@@ -242,10 +252,10 @@ def write_export(
         flags = {"from": "difftx", "to": format_, "input": workdir, "out": out, "step": checkpoint.folder.name}
         flags |= {"weights": part} if part != "params" else {}
         command = ["python", "-m", "difftx", "convert", *(f"--{name}={flags[name]}" for name in flags)]
-        write_card(folder, out.name, settings, checkpoint, workdir, command)
-    shards = files[0] if len(files) == 1 else f"{len(files)} safetensors files"
+        write_card(folder, out.name, settings, checkpoint, files, command)
+    written = shards[0] if len(shards) == 1 else f"{len(shards)} safetensors files"
     what = f"step {checkpoint.folder.name}" if part == "params" else f"{part} of step {checkpoint.folder.name}"
-    return [f"{out}: {shards} of {what}, {_describe(model)}", note]
+    return [f"{out}: {written} of {what}, {_describe(model)}", note]
 
 
 def check_representable(model: ModelConfig, format_: Format) -> ModuleType:

@@ -1,6 +1,7 @@
 """Differential attention and softmax attention, each with several backends. `api.py` selects the backend of a call."""
 
 from difftx.kernels.api import BACKENDS as BACKENDS
+from difftx.kernels.api import attend as attend
 from difftx.kernels.api import attention as attention
 from difftx.kernels.api import diff_attention as diff_attention
 from difftx.kernels.api import rankings as rankings

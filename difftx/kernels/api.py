@@ -13,27 +13,27 @@ If the caller names a Pallas backend of another platform, the Pallas interpreter
 take minutes, so `why_unavailable` rejects such a backend.
 """
 # Axes: B = batch, T = query tokens, S = key tokens (= T), H = query heads, K = key/value heads,
-#   G = 2 groups of queries and keys (group 0 gives the attention weights A1, group 1 gives A2),
-#   d = width of a query/key sub-head, E = 2 d = width of a value head
+#   G = groups of queries and keys: 2 in differential attention (group 0 gives the attention weights A1, group 1 gives
+#   A2), 1 in softmax attention,
+#   d = width of a query/key sub-head, E = width of a value head (G d, except in `weighted_attention`)
 
+import dataclasses
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from difftx.kernels import reference, target, xla
-from difftx.kernels.backend import AttentionCall, Backend, Ranking, broadcast_to_tokens, per_shard
+from difftx.kernels import reference, target, weight_functions, xla
+from difftx.kernels.backend import AttentionCall, Backend, Ranking, broadcast_to_tokens
 from difftx.kernels.context import SequenceSharding, is_explicit_mesh
 from difftx.kernels.weight_functions import WeightFunction
 
-
-def _by_name(*backends: Backend) -> dict[str, Backend]:
-    return {backend.name: backend for backend in backends}
+type Function = Literal["diff_attention", "attention", "weighted_attention"]
 
 
 def _imported(name: str, **options: Any) -> Callable[..., Any]:
@@ -51,15 +51,13 @@ def _imported(name: str, **options: Any) -> Callable[..., Any]:
 
 
 def _pallas_tpu(name: str, **tiles: int) -> Backend:
-    forward, backward, unsupported = (
-        _imported(f"pallas_tpu:{function}", **tiles) for function in ("forward", "backward", "unsupported")
-    )
-    return Backend(name, forward, backward, unsupported, platform="tpu", is_pallas=True)
+    functions = (_imported(f"pallas_tpu:{function}", **tiles) for function in ("forward", "backward", "unsupported"))
+    return Backend(name, *functions, platform="tpu", is_pallas=True)
 
 
-def _splash(name: str, function: str, **tiles: int) -> Backend:
-    forward, unsupported = _imported(f"splash:{function}", **tiles), _imported("splash:unsupported", **tiles)
-    return Backend(name, forward, unsupported=unsupported, platform="tpu", is_pallas=True)
+def _splash(name: str, **tiles: int) -> Backend:
+    functions = _imported("splash:attention", **tiles), None, _imported("splash:unsupported", **tiles)
+    return Backend(name, *functions, platform="tpu", is_pallas=True)
 
 
 def _pallas_gpu_unsupported(call: AttentionCall) -> str | None:
@@ -70,43 +68,56 @@ def _pallas_gpu_unsupported(call: AttentionCall) -> str | None:
     return pallas_gpu.unsupported(call)
 
 
-_for_gpu = functools.partial(Backend, platform="gpu", whole_rows=True)
+def _cudnn(name: str, forward: str, unsupported: str) -> Backend:
+    functions = _imported(f"cudnn:{forward}"), None, _imported(f"cudnn:{unsupported}")
+    return Backend(name, *functions, platform="gpu", whole_rows=True)
 
-# The backends of each attention function by name. Without a ranking, "auto" tries them in this order. The order for
-# Hopper was measured (an H100, d = 64 and 128, causal rows of 4,096 tokens). Elsewhere, library kernels come before
-# ours. "auto" never tries "reference", which the others are compared with.
-BACKENDS = {
-    "diff_attention": _by_name(
-        Backend("reference", reference.diff_attention, auto=False),
-        _splash("splash_wide", "diff_attention"),
-        _splash("splash_wide_1024", "diff_attention", max_side=1024),
+
+_PALLAS_GPU = Backend(
+    "pallas_gpu",
+    _imported("pallas_gpu:forward"),
+    _imported("pallas_gpu:backward"),
+    _pallas_gpu_unsupported,
+    platform="gpu",
+    whole_rows=True,
+    is_pallas=True,
+)
+_CUDNN, _XLA = _cudnn("cudnn", "attention", "unsupported"), Backend("xla", xla.forward, xla.backward)
+
+# The backends of each attention function. Without a ranking, "auto" tries them in this order. The order for Hopper was
+# measured (an H100, d = 64 and 128, causal rows of 4,096 tokens). Elsewhere, library kernels come before ours. "auto"
+# never tries "reference", which the others are compared with.
+_LISTS = {
+    "diff_attention": (
+        Backend("reference", functools.partial(reference.weighted_attention, weight_functions.difference), auto=False),
+        _splash("splash_wide"),
+        _splash("splash_wide_1024", max_side=1024),
         _pallas_tpu("pallas_tpu"),
         _pallas_tpu("pallas_tpu_1024", max_side=1024),
-        _for_gpu(
-            "pallas_gpu",
-            _imported("pallas_gpu:forward"),
-            _imported("pallas_gpu:backward"),
-            _pallas_gpu_unsupported,
-            is_pallas=True,
-        ),
-        _for_gpu(
-            "cudnn_wide",
-            _imported("cudnn:diff_attention_wide_values"),
-            unsupported=_imported("cudnn:wide_values_unsupported"),
-        ),
-        _for_gpu("cudnn", _imported("cudnn:diff_attention"), unsupported=_imported("cudnn:diff_unsupported")),
-        Backend("xla", xla.forward, xla.backward),
+        _PALLAS_GPU,
+        _cudnn("cudnn_wide", "diff_attention_wide_values", "wide_values_unsupported"),
+        _CUDNN,
+        _XLA,
     ),
-    "attention": _by_name(
-        Backend("reference", reference.attention, auto=False),
-        _splash("splash", "attention"),
-        _splash("splash_1024", "attention", max_side=1024),
-        _for_gpu("cudnn", _imported("cudnn:attention"), unsupported=_imported("cudnn:unsupported")),
-        Backend("xla", xla.softmax_forward, xla.softmax_backward),
+    "attention": (
+        Backend("reference", functools.partial(reference.weighted_attention, weight_functions.softmax), auto=False),
+        _splash("splash"),
+        _splash("splash_1024", max_side=1024),
+        _CUDNN,
+        _XLA,
     ),
-    "weighted_attention": _by_name(
-        Backend("reference", reference.weighted_attention, auto=False), Backend("xla", xla.weighted_attention)
+    "weighted_attention": (
+        Backend("reference", reference.weighted_attention, auto=False),
+        Backend("xla", xla.weighted_attention),
     ),
+}
+BACKENDS = {function: {backend.name: backend for backend in backends} for function, backends in _LISTS.items()}
+
+# The shapes that each function expects.
+_SHAPES = {
+    "diff_attention": "q [B, T, H, 2, d], k [B, S, K, 2, d] and v [B, S, K, 2 d], twice as wide as a sub-head",
+    "attention": "q [B, T, H, d] and k, v [B, S, K, d]",
+    "weighted_attention": "q [B, T, H, G, d], k [B, S, K, G, d] and v [B, S, K, E], or q and k without G",
 }
 
 log = logging.getLogger(__name__)
@@ -144,43 +155,17 @@ def diff_attention(
     Raises:
         ValueError: Shapes or dtypes do not match, or no backend can serve the call.
     """
-    lam = jnp.asarray(lam)
-    _check_diff_shapes(q_BTHGd, k_BSKGd, v_BSKE, lam)
-    segment_ids_BT = _int32(segment_ids_BT)
-    call = AttentionCall(q_BTHGd, k_BSKGd, v_BSKE, segment_ids_BT, window, SequenceSharding.of(q_BTHGd, zigzag=zigzag))
-    backend = _choose("diff_attention", implementation, call)
-    if call.is_empty:
-        return _empty_output(call)
-    lam_BTH = broadcast_to_tokens(lam, q_BTHGd)
-    return backend.run(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT, window=window, sharding=call.sharding)
+    options = {"segment_ids_BT": segment_ids_BT, "window": window, "zigzag": zigzag, "implementation": implementation}
+    return attend("diff_attention", q_BTHGd, k_BSKGd, v_BSKE, lam, **options)
 
 
-def attention(
-    q_BTHd: jax.Array,
-    k_BSKd: jax.Array,
-    v_BSKd: jax.Array,
-    *,
-    segment_ids_BT: jax.Array | None = None,
-    window: int | None = None,
-    zigzag: bool = False,
-    implementation: str = "auto",
-) -> jax.Array:
+def attention(q_BTHd: jax.Array, k_BSKd: jax.Array, v_BSKd: jax.Array, **options: Any) -> jax.Array:
     """Compute causal softmax attention, as used by the baseline Transformer.
 
-    Arguments and errors are those of `diff_attention`, without groups and λ. The result is `[B, T, H, d]` in the dtype
-    of the values.
+    Arguments, keyword arguments and errors are those of `diff_attention`, without groups and λ. The result is
+    `[B, T, H, d]` in the dtype of the values.
     """
-    if q_BTHd.ndim != 4 or k_BSKd.ndim != 4 or k_BSKd.shape != v_BSKd.shape or q_BTHd.shape[3] != k_BSKd.shape[3]:
-        raise ValueError(
-            "attention expects q [B, T, H, d] and k, v [B, S, K, d]; "
-            f"got {q_BTHd.shape}, {k_BSKd.shape}, {v_BSKd.shape}"
-        )
-    segment_ids_BT = _int32(segment_ids_BT)
-    call = AttentionCall(q_BTHd, k_BSKd, v_BSKd, segment_ids_BT, window, SequenceSharding.of(q_BTHd, zigzag=zigzag))
-    backend = _choose("attention", implementation, call)
-    if call.is_empty:
-        return _empty_output(call)
-    return backend.run(q_BTHd, k_BSKd, v_BSKd, segment_ids_BT, window=window, sharding=call.sharding)
+    return attend("attention", q_BTHd, k_BSKd, v_BSKd, None, **options)
 
 
 def weighted_attention(
@@ -190,15 +175,12 @@ def weighted_attention(
     v_BSKE: jax.Array,
     *,
     weight_argument: jax.typing.ArrayLike | None = None,
-    segment_ids_BT: jax.Array | None = None,
-    window: int | None = None,
-    zigzag: bool = False,
-    implementation: str = "auto",
+    **options: Any,
 ) -> jax.Array:
     """Compute causal attention whose weights come from a function of the logits (`difftx.kernels.weight_functions`).
 
-    Fused kernels do not support these functions, so "auto" uses XLA operations on chunks of queries. Other arguments,
-    errors and the pairing of query heads with key/value heads are those of `diff_attention`.
+    Fused kernels do not support these functions, so "auto" uses XLA operations on chunks of queries. Other keyword
+    arguments, errors and the pairing of query heads with key/value heads are those of `diff_attention`.
 
     Args:
         weight_function: Function from logits to attention weights, such as `weight_functions.softmax_with_sink`.
@@ -211,34 +193,53 @@ def weighted_attention(
     Returns:
         `[B, T, H, E]` in the dtype of the values.
     """
-    q_BTHGd, k_BSKGd = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
-    if k_BSKGd.shape[3:] != q_BTHGd.shape[3:] or v_BSKE.shape[:3] != k_BSKGd.shape[:3] or v_BSKE.ndim != 4:
-        raise ValueError(
-            "weighted_attention expects q [B, T, H, G, d], k [B, S, K, G, d] and v [B, S, K, E], or q and k without G; "
-            f"got {q.shape}, {k.shape}, {v_BSKE.shape}"
-        )
-    segment_ids_BT = _int32(segment_ids_BT)
+    return attend("weighted_attention", q, k, v_BSKE, weight_argument, weight_function=weight_function, **options)
+
+
+def attend(
+    function: Function,
+    q: jax.Array,
+    k: jax.Array,
+    v_BSKE: jax.Array,
+    weight_argument: jax.typing.ArrayLike | None,
+    *,
+    weight_function: WeightFunction | None = None,
+    segment_ids_BT: jax.typing.ArrayLike | None = None,
+    window: int | None = None,
+    zigzag: bool = False,
+    implementation: str = "auto",
+) -> jax.Array:
+    """Call an attention function by name. Queries and keys may have the axis G of groups in every function.
+
+    The other arguments are those of `weighted_attention`, which alone uses `weight_function`. For `diff_attention`,
+    `weight_argument` is λ, and for `attention` it is None.
+    """
+    q_BTHGd, k_BSKGd = (x[:, :, :, None] if x.ndim == 4 else x for x in (q, k))
+    if segment_ids_BT is not None:
+        segment_ids_BT = jnp.asarray(segment_ids_BT)
+        if not jnp.issubdtype(segment_ids_BT.dtype, jnp.integer):
+            raise ValueError(f"segment_ids_BT must be integers, one per segment; got {segment_ids_BT.dtype}")
+        segment_ids_BT = segment_ids_BT.astype(jnp.int32)
     call = AttentionCall(q_BTHGd, k_BSKGd, v_BSKE, segment_ids_BT, window, SequenceSharding.of(q_BTHGd, zigzag=zigzag))
-    backend = _choose("weighted_attention", implementation, call)
-    weight_argument_BTH = None
+    _check_shapes(function, call, (q, k, v_BSKE))
+    backend = _choose(function, implementation, call)
     if weight_argument is not None:
         weight_argument = jnp.asarray(weight_argument)
-        _check_broadcastable("weighted_attention", "weight_argument", weight_argument, q_BTHGd)
-        weight_argument_BTH = broadcast_to_tokens(weight_argument, q_BTHGd)
-    if call.is_empty:
+        _check_broadcastable(function, weight_argument, q_BTHGd)
+        weight_argument = broadcast_to_tokens(weight_argument, q_BTHGd)
+    if 0 in q.shape[:2]:  # There are no rows, or no tokens in them. Backends require at least one token.
         return _empty_output(call)
-    forward = functools.partial(backend.forward, weight_function, window=window)
-    return per_shard(forward, q_BTHGd, k_BSKGd, v_BSKE, weight_argument_BTH, segment_ids_BT, sharding=call.sharding)
+    if function == "weighted_attention":
+        backend = dataclasses.replace(backend, forward=functools.partial(backend.forward, weight_function))
+    operands = q_BTHGd, k_BSKGd, v_BSKE, weight_argument, segment_ids_BT
+    return backend.run(*operands, window=window, sharding=call.sharding)
 
 
-def why_unavailable(implementation: str, call: AttentionCall) -> str | None:
-    """Return the reason why a backend cannot train or generate on this device, or None.
-
-    "auto" is always available. Queries `[B, T, H, 2, d]` belong to `diff_attention`, and `[B, T, H, d]` to `attention`.
-    """
+def why_unavailable(function: str, implementation: str, call: AttentionCall) -> str | None:
+    """Return the reason why a backend cannot train or generate on this device, or None. "auto" always can."""
     if implementation == "auto":
         return None
-    backend = BACKENDS["diff_attention" if call.q.ndim == 5 else "attention"][implementation]
+    backend = BACKENDS[function][implementation]
     platform = target.platform()
     if backend.platform is not None and backend.platform != platform:
         return f"this backend requires a {backend.platform.upper()}, and JAX runs on {platform.upper()} here"
@@ -266,15 +267,6 @@ def selected(function: str, implementation: str, call: AttentionCall) -> str:
     return _choose(function, implementation, call).name
 
 
-def _int32(segment_ids_BT: jax.typing.ArrayLike | None) -> jax.Array | None:
-    if segment_ids_BT is None:
-        return None
-    segment_ids_BT = jnp.asarray(segment_ids_BT)
-    if not jnp.issubdtype(segment_ids_BT.dtype, jnp.integer):
-        raise ValueError(f"segment_ids_BT must be integers, one per segment; got {segment_ids_BT.dtype}")
-    return segment_ids_BT.astype(jnp.int32)
-
-
 def _choose(function: str, implementation: str, call: AttentionCall) -> Backend:
     """Return the backend for a call, or raise `ValueError` if the call is invalid or no backend can serve it."""
     _check_common(call.q, call.k, call.v, call.segment_ids_BT, call.window)
@@ -286,21 +278,22 @@ def _choose(function: str, implementation: str, call: AttentionCall) -> Backend:
         if reason := backend.why_unsupported(call):
             raise ValueError(f"{function}: {implementation} cannot serve this call: {reason}")
         return backend
-    by_name, ranking = {backend.name: backend for backend in candidates(function)}, _rankings.get(function)
-    reasons = {} if ranking is None else dict(ranking.rejected)
-    names = dict.fromkeys([*([] if ranking is None else ranking.milliseconds), *by_name])
+    by_name = {backend.name: backend for backend in candidates(function)}
+    ranking = _rankings.get(function, Ranking(function, {}, {}, {}))
     rejected: list[str] = []
-    for backend in (by_name[name] for name in names if name in by_name):
-        reason = reasons.get(backend.name) or backend.why_unsupported(call)
+    for name in dict.fromkeys((*ranking.milliseconds, *by_name)):
+        if name not in by_name:
+            continue
+        reason = ranking.rejected.get(name) or by_name[name].why_unsupported(call)
         if reason is None:
-            _log_once(function, backend.name, target.device_kind(), "; ".join(rejected))
-            return backend
-        rejected.append(f"{backend.name}: {reason}")
+            _log_once(function, name, target.device_kind(), "; ".join(rejected))
+            return by_name[name]
+        rejected.append(f"{name}: {reason}")
     raise ValueError(f"{function}: no backend can serve this call: {'; '.join(rejected)}")
 
 
 def _empty_output(call: AttentionCall) -> jax.Array:
-    """Return the output of a call without tokens, sharded like the queries. Backends require at least one token."""
+    """Return the output of a call without tokens, sharded like the queries."""
     q, v = jax.typeof(call.q), jax.typeof(call.v)
     sharding = jax.P(*q.sharding.spec[:3]) if is_explicit_mesh() else None
     return jnp.zeros((*q.shape[:3], v.shape[3]), v.dtype, out_sharding=sharding)
@@ -311,22 +304,17 @@ def _log_once(function: str, name: str, device: str, rejected: str) -> None:
     log.info("%s: 'auto' selects %r on %s%s", function, name, device, rejected and f" (rejected: {rejected})")
 
 
-def _check_diff_shapes(q, k, v, lam) -> None:
-    shapes = (
-        "diff_attention expects q [B, T, H, 2, d], k [B, S, K, 2, d] and v [B, S, K, 2 d]; "
-        f"got {q.shape}, {k.shape}, {v.shape}"
-    )
-    if q.ndim != 5 or k.ndim != 5 or v.ndim != 4:
-        raise ValueError(shapes)
-    if q.shape[3] != 2 or k.shape[3] != 2 or q.shape[4] != k.shape[4]:
-        raise ValueError(f"{shapes}: queries and keys must have two groups of one width")
-    if v.shape[3] != 2 * q.shape[4] or v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"{shapes}: values must be twice as wide as a query sub-head, and as many as the keys")
-    _check_broadcastable("diff_attention", "lam", lam, q)
+def _check_shapes(function: Function, call: AttentionCall, given: Sequence[jax.Array]) -> None:
+    q, k, v = call.q.shape, call.k.shape, call.v.shape
+    fits = len(q) == len(k) == 5 and len(v) == 4 and q[3:] == k[3:] and v[:3] == k[:3]
+    groups = {"diff_attention": 2, "attention": 1}.get(function)  # Values have the width of all groups together.
+    if not fits or (groups is not None and (groups, groups * q[4]) != (q[3], v[3])):
+        raise ValueError(f"{function} expects {_SHAPES[function]}; got {', '.join(str(x.shape) for x in given)}")
 
 
-def _check_broadcastable(function: str, name: str, value: jax.Array, q: jax.Array) -> None:
+def _check_broadcastable(function: str, value: jax.Array, q: jax.Array) -> None:
     if value.shape not in ((), q.shape[2:3], q.shape[:3]) or not jnp.isrealobj(value):
+        name = "lam" if function == "diff_attention" else "weight_argument"
         raise ValueError(
             f"{function} requires a real {name}: a scalar, [H] = {q.shape[2:3]} or [B, T, H] = {q.shape[:3]}; "
             f"got {value.dtype}{list(value.shape)}"

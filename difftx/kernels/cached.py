@@ -24,8 +24,8 @@ from difftx.kernels.xla import split_heads
 
 EMPTY = -1  # Segment id of empty cache slots and padding tokens, to which real tokens never attend.
 
-# Key/value cache of one layer: keys [B, K, G, S, d], or [B, K, S, d] for softmax attention, and values [B, K, S, E].
-# Both are arrays or `Quantized`. A cache that evicts tokens also has `Slots`.
+# Key/value cache of one layer: keys [B, K, G, S, d] and values [B, K, S, E], arrays or `Quantized`. A cache that evicts
+# tokens also has `Slots`.
 type KVCache = tuple[Any, ...]
 
 
@@ -52,8 +52,8 @@ class SegmentMask(NamedTuple):
 
 def weighted_attention(
     weight_function: WeightFunction,
-    q: jax.Array,
-    k: jax.Array,
+    q_BTHGd: jax.Array,
+    k_BTKGd: jax.Array,
     v_BTKE: jax.Array,
     cache: KVCache,
     segments: SegmentMask,
@@ -66,7 +66,6 @@ def weighted_attention(
     The second result is empty for a cache without `Slots`. Otherwise, it is the sum of |attention weights| that each
     new token, `[B, T, K]`, and each slot, `[B, K, S]`, receives from the new tokens, float32.
     """
-    q_BTHGd, k_BTKGd = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
     weight_argument_BTH = None if weight_argument is None else broadcast_to_tokens(weight_argument, q_BTHGd)
     operands = (q_BTHGd, k_BTKGd, v_BTKE, weight_argument_BTH, *segments, ShardedArrays(by_head=cache))
     attend = functools.partial(_attend, weight_function, window)
@@ -89,13 +88,12 @@ def _attend(
 ) -> tuple[jax.Array, ShardedArrays]:
     """Return the output `[B, T, H, E]` and the mass, as `weighted_attention` does, for the shard of a device."""
     segments = SegmentMask(segment_BT, branch_BT, position_BT, cached_segment_BS)
-    keys, values_BKSE, *slots = cache.by_head
-    keys, values_BKSE = dequantized(keys), dequantized(values_BKSE)
+    keys_BKGSd, values_BKSE, *slots = cache.by_head
+    keys_BKGSd, values_BKSE = dequantized(keys_BKGSd), dequantized(values_BKSE)
     B, T, H, G, d = q_BTHGd.shape
     K, E = v_BUKE.shape[2:]
-    S = keys.shape[-2]
+    S = keys_BKGSd.shape[3]
     q_BTKRGd = q_BTHGd.reshape(B, T, K, H // K, G, d)
-    keys_BKGSd = keys.reshape(B, K, G, S, d)
     cached_logits_BKGRTS = einsum("BTKRGd,BKGSd->BKGRTS", q_BTKRGd, keys_BKGSd)
     logits_BKGRTX = jnp.concatenate([cached_logits_BKGRTS, einsum("BTKRGd,BUKGd->BKGRTU", q_BTKRGd, k_BUKGd)], axis=-1)
     # Every token attends to itself, so no row is masked completely.

@@ -1,12 +1,12 @@
 """Attention by cuDNN on NVIDIA GPUs: softmax attention, and differential attention as a difference of two of them.
 
 JAX's public API requires keys and values of equal width, but in differential attention keys have width d and values 2d.
-`diff_attention` therefore pads Q and K with zeros, which does not change the logits. Where cuDNN does not support heads
+`attention` therefore pads Q and K with zeros, which does not change the logits. Where cuDNN does not support heads
 of width 2d, it splits V into two halves of width d. `diff_attention_wide_values` calls JAX's private binding, which
 accepts two widths (cuDNN >= 9.10.2 on Hopper). This saves a quarter of the FLOPs in matrix products: 12·T²·d per head
 instead of 16·T²·d.
 """
-# Axes: B = batch, T = query tokens, S = key tokens (= T), H = query heads, K = key/value heads, G = 2 groups (A1, A2),
+# Axes: B = batch, T = query tokens, S = key tokens (= T), H = query heads, K = key/value heads, G = groups (A1, A2),
 #   d = query/key width, E = value width (2·d in differential attention), W = width of a cuDNN head (d or E),
 #   N = query or key heads of the cuDNN call: H or K, times G, and times 2 if V is split
 
@@ -25,7 +25,6 @@ try:
 except ImportError:  # This JAX has moved the module, so only the public API works.
     private = None  # pyrefly: ignore[bad-assignment]
 
-GROUPS = 2
 # Rows are padded to a multiple of this number of tokens, because cuDNN has returned NaN gradients for odd lengths, and
 # for odd multiples of 64 tokens (cudnn-frontend#160, pytorch#196678).
 LENGTH_MULTIPLE = 128
@@ -33,37 +32,37 @@ DENSE_MASK_TOKENS = 16_384  # Longest row with segments: `jax.nn` passes a T × 
 WIDE_VALUES_VERSION = 91002  # cuDNN 9.10.0 and 9.10.1 accept wide values but return wrong gradients.
 
 
-def attention(q_BTHd, k_BSKd, v_BSKd, segment_ids_BT, *, window) -> jax.Array:
-    """Compute softmax attention."""
-    return _attention(q_BTHd, k_BSKd, v_BSKd, segment_ids_BT, window=window, scale=q_BTHd.shape[-1] ** -0.5)
+def attention(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT=None, *, window) -> jax.Array:
+    """Return causal softmax attention, or (A1 - λ·A2)·V if there are two groups, by one call of JAX's public API.
 
-
-def unsupported(call: AttentionCall) -> str | None:
-    """Return the reason why `attention` cannot serve a call, or None."""
-    if call.segment_ids_BT is not None and call.q.shape[1] % 2:
-        return f"cuDNN with segment ids requires rows of an even number of tokens; got {call.q.shape[1]}"
-    return diff_unsupported(call)
-
-
-def diff_attention(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT=None, *, window):
-    """Return causal (A1 - λ·A2)·V by one call of JAX's public API with 2H heads of width 2d, or 4H heads of width d."""
-    B, T, H, _, d = q_BTHGd.shape
+    The call has G·H heads as wide as a value, or twice as many of half the width if cuDNN does not support the width.
+    """
+    B, T, H, G, d = q_BTHGd.shape
     parts = jnp.split(v_BSKE, 1 if v_BSKE.shape[-1] <= _widest_head() else 2, axis=-1)
     # All heads of group 0 come before all heads of group 1.
     grouped = (x.swapaxes(2, 3).reshape(*x.shape[:2], -1, d) for x in (q_BTHGd, k_BSKGd))
     widen = parts[0].shape[-1] - d
     q_BTNW, k_BSNW = (_pad(jnp.concatenate([x] * len(parts), axis=2), widen=widen) for x in grouped)
-    v_BSNW = _pad(jnp.concatenate([part for part in parts for _ in range(GROUPS)], axis=2))
+    v_BSNW = _pad(jnp.concatenate([part for part in parts for _ in range(G)], axis=2))
+    mask_B1TS = None
     if segment_ids_BT is not None:
         segment_ids_BT = jnp.pad(segment_ids_BT, ((0, 0), (0, -T % LENGTH_MULTIPLE)), mode="edge")
-    out_BTNW = _attention(q_BTNW, k_BSNW, v_BSNW, segment_ids_BT, window=window, scale=d**-0.5)[:, :T]
-    out_BTGHPW = jnp.moveaxis(out_BTNW.reshape(B, T, len(parts), GROUPS, H, -1), 2, 4)
-    out_BTGHE = out_BTGHPW.reshape(B, T, GROUPS, H, -1)
-    return difference(out_BTGHE[:, :, 0], out_BTGHE[:, :, 1], lam_BTH)
+        mask_B1TS = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])[:, None]
+    out_BTNW = jax.nn.dot_product_attention(
+        *(q_BTNW, k_BSNW, v_BSNW),
+        mask=mask_B1TS,
+        scale=d**-0.5,
+        is_causal=True,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation="cudnn",
+    )[:, :T]
+    out_BTGHPW = jnp.moveaxis(out_BTNW.reshape(B, T, len(parts), G, H, -1), 2, 4)
+    out_BTGHE = out_BTGHPW.reshape(B, T, G, H, -1)
+    return out_BTGHE[:, :, 0] if G == 1 else difference(out_BTGHE[:, :, 0], out_BTGHE[:, :, 1], lam_BTH)
 
 
-def diff_unsupported(call: AttentionCall) -> str | None:
-    """Return the reason why `diff_attention` cannot serve a call, or None."""
+def unsupported(call: AttentionCall) -> str | None:
+    """Return the reason why `attention` cannot serve a call, or None."""
     T, width, widest = call.q.shape[1], call.q.shape[-1], _widest_head()
     if target.platform() != "gpu":
         return f"cuDNN requires an NVIDIA GPU, and JAX runs on {target.platform()}"
@@ -92,14 +91,14 @@ def diff_attention_wide_values(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT
             mask_type=private.MaskType.CAUSAL,
             sliding_window_length=window,
         )[:, :length]
-        for m in range(GROUPS)
+        for m in range(2)
     )
     return difference(out1_BTHE, out2_BTHE, lam_BTH)
 
 
 def wide_values_unsupported(call: AttentionCall) -> str | None:
     """Return the reason why `diff_attention_wide_values` cannot serve a call, or None."""
-    if reason := diff_unsupported(call):
+    if reason := unsupported(call):
         return reason
     if call.segment_ids_BT is not None:
         return "values wider than keys are untested with the dense mask that segments require"
@@ -135,20 +134,6 @@ def checked_for_target(version: int) -> Iterator[None]:
     }
     with mock.patch.multiple(private, **answers):
         yield
-
-
-def _attention(q_BTNW, k_BSNW, v_BSNW, segment_ids_BT, *, window, scale):
-    mask_B1TS = None
-    if segment_ids_BT is not None:
-        mask_B1TS = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])[:, None]
-    return jax.nn.dot_product_attention(
-        *(q_BTNW, k_BSNW, v_BSNW),
-        mask=mask_B1TS,
-        scale=scale,
-        is_causal=True,
-        local_window_size=None if window is None else (window - 1, 0),
-        implementation="cudnn",
-    )
 
 
 def _widest_head() -> int:

@@ -53,14 +53,14 @@ class Workload:
 
     def call(self) -> AttentionCall:
         """Return the call with arrays that have a shape and a dtype, but no values."""
-        groups, wide = ((2,), 2) if self.function == "diff_attention" else ((), 1)
+        groups = 2 if self.function == "diff_attention" else 1
 
         def struct(heads: int, *widths: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((self.batch, self.tokens, heads, *widths), self.dtype)
 
-        q, k = struct(self.heads, *groups, self.width), struct(self.kv_heads, *groups, self.width)
+        q, k = struct(self.heads, groups, self.width), struct(self.kv_heads, groups, self.width)
         ids_BT = jax.ShapeDtypeStruct((self.batch, self.tokens), jnp.int32) if self.has_segments else None
-        return AttentionCall(q, k, struct(self.kv_heads, wide * self.width), ids_BT, self.window)
+        return AttentionCall(q, k, struct(self.kv_heads, groups * self.width), ids_BT, self.window)
 
     @property
     def flops(self) -> float:
@@ -161,14 +161,14 @@ def _inputs(workload: Workload) -> tuple[dict[str, jax.Array], jax.Array]:
 
 def _with_gradients(workload: Workload, name: str) -> Callable[..., dict[str, jax.Array]]:
     """Return a function from inputs and the gradient of the output to the output and the gradients of the inputs."""
-    function: Any = getattr(api, workload.function)
+    function = functools.partial(api.attend, workload.function)
 
     def results(inputs: dict[str, jax.Array], dout_BTHE: jax.Array) -> dict[str, jax.Array]:
         ids_BT = None
         if workload.has_segments:  # Documents of 384 tokens, whose borders are not those of the kernels' tiles.
             ids_BT = jnp.broadcast_to(jnp.arange(workload.tokens, dtype=jnp.int32) // 384, dout_BTHE.shape[:2])
         call = functools.partial(function, segment_ids_BT=ids_BT, window=workload.window, implementation=name)
-        out_BTHE, pull = jax.vjp(lambda inputs: call(*(inputs[name] for name in ARGUMENTS if name in inputs)), inputs)
+        out_BTHE, pull = jax.vjp(lambda inputs: call(*(inputs.get(name) for name in ARGUMENTS)), inputs)
         (gradients,) = pull(dout_BTHE)
         return {OUTPUT: out_BTHE} | {f"the gradient of {name}": x for name, x in gradients.items()}
 

@@ -1,9 +1,9 @@
-"""Reference attention by the formulas of the papers, in float32 or wider, with O(T²) memory.
+"""Reference attention by the formulas of `weight_functions.py`, in float32 or wider, with O(T²) memory.
 
 Tests compare all other backends with this module.
 """
 # Axes: B = batch, T = query tokens, S = key tokens, H = query heads, K = key/value heads,
-#   G = groups (2: A1 and A2), d = width of a query/key sub-head, E = width of a value head
+#   G = groups (2 for A1 and A2, 1 for softmax attention), d = width of a query/key sub-head, E = width of a value head
 
 import jax
 import jax.numpy as jnp
@@ -11,19 +11,6 @@ import numpy as np
 
 from difftx.kernels.context import SequenceSharding
 from difftx.kernels.weight_functions import WeightFunction
-
-
-def diff_attention(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BS=None, **options) -> jax.Array:
-    """Compute (softmax(Q1 K1ᵀ/√d) - λ softmax(Q2 K2ᵀ/√d)) V, Eq. 1 of arXiv 2410.05258, with λ `[B, T, H]`."""
-    weights_BHGTS = jax.nn.softmax(_logits(q_BTHGd, k_BSKGd, segment_ids_BS, **options), axis=-1)
-    lam_BHT1 = jnp.moveaxis(lam_BTH, 2, 1)[..., None]
-    return _weighted_values(weights_BHGTS[:, :, 0] - lam_BHT1 * weights_BHGTS[:, :, 1], v_BSKE)
-
-
-def attention(q_BTHd, k_BSKd, v_BSKd, segment_ids_BS=None, **options) -> jax.Array:
-    """Compute softmax(Q Kᵀ/√d) V."""
-    logits_BHGTS = _logits(q_BTHd[:, :, :, None], k_BSKd[:, :, :, None], segment_ids_BS, **options)
-    return _weighted_values(jax.nn.softmax(logits_BHGTS, axis=-1)[:, :, 0], v_BSKd)
 
 
 def weighted_attention(

@@ -28,8 +28,8 @@ class AttentionRows(NamedTuple):
 
 def attention_rows(
     weight_function: WeightFunction,
-    q: jax.Array,
-    k: jax.Array,
+    q_BTHGd: jax.Array,
+    k_BSKGd: jax.Array,
     queries_BC: jax.Array,
     *,
     weight_argument: jax.Array | None = None,
@@ -40,7 +40,6 @@ def attention_rows(
 
     The other arguments are those of `difftx.kernels.weighted_attention`. Each device must hold whole rows.
     """
-    q_BTHGd, k_BSKGd = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
     weight_argument_BTH = None if weight_argument is None else broadcast_to_tokens(weight_argument, q_BTHGd)
     operands = (q_BTHGd, k_BSKGd, weight_argument_BTH, queries_BC, segment_ids_BT)
     weights_BCHS, logits_BCHGS, *argument_BCH = per_shard(functools.partial(_rows, weight_function, window), *operands)

@@ -5,7 +5,7 @@ its keys, so differential attention takes two calls, one per group, each with al
 """
 # Axes: B = batch, T = query tokens on one device, S = key tokens of a whole row (= T unless rows are
 #   sharded along their tokens), X = S padded to whole tiles, Y = T padded to whole tiles, H = query heads,
-#   K = key/value heads, R = H / K = query heads per key/value head, G = 2 groups (A1, A2), d = query/key width,
+#   K = key/value heads, R = H / K = query heads per key/value head, G = groups (A1, A2), d = query/key width,
 #   E = value width (d, or 2 d in differential attention)
 
 import functools
@@ -24,20 +24,19 @@ MAX_SIDE = 512  # Largest side of a tile in tokens, unless a backend names anoth
 FUSED_TOKENS = 4096  # Longest row for the fused backward pass, which stores one copy of dQ per key tile.
 
 
-def diff_attention(
+def attention(
     q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT, *, window, sharding=None, max_side=MAX_SIDE
 ) -> jax.Array:
-    """Compute (A1 - λ A2) V by two calls of `attention`, one per group."""
-    call = functools.partial(attention, window=window, sharding=sharding, max_side=max_side)
-    out1_BTHE, out2_BTHE = (call(q_BTHGd[..., m, :], k_BSKGd[..., m, :], v_BSKE, segment_ids_BT) for m in range(2))
-    return difference(out1_BTHE, out2_BTHE, lam_BTH)
+    """Compute softmax attention `[B, T, H, E]`, or (A1 - λ A2) V by one call of splash per group.
 
-
-def attention(q_BTHd, k_BSKd, v_BSKE, segment_ids_BT, *, window, sharding=None, max_side=MAX_SIDE) -> jax.Array:
-    """Compute softmax attention `[B, T, H, E]`, in the Pallas interpreter on other platforms than TPU.
-
-    `max_side` is the largest side of a tile in tokens.
+    On other platforms than TPU, the Pallas interpreter runs. `max_side` is the largest side of a tile in tokens.
     """
+    call = functools.partial(_softmax_attention, window=window, sharding=sharding, max_side=max_side)
+    outs_BTHE = [call(q_BTHGd[..., g, :], k_BSKGd[..., g, :], v_BSKE, segment_ids_BT) for g in range(q_BTHGd.shape[3])]
+    return outs_BTHE[0] if lam_BTH is None else difference(outs_BTHE[0], outs_BTHE[1], lam_BTH)
+
+
+def _softmax_attention(q_BTHd, k_BSKd, v_BSKE, segment_ids_BT, *, window, sharding, max_side) -> jax.Array:
     # A call of splash serves one key/value head and its R query heads, without a batch axis and the factor 1/√d.
     B, T, H, d = q_BTHd.shape
     S, K = k_BSKd.shape[1:3]

@@ -42,7 +42,7 @@ def forward(
     def chunk(arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
         logits_BKRCS = masked_logits(arrays, k_BSKGd, segment_ids_BT, window)
         p_BKRCS, lse_BKRC = zip(*map(_softmax, logits_BKRCS), strict=True)
-        weights_BKRCS = _weighted_sum(p_BKRCS, arrays, k_BSKGd).astype(v_BSKE.dtype)
+        weights_BKRCS = _weighted_sum(p_BKRCS, arrays, k_BSKGd.shape[2]).astype(v_BSKE.dtype)
         out_BKRCE = einsum("BSKE,BKRCS->BKRCE", v_BSKE, weights_BKRCS).astype(v_BSKE.dtype)
         lse_BKRCG = jnp.stack(lse_BKRC, axis=-1)
         return jnp.moveaxis(out_BKRCE, 3, 1), jnp.moveaxis(lse_BKRCG, 3, 1)
@@ -74,7 +74,7 @@ def backward(
             jnp.exp(logits_BKRCS - lse_BKRCG[..., g, None])
             for g, logits_BKRCS in enumerate(masked_logits(arrays, k_BSKGd, segment_ids_BT, window))
         ]
-        weights_BKRCS = _weighted_sum(p_BKRCS, arrays, k_BSKGd).astype(dtype)
+        weights_BKRCS = _weighted_sum(p_BKRCS, arrays, K).astype(dtype)
         dv_BKES = einsum("BKRCS,BKRCE->BKES", weights_BKRCS, dout_BKRCE)
         dp_BKRCS = einsum("BSKE,BKRCE->BKRCS", v_BSKE, dout_BKRCE)
         factors = [d**-0.5] if G == 1 else [d**-0.5, -(d**-0.5) * split_heads(arrays["lam"], K)[..., None]]
@@ -96,20 +96,6 @@ def backward(
     dlam_BTH = None if dlam is None else joined(dlam, T).reshape(B, T, H)
     dq_BTHGd = joined(dq, T).reshape(q_BTHGd.shape)
     return dq_BTHGd, dk_BSKGd.astype(k_BSKGd.dtype), dv_BSKE.astype(v_BSKE.dtype), dlam_BTH
-
-
-def softmax_forward(q_BTHd, k_BSKd, v_BSKE, segment_ids_BT, **options) -> tuple[jax.Array, ShardedArrays]:
-    """Do what `forward` does, for softmax attention."""
-    return forward(q_BTHd[:, :, :, None], k_BSKd[:, :, :, None], v_BSKE, None, segment_ids_BT, **options)
-
-
-def softmax_backward(
-    q_BTHd, k_BSKd, v_BSKE, segment_ids_BT, out_BTHE, saved, dout_BTHE, **options
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the gradients of q, k and v in their dtypes, for softmax attention."""
-    operands = q_BTHd[:, :, :, None], k_BSKd[:, :, :, None], v_BSKE, None, segment_ids_BT, out_BTHE, saved, dout_BTHE
-    dq_BTHGd, dk_BSKGd, dv_BSKE, _ = backward(*operands, **options)
-    return dq_BTHGd[:, :, :, 0], dk_BSKGd[:, :, :, 0], dv_BSKE
 
 
 def weighted_attention(
@@ -170,11 +156,11 @@ def _softmax(logits_BKRCS: jax.Array) -> tuple[jax.Array, jax.Array]:
     return exp_BKRCS / total_BKRC1, (jnp.log(total_BKRC1) + largest_BKRC1)[..., 0]
 
 
-def _weighted_sum(p_BKRCS: Sequence[jax.Array], arrays: dict[str, Any], k_BSKGd: jax.Array) -> jax.Array:
-    """Return P1 - λ P2, or P1 for softmax attention, which has one group."""
-    if len(p_BKRCS) == 1:
+def _weighted_sum(p_BKRCS: Sequence[jax.Array], arrays: dict[str, Any], kv_heads: int) -> jax.Array:
+    """Return P1 - λ P2, or P1 for softmax attention, which has no λ."""
+    if "lam" not in arrays:
         return p_BKRCS[0]
-    return p_BKRCS[0] - split_heads(arrays["lam"], k_BSKGd.shape[2])[..., None] * p_BKRCS[1]
+    return p_BKRCS[0] - split_heads(arrays["lam"], kv_heads)[..., None] * p_BKRCS[1]
 
 
 def split_heads(x_BCH: jax.Array, kv_heads: int) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import os
 import re
 import string
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,6 @@ from difftx.config.recipes import argument_of, load_config, split_spec
 from difftx.config.synonyms import field_named
 from difftx.data.tokenizers import with_vocabulary
 from difftx.errors import UserError, closest, did_you_mean
-from difftx.storage.paths import AnyPath
 from difftx.training.fit import fit
 
 # Fields that `--grid seed=…` sets. Runs with the same seed see the data in the same order.
@@ -31,7 +31,7 @@ class SweepPoint:
     config: Config
     extensions: Sequence[Path] = ()  # Python files, for the flags --extension.
 
-    def flags(self, workdir: str | AnyPath) -> list[str]:
+    def flags(self, workdir: str | os.PathLike[str]) -> list[str]:
         """Return the arguments with which `difftx train` trains this run in `workdir`."""
         changes = [f"--config.{field}={value}" for field, value in self.overrides.items()]
         files = [f"--extension={path}" for path in self.extensions]

@@ -24,10 +24,11 @@ import rich.table
 from difftx.config.fields import Effect
 from difftx.data.loader import signature_changes
 from difftx.data.sources import signature_of_stores
-from difftx.errors import EXIT_PREEMPTED, UserError, printable
+from difftx.errors import EXIT_PREEMPTED, UnreadableError, UserError, printable
 from difftx.files import appended, make_folder, write_atomically
 from difftx.launch.grid import SweepPoint
 from difftx.registry import changed_extensions
+from difftx.run_files import pulled
 from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint.manifest import read_manifest, why_invalid
 from difftx.training.checkpoint.restoring import config_of
@@ -37,7 +38,7 @@ from difftx.training.resume import Change, changed_fields
 State = Literal["pending", "running", "done", "failed", "stopped"]
 TETHERED = Path(__file__).with_name("tethered.py")
 POLL_SECONDS = 0.5
-BUCKET_REFRESH_SECONDS = 60.0  # Reading metrics from a bucket costs a request per row since the last compaction.
+BUCKET_REFRESH_SECONDS = 60.0  # Each refresh costs requests, and a run pushes its metrics every few minutes.
 PLAIN_LINE_SECONDS = 60.0
 PLAIN_WIDTH = 160  # Width in characters of a table in a file or a pipe, enough for an error message.
 # Beginning of a log line with the reason for a failure. JAX may print a note after it, so it may not be the last line.
@@ -69,7 +70,10 @@ class RunStatus:
 
     def refresh(self) -> None:
         """Update step, losses and tokens/s from the newest rows of metrics.jsonl."""
-        newest = read_newest_metrics(self.workdir / "metrics.jsonl")
+        try:
+            newest = read_newest_metrics(pulled(self.workdir) / "metrics.jsonl")
+        except UnreadableError:  # A bucket may be back at the next refresh.
+            return
         for row in newest:
             if row.get("suite") == "loss" and isinstance(loss := row.get("loss"), int | float):
                 self.valid_loss = loss

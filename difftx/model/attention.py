@@ -3,7 +3,8 @@
 `variants/` holds further architectures. docs/extend.md shows how to add one in a file of your own.
 """
 # Axes: B = batch, T = tokens, C = selected queries, D = model width, H = heads, K = key/value heads,
-#   G = 2 groups of queries and keys (for the attention weights A1 and A2), d = width of a query/key (sub-)head,
+#   G = groups of queries and keys: 2 in differential attention, for the attention weights A1 and A2, and 1 in softmax
+#   attention, d = width of a query/key (sub-)head,
 #   E = width of a value head (2d in differential attention, d in softmax attention), L = layers
 
 import dataclasses
@@ -18,10 +19,10 @@ from ml_collections import ConfigDict
 
 from difftx import kernels
 from difftx.config import ModelConfig
+from difftx.config.model import default_specific_fields
 from difftx.errors import UserError, did_you_mean
 from difftx.kernels import cached, weight_functions
 from difftx.kernels.cached import KVCache, SegmentMask
-from difftx.kernels.logit_gradients import logit_gradient_products
 from difftx.kernels.quantized import rounded
 from difftx.kernels.rows import AttentionRows, attention_rows
 from difftx.kernels.weight_functions import WeightFunction
@@ -82,7 +83,7 @@ class SelfAttention(nnx.Module):
     A call runs `operands`, `attend`, `combine` and `output`. `operands` calls `project` for queries, keys and values,
     and shards them for the kernel, rounded if the config says so. `attend` returns the outputs of the kernel's heads,
     `combine` those of the model's heads, and `output` the residual update. `attention_weight_inputs` returns what
-    determines the attention weights, for analyses.
+    determines the attention weights, for analyses. Queries and keys always have the axis G.
     """
 
     groups: ClassVar[int] = 1  # Number of keys of width d per key/value head.
@@ -181,7 +182,8 @@ class SelfAttention(nnx.Module):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the residual update `[B, T, D]` and the statistics of the layer, one float32 scalar each."""
         heads_BTHE = self.attend(*self.operands(x_BTD, angles), x_BTD, constants, segment_ids_BT)
-        return self._update(heads_BTHE, x_BTD, constants), self.statistics(x_BTD, constants)
+        heads_BTHE = self.combined(heads_BTHE, x_BTD)
+        return self.output(heads_BTHE, x_BTD, constants), self.statistics(x_BTD, constants)
 
     def extend(
         self, x_BTD: jax.Array, angles: Angles, constants: LayerConstants, cache: KVCache, segments: SegmentMask
@@ -191,11 +193,11 @@ class SelfAttention(nnx.Module):
         The entries are `(k, v)` of the new tokens. If the cache evicts tokens, the attention mass per new token
         `[B, T, K]` and per slot `[B, K, S]` follows, as `cached.weighted_attention` returns it.
         """
-        q, k, v = self._project_and_round(x_BTD, angles)
+        q, k, v = self.operands(x_BTD, angles)
         options = {"weight_argument": self.weight_argument(constants, x_BTD), "window": constants.window}
-        operands = (*self._resharded(q, k, v), cache, segments)
-        heads_BTHE, mass = cached.weighted_attention(self._configured_weight_function(), *operands, **options)
-        return self._update(heads_BTHE, x_BTD, constants), (k, v, *mass)
+        function = self._configured_weight_function()
+        heads_BTHE, mass = cached.weighted_attention(function, q, k, v, cache, segments, **options)
+        return self.output(self.combined(heads_BTHE, x_BTD), x_BTD, constants), (k, v, *mass)
 
     def attention_rows(
         self,
@@ -204,44 +206,26 @@ class SelfAttention(nnx.Module):
         constants: LayerConstants,
         segment_ids_BT: jax.Array | None,
         queries_BC: jax.Array,
-    ) -> tuple[jax.Array, AttentionRows]:
-        """Return the residual update, and the attention weights of the queries at the positions `queries_BC`."""
-        q, k, v = self.operands(x_BTD, angles)
-        update_BTD = self._update(self.attend(q, k, v, x_BTD, constants, segment_ids_BT), x_BTD, constants)
+    ) -> AttentionRows:
+        """Return the attention weights of the queries at the positions `queries_BC`."""
+        q, k, _ = self.operands(x_BTD, angles)
         weight_function, q, k, weight_argument = self.attention_weight_inputs(q, k, x_BTD, constants)
         options = {"weight_argument": weight_argument, "segment_ids_BT": segment_ids_BT, "window": constants.window}
-        return update_BTD, attention_rows(weight_function, q, k, queries_BC, **options)
-
-    def logit_gradient_products(
-        self,
-        x_BTD: jax.Array,
-        angles: Angles,
-        constants: LayerConstants,
-        segment_ids_BT: jax.Array | None,
-        dupdate_BTD: jax.Array,
-    ) -> jax.Array:
-        """Return |dS1|², |dS2|² and dS1·dS2 of each query, summed over keys, float32 `[B, T, H, 3]`.
-
-        S1 and S2 are the logits of A1 and A2, and `dupdate_BTD` is the gradient of the loss with respect to the
-        residual update. Only for classes with `subtracts = True`.
-        """
-        q, k, v = self.operands(x_BTD, angles)
-        heads_BTHE = self._reshard_and_combine(self.attend(q, k, v, x_BTD, constants, segment_ids_BT), x_BTD)
-        _, pullback = jax.vjp(lambda heads_BTHE: self.output(heads_BTHE, x_BTD, constants), heads_BTHE)
-        (dheads_BTHE,) = pullback(dupdate_BTD)
-        dheads_BTHE = reshard(dheads_BTHE, self.layout.attend_BTHE)
-        weight_function, q, k, lam = self.attention_weight_inputs(q, k, x_BTD, constants)
-        assert weight_function is weight_functions.difference
-        assert lam is not None
-        options = {"segment_ids_BT": segment_ids_BT, "window": constants.window}
-        return logit_gradient_products(q, k, v, lam, dheads_BTHE, **options)
+        return attention_rows(weight_function, q, k, queries_BC, **options)
 
     def operands(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the queries, keys and values of `project`, sharded as `attend` expects them."""
-        return self._resharded(*self._project_and_round(x_BTD, angles))
+        """Return queries `[B, T, H, G, d]`, keys and values of `project`, sharded as `attend` expects them."""
+        q, k, v = self.project(x_BTD, angles)
+        if (bits := self.config.attention_operand_bits) is not None:
+            q, k, v = (rounded(x, bits) for x in (q, k, v))
+        grouped = self.layout.attend_BTHGd
+        return reshard(q, grouped), reshard(k, grouped), reshard(v, self.layout.attend_BTHE)
 
     def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return queries and keys after `rotated`, and values, in the dtype of `x_BTD`."""
+        """Return queries `[B, T, H, G, d]` and keys `[B, T, K, G, d]` after `rotated`, and values `[B, T, K, E]`.
+
+        The dtype is that of `x_BTD`.
+        """
         raise NotImplementedError
 
     def add_biases(self, *weights: nnx.Param) -> None:
@@ -275,23 +259,17 @@ class SelfAttention(nnx.Module):
         segment_ids_BT: jax.Array | None,
     ) -> jax.Array:
         """Return the outputs of the heads, `[B, T, H, E]`, sharded by the layout."""
-        options = {
-            "segment_ids_BT": segment_ids_BT,
-            "window": constants.window,
-            "zigzag": self.layout.zigzag,
-            "implementation": self.config.attention_implementation,
-        }
-        if self.kernel == "weighted_attention" or self.config.attention_logit_bits is not None:
-            weight_function, weight_argument = (
-                self._configured_weight_function(),
-                self.weight_argument(constants, x_BTD),
-            )
-            return kernels.weighted_attention(weight_function, q, k, v, weight_argument=weight_argument, **options)
-        if self.kernel == "diff_attention":
-            lam = self.weight_argument(constants, x_BTD)
-            assert lam is not None
-            return kernels.diff_attention(q, k, v, lam, **options)
-        return kernels.attention(q, k, v, **options)
+        function = self.kernel if self.config.attention_logit_bits is None else "weighted_attention"
+        return kernels.attend(
+            function,
+            *(q, k, v),
+            None if function == "attention" else self.weight_argument(constants, x_BTD),
+            weight_function=self._configured_weight_function(),
+            segment_ids_BT=segment_ids_BT,
+            window=constants.window,
+            zigzag=self.layout.zigzag,
+            implementation=self.config.attention_implementation,
+        )
 
     def weight_function(self) -> WeightFunction:
         """Return the function that computes attention weights from logits. The kernel multiplies the weights by V."""
@@ -309,15 +287,18 @@ class SelfAttention(nnx.Module):
         """Return the outputs of the heads, given those of the kernel's heads. By default, they are the same."""
         return heads_BTHE
 
+    def combined(self, heads_BTHE: jax.Array, x_BTD: jax.Array) -> jax.Array:
+        """Return the outputs of the heads after `combine`, sharded as `output` expects them."""
+        return self.combine(reshard(heads_BTHE, self.layout.act_BTHE), x_BTD)
+
     def attention_weight_inputs(
         self, q: jax.Array, k: jax.Array, x_BTD: jax.Array, constants: LayerConstants
     ) -> tuple[WeightFunction, jax.Array, jax.Array, jax.Array | None]:
         """Return the inputs that determine the attention weights of the heads after `combine`.
 
-        These are the weight function, queries `[B, T, H, …, d]`, keys `[B, T, K, …, d]`, and the last argument of the
-        weight function, as `weight_argument` returns it. The axis … of groups is absent
-        if there is one group. H counts the heads after `combine`. A subclass that overrides `combine` overrides this
-        method.
+        These are the weight function, queries `[B, T, H, G, d]`, keys `[B, T, K, G, d]`, and the last argument of the
+        weight function, as `weight_argument` returns it. H counts the heads after `combine`. A subclass that overrides
+        `combine` overrides this method.
         """
         return self.weight_function(), q, k, self.weight_argument(constants, x_BTD)
 
@@ -343,21 +324,6 @@ class SelfAttention(nnx.Module):
             mesh_axes=self.layout.attend_BTHE[2],
         )
 
-    def _project_and_round(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
-        q, k, v = self.project(x_BTD, angles)
-        bits = self.config.attention_operand_bits
-        return (q, k, v) if bits is None else (rounded(q, bits), rounded(k, bits), rounded(v, bits))
-
-    def _resharded(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        specs = {4: self.layout.attend_BTHE, 5: self.layout.attend_BTHGd}
-        return reshard(q, specs[q.ndim]), reshard(k, specs[k.ndim]), reshard(v, specs[v.ndim])
-
-    def _reshard_and_combine(self, heads_BTHE: jax.Array, x_BTD: jax.Array) -> jax.Array:
-        return self.combine(reshard(heads_BTHE, self.layout.act_BTHE), x_BTD)
-
-    def _update(self, heads_BTHE: jax.Array, x_BTD: jax.Array, constants: LayerConstants) -> jax.Array:
-        return self.output(self._reshard_and_combine(heads_BTHE, x_BTD), x_BTD, constants)
-
 
 class DiffAttention(SelfAttention):
     """Multi-head differential attention, Eq. 1-3 of arXiv 2410.05258.
@@ -373,7 +339,7 @@ class DiffAttention(SelfAttention):
     value_width_factor = 2
     kernel = "diff_attention"
     subtracts = True
-    fields = ("lambda_init", "lambda_learned", "lambda_std", "lambda_bound", "post_scale")
+    fields = tuple(default_specific_fields())
     default_head_norm = "rms_affine"
     replaced_heads = 2  # Each head has two queries and keys, and a value of twice the width.
 
@@ -487,13 +453,14 @@ class Attention(SelfAttention):
         }
 
     def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return rotated queries `[B, T, H, d]`, rotated keys `[B, T, K, d]` and values `[B, T, K, d]`."""
+        """Return rotated queries `[B, T, H, 1, d]`, rotated keys `[B, T, K, 1, d]` and values `[B, T, K, d]`."""
         q_BTHd, k_BTKd, v_BTKd = (
             linear("BTD,DHd->BTHd", x_BTD, weight, self.layout.act_BTHE)
             for weight in (self.query_DHd, self.key_DKd, self.value_DKd)
         )
         q_BTHd, k_BTKd, v_BTKd = self.biased(q_BTHd, k_BTKd, v_BTKd)
-        return *self.rotated(q_BTHd, k_BTKd, angles), v_BTKd
+        q_BTHd, k_BTKd = self.rotated(q_BTHd, k_BTKd, angles)
+        return q_BTHd[:, :, :, None], k_BTKd[:, :, :, None], v_BTKd
 
     def weight_function(self) -> WeightFunction:
         return weight_functions.softmax

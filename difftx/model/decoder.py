@@ -5,7 +5,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,15 +63,6 @@ class Block(nnx.Module):
             return x_BTD + scaled(self.mlp(self.mlp_norm(x_BTD)), self.branch_scale), extra
 
 
-class LayerActivations(NamedTuple):
-    """Activations of one layer, which `Decoder.accumulate_over_layers` visits."""
-
-    q: jax.Array  # Queries and keys as `SelfAttention.attend` receives them.
-    k: jax.Array
-    window: int | None  # Window of the layer. None: no window.
-    out_BTD: jax.Array  # Output of the layer.
-
-
 class Decoder(nnx.Module):
     """A decoder-only language model with float32 weights, and with activations in `config.compute_dtype`."""
 
@@ -110,13 +101,9 @@ class Decoder(nnx.Module):
                 positions_BT = jax.lax.broadcasted_iota(jnp.int32, (1, tokens_BT.shape[1]), 1, out_sharding=sharding)
             rows = tokens_BT, positions_BT, segment_ids_BT
             tokens_BT, positions_BT, segment_ids_BT = jax.tree.map(context.to_zigzag, rows)
-        angles = self._angles(tokens_BT.shape[1], positions_BT)
-        x_BTD = self._embed(tokens_BT)
+        angles = self.angles(tokens_BT.shape[1], positions_BT)
 
-        def layer(
-            x_BTD: jax.Array, block_and_constants: tuple[Block, LayerConstants]
-        ) -> tuple[jax.Array, dict[str, jax.Array]]:
-            block, constants = block_and_constants
+        def layer(x_BTD: jax.Array, block: Block, constants: LayerConstants) -> tuple[jax.Array, dict[str, jax.Array]]:
             x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
             return block(x_BTD, lambda h_BTD: block.attention(h_BTD, angles, constants, segment_ids_BT))
 
@@ -125,34 +112,9 @@ class Decoder(nnx.Module):
             # layers, XLA could recompute all of them before the last one's backward pass. `prevent_cse` forbids it.
             is_group = len(self.config.windows) > 1
             layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.config.remat], prevent_cse=is_group)
-        x_BTD, stats = self._scan(layer, x_BTD)
+        x_BTD, stats = self.walk(layer, self.embed(tokens_BT), may_unroll=True)
         x_BTD = self.final_norm(x_BTD)
         return context.from_zigzag(x_BTD) if self.layout.zigzag else x_BTD, stats
-
-    def accumulate_over_layers[State](
-        self,
-        visit: Callable[[State, LayerActivations], State],
-        state: State,
-        tokens_BT: jax.Array,
-        *,
-        positions_BT: jax.Array | None = None,
-        segment_ids_BT: jax.Array | None = None,
-    ) -> State:
-        """Run all layers, update a state by `visit` after each layer, and return the final state.
-
-        `visit` receives the state and the activations of the layer, and returns the next state, of the same shapes.
-        Only one layer's activations exist at a time.
-        """
-        angles = self._angles(tokens_BT.shape[1], positions_BT)
-
-        def layer(carry: tuple[jax.Array, State], block_and_constants: tuple[Block, LayerConstants]):
-            (x_BTD, state), (block, constants) = carry, block_and_constants
-            q, k, _ = block.attention.operands(block.attention_norm(x_BTD), angles)
-            x_BTD, _ = block(x_BTD, lambda h_BTD: block.attention(h_BTD, angles, constants, segment_ids_BT))
-            return (x_BTD, visit(state, LayerActivations(q, k, constants.window, x_BTD))), None
-
-        (_, state), _ = self._scan(layer, (self._embed(tokens_BT), state), may_unroll=False)
-        return state
 
     def extend(
         self, tokens_BT: jax.Array, *, positions_BT: jax.Array, cache: KVCache, segments: SegmentMask
@@ -162,15 +124,12 @@ class Decoder(nnx.Module):
         The new tokens attend to each other and to cached tokens as far as `segments` allows. `cache` holds the cached
         keys and values of all layers, stacked along a leading axis L.
         """
-        angles = self._angles(tokens_BT.shape[1], positions_BT)
+        angles = self.angles(tokens_BT.shape[1], positions_BT)
 
-        def layer(
-            x_BTD: jax.Array, inputs: tuple[Block, LayerConstants, KVCache]
-        ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-            block, constants, cache = inputs
+        def layer(x_BTD: jax.Array, block: Block, constants: LayerConstants, cache: KVCache):
             return block(x_BTD, lambda h_BTD: block.attention.extend(h_BTD, angles, constants, cache, segments))
 
-        x_BTD, entries = self._scan(layer, self._embed(tokens_BT), cache)
+        x_BTD, entries = self.walk(layer, self.embed(tokens_BT), cache, may_unroll=True)
         return self.final_norm(x_BTD), entries
 
     def separate_layers(self) -> None:
@@ -189,75 +148,25 @@ class Decoder(nnx.Module):
         *,
         positions_BT: jax.Array | None = None,
         segment_ids_BT: jax.Array | None = None,
-    ) -> tuple[jax.Array, Found]:
-        """Return the normalised output of the last layer, and an analysis of attention weights in each layer.
+    ) -> Found:
+        """Return an analysis of the attention weights in each layer.
 
         `queries_BC` are the int32 positions of the selected queries in each row. `of_layer` reduces the attention
         weights of these queries in one layer to a tree of arrays, and the trees of all layers are stacked along a
         leading axis `[L]`. Only one layer's attention weights exist at a time.
         """
-        angles = self._angles(tokens_BT.shape[1], positions_BT)
+        angles = self.angles(tokens_BT.shape[1], positions_BT)
 
-        def layer(x_BTD: jax.Array, block_and_constants: tuple[Block, LayerConstants]) -> tuple[jax.Array, Found]:
-            block, constants = block_and_constants
-            x_BTD, rows = block(
-                x_BTD,
-                lambda h_BTD: block.attention.attention_rows(h_BTD, angles, constants, segment_ids_BT, queries_BC),
-            )
+        def layer(x_BTD: jax.Array, block: Block, constants: LayerConstants) -> tuple[jax.Array, Found]:
+            def attend(h_BTD: jax.Array) -> tuple[jax.Array, AttentionRows]:
+                update_BTD, _ = block.attention(h_BTD, angles, constants, segment_ids_BT)
+                rows = block.attention.attention_rows(h_BTD, angles, constants, segment_ids_BT, queries_BC)
+                return update_BTD, rows
+
+            x_BTD, rows = block(x_BTD, attend)
             return x_BTD, of_layer(rows)
 
-        x_BTD, found = self._scan(layer, self._embed(tokens_BT), may_unroll=False)
-        return self.final_norm(x_BTD), found
-
-    def with_changes(
-        self,
-        tokens_BT: jax.Array,
-        changes_LBTD: jax.Array,
-        *,
-        positions_BT: jax.Array | None = None,
-        segment_ids_BT: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return the output of `hidden` if `changes_LBTD` is added to the residual updates of attention.
-
-        The second result is the normalised input of each layer's attention, `[L, B, T, D]`.
-        """
-        angles = self._angles(tokens_BT.shape[1], positions_BT)
-
-        def layer(x_BTD: jax.Array, inputs: tuple[Block, LayerConstants, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            block, constants, change_BTD = inputs
-            return block(
-                x_BTD, lambda h_BTD: (block.attention(h_BTD, angles, constants, segment_ids_BT)[0] + change_BTD, h_BTD)
-            )
-
-        x_BTD, inputs_LBTD = self._scan(layer, self._embed(tokens_BT), changes_LBTD, may_unroll=False)
-        return self.final_norm(x_BTD), inputs_LBTD
-
-    def map_attention[Found](
-        self, visit: Callable[..., Found], *inputs_L: jax.Array, length: int, positions_BT: jax.Array | None = None
-    ) -> Found:
-        """Return `visit(attention, angles, constants, *inputs)` of each layer, stacked along a leading axis `[L]`."""
-        angles = self._angles(length, positions_BT)
-
-        def layer(_: None, inputs: tuple[Any, ...]) -> tuple[None, Found]:
-            block, constants, *others = inputs
-            return None, visit(block.attention, angles, constants, *others)
-
-        return self._scan(layer, None, *inputs_L, may_unroll=False)[1]
-
-    def entry_shapes(self, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Return the shapes and dtypes of the keys and values that `extend` returns for one token in `rows` rows."""
-
-        def entries() -> tuple[jax.Array, ...]:
-            shape, sharding = (rows, 1, self.config.d_model), self.layout.act_BTD
-            x_BTD = jnp.zeros(shape, self.config.compute_dtype, out_sharding=sharding)
-            angles = self._angles(1, None)
-
-            def layer(_: None, block: Block) -> tuple[None, tuple[jax.Array, jax.Array]]:
-                return None, block.attention.project(x_BTD, angles)[1:]
-
-            return jax.lax.scan(layer, None, self.blocks)[1]
-
-        return jax.eval_shape(entries)
+        return self.walk(layer, self.embed(tokens_BT))[1]
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Return float32 logits `[B, T, V]` of a few tokens, given the output of `hidden`.
@@ -277,12 +186,13 @@ class Decoder(nnx.Module):
         # In inference, the weight may be bfloat16. A product in bfloat16 would round the factor too.
         return scaled(weight_VD.astype(jnp.float32), 1 / self.config.width_ratio)
 
-    def _scan(self, layer: Callable[..., Any], carry: Any, *inputs: Any, may_unroll: bool = True) -> tuple[Any, Any]:
-        """Apply `layer` to the carry and to each layer's block, constants and inputs, as `jax.lax.scan` does.
+    def walk(self, layer: Callable[..., Any], carry: Any, *inputs_L: Any, may_unroll: bool = False) -> tuple[Any, Any]:
+        """Return the last carry and the stacked results of `carry, result = layer(carry, block, constants, *inputs)`.
 
-        A shallow model without remat is unrolled: the scan would copy the values saved for the backward pass into
-        stacked arrays, which took a third of a step on CPUs. Otherwise, compile time must not grow with depth. As
-        windows are static, an iteration of the scan applies a group of layers, one for each letter of the pattern.
+        `inputs_L` are trees of arrays `[L, …]`. With `may_unroll`, a shallow model without remat is unrolled: a scan
+        would copy the values saved for the backward pass into stacked arrays, which took a third of a step on CPUs.
+        Otherwise, compile time must not grow with depth. As windows are static, an iteration of the scan applies a
+        group of layers, one for each letter of the pattern.
         """
         windows, constants_L = self.config.windows, layer_constants(self.config)
         period = len(windows)
@@ -290,18 +200,18 @@ class Decoder(nnx.Module):
         def group(carry: Any, layers: Iterable[Any]) -> tuple[Any, Any]:
             outputs = []
             for (block, constants, *others), window in zip(layers, itertools.cycle(windows), strict=False):
-                carry, output = layer(carry, (block, dataclasses.replace(constants, window=window), *others))
+                carry, output = layer(carry, block, dataclasses.replace(constants, window=window), *others)
                 outputs.append(output)
             return carry, jax.tree.map(lambda *by_layer: jnp.stack(by_layer), *outputs)
 
         if isinstance(self.blocks, nnx.List):
-            return group(carry, [(block, *_layer_of((constants_L, *inputs), i)) for i, block in enumerate(self.blocks)])
-        count = self.config.num_layers // period
-        unroll = count if may_unroll and self._is_shallow else 1
+            others_L = constants_L, *inputs_L
+            return group(carry, [(block, *_layer_of(others_L, i)) for i, block in enumerate(self.blocks)])
+        unroll = self.config.num_layers // period if may_unroll and self._is_shallow else 1
         if period == 1:
-            constants_L = dataclasses.replace(constants_L, window=windows[0])
-            return jax.lax.scan(layer, carry, (self.blocks, constants_L, *inputs), unroll=unroll)
-        stacked_NP = jax.tree.map(lambda x_L: _split_axis(x_L, period), (self.blocks, constants_L, *inputs))
+            stacked_L = self.blocks, dataclasses.replace(constants_L, window=windows[0]), *inputs_L
+            return jax.lax.scan(lambda carry, of_layer: layer(carry, *of_layer), carry, stacked_L, unroll=unroll)
+        stacked_NP = jax.tree.map(lambda x_L: _split_axis(x_L, period), (self.blocks, constants_L, *inputs_L))
 
         def group_of(carry: Any, stacked_P: Any) -> tuple[Any, Any]:
             return group(carry, _unstacked(stacked_P, period))
@@ -313,11 +223,13 @@ class Decoder(nnx.Module):
     def _is_shallow(self) -> bool:
         return self.config.remat == "none" and self.config.num_layers <= UNROLLED_LAYERS
 
-    def _angles(self, length: int, positions_BT: jax.Array | None) -> Angles:
+    def angles(self, length: int, positions_BT: jax.Array | None = None) -> Angles:
+        """Return the angles of the rotary embedding for rows of `length` tokens, by default at positions 0, 1, 2, …"""
         positions = jnp.arange(length)[None] if positions_BT is None else positions_BT
         return rotary_angles(positions, self.config)
 
-    def _embed(self, tokens_BT: jax.Array) -> jax.Array:
+    def embed(self, tokens_BT: jax.Array) -> jax.Array:
+        """Return the input of the first layer, `[B, T, D]`."""
         # The lookup is in float32, because the gradient of a frequent token is a sum of thousands of terms.
         tokens_BT = jax.sharding.reshard(tokens_BT, self.layout.lookup_BT)
         x_BTD = self.embedding_VD.at[tokens_BT].get(out_sharding=self.layout.lookup_BTD)

@@ -13,6 +13,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -22,8 +23,7 @@ import matplotlib.figure
 import matplotlib.ticker
 import numpy as np
 
-from difftx.files import make_folder, new_file
-from difftx.storage.paths import AnyPath
+from difftx.files import new_file
 
 # Okabe and Ito's palette, whose colours colour-blind readers can distinguish. The blue is lighter than theirs, #0072B2,
 # which is dim on black.
@@ -57,7 +57,7 @@ STYLE = {
 }
 
 
-def draw_chart(chart: Mapping[str, Any], folder: AnyPath) -> list[AnyPath]:
+def draw_chart(chart: Mapping[str, Any], folder: Path) -> list[Path]:
     """Draw a chart to the files `<name>.png` and `<name>.svg` in a folder, and return these files."""
     # Chart names contain names of validation sets, which may have characters that file names cannot have.
     return save_figure(draw(chart), folder / re.sub(r"[^\w.-]+", "_", chart["name"]))
@@ -262,9 +262,9 @@ def short_number(number: float) -> str:
     return axis_number(number, 3)(number)
 
 
-def save_figure(figure: matplotlib.figure.Figure, stem: AnyPath) -> list[AnyPath]:
+def save_figure(figure: matplotlib.figure.Figure, stem: Path) -> list[Path]:
     """Write a figure to `<stem>.png` and `<stem>.svg`, and return these files. Equal figures give equal bytes."""
-    make_folder(stem.parent)
+    stem.parent.mkdir(parents=True, exist_ok=True)
     files = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
     with matplotlib.rc_context({"svg.hashsalt": json.dumps(stem.name)}):
         for path in files:

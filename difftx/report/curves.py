@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,6 @@ from difftx.files import write_atomically
 from difftx.report.arms import Arm, arms_of
 from difftx.report.charts import colours_of, draw, save_figure
 from difftx.report.runs import X_AXES, Metric, RunRecord, XAxis, check_comparable, data_notes, match_runs
-from difftx.storage.paths import AnyPath
 
 METRIC_LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
 SMOOTHED_OVER = 21  # Values in the window of `smoothed`.
@@ -23,8 +23,8 @@ COLUMNS = ("architecture", "tokens", "loss", "perplexity", "bits_per_byte", "tok
 
 
 def write_curves(
-    pattern: str, out: AnyPath, metric: Metric = "loss", against: XAxis = "tokens"
-) -> tuple[list[dict[str, Any]], list[AnyPath], list[str]]:
+    pattern: str, out: Path, metric: Metric = "loss", against: XAxis = "tokens"
+) -> tuple[list[dict[str, Any]], list[Path], list[str]]:
     """Draw the loss of the runs that match a glob against one of `X_AXES`.
 
     Return a table's rows, one per run, the files written, and notes on runs with different data.

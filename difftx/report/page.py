@@ -11,7 +11,7 @@ import jinja2
 from difftx.data.sources import STDLIB
 from difftx.errors import UserError, printable
 from difftx.evals.result import format_together, format_value, read_numbers
-from difftx.files import make_folder, resolved, write_atomically
+from difftx.files import write_atomically
 from difftx.model.abstract import count_parameters
 from difftx.model.architectures import describe_heads
 from difftx.model.flops import flops_per_token
@@ -22,7 +22,6 @@ from difftx.report.panels import Cell, Panel, Table
 from difftx.report.runs import X_AXES, Metric, RunRecord, data_notes, different_tokenizers, read_runs
 from difftx.report.suites import option_notes, suite_sections
 from difftx.report.verdict import Verdict, verdict
-from difftx.storage.paths import AnyPath
 from difftx.training.resume import changed_fields
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -36,12 +35,12 @@ LOSSES = {
 }
 
 
-def write_page(workdirs: Sequence[AnyPath], out: AnyPath) -> AnyPath:
-    """Write the report of the given runs, and return its path.
+def write_page(workdirs: Sequence[Path], out: Path) -> Path:
+    """Write the report of runs, whose folders are those of `pulled`, and return its path.
 
     Transformers stand first, because they are the baselines, and all other runs are compared with the first run.
     """
-    if len({resolved(workdir) for workdir in workdirs}) < len(workdirs):
+    if len({workdir.resolve() for workdir in workdirs}) < len(workdirs):
         raise UserError(f"--workdir={','.join(map(str, workdirs))}: a run is named twice")
     runs = sorted(read_runs(workdirs), key=lambda run: run.config.model.architecture != "transformer")
     with_different_tokenizers = different_tokenizers(runs)
@@ -75,7 +74,7 @@ def write_page(workdirs: Sequence[AnyPath], out: AnyPath) -> AnyPath:
         figure_of=lambda panel: page_figure(panel.chart, next(salts)),
         legend_of=_legend,
     )
-    make_folder(out.parent)
+    out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, page)
     return out
 
@@ -158,7 +157,7 @@ def _notes(runs: Sequence[RunRecord], with_different_tokenizers: tuple[str, str]
     return notes
 
 
-def _commands(runs: Sequence[RunRecord], out: AnyPath) -> list[str]:
+def _commands(runs: Sequence[RunRecord], out: Path) -> list[str]:
     """Return the commands that trained the runs, as far as known, evaluated them, and wrote this page."""
     commands = []
     for run in runs:
@@ -173,7 +172,7 @@ def _commands(runs: Sequence[RunRecord], out: AnyPath) -> list[str]:
 
 
 def _command(*words: str) -> str:
-    return shlex.join(["difftx", *words])
+    return printable(shlex.join(["difftx", *words]))
 
 
 def _run_headers(runs: Sequence[RunRecord]) -> Table:
@@ -202,7 +201,7 @@ def _header(run: RunRecord) -> dict[str, str]:
     devices, data = manifest.get("devices", {}), manifest.get("data", {})
     mesh = ", ".join(f"{axis} {size}" for axis, size in devices.get("mesh", {}).items() if size != 1)
     header = {
-        "folder": str(run.workdir),
+        "folder": printable(str(run.workdir)),
         "architecture": config.model.architecture,
         "embedding parameters": f"{count_parameters(config.model).embedding:,}",
         "steps": f"{train[-1]['step']:,} of {run.steps:,}",

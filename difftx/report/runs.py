@@ -6,17 +6,18 @@ import functools
 import operator
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import numpy as np
 
 from difftx.config import Config
 from difftx.errors import UserError, printable
-from difftx.files import matching_files, matching_folders, resolved
+from difftx.files import matching_folders
 from difftx.json_files import JsonLines, parse_json_lines, read_json
 from difftx.model.flops import flops_per_token
 from difftx.registry import require_extensions
-from difftx.storage.paths import AnyPath
+from difftx.run_files import pulled
 from difftx.training.checkpoint.manifest import MANIFEST, read_manifest, steps_in
 from difftx.training.checkpoint.reading import open_checkpoint
 from difftx.training.metrics import read_metrics
@@ -39,7 +40,7 @@ class RunRecord:
     """Contents of a run directory."""
 
     name: str  # Short name, unique among the runs that are read together.
-    workdir: AnyPath
+    workdir: Path  # Local folder with the small files of the run (`pulled`).
     config: Config  # Config of the newest checkpoint. Fields that do not affect its numbers are from config.json.
     steps: int  # Number of steps that config.json sets.
     manifest: dict[str, Any]  # Contents of manifest.json.
@@ -144,12 +145,12 @@ def match_runs(pattern: str, flag: str) -> list[RunRecord]:
     workdirs = matching_folders(f"--{flag}", pattern, "metrics.jsonl")
     if not workdirs:
         raise UserError(f"--{flag}={pattern!r}: no folder with a metrics.jsonl matches; quote the glob, as in 'runs/*'")
-    return read_runs(workdirs)
+    return read_runs(list(map(pulled, workdirs)))
 
 
-def read_runs(workdirs: Sequence[AnyPath]) -> list[RunRecord]:
-    """Read run directories. A run has the name of its folder, or the whole path if two folders have the same name."""
-    names = [printable(resolved(workdir).name) for workdir in workdirs]
+def read_runs(workdirs: Sequence[Path]) -> list[RunRecord]:
+    """Read folders of `pulled`. A run has the name of its folder, or the whole path if two folders share a name."""
+    names = [PurePosixPath(printable(str(workdir.resolve()))).name for workdir in workdirs]
     paths = [printable(str(workdir)) for workdir in workdirs]
     names = [name if names.count(name) == 1 else path for name, path in zip(names, paths, strict=True)]
     return list(map(_read_run, workdirs, names))
@@ -210,7 +211,7 @@ def printable_json(value: Any) -> Any:
     return value
 
 
-def _read_results(workdir: AnyPath, suite: str) -> tuple[Results, list[tuple[str, int]]]:
+def _read_results(workdir: Path, suite: str) -> tuple[Results, list[tuple[str, int]]]:
     """Return the results of a suite, or of all with "*", and the (suite, step) of those that `outdated` lists."""
     results: Results = {}
     outdated = []
@@ -220,8 +221,7 @@ def _read_results(workdir: AnyPath, suite: str) -> tuple[Results, list[tuple[str
         with contextlib.suppress(UserError):  # Without a readable checkpoint, nothing is outdated.
             return read_manifest(workdir / "checkpoints" / str(step)).weights
 
-    found = matching_files(workdir, f"evals/{suite}/*.json")
-    paths = [path for path in found if re.fullmatch("[0-9]{1,18}", path.stem)]
+    paths = [path for path in workdir.glob(f"evals/{suite}/*.json") if re.fullmatch("[0-9]{1,18}", path.stem)]
     for path in sorted(paths, key=lambda path: (path.parent.name, int(path.stem))):
         name, step = path.parent.name, int(path.stem)
         result = printable_json(read_json(path))
@@ -235,7 +235,7 @@ def _read_results(workdir: AnyPath, suite: str) -> tuple[Results, list[tuple[str
     return results, outdated
 
 
-def _config_of_newest_checkpoint(workdir: AnyPath, run_config: Config, manifest: Mapping[str, Any]) -> Config:
+def _config_of_newest_checkpoint(workdir: Path, run_config: Config, manifest: Mapping[str, Any]) -> Config:
     """Return the config of the newest readable checkpoint, or `run_config`, that of config.json, if there is none.
 
     Raise `UserError` if an extension has changed since that checkpoint or, without one, since `manifest` of the run.
@@ -253,7 +253,7 @@ def _config_of_newest_checkpoint(workdir: AnyPath, run_config: Config, manifest:
     return run_config
 
 
-def _read_run(workdir: AnyPath, name: str) -> RunRecord:
+def _read_run(workdir: Path, name: str) -> RunRecord:
     run_config, manifest, path = read_config(workdir), read_run_manifest(workdir), workdir / "metrics.jsonl"
     for part in ("data", "devices"):
         if not isinstance(manifest.get(part, {}), dict):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import matplotlib.figure
@@ -18,7 +19,6 @@ from difftx.report.charts import colours_of, draw, save_figure, short_number
 from difftx.report.curves import METRIC_LABELS
 from difftx.report.points import LossPoint, read_points
 from difftx.report.runs import Metric
-from difftx.storage.paths import AnyPath
 
 REFERENCE = "transformer"  # The architecture with which all others are compared, if there are points of it.
 RESAMPLES = 1000  # Number of bootstrap resamples for confidence intervals.
@@ -38,7 +38,7 @@ class Study:
     notes: list[str]
 
 
-def write_scaling(pattern: str, out: AnyPath, metric: Metric = "loss") -> tuple[list[Study], list[AnyPath]]:
+def write_scaling(pattern: str, out: Path, metric: Metric = "loss") -> tuple[list[Study], list[Path]]:
     """Fit loss against size and against tokens, if there are enough points. Return the studies and the files."""
     points, notes = read_points(pattern, metric)
     chosen = {"size": [point for point in points if point.is_last], "tokens": _points_of_one_size(points)}

@@ -91,26 +91,21 @@ def read_ranges(path: "epath.Path", ranges: Iterable[tuple[int, int]]) -> Iterat
             yield Stored(found.value, found.stamp.generation) if found.state == "value" else None
 
 
-def is_current(path: "epath.Path", generation: bytes) -> bool:
-    """Return whether an object exists and has this generation."""
-    found = _from_tensorstore(path, "read", lambda: _bucket_of(path).read(_key(path), if_not_equal=generation))
-    return found.state == "unspecified"
+def read_verified(path: "epath.Path", described: Description | None = None) -> Stored | None:
+    """Return an object after a comparison with the size and CRC32C that the store has, or None if it is absent.
 
-
-def read_verified(path: "epath.Path") -> bytes | None:
-    """Return the content of an object after a comparison with the size and CRC32C that the store has, or None.
-
-    Raise `UserError` if `path` is a folder.
+    `described` is its description, if that has been read already. Raise `UserError` if `path` is a folder.
     """
     for pause in (*REREAD_SECONDS, None):
-        described = describe(path)
+        described = described or describe(path)
         if described is None:
             if list_folder(path):
                 raise UserError(f"{path} is a folder, not a file; move it away")
             return None
         found = read(path)
         if found is not None and _matches(found.content, described):
-            return found.content
+            return found
+        described = None
         if pause is not None:  # Another process may have replaced the object between the two requests.
             time.sleep(pause)
     raise UnreadableError(f"{path} cannot be read: its content does not have the size and CRC32C that the store lists")
@@ -182,13 +177,25 @@ def list_folder(path: "epath.Path") -> dict[str, bool]:
 
     Raise `UserError` if `path` is an object.
     """
-    entries = _from_fsspec(path, "list", lambda: _fsspec(path).ls(_name(path), detail=True)) or []
+    entries = _entries(path)
     own = [entry for entry in entries if entry["name"].rstrip("/") == _name(path)]
     if len(entries) == 1 and own and own[0]["type"] == "file":
         raise UserError(f"{path} is not a folder; move it away")
     names = {entry["name"].rstrip("/").rpartition("/")[2]: entry["type"] == "directory" for entry in entries}
     names.pop("", None)
     return names
+
+
+def describe_files(folder: "epath.Path") -> dict[str, Description]:
+    """Return the descriptions of the objects in a folder, without those below its folders, by their names."""
+    files = [entry for entry in _entries(folder) if entry["type"] == "file"]
+    # A store may list an object that stands for the folder itself.
+    return {name: _description(entry) for entry in files if (name := entry["name"].removeprefix(f"{_name(folder)}/"))}
+
+
+def _entries(path: "epath.Path") -> list[dict[str, Any]]:
+    """Return the entries of a listing of the objects and folders in a folder."""
+    return _from_fsspec(path, "list", lambda: _fsspec(path).ls(_name(path), detail=True)) or []
 
 
 def describe(path: "epath.Path") -> Description | None:

@@ -13,7 +13,7 @@ from difftx.errors import UserError
 from difftx.model.architectures import ARCHITECTURES, check_attention, require_multiple
 from difftx.parallel.mesh import batch_shards
 from difftx.training.optimizer import make_optimizer
-from difftx.training.workload import attention_call
+from difftx.training.workload import attention_call, kernel_function
 
 
 def fit(config: Config, mesh: jax.sharding.Mesh | None = None, tokenizer: Tokenizer | None = None) -> Config:
@@ -106,10 +106,11 @@ def _check_kernel(config: Config, mesh: jax.sharding.Mesh) -> None:
     if name == "auto" or mesh.devices.flat[0] not in jax.devices():
         return
     call = attention_call(config, mesh)
-    if why := kernels.why_unavailable(name, call):
+    function = kernel_function(config)
+    if why := kernels.why_unavailable(function, name, call):
         quantized = config.model.attention_logit_bits is not None
         backends = ARCHITECTURES[config.model.architecture].backends(quantized=quantized)
-        usable = [name for name in backends if kernels.why_unavailable(name, call) is None]
+        usable = [name for name in backends if kernels.why_unavailable(function, name, call) is None]
         raise UserError(
             f"model.attention_implementation={name!r}: {why}; use one of {', '.join(usable)} (difftx eval: "
             f"--model.attention_implementation={usable[0]})"

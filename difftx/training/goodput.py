@@ -3,11 +3,11 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import rich.table
 
-from difftx.storage.paths import AnyPath
 from difftx.training.metrics import metrics_rows
 
 # Name of each section of the wall time → its label in the table.
@@ -49,7 +49,7 @@ class Goodput:
         finally:
             self.switch(before)
 
-    def resume(self, metrics: AnyPath, step: int) -> None:
+    def resume(self, metrics: Path, step: int) -> None:
         """Add the time of the earlier attempts. The time of their steps after `step` counts as lost work.
 
         `metrics` is the path of metrics.jsonl, which must still have the rows after `step`. The time after its last

@@ -1,7 +1,5 @@
 """Metrics of a run in metrics.jsonl, TensorBoard and Weights & Biases."""
 
-import collections
-import concurrent.futures
 import contextlib
 import errno
 import itertools
@@ -11,15 +9,15 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from difftx.config import LoggingConfig
-from difftx.errors import RunError, UnreadableError
-from difftx.files import UNLOCKED, Owner, resolved
+from difftx.errors import RunError
+from difftx.files import UNLOCKED, Owner
 from difftx.json_files import JsonLines, parse_json_lines
-from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.lambda_range import LAMBDA_SPLIT
 from difftx.training.trackers import TensorBoard, Trackers, WeightsAndBiases
 
@@ -39,41 +37,44 @@ class MetricsWriter:
     """A writer of metrics to metrics.jsonl and, if configured, to TensorBoard and Weights & Biases.
 
     It first deletes the rows of earlier attempts for steps after `start_step`. It does nothing unless `enabled`.
-
-    In a bucket, a thread appends the rows, so that training does not wait for the store.
     """
 
     def __init__(
         self,
-        workdir: AnyPath,
+        folder: Path,
         config: LoggingConfig,
         start_step: int,
         *,
         enabled: bool = True,
         owner: Owner = UNLOCKED,
         run_id: str | None = None,
+        address: str | None = None,
         run_config: Mapping[str, Any] | None = None,
     ):
-        """Rewind the file. `owner` is that of the `Run`.
+        """Rewind the file. `owner` is that of the `Run`, and `folder` has its small files.
 
-        `run_id` is the unique identifier of the run, and `run_config` are its fields, for Weights & Biases.
+        For Weights & Biases, `run_id` is the unique identifier of the run, `address` its absolute path, by default
+        `folder`, and `run_config` its fields.
         """
-        self.path = workdir / "metrics.jsonl"
+        self.path = folder / "metrics.jsonl"
         self.attempt = 0
-        self._file: BinaryIO | _Appender | None = None
+        self._owner = owner
+        self._file: BinaryIO | None = None
         if not enabled:
             return
         log, number = JsonLines(self.path, owner), itertools.count()
         log.rewrite(self._kept(log, start_step, number))
-        self._file = _Appender(log) if is_bucket(self.path) else self.path.open("ab", buffering=0)
+        self._file = self.path.open("ab", buffering=0)
         makers: dict[str, Callable[[], Any]] = {}
         if config.tensorboard:
-            makers["TensorBoard"] = lambda: TensorBoard(workdir / "tensorboard", start_step, self.attempt)
+            makers["TensorBoard"] = lambda: TensorBoard(folder / "tensorboard", start_step, self.attempt)
         if project := config.wandb_project:
-            name = "-".join(resolved(workdir).parts[-2:])[-100:]
+            address = address or str(folder.resolve())
+            name = "-".join(PurePosixPath(address).parts[-2:])[-100:]
             options = {"project": project, "id": f"{run_id}-{self.attempt}", "name": f"{name}-{self.attempt}"}
             options |= {"group": name, "config": run_config, "settings": {"console": "off", "x_stats_pid": os.getpid()}}
-            options["dir"] = tempfile.gettempdir() if is_bucket(workdir) else str(workdir)
+            # The local folder of a run in a bucket is deleted at the end.
+            options["dir"] = tempfile.gettempdir() if "://" in address else str(folder)
             rows = ((row["step"], _scalars(row)) for row in itertools.islice(metrics_rows(self.path), next(number)))
             makers["Weights & Biases"] = lambda: WeightsAndBiases(options, rows)
         self._trackers = Trackers(makers)
@@ -82,6 +83,7 @@ class MetricsWriter:
         """Write one row without buffering. The values are numbers or lists of numbers."""
         if self._file is None:
             return
+        self._owner.raise_if_lost()
         numbers = {name: _plain(value) for name, value in values.items()}
         row = {"split": split, "step": step, "attempt": self.attempt, **numbers}
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
@@ -98,13 +100,6 @@ class MetricsWriter:
             ) from error
         self._trackers.call("log", step, _scalars(row))
 
-    def flush(self) -> None:
-        """Return when all rows and events are on disk, or in the bucket."""
-        if isinstance(self._file, _Appender):
-            self._file.flush()
-        if self._file is not None:
-            self._trackers.call("flush")
-
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
@@ -120,68 +115,25 @@ class MetricsWriter:
         self.attempt += 1
 
 
-class _Appender:
-    """A file in a bucket, to which a thread appends. Lines that arrive during an append become one append."""
-
-    def __init__(self, log: JsonLines):
-        self._log = log
-        self._lines: collections.deque[bytes] = collections.deque()
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "metrics")
-        self._job: concurrent.futures.Future[None] | None = None
-        self._error: Exception | None = None
-
-    def write(self, line: bytes) -> int:
-        """Append a line later. Raise the error of an earlier append, if there was one."""
-        if self._error is not None:
-            raise self._error
-        self._lines.append(line)
-        self._job = self._thread.submit(self._append)
-        return len(line)
-
-    def flush(self) -> None:
-        """Wait until all lines are in the bucket."""
-        if self._job is not None:
-            self._job.result()
-        if self._error is not None:
-            raise self._error
-
-    def close(self) -> None:
-        """Wait for all lines, and end the thread."""
-        self.flush()
-        self._thread.shutdown()
-
-    def _append(self) -> None:
-        content = b"".join(self._lines.popleft() for _ in range(len(self._lines)))
-        if not content or self._error is not None:
-            return
-        try:
-            self._log.append_lines(content)
-        except Exception as error:  # The main thread raises it.
-            self._error = error
-
-
-def read_metrics(path: AnyPath) -> tuple[list[dict[str, Any]], int]:
+def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the rows of a metrics.jsonl and the number of invalid lines. An absent file has no rows."""
     rows = list(_parse_rows(JsonLines(path).content()))
     valid = [row for row in rows if row is not None]
     return valid, len(rows) - len(valid)
 
 
-def metrics_rows(path: AnyPath) -> Iterator[dict[str, Any]]:
+def metrics_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a metrics.jsonl without storing them, because a long run has millions."""
     yield from (row for row in _parse_rows(JsonLines(path).content()) if row is not None)
 
 
-def read_newest_metrics(path: AnyPath) -> list[dict[str, Any]]:
+def read_newest_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the rows in the last 64 KiB of a metrics.jsonl, or none if the file cannot be read."""
     try:
-        if is_bucket(path):
-            content = JsonLines(path).content()[-NEWEST_BYTES:]
-        else:
-            with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - NEWEST_BYTES))
-                content = file.read()
-    except (OSError, UnreadableError):
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - NEWEST_BYTES))
+            content = file.read()
+    except OSError:
         return []
     return [row for row in _parse_rows(content) if row is not None]
 

@@ -1,27 +1,26 @@
 """Traces of train steps, and a profile of the devices' memory after an out-of-memory error."""
 
-import contextlib
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 
 from difftx.config import LoggingConfig
 from difftx.errors import RunError
-from difftx.files import new_file, uploaded
-from difftx.storage.paths import AnyPath
+from difftx.files import new_file
+from difftx.training.run import Run
 
 
 class StepTracer:
-    """A writer of a trace of the steps in `logging.profile_steps` to `<workdir>/profile`, for xprof and Perfetto.
+    """A writer of a trace of the steps in `logging.profile_steps` to `<folder>/profile`, for xprof and Perfetto.
 
     It does nothing unless `enabled`. Of a run that starts again, each attempt writes a trace of its own.
     """
 
-    def __init__(self, workdir: AnyPath, config: LoggingConfig, *, enabled: bool):
+    def __init__(self, folder: Path, config: LoggingConfig, *, enabled: bool):
         first, count = config.profile_steps or (0, 0)
         self._steps = range(first, first + count)
-        self._folder, self._enabled, self._is_tracing = workdir / "profile", enabled, False
-        self._stack = contextlib.ExitStack()
+        self._folder, self._enabled, self._is_tracing = folder / "profile", enabled, False
 
     def start(self, step: int, wait: Callable[[], None]) -> None:
         """Start the trace before the first of the steps. `wait` waits until the devices have finished earlier steps."""
@@ -30,8 +29,7 @@ class StepTracer:
             options = jax.profiler.ProfileOptions()
             # Events of all Python functions would slow down the steps that are measured.
             options.python_tracer_level = 0
-            folder = self._stack.enter_context(uploaded(self._folder))
-            jax.profiler.start_trace(folder, create_perfetto_trace=True, profiler_options=options)
+            jax.profiler.start_trace(self._folder, create_perfetto_trace=True, profiler_options=options)
             self._is_tracing = True
 
     def stop_after_last(self, step: int, wait: Callable[[], None]) -> None:
@@ -45,10 +43,9 @@ class StepTracer:
         if self._is_tracing:
             self._is_tracing = False
             jax.profiler.stop_trace()
-            self._stack.close()
 
 
-def out_of_memory(workdir: AnyPath, error: jax.errors.JaxRuntimeError) -> RunError | None:
+def out_of_memory(run: Run, error: jax.errors.JaxRuntimeError) -> RunError | None:
     """Write a profile of the memory of this process's devices if `error` says that they have no more memory.
 
     Return an error that names the file, or None for another error.
@@ -56,7 +53,7 @@ def out_of_memory(workdir: AnyPath, error: jax.errors.JaxRuntimeError) -> RunErr
     message = str(error)
     if "RESOURCE_EXHAUSTED" not in message:
         return None
-    path = workdir / f"device_memory-{jax.process_index()}.prof"
+    path = run.workdir / f"device_memory-{jax.process_index()}.prof"
     with new_file(path) as file:
         file.write(jax.profiler.device_memory_profile())
     return RunError(

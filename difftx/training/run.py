@@ -33,7 +33,7 @@ from difftx.parallel.mesh import make_mesh
 from difftx.parallel.multihost import agree, barrier, decide_on_primary, is_primary
 from difftx.parallel.presets import apply_preset
 from difftx.registry import changed_extensions, loaded_extensions
-from difftx.storage.paths import AnyPath
+from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint.manifest import (
     EXTENSIONS_SHAPE,
     MANIFEST,
@@ -50,7 +50,7 @@ from difftx.training.workload import attention_kernel
 # Version of the format of a run's files, except checkpoints. Increase it if difftx can no longer read older files.
 RUN_FORMAT = 1
 LOCK_WAIT_SECONDS = 60.0
-RECORDS = ("config.json", "manifest.json", "metrics.jsonl", "journal.jsonl", ".lock")
+RECORDS = ("config.json", "manifest.json", "metrics.jsonl", "journal.jsonl", ".lock")  # On a disk.
 # Flags that may differ between processes. For config and extension, the contents are compared in place of the paths.
 OWN_FLAGS = ("distributed", "coordinator", "processes", "process", "config", "extension")
 # Settings of JAX and XLA that may differ between processes, because they do not change numbers.
@@ -101,6 +101,11 @@ class Run:
         agree("the checks", lambda: check(self), lambda _: describe(self), timeout)
 
     @property
+    def files(self) -> Path:
+        """Local folder with the small files of the run. For a run in a bucket, only the primary process has one."""
+        return self.owner.folder if is_bucket(self.workdir) else self.workdir
+
+    @property
     def batch_sharding(self) -> jax.sharding.NamedSharding:
         """Sharding of an array `[rows, tokens]`."""
         return jax.NamedSharding(self.mesh, Layout().act_BT)
@@ -130,7 +135,7 @@ class Run:
         """Raise an error in every process if the files of an earlier attempt cannot be read."""
 
         def check() -> None:
-            for name in RECORDS:
+            for name in () if is_bucket(self.workdir) else RECORDS:  # In a bucket, `small_files` reads them.
                 read_file(self.workdir / name)
             try:
                 if size_of(self.workdir / MANIFEST) is not None:
@@ -142,14 +147,16 @@ class Run:
 
         decide_on_primary(check, self.config.multihost.barrier_timeout_seconds)
 
-    def write_files(self, source_weights: str | None = None) -> None:
+    def write_files(self, source_weights: str | None = None, *, has_saved: bool = False) -> None:
         """Write config.json and manifest.json, with the devices, kernels and data of this run.
 
-        `source_weights` is the identifier of the weights with which the run began. None for new weights.
+        `source_weights` is the identifier of the weights with which the run began. None for new weights. `has_saved`
+        says whether there is a checkpoint (`note_save`).
         """
         devices = self.mesh.devices.flatten()
         manifest = {
             "run_id": self.run_id,
+            "has_saved": has_saved,
             "command": shlex.join(sys.argv),
             "attention_kernel": attention_kernel(self.config, self.mesh),
             "kernels": {function: dataclasses.asdict(ranking) for function, ranking in kernels.rankings().items()},
@@ -163,7 +170,29 @@ class Run:
         }
         if source_weights is not None:
             manifest["source_weights"] = source_weights
-        write_run_files(self.workdir, self.config, manifest, self.owner)
+        write_run_files(self.files, self.config, manifest, self.owner)
+
+    def note_save(self) -> None:
+        """Record in manifest.json that the run has saved a checkpoint. Only the primary process may call this."""
+        path = self.files / MANIFEST
+        content = read_file(path)  # A branch saves its first checkpoint before it writes the file.
+        if content is not None and not (manifest := read_json(path, content)).get("has_saved"):
+            self.owner.write(path, json.dumps(manifest | {"has_saved": True}, indent=2) + "\n")
+            self.owner.push()
+
+    def require_none_saved(self) -> None:
+        """Raise `UserError` if the run has saved a checkpoint. Call this if there is none."""
+        path, why = self.files / MANIFEST, None
+        try:
+            if size_of(path) is not None and read_json(path).get("has_saved"):
+                why = "shows that one was saved"
+        except (UserError, AttributeError):
+            why = "is corrupt, so one may have been saved"
+        if why is not None:
+            raise UserError(
+                f"{self.workdir / 'checkpoints'}: there is no checkpoint, but {path} {why}; restore it, or use a new "
+                f"--workdir. To start from step 0 in this --workdir and lose its metrics, delete {path}"
+            )
 
 
 def agree_on_command(config: Config, flags: argparse.Namespace) -> None:
@@ -206,7 +235,7 @@ def fit_to_devices(config: Config) -> Config:
 
 
 def write_run_files(
-    workdir: AnyPath, config: Config, details: Mapping[str, Any] | None = None, owner: Owner = UNLOCKED
+    folder: Path, config: Config, details: Mapping[str, Any] | None = None, owner: Owner = UNLOCKED
 ) -> None:
     """Write `config.json` and `manifest.json`, which make a folder a run. `details` are added to the manifest."""
     manifest = {
@@ -219,8 +248,8 @@ def write_run_files(
         **(details or {}),
     }
     # Write the manifest first, because the config can only be read with the extensions that the manifest names.
-    owner.write(workdir / MANIFEST, json.dumps(manifest, indent=2) + "\n")
-    owner.write(workdir / "config.json", config.to_json())
+    owner.write(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+    owner.write(folder / "config.json", config.to_json())
 
 
 def read_config(workdir: AnyPath) -> Config:

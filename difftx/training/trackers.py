@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from difftx.errors import RunError, UserError, printable
-from difftx.files import upload
-from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.wandb_process import FINISH_SECONDS
 
 # tensorboardX imports these clients if they are installed, which takes two seconds. difftx uploads the files itself.
@@ -33,13 +30,14 @@ finally:
         del _modules[_name]
 
 WANDB_PROCESS = [sys.executable, "-P", str(Path(__file__).with_name("wandb_process.py"))]
+FILE_BYTES = 2**20  # Size from which TensorBoard continues in a new event file.
 MAX_WAITING = 100_000  # Largest number of rows in memory that W&B's process has not read.
 
 
 class Trackers:
     """The trackers of an attempt. One that raises an error is closed, with one line, and the training continues.
 
-    A tracker has the methods `log(step, scalars)`, `flush()` and `close()`, which must return within seconds.
+    A tracker has the methods `log(step, scalars)` and `close()`, which must return within seconds.
     """
 
     def __init__(self, makers: Mapping[str, Callable[[], Any]]):
@@ -67,40 +65,33 @@ class Trackers:
 
 
 class TensorBoard:
-    """Event files of TensorBoard. For a bucket, they are local until `flush` uploads them.
+    """Event files of TensorBoard, of about `FILE_BYTES` each, because only changed files are pushed to a bucket.
 
     TensorBoard reads the files in the order of their names, which begin with the number of the attempt: clocks may step
     back. Events are on disk when `log` returns, unlike with tensorboardX's SummaryWriter, so that a kill loses none.
     """
 
-    def __init__(self, folder: AnyPath, start_step: int, attempt: int):
-        self._bucket: Any = folder if is_bucket(folder) else None
-        self._temporary = tempfile.TemporaryDirectory(prefix="difftx-") if self._bucket else None
-        self._folder = Path(self._temporary.name if self._temporary else str(folder))
-        self._attempt, self._number = attempt, itertools.count()
+    def __init__(self, folder: Path, start_step: int, attempt: int):
+        self._folder, self._attempt, self._number = folder, attempt, itertools.count()
         self._open()
         # This event hides the points of earlier files from this step on, because the resumed run writes them again.
         self._write(step=start_step + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        if self._path.stat().st_size > FILE_BYTES:
+            self._file.close()
+            self._open()
         shown = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         self._write(step=step, summary=summary_pb2.Summary(value=shown))
 
-    def flush(self) -> None:
-        if self._bucket:
-            self.close()
-            self._open()
-
     def close(self) -> None:
         self._file.close()
-        for file in sorted(self._folder.iterdir()) if self._bucket else ():
-            upload(self._bucket / file.name, file)
-            file.unlink()
 
     def _open(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         name = f"{self._attempt:06d}.{next(self._number):06d}.tfevents.{int(time.time())}.{socket.gethostname()}"
-        self._file = RecordWriter(str(self._folder / name))
+        self._path = self._folder / name
+        self._file = RecordWriter(str(self._path))
         self._write(file_version="brain.Event:2")
 
     def _write(self, **fields: Any) -> None:
@@ -127,8 +118,6 @@ class WeightsAndBiases:
         if self._rows.qsize() > MAX_WAITING:
             raise RunError(f"{MAX_WAITING:,} rows wait for its process")
         self._rows.put((step, scalars))
-
-    def flush(self) -> None: ...
 
     def close(self) -> None:
         self._rows.put(None)

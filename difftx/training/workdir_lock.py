@@ -13,6 +13,7 @@ from difftx.config import MultihostConfig
 from difftx.errors import UserError, printable
 from difftx.files import Owner, read_file, remove_temporaries, retry_read
 from difftx.folders import lock_file
+from difftx.run_files import small_files
 from difftx.storage import objects
 from difftx.storage.lock import BucketLock
 from difftx.storage.paths import AnyPath, is_bucket
@@ -28,12 +29,13 @@ def lock_workdir(workdir: AnyPath, limits: MultihostConfig, wait_seconds: float)
     """
     if not is_bucket(workdir):
         with _lock_folder(workdir, wait_seconds) as require_same_folder:
-            yield Owner(require_same_folder)
+            yield Owner(workdir, require_same_folder)
         return
     path, takeover = workdir / ".lock", float(limits.lock_takeover_seconds)
     with BucketLock(path, takeover_seconds=takeover, wait_seconds=wait_seconds) as held:
         objects.remove_probes(workdir, path)
-        yield Owner(held.check)
+        with small_files(workdir, held) as owner:
+            yield owner
 
 
 @contextlib.contextmanager

@@ -13,21 +13,21 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from difftx import errors
 from difftx.data import loader
-from difftx.training import metrics
+from difftx.training import metrics, run
 from difftx.training.checkpoint import checkpointer as checkpoint
 
 
 def poison(batches: set[int]) -> None:
     """Make the loss of some batches NaN."""
-    original = loader.HostSlice.__getitem__
+    original = loader.HostBatches.__getitem__
 
-    def poisoned(self: loader.HostSlice, index: int) -> loader.Row:
-        row = dict(original(self, index))
-        if index // len(self.rows_here) in batches:
-            row["loss_mask"] = row["loss_mask"] * float("nan")
-        return row
+    def poisoned(self: loader.HostBatches, index: int) -> loader.Rows:
+        rows = original(self, index)
+        if index in batches:
+            rows["loss_mask"] *= float("nan")
+        return rows
 
-    mock.patch.object(loader.HostSlice, "__getitem__", poisoned).start()
+    mock.patch.object(loader.HostBatches, "__getitem__", poisoned).start()
 
 
 # ── Mistakes ──
@@ -47,6 +47,7 @@ def restarts_from_step_0_if_no_checkpoint_is_valid() -> None:
             return None
 
     mock.patch.object(checkpoint.Checkpointer, "find_newest", careless).start()
+    mock.patch.object(run.Run, "require_none_saved").start()
 
 
 def quarantines_unreadable_checkpoints() -> None:

@@ -155,7 +155,7 @@ def test_without_shard_map_the_inputs_are_gathered():
     assert compile_on(mesh, "forward", in_shard_map=False) == {"all-gather"}
 
 
-@pytest.mark.parametrize(("attention", "calls"), [(cudnn.diff_attention, 1), (cudnn.diff_attention_wide_values, 2)])
+@pytest.mark.parametrize(("attention", "calls"), [(cudnn.attention, 1), (cudnn.diff_attention_wide_values, 2)])
 def test_cudnn_path_compiles_with_its_gradient(attention, calls):
     """The program has cuDNN's calls and shapes. XLA leaves the plans to the GPU, where cuDNN may still reject calls."""
     mesh = h200.mesh((2, 2), ("data", "tensor"))

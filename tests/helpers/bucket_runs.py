@@ -7,6 +7,7 @@ from pathlib import Path
 from conftest import TINY, child_environment
 
 from difftx.json_files import JsonLines
+from difftx.run_files import pulled
 from difftx.storage import objects
 from difftx.training.checkpoint import arrays
 from difftx.training.checkpoint.manifest import MANIFEST, contents_of, is_note, read_manifest, steps_in
@@ -46,7 +47,7 @@ def start(text_file, workdir, log: Path, *, stop_after_row=None, **changes):
 
 def run_of(workdir):
     """Return what must be equal in two runs: losses and gradient norms of all steps, the last state, and `train.*`."""
-    rows = [json.loads(line) for line in JsonLines(workdir / "metrics.jsonl").content().splitlines()]
+    rows = [json.loads(line) for line in JsonLines(pulled(workdir) / "metrics.jsonl").content().splitlines()]
     train_rows = [(row["step"], row["loss"], row["grad_norm"]) for row in rows if row["split"] == "train"]
     folder = workdir / "checkpoints"
     folder = folder / str(steps_in(folder)[-1])
@@ -55,7 +56,8 @@ def run_of(workdir):
 
 def state_in(folder):
     """Return the bytes of all arrays of a checkpoint, and the state of the data loader."""
-    found = arrays.read_arrays(contents_of(folder), read_manifest(folder).arrays)
+    contents = contents_of(folder)
+    found = {n: arrays.read_part(contents, arrays.open_array(contents, n)) for n in read_manifest(folder).arrays}
     return {name: array.tobytes() for name, array in found.items()}, read_manifest(folder).loader["examples"]
 
 
@@ -71,7 +73,7 @@ def newest_attempt(workdir):
 
 def _rows(workdir):
     """Return attempt and step of each row of the training."""
-    rows = JsonLines(workdir / "metrics.jsonl").read({"split": str, "step": int, "attempt": int})
+    rows = JsonLines(pulled(workdir) / "metrics.jsonl").read({"split": str, "step": int, "attempt": int})
     return [(row["attempt"], row["step"]) for row in rows if row["split"] == "train"]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from difftx import run_files
 from difftx.training import run
 from difftx.training.metrics import MetricsWriter
 
@@ -28,6 +29,7 @@ def write_and_wait(*row):
 
 
 MetricsWriter.write = write_and_wait
+run_files.PUSH_SECONDS = 0.1
 run.LOCK_WAIT_SECONDS = 2.0
 sys.argv[0] = "train.py"
 runpy.run_path("train.py", run_name="__main__")

@@ -1,7 +1,8 @@
 """Run train.py with steps of at least 50 ms: python tests/helpers/train_slowly.py [FLAGS of train.py].
 
 Without the wait, a tiny model's steps are over before a test on a busy machine can send a signal between two of them.
-With the variable `STOP_AFTER_ROW`, the run waits for a signal after the row of that step in metrics.jsonl.
+With the variable `STOP_AFTER_ROW`, the run waits for a signal after the row of that step in metrics.jsonl. A run in a
+bucket pushes its files all the time, so that a test there sees the rows.
 """
 
 import os
@@ -12,8 +13,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from difftx import run_files
 from difftx.training.metrics import MetricsWriter
 
+run_files.PUSH_SECONDS = 0.1
 write = MetricsWriter.write
 last = float(os.environ.get("STOP_AFTER_ROW", "inf"))
 

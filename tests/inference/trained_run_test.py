@@ -89,7 +89,7 @@ def test_attention_is_that_of_the_forward_pass(trained, architecture, fields):
     with jax.set_mesh(run._lm.mesh):
         model = model_of(run.config, jax.device_get(run._lm.params))
         rows = nnx.jit(lambda m, x: m.attention_rows(x, np.arange(length)[None], lambda found: found.weights_BCHS))
-        weights_LHTS = np.moveaxis(np.asarray(rows(model, tokens_1T)[1])[:, 0], 1, 2)
+        weights_LHTS = np.moveaxis(np.asarray(rows(model, tokens_1T))[:, 0], 1, 2)
     for layer in (1, 2):
         found = run.attention(TEXT, layer=layer)
         np.testing.assert_allclose(found.difference, weights_LHTS[layer - 1], atol=1e-5)

@@ -67,9 +67,9 @@ def on_hopper():
 @pytest.mark.parametrize(
     ("attention", "widest", "segments"),
     [
-        pytest.param(cudnn.diff_attention, 32, False, marks=pytest.mark.exhaustive),
-        (cudnn.diff_attention, 32, True),
-        (cudnn.diff_attention, 16, True),  # V is split.
+        pytest.param(cudnn.attention, 32, False, marks=pytest.mark.exhaustive),
+        (cudnn.attention, 32, True),
+        (cudnn.attention, 16, True),  # V is split.
         (cudnn.diff_attention_wide_values, 32, False),
     ],
 )
@@ -92,10 +92,10 @@ def test_algebra_is_exact(attention, widest, segments, window, xla_instead, monk
 @pytest.mark.parametrize(
     ("kind", "attention", "calls", "heads", "widths"),
     [
-        ("NVIDIA H200", cudnn.diff_attention, 1, 8, (256, 256)),
+        ("NVIDIA H200", cudnn.attention, 1, 8, (256, 256)),
         ("NVIDIA H200", cudnn.diff_attention_wide_values, 2, 4, (128, 256)),
-        ("NVIDIA A100-SXM4-80GB", cudnn.diff_attention, 1, 16, (128, 128)),
-        ("NVIDIA B200", cudnn.diff_attention, 1, 16, (128, 128)),
+        ("NVIDIA A100-SXM4-80GB", cudnn.attention, 1, 16, (128, 128)),
+        ("NVIDIA B200", cudnn.attention, 1, 16, (128, 128)),
     ],
 )
 @pytest.mark.parametrize("window", [None, 512])
@@ -162,18 +162,9 @@ def test_wide_values_require_hopper_and_a_new_cudnn(on_hopper, monkeypatch):
 )
 def test_unsupported_names_the_reason(call, kind, reason):
     with targeting(kind):
-        answer = cudnn.diff_unsupported(call)
+        answer = cudnn.unsupported(call)
     assert answer is None if reason is None else reason in answer
 
 
-def test_softmax_attention_with_segments_requires_an_even_length(on_hopper):
-    def why(tokens):
-        q = jax.ShapeDtypeStruct((2, tokens, 4, 64), jnp.bfloat16)
-        return cudnn.unsupported(AttentionCall(q, q, q, jax.ShapeDtypeStruct((2, tokens), jnp.int32)))
-
-    assert why(100) is None
-    assert "even number of tokens; got 101" in why(101)
-
-
 def test_without_a_gpu_the_reason_is_the_platform():
-    assert "requires an NVIDIA GPU, and JAX runs on cpu" in cudnn.diff_unsupported(diff_call())
+    assert "requires an NVIDIA GPU, and JAX runs on cpu" in cudnn.unsupported(diff_call())

@@ -1,8 +1,12 @@
-"""Differential attention by Eq. 1 of arXiv 2410.05258: in float64 numpy with loops, by matrices, and for autodiff."""
+"""Attention by its formula: in float64 numpy with loops, by matrices, and for autodiff."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from difftx.kernels import weight_functions
 
 
 def softmax_row(logits: np.ndarray) -> np.ndarray:
@@ -10,26 +14,58 @@ def softmax_row(logits: np.ndarray) -> np.ndarray:
     return weights / weights.sum()
 
 
-def diff_attention(q, k, v, lam, segment_ids=None, window=None) -> np.ndarray:
-    """Return [B,T,H,2d] for q [B,T,H,2,d], k [B,T,K,2,d], v [B,T,K,2d] and lam, a scalar or [B,T,H]."""
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+def difference_row(logits1, logits2, lam):
+    return softmax_row(logits1) - lam * softmax_row(logits2)
+
+
+def sink_row(logits: np.ndarray, sink: float) -> np.ndarray:
+    return np.exp(logits) / (np.exp(sink) + np.exp(logits).sum())
+
+
+def top_k_row(logits: np.ndarray, k: int) -> np.ndarray:
+    kept = np.sort(logits)[-k:]
+    return np.where(np.isin(logits, kept), np.exp(logits), 0) / np.exp(kept).sum()
+
+
+# Name → (weight function, number of groups, whether it takes a number per query, formula of one row in numpy).
+K_KEPT = 4
+FUNCTIONS = {
+    "softmax": (weight_functions.softmax, 1, False, softmax_row),
+    "difference": (weight_functions.difference, 2, True, difference_row),
+    "sink": (weight_functions.softmax_with_sink, 1, True, sink_row),
+    "top_k": (functools.partial(weight_functions.top_k_softmax, k=K_KEPT), 1, False, lambda z: top_k_row(z, K_KEPT)),
+    "signed": (weight_functions.signed_softmax, 2, False, lambda z1, z2: softmax_row(z1) * np.tanh(z2)),
+}
+
+
+def attention_weights(row, q, k, number=None, segment_ids=None, window=None) -> np.ndarray:
+    """Return [B,T,H,S] for q [B,T,H,G,d] and k [B,T,K,G,d].
+
+    `row` maps the logits of one query in each group, and its `number` if given, to the weights of the visible keys.
+    """
+    q, k = (np.asarray(x, np.float64) for x in (q, k))
     segment_ids = None if segment_ids is None else np.asarray(segment_ids)
-    B, T, H, _, d = q.shape
-    lam = np.broadcast_to(np.asarray(lam, np.float64), (B, T, H))
-    out = np.zeros((B, T, H, 2 * d))
-    for b in range(B):
-        for n in range(H):
-            kv = n // (H // k.shape[2])
-            for t in range(T):
-                keys = [
-                    s
-                    for s in range(t + 1)
-                    if (segment_ids is None or segment_ids[b, s] == segment_ids[b, t])
-                    and (window is None or t - s < window)
-                ]
-                row1, row2 = (softmax_row(k[b, keys, kv, g] @ q[b, t, n, g] / np.sqrt(d)) for g in (0, 1))
-                out[b, t, n] = (row1 - lam[b, t, n] * row2) @ v[b, keys, kv]
-    return out
+    B, T, H, G, d = q.shape
+    number = None if number is None else np.broadcast_to(np.asarray(number, np.float64), (B, T, H))
+    weights = np.zeros((B, T, H, T))
+    for b, t, n in np.ndindex(B, T, H):
+        keys = [
+            s
+            for s in range(t + 1)
+            if (segment_ids is None or segment_ids[b, s] == segment_ids[b, t]) and (window is None or t - s < window)
+        ]
+        arguments = [k[b, keys, n * k.shape[2] // H, g] @ q[b, t, n, g] / np.sqrt(d) for g in range(G)]
+        weights[b, t, n, keys] = row(*arguments, *(() if number is None else (number[b, t, n],)))
+    return weights
+
+
+def attention(row, q, k, v, number=None, segment_ids=None, window=None) -> np.ndarray:
+    """Return [B,T,H,E] for the weights of `attention_weights` and v [B,T,K,E]."""
+    v = np.repeat(np.asarray(v, np.float64), q.shape[2] // v.shape[2], axis=2)
+    return np.einsum("bths,bshe->bthe", attention_weights(row, q, k, number, segment_ids, window), v)
+
+
+diff_attention = functools.partial(attention, difference_row)
 
 
 def visible_keys(rows, tokens, segment_ids=None, window=None):

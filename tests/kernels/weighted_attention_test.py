@@ -1,31 +1,16 @@
-"""Chunked and cached attention with other weight functions, compared with their formulas and reference gradients."""
-
-import functools
+"""Attention with other weight functions, compared with their formulas and reference gradients."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.kernels_checks import TOLERANCE, relative_error, split, split_segments
-from model.oracle import sink_row, top_k_row
+from helpers.kernels_checks import TOLERANCE, relative_error
 
 from difftx import kernels
-from difftx.kernels import cached, weight_functions, xla
-from kernels.oracle import softmax_row
+from difftx.kernels import weight_functions, xla
+from kernels import oracle
 
-K_KEPT = 4
-
-
-def signed_row(logits1, logits2):
-    return softmax_row(logits1) * np.tanh(logits2)
-
-
-# Name → (weight function, number of groups, whether it takes a number per query, formula of one row in numpy).
-FUNCTIONS = {
-    "sink": (weight_functions.softmax_with_sink, 1, True, sink_row),
-    "top_k": (functools.partial(weight_functions.top_k_softmax, k=K_KEPT), 1, False, lambda z: top_k_row(z, K_KEPT)),
-    "signed": (weight_functions.signed_softmax, 2, False, signed_row),
-}
+FUNCTIONS = {name: oracle.FUNCTIONS[name] for name in ("sink", "top_k", "signed")}
 CASES = {
     "one token": {"T": 1},
     "window, segments, groups": {"window": 7, "segments": True, "K": 2, "T": 40},
@@ -41,29 +26,13 @@ def inputs(name, B=2, T=21, H=4, K=4, d=8, E=6, extra="BTH", segments=False, sca
     rng = np.random.default_rng(0)
     shapes = [((B, T, H, G, d), scale), ((B, T, K, G, d), scale), ((B, T, K, E), 1.0)]
     q, k, v = (jnp.asarray(rng.normal(size=shape) * m, dtype) for shape, m in shapes)
-    if G == 1:
-        q, k = q[:, :, :, 0], k[:, :, :, 0]
     number = jnp.asarray(rng.normal(size=(B, T, H) if extra == "BTH" else (H,)), jnp.float32) if takes_number else None
     ids = jnp.asarray(np.sort(rng.integers(0, 4, (B, T))), jnp.int32) if segments else None
     return q, k, v, number, ids
 
 
-def by_hand(name, q, k, v, number, ids, window):
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    ids, number = (None if x is None else np.asarray(x) for x in (ids, number))
-    q, k = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
-    B, T, H, G, d = q.shape
-    out = np.zeros((B, T, H, v.shape[3]))
-    for b, t, n in np.ndindex(B, T, H):
-        kv = n * k.shape[2] // H
-        keys = [
-            s for s in range(t + 1) if (ids is None or ids[b, s] == ids[b, t]) and (window is None or t - s < window)
-        ]
-        row = [k[b, keys, kv, g] @ q[b, t, n, g] / np.sqrt(d) for g in range(G)]
-        if number is not None:
-            row.append(np.float64(np.broadcast_to(number, (B, T, H))[b, t, n]))
-        out[b, t, n] = FUNCTIONS[name][3](*row) @ v[b, keys, kv]
-    return out
+def by_hand(name, *arrays):
+    return oracle.attention(FUNCTIONS[name][3], *arrays)
 
 
 def loss_weights(q, v):
@@ -146,20 +115,6 @@ def test_memory_of_a_long_row_is_not_quadratic():
 
     compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, k, v).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < T * T  # A quarter of one T × T array in float32.
-
-
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_cached_attention_equals_the_formula(name, window):
-    S, K, new = 14, 2, 5
-    q, k, v, number, _ = inputs(name, T=S, K=K)
-    segment_BS = np.array([[0] * 14, [0] * 6 + [1] * 8], np.int32)
-    expected = by_hand(name, q, k, v, number, segment_BS, window)[:, -new:]
-    (keys, k_new), (values, v_new) = split(k, 24, new), split(v, 24, new)
-    ids, weight_argument = split_segments(segment_BS, 24, new), None if number is None else number[:, -new:]
-    options = {"weight_argument": weight_argument, "window": window}
-    actual, _ = cached.weighted_attention(FUNCTIONS[name][0], q[:, -new:], k_new, v_new, (keys, values), ids, **options)
-    assert relative_error(actual, expected) < TOLERANCE["float32"]
 
 
 def test_invalid_calls_raise():

@@ -1,4 +1,4 @@
-"""Attention weights of selected queries, compared with their formulas, and outputs unchanged by reading them."""
+"""Attention weights of selected queries, compared with their formulas."""
 
 import dataclasses
 
@@ -56,11 +56,9 @@ def test_weights_of_a_layer_equal_the_formula(name, options, monkeypatch, mesh_o
         angles = rotary_angles(jnp.arange(TOKENS)[None], model)
         constants = jax.tree.map(lambda a: a[1], layer_constants(model))
         constants = dataclasses.replace(constants, window=model.windows[0])
-        update, rows = jax.jit(lambda s, x, q: nnx.merge(graphdef, s).attention_rows(x, angles, constants, None, q))(
+        rows = jax.jit(lambda s, x, q: nnx.merge(graphdef, s).attention_rows(x, angles, constants, None, q))(
             state, x_BTD, queries_BC
         )
-        expected, _ = jax.jit(lambda s, x: nnx.merge(graphdef, s)(x, angles, constants, None))(state, x_BTD)
-    np.testing.assert_array_equal(update, expected)
     assert (rows.lam_BCH is not None) == (name in PAIRS)
     for b in range(2):
         weights_HTT, pairs_HGTT, lam_HT = oracle_attention_weights(monkeypatch, module, model, x_BTD[b], 1)
@@ -75,20 +73,15 @@ def test_weights_of_a_layer_equal_the_formula(name, options, monkeypatch, mesh_o
 
 
 def attention_rows(config, mesh, queries, tokens, ids, positions):
-    """Return the attention weights, and check that the output equals that of `hidden` bit for bit."""
-
     def place(x):
         return jax.device_put(x, jax.NamedSharding(mesh, jax.P(("data", "fsdp"))))
 
     with jax.set_mesh(mesh):
         graphdef, params = graph(config), parameters_of(config)
         documents = {"positions_BT": place(positions), "segment_ids_BT": place(ids)}
-        hidden = jax.jit(lambda p, t, d: nnx.merge(graphdef, p).hidden(t, **d)[0])(params, place(tokens), documents)
-        looked, rows = jax.jit(lambda p, t, q, d: nnx.merge(graphdef, p).attention_rows(t, q, lambda rows: rows, **d))(
+        return jax.jit(lambda p, t, q, d: nnx.merge(graphdef, p).attention_rows(t, q, lambda rows: rows, **d))(
             params, place(tokens), place(queries), documents
         )
-    np.testing.assert_array_equal(hidden, looked)
-    return rows
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_the_attention_weights_have_the_lambda_of_each_token(mesh_of):
         angles = rotary_angles(jnp.arange(X_BTD.shape[1])[None], model)
         constants = jax.tree.map(lambda constant_L: constant_L[0], layer_constants(model))
         x_BTD = reshard(jnp.asarray(X_BTD), module.layout.act_BTD)
-        _, rows = jax.jit(module.attention_rows)(x_BTD, angles, constants, None, queries_BC)
+        rows = jax.jit(module.attention_rows)(x_BTD, angles, constants, None, queries_BC)
     a1_BCHS, a2_BCHS = (jax.nn.softmax(np.asarray(rows.logits_BCHGS)[..., g, :], axis=-1) for g in range(2))
     w = oracle.weights_of(module)
     expected_BTH = np.stack([lambdas(w, model, x_TD, 0) for x_TD in np.float64(X_BTD)])

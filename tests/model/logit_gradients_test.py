@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from helpers.model_layers import OPTIONS, TOKENS, X_BTD, layer_of
 
+from difftx.evals.gradients import logit_products
 from difftx.model.architectures import heads_of
 from difftx.model.attention import layer_constants
 from difftx.model.layers import rotary_angles
@@ -30,7 +31,7 @@ def test_sums_equal_those_of_dense_attention(name, options, mesh_of):
         def inputs_and_sums(module, dupdate_BTD):
             q, k, v_BTKE = module.operands(X_BTD, angles)
             _, *inputs = module.attention_weight_inputs(q, k, X_BTD, constants)
-            return (*inputs, v_BTKE), module.logit_gradient_products(X_BTD, angles, constants, ids_BT, dupdate_BTD)
+            return (*inputs, v_BTKE), logit_products(module, X_BTD, angles, constants, ids_BT, dupdate_BTD)
 
         inputs, found_BTH3 = inputs_and_sums(module, dupdate_BTD)
         q_BTHGd, k_BTKGd, lam, v_BTKE = map(np.asarray, inputs)

@@ -25,6 +25,7 @@ from model import oracle
 # derivative is relative to its value, or to the norm of the gradient.
 TOLERANCE = 1e-5
 SCALING = f"{ROOT}/configs/scaling.py"
+PARAMETER_OPTIONS = {"model__num_kv_heads": 1, "model__tie_embeddings": "false", "model__head_norm": "scalar"}
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +42,8 @@ CASES = [
         for bound in ("sigmoid", "tanh")
     ),
     *((name, {"model__head_norm": norm}) for name in PAPER for norm in ("scalar", "sigmoid")),
+    ("diff", {"model__head_norm": "rms", "model__num_heads": 4, "model__num_kv_heads": 1}),
+    ("diff", {"model__head_norm": "none", "model__num_heads": 4, "model__num_kv_heads": 2}),
     *((name, {"model__post_scale": 3.0}) for name in ("transformer", "diff_v2", "gdla", "top_k")),
     ("gdla", {"model__num_kv_heads": "none", "model__gdla__output_gate": "false"}),
 ]
@@ -98,7 +101,7 @@ def test_pairing_heads_of_different_keys_is_another_model():
     assert np.abs(call(X_BTD).out_BTD[0] - wrong).max() > 0.1 * np.abs(wrong).max()
 
 
-@pytest.mark.parametrize("name", oracle.SIZES)
+@pytest.mark.parametrize("name", [*oracle.SIZES, *PAPER])
 def test_a_token_depends_on_no_later_token(name):
     """A token depends on all tokens before it, except those that top-k excludes, and on no token after it."""
     seen_TT = np.abs(layer_of(name).call(X_BTD).jacobian_TTD).max(axis=-1) > 0
@@ -108,7 +111,7 @@ def test_a_token_depends_on_no_later_token(name):
         assert seen_TT[np.tril_indices(TOKENS)].all()
 
 
-@pytest.mark.parametrize("name", oracle.SIZES)
+@pytest.mark.parametrize("name", [*oracle.SIZES, *PAPER])
 def test_a_segment_is_a_row_of_its_own(name):
     model, module, call, _ = layer_of(name)
     ids_BT = np.repeat([[0] * 9 + [1] * (TOKENS - 9)], 2, axis=0).astype(np.int32)
@@ -176,9 +179,16 @@ def test_heads_in_words(recipe, changes, text):
     assert describe_heads(model) == text
 
 
-@pytest.mark.parametrize("name", oracle.SIZES)
-def test_parameters_are_counted_to_the_last_one(config, name):
-    model = config(name, **oracle.SIZES[name]).model
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        *oracle.SIZES.items(),
+        *((name, {option: value}) for option, value in PARAMETER_OPTIONS.items() for name in PAPER),
+        ("diff", {"model__lambda_learned": "false"}),
+    ],
+)
+def test_parameters_are_counted_to_the_last_one(config, name, changes):
+    model = config(name, **changes).model
     state = nnx.state(nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0))))
     assert count_parameters(model).total == sum(int(np.prod(p.shape)) for p in jax.tree.leaves(state))
 

@@ -14,6 +14,7 @@ from helpers.command_server import commands
 from difftx import files, folders, json_files
 from difftx.errors import UnreadableError, UserError
 from difftx.evals.math.formats import read_problems
+from difftx.run_files import pulled
 from difftx.storage import objects
 from difftx.storage.paths import is_bucket, path_of
 
@@ -103,59 +104,59 @@ def test_a_new_file_appears_at_the_end_of_the_block(folder, monkeypatch, size):
     assert files.list_folder(folder) == {"a": False}
 
 
-def test_a_new_folder_is_complete_with_its_marker(bucket, monkeypatch):
+def test_a_new_folder_is_used_once_its_last_file_is_there(bucket, monkeypatch):
     folder = bucket.folder() / "out"
-    for name in ("a", "b"):
-        with monkeypatch.context() as patch:
-            patch.setattr(objects, "is_current", lambda *_: 1 / 0)  # The process ends before it writes the marker.
-            with pytest.raises(ZeroDivisionError), folders.new_folder(folder) as made:
-                (made / name).write_text("half")
-        assert files.list_folder(folder) == {".incomplete": False, name: False}
-        assert not folders.is_taken(folder)
-        assert not folders.is_complete(folder)
-    with folders.new_folder(folder) as made:
-        (made / "deep").mkdir()
-        (made / "deep" / "c").write_text("all")
-    assert folders.is_complete(folder)
-    assert files.list_folder(folder) == {".complete": False, "deep": True}
-    assert json_files.read_record(folder / ".complete")["files"] == {"deep/c": 3}
-    with pytest.raises(FileExistsError), folders.new_folder(folder):
-        pass
+
+    def make(text):
+        with folders.new_folder(folder, "last") as made:
+            (made / "deep").mkdir()
+            (made / "deep" / "x").write_text(text)
+            (made / "last").write_text(text)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(objects, "write_if", lambda *_: 1 / 0)  # The process ends before it writes the last file.
+        with pytest.raises(ZeroDivisionError):
+            make("half")
+    assert objects.list_below(folder) == ["deep/x"]
+    assert not folders.is_taken(folder, "last")
+    make("all")  # The same command replaces what the killed process has left.
+    assert folders.is_taken(folder, "last")
+    assert {files.read_file(folder / name) for name in objects.list_below(folder)} == {b"all"}
+    with pytest.raises(FileExistsError):
+        make("again")
 
 
-@pytest.mark.parametrize("is_interrupted", [False, True])
-def test_a_new_folder_deletes_only_its_own_objects(bucket, monkeypatch, is_interrupted):
+@pytest.mark.parametrize("name", ["config.json", "diff/checkpoints/10/manifest.json"])
+def test_a_new_folder_keeps_the_objects_of_others(bucket, name):
     folder = bucket.folder()
-    if is_interrupted:
-        monkeypatch.setattr(objects, "is_current", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError), folders.new_folder(folder) as made:
-            (made / "a").write_text("half")
-    objects.write(folder / "diff" / "checkpoints" / "10" / "manifest.json", b"manifest")
-    before = objects.list_below(folder)
-    assert folders.is_taken(folder)
-    with pytest.raises(FileExistsError), folders.new_folder(folder) as made:
-        (made / "b").write_text("new")
-    assert objects.list_below(folder) == before
-    command = ["difftx", "convert", "--from=difftx", "--to=hf", f"--input={folder}", f"--out={folder}"]
-    found = commands().run(command)
-    assert found.returncode == 2
-    assert "exists already; name a new folder" in found.stderr
+    objects.write(folder / name, b"{}")
+    with pytest.raises(FileExistsError, match=name), folders.new_folder(folder, "config.json") as made:
+        (made / "config.json").write_text("new")
+    assert objects.list_below(folder) == [name]
+    if name == "config.json":
+        command = ["difftx", "convert", "--from=difftx", "--to=hf", f"--input={folder}", f"--out={folder}"]
+        found = commands().run(command)
+        assert found.returncode == 2
+        assert "exists already; name a new folder" in found.stderr
 
 
 def test_one_of_two_uploads_to_a_folder_completes(bucket, monkeypatch):
-    folder = bucket.folder() / "out"
-    is_current = objects.is_current
+    folder, upload = bucket.folder() / "out", folders.upload
+
+    def make(text):
+        with folders.new_folder(folder, "last") as made:
+            (made / "first").write_text(text)
+            (made / "last").write_text(text)
 
     def upload_another(*args):
-        monkeypatch.setattr(objects, "is_current", is_current)
-        with folders.new_folder(folder) as made:
-            (made / "b").write_text("second")
-        return is_current(*args)
+        monkeypatch.setattr(folders, "upload", upload)
+        make("other")
+        upload(*args)
 
-    monkeypatch.setattr(objects, "is_current", upload_another)
-    with pytest.raises(FileExistsError), folders.new_folder(folder) as made:
-        (made / "a").write_text("first")
-    assert files.list_folder(folder) == {".complete": False, "b": False}
+    monkeypatch.setattr(folders, "upload", upload_another)
+    with pytest.raises(FileExistsError):
+        make("own")
+    assert files.read_file(folder / "last") == b"other"
 
 
 def test_shortened_contents_are_never_returned(bucket, monkeypatch):
@@ -170,14 +171,20 @@ def test_shortened_contents_are_never_returned(bucket, monkeypatch):
         files.read_file(path)
 
 
-@pytest.mark.parametrize("name", ["/tmp/absolute", "../outside", "a/../../outside", ".."])
+@pytest.mark.parametrize("name", ["/../outside", "../outside", "a/../../outside", ".."])
 def test_no_download_leaves_its_folder(name, monkeypatch, tmp_path):
     """Anyone who may write to a bucket chooses the names of its objects."""
     written = []
-    monkeypatch.setattr("difftx.storage.objects.list_below", lambda path: ["config.json", name])
-    monkeypatch.setattr("difftx.storage.objects.download", lambda path, target: written.append(Path(target).name))
-    with pytest.raises(UserError, match=rf"gs://other/model: the name of an object, '{re.escape(name)}', is not a"):
+    described, message = objects.Description(0, None, 0.0, ""), rf"the name of an object, '{re.escape(name)}', is not a"
+    monkeypatch.setattr(objects, "list_below", lambda path: ["config.json", name])
+    monkeypatch.setattr(objects, "download", lambda path, target: written.append(Path(target).name))
+    with pytest.raises(UserError, match=f"gs://other/model: {message}"):
         files.downloaded(epath.Path("gs://other/model")).__enter__()
+    monkeypatch.setattr(objects, "describe_files", lambda path: {})
+    monkeypatch.setattr(objects, "describe_below", lambda path: {name: described})
+    monkeypatch.setattr(objects, "read_verified", lambda path, described: objects.Stored(b"", b""))
+    with pytest.raises(UserError, match=r"gs://other/run: the name of an object, 'evals/.*', is not a"):
+        pulled(epath.Path("gs://other/run"))
     assert written == []
 
 

@@ -11,8 +11,9 @@ from helpers.command_server import commands
 from helpers.events import events
 
 from difftx.files import list_folder, read_file, write_atomically
-from difftx.json_files import read_json, read_record
+from difftx.json_files import read_json
 from difftx.report.runs import match_runs
+from difftx.run_files import pulled
 from difftx.storage import objects
 from difftx.training.checkpoint.manifest import steps_in
 from difftx.training.metrics import read_metrics
@@ -64,8 +65,8 @@ def test_a_run_that_was_killed_is_resumed_bit_for_bit(trained, local_run):
     assert run_of(workdir) == run_of(local)
     names = objects.list_below(workdir)
     assert {name.partition("/")[0] for name in names} == {
-        *("config.json", "manifest.json", ".lock", "metrics.jsonl", "metrics.jsonl.parts"),
-        *("checkpoints", "evals", "tensorboard", "saved.json"),
+        *("config.json", "manifest.json", ".lock", "metrics.jsonl"),
+        *("checkpoints", "evals", "tensorboard"),
     }
     assert read_json(workdir / "config.json") == read_json(local / "config.json")
     numbers = [read_json(path / "evals" / "loss" / "24.json")["numbers"] for path in (workdir, local)]
@@ -83,7 +84,7 @@ def test_tensorboard_shows_the_rows_of_a_run_that_was_killed(trained):
             for value in event.summary.value:
                 if value.tag == "train/loss":
                     losses[event.step] = value.simple_value
-    rows = [row for row in read_metrics(trained / "metrics.jsonl")[0] if row["split"] == "train"]
+    rows = [row for row in read_metrics(pulled(trained) / "metrics.jsonl")[0] if row["split"] == "train"]
     assert losses == {row["step"]: pytest.approx(row["loss"], rel=1e-6) for row in rows}
     assert sorted(losses) == list(range(1, 25))
     assert restarts[-1] > 4  # The run was resumed from a checkpoint.
@@ -98,7 +99,7 @@ def test_every_command_accepts_a_run_in_a_bucket(trained, local_run, tmp_path):
     assert "report.html" in run("report", f"--workdir={workdir},{local}")
     assert b"<html" in read_file(workdir / "report.html")
     assert "curves.png" in run("eval", f"--curves={workdir.parent}/*{workdir.name[-6:]}", f"--out={workdir}/figures")
-    assert [row.workdir for row in match_runs(str(workdir), "curves")] == [workdir]
+    assert [row.name for row in match_runs(str(workdir), "curves")] == [workdir.name]
     flags = ["--new_tokens=8", "--temperature=0", "--prompt=line 1"]
     assert run("generate", f"--workdir={workdir}", *flags) == run("generate", f"--workdir={local}", *flags)
     write_atomically(workdir / "prompts.jsonl", '{"prompt": "line 1", "seed": 0}\n')
@@ -113,8 +114,7 @@ def test_every_command_accepts_a_run_in_a_bucket(trained, local_run, tmp_path):
     export = ("convert", "--from=difftx", "--to=hf")
     run(*export, f"--input={workdir}", f"--out={workdir}/export")
     run(*export, f"--input={local}", f"--out={tmp_path}/export")
-    exported = read_record(workdir / "export" / ".complete")["files"]
-    assert sorted(exported) == sorted(path.name for path in (tmp_path / "export").iterdir())
+    assert objects.list_below(workdir / "export") == sorted(path.name for path in (tmp_path / "export").iterdir())
     weights = "model.safetensors"
     assert read_file(workdir / "export" / weights) == (tmp_path / "export" / weights).read_bytes()
     run("convert", "--from=hf", "--to=difftx", f"--input={workdir}/export", f"--out={workdir}/imported",

@@ -154,7 +154,7 @@ def _measure_rows(
 ) -> Mapping[str, jax.Array]:
     """Return the measures of `row_statistics` in every layer, `[L, B]` each."""
     visit = functools.partial(row_statistics, part_BS=batch.part_BT, l0_share=l0_share, compared=compared)
-    _, measures = nnx.merge(graphdef, params).attention_rows(batch.tokens_BT, batch.queries_BC, visit)
+    measures = nnx.merge(graphdef, params).attention_rows(batch.tokens_BT, batch.queries_BC, visit)
     return reshard(measures, P())  # Replicate it, so that each host can read all of it.
 
 
@@ -162,7 +162,7 @@ def _measure_rows(
 def _draw_rows(graphdef: nnx.GraphDef, params: Any, batch: _Batch, *, tokens_per_bin: int) -> Mapping[str, jax.Array]:
     """Return the arrays of `row_pictures` in every layer, `[L, B, C, N]` each."""
     visit = functools.partial(row_pictures, tokens_per_bin=tokens_per_bin)
-    _, pictures = nnx.merge(graphdef, params).attention_rows(batch.tokens_BT, batch.queries_BC, visit)
+    pictures = nnx.merge(graphdef, params).attention_rows(batch.tokens_BT, batch.queries_BC, visit)
     return reshard(pictures, P())
 
 

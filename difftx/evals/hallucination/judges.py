@@ -10,6 +10,7 @@ import json
 import re
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from difftx.config.eval import HallucinationConfig, JudgeConfig
@@ -18,7 +19,6 @@ from difftx.evals.hallucination.chat import AttemptError, ChatEndpoint
 from difftx.json_files import JsonLines, json_sha256
 from difftx.parallel.multihost import print_on_primary
 from difftx.progress import Work
-from difftx.storage.paths import AnyPath
 
 MAX_EXAMINED_CHARACTERS = 2**14  # A verdict is sought in so many characters at the end of a reply.
 MAX_WHY_CHARACTERS = 300  # Maximum length of a judge's reason in a result. The file of replies has the full reply.
@@ -110,7 +110,7 @@ class JudgeModel:
     A file stores each reply with the hash of its request and the endpoint, so that no verdict is paid for twice.
     """
 
-    def __init__(self, settings: HallucinationConfig, config: JudgeConfig, path: AnyPath):
+    def __init__(self, settings: HallucinationConfig, config: JudgeConfig, path: Path):
         assert settings.judge_model is not None
         self._model, self._temperature, self._config = settings.judge_model, settings.judge_temperature, config
         self._base_url = endpoint_of(config)
@@ -133,7 +133,12 @@ class JudgeModel:
         try:
             known |= self._ask_all(left, f"{what}, {self.name}", work)
         finally:
-            bill = self._bill(self._spent - before)
+            spent = self._spent - before
+            bill = f"{spent['replies']} replies, {spent['tokens_in']:,} tokens in, {spent['tokens_out']:,} out"
+            if spent["replies_without_usage"]:
+                bill += f", {spent['replies_without_usage']} replies do not say how many"
+            if (cost := self._cost(spent)) is not None:
+                bill += f", {cost:.4f} USD"
             print_on_primary(f"{what}, {self.name}: {len(cases)} verdicts, {len(left)} of them to be asked: {bill}")
         return [known[key] for key in keys]
 
@@ -186,13 +191,6 @@ class JudgeModel:
             return verdict
 
         return self._endpoint.ask(body, read)
-
-    def _bill(self, spent: collections.Counter[str]) -> str:
-        cost = self._cost(spent)
-        text = f"{spent['replies']} replies, {spent['tokens_in']:,} tokens in, {spent['tokens_out']:,} out"
-        if spent["replies_without_usage"]:
-            text += f", {spent['replies_without_usage']} replies do not say how many"
-        return text if cost is None else f"{text}, {cost:.4f} USD"
 
     def _cost(self, spent: collections.Counter[str]) -> float | None:
         price_in, price_out = self._config.usd_per_million_tokens_in, self._config.usd_per_million_tokens_out

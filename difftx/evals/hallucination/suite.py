@@ -69,7 +69,7 @@ def sets_and_judge(run: Run) -> tuple[list[HallucinationSet], Judge]:
     sets = [HallucinationSet(run, config) for config in settings.sets]
     if settings.judge_model is None:
         return sets, OfflineJudge(settings)
-    replies = run.workdir / "evals" / "hallucination" / "verdicts.jsonl"
+    replies = run.files / "evals" / "hallucination" / "verdicts.jsonl"
     return sets, JudgeModel(settings, run.config.eval.judge, replies)
 
 

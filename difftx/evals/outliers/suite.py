@@ -28,7 +28,8 @@ from difftx.evals.result import Number, Result
 from difftx.evals.suite import Suite
 from difftx.kernels import xla
 from difftx.model.architectures import heads_of
-from difftx.model.decoder import LayerActivations
+from difftx.model.attention import LayerConstants
+from difftx.model.decoder import Block, Decoder
 from difftx.parallel.layout import Layout
 from difftx.training.state import graph
 
@@ -69,43 +70,43 @@ def _add_batch(
     graphdef: nnx.GraphDef, params: Any, batch: Batch, digits: Mapping[str, Digit], counts: Mapping[str, Counts]
 ) -> dict[str, Counts]:
     """Add the logits and hidden states of a batch's real tokens to `counts`."""
-    model, ids_BT, real_BT = nnx.merge(graphdef, params), batch.segment_ids_BT, batch.is_real_BT
-    layout = model.layout
+    model: Decoder = nnx.merge(graphdef, params)
+    layout, ids_BT, real_BT = model.layout, batch.segment_ids_BT, batch.is_real_BT
+    angles = model.angles(ids_BT.shape[1], batch.positions_BT)
     per_device = P(jax.sharding.get_abstract_mesh().axis_names)
     over_rows, _, over_heads, _ = layout.attend_BTHE
     own_HG = jax.sharding.reshard(jnp.asarray(_is_own(model.config)), P(over_heads))
     by_row = jax.sharding.reshard((real_BT, ids_BT), P(over_rows))
 
-    def visit(counts: Mapping[str, Counts], activations: LayerActivations) -> dict[str, Counts]:
-        q, k, window, out_BTD = activations
-        spec = layout.attend_BTHGd if q.ndim == 5 else layout.attend_BTHE
+    def layer(carry: tuple[jax.Array, Mapping[str, Counts]], block: Block, constants: LayerConstants):
+        x_BTD, counts = carry
+        q, k, _ = block.attention.operands(block.attention_norm(x_BTD), angles)
+        x_BTD, _ = block(x_BTD, lambda h_BTD: block.attention(h_BTD, angles, constants, ids_BT))
         add = functools.partial(jax.shard_map, out_specs=per_device, check_vma=False)
-        add_logits = functools.partial(_add_logits, window=window, shared="context" not in over_heads)
-        count_logits = add(add_logits, in_specs=(per_device, spec, spec, P(over_heads), P(over_rows), P()))
+        add_logits = functools.partial(_add_logits, window=constants.window, shared="context" not in over_heads)
+        keys = layout.attend_BTHGd
+        count_logits = add(add_logits, in_specs=(per_device, keys, keys, P(over_heads), P(over_rows), P()))
         count_hidden = add(_add_hidden, in_specs=(per_device, layout.act_BTD, layout.act_BT, P()))
-        return {
-            "logits": count_logits(counts["logits"], q, k, own_HG, by_row, digits["logits"]),
-            "hidden": count_hidden(counts["hidden"], out_BTD, real_BT, digits["hidden"]),
-        }
+        logits = count_logits(counts["logits"], q, k, own_HG, by_row, digits["logits"])
+        hidden = count_hidden(counts["hidden"], x_BTD, real_BT, digits["hidden"])
+        return (x_BTD, {"logits": logits, "hidden": hidden}), None
 
-    return model.accumulate_over_layers(
-        visit, counts, batch.tokens_BT, positions_BT=batch.positions_BT, segment_ids_BT=ids_BT
-    )
+    (_, counts), _ = model.walk(layer, (model.embed(batch.tokens_BT), counts))
+    return counts
 
 
 def _is_own(config: ModelConfig) -> np.ndarray:
     """Return which heads and groups to count, bool `[H, G]`. Of the copies of a noise head, only the first counts."""
     heads, signal_heads = heads_of(config), getattr(config.own, "signal_heads", None)
-    if heads.groups == 1 or signal_heads is None:  # With one group, `operands` does not copy noise queries.
+    if heads.groups == 1 or signal_heads is None:  # With one group, noise queries are not copied.
         return np.ones((heads.query_heads // heads.groups, heads.groups), bool)
     is_first_H = np.arange(config.num_heads) % signal_heads == 0
     return np.stack([np.ones_like(is_first_H), is_first_H], axis=1)
 
 
-def _add_logits(counts_1P2V, q, k, own_HG, by_row, digit, *, window, shared):
+def _add_logits(counts_1P2V, q_BTHGd, k_BTKGd, own_HG, by_row, digit, *, window, shared):
     """Add one device's logits to its counts, in chunks of queries."""
     real_BT, ids_BT = by_row
-    q_BTHGd, k_BTKGd = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
     B, _, H, G, _ = q_BTHGd.shape
     K = k_BTKGd.shape[2]
     counted_BTHG = real_BT[:, :, None, None] & own_HG[None, None]

@@ -1,8 +1,6 @@
 """Differential attention for models that were trained with softmax attention (docs/differentialize.md)."""
-# Axes: B = batch, T = tokens, D = model width, H = heads, K = key/value heads, R = H / K, G = 2 groups (A1 and A2),
-#   d = e = width of a head's queries, keys and values, N = 2 H = softmax heads
-
-import math
+# Axes: B = batch, T = tokens, D = model width, H = heads, K = key/value heads, G = 2 groups (A1 and A2),
+#   d = e = width of a head's queries, keys and values
 
 import jax
 import jax.numpy as jnp
@@ -30,15 +28,15 @@ class ZeroBranchAttention(DiffAttention):
     V and W_O: values are d wide, and there is no head norm and no factor 1 - λ_init. Attention has 6 D² weights, so
     the MLP is 2 D / 3 narrower than that of a Transformer with as many parameters.
 
-    The kernels of `diff_attention` expect values of width 2d. `attend` therefore computes softmax attention with 2H
-    query heads and 2K key/value heads, which fused kernels serve, and holds each value twice. The cache holds it once.
+    The kernels of `diff_attention` expect values of width 2d. `attend` therefore calls softmax attention for A1 and for
+    A2, which fused kernels serve.
     """
 
     kernel = "attention"
     value_width_factor = 1
     default_head_norm = "none"
     replaced_heads = 1
-    fields = ("lambda_init", "lambda_learned", "lambda_std", "lambda_bound")
+    fields = tuple(name for name in DiffAttention.fields if name != "post_scale")
     own_config = AnnealedConfig
 
     @classmethod
@@ -61,7 +59,7 @@ class ZeroBranchAttention(DiffAttention):
     @classmethod
     def tensors(cls, config):
         return {
-            # A query head follows the heads with the same key, since it is one head of the attention call.
+            # In `modeling_difftx.py`, a query head follows the heads with the same key.
             "q_proj.weight": ("KGRd D", "query_DHGd", "D KR G d"),
             "k_proj.weight": ("KGd D", "key_DKGd", "D K G d"),
             "v_proj.weight": ("Kd D", "value_DKE", "D K d"),
@@ -75,21 +73,11 @@ class ZeroBranchAttention(DiffAttention):
     def attend(self, q, k, v, x_BTD, constants, segment_ids_BT):
         if self.config.attention_logit_bits is not None:  # The kernel for quantised logits accepts values of width d.
             return super().attend(q, k, v, x_BTD, constants, segment_ids_BT)
-        B, T, K, G, d = k.shape
-        R, spec = q.shape[2] // K, self.layout.attend_BTHE
-        split = self.layout.spec(*spec[:3], None, None, None)
-
-        def merged(x: jax.Array) -> jax.Array:
-            """Return `[B, T, …, d]` as `[B, T, heads, d]`."""
-            return jax.lax.reshape(x, (B, T, math.prod(x.shape[2:-1]), d), out_sharding=spec)
-
-        # Key/value head (k, g) of 2K serves the queries of group g in the R heads that share key/value head k of K.
-        q_BTKGRd = jnp.swapaxes(jax.lax.reshape(q, (B, T, K, R, G, d), out_sharding=split), 3, 4)
-        v_BTKGd = jnp.stack([v, v], axis=3)
-        out_BTNd = super().attend(merged(q_BTKGRd), merged(k), merged(v_BTKGd), x_BTD, constants, segment_ids_BT)
-        out_BTKGRd = jax.lax.reshape(out_BTNd, (B, T, K, G, R, d), out_sharding=split)
-        lam_BTH = broadcast_to_tokens(self.lam(constants.lambda_init), q)
-        return difference(merged(out_BTKGRd[:, :, :, 0]), merged(out_BTKGRd[:, :, :, 1]), lam_BTH)
+        out1_BTHE, out2_BTHE = (
+            super(ZeroBranchAttention, self).attend(q_BTH1d, k_BTK1d, v, x_BTD, constants, segment_ids_BT)
+            for q_BTH1d, k_BTK1d in zip(jnp.split(q, 2, axis=3), jnp.split(k, 2, axis=3), strict=True)
+        )
+        return difference(out1_BTHE, out2_BTHE, broadcast_to_tokens(self.lam(constants.lambda_init), q))
 
     def output(self, heads_BTHE, x_BTD, constants):
         return merge_heads(heads_BTHE, self.output_HED, self.layout)

@@ -91,6 +91,7 @@ class Save:
             raise RunError(f"{self._folder}: another process saves this checkpoint")
 
     def _commit(self, manifest: str) -> None:
+        self._owner.push()  # A run that resumes from this checkpoint keeps the rows and results before it.
         self._owner.check()  # If it fails, the manifest does not exist.
         self._may_exist = True
         if self._owner.write_if(self._folder / MANIFEST, manifest.encode(), self._generation) is None:

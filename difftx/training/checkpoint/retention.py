@@ -1,9 +1,9 @@
 """Selection of the checkpoints that a run keeps."""
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from difftx.config import CheckpointConfig
@@ -13,22 +13,18 @@ from difftx.json_files import read_json, schema_error
 from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.manifest import read_manifest
 
-
-@dataclasses.dataclass(frozen=True)
-class Basis:
-    """The validation data and the `eval` settings with which a number was measured."""
-
-    valid: Any  # Fingerprint of each validation set, by name.
-    fields: Mapping[str, Any]  # Fields of the config group `eval`.
-
-    def is_comparable(self, other: "Basis") -> bool:
-        """Return whether nothing shows that two numbers were measured differently."""
-        common = self.fields.keys() & other.fields.keys()
-        return self.valid == other.valid and all(self.fields[name] == other.fields[name] for name in common)
+# What a number was measured with: the fields of the config group `eval`, and the fingerprints of the validation sets.
+Basis = Mapping[str, Any]
+VALID = "validation sets"
 
 
-def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], workdir: AnyPath) -> set[int]:
-    """Return those of the `steps` whose checkpoints the config keeps.
+def is_comparable(basis: Basis, other: Basis) -> bool:
+    """Return whether nothing shows that two numbers were measured differently."""
+    return all(basis[name] == other[name] for name in basis.keys() & other.keys())
+
+
+def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], checkpoints: AnyPath, files: Path) -> set[int]:
+    """Return those of the `steps` whose checkpoints the config keeps. `files` has the small files of the run.
 
     `checkpoint.keep_best` considers only results that are comparable with a reference basis (`Basis`). The reference is
     the newest checkpoint: its validation sets and its fields of `eval`. If no result is comparable with it, the
@@ -37,19 +33,19 @@ def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], workdir: AnyPa
     newest_first = sorted(steps, reverse=True)
     kept = set(newest_first[: config.keep])
     # A rewind uses only regular checkpoints, so some of them are kept too.
-    regular = (step for step in newest_first if is_regular(workdir / "checkpoints" / str(step)))
+    regular = (step for step in newest_first if is_regular(checkpoints / str(step)))
     kept.update(itertools.islice(regular, config.keep))
     if config.keep_every_steps is not None:
         kept.update(step for step in steps if step % config.keep_every_steps == 0)
     if config.keep_best is not None:
-        found = {step: number_of(workdir, step, config.keep_best) for step in newest_first}
+        found = {step: number_of(files, step, config.keep_best) for step in newest_first}
         results = {step: result for step, result in found.items() if result is not None}
         if results:
             bases = {step: basis for step, (_, basis) in results.items()}
-            manifest = read_manifest(workdir / "checkpoints" / str(newest_first[0]))
-            own = Basis(manifest.loader.get("valid"), manifest.config["eval"])
-            basis = own if any(map(own.is_comparable, bases.values())) else next(iter(bases.values()))
-            numbers = {step: number for step, (number, _) in results.items() if basis.is_comparable(bases[step])}
+            manifest = read_manifest(checkpoints / str(newest_first[0]))
+            own = {**manifest.config["eval"], VALID: manifest.loader.get("valid")}
+            basis = own if any(is_comparable(own, each) for each in bases.values()) else next(iter(bases.values()))
+            numbers = {step: number for step, (number, _) in results.items() if is_comparable(basis, bases[step])}
             best = min if config.keep_best_mode == "min" else max
             kept.add(best(numbers, key=numbers.__getitem__))  # Among equally good steps, keep the newest one.
     return kept
@@ -59,8 +55,7 @@ def is_regular(folder: AnyPath) -> bool:
     """Return whether a rewind may use a checkpoint, because an uninterrupted run would have written it too.
 
     Its step is a multiple of `checkpoint.every_steps` in its own config, because the run may since have continued with
-    another value, or it is 0, to which the
-    run has rewound, or the step with which it began as a branch. A signal and the end of training also write
+    another value, or it is the step with which the run began as a branch. A signal and the end of training also write
     other checkpoints. A checkpoint with a corrupt manifest is not regular.
     """
     try:
@@ -72,13 +67,13 @@ def is_regular(folder: AnyPath) -> bool:
     return step == guard.get("first_regular") or step % every_steps == 0
 
 
-def number_of(workdir: AnyPath, step: int, name: str) -> tuple[float, Basis] | None:
+def number_of(files: Path, step: int, name: str) -> tuple[float, Basis] | None:
     """Return an evaluated number such as "loss/perplexity" after a step, and its basis.
 
     Return None if there is no result, or if it is corrupt, or if the number is not finite.
     """
     suite, number = name.split("/")
-    path = workdir / "evals" / suite / f"{step}.json"
+    path = files / "evals" / suite / f"{step}.json"
     if size_of(path) is None:
         return None
     try:
@@ -96,5 +91,5 @@ def number_of(workdir: AnyPath, step: int, name: str) -> tuple[float, Basis] | N
     is_finite = isinstance(value, int | float) and math.isfinite(value)
     options = result.get("options")
     fields = options.get("eval") if isinstance(options, dict) else None
-    basis = Basis(result.get("valid"), fields if isinstance(fields, dict) else {})
+    basis = {**(fields if isinstance(fields, dict) else {}), VALID: result.get("valid")}
     return (float(value), basis) if is_finite else None
