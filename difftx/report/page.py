@@ -21,7 +21,7 @@ from difftx.report.curves import summary
 from difftx.report.panels import Cell, Panel, Table
 from difftx.report.runs import X_AXES, Metric, RunRecord, data_notes, different_tokenizers, read_runs
 from difftx.report.suites import option_notes, suite_sections
-from difftx.report.verdict import Verdict, verdict
+from difftx.report.verdict import Verdict, listed, verdict
 from difftx.training.resume import changed_fields
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -57,7 +57,7 @@ def write_page(workdirs: Sequence[Path], out: Path) -> Path:
     )
     salts = map(str, itertools.count())
     page = environment.get_template("report.html").render(
-        title=" and ".join(arm.title for arm in judged.arms),
+        title=listed([arm.name for arm in judged.arms]),
         colours=colours | {arm.title: colours[arm.name] for arm in judged.arms},
         verdict=judged,
         scores=_scores(judged, metric),

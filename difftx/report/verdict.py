@@ -30,7 +30,7 @@ def verdict(runs: Sequence[RunRecord], metric: Metric) -> Verdict:
     unit, arms = METRIC_UNITS[metric], arms_of(runs)
     if missing := [run for run in runs if run.last_value(metric) is None]:
         what = "loss" if metric == "loss" else f"loss in {unit}"
-        headline = f"No verdict: there is no finite validation {what} of {_listed([run.name for run in missing])}."
+        headline = f"No verdict: there is no finite validation {what} of {listed([run.name for run in missing])}."
         return Verdict(headline, _why_missing(missing, metric), arms)
     limits = _limits(arms)
     known = [(run, found.keys()) for run in runs if (found := _blocks(run))]
@@ -64,13 +64,13 @@ def verdict(runs: Sequence[RunRecord], metric: Metric) -> Verdict:
     unsure = [name for name, difference in rivals if difference is None or difference.low <= 0]
     certain = "and the 95 % interval of its difference from each other model excludes 0"
     if unsure:
-        certain = f"but it cannot be told apart from {_listed(unsure)}"
+        certain = f"but it cannot be told apart from {listed(unsure)}"
     headline = f"Of {len(arms)} models, {best.name} has the lowest validation loss{_text(runs)}, {certain}."
     details = [f"The table has the difference of each model from {baseline.name}."]
     for how in dict.fromkeys(how for _, how in found.values()):
         names = [name for name in found if found[name][1] == how]
         interval = "the 95 % interval is" if found[names[0]][0] else "there is no interval:"
-        details.append(f"{_listed(names)}: {interval} {how}.")
+        details.append(f"{listed(names)}: {interval} {how}.")
     return Verdict(headline, [*details, *limits], arms, differences)
 
 
@@ -84,7 +84,7 @@ def _why_missing(runs: Sequence[RunRecord], metric: Metric) -> list[str]:
         else:
             unvalidated.append(run.name)
     if unvalidated:
-        found.append(f"Run difftx eval --suite=loss on {_listed(unvalidated)}.")
+        found.append(f"Run difftx eval --suite=loss on {listed(unvalidated)}.")
     return found
 
 
@@ -137,7 +137,7 @@ def _difference(first: Arm, second: Arm, metric: Metric) -> tuple[Difference | N
 def _text(runs: Sequence[RunRecord]) -> str:
     """Return " on " and the data that the runs are validated on, or "" if the configs do not name the same data."""
     configs = [run.config.data for run in runs]
-    names = {data.path or _listed([source.name for source in data.sources]) for data in configs}
+    names = {data.path or listed([source.name for source in data.sources]) for data in configs}
     return f" on {name}" if len(names) == 1 and (name := names.pop()) else ""
 
 
@@ -199,8 +199,9 @@ def _initial_weights(run: RunRecord) -> str:
 
 
 def _unequal(what: str, value_of: Mapping[str, str]) -> str:
-    return f"The comparison is unequal in {what}: {_listed([f'{name} {value}' for name, value in value_of.items()])}."
+    return f"The comparison is unequal in {what}: {listed([f'{name} {value}' for name, value in value_of.items()])}."
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Return names as words, such as "a, b and c"."""
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
