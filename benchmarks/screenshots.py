@@ -55,8 +55,6 @@ def main(arguments: Sequence[str]) -> int:
             tab = chromium.new_context(**options).new_page()
             for name, page in pages.items():
                 tab.goto(page.as_uri())
-                if name == "report":
-                    tab.wait_for_function("window.Bokeh?.documents.length && Bokeh.documents[0].is_idle")
                 tab.wait_for_timeout(LOADING_MILLISECONDS)
                 take(tab, args.out / f"{name}-{kind}.png")
                 for section, selector in SECTIONS.items() if name == "report" else ():

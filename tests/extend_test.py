@@ -580,7 +580,7 @@ TASKS.register("reverse")(Task(make, lambda config, row_tokens: 2))
 @pytest.mark.long
 def test_commands_import_nothing_of_the_current_folder(tmp_path):
     """The folder may be a stranger's run. Its files have names of modules that difftx imports."""
-    for name in ("jax", "numpy", "rich", "absl", "bokeh", "tensorstore", "ml_collections", "msgpack"):
+    for name in ("jax", "numpy", "rich", "absl", "matplotlib", "tensorstore", "ml_collections", "msgpack"):
         (tmp_path / f"{name}.py").write_text("open('executed', 'w')\n")
     command = [sys.executable, "-m", "difftx", "report", "--workdir=.", "--out=page.html"]
     ended = subprocess.run(command, cwd=tmp_path, env=child_environment(1) | {"PYTHONPATH": str(ROOT)}, check=False)

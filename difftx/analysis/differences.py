@@ -57,3 +57,8 @@ def over_pairs(first: Sequence[float], second: Sequence[float]) -> Difference:
         return Difference(*3 * [float(differences[0])])
     found = scipy.stats.ttest_rel(second, first).confidence_interval(CONFIDENCE)
     return Difference(float(np.mean(second) - np.mean(first)), float(found.low), float(found.high))
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Return half the width of Student's interval of the mean of at least two values."""
+    return float(scipy.stats.t.ppf(TAILS[1], len(values) - 1) * scipy.stats.sem(values))

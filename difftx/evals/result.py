@@ -1,11 +1,14 @@
 """The result of a suite: numbers, details and charts."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from difftx.errors import UserError
 from difftx.json_files import schema_error
+
+MAX_DECIMALS = 6  # Numbers that need more decimals side by side are formatted one by one.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,6 +144,34 @@ def format_value(value: Any) -> str:
     if isinstance(value, int) or (abs(value) < 1e15 and float(value).is_integer()):
         return f"{int(value):,}"
     return f"{value:,.5g}" if abs(value) < 1e5 else f"{value:.4g}"
+
+
+def format_together(values: Sequence[Any], *, digits: int = 4, signed: bool = False) -> list[str]:
+    """Format values that are read side by side, as in a row of a table, with as many decimals for all of them.
+
+    The largest has `digits` significant digits at least, and the smallest two, so that 1.37 is 1.370 beside 1.342.
+    Numbers of very different sizes are formatted one by one. With `signed`, all numbers have a sign.
+    """
+    numbers = [float(x) for x in values if isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)]
+    sizes = [math.floor(math.log10(abs(x))) for x in numbers if x]
+    decimals = max(digits - 1 - max(sizes), 1 - min(sizes), 0) if sizes else 0
+    if all(x.is_integer() for x in numbers):
+        decimals = 0
+    if decimals > MAX_DECIMALS or (max(map(abs, numbers), default=0) >= 1e5 and decimals):
+        return [format_value(value) for value in values]
+    texts = []
+    for value in values:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        text = f"{value:{'+' if signed else ''},.{decimals}f}" if is_number else format_value(value)
+        texts.append(text.replace("-", "−") if is_number else text)
+    return texts
+
+
+def signed_change(before: float, value: float, *, relative: bool = True) -> str:
+    """Return the difference of two values with its sign and, if `relative`, as a percentage of the first value."""
+    share = f" ({(value - before) / abs(before):+.2%})" if before and relative else ""
+    (difference,) = format_together([value - before], digits=3, signed=True)
+    return f"{difference}{share}".replace("-", "−")
 
 
 def _label_of(name: str) -> str:

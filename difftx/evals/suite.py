@@ -35,6 +35,8 @@ class Suite:
         title: title of the suite's results. By default, it is the name of the suite.
         explanation: sentences on what is measured and how to read it. By default, the first line of the docstring of
             `evaluate`.
+        main_charts: names of the charts that answer the suite's question, which the report shows first. It may name one
+            line of a chart, as in "layers: answer". By default, they are the first charts.
         charts_show_numbers: whether the charts show all numbers. The report then folds the table of numbers away.
     """
 
@@ -48,6 +50,7 @@ class Suite:
     revision: int = 0
     title: str = ""
     explanation: str = ""
+    main_charts: tuple[str, ...] = ()
     charts_show_numbers: bool = False
 
 

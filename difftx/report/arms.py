@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from difftx.analysis.differences import Difference, over_pairs, over_seeds
 from difftx.config.fields import Effect, Flag
 from difftx.report.runs import RunRecord, data_content, different_tokenizers
 from difftx.training.resume import Change, changed_fields
@@ -13,8 +14,10 @@ from difftx.training.resume import Change, changed_fields
 # norms give a differential model slightly more parameters than its Transformer has.
 EQUAL_SIZES = 1.02
 
+type Run = tuple[tuple[int, int], float]  # Seeds of a run, and a number of it.
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Arm:
     """Runs that differ only in their seeds, and in fields that change results by rounding at most."""
 
@@ -49,6 +52,27 @@ def arms_of(runs: Sequence[RunRecord]) -> list[Arm]:
         Arm(architecture if len(group) > 1 and architectures.count(architecture) == 1 else group[0].name, group)
         for group, architecture in zip(groups, architectures, strict=True)
     ]
+
+
+def over_runs(first: Sequence[Run], second: Sequence[Run]) -> tuple[Difference | None, str]:
+    """Return an interval of the second arm minus the first and what it covers, or None and why there is none.
+
+    Runs are given as pairs of their seeds and a number. Runs of both arms with equal seeds are pairs.
+    """
+    by_seeds = dict(first), dict(second)
+    if min(map(len, (first, second))) < 2 or [*map(len, by_seeds)] != [len(first), len(second)]:
+        return None, "an interval over seeds needs at least two different seeds of each"
+    if by_seeds[0].keys() == by_seeds[1].keys():
+        pairs = [(value, by_seeds[1][seeds]) for seeds, value in first]
+        how = f"over {len(pairs)} pairs of runs with equal seeds"
+        return over_pairs(*zip(*pairs, strict=True)), how
+    how = f"over {len(first)} and {len(second)} seeds, which are not pairs"
+    return over_seeds([*by_seeds[0].values()], [*by_seeds[1].values()]), how
+
+
+def seeds_of(run: RunRecord) -> tuple[int, int]:
+    """Return the seeds of weights and data."""
+    return run.config.train.seed, run.config.data.seed
 
 
 def training_changes(first: RunRecord, second: RunRecord) -> list[Change]:

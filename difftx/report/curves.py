@@ -1,19 +1,20 @@
 """Loss curves of several runs, as a figure and a table."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib.figure
 import numpy as np
 import rich.box
 import rich.markup
 import rich.table
 
 from difftx.errors import UserError
+from difftx.evals.result import format_together
 from difftx.files import write_atomically
-from difftx.report.charts import add_legend, axis_number, label_axes, save_figure, series_colours
+from difftx.report.arms import Arm, arms_of
+from difftx.report.charts import colours_of, draw, save_figure
 from difftx.report.runs import X_AXES, Metric, RunRecord, XAxis, check_comparable, data_notes, match_runs
 
 METRIC_LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
@@ -33,7 +34,9 @@ def write_curves(
     if not any(run.evaluations(metric) for run in runs) and metric != "loss":
         raise UserError(f"--curves={pattern!r}: no run has a validation in {metric} yet")
     table = [{"run": run.name, **summary(run)} for run in runs]
-    files = save_figure(_draw(runs, metric, against), out / "curves")
+    arms = arms_of(runs)
+    chart = loss_chart(arms, colours_of([arm.name for arm in arms]), metric, against)
+    files = save_figure(draw(chart, (9, 5.5)), out / "curves")
     write_atomically(out / "curves.json", json.dumps(table, indent=2) + "\n")
     return table, [*files, out / "curves.json"], data_notes(runs)
 
@@ -46,8 +49,9 @@ def format_table(rows: list[dict[str, Any]]) -> rich.table.Table:
     for name in COLUMNS:
         title = name.replace("_", "\n")
         table.add_column(title, justify="left" if name == "architecture" else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(rich.markup.escape(_shown(row[name])) for name in ("run", *COLUMNS)))
+    columns = [[row["run"] for row in rows], *(format_together([row[name] for row in rows]) for name in COLUMNS)]
+    for texts in zip(*columns, strict=True):
+        table.add_row(*map(rich.markup.escape, texts))
     return table
 
 
@@ -87,42 +91,59 @@ def summary(run: RunRecord) -> dict[str, Any]:
     }
 
 
-def _draw(runs: Sequence[RunRecord], metric: Metric, against: XAxis) -> matplotlib.figure.Figure:
-    """Draw each run's validations, with the last value in the legend, and its smoothed training loss.
+def loss_chart(
+    arms: Sequence[Arm], colours: Mapping[str, str], metric: Metric, against: XAxis, most: int | None = None
+) -> dict[str, Any]:
+    """Return a chart of each run's validations and its smoothed training loss, in the colour of its arm.
 
-    Only the metric "loss" has training losses.
+    The legend has the mean of the last values of each arm. Only the metric "loss" has training losses. With `most`, a
+    line of training losses has at most as many points.
     """
-    figure = matplotlib.figure.Figure(figsize=(9, 5.5), layout="constrained")
-    axes = figure.subplots()
-    for run, colour in zip(runs, series_colours(len(runs)), strict=True):
-        valid = run.evaluations(metric)
-        x, y = run.progress([row["step"] for row in valid])[against], [row[metric] for row in valid]
-        if metric == "loss":
-            steps, losses = training_losses(run)
-            trained, losses = run.progress(steps)[against], smoothed(losses)
-            axes.plot(trained, losses, color=colour, linewidth=1, alpha=0.5)
-            x, y = (x, y) if valid else (trained[-1:], losses[-1:].tolist())
-        label = f"{run.name}: {y[-1]:.3f}" if y else run.name
-        axes.plot(x, y, "o-", color=colour, markersize=4, linewidth=2, label=label)
-    title = "validation (points) and smoothed training loss (thin)" if metric == "loss" else "validation"
-    label_axes(axes, {"title": title, "x_label": X_AXES[against], "y_label": METRIC_LABELS[metric]})
-    axes.spines[["top", "right"]].set_visible(False)
-    written = axis_number(max(axes.get_xlim()))
-    axes.xaxis.set_major_formatter(lambda x, _: written(x))
-    # Cut the y-axis above the first tenth of each line, whose losses would leave little room for the others.
-    lines = [np.asarray(line.get_ydata(), float) for line in axes.lines]
-    later = np.concatenate([line[len(line) // 10 :] for line in lines])
+    series: list[dict[str, Any]] = []
+    for arm in arms:
+        last: list[float] = []
+        of_arm: list[dict[str, Any]] = []
+        for run in arm.runs:
+            rows = run.evaluations(metric)
+            x, y = run.progress([row["step"] for row in rows])[against], [row[metric] for row in rows]
+            if metric == "loss":
+                steps, losses = training_losses(run)
+                kept, losses = thinned(losses, most or len(losses)), smoothed(losses)
+                trained, losses = run.progress([steps[i] for i in kept])[against], losses[kept].tolist()
+                name = f"{run.name}, training"
+                of_arm.append({"name": name, "group": "", "x": trained, "y": losses, "style": "faint"})
+                x, y = (x, y) if rows else (trained[-1:], losses[-1:])
+            last += y[-1:]
+            of_arm.append({"name": run.name, "x": x, "y": y})
+        legend = f"{arm.title}: {np.mean(last):.3f}" if len(last) == len(arm.runs) else arm.title
+        series += [{"colour": colours[arm.name], "group": legend} | line for line in of_arm]
+    return {
+        "kind": "line",
+        "title": "Loss of validation (points) and smoothed training (thin)" if metric == "loss" else "Validation",
+        "x_label": X_AXES[against],
+        "y_label": METRIC_LABELS[metric],
+        "series": series,
+        "y_limits": _later_limits([line["y"] for line in series]),
+    }
+
+
+def _later_limits(lines: Sequence[Sequence[float]]) -> tuple[float, float] | None:
+    """Return the ends of a y-axis without the first tenth of each line, whose losses would leave little room."""
+    later = np.concatenate([np.asarray(line[len(line) // 10 :], float) for line in lines])
     later = later[np.isfinite(later)]
-    if len(later) and np.ptp(later):
-        margin = 0.05 * np.ptp(later)
-        axes.set_ylim(later.min() - margin, later.max() + margin)
-    add_legend(axes)
-    return figure
+    if not len(later) or not np.ptp(later):
+        return None
+    margin = 0.05 * np.ptp(later)
+    return later.min() - margin, later.max() + margin
 
 
-def _shown(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+def thinned(values: np.ndarray, most: int) -> np.ndarray:
+    """Return the ascending indices of at most `most` values: the least and the greatest in each stretch of values."""
+    if len(values) <= most:
+        return np.arange(len(values))
+    kept = {0, len(values) - 1}
+    for stretch in np.array_split(np.arange(len(values)), most // 2 - 1):
+        finite = stretch[np.isfinite(values[stretch])]
+        if len(finite):
+            kept |= {int(finite[np.argmin(values[finite])]), int(finite[np.argmax(values[finite])])}
+    return np.array(sorted(kept))

@@ -1,31 +1,27 @@
 """The report, a self-contained HTML page that describes one run or compares several runs."""
 
 import datetime
+import itertools
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import bokeh.document
-import bokeh.embed
-import bokeh.model
-import bokeh.resources
 import jinja2
 
 from difftx.data.sources import STDLIB
 from difftx.errors import UserError, printable
-from difftx.evals.result import format_value, read_numbers
+from difftx.evals.result import format_together, format_value, read_numbers
 from difftx.files import write_atomically
 from difftx.model.abstract import count_parameters
 from difftx.model.architectures import describe_heads
 from difftx.model.flops import flops_per_token
 from difftx.report import panels
-from difftx.report.charts import series_colours, short_number
+from difftx.report.charts import colours_of, line_colours, page_figure, short_number
 from difftx.report.curves import summary
-from difftx.report.panels import Cell, Table
-from difftx.report.runs import Metric, RunRecord, data_notes, different_tokenizers, read_runs
-from difftx.report.suites import option_notes, signed_change, suite_sections
-from difftx.report.verdict import Verdict, verdict
+from difftx.report.panels import Cell, Panel, Table
+from difftx.report.runs import X_AXES, Metric, RunRecord, data_notes, different_tokenizers, read_runs
+from difftx.report.suites import option_notes, suite_sections
+from difftx.report.verdict import Verdict, listed, verdict
 from difftx.training.resume import changed_fields
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -49,18 +45,9 @@ def write_page(workdirs: Sequence[Path], out: Path) -> Path:
     runs = sorted(read_runs(workdirs), key=lambda run: run.config.model.architecture != "transformer")
     with_different_tokenizers = different_tokenizers(runs)
     metric: Metric = "bits_per_byte" if with_different_tokenizers else "loss"
-    curves = panels.losses(runs, metric)
     judged = verdict(runs, metric)
-    suites = suite_sections(runs, comparable=with_different_tokenizers is None)
-    dynamics = [section for section in (panels.lambdas(runs), panels.gradients(runs)) if section.panels]
-    figures: dict[str, bokeh.model.Model] = {
-        panel.figure.id: panel.figure for section in (curves, *suites, *dynamics) for panel in section.panels
-    }
-    document = bokeh.document.Document()
-    with document.models.freeze():  # Without this, Bokeh would traverse all figures whenever one is added.
-        for figure in figures.values():
-            document.add_root(figure)
-    script, divs = bokeh.embed.components(figures)
+    colours = colours_of([arm.name for arm in judged.arms])
+    comparable = with_different_tokenizers is None
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -68,65 +55,74 @@ def write_page(workdirs: Sequence[Path], out: Path) -> Path:
         lstrip_blocks=True,
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
+    salts = map(str, itertools.count())
     page = environment.get_template("report.html").render(
-        title=" and ".join(run.name for run in runs),
-        colours={run.name: colour for run, colour in zip(runs, series_colours(len(runs)), strict=True)},
+        title=listed([arm.name for arm in judged.arms]),
+        colours=colours | {arm.title: colours[arm.name] for arm in judged.arms},
         verdict=judged,
         scores=_scores(judged, metric),
         notes=_notes(runs, with_different_tokenizers),
-        curves=curves,
-        suites=suites,
-        dynamics=dynamics,
+        losses=panels.loss_panels(judged.arms, colours, metric),
+        controls={"against": list(X_AXES.items()), "axes": [("linear", "linear"), ("log", "logarithmic")]},
+        suites=suite_sections(judged.arms, colours, comparable=comparable),
+        training=panels.training(judged.arms, colours, metric),
+        has_seeds=len(judged.arms) < len(runs),
         time=panels.wall_time(runs),
         headers=_run_headers(runs),
         changes=_config_changes(runs),
         commands=_commands(runs, out),
-        most_points=panels.MAX_POINTS,
-        divs=divs,
-        script=script,
-        library=bokeh.resources.Resources("inline", components=["bokeh"]).render_js(),
+        figure_of=lambda panel: page_figure(panel.chart, next(salts)),
+        legend_of=_legend,
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, page)
     return out
 
 
+def _legend(panel: Panel) -> list[tuple[str, str, list[int]]]:
+    """Return the name, the colour and the indices of the lines of each group of a line chart with several groups."""
+    if panel.chart["kind"] == "heatmap":
+        return []
+    series, groups = panel.chart["series"], {}
+    for index, (line, colour) in enumerate(zip(series, line_colours(series), strict=True)):
+        groups.setdefault((line.get("group", line["name"]) or None, colour), []).append(index)
+    # Lines without a name in the legend are hidden together with the named lines of their colour.
+    named = {colour: name for name, colour in groups if name}
+    merged: dict[tuple[str, str], list[int]] = {}
+    for (name, colour), indices in groups.items():
+        merged.setdefault((name or named[colour], colour), []).extend(indices)
+    return [(name, colour, indices) for (name, colour), indices in merged.items()]
+
+
 def _scores(judged: Verdict, metric: Metric) -> Table:
     """Return a table of the validation losses, of guessing, and of the sizes of the comparison, with a column per arm.
 
-    The verdict on a single arm contains its loss, so that the table leaves it out. Two arms have a column for the
-    difference, without a word such as "better", because the verdict says how certain it is.
+    The verdict on a single arm contains its loss, so that the table leaves it out. The row of differences has no word
+    such as "better", because the verdict says how certain they are.
     """
     arms = judged.arms
-    is_pair, comparable = len(arms) == 2, metric == "loss"
     rows: list[Sequence[str | Cell]] = []
 
-    def add(label: Cell, values: Sequence[Any], difference: str = "") -> None:
-        cells = _once([format_value(value) for value in values])
-        rows.append([label, *cells, *([difference] if is_pair else [])])
+    def add(label: Cell, texts: Sequence[str]) -> None:
+        rows.append([label, *_once(texts)])
 
     for name, label in LOSSES.items():
         found = [arm.mean(name) for arm in arms]
-        numbers = [value for value in found if value is not None]
-        if numbers and not (len(arms) == 1 and name == metric):
-            difference = ""
-            if len(numbers) == len(arms) == 2 and (comparable or name == metric):
-                difference = signed_change(numbers[0], numbers[1])
-            add(label, found, difference)
-            if name == metric and judged.interval:
-                add(Cell("95 % interval"), ["", ""], judged.interval)
+        if any(value is not None for value in found) and not (len(arms) == 1 and name == metric):
+            add(label, format_together(found))
+        if name == metric and judged.differences:
+            differences = [judged.differences.get(arm.name, "–") for arm in arms]
+            add(Cell(f"difference from {arms[0].name}, 95 % interval"), differences)
     if any(guesses := [_guess(arm.runs[0]) for arm in arms]):
-        add(Cell("loss of a uniform guess", unit="nats per token"), guesses)
-    add(Cell("heads"), [describe_heads(arm.runs[0].config.model) for arm in arms])
-    for name, of_arms in (
-        ("parameters", [[count_parameters(arm.runs[0].config.model).total] for arm in arms]),
-        ("training tokens", [sorted({run.tokens for run in arm.runs}) for arm in arms]),
-    ):
-        sizes = [max(of_arm) for of_arm in of_arms]
-        texts = [" to ".join(map(format_value, of_arm[:: max(len(of_arm) - 1, 1)])) for of_arm in of_arms]
-        add(Cell(name), texts, f"{sizes[1] / sizes[0] - 1:+.2%}".replace("-", "−") if len(set(sizes)) == 2 else "")
-    difference = [f"{arms[1].name} − {arms[0].name}"] if is_pair else []
-    return Table(["", *(arm.title for arm in arms), *difference], rows)
+        add(Cell("loss of a uniform guess", unit="nats per token"), format_together(guesses))
+    models = [arm.runs[0].config.model for arm in arms]
+    add(Cell("heads"), [describe_heads(model) for model in models])
+    if len({model.head_norm for model in models}) > 1:
+        add(Cell("head norm"), [model.head_norm for model in models])
+    add(Cell("parameters"), [format_value(count_parameters(model).total) for model in models])
+    tokens = [sorted({run.tokens for run in arm.runs}) for arm in arms]
+    add(Cell("training tokens"), [" to ".join(map(format_value, of[:: max(len(of) - 1, 1)])) for of in tokens])
+    return Table(["", *(arm.title for arm in arms)], rows)
 
 
 def _once(values: Sequence[str]) -> list[str | Cell]:

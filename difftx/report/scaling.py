@@ -15,7 +15,7 @@ from difftx.analysis.scaling_law import MAX_EXTRAPOLATION, MIN_SIZES, Fit, Match
 from difftx.errors import UserError, printable
 from difftx.files import write_atomically
 from difftx.report.arms import EQUAL_SIZES
-from difftx.report.charts import add_legend, label_axes, save_figure, series_colours, short_number
+from difftx.report.charts import colours_of, draw, save_figure, short_number
 from difftx.report.curves import METRIC_LABELS
 from difftx.report.points import LossPoint, read_points
 from difftx.report.runs import Metric
@@ -162,27 +162,29 @@ def _match_to_draw(matches: Sequence[Match], fit: Fit, reference: Fit) -> Match:
 
 def _draw(study: Study, metric: Metric) -> matplotlib.figure.Figure:
     """Draw the points, the fits with their confidence bands, and arrows between sizes of equal loss."""
-    figure = matplotlib.figure.Figure(figsize=(6.5, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for (name, fit), colour in zip(study.fits.items(), series_colours(len(study.fits)), strict=True):
+    series: list[dict[str, Any]] = []
+    for (name, fit), colour in zip(study.fits.items(), colours_of([*study.fits]).values(), strict=True):
         low, high = fit.x.min(), fit.x.max()
         matched = [match.reference_x if name == study.reference else match.x for match in study.drawn.values()]
         beyond = np.geomspace(min([low, *matched]), max([high, *matched]), 200)
         within = np.geomspace(low, high, 200)
-        axes.plot(fit.x, fit.loss, "o", color=colour)
-        axes.plot(within, fit.law(within), color=colour, label=f"{name}: {_law_text(fit)}")
-        axes.plot(beyond, fit.law(beyond), "--", color=colour, linewidth=1)
-        axes.fill_between(beyond, *fit.band(beyond), color=colour, alpha=0.15, linewidth=0)
+        bottom, top = fit.band(beyond)
+        of_fit = {"name": name, "group": "", "colour": colour}
+        series += [
+            of_fit | {"x": fit.x, "y": fit.loss, "style": "points"},
+            of_fit | {"x": within, "y": fit.law(within), "group": f"{name}: {_law_text(fit)}"},
+            of_fit | {"x": beyond, "y": fit.law(beyond), "low": bottom, "high": top, "style": "dashed"},
+        ]
+    x_label = f"{'parameters' if study.quantity == 'size' else 'training tokens'} (log scale)"
+    labels = {"title": study.title, "x_label": x_label, "y_label": f"validation {METRIC_LABELS[metric]}"}
+    figure = draw({"kind": "line", "series": series, "log_x": True, **labels}, (6.5, 4.5))
     for match in study.drawn.values():
         arrow = {"arrowstyle": "<->", "linestyle": ":"}
-        axes.annotate("", (match.x, match.loss), (match.reference_x, match.loss), arrowprops=arrow)
+        figure.axes[0].annotate("", (match.x, match.loss), (match.reference_x, match.loss), arrowprops=arrow)
         text = f"{match.ratio:.1%}" + (" (extrapolated)" if match.extrapolated else "")
         middle = float(np.sqrt(match.x * match.reference_x))
-        axes.annotate(text, (middle, match.loss), (0, -4), textcoords="offset points", ha="center", va="top")
-    x_label = f"{'parameters' if study.quantity == 'size' else 'training tokens'} (log scale)"
-    y_label = f"validation {METRIC_LABELS[metric]}"
-    label_axes(axes, {"title": study.title, "x_label": x_label, "y_label": y_label, "log_x": True})
-    add_legend(axes)
+        placed = {"textcoords": "offset points", "ha": "center", "va": "top"}
+        figure.axes[0].annotate(text, (middle, match.loss), (0, -4), **placed)
     return figure
 
 

@@ -1,73 +1,86 @@
 """The report's sections on suites: what each measures, its numbers and their differences, its charts and samples."""
 
+import collections
 import dataclasses
+import functools
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from difftx.analysis.differences import half_width
 from difftx.config.fields import flat
 from difftx.evals import SUITES, explanation_of
-from difftx.evals.result import Number, format_value, read_numbers
-from difftx.report.panels import Cell, Panel, Table, averaged_heatmap, chart_panel, panel_over_steps, thinned_lines
+from difftx.evals.result import Number, format_together, format_value, read_numbers, signed_change
+from difftx.report.arms import Arm, over_runs, seeds_of
+from difftx.report.charts import heatmap_values
+from difftx.report.panels import Cell, Panel, Section, Table, panel_over_steps, run_lines
 from difftx.report.runs import RunRecord
 
 VERDICT_SUITE = "loss"  # The verdict and the curves show this suite's numbers.
 MAX_SHOWN_NUMBERS = 15  # A section shows at most this many numbers. The others are in a table that the reader opens.
+MAX_SHOWN_PANELS = 2  # A section shows at most this many figures, and folds the others away.
 COUNTS = ("tokens", "documents", "demonstrations")  # Units of numbers that describe how much was measured.
 
 Result = Mapping[str, Any]  # A result of a suite, as JSON.
 Results = Mapping[int, Result]  # Step → result of one suite, in ascending order of steps.
+Newest = Mapping[Arm, list[tuple[RunRecord, Result]]]  # Arm → the newest result of a suite by each of its runs.
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SuiteSection:
-    """Results of one suite."""
-
-    id: str
-    title: str
-    explanation: str
-    basis: str  # Steps of the results, and how much was measured.
-    numbers: Table
-    further: Table  # Numbers that are folded away, such as those of which neither direction is better.
-    panels: list[Panel]
-    samples: dict[str, list[tuple[str, str]]]  # Prompt → its completion by each run (name of the run, text).
-
-
-def suite_sections(runs: Sequence[RunRecord], *, comparable: bool) -> list[SuiteSection]:
+def suite_sections(arms: Sequence[Arm], colours: Mapping[str, str], *, comparable: bool) -> list[Section]:
     """Return a section for each suite of the runs, except `VERDICT_SUITE`.
 
-    If the runs are not `comparable`, because their tokenizers differ, only bits per byte have differences. Differences
-    are also omitted for a run whose result has other options than the first run's (`option_notes`).
+    Numbers and charts of several runs of an arm are means. If the arms are not `comparable`, because their tokenizers
+    differ, only bits per byte have differences. Differences are also omitted for an arm whose result has other options
+    than the first arm's (`option_notes`).
     """
     sections = []
+    runs = [run for arm in arms for run in arm.runs]
     found = {suite for run in runs for suite in run.results} - {VERDICT_SUITE}
     for suite in [*(name for name in SUITES if name in found), *sorted(found - SUITES.keys())]:
-        results = {run.name: run.results[suite] for run in runs if suite in run.results}
-        newest = {run: of_run[max(of_run)] for run, of_run in results.items()}
+        results = {arm: [(run, run.results[suite]) for run in arm.runs if suite in run.results] for arm in arms}
+        newest = {arm: _newest(of_arm) for arm, of_arm in results.items() if of_arm}
         title, explanation = explanation_of(suite)
-        panels = _chart_panels({run: result.get("charts", []) for run, result in newest.items()})
-        panels += _number_panels(results)
-        for run, of_run in results.items():
-            panels += _charts_over_steps(run, of_run)
         header, rows, basis, judged = _numbers(newest, comparable=comparable)
         first = (judged or list(rows))[:MAX_SHOWN_NUMBERS]
         if suite in SUITES and SUITES[suite].charts_show_numbers:
             first = []
-        steps = {run: max(of_run) for run, of_run in results.items()}
-        of_steps = [f"{run} at step {step:,}" for run, step in steps.items()]
-        section = SuiteSection(
+        panels = [Panel(title=chart["title"], chart=chart) for chart in _charts(newest, colours)]
+        main = SUITES[suite].main_charts if suite in SUITES else ()
+        shown = [panel for panel in panels if panel.is_informative and (not main or panel.chart["name"] in main)]
+        shown = shown[:MAX_SHOWN_PANELS]
+        over_steps = _number_panels(suite, arms, colours)
+        for run, of_run in itertools.chain(*results.values()):
+            over_steps += _charts_over_steps(run.name, of_run)
+        section = Section(
             id=f"suite-{suite}",
             title=title,
             explanation=explanation,
-            basis="; ".join([*of_steps, *basis]),
+            basis="; ".join([_steps(results), *basis]),
             numbers=Table(header, [rows[name] for name in first]),
             further=Table(header, [row for name, row in rows.items() if name not in first]),
-            panels=panels,
+            panels=shown,
+            folded=[*(panel for panel in panels if panel not in shown), *over_steps],
             samples=_samples(newest),
         )
         sections.append(section)
     return sections
+
+
+def _newest(results: Sequence[tuple[RunRecord, Results]]) -> list[tuple[RunRecord, Result]]:
+    """Return the newest result of each run of an arm, without those that have other options than the first one."""
+    newest = [(run, of_run[max(of_run)]) for run, of_run in results]
+    return [(run, result) for run, result in newest if not _changed_options(newest[0][1], result)]
+
+
+def _steps(results: Mapping[Arm, Sequence[tuple[RunRecord, Results]]]) -> str:
+    steps = {run.name: max(of_run) for of_arm in results.values() for run, of_run in of_arm}
+    if len(steps) > 1 and len(set(steps.values())) == 1:
+        return f"{len(steps)} runs at step {next(iter(steps.values())):,}"
+    return "; ".join(f"{run} at step {step:,}" for run, step in steps.items())
 
 
 def option_notes(runs: Sequence[RunRecord]) -> list[str]:
@@ -101,87 +114,116 @@ def _changed_options(first: Result, second: Result) -> dict[str, tuple[str, str]
 
 
 def _numbers(
-    newest: Mapping[str, Result], *, comparable: bool
+    newest: Newest, *, comparable: bool
 ) -> tuple[list[str], dict[str, list[str | Cell]], list[str], list[str]]:
     """Return the header and the rows of a table of the numbers, and texts of the counts that are equal in all runs.
 
-    The table also has the differences from the first run, and the values of guessing. The last list has the names of
+    The table also has the differences from the first arm, and the values of chance. The last list has the names of
     numbers of which one direction is better.
     """
-    (first, base), *others = newest.items()
-    of_runs = [read_numbers(result) for result in newest.values()]
-    has_chance = any(number.chance is not None for number in of_runs[0].values())
-    header = ["", *(["guessing"] if has_chance else []), first]
-    for run, _ in others:
-        header += [run, f"{run} − {first}"]
-    rows, basis, judged = {}, [], []
-    has_other_options = [bool(_changed_options(base, result)) for _, result in others]
-    for name in dict.fromkeys(name for numbers in of_runs for name in numbers):
-        values = [numbers.get(name) for numbers in of_runs]
-        number = next(value for value in values if value is not None)
-        if number.unit in COUNTS and len(set(values)) == 1:
+    arms = list(newest)
+    of_arms = [[(seeds_of(run), read_numbers(result)) for run, result in of_arm] for of_arm in newest.values()]
+    names = dict.fromkeys(name for of_arm in of_arms for _, numbers in of_arm for name in numbers)
+    all_numbers = [numbers for of_arm in of_arms for _, numbers in of_arm]
+    has_chance = any(number.chance is not None for number in all_numbers[0].values())
+    header = ["", *(["chance"] if has_chance else []), *(arm.name for arm in arms)]
+    header += [f"{arm.name} − {arms[0].name}" for arm in arms[1:]]
+    base = newest[arms[0]][0][1]
+    is_like_base = [not _changed_options(base, newest[arm][0][1]) for arm in arms[1:]]
+    rows, basis, judged, at_chance = {}, [], [], False
+    for name in names:
+        values = [numbers[name] for numbers in all_numbers if name in numbers]
+        number, is_in_all = values[0], len(values) == len(all_numbers)
+        if number.unit in COUNTS and is_in_all and len(set(values)) == 1:
             basis.append(f"{number.label}: {format_value(number)}")
             continue
-        row = [Cell(number.label, unit=number.unit)]
-        row += [format_value(None if values[0] is None else values[0].chance)] if has_chance else []
-        row.append(format_value(values[0]))
-        for other_options, value in zip(has_other_options, values[1:], strict=True):
-            is_comparable = (comparable or name == "bits_per_byte") and not other_options
-            row += [format_value(value), difference_of(values[0], value) if is_comparable else "–"]
+        by_arm = [[(seeds, numbers[name]) for seeds, numbers in of_arm if name in numbers] for of_arm in of_arms]
+        chance, *texts = _texts(number, by_arm)
+        row = [Cell(number.label, unit=number.unit), *([chance] if has_chance else []), *texts]
+        for is_comparable, of_arm in zip(is_like_base, by_arm[1:], strict=True):
+            is_comparable = is_comparable and (comparable or name == "bits_per_byte")
+            row.append(difference_of(by_arm[0], of_arm) if is_comparable and by_arm[0] and of_arm else "–")
+        if judged and at_chance:
+            row = [dataclasses.replace(x, verdict=None) if isinstance(x, Cell) else x for x in row]
+        elif not judged and number.better:
+            at_chance = all(_is_at_chance(number, [value for _, value in of_arm]) for of_arm in by_arm)
         rows[name] = row
         judged += [name] if number.better else []
+    if at_chance:
+        who = "No model does" if len(arms) > 1 else "The model does not do"
+        basis.append(f"{who} better than chance at: {rows[judged[0]][0].text}. Differences of other numbers say little")
     return header, rows, basis, judged
 
 
-def difference_of(before: Number | None, value: Number | None) -> str | Cell:
-    """Return the difference of two values of a number, with a verdict if one direction is better."""
-    if before is None or value is None:
-        return "–"
-    difference = value - before
-    text = signed_change(before, value, relative=before.unit != "share")
-    if before.better is None or difference != difference:
-        return Cell(text, "")
-    if difference == 0:
+def _is_at_chance(number: Number, values: Sequence[float]) -> bool:
+    """Return whether the mean of values of a number is not better than chance, if that is known."""
+    if number.chance is None or not values:
+        return False
+    mean = float(np.mean(values))
+    return mean <= number.chance if number.better == "higher" else mean >= number.chance
+
+
+def _texts(number: Number, by_arm: Sequence[Sequence[tuple[Any, Number]]]) -> list[str]:
+    """Return the texts of a number: of chance, and of each arm its mean and half the width of its 95 % interval."""
+    values = [[value for _, value in of_arm] for of_arm in by_arm]
+    means = [float(np.mean(of_arm)) if of_arm else None for of_arm in values]
+    # Runs of equal seeds are no sample of seeds.
+    halves = [half_width([*dict(of).values()]) if 1 < len(dict(of)) == len(of) else None for of in by_arm]
+    texts = format_together([number.chance, *means])
+    decimals = max((len(text.partition(".")[2]) for text in texts), default=0)
+    spreads = ["" if half is None else f" ± {half:,.{decimals}f}" for half in (None, *halves)]
+    return [text + spread for text, spread in zip(texts, spreads, strict=True)]
+
+
+def difference_of(first: Sequence[tuple[Any, Number]], second: Sequence[tuple[Any, Number]]) -> str | Cell:
+    """Return the difference of a number of two arms, with a verdict if one direction is better.
+
+    Arms are given by the seeds and the number of each run. If both have several, the difference has its interval.
+    """
+    before, after = (float(np.mean([value for _, value in of_arm])) for of_arm in (first, second))
+    number, change = first[0][1], after - before
+    interval, _ = over_runs(first, second)
+    text = signed_change(before, after, relative=number.unit != "share" and interval is None)
+    if interval is not None:
+        ends = format_together([change, interval.low, interval.high], digits=3, signed=True)
+        text = f"{ends[0]} ({ends[1]} to {ends[2]})"
+    if number.better is None or change != change:
+        return Cell(text)
+    if _is_at_chance(number, [before]) and _is_at_chance(number, [after]):
+        return Cell(text, "no better than chance")
+    if (interval is not None and interval.low <= 0 <= interval.high) or (len(first) + len(second) > 2 and not interval):
+        return Cell(text, "open")
+    if change == 0:
         return Cell("0", "equal")
-    return Cell(text, "better" if (difference < 0) == (before.better == "lower") else "worse")
+    return Cell(text, "better" if (change < 0) == (number.better == "lower") else "worse")
 
 
-def signed_change(before: float, value: float, *, relative: bool = True) -> str:
-    """Return the difference of two values with its sign and, if `relative`, as a percentage of the first value."""
-    share = f" ({(value - before) / abs(before):+.2%})" if before and relative else ""
-    return f"{value - before:+.4g}{share}".replace("-", "−")
-
-
-def _samples(newest: Mapping[str, Result]) -> dict[str, list[tuple[str, str]]]:
-    """Return the samples in the details of the results, those of the same prompt together."""
+def _samples(newest: Newest) -> dict[str, list[tuple[str, str]]]:
+    """Return the samples of the first run of each arm, those of the same prompt together."""
     by_prompt: dict[str, list[tuple[str, str]]] = {}
-    for run, result in newest.items():
+    for arm, ((_, result), *_) in newest.items():
         for sample in result.get("details", {}).get("samples", []):
-            by_prompt.setdefault(str(sample.get("prompt")), []).append((run, str(sample.get("completion"))))
+            by_prompt.setdefault(str(sample.get("prompt")), []).append((arm.name, str(sample.get("completion"))))
     return by_prompt
 
 
-def _chart_panels(charts_of_run: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Panel]:
-    panels = []
-    for chart in _merged(charts_of_run):
-        thin, note = thinned_lines(chart) if chart["kind"] == "line" else averaged_heatmap(chart)
-        panels.append(chart_panel(chart["title"], thin, note))
-    return panels
-
-
-def _number_panels(results: Mapping[str, Results]) -> list[Panel]:
+def _number_panels(suite: str, arms: Sequence[Arm], colours: Mapping[str, str]) -> list[Panel]:
     """Return a panel for each number of a suite that changes between the evaluated steps of a run."""
-    panels = []
-    by_step = {run: {step: read_numbers(result) for step, result in of_run.items()} for run, of_run in results.items()}
+    runs = [run for arm in arms for run in arm.runs]
+    by_step = {r.name: {step: read_numbers(x) for step, x in r.results.get(suite, {}).items()} for r in runs}
     found = {name: x for of_run in by_step.values() for numbers in of_run.values() for name, x in numbers.items()}
+
+    def values_of(run: RunRecord, name: str) -> tuple[list[int], list[float]]:
+        values = {step: numbers[name] for step, numbers in by_step[run.name].items() if name in numbers}
+        return list(values), list(values.values())
+
+    panels = []
     for name, number in found.items():
-        lines = {}
-        for run, of_run in by_step.items():
-            values = {step: numbers[name] for step, numbers in of_run.items() if name in numbers}
-            lines[run] = list(values), list(values.values())
-        is_constant = len({value for _, values in lines.values() for value in values}) < 2
-        if max(len(steps) for steps, _ in lines.values()) > 1 and not is_constant:
-            panels.append(panel_over_steps(f"{number.label} over the steps", lines, number.axis))
+        series = run_lines(arms, colours, functools.partial(values_of, name=name))
+        is_constant = len({value for line in series for value in line["y"]}) < 2
+        if max(len(line["x"]) for line in series) > 1 and not is_constant:
+            chart = {"kind": "line", "series": series, "x_label": "steps", "y_label": number.axis}
+            panels.append(Panel(title=f"{number.label} over the steps", chart=chart))
     return panels
 
 
@@ -203,31 +245,64 @@ def _charts_over_steps(run: str, results: Results) -> list[Panel]:
     return panels
 
 
-def _merged(charts_of_run: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the charts of all runs. Line charts of the same name are merged into one, but heatmaps are not.
+def _charts(newest: Newest, colours: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the charts of the arms. Line charts of the same name are merged, with a line per arm in its colour.
 
-    If a chart has several lines per run, a line's colour shows its name and its dashes show the run.
+    If a chart of several arms has several lines, each becomes a chart named `<chart>: <line>`, except for lines that
+    not all of the arms have. Heatmaps are not merged.
     """
-    if len(charts_of_run) == 1:
-        (charts,) = charts_of_run.values()
-        return list({chart["name"]: dict(chart) for chart in charts}.values())
-    merged: dict[str, list[dict[str, Any]]] = {}  # Name → one line chart, or a heatmap of each run.
-    for index, (run, charts) in enumerate(charts_of_run.items()):
-        for chart in charts:
-            of_name = merged.setdefault(chart["name"], [])
-            if chart["kind"] == "heatmap":
-                of_name.append({**chart, "title": f"{run}: {chart['title']}"})
-                continue
-            if not of_name:
-                of_name.append({**chart, "series": []})
-            series = of_name[0]["series"]
-            is_single = sum(not line.get("is_reference") for line in chart["series"]) == 1
-            for line in chart["series"]:
-                if line.get("is_reference"):
-                    series += [line] if line not in series else []
-                elif is_single:
-                    series.append({**line, "name": run})
-                else:
-                    styles = {"colour_of": line["name"], "dash": index}
-                    series.append({**line, **styles, "name": f"{run}: {line['name']}"})
-    return [chart for charts in merged.values() for chart in charts]
+    by_name: dict[str, dict[Arm, dict[str, Any]]] = {}
+    for arm, of_arm in newest.items():
+        by_run = [{chart["name"]: chart for chart in result.get("charts", [])} for _, result in of_arm]
+        for name in by_run[0]:
+            by_name.setdefault(name, {})[arm] = _mean_chart([charts[name] for charts in by_run if name in charts])
+    return [chart for of_name in by_name.values() for chart in _merged(of_name, colours, len(newest))]
+
+
+def _merged(charts: Mapping[Arm, dict[str, Any]], colours: Mapping[str, str], arms: int) -> list[dict[str, Any]]:
+    chart = next(iter(charts.values()))
+    if arms == 1:
+        return [chart]
+    if chart["kind"] == "heatmap":
+        return [{**of_arm, "title": f"{arm.name}: {of_arm['title']}"} for arm, of_arm in charts.items()]
+    measured = {arm: [x for x in of_arm["series"] if not x.get("is_reference")] for arm, of_arm in charts.items()}
+    references = [line for of_arm in charts.values() for line in of_arm["series"] if line.get("is_reference")]
+    references = [line for i, line in enumerate(references) if line not in references[:i]]
+    is_single = max(map(len, measured.values())) == 1  # The names of the lines may then differ.
+    counts = collections.Counter(line["name"] for lines in measured.values() for line in lines)
+    shared: dict[str, list[dict[str, Any]]] = {}
+    own: list[dict[str, Any]] = []
+    for arm, lines in measured.items():
+        for line in lines:
+            if is_single or counts[line["name"]] == len(charts) > 1:
+                in_colour = {**line, "name": arm.name, "colour": colours[arm.name]}
+                shared.setdefault("" if is_single else line["name"], []).append(in_colour)
+            else:
+                own.append({**line, "name": f"{arm.name}: {line['name']}"})
+    merged = [
+        {**chart, "series": [*lines, *references]}
+        | ({"name": f"{chart['name']}: {name}", "title": f"{chart['title']}: {name}"} if name else {})
+        for name, lines in shared.items()
+    ]
+    return merged + ([{**chart, "series": [*own, *references]}] if own else [])
+
+
+def _mean_chart(charts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the mean of an arm's charts, with bands of 95 % intervals over its runs, or the first if axes differ."""
+    first = charts[0]
+    if len(charts) == 1:
+        return first
+    if first["kind"] == "heatmap":
+        if any((chart["x"], chart["y"]) != (first["x"], first["y"]) for chart in charts):
+            return first
+        return {**first, "values": np.mean([heatmap_values(chart) for chart in charts], axis=0).tolist()}
+    axes = [[(line["name"], line["x"]) for line in chart["series"]] for chart in charts]
+    if any(of_chart != axes[0] for of_chart in axes):
+        return first
+    series = []
+    for lines in zip(*(chart["series"] for chart in charts), strict=True):
+        values = np.array([line["y"] for line in lines], float)
+        mean, half = values.mean(axis=0), np.array([half_width(of_x) for of_x in values.T])
+        band = {} if lines[0].get("is_reference") else {"low": (mean - half).tolist(), "high": (mean + half).tolist()}
+        series.append({**lines[0], "y": mean.tolist(), **band})
+    return {**first, "series": series}

@@ -6,14 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from difftx.analysis.differences import MIN_BLOCKS, Difference, over_blocks, over_pairs, over_seeds
-from difftx.evals.result import format_value
+from difftx.analysis.differences import MIN_BLOCKS, Difference, over_blocks
+from difftx.evals.result import format_together, format_value, signed_change
 from difftx.json_files import schema_error
 from difftx.model.abstract import count_parameters
 from difftx.model.architectures import heads_of
-from difftx.report.arms import EQUAL_SIZES, Arm, arms_of
+from difftx.report.arms import EQUAL_SIZES, Arm, arms_of, over_runs, seeds_of
 from difftx.report.runs import METRIC_UNITS, Metric, RunRecord, different_tokenizers
-from difftx.report.suites import signed_change
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +22,7 @@ class Verdict:
     headline: str
     details: list[str]
     arms: list[Arm]
-    interval: str = ""  # The 95 % interval of the difference between two arms, if there is one.
+    differences: Mapping[str, str] = dataclasses.field(default_factory=dict)  # Arm → its difference from the first arm.
 
 
 def verdict(runs: Sequence[RunRecord], metric: Metric) -> Verdict:
@@ -31,7 +30,7 @@ def verdict(runs: Sequence[RunRecord], metric: Metric) -> Verdict:
     unit, arms = METRIC_UNITS[metric], arms_of(runs)
     if missing := [run for run in runs if run.last_value(metric) is None]:
         what = "loss" if metric == "loss" else f"loss in {unit}"
-        headline = f"No verdict: there is no finite validation {what} of {_listed([run.name for run in missing])}."
+        headline = f"No verdict: there is no finite validation {what} of {listed([run.name for run in missing])}."
         return Verdict(headline, _why_missing(missing, metric), arms)
     limits = _limits(arms)
     known = [(run, found.keys()) for run in runs if (found := _blocks(run))]
@@ -46,19 +45,33 @@ def verdict(runs: Sequence[RunRecord], metric: Metric) -> Verdict:
         losses = arm.values(metric)
         spread = ""
         if len(runs) > 1:
-            spread = f", the mean over {len(runs)} seeds ({format_value(min(losses))} to {format_value(max(losses))})"
+            spread = f", the mean over {len(runs)} seeds ({' to '.join(format_together([min(losses), max(losses)]))})"
         loss = f"{format_value(arm.mean(metric))} {unit}"
         headline = f"{arm.name} reaches a validation loss of {loss}{_text(runs)}{spread}."
         return Verdict(headline, ["There is no other model to compare it with.", *limits], arms)
     baseline, *others = arms
-    comparisons = [_compared(baseline, other, metric) for other in others]
-    if len(comparisons) == 1:
-        headline, uncertainty, interval = comparisons[0]
-        return Verdict(headline, [uncertainty, *limits], arms, interval)
-    best = min(arms, key=lambda arm: np.mean(arm.values(metric)))
-    headline = f"Of {len(arms)} models, {best.name} has the lowest validation loss{_text(runs)}."
-    details = [f"{sentence} {uncertainty}" for sentence, uncertainty, _ in comparisons]
-    return Verdict(headline, [*details, *limits], arms)
+    means = {arm.name: float(np.mean(arm.values(metric))) for arm in arms}
+    found = {arm.name: _difference(baseline, arm, metric) for arm in others}
+    differences = {
+        name: signed_change(means[baseline.name], means[name]) + (f", {interval_text(it)}" if it else "")
+        for name, (it, _) in found.items()
+    }
+    if len(others) == 1:
+        headline, uncertainty = _compared(baseline, others[0], metric, *found[others[0].name])
+        return Verdict(headline, [uncertainty, *limits], arms, differences)
+    best = min(arms, key=lambda arm: means[arm.name])
+    rivals = [(arm.name, _difference(best, arm, metric)[0]) for arm in arms if arm is not best]
+    unsure = [name for name, difference in rivals if difference is None or difference.low <= 0]
+    certain = "and the 95 % interval of its difference from each other model excludes 0"
+    if unsure:
+        certain = f"but it cannot be told apart from {listed(unsure)}"
+    headline = f"Of {len(arms)} models, {best.name} has the lowest validation loss{_text(runs)}, {certain}."
+    details = [f"The table has the difference of each model from {baseline.name}."]
+    for how in dict.fromkeys(how for _, how in found.values()):
+        names = [name for name in found if found[name][1] == how]
+        interval = "the 95 % interval is" if found[names[0]][0] else "there is no interval:"
+        details.append(f"{listed(names)}: {interval} {how}.")
+    return Verdict(headline, [*details, *limits], arms, differences)
 
 
 def _why_missing(runs: Sequence[RunRecord], metric: Metric) -> list[str]:
@@ -71,16 +84,21 @@ def _why_missing(runs: Sequence[RunRecord], metric: Metric) -> list[str]:
         else:
             unvalidated.append(run.name)
     if unvalidated:
-        found.append(f"Run difftx eval --suite=loss on {_listed(unvalidated)}.")
+        found.append(f"Run difftx eval --suite=loss on {listed(unvalidated)}.")
     return found
 
 
-def _compared(baseline: Arm, other: Arm, metric: Metric) -> tuple[str, str, str]:
-    """Return a sentence on two arms, a sentence on their difference, and the interval of the difference or ""."""
+def interval_text(difference: Difference) -> str:
+    """Return the ends of a difference's 95 % interval."""
+    return " to ".join(format_together([difference.low, difference.high], digits=3, signed=True))
+
+
+def _compared(baseline: Arm, other: Arm, metric: Metric, difference: Difference | None, how: str) -> tuple[str, str]:
+    """Return a sentence on two arms, and a sentence on their difference."""
     unit, text = METRIC_UNITS[metric], _text([*baseline.runs, *other.runs])
     means = [float(np.mean(arm.values(metric))) for arm in (other, baseline)]
     counts = [len(arm.runs) for arm in (other, baseline)]
-    losses = f"{format_value(means[0])} and {format_value(means[1])} {unit}, "
+    losses = f"{' and '.join(format_together(means))} {unit}, "
     losses += "in one run each" if counts == [1, 1] else f"the means over {counts[0]} and {counts[1]} runs"
     change = signed_change(means[1], means[0])
     named = f"In {unit}, {other.name} − {baseline.name} = {change}"
@@ -88,29 +106,22 @@ def _compared(baseline: Arm, other: Arm, metric: Metric) -> tuple[str, str, str]
     order = f"{other.name} has a {direction} validation loss{text} than {baseline.name}"
     if means[0] == means[1]:
         order = f"{other.name} and {baseline.name} have the same validation loss{text}"
-    difference, how = _difference(baseline, other, metric)
     if difference is None:
         advice = "Train more seeds of both, or see whether the suites agree."
-        return f"{order}: {losses}, but {how}.", f"{named}. {advice}", ""
+        return f"{order}: {losses}, but {how}.", f"{named}. {advice}"
     sentence = f"{order}: {losses}."
     if difference.low <= 0 <= difference.high:
         sentence = f"{other.name} and {baseline.name} cannot be told apart: their validation losses{text} are {losses}."
-    interval = f"{difference.low:+.3g} to {difference.high:+.3g}".replace("-", "−")
-    return sentence, f"{named}, with a 95 % interval of {interval}, {how}.", interval
+    if max(counts) > 1 and min(counts) == 2:
+        how += ". Two seeds make wide intervals; a third narrows them most"
+    return sentence, f"{named}, with a 95 % interval of {interval_text(difference)}, {how}."
 
 
 def _difference(first: Arm, second: Arm, metric: Metric) -> tuple[Difference | None, str]:
     """Return an interval of the second arm minus the first and what it covers, or None and why there is none."""
-    counts = [len(arm.runs) for arm in (first, second)]
-    of_seeds = _of_seeds(first, metric), _of_seeds(second, metric)
-    if min(counts) > 1 and counts == [len(of_seeds[0]), len(of_seeds[1])]:
-        if of_seeds[0].keys() == of_seeds[1].keys():
-            pairs = [(loss, of_seeds[1][seeds]) for seeds, loss in of_seeds[0].items()]
-            return over_pairs(*zip(*pairs, strict=True)), f"over {counts[0]} pairs of runs with equal seeds"
-        how = f"over {counts[0]} and {counts[1]} seeds, which are not pairs"
-        return over_seeds(first.values(metric), second.values(metric)), how
-    if max(counts) > 1:
-        return None, "an interval over seeds needs at least two different seeds of each"
+    if max(len(arm.runs) for arm in (first, second)) > 1:
+        pairs = ([*zip(map(seeds_of, arm.runs), arm.values(metric), strict=True)] for arm in (first, second))
+        return over_runs(*pairs)
     blocks = [_blocks(arm.runs[0]) for arm in (first, second)]
     if metric == "loss" and blocks[0] and blocks[0].keys() == blocks[1].keys():
         pairs = [(*blocks[0][targets], blocks[1][targets][0]) for targets in blocks[0]]
@@ -123,16 +134,10 @@ def _difference(first: Arm, second: Arm, metric: Metric) -> tuple[Difference | N
     return None, "one run each cannot tell whether that is chance"
 
 
-def _of_seeds(arm: Arm, metric: Metric) -> dict[tuple[int, int], float]:
-    """Return the seeds of weights and data → the loss. Several runs of the same seeds have one entry."""
-    seeds = [(run.config.train.seed, run.config.data.seed) for run in arm.runs]
-    return dict(zip(seeds, arm.values(metric), strict=True))
-
-
 def _text(runs: Sequence[RunRecord]) -> str:
     """Return " on " and the data that the runs are validated on, or "" if the configs do not name the same data."""
     configs = [run.config.data for run in runs]
-    names = {data.path or _listed([source.name for source in data.sources]) for data in configs}
+    names = {data.path or listed([source.name for source in data.sources]) for data in configs}
     return f" on {name}" if len(names) == 1 and (name := names.pop()) else ""
 
 
@@ -173,11 +178,19 @@ def _limits(arms: Sequence[Arm]) -> list[str]:
     for what, texts in (
         ("the initial weights", {arm.name: _initial_weights(arm.runs[0]) for arm in arms}),
         ("the width of heads", {name: f"{heads_of(model).d_head:,}" for name, model in models.items()}),
-        ("the head norm", {name: model.head_norm for name, model in models.items()}),
+        ("the head norm", _head_norms(arms)),
     ):
         if len(set(texts.values())) > 1:
             limits.append(_unequal(what, texts))
     return limits
+
+
+def _head_norms(arms: Sequence[Arm]) -> dict[str, str]:
+    """Return the head norms if the arms have one architecture. Otherwise, they are part of the methods compared."""
+    models = {arm.name: arm.runs[0].config.model for arm in arms}
+    if len({model.architecture for model in models.values()}) > 1:
+        return {}
+    return {name: model.head_norm for name, model in models.items()}
 
 
 def _initial_weights(run: RunRecord) -> str:
@@ -186,8 +199,9 @@ def _initial_weights(run: RunRecord) -> str:
 
 
 def _unequal(what: str, value_of: Mapping[str, str]) -> str:
-    return f"The comparison is unequal in {what}: {_listed([f'{name} {value}' for name, value in value_of.items()])}."
+    return f"The comparison is unequal in {what}: {listed([f'{name} {value}' for name, value in value_of.items()])}."
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Return names as words, such as "a, b and c"."""
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, TINY
 from helpers.evals_params import random_params
+from helpers.evals_results import chance_of
 from model.oracle import softmax_row
 
 from difftx.config.build import override
@@ -176,6 +177,11 @@ def test_planted_attention_has_the_expected_numbers(tmp_path, architecture):
     names, depths = {name for *_, name in expected}, sorted({depth for depth, *_ in expected})
     assert result.numbers.keys() == names & set(attention.NUMBERS)
     assert len(result.numbers) == (22 if architecture == "diff" else 11)
+    chance, prompts = chance_of(result), attention.prompts_of(run)
+    for prompt in map(prompts.prompt, prompts.items):
+        answer = sum(stop - start for start, stop in prompt.asked) / len(prompt.tokens)
+        assert chance["answer"] == pytest.approx(answer, abs=4 / len(prompt.tokens))  # Names of cities differ.
+    assert (chance.keys(), sum(chance.values())) == (set(PARTS), pytest.approx(1))
     by_depth, by_layer = result.details["by_depth"], result.details["by_layer"]
     for name in names:
         of_layer = [np.mean([expected[d, layer, name] for d in depths]) for layer in (0, 1)]

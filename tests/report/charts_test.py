@@ -4,15 +4,13 @@ import dataclasses
 import json
 import xml.etree.ElementTree as ET
 
-import matplotlib.figure
 import matplotlib.image
 import numpy as np
 import pytest
 from helpers.pages import contrast
 
 from difftx.evals.result import Heatmap, LineChart, ReferenceLine, ScatterChart, Series
-from difftx.report import charts
-from difftx.report.charts import COLOURS, GREY, axis_number, colour_limits, draw_chart
+from difftx.report.charts import COLOURS, GREY, axis_number, colour_limits, draw, draw_chart
 
 LINES = LineChart(
     name="position/α",
@@ -35,6 +33,8 @@ MAP = Heatmap(
     values=[[1.0, None], [0.5, 0.25], [0.0, 1.0]],
     value_label="accuracy",
 )
+
+GROUPS = {"diff0": "diff, 2 runs", "diff1": "diff, 2 runs", "diff0, training": "", "costs": "$5"}
 
 
 @pytest.mark.parametrize("chart", [LINES, MAP], ids=["lines", "heatmap"])
@@ -92,19 +92,21 @@ def test_integers_references_and_points():
     guess = ReferenceLine(name="guessing", x=[1, 300], y=[0.5, 0.5])
     shots = [Series(name="random", x=[1, 2, 4, 300], y=[0.1, 0.2, 0.3, 0.4]), guess]
     titles = {"title": "", "x_label": "demonstrations", "y_label": "accuracy"}
-    axes = lines_of(LineChart(name="shots", series=shots, log_x=True, **titles))
+    axes = drawn(LineChart(name="shots", series=shots, log_x=True, **titles))
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "2", "4", "300"]
     random, guessing = axes.lines
     assert (random.get_linestyle(), guessing.get_linestyle(), guessing.get_color()) == ("-", "--", GREY)
-    axes = lines_of(
-        ScatterChart(name="orders", series=[Series(name="random", x=[0, 1, 2], y=[0.1, 0.4, 0.2])], **titles)
-    )
+    axes = drawn(ScatterChart(name="orders", series=[Series(name="random", x=[0, 1, 2], y=[0.1, 0.4, 0.2])], **titles))
     (points,) = axes.lines
     assert (points.get_linestyle(), points.get_marker()) == ("None", "o")
     assert all(float(tick).is_integer() for tick in axes.get_xticks())
 
 
-def lines_of(chart):
-    axes = matplotlib.figure.Figure().subplots()
-    charts._draw_lines(axes, json.loads(json.dumps(dataclasses.asdict(chart))))
-    return axes
+def test_lines_of_a_group_share_an_entry_of_the_legend():
+    lines = [dataclasses.asdict(LINES.series[0]) | {"name": name, "group": group} for name, group in GROUPS.items()]
+    figure = draw(dataclasses.asdict(LINES) | {"series": lines})
+    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == ["diff, 2 runs", "$5"]
+
+
+def drawn(chart):
+    return draw(json.loads(json.dumps(dataclasses.asdict(chart)))).axes[0]

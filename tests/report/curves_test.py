@@ -37,7 +37,6 @@ def test_curves_have_a_figure_and_a_row_for_each_run(config, tmp_path):
     assert json.loads(files[2].read_text()) == rows
     assert matplotlib.image.imread(files[0]).std() > 0.05
     assert ET.parse(files[1]).getroot().tag.endswith("svg")
-    assert files[1].read_text().count('id="axes_') == 1
     assert len(format_table(rows).columns) == 8
 
 
@@ -95,6 +94,7 @@ def test_one_figure_with_the_last_values_in_the_legend(config, tmp_path, monkeyp
     assert len(axes.lines) == 4
     # The curves of the training loss are in the background.
     assert {line.get_alpha() for line in axes.lines if line.get_marker() == "None"} == {0.5}
+    assert len({line.get_color() for line in axes.lines}) == 2
     (axes,) = drawn(config, tmp_path, monkeypatch, "bits_per_byte", "seconds")
     assert (axes.get_xlabel(), len(axes.lines)) == ("seconds of training", 2)
     assert axes.lines[0].get_xdata().tolist() == [6, 12]

@@ -41,29 +41,29 @@ def test_one_run_each_is_paired_over_the_text(tmp_path):
     diff = rng.normal(2.5, 0.4, BLOCKS)  # The blocks differ more than the models, so only pairing shows the difference.
     plain = diff - rng.normal(0.1, 0.05, BLOCKS)
     runs = {
-        "plain": (make(tmp_path / "plain", plain, architecture="transformer"), plain, "none"),
-        "diff": (make(tmp_path / "diff", diff), diff, "rms_affine"),
+        "plain": (make(tmp_path / "plain", plain, architecture="transformer"), plain),
+        "diff": (make(tmp_path / "diff", diff), diff),
     }
-    for (first, (baseline, before, norm)), (second, (other, after, its_norm)) in (
+    for (first, (baseline, before)), (second, (other, after)) in (
         tuple(runs.items()),
         tuple(runs.items())[::-1],
     ):
         found = judged([baseline, other])
         direction = {"plain": "lower", "diff": "higher"}[second]
         assert found.headline.startswith(f"{second} has a {direction} validation loss on stdlib than {first}: ")
-        assert numbers(found.headline) == [float(f"{np.mean(losses):.5g}") for losses in (after, before)]
+        assert numbers(found.headline) == [float(f"{np.mean(losses):.4g}") for losses in (after, before)]
         assert found.details[0].startswith(f"In nats per token, {second} − {first} = ")
         value, percent, _, low, high, blocks = numbers(found.details[0])
         gap = np.mean(after) - np.mean(before)
-        assert (value, percent) == (float(f"{gap:.4g}"), float(f"{100 * gap / np.mean(before):.2f}"))
+        assert (value, percent) == (float(f"{gap:.3g}"), float(f"{100 * gap / np.mean(before):.2f}"))
         expected = scipy.stats.ttest_rel(after, before).confidence_interval(0.95)
         assert (low, high) == (pytest.approx(expected.low, rel=1e-2), pytest.approx(expected.high, rel=1e-2))
         assert blocks == BLOCKS
-        assert found.interval in found.details[0]
+        assert found.differences.keys() == {second}
+        assert found.differences[second].rpartition(", ")[2] in found.details[0]
         assert "one run each cannot tell what another seed would do" in found.details[0]
-        # The sizes, the training and the widths of heads are equal.
-        norms = f"{first} {norm} and {second} {its_norm}"
-        assert found.details[1:] == [f"The comparison is unequal in the head norm: {norms}."]
+        # The sizes, the training and the widths of heads are equal, and the head norm is a part of the architecture.
+        assert found.details[1:] == []
 
 
 def test_unequal_models_are_named(tmp_path):
@@ -101,8 +101,8 @@ def test_interval_over_seeds_replaces_interval_over_text(tmp_path):
     found = judged(runs)
     means = {name: np.mean(of_seeds) for name, of_seeds in losses.items()}
     assert found.headline == (
-        f"diff has a lower validation loss on stdlib than transformer: {means['diff']:.5g} and "
-        f"{means['transformer']:.5g} nats per token, the means over 3 and 3 runs."
+        f"diff has a lower validation loss on stdlib than transformer: {means['diff']:.3f} and "
+        f"{means['transformer']:.3f} nats per token, the means over 3 and 3 runs."
     )
     assert [arm.title for arm in found.arms] == ["transformer, mean of 3 runs", "diff, mean of 3 runs"]
     assert numbers(found.details[0])[0] == pytest.approx(means["diff"] - means["transformer"], rel=1e-3)
@@ -139,7 +139,7 @@ def test_verdict_states_what_cannot_be_compared(tmp_path):
     none = write_run(tmp_path / "none", tiny("transformer", train__steps=2))
     assert judged([a, none]).headline == "No verdict: there is no finite validation loss of none."
     short = make(tmp_path / "short", [2.1] * BLOCKS, architecture="transformer", steps=3)
-    limit, _ = judged([a, short]).details[1:]
+    (limit,) = judged([a, short]).details[1:]
     assert re.fullmatch(r"The comparison is unequal in training tokens: a [\d,]+ and short [\d,]+\.", limit)
     metrics = (b / "metrics.jsonl").read_text().splitlines(keepends=True)
     (b / "metrics.jsonl").write_text("".join(line for line in metrics if '"step": 6' not in line))
@@ -254,15 +254,30 @@ def test_one_run_and_many(tmp_path):
         make(tmp_path / name, [loss] * BLOCKS, architecture=name) for name, loss in (("gda", 1.5), ("diff_v2", 3))
     ]
     found = judged([a, *others])
-    assert found.headline == "Of 3 models, gda has the lowest validation loss on stdlib."
-    assert found.details[0].startswith(
-        "gda has a lower validation loss on stdlib than a: 1.5 and 2 nats per token, in one run each. "
-        "In nats per token, gda − a = −0.5 (−25.00%), with a 95 % interval of −0.5 to −0.5, paired"
+    assert found.headline == (
+        "Of 3 models, gda has the lowest validation loss on stdlib, and the 95 % interval of its difference from each "
+        "other model excludes 0."
     )
-    assert found.details[1].startswith(
-        "diff_v2 has a higher validation loss on stdlib than a: 3 and 2 nats per token, in one run each. "
-        "In nats per token, diff_v2 − a = +1 (+50.00%), with"
-    )
+    assert found.details[:2] == [
+        "The table has the difference of each model from a.",
+        "gda and diff_v2: the 95 % interval is paired over 20 blocks of the same validation text. It shows what the "
+        "choice of text changes; one run each cannot tell what another seed would do.",
+    ]
+    assert found.differences == {
+        "gda": "−0.500 (−25.00%), −0.500 to −0.500",
+        "diff_v2": "+1 (+50.00%), +1 to +1",
+    }
+    near = make(tmp_path / "near", np.random.default_rng(0).normal(1.6, 0.4, BLOCKS), architecture="gated")
+    old = write_run(tmp_path / "old", tiny("sink", train__steps=6), loss=lambda step: 9.0)
+    found = judged([a, *others, near, old])
+    assert found.headline.startswith("Of 5 models, gda has the lowest")
+    assert found.headline.endswith(", but it cannot be told apart from near and old.")
+    assert "old: there is no interval: one run each cannot tell whether that is chance." in found.details
+
+
+def test_models_of_one_architecture_are_unequal_in_the_head_norm(tmp_path):
+    runs = [make(tmp_path / norm, [2.0] * BLOCKS, model__head_norm=norm) for norm in ("none", "rms")]
+    assert judged(runs).details[1:] == ["The comparison is unequal in the head norm: none none and rms rms."]
 
 
 def test_equal_losses_are_called_equal(tmp_path):
@@ -270,7 +285,7 @@ def test_equal_losses_are_called_equal(tmp_path):
     for folder in runs:
         write_result(folder, "loss", 6, {"loss": 1.1121}, details=[])  # Without blocks, there is no interval.
     assert judged(runs).headline == (
-        "gda and diff have the same validation loss on stdlib: 1.1121 and 1.1121 nats per token, "
+        "gda and diff have the same validation loss on stdlib: 1.112 and 1.112 nats per token, "
         "in one run each, but one run each cannot tell whether that is chance."
     )
 

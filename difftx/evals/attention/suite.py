@@ -77,9 +77,14 @@ def evaluate(evaluation: Evaluation) -> Result:
     by_depth = {name: np.mean(mean_DL[:, layers], axis=1) for name, mean_DL in means.items()}
     tokens_per_bin = -(-len(example.tokens) // MAX_BINS)
     maps = _maps(evaluation, graphdef, example, layers, tokens_per_bin)
+    # A reader that attends to all tokens evenly gives each part the weight of its share of the tokens. That of other
+    # prompts differs by a few tokens at most, because only the words of their needles differ.
+    shares = {part: tokens_of[number] / len(example.tokens) for number, part in enumerate(PARTS)}
     return Result(
         numbers={
-            name: Number(np.mean(by_layer[name][layers]), *said) for name, said in NUMBERS.items() if name in means
+            name: Number(np.mean(by_layer[name][layers]), *said, chance=shares.get(name))
+            for name, said in NUMBERS.items()
+            if name in means
         },
         details={
             "prompts_a_depth": settings.samples,
@@ -169,5 +174,6 @@ SUITE = Suite(
     revision=1,
     title="Attention weights",
     explanation="Where the last token of a prompt looks: at the requested answer, or at irrelevant text (noise). "
-    "Differential attention is meant to move weight from noise to the answer.",
+    "Differential attention is meant to move weight from noise to the answer. Chance is even attention to all tokens.",
+    main_charts=("attention_layers: answer", "attention_layers: noise", "attention_layers"),
 )
