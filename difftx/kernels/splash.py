@@ -33,7 +33,7 @@ def attention(
     """
     call = functools.partial(_softmax_attention, window=window, sharding=sharding, max_side=max_side)
     outs_BTHE = [call(q_BTHGd[..., g, :], k_BSKGd[..., g, :], v_BSKE, segment_ids_BT) for g in range(q_BTHGd.shape[3])]
-    return outs_BTHE[0] if lam_BTH is None else difference(*outs_BTHE, lam_BTH)
+    return outs_BTHE[0] if lam_BTH is None else difference(outs_BTHE[0], outs_BTHE[1], lam_BTH)
 
 
 def _softmax_attention(q_BTHd, k_BSKd, v_BSKE, segment_ids_BT, *, window, sharding, max_side) -> jax.Array:
