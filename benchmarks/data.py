@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.console_tables import console, median_and_range, numbers_table
 from difftx.config import MeshConfig
 from difftx.config.recipes import load_config
-from difftx.data.loader import HostSlice, Loader, host_batches
+from difftx.data.loader import HostBatches, Loader
 from difftx.data.packing import best_fit
 from difftx.data.sources import load_sources
 from difftx.data.store import FORMAT, sha256_of, shard_file, write_meta
@@ -140,15 +140,13 @@ def make_batches(changes: dict[str, str], store: Path, args: argparse.Namespace,
         devices=jax.devices()[:1],
     )
     prefetch = config.data.prefetch_batches
-    on_host = host_batches(HostSlice(sources.examples, args.rows, np.arange(args.rows)), prefetch)
+    on_host = HostBatches(sources.examples, args.rows, np.arange(args.rows)).iterator(prefetch)
     placed = Loader(
-        sources.examples,
+        sources,
         batch_rows=args.rows,
         prefetch_batches=prefetch,
         sharding=jax.NamedSharding(mesh, Layout().act_BT),
-        signature={},
         vocab_size=config.model.embeddings,
-        where=sources.where,
     )
     return Stages(host=lambda: next(on_host), device=lambda: jax.block_until_ready(next(placed)))
 

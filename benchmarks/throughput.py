@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import grain
 import jax
 import numpy as np
 import rich.console
@@ -30,7 +29,7 @@ from difftx.commands.flags import Parser
 from difftx.config import Config
 from difftx.config.recipes import load_config
 from difftx.data.loader import Batch, Loader
-from difftx.data.sources import load_sources
+from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import run_command
 from difftx.evals.throughput import COMPARED, median_ratio, pair, random_rows
@@ -184,17 +183,16 @@ def format_table(spec: str, contestants: list[Contestant], how: str) -> rich.tab
 def _batches(config: Config, mesh: jax.sharding.Mesh) -> Iterator[Batch]:
     """Return batches of the config's data, or of random tokens if it names none."""
     if config.data.path is None and not config.data.sources:
-        examples = grain.MapDataset.source(random_rows(config, RANDOM_ROWS)).shuffle(seed=config.data.seed).repeat()
+        rows = random_rows(config, RANDOM_ROWS)
+        sources = Sources(config.data, train={"random": rows}, valid={}, signature={}, notes=())
     else:
-        examples = load_sources(config.data, load_tokenizer(config.data.tokenizer)).examples
+        sources = load_sources(config.data, load_tokenizer(config.data.tokenizer))
     return Loader(
-        examples,
+        sources,
         batch_rows=config.batch_rows,
         prefetch_batches=config.data.prefetch_batches,
         sharding=jax.NamedSharding(mesh, Layout().act_BT),
-        signature={},
         vocab_size=config.model.embeddings,
-        where=lambda example: f"example {example}",
     )
 
 

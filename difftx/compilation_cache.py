@@ -25,7 +25,9 @@ def enable(where: str = "auto") -> None:
     """
     settings: dict[str, bool | float | str] = {"jax_enable_compilation_cache": False}
     if where != "off":
-        folder = user_folder() / f"compiled-{_cpu_features(Path('/proc/cpuinfo'))}" if where == "auto" else Path(where)
+        user_folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "difftx"
+        features = _cpu_features(Path("/proc/cpuinfo"))
+        folder = user_folder / f"compiled-{features}" if where == "auto" else Path(where)
         if not _is_writable(folder):
             if where == "auto":
                 return  # As in a container whose user has no home. Programs are then compiled at each start.
@@ -38,11 +40,6 @@ def enable(where: str = "auto") -> None:
         os.environ[variable] = str(value)
         if "jax" in sys.modules:  # JAX has read the variables already.
             sys.modules["jax"].config.update(name, value)
-
-
-def user_folder() -> Path:
-    """Return the folder for files of difftx in the user's cache folder. It may not exist."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "difftx"
 
 
 def _cpu_features(cpuinfo: Path) -> str:

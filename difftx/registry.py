@@ -75,11 +75,6 @@ class Registry[T](Mapping[str, T]):
                 hint = did_you_mean(name, self._entries) + EXTENSION_HINT
                 raise UserError(f"{name!r}: no such {self.kind}.{hint}")
 
-    def module_of(self, name: str) -> str | None:
-        """Return the name of the module that has an entry, or None if the entry was registered or is imported."""
-        entry = self._entries[name]
-        return entry.partition(":")[0] if isinstance(entry, str) else None
-
     def __getitem__(self, name: str) -> T:
         self.check([name])
         entry = self._entries[name]
@@ -150,18 +145,13 @@ def _own_imports(folder: Path, file: Path, content: bytes) -> Iterator[Path]:
 
 def _file_of(name: tuple[str, ...], folder: Path) -> Path | None:
     """Return the file of a module if it is in `folder`, else None."""
+    # A module of this name may have been loaded from elsewhere. A module of ext/ may have the name "ext.helper".
     loaded = getattr(sys.modules.get(".".join(name)), "__file__", None)
-    # A module of ext/ may have the name "ext.helper". Folders below `folder`, such as .venv/, have installed packages.
-    others = [place for place in map(Path.resolve, map(Path, sys.path)) if not place.is_relative_to(folder)]
-    for place in (folder, *others):
+    for place in (folder, *(place for place in map(Path.resolve, map(Path, sys.path)) if place in folder.parents)):
         for found in (place.joinpath(*name, "__init__.py"), place.joinpath(*name).with_suffix(".py")):
-            # A module of this name may have been loaded from elsewhere. `Path.is_file` raises errors of permissions.
-            if not os.path.isfile(found) or (loaded and found.resolve() != Path(loaded).resolve()):
-                continue
-            if place == folder:
+            is_loaded = not loaded or found.resolve() == Path(loaded).resolve()
+            if is_loaded and found.is_relative_to(folder) and os.path.isfile(found):  # `Path.is_file` raises errors.
                 return found
-            if found.resolve().is_relative_to(folder):
-                return found.resolve()
     return None
 
 

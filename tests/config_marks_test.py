@@ -52,23 +52,7 @@ def test_each_leaf_of_the_schema_has_one_effect():
     [
         (Effect.START, {"checkpoint.init_from", "checkpoint.branch_from"}),
         (Flag.PRESET, {"mesh.data", "mesh.fsdp", "mesh.tensor", "model.remat", "train.accumulation"}),
-        (
-            Flag.LOCATION,
-            {f"data.{name}" for name in ("path", "sources", "tokenizer", "end_of_text")}
-            | {f"eval.{suite}.tasks.{part}" for suite in ("icl", "math") for part in ("train", "test")}
-            | {"eval.needle.haystack", "eval.hallucination.sets.path", "eval.test.path"}
-            | {"eval.bigrams_path", "eval.harness.data_path", "eval.harness.include_path"},
-        ),
-        (Flag.HEADER, {"eval.bigrams_path"}),
         (Flag.SEED, {"train.seed", "data.seed"}),
-        (Flag.CONVERSION, {f"model.{name}" for name in ("head_norm", "head_norm_eps", "init", "init_std")}),
-        (
-            Flag.PROCESS,
-            {
-                f"data.{name}"
-                for name in ("path", "sources.path", "tokenizer", "end_of_text", "cache_path", "cache_mib")
-            },
-        ),
     ],
 )
 def test_fields_with_a_mark(mark, names):

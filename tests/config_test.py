@@ -7,7 +7,6 @@ import re
 import pytest
 from conftest import ROOT
 
-from difftx.commands.config_reference import reference_page
 from difftx.config import EvalConfig, fields
 from difftx.config.build import config_from_dict, override
 from difftx.config.recipes import default_config, load_config
@@ -189,18 +188,14 @@ def test_a_recipe_by_size_explains_what_a_size_is(size):
         ("model.num_layers", "2.5", ["model.num_layers", "'2.5'", "an integer"]),
         ("model.remat", "ful", ["model.remat", "'ful'", "Did you mean 'full'"]),
         ("logging.tensorboard", "yes", ["logging.tensorboard", "true or false"]),
-        ("optimizer.learning_rate", "-1", ["optimizer.learning_rate=-1.0", "positive"]),
-        ("optimizer.learning_rate", "nan", ["optimizer.learning_rate=nan"]),
         ("optimizer.final_learning_rate", "1", ["optimizer.final_learning_rate=1.0", "learning_rate=0.004, the peak"]),
         ("train.global_batch_tokens", "1000", ["train.global_batch_tokens=1000", "use 1024"]),
         ("optimizer.warmup_steps", "100000", ["optimizer.warmup_steps=100000", "train.steps"]),
         ("optimizer.warmup_steps", "0.9999", ["optimizer.warmup_steps=0.9999", "train.steps=550"]),
         ("optimizer.warmup_fraction", "0.1", ["no such field. Did you mean 'optimizer.warmup_steps'?"]),
-        ("optimizer.decay_steps", "0", ["optimizer.decay_steps=0", "positive"]),
         ("optimizer.muon.split", "head", ["optimizer.muon.split", "Did you mean 'heads'"]),
         ("data.valid_fraction", "1.5", ["data.valid_fraction=1.5"]),
         ("mesh.data", "-1", ["mesh=", "only one axis"]),
-        ("mesh.tensor", "0", ["mesh.tensor=0"]),
         ("model", "1", ["model is a group", "d_model"]),
         ("data.path.x", "1", ["data.path is a value"]),
         ("data.sources", "books", ["data.sources=books", "JSON", '"name": …, "path": …, "weight": …']),
@@ -216,9 +211,7 @@ def test_a_recipe_by_size_explains_what_a_size_is(size):
         ),
         ("data.packing", "bestfit", ["data.packing", "Did you mean 'best_fit'"]),
         ("data.upsampling.share", "1.0", ["data.upsampling.share=1.0"]),
-        ("data.upsampling.longer_than_tokens", "0", ["data.upsampling.longer_than_tokens=0"]),
         ("data.synthetic.pairs", "5000", ["data.synthetic.vocab_size=8192", "5000 different keys", "at least 10002"]),
-        ("data.synthetic.seed", "-1", ["data.synthetic.seed=-1"]),
     ],
 )
 def test_a_wrong_override_names_field_value_and_fix(field, value, expected):
@@ -312,18 +305,6 @@ def test_missing_fields_take_the_defaults_of_the_schema():
     for broken, reason in (([], "expected"), ({"model": 3}, "model")):
         with pytest.raises(UserError, match=reason):
             config_from_dict(broken)
-
-
-def test_the_reference_page_is_up_to_date():
-    assert (ROOT / "docs" / "config.md").read_text() == reference_page(), (
-        "run: python -m difftx.commands.config_reference > docs/config.md"
-    )
-
-
-def test_every_field_has_a_meaning():
-    rows = [line for line in reference_page().splitlines() if line.startswith("| `")]
-    assert len(rows) > 150
-    assert not [row for row in rows if row.endswith("|  |")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -421,12 +402,6 @@ def test_the_papers_configs_initialise_as_the_official_code(specs, zero):
     """The paper's configs do not have the initialisation that is better at 0.1M parameters."""
     models = [load_config(str(ROOT / "configs" / spec), {}).model for spec in specs]
     assert {(m.init, m.zero_init_output) for m in models} == {("fan_in", zero)}
-
-
-def test_the_checkpoints_that_the_paper_evaluates_are_kept():
-    config = load_config(str(ROOT / "configs" / "diff_3b.py:diff"), {})
-    assert config.checkpoint.keep_every_steps == 10_000
-    assert 10_000 % config.checkpoint.every_steps == 0
 
 
 BUCKET_FIELDS = ("data.path", "data.tokenizer", "data.sources.1.path", "checkpoint.init_from", "checkpoint.branch_from")

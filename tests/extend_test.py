@@ -1,6 +1,5 @@
 """The files and commands of docs/extend.md, in a folder outside the repository."""
 
-import ast
 import csv
 import dataclasses
 import gzip
@@ -218,14 +217,6 @@ def test_an_extension_loads_if_a_file_that_it_may_import_later_is_not_python(pro
     texts = {"own.py": "def f(): import later_helper\n", "later_helper.py": text}
     first = project("own.py", texts)
     assert project("own.py", texts | {"later_helper.py": text + b" "}).sha256 != first.sha256
-
-
-def test_the_modules_of_an_extension_are_read_once(project, monkeypatch):
-    read, parse = [], ast.parse
-    monkeypatch.setattr(ast, "parse", lambda *args: read.append(args) or parse(*args))
-    twice = "from difftx import registry\nregistry.COLOURS.register('blue')(1)\nimport own_helper\n"
-    project("own.py", {"own.py": twice, "own_helper.py": "RATE = 1\n"})
-    assert len(read) == 2
 
 
 def test_the_hash_of_an_extension_without_such_modules_is_that_of_its_file(own_registry, tmp_path):

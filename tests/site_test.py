@@ -14,7 +14,6 @@ from conftest import ROOT
 from helpers.page_commands import check_line, commands_of, fences, inline_commands, stray_commands
 from helpers.pages import DOCS
 
-from benchmarks import reference_tables
 from difftx.errors import UserError
 from difftx.inference.trained_run import TrainedRun
 from difftx.model.architectures import ARCHITECTURES
@@ -155,12 +154,6 @@ def test_code_of_all_pages_is_valid(page):
             compile(block, page.name, "exec")
         elif language == "json":
             json.loads(block)
-
-
-def test_the_generated_table_is_up_to_date():
-    assert reference_tables.PAGE.read_text() == reference_tables.with_table(), (
-        "run: python benchmarks/reference_tables.py"
-    )
 
 
 @pytest.fixture(scope="module")

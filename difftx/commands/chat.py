@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from difftx.commands.flags import Parser, PathFlag, add_weights_flag
-from difftx.commands.generate import NEW_TOKENS, SEEDS
+from difftx.commands.generate import NEW_TOKENS
 from difftx.config.build import parse_text
-from difftx.config.fields import types_of
+from difftx.config.fields import Positive, Seed, types_of
 from difftx.errors import UserError, did_you_mean, printable
 from difftx.inference.sampling import Sampling, derived_seed
 from difftx.parallel import multihost
@@ -69,19 +69,14 @@ class Settings:
     """Settings that lines such as "/seed 7" change."""
 
     sampling: Sampling
-    tokens: int = NEW_TOKENS  # Largest number of new tokens.
-    seed: int = 0  # Seed of the next answer.
+    tokens: Positive[int] = NEW_TOKENS  # Largest number of new tokens.
+    seed: Seed = 0  # Seed of the next answer.
 
     def changed(self, name: str, value: str) -> "Settings":
         """Return the settings after the line "/name value". Raise `UserError` if the value is not valid."""
-        group = self if name in ("tokens", "seed") else self.sampling
-        number = parse_text(value, types_of(type(group))[name], f"/{name}")
-        if group is not self:
-            return dataclasses.replace(self, sampling=dataclasses.replace(group, **{name: number}))
-        least, most = (1, SEEDS) if name == "tokens" else (0, SEEDS - 1)
-        if not least <= number <= most:
-            raise UserError(f"/{name} {value}: must lie in {least} … {most}")
-        return dataclasses.replace(self, **{name: number})
+        group = self if name in types_of(Settings) else self.sampling
+        changed = dataclasses.replace(group, **{name: parse_text(value, types_of(type(group))[name], f"/{name}")})
+        return changed if isinstance(changed, Settings) else dataclasses.replace(self, sampling=changed)
 
 
 CHANGES = ("temperature", "top_p", "top_k", "repetition_penalty", "tokens", "seed")

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from difftx.commands.flags import Parser, PathFlag, add_extension_flag, prepare_process
+from difftx.commands.flags import CountFlag, Parser, PathFlag, add_extension_flag, prepare_process
 from difftx.errors import UserError, printable
 from difftx.files import UNLOCKED, list_folder
 
@@ -26,7 +26,8 @@ def main(arguments: Sequence[str]) -> int:
     parsers["diff"].add_argument("b", help="another step or folder")
     parsers["diff"].add_argument("--values", action="store_true", help="also print the norm of each array's difference")
     parsers["quarantine"].add_argument("--step", type=int, required=True, help="step of the checkpoint")
-    parsers["prune"].add_argument("--keep", type=int, help="number of newest checkpoints to keep, and no others")
+    keep = "number of newest checkpoints to keep, and no others"
+    parsers["prune"].add_argument("--keep", action=CountFlag, help=keep)
     parsers["prune"].add_argument("--yes", action="store_true", help="delete; without --yes, only print the names")
     options = parser.parse_args(arguments)
     prepare_process(options)

@@ -20,7 +20,6 @@ from difftx.training.checkpoint import arrays, protocol
 from difftx.training.checkpoint.manifest import (
     MANIFEST,
     QUARANTINED,
-    contents_of,
     quarantined_in,
     read_manifest,
     step_folders,
@@ -95,8 +94,6 @@ def prune(workdir: AnyPath, keep: int | None, yes: bool) -> None:
     that do not verify or cannot be read are kept. If no checkpoint verifies, none is deleted. With `yes`, raise
     `UserError` while training uses the directory.
     """
-    if keep is not None and keep < 1:
-        raise UserError(f"--keep={keep} must be at least 1")
     config, folder = read_config(workdir), workdir / "checkpoints"
     lock = lock_workdir(workdir, config.multihost, wait_seconds=0) if yes else contextlib.nullcontext()
     with lock as owner:
@@ -129,19 +126,15 @@ def _problem(folder: AnyPath, *, content: bool) -> str | UnreadableError | None:
 
 def _value_changes(a: AnyPath, b: AnyPath) -> Iterator[str]:
     """Yield a line for each array that has the same shape but different values in the two checkpoints."""
-    old, new = _read_arrays(a), _read_arrays(b)
-    for name, x in old.items():
-        y = new.get(name)
-        if y is None or x.shape != y.shape:
+    old, new = read_manifest(a), read_manifest(b)
+    for name in old.arrays:
+        if name not in new.arrays or old.arrays[name][0] != new.arrays[name][0]:
             continue
-        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        folders = (a / old.contents, b / new.contents)
+        x, y = (np.asarray(arrays.read_part(f, arrays.open_array(f, name)), np.float64) for f in folders)
         norm = np.linalg.norm(y - x)
         if norm > 0 or not np.isfinite(norm):
             yield f"{name}: ‖difference‖ {norm:.4g}, ‖before‖ {np.linalg.norm(x):.4g}, ‖after‖ {np.linalg.norm(y):.4g}"
-
-
-def _read_arrays(folder: AnyPath) -> dict[str, np.ndarray]:
-    return arrays.read_arrays(contents_of(folder), read_manifest(folder).arrays)
 
 
 def find(folder: AnyPath, name: str) -> AnyPath:

@@ -9,7 +9,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from difftx.commands.flags import Parser, PathFlag, add_weights_flag
+from difftx.commands.flags import CountFlag, Parser, PathFlag, add_weights_flag
 from difftx.config import Config
 from difftx.config.recipes import load_config
 from difftx.errors import UserError, install_hint, printable
@@ -35,7 +35,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--step", type=int, help="step of the run's checkpoint; default: the newest")
     add_weights_flag(parser)
     parser.add_argument("--config", metavar="FILE.py[:ARG]", help="config of the new run")
-    parser.add_argument("--shard_mib", type=int, default=SHARD_MIB, help="largest size of a safetensors file")
+    size = "largest size of a safetensors file"
+    parser.add_argument("--shard_mib", action=CountFlag, default=SHARD_MIB, help=size)
     method = "make a differential model of a Transformer; see docs/differentialize.md"
     parser.add_argument("--differential", choices=METHODS, help=method)
     chosen = "heads that dex corrects: the half of each layer with the highest entropy on data.path, or all"
@@ -79,8 +80,6 @@ def _checked(options: argparse.Namespace, overrides: Mapping[str, str]) -> Confi
     require_writable(options.out)
     if options.verify:
         _require_transformers({options.source, options.target})
-    if options.shard_mib < 1:
-        raise UserError(f"--shard_mib={options.shard_mib} must be at least 1")
     if options.source != OURS:
         if options.step is not None:
             raise UserError("--step selects a checkpoint of a run; it requires --from=difftx")

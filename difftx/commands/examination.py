@@ -37,6 +37,7 @@ from difftx.parallel.mesh import make_mesh
 from difftx.storage.paths import AnyPath, BucketPath, is_bucket, path_of
 from difftx.training import kernel_measurement
 from difftx.training.checkpoint.manifest import package_versions, steps_in
+from difftx.training.checkpoint.retention import steps_to_keep
 from difftx.training.fit import fit
 from difftx.training.run import Run, fit_to_devices
 from difftx.training.state import state_bytes
@@ -256,12 +257,10 @@ def _examine_config(options: argparse.Namespace, config: Config, findings: Findi
 
 def _most_checkpoints(config: Config) -> int:
     """Return the largest number of checkpoints that a run has at a time, the one that is being written included."""
-    steps, checkpoint = config.train.steps, config.checkpoint
-    saved = [*range(checkpoint.every_steps, steps, checkpoint.every_steps), steps]
-    kept = set(saved[-checkpoint.keep - 1 :])  # The run has the most checkpoints while it writes the last one.
-    if checkpoint.keep_every_steps is not None:
-        kept.update(step for step in saved if step % checkpoint.keep_every_steps == 0)
-    return min(len(saved), len(kept) + (checkpoint.keep_best is not None))
+    steps, every, best = config.train.steps, config.checkpoint.every_steps, config.checkpoint.keep_best is not None
+    saved = list(range(every, steps, every))  # The run has the most checkpoints while it writes the last one.
+    kept = steps_to_keep(dataclasses.replace(config.checkpoint, keep_best=None), saved, Path())
+    return 1 + min(len(saved), len(kept) + best)
 
 
 def show(findings: Findings) -> None:

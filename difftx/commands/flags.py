@@ -5,21 +5,22 @@ Examples are `--config.train.steps=10`, `--config.train.steps 10`, `--config.dat
 """
 
 import argparse
+import functools
 import glob
 import logging
 import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import difftx.model.architectures  # noqa: F401  # It finds the groups of architectures in names of fields.
 from difftx import compilation_cache
 from difftx.config import Config
-from difftx.config.build import annotation_of
-from difftx.config.fields import marks, options, types_of
+from difftx.config.build import annotation_of, parse_text
+from difftx.config.fields import Positive, marks, options, types_of
 from difftx.config.recipes import is_json, load_config, recipe_names
 from difftx.config.synonyms import field_named, flag_named
 from difftx.errors import UserError, closest
@@ -152,14 +153,30 @@ def add_extension_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--extension", action="append", type=Path, default=[], metavar="FILE.py", help=text)
 
 
-class PathFlag(argparse.Action):
-    """The action of a flag for a local path or one in a bucket. A `type` would hide the messages of `path_of`."""
+class CheckedFlag(argparse.Action):
+    """The action of a flag whose value is `read(flag, text)`. A `type` would hide the messages of `read`."""
+
+    def __init__(self, *arguments: Any, read: Callable[[str, str], Any], **options: Any):
+        super().__init__(*arguments, **options)
+        self._read = read
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, flag: str | None = None
     ) -> None:
-        """Set the flag's path."""
-        setattr(namespace, self.dest, path_of(str(flag), value))
+        """Set the flag's value."""
+        setattr(namespace, self.dest, self._read(flag or self.dest, value))
+
+
+# The action of a flag for a local path or one in a bucket.
+PathFlag: Any = functools.partial(CheckedFlag, read=path_of)
+
+
+def value_flag(annotation: Any) -> Any:
+    """Return the action of a flag whose value has the type and rules of a config field, such as `Positive[float]`."""
+    return functools.partial(CheckedFlag, read=lambda flag, text: parse_text(text, annotation, flag))
+
+
+CountFlag: Any = value_flag(Positive[int])  # The action of a flag for a positive integer.
 
 
 def add_weights_flag(parser: argparse.ArgumentParser) -> None:

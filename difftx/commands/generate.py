@@ -7,7 +7,9 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from difftx.commands.flags import Parser, PathFlag, add_weights_flag, require_file_path
+from difftx.commands.flags import CountFlag, Parser, PathFlag, add_weights_flag, require_file_path, value_flag
+from difftx.config.build import parse
+from difftx.config.fields import Seed
 from difftx.data.records import Record, read_records
 from difftx.errors import UserError, printable
 from difftx.files import write_atomically
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     from difftx.inference.generate import Request
 
 NEW_TOKENS = 256  # Default of --new_tokens if the context has room for so many.
-SEEDS = 2**32
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -35,13 +36,16 @@ def main(arguments: Sequence[str]) -> int:
     add_weights_flag(parser)
     completions = "objects with completions; default: stdout"
     parser.add_argument("--out", action=PathFlag, metavar="FILE.jsonl", help=completions)
-    parser.add_argument("--batch_rows", type=int, default=16, help="prompts of a file that are completed together")
-    parser.add_argument("--new_tokens", type=int, help=f"at most; default: {NEW_TOKENS}, or what the context holds")
+    rows = "prompts of a file that are completed together"
+    parser.add_argument("--batch_rows", action=CountFlag, default=16, help=rows)
+    tokens = f"at most; default: {NEW_TOKENS}, or what the context holds"
+    parser.add_argument("--new_tokens", action=CountFlag, help=tokens)
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the most likely token")
     parser.add_argument("--top_k", type=int, help="sample among this number of most likely tokens")
     parser.add_argument("--top_p", type=float, help="sample among the most likely tokens that reach this probability")
     parser.add_argument("--repetition_penalty", type=float, help="above 1: repeated tokens become less likely")
-    parser.add_argument("--seed", type=int, default=0, help="of the samples; in a file, hashed with a prompt's index")
+    seed = "of the samples; in a file, hashed with a prompt's index"
+    parser.add_argument("--seed", action=value_flag(Seed), default=0, help=seed)
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated")
     multihost.add_flags(parser)
     parser.epilog = "--mesh.field=value changes a field of the run's mesh"
@@ -76,12 +80,6 @@ def _check(options: argparse.Namespace) -> None:
         if options.prompts is None:
             raise UserError(f"--out={options.out} requires --prompts; the completion of --prompt is printed")
         require_file_path("--out", options.out)
-    if not 0 <= options.seed < SEEDS:
-        raise UserError(f"--seed={options.seed} must lie in 0 … 2**32 - 1")
-    for flag in ("batch_rows", "new_tokens"):
-        value = getattr(options, flag)
-        if value is not None and value < 1:
-            raise UserError(f"--{flag}={value} must be at least 1")
     if "" in options.stop:
         raise UserError("--stop='' is empty; give a text")
 
@@ -97,9 +95,7 @@ def _read_prompts(options: argparse.Namespace) -> list[tuple[Record, int]]:
         elif "prompt" in record.values:
             raise UserError(f"{record.name} has both prompt and messages; remove one of them")
         seed = record.values.get("seed", derived_seed(options.seed, i))
-        if type(seed) is not int or not 0 <= seed < SEEDS:
-            raise UserError(f"{record.name}: seed={seed!r} must be an integer in 0 … 2**32 - 1")
-        prompts.append((record, seed))
+        prompts.append((record, parse(seed, Seed, f"{record.name}: seed")))
     return prompts
 
 

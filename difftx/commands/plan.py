@@ -10,10 +10,12 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
-from difftx.commands.flags import Parser, add_config_flag, require_file_path
+from difftx.commands.flags import Parser, add_config_flag, require_file_path, value_flag
 from difftx.config import Config
 from difftx.config.build import override
+from difftx.config.fields import Positive, Rule
 from difftx.config.recipes import load_config
 from difftx.data.tokenizers import with_vocabulary
 from difftx.errors import UserError
@@ -29,13 +31,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--topology", required=True, help=topologies)
     parser.add_argument("--search", action="store_true", help="try remat policies, accumulation and meshes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the numbers")
-    parser.add_argument("--hbm_gib", type=float, help="memory per device in GiB; default: that of its kind")
-    parser.add_argument("--efficiency", type=float, default=0.6, help="assumed share of the largest speed")
+    memory = "memory per device in GiB; default: that of its kind"
+    parser.add_argument("--hbm_gib", action=value_flag(Positive[float]), help=memory)
+    share = Annotated[float, Rule(lambda share: 0 < share <= 1, " must be positive and at most 1")]
+    speed = "assumed share of the largest speed"
+    parser.add_argument("--efficiency", action=value_flag(share), default=0.6, help=speed)
     args, overrides = parser.parse(arguments)
-    if args.hbm_gib is not None and not args.hbm_gib > 0:
-        raise UserError(f"--hbm_gib={args.hbm_gib} must be positive")
-    if not 0 < args.efficiency <= 1:
-        raise UserError(f"--efficiency={args.efficiency} must lie between 0 and 1")
     if args.json is not None:
         require_file_path("--json", args.json)
     topology = parse_topology(args.topology)

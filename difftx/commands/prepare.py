@@ -14,7 +14,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from difftx.commands.flags import Parser, add_extension_flag, prepare_process
+from difftx.commands.flags import CountFlag, Parser, PathFlag, add_extension_flag, prepare_process, value_flag
+from difftx.config.fields import UnitHalfOpen
 from difftx.data.prepare import assembly
 from difftx.data.prepare.job import Job, describe, input_states, open_job, with_states
 from difftx.data.prepare.readers import HALF_PAIR, Fields, Source, sources_of
@@ -35,17 +36,19 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--input", required=True, help=f"{paths}; or hf:NAME[:SPLIT[:CONFIG]]")
     parser.add_argument("--tokenizer", required=True, help="as data.tokenizer: a name, a file or a folder")
     parser.add_argument("--end_of_text", help="end-of-text token, if the files of the tokenizer do not name it")
-    parser.add_argument("--out", required=True, help="folder of the store, also in a bucket")
+    parser.add_argument("--out", action=PathFlag, required=True, help="folder of the store, also in a bucket")
     parser.add_argument("--valid_input", help="separate validation text; no other documents are then held out")
-    parser.add_argument("--valid_fraction", type=float, default=0.01, help="share of documents held out (%(default)s)")
+    share = "share of documents held out (%(default)s)"
+    parser.add_argument("--valid_fraction", action=value_flag(UnitHalfOpen), default=0.01, help=share)
     parser.add_argument("--text_field", default="text", help="field of JSON lines and tables (%(default)s)")
     parser.add_argument("--prompt_field", help="field that precedes each text; the loss does not count its tokens")
     parser.add_argument("--messages_field", help="field with a conversation; the loss counts the assistant's messages")
     date = "date that the chat template writes, such as 2026-01-31"
     parser.add_argument("--date", type=datetime.datetime.fromisoformat, help=date)
     parser.add_argument("--id_field", help="field whose value `difftx data show` prints with each document")
-    parser.add_argument("--workers", type=int, default=processors, help="number of processes; default: one per core")
-    parser.add_argument("--shard_tokens", type=int, default=2**27, help="tokens per shard (%(default)s)")
+    workers = "number of processes; default: one per core"
+    parser.add_argument("--workers", action=CountFlag, default=processors, help=workers)
+    parser.add_argument("--shard_tokens", action=CountFlag, default=2**27, help="tokens per shard (%(default)s)")
     parser.add_argument("--runner", default=LOCAL, help="local, or a runner of Apache Beam: direct, dataflow, flink …")
     parser.add_argument("--runner_options", default="", help="for Beam, such as '--region=europe-west4 --project=p'")
     parser.add_argument("--on_error", choices=("stop", "skip"), default="stop", help="for unreadable documents")
@@ -53,7 +56,6 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     _check(options)
     prepare_process(options)
-    options.out = path_of("--out", options.out)
     require_writable(options.out)
     names = {field.name for field in dataclasses.fields(Job)}
     job = Job(
@@ -71,28 +73,25 @@ def _check(options: argparse.Namespace) -> None:
             raise UserError(f"--{name}={value}: not UTF-8; rename it, or name a link to it")
     if options.extension and options.runner != LOCAL:
         raise UserError(f"--extension={options.extension[0]}: only --runner={LOCAL} reads with extensions")
-    if not 0 <= options.valid_fraction < 1:
-        raise UserError(f"--valid_fraction={options.valid_fraction} must lie in [0, 1)")
     if options.messages_field is not None and options.prompt_field is not None:
         raise UserError("--messages_field and --prompt_field are both set; a conversation has its own prompts")
     if options.date is not None and options.messages_field is None:
         raise UserError(f"--date={options.date:%Y-%m-%d}: only chat templates write dates; set --messages_field too")
-    for name in ("workers", "shard_tokens"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name}={getattr(options, name)} must be positive")
 
 
 def prepare(job: Job) -> int:
     """Prepare a store and print a summary of it. Return the exit code: 0, or 75 after a signal."""
-    sources = with_states(_sources(job))
+    sources = _sources(job)
+    states = input_states(sources)
+    sources = with_states(sources, states)
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGINT, _interrupt)
     try:
         with Workers(job) if job.runner == LOCAL else contextlib.nullcontext(BeamWorkers(job)) as workers:
-            description = describe(job, sources)
-            with open_job(job, description, sources) as owner:
+            description = describe(job, sources, states)
+            with open_job(job, description) as owner:
                 if owner is not None:
-                    _write_store(job, sources, description, workers, owner)
+                    _write_store(job, sources, states, description, workers, owner)
         _print_summary(job)
     except KeyboardInterrupt:
         print(f"stopped; the same command resumes from the finished files in {job.work}", file=sys.stderr)
@@ -134,13 +133,11 @@ def _is_below(out: AnyPath, folder: AnyPath) -> bool:
 def _write_store(
     job: Job,
     sources: Sequence[Source],
+    states: dict[str, list[Any]],
     description: dict[str, Any],
     workers: Workers | BeamWorkers,
     owner: Owner,
 ) -> None:
-    states = input_states(sources)
-    for line in (*assembly.discard_corrupt_units(job), *assembly.discard_corrupt_shards(job)):
-        print(line, file=sys.stderr)
     workers.encode_units(sources)
     for name, state in input_states(sources).items():
         if state != states[name]:

@@ -1,7 +1,8 @@
 """The config schema: frozen dataclasses that declare all config fields."""
 
+import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from difftx.config.data import SYNTHETIC, DataConfig
@@ -33,6 +34,11 @@ class Config(Group):
     guards: GuardsConfig
     eval: EvalConfig
     logging: LoggingConfig
+
+    def but(self, **groups: Mapping[str, Any]) -> "Config":
+        """Return the config with other values of some fields, as in `config.but(mesh={"tensor": 4})`."""
+        changed = {name: dataclasses.replace(getattr(self, name), **fields) for name, fields in groups.items()}
+        return dataclasses.replace(self, **changed)
 
     @property
     def batch_rows(self) -> int:

@@ -113,44 +113,37 @@ class CachedObject:
         """Return bytes `start` … `stop - 1`. Raise `UserError` if the object does not have the blocks of the hashes."""
         first, last = start // BLOCK_BYTES, block_count(stop)
         content = bytearray(self._cache.read(self._slot + first, last - first))
-        missing = [
-            block for block in range(first, last) if not self._is_right(block, self._block_of(content, first, block))
-        ]
-        for pause in (*objects.REREAD_SECONDS, None):
-            if missing:
-                missing = [block for run in self._fetch(missing, content, first) for block in run]
-            if not missing:
-                return memoryview(content)[start - first * BLOCK_BYTES : stop - first * BLOCK_BYTES]
-            if pause is not None:
-                time.sleep(pause)
-        raise UserError(
-            f"{self._path}: changed since the store was opened, or corrupt: bytes from {missing[0] * BLOCK_BYTES} on "
-            "do not have the hash in the store; restore it, or prepare the store again"
-        )
+        pauses = iter((0.0, *objects.REREAD_SECONDS))
+        while wrong := self._wrong_blocks(content, first, last):
+            if (pause := next(pauses, None)) is None:
+                raise UserError(
+                    f"{self._path}: changed since the store was opened, or corrupt: bytes from "
+                    f"{wrong[0] * BLOCK_BYTES} on do not have the hash in the store; restore it, or prepare the store "
+                    "again"
+                )
+            time.sleep(pause)
+            self._fetch(wrong, content, first)
+        return memoryview(content)[start - first * BLOCK_BYTES : stop - first * BLOCK_BYTES]
 
-    def _fetch(self, missing: list[int], content: bytearray, first: int) -> Iterator[list[int]]:
-        """Read blocks into `content`, which begins at block `first`, and into the cache. Yield those that are wrong."""
-        runs = list(_runs(missing))
+    def _wrong_blocks(self, content: bytearray, first: int, last: int) -> list[int]:
+        """Return the blocks that do not have their hashes. `content` has blocks `first` … `last - 1`."""
+        wrong = []
+        for block in range(first, last):
+            start = (block - first) * BLOCK_BYTES
+            stop = start + min(BLOCK_BYTES, self._size - block * BLOCK_BYTES)
+            if xxhash.xxh3_64_intdigest(memoryview(content)[start:stop]) != self._hashes[block]:
+                wrong.append(block)
+        return wrong
+
+    def _fetch(self, blocks: list[int], content: bytearray, first: int) -> None:
+        """Read blocks, which may be wrong, into the cache and into `content`, which begins at block `first`."""
+        runs = list(_runs(blocks))
         ranges = [(run[0] * BLOCK_BYTES, min((run[-1] + 1) * BLOCK_BYTES, self._size)) for run in runs]
         for run, found in zip(runs, objects.read_ranges(self._path, ranges), strict=True):
-            stored = memoryview(b"" if found is None else found.content)
-            wrong = [block for block in run if not self._is_right(block, self._block_of(stored, run[0], block))]
-            if wrong:
-                yield wrong
-            for good in _runs(sorted(set(run) - set(wrong))):
-                begin, end = good[0] - run[0], good[-1] + 1 - run[0]
-                part = stored[begin * BLOCK_BYTES : end * BLOCK_BYTES]
-                at = (good[0] - first) * BLOCK_BYTES
-                content[at : at + len(part)] = part
-                self._cache.write(self._slot + good[0], part)
-
-    def _block_of(self, content: bytearray | memoryview, first: int, block: int) -> memoryview:
-        """Return a block of a content that begins with block `first`."""
-        size = min(BLOCK_BYTES, self._size - block * BLOCK_BYTES)
-        return memoryview(content)[(block - first) * BLOCK_BYTES :][:size]
-
-    def _is_right(self, block: int, content: memoryview) -> bool:
-        return xxhash.xxh3_64_intdigest(content) == self._hashes[block]
+            if found is not None:
+                start = (run[0] - first) * BLOCK_BYTES
+                content[start : start + len(found.content)] = found.content
+                self._cache.write(self._slot + run[0], memoryview(found.content))
 
 
 def _hashes(content: Buffer) -> list[int]:

@@ -6,6 +6,7 @@ reads only the rows that its devices hold.
 
 import concurrent.futures
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 
 from difftx.data.mixture import begun
 from difftx.data.packing import Row, Rows, RowSource
+from difftx.data.sources import Sources
 from difftx.errors import UserError, shown
 
 
@@ -32,53 +34,62 @@ class Batch:
     is_real_BT: Any = None  # bool. False for padding, and for rows that fill a batch. None in batches to train on.
 
 
-@dataclasses.dataclass(frozen=True)
-class HostSlice:
-    """The rows that one process loads, as a data source for grain."""
+class HostBatches:
+    """The rows of each global batch that one process loads, as a data source for grain."""
 
-    examples: Any  # Rows with random access: a grain.MapDataset, a Shuffled or a Mixture.
-    batch_rows: int  # Number of rows in a global batch.
-    rows_here: np.ndarray  # Indices of this process's rows in a global batch, ascending.
+    def __init__(self, examples: Any, batch_rows: int, rows_here: np.ndarray, threads: int = 1):
+        """Take endless examples with random access, and the result of `rows_of_process`."""
+        self._examples, self._batch_rows, self._rows_here = examples, batch_rows, rows_here
+        self._read_rows = row_reader(threads)
 
     def __len__(self) -> int:
         # The length of endless examples is sys.maxsize. Half of it leaves room for what grain adds to a length.
-        return min(len(self.examples) // self.batch_rows * len(self.rows_here), sys.maxsize // 2)
+        return min(len(self._examples) // self._batch_rows, sys.maxsize // 2)
 
-    def __getitem__(self, index: int) -> Row:
-        batch, row = divmod(index, len(self.rows_here))
-        return self.examples[batch * self.batch_rows + int(self.rows_here[row])]
+    def __getitem__(self, index: int) -> Rows:
+        return self._read_rows(self._examples, (index * self._batch_rows + self._rows_here).tolist())
+
+    def iterator(self, prefetch: int) -> grain.DatasetIterator[Rows]:
+        """Return an iterator of the batches. A thread reads `prefetch` batches ahead."""
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)
+        return iter(grain.MapDataset.source(self).to_iter_dataset(options))
+
+
+def row_reader(threads: int) -> Callable[[Any, Iterable[int]], Rows]:
+    """Return a function that reads rows of a source by their indices, `threads` of them at a time, and stacks them."""
+    # A store on a local disk is read twice as fast without threads.
+    map_ = concurrent.futures.ThreadPoolExecutor(threads, "difftx rows").map if threads > 1 else map
+
+    def read(source: Any, indices: Iterable[int]) -> Rows:
+        rows: list[Row] = list(map_(source.__getitem__, indices))
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+    return read
 
 
 class Loader(Iterator[Batch]):
-    """An endless iterator of sharded batches. Its state is the number of examples consumed, and of their tokens.
-
-    `examples`, `signature` and `where` are those of `Sources`, and `sharding` is that of the `[B, T]` arrays.
-    `threads` rows are read at a time.
-    """
+    """An endless iterator of sharded batches. Its state is the number of examples consumed, and of their tokens."""
 
     def __init__(
         self,
-        examples: Any,
+        sources: Sources,
         *,
         batch_rows: int,
         prefetch_batches: int,
-        threads: int = 1,
         sharding: jax.sharding.NamedSharding,
-        signature: dict[str, Any],
         vocab_size: int,
-        where: Callable[[int], str],
     ):
-        self._rows_here = rows_here(sharding, batch_rows)
-        self._source = HostSlice(examples, batch_rows, self._rows_here)
-        self._iterator = host_batches(self._source, prefetch_batches, threads)
-        self._batch_rows, self._sharding, self._signature = batch_rows, sharding, signature
-        self._vocab_size, self._where = vocab_size, where
+        """Take the sharding of the `[B, T]` arrays. The ids of all batches must be below `vocab_size`."""
+        self._rows_here = rows_of_process(sharding, batch_rows)
+        batches = HostBatches(sources.examples, batch_rows, self._rows_here, sources.threads)
+        self._iterator = batches.iterator(prefetch_batches)
+        self._sources, self._batch_rows, self._sharding, self._vocab_size = sources, batch_rows, sharding, vocab_size
         self._consumed = 0  # Number of examples, including those that a rewind skips.
         self.tokens = 0  # Number of tokens in all batches of the run so far, padding included.
 
     def __next__(self) -> Batch:
         rows = next(self._iterator)
-        check_ids(rows, self._vocab_size, lambda row: self._where(self._consumed + int(self._rows_here[row])))
+        check_ids(rows, self._vocab_size, lambda row: self._sources.where(self._consumed + int(self._rows_here[row])))
         batch = make_batch(rows, self._batch_rows, self._sharding)
         self._consumed += self._batch_rows
         self.tokens += batch.tokens_BT.size
@@ -88,14 +99,15 @@ class Loader(Iterator[Batch]):
         def abstract(x_T: np.ndarray) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((self._batch_rows, *x_T.shape), x_T.dtype, sharding=self._sharding)
 
-        return Batch(**{f"{name}_BT": abstract(x_T) for name, x_T in self._source[0].items()})
+        return Batch(**{f"{name}_BT": abstract(x_T) for name, x_T in self._sources.examples[0].items()})
 
     def state(self) -> dict[str, Any]:
-        return {"examples": self._consumed, "tokens": self.tokens, "signature": self._signature}
+        return {"examples": self._consumed, "tokens": self.tokens, "signature": self._sources.signature}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue after the examples consumed when `state` was saved. Raise `UserError` if the data are different."""
-        if changes := signature_changes(*(begun(s, state["examples"]) for s in (state["signature"], self._signature))):
+        signatures = state["signature"], self._sources.signature
+        if changes := signature_changes(*(begun(each, state["examples"]) for each in signatures)):
             raise UserError(
                 f"the checkpoint was made with other data: {', '.join(changes)}; restore what changed, "
                 "or start a new --workdir"
@@ -116,37 +128,8 @@ def signature_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return [f"{name} {shown(before)} → {shown(after)}" for name, (before, after) in pairs.items() if before != after]
 
 
-class ConcurrentBatches:
-    """The batches of a `HostSlice`, each read by several threads, as a data source for grain."""
-
-    def __init__(self, source: HostSlice, threads: int):
-        self._source, self._rows_per_batch = source, len(source.rows_here)
-        self._pool = concurrent.futures.ThreadPoolExecutor(threads, "difftx rows")
-
-    def __len__(self) -> int:
-        return len(self._source) // self._rows_per_batch
-
-    def __getitem__(self, index: int) -> Rows:
-        start = index * self._rows_per_batch
-        return stacked(self._pool.map(self._source.__getitem__, range(start, start + self._rows_per_batch)))
-
-
-def host_batches(source: HostSlice, prefetch: int, threads: int = 1) -> grain.DatasetIterator[Rows]:
-    """Return an iterator of batches with the rows of one process. A thread reads `prefetch` batches ahead."""
-    if threads > 1:
-        batches = grain.MapDataset.source(ConcurrentBatches(source, threads))
-    else:
-        batches = grain.MapDataset.source(source).batch(len(source.rows_here))
-    return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)))
-
-
-def stacked(rows: Iterable[Row]) -> Rows:
-    """Return arrays with an axis of rows before that of tokens."""
-    rows = list(rows)
-    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-
-
-def rows_here(sharding: jax.sharding.NamedSharding, batch_rows: int) -> np.ndarray:
+@functools.cache
+def rows_of_process(sharding: jax.sharding.NamedSharding, batch_rows: int) -> np.ndarray:
     """Return the indices, in ascending order, of the rows of a global batch that this process's devices hold."""
     # The indices may have gaps, and several processes may hold the same row, because the mesh follows the interconnect
     # of a pod and not the boundaries of its hosts.
@@ -169,9 +152,9 @@ def check_ids(rows: Rows, vocab_size: int, where: Callable[[int], str]) -> None:
             )
 
 
-def make_batch(rows_of_process: Rows, batch_rows: int, sharding: jax.sharding.NamedSharding) -> Batch:
-    """Make a global batch of `batch_rows` rows. `rows_of_process` holds this process's rows (`rows_here`)."""
-    here = rows_here(sharding, batch_rows)
+def make_batch(rows: Rows, batch_rows: int, sharding: jax.sharding.NamedSharding) -> Batch:
+    """Make a global batch of `batch_rows` rows. `rows` are those of this process (`rows_of_process`)."""
+    here = rows_of_process(sharding, batch_rows)
 
     def global_array(x_here: np.ndarray) -> jax.Array:
         def shard(index: Any) -> np.ndarray:  # `index` has a slice of the rows and a slice of the tokens.
@@ -179,7 +162,7 @@ def make_batch(rows_of_process: Rows, batch_rows: int, sharding: jax.sharding.Na
 
         return jax.make_array_from_callback((batch_rows, x_here.shape[1]), sharding, shard)
 
-    return Batch(**{f"{name}_BT": global_array(x_here) for name, x_here in rows_of_process.items()})
+    return Batch(**{f"{name}_BT": global_array(x_here) for name, x_here in rows.items()})
 
 
 def ordered_batches(
@@ -187,17 +170,16 @@ def ordered_batches(
 ) -> Iterator[Batch]:
     """Yield the first `limit_tokens` tokens of a source as batches. Rows with a loss mask of 0 pad the last batch."""
     total = ordered_rows(source, limit_tokens)
-    here = rows_here(sharding, batch_rows)
-    with concurrent.futures.ThreadPoolExecutor(source.threads) as pool:
-        for start in range(0, total, batch_rows):
-            indices = np.minimum(start + here, total - 1).tolist()  # Copies of the last row serve as padding.
-            rows = stacked((pool.map if source.threads > 1 else map)(source.__getitem__, indices))
-            check_ids(rows, vocab_size, lambda row, indices=indices: f"{source.name}: row {indices[row]}")
-            is_filler = start + here >= total
-            rows["loss_mask"][is_filler] = 0
-            row_tokens = np.where(is_filler, 0, [source.row_tokens(index) for index in indices])
-            rows["is_real"] = np.arange(source.sequence_length) < row_tokens[:, None]
-            yield make_batch(rows, batch_rows, sharding)
+    here, read_rows = rows_of_process(sharding, batch_rows), row_reader(source.threads)
+    for start in range(0, total, batch_rows):
+        indices = np.minimum(start + here, total - 1).tolist()  # Copies of the last row serve as padding.
+        rows = read_rows(source, indices)
+        check_ids(rows, vocab_size, lambda row, indices=indices: f"{source.name}: row {indices[row]}")
+        is_filler = start + here >= total
+        rows["loss_mask"][is_filler] = 0
+        row_tokens = np.where(is_filler, 0, [source.row_tokens(index) for index in indices])
+        rows["is_real"] = np.arange(source.sequence_length) < row_tokens[:, None]
+        yield make_batch(rows, batch_rows, sharding)
 
 
 def ordered_rows(source: RowSource, limit_tokens: int) -> int:

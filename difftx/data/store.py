@@ -24,7 +24,7 @@ from difftx.config.data import DataConfig
 from difftx.data.blocks import BlockCache, CachedObject, block_count
 from difftx.errors import RunError, UserError
 from difftx.files import read_file, sha256_of, size_of, write_atomically
-from difftx.json_files import read_json, schema_error, with_sha256, without_sha256
+from difftx.json_files import read_json, with_sha256, without_sha256
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath, BucketPath, is_bucket, path_of
 
@@ -32,16 +32,6 @@ META = "meta.json"
 FORMAT = 1
 RESTORE = "restore it, or prepare the store again"
 SPLITS = ("train", "valid")
-KINDS = {"tokens", "offsets", "ids", "prompts", "blocks"}
-SHARD = {"documents": int, "tokens": int, "bytes": int, "sha256": {"tokens": str, "offsets": str, "blocks": str}}
-SPLIT = {"documents": int, "tokens": int, "bytes": int, "duplicates": int, "shards": [SHARD]}
-META_SCHEMA = {
-    "dtype": str,
-    "tokenizer": {"name": str, "vocabulary_sha256": str, "vocab_size": int, "end_of_text": int},
-    "empty": int,
-    "skipped": int,
-    "splits": dict.fromkeys(SPLITS, SPLIT),
-}
 
 
 class TokenStore:
@@ -290,22 +280,7 @@ def read_meta(folder: str | AnyPath) -> dict[str, Any]:
     meta = without_sha256(meta)
     if meta is None:
         raise UserError(f"{path}: corrupt, its SHA-256 is not that of its text; {RESTORE}")
-    if why := schema_error(meta, META_SCHEMA) or _invalid_value(meta):
-        raise UserError(f"{path}: invalid: {why}; prepare the store again")
     return meta
-
-
-def _invalid_value(meta: dict[str, Any]) -> str | None:
-    if meta["dtype"] not in ("uint16", "uint32"):
-        return f"dtype: {meta['dtype']!r}"
-    for split in SPLITS:
-        for shard in meta["splits"][split]["shards"]:
-            # Reject unknown kinds, because a kind becomes part of a file name.
-            if not shard["documents"] or not shard["sha256"].keys() <= KINDS:
-                return f"splits.{split}: a shard has no documents, or files of an unknown kind"
-            if ("prompts" in shard["sha256"]) != ("prompts" in meta["splits"][split]["shards"][0]["sha256"]):
-                return f"splits.{split}: some shards have prompts, and some have none"
-    return None
 
 
 def write_meta(folder: AnyPath, meta: dict[str, Any]) -> None:
@@ -318,7 +293,7 @@ def write_meta(folder: AnyPath, meta: dict[str, Any]) -> None:
 
 
 def shard_file(folder: AnyPath, split: str, index: int, kind: str) -> AnyPath:
-    """Return the path of one of a shard's files; `kind` is one of `KINDS`."""
+    """Return the path of one of a shard's files; `kind` is its name in `meta.json`."""
     return folder / split / f"{index:05d}.{kind}"
 
 

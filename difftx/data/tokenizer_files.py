@@ -8,11 +8,9 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from difftx.data.byte_level import BYTES_OF
 from difftx.data.chat_template import ChatTemplate
@@ -121,8 +119,8 @@ class JsonTokenizer(FileTokenizer):
         self.prefix = tuple(encoded.ids[:length])
         self._bytes_of = self._byte_rule()
 
-    def encode_to_numpy(self, text: str, *, continues: bool = False) -> np.ndarray:
-        return np.array(self._encode(text, chat=False, continues=continues), np.uint32)
+    def encode_ordinary(self, text: str, *, continues: bool = False) -> list[int]:
+        return self._encode(text, chat=False, continues=continues)
 
     def encode_chat(self, text: str, *, continues: bool = False) -> list[int]:
         return self._encode(text, chat=True, continues=continues)
@@ -233,17 +231,17 @@ class SentencePieceTokenizer(FileTokenizer):
         is_bpe = trainer.model_type == trainer.BPE and trainer.byte_fallback and not trainer.treat_whitespace_as_suffix
         self.transformers_class = "LlamaTokenizer" if is_bpe and options == ("identity", True, False, True) else None
 
-    def encode_to_numpy(self, text: str, *, continues: bool = False) -> np.ndarray:
-        return np.array(self._encode(text, continues=continues), np.uint32)
+    def encode_ordinary(self, text: str, *, continues: bool = False) -> list[int]:
+        return (self._continuing if continues else self._model).encode(_without_surrogates(text))
 
     def encode_chat(self, text: str, *, continues: bool = False) -> list[int]:
         ids: list[int] = []
         end = 0
         for found in self._names.finditer(text):
-            ids += self._encode(text[end : found.start()], continues=continues or bool(ids))
+            ids += self.encode_ordinary(text[end : found.start()], continues=continues or bool(ids))
             ids.append(self._vocabulary[found[0]])
             end = found.end()
-        return ids + self._encode(text[end:], continues=continues or bool(ids))
+        return ids + self.encode_ordinary(text[end:], continues=continues or bool(ids))
 
     def decode(self, tokens: Sequence[int]) -> str:
         text = ""
@@ -269,9 +267,6 @@ class SentencePieceTokenizer(FileTokenizer):
         prefix = [self.prefix] if self.prefix else []
         return json_sha256([self._content.hex(), sorted(self._special.items()), self.eot_token, *prefix])
 
-    def _encode(self, text: str, *, continues: bool) -> list[int]:
-        return (self._continuing if continues else self._model).encode(_without_surrogates(text))
-
 
 def _special_entries(settings: Mapping[str, Any]) -> list[str | dict[str, Any]]:
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
@@ -284,14 +279,13 @@ def _content(token: Any) -> Any:
     return token["content"] if isinstance(token, dict) else token
 
 
-def _parts(component: dict[str, Any] | None, name: str) -> Iterator[dict[str, Any]]:
-    """Yield a normalizer, pre-tokenizer or decoder, or the parts of a sequence of them, in the list `name`."""
-    if component is not None:
-        if component["type"] == "Sequence":
-            for part in component[name]:
-                yield from _parts(part, name)
-        else:
-            yield component
+def _parts(component: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    """Return a normalizer, pre-tokenizer or decoder, or the parts of a sequence of them, in the list `name`."""
+    if component is None:
+        return []
+    if component["type"] != "Sequence":
+        return [component]
+    return [part for inner in component[name] for part in _parts(inner, name)]
 
 
 def _without_leading_space(raw: dict[str, Any]) -> dict[str, Any]:
@@ -325,8 +319,4 @@ def _with_byte_fallback(token: str) -> bytes:
 
 def _without_surrogates(text: str) -> str:
     """Return a text with U+FFFD in place of each half of a surrogate pair, which tiktoken encodes so too."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

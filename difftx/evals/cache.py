@@ -1,15 +1,13 @@
 """Suite `cache`: other suites with a compressed key/value cache, by its size (docs/suites.md)."""
 
-import dataclasses
-
 import jax
 
 from difftx.config import Config
 from difftx.config.model import CacheConfig
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
-from difftx.evals.inner import check_inner, evaluate_inner, named, require_quantizable, title_of, varying
-from difftx.evals.result import Heatmap, LineChart, Number, Result, Series
+from difftx.evals.inner import charts_of, check_inner, evaluate_inner, named, require_quantizable
+from difftx.evals.result import Number, Result
 from difftx.evals.suite import Suite
 from difftx.inference.decode import cache_bytes_per_token
 from difftx.training.run import Run
@@ -24,29 +22,17 @@ def evaluate(evaluation: Evaluation) -> Result:
     found = evaluate_inner(evaluation, run.config.eval.cache.suites, configs, "suites by cache")
     size = {name: bytes_per_token(evaluation, config) for name, config in configs.items()}
     numbers = {f"bytes_per_token_{name}": Number(value, "bytes per token", "lower") for name, value in size.items()}
-    # The caches of a line in the charts, from the smallest to the whole one.
+    texts = {"title": "by the size of the cache", "x_label": "bytes of the cache per token of a full row"}
+    ascending = sorted(size, key=size.__getitem__)
     kinds = {
-        kind: sorted((name for name in configs if name == WHOLE or name.endswith(ending)), key=size.__getitem__)
+        kind: {name: size[name] for name in ascending if name == WHOLE or name.endswith(ending)}
         for kind, ending in (("fewer bits", "_bits"), ("fewer tokens", "_tokens"))
     }
-    charts: list[LineChart | Heatmap] = []
+    charts = []
     for suite, by_config in found.items():
         for config, of_suite in by_config.items():
             numbers |= named(suite, of_suite, config)
-        for name in varying(by_config):
-            series = [
-                Series(name=kind, x=[size[c] for c in of_kind], y=[by_config[c][name] for c in of_kind])
-                for kind, of_kind in kinds.items()
-                if len(of_kind) > 1
-            ]
-            chart = LineChart(
-                name=f"cache_{suite}_{name}",
-                title=f"{title_of(suite, name)} by the size of the cache",
-                x_label="bytes of the cache per token of a full row",
-                y_label=by_config[WHOLE][name].axis,
-                series=series,
-            )
-            charts.append(chart)
+        charts += charts_of(by_config, suite, "cache", kinds, **texts)
     return Result(numbers=numbers, details={"recent_share": run.config.eval.cache.recent_share}, charts=charts)
 
 
@@ -59,10 +45,7 @@ def compressed(config: Config) -> dict[str, Config]:
         tokens = round(share * config.data.sequence_length)
         cache = CacheConfig(tokens=tokens, recent_share=settings.recent_share, chunk_tokens=chunk)
         caches[f"{tokens}_tokens"] = cache
-    return {
-        name: dataclasses.replace(config, model=dataclasses.replace(config.model, cache=cache))
-        for name, cache in caches.items()
-    }
+    return {name: config.but(model={"cache": cache}) for name, cache in caches.items()}
 
 
 def bytes_per_token(evaluation: Evaluation, config: Config) -> float:

@@ -40,12 +40,12 @@ class ItemJournal:
         path = path.with_suffix(f".{json_sha256([settings, weights])[:32]}.items.jsonl")
         self._file = JsonLines(path, owner)
 
-    def start(self, items: Sequence[Any]) -> dict[str, Any]:
-        """Return the stored answers of `items` by item id, in every process."""
+    def start(self, ids: Sequence[str]) -> dict[str, Any]:
+        """Return the stored answers of the items by item id, in every process."""
         rows = self._file.read({"id": str, "answer": object}) if is_primary() else []
         stored, answers = {row["id"]: row["answer"] for row in rows}, {}
-        for group in itertools.batched(items, DECISION_ITEMS):
-            stored_answers = {item.id: stored[item.id] for item in group if item.id in stored}
+        for group in itertools.batched(ids, DECISION_ITEMS):
+            stored_answers = {name: stored[name] for name in group if name in stored}
             answers |= decide_on_primary(lambda stored_answers=stored_answers: stored_answers, DECISION_SECONDS)
         return answers
 
@@ -146,19 +146,20 @@ class Evaluation:
         items as a microbatch has rows. Progress is shown under the name `what`. The same settings must always give the
         same items. The `id` of an item is unique within the suite.
         """
-        answers = {} if self.journal is None else self.journal.start(items)
-        left = [item for item in items if item.id not in answers]
+        ids = [item.id for item in items]  # An id may be the hash of a long text.
+        answers = {} if self.journal is None else self.journal.start(ids)
+        left = [(name, item) for name, item in zip(ids, items, strict=True) if name not in answers]
         batches = itertools.batched(left, batch_items or self.run.microbatch_rows)
         with self.work.task(what, len(left)) as advance:
-            for item in items:
-                if item.id not in answers:  # This is the first item of the next batch.
-                    batch = next(batches)
-                    new_answers = dict(zip((member.id for member in batch), answer_batch(batch), strict=True))
+            for name, item in zip(ids, items, strict=True):
+                if name not in answers:  # This is the first item of the next batch.
+                    new_ids, batch = zip(*next(batches), strict=True)
+                    new_answers = dict(zip(new_ids, answer_batch(batch), strict=True))
                     answers |= new_answers
                     if self.journal is not None:
                         self.journal.add(new_answers)
                     advance(len(batch))
-                yield item, answers[item.id]
+                yield item, answers[name]
 
 
 def perplexity(loss: float) -> float:

@@ -9,7 +9,7 @@ from difftx.config import Config
 from difftx.errors import UserError, did_you_mean
 from difftx.evals import SUITES
 from difftx.evals.evaluation import Evaluation
-from difftx.evals.result import Number
+from difftx.evals.result import LineChart, Number, Series
 from difftx.training.run import Run
 
 type Numbers = Mapping[str, Number]
@@ -78,13 +78,24 @@ def require_quantizable(field: str, names: Sequence[str]) -> Sequence[str]:
     return names
 
 
-def varying(of_suite: Mapping[str, Numbers]) -> list[str]:
-    """Return the names of the numbers that depend on the config. Constants, such as numbers of tokens, do not."""
-    first = next(iter(of_suite.values()))
-    return [name for name in first if len({numbers[name] for numbers in of_suite.values()}) > 1]
+def charts_of(
+    by_config: Mapping[str, Numbers], suite: str, prefix: str, lines: Mapping[str, Mapping[str, float]], **texts: str
+) -> list[LineChart]:
+    """Return a chart for each number that depends on the config. Constants, such as numbers of tokens, do not.
 
-
-def title_of(suite: str, name: str) -> str:
-    """Return the title of a suite's number in charts of several suites."""
-    label = name.replace("_", " ")
-    return label if name == suite else f"{suite}: {label}"
+    `lines` has the configs of each line, with their positions on the x-axis, in ascending order. A line needs two.
+    `texts` are the end of the charts' `title`, and the `x_label`.
+    """
+    charts = []
+    for name, number in next(iter(by_config.values())).items():
+        if len({numbers[name] for numbers in by_config.values()}) > 1:
+            label = name.replace("_", " ")
+            series = [
+                Series(name=line, x=list(x_of.values()), y=[by_config[config][name] for config in x_of])
+                for line, x_of in lines.items()
+                if len(x_of) > 1
+            ]
+            title = f"{label if name == suite else f'{suite}: {label}'} {texts['title']}"
+            labels = {"x_label": texts["x_label"], "y_label": number.axis}
+            charts.append(LineChart(name=f"{prefix}_{suite}_{name}", title=title, series=series, **labels))
+    return charts

@@ -1,11 +1,11 @@
 """Suite `quantize`: other suites with attention in few bits (Figure 8 of the paper; docs/suites.md)."""
 
-import dataclasses
+from typing import Any
 
 from difftx.config import Config
 from difftx.evals.evaluation import Evaluation
-from difftx.evals.inner import check_inner, evaluate_inner, named, require_quantizable, title_of, varying
-from difftx.evals.result import Heatmap, LineChart, Result, Series
+from difftx.evals.inner import charts_of, check_inner, evaluate_inner, named, require_quantizable
+from difftx.evals.result import Result
 from difftx.evals.suite import Suite
 from difftx.model.architectures import ARCHITECTURES
 
@@ -23,22 +23,13 @@ def evaluate(evaluation: Evaluation) -> Result:
     configs = {str(bits): quantized(config, bits) for bits in settings.bits}
     found = evaluate_inner(evaluation, settings.suites, configs, "suites by bits")
     all_rounded, one_rounded = ROUNDED[settings.rounded]
-    numbers = {}
-    charts: list[LineChart | Heatmap] = []
+    texts = {"title": f"by the bits of {all_rounded}", "x_label": f"bits of {one_rounded}; 16: not quantised"}
+    ascending = {str(bits): float(bits) for bits in sorted(settings.bits)}
+    numbers, charts = {}, []
     for suite, by_bits in found.items():
         for bits, of_suite in by_bits.items():
             numbers |= named(suite, of_suite, f"{bits}_bits")
-        for name in varying(by_bits):
-            points = sorted((float(bits), of_suite[name]) for bits, of_suite in by_bits.items())
-            x, y = (list(axis) for axis in zip(*points, strict=True))
-            chart = LineChart(
-                name=f"quantize_{suite}_{name}",
-                title=f"{title_of(suite, name)} by the bits of {all_rounded}",
-                x_label=f"bits of {one_rounded}; 16: not quantised",
-                y_label=next(iter(by_bits.values()))[name].axis,
-                series=[Series(name=suite, x=x, y=y)],
-            )
-            charts.append(chart)
+        charts += charts_of(by_bits, suite, "quantize", {suite: ascending}, **texts)
     details = {"rounded": settings.rounded, "granularity": settings.granularity}
     return Result(numbers=numbers, details=details, charts=charts)
 
@@ -48,16 +39,13 @@ def quantized(config: Config, bits: int) -> Config:
     model, settings = config.model, config.eval.quantize
     chosen = None if bits == UNQUANTIZED else bits
     if settings.rounded == "operands":
-        return dataclasses.replace(config, model=dataclasses.replace(model, attention_operand_bits=chosen))
+        return config.but(model={"attention_operand_bits": chosen})
     implementation = model.attention_implementation
     backends = ARCHITECTURES[model.architecture].backends(quantized=chosen is not None)
-    changed = dataclasses.replace(
-        model,
-        attention_logit_bits=chosen,
-        attention_logit_granularity=settings.granularity,
-        attention_implementation=implementation if implementation in backends else "auto",
-    )
-    return dataclasses.replace(config, model=changed)
+    changed: dict[str, Any] = {"attention_logit_bits": chosen, "attention_logit_granularity": settings.granularity}
+    if implementation not in backends:
+        changed["attention_implementation"] = "auto"
+    return config.but(model=changed)
 
 
 SUITE = Suite(

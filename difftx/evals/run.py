@@ -2,30 +2,34 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from difftx.config import Config
 from difftx.config.eval import EvalConfig
-from difftx.config.fields import types_of, values_of
+from difftx.config.fields import entry_type, marks_of, types_of, values_of
+from difftx.config.flag import Flag
+from difftx.data.sources import may_be_store, text_files
+from difftx.data.store import META
 from difftx.errors import UserError
 from difftx.evals import SUITES
 from difftx.evals.evaluation import Evaluation, ItemJournal
-from difftx.evals.inputs import with_contents
 from difftx.evals.result import Result
-from difftx.files import make_folder, size_of
+from difftx.files import make_folder, open_file, sha256_of, size_of
 from difftx.json_files import json_sha256, read_json
 from difftx.parallel.multihost import is_primary
 from difftx.progress import Work
-from difftx.storage.paths import AnyPath, is_bucket
+from difftx.storage.paths import AnyPath, is_bucket, path_of
 from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.checkpoint.reading import Checkpoint
 from difftx.training.run import Run
 
 # Entries of `dependencies` that a result records, so that the report can compare those of two runs.
-OPTIONS = ("eval", "extensions", "devices", "revision")
+OPTIONS = ("eval", "extensions", "devices", "revision", "endpoints")
+HEADER_BYTES = 2**20  # Longest first line that identifies a large file.
 
 
 def check_run(run: Run, suites: Sequence[str]) -> None:
@@ -64,15 +68,15 @@ def evaluate(
                 if not is_bucket(path) and (link := next((p for p in path.parents[:2] if p.is_symlink()), None)):
                     raise UserError(f"{link} is a link, behind which no results are written; move the folder there")
                 make_folder(path.parent)
-            evaluation.journal = ItemJournal(path, digest, weights, run.owner)
+            # A suite may resume with the model's answers and ask another judge.
+            of_answers = json_sha256({key: value for key, value in depends.items() if key != "endpoints"})
+            evaluation.journal = ItemJournal(path, of_answers, weights, run.owner)
             results[name] = result = SUITES[name].evaluate(evaluation)
             if checkpoint is not None:
                 checkpoint.require_unchanged()
             if not is_primary():
                 continue
             options = {option: depends[option] for option in OPTIONS if option in depends}
-            if endpoints := _endpoints(run.config, name):
-                options["endpoints"] = endpoints
             content = {"suite": name, "step": step, "settings": digest, "options": options}
             content |= {"valid": run.data.valid_fingerprints} | source | dataclasses.asdict(result)
             content["measures"] = {number: vars(value) for number, value in result.numbers.items()}
@@ -92,17 +96,8 @@ def stored_result(run: Run, suite: str, step: int, part: WeightsPart = "params")
     if size_of(path) is None:
         return None
     content = read_json(path)
-    if not isinstance(content, dict) or content.get("settings") != settings_sha256(run, suite):
-        return None
-    # `settings_sha256` leaves endpoints out, because a suite may resume with the model's answers and ask another judge.
-    options = content.get("options")
-    recorded = options.get("endpoints", []) if isinstance(options, dict) else None
-    return content if recorded == _endpoints(run.config, suite) else None
-
-
-def settings_sha256(run: Run, suite: str) -> str:
-    """Return the SHA-256 of `dependencies`."""
-    return json_sha256(dependencies(run, suite))
+    is_same = isinstance(content, dict) and content.get("settings") == json_sha256(dependencies(run, suite))
+    return content if is_same else None
 
 
 def dependencies(run: Run, suite: str) -> dict[str, Any]:
@@ -123,15 +118,53 @@ def dependencies(run: Run, suite: str) -> dict[str, Any]:
     # Revisions only increase, so their sum changes with each of them.
     if revision := sum(SUITES[name].revision for name in suites):
         depends["revision"] = revision
+    if endpoints := [url for name in suites if (url := SUITES[name].endpoint(config)) is not None]:
+        depends["endpoints"] = endpoints
     if SUITES[suite].measures_device:
         device = run.mesh.devices.flat[0].device_kind
         depends["devices"] = [device, dict(run.mesh.shape), run.microbatch_rows]
     return depends
 
 
+def with_contents(group: type, values: Mapping[str, Any], fields: Iterable[str]) -> dict[str, Any]:
+    """Return the values of some fields of a group, with the contents of files in place of their paths."""
+    found = {}
+    for name in fields:
+        kind, value = types_of(group)[name], values[name]
+        if value is not None and Flag.LOCATION in marks_of(kind):
+            value = _content(value, is_large=Flag.HEADER in marks_of(kind))
+        elif dataclasses.is_dataclass(kind):
+            value = with_contents(kind, value, value)
+        elif entry := entry_type(kind):
+            value = [with_contents(entry, item, item) for item in value]
+        found[name] = value
+    return found
+
+
+def _content(path: str, *, is_large: bool) -> Any:
+    """Return what identifies the content of a file, the files of a glob, a folder or a store.
+
+    If they cannot be read, return the path: the `check` of the suite reports the error.
+    """
+    try:
+        root = path_of("path", path)
+        if is_large:
+            with open_file(root) as file:
+                return json_sha256(file.readline(HEADER_BYTES).decode(errors="replace"))
+        if not may_be_store(root):
+            # Readers choose the format by the ending of a file's name.
+            return [sha256_of(file) + file.suffix for file in text_files(path)]
+        if size_of(root / META) is not None:  # It has the hashes of the store's other files.
+            return sha256_of(root / META)
+        files = [file for file in Path(path).rglob("*") if file.is_file() and file.parent.name != "__pycache__"]
+        return {str(file.relative_to(path)): sha256_of(file) for file in sorted(files)}
+    except (OSError, UserError):
+        return path
+
+
 def settings_sha256_by_suite(run: Run, suites: Sequence[str]) -> dict[str, str]:
-    """Return `settings_sha256` of each suite, by a name for messages. Processes with other files have other values."""
-    return {f"settings and files of suite {suite}": settings_sha256(run, suite) for suite in suites}
+    """Return the SHA-256 of what each suite depends on, by a name for messages. It differs if files differ."""
+    return {f"settings and files of suite {suite}": json_sha256(dependencies(run, suite)) for suite in suites}
 
 
 def fields_of(config: Config, suite: str) -> tuple[str, ...]:
@@ -155,8 +188,3 @@ def _as_json(value: Any) -> Any:
     if not hasattr(value, "tolist"):
         raise UserError(f"details or charts of a suite contain {value!r}, which is not JSON; convert it in the suite")
     return value.tolist()
-
-
-def _endpoints(config: Config, suite: str) -> list[str]:
-    """Return the addresses of the services that a suite asks."""
-    return [address for name in with_inner(config, suite) if (address := SUITES[name].endpoint(config)) is not None]

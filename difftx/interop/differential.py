@@ -8,7 +8,7 @@ of a new model.
 # Axes of arrays: B = rows, T = tokens, C = selected queries, L = layers, H = heads
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -132,14 +132,11 @@ def differential_params(
         else:
             arrays[name] = by_rows(shape, partial(reader.read, name))
             continue
-        arrays[name] = Streamed(shape, 1, partial(_layers, layer, shape[0]))
+        layers = range(shape[0])
+        arrays[name] = Streamed(
+            shape, 1, lambda layer=layer, layers=layers: (np.asarray(layer(index))[None] for index in layers)
+        )
     return arrays
-
-
-def added_parameters(transformer: ModelConfig, model: ModelConfig) -> tuple[int, int]:
-    """Return the numbers of parameters of the Transformer and of the model that it becomes."""
-    before, after = (sum(map(np.prod, _shapes(config).values())) for config in (transformer, model))
-    return int(before), int(after)
 
 
 def heads_by_entropy(
@@ -228,7 +225,3 @@ def _layer_of(
     K = heads_of(transformer).kv_heads
     sizes = sizes_of(transformer) | {"P": K // 2, "R": transformer.num_heads // K}
     return rearrange(array, axes, new_axes, sizes)
-
-
-def _layers(layer: Callable[[int], np.ndarray], count: int) -> Iterator[np.ndarray]:
-    return (np.asarray(layer(index))[None] for index in range(count))

@@ -1,8 +1,8 @@
 """Reading and writing of config.json in other formats.
 
-The module of a format has `read`, which returns the fields of `model` that a config.json determines, and `write`, which
-returns the fields of config.json that a model determines. Its table `NAMES` has the fields of config.json that have the
-value of a field of `model`. A model can be exported if `read` of what `write` returns is a model of the same function.
+The module of a format has `read`, which returns the model that a config.json describes, and `write`, which returns the
+fields of config.json that a model determines. Its table `NAMES` has the fields of config.json that have the value of a
+field of `model`. A model can be exported if `read` of what `write` returns is a model of the same function.
 """
 
 import operator
@@ -19,7 +19,7 @@ from difftx.config.fields import added_groups, fields_with, flat, options, plain
 from difftx.config.model import RopeScalingConfig
 from difftx.errors import UserError
 from difftx.json_files import TYPE_NAMES, read_json
-from difftx.model.architectures import heads_of
+from difftx.model.architectures import check_attention, heads_of
 
 CONFIG = "config.json"
 # A cache belongs to the engine, and the granularity has no effect without `attention_logit_bits`.
@@ -105,10 +105,20 @@ def with_fields(model: ModelConfig, fields: Mapping[str, Any]) -> ModelConfig:
     return build_group(ModelConfig, raw, "model")
 
 
-def defaults() -> dict[str, Any]:
-    """Return the defaults of `function_fields`, which a model has if its config.json says nothing else."""
-    model = build_group(ModelConfig, {}, "model")
-    return {name: getattr(model, name) for name in function_fields()}
+def model_of(path: Path, raw: dict[str, Any]) -> ModelConfig:
+    """Return the model with the given fields. Errors name the path of the config.json that has them."""
+    try:
+        model = build_group(ModelConfig, raw, "model")
+        check_attention(model)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    return model
+
+
+def determined_fields(format_: ModuleType, model: ModelConfig) -> dict[str, Any]:
+    """Return the fields of a model that the config.json of a format determines."""
+    names = {*function_fields(), *own_function_fields(model), *format_.NAMES.values()}
+    return {name: operator.attrgetter(name)(model) for name in names}
 
 
 def config_json(format_: ModuleType, config: Config, end_of_text: int) -> dict[str, Any]:
@@ -122,7 +132,7 @@ def config_json(format_: ModuleType, config: Config, end_of_text: int) -> dict[s
 def check_model(format_: ModuleType, model: ModelConfig) -> None:
     """Raise `UserError` for a model that a format cannot represent: its config.json is that of another model."""
     written = format_.write(model)
-    other = with_fields(model, format_.read(Fields(Path(CONFIG), written)))
+    other = format_.read(Fields(Path(CONFIG), written))
     ours, theirs = _canonical(model), _canonical(other)
     for name in (*function_fields(), *own_function_fields(model)):
         if ours[name] != theirs[name]:
@@ -167,7 +177,7 @@ def rope_fields(fields: Fields) -> dict[str, Any]:
         raise UserError(f"{fields.path}: {others[0]}={raw[others[0]]!r} cannot be converted with rope type {kind!r}")
     if raw.get("partial_rotary_factor", 1.0) != 1.0 or not all(map(_is_positive, (theta, *scaling.values()))):
         raise UserError(f"{fields.path}: rope_parameters={raw} cannot be converted; its numbers must be positive")
-    return {"rope_theta": float(theta), "rope_scaling": build_group(RopeScalingConfig, scaling, "model.rope_scaling")}
+    return {"rope_theta": float(theta), "rope_scaling": scaling}
 
 
 def _is_positive(value: Any) -> bool:

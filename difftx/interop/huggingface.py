@@ -4,7 +4,7 @@ from typing import Any
 
 from difftx.config import ModelConfig
 from difftx.errors import UserError
-from difftx.interop.fields import Fields, defaults, heads_from, rope_fields, rope_parameters
+from difftx.interop.fields import Fields, heads_from, model_of, rope_fields, rope_parameters
 from difftx.model.architectures import heads_of
 
 CLASSES = {"DiffLlamaForCausalLM": "diff", "LlamaForCausalLM": "transformer", "Qwen2ForCausalLM": "transformer"}
@@ -19,8 +19,8 @@ NAMES = {
 }
 
 
-def read(fields: Fields) -> dict[str, Any]:
-    """Return the fields of `model` that a config.json determines, or raise `UserError` if difftx lacks a feature."""
+def read(fields: Fields) -> ModelConfig:
+    """Return the model that a config.json describes, or raise `UserError` if difftx lacks a feature."""
     path = fields.path
     (name, *_) = fields.get("architectures", list) or ["none"]
     if not isinstance(name, str) or name not in CLASSES:
@@ -39,7 +39,6 @@ def read(fields: Fields) -> dict[str, Any]:
     named = fields.named(NAMES, tie_word_embeddings=False)
     head_dim = fields.get("head_dim", int, named["d_model"] // heads)
     model = {
-        **defaults(),
         "architecture": CLASSES[name],
         **named,
         **heads_from(named["d_model"], groups, heads // groups, kv_heads // groups, head_dim),
@@ -49,7 +48,7 @@ def read(fields: Fields) -> dict[str, Any]:
         "head_norm_eps": named["norm_eps"],  # DiffLlama has only one epsilon.
     }
     fields.refuse_others(*(("sliding_window", "attention_bias") if name == QWEN else ()))  # Without effect there.
-    return model
+    return model_of(path, model)
 
 
 def write(model: ModelConfig) -> dict[str, Any]:

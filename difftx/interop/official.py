@@ -9,7 +9,7 @@ from typing import Any
 
 from difftx.config import ModelConfig
 from difftx.errors import UserError, did_you_mean
-from difftx.interop.fields import Fields, defaults, heads_from
+from difftx.interop.fields import Fields, heads_from, model_of
 from difftx.model.architectures import heads_of
 
 CLASSES = {"MultiheadFlashDiff1": "diff", "MultiheadAttention": "transformer"}
@@ -24,15 +24,14 @@ NAMES = {
 }
 
 
-def read(fields: Fields) -> dict[str, Any]:
-    """Return the fields of `model` that a config.json determines, or raise `UserError` if difftx lacks a feature."""
+def read(fields: Fields) -> ModelConfig:
+    """Return the model that a config.json describes, or raise `UserError` if difftx lacks a feature."""
     name = fields.get("attention", str)
     if name not in CLASSES:
         raise UserError(f"{fields.path}: attention={name!r} cannot be converted.{did_you_mean(name, CLASSES)}")
     groups = 2 if CLASSES[name] == "diff" else 1
     d_model, heads = fields.get("embed_dim", int), fields.get("num_heads", int)
     model = {
-        **defaults(),
         "architecture": CLASSES[name],
         **fields.named(NAMES),
         **heads_from(d_model, groups, heads, fields.get("num_kv_heads", int, heads), d_model // heads // groups),
@@ -40,7 +39,7 @@ def read(fields: Fields) -> dict[str, Any]:
         "head_norm_eps": 1e-5,  # Hard-coded in the official code.
     }
     fields.refuse_others()
-    return model
+    return model_of(fields.path, model)
 
 
 def write(model: ModelConfig) -> dict[str, Any]:

@@ -3,17 +3,15 @@
 The modelling file is copied into each exported folder. difftx never executes the copy.
 """
 
-import operator
 from pathlib import Path
 from typing import Any
 
 from difftx.config import ModelConfig
-from difftx.config.build import build_group
 from difftx.config.fields import values_of
 from difftx.errors import UserError
-from difftx.interop.fields import Fields, function_fields, own_function_fields, rope_fields, rope_parameters
+from difftx.interop.fields import Fields, model_of, rope_fields, rope_parameters
 from difftx.interop.parameters import architectures_of
-from difftx.model.architectures import ARCHITECTURES, check_attention, heads_of
+from difftx.model.architectures import ARCHITECTURES, heads_of
 
 MODELING = Path(__file__).with_name("modeling_difftx.py")
 SERVABLE, EAGER = "DifftxForCausalLM", "DifftxEagerForCausalLM"
@@ -48,34 +46,27 @@ def class_of(path: Path) -> Any:
     return next(iter(Fields(path).get("architectures", list, [None])), None)
 
 
-def read(fields: Fields) -> dict[str, Any]:
-    """Return the fields of `model` that a config.json determines, or raise `UserError` if it contradicts itself."""
+def read(fields: Fields) -> ModelConfig:
+    """Return the model that a config.json describes, or raise `UserError` if it contradicts itself."""
     path = fields.path
     raw = fields.read(*NAMES, "num_noise_heads", "rope_parameters")
     architecture = raw["architecture"]
     if architecture not in (known := architectures_of("hf")):
         raise UserError(f"{path}: architecture={architecture!r} cannot be converted; use one of {', '.join(known)}")
-    rope, exported = rope_fields(fields), ARCHITECTURES[architecture].exported
-    own = {ours: fields.read(theirs)[theirs] for theirs, ours in exported.items()}
+    own = {ours: fields.read(theirs)[theirs] for theirs, ours in ARCHITECTURES[architecture].exported.items()}
     if architecture == "gdla":
         own["output_gate"] = fields.get("output_gate", bool, False)
     model = {
         **{ours: raw[theirs] for theirs, ours in NAMES.items()},
         **_heads(fields, architecture, own),
         **({architecture: own} if own else {}),
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": values_of(rope["rope_scaling"]),
+        **rope_fields(fields),
     }
-    try:
-        built = build_group(ModelConfig, model, "model")
-        check_attention(built)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
+    built = model_of(path, model)
     for name, value in _description(built).items():
         fields.require(name, value)
     fields.refuse_others()
-    names = {*function_fields(), *own_function_fields(built), *NAMES.values()}
-    return {name: operator.attrgetter(name)(built) for name in names}
+    return built
 
 
 def _heads(fields: Fields, architecture: str, own: dict[str, Any]) -> dict[str, int | None]:

@@ -26,14 +26,13 @@ from difftx.interop import huggingface, in_transformers, official, remote_code_c
 from difftx.interop.card import write_card, write_generation_config
 from difftx.interop.differential import (
     Heads,
-    added_parameters,
     differential_model,
     differential_params,
     heads_by_entropy,
     is_changeable,
     require_convertible,
 )
-from difftx.interop.fields import CONFIG, Fields, check_model, config_json, with_fields
+from difftx.interop.fields import CONFIG, Fields, check_model, config_json, determined_fields, with_fields
 from difftx.interop.parameters import Format, architectures_of, export_params, import_params
 from difftx.interop.safetensors import read_folder, write_folder
 from difftx.model.abstract import count_parameters
@@ -74,8 +73,9 @@ def import_run(
     with downloaded(source) as local:
         path = local / CONFIG
         is_ours = format_ == "hf" and remote_code_config.is_ours(path)
-        fields = (huggingface if format_ == "hf" and not is_ours else FORMATS[format_]).read(Fields(path))
-        if format_ == "hf" and not is_ours and fields["architecture"] == "diff":
+        module = huggingface if format_ == "hf" and not is_ours else FORMATS[format_]
+        fields = determined_fields(module, module.read(Fields(path)))
+        if module is huggingface and fields["architecture"] == "diff":
             format_ = "diffllama"
         chosen = config.model
         if dex_heads is not None:
@@ -172,7 +172,7 @@ def _differentialize(
     with jax.set_mesh(mesh):
         arrays = differential_params(ParamsReader(checkpoint, part), config.model, new, chosen_LH)
         save_params(folder, arrays, new, {"tokenizer": tokenizer.fingerprint})
-    before, after = added_parameters(config.model, model)
+    before, after = (count_parameters(each).total for each in (config.model, model))
     return [
         *lines,
         f"parameters: {before:,} in the Transformer, {after - before:,} added, {after:,} now",

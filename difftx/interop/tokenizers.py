@@ -28,7 +28,7 @@ from difftx.data.tokenizer_files import (
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UnreadableError, UserError
 from difftx.files import write_atomically
-from difftx.json_files import read_json, schema_error
+from difftx.json_files import read_json
 from difftx.storage.paths import AnyPath, is_bucket
 
 CL100K = "cl100k_base"
@@ -38,10 +38,6 @@ GENERATION = "generation_config.json"
 # Settings that `export_tokenizer` writes. Others, such as a chat template, need the copied files.
 SETTINGS = {"tokenizer_class", "eos_token", "model_max_length", "clean_up_tokenization_spaces"}
 COPY = "tokenizer"  # Folder of a run directory with the files of an imported model's tokenizer.
-TOKENIZER_SCHEMA = {
-    "model": {"type": str, "vocab": {str: int}, "merges": list},
-    "added_tokens": [{"id": int, "content": str}],
-}
 
 
 def export_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path, model_type: str | None) -> str:
@@ -100,10 +96,9 @@ def import_tokenizer(
     is_plain = settings.keys() <= SETTINGS and settings.get("eos_token", END_OF_TEXT) == END_OF_TEXT
     if end_of_text is None and is_plain and (source / TOKENIZER).is_file():
         theirs = read_json(source / TOKENIZER)
-        if schema_error(theirs, TOKENIZER_SCHEMA) is None and theirs.get("normalizer") is None:
-            for known in (BYTES, name):
-                if _is_same(known, theirs):
-                    return known, load_tokenizer(known), f"tokenizer: that of the model, data.tokenizer={known!r}"
+        for known in (BYTES, name):
+            if _is_same(known, theirs):
+                return known, load_tokenizer(known), f"tokenizer: that of the model, data.tokenizer={known!r}"
     try:
         tokenizer = load_files(source, field="data.tokenizer", end_of_text=end_of_text)
     except UserError as error:  # Such as a missing library, or no end-of-text token.
@@ -196,9 +191,9 @@ def _is_same(name: str, raw: dict[str, Any]) -> bool:
         return False
     try:
         tokenizer = load_tokenizer(name)
-    except (UserError, UnreadableError):
+        return isinstance(tokenizer, TiktokenTokenizer) and _parts(tokenizer_json(tokenizer, name)) == _parts(raw)
+    except (UserError, UnreadableError, LookupError, TypeError, AttributeError):  # `raw` may be any JSON value.
         return False
-    return isinstance(tokenizer, TiktokenTokenizer) and _parts(tokenizer_json(tokenizer, name)) == _parts(raw)
 
 
 def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
@@ -223,4 +218,5 @@ def _parts(raw: dict[str, Any]) -> tuple[Any, ...]:
     added = {token["content"]: token for token in raw["added_tokens"]}  # With flags, such as "special".
     vocabulary = {token: rank for token, rank in model["vocab"].items() if token not in added}
     processor = raw.get("post_processor") or {"type": "ByteLevel"}  # This type changes no ids.
-    return model["type"], vocabulary, merges, added, raw.get("pre_tokenizer"), processor["type"]
+    splits = raw.get("normalizer"), raw.get("pre_tokenizer")
+    return model["type"], vocabulary, merges, added, splits, processor["type"]

@@ -3,7 +3,6 @@
 import os
 import statistics
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -92,12 +91,9 @@ def bucket_speeds(folder: BucketPath) -> dict[str, float]:
     path = folder / f"{objects.PROBE}{uuid.uuid4().hex}"
     content = os.urandom(2**20) * (FILE_BYTES // 2**20)
     try:
-        with tempfile.NamedTemporaryFile() as file:
-            file.write(content)
-            file.flush()
-            start = time.perf_counter()
-            objects.upload(path, file.name)
-            written = time.perf_counter() - start
+        start = time.perf_counter()
+        objects.write(path, content)
+        written = time.perf_counter() - start
         return {"write": FILE_BYTES / written, **object_speeds(path, FILE_BYTES)}
     finally:
         objects.delete([path])

@@ -3,7 +3,6 @@
 Each attempt compiles the train step, which takes seconds to minutes, so the search leaves out attempts that cannot win.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -40,7 +39,7 @@ def search(
             for accumulation in _accumulations(candidate, devices):
                 if fewest is not None and accumulation >= fewest:
                     break
-                attempt = _replace(candidate, model={"remat": remat}, train={"accumulation": accumulation})
+                attempt = candidate.but(model={"remat": remat}, train={"accumulation": accumulation})
                 mesh = " ".join(f"{axis}={n}" for axis, n in make_mesh(attempt.mesh, devices).shape.items())
                 what = f"{mesh}  remat={remat}  accumulation={accumulation}"
                 try:
@@ -72,7 +71,7 @@ def _meshes(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Iterat
         middle = len(fitting) // 2
         for n in sorted({1, *fitting[middle : middle + 1], *fitting[-1:]}):
             fsdp = per_slice // n
-            candidate = _replace(config, mesh={"data": n * slices, "fsdp": fsdp, "tensor": tensor, "preset": "none"})
+            candidate = config.but(mesh={"data": n * slices, "fsdp": fsdp, "tensor": tensor, "preset": "none"})
             fits = persistent / (fsdp * tensor) <= chip.hbm_bytes
             if fits and _accumulations(candidate, devices):
                 yield candidate
@@ -85,16 +84,10 @@ def _accumulations(config: Config, devices: Sequence[jax.Device]) -> list[int]:
     counts = [n for n in counts if config.batch_rows % (n * batch_shards(mesh)) == 0]
     try:
         for count in counts:
-            fit(_replace(config, train={"accumulation": count}), mesh)
+            fit(config.but(train={"accumulation": count}), mesh)
     except UserError:
         return []
     return counts
-
-
-def _replace(config: Config, **groups: dict) -> Config:
-    return dataclasses.replace(
-        config, **{name: dataclasses.replace(getattr(config, name), **fields) for name, fields in groups.items()}
-    )
 
 
 def _rank(result: Estimate) -> tuple[float, ...]:

@@ -75,9 +75,5 @@ def apply_preset(config: Config, *, kind: str, devices: int, parameters: int) ->
     counts = divisors(rows) if rows else [1]
     largest = preset.tokens * context
     accumulation = next((n for n in counts if rows // n * config.data.sequence_length <= largest), counts[-1])
-    return dataclasses.replace(
-        config,
-        mesh=dataclasses.replace(config.mesh, data=data, fsdp=fsdp, tensor=tensor),
-        model=dataclasses.replace(config.model, remat=preset.remat),
-        train=dataclasses.replace(config.train, accumulation=accumulation),
-    )
+    sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
+    return config.but(mesh=sizes, model={"remat": preset.remat}, train={"accumulation": accumulation})

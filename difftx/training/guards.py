@@ -47,7 +47,7 @@ class Rewind:
     cause: dict[str, Any]  # Fields of the journal's entry: reason, bad steps and attempt.
 
     def apply(self, loader: dict[str, Any], earlier: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the data state (`resume.data_state`) of the checkpoint, after this rewind and `earlier` ones."""
+        """Return the state of loader and guard in the checkpoint, after this rewind and `earlier` ones."""
         guard, first = loader["guard"], loader["examples"]
         if guard["rewinds"] and guard["rewinds"][-1]["step"] == self.step:  # An earlier rewind to this checkpoint.
             first = guard["rewinds"][-1]["skipped_examples"][0]
@@ -126,10 +126,10 @@ def log(journal: JsonLines, guard: Guard) -> None:
         journal.rewrite(map(with_sha256, sorted([*entries, *missing], key=lambda entry: entry["attempt"])))
 
 
-def act_on_bad_steps(
-    guard: Guard, *, config: Config, checkpointer: Checkpointer, examples: int, attempt: int
+def decide(
+    guard: Guard, config: Config, checkpointer: Checkpointer, examples: int, attempt: int
 ) -> Rewind | dict[str, Any]:
-    """Return the rewind that follows, or the entry of the journal for the end of the run.
+    """Return the rewind that follows the bad steps, or the entry of the journal for the end of the run.
 
     All processes must call this after `guard` has tripped and the last save has ended. `examples` is the number of
     examples that the run had consumed after the last bad step.

@@ -31,6 +31,7 @@ from difftx.training.workload import attention_workload
 DEADLINE_SECONDS = 60.0  # Time for all kernels.
 KERNEL_SECONDS = 25.0  # Time for one kernel, including its compilation.
 Measured = tuple[dict[str, float], dict[str, str]]  # Milliseconds, or else the reason for a rejection, by kernel.
+Outcomes = dict[str, float | str]  # The same in one dictionary.
 
 
 def has_nvidia_gpu() -> bool:
@@ -60,15 +61,16 @@ def process_count() -> int:
 
 def measured(config: Config) -> Measured:
     """Measure the kernels of a config; the fastest comes first. On GPUs, call this before JAX opens the devices."""
-    milliseconds, rejected = _measured_here(config) if gpu_identity() is None else _measured_by_children(config)
+    outcomes = _measured_here(config) if gpu_identity() is None else _measured_by_children(config)
+    milliseconds = {name: outcome for name, outcome in outcomes.items() if not isinstance(outcome, str)}
+    rejected = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, str)}
     return dict(sorted(milliseconds.items(), key=lambda item: item[1])), rejected
 
 
-def _measured_by_children(config: Config) -> Measured:
+def _measured_by_children(config: Config) -> Outcomes:
     """Measure the kernels in child processes. After a failure, a new child measures the remaining kernels."""
     context, deadline = multiprocessing.get_context("spawn"), time.monotonic() + DEADLINE_SECONDS
-    milliseconds: dict[str, float] = {}
-    rejected: dict[str, str] = {}
+    outcomes: Outcomes = {}
     todo: list[str] | None = None
     extensions = [extension.path for extension in loaded_extensions()]
     # Set by `jax.distributed` if each process has some of the GPUs.
@@ -86,19 +88,19 @@ def _measured_by_children(config: Config) -> Measured:
                 outcome = _received(pipe, min(deadline, time.monotonic() + KERNEL_SECONDS))
                 if isinstance(outcome, str):
                     raise _FailedError(outcome)
-                milliseconds[todo.pop(0)] = outcome
+                outcomes[todo.pop(0)] = outcome
         except _FailedError as error:
             if todo is None:
                 print(printable(f"attention kernels cannot be measured: {error}"), file=sys.stderr, flush=True)
                 break
-            rejected[todo.pop(0)] = str(error)
+            outcomes[todo.pop(0)] = str(error)
             if time.monotonic() > deadline:
-                rejected |= _not_tried(todo)
+                outcomes |= _not_tried(todo)
                 break
         finally:
             child.kill()
             child.join()
-    return milliseconds, rejected
+    return outcomes
 
 
 class _FailedError(Exception):
@@ -153,34 +155,29 @@ def _outcome(workload: Workload, name: str) -> float | str:
         return f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
 
 
-def _measured_here(config: Config) -> Measured:
+def _measured_here(config: Config) -> Outcomes:
     """Measure the kernels in this process.
 
     If a kernel hangs, the process exits with code 1 and a message that suggests a fix.
     """
     last_start = time.monotonic() + DEADLINE_SECONDS - KERNEL_SECONDS
     workload = attention_workload(config, target.device_kind(), jax.device_count())
-    milliseconds: dict[str, float] = {}
-    rejected: dict[str, str] = {}
+    outcomes: Outcomes = {}
     running: list[str] = []
     watchdog = threading.Timer(DEADLINE_SECONDS, _abort, [running])
     watchdog.daemon = True
     watchdog.start()
     for name in workload.candidates():
         if time.monotonic() > last_start:  # The watchdog ends the process even if a kernel is only slow to compile.
-            rejected |= _not_tried([name])
+            outcomes |= _not_tried([name])
             continue
         running[:] = [name]
-        outcome = _outcome(workload, name)
-        if isinstance(outcome, str):
-            rejected[name] = outcome
-        else:
-            milliseconds[name] = outcome
+        outcomes[name] = _outcome(workload, name)
     watchdog.cancel()
-    return milliseconds, rejected
+    return outcomes
 
 
-def _not_tried(names: list[str]) -> dict[str, str]:
+def _not_tried(names: list[str]) -> Outcomes:
     # Without "xla", which compiles for every device, there might be no kernel at all.
     return {name: f"not tried within {DEADLINE_SECONDS:.0f} s" for name in names if name != "xla"}
 

@@ -1,7 +1,6 @@
 """The training loop, which starts again from an earlier checkpoint after too many bad steps."""
 
 import contextlib
-import dataclasses
 import functools
 import json
 import re
@@ -14,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import rich
 
-from difftx.data.loader import Loader
 from difftx.errors import EXIT_FAILED, EXIT_PREEMPTED
 from difftx.json_files import JsonLines, with_sha256
 from difftx.model.flops import PEAK_FLOPS, flops_per_token
@@ -25,11 +23,11 @@ from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.goodput import Goodput, format_goodput
-from difftx.training.guards import Guard, Rewind, act_on_bad_steps, log
+from difftx.training.guards import Guard, log
 from difftx.training.lambda_range import LAMBDA_SPLIT, LambdaRange, lambda_warning
 from difftx.training.metrics import MetricsWriter, read_newest_metrics
 from difftx.training.profile import StepTracer, out_of_memory
-from difftx.training.resume import data_state, rewind, starting_state
+from difftx.training.resume import restore
 from difftx.training.run import Run
 from difftx.training.state import Metrics, make_train_step
 
@@ -59,20 +57,8 @@ def train(
     try:
         run.check_records()
         with run.lock() as run, Monitor(run.config.multihost) as monitor, jax.set_mesh(run.mesh):
-            session = Session(
-                run=run,
-                evaluate=evaluate,
-                exports=exports,
-                train_step=jax.jit(make_train_step(run.config), donate_argnums=0),
-                journal=JsonLines(run.workdir / "journal.jsonl", run.owner),
-                interrupt=interrupt,
-                monitor=monitor,
-                allow_config_change=allow_config_change,
-            )
-            code = Attempt(session, Goodput(time.perf_counter() if began is None else began)).train()
-            while code is None:
-                code = Attempt(session, Goodput(time.perf_counter()), is_first=False).train()
-            return code
+            training = Training(run, evaluate, exports, interrupt, monitor, allow_config_change)
+            return training.run_to_end(time.perf_counter() if began is None else began)
     except jax.errors.JaxRuntimeError as error:
         if explanation := out_of_memory(run.workdir, error):
             raise explanation from error
@@ -81,166 +67,146 @@ def train(
         interrupt.close()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Session:
-    """The objects that all attempts at training in this process share."""
+class Training:
+    """The training of a run in this process: restore, take steps, evaluate and save until the run ends or is stopped.
 
-    run: Run
-    evaluate: Callable[..., Mapping[str, Any]]
-    exports: ModuleType | None
-    train_step: jax.stages.Wrapped  # The result of `make_train_step`, jitted.
-    journal: JsonLines  # Rewinds and stops, for people.
-    interrupt: Interrupt
-    monitor: Monitor
-    allow_config_change: bool
+    After a rewind, the process begins again with the newest checkpoint, as a new process would.
+    """
 
+    def __init__(
+        self,
+        run: Run,
+        evaluate: Callable[..., Mapping[str, Any]],
+        exports: ModuleType | None,
+        interrupt: Interrupt,
+        monitor: Monitor,
+        allow_config_change: bool,
+    ):
+        self._run, self._config, self._evaluate_suites, self._exports = run, run.config, evaluate, exports
+        self._interrupt, self._monitor, self._allow_config_change = interrupt, monitor, allow_config_change
+        self._barrier_timeout = run.config.multihost.barrier_timeout_seconds
+        self._train_step = jax.jit(make_train_step(run.config), donate_argnums=0)
+        self._journal = JsonLines(run.workdir / "journal.jsonl", run.owner)  # Rewinds and stops, for people.
 
-class Attempt:
-    """Training from a checkpoint, or from the start, until the last step, a signal or too many bad steps."""
+    def run_to_end(self, began: float) -> int:
+        """Train, and return the exit code. `began` is the result of `time.perf_counter()` at the start."""
+        self._begin(began)
+        if self._start < self._config.train.steps:
+            self._compile()
+        while (code := self._train()) is None:
+            self._begin(time.perf_counter())
+        return code
 
-    def __init__(self, session: Session, goodput: Goodput, *, is_first: bool = True):
-        """Restore or create the state. `is_first` is False after a rewind in this process."""
-        self._session, self._goodput, self._config = session, goodput, session.run.config
-        self._barrier_timeout = self._config.multihost.barrier_timeout_seconds
-        self._is_first = is_first
-        self._open_objects()
-        self._restore()
-        self._record_start()
-        self._first_example = self._loader.state()["examples"]
-        require_equal_replicas(self._state.params, "start", self._barrier_timeout)
-
-    def _open_objects(self) -> None:
-        """Open the checkpoints and the data of the run, and create the guard. `_restore` sets their states."""
-        run, config = self._session.run, self._config
+    def _begin(self, began: float) -> None:
+        """Restore or create the state, write the files of the run, and drop the records of steps after the start."""
+        run, config = self._run, self._config
+        self._goodput = Goodput(began)
         self._checkpointer = Checkpointer(
             run.workdir,
             config.checkpoint,
             save_seconds=self._barrier_timeout,
             owner=run.owner,
             run_id=run.run_id,
+            on_saved=run.note_save,
         )
-        self._loader = Loader(
-            run.data.examples,
-            batch_rows=config.batch_rows,
-            prefetch_batches=config.data.prefetch_batches,
-            threads=run.data.threads,
-            sharding=run.batch_sharding,
-            signature=run.data.signature,
-            vocab_size=config.model.embeddings,
-            where=run.data.where,
-        )
-        self._guard = Guard(config.guards)
-
-    def _restore(self) -> None:
-        """Set the state and the step to start from: those of a checkpoint, or new ones."""
-        session = self._session
         steps = decide_on_primary(self._checkpointer.steps, self._barrier_timeout)
         with self._goodput.section("restore" if steps else "init"):
-            self._state, self._start, self._source_weights = starting_state(
-                session.run,
-                self._checkpointer,
-                self._loader,
-                self._guard,
-                allow_config_change=session.allow_config_change,
-            )
-        self._step = self._start
-        session.monitor.beat(self._start)
-
-    def _record_start(self) -> None:
-        """Write the files of the run, and open those of the metrics without the steps after the start."""
-        session, config, workdir = self._session, self._config, self._session.run.workdir
+            self._state = restore(run, self._checkpointer, allow_config_change=self._allow_config_change)
+        self._start = self._state.step
+        self._monitor.beat(self._start)
         if is_primary():
-            session.run.write_files(self._source_weights)
+            run.write_files(self._state.source_weights, has_saved=bool(self._checkpointer.steps()))
             # Read goodput before the writer is created, because the writer deletes the rows of later steps.
-            self._goodput.resume(workdir / "metrics.jsonl", self._start)
+            self._goodput.resume(run.workdir / "metrics.jsonl", self._start)
         self._writer = MetricsWriter(
-            workdir,
+            run.workdir,
             config.logging,
             self._start,
             enabled=is_primary(),
-            owner=session.run.owner,
-            run_id=session.run.run_id,
+            owner=run.owner,
+            run_id=run.run_id,
             run_config=json.loads(config.to_json()),
         )
         if is_primary():
-            session.run.owner.check()
-            remove_later_evaluations(workdir, self._start)
-            log(session.journal, self._guard)
-        self._tracer = StepTracer(workdir, config.logging, enabled=is_primary())
+            run.owner.check()
+            remove_later_evaluations(run.workdir, self._start)
+            log(self._journal, self._state.guard)
+        self._tracer = StepTracer(run.workdir, config.logging, enabled=is_primary())
+        require_equal_replicas(self._state.train.params, "start", self._barrier_timeout)
+        attempt = f"attempt {self._writer.attempt}, from step {self._start} to {config.train.steps}"
+        print_on_primary(f"{run.workdir}: {attempt}")
+        self._write_goodput()
 
-    def train(self) -> int | None:
-        """Train, and return the exit code, or None after a rewind, with which the next attempt begins."""
-        config, steps, interrupt = self._config, self._config.train.steps, self._session.interrupt
+    def _compile(self) -> None:
+        """Compile the train step in all processes, before one of them runs it and waits for the others."""
+        display = Work(enabled=is_primary(), is_output=True)
+        with display, self._goodput.section("compile"), display.wait("compiling the train step (first time only)"):
+            self._train_step.lower(self._state.train, self._state.loader.abstract_batch()).compile()
+            # Compilation may take much longer in one process. The heartbeat detects a process that died or froze.
+            barrier("compiled train step", max(self._barrier_timeout, self._config.multihost.watchdog_seconds))
+        self._monitor.beat(self._start)
+
+    def _train(self) -> int | None:
+        """Take steps, and return the exit code, or None after a rewind."""
+        config, steps, interrupt, state = self._config, self._config.train.steps, self._interrupt, self._state
+        guard = state.guard
         display = Work(enabled=is_primary(), is_output=True)
         with display, contextlib.ExitStack() as stack:
             stack.callback(self._tracer.stop)
-            attempt = self._writer.attempt
-            display.note(f"{self._session.run.workdir}: attempt {attempt}, from step {self._start} to {steps}")
-            self._write_goodput()
-            if self._is_first and self._start < steps:
-                self._compile(display)
             self._goodput.switch("train")
             task = display.task("step", steps, done=self._start, label=PROGRESS_LABEL, line=PROGRESS_LINE)
-            reporter = Reporter(self._session.run, self._writer, display, stack.enter_context(task), self._guard)
+            reporter = Reporter(self._run, self._writer, display, stack.enter_context(task), guard)
             self._export(reporter, display, only_if_absent=True)
-            while self._step < steps and self._guard.tripped is None and not interrupt.requested(self._step):
+            while state.step < steps and guard.tripped is None and not interrupt.requested(state.step):
                 self._take_step(reporter)
-                if self._step % config.eval.every_steps == 0 or self._step == steps:
+                if state.step % config.eval.every_steps == 0 or state.step == steps:
                     self._evaluate(reporter, display)
-                if self._step % config.checkpoint.every_steps == 0:
+                if state.step % config.checkpoint.every_steps == 0:
                     self._save(reporter)
                     self._export(reporter, display)
             reporter.flush()
             self._writer.flush()
             self._goodput.switch("save")
             # The last step is saved even if it is bad, because a run is finished once it has that step's checkpoint.
-            should_save = self._guard.last_step_is_good or (self._step == steps and self._guard.tripped is None)
+            should_save = guard.last_step_is_good or (state.step == steps and guard.tripped is None)
             if should_save:
-                require_equal_replicas(self._state.params, "last checkpoint", self._barrier_timeout)
-                self._checkpointer.save_and_wait(self._state, self._data_state(), config)
+                require_equal_replicas(state.train.params, "last checkpoint", self._barrier_timeout)
+                state.save(wait=True)
                 interrupt.ignore_further_signals()
             self._checkpointer.wait()
         return self._finish(saved=should_save)
 
-    def _compile(self, display: Work) -> None:
-        """Compile the train step in all processes, before one of them runs it and waits for the others."""
-        with self._goodput.section("compile"), display.wait("compiling the train step (first time only)"):
-            self._session.train_step.lower(self._state, self._loader.abstract_batch()).compile()
-            # Compilation may take much longer in one process. The heartbeat detects a process that died or froze.
-            barrier("compiled train step", max(self._barrier_timeout, self._config.multihost.watchdog_seconds))
-        self._session.monitor.beat(self._start)
-
     def _take_step(self, reporter: "Reporter") -> None:
-        waited = time.perf_counter()
+        state, waited = self._state, time.perf_counter()
         with self._goodput.section("data_wait"):
-            batch = next(self._loader)
+            batch = next(state.loader)
         data_wait = time.perf_counter() - waited
-        self._tracer.start(self._step + 1, reporter.wait)
+        self._tracer.start(state.step + 1, reporter.wait)
         # Raise an error for an accidental transfer between host and device, because it would stall all devices.
-        with jax.transfer_guard("disallow"), jax.profiler.StepTraceAnnotation("train", step_num=self._step + 1):
-            self._state, metrics = self._session.train_step(self._state, batch)
-        self._step += 1
-        self._session.monitor.beat(self._step)
-        reporter.push(self._step, metrics, self._loader.tokens, data_wait)
-        self._tracer.stop_after_last(self._step, reporter.wait)
+        with jax.transfer_guard("disallow"), jax.profiler.StepTraceAnnotation("train", step_num=state.step + 1):
+            state.train, metrics = self._train_step(state.train, batch)
+        state.step += 1
+        self._monitor.beat(state.step)
+        reporter.push(state.step, metrics, state.loader.tokens, data_wait)
+        self._tracer.stop_after_last(state.step, reporter.wait)
         self._checkpointer.record_finished_save()
 
     def _evaluate(self, reporter: "Reporter", display: Work) -> None:
-        session, step = self._session, self._step
+        state, step = self._state, self._state.step
         barrier(f"evaluation after step {step}", self._barrier_timeout)
         reporter.flush()
         with self._goodput.section("eval"):
             # The watchdog takes progress of the evaluation as a sign of life.
-            work = Work(enabled=False, on_advance=functools.partial(session.monitor.beat, step))
-            suites = self._config.eval.suites if self._guard.tripped is None else ()
+            work = Work(enabled=False, on_advance=functools.partial(self._monitor.beat, step))
+            suites = self._config.eval.suites if state.guard.tripped is None else ()
             weights = self._checkpointer.weights_id(step)
-            session.run.owner.check()
+            self._run.owner.check()
             try:
-                results = session.evaluate(session.run, self._state.params, step, suites, work, weights)
+                results = self._evaluate_suites(self._run, state.train.params, step, suites, work, weights)
             except Exception:
                 self._save_after_failed_evaluation(display)
                 raise
-        session.monitor.beat(step)
+        self._monitor.beat(step)
         for suite, result in results.items():
             self._writer.write("valid", step, {"suite": suite, **result.numbers})
             shown = "  ".join(f"{name} {value:.4g}" for name, value in result.numbers.items())
@@ -254,23 +220,25 @@ class Attempt:
         Do nothing with several processes: a save needs all of them, and the processes that have not failed still wait
         in the evaluation.
         """
-        if jax.process_count() == 1 and self._guard.last_step_is_good:
+        if jax.process_count() == 1 and self._state.guard.last_step_is_good:
             self._writer.flush()
-            self._checkpointer.save_and_wait(self._state, self._data_state(), self._config)
+            self._state.save(wait=True)
             display.note(
-                f"step {self._step}: the evaluation failed; its checkpoint is saved, so a restart continues after it"
+                f"step {self._state.step}: the evaluation failed; its checkpoint is saved, so a restart continues "
+                "after it"
             )
 
     def _save(self, reporter: "Reporter") -> None:
-        require_equal_replicas(self._state.params, f"checkpoint of step {self._step}", self._barrier_timeout)
+        state, step = self._state, self._state.step
+        require_equal_replicas(state.train.params, f"checkpoint of step {step}", self._barrier_timeout)
         # Flush before the save, so that metrics.jsonl has all steps up to the checkpoint.
         reporter.flush()
         self._write_goodput()
         self._writer.flush()
-        self._guard.note_regular_step(self._step)
-        if self._guard.last_step_is_good:
+        state.guard.note_regular_step(step)
+        if state.guard.last_step_is_good:
             with self._goodput.section("save"):
-                self._checkpointer.save(self._state, self._data_state(), self._config)
+                state.save()
         reporter.restart_clock()
 
     def _export(self, reporter: "Reporter", display: Work, *, only_if_absent: bool = False) -> None:
@@ -278,28 +246,29 @@ class Attempt:
 
         At the start, the export is absent if an earlier process ended between the save and the export.
         """
-        session, step, every_steps = self._session, self._step, self._config.checkpoint.export_every_steps
+        step, every_steps = self._state.step, self._config.checkpoint.export_every_steps
         is_exported = every_steps is not None and step > 0 and step % every_steps == 0
-        exports = session.exports if is_exported and self._guard.last_step_is_good else None
-        if exports is None or (only_if_absent and exports.exists(session.run, step)):
+        exports = self._exports if is_exported and self._state.guard.last_step_is_good else None
+        if exports is None or (only_if_absent and exports.exists(self._run, step)):
             return
         with self._goodput.section("save"):
             self._writer.flush()
-            self._checkpointer.save_and_wait(self._state, self._data_state(), self._config)
-            session.monitor.beat(step)
-            display.note(f"step {step}  {exports.write(session.run, step)}")
-        session.monitor.beat(step)
+            self._state.save(wait=True)
+            self._monitor.beat(step)
+            display.note(f"step {step}  {exports.write(self._run, step)}")
+        self._monitor.beat(step)
         reporter.restart_clock()
 
     def _finish(self, *, saved: bool) -> int | None:
-        """Report how the attempt ended, and return the exit code, or None after a rewind."""
-        config, guard, step = self._config, self._guard, self._step
-        code = 0 if step == config.train.steps else EXIT_PREEMPTED
-        if guard.tripped is not None:
-            # The loop may have taken steps after the last bad one, because metrics arrive a step late.
-            consumed = self._first_example + (guard.tripped.last - self._start) * config.batch_rows
-            code = self._act_on_bad_steps(consumed)
-        elif step < config.train.steps:
+        """Report how the training ended, and return the exit code, or None after a rewind."""
+        step, steps = self._state.step, self._config.train.steps
+        code = 0 if step == steps else EXIT_PREEMPTED
+        if self._state.guard.tripped is not None:
+            stop = self._state.act_on_bad_steps(self._writer.attempt)
+            code = None if stop is None else EXIT_FAILED
+            if stop is not None and is_primary():
+                self._journal.append([with_sha256(stop)])
+        elif step < steps:
             what = "checkpoint saved" if saved else "nothing saved between bad steps"
             print_on_primary(f"stopped by a signal at step {step}, {what}; run the same command again to continue")
         row = self._write_goodput()
@@ -309,26 +278,9 @@ class Attempt:
             rich.print(format_goodput(row))
         return code
 
-    def _act_on_bad_steps(self, examples: int) -> int | None:
-        """Rewind and return None, or record that the run stops and return the exit code."""
-        session, attempt = self._session, self._writer.attempt
-        decision = act_on_bad_steps(
-            self._guard, config=self._config, checkpointer=self._checkpointer, examples=examples, attempt=attempt
-        )
-        if isinstance(decision, Rewind):
-            del self._state  # The start of the run may need its memory.
-            rewind(session.run, self._checkpointer, self._guard, decision, self._source_weights)
-            return None
-        if is_primary():
-            session.journal.append([with_sha256(decision)])
-        return EXIT_FAILED
-
-    def _data_state(self) -> dict[str, Any]:
-        return data_state(self._session.run, self._loader, self._guard, self._source_weights)
-
     def _write_goodput(self) -> dict[str, float]:
         row = self._goodput.row()
-        self._writer.write("goodput", self._step, row)
+        self._writer.write("goodput", self._state.step, row)
         return row
 
 

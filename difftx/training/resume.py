@@ -1,9 +1,9 @@
-"""The starting state of a run, and the check for config changes since the checkpoint from which it resumes."""
+"""The state of a run, and the check for config changes since the checkpoint from which it resumes."""
 
 import dataclasses
 import json
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from difftx.training.checkpoint.manifest import (
 )
 from difftx.training.checkpoint.restoring import config_of, restore_params, restore_state
 from difftx.training.fit import fit
-from difftx.training.guards import Guard, Rewind
+from difftx.training.guards import Guard, decide
 from difftx.training.optimizer import learning_rate
 from difftx.training.run import Run
 from difftx.training.state import TrainState, init_state, jit_init
@@ -71,27 +71,57 @@ def changed_fields(old: Config, new: Config) -> list[Change]:
     return [Change(name, *changed[name], of_field) for name, of_field in marks(Config) if name in changed]
 
 
-class Start(NamedTuple):
-    """The start of an attempt at training."""
+@dataclasses.dataclass
+class RunState:
+    """Everything that a checkpoint holds. A run that restores it continues as if it had not stopped."""
 
-    state: TrainState
-    step: int  # The step that the state has reached.
+    run: Run
+    checkpointer: Checkpointer
+    train: TrainState
+    step: int  # The step that `train` has reached.
+    loader: Loader
+    guard: Guard
     source_weights: str | None  # Identifier of the parameters from `checkpoint.init_from`. None for new parameters.
 
+    def save(self, *, wait: bool = False) -> None:
+        """Save a checkpoint, in the background unless `wait` is True."""
+        data = self.loader.state() | {"guard": self.guard.state(), "source_weights": self.source_weights}
+        data |= {"valid": self.run.data.valid_fingerprints}
+        save = self.checkpointer.save_and_wait if wait else self.checkpointer.save
+        save(self.train, data, self.run.config)
 
-def data_state(run: Run, loader: Loader, guard: Guard, source_weights: str | None) -> dict[str, Any]:
-    """Return what a checkpoint stores besides the train state.
+    def act_on_bad_steps(self, attempt: int) -> dict[str, Any] | None:
+        """Rewind and return None, or return the journal's entry for the end of the run.
 
-    It has the states of the loader and the guard, the identity of the validation sets, and `Start.source_weights`.
-    """
-    identities = {"valid": run.data.valid_fingerprints, "source_weights": source_weights}
-    return loader.state() | {"guard": guard.state()} | identities
+        A rewind makes an earlier checkpoint the newest one, with the position in the data after the bad steps. All
+        processes must call this after the guard has tripped and the last save has ended. This object is invalid then.
+        """
+        bad, config, checkpointer = self.guard.tripped, self.run.config, self.checkpointer
+        assert bad is not None
+        # The run may have taken steps after the last bad one, because metrics arrive a step late.
+        examples = self.loader.state()["examples"] - (self.step - bad.last) * config.batch_rows
+        decision = decide(self.guard, config, checkpointer, examples, attempt)
+        if isinstance(decision, dict):
+            return decision
+        step, folder = decision.step, checkpointer.folder / str(decision.step)
+        del self.train  # The start of the run may need its memory.
+        if not decide_on_primary(lambda: step in checkpointer.steps(), DECISION_SECONDS):
+            start = _initial(self.run, checkpointer)
+            if start.source_weights != self.source_weights:
+                raise UserError(
+                    f"checkpoint.init_from={config.checkpoint.init_from}: has other weights than at the start of this "
+                    "run, so the run cannot return to its start; use a new --workdir"
+                )
+            start.save(wait=True)
+        if is_primary():  # A run that is killed in between reaches the same bad steps again.
+            checkpointer.remove_after(step)
+            checkpointer.amend(step, decision.apply(read_manifest(folder).loader, self.guard.rewinds))
+        barrier(f"rewind {len(self.guard.rewinds) + 1}", config.multihost.barrier_timeout_seconds)
+        return None
 
 
-def starting_state(
-    run: Run, checkpointer: Checkpointer, loader: Loader, guard: Guard, *, allow_config_change: bool
-) -> Start:
-    """Return the state and the step to start from, and set the state of `loader` and `guard` accordingly."""
+def restore(run: Run, checkpointer: Checkpointer, *, allow_config_change: bool) -> RunState:
+    """Return the state from which the run continues."""
     # The first source that exists is used:
     #   1. The newest valid checkpoint in the run's workdir. If checkpoints exist but none is valid, raise an error.
     #   2. `checkpoint.branch_from`: a checkpoint of another run, as if it were one of this run.
@@ -99,58 +129,41 @@ def starting_state(
     #   4. New parameters from `train.seed`.
     source = run.config.checkpoint
 
-    def resume(folder: AnyPath) -> Start:
-        return _resume(run, checkpointer, loader, guard, folder, allow_config_change)
+    def resume(folder: AnyPath) -> RunState:
+        return _resume(run, checkpointer, folder, allow_config_change)
 
     if (step := checkpointer.newest()) is not None:
         return resume(checkpointer.folder / str(step))
+    decide_on_primary(run.require_none_saved, DECISION_SECONDS)
     if source.branch_from is not None:
-        start = _read_source("branch_from", source.branch_from, resume)
+        state = _read_source("branch_from", source.branch_from, resume)
         # The source may delete its checkpoint, and may have a newer one at the next start.
-        checkpointer.save_and_wait(start.state, data_state(run, loader, guard, start.source_weights), run.config)
-        return start
-    return _initial_state(run)
+        state.save(wait=True)
+        return state
+    return _initial(run, checkpointer)
 
 
-def _initial_state(run: Run) -> Start:
+def _loader(run: Run) -> Loader:
+    return Loader(
+        run.data,
+        batch_rows=run.config.batch_rows,
+        prefetch_batches=run.config.data.prefetch_batches,
+        sharding=run.batch_sharding,
+        vocab_size=run.config.model.embeddings,
+    )
+
+
+def _initial(run: Run, checkpointer: Checkpointer) -> RunState:
     """Return the state of step 0, with the parameters of `checkpoint.init_from` or new ones."""
-    state = jit_init(init_state, run.config)
-    if (source := run.config.checkpoint.init_from) is None:
-        return Start(state, 0, None)
-    params, weights = _read_source("init_from", source, lambda folder: _params_in(run, folder))
-    return Start(dataclasses.replace(state, params=params), 0, weights)
+    state, weights = jit_init(init_state, run.config), None
+    if (source := run.config.checkpoint.init_from) is not None:
+        params, weights = _read_source("init_from", source, lambda folder: _params_in(run, folder))
+        state = dataclasses.replace(state, params=params)
+    return RunState(run, checkpointer, state, 0, _loader(run), Guard(run.config.guards), weights)
 
 
-def rewind(run: Run, checkpointer: Checkpointer, guard: Guard, decision: Rewind, source_weights: str | None) -> None:
-    """Make the checkpoint of a rewind the newest one, with the position in the data after the bad steps.
-
-    `guard` is that before the rewind, and `source_weights` as in `Start`. All processes must call this.
-    """
-    step, folder = decision.step, checkpointer.folder / str(decision.step)
-    if decide_on_primary(lambda: step in checkpointer.steps(), DECISION_SECONDS):
-        if is_primary():  # A run that is killed in between reaches the same bad steps again.
-            checkpointer.remove_after(step)
-            checkpointer.amend(step, decision.apply(read_manifest(folder).loader, guard.rewinds))
-    else:  # The start of the run, which was not saved then.
-        start = _initial_state(run)
-        if start.source_weights != source_weights:
-            raise UserError(
-                f"checkpoint.init_from={run.config.checkpoint.init_from}: has other weights than at the start of this "
-                "run, so the run cannot return to its start; use a new --workdir"
-            )
-        loader = {"examples": 0, "tokens": 0, "signature": run.data.signature}
-        loader |= {"guard": Guard(run.config.guards).state(), "source_weights": source_weights}
-        loader |= {"valid": run.data.valid_fingerprints}
-        checkpointer.save_and_wait(start.state, decision.apply(loader, guard.rewinds), run.config)
-        if is_primary():
-            checkpointer.remove_after(step)
-    barrier(f"rewind {len(guard.rewinds) + 1}", run.config.multihost.barrier_timeout_seconds)
-
-
-def _resume(
-    run: Run, checkpointer: Checkpointer, loader: Loader, guard: Guard, folder: AnyPath, allow_config_change: bool
-) -> Start:
-    """Return the start from a checkpoint of this run, or of the run from which it branches."""
+def _resume(run: Run, checkpointer: Checkpointer, folder: AnyPath, allow_config_change: bool) -> RunState:
+    """Return the state in a checkpoint of this run, or of the run from which it branches."""
     manifest, is_branch = read_manifest(folder), folder.parent != checkpointer.folder
     step = manifest.step
     source = f"checkpoint.branch_from={run.config.checkpoint.branch_from}" if is_branch else str(run.workdir)
@@ -188,12 +201,13 @@ def _resume(
         for change in rows_read_again(*signatures, loader_state["examples"]):
             print_on_primary(f"changed since the checkpoint: the mixture {change}, compared with the rows already read")
         loader_state = loader_state | {"signature": run.data.signature}
+    loader, guard = _loader(run), Guard(run.config.guards)
     loader.restore(loader_state)
     guard.restore(loader_state["guard"])
     if is_branch:
         guard.first_regular = step
         print_on_primary(f"branch of {folder}")
-    return Start(state, step, loader_state["source_weights"])
+    return RunState(run, checkpointer, state, step, loader, guard, loader_state["source_weights"])
 
 
 def _require_resumable(manifest: Manifest, folder: AnyPath, run: Run, source: str, *, is_branch: bool) -> None:

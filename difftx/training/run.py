@@ -142,14 +142,16 @@ class Run:
 
         decide_on_primary(check, self.config.multihost.barrier_timeout_seconds)
 
-    def write_files(self, source_weights: str | None = None) -> None:
+    def write_files(self, source_weights: str | None = None, *, has_saved: bool = False) -> None:
         """Write config.json and manifest.json, with the devices, kernels and data of this run.
 
-        `source_weights` is the identifier of the weights with which the run began. None for new weights.
+        `source_weights` is the identifier of the weights with which the run began. None for new weights. `has_saved`
+        says whether there is a checkpoint (`note_save`).
         """
         devices = self.mesh.devices.flatten()
         manifest = {
             "run_id": self.run_id,
+            "has_saved": has_saved,
             "command": shlex.join(sys.argv),
             "attention_kernel": attention_kernel(self.config, self.mesh),
             "kernels": {function: dataclasses.asdict(ranking) for function, ranking in kernels.rankings().items()},
@@ -164,6 +166,27 @@ class Run:
         if source_weights is not None:
             manifest["source_weights"] = source_weights
         write_run_files(self.workdir, self.config, manifest, self.owner)
+
+    def note_save(self) -> None:
+        """Record in manifest.json that the run has saved a checkpoint. Only the primary process may call this."""
+        path = self.workdir / MANIFEST
+        content = read_file(path)  # A branch saves its first checkpoint before it writes the file.
+        if content is not None and not (manifest := read_json(path, content)).get("has_saved"):
+            self.owner.write(path, json.dumps(manifest | {"has_saved": True}, indent=2) + "\n")
+
+    def require_none_saved(self) -> None:
+        """Raise `UserError` if the run has saved a checkpoint. Call this if there is none."""
+        path, why = self.workdir / MANIFEST, None
+        try:
+            if size_of(path) is not None and read_json(path).get("has_saved"):
+                why = "shows that one was saved"
+        except (UserError, AttributeError):
+            why = "is corrupt, so one may have been saved"
+        if why is not None:
+            raise UserError(
+                f"{self.workdir / 'checkpoints'}: there is no checkpoint, but {path} {why}; restore it, or use a new "
+                f"--workdir. To start from step 0 in this --workdir and lose its metrics, delete {path}"
+            )
 
 
 def agree_on_command(config: Config, flags: argparse.Namespace) -> None:

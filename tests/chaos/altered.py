@@ -19,15 +19,15 @@ from difftx.training.checkpoint import checkpointer as checkpoint
 
 def poison(batches: set[int]) -> None:
     """Make the loss of some batches NaN."""
-    original = loader.HostSlice.__getitem__
+    original = loader.HostBatches.__getitem__
 
-    def poisoned(self: loader.HostSlice, index: int) -> loader.Row:
-        row = dict(original(self, index))
-        if index // len(self.rows_here) in batches:
-            row["loss_mask"] = row["loss_mask"] * float("nan")
-        return row
+    def poisoned(self: loader.HostBatches, index: int) -> loader.Rows:
+        rows = original(self, index)
+        if index in batches:
+            rows["loss_mask"] *= float("nan")
+        return rows
 
-    mock.patch.object(loader.HostSlice, "__getitem__", poisoned).start()
+    mock.patch.object(loader.HostBatches, "__getitem__", poisoned).start()
 
 
 # ── Mistakes ──

@@ -193,7 +193,7 @@ class Run:
         quarantined = disk.quarantined(self._checkpoints)
         if not verified:  # Then the run takes back a quarantined checkpoint that verifies.
             verified = [step for path, step in quarantined.items() if disk.verifies(path.parent, step, path.name)]
-        has_saved = (self._workdir / "saved.json").exists()
+        has_saved = disk.json_of(self._workdir / "manifest.json").get("has_saved", False)
         return max(verified, default=None if steps or quarantined or has_saved else 0)
 
     def _check_start(self) -> None:

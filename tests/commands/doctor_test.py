@@ -331,12 +331,6 @@ def test_versions_of_libraries_of_accelerators(monkeypatch):
     assert "libtpu" not in software
 
 
-def test_bad_flags_give_exit_code_2(doctor):
-    result = doctor(model__width=3)
-    assert result.returncode == 2
-    assert "model.width: no such field" in result.stderr
-
-
 def together(*flags, own=((), ())):
     """Run the command in two processes of two devices, and return the exit code and the outputs of both."""
     shared = ["--coordinator", f"localhost:{free_port()}", "--processes", "2", "--json"]
@@ -368,15 +362,3 @@ def test_two_processes_report_what_one_of_them_lacks(tmp_path):
     found = json.loads(first[1])
     assert found["devices"]["count"] == 4
     assert any(f"data.path='{missing}'" in line for line in found["problems"]), found["problems"]
-
-
-@pytest.mark.long
-def test_two_processes_without_a_config(tmp_path):
-    first, second = together(f"--workdir={tmp_path / 'run'}")
-    assert (first[0], second[0]) == (0, 0), (first, second)
-    assert second[1] == ""
-    found = json.loads(first[1])
-    assert schema_error(found, SCHEMA) is None, schema_error(found, SCHEMA)
-    assert (found["ok"], found["problems"], found["config"]) == (True, [], None)
-    assert (found["devices"]["count"], found["devices"]["processes"]) == (4, 2)
-    assert [row["correct"] for row in found["kernels"]] == [True, True]

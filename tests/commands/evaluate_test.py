@@ -111,23 +111,6 @@ def change_run(run, step, **changes):
     return save_run(config, run.workdir, [step])
 
 
-@pytest.mark.long
-def test_each_step_is_evaluated_by_its_own_config(run, monkeypatch):
-    """Evaluate steps of two models in one command. The data is opened once per model."""
-    evaluate(run, "loss", step="all")
-    before = results(run, "loss")
-    change_run(run, 9, norm_eps=0.5)
-    change_run(run, 12, norm_eps=0.5)
-    opened, original = [], Run.open
-    monkeypatch.setattr(Run, "open", lambda config, workdir: opened.append(config.model) or original(config, workdir))
-    evaluate(run, "loss", step="all", again=True)
-    assert [model.norm_eps for model in opened] == [run.config.model.norm_eps, 0.5]
-    after = results(run, "loss")
-    for step in STEPS:
-        is_same = after[step]["numbers"] == before[step]["numbers"]
-        assert is_same == (step < 9)
-
-
 def test_steps_before_an_extension_with_a_trace_are_evaluated(run):
     """The steps 15 to 17, which the extended run traces, are after the last step of the checkpoint's config, 6."""
     config = replace(replace(run.config, "train", steps=20), "logging", profile_steps=(15, 3))

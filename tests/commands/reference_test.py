@@ -1,19 +1,26 @@
-"""docs/cli.md has the help text of every command, and texts for users name commands that a wheel has."""
+"""Generated pages are up to date, and texts for users name commands that a wheel has."""
 
 import ast
 
+import pytest
 from conftest import ROOT
 
-from difftx.commands import reference
+from benchmarks import reference_pages
 
-# Files whose texts are about a clone, which has train.py and eval.py.
-OF_CLONES = ("__main__.py", "commands/reference.py", "commands/config_reference.py", "launch/jobs.py")
+OF_CLONES = ("__main__.py", "launch/jobs.py")  # Files whose texts are about a clone, which has train.py and eval.py.
 
 
-def test_the_page_is_up_to_date(monkeypatch):
-    monkeypatch.setenv("COLUMNS", reference.WIDTH)
-    page = (ROOT / "docs" / "cli.md").read_text()
-    assert page == reference.reference_page(), "run: python -m difftx.commands.reference > docs/cli.md"
+@pytest.mark.parametrize("name", reference_pages.PAGES)
+def test_a_generated_page_is_up_to_date(name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", reference_pages.WIDTH)  # The generator sets it.
+    page = (ROOT / name).read_text()
+    assert page == reference_pages.PAGES[name](), "run: python benchmarks/reference_pages.py"
+
+
+def test_every_field_has_a_meaning():
+    rows = [line for line in (ROOT / "docs" / "config.md").read_text().splitlines() if line.startswith("| `")]
+    assert len(rows) > 150
+    assert not [row for row in rows if row.endswith("|  |")]
 
 
 def test_messages_name_the_command_difftx():

@@ -104,8 +104,8 @@ def test_the_command_counts_training_documents(prepared, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--min_count=0"], "--min_count=0: must be at least 1"),
-        (["--max_memory_mib=0"], "--max_memory_mib=0: must be at least 1"),
+        (["--min_count=0"], "--min_count=0 must be positive"),
+        (["--max_memory_mib=0"], "--max_memory_mib=0 must be positive"),
         (["--out=no/such/folder/file"], "--out=no/such/folder/file: name a file"),
     ],
 )

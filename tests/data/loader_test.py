@@ -10,7 +10,7 @@ from helpers.data_loaders import loader_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from difftx.data.loader import HostSlice, host_batches, ordered_batches
+from difftx.data.loader import HostBatches, ordered_batches
 from difftx.data.mixture import Mixture, Stage
 from difftx.data.packing import PackedRows
 from difftx.data.store import TokenStore
@@ -101,7 +101,7 @@ def test_batches_and_resumption_do_not_depend_on_the_number_of_hosts(mixed, stop
     def hosts(count, next_batch):
         """Return the rows and an iterator of each host. Its rows are adjacent or, as in some meshes, scattered."""
         shares = [np.arange(h, ROWS, count) for h in range(count)] if scattered else np.split(np.arange(ROWS), count)
-        iterators = [host_batches(HostSlice(mixed, ROWS, share), 2) for share in shares]
+        iterators = [HostBatches(mixed, ROWS, share).iterator(2) for share in shares]
         for iterator in iterators:
             iterator.set_state({"next_index": next_batch})
         return shares, iterators
@@ -157,5 +157,5 @@ def test_ordered_batches_mask_their_filler(mesh_of):
 def test_batches_of_one_row():
     """Endless examples have the length sys.maxsize, which could overflow when grain counts batches of one row."""
     rows = grain.MapDataset.source(list(range(10))).map(lambda i: {"tokens": np.array([i])}).repeat()
-    batches = host_batches(HostSlice(rows, 1, np.array([0])), 2)
+    batches = HostBatches(rows, 1, np.array([0])).iterator(2)
     assert [next(batches)["tokens"].tolist() for _ in range(11)] == [[[i % 10]] for i in range(11)]

@@ -93,7 +93,7 @@ def test_upsampling_that_leaves_less_than_a_row_is_refused(config, tmp_path):
 
 def test_every_setting_that_changes_the_examples_changes_the_signature(data_of, mesh_of, tmp_path):
     def loader_on_one(sources):
-        return loader_of(sources.examples, mesh_of(), signature=sources.signature, where=sources.where)
+        return loader_of(sources.examples, mesh_of(), signature=sources.signature)
 
     state = loader_on_one(load_sources(data_of(), ENCODING)).state() | {"examples": 1024}  # Later than the stage below.
     changes = {

@@ -166,14 +166,9 @@ def test_incomplete_store_is_rejected(store, config, name, change, message):
     assert verify(store).returncode == 2
 
 
-def test_verify_finds_wrong_counts_and_unknown_files(store):
+def test_verify_finds_unknown_files(store):
     (store / "valid" / "00099.tokens").touch()
-    meta = read_meta(store)
-    meta["splits"]["train"]["documents"] += 1
-    write_meta(store, meta)
-    result = verify(store)
-    assert "the documents of train's shards do not add up" in result.stdout
-    assert "00099.tokens: does not belong to this store" in result.stdout
+    assert "00099.tokens: does not belong to this store" in verify(store).stdout
 
 
 def test_tokenizer_must_match_the_store(store, config):

@@ -53,7 +53,7 @@ def test_only_units_without_a_file_are_read_again(tmp_path, monkeypatch, done):
     for source, summaries in zip(sources, finished_units(job, sources).values(), strict=True):
         assert (summaries[-1].end, summaries[-1].last) == (source.size, True)
         assert len(summaries) == len([unit for unit in units if unit.source == source.index])
-    assert unit_file(job, 1, 0).exists()
+    assert unit_file(job, 1, 0, "").exists()
 
 
 def fail_in_turn(job: Job, task: int) -> None:

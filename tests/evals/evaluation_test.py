@@ -20,7 +20,6 @@ from difftx.errors import UserError
 from difftx.evals import SUITES, explanation_of
 from difftx.evals import run as evals
 from difftx.evals.inner import named
-from difftx.evals.inputs import with_contents
 from difftx.evals.result import Number, Result, format_value, read_numbers
 from difftx.evals.suite import Suite
 from difftx.parallel.mesh import make_mesh
@@ -193,7 +192,7 @@ def test_a_field_of_an_extension_can_be_a_path_of_files(tmp_path):
         for name, text in files.items():
             (tmp_path / "folder").mkdir(exist_ok=True)
             (tmp_path / "folder" / name).write_text(text)
-        return with_contents(OwnConfig, {"path": str(tmp_path / "folder"), "size": 3}, ["path", "size"])
+        return evals.with_contents(OwnConfig, {"path": str(tmp_path / "folder"), "size": 3}, ["path", "size"])
 
     assert contents() == {"path": str(tmp_path / "folder"), "size": 3}  # There is no such file yet.
     first = contents(a="1", b="2")

@@ -150,25 +150,6 @@ def test_numbers_of_known_answers(folder, tmp_path, monkeypatch):
     assert not {"news_f1", "news_reference_in_document", "qa_rouge_l"} & numbers.keys()
 
 
-def test_every_table_names_the_judge(folder, tmp_path, monkeypatch):
-    Reader(monkeypatch, town)
-    result = evaluated(config_of(folder, set_of(folder), set_of(folder, "news")), tmp_path)
-    judged = [name for name in result.numbers if "accuracy" in name]
-    assert len(judged) == 8
-    assert all(name.endswith("_by_offline_judge") for name in judged)
-    for table, column in zip(result.charts, ("news", "qa"), strict=True):
-        assert table.title == "Free of hallucinations, offline judge: words in common"
-        assert table.x == [column, "mean"]
-        assert table.y[:3] == ["accuracy", "accuracy when answered", "answers"]
-        assert table.values[0] == [result.numbers[f"{column}_accuracy_by_offline_judge"]] * 2
-    assert [table.y[-1] for table in result.charts] == ["ROUGE-L", "F1"]
-    assert result.details["judge"].startswith("offline judge: ")
-    entries = [entry for found in result.details["sets"].values() for entry in found.values()]
-    assert len(entries) == 42
-    assert all(entry["judge"].startswith("offline judge: ") for entry in entries)
-    assert all(entry["why"].startswith("offline judge: ") for entry in entries)
-
-
 def test_endpoint_judges_only_answers_that_are_not_empty(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     Reader(monkeypatch, lambda document, question: "" if "person 2" in question else town(document))
@@ -192,33 +173,6 @@ def test_endpoint_judges_only_answers_that_are_not_empty(folder, tmp_path, monke
         evaluated(config, tmp_path)
         assert len(server.asked) == 19
     assert all(KEY not in path.read_text() for path in tmp_path.rglob("*") if path.is_file())
-
-
-class Killed(BaseException):
-    pass
-
-
-def test_killed_evaluation_resumes(folder, tmp_path, monkeypatch):
-    config = config_of(folder, set_of(folder), set_of(folder, "news"))
-    whole = Reader(monkeypatch, town)
-    expected = evaluated(config, tmp_path / "whole")
-    killed = Reader(monkeypatch, town)
-    for more in (8, 24):
-
-        def die(lm, requests, sampling, *, stop, more=more):
-            if len(killed.prompts) >= more:
-                raise Killed
-            return killed(lm, requests, sampling, stop=stop)
-
-        monkeypatch.setattr("difftx.evals.hallucination.suite.generate", die)
-        with pytest.raises(Killed):
-            evaluated(config, tmp_path / "killed")
-        assert list((tmp_path / "killed" / "evals" / "hallucination").glob("3.*.items.jsonl"))
-    monkeypatch.setattr("difftx.evals.hallucination.suite.generate", killed)
-    assert evaluated(config, tmp_path / "killed") == expected
-    assert sorted(killed.prompts) == sorted(whole.prompts)
-    assert len(whole.prompts) == 42
-    assert [path.name for path in (tmp_path / "killed" / "evals" / "hallucination").iterdir()] == ["3.json"]
 
 
 GOOD = {"context": "Some text.", "input": "What?", "answers": ["This"]}

@@ -108,16 +108,6 @@ def check_alternation(labels):
         at += len(turn)
 
 
-def test_permutations_differ_and_are_reproducible(folder):
-    config = config_of(folder, shots=10, permutations=6)
-    (task,), (again,) = loaded(config), loaded(config)
-    orders = {item.id: read(task.prompts(item)[0])[0] for item in task.items}
-    assert len(orders) == len({tuple(order) for order in orders.values()}) == 12
-    assert orders == {item.id: read(again.prompts(item)[0])[0] for item in again.items}
-    (other,) = loaded(config_of(folder, shots=10, permutations=6, seed=1))
-    assert set(orders["trec/10/0"]) != set(read(other.prompts(other.items[0])[0])[0])
-
-
 class Chooser:
     """Replacement for `most_likely` that reads the text of each prompt and chooses a label."""
 

@@ -206,12 +206,6 @@ def test_the_heatmap_has_depths_and_lengths_where_they_belong(long, texts, tmp_p
     assert result.numbers == expected | {f"{name}_lwm": value for name, value in expected.items()}
 
 
-def test_lwm_takes_a_number_within_a_longer_one(long, texts, tmp_path, monkeypatch):
-    Reader(monkeypatch, lambda text, numbers, cities: f"{numbers[cities[0]]}0")
-    result = evaluated(long, texts, tmp_path, cases=cases_of((2, 1)), lengths="1024", samples=3)
-    assert result.numbers == {"accuracy": 0, "n2_r1_1024": 0, "accuracy_lwm": 1, "n2_r1_1024_lwm": 1}
-
-
 @pytest.mark.parametrize(
     ("text", "share", "lwm_share"),
     [

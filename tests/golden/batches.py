@@ -30,13 +30,11 @@ def first_batches(spec: str, overrides: Mapping[str, str], count: int) -> list[d
     config = load_config(spec, overrides)
     run = Run.open(config, Path())
     loader: Any = Loader(
-        run.data.examples,
+        run.data,
         batch_rows=config.batch_rows,
         prefetch_batches=config.data.prefetch_batches,
         sharding=run.batch_sharding,
-        signature=run.data.signature,
         vocab_size=config.model.vocab_size,
-        where=run.data.where,
     )
     names = ("tokens", "targets", "loss_mask", "segment_ids", "positions")
     batches = [next(loader) for _ in range(count)]

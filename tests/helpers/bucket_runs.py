@@ -55,7 +55,8 @@ def run_of(workdir):
 
 def state_in(folder):
     """Return the bytes of all arrays of a checkpoint, and the state of the data loader."""
-    found = arrays.read_arrays(contents_of(folder), read_manifest(folder).arrays)
+    contents = contents_of(folder)
+    found = {n: arrays.read_part(contents, arrays.open_array(contents, n)) for n in read_manifest(folder).arrays}
     return {name: array.tobytes() for name, array in found.items()}, read_manifest(folder).loader["examples"]
 
 

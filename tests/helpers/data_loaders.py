@@ -1,5 +1,7 @@
 """Loaders of small batches on a mesh of the tests."""
 
+import types
+
 import jax
 
 from difftx.data.loader import Loader
@@ -11,5 +13,5 @@ def sharding_on(mesh):
 
 
 def loader_of(examples, mesh, *, rows=4, signature=None, vocab_size=264, where=str):
-    options = {"prefetch_batches": 1, "signature": signature or {}, "vocab_size": vocab_size, "where": where}
-    return Loader(examples, batch_rows=rows, sharding=sharding_on(mesh), **options)
+    sources = types.SimpleNamespace(examples=examples, signature=signature or {}, where=where, threads=1)
+    return Loader(sources, batch_rows=rows, prefetch_batches=1, sharding=sharding_on(mesh), vocab_size=vocab_size)

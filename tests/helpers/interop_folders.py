@@ -7,9 +7,11 @@ import shutil
 
 import jax
 import numpy as np
+import pytest
 from conftest import ROOT
 
 from difftx.commands.convert import main
+from difftx.errors import UserError
 from difftx.interop.safetensors import read_folder, write_folder
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.checkpoint.manifest import array_name
@@ -37,6 +39,15 @@ def export(workdir, out, *flags, format_="hf"):
     """Export a run, and return the new folder."""
     assert main(["--from=difftx", f"--to={format_}", f"--input={workdir}", f"--out={out}", *flags]) == 0
     return out
+
+
+def refused(source, out, message, *flags, convert=import_):
+    """Convert a source, and require a one-line error with the message and no new files next to `out`."""
+    before = sorted(out.parent.rglob("*"))
+    with pytest.raises(UserError, match=message) as error:
+        convert(source, out, *flags)
+    assert "\n" not in str(error.value)
+    assert sorted(out.parent.rglob("*")) == before
 
 
 def parameters(workdir, mesh):

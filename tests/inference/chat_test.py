@@ -128,7 +128,7 @@ def test_answers_are_streamed_and_ctrl_c_ends_one_but_not_the_loop(config, mesh_
         ("/temperature -1", "error: temperature=-1.0 must be 0"),
         ("/top_p 2", "error: top_p=2.0 must be more than 0"),
         ("/tokens none", "error: /tokens='none': expected an integer\n"),
-        ("/seed 5000000000", "error: /seed 5000000000: must lie in 0 …"),
+        ("/seed 5000000000", "error: /seed=5000000000 must lie in 0 …"),
         ("/topp 1", "error: /topp: no such command. Did you mean 'top_p'?\n"),
         ("x" * 200, "error: the line has 200 tokens, and the model's context data.sequence_length=128; shorten it"),
     ],

@@ -81,7 +81,7 @@ def test_a_prompt_must_fit_the_context(workdir):
         ('{"prompt": "a"}\n\n{"promt": "b"}', "line 3 has no field 'prompt'. Did you mean 'promt'"),
         ('{"prompt": ""}', "line 1: prompt='' must be text"),
         ('{"prompt": 3}', "line 1: prompt=3 must be text"),
-        ('{"prompt": "a", "seed": -1}', "line 1: seed=-1 must be"),
+        ('{"prompt": "a", "seed": -1}', "line 1: seed=-1 must lie in"),
         ('{"prompt": "a", "messages": []}', "line 1 has both prompt and messages"),
     ],
 )
@@ -114,7 +114,7 @@ def test_prompts_of_a_file_have_hashes_of_seed_and_index(tmp_path):
         (["--prompts=no/such.jsonl"], "--prompts=no/such.jsonl: cannot be read"),
         (["--prompt=a", "--out=b"], "--out=b requires --prompts"),
         (["--prompt=a", "--seed=-1"], "--seed=-1"),
-        (["--prompt=a", "--new_tokens=0"], "--new_tokens=0 must be at least 1"),
+        (["--prompt=a", "--new_tokens=0"], "--new_tokens=0 must be positive"),
         (["--prompt=a", "--stop="], "--stop=''"),
         (["--prompt=a", "--top_p=2"], "top_p=2.0 must be"),
         (["--prompt=a", "--mash.fsdp=2"], r"Did you mean --mesh\.fsdp\?"),

@@ -10,7 +10,16 @@ import pytest
 from conftest import write_text
 from flax import nnx
 from helpers.inference_models import language_model
-from helpers.interop_folders import FIXTURES, edit_config, import_, parameters, rewrite, run_of, tensors_of
+from helpers.interop_folders import (
+    FIXTURES,
+    edit_config,
+    import_,
+    parameters,
+    refused,
+    rewrite,
+    run_of,
+    tensors_of,
+)
 from helpers.model_layers import MUP, batch_on
 from helpers.report_runs import save_run
 from model import oracle
@@ -261,26 +270,14 @@ def convert_run(source, out, *flags):
     assert main([*common, f"--input={source}", f"--out={out}", *flags]) == 0
 
 
-def refused(tmp_path, message, source, *flags, convert=import_):
-    """Convert a source, and require an error with the message and no new files."""
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(UserError, match=message) as error:
-        convert(source, tmp_path / "out", *flags)
-    assert "\n" not in str(error.value)
-    assert sorted(tmp_path.rglob("*")) == before
-
-
 @pytest.mark.parametrize("method", ["zero-branch", "dex", "split"])
 def test_folders_that_cannot_be_converted(tmp_path, method):
+    out, llama = tmp_path / "out", FIXTURES / "llama3"
     flags = [f"--differential={method}", "--config.data.path=stdlib"]
-    refused(tmp_path, "model.architecture='diff': --differential requires a 'transformer'", FIXTURES / "diff", *flags)
-    other = edit_config(FIXTURES / "llama3", tmp_path / "gpt2", architectures=["GPT2LMHeadModel"])
-    refused(tmp_path, "architectures='GPT2LMHeadModel' cannot be converted", other, *flags)
-    name = "model.layers.1.self_attn.k_proj.bias"
-    missing = rewrite(FIXTURES / "qwen2", tmp_path / "missing", **{name: None})
-    refused(tmp_path, rf"missing: no tensor {name}", missing, *flags)
-    flag = "--config.model.num_layers=2"
-    refused(tmp_path, r"--config\.model\.num_layers: .* determines this field", FIXTURES / "llama3", *flags, flag)
+    refused(FIXTURES / "diff", out, "architecture='diff': --differential requires a 'transformer'", *flags)
+    other = edit_config(llama, tmp_path / "gpt2", architectures=["GPT2LMHeadModel"])
+    refused(other, out, "architectures='GPT2LMHeadModel' cannot be converted", *flags)
+    refused(llama, out, r"num_layers: .* determines this field", *flags, "--config.model.num_layers=2")
 
 
 @pytest.mark.long
@@ -290,7 +287,7 @@ def test_heads_that_cannot_be_paired(tmp_path):
     odd = rewrite(FIXTURES / "llama3", tmp_path / "tensors", **one_head)
     odd = edit_config(odd, tmp_path / "odd", num_key_value_heads=1)
     message = r"model\.num_kv_heads=1: split makes one head of two .* must be even; use zero-branch or dex"
-    refused(tmp_path, message, odd, "--differential=split")
+    refused(odd, tmp_path / "out", message, "--differential=split")
     import_(odd, tmp_path / "run", "--differential=zero-branch")
 
 
@@ -310,7 +307,7 @@ def test_heads_that_cannot_be_paired(tmp_path):
 )  # fmt: skip
 def test_flags_that_do_not_fit_a_run(config, mesh_of, tmp_path, flags, message):
     lm = language_model(config, mesh_of(), "transformer", model__num_heads=4)
-    refused(tmp_path, message, run_of(lm, tmp_path / "source"), *flags, convert=convert_run)
+    refused(run_of(lm, tmp_path / "source"), tmp_path / "out", message, *flags, convert=convert_run)
 
 
 @pytest.mark.parametrize("fields", [{"model__d_model": 40}, MUP | {"model__head_dim": None}])
@@ -330,25 +327,23 @@ def test_dex_does_not_choose_heads_on_changed_data(config, tmp_path, text_file):
     run = save_run(config("transformer", **fields), tmp_path / "source", [0])
     text.write_text("another line\n" + text_file.read_text())
     message = "checkpoints/0: the data changed since the training: source train .*; restore the data"
-    refused(tmp_path, message, run.workdir, "--differential=dex", convert=convert_run)
+    refused(run.workdir, tmp_path / "out", message, "--differential=dex", convert=convert_run)
 
 
-def test_run_that_is_not_a_plain_transformer(config, mesh_of, tmp_path):
-    normed = language_model(config, mesh_of(), "transformer", model__num_heads=4, model__head_norm="rms")
-    source = run_of(normed, tmp_path / "normed")
-    flag = "--differential=zero-branch"
-    refused(tmp_path, r"model\.head_norm='rms': --differential requires", source, flag, convert=convert_run)
-    scaled = language_model(config, mesh_of(), "transformer", model__num_heads=4, model__post_scale=0.5)
-    message = r"model\.post_scale=0\.5: architecture 'zero_branch' lacks .* use --differential=split"
-    refused(tmp_path, message, run_of(scaled, tmp_path / "scaled"), flag, convert=convert_run)
-    with_base = language_model(config, mesh_of(), "transformer", model__num_heads=4, **MUP)
-    source = run_of(with_base, tmp_path / "mup")
-    refused(
-        tmp_path,
-        r"model\.mup_base_width=8: architecture 'dex' lacks",
-        source,
-        "--differential=dex",
-        convert=convert_run,
-    )
-    gated = run_of(language_model(config, mesh_of(), "gated", model__num_heads=4), tmp_path / "gated")
-    refused(tmp_path, r"'gated': --differential requires a 'transformer'", gated, flag, convert=convert_run)
+@pytest.mark.parametrize(
+    ("architecture", "fields", "method", "message"),
+    [
+        ("transformer", {"model__head_norm": "rms"}, "dex", r"model\.head_norm='rms': --differential requires"),
+        (
+            "transformer",
+            {"model__post_scale": 0.5},
+            "zero-branch",
+            r"post_scale=0\.5: .* 'zero_branch' lacks",
+        ),
+        ("transformer", MUP, "dex", r"model\.mup_base_width=8: architecture 'dex' lacks"),
+        ("gated", {}, "zero-branch", "'gated': --differential requires a 'transformer'"),
+    ],
+)
+def test_run_that_is_not_a_plain_transformer(config, mesh_of, tmp_path, architecture, fields, method, message):
+    source = run_of(language_model(config, mesh_of(), architecture, model__num_heads=4, **fields), tmp_path / "source")
+    refused(source, tmp_path / "out", message, f"--differential={method}", convert=convert_run)

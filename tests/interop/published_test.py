@@ -1,7 +1,7 @@
 """Models with the config.json of published models (fixtures/published.json)."""
 
-import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 from helpers.interop_folders import FIXTURES
@@ -23,14 +23,13 @@ SIZES = {
 }
 
 
-def model_of(config, tmp_path, name):
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
-    return dataclasses.replace(config("transformer").model, **read(Fields(tmp_path / "config.json")))
+def model_of(name):
+    return read(Fields(Path("config.json"), PUBLISHED[name]))
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_the_model_has_the_published_size_and_rotary_embedding(config, tmp_path, name):
-    model, published = model_of(config, tmp_path, name), PUBLISHED[name]
+def test_the_model_has_the_published_size_and_rotary_embedding(name):
+    model, published = model_of(name), PUBLISHED[name]
     assert count_parameters(model).total == SIZES[name]
     assert model.rope_theta == published["rope_theta"]
     scaling = published.get("rope_scaling")
@@ -40,9 +39,9 @@ def test_the_model_has_the_published_size_and_rotary_embedding(config, tmp_path,
 
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("architecture", ["zero_branch", "dex", "diff"])
-def test_published_model_becomes_differential(config, tmp_path, name, architecture):
+def test_published_model_becomes_differential(config, name, architecture):
     """SmolLM2-135M has 9 heads and 3 key/value heads, which cannot be paired."""
-    model = model_of(config, tmp_path, name)
+    model = model_of(name)
     changes = {"model.head_norm": "rms_affine" if architecture == "diff" else "none"}
     chosen = override(config("transformer"), changes | {"model.architecture": architecture}).model
     if (name, architecture) == ("SmolLM2-135M", "diff"):

@@ -412,11 +412,3 @@ def test_models_of_unequal_size_are_named_before_they_train(tmp_path, capsys):
     assert sweep.main([*flags, *settings, "--grid", "model.architecture=diff,transformer"]) == 0
     (warning,) = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
     assert warning.startswith("diff-architecturetransformer: warning  the model is not matched with a Transformer of 4")
-
-
-@pytest.mark.long
-def test_a_mistake_ends_the_command_with_2(config_file, tmp_path):
-    code, _, stderr = Sweep(config_file, tmp_path / "out", "--grid", "sise=s").end()
-    assert code == 2
-    assert stderr == "error: --grid sise=…: no such name. Did you mean 'size'?\n"
-    assert not (tmp_path / "out").exists()

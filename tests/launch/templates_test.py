@@ -21,6 +21,10 @@ from difftx.storage.paths import LIBRARIES
 
 NAME = "diff-1.4b-seed0"
 USER = 1000  # User id in the images.
+# A text that would escape from simple quotes, in the names and settings of jobs.
+HOSTILE = """ a'b "c" $HOME $(HOME) $$ $(touch pwned) `touch pwned` ; touch pwned # \\ %j {x: [y]} & | * é """.strip()
+OUT, MOUNT = f"runs/{HOSTILE}", f"/mnt/{HOSTILE}"
+DATA = f"{MOUNT}/data {HOSTILE}"
 SETTINGS = {
     "slurm": ["nodes=2", "gpus=8", "cpus=12", "time=24:00:00"],
     "jobset": ["slices=2", "hosts=16", "chips=4", "accelerator=tpu-v5p-slice", "topology=4x4x4"],
@@ -30,6 +34,9 @@ SETTINGS = {
 MESH = {"jobset": ["--config.mesh.slices=2", "--config.mesh.data=2"]}  # Launcher → flags for its settings.
 for jobset in ("jobset", "jobset-gpu"):
     SETTINGS[jobset] += ["image=example.org/difftx:1", "restarts=3", "mount=/mnt/shared", "claim=shared"]
+TEXTS = {name: f"{name}: {HOSTILE}" for name in ("image", "claim", "accelerator")} | {"time": HOSTILE, "mount": MOUNT}
+TEXTS |= {"tpu": f"tpu {HOSTILE}", "zone": f"zone {HOSTILE}"}
+TEXTS["directory"] = HOSTILE.replace(":", "")  # The directory becomes an entry of PATH.
 
 # A program that records its arguments and exits with the next of the listed codes.
 STUB = f"""#!{sys.executable}
@@ -73,22 +80,30 @@ def stubs(tmp_path, monkeypatch):
 
 @pytest.fixture
 def write(tmp_path, monkeypatch, capsys):
-    """Return a function: launcher → job file of the first run. It checks that the printed commands submit the files."""
-    monkeypatch.chdir(tmp_path)
+    """Return a function: launcher → job file of the first run. It checks that the printed commands submit the files.
+
+    No command in the names and settings may run.
+    """
+    folder = tmp_path / HOSTILE
+    folder.mkdir()
+    monkeypatch.chdir(folder)
 
     def write(launcher):
         grid = ["size=1.4b", "architecture=diff,transformer", "seed=0"]
-        flags = [f"--config={ROOT}/configs/scaling.py", "--out=runs/scaling", "--config.data.path=/mnt/shared/*.txt"]
+        flags = [f"--config={ROOT}/configs/scaling.py", f"--out={OUT}", f"--config.data.path={DATA}"]
         flags += MESH.get(launcher, [])
-        assert sweep.main([*flags, "--grid", *grid, f"--launcher={launcher}", "--set", *SETTINGS[launcher]]) == 0
+        settings = dict(setting.split("=", 1) for setting in SETTINGS[launcher])
+        given = [f"{name}={TEXTS.get(name, value)}" for name, value in settings.items()]
+        assert sweep.main([*flags, "--grid", *grid, f"--launcher={launcher}", "--set", *given]) == 0
         commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
-        files = sorted((tmp_path / "runs" / "scaling" / "jobs").iterdir())
+        files = sorted((folder / OUT / "jobs").iterdir())
         assert [file.stem for file in files] == [NAME, NAME.replace("diff", "transformer")]
         submit = shlex.split(LAUNCHERS[launcher].submit)
-        assert commands == [[*submit, str(file.relative_to(tmp_path))] for file in files]
+        assert commands == [[*submit, str(file.relative_to(folder))] for file in files]
         return files[0]
 
-    return write
+    yield write
+    assert not list(tmp_path.rglob("pwned"))
 
 
 def check_flags(flags, config, workdir):
@@ -96,7 +111,7 @@ def check_flags(flags, config, workdir):
     assert flags[:2] == [f"--config={config}:diff-1.4b", f"--workdir={workdir}"]
     command = [sys.executable, "train.py", *flags, "--print_config"]
     result = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
-    assert (result["model"]["d_model"], result["data"]["path"]) == (2048, "/mnt/shared/*.txt")
+    assert (result["model"]["d_model"], result["data"]["path"]) == (2048, DATA)
 
 
 def run_script(file):
@@ -125,7 +140,7 @@ def test_slurm_queues_the_job_again_after_75(codes, starts, end, stubs, write, t
     program = calls[0].index(sys.executable)
     assert calls[0][program + 1 : program + 4] == ["-m", "difftx", "train"]
     assert calls[0][-1] == "--distributed"
-    check_flags(calls[0][program + 4 : -1], ROOT / "configs" / "scaling.py", tmp_path / "runs" / "scaling" / NAME)
+    check_flags(calls[0][program + 4 : -1], ROOT / "configs" / "scaling.py", f"{tmp_path}/{HOSTILE}/{OUT}/{NAME}")
 
 
 def sbatch_options(text):
@@ -163,13 +178,13 @@ def test_the_slurm_script_requests_the_nodes_of_the_flags(write, tmp_path):
     lines = write("slurm").read_text().splitlines()
     assert sbatch_options("\n".join(lines)) == {
         "job-name": NAME,
-        "output": f"{tmp_path}/runs/scaling/jobs/{NAME}-%j.out",
+        "output": f"{tmp_path}/{HOSTILE}/{OUT}/jobs/{NAME}".replace("%", "%%") + "-%j.out",
         "open-mode": "append",
         "nodes": "2",
         "ntasks-per-node": "8",
         "gpus-per-node": "8",
         "cpus-per-task": "12",
-        "time": "24:00:00",
+        "time": HOSTILE,
         "requeue": "",
         "signal": f"TERM@{GRACE_SECONDS}",
     }
@@ -186,11 +201,13 @@ def test_a_cancelled_slurm_job_is_not_queued_again(stubs, write, tmp_path):
     assert not (tmp_path / "requeued").exists()
 
 
+VENV = f"home/{TEXTS['directory']}/.venv/bin"
 # Stub of `gcloud … ssh --command=…` that runs the command in a local shell instead of the worker's.
 GCLOUD = f"""#!{sys.executable}
 import os, subprocess, sys
 command, = (a.removeprefix("--command=") for a in sys.argv if a.startswith("--command="))
-assert sys.argv[1:8] == ["compute", "tpus", "tpu-vm", "ssh", "pod", "--zone=us-east5-a", "--worker=all"], sys.argv
+named = [{TEXTS["tpu"]!r}, "--zone=" + {TEXTS["zone"]!r}]
+assert sys.argv[1:8] == ["compute", "tpus", "tpu-vm", "ssh", *named, "--worker=all"], sys.argv
 sys.exit(subprocess.run(["bash", "-c", command], cwd=os.environ["HOME"]).returncode)
 """
 
@@ -202,14 +219,14 @@ sys.exit(subprocess.run(["bash", "-c", command], cwd=os.environ["HOME"]).returnc
 def test_tpu_vm_starts_again_as_a_jobset_does(codes, starts, end, stubs, write):
     job = write("tpu-vm")
     stubs.put("gcloud", GCLOUD)
-    stubs.put("python", STUB, folder="home/difftx/.venv/bin")
+    stubs.put("python", STUB, folder=VENV)
     stubs.end_with(codes)
     assert run_script(job) == end
     calls = stubs.calls("python")
     assert len(calls) == starts
     program, *flags, distributed = calls[0]
     assert (program, distributed) == ("train.py", "--distributed")
-    check_flags(flags, "configs/scaling.py", f"/mnt/shared/runs/scaling/{NAME}")
+    check_flags(flags, "configs/scaling.py", f"{MOUNT}/{OUT}/{NAME}")
 
 
 def test_tpu_vm_is_stopped_on_all_workers(stubs, write, tmp_path):
@@ -226,16 +243,16 @@ tr '\\0' ' ' < /proc/$$/cmdline | sed 's|/bin/bash .*bin/python|python|' > "$STU
 touch "$STUBS/ready"
 wait
 """,
-        folder="home/difftx/.venv/bin",
+        folder=VENV,
     )
-    stubs.put("pkill", '#!/bin/sh\necho "$3" > "$STUBS/pattern"\nkill -TERM $(cat "$STUBS/pid")\n')
+    stubs.put("pkill", '#!/bin/sh\nprintf "%s" "$3" > "$STUBS/pattern"\nkill -TERM $(cat "$STUBS/pid")\n')
     process = subprocess.Popen(["bash", str(job)])
     while not (tmp_path / "ready").exists():
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 75
-    pattern = (tmp_path / "pattern").read_text().rstrip("\n")
+    pattern = (tmp_path / "pattern").read_text()
     assert re.search(pattern, (tmp_path / "command_line").read_text())
     assert not re.search(pattern, f"bash -c pkill -TERM -f '{pattern}'")  # The pattern does not match pkill itself.
     other = (tmp_path / "command_line").read_text().replace("seed0 ", "seed01 ")
@@ -265,6 +282,11 @@ def outcome(job_set, exit_codes):
     raise AssertionError("the pods would be started once more")
 
 
+def kubernetes_expanded(text):
+    """Expand variables like k8s.io/kubernetes/third_party/forked/golang/expansion. Only HOME is set."""
+    return re.sub(r"\$(\$|\(([^)]*)\))", lambda m: "$" if m[1] == "$" else ("7" if m[2] == "HOME" else m[0]), text)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("launcher", ["jobset", "jobset-gpu"])
 def test_a_jobset_restarts_after_the_exit_codes_of_interruptions(launcher, stubs, write):
@@ -286,15 +308,16 @@ def test_a_jobset_restarts_after_the_exit_codes_of_interruptions(launcher, stubs
     (container,) = pod["containers"]
     assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-    assert container["volumeMounts"][0]["mountPath"] == "/mnt/shared"
-    assert container["image"] == "example.org/difftx:1"
+    assert container["volumeMounts"][0]["mountPath"] == MOUNT
+    assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == TEXTS["claim"]
+    assert container["image"] == TEXTS["image"]
+    assert TEXTS["accelerator"] in pod["nodeSelector"].values()
     counts = (group["replicas"], job["parallelism"], job["completions"])
     limits = container["resources"]["limits"]
     stubs.put("python")
     stubs.end_with("75")
-    command = subprocess.run(
-        [*container["command"], *container["args"]], env=os.environ | {"JOB_COMPLETION_INDEX": "3"}
-    )
+    arguments = [kubernetes_expanded(text) for text in container["args"]]
+    command = subprocess.run([*container["command"], *arguments], env=os.environ | {"JOB_COMPLETION_INDEX": "3"})
     assert command.returncode == 75
     ((program, *flags),) = stubs.calls("python")
     assert program == "train.py"
@@ -307,7 +330,7 @@ def test_a_jobset_restarts_after_the_exit_codes_of_interruptions(launcher, stubs
         address = "--coordinator=diff-1-4b-seed0-slice-job-0-0.diff-1-4b-seed0:8476"
         assert flags[-3:] == [address, "--processes=4", "--process=3"]
         del flags[-3:]
-    check_flags(flags, "configs/scaling.py", f"/mnt/shared/runs/scaling/{NAME}")
+    check_flags(flags, "configs/scaling.py", f"{MOUNT}/{OUT}/{NAME}")
 
 
 @pytest.mark.parametrize("launcher", ["jobset", "jobset-gpu"])
@@ -377,13 +400,8 @@ def test_a_dockerfile_pins_its_base_and_runs_without_root(extra, stubs):
     assert re.fullmatch(r"python:3\.12\.\d+-slim-\w+", base)  # A release of Python on a release of Debian.
     assert {name for name, _ in instructions} <= {"FROM", "ENV", "WORKDIR", "COPY", "RUN", "USER"}
     assert instructions[-1] == ("USER", str(USER))
-    # Record the vocabulary and the folder, and download nothing.
-    (stubs.folder / "tiktoken.py").write_text(
-        "import os, pathlib\n"
-        "def get_encoding(name):\n"
-        "    pathlib.Path(os.environ['STUBS'], name).write_text(os.environ['TIKTOKEN_CACHE_DIR'])\n"
-    )
-    copied, variables = [], {}
+    (stubs.folder / "tiktoken.py").write_text("def get_encoding(name): pass\n")  # Download nothing.
+    copied = []
     for name, rest in instructions:
         if name == "COPY":
             *sources, target = rest.split()
@@ -393,15 +411,12 @@ def test_a_dockerfile_pins_its_base_and_runs_without_root(extra, stubs):
                 assert target == "./"
                 assert all((ROOT / source).is_file() for source in sources)
             copied += sources
-        if name == "ENV":
-            assert all(re.fullmatch(r"\w+=\S+", setting) for setting in rest.split())
-            variables |= dict(setting.split("=") for setting in rest.split())
         if name == "RUN":
             stubs.put("python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
             for program in ("pip", "useradd", "chown"):
                 stubs.put(program)
             stubs.end_with("0")
-            environment = os.environ | {"PYTHONPATH": str(stubs.folder)} | variables
+            environment = os.environ | {"PYTHONPATH": str(stubs.folder)}
             subprocess.run(["sh", "-c", rest], cwd=ROOT, env=environment, check=True)
             if rest.startswith("pip"):
                 assert {"pyproject.toml", "requirements.txt", "constraints.txt"} <= set(copied)
@@ -409,102 +424,11 @@ def test_a_dockerfile_pins_its_base_and_runs_without_root(extra, stubs):
     (user,) = stubs.calls("useradd")
     assert user[user.index("--uid") + 1] == str(USER)
     assert ("WORKDIR", user[user.index("--home-dir") + 1]) in instructions  # The user can write there.
-    # The image has the vocabulary of the paper's recipes in tiktoken's folder, to which the user can add others.
-    assert (stubs.folder / "cl100k_base").read_text() == variables["TIKTOKEN_CACHE_DIR"] == "/difftx/vocabularies"
-    assert stubs.calls("chown") == [["-R", str(USER), "vocabularies"]]
     (call,) = stubs.calls("pip")
     assert call[call.index("--constraint") + 1] == "constraints.txt"
     assert call[-1].startswith(f"jax[{'cuda13' if extra == 'cuda' else 'tpu'}]>=")
     assert {"gcsfs", "s3fs"} <= {word.partition(">=")[0] for word in call}
     assert call[call.index("-r") + 1] == "requirements.txt"
-
-
-HOSTILE = """ a'b "c" $HOME $(HOME) $$ $(touch pwned) `touch pwned` ; touch pwned # \\ %j {x: [y]} & | * é """.strip()
-
-
-def kubernetes_expanded(text):
-    """Expand variables like k8s.io/kubernetes/third_party/forked/golang/expansion. Only HOME is set."""
-    return re.sub(r"\$(\$|\(([^)]*)\))", lambda m: "$" if m[1] == "$" else ("7" if m[2] == "HOME" else m[0]), text)
-
-
-@pytest.fixture
-def hostile_folder(tmp_path, monkeypatch, stubs):
-    """Work in a folder whose name would escape from simple quotes, and check that no command in it was run."""
-    folder = tmp_path / HOSTILE
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    yield folder
-    assert not list(tmp_path.rglob("pwned"))
-
-
-def write_hostile(launcher, *settings):
-    out = f"runs/{HOSTILE}"
-    given = {setting.partition("=")[0] for setting in settings}
-    settings = [*settings, *(s for s in SETTINGS[launcher] if s.partition("=")[0] not in given)]
-    data = f"/mnt/{HOSTILE}/data/{HOSTILE}"
-    flags = [f"--config={ROOT}/configs/scaling.py:diff-1.4b", f"--out={out}", f"--config.data.path={data}"]
-    flags += MESH.get(launcher, [])
-    assert sweep.main([*flags, "--grid", "seed=0", f"--launcher={launcher}", "--set", *settings]) == 0
-    (file,) = (path for path in (ROOT.__class__(out) / "jobs").iterdir())
-    return file
-
-
-def test_slurm_quotes_hostile_text(hostile_folder, stubs):
-    job = write_hostile("slurm", f"time={HOSTILE}")
-    options = sbatch_options(job.read_text())
-    output = f"{hostile_folder}/runs/{HOSTILE}/jobs/{NAME}".replace("%", "%%")
-    assert options["output"] == f"{output}-%j.out"
-    assert options["time"] == HOSTILE
-    assert options["nodes"] == "2"
-    stubs.put("srun")
-    stubs.end_with("0")
-    assert run_script(job) == 0
-    (call,) = stubs.calls("srun")
-    assert f"--workdir={hostile_folder}/runs/{HOSTILE}/{NAME}" in call
-    assert f"--config.data.path=/mnt/{HOSTILE}/data/{HOSTILE}" in call
-
-
-def test_tpu_vm_quotes_hostile_text(hostile_folder, stubs, tmp_path):
-    settings = {name: f"{name} {HOSTILE}" for name in ("tpu", "zone", "directory")}
-    settings["directory"] = settings["directory"].replace(":", "")  # The directory becomes an entry of PATH.
-    mount = f"/mnt/{HOSTILE}"
-    job = write_hostile("tpu-vm", *(f"{name}={value}" for name, value in settings.items()), f"mount={mount}")
-    stubs.put("python", STUB, folder=f"home/{settings['directory']}/.venv/bin")
-    stubs.put(
-        "gcloud",
-        f"""#!{sys.executable}
-import json, os, subprocess, sys
-assert sys.argv[5] == {settings["tpu"]!r} and sys.argv[6] == "--zone=" + {settings["zone"]!r}, sys.argv
-command, = (a.removeprefix("--command=") for a in sys.argv if a.startswith("--command="))
-sys.exit(subprocess.run(["bash", "-c", command], cwd=os.environ["HOME"]).returncode)
-""",
-    )
-    stubs.end_with("0")
-    assert run_script(job) == 0
-    ((program, *flags),) = stubs.calls("python")
-    workdir = f"--workdir={mount}/runs/{HOSTILE}/{NAME}"
-    assert (program, flags[1]) == ("train.py", workdir)
-
-
-@pytest.mark.parametrize("launcher", ["jobset", "jobset-gpu"])
-def test_jobset_quotes_hostile_text(launcher, hostile_folder, stubs):
-    settings = {name: f"{name}: {HOSTILE}" for name in ("image", "claim", "accelerator")} | {"mount": f"/mnt/{HOSTILE}"}
-    job = write_hostile(launcher, *(f"{name}={value}" for name, value in settings.items()))
-    job_set = yaml.safe_load(job.read_text())
-    pod = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    assert container["image"] == settings["image"]
-    assert container["volumeMounts"][0]["mountPath"] == settings["mount"]
-    assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == settings["claim"]
-    assert settings["accelerator"] in pod["nodeSelector"].values()
-    stubs.put("python")
-    stubs.end_with("0")
-    arguments = [kubernetes_expanded(text) for text in container["args"]]
-    environment = os.environ | {"JOB_COMPLETION_INDEX": "3"}
-    assert subprocess.run([*container["command"], *arguments], env=environment).returncode == 0
-    ((program, *flags),) = stubs.calls("python")
-    assert (program, flags[1]) == ("train.py", f"--workdir={settings['mount']}/runs/{HOSTILE}/{NAME}")
-    assert f"--config.data.path=/mnt/{HOSTILE}/data/{HOSTILE}" in flags
 
 
 LONG_NAME = ["--out=out", "--grid", "seed=0", "optimizer.final_learning_rate=1e-5", "optimizer.weight_decay=0.05"]

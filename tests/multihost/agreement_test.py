@@ -215,16 +215,17 @@ REPLICAS = """
 import dataclasses, runpy, sys, jax, numpy
 from difftx.training import loop, run
 run.jax_settings = dict
-take_step, process = loop.Attempt._take_step, sys.argv[sys.argv.index("--process") + 1]
+take_step, process = loop.Training._take_step, sys.argv[sys.argv.index("--process") + 1]
 def corrupted(x):
     shards = [jax.device_put(numpy.asarray(s.data) + 1e-6, s.device) for s in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
 def take_step_and_corrupt(self, reporter):
     take_step(self, reporter)
-    if process == "1" and self._step == 1:
-        self._state = dataclasses.replace(self._state, params=jax.tree.map(corrupted, self._state.params))
+    if process == "1" and self._state.step == 1:
+        train = self._state.train
+        self._state.train = dataclasses.replace(train, params=jax.tree.map(corrupted, train.params))
 if sys.argv.pop(1) == "corrupt":
-    loop.Attempt._take_step = take_step_and_corrupt
+    loop.Training._take_step = take_step_and_corrupt
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

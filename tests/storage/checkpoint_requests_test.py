@@ -84,9 +84,9 @@ def test_a_restore_reads_only_the_chunks_of_its_devices(bucket, trainer, config,
     writer.close()
     contents = contents_of(writer.folder / "10")
     bucket.plan()
-    np.testing.assert_array_equal(arrays.read_arrays(contents, ["params/w"])["params/w"], values)
+    store = arrays.open_array(contents, "params/w")
+    np.testing.assert_array_equal(arrays.read_part(contents, store), values)
     whole = bucket.plan()["bytes"]["read"]
-    store = arrays.open_array(contents, "params/w", cache_bytes=0)
     for region in (slice(0, 256), slice(300, 400)):
         bucket.plan()
         np.testing.assert_array_equal(store[region].read().result(), values[region])
@@ -150,10 +150,9 @@ def test_errors_of_arrays_do_not_quote_replies(bucket, quick_retries):
     folder, values = bucket.folder(), np.zeros(2, np.float32)
     shards = {"params/a": arrays.Shards((2,), (2,), values.dtype, [((slice(0, 2),), values)])}
     arrays.write_shards(folder / arrays.STATE, shards)
-    opened = arrays.open_array(folder, "params/a", cache_bytes=0)
+    opened = arrays.open_array(folder, "params/a")
     for request in (
-        lambda: arrays.read_arrays(folder, ["params/a"]),
-        lambda: arrays.open_array(folder, "params/a", cache_bytes=0),
+        lambda: arrays.open_array(folder, "params/a"),
         lambda: arrays.read_part(folder, opened, 0),
         lambda: arrays.write_shards(bucket.folder(), shards),
     ):

@@ -64,13 +64,6 @@ def with_file(name):
     return edit(lambda m: m["files"].update({name: {"bytes": 0, "xxh3": "0" * 32}}))
 
 
-def link_outside(folder):
-    if is_bucket(folder):
-        pytest.skip("buckets have no links")
-    (contents_of(folder) / "link").symlink_to("/etc")
-    with_file("link/hostname")(folder)
-
-
 # Fault in a step's folder → part of the reason.
 FAULTS = {
     "flipped bit": (lambda f: flip_a_bit(largest_file(f)), "is corrupt: its "),
@@ -85,9 +78,8 @@ FAULTS = {
     "manifest without files": (edit(lambda m: m.pop("files")), "the text: no 'files'"),
     "manifest with odd arrays": (edit(lambda m: m.update(arrays={"w": 3})), "arrays.w: not an object"),
     "contents elsewhere": (edit(lambda m: m.update(contents="../20/x")), "contents: not the name of a folder"),
-    "path upwards": (with_file("../x"), "which is not a file of this folder"),
-    "absolute path": (with_file("/etc/hostname"), "which is not a file of this folder"),
-    "path by a link": (link_outside, "which is not a file of this folder"),
+    "path upwards": (with_file("../x"), "../x is missing"),
+    "absolute path": (with_file("/etc/hostname"), "/etc/hostname is missing"),
     "another run's": (edit(lambda m: m.update(run_id="b" * 32)), "another run saved it: its run_id is bbbb"),
 }
 
@@ -101,8 +93,12 @@ def test_a_corrupt_checkpoint_is_set_aside_and_the_one_before_is_used(trainer, s
     folder = first.folder / "20"
     fault(folder)
     before, content = describe_below(folder), read_file(folder / MANIFEST)
+    reader = Checkpointer(first.folder.parent, None, run_id="a" * 32)
+    assert reader.newest() == 10
     with pytest.raises(UserError, match="step 20: the checkpoint does not verify"):
-        Checkpointer(first.folder.parent, None, run_id="a" * 32).require_valid(20)
+        reader.require_valid(20)
+    with pytest.raises(UserError, match=r"step 30: no such checkpoint; .*checkpoints has 10, 20"):
+        reader.require_valid(30)
     assert describe_below(folder).keys() == before.keys()
     writer = trainer(run_id="a" * 32)
     check(writer, 10, mesh_of())
@@ -128,11 +124,7 @@ def test_files_without_a_manifest_are_no_checkpoint_and_stay(trainer, save, mesh
     for step, before in ((20, 10), (10, None)):
         remove_file(writer.folder / str(step) / MANIFEST)
         kept = describe_below(writer.folder)
-        if before is None:
-            with pytest.raises(UserError, match=r"there is no checkpoint, but .*saved\.json shows that one was saved"):
-                trainer().newest()
-        else:
-            check(trainer(), before, mesh_of())
+        assert trainer().newest() == before
         assert f"{step}: no checkpoint, because it has no manifest.json; delete the folder" in capsys.readouterr().out
         assert describe_below(writer.folder) == kept
 

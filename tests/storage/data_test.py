@@ -19,7 +19,7 @@ from difftx.commands.data import main as data_command
 from difftx.config.recipes import load_config
 from difftx.data import blocks
 from difftx.data.blocks import BLOCK_BYTES
-from difftx.data.loader import ConcurrentBatches, HostSlice, Loader, ordered_batches
+from difftx.data.loader import HostBatches, Loader, ordered_batches
 from difftx.data.sources import load_corpus, load_sources
 from difftx.data.store import open_store, read_meta
 from difftx.data.tokenizers import load_tokenizer
@@ -73,14 +73,11 @@ def config(path, cache, **changes):
 def loader_of(data_config, mesh):
     sources = load_sources(data_config, load_tokenizer("bytes"))
     return Loader(
-        sources.examples,
+        sources,
         batch_rows=ROWS,
         prefetch_batches=1,
-        threads=sources.threads,
         sharding=jax.NamedSharding(mesh, Layout().act_BT),
-        signature=sources.signature,
         vocab_size=257,
-        where=sources.where,
     )
 
 
@@ -93,7 +90,7 @@ def equal(batches, others):
 @pytest.mark.parametrize("changes", [{}, {"packing": "best_fit", "document_mask": "true"}])
 def test_batches_are_those_of_a_local_store(local_store, store, mesh_of, tmp_path, changes):
     local, remote = (loader_of(config(path, tmp_path, **changes), mesh_of()) for path in (local_store, store))
-    assert remote._signature == local._signature
+    assert remote.state() == local.state()
     whole = list(itertools.islice(local, 6))
     equal(itertools.islice(remote, 4), whole[:4])
     again = loader_of(config(store, tmp_path, **changes), mesh_of())
@@ -141,13 +138,14 @@ def test_each_host_reads_the_blocks_of_its_rows(bucket, local_store, store, mesh
     examples = load_sources(settings, load_tokenizer("bytes")).examples
     rows, read = len(load_sources(settings, load_tokenizer("bytes")).train["train"]), []
     for host in range(4):
-        share = HostSlice(
+        share = HostBatches(
             load_sources(config(store, tmp_path / str(host), sequence_length="8192"), load_tokenizer("bytes")).examples,
             rows // 4 * 4,
             np.arange(host, rows // 4 * 4, 4),
+            threads=8,
         )
         bucket.plan()
-        batch = ConcurrentBatches(share, 8)[0]
+        batch = share[0]
         read.append(bucket.plan()["bytes"]["read"])
         np.testing.assert_array_equal(batch["tokens"][1], examples[host + 4]["tokens"])
     assert max(read) < 0.6 * size

@@ -142,7 +142,7 @@ def test_reads_of_units_and_small_texts_overlap(bucket):
         put(folder / "lines" / f"{number:02d}.jsonl", lines(f"{number}", 3))
     job = dataclasses.replace(job_in(folder), valid_fraction=0.0, shard_tokens=10**6)
     [texts] = sources_of(f"{folder}/texts", valid=False, first_index=0)
-    sources = job_module.with_states(sources_of(f"{folder}/lines", valid=False, first_index=0))
+    sources = sources_of(f"{folder}/lines", valid=False, first_index=0)
     for unit in assembly.units_to_do(job, sources, assembly.finished_units(job, sources)):
         assembly.encode_unit(job, unit)
 
@@ -167,7 +167,7 @@ def test_mistakes_are_one_line(bucket):
     put(folder / "in" / "a.txt", b"text")
     put(folder / "other" / "file", b"x")
     put(folder / "new" / f"{objects.PROBE}1", b"x")  # A probe that a killed process left behind.
-    with open_job(dataclasses.replace(job_in(folder), out=folder / "new"), {}, []):
+    with open_job(dataclasses.replace(job_in(folder), out=folder / "new"), {}):
         pass
     for flags, message in (
         ([f"--input={folder}/out", f"--out={folder}/store"], f"--input={folder}/out: no such file, no such folder"),
@@ -180,7 +180,7 @@ def test_mistakes_are_one_line(bucket):
             command.main(["--tokenizer=bytes", *flags])
         assert message in str(error.value)
     job = dataclasses.replace(job_in(folder), out=folder / "other")
-    with pytest.raises(UserError, match="not empty, and no unfinished store"), open_job(job, {}, []):
+    with pytest.raises(UserError, match="not empty, and no unfinished store"), open_job(job, {}):
         pass
 
 
@@ -272,10 +272,10 @@ def test_one_prepare_per_folder(bucket, monkeypatch):
     with (
         BucketLock(job.work / "lock", takeover_seconds=1.0, wait_seconds=0),
         pytest.raises(UserError, match="another `difftx prepare` is at work there"),
-        open_job(job, {}, []),
+        open_job(job, {}),
     ):
         pass
-    with open_job(job, {}, []) as owner:
+    with open_job(job, {}) as owner:
         owner.check()
         other = {"id": "x", "host": "h", "machine": [], "pid": 1, "start": "", "takeover_seconds": 1}
         objects.write(job.work / "lock", json.dumps({"owner": other}).encode())

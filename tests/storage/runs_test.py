@@ -65,7 +65,7 @@ def test_a_run_that_was_killed_is_resumed_bit_for_bit(trained, local_run):
     names = objects.list_below(workdir)
     assert {name.partition("/")[0] for name in names} == {
         *("config.json", "manifest.json", ".lock", "metrics.jsonl", "metrics.jsonl.parts"),
-        *("checkpoints", "evals", "tensorboard", "saved.json"),
+        *("checkpoints", "evals", "tensorboard"),
     }
     assert read_json(workdir / "config.json") == read_json(local / "config.json")
     numbers = [read_json(path / "evals" / "loss" / "24.json")["numbers"] for path in (workdir, local)]

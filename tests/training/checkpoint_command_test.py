@@ -1,13 +1,11 @@
 """python -m difftx checkpoint ls|verify|diff|prune on real checkpoints."""
 
 import os
-import subprocess
-import sys
 import time
 
 import jax.numpy as jnp
 import pytest
-from conftest import ROOT, child_environment, replace
+from conftest import replace
 from helpers.command_server import commands
 from helpers.training_checkpoints import LOADER, flip_a_bit, largest_file, names, put, state_at
 
@@ -84,13 +82,6 @@ def test_diff_names_fields_and_arrays(workdir, capsys):
         run("diff", "10", workdir, "--workdir", workdir)
 
 
-@pytest.mark.long
-def test_diff_prints_no_warnings_of_orbax(workdir):
-    command = [sys.executable, "-m", "difftx", "checkpoint", "diff", "10", "20", "--values", f"--workdir={workdir}"]
-    result = subprocess.run(command, cwd=ROOT, env=child_environment(1), capture_output=True, text=True, timeout=120)
-    assert (result.returncode, result.stderr) == (0, "")
-
-
 def test_prune_follows_the_retention_rule_and_needs_yes(workdir, capsys):
     folder = workdir / "checkpoints"
     put(folder / "40" / "quarantined-ab.json", b"")
@@ -125,7 +116,7 @@ def test_prune_never_deletes_the_last_valid_checkpoint(workdir, capsys):
 def test_usage_errors_print_one_line_and_exit_with_2(workdir, tmp_path):
     for arguments, message in (
         (["ls", "--workdir=nowhere"], "--workdir=nowhere: no checkpoints there"),
-        (["prune", "--keep=0", f"--workdir={workdir}"], "--keep=0 must be at least 1"),
+        (["prune", "--keep=0", f"--workdir={workdir}"], "--keep=0 must be positive"),
     ):
         result = commands().run(["difftx", "checkpoint", *arguments])
         assert result.returncode == 2

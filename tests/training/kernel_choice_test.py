@@ -17,11 +17,10 @@ from difftx.config import Config
 from difftx.config.recipes import load_config
 from difftx.errors import UnreadableError
 from difftx.kernels import api
-from difftx.kernels.backend import Ranking
 from difftx.model.architectures import heads_of
 from difftx.training import kernel_choice, kernel_measurement
 from difftx.training.checkpoint.manifest import package_versions
-from difftx.training.kernel_choice import slowest_of_all
+from difftx.training.kernel_choice import combined
 from difftx.training.run import fit_to_devices
 from difftx.training.workload import attention_workload
 
@@ -41,54 +40,29 @@ class Machine:
 
     def __init__(self, tmp_path):
         self.text, self.workdir, self.logs = tmp_path / "text.txt", tmp_path / "run", tmp_path
-        self.cache, self.measured = tmp_path / "cache", tmp_path / "measured"
+        self.measured = tmp_path / "measured"
         write_text(self.text)
 
-    def train(self, steps, fakes=FAKES, gpu="1 × Fake", count=1, **options):
-        """Train, and return the lines of each process that name kernels, and the names of the measured kernels."""
-        processes = self._start(fakes, count, train__steps=steps, FAKES_GPU=gpu, **options)
-        try:
-            ended = [processes.wait(process) for process in range(count)]
-        finally:
-            processes.kill()
-        assert all(code == 0 for code, _ in ended), ended
-        self.traced = [set(re.findall("^traced (.*)", text, re.MULTILINE)) for _, text in ended]
-        said = [[line for line in text.splitlines() if ABOUT_KERNELS.search(line)] for _, text in ended]
-        return said, self.measured.read_text().split()
+    def train(self, steps, fakes=FAKES, gpu="1 × Fake", **options):
+        """Train, and return the lines that name kernels, and the names of the measured kernels."""
+        code, text = self.end(fakes, train__steps=steps, FAKES_GPU=gpu, **options)
+        assert code == 0, text
+        return [line for line in text.splitlines() if ABOUT_KERNELS.search(line)], self.measured.read_text().split()
 
     def end(self, fakes, **options):
-        """Train on a machine with a fake TPU in place of the GPU, and return the exit code and the output."""
-        processes = self._start(fakes, 1, train__steps=2, **options)
+        """Train, by default with a fake TPU in place of the GPU, and return the exit code and the output."""
+        self.measured.write_text("")
+        changes = {"train__steps": 2, "optimizer__warmup_steps": 1, "model__attention_implementation": "auto"}
+        variables = {"FAKES": json.dumps(fakes), "FAKES_LOG": str(self.measured)}
+        for name, value in options.items():
+            (variables if name.isupper() else changes)[name] = value
+        script = ("tests/helpers/fake_kernels.py",)
+        options = {"devices": 1, "count": 1, "script": script, "environment": variables} | changes
+        processes = Processes(self.text, self.workdir, self.logs, **options)
         try:
             return processes.wait(0)
         finally:
             processes.kill()
-
-    def _start(self, fakes, count, own_fakes=(), own_gpus=None, **options):
-        self.measured.write_text("")
-        changes = {
-            "optimizer__warmup_steps": 1,
-            "model__attention_implementation": "auto",
-            "train__compilation_cache": "auto",
-        }
-        variables = {"FAKES": json.dumps(fakes), "FAKES_LOG": str(self.measured), "XDG_CACHE_HOME": str(self.cache)}
-        for name, value in options.items():
-            (variables if name.isupper() else changes)[name] = value
-        own = {process: {"FAKES": json.dumps(fakes | fakes_of_one)} for process, fakes_of_one in own_fakes}
-        for process, gpu in (own_gpus or {}).items():
-            own.setdefault(process, {})["FAKES_GPU"] = gpu
-        return Processes(
-            self.text,
-            self.workdir,
-            self.logs,
-            devices=1,
-            count=count,
-            script=("tests/helpers/fake_kernels.py",),
-            environment=variables,
-            own_environment=own,
-            multihost__barrier_timeout_seconds=120,
-            **changes,
-        )
 
     @property
     def manifest(self):
@@ -103,7 +77,7 @@ def machine(tmp_path):
 @pytest.mark.long
 def test_failing_kernels_are_not_used_and_the_ranking_is_reused(machine):
     # The deadlines leave time on a busy machine. Only the kernel that hangs takes all of its time.
-    (said,), measured = machine.train(2, FAKES_KERNEL_SECONDS="20", FAKES_DEADLINE_SECONDS="300")
+    said, measured = machine.train(2, FAKES_KERNEL_SECONDS="20", FAKES_DEADLINE_SECONDS="300")
     assert measured == list(FAKES)  # Each kernel once, although a new child process starts after each of four failures.
     first, *others = said
     assert re.fullmatch(r"kernels  diff_attention: (ours|xla) [\d.]+ ms, (ours|xla) [\d.]+ ms, tardy [\d.]+ ms", first)
@@ -115,18 +89,11 @@ def test_failing_kernels_are_not_used_and_the_ranking_is_reused(machine):
     assert machine.manifest["attention_kernel"] == fastest
     assert ranking["milliseconds"]["tardy"] > 50 > ranking["milliseconds"][fastest]
 
-    # Another run finds the ranking in the user's cache folder.
-    kept = machine.workdir.rename(machine.workdir.with_name("kept"))
-    (again,), measured = machine.train(2)
-    assert (again, measured) == (said, [])
-    # A resumed run uses the recorded one.
-    shutil.rmtree(machine.workdir)
-    kept.rename(machine.workdir)
-    shutil.rmtree(machine.cache / "difftx")
-    (resumed,), measured = machine.train(3)
+    # A resumed run uses the recorded ranking.
+    resumed, measured = machine.train(3)
     assert (resumed, measured) == (said, [])
     # On another device, it measures again and reports the change.
-    (elsewhere,), measured = machine.train(4, {"tardy": "slow"}, gpu="1 × Other")
+    elsewhere, measured = machine.train(4, {"tardy": "slow"}, gpu="1 × Other")
     assert measured == ["tardy"]
     change = f"changed since the run began: attention kernel {fastest} → xla, for other devices (safe)"
     assert elsewhere[0] == change
@@ -137,61 +104,23 @@ def test_unreadable_record_does_not_count_as_missing(monkeypatch, tmp_path):
     def unreadable(path):
         raise UnreadableError(f"{path} cannot be read")
 
-    assert kernel_choice._recorded(tmp_path, "attention") is None
+    assert kernel_choice._recorded(tmp_path) == {}
     (tmp_path / "manifest.json").write_text("not JSON")
-    assert kernel_choice._recorded(tmp_path, "attention") is None
+    assert kernel_choice._recorded(tmp_path) == {}
     monkeypatch.setattr(kernel_choice, "read_file", unreadable)
     with pytest.raises(UnreadableError):
-        kernel_choice._recorded(tmp_path, "attention")
+        kernel_choice._recorded(tmp_path)
 
 
 @pytest.mark.long
 def test_kernels_that_were_not_tried_in_time_are_named(machine):
     fakes = {"stuck": "hangs", "ours": "right"}
-    (said,), measured = machine.train(2, fakes, FAKES_DEADLINE_SECONDS="15", FAKES_KERNEL_SECONDS="30")
+    said, measured = machine.train(2, fakes, FAKES_DEADLINE_SECONDS="15", FAKES_KERNEL_SECONDS="30")
     assert measured == ["stuck"]
     assert said[0] == "kernels  diff_attention: no measured kernel passed the comparison"
     assert re.fullmatch(r" +stuck is not used: it did not finish within \d+ s", said[1])
     assert said[2:] == ["         ours is not used: not tried within 15 s"]
     assert machine.manifest["attention_kernel"] == "xla"
-
-
-@pytest.mark.exhaustive  # CI runs other tests of `slowest_of_all`, and of the choice in one process.
-def test_two_processes_use_the_worst_of_both_verdicts(machine):
-    """Process 1 rejects kernels that are right or slow in process 0."""
-    fakes = {"ours": "right", "broken": "right", "stuck": "slow", "tardy": "right"}
-    theirs = {"ours": "wrong", "broken": "raises", "stuck": "hangs", "tardy": "slow"}
-    (first, second), measured = machine.train(
-        2, fakes, count=2, own_fakes=[(1, theirs)], FAKES_KERNEL_SECONDS="20", FAKES_DEADLINE_SECONDS="300"
-    )
-    assert sorted(measured) == sorted(2 * list(fakes))
-    assert second == []  # Only the primary process prints.
-    assert re.fullmatch(r"kernels  diff_attention: xla [\d.]+ ms, tardy [\d.]+ ms", first[0])
-    for name in ("ours", "broken", "stuck"):
-        reason = REASONS.get(name, REASONS["bad"])
-        assert any(re.fullmatch(f" +{name} is not used: process 1: {reason}", line) for line in first[1:]), first
-    assert machine.traced == [{"xla"}, {"xla"}]
-    ranking = machine.manifest["kernels"]["diff_attention"]
-    assert list(ranking["milliseconds"]) == ["xla", "tardy"]
-    assert ranking["milliseconds"]["tardy"] > 50
-
-    # Both resume with the recorded ranking, without measuring.
-    (again, _), measured = machine.train(3, fakes, count=2, own_fakes=[(1, theirs)])
-    assert (again, measured) == (first, [])
-    assert machine.traced == [{"xla"}, {"xla"}]
-
-    # Process 1 has another driver now, so it alone measures again. All its kernels but one are right.
-    theirs = {"ours": "right", "broken": "right", "stuck": "right", "tardy": "wrong"}
-    (changed, second), measured = machine.train(
-        4, fakes, count=2, own_fakes=[(1, theirs)], own_gpus={1: "1 × Fake, new driver"}
-    )
-    assert sorted(measured) == sorted(fakes)
-    assert second == []
-    assert changed[0] == "changed since the run began: attention kernel xla → xla, for other devices (safe)"
-    rejected = machine.manifest["kernels"]["diff_attention"]["rejected"]
-    assert sorted(rejected) == sorted(fakes)  # The record rejects some of them, and the new measurement the others.
-    assert all(reason.startswith("process 1: ") for reason in rejected.values())
-    assert machine.traced == [{"xla"}, {"xla"}]
 
 
 @pytest.mark.long
@@ -212,7 +141,7 @@ def test_eval_uses_the_ranking_of_the_run(machine):
             "--eval.loss_tokens=256",
         ],
         cwd=ROOT,
-        env=child_environment(1) | variables | {"FAKES_SCRIPT": "eval", "XDG_CACHE_HOME": str(machine.cache)},
+        env=child_environment(1) | variables | {"FAKES_SCRIPT": "eval"},
         capture_output=True,
         text=True,
     )
@@ -243,7 +172,7 @@ def test_kernels_that_a_tpu_cannot_finish_by_the_deadline_are_not_tried(monkeypa
     )
     monkeypatch.setattr(kernel_measurement.time, "monotonic", clock.__next__)
     found = kernel_measurement._measured_here(load_config("configs/quickstart.py:diff", TINY))
-    assert found == ({"first": 1.0}, {"second": "not tried within 60 s"})
+    assert found == {"first": 1.0, "second": "not tried within 60 s"}
 
 
 def test_a_child_does_not_try_another_kernel_after_a_failure(monkeypatch):
@@ -264,103 +193,102 @@ def test_a_child_does_not_try_another_kernel_after_a_failure(monkeypatch):
     assert sent == [["next"], 2.0]
 
 
-def ranking(milliseconds, rejected, **conditions):
-    return Ranking(
-        "attention", {"devices": "GPU", "versions": "jax 1", "shapes": "s"} | conditions, milliseconds, rejected
-    )
+def test_worst_of_several_measurements():
+    first, second = ({"a": 1.0, "b": 2.0, "c": 3.0}, {}), ({"b": 5.0, "c": 3.5}, {"a": "it is wrong"})
+    times, rejected = combined({0: first, 1: second})
+    assert (list(times.items()), rejected) == ([("c", 3.5), ("b", 5.0)], {"a": "process 1: it is wrong"})
+    assert combined({1: second}) == second  # Another process could not measure.
 
 
-def test_worst_of_several_rankings():
-    first = ranking({"a": 1.0, "b": 2.0, "c": 3.0}, {})
-    second = ranking({"b": 5.0, "c": 3.5}, {"a": "it is wrong"})
-    expected = ranking({"c": 3.5, "b": 5.0}, {"a": "process 1: it is wrong"})
-    assert slowest_of_all({0: first, 1: second}) == expected
-    assert list(slowest_of_all({0: first, 1: second}).milliseconds) == ["c", "b"]
-    assert slowest_of_all({0: second}) == second
-    assert slowest_of_all({0: expected, 1: expected}) == expected
+@pytest.fixture
+def start(monkeypatch, tmp_path, capsys):
+    """A function that chooses the kernels of a run, records them, and returns the kernel and the lines that it printed.
 
-
-def test_new_measurement_does_not_discard_results_of_other_processes(monkeypatch):
+    The first measurement finds "a" to be the fastest kernel, and the second one "xla".
+    """
     monkeypatch.setattr(api, "_rankings", {})
-    recorded = ranking({"a": 1.0, "b": 2.0, "c": 3.0}, {"d": "process 1: it is wrong"})
-    renewed = ranking({"a": 1.0, "c": 2.5, "d": 0.5}, {"b": "it is wrong"}, devices="GPU, new driver")
-    for everywhere in ([(recorded, recorded), (recorded, renewed)], [(recorded, renewed), (recorded, recorded)]):
-        kernel_choice._use([list(map(dataclasses.asdict, pair)) for pair in everywhere])
-        used = api.rankings()["attention"]
-        assert used.milliseconds == {"a": 1.0, "c": 3.0}
-        assert sorted(used.rejected) == ["b", "d"]
-    # A process that could not measure has no effect.
-    kernel_choice._use([[None, None], [None, dataclasses.asdict(renewed)]])
-    assert api.rankings()["attention"] == renewed
-
-
-@pytest.mark.parametrize(
-    ("changes", "changed_packages", "differs"),
-    [
-        ({}, {}, None),
-        ({"train.steps": "7"}, {"grain": "9"}, None),
-        ({"train.accumulation": "2"}, {}, "shapes"),
-        ({}, {"jax": "0.99"}, "versions"),
-        ({}, {"nvidia-cudnn-cu13": "9.99"}, "versions"),
-    ],
-)
-def test_a_recorded_ranking_holds_for_its_versions_and_shapes(
-    changes, changed_packages, differs, monkeypatch, tmp_path, capsys
-):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(api, "_rankings", {})
+    monkeypatch.setattr(kernel_measurement, "gpu_identity", lambda: "GPU")
     times = iter([{"a": 1.0, "xla": 2.0}, {"xla": 2.0, "a": 3.0}])
     monkeypatch.setattr(kernel_measurement, "measured", lambda config: (next(times), {}))
-    recorded = kernel_choice._ranked("GPU", load_config("configs/quickstart.py:diff", TINY), None)
-    monkeypatch.setattr(kernel_choice, "package_versions", lambda: package_versions() | changed_packages)
-    again = kernel_choice._ranked("GPU", load_config("configs/quickstart.py:diff", TINY | changes), recorded)
-    kernel_choice._use([[dataclasses.asdict(recorded), dataclasses.asdict(again)]])
-    said = capsys.readouterr().out
-    assert next(iter(api.rankings()["diff_attention"].milliseconds)) == ("a" if differs is None else "xla")
-    change = f"changed since the run began: attention kernel a → xla, for other {differs} (safe)"
-    assert (change in said) == (differs is not None)
-    assert ("changed" in said) == (differs is not None)
+
+    def start(config):
+        kernel_choice.choose([config], tmp_path)
+        record = {name: dataclasses.asdict(ranking) for name, ranking in api.rankings().items()}
+        (tmp_path / "manifest.json").write_text(json.dumps({"kernels": record}))
+        said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed")]
+        return next(iter(api.rankings()["diff_attention"].milliseconds)), said
+
+    return start
 
 
-def test_a_ranking_of_a_preset_holds_for_the_config_that_the_run_records(monkeypatch, tmp_path):
-    """`difftx eval` reads this config, in which the preset has set the mesh, remat and accumulation."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    times = iter([{"a": 1.0, "xla": 2.0}])
-    monkeypatch.setattr(kernel_measurement, "measured", lambda config: (next(times), {}))
-    config = load_config("configs/quickstart.py:diff", TINY | {"mesh.preset": "auto"})
-    recorded = kernel_choice._ranked("GPU", config, None)
-    fitted = fit_to_devices(config)
-    assert fitted != config
-    shutil.rmtree(tmp_path / "difftx")
-    assert kernel_choice._ranked("GPU", fitted, recorded) is recorded
+AUTO = TINY | {"model.attention_implementation": "auto"}
 
 
-def test_a_recorded_ranking_holds_for_the_source_files_of_the_kernels(monkeypatch, tmp_path, capsys):
-    """Otherwise the corrected code of a rejected kernel, or a broken one, would never be measured."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(api, "_rankings", {})
-    times = iter([{"a": 1.0, "xla": 2.0}, {"xla": 2.0, "a": 3.0}])
-    monkeypatch.setattr(kernel_measurement, "measured", lambda config: (next(times), {}))
-    config = load_config("configs/quickstart.py:diff", TINY)
-    begun = dataclasses.asdict(kernel_choice._ranked("GPU", config, None))
-    manifest, workdir = tmp_path / "run" / "manifest.json", tmp_path / "run"
-    workdir.mkdir()
-
-    def resume(ranking):
-        manifest.write_text(json.dumps({"kernels": {"diff_attention": ranking}}))
-        recorded = kernel_choice._recorded(workdir, "diff_attention")
-        again = kernel_choice._ranked("GPU", config, recorded)
-        kernel_choice._use([[dataclasses.asdict(recorded), dataclasses.asdict(again)]])
-        said = capsys.readouterr().out.splitlines()
-        return dataclasses.asdict(again), [line for line in said if line.startswith("changed")]
-
-    assert resume(begun) == (begun, [])
+def source_changed(monkeypatch, tmp_path):
     changed = shutil.copytree(kernel_choice.KERNELS, tmp_path / "kernels")
     (changed / "xla.py").write_text((changed / "xla.py").read_text() + "x = 1\n")
     monkeypatch.setattr(kernel_choice, "KERNELS", changed)
-    again, said = resume(begun)
-    assert said == ["changed since the run began: attention kernel a → xla, for other kernel source files (safe)"]
-    assert resume(again) == (again, [])
+
+
+def package_changed(name):
+    def change(monkeypatch, tmp_path):
+        monkeypatch.setattr(kernel_choice, "package_versions", lambda: package_versions() | {name: "9.99"})
+
+    return change
+
+
+def nothing_changed(monkeypatch, tmp_path):
+    return None
+
+
+@pytest.mark.parametrize(
+    ("changes", "change", "differs"),
+    [
+        ({}, nothing_changed, None),
+        ({"train.steps": "7"}, package_changed("grain"), None),
+        ({"train.accumulation": "2"}, nothing_changed, "shapes"),
+        ({}, package_changed("jax"), "versions"),
+        ({}, package_changed("nvidia-cudnn-cu13"), "versions"),
+        # Otherwise the corrected code of a rejected kernel, or a broken one, would never be measured.
+        ({}, source_changed, "kernel source files"),
+    ],
+)
+def test_a_recorded_ranking_holds_for_its_conditions(changes, change, differs, start, monkeypatch, tmp_path):
+    assert start(load_config("configs/quickstart.py:diff", AUTO)) == ("a", [])
+    change(monkeypatch, tmp_path)
+    resumed, said = start(load_config("configs/quickstart.py:diff", AUTO | changes))
+    line = f"changed since the run began: attention kernel a → xla, for other {differs} (safe)"
+    assert (resumed, said) == (("a", []) if differs is None else ("xla", [line]))
+    assert start(load_config("configs/quickstart.py:diff", AUTO | changes)) == (resumed, [])
+
+
+def test_all_processes_measure_if_one_of_them_has_another_device(start, monkeypatch, tmp_path):
+    """Process 1 rejects the kernel that is the fastest in this process, and has another driver later."""
+    theirs = {"devices": "GPU"}
+
+    def gather(what, own, timeout):
+        if what == "kernels":
+            return [own, {function: [{"xla": 4.0}, {"a": "it is wrong"}] for function in own}]
+        return [own, {function: conditions | theirs for function, conditions in own.items()}]
+
+    monkeypatch.setattr(kernel_choice.multihost, "gather", gather)
+    config = load_config("configs/quickstart.py:diff", AUTO)
+    assert start(config) == start(config) == ("xla", [])
+    assert api.rankings()["diff_attention"].rejected == {"a": "process 1: it is wrong"}
+    assert api.rankings()["diff_attention"].milliseconds == {"xla": 4.0}
+    theirs["devices"] = "GPU, new driver"
+    change = "changed since the run began: attention kernel xla → xla, for other devices (safe)"
+    assert start(config) == ("xla", [change])
+    assert start(config) == ("xla", [])  # Neither measurement is left, so this uses the record.
+
+
+def test_a_ranking_of_a_preset_holds_for_the_config_that_the_run_records(start):
+    """`difftx eval` reads this config, in which the preset has set the mesh, remat and accumulation."""
+    config = load_config("configs/quickstart.py:diff", AUTO | {"mesh.preset": "auto"})
+    assert start(config) == ("a", [])
+    fitted = fit_to_devices(config)
+    assert fitted != config
+    assert start(fitted) == ("a", [])
 
 
 @pytest.mark.parametrize(

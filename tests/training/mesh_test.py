@@ -2,13 +2,13 @@
 
 import re
 
-import grain
 import jax
 import numpy as np
 import pytest
 
 from difftx.data.loader import Loader
 from difftx.data.packing import PackedRows
+from difftx.data.sources import Sources
 from difftx.data.store import TokenStore
 from difftx.parallel.layout import Layout
 from difftx.training.checkpoint.checkpointer import Checkpointer
@@ -29,13 +29,11 @@ def loader_on(mesh, c):
         STORE, sequence_length=c.data.sequence_length, packing="concat", document_mask=False, cache_path=""
     )
     return Loader(
-        grain.MapDataset.source(rows).shuffle(seed=0).repeat(),
+        Sources(c.data, train={"train": rows}, valid={}, signature={}, notes=()),
         batch_rows=c.batch_rows,
         prefetch_batches=1,
         sharding=jax.NamedSharding(mesh, Layout().act_BT),
-        signature={},
         vocab_size=c.model.vocab_size,
-        where=str,
     )
 
 

@@ -6,11 +6,8 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
-from conftest import ROOT, child_environment
 from helpers.processes import Processes
 from helpers.training_checkpoints import flip_a_bit, largest_file, names
 from helpers.unreadable import (
@@ -174,26 +171,6 @@ def test_link_to_an_unmounted_disk_does_not_count_as_a_missing_checkpoint(saved,
 # ── Quarantine ──
 
 
-def test_the_newest_quarantined_checkpoint_that_verifies_is_taken_back(saved, trainer, tmp_path):
-    folder = saved(10, 20, 30, 40, keep=9)
-    for step in ("20", "30", "40"):
-        assert checkpoint_command(["quarantine", f"--workdir={tmp_path}", f"--step={step}"]) == 0
-    assert (steps_in(folder), quarantined(folder)) == ([10], [20, 30, 40])
-    assert trainer.newest() == 10  # It verifies, so the others stay quarantined.
-    flip_a_bit(largest_file(folder / "10"))
-    next((folder / "40").glob("*/state/d/*")).write_bytes(b"")
-    assert trainer.newest() == 30
-    assert (steps_in(folder), quarantined(folder)) == ([30], [10, 20, 40])
-
-
-def test_quarantined_copy_of_another_step_is_not_taken_back(saved, trainer):
-    folder = saved(10)
-    (folder / "10").rename(folder / "20")
-    for _ in range(2):
-        with pytest.raises(UserError, match="none verifies"):
-            trainer.newest()
-
-
 @needs_unprivileged
 def test_quarantine_command_resolves_a_permanent_read_error(saved_20_and_40, trainer, tmp_path, impatient):
     folder = saved_20_and_40
@@ -281,20 +258,6 @@ def test_all_processes_of_a_run_end_with_the_same_error(text_file, tmp_path):
         assert len([line for line in text.splitlines() if line.startswith("error: ")]) == 1, ends
         assert f"20/{MANIFEST} cannot be read: Permission denied" in text
     assert names(workdir / "checkpoints") == ["10", "20"]
-
-
-@pytest.mark.long
-@needs_compiler
-def test_read_error_of_the_file_system_does_not_count_as_corruption(saved, tmp_path):
-    folder, reads = saved(20), failing_reads(tmp_path)
-    command = [sys.executable, "-m", "difftx", "checkpoint", "verify", f"--workdir={tmp_path}"]
-    reads.fail(errno.EIO, str(largest_file(folder / "20")))
-    result = subprocess.run(
-        command, cwd=ROOT, env=child_environment(1) | reads.environment, capture_output=True, text=True, timeout=240
-    )
-    assert (result.returncode, result.stderr.count("\n")) == (1, 1), result
-    assert "1 of 1 checkpoints cannot be read: 20" in result.stderr
-    assert f"{largest_file(folder / '20')} cannot be read: Input/output error" in result.stdout
 
 
 def test_a_checkpoint_of_another_format_is_refused_and_not_renamed(saved_20_and_40, trainer):

@@ -95,8 +95,8 @@ def test_a_restart_may_take_longer_than_a_step(config, mesh_of, text_file, tmp_p
     monkeypatch.setattr(manifest, "THREADS", 1)
     monkeypatch.setattr(manifest, "open_file", lambda path: SlowFile(path.open("rb"), clock))
     monkeypatch.setattr(resume, "restore_state", clock.delayed(0.5, resume.restore_state))
-    monkeypatch.setattr(loop.Attempt, "_compile", clock.delayed(0.8, loop.Attempt._compile))
-    monkeypatch.setattr(loop.Attempt, "_take_step", clock.delayed(0.8, loop.Attempt._take_step))
+    monkeypatch.setattr(loop.Training, "_compile", clock.delayed(0.8, loop.Training._compile))
+    monkeypatch.setattr(loop.Training, "_take_step", clock.delayed(0.8, loop.Training._take_step))
     assert loop.train(run(4), evaluate) == 0
     assert clock.slept > 5
     assert aborts == []

@@ -18,7 +18,7 @@ from difftx.data.prepare.readers import Conversation, Document, Source, Unit
 from difftx.data.store import SPLITS, shard_file, write_meta
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import RunError, UserError
-from difftx.files import Owner, list_folder, new_file, read_file, remove_file, sha256_of, size_of, write_atomically
+from difftx.files import Owner, list_folder, new_file, read_file, remove_file, size_of, write_atomically
 from difftx.json_files import read_record, write_record
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket
@@ -44,12 +44,12 @@ class UnitSummary:
     problems: list[str]  # One message per unreadable document, which is left out.
 
 
-def unit_file(job: Job, source: int, index: int, state: str = "") -> AnyPath:
+def unit_file(job: Job, source: int, index: int, state: str) -> AnyPath:
     """Return the path of the file of unit `index` of a source.
 
-    In a bucket, its name has the `state` of the source, because a process that has lost its lock may write late.
+    Its name has the `state` of the source, so that no file of another state of the input is used.
     """
-    return job.units / f"{source:05d}-{index:06d}{f'-{state}' if is_bucket(job.out) else ''}.npz"
+    return job.units / f"{source:05d}-{index:06d}-{state}.npz"
 
 
 def encode_unit(job: Job, unit: Unit) -> UnitSummary:
@@ -115,21 +115,6 @@ def _encode(tokenizer: Tokenizer, document: Document) -> tuple[np.ndarray, np.nd
     return np.array(before, np.uint32), tokenizer.encode_to_numpy(text, continues=bool(prompt))
 
 
-def discard_corrupt_units(job: Job) -> Iterator[str]:
-    """Delete the corrupt unit files of an earlier run, and yield a message for each."""
-    files = [job.units / name for name in sorted(list_folder(job.units)) if name.endswith(".npz")]
-    for file, content in zip(files, map_ahead(read_file, files), strict=True):
-        data = io.BytesIO(content or b"")
-        try:
-            with zipfile.ZipFile(data) as archive:  # `testzip` compares the CRCs.
-                intact = set(archive.namelist()) == {f"{name}.npy" for name in ARRAYS} and archive.testzip() is None
-        except Exception:  # zipfile raises many types of exceptions for corrupt archives.
-            intact = False
-        if not intact:
-            remove_file(file)
-            yield f"{file}: corrupt; tokenising that part of the input again"
-
-
 def finished_units(job: Job, sources: Sequence[Source]) -> dict[int, list[UnitSummary]]:
     """Return the summaries of each source's tokenised units, up to the first unit that has no file."""
     finished: dict[int, list[UnitSummary]] = {source.index: [] for source in sources}
@@ -156,7 +141,11 @@ def _opened(files: Iterable[AnyPath]) -> Iterator[tuple[AnyPath, Mapping[str, np
         return file, io.BytesIO(read_file(file) or b"") if is_bucket(file) else file
 
     for file, opened in map_ahead(content, files):
-        with np.load(opened) as archive:
+        try:
+            archive = np.load(opened)
+        except (ValueError, EOFError, zipfile.BadZipFile) as error:
+            raise UserError(f"{file}: corrupt ({error}); delete it, and run the same command again") from error
+        with archive:
             yield file, archive
 
 
@@ -235,23 +224,9 @@ def make_plan(job: Job, sources: Sequence[Source]) -> Plan:
     return plan
 
 
-def discard_corrupt_shards(job: Job) -> Iterator[str]:
-    """Delete the records of corrupt shards, so that they are written again, and yield a message for each."""
-    for file in (job.shard_records / name for name in sorted(list_folder(job.shard_records)) if name.endswith(".json")):
-        split, _, index = file.stem.partition("-")
-        record = read_record(file)
-        files = {} if record is None else record["files"]
-        if set(files) != set(_kinds(job)) or any(
-            size_of(path := shard_file(job.out, split, int(index), kind)) is None or sha256_of(path) != expected
-            for kind, expected in files.items()
-        ):
-            remove_file(file)
-            yield f"{file}: the record or its shard is corrupt; writing the shard again"
-
-
 def write_shard(job: Job, shard: Shard) -> None:
     """Assemble a shard from its units, then write its record, which marks the shard as finished."""
-    if size_of(_record_file(job, shard)) is not None:
+    if size_of(_record_file(job, shard)) is not None and read_record(_record_file(job, shard)) is not None:
         return
     kinds, blocks = _kinds(job), BlockHasher()
     hashes = {kind: hashlib.sha256() for kind in kinds}

@@ -6,7 +6,6 @@ import errno
 import functools
 import hashlib
 import importlib.metadata
-import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,18 +19,17 @@ from difftx.data.store import FORMAT, SPLITS, is_store, read_meta
 from difftx.data.tokenizer import Tokenizer
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError, printable
-from difftx.files import UNLOCKED, Owner, list_folder, remove_file, size_of
+from difftx.files import UNLOCKED, Owner, list_folder, size_of
 from difftx.folders import lock_file, remove_folder
 from difftx.json_files import json_sha256, read_record, write_record
 from difftx.storage import objects
 from difftx.storage.lock import BucketLock, LockedError
 from difftx.storage.paths import AnyPath, BucketPath, is_bucket
 
+STATES = "sha256_of_names_sizes_and_times"  # Field of meta.json.
 # If only these fields of meta.json change, an unfinished store can be resumed with its tokenised text. They assign
-# documents to splits and shards, or describe the input files. `_resume_or_start` finds the files that have changed.
-FIELDS_WITHOUT_EFFECT_ON_UNITS = (
-    "valid_input", "files", "bytes", "sha256_of_names_sizes_and_times", "valid_fraction", "shard_tokens",
-)  # fmt: skip
+# documents to splits and shards, or describe the input files, whose states are in the names of the units.
+FIELDS_WITHOUT_EFFECT_ON_UNITS = ("valid_input", "files", "bytes", STATES, "valid_fraction", "shard_tokens")
 
 TAKEOVER_SECONDS = 60.0  # Time without a renewal after which another process may take the lock in a bucket.
 
@@ -83,9 +81,12 @@ class Job:
         return np.dtype("<u2" if self.loaded_tokenizer.n_vocab <= 2**16 else "<u4")
 
 
-def describe(job: Job, sources: Sequence[Source]) -> dict[str, Any]:
-    """Return the fields of `meta.json` that are known in advance. They determine the content of the store."""
-    files, readers = input_states(sources), {READERS.extension_of(source.kind) for source in sources}
+def describe(job: Job, sources: Sequence[Source], files: dict[str, list[Any]]) -> dict[str, Any]:
+    """Return the fields of `meta.json` that are known in advance. They determine the content of the store.
+
+    `files` is the result of `input_states`.
+    """
+    readers = {READERS.extension_of(source.kind) for source in sources}
     extensions = sorted(extension.sha256 for extension in readers if extension)
     library = job.loaded_tokenizer.library
     return {
@@ -103,7 +104,7 @@ def describe(job: Job, sources: Sequence[Source]) -> dict[str, Any]:
             "valid_input": job.valid_input,
             "files": len(files),
             "bytes": sum(source.size for source in sources),
-            "sha256_of_names_sizes_and_times": hashlib.sha256(json.dumps(files).encode()).hexdigest(),
+            STATES: hashlib.sha256(json.dumps(files).encode()).hexdigest(),
             "text_field": job.fields.text,
             "id_field": job.fields.id,
             "prompt_field": job.fields.prompt,
@@ -149,10 +150,9 @@ def input_states(sources: Sequence[Source]) -> dict[str, list[Any]]:
     return states
 
 
-def with_states(sources: Sequence[Source]) -> list[Source]:
-    """Return the sources with their field `state`."""
-    states = input_states(sources)
-    contents = ([source.held_out, *(states[str(file)] for file in source.files)] for source in sources)
+def with_states(sources: Sequence[Source], states: dict[str, list[Any]]) -> list[Source]:
+    """Return the sources with their field `state`, given the result of `input_states`."""
+    contents = ([source.held_out, *([str(file), states[str(file)]] for file in source.files)] for source in sources)
     return [
         dataclasses.replace(source, state=json_sha256(content)[:8])
         for source, content in zip(sources, contents, strict=True)
@@ -160,7 +160,7 @@ def with_states(sources: Sequence[Source]) -> list[Source]:
 
 
 @contextlib.contextmanager
-def open_job(job: Job, description: dict[str, Any], sources: Sequence[Source]) -> Iterator[Owner | None]:
+def open_job(job: Job, description: dict[str, Any]) -> Iterator[Owner | None]:
     """Lock the folder `job.out` for this process. Yield None if it already holds the finished store.
 
     Otherwise, yield its owner, which raises `RunError` if another process has taken the lock.
@@ -176,9 +176,7 @@ def open_job(job: Job, description: dict[str, Any], sources: Sequence[Source]) -
             if _is_finished(job, description):  # Another process has finished it before this one got the lock.
                 yield None
             else:
-                states = input_states(sources)
-                inputs = [{"held_out": s.held_out} | {str(f): states[str(f)] for f in s.files} for s in sources]
-                _resume_or_start(job, {"description": description, "inputs": inputs})
+                _resume_or_start(job, description)
                 yield owner
     if is_store(job.out):
         try:
@@ -221,37 +219,25 @@ def _locked(job: Job) -> Iterator[Owner]:
         yield UNLOCKED
 
 
-def _resume_or_start(job: Job, journal: dict[str, Any]) -> None:
-    """Delete the units of changed sources, delete the shards if anything has changed, and write the journal."""
+def _resume_or_start(job: Job, description: dict[str, Any]) -> None:
+    """Delete the shards of an unfinished run if anything has changed, and write the journal."""
     shard_folders = (job.shard_records, *(job.out / split for split in SPLITS))
     if size_of(job.journal) is not None:
-        before: dict[str, Any] | None = read_record(job.journal)
+        advice = f"choose another --out, or delete {job.out}"
+        before = read_record(job.journal)
         if before is None:
-            print(f"{job.journal}: corrupt; preparing everything again", file=sys.stderr)
-            before = {"description": {}, "inputs": []}
-        elif difference := _difference(before["description"], journal["description"], FIELDS_WITHOUT_EFFECT_ON_UNITS):
-            advice = f"choose another --out, or delete {job.out}"
+            raise UserError(f"{job.journal}: corrupt; {advice}")
+        if difference := _difference(before, description, FIELDS_WITHOUT_EFFECT_ON_UNITS):
             raise UserError(f"{difference}: differs from the unfinished run in {job.work}; {advice}")
-        _remove_units_of_changed_sources(job, before["inputs"], journal["inputs"])
-        if before != journal:
+        if before != description:
             for folder in shard_folders:
                 remove_folder(folder)
-    write_record(job.journal, journal)  # Before the folders, because `open_job` rejects folders without a journal.
+        if before["source"][STATES] != description["source"][STATES]:
+            print(f"{job.input}: changed since the unfinished run; tokenising changed files again", file=sys.stderr)
+    write_record(job.journal, description)  # Before the folders, because `open_job` rejects folders without a journal.
     if not is_bucket(job.out):
         for folder in (job.units, *shard_folders):
             folder.mkdir(exist_ok=True)
-
-
-def _remove_units_of_changed_sources(job: Job, before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> None:
-    units = list_folder(job.units)
-    for source, (old, new) in enumerate(itertools.zip_longest(before, now, fillvalue={})):
-        if old != new:
-            if changed := [name for name in old if name in new and old[name] != new[name]]:
-                what = changed[-1] if changed != ["held_out"] else "--valid_fraction"
-                print(f"{what}: changed since the unfinished run; tokenising again", file=sys.stderr)
-            for name in units:
-                if name.startswith(f"{source:05d}-"):
-                    remove_file(job.units / name)
 
 
 def _difference(old: dict[str, Any], new: dict[str, Any], ignored: Sequence[str] = ()) -> str:

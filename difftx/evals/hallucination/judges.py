@@ -133,7 +133,12 @@ class JudgeModel:
         try:
             known |= self._ask_all(left, f"{what}, {self.name}", work)
         finally:
-            bill = self._bill(self._spent - before)
+            spent = self._spent - before
+            bill = f"{spent['replies']} replies, {spent['tokens_in']:,} tokens in, {spent['tokens_out']:,} out"
+            if spent["replies_without_usage"]:
+                bill += f", {spent['replies_without_usage']} replies do not say how many"
+            if (cost := self._cost(spent)) is not None:
+                bill += f", {cost:.4f} USD"
             print_on_primary(f"{what}, {self.name}: {len(cases)} verdicts, {len(left)} of them to be asked: {bill}")
         return [known[key] for key in keys]
 
@@ -186,13 +191,6 @@ class JudgeModel:
             return verdict
 
         return self._endpoint.ask(body, read)
-
-    def _bill(self, spent: collections.Counter[str]) -> str:
-        cost = self._cost(spent)
-        text = f"{spent['replies']} replies, {spent['tokens_in']:,} tokens in, {spent['tokens_out']:,} out"
-        if spent["replies_without_usage"]:
-            text += f", {spent['replies_without_usage']} replies do not say how many"
-        return text if cost is None else f"{text}, {cost:.4f} USD"
 
     def _cost(self, spent: collections.Counter[str]) -> float | None:
         price_in, price_out = self._config.usd_per_million_tokens_in, self._config.usd_per_million_tokens_out

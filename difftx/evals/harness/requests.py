@@ -1,7 +1,6 @@
 """Log-likelihoods and completions for lm-eval's tasks. Equal requests are answered once, even after a kill."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 from difftx.evals.evaluation import Evaluation
@@ -17,14 +16,10 @@ ITEMS_PER_ROW = 32
 type Tokens = tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pair:
+class _Pair(Item):
     """A continuation to score after a context."""
 
-    context: Tokens
-    continuation: Tokens
-
-    @functools.cached_property
+    @property
     def id(self) -> str:
         return json_sha256([self.context, self.continuation])
 
@@ -36,7 +31,7 @@ class GenerationRequest(Request):
     stop: tuple[str, ...]
     sampling: Sampling
 
-    @functools.cached_property
+    @property
     def id(self) -> str:
         return json_sha256(dataclasses.asdict(self))
 
@@ -49,7 +44,7 @@ def score_all(evaluation: Evaluation, pairs: Sequence[tuple[Tokens, Tokens]], *,
     rows = evaluation.run.microbatch_rows
 
     def answer(batch: Sequence[_Pair]) -> list[Score]:
-        return loglikelihoods(evaluation.lm, [Item(one.context, one.continuation) for one in batch], batch_rows=rows)
+        return loglikelihoods(evaluation.lm, batch, batch_rows=rows)
 
     answers = evaluation.answers(items, answer, what=what, batch_items=rows * ITEMS_PER_ROW)
     found = {(item.context, item.continuation): Score(*score) for item, score in answers}

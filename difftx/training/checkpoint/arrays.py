@@ -16,6 +16,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from types import EllipsisType
 from typing import Any
 
 import jax
@@ -233,23 +234,14 @@ def _restore_from_bucket(folder: AnyPath, wanted: Any) -> list[jax.Array]:
     ]
 
 
-def read_arrays(folder: AnyPath, names: Iterable[str]) -> dict[str, np.ndarray]:
-    """Return whole arrays of a checkpoint in the memory of the host, by name."""
-    with _explained(folder, "read"):
-        base, context = _base(folder / STATE)
-        opened = {name: ts.open(_readable(base, name), open=True, context=context) for name in names}
-        reads = {name: future.result().read() for name, future in opened.items()}
-        return {name: read.result() for name, read in reads.items()}
-
-
-def open_array(folder: AnyPath, name: str, *, cache_bytes: int) -> ts.TensorStore:
+def open_array(folder: AnyPath, name: str, *, cache_bytes: int = 0) -> ts.TensorStore:
     """Return an array of a checkpoint, which reads ranges on demand."""
     with _explained(folder, "read"):
         base, context = _base(folder / STATE, cache_bytes)
         return ts.open(_readable(base, name), open=True, context=context).result()
 
 
-def read_part(folder: AnyPath, opened: ts.TensorStore, index: int | slice) -> np.ndarray:
+def read_part(folder: AnyPath, opened: ts.TensorStore, index: int | slice | EllipsisType = ...) -> np.ndarray:
     """Return a part of an array that `open_array` has opened in a checkpoint."""
     with _explained(folder, "read"):
         return opened[index].read().result()

@@ -7,7 +7,6 @@ process commits, checks, renames and deletes checkpoints.
 import concurrent.futures
 import contextlib
 import functools
-import json
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ import jax
 
 from difftx.config import CheckpointConfig, Config
 from difftx.errors import RunError, UnreadableError, UserError
-from difftx.files import UNLOCKED, Owner, resolved, size_of
+from difftx.files import UNLOCKED, Owner, resolved
 from difftx.parallel.multihost import decide_on_primary, is_primary, print_on_primary
 from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint import protocol, retention
@@ -33,8 +32,6 @@ from difftx.training.state import TrainState
 # Timeout of the other processes while the primary process reads a checkpoint. If the primary process dies, the
 # heartbeat ends them much earlier.
 DECISION_SECONDS = 24 * 3600.0
-# File of a run that has saved a checkpoint, with the step of the first one. It shows whether all have been lost.
-SAVED = "saved.json"
 
 
 class Checkpointer:
@@ -48,22 +45,23 @@ class Checkpointer:
         save_seconds: int = 1200,
         owner: Owner = UNLOCKED,
         run_id: str | None = None,
+        on_saved: Callable[[], None] = lambda: None,
     ):
         """Open the folder of checkpoints. Without a config, open it for reading, which changes nothing.
 
         `save_seconds` is the timeout of a save in seconds. It expires if another process has failed. `owner` and
-        `run_id` are those of the `Run`. Checkpoints of other runs do not verify.
+        `run_id` are those of the `Run`. Checkpoints of other runs do not verify. The primary process calls `on_saved`
+        after each save.
         """
         self.folder = resolved(workdir) / "checkpoints"
         self._workdir = workdir
         self._config = config
         self._save_seconds = save_seconds
-        self._owner, self._run_id = owner, run_id
+        self._owner, self._run_id, self._on_saved = owner, run_id, on_saved
         self._saves = 0
         self._background = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._saving: tuple[int, concurrent.futures.Future[None]] | None = None
         self._verified: set[int] = set()  # Steps whose checkpoints this process has verified or saved.
-        self._has_recorded = False  # Whether `SAVED` exists.
         self._failures = 0  # Number of consecutive failed saves.
         self._attempt = ""
         if config is not None:
@@ -75,7 +73,7 @@ class Checkpointer:
         return steps_in(self.folder)
 
     def newest(self) -> int | None:
-        """Return the step of the newest valid checkpoint, or None if there has never been a checkpoint.
+        """Return the step of the newest valid checkpoint, or None if there is no checkpoint, not even a corrupt one.
 
         Training quarantines corrupt checkpoints. If no valid one is left, training takes back the newest quarantined
         checkpoint that is valid after all. Raise `UserError` if there is none, and `UnreadableError` if a checkpoint
@@ -88,7 +86,7 @@ class Checkpointer:
         return step
 
     def read_newest[T](self, read: Callable[[int], T]) -> T | None:
-        """Return `read(step)` for the newest valid checkpoint, or None if there has never been a checkpoint.
+        """Return `read(step)` for the newest valid checkpoint, or None if there is no checkpoint.
 
         If training deletes the checkpoint meanwhile, call `read` again with the new newest step. With several
         processes, raise `RunError` instead, because other processes may have read the deleted checkpoint.
@@ -167,37 +165,17 @@ class Checkpointer:
             return newest
         if is_training and (step := self._take_back(quarantined)) is not None:
             return step
-        self._require_none_lost(
-            [f"{step}: {why}" for step, why in reasons.items()]
-            or [f"{path.parent.name}/{path.name}" for path in quarantined]
-        )
+        invalid = [f"{step}: {why}" for step, why in reasons.items()]
+        if invalid := invalid or [f"{path.parent.name}/{path.name}" for path in quarantined]:
+            raise UserError(
+                f"{self.folder}: there are checkpoints, but none verifies ({'; '.join(invalid)}); "
+                "restore one from a copy, or use a new --workdir"
+            )
         return None
 
     def _quarantine(self, step: int) -> str:
         """Quarantine a checkpoint, and return a text that says so."""
         return f"its manifest is now {protocol.quarantine(self._owner, self.folder / str(step)).name}"
-
-    def _require_none_lost(self, invalid: Sequence[str]) -> None:
-        """Raise `UserError` if there are checkpoints, or if training has saved one. Call this only if none is valid.
-
-        `invalid` describes each checkpoint that there is. Only a checkpointer for training checks for a saved one.
-        """
-        if invalid:
-            raise UserError(
-                f"{self.folder}: there are checkpoints, but none verifies ({'; '.join(invalid)}); "
-                "restore one from a copy, or use a new --workdir"
-            )
-        if self._config is not None and size_of(saved := self._workdir / SAVED) is not None:
-            raise UserError(
-                f"{self.folder}: there is no checkpoint, but {saved} shows that one was saved; restore it, or use "
-                f"a new --workdir. To start from step 0 in this --workdir and lose its metrics, delete {saved}"
-            )
-
-    def record_saved(self, step: int) -> None:
-        """Record that there is a checkpoint, unless that is recorded. Only the primary process may call this."""
-        if not self._has_recorded and size_of(self._workdir / SAVED) is None:
-            self._owner.write(self._workdir / SAVED, json.dumps({"step": step}) + "\n")
-        self._has_recorded = True
 
     def _take_back(self, quarantined: Sequence[AnyPath]) -> int | None:
         """Rename the newest valid quarantined checkpoint back to its step, and return the step.
@@ -288,18 +266,18 @@ class Checkpointer:
         save()
         if self._config is None or not is_primary():
             return
-        for what, action in ((f"{SAVED} is not written", self.record_saved), ("old checkpoints stay", self._retain)):
+        retain = functools.partial(self._retain, self._config, step)
+        for what, action in (("the run's manifest is not written", self._on_saved), ("old checkpoints stay", retain)):
             try:
-                action(step)
+                action()
             except (OSError, UserError, RunError) as error:  # The save has succeeded nevertheless.
                 print_on_primary(f"{what}: {error}")
 
-    def _retain(self, step: int) -> None:
+    def _retain(self, config: CheckpointConfig, step: int) -> None:
         """Delete the checkpoints up to `step` that the config does not keep."""
-        assert self._config is not None
         # Incomplete checkpoints neither count towards the number to keep nor are deleted.
         steps = [other for other in self.steps() if other <= step and self._is_complete(other)]
-        kept = retention.steps_to_keep(self._config, steps, self._workdir)
+        kept = retention.steps_to_keep(config, steps, self._workdir)
         for other in steps:
             if other not in kept:
                 protocol.remove(self._owner, self.folder / str(other))

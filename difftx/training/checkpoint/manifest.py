@@ -13,8 +13,8 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -78,7 +78,7 @@ class Manifest:
     step: int
     weights: str  # Identifier of the parameters, "<attempt>/<step>". Equal identifiers mean equal parameters.
     config: dict[str, Any]  # Values of the config of the training.
-    loader: dict[str, Any]  # State of the loader and of the guard, see `resume.data_state`.
+    loader: dict[str, Any]  # State of the loader and of the guard, see `RunState.save`.
     packages: dict[str, str]
     source_sha256: str  # Hash of the source files of difftx.
     extensions: list[dict[str, str]]  # Path and SHA-256 of each extension that the config uses.
@@ -169,7 +169,7 @@ def describe_files(folder: AnyPath, known: Mapping[str, Any] | None = None) -> d
 
 
 def read_manifest(folder: AnyPath) -> Manifest:
-    """Return a checkpoint's manifest. Raise `UserError` if it is absent or corrupt, or names a file elsewhere."""
+    """Return a checkpoint's manifest. Raise `UserError` if it is absent or corrupt."""
     try:
         return _read_manifest(folder)
     except UserError as error:
@@ -204,7 +204,6 @@ def _read_manifest(folder: AnyPath) -> Manifest:
         files[name] = file["bytes"], algorithm, file[algorithm]
     if not re.fullmatch(r"[\w-]+", raw["contents"]):
         raise UserError(f"{MANIFEST}: contents: not the name of a folder")
-    _check_inside(folder / raw["contents"], files)
     names = ("step", "weights", "config", "loader", "packages", "source_sha256", "extensions", "contents")
     others: dict[str, Any] = {name: raw[name] for name in names} | {"run_id": raw.get("run_id")}
     return Manifest(sha256=signed["sha256"], arrays=arrays, files=files, **others)
@@ -362,16 +361,3 @@ def quarantined_in(folder: AnyPath) -> list[AnyPath]:
     """Return the manifests of the checkpoints that training or a user has quarantined, in the order of their steps."""
     folders = step_folders(folder)
     return [step / name for step in folders for name in sorted(filter(QUARANTINED.fullmatch, list_folder(step)))]
-
-
-def _check_inside(folder: AnyPath, names: Iterable[str]) -> None:
-    """Raise `UserError` if a file name leads out of the folder. The folder itself may be a symbolic link."""
-    real = os.path.realpath("/" if is_bucket(folder) else folder)
-    for name in names:
-        path = PurePosixPath(name)
-        try:
-            inside = is_bucket(folder) or os.path.realpath(folder / name).startswith(f"{real}{os.sep}")
-        except ValueError:  # The name is invalid, for example because of a null character.
-            inside = False
-        if not inside or path.is_absolute() or ".." in path.parts:
-            raise UserError(f"{MANIFEST} names {name!r}, which is not a file of this folder")
