@@ -72,7 +72,7 @@ def _add_batch(
     """Add the logits and hidden states of a batch's real tokens to `counts`."""
     model: Decoder = nnx.merge(graphdef, params)
     layout, ids_BT, real_BT = model.layout, batch.segment_ids_BT, batch.is_real_BT
-    angles = model.angles(ids_BT.shape[1], batch.positions_BT)
+    angles = model.angles(batch.tokens_BT.shape[1], batch.positions_BT)
     per_device = P(jax.sharding.get_abstract_mesh().axis_names)
     over_rows, _, over_heads, _ = layout.attend_BTHE
     own_HG = jax.sharding.reshard(jnp.asarray(_is_own(model.config)), P(over_heads))
