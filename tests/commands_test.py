@@ -135,44 +135,6 @@ def test_dry_run_of_a_paper_config_prints_its_cost_before_it_asks_for_data():
     assert "data.path is not set" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("recipe", "flags", "warning"),
-    [
-        ("transformer", ["model.d_model=256"], None),
-        ("diff", ["model.d_model=256", "model.mlp_dim=680"], None),  # All models of a comparison may share this change.
-        (
-            "diff",
-            ["model.architecture=transformer"],
-            "a Transformer of 4 heads: model.num_heads=2, not 4; model.head_norm=rms_affine, not none; heads of width "
-            "64, not 32; 819,584 parameters, not 819,328; for an equal comparison, add --config.model.num_heads=4 "
-            "--config.model.head_norm=none",
-        ),
-        # The gate has 128² weights in each of the four layers. The MLP has 3 * 128 weights per unit of its width.
-        (
-            "transformer",
-            ["model.architecture=gated"],
-            "model.mlp_dim=340, not 296; 884,864 parameters, not 817,280; for an equal comparison, add "
-            "--config.model.mlp_dim=296",
-        ),
-        ("gda", ["model.d_model=256"], "model.mlp_dim=360, not 384; 2,094,848 parameters, not 2,168,576"),
-        ("gda", ["model.d_model=256", "model.mlp_dim=384"], None),  # The fix that the warning above proposes.
-        (
-            "gdla",
-            ["model.gdla.output_gate=true"],
-            "884,864 parameters, not 819,328; for an equal comparison, add --config.mo",
-        ),
-        ("diff", ["model.d_model=100", "model.num_heads=5"], "it has none: model.head_dim=25 must be even"),
-    ],
-)
-def test_a_dry_run_compares_the_model_with_its_transformer(recipe, flags, warning, trained):
-    changes = [f"--config.{flag}" for flag in (*flags, f"data.path={trained / 'text.txt'}")]
-    result = run("train.py", f"--config=quickstart:{recipe}", "--dry_run", *changes)
-    assert result.returncode == 0, result.stderr
-    found = [line for line in result.stdout.splitlines() if line.startswith("warning ")]
-    assert len(found) == (warning is not None)
-    assert warning is None or warning in found[0]
-
-
 def test_a_dry_run_warns_if_a_recipe_resizes_a_matched_model(trained, tmp_path):
     recipe = tmp_path / "own.py"
     lines = ["c = quickstart.get_config('gda')", "c.model.d_model = 256", f"c.data.path = '{trained / 'text.txt'}'"]

@@ -130,6 +130,40 @@ def test_the_proposed_fields_match_other_numbers_of_signal_heads(changes, field)
     assert warning_about(c, **{name: int(value) for name, value in flags.items()}) is None
 
 
+@pytest.mark.parametrize(
+    ("recipe", "flags", "warning"),
+    [
+        ("transformer", ["model.d_model=256"], None),
+        ("diff", ["model.d_model=256", "model.mlp_dim=680"], None),  # All models of a comparison may share this change.
+        (
+            "diff",
+            ["model.architecture=transformer"],
+            "a Transformer of 4 heads: model.num_heads=2, not 4; model.head_norm=rms_affine, not none; heads of width "
+            "64, not 32; 819,584 parameters, not 819,328; for an equal comparison, add --config.model.num_heads=4 "
+            "--config.model.head_norm=none",
+        ),
+        # The gate has 128² weights in each of the four layers. The MLP has 3 * 128 weights per unit of its width.
+        (
+            "transformer",
+            ["model.architecture=gated"],
+            "model.mlp_dim=340, not 296; 884,864 parameters, not 817,280; for an equal comparison, add "
+            "--config.model.mlp_dim=296",
+        ),
+        ("gda", ["model.d_model=256"], "model.mlp_dim=360, not 384; 2,094,848 parameters, not 2,168,576"),
+        ("gda", ["model.d_model=256", "model.mlp_dim=384"], None),  # The fix that the warning above proposes.
+        (
+            "gdla",
+            ["model.gdla.output_gate=true"],
+            "884,864 parameters, not 819,328; for an equal comparison, add --config.mo",
+        ),
+        ("diff", ["model.d_model=100", "model.num_heads=5"], "it has none: model.head_dim=25 must be even"),
+    ],
+)
+def test_a_model_is_compared_with_its_transformer(recipe, flags, warning):
+    found = matching_warning(load_config(f"quickstart:{recipe}", dict(flag.split("=") for flag in flags)))
+    assert found is None if warning is None else warning in found
+
+
 @pytest.mark.parametrize("size", ["0.1m", "0.8m", "3m", "10m", "25m", "99m", "160m", "340m", "830m", "2.8b", "13b"])
 def test_a_recipe_by_size_has_the_parameters_and_heads_that_it_promises(size):
     asked = float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]

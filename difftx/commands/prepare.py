@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
 def _check(options: argparse.Namespace) -> None:
     """Raise `UserError` for values that no store can have, before anything is read or written."""
     for name, value in vars(options).items():
-        if isinstance(value, str) and HALF_PAIR.search(value):
+        if HALF_PAIR.search(str(value)):
             raise UserError(f"--{name}={value}: not UTF-8; rename it, or name a link to it")
     if options.extension and options.runner != LOCAL:
         raise UserError(f"--extension={options.extension[0]}: only --runner={LOCAL} reads with extensions")

@@ -21,7 +21,7 @@ import numpy as np
 from difftx.data.store import TokenStore
 from difftx.errors import UserError, read_error
 from difftx.files import new_file, open_file, sha256_of
-from difftx.json_files import with_sha256, without_sha256
+from difftx.json_files import parse_record, with_sha256
 from difftx.progress import Work
 
 FORMAT = "difftx bigrams 1"
@@ -113,14 +113,9 @@ def read_bigrams(path: Path, vocabulary_sha256: str, *, field: str) -> BigramCou
             line = file.readline(2**20)
     except OSError as error:
         raise read_error(error, f"{where}: cannot be read ({error.strerror})") from error
-    try:
-        header = json.loads(line)
-    except (ValueError, RecursionError):  # Not JSON, or not UTF-8.
-        header = None
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise UserError(f"{where}: not a file of bigrams; count them with `difftx data bigrams`")
-    if without_sha256(header) is None:
-        raise UserError(f"{where}: the header is corrupt; count the bigrams again")
+    header = parse_record(line)
+    if header is None or header.get("format") != FORMAT:
+        raise UserError(f"{where}: not an intact file of bigrams; count them with `difftx data bigrams`")
     found, expected = path.stat(), len(line) + 16 * header["bigrams"]
     if found.st_size != expected:
         raise UserError(f"{where}: {found.st_size} bytes, its header says {expected}; count the bigrams again")

@@ -24,7 +24,7 @@ from difftx.config.data import DataConfig
 from difftx.data.blocks import BlockCache, CachedObject, block_count
 from difftx.errors import RunError, UserError
 from difftx.files import read_file, sha256_of, size_of, write_atomically
-from difftx.json_files import read_json, with_sha256, without_sha256
+from difftx.json_files import parse_record, with_sha256
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath, BucketPath, is_bucket, path_of
 
@@ -268,18 +268,17 @@ def is_store(path: str | AnyPath) -> bool:
 def read_meta(folder: str | AnyPath) -> dict[str, Any]:
     """Return the content of a store's `meta.json`; raise `UserError` if it is missing, corrupt or of another format."""
     path = path_of("data.path", str(folder)) / META
-    content = read_file(path) if is_bucket(path) else None
-    if content is None and (is_bucket(path) or not path.exists()):
+    content = read_file(path)
+    if content is None:
         raise UserError(
             f"{folder}: no {META}, so it is not a finished token store; make it with `difftx prepare`, or "
             f"name the text files in it, such as {str(path.with_name('*.txt'))!r}"
         )
-    meta = read_json(path, content)
-    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
-        raise UserError(f"{path}: not a store of format {FORMAT}; prepare it again with this version")
-    meta = without_sha256(meta)
+    meta = parse_record(content)
     if meta is None:
         raise UserError(f"{path}: corrupt, its SHA-256 is not that of its text; {RESTORE}")
+    if meta.get("format") != FORMAT:
+        raise UserError(f"{path}: not a store of format {FORMAT}; prepare it again with this version")
     return meta
 
 

@@ -36,10 +36,6 @@ from difftx.kernels.weight_functions import WeightFunction
 type Function = Literal["diff_attention", "attention", "weighted_attention"]
 
 
-def _by_name(*backends: Backend) -> dict[str, Backend]:
-    return {backend.name: backend for backend in backends}
-
-
 def _imported(name: str, **options: Any) -> Callable[..., Any]:
     """Return a function "module:function" of this package with some keyword arguments.
 
@@ -55,19 +51,13 @@ def _imported(name: str, **options: Any) -> Callable[..., Any]:
 
 
 def _pallas_tpu(name: str, **tiles: int) -> Backend:
-    forward, backward, unsupported = (
-        _imported(f"pallas_tpu:{function}", **tiles) for function in ("forward", "backward", "unsupported")
-    )
-    return Backend(name, forward, backward, unsupported, platform="tpu", is_pallas=True)
+    functions = (_imported(f"pallas_tpu:{function}", **tiles) for function in ("forward", "backward", "unsupported"))
+    return Backend(name, *functions, platform="tpu", is_pallas=True)
 
 
 def _splash(name: str, **tiles: int) -> Backend:
-    forward, unsupported = _imported("splash:attention", **tiles), _imported("splash:unsupported", **tiles)
-    return Backend(name, forward, unsupported=unsupported, platform="tpu", is_pallas=True)
-
-
-def _reference(weight_function: WeightFunction) -> Backend:
-    return Backend("reference", functools.partial(reference.weighted_attention, weight_function), auto=False)
+    functions = _imported("splash:attention", **tiles), None, _imported("splash:unsupported", **tiles)
+    return Backend(name, *functions, platform="tpu", is_pallas=True)
 
 
 def _pallas_gpu_unsupported(call: AttentionCall) -> str | None:
@@ -78,44 +68,50 @@ def _pallas_gpu_unsupported(call: AttentionCall) -> str | None:
     return pallas_gpu.unsupported(call)
 
 
-_for_gpu = functools.partial(Backend, platform="gpu", whole_rows=True)
+def _cudnn(name: str, forward: str, unsupported: str) -> Backend:
+    functions = _imported(f"cudnn:{forward}"), None, _imported(f"cudnn:{unsupported}")
+    return Backend(name, *functions, platform="gpu", whole_rows=True)
 
-# The backends of each attention function by name. Without a ranking, "auto" tries them in this order. The order for
-# Hopper was measured (an H100, d = 64 and 128, causal rows of 4,096 tokens). Elsewhere, library kernels come before
-# ours. "auto" never tries "reference", which the others are compared with.
-BACKENDS = {
-    "diff_attention": _by_name(
-        _reference(weight_functions.difference),
+
+_PALLAS_GPU = Backend(
+    "pallas_gpu",
+    _imported("pallas_gpu:forward"),
+    _imported("pallas_gpu:backward"),
+    _pallas_gpu_unsupported,
+    platform="gpu",
+    whole_rows=True,
+    is_pallas=True,
+)
+_CUDNN, _XLA = _cudnn("cudnn", "attention", "unsupported"), Backend("xla", xla.forward, xla.backward)
+
+# The backends of each attention function. Without a ranking, "auto" tries them in this order. The order for Hopper was
+# measured (an H100, d = 64 and 128, causal rows of 4,096 tokens). Elsewhere, library kernels come before ours. "auto"
+# never tries "reference", which the others are compared with.
+_LISTS = {
+    "diff_attention": (
+        Backend("reference", functools.partial(reference.weighted_attention, weight_functions.difference), auto=False),
         _splash("splash_wide"),
         _splash("splash_wide_1024", max_side=1024),
         _pallas_tpu("pallas_tpu"),
         _pallas_tpu("pallas_tpu_1024", max_side=1024),
-        _for_gpu(
-            "pallas_gpu",
-            _imported("pallas_gpu:forward"),
-            _imported("pallas_gpu:backward"),
-            _pallas_gpu_unsupported,
-            is_pallas=True,
-        ),
-        _for_gpu(
-            "cudnn_wide",
-            _imported("cudnn:diff_attention_wide_values"),
-            unsupported=_imported("cudnn:wide_values_unsupported"),
-        ),
-        _for_gpu("cudnn", _imported("cudnn:attention"), unsupported=_imported("cudnn:unsupported")),
-        Backend("xla", xla.forward, xla.backward),
+        _PALLAS_GPU,
+        _cudnn("cudnn_wide", "diff_attention_wide_values", "wide_values_unsupported"),
+        _CUDNN,
+        _XLA,
     ),
-    "attention": _by_name(
-        _reference(weight_functions.softmax),
+    "attention": (
+        Backend("reference", functools.partial(reference.weighted_attention, weight_functions.softmax), auto=False),
         _splash("splash"),
         _splash("splash_1024", max_side=1024),
-        _for_gpu("cudnn", _imported("cudnn:attention"), unsupported=_imported("cudnn:unsupported")),
-        Backend("xla", xla.forward, xla.backward),
+        _CUDNN,
+        _XLA,
     ),
-    "weighted_attention": _by_name(
-        Backend("reference", reference.weighted_attention, auto=False), Backend("xla", xla.weighted_attention)
+    "weighted_attention": (
+        Backend("reference", reference.weighted_attention, auto=False),
+        Backend("xla", xla.weighted_attention),
     ),
 }
+BACKENDS = {function: {backend.name: backend for backend in backends} for function, backends in _LISTS.items()}
 
 # The shapes that each function expects.
 _SHAPES = {
@@ -163,22 +159,12 @@ def diff_attention(
     return attend("diff_attention", q_BTHGd, k_BSKGd, v_BSKE, lam, **options)
 
 
-def attention(
-    q_BTHd: jax.Array,
-    k_BSKd: jax.Array,
-    v_BSKd: jax.Array,
-    *,
-    segment_ids_BT: jax.Array | None = None,
-    window: int | None = None,
-    zigzag: bool = False,
-    implementation: str = "auto",
-) -> jax.Array:
+def attention(q_BTHd: jax.Array, k_BSKd: jax.Array, v_BSKd: jax.Array, **options: Any) -> jax.Array:
     """Compute causal softmax attention, as used by the baseline Transformer.
 
-    Arguments and errors are those of `diff_attention`, without groups and λ. The result is `[B, T, H, d]` in the dtype
-    of the values.
+    Arguments, keyword arguments and errors are those of `diff_attention`, without groups and λ. The result is
+    `[B, T, H, d]` in the dtype of the values.
     """
-    options = {"segment_ids_BT": segment_ids_BT, "window": window, "zigzag": zigzag, "implementation": implementation}
     return attend("attention", q_BTHd, k_BSKd, v_BSKd, None, **options)
 
 
@@ -189,15 +175,12 @@ def weighted_attention(
     v_BSKE: jax.Array,
     *,
     weight_argument: jax.typing.ArrayLike | None = None,
-    segment_ids_BT: jax.Array | None = None,
-    window: int | None = None,
-    zigzag: bool = False,
-    implementation: str = "auto",
+    **options: Any,
 ) -> jax.Array:
     """Compute causal attention whose weights come from a function of the logits (`difftx.kernels.weight_functions`).
 
-    Fused kernels do not support these functions, so "auto" uses XLA operations on chunks of queries. Other arguments,
-    errors and the pairing of query heads with key/value heads are those of `diff_attention`.
+    Fused kernels do not support these functions, so "auto" uses XLA operations on chunks of queries. Other keyword
+    arguments, errors and the pairing of query heads with key/value heads are those of `diff_attention`.
 
     Args:
         weight_function: Function from logits to attention weights, such as `weight_functions.softmax_with_sink`.
@@ -210,7 +193,6 @@ def weighted_attention(
     Returns:
         `[B, T, H, E]` in the dtype of the values.
     """
-    options = {"segment_ids_BT": segment_ids_BT, "window": window, "zigzag": zigzag, "implementation": implementation}
     return attend("weighted_attention", q, k, v_BSKE, weight_argument, weight_function=weight_function, **options)
 
 
@@ -245,7 +227,7 @@ def attend(
         weight_argument = jnp.asarray(weight_argument)
         _check_broadcastable(function, weight_argument, q_BTHGd)
         weight_argument = broadcast_to_tokens(weight_argument, q_BTHGd)
-    if call.is_empty:
+    if 0 in q.shape[:2]:  # There are no rows, or no tokens in them. Backends require at least one token.
         return _empty_output(call)
     if function == "weighted_attention":
         backend = dataclasses.replace(backend, forward=functools.partial(backend.forward, weight_function))
@@ -311,7 +293,7 @@ def _choose(function: str, implementation: str, call: AttentionCall) -> Backend:
 
 
 def _empty_output(call: AttentionCall) -> jax.Array:
-    """Return the output of a call without tokens, sharded like the queries. Backends require at least one token."""
+    """Return the output of a call without tokens, sharded like the queries."""
     q, v = jax.typeof(call.q), jax.typeof(call.v)
     sharding = jax.P(*q.sharding.spec[:3]) if is_explicit_mesh() else None
     return jnp.zeros((*q.shape[:3], v.shape[3]), v.dtype, out_sharding=sharding)

@@ -4,7 +4,7 @@
 although each device owns its own shard (jax issue 21855).
 """
 # Axes: B = batch, T = query tokens, S = key tokens, H = query heads, K = key/value heads,
-#   G = 2 groups (A1 and A2), d = width of a query/key sub-head, E = 2 d = width of a value head
+#   G = groups (2 for A1 and A2, 1 for softmax attention), d = width of a query/key sub-head, E = width of a value head
 
 import contextlib
 import dataclasses
@@ -26,17 +26,12 @@ WINDOW_SCOPE = "window_"  # Prefix of the name of `window_scope`.
 class AttentionCall(NamedTuple):
     """The arguments of an attention function that decide whether a backend supports the call."""
 
-    q: Struct
-    k: Struct
-    v: Struct
+    q: Struct  # [B, T, H, G, d].
+    k: Struct  # [B, S, K, G, d].
+    v: Struct  # [B, S, K, E].
     segment_ids_BT: Struct | None = None
     window: int | None = None
     sharding: SequenceSharding | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there are no tokens, because there are no rows or because the rows are empty."""
-        return 0 in self.q.shape[:2]
 
 
 class ShardedArrays(NamedTuple):
@@ -52,9 +47,10 @@ class Backend:
     """One implementation of an attention function, for the rows and heads that one device holds."""
 
     name: str
-    # `forward(q, k, v, …, segment_ids, window=…)` returns the output. If there is a `backward`, it also returns the
-    # arrays saved for it, as `ShardedArrays`. If rows are sharded along their tokens, both functions receive
-    # `sharding=…` and the keys and values of whole rows. The arguments are those of the functions in `api.py`.
+    # `forward(q, k, v, weight_argument, segment_ids, window=…)` returns the output. Queries and keys have the axis G.
+    # The weight argument, such as λ, is [B, T, H] or None. If there is a `backward`, `forward` also returns the arrays
+    # saved for it, as `ShardedArrays`. If rows are sharded along their tokens, both functions receive `sharding=…` and
+    # the keys and values of whole rows.
     forward: Callable[..., Any]
     # Receives the operands, the output, the saved arrays and the cotangent. None: JAX differentiates `forward`.
     backward: Callable[..., Any] | None = None

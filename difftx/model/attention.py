@@ -19,6 +19,7 @@ from ml_collections import ConfigDict
 
 from difftx import kernels
 from difftx.config import ModelConfig
+from difftx.config.model import default_specific_fields
 from difftx.errors import UserError, did_you_mean
 from difftx.kernels import cached, weight_functions
 from difftx.kernels.cached import KVCache, SegmentMask
@@ -338,7 +339,7 @@ class DiffAttention(SelfAttention):
     value_width_factor = 2
     kernel = "diff_attention"
     subtracts = True
-    fields = ("lambda_init", "lambda_learned", "lambda_std", "lambda_bound", "post_scale")
+    fields = tuple(default_specific_fields())
     default_head_norm = "rms_affine"
     replaced_heads = 2  # Each head has two queries and keys, and a value of twice the width.
 

@@ -46,11 +46,13 @@ def matching_warning(config: Config) -> str | None:
             return None
     except UserError as error:
         return f"warning  the model is not matched with {transformer}, because it has none: {error}"
-    names = ["num_kv_heads", "head_norm", "mlp_dim"]
+    names = [*values_of(model.matched), "head_norm"]  # The fields that `match` sets.
     ours, theirs = heads_of(model), heads_of(expected)
     values, wanted = (flat(values_of(each)) for each in (model, expected))
-    if ours.sub_heads != theirs.sub_heads:
-        names = ["num_heads", *(name for name in values if name.startswith(f"{model.architecture}.")), *names]
+    if ours.sub_heads == theirs.sub_heads:
+        names.remove("num_heads")
+    else:
+        names += [name for name in values if name.startswith(f"{model.architecture}.")]
     names = [name for name in names if values[name] != wanted[name]]
     differences = [f"model.{name}={values[name]}, not {wanted[name]}" for name in names]
     if ours.d_head != theirs.d_head:

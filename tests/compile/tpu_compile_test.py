@@ -35,7 +35,7 @@ def attention(q, k, v, lam, segment_ids, dout, *, window=None):
 
 def splash_wide(q, k, v, lam, segment_ids, dout, *, window=None):
     """Return the results of the forward and the backward pass of two splash calls."""
-    call = functools.partial(splash.diff_attention, segment_ids_BT=segment_ids, window=window)
+    call = functools.partial(splash.attention, segment_ids_BT=segment_ids, window=window)
     out, vjp = jax.vjp(call, q, k, v, lam)
     return out, vjp(dout)
 

@@ -1,15 +1,10 @@
 """Packing of documents into rows, against an oracle and by properties."""
 
-import hashlib
 import itertools
 import resource
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
-from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -215,42 +210,3 @@ def test_corrupt_index_is_reported_and_rebuilt(tmp_path, capsys, corruption):
             np.testing.assert_array_equal(healed[index][name], array)
     rows_of(store, 8, "best_fit", tmp_path)
     assert capsys.readouterr().out == ""
-
-
-SHARED = """
-import hashlib, sys, time
-from pathlib import Path
-import numpy as np
-from difftx.data.packing import cached_best_fit
-
-folder, number = Path(sys.argv[1]), sys.argv[2]
-offsets = np.concatenate([[0], np.cumsum(np.random.default_rng(0).integers(1, 600, 200_000))])
-(folder / f"ready{number}").touch()
-while not (folder / "go").exists():
-    time.sleep(0.001)
-index = cached_best_fit(offsets, 512, folder / "cache")
-print(hashlib.sha256(np.concatenate([index.first, index.starts, index.lengths])).hexdigest())
-"""
-
-
-def test_concurrent_builds_of_an_index_agree(tmp_path):
-    """At the start, the index is corrupt, so that every process writes it."""
-    offsets = np.concatenate([[0], np.cumsum(np.random.default_rng(0).integers(1, 600, 200_000))])
-    packing.cached_best_fit(offsets, 512, tmp_path / "cache")
-    [path] = (tmp_path / "cache").iterdir()
-    content = path.read_bytes()
-    path.write_bytes(content[:-8])
-    commands = [[sys.executable, "-c", SHARED, str(tmp_path), str(number)] for number in range(4)]
-    processes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for command in commands]
-    while len(list(tmp_path.glob("ready*"))) < len(processes):
-        assert all(process.poll() is None for process in processes)
-        time.sleep(0.01)
-    (tmp_path / "go").touch()
-    outputs = [process.communicate(timeout=120)[0].splitlines() for process in processes]
-    assert [process.returncode for process in processes] == [0] * 4
-    expected = best_fit(offsets, 512)
-    parts = np.concatenate([expected.first, expected.starts, expected.lengths])
-    assert {lines[-1] for lines in outputs} == {hashlib.sha256(parts).hexdigest()}
-    assert any("corrupt" in lines[0] for lines in outputs)
-    assert [file.name for file in (tmp_path / "cache").iterdir()] == [path.name]
-    assert path.read_bytes() == content

@@ -2,12 +2,10 @@
 
 import gzip
 import json
-import resource
 import shutil
-import subprocess
 
 import pytest
-from helpers.data_prepare import COMMAND, ENVIRONMENT, prepare, prepared, refused, texts_of, tree
+from helpers.data_prepare import prepare, prepared, refused, texts_of, tree
 
 from difftx.data import records
 from difftx.data.prepare import readers
@@ -158,23 +156,3 @@ def test_documents_beyond_the_limit_are_named_and_rejected(tmp_path, monkeypatch
         [found] = [d for unit in source.units(FIELDS) for d in unit.content.documents(FIELDS)]
         assert isinstance(found, Document) == fits_in
         assert fits_in or "b.txt: the file is longer than" in str(found)
-
-
-@pytest.mark.long
-def test_a_line_of_gigabytes_is_refused_in_bounded_memory(tmp_path):
-    with gzip.open(tmp_path / "a.jsonl.gz", "wb", compresslevel=1) as file:
-        file.write(b'{"text": "small"}\n{"text": "')
-        for _ in range(48):
-            file.write(b"0" * 2**26)  # 3 GiB in all.
-    bound = 5 * 2**30  # Address space for a document of maximum size, twice while it grows, and for libraries.
-    flags = [f"--input={tmp_path}/a.jsonl.gz", f"--out={tmp_path}/store", "--workers=1"]
-    result = subprocess.run(
-        [*COMMAND, *flags],
-        env=ENVIRONMENT | {"OPENBLAS_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (bound, bound)),
-    )
-    assert result.returncode == 2, result.stderr
-    assert "a.jsonl.gz: line 2 is longer than the 1,073,741,824 bytes that a document may have" in result.stderr
-    assert "Traceback" not in result.stderr

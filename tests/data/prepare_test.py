@@ -284,13 +284,6 @@ def test_a_flag_that_is_not_utf8_is_refused_before_anything_is_read(tmp_path, na
     assert sorted(path.name for path in tmp_path.iterdir() if "caf" not in path.name) == ["a.txt"]
 
 
-def test_a_single_text_whose_name_is_not_utf8_is_read(tmp_path, capsys):
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / os.fsdecode(b"caf\xe9.txt")).write_text("c" * 500)
-    assert main([f"--input={tmp_path / 'in'}", "--tokenizer=bytes", f"--out={tmp_path / 'store'}", "--workers=1"]) == 0
-    assert r"caf\udce9.txt: a single text: its last 1.00% is held out" in capsys.readouterr().out
-
-
 def test_no_file_of_the_work_folder_is_open_when_the_folder_is_deleted(tmp_path, monkeypatch):
     """NFS renames an open file that is deleted, so that its folder stays and is not empty."""
     delete = shutil.rmtree

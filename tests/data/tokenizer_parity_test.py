@@ -80,30 +80,6 @@ def test_tokens_that_settings_name_are_special_whatever_the_file_says(family, na
     assert ours.encode_ordinary(text) == theirs(text, split_special_tokens=True, **options)["input_ids"]
 
 
-@pytest.mark.parametrize(
-    ("family", "cls", "part", "change"),
-    [
-        ("byte-level BPE", "GPT2Tokenizer", "pre_tokenizer", {"type": "Digits", "individual_digits": True}),
-        ("BPE with byte fallback", "LlamaTokenizer", "normalizer", {"type": "Prepend", "prepend": "▁"}),
-    ],
-)
-def test_ids_are_those_of_the_file_for_each_class(family, cls, part, change, tmp_path):
-    """transformers rebuilds such a class from vocabulary and merges, as docs/tokenizers.md says."""
-    folder = FAMILIES[family](tmp_path / "tokenizer")
-    raw = json.loads((folder / "tokenizer.json").read_text())
-    parts = {"pretokenizers": [change, raw["pre_tokenizer"]]} if part == "pre_tokenizer" else {"normalizers": [change]}
-    raw |= {"pre_tokenizer": None, part: {"type": "Sequence", **parts}}
-    (folder / "tokenizer.json").write_text(json.dumps(raw))
-    write_settings(folder, tokenizer_class=cls)
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    fast, ours = transformers.PreTrainedTokenizerFast.from_pretrained(folder), load_tokenizer(str(folder))
-    rebuilt = transformers.AutoTokenizer.from_pretrained(folder)
-    text = "a 12345<|user|>the end"
-    assert type(rebuilt).__name__ == cls
-    assert ours.encode_chat(text) == fast(text, add_special_tokens=False)["input_ids"]
-    assert ours.encode_chat(text) != rebuilt(text, add_special_tokens=False)["input_ids"]
-
-
 @pytest.mark.parametrize("family", ["byte-level BPE", "BPE with byte fallback"])
 def test_texts_stop_where_lm_eval_stops_models_of_transformers(family, tmp_path):
     """Compare with lm-eval's `MultiTokenEOSCriteria` and `postprocess_generated_text`, written with theirs.decode.

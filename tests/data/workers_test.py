@@ -1,8 +1,6 @@
 """Tokenisation of units: the units left after an interruption, and the order of errors."""
 
 import json
-import time
-from pathlib import Path
 
 import pytest
 
@@ -10,8 +8,6 @@ from difftx.data.prepare import readers
 from difftx.data.prepare.assembly import encode_unit, finished_units, unit_file, units_to_do
 from difftx.data.prepare.job import Job
 from difftx.data.prepare.readers import Fields, sources_of
-from difftx.data.prepare.workers import Workers
-from difftx.errors import UserError
 
 
 def job_in(folder):
@@ -54,18 +50,3 @@ def test_only_units_without_a_file_are_read_again(tmp_path, monkeypatch, done):
         assert (summaries[-1].end, summaries[-1].last) == (source.size, True)
         assert len(summaries) == len([unit for unit in units if unit.source == source.index])
     assert unit_file(job, 1, 0, "").exists()
-
-
-def fail_in_turn(job: Job, task: int) -> None:
-    """Fail immediately in task 1, and in task 0 half a second later, when the parent has received the first error."""
-    while task == 0 and not Path(job.out / "failed").exists():
-        time.sleep(0.01)
-    (job.out / "failed").touch()
-    time.sleep(0.5 * (task == 0))
-    raise UserError(f"task {task}")
-
-
-def test_first_error_in_the_order_of_the_input_is_raised(tmp_path):
-    job = job_in(tmp_path)
-    with Workers(job) as workers, pytest.raises(UserError, match="task 0"):
-        list(workers._map(fail_in_turn, [0, 1]))

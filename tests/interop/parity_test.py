@@ -1,7 +1,6 @@
 """Comparisons with transformers, tokenizers and safetensors in `make parity`. Without these, they are skipped."""
 
 import json
-import random
 
 import numpy as np
 import pytest
@@ -9,7 +8,8 @@ from conftest import TINY, write_text
 from helpers.command_server import run_new
 from helpers.inference_models import language_model
 from helpers.interop_checks import check_attention_weights, check_generation, check_logits
-from helpers.interop_folders import FIXTURES, edit_config, export, import_, run_of, tensors_of, words_file
+from helpers.interop_folders import FIXTURES, edit_config, export, import_, run_of, words_file
+from helpers.tokenizer_files import random_strings
 from model import oracle
 
 from difftx.data.sources import load_sources
@@ -182,41 +182,7 @@ def test_texts_have_the_ids_of_tiktoken(tmp_path, name):
         pytest.skip(str(error))
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizers.tokenizer_json(encoding, name)))
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
-    draw = random.Random(0)
-    pool = [
-        "the",
-        " and",
-        "'s",
-        "'LL",
-        "\n",
-        "\r\n",
-        "  ",
-        "\t",
-        " ",
-        "12345",
-        "é",
-        "ß",
-        "漢字",
-        "🙂",
-        "…",
-        "\u00a0",
-        "A",
-        ".",
-        "?!",
-    ]
-    for _ in range(300):
-        text = "".join(draw.choice(pool) if draw.random() < 0.8 else chr(draw.randrange(1, 0xD800)) for _ in range(40))
+    for text in random_strings(300):
         ids = theirs(text, add_special_tokens=False)["input_ids"]
         assert ids == encoding.encode_ordinary(text), repr(text)
         assert theirs.decode(ids, clean_up_tokenization_spaces=False) == text
-
-
-def test_the_library_reads_our_files(tmp_path):
-    from safetensors.numpy import load_file
-
-    out = export(import_(FIXTURES / "llama", tmp_path / "run"), tmp_path / "hf", "--shard_mib=1")
-    theirs = load_file(out / "model.safetensors")
-    ours = tensors_of(out)
-    assert theirs.keys() == ours.keys()
-    for name, value in theirs.items():
-        np.testing.assert_array_equal(value, ours[name])

@@ -115,15 +115,15 @@ def test_tpu_kernels_state_the_flops_of_their_bodies(window, block, copies, monk
 
 def test_splash_counts_only_causal_tiles():
     b, t, h, d = 2, 2048, 3, 64
-    q = struct(b, t, h, d)
+    q, v = struct(b, t, h, 1, d), struct(b, t, h, d)
 
     def both(q, k, v):
-        call = functools.partial(splash.attention, segment_ids_BT=None, window=None)
+        call = functools.partial(splash.attention, lam_BTH=None, segment_ids_BT=None, window=None)
         out, back = jax.vjp(call, q, k, v)
         return back(out)
 
     tiles = 4 * 5 / 2  # Tiles of 512 × 512 on and below the diagonal.
-    assert flops(both, q, q, q) == pytest.approx(b * h * tiles * 512**2 * 2 * d * (2 + 5), rel=1e-3)
+    assert flops(both, q, q, v) == pytest.approx(b * h * tiles * 512**2 * 2 * d * (2 + 5), rel=1e-3)
 
 
 def test_windows_reduce_the_flops():

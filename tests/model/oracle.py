@@ -108,6 +108,11 @@ def attend(
     return out_TE
 
 
+def lambda_init(model: Any, depth: int) -> float:
+    """Return λ_init of layer `depth` + 1, or of the layer at the same relative depth in the base model of µP."""
+    return 0.8 - 0.6 * np.exp(-0.3 * depth * (model.mup_base_layers or model.num_layers) / model.num_layers)
+
+
 def layer(w: dict[str, Any], model: Any, x_TD: np.ndarray, depth: int, *, v2_pairs: str = "neighbours") -> np.ndarray:
     """Return the update of one row by layer `depth` + 1, given the weights of its attention (`weights_of`).
 
@@ -142,8 +147,8 @@ def layer(w: dict[str, Any], model: Any, x_TD: np.ndarray, depth: int, *, v2_pai
         elif name in ("transformer", "gated"):
             heads.append(head(i, softmax_row))
         elif name == "dex":
-            a, lambda_init = w["progress"], 0.8 - 0.6 * np.exp(-0.3 * depth)
-            lam = (1 - a) * a * lambda_init + a * w["lambda_learned"]
+            a = w["progress"]
+            lam = (1 - a) * a * lambda_init(model, depth) + a * w["lambda_learned"]
             output = head(i, softmax_row)
             heads.append(output - lam * w["chosen_H"][i] * (output @ w["correction_de"]))
         elif name == "top_k":
@@ -161,16 +166,15 @@ def layer(w: dict[str, Any], model: Any, x_TD: np.ndarray, depth: int, *, v2_pai
 def _two_keys(w, model, x, depth, window) -> np.ndarray:
     """Return the update by differential attention, a variant of it, or signed-mask attention."""
     H, K = model.num_heads, heads_of(model).kv_heads
-    lambda_init = 0.8 - 0.6 * np.exp(-0.3 * depth)
-    lam = lambda_init
+    lam_init = lam = lambda_init(model, depth)
     if model.lambda_learned and model.architecture != "signed_mask":
         exponents = np.sum(w["lambda_query_Gd"] * w["lambda_key_Gd"], axis=-1)
         change = np.exp(exponents[0]) - np.exp(exponents[1])
-        lam = change + lambda_init
+        lam = change + lam_init
         if model.lambda_bound == "sigmoid":
-            lam = 1 / (1 + (1 - lambda_init) / lambda_init * np.exp(-change))
+            lam = 1 / (1 + (1 - lam_init) / lam_init * np.exp(-change))
         elif model.lambda_bound == "tanh":  # The addition theorem of tanh.
-            lam = (np.tanh(change) + lambda_init) / (1 + np.tanh(change) * lambda_init)
+            lam = (np.tanh(change) + lam_init) / (1 + np.tanh(change) * lam_init)
     if is_zero_branch := model.architecture == "zero_branch":
         lam = w["progress"] * lam
 
@@ -193,5 +197,5 @@ def _two_keys(w, model, x, depth, window) -> np.ndarray:
             pairs.append(position_encoded(w, model, q_Td, k_Td))
         v_TE = x @ w["value_DKE"][:, kv] + (w["value_bias"][kv] if model.attention_bias else 0)
         head = attend(row, pairs, v_TE, window)
-        heads.append(head if is_zero_branch else (1 - lambda_init) * head_norm(head, i, w, model))
+        heads.append(head if is_zero_branch else (1 - lam_init) * head_norm(head, i, w, model))
     return np.concatenate(heads, axis=1) @ w["output_HED"].reshape(-1, model.d_model)

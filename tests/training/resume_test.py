@@ -144,16 +144,6 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(uninterrupted, tm
     assert train_losses(tmp_path / "killed")[0] == train_losses(full_run)[0]
 
 
-@pytest.mark.long
-def test_eight_devices_resume_a_run_of_one_device(uninterrupted, tmp_path):
-    text, full_run = uninterrupted
-    workdir = tmp_path / "moved"
-    assert stop_at(30, text, workdir) == 75
-    result = train(text, workdir, devices=8)
-    assert result.returncode == 0, result.stderr
-    np.testing.assert_allclose(train_losses(workdir)[0], train_losses(full_run)[0], rtol=1e-4)
-
-
 def test_a_finished_run_stays_finished(uninterrupted):
     text, full_run = uninterrupted
     before = train_losses(full_run)[0]

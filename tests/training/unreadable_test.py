@@ -245,21 +245,6 @@ def test_training_exits_with_1_after_a_read_error_and_resumes_later(text_file, t
     assert names(folder) == ["10", "20", "30"]
 
 
-@needs_unprivileged
-@pytest.mark.long
-def test_all_processes_of_a_run_end_with_the_same_error(text_file, tmp_path):
-    workdir, before = tmp_path / "run", setpriv_prefix()
-    assert Processes(text_file, workdir, tmp_path, count=1, train__steps=20).wait(0)[0] == 0
-    with unreadable(workdir / "checkpoints" / "20" / MANIFEST):
-        processes = Processes(text_file, workdir, tmp_path, devices=2, before=before, train__steps=30)
-        ends = [processes.wait(process) for process in (0, 1)]
-    for code, text in ends:
-        assert code == 1, ends
-        assert len([line for line in text.splitlines() if line.startswith("error: ")]) == 1, ends
-        assert f"20/{MANIFEST} cannot be read: Permission denied" in text
-    assert names(workdir / "checkpoints") == ["10", "20"]
-
-
 def test_a_checkpoint_of_another_format_is_refused_and_not_renamed(saved_20_and_40, trainer):
     folder = saved_20_and_40
     path = folder / "40" / MANIFEST

@@ -1,8 +1,8 @@
 """Workers of `difftx prepare`: processes of this machine, or an Apache Beam pipeline on many machines."""
 
+import collections
 import concurrent.futures
 import contextlib
-import itertools
 import multiprocessing
 import os
 import re
@@ -57,22 +57,16 @@ class Workers(contextlib.AbstractContextManager):
             pass
 
     def _map[Task, Result](self, function: Callable[[Job, Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
-        """Yield results as tasks complete. If several tasks fail, raise the error of the earliest submitted one."""
-        pending: list[concurrent.futures.Future[Result]] = []
-        remaining = iter(tasks)
+        """Yield the results in the order of the tasks, so that the error of the first failed task is raised."""
+        pending: collections.deque[concurrent.futures.Future[Result]] = collections.deque()
         try:
-            while True:
+            for task in tasks:
+                pending.append(self._pool.submit(function, self._job, task))
                 # A task may hold a whole unit of text, so at most two tasks per worker are in memory.
-                for task in itertools.islice(remaining, 2 * self._job.workers - len(pending)):
-                    pending.append(self._pool.submit(function, self._job, task))
-                if not pending:
-                    return
-                done, _ = concurrent.futures.wait(pending, return_when=concurrent.futures.FIRST_COMPLETED)
-                if any(future.exception() for future in done):
-                    for future in pending:
-                        future.result()
-                pending = [future for future in pending if future not in done]
-                yield from (future.result() for future in done)
+                if len(pending) == 2 * self._job.workers:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
         except BrokenProcessPool as error:
             raise UserError(
                 "a worker process was killed, out of memory perhaps; run the same command with fewer --workers"

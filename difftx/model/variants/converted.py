@@ -36,7 +36,7 @@ class ZeroBranchAttention(DiffAttention):
     value_width_factor = 1
     default_head_norm = "none"
     replaced_heads = 1
-    fields = ("lambda_init", "lambda_learned", "lambda_std", "lambda_bound")
+    fields = tuple(name for name in DiffAttention.fields if name != "post_scale")
     own_config = AnnealedConfig
 
     @classmethod

@@ -11,6 +11,7 @@ from difftx.config.checks import largest_divisor_up_to
 from difftx.config.fields import Group, Positive
 from difftx.errors import UserError
 from difftx.kernels import weight_functions
+from difftx.kernels.backend import difference
 from difftx.model.architectures import heads_of
 from difftx.model.attention import Attention, DiffAttention, require_field, require_no_head_norm
 from difftx.model.layers import projection
@@ -72,13 +73,11 @@ class DiffAttentionV2(Attention):
         return jax.nn.sigmoid(jnp.einsum("BTD,DH->BTH", x_BTD, weight_DH, **kind))
 
     def combine(self, heads_BTHE, x_BTD):
-        # λ is float32. Without an explicit conversion, jax_numpy_dtype_promotion=strict refuses the product.
-        heads_BTNQE = self._by_noise_head(heads_BTHE, self.layout.act_BTHGd).astype(jnp.float32)
+        heads_BTNQE, sharding = self._by_noise_head(heads_BTHE, self.layout.act_BTHGd), self.layout.act_BTHE
         B, T, N, Q, E = heads_BTNQE.shape
-        lam_BTNR = jax.lax.reshape(self.lam(x_BTD), (B, T, N, Q - 1), out_sharding=self.layout.act_BTHE)
-        heads_BTNRE = heads_BTNQE[..., :-1, :] - lam_BTNR[..., None] * heads_BTNQE[..., -1:, :]
-        shape, sharding = (B, T, N * (Q - 1), E), self.layout.act_BTHE
-        return jax.lax.reshape(heads_BTNRE.astype(heads_BTHE.dtype), shape, out_sharding=sharding)
+        lam_BTNR = jax.lax.reshape(self.lam(x_BTD), (B, T, N, Q - 1), out_sharding=sharding)
+        heads_BTNRE = difference(heads_BTNQE[..., :-1, :], heads_BTNQE[..., -1:, :], lam_BTNR)
+        return jax.lax.reshape(heads_BTNRE, (B, T, N * (Q - 1), E), out_sharding=sharding)
 
     def attention_weight_inputs(self, q, k, x_BTD, constants):
         sharding = self.layout.attend_BTHGd

@@ -204,9 +204,8 @@ def _read_manifest(folder: AnyPath) -> Manifest:
         files[name] = file["bytes"], algorithm, file[algorithm]
     if not re.fullmatch(r"[\w-]+", raw["contents"]):
         raise UserError(f"{MANIFEST}: contents: not the name of a folder")
-    names = ("step", "weights", "config", "loader", "packages", "source_sha256", "extensions", "contents")
-    others: dict[str, Any] = {name: raw[name] for name in names} | {"run_id": raw.get("run_id")}
-    return Manifest(sha256=signed["sha256"], arrays=arrays, files=files, **others)
+    others: dict[str, Any] = {field.name: raw.get(field.name) for field in dataclasses.fields(Manifest)}
+    return Manifest(**others | {"sha256": signed["sha256"], "arrays": arrays, "files": files})
 
 
 def note(contents: str) -> bytes:

@@ -1,6 +1,5 @@
 """Selection of the checkpoints that a run keeps."""
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -14,18 +13,14 @@ from difftx.json_files import read_json, schema_error
 from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.manifest import read_manifest
 
+# What a number was measured with: the fields of the config group `eval`, and the fingerprints of the validation sets.
+Basis = Mapping[str, Any]
+VALID = "validation sets"
 
-@dataclasses.dataclass(frozen=True)
-class Basis:
-    """The validation data and the `eval` settings with which a number was measured."""
 
-    valid: Any  # Fingerprint of each validation set, by name.
-    fields: Mapping[str, Any]  # Fields of the config group `eval`.
-
-    def is_comparable(self, other: "Basis") -> bool:
-        """Return whether nothing shows that two numbers were measured differently."""
-        common = self.fields.keys() & other.fields.keys()
-        return self.valid == other.valid and all(self.fields[name] == other.fields[name] for name in common)
+def is_comparable(basis: Basis, other: Basis) -> bool:
+    """Return whether nothing shows that two numbers were measured differently."""
+    return all(basis[name] == other[name] for name in basis.keys() & other.keys())
 
 
 def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], checkpoints: AnyPath, files: Path) -> set[int]:
@@ -48,9 +43,9 @@ def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], checkpoints: A
         if results:
             bases = {step: basis for step, (_, basis) in results.items()}
             manifest = read_manifest(checkpoints / str(newest_first[0]))
-            own = Basis(manifest.loader.get("valid"), manifest.config["eval"])
-            basis = own if any(map(own.is_comparable, bases.values())) else next(iter(bases.values()))
-            numbers = {step: number for step, (number, _) in results.items() if basis.is_comparable(bases[step])}
+            own = {**manifest.config["eval"], VALID: manifest.loader.get("valid")}
+            basis = own if any(is_comparable(own, each) for each in bases.values()) else next(iter(bases.values()))
+            numbers = {step: number for step, (number, _) in results.items() if is_comparable(basis, bases[step])}
             best = min if config.keep_best_mode == "min" else max
             kept.add(best(numbers, key=numbers.__getitem__))  # Among equally good steps, keep the newest one.
     return kept
@@ -60,8 +55,7 @@ def is_regular(folder: AnyPath) -> bool:
     """Return whether a rewind may use a checkpoint, because an uninterrupted run would have written it too.
 
     Its step is a multiple of `checkpoint.every_steps` in its own config, because the run may since have continued with
-    another value, or it is 0, to which the
-    run has rewound, or the step with which it began as a branch. A signal and the end of training also write
+    another value, or it is the step with which the run began as a branch. A signal and the end of training also write
     other checkpoints. A checkpoint with a corrupt manifest is not regular.
     """
     try:
@@ -97,5 +91,5 @@ def number_of(files: Path, step: int, name: str) -> tuple[float, Basis] | None:
     is_finite = isinstance(value, int | float) and math.isfinite(value)
     options = result.get("options")
     fields = options.get("eval") if isinstance(options, dict) else None
-    basis = Basis(result.get("valid"), fields if isinstance(fields, dict) else {})
+    basis = {**(fields if isinstance(fields, dict) else {}), VALID: result.get("valid")}
     return (float(value), basis) if is_finite else None
