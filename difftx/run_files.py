@@ -5,6 +5,7 @@ changes the copy, and pushes the changed files. Each file is one object, which i
 generation that this process has seen last. docs/design.md, section 12, says when.
 """
 
+import atexit
 import contextlib
 import re
 import tempfile
@@ -21,8 +22,8 @@ from difftx.storage.paths import AnyPath, BucketPath, is_bucket
 
 PUSH_SECONDS = 120.0  # Time between two pushes by the thread of an owner.
 FIRST = ("manifest.json", "config.json")  # A config can only be read with the extensions that the manifest names.
-# Files that are copied. `difftx sweep` writes train.log, which is none of them.
-COPIED = re.compile(r"[^/.][^/]*\.jsonl?|evals/.+|checkpoints/\d+/manifest\.json")
+# Files that are copied. `difftx sweep` writes train.log, which is none of them. A name that ends in "/" is a folder.
+COPIED = re.compile(r"[^/.][^/]*\.jsonl?|evals/.*[^/]|checkpoints/\d+/manifest\.json")
 
 
 def pulled(workdir: AnyPath) -> Path:
@@ -32,9 +33,11 @@ def pulled(workdir: AnyPath) -> Path:
     """
     if not is_bucket(workdir):
         return workdir
-    copy = _copies.setdefault(str(workdir), _Copy(workdir))
-    copy.pull("evals", "checkpoints")
-    return copy.folder
+    if (address := str(workdir)) not in _copies:
+        _copies[address] = _Copy(workdir)
+        atexit.register(_copies[address].close)
+    _copies[address].pull("evals", "checkpoints")
+    return _copies[address].folder
 
 
 @contextlib.contextmanager
