@@ -87,7 +87,7 @@ def deletes_the_newest() -> None:
 
 
 def deletes_all_but_one() -> None:
-    mock.patch.object(checkpoint.retention, "steps_to_keep", lambda config, steps, workdir: {max(steps)}).start()
+    mock.patch.object(checkpoint.retention, "steps_to_keep", lambda config, steps, *_: {max(steps)}).start()
 
 
 def exits_with_0_after_preemption() -> None:

@@ -246,7 +246,7 @@ def test_generated_text_cannot_control_the_terminal(tmp_path, capsys):
     result = {"numbers": {f"{hostile}": 1.0}, "details": {"samples": [{"prompt": hostile, "completion": hostile}]}}
     (tmp_path / "evals" / "sample").mkdir(parents=True)
     (tmp_path / "evals" / "sample" / "3.json").write_text(json.dumps(result | {"charts": []}))
-    _show_result(types.SimpleNamespace(workdir=tmp_path), "sample", 3, "params", fresh=True)
+    _show_result(types.SimpleNamespace(workdir=tmp_path, files=tmp_path), "sample", 3, "params", fresh=True)
     printed = capsys.readouterr().out
     assert not UNPRINTABLE.search(printed)
     assert printed.count(r"c\x1b]0;t\x07 \x9b31m \u202e [red]") == 3
@@ -261,7 +261,7 @@ def test_numbers_are_printed_as_a_table_with_units(tmp_path, capsys):
     result = {"numbers": numbers, "measures": measures, "details": {}, "charts": []}
     (tmp_path / "evals" / "loss").mkdir(parents=True)
     (tmp_path / "evals" / "loss" / "3.json").write_text(json.dumps(result))
-    _show_result(types.SimpleNamespace(workdir=tmp_path), "loss", 3, "params", fresh=True)
+    _show_result(types.SimpleNamespace(workdir=tmp_path, files=tmp_path), "loss", 3, "params", fresh=True)
     title, *lines = capsys.readouterr().out.splitlines()
     assert title.startswith("Validation loss (suite loss): ")
     rows = [line.split() for line in lines]
