@@ -126,8 +126,8 @@ def change(value, rng):
 def signed(value):
     """Return an object with the correct hash, so that readers do not stop at the hash."""
     if isinstance(value, dict):
-        value.pop("sha256", None)
-        value["sha256"] = json_sha256(value)
+        content = {name: inner for name, inner in value.items() if name != "sha256"}
+        return content | {"sha256": json_sha256(content)}
     return value
 
 
@@ -317,10 +317,9 @@ def store(tmp_path_factory):
     return folder / "store", (folder / "store" / "meta.json").read_bytes()
 
 
-@pytest.mark.parametrize("resign", [None, signed], ids=["corrupt", "forged"])
 @FUZZ
 @given(mutate=mutations())
-def test_metadata_of_a_store(store, resign, mutate, capsys):
+def test_metadata_of_a_store(store, mutate, capsys):
     folder, valid = store
 
     def use():
@@ -330,6 +329,6 @@ def test_metadata_of_a_store(store, resign, mutate, capsys):
             assert len(rows.offsets) > 0
         assert isinstance(read_meta(folder)["tokenizer"]["vocabulary_sha256"], str)
 
-    check(folder / "meta.json", valid, mutate, use, resign)
+    check(folder / "meta.json", valid, mutate, use)
     read(lambda: verify(folder))
     capsys.readouterr()
