@@ -18,14 +18,7 @@ from difftx.parallel.multihost import barrier, decide_on_primary, is_primary, pr
 from difftx.registry import changed_extensions
 from difftx.storage.paths import AnyPath, path_of
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpointer
-from difftx.training.checkpoint.manifest import (
-    MANIFEST,
-    SOURCE_FOLDER,
-    Manifest,
-    package_versions,
-    read_manifest,
-    why_invalid,
-)
+from difftx.training.checkpoint.manifest import MANIFEST, Manifest, package_versions, read_manifest, why_invalid
 from difftx.training.checkpoint.restoring import config_of, restore_params, restore_state
 from difftx.training.fit import fit
 from difftx.training.guards import Guard, decide
@@ -239,7 +232,7 @@ def _print_other_code(manifest: Manifest) -> None:
     for name, version in package_versions().items():
         if (before := manifest.packages.get(name, version)) != version:
             print_on_primary(f"{name}: {before} → {version}, since the checkpoint of step {manifest.step}")
-    if manifest.source_sha256 != (source := source_sha256(SOURCE_FOLDER)):
+    if manifest.source_sha256 != (source := source_sha256()):
         change = f"{shown(manifest.source_sha256)} → {shown(source)}"
         print_on_primary(f"source files of difftx (SHA-256): {change}, since the checkpoint of step {manifest.step}")
 

@@ -219,7 +219,7 @@ def test_the_commit_is_that_of_difftxs_own_repository(monkeypatch, tmp_path, fol
     git = ["git", "-C", tmp_path, "-c", "user.name=x", "-c", "user.email=x@example.org"]
     for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "x"]):
         subprocess.run([*git, *words], check=True)
-    monkeypatch.setattr(run_module, "SOURCE_FOLDER", tmp_path / folder)
+    monkeypatch.setattr(run_module, "SOURCE", (tmp_path / folder).parent)
     monkeypatch.setattr(run_module, "__file__", str(tmp_path / folder / "run.py"))
     head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     assert run_module._git_commit() == (head if is_own else None)

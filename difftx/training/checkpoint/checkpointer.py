@@ -19,14 +19,7 @@ from difftx.files import UNLOCKED, Owner, resolved
 from difftx.parallel.multihost import decide_on_primary, is_primary, print_on_primary
 from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint import protocol, retention
-from difftx.training.checkpoint.manifest import (
-    describe_arrays,
-    manifest_text,
-    quarantined_in,
-    steps_in,
-    why_invalid,
-)
-from difftx.training.checkpoint.restoring import restore_state
+from difftx.training.checkpoint.manifest import describe_arrays, manifest_text, quarantined_in, steps_in, why_invalid
 from difftx.training.state import TrainState
 
 # Timeout of the other processes while the primary process reads a checkpoint. If the primary process dies, the
@@ -127,10 +120,6 @@ class Checkpointer:
                 print_on_primary(f"checkpoint {folder} does not verify: {why}; {self._quarantine(step)}")
             elif retention.is_regular(folder):
                 yield step
-
-    def restore(self, step: int, abstract: TrainState, mesh: jax.sharding.Mesh) -> tuple[TrainState, dict[str, Any]]:
-        """Return the train state, sharded over `mesh` like `abstract`, and the state of the data loader."""
-        return restore_state(self.folder / str(step), abstract, mesh)
 
     def weights_id(self, step: int) -> str:
         """Return an identifier of the parameters after `step` that no other run or attempt uses."""
