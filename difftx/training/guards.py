@@ -93,11 +93,6 @@ class Guard:
         if reason is not None and self.tripped is None:
             self.tripped = BadSteps(self._first_bad, step, reason)
 
-    def note_regular_step(self, step: int) -> None:
-        """Record that a regular checkpoint is to be saved after this step."""
-        if self.first_regular is None:
-            self.first_regular = step
-
     def state(self) -> dict[str, Any]:
         """Return the JSON state for `restore`, which has no counts of bad steps. Call this only after a good step."""
         return {"losses": list(self._losses), "rewinds": self.rewinds, "first_regular": self.first_regular}

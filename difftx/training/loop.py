@@ -234,7 +234,8 @@ class Training:
         # Flush before the save, so that metrics.jsonl has all steps up to the checkpoint.
         reporter.flush()
         self._write_goodput()
-        state.guard.note_regular_step(step)
+        if state.guard.first_regular is None:
+            state.guard.first_regular = step
         if state.guard.last_step_is_good:
             with self._goodput.section("save"):
                 state.save()

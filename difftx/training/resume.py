@@ -320,20 +320,13 @@ def _params_in(run: Run, folder: AnyPath) -> tuple[object, str]:
     abstract = jax.eval_shape(lambda: init_state(run.config)).params
     params = restore_params(folder, abstract, run.mesh)
     print_on_primary(f"parameters from {folder}")
-    changes = [f"extension {change}" for change in changed_extensions(manifest.extensions, str(folder))]
-    for change in [*_output_changes(model, json.loads(run.config.to_json())["model"]), *changes]:
+    before, after = flat(model), flat(json.loads(run.config.to_json())["model"])
+    names = [name for name in fields_with(ModelConfig, Effect.FUNCTION) if before.get(name) != after.get(name)]
+    changes = [f"model.{name}: {before.get(name)} → {after.get(name)}" for name in names]
+    changes += [f"extension {change}" for change in changed_extensions(manifest.extensions, str(folder))]
+    for change in changes:
         print_on_primary(f"{change}, other than in the run of the parameters")
     return params, manifest.weights
-
-
-def _output_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Return the fields of two groups `model` that change the outputs of the same parameters, as "name: old → new"."""
-    before, after = flat(old), flat(new)
-    return [
-        f"model.{name}: {before.get(name)} → {after.get(name)}"
-        for name in fields_with(ModelConfig, Effect.FUNCTION)
-        if before.get(name) != after.get(name)
-    ]
 
 
 def _is_checkpoint(source: AnyPath, name: str) -> bool:

@@ -210,7 +210,7 @@ class Checkpointer:
         if step in self._verified:
             return
         self._saves += 1
-        contents = f"{self._attempt}-{self._saves}"
+        contents, folder = f"{self._attempt}-{self._saves}", self.folder / str(step)
         describe = functools.partial(
             manifest_text,
             step=step,
@@ -221,10 +221,8 @@ class Checkpointer:
             loader=loader,
             contents=contents,
         )
-        folder = self.folder / str(step)
         save = protocol.Save(self._owner, folder, contents, state.parts(), self._save_seconds)
-        write = functools.partial(save.write, lambda files: describe(files=files))
-        self._saving = step, self._background.submit(self._finish, step, write)
+        self._saving = step, self._background.submit(self._finish, step, functools.partial(save.write, describe))
         save.copied.wait()
 
     def record_finished_save(self) -> None:
@@ -291,18 +289,15 @@ class Checkpointer:
         if self._saving is None:
             return
         (step, job), self._saving = self._saving, None
-        if (error := job.exception()) is not None:
-            self._note_failure(step, error)
-        else:
+        if (error := job.exception()) is None:
             self._verified.add(step)
             self._failures = 0
-
-    def _note_failure(self, step: int, error: BaseException) -> None:
-        assert self._config is not None
+            return
         if is_primary():
             with contextlib.suppress(UnreadableError):  # A bucket may be back at the next save.
                 self._owner.check()  # A process that has lost its run stops after the first failure.
         self._failures += 1
+        assert self._config is not None
         limit = self._config.max_failed_saves
         why = f"{type(error).__name__}: {(str(error) or '?').splitlines()[0]}"
         text = f"checkpoint of step {step} was not saved, failure {self._failures} of {limit} in a row: {why}"

@@ -112,6 +112,7 @@ def package_versions() -> dict[str, str]:
 
 
 def manifest_text(
+    files: dict[str, Any],
     *,
     step: int,
     weights: str,
@@ -120,7 +121,6 @@ def manifest_text(
     config: Config,
     loader: dict[str, Any],
     contents: str,
-    files: dict[str, Any],
 ) -> str:
     """Return the text of a manifest. `files` is the result of `describe_files`."""
     content = {
