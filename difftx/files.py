@@ -253,13 +253,9 @@ class Owner:
     local copy for a run in a bucket (`run_files.py`).
     """
 
-    def __init__(
-        self,
-        folder: Path = Path(),
-        check: Callable[[], None] = lambda: None,
-        raise_if_lost: Callable[[], None] = lambda: None,
-    ):
-        self.folder, self.check, self.raise_if_lost = folder, check, raise_if_lost
+    def __init__(self, folder: Path = Path(), check: Callable[[], None] = lambda: None):
+        self.folder, self.check = folder, check
+        self.raise_if_lost: Callable[[], None] = lambda: None
 
     def push(self) -> None:
         """Return when the store has all changes of the files in `folder`."""
