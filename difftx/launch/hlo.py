@@ -103,19 +103,15 @@ class _Program:
         self.collectives_of = functools.cache(self._collectives_of_computation)
 
     def _collectives_of_computation(self, computation: str) -> list[Collective]:
-        if self._continues_collective(computation):
-            return []
         instructions = self._computations[computation]
+        # libtpu spreads an asynchronous collective over several fusions, each of which repeats the instruction. Only
+        # the fusion that starts the collective counts.
+        attributes = " ".join(i.attributes for i in instructions if i.opcode == "custom-call")
+        is_part = "async_collective_fusion" in computation or '"AsyncCollectiveDone"' in attributes
+        if is_part and '"AsyncCollectiveStart"' not in attributes:
+            return []
         types = {i.name: i.type for i in instructions}
         return [collective for i in instructions for collective in self._collectives_of_instruction(i, types)]
-
-    def _continues_collective(self, computation: str) -> bool:
-        """Return whether a computation is a fusion that continues or ends a collective that another fusion starts."""
-        # libtpu spreads an asynchronous collective over several fusions, each of which repeats the instruction.
-        attributes = [i.attributes for i in self._computations[computation] if i.opcode == "custom-call"]
-        if any('"AsyncCollectiveStart"' in a for a in attributes):
-            return False
-        return "async_collective_fusion" in computation or any('"AsyncCollectiveDone"' in a for a in attributes)
 
     def _collectives_of_instruction(self, instruction: _Instruction, types: dict[str, str]) -> Iterator[Collective]:
         kind = instruction.opcode.removesuffix("-start")

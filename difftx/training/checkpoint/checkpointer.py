@@ -114,11 +114,10 @@ class Checkpointer:
         Training also quarantines corrupt checkpoints. Only the primary process may call this.
         """
         for step in reversed(self.steps()):
-            folder = self.folder / str(step)
             why = None if step in self._verified else self._why_invalid(step)
             if why is not None:
-                print_on_primary(f"checkpoint {folder} does not verify: {why}; {self._quarantine(step)}")
-            elif retention.is_regular(folder):
+                self._skip(step, why)
+            elif retention.is_regular(self.folder / str(step)):
                 yield step
 
     def weights_id(self, step: int) -> str:
@@ -146,9 +145,7 @@ class Checkpointer:
             reasons[step] = why
         quarantined = quarantined_in(self.folder) if newest is None else []
         for step, why in reasons.items():
-            folder = self.folder / str(step)
-            fate = self._quarantine(step) if is_training else "skipped"
-            print_on_primary(f"checkpoint {folder} does not verify: {why}; {fate}")
+            self._skip(step, why)
         if newest is not None:
             return newest
         if is_training and (step := self._take_back(quarantined)) is not None:
@@ -161,9 +158,12 @@ class Checkpointer:
             )
         return None
 
-    def _quarantine(self, step: int) -> str:
-        """Quarantine a checkpoint, and return a text that says so."""
-        return f"its manifest is now {protocol.quarantine(self._owner, self.folder / str(step)).name}"
+    def _skip(self, step: int, why: str) -> None:
+        """Print why a checkpoint is invalid. For training, also quarantine it."""
+        folder, fate = self.folder / str(step), "skipped"
+        if self._config is not None:
+            fate = f"its manifest is now {protocol.quarantine(self._owner, folder).name}"
+        print_on_primary(f"checkpoint {folder} does not verify: {why}; {fate}")
 
     def _take_back(self, quarantined: Sequence[AnyPath]) -> int | None:
         """Rename the newest valid quarantined checkpoint back to its step, and return the step.
