@@ -25,6 +25,9 @@ from difftx.parallel import heartbeat, rendezvous
 from difftx.parallel.heartbeat import host_and_pid, service, unmonitored
 
 REPEAT_SECONDS = 1.0
+# Timeout of the other processes while the primary process decides, for example after it has read a checkpoint. If the
+# primary process dies, the heartbeat ends them much earlier.
+DECISION_SECONDS = 24 * 3600.0
 _calls: Counter[str] = Counter()  # Number of the calls of `decide_on_primary`, and of `exchange` for each `what`.
 
 
@@ -109,7 +112,7 @@ def barrier(name: str, timeout_seconds: float) -> None:
     exchange(f"barrier {name!r}", lambda: None, timeout_seconds)
 
 
-def decide_on_primary(decide: Callable[[], Any], timeout_seconds: float) -> Any:
+def decide_on_primary(decide: Callable[[], Any], timeout_seconds: float = DECISION_SECONDS) -> Any:
     """Call `decide` in process 0 only, and return its result, a JSON value, in every process.
 
     All processes must make the same calls in the same order. If `decide` raises an error that `explained` converts to

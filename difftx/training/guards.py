@@ -24,7 +24,7 @@ from typing import Any
 from difftx.config import Config, GuardsConfig
 from difftx.json_files import JsonLines, parse_json_lines, with_sha256, without_sha256
 from difftx.parallel.multihost import decide_on_primary, is_primary, print_on_primary
-from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpointer
+from difftx.training.checkpoint.checkpointer import Checkpointer
 
 MAD_OF_NORMAL = 1.4826  # Ratio of standard deviation to median absolute deviation (MAD) of a normal distribution.
 
@@ -140,8 +140,7 @@ def decide(
         earliest = min(every_steps, guard.first_regular or every_steps)
         from_zero = config.checkpoint.branch_from is None
         target = decide_on_primary(  # Other processes may list checkpoints that the primary process deletes meanwhile.
-            lambda: rewind_target(checkpointer.regular_steps(), bad.first, earliest, from_zero=from_zero),
-            DECISION_SECONDS,
+            lambda: rewind_target(checkpointer.regular_steps(), bad.first, earliest, from_zero=from_zero)
         )
     if why is None and target is None:
         why = f"no regular checkpoint from before step {bad.first - 1} is left (checkpoint.keep)"

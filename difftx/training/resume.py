@@ -17,7 +17,7 @@ from difftx.files import list_folder, resolved, size_of, source_sha256
 from difftx.parallel.multihost import barrier, decide_on_primary, is_primary, print_on_primary
 from difftx.registry import changed_extensions
 from difftx.storage.paths import AnyPath, path_of
-from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpointer
+from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.checkpoint.manifest import MANIFEST, Manifest, package_versions, read_manifest, why_invalid
 from difftx.training.checkpoint.restoring import config_of, restore_params, restore_state
 from difftx.training.fit import fit
@@ -98,7 +98,7 @@ class RunState:
             return decision
         step, folder = decision.step, checkpointer.folder / str(decision.step)
         del self.train  # The start of the run may need its memory.
-        if not decide_on_primary(lambda: step in checkpointer.steps(), DECISION_SECONDS):
+        if not decide_on_primary(lambda: step in checkpointer.steps()):
             start = _initial(self.run, checkpointer)
             if start.source_weights != self.source_weights:
                 raise UserError(
@@ -127,7 +127,7 @@ def restore(run: Run, checkpointer: Checkpointer, *, allow_config_change: bool) 
 
     if (step := checkpointer.newest()) is not None:
         return resume(checkpointer.folder / str(step))
-    decide_on_primary(run.require_none_saved, DECISION_SECONDS)
+    decide_on_primary(run.require_none_saved)
     if source.branch_from is not None:
         state = _read_source("branch_from", source.branch_from, resume)
         # The source may delete its checkpoint, and may have a newer one at the next start.
@@ -291,7 +291,7 @@ def _learning_rate_change(config: Config, new_steps: int, step: int) -> str | No
 def _read_source[T](field: str, source: str, read: Callable[[AnyPath], T]) -> T:
     """Return `read(folder)` for the checkpoint that a field of `checkpoint` names: its folder, or that of its run."""
     path, name = path_of(f"checkpoint.{field}", source), f"checkpoint.{field}={source}"
-    if decide_on_primary(lambda: _is_checkpoint(path, name), DECISION_SECONDS):
+    if decide_on_primary(lambda: _is_checkpoint(path, name)):
         return read(resolved(path))
     reader = Checkpointer(path)
     found = reader.read_newest(lambda step: read(reader.folder / str(step)))

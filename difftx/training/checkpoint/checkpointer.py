@@ -22,10 +22,6 @@ from difftx.training.checkpoint import protocol, retention
 from difftx.training.checkpoint.manifest import describe_arrays, manifest_text, quarantined_in, steps_in, why_invalid
 from difftx.training.state import TrainState
 
-# Timeout of the other processes while the primary process reads a checkpoint. If the primary process dies, the
-# heartbeat ends them much earlier.
-DECISION_SECONDS = 24 * 3600.0
-
 
 class Checkpointer:
     """The checkpoints in `<workdir>/checkpoints`, one folder per step."""
@@ -59,7 +55,7 @@ class Checkpointer:
         self._attempt = ""
         if config is not None:
             # Each attempt has its own checkpointer, so this id and a step together identify parameters.
-            self._attempt = decide_on_primary(lambda: uuid.uuid4().hex, DECISION_SECONDS)
+            self._attempt = decide_on_primary(lambda: uuid.uuid4().hex)
 
     def steps(self) -> list[int]:
         """Return the steps that have a folder, in ascending order. Their checkpoints may be corrupt."""
@@ -73,7 +69,7 @@ class Checkpointer:
         cannot be read.
         """
         self.wait()
-        step = decide_on_primary(self.find_newest, DECISION_SECONDS)
+        step = decide_on_primary(self.find_newest)
         if step is not None:
             self._verified.add(step)
         return step
@@ -106,7 +102,7 @@ class Checkpointer:
             if why := self._why_invalid(step):
                 raise UserError(f"step {step}: the checkpoint does not verify: {why}; {existing}")
 
-        decide_on_primary(check, DECISION_SECONDS)
+        decide_on_primary(check)
 
     def regular_steps(self) -> Iterator[int]:
         """Yield the steps of the valid regular checkpoints (`retention.is_regular`), newest first.
@@ -234,7 +230,7 @@ class Checkpointer:
         """Save, retry after a failure, and return when the checkpoint is on disk."""
         self.wait()
         step = int(jax.device_get(state.step))
-        while not decide_on_primary(lambda: step in self._verified, DECISION_SECONDS):
+        while not decide_on_primary(lambda: step in self._verified):
             self.save(state, loader, config)
             self.wait()
 

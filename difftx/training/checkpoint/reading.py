@@ -21,7 +21,6 @@ from difftx.files import list_folder
 from difftx.parallel.multihost import decide_on_primary
 from difftx.registry import require_extensions
 from difftx.storage.paths import AnyPath
-from difftx.training.checkpoint.checkpointer import DECISION_SECONDS
 from difftx.training.checkpoint.manifest import WeightsPart, read_manifest
 from difftx.training.checkpoint.restoring import config_of
 from difftx.training.resume import changed_fields
@@ -54,7 +53,7 @@ class Checkpoint:
                     "run the same command again"
                 )
 
-        decide_on_primary(check, DECISION_SECONDS)
+        decide_on_primary(check)
 
 
 def open_checkpoint(folder: AnyPath, run_config: Config, part: WeightsPart = "params") -> Checkpoint:
@@ -72,7 +71,7 @@ def open_checkpoint(folder: AnyPath, run_config: Config, part: WeightsPart = "pa
         found = {"weights": weights, "sha256": manifest.sha256, "data": manifest.data}
         return found | {"config": json.loads(config_for_reader(config_of(folder), run_config).to_json())}
 
-    found = decide_on_primary(describe, DECISION_SECONDS)
+    found = decide_on_primary(describe)
     return Checkpoint(folder, part, **found | {"config": config_from_dict(found["config"])}, run_config=run_config)
 
 
