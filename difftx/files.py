@@ -223,7 +223,7 @@ def downloaded(path: AnyPath) -> Iterator[Path]:
     if not is_bucket(path):
         yield path
         return
-    names = [local_name(path, name) for name in objects.list_below(path)]
+    names = [local_name(path, name) for name in objects.describe_below(path)]
     with tempfile.TemporaryDirectory(prefix="difftx-") as made:
         for name in names:
             target = Path(made, name)

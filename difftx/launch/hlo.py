@@ -225,16 +225,10 @@ def type_bytes(text: str) -> float:
     """Return the bytes of an array with an HLO type, such as `bf16[8,128]{1,0}`, or of a tuple of arrays."""
     total = 0.0
     for dtype, shape in _ARRAY.findall(text):
-        total += _bits(dtype) / 8 * math.prod(int(n.lstrip("<=")) for n in shape.split(",") if n)
+        # The name has the number of bits, as in bf16, c64 and f8e4m3fn. Types such as token[] take no memory.
+        bits = 8 if dtype == "pred" else int(next(iter(re.findall(r"\d+", dtype)), 0))
+        total += bits / 8 * math.prod(int(n.lstrip("<=")) for n in shape.split(",") if n)
     return total
-
-
-def _bits(dtype: str) -> int:
-    """Return the number of bits per element: that in the name, as in bf16, c64 and f8e4m3fn, or 8 for pred."""
-    if dtype == "pred":
-        return 8
-    digits = re.search(r"\d+", dtype)
-    return int(digits[0]) if digits else 0  # Types such as token[] take no memory.
 
 
 def _parse_computations(body: str) -> tuple[dict[str, list[_Instruction]], str]:

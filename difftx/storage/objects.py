@@ -150,13 +150,8 @@ def delete_if(path: BucketPath, generation: bytes) -> None:
     _from_tensorstore(path, "delete", lambda: _bucket_of(path).write(_key(path), None, if_equal=generation))
 
 
-def list_below(folder: BucketPath) -> list[str]:
-    """Return the names of all objects below a folder, relative to it, with one request per page."""
-    return sorted(describe_below(folder))
-
-
 def describe_below(folder: BucketPath) -> dict[str, Description]:
-    """Return the descriptions of all objects below a folder by their names, as `list_below`."""
+    """Return the descriptions of all objects below a folder by their names relative to it, one request per page."""
     # TensorStore would return an empty listing if the credentials may not list objects.
     prefix = f"{_name(folder)}/"
     entries = _from_fsspec(folder, "list", lambda: _fsspec(folder).find(prefix, detail=True)) or {}
@@ -223,8 +218,10 @@ def require_conditions(folder: BucketPath) -> None:
     conditions = [{"mode": "create"}, {"IfMatch": '"0"'}] if _scheme(probe) == "s3" else [{"mode": "create"}]
     write(probe, b"first")
     try:
-        for condition in conditions:
-            if _accepts(probe, condition):
+        for condition in conditions:  # They do not hold, so a store that enforces them refuses the write.
+            write_again = functools.partial(_fsspec(probe).pipe_file, _name(probe), b"second", **condition)
+            with contextlib.suppress(FileExistsError):
+                _from_fsspec(probe, "write", write_again)
                 raise UserError(
                     f"{folder}: the store ignores the conditions of writes (If-Match, ifGenerationMatch), so "
                     "nothing would keep two processes from writing the same run; use a store that enforces them"
@@ -234,24 +231,11 @@ def require_conditions(folder: BucketPath) -> None:
 
 
 def remove_probes(folder: BucketPath, new: BucketPath) -> None:
-    """Delete the probes of killed processes in a folder. `new` is an object that has just been written."""
-    probes = [folder / name for name in list_folder(folder) if name.startswith(PROBE)]
-    descriptions = {path: description for path in (new, *probes) if (description := describe(path)) is not None}
-    if new in descriptions:  # Times of the store are compared, because the clock of this machine may be wrong.
-        delete(
-            path
-            for path in probes
-            if path in descriptions and descriptions[new].modified - descriptions[path].modified > PROBE_SECONDS
-        )
-
-
-def _accepts(path: BucketPath, condition: dict[str, str]) -> bool:
-    """Return whether the store writes an object under a condition that does not hold."""
-    try:
-        _from_fsspec(path, "write", lambda: _fsspec(path).pipe_file(_name(path), b"second", **condition))
-    except FileExistsError:
-        return False
-    return True
+    """Delete the probes of killed processes in a folder. `new` is an object in it that has just been written."""
+    found = describe_files(folder)
+    if new.name in found:  # Times of the store are compared, because the clock of this machine may be wrong.
+        latest = found[new.name].modified - PROBE_SECONDS
+        delete(folder / name for name in found if name.startswith(PROBE) and found[name].modified < latest)
 
 
 def _from_tensorstore(path: BucketPath, verb: str, start: Callable[[], Any]) -> Any:

@@ -1,6 +1,7 @@
 """The state of a run, and the check for config changes since the checkpoint from which it resumes."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -121,10 +122,7 @@ def restore(run: Run, checkpointer: Checkpointer, *, allow_config_change: bool) 
     #   3. `checkpoint.init_from`: only the parameters of another run. Steps and data start from the beginning.
     #   4. New parameters from `train.seed`.
     source = run.config.checkpoint
-
-    def resume(folder: AnyPath) -> RunState:
-        return _resume(run, checkpointer, folder, allow_config_change)
-
+    resume = functools.partial(_resume, run, checkpointer, allow_config_change=allow_config_change)
     if (step := checkpointer.newest()) is not None:
         return resume(checkpointer.folder / str(step))
     decide_on_primary(run.require_none_saved)
@@ -155,7 +153,7 @@ def _initial(run: Run, checkpointer: Checkpointer) -> RunState:
     return RunState(run, checkpointer, state, 0, _loader(run), Guard(run.config.guards), weights)
 
 
-def _resume(run: Run, checkpointer: Checkpointer, folder: AnyPath, allow_config_change: bool) -> RunState:
+def _resume(run: Run, checkpointer: Checkpointer, folder: AnyPath, *, allow_config_change: bool) -> RunState:
     """Return the state in a checkpoint of this run, or of the run from which it branches."""
     manifest, is_branch = read_manifest(folder), folder.parent != checkpointer.folder
     step = manifest.step
