@@ -33,10 +33,10 @@ from difftx.parallel.mesh import make_mesh
 from difftx.parallel.multihost import agree, barrier, decide_on_primary, is_primary
 from difftx.parallel.presets import apply_preset
 from difftx.registry import EXTENSIONS_SHAPE, changed_extensions, loaded_extensions
+from difftx.run_files import lock_workdir
 from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint.manifest import MANIFEST, OtherFormatError, package_versions, read_manifest, steps_in
 from difftx.training.fit import fit
-from difftx.training.workdir_lock import lock_workdir
 from difftx.training.workload import attention_kernel
 
 # Version of the format of a run's files, except checkpoints. Increase it if difftx can no longer read older files.
@@ -113,10 +113,9 @@ class Run:
 
         Yield the run with its `run_id` and `owner`.
         """
-        limits = self.config.multihost
-        held = (
-            lock_workdir(self.workdir, limits, LOCK_WAIT_SECONDS) if is_primary() else contextlib.nullcontext(UNLOCKED)
-        )
+        limits, held = self.config.multihost, contextlib.nullcontext(UNLOCKED)
+        if is_primary():
+            held = lock_workdir(self.workdir, limits.lock_takeover_seconds, LOCK_WAIT_SECONDS)
         with held as owner:
             # Wait for the primary process, because another process that has the lock may save a newer checkpoint.
             barrier("lock of the workdir", limits.barrier_timeout_seconds)

@@ -10,9 +10,9 @@ from conftest import ROOT
 from helpers.buckets import environment, in_ci_with
 
 from difftx.errors import UnreadableError, UserError
+from difftx.run_files import lock_workdir
 from difftx.storage import objects
 from difftx.storage.paths import path_of
-from difftx.training.workdir_lock import lock_workdir
 
 TRANSIENT = ["429", "500", "503", "reset", "lost", "slow", "cut"]
 
@@ -176,16 +176,15 @@ def test_store_must_honour_conditional_writes(bucket):
     assert objects.list_folder(folder) == {}
 
 
-def test_probes_of_killed_processes_are_deleted(bucket, config, monkeypatch):
+def test_probes_of_killed_processes_are_deleted(bucket, monkeypatch):
     """A training deletes probes that are older than an hour. Another process may still use the newer ones."""
     folder = bucket.folder()
     objects.write(folder / f"{objects.PROBE}1", b"x")
     objects.write(folder / "runs" / f"{objects.PROBE}2", b"x")
-    limits = config().multihost
-    with lock_workdir(folder, limits, wait_seconds=0):
+    with lock_workdir(folder, 60, wait_seconds=0):
         assert objects.list_folder(folder).keys() == {".lock", f"{objects.PROBE}1", "runs"}
     monkeypatch.setattr(objects, "PROBE_SECONDS", -10.0)
-    with lock_workdir(folder, limits, wait_seconds=0):
+    with lock_workdir(folder, 60, wait_seconds=0):
         assert objects.list_folder(folder).keys() == {".lock", "runs"}
     assert objects.list_folder(folder / "runs").keys() == {f"{objects.PROBE}2"}
 
