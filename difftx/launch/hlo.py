@@ -240,15 +240,13 @@ def _parse_computations(body: str) -> tuple[dict[str, list[_Instruction]], str]:
             current = computations[header[1]] = []
             entry = header[1] if line.startswith("ENTRY") else entry
         elif match := _INSTRUCTION.match(line):
-            current.append(_parse_instruction(match[1], match[2]))
+            name, rest = match.groups()
+            end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+            opening = rest.index("(", end)
+            closing = _closing(rest, opening)
+            opcode, operands = rest[end:opening].strip(), rest[opening + 1 : closing]
+            current.append(_Instruction(name, rest[:end], opcode, operands, rest[closing + 1 :]))
     return computations, entry
-
-
-def _parse_instruction(name: str, rest: str) -> _Instruction:
-    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
-    opening = rest.index("(", end)
-    closing = _closing(rest, opening)
-    return _Instruction(name, rest[:end], rest[end:opening].strip(), rest[opening + 1 : closing], rest[closing + 1 :])
 
 
 def _constant(instructions: Sequence[_Instruction]) -> int | None:

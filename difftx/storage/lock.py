@@ -117,11 +117,9 @@ class BucketLock:
 
     def _renew_regularly(self) -> None:
         while not self._ended.wait(self._takeover / RENEWALS) and self._successor is None:
-            with self._renewing:
-                try:
-                    self._renew()
-                except (UserError, UnreadableError):
-                    continue  # `check` raises the error if no renewal succeeds in time.
+            # `check` raises the error if no renewal succeeds in time.
+            with self._renewing, contextlib.suppress(UserError, UnreadableError):
+                self._renew()
 
     def _renew(self) -> None:
         """Write the lock again, unless another process has. The caller holds `_renewing`."""

@@ -129,7 +129,7 @@ def decide(
     All processes must call this after `guard` has tripped and the last save has ended. `examples` is the number of
     examples that the run had consumed after the last bad step.
     """
-    bad, why, target = guard.tripped, None, None
+    bad, target = guard.tripped, None
     assert bad is not None
     if config.guards.on_bad_steps == "stop":
         why = "guards.on_bad_steps is stop"
@@ -139,14 +139,13 @@ def decide(
         every_steps = config.checkpoint.every_steps
         earliest = min(every_steps, guard.first_regular or every_steps)
         from_zero = config.checkpoint.branch_from is None
+        why = f"no regular checkpoint from before step {bad.first - 1} is left (checkpoint.keep)"
         target = decide_on_primary(  # Other processes may list checkpoints that the primary process deletes meanwhile.
             lambda: rewind_target(checkpointer.regular_steps(), bad.first, earliest, from_zero=from_zero)
         )
-    if why is None and target is None:
-        why = f"no regular checkpoint from before step {bad.first - 1} is left (checkpoint.keep)"
     where = f"steps {bad.first} to {bad.last}: {bad.reason}"
     entry = {"reason": bad.reason, "bad_steps": [bad.first, bad.last], "attempt": attempt}
-    if why is not None or target is None:
+    if target is None:
         if is_primary():
             print(f"error: {where}; stopped, {why}", file=sys.stderr, flush=True)
         return {"event": "stop", "step": bad.last} | entry
