@@ -35,6 +35,7 @@ from benchmarks.console_tables import console, median_and_range
 from difftx.config.recipes import load_config
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.checkpoint.manifest import why_invalid
+from difftx.training.checkpoint.restoring import restore_state
 from difftx.training.state import TrainState
 
 ARRAYS = 8  # Number of parameter arrays, and of arrays of each moment.
@@ -91,7 +92,7 @@ def measure(gigabytes: float, rounds: int, parent: Path | None) -> tuple[Times, 
             with timed("verify"):
                 assert why_invalid(writer.folder / str(step), step=step, content=True) is None
             with timed("restore"):
-                jax.block_until_ready(writer.restore(step, jax.eval_shape(lambda s=state: s), mesh))
+                jax.block_until_ready(restore_state(writer.folder / str(step), jax.eval_shape(lambda s=state: s), mesh))
             with timed("orbax save"):
                 plain.save(path := Path(folder) / "orbax" / str(step), state.parts())
                 plain.wait_until_finished()

@@ -129,7 +129,8 @@ def explained(error: BaseException) -> UserError | RunError | None:
         return UserError(f"{sys.executable} has no module {error.name!r}: {_how_to_get(error.name)}")
     if not isinstance(error, OSError) or (error.filename is None and error.errno not in TEMPORARY):
         return None
-    names = [_shortened(name) for name in (error.filename, error.filename2) if name is not None]
+    names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+    names = [name if len(name) <= MAX_MESSAGE_CHARACTERS // 5 else f"{name[:100]} …" for name in names]
     what = f"{' → '.join(names)}: {error.strerror}" if names else str(error.strerror)
     if error.errno in FIXES:
         return UserError(f"{what}; {FIXES[error.errno]}")
@@ -147,10 +148,6 @@ def _how_to_get(module: str) -> str:
         f"run `make quickstart` in {SOURCE} and use its .venv/bin/python, or install the requirements: "
         f"{shlex.quote(sys.executable)} -m pip install -r {shlex.quote(str(requirements))}"
     )
-
-
-def _shortened(path: object) -> str:
-    return text if len(text := str(path)) <= MAX_MESSAGE_CHARACTERS // 5 else f"{text[:100]} …"
 
 
 def shown(value: Any) -> str:

@@ -40,17 +40,17 @@ def sha256_of(file: AnyPath) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def source_files(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each Python file below a folder, except its `configs/`, by relative path.
+def source_files(folder: Path = Path(__file__).parent) -> dict[str, str]:
+    """Return the SHA-256 of each Python file below a folder by relative path, except its `configs/`.
 
-    A wheel of difftx has the recipes in `difftx/configs/`, and a clone has them elsewhere.
+    The default folder is that of difftx, which has the recipes in `configs/` in a wheel, but not in a clone.
     """
     names = glob.glob("**/*.py", root_dir=folder, recursive=True)  # Three times as fast as Path.rglob.
     return {name: sha256_of(folder / name) for name in sorted(names) if not name.startswith("configs/")}
 
 
 @functools.cache  # The source files may change during a run, which has loaded its modules already.
-def source_sha256(folder: Path) -> str:
+def source_sha256(folder: Path = Path(__file__).parent) -> str:
     """Return the SHA-256 of what `source_files` returned at the first call."""
     return hashlib.sha256(json.dumps(source_files(folder)).encode()).hexdigest()
 
@@ -223,7 +223,7 @@ def downloaded(path: AnyPath) -> Iterator[Path]:
     if not is_bucket(path):
         yield path
         return
-    names = [local_name(path, name) for name in objects.list_below(path)]
+    names = [local_name(path, name) for name in objects.describe_below(path)]
     with tempfile.TemporaryDirectory(prefix="difftx-") as made:
         for name in names:
             target = Path(made, name)
@@ -253,13 +253,9 @@ class Owner:
     local copy for a run in a bucket (`run_files.py`).
     """
 
-    def __init__(
-        self,
-        folder: Path = Path(),
-        check: Callable[[], None] = lambda: None,
-        raise_if_lost: Callable[[], None] = lambda: None,
-    ):
-        self.folder, self.check, self.raise_if_lost = folder, check, raise_if_lost
+    def __init__(self, folder: Path = Path(), check: Callable[[], None] = lambda: None):
+        self.folder, self.check = folder, check
+        self.raise_if_lost: Callable[[], None] = lambda: None
 
     def push(self) -> None:
         """Return when the store has all changes of the files in `folder`."""

@@ -46,7 +46,7 @@ def is_taken(path: AnyPath, last: str) -> bool:
 
 def _upload_folder(path: BucketPath, source: Path, last: str, after_each_upload: Callable[[], None]) -> None:
     files = {file.relative_to(source).as_posix(): file for file in source.rglob("*") if file.is_file()}
-    objects_there = (name for name in objects.list_below(path) if not name.startswith(objects.PROBE))
+    objects_there = (name for name in objects.describe_below(path) if not name.startswith(objects.PROBE))
     if other := next((name for name in objects_there if name not in files or name == last), None):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path / other))
     content = files.pop(last).read_bytes()
@@ -60,7 +60,7 @@ def _upload_folder(path: BucketPath, source: Path, last: str, after_each_upload:
 def remove_folder(path: AnyPath) -> None:
     """Delete a folder with all files. It may be absent."""
     if is_bucket(path):
-        objects.delete(path / name for name in objects.list_below(path))
+        objects.delete(path / name for name in objects.describe_below(path))
     elif path.exists():
         shutil.rmtree(path)
 

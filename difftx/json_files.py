@@ -12,7 +12,7 @@ from typing import Any
 
 from difftx.errors import UserError
 from difftx.files import UNLOCKED, Owner, new_file, read_file, write_atomically
-from difftx.storage.paths import AnyPath, is_bucket
+from difftx.storage.paths import AnyPath
 
 # JSON type → name in error messages.
 TYPE_NAMES = {int: "a count", str: "text", dict: "an object", bool: "true or false", float: "a number"}
@@ -123,16 +123,8 @@ def write_record(path: AnyPath, content: dict[str, Any]) -> None:
 
 
 def read_record(path: AnyPath) -> dict[str, Any] | None:
-    """Return the object that `write_record` wrote, or None if the file holds anything else.
-
-    Raise `FileNotFoundError` if the file does not exist.
-    """
-    if not is_bucket(path):
-        return parse_record(path.read_bytes())
-    content = read_file(path)
-    if content is None:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    return parse_record(content)
+    """Return the object that `write_record` wrote, or None if the file is absent or holds anything else."""
+    return parse_record(read_file(path) or b"")
 
 
 def parse_record(content: bytes) -> dict[str, Any] | None:

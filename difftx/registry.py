@@ -31,6 +31,7 @@ class Extension:
     sha256: str  # Hash of the file, followed by the modules in its folder that it imports.
 
 
+EXTENSIONS_SHAPE = [{"path": str, "sha256": str}]  # JSON schema of the extensions in a record.
 EXTENSION_HINT = " If a file of yours adds it, name the file with --extension=FILE.py."
 
 _running: list[Path] = []  # Files that are running now. Each one imports the next one.

@@ -14,7 +14,7 @@ import rich.table
 from difftx.errors import UnreadableError, UserError, printable
 from difftx.files import list_folder
 from difftx.json_files import read_json
-from difftx.run_files import pulled
+from difftx.run_files import lock_workdir, pulled
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket, path_of
 from difftx.training.checkpoint import arrays, protocol
@@ -31,7 +31,6 @@ from difftx.training.checkpoint.restoring import config_of
 from difftx.training.checkpoint.retention import steps_to_keep
 from difftx.training.resume import changed_fields
 from difftx.training.run import read_config
-from difftx.training.workdir_lock import lock_workdir
 
 PLAIN_WIDTH = 160  # Width of a table in a file or a pipe in characters. The reasons for failures fit.
 
@@ -96,7 +95,8 @@ def prune(workdir: AnyPath, keep: int | None, yes: bool) -> None:
     `UserError` while training uses the directory.
     """
     config, folder = read_config(workdir), workdir / "checkpoints"
-    lock = lock_workdir(workdir, config.multihost, wait_seconds=0) if yes else contextlib.nullcontext()
+    takeover = config.multihost.lock_takeover_seconds
+    lock = lock_workdir(workdir, takeover, wait_seconds=0) if yes else contextlib.nullcontext()
     with lock as owner:
         reasons = {step: _problem(folder / str(step), content=True) for step in steps_in(folder)}
         verified = [step for step, why in reasons.items() if why is None]

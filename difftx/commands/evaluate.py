@@ -32,7 +32,7 @@ from difftx.progress import Work
 from difftx.report.runs import printable_json
 from difftx.run_files import small_files
 from difftx.training import kernel_choice
-from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpointer
+from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.checkpoint.reading import Checkpoint, data_changes, open_checkpoint, open_run
 from difftx.training.checkpoint.restoring import restore_params
@@ -63,7 +63,7 @@ def run_suites(options: argparse.Namespace, overrides: Mapping[str, str]) -> Non
             evaluate(work)
             return
         is_newest = options.step is None
-        available = [] if is_newest else multihost.decide_on_primary(checkpointer.steps, DECISION_SECONDS)
+        available = [] if is_newest else multihost.decide_on_primary(checkpointer.steps)
         if not available:
             raise UserError(f"--workdir={workdir}: no checkpoint there yet")
         chosen = chosen_steps(options.step, available)
@@ -159,7 +159,7 @@ def _suites_with_results(run: Run, suites: Sequence[str], step: int, checkpoint:
                 )
         return done
 
-    return multihost.decide_on_primary(read_results, DECISION_SECONDS)
+    return multihost.decide_on_primary(read_results)
 
 
 def confirm_outward(

@@ -138,7 +138,7 @@ def examine(options: argparse.Namespace, config: Config | None) -> Findings:
             _examine_config(options, config, findings)
     # All processes must call this. Each problem and advice of the processes is shown once.
     lists = [findings.problems, findings.advice]
-    everywhere = multihost.gather("findings", lists, shown.multihost.barrier_timeout_seconds)
+    everywhere = multihost.exchange("findings", lambda: lists, shown.multihost.barrier_timeout_seconds)
     findings.problems, findings.advice = (
         list(dict.fromkeys(itertools.chain(*lists))) for lists in zip(*everywhere, strict=True)
     )

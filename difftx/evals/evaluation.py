@@ -21,7 +21,6 @@ from difftx.inference.score import row_scores
 from difftx.json_files import JsonLines, json_sha256
 from difftx.parallel.multihost import decide_on_primary, is_primary
 from difftx.progress import Work
-from difftx.training.checkpoint.checkpointer import DECISION_SECONDS
 from difftx.training.loss import token_scores
 from difftx.training.run import Run
 from difftx.training.state import graph
@@ -46,7 +45,7 @@ class ItemJournal:
         stored, answers = {row["id"]: row["answer"] for row in rows}, {}
         for group in itertools.batched(ids, DECISION_ITEMS):
             stored_answers = {name: stored[name] for name in group if name in stored}
-            answers |= decide_on_primary(lambda stored_answers=stored_answers: stored_answers, DECISION_SECONDS)
+            answers |= decide_on_primary(lambda stored_answers=stored_answers: stored_answers)
         return answers
 
     def add(self, answers: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from difftx.model.architectures import ARCHITECTURES
 from difftx.model.attention import Angles, LayerConstants, SelfAttention
 from difftx.model.decoder import Block, Decoder
 from difftx.parallel.layout import Layout, reshard
-from difftx.training.loss import batch_nll, weighted_loss
+from difftx.training.loss import batch_loss, weighted_loss
 from difftx.training.run import Run
 from difftx.training.state import graph, init_params, jit_init
 
@@ -141,7 +141,7 @@ def _sum_and_gradient(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> tupl
     """Return a batch's summed loss, its number of counted tokens, and the gradient of the blocks' parameters."""
 
     def nll(blocks: Any) -> jax.Array:
-        return batch_nll(nnx.merge(graphdef, params | {"blocks": blocks}), batch)[0]
+        return batch_loss(nnx.merge(graphdef, params | {"blocks": blocks}), batch)[0]
 
     value, gradient = jax.value_and_grad(nll)(params["blocks"])
     return value, jnp.sum(batch.loss_mask_BT), gradient

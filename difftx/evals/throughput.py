@@ -21,7 +21,7 @@ from difftx.evals.result import Number, Result
 from difftx.evals.suite import Suite
 from difftx.model.architectures import check_attention
 from difftx.training.fit import fit
-from difftx.training.loss import batch_nll
+from difftx.training.loss import batch_loss
 from difftx.training.state import graph, init_params, jit_init
 
 COMPARED = ("transformer", "diff")  # The first is the baseline.
@@ -136,7 +136,7 @@ def _compiled(config: Config, kind: str, params: Any, batch: Batch) -> Callable[
     graphdef = graph(config)
 
     def nll(params: Any, batch: Batch) -> jax.Array:
-        return batch_nll(nnx.merge(graphdef, params), batch)[0]
+        return batch_loss(nnx.merge(graphdef, params), batch)[0]
 
     function = nll if kind == "forward" else jax.value_and_grad(nll)
     step = jax.jit(function).lower(params, batch).compile()

@@ -12,7 +12,6 @@ from difftx.json_files import read_json
 from difftx.parallel.heartbeat import report_progress
 from difftx.parallel.multihost import decide_on_primary
 from difftx.storage.paths import is_bucket
-from difftx.training.checkpoint.checkpointer import DECISION_SECONDS
 from difftx.training.checkpoint.manifest import read_manifest
 from difftx.training.checkpoint.reading import open_checkpoint
 from difftx.training.run import Run
@@ -40,7 +39,7 @@ def exists(run: Run, step: int) -> bool:
         except UserError:  # The export has no readable record.
             return False
 
-    return decide_on_primary(has_weights_of_checkpoint, DECISION_SECONDS)
+    return decide_on_primary(has_weights_of_checkpoint)
 
 
 def write(run: Run, step: int) -> str:
@@ -69,4 +68,4 @@ def write(run: Run, step: int) -> str:
         except (OSError, UserError, RunError) as error:
             return f"not exported: {error}"
 
-    return decide_on_primary(export, DECISION_SECONDS)
+    return decide_on_primary(export)

@@ -103,19 +103,15 @@ class _Program:
         self.collectives_of = functools.cache(self._collectives_of_computation)
 
     def _collectives_of_computation(self, computation: str) -> list[Collective]:
-        if self._continues_collective(computation):
-            return []
         instructions = self._computations[computation]
+        # libtpu spreads an asynchronous collective over several fusions, each of which repeats the instruction. Only
+        # the fusion that starts the collective counts.
+        attributes = " ".join(i.attributes for i in instructions if i.opcode == "custom-call")
+        is_part = "async_collective_fusion" in computation or '"AsyncCollectiveDone"' in attributes
+        if is_part and '"AsyncCollectiveStart"' not in attributes:
+            return []
         types = {i.name: i.type for i in instructions}
         return [collective for i in instructions for collective in self._collectives_of_instruction(i, types)]
-
-    def _continues_collective(self, computation: str) -> bool:
-        """Return whether a computation is a fusion that continues or ends a collective that another fusion starts."""
-        # libtpu spreads an asynchronous collective over several fusions, each of which repeats the instruction.
-        attributes = [i.attributes for i in self._computations[computation] if i.opcode == "custom-call"]
-        if any('"AsyncCollectiveStart"' in a for a in attributes):
-            return False
-        return "async_collective_fusion" in computation or any('"AsyncCollectiveDone"' in a for a in attributes)
 
     def _collectives_of_instruction(self, instruction: _Instruction, types: dict[str, str]) -> Iterator[Collective]:
         kind = instruction.opcode.removesuffix("-start")
@@ -229,16 +225,10 @@ def type_bytes(text: str) -> float:
     """Return the bytes of an array with an HLO type, such as `bf16[8,128]{1,0}`, or of a tuple of arrays."""
     total = 0.0
     for dtype, shape in _ARRAY.findall(text):
-        total += _bits(dtype) / 8 * math.prod(int(n.lstrip("<=")) for n in shape.split(",") if n)
+        # The name has the number of bits, as in bf16, c64 and f8e4m3fn. Types such as token[] take no memory.
+        bits = 8 if dtype == "pred" else int(next(iter(re.findall(r"\d+", dtype)), 0))
+        total += bits / 8 * math.prod(int(n.lstrip("<=")) for n in shape.split(",") if n)
     return total
-
-
-def _bits(dtype: str) -> int:
-    """Return the number of bits per element: that in the name, as in bf16, c64 and f8e4m3fn, or 8 for pred."""
-    if dtype == "pred":
-        return 8
-    digits = re.search(r"\d+", dtype)
-    return int(digits[0]) if digits else 0  # Types such as token[] take no memory.
 
 
 def _parse_computations(body: str) -> tuple[dict[str, list[_Instruction]], str]:
@@ -250,15 +240,13 @@ def _parse_computations(body: str) -> tuple[dict[str, list[_Instruction]], str]:
             current = computations[header[1]] = []
             entry = header[1] if line.startswith("ENTRY") else entry
         elif match := _INSTRUCTION.match(line):
-            current.append(_parse_instruction(match[1], match[2]))
+            name, rest = match.groups()
+            end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+            opening = rest.index("(", end)
+            closing = _closing(rest, opening)
+            opcode, operands = rest[end:opening].strip(), rest[opening + 1 : closing]
+            current.append(_Instruction(name, rest[:end], opcode, operands, rest[closing + 1 :]))
     return computations, entry
-
-
-def _parse_instruction(name: str, rest: str) -> _Instruction:
-    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
-    opening = rest.index("(", end)
-    closing = _closing(rest, opening)
-    return _Instruction(name, rest[:end], rest[end:opening].strip(), rest[opening + 1 : closing], rest[closing + 1 :])
 
 
 def _constant(instructions: Sequence[_Instruction]) -> int | None:

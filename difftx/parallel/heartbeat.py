@@ -121,24 +121,20 @@ class Heartbeat:
                 _abort("; ".join(silent))
 
     def _send(self) -> None:
+        """Send this process's messages, and read the messages of the other processes."""
         for tick in itertools.count():
-            self._exchange(f"{host_and_pid()} at step {self.step} tick {tick}")
+            message, received = f"{host_and_pid()} at step {self.step} tick {tick}", []
+            # One failed exchange is harmless; `_watch` ends the process after a longer silence.
+            with contextlib.suppress(Exception):
+                service().key_value_set(f"difftx/alive/{self._me}", message, True)
+                received = service().key_value_dir_get("difftx/alive")
+                self._coordinator_heard = time.monotonic()
+            for key, text in received:
+                process = int(key.rsplit("/", 1)[1])
+                if process != self._me and self._peers[process][0] != text:
+                    self._peers[process] = text, time.monotonic()
             if self._ended.wait(self.period):
                 return
-
-    def _exchange(self, message: str) -> None:
-        """Send this process's message, and read the messages of the other processes."""
-        client = service()
-        try:
-            client.key_value_set(f"difftx/alive/{self._me}", message, True)
-            received = client.key_value_dir_get("difftx/alive")
-        except Exception:  # One failed exchange is harmless; `_watch` ends the process after a longer silence.
-            return
-        self._coordinator_heard = time.monotonic()
-        for key, text in received:
-            process = int(key.rsplit("/", 1)[1])
-            if process != self._me and self._peers[process][0] != text:
-                self._peers[process] = text, time.monotonic()
 
 
 class Monitor:

@@ -25,6 +25,9 @@ from difftx.parallel import heartbeat, rendezvous
 from difftx.parallel.heartbeat import host_and_pid, service, unmonitored
 
 REPEAT_SECONDS = 1.0
+# Timeout of the other processes while the primary process decides, for example after it has read a checkpoint. If the
+# primary process dies, the heartbeat ends them much earlier.
+DECISION_SECONDS = 24 * 3600.0
 _calls: Counter[str] = Counter()  # Number of the calls of `decide_on_primary`, and of `exchange` for each `what`.
 
 
@@ -109,7 +112,7 @@ def barrier(name: str, timeout_seconds: float) -> None:
     exchange(f"barrier {name!r}", lambda: None, timeout_seconds)
 
 
-def decide_on_primary(decide: Callable[[], Any], timeout_seconds: float) -> Any:
+def decide_on_primary(decide: Callable[[], Any], timeout_seconds: float = DECISION_SECONDS) -> Any:
     """Call `decide` in process 0 only, and return its result, a JSON value, in every process.
 
     All processes must make the same calls in the same order. If `decide` raises an error that `explained` converts to
@@ -164,11 +167,6 @@ def exchange(what: str, action: Callable[[], Any], timeout_seconds: float) -> li
     return [_result(notice) for _, notice in sorted(notices.items())]
 
 
-def gather(what: str, value: Any, timeout_seconds: float) -> list[Any]:
-    """Return the values of all processes, JSON values, in the order of the processes, in every process."""
-    return exchange(what, lambda: value, timeout_seconds)
-
-
 def agree[T](what: str, make: Callable[[], T], describe: Callable[[T], Mapping[str, Any]], timeout_seconds: float) -> T:
     """Call `make` in every process, and return its result if `describe` returns equal fields in all processes.
 
@@ -189,7 +187,7 @@ def agree[T](what: str, make: Callable[[], T], describe: Callable[[T], Mapping[s
     summaries = exchange(f"agreement on {what}", summary, timeout_seconds)
     if different := [process for process, (sha256, _) in enumerate(summaries) if sha256 != summaries[0][0]]:
         other, published = different[0], fields if jax.process_index() in (0, different[0]) else {}
-        everywhere = gather(f"fields of {what}", published, timeout_seconds)
+        everywhere = exchange(f"fields of {what}", lambda: published, timeout_seconds)
         old, new = everywhere[0], everywhere[other]
         first, *rest = [name for name in old | new if old.get(name) != new.get(name)]
         who = f"process {other} of {len(summaries)} ({summaries[other][1]})"

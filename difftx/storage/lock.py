@@ -15,13 +15,11 @@ import time
 import uuid
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from difftx.errors import RunError, UnreadableError, UserError, printable
 from difftx.storage import objects
-
-if TYPE_CHECKING:
-    from etils import epath
+from difftx.storage.paths import BucketPath
 
 RENEWALS = 6  # Renewals of the owner within `takeover_seconds`.
 # Share of `takeover_seconds` for which the owner trusts a renewal. The rest covers clocks of different speed.
@@ -43,7 +41,7 @@ class BucketLock:
     Entering raises `LockedError` if a live process still has the lock after `wait_seconds`.
     """
 
-    def __init__(self, path: "epath.Path", *, takeover_seconds: float, wait_seconds: float):
+    def __init__(self, path: BucketPath, *, takeover_seconds: float, wait_seconds: float):
         self._path, self._takeover, self._wait = path, takeover_seconds, wait_seconds
         self._me: dict[str, Any] = {"id": uuid.uuid4().hex, "host": platform.node(), "machine": _machine()}
         self._me |= {"pid": os.getpid(), "start": _start_time(os.getpid()), "takeover_seconds": takeover_seconds}
@@ -119,11 +117,9 @@ class BucketLock:
 
     def _renew_regularly(self) -> None:
         while not self._ended.wait(self._takeover / RENEWALS) and self._successor is None:
-            with self._renewing:
-                try:
-                    self._renew()
-                except (UserError, UnreadableError):
-                    continue  # `check` raises the error if no renewal succeeds in time.
+            # `check` raises the error if no renewal succeeds in time.
+            with self._renewing, contextlib.suppress(UserError, UnreadableError):
+                self._renew()
 
     def _renew(self) -> None:
         """Write the lock again, unless another process has. The caller holds `_renewing`."""

@@ -9,17 +9,16 @@ import base64
 import contextlib
 import errno
 import functools
+import itertools
 import os
 import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from difftx.errors import UnreadableError, UserError
-
-if TYPE_CHECKING:
-    from etils import epath
+from difftx.storage.paths import BucketPath
 
 # Retries of TensorStore: 0.2 s to 5 s, doubling, with jitter.
 RETRIES = {"max_retries": 7, "initial_delay": "200ms", "max_delay": "5s"}
@@ -54,31 +53,27 @@ class Description(NamedTuple):
     version: str  # Differs if the content differs.
 
 
-def read(path: "epath.Path") -> Stored | None:
+def read(path: BucketPath) -> Stored | None:
     """Return an object. The caller must verify the content: TensorStore compares its length with the response only."""
     found = _from_tensorstore(path, "read", lambda: _bucket_of(path).read(_key(path)))
     return Stored(found.value, found.stamp.generation) if found.state == "value" else None
 
 
-def read_all(paths: Iterable["epath.Path"]) -> Iterator[Stored | None]:
+def read_all(paths: Iterable[BucketPath]) -> Iterator[Stored | None]:
     """Return the object of each path in order, as `read`, with several requests at a time."""
-    paths = list(paths)
-    for start in range(0, len(paths), CONCURRENT):
-        group = paths[start : start + CONCURRENT]
+    for group in itertools.batched(paths, CONCURRENT):
         futures = [_bucket_of(path).read(_key(path)) for path in group]
         for path, future in zip(group, futures, strict=True):
             found = _from_tensorstore(path, "read", lambda future=future: future)
             yield Stored(found.value, found.stamp.generation) if found.state == "value" else None
 
 
-def read_ranges(path: "epath.Path", ranges: Iterable[tuple[int, int]]) -> Iterator[Stored | None]:
+def read_ranges(path: BucketPath, ranges: Iterable[tuple[int, int]]) -> Iterator[Stored | None]:
     """Return bytes `start` … `stop - 1` of an object for each range in order, with several requests at a time.
 
     As for `read`, the caller must verify the content. It may be shorter than its range.
     """
-    ranges = list(ranges)
-    for first in range(0, len(ranges), CONCURRENT):
-        group = ranges[first : first + CONCURRENT]
+    for group in itertools.batched(ranges, CONCURRENT):
         futures = [_bucket_of(path).read(_key(path), byte_range=slice(*each)) for each in group]
         for future in futures:
             try:
@@ -91,7 +86,7 @@ def read_ranges(path: "epath.Path", ranges: Iterable[tuple[int, int]]) -> Iterat
             yield Stored(found.value, found.stamp.generation) if found.state == "value" else None
 
 
-def read_verified(path: "epath.Path", described: Description | None = None) -> Stored | None:
+def read_verified(path: BucketPath, described: Description | None = None) -> Stored | None:
     """Return an object after a comparison with the size and CRC32C that the store has, or None if it is absent.
 
     `described` is its description, if that has been read already. Raise `UserError` if `path` is a folder.
@@ -111,12 +106,12 @@ def read_verified(path: "epath.Path", described: Description | None = None) -> S
     raise UnreadableError(f"{path} cannot be read: its content does not have the size and CRC32C that the store lists")
 
 
-def write(path: "epath.Path", content: bytes) -> None:
+def write(path: BucketPath, content: bytes) -> None:
     """Create or replace an object, whatever its generation."""
     _from_tensorstore(path, "write", lambda: _bucket_of(path).write(_key(path), content))
 
 
-def write_if(path: "epath.Path", content: bytes, generation: bytes | None) -> bytes | None:
+def write_if(path: BucketPath, content: bytes, generation: bytes | None) -> bytes | None:
     """Write an object if it has the generation, or if it is absent and `generation` is None.
 
     Return the new generation, or None if the object has another one. `content` must be unique to this call, for
@@ -142,28 +137,21 @@ def write_if(path: "epath.Path", content: bytes, generation: bytes | None) -> by
     raise UnreadableError(f"{path} cannot be read: its content is incomplete; run the same command again")
 
 
-def delete(paths: Iterable["epath.Path"]) -> None:
+def delete(paths: Iterable[BucketPath]) -> None:
     """Delete objects. An object may be absent."""
-    paths = list(paths)
-    for start in range(0, len(paths), CONCURRENT):
-        group = paths[start : start + CONCURRENT]
+    for group in itertools.batched(paths, CONCURRENT):
         futures = [_bucket_of(path).write(_key(path), None) for path in group]
         for path, future in zip(group, futures, strict=True):
             _from_tensorstore(path, "delete", lambda future=future: future)
 
 
-def delete_if(path: "epath.Path", generation: bytes) -> None:
+def delete_if(path: BucketPath, generation: bytes) -> None:
     """Delete an object if it has the generation. It may be absent. On S3, TensorStore compares, and then deletes."""
     _from_tensorstore(path, "delete", lambda: _bucket_of(path).write(_key(path), None, if_equal=generation))
 
 
-def list_below(folder: "epath.Path") -> list[str]:
-    """Return the names of all objects below a folder, relative to it, with one request per page."""
-    return sorted(describe_below(folder))
-
-
-def describe_below(folder: "epath.Path") -> dict[str, Description]:
-    """Return the descriptions of all objects below a folder by their names, as `list_below`."""
+def describe_below(folder: BucketPath) -> dict[str, Description]:
+    """Return the descriptions of all objects below a folder by their names relative to it, one request per page."""
     # TensorStore would return an empty listing if the credentials may not list objects.
     prefix = f"{_name(folder)}/"
     entries = _from_fsspec(folder, "list", lambda: _fsspec(folder).find(prefix, detail=True)) or {}
@@ -172,7 +160,7 @@ def describe_below(folder: "epath.Path") -> dict[str, Description]:
     return {name.removeprefix(prefix): _description(entry) for name, entry in files.items()}
 
 
-def list_folder(path: "epath.Path") -> dict[str, bool]:
+def list_folder(path: BucketPath) -> dict[str, bool]:
     """Return each name in a folder, with True for folders, with one request per page. An absent folder has none.
 
     Raise `UserError` if `path` is an object.
@@ -186,19 +174,19 @@ def list_folder(path: "epath.Path") -> dict[str, bool]:
     return names
 
 
-def describe_files(folder: "epath.Path") -> dict[str, Description]:
+def describe_files(folder: BucketPath) -> dict[str, Description]:
     """Return the descriptions of the objects in a folder, without those below its folders, by their names."""
     files = [entry for entry in _entries(folder) if entry["type"] == "file"]
     # A store may list an object that stands for the folder itself.
     return {name: _description(entry) for entry in files if (name := entry["name"].removeprefix(f"{_name(folder)}/"))}
 
 
-def _entries(path: "epath.Path") -> list[dict[str, Any]]:
+def _entries(path: BucketPath) -> list[dict[str, Any]]:
     """Return the entries of a listing of the objects and folders in a folder."""
     return _from_fsspec(path, "list", lambda: _fsspec(path).ls(_name(path), detail=True)) or []
 
 
-def describe(path: "epath.Path") -> Description | None:
+def describe(path: BucketPath) -> Description | None:
     """Return the description of an object, or None if it is absent or a folder."""
     entry = _from_fsspec(path, "read", lambda: _fsspec(path).info(_name(path)))
     return None if entry is None or entry["type"] != "file" else _description(entry)
@@ -213,25 +201,27 @@ def _description(entry: dict[str, Any]) -> Description:
     )
 
 
-def download(path: "epath.Path", target: str) -> None:
+def download(path: BucketPath, target: str) -> None:
     """Write the content of an object to a local file."""
     _from_fsspec(path, "read", lambda: _fsspec(path).get_file(_name(path), target))
 
 
-def upload(path: "epath.Path", source: str) -> None:
+def upload(path: BucketPath, source: str) -> None:
     """Create or replace an object with the content of a local file, in parts. It appears when all parts are there."""
     _from_fsspec(path, "write", lambda: _fsspec(path).put_file(source, _name(path)))
 
 
-def require_conditions(folder: "epath.Path") -> None:
+def require_conditions(folder: BucketPath) -> None:
     """Raise `UserError` unless objects can be written to a folder and the store enforces the conditions of writes."""
     probe = folder / f"{PROBE}{secrets.token_hex(8)}"
     # Requests of fsspec, whose error tells that the store has refused the condition.
     conditions = [{"mode": "create"}, {"IfMatch": '"0"'}] if _scheme(probe) == "s3" else [{"mode": "create"}]
     write(probe, b"first")
     try:
-        for condition in conditions:
-            if _accepts(probe, condition):
+        for condition in conditions:  # They do not hold, so a store that enforces them refuses the write.
+            write_again = functools.partial(_fsspec(probe).pipe_file, _name(probe), b"second", **condition)
+            with contextlib.suppress(FileExistsError):
+                _from_fsspec(probe, "write", write_again)
                 raise UserError(
                     f"{folder}: the store ignores the conditions of writes (If-Match, ifGenerationMatch), so "
                     "nothing would keep two processes from writing the same run; use a store that enforces them"
@@ -240,28 +230,15 @@ def require_conditions(folder: "epath.Path") -> None:
         delete([probe])
 
 
-def remove_probes(folder: "epath.Path", new: "epath.Path") -> None:
-    """Delete the probes of killed processes in a folder. `new` is an object that has just been written."""
-    probes = [folder / name for name in list_folder(folder) if name.startswith(PROBE)]
-    descriptions = {path: description for path in (new, *probes) if (description := describe(path)) is not None}
-    if new in descriptions:  # Times of the store are compared, because the clock of this machine may be wrong.
-        delete(
-            path
-            for path in probes
-            if path in descriptions and descriptions[new].modified - descriptions[path].modified > PROBE_SECONDS
-        )
+def remove_probes(folder: BucketPath, new: BucketPath) -> None:
+    """Delete the probes of killed processes in a folder. `new` is an object in it that has just been written."""
+    found = describe_files(folder)
+    if new.name in found:  # Times of the store are compared, because the clock of this machine may be wrong.
+        latest = found[new.name].modified - PROBE_SECONDS
+        delete(folder / name for name in found if name.startswith(PROBE) and found[name].modified < latest)
 
 
-def _accepts(path: "epath.Path", condition: dict[str, str]) -> bool:
-    """Return whether the store writes an object under a condition that does not hold."""
-    try:
-        _from_fsspec(path, "write", lambda: _fsspec(path).pipe_file(_name(path), b"second", **condition))
-    except FileExistsError:
-        return False
-    return True
-
-
-def _from_tensorstore(path: "epath.Path", verb: str, start: Callable[[], Any]) -> Any:
+def _from_tensorstore(path: BucketPath, verb: str, start: Callable[[], Any]) -> Any:
     """Return the result of a request of TensorStore. Every error of a request is a `ValueError` with a status."""
     try:
         return start().result(timeout=OPERATION_SECONDS)
@@ -269,7 +246,7 @@ def _from_tensorstore(path: "epath.Path", verb: str, start: Callable[[], Any]) -
         raise _explained(path, verb, error) from error
 
 
-def _from_fsspec(path: "epath.Path", verb: str, request: Callable[[], Any]) -> Any:
+def _from_fsspec(path: BucketPath, verb: str, request: Callable[[], Any]) -> Any:
     """Return the result of a request of fsspec, or None if the object is absent. A condition may fail."""
     try:
         return request()
@@ -284,7 +261,7 @@ def _from_fsspec(path: "epath.Path", verb: str, request: Callable[[], Any]) -> A
         raise _explained(path, verb, error) from error
 
 
-def _explained(path: "epath.Path", verb: str, error: Exception) -> UserError | UnreadableError:
+def _explained(path: BucketPath, verb: str, error: Exception) -> UserError | UnreadableError:
     """Return the error of one line for a failed request."""
     scheme, bucket = _scheme(path), _name(path).partition("/")[0]
     reply = _reply(error)
@@ -330,7 +307,7 @@ def cause_of(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def requests_of_tensorstore(path: "epath.Path", verb: str) -> Iterator[None]:
+def requests_of_tensorstore(path: BucketPath, verb: str) -> Iterator[None]:
     """Raise `UnreadableError` if a request of TensorStore fails in the block."""
     try:
         yield
@@ -348,20 +325,20 @@ def _matches(content: bytes, described: Description) -> bool:
     return google_crc32c.value(content) == described.crc32c
 
 
-def _scheme(path: "epath.Path") -> str:
+def _scheme(path: BucketPath) -> str:
     return str(path).partition("://")[0]
 
 
-def _name(path: "epath.Path") -> str:
+def _name(path: BucketPath) -> str:
     """Return bucket and key of a path, such as "bucket/folder/name"."""
     return str(path).partition("://")[2]
 
 
-def _key(path: "epath.Path") -> str:
+def _key(path: BucketPath) -> str:
     return _name(path).partition("/")[2]
 
 
-def _bucket_of(path: "epath.Path") -> Any:
+def _bucket_of(path: BucketPath) -> Any:
     return _bucket(_scheme(path), _name(path).partition("/")[0])
 
 
@@ -374,7 +351,7 @@ def _bucket(scheme: str, bucket: str) -> Any:
     return ts.KvStore.open(spec, context=ts.Context(context)).result()
 
 
-def tensorstore_spec(path: "epath.Path") -> tuple[dict[str, Any], dict[str, Any]]:
+def tensorstore_spec(path: BucketPath) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the specification of a folder as a key-value store of TensorStore, and that of its context."""
     spec, context = _tensorstore_spec(_scheme(path), _name(path).partition("/")[0])
     return spec | {"path": f"{_key(path)}/"}, context
@@ -404,7 +381,7 @@ def _absent() -> bytes:
     return ts.KvStore.open({"driver": "memory"}).result().read("absent").result().stamp.generation
 
 
-def _fsspec(path: "epath.Path") -> Any:
+def _fsspec(path: BucketPath) -> Any:
     """Return the fsspec client of a path's store, without a cache of listings. fsspec keeps one per process."""
     import fsspec
 

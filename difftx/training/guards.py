@@ -24,7 +24,7 @@ from typing import Any
 from difftx.config import Config, GuardsConfig
 from difftx.json_files import JsonLines, parse_json_lines, with_sha256, without_sha256
 from difftx.parallel.multihost import decide_on_primary, is_primary, print_on_primary
-from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpointer
+from difftx.training.checkpoint.checkpointer import Checkpointer
 
 MAD_OF_NORMAL = 1.4826  # Ratio of standard deviation to median absolute deviation (MAD) of a normal distribution.
 
@@ -93,11 +93,6 @@ class Guard:
         if reason is not None and self.tripped is None:
             self.tripped = BadSteps(self._first_bad, step, reason)
 
-    def note_regular_step(self, step: int) -> None:
-        """Record that a regular checkpoint is to be saved after this step."""
-        if self.first_regular is None:
-            self.first_regular = step
-
     def state(self) -> dict[str, Any]:
         """Return the JSON state for `restore`, which has no counts of bad steps. Call this only after a good step."""
         return {"losses": list(self._losses), "rewinds": self.rewinds, "first_regular": self.first_regular}
@@ -134,7 +129,7 @@ def decide(
     All processes must call this after `guard` has tripped and the last save has ended. `examples` is the number of
     examples that the run had consumed after the last bad step.
     """
-    bad, why, target = guard.tripped, None, None
+    bad, target = guard.tripped, None
     assert bad is not None
     if config.guards.on_bad_steps == "stop":
         why = "guards.on_bad_steps is stop"
@@ -144,15 +139,13 @@ def decide(
         every_steps = config.checkpoint.every_steps
         earliest = min(every_steps, guard.first_regular or every_steps)
         from_zero = config.checkpoint.branch_from is None
-        target = decide_on_primary(  # Other processes may list checkpoints that the primary process deletes meanwhile.
-            lambda: rewind_target(checkpointer.regular_steps(), bad.first, earliest, from_zero=from_zero),
-            DECISION_SECONDS,
-        )
-    if why is None and target is None:
         why = f"no regular checkpoint from before step {bad.first - 1} is left (checkpoint.keep)"
+        target = decide_on_primary(  # Other processes may list checkpoints that the primary process deletes meanwhile.
+            lambda: rewind_target(checkpointer.regular_steps(), bad.first, earliest, from_zero=from_zero)
+        )
     where = f"steps {bad.first} to {bad.last}: {bad.reason}"
     entry = {"reason": bad.reason, "bad_steps": [bad.first, bad.last], "attempt": attempt}
-    if why is not None or target is None:
+    if target is None:
         if is_primary():
             print(f"error: {where}; stopped, {why}", file=sys.stderr, flush=True)
         return {"event": "stop", "step": bad.last} | entry

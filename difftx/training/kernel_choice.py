@@ -51,11 +51,11 @@ def choose(configs: Sequence[Config], workdir: AnyPath | None = None) -> None:
     own = {} if devices is None else {f: conditions(devices, config) for f, config in measurable.items()}
     # All processes take part in both exchanges, because `agree_on_command` has not compared the configs yet.
     timeout = configs[0].multihost.barrier_timeout_seconds
-    everywhere = multihost.gather("conditions of the kernels", own, timeout)
+    everywhere = multihost.exchange("conditions of the kernels", lambda: own, timeout)
     present = {function: _of_all([of[function] for of in everywhere if function in of]) for function in own}
     changed = [f for f, found in present.items() if f not in recorded or recorded[f].conditions != found]
     times = {function: kernel_measurement.measured(measurable[function]) for function in changed}
-    measured = multihost.gather("kernels", times, timeout)
+    measured = multihost.exchange("kernels", lambda: times, timeout)
     for function, found in present.items():
         results = {process: of[function] for process, of in enumerate(measured) if any(of.get(function, ()))}
         ranking = Ranking(function, found, *combined(results)) if results else recorded.get(function)

@@ -156,10 +156,7 @@ def _outcome(workload: Workload, name: str) -> float | str:
 
 
 def _measured_here(config: Config) -> Outcomes:
-    """Measure the kernels in this process.
-
-    If a kernel hangs, the process exits with code 1 and a message that suggests a fix.
-    """
+    """Measure the kernels in this process. If one hangs, exit with code 1 and a message that suggests a fix."""
     last_start = time.monotonic() + DEADLINE_SECONDS - KERNEL_SECONDS
     workload = attention_workload(config, target.device_kind(), jax.device_count())
     outcomes: Outcomes = {}

@@ -205,7 +205,12 @@ class Training:
             try:
                 results = self._evaluate_suites(self._run, state.train.params, step, suites, work, weights)
             except Exception:
-                self._save_after_failed_evaluation(display)
+                # A restart from an earlier checkpoint would fail at the same evaluation again, so save this step. With
+                # several processes, those that have not failed still wait in the evaluation and cannot take part.
+                if jax.process_count() == 1 and state.guard.last_step_is_good:
+                    state.save(wait=True)
+                    saved = "the evaluation failed; its checkpoint is saved, so a restart continues after it"
+                    display.note(f"step {step}: {saved}")
                 raise
         self._monitor.beat(step)
         for suite, result in results.items():
@@ -215,26 +220,14 @@ class Training:
         self._write_goodput()
         reporter.restart_clock()
 
-    def _save_after_failed_evaluation(self, display: Work) -> None:
-        """Save this step, because a restart from an earlier checkpoint would fail at the same evaluation again.
-
-        Do nothing with several processes: a save needs all of them, and the processes that have not failed still wait
-        in the evaluation.
-        """
-        if jax.process_count() == 1 and self._state.guard.last_step_is_good:
-            self._state.save(wait=True)
-            display.note(
-                f"step {self._state.step}: the evaluation failed; its checkpoint is saved, so a restart continues "
-                "after it"
-            )
-
     def _save(self, reporter: "Reporter") -> None:
         state, step = self._state, self._state.step
         require_equal_replicas(state.train.params, f"checkpoint of step {step}", self._barrier_timeout)
         # Flush before the save, so that metrics.jsonl has all steps up to the checkpoint.
         reporter.flush()
         self._write_goodput()
-        state.guard.note_regular_step(step)
+        if state.guard.first_regular is None:
+            state.guard.first_regular = step
         if state.guard.last_step_is_good:
             with self._goodput.section("save"):
                 state.save()

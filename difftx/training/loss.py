@@ -20,16 +20,11 @@ from difftx.parallel.layout import Layout
 CHUNK_LOGITS = 2**26  # Largest number of logits per chunk and device: 256 MiB in float32.
 
 
-def batch_nll(model: Decoder, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return the sum of the NLL over the targets in the loss mask, in nats, and the model's per-layer statistics."""
-    loss, _, stats = batch_loss(model, batch, 0.0)
-    return loss, stats
-
-
-def batch_loss(model: Decoder, batch: Batch, z_loss: float) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+def batch_loss(model: Decoder, batch: Batch, z_loss: float = 0.0) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """Return the sum of NLL and z-loss over the targets in the loss mask, the z-loss in it, and per-layer statistics.
 
-    The z-loss of a target is `z_loss` · log² Z, where Z is the denominator of the softmax (PaLM, arXiv 2204.02311).
+    All are in nats. The z-loss of a target is `z_loss` · log² Z, where Z is the denominator of the softmax (PaLM, arXiv
+    2204.02311).
     """
     x_BTD, stats = model.hidden(batch.tokens_BT, positions_BT=batch.positions_BT, segment_ids_BT=batch.segment_ids_BT)
     inputs, cap = (x_BTD, model.unembedding(), batch.targets_BT, batch.loss_mask_BT), model.config.logit_soft_cap

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import itertools
 import json
 import math
 import os
@@ -62,8 +61,8 @@ class MetricsWriter:
         self._file: BinaryIO | None = None
         if not enabled:
             return
-        log, number = JsonLines(self.path, owner), itertools.count()
-        log.rewrite(self._kept(log, start_step, number))
+        log = JsonLines(self.path, owner)
+        log.rewrite(self._kept(log, start_step))
         self._file = self.path.open("ab", buffering=0)
         makers: dict[str, Callable[[], Any]] = {}
         if config.tensorboard:
@@ -75,7 +74,8 @@ class MetricsWriter:
             options |= {"group": name, "config": run_config, "settings": {"console": "off", "x_stats_pid": os.getpid()}}
             # The local folder of a run in a bucket is deleted at the end.
             options["dir"] = tempfile.gettempdir() if "://" in address else str(folder)
-            rows = ((row["step"], _scalars(row)) for row in itertools.islice(metrics_rows(self.path), next(number)))
+            earlier = (row for row in metrics_rows(self.path) if row["attempt"] < self.attempt)
+            rows = ((row["step"], _scalars(row)) for row in earlier)
             makers["Weights & Biases"] = lambda: WeightsAndBiases(options, rows)
         self._trackers = Trackers(makers)
 
@@ -105,12 +105,11 @@ class MetricsWriter:
             self._file.close()
             self._trackers.call("close")
 
-    def _kept(self, log: JsonLines, start_step: int, number: Iterator[int]) -> Iterator[dict[str, Any]]:
-        """Yield the rows up to `start_step`, advance `number` per row, and set this attempt's number, from 1."""
+    def _kept(self, log: JsonLines, start_step: int) -> Iterator[dict[str, Any]]:
+        """Yield the rows up to `start_step`, and set this attempt's number, from 1."""
         for row in _parse_rows(log.content()):
             self.attempt = max(self.attempt, 0 if row is None else row["attempt"])
             if row is not None and row["step"] <= start_step:
-                next(number)
                 yield row
         self.attempt += 1
 

@@ -1,6 +1,7 @@
 """The state of a run, and the check for config changes since the checkpoint from which it resumes."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -17,15 +18,8 @@ from difftx.files import list_folder, resolved, size_of, source_sha256
 from difftx.parallel.multihost import barrier, decide_on_primary, is_primary, print_on_primary
 from difftx.registry import changed_extensions
 from difftx.storage.paths import AnyPath, path_of
-from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpointer
-from difftx.training.checkpoint.manifest import (
-    MANIFEST,
-    SOURCE_FOLDER,
-    Manifest,
-    package_versions,
-    read_manifest,
-    why_invalid,
-)
+from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.training.checkpoint.manifest import MANIFEST, Manifest, package_versions, read_manifest, why_invalid
 from difftx.training.checkpoint.restoring import config_of, restore_params, restore_state
 from difftx.training.fit import fit
 from difftx.training.guards import Guard, decide
@@ -105,7 +99,7 @@ class RunState:
             return decision
         step, folder = decision.step, checkpointer.folder / str(decision.step)
         del self.train  # The start of the run may need its memory.
-        if not decide_on_primary(lambda: step in checkpointer.steps(), DECISION_SECONDS):
+        if not decide_on_primary(lambda: step in checkpointer.steps()):
             start = _initial(self.run, checkpointer)
             if start.source_weights != self.source_weights:
                 raise UserError(
@@ -128,13 +122,10 @@ def restore(run: Run, checkpointer: Checkpointer, *, allow_config_change: bool) 
     #   3. `checkpoint.init_from`: only the parameters of another run. Steps and data start from the beginning.
     #   4. New parameters from `train.seed`.
     source = run.config.checkpoint
-
-    def resume(folder: AnyPath) -> RunState:
-        return _resume(run, checkpointer, folder, allow_config_change)
-
+    resume = functools.partial(_resume, run, checkpointer, allow_config_change=allow_config_change)
     if (step := checkpointer.newest()) is not None:
         return resume(checkpointer.folder / str(step))
-    decide_on_primary(run.require_none_saved, DECISION_SECONDS)
+    decide_on_primary(run.require_none_saved)
     if source.branch_from is not None:
         state = _read_source("branch_from", source.branch_from, resume)
         # The source may delete its checkpoint, and may have a newer one at the next start.
@@ -162,7 +153,7 @@ def _initial(run: Run, checkpointer: Checkpointer) -> RunState:
     return RunState(run, checkpointer, state, 0, _loader(run), Guard(run.config.guards), weights)
 
 
-def _resume(run: Run, checkpointer: Checkpointer, folder: AnyPath, allow_config_change: bool) -> RunState:
+def _resume(run: Run, checkpointer: Checkpointer, folder: AnyPath, *, allow_config_change: bool) -> RunState:
     """Return the state in a checkpoint of this run, or of the run from which it branches."""
     manifest, is_branch = read_manifest(folder), folder.parent != checkpointer.folder
     step = manifest.step
@@ -239,7 +230,7 @@ def _print_other_code(manifest: Manifest) -> None:
     for name, version in package_versions().items():
         if (before := manifest.packages.get(name, version)) != version:
             print_on_primary(f"{name}: {before} → {version}, since the checkpoint of step {manifest.step}")
-    if manifest.source_sha256 != (source := source_sha256(SOURCE_FOLDER)):
+    if manifest.source_sha256 != (source := source_sha256()):
         change = f"{shown(manifest.source_sha256)} → {shown(source)}"
         print_on_primary(f"source files of difftx (SHA-256): {change}, since the checkpoint of step {manifest.step}")
 
@@ -298,7 +289,7 @@ def _learning_rate_change(config: Config, new_steps: int, step: int) -> str | No
 def _read_source[T](field: str, source: str, read: Callable[[AnyPath], T]) -> T:
     """Return `read(folder)` for the checkpoint that a field of `checkpoint` names: its folder, or that of its run."""
     path, name = path_of(f"checkpoint.{field}", source), f"checkpoint.{field}={source}"
-    if decide_on_primary(lambda: _is_checkpoint(path, name), DECISION_SECONDS):
+    if decide_on_primary(lambda: _is_checkpoint(path, name)):
         return read(resolved(path))
     reader = Checkpointer(path)
     found = reader.read_newest(lambda step: read(reader.folder / str(step)))
@@ -327,20 +318,13 @@ def _params_in(run: Run, folder: AnyPath) -> tuple[object, str]:
     abstract = jax.eval_shape(lambda: init_state(run.config)).params
     params = restore_params(folder, abstract, run.mesh)
     print_on_primary(f"parameters from {folder}")
-    changes = [f"extension {change}" for change in changed_extensions(manifest.extensions, str(folder))]
-    for change in [*_output_changes(model, json.loads(run.config.to_json())["model"]), *changes]:
+    before, after = flat(model), flat(json.loads(run.config.to_json())["model"])
+    names = [name for name in fields_with(ModelConfig, Effect.FUNCTION) if before.get(name) != after.get(name)]
+    changes = [f"model.{name}: {before.get(name)} → {after.get(name)}" for name in names]
+    changes += [f"extension {change}" for change in changed_extensions(manifest.extensions, str(folder))]
+    for change in changes:
         print_on_primary(f"{change}, other than in the run of the parameters")
     return params, manifest.weights
-
-
-def _output_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Return the fields of two groups `model` that change the outputs of the same parameters, as "name: old → new"."""
-    before, after = flat(old), flat(new)
-    return [
-        f"model.{name}: {before.get(name)} → {after.get(name)}"
-        for name in fields_with(ModelConfig, Effect.FUNCTION)
-        if before.get(name) != after.get(name)
-    ]
 
 
 def _is_checkpoint(source: AnyPath, name: str) -> bool:

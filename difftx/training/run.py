@@ -24,7 +24,7 @@ from difftx.config.fields import Flag, flat, values_of, without
 from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import Tokenizer
 from difftx.data.tokenizers import load_tokenizer
-from difftx.errors import UserError, printable
+from difftx.errors import SOURCE, UserError, printable
 from difftx.files import UNLOCKED, Owner, read_file, require_run, size_of, source_files, source_sha256
 from difftx.json_files import read_json, schema_error
 from difftx.model.abstract import count_parameters
@@ -32,19 +32,11 @@ from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import make_mesh
 from difftx.parallel.multihost import agree, barrier, decide_on_primary, is_primary
 from difftx.parallel.presets import apply_preset
-from difftx.registry import changed_extensions, loaded_extensions
+from difftx.registry import EXTENSIONS_SHAPE, changed_extensions, loaded_extensions
+from difftx.run_files import lock_workdir
 from difftx.storage.paths import AnyPath, is_bucket
-from difftx.training.checkpoint.manifest import (
-    EXTENSIONS_SHAPE,
-    MANIFEST,
-    SOURCE_FOLDER,
-    OtherFormatError,
-    package_versions,
-    read_manifest,
-    steps_in,
-)
+from difftx.training.checkpoint.manifest import MANIFEST, OtherFormatError, package_versions, read_manifest, steps_in
 from difftx.training.fit import fit
-from difftx.training.workdir_lock import lock_workdir
 from difftx.training.workload import attention_kernel
 
 # Version of the format of a run's files, except checkpoints. Increase it if difftx can no longer read older files.
@@ -121,10 +113,9 @@ class Run:
 
         Yield the run with its `run_id` and `owner`.
         """
-        limits = self.config.multihost
-        held = (
-            lock_workdir(self.workdir, limits, LOCK_WAIT_SECONDS) if is_primary() else contextlib.nullcontext(UNLOCKED)
-        )
+        limits, held = self.config.multihost, contextlib.nullcontext(UNLOCKED)
+        if is_primary():
+            held = lock_workdir(self.workdir, limits.lock_takeover_seconds, LOCK_WAIT_SECONDS)
         with held as owner:
             # Wait for the primary process, because another process that has the lock may save a newer checkpoint.
             barrier("lock of the workdir", limits.barrier_timeout_seconds)
@@ -208,7 +199,7 @@ def agree_on_command(config: Config, flags: argparse.Namespace) -> None:
         extensions = {f"extension {number}, {name}": sha256 for number, (name, sha256) in enumerate(loaded, start=1)}
         # `Run.open` compares the contents of the data.
         settings = flat(without(Config, values_of(config), Flag.PROCESS))
-        library = {f"difftx source {name}": sha256 for name, sha256 in source_files(SOURCE_FOLDER).items()}
+        library = {f"difftx source {name}": sha256 for name, sha256 in source_files().items()}
         return jax_settings() | library | packages | extensions | compared | settings
 
     agree("the command", fields, dict, config.multihost.barrier_timeout_seconds)
@@ -243,7 +234,7 @@ def write_run_files(
         "commit": _git_commit(),
         "python": platform.python_version(),
         "packages": package_versions(),
-        "source_sha256": source_sha256(SOURCE_FOLDER),
+        "source_sha256": source_sha256(),
         "extensions": list(map(dataclasses.asdict, config.used_extensions)),
         **(details or {}),
     }
@@ -299,5 +290,5 @@ def _git_commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     # difftx may be installed inside of a user's repository.
-    is_own = Path(top) == SOURCE_FOLDER.parent.resolve()
+    is_own = Path(top) == SOURCE.resolve()
     return commit + ("+" if status.stdout.strip() else "") if is_own else None

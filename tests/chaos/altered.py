@@ -73,7 +73,7 @@ def resumes_one_batch_too_late() -> None:
 
 def keeps_rows_of_lost_steps() -> None:
     kept = metrics.MetricsWriter._kept
-    mock.patch.object(metrics.MetricsWriter, "_kept", lambda self, log, _, n: kept(self, log, 10**9, n)).start()
+    mock.patch.object(metrics.MetricsWriter, "_kept", lambda self, log, _: kept(self, log, 10**9)).start()
 
 
 def draws_lost_steps() -> None:

@@ -185,7 +185,7 @@ def test_buckets_of_run_and_data(bucket, doctor):
     }
     assert schema_error(found, shape) is None, schema_error(found, shape)
     assert found["storage"]["conditional_writes"]
-    assert objects.list_below(folder) == ["text/a.txt"]
+    assert sorted(objects.describe_below(folder)) == ["text/a.txt"]
     page = doctor(f"--workdir={folder}/run", data__path=f"{folder}/text/*.txt")
     assert page.returncode == 0, page.stderr
     assert "latency" in page.stdout
@@ -196,7 +196,7 @@ def test_speeds_of_a_bucket(bucket, monkeypatch):
     folder, advice = bucket.folder(), []
     found = examination._storage(folder, advice)
     assert schema_error(found, BUCKET_SCHEMA) is None
-    assert objects.list_below(folder) == []
+    assert sorted(objects.describe_below(folder)) == []
     bucket.plan(kinds=["slow"])
     slow = examination._storage(folder, advice)
     assert slow["latency_seconds"] > 0.3

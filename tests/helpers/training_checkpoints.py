@@ -11,6 +11,7 @@ from difftx.json_files import json_sha256
 from difftx.storage import objects
 from difftx.storage.paths import is_bucket
 from difftx.training.checkpoint.manifest import MANIFEST, contents_of
+from difftx.training.checkpoint.restoring import restore_state
 from difftx.training.state import TrainState
 
 LOADER = {"examples": 8, "signature": {"seed": 0}}
@@ -22,7 +23,7 @@ def state_at(step, size=3):
 
 
 def restored(checkpointer, step, mesh, size=3):
-    return checkpointer.restore(step, jax.eval_shape(lambda: state_at(0, size)), mesh)
+    return restore_state(checkpointer.folder / str(step), jax.eval_shape(lambda: state_at(0, size)), mesh)
 
 
 def check(checkpointer, step, mesh):

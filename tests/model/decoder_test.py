@@ -13,7 +13,7 @@ from difftx.model.abstract import count_parameters
 from difftx.model.decoder import Decoder
 from difftx.model.flops import flops_per_token
 from difftx.parallel.mesh import make_mesh
-from difftx.training.loss import batch_nll
+from difftx.training.loss import batch_loss
 from difftx.training.state import graph, init_state
 
 MESHES = [
@@ -25,7 +25,7 @@ MESHES = [
 
 def loss_of(c):
     graphdef = graph(c)
-    return lambda params, batch: batch_nll(nnx.merge(graphdef, params), batch)[0]
+    return lambda params, batch: batch_loss(nnx.merge(graphdef, params), batch)[0]
 
 
 @pytest.mark.long

@@ -11,7 +11,7 @@ from difftx.data.loader import make_batch
 from difftx.data.packing import PackedRows
 from difftx.data.store import TokenStore
 from difftx.parallel.layout import Layout
-from difftx.training.loss import batch_nll
+from difftx.training.loss import batch_loss
 from difftx.training.state import graph
 
 
@@ -69,7 +69,7 @@ def test_a_packed_batch_has_the_same_gradient_with_rows_sharded_over_devices(con
         batch = make_batch(host_batch, 2, jax.NamedSharding(mesh, Layout().act_BT))
         with jax.set_mesh(mesh):
             graphdef = graph(c)
-            loss_of = lambda p, b: batch_nll(nnx.merge(graphdef, p), b)[0]  # noqa: E731, B023
+            loss_of = lambda p, b: batch_loss(nnx.merge(graphdef, p), b)[0]  # noqa: E731, B023
             loss, grads = jax.jit(jax.value_and_grad(loss_of))(parameters_of(c), batch)
         results.append((float(loss), float(np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(grads))))))
     (one_loss, one_norm), (loss, norm) = results

@@ -91,6 +91,7 @@ import argparse, pathlib, sys, jax
 from difftx.parallel import multihost
 from difftx.parallel.mesh import make_mesh
 from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.training.checkpoint.restoring import restore_state
 from difftx.training.run import read_config
 from difftx.training.state import init_state
 parser = argparse.ArgumentParser(); multihost.add_flags(parser); flags, (source, target) = parser.parse_known_args()
@@ -100,7 +101,8 @@ mesh = make_mesh(config.mesh)
 assert (mesh.size, jax.process_count()) == (8, 2)
 checkpointer = Checkpointer(pathlib.Path(source))
 with jax.set_mesh(mesh):
-    state, loader = checkpointer.restore(checkpointer.newest(), jax.eval_shape(lambda: init_state(config)), mesh)
+    folder = checkpointer.folder / str(checkpointer.newest())
+    state, loader = restore_state(folder, jax.eval_shape(lambda: init_state(config)), mesh)
 copy = Checkpointer(pathlib.Path(target), config.checkpoint)
 copy.save(state, loader, config)
 copy.close()

@@ -10,6 +10,7 @@ from difftx.errors import UnreadableError
 from difftx.training.checkpoint import arrays, manifest
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.checkpoint.manifest import contents_of, read_manifest, why_invalid
+from difftx.training.checkpoint.restoring import restore_state
 from difftx.training.state import TrainState
 
 
@@ -98,7 +99,7 @@ def test_a_restore_reads_only_the_chunks_of_its_devices(bucket, trainer, config,
         abstract = jax.ShapeDtypeStruct(size, "float32", sharding=jax.NamedSharding(other, jax.P(*sizes)))
         bucket.plan()
         wanted = TrainState(jax.ShapeDtypeStruct((), "int32"), {"w": abstract}, {})
-        np.testing.assert_array_equal(writer.restore(10, wanted, other)[0].params["w"], values)
+        np.testing.assert_array_equal(restore_state(writer.folder / "10", wanted, other)[0].params["w"], values)
         assert bucket.plan()["bytes"]["read"] < 1.3 * whole
 
 

@@ -30,6 +30,7 @@ from difftx.training.checkpoint.manifest import (
     steps_in,
     why_invalid,
 )
+from difftx.training.checkpoint.restoring import restore_state
 from difftx.training.state import TrainState
 
 
@@ -182,7 +183,7 @@ def test_arrays_are_restored_on_other_meshes(trainer, config, mesh_of, monkeypat
             for name, (x, spec) in values.items()
         }
         abstract = TrainState(jax.ShapeDtypeStruct((), "int32"), wanted, {"mu": wanted["w"]})
-        state, _ = writer.restore(7, abstract, other)
+        state, _ = restore_state(writer.folder / "7", abstract, other)
         for name, (x, _) in values.items():
             np.testing.assert_array_equal(state.params[name], x)
             assert state.params[name].sharding.mesh == other

@@ -10,9 +10,9 @@ from conftest import ROOT
 from helpers.buckets import environment, in_ci_with
 
 from difftx.errors import UnreadableError, UserError
+from difftx.run_files import lock_workdir
 from difftx.storage import objects
 from difftx.storage.paths import path_of
-from difftx.training.workdir_lock import lock_workdir
 
 TRANSIENT = ["429", "500", "503", "reset", "lost", "slow", "cut"]
 
@@ -52,7 +52,7 @@ def test_every_request_survives_faults(bucket, fault, quick_retries):
     assert read_file(folder / "a") == content
     assert read_file(folder / "b" / "c") == content
     assert objects.list_folder(folder) == {"a": False, "b": True, "before": False}
-    assert objects.list_below(folder) == ["a", "b/c", "before"]
+    assert sorted(objects.describe_below(folder)) == ["a", "b/c", "before"]
     objects.delete([folder / "before", folder / "a"])
     assert objects.describe(folder / "a") is None
     # Faults of contents meet the two reads, and all other faults meet at least eight different requests.
@@ -84,10 +84,10 @@ def test_listings_have_pages(bucket):
     bucket.plan()
     assert objects.list_folder(folder) == {f"file{i}": False for i in range(7)} | {f"folder{i}": True for i in range(7)}
     assert bucket.plan()["requests"] == {"list": 5}  # 14 entries, on pages of 3 (bucket_proxy.py).
-    assert objects.list_below(folder) == sorted([f"file{i}" for i in range(7)] + [f"folder{i}/a" for i in range(7)])
+    assert objects.describe_below(folder).keys() == {name for i in range(7) for name in (f"file{i}", f"folder{i}/a")}
     assert bucket.plan()["requests"] == {"list": 5}
     assert objects.list_folder(folder / "absent") == {}
-    assert objects.list_below(folder / "file") == []
+    assert objects.describe_below(folder / "file") == {}
     with pytest.raises(UserError, match="file0 is not a folder"):
         objects.list_folder(folder / "file0")
     with pytest.raises(UserError, match="folder0 is a folder, not a file"):
@@ -113,7 +113,7 @@ REQUESTS = {
     "written": lambda path: objects.write_if(path, b"x", None),
     "delete": lambda path: objects.delete([path]),
     "list": lambda path: objects.list_folder(path),
-    "below": lambda path: objects.list_below(path),
+    "below": lambda path: objects.describe_below(path),
     "describe": lambda path: objects.describe(path),
 }
 
@@ -176,16 +176,15 @@ def test_store_must_honour_conditional_writes(bucket):
     assert objects.list_folder(folder) == {}
 
 
-def test_probes_of_killed_processes_are_deleted(bucket, config, monkeypatch):
+def test_probes_of_killed_processes_are_deleted(bucket, monkeypatch):
     """A training deletes probes that are older than an hour. Another process may still use the newer ones."""
     folder = bucket.folder()
     objects.write(folder / f"{objects.PROBE}1", b"x")
     objects.write(folder / "runs" / f"{objects.PROBE}2", b"x")
-    limits = config().multihost
-    with lock_workdir(folder, limits, wait_seconds=0):
+    with lock_workdir(folder, 60, wait_seconds=0):
         assert objects.list_folder(folder).keys() == {".lock", f"{objects.PROBE}1", "runs"}
     monkeypatch.setattr(objects, "PROBE_SECONDS", -10.0)
-    with lock_workdir(folder, limits, wait_seconds=0):
+    with lock_workdir(folder, 60, wait_seconds=0):
         assert objects.list_folder(folder).keys() == {".lock", "runs"}
     assert objects.list_folder(folder / "runs").keys() == {f"{objects.PROBE}2"}
 

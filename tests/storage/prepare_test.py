@@ -36,7 +36,7 @@ def files_of(folder):
     """Return the content of every file or object below a folder, by name."""
     if not is_bucket(folder):
         return tree(folder)
-    return {name: objects.read(folder / name).content for name in objects.list_below(folder)}
+    return {name: objects.read(folder / name).content for name in objects.describe_below(folder)}
 
 
 def put(path, content):
@@ -201,7 +201,7 @@ def killed(words, environment_, folder, moment):
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    while process.poll() is None and len(objects.list_below(folder)) < moment:
+    while process.poll() is None and len(objects.describe_below(folder)) < moment:
         time.sleep(0.05)
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
@@ -219,7 +219,7 @@ def check_kills(bucket, moments):
         words = [*COMMAND, *flags, f"--out={folder}/store", "--workers=2"]
         if killed(words, ENVIRONMENT | environment(bucket.scheme, bucket.proxy), folder / "store", moment):
             count += 1
-            assert "meta.json" not in objects.list_below(folder / "store")
+            assert "meta.json" not in objects.describe_below(folder / "store")
     assert prepare(*flags, f"--out={folder}/store").returncode == 0
     assert splits(files_of(folder / "store")) == expected
     return count

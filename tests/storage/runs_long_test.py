@@ -85,7 +85,7 @@ def test_ten_kills_do_not_change_a_run(bucket, text, uninterrupted, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert run_of(workdir) == run_of(uninterrupted)
     assert during_saves >= 2
-    left = {name.partition("/")[0] for name in objects.list_below(workdir / "checkpoints")}
+    left = {name.partition("/")[0] for name in objects.describe_below(workdir / "checkpoints")}
     assert left == {str(step) for step in steps_in(workdir / "checkpoints")}
 
 
@@ -201,7 +201,7 @@ def test_two_killed_processes_resume_and_one_process_continues_their_run(bucket,
     assert codes(together(workdir, 2, tmp_path / "again", 2)) == [0, 0], (tmp_path / "again").read_text()
     assert run_of(workdir) == run_of(expected)
     folder = workdir / "checkpoints" / "24"
-    names = " ".join(objects.list_below(folder))
+    names = " ".join(objects.describe_below(folder))
     assert "/ocdbt.process_0/d/" in names
     assert "/ocdbt.process_1/d/" in names
     changes["train__steps"] = 28

@@ -63,7 +63,7 @@ def kill_and_resume(workdir, text, log):
 def test_a_run_that_was_killed_is_resumed_bit_for_bit(trained, local_run):
     workdir, local = trained, local_run[0]
     assert run_of(workdir) == run_of(local)
-    names = objects.list_below(workdir)
+    names = objects.describe_below(workdir)
     assert {name.partition("/")[0] for name in names} == {
         *("config.json", "manifest.json", ".lock", "metrics.jsonl"),
         *("checkpoints", "evals", "tensorboard"),
@@ -114,7 +114,7 @@ def test_every_command_accepts_a_run_in_a_bucket(trained, local_run, tmp_path):
     export = ("convert", "--from=difftx", "--to=hf")
     run(*export, f"--input={workdir}", f"--out={workdir}/export")
     run(*export, f"--input={local}", f"--out={tmp_path}/export")
-    assert objects.list_below(workdir / "export") == sorted(path.name for path in (tmp_path / "export").iterdir())
+    assert objects.describe_below(workdir / "export").keys() == {path.name for path in (tmp_path / "export").iterdir()}
     weights = "model.safetensors"
     assert read_file(workdir / "export" / weights) == (tmp_path / "export" / weights).read_bytes()
     run("convert", "--from=hf", "--to=difftx", f"--input={workdir}/export", f"--out={workdir}/imported",

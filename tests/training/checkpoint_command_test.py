@@ -11,10 +11,10 @@ from helpers.training_checkpoints import LOADER, flip_a_bit, largest_file, names
 
 from difftx.commands.checkpoint import main
 from difftx.errors import UserError
+from difftx.run_files import lock_workdir
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.run import write_run_files
 from difftx.training.state import TrainState
-from difftx.training.workdir_lock import lock_workdir
 
 
 @pytest.fixture
@@ -92,8 +92,8 @@ def test_prune_follows_the_retention_rule_and_needs_yes(workdir, capsys):
     assert names(folder) == ["20", "30"]
 
 
-def test_prune_deletes_nothing_while_a_training_runs(workdir, config, capsys):
-    with lock_workdir(workdir, config().multihost, wait_seconds=0):
+def test_prune_deletes_nothing_while_a_training_runs(workdir, capsys):
+    with lock_workdir(workdir, 60, wait_seconds=0):
         with pytest.raises(UserError, match=r"process \d+ on .* trains there; stop it"):
             run("prune", "--keep=1", "--yes", "--workdir", workdir)
         assert run("prune", "--keep=1", "--workdir", workdir) == 0  # Without --yes, the command only prints names.

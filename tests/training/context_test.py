@@ -13,7 +13,7 @@ from difftx.errors import UserError
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import make_mesh
 from difftx.training.fit import fit
-from difftx.training.loss import batch_nll
+from difftx.training.loss import batch_loss
 from difftx.training.state import graph, init_state
 
 ROWS, LENGTH, VOCABULARY = 2, 64, 264
@@ -49,7 +49,7 @@ def loss_and_gradients(c, mesh, packed):
         batch = jax.device_put(host_batch(packed), jax.NamedSharding(mesh, Layout().act_BT))
 
         def loss(params, batch):
-            return batch_nll(nnx.merge(graphdef, params), batch)[0]
+            return batch_loss(nnx.merge(graphdef, params), batch)[0]
 
         return jax.device_get(jax.jit(jax.value_and_grad(loss))(params, batch))
 

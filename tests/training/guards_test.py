@@ -25,6 +25,7 @@ from difftx.training.checkpoint import protocol
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.checkpoint.manifest import quarantined_in, read_manifest
 from difftx.training.checkpoint.protocol import quarantine
+from difftx.training.checkpoint.restoring import restore_state
 from difftx.training.guards import BadSteps, Guard, rewind_target
 from difftx.training.metrics import read_metrics
 from difftx.training.run import Run, read_run_manifest
@@ -124,7 +125,7 @@ def journal(run):
 def final_state(run):
     with jax.set_mesh(run.mesh):
         abstract = jax.eval_shape(lambda: init_state(run.config))
-        return Checkpointer(run.workdir).restore(run.config.train.steps, abstract, run.mesh)[0]
+        return restore_state(run.workdir / "checkpoints" / str(run.config.train.steps), abstract, run.mesh)[0]
 
 
 @pytest.fixture
@@ -419,7 +420,7 @@ def test_another_batch_size_continues_after_a_rewind(open_run):
     assert train(half, allow_config_change=True) == 0
     with jax.set_mesh(half.mesh):
         abstract = jax.eval_shape(lambda: init_state(half.config))
-        _, data = Checkpointer(half.workdir).restore(20, abstract, half.mesh)
+        _, data = restore_state(half.workdir / "checkpoints" / "20", abstract, half.mesh)
     assert data["examples"] == 22 * ROWS + 4 * ROWS // 2
     # The skipped examples do not count, and each batch counts with its own size, in every row and in reports.
     by_step = [ROWS * 32 * min(step, 16) + ROWS * 16 * max(step - 16, 0) for step in range(1, 21)]

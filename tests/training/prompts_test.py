@@ -15,7 +15,7 @@ from difftx.data.loader import ordered_batches
 from difftx.data.packing import PackedRows
 from difftx.data.store import TokenStore
 from difftx.parallel.layout import Layout
-from difftx.training.loss import batch_nll
+from difftx.training.loss import batch_loss
 from difftx.training.metrics import read_metrics
 from difftx.training.state import graph, init_state
 
@@ -50,7 +50,7 @@ def test_gradient_equals_that_of_the_responses_without_packing(config, mesh_of, 
         [batch] = ordered_batches(rows, batch_rows=len(rows), limit_tokens=10_000, sharding=sharding, vocab_size=300)
 
         def packed(params, batch):
-            return batch_nll(nnx.merge(graph(c), params), batch)[0]
+            return batch_loss(nnx.merge(graph(c), params), batch)[0]
 
         def by_hand(params):
             """Return the summed NLL of the responses, with each part of a document in its own row, from position 0."""

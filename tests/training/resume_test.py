@@ -16,8 +16,8 @@ from helpers.evals_params import one_device
 from helpers.training_runs import stop_after, train_losses, wait_for_step
 
 from difftx.parallel.multihost import REPEAT_SECONDS
-from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.checkpoint.manifest import steps_in
+from difftx.training.checkpoint.restoring import restore_state
 from difftx.training.goodput import SECTIONS
 from difftx.training.metrics import read_metrics
 from difftx.training.run import read_config
@@ -229,7 +229,7 @@ def rows_after(step, workdir):
 def final_state(workdir):
     config, mesh = read_config(workdir), one_device()
     with jax.set_mesh(mesh):
-        return Checkpointer(workdir).restore(STEPS, jax.eval_shape(lambda: init_state(config)), mesh)[0]
+        return restore_state(workdir / "checkpoints" / str(STEPS), jax.eval_shape(lambda: init_state(config)), mesh)[0]
 
 
 @pytest.mark.long

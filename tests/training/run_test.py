@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 from helpers.unreadable import needs_unprivileged, without_root_capabilities
 
+from difftx import run_files
 from difftx.errors import UserError, explained
 from difftx.training import run as run_module
-from difftx.training import workdir_lock
 from difftx.training.checkpoint.manifest import manifest_text
 from difftx.training.run import RUN_FORMAT, Run, read_config, write_run_files
 
@@ -51,7 +51,7 @@ def holder(tmp_path):
 
 def test_second_training_waits_for_the_first(lock, holder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
-        workdir_lock.time, "sleep", lambda seconds: holder.stdin.close()
+        run_files.time, "sleep", lambda seconds: holder.stdin.close()
     )  # The second training is waiting now, so end the first one.
     with lock(tmp_path):
         assert (tmp_path / "released").exists()
@@ -69,8 +69,8 @@ def test_second_training_gives_up_and_names_the_first(lock, holder, tmp_path, mo
 # Holds the lock as a training does, until its stdin ends.
 TRAINING = """
 import pathlib, sys
-from difftx.training.workdir_lock import lock_workdir
-with lock_workdir(pathlib.Path(sys.argv[1]), None, 0):
+from difftx.run_files import lock_workdir
+with lock_workdir(pathlib.Path(sys.argv[1]), 60, 0):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -219,7 +219,7 @@ def test_the_commit_is_that_of_difftxs_own_repository(monkeypatch, tmp_path, fol
     git = ["git", "-C", tmp_path, "-c", "user.name=x", "-c", "user.email=x@example.org"]
     for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "x"]):
         subprocess.run([*git, *words], check=True)
-    monkeypatch.setattr(run_module, "SOURCE_FOLDER", tmp_path / folder)
+    monkeypatch.setattr(run_module, "SOURCE", (tmp_path / folder).parent)
     monkeypatch.setattr(run_module, "__file__", str(tmp_path / folder / "run.py"))
     head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     assert run_module._git_commit() == (head if is_own else None)

@@ -19,6 +19,7 @@ from difftx.commands.evaluate import load_params
 from difftx.config.build import override
 from difftx.evals import run as evals
 from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.training.checkpoint.restoring import restore_state
 from difftx.training.run import Run, read_config
 from difftx.training.state import init_state
 
@@ -197,4 +198,4 @@ def final_state(workdir):
     config = read_config(workdir)
     mesh = one_device()
     with jax.set_mesh(mesh):
-        return Checkpointer(workdir).restore(STEPS, jax.eval_shape(lambda: init_state(config)), mesh)[0]
+        return restore_state(workdir / "checkpoints" / str(STEPS), jax.eval_shape(lambda: init_state(config)), mesh)[0]

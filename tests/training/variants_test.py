@@ -18,6 +18,7 @@ from difftx.kernels.cached import EMPTY, SegmentMask
 from difftx.model.abstract import parameter_metadata
 from difftx.parallel.layout import Layout
 from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.training.checkpoint.restoring import restore_state
 from difftx.training.loss import batch_loss
 from difftx.training.state import graph, init_state, make_train_step
 
@@ -91,7 +92,7 @@ def test_variant_trains_sharded_saves_and_decodes(config, mesh_of, tmp_path, nam
     checkpointer.save(state, {"examples": 0, "signature": {}}, c)
     checkpointer.close()
     with jax.set_mesh(one):
-        restored, _ = Checkpointer(tmp_path).restore(1, jax.eval_shape(lambda: init_state(c)), one)
+        restored, _ = restore_state(tmp_path / "checkpoints" / "1", jax.eval_shape(lambda: init_state(c)), one)
     jax.tree.map(np.testing.assert_array_equal, state, restored)
 
     tokens_BT = np.random.default_rng(1).integers(0, 257, (ROWS, TOKENS)).astype(np.int32)

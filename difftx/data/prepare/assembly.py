@@ -18,7 +18,7 @@ from difftx.data.prepare.readers import Conversation, Document, Source, Unit
 from difftx.data.store import SPLITS, shard_file, write_meta
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import RunError, UserError
-from difftx.files import Owner, list_folder, new_file, read_file, remove_file, size_of, write_atomically
+from difftx.files import Owner, list_folder, new_file, read_file, remove_file, write_atomically
 from difftx.json_files import read_record, write_record
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket
@@ -226,7 +226,7 @@ def make_plan(job: Job, sources: Sequence[Source]) -> Plan:
 
 def write_shard(job: Job, shard: Shard) -> None:
     """Assemble a shard from its units, then write its record, which marks the shard as finished."""
-    if size_of(_record_file(job, shard)) is not None and read_record(_record_file(job, shard)) is not None:
+    if read_record(_record_file(job, shard)) is not None:
         return
     kinds, blocks = _kinds(job), BlockHasher()
     hashes = {kind: hashlib.sha256() for kind in kinds}

@@ -15,7 +15,6 @@ from difftx.evals.suite import Suite
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY
 from difftx.parallel.multihost import decide_on_primary
-from difftx.training.checkpoint.checkpointer import DECISION_SECONDS
 from difftx.training.run import Run
 
 type Judge = OfflineJudge | JudgeModel
@@ -94,7 +93,7 @@ def _judge(evaluation: Evaluation, judge: Judge, data_set: HallucinationSet, ent
     cases = [
         Case(data_set.kind, item.document, item.question, item.references, entries[item.id]["answer"]) for item in given
     ]
-    judged = decide_on_primary(lambda: judge.verdicts(cases, data_set.name, evaluation.work), DECISION_SECONDS)
+    judged = decide_on_primary(lambda: judge.verdicts(cases, data_set.name, evaluation.work))
     verdicts = {item.id: Verdict(*verdict) for item, verdict in zip(given, judged, strict=True)}
     for name, entry in entries.items():
         verdict = verdicts.get(name, Verdict(False, "the answer is empty"))

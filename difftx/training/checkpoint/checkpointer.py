@@ -19,19 +19,8 @@ from difftx.files import UNLOCKED, Owner, resolved
 from difftx.parallel.multihost import decide_on_primary, is_primary, print_on_primary
 from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint import protocol, retention
-from difftx.training.checkpoint.manifest import (
-    describe_arrays,
-    manifest_text,
-    quarantined_in,
-    steps_in,
-    why_invalid,
-)
-from difftx.training.checkpoint.restoring import restore_state
+from difftx.training.checkpoint.manifest import describe_arrays, manifest_text, quarantined_in, steps_in, why_invalid
 from difftx.training.state import TrainState
-
-# Timeout of the other processes while the primary process reads a checkpoint. If the primary process dies, the
-# heartbeat ends them much earlier.
-DECISION_SECONDS = 24 * 3600.0
 
 
 class Checkpointer:
@@ -66,7 +55,7 @@ class Checkpointer:
         self._attempt = ""
         if config is not None:
             # Each attempt has its own checkpointer, so this id and a step together identify parameters.
-            self._attempt = decide_on_primary(lambda: uuid.uuid4().hex, DECISION_SECONDS)
+            self._attempt = decide_on_primary(lambda: uuid.uuid4().hex)
 
     def steps(self) -> list[int]:
         """Return the steps that have a folder, in ascending order. Their checkpoints may be corrupt."""
@@ -80,7 +69,7 @@ class Checkpointer:
         cannot be read.
         """
         self.wait()
-        step = decide_on_primary(self.find_newest, DECISION_SECONDS)
+        step = decide_on_primary(self.find_newest)
         if step is not None:
             self._verified.add(step)
         return step
@@ -113,7 +102,7 @@ class Checkpointer:
             if why := self._why_invalid(step):
                 raise UserError(f"step {step}: the checkpoint does not verify: {why}; {existing}")
 
-        decide_on_primary(check, DECISION_SECONDS)
+        decide_on_primary(check)
 
     def regular_steps(self) -> Iterator[int]:
         """Yield the steps of the valid regular checkpoints (`retention.is_regular`), newest first.
@@ -121,16 +110,11 @@ class Checkpointer:
         Training also quarantines corrupt checkpoints. Only the primary process may call this.
         """
         for step in reversed(self.steps()):
-            folder = self.folder / str(step)
             why = None if step in self._verified else self._why_invalid(step)
             if why is not None:
-                print_on_primary(f"checkpoint {folder} does not verify: {why}; {self._quarantine(step)}")
-            elif retention.is_regular(folder):
+                self._skip(step, why)
+            elif retention.is_regular(self.folder / str(step)):
                 yield step
-
-    def restore(self, step: int, abstract: TrainState, mesh: jax.sharding.Mesh) -> tuple[TrainState, dict[str, Any]]:
-        """Return the train state, sharded over `mesh` like `abstract`, and the state of the data loader."""
-        return restore_state(self.folder / str(step), abstract, mesh)
 
     def weights_id(self, step: int) -> str:
         """Return an identifier of the parameters after `step` that no other run or attempt uses."""
@@ -157,9 +141,7 @@ class Checkpointer:
             reasons[step] = why
         quarantined = quarantined_in(self.folder) if newest is None else []
         for step, why in reasons.items():
-            folder = self.folder / str(step)
-            fate = self._quarantine(step) if is_training else "skipped"
-            print_on_primary(f"checkpoint {folder} does not verify: {why}; {fate}")
+            self._skip(step, why)
         if newest is not None:
             return newest
         if is_training and (step := self._take_back(quarantined)) is not None:
@@ -172,9 +154,12 @@ class Checkpointer:
             )
         return None
 
-    def _quarantine(self, step: int) -> str:
-        """Quarantine a checkpoint, and return a text that says so."""
-        return f"its manifest is now {protocol.quarantine(self._owner, self.folder / str(step)).name}"
+    def _skip(self, step: int, why: str) -> None:
+        """Print why a checkpoint is invalid. For training, also quarantine it."""
+        folder, fate = self.folder / str(step), "skipped"
+        if self._config is not None:
+            fate = f"its manifest is now {protocol.quarantine(self._owner, folder).name}"
+        print_on_primary(f"checkpoint {folder} does not verify: {why}; {fate}")
 
     def _take_back(self, quarantined: Sequence[AnyPath]) -> int | None:
         """Rename the newest valid quarantined checkpoint back to its step, and return the step.
@@ -221,7 +206,7 @@ class Checkpointer:
         if step in self._verified:
             return
         self._saves += 1
-        contents = f"{self._attempt}-{self._saves}"
+        contents, folder = f"{self._attempt}-{self._saves}", self.folder / str(step)
         describe = functools.partial(
             manifest_text,
             step=step,
@@ -232,10 +217,8 @@ class Checkpointer:
             loader=loader,
             contents=contents,
         )
-        folder = self.folder / str(step)
         save = protocol.Save(self._owner, folder, contents, state.parts(), self._save_seconds)
-        write = functools.partial(save.write, lambda files: describe(files=files))
-        self._saving = step, self._background.submit(self._finish, step, write)
+        self._saving = step, self._background.submit(self._finish, step, functools.partial(save.write, describe))
         save.copied.wait()
 
     def record_finished_save(self) -> None:
@@ -247,7 +230,7 @@ class Checkpointer:
         """Save, retry after a failure, and return when the checkpoint is on disk."""
         self.wait()
         step = int(jax.device_get(state.step))
-        while not decide_on_primary(lambda: step in self._verified, DECISION_SECONDS):
+        while not decide_on_primary(lambda: step in self._verified):
             self.save(state, loader, config)
             self.wait()
 
@@ -302,18 +285,15 @@ class Checkpointer:
         if self._saving is None:
             return
         (step, job), self._saving = self._saving, None
-        if (error := job.exception()) is not None:
-            self._note_failure(step, error)
-        else:
+        if (error := job.exception()) is None:
             self._verified.add(step)
             self._failures = 0
-
-    def _note_failure(self, step: int, error: BaseException) -> None:
-        assert self._config is not None
+            return
         if is_primary():
             with contextlib.suppress(UnreadableError):  # A bucket may be back at the next save.
                 self._owner.check()  # A process that has lost its run stops after the first failure.
         self._failures += 1
+        assert self._config is not None
         limit = self._config.max_failed_saves
         why = f"{type(error).__name__}: {(str(error) or '?').splitlines()[0]}"
         text = f"checkpoint of step {step} was not saved, failure {self._failures} of {limit} in a row: {why}"

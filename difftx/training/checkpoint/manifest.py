@@ -14,7 +14,6 @@ import os
 import re
 import uuid
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -34,6 +33,7 @@ from difftx.files import (
 )
 from difftx.json_files import read_json, schema_error, with_sha256, without_sha256
 from difftx.parallel.heartbeat import report_progress
+from difftx.registry import EXTENSIONS_SHAPE
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket
 
@@ -42,7 +42,6 @@ MANIFEST = "manifest.json"
 QUARANTINED = re.compile(r"quarantined-[0-9a-f]+\.json")  # Name of the manifest of a quarantined checkpoint.
 STEP_FOLDER = re.compile(r"0|[1-9][0-9]{0,17}")
 UNFINISHED = "unfinished"  # Field of the note at the path of a manifest during a save or a removal.
-SOURCE_FOLDER = Path(__file__).parents[2]  # The folder of the source files of difftx.
 # Packages whose versions a manifest records, in addition to the installed ones of `ACCELERATOR_PACKAGES`.
 RECORDED_PACKAGES = ("jax", "jaxlib", "flax", "optax", "tensorstore", "grain", "tiktoken", "numpy")
 # Plugins and libraries of accelerators, of which a machine has some.
@@ -50,7 +49,6 @@ ACCELERATOR_PACKAGES = ("jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-
 WeightsPart = Literal["params", "ema"]  # Part of a train state with weights: the parameters, or their average.
 PART_BYTES = 2**20  # Size of the parts of a file that are read at a time for its checksum.
 THREADS = min(8, os.cpu_count() or 1)  # Threads compute checksums in parallel, because xxhash releases the GIL.
-EXTENSIONS_SHAPE = [{"path": str, "sha256": str}]
 MANIFEST_SCHEMA = {
     "format": int,
     "step": int,
@@ -114,6 +112,7 @@ def package_versions() -> dict[str, str]:
 
 
 def manifest_text(
+    files: dict[str, Any],
     *,
     step: int,
     weights: str,
@@ -122,7 +121,6 @@ def manifest_text(
     config: Config,
     loader: dict[str, Any],
     contents: str,
-    files: dict[str, Any],
 ) -> str:
     """Return the text of a manifest. `files` is the result of `describe_files`."""
     content = {
@@ -133,7 +131,7 @@ def manifest_text(
         "config": json.loads(config.to_json()),
         "loader": loader,
         "packages": package_versions(),
-        "source_sha256": source_sha256(SOURCE_FOLDER),
+        "source_sha256": source_sha256(),
         "extensions": list(map(dataclasses.asdict, config.used_extensions)),
         "arrays": {name: {"shape": list(shape), "dtype": dtype} for name, (shape, dtype) in arrays.items()},
         "contents": contents,

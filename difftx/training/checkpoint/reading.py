@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import json
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 from difftx.config import Config
@@ -21,7 +21,6 @@ from difftx.files import list_folder
 from difftx.parallel.multihost import decide_on_primary
 from difftx.registry import require_extensions
 from difftx.storage.paths import AnyPath
-from difftx.training.checkpoint.checkpointer import DECISION_SECONDS
 from difftx.training.checkpoint.manifest import WeightsPart, read_manifest
 from difftx.training.checkpoint.restoring import config_of
 from difftx.training.resume import changed_fields
@@ -54,7 +53,7 @@ class Checkpoint:
                     "run the same command again"
                 )
 
-        decide_on_primary(check, DECISION_SECONDS)
+        decide_on_primary(check)
 
 
 def open_checkpoint(folder: AnyPath, run_config: Config, part: WeightsPart = "params") -> Checkpoint:
@@ -72,7 +71,7 @@ def open_checkpoint(folder: AnyPath, run_config: Config, part: WeightsPart = "pa
         found = {"weights": weights, "sha256": manifest.sha256, "data": manifest.data}
         return found | {"config": json.loads(config_for_reader(config_of(folder), run_config).to_json())}
 
-    found = decide_on_primary(describe, DECISION_SECONDS)
+    found = decide_on_primary(describe)
     return Checkpoint(folder, part, **found | {"config": config_from_dict(found["config"])}, run_config=run_config)
 
 
@@ -93,26 +92,52 @@ def open_run(checkpoint: Checkpoint, workdir: AnyPath) -> Run:
 
     Raise `UserError` if neither location has the data of the training.
     """
-    for config in _moved(checkpoint):
-        with contextlib.suppress(UserError):
-            run = Run.open(config, workdir)
-            if not data_changes(checkpoint, run.data.signature):
-                return run
-    run = Run.open(checkpoint.config, workdir)
-    _require_same_data(checkpoint, run.data)
-    return run
+
+    def opened(config: Config) -> Run:
+        run = Run.open(config, workdir)
+        _require_same_data(checkpoint, run.data)
+        return run
+
+    return _at_moved_data(checkpoint, opened)
 
 
 def open_sources(checkpoint: Checkpoint, tokenizer: Tokenizer) -> Sources:
     """Return the data that the checkpoint was trained on, which may have been moved, as `open_run` does."""
-    for config in _moved(checkpoint):
-        with contextlib.suppress(UserError):
-            sources = load_sources(config.data, tokenizer)
-            if not data_changes(checkpoint, sources.signature):
-                return sources
-    sources = load_sources(checkpoint.config.data, tokenizer)
-    _require_same_data(checkpoint, sources)
-    return sources
+
+    def opened(config: Config) -> Sources:
+        sources = load_sources(config.data, tokenizer)
+        _require_same_data(checkpoint, sources)
+        return sources
+
+    return _at_moved_data(checkpoint, opened)
+
+
+def open_tokenizer(checkpoint: Checkpoint) -> tuple[Config, Tokenizer]:
+    """Return the tokenizer that the checkpoint was trained with, and a config with the tokenizer's present location."""
+
+    def opened(config: Config) -> tuple[Config, Tokenizer]:
+        tokenizer = load_tokenizer(config.data.tokenizer, end_of_text=config.data.end_of_text)
+        if tokenizer.fingerprint != checkpoint.data.get("tokenizer"):
+            raise UserError(
+                f"{checkpoint.folder} was trained with another vocabulary than data.tokenizer="
+                f"{config.data.tokenizer!r} has now; put the tokenizer's file back"
+            )
+        return config, tokenizer
+
+    return _at_moved_data(checkpoint, opened)
+
+
+def _at_moved_data[T](checkpoint: Checkpoint, opened: Callable[[Config], T]) -> T:
+    """Return `opened(config)` with the data locations of the run directory's config, or else of the checkpoint's.
+
+    `opened` raises `UserError` if a location has other contents than those of the training.
+    """
+    data = checkpoint.config.data
+    with contextlib.suppress(UserError):  # The locations may be invalid with other fields of the checkpoint's config.
+        locations = {name: getattr(checkpoint.run_config.data, name) for name in fields_with(DataConfig, Flag.LOCATION)}
+        if (moved := dataclasses.replace(data, **locations)) != data:
+            return opened(dataclasses.replace(checkpoint.config, data=moved))
+    return opened(checkpoint.config)
 
 
 def data_changes(checkpoint: Checkpoint, signature: dict[str, Any]) -> list[str]:
@@ -128,33 +153,3 @@ def _require_same_data(checkpoint: Checkpoint, data: Sources) -> None:
             f"{checkpoint.folder}: the data changed since the training: {', '.join(changes)}; restore the data, or "
             "train again (to evaluate another text, restore the data and use the suite 'test')"
         )
-
-
-def open_tokenizer(checkpoint: Checkpoint) -> tuple[Config, Tokenizer]:
-    """Return the tokenizer that the checkpoint was trained with, and a config with the tokenizer's present location."""
-    for config in _moved(checkpoint):
-        with contextlib.suppress(UserError):
-            tokenizer = load_tokenizer(config.data.tokenizer, end_of_text=config.data.end_of_text)
-            if tokenizer.fingerprint == checkpoint.data.get("tokenizer"):
-                return config, tokenizer
-    data = checkpoint.config.data
-    tokenizer = load_tokenizer(data.tokenizer, end_of_text=data.end_of_text)
-    if tokenizer.fingerprint != checkpoint.data.get("tokenizer"):
-        raise UserError(
-            f"{checkpoint.folder} was trained with another vocabulary than data.tokenizer="
-            f"{data.tokenizer!r} has now; put the tokenizer's file back"
-        )
-    return checkpoint.config, tokenizer
-
-
-def _moved(checkpoint: Checkpoint) -> Iterator[Config]:
-    """Yield the checkpoint's config with the data locations of the run directory's config, if these differ.
-
-    The contents may differ too, so the caller must compare the checkpoint's signature.
-    """
-    data = checkpoint.config.data
-    with contextlib.suppress(UserError):  # The locations may be invalid with other fields of the checkpoint's config.
-        locations = {name: getattr(checkpoint.run_config.data, name) for name in fields_with(DataConfig, Flag.LOCATION)}
-        moved = dataclasses.replace(data, **locations)
-        if moved != data:
-            yield dataclasses.replace(checkpoint.config, data=moved)

@@ -57,6 +57,7 @@ def save_params(workdir: Path, arrays: Mapping[str, Streamed], config: Config, d
     )
     described = {name: (array.shape, str(array.dtype)) for name, array in streamed.items()}
     text = manifest_text(
+        describe_files(folder / contents),
         step=STEP,
         weights=f"{contents}/{STEP}",
         run_id=None,
@@ -64,7 +65,6 @@ def save_params(workdir: Path, arrays: Mapping[str, Streamed], config: Config, d
         config=config,
         loader={"signature": data},
         contents=contents,
-        files=describe_files(folder / contents),
     )
     write_atomically(folder / MANIFEST, text)
 
