@@ -92,7 +92,7 @@ def is_changeable(field: str, architecture: str) -> bool:
     return field in CHANGEABLE or field.startswith(f"{architecture}.")
 
 
-def differential_model(transformer: ModelConfig, chosen: ModelConfig) -> ModelConfig:
+def new_model(transformer: ModelConfig, chosen: ModelConfig) -> ModelConfig:
     """Return the model that a Transformer becomes: its fields, with the architecture and `CHANGEABLE` of `chosen`."""
     require_convertible(transformer, chosen.architecture)
     fields = {name: getattr(chosen, name) for name in ("architecture", *CHANGEABLE)}
@@ -108,7 +108,7 @@ def differential_model(transformer: ModelConfig, chosen: ModelConfig) -> ModelCo
     return dataclasses.replace(transformer, matched=MatchedConfig(), **fields, extensions=chosen.extensions)
 
 
-def differential_params(
+def new_params(
     reader: ParamsReader, transformer: ModelConfig, config: Config, chosen_LH: np.ndarray | None
 ) -> dict[str, Streamed]:
     """Return the new model's parameters by path, given a reader of the Transformer's.

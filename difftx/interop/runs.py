@@ -22,16 +22,9 @@ from difftx.errors import RunError, UserError
 from difftx.files import downloaded, write_atomically
 from difftx.folders import new_folder
 from difftx.inference.load import read_checkpoint
-from difftx.interop import huggingface, in_transformers, official, remote_code_config, tokenizers
+from difftx.interop import differential, huggingface, in_transformers, official, remote_code_config, tokenizers
 from difftx.interop.card import write_card, write_generation_config
-from difftx.interop.differential import (
-    Heads,
-    differential_model,
-    differential_params,
-    heads_by_entropy,
-    is_changeable,
-    require_convertible,
-)
+from difftx.interop.differential import Heads, is_changeable
 from difftx.interop.fields import CONFIG, Fields, check_model, config_json, determined_fields, with_fields
 from difftx.interop.parameters import Format, architectures_of, export_params, import_params
 from difftx.interop.safetensors import read_folder, write_folder
@@ -85,7 +78,7 @@ def import_run(
         if clash := sorted(fields.keys() & overridden):
             raise UserError(f"--config.model.{clash[0]}: {path} determines this field; remove the flag")
         config = dataclasses.replace(config, model=with_fields(chosen, fields | {"matched": {}}))
-        model = config.model if dex_heads is None else differential_model(config.model, chosen)
+        model = config.model if dex_heads is None else differential.new_model(config.model, chosen)
         fit(dataclasses.replace(config, model=model))
         arrays = import_params(local, read_folder(local), format_, config.model)
         with new_folder(out, CONFIG) as folder:
@@ -126,13 +119,13 @@ def differentialize_run(
     def convert(checkpoint: Checkpoint) -> list[str]:
         config, tokenizer = open_tokenizer(checkpoint)
         transformer = config.model
-        require_convertible(transformer, overrides["model.architecture"])
+        differential.require_convertible(transformer, overrides["model.architecture"])
         # Without `head_dim`, the Transformer's number of heads would give sub-heads of half their width.
         width = heads_of(transformer).d_head
         of_width = dataclasses.replace(config, model=dataclasses.replace(transformer, head_dim=width))
         chosen = override(of_width, overrides)
         config = dataclasses.replace(chosen, model=transformer)
-        model = differential_model(config.model, chosen.model)
+        model = differential.new_model(config.model, chosen.model)
         fit(dataclasses.replace(config, model=model))
 
         def read() -> Sources:
@@ -168,10 +161,10 @@ def _differentialize(
     chosen_LH = None
     lines = []
     if model.architecture == "dex" and dex_heads == "entropy":
-        chosen_LH = heads_by_entropy(config, mesh, checkpoint, part, read_data())
+        chosen_LH = differential.heads_by_entropy(config, mesh, checkpoint, part, read_data())
         lines.append(f"heads of highest entropy: {int(chosen_LH[0].sum())} of {model.num_heads} in each layer")
     with jax.set_mesh(mesh):
-        arrays = differential_params(ParamsReader(checkpoint, part), config.model, new, chosen_LH)
+        arrays = differential.new_params(ParamsReader(checkpoint, part), config.model, new, chosen_LH)
         save_params(folder, arrays, new, {"tokenizer": tokenizer.fingerprint})
     before, after = (count_parameters(each).total for each in (config.model, model))
     return [
