@@ -38,7 +38,7 @@ from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.checkpoint.restoring import restore_params
 from difftx.training.checkpoint.weights import ParamsReader, Streamed
-from difftx.training.state import graph, init_state
+from difftx.training.state import graph
 
 Heads = Literal["entropy", "all"]
 
@@ -154,7 +154,7 @@ def heads_by_entropy(
     total_LH = np.zeros((config.model.num_layers, config.model.num_heads))
     with jax.set_mesh(mesh):
         graphdef = graph(config, layout)
-        params = restore_params(checkpoint, jax.eval_shape(lambda: init_state(config)).params, mesh, part)
+        params = restore_params(checkpoint, config, mesh, part)
         queries_BC = put(mesh, np.tile(positions_C, (rows, 1)))
         for source in sources.valid.values():
             batches = ordered_batches(

@@ -39,7 +39,7 @@ from difftx.training.checkpoint.restoring import restore_params
 from difftx.training.checkpoint.weights import STEP, ParamsReader, save_params
 from difftx.training.fit import fit
 from difftx.training.run import read_config, write_run_files
-from difftx.training.state import graph, init_state
+from difftx.training.state import graph
 
 FORMATS: dict[Format, ModuleType] = {"hf": remote_code_config, "diffllama": huggingface, "official": official}
 PROMPTS = 5  # Fewest prompts whose greedy text is compared.
@@ -309,7 +309,7 @@ def our_logits(
     model = dataclasses.replace(config.model, compute_dtype="float32", attention_implementation="xla")
     config = dataclasses.replace(config, model=model)
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
-        params = restore_params(checkpoint, jax.eval_shape(lambda: init_state(config)).params, mesh, part)
+        params = restore_params(checkpoint, config, mesh, part)
         graphdef = graph(config)
         logits = jax.jit(lambda params, tokens_BT: nnx.merge(graphdef, params)(tokens_BT)[0])
         return np.asarray(logits(params, tokens_BT.astype(np.int32)))

@@ -324,8 +324,7 @@ def _params_in(run: Run, folder: AnyPath) -> tuple[object, str]:
                 f"checkpoint.init_from={run.config.checkpoint.init_from}: {folder} has model.{name}={theirs}, and this "
                 f"model {ours}; use the same"
             )
-    abstract = jax.eval_shape(lambda: init_state(run.config)).params
-    params = restore_params(folder, abstract, run.mesh)
+    params = restore_params(folder, run.config, run.mesh)
     print_on_primary(f"parameters from {folder}")
     changes = [f"extension {change}" for change in changed_extensions(manifest.extensions, str(folder))]
     for change in [*_output_changes(model, json.loads(run.config.to_json())["model"]), *changes]:
