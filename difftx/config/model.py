@@ -212,13 +212,6 @@ class ModelConfig(Extensible, effect=Effect.FUNCTION, chosen_by="architecture"):
     """The Transformer of equal size."""
 
     def __post_init__(self):
-        self._check_windows()
-        base = {f"mup_base_{name}": getattr(self, f"mup_base_{name}") for name in ("width", "layers", "head_dim")}
-        missing = [name for name, value in base.items() if value is None]
-        if missing and len(missing) < len(base):
-            raise UserError(f"model.{missing[0]}=None: set all of {', '.join(base)}, or none of them")
-
-    def _check_windows(self) -> None:
         pattern = self.window_pattern
         if self.window is None and pattern != "L":
             raise UserError(
@@ -234,6 +227,10 @@ class ModelConfig(Extensible, effect=Effect.FUNCTION, chosen_by="architecture"):
                 f"model.window_pattern={pattern!r} has {len(pattern)} letters, which do not divide model.num_layers="
                 f"{self.num_layers}; use a pattern of one of these lengths: {lengths}"
             )
+        base = {f"mup_base_{name}": getattr(self, f"mup_base_{name}") for name in ("width", "layers", "head_dim")}
+        missing = [name for name, value in base.items() if value is None]
+        if missing and len(missing) < len(base):
+            raise UserError(f"model.{missing[0]}=None: set all of {', '.join(base)}, or none of them")
 
     @property
     def width_ratio(self) -> float:
