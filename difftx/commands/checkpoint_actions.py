@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import sys
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import rich.console
@@ -65,16 +64,21 @@ def diff(a: AnyPath, b: AnyPath, values: bool) -> None:
         if why := manifest.why_invalid(folder, content=values):
             raise UserError(f"{folder}: does not verify: {why}")
     lines = [f"config {change}" for change in changed_fields(config_of(a), config_of(b))]
-    old, new = manifest.read_manifest(a).arrays, manifest.read_manifest(b).arrays
+    before, after = manifest.read_manifest(a), manifest.read_manifest(b)
+    old, new = before.arrays, after.arrays
     lines += [f"{name}: only in {a}" for name in old if name not in new]
     lines += [f"{name}: only in {b}" for name in new if name not in old]
-    lines += [
-        f"{name}: {old[name][0]} {old[name][1]} → {new[name][0]} {new[name][1]}"
-        for name in old
-        if name in new and old[name] != new[name]
-    ]
-    if values:
-        lines += _value_changes(a, b)
+    common = [name for name in old if name in new]
+    changed = [name for name in common if old[name] != new[name]]
+    lines += [f"{name}: {old[name][0]} {old[name][1]} → {new[name][0]} {new[name][1]}" for name in changed]
+    for name in common if values else ():
+        if old[name][0] == new[name][0]:
+            folders = (a / before.contents, b / after.contents)
+            x, y = (np.asarray(arrays.read_part(f, arrays.open_array(f, name)), np.float64) for f in folders)
+            norm = np.linalg.norm(y - x)
+            if norm > 0 or not np.isfinite(norm):
+                norms = f"‖before‖ {np.linalg.norm(x):.4g}, ‖after‖ {np.linalg.norm(y):.4g}"
+                lines.append(f"{name}: ‖difference‖ {norm:.4g}, {norms}")
     none = "no difference" if values else "no difference in config, names, shapes and dtypes"
     print(*map(printable, lines or [none]), sep="\n")
 
@@ -114,19 +118,6 @@ def _problem(folder: AnyPath, *, content: bool) -> str | UnreadableError | None:
         return manifest.why_invalid(folder, step=int(folder.name), content=content)
     except UnreadableError as error:
         return error
-
-
-def _value_changes(a: AnyPath, b: AnyPath) -> Iterator[str]:
-    """Yield a line for each array that has the same shape but different values in the two checkpoints."""
-    old, new = manifest.read_manifest(a), manifest.read_manifest(b)
-    for name in old.arrays:
-        if name not in new.arrays or old.arrays[name][0] != new.arrays[name][0]:
-            continue
-        folders = (a / old.contents, b / new.contents)
-        x, y = (np.asarray(arrays.read_part(f, arrays.open_array(f, name)), np.float64) for f in folders)
-        norm = np.linalg.norm(y - x)
-        if norm > 0 or not np.isfinite(norm):
-            yield f"{name}: ‖difference‖ {norm:.4g}, ‖before‖ {np.linalg.norm(x):.4g}, ‖after‖ {np.linalg.norm(y):.4g}"
 
 
 def find(folder: AnyPath, name: str) -> AnyPath:
