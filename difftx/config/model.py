@@ -201,7 +201,6 @@ class ModelConfig(Extensible, effect=Effect.FUNCTION, chosen_by="architecture"):
     attention_logit_granularity: affects.Function[Granularity] = "query"
     """Which rounded logits share a scale. "query": the logits of one query in one sub-head. "token": the logits of a
     token in all heads."""
-
     attention_operand_bits: affects.Function[FewBits | None] = None
     """Number of bits, 8 or 4, to which queries, keys and values are rounded after the rotary embedding, with a scale
     per token and (sub-)head as in SageAttention (arXiv 2410.02367). None: no rounding. The suite `quantize` sets

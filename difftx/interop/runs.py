@@ -85,7 +85,7 @@ def import_run(
             name, tokenizer, note = tokenizers.import_tokenizer(
                 local, folder, out, config.data.tokenizer, config.data.end_of_text
             )
-            config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=name))
+            config = config.but(data={"tokenizer": name})
             fit(config, tokenizer=tokenizer)
             # Without `dex_heads`, the Transformer is the run. With `dex_heads`, it exists only during the conversion.
             imported = folder if dex_heads is None else folder / "transformer"
@@ -121,9 +121,7 @@ def differentialize_run(
         transformer = config.model
         differential.require_convertible(transformer, overrides["model.architecture"])
         # Without `head_dim`, the Transformer's number of heads would give sub-heads of half their width.
-        width = heads_of(transformer).d_head
-        of_width = dataclasses.replace(config, model=dataclasses.replace(transformer, head_dim=width))
-        chosen = override(of_width, overrides)
+        chosen = override(config.but(model={"head_dim": heads_of(transformer).d_head}), overrides)
         config = dataclasses.replace(chosen, model=transformer)
         model = differential.new_model(config.model, chosen.model)
         fit(dataclasses.replace(config, model=model))
@@ -218,13 +216,7 @@ def export_run(
 
 
 def write_export(
-    checkpoint: Checkpoint,
-    workdir: AnyPath,
-    files: Path,
-    folder: Path,
-    out: AnyPath,
-    format_: Format,
-    shard_bytes: int,
+    checkpoint: Checkpoint, workdir: AnyPath, files: Path, folder: Path, out: AnyPath, format_: Format, shard_bytes: int
 ) -> list[str]:
     """Write a checkpoint of `workdir` to `folder`, which is later renamed to `out`. Return messages.
 
@@ -232,13 +224,12 @@ def write_export(
     """
     model, part = checkpoint.config.model, checkpoint.part
     module = check_representable(model, format_)
-    has_remote_code = module is remote_code_config
     config, tokenizer = open_tokenizer(checkpoint)
     shards = write_folder(folder, export_params(ParamsReader(checkpoint.folder, part), format_, model), shard_bytes)
     settings = config_json(module, config, tokenizer.eot_token)
     write_atomically(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
     note = tokenizers.export_tokenizer(config, tokenizer, folder, settings.get("model_type"))
-    if has_remote_code:
+    if module is remote_code_config:
         shutil.copyfile(remote_code_config.MODELING, folder / remote_code_config.MODELING.name)
     if format_ != "official":
         write_generation_config(folder, tokenizer, model.embeddings)
@@ -306,8 +297,7 @@ def our_logits(
     checkpoint: AnyPath, config: Config, mesh: jax.sharding.Mesh, tokens_BT: np.ndarray, part: WeightsPart = "params"
 ) -> np.ndarray:
     """Return the logits that difftx computes from a verified checkpoint, in float32."""
-    model = dataclasses.replace(config.model, compute_dtype="float32", attention_implementation="xla")
-    config = dataclasses.replace(config, model=model)
+    config = config.but(model={"compute_dtype": "float32", "attention_implementation": "xla"})
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
         params = restore_params(checkpoint, config, mesh, part)
         graphdef = graph(config)
