@@ -61,11 +61,6 @@ class Sources:
         return shuffled[0] if len(shuffled) == 1 else Mixture(shuffled, stages_of(self.signature), self.config.seed)
 
     @property
-    def threads(self) -> int:
-        """Number of threads that should read training rows at a time."""
-        return max(rows.threads for rows in self.train.values())
-
-    @property
     def valid_fingerprints(self) -> dict[str, str]:
         return {name: rows.fingerprint for name, rows in self.valid.items()}
 
