@@ -79,26 +79,25 @@ def import_run(
             raise UserError(f"--config.model.{clash[0]}: {path} determines this field; remove the flag")
         config = dataclasses.replace(config, model=with_fields(chosen, fields | {"matched": {}}))
         model = config.model if dex_heads is None else differential.new_model(config.model, chosen)
-        fit(dataclasses.replace(config, model=model))
+        new = dataclasses.replace(config, model=model)
+        fit(new)
         arrays = import_params(local, read_folder(local), format_, config.model)
         with new_folder(out, CONFIG) as folder:
             name, tokenizer, note = tokenizers.import_tokenizer(
                 local, folder, out, config.data.tokenizer, config.data.end_of_text
             )
-            config = config.but(data={"tokenizer": name})
+            config, new = (each.but(data={"tokenizer": name}) for each in (config, new))
             fit(config, tokenizer=tokenizer)
             # Without `dex_heads`, the Transformer is the run. With `dex_heads`, it exists only during the conversion.
             imported = folder if dex_heads is None else folder / "transformer"
             save_params(imported, arrays, config, {"tokenizer": tokenizer.fingerprint})
             checkpoint = imported / "checkpoints" / str(STEP)
             lines = [compare_logits(local, checkpoint, config)] if verify else []
-            if dex_heads is None:
-                write_run_files(folder, config)
-            else:
+            if dex_heads is not None:
                 read = functools.partial(load_sources, config.data, tokenizer)
-                lines += _differentialize(checkpoint, "params", config, model, read, tokenizer, dex_heads, folder)
-                write_run_files(folder, dataclasses.replace(config, model=model))
+                lines += _differentialize(checkpoint, "params", config, new, read, tokenizer, dex_heads, folder)
                 shutil.rmtree(imported)
+            write_run_files(folder, new)
         return [f"{out}: a run of step {STEP}, {_describe(model)}", note, *lines]
 
 
@@ -123,8 +122,8 @@ def differentialize_run(
         # Without `head_dim`, the Transformer's number of heads would give sub-heads of half their width.
         chosen = override(config.but(model={"head_dim": heads_of(transformer).d_head}), overrides)
         config = dataclasses.replace(chosen, model=transformer)
-        model = differential.new_model(config.model, chosen.model)
-        fit(dataclasses.replace(config, model=model))
+        new = dataclasses.replace(chosen, model=differential.new_model(transformer, chosen.model))
+        fit(new)
 
         def read() -> Sources:
             if any(name.startswith("data.") for name in overrides):  # The user has chosen other data.
@@ -132,10 +131,10 @@ def differentialize_run(
             return open_sources(checkpoint, tokenizer)
 
         with new_folder(out, CONFIG) as folder:
-            lines = _differentialize(checkpoint.folder, part, config, model, read, tokenizer, dex_heads, folder)
-            write_run_files(folder, dataclasses.replace(config, model=model), {"source_weights": checkpoint.weights})
+            lines = _differentialize(checkpoint.folder, part, config, new, read, tokenizer, dex_heads, folder)
+            write_run_files(folder, new, {"source_weights": checkpoint.weights})
             checkpoint.require_unchanged()
-        return [f"{out}: a run of step {STEP}, {_describe(model)}", *lines]
+        return [f"{out}: a run of step {STEP}, {_describe(new.model)}", *lines]
 
     return read_checkpoint(workdir, step, read_config(workdir), convert, flag="--input", part=part)
 
@@ -144,27 +143,26 @@ def _differentialize(
     checkpoint: AnyPath,
     part: WeightsPart,
     config: Config,
-    model: ModelConfig,
+    new: Config,
     read_data: Callable[[], Sources],
     tokenizer: Tokenizer,
     dex_heads: Heads,
     folder: Path,
 ) -> list[str]:
-    """Write the checkpoint of `model`, which a Transformer becomes, to a folder. `config` is the Transformer's.
+    """Write the checkpoint of the model that a Transformer becomes to a folder. `config` and `new` are their configs.
 
     `read_data` opens the data on whose validation rows dex chooses heads.
     """
-    new = dataclasses.replace(config, model=model)
     mesh = make_mesh(config.mesh)
     chosen_LH = None
     lines = []
-    if model.architecture == "dex" and dex_heads == "entropy":
+    if new.model.architecture == "dex" and dex_heads == "entropy":
         chosen_LH = differential.heads_by_entropy(config, mesh, checkpoint, part, read_data())
-        lines.append(f"heads of highest entropy: {int(chosen_LH[0].sum())} of {model.num_heads} in each layer")
+        lines.append(f"heads of highest entropy: {int(chosen_LH[0].sum())} of {new.model.num_heads} in each layer")
     with jax.set_mesh(mesh):
         arrays = differential.new_params(ParamsReader(checkpoint, part), config.model, new, chosen_LH)
         save_params(folder, arrays, new, {"tokenizer": tokenizer.fingerprint})
-    before, after = (count_parameters(each).total for each in (config.model, model))
+    before, after = (count_parameters(each).total for each in (config.model, new.model))
     return [
         *lines,
         f"parameters: {before:,} in the Transformer, {after - before:,} added, {after:,} now",
