@@ -18,16 +18,7 @@ from difftx.config.data import STDLIB, SYNTHETIC, DataConfig
 from difftx.data.mixture import BLOCK_ROWS, SOURCE_ORDER, Mixture, Shuffled, stages_of
 from difftx.data.packing import BEST_FIT_VERSION, PackedRows, RowSource
 from difftx.data.records import BYTE_ORDER_MARK, OPENERS, bucket_files
-from difftx.data.store import (
-    SPLITS,
-    ShardedStore,
-    TokenStore,
-    UpsampledStore,
-    is_store,
-    open_store,
-    read_meta,
-    upsampled_fingerprint,
-)
+from difftx.data.store import SPLITS, ShardedStore, TokenStore, UpsampledStore, is_store, open_store, read_meta
 from difftx.data.synthetic import SyntheticRows
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import UserError, read_error
@@ -115,7 +106,7 @@ def signature_of_stores(config: DataConfig) -> dict[str, str]:
         store = ShardedStore(folder, meta, "train")
         entries[f"source {name}"] = store.fingerprint
         if (longer_than := config.upsampling.longer_than_tokens) is not None:
-            entries[f"source {name}"] = upsampled_fingerprint(store, longer_than, config.upsampling.share)
+            entries[f"source {name}"] = UpsampledStore.fingerprint_of(store, longer_than, config.upsampling.share)
         entries["tokenizer"] = meta["tokenizer"]["vocabulary_sha256"]
     return entries
 
