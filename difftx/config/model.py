@@ -5,18 +5,7 @@ from typing import Annotated, Any, Literal
 
 from difftx.config import affects, flag
 from difftx.config.checks import divisors
-from difftx.config.fields import (
-    AxisLength,
-    Effect,
-    Extensible,
-    Flag,
-    Group,
-    NotNegative,
-    Positive,
-    Rule,
-    UnitHalfOpen,
-    fields_with,
-)
+from difftx.config.fields import AxisLength, Extensible, Group, NotNegative, Positive, Rule, UnitHalfOpen, fields_with
 from difftx.errors import UserError
 
 Granularity = Literal["query", "token"]
@@ -31,7 +20,7 @@ WindowPattern = Annotated[
 
 def default_specific_fields() -> dict[str, Any]:
     """Return the defaults of the fields that only some architectures use, to reset them for another architecture."""
-    specific = fields_with(ModelConfig, Flag.SPECIFIC)
+    specific = fields_with(ModelConfig, flag.Flag.SPECIFIC)
     return {field.name: field.default for field in dataclasses.fields(ModelConfig) if field.name in specific}
 
 
@@ -95,7 +84,7 @@ class MatchedConfig(Group):
     """Its `mlp_dim`."""
 
 
-class ModelConfig(Extensible, effect=Effect.FUNCTION, chosen_by="architecture"):
+class ModelConfig(Extensible, effect=affects.Effect.FUNCTION, chosen_by="architecture"):
     """The decoder. The defaults are the paper's 1.4B differential model (arXiv 2410.05258, Tables 6 and 10)."""
 
     architecture: flag.Decoder[affects.Function[str]] = "diff"
