@@ -150,11 +150,8 @@ def _suites_with_results(run: Run, suites: Sequence[str], step: int, checkpoint:
                 done.append(suite)
             elif stored is not None:
                 path = evals.result_path(run.files, suite, step, checkpoint.part)
-                print(
-                    printable(
-                        f"{path} was made with other weights than those of {checkpoint.folder}; evaluating it again"
-                    )
-                )
+                reason = f"was made with other weights than those of {checkpoint.folder}"
+                print(printable(f"{path} {reason}; evaluating it again"))
         return done
 
     return multihost.decide_on_primary(read_results, DECISION_SECONDS)
