@@ -8,7 +8,7 @@ of a new model.
 # Axes of arrays: B = rows, T = tokens, C = selected queries, L = layers, H = heads
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Literal
 
@@ -118,7 +118,9 @@ def new_params(
     model = config.model
     source_of = {f"{ATTENTION}{name}": found for name, found in SOURCES[model.architecture].items()}
     old, shapes = _shapes(transformer), _shapes(model)
-    initial = _initial_values(config, [name for name in shapes if _is_new(name, old, source_of)])
+    new = [name for name in shapes if name not in old and name not in source_of]
+    with_new_group = [name for name, (_, axes, new_axes) in source_of.items() if "G" in new_axes and "G" not in axes]
+    initial = _initial_values(config, [*new, *(name for name in with_new_group if name in shapes)])
     if chosen_LH is not None:
         initial[f"{ATTENTION}chosen_H"] = chosen_LH
     arrays = {}
@@ -190,14 +192,6 @@ def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     tree: Any = nnx.to_pure_dict(abstract_parameters(model))
     flat: dict[str, Any] = flax.traverse_util.flatten_dict(tree, sep="/")
     return {name: leaf.shape for name, leaf in flat.items()}
-
-
-def _is_new(name: str, old: Collection[str], source_of: Mapping[str, tuple[str, str, str]]) -> bool:
-    """Return whether a parameter, or its second group, needs initial values."""
-    if name not in source_of:
-        return name not in old
-    _, axes, new_axes = source_of[name]
-    return "G" in new_axes and "G" not in axes
 
 
 def _initial_values(config: Config, names: Iterable[str]) -> dict[str, np.ndarray]:
