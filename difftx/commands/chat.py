@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from difftx.data.chat_template import Message
     from difftx.inference.decode import LanguageModel
 
-MARK = "> "
 HELP = """\
 /temperature 0.7         divides the logits; 0 takes the most likely token
 /top_p 0.9               sample among the most likely tokens that reach this probability; none: all
@@ -147,7 +146,7 @@ def _lines() -> Iterator[str]:
         sys.stdin.reconfigure(errors="replace")  # The terminal may not use UTF-8.
     while True:
         try:
-            line = input(MARK if sys.stdin.isatty() else "")
+            line = input("> " if sys.stdin.isatty() else "")
         except (EOFError, KeyboardInterrupt):
             return
         yield line

@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import sys
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import rich.console
@@ -17,16 +16,7 @@ from difftx.json_files import read_json
 from difftx.run_files import lock_workdir, pulled
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket, path_of
-from difftx.training.checkpoint import arrays, protocol
-from difftx.training.checkpoint.manifest import (
-    MANIFEST,
-    QUARANTINED,
-    quarantined_in,
-    read_manifest,
-    step_folders,
-    steps_in,
-    why_invalid,
-)
+from difftx.training.checkpoint import arrays, manifest, protocol
 from difftx.training.checkpoint.restoring import config_of
 from difftx.training.checkpoint.retention import steps_to_keep
 from difftx.training.resume import changed_fields
@@ -40,9 +30,9 @@ def list_checkpoints(folder: AnyPath) -> None:
     table = rich.table.Table()
     for title, justify in (("step", "right"), ("size", "right"), ("age", "right"), ("state", "left")):
         table.add_column(title, justify=justify, overflow="fold")
-    quarantined = quarantined_in(folder)
-    others = {path.parent for path in quarantined} - {folder / str(step) for step in steps_in(folder)}
-    states = {path: _problem(path, content=False) for path in step_folders(folder) if path not in others}
+    quarantined = manifest.quarantined_in(folder)
+    others = {path.parent for path in quarantined} - {folder / str(step) for step in manifest.steps_in(folder)}
+    states = {path: _problem(path, content=False) for path in manifest.step_folders(folder) if path not in others}
     for path, why in (states | dict.fromkeys(quarantined, "quarantined")).items():
         age = datetime.timedelta(seconds=max(0, round(time.time() - _modified(path))))  # The clock may be behind.
         cells = _name(path), _size(path), str(age), "sizes match" if why is None else str(why)
@@ -52,7 +42,7 @@ def list_checkpoints(folder: AnyPath) -> None:
 
 def verify(folder: AnyPath) -> None:
     """Compare the checksums of all checkpoints, print the results, and raise an error if one does not verify."""
-    steps, corrupt, unreadable = steps_in(folder), [], []
+    steps, corrupt, unreadable = manifest.steps_in(folder), [], []
     for step in steps:
         began = time.perf_counter()
         why = _problem(folder / str(step), content=True)
@@ -70,19 +60,24 @@ def verify(folder: AnyPath) -> None:
 def diff(a: AnyPath, b: AnyPath, values: bool) -> None:
     """Print the differences of two checkpoints in config, names, shapes and dtypes, and optionally in `values`."""
     for folder in (a, b):
-        if why := why_invalid(folder, content=values):
+        if why := manifest.why_invalid(folder, content=values):
             raise UserError(f"{folder}: does not verify: {why}")
     lines = [f"config {change}" for change in changed_fields(config_of(a), config_of(b))]
-    old, new = read_manifest(a).arrays, read_manifest(b).arrays
+    before, after = manifest.read_manifest(a), manifest.read_manifest(b)
+    old, new = before.arrays, after.arrays
     lines += [f"{name}: only in {a}" for name in old if name not in new]
     lines += [f"{name}: only in {b}" for name in new if name not in old]
-    lines += [
-        f"{name}: {old[name][0]} {old[name][1]} → {new[name][0]} {new[name][1]}"
-        for name in old
-        if name in new and old[name] != new[name]
-    ]
-    if values:
-        lines += _value_changes(a, b)
+    common = [name for name in old if name in new]
+    changed = [name for name in common if old[name] != new[name]]
+    lines += [f"{name}: {old[name][0]} {old[name][1]} → {new[name][0]} {new[name][1]}" for name in changed]
+    for name in common if values else ():
+        if old[name][0] == new[name][0]:
+            folders = (a / before.contents, b / after.contents)
+            x, y = (np.asarray(arrays.read_part(f, arrays.open_array(f, name)), np.float64) for f in folders)
+            norm = np.linalg.norm(y - x)
+            if norm > 0 or not np.isfinite(norm):
+                norms = f"‖before‖ {np.linalg.norm(x):.4g}, ‖after‖ {np.linalg.norm(y):.4g}"
+                lines.append(f"{name}: ‖difference‖ {norm:.4g}, {norms}")
     none = "no difference" if values else "no difference in config, names, shapes and dtypes"
     print(*map(printable, lines or [none]), sep="\n")
 
@@ -98,7 +93,7 @@ def prune(workdir: AnyPath, keep: int | None, yes: bool) -> None:
     takeover = config.multihost.lock_takeover_seconds
     lock = lock_workdir(workdir, takeover, wait_seconds=0) if yes else contextlib.nullcontext()
     with lock as owner:
-        reasons = {step: _problem(folder / str(step), content=True) for step in steps_in(folder)}
+        reasons = {step: _problem(folder / str(step), content=True) for step in manifest.steps_in(folder)}
         verified = [step for step, why in reasons.items() if why is None]
         for step, why in reasons.items():
             if why is not None:
@@ -106,7 +101,7 @@ def prune(workdir: AnyPath, keep: int | None, yes: bool) -> None:
         if not verified:
             raise UserError(f"{folder}: no checkpoint verifies, so none is deleted")
         kept = set(verified[-keep:]) if keep else steps_to_keep(config.checkpoint, verified, folder, pulled(workdir))
-        to_delete = [folder / str(step) for step in verified if step not in kept] + quarantined_in(folder)
+        to_delete = [folder / str(step) for step in verified if step not in kept] + manifest.quarantined_in(folder)
         print(f"kept: {', '.join(map(str, sorted(kept)))}")
         for path in to_delete:
             print(printable(f"{'deleted' if yes else 'would be deleted'}: {_name(path)} ({_size(path)})"))
@@ -120,27 +115,14 @@ def prune(workdir: AnyPath, keep: int | None, yes: bool) -> None:
 def _problem(folder: AnyPath, *, content: bool) -> str | UnreadableError | None:
     """Return None if a checkpoint verifies, an error if it cannot be read, else the reason why it does not verify."""
     try:
-        return why_invalid(folder, step=int(folder.name), content=content)
+        return manifest.why_invalid(folder, step=int(folder.name), content=content)
     except UnreadableError as error:
         return error
 
 
-def _value_changes(a: AnyPath, b: AnyPath) -> Iterator[str]:
-    """Yield a line for each array that has the same shape but different values in the two checkpoints."""
-    old, new = read_manifest(a), read_manifest(b)
-    for name in old.arrays:
-        if name not in new.arrays or old.arrays[name][0] != new.arrays[name][0]:
-            continue
-        folders = (a / old.contents, b / new.contents)
-        x, y = (np.asarray(arrays.read_part(f, arrays.open_array(f, name)), np.float64) for f in folders)
-        norm = np.linalg.norm(y - x)
-        if norm > 0 or not np.isfinite(norm):
-            yield f"{name}: ‖difference‖ {norm:.4g}, ‖before‖ {np.linalg.norm(x):.4g}, ‖after‖ {np.linalg.norm(y):.4g}"
-
-
 def find(folder: AnyPath, name: str) -> AnyPath:
     """Return the folder of the checkpoint whose step or path is `name`."""
-    steps = steps_in(folder)
+    steps = manifest.steps_in(folder)
     if name.isdecimal() and int(name) in steps:
         return folder / str(int(name))
     if not name.isdecimal() and (names := list_folder(path := path_of("checkpoint", name))):
@@ -152,11 +134,11 @@ def find(folder: AnyPath, name: str) -> AnyPath:
 
 def _name(path: AnyPath) -> str:
     """Return the name of a checkpoint for a table. That of a quarantined one includes the step."""
-    return f"{path.parent.name}/{path.name}" if QUARANTINED.fullmatch(path.name) else path.name
+    return f"{path.parent.name}/{path.name}" if manifest.QUARANTINED.fullmatch(path.name) else path.name
 
 
 def _manifest_of(path: AnyPath) -> AnyPath:
-    return path if QUARANTINED.fullmatch(path.name) else path / MANIFEST
+    return path if manifest.QUARANTINED.fullmatch(path.name) else path / manifest.MANIFEST
 
 
 def _modified(path: AnyPath) -> float:

@@ -3,7 +3,7 @@
 import argparse
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,13 @@ def main(arguments: Sequence[str]) -> int:
 def verify(folder: AnyPath) -> None:
     """Compare every file of a store with meta.json. Print its counts, or print all problems and raise `UserError`."""
     meta = read_meta(folder)
-    problems = [problem for split in SPLITS for problem in _problems(folder, meta, split)]
+    problems = []
+    for split in SPLITS:
+        problems += file_problems(folder, meta, split, content=True)
+        shards = meta["splits"][split]["shards"]
+        known = {shard_file(folder, split, i, kind) for i, shard in enumerate(shards) for kind in shard["sha256"]}
+        others = {folder / split / name for name in list_folder(folder / split)} - known
+        problems += [f"{file}: does not belong to this store" for file in sorted(others)]
     if problems:
         print(*map(printable, problems), sep="\n")
         raise UserError(f"{folder}: {len(problems)} problems, the first: {problems[0]}")
@@ -120,15 +126,6 @@ def count_bigrams(folders: Sequence[AnyPath], out: Path, min_count: int, memory_
         f"{out}: {header['bigrams']:,} bigrams that occur at least {min_count:,} times; "
         f"{header['occurrences']:,} occurrences of any in {header['tokens']:,} tokens"
     )
-
-
-def _problems(folder: AnyPath, meta: dict[str, Any], split: str) -> Iterator[str]:
-    yield from file_problems(folder, meta, split, content=True)
-    shards = meta["splits"][split]["shards"]
-    known = {shard_file(folder, split, i, kind) for i, shard in enumerate(shards) for kind in shard["sha256"]}
-    for name in sorted(list_folder(folder / split)):
-        if (file := folder / split / name) not in known:
-            yield f"{file}: does not belong to this store"
 
 
 def _document_id(folder: AnyPath, meta: dict[str, Any], split: str, document: int) -> str | None:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import rich.box
 import rich.console
 import rich.markup
@@ -38,7 +37,6 @@ from difftx.training.checkpoint.reading import Checkpoint, data_changes, open_ch
 from difftx.training.checkpoint.restoring import restore_params
 from difftx.training.fit import fit
 from difftx.training.run import Run, agree_on_command, read_config
-from difftx.training.state import init_state
 
 TRUST = "--trust_run_config"
 # Tasks of lm-eval that only read data files from the Hugging Face hub. Other tasks may execute code.
@@ -152,11 +150,8 @@ def _suites_with_results(run: Run, suites: Sequence[str], step: int, checkpoint:
                 done.append(suite)
             elif stored is not None:
                 path = evals.result_path(run.files, suite, step, checkpoint.part)
-                print(
-                    printable(
-                        f"{path} was made with other weights than those of {checkpoint.folder}; evaluating it again"
-                    )
-                )
+                reason = f"was made with other weights than those of {checkpoint.folder}"
+                print(printable(f"{path} {reason}; evaluating it again"))
         return done
 
     return multihost.decide_on_primary(read_results)
@@ -196,9 +191,7 @@ def confirm_outward(
 
 def load_params(run: Run, step: int, part: WeightsPart = "params") -> Any:
     """Return the parameters of a verified checkpoint, or their average, sharded over the run's mesh."""
-    with jax.set_mesh(run.mesh):
-        abstract = jax.eval_shape(lambda: init_state(run.config)).params
-    return restore_params(resolved(run.workdir) / "checkpoints" / str(step), abstract, run.mesh, part)
+    return restore_params(resolved(run.workdir) / "checkpoints" / str(step), run.config, run.mesh, part)
 
 
 def _show_result(run: Run, suite: str, step: int, part: WeightsPart, *, fresh: bool) -> None:

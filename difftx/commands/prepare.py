@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from difftx.commands.flags import CountFlag, Parser, PathFlag, add_extension_flag, prepare_process, value_flag
 from difftx.config.fields import UnitHalfOpen
@@ -22,7 +21,7 @@ from difftx.data.prepare.readers import HALF_PAIR, Fields, Source, sources_of
 from difftx.data.prepare.workers import BeamWorkers, Workers
 from difftx.data.store import SPLITS, read_meta
 from difftx.errors import EXIT_PREEMPTED, RunError, UserError, printable
-from difftx.files import Owner, require_writable
+from difftx.files import require_writable
 from difftx.storage.paths import AnyPath, is_bucket, path_of
 
 LOCAL = "local"
@@ -91,7 +90,13 @@ def prepare(job: Job) -> int:
             description = describe(job, sources, states)
             with open_job(job, description) as owner:
                 if owner is not None:
-                    _write_store(job, sources, states, description, workers, owner)
+                    workers.encode_units(sources)
+                    for name, state in input_states(sources).items():
+                        if state != states[name]:
+                            raise UserError(f"{name}: changed while it was read; run the same command again")
+                    plan = assembly.make_plan(job, sources)
+                    workers.write_shards(plan.shards)
+                    assembly.finish(job, description, plan, owner)
         _print_summary(job)
     except KeyboardInterrupt:
         print(f"stopped; the same command resumes from the finished files in {job.work}", file=sys.stderr)
@@ -128,23 +133,6 @@ def _is_below(out: AnyPath, folder: AnyPath) -> bool:
     if is_bucket(out) or is_bucket(folder):
         return f"{out}/".startswith(f"{str(folder).rstrip('/')}/")
     return out.resolve().is_relative_to(folder.resolve())
-
-
-def _write_store(
-    job: Job,
-    sources: Sequence[Source],
-    states: dict[str, list[Any]],
-    description: dict[str, Any],
-    workers: Workers | BeamWorkers,
-    owner: Owner,
-) -> None:
-    workers.encode_units(sources)
-    for name, state in input_states(sources).items():
-        if state != states[name]:
-            raise UserError(f"{name}: changed while it was read; run the same command again")
-    plan = assembly.make_plan(job, sources)
-    workers.write_shards(plan.shards)
-    assembly.finish(job, description, plan, owner)
 
 
 def _print_summary(job: Job) -> None:

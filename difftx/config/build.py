@@ -7,6 +7,7 @@
 import ast
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -15,20 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from ml_collections import ConfigDict, FieldReference
 
-from difftx.config import Config
-from difftx.config.fields import (
-    Extensible,
-    Flag,
-    added_groups,
-    default_groups,
-    entry_type,
-    marks_of,
-    options,
-    plain,
-    type_of,
-    types_of,
-    values_of,
-)
+from difftx.config import Config, fields
 from difftx.config.synonyms import field_named
 from difftx.errors import UserError, did_you_mean
 from difftx.files import require_local
@@ -43,7 +31,7 @@ def config_from_dict(raw: Any) -> Config:
 
 def override(config: Config, overrides: Mapping[str, str]) -> Config:
     """Return the config with some fields replaced by values from the command line, such as `{"mesh.tensor": "4"}`."""
-    raw = values_of(config)
+    raw = fields.values_of(config)
     for field, value in parsed(overrides).items():
         set_field(raw, field, value)
     return config_from_dict(raw)
@@ -51,7 +39,7 @@ def override(config: Config, overrides: Mapping[str, str]) -> Config:
 
 def parsed(overrides: Mapping[str, str]) -> dict[str, Any]:
     """Return the values of fields, given their texts on the command line, or raise `UserError`."""
-    return {field: plain(parse_text(text, annotation_of(field), field)) for field, text in overrides.items()}
+    return {field: fields.plain(parse_text(text, annotation_of(field), field)) for field, text in overrides.items()}
 
 
 def annotation_of(field: str) -> Any:
@@ -59,13 +47,13 @@ def annotation_of(field: str) -> Any:
     annotation, names = Config, field.split(".")
     for i, name in enumerate(names):
         path = ".".join(names[:i])
-        if entry := entry_type(annotation):
+        if entry := fields.entry_type(annotation):
             if not name.isdecimal() or i + 1 == len(names):
                 raise UserError(f"{field}: {path} is a list; write {path}.0.field for its first entry")
             annotation = entry
         elif dataclasses.is_dataclass(annotation):
             group = annotation
-            if (annotation := type_of(group, name)) is None:
+            if (annotation := fields.type_of(group, name)) is None:
                 raise _no_field(group, name, f"{path}.{name}" if path else name)
         else:
             raise UserError(f"{field}: {path} is a value, not a group")
@@ -75,15 +63,15 @@ def annotation_of(field: str) -> Any:
 def defaults_of(group: type) -> ConfigDict:
     """Return the defaults of a group as a `ConfigDict`, which checks the types of assigned values."""
     values, defaults = ConfigDict(), {field.name: field.default for field in dataclasses.fields(group)}
-    for name, annotation in types_of(group).items():
-        kinds = [kind for kind in options(annotation) if kind is not NoneType]
+    for name, annotation in fields.types_of(group).items():
+        kinds = [kind for kind in fields.options(annotation) if kind is not NoneType]
         if dataclasses.is_dataclass(annotation):
-            if name in default_groups(group, {}):
+            if name in fields.default_groups(group, {}):
                 values[name] = defaults_of(annotation)  # pyrefly: ignore[bad-argument-type]
         elif defaults[name] is None or len(kinds) > 1:  # The type of the default is not the only type of the field.
             values[name] = FieldReference(defaults[name], field_type=kinds[0] if len(kinds) == 1 else object)
         else:
-            values[name] = plain(defaults[name])
+            values[name] = fields.plain(defaults[name])
     return values
 
 
@@ -92,9 +80,9 @@ def build_group(group: type, raw: Any, path: str) -> Any:
     if not isinstance(raw, Mapping):
         raise UserError(f"{path or 'config'}={raw!r}: expected a group of fields")
     prefix = f"{path}." if path else ""
-    if unknown := [name for name in raw if type_of(group, name) is None]:
+    if unknown := [name for name in raw if fields.type_of(group, name) is None]:
         raise _no_field(group, str(unknown[0]), f"{prefix}{unknown[0]}={raw[unknown[0]]!r}")
-    groups, hints = default_groups(group, raw), types_of(group)
+    groups, hints = fields.default_groups(group, raw), fields.types_of(group)
     required = {field.name for field in dataclasses.fields(group) if field.default is dataclasses.MISSING}
     values = {}
     for name, annotation in hints.items():
@@ -102,8 +90,8 @@ def build_group(group: type, raw: Any, path: str) -> Any:
             values[name] = parse(raw.get(name, {}), annotation, prefix + name)
         elif name in required:
             raise UserError(f"{prefix}{name}: missing; give {', '.join(hints)}")
-    if issubclass(group, Extensible):
-        added = {name: values.pop(name) for name in added_groups(group) if name in values}
+    if issubclass(group, fields.Extensible):
+        added = {name: values.pop(name) for name in fields.added_groups(group) if name in values}
         values["extensions"] = tuple((n, value) for n, value in added.items() if n in groups or value != type(value)())
     return group(**values)
 
@@ -116,7 +104,7 @@ def parse(value: Any, annotation: Any, field: str) -> Any:
         raise UserError(f"{field}: an integer of {value.bit_length()} bits; at most 63 are possible")
     if type(value) is float and not math.isfinite(value):
         raise UserError(f"{field}={value}: expected a finite number")
-    for kind, rules in options(annotation).items():
+    for kind, rules in fields.options(annotation).items():
         if get_origin(kind) is tuple and isinstance(value, list | tuple):
             value = tuple(parse(entry, get_args(kind)[0], f"{field}[{i}]") for i, entry in enumerate(value))
         elif kind is float and type(value) is int:
@@ -125,12 +113,13 @@ def parse(value: Any, annotation: Any, field: str) -> Any:
             continue
         if kind is str and not field.endswith("_url"):
             # Not `path_of`: a config must be readable without the extra of a store that the reader does not need.
-            (scheme_of if Flag.BUCKET in marks_of(annotation) else require_local)(field, value)
+            (scheme_of if fields.Flag.BUCKET in fields.marks_of(annotation) else require_local)(field, value)
         for rule in rules if value is not None else ():
             if not rule.holds(value):
                 raise UserError(f"{field}={value}{rule.message}")
         return value
-    choices = [choice for kind in options(annotation) if get_origin(kind) is Literal for choice in get_args(kind)]
+    literals = [kind for kind in fields.options(annotation) if get_origin(kind) is Literal]
+    choices = list(itertools.chain.from_iterable(map(get_args, literals)))
     hint = f".{did_you_mean(value, choices)}" if choices and isinstance(value, str) else ""
     raise UserError(f"{field}={value!r}: expected {describe_type(annotation)}{hint}")
 
@@ -145,11 +134,11 @@ def describe_type(annotation: Any) -> str:
     words = {int: "an integer", float: "a number", bool: "true or false", str: "text", NoneType: "None"}
     plurals = {int: "integers", float: "numbers", str: "texts"}
     names = []
-    for kind in options(annotation):
+    for kind in fields.options(annotation):
         if get_origin(kind) is Literal:
             names.append("one of " + ", ".join(map(repr, get_args(kind))))
         elif get_origin(kind) is tuple:
-            (entry,) = options(get_args(kind)[0])
+            (entry,) = fields.options(get_args(kind)[0])
             choices = ", ".join(map(repr, get_args(entry)))
             names.append(f"a list of {choices or plurals.get(entry) or entry.__name__}")
         else:
@@ -161,8 +150,8 @@ def _no_field(group: type, name: str, field: str) -> UserError:
     """Return the error for a field that a group does not have. `field` is its full name, possibly with a value."""
     if other := field_named(name):
         return UserError(f"{field}: no such field. Did you mean {other!r}?")
-    hint = EXTENSION_HINT if issubclass(group, Extensible) else ""
-    return UserError(f"{field}: no such field.{did_you_mean(name, types_of(group))}{hint}")
+    hint = EXTENSION_HINT if issubclass(group, fields.Extensible) else ""
+    return UserError(f"{field}: no such field.{did_you_mean(name, fields.types_of(group))}{hint}")
 
 
 def set_field(values: Any, field: str, value: Any) -> None:
@@ -186,8 +175,9 @@ def set_field(values: Any, field: str, value: Any) -> None:
 def _value_of(text: str, annotation: Any, field: str) -> Any:
     """Return the value that a text on the command line has for a field of this type. `parse` checks it."""
     if dataclasses.is_dataclass(annotation):
-        raise UserError(f"{field}={text}: {field} is a group; set one of its fields: {', '.join(types_of(annotation))}")
-    kinds = options(annotation)
+        names = ", ".join(fields.types_of(annotation))
+        raise UserError(f"{field}={text}: {field} is a group; set one of its fields: {names}")
+    kinds = fields.options(annotation)
     if NoneType in kinds and text.lower() in ("none", "null"):
         return None
     for kind in kinds:
@@ -213,6 +203,6 @@ def _list_of(text: str, entry: Any, field: str) -> Any:
                 raise UserError(f"{field}={text}: not a list in Python or JSON ({error})") from error
         return values if isinstance(values, list | tuple) else (values,)
     if dataclasses.is_dataclass(entry):
-        fields = ", ".join(f'"{name}": …' for name in types_of(entry))
-        raise UserError(f"{field}={text}: not a list in JSON; write [{{{fields}}}, …]")
+        entries = ", ".join(f'"{name}": …' for name in fields.types_of(entry))
+        raise UserError(f"{field}={text}: not a list in JSON; write [{{{entries}}}, …]")
     return [_value_of(part.strip(), entry, field) for part in text.split(",") if part.strip()]

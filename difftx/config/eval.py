@@ -4,25 +4,13 @@ import re
 import urllib.parse
 from typing import Annotated, Literal, get_args
 
-from difftx.config import affects, flag
+from difftx.config import affects, fields, flag
 from difftx.config.checks import require_distinct_names
-from difftx.config.fields import (
-    Effect,
-    Extensible,
-    Group,
-    NonEmptyUnique,
-    NotNegative,
-    Positive,
-    Rule,
-    Seed,
-    Unique,
-    UnitClosed,
-    UnitHalfOpen,
-)
+from difftx.config.fields import Group, NonEmptyUnique, NotNegative, Positive, Seed, Unique, UnitClosed, UnitHalfOpen
 from difftx.config.model import ChunkTokens, FewBits, Granularity
 from difftx.errors import UserError
 
-Bits = Annotated[int, Rule(lambda bits: 2 <= bits <= 16, " must lie in 2 … 16")]
+Bits = Annotated[int, fields.Rule(lambda bits: 2 <= bits <= 16, " must lie in 2 … 16")]
 Initialization = Literal["as_configured", "no_scale", "no_norm", "no_scale_no_norm", "counterpart"]
 TestSuite = Literal["loss", "recall", "position"]
 Order = Literal["random", "alternating"]
@@ -363,7 +351,7 @@ class MathConfig(Group):
                 )
 
 
-class EvalConfig(Extensible, effect=Effect.EVALUATION):
+class EvalConfig(fields.Extensible, effect=affects.Effect.EVALUATION):
     """Evaluation during training, and the settings of all suites."""
 
     every_steps: affects.Nothing[Positive[int]] = 1000

@@ -5,18 +5,7 @@ from typing import Annotated, Any, Literal
 
 from difftx.config import affects, flag
 from difftx.config.checks import divisors
-from difftx.config.fields import (
-    AxisLength,
-    Effect,
-    Extensible,
-    Flag,
-    Group,
-    NotNegative,
-    Positive,
-    Rule,
-    UnitHalfOpen,
-    fields_with,
-)
+from difftx.config.fields import AxisLength, Extensible, Group, NotNegative, Positive, Rule, UnitHalfOpen, fields_with
 from difftx.errors import UserError
 
 Granularity = Literal["query", "token"]
@@ -31,7 +20,7 @@ WindowPattern = Annotated[
 
 def default_specific_fields() -> dict[str, Any]:
     """Return the defaults of the fields that only some architectures use, to reset them for another architecture."""
-    specific = fields_with(ModelConfig, Flag.SPECIFIC)
+    specific = fields_with(ModelConfig, flag.Flag.SPECIFIC)
     return {field.name: field.default for field in dataclasses.fields(ModelConfig) if field.name in specific}
 
 
@@ -95,7 +84,7 @@ class MatchedConfig(Group):
     """Its `mlp_dim`."""
 
 
-class ModelConfig(Extensible, effect=Effect.FUNCTION, chosen_by="architecture"):
+class ModelConfig(Extensible, effect=affects.Effect.FUNCTION, chosen_by="architecture"):
     """The decoder. The defaults are the paper's 1.4B differential model (arXiv 2410.05258, Tables 6 and 10)."""
 
     architecture: flag.Decoder[affects.Function[str]] = "diff"
@@ -201,7 +190,6 @@ class ModelConfig(Extensible, effect=Effect.FUNCTION, chosen_by="architecture"):
     attention_logit_granularity: affects.Function[Granularity] = "query"
     """Which rounded logits share a scale. "query": the logits of one query in one sub-head. "token": the logits of a
     token in all heads."""
-
     attention_operand_bits: affects.Function[FewBits | None] = None
     """Number of bits, 8 or 4, to which queries, keys and values are rounded after the rotary embedding, with a scale
     per token and (sub-)head as in SageAttention (arXiv 2410.02367). None: no rounding. The suite `quantize` sets
@@ -212,13 +200,6 @@ class ModelConfig(Extensible, effect=Effect.FUNCTION, chosen_by="architecture"):
     """The Transformer of equal size."""
 
     def __post_init__(self):
-        self._check_windows()
-        base = {f"mup_base_{name}": getattr(self, f"mup_base_{name}") for name in ("width", "layers", "head_dim")}
-        missing = [name for name, value in base.items() if value is None]
-        if missing and len(missing) < len(base):
-            raise UserError(f"model.{missing[0]}=None: set all of {', '.join(base)}, or none of them")
-
-    def _check_windows(self) -> None:
         pattern = self.window_pattern
         if self.window is None and pattern != "L":
             raise UserError(
@@ -234,6 +215,10 @@ class ModelConfig(Extensible, effect=Effect.FUNCTION, chosen_by="architecture"):
                 f"model.window_pattern={pattern!r} has {len(pattern)} letters, which do not divide model.num_layers="
                 f"{self.num_layers}; use a pattern of one of these lengths: {lengths}"
             )
+        base = {f"mup_base_{name}": getattr(self, f"mup_base_{name}") for name in ("width", "layers", "head_dim")}
+        missing = [name for name, value in base.items() if value is None]
+        if missing and len(missing) < len(base):
+            raise UserError(f"model.{missing[0]}=None: set all of {', '.join(base)}, or none of them")
 
     @property
     def width_ratio(self) -> float:

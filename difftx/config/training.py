@@ -2,19 +2,8 @@
 
 from typing import Annotated, Literal
 
-from difftx.config import affects, flag
-from difftx.config.fields import (
-    AxisLength,
-    Effect,
-    Extensible,
-    Group,
-    NotNegative,
-    Positive,
-    Rule,
-    Seed,
-    UnitHalfOpen,
-    UnitOpen,
-)
+from difftx.config import affects, fields, flag
+from difftx.config.fields import AxisLength, Group, NotNegative, Positive, Rule, Seed, UnitHalfOpen, UnitOpen
 from difftx.errors import UserError
 
 Steps = Annotated[
@@ -39,7 +28,7 @@ class MuonConfig(Group):
     has its own matrix (arXiv 2602.15763 and 2607.24653)."""
 
 
-class OptimizerConfig(Extensible, effect=Effect.TRAINING):
+class OptimizerConfig(fields.Extensible, effect=affects.Effect.TRAINING):
     """The optimizer. Weight decay applies to projections and embeddings, but not to vectors such as gains of norms."""
 
     name: affects.Training[str] = "adamw"

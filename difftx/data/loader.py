@@ -81,7 +81,8 @@ class Loader(Iterator[Batch]):
     ):
         """Take the sharding of the `[B, T]` arrays. The ids of all batches must be below `vocab_size`."""
         self._rows_here = rows_of_process(sharding, batch_rows)
-        batches = HostBatches(sources.examples, batch_rows, self._rows_here, sources.threads)
+        threads = max(rows.threads for rows in sources.train.values())
+        batches = HostBatches(sources.examples, batch_rows, self._rows_here, threads)
         self._iterator = batches.iterator(prefetch_batches)
         self._sources, self._batch_rows, self._sharding, self._vocab_size = sources, batch_rows, sharding, vocab_size
         self._consumed = 0  # Number of examples, including those that a rewind skips.

@@ -44,19 +44,15 @@ class Shuffled:
         return grain.experimental.index_shuffle(index, max_index=len(self.rows) - 1, seed=seed, rounds=4)
 
 
-@dataclasses.dataclass(frozen=True)
-class Stage:
-    """Relative weights of the sources from block `first_block` on. The first stage starts at block 0."""
-
-    first_block: int
-    weights: tuple[float, ...]
+# First block of a stage, and the relative weights of the sources from it on. The first stage starts at block 0.
+type Stage = tuple[int, Sequence[float]]
 
 
 def stages_of(signature: dict[str, Any]) -> list[Stage]:
     """Return the stages of a `Sources.signature`."""
     block_tokens = BLOCK_ROWS * signature["sequence_length"]
-    later = [Stage(-(-start // block_tokens), tuple(weights)) for start, *weights in signature["stages"]]
-    return [Stage(0, tuple(signature["weights"])), *later]
+    later = [(-(-start // block_tokens), weights) for start, *weights in signature["stages"]]
+    return [(0, signature["weights"]), *later]
 
 
 def begun(signature: dict[str, Any], examples: int) -> dict[str, Any]:
@@ -83,8 +79,8 @@ class Mixture:
         """Mix the sources by the weights of each stage. `seed` determines the order of examples within a block."""
         self._sources = sources
         self._order = functools.lru_cache(maxsize=4)(functools.partial(shuffled_positions, seed))
-        self._tables = [StageTable(stage.weights) for stage in stages]
-        self._first = [stage.first_block for stage in stages]
+        self._tables = [StageTable(weights) for _, weights in stages]
+        self._first = [first_block for first_block, _ in stages]
         self._used_before = [np.zeros(len(sources), np.int64)]  # Number of examples of each source before each stage.
         for first in self._first[1:]:
             self._used_before.append(self.used(first))

@@ -18,16 +18,7 @@ from difftx.config.data import STDLIB, SYNTHETIC, DataConfig
 from difftx.data.mixture import BLOCK_ROWS, SOURCE_ORDER, Mixture, Shuffled, stages_of
 from difftx.data.packing import BEST_FIT_VERSION, PackedRows, RowSource
 from difftx.data.records import BYTE_ORDER_MARK, OPENERS, bucket_files
-from difftx.data.store import (
-    SPLITS,
-    ShardedStore,
-    TokenStore,
-    UpsampledStore,
-    is_store,
-    open_store,
-    read_meta,
-    upsampled_fingerprint,
-)
+from difftx.data.store import SPLITS, ShardedStore, TokenStore, UpsampledStore, is_store, open_store, read_meta
 from difftx.data.synthetic import SyntheticRows
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import UserError, read_error
@@ -59,11 +50,6 @@ class Sources:
         """Endless random-access training rows: a mixture of the sources, each reshuffled in every epoch."""
         shuffled = [self._shuffled(i) for i in range(len(self.train))]
         return shuffled[0] if len(shuffled) == 1 else Mixture(shuffled, stages_of(self.signature), self.config.seed)
-
-    @property
-    def threads(self) -> int:
-        """Number of threads that should read training rows at a time."""
-        return max(rows.threads for rows in self.train.values())
 
     @property
     def valid_fingerprints(self) -> dict[str, str]:
@@ -120,7 +106,7 @@ def signature_of_stores(config: DataConfig) -> dict[str, str]:
         store = ShardedStore(folder, meta, "train")
         entries[f"source {name}"] = store.fingerprint
         if (longer_than := config.upsampling.longer_than_tokens) is not None:
-            entries[f"source {name}"] = upsampled_fingerprint(store, longer_than, config.upsampling.share)
+            entries[f"source {name}"] = UpsampledStore.fingerprint_of(store, longer_than, config.upsampling.share)
         entries["tokenizer"] = meta["tokenizer"]["vocabulary_sha256"]
     return entries
 

@@ -203,13 +203,18 @@ class UpsampledStore(TokenStore):
         self.prompts = None if store.prompts is None else store.prompts[documents]
         self._ends = np.concatenate([[0], np.cumsum(lengths[documents])])
         self.offsets = self._ends.view(np.uint64)
-        self.fingerprint = upsampled_fingerprint(store, longer_than_tokens, share)
+        self.fingerprint = self.fingerprint_of(store, longer_than_tokens, share)
         after = int((lengths * uses)[is_long].sum())
         self.report = (
             f"documents of more than {longer_than_tokens:,} tokens: {is_long.sum():,} of {len(lengths):,}, "
             f"{long_total / total:.1%} → {after / len(self):.1%} of the tokens; "
             f"used {rates[True]:.2f} times per epoch, the others {rates[False]:.2f} times"
         )
+
+    @staticmethod
+    def fingerprint_of(store: TokenStore, longer_than_tokens: int, share: float) -> str:
+        """Return the fingerprint of the up-sampled `store`, whose tokens are not read."""
+        return hashlib.sha256(json.dumps([store.fingerprint, longer_than_tokens, share]).encode()).hexdigest()
 
     @property
     def unsampled(self) -> TokenStore:
@@ -228,11 +233,6 @@ class UpsampledStore(TokenStore):
         begin = self._sources[first : last + 1] + edges[:-1] - self._ends[first : last + 1]
         parts = [self._store.slice(a, a + n) for a, n in zip(begin.tolist(), np.diff(edges).tolist(), strict=True)]
         return np.concatenate(parts)
-
-
-def upsampled_fingerprint(store: TokenStore, longer_than_tokens: int, share: float) -> str:
-    """Return the fingerprint of the `UpsampledStore` of a store, whose tokens are not read."""
-    return hashlib.sha256(json.dumps([store.fingerprint, longer_than_tokens, share]).encode()).hexdigest()
 
 
 def open_store(

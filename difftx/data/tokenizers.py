@@ -1,7 +1,6 @@
 """Tokenizers by name: tiktoken encodings, plain bytes, tokenizer.json files and SentencePiece models."""
 
 import atexit
-import dataclasses
 import functools
 import shutil
 import tempfile
@@ -85,7 +84,7 @@ def with_vocabulary(config: Config) -> Config:
     if config.model.vocab_size is not None:
         return config
     size = padded_size(load_tokenizer(config.data.tokenizer, end_of_text=config.data.end_of_text))
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
+    return config.but(model={"vocab_size": size})
 
 
 def padded_size(tokenizer: Tokenizer) -> int:

@@ -193,9 +193,13 @@ def _specs(cache: KVCache) -> tuple[P, P]:
     return P(None, BATCH, over_heads), P(None, BATCH, None, over_heads)
 
 
-@functools.partial(jax.jit, static_argnames="capacity")
 def grow(cache: KVCache, capacity: int) -> KVCache:
-    """Return the cache with `capacity` slots per row, of which the new ones are empty."""
+    """Return the cache with at least `capacity` slots per row, of which the new ones are empty."""
+    return cache if capacity <= capacity_of(cache) else _grown(cache, capacity)
+
+
+@functools.partial(jax.jit, static_argnames="capacity")
+def _grown(cache: KVCache, capacity: int) -> KVCache:
     keys, values, *slots = cache
     padded = jax.tree.map(lambda x: pad_to(x, capacity, axis=-2), (keys, values))
     pad = functools.partial(pad_to, length=capacity, axis=-1)

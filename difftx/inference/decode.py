@@ -24,17 +24,7 @@ from jax.sharding import reshard
 from difftx.config import Config
 from difftx.config.model import CacheConfig
 from difftx.data.tokenizer import Tokenizer
-from difftx.inference.cache import (
-    ROWS,
-    capacity_for,
-    capacity_of,
-    empty_cache,
-    extend,
-    extend_chunk,
-    grow,
-    write_chunk,
-    write_token,
-)
+from difftx.inference.cache import ROWS, capacity_for, empty_cache, extend, extend_chunk, grow, write_chunk, write_token
 from difftx.inference.sampling import GREEDY, Sampling, choose
 from difftx.kernels.cached import KVCache
 from difftx.model.abstract import vector_mask
@@ -174,10 +164,7 @@ def next_tokens(lm: LanguageModel, rows: Rows, sampling: Sampling) -> tuple[Rows
 
 def with_room(lm: LanguageModel, rows: Rows, tokens: int) -> Rows:
     """Return the rows with their cache enlarged, if necessary, to at least `tokens` slots per row."""
-    capacity = capacity_for(tokens, lm.config.model.cache)
-    if capacity <= capacity_of(rows.cache):
-        return rows
-    return dataclasses.replace(rows, cache=grow(rows.cache, capacity))
+    return dataclasses.replace(rows, cache=grow(rows.cache, capacity_for(tokens, lm.config.model.cache)))
 
 
 @functools.cache

@@ -18,7 +18,6 @@ from difftx.training.checkpoint.reading import Checkpoint, open_checkpoint, open
 from difftx.training.checkpoint.restoring import restore_params
 from difftx.training.fit import check_model, fit
 from difftx.training.run import agree_on_command, read_config
-from difftx.training.state import init_state
 
 
 def load(
@@ -52,9 +51,7 @@ def load_model(
             lambda found: {"vocabulary of data.tokenizer": found[1].fingerprint},
             run_config.multihost.barrier_timeout_seconds,
         )
-        with jax.set_mesh(mesh):
-            abstract = jax.eval_shape(lambda: init_state(config).params)
-            params = restore_params(checkpoint.folder, abstract, mesh, part)
+        params = restore_params(checkpoint.folder, config, mesh, part)
         checkpoint.require_unchanged()
         return LanguageModel(config, mesh, params, tokenizer)
 

@@ -10,7 +10,7 @@ from difftx.config.fields import flat, values_of
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import UserError, printable
 from difftx.files import write_atomically
-from difftx.interop.fields import function_fields, own_function_fields
+from difftx.interop.fields import function_fields
 from difftx.interop.remote_code_config import EAGER, MODELING
 from difftx.interop.tokenizers import GENERATION, has_tokenizer
 from difftx.json_files import read_json
@@ -46,10 +46,8 @@ def write_card(
     row = next((row for row in reversed(rows) if row["split"] == "train" and row["step"] == step), {})
     tokens = row.get("tokens", step * config.train.global_batch_tokens)
     code = f"The class `{causal}` is in `{MODELING.name}`." if has_remote_code else f"The class is `{causal}`."
-    # The fields that determine what the trained model computes.
-    names = (*function_fields(), *own_function_fields(config.model))
     values = values_of(config.model)
-    fields = [(name, (values | flat(values))[name]) for name in names]
+    fields = [(name, (values | flat(values))[name]) for name in function_fields(config.model)]
     parts = [
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"
         f"tags: [difftx, {config.model.architecture}]\n---",

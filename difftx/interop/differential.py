@@ -8,7 +8,7 @@ of a new model.
 # Axes of arrays: B = rows, T = tokens, C = selected queries, L = layers, H = heads
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Literal
 
@@ -38,7 +38,7 @@ from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.checkpoint.restoring import restore_params
 from difftx.training.checkpoint.weights import ParamsReader, Streamed
-from difftx.training.state import graph, init_state
+from difftx.training.state import graph
 
 Heads = Literal["entropy", "all"]
 
@@ -92,7 +92,7 @@ def is_changeable(field: str, architecture: str) -> bool:
     return field in CHANGEABLE or field.startswith(f"{architecture}.")
 
 
-def differential_model(transformer: ModelConfig, chosen: ModelConfig) -> ModelConfig:
+def new_model(transformer: ModelConfig, chosen: ModelConfig) -> ModelConfig:
     """Return the model that a Transformer becomes: its fields, with the architecture and `CHANGEABLE` of `chosen`."""
     require_convertible(transformer, chosen.architecture)
     fields = {name: getattr(chosen, name) for name in ("architecture", *CHANGEABLE)}
@@ -108,7 +108,7 @@ def differential_model(transformer: ModelConfig, chosen: ModelConfig) -> ModelCo
     return dataclasses.replace(transformer, matched=MatchedConfig(), **fields, extensions=chosen.extensions)
 
 
-def differential_params(
+def new_params(
     reader: ParamsReader, transformer: ModelConfig, config: Config, chosen_LH: np.ndarray | None
 ) -> dict[str, Streamed]:
     """Return the new model's parameters by path, given a reader of the Transformer's.
@@ -118,7 +118,9 @@ def differential_params(
     model = config.model
     source_of = {f"{ATTENTION}{name}": found for name, found in SOURCES[model.architecture].items()}
     old, shapes = _shapes(transformer), _shapes(model)
-    initial = _initial_values(config, [name for name in shapes if _is_new(name, old, source_of)])
+    new = [name for name in shapes if name not in old and name not in source_of]
+    with_new_group = [name for name, (_, axes, new_axes) in source_of.items() if "G" in new_axes and "G" not in axes]
+    initial = _initial_values(config, [*new, *(name for name in with_new_group if name in shapes)])
     if chosen_LH is not None:
         initial[f"{ATTENTION}chosen_H"] = chosen_LH
     arrays = {}
@@ -154,7 +156,7 @@ def heads_by_entropy(
     total_LH = np.zeros((config.model.num_layers, config.model.num_heads))
     with jax.set_mesh(mesh):
         graphdef = graph(config, layout)
-        params = restore_params(checkpoint, jax.eval_shape(lambda: init_state(config)).params, mesh, part)
+        params = restore_params(checkpoint, config, mesh, part)
         queries_BC = put(mesh, np.tile(positions_C, (rows, 1)))
         for source in sources.valid.values():
             batches = ordered_batches(
@@ -190,14 +192,6 @@ def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     tree: Any = nnx.to_pure_dict(abstract_parameters(model))
     flat: dict[str, Any] = flax.traverse_util.flatten_dict(tree, sep="/")
     return {name: leaf.shape for name, leaf in flat.items()}
-
-
-def _is_new(name: str, old: Collection[str], source_of: Mapping[str, tuple[str, str, str]]) -> bool:
-    """Return whether a parameter, or its second group, needs initial values."""
-    if name not in source_of:
-        return name not in old
-    _, axes, new_axes = source_of[name]
-    return "G" in new_axes and "G" not in axes
 
 
 def _initial_values(config: Config, names: Iterable[str]) -> dict[str, np.ndarray]:

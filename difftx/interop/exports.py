@@ -58,9 +58,8 @@ def write(run: Run, step: int) -> str:
             if size_of(out / RECORD) is not None:  # Written before a rewind to an earlier step.
                 remove_file(out / CONFIG)
                 remove_folder(out)
-            with new_folder(
-                out, CONFIG, after_each_upload=report_progress
-            ) as folder:  # It may take longer than a step.
+            # It may take longer than a step.
+            with new_folder(out, CONFIG, after_each_upload=report_progress) as folder:
                 write_atomically(folder / RECORD, json.dumps({"weights": checkpoint.weights}) + "\n")
                 written = write_export(checkpoint, workdir, run.files, folder, out, "hf", SHARD_MIB * 2**20)[0]
                 run.owner.check()

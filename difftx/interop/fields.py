@@ -83,16 +83,15 @@ class Fields:
                 raise UserError(f"{self.path}: {name}={value!r} cannot be converted; remove it if it has no effect")
 
 
-def function_fields() -> list[str]:
-    """Return the fields of `model` that determine what given weights compute, without the groups of architectures."""
-    names = (name.partition(".")[0] for name in fields_with(ModelConfig, Effect.SHAPES, Effect.FUNCTION))
-    return [name for name in dict.fromkeys(names) if name not in (*NOT_OF_WEIGHTS, *added_groups(ModelConfig))]
+def function_fields(model: ModelConfig) -> list[str]:
+    """Return the fields that determine what given weights compute, those of the architecture's own group last.
 
-
-def own_function_fields(model: ModelConfig) -> list[str]:
-    """Return such fields of the architecture's own group, such as "top_k.k"."""
+    Names are such as "d_model", "rope_scaling" for the whole group, and "top_k.k".
+    """
     names = fields_with(ModelConfig, Effect.SHAPES, Effect.FUNCTION)
-    return [name for name in names if model.own and name.startswith(f"{model.architecture}.")]
+    others = (*NOT_OF_WEIGHTS, *added_groups(ModelConfig))
+    shared = [name for name in dict.fromkeys(name.partition(".")[0] for name in names) if name not in others]
+    return shared + [name for name in names if model.own and name.startswith(f"{model.architecture}.")]
 
 
 def with_fields(model: ModelConfig, fields: Mapping[str, Any]) -> ModelConfig:
@@ -117,7 +116,7 @@ def model_of(path: Path, raw: dict[str, Any]) -> ModelConfig:
 
 def determined_fields(format_: ModuleType, model: ModelConfig) -> dict[str, Any]:
     """Return the fields of a model that the config.json of a format determines."""
-    names = {*function_fields(), *own_function_fields(model), *format_.NAMES.values()}
+    names = {*function_fields(model), *format_.NAMES.values()}
     return {name: operator.attrgetter(name)(model) for name in names}
 
 
@@ -134,7 +133,7 @@ def check_model(format_: ModuleType, model: ModelConfig) -> None:
     written = format_.write(model)
     other = format_.read(Fields(Path(CONFIG), written))
     ours, theirs = _canonical(model), _canonical(other)
-    for name in (*function_fields(), *own_function_fields(model)):
+    for name in function_fields(model):
         if ours[name] != theirs[name]:
             value, their_value = (operator.attrgetter(name)(each) for each in (model, other))
             kind = written.get("attention") or written["architectures"][0]

@@ -419,13 +419,7 @@ class DifftxModel(DifftxPreTrainedModel):
         )
         angles = self._angles(position_ids)
         for layer in self.layers:
-            hidden_states = layer(
-                hidden_states,
-                position_embeddings=angles,
-                attention_mask=mask,
-                cache=cache,
-                **kwargs,
-            )
+            hidden_states = layer(hidden_states, position_embeddings=angles, attention_mask=mask, cache=cache, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE: cache})
 
     def _angles(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

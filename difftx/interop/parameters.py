@@ -57,10 +57,6 @@ _LAMBDAS = [
     _layer(("self_attn.lambda_q1", "self_attn.lambda_q2"), "d", "attention/lambda_query_Gd", "d"),
     _layer(("self_attn.lambda_k1", "self_attn.lambda_k2"), "d", "attention/lambda_key_Gd", "d"),
 ]
-_QK_NORM = [
-    _layer("self_attn.q_norm.weight", "d", "attention/query_norm/scale", "d"),
-    _layer("self_attn.k_norm.weight", "d", "attention/key_norm/scale", "d"),
-]
 # Axes of `GAIN` in the files of `modeling_difftx.py` and in difftx, for each `model.head_norm` that has parameters.
 _HEAD_NORM = {"rms_affine": ("E", "E"), "scalar": ("o", ""), "sigmoid": ("H", "H o")}
 
@@ -122,7 +118,9 @@ def weights_of(format_: Format, model: ModelConfig) -> list[Weight]:
     if model.attention_bias:
         weights += map(_bias, attention[:3])
     if format_ == "hf":
-        weights += _QK_NORM if model.qk_norm else []
+        if model.qk_norm:
+            weights.append(_layer("self_attn.q_norm.weight", "d", "attention/query_norm/scale", "d"))
+            weights.append(_layer("self_attn.k_norm.weight", "d", "attention/key_norm/scale", "d"))
         if model.architecture in ("diff", "gda", "zero_branch") and model.lambda_learned:
             weights += _LAMBDAS
         if model.head_norm in _HEAD_NORM:

@@ -22,16 +22,9 @@ from difftx.errors import RunError, UserError
 from difftx.files import downloaded, write_atomically
 from difftx.folders import new_folder
 from difftx.inference.load import read_checkpoint
-from difftx.interop import huggingface, in_transformers, official, remote_code_config, tokenizers
+from difftx.interop import differential, huggingface, in_transformers, official, remote_code_config, tokenizers
 from difftx.interop.card import write_card, write_generation_config
-from difftx.interop.differential import (
-    Heads,
-    differential_model,
-    differential_params,
-    heads_by_entropy,
-    is_changeable,
-    require_convertible,
-)
+from difftx.interop.differential import Heads, is_changeable
 from difftx.interop.fields import CONFIG, Fields, check_model, config_json, determined_fields, with_fields
 from difftx.interop.parameters import Format, architectures_of, export_params, import_params
 from difftx.interop.safetensors import read_folder, write_folder
@@ -46,7 +39,7 @@ from difftx.training.checkpoint.restoring import restore_params
 from difftx.training.checkpoint.weights import STEP, ParamsReader, save_params
 from difftx.training.fit import fit
 from difftx.training.run import read_config, write_run_files
-from difftx.training.state import graph, init_state
+from difftx.training.state import graph
 
 FORMATS: dict[Format, ModuleType] = {"hf": remote_code_config, "diffllama": huggingface, "official": official}
 PROMPTS = 5  # Fewest prompts whose greedy text is compared.
@@ -85,27 +78,26 @@ def import_run(
         if clash := sorted(fields.keys() & overridden):
             raise UserError(f"--config.model.{clash[0]}: {path} determines this field; remove the flag")
         config = dataclasses.replace(config, model=with_fields(chosen, fields | {"matched": {}}))
-        model = config.model if dex_heads is None else differential_model(config.model, chosen)
-        fit(dataclasses.replace(config, model=model))
+        model = config.model if dex_heads is None else differential.new_model(config.model, chosen)
+        new = dataclasses.replace(config, model=model)
+        fit(new)
         arrays = import_params(local, read_folder(local), format_, config.model)
         with new_folder(out, CONFIG) as folder:
             name, tokenizer, note = tokenizers.import_tokenizer(
                 local, folder, out, config.data.tokenizer, config.data.end_of_text
             )
-            config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=name))
+            config, new = (each.but(data={"tokenizer": name}) for each in (config, new))
             fit(config, tokenizer=tokenizer)
             # Without `dex_heads`, the Transformer is the run. With `dex_heads`, it exists only during the conversion.
             imported = folder if dex_heads is None else folder / "transformer"
             save_params(imported, arrays, config, {"tokenizer": tokenizer.fingerprint})
             checkpoint = imported / "checkpoints" / str(STEP)
             lines = [compare_logits(local, checkpoint, config)] if verify else []
-            if dex_heads is None:
-                write_run_files(folder, config)
-            else:
+            if dex_heads is not None:
                 read = functools.partial(load_sources, config.data, tokenizer)
-                lines += _differentialize(checkpoint, "params", config, model, read, tokenizer, dex_heads, folder)
-                write_run_files(folder, dataclasses.replace(config, model=model))
+                lines += _differentialize(checkpoint, "params", config, new, read, tokenizer, dex_heads, folder)
                 shutil.rmtree(imported)
+            write_run_files(folder, new)
         return [f"{out}: a run of step {STEP}, {_describe(model)}", note, *lines]
 
 
@@ -126,14 +118,12 @@ def differentialize_run(
     def convert(checkpoint: Checkpoint) -> list[str]:
         config, tokenizer = open_tokenizer(checkpoint)
         transformer = config.model
-        require_convertible(transformer, overrides["model.architecture"])
+        differential.require_convertible(transformer, overrides["model.architecture"])
         # Without `head_dim`, the Transformer's number of heads would give sub-heads of half their width.
-        width = heads_of(transformer).d_head
-        of_width = dataclasses.replace(config, model=dataclasses.replace(transformer, head_dim=width))
-        chosen = override(of_width, overrides)
+        chosen = override(config.but(model={"head_dim": heads_of(transformer).d_head}), overrides)
         config = dataclasses.replace(chosen, model=transformer)
-        model = differential_model(config.model, chosen.model)
-        fit(dataclasses.replace(config, model=model))
+        new = dataclasses.replace(chosen, model=differential.new_model(transformer, chosen.model))
+        fit(new)
 
         def read() -> Sources:
             if any(name.startswith("data.") for name in overrides):  # The user has chosen other data.
@@ -141,10 +131,10 @@ def differentialize_run(
             return open_sources(checkpoint, tokenizer)
 
         with new_folder(out, CONFIG) as folder:
-            lines = _differentialize(checkpoint.folder, part, config, model, read, tokenizer, dex_heads, folder)
-            write_run_files(folder, dataclasses.replace(config, model=model), {"source_weights": checkpoint.weights})
+            lines = _differentialize(checkpoint.folder, part, config, new, read, tokenizer, dex_heads, folder)
+            write_run_files(folder, new, {"source_weights": checkpoint.weights})
             checkpoint.require_unchanged()
-        return [f"{out}: a run of step {STEP}, {_describe(model)}", *lines]
+        return [f"{out}: a run of step {STEP}, {_describe(new.model)}", *lines]
 
     return read_checkpoint(workdir, step, read_config(workdir), convert, flag="--input", part=part)
 
@@ -153,27 +143,26 @@ def _differentialize(
     checkpoint: AnyPath,
     part: WeightsPart,
     config: Config,
-    model: ModelConfig,
+    new: Config,
     read_data: Callable[[], Sources],
     tokenizer: Tokenizer,
     dex_heads: Heads,
     folder: Path,
 ) -> list[str]:
-    """Write the checkpoint of `model`, which a Transformer becomes, to a folder. `config` is the Transformer's.
+    """Write the checkpoint of the model that a Transformer becomes to a folder. `config` and `new` are their configs.
 
     `read_data` opens the data on whose validation rows dex chooses heads.
     """
-    new = dataclasses.replace(config, model=model)
     mesh = make_mesh(config.mesh)
     chosen_LH = None
     lines = []
-    if model.architecture == "dex" and dex_heads == "entropy":
-        chosen_LH = heads_by_entropy(config, mesh, checkpoint, part, read_data())
-        lines.append(f"heads of highest entropy: {int(chosen_LH[0].sum())} of {model.num_heads} in each layer")
+    if new.model.architecture == "dex" and dex_heads == "entropy":
+        chosen_LH = differential.heads_by_entropy(config, mesh, checkpoint, part, read_data())
+        lines.append(f"heads of highest entropy: {int(chosen_LH[0].sum())} of {new.model.num_heads} in each layer")
     with jax.set_mesh(mesh):
-        arrays = differential_params(ParamsReader(checkpoint, part), config.model, new, chosen_LH)
+        arrays = differential.new_params(ParamsReader(checkpoint, part), config.model, new, chosen_LH)
         save_params(folder, arrays, new, {"tokenizer": tokenizer.fingerprint})
-    before, after = (count_parameters(each).total for each in (config.model, model))
+    before, after = (count_parameters(each).total for each in (config.model, new.model))
     return [
         *lines,
         f"parameters: {before:,} in the Transformer, {after - before:,} added, {after:,} now",
@@ -225,13 +214,7 @@ def export_run(
 
 
 def write_export(
-    checkpoint: Checkpoint,
-    workdir: AnyPath,
-    files: Path,
-    folder: Path,
-    out: AnyPath,
-    format_: Format,
-    shard_bytes: int,
+    checkpoint: Checkpoint, workdir: AnyPath, files: Path, folder: Path, out: AnyPath, format_: Format, shard_bytes: int
 ) -> list[str]:
     """Write a checkpoint of `workdir` to `folder`, which is later renamed to `out`. Return messages.
 
@@ -239,13 +222,12 @@ def write_export(
     """
     model, part = checkpoint.config.model, checkpoint.part
     module = check_representable(model, format_)
-    has_remote_code = module is remote_code_config
     config, tokenizer = open_tokenizer(checkpoint)
     shards = write_folder(folder, export_params(ParamsReader(checkpoint.folder, part), format_, model), shard_bytes)
     settings = config_json(module, config, tokenizer.eot_token)
     write_atomically(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
     note = tokenizers.export_tokenizer(config, tokenizer, folder, settings.get("model_type"))
-    if has_remote_code:
+    if module is remote_code_config:
         shutil.copyfile(remote_code_config.MODELING, folder / remote_code_config.MODELING.name)
     if format_ != "official":
         write_generation_config(folder, tokenizer, model.embeddings)
@@ -313,10 +295,9 @@ def our_logits(
     checkpoint: AnyPath, config: Config, mesh: jax.sharding.Mesh, tokens_BT: np.ndarray, part: WeightsPart = "params"
 ) -> np.ndarray:
     """Return the logits that difftx computes from a verified checkpoint, in float32."""
-    model = dataclasses.replace(config.model, compute_dtype="float32", attention_implementation="xla")
-    config = dataclasses.replace(config, model=model)
+    config = config.but(model={"compute_dtype": "float32", "attention_implementation": "xla"})
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
-        params = restore_params(checkpoint, jax.eval_shape(lambda: init_state(config)).params, mesh, part)
+        params = restore_params(checkpoint, config, mesh, part)
         graphdef = graph(config)
         logits = jax.jit(lambda params, tokens_BT: nnx.merge(graphdef, params)(tokens_BT)[0])
         return np.asarray(logits(params, tokens_BT.astype(np.int32)))

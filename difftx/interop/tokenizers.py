@@ -12,19 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from difftx.config import Config
+from difftx.data import tokenizer_files
 from difftx.data.byte_level import BYTE_LEVEL, CHARACTERS, PATTERN, SPLIT
 from difftx.data.tokenizer import BYTES, END_OF_TEXT, TiktokenTokenizer, Tokenizer
-from difftx.data.tokenizer_files import (
-    CONFIG,
-    FILES,
-    MODEL,
-    TOKENIZER,
-    FileTokenizer,
-    JsonTokenizer,
-    load_files,
-    read_object,
-    read_settings,
-)
+from difftx.data.tokenizer_files import CONFIG, MODEL, TOKENIZER, FileTokenizer, JsonTokenizer
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UnreadableError, UserError
 from difftx.files import write_atomically
@@ -59,7 +50,7 @@ def export_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path, model_t
                 "Use the library sentencepiece with this file"
             )
         _copy_files(tokenizer, folder)
-        settings = read_object(folder / CONFIG) | {"tokenizer_class": tokenizer.transformers_class}
+        settings = tokenizer_files.read_object(folder / CONFIG) | {"tokenizer_class": tokenizer.transformers_class}
         if (end := config.data.end_of_text) is not None:
             settings["eos_token"] = end
         write_atomically(folder / CONFIG, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
@@ -86,7 +77,7 @@ def import_tokenizer(
     copied to `folder`, which is later renamed to `out`. If they cannot be read, the value is `name`. If `end_of_text`
     is set, the files must be a tokenizer with this end-of-text token.
     """
-    settings = read_settings(source)
+    settings = tokenizer_files.read_settings(source)
     final_folder = out if is_bucket(out) else out.absolute()
     if not has_tokenizer(source):
         note = (
@@ -100,7 +91,7 @@ def import_tokenizer(
             if _is_same(known, theirs):
                 return known, load_tokenizer(known), f"tokenizer: that of the model, data.tokenizer={known!r}"
     try:
-        tokenizer = load_files(source, field="data.tokenizer", end_of_text=end_of_text)
+        tokenizer = tokenizer_files.load_files(source, field="data.tokenizer", end_of_text=end_of_text)
     except UserError as error:  # Such as a missing library, or no end-of-text token.
         if end_of_text is not None:
             raise
@@ -116,7 +107,7 @@ def import_tokenizer(
 
 def _other_ends(source: Path, tokenizer: Tokenizer) -> str:
     """Return a sentence on the tokens at which transformers ends texts, if difftx's end of text is not the only one."""
-    found, end = read_object(source / GENERATION).get("eos_token_id"), tokenizer.eot_token
+    found, end = tokenizer_files.read_object(source / GENERATION).get("eos_token_id"), tokenizer.eot_token
     ends = [id_ for id_ in (found if isinstance(found, list) else [found]) if id_ in range(tokenizer.n_vocab)]
     names = [repr(tokenizer.decode([id_])) for id_ in (*ends, end)]
     note = (
@@ -168,7 +159,7 @@ def _copy_files(tokenizer: FileTokenizer, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     source = tokenizer.path.parent
     main = MODEL if tokenizer.path.suffix == ".model" else TOKENIZER
-    for file in (tokenizer.path, *(source / name for name in FILES if name not in (MODEL, TOKENIZER))):
+    for file in (tokenizer.path, *(source / name for name in tokenizer_files.FILES if name not in (MODEL, TOKENIZER))):
         if file.is_file():
             shutil.copyfile(file, folder / (main if file == tokenizer.path else file.name))
 

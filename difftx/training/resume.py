@@ -315,8 +315,7 @@ def _params_in(run: Run, folder: AnyPath) -> tuple[object, str]:
                 f"checkpoint.init_from={run.config.checkpoint.init_from}: {folder} has model.{name}={theirs}, and this "
                 f"model {ours}; use the same"
             )
-    abstract = jax.eval_shape(lambda: init_state(run.config)).params
-    params = restore_params(folder, abstract, run.mesh)
+    params = restore_params(folder, run.config, run.mesh)
     print_on_primary(f"parameters from {folder}")
     before, after = flat(model), flat(json.loads(run.config.to_json())["model"])
     names = [name for name in fields_with(ModelConfig, Effect.FUNCTION) if before.get(name) != after.get(name)]

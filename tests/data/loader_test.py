@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from difftx.data.loader import HostBatches, ordered_batches
-from difftx.data.mixture import Mixture, Stage
+from difftx.data.mixture import Mixture
 from difftx.data.packing import PackedRows
 from difftx.data.store import TokenStore
 from difftx.errors import UserError
@@ -87,7 +87,7 @@ def mixed(tmp_path_factory):
         store = TokenStore((np.arange(offsets[-1]) + 10_000 * source).astype(np.uint32), offsets)
         rows = rows_of(store, ("concat", "best_fit")[source], document_mask=True, cache=tmp_path_factory.mktemp("c"))
         sources.append(examples_of(rows, seed=source))
-    return Mixture(sources, [Stage(0, (1.0, 2.0)), Stage(1, (1.0, 0.0))], seed=5)
+    return Mixture(sources, [(0, (1.0, 2.0)), (1, (1.0, 0.0))], seed=5)
 
 
 @settings(max_examples=15, deadline=None, database=None)

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from difftx.data import mixture
-from difftx.data.mixture import BLOCK_ROWS, PERIOD_BLOCKS, Mixture, Shuffled, Stage, StageTable
+from difftx.data.mixture import BLOCK_ROWS, PERIOD_BLOCKS, Mixture, Shuffled, StageTable
 
 WEIGHTS = st.lists(st.sampled_from([0.0, 1e-5, 0.1, 1.0, 3.7, 1000.0]), min_size=1, max_size=6).filter(any)
 
 
 def mixture_of(*stages, seed=3):
     sources = [[f"{s}:{i}" for i in range(20_000)] for s in range(len(stages[0][1]))]
-    return Mixture(sources, [Stage(block, tuple(weights)) for block, weights in stages], seed)
+    return Mixture(sources, stages, seed)
 
 
 @settings(max_examples=15, deadline=None, database=None)
@@ -103,7 +103,7 @@ def test_no_two_seeds_have_an_order_in_common(rows):
 
 def test_each_source_is_shuffled_and_repeated_independently():
     rows = [Shuffled([f"{s}{i}" for i in range(n)], seed=s) for s, n in ((0, 5), (1, 9))]
-    mixed = Mixture(rows, [Stage(0, (1.0, 3.0))], seed=0)
+    mixed = Mixture(rows, [(0, (1.0, 3.0))], seed=0)
     examples = sorted((mixed.locate(n)[0], mixed.locate(n)[1], mixed[n]) for n in range(BLOCK_ROWS))
     for source, length in ((0, 5), (1, 9)):
         names = [name for s, _, name in examples if s == source]

@@ -137,7 +137,6 @@ def test_other_corrupt_files_of_an_unfinished_run_are_named(unfinished, tmp_path
 
 
 def test_documents_beyond_the_limit_are_named_and_rejected(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "MAX_DOCUMENT_BYTES", 1000)
     monkeypatch.setattr(records, "MAX_DOCUMENT_BYTES", 1000)
     fits = json.dumps({"text": "x" * (1000 - len('{"text": ""}'))}).encode()
     for unit_bytes in (10, 1000):

@@ -13,5 +13,6 @@ def sharding_on(mesh):
 
 
 def loader_of(examples, mesh, *, rows=4, signature=None, vocab_size=264, where=str):
-    sources = types.SimpleNamespace(examples=examples, signature=signature or {}, where=where, threads=1)
+    train = {"memory": types.SimpleNamespace(threads=1)}
+    sources = types.SimpleNamespace(examples=examples, signature=signature or {}, where=where, train=train)
     return Loader(sources, batch_rows=rows, prefetch_batches=1, sharding=sharding_on(mesh), vocab_size=vocab_size)

@@ -8,7 +8,7 @@ from helpers.interop_folders import FIXTURES
 
 from difftx.config.build import override
 from difftx.errors import UserError
-from difftx.interop.differential import differential_model
+from difftx.interop.differential import new_model
 from difftx.interop.fields import Fields
 from difftx.interop.huggingface import read
 from difftx.model.abstract import count_parameters
@@ -46,6 +46,6 @@ def test_published_model_becomes_differential(config, name, architecture):
     chosen = override(config("transformer"), changes | {"model.architecture": architecture}).model
     if (name, architecture) == ("SmolLM2-135M", "diff"):
         with pytest.raises(UserError, match=r"num_kv_heads=3: split makes one head of two .* use zero-branch or dex"):
-            differential_model(model, chosen)
+            new_model(model, chosen)
     else:
-        assert count_parameters(differential_model(model, chosen)).total >= SIZES[name]
+        assert count_parameters(new_model(model, chosen)).total >= SIZES[name]

@@ -11,9 +11,8 @@ from helpers.cases import marked
 from helpers.interop_folders import export, import_, parameters, refused, rewrite
 from helpers.interop_models import MODELS, NOT_SERVABLE, config_of, exported
 
-from difftx.config.fields import values_of
 from difftx.interop import remote_code_config
-from difftx.interop.fields import config_json, function_fields
+from difftx.interop.fields import config_json, determined_fields
 from difftx.interop.parameters import architectures_of
 from difftx.interop.remote_code_config import MODELING
 from difftx.model.architectures import ARCHITECTURES
@@ -29,8 +28,8 @@ def test_round_trip_is_bit_for_bit(config, mesh_of, tmp_path, name):
     lm, workdir, folder = exported(config, mesh_of(), name, tmp_path)
     back = import_(folder, tmp_path / "back")
     jax.tree.map(np.testing.assert_array_equal, parameters(back, mesh_of())[1], lm.params)
-    now, before = (values_of(read_config(run).model) for run in (back, workdir))
-    assert {name: now[name] for name in function_fields()} == {name: before[name] for name in function_fields()}
+    now, before = (read_config(run).model for run in (back, workdir))
+    assert determined_fields(remote_code_config, now) == determined_fields(remote_code_config, before)
     again = export(back, tmp_path / "again")
     assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
     files = {file.name: file.read_bytes() for file in folder.iterdir()}

@@ -24,7 +24,6 @@ from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket
 from difftx.storage.reading import map_ahead
 
-ARRAYS = ("tokens", "lengths", "prompts", "sizes", "hashes", "ids", "summary")  # Names of the arrays in a unit's file.
 HOW_TO_SKIP = "repair it, or leave such documents out with --on_error=skip"
 SKIPPED = "skipped.txt"
 
@@ -228,7 +227,9 @@ def write_shard(job: Job, shard: Shard) -> None:
     """Assemble a shard from its units, then write its record, which marks the shard as finished."""
     if read_record(_record_file(job, shard)) is not None:
         return
-    kinds, blocks = _kinds(job), BlockHasher()
+    kinds, blocks = ["tokens", "offsets", "blocks"], BlockHasher()
+    kinds += ["ids"] if job.fields.id is not None else []
+    kinds += ["prompts"] if job.fields.prompt is not None or job.fields.messages is not None else []
     hashes = {kind: hashlib.sha256() for kind in kinds}
     documents, tokens, text_bytes = 0, 0, 0
     with contextlib.ExitStack() as stack:
@@ -260,12 +261,6 @@ def write_shard(job: Job, shard: Shard) -> None:
     files_sha256 = {kind: digest.hexdigest() for kind, digest in hashes.items()}
     counts = {"documents": documents, "tokens": tokens, "bytes": text_bytes}
     write_record(_record_file(job, shard), counts | {"files": files_sha256})
-
-
-def _kinds(job: Job) -> list[str]:
-    fields, kinds = job.fields, ["tokens", "offsets", "blocks"]
-    kinds += ["ids"] if fields.id is not None else []
-    return kinds + (["prompts"] if fields.prompt is not None or fields.messages is not None else [])
 
 
 def finish(job: Job, description: dict[str, Any], plan: Plan, owner: Owner) -> None:

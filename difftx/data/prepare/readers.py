@@ -14,17 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from difftx.data import records
 from difftx.data.chat_template import ChatTemplate, Date
-from difftx.data.records import (
-    BYTE_ORDER_MARK,
-    MAX_DOCUMENT_BYTES,
-    OPENERS,
-    READ_ERRORS,
-    TOO_LONG,
-    bucket_files,
-    open_stream,
-    why_unreadable,
-)
 from difftx.errors import UserError, import_extra, printable
 from difftx.files import open_file
 from difftx.registry import Registry
@@ -105,7 +96,7 @@ class Lines:
 
     def _document(self, line: bytes, index: int, position: int, fields: Fields) -> Found:
         try:
-            record = json.loads(line.decode().removeprefix(BYTE_ORDER_MARK if position == 0 else ""))
+            record = json.loads(line.decode().removeprefix(records.BYTE_ORDER_MARK if position == 0 else ""))
         except UnicodeDecodeError as error:
             return UserError(f"{self.line_name(index)}: byte {position + error.start} of the file is not UTF-8")
         except json.JSONDecodeError as error:
@@ -120,7 +111,7 @@ class Lines:
         """Return the file and number of a line, for messages. This reads the file again to count earlier lines."""
         before = 0
         if self.start:
-            with open_stream(self.file) as stream:
+            with records.open_stream(self.file) as stream:
                 left = self.start
                 while left and (data := stream.read(min(left, 2**20))):
                     before += data.count(b"\n")
@@ -145,7 +136,7 @@ class Texts:
             elif fields.id is not None and HALF_PAIR.search(str(file)):
                 yield UserError(f"{file}: the path is not UTF-8, so it cannot be an id; rename the file")
             else:
-                mark = BYTE_ORDER_MARK if self.start == 0 else ""
+                mark = records.BYTE_ORDER_MARK if self.start == 0 else ""
                 try:
                     text = data.decode().removeprefix(mark)
                     yield Document(text, data.removeprefix(mark.encode()), fields.id and str(file))
@@ -206,8 +197,8 @@ class Source:
         read = {"texts": _read_texts, "hf": _read_hugging_face}.get(self.kind) or READERS[self.kind]
         try:
             yield from read(self, fields, position)
-        except READ_ERRORS as error:  # The documents before the error are kept, and the last chunk is the error.
-            yield _unreadable(self.files[0], why_unreadable(self.files[0], error))
+        except records.READ_ERRORS as error:  # The documents before it are kept, and the last chunk is the error.
+            yield _unreadable(self.files[0], records.why_unreadable(self.files[0], error))
         except UnicodeDecodeError as error:  # From `datasets`, or from a reader of an extension.
             yield _unreadable(self.files[0], f"{self.files[0]}: the file has text that is not UTF-8 ({error.reason})")
 
@@ -232,7 +223,7 @@ def sources_of(pattern: str, *, valid: bool, first_index: int) -> list[Source]:
     files = _input_files(pattern, "--valid_input" if valid else "--input")
     sources: list[Source] = []
     for file, size in files.items():
-        ending = (Path(file.stem) if file.suffix.lower() in OPENERS else file).suffix.removeprefix(".")
+        ending = (Path(file.stem) if file.suffix.lower() in records.OPENERS else file).suffix.removeprefix(".")
         kind = next((name for name in (ending, ending.lower()) if name in READERS), "texts")
         if sources and kind == "texts" == sources[-1].kind and sources[-1].size < UNIT_BYTES:
             group = sources[-1]  # Small texts are read together, as one source.
@@ -246,7 +237,7 @@ def _input_files(pattern: str, flag: str) -> dict[AnyPath, int]:
     """Return the size of each file of a path, folder or glob. In folders, names that begin with a dot are left out."""
     path = path_of(flag, pattern)
     if is_bucket(path):
-        sizes: dict[AnyPath, int] = {file: description.size for file, description in bucket_files(path).items()}
+        sizes: dict[AnyPath, int] = {file: description.size for file, description in records.bucket_files(path).items()}
         is_folder = path not in sizes and not glob.has_magic(pattern)
     else:
         # Unlike `Path.rglob`, this enters folders that are links. It leaves out names that begin with a dot.
@@ -275,18 +266,18 @@ def load_hugging_face(name: str) -> Any:
 
 def _read_lines(source: Source, fields: Fields, position: int) -> Iterator[Chunk]:
     file = source.files[0]
-    with open_file(file) as stored, open_stream(file, stored) as stream:
+    with open_file(file) as stored, records.open_stream(file, stored) as stream:
         stream.seek(position)
         before = stored.tell()
         while data := stream.read(UNIT_BYTES):
             last = data.rfind(b"\n") + 1  # Start of the last line.
-            data += stream.readline(MAX_DOCUMENT_BYTES - (len(data) - last) + 1)
-            if len(data) - last > MAX_DOCUMENT_BYTES and not data.endswith(b"\n"):
+            data += stream.readline(records.MAX_DOCUMENT_BYTES - (len(data) - last) + 1)
+            if len(data) - last > records.MAX_DOCUMENT_BYTES and not data.endswith(b"\n"):
                 whole = Lines(file, position, data[:last])
                 name = whole.line_name(data.count(b"\n", 0, last))
                 if whole.data:
                     yield whole, position + last, stored.tell() - before
-                yield _unreadable(file, f"{name} {TOO_LONG}; the lines after it are not read")
+                yield _unreadable(file, f"{name} {records.TOO_LONG}; the lines after it are not read")
                 return
             end, read = position + len(data), stored.tell() - before
             yield Lines(file, position, data), end, read
@@ -300,7 +291,8 @@ def _read_texts(source: Source, fields: Fields, position: int) -> Iterator[Chunk
     def read(file: AnyPath) -> bytes | OSError:
         try:
             with open_file(file) as stream:
-                return stream.read(2 * MAX_DOCUMENT_BYTES)  # Compression never lengthens a text to twice its size.
+                # Compression never lengthens a text to twice its size.
+                return stream.read(2 * records.MAX_DOCUMENT_BYTES)
         except OSError as error:
             return error
 
@@ -324,11 +316,11 @@ def _decompressed_text(file: AnyPath, stored: bytes | OSError) -> bytes | UserEr
     try:
         if isinstance(stored, OSError):
             raise stored
-        data = open_stream(file, io.BytesIO(stored)).read(MAX_DOCUMENT_BYTES + 1)
-    except READ_ERRORS as error:
-        return UserError(why_unreadable(file, error))
-    if len(data) > MAX_DOCUMENT_BYTES:
-        return UserError(f"{file}: the file {TOO_LONG}")
+        data = records.open_stream(file, io.BytesIO(stored)).read(records.MAX_DOCUMENT_BYTES + 1)
+    except records.READ_ERRORS as error:
+        return UserError(records.why_unreadable(file, error))
+    if len(data) > records.MAX_DOCUMENT_BYTES:
+        return UserError(f"{file}: the file {records.TOO_LONG}")
     return data or UserError(f"{file}: the file is empty")
 
 

@@ -11,7 +11,7 @@ from difftx.registry import changed_extensions
 from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint import arrays
 from difftx.training.checkpoint.manifest import Manifest, WeightsPart, describe_arrays, read_manifest
-from difftx.training.state import TrainState
+from difftx.training.state import TrainState, init_params
 
 
 def config_of(folder: AnyPath) -> Config:
@@ -31,12 +31,14 @@ def restore_state(folder: AnyPath, abstract: TrainState, mesh: jax.sharding.Mesh
     return TrainState(**arrays.restore(folder / manifest.contents, wanted)), manifest.loader
 
 
-def restore_params(folder: AnyPath, params: Any, mesh: jax.sharding.Mesh, part: WeightsPart = "params") -> Any:
-    """Return the parameters of the valid checkpoint in `folder`, sharded over `mesh` like the abstract `params`.
+def restore_params(folder: AnyPath, config: Config, mesh: jax.sharding.Mesh, part: WeightsPart = "params") -> Any:
+    """Return the parameters of the valid checkpoint in `folder`, sharded over `mesh` as in training with `config`.
 
     `part` is the part of the train state that has them: "params", or their average "ema".
     """
-    manifest, wanted = read_manifest(folder), on_mesh({part: params}, mesh)
+    with jax.set_mesh(mesh):
+        abstract = jax.eval_shape(lambda: init_params(config))
+    manifest, wanted = read_manifest(folder), on_mesh({part: abstract}, mesh)
     _require_arrays(folder, manifest, wanted, f"{part}/")
     return arrays.restore(folder / manifest.contents, wanted)[part]
 
