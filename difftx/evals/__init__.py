@@ -23,7 +23,7 @@ _LISTED = {
     "position": _Listed("position", "loss over the first 1, 2, 4, … tokens of long documents"),
     "exact_match": _Listed("exact_match", "share of right answers of a synthetic task"),
     "needle": _Listed("needle.suite", "retrieval of magic numbers from a long text, by generated answers"),
-    "icl": _Listed("icl.suite", "accuracy of labels, with more and more demonstrations in the prompt"),
+    "icl": _Listed("icl", "accuracy of labels, with more and more demonstrations in the prompt"),
     "attention": _Listed("attention.suite", "attention to the answer and to noise in the prompts of `needle`"),
     "hallucination": _Listed("hallucination.suite", "share of answers that a judge finds free of hallucinations"),
     "harness": _Listed("harness.suite", "tasks of lm-eval", ("lm_eval", "datasets")),

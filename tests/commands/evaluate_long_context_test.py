@@ -16,7 +16,7 @@ from difftx.commands.evaluate import load_params
 from difftx.commands.flags import Parser
 from difftx.config.build import override
 from difftx.config.recipes import load_config
-from difftx.evals.icl.prompts import IclTask
+from difftx.evals.icl import IclTask
 from difftx.evals.needle.prompts import NeedlePrompts
 from difftx.inference.decode import LanguageModel
 from difftx.inference.generate import Request, generate
@@ -93,7 +93,7 @@ def test_both_suites_end_to_end(run, monkeypatch, capsys):
 
     # A second run computes nothing.
     monkeypatch.setattr("difftx.evals.needle.suite.generate", None)
-    monkeypatch.setattr("difftx.evals.icl.suite.most_likely", None)
+    monkeypatch.setattr("difftx.evals.icl.most_likely", None)
     assert evaluate(run, monkeypatch) == 0
     assert capsys.readouterr().out.count("was made with the same settings") == 2
 
