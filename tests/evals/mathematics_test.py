@@ -16,8 +16,7 @@ from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
 from difftx.evals import run as evals
 from difftx.evals.math.formats import Problem, last_boxed, read_problems
-from difftx.evals.math.prompts import NUDGE, STOP, MathTask
-from difftx.evals.math.suite import final_answer, is_right
+from difftx.evals.math.suite import NUDGE, STOP, MathTask, final_answer, is_right
 from difftx.training.run import Run
 
 # Format → a line with the fields of the published set, and its question, solution and answer.

@@ -1,5 +1,12 @@
-"""Suite `math`: accuracy and length of answers to word problems (Appendix C of the paper at ICLR; docs/suites.md)."""
+"""Suite `math`: accuracy and length of answers to word problems (Appendix C of the paper at ICLR; docs/suites.md).
 
+A prompt has demonstrations, which are solved problems, then a question. A demonstration, followed by an empty line, is:
+
+    Question: A robe takes 2 bolts of blue fiber and half that much white fiber. How many bolts in total does it take?
+    Answer: It takes 2/2=1 bolt of white fiber. So the total amount of fabric is 2+1=3 bolts. The answer is 3.
+"""
+
+import dataclasses
 import math
 import re
 from collections.abc import Sequence
@@ -7,17 +14,19 @@ from typing import Any
 
 import numpy as np
 
+from difftx.config.eval import MathTaskConfig
 from difftx.errors import UserError, import_extra
 from difftx.evals import check_suites
 from difftx.evals.evaluation import Evaluation
-from difftx.evals.math.formats import Problem, last_boxed
-from difftx.evals.math.prompts import STOP, MathItem, MathTask
+from difftx.evals.math.formats import Problem, last_boxed, read_problems
 from difftx.evals.result import Better, LineChart, Number, Result, Series
 from difftx.evals.suite import Suite
-from difftx.inference.generate import generate
-from difftx.inference.sampling import Sampling
+from difftx.inference.generate import Request, generate
+from difftx.inference.sampling import Sampling, derived_seed
 from difftx.training.run import Run
 
+STOP = ("\nQuestion:",)  # After its answer, the model may continue with a new problem.
+NUDGE = " Let's think step by step."  # Ends prompts without demonstrations (arXiv 2205.11916).
 ANSWER = re.compile(r"(?:answer is:?|####)\s*", re.IGNORECASE)  # "####" precedes the answers of GSM8K.
 # Time limit of math-verify to parse or compare expressions. An answer that takes longer counts as wrong. math-verify
 # uses SIGALRM, which works only in the main thread.
@@ -31,6 +40,70 @@ METRICS: dict[str, tuple[str, Better]] = {
 PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
 SHOWN = 3  # Number of answers per task in the details, each truncated to `SHOWN_CHARACTERS`.
 SHOWN_CHARACTERS = 4000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MathItem(Request):
+    """The request for an answer to a problem."""
+
+    id: str
+    problem: Problem
+
+
+class MathTask:
+    """A task's problems with their prompts. The same files, settings and tokenizer always give the same prompts."""
+
+    def __init__(self, run: Run, config: MathTaskConfig):
+        """Make the prompts, which share demonstrations, or raise `UserError` for an invalid file or a long prompt."""
+        settings = run.config.eval.math
+        self.name, self._settings = config.name, settings
+        rng = np.random.default_rng(settings.seed)
+        field = f"eval.math.tasks, {config.name}"
+        context = self._demonstrations(config, field, rng)
+        problems = read_problems(config.test, config.format, field=f"{field}.test")
+        if settings.questions is not None:
+            problems = [problems[i] for i in sorted(rng.permutation(len(problems))[: settings.questions])]
+        nudge = NUDGE if settings.chain_of_thought and not settings.shots else ""
+        context_length = run.config.data.sequence_length
+        self.items: list[MathItem] = []
+        for number, problem in enumerate(problems):
+            prompt = run.tokenizer.encode_prompt(f"{context}Question: {problem.question}\nAnswer:{nudge}")
+            if len(prompt) >= context_length:
+                raise UserError(
+                    f"{problem.name}: the prompt has {len(prompt)} tokens, and the model's context "
+                    f"data.sequence_length={context_length}; remove the line"
+                    + (f", or use fewer demonstrations than eval.math.shots={settings.shots}" if settings.shots else "")
+                )
+            item = MathItem(
+                id=f"{self.name}/{number}",
+                problem=problem,
+                prompt=prompt,
+                new_tokens=min(settings.new_tokens, context_length - len(prompt)),
+                seed=derived_seed(settings.seed, number),
+            )
+            self.items.append(item)
+
+    def _demonstrations(self, config: MathTaskConfig, field: str, rng: np.random.Generator) -> str:
+        settings, form = self._settings, config.train_format or config.format
+        if not settings.shots or config.train is None:
+            return ""
+        problems = read_problems(config.train, form, field=f"{field}.train")
+        if len(problems) < settings.shots:
+            raise UserError(
+                f"{field}.train={config.train} has {len(problems)} problems, but eval.math.shots={settings.shots}"
+            )
+        chosen = [problems[i] for i in rng.permutation(len(problems))[: settings.shots]]
+        if settings.chain_of_thought and any(problem.solution is None for problem in chosen):
+            raise UserError(
+                f"{field}: format {form!r} has no solutions to show; set train and train_format to a file of a format "
+                "with solutions, or use eval.math.chain_of_thought=false"
+            )
+        text = ""
+        for problem in chosen:
+            reasoning = f"{problem.solution} " if settings.chain_of_thought else ""
+            answer = f"${problem.answer}$" if problem.latex else problem.answer
+            text += f"Question: {problem.question}\nAnswer: {reasoning}The answer is {answer}.\n\n"
+        return text
 
 
 def evaluate(evaluation: Evaluation) -> Result:
