@@ -228,7 +228,8 @@ def attend(
         _check_broadcastable(function, weight_argument, q_BTHGd)
         weight_argument = broadcast_to_tokens(weight_argument, q_BTHGd)
     if 0 in q.shape[:2]:  # There are no rows, or no tokens in them. Backends require at least one token.
-        return _empty_output(call)
+        sharding = jax.P(*jax.typeof(q_BTHGd).sharding.spec[:3]) if is_explicit_mesh() else None
+        return jnp.zeros((*q.shape[:3], v_BSKE.shape[3]), v_BSKE.dtype, out_sharding=sharding)
     if function == "weighted_attention":
         backend = dataclasses.replace(backend, forward=functools.partial(backend.forward, weight_function))
     operands = q_BTHGd, k_BSKGd, v_BSKE, weight_argument, segment_ids_BT
@@ -290,13 +291,6 @@ def _choose(function: str, implementation: str, call: AttentionCall) -> Backend:
             return by_name[name]
         rejected.append(f"{name}: {reason}")
     raise ValueError(f"{function}: no backend can serve this call: {'; '.join(rejected)}")
-
-
-def _empty_output(call: AttentionCall) -> jax.Array:
-    """Return the output of a call without tokens, sharded like the queries."""
-    q, v = jax.typeof(call.q), jax.typeof(call.v)
-    sharding = jax.P(*q.sharding.spec[:3]) if is_explicit_mesh() else None
-    return jnp.zeros((*q.shape[:3], v.shape[3]), v.dtype, out_sharding=sharding)
 
 
 @functools.cache
