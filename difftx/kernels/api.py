@@ -222,7 +222,7 @@ def attend(
         segment_ids_BT = segment_ids_BT.astype(jnp.int32)
     call = AttentionCall(q_BTHGd, k_BSKGd, v_BSKE, segment_ids_BT, window, SequenceSharding.of(q_BTHGd, zigzag=zigzag))
     _check_shapes(function, call, (q, k, v_BSKE))
-    backend = _choose(function, implementation, call)
+    backend = choose(function, implementation, call)
     if weight_argument is not None:
         weight_argument = jnp.asarray(weight_argument)
         _check_broadcastable(function, weight_argument, q_BTHGd)
@@ -263,12 +263,7 @@ def candidates(function: str) -> list[Backend]:
     return [backend for backend in BACKENDS[function].values() if backend.auto and backend.platform in platforms]
 
 
-def selected(function: str, implementation: str, call: AttentionCall) -> str:
-    """Return the name of the backend that serves a call, or raise `ValueError` if none can."""
-    return _choose(function, implementation, call).name
-
-
-def _choose(function: str, implementation: str, call: AttentionCall) -> Backend:
+def choose(function: str, implementation: str, call: AttentionCall) -> Backend:
     """Return the backend for a call, or raise `ValueError` if the call is invalid or no backend can serve it."""
     _check_common(call.q, call.k, call.v, call.segment_ids_BT, call.window)
     if implementation != "auto":
