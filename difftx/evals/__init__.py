@@ -30,7 +30,7 @@ _LISTED = {
     "math": _Listed("math.suite", "accuracy and length of answers to word problems", ("math_verify",)),
     "sample": _Listed("sample", "continuations of the first validation documents"),
     "throughput": _Listed("throughput", "speed of the model and of its counterpart, measured in turn"),
-    "outliers": _Listed("outliers.suite", "largest and median magnitudes of attention logits and hidden states"),
+    "outliers": _Listed("outliers", "largest and median magnitudes of attention logits and hidden states"),
     "quantize": _Listed("quantize", "the suites of `eval.quantize.suites` with attention rounded to few bits"),
     "cache": _Listed("cache", "the suites of `eval.cache.suites` with a compressed key/value cache"),
     "gradients": _Listed("gradients", "gradients of the validation loss, at the checkpoint and at initialisation"),

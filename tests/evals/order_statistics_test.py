@@ -8,8 +8,8 @@ import pytest
 from jax import P
 
 from difftx.errors import RunError, UserError
-from difftx.evals.outliers import order_statistics as under_test
-from difftx.evals.outliers.order_statistics import add_counts, no_counts, order_statistics, slots_for, summed
+from difftx.evals import outliers as under_test
+from difftx.evals.outliers import add_counts, no_counts, order_statistics, slots_for, summed
 
 RANKS = (1, 2, 3, 10, 100)
 
