@@ -65,7 +65,7 @@ def evaluate(evaluation: Evaluation) -> Result:
     def count(digits: Mapping[str, Digit]) -> dict[str, np.ndarray]:
         return _count(evaluation, digits, f"pass {next(passes)} of 2")
 
-    statistics = order_statistics(count, KINDS, settings.ranks, field="eval.outliers.ranks")
+    statistics = order_statistics(count, KINDS, settings.ranks)
     model, numbers = run.config.model, {}
     for kind, found in statistics.items():
         numbers |= {f"{kind}_top_{rank}": Number(value, better="lower") for rank, value in found.top.items()}
@@ -161,16 +161,11 @@ def _add_hidden(counts_1P2V, out_BTD, real_BT, digit):
 
 
 def order_statistics(
-    count: Callable[[Mapping[str, Digit]], Mapping[str, np.ndarray]],
-    names: Sequence[str],
-    ranks: Sequence[int],
-    *,
-    field: str,
+    count: Callable[[Mapping[str, Digit]], Mapping[str, np.ndarray]], names: Sequence[str], ranks: Sequence[int]
 ) -> dict[str, Statistics]:
     """Return the statistics of sets of magnitudes at the given ranks, from two passes over the values.
 
-    In each pass, `count` gets the digit to count in each set, and returns the counts of each set, int64 `[P, V]`. An
-    error about a rank names the config field `field`.
+    In each pass, `count` gets the digit to count in each set, and returns the counts of each set, int64 `[P, V]`.
     """
     everything = Digit(np.zeros(V, np.uint32), np.uint32(DIGIT_BITS))
     high = {name: counts_PV[0] for name, counts_PV in count(dict.fromkeys(names, everything)).items()}
@@ -178,7 +173,7 @@ def order_statistics(
     for name in names:
         total = int(high[name].sum())
         if max(ranks) > total:
-            raise UserError(f"{field}: rank {max(ranks)} of {total} values; use ranks of at most {total}")
+            raise UserError(f"eval.outliers.ranks: rank {max(ranks)} of {total} values; use ranks of at most {total}")
         indices[name] = [*(total - rank for rank in ranks), (total - 1) // 2, total // 2]
         needed = np.unique(np.searchsorted(np.cumsum(high[name]), indices[name], side="right"))
         slot_V = np.full(V, slots_for(ranks), np.uint32)
