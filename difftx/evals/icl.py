@@ -118,10 +118,6 @@ class IclTask:
         context = (*self._tokenizer.prefix, *itertools.chain(*demonstrations))
         return [Prompt(context, example.question) for example in self.questions]
 
-    def accuracy(self, answers: list[int]) -> float:
-        """Return the share of questions whose answer, an index into `labels`, is right."""
-        return float(np.mean(np.equal([example.label for example in self.questions], answers)))
-
     def _permutations(self, order: str, shots: int) -> list[tuple[int, ...]]:
         """Return `eval.icl.permutations` distinct permutations of `shots` demonstrations, or all if there are fewer."""
         counts = Counter(example.label for example in self._demonstrations[:shots])
@@ -233,10 +229,11 @@ def _accuracies(evaluation: Evaluation, task: IclTask) -> Accuracies:
         chosen = most_likely(evaluation.lm, asked, task.labels, batch_rows=evaluation.run.microbatch_rows)
         return np.reshape(chosen, (len(items), -1)).tolist()
 
+    labels = [example.label for example in task.questions]
     accuracies: Accuracies = {}
     for item, answers in evaluation.answers(task.items, answer, what=f"orders of demonstrations of {task.name}"):
         for order in item.orders:
-            accuracies.setdefault((order, item.shots), []).append(task.accuracy(answers))
+            accuracies.setdefault((order, item.shots), []).append(float(np.mean(np.equal(labels, answers))))
     return accuracies
 
 

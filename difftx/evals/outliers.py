@@ -60,10 +60,15 @@ class Statistics(NamedTuple):
 def evaluate(evaluation: Evaluation) -> Result:
     """Return the largest and median magnitudes of logits and hidden states in each validation set, exactly."""
     run, settings = evaluation.run, evaluation.run.config.eval.outliers
+    graphdef = graph(run.config, Layout.of(run.config.mesh.context_method).with_whole_rows())
     passes = iter(range(1, 3))
 
     def count(digits: Mapping[str, Digit]) -> dict[str, np.ndarray]:
-        return _count(evaluation, digits, f"pass {next(passes)} of 2")
+        number, counts = next(passes), {kind: no_counts(run.mesh, slots_for(settings.ranks)) for kind in KINDS}
+        for name, source in run.data.valid.items():
+            for batch in evaluation.batches(source, settings.tokens, f"rows of {name}, pass {number} of 2"):
+                counts = _add_batch(graphdef, evaluation.params, batch, digits, counts)
+        return {kind: summed(counts[kind]) for kind in KINDS}
 
     statistics = order_statistics(count, KINDS, settings.ranks)
     model, numbers = run.config.model, {}
@@ -73,16 +78,6 @@ def evaluate(evaluation: Evaluation) -> Result:
     tokens = statistics["hidden"].count // (model.num_layers * model.d_model)
     counts = {kind: found.count for kind, found in statistics.items()}
     return Result(numbers={**numbers, "tokens": Number(tokens, "tokens")}, details={"values": counts})
-
-
-def _count(evaluation: Evaluation, digits: Mapping[str, Digit], what: str) -> dict[str, np.ndarray]:
-    run, settings = evaluation.run, evaluation.run.config.eval.outliers
-    graphdef = graph(run.config, Layout.of(run.config.mesh.context_method).with_whole_rows())
-    counts = {kind: no_counts(run.mesh, slots_for(settings.ranks)) for kind in KINDS}
-    for name, source in run.data.valid.items():
-        for batch in evaluation.batches(source, settings.tokens, f"rows of {name}, {what}"):
-            counts = _add_batch(graphdef, evaluation.params, batch, digits, counts)
-    return {kind: summed(counts[kind]) for kind in KINDS}
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
