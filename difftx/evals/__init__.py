@@ -27,7 +27,7 @@ _LISTED = {
     "attention": _Listed("attention.suite", "attention to the answer and to noise in the prompts of `needle`"),
     "hallucination": _Listed("hallucination.suite", "share of answers that a judge finds free of hallucinations"),
     "harness": _Listed("harness.suite", "tasks of lm-eval", ("lm_eval", "datasets")),
-    "math": _Listed("math.suite", "accuracy and length of answers to word problems", ("math_verify",)),
+    "math": _Listed("math", "accuracy and length of answers to word problems", ("math_verify",)),
     "sample": _Listed("sample", "continuations of the first validation documents"),
     "throughput": _Listed("throughput", "speed of the model and of its counterpart, measured in turn"),
     "outliers": _Listed("outliers", "largest and median magnitudes of attention logits and hidden states"),
