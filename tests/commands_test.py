@@ -178,7 +178,7 @@ def test_a_report_of_both_runs(both_trained):
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == str(page)
     text = page.read_text()
-    for part in ("Training loss, raw and smoothed", "λ of each layer: diff", "model.architecture", "bits per byte"):
+    for part in ("Training loss of each batch", "λ of each layer: diff", "model.architecture", "bits per byte"):
         assert part in text
     result = run("difftx", "report", f"--workdir={runs}/diff")
     assert result.stdout.strip() == str(runs / "diff" / "report.html")

@@ -313,7 +313,7 @@ class MathTaskConfig(Group):
     name: affects.Evaluation[str]
     """Name of the task in the results."""
     format: affects.Evaluation[MathFormat]
-    """Format of the test file (`difftx/evals/math/formats.py`)."""
+    """Format of the test file (`difftx/evals/math.py`)."""
     test: flag.Bucket[flag.Location[affects.Evaluation[str]]]
     """Path of the file with the problems."""
     train: flag.Bucket[flag.Location[affects.Evaluation[str | None]]]

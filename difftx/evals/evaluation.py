@@ -81,10 +81,6 @@ class Evaluation:
         )
         return self.work.track(batches, what, -(-ordered_rows(source, limit_tokens) // rows))
 
-    def nll(self, source: RowSource, limit_tokens: int, what: str) -> np.ndarray:
-        """Return the first result of `scores`, which explains the arguments: -log p of each target, `[rows, T]`."""
-        return self.scores(source, limit_tokens, what)[0]
-
     def scores(self, source: RowSource, limit_tokens: int, what: str) -> tuple[np.ndarray, np.ndarray]:
         """Return two arrays `[rows, T]` for the targets in the first rows of a source, in every process.
 
@@ -124,10 +120,10 @@ class Evaluation:
             yield [scores_BT[: len(batch), : len(inputs[0])] for scores_BT in scores]
 
     def valid_rows(self, name: str) -> Iterator[tuple[Row, np.ndarray]]:
-        """Yield the first rows of a validation set, up to `eval.loss_tokens` tokens, each with its `nll`, `[T]`."""
+        """Yield the first rows of a validation set, up to `eval.loss_tokens` tokens, each with -log p, `[T]`."""
         source = self.run.data.valid[name]
         if name not in self._valid_nll:  # All suites share one forward pass per set.
-            self._valid_nll[name] = self.nll(source, self.run.config.eval.loss_tokens, f"rows of {name}")
+            self._valid_nll[name], _ = self.scores(source, self.run.config.eval.loss_tokens, f"rows of {name}")
         for index, nll_T in enumerate(self._valid_nll[name]):
             yield source[index], nll_T
 

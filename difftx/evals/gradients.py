@@ -1,5 +1,7 @@
 """Suite `gradients`: gradient norms by matrix and layer (Appendix F of the Differential Transformer paper)."""
-# Axes of arrays: L = layers
+# Axes: B = batch, T = query tokens, S = key tokens (= T), C = query tokens of a chunk, H = query heads,
+#   K = key/value heads, R = H / K = query heads per key/value head, G = 2 groups of queries and keys, L = layers,
+#   d = width of a query/key sub-head, E = width of a value head
 
 import dataclasses
 import functools
@@ -16,8 +18,8 @@ from difftx.evals.evaluation import Evaluation, require_plain_logits
 from difftx.evals.result import Heatmap, LineChart, Number, Result, Series
 from difftx.evals.suite import Suite
 from difftx.evals.throughput import COMPARED, counterpart
-from difftx.kernels import weight_functions
-from difftx.kernels.logit_gradients import logit_gradient_products
+from difftx.kernels import weight_functions, xla
+from difftx.kernels.backend import broadcast_to_tokens, per_shard
 from difftx.model.abstract import vector_mask
 from difftx.model.architectures import ARCHITECTURES
 from difftx.model.attention import Angles, LayerConstants, SelfAttention
@@ -220,8 +222,8 @@ def logit_products(
 ) -> jax.Array:
     """Return |dS1|², |dS2|² and dS1·dS2 of each query, summed over keys, float32 `[B, T, H, 3]`.
 
-    S1 and S2 are the logits of A1 and A2, and `dupdate_BTD` is the gradient of the loss with respect to the residual
-    update. Only for classes with `subtracts = True`.
+    S1 and S2 are the logits of A1 and A2 after the factor 1/√d, and `dupdate_BTD` is the gradient of the loss with
+    respect to the residual update. Only for classes with `subtracts = True`.
     """
     q, k, v = attention.operands(x_BTD, angles)
     heads_BTHE = attention.combined(attention.attend(q, k, v, x_BTD, constants, segment_ids_BT), x_BTD)
@@ -231,8 +233,35 @@ def logit_products(
     weight_function, q, k, lam = attention.attention_weight_inputs(q, k, x_BTD, constants)
     assert weight_function is weight_functions.difference
     assert lam is not None
-    options = {"segment_ids_BT": segment_ids_BT, "window": constants.window}
-    return logit_gradient_products(q, k, v, lam, dheads_BTHE, **options)
+    operands = q, k, v, broadcast_to_tokens(lam, q), dheads_BTHE, segment_ids_BT
+    return per_shard(functools.partial(_logit_products_on_device, window=constants.window), *operands)
+
+
+def _logit_products_on_device(
+    q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, dout_BTHE, segment_ids_BT, *, window: int | None
+) -> jax.Array:
+    """Return the result of `logit_products` for the shard of a device, given the gradient dO of the heads' outputs.
+
+    With dP = dO Vᵀ, dS1 = A1 ∘ (dP - rowsum(A1 ∘ dP)) and dS2 = -λ A2 ∘ (dP - rowsum(A2 ∘ dP)). They have one number
+    per pair of tokens, so they are computed in chunks of queries.
+    """
+    B, T, H = q_BTHGd.shape[:3]
+    K = k_BSKGd.shape[2]
+
+    def chunk(arrays: dict[str, Any]) -> jax.Array:
+        dp_BKRCS = xla.einsum("BSKE,BKRCE->BKRCS", v_BSKE, xla.split_heads(arrays["dout"], K))
+        factors = 1, -xla.split_heads(arrays["lam"], K)[..., None]
+        by_group, ds_BKRCS = xla.masked_logits(arrays, k_BSKGd, segment_ids_BT, window), []
+        for factor, logits_BKRCS in zip(factors, by_group, strict=True):
+            weights_BKRCS = weight_functions.softmax(logits_BKRCS)
+            mean_BKRC1 = jnp.sum(weights_BKRCS * dp_BKRCS, axis=-1, keepdims=True)
+            ds_BKRCS.append(factor * (weights_BKRCS * (dp_BKRCS - mean_BKRC1)))
+        ds1_BKRCS, ds2_BKRCS = ds_BKRCS
+        products = ds1_BKRCS**2, ds2_BKRCS**2, ds1_BKRCS * ds2_BKRCS
+        return jnp.moveaxis(jnp.stack([jnp.sum(x, axis=-1) for x in products], axis=-1), 3, 1)
+
+    all_chunks = xla.chunks(segment_ids_BT, None, q=q_BTHGd, lam=lam_BTH, dout=dout_BTHE)
+    return xla.joined(jax.lax.map(chunk, all_chunks), T).reshape(B, T, H, 3)
 
 
 def _chart(name: str, title: str, y_label: str, lines: dict[str, np.ndarray], *, log_y: bool) -> LineChart:

@@ -54,7 +54,7 @@ def evaluate(evaluation: Evaluation) -> Result:
     for name, source in sources.items():
         sets[name] = {"documents": len(source), "documents_that_are_longer": source.longer, "tokens": source.tokens}
         if len(source):
-            nll_NT = evaluation.nll(source, source.tokens, f"long documents of {name}")
+            nll_NT, _ = evaluation.scores(source, source.tokens, f"long documents of {name}")
             curve = _curve(name, nll_NT, positions)
             sets[name]["loss"] = curve.y[-1]
             series.append(curve)

@@ -117,7 +117,7 @@ class Result:
         numbers = {}
         for name, value in self.numbers.items():
             number = value if isinstance(value, Number) else Number(_plain(value, f"Result.numbers[{name!r}]"))
-            numbers[name] = number.but(label=number.label or _label_of(name))
+            numbers[name] = number.but(label=number.label or name.replace("_", " "))
         object.__setattr__(self, "numbers", numbers)
 
 
@@ -131,7 +131,8 @@ def read_numbers(result: Mapping[str, Any]) -> dict[str, Number]:
             measure = {"unit": "", "label": "", "better": None, "chance": None} | said.get(name, {})
             better = measure["better"] if measure["better"] in ("lower", "higher") else None
             chance = measure["chance"] if isinstance(measure["chance"], int | float) else None
-            numbers[name] = Number(value, measure["unit"], better, measure["label"] or _label_of(name), chance)
+            label = measure["label"] or name.replace("_", " ")
+            numbers[name] = Number(value, measure["unit"], better, label, chance)
     return numbers
 
 
@@ -172,10 +173,6 @@ def signed_change(before: float, value: float, *, relative: bool = True) -> str:
     share = f" ({(value - before) / abs(before):+.2%})" if before and relative else ""
     (difference,) = format_together([value - before], digits=3, signed=True)
     return f"{difference}{share}".replace("-", "−")
-
-
-def _label_of(name: str) -> str:
-    return name.replace("_", " ")
 
 
 def _plain(value: Any, name: str) -> float:

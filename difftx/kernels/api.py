@@ -222,13 +222,14 @@ def attend(
         segment_ids_BT = segment_ids_BT.astype(jnp.int32)
     call = AttentionCall(q_BTHGd, k_BSKGd, v_BSKE, segment_ids_BT, window, SequenceSharding.of(q_BTHGd, zigzag=zigzag))
     _check_shapes(function, call, (q, k, v_BSKE))
-    backend = _choose(function, implementation, call)
+    backend = choose(function, implementation, call)
     if weight_argument is not None:
         weight_argument = jnp.asarray(weight_argument)
         _check_broadcastable(function, weight_argument, q_BTHGd)
         weight_argument = broadcast_to_tokens(weight_argument, q_BTHGd)
     if 0 in q.shape[:2]:  # There are no rows, or no tokens in them. Backends require at least one token.
-        return _empty_output(call)
+        sharding = jax.P(*jax.typeof(q_BTHGd).sharding.spec[:3]) if is_explicit_mesh() else None
+        return jnp.zeros((*q.shape[:3], v_BSKE.shape[3]), v_BSKE.dtype, out_sharding=sharding)
     if function == "weighted_attention":
         backend = dataclasses.replace(backend, forward=functools.partial(backend.forward, weight_function))
     operands = q_BTHGd, k_BSKGd, v_BSKE, weight_argument, segment_ids_BT
@@ -262,12 +263,7 @@ def candidates(function: str) -> list[Backend]:
     return [backend for backend in BACKENDS[function].values() if backend.auto and backend.platform in platforms]
 
 
-def selected(function: str, implementation: str, call: AttentionCall) -> str:
-    """Return the name of the backend that serves a call, or raise `ValueError` if none can."""
-    return _choose(function, implementation, call).name
-
-
-def _choose(function: str, implementation: str, call: AttentionCall) -> Backend:
+def choose(function: str, implementation: str, call: AttentionCall) -> Backend:
     """Return the backend for a call, or raise `ValueError` if the call is invalid or no backend can serve it."""
     _check_common(call.q, call.k, call.v, call.segment_ids_BT, call.window)
     if implementation != "auto":
@@ -290,13 +286,6 @@ def _choose(function: str, implementation: str, call: AttentionCall) -> Backend:
             return by_name[name]
         rejected.append(f"{name}: {reason}")
     raise ValueError(f"{function}: no backend can serve this call: {'; '.join(rejected)}")
-
-
-def _empty_output(call: AttentionCall) -> jax.Array:
-    """Return the output of a call without tokens, sharded like the queries."""
-    q, v = jax.typeof(call.q), jax.typeof(call.v)
-    sharding = jax.P(*q.sharding.spec[:3]) if is_explicit_mesh() else None
-    return jnp.zeros((*q.shape[:3], v.shape[3]), v.dtype, out_sharding=sharding)
 
 
 @functools.cache

@@ -20,7 +20,9 @@ def weighted_attention(
     arguments = [*jnp.moveaxis(_logits(q_BTHGd, k_BSKGd, segment_ids_BS, **options), 2, 0)]
     if weight_argument_BTH is not None:
         arguments.append(jnp.moveaxis(weight_argument_BTH, 2, 1)[..., None])
-    return _weighted_values(weight_function(*arguments), v_BSKE)
+    weights_BHTS = weight_function(*arguments)
+    v_BSHE = jnp.repeat(v_BSKE, weights_BHTS.shape[1] // v_BSKE.shape[2], axis=2).astype(weights_BHTS.dtype)
+    return jnp.einsum("BHTS,BSHE->BTHE", weights_BHTS, v_BSHE).astype(v_BSKE.dtype)
 
 
 def _logits(
@@ -44,8 +46,3 @@ def _logits(
     if sharding is not None:
         seen_BTS = seen_BTS[:, sharding.positions(q_BTHGd.shape[1])]
     return jnp.where(seen_BTS[:, None, None], logits_BHGTS, -jnp.inf)
-
-
-def _weighted_values(weights_BHTS: jax.Array, v_BSKE: jax.Array) -> jax.Array:
-    v_BSHE = jnp.repeat(v_BSKE, weights_BHTS.shape[1] // v_BSKE.shape[2], axis=2).astype(weights_BHTS.dtype)
-    return jnp.einsum("BHTS,BSHE->BTHE", weights_BHTS, v_BSHE).astype(v_BSKE.dtype)

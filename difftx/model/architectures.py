@@ -37,12 +37,8 @@ ARCHITECTURES: Registry["type[SelfAttention]"] = Registry(
 )
 
 
-def _own_config(name: str) -> type | None:
-    """Return the class of the config group of an architecture, or None if it has none."""
-    return ARCHITECTURES[name].own_config if name in ARCHITECTURES else None
-
-
-find_groups(ModelConfig, _own_config)
+# `own_config` is the class of an architecture's config group, or None if it has none.
+find_groups(ModelConfig, lambda name: ARCHITECTURES[name].own_config if name in ARCHITECTURES else None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -212,11 +212,9 @@ class Decoder(nnx.Module):
             stacked_L = self.blocks, dataclasses.replace(constants_L, window=windows[0]), *inputs_L
             return jax.lax.scan(lambda carry, of_layer: layer(carry, *of_layer), carry, stacked_L, unroll=unroll)
         stacked_NP = jax.tree.map(lambda x_L: _split_axis(x_L, period), (self.blocks, constants_L, *inputs_L))
-
-        def group_of(carry: Any, stacked_P: Any) -> tuple[Any, Any]:
-            return group(carry, _unstacked(stacked_P, period))
-
-        carry, outputs_NP = jax.lax.scan(group_of, carry, stacked_NP, unroll=unroll)
+        carry, outputs_NP = jax.lax.scan(
+            lambda carry, stacked_P: group(carry, _unstacked(stacked_P, period)), carry, stacked_NP, unroll=unroll
+        )
         return carry, jax.tree.map(_merge_axes, outputs_NP)
 
     @property

@@ -91,13 +91,10 @@ def page_figure(chart: Mapping[str, Any], salt: str) -> tuple[str, dict[str, Any
     svg = re.sub(r'(?<=>)\s+(?=<)| transform="rotate\(-0 [^"]*"', "", svg)
     for drawn, shown in ((INK, "currentColor"), (RULE, "var(--rule)"), ("'DejaVu Sans', sans-serif", "sans-serif")):
         svg = svg.replace(drawn, shown)
-    return svg, {"box": _box(figure), **_tooltip_values(chart, figure.axes[0])}
-
-
-def _box(figure: matplotlib.figure.Figure) -> list[float]:
-    """Return the left, top, right and bottom end of the axes in units of the SVG, whose origin is the top left."""
+    # The left, top, right and bottom end of the axes in units of the SVG, whose origin is the top left.
     (width, height), box = 72 * figure.get_size_inches(), figure.axes[0].get_position()
-    return [round(x, 1) for x in (box.x0 * width, (1 - box.y1) * height, box.x1 * width, (1 - box.y0) * height)]
+    ends = box.x0 * width, (1 - box.y1) * height, box.x1 * width, (1 - box.y0) * height
+    return svg, {"box": [round(x, 1) for x in ends], **_tooltip_values(chart, figure.axes[0])}
 
 
 def _tooltip_values(chart: Mapping[str, Any], axes: matplotlib.axes.Axes) -> dict[str, Any]:

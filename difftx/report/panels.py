@@ -21,9 +21,6 @@ MAX_VALUE_ROWS = 12  # Maximum number of rows in the table of a line chart's val
 MAX_VALUES = 400  # Maximum number of cells of a heatmap that is also shown as a table.
 DIM = 0.02  # Share of a heatmap's largest value up to which a row counts as empty.
 
-# Parameters named `chart` are charts as difftx/report/charts.py describes them.
-Lines = Mapping[str, tuple[Any, Any]]  # Name of a line → its x and y values.
-
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
@@ -51,7 +48,7 @@ class Panel:
     """A figure with a heading, and a table of the figure's values."""
 
     title: str
-    chart: Mapping[str, Any]
+    chart: Mapping[str, Any]  # As difftx/report/charts.py describes charts.
     note: str = ""
     shown_for: str = ""  # The panel is shown if the page's controls have these choices: "against-steps axes-log".
 
@@ -140,8 +137,8 @@ def _lambda_panels(run: RunRecord) -> list[Panel]:
     rows = [rows[i] for i in evenly_spaced(len(rows), MAX_POINTS_OF_MANY)]
     steps = [row["step"] for row in rows]
     values = zip(*(row["lambda"] for row in rows), strict=True)
-    lines = {f"layer {layer}": (steps, of_layer) for layer, of_layer in enumerate(values, 1)}
-    return [panel_over_steps(f"λ of each layer: {run.name}", lines, "λ", note=_crossings_note(run))] if rows else []
+    series = [{"name": f"layer {layer}", "x": steps, "y": of_layer} for layer, of_layer in enumerate(values, 1)]
+    return [panel_over_steps(f"λ of each layer: {run.name}", series, "λ", note=_crossings_note(run))] if rows else []
 
 
 def _gradient_panels(arms: Sequence[Arm], colours: Mapping[str, str]) -> list[Panel]:
@@ -158,8 +155,7 @@ def _gradient_panels(arms: Sequence[Arm], colours: Mapping[str, str]) -> list[Pa
         end = ", update skipped"
         series.append({**line, "name": line["name"] + end, "group": line["group"] + end, "style": "points"})
     log_y = all(y > 0 for line in series for y in line["y"])
-    labels = {"x_label": "steps", "y_label": "gradient norm before clipping", "log_y": log_y}
-    return [Panel(title="Gradient norm", chart={"kind": "line", "series": series, **labels})] if series else []
+    return [panel_over_steps("Gradient norm", series, "gradient norm before clipping", log_y=log_y)] if series else []
 
 
 def _raw_losses(arms: Sequence[Arm], colours: Mapping[str, str]) -> Panel:
@@ -168,9 +164,8 @@ def _raw_losses(arms: Sequence[Arm], colours: Mapping[str, str]) -> Panel:
         kept = thinned(losses, MAX_POINTS)
         return [steps[i] for i in kept], losses[kept].tolist()
 
-    labels = {"x_label": "steps", "y_label": METRIC_LABELS["loss"], "log_y": True}
-    chart = {"kind": "line", "series": run_lines(arms, colours, losses), **labels}
-    return Panel(title="Training loss of each batch", chart=chart)
+    series = run_lines(arms, colours, losses)
+    return panel_over_steps("Training loss of each batch", series, METRIC_LABELS["loss"], log_y=True)
 
 
 def run_lines(
@@ -229,19 +224,20 @@ def _crossings_note(run: RunRecord) -> str:
     )
 
 
-def panel_over_steps(title: str, lines: Lines, y_label: str, *, note: str = "") -> Panel:
+def panel_over_steps(
+    title: str, series: Sequence[Mapping[str, Any]], y_label: str, *, log_y: bool = False, note: str = ""
+) -> Panel:
     """Return a panel of lines against training steps."""
-    series = [{"name": name, "x": steps, "y": values} for name, (steps, values) in lines.items()]
-    return Panel(
-        title=title, note=note, chart={"kind": "line", "series": series, "x_label": "steps", "y_label": y_label}
-    )
+    chart = {"kind": "line", "series": series, "x_label": "steps", "y_label": y_label, "log_y": log_y}
+    return Panel(title=title, note=note, chart=chart)
 
 
-def _series_values(x_label: str, series: Lines) -> Table:
+def _series_values(x_label: str, series: Mapping[str, tuple[Any, Any]]) -> Table:
     """Return a table of the lines at up to `MAX_VALUE_ROWS` points of the first line, evenly spaced by index.
 
-    The other lines show their y at the nearest x, and "–" where they are more than half an interval of theirs away: a
-    run with slightly more FLOPs than another still has a value at each end.
+    `series` has the x and y of each line by name. The other lines show their y at the nearest x, and "–" where they are
+    more than half an interval of theirs away: a run with slightly more FLOPs than another still has a value at each
+    end.
     """
     if not series:
         return Table([x_label], [])

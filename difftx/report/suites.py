@@ -222,8 +222,7 @@ def _number_panels(suite: str, arms: Sequence[Arm], colours: Mapping[str, str]) 
         series = run_lines(arms, colours, functools.partial(values_of, name=name))
         is_constant = len({value for line in series for value in line["y"]}) < 2
         if max(len(line["x"]) for line in series) > 1 and not is_constant:
-            chart = {"kind": "line", "series": series, "x_label": "steps", "y_label": number.axis}
-            panels.append(Panel(title=f"{number.label} over the steps", chart=chart))
+            panels.append(panel_over_steps(f"{number.label} over the steps", series, number.axis))
     return panels
 
 
@@ -240,8 +239,8 @@ def _charts_over_steps(run: str, results: Results) -> list[Panel]:
     for (title, x_label), values in found.items():
         if max(map(len, values.values()), default=0) < 2:
             continue
-        lines = {f"{x_label} {x:g}": (list(of_x), list(of_x.values())) for x, of_x in values.items()}
-        panels.append(panel_over_steps(f"{title}, over the steps: {run}", lines, title))
+        series = [{"name": f"{x_label} {x:g}", "x": [*y_at], "y": [*y_at.values()]} for x, y_at in values.items()]
+        panels.append(panel_over_steps(f"{title}, over the steps: {run}", series, title))
     return panels
 
 

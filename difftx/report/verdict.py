@@ -175,27 +175,18 @@ def _limits(arms: Sequence[Arm]) -> list[str]:
     ):
         if max(sizes.values()) > EQUAL_SIZES * min(sizes.values()):
             limits.append(_unequal(what, {name: f"{size:,}" for name, size in sizes.items()}))
+    sources = {arm.name: arm.runs[0].config.checkpoint for arm in arms}
+    is_new = {name: source.init_from is None and source.branch_from is None for name, source in sources.items()}
+    # The head norms of several architectures are part of the methods compared.
+    is_one_architecture = len({model.architecture for model in models.values()}) == 1
     for what, texts in (
-        ("the initial weights", {arm.name: _initial_weights(arm.runs[0]) for arm in arms}),
+        ("the initial weights", {name: "new ones" if new else "those of another run" for name, new in is_new.items()}),
         ("the width of heads", {name: f"{heads_of(model).d_head:,}" for name, model in models.items()}),
-        ("the head norm", _head_norms(arms)),
+        ("the head norm", {name: model.head_norm for name, model in models.items() if is_one_architecture}),
     ):
         if len(set(texts.values())) > 1:
             limits.append(_unequal(what, texts))
     return limits
-
-
-def _head_norms(arms: Sequence[Arm]) -> dict[str, str]:
-    """Return the head norms if the arms have one architecture. Otherwise, they are part of the methods compared."""
-    models = {arm.name: arm.runs[0].config.model for arm in arms}
-    if len({model.architecture for model in models.values()}) > 1:
-        return {}
-    return {name: model.head_norm for name, model in models.items()}
-
-
-def _initial_weights(run: RunRecord) -> str:
-    source = run.config.checkpoint
-    return "new ones" if source.init_from is None and source.branch_from is None else "those of another run"
 
 
 def _unequal(what: str, value_of: Mapping[str, str]) -> str:

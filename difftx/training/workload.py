@@ -53,4 +53,4 @@ def attention_kernel(config: Config, mesh: jax.sharding.Mesh) -> str:
     """Return the name of the attention backend in a train step on a mesh, whose devices need not be attached."""
     with jax.set_mesh(mesh):
         call = attention_call(config, mesh)
-        return kernels.selected(kernel_function(config), config.model.attention_implementation, call)
+        return kernels.choose(kernel_function(config), config.model.attention_implementation, call).name

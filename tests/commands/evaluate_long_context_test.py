@@ -11,12 +11,13 @@ from conftest import ROOT, TINY, child_environment
 from helpers.command_server import commands
 from helpers.evals_examples import examples, task_of, write_lines
 from helpers.report_runs import save_run, write_run
+from jinja2.utils import htmlsafe_json_dumps
 
 from difftx.commands.evaluate import load_params
 from difftx.commands.flags import Parser
 from difftx.config.build import override
 from difftx.config.recipes import load_config
-from difftx.evals.icl.prompts import IclTask
+from difftx.evals.icl import IclTask
 from difftx.evals.needle.prompts import NeedlePrompts
 from difftx.inference.decode import LanguageModel
 from difftx.inference.generate import Request, generate
@@ -93,7 +94,7 @@ def test_both_suites_end_to_end(run, monkeypatch, capsys):
 
     # A second run computes nothing.
     monkeypatch.setattr("difftx.evals.needle.suite.generate", None)
-    monkeypatch.setattr("difftx.evals.icl.suite.most_likely", None)
+    monkeypatch.setattr("difftx.evals.icl.most_likely", None)
     assert evaluate(run, monkeypatch) == 0
     assert capsys.readouterr().out.count("was made with the same settings") == 2
 
@@ -131,4 +132,4 @@ def test_attention_of_all_checkpoints_and_report(tmp_path):
     for part in ("Cosine of A1 and A2", "noise, over the steps: run", "A1 − λ A2 of the last tokens"):
         assert part in text
     assert last["charts"][2]["x"][5][:2] == "5 "
-    assert json.dumps(last["charts"][2]["x"][5])[1:-1] in text  # The report shows a token's text under the pointer.
+    assert htmlsafe_json_dumps(last["charts"][2]["x"][5]) in text  # The report shows a token's text under the pointer.

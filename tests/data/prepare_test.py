@@ -357,7 +357,7 @@ def test_a_file_system_without_locks_gives_a_warning(tmp_path, capsys, monkeypat
         ("", None, [], "lies in the input"),
         ("one.txt", "1", ["--tokenizer=cl100k"], "--tokenizer='cl100k': no such encoding"),
         ("one.txt", "1", ["--tokenizer=no.tiktoken"], "--tokenizer='no.tiktoken': cannot be read"),
-        ("one.txt", "1", ["--valid_fraction=1"], "--valid_fraction=1.0 must lie in"),
+        ("one.txt", "1", ["--valid_fraction=1"], "--valid_fraction=1.0 must be at least 0 and less than 1"),
         ("one.txt", "1", ["--workers=0"], "--workers=0 must be positive"),
     ],
 )

@@ -15,7 +15,7 @@ from difftx.config.build import override
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
 from difftx.evals import run as evals
-from difftx.evals.hallucination.prompts import STOP, HallucinationSet
+from difftx.evals.hallucination.suite import STOP, HallucinationSet
 from difftx.inference.generate import Completion
 from difftx.training.run import Run
 

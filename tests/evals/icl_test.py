@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
 from difftx.evals import run as evals
-from difftx.evals.icl.prompts import IclTask
-from difftx.evals.icl.suite import first_stable
+from difftx.evals.icl import IclTask, first_stable
 from difftx.training.run import Run
 
 DEMONSTRATION = re.compile(r"Question: (.+)\nType: (\S+)\n\n")
@@ -113,7 +112,7 @@ class Chooser:
 
     def __init__(self, monkeypatch, choose):
         self.choose, self.calls, self.prompts = choose, 0, 0
-        monkeypatch.setattr("difftx.evals.icl.suite.most_likely", self)
+        monkeypatch.setattr("difftx.evals.icl.most_likely", self)
 
     def __call__(self, lm, prompts, labels, *, batch_rows):
         names = [bytes(label).decode() for label in labels]

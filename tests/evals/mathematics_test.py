@@ -15,9 +15,7 @@ from conftest import suite_config
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
 from difftx.evals import run as evals
-from difftx.evals.math.formats import Problem, last_boxed, read_problems
-from difftx.evals.math.prompts import NUDGE, STOP, MathTask
-from difftx.evals.math.suite import final_answer, is_right
+from difftx.evals.math import NUDGE, STOP, MathTask, Problem, final_answer, is_right, last_boxed, read_problems
 from difftx.training.run import Run
 
 # Format → a line with the fields of the published set, and its question, solution and answer.
@@ -238,7 +236,7 @@ def test_answer_from_choices_must_be_the_same_text(math_verify):
 
 @pytest.mark.long
 def test_comparison_that_times_out_counts_as_wrong(math_verify, monkeypatch):
-    monkeypatch.setattr("difftx.evals.math.suite.SECONDS", 1)
+    monkeypatch.setattr("difftx.evals.math.SECONDS", 1)
     assert not is_right("The answer is 9^9^9^9", problem("5"))
 
 
@@ -251,7 +249,7 @@ class Writer:
 
     def __init__(self, monkeypatch, write):
         self.write = write
-        monkeypatch.setattr("difftx.evals.math.suite.generate", self)
+        monkeypatch.setattr("difftx.evals.math.generate", self)
 
     def __call__(self, lm, requests, sampling, *, stop):
         assert stop == STOP

@@ -19,8 +19,7 @@ from difftx.data.tokenizer import CL100K_PATTERN, END_OF_TEXT, TiktokenTokenizer
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
 from difftx.evals import run as evals
-from difftx.evals.needle.haystack import TOLERANCE
-from difftx.evals.needle.prompts import NeedlePrompts
+from difftx.evals.needle.prompts import TOLERANCE, NeedlePrompts
 from difftx.evals.needle.suite import lwm_share_found, share_found
 from difftx.inference.generate import Completion
 from difftx.training.run import Run

@@ -8,8 +8,8 @@ import pytest
 from jax import P
 
 from difftx.errors import RunError, UserError
-from difftx.evals.outliers import order_statistics as under_test
-from difftx.evals.outliers.order_statistics import add_counts, no_counts, order_statistics, slots_for, summed
+from difftx.evals import outliers as under_test
+from difftx.evals.outliers import add_counts, no_counts, order_statistics, slots_for, summed
 
 RANKS = (1, 2, 3, 10, 100)
 
@@ -64,7 +64,7 @@ def test_order_statistics_of_ten_million_values_are_exact(mesh_of):
     counted = np.ones(len(values) // 2, bool)
     with jax.set_mesh(mesh):
         pieces = {"values": [(half, counted) for half in np.split(values, 2)]}
-        found = order_statistics(counter(mesh, pieces, slots_for(RANKS)), ["values"], RANKS, field="ranks")["values"]
+        found = order_statistics(counter(mesh, pieces, slots_for(RANKS)), ["values"], RANKS)["values"]
         digit = under_test.Digit(np.zeros(under_test.V, np.uint32), np.uint32(0))
         whole = (no_counts(mesh, slots_for(RANKS)), put(mesh, values), put(mesh, np.ones(len(values), bool)), digit)
         memory = adder(mesh).lower(*whole).compile().memory_analysis()
@@ -85,7 +85,7 @@ def test_masked_values_on_eight_devices(mesh_of, count):
     with jax.set_mesh(mesh):
         pieces = {name: [(sets[name], masks[name])] for name in sets}
         ranks = (1, 7, 3)
-        found = order_statistics(counter(mesh, pieces, slots_for(ranks)), list(sets), ranks, field="ranks")
+        found = order_statistics(counter(mesh, pieces, slots_for(ranks)), list(sets), ranks)
     for name, of_set in found.items():
         expected = np.sort(np.abs(sets[name][masks[name]]))
         assert of_set.count == len(expected)
@@ -111,8 +111,8 @@ def test_different_passes_and_missing_ranks_are_rejected(mesh_of):
     with jax.set_mesh(mesh):
         count = counter(mesh, {"values": [(np.float32([1, 2, 3]), np.ones(3, bool))]}, slots_for([1]))
         with pytest.raises(UserError, match=r"eval\.outliers\.ranks: rank 4 of 3 values; use ranks of at most 3"):
-            order_statistics(count, ["values"], [4], field="eval.outliers.ranks")
+            order_statistics(count, ["values"], [4])
         other = counter(mesh, {"values": [(np.float32([1, 2, 5]), np.ones(3, bool))]}, slots_for([1]))
         passes = iter([count, other])
         with pytest.raises(RunError, match=r"1 values began with 0x4040 in the first pass and 0 in the second"):
-            order_statistics(lambda digits: next(passes)(digits), ["values"], [1], field="ranks")
+            order_statistics(lambda digits: next(passes)(digits), ["values"], [1])

@@ -106,7 +106,7 @@ def test_statistics_equal_those_of_all_values(config, text_file, tmp_path, monke
     }
     made = config(name, **fields | oracle.SIZES.get(name, {}) | options)
     monkeypatch.setattr("difftx.kernels.xla.CHUNK_WEIGHTS", 1500)  # Several chunks, of which the last is not full.
-    monkeypatch.setattr("difftx.evals.outliers.suite.CHUNK_VALUES", 200)
+    monkeypatch.setattr("difftx.evals.outliers.CHUNK_VALUES", 200)
     devices = np.prod([size for size in axes.values() if isinstance(size, int)], dtype=int)
     run = Run.open(made, tmp_path, make_mesh(made.mesh, jax.devices()[:devices]))
     params = random_params(run)

@@ -13,9 +13,9 @@ from helpers.evals_examples import examples, task_of, write_lines
 from helpers.tokenizer_files import prefixed_bytes_folder
 
 from difftx.config.build import override
-from difftx.evals.attention.prompts import prompts_of
+from difftx.evals.attention.suite import prompts_of
 from difftx.evals.evaluation import Evaluation
-from difftx.evals.icl.prompts import IclTask
+from difftx.evals.icl import IclTask
 from difftx.evals.needle.prompts import NeedlePrompts
 from difftx.inference import decode
 from difftx.inference.score import Score

@@ -63,7 +63,7 @@ def test_two_runs_in_one_process_give_the_numbers_of_the_suites(trained):
     for run, evaluation in runs.items():
         (source,) = evaluation.run.data.valid.values()
         with jax.set_mesh(evaluation.run.mesh):
-            nll_T = evaluation.nll(source, 32, "rows")[0]
+            nll_T = evaluation.scores(source, 32, "rows")[0][0]
         logits_TV = run.logits(source[0]["tokens"].tolist()).astype(np.float64)
         assert logits_TV.shape == (32, run.config.model.embeddings)
         normalizer_T = np.log(np.sum(np.exp(logits_TV), axis=1))

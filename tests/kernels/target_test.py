@@ -67,4 +67,4 @@ def test_candidates_of_a_kind_of_gpu(kind, segments, expected):
     with targeting(kind), cudnn.checked_for_target(91900):
         candidates = [b for b in kernels.BACKENDS["diff_attention"].values() if b.auto and b.platform in (None, "gpu")]
         assert [b.name for b in candidates if b.why_unsupported(call) is None] == expected
-        assert api._choose("diff_attention", "auto", call).name == expected[0]
+        assert api.choose("diff_attention", "auto", call).name == expected[0]

@@ -75,7 +75,7 @@ def rms(x: np.ndarray, norm: dict[str, np.ndarray]) -> np.ndarray:
 def head_norm(head_TE: np.ndarray, head: int, w: dict[str, Any], model: Any) -> np.ndarray:
     """Return the output of a head after the norm, or the factor, of `model.head_norm`."""
     if model.head_norm in ("rms", "rms_affine"):
-        return rms(head_TE, w["head_norm"])
+        return rms(head_TE, w.get("head_norm", {}))  # "rms" has no weights.
     factor = {
         "none": lambda: 1,
         "scalar": lambda: w["head_norm"]["scale"],

@@ -214,7 +214,8 @@ def test_the_table_of_values_does_not_continue_a_shorter_line():
     """
     lines = {"long": ([3, 6, 9], [3.0, 2.0, 1.5]), "short": ([3, 6], [4.0, 3.5]), "late": ([6, 9], [2.5, 2.25])}
     lines |= {"above": ([3.003, 6.006, 9.009], [1.0, 0.5, 0.25]), "none": ([], [])}
-    assert panel_over_steps("Loss", lines, "loss").values.rows == [
+    series = [{"name": name, "x": x, "y": y} for name, (x, y) in lines.items()]
+    assert panel_over_steps("Loss", series, "loss").values.rows == [
         ["3", "3.000", "4.000", "–", "1.000", "–"],
         ["6", "2.000", "3.500", "2.500", "0.500", "–"],
         ["9", "1.500", "–", "2.250", "0.250", "–"],

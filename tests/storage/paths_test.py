@@ -13,7 +13,7 @@ from helpers.command_server import commands
 
 from difftx import files, folders, json_files
 from difftx.errors import UnreadableError, UserError
-from difftx.evals.math.formats import read_problems
+from difftx.evals.math import read_problems
 from difftx.run_files import pulled
 from difftx.storage import objects
 from difftx.storage.paths import is_bucket, path_of

@@ -1,1 +1,0 @@
-"""The suite `icl`: in-context learning from demonstrations."""

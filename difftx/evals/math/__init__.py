@@ -1,1 +1,0 @@
-"""The suite `math`: problems with numeric answers."""
