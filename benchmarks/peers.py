@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.console_tables import median_and_range, numbers_table
 from difftx.config import Config
 from difftx.config.recipes import load_config
-from difftx.huge_pages import HUGE_PAGES, VARIABLE
+from difftx.console import HUGE_PAGES, VARIABLE
 from difftx.interop import huggingface
 from difftx.interop.fields import config_json
 

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from difftx.console import prepare_streams
-from difftx.huge_pages import restart_with_huge_pages
+from difftx.console import prepare_streams, restart_with_huge_pages
 
 EXIT_FAILED = 1  # Also Python's exit code after an exception.
 EXIT_BAD_INPUT = 2

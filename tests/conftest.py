@@ -14,7 +14,7 @@ Modules that several tests share are in tests/helpers. An oracle is next to the 
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("GLIBC_TUNABLES", "")  # Otherwise each command would start twice (difftx/huge_pages.py).
+os.environ.setdefault("GLIBC_TUNABLES", "")  # Otherwise each command would start twice (difftx/console.py).
 os.environ["HF_HUB_OFFLINE"] = "1"  # Without a network, a name that the hub lacks would be looked up for 20 s.
 # Implicit broadcasting between ranks is an error. Processes that tests start inherit the variable.
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"

@@ -1,4 +1,4 @@
-"""Standard output that cannot be written, and the end of the terminal."""
+"""Standard output that cannot be written, the end of the terminal, and the restart of commands with huge pages."""
 
 import os
 import signal
@@ -9,6 +9,8 @@ import pytest
 from conftest import ROOT, TINY, child_environment
 from helpers.processes import TRAIN_SLOWLY, newest_step
 from helpers.training_runs import wait_for_step
+
+from difftx import console
 
 # A command that prints 120 kB, and the line "finished" in a file.
 COMMAND = """
@@ -102,3 +104,44 @@ def test_training_without_a_console_saves_at_sighup_and_resumes(text_file, tmp_p
     assert (done.returncode, done.stderr) == (0, b"standard output: Broken pipe; continuing without it\n")
     assert newest_step(workdir / "metrics.jsonl") == 30
     assert 5 <= int(saved.name) < 30
+
+
+PRINT_HUGE_PAGES = """
+import os, sys
+from difftx.errors import run_command
+print("start", os.getpid(), *sys.argv[1:], flush=True)
+
+def main():
+    memory = b"x" * 2**26
+    lines = open("/proc/self/smaps_rollup").read().splitlines()
+    print(next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages")))
+
+run_command(main)
+"""
+
+
+@pytest.mark.skipif(not console.SETTING.exists(), reason="no Linux with huge pages")
+@pytest.mark.skipif(
+    console.SETTING.exists() and "[madvise]" not in console.SETTING.read_text(),
+    reason="Linux gives huge pages always or never",
+)
+@pytest.mark.parametrize("tunables", [None, ""])
+def test_a_command_gets_huge_pages_unless_the_user_has_set_the_variable(tunables):
+    environment = {name: value for name, value in os.environ.items() if name != console.VARIABLE}
+    if tunables is not None:
+        environment[console.VARIABLE] = tunables
+    command = [sys.executable, "-W", "error", "-c", PRINT_HUGE_PAGES, "a b", "--flag"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    *starts, kib = done.stdout.splitlines()
+    assert starts == [starts[0]] * (2 if tunables is None else 1)  # The restart keeps the process id and arguments.
+    assert starts[0].endswith(" a b --flag")
+    assert (int(kib) > 2**15) == (tunables is None)
+
+
+def test_other_systems_are_left_alone(tmp_path, monkeypatch):
+    monkeypatch.delenv(console.VARIABLE, raising=False)
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("started again"))
+    monkeypatch.setattr(console, "SETTING", tmp_path / "enabled")
+    console.restart_with_huge_pages()
+    console.SETTING.write_text("[always] madvise never\n")
+    console.restart_with_huge_pages()

@@ -226,7 +226,8 @@ class Interrupt:
     def __init__(self):
         self._received: float | None = None  # Time of the first signal, from `time.monotonic`.
         self._agreed = False  # Whether several processes have agreed to stop.
-        self._ignores_signals = False  # True once the work is saved, when the process is about to end.
+        # Set this once the work is saved, because the process ends soon, and a signal would change its exit code.
+        self.ignores_signals = False
         # With several processes, JAX itself handles SIGTERM and makes all processes stop after the same step.
         self._numbers = (signal.SIGTERM, signal.SIGINT) if jax.process_count() == 1 else (signal.SIGINT,)
         self._previous = {number: signal.signal(number, self._receive) for number in self._numbers}
@@ -243,10 +244,6 @@ class Interrupt:
             self._previous[signal.SIGTERM] = signal.SIG_DFL
         return self._agreed
 
-    def ignore_further_signals(self) -> None:
-        """Ignore further signals, because the process ends soon, and a signal would change its exit code."""
-        self._ignores_signals = True
-
     def close(self) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
@@ -256,7 +253,7 @@ class Interrupt:
             self._received = time.monotonic()
             if jax.process_count() > 1:
                 signal.raise_signal(signal.SIGTERM)  # JAX's handler tells all processes to stop after the same step.
-        elif not self._ignores_signals and time.monotonic() - self._received > REPEAT_SECONDS:
+        elif not self.ignores_signals and time.monotonic() - self._received > REPEAT_SECONDS:
             self.close()
             signal.raise_signal(number)
 

@@ -173,7 +173,7 @@ class Training:
             if should_save:
                 require_equal_replicas(state.train.params, "last checkpoint", self._barrier_timeout)
                 state.save(wait=True)
-                interrupt.ignore_further_signals()
+                interrupt.ignores_signals = True
             self._checkpointer.wait()
         return self._finish(saved=should_save)
 

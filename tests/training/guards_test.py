@@ -332,9 +332,6 @@ class StopAfter:
         self._calls -= 1
         return self._calls < 0
 
-    def ignore_further_signals(self):
-        pass
-
     def close(self):
         pass
 
