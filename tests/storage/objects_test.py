@@ -10,8 +10,8 @@ from conftest import ROOT
 from helpers.buckets import environment, in_ci_with
 
 from difftx.errors import UnreadableError, UserError
-from difftx.run_files import lock_workdir
 from difftx.files import read_file
+from difftx.run_files import lock_workdir
 from difftx.storage import objects
 from difftx.storage.paths import path_of
 
