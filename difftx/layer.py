@@ -92,7 +92,12 @@ class AttentionLayer(nnx.Module):
                 f"this layer was created under a mesh with the axes {', '.join(AXES)}; call it under such a mesh, set "
                 "by jax.set_mesh, or create the layer without it"
             )
-        _check_input(x, config.d_model)
+        if x.ndim != 3 or x.shape[2] != config.d_model:
+            hint = "; for one row without a batch axis, pass x[None]" if x.ndim == 2 else ""
+            expected = f"expected [B, T, d_model] with d_model={config.d_model}"
+            raise UserError(f"x has the shape {list(x.shape)}; {expected}{hint}")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise UserError(f"x has the dtype {x.dtype}; expected float32 or bfloat16")
         for name, ids in {"segment_ids": segment_ids, "positions": positions}.items():
             if ids is not None and (ids.shape != x.shape[:2] or not jnp.issubdtype(ids.dtype, jnp.integer)):
                 raise UserError(f"{name}: {ids.dtype}{list(ids.shape)}; expected integers [B, T] = {list(x.shape[:2])}")
@@ -115,11 +120,3 @@ def _layout() -> Layout:
     """Return the decoder's layout under a mesh with difftx's axes, else a layout that JAX infers."""
     has_axes = set(AXES) <= set(jax.sharding.get_abstract_mesh().axis_names)
     return Layout() if has_axes and is_explicit_mesh() else Layout.inferred()
-
-
-def _check_input(x: jax.Array, d_model: int) -> None:
-    if x.ndim != 3 or x.shape[2] != d_model:
-        hint = "; for one row without a batch axis, pass x[None]" if x.ndim == 2 else ""
-        raise UserError(f"x has the shape {list(x.shape)}; expected [B, T, d_model] with d_model={d_model}{hint}")
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise UserError(f"x has the dtype {x.dtype}; expected float32 or bfloat16")

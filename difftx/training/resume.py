@@ -27,9 +27,6 @@ from difftx.training.optimizer import learning_rate
 from difftx.training.run import Run
 from difftx.training.state import TrainState, init_state, jit_init
 
-# Differences of the learning rate below this share of its peak are rounding.
-ROUNDING = 1e-5
-
 
 @dataclasses.dataclass(frozen=True)
 class Change:
@@ -282,7 +279,7 @@ def _learning_rate_change(config: Config, new_steps: int, step: int) -> str | No
         before, after = (float(jax.device_get(learning_rate(c)(count))) for c in (config, changed))
     except UserError:  # Other fields had to change too, such as those of a warm-up that is longer than `new_steps`.
         return None
-    is_equal = abs(after - before) <= ROUNDING * config.optimizer.learning_rate
+    is_equal = abs(after - before) <= 1e-5 * config.optimizer.learning_rate  # Smaller differences are rounding.
     return None if is_equal else f"{before:.3g} → {after:.3g}"
 
 

@@ -266,12 +266,13 @@ def test_all_processes_measure_if_one_of_them_has_another_device(start, monkeypa
     """Process 1 rejects the kernel that is the fastest in this process, and has another driver later."""
     theirs = {"devices": "GPU"}
 
-    def gather(what, own, timeout):
+    def exchange(what, action, timeout):
+        own = action()
         if what == "kernels":
             return [own, {function: [{"xla": 4.0}, {"a": "it is wrong"}] for function in own}]
         return [own, {function: conditions | theirs for function, conditions in own.items()}]
 
-    monkeypatch.setattr(kernel_choice.multihost, "gather", gather)
+    monkeypatch.setattr(kernel_choice.multihost, "exchange", exchange)
     config = load_config("configs/quickstart.py:diff", AUTO)
     assert start(config) == start(config) == ("xla", [])
     assert api.rankings()["diff_attention"].rejected == {"a": "process 1: it is wrong"}
