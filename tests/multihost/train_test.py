@@ -18,8 +18,8 @@ from helpers.processes import JOB, TRAIN_SLOWLY, free_port, newest_step
 from helpers.training_checkpoints import largest_file
 
 from difftx.parallel.mesh import AXES
-from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.checkpoint.manifest import quarantined_in, why_invalid
+from difftx.training.checkpoint.restoring import restore_state
 from difftx.training.metrics import read_metrics
 from difftx.training.run import read_config
 from difftx.training.state import init_state
@@ -131,7 +131,7 @@ def test_two_processes_restore_what_one_saved_bit_for_bit(started, tmp_path):
     mesh = jax.make_mesh((1, 1, 1, 1), AXES, (jax.sharding.AxisType.Explicit,) * 4, devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
         abstract = jax.eval_shape(lambda: init_state(config))
-        states = [Checkpointer(tmp_path / name).restore(3, abstract, mesh)[0] for name in ("one", "copy")]
+        states = [restore_state(tmp_path / name / "checkpoints" / "3", abstract, mesh)[0] for name in ("one", "copy")]
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
