@@ -1,7 +1,7 @@
 """Skipped updates, spikes, rewinds and stops, in this process, on data with bad examples."""
 
 import collections
-import dataclasses
+import copy
 import json
 
 import jax
@@ -148,8 +148,10 @@ def brute_force(step_of):
 
 
 def loader_of(run):
+    sources = copy.copy(run.data)  # With its examples, unlike `dataclasses.replace`.
+    vars(sources)["signature"] = {}
     return Loader(
-        dataclasses.replace(run.data, signature={}),
+        sources,
         batch_rows=ROWS,
         prefetch_batches=1,
         sharding=run.batch_sharding,
