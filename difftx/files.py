@@ -318,11 +318,12 @@ def _is_running(process: int) -> bool:
     """Return whether another process of this host has the id `process`."""
     if process == os.getpid():  # A process of a restarted container may have had the same id.
         return False
-    with contextlib.suppress(PermissionError, OverflowError):  # Another user's process, or not a process id.
-        try:
-            os.kill(process, 0)
-        except ProcessLookupError:
-            return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):  # Another user's process, or not a process id.
+        return True
     return True
 
 

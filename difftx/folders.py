@@ -20,7 +20,7 @@ def new_folder(path: AnyPath, last: str, after_each_upload: Callable[[], None] =
 
     If the block raises an exception, delete the folder. The next call deletes a folder that a killed process has left.
     For a bucket, the folder is a local temporary folder. At the end of the block, its files are uploaded, the file
-    `last` at the end: without it, nobody uses the folder. `after_each_upload` is called after each file. A killed
+    `last` at the end: without it, no command uses the folder. `after_each_upload` is called after each file. A killed
     process leaves objects that the same command replaces. Raise `FileExistsError` if there are others.
     """
     if is_bucket(path):

@@ -49,7 +49,7 @@ def report_progress() -> None:
 def unmonitored() -> Iterator[None]:
     """Suspend the monitor of this process in a block that waits for another process and has a timeout of its own."""
     if _monitor is not None:
-        _monitor._beat = math.inf  # Do not end the process before the next beat, however late it is.
+        _monitor.suspend()
     try:
         yield
     finally:
@@ -155,6 +155,10 @@ class Monitor:
         self.step, self._beat = step, time.monotonic()
         if _heartbeat is not None:
             _heartbeat.step = step
+
+    def suspend(self) -> None:
+        """Do not end the process before the next beat, however late it is."""
+        self._beat = math.inf
 
     def __enter__(self) -> Self:
         global _monitor

@@ -76,7 +76,7 @@ def test_ten_kills_do_not_change_a_run(bucket, text, uninterrupted, tmp_path):
         process.wait()
         time.sleep(1)  # The proxy forwards a slow request 0.3 s later, so a commit may take place after the kill.
         bucket.plan()
-        during_saves += is_saving(workdir)
+        during_saves += moment == "saving" and is_saving(workdir)
         check_start(workdir, before, log.read_text())
         print(
             f"kill {kill}: {moment}, from step {before}, newest row {newest_row(workdir)}, saving {is_saving(workdir)}"
