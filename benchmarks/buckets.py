@@ -122,7 +122,7 @@ def _count_checkpoints(workdir: AnyPath, config: Config, count: Count) -> None:
     abstract = jax.eval_shape(lambda: state)
     count("verify sizes", lambda: why_invalid(saver.folder / "40", step=40, content=False))
     count("verify checksums", lambda: why_invalid(saver.folder / "40", step=40, content=True))
-    count("restore", lambda: restore_state(saver.folder / "40", abstract, mesh))
+    count("restore", lambda: restore_state(saver.read(40), abstract, mesh))
     count("look for the newest checkpoint of 3", Checkpointer(workdir, config.checkpoint).newest)
 
 
@@ -170,7 +170,7 @@ def measure_throughput(bucket: buckets.Bucket, megabytes: int, rounds: int) -> d
             with timed("download of a file"):
                 objects.download(workdir / "copy", str(target))
             with timed("restore"):
-                jax.block_until_ready(restore_state(saver.folder / str(step), jax.eval_shape(lambda s=state: s), mesh))
+                jax.block_until_ready(restore_state(saver.read(step), jax.eval_shape(lambda s=state: s), mesh))
     return {name: of_rounds[1:] for name, of_rounds in seconds.items()}  # The first round is a warm-up.
 
 

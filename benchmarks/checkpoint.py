@@ -92,7 +92,7 @@ def measure(gigabytes: float, rounds: int, parent: Path | None) -> tuple[Times, 
             with timed("verify"):
                 assert why_invalid(writer.folder / str(step), step=step, content=True) is None
             with timed("restore"):
-                jax.block_until_ready(restore_state(writer.folder / str(step), jax.eval_shape(lambda s=state: s), mesh))
+                jax.block_until_ready(restore_state(writer.read(step), jax.eval_shape(lambda s=state: s), mesh))
             with timed("orbax save"):
                 plain.save(path := Path(folder) / "orbax" / str(step), state.parts())
                 plain.wait_until_finished()

@@ -22,7 +22,6 @@ from flax import nnx
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from difftx.commands.evaluate import load_params
 from difftx.commands.flags import Parser
 from difftx.config.build import override
 from difftx.errors import run_command
@@ -34,8 +33,9 @@ from difftx.evals.harness.requests import Tokens
 from difftx.evals.result import Result
 from difftx.inference.score import Score
 from difftx.progress import Work
-from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.training.checkpoint.checkpointer import Checkpoints
 from difftx.training.checkpoint.reading import Checkpoint, open_checkpoint, open_run
+from difftx.training.checkpoint.restoring import restore_params
 from difftx.training.run import Run, read_config
 from difftx.training.state import graph
 
@@ -106,7 +106,7 @@ def compare(run: Run, step: int, checkpoint: Checkpoint) -> Comparison:
         scores.update(zip(pairs, new_scores, strict=True))
         return new_scores
 
-    params = load_params(run, step)
+    params = restore_params(checkpoint.manifest, run.config, run.mesh)
     with Work() as work:
         start = time.perf_counter()
         with scored_by(recording_score_all):
@@ -147,11 +147,11 @@ def main() -> int:
     parser.add_argument("--workdir", type=Path, required=True)
     args, rest = parser.parse_known_args()
     changes = {"eval.harness.truncate": "true"} | parser.overrides(rest)
-    checkpointer = Checkpointer(args.workdir)
-    step = checkpointer.newest()
+    checkpoints = Checkpoints(args.workdir)
+    step = checkpoints.newest()
     assert step is not None, "no checkpoint"
-    checkpoint = open_checkpoint(checkpointer.folder / str(step), override(read_config(args.workdir), changes))
-    comparison = compare(open_run(checkpoint, args.workdir), step, checkpoint)
+    checkpoint = open_checkpoint(checkpoints.read(step), override(read_config(args.workdir), changes))
+    comparison = compare(open_run(checkpoint, checkpoints), step, checkpoint)
     print_report(step, comparison)
     assert dataclasses.asdict(comparison.result) == dataclasses.asdict(comparison.slow_result)
     return 0

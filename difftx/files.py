@@ -98,6 +98,13 @@ def resolved(path: AnyPath) -> AnyPath:
     return path if is_bucket(path) else path.resolve()
 
 
+def is_below(path: AnyPath, folder: AnyPath) -> bool:
+    """Return whether a path is a folder, or lies in it."""
+    if is_bucket(path) or is_bucket(folder):
+        return f"{path}/".startswith(f"{str(folder).rstrip('/')}/")
+    return path.resolve().is_relative_to(folder.resolve())
+
+
 def make_folder(path: AnyPath) -> None:
     """Create a folder and its parents, unless it exists. Buckets have no folders."""
     if not is_bucket(path):

@@ -51,8 +51,9 @@ def main(arguments: Sequence[str]) -> int:
     import jax
 
     from difftx.inference.load import load
+    from difftx.training.checkpoint.checkpointer import Checkpoints
 
-    lm = load(options.workdir, options.step, overrides, options, options.weights)
+    lm = load(Checkpoints(options.workdir), options.step, overrides, options, options.weights)
     if jax.process_count() > 1:
         raise UserError("difftx chat reads from one terminal, so it runs in one process; use difftx generate")
     if options.system is not None:

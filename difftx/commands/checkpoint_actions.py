@@ -62,8 +62,8 @@ def diff(a: AnyPath, b: AnyPath, values: bool) -> None:
     for folder in (a, b):
         if why := manifest.why_invalid(folder, content=values):
             raise UserError(f"{folder}: does not verify: {why}")
-    lines = [f"config {change}" for change in changed_fields(config_of(a), config_of(b))]
     before, after = manifest.read_manifest(a), manifest.read_manifest(b)
+    lines = [f"config {change}" for change in changed_fields(config_of(before), config_of(after))]
     old, new = before.arrays, after.arrays
     lines += [f"{name}: only in {a}" for name in old if name not in new]
     lines += [f"{name}: only in {b}" for name in new if name not in old]
@@ -72,7 +72,7 @@ def diff(a: AnyPath, b: AnyPath, values: bool) -> None:
     lines += [f"{name}: {old[name][0]} {old[name][1]} → {new[name][0]} {new[name][1]}" for name in changed]
     for name in common if values else ():
         if old[name][0] == new[name][0]:
-            folders = (a / before.contents, b / after.contents)
+            folders = (before.contents, after.contents)
             x, y = (np.asarray(arrays.read_part(f, arrays.open_array(f, name)), np.float64) for f in folders)
             norm = np.linalg.norm(y - x)
             if norm > 0 or not np.isfinite(norm):
@@ -100,7 +100,8 @@ def prune(workdir: AnyPath, keep: int | None, yes: bool) -> None:
                 print(printable(f"{step}: kept, because it does not verify: {why}"))
         if not verified:
             raise UserError(f"{folder}: no checkpoint verifies, so none is deleted")
-        kept = set(verified[-keep:]) if keep else steps_to_keep(config.checkpoint, verified, folder, pulled(workdir))
+        checkpoints = {step: manifest.read_manifest(folder / str(step)) for step in verified}
+        kept = set(verified[-keep:]) if keep else steps_to_keep(config.checkpoint, checkpoints, pulled(workdir))
         to_delete = [folder / str(step) for step in verified if step not in kept] + manifest.quarantined_in(folder)
         print(f"kept: {', '.join(map(str, sorted(kept)))}")
         for path in to_delete:

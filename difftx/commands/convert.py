@@ -13,8 +13,8 @@ from difftx.commands.flags import CountFlag, Parser, PathFlag, add_weights_flag
 from difftx.config import Config
 from difftx.config.recipes import load_config
 from difftx.errors import UserError, install_hint, printable
-from difftx.files import list_folder, require_writable
-from difftx.folders import is_taken
+from difftx.files import downloaded, list_folder, require_writable
+from difftx.folders import is_taken, new_folder
 from difftx.interop import SHARD_MIB
 from difftx.storage.paths import is_bucket
 
@@ -52,19 +52,25 @@ def main(arguments: Sequence[str]) -> int:
 
     # Imported after the flags are checked, because the import is slow.
     from difftx.interop import runs
+    from difftx.training.checkpoint.checkpointer import Checkpoints
 
     step, part, verify = options.step, options.weights, options.verify
-    if options.source == options.target:
-        lines = runs.differentialize_run(options.input, options.out, step, overrides, part, options.dex_heads)
-    elif config is None:
-        size = options.shard_mib * 2**20
-        form: dict[str, Any] = {"step": step, "format_": options.target, "shard_bytes": size, "part": part}
-        lines = runs.export_run(options.input, options.out, **form, verify=verify)
-    else:
-        heads = options.dex_heads if options.differential else None
-        form = {"format_": options.source, "config": config, "overridden": given, "dex_heads": heads}
-        lines = runs.import_run(options.input, options.out, **form, verify=verify)
-    print(*map(printable, lines), sep="\n")
+    with new_folder(options.out, "config.json") as folder:
+        # The folder has this address when it is complete.
+        out = str(options.out if is_bucket(options.out) else options.out.absolute())
+        if options.source == options.target:
+            run = Checkpoints(options.input)
+            lines = runs.differentialize_run(run, folder, step, overrides, part, options.dex_heads)
+        elif config is None:
+            size = options.shard_mib * 2**20
+            form: dict[str, Any] = {"step": step, "format_": options.target, "shard_bytes": size, "part": part}
+            lines = runs.export_run(Checkpoints(options.input), folder, out, **form, verify=verify)
+        else:
+            heads = options.dex_heads if options.differential else None
+            form = {"format_": options.source, "config": config, "overridden": given, "dex_heads": heads}
+            with downloaded(options.input) as source:
+                lines = runs.import_run(source, folder, out, **form, verify=verify)
+    print(*map(printable, [f"{options.out}: {lines[0]}", *lines[1:]]), sep="\n")
     return 0
 
 

@@ -23,7 +23,7 @@ from difftx.evals import run as evals
 from difftx.evals.harness.suite import LOCAL_TASKS
 from difftx.evals.result import format_value, read_numbers
 from difftx.evals.throughput import pair
-from difftx.files import UNLOCKED, Owner, list_folder, require_writable, resolved, uploaded
+from difftx.files import UNLOCKED, Owner, list_folder, require_writable, uploaded
 from difftx.json_files import read_json
 from difftx.parallel import multihost
 from difftx.parallel.mesh import make_mesh
@@ -31,12 +31,12 @@ from difftx.progress import Work
 from difftx.report.runs import printable_json
 from difftx.run_files import small_files
 from difftx.training import kernel_choice
-from difftx.training.checkpoint.checkpointer import Checkpointer
-from difftx.training.checkpoint.manifest import WeightsPart
+from difftx.training.checkpoint.checkpointer import Checkpoints
+from difftx.training.checkpoint.manifest import Manifest, WeightsPart
 from difftx.training.checkpoint.reading import Checkpoint, data_changes, open_checkpoint, open_run
 from difftx.training.checkpoint.restoring import restore_params
 from difftx.training.fit import fit
-from difftx.training.run import Run, agree_on_command, read_config
+from difftx.training.run import Run, agree_on_command, read_config, recorded_rankings
 
 TRUST = "--trust_run_config"
 # Tasks of lm-eval that only read data files from the Hugging Face hub. Other tasks may execute code.
@@ -49,26 +49,26 @@ def run_suites(options: argparse.Namespace, overrides: Mapping[str, str]) -> Non
     config = fit(override(read_config(workdir), overrides))
     compared = pair(config).values() if "throughput" in suites else ()
     multihost.join(options, config.multihost)
-    kernel_choice.choose([config, *compared], workdir)
+    kernel_choice.choose([config, *compared], recorded_rankings(workdir))
     agree_on_command(config, options)
     confirm_outward(config, str(workdir / "config.json"), suites, overrides, trusted=options.trust_run_config)
 
-    checkpointer = Checkpointer(workdir)
+    checkpoints = Checkpoints(workdir)
     files = small_files(workdir) if multihost.is_primary() else contextlib.nullcontext(UNLOCKED)
     with files as owner, Work(enabled=multihost.is_primary()) as work:
-        evaluator = _Evaluator(checkpointer, config, suites, options, owner)
-        if options.step is None and (evaluate := checkpointer.read_newest(evaluator.load)) is not None:
+        evaluator = _Evaluator(checkpoints, config, suites, options, owner)
+        if options.step is None and (evaluate := checkpoints.read_newest(evaluator.load)) is not None:
             evaluate(work)
             return
         is_newest = options.step is None
-        available = [] if is_newest else multihost.decide_on_primary(checkpointer.steps)
+        available = [] if is_newest else multihost.decide_on_primary(checkpoints.steps)
         if not available:
             raise UserError(f"--workdir={workdir}: no checkpoint there yet")
         chosen = chosen_steps(options.step, available)
         failed = []
         for step in work.track(chosen, f"steps of {workdir}", len(chosen)):
             try:
-                evaluate = evaluator.load(step)
+                evaluate = evaluator.load(checkpoints.read(step))
             except UserError as error:
                 failed.append(str(error))
                 multihost.print_on_primary(f"{error}; skipped")
@@ -99,7 +99,7 @@ def chosen_steps(text: str, available: Sequence[int]) -> list[int]:
 class _Evaluator:
     """Evaluates steps of a run, each with its checkpoint's config. Steps with equal configs and data share `run`."""
 
-    checkpointer: Checkpointer
+    checkpoints: Checkpoints
     config: Config
     suites: Sequence[str]
     options: argparse.Namespace
@@ -107,10 +107,10 @@ class _Evaluator:
     run: Run | None = None
     run_config: Config | None = None  # Config of the checkpoint that `run` was opened with.
 
-    def load(self, step: int) -> Callable[[Work], None]:
-        """Read a step, and return a function that runs the suites without a result and prints the numbers of all."""
-        workdir, suites, part, run = self.options.workdir, self.suites, self.options.weights, self.run
-        checkpoint = open_checkpoint(self.checkpointer.folder / str(step), self.config, part)
+    def load(self, manifest: Manifest) -> Callable[[Work], None]:
+        """Load a checkpoint. Return a function that runs the suites without a result and prints the numbers of all."""
+        step, suites, part, run = manifest.step, self.suites, self.options.weights, self.run
+        checkpoint = open_checkpoint(manifest, self.config, part)
         if run is None or self.run_config != checkpoint.config or data_changes(checkpoint, run.data.signature):
             try:
                 fit(checkpoint.config, make_mesh(checkpoint.config.mesh))
@@ -118,7 +118,7 @@ class _Evaluator:
                 flags = "--mesh.data=1 --mesh.fsdp=-1 --mesh.context=1 --mesh.tensor=1 --mesh.slices=1"
                 advice = f"If these are not the devices of the training, choose a mesh: {flags}"
                 raise UserError(f"{error}. {advice}") from error
-            self.run = run = dataclasses.replace(open_run(checkpoint, workdir), owner=self.owner)
+            self.run = run = dataclasses.replace(open_run(checkpoint, self.checkpoints), owner=self.owner)
             run.check_everywhere(
                 lambda run: evals.check_run(run, suites), lambda run: evals.settings_sha256_by_suite(run, suites)
             )
@@ -126,9 +126,9 @@ class _Evaluator:
         done = [] if self.options.again else _suites_with_results(run, suites, step, checkpoint)
         todo = [suite for suite in suites if suite not in done]
         if todo:
-            require_writable(workdir)
-            self.checkpointer.require_valid(step)
-        params = load_params(run, step, part) if todo else None
+            require_writable(run.workdir)
+            self.checkpoints.require_valid(step)
+        params = restore_params(manifest, run.config, run.mesh, part) if todo else None
 
         def evaluate(work: Work) -> None:
             evals.evaluate(run, params, step, todo, work, checkpoint.weights, checkpoint)
@@ -150,7 +150,7 @@ def _suites_with_results(run: Run, suites: Sequence[str], step: int, checkpoint:
                 done.append(suite)
             elif stored is not None:
                 path = evals.result_path(run.files, suite, step, checkpoint.part)
-                reason = f"was made with other weights than those of {checkpoint.folder}"
+                reason = f"was made with other weights than those of {checkpoint.manifest.folder}"
                 print(printable(f"{path} {reason}; evaluating it again"))
         return done
 
@@ -187,11 +187,6 @@ def confirm_outward(
             all_fields = "" if trusted is None else f", or {TRUST} for all such fields"
             raise UserError(f"{source} would {effect}; to allow it, add {flag}{all_fields}")
         multihost.print_on_primary(f"{TRUST}: {source} is trusted to {effect}")
-
-
-def load_params(run: Run, step: int, part: WeightsPart = "params") -> Any:
-    """Return the parameters of a verified checkpoint, or their average, sharded over the run's mesh."""
-    return restore_params(resolved(run.workdir) / "checkpoints" / str(step), run.config, run.mesh, part)
 
 
 def _show_result(run: Run, suite: str, step: int, part: WeightsPart, *, fresh: bool) -> None:

@@ -34,10 +34,10 @@ from difftx.model.architectures import describe_heads
 from difftx.model.flops import PEAK_FLOPS, flops_per_token, format_bytes
 from difftx.parallel import multihost
 from difftx.parallel.mesh import make_mesh
-from difftx.storage.paths import AnyPath, BucketPath, is_bucket, path_of
+from difftx.storage.paths import BucketPath, is_bucket, path_of
 from difftx.training import kernel_measurement
 from difftx.training.checkpoint.manifest import package_versions, steps_in
-from difftx.training.checkpoint.retention import steps_to_keep
+from difftx.training.checkpoint.retention import newest_and_every
 from difftx.training.fit import fit
 from difftx.training.run import Run, fit_to_devices
 from difftx.training.state import state_bytes
@@ -123,7 +123,7 @@ def examine(options: argparse.Namespace, config: Config | None) -> Findings:
         findings.collectives = health.collective_bandwidths(make_mesh(mesh), count)
     with findings.part():
         require_writable(options.workdir)
-        findings.storage = _storage(options.workdir, findings.advice)
+        findings.storage = _storage(options, findings.advice)
     for path in (path_of("data.path", text) for text in (() if config is None else config.data.paths)):
         if is_bucket(path):
             with findings.part():
@@ -176,8 +176,9 @@ def _kernels(
     return rows
 
 
-def _storage(workdir: AnyPath, advice: list[str]) -> dict[str, Any]:
+def _storage(options: argparse.Namespace, advice: list[str]) -> dict[str, Any]:
     """Return what a folder or bucket supports, and its speeds. Raise `UserError` if a crash could corrupt a run."""
+    workdir = options.workdir
     found: dict[str, Any] = {"folder": str(workdir)}
     if is_bucket(workdir):
         found |= {"conditional_writes": True, **health.bucket_speeds(workdir)}  # `require_writable` has tested them.
@@ -259,7 +260,7 @@ def _most_checkpoints(config: Config) -> int:
     """Return the largest number of checkpoints that a run has at a time, the one that is being written included."""
     steps, every, best = config.train.steps, config.checkpoint.every_steps, config.checkpoint.keep_best is not None
     saved = list(range(every, steps, every))  # The run has the most checkpoints while it writes the last one.
-    kept = steps_to_keep(dataclasses.replace(config.checkpoint, keep_best=None), saved, Path(), Path())
+    kept = newest_and_every(config.checkpoint, saved)
     return 1 + min(len(saved), len(kept) + best)
 
 

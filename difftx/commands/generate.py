@@ -55,9 +55,10 @@ def main(arguments: Sequence[str]) -> int:
 
     # Imported after the flags are checked, because the import is slow.
     from difftx.inference.load import load
+    from difftx.training.checkpoint.checkpointer import Checkpoints
 
     sampling = Sampling(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Sampling)})
-    lm = load(options.workdir, options.step, overrides, options, options.weights)
+    lm = load(Checkpoints(options.workdir), options.step, overrides, options, options.weights)
     requests = multihost.agree(
         "the prompts",
         lambda: [_request(lm, record, seed, options.new_tokens) for record, seed in records],

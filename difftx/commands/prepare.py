@@ -21,8 +21,8 @@ from difftx.data.prepare.readers import HALF_PAIR, Fields, Source, sources_of
 from difftx.data.prepare.workers import BeamWorkers, Workers
 from difftx.data.store import SPLITS, read_meta
 from difftx.errors import EXIT_PREEMPTED, RunError, UserError, printable
-from difftx.files import require_writable
-from difftx.storage.paths import AnyPath, is_bucket, path_of
+from difftx.files import is_below, require_writable
+from difftx.storage.paths import path_of
 
 LOCAL = "local"
 
@@ -114,7 +114,7 @@ def _sources(job: Job) -> list[Source]:
     sources: list[Source] = []
     for pattern, valid in ((job.valid_input, True), (job.input, False)):
         if pattern is not None:
-            if _is_below(job.out, path_of("--valid_input" if valid else "--input", pattern)):
+            if is_below(job.out, path_of("--valid_input" if valid else "--input", pattern)):
                 raise UserError(f"--out={job.out}: lies in the input {pattern}; choose a folder outside of it")
             sources += sources_of(pattern, valid=valid, first_index=len(sources))
     if len(sources) == 1 and sources[0].kind == "texts" and len(sources[0].files) == 1 and job.valid_fraction:
@@ -127,12 +127,6 @@ def _sources(job: Job) -> list[Source]:
             dataclasses.replace(whole, index=1, size=whole.size - valid_size),
         ]
     return sources
-
-
-def _is_below(out: AnyPath, folder: AnyPath) -> bool:
-    if is_bucket(out) or is_bucket(folder):
-        return f"{out}/".startswith(f"{str(folder).rstrip('/')}/")
-    return out.resolve().is_relative_to(folder.resolve())
 
 
 def _print_summary(job: Job) -> None:

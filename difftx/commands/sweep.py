@@ -9,7 +9,7 @@ from difftx.files import require_writable
 from difftx.launch import jobs
 from difftx.launch.grid import make_points, parse_grid
 from difftx.model.matching import matching_warning
-from difftx.storage.paths import is_bucket, path_of, remote_path_of
+from difftx.storage.paths import path_of, scheme_of
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -23,10 +23,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings for the job files")
     parser.epilog = "--config.path.to.field=value changes a field of every run"
     args, overrides = parser.parse(arguments)
-    # Only the job needs the library and the credentials of a bucket.
-    args.out = path_of("--out", args.out) if args.launcher is None else remote_path_of("--out", args.out)
-    if args.launcher is None or not is_bucket(args.out):
-        require_writable(args.out)
+    if args.launcher is None or scheme_of("--out", args.out) is None:  # Else only the jobs need access to the bucket.
+        require_writable(path_of("--out", args.out))
     grid = parse_grid(args.grid)
     points = make_points(args.config, grid, overrides, args.extension)
     for point in points:
@@ -41,4 +39,6 @@ def main(arguments: Sequence[str]) -> int:
     from difftx.launch.runner import Sweep  # Imported after the flags are checked, because the import is slow.
 
     console.Output.is_needed = False
-    return Sweep(points, args.out, {"config": args.config, "overrides": overrides, "grid": grid}).run()
+    return Sweep(
+        points, path_of("--out", args.out), {"config": args.config, "overrides": overrides, "grid": grid}
+    ).run()

@@ -50,11 +50,11 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     from difftx.model.architectures import ARCHITECTURES
     from difftx.model.matching import matching_warning
     from difftx.training import kernel_choice, loop
-    from difftx.training.run import Run, agree_on_command, fit_to_devices
+    from difftx.training.run import Run, agree_on_command, fit_to_devices, recorded_rankings
 
     config = with_vocabulary(config)
     multihost.join(args, config.multihost)
-    kernel_choice.choose([config], args.workdir)
+    kernel_choice.choose([config], recorded_rankings(args.workdir) if args.workdir else {})
     agree_on_command(config, args)
     config = fit_to_devices(config)
     multihost.print_on_primary(format_cost(config))

@@ -57,7 +57,7 @@ def evaluate(
     SUITES.check(suites)
     evaluation = Evaluation(run, params, work or Work(enabled=False))
     part = "params" if checkpoint is None else checkpoint.part
-    source = {"weights": weights, "checkpoint": checkpoint and checkpoint.sha256}
+    source = {"weights": weights, "checkpoint": checkpoint and checkpoint.manifest.sha256}
     results = {}
     with jax.set_mesh(run.mesh):
         for name in suites:

@@ -11,9 +11,8 @@ from difftx.errors import UserError
 from difftx.inference.decode import LanguageModel
 from difftx.parallel import multihost
 from difftx.parallel.mesh import make_mesh
-from difftx.storage.paths import AnyPath
-from difftx.training.checkpoint.checkpointer import Checkpointer
-from difftx.training.checkpoint.manifest import WeightsPart
+from difftx.training.checkpoint.checkpointer import Checkpoints
+from difftx.training.checkpoint.manifest import Manifest, WeightsPart
 from difftx.training.checkpoint.reading import Checkpoint, open_checkpoint, open_tokenizer
 from difftx.training.checkpoint.restoring import restore_params
 from difftx.training.fit import check_model, fit
@@ -21,7 +20,7 @@ from difftx.training.run import agree_on_command, read_config
 
 
 def load(
-    workdir: AnyPath,
+    checkpoints: Checkpoints,
     step: int | None,
     overrides: Mapping[str, str],
     processes: argparse.Namespace,
@@ -32,14 +31,14 @@ def load(
     `overrides` changes the run's config, as in `{"mesh.tensor": "4"}`. `processes` has all flags of the command. `part`
     selects the weights: the parameters, or their average.
     """
-    run_config = fit(override(read_config(workdir), overrides))
+    run_config = fit(override(read_config(checkpoints.workdir), overrides))
     multihost.start(processes, run_config.multihost)
     agree_on_command(run_config, processes)
-    return load_model(workdir, step, run_config, make_mesh(run_config.mesh), part)
+    return load_model(checkpoints, step, run_config, make_mesh(run_config.mesh), part)
 
 
 def load_model(
-    workdir: AnyPath, step: int | None, run_config: Config, mesh: jax.sharding.Mesh, part: WeightsPart
+    checkpoints: Checkpoints, step: int | None, run_config: Config, mesh: jax.sharding.Mesh, part: WeightsPart
 ) -> LanguageModel:
     """Load the model of a checkpoint onto the mesh of `run_config`. The other arguments are those of `load`."""
 
@@ -51,15 +50,15 @@ def load_model(
             lambda found: {"vocabulary of data.tokenizer": found[1].fingerprint},
             run_config.multihost.barrier_timeout_seconds,
         )
-        params = restore_params(checkpoint.folder, config, mesh, part)
+        params = restore_params(checkpoint.manifest, config, mesh, part)
         checkpoint.require_unchanged()
         return LanguageModel(config, mesh, params, tokenizer)
 
-    return read_checkpoint(workdir, step, run_config, read, flag="--workdir", part=part)
+    return read_checkpoint(checkpoints, step, run_config, read, flag="--workdir", part=part)
 
 
 def read_checkpoint[T](
-    workdir: AnyPath,
+    checkpoints: Checkpoints,
     step: int | None,
     run_config: Config,
     read: Callable[[Checkpoint], T],
@@ -71,16 +70,15 @@ def read_checkpoint[T](
 
     If training deletes that newest checkpoint during the call, `read` is called again with the new newest one.
     `run_config` is the run's config with the command's overrides, and `part` selects the weights. Error messages name
-    `workdir` by the flag `flag`.
+    the run by the flag `flag`.
     """
-    checkpointer = Checkpointer(workdir)
 
-    def read_step(step: int) -> T:
-        return read(open_checkpoint(checkpointer.folder / str(step), run_config, part))
+    def read_opened(manifest: Manifest) -> T:
+        return read(open_checkpoint(manifest, run_config, part))
 
     if step is not None:
-        checkpointer.require_valid(step)
-        return read_step(step)
-    if (result := checkpointer.read_newest(read_step)) is None:
-        raise UserError(f"{flag}={workdir}: no checkpoint there yet")
+        checkpoints.require_valid(step)
+        return read_opened(checkpoints.read(step))
+    if (result := checkpoints.read_newest(read_opened)) is None:
+        raise UserError(f"{flag}={checkpoints.workdir}: no checkpoint there yet")
     return result

@@ -27,6 +27,7 @@ from difftx.model.decoder import Block
 from difftx.parallel.mesh import make_mesh
 from difftx.registry import load_extensions
 from difftx.storage.paths import path_of
+from difftx.training.checkpoint.checkpointer import Checkpoints
 from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.run import read_config
 from difftx.training.state import graph
@@ -145,7 +146,7 @@ def load(
     workdir = path_of("path", os.fspath(path))
     config = dataclasses.replace(read_config(workdir), mesh=MeshConfig(fsdp=1))
     mesh = make_mesh(config.mesh, jax.local_devices()[:1])
-    return TrainedRun(load_model(workdir, step, config, mesh, weights))
+    return TrainedRun(load_model(Checkpoints(workdir), step, config, mesh, weights))
 
 
 @functools.partial(jax.jit, static_argnums=0)

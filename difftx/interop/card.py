@@ -35,7 +35,7 @@ def write_card(
 
     `files` has the small files of the run.
     """
-    config, step = checkpoint.config, int(checkpoint.folder.name)
+    config, step = checkpoint.config, checkpoint.manifest.step
     (causal,) = settings["architectures"]
     has_remote_code = "auto_map" in settings
     arguments = f"{name!r}, trust_remote_code=True" if has_remote_code else f"{name!r}"

@@ -34,8 +34,7 @@ from difftx.model.architectures import heads_of
 from difftx.model.decoder import Decoder
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import batch_shards
-from difftx.storage.paths import AnyPath
-from difftx.training.checkpoint.manifest import WeightsPart
+from difftx.training.checkpoint.manifest import Manifest, WeightsPart
 from difftx.training.checkpoint.restoring import restore_params
 from difftx.training.checkpoint.weights import ParamsReader, Streamed
 from difftx.training.state import graph
@@ -142,7 +141,7 @@ def new_params(
 
 
 def heads_by_entropy(
-    config: Config, mesh: jax.sharding.Mesh, checkpoint: AnyPath, part: WeightsPart, sources: Sources
+    config: Config, mesh: jax.sharding.Mesh, checkpoint: Manifest, part: WeightsPart, sources: Sources
 ) -> np.ndarray:
     """Return 1 for the half of each layer's heads whose attention has the highest entropy, else 0, float32 `[L, H]`.
 

@@ -49,7 +49,6 @@ def write(run: Run, step: int) -> str:
     """
     run.owner.check()
     workdir = run.workdir if is_bucket(run.workdir) else run.workdir.absolute()
-    checkpoint = open_checkpoint(workdir / "checkpoints" / str(step), run.config)
 
     def export() -> str:
         out = workdir / FOLDER / str(step)
@@ -58,12 +57,15 @@ def write(run: Run, step: int) -> str:
             if size_of(out / RECORD) is not None:  # Written before a rewind to an earlier step.
                 remove_file(out / CONFIG)
                 remove_folder(out)
+            checkpoint = open_checkpoint(read_manifest(workdir / "checkpoints" / str(step)), run.config)
             # It may take longer than a step.
             with new_folder(out, CONFIG, after_each_upload=report_progress) as folder:
                 write_atomically(folder / RECORD, json.dumps({"weights": checkpoint.weights}) + "\n")
-                written = write_export(checkpoint, workdir, run.files, folder, out, "hf", SHARD_MIB * 2**20)[0]
+                written = write_export(checkpoint, str(workdir), run.files, folder, str(out), "hf", SHARD_MIB * 2**20)[
+                    0
+                ]
                 run.owner.check()
-                return written
+                return f"{out}: {written}"
         except (OSError, UserError, RunError) as error:
             return f"not exported: {error}"
 

@@ -6,7 +6,7 @@ import functools
 import json
 import shutil
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import ModuleType
 
 import jax
@@ -19,8 +19,7 @@ from difftx.config.model import default_specific_fields
 from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import RunError, UserError
-from difftx.files import downloaded, write_atomically
-from difftx.folders import new_folder
+from difftx.files import write_atomically
 from difftx.inference.load import read_checkpoint
 from difftx.interop import differential, huggingface, in_transformers, official, remote_code_config, tokenizers
 from difftx.interop.card import write_card, write_generation_config
@@ -32,8 +31,8 @@ from difftx.model.abstract import count_parameters
 from difftx.model.architectures import describe_heads, heads_of
 from difftx.parallel.mesh import batch_shards, make_mesh
 from difftx.run_files import pulled
-from difftx.storage.paths import AnyPath
-from difftx.training.checkpoint.manifest import WeightsPart
+from difftx.training.checkpoint.checkpointer import Checkpoints
+from difftx.training.checkpoint.manifest import Manifest, WeightsPart
 from difftx.training.checkpoint.reading import Checkpoint, open_sources, open_tokenizer
 from difftx.training.checkpoint.restoring import restore_params
 from difftx.training.checkpoint.weights import STEP, ParamsReader, save_params
@@ -49,8 +48,9 @@ COMPARED_PARAMETERS = 500_000_000  # Larger models are not compared with the Tra
 
 
 def import_run(
-    source: AnyPath,
-    out: AnyPath,
+    source: Path,
+    folder: Path,
+    out: str,
     *,
     format_: Format,
     config: Config,
@@ -58,53 +58,56 @@ def import_run(
     verify: bool,
     dex_heads: Heads | None = None,
 ) -> list[str]:
-    """Create the run directory `out` from a model folder of another format. Return messages for the user.
+    """Write a run made from a model folder of another format to `folder`. Return messages for the user.
 
-    The folder's config.json determines fields of `config.model`, which the user must not have `overridden`. If `verify`
-    is set, logits are compared with those of transformers. If `dex_heads` is set, the folder's Transformer becomes a
-    model of the architecture of `config`, as by `differentialize_run`.
+    `out` is the address to which the caller moves `folder`. The config.json in `source` determines fields of
+    `config.model`, which the user must not have `overridden`. If `verify` is set, logits are compared with those of
+    transformers. If `dex_heads` is set, the source's Transformer becomes a model of the architecture of `config`, as by
+    `differentialize_run`.
     """
-    with downloaded(source) as local:
-        path = local / CONFIG
-        is_ours = format_ == "hf" and remote_code_config.is_ours(path)
-        module = huggingface if format_ == "hf" and not is_ours else FORMATS[format_]
-        fields = determined_fields(module, module.read(Fields(path)))
-        if module is huggingface and fields["architecture"] == "diff":
-            format_ = "diffllama"
-        chosen = config.model
-        if dex_heads is not None:
-            fields = default_specific_fields() | fields
-            overridden = {name for name in overridden if not is_changeable(name, chosen.architecture)}
-        if clash := sorted(fields.keys() & overridden):
-            raise UserError(f"--config.model.{clash[0]}: {path} determines this field; remove the flag")
-        config = dataclasses.replace(config, model=with_fields(chosen, fields | {"matched": {}}))
-        model = config.model if dex_heads is None else differential.new_model(config.model, chosen)
-        new = dataclasses.replace(config, model=model)
-        fit(new)
-        arrays = import_params(local, read_folder(local), format_, config.model)
-        with new_folder(out, CONFIG) as folder:
-            name, tokenizer, note = tokenizers.import_tokenizer(
-                local, folder, out, config.data.tokenizer, config.data.end_of_text
-            )
-            config, new = (each.but(data={"tokenizer": name}) for each in (config, new))
-            fit(config, tokenizer=tokenizer)
-            # Without `dex_heads`, the Transformer is the run. With `dex_heads`, it exists only during the conversion.
-            imported = folder if dex_heads is None else folder / "transformer"
-            save_params(imported, arrays, config, {"tokenizer": tokenizer.fingerprint})
-            checkpoint = imported / "checkpoints" / str(STEP)
-            lines = [compare_logits(local, checkpoint, config)] if verify else []
-            if dex_heads is not None:
-                read = functools.partial(load_sources, config.data, tokenizer)
-                lines += _differentialize(checkpoint, "params", config, new, read, tokenizer, dex_heads, folder)
-                shutil.rmtree(imported)
-            write_run_files(folder, new)
-        return [f"{out}: a run of step {STEP}, {_describe(model)}", note, *lines]
+    path = source / CONFIG
+    is_ours = format_ == "hf" and remote_code_config.is_ours(path)
+    module = huggingface if format_ == "hf" and not is_ours else FORMATS[format_]
+    fields = determined_fields(module, module.read(Fields(path)))
+    if module is huggingface and fields["architecture"] == "diff":
+        format_ = "diffllama"
+    chosen = config.model
+    if dex_heads is not None:
+        fields = default_specific_fields() | fields
+        overridden = {name for name in overridden if not is_changeable(name, chosen.architecture)}
+    if clash := sorted(fields.keys() & overridden):
+        raise UserError(f"--config.model.{clash[0]}: {path} determines this field; remove the flag")
+    config = dataclasses.replace(config, model=with_fields(chosen, fields | {"matched": {}}))
+    model = config.model if dex_heads is None else differential.new_model(config.model, chosen)
+    new = dataclasses.replace(config, model=model)
+    fit(new)
+    arrays = import_params(source, read_folder(source), format_, config.model)
+    name, tokenizer, note = tokenizers.import_tokenizer(
+        source, folder, out, config.data.tokenizer, config.data.end_of_text
+    )
+    config, new = (each.but(data={"tokenizer": name}) for each in (config, new))
+    fit(config, tokenizer=tokenizer)
+    # Without `dex_heads`, the Transformer is the run. With `dex_heads`, it exists only during the conversion.
+    imported = folder if dex_heads is None else folder / "transformer"
+    checkpoint = save_params(imported, arrays, config, {"tokenizer": tokenizer.fingerprint})
+    lines = [compare_logits(source, checkpoint, config)] if verify else []
+    if dex_heads is not None:
+        read = functools.partial(load_sources, config.data, tokenizer)
+        lines += _differentialize(checkpoint, "params", config, new, read, tokenizer, dex_heads, folder)
+        shutil.rmtree(imported)
+    write_run_files(folder, new)
+    return [f"a run of step {STEP}, {_describe(model)}", note, *lines]
 
 
 def differentialize_run(
-    workdir: AnyPath, out: AnyPath, step: int | None, overrides: Mapping[str, str], part: WeightsPart, dex_heads: Heads
+    run: Checkpoints,
+    folder: Path,
+    step: int | None,
+    overrides: Mapping[str, str],
+    part: WeightsPart,
+    dex_heads: Heads,
 ) -> list[str]:
-    """Create the run directory `out` from the Transformer of a run. Return messages for the user.
+    """Write a run made from the Transformer of a run to `folder`. Return messages for the user.
 
     `overrides` change the run's config, and must include `model.architecture`. The other arguments are those of
     `import_run` and `export_run`.
@@ -113,7 +116,7 @@ def differentialize_run(
     architecture = overrides["model.architecture"]
     clash = sorted(name for name in names if name != "architecture" and not is_changeable(name, architecture))
     if clash:
-        raise UserError(f"--config.model.{clash[0]}: --input={workdir} determines this field; remove the flag")
+        raise UserError(f"--config.model.{clash[0]}: --input={run.workdir} determines this field; remove the flag")
 
     def convert(checkpoint: Checkpoint) -> list[str]:
         config, tokenizer = open_tokenizer(checkpoint)
@@ -130,17 +133,23 @@ def differentialize_run(
                 return load_sources(config.data, tokenizer)
             return open_sources(checkpoint, tokenizer)
 
-        with new_folder(out, CONFIG) as folder:
-            lines = _differentialize(checkpoint.folder, part, config, new, read, tokenizer, dex_heads, folder)
-            write_run_files(folder, new, {"source_weights": checkpoint.weights})
-            checkpoint.require_unchanged()
-        return [f"{out}: a run of step {STEP}, {_describe(new.model)}", *lines]
+        _empty(folder)
+        lines = _differentialize(checkpoint.manifest, part, config, new, read, tokenizer, dex_heads, folder)
+        write_run_files(folder, new, {"source_weights": checkpoint.weights})
+        checkpoint.require_unchanged()
+        return [f"a run of step {STEP}, {_describe(new.model)}", *lines]
 
-    return read_checkpoint(workdir, step, read_config(workdir), convert, flag="--input", part=part)
+    return read_checkpoint(run, step, read_config(run.workdir), convert, flag="--input", part=part)
+
+
+def _empty(folder: Path) -> None:
+    """Delete what a conversion has written of a checkpoint that the training has deleted meanwhile."""
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _differentialize(
-    checkpoint: AnyPath,
+    checkpoint: Manifest,
     part: WeightsPart,
     config: Config,
     new: Config,
@@ -161,17 +170,17 @@ def _differentialize(
         lines.append(f"heads of highest entropy: {int(chosen_LH[0].sum())} of {new.model.num_heads} in each layer")
     with jax.set_mesh(mesh):
         arrays = differential.new_params(ParamsReader(checkpoint, part), config.model, new, chosen_LH)
-        save_params(folder, arrays, new, {"tokenizer": tokenizer.fingerprint})
+        converted = save_params(folder, arrays, new, {"tokenizer": tokenizer.fingerprint})
     before, after = (count_parameters(each).total for each in (config.model, new.model))
     return [
         *lines,
         f"parameters: {before:,} in the Transformer, {after - before:,} added, {after:,} now",
-        _check_function(checkpoint, part, config, folder / "checkpoints" / str(STEP), new, mesh),
+        _check_function(checkpoint, part, config, converted, new, mesh),
     ]
 
 
 def _check_function(
-    checkpoint: AnyPath, part: WeightsPart, config: Config, converted: Path, new: Config, mesh: jax.sharding.Mesh
+    checkpoint: Manifest, part: WeightsPart, config: Config, converted: Manifest, new: Config, mesh: jax.sharding.Mesh
 ) -> str:
     """Compare the logits of a Transformer with those of the model that it became. Return the result as text."""
     is_preserved = new.model.architecture != "diff"
@@ -189,8 +198,9 @@ def _check_function(
 
 
 def export_run(
-    workdir: AnyPath,
-    out: AnyPath,
+    run: Checkpoints,
+    folder: Path,
+    out: str,
     *,
     step: int | None,
     format_: Format,
@@ -198,32 +208,32 @@ def export_run(
     verify: bool,
     part: WeightsPart,
 ) -> list[str]:
-    """Write weights of the checkpoint that `read_checkpoint` selects to a model folder. Return messages."""
+    """Write weights of the checkpoint that `read_checkpoint` selects to `folder`, later `out`. Return messages."""
 
     def export(checkpoint: Checkpoint) -> list[str]:
-        with new_folder(out, CONFIG) as folder:
-            lines = write_export(checkpoint, workdir, pulled(workdir), folder, out, format_, shard_bytes)
-            if verify:
-                lines.append(compare_logits(folder, checkpoint.folder, checkpoint.config, part))
-                if tokenizers.has_tokenizer(folder):
-                    lines.append(in_transformers.compare_tokenizer(folder, open_tokenizer(checkpoint)[1]))
-            checkpoint.require_unchanged()
+        _empty(folder)
+        lines = write_export(checkpoint, str(run.workdir), pulled(run.workdir), folder, out, format_, shard_bytes)
+        if verify:
+            lines.append(compare_logits(folder, checkpoint.manifest, checkpoint.config, part))
+            if tokenizers.has_tokenizer(folder):
+                lines.append(in_transformers.compare_tokenizer(folder, open_tokenizer(checkpoint)[1]))
+        checkpoint.require_unchanged()
         return lines
 
-    return read_checkpoint(workdir, step, read_config(workdir), export, flag="--input", part=part)
+    return read_checkpoint(run, step, read_config(run.workdir), export, flag="--input", part=part)
 
 
 def write_export(
-    checkpoint: Checkpoint, workdir: AnyPath, files: Path, folder: Path, out: AnyPath, format_: Format, shard_bytes: int
+    checkpoint: Checkpoint, workdir: str, files: Path, folder: Path, out: str, format_: Format, shard_bytes: int
 ) -> list[str]:
     """Write a checkpoint of `workdir` to `folder`, which is later renamed to `out`. Return messages.
 
     `files` has the small files of the run.
     """
-    model, part = checkpoint.config.model, checkpoint.part
+    step, model, part = checkpoint.manifest.step, checkpoint.config.model, checkpoint.part
     module = check_representable(model, format_)
     config, tokenizer = open_tokenizer(checkpoint)
-    shards = write_folder(folder, export_params(ParamsReader(checkpoint.folder, part), format_, model), shard_bytes)
+    shards = write_folder(folder, export_params(ParamsReader(checkpoint.manifest, part), format_, model), shard_bytes)
     settings = config_json(module, config, tokenizer.eot_token)
     write_atomically(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
     note = tokenizers.export_tokenizer(config, tokenizer, folder, settings.get("model_type"))
@@ -231,13 +241,13 @@ def write_export(
         shutil.copyfile(remote_code_config.MODELING, folder / remote_code_config.MODELING.name)
     if format_ != "official":
         write_generation_config(folder, tokenizer, model.embeddings)
-        flags = {"from": "difftx", "to": format_, "input": workdir, "out": out, "step": checkpoint.folder.name}
+        flags = {"from": "difftx", "to": format_, "input": workdir, "out": out, "step": step}
         flags |= {"weights": part} if part != "params" else {}
         command = ["python", "-m", "difftx", "convert", *(f"--{name}={flags[name]}" for name in flags)]
-        write_card(folder, out.name, settings, checkpoint, files, command)
+        write_card(folder, PurePosixPath(out).name, settings, checkpoint, files, command)
     written = shards[0] if len(shards) == 1 else f"{len(shards)} safetensors files"
-    what = f"step {checkpoint.folder.name}" if part == "params" else f"{part} of step {checkpoint.folder.name}"
-    return [f"{out}: {written} of {what}, {_describe(model)}", note]
+    what = f"step {step}" if part == "params" else f"{part} of step {step}"
+    return [f"{written} of {what}, {_describe(model)}", note]
 
 
 def check_representable(model: ModelConfig, format_: Format) -> ModuleType:
@@ -260,7 +270,7 @@ def _describe(model: ModelConfig) -> str:
     return f"{model.architecture}: {model.num_layers} layers, {describe_heads(model)}, {embeddings}"
 
 
-def compare_logits(folder: Path, checkpoint: AnyPath, config: Config, part: WeightsPart = "params") -> str:
+def compare_logits(folder: Path, checkpoint: Manifest, config: Config, part: WeightsPart = "params") -> str:
     """Compare float32 logits and greedy text with transformers. Return the result as text.
 
     The tokens are random prompts and their greedy continuations by transformers with its cache. Raise `RunError` if a
@@ -292,7 +302,7 @@ def _random_tokens(config: Config, mesh: jax.sharding.Mesh, rows: int) -> np.nda
 
 
 def our_logits(
-    checkpoint: AnyPath, config: Config, mesh: jax.sharding.Mesh, tokens_BT: np.ndarray, part: WeightsPart = "params"
+    checkpoint: Manifest, config: Config, mesh: jax.sharding.Mesh, tokens_BT: np.ndarray, part: WeightsPart = "params"
 ) -> np.ndarray:
     """Return the logits that difftx computes from a verified checkpoint, in float32."""
     config = config.but(model={"compute_dtype": "float32", "attention_implementation": "xla"})

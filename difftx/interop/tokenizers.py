@@ -20,7 +20,6 @@ from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UnreadableError, UserError
 from difftx.files import write_atomically
 from difftx.json_files import read_json
-from difftx.storage.paths import AnyPath, is_bucket
 
 CL100K = "cl100k_base"
 # Pre-tokenizers of Qwen 2: cl100k_base's pattern, but each digit is a piece of its own.
@@ -69,7 +68,7 @@ def export_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path, model_t
 
 
 def import_tokenizer(
-    source: Path, folder: Path, out: AnyPath, name: str, end_of_text: str | None
+    source: Path, folder: Path, out: str, name: str, end_of_text: str | None
 ) -> tuple[str, Tokenizer, str]:
     """Return the value of `data.tokenizer` for the model in `source`, the tokenizer, and a message for the user.
 
@@ -78,7 +77,6 @@ def import_tokenizer(
     is set, the files must be a tokenizer with this end-of-text token.
     """
     settings = tokenizer_files.read_settings(source)
-    final_folder = out if is_bucket(out) else out.absolute()
     if not has_tokenizer(source):
         note = (
             f"tokenizer: {source} has no {TOKENIZER} or {MODEL}; data.tokenizer={name!r} stays, and must be the model's"
@@ -101,7 +99,7 @@ def import_tokenizer(
         )
         return name, load_tokenizer(name), note
     _copy_files(tokenizer, folder / COPY)
-    kept = str(final_folder / COPY)
+    kept = f"{out}/{COPY}"
     return kept, tokenizer, f"tokenizer: copied, data.tokenizer={kept!r}{_other_ends(source, tokenizer)}"
 
 

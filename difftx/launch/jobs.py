@@ -17,7 +17,7 @@ from difftx.config.data import STDLIB, SYNTHETIC
 from difftx.config.recipes import is_name, split_spec
 from difftx.errors import UserError, did_you_mean
 from difftx.launch.grid import SweepPoint
-from difftx.storage.paths import AnyPath, is_bucket, scheme_of
+from difftx.storage.paths import scheme_of
 
 TEMPLATES = Path(__file__).with_name("templates")
 ROOT = Path(__file__).parents[2]
@@ -69,15 +69,16 @@ def parse_settings(arguments: Sequence[str]) -> dict[str, str]:
     return settings
 
 
-def write_jobs(name: str, points: Sequence[SweepPoint], out: AnyPath, settings: Mapping[str, str]) -> None:
+def write_jobs(name: str, points: Sequence[SweepPoint], out: str, settings: Mapping[str, str]) -> None:
     """Write a job file for each point with the launcher `name`, and print the commands that submit the files.
 
-    The files are in the folder `out`/jobs, or, if `out` is in a bucket, in a local folder such as jobs/gs/BUCKET/NAME.
+    Only the jobs open `out`. The files are in the folder `out`/jobs, or, if `out` is in a bucket, in a local folder
+    such as jobs/gs/BUCKET/NAME.
     """
     if name not in LAUNCHERS:
         raise UserError(f"--launcher={name}: no such launcher.{did_you_mean(name, LAUNCHERS)}")
     launcher, text = LAUNCHERS[name], (TEMPLATES / LAUNCHERS[name].template).read_text()
-    _check_settings(name, jinja2.meta.find_undeclared_variables(JINJA.parse(text)), settings, in_bucket=is_bucket(out))
+    _check_settings(name, jinja2.meta.find_undeclared_variables(JINJA.parse(text)), settings, in_bucket=_is_bucket(out))
     for point in points:
         _check_config(launcher, point, settings)
     quoted = {setting: value if setting in COUNTS else launcher.quote(value) for setting, value in settings.items()}
@@ -97,8 +98,12 @@ def write_jobs(name: str, points: Sequence[SweepPoint], out: AnyPath, settings: 
         print(f"{launcher.submit} {shlex.quote(str(file))}")
 
 
-def _job_folder(out: AnyPath) -> Path:
-    return Path("jobs", str(out).replace("://", "/")) if is_bucket(out) else out / "jobs"
+def _is_bucket(out: str) -> bool:
+    return scheme_of("--out", out) is not None
+
+
+def _job_folder(out: str) -> Path:
+    return Path("jobs", out.replace("://", "/")) if _is_bucket(out) else Path(out, "jobs")
 
 
 def _check_settings(name: str, variables: set[str], settings: Mapping[str, str], *, in_bucket: bool) -> None:
@@ -140,20 +145,22 @@ def _check_config(launcher: Launcher, point: SweepPoint, settings: Mapping[str, 
             raise UserError(f"run {point.name}: data.path={path}: the pods would not have it; give a path {where}")
 
 
-def _values(launcher: Launcher, point: SweepPoint, out: AnyPath, settings: Mapping[str, str]) -> dict[str, str]:
+def _values(launcher: Launcher, point: SweepPoint, out: str, settings: Mapping[str, str]) -> dict[str, str]:
     """Return the values of the variables in `COMPUTED` that the template may use, quoted for its language."""
     if launcher.local_files:
         here = Path.cwd()
-        workdir = out / point.name if is_bucket(out) else here / out / point.name
+        workdir = f"{out.rstrip('/')}/{point.name}" if _is_bucket(out) else here / out / point.name
         command = [sys.executable, "-m", "difftx", "train", *point.flags(workdir)]
         # sbatch replaces %j by the job's id and %% by %.
         output = str(here / _job_folder(out) / point.name).replace("%", "%%") + "-%j.out"
         values = {"here": shlex.quote(str(here)), "output": launcher.quote(output)}
     else:
-        workdir = out / point.name if is_bucket(out) else PurePosixPath(settings["mount"]) / out / point.name
-        if not is_bucket(out) and not workdir.is_relative_to(settings["mount"]):
-            lost = f"not below mount={settings['mount']}, so the run would be lost"
-            raise UserError(f"--out={out}: {lost}; give --out=runs/NAME, or a bucket")
+        workdir = f"{out.rstrip('/')}/{point.name}"
+        if not _is_bucket(out):
+            workdir = PurePosixPath(settings["mount"]) / workdir
+            if not workdir.is_relative_to(settings["mount"]):
+                lost = f"not below mount={settings['mount']}, so the run would be lost"
+                raise UserError(f"--out={out}: {lost}; give --out=runs/NAME, or a bucket")
         command = ["python", "train.py", *_in_repository(point).flags(str(workdir))]
         # Send SIGTERM to the process that trains in `workdir`. The regular expression ends in `( |$)`, so it does not
         # match itself in the command line of the shell that runs pkill, and that shell gets no signal.

@@ -96,7 +96,7 @@ class RunStatus:
             f"extension {change}" for change in changed_extensions(manifest.extensions, str(self.last_checkpoint))
         ]
         if not changes:  # A changed extension may reject the run's config.
-            fields = changed_fields(config_of(self.last_checkpoint), self.point.config)
+            fields = changed_fields(config_of(manifest), self.point.config)
             changes = [str(change) for change in fields if not change.is_neutral]
             stores = signature_of_stores(self.point.config.data)
             stores = {name: value for name, value in stores.items() if name in manifest.data}

@@ -243,12 +243,12 @@ def _config_of_newest_checkpoint(workdir: Path, run_config: Config, manifest: Ma
     for step in reversed(steps_in(workdir / "checkpoints")):
         folder = workdir / "checkpoints" / str(step)
         try:
-            recorded = read_manifest(folder).extensions
+            checkpoint = read_manifest(folder)
         except UserError:  # `difftx checkpoint verify` reports the reason.
             continue
-        require_extensions(recorded, str(folder))
+        require_extensions(checkpoint.extensions, str(folder))
         with contextlib.suppress(UserError):
-            return open_checkpoint(folder, run_config).config
+            return open_checkpoint(checkpoint, run_config).config
     require_extensions(manifest["extensions"], f"--workdir={workdir}")
     return run_config
 

@@ -28,16 +28,8 @@ def path_of(field: str, text: str) -> AnyPath:
         require_extra(*LIBRARIES[scheme])
         # Otherwise gcsfs asks a second service for the kind of each bucket, and prints a line if that fails.
         os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-    return remote_path_of(field, text)
-
-
-def remote_path_of(field: str, text: str) -> AnyPath:
-    """Return a path that only another machine opens, without requiring the store's library here.
-
-    Raise `UserError` as `scheme_of` does.
-    """
-    scheme = scheme_of(field, text)
-    return Path(text) if scheme is None else import_extra("etils.epath", LIBRARIES[scheme][1]).Path(text)
+        return import_extra("etils.epath", LIBRARIES[scheme][1]).Path(text)
+    return Path(text)
 
 
 def scheme_of(field: str, text: str) -> str | None:

@@ -8,39 +8,35 @@ The manifest of the run records the ranking. A run that resumes on the same devi
 the same bit for bit. Otherwise, all processes measure again.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
 
 import jax
 
 from difftx import kernels
 from difftx.config import Config
 from difftx.config.fields import Effect, Flag, fields_with, flat, values_of
-from difftx.files import read_file, source_sha256
-from difftx.json_files import json_sha256, schema_error
+from difftx.files import source_sha256
+from difftx.json_files import json_sha256
 from difftx.kernels import target
 from difftx.kernels.backend import Ranking
 from difftx.parallel import multihost
-from difftx.storage.paths import AnyPath
 from difftx.training import kernel_measurement
-from difftx.training.checkpoint.manifest import ACCELERATOR_PACKAGES, MANIFEST, package_versions
+from difftx.training.checkpoint.manifest import ACCELERATOR_PACKAGES, package_versions
 from difftx.training.workload import kernel_function
 
 COMPILERS = ("jax", "jaxlib", *ACCELERATOR_PACKAGES)  # Packages whose versions may change a kernel.
-RANKING_SCHEMA = {"function": str, "conditions": {str: str}, "milliseconds": {str: float}, "rejected": {str: str}}
 KERNELS = Path(kernels.__file__).parent
 
 
-def choose(configs: Sequence[Config], workdir: AnyPath | None = None) -> None:
+def choose(configs: Sequence[Config], recorded: Mapping[str, Ranking] = MappingProxyType({})) -> None:
     """Choose the attention kernels of the configs, and raise `UserError` if JAX finds no device.
 
-    Call `multihost.join` first. `workdir` is the run of the first config, which may have recorded a ranking.
+    Call `multihost.join` first. `recorded` has the rankings that the run has recorded (`recorded_rankings`).
     """
     measurable = {kernel_function(config): config for config in configs if _is_measured(config)}
-    recorded = _recorded(workdir) if measurable else {}
     devices = kernel_measurement.gpu_identity() if measurable else None
     if devices is None:  # On GPUs, measure before this process allocates their memory.
         multihost.require_devices()
@@ -68,19 +64,6 @@ def _is_measured(config: Config) -> bool:
     is_auto = config.model.attention_implementation == "auto"
     # `weighted_attention` has one kernel.
     return config.train.kernel_choice == "measured" and is_auto and kernel_function(config) != "weighted_attention"
-
-
-def _recorded(workdir: AnyPath | None) -> dict[str, Ranking]:
-    """Return the rankings in the manifest of a run, by function.
-
-    Raise `UnreadableError` if the manifest cannot be read: a new measurement could choose another kernel.
-    """
-    content = read_file(workdir / MANIFEST) if workdir else None
-    try:
-        found: Any = json.loads(content or b"")["kernels"].items()
-    except (ValueError, LookupError, TypeError, AttributeError):  # `Run.check_records` reports a corrupt manifest.
-        return {}
-    return {name: Ranking(**ranking) for name, ranking in found if schema_error(ranking, RANKING_SCHEMA) is None}
 
 
 def conditions(devices: str, config: Config) -> dict[str, str]:

@@ -17,8 +17,8 @@ from difftx.errors import UserError, shown
 from difftx.files import list_folder, resolved, size_of, source_sha256
 from difftx.parallel.multihost import barrier, decide_on_primary, is_primary, print_on_primary
 from difftx.registry import changed_extensions
-from difftx.storage.paths import AnyPath, path_of
-from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.storage.paths import path_of
+from difftx.training.checkpoint.checkpointer import Checkpointer, Checkpoints
 from difftx.training.checkpoint.manifest import MANIFEST, Manifest, package_versions, read_manifest, why_invalid
 from difftx.training.checkpoint.restoring import config_of, restore_params, restore_state
 from difftx.training.fit import fit
@@ -94,7 +94,7 @@ class RunState:
         decision = decide(self.guard, config, checkpointer, examples, attempt)
         if isinstance(decision, dict):
             return decision
-        step, folder = decision.step, checkpointer.folder / str(decision.step)
+        step = decision.step
         del self.train  # The start of the run may need its memory.
         if not decide_on_primary(lambda: step in checkpointer.steps()):
             start = _initial(self.run, checkpointer)
@@ -106,7 +106,8 @@ class RunState:
             start.save(wait=True)
         if is_primary():  # A run that is killed in between reaches the same bad steps again.
             checkpointer.remove_after(step)
-            checkpointer.amend(step, decision.apply(read_manifest(folder).loader, self.guard.rewinds))
+            manifest = read_manifest(checkpointer.folder / str(step))
+            checkpointer.amend(step, decision.apply(manifest.loader, self.guard.rewinds))
         barrier(f"rewind {len(self.guard.rewinds) + 1}", config.multihost.barrier_timeout_seconds)
         return None
 
@@ -121,7 +122,7 @@ def restore(run: Run, checkpointer: Checkpointer, *, allow_config_change: bool) 
     source = run.config.checkpoint
     resume = functools.partial(_resume, run, checkpointer, allow_config_change=allow_config_change)
     if (step := checkpointer.newest()) is not None:
-        return resume(checkpointer.folder / str(step))
+        return resume(checkpointer.read(step))
     decide_on_primary(run.require_none_saved)
     if source.branch_from is not None:
         state = _read_source("branch_from", source.branch_from, resume)
@@ -145,17 +146,17 @@ def _initial(run: Run, checkpointer: Checkpointer) -> RunState:
     """Return the state of step 0, with the parameters of `checkpoint.init_from` or new ones."""
     state, weights = jit_init(init_state, run.config), None
     if (source := run.config.checkpoint.init_from) is not None:
-        params, weights = _read_source("init_from", source, lambda folder: _params_in(run, folder))
+        params, weights = _read_source("init_from", source, functools.partial(_params_in, run))
         state = dataclasses.replace(state, params=params)
     return RunState(run, checkpointer, state, 0, _loader(run), Guard(run.config.guards), weights)
 
 
-def _resume(run: Run, checkpointer: Checkpointer, folder: AnyPath, *, allow_config_change: bool) -> RunState:
+def _resume(run: Run, checkpointer: Checkpointer, manifest: Manifest, *, allow_config_change: bool) -> RunState:
     """Return the state in a checkpoint of this run, or of the run from which it branches."""
-    manifest, is_branch = read_manifest(folder), folder.parent != checkpointer.folder
-    step = manifest.step
+    step, folder = manifest.step, manifest.folder
+    is_branch = folder.parent != checkpointer.folder
     source = f"checkpoint.branch_from={run.config.checkpoint.branch_from}" if is_branch else str(run.workdir)
-    _require_resumable(manifest, folder, run, source, is_branch=is_branch)
+    _require_resumable(manifest, run, source, is_branch=is_branch)
     _print_other_code(manifest)
     refused = [f"extension {change}" for change in changed_extensions(manifest.extensions, str(folder))]
     if allow_config_change:
@@ -163,7 +164,7 @@ def _resume(run: Run, checkpointer: Checkpointer, folder: AnyPath, *, allow_conf
             print_on_primary(f"changed since the checkpoint: {change} (not safe)")
     if allow_config_change or not refused:  # A changed extension may reject the checkpoint's config.
         allowed = (Flag.BRANCH, Effect.START) if is_branch else ()
-        trained = config_of(folder)
+        trained = config_of(manifest)
         examples = step * trained.batch_rows  # A rewind may have read more. `Loader.restore` compares again.
         data_changes = signature_changes(*(begun(s, examples) for s in (manifest.data, run.data.signature)))
         refused += _report_changes(trained, run.config, step, data_changes, allowed, print_unsafe=allow_config_change)
@@ -174,7 +175,7 @@ def _resume(run: Run, checkpointer: Checkpointer, folder: AnyPath, *, allow_conf
             f"restore what changed, {otherwise}or continue nevertheless with --allow_config_change"
         )
     abstract = jax.eval_shape(lambda: init_state(run.config))
-    state, loader_state = restore_state(folder, abstract, run.mesh)
+    state, loader_state = restore_state(manifest, abstract, run.mesh), manifest.loader
     valid = run.data.valid_fingerprints
     for change in signature_changes(loader_state["valid"], valid):
         # The workdir of a branch has no results of earlier steps.
@@ -198,7 +199,7 @@ def _resume(run: Run, checkpointer: Checkpointer, folder: AnyPath, *, allow_conf
     return RunState(run, checkpointer, state, step, loader, guard, loader_state["source_weights"])
 
 
-def _require_resumable(manifest: Manifest, folder: AnyPath, run: Run, source: str, *, is_branch: bool) -> None:
+def _require_resumable(manifest: Manifest, run: Run, source: str, *, is_branch: bool) -> None:
     """Raise `UserError` if the checkpoint has weights alone, or if `train.steps` is too small for its step.
 
     `source` is its run, for messages.
@@ -217,7 +218,7 @@ def _require_resumable(manifest: Manifest, folder: AnyPath, run: Run, source: st
         )
     if is_branch and step >= steps:
         raise UserError(
-            f"{source}: {folder} is of step {step}, and train.steps={steps} counts the steps from the "
+            f"{source}: {manifest.folder} is of step {step}, and train.steps={steps} counts the steps from the "
             f"start of that run; set train.steps to more than {step}"
         )
 
@@ -283,21 +284,28 @@ def _learning_rate_change(config: Config, new_steps: int, step: int) -> str | No
     return None if is_equal else f"{before:.3g} → {after:.3g}"
 
 
-def _read_source[T](field: str, source: str, read: Callable[[AnyPath], T]) -> T:
-    """Return `read(folder)` for the checkpoint that a field of `checkpoint` names: its folder, or that of its run."""
+def _read_source[T](field: str, source: str, read: Callable[[Manifest], T]) -> T:
+    """Return `read(checkpoint)` for the checkpoint that a field of `checkpoint` names by its folder or its run."""
     path, name = path_of(f"checkpoint.{field}", source), f"checkpoint.{field}={source}"
-    if decide_on_primary(lambda: _is_checkpoint(path, name)):
-        return read(resolved(path))
-    reader = Checkpointer(path)
-    found = reader.read_newest(lambda step: read(reader.folder / str(step)))
+
+    def is_checkpoint() -> bool:
+        if size_of(path / MANIFEST) is None or list_folder(path).get("checkpoints"):
+            return False
+        if why := why_invalid(path, content=True):
+            raise UserError(f"{name}: the checkpoint does not verify: {why}")
+        return True
+
+    if decide_on_primary(is_checkpoint):
+        return read(read_manifest(resolved(path)))
+    found = Checkpoints(path).read_newest(read)
     if found is None:
         raise UserError(f"{name}: neither a run with checkpoints nor a checkpoint's folder")
     return found
 
 
-def _params_in(run: Run, folder: AnyPath) -> tuple[object, str]:
+def _params_in(run: Run, manifest: Manifest) -> tuple[object, str]:
     """Return the parameters of a checkpoint, and their identifier."""
-    manifest = read_manifest(folder)
+    folder = manifest.folder
     if manifest.data.get("tokenizer") != run.data.signature["tokenizer"]:
         raise UserError(
             f"checkpoint.init_from={run.config.checkpoint.init_from}: {folder} was trained with another tokenizer than "
@@ -312,7 +320,7 @@ def _params_in(run: Run, folder: AnyPath) -> tuple[object, str]:
                 f"checkpoint.init_from={run.config.checkpoint.init_from}: {folder} has model.{name}={theirs}, and this "
                 f"model {ours}; use the same"
             )
-    params = restore_params(folder, run.config, run.mesh)
+    params = restore_params(manifest, run.config, run.mesh)
     print_on_primary(f"parameters from {folder}")
     before, after = flat(model), flat(json.loads(run.config.to_json())["model"])
     names = [name for name in fields_with(ModelConfig, Effect.FUNCTION) if before.get(name) != after.get(name)]
@@ -321,12 +329,3 @@ def _params_in(run: Run, folder: AnyPath) -> tuple[object, str]:
     for change in changes:
         print_on_primary(f"{change}, other than in the run of the parameters")
     return params, manifest.weights
-
-
-def _is_checkpoint(source: AnyPath, name: str) -> bool:
-    """Return whether `source` is the folder of one checkpoint. Raise `UserError` if it is a corrupt one."""
-    if size_of(source / MANIFEST) is None or list_folder(source).get("checkpoints"):
-        return False
-    if why := why_invalid(source, content=True):
-        raise UserError(f"{name}: the checkpoint does not verify: {why}")
-    return True

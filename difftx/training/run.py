@@ -27,6 +27,7 @@ from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import SOURCE, UserError, printable
 from difftx.files import UNLOCKED, Owner, read_file, require_run, size_of, source_files, source_sha256
 from difftx.json_files import read_json, schema_error
+from difftx.kernels.backend import Ranking
 from difftx.model.abstract import count_parameters
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import make_mesh
@@ -42,6 +43,7 @@ from difftx.training.workload import attention_kernel
 # Version of the format of a run's files, except checkpoints. Increase it if difftx can no longer read older files.
 RUN_FORMAT = 1
 LOCK_WAIT_SECONDS = 60.0
+RANKING_SCHEMA = {"function": str, "conditions": {str: str}, "milliseconds": {str: float}, "rejected": {str: str}}
 RECORDS = ("config.json", "manifest.json", "metrics.jsonl", "journal.jsonl", ".lock")  # On a disk.
 # Flags that may differ between processes. For config and extension, the contents are compared in place of the paths.
 OWN_FLAGS = ("distributed", "coordinator", "processes", "process", "config", "extension")
@@ -267,6 +269,19 @@ def read_run_manifest(workdir: AnyPath) -> dict[str, Any]:
     if why := schema_error(manifest, {"format": int, "extensions": EXTENSIONS_SHAPE}):
         raise UserError(f"{path}: not the description of a run ({why})")
     return manifest
+
+
+def recorded_rankings(workdir: AnyPath) -> dict[str, Ranking]:
+    """Return the measured rankings of attention kernels in the manifest of a run, by function.
+
+    Raise `UnreadableError` if the manifest cannot be read: a new measurement could choose another kernel.
+    """
+    content = read_file(workdir / MANIFEST)
+    try:
+        found: Any = json.loads(content or b"")["kernels"].items()
+    except (ValueError, LookupError, TypeError, AttributeError):  # `Run.check_records` reports a corrupt manifest.
+        return {}
+    return {name: Ranking(**ranking) for name, ranking in found if schema_error(ranking, RANKING_SCHEMA) is None}
 
 
 def _run_id(workdir: AnyPath) -> str:

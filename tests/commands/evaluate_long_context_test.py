@@ -13,7 +13,6 @@ from helpers.evals_examples import examples, task_of, write_lines
 from helpers.report_runs import save_run, write_run
 from jinja2.utils import htmlsafe_json_dumps
 
-from difftx.commands.evaluate import load_params
 from difftx.commands.flags import Parser
 from difftx.config.build import override
 from difftx.config.recipes import load_config
@@ -23,6 +22,8 @@ from difftx.inference.decode import LanguageModel
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY
 from difftx.inference.score import Item, loglikelihoods
+from difftx.training.checkpoint.checkpointer import Checkpoints
+from difftx.training.checkpoint.restoring import restore_params
 from difftx.training.run import Run
 
 STEP = 900  # At this step, `save_run` scales the random parameters by 10, so that contexts affect the outputs.
@@ -72,7 +73,8 @@ def test_both_suites_end_to_end(run, monkeypatch, capsys):
     # Compute the answers again from single prompts, which share nothing with other prompts.
     config = override(run.config, Parser("difftx eval", None, "eval", "mesh").overrides(flags_of(run)))
     made = Run.open(config, run.workdir)
-    lm = LanguageModel(config, made.mesh, load_params(made, STEP), made.tokenizer)
+    params = restore_params(Checkpoints(run.workdir).read(STEP), config, made.mesh)
+    lm = LanguageModel(config, made.mesh, params, made.tokenizer)
     needle_prompts = NeedlePrompts(made)
     prompts = [needle_prompts.prompt(item) for item in needle_prompts.items]
     for prompt, first in zip(prompts[::3], needle["details"]["first_of_each_cell"], strict=True):

@@ -117,7 +117,7 @@ def test_steps_before_an_extension_with_a_trace_are_evaluated(run):
     dataclasses.replace(run, config=config).write_files()
     evaluate(run, "loss", step="3")
     assert list(results(run, "loss")) == [3]
-    trained = open_checkpoint(run.workdir / "checkpoints" / "3", config).config
+    trained = open_checkpoint(read_manifest(run.workdir / "checkpoints" / "3"), config).config
     assert (trained.train.steps, trained.logging.profile_steps) == (6, ())
 
 
@@ -184,7 +184,7 @@ def test_the_newest_checkpoint_is_deleted_while_it_is_read(run, monkeypatch, cap
         return read
 
     monkeypatch.setattr(checkpoint_module, "why_invalid", deleting(12, checkpoint_module.why_invalid))
-    monkeypatch.setattr(commands, "load_params", deleting(9, commands.load_params))
+    monkeypatch.setattr(commands, "restore_params", deleting(9, commands.restore_params))
     evaluate(run, "loss")
     assert list(results(run, "loss")) == [6]
     printed = capsys.readouterr().out

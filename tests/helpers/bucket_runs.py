@@ -10,7 +10,7 @@ from difftx.json_files import JsonLines
 from difftx.run_files import pulled
 from difftx.storage import objects
 from difftx.training.checkpoint import arrays
-from difftx.training.checkpoint.manifest import MANIFEST, contents_of, is_note, read_manifest, steps_in
+from difftx.training.checkpoint.manifest import MANIFEST, is_note, read_manifest, steps_in
 from difftx.training.checkpoint.restoring import config_of
 from helpers.command_server import commands
 from helpers.processes import TRAIN_SLOWLY
@@ -51,14 +51,15 @@ def run_of(workdir):
     train_rows = [(row["step"], row["loss"], row["grad_norm"]) for row in rows if row["split"] == "train"]
     folder = workdir / "checkpoints"
     folder = folder / str(steps_in(folder)[-1])
-    return train_rows, state_in(folder), config_of(folder).train
+    return train_rows, state_in(folder), config_of(read_manifest(folder)).train
 
 
 def state_in(folder):
     """Return the bytes of all arrays of a checkpoint, and the state of the data loader."""
-    contents = contents_of(folder)
-    found = {n: arrays.read_part(contents, arrays.open_array(contents, n)) for n in read_manifest(folder).arrays}
-    return {name: array.tobytes() for name, array in found.items()}, read_manifest(folder).loader["examples"]
+    manifest = read_manifest(folder)
+    contents = manifest.contents
+    found = {n: arrays.read_part(contents, arrays.open_array(contents, n)) for n in manifest.arrays}
+    return {name: array.tobytes() for name, array in found.items()}, manifest.loader["examples"]
 
 
 def newest_row(workdir, *, after_attempt=0):

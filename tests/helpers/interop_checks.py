@@ -15,12 +15,13 @@ from difftx.model.attention import layer_constants
 from difftx.model.decoder import Block
 from difftx.model.layers import rotary_angles
 from difftx.parallel.layout import Layout
+from difftx.training.checkpoint.manifest import read_manifest
 from difftx.training.run import read_config
 from helpers.interop_folders import parameters
 
 
 def check_logits(workdir, theirs, mesh):
-    ours = our_logits(workdir / "checkpoints" / "0", read_config(workdir), mesh, theirs["tokens"])
+    ours = our_logits(read_manifest(workdir / "checkpoints" / "0"), read_config(workdir), mesh, theirs["tokens"])
     np.testing.assert_allclose(ours, theirs["logits"], rtol=0, atol=1e-5)
 
 

@@ -13,7 +13,7 @@ from conftest import ROOT
 from difftx.commands.convert import main
 from difftx.errors import UserError
 from difftx.interop.safetensors import read_folder, write_folder
-from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.training.checkpoint.checkpointer import Checkpoints
 from difftx.training.checkpoint.manifest import array_name
 from difftx.training.checkpoint.restoring import restore_params
 from difftx.training.checkpoint.weights import Streamed, save_params
@@ -51,10 +51,10 @@ def refused(source, out, message, *flags, convert=import_):
 
 def parameters(workdir, mesh):
     """Return the run's config, and the parameters of its newest checkpoint on a mesh."""
-    checkpointer = Checkpointer(workdir)
+    checkpointer = Checkpoints(workdir)
     step = checkpointer.newest()
     config = read_config(workdir)
-    return config, restore_params(checkpointer.folder / str(step), config, mesh)
+    return config, restore_params(checkpointer.read(step), config, mesh)
 
 
 def run_of(lm, workdir):

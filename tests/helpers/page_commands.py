@@ -17,7 +17,6 @@ from difftx.evals import SUITES
 from difftx.launch.grid import make_points, parse_grid
 from difftx.launch.jobs import write_jobs
 from difftx.launch.topology import parse_topology
-from difftx.storage.paths import path_of
 
 SHELL = ("bash", "console")  # Languages of blocks with commands.
 # Programs of other projects. Their flags are not checked.
@@ -177,4 +176,4 @@ def check_fields(words: list[str], flags: dict[str, str], lists: dict[str, list[
     if "--launcher" in flags:
         settings = dict(setting.split("=", 1) for setting in lists["--set"])
         with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
-            write_jobs(flags["--launcher"], points, path_of("--out", flags["--out"]), settings)
+            write_jobs(flags["--launcher"], points, flags["--out"], settings)

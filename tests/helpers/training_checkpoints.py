@@ -10,7 +10,7 @@ from difftx.files import describe_below, open_file, read_file
 from difftx.json_files import json_sha256
 from difftx.storage import objects
 from difftx.storage.paths import is_bucket
-from difftx.training.checkpoint.manifest import MANIFEST, contents_of
+from difftx.training.checkpoint.manifest import MANIFEST, read_manifest
 from difftx.training.checkpoint.restoring import restore_state
 from difftx.training.state import TrainState
 
@@ -23,15 +23,14 @@ def state_at(step, size=3):
 
 
 def restored(checkpointer, step, mesh, size=3):
-    return restore_state(checkpointer.folder / str(step), jax.eval_shape(lambda: state_at(0, size)), mesh)
+    return restore_state(checkpointer.read(step), jax.eval_shape(lambda: state_at(0, size)), mesh)
 
 
 def check(checkpointer, step, mesh):
     """Assert that a run starts with the checkpoint of a step, and that it has the right values."""
     assert checkpointer.newest() == step
-    state, loader = restored(checkpointer, step, mesh)
-    jax.tree.map(np.testing.assert_array_equal, state, state_at(step))
-    assert loader == LOADER
+    jax.tree.map(np.testing.assert_array_equal, restored(checkpointer, step, mesh), state_at(step))
+    assert checkpointer.read(step).loader == LOADER
 
 
 def names(folder):
@@ -40,7 +39,7 @@ def names(folder):
 
 def largest_file(folder):
     """Return the file with the arrays."""
-    contents = contents_of(folder)
+    contents = read_manifest(folder).contents
     return contents / max(describe_below(contents).items(), key=lambda item: item[1].size)[0]
 
 

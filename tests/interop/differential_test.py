@@ -31,6 +31,7 @@ from difftx.interop.runs import our_logits
 from difftx.json_files import read_json
 from difftx.model.architectures import heads_of
 from difftx.model.decoder import Decoder
+from difftx.training.checkpoint.manifest import read_manifest
 from difftx.training.run import read_config
 
 # The fixtures llama, llama3 and qwen2 have grouped queries. llama3 has scaled rotary frequencies, and qwen2 biases.
@@ -55,7 +56,7 @@ def initial(workdir, mesh):
 
 
 def logits_of(workdir, mesh, tokens_BT):
-    return our_logits(workdir / "checkpoints" / "0", read_config(workdir), mesh, tokens_BT)
+    return our_logits(read_manifest(workdir / "checkpoints" / "0"), read_config(workdir), mesh, tokens_BT)
 
 
 def split_by_origin(new, old, method):

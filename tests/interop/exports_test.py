@@ -72,7 +72,7 @@ def test_an_export_that_a_killed_process_has_not_finished_is_made_at_the_next_st
     write_export, written, killed = exports.write_export, [], set()
 
     def write_or_end(checkpoint, *args):
-        step = checkpoint.folder.name
+        step = str(checkpoint.manifest.step)
         if step not in killed:
             killed.add(step)
             raise Killed

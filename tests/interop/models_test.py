@@ -11,6 +11,7 @@ from helpers.interop_checks import check_attention_weights, check_generation, ch
 from helpers.interop_folders import FIXTURES, export, import_, parameters, run_of, tensors_of
 
 from difftx.interop.runs import our_logits
+from difftx.training.checkpoint.manifest import read_manifest
 from difftx.training.run import read_config
 from interop import official_oracle
 
@@ -72,7 +73,7 @@ def test_official_layout_gives_the_same_logits(config, mesh_of, tmp_path, archit
     settings = json.loads((official / "config.json").read_text())
     tokens_BT = np.random.default_rng(0).integers(260, size=(1, 20))
     oracle_TV = official_oracle.logits(tensors_of(official), settings, tokens_BT[0])
-    ours = our_logits(workdir / "checkpoints" / "0", lm.config, mesh_of(), tokens_BT)
+    ours = our_logits(read_manifest(workdir / "checkpoints" / "0"), lm.config, mesh_of(), tokens_BT)
     np.testing.assert_allclose(ours[0], oracle_TV, rtol=0, atol=1e-5)
     back = import_(official, tmp_path / "back", format_="official")
     jax.tree.map(np.testing.assert_array_equal, parameters(back, mesh_of())[1], lm.params)
@@ -92,6 +93,9 @@ def test_the_head_norms_gain_is_folded_into_the_output(config, mesh_of, tmp_path
     back = import_(export(workdir, tmp_path / "hf", format_="diffllama"), tmp_path / "back")
     assert read_config(back).model.head_norm == "rms"
     tokens_BT = np.random.default_rng(0).integers(260, size=(1, 20))
-    ours, theirs = (our_logits(w / "checkpoints" / "0", read_config(w), mesh_of(), tokens_BT) for w in (workdir, back))
+    ours, theirs = (
+        our_logits(read_manifest(w / "checkpoints" / "0"), read_config(w), mesh_of(), tokens_BT)
+        for w in (workdir, back)
+    )
     np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-5)
     assert np.abs(ours).max() > 0.1

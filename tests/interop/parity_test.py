@@ -17,6 +17,7 @@ from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import RunError, UserError
 from difftx.interop import in_transformers, runs, tokenizers
 from difftx.model.layers import rotary_angles
+from difftx.training.checkpoint.manifest import read_manifest
 from difftx.training.run import read_config
 
 torch = pytest.importorskip("torch", reason="make parity installs torch and transformers")
@@ -57,7 +58,7 @@ def test_fields_with_two_spellings_are_resolved_as_in_transformers(mesh_of, tmp_
     tokens_BT = np.random.default_rng(0).integers(256, size=(1, 32))
     theirs = in_transformers.logits(in_transformers.load(folder), tokens_BT)
     workdir = import_(folder, tmp_path / "run")
-    ours = runs.our_logits(workdir / "checkpoints" / "0", read_config(workdir), mesh_of(), tokens_BT)
+    ours = runs.our_logits(read_manifest(workdir / "checkpoints" / "0"), read_config(workdir), mesh_of(), tokens_BT)
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
 
 
@@ -99,7 +100,9 @@ def test_differential_model_of_imported_weights_is_exported(tmp_path, mesh_of, c
     heads = ["--dex_heads=all"] if method == "dex" else []
     flags = [f"--differential={method}", "--verify", "--config.mesh.fsdp=8", *heads]
     workdir, theirs = import_(tmp_path / "hf", tmp_path / "run", *flags), np.load(tmp_path / "hf" / "expected.npz")
-    ours = runs.our_logits(workdir / "checkpoints" / "0", read_config(workdir), mesh_of(fsdp=1), theirs["tokens"])
+    ours = runs.our_logits(
+        read_manifest(workdir / "checkpoints" / "0"), read_config(workdir), mesh_of(fsdp=1), theirs["tokens"]
+    )
     is_preserved = np.linalg.norm(ours - theirs["logits"]) < 1e-6 * np.linalg.norm(theirs["logits"])
     assert is_preserved == (method != "split")
     export(workdir, tmp_path / "out", "--verify")
@@ -118,7 +121,7 @@ def test_a_grouped_model_with_gains_has_the_logits_of_diffllama(tmp_path, mesh_o
     tokens_BT = np.random.default_rng(0).integers(260, size=(1, 20))
     with torch.no_grad():
         theirs = model(torch.from_numpy(tokens_BT)).logits.numpy()
-    ours = runs.our_logits(workdir / "checkpoints" / "0", lm.config, mesh_of(), tokens_BT)
+    ours = runs.our_logits(read_manifest(workdir / "checkpoints" / "0"), lm.config, mesh_of(), tokens_BT)
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
     assert np.abs(ours).max() > 0.1
 

@@ -23,6 +23,7 @@ from difftx.inference.sampling import GREEDY
 from difftx.interop import in_transformers, remote_code_config, runs
 from difftx.interop.fields import config_json
 from difftx.interop.runs import compare_logits
+from difftx.training.checkpoint.manifest import read_manifest
 from difftx.training.run import read_config
 
 torch = pytest.importorskip("torch", reason="make parity installs torch and transformers")
@@ -310,7 +311,7 @@ def test_logits_in_bfloat16_are_close_to_those_of_transformers(config, mesh_of, 
 
 def run_on_this_machine(workdir):
     """Return a run's checkpoint, and its config for a mesh of all devices."""
-    return workdir / "checkpoints" / "0", override(read_config(workdir), {"mesh.fsdp": "8"})
+    return read_manifest(workdir / "checkpoints" / "0"), override(read_config(workdir), {"mesh.fsdp": "8"})
 
 
 def test_verify_compares_logits_and_greedy_text(config, mesh_of, tmp_path, monkeypatch):

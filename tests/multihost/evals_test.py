@@ -11,8 +11,9 @@ from helpers.evals_results import LOSS_SUITES, flat
 from helpers.processes import free_port
 from helpers.report_runs import save_run
 
-from difftx.commands.evaluate import load_params
 from difftx.evals import run as evals
+from difftx.training.checkpoint.checkpointer import Checkpoints
+from difftx.training.checkpoint.restoring import restore_params
 
 pytestmark = pytest.mark.long
 
@@ -24,7 +25,8 @@ def test_two_processes_score_as_one(config, text_file, tmp_path):
     changes |= {"eval__outliers__tokens": 500, "eval__gradients__tokens": 500}
     changes |= {"eval__gradients__at_initialization": "counterpart", "eval__quantize__bits": "16,4"}
     run = save_run(config(data__path=text_file, data__document_mask=True, **changes), tmp_path / "run", [6])
-    expected = evals.evaluate(run, load_params(run, 6), 6, suites)
+    params = restore_params(Checkpoints(run.workdir).read(6), run.config, run.mesh)
+    expected = evals.evaluate(run, params, 6, suites)
     flags = [f"--workdir={run.workdir}", f"--suite={','.join(suites)}", "--again", "--mesh.data=2", "--mesh.fsdp=2"]
     together = ["--coordinator", f"localhost:{free_port()}", "--processes=2"]
     ended = commands().run_together(

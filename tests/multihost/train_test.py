@@ -18,7 +18,7 @@ from helpers.processes import JOB, TRAIN_SLOWLY, free_port, newest_step
 from helpers.training_checkpoints import largest_file
 
 from difftx.parallel.mesh import AXES
-from difftx.training.checkpoint.manifest import quarantined_in, why_invalid
+from difftx.training.checkpoint.manifest import quarantined_in, read_manifest, why_invalid
 from difftx.training.checkpoint.restoring import restore_state
 from difftx.training.metrics import read_metrics
 from difftx.training.run import read_config
@@ -90,7 +90,7 @@ COPY = """
 import argparse, pathlib, sys, jax
 from difftx.parallel import multihost
 from difftx.parallel.mesh import make_mesh
-from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.training.checkpoint.checkpointer import Checkpointer, Checkpoints
 from difftx.training.checkpoint.restoring import restore_state
 from difftx.training.run import read_config
 from difftx.training.state import init_state
@@ -99,12 +99,12 @@ config = read_config(pathlib.Path(source))
 multihost.start(flags, config.multihost)
 mesh = make_mesh(config.mesh)
 assert (mesh.size, jax.process_count()) == (8, 2)
-checkpointer = Checkpointer(pathlib.Path(source))
+checkpoints = Checkpoints(pathlib.Path(source))
 with jax.set_mesh(mesh):
-    folder = checkpointer.folder / str(checkpointer.newest())
-    state, loader = restore_state(folder, jax.eval_shape(lambda: init_state(config)), mesh)
+    manifest = checkpoints.read(checkpoints.newest())
+    state = restore_state(manifest, jax.eval_shape(lambda: init_state(config)), mesh)
 copy = Checkpointer(pathlib.Path(target), config.checkpoint)
-copy.save(state, loader, config)
+copy.save(state, manifest.loader, config)
 copy.close()
 """
 
@@ -131,7 +131,10 @@ def test_two_processes_restore_what_one_saved_bit_for_bit(started, tmp_path):
     mesh = jax.make_mesh((1, 1, 1, 1), AXES, (jax.sharding.AxisType.Explicit,) * 4, devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
         abstract = jax.eval_shape(lambda: init_state(config))
-        states = [restore_state(tmp_path / name / "checkpoints" / "3", abstract, mesh)[0] for name in ("one", "copy")]
+        states = [
+            restore_state(read_manifest(tmp_path / name / "checkpoints" / "3"), abstract, mesh)
+            for name in ("one", "copy")
+        ]
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 

@@ -8,8 +8,8 @@ from helpers.training_checkpoints import LOADER, flip_a_bit, largest_file, resto
 
 from difftx.errors import UnreadableError
 from difftx.training.checkpoint import arrays, manifest
-from difftx.training.checkpoint.checkpointer import Checkpointer
-from difftx.training.checkpoint.manifest import contents_of, read_manifest, why_invalid
+from difftx.training.checkpoint.checkpointer import Checkpointer, Checkpoints
+from difftx.training.checkpoint.manifest import read_manifest, why_invalid
 from difftx.training.checkpoint.restoring import restore_state
 from difftx.training.state import TrainState
 
@@ -36,10 +36,10 @@ def test_faults_during_saves_and_restores(bucket, trainer, save, mesh_of, quick_
         outcomes["saved" if is_saved else "not saved"] += 1
         # After lost replies, a manifest may exist although its save failed.
         assert 10 * i in writer.steps() or not is_saved
-        reader, newest = Checkpointer(writer.folder.parent), max(writer.steps())
+        reader, newest = Checkpoints(writer.folder.parent), max(writer.steps())
         bucket.plan(kinds=kinds, rate=0.35, in_a_row=3, seed=100 + i, pattern="^((?!prefix=).)*$", limit=12)
         try:
-            state, loader = restored(reader, newest, mesh_of())
+            state, loader = restored(reader, newest, mesh_of()), reader.read(newest).loader
         except UnreadableError:
             outcomes["unreadable"] += 1
         else:
@@ -83,7 +83,7 @@ def test_a_restore_reads_only_the_chunks_of_its_devices(bucket, trainer, config,
     writer = trainer()
     writer.save(TrainState(jnp.int32(10), {"w": jax.device_put(values, sharding)}, {}), LOADER, config())
     writer.close()
-    contents = contents_of(writer.folder / "10")
+    contents = read_manifest(writer.folder / "10").contents
     bucket.plan()
     store = arrays.open_array(contents, "params/w")
     np.testing.assert_array_equal(arrays.read_part(contents, store), values)
@@ -99,7 +99,9 @@ def test_a_restore_reads_only_the_chunks_of_its_devices(bucket, trainer, config,
         abstract = jax.ShapeDtypeStruct(size, "float32", sharding=jax.NamedSharding(other, jax.P(*sizes)))
         bucket.plan()
         wanted = TrainState(jax.ShapeDtypeStruct((), "int32"), {"w": abstract}, {})
-        np.testing.assert_array_equal(restore_state(writer.folder / "10", wanted, other)[0].params["w"], values)
+        np.testing.assert_array_equal(
+            restore_state(read_manifest(writer.folder / "10"), wanted, other).params["w"], values
+        )
         assert bucket.plan()["bytes"]["read"] < 1.3 * whole
 
 

@@ -20,13 +20,13 @@ from difftx.errors import RunError, UnreadableError, UserError
 from difftx.files import UNLOCKED, Owner, describe_below, list_folder, read_file, remove_file, stored
 from difftx.storage.paths import is_bucket
 from difftx.training.checkpoint import arrays, manifest, protocol
-from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.training.checkpoint.checkpointer import Checkpointer, Checkpoints
 from difftx.training.checkpoint.manifest import (
     MANIFEST,
-    contents_of,
     is_note,
     note,
     quarantined_in,
+    read_manifest,
     steps_in,
     why_invalid,
 )
@@ -46,7 +46,7 @@ def test_saves_retention_and_leftovers(trainer, save, mesh_of, capsys):
     put(writer.folder / "50" / MANIFEST, note(""))  # A removal that was killed.
     put(writer.folder / "50" / "abc-2" / "x", b"x")
     put(writer.folder / "30" / "abc-3" / "x", b"x")  # A late write of a former owner.
-    reader = Checkpointer(writer.folder.parent)
+    reader = Checkpoints(writer.folder.parent)
     check(reader, 30, mesh_of())
     assert steps_in(writer.folder) == [20, 30]
     assert set(list_folder(writer.folder)) == {"20", "30", "40", "50"}  # A reader leaves everything as it is.
@@ -94,7 +94,7 @@ def test_a_corrupt_checkpoint_is_set_aside_and_the_one_before_is_used(trainer, s
     folder = first.folder / "20"
     fault(folder)
     before, content = describe_below(folder), read_file(folder / MANIFEST)
-    reader = Checkpointer(first.folder.parent, None, run_id="a" * 32)
+    reader = Checkpoints(first.folder.parent, run_id="a" * 32)
     assert reader.newest() == 10
     with pytest.raises(UserError, match="step 20: the checkpoint does not verify"):
         reader.require_valid(20)
@@ -137,7 +137,7 @@ def test_a_quarantined_checkpoint_is_taken_back_if_no_other_verifies(trainer, sa
     check(trainer(), 10, mesh_of())  # It verifies, so the other stays quarantined.
     remove_file(largest_file(writer.folder / "10"))
     with pytest.raises(UserError, match="none verifies"):
-        Checkpointer(writer.folder.parent).newest()  # A reader changes nothing.
+        Checkpoints(writer.folder.parent).newest()  # A reader changes nothing.
     check(trainer(), 20, mesh_of())
     assert "verifies, and no other does" in capsys.readouterr().out
     (marker,) = quarantined_in(writer.folder)
@@ -183,7 +183,7 @@ def test_arrays_are_restored_on_other_meshes(trainer, config, mesh_of, monkeypat
             for name, (x, spec) in values.items()
         }
         abstract = TrainState(jax.ShapeDtypeStruct((), "int32"), wanted, {"mu": wanted["w"]})
-        state, _ = restore_state(writer.folder / "7", abstract, other)
+        state = restore_state(read_manifest(writer.folder / "7"), abstract, other)
         for name, (x, _) in values.items():
             np.testing.assert_array_equal(state.params[name], x)
             assert state.params[name].sharding.mesh == other
@@ -193,7 +193,7 @@ def test_arrays_are_restored_on_other_meshes(trainer, config, mesh_of, monkeypat
 def test_orbax_restores_the_arrays(trainer, save, tmp_path):
     writer = trainer()
     save(writer, 10)
-    contents = contents_of(writer.folder / "10")
+    contents = read_manifest(writer.folder / "10").contents
     if str(contents).startswith("s3:"):  # orbax does not read s3://, but a copy.
         for name in describe_below(contents):
             put(tmp_path / name, read_file(contents / name))
@@ -218,6 +218,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.long
 def test_a_full_disk_ends_a_save_in_one_line(tmp_path):
     command = [sys.executable, "-c", WRITE_TO_A_FULL_DISK, tmp_path]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
@@ -353,7 +354,7 @@ def test_a_late_removal_does_not_delete_the_next_owners_manifest(
         step = 10
     folder = writer.folder / str(step)
     assert why_invalid(folder, step=step, content=True) is None
-    jax.tree.map(np.testing.assert_array_equal, restored(trainer(), step, mesh_of())[0], state_at(step))
+    jax.tree.map(np.testing.assert_array_equal, restored(trainer(), step, mesh_of()), state_at(step))
 
 
 @pytest.mark.parametrize("fault", ["lost reply", "another process failed"])

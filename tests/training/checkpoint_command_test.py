@@ -94,7 +94,7 @@ def test_prune_follows_the_retention_rule_and_needs_yes(workdir, capsys):
 
 def test_prune_deletes_nothing_while_a_training_runs(workdir, capsys):
     with lock_workdir(workdir, 60, wait_seconds=0):
-        with pytest.raises(UserError, match=r"process \d+ on .* trains there; stop it"):
+        with pytest.raises(UserError, match=r"process \d+ on .* is at work there; stop it"):
             run("prune", "--keep=1", "--yes", "--workdir", workdir)
         assert run("prune", "--keep=1", "--workdir", workdir) == 0  # Without --yes, the command only prints names.
     assert names(workdir / "checkpoints") == ["10", "20", "30"]

@@ -7,7 +7,7 @@ import pytest
 from helpers.processes import TRAIN_SLOWLY, Processes
 from helpers.training_runs import train_losses
 
-from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.training.checkpoint.checkpointer import Checkpoints
 from difftx.training.checkpoint.manifest import read_manifest, steps_in
 from difftx.training.run import read_run_manifest
 
@@ -59,7 +59,7 @@ def test_a_training_that_has_lost_its_folder_stops_and_does_not_save_into_the_ne
         assert {
             read_manifest(workdir / "checkpoints" / str(step)).run_id for step in steps_in(workdir / "checkpoints")
         } == {own}
-        newest = Checkpointer(workdir).newest()
+        newest = Checkpoints(workdir).newest()
         resumed = start("resumed", train__steps=newest + 3, train__seed=1)
         code, log = resumed.wait(0)
         assert (code, f"from step {newest} to" in log) == (0, True), log

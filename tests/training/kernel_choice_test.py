@@ -18,7 +18,7 @@ from difftx.config.recipes import load_config
 from difftx.errors import UnreadableError
 from difftx.kernels import api
 from difftx.model.architectures import heads_of
-from difftx.training import kernel_choice, kernel_measurement
+from difftx.training import kernel_choice, kernel_measurement, run
 from difftx.training.checkpoint.manifest import package_versions
 from difftx.training.kernel_choice import combined
 from difftx.training.run import fit_to_devices
@@ -104,12 +104,12 @@ def test_unreadable_record_does_not_count_as_missing(monkeypatch, tmp_path):
     def unreadable(path):
         raise UnreadableError(f"{path} cannot be read")
 
-    assert kernel_choice._recorded(tmp_path) == {}
+    assert run.recorded_rankings(tmp_path) == {}
     (tmp_path / "manifest.json").write_text("not JSON")
-    assert kernel_choice._recorded(tmp_path) == {}
-    monkeypatch.setattr(kernel_choice, "read_file", unreadable)
+    assert run.recorded_rankings(tmp_path) == {}
+    monkeypatch.setattr(run, "read_file", unreadable)
     with pytest.raises(UnreadableError):
-        kernel_choice._recorded(tmp_path)
+        run.recorded_rankings(tmp_path)
 
 
 @pytest.mark.long
@@ -212,7 +212,7 @@ def start(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(kernel_measurement, "measured", lambda config: (next(times), {}))
 
     def start(config):
-        kernel_choice.choose([config], tmp_path)
+        kernel_choice.choose([config], run.recorded_rankings(tmp_path))
         record = {name: dataclasses.asdict(ranking) for name, ranking in api.rankings().items()}
         (tmp_path / "manifest.json").write_text(json.dumps({"kernels": record}))
         said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed")]

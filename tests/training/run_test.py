@@ -56,12 +56,12 @@ def test_second_training_waits_for_the_first(lock, holder, tmp_path, capsys, mon
     with lock(tmp_path):
         assert (tmp_path / "released").exists()
         assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
-    assert "waiting for process 7 on elsewhere, which trains there" in capsys.readouterr().out
+    assert "waiting for process 7 on elsewhere, which is at work there" in capsys.readouterr().out
 
 
 def test_second_training_gives_up_and_names_the_first(lock, holder, tmp_path, monkeypatch):
     monkeypatch.setattr(run_module, "LOCK_WAIT_SECONDS", 0.0)
-    with pytest.raises(UserError, match="process 7 on elsewhere trains there"), lock(tmp_path):
+    with pytest.raises(UserError, match="process 7 on elsewhere is at work there"), lock(tmp_path):
         pass
     assert (tmp_path / ".lock").read_text() == "process 7 on elsewhere\n"
 
@@ -82,11 +82,11 @@ def test_deleting_the_lock_file_admits_no_second_training(lock, tmp_path, monkey
     pipe = subprocess.PIPE
     process = subprocess.Popen([sys.executable, "-c", TRAINING, str(tmp_path)], text=True, stdin=pipe, stdout=pipe)
     assert process.stdout.readline() == "held\n"
-    with pytest.raises(UserError, match=rf"process {process.pid} on .* trains there"), lock(tmp_path):
+    with pytest.raises(UserError, match=rf"process {process.pid} on .* is at work there"), lock(tmp_path):
         pass
     (tmp_path / ".lock").unlink()
     for _ in range(2):  # The first attempt must not leave a file that admits the second one.
-        with pytest.raises(UserError, match="another process trains there"), lock(tmp_path):
+        with pytest.raises(UserError, match="another process is at work there"), lock(tmp_path):
             pass
     process.communicate("")
     with lock(tmp_path):
@@ -104,7 +104,7 @@ def test_locked_file_suffices_if_folders_cannot_be_locked(lock, holder, tmp_path
 
     monkeypatch.setattr(fcntl, "flock", flock_of_nfs)
     monkeypatch.setattr(run_module, "LOCK_WAIT_SECONDS", 0.0)
-    with pytest.raises(UserError, match="process 7 on elsewhere trains there"), lock(tmp_path):
+    with pytest.raises(UserError, match="process 7 on elsewhere is at work there"), lock(tmp_path):
         pass
     with lock(tmp_path / "other"):
         pass

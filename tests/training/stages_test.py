@@ -15,11 +15,10 @@ from helpers.command_server import commands
 from helpers.evals_params import one_device
 from helpers.training_runs import stop_after, train_losses
 
-from difftx.commands.evaluate import load_params
 from difftx.config.build import override
 from difftx.evals import run as evals
-from difftx.training.checkpoint.checkpointer import Checkpointer
-from difftx.training.checkpoint.restoring import restore_state
+from difftx.training.checkpoint.checkpointer import Checkpoints
+from difftx.training.checkpoint.restoring import restore_params, restore_state
 from difftx.training.run import Run, read_config
 from difftx.training.state import init_state
 
@@ -87,8 +86,8 @@ def position_curve(workdir, folder, mesh):
     Return a dictionary: position → cumulative average NLL.
     """
     rows = {"data.sequence_length": str(LONG)}
-    config, [step] = override(read_config(workdir), rows), Checkpointer(workdir).steps()
-    params = load_params(Run.open(config, workdir, mesh), step)
+    config, [step] = override(read_config(workdir), rows), Checkpoints(workdir).steps()
+    params = restore_params(Checkpoints(workdir).read(step), config, mesh)
     [chart] = evals.evaluate(Run.open(config, folder, mesh), params, step, ["position"])["position"].charts
     return dict(zip(chart.series[0].x, chart.series[0].y, strict=True))
 
@@ -198,4 +197,4 @@ def final_state(workdir):
     config = read_config(workdir)
     mesh = one_device()
     with jax.set_mesh(mesh):
-        return restore_state(workdir / "checkpoints" / str(STEPS), jax.eval_shape(lambda: init_state(config)), mesh)[0]
+        return restore_state(Checkpoints(workdir).read(STEPS), jax.eval_shape(lambda: init_state(config)), mesh)

@@ -23,8 +23,8 @@ from difftx.commands.checkpoint import main as checkpoint_command
 from difftx.errors import UnreadableError, UserError
 from difftx.files import retry_read
 from difftx.json_files import json_sha256
-from difftx.training.checkpoint.checkpointer import Checkpointer
-from difftx.training.checkpoint.manifest import MANIFEST, contents_of, quarantined_in, steps_in, why_invalid
+from difftx.training.checkpoint.checkpointer import Checkpoints
+from difftx.training.checkpoint.manifest import MANIFEST, quarantined_in, read_manifest, steps_in, why_invalid
 from difftx.training.run import write_run_files
 
 
@@ -57,7 +57,7 @@ UNREADABLE = {
     "arrays": lambda folder: [largest_file(folder / "40")],
     "manifest": lambda folder: [folder / "40" / MANIFEST],
     "all manifests": lambda folder: [folder / step / MANIFEST for step in ("20", "40")],
-    "folder in a step": lambda folder: [contents_of(folder / "40") / "state"],
+    "folder in a step": lambda folder: [read_manifest(folder / "40").contents / "state"],
     "step": lambda folder: [folder / "40"],
     "folder of checkpoints": lambda folder: [folder],
 }
@@ -67,7 +67,7 @@ UNREADABLE = {
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_unreadable_checkpoint_is_neither_renamed_nor_skipped(saved_20_and_40, trainer, tmp_path, impatient, name):
     folder = saved_20_and_40
-    reader = Checkpointer(tmp_path)
+    reader = Checkpoints(tmp_path)
     questions = [
         trainer.newest,
         reader.newest,
@@ -134,7 +134,7 @@ def moved(folder, step, elsewhere):
 def test_a_step_behind_a_link_is_used_and_only_the_link_is_deleted(saved, trainer, tmp_path, capsys):
     folder = saved(10, 20)
     target = moved(folder, "20", tmp_path / "elsewhere")
-    assert trainer.newest() == Checkpointer(tmp_path).newest() == 20
+    assert trainer.newest() == Checkpoints(tmp_path).newest() == 20
     assert saved(30, 40, keep=1, every_steps=7) == folder
     assert names(folder) == ["40"]
     assert why_invalid(target, step=20, content=True) is None
@@ -155,7 +155,7 @@ def test_link_to_an_unmounted_disk_does_not_count_as_a_missing_checkpoint(saved,
     folder = saved(10, 20)
     target = moved(folder, "20", tmp_path / "elsewhere")
     target.parent.rename(tmp_path / "unmounted")
-    for checkpointer in (trainer, Checkpointer(tmp_path)):
+    for checkpointer in (trainer, Checkpoints(tmp_path)):
         with pytest.raises(
             UnreadableError, match=rf"20 cannot be read: it is a link to {target}, which does not exist"
         ):
@@ -165,7 +165,7 @@ def test_link_to_an_unmounted_disk_does_not_count_as_a_missing_checkpoint(saved,
     shutil.move(folder, tmp_path / "all")
     folder.symlink_to(tmp_path / "nowhere")
     with pytest.raises(UnreadableError, match="which does not exist here"):
-        Checkpointer(tmp_path).newest()
+        Checkpoints(tmp_path).newest()
 
 
 # ── Quarantine ──
@@ -232,7 +232,7 @@ def test_training_exits_with_1_after_a_read_error_and_resumes_later(text_file, t
     code, text = train(30, checkpoint__verify="sizes")  # Only the restore itself reads the arrays.
     assert code == 1
     assert re.findall("^error: .*", text, re.M) == [
-        f"error: {contents_of(folder / '20')} cannot be read: Input/output error; run the same command again"
+        f"error: {read_manifest(folder / '20').contents} cannot be read: Input/output error; run the same command again"
     ]
     assert names(folder) == ["10", "20"]
     reads.fail(errno.ESTALE, "checkpoints/20/")

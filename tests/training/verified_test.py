@@ -19,33 +19,13 @@ from difftx.config.build import override
 from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import RunError, UserError
-from difftx.files import describe_below
 from difftx.registry import Extension
 from difftx.training.checkpoint import protocol
-from difftx.training.checkpoint.checkpointer import Checkpointer
-from difftx.training.checkpoint.manifest import MANIFEST, describe_files, read_manifest, why_invalid
+from difftx.training.checkpoint.checkpointer import Checkpointer, Checkpoints
+from difftx.training.checkpoint.manifest import MANIFEST, describe_files
 from difftx.training.resume import restore
 from difftx.training.run import Run
 from difftx.training.state import TrainState
-
-
-def abstract(size=3):
-    return jax.eval_shape(lambda: state_at(0, size))
-
-
-def test_manifest_describes_the_checkpoint(saved, config):
-    folder = saved(20)
-    manifest = read_manifest(folder / "20")
-    assert manifest.step == 20
-    assert manifest.arrays["params/layer/w"] == ((3, 2), "float32")
-    assert manifest.arrays["step"] == ((), "int32")
-    assert manifest.data == LOADER["signature"]
-    assert manifest.packages["jax"] == jax.__version__
-    assert manifest.config == json.loads(config().to_json())
-    assert manifest.loader == LOADER
-    assert set(describe_below(folder / "20" / manifest.contents)) == set(manifest.files)
-    assert set(names(folder / "20")) == {MANIFEST, manifest.contents}
-    assert why_invalid(folder / "20", step=20, content=True) is None
 
 
 def test_verify_sizes_misses_a_flipped_bit_but_not_a_truncated_file(saved_20_and_40, tmp_path, config):
@@ -185,18 +165,10 @@ def test_a_failed_save_is_reported_and_tried_again(config, tmp_path, capsys, ful
     writer.save(state_at(30), LOADER, c)
     writer.close()
     assert "failure 1 of 3" in capsys.readouterr().out  # The successful save has reset the count.
-    assert Checkpointer(tmp_path).newest() == 20
-
-
-def test_too_many_failed_saves_end_the_run_and_harm_nothing(config, tmp_path, full_disk):
-    c = config(checkpoint__max_failed_saves=2)
-    writer = Checkpointer(tmp_path, c.checkpoint)
-    writer.save_and_wait(state_at(10), LOADER, c)
-    full_disk.append(True)
-    with pytest.raises(RunError, match=r"step 20 was not saved, failure 2 of 2 .*No space left on device"):
-        writer.save_and_wait(state_at(20), LOADER, c)
-    assert names(tmp_path / "checkpoints") == ["10"]
-    assert Checkpointer(tmp_path).newest() == 10
+    with pytest.raises(RunError, match=r"step 40 was not saved, failure 3 of 3 .*No space left on device"):
+        writer.save_and_wait(state_at(40), LOADER, c)
+    assert names(tmp_path / "checkpoints") == ["10", "20"]
+    assert Checkpoints(tmp_path).newest() == 20
 
 
 # ── Starting state of a run ──
@@ -372,47 +344,32 @@ def test_another_validation_set_than_that_of_the_checkpoint_is_printed(start, tm
 
 
 @pytest.mark.parametrize(
-    ("changes", "jump", "branch"),
+    ("changes", "later", "jump", "branch"),
     [
         # After 1 update, without a warm-up. The peak is 4e-3.
-        ({"schedule": "linear"}, [4e-3 * 5 / 6, 4e-3 * 49 / 50], False),
-        ({"schedule": "wsd", "decay_steps": 6, "decay_shape": "linear"}, [4e-3 * 5 / 6, 4e-3], True),
-        ({"schedule": "wsd", "decay_steps": 4}, None, True),  # The decay has not begun.
-        ({"schedule": "linear", "warmup_steps": 3}, None, False),  # Both are in the same warm-up.
-        ({"schedule": "constant", "warmup_steps": 0.5}, [4e-3 * 2 / 3, 4e-3 * 2 / 25], False),
+        ({"schedule": "linear"}, {}, [4e-3 * 5 / 6, 4e-3 * 49 / 50], False),
+        ({"schedule": "wsd", "decay_steps": 6, "decay_shape": "linear"}, {}, [4e-3 * 5 / 6, 4e-3], True),
+        ({"schedule": "wsd", "decay_steps": 4}, {}, None, True),  # The decay has not begun.
+        # The learning rate jumps because of its own fields.
+        ({"schedule": "wsd", "decay_steps": 2}, {"schedule": "linear"}, None, True),
+        ({"schedule": "constant", "warmup_steps": 0.5}, {}, [4e-3 * 2 / 3, 4e-3 * 2 / 25], False),
     ],
 )
-def test_a_jump_of_the_learning_rate_by_another_length_is_printed(start, tmp_path, capsys, changes, jump, branch):
+def test_a_jump_of_the_learning_rate_by_another_length_is_printed(
+    start, tmp_path, capsys, changes, later, jump, branch
+):
     fields = {"optimizer__warmup_steps": 0} | {f"optimizer__{name}": value for name, value in changes.items()}
+    later = {f"optimizer__{name}": value for name, value in later.items()}
     start("a", save=True, **fields)
     capsys.readouterr()
     name, origin = ("b", {"checkpoint__branch_from": tmp_path / "a"}) if branch else ("a", {})
-    assert start(name, train__steps=50, **fields, **origin)[1] == 1
+    assert start(name, train__steps=50, **fields | later, **origin)[1] == 1
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "train.steps" in line)
     verdict = "safe"
     if jump is not None:
         rates = " → ".join(f"{x:.3g}" for x in jump)
         verdict = f"allowed, but alone it makes the learning rate after step 1 jump: about {rates}"
     assert line == f"changed since the checkpoint: train.steps: 6 → 50 ({verdict})"
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        # The learning rate jumps because of its own fields.
-        ({"optimizer__schedule": "wsd", "optimizer__decay_steps": 2}, {"optimizer__schedule": "linear"}),
-        # The old warm-up does not fit into the new number of steps.
-        ({"optimizer__schedule": "linear", "optimizer__warmup_steps": 5}, {"train__steps": 4}),
-    ],
-)
-def test_a_jump_of_the_learning_rate_by_its_own_fields_is_not_ascribed_to_the_length(start, capsys, tmp_path, old, new):
-    start("a", save=True, **{"optimizer__warmup_steps": 0} | old)
-    capsys.readouterr()
-    changes = {"train__steps": 50, "optimizer__warmup_steps": 0} | new
-    assert start("b", checkpoint__branch_from=tmp_path / "a", **changes)[1] == 1
-    printed = capsys.readouterr().out
-    assert f"changed since the checkpoint: train.steps: 6 → {changes['train__steps']} (safe)\n" in printed
-    assert "changed since the checkpoint: optimizer." in printed
 
 
 @pytest.mark.long

@@ -16,46 +16,28 @@ import jax
 from difftx.config import CheckpointConfig, Config
 from difftx.errors import RunError, UnreadableError, UserError
 from difftx.files import UNLOCKED, Owner, resolved
-from difftx.parallel.multihost import decide_on_primary, is_primary, print_on_primary
+from difftx.parallel.multihost import DECISION_SECONDS, agree, decide_on_primary, is_primary, print_on_primary
 from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint import protocol, retention
-from difftx.training.checkpoint.manifest import describe_arrays, manifest_text, quarantined_in, steps_in, why_invalid
+from difftx.training.checkpoint.manifest import (
+    Manifest,
+    describe_arrays,
+    manifest_text,
+    quarantined_in,
+    read_manifest,
+    steps_in,
+    verified,
+    why_invalid,
+)
 from difftx.training.state import TrainState
 
 
-class Checkpointer:
-    """The checkpoints in `<workdir>/checkpoints`, one folder per step."""
+class Checkpoints:
+    """The checkpoints of the run in `workdir`, one folder per step, for reading, which changes nothing."""
 
-    def __init__(
-        self,
-        workdir: AnyPath,
-        config: CheckpointConfig | None = None,
-        *,
-        save_seconds: int = 1200,
-        owner: Owner = UNLOCKED,
-        run_id: str | None = None,
-        on_saved: Callable[[], None] = lambda: None,
-    ):
-        """Open the folder of checkpoints. Without a config, open it for reading, which changes nothing.
-
-        `save_seconds` is the timeout of a save in seconds. It expires if another process has failed. `owner` and
-        `run_id` are those of the `Run`. Checkpoints of other runs do not verify. The primary process calls `on_saved`
-        after each save.
-        """
-        self.folder = resolved(workdir) / "checkpoints"
-        self._workdir = workdir
-        self._config = config
-        self._save_seconds = save_seconds
-        self._owner, self._run_id, self._on_saved = owner, run_id, on_saved
-        self._saves = 0
-        self._background = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
-        self._saving: tuple[int, concurrent.futures.Future[None]] | None = None
-        self._verified: set[int] = set()  # Steps whose checkpoints this process has verified or saved.
-        self._failures = 0  # Number of consecutive failed saves.
-        self._attempt = ""
-        if config is not None:
-            # Each attempt has its own checkpointer, so this id and a step together identify parameters.
-            self._attempt = decide_on_primary(lambda: uuid.uuid4().hex)
+    def __init__(self, workdir: AnyPath, run_id: str | None = None):
+        """Open the folder of checkpoints. Those of other runs than `run_id` do not verify, if it is set."""
+        self.workdir, self.folder, self._run_id = workdir, resolved(workdir) / "checkpoints", run_id
 
     def steps(self) -> list[int]:
         """Return the steps that have a folder, in ascending order. Their checkpoints may be corrupt."""
@@ -64,18 +46,17 @@ class Checkpointer:
     def newest(self) -> int | None:
         """Return the step of the newest valid checkpoint, or None if there is no checkpoint, not even a corrupt one.
 
-        Training quarantines corrupt checkpoints. If no valid one is left, training takes back the newest quarantined
-        checkpoint that is valid after all. Raise `UserError` if there is none, and `UnreadableError` if a checkpoint
-        cannot be read.
+        Raise `UserError` if none is valid, and `UnreadableError` if a checkpoint cannot be read.
         """
-        self.wait()
-        step = decide_on_primary(self.find_newest)
-        if step is not None:
-            self._verified.add(step)
-        return step
+        return decide_on_primary(self.find_newest)
 
-    def read_newest[T](self, read: Callable[[int], T]) -> T | None:
-        """Return `read(step)` for the newest valid checkpoint, or None if there is no checkpoint.
+    def read(self, step: int) -> Manifest:
+        """Return the checkpoint of `step`, without verifying its files. All processes must call this method."""
+        what, read = f"checkpoint {step}", functools.partial(read_manifest, self.folder / str(step))
+        return agree(what, read, lambda found: {f"SHA-256 of {what}": found.sha256}, DECISION_SECONDS)
+
+    def read_newest[T](self, read: Callable[[Manifest], T]) -> T | None:
+        """Return `read(checkpoint)` for the newest valid checkpoint, or None if there is no checkpoint.
 
         If training deletes the checkpoint meanwhile, call `read` again with the new newest step. With several
         processes, raise `RunError` instead, because other processes may have read the deleted checkpoint.
@@ -83,7 +64,7 @@ class Checkpointer:
         while (step := self.newest()) is not None:
             folder = self.folder / str(step)
             try:
-                return read(step)
+                return read(self.read(step))
             except Exception as error:  # TensorStore raises many exception types for a missing file.
                 if step in self.steps():
                     raise
@@ -104,37 +85,14 @@ class Checkpointer:
 
         decide_on_primary(check)
 
-    def regular_steps(self) -> Iterator[int]:
-        """Yield the steps of the valid regular checkpoints (`retention.is_regular`), newest first.
-
-        Training also quarantines corrupt checkpoints. Only the primary process may call this.
-        """
-        for step in reversed(self.steps()):
-            why = None if step in self._verified else self._why_invalid(step)
-            if why is not None:
-                self._skip(step, why)
-            elif retention.is_regular(self.folder / str(step)):
-                yield step
-
-    def weights_id(self, step: int) -> str:
-        """Return an identifier of the parameters after `step` that no other run or attempt uses."""
-        return f"{self._attempt}/{step}"
-
     def find_newest(self) -> int | None:
-        """Find the result of `newest` in this process alone. For training, also repair the folder.
-
-        The repair deletes what interrupted saves and removals have left, quarantines corrupt checkpoints, and takes a
-        quarantined one back if no other is valid.
-        """
-        if self._config is not None and (leftovers := protocol.remove_leftovers(self._owner, self.folder)):
-            steps = ", ".join(leftovers)
-            print_on_primary(f"{self.folder}: deleted what an unfinished save or removal of step {steps} has left")
-        is_training, reasons, newest = self._config is not None, {}, None
+        """Find the result of `newest` in this process alone."""
+        reasons, newest = {}, None
         for step in reversed(self.steps()):
             if (why := self._why_invalid(step)) is None:
                 newest = step
                 break
-            if not is_training and step not in self.steps():
+            if step not in self.steps():
                 folder = self.folder / str(step)
                 print_on_primary(f"checkpoint {folder} was deleted while it was read; looking for the newest again")
                 return self.find_newest()
@@ -142,10 +100,9 @@ class Checkpointer:
         quarantined = quarantined_in(self.folder) if newest is None else []
         for step, why in reasons.items():
             self._skip(step, why)
+        newest = self._take_back(quarantined) if newest is None else newest
         if newest is not None:
             return newest
-        if is_training and (step := self._take_back(quarantined)) is not None:
-            return step
         invalid = [f"{step}: {why}" for step, why in reasons.items()]
         if invalid := invalid or [f"{path.parent.name}/{path.name}" for path in quarantined]:
             raise UserError(
@@ -155,11 +112,91 @@ class Checkpointer:
         return None
 
     def _skip(self, step: int, why: str) -> None:
-        """Print why a checkpoint is invalid. For training, also quarantine it."""
-        folder, fate = self.folder / str(step), "skipped"
-        if self._config is not None:
-            fate = f"its manifest is now {protocol.quarantine(self._owner, folder).name}"
-        print_on_primary(f"checkpoint {folder} does not verify: {why}; {fate}")
+        print_on_primary(f"checkpoint {self.folder / str(step)} does not verify: {why}; {self._set_aside(step)}")
+
+    def _set_aside(self, step: int) -> str:
+        """Set an invalid checkpoint aside, if this process may, and return what was done."""
+        return "skipped"
+
+    def _take_back(self, quarantined: Sequence[AnyPath]) -> int | None:
+        """Use a quarantined checkpoint again, if this process may, and return its step."""
+        return None
+
+    def _why_invalid(self, step: int, *, content: bool = True) -> str | None:
+        try:
+            return why_invalid(self.folder / str(step), step=step, run_id=self._run_id, content=content)
+        except UnreadableError as error:
+            raise UnreadableError(
+                f"{error}; nothing was renamed: run the same command again once it can be read, or put the checkpoint "
+                f"aside: difftx checkpoint quarantine --workdir={self.workdir} --step={step}"
+            ) from error
+
+
+class Checkpointer(Checkpoints):
+    """The checkpoints of a run that trains. It saves them, repairs their folder, and deletes old ones."""
+
+    def __init__(
+        self,
+        workdir: AnyPath,
+        config: CheckpointConfig,
+        *,
+        save_seconds: int = 1200,
+        owner: Owner = UNLOCKED,
+        run_id: str | None = None,
+        on_saved: Callable[[], None] = lambda: None,
+    ):
+        """Open the folder of checkpoints.
+
+        `save_seconds` is the timeout of a save in seconds. It expires if another process has failed. `owner` and
+        `run_id` are those of the `Run`. The primary process calls `on_saved` after each save.
+        """
+        super().__init__(workdir, run_id)
+        self._config, self._save_seconds, self._owner, self._on_saved = config, save_seconds, owner, on_saved
+        self._saves = 0
+        self._background = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
+        self._saving: tuple[int, concurrent.futures.Future[None]] | None = None
+        self._verified: set[int] = set()  # Steps whose checkpoints this process has verified or saved.
+        self._failures = 0  # Number of consecutive failed saves.
+        # Each attempt has its own checkpointer, so this id and a step together identify parameters.
+        self._attempt = decide_on_primary(lambda: uuid.uuid4().hex)
+
+    def newest(self) -> int | None:
+        """Return the step of the newest valid checkpoint, or None if there is no checkpoint, and repair the folder.
+
+        The repair deletes what interrupted saves and removals have left, quarantines corrupt checkpoints, and takes
+        back the newest valid one of those that were quarantined before if no other is valid.
+        """
+        self.wait()
+        step = super().newest()
+        if step is not None:
+            self._verified.add(step)
+        return step
+
+    def regular_steps(self) -> Iterator[int]:
+        """Yield the steps of the valid regular checkpoints (`retention.is_regular`), newest first.
+
+        Also quarantine corrupt checkpoints. Only the primary process may call this.
+        """
+        for step in reversed(self.steps()):
+            why = None if step in self._verified else self._why_invalid(step)
+            if why is not None:
+                self._skip(step, why)
+            elif retention.is_regular(read_manifest(self.folder / str(step))):
+                yield step
+
+    def weights_id(self, step: int) -> str:
+        """Return an identifier of the parameters after `step` that no other run or attempt uses."""
+        return f"{self._attempt}/{step}"
+
+    def find_newest(self) -> int | None:
+        """Find the result of `newest` in this process alone."""
+        if leftovers := protocol.remove_leftovers(self._owner, self.folder):
+            steps = ", ".join(leftovers)
+            print_on_primary(f"{self.folder}: deleted what an unfinished save or removal of step {steps} has left")
+        return super().find_newest()
+
+    def _set_aside(self, step: int) -> str:
+        return f"its manifest is now {protocol.quarantine(self._owner, self.folder / str(step)).name}"
 
     def _take_back(self, quarantined: Sequence[AnyPath]) -> int | None:
         """Rename the newest valid quarantined checkpoint back to its step, and return the step.
@@ -183,15 +220,8 @@ class Checkpointer:
             )
         return None
 
-    def _why_invalid(self, step: int) -> str | None:
-        content = self._config is None or self._config.verify == "checksums"
-        try:
-            return why_invalid(self.folder / str(step), step=step, run_id=self._run_id, content=content)
-        except UnreadableError as error:
-            raise UnreadableError(
-                f"{error}; nothing was renamed: run the same command again once it can be read, or put the checkpoint "
-                f"aside: difftx checkpoint quarantine --workdir={self._workdir} --step={step}"
-            ) from error
+    def _why_invalid(self, step: int, *, content: bool = True) -> str | None:
+        return super()._why_invalid(step, content=content and self._config.verify == "checksums")
 
     def save(self, state: TrainState, loader: dict[str, Any], config: Config) -> None:
         """Start to save, and return as soon as the arrays may be donated to the next step.
@@ -246,22 +276,27 @@ class Checkpointer:
     def _finish(self, step: int, save: Callable[[], None]) -> None:
         """Save in a background thread, then delete the checkpoints that the config does not keep."""
         save()
-        if self._config is None or not is_primary():
+        if not is_primary():
             return
-        retain = functools.partial(self._retain, self._config, step)
+        retain = functools.partial(self._retain, step)
         for what, action in (("the run's manifest is not written", self._on_saved), ("old checkpoints stay", retain)):
             try:
                 action()
             except (OSError, UserError, RunError) as error:  # The save has succeeded nevertheless.
                 print_on_primary(f"{what}: {error}")
 
-    def _retain(self, config: CheckpointConfig, step: int) -> None:
+    def _retain(self, step: int) -> None:
         """Delete the checkpoints up to `step` that the config does not keep."""
         # Incomplete checkpoints neither count towards the number to keep nor are deleted.
-        steps = [other for other in self.steps() if other <= step and self._is_complete(other)]
-        files = self._owner.folder if is_bucket(self._workdir) else self._workdir
-        kept = retention.steps_to_keep(config, steps, self.folder, files)
-        for other in steps:
+        complete = {}
+        for other in self.steps():
+            if other <= step:
+                with contextlib.suppress(UserError):
+                    folder = self.folder / str(other)
+                    complete[other] = verified(folder, step=other, run_id=self._run_id, content=False)
+        files = self._owner.folder if is_bucket(self.workdir) else self.workdir
+        kept = retention.steps_to_keep(self._config, complete, files)
+        for other in complete:
             if other not in kept:
                 protocol.remove(self._owner, self.folder / str(other))
 
@@ -276,10 +311,6 @@ class Checkpointer:
             if other > step:
                 protocol.remove(self._owner, self.folder / str(other))
 
-    def _is_complete(self, step: int) -> bool:
-        folder = self.folder / str(step)
-        return why_invalid(folder, step=step, run_id=self._run_id, content=False) is None
-
     def wait(self) -> None:
         """Wait for the save in progress and record its result."""
         if self._saving is None:
@@ -293,7 +324,6 @@ class Checkpointer:
             with contextlib.suppress(UnreadableError):  # A bucket may be back at the next save.
                 self._owner.check()  # A process that has lost its run stops after the first failure.
         self._failures += 1
-        assert self._config is not None
         limit = self._config.max_failed_saves
         why = f"{type(error).__name__}: {(str(error) or '?').splitlines()[0]}"
         text = f"checkpoint of step {step} was not saved, failure {self._failures} of {limit} in a row: {why}"

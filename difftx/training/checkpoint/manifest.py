@@ -70,8 +70,9 @@ class OtherFormatError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """The contents of a checkpoint's `manifest.json`."""
+    """A stored checkpoint: the contents of its `manifest.json`. Functions take it in place of a path."""
 
+    folder: AnyPath  # Folder of the step, which has the manifest.
     sha256: str  # SHA-256 of the manifest's other fields. It differs between any two checkpoints.
     step: int
     weights: str  # Identifier of the parameters, "<attempt>/<step>". Equal identifiers mean equal parameters.
@@ -82,7 +83,7 @@ class Manifest:
     extensions: list[dict[str, str]]  # Path and SHA-256 of each extension that the config uses.
     arrays: dict[str, tuple[tuple[int, ...], str]]  # Path in the train state → shape and dtype.
     files: dict[str, tuple[int, str, str]]  # Path in `contents` → size in bytes, name of the checksum, checksum.
-    contents: str  # Folder of the files in the step's folder. Each save has its own.
+    contents: AnyPath  # Folder of the files, in the step's folder. Each save has its own.
     run_id: str | None  # Identity of the run that saved the checkpoint. None if the checkpoint was imported.
 
     @property
@@ -203,7 +204,8 @@ def _read_manifest(folder: AnyPath) -> Manifest:
     if not re.fullmatch(r"[\w-]+", raw["contents"]):
         raise UserError(f"{MANIFEST}: contents: not the name of a folder")
     others: dict[str, Any] = {field.name: raw.get(field.name) for field in dataclasses.fields(Manifest)}
-    return Manifest(**others | {"sha256": signed["sha256"], "arrays": arrays, "files": files})
+    others |= {"folder": folder, "contents": folder / raw["contents"], "sha256": signed["sha256"]}
+    return Manifest(**others | {"arrays": arrays, "files": files})
 
 
 def note(contents: str) -> bytes:
@@ -220,13 +222,19 @@ def is_note(content: bytes) -> bool:
     return isinstance(found, dict) and UNFINISHED in found
 
 
-def contents_of(folder: AnyPath) -> AnyPath:
-    """Return the folder that has the files of the checkpoint in `folder`."""
-    return folder / read_manifest(folder).contents
-
-
 def why_invalid(folder: AnyPath, *, step: int | None = None, run_id: str | None = None, content: bool) -> str | None:
-    """Return why the checkpoint in `folder` is invalid, for example not of step `step` or of run `run_id`, or None.
+    """Return why the checkpoint in `folder` is invalid, or None. The errors and arguments are those of `verified`."""
+    try:
+        verified(folder, step=step, run_id=run_id, content=content)
+    except OtherFormatError:
+        raise
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def verified(folder: AnyPath, *, step: int | None = None, run_id: str | None = None, content: bool) -> Manifest:
+    """Return a checkpoint. Raise `UserError` if it is invalid, for example not of step `step` or of run `run_id`.
 
     Compare the sizes of the files with the manifest, and if `content` is True also their checksums. Raise
     `UnreadableError` if a file cannot be read, and `OtherFormatError` for a checkpoint of another version of difftx.
@@ -234,20 +242,20 @@ def why_invalid(folder: AnyPath, *, step: int | None = None, run_id: str | None 
     try:
         manifest = _read_manifest(folder)
         if step is not None and manifest.step != step:
-            return f"{MANIFEST} is that of step {manifest.step}"
+            raise UserError(f"{MANIFEST} is that of step {manifest.step}")
         if None not in (run_id, manifest.run_id) and manifest.run_id != run_id:
-            return f"another run saved it: its run_id is {manifest.run_id}, not {run_id}"
-        return _why_files_invalid(folder, manifest, content=content)
+            raise UserError(f"another run saved it: its run_id is {manifest.run_id}, not {run_id}")
+        if why := _why_files_invalid(manifest, content=content):
+            raise UserError(why)
     except OtherFormatError as error:
         raise OtherFormatError(f"{folder}: {error}") from error
-    except UserError as error:
-        return str(error)
     except (FileNotFoundError, NotADirectoryError) as error:  # The file has just been deleted.
-        return f"{error.filename} is missing"
+        raise UserError(f"{error.filename} is missing") from error
+    return manifest
 
 
-def _why_files_invalid(folder: AnyPath, manifest: Manifest, *, content: bool) -> str | None:
-    contents = folder / manifest.contents
+def _why_files_invalid(manifest: Manifest, *, content: bool) -> str | None:
+    contents = manifest.contents
     listed = describe_below(contents)
     for name, (size, _, _) in manifest.files.items():
         if name not in listed:

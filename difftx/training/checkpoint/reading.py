@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import json
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +19,8 @@ from difftx.errors import RunError, UserError
 from difftx.files import list_folder
 from difftx.parallel.multihost import decide_on_primary
 from difftx.registry import require_extensions
-from difftx.storage.paths import AnyPath
-from difftx.training.checkpoint.manifest import WeightsPart, read_manifest
+from difftx.training.checkpoint.checkpointer import Checkpoints
+from difftx.training.checkpoint.manifest import Manifest, WeightsPart, read_manifest
 from difftx.training.checkpoint.restoring import config_of
 from difftx.training.resume import changed_fields
 from difftx.training.run import Run
@@ -29,50 +28,51 @@ from difftx.training.run import Run
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """The description of a checkpoint, as read when the checkpoint was opened."""
+    """A checkpoint, as read when it was opened, with the config for its reader."""
 
-    folder: AnyPath
+    manifest: Manifest
     part: WeightsPart  # Weights to read: the parameters, or their average.
-    weights: str  # Identifier of these weights: that of the manifest, and "/ema" for the average.
-    sha256: str  # SHA-256 of the manifest.
-    data: dict[str, Any]  # Signature of the training data, or of only the tokenizer if the checkpoint was imported.
     config: Config  # Config of the training, with the present values of fields that do not change results.
     run_config: Config  # Config of the run directory, with overrides from the command line.
 
+    @property
+    def weights(self) -> str:
+        """Identifier of the weights: that of the manifest, and "/ema" for the average."""
+        return self.manifest.weights if self.part == "params" else f"{self.manifest.weights}/{self.part}"
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Signature of the training data, or of only the tokenizer if the checkpoint was imported."""
+        return self.manifest.data
+
     def require_unchanged(self) -> None:
         """Raise `RunError` if the checkpoint was replaced or deleted. All processes must call this method."""
+        folder = self.manifest.folder
 
         def check() -> None:
             try:
-                change = None if read_manifest(self.folder).sha256 == self.sha256 else "was replaced"
+                change = None if read_manifest(folder).sha256 == self.manifest.sha256 else "was replaced"
             except UserError:
-                change = "was corrupted" if list_folder(self.folder) else "was deleted"
+                change = "was corrupted" if list_folder(folder) else "was deleted"
             if change is not None:
                 raise RunError(
-                    f"{self.folder} {change} while this command used it, and no result was written; "
+                    f"{folder} {change} while this command used it, and no result was written; "
                     "run the same command again"
                 )
 
         decide_on_primary(check)
 
 
-def open_checkpoint(folder: AnyPath, run_config: Config, part: WeightsPart = "params") -> Checkpoint:
-    """Return the description of the checkpoint in `folder`, without verifying it. `run_config` is as in `Checkpoint`.
+def open_checkpoint(manifest: Manifest, run_config: Config, part: WeightsPart = "params") -> Checkpoint:
+    """Return a checkpoint, without verifying it. `run_config` is as in `Checkpoint`.
 
     Raise `UserError` if the checkpoint does not have the weights `part`.
     """
-
-    def describe() -> dict[str, Any]:
-        manifest = read_manifest(folder)
-        require_extensions(manifest.extensions, str(folder))
-        if not any(name.startswith(f"{part}/") for name in manifest.arrays):
-            raise UserError(f"--weights={part}: {folder} has no such weights; training with train.ema_decay saves them")
-        weights = manifest.weights if part == "params" else f"{manifest.weights}/{part}"
-        found = {"weights": weights, "sha256": manifest.sha256, "data": manifest.data}
-        return found | {"config": json.loads(config_for_reader(config_of(folder), run_config).to_json())}
-
-    found = decide_on_primary(describe)
-    return Checkpoint(folder, part, **found | {"config": config_from_dict(found["config"])}, run_config=run_config)
+    folder = manifest.folder
+    require_extensions(manifest.extensions, str(folder))
+    if not any(name.startswith(f"{part}/") for name in manifest.arrays):
+        raise UserError(f"--weights={part}: {folder} has no such weights; training with train.ema_decay saves them")
+    return Checkpoint(manifest, part, config_for_reader(config_of(manifest), run_config), run_config)
 
 
 def config_for_reader(trained: Config, run_config: Config) -> Config:
@@ -87,14 +87,14 @@ def config_for_reader(trained: Config, run_config: Config) -> Config:
     return config_from_dict(raw)
 
 
-def open_run(checkpoint: Checkpoint, workdir: AnyPath) -> Run:
+def open_run(checkpoint: Checkpoint, checkpoints: Checkpoints) -> Run:
     """Open the run of a checkpoint, with the checkpoint's config, except that its training data may have been moved.
 
     Raise `UserError` if neither location has the data of the training.
     """
 
     def opened(config: Config) -> Run:
-        run = Run.open(config, workdir)
+        run = Run.open(config, checkpoints.workdir)
         _require_same_data(checkpoint, run.data)
         return run
 
@@ -119,7 +119,7 @@ def open_tokenizer(checkpoint: Checkpoint) -> tuple[Config, Tokenizer]:
         tokenizer = load_tokenizer(config.data.tokenizer, end_of_text=config.data.end_of_text)
         if tokenizer.fingerprint != checkpoint.data.get("tokenizer"):
             raise UserError(
-                f"{checkpoint.folder} was trained with another vocabulary than data.tokenizer="
+                f"{checkpoint.manifest.folder} was trained with another vocabulary than data.tokenizer="
                 f"{config.data.tokenizer!r} has now; put the tokenizer's file back"
             )
         return config, tokenizer
@@ -150,6 +150,6 @@ def _require_same_data(checkpoint: Checkpoint, data: Sources) -> None:
     """Raise `UserError` if the data changed since the training: validation text may have been training text."""
     if changes := data_changes(checkpoint, data.signature):
         raise UserError(
-            f"{checkpoint.folder}: the data changed since the training: {', '.join(changes)}; restore the data, or "
-            "train again (to evaluate another text, restore the data and use the suite 'test')"
+            f"{checkpoint.manifest.folder}: the data changed since the training: {', '.join(changes)}; restore the "
+            "data, or train again (to evaluate another text, restore the data and use the suite 'test')"
         )

@@ -8,43 +8,39 @@ from difftx.config import Config
 from difftx.config.build import config_from_dict
 from difftx.errors import UserError
 from difftx.registry import changed_extensions
-from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint import arrays
-from difftx.training.checkpoint.manifest import Manifest, WeightsPart, describe_arrays, read_manifest
+from difftx.training.checkpoint.manifest import Manifest, WeightsPart, describe_arrays
 from difftx.training.state import TrainState, init_params
 
 
-def config_of(folder: AnyPath) -> Config:
-    """Return the config that the checkpoint in `folder` was trained with."""
-    manifest = read_manifest(folder)
-    changed_extensions(manifest.extensions, str(folder))
+def config_of(manifest: Manifest) -> Config:
+    """Return the config that a checkpoint was trained with."""
+    changed_extensions(manifest.extensions, str(manifest.folder))
     return config_from_dict(manifest.config)
 
 
-def restore_state(folder: AnyPath, abstract: TrainState, mesh: jax.sharding.Mesh) -> tuple[TrainState, dict[str, Any]]:
-    """Return the train state and the state of the data loader of the valid checkpoint in `folder`.
-
-    The train state is sharded over `mesh` like `abstract`.
-    """
-    manifest, wanted = read_manifest(folder), on_mesh(abstract.parts(), mesh)
-    _require_arrays(folder, manifest, wanted)
-    return TrainState(**arrays.restore(folder / manifest.contents, wanted)), manifest.loader
+def restore_state(manifest: Manifest, abstract: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
+    """Return the train state of a valid checkpoint, sharded over `mesh` like `abstract`."""
+    wanted = on_mesh(abstract.parts(), mesh)
+    _require_arrays(manifest, wanted)
+    return TrainState(**arrays.restore(manifest.contents, wanted))
 
 
-def restore_params(folder: AnyPath, config: Config, mesh: jax.sharding.Mesh, part: WeightsPart = "params") -> Any:
-    """Return the parameters of the valid checkpoint in `folder`, sharded over `mesh` as in training with `config`.
+def restore_params(manifest: Manifest, config: Config, mesh: jax.sharding.Mesh, part: WeightsPart = "params") -> Any:
+    """Return the parameters of a valid checkpoint, sharded over `mesh` as in training with `config`.
 
     `part` is the part of the train state that has them: "params", or their average "ema".
     """
     with jax.set_mesh(mesh):
         abstract = jax.eval_shape(lambda: init_params(config))
-    manifest, wanted = read_manifest(folder), on_mesh({part: abstract}, mesh)
-    _require_arrays(folder, manifest, wanted, f"{part}/")
-    return arrays.restore(folder / manifest.contents, wanted)[part]
+    wanted = on_mesh({part: abstract}, mesh)
+    _require_arrays(manifest, wanted, f"{part}/")
+    return arrays.restore(manifest.contents, wanted)[part]
 
 
-def _require_arrays(folder: AnyPath, manifest: Manifest, wanted: Any, prefix: str = "") -> None:
+def _require_arrays(manifest: Manifest, wanted: Any, prefix: str = "") -> None:
     """Raise `UserError` unless the checkpoint's arrays whose names begin with `prefix` are the `wanted` ones."""
+    folder = manifest.folder
     saved = {name: array for name, array in manifest.arrays.items() if name.startswith(prefix)}
     # Parameters come first, because users know their names. The optimizer's moments have the same mismatches.
     ordered = sorted(describe_arrays(wanted).items(), key=lambda item: not item[0].startswith("params/"))

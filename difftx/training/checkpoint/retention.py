@@ -1,6 +1,5 @@
 """Selection of the checkpoints that a run keeps."""
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,8 +9,7 @@ from difftx.config import CheckpointConfig
 from difftx.errors import UserError, printable
 from difftx.files import size_of
 from difftx.json_files import read_json, schema_error
-from difftx.storage.paths import AnyPath
-from difftx.training.checkpoint.manifest import read_manifest
+from difftx.training.checkpoint.manifest import Manifest
 
 # What a number was measured with: the fields of the config group `eval`, and the fingerprints of the validation sets.
 Basis = Mapping[str, Any]
@@ -23,26 +21,29 @@ def is_comparable(basis: Basis, other: Basis) -> bool:
     return all(basis[name] == other[name] for name in basis.keys() & other.keys())
 
 
-def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], checkpoints: AnyPath, files: Path) -> set[int]:
-    """Return those of the `steps` whose checkpoints the config keeps. `files` has the small files of the run.
+def newest_and_every(config: CheckpointConfig, steps: Sequence[int]) -> set[int]:
+    """Return the steps, of the given ones in ascending order, that `keep` and `keep_every_steps` keep."""
+    every = config.keep_every_steps
+    return {*steps[-config.keep :], *(step for step in steps if every is not None and step % every == 0)}
+
+
+def steps_to_keep(config: CheckpointConfig, checkpoints: Mapping[int, Manifest], files: Path) -> set[int]:
+    """Return the steps of the checkpoints that the config keeps. `files` has the small files of the run.
 
     `checkpoint.keep_best` considers only results that are comparable with a reference basis (`Basis`). The reference is
     the newest checkpoint: its validation sets and its fields of `eval`. If no result is comparable with it, the
     reference is the newest result, which is not the first choice, because a user may have evaluated another text.
     """
-    newest_first = sorted(steps, reverse=True)
-    kept = set(newest_first[: config.keep])
+    steps = sorted(checkpoints)
     # A rewind uses only regular checkpoints, so some of them are kept too.
-    regular = (step for step in newest_first if is_regular(checkpoints / str(step)))
-    kept.update(itertools.islice(regular, config.keep))
-    if config.keep_every_steps is not None:
-        kept.update(step for step in steps if step % config.keep_every_steps == 0)
+    regular = [step for step in steps if is_regular(checkpoints[step])]
+    kept = newest_and_every(config, steps) | {*regular[-config.keep :]}
     if config.keep_best is not None:
-        found = {step: number_of(files, step, config.keep_best) for step in newest_first}
+        found = {step: number_of(files, step, config.keep_best) for step in reversed(steps)}
         results = {step: result for step, result in found.items() if result is not None}
         if results:
             bases = {step: basis for step, (_, basis) in results.items()}
-            manifest = read_manifest(checkpoints / str(newest_first[0]))
+            manifest = checkpoints[steps[-1]]
             own = {**manifest.config["eval"], VALID: manifest.loader.get("valid")}
             basis = own if any(is_comparable(own, each) for each in bases.values()) else next(iter(bases.values()))
             numbers = {step: number for step, (number, _) in results.items() if is_comparable(basis, bases[step])}
@@ -51,19 +52,15 @@ def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], checkpoints: A
     return kept
 
 
-def is_regular(folder: AnyPath) -> bool:
+def is_regular(checkpoint: Manifest) -> bool:
     """Return whether a rewind may use a checkpoint, because an uninterrupted run would have written it too.
 
     Its step is a multiple of `checkpoint.every_steps` in its own config, because the run may since have continued with
     another value, or it is the step with which the run began as a branch. A signal and the end of training also write
-    other checkpoints. A checkpoint with a corrupt manifest is not regular.
+    other checkpoints.
     """
-    try:
-        manifest = read_manifest(folder)
-    except UserError:
-        return False
-    step, every_steps = manifest.step, manifest.config["checkpoint"]["every_steps"]
-    guard = manifest.loader.get("guard", {})
+    step, every_steps = checkpoint.step, checkpoint.config["checkpoint"]["every_steps"]
+    guard = checkpoint.loader.get("guard", {})
     return step == guard.get("first_regular") or step % every_steps == 0
 
 

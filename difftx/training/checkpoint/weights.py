@@ -13,9 +13,15 @@ import tensorstore as ts
 from difftx.config import Config
 from difftx.files import write_atomically
 from difftx.parallel.heartbeat import report_progress
-from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.arrays import STATE, Shards, open_array, read_part, write_shards
-from difftx.training.checkpoint.manifest import MANIFEST, WeightsPart, contents_of, describe_files, manifest_text
+from difftx.training.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    WeightsPart,
+    describe_files,
+    manifest_text,
+    read_manifest,
+)
 
 CACHE_BYTES = 2**31  # Size of the cache for chunks that have several layers, as training saves them.
 STEP = 0  # Step of a checkpoint that difftx did not train.
@@ -44,10 +50,10 @@ class Streamed:
         assert start == self.shape[0]
 
 
-def save_params(workdir: Path, arrays: Mapping[str, Streamed], config: Config, data: dict[str, Any]) -> None:
+def save_params(workdir: Path, arrays: Mapping[str, Streamed], config: Config, data: dict[str, Any]) -> Manifest:
     """Write parameters, keyed by names such as "blocks/mlp/up_DF", as the checkpoint of step 0 of a new run.
 
-    `data` is the data signature for the manifest: {"tokenizer": fingerprint}.
+    Return the checkpoint. `data` is the data signature for the manifest: {"tokenizer": fingerprint}.
     """
     folder, contents = workdir / "checkpoints" / str(STEP), uuid.uuid4().hex
     streamed = {f"params/{name}": array for name, array in arrays.items()}
@@ -67,13 +73,14 @@ def save_params(workdir: Path, arrays: Mapping[str, Streamed], config: Config, d
         contents=contents,
     )
     write_atomically(folder / MANIFEST, text)
+    return read_manifest(folder)
 
 
 class ParamsReader:
     """A reader of a checkpoint's parameters, or of their average, that loads one layer at a time."""
 
-    def __init__(self, folder: AnyPath, part: WeightsPart = "params"):
-        self._folder, self._part = contents_of(folder), part
+    def __init__(self, checkpoint: Manifest, part: WeightsPart = "params"):
+        self._folder, self._part = checkpoint.contents, part
         self._opened: dict[str, ts.TensorStore] = {}
 
     def read(self, name: str, index: int | slice) -> np.ndarray:
