@@ -1,8 +1,7 @@
-"""Folders that are created completely or not at all, on disks and in buckets, and locks of files."""
+"""Folders that are created completely or not at all, on disks and in buckets."""
 
 import contextlib
 import errno
-import fcntl
 import os
 import shutil
 import tempfile
@@ -63,15 +62,3 @@ def remove_folder(path: AnyPath) -> None:
         objects.delete(path / name for name in objects.describe_below(path))
     elif path.exists():
         shutil.rmtree(path)
-
-
-def lock_file(descriptor: int) -> bool:
-    """Lock an open file or folder, or return False without locks there. Another owner raises `BlockingIOError`."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except OSError as error:
-        # Some file systems have no locks, such as Lustre without -o flock. NFS cannot lock folders (EBADF).
-        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EBADF):
-            raise
-        return False

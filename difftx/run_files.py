@@ -9,22 +9,22 @@ has seen last. docs/design.md, section 12, says when.
 import atexit
 import contextlib
 import errno
+import fcntl
 import os
 import platform
 import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TextIO
 
 from difftx.errors import RunError, UserError, note_copy, printable
-from difftx.files import Owner, local_name, read_file, remove_temporaries, retry_read
-from difftx.folders import lock_file
+from difftx.files import UNLOCKED, Owner, local_name, read_file, remove_temporaries, retry_read
 from difftx.storage import objects
-from difftx.storage.lock import BucketLock
+from difftx.storage.lock import BucketLock, busy
 from difftx.storage.paths import AnyPath, BucketPath, is_bucket
 
 PUSH_SECONDS = 120.0  # Time between two pushes by the thread of an owner.
@@ -48,7 +48,7 @@ def pulled(workdir: AnyPath) -> Path:
 
 
 @contextlib.contextmanager
-def small_files(workdir: AnyPath, lock: BucketLock | None = None) -> Iterator[Owner]:
+def small_files(workdir: AnyPath, lock: Owner = UNLOCKED) -> Iterator[Owner]:
     """Yield an owner whose `folder` has the small files of a run. The end of the block pushes the changed ones.
 
     Without a lock, as in `difftx eval`, other processes may change other files of the run meanwhile.
@@ -83,12 +83,11 @@ def _push_regularly(owner: Owner, ended: threading.Event) -> None:
 class _Copy(Owner):
     """A local copy of the small files of a run in a bucket."""
 
-    def __init__(self, workdir: BucketPath, lock: BucketLock | None = None):
+    def __init__(self, workdir: BucketPath, lock: Owner = UNLOCKED):
         self._workdir = workdir
         self._scratch = tempfile.TemporaryDirectory(prefix="difftx-")
         super().__init__(Path(self._scratch.name).resolve())
-        if lock is not None:
-            self.check, self.raise_if_lost = lock.check, lock.raise_if_lost
+        self.check, self.raise_if_lost = lock.check, lock.raise_if_lost
         note_copy(str(self.folder), str(workdir))
         self._lock = threading.Lock()
         self._versions: dict[str, str] = {}  # Name of a file → its version in the listing that was pulled last.
@@ -158,56 +157,61 @@ def _state(file: Path) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def lock_workdir(workdir: AnyPath, takeover_seconds: float, wait_seconds: float) -> Iterator[Owner]:
-    """Lock the directory of a run. Raise `UserError` if another process still has the lock after `wait_seconds`.
-
-    In a bucket, wait longer if necessary, until a lock that its owner no longer renews has expired after
-    `takeover_seconds`. Yield the owner of the run, which raises an error if this process has lost the
-    run: if another process has taken over the lock in a bucket, or if the locked folder is no longer at its path.
-    """
-    if not is_bucket(workdir):
-        with _lock_folder(workdir, wait_seconds) as require_same_folder:
-            yield Owner(workdir, require_same_folder)
-        return
-    path = workdir / ".lock"
-    with BucketLock(path, takeover_seconds=takeover_seconds, wait_seconds=wait_seconds) as held:
-        objects.remove_probes(workdir, path)
-        with small_files(workdir, held) as owner:
-            yield owner
+    """Lock the directory of a run, as `locked` does. Yield its owner, with the small files of the run."""
+    with locked(workdir, f"--workdir={workdir}", takeover_seconds, wait_seconds) as owner:
+        if not is_bucket(workdir):
+            yield Owner(workdir, owner.check)
+            return
+        objects.remove_probes(workdir, workdir / ".lock")
+        with small_files(workdir, owner) as copy:
+            yield copy
 
 
 @contextlib.contextmanager
-def _lock_folder(workdir: Path, wait_seconds: float) -> Iterator[Callable[[], None]]:
-    """Lock the folder and its file `.lock`, which names the process that has the lock, and is empty afterwards."""
+def locked(folder: AnyPath, flag: str, takeover_seconds: float, wait_seconds: float) -> Iterator[Owner]:
+    """Lock a folder, which `flag` names. Raise `UserError` if another process still has the lock after `wait_seconds`.
+
+    In a bucket, wait longer if necessary, until a lock that its owner no longer renews has expired after
+    `takeover_seconds`. Yield an owner that raises an error if this process has lost the folder: if another
+    process has taken over the lock in a bucket, or if the locked folder is no longer at its path.
+    """
+    if is_bucket(folder):
+        options = {"takeover_seconds": takeover_seconds, "wait_seconds": wait_seconds}
+        with BucketLock(folder / ".lock", flag, **options) as held:
+            owner = Owner(check=held.check)
+            owner.raise_if_lost = held.raise_if_lost
+            yield owner
+        return
     # The folder is locked because a user may delete `.lock`, and the file because NFS cannot lock folders.
-    workdir.mkdir(parents=True, exist_ok=True)
-    folder, path, deadline = os.open(workdir, os.O_RDONLY), workdir / ".lock", time.monotonic() + wait_seconds
-    locked = os.fstat(folder)  # While `folder` is open, no other folder has the same inode number.
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor, path, deadline = os.open(folder, os.O_RDONLY), folder / ".lock", time.monotonic() + wait_seconds
+    status = os.fstat(descriptor)  # While `descriptor` is open, no other folder has the same inode number.
 
     def require_same_folder() -> None:
         try:
-            is_same = os.path.samestat(retry_read(workdir, workdir.stat), locked)
+            is_same = os.path.samestat(retry_read(folder, folder.stat), status)
         except (FileNotFoundError, NotADirectoryError):
             is_same = False
         if not is_same:
             # `run_command` ends the process at this error without waiting for other processes, which still train.
-            why = "this folder was moved, deleted, replaced or unmounted while this process trained in it, so it stops"
-            raise FileNotFoundError(errno.ENOENT, why, str(workdir))
+            why = "this folder was moved, deleted, replaced or unmounted while this process wrote there, so it stops"
+            raise FileNotFoundError(errno.ENOENT, why, str(folder))
 
     try:  # However the process ends, the operating system releases the locks.
-        folder_is_locked = _wait_for_lock(folder, path, deadline)
+        folder_is_locked = _wait_for_lock(descriptor, path, flag, deadline)
         require_same_folder()  # It may have been moved during the wait.
         with _open_lock_file(path) as file:
-            if not _wait_for_lock(file.fileno(), path, deadline) and not folder_is_locked:
-                print(printable(f"{workdir}: no file locks here, so nothing keeps a second training out"), flush=True)
+            if not _wait_for_lock(file.fileno(), path, flag, deadline) and not folder_is_locked:
+                print(printable(f"{flag}: no file locks here, so nothing keeps a second process out"), flush=True)
             file.truncate(0)
             print(f"process {os.getpid()} on {platform.node()}", file=file, flush=True)
             try:
-                remove_temporaries(workdir)
-                yield require_same_folder
+                remove_temporaries(folder)
+                yield Owner(check=require_same_folder)
             finally:
                 file.truncate(0)  # The process id may become that of another process.
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 def _open_lock_file(path: Path) -> TextIO:
@@ -216,11 +220,11 @@ def _open_lock_file(path: Path) -> TextIO:
         return open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "a+")
     except PermissionError as error:
         raise UserError(
-            f"{path}: {error.strerror}; its owner lets others train there with: chmod -R g+w {path.parent}"
+            f"{path}: {error.strerror}; its owner lets others write there with: chmod -R g+w {path.parent}"
         ) from error
 
 
-def _wait_for_lock(descriptor: int, path: Path, deadline: float) -> bool:
+def _wait_for_lock(descriptor: int, path: Path, flag: str, deadline: float) -> bool:
     """Lock an open file or folder, and return True, or False if the file system has no such locks.
 
     At the deadline, raise `UserError` with the name of the process that has the lock, from the file `path`.
@@ -228,12 +232,18 @@ def _wait_for_lock(descriptor: int, path: Path, deadline: float) -> bool:
     holder = None
     while True:
         try:
-            return lock_file(descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
         except BlockingIOError:
             pass
+        except OSError as error:
+            # Some file systems have no locks, such as Lustre without -o flock. NFS cannot lock folders (EBADF).
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EBADF):
+                raise
+            return False
         if holder is None:
             holder = (read_file(path) or b"").decode().strip() or "another process"
-            print(printable(f"{path.parent}: waiting for {holder}, which trains there"), flush=True)
+            print(printable(f"{path.parent}: waiting for {holder}, which is at work there"), flush=True)
         if time.monotonic() > deadline:
-            raise UserError(f"--workdir={path.parent}: {holder} trains there; stop it, or use another --workdir")
+            raise busy(flag, holder)
         time.sleep(0.2)

@@ -1,9 +1,9 @@
 """The lock of a run in a bucket: an object that names its owner, which the owner renews.
 
-A waiting process takes the lock over if the owner ran on the same machine and is dead. It also does so if the
-generation of the object has not changed for `takeover_seconds` on its own clock, so that clocks may differ. If the
-`takeover_seconds` of the owner and of the waiting process differ, the larger one counts. The owner stops writing before
-that: it counts from the start of its last renewal, on a clock that includes suspension.
+A waiting process takes the lock over if the generation of the object has not changed for `takeover_seconds` on its own
+clock, so that clocks may differ. If the `takeover_seconds` of the owner and of the waiting process differ, the larger
+one counts. The owner stops writing before that: it counts from the start of its last renewal, on a clock that includes
+suspension.
 """
 
 import contextlib
@@ -13,7 +13,6 @@ import platform
 import threading
 import time
 import uuid
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,26 +24,26 @@ RENEWALS = 6  # Renewals of the owner within `takeover_seconds`.
 # Share of `takeover_seconds` for which the owner trusts a renewal. The rest covers clocks of different speed.
 TRUSTED = 0.8
 POLLS = 10  # Reads of a waiting process within `takeover_seconds`.
-UNKNOWN_START = "running"  # Start time of a process of which the operating system tells only that it exists.
-# Owner of an object that is not a lock.
-UNKNOWN = {"id": None, "host": "an unknown host", "machine": None, "pid": 0, "start": None, "takeover_seconds": 0}
+UNKNOWN = {"id": None, "host": "an unknown host", "pid": 0, "takeover_seconds": 0}  # Owner of what is not a lock.
 EXTRA_WAIT = 1.5  # A waiting process gives up after this multiple of `takeover_seconds`, and after `wait_seconds`.
 
 
-class LockedError(UserError):
-    """Another live process has the lock."""
+def busy(flag: str, owner: str) -> UserError:
+    """Return the error of a process that does not get the lock of a folder, which `flag` names."""
+    return UserError(f"{flag}: {owner} is at work there; stop it, or use another {flag.partition('=')[0]}")
 
 
 class BucketLock:
     """The lock at a path in a bucket, as a context manager. Only its owner may write what the lock protects.
 
-    Entering raises `LockedError` if a live process still has the lock after `wait_seconds`.
+    Entering raises `UserError` if a live process still has the lock after `wait_seconds`.
     """
 
-    def __init__(self, path: BucketPath, *, takeover_seconds: float, wait_seconds: float):
-        self._path, self._takeover, self._wait = path, takeover_seconds, wait_seconds
-        self._me: dict[str, Any] = {"id": uuid.uuid4().hex, "host": platform.node(), "machine": _machine()}
-        self._me |= {"pid": os.getpid(), "start": _start_time(os.getpid()), "takeover_seconds": takeover_seconds}
+    def __init__(self, path: BucketPath, flag: str, *, takeover_seconds: float, wait_seconds: float):
+        """`flag` names the folder for the user."""
+        self._path, self._flag, self._takeover, self._wait = path, flag, takeover_seconds, wait_seconds
+        self._me: dict[str, Any] = {"id": uuid.uuid4().hex, "host": platform.node(), "pid": os.getpid()}
+        self._me |= {"takeover_seconds": takeover_seconds}
         self._renewing = threading.Lock()
         self._generation: bytes | None = None
         self._renewed = 0.0  # Time before the last renewal, on the clock of `_now`.
@@ -63,7 +62,7 @@ class BucketLock:
         with self._renewing:
             if self._successor is None:
                 # Mark the lock as free and keep it, because not every store deletes on a condition. If the write fails,
-                # the next process finds a dead owner and takes the lock over.
+                # the next process waits until the lock has expired.
                 with contextlib.suppress(UserError, UnreadableError):
                     objects.write_if(self._path, _content(None), self._generation)
 
@@ -99,7 +98,7 @@ class BucketLock:
             owner = None if found is None else _owner(found.content)
             # The owner renews the lock six times within its own takeover time, which may be longer.
             takeover = self._takeover if owner is None else max(self._takeover, owner["takeover_seconds"])
-            if owner is None or _is_dead(owner) or now - since > takeover:
+            if owner is None or now - since > takeover:
                 started = _now()
                 generation = objects.write_if(self._path, _content(self._me), seen)
                 if generation is not None:
@@ -110,9 +109,7 @@ class BucketLock:
                 print(printable(f"{self._path.parent}: waiting for {_name(owner)}, which is at work there"), flush=True)
                 announced = True
             if now - begun > max(self._wait, EXTRA_WAIT * takeover):
-                raise LockedError(
-                    f"--workdir={self._path.parent}: {_name(owner)} trains there; stop it, or use another --workdir"
-                )
+                raise busy(self._flag, _name(owner))
             time.sleep(max(0.0, min(self._takeover / POLLS, since + takeover - now)))
 
     def _renew_regularly(self) -> None:
@@ -156,7 +153,7 @@ def _owner(content: bytes) -> dict[str, Any] | None:
     try:
         if (owner := json.loads(content)["owner"]) is None:
             return None
-        found = {name: owner[name] for name in ("id", "host", "machine", "pid", "start")}
+        found = {name: owner[name] for name in ("id", "host", "pid")}
         return found | {"takeover_seconds": float(owner["takeover_seconds"])}
     except (ValueError, KeyError, TypeError, AttributeError):
         # Not a lock. It is taken over if it stays like this.
@@ -165,40 +162,6 @@ def _owner(content: bytes) -> dict[str, Any] | None:
 
 def _name(owner: dict[str, Any]) -> str:
     return f"process {owner['pid']} on {owner['host']}"
-
-
-def _is_dead(owner: dict[str, Any]) -> bool:
-    """Return whether the owner ran on this machine and has ended."""
-    if owner["machine"] != _machine():
-        return False
-    start = _start_time(owner["pid"])
-    return start is None or (start != owner["start"] and UNKNOWN_START not in (start, owner["start"]))
-
-
-def _machine() -> list[str]:
-    """Return what identifies this machine: containers may share a host name, and may have the same process ids."""
-    identity = [platform.node()]
-    for read in (Path("/proc/sys/kernel/random/boot_id").read_text, lambda: os.readlink("/proc/self/ns/pid")):
-        try:
-            identity.append(read().strip())
-        except OSError:  # Not Linux.
-            return [*identity, uuid.UUID(int=uuid.getnode()).hex]
-    return identity
-
-
-def _start_time(process: int) -> str | None:
-    """Return the start time of a process, in units of the operating system, or None if the process has ended."""
-    # Without /proc, or if it hides the processes of other users (hidepid), only the existence of a process is known.
-    with contextlib.suppress(OSError):
-        # The fields after the name, which may contain spaces and parentheses. A zombie has ended.
-        state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        return None if state in "ZX" else fields[18]
-    with contextlib.suppress(PermissionError, OverflowError):
-        try:
-            os.kill(process, 0)
-        except ProcessLookupError:
-            return None
-    return UNKNOWN_START
 
 
 def _now() -> float:

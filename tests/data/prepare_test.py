@@ -14,7 +14,6 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -321,25 +320,6 @@ def test_a_process_that_gets_the_lock_after_another_has_finished_keeps_its_store
     assert not work.exists()
 
 
-@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO, errno.EAGAIN])
-def test_a_file_system_without_locks_gives_a_warning(tmp_path, capsys, monkeypatch, code):
-    """As in training. Other errors of the lock are reported as they are."""
-
-    def flock(file, flags):
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    prepare_job, described = SimpleNamespace(out=tmp_path, work=tmp_path / ".prepare"), ""
-    try:
-        with job._locked(prepare_job) as owner:
-            owner.check()
-        described = capsys.readouterr().out
-    except (UserError, OSError) as error:
-        described = str(error)
-    expected = {errno.EIO: os.strerror(errno.EIO), errno.EAGAIN: "another `difftx prepare` is at work there"}
-    assert expected.get(code, "no file locks here, so nothing keeps a second `difftx prepare` out") in described
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "text", "flags", "message"),  # tests/data/readers_test.py has the lines and files that cannot be read.
@@ -380,9 +360,9 @@ def test_unfinished_run_with_other_settings_is_rejected(corpus, tmp_path):
     source.write_text('{"text": "a"}\n{"text": "b"}\n')
     with_lock = out / ".prepare"
     with_lock.mkdir(parents=True)
-    with (with_lock / "lock").open("w") as lock:
+    with (with_lock / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert "another `difftx prepare` is at work there" in refused(out, f"--input={source}")
+        assert "another process is at work there" in refused(out, f"--input={source}")
     prepared(out, f"--input={source}")
     result = prepare(f"--out={out}", f"--input={source}", "--text_field=content")
     assert (result.returncode, "holds a store of other source.text_field" in result.stderr) == (2, True)

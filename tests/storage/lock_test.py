@@ -35,12 +35,10 @@ from difftx.run_files import small_files
 from difftx.storage import lock
 from difftx.storage.paths import path_of
 
-folder, name, takeover, other_machine = path_of("folder", sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4]
-if other_machine == "yes":  # What another machine would write.
-    lock._machine = lambda: [name]
+folder, name, takeover = path_of("folder", sys.argv[1]), sys.argv[2], float(sys.argv[3])
 try:
     with (
-        lock.BucketLock(folder / ".lock", takeover_seconds=takeover, wait_seconds=0) as held,
+        lock.BucketLock(folder / ".lock", "--workdir=run", takeover_seconds=takeover, wait_seconds=0) as held,
         small_files(folder, held) as owner,
     ):
         log = JsonLines(owner.folder / "log.jsonl")
@@ -62,9 +60,9 @@ except (UserError, RunError) as error:
 class Process:
     """A process that runs `OWNER`."""
 
-    def __init__(self, folder, name, *, other_machine="no", takeover=TAKEOVER):
+    def __init__(self, folder, name, takeover=TAKEOVER):
         self._process = subprocess.Popen(
-            [sys.executable, "-c", OWNER, str(folder), name, str(takeover), other_machine],
+            [sys.executable, "-c", OWNER, str(folder), name, str(takeover)],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -115,7 +113,7 @@ def test_a_second_process_waits_then_gives_up_or_takes_the_lock(bucket, start):
     assert first.line() == "owner"
     started = time.monotonic()
     second = start(folder, "second")
-    assert second.line().startswith(f"error: --workdir={folder}: process ")
+    assert second.line().startswith("error: --workdir=run: process ")
     assert time.monotonic() - started > TAKEOVER
     assert first.say("write") == "wrote"
     third = start(folder, "third")
@@ -126,18 +124,17 @@ def test_a_second_process_waits_then_gives_up_or_takes_the_lock(bucket, start):
 
 
 @in_ci_with("gs")
-@pytest.mark.parametrize("other_machine", ["no", "yes"])
-def test_the_lock_of_a_killed_owner_is_taken_over(bucket, start, other_machine):
+def test_the_lock_of_a_killed_owner_is_taken_over(bucket, start):
     folder = bucket.folder()
-    first = start(folder, "first", other_machine=other_machine, takeover=6.0)
+    first = start(folder, "first", takeover=6.0)
     assert first.line() == "owner"
     assert first.say("write") == "wrote"
     first.signal(signal.SIGKILL)
     begun = time.monotonic()
-    with BucketLock(folder / ".lock", takeover_seconds=6.0, wait_seconds=0) as held:
+    with BucketLock(folder / ".lock", "--workdir=run", takeover_seconds=6.0, wait_seconds=0) as held:
         waited = time.monotonic() - begun
         held.check()
-    assert waited < 1 if other_machine == "no" else 5 < waited < 9
+    assert 5 < waited < 9
 
 
 @in_ci_with("gs")
@@ -147,8 +144,8 @@ def test_a_frozen_owner_that_continues_late_does_not_write(bucket, start):
     assert first.line() == "owner"
     assert first.say("write") == "wrote"
     first.signal(signal.SIGSTOP)
-    second = start(folder, "second", other_machine="yes")
-    third = start(folder, "third", other_machine="yes")
+    second = start(folder, "second")
+    third = start(folder, "third")
     lines = {"second": second.line()[:5], "third": third.line()[:5]}
     assert sorted(lines.values()) == ["error", "owner"]
     (owner,) = (name for name, line in lines.items() if line == "owner")
@@ -165,7 +162,7 @@ def test_a_late_push_without_a_check_changes_nothing(bucket, start):
     first = start(folder, "first")
     assert first.line() == "owner"
     first.signal(signal.SIGSTOP)
-    second = start(folder, "second", other_machine="yes")
+    second = start(folder, "second")
     assert second.line() == "owner"
     assert second.say("write") == "wrote"
     first.signal(signal.SIGCONT)
@@ -176,29 +173,10 @@ def test_a_late_push_without_a_check_changes_nothing(bucket, start):
 
 def test_lock_check_after_release_raises(bucket):
     """After an error, a background save may outlive the `with` block of its lock."""
-    with BucketLock(bucket.folder() / ".lock", takeover_seconds=60, wait_seconds=0) as held:
+    with BucketLock(bucket.folder() / ".lock", "--workdir=run", takeover_seconds=60, wait_seconds=0) as held:
         held.check()
     with pytest.raises(RunError, match="has released the lock"):
         held.check()
-
-
-@pytest.mark.parametrize("error", [FileNotFoundError, PermissionError])
-def test_a_process_of_another_user_is_alive(monkeypatch, error):
-    """With the option hidepid of /proc, a user does not see the processes of others."""
-
-    def hidden(path, *_):
-        if path.name == "stat" and path.parent.name not in ("self", "proc"):
-            raise error(str(path))
-        return ""
-
-    def kill(process, number):
-        raise {1: PermissionError, 2: ProcessLookupError}[process]
-
-    monkeypatch.setattr(Path, "read_text", hidden)
-    monkeypatch.setattr(os, "kill", kill)
-    owner = {"machine": lock_module._machine(), "start": "1234"}
-    assert not lock_module._is_dead(owner | {"pid": 1})
-    assert lock_module._is_dead(owner | {"pid": 2})
 
 
 def test_slow_reads_do_not_delay_a_takeover(monkeypatch):
@@ -206,7 +184,7 @@ def test_slow_reads_do_not_delay_a_takeover(monkeypatch):
     store = types.SimpleNamespace(REREAD_SECONDS=(), written=None)
     clock = types.SimpleNamespace(now=0.0)
 
-    owner = {"id": "a", "host": "b", "machine": ["c"], "pid": 1, "start": "1"}
+    owner = {"id": "a", "host": "b", "pid": 1, "takeover_seconds": 60}
 
     def sleep(seconds):
         clock.now += seconds + 0.001
@@ -223,7 +201,7 @@ def test_slow_reads_do_not_delay_a_takeover(monkeypatch):
     monkeypatch.setattr(lock_module, "objects", store)
     monkeypatch.setattr(lock_module, "time", types.SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
     monkeypatch.setattr(lock_module, "_now", lambda: clock.now)
-    BucketLock(Path("run/.lock"), takeover_seconds=60.0, wait_seconds=0)._acquire()
+    BucketLock(Path("run/.lock"), "--workdir=run", takeover_seconds=60.0, wait_seconds=0)._acquire()
     assert 60.5 < store.written < 61.1
 
 
@@ -246,11 +224,9 @@ def test_a_lock_without_renewals_is_taken_over_after_the_longer_of_both_times(mo
         monkeypatch.setattr(lock_module, "objects", store)
         monkeypatch.setattr(lock_module, "time", types.SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
         monkeypatch.setattr(lock_module, "_now", lambda: clock.now)
-        monkeypatch.setattr(lock_module, "_machine", lambda: ["another"])
-        BucketLock(Path("run/.lock"), takeover_seconds=owner, wait_seconds=0)._acquire()
-        monkeypatch.setattr(lock_module, "_machine", lambda: ["this"])
+        BucketLock(Path("run/.lock"), "--workdir=run", takeover_seconds=owner, wait_seconds=0)._acquire()
         clock.now = 0.0
-        BucketLock(Path("run/.lock"), takeover_seconds=waiting, wait_seconds=0)._acquire()
+        BucketLock(Path("run/.lock"), "--workdir=run", takeover_seconds=waiting, wait_seconds=0)._acquire()
         return store.written
 
     assert seconds_until_takeover(owner=600.0, waiting=60.0) == pytest.approx(600, abs=1)
@@ -314,8 +290,8 @@ class Actors:
 
     def _run(self, index):
         self._index.value, self._index.started = index, False
-        lock = BucketLock(Path("run/.lock"), takeover_seconds=TAKEOVER, wait_seconds=10 * TAKEOVER)
-        lock._me |= {"machine": [str(index)], "host": str(index)}
+        lock = BucketLock(Path("run/.lock"), "--workdir=run", takeover_seconds=TAKEOVER, wait_seconds=10 * TAKEOVER)
+        lock._me["host"] = str(index)
         try:
             lock._acquire()
             while True:
@@ -364,7 +340,7 @@ def test_every_schedule_of_two_processes_has_one_writer(play, capsys):
 def test_faults_do_not_lose_the_lock(bucket, quick_retries, monkeypatch):
     """The owner keeps the lock if replies are lost and the reads that resolve the outcome are shortened."""
     monkeypatch.setattr(objects, "REREAD_SECONDS", (0.0,) * 6)
-    with BucketLock(bucket.folder() / ".lock", takeover_seconds=60, wait_seconds=0) as held:
+    with BucketLock(bucket.folder() / ".lock", "--workdir=run", takeover_seconds=60, wait_seconds=0) as held:
         for seed in range(25):
             bucket.plan(kinds=["lost", "short", "503", "cut"], rate=0.5, in_a_row=2, seed=seed)
             with held._renewing:

@@ -270,15 +270,15 @@ def test_one_prepare_per_folder(bucket, monkeypatch):
     monkeypatch.setattr(job_module, "TAKEOVER_SECONDS", 1.0)
     job = job_in(bucket.folder())
     with (
-        BucketLock(job.work / "lock", takeover_seconds=1.0, wait_seconds=0),
-        pytest.raises(UserError, match="another `difftx prepare` is at work there"),
+        BucketLock(job.work / ".lock", "--out", takeover_seconds=1.0, wait_seconds=0),
+        pytest.raises(UserError, match="is at work there"),
         open_job(job, {}),
     ):
         pass
     with open_job(job, {}) as owner:
         owner.check()
-        other = {"id": "x", "host": "h", "machine": [], "pid": 1, "start": "", "takeover_seconds": 1}
-        objects.write(job.work / "lock", json.dumps({"owner": other}).encode())
+        other = {"id": "x", "host": "h", "pid": 1, "takeover_seconds": 1}
+        objects.write(job.work / ".lock", json.dumps({"owner": other}).encode())
         time.sleep(1.5)
         with pytest.raises(RunError, match="process 1 on h has taken this folder over"):
             owner.check()

@@ -18,12 +18,12 @@ from difftx.data.prepare.readers import READERS, Fields, Source, load_hugging_fa
 from difftx.data.store import FORMAT, SPLITS, is_store, read_meta
 from difftx.data.tokenizer import Tokenizer
 from difftx.data.tokenizers import load_tokenizer
-from difftx.errors import UserError, printable
-from difftx.files import UNLOCKED, Owner, list_folder, size_of
-from difftx.folders import lock_file, remove_folder
+from difftx.errors import UserError
+from difftx.files import Owner, list_folder, size_of
+from difftx.folders import remove_folder
 from difftx.json_files import json_sha256, read_record, write_record
+from difftx.run_files import locked
 from difftx.storage import objects
-from difftx.storage.lock import BucketLock, LockedError
 from difftx.storage.paths import AnyPath, BucketPath, is_bucket
 
 STATES = "sha256_of_names_sizes_and_times"  # Field of meta.json.
@@ -163,7 +163,7 @@ def with_states(sources: Sequence[Source], states: dict[str, list[Any]]) -> list
 def open_job(job: Job, description: dict[str, Any]) -> Iterator[Owner | None]:
     """Lock the folder `job.out` for this process. Yield None if it already holds the finished store.
 
-    Otherwise, yield its owner, which raises `RunError` if another process has taken the lock.
+    Otherwise, yield its owner, which raises an error if this process has lost the folder.
     Once the store is finished, delete `job.work`.
     """
     if _is_finished(job, description):
@@ -172,7 +172,7 @@ def open_job(job: Job, description: dict[str, Any]) -> Iterator[Owner | None]:
         others = {name for name in list_folder(job.out) if not name.startswith(objects.PROBE)} - {job.work.name}
         if others and size_of(job.journal) is None:
             raise UserError(f"--out={job.out}: not empty, and no unfinished store; choose another folder")
-        with _locked(job) as owner:
+        with locked(job.work, f"--out={job.out}", TAKEOVER_SECONDS, wait_seconds=0) as owner:
             if _is_finished(job, description):  # Another process has finished it before this one got the lock.
                 yield None
             else:
@@ -194,29 +194,6 @@ def _is_finished(job: Job, description: dict[str, Any]) -> bool:
     if difference := _difference({name: meta[name] for name in description}, description):
         raise UserError(f"--out={job.out}: holds a store of other {difference}; choose another --out, or delete it")
     return True
-
-
-@contextlib.contextmanager
-def _locked(job: Job) -> Iterator[Owner]:
-    """Lock the work folder. Yield its owner."""
-    busy = f"--out={job.out}: another `difftx prepare` is at work there"
-    if is_bucket(job.work):
-        with contextlib.ExitStack() as stack:
-            try:
-                lock = BucketLock(job.work / "lock", takeover_seconds=TAKEOVER_SECONDS, wait_seconds=0)
-                stack.enter_context(lock)
-            except LockedError as error:
-                raise UserError(busy) from error
-            yield Owner(check=lock.check)
-        return
-    job.work.mkdir(parents=True, exist_ok=True)
-    with (job.work / "lock").open("w") as file:
-        try:
-            if not lock_file(file.fileno()):
-                print(printable(f"{job.out}: no file locks here, so nothing keeps a second `difftx prepare` out"))
-        except BlockingIOError as error:
-            raise UserError(busy) from error
-        yield UNLOCKED
 
 
 def _resume_or_start(job: Job, description: dict[str, Any]) -> None:
