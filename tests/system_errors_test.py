@@ -11,6 +11,8 @@ from conftest import ROOT, TINY, child_environment, write_text
 from helpers.command_server import CommandServer
 from helpers.report_runs import write_run
 
+pytestmark = pytest.mark.long
+
 BOUND_BY_MODES = [
     "setpriv",
     "--bounding-set=-dac_override,-dac_read_search",
@@ -76,7 +78,6 @@ def bad_folders(place):
     }
 
 
-@pytest.mark.long
 def test_no_command_writes_into_a_bad_folder(run, place, bad_folders, config):
     runs = place / "runs"
     write_run(runs / "one", config(), layers=2)
@@ -105,7 +106,6 @@ def test_no_command_writes_into_a_bad_folder(run, place, bad_folders, config):
     assert sorted(place.glob("*")) == before
 
 
-@pytest.mark.long
 def test_every_command_reports_unreadable_paths(run, place, config):
     unreadable = write_run(place / "unreadable", config(), layers=2)
     (unreadable / "metrics.jsonl").chmod(0)
@@ -130,7 +130,6 @@ def test_every_command_reports_unreadable_paths(run, place, config):
     check(run, cases)
 
 
-@pytest.mark.long
 def test_unknown_stores_are_rejected_before_anything_is_written(run, place, tmp_path):
     url = "hdfs://bucket/run"
     train = ["train.py", "--config=configs/quickstart.py"]
@@ -184,7 +183,6 @@ def test_a_read_only_file_system(run, tmp_path):
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-@pytest.mark.long
 def test_new_interpreters_print_the_same_error(place):
     for command in (
         [sys.executable, "train.py", "--config=configs/quickstart.py", f"--workdir={place / 'file'}"],
@@ -206,7 +204,6 @@ def test_new_interpreters_print_the_same_error(place):
         assert (result.returncode, result.stderr) == (2, line)
 
 
-@pytest.mark.long
 def test_user_errors_name_the_fix(run, place, tmp_path):
     configs = {
         "syntax": "x = 1\ndef get_config(:\n",
@@ -243,7 +240,6 @@ def test_user_errors_name_the_fix(run, place, tmp_path):
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.long
 def test_a_platform_that_jax_lacks_is_reported_in_one_line(tmp_path):
     command = [sys.executable, "train.py", "--config=configs/quickstart.py", f"--workdir={tmp_path / 'run'}"]
     environment = child_environment(1) | {"JAX_PLATFORMS": "rocm"}

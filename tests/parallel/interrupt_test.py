@@ -35,6 +35,13 @@ def test_a_later_signal_acts_immediately(interrupt, monkeypatch):
         signal.raise_signal(signal.SIGINT)
 
 
+def test_signals_after_the_save_have_no_effect(interrupt, monkeypatch):
+    monkeypatch.setattr(multihost, "REPEAT_SECONDS", 0.0)
+    signal.raise_signal(signal.SIGTERM)
+    interrupt.ignores_signals = True
+    signal.raise_signal(signal.SIGINT)
+
+
 def test_close_restores_the_previous_handlers():
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     interrupt = Interrupt()

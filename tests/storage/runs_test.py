@@ -136,14 +136,13 @@ run_command(main)
 """
 
 
-@pytest.mark.parametrize(("scheme", "library", "extra"), [("gs", "gcsfs", "gcs"), ("s3", "s3fs", "s3")])
-def test_a_missing_extra_is_named_in_one_line(scheme, library, extra):
-    command = ["train", "--config=quickstart", f"--workdir={scheme}://runs/x"]
+def test_a_missing_extra_is_named_in_one_line():
+    command = ["train", "--config=quickstart", "--workdir=gs://runs/x"]
     found = subprocess.run([sys.executable, "-c", HIDDEN, *command], cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 2
     (line,) = found.stderr.splitlines()
-    assert line.startswith(f"error: {library} is not installed: ")
-    assert f"[{extra}]" in line
+    assert line.startswith("error: gcsfs is not installed: ")
+    assert "[gcs]" in line
 
 
 def test_a_path_that_cannot_be_in_a_bucket(bucket):
