@@ -103,7 +103,7 @@ class JsonLines:
         self.path.unlink(missing_ok=True)
 
 
-def parse_json_lines(content: bytes, shape: Any = dict) -> Iterator[dict[str, Any] | None]:
+def parse_json_lines(content: bytes, shape: Any) -> Iterator[dict[str, Any] | None]:
     """Yield the object in each line, or None for a line that is not JSON or does not match `shape`."""
     for row in map(_parse_json, io.BytesIO(content)):
         yield row if schema_error(row, shape) is None else None

@@ -162,7 +162,6 @@ def lock_workdir(workdir: AnyPath, takeover_seconds: float, wait_seconds: float)
         if not is_bucket(workdir):
             yield Owner(workdir, owner.check)
             return
-        objects.remove_probes(workdir, workdir / ".lock")
         with small_files(workdir, owner) as copy:
             yield copy
 

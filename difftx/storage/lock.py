@@ -89,7 +89,7 @@ class BucketLock:
     def _acquire(self) -> None:
         begun, seen, since, announced = None, None, 0.0, False
         while True:
-            found = self._read()
+            found = objects.read_verified(self._path)
             now = time.monotonic()  # After the read, because the owner may have renewed the lock until then.
             begun = now if begun is None else begun  # The first request may take seconds.
             generation = None if found is None else found.generation
@@ -126,21 +126,12 @@ class BucketLock:
             if generation is not None:
                 self._generation, self._renewed = generation, started
                 return
-            found = self._read()
+            found = objects.read_verified(self._path)
             owner = None if found is None else _owner(found.content)
             if found is None or owner is None or owner["id"] != self._me["id"]:
                 self._successor = "another process" if owner is None else _name(owner)
                 return
             self._generation = found.generation  # A renewal may take place although it raises an error.
-
-    def _read(self) -> objects.Stored | None:
-        """Return the lock. Read it again while it is not JSON, because a response may be shortened."""
-        for pause in (*objects.REREAD_SECONDS, 0.0):
-            found = objects.read(self._path)
-            if found is None or _owner(found.content) != UNKNOWN:
-                break
-            time.sleep(pause)
-        return found
 
 
 def _content(owner: dict[str, Any] | None) -> bytes:

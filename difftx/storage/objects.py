@@ -28,7 +28,6 @@ OPERATION_SECONDS = 180.0  # Timeout of a request of TensorStore, retries includ
 REREAD_SECONDS = (0.2, 0.8, 2.0)  # Pauses before a content that does not match its size or checksum is read again.
 CONCURRENT = 32  # Requests at a time.
 PROBE = ".difftx-probe-"  # Beginning of the names of objects that test the store. A killed process may leave one.
-PROBE_SECONDS = 3600.0  # Age from which no process uses a probe.
 # Parts of the errors of TensorStore. The body of a reply may contain a session token.
 STATUS = re.compile(r"\[http_response_code='(\d+)'\]")
 BODY = re.compile(r" ?\[http_response_body='(?:[^'\\]|\\.)*'\]", re.DOTALL)
@@ -61,11 +60,7 @@ def read(path: BucketPath) -> Stored | None:
 
 def read_all(paths: Iterable[BucketPath]) -> Iterator[Stored | None]:
     """Return the object of each path in order, as `read`, with several requests at a time."""
-    for group in itertools.batched(paths, CONCURRENT):
-        futures = [_bucket_of(path).read(_key(path)) for path in group]
-        for path, future in zip(group, futures, strict=True):
-            found = _from_tensorstore(path, "read", lambda future=future: future)
-            yield Stored(found.value, found.stamp.generation) if found.state == "value" else None
+    return _reads((path, {}) for path in paths)
 
 
 def read_ranges(path: BucketPath, ranges: Iterable[tuple[int, int]]) -> Iterator[Stored | None]:
@@ -73,9 +68,14 @@ def read_ranges(path: BucketPath, ranges: Iterable[tuple[int, int]]) -> Iterator
 
     As for `read`, the caller must verify the content. It may be shorter than its range.
     """
-    for group in itertools.batched(ranges, CONCURRENT):
-        futures = [_bucket_of(path).read(_key(path), byte_range=slice(*each)) for each in group]
-        for future in futures:
+    return _reads((path, {"byte_range": slice(*each)}) for each in ranges)
+
+
+def _reads(requests: Iterable[tuple[BucketPath, dict[str, Any]]]) -> Iterator[Stored | None]:
+    """Return the result of each request, a path and options of TensorStore's `read`."""
+    for group in itertools.batched(requests, CONCURRENT):
+        futures = [_bucket_of(path).read(_key(path), **options) for path, options in group]
+        for (path, _), future in zip(group, futures, strict=True):
             try:
                 found = _from_tensorstore(path, "read", lambda future=future: future)
             except UnreadableError as error:
@@ -228,14 +228,6 @@ def require_conditions(folder: BucketPath) -> None:
                 )
     finally:
         delete([probe])
-
-
-def remove_probes(folder: BucketPath, new: BucketPath) -> None:
-    """Delete the probes of killed processes in a folder. `new` is an object in it that has just been written."""
-    found = describe_files(folder)
-    if new.name in found:  # Times of the store are compared, because the clock of this machine may be wrong.
-        latest = found[new.name].modified - PROBE_SECONDS
-        delete(folder / name for name in found if name.startswith(PROBE) and found[name].modified < latest)
 
 
 def _from_tensorstore(path: BucketPath, verb: str, start: Callable[[], Any]) -> Any:

@@ -154,7 +154,7 @@ def decide(
     return Rewind(target, skipped_to, entry | {"attempt": attempt + 1})
 
 
-def rewind_target(newest_first: Iterable[int], first_bad: int, earliest: int, *, from_zero: bool = True) -> int | None:
+def rewind_target(newest_first: Iterable[int], first_bad: int, earliest: int, *, from_zero: bool) -> int | None:
     """Return the step of the newest checkpoint to rewind to, 0 for the start of the run, or None if none is left.
 
     `newest_first` has the steps of the regular checkpoints, and `earliest` is the earliest step at which the run may

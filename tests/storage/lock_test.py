@@ -181,7 +181,7 @@ def test_lock_check_after_release_raises(bucket):
 
 def test_slow_reads_do_not_delay_a_takeover(monkeypatch):
     """A waiting process, whose reads take half a second, reads the lock as soon as it may take the lock over."""
-    store = types.SimpleNamespace(REREAD_SECONDS=(), written=None)
+    store = types.SimpleNamespace(written=None)
     clock = types.SimpleNamespace(now=0.0)
 
     owner = {"id": "a", "host": "b", "pid": 1, "takeover_seconds": 60}
@@ -197,7 +197,7 @@ def test_slow_reads_do_not_delay_a_takeover(monkeypatch):
         store.written = clock.now
         return b"2"
 
-    store.read, store.write_if = read, write_if
+    store.read_verified, store.write_if = read, write_if
     monkeypatch.setattr(lock_module, "objects", store)
     monkeypatch.setattr(lock_module, "time", types.SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
     monkeypatch.setattr(lock_module, "_now", lambda: clock.now)
@@ -210,7 +210,7 @@ def test_a_lock_without_renewals_is_taken_over_after_the_longer_of_both_times(mo
 
     def seconds_until_takeover(owner, waiting):
         clock = types.SimpleNamespace(now=0.0)
-        store = types.SimpleNamespace(REREAD_SECONDS=(), content=None, written=None)
+        store = types.SimpleNamespace(content=None, written=None)
 
         def sleep(seconds):
             clock.now += seconds + 0.001
@@ -219,7 +219,7 @@ def test_a_lock_without_renewals_is_taken_over_after_the_longer_of_both_times(mo
             store.content, store.written = content, clock.now
             return b"1"
 
-        store.read = lambda path: None if store.content is None else objects.Stored(store.content, b"1")
+        store.read_verified = lambda path: None if store.content is None else objects.Stored(store.content, b"1")
         store.write_if = write_if
         monkeypatch.setattr(lock_module, "objects", store)
         monkeypatch.setattr(lock_module, "time", types.SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
@@ -236,14 +236,14 @@ def test_a_lock_without_renewals_is_taken_over_after_the_longer_of_both_times(mo
 class Store:
     """In-memory store of one object with conditional writes, for schedules with thousands of requests."""
 
-    REREAD_SECONDS = ()
-
     def __init__(self, actors):
         self.content, self.generation, self._actors = None, 0, actors
 
     def read(self, path):
         self._actors.wait()
         return None if self.content is None else objects.Stored(self.content, b"%d" % self.generation)
+
+    read_verified = read
 
     def write_if(self, path, content, generation):
         self._actors.wait()

@@ -11,7 +11,6 @@ from helpers.buckets import environment, in_ci_with
 
 from difftx.errors import UnreadableError, UserError
 from difftx.files import read_file
-from difftx.run_files import lock_workdir
 from difftx.storage import objects
 from difftx.storage.paths import path_of
 
@@ -175,19 +174,6 @@ def test_store_must_honour_conditional_writes(bucket):
         objects.require_conditions(folder)
     bucket.plan()
     assert objects.list_folder(folder) == {}
-
-
-def test_probes_of_killed_processes_are_deleted(bucket, monkeypatch):
-    """A training deletes probes that are older than an hour. Another process may still use the newer ones."""
-    folder = bucket.folder()
-    objects.write(folder / f"{objects.PROBE}1", b"x")
-    objects.write(folder / "runs" / f"{objects.PROBE}2", b"x")
-    with lock_workdir(folder, 60, wait_seconds=0):
-        assert objects.list_folder(folder).keys() == {".lock", f"{objects.PROBE}1", "runs"}
-    monkeypatch.setattr(objects, "PROBE_SECONDS", -10.0)
-    with lock_workdir(folder, 60, wait_seconds=0):
-        assert objects.list_folder(folder).keys() == {".lock", "runs"}
-    assert objects.list_folder(folder / "runs").keys() == {f"{objects.PROBE}2"}
 
 
 PROBE = """

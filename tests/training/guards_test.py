@@ -247,7 +247,7 @@ def test_a_rewind_to_the_start_is_that_of_its_config_and_data(open_run, capsys):
     bad = {"nan": range(1, 10_000), "guards__max_rewinds": 1}
     run = open_run("run", **bad)
     assert train(run) == EXIT_FAILED
-    line = "error: steps 2 to 4: 3 updates skipped, loss or gradient not finite; stopped, rewound before: 1"
+    line = "error: steps 1 to 3: 3 updates skipped, loss or gradient not finite; stopped, rewound before: 1"
     assert capsys.readouterr().err == f"{line} (guards.max_rewinds=1)\n"
     before = {path: path.read_bytes() for path in run.workdir.rglob("*") if path.is_file()}
     other = {"optimizer__learning_rate": 0.5, "train__steps": 15, "data__seed": 3, "mesh__preset": "none"}
@@ -424,13 +424,13 @@ def test_another_batch_size_continues_after_a_rewind(open_run):
 
 
 def test_a_rewind_restores_the_newest_step_before_the_bad_steps():
-    assert rewind_target([12, 8, 4], 14, 4) == 12
-    assert rewind_target([12, 8, 4], 13, 4) == 8
-    assert rewind_target([], 14, 4) is None
-    assert rewind_target([], 5, 4) == 0
-    assert rewind_target([4], 5, 4) == 0
-    assert rewind_target([4], 6, 4) == 4
-    assert rewind_target([12], 13, 4) is None
+    assert rewind_target([12, 8, 4], 14, 4, from_zero=True) == 12
+    assert rewind_target([12, 8, 4], 13, 4, from_zero=True) == 8
+    assert rewind_target([], 14, 4, from_zero=True) is None
+    assert rewind_target([], 5, 4, from_zero=True) == 0
+    assert rewind_target([4], 5, 4, from_zero=True) == 0
+    assert rewind_target([4], 6, 4, from_zero=True) == 4
+    assert rewind_target([12], 13, 4, from_zero=True) is None
     assert rewind_target([], 4, 4, from_zero=False) is None
     assert rewind_target([12, 8], 11, 4, from_zero=False) == 8
 

@@ -14,23 +14,6 @@ from difftx.model.abstract import count_parameters
 from difftx.training.optimizer import decay_mask, learning_rate, make_optimizer
 from difftx.training.state import init_state, make_train_step, state_bytes
 
-
-def test_schedule_is_linear_up_and_down(config):
-    c = config(
-        train__steps=100,
-        optimizer__warmup_steps=10,
-        optimizer__learning_rate=1e-2,
-        optimizer__final_learning_rate=1e-3,
-    )
-    schedule = learning_rate(c)
-    assert float(schedule(0)) == pytest.approx(1e-3)  # A tenth of the peak, so that the first update is not zero.
-    assert float(schedule(9)) == pytest.approx(1e-2)
-    assert float(schedule(10)) == pytest.approx(1e-2)
-    assert float(schedule(55)) == pytest.approx((1e-2 + 1e-3) / 2)
-    assert float(schedule(100)) == pytest.approx(1e-3)
-    assert float(learning_rate(config(optimizer__warmup_steps=0))(0)) == pytest.approx(4e-3)
-
-
 STEPS, WARMUP, DECAY, PEAK, FINAL = 100, 10, 25, 1e-2, 1e-3
 # Schedule → fraction of the decay from peak to final learning rate at update n, counted from the start of the run.
 FALL = {

@@ -97,6 +97,7 @@ def test_fine_tuning_lowers_the_loss_of_responses(tmp_path):
     assert after[-1] < 0.7 * before, (before, after)
 
 
+@pytest.mark.long
 def test_validation_rows_without_a_response_are_refused_before_training(tmp_path):
     """The only validation document has a prompt of many rows, and its response is in the last, incomplete row."""
     pairs = [{"prompt": f"{i:03d} reversed is ", "text": f"{i:03d}"[::-1] + ".\n"} for i in range(100)]

@@ -166,7 +166,7 @@ def test_a_failed_save_is_reported_and_tried_again(config, tmp_path, capsys, ful
     writer.close()
     assert "failure 1 of 3" in capsys.readouterr().out  # The successful save has reset the count.
     with pytest.raises(RunError, match=r"step 40 was not saved, failure 3 of 3 .*No space left on device"):
-        writer.save_and_wait(state_at(40), LOADER, c)
+        Checkpointer(tmp_path, c.checkpoint).save_and_wait(state_at(40), LOADER, c)
     assert names(tmp_path / "checkpoints") == ["10", "20"]
     assert Checkpoints(tmp_path).newest() == 20
 
