@@ -175,24 +175,6 @@ def test_kernels_that_a_tpu_cannot_finish_by_the_deadline_are_not_tried(monkeypa
     assert found == {"first": 1.0, "second": "not tried within 60 s"}
 
 
-def test_a_child_does_not_try_another_kernel_after_a_failure(monkeypatch):
-    """The parent needs time to end the child. A kernel that starts in this time would be tried twice."""
-    workload = SimpleNamespace(candidates=lambda: ["right", "wrong", "next"])
-    outcomes = {"right": 1.0, "wrong": "it is wrong", "next": 2.0}
-    monkeypatch.setattr(kernel_measurement, "attention_workload", lambda *_: workload)
-    monkeypatch.setattr(kernel_measurement, "_outcome", lambda workload, name: outcomes[name])
-    monkeypatch.setattr(kernel_measurement, "_end_with_parent", lambda: None)  # Its parent would be pytest.
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # `_child` sets it for its own process.
-    sent = []
-    config = load_config("configs/quickstart.py:diff", TINY)
-    devices = jax.config.read("jax_cuda_visible_devices")
-    kernel_measurement._child(SimpleNamespace(send=sent.append), config, [], devices, 1, None)
-    assert sent == [["right", "wrong", "next"], 1.0, "it is wrong"]
-    sent.clear()
-    kernel_measurement._child(SimpleNamespace(send=sent.append), config, [], devices, 1, ["next"])
-    assert sent == [["next"], 2.0]
-
-
 def test_worst_of_several_measurements():
     first, second = ({"a": 1.0, "b": 2.0, "c": 3.0}, {}), ({"b": 5.0, "c": 3.5}, {"a": "it is wrong"})
     times, rejected = combined({0: first, 1: second})

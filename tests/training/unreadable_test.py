@@ -14,7 +14,6 @@ from helpers.unreadable import (
     failing_reads,
     needs_compiler,
     needs_unprivileged,
-    setpriv_prefix,
     without_root_capabilities,
 )
 
@@ -194,55 +193,25 @@ def test_quarantine_command_resolves_a_permanent_read_error(saved_20_and_40, tra
 # ── Whole trainings ──
 
 
-@needs_unprivileged
 @needs_compiler
 @pytest.mark.long
-def test_training_exits_with_1_after_a_read_error_and_resumes_later(text_file, tmp_path):
+def test_a_read_error_of_the_restore_is_one_line(text_file, tmp_path):
+    """Only the restore reads the arrays. `make chaos` has errors of the verification."""
     workdir, reads = tmp_path / "run", failing_reads(tmp_path)
 
-    def train(steps, **config):
-        processes = Processes(
-            text_file,
-            workdir,
-            tmp_path,
-            count=1,
-            before=setpriv_prefix(),
-            environment=reads.environment,
-            train__steps=steps,
-            **config,
-        )
-        return processes.wait(0)
-
-    def refused(step, reason):
-        code, text = train(30)
-        errors = [line for line in text.splitlines() if line.startswith("error: ")]
-        assert (code, len(errors)) == (1, 1), text
-        assert f"cannot be read: {reason} (4 attempts" in errors[0]
-        assert f"--step={step}" in errors[0]
-        assert "Traceback" not in text
-        assert names(workdir / "checkpoints") == ["10", "20"]
+    def train(steps):
+        options = {"count": 1, "environment": reads.environment, "checkpoint__verify": "sizes"}
+        return Processes(text_file, workdir, tmp_path, train__steps=steps, **options).wait(0)
 
     assert train(20)[0] == 0
     folder = workdir / "checkpoints"
-    for paths in ([largest_file(folder / "20")], [folder / step / MANIFEST for step in ("10", "20")]):
-        with unreadable(*paths):
-            refused(20, "Permission denied")
     reads.fail(errno.EIO, str(largest_file(folder / "20").relative_to(workdir)))
-    refused(20, "Input/output error")
-    code, text = train(30, checkpoint__verify="sizes")  # Only the restore itself reads the arrays.
+    code, text = train(30)
     assert code == 1
     assert re.findall("^error: .*", text, re.M) == [
         f"error: {read_manifest(folder / '20').contents} cannot be read: Input/output error; run the same command again"
     ]
     assert names(folder) == ["10", "20"]
-    reads.fail(errno.ESTALE, "checkpoints/20/")
-    refused(20, "Stale file handle")
-    reads.fail(errno.ESTALE, f"checkpoints/20/{MANIFEST}", times=2)
-    code, text = train(30)
-    assert code == 0, text
-    assert reads.stop() == 0
-    assert "attempt 2, from step 20 to 30" in text
-    assert names(folder) == ["10", "20", "30"]
 
 
 def test_a_checkpoint_of_another_format_is_refused_and_not_renamed(saved_20_and_40, trainer):
