@@ -56,18 +56,17 @@ def main(arguments: Sequence[str]) -> int:
 
     step, part, verify = options.step, options.weights, options.verify
     with new_folder(options.out, "config.json") as folder:
-        # The folder has this address when it is complete.
-        out = str(options.out if is_bucket(options.out) else options.out.absolute())
         if options.source == options.target:
             run = Checkpoints(options.input)
             lines = runs.differentialize_run(run, folder, step, overrides, part, options.dex_heads)
         elif config is None:
             size = options.shard_mib * 2**20
             form: dict[str, Any] = {"step": step, "format_": options.target, "shard_bytes": size, "part": part}
-            lines = runs.export_run(Checkpoints(options.input), folder, out, **form, verify=verify)
+            lines = runs.export_run(Checkpoints(options.input), folder, str(options.out), **form, verify=verify)
         else:
             heads = options.dex_heads if options.differential else None
             form = {"format_": options.source, "config": config, "overridden": given, "dex_heads": heads}
+            out = str(options.out if is_bucket(options.out) else options.out.absolute())  # The config names its files.
             with downloaded(options.input) as source:
                 lines = runs.import_run(source, folder, out, **form, verify=verify)
     print(*map(printable, [f"{options.out}: {lines[0]}", *lines[1:]]), sep="\n")
