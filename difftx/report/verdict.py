@@ -78,9 +78,9 @@ def _why_missing(runs: Sequence[RunRecord], metric: Metric) -> list[str]:
     """Return a sentence for each run whose last validation has a non-finite loss, and one for all without a loss."""
     found, unvalidated = [], []
     for run in runs:
-        last = run.last_validation()
-        if last and metric in last[1]:
-            found.append(f"{run.name}: the loss of its last validation, at step {last[0]:,}, is not finite.")
+        step, numbers = run.last_validation()
+        if metric in numbers:
+            found.append(f"{run.name}: the loss of its last validation, at step {step:,}, is not finite.")
         else:
             unvalidated.append(run.name)
     if unvalidated:
@@ -143,17 +143,16 @@ def _text(runs: Sequence[RunRecord]) -> str:
 
 def _blocks(run: RunRecord) -> dict[tuple[str, ...], tuple[np.ndarray, np.ndarray]]:
     """Return the nats and the tokens of each block of the last validation, by what identifies the blocks' targets."""
-    last = run.last_validation()
-    details: Any = run.results.get("loss", {}).get(last[0] if last else -1, {}).get("details")
+    step, _ = run.last_validation()
+    details: Any = run.results.get("loss", {}).get(step, {}).get("details")
     if schema_error(details, {"sets": {str: {"blocks": {"nats": [float], "tokens": [int], "targets_sha256": str}}}}):
         return {}
-    by_targets: dict[tuple[str, ...], tuple[np.ndarray, np.ndarray]] = {}
-    for scores in details["sets"].values():
-        blocks = scores["blocks"]
-        if len(blocks["nats"]) == len(blocks["tokens"]) and sum(blocks["tokens"]):
-            targets = (blocks["targets_sha256"], *map(str, blocks["tokens"]))
-            by_targets[targets] = np.array(blocks["nats"]), np.array(blocks["tokens"], float)
-    return by_targets
+    all_blocks = [scores["blocks"] for scores in details["sets"].values()]
+    return {
+        (blocks["targets_sha256"], *map(str, blocks["tokens"])): (np.array(blocks["nats"]), np.array(blocks["tokens"]))
+        for blocks in all_blocks
+        if sum(blocks["tokens"])
+    }
 
 
 def _limits(arms: Sequence[Arm]) -> list[str]:
@@ -163,9 +162,9 @@ def _limits(arms: Sequence[Arm]) -> list[str]:
     for run in runs:
         if (step := run.split("train")[-1]["step"]) < run.steps:
             limits.append(f"{run.name} is not finished: step {step:,} of {run.steps:,}.")
-        if (last := run.last_validation()) is not None and last[0] < step:
+        if (validated := run.last_validation()[0]) < step:
             limits.append(
-                f"{run.name} has trained to step {step:,}, but its last validation is that of step {last[0]:,} "
+                f"{run.name} has trained to step {step:,}, but its last validation is that of step {validated:,} "
                 "(run difftx eval --suite=loss)."
             )
     models = {arm.name: arm.runs[0].config.model for arm in arms}
