@@ -1,5 +1,7 @@
 """Job files that `difftx sweep --launcher` writes. The tests parse them, and run them with stubs of their tools."""
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -14,7 +16,7 @@ import yaml
 from conftest import ROOT
 from helpers.cases import marked
 
-from difftx.commands import sweep
+from difftx.commands import sweep, train
 from difftx.errors import UserError
 from difftx.launch.jobs import GRACE_SECONDS, LAUNCHERS, TEMPLATES
 from difftx.storage.paths import LIBRARIES
@@ -109,8 +111,9 @@ def write(tmp_path, monkeypatch, capsys):
 def check_flags(flags, config, workdir):
     """Compare flags with their expected values, and check that train.py accepts them."""
     assert flags[:2] == [f"--config={config}:diff-1.4b", f"--workdir={workdir}"]
-    command = [sys.executable, "train.py", *flags, "--print_config"]
-    result = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    with contextlib.chdir(ROOT), contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert train.main([*flags, "--print_config"]) == 0
+    result = json.loads(printed.getvalue())
     assert (result["model"]["d_model"], result["data"]["path"]) == (2048, DATA)
 
 
