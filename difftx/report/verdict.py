@@ -2,13 +2,11 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from difftx.analysis.differences import MIN_BLOCKS, Difference, over_blocks
 from difftx.evals.result import format_together, format_value, signed_change
-from difftx.json_files import schema_error
 from difftx.model.abstract import count_parameters
 from difftx.model.architectures import heads_of
 from difftx.report.arms import EQUAL_SIZES, Arm, arms_of, over_runs, seeds_of
@@ -144,10 +142,8 @@ def _text(runs: Sequence[RunRecord]) -> str:
 def _blocks(run: RunRecord) -> dict[tuple[str, ...], tuple[np.ndarray, np.ndarray]]:
     """Return the nats and the tokens of each block of the last validation, by what identifies the blocks' targets."""
     step, _ = run.last_validation()
-    details: Any = run.results.get("loss", {}).get(step, {}).get("details")
-    if schema_error(details, {"sets": {str: {"blocks": {"nats": [float], "tokens": [int], "targets_sha256": str}}}}):
-        return {}
-    all_blocks = [scores["blocks"] for scores in details["sets"].values()]
+    sets = run.results.get("loss", {}).get(step, {}).get("details", {}).get("sets", {})
+    all_blocks = [scores["blocks"] for scores in sets.values()]
     return {
         (blocks["targets_sha256"], *map(str, blocks["tokens"])): (np.array(blocks["nats"]), np.array(blocks["tokens"]))
         for blocks in all_blocks
