@@ -13,31 +13,28 @@ from helpers.report_runs import tiny, write_run
 
 import difftx
 from difftx.__main__ import COMMANDS
-from difftx.errors import run_command
+from difftx.commands import report
+from difftx.errors import UserError, run_command
 from difftx.evals import SUITES
-
-TINY_FLAGS = [f"--config.{name}={value}" for name, value in TINY.items()]
 
 
 def run(*arguments):
     return commands().run(arguments)
 
 
+def training_in(folder):
+    """Return the flags of a tiny training on a text in a folder."""
+    fields = TINY | {"data.path": str(folder / "text.txt"), "eval.loss_tokens": "512", "checkpoint.every_steps": "3"}
+    return [f"--workdir={folder / 'run'}", *(f"--config.{name}={value}" for name, value in fields.items())]
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
-    text = folder / "text.txt"
-    text.write_text("".join(f"{i} squared is {i * i}.\n" for i in range(8000)))
-    result = run(*training_of("diff", folder))
+    (folder / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(8000)))
+    result = run("train.py", "--config=configs/quickstart.py:diff", *training_in(folder))
     assert result.returncode == 0, result.stderr
     return folder
-
-
-@pytest.fixture(scope="module")
-def both_trained(trained):
-    result = run(*training_of("transformer", trained))
-    assert result.returncode == 0, result.stderr
-    return trained
 
 
 def test_each_command_refuses_a_config_that_does_not_fit(tmp_path):
@@ -51,23 +48,11 @@ def test_each_command_refuses_a_config_that_does_not_fit(tmp_path):
 
 
 def test_an_evaluation_refuses_a_config_that_does_not_fit(trained):
-    result = run("eval.py", f"--workdir={trained}/runs/diff", "--suite=loss", "--model.attention_implementation=splash")
+    result = run("eval.py", f"--workdir={trained}/run", "--suite=loss", "--model.attention_implementation=splash")
     assert result.returncode == 2
     assert (
         "model.attention_implementation='splash' does not serve architecture 'diff'; use one of auto" in result.stderr
     )
-
-
-def training_of(architecture, folder):
-    return [
-        "train.py",
-        f"--config=configs/quickstart.py:{architecture}",
-        f"--workdir={folder / 'runs' / architecture}",
-        "--config.checkpoint.every_steps=3",
-        *TINY_FLAGS,
-        f"--config.data.path={folder / 'text.txt'}",
-        "--config.eval.loss_tokens=512",
-    ]
 
 
 def test_a_user_error_exits_with_code_2_and_its_reason():
@@ -122,7 +107,7 @@ def test_a_dry_run_warns_if_a_recipe_resizes_a_matched_model(trained, tmp_path):
 
 
 def test_eval_writes_the_same_numbers_as_the_training_loop(trained):
-    workdir = trained / "runs" / "diff"
+    workdir = trained / "run"
     result = run("eval.py", f"--workdir={workdir}", "--suite=loss,sample", "--eval.sample_tokens=8")
     assert result.returncode == 0, result.stderr
     assert "bits_per_byte" in result.stdout
@@ -133,42 +118,25 @@ def test_eval_writes_the_same_numbers_as_the_training_loop(trained):
     assert "evals/loss/6.json was made with the same settings" in result.stdout
 
 
-@pytest.mark.long
-def test_eval_writes_curves_of_all_runs(both_trained):
-    result = run("eval.py", f"--curves={both_trained}/runs/*", f"--out={both_trained / 'out'}")
-    assert result.returncode == 0, result.stderr
-    assert "transformer" in result.stdout
-    assert {p.name for p in (both_trained / "out").iterdir()} == {
-        "curves.png",
-        "curves.svg",
-        "curves.json",
-    }
-
-
-@pytest.mark.long
-def test_a_report_of_both_runs(both_trained):
-    runs, page = both_trained / "runs", both_trained / "page" / "report.html"
-    result = run("difftx", "report", f"--workdir={runs}/diff,{runs}/transformer", f"--out={page}")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == str(page)
-    text = page.read_text()
-    for part in ("Training loss of each batch", "λ of each layer: diff", "model.architecture", "bits per byte"):
-        assert part in text
-    result = run("difftx", "report", f"--workdir={runs}/diff")
-    assert result.stdout.strip() == str(runs / "diff" / "report.html")
-    # The flag also accepts a folder of runs, such as a sweep's, and a glob.
-    for runs_flag in (f"--workdir={runs}", f"--workdir={runs}/*"):
-        assert run("difftx", "report", runs_flag, f"--out={page}").returncode == 0
+def test_the_report_takes_runs_folders_and_globs(tmp_path, monkeypatch, capsys):
+    """tutorials_test.py runs the command itself. Figures are not drawn here, because that takes longest."""
+    monkeypatch.setattr("difftx.report.page.page_figure", lambda *_: ("", {}))
+    runs, page = tmp_path / "runs", tmp_path / "page" / "report.html"
+    for name in ("diff", "transformer"):
+        write_run(runs / name, tiny(name, train__steps=3))
+    assert report.main([f"--workdir={runs}/diff"]) == 0
+    assert capsys.readouterr().out == f"{runs}/diff/report.html\n"
+    for named in (f"{runs}/diff,{runs}/transformer", runs, f"{runs}/*"):
+        assert report.main([f"--workdir={named}", f"--out={page}"]) == 0
         assert "difftx report: transformer and diff" in page.read_text()
     for wrong, message in (
-        (f"--workdir={runs}/diff,{runs}/none", "no config.json there"),
-        (f"--workdir={runs}/none*", "no config.json there"),
-        (f"--workdir={runs}/diff,{runs}", "a run is named twice"),
-        ("--workdir=hdfs://x", "hdfs://x"),
+        (f"{runs}/diff,{runs}/none", "no config.json there"),
+        (f"{runs}/none*", "no config.json there"),
+        (f"{runs}/diff,{runs}", "a run is named twice"),
+        ("hdfs://x", "hdfs://x"),
     ):
-        result = run("difftx", "report", wrong)
-        assert (result.returncode, result.stdout) == (2, "")
-        assert message in result.stderr
+        with pytest.raises(UserError, match=message):
+            report.main([f"--workdir={wrong}"])
 
 
 def test_difftx_train_equals_train_py():
@@ -184,24 +152,9 @@ def test_difftx_train_equals_train_py():
 
 @pytest.mark.long
 def test_a_finished_run_has_nothing_left_to_do(trained):
-    result = run("difftx", "train", "--config=quickstart:diff", *training_of("diff", trained)[2:])
+    result = run("difftx", "train", "--config=quickstart:diff", *training_in(trained))
     assert result.returncode == 0, result.stderr
     assert "step 6" in result.stdout
-
-
-@pytest.mark.long
-def test_eval_writes_figures_and_the_ratio_of_sizes_from_a_table(tmp_path):
-    losses = {"diff": 0.7, "transformer": 1.0}  # Share of the Transformer's size that reaches an equal loss.
-    points = [
-        {"architecture": name, "size": size, "tokens": 1e10, "loss": 2 + (size / share / 1e9) ** -0.3}
-        for name, share in losses.items()
-        for size in (1e9, 2e9, 4e9, 8e9)
-    ]
-    (tmp_path / "points.json").write_text(json.dumps(points))
-    result = run("eval.py", f"--scaling={tmp_path / 'points.json'}", f"--out={tmp_path / 'out'}")
-    assert result.returncode == 0, result.stderr
-    assert "70.0% (" in result.stdout
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {"scaling_size.png", "scaling_size.svg", "scaling.json"}
 
 
 def test_user_errors_of_eval(tmp_path, monkeypatch, capsys):

@@ -19,6 +19,7 @@ from difftx.commands import examination
 from difftx.config.recipes import load_config
 from difftx.json_files import schema_error
 from difftx.kernels import api
+from difftx.kernels.backend import Ranking
 from difftx.launch import health
 from difftx.parallel import multihost
 from difftx.storage import objects
@@ -97,21 +98,14 @@ def test_json_is_one_object_with_the_documented_fields(doctor):
     assert found["config"]["kernel"] == "xla"
 
 
-@pytest.mark.exhaustive  # It takes a minute. kernels/measure_test.py tests the rule.
-def test_a_microbatch_that_does_not_fit_is_measured_in_part(tmp_path):
-    """Examine configs/diff_3b.py with 32,768 shorter rows on one CPU, whose q, k and v need 77 GB."""
-    # The vocabulary of the default tokenizer needs a network.
-    flags = ["--json", "--config=configs/diff_3b.py:diff", f"--workdir={tmp_path}", "--config.data.tokenizer=bytes"]
-    command = ["difftx", "doctor", *flags, "--config.data.sequence_length=128"]
-    result = commands().run(command, environment=child_environment(1), folder=ROOT)
-    assert result.returncode == 1, result.stderr
-    found = json.loads(result.stdout)
-    assert found["problems"][-1].startswith("data.path is not set")  # Memory or disk may be too small as well.
-    assert [row["correct"] for row in found["kernels"]] == [True, True]
-    assert all(1 < row["ratio_to_floor"] < 100 for row in found["kernels"])
-    for function in ("attention", "diff_attention"):
-        scaled = f"32768 rows per device, of which 56 fit a measurement: the times of {function} are scaled"
-        assert any(scaled in line for line in found["advice"]), found["advice"]
+def test_a_microbatch_that_does_not_fit_is_measured_in_part():
+    """kernels/measure_test.py tests the rule. A device of configs/diff_3b.py here has 32,768 shorter rows."""
+    rows = {"data.tokenizer": "bytes", "data.sequence_length": "128", "train.global_batch_tokens": str(2**25)}
+    ranking, advice = Ranking("diff_attention", {}, {"xla": 5.0}, {}), []
+    (row,) = examination._kernels({"diff_attention": (load_config("diff_3b:diff", rows), ranking)}, 1e12, advice)
+    assert row["correct"]
+    scaled = "32768 rows per device, of which 56 fit a measurement: the times of diff_attention are scaled"
+    assert scaled in advice[0]
 
 
 @pytest.mark.long
@@ -329,32 +323,25 @@ def test_versions_of_libraries_of_accelerators(monkeypatch):
     assert "libtpu" not in software
 
 
-def together(*flags, own=((), ())):
-    """Run the command in two processes of two devices, and return the exit code and the outputs of both."""
-    shared = ["--coordinator", f"localhost:{free_port()}", "--processes", "2", "--json"]
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "difftx", "doctor", *flags, *shared, "--process", str(process), *more],
-            cwd=ROOT,
-            env=child_environment(2),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process, more in enumerate(own)
-    ]
-    outputs = [process.communicate(timeout=240) for process in started]
-    return [(process.returncode, *output) for process, output in zip(started, outputs, strict=True)]
-
-
 @pytest.mark.long
 def test_two_processes_report_what_one_of_them_lacks(tmp_path):
     text, missing = tmp_path / "text.txt", tmp_path / "nowhere.txt"
     write_text(text)
-    overrides = [f"--config.{name}={value}" for name, value in (TINY | {"mesh.fsdp": "4"}).items()]
-    own = [[f"--config.data.path={path}"] for path in (text, missing)]
-    flags = ["--config=configs/quickstart.py:diff", f"--workdir={tmp_path / 'run'}", *overrides]
-    first, second = together(*flags, own=own)
+    flags = [f"--config.{name}={value}" for name, value in (TINY | {"mesh.fsdp": "4"}).items()]
+    flags += ["--config=configs/quickstart.py:diff", f"--workdir={tmp_path / 'run'}", "--json"]
+    flags += ["--coordinator", f"localhost:{free_port()}", "--processes", "2"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "difftx", "doctor", *flags, "--process", str(process), f"--config.data.path={path}"],
+            cwd=ROOT,
+            env=child_environment(2),
+            **pipes,
+        )
+        for process, path in enumerate((text, missing))
+    ]
+    outputs = [process.communicate(timeout=240) for process in started]
+    first, second = ((process.returncode, *output) for process, output in zip(started, outputs, strict=True))
     assert (first[0], second[0]) == (1, 1), (first, second)
     assert second[1] == ""
     found = json.loads(first[1])

@@ -336,15 +336,6 @@ def test_a_jobset_restarts_after_the_exit_codes_of_interruptions(launcher, stubs
     check_flags(flags, "configs/scaling.py", f"{MOUNT}/{OUT}/{NAME}")
 
 
-@pytest.mark.parametrize("launcher", ["jobset", "jobset-gpu"])
-def test_spot_nodes_are_selected_and_tolerated(launcher, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    pod = yaml.safe_load(write_in_bucket(launcher, "gs://bucket/scaling", "spot=true").read_text())
-    pod = pod["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    assert pod["nodeSelector"]["cloud.google.com/gke-spot"] == "true"
-    assert {"key": "cloud.google.com/gke-spot", "operator": "Exists"} in pod["tolerations"]
-
-
 def write_in_bucket(launcher, out, *more):
     """Return the job file of a run in a bucket."""
     settings = [setting for setting in SETTINGS[launcher] if setting.partition("=")[0] not in ("mount", "claim")]
@@ -374,6 +365,10 @@ def test_a_run_in_a_bucket_needs_no_volume_no_library_and_no_credentials(launche
         volumes = [{"name": "shm", "emptyDir": {"medium": "Memory"}}] if launcher == "jobset-gpu" else None
         assert pod.get("volumes") == volumes
         assert "fsGroup" not in pod["securityContext"]
+        job = yaml.safe_load(write_in_bucket(launcher, "gs://bucket/scaling", "spot=true").read_text())
+        pod = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+        assert pod["nodeSelector"]["cloud.google.com/gke-spot"] == "true"
+        assert {"key": "cloud.google.com/gke-spot", "operator": "Exists"} in pod["tolerations"]
     else:
         subprocess.run(["bash", "-n", job], check=True)
 
