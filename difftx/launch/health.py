@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import P
 
 from difftx.files import new_file
+from difftx.kernels.measure import seconds_per_call
 from difftx.storage import objects
 from difftx.storage.paths import BucketPath
 from difftx.storage.reading import BUFFER_BYTES
@@ -28,13 +29,7 @@ SMALL_READS = 9  # Small reads, of which the median counts.
 def fastest_seconds(call: Callable[[], Any]) -> float:
     """Return the seconds of the fastest of `REPEATS` calls, after one that compiles."""
     jax.block_until_ready(call())
-
-    def seconds() -> float:
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        return time.perf_counter() - start
-
-    return min(seconds() for _ in range(REPEATS))
+    return min(seconds_per_call(call, 1) for _ in range(REPEATS))
 
 
 def matmul_flops(dtype: str, size: int) -> float:

@@ -123,7 +123,8 @@ def training(arms: Sequence[Arm], colours: Mapping[str, str], metric: Metric) ->
 def _lambda_panels(run: RunRecord) -> list[Panel]:
     """Return a panel of λ of each layer against steps, if the run has λ."""
     rows = [row for row in run.split("train") if row.get("lambda")]
-    rows = [rows[i] for i in evenly_spaced(len(rows), MAX_POINTS_OF_MANY)]
+    if len(rows) > MAX_POINTS_OF_MANY:
+        rows = [rows[i] for i in np.linspace(0, len(rows) - 1, MAX_POINTS_OF_MANY).round().astype(int)]
     steps = [row["step"] for row in rows]
     values = zip(*(row["lambda"] for row in rows), strict=True)
     series = [{"name": f"layer {layer}", "x": steps, "y": of_layer} for layer, of_layer in enumerate(values, 1)]
@@ -216,8 +217,3 @@ def panel_over_steps(
     """Return a panel of lines against training steps."""
     chart = {"kind": "line", "series": series, "x_label": "steps", "y_label": y_label, "log_y": log_y}
     return Panel(title=title, note=note, chart=chart)
-
-
-def evenly_spaced(count: int, most: int) -> np.ndarray:
-    """Return at most `most` evenly spaced indices from 0 to `count` - 1, including both ends."""
-    return np.unique(np.linspace(0, max(count - 1, 0), min(count, most)).round().astype(int))

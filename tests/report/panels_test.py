@@ -165,21 +165,23 @@ def test_a_difference_that_says_nothing_has_no_winner(tmp_path, transformer, dif
 
 
 def test_lines_of_a_chart_of_two_models_become_a_figure_each(tmp_path):
-    workdirs = [write_run(tmp_path / name, tiny(name, train__steps=3)) for name in ("transformer", "diff")]
+    """A line that only one of them has stays in a figure of its own, with the model in its name."""
     guess = {"name": "guessing", "x": [1.0, 2.0], "y": [0.5, 0.5], "is_reference": True}
-    for workdir in workdirs:
+    workdirs = []
+    for name in ("transformer", "diff"):
+        workdirs.append(write_run(tmp_path / name, tiny(name, train__steps=3)))
         both = chart(0.3)
         alone = {**both, "name": "alone", "title": "Alone", "series": [both["series"][1], guess]}
-        write_result(
-            workdir, "own", 3, {}, [{**both, "series": [*both["series"], guess]}, alone, heatmap([[1.0, 2.0]])]
-        )
+        own = [{**both["series"][1], "name": "λ"}] if name == "diff" else []
+        charts = [{**both, "series": [*both["series"], *own, guess]}, alone, heatmap([[1.0, 2.0]])]
+        write_result(workdirs[-1], "own", 3, {}, charts)
     (section,) = sections_of(workdirs).values()
     drawn = {title: [line["name"] for line in p.chart.get("series", [])] for title, p in panels_of(section).items()}
     pair = ["transformer", "diff", "guessing"]
-    maps = {"transformer: Map": [], "diff: Map": []}
-    assert drawn == {"Cosine: noise": pair, "Cosine: answer": pair, "Alone": pair} | maps
+    figures = {"Cosine: noise": pair, "Cosine: answer": pair, "Cosine": ["diff: λ", "guessing"], "Alone": pair}
+    assert drawn == figures | {"transformer: Map": [], "diff: Map": []}
     # The line "noise" is constant, and two figures are shown.
-    assert [panel.title for panel in section.panels] == ["Cosine: answer", "Alone"]
+    assert [panel.title for panel in section.panels] == ["Cosine: answer", "Cosine"]
 
 
 @pytest.mark.parametrize(
