@@ -5,7 +5,7 @@ import dataclasses
 import glob
 import io
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,24 +121,20 @@ def _points_of_table(path: Path, metric: Metric) -> list[LossPoint]:
     return points
 
 
-def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (position, row) for each row of a table. Error messages show the position."""
+def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Return (position, row) for each row of a table. Error messages show the position."""
+    name, first = ("line", 2) if path.suffix == ".csv" else ("point", 1)
     if path.suffix == ".csv":
         try:
             # Excel writes a byte order mark, which would be part of the first column's name.
-            reader = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8-sig")))
+            rows = list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8-sig"))))
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: cannot be read as text ({error})") from error
-        for row in reader:
-            yield f"{path}: line {reader.line_num}", row
-        return
-    rows = read_json(path)
-    if not isinstance(rows, list):
+    else:
+        rows = read_json(path)
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(f'{path}: not a list of points, such as [{{"architecture": …, "size": …, …}}]')
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict):
-            raise UserError(f"{path}: point {number} is not an object with architecture, size, tokens and a loss")
-        yield f"{path}: point {number}", row
+    return [(f"{path}: {name} {number}", row) for number, row in enumerate(rows, first)]
 
 
 def _positive_number(row: dict[str, Any], name: str, where: str) -> float:

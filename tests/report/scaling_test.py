@@ -180,7 +180,7 @@ def test_points_without_a_fit_or_a_crossing_are_refused(tmp_path, laws, sizes, m
             "point 1: size=inf: expected a finite number",
         ),
         ("a.json", "{}", "not a list of points"),
-        ("a.json", "[3]", "point 1 is not an object"),
+        ("a.json", "[3]", "not a list of points"),
         ("a.json", "[", "line 1 is not JSON"),
         ("a.csv", "", "no points there"),
         ("a.txt", "", "no folder with a metrics.jsonl matches"),
