@@ -9,104 +9,66 @@ import sys
 import pytest
 from conftest import ROOT, TINY
 from helpers.command_server import commands, run_new
+from helpers.report_runs import tiny, write_run
 
 import difftx
 from difftx.__main__ import COMMANDS
-from difftx.errors import run_command
+from difftx.commands import report
+from difftx.errors import UserError, run_command
 from difftx.evals import SUITES
-
-TINY_FLAGS = [f"--config.{name}={value}" for name, value in TINY.items()]
 
 
 def run(*arguments):
     return commands().run(arguments)
 
 
-def train(*flags):
-    return run("train.py", "--config=configs/quickstart.py", *flags)
+def training_in(folder):
+    """Return the flags of a tiny training on a text in a folder."""
+    fields = TINY | {"data.path": str(folder / "text.txt"), "eval.loss_tokens": "512", "checkpoint.every_steps": "3"}
+    return [f"--workdir={folder / 'run'}", *(f"--config.{name}={value}" for name, value in fields.items())]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
-    text = folder / "text.txt"
-    text.write_text("".join(f"{i} squared is {i * i}.\n" for i in range(8000)))
-    result = run_new(*training_of("diff", folder))
+    (folder / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(8000)))
+    result = run("train.py", "--config=configs/quickstart.py:diff", *training_in(folder))
     assert result.returncode == 0, result.stderr
     return folder
 
 
-@pytest.fixture(scope="module")
-def both_trained(trained):
-    result = run(*training_of("transformer", trained))
-    assert result.returncode == 0, result.stderr
-    return trained
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("train", "--config=quickstart", "--print_config"),
-        ("train", "--config=quickstart", "--dry_run"),
-        ("sweep", "--config=quickstart", "--grid", "seed=0", "--out=sweep"),
-        ("plan", "--config=quickstart", "--topology=cpu:1"),
-        ("doctor", "--config=quickstart", "--json"),
-    ],
-    ids=" ".join,
-)
-def test_each_command_refuses_a_config_that_does_not_fit(arguments, tmp_path):
-    for field, value, message in (
-        ("model.num_heads", "3", "model.num_heads=3: their 6 sub-heads do not divide d_model=128; use 2"),
-        ("model.top_k", "8", "model.top_k=8: model.top_k is a group; set one of its fields: k"),
-        ("train.global_batch_tokens", "1000", "is not a multiple of data.sequence_length × train.accumulation = 256"),
-    ):
-        result = run("difftx", *arguments, f"--config.{field}={value}")
-        assert result.returncode == 2
-        assert message in result.stderr.splitlines()[-1]
+def test_each_command_refuses_a_config_that_does_not_fit(tmp_path):
+    flags = ["--config=quickstart", "--config.model.num_heads=3"]
+    sweep = ["sweep", "--grid", "seed=0", f"--out={tmp_path}"]
+    each = [["train", "--print_config"], ["train", "--dry_run"], sweep, ["plan", "--topology=cpu:1"], ["doctor"]]
+    for result in commands().run_together([["difftx", *command, *flags] for command in each]):
+        assert result.returncode == 2, result.args
+        reason = "model.num_heads=3: their 6 sub-heads do not divide d_model=128; use 2"
+        assert reason in result.stderr.splitlines()[-1]
 
 
 def test_an_evaluation_refuses_a_config_that_does_not_fit(trained):
-    result = run("eval.py", f"--workdir={trained}/runs/diff", "--suite=loss", "--model.attention_implementation=splash")
+    result = run("eval.py", f"--workdir={trained}/run", "--suite=loss", "--model.attention_implementation=splash")
     assert result.returncode == 2
     assert (
         "model.attention_implementation='splash' does not serve architecture 'diff'; use one of auto" in result.stderr
     )
 
 
-def training_of(architecture, folder):
-    return [
-        "train.py",
-        f"--config=configs/quickstart.py:{architecture}",
-        f"--workdir={folder / 'runs' / architecture}",
-        "--config.checkpoint.every_steps=3",
-        *TINY_FLAGS,
-        f"--config.data.path={folder / 'text.txt'}",
-        "--config.eval.loss_tokens=512",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--workdir=x", "--config.eval.suites=los"], "Did you mean 'loss'"),
+def test_a_user_error_exits_with_code_2_and_its_reason():
+    cases = [
         (["--workdir=x", "--config.eval.suites=loss,exact_match"], "no data path is a synthetic task"),
         (["--workdir=x", "--config.data.path=no/such/*.txt"], "data.path='no/such/*.txt'"),
         (["--workdir=x", "--confg.model.num_heads=3"], "Did you mean --config.model.num_heads?"),
+        (["--print_config", "--config.train.global_batch_tokens=1000"], "is not a multiple of data.sequence_length × "),
         ([], "--workdir=DIR is needed"),
-    ],
-)
-def test_a_user_error_exits_with_code_2_and_its_reason(flags, message):
-    result = train(*flags)
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
+    ]
+    started = [["train.py", "--config=configs/quickstart.py", *flags] for flags, _ in cases]
+    for result, (_, message) in zip(commands().run_together(started), cases, strict=True):
+        assert result.returncode == 2
+        assert message in result.stderr
+        assert "Traceback" not in result.stderr
     assert not (ROOT / "x").exists()
-
-
-def test_print_config_is_the_config():
-    result = train("--print_config", "--config.train.steps=777")
-    assert result.returncode == 0
-    assert json.loads(result.stdout)["train"]["steps"] == 777
 
 
 @pytest.mark.long
@@ -145,8 +107,8 @@ def test_a_dry_run_warns_if_a_recipe_resizes_a_matched_model(trained, tmp_path):
 
 
 def test_eval_writes_the_same_numbers_as_the_training_loop(trained):
-    workdir = trained / "runs" / "diff"
-    result = run_new("eval.py", f"--workdir={workdir}", "--suite=loss,sample", "--eval.sample_tokens=8")
+    workdir = trained / "run"
+    result = run("eval.py", f"--workdir={workdir}", "--suite=loss,sample", "--eval.sample_tokens=8")
     assert result.returncode == 0, result.stderr
     assert "bits_per_byte" in result.stdout
     newest = json.loads((workdir / "evals" / "loss" / "6.json").read_text())
@@ -154,114 +116,72 @@ def test_eval_writes_the_same_numbers_as_the_training_loop(trained):
     in_loop = [row for row in rows if row["split"] == "valid" and row["step"] == 6]
     assert newest["numbers"]["loss"] == in_loop[0]["loss"]  # Both use the same code path, and are equal bit for bit.
     assert "evals/loss/6.json was made with the same settings" in result.stdout
-    result = run("eval.py", f"--workdir={workdir}", "--suite=loss", "--step=all", "--mesh.data=-1", "--mesh.fsdp=1")
-    assert result.returncode == 0, result.stderr
-    assert (workdir / "evals" / "loss" / "3.json").exists()
 
 
-@pytest.mark.long
-def test_eval_writes_curves_of_all_runs(both_trained):
-    result = run("eval.py", f"--curves={both_trained}/runs/*", f"--out={both_trained / 'out'}")
-    assert result.returncode == 0, result.stderr
-    assert "transformer" in result.stdout
-    assert {p.name for p in (both_trained / "out").iterdir()} == {
-        "curves.png",
-        "curves.svg",
-        "curves.json",
-    }
-
-
-@pytest.mark.long
-def test_a_report_of_both_runs(both_trained):
-    runs, page = both_trained / "runs", both_trained / "page" / "report.html"
-    result = run("difftx", "report", f"--workdir={runs}/diff,{runs}/transformer", f"--out={page}")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == str(page)
-    text = page.read_text()
-    for part in ("Training loss of each batch", "λ of each layer: diff", "model.architecture", "bits per byte"):
-        assert part in text
-    result = run("difftx", "report", f"--workdir={runs}/diff")
-    assert result.stdout.strip() == str(runs / "diff" / "report.html")
-    # The flag also accepts a folder of runs, such as a sweep's, and a glob.
-    for runs_flag in (f"--workdir={runs}", f"--workdir={runs}/*"):
-        assert run("difftx", "report", runs_flag, f"--out={page}").returncode == 0
+def test_the_report_takes_runs_folders_and_globs(tmp_path, monkeypatch, capsys):
+    """tutorials_test.py runs the command itself. Figures are not drawn here, because that takes longest."""
+    monkeypatch.setattr("difftx.report.page.page_figure", lambda *_: ("", {}))
+    runs, page = tmp_path / "runs", tmp_path / "page" / "report.html"
+    for name in ("diff", "transformer"):
+        write_run(runs / name, tiny(name, train__steps=3))
+    assert report.main([f"--workdir={runs}/diff"]) == 0
+    assert capsys.readouterr().out == f"{runs}/diff/report.html\n"
+    for named in (f"{runs}/diff,{runs}/transformer", runs, f"{runs}/*"):
+        assert report.main([f"--workdir={named}", f"--out={page}"]) == 0
         assert "difftx report: transformer and diff" in page.read_text()
     for wrong, message in (
-        (f"--workdir={runs}/diff,{runs}/none", "no config.json there"),
-        (f"--workdir={runs}/none*", "no config.json there"),
-        (f"--workdir={runs}/diff,{runs}", "a run is named twice"),
-        ("--workdir=hdfs://x", "hdfs://x"),
+        (f"{runs}/diff,{runs}/none", "no config.json there"),
+        (f"{runs}/none*", "no config.json there"),
+        (f"{runs}/diff,{runs}", "a run is named twice"),
+        ("hdfs://x", "hdfs://x"),
     ):
-        result = run("difftx", "report", wrong)
-        assert (result.returncode, result.stdout) == (2, "")
-        assert message in result.stderr
+        with pytest.raises(UserError, match=message):
+            report.main([f"--workdir={wrong}"])
 
 
-def test_difftx_train_equals_train_py(trained):
-    flags = ["--config=configs/quickstart.py:diff", "--print_config", "--config.train.seed=3"]
-    by_file = run("train.py", *flags)
-    by_name = run("difftx", "train", "--config=quickstart:diff", *flags[1:])
+def test_difftx_train_equals_train_py():
+    flags = ["--print_config", "--config.train.steps=777"]
+    commands_of_both = [
+        ["train.py", "--config=configs/quickstart.py:diff", *flags],
+        ["difftx", "train", "--config=quickstart:diff", *flags],
+    ]
+    by_file, by_name = commands().run_together(commands_of_both)
     assert (by_name.returncode, by_name.stdout) == (0, by_file.stdout)
-    # A finished run has nothing left to do.
-    workdir = trained / "runs" / "diff"
-    flags = [*TINY_FLAGS, f"--config.data.path={trained / 'text.txt'}", "--config.eval.loss_tokens=512"]
-    result = run(
-        "difftx",
-        "train",
-        "--config=quickstart:diff",
-        f"--workdir={workdir}",
-        "--config.checkpoint.every_steps=3",
-        *flags,
-    )
+    assert json.loads(by_name.stdout)["train"]["steps"] == 777
+
+
+@pytest.mark.long
+def test_a_finished_run_has_nothing_left_to_do(trained):
+    result = run("difftx", "train", "--config=quickstart:diff", *training_in(trained))
     assert result.returncode == 0, result.stderr
     assert "step 6" in result.stdout
 
 
-@pytest.mark.long
-def test_eval_writes_figures_and_the_ratio_of_sizes_from_a_table(tmp_path):
-    losses = {"diff": 0.7, "transformer": 1.0}  # Share of the Transformer's size that reaches an equal loss.
-    points = [
-        {"architecture": name, "size": size, "tokens": 1e10, "loss": 2 + (size / share / 1e9) ** -0.3}
-        for name, share in losses.items()
-        for size in (1e9, 2e9, 4e9, 8e9)
-    ]
-    (tmp_path / "points.json").write_text(json.dumps(points))
-    result = run("eval.py", f"--scaling={tmp_path / 'points.json'}", f"--out={tmp_path / 'out'}")
-    assert result.returncode == 0, result.stderr
-    assert "70.0% (" in result.stdout
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {"scaling_size.png", "scaling_size.svg", "scaling.json"}
-
-
-def test_user_errors_of_eval(trained, tmp_path, monkeypatch, capsys):
-    """Run the first case in a new interpreter, and the others in this process, which has imported the slow modules."""
-    workdir = trained / "runs" / "diff"
-    shutil.copy(workdir / "manifest.json", tmp_path)
-    (tmp_path / "config.json").write_text("{")
+def test_user_errors_of_eval(tmp_path, monkeypatch, capsys):
+    """Run the command in this process, which has imported the slow modules."""
+    workdir = write_run(tmp_path / "run", tiny("diff", train__steps=3))
+    (tmp_path / "broken").mkdir()
+    shutil.copy(workdir / "manifest.json", tmp_path / "broken")
+    (tmp_path / "broken" / "config.json").write_text("{")
     cases = [
-        ([f"--workdir={workdir}", "--suite=los"], "Did you mean 'loss'"),
         (["--workdir=no/such", "--suite=loss"], "no config.json there"),
-        ([f"--workdir={tmp_path}", "--suite=loss"], "line 1 is not JSON"),
+        ([f"--workdir={tmp_path}/broken", "--suite=loss"], "line 1 is not JSON"),
         (["--curves=no/such/*", f"--out={tmp_path}"], "no folder with a metrics.jsonl"),
         (["--curves=no/such/*"], "need --out=DIR"),
         ([f"--scaling={workdir}", f"--out={tmp_path}"], "too few points"),
         ([], "--workdir and --suite"),
     ]
     for flags, message in cases:
-        if flags == cases[0][0]:
-            result = run_new("eval.py", *flags)
-            code, error = result.returncode, result.stderr
-        else:
-            monkeypatch.setattr(sys, "argv", ["eval.py", *flags])
-            with pytest.raises(SystemExit) as ended:
-                run_command(importlib.import_module("eval").main)
-            code, error = ended.value.code, capsys.readouterr().err
-        assert code == 2, flags
+        monkeypatch.setattr(sys, "argv", ["eval.py", *flags])
+        with pytest.raises(SystemExit) as ended:
+            run_command(importlib.import_module("eval").main)
+        error = capsys.readouterr().err
+        assert (ended.value.code, "Traceback" in error) == (2, False), flags
         assert message in error
-        assert "Traceback" not in error
 
 
 def test_eval_lists_its_suites():
-    result = run_new("eval.py", "--list")
+    result = run("eval.py", "--list")
     assert result.returncode == 0
     listed = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
     assert listed.keys() == SUITES.keys()
@@ -292,32 +212,29 @@ def test_every_command_has_a_module_that_names_it():
         assert result.stdout.startswith(f"usage: difftx {name} ")
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        (["eval.py", "--workdir={folder}", "--suite=los"], "'los': no such suite. Did you mean 'loss'?"),
-        (["eval.py", "--workdir={folder}", "--suite=harness"], "lm_eval is not installed: "),
-        (
-            ["train.py", "--config=quickstart", "--dry_run", "--config.eval.suites=math"],
-            "math_verify is not installed: ",
-        ),
-    ],
-)
-def test_suites_are_checked_before_slow_imports(command, message, tmp_path):
+def test_suites_are_checked_before_slow_imports(tmp_path):
+    """Run the commands in one new interpreter, as if two packages could not be imported."""
     code = """
-import atexit, runpy, sys
-sys.modules |= dict.fromkeys(["lm_eval", "math_verify"])  # As if they could not be imported.
-atexit.register(lambda: print({"orbax", "grain", "difftx.training"} & sys.modules.keys()))
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
+import runpy, sys
+sys.modules |= dict.fromkeys(["lm_eval", "math_verify"])
+for command in sys.argv[1:]:
+    sys.argv = command.split()
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as ended:
+        print(ended.code)
+print({"orbax", "grain", "difftx.training"} & sys.modules.keys())
 """
-    arguments = [argument.format(folder=tmp_path) for argument in command]
-    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "set()\n")
-    assert done.stderr.startswith(f"error: {message}")
+    commands = [f"eval.py --workdir={tmp_path} --suite=los", f"eval.py --workdir={tmp_path} --suite=harness"]
+    commands.append("train.py --config=quickstart --dry_run --config.eval.suites=math")
+    done = run_new("-c", code, *commands)
+    assert done.stdout.split() == ["2", "2", "2", "set()"]
+    reasons = ("'los': no such suite. Did you mean 'loss'?", "lm_eval is not installed: ", "math_verify is not install")
+    for line, reason in zip(done.stderr.splitlines(), reasons, strict=True):
+        assert line.startswith(f"error: {reason}")
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_make_rejects_an_old_python(tmp_path):
     """With only an old python3 in PATH, make prints what to install."""
     (tmp_path / "bin").mkdir()

@@ -1,9 +1,9 @@
 """Measurements of a machine: matrix products, memory, collectives, and the folder or bucket of a run."""
 
+import concurrent.futures
 import os
 import statistics
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import P
 
 from difftx.files import new_file
+from difftx.kernels.measure import seconds_per_call
 from difftx.storage import objects
 from difftx.storage.paths import BucketPath
 from difftx.storage.reading import BUFFER_BYTES
@@ -28,13 +29,7 @@ SMALL_READS = 9  # Small reads, of which the median counts.
 def fastest_seconds(call: Callable[[], Any]) -> float:
     """Return the seconds of the fastest of `REPEATS` calls, after one that compiles."""
     jax.block_until_ready(call())
-
-    def seconds() -> float:
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        return time.perf_counter() - start
-
-    return min(seconds() for _ in range(REPEATS))
+    return min(seconds_per_call(call, 1) for _ in range(REPEATS))
 
 
 def matmul_flops(dtype: str, size: int) -> float:
@@ -116,27 +111,24 @@ def object_speeds(path: BucketPath, size: int) -> dict[str, float]:
 def renames_are_atomic(folder: Path) -> bool:
     """Return whether a reader always finds one of two complete files while one is renamed onto the other."""
     path, fresh = folder / f".difftx-doctor-{os.getpid()}", folder / f".difftx-doctor-{os.getpid()}-new"
-    contents, torn, done = (b"1" * 4096, b"2" * 4096), threading.Event(), threading.Event()
+    contents, found = (b"1" * 4096, b"2" * 4096), set()
 
-    def read() -> None:
-        while not done.is_set():
-            try:
-                if path.read_bytes() not in contents:
-                    torn.set()
-            except OSError:
-                torn.set()
-
-    try:
-        path.write_bytes(contents[0])
-        reader = threading.Thread(target=read)
-        reader.start()
+    def rename() -> None:
         for number in range(RENAMES):
             fresh.write_bytes(contents[number % 2])
             fresh.replace(path)
-        done.set()
-        reader.join()
-        return not torn.is_set()
+
+    try:
+        path.write_bytes(contents[0])
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            renames = pool.submit(rename)
+            while not renames.done():
+                try:
+                    found.add(path.read_bytes())
+                except OSError as error:
+                    found.add(str(error))
+        renames.result()  # Raises the error of a rename.
+        return found <= set(contents)
     finally:
-        done.set()
         for file in (path, fresh):
             file.unlink(missing_ok=True)

@@ -36,7 +36,7 @@ MAX_WITH_LETTERS = 1e15  # Larger numbers are written with a power of ten.
 GREY = "#808080"  # Visible on white and on black.
 INK, RULE = "#1b1d21", "#d5d9df"  # Colours of text and of the grid. The page replaces them by those of its style sheet.
 MAX_CELLS_WITH_NUMBERS = 100  # A heatmap with more cells shows no numbers in them, because they would overlap.
-MAX_CELLS_ON_PAGE = 4096  # Tooltips of a heatmap with more cells have no values, which would enlarge the page.
+MAX_CELLS_ON_PAGE = 4096  # The page has no values of a heatmap with more cells, which would enlarge it.
 MAX_TICKS = 12  # Maximum number of tick labels on an axis of a heatmap.
 MAX_CHARACTERS = 64  # If the x labels of a heatmap have more characters than this in total, they are rotated.
 MAX_MARKED_POINTS = 30  # A line with more points has no markers.
@@ -55,6 +55,8 @@ STYLE = {
     "font.sans-serif": ["DejaVu Sans"],
     "text.parse_math": False,  # Dollar signs in names are shown as they are, not interpreted as TeX.
 }
+# On the page, the lines of the grid mark the ticks.
+PAGE_STYLE = {"font.size": 11, "svg.fonttype": "none", "xtick.bottom": False, "ytick.left": False}
 
 
 def draw_chart(chart: Mapping[str, Any], folder: Path) -> list[Path]:
@@ -73,12 +75,13 @@ def draw(chart: Mapping[str, Any], size: tuple[float, float] = FILE_SIZE) -> mat
     return figure
 
 
-def page_figure(chart: Mapping[str, Any], salt: str) -> tuple[str, dict[str, Any]]:
-    """Return a chart as an SVG element, without title and legend, and its values for tooltips, as JSON.
+def page_figure(chart: Mapping[str, Any], styles: dict[str, str], salt: str) -> tuple[str, dict[str, Any]]:
+    """Return a chart as an SVG element, without title and legend, and its values for tooltips and tables, as JSON.
 
+    `styles` maps the style of an element to a class, which the element has instead. New styles are added to it.
     `salt` is unique within the page, so that no two figures share ids.
     """
-    with matplotlib.rc_context({**STYLE, "font.size": 11, "svg.hashsalt": salt, "svg.fonttype": "none"}):
+    with matplotlib.rc_context({**STYLE, **PAGE_STYLE, "svg.hashsalt": salt}):
         figure, written = _draw(chart, PAGE_SIZE), io.StringIO()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(written, format="svg", transparent=True, metadata=nothing)
@@ -91,13 +94,14 @@ def page_figure(chart: Mapping[str, Any], salt: str) -> tuple[str, dict[str, Any
     svg = re.sub(r'(?<=>)\s+(?=<)| transform="rotate\(-0 [^"]*"', "", svg)
     for drawn, shown in ((INK, "currentColor"), (RULE, "var(--rule)"), ("'DejaVu Sans', sans-serif", "sans-serif")):
         svg = svg.replace(drawn, shown)
+    svg = re.sub('style="([^"]*)"', lambda found: f'class="{styles.setdefault(found[1], f"s{len(styles)}")}"', svg)
     # The left, top, right and bottom end of the axes in units of the SVG, whose origin is the top left.
     (width, height), box = 72 * figure.get_size_inches(), figure.axes[0].get_position()
     ends = box.x0 * width, (1 - box.y1) * height, box.x1 * width, (1 - box.y0) * height
-    return svg, {"box": [round(x, 1) for x in ends], **_tooltip_values(chart, figure.axes[0])}
+    return svg, {"box": [round(x, 1) for x in ends], **_values_on_page(chart, figure.axes[0])}
 
 
-def _tooltip_values(chart: Mapping[str, Any], axes: matplotlib.axes.Axes) -> dict[str, Any]:
+def _values_on_page(chart: Mapping[str, Any], axes: matplotlib.axes.Axes) -> dict[str, Any]:
     def short(values: Sequence[float | None], digits: int = 5) -> list[float | None]:
         finite = (value is not None and np.isfinite(value) for value in values)
         return [float(f"{x:.{digits}g}") if is_finite else None for x, is_finite in zip(values, finite, strict=True)]
@@ -105,16 +109,15 @@ def _tooltip_values(chart: Mapping[str, Any], axes: matplotlib.axes.Axes) -> dic
     if chart["kind"] == "heatmap":
         names = {axis: list(map(tick_text, chart[axis])) for axis in "xy"}
         values = heatmap_values(chart)
-        return {
-            **names,
-            "values": [short(row, 3) for row in values.tolist()] if values.size <= MAX_CELLS_ON_PAGE else [],
-        }
+        shown = values.tolist() if values.size <= MAX_CELLS_ON_PAGE else []
+        return {**names, "values": [short(row, 3) for row in shown], "labels": [chart["x_label"], chart["y_label"]]}
     lines = [
         {"name": line["name"], "colour": colour, "x": short(line["x"]), "y": short(line["y"])}
         for line, colour in zip(chart["series"], line_colours(chart["series"]), strict=True)
     ]
     is_log = [bool(chart.get("log_x")), bool(chart.get("log_y"))]
-    return {"limits": [*axes.get_xlim(), *axes.get_ylim()], "log": is_log, "lines": lines}
+    limits = [*axes.get_xlim(), *axes.get_ylim()]
+    return {"limits": limits, "log": is_log, "lines": lines, "labels": [chart["x_label"]]}
 
 
 def _draw(chart: Mapping[str, Any], size: tuple[float, float]) -> matplotlib.figure.Figure:

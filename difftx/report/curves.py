@@ -80,7 +80,7 @@ def training_losses(run: RunRecord) -> tuple[list[int], np.ndarray]:
 def summary(run: RunRecord) -> dict[str, Any]:
     """Return architecture, tokens, median speed and seconds of training, and the numbers of the last validation."""
     train = run.split("train")
-    last = next(reversed(run.validations()), {})
+    _, last = run.last_validation()
     speeds = sorted(row["tokens_per_second"] for row in train)
     return {
         "architecture": run.config.model.architecture,
@@ -104,15 +104,15 @@ def loss_chart(
         last: list[float] = []
         of_arm: list[dict[str, Any]] = []
         for run in arm.runs:
-            rows = run.evaluations(metric)
-            x, y = run.progress([row["step"] for row in rows])[against], [row[metric] for row in rows]
+            values = run.evaluations(metric)
+            x, y = run.progress([*values])[against], [*values.values()]
             if metric == "loss":
                 steps, losses = training_losses(run)
                 kept, losses = thinned(losses, most or len(losses)), smoothed(losses)
                 trained, losses = run.progress([steps[i] for i in kept])[against], losses[kept].tolist()
                 name = f"{run.name}, training"
                 of_arm.append({"name": name, "group": "", "x": trained, "y": losses, "style": "faint"})
-                x, y = (x, y) if rows else (trained[-1:], losses[-1:])
+                x, y = (x, y) if values else (trained[-1:], losses[-1:])
             last += y[-1:]
             of_arm.append({"name": run.name, "x": x, "y": y})
         legend = f"{arm.title}: {np.mean(last):.3f}" if len(last) == len(arm.runs) else arm.title

@@ -55,7 +55,8 @@ def write_page(workdirs: Sequence[Path], out: Path) -> Path:
         lstrip_blocks=True,
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
-    salts = map(str, itertools.count())
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    salts, styles = map(str, itertools.count()), {}
     page = environment.get_template("report.html").render(
         title=listed([arm.name for arm in judged.arms]),
         colours=colours | {arm.title: colours[arm.name] for arm in judged.arms},
@@ -71,7 +72,8 @@ def write_page(workdirs: Sequence[Path], out: Path) -> Path:
         headers=_run_headers(runs),
         changes=_config_changes(runs),
         commands=_commands(runs, out),
-        figure_of=lambda panel: page_figure(panel.chart, next(salts)),
+        figure_of=lambda panel: page_figure(panel.chart, styles, next(salts)),
+        styles=styles,
         legend_of=_legend,
     )
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from difftx.evals.result import format_together, format_value
+from difftx.evals.result import format_value
 from difftx.report.arms import Arm
 from difftx.report.charts import COLOURS, heatmap_values
-from difftx.report.curves import METRIC_LABELS, loss_chart, thinned, training_losses
+from difftx.report.curves import METRIC_LABELS, loss_chart, thinned
 from difftx.report.runs import X_AXES, Metric, RunRecord
 from difftx.training import lambda_range
 from difftx.training.goodput import SECTIONS as WALL_TIME_LABELS
@@ -17,8 +17,6 @@ from difftx.training.goodput import SECTIONS as WALL_TIME_LABELS
 MAX_POINTS = 300  # Maximum number of points per line. More would enlarge the page without being visible.
 MAX_POINTS_OF_MANY = 100  # Maximum number of points per line in a figure of many lines, such as one per layer.
 MAX_CROSSINGS = 10  # Maximum number of events in the note on the layers whose λ left its useful range.
-MAX_VALUE_ROWS = 12  # Maximum number of rows in the table of a line chart's values.
-MAX_VALUES = 400  # Maximum number of cells of a heatmap that is also shown as a table.
 DIM = 0.02  # Share of a heatmap's largest value up to which a row counts as empty.
 
 
@@ -45,24 +43,12 @@ class Table:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Panel:
-    """A figure with a heading, and a table of the figure's values."""
+    """A figure with a heading."""
 
     title: str
     chart: Mapping[str, Any]  # As difftx/report/charts.py describes charts.
     note: str = ""
     shown_for: str = ""  # The panel is shown if the page's controls have these choices: "against-steps axes-log".
-
-    @property
-    def values(self) -> Table | None:
-        """The chart's values as a table, or None for a heatmap of more than `MAX_VALUES` cells."""
-        chart = self.chart
-        if chart["kind"] == "line":
-            return _series_values(chart["x_label"], {line["name"]: (line["x"], line["y"]) for line in chart["series"]})
-        if len(chart["x"]) * len(chart["y"]) > MAX_VALUES:
-            return None
-        header = [f"{chart['y_label']} \\ {chart['x_label']}", *map(format_value, chart["x"])]
-        columns = [list(map(format_value, chart["y"])), *map(format_together, zip(*chart["values"], strict=True))]
-        return Table(header, [list(row) for row in zip(*columns, strict=True)])
 
     @property
     def is_informative(self) -> bool:
@@ -123,7 +109,10 @@ def training(arms: Sequence[Arm], colours: Mapping[str, str], metric: Metric) ->
     lambdas = [panel for run in runs for panel in _lambda_panels(run)]
     shown = [panel for panel in lambdas if panel.note] or lambdas[:1]
     norms, events = _gradient_panels(arms, colours), _events(runs)
-    raw = [_raw_losses(arms, colours)] if metric == "loss" else []
+    raw = []
+    if metric == "loss":
+        lines = _logged_lines(arms, colours, "loss")
+        raw.append(panel_over_steps("Training loss of each batch", lines, METRIC_LABELS["loss"], log_y=True))
     has_spikes = any(row.get("skipped") for run in runs for row in run.split("train")) or events.rows
     shown, folded = (shown + norms, raw) if has_spikes else (shown, norms + raw)
     folded = [panel for panel in lambdas if panel not in shown] + folded
@@ -134,7 +123,8 @@ def training(arms: Sequence[Arm], colours: Mapping[str, str], metric: Metric) ->
 def _lambda_panels(run: RunRecord) -> list[Panel]:
     """Return a panel of λ of each layer against steps, if the run has λ."""
     rows = [row for row in run.split("train") if row.get("lambda")]
-    rows = [rows[i] for i in evenly_spaced(len(rows), MAX_POINTS_OF_MANY)]
+    if len(rows) > MAX_POINTS_OF_MANY:
+        rows = [rows[i] for i in np.linspace(0, len(rows) - 1, MAX_POINTS_OF_MANY).round().astype(int)]
     steps = [row["step"] for row in rows]
     values = zip(*(row["lambda"] for row in rows), strict=True)
     series = [{"name": f"layer {layer}", "x": steps, "y": of_layer} for layer, of_layer in enumerate(values, 1)]
@@ -143,29 +133,26 @@ def _lambda_panels(run: RunRecord) -> list[Panel]:
 
 def _gradient_panels(arms: Sequence[Arm], colours: Mapping[str, str]) -> list[Panel]:
     """Return a panel of the gradient norm against steps with the skipped updates, if it is known."""
-
-    def norms(run: RunRecord, *, skipped: bool = False) -> tuple[list[int], list[float]]:
-        rows = [row for row in run.split("train") if row.get("grad_norm") is not None]
-        found = [row for row in rows if row.get("skipped") or not skipped]
-        kept = thinned(np.array([row["grad_norm"] for row in found]), MAX_POINTS)
-        return [found[i]["step"] for i in kept], [found[i]["grad_norm"] for i in kept]
-
-    series = run_lines(arms, colours, norms)
-    for line in run_lines(arms, colours, lambda run: norms(run, skipped=True)):
+    series = _logged_lines(arms, colours, "grad_norm")
+    for line in _logged_lines(arms, colours, "grad_norm", only_skipped=True):
         end = ", update skipped"
         series.append({**line, "name": line["name"] + end, "group": line["group"] + end, "style": "points"})
     log_y = all(y > 0 for line in series for y in line["y"])
     return [panel_over_steps("Gradient norm", series, "gradient norm before clipping", log_y=log_y)] if series else []
 
 
-def _raw_losses(arms: Sequence[Arm], colours: Mapping[str, str]) -> Panel:
-    def losses(run: RunRecord) -> tuple[list[int], list[float]]:
-        steps, losses = training_losses(run)
-        kept = thinned(losses, MAX_POINTS)
-        return [steps[i] for i in kept], losses[kept].tolist()
+def _logged_lines(
+    arms: Sequence[Arm], colours: Mapping[str, str], column: str, *, only_skipped: bool = False
+) -> list[dict[str, Any]]:
+    """Return a line for each run with the finite values of a column that the training logs, thinned."""
 
-    series = run_lines(arms, colours, losses)
-    return panel_over_steps("Training loss of each batch", series, METRIC_LABELS["loss"], log_y=True)
+    def values(run: RunRecord) -> tuple[list[int], list[float]]:
+        rows = [row for row in run.split("train") if row.get("skipped") or not only_skipped]
+        rows = [row for row in rows if row.get(column) is not None]
+        kept = thinned(np.array([row[column] for row in rows]), MAX_POINTS)
+        return [rows[i]["step"] for i in kept], [rows[i][column] for i in kept]
+
+    return run_lines(arms, colours, values)
 
 
 def run_lines(
@@ -230,30 +217,3 @@ def panel_over_steps(
     """Return a panel of lines against training steps."""
     chart = {"kind": "line", "series": series, "x_label": "steps", "y_label": y_label, "log_y": log_y}
     return Panel(title=title, note=note, chart=chart)
-
-
-def _series_values(x_label: str, series: Mapping[str, tuple[Any, Any]]) -> Table:
-    """Return a table of the lines at up to `MAX_VALUE_ROWS` points of the first line, evenly spaced by index.
-
-    `series` has the x and y of each line by name. The other lines show their y at the nearest x, and "–" where they are
-    more than half an interval of theirs away: a run with slightly more FLOPs than another still has a value at each
-    end.
-    """
-    if not series:
-        return Table([x_label], [])
-    first = np.array(next(iter(series.values()))[0], float)
-    shown = first[evenly_spaced(len(first), MAX_VALUE_ROWS)]
-    columns = [format_together(shown.tolist())]
-    for xs, ys in series.values():
-        xs, column = np.array(xs, float), []
-        margin = np.ptp(xs) / max(len(xs) - 1, 1) / 2 if len(xs) else 0
-        for x in shown:
-            is_covered = len(xs) and xs.min() - margin <= x <= xs.max() + margin
-            column.append(ys[int(np.argmin(np.abs(xs - x)))] if is_covered else None)
-        columns.append(format_together(column))
-    return Table([x_label, *series], [list(row) for row in zip(*columns, strict=True)])
-
-
-def evenly_spaced(count: int, most: int) -> np.ndarray:
-    """Return at most `most` evenly spaced indices from 0 to `count` - 1, including both ends."""
-    return np.unique(np.linspace(0, max(count - 1, 0), min(count, most)).round().astype(int))

@@ -5,11 +5,12 @@ import dataclasses
 import glob
 import io
 import itertools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from difftx.config.build import parse_text
+from difftx.config.fields import Positive
 from difftx.errors import UserError, did_you_mean
 from difftx.files import is_glob, matching_folders
 from difftx.json_files import read_json
@@ -17,7 +18,7 @@ from difftx.model.abstract import count_parameters
 from difftx.report.arms import EQUAL_SIZES, training_changes
 from difftx.report.runs import Metric, RunRecord, check_comparable, data_notes, match_runs
 
-# Files that commands write into run directories or next to them. A glob may match them, although they are not tables.
+# Files that commands write into run directories or next to them. A glob may match them, but they are not tables.
 OTHER_OUTPUTS = ("sweep.json", "curves.json", "scaling.json", "config.json", "manifest.json")
 
 
@@ -44,7 +45,7 @@ def read_points(pattern: str, metric: Metric) -> tuple[list[LossPoint], list[str
     # Tables are local. In a bucket, only run directories match.
     names = glob.glob(pattern if is_glob(Path(pattern)) else glob.escape(pattern))
     files = [Path(name) for name in sorted(names) if Path(name).suffix in (".csv", ".json")]
-    tables = [file for file in files if str(file) == str(Path(pattern)) or not _is_other_output(file)]
+    tables = [file for file in files if str(file) == str(Path(pattern)) or file.name not in OTHER_OUTPUTS]
     points = [point for table in tables for point in _points_of_table(table, metric)]
     if tables and not matching_folders("--scaling", pattern, "metrics.jsonl"):
         if points:
@@ -88,31 +89,22 @@ def _pooled_arms(runs: Sequence[RunRecord]) -> list[str]:
     ]
 
 
-def _is_other_output(path: Path) -> bool:
-    """Return whether a file has a name in `OTHER_OUTPUTS` and no rows of a table."""
-    if path.name not in OTHER_OUTPUTS:
-        return False
-    content = read_json(path)
-    return not (isinstance(content, list) and any(isinstance(row, dict) and "size" in row for row in content))
-
-
 def _points_of_run(run: RunRecord, metric: Metric) -> tuple[list[LossPoint], str | None]:
     """Return a run's points, and a note if the run has not been validated at the last step that is configured."""
-    rows = [row for row in run.evaluations(metric) if row[metric] > 0 and row["step"] > 0]
+    losses = {step: loss for step, loss in run.evaluations(metric).items() if loss > 0}
     architecture, size = run.config.model.architecture, float(count_parameters(run.config.model).total)
-    points = []
-    for row, tokens in zip(rows, run.tokens_after([row["step"] for row in rows]), strict=True):
-        is_last = row is rows[-1] and row["step"] == run.steps
-        points.append(LossPoint(architecture, size, tokens, row[metric], is_last))
+    points = [
+        LossPoint(architecture, size, tokens, loss, is_last=step == run.steps)
+        for (step, loss), tokens in zip(losses.items(), run.tokens_after([*losses]), strict=True)
+    ]
     if points and points[-1].is_last:
         return points, None
-    last = run.last_validation()
-    if last is None or metric not in last[1]:
+    step, numbers = run.last_validation()
+    reason = f"its last validation is at step {step:,}, of {run.steps:,}"
+    if metric not in numbers:
         reason = f"it has no validation in {metric}"
     elif run.last_value(metric) is None:
-        reason = f"the loss of its last validation, at step {last[0]:,}, is not finite"
-    else:
-        reason = f"its last validation is at step {last[0]:,}, of {run.steps:,}"
+        reason = f"the loss of its last validation, at step {step:,}, is not finite"
     return points, f"{run.name}: {reason}: not a point of loss against size"
 
 
@@ -129,34 +121,24 @@ def _points_of_table(path: Path, metric: Metric) -> list[LossPoint]:
     return points
 
 
-def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (position, row) for each row of a table. Error messages show the position."""
+def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Return (position, row) for each row of a table. Error messages show the position."""
+    name, first = ("line", 2) if path.suffix == ".csv" else ("point", 1)
     if path.suffix == ".csv":
         try:
             # Excel writes a byte order mark, which would be part of the first column's name.
-            reader = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8-sig")))
+            rows = list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8-sig"))))
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: cannot be read as text ({error})") from error
-        for row in reader:
-            yield f"{path}: line {reader.line_num}", row
-        return
-    rows = read_json(path)
-    if not isinstance(rows, list):
+    else:
+        rows = read_json(path)
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(f'{path}: not a list of points, such as [{{"architecture": …, "size": …, …}}]')
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict):
-            raise UserError(f"{path}: point {number} is not an object with architecture, size, tokens and a loss")
-        yield f"{path}: point {number}", row
+    return [(f"{path}: {name} {number}", row) for number, row in enumerate(rows, first)]
 
 
 def _positive_number(row: dict[str, Any], name: str, where: str) -> float:
     for required in ("architecture", name):
         if row.get(required) in (None, ""):
             raise UserError(f"{where} has no {required!r}.{did_you_mean(required, map(str, row))}")
-    try:
-        value = float(row[name])
-    except (TypeError, ValueError, OverflowError):
-        value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise UserError(f"{where}: {name}={row[name]!r} is not a positive number")
-    return value
+    return parse_text(str(row[name]), Positive[float], f"{where}: {name}")

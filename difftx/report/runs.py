@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import operator
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -18,7 +17,7 @@ from difftx.json_files import JsonLines, parse_json_lines, read_json
 from difftx.model.flops import flops_per_token
 from difftx.registry import require_extensions
 from difftx.run_files import pulled
-from difftx.training.checkpoint.manifest import MANIFEST, read_manifest, steps_in
+from difftx.training.checkpoint.manifest import read_manifest, steps_in
 from difftx.training.checkpoint.reading import open_checkpoint
 from difftx.training.metrics import read_metrics
 from difftx.training.run import read_config, read_run_manifest
@@ -47,26 +46,8 @@ class RunRecord:
     rows: list[dict[str, Any]]  # Rows of metrics.jsonl.
     journal: list[dict[str, Any]]  # Entries of journal.jsonl. Each has the step and the name of an action of a guard.
     skipped: int  # Number of invalid lines in metrics.jsonl and journal.jsonl, such as half-written ones.
-
-    @property
-    def results(self) -> Results:
-        """The results of all suites, without those that `outdated` lists."""
-        return self._results_and_outdated[0]
-
-    @property
-    def outdated(self) -> list[tuple[str, int]]:
-        """The (suite, step) of each result whose weights differ from those that the step's checkpoint has now."""
-        return self._results_and_outdated[1]
-
-    @functools.cached_property  # Read on demand, because only the report uses the results of all suites.
-    def _results_and_outdated(self) -> tuple[Results, list[tuple[str, int]]]:
-        return _read_results(self.workdir, "*")
-
-    @functools.cached_property
-    def _validations(self) -> dict[int, dict[str, Any]]:
-        """Step → numbers in a result of the suite "loss"."""
-        results, _ = _read_results(self.workdir, "loss")
-        return {step: result["numbers"] for step, result in results.get("loss", {}).items()}
+    results: Results  # Results of all suites, without those that `outdated` lists.
+    outdated: list[tuple[str, int]]  # (Suite, step) of results whose weights are not those of the step's checkpoint.
 
     @property
     def tokens(self) -> int:
@@ -84,39 +65,34 @@ class RunRecord:
         """Return the rows of a split, such as "train", "valid" or "goodput"."""
         return [row for row in self.rows if row["split"] == name]
 
-    def last_validation(self) -> tuple[int, dict[str, Any]] | None:
-        """Return the step and the numbers of the newest validation by the suite "loss", or None if there is none.
+    def validations(self) -> dict[int, dict[str, Any]]:
+        """Return the numbers of each validation by the suite "loss", by step in ascending order.
 
-        At equal steps, the result's file has precedence over the row of the training, whose settings may be older.
+        A result of `difftx eval` has precedence over the row of the training, whose settings may be older.
         """
-        validations = self._logged_validations() | self._validations
-        return max(validations.items(), key=operator.itemgetter(0), default=None)
+        logged = {row["step"]: row for row in self.split("valid") if row.get("suite") == "loss"}
+        results = {step: result["numbers"] for step, result in self.results.get("loss", {}).items()}
+        return dict(sorted((logged | results).items()))
+
+    def last_validation(self) -> tuple[int, dict[str, Any]]:
+        """Return the step and the numbers of the newest validation. Without one, the step is -1."""
+        return next(reversed(self.validations().items()), (-1, {}))
 
     def last_value(self, number: str) -> float | None:
         """Return a number of the last validation, or None if it is missing or not finite.
 
         A finite value of an earlier validation would hide that the run has diverged since.
         """
-        last = self.last_validation()
-        value = last[1].get(number) if last else None
+        value = self.last_validation()[1].get(number)
         return value if isinstance(value, int | float) and np.isfinite(value) else None
 
-    def validations(self) -> list[dict[str, Any]]:
-        """Return the step and the numbers of each validation by the suite "loss", in ascending order of steps.
+    def evaluations(self, number: str) -> dict[int, float]:
+        """Return a number of each validation that has it, by step. Synthetic tasks have no bits per byte.
 
-        Results of `difftx eval` serve at steps that the training has not logged. Its rows have precedence here, because
-        a line should have the settings of one evaluation. Step 0 is left out: it has no place on a logarithmic axis.
+        Step 0 is left out: it has no place on a logarithmic axis.
         """
-        results = {step: {"step": step, **numbers} for step, numbers in self._validations.items()}
-        rows = results | self._logged_validations()
-        return [rows[step] for step in sorted(rows) if step > 0]
-
-    def evaluations(self, number: str) -> list[dict[str, Any]]:
-        """Return the validations that have the number. Synthetic tasks have no bits per byte."""
-        return [row for row in self.validations() if isinstance(row.get(number), int | float)]
-
-    def _logged_validations(self) -> dict[int, dict[str, Any]]:
-        return {row["step"]: row for row in self.split("valid") if row.get("suite") == "loss"}
+        found = {step: numbers.get(number) for step, numbers in self.validations().items() if step > 0}
+        return {step: value for step, value in found.items() if isinstance(value, int | float)}
 
     def progress(self, steps: Sequence[int]) -> dict[XAxis, list[float]]:
         """Return the value of each quantity of `X_AXES` after each of the given steps, which must be ascending.
@@ -211,8 +187,8 @@ def printable_json(value: Any) -> Any:
     return value
 
 
-def _read_results(workdir: Path, suite: str) -> tuple[Results, list[tuple[str, int]]]:
-    """Return the results of a suite, or of all with "*", and the (suite, step) of those that `outdated` lists."""
+def _read_results(workdir: Path) -> tuple[Results, list[tuple[str, int]]]:
+    """Return the fields `results` and `outdated` of a `RunRecord`."""
     results: Results = {}
     outdated = []
 
@@ -221,17 +197,16 @@ def _read_results(workdir: Path, suite: str) -> tuple[Results, list[tuple[str, i
         with contextlib.suppress(UserError):  # Without a readable checkpoint, nothing is outdated.
             return read_manifest(workdir / "checkpoints" / str(step)).weights
 
-    paths = [path for path in workdir.glob(f"evals/{suite}/*.json") if re.fullmatch("[0-9]{1,18}", path.stem)]
+    paths = [path for path in workdir.glob("evals/*/*.json") if re.fullmatch("[0-9]{1,18}", path.stem)]
     for path in sorted(paths, key=lambda path: (path.parent.name, int(path.stem))):
-        name, step = path.parent.name, int(path.stem)
-        result = printable_json(read_json(path))
+        suite, step, result = path.parent.name, int(path.stem), printable_json(read_json(path))
         if not isinstance(result, dict) or not isinstance(result.get("numbers"), dict):
             fix = "delete it, or run the suite again"
             raise UserError(f"{path}: not the result of a suite, it has no numbers; {fix}")
         if weights_of_step(step) in (None, result.get("weights")):
-            results.setdefault(name, {})[step] = result
+            results.setdefault(suite, {})[step] = result
         else:
-            outdated.append((name, step))
+            outdated.append((suite, step))
     return results, outdated
 
 
@@ -255,10 +230,6 @@ def _config_of_newest_checkpoint(workdir: Path, run_config: Config, manifest: Ma
 
 def _read_run(workdir: Path, name: str) -> RunRecord:
     run_config, manifest, path = read_config(workdir), read_run_manifest(workdir), workdir / "metrics.jsonl"
-    for part in ("data", "devices"):
-        if not isinstance(manifest.get(part, {}), dict):
-            why = f"not the description of a run ({part}: not an object)"
-            raise UserError(f"{workdir / MANIFEST}: {why}; delete it, and training writes it again")
     rows, skipped = read_metrics(path)
     if skipped:
         print(printable(f"{path}: skipped {skipped} lines that are not metrics"))
@@ -266,6 +237,7 @@ def _read_run(workdir: Path, name: str) -> RunRecord:
         raise UserError(f"{path}: no training steps in it yet")
     lines = JsonLines(workdir / "journal.jsonl").content()
     entries = list(parse_json_lines(lines, {"step": int, "event": object}))
+    results, outdated = _read_results(workdir)
     return RunRecord(
         name=name,
         workdir=workdir,
@@ -275,4 +247,6 @@ def _read_run(workdir: Path, name: str) -> RunRecord:
         rows=[row if row["split"] == "train" else printable_json(row) for row in rows],
         journal=printable_json([entry for entry in entries if entry is not None]),
         skipped=skipped + entries.count(None),
+        results=results,
+        outdated=outdated,
     )

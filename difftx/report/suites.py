@@ -1,6 +1,5 @@
 """The report's sections on suites: what each measures, its numbers and their differences, its charts and samples."""
 
-import collections
 import dataclasses
 import functools
 import itertools
@@ -264,25 +263,22 @@ def _merged(charts: Mapping[Arm, dict[str, Any]], colours: Mapping[str, str], ar
         return [chart]
     if chart["kind"] == "heatmap":
         return [{**of_arm, "title": f"{arm.name}: {of_arm['title']}"} for arm, of_arm in charts.items()]
-    measured = {arm: [x for x in of_arm["series"] if not x.get("is_reference")] for arm, of_arm in charts.items()}
     references = [line for of_arm in charts.values() for line in of_arm["series"] if line.get("is_reference")]
     references = [line for i, line in enumerate(references) if line not in references[:i]]
+    measured = {arm: [x for x in of_arm["series"] if not x.get("is_reference")] for arm, of_arm in charts.items()}
     is_single = max(map(len, measured.values())) == 1  # The names of the lines may then differ.
-    counts = collections.Counter(line["name"] for lines in measured.values() for line in lines)
-    shared: dict[str, list[dict[str, Any]]] = {}
-    own: list[dict[str, Any]] = []
+    by_name: dict[str, list[tuple[Arm, dict[str, Any]]]] = {}
     for arm, lines in measured.items():
         for line in lines:
-            if is_single or counts[line["name"]] == len(charts) > 1:
-                in_colour = {**line, "name": arm.name, "colour": colours[arm.name]}
-                shared.setdefault("" if is_single else line["name"], []).append(in_colour)
-            else:
-                own.append({**line, "name": f"{arm.name}: {line['name']}"})
-    merged = [
-        {**chart, "series": [*lines, *references]}
-        | ({"name": f"{chart['name']}: {name}", "title": f"{chart['title']}: {name}"} if name else {})
-        for name, lines in shared.items()
-    ]
+            by_name.setdefault("" if is_single else line["name"], []).append((arm, line))
+    merged, own = [], []
+    for name, lines in by_name.items():
+        if is_single or len(lines) == len(charts) > 1:
+            series = [{**line, "name": arm.name, "colour": colours[arm.name]} for arm, line in lines]
+            named = {"name": f"{chart['name']}: {name}", "title": f"{chart['title']}: {name}"} if name else {}
+            merged.append({**chart, "series": [*series, *references], **named})
+        else:
+            own += [{**line, "name": f"{arm.name}: {line['name']}"} for arm, line in lines]
     return merged + ([{**chart, "series": [*own, *references]}] if own else [])
 
 

@@ -2,13 +2,11 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from difftx.analysis.differences import MIN_BLOCKS, Difference, over_blocks
 from difftx.evals.result import format_together, format_value, signed_change
-from difftx.json_files import schema_error
 from difftx.model.abstract import count_parameters
 from difftx.model.architectures import heads_of
 from difftx.report.arms import EQUAL_SIZES, Arm, arms_of, over_runs, seeds_of
@@ -78,9 +76,9 @@ def _why_missing(runs: Sequence[RunRecord], metric: Metric) -> list[str]:
     """Return a sentence for each run whose last validation has a non-finite loss, and one for all without a loss."""
     found, unvalidated = [], []
     for run in runs:
-        last = run.last_validation()
-        if last and metric in last[1]:
-            found.append(f"{run.name}: the loss of its last validation, at step {last[0]:,}, is not finite.")
+        step, numbers = run.last_validation()
+        if metric in numbers:
+            found.append(f"{run.name}: the loss of its last validation, at step {step:,}, is not finite.")
         else:
             unvalidated.append(run.name)
     if unvalidated:
@@ -143,17 +141,14 @@ def _text(runs: Sequence[RunRecord]) -> str:
 
 def _blocks(run: RunRecord) -> dict[tuple[str, ...], tuple[np.ndarray, np.ndarray]]:
     """Return the nats and the tokens of each block of the last validation, by what identifies the blocks' targets."""
-    last = run.last_validation()
-    details: Any = run.results.get("loss", {}).get(last[0] if last else -1, {}).get("details")
-    if schema_error(details, {"sets": {str: {"blocks": {"nats": [float], "tokens": [int], "targets_sha256": str}}}}):
-        return {}
-    by_targets: dict[tuple[str, ...], tuple[np.ndarray, np.ndarray]] = {}
-    for scores in details["sets"].values():
-        blocks = scores["blocks"]
-        if len(blocks["nats"]) == len(blocks["tokens"]) and sum(blocks["tokens"]):
-            targets = (blocks["targets_sha256"], *map(str, blocks["tokens"]))
-            by_targets[targets] = np.array(blocks["nats"]), np.array(blocks["tokens"], float)
-    return by_targets
+    step, _ = run.last_validation()
+    sets = run.results.get("loss", {}).get(step, {}).get("details", {}).get("sets", {})
+    all_blocks = [scores["blocks"] for scores in sets.values()]
+    return {
+        (blocks["targets_sha256"], *map(str, blocks["tokens"])): (np.array(blocks["nats"]), np.array(blocks["tokens"]))
+        for blocks in all_blocks
+        if sum(blocks["tokens"])
+    }
 
 
 def _limits(arms: Sequence[Arm]) -> list[str]:
@@ -163,9 +158,9 @@ def _limits(arms: Sequence[Arm]) -> list[str]:
     for run in runs:
         if (step := run.split("train")[-1]["step"]) < run.steps:
             limits.append(f"{run.name} is not finished: step {step:,} of {run.steps:,}.")
-        if (last := run.last_validation()) is not None and last[0] < step:
+        if (validated := run.last_validation()[0]) < step:
             limits.append(
-                f"{run.name} has trained to step {step:,}, but its last validation is that of step {last[0]:,} "
+                f"{run.name} has trained to step {step:,}, but its last validation is that of step {validated:,} "
                 "(run difftx eval --suite=loss)."
             )
     models = {arm.name: arm.runs[0].config.model for arm in arms}

@@ -19,6 +19,7 @@ from difftx.commands import examination
 from difftx.config.recipes import load_config
 from difftx.json_files import schema_error
 from difftx.kernels import api
+from difftx.kernels.backend import Ranking
 from difftx.launch import health
 from difftx.parallel import multihost
 from difftx.storage import objects
@@ -97,21 +98,14 @@ def test_json_is_one_object_with_the_documented_fields(doctor):
     assert found["config"]["kernel"] == "xla"
 
 
-@pytest.mark.exhaustive  # It takes a minute. kernels/measure_test.py tests the rule.
-def test_a_microbatch_that_does_not_fit_is_measured_in_part(tmp_path):
-    """Examine configs/diff_3b.py with 32,768 shorter rows on one CPU, whose q, k and v need 77 GB."""
-    # The vocabulary of the default tokenizer needs a network.
-    flags = ["--json", "--config=configs/diff_3b.py:diff", f"--workdir={tmp_path}", "--config.data.tokenizer=bytes"]
-    command = ["difftx", "doctor", *flags, "--config.data.sequence_length=128"]
-    result = commands().run(command, environment=child_environment(1), folder=ROOT)
-    assert result.returncode == 1, result.stderr
-    found = json.loads(result.stdout)
-    assert found["problems"][-1].startswith("data.path is not set")  # Memory or disk may be too small as well.
-    assert [row["correct"] for row in found["kernels"]] == [True, True]
-    assert all(1 < row["ratio_to_floor"] < 100 for row in found["kernels"])
-    for function in ("attention", "diff_attention"):
-        scaled = f"32768 rows per device, of which 56 fit a measurement: the times of {function} are scaled"
-        assert any(scaled in line for line in found["advice"]), found["advice"]
+def test_a_microbatch_that_does_not_fit_is_measured_in_part():
+    """kernels/measure_test.py tests the rule. A device of configs/diff_3b.py here has 32,768 shorter rows."""
+    rows = {"data.tokenizer": "bytes", "data.sequence_length": "128", "train.global_batch_tokens": str(2**25)}
+    ranking, advice = Ranking("diff_attention", {}, {"xla": 5.0}, {}), []
+    (row,) = examination._kernels({"diff_attention": (load_config("diff_3b:diff", rows), ranking)}, 1e12, advice)
+    assert row["correct"]
+    scaled = "32768 rows per device, of which 56 fit a measurement: the times of diff_attention are scaled"
+    assert scaled in advice[0]
 
 
 @pytest.mark.long
@@ -123,16 +117,12 @@ def test_the_page_fits_100_columns(doctor):
         assert text in result.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("flags", "changes", "problem"),
     [
-        ((), {"data__path": "/nowhere/text.txt"}, "data.path='/nowhere/text.txt': "),
         ((), {"mesh__fsdp": 3}, "these sizes do not multiply to the 2 devices here"),
-        ((), {"model__mlp_dim": 1_000_000_000}, "of this machine; use a smaller model"),
-        pytest.param(("--workdir=/proc/run",), {}, "No file can be created there", marks=pytest.mark.long),
-        pytest.param(
-            (), {"model__vocab_size": 128}, "model.vocab_size=128 is less than the 257 tokens", marks=pytest.mark.long
-        ),
+        (("--workdir=/proc/run",), {}, "No file can be created there"),
     ],
 )
 def test_problems_that_prevent_a_training_give_exit_code_1(doctor, flags, changes, problem):
@@ -169,6 +159,22 @@ def test_the_kernel_of_a_config_is_the_fastest_of_its_own_function(text_file, tm
     assert found().problems == ["no kernel of diff_attention gives right results on this device"]
 
 
+@pytest.fixture
+def examined(text_file, tmp_path):
+    """Return a function from changes of the config and findings on the machine to the findings on the config."""
+
+    def examine(changes, *, storage, kind="cpu", matmul_flops=1e12):
+        config = load_config("quickstart:diff", TINY | {"data.path": str(text_file), "mesh.fsdp": "-1"} | changes)
+        found = examination.Findings(devices={"kind": kind, "matmul_flops": matmul_flops}, storage=storage)
+        options = argparse.Namespace(workdir=tmp_path / "run", config="quickstart:diff")
+        with found.part():
+            examination._examine_config(options, config, found)
+        return found
+
+    return examine
+
+
+AUTO = {"model.compute_dtype": "bfloat16", "mesh.preset": "auto"}
 BUCKET_SCHEMA = {"folder": str, "write": float, "read": float, "latency_seconds": float, "conditional_writes": bool}
 
 
@@ -214,30 +220,21 @@ def test_speeds_of_a_bucket(bucket, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "matmul_flops", "changes", "expected"),
     [
-        ("NVIDIA H200", 900e12, {"model.compute_dtype": "bfloat16", "mesh.preset": "auto"}, []),
-        ("NVIDIA H200", 900e12, {"model.compute_dtype": "bfloat16"}, ["mesh.preset=none; with auto, difftx selects"]),
-        (
-            "NVIDIA H200",
-            247e12,
-            {"model.compute_dtype": "bfloat16", "mesh.preset": "auto"},
-            ["matrix products reach 25% of the data sheet; look for other processes"],
-        ),
-        ("NVIDIA L40S", 1e12, {"model.compute_dtype": "bfloat16", "mesh.preset": "auto"}, []),  # Its peak is unknown.
+        ("NVIDIA H200", 900e12, AUTO, []),
+        ("NVIDIA H200", 900e12, AUTO | {"mesh.preset": "none"}, ["mesh.preset=none; with auto, difftx selects"]),
+        ("NVIDIA H200", 247e12, AUTO, ["matrix products reach 25% of the data sheet; look for other processes"]),
+        ("NVIDIA L40S", 1e12, AUTO, []),  # Its peak is unknown.
         (
             "NVIDIA H200",
             50e12,
-            {"model.compute_dtype": "float32", "mesh.preset": "auto"},
+            AUTO | {"model.compute_dtype": "float32"},
             ["model.compute_dtype=float32 does not use the fast matrix units; set it to bfloat16"],
         ),
     ],
 )
-def test_advice_on_a_gpu(kind, matmul_flops, changes, expected, text_file, tmp_path, monkeypatch):
-    overrides = TINY | {"data.path": str(text_file), "mesh.fsdp": "-1"} | changes
-    config = load_config("quickstart:diff", overrides)
-    found = examination.Findings(devices={"kind": kind, "matmul_flops": matmul_flops}, storage={"write": 1e9})
-    options = argparse.Namespace(workdir=tmp_path / "run", config="quickstart:diff")
+def test_advice_on_a_gpu(kind, matmul_flops, changes, expected, examined, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    examination._examine_config(options, config, found)
+    found = examined(changes, storage={"write": 1e9}, kind=kind, matmul_flops=matmul_flops)
     assert len(found.advice) == len(expected)
     assert all(line.startswith(start) for line, start in zip(found.advice, expected, strict=True)), found.advice
     assert found.config["tokens_per_second"] > 0
@@ -261,11 +258,8 @@ def test_advice_on_a_gpu(kind, matmul_flops, changes, expected, text_file, tmp_p
         ),
     ],
 )
-def test_space_and_time_of_checkpoints(changes, storage, problem, advice, text_file, tmp_path):
-    config = load_config("quickstart:diff", TINY | {"data.path": str(text_file), "mesh.fsdp": "-1"} | changes)
-    found = examination.Findings(devices={"kind": "cpu", "matmul_flops": 1e12}, storage={"folder": "/here"} | storage)
-    options = argparse.Namespace(workdir=tmp_path / "run", config="quickstart:diff")
-    examination._examine_config(options, config, found)
+def test_space_and_time_of_checkpoints(changes, storage, problem, advice, examined):
+    found = examined(changes, storage={"folder": "/here"} | storage)
     for pattern, lines in ((problem, found.problems), (advice, found.advice)):
         assert len(lines) == (pattern is not None), lines
         assert all(re.match(pattern, line) for line in lines), lines
@@ -286,20 +280,18 @@ def test_a_checkpoint_that_is_kept_for_two_reasons_counts_once(
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
+        ({"data.path": "/nowhere/text.txt"}, "data.path='/nowhere/text.txt': "),
+        ({"model.mlp_dim": "1000000000"}, "of this machine; use a smaller model"),
+        ({"model.vocab_size": "128"}, "model.vocab_size=128 is less than the 257 tokens"),
         ({"eval.suites": "exact_match"}, "suite 'exact_match': "),
         ({"checkpoint.export_every_steps": "1000", "model.window": "8"}, "model.window=8 cannot be converted: "),
         ({"logging.wandb_project": "mine"}, "logging.wandb_project='mine': wandb is not installed"),
     ],
 )
-def test_a_config_that_training_refuses_is_a_problem(changes, problem, text_file, tmp_path, monkeypatch):
+def test_a_config_that_training_refuses_is_a_problem(changes, problem, examined, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    config = load_config("quickstart:diff", TINY | {"data.path": str(text_file), "mesh.fsdp": "-1"} | changes)
-    found = examination.Findings(devices={"kind": "cpu", "matmul_flops": 1e12}, storage={"write": 1e9})
-    options = argparse.Namespace(workdir=tmp_path / "run", config="quickstart:diff")
-    with found.part():
-        examination._examine_config(options, config, found)
-    (line,) = found.problems
-    assert line.startswith(problem)
+    (line,) = examined(changes, storage={"write": 1e9}).problems
+    assert problem in line
 
 
 def test_collectives_are_measured_on_the_mesh_of_the_preset(text_file, tmp_path, monkeypatch):
@@ -331,32 +323,25 @@ def test_versions_of_libraries_of_accelerators(monkeypatch):
     assert "libtpu" not in software
 
 
-def together(*flags, own=((), ())):
-    """Run the command in two processes of two devices, and return the exit code and the outputs of both."""
-    shared = ["--coordinator", f"localhost:{free_port()}", "--processes", "2", "--json"]
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "difftx", "doctor", *flags, *shared, "--process", str(process), *more],
-            cwd=ROOT,
-            env=child_environment(2),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process, more in enumerate(own)
-    ]
-    outputs = [process.communicate(timeout=240) for process in started]
-    return [(process.returncode, *output) for process, output in zip(started, outputs, strict=True)]
-
-
 @pytest.mark.long
 def test_two_processes_report_what_one_of_them_lacks(tmp_path):
     text, missing = tmp_path / "text.txt", tmp_path / "nowhere.txt"
     write_text(text)
-    overrides = [f"--config.{name}={value}" for name, value in (TINY | {"mesh.fsdp": "4"}).items()]
-    own = [[f"--config.data.path={path}"] for path in (text, missing)]
-    flags = ["--config=configs/quickstart.py:diff", f"--workdir={tmp_path / 'run'}", *overrides]
-    first, second = together(*flags, own=own)
+    flags = [f"--config.{name}={value}" for name, value in (TINY | {"mesh.fsdp": "4"}).items()]
+    flags += ["--config=configs/quickstart.py:diff", f"--workdir={tmp_path / 'run'}", "--json"]
+    flags += ["--coordinator", f"localhost:{free_port()}", "--processes", "2"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "difftx", "doctor", *flags, "--process", str(process), f"--config.data.path={path}"],
+            cwd=ROOT,
+            env=child_environment(2),
+            **pipes,
+        )
+        for process, path in enumerate((text, missing))
+    ]
+    outputs = [process.communicate(timeout=240) for process in started]
+    first, second = ((process.returncode, *output) for process, output in zip(started, outputs, strict=True))
     assert (first[0], second[0]) == (1, 1), (first, second)
     assert second[1] == ""
     found = json.loads(first[1])

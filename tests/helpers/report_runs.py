@@ -55,7 +55,7 @@ def write_run(
     }
     manifest["data"] |= {} if text is None else {"source train": text}
     (workdir / "manifest.json").write_text(json.dumps(manifest))
-    writer = MetricsWriter(workdir, config.logging, 0)
+    writer = MetricsWriter(workdir, dataclasses.replace(config.logging, tensorboard=False), 0)
     for step in range(every, config.train.steps + 1, every):
         row = {
             "loss": loss(step),

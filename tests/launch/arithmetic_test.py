@@ -22,6 +22,11 @@ def struct(*shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+def differential(b, t, h, k, d):
+    """Return q, k, v and λ of differential attention with `h` query heads and `k` key heads."""
+    return struct(b, t, h, 2, d), struct(b, t, k, 2, d), struct(b, t, k, 2 * d), struct(b, t, h, dtype="float32")
+
+
 def flops(function, *arguments):
     return executed_flops(jax.jit(function).trace(*arguments).jaxpr)
 
@@ -93,12 +98,7 @@ def pallas_calls(jaxpr):
 def test_tpu_kernels_state_the_flops_of_their_bodies(window, block, copies, monkeypatch):
     monkeypatch.setattr(pallas_tpu, "_tiles", lambda _: pallas_tpu.Tiles(block, vmem_mib=16, dq_mib=0))
     b, t, h, k, d = 2, 640, 4, 2, 64
-    q, key, v, lam = (
-        struct(b, t, h, 2, d),
-        struct(b, t, k, 2, d),
-        struct(b, t, k, 2 * d),
-        struct(b, t, h, dtype="float32"),
-    )
+    q, key, v, lam = differential(b, t, h, k, d)
 
     def both(q, k, v, lam):
         call = functools.partial(dict, window=window, interpret=True)
@@ -152,9 +152,7 @@ def test_windows_reduce_the_flops():
         with window_scope(window):
             return pallas_gpu.forward(q, k, v, lam, None, window=window, interpret=False)
 
-    pair = struct(b, t, h, 2, d)
-    arguments = pair, pair, struct(b, t, h, 2 * d), struct(b, t, h, dtype="float32")
-    assert flops(forward, *arguments) == pytest.approx(2 * d * pairs * b * h * 6, rel=1e-3)
+    assert flops(forward, *differential(b, t, h, h, d)) == pytest.approx(2 * d * pairs * b * h * 6, rel=1e-3)
 
 
 def test_cudnn_calls_are_counted_by_name():
@@ -171,12 +169,7 @@ def test_cudnn_calls_are_counted_by_name():
 
 def test_mosaic_gpu_kernels_are_counted_by_name():
     b, t, h, k, d = 2, 256, 4, 2, 64
-    q, key, v, lam = (
-        struct(b, t, h, 2, d),
-        struct(b, t, k, 2, d),
-        struct(b, t, k, 2 * d),
-        struct(b, t, h, dtype="float32"),
-    )
+    q, key, v, lam = differential(b, t, h, k, d)
     out = struct(b, t, h, 2 * d)
 
     def forward(q, k, v, lam):

@@ -181,6 +181,18 @@ def test_a_sweep_survives_preemption_stop_and_kill(config_file, tmp_path):
     assert "diff-s is finished, but with another optimizer.b1: 0.9 → 0.8" in stderr
 
 
+def finish(point, workdir, signature=None):
+    """Write the last row of a run's metrics and its last checkpoint, of which the sweep compares sizes only."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    row = {"split": "train", "attempt": 1, "loss": 1.0, "tokens": 1, "tokens_per_second": 10.0, "step_seconds": 1.0}
+    with (workdir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row | {"step": STEPS}) + "\n")
+    with contextlib.closing(Checkpointer(workdir, point.config.checkpoint)) as writer:
+        ones = {"layer": jnp.ones((300, 2))}
+        loader = {"examples": 0, "tokens": 0, "signature": signature or {}}
+        writer.save(TrainState(jnp.int32(STEPS), ones, {"mu": ones}), loader, point.config)
+
+
 def read(master):
     try:
         return os.read(master, 65_536)
@@ -231,97 +243,81 @@ def test_the_reason_of_a_failure_is_found():
 
 def test_a_run_is_finished_when_its_last_step_is_saved(config_file, tmp_path):
     (point,) = make_points(f"{config_file}:diff-s", {"seed": ["0"]}, {})
-    (tmp_path / "checkpoints" / "400").mkdir(parents=True)
-    row = {"split": "train", "attempt": 1, "loss": 1.0, "tokens": 1, "tokens_per_second": 10.0, "step_seconds": 1.0}
+    status = RunStatus(point, tmp_path)
 
     def finished():
-        status = RunStatus(point, tmp_path)
         status.refresh()
         return status.is_finished()
 
+    (tmp_path / "checkpoints" / "400").mkdir(parents=True)
     assert not finished()
-    metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text("".join(json.dumps(row | {"step": step}) + "\n" for step in range(1, STEPS + 1)))
+    metrics, last = tmp_path / "metrics.jsonl", tmp_path / "checkpoints" / str(STEPS)
+    row = {"split": "train", "attempt": 1, "loss": 1.0, "tokens": 1, "tokens_per_second": 10.0, "step_seconds": 1.0}
+    metrics.write_text("".join(json.dumps(row | {"step": step}) + "\n" for step in range(1, STEPS)))
     assert metrics.stat().st_size > NEWEST_BYTES  # The last NEWEST_BYTES begin within a line.
+    last.mkdir()
+    assert not finished()  # A folder alone is not a checkpoint.
+    last.rmdir()
+    finish(point, tmp_path)
     with metrics.open("a") as file:
         for suite, loss in (("loss", 2.5), ("loss", 2.25), ("recall", 9.0)):
             numbers = {"split": "valid", "step": STEPS, "attempt": 1, "suite": suite, "loss": loss}
             file.write(json.dumps(numbers) + "\n")
-    status = RunStatus(point, tmp_path)
-    status.refresh()
-    assert status.cells()[2:5] == [f"{STEPS}/{STEPS}", "1.0000", "2.2500"]
-    assert not finished()
-    (tmp_path / "checkpoints" / str(STEPS)).mkdir()
-    assert not finished()  # A folder alone is not a checkpoint.
-    (tmp_path / "checkpoints" / str(STEPS)).rmdir()
-    with contextlib.closing(Checkpointer(tmp_path, point.config.checkpoint)) as writer:
-        ones = {"layer": jnp.ones((300, 2))}
-        writer.save(TrainState(jnp.int32(STEPS), ones, {"mu": ones}), {"signature": {}}, point.config)
     assert finished()
-    array = largest_file(tmp_path / "checkpoints" / str(STEPS))
+    assert status.cells()[2:5] == [f"{STEPS}/{STEPS}", "1.0000", "2.2500"]
+    array = largest_file(last)
     content = array.read_bytes()
     array.write_bytes(content[:-1])
     assert not finished()
     array.write_bytes(content)
-    assert finished()
     metrics.write_text(json.dumps(row | {"step": STEPS - 1}) + "\n" + '{"split": "tra')
     assert not finished()
 
 
 def test_a_finished_run_of_other_data_or_extensions_is_not_skipped(config_file, tmp_path, monkeypatch):
     """The config is the same in all cases. Only the contents of the store or of the extension differ."""
-    (tmp_path / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(9000)))
-    prepared(tmp_path / "store", f"--input={tmp_path / 'text.txt'}", "--valid_fraction=0.2")
-    data = {"data.path": str(tmp_path / "store"), "data.tokenizer": "bytes"}
+    known, store = tmp_path / "mine.py", tmp_path / "store"
+
+    def prepare(power):
+        (tmp_path / "text.txt").write_text(
+            "".join(f"{i} to the power of {power} is {i**power}.\n" for i in range(9000))
+        )
+        prepared(store, f"--input={tmp_path / 'text.txt'}", "--valid_fraction=0.2")
+
+    def load_extension(digit):
+        monkeypatch.setattr(registry, "_extensions", {known: Extension(str(known), digit * 64)})
+
+    prepare(2)
+    load_extension("0")
+    monkeypatch.setattr("difftx.config.Config.used_extensions", [Extension(str(known), "0" * 64)])
+    data = {"data.path": str(store), "data.tokenizer": "bytes"}
     if_long = {"data.upsampling.longer_than_tokens": "40", "data.upsampling.share": "0.5"}
+    sweeps = []
     for number, overrides in enumerate([data, data | if_long]):
+        (point,) = make_points(f"{config_file}:diff-s", {"seed": ["0"]}, overrides)
         out = tmp_path / f"runs{number}"
-        points = make_points(f"{config_file}:diff-s", {"seed": ["0"]}, overrides)
-        workdir, config = out / points[0].name, points[0].config
-        workdir.mkdir(parents=True)
-        row = {"split": "train", "attempt": 1, "loss": 1.0, "tokens": 1, "tokens_per_second": 10.0, "step_seconds": 1.0}
-        (workdir / "metrics.jsonl").write_text(json.dumps(row | {"step": STEPS}) + "\n")
-        signature = load_sources(config.data, load_tokenizer("bytes")).signature
-        known = tmp_path / "mine.py"
-        with monkeypatch.context() as patch:
-            patch.setattr(registry, "_extensions", {known: Extension(str(known), "0" * 64)})
-            patch.setattr("difftx.config.Config.used_extensions", [Extension(str(known), "0" * 64)])
-            with contextlib.closing(Checkpointer(workdir, config.checkpoint)) as writer:
-                ones = {"layer": jnp.ones((300, 2))}
-                loader = {"examples": 0, "tokens": 0, "signature": signature}
-                writer.save(TrainState(jnp.int32(STEPS), ones, {"mu": ones}), loader, config)
-            runner.Sweep(points, out, {})  # Nothing differs.
-            patch.setattr(registry, "_extensions", {known: Extension(str(known), "1" * 64)})
-            hashes = r"\(SHA-256 0{12}… → 1{12}…\)"
-            message = (
-                rf"finished, but with another extension .*mine.py, or a module that it imports {hashes}; use another"
-            )
-            with pytest.raises(UserError, match=message):
-                runner.Sweep(points, out, {})
-            patch.setattr(registry, "_extensions", {known: Extension(str(known), "0" * 64)})
-            (tmp_path / "store").rename(tmp_path / "first")
-            (tmp_path / "more.txt").write_text("".join(f"{i} cubed is {i**3}.\n" for i in range(9000)))
-            prepared(tmp_path / "store", f"--input={tmp_path / 'more.txt'}", "--valid_fraction=0.2")
-            with pytest.raises(
-                UserError, match=r"with another source train [0-9a-f]{12}… → [0-9a-f]{12}…; use another"
-            ):
-                runner.Sweep(points, out, {})
-            shutil.rmtree(tmp_path / "store")
-            (tmp_path / "first").rename(tmp_path / "store")
+        finish(point, out / point.name, load_sources(point.config.data, load_tokenizer("bytes")).signature)
+        sweeps.append(([point], out, {}))
+        runner.Sweep(*sweeps[-1])  # Nothing differs.
+    load_extension("1")
+    changed = r"another extension .*mine.py, or a module that it imports \(SHA-256 0{12}… → 1{12}…\); use another"
+    for arguments in sweeps:
+        with pytest.raises(UserError, match=f"finished, but with {changed}"):
+            runner.Sweep(*arguments)
+    load_extension("0")
+    shutil.rmtree(store)
+    prepare(3)
+    for arguments in sweeps:
+        with pytest.raises(UserError, match=r"with another source train [0-9a-f]{12}… → [0-9a-f]{12}…; use another"):
+            runner.Sweep(*arguments)
 
 
 def test_changes_of_eval_that_finished_runs_do_not_get_are_printed_once(config_file, tmp_path, capsys):
     def points(**fields):
         return make_points(f"{config_file}:diff-s", {"seed": ["0", "1"]}, fields)
 
-    row = {"split": "train", "attempt": 1, "loss": 1.0, "tokens": 1, "tokens_per_second": 10.0, "step_seconds": 1.0}
     for point in points():
-        workdir = tmp_path / point.name
-        workdir.mkdir()
-        (workdir / "metrics.jsonl").write_text(json.dumps(row | {"step": STEPS}) + "\n")
-        with contextlib.closing(Checkpointer(workdir, point.config.checkpoint)) as writer:
-            ones = {"layer": jnp.ones((300, 2))}
-            writer.save(TrainState(jnp.int32(STEPS), ones, {"mu": ones}), {"signature": {}}, point.config)
+        finish(point, tmp_path / point.name)
     capsys.readouterr()
 
     def printed(**fields):

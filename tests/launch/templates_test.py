@@ -1,5 +1,7 @@
 """Job files that `difftx sweep --launcher` writes. The tests parse them, and run them with stubs of their tools."""
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -14,7 +16,7 @@ import yaml
 from conftest import ROOT
 from helpers.cases import marked
 
-from difftx.commands import sweep
+from difftx.commands import sweep, train
 from difftx.errors import UserError
 from difftx.launch.jobs import GRACE_SECONDS, LAUNCHERS, TEMPLATES
 from difftx.storage.paths import LIBRARIES
@@ -109,8 +111,9 @@ def write(tmp_path, monkeypatch, capsys):
 def check_flags(flags, config, workdir):
     """Compare flags with their expected values, and check that train.py accepts them."""
     assert flags[:2] == [f"--config={config}:diff-1.4b", f"--workdir={workdir}"]
-    command = [sys.executable, "train.py", *flags, "--print_config"]
-    result = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    with contextlib.chdir(ROOT), contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert train.main([*flags, "--print_config"]) == 0
+    result = json.loads(printed.getvalue())
     assert (result["model"]["d_model"], result["data"]["path"]) == (2048, DATA)
 
 
@@ -333,15 +336,6 @@ def test_a_jobset_restarts_after_the_exit_codes_of_interruptions(launcher, stubs
     check_flags(flags, "configs/scaling.py", f"{MOUNT}/{OUT}/{NAME}")
 
 
-@pytest.mark.parametrize("launcher", ["jobset", "jobset-gpu"])
-def test_spot_nodes_are_selected_and_tolerated(launcher, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    pod = yaml.safe_load(write_in_bucket(launcher, "gs://bucket/scaling", "spot=true").read_text())
-    pod = pod["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    assert pod["nodeSelector"]["cloud.google.com/gke-spot"] == "true"
-    assert {"key": "cloud.google.com/gke-spot", "operator": "Exists"} in pod["tolerations"]
-
-
 def write_in_bucket(launcher, out, *more):
     """Return the job file of a run in a bucket."""
     settings = [setting for setting in SETTINGS[launcher] if setting.partition("=")[0] not in ("mount", "claim")]
@@ -371,6 +365,10 @@ def test_a_run_in_a_bucket_needs_no_volume_no_library_and_no_credentials(launche
         volumes = [{"name": "shm", "emptyDir": {"medium": "Memory"}}] if launcher == "jobset-gpu" else None
         assert pod.get("volumes") == volumes
         assert "fsGroup" not in pod["securityContext"]
+        job = yaml.safe_load(write_in_bucket(launcher, "gs://bucket/scaling", "spot=true").read_text())
+        pod = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+        assert pod["nodeSelector"]["cloud.google.com/gke-spot"] == "true"
+        assert {"key": "cloud.google.com/gke-spot", "operator": "Exists"} in pod["tolerations"]
     else:
         subprocess.run(["bash", "-n", job], check=True)
 

@@ -5,7 +5,6 @@ import json
 import xml.etree.ElementTree as ET
 
 import matplotlib.image
-import matplotlib.text
 import numpy as np
 import pytest
 from helpers.report_runs import write_result, write_run
@@ -14,7 +13,8 @@ from difftx.commands.evaluate import draw_curves
 from difftx.errors import UserError
 from difftx.model.flops import flops_per_token
 from difftx.report import curves
-from difftx.report.curves import format_table, smoothed, write_curves
+from difftx.report.arms import arms_of
+from difftx.report.curves import format_table, loss_chart, smoothed, write_curves
 from difftx.report.points import read_points
 from difftx.report.runs import data_notes, match_runs
 from difftx.training.run import write_run_files
@@ -47,7 +47,7 @@ def test_a_run_that_only_difftx_eval_has_validated_has_a_curve(config, tmp_path)
     ((row,), *_) = write_curves(str(workdir), tmp_path / "out", "bits_per_byte")
     assert (row["loss"], row["bits_per_byte"]) == (3.0, 1.5)
     (run,) = match_runs(str(workdir), "curves")
-    assert [(row["step"], row["loss"]) for row in run.evaluations("loss")] == [(3, 6.0), (6, 3.0)]
+    assert run.evaluations("loss") == {3: 6.0, 6: 3.0}
 
 
 def test_progress_after_a_step(config, tmp_path):
@@ -74,30 +74,20 @@ def test_a_branch_spends_seconds_from_the_step_at_which_it_starts(config, tmp_pa
     assert run.progress([30, 40])["seconds"] == [20, 40]
 
 
-def drawn(config, tmp_path, monkeypatch, *options):
-    """Return the axes of the figure of two runs."""
-    figures = []
-    monkeypatch.setattr(curves, "save_figure", lambda figure, stem: figures.append(figure) or [])
+def test_the_legend_has_the_last_values(config, tmp_path):
     for name, offset in (("diff", 7), ("transformer", 8)):
-        if not (tmp_path / "runs" / name).exists():
-            write_run(tmp_path / "runs" / name, config(name), loss=lambda step, offset=offset: offset - step)
-    write_curves(str(tmp_path / "runs" / "*"), tmp_path, *options)
-    return figures[0].axes
-
-
-def test_one_figure_with_the_last_values_in_the_legend(config, tmp_path, monkeypatch):
-    (axes,) = drawn(config, tmp_path, monkeypatch)
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("training tokens", "loss (nats per token)")
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["diff: 1.000", "transformer: 2.000"]
-    validations = {line.get_label(): line.get_xydata().tolist() for line in axes.lines if line.get_marker() == "o"}
-    assert validations == {"diff: 1.000": [[768, 4], [1536, 1]], "transformer: 2.000": [[768, 5], [1536, 2]]}
-    assert len(axes.lines) == 4
-    # The curves of the training loss are in the background.
-    assert {line.get_alpha() for line in axes.lines if line.get_marker() == "None"} == {0.5}
-    assert len({line.get_color() for line in axes.lines}) == 2
-    (axes,) = drawn(config, tmp_path, monkeypatch, "bits_per_byte", "seconds")
-    assert (axes.get_xlabel(), len(axes.lines)) == ("seconds of training", 2)
-    assert axes.lines[0].get_xdata().tolist() == [6, 12]
+        write_run(tmp_path / name, config(name), loss=lambda step, offset=offset: offset - step)
+    arms, colours = arms_of(match_runs(f"{tmp_path}/*", "curves")), {"diff": "red", "transformer": "blue"}
+    chart = loss_chart(arms, colours, "loss", "tokens")
+    assert (chart["x_label"], chart["y_label"]) == ("training tokens", "loss (nats per token)")
+    lines = {(line["colour"], line["group"]): (line["x"], line["y"]) for line in chart["series"]}
+    assert lines["red", "diff: 1.000"] == ([768, 1536], [4, 1])
+    assert lines["blue", "transformer: 2.000"] == ([768, 1536], [5, 2])
+    # The curves of the training loss are in the background, without a name in the legend.
+    assert [line["group"] for line in chart["series"] if line.get("style") == "faint"] == ["", ""]
+    chart = loss_chart(arms, colours, "bits_per_byte", "seconds")
+    assert chart["x_label"] == "seconds of training"
+    assert [line["x"] for line in chart["series"]] == [[6, 12], [6, 12]]
 
 
 def test_smoothing_has_no_lag():

@@ -11,7 +11,7 @@ from difftx.evals.attention.suite import NUMBERS
 from difftx.evals.result import Number
 from difftx.report.arms import arms_of
 from difftx.report.charts import COLOURS, colours_of
-from difftx.report.panels import Cell, Panel, panel_over_steps, wall_time
+from difftx.report.panels import Cell, Panel, wall_time
 from difftx.report.runs import read_runs
 from difftx.report.suites import suite_sections
 
@@ -73,9 +73,12 @@ def test_lines_over_layers_are_drawn_over_the_steps(tmp_path):
     found = {panel.title: panel for panel in section.folded}
     drawn = {title for title in found if "over the steps" in title}
     assert drawn == {f"Cosine: {line}, over the steps: diff" for line in ("noise", "answer")}
-    values = found["Cosine: answer, over the steps: diff"].values
-    assert values.header == ["steps", "layer 1", "layer 2"]
-    assert values.rows == [["3", "0.3000", "1.300"], ["6", "0.6000", "1.600"], ["9", "0.9000", "1.900"]]
+    drawn = found["Cosine: answer, over the steps: diff"].chart
+    assert drawn["x_label"] == "steps"
+    assert drawn["series"] == [
+        {"name": "layer 1", "x": [3, 6, 9], "y": [0.3, 0.6, 0.9]},
+        {"name": "layer 2", "x": [3, 6, 9], "y": [1.3, 1.6, 1.9]},
+    ]
 
 
 def test_differences_are_better_or_worse_by_direction_not_by_sign(tmp_path):
@@ -162,21 +165,23 @@ def test_a_difference_that_says_nothing_has_no_winner(tmp_path, transformer, dif
 
 
 def test_lines_of_a_chart_of_two_models_become_a_figure_each(tmp_path):
-    workdirs = [write_run(tmp_path / name, tiny(name, train__steps=3)) for name in ("transformer", "diff")]
+    """A line that only one of them has stays in a figure of its own, with the model in its name."""
     guess = {"name": "guessing", "x": [1.0, 2.0], "y": [0.5, 0.5], "is_reference": True}
-    for workdir in workdirs:
+    workdirs = []
+    for name in ("transformer", "diff"):
+        workdirs.append(write_run(tmp_path / name, tiny(name, train__steps=3)))
         both = chart(0.3)
         alone = {**both, "name": "alone", "title": "Alone", "series": [both["series"][1], guess]}
-        write_result(
-            workdir, "own", 3, {}, [{**both, "series": [*both["series"], guess]}, alone, heatmap([[1.0, 2.0]])]
-        )
+        own = [{**both["series"][1], "name": "λ"}] if name == "diff" else []
+        charts = [{**both, "series": [*both["series"], *own, guess]}, alone, heatmap([[1.0, 2.0]])]
+        write_result(workdirs[-1], "own", 3, {}, charts)
     (section,) = sections_of(workdirs).values()
     drawn = {title: [line["name"] for line in p.chart.get("series", [])] for title, p in panels_of(section).items()}
     pair = ["transformer", "diff", "guessing"]
-    maps = {"transformer: Map": [], "diff: Map": []}
-    assert drawn == {"Cosine: noise": pair, "Cosine: answer": pair, "Alone": pair} | maps
+    figures = {"Cosine: noise": pair, "Cosine: answer": pair, "Cosine": ["diff: λ", "guessing"], "Alone": pair}
+    assert drawn == figures | {"transformer: Map": [], "diff: Map": []}
     # The line "noise" is constant, and two figures are shown.
-    assert [panel.title for panel in section.panels] == ["Cosine: answer", "Alone"]
+    assert [panel.title for panel in section.panels] == ["Cosine: answer", "Cosine"]
 
 
 @pytest.mark.parametrize(
@@ -205,18 +210,3 @@ def test_wall_time_has_the_labels_of_the_terminal(tmp_path):
     table = wall_time(read_runs([run]))
     assert table.header == ["run", "training steps", "waiting for data", "steps done again"]
     assert table.rows == [["run", "8.0 (80%)", "1.0 (10%)", "1.0 (10%)"]]
-
-
-def test_the_table_of_values_does_not_continue_a_shorter_line():
-    """A run of 6 steps has no loss at step 9, nor has one that was logged from step 6 on at step 3.
-
-    Lines whose x differ slightly, as the FLOPs of two models do, have values at both ends.
-    """
-    lines = {"long": ([3, 6, 9], [3.0, 2.0, 1.5]), "short": ([3, 6], [4.0, 3.5]), "late": ([6, 9], [2.5, 2.25])}
-    lines |= {"above": ([3.003, 6.006, 9.009], [1.0, 0.5, 0.25]), "none": ([], [])}
-    series = [{"name": name, "x": x, "y": y} for name, (x, y) in lines.items()]
-    assert panel_over_steps("Loss", series, "loss").values.rows == [
-        ["3", "3.000", "4.000", "–", "1.000", "–"],
-        ["6", "2.000", "3.500", "2.500", "0.500", "–"],
-        ["9", "1.500", "–", "2.250", "0.250", "–"],
-    ]

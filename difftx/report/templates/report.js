@@ -1,5 +1,12 @@
-// Tooltips of the figures, by pointer, finger or arrow keys, and legends that hide lines.
+// Tooltips of the figures, by pointer, finger or arrow keys, legends that hide lines, and tables of the values.
 const MOST_LINES = 8;  // The tooltip of a figure with more lines has only the nearest ones.
+const MOST_ROWS = 12;  // The table of a figure with lines has at most this many rows.
+const MAKE = (tag, text = "", colour = null) => {
+  const element = document.createElement(tag);
+  element.textContent = text;
+  if (colour) { element.className = "run"; element.style.setProperty("--run", colour); }
+  return element;
+};
 const DRAW = (tag, attributes) => {
   const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
@@ -24,12 +31,7 @@ for (const figure of document.querySelectorAll(".figure")) {
   const nearest = (line, x) => line.x.reduce((best, other, i) => Math.abs(px(other) - x) < Math.abs(px(line.x[best]) - x) ? i : best, 0);
 
   const show = (x, y, rows) => {
-    tip.replaceChildren(...rows.map(([colour, text]) => {
-      const row = document.createElement("div");
-      row.textContent = text;
-      if (colour) { row.className = "run"; row.style.setProperty("--run", colour); }
-      return row;
-    }));
+    tip.replaceChildren(...rows.map(([colour, text]) => MAKE("div", text, colour)));
     tip.hidden = false;
     const { width, height } = figure.getBoundingClientRect(), scale = width / svg.viewBox.baseVal.width;
     const room = width - tip.offsetWidth;
@@ -80,6 +82,34 @@ for (const figure of document.querySelectorAll(".figure")) {
     at = at === null ? 0 : clamp(at + step[0] + step[1], xs.length);
     if (xs.length) showLines(px(xs[at]), (top + bottom) / 2);
   });
+
+  // The value of a line at x, or null before the line begins and after its end.
+  const valueAt = (line, x) => {
+    const xs = line.x.map(px), margin = (Math.max(...xs) - Math.min(...xs)) / Math.max(xs.length - 1, 1) / 2;
+    return x >= Math.min(...xs) - margin && x <= Math.max(...xs) + margin ? line.y[nearest(line, x)] : null;
+  };
+  // Rows of texts, of which the first is the header. The rows of lines are at evenly spaced points of the first line.
+  const rows = () => {
+    if (!data.lines) return [[data.labels.toReversed().join(" \\ "), ...data.x], ...data.values.map((row, i) => [data.y[i], ...row.map(number)])];
+    const xs = data.lines[0].x, count = Math.min(xs.length, MOST_ROWS);
+    const shown = [...Array(count).keys()].map(i => xs[Math.round(i * (xs.length - 1) / Math.max(count - 1, 1))]);
+    return [[data.labels[0], ...data.lines.map(line => line.name)], ...shown.map(x => [number(x), ...data.lines.map(line => number(valueAt(line, px(x))))])];
+  };
+  figure.parentElement.querySelector(".values")?.addEventListener("toggle", event => {
+    const box = MAKE("div"), table = MAKE("table");
+    box.className = "wide";
+    box.tabIndex = 0;
+    table.className = "numbers";
+    const [header, ...others] = rows().map((texts, row) => {
+      const made = document.createElement("tr");
+      made.append(...texts.map((text, column) => MAKE(row && column ? "td" : "th", text)));
+      return made;
+    });
+    table.createTHead().append(header);
+    table.createTBody().append(...others);
+    box.append(table);
+    event.target.append(box);
+  }, { once: true });
   for (const button of figure.parentElement.querySelectorAll(".legend button"))
     button.addEventListener("click", () => {
       const isShown = button.getAttribute("aria-pressed") === "false";
