@@ -9,6 +9,7 @@ import grain
 import numpy as np
 import pytest
 from conftest import ROOT, TINY
+from helpers import data_prepare
 from helpers.command_server import commands
 from helpers.data_loaders import loader_of, sharding_on
 
@@ -21,18 +22,14 @@ from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
 
 
-def run(*arguments):
-    return commands().run(arguments)
-
-
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("prepared")
     lines = (json.dumps({"text": f"document {i} says {i * i} and ends", "prompt": "p"}) + "\n" for i in range(400))
     (folder / "in.jsonl").write_text("".join(lines))
-    flags = ["--tokenizer=bytes", "--valid_fraction=0.3", "--workers=1", "--prompt_field=prompt"]
-    result = run("difftx", "prepare", f"--input={folder}/in.jsonl", f"--out={folder}/store", *flags)
-    assert result.returncode == 0, result.stderr
+    data_prepare.prepared(
+        folder / "store", f"--input={folder}/in.jsonl", "--valid_fraction=0.3", "--prompt_field=prompt"
+    )
     return folder / "store"
 
 
@@ -54,7 +51,7 @@ def test_a_flipped_bit_that_makes_an_unknown_id_ends_training_and_evaluation(sto
     set_value(store / "train" / "00000.tokens", "<u2", slice(None), ids ^ (np.arange(len(ids)) == 70) * 2**15)
     flags = [f"--config.{name}={value}" for name, value in TINY.items()]
     flags += [f"--config.data.path={store}", f"--workdir={tmp_path / 'run'}", "--config.train.steps=100"]
-    result = run("train.py", "--config=configs/quickstart.py", *flags)
+    result = commands().run(["train.py", "--config=configs/quickstart.py", *flags])
     assert result.returncode == 2, result.stderr
     line = result.stderr.splitlines()[-1]
     assert line.startswith(
