@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, TINY, child_environment, write_text
+from helpers.cases import marked
 from helpers.pages import named_files, page_commands, run_command
 
 from difftx import registry
@@ -363,35 +364,24 @@ def test_a_path_of_a_run_directory_is_never_executed(page_folder):
 
 
 METHOD = "    def weight_argument(self, constants, x_BTD):"
+WRONG = [  # Text of the page's file, what is in its place, and the line and error of the message.
+    ("return jax", "return 1 / 0 * jax", "25: ZeroDivisionError: division by zero"),
+    ("layout.lambda_DH", "layout.undefined", "20: AttributeError: 'Layout' object has no attrib"),
+    (METHOD, f"{METHOD}\n        self.x_BTD = x_BTD", "24: TraceContextError: Cannot mutate "),
+    ("self.bias_H[None, None])", "self.bias_H[None, None])[..., :1]", "11: ValueError: diff_attention requires a real"),
+    (METHOD, f"    def attention_weight_inputs(self, *_):\n        undefined\n\n{METHOD}", "24: NameE"),
+]
 
 
-@pytest.mark.parametrize(
-    ("right", "wrong", "message"),
-    [
-        ("return jax", "return 1 / 0 * jax", "token_lambda.py:25: ZeroDivisionError: division by zero"),
-        (
-            "self.bias_H[None, None])",
-            "self.bias_H[None, None])[..., :1]",
-            "token_lambda.py:11: ValueError: diff_attention requires a real ",
-        ),
-        ("layout.lambda_DH", "layout.undefined", "token_lambda.py:20: AttributeError: 'Layout' object has no attrib"),
-        (METHOD, f"{METHOD}\n        self.x_BTD = x_BTD", "token_lambda.py:24: TraceContextError: Cannot mutate "),
-        (
-            METHOD,
-            f"    def attention_weight_inputs(self, *_):\n        undefined\n\n{METHOD}",
-            "token_lambda.py:24: NameE",
-        ),
-    ],
-    ids=["a line", "the shape of a result", "the constructor", "generation", "attention rows"],
-)
-@pytest.mark.parametrize("flag", ["--dry_run", pytest.param("--workdir=runs/new", marks=pytest.mark.long)])
+@pytest.mark.parametrize(("right", "wrong", "message"), marked(WRONG, fast=WRONG[:2]))
+@pytest.mark.parametrize("flag", marked(["--dry_run", "--workdir=runs/new"], fast=["--dry_run"]))
 def test_the_error_of_a_variant_is_named_before_the_training(page_folder, right, wrong, message, flag):
     assert FILES["token_lambda.py"].count(right) == 1
     (page_folder / "token_lambda.py").write_text(FILES["token_lambda.py"].replace(right, wrong))
     _, line, *_ = COMMANDS[0]
     error = run(page_folder, line.replace("--dry_run", flag), code=2)
     assert error.startswith("error: ")
-    assert message in error
+    assert f"token_lambda.py:{message}" in error
     assert error.count("\n") == 1
 
 

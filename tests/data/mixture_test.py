@@ -86,10 +86,9 @@ def counted(function, calls):
     return lambda *args: calls.append(args) or function(*args)
 
 
-@pytest.mark.parametrize("rows", [50, 1000])
-def test_no_two_seeds_have_an_order_in_common(rows):
+def test_no_two_seeds_have_an_order_in_common():
     """The orders of a seed and the next are not those of an epoch later either. Epoch 0 is that of `grain`."""
-    seeds, epochs = (0, 1, 2, 3, 2**32 - 1), 4
+    seeds, epochs, rows = (0, 1, 2**32 - 1), 3, 50
     orders = {}
     for seed in seeds:
         shuffled = Shuffled(range(rows), seed)

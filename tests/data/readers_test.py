@@ -77,9 +77,7 @@ def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("deep", ["", "set"])
 def test_descriptions_of_data_sets_are_left_out_of_folders(tmp_path, capsys, deep):
-    """The names are those of `datasets`. A file and a glob are read as they are."""
-    data_files = pytest.importorskip("datasets.data_files", reason="make test installs the extra datasets")
-    assert set(data_files.FILES_TO_IGNORE) - {"dummy_data.zip"} == readers.DESCRIPTIONS
+    """A file and a glob are read as they are."""
     folder = tmp_path / deep
     folder.mkdir(exist_ok=True)
     write_lines(folder / "train.jsonl", [{"text": "data", "id": 1}])
@@ -308,8 +306,10 @@ def test_the_parts_of_the_name_of_a_hugging_face_dataset(monkeypatch, name, expe
     assert readers.load_hugging_face.__wrapped__(name) == expected
 
 
+@pytest.mark.long  # The import of the library takes seconds.
 def test_a_hugging_face_dataset(tmp_path):
-    pytest.importorskip("datasets", reason="needs the extra datasets")
+    data_files = pytest.importorskip("datasets.data_files", reason="make test installs the extra datasets")
+    assert set(data_files.FILES_TO_IGNORE) - {"dummy_data.zip"} == readers.DESCRIPTIONS
     write_lines(tmp_path / "a.jsonl", [{"text": f"text {i}", "id": i} for i in range(20)])
     documents = read(f"hf:{tmp_path}:train")
     assert [(d.text, d.id) for d in documents] == [(f"text {i}", str(i)) for i in range(20)]
