@@ -234,27 +234,16 @@ def test_unreadable_documents_are_skipped_counted_and_named(tmp_path):
         assert message in line
 
 
-def test_documents_whose_ids_are_not_utf8_are_unreadable(tmp_path):
-    """Lines with half of a surrogate pair, and a text file whose name has a byte of Latin-1."""
+def test_ids_need_not_be_utf8(tmp_path):
+    """A line with half of a surrogate pair, and a text file whose name has a byte of Latin-1."""
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / "a.jsonl").write_text('{"text": "a", "id": "\\ud800"}\n{"text": "b", "id": "\\ud83d\\ude00"}\n')
     (folder / os.fsdecode(b"caf\xe9.txt")).write_text("c")
-    (folder / "d.txt").write_text("d")
-    flags = [f"--input={folder}", "--id_field=id", "--valid_fraction=0"]
-    out = tmp_path / "store"
-    line = refused(out, *flags)
-    assert "a.jsonl: line 1: field 'id': character 0 is half of a surrogate pair, which is not UTF-8; repair it" in line
-    prepared(out, *flags, "--on_error=skip")
-    assert texts_of(open_store(out, "train")) == ["b", "d"]
-    assert list(map(json.loads, (out / "train" / "00000.ids").read_text().splitlines())) == ["😀", f"{folder}/d.txt"]
-    line, file = (out / "skipped.txt").read_text().splitlines()
-    assert "a.jsonl: line 1: field 'id'" in line
-    assert "caf" in file
-    assert "the path is not UTF-8, so it cannot be an id; rename the file" in file
-    # Without ids, the name of a text file does not matter.
-    prepared(tmp_path / "plain", f"--input={folder}/*.txt", "--valid_fraction=0")
-    assert texts_of(open_store(tmp_path / "plain", "train")) == ["c", "d"]
+    prepared(tmp_path / "store", f"--input={folder}", "--id_field=id", "--valid_fraction=0")
+    assert texts_of(open_store(tmp_path / "store", "train")) == ["a", "b", "c"]
+    lines = (tmp_path / "store" / "train" / "00000.ids").read_text().splitlines()
+    assert list(map(json.loads, lines)) == ["\ud800", "😀", os.fsdecode(bytes(folder) + b"/caf\xe9.txt")]
 
 
 @pytest.mark.parametrize("name", ["input", "out", "text_field"])
@@ -331,6 +320,7 @@ def test_a_file_system_without_locks_gives_a_warning(tmp_path, capsys, monkeypat
         ("one.jsonl", '{"text": "one"}', [], "1 different documents, and none is left to train on"),
         ("gap.jsonl", '{"text": ""}\n\n', [], "the input has no documents"),
         ("", None, [], "lies in the input"),
+        ("cards", None, [], "the input has no documents"),
         ("one.txt", "1", ["--tokenizer=cl100k"], "--tokenizer='cl100k': no such encoding"),
         ("one.txt", "1", ["--tokenizer=no.tiktoken"], "--tokenizer='no.tiktoken': cannot be read"),
         ("one.txt", "1", ["--valid_fraction=1"], "--valid_fraction=1.0 must be at least 0 and less than 1"),
@@ -338,6 +328,8 @@ def test_a_file_system_without_locks_gives_a_warning(tmp_path, capsys, monkeypat
     ],
 )
 def test_bad_input_gives_exit_code_2_and_the_reason(tmp_path, name, text, flags, message):
+    (tmp_path / "cards").mkdir()
+    (tmp_path / "cards" / "README.md").write_text("of a data set")
     if text is not None:
         (tmp_path / name).write_text(text, "latin-1")
     assert message in refused(tmp_path / "out", f"--input={tmp_path / name}", *flags)
