@@ -48,9 +48,7 @@ def run(kind, out, tmp_path, encoding="utf-8", **options):
     [
         ("job", "> /dev/full", (75, f"standard output: {FULL}; continuing without it\n", True)),
         ("job", "| head -1", (75, "standard output: Broken pipe; continuing without it\n", True)),
-        ("job", ">&-", (75, "", True)),
         ("job", "<&- >&- 2>&-", (75, "", True)),
-        ("job", "> /dev/full 2>&1", (75, "", True)),
         (
             "report",
             "> /dev/full",
@@ -64,7 +62,7 @@ def test_a_failing_console(kind, out, expected, tmp_path):
     assert run(kind, out, tmp_path) == expected
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252:strict"])
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252:strict"])
 def test_characters_that_the_encoding_lacks_are_replaced(encoding, tmp_path):
     assert run("report", f"> {tmp_path}/out", tmp_path, encoding) == (75, "", True)
     line = "λ → naïve … 日本語".encode(encoding.partition(":")[0], "replace")

@@ -118,14 +118,10 @@ def test_mistakes_of_the_command(prepared, tmp_path, flags, message):
     [
         (lambda raw: raw[:-1], "bytes, its header says"),
         (lambda raw: raw + b"\0", "bytes, its header says"),
-        *(
-            (lambda raw, x=x: x, "not an intact file of bigrams")
-            for x in (b"", b"\xff", b'{"format": 1}\n', b"[" * 100_000)
-        ),
-        (lambda raw: raw[8:], "not an intact file of bigrams"),
+        (lambda raw: b"", "not an intact file of bigrams"),
+        (lambda raw: b'{"format": 1}\n', "not an intact file of bigrams"),
         (lambda raw: raw.replace(b'"min_count": 1', b'"min_count": 3'), "not an intact file of bigrams"),
         (lambda raw: raw[:-8] + bytes([raw[-8] ^ 4]) + raw[-7:], "the counts are corrupt; count"),
-        (lambda raw: raw[:-32] + bytes([raw[-32] ^ 1]) + raw[-31:], "the counts are corrupt; count"),
         (lambda raw: raw[:-24] + raw[-16:-8] + raw[-24:-16] + raw[-8:], "the counts are corrupt; count"),
     ],
 )

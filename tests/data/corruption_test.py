@@ -13,7 +13,6 @@ from helpers import data_prepare
 from helpers.command_server import commands
 from helpers.data_loaders import loader_of, sharding_on
 
-from difftx.config.data import SourceConfig
 from difftx.data.loader import ordered_batches
 from difftx.data.packing import PackedRows
 from difftx.data.sources import load_sources
@@ -101,20 +100,6 @@ def test_id_beyond_int32_is_reported_as_stored(mesh_of, tmp_path):
     rows = PackedRows(store, sequence_length=8, packing="concat", document_mask=False, cache_path=str(tmp_path))
     with pytest.raises(UserError, match=r"4000000000 as uint32"):
         list(ordered_batches(rows, batch_rows=5, limit_tokens=40, sharding=sharding_on(mesh_of()), vocab_size=264))
-
-
-def test_message_names_the_row_of_an_example(config, store, tmp_path):
-    (tmp_path / "text.txt").write_text("".join(f"line {i} of text that is read directly\n" for i in range(9000)))
-    paths = {"books": store, "text": tmp_path / "text.txt", "made": "synthetic:copy"}
-    sources = tuple(SourceConfig(name=name, path=str(path), weight=1.0) for name, path in paths.items())
-    settings = config(data__path="x", data__synthetic__vocab_size="130").data
-    settings = settings.__class__(**vars(settings) | {"path": None, "sources": sources})
-    mixed = load_sources(settings, load_tokenizer("bytes"))
-    by_name = {rows.name: rows for rows in mixed.train.values()}
-    assert set(by_name) == {f"{store}/train", f"data.path={str(tmp_path / 'text.txt')!r}", "synthetic:copy, train"}
-    for example in (0, 1, 2, 300, 5000):
-        name, _, row = mixed.where(example).rpartition(": row ")
-        np.testing.assert_array_equal(by_name[name][int(row)]["tokens"], mixed.examples[example]["tokens"])
 
 
 @pytest.mark.parametrize(

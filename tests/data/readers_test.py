@@ -181,14 +181,13 @@ def test_a_bad_line_is_named(tmp_path, monkeypatch, line, message, unit_bytes):
     assert "\n" not in str(problem)
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst", ".xz"])
-@pytest.mark.parametrize("kind", ["jsonl", "txt"])
+@pytest.mark.parametrize(("kind", "suffix"), [("jsonl", ".gz"), ("jsonl", ".zst"), ("txt", ".xz")])
 def test_truncated_file_yields_its_complete_units_and_then_an_error(tmp_path, monkeypatch, suffix, kind):
     monkeypatch.setattr(readers, "UNIT_BYTES", 2000)
     path = tmp_path / f"a.{kind}{suffix}"
     # The text compresses badly, so that much of it can be read before the truncation.
     noise = random.Random(1)
-    write_lines(path, [{"text": noise.randbytes(200).hex(), "id": i} for i in range(2000)], suffix)
+    write_lines(path, [{"text": noise.randbytes(200).hex(), "id": i} for i in range(800)], suffix)
     path.write_bytes(path.read_bytes()[:-100])
     *good, problem = read(path)
     assert isinstance(problem, UserError)
