@@ -70,14 +70,6 @@ def test_characters_that_the_encoding_lacks_are_replaced(encoding, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("command", [["train", "--config=quickstart:diff", "--dry_run"], ["--help"]])
-def test_a_reader_that_ends_early_ends_a_command_quietly(command):
-    line = f"{sys.executable} -m difftx {' '.join(command)} | true; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", line], cwd=ROOT, env=child_environment(1), capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("1\n", "")
-
-
-@pytest.mark.long
 def test_training_without_a_console_saves_at_sighup_and_resumes(text_file, tmp_path):
     """First, standard output is a full disk. Then it is a pipe without a reader, of an encoding without "→"."""
     workdir = tmp_path / "run"

@@ -118,7 +118,6 @@ def test_the_date_of_a_template_is_an_option_of_the_store(tmp_path):
     ("record", "flags", "message"),
     [
         ({"messages": "hello"}, [], "line 1: messages: not a list of at least one message"),
-        ({"messages": [{"role": "user", "content": "a"}]}, [], "line 1: messages: no message has the role assistant"),
         ({"text": "a"}, [], "line 1: no field 'messages'; its fields: 'text'; choose with --messages_field"),
         ({"messages": []}, ["--prompt_field=p"], "--messages_field and --prompt_field are both set"),
         ({"messages": []}, ["--tokenizer=bytes"], "--messages_field=messages needs a chat template"),

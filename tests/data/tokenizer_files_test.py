@@ -246,7 +246,7 @@ def test_a_first_message_of_the_assistant_is_only_a_part_of_the_prompts():
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        *((messages, "not a list of at least one message") for messages in ("hello", [], None, 3, MESSAGES[1])),
+        *((messages, "not a list of at least one message") for messages in ("hello", [], MESSAGES[1])),
         ([*MESSAGES, None], "message 3 is not an object with role and content"),
         ([{"content": "a"}], "message 1 is not an object with role and content"),
         ([MESSAGES[0]], "no message has the role assistant"),
