@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import subprocess
 import sys
 import textwrap
 
@@ -18,19 +17,14 @@ from difftx.errors import UserError
 from difftx.launch.grid import make_points
 
 ACCEPTED = [
-    ["--config.train.steps=700"],
     ["--config.train.steps", "700"],
     ["--config.model.remat", "full"],
-    ["--config.optimizer.learning_rate=3e-4"],
     ["--config.optimizer.final_learning_rate", "1e-5"],
     ["--config.data.verify"],
     ["--noconfig.logging.tensorboard"],
     ["--config.data.verify=true"],
-    ["--config.logging.tensorboard=false"],
     ["--config.eval.suites=('loss','recall')"],
-    ["--config.eval.suites=('loss',)"],
     ["--config.eval.needle.depths=(0.0, 1.0)"],
-    ["--config.eval.outliers.ranks=(1, 5)"],
     ["--config.data.path=stdlib"],
     ["--config.model.num_kv_heads=2"],
 ]
@@ -71,22 +65,11 @@ def test_overrides_equal_those_of_config_flags(recipe, arguments, monkeypatch):
     assert type(ours) is type(expected)
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("loss,recall", ("loss", "recall")),
-        ('["loss", "recall"]', ("loss", "recall")),
-        ('("loss","recall")', ("loss", "recall")),
-        ("loss", ("loss",)),
-        ("()", ()),
-        ("[]", ()),
-    ],
-)
-def test_lists_are_read_as_python_json_or_commas(text, value):
-    assert load_config("quickstart", {"eval.suites": text}).eval.suites == value
-
-
-def test_lists_of_numbers_and_of_groups_are_json_too():
+def test_lists_are_read_as_python_json_or_commas():
+    both = ("loss", "recall")
+    texts = {"loss,recall": both, '["loss", "recall"]': both, '("loss","recall")': both, "loss": ("loss",), "()": ()}
+    for text, value in texts.items():
+        assert load_config("quickstart", {"eval.suites": text}).eval.suites == value
     assert load_config("quickstart", {"eval.needle.depths": "[0.0,1.0]"}).eval.needle.depths == (0.0, 1.0)
     cases = load_config("quickstart", {"eval.needle.cases": '[{"needles": 3, "queries": 2}]'}).eval.needle.cases
     assert [(case.needles, case.queries) for case in cases] == [(3, 2)]
@@ -112,9 +95,7 @@ def test_a_required_placeholder_requires_its_flag(recipe):
     ("arguments", "expected"),
     [
         (["--config.train.steps"], "the value is missing"),
-        (["--config.train.steps", "--config.data.verify"], "the value is missing"),
         (["--noconfig.train.steps"], "only a true-or-false field"),
-        (["--noconfig.data.verify=true"], "only a true-or-false field"),
         (["--config.data.verfy"], "Did you mean 'verify'"),
         (["--confg.train.steps=1"], r"Did you mean --config\.train\.steps\?"),
         (["--train.step=1"], r"train\.step: no such field\. Did you mean 'steps'"),
@@ -127,14 +108,16 @@ def test_invalid_overrides_are_rejected_in_one_line(arguments, expected):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("arguments", ACCEPTED, ids=" ".join)
-def test_the_word_config_may_be_left_out(arguments):
-    assert overrides([arguments[0].replace("config.", ""), *arguments[1:]]) == overrides(arguments)
-    if ".eval." in arguments[0]:
-        assert overrides(arguments, "eval", "mesh") == overrides(arguments)
-    else:
-        with pytest.raises(UserError, match=r"does not change .*, only eval\.…, mesh\.…$"):
-            overrides(arguments, "eval", "mesh")
+def test_the_word_config_may_be_left_out():
+    for arguments in ACCEPTED:
+        assert overrides([arguments[0].replace("config.", ""), *arguments[1:]]) == overrides(arguments)
+
+
+def test_a_command_changes_only_its_groups():
+    suites = ["--config.eval.suites=loss"]
+    assert overrides(suites, "eval", "mesh") == overrides(suites)
+    with pytest.raises(UserError, match=r"does not change train.steps, only eval\.…, mesh\.…$"):
+        overrides(["--config.train.steps=9"], "eval", "mesh")
 
 
 @pytest.mark.parametrize(
@@ -142,28 +125,19 @@ def test_the_word_config_may_be_left_out(arguments):
     [
         ("train --lr=3e-4", "--lr=3e-4: no such flag. Did you mean --config.optimizer.learning_rate?"),
         ("train --config=toy --steps 10", "--steps: no such flag. Did you mean --config.train.steps?"),
-        ("train --config=toy --step=10", "--step=10: no such flag. Did you mean --config.train.steps?"),
         ("train --config=toy steps=10", "steps=10: no such flag. Did you mean --config.train.steps?"),
         ("train --config=toy --seed=9", "Did you mean --config.data.seed or --config.train.seed or"),
-        ("train --config=toy --warmup=9", "Did you mean --config.optimizer.warmup_steps?"),
         ("train --config=toy --dry-run", "--dry-run: no such flag. Did you mean --dry_run?"),
-        ("train --config=toy --output_dir=x", "--output_dir=x: no such flag. Did you mean --workdir?"),
         ("train --config=toy --zzz", "--zzz: no such flag. Known: --help, --config, --workdir, "),
-        ("train quickstart:diff", "'quickstart:diff' belongs to no flag; write --config=quickstart:diff"),
         ("train --train.steps=9", "difftx train: --config is missing: recipe (ablations, base, by_size, "),
         ("generate --workdir=x --max_new_tokens=20", "Did you mean --new_tokens?"),
         ("generate --workdir=x ROMEO", "'ROMEO' belongs to no flag; write --prompt=ROMEO"),
         ("generate --workdir=x --lr=1", "--lr=1: difftx generate does not change optimizer.learning_rate, only mesh.…"),
-        ("generate --checkpoint=x", "--checkpoint=x: no such flag. Did you mean --workdir?"),
         (
             "eval --workdir=x --config.train.steps=9",
             "difftx eval does not change train.steps, only eval.…, mesh.…, ",
         ),
-        ("eval x loss", "'x' belongs to no flag; write --workdir=x"),
         ("eval --workdir=x --suite=loss test", "'test' belongs to no flag; quote a value that has spaces, and write"),
-        ("report x", "'x' belongs to no flag; write --workdir=x"),
-        ("chat", "difftx chat: --workdir is missing: directory of the run"),
-        ("plan --config=toy v5p:8", "'v5p:8' belongs to no flag; write --topology=v5p:8"),
         ("checkpoint ls --workdr=x", "--workdr=x: no such flag. Did you mean --workdir?"),
         ("data verify", "the following arguments are required: folder; see difftx data verify --help"),
         ("eval --workdir=x --weights=mean", "argument --weights: invalid choice: 'mean' (choose from 'params', 'ema')"),
@@ -206,19 +180,3 @@ def test_recipes_are_found_by_name_and_by_path():
         load_config("zzz", {})
     with pytest.raises(UserError, match="The recipe of difftx is --config=quickstart"):
         load_config("nowhere/quickstart.py", {})
-
-
-@pytest.mark.long
-def test_a_recipe_imports_its_base_in_any_folder(tmp_path):
-    """The import line of difftx's recipes works in a user's own file and in another working directory."""
-    path = tmp_path / "mine.py"
-    path.write_text(
-        "from difftx.configs import quickstart\n\n\ndef get_config(name='diff'):\n"
-        "    c = quickstart.get_config(name)\n    c.train.seed = 5\n    return c\n"
-    )
-    code = "from difftx.config.recipes import load_config; print(load_config('mine.py', {}).train.seed)"
-    root = __file__.rpartition("/tests/")[0]
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": root}, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "5"

@@ -48,32 +48,15 @@ def test_each_leaf_of_the_schema_has_one_effect():
 
 
 @pytest.mark.parametrize(
-    ("mark", "names"),
-    [
-        (Effect.START, {"checkpoint.init_from", "checkpoint.branch_from"}),
-        (Flag.PRESET, {"mesh.data", "mesh.fsdp", "mesh.tensor", "model.remat", "train.accumulation"}),
-        (Flag.SEED, {"train.seed", "data.seed"}),
-    ],
-)
-def test_fields_with_a_mark(mark, names):
-    assert {*fields_with(Config, mark)} == names
-
-
-@pytest.mark.parametrize(
     ("field", "value", "is_neutral", "is_safe"),
     [
         ("mesh.fsdp", "2", True, True),
-        ("model.remat", "full", True, True),
         ("model.cache.bits", "8", False, False),
         ("eval.needle.samples", "3", True, True),
-        ("logging.every_steps", "3", True, True),
-        ("data.cache_mib", "3", True, True),
         ("train.kernel_choice", "fixed", True, True),
         ("train.steps", "999", False, True),
-        ("guards.max_skipped", "3", False, True),
         ("model.compute_dtype", "bfloat16", False, False),
         ("model.rope_scaling.factor", "2", False, False),
-        ("optimizer.muon.momentum", "0.5", False, False),
         ("data.seed", "3", False, False),
         ("checkpoint.init_from", "runs/other", False, False),
     ],

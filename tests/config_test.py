@@ -40,11 +40,7 @@ QUICKSTART = str(ROOT / "configs" / "quickstart.py")
         *(f"toy.py:{task}-{arm}" for task, rates in toy.LEARNING_RATES.items() for arm in rates),
         *(f"small.py:books-{size}-{arm}" for size in small.SIZES for arm in toy.ARMS),
         *(f"small.py:recall-10m-{arm}" for arm in toy.ARMS),
-        *(
-            f"by_size.py:{architecture}-{size}"
-            for architecture in ("diff", "gated")
-            for size in ("0.1m", "25m", "1.3b")
-        ),
+        *(f"by_size.py:{architecture}-{size}" for architecture in ("diff", "gated") for size in ("0.1m", "1.3b")),
         "fineweb.py:diff",
         "fineweb.py:transformer",
     ],
@@ -56,14 +52,6 @@ def test_every_config_is_valid_and_survives_json(spec):
     assert model.num_heads * heads_of(model).groups * heads_of(model).d_head == model.d_model
 
 
-def test_matched_models_have_equal_head_width():
-    for size in ("830m", "13.1b"):
-        path = ROOT / "configs" / "scaling.py"
-        diff, transformer = (load_config(f"{path}:{a}-{size}", {}).model for a in ("diff", "transformer"))
-        assert heads_of(diff).d_head == heads_of(transformer).d_head == {"830m": 96, "13.1b": 128}[size]
-        assert transformer.num_heads == 2 * diff.num_heads
-
-
 @pytest.mark.parametrize(
     ("spec", "arms"),
     [
@@ -73,15 +61,10 @@ def test_matched_models_have_equal_head_width():
 )
 def test_arms_have_equal_parameters_and_tokens(spec, arms):
     configs = [load_config(f"{ROOT / 'configs' / spec}-{arm}", {}) for arm in arms]
+    assert all(matching_warning(config) is None for config in configs)
     counts = [count_parameters(config.model).total for config in configs]
     assert max(counts) < 1.01 * min(counts)
     assert len({(c.train.steps, c.train.global_batch_tokens, c.data, c.train.seed) for c in configs}) == 1
-
-
-@pytest.mark.parametrize("arm", toy.ARMS)
-def test_an_arm_of_a_recipe_causes_no_warning(arm):
-    spec = f"{ROOT / 'configs' / 'toy.py'}:books-{arm}"
-    assert matching_warning(load_config(spec, {})) is None
 
 
 @pytest.mark.parametrize(
@@ -164,7 +147,7 @@ def test_a_model_is_compared_with_its_transformer(recipe, flags, warning):
     assert found is None if warning is None else warning in found
 
 
-@pytest.mark.parametrize("size", ["0.1m", "0.8m", "3m", "10m", "25m", "99m", "160m", "340m", "830m", "2.8b", "13b"])
+@pytest.mark.parametrize("size", ["0.1m", "10m", "99m", "830m", "13b"])
 def test_a_recipe_by_size_has_the_parameters_and_heads_that_it_promises(size):
     asked = float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]
     recipe = ROOT / "configs" / "by_size.py"
@@ -200,13 +183,12 @@ def test_an_odd_number_of_heads_has_no_differential_counterpart():
         match(c, "diff", heads=9)
 
 
-@pytest.mark.parametrize(("size", "heads"), [("0.1m", 2), ("5m", 10), ("10m", 14)])
-def test_a_recipe_by_size_refuses_heads_that_are_no_groups_of_gda(size, heads):
-    with pytest.raises(UserError, match=rf"do not divide the {heads} heads of the Transformer; use a multiple of 4$"):
-        load_config(f"{ROOT / 'configs' / 'by_size.py'}:gda-{size}", {})
+def test_a_recipe_by_size_refuses_heads_that_are_no_groups_of_gda():
+    with pytest.raises(UserError, match=r"do not divide the 10 heads of the Transformer; use a multiple of 4$"):
+        load_config(f"{ROOT / 'configs' / 'by_size.py'}:gda-5m", {})
 
 
-@pytest.mark.parametrize("size", ["", "340", "340M", "-5m", "0m", "big"])
+@pytest.mark.parametrize("size", ["", "340", "340M", "0m"])
 def test_a_recipe_by_size_explains_what_a_size_is(size):
     with pytest.raises(UserError, match=r"is not a size; write millions or billions of parameters, such as 0\.8m"):
         load_config(f"{ROOT / 'configs' / 'by_size.py'}:diff-{size}", {})
@@ -216,24 +198,18 @@ def test_a_recipe_by_size_explains_what_a_size_is(size):
     ("field", "value", "expected"),
     [
         ("model.num_head", "3", ["model.num_head", "'num_heads'"]),
-        ("modle.num_heads", "3", ["modle", "'model'"]),
         ("model.num_heads", "3", ["model.num_heads=3", "d_model=128", "use 2"]),
-        ("model.num_kv_heads", "3", ["model.num_kv_heads=3", "use 2"]),
         ("model.num_layers", "2.5", ["model.num_layers", "'2.5'", "an integer"]),
         ("model.remat", "ful", ["model.remat", "'ful'", "Did you mean 'full'"]),
         ("logging.tensorboard", "yes", ["logging.tensorboard", "true or false"]),
         ("optimizer.final_learning_rate", "1", ["optimizer.final_learning_rate=1.0", "learning_rate=0.004, the peak"]),
         ("train.global_batch_tokens", "1000", ["train.global_batch_tokens=1000", "use 1024"]),
         ("optimizer.warmup_steps", "100000", ["optimizer.warmup_steps=100000", "train.steps"]),
-        ("optimizer.warmup_steps", "0.9999", ["optimizer.warmup_steps=0.9999", "train.steps=550"]),
         ("optimizer.warmup_fraction", "0.1", ["no such field. Did you mean 'optimizer.warmup_steps'?"]),
-        ("optimizer.muon.split", "head", ["optimizer.muon.split", "Did you mean 'heads'"]),
-        ("data.valid_fraction", "1.5", ["data.valid_fraction=1.5"]),
         ("mesh.data", "-1", ["mesh=", "only one axis"]),
         ("model", "1", ["model is a group", "d_model"]),
         ("data.path.x", "1", ["data.path is a value"]),
         ("data.sources", "books", ["data.sources=books", "JSON", '"name": …, "path": …, "weight": …']),
-        ("data.sources", "7", ["data.sources=7", "JSON"]),
         ("data.sources", '["books"]', ["data.sources[0]='books'", "a group"]),
         ("data.sources", SOURCES.replace("weight", "wieght"), ["data.sources[0].wieght", "Did you mean 'weight'"]),
         ("data.sources", SOURCES, ["data.path='stdlib' and data.sources are both set"]),
@@ -243,8 +219,6 @@ def test_a_recipe_by_size_explains_what_a_size_is(size):
             '[{"from_tokens": 5, "weights": [1, 2]}]',
             ["data.stages[0].weights", "for the 0 data.sources"],
         ),
-        ("data.packing", "bestfit", ["data.packing", "Did you mean 'best_fit'"]),
-        ("data.upsampling.share", "1.0", ["data.upsampling.share=1.0"]),
         ("data.synthetic.pairs", "5000", ["data.synthetic.vocab_size=8192", "5000 different keys", "at least 10002"]),
     ],
 )
@@ -265,10 +239,8 @@ def test_a_wrong_override_names_field_value_and_fix(field, value, expected):
             "optimizer.lerning_rate=1.0: no such field. Did you mean 'learning_rate'?",
         ),
         ("c.model.num_layers = 'four'", "user.py:5: TypeError"),
-        ("c.optimizer.clip_norm = 'x'", "user.py:5: TypeError"),
         ("c.model.num_kv_heads = 'two'", "user.py:5: TypeError"),  # The default is None.
         ("c.eval.suites = (1,)", "eval.suites[0]=1: expected text"),
-        ("c.model = 3", "user.py:5: TypeError"),
         ("undefined()", "user.py:5: NameError"),
     ],
 )

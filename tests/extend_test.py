@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, TINY, child_environment, write_text
+from helpers.cases import marked
 from helpers.pages import named_files, page_commands, run_command
 
 from difftx import registry
@@ -120,61 +121,17 @@ MODULES = {
 
 
 @pytest.fixture
-def extension_in(own_registry, monkeypatch, tmp_path):
-    """Return a function that writes `MODULES` with changes to a new folder, and loads its extension, as a new process.
-
-    The function returns the extension.
-    """
-
-    def forget():
-        for name in ("helper", "parts", "parts.rates", "parts.later", "unrelated"):
-            sys.modules.pop(name, None)
-
-    def load(*others, **changes):
-        forget()
-        registry._extensions.clear()
-        own_registry._entries.clear()
-        folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        for name, text in MODULES.items():
-            text += changes.get(name.replace("/", "__").removesuffix(".py"), "")
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            if name in ("arch.py", "other.py"):
-                text += f"from difftx import registry\nregistry.COLOURS.register({name[:-3]!r})(1)\n"
-            (folder / name).write_text(text)
-        with monkeypatch.context() as patch:
-            patch.syspath_prepend(folder)
-            registry.load_extensions([folder / name for name in (*others, "arch.py")])
-        return own_registry.extension_of("arch")
-
-    yield load
-    forget()
-
-
-def test_modules_that_an_extension_imports_from_its_folder_are_recorded(extension_in):
-    first = extension_in()
-    assert extension_in().sha256 == extension_in("other.py").sha256 == first.sha256
-    for unused in ("parts__unused", "json", "other", "unrelated"):
-        assert extension_in("other.py", **{unused: "x = 1\n"}).sha256 == first.sha256
-    recorded = dataclasses.asdict(first)
-    for used in ("helper", "parts____init__", "parts__rates", "parts__later", "arch"):
-        changed = extension_in(**{used: "x = 1\n"})
-        hashes = f"(SHA-256 {first.sha256[:12]}… → {changed.sha256[:12]}…)"
-        named = f"{changed.path}, or a module that it imports {hashes}"
-        assert registry.changed_extensions([recorded], "run") == [named]
-
-
-@pytest.fixture
 def project(own_registry, monkeypatch, tmp_path):
     """Return a function that loads an extension of a project as a new process would.
 
-    It takes the texts of the project's files by their names. The project's folder is on `sys.path`, as the current
-    folder of `python train.py` is, and so is its folder of installed packages.
+    It takes the texts of the project's files by their names, and further extensions to load before. The project's
+    folder is on `sys.path`, as the current folder of `python train.py` is, and so is its folder of installed packages.
     """
     loaded = set(sys.modules)
     monkeypatch.syspath_prepend(tmp_path / ".venv")
     monkeypatch.syspath_prepend(tmp_path)
 
-    def load(path, texts):
+    def load(path, texts, *others):
         for name in set(sys.modules) - loaded:
             del sys.modules[name]
         registry._extensions.clear()
@@ -182,15 +139,32 @@ def project(own_registry, monkeypatch, tmp_path):
         for name, text in texts.items():
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-        with (tmp_path / path).open("a") as file:
-            file.write("from difftx import registry\nregistry.COLOURS.register('red')(1)\n")
+        for name in (*others, path):
+            with (tmp_path / name).open("a") as file:
+                file.write(f"from difftx import registry\nregistry.COLOURS.register({Path(name).stem!r})(1)\n")
         importlib.invalidate_caches()
-        registry.load_extensions([tmp_path / path])
-        return own_registry.extension_of("red")
+        registry.load_extensions([tmp_path / name for name in (*others, path)])
+        return own_registry.extension_of(Path(path).stem)
 
     yield load
     for name in set(sys.modules) - loaded:
         del sys.modules[name]
+
+
+def test_modules_that_an_extension_imports_from_its_folder_are_recorded(project):
+    def changed(name):
+        return MODULES | {name: f"{MODULES[name]}x = 1\n"}
+
+    first = project("arch.py", MODULES)
+    assert project("arch.py", MODULES) == project("arch.py", MODULES, "other.py") == first
+    for unused in ("parts/unused.py", "json.py", "other.py", "unrelated.py"):
+        assert project("arch.py", changed(unused), "other.py") == first
+    recorded = dataclasses.asdict(first)
+    for used in ("helper.py", "parts/__init__.py", "parts/rates.py", "parts/later.py", "arch.py"):
+        found = project("arch.py", changed(used))
+        hashes = f"(SHA-256 {first.sha256[:12]}… → {found.sha256[:12]}…)"
+        named = f"{found.path}, or a module that it imports {hashes}"
+        assert registry.changed_extensions([recorded], "run") == [named]
 
 
 def test_modules_that_an_extension_imports_through_a_package_are_recorded(project):
@@ -206,25 +180,17 @@ def test_modules_that_an_extension_imports_through_a_package_are_recorded(projec
     for name in ("ext/helper.py", "ext/late.py"):
         assert project("ext/arch.py", texts | {name: "RATE = 12\n"}).sha256 != first.sha256
     assert project("ext/arch.py", texts | {"outside.py": "x = 12\n"}) == first
-    # Installed packages are not modules of the extension, even if they are in its folder.
-    first = project("own.py", texts | {"own.py": "import installed\n"})
+    # Installed packages and difftx are not modules of the extension, even if they are in its folder.
+    own = "import installed, os.path, difftx.config\n"
+    first = project("own.py", texts | {"own.py": own, "difftx/__init__.py": ""})
     assert first.sha256 == hashlib.sha256(Path(first.path).read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize("text", [b"def", b"# \xff\n", b"\0"])
-def test_an_extension_loads_if_a_file_that_it_may_import_later_is_not_python(project, text):
-    texts = {"own.py": "def f(): import later_helper\n", "later_helper.py": text}
-    first = project("own.py", texts)
-    assert project("own.py", texts | {"later_helper.py": text + b" "}).sha256 != first.sha256
-
-
-def test_the_hash_of_an_extension_without_such_modules_is_that_of_its_file(own_registry, tmp_path):
-    path = write_extension(tmp_path / "red.py", "red")
-    path.write_text("import os.path, difftx.config\n" + path.read_text())
-    (tmp_path / "difftx").mkdir()
-    (tmp_path / "difftx" / "__init__.py").write_text("")
-    registry.load_extensions([path])
-    assert own_registry.extension_of("red").sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+def test_an_extension_loads_if_a_file_that_it_may_import_later_is_not_python(project):
+    for text in (b"def", b"# \xff\n", b"\0"):
+        texts = {"own.py": "def f(): import later_helper\n", "later_helper.py": text}
+        first = project("own.py", texts)
+        assert project("own.py", texts | {"later_helper.py": text + b" "}).sha256 != first.sha256
 
 
 @pytest.mark.parametrize(
@@ -242,18 +208,16 @@ def test_a_failing_extension_is_reported_in_one_line(own_registry, tmp_path, tex
         registry.load_extensions([tmp_path / "own.py"])
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+@pytest.mark.long
+def test_a_missing_extension_is_reported_in_one_line(page_folder):
+    for changes, message in [
         ([], "'token_lambda': no such architecture."),
-        ([], "If a file of yours adds it, name the file with --extension=FILE.py"),
+        ([], "zero_branch. If a file of yours adds it, name the file with --extension=FILE.py"),
         (["--extension=nowhere.py"], "--extension=nowhere.py: no such file"),
         (["--extension=gs://bucket/a.py"], "this path must be on this machine"),
-    ],
-)
-@pytest.mark.long
-def test_a_missing_extension_is_reported_in_one_line(page_folder, changes, message):
-    assert message in run(page_folder, "python train.py --config=quickstart:token_lambda --dry_run", *changes, code=2)
+    ]:
+        line = "python train.py --config=quickstart:token_lambda --dry_run"
+        assert message in run(page_folder, line, *changes, code=2)
 
 
 @pytest.mark.long
@@ -363,35 +327,24 @@ def test_a_path_of_a_run_directory_is_never_executed(page_folder):
 
 
 METHOD = "    def weight_argument(self, constants, x_BTD):"
+WRONG = [  # Text of the page's file, what is in its place, and the line and error of the message.
+    ("return jax", "return 1 / 0 * jax", "25: ZeroDivisionError: division by zero"),
+    ("layout.lambda_DH", "layout.undefined", "20: AttributeError: 'Layout' object has no attrib"),
+    (METHOD, f"{METHOD}\n        self.x_BTD = x_BTD", "24: TraceContextError: Cannot mutate "),
+    ("self.bias_H[None, None])", "self.bias_H[None, None])[..., :1]", "11: ValueError: diff_attention requires a real"),
+    (METHOD, f"    def attention_weight_inputs(self, *_):\n        undefined\n\n{METHOD}", "24: NameE"),
+]
 
 
-@pytest.mark.parametrize(
-    ("right", "wrong", "message"),
-    [
-        ("return jax", "return 1 / 0 * jax", "token_lambda.py:25: ZeroDivisionError: division by zero"),
-        (
-            "self.bias_H[None, None])",
-            "self.bias_H[None, None])[..., :1]",
-            "token_lambda.py:11: ValueError: diff_attention requires a real ",
-        ),
-        ("layout.lambda_DH", "layout.undefined", "token_lambda.py:20: AttributeError: 'Layout' object has no attrib"),
-        (METHOD, f"{METHOD}\n        self.x_BTD = x_BTD", "token_lambda.py:24: TraceContextError: Cannot mutate "),
-        (
-            METHOD,
-            f"    def attention_weight_inputs(self, *_):\n        undefined\n\n{METHOD}",
-            "token_lambda.py:24: NameE",
-        ),
-    ],
-    ids=["a line", "the shape of a result", "the constructor", "generation", "attention rows"],
-)
-@pytest.mark.parametrize("flag", ["--dry_run", pytest.param("--workdir=runs/new", marks=pytest.mark.long)])
+@pytest.mark.parametrize(("right", "wrong", "message"), marked(WRONG, fast=WRONG[:2]))
+@pytest.mark.parametrize("flag", marked(["--dry_run", "--workdir=runs/new"], fast=["--dry_run"]))
 def test_the_error_of_a_variant_is_named_before_the_training(page_folder, right, wrong, message, flag):
     assert FILES["token_lambda.py"].count(right) == 1
     (page_folder / "token_lambda.py").write_text(FILES["token_lambda.py"].replace(right, wrong))
     _, line, *_ = COMMANDS[0]
     error = run(page_folder, line.replace("--dry_run", flag), code=2)
     assert error.startswith("error: ")
-    assert message in error
+    assert f"token_lambda.py:{message}" in error
     assert error.count("\n") == 1
 
 

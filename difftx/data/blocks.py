@@ -37,13 +37,12 @@ class BlockHasher:
         self._hashes: list[int] = []
 
     def update(self, content: Buffer) -> None:
-        view = memoryview(self._rest + bytes(content))
-        whole = len(view) // BLOCK_BYTES * BLOCK_BYTES
-        self._hashes += _hashes(view[:whole])
-        self._rest = bytes(view[whole:])
+        blocks = _split(self._rest + bytes(content))
+        self._rest = blocks.pop() if blocks else b""
+        self._hashes += map(xxhash.xxh3_64_intdigest, blocks)
 
     def hashes(self) -> np.ndarray:
-        return np.array([*self._hashes, *_hashes(self._rest)], "<u8")
+        return np.array([*self._hashes, *map(xxhash.xxh3_64_intdigest, _split(self._rest))], "<u8")
 
 
 def block_count(size: int) -> int:
@@ -52,13 +51,14 @@ def block_count(size: int) -> int:
 
 
 class BlockCache:
-    """The file of blocks in a folder. It can be pickled, and any number of threads and processes may use it."""
+    """The file of blocks in a folder. Any number of threads and processes may use it."""
 
     def __init__(self, folder: Path, limit_bytes: int):
         """Create the file, and shorten it to the limit. Raise `UserError` if that is not possible."""
         self._file, self._slots = folder.expanduser() / CACHE_FILE, limit_bytes // BLOCK_BYTES
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             if os.fstat(self._descriptor).st_size > self._slots * BLOCK_BYTES:
                 os.ftruncate(self._descriptor, self._slots * BLOCK_BYTES)
         except OSError as error:
@@ -66,40 +66,19 @@ class BlockCache:
                 f"data.cache_path: {self._file} cannot be written or read ({error.strerror}); name another folder"
             ) from error
 
-    def read(self, slot: int, count: int) -> bytes:
-        """Return the content of `count` slots. Bytes beyond the end of the file are zero."""
-        return b"".join(self._read(*each) for each in self._wrapped_ranges(slot, count))
-
-    def write(self, slot: int, content: memoryview) -> None:
-        """Write blocks to consecutive slots. If the disk is full, print one line, and leave the slots as they are."""
+    def read(self, slot: int) -> bytes:
+        """Return the content of slot `slot` mod S, which may be anything, and shorter than a block."""
         try:
-            for start, count in self._wrapped_ranges(slot, block_count(len(content))):
-                size = count * BLOCK_BYTES
-                os.pwrite(self._descriptor, content[:size], start * BLOCK_BYTES)
-                content = content[size:]
+            return os.pread(self._descriptor, BLOCK_BYTES, slot % self._slots * BLOCK_BYTES)
+        except OSError:  # A faulty disk.
+            return b""
+
+    def write(self, slot: int, block: bytes) -> None:
+        """Write a block to slot `slot` mod S. If the disk is full, print one line, and leave the slot as it is."""
+        try:
+            os.pwrite(self._descriptor, block, slot % self._slots * BLOCK_BYTES)
         except OSError as error:
             _print_once(f"{self._file} cannot be written ({error.strerror}); blocks are read from the bucket each time")
-
-    @functools.cached_property
-    def _descriptor(self) -> int:
-        return os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-
-    def _read(self, slot: int, count: int) -> bytes:
-        try:
-            return os.pread(self._descriptor, count * BLOCK_BYTES, slot * BLOCK_BYTES).ljust(count * BLOCK_BYTES, b"\0")
-        except OSError:  # A faulty disk.
-            return bytes(count * BLOCK_BYTES)
-
-    def _wrapped_ranges(self, slot: int, count: int) -> Iterator[tuple[int, int]]:
-        """Yield the first slot and the length of each range of a sequence of slots that begins at `slot` mod S."""
-        while count:
-            slot %= self._slots
-            part = min(count, self._slots - slot)
-            yield slot, part
-            slot, count = slot + part, count - part
-
-    def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name != "_descriptor"}
 
 
 class CachedObject:
@@ -111,10 +90,10 @@ class CachedObject:
 
     def read(self, start: int, stop: int) -> memoryview:
         """Return bytes `start` … `stop - 1`. Raise `UserError` if the object does not have the blocks of the hashes."""
-        first, last = start // BLOCK_BYTES, block_count(stop)
-        content = bytearray(self._cache.read(self._slot + first, last - first))
+        first = start // BLOCK_BYTES
+        blocks = {block: self._cached(block) for block in range(first, block_count(stop))}
         pauses = iter((0.0, *objects.REREAD_SECONDS))
-        while wrong := self._wrong_blocks(content, first, last):
+        while wrong := [b for b, found in blocks.items() if xxhash.xxh3_64_intdigest(found) != self._hashes[b]]:
             if (pause := next(pauses, None)) is None:
                 raise UserError(
                     f"{self._path}: changed since the store was opened, or corrupt: bytes from "
@@ -122,33 +101,26 @@ class CachedObject:
                     "again"
                 )
             time.sleep(pause)
-            self._fetch(wrong, content, first)
-        return memoryview(content)[start - first * BLOCK_BYTES : stop - first * BLOCK_BYTES]
+            blocks |= self._fetched(wrong)
+        return memoryview(b"".join(blocks.values()))[start - first * BLOCK_BYTES : stop - first * BLOCK_BYTES]
 
-    def _wrong_blocks(self, content: bytearray, first: int, last: int) -> list[int]:
-        """Return the blocks that do not have their hashes. `content` has blocks `first` … `last - 1`."""
-        wrong = []
-        for block in range(first, last):
-            start = (block - first) * BLOCK_BYTES
-            stop = start + min(BLOCK_BYTES, self._size - block * BLOCK_BYTES)
-            if xxhash.xxh3_64_intdigest(memoryview(content)[start:stop]) != self._hashes[block]:
-                wrong.append(block)
-        return wrong
+    def _cached(self, block: int) -> bytes:
+        return self._cache.read(self._slot + block)[: self._size - block * BLOCK_BYTES]  # The last block is shorter.
 
-    def _fetch(self, blocks: list[int], content: bytearray, first: int) -> None:
-        """Read blocks, which may be wrong, into the cache and into `content`, which begins at block `first`."""
+    def _fetched(self, blocks: list[int]) -> Iterator[tuple[int, bytes]]:
+        """Read blocks, which may be wrong, from the bucket into the cache. Yield the number and content of each."""
         runs = list(_runs(blocks))
         ranges = [(run[0] * BLOCK_BYTES, min((run[-1] + 1) * BLOCK_BYTES, self._size)) for run in runs]
         for run, found in zip(runs, objects.read_ranges(self._path, ranges), strict=True):
-            if found is not None:
-                start = (run[0] - first) * BLOCK_BYTES
-                content[start : start + len(found.content)] = found.content
-                self._cache.write(self._slot + run[0], memoryview(found.content))
+            # The content may be shorter than its range.
+            for block, content in zip(run, _split(found.content if found else b""), strict=False):
+                self._cache.write(self._slot + block, content)
+                yield block, content
 
 
-def _hashes(content: Buffer) -> list[int]:
-    view = memoryview(content)
-    return [xxhash.xxh3_64_intdigest(view[at : at + BLOCK_BYTES]) for at in range(0, len(view), BLOCK_BYTES)]
+def _split(content: bytes) -> list[bytes]:
+    """Return the blocks of a content."""
+    return [content[at : at + BLOCK_BYTES] for at in range(0, len(content), BLOCK_BYTES)]
 
 
 def _runs(blocks: list[int]) -> Iterator[list[int]]:

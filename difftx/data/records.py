@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, cast
 from difftx.errors import UserError, did_you_mean, read_error
 from difftx.files import open_file
 from difftx.storage import objects
-from difftx.storage.paths import AnyPath, BucketPath
+from difftx.storage.paths import AnyPath, BucketPath, is_bucket, path_of
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -59,6 +59,27 @@ def bucket_files(pattern: BucketPath) -> dict[BucketPath, objects.Description]:
         for name, description in sorted(objects.describe_below(folder).items())
         if matches(name) and not re.search(r"(^|/)\.", name)
     }
+
+
+def files_of(pattern: str, field: str) -> dict[AnyPath, int]:
+    """Return the size of each file of a path, folder or glob, which is the value of `field`, sorted by path.
+
+    In folders, names that begin with a dot are left out.
+    """
+    path = path_of(field, pattern)
+    if is_bucket(path):
+        sizes: dict[AnyPath, int] = {file: description.size for file, description in bucket_files(path).items()}
+    else:
+        # Unlike `Path.rglob`, this enters folders that are links. It leaves out names that begin with a dot.
+        names = glob.glob("**", root_dir=path, recursive=True) if path.is_dir() else [""]
+        # The name of a file may contain characters of globs.
+        found = [path / name for name in names] if path.exists() else map(Path, glob.glob(pattern, recursive=True))
+        sizes = {file: file.stat().st_size for file in sorted(found) if file.is_file()}
+    if not sizes:
+        raise UserError(
+            f"{field}={pattern!r}: no such file, no such folder with files, and no file matches it as a glob"
+        )
+    return sizes
 
 
 def why_unreadable(file: AnyPath, error: BaseException) -> str:

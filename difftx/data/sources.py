@@ -17,7 +17,7 @@ import numpy as np
 from difftx.config.data import STDLIB, SYNTHETIC, DataConfig
 from difftx.data.mixture import BLOCK_ROWS, SOURCE_ORDER, Mixture, Shuffled, stages_of
 from difftx.data.packing import BEST_FIT_VERSION, PackedRows, RowSource
-from difftx.data.records import BYTE_ORDER_MARK, OPENERS, bucket_files
+from difftx.data.records import BYTE_ORDER_MARK, OPENERS, files_of
 from difftx.data.store import SPLITS, ShardedStore, TokenStore, UpsampledStore, is_store, open_store, read_meta
 from difftx.data.synthetic import SyntheticRows
 from difftx.data.tokenizer import Tokenizer
@@ -223,15 +223,7 @@ def text_files(path: str | None, field: str = "data.path") -> Sequence[AnyPath]:
         files = [f for f in root.rglob("*.py") if not STDLIB_WITHOUT & set(f.relative_to(root).parts)]
         # Leave out `_sysconfigdata` files, which hold the build settings of one machine.
         return sorted(f for f in files if not f.name.startswith("_sysconfigdata"))
-    if is_bucket(root := path_of(field, path)):
-        files = list(bucket_files(root))
-    elif root.is_file():  # Its name may contain characters of globs.
-        files = [root]
-    else:
-        files = [file for name in sorted(glob.glob(path, recursive=True)) if (file := Path(name)).is_file()]
-    if not files:
-        raise UserError(f"{field}={path!r}: no such file, and no file matches it as a glob")
-    return files
+    return list(files_of(path, field))
 
 
 def read_texts(path: str | None, field: str = "data.path") -> Iterator[str]:

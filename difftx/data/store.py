@@ -63,7 +63,7 @@ class TokenStore:
 
 
 class ShardedStore(TokenStore):
-    """One split of a store on disk. It can be pickled, because it holds file names instead of open files.
+    """One split of a store on disk.
 
     Tokens are not memory-mapped: if a disk fails, a read raises an error that names the file, whereas access to mapped
     memory would end the process by SIGBUS. Offsets and prompts are read and checked at the first access.
@@ -136,9 +136,6 @@ class ShardedStore(TokenStore):
                 raise UserError(f"{file.name}: truncated while it was in use, before token {stop} of it; {RESTORE}")
             done += count
         return tokens
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("offsets", "prompts")}
 
 
 class BucketStore(ShardedStore):

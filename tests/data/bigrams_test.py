@@ -8,11 +8,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from helpers import data_prepare
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from difftx.commands.data import main as data_command
-from difftx.commands.prepare import main as prepare
 from difftx.data.bigrams import BYTES_PER_ITEM, as_bigrams, count_bigrams, read_bigrams, write_bigrams
 from difftx.data.store import TokenStore, open_store, read_meta
 from difftx.errors import UserError
@@ -81,8 +81,7 @@ def prepared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("prepared")
     lines = ({"text": f"Document {i} counts {i * i} and {i % 7}."} for i in range(300))
     (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    flags = ["--tokenizer=bytes", f"--out={folder / 'store'}", "--valid_fraction=0.1", "--workers=1"]
-    assert prepare([f"--input={folder / 'in.jsonl'}", *flags]) == 0
+    data_prepare.prepared(folder / "store", f"--input={folder / 'in.jsonl'}", "--valid_fraction=0.1")
     return folder / "store"
 
 
@@ -119,14 +118,10 @@ def test_mistakes_of_the_command(prepared, tmp_path, flags, message):
     [
         (lambda raw: raw[:-1], "bytes, its header says"),
         (lambda raw: raw + b"\0", "bytes, its header says"),
-        *(
-            (lambda raw, x=x: x, "not an intact file of bigrams")
-            for x in (b"", b"\xff", b'{"format": 1}\n', b"[" * 100_000)
-        ),
-        (lambda raw: raw[8:], "not an intact file of bigrams"),
+        (lambda raw: b"", "not an intact file of bigrams"),
+        (lambda raw: b'{"format": 1}\n', "not an intact file of bigrams"),
         (lambda raw: raw.replace(b'"min_count": 1', b'"min_count": 3'), "not an intact file of bigrams"),
         (lambda raw: raw[:-8] + bytes([raw[-8] ^ 4]) + raw[-7:], "the counts are corrupt; count"),
-        (lambda raw: raw[:-32] + bytes([raw[-32] ^ 1]) + raw[-31:], "the counts are corrupt; count"),
         (lambda raw: raw[:-24] + raw[-16:-8] + raw[-24:-16] + raw[-8:], "the counts are corrupt; count"),
     ],
 )

@@ -9,10 +9,10 @@ import grain
 import numpy as np
 import pytest
 from conftest import ROOT, TINY
+from helpers import data_prepare
 from helpers.command_server import commands
 from helpers.data_loaders import loader_of, sharding_on
 
-from difftx.config.data import SourceConfig
 from difftx.data.loader import ordered_batches
 from difftx.data.packing import PackedRows
 from difftx.data.sources import load_sources
@@ -21,18 +21,14 @@ from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
 
 
-def run(*arguments):
-    return commands().run(arguments)
-
-
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("prepared")
     lines = (json.dumps({"text": f"document {i} says {i * i} and ends", "prompt": "p"}) + "\n" for i in range(400))
     (folder / "in.jsonl").write_text("".join(lines))
-    flags = ["--tokenizer=bytes", "--valid_fraction=0.3", "--workers=1", "--prompt_field=prompt"]
-    result = run("difftx", "prepare", f"--input={folder}/in.jsonl", f"--out={folder}/store", *flags)
-    assert result.returncode == 0, result.stderr
+    data_prepare.prepared(
+        folder / "store", f"--input={folder}/in.jsonl", "--valid_fraction=0.3", "--prompt_field=prompt"
+    )
     return folder / "store"
 
 
@@ -54,7 +50,7 @@ def test_a_flipped_bit_that_makes_an_unknown_id_ends_training_and_evaluation(sto
     set_value(store / "train" / "00000.tokens", "<u2", slice(None), ids ^ (np.arange(len(ids)) == 70) * 2**15)
     flags = [f"--config.{name}={value}" for name, value in TINY.items()]
     flags += [f"--config.data.path={store}", f"--workdir={tmp_path / 'run'}", "--config.train.steps=100"]
-    result = run("train.py", "--config=configs/quickstart.py", *flags)
+    result = commands().run(["train.py", "--config=configs/quickstart.py", *flags])
     assert result.returncode == 2, result.stderr
     line = result.stderr.splitlines()[-1]
     assert line.startswith(
@@ -104,20 +100,6 @@ def test_id_beyond_int32_is_reported_as_stored(mesh_of, tmp_path):
     rows = PackedRows(store, sequence_length=8, packing="concat", document_mask=False, cache_path=str(tmp_path))
     with pytest.raises(UserError, match=r"4000000000 as uint32"):
         list(ordered_batches(rows, batch_rows=5, limit_tokens=40, sharding=sharding_on(mesh_of()), vocab_size=264))
-
-
-def test_message_names_the_row_of_an_example(config, store, tmp_path):
-    (tmp_path / "text.txt").write_text("".join(f"line {i} of text that is read directly\n" for i in range(9000)))
-    paths = {"books": store, "text": tmp_path / "text.txt", "made": "synthetic:copy"}
-    sources = tuple(SourceConfig(name=name, path=str(path), weight=1.0) for name, path in paths.items())
-    settings = config(data__path="x", data__synthetic__vocab_size="130").data
-    settings = settings.__class__(**vars(settings) | {"path": None, "sources": sources})
-    mixed = load_sources(settings, load_tokenizer("bytes"))
-    by_name = {rows.name: rows for rows in mixed.train.values()}
-    assert set(by_name) == {f"{store}/train", f"data.path={str(tmp_path / 'text.txt')!r}", "synthetic:copy, train"}
-    for example in (0, 1, 2, 300, 5000):
-        name, _, row = mixed.where(example).rpartition(": row ")
-        np.testing.assert_array_equal(by_name[name][int(row)]["tokens"], mixed.examples[example]["tokens"])
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_epoch_has_every_row_once_and_targets_are_shifted_by_one(mesh_of):
     assert list(rows[:50]) != list(rows[50:100])  # Another order in each epoch.
 
 
-@pytest.mark.parametrize("after", [0, 1, 5, 7, 20])
+@pytest.mark.parametrize("after", [0, 7])
 def test_restored_loader_continues_exactly(mesh_of, after):
     mesh = mesh_of()
     whole = take(loader_on(mesh), 24)

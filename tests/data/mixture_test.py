@@ -86,10 +86,9 @@ def counted(function, calls):
     return lambda *args: calls.append(args) or function(*args)
 
 
-@pytest.mark.parametrize("rows", [50, 1000])
-def test_no_two_seeds_have_an_order_in_common(rows):
+def test_no_two_seeds_have_an_order_in_common():
     """The orders of a seed and the next are not those of an epoch later either. Epoch 0 is that of `grain`."""
-    seeds, epochs = (0, 1, 2, 3, 2**32 - 1), 4
+    seeds, epochs, rows = (0, 1, 2**32 - 1), 3, 50
     orders = {}
     for seed in seeds:
         shuffled = Shuffled(range(rows), seed)
@@ -111,7 +110,7 @@ def test_each_source_is_shuffled_and_repeated_independently():
             assert len(set(names[epoch * length : (epoch + 1) * length])) == length
 
 
-@pytest.mark.parametrize("examples", [0, 1, 255, 256, 257, 1000, 1024, 1025])
+@pytest.mark.parametrize("examples", [0, 1, 256, 257, 1025])
 def test_changes_of_weights_and_stages_against_a_count_of_rows(examples):
     """Compare what a resumed run is told with the rows that both mixtures read, one after another."""
     rows, block = {}, 32 * BLOCK_ROWS

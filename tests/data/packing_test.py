@@ -39,7 +39,7 @@ def cache(tmp_path_factory):
 
 
 @pytest.mark.parametrize("policy", ["concat", "best_fit"])
-@settings(max_examples=60, deadline=None, database=None)
+@settings(max_examples=30, deadline=None, database=None)
 @given(lengths=LENGTHS, row_tokens=ROW_TOKENS)
 def test_rows_have_every_token_once_and_the_segments_of_an_oracle(cache, policy, lengths, row_tokens):
     rows = rows_of(store_of(lengths), row_tokens, policy, cache)
@@ -77,7 +77,7 @@ def test_rows_have_every_token_once_and_the_segments_of_an_oracle(cache, policy,
     assert sorted(learnt) == [token for token in everything if token not in first_tokens]
 
 
-@settings(max_examples=60, deadline=None, database=None)
+@settings(max_examples=30, deadline=None, database=None)
 @given(lengths=LENGTHS, row_tokens=ROW_TOKENS)
 def test_concat_without_a_mask_gives_windows_of_the_store(cache, lengths, row_tokens):
     store = store_of(lengths)
@@ -115,7 +115,7 @@ def test_prompts_change_only_the_loss_mask(cache, policy, document_mask, documen
             np.testing.assert_array_equal(row[name], array)
 
 
-@settings(max_examples=60, deadline=None, database=None)
+@settings(max_examples=30, deadline=None, database=None)
 @given(lengths=LENGTHS, row_tokens=ROW_TOKENS)
 def test_best_fit_without_a_mask_gives_the_same_tokens(cache, lengths, row_tokens):
     masked, plain = (rows_of(store_of(lengths), row_tokens, "best_fit", cache, document_mask=m) for m in (True, False))
@@ -125,7 +125,7 @@ def test_best_fit_without_a_mask_gives_the_same_tokens(cache, lengths, row_token
             np.testing.assert_array_equal(array, masked[index][name])
 
 
-@settings(max_examples=60, deadline=None, database=None)
+@settings(max_examples=30, deadline=None, database=None)
 @given(lengths=LENGTHS, row_tokens=ROW_TOKENS)
 def test_best_fit_keeps_documents_whole_and_fills_rows_like_the_textbook_algorithm(lengths, row_tokens):
     offsets = np.cumsum([0, *lengths])

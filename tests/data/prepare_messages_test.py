@@ -5,9 +5,9 @@ import json
 
 import pytest
 from conftest import replace
+from helpers.data_prepare import prepared, refused
 from helpers.tokenizer_files import FAMILIES, sentencepiece_model, write_settings
 
-from difftx.__main__ import main as difftx
 from difftx.data.packing import PackedRows
 from difftx.data.sources import load_corpus, open_split
 from difftx.data.store import open_store, read_meta
@@ -32,16 +32,19 @@ CONVERSATIONS = [
 ]
 
 
-def prepare(tmp_path, monkeypatch, tokenizer, records, *flags):
+def flags_of(tmp_path, tokenizer, records):
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, records)))
-    command = ["difftx", "prepare", f"--input={tmp_path / 'chats.jsonl'}", f"--tokenizer={tokenizer}", *flags]
-    monkeypatch.setattr("sys.argv", [*command, f"--out={tmp_path / 'store'}", "--workers=1", "--valid_fraction=0"])
-    assert difftx() == 0
+    flags = [f"--input={tmp_path / 'chats.jsonl'}", f"--tokenizer={tokenizer}", "--valid_fraction=0"]
+    return [*flags, "--messages_field=messages"]
+
+
+def store_of(tmp_path, tokenizer, records, *flags):
+    prepared(tmp_path / "store", *flags_of(tmp_path, tokenizer, records), *flags)
     return open_store(tmp_path / "store", "train")
 
 
 @pytest.mark.parametrize("family", ["byte-level BPE", "sentencepiece"])
-def test_only_messages_of_the_assistant_count_in_the_loss(tmp_path, monkeypatch, family):
+def test_only_messages_of_the_assistant_count_in_the_loss(tmp_path, family):
     folder = tmp_path / "tokenizer"
     if family == "sentencepiece":
         folder.mkdir()
@@ -49,7 +52,7 @@ def test_only_messages_of_the_assistant_count_in_the_loss(tmp_path, monkeypatch,
         write_settings(folder)
     else:
         FAMILIES[family](folder)
-    store = prepare(tmp_path, monkeypatch, folder, CONVERSATIONS, "--messages_field=messages", "--id_field=id")
+    store = store_of(tmp_path, folder, CONVERSATIONS, "--id_field=id")
     assert store.prompts is not None
     encoding = load_tokenizer(str(folder))
     counted, prompts = [], []
@@ -75,10 +78,10 @@ def test_only_messages_of_the_assistant_count_in_the_loss(tmp_path, monkeypatch,
     assert set(meta["versions"]) == {"sentencepiece" if family == "sentencepiece" else "tokenizers"}
 
 
-def test_a_store_of_conversations_is_read_with_its_chat_template(tmp_path, monkeypatch, config):
+def test_a_store_of_conversations_is_read_with_its_chat_template(tmp_path, config):
     """The template is the one with which the model is prompted, but it is not part of the vocabulary."""
     folder = FAMILIES["byte-level BPE"](tmp_path / "tokenizer")
-    prepare(tmp_path, monkeypatch, folder, CONVERSATIONS, "--messages_field=messages")
+    store_of(tmp_path, folder, CONVERSATIONS)
     path, data = str(tmp_path / "store"), replace(config(), "data", tokenizer=str(folder)).data
     assert len(open_split(data, path, "train", load_tokenizer(str(folder)))) > 0
     template = folder / "chat_template.jinja"
@@ -95,44 +98,40 @@ def test_a_store_of_conversations_is_read_with_its_chat_template(tmp_path, monke
         template.unlink(missing_ok=True)
 
 
-@pytest.mark.long
-def test_the_date_of_a_template_is_an_option_of_the_store(tmp_path, monkeypatch):
+DATED = "{{ strftime_now('%d %b %Y') }}{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+def test_the_date_of_a_template_is_an_option_of_the_store(tmp_path):
     folder = FAMILIES["byte-level BPE"](tmp_path / "tokenizer")
-    (folder / "chat_template.jinja").write_text(
-        "{{ strftime_now('%d %b %Y') if strftime_now is defined }}{% for message in messages %}{{ message.content }}"
-        "{% endfor %}"
-    )
-    flags = "--messages_field=messages"
-    with pytest.raises(UserError, match=r"--date is missing, which the chat template of .*; set --date=YYYY-MM-DD"):
-        prepare(tmp_path, monkeypatch, folder, CONVERSATIONS, flags)
-    with pytest.raises(UserError, match=r"--date=2024-02-29: only chat templates write dates"):
-        prepare(tmp_path, monkeypatch, folder, CONVERSATIONS, "--date=2024-02-29")
-    store = prepare(tmp_path, monkeypatch, folder, CONVERSATIONS, flags, "--date=2024-02-29")
+    (folder / "chat_template.jinja").write_text(DATED)
+    line = refused(tmp_path / "store", *flags_of(tmp_path, folder, CONVERSATIONS))
+    assert "--date is missing, which the chat template of " in line
+    store = store_of(tmp_path, folder, CONVERSATIONS, "--date=2024-02-29")
     prompt = load_tokenizer(str(folder)).decode(store.slice(0, int(store.prompts[0])).tolist())
     assert prompt == "29 Feb 2024Be brief.0+0"
     assert read_meta(tmp_path / "store")["source"]["date"] == "2024-02-29T00:00:00"
+    line = refused(tmp_path / "other", "--input=text.txt", "--date=2024-02-29")
+    assert "--date=2024-02-29: only chat templates write dates" in line
 
 
 @pytest.mark.parametrize(
     ("record", "flags", "message"),
     [
         ({"messages": "hello"}, [], "line 1: messages: not a list of at least one message"),
-        ({"messages": [{"role": "user", "content": "a"}]}, [], "line 1: messages: no message has the role assistant"),
         ({"text": "a"}, [], "line 1: no field 'messages'; its fields: 'text'; choose with --messages_field"),
         ({"messages": []}, ["--prompt_field=p"], "--messages_field and --prompt_field are both set"),
         ({"messages": []}, ["--tokenizer=bytes"], "--messages_field=messages needs a chat template"),
     ],
 )
-def test_invalid_conversations_and_flags_are_rejected(tmp_path, monkeypatch, record, flags, message):
+def test_invalid_conversations_and_flags_are_rejected(tmp_path, record, flags, message):
     folder = FAMILIES["byte-level BPE"](tmp_path / "tokenizer")
-    with pytest.raises(UserError, match=message):
-        prepare(tmp_path, monkeypatch, folder, [record], "--messages_field=messages", *flags)
+    assert message in refused(tmp_path / "store", *flags_of(tmp_path, folder, [record]), *flags)
 
 
-def test_invalid_conversations_are_skipped_and_named(tmp_path, monkeypatch):
+def test_invalid_conversations_are_skipped_and_named(tmp_path):
     folder = FAMILIES["byte-level BPE"](tmp_path / "tokenizer")
     records = [{"messages": None}, CONVERSATIONS[0], {"messages": 3}]
-    store = prepare(tmp_path, monkeypatch, folder, records, "--messages_field=messages", "--on_error=skip")
+    store = store_of(tmp_path, folder, records, "--on_error=skip")
     assert len(store.offsets) - 1 == 2
     named = (tmp_path / "store" / "skipped.txt").read_text().splitlines()
     assert [line.partition("chats.jsonl: ")[2].partition(":")[0] for line in named] == ["line 1", "line 3"]

@@ -17,15 +17,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.data_prepare import COMMAND, ENVIRONMENT, prepare, prepared, refused, texts_of, tree
+from helpers.command_server import commands
+from helpers.data_prepare import COMMAND, ENVIRONMENT, PREPARE, prepare, prepared, refused, texts_of, tree
 
 from difftx import folders
-from difftx.commands.prepare import main
 from difftx.data.prepare import job
 from difftx.data.store import open_store, read_meta
 from difftx.data.tokenizer import END_OF_TEXT
 from difftx.data.tokenizers import load_tokenizer
-from difftx.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +49,7 @@ def flags(corpus):
 @pytest.fixture(scope="module")
 def reference(flags, tmp_path_factory):
     out = tmp_path_factory.mktemp("reference") / "store"
-    result = prepared(out, *flags, "--workers=1")
+    result = prepared(out, *flags)
     return out, result
 
 
@@ -79,7 +78,6 @@ def test_every_distinct_document_is_in_one_split_in_input_order(corpus, referenc
     assert ids == [first[text] for text in found["train"]]
 
 
-@pytest.mark.long
 def test_prompts_are_kept_apart_from_answers(tmp_path):
     pairs = {f"What is {i} + {i}? ": f"It is {2 * i}." for i in range(200)}
     lines = [json.dumps({"question": q, "answer": a, "id": i}) for i, (q, a) in enumerate(pairs.items())]
@@ -93,15 +91,6 @@ def test_prompts_are_kept_apart_from_answers(tmp_path):
         found |= {text[:prompt]: text[prompt:] for text, prompt in zip(texts, store.prompts.tolist(), strict=True)}
     assert found == pairs
     assert len(read_meta(tmp_path / "store")["splits"]["train"]["shards"]) > 2
-    (tmp_path / "plain.txt").write_text("no fields")
-    line = refused(tmp_path / "other", f"--input={tmp_path / 'plain.txt'}", "--prompt_field=question")
-    assert "plain.txt: a text file has no field 'question'; --prompt_field is for JSON lines" in line
-
-
-@pytest.mark.long
-def test_the_number_of_workers_does_not_matter(flags, reference, tmp_path):
-    prepared(tmp_path / "store", *flags, "--workers=3")
-    assert tree(tmp_path / "store") == tree(reference[0])
 
 
 @pytest.mark.long
@@ -136,7 +125,7 @@ def test_store_is_the_same_after_kills_at_ten_moments(flags, reference, tmp_path
             wait_until(lambda p=process: not group_lives(p.pid))
             assert not (out / "meta.json").exists()
     assert killed >= 5
-    prepared(out, *flags, "--workers=2")
+    subprocess.run([*COMMAND, *flags, f"--out={out}", "--workers=3"], env=ENVIRONMENT, check=True)
     assert tree(out) == tree(reference[0])
 
 
@@ -164,9 +153,7 @@ def group_lives(group):
 @pytest.mark.long
 def test_run_stopped_by_a_signal_says_so_and_resumes(flags, reference, tmp_path):
     out = tmp_path / "store"
-    process = subprocess.Popen(
-        [*COMMAND, *flags, f"--out={out}", "--workers=1"], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([*COMMAND, *flags, f"--out={out}"], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: process.poll() is not None or finished_files(out))
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=60)
@@ -226,7 +213,6 @@ def test_a_document_keeps_its_split_when_the_corpus_grows(corpus, reference, tmp
         assert set(texts_of(open_store(tmp_path / "store", split))) < set(texts_of(open_store(reference[0], split)))
 
 
-@pytest.mark.long
 def test_unreadable_documents_are_skipped_counted_and_named(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": \n{"text": "\xff"}\n{"text": "b"}\n')
     with gzip.open(tmp_path / "b.jsonl.gz", "wb") as file:
@@ -246,41 +232,25 @@ def test_unreadable_documents_are_skipped_counted_and_named(tmp_path):
         assert message in line
 
 
-def test_documents_whose_ids_are_not_utf8_are_unreadable(tmp_path):
-    """Lines with half of a surrogate pair, and a text file whose name has a byte of Latin-1."""
+def test_ids_need_not_be_utf8(tmp_path):
+    """A line with half of a surrogate pair, and a text file whose name has a byte of Latin-1."""
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / "a.jsonl").write_text('{"text": "a", "id": "\\ud800"}\n{"text": "b", "id": "\\ud83d\\ude00"}\n')
     (folder / os.fsdecode(b"caf\xe9.txt")).write_text("c")
-    (folder / "d.txt").write_text("d")
-    flags = [f"--input={folder}", "--id_field=id", "--valid_fraction=0", "--workers=1"]
-    out = tmp_path / "store"
-    line = refused(out, *flags)
-    assert "a.jsonl: line 1: field 'id': character 0 is half of a surrogate pair, which is not UTF-8; repair it" in line
-    prepared(out, *flags, "--on_error=skip")
-    assert texts_of(open_store(out, "train")) == ["b", "d"]
-    assert list(map(json.loads, (out / "train" / "00000.ids").read_text().splitlines())) == ["😀", f"{folder}/d.txt"]
-    line, file = (out / "skipped.txt").read_text().splitlines()
-    assert "a.jsonl: line 1: field 'id'" in line
-    assert "caf" in file
-    assert "the path is not UTF-8, so it cannot be an id; rename the file" in file
-    # Without ids, the name of a text file does not matter.
-    prepared(tmp_path / "plain", f"--input={folder}/*.txt", "--valid_fraction=0", "--workers=1")
-    assert texts_of(open_store(tmp_path / "plain", "train")) == ["c", "d"]
+    prepared(tmp_path / "store", f"--input={folder}", "--id_field=id", "--valid_fraction=0")
+    assert texts_of(open_store(tmp_path / "store", "train")) == ["a", "b", "c"]
+    lines = (tmp_path / "store" / "train" / "00000.ids").read_text().splitlines()
+    assert list(map(json.loads, lines)) == ["\ud800", "😀", os.fsdecode(bytes(folder) + b"/caf\xe9.txt")]
 
 
-@pytest.mark.parametrize("name", ["input", "valid_input", "tokenizer", "out", "text_field"])
+@pytest.mark.parametrize("name", ["input", "out", "text_field"])
 def test_a_flag_that_is_not_utf8_is_refused_before_anything_is_read(tmp_path, name):
     """Python represents the byte of Latin-1 in such a path by half of a surrogate pair."""
-    (tmp_path / "a.txt").write_text("a" * 500)
-    flags = {"input": tmp_path / "a.txt", "tokenizer": "bytes", "out": tmp_path / "store", "workers": 1}
-    flags[name] = tmp_path / os.fsdecode(b"caf\xe9.txt")
-    if "input" in name:
-        flags[name].write_text("b" * 500)
-    with pytest.raises(UserError, match=rf"^--{name}=.*: not UTF-8; rename it") as error:
-        main([f"--{flag}={value}" for flag, value in flags.items()])
-    assert r"caf\udce9.txt" in str(error.value)
-    assert sorted(path.name for path in tmp_path.iterdir() if "caf" not in path.name) == ["a.txt"]
+    wrong = tmp_path / os.fsdecode(b"caf\xe9.txt")
+    line = refused(tmp_path / "store", "--input=a.txt", f"--{name}={wrong}")
+    assert line.startswith(rf"error: --{name}={tmp_path}/caf\udce9.txt: not UTF-8; rename it")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_file_of_the_work_folder_is_open_when_the_folder_is_deleted(tmp_path, monkeypatch):
@@ -296,17 +266,16 @@ def test_no_file_of_the_work_folder_is_open_when_the_folder_is_deleted(tmp_path,
 
     (tmp_path / "a.txt").write_text("a" * 500)
     monkeypatch.setattr(folders.shutil, "rmtree", delete_as_on_nfs)
-    assert main([f"--input={tmp_path}/a.txt", "--tokenizer=bytes", f"--out={tmp_path / 'store'}", "--workers=1"]) == 0
+    prepared(tmp_path / "store", f"--input={tmp_path}/a.txt")
     assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["meta.json", "train", "valid"]
 
 
 def test_a_process_that_gets_the_lock_after_another_has_finished_keeps_its_store(tmp_path, monkeypatch):
     """The other process finishes after this one has seen no store, and has not deleted the work folder yet."""
     (tmp_path / "a.txt").write_text("a" * 500)
-    flags = [f"--input={tmp_path}/a.txt", "--tokenizer=bytes", f"--out={tmp_path / 'store'}", "--workers=1"]
     with monkeypatch.context() as patch:
         patch.setattr(job, "remove_folder", lambda folder: None)
-        assert main(flags) == 0
+        prepared(tmp_path / "store", f"--input={tmp_path}/a.txt")
 
     def times():
         return {file: file.stat().st_mtime_ns for file in (tmp_path / "store").rglob("*") if file.is_file()}
@@ -315,26 +284,22 @@ def test_a_process_that_gets_the_lock_after_another_has_finished_keeps_its_store
     assert work / "job.json" in before
     answers = itertools.chain([False], itertools.repeat(True))
     monkeypatch.setattr(job, "is_store", lambda path: next(answers))
-    assert main(flags) == 0
+    prepared(tmp_path / "store", f"--input={tmp_path}/a.txt")
     assert times() == {file: modified for file, modified in before.items() if work not in file.parents}
     assert not work.exists()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "text", "flags", "message"),  # tests/data/readers_test.py has the lines and files that cannot be read.
     [
         ("none", None, [], "no such file"),
-        (
-            "latin.txt",
-            "na\xefve",
-            [],
-            "latin.txt: byte 2 is not UTF-8; repair it, or leave such documents out",
-        ),
+        ("latin.txt", "na\xefve", [], "latin.txt: byte 2 is not UTF-8; repair it, or leave such documents out"),
+        ("one.txt", "1", ["--prompt_field=q"], "one.txt: a text file has no field 'q'; --prompt_field is for JSON"),
         ("one.txt", "1", [], "one.txt: too short to hold some out; give more, or --valid_fraction=0"),
         ("one.jsonl", '{"text": "one"}', [], "1 different documents, and none is left to train on"),
         ("gap.jsonl", '{"text": ""}\n\n', [], "the input has no documents"),
         ("", None, [], "lies in the input"),
+        ("cards", None, [], "the input has no documents"),
         ("one.txt", "1", ["--tokenizer=cl100k"], "--tokenizer='cl100k': no such encoding"),
         ("one.txt", "1", ["--tokenizer=no.tiktoken"], "--tokenizer='no.tiktoken': cannot be read"),
         ("one.txt", "1", ["--valid_fraction=1"], "--valid_fraction=1.0 must be at least 0 and less than 1"),
@@ -342,12 +307,13 @@ def test_a_process_that_gets_the_lock_after_another_has_finished_keeps_its_store
     ],
 )
 def test_bad_input_gives_exit_code_2_and_the_reason(tmp_path, name, text, flags, message):
+    (tmp_path / "cards").mkdir()
+    (tmp_path / "cards" / "README.md").write_text("of a data set")
     if text is not None:
         (tmp_path / name).write_text(text, "latin-1")
-    assert message in refused(tmp_path / "out", "--workers=1", f"--input={tmp_path / name}", *flags)
+    assert message in refused(tmp_path / "out", f"--input={tmp_path / name}", *flags)
 
 
-@pytest.mark.long
 def test_unfinished_run_with_other_settings_is_rejected(corpus, tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_text('{"text": "a"}\n{"text": \n')
@@ -377,7 +343,7 @@ def test_full_disk_is_reported_and_the_run_resumes_with_more_space(flags, refere
     if os.geteuid() or not shutil.which("mount") or subprocess.run(options, capture_output=True).returncode:
         pytest.skip("mounting a small disk needs root")
     try:
-        result = prepare(f"--out={disk / 'store'}", *flags)
+        result = commands().run([*PREPARE, *flags, f"--out={disk / 'store'}"])
         assert result.returncode == 1
         assert re.fullmatch(
             "error: .*No space left on device; make room, then run the same command again\n", result.stderr

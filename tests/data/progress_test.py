@@ -16,13 +16,3 @@ def test_line_every_ten_seconds_shows_the_time_left(monkeypatch, capsys):
     assert lines[:2] == ["parts: 3 of 20, 0:01:08 left", "parts: 6 of 20, 0:00:56 left"]
     assert lines[-1] == "parts: 18 of 20, 0:00:08 left"
     assert len(lines) == 6
-
-
-def test_disabled_progress_shows_nothing(monkeypatch, capsys):
-    now = [100.0]
-    monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
-    with progress.Work(enabled=False) as work, work.task("counting", 1000) as advance:
-        for _ in range(10):
-            now[0] += 60
-            advance(100)
-    assert capsys.readouterr() == ("", "")

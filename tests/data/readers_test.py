@@ -77,9 +77,7 @@ def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("deep", ["", "set"])
 def test_descriptions_of_data_sets_are_left_out_of_folders(tmp_path, capsys, deep):
-    """The names are those of `datasets`. A file and a glob are read as they are."""
-    data_files = pytest.importorskip("datasets.data_files", reason="make test installs the extra datasets")
-    assert set(data_files.FILES_TO_IGNORE) - {"dummy_data.zip"} == readers.DESCRIPTIONS
+    """A file and a glob are read as they are."""
     folder = tmp_path / deep
     folder.mkdir(exist_ok=True)
     write_lines(folder / "train.jsonl", [{"text": "data", "id": 1}])
@@ -164,7 +162,6 @@ def test_zstd_windows_of_every_size_are_read(tmp_path, window_bits):
         (b'{"text": "x"}', "line 3: no field 'id'; choose with --id_field"),
         (b'{"text": null, "id": 1}', "line 3: field 'text' is not text but NoneType"),
         (b'{"text": "a\\ud800", "id": 1}', "line 3: character 1 is half of a surrogate pair"),
-        (b'{"text": "x", "id": "a\\ud800"}', "line 3: field 'id': character 1 is half of a surrogate pair"),
         (b'{"text": "a\xff", "id": 1}', "line 3: byte 61 of the file is not UTF-8"),
         (b"[" * 100_000, "line 3: broken JSON"),
     ],
@@ -184,14 +181,13 @@ def test_a_bad_line_is_named(tmp_path, monkeypatch, line, message, unit_bytes):
     assert "\n" not in str(problem)
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst", ".xz"])
-@pytest.mark.parametrize("kind", ["jsonl", "txt"])
+@pytest.mark.parametrize(("kind", "suffix"), [("jsonl", ".gz"), ("jsonl", ".zst"), ("txt", ".xz")])
 def test_truncated_file_yields_its_complete_units_and_then_an_error(tmp_path, monkeypatch, suffix, kind):
     monkeypatch.setattr(readers, "UNIT_BYTES", 2000)
     path = tmp_path / f"a.{kind}{suffix}"
     # The text compresses badly, so that much of it can be read before the truncation.
     noise = random.Random(1)
-    write_lines(path, [{"text": noise.randbytes(200).hex(), "id": i} for i in range(2000)], suffix)
+    write_lines(path, [{"text": noise.randbytes(200).hex(), "id": i} for i in range(800)], suffix)
     path.write_bytes(path.read_bytes()[:-100])
     *good, problem = read(path)
     assert isinstance(problem, UserError)
@@ -308,8 +304,10 @@ def test_the_parts_of_the_name_of_a_hugging_face_dataset(monkeypatch, name, expe
     assert readers.load_hugging_face.__wrapped__(name) == expected
 
 
+@pytest.mark.long  # The import of the library takes seconds.
 def test_a_hugging_face_dataset(tmp_path):
-    pytest.importorskip("datasets", reason="needs the extra datasets")
+    data_files = pytest.importorskip("datasets.data_files", reason="make test installs the extra datasets")
+    assert set(data_files.FILES_TO_IGNORE) - {"dummy_data.zip"} == readers.DESCRIPTIONS
     write_lines(tmp_path / "a.jsonl", [{"text": f"text {i}", "id": i} for i in range(20)])
     documents = read(f"hf:{tmp_path}:train")
     assert [(d.text, d.id) for d in documents] == [(f"text {i}", str(i)) for i in range(20)]

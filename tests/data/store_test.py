@@ -5,15 +5,14 @@ import errno
 import itertools
 import json
 import os
-import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from helpers.command_server import commands
+from helpers.data_prepare import PREPARE
+from helpers.data_prepare import prepared as prepared_store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,9 +31,9 @@ def prepared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("prepared")
     lines = (json.dumps({"text": text, "name": f"n{i}"}) + "\n" for i, text in enumerate(TEXTS))
     (folder / "in.jsonl").write_text("".join(lines))
-    command = [sys.executable, "-m", "difftx", "prepare", f"--input={folder}/in.jsonl", f"--out={folder}/store"]
-    flags = ["--tokenizer=bytes", "--shard_tokens=500", "--valid_fraction=0.3", "--workers=1", "--id_field=name"]
-    subprocess.run([*command, *flags], check=True, cwd=ROOT)
+    flags = ["--shard_tokens=500", "--valid_fraction=0.3", "--workers=1", "--id_field=name"]
+    made = commands().run([*PREPARE, f"--input={folder}/in.jsonl", f"--out={folder}/store", *flags])
+    assert made.returncode == 0, made.stderr
     return folder / "store"
 
 
@@ -63,9 +62,8 @@ def test_slices_span_shards(prepared, data):
     assert (len(opened), opened.dtype) == (len(tokens), np.uint16)
     np.testing.assert_array_equal(opened.offsets, offsets)
     assert opened.offsets.dtype == np.uint64
-    in_memory = TokenStore(tokens, offsets)
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(tokens))] * 2)))
-    for one in (opened, in_memory, pickle.loads(pickle.dumps(opened)), pickle.loads(pickle.dumps(in_memory))):
+    for one in (opened, TokenStore(tokens, offsets)):
         np.testing.assert_array_equal(one.slice(start, stop), tokens[start:stop])
         assert one.slice(start, stop).dtype == np.uint16
 
@@ -75,13 +73,6 @@ def test_slice_out_of_bounds_is_an_error(prepared):
     for start, stop in [(-1, 3), (0, len(opened) + 1), (5, 4)]:
         with pytest.raises(IndexError):
             opened.slice(start, stop)
-
-
-def test_a_pickle_holds_no_tokens(prepared):
-    opened = open_store(prepared, "train")
-    assert len(opened.offsets)
-    assert len(opened.slice(0, 10)) == 10
-    assert len(pickle.dumps(opened)) < 300 * len(list((prepared / "train").glob("*.tokens")))
 
 
 def test_fingerprints_tell_stores_apart(prepared, store):
@@ -98,8 +89,7 @@ def test_tokens_of_a_replaced_store_are_read_from_the_new_files(store):
     shutil.rmtree(store)
     text = store.parent / "in.txt"
     text.write_text("another text")
-    command = [sys.executable, "-m", "difftx", "prepare", f"--input={text}", f"--out={store}", "--tokenizer=bytes"]
-    subprocess.run([*command, "--valid_fraction=0", "--workers=1"], check=True, cwd=ROOT)
+    prepared_store(store, f"--input={text}", "--valid_fraction=0")
     after = open_store(store, "train")
     assert bytes(after.slice(0, len(after) - 1).astype(np.uint8)) == b"another text"
     assert (after.slice(0, 10) != before).any()
@@ -122,23 +112,16 @@ def test_a_failed_read_of_offsets_is_no_corrupt_store(store, monkeypatch):
         _ = opened.offsets
 
 
-def verify(folder):
-    return subprocess.run(
-        [sys.executable, "-m", "difftx", "data", "verify", str(folder)], cwd=ROOT, capture_output=True, text=True
-    )
-
-
 @pytest.mark.parametrize("kind", ["tokens", "offsets", "ids"])
-def test_a_flipped_bit_is_found(store, config, kind):
-    assert verify(store).returncode == 0
+def test_a_flipped_bit_is_found(store, config, kind, capsys):
+    assert data_command(["verify", str(store)]) == 0
     corrupt_file = store / "train" / f"00001.{kind}"
     data = bytearray(corrupt_file.read_bytes())
     data[len(data) // 2] ^= 16
     corrupt_file.write_bytes(data)
-    result = verify(store)
-    assert result.returncode == 2
-    assert f"{corrupt_file}: corrupt" in result.stderr
-    assert "00000" not in result.stdout + result.stderr
+    with pytest.raises(UserError, match=rf"1 problems, the first: {corrupt_file}: corrupt"):
+        data_command(["verify", str(store)])
+    assert "00000" not in capsys.readouterr().out
     settings = config().data
     assert load_corpus(str(store), settings, load_tokenizer("bytes"))  # By default, checksums are not verified.
     with pytest.raises(UserError, match=rf"00001\.{kind}: corrupt"):
@@ -164,12 +147,14 @@ def test_incomplete_store_is_rejected(store, config, name, change, message):
     change(store / name)
     with pytest.raises(UserError, match=message):
         load_corpus(str(store), config().data, load_tokenizer("bytes"))
-    assert verify(store).returncode == 2
+    with pytest.raises(UserError, match=message):
+        data_command(["verify", str(store)])
 
 
 def test_verify_finds_unknown_files(store):
     (store / "valid" / "00099.tokens").touch()
-    assert "00099.tokens: does not belong to this store" in verify(store).stdout
+    with pytest.raises(UserError, match=r"00099\.tokens: does not belong to this store"):
+        data_command(["verify", str(store)])
 
 
 def test_tokenizer_must_match_the_store(store, config):

@@ -146,12 +146,12 @@ def test_sentencepiece_model_encodes_as_llama_tokenizer(tmp_path):
     write_settings(tmp_path)
     theirs, ours = transformers.LlamaTokenizer.from_pretrained(tmp_path), load_tokenizer(str(tmp_path))
     compared = 0
-    for text in random_strings(10_000):
+    for text in random_strings(2000):
         if not text.startswith((" ", "▁")):
             compared += 1
             ids = theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
             assert ours.encode_ordinary(text) == ids, repr(text)
             assert ours.decode(ids) == theirs.decode(ids), repr(text)
-    assert compared > 8000
+    assert compared > 1600
     text = ours.chat_template.render(CONVERSATION, add_generation_prompt=True)
     assert ours.encode_chat(text) == theirs(text, add_special_tokens=False)["input_ids"]

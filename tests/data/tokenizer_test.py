@@ -49,12 +49,9 @@ def test_the_file_of_cl100k_base_gives_its_tokens(tmp_path):
     ("name", "change", "message"),
     [
         ("own", lambda lines: [*lines, b"YWI="], "line 257 is not a token in base64 and its id"),
-        ("own", lambda lines: [*lines, b"a 256"], "line 257 is not a token in base64 and its id"),
         ("own", lambda lines: [*lines, b"YWI= 7"], "two tokens have one id"),
         ("own", lambda lines: [*lines, b"YWI= 4000000000"], "id 4000000000 is more than 16777215"),
-        ("own", lambda lines: [*lines, b"YWI= 1" + b"0" * 20], "id 100000000000000000000 is more than 16777215"),
         ("own", lambda lines: lines[1:], "no token for byte 0"),
-        ("own", lambda lines: [], "no token for byte 0"),
         ("o200k_base", lambda lines: lines, "a pattern of its own; use data.tokenizer='o200k_base'"),
     ],
 )
@@ -67,7 +64,7 @@ def test_a_bad_vocabulary_file_is_named(tmp_path, name, change, message):
     assert str(path) in str(error.value)
 
 
-@pytest.mark.parametrize("unit", [" ", "\n ", "a", "\u4e2d"])
+@pytest.mark.parametrize("unit", [" ", "\u4e2d"])
 def test_a_text_that_the_regex_engine_of_tiktoken_refuses_is_encoded_in_parts(tmp_path, unit):
     path = tmp_path / "own.tiktoken"
     path.write_bytes(b"\n".join(b"%s %d" % (base64.b64encode(bytes([i])), i) for i in range(256)))

@@ -1,13 +1,19 @@
 """Calls of `difftx prepare` as a user makes them, and the contents of the stores that it writes."""
 
+import concurrent.futures
+import contextlib
+import io
 import itertools
 import os
+import subprocess
 import sys
+from unittest import mock
 
 import numpy as np
 from conftest import ROOT
 
-from helpers.command_server import commands
+from difftx.commands.prepare import main
+from difftx.errors import EXIT_BAD_INPUT, UserError
 
 PREPARE = ["difftx", "prepare", "--tokenizer=bytes"]
 COMMAND = [sys.executable, "-m", *PREPARE]
@@ -15,7 +21,23 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 
 
 def prepare(*flags):
-    return commands().run([*PREPARE, *flags])
+    """Run the command in this process, with threads in place of its workers, whose start takes most of the time."""
+
+    def threads(count, *_, **__):
+        return concurrent.futures.ThreadPoolExecutor(count)
+
+    out, errors = io.StringIO(), io.StringIO()
+    with (
+        mock.patch("concurrent.futures.ProcessPoolExecutor", threads),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(errors),
+    ):
+        try:
+            code = main([*PREPARE[2:], *map(str, flags)])
+        except UserError as error:  # `run_command` prints it so.
+            code = EXIT_BAD_INPUT
+            print(f"error: {error}", file=errors)
+    return subprocess.CompletedProcess(flags, code, out.getvalue(), errors.getvalue())
 
 
 def prepared(out, *flags):
@@ -27,10 +49,9 @@ def prepared(out, *flags):
 def refused(out, *flags):
     """Run a command that must fail, and return its one-line error."""
     result = prepare(f"--out={out}", *flags)
-    assert result.returncode == 2, result.stderr
+    assert result.returncode == EXIT_BAD_INPUT, result.stderr
     assert not (out / "meta.json").exists()
     [line] = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert "Traceback" not in result.stderr
     return line
 
 

@@ -33,7 +33,8 @@ def random_strings(count, seed=0):
 
 def texts():
     """Return lines to train on: English, code and other scripts."""
-    lines = [line for path in sorted(ROOT.glob("docs/*.md")) for line in path.read_text().splitlines() if line.strip()]
+    pages = [ROOT / "docs" / f"{name}.md" for name in ("design", "extend", "operations")]
+    lines = [line for path in pages for line in path.read_text().splitlines() if line.strip()]
     return lines + (ROOT / "difftx" / "files.py").read_text().splitlines() + [" ".join(SCRIPTS)] * 20
 
 

@@ -85,7 +85,8 @@ def encode_unit(job: Job, unit: Unit) -> UnitSummary:
             prompts=np.array([len(prompt) for prompt in parts[::3]], np.int64),
             sizes=sizes,
             hashes=np.frombuffer(b"".join(hashlib.sha256(d.utf8).digest()[:16] for d in documents), ">u8"),
-            ids=np.frombuffer(ids.encode(), np.uint8),
+            # Half of a surrogate pair, which UTF-8 cannot encode, gets an escape that JSON knows, such as \\ud800.
+            ids=np.frombuffer(ids.encode(errors="backslashreplace"), np.uint8),
             summary=np.frombuffer(json.dumps(dataclasses.asdict(summary)).encode(), np.uint8),
         )
     return summary
@@ -201,9 +202,9 @@ def make_plan(job: Job, sources: Sequence[Source]) -> Plan:
         empty += summary.empty
     if problems and not job.skip_unreadable:  # An earlier call had --on_error=skip.
         raise UserError(f"{problems[0]}; {HOW_TO_SKIP}")
-    length, hash_, valid = np.concatenate(lengths), np.concatenate(hashes), np.concatenate(from_valid)
-    if not len(length):
+    if not sum(map(len, lengths)):
         raise UserError("the input has no documents")
+    length, hash_, valid = np.concatenate(lengths), np.concatenate(hashes), np.concatenate(from_valid)
     if job.valid_fraction and not any(source.valid for source in sources):
         valid = _held_out(hash_[:, 0], job.valid_fraction)
     first = _first_occurrences(hash_)

@@ -5,7 +5,6 @@ The main process reads and decompresses a unit, and a worker parses it into docu
 
 import dataclasses
 import functools
-import glob
 import io
 import itertools
 import json
@@ -133,8 +132,6 @@ class Texts:
             elif (field := fields.messages or fields.prompt) is not None:
                 flag = "--prompt_field" if fields.messages is None else "--messages_field"
                 yield UserError(f"{file}: a text file has no field {field!r}; {flag} is for JSON lines")
-            elif fields.id is not None and HALF_PAIR.search(str(file)):
-                yield UserError(f"{file}: the path is not UTF-8, so it cannot be an id; rename the file")
             else:
                 mark = records.BYTE_ORDER_MARK if self.start == 0 else ""
                 try:
@@ -234,22 +231,12 @@ def sources_of(pattern: str, *, valid: bool, first_index: int) -> list[Source]:
 
 
 def _input_files(pattern: str, flag: str) -> dict[AnyPath, int]:
-    """Return the size of each file of a path, folder or glob. In folders, names that begin with a dot are left out."""
-    path = path_of(flag, pattern)
-    if is_bucket(path):
-        sizes: dict[AnyPath, int] = {file: description.size for file, description in records.bucket_files(path).items()}
-        is_folder = path not in sizes and not glob.has_magic(pattern)
-    else:
-        # Unlike `Path.rglob`, this enters folders that are links. It leaves out names that begin with a dot.
-        names = glob.glob("**", root_dir=path, recursive=True) if (is_folder := path.is_dir()) else [""]
-        found = [path / name for name in names] if path.exists() else map(Path, glob.glob(pattern, recursive=True))
-        sizes = {file: file.stat().st_size for file in sorted(found) if file.is_file()}
-    if descriptions := [file for file in sizes if is_folder and file.name in DESCRIPTIONS]:
+    """Return the size of each file of a path, folder or glob. In folders, files that describe data are left out."""
+    sizes, path = records.files_of(pattern, flag), path_of(flag, pattern)
+    if descriptions := [file for file in sizes if path in file.parents and file.name in DESCRIPTIONS]:
         line = f"left out of the folder, because they describe data sets: {', '.join(map(str, descriptions))}"
         print(printable(f"{flag}={pattern}: {line}; a glob reads them"))
-    if not (files := {file: size for file, size in sizes.items() if file not in descriptions}):
-        raise UserError(f"{flag}={pattern}: no such file, no such folder with files, and no file matches it as a glob")
-    return files
+    return {file: size for file, size in sizes.items() if file not in descriptions}
 
 
 @functools.cache
@@ -426,9 +413,6 @@ def _document_of(record: dict[str, Any], fields: Fields, name_of_record: Callabl
     if fields.id is not None and fields.id not in record:
         return UserError(f"{name_of_record()}: no field {fields.id!r}; choose with --id_field")
     document_id = None if fields.id is None else str(record[fields.id])
-    if document_id is not None and (half := HALF_PAIR.search(document_id)):
-        where = f"field {fields.id!r}: character {half.start()}"
-        return UserError(f"{name_of_record()}: {where} is half of a surrogate pair, which is not UTF-8")
     if fields.messages is not None:
         return Conversation(record[fields.messages], document_id, name_of_record)
     text, prompt = record[fields.text], "" if fields.prompt is None else record[fields.prompt]
