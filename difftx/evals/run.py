@@ -76,7 +76,7 @@ def evaluate(
                 checkpoint.require_unchanged()
             if not is_primary():
                 continue
-            options = {option: depends[option] for option in OPTIONS if option in depends}
+            options = {option: depends[option] for option in OPTIONS}
             content = {"suite": name, "step": step, "settings": digest, "options": options}
             content |= {"valid": run.data.valid_fingerprints} | source | dataclasses.asdict(result)
             content["measures"] = {number: vars(value) for number, value in result.numbers.items()}
@@ -107,27 +107,20 @@ def stored_result(run: Run, suite: str, step: int, part: WeightsPart = "params")
 def dependencies(run: Run, suite: str) -> dict[str, Any]:
     """Return everything, except the parameters, that a suite's result depends on, as JSON."""
     config = run.config
-    settings = with_contents(EvalConfig, values_of(config.eval), fields_of(config, suite))
-    depends: dict[str, Any] = {
+    suites = with_inner(config, suite)
+    devices = [run.mesh.devices.flat[0].device_kind, dict(run.mesh.shape), run.microbatch_rows]
+    return {
         "suite": suite,
-        "eval": settings,
+        "eval": with_contents(EvalConfig, values_of(config.eval), fields_of(config, suite)),
         "model": values_of(config.model),
         "data": run.data.signature,
         "valid": run.data.valid_fingerprints,
         "seed": config.train.seed,
+        "extensions": [extension.sha256 for name in suites if (extension := SUITES.extension_of(name))],
+        "revision": sum(SUITES[name].revision for name in suites),  # It changes with each, as they only increase.
+        "endpoints": [url for name in suites if (url := SUITES[name].endpoint(config)) is not None],
+        "devices": devices if SUITES[suite].measures_device else None,
     }
-    suites = with_inner(config, suite)
-    if extensions := [extension.sha256 for name in suites if (extension := SUITES.extension_of(name))]:
-        depends["extensions"] = extensions
-    # Revisions only increase, so their sum changes with each of them.
-    if revision := sum(SUITES[name].revision for name in suites):
-        depends["revision"] = revision
-    if endpoints := [url for name in suites if (url := SUITES[name].endpoint(config)) is not None]:
-        depends["endpoints"] = endpoints
-    if SUITES[suite].measures_device:
-        device = run.mesh.devices.flat[0].device_kind
-        depends["devices"] = [device, dict(run.mesh.shape), run.microbatch_rows]
-    return depends
 
 
 def with_contents(group: type, values: Mapping[str, Any], fields: Iterable[str]) -> dict[str, Any]:

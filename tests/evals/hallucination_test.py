@@ -15,7 +15,7 @@ from difftx.config.build import override
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
 from difftx.evals import run as evals
-from difftx.evals.hallucination.suite import STOP, HallucinationSet
+from difftx.evals.hallucination.suite import FORMS, HallucinationSet
 from difftx.inference.generate import Completion
 from difftx.training.run import Run
 
@@ -60,7 +60,7 @@ class Reader:
         for request in requests:
             text = bytes(request.prompt).decode(errors="replace")
             found = QUESTION.search(text) or SUMMARY.search(text)
-            assert stop == STOP[KINDS["qa" if len(found.groups()) == 2 else "news"]]
+            assert stop == (FORMS[KINDS["qa" if len(found.groups()) == 2 else "news"]].stop,)
             assert len(request.prompt) + request.new_tokens <= lm.context_length
             self.prompts.append(text)
             answer = self.answer(*found.groups())
