@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from difftx.config import Config
+from difftx.config.affects import Effect
 from difftx.config.eval import EvalConfig
 from difftx.config.fields import entry_type, marks_of, types_of, values_of
 from difftx.config.flag import Flag
@@ -28,7 +29,7 @@ from difftx.training.checkpoint.reading import Checkpoint
 from difftx.training.run import Run
 
 # Entries of `dependencies` that a result records, so that the report can compare those of two runs.
-OPTIONS = ("eval", "extensions", "devices", "revision", "endpoints")
+OPTIONS = ("eval", "extensions", "devices", "revision")
 HEADER_BYTES = 2**20  # Longest first line that identifies a large file.
 
 
@@ -68,9 +69,7 @@ def evaluate(
                 if link := next((p for p in path.parents[:2] if p.is_symlink()), None):
                     raise UserError(f"{link} is a link, behind which no results are written; move the folder there")
                 path.parent.mkdir(parents=True, exist_ok=True)
-            # A suite may resume with the model's answers and ask another judge.
-            of_answers = json_sha256({key: value for key, value in depends.items() if key != "endpoints"})
-            evaluation.journal = ItemJournal(path, of_answers, weights, run.owner)
+            evaluation.journal = ItemJournal(path, digest, weights, run.owner)
             results[name] = result = SUITES[name].evaluate(evaluation)
             if checkpoint is not None:
                 checkpoint.require_unchanged()
@@ -118,18 +117,20 @@ def dependencies(run: Run, suite: str) -> dict[str, Any]:
         "seed": config.train.seed,
         "extensions": [extension.sha256 for name in suites if (extension := SUITES.extension_of(name))],
         "revision": sum(SUITES[name].revision for name in suites),  # It changes with each, as they only increase.
-        "endpoints": [url for name in suites if (url := SUITES[name].endpoint(config)) is not None],
         "devices": devices if SUITES[suite].measures_device else None,
     }
 
 
 def with_contents(group: type, values: Mapping[str, Any], fields: Iterable[str]) -> dict[str, Any]:
-    """Return the values of some fields of a group, with the contents of files in place of their paths."""
+    """Return the values of fields of a group that affect results, with the contents of files in place of paths."""
     found = {}
     for name in fields:
         kind, value = types_of(group)[name], values[name]
-        if value is not None and Flag.LOCATION in marks_of(kind):
-            value = _content(value, is_large=Flag.HEADER in marks_of(kind))
+        marks = marks_of(kind)
+        if Effect.NOTHING in marks:
+            continue
+        if value is not None and Flag.LOCATION in marks:
+            value = _content(value, is_large=Flag.HEADER in marks)
         elif dataclasses.is_dataclass(kind):
             value = with_contents(kind, value, value)
         elif entry := entry_type(kind):

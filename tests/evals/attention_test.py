@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 import math
-import re
 
 import jax
 import jax.numpy as jnp

@@ -12,7 +12,7 @@ from difftx.data.records import Record, read_records
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.hallucination import overlap
-from difftx.evals.hallucination.judges import Case, JudgeModel, OfflineJudge, endpoint_of
+from difftx.evals.hallucination.judges import Case, JudgeModel, OfflineJudge
 from difftx.evals.result import Heatmap, LineChart, Number, Result
 from difftx.evals.suite import Suite
 from difftx.inference.generate import Request, generate
@@ -158,14 +158,14 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 def sets_and_judge(run: Run) -> tuple[list[HallucinationSet], Judge]:
     """Return the sets and the judge of the config, or raise `UserError` if there is no set or one cannot be used."""
-    settings = run.config.eval.hallucination
+    settings, judge = run.config.eval.hallucination, run.config.eval.judge
     if not settings.sets:
         raise UserError("suite 'hallucination': eval.hallucination.sets is empty; name files, see docs/config.md")
     sets = [HallucinationSet(run, config) for config in settings.sets]
     if settings.judge_model is None:
         return sets, OfflineJudge(settings)
     replies = run.files / "evals" / "hallucination" / "verdicts.jsonl"
-    return sets, JudgeModel(settings, run.config.eval.judge, replies)
+    return sets, JudgeModel(settings, judge, replies)
 
 
 def _entries(evaluation: Evaluation, judge: Judge, data_set: HallucinationSet) -> dict[str, Entry]:
@@ -269,7 +269,7 @@ def _document(record: Record, field: str) -> str:
 SUITE = Suite(
     evaluate=evaluate,
     check=sets_and_judge,
-    endpoint=lambda config: config.eval.hallucination.judge_model and endpoint_of(config.eval.judge),
+    reads=("judge",),
     title="Hallucinations",
     explanation="Share of summaries and answers that a judge finds accurate, given the document that they are about.",
 )
