@@ -123,7 +123,9 @@ class _Evaluator:
                 lambda run: evals.check_run(run, suites), lambda run: evals.settings_sha256_by_suite(run, suites)
             )
             self.run_config = checkpoint.config
-        done = [] if self.options.again else _suites_with_results(run, suites, step, checkpoint)
+        done = []
+        if not self.options.again:
+            done = multihost.decide_on_primary(lambda: _with_results(run, suites, step, checkpoint))
         todo = [suite for suite in suites if suite not in done]
         if todo:
             require_writable(run.workdir)
@@ -139,22 +141,18 @@ class _Evaluator:
         return evaluate
 
 
-def _suites_with_results(run: Run, suites: Sequence[str], step: int, checkpoint: Checkpoint) -> list[str]:
-    """Return the suites that have a result for the checkpoint's weights. Only the primary process reads the files."""
-
-    def read_results() -> list[str]:
-        done = []
-        for suite in suites:
-            stored = evals.stored_result(run, suite, step, checkpoint.part)
-            if stored is not None and stored.get("weights") == checkpoint.weights:
-                done.append(suite)
-            elif stored is not None:
-                path = evals.result_path(run.files, suite, step, checkpoint.part)
-                reason = f"was made with other weights than those of {checkpoint.manifest.folder}"
-                print(printable(f"{path} {reason}; evaluating it again"))
-        return done
-
-    return multihost.decide_on_primary(read_results)
+def _with_results(run: Run, suites: Sequence[str], step: int, checkpoint: Checkpoint) -> list[str]:
+    """Return the suites that have a result for the checkpoint's weights."""
+    done = []
+    for suite in suites:
+        stored = evals.stored_result(run, suite, step, checkpoint.part)
+        if stored is not None and stored.get("weights") == checkpoint.weights:
+            done.append(suite)
+        elif stored is not None:
+            path = evals.result_path(run.files, suite, step, checkpoint.part)
+            reason = f"was made with other weights than those of {checkpoint.manifest.folder}"
+            print(printable(f"{path} {reason}; evaluating it again"))
+    return done
 
 
 def confirm_outward(

@@ -1,6 +1,7 @@
 """The object that every suite receives, and the journal from which an interrupted suite resumes."""
 # Axes of arrays: B = rows of a batch, T = tokens of a row
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -139,22 +140,26 @@ class Evaluation:
 
         `answer_batch` returns the answers of a batch of `batch_items` items, as JSON. By default, a batch has as many
         items as a microbatch has rows. Progress is shown under the name `what`. The same settings must always give the
-        same items. The `id` of an item is unique within the suite.
+        same items, which are dataclasses or JSON values. Equal items of a suite have the same answer.
         """
-        ids = [item.id for item in items]  # An id may be the hash of a long text.
+        ids = [_sha256_of(item) for item in items]
         answers = {} if self.journal is None else self.journal.start(ids)
-        left = [(name, item) for name, item in zip(ids, items, strict=True) if name not in answers]
+        left = {name: item for name, item in zip(ids, items, strict=True) if name not in answers}
         batches = itertools.batched(left, batch_items or self.run.microbatch_rows)
         with self.work.task(what, len(left)) as advance:
             for name, item in zip(ids, items, strict=True):
                 if name not in answers:  # This is the first item of the next batch.
-                    new_ids, batch = zip(*next(batches), strict=True)
-                    new_answers = dict(zip(new_ids, answer_batch(batch), strict=True))
+                    batch = next(batches)
+                    new_answers = dict(zip(batch, answer_batch([left[new] for new in batch]), strict=True))
                     answers |= new_answers
                     if self.journal is not None:
                         self.journal.add(new_answers)
                     advance(len(batch))
                 yield item, answers[name]
+
+
+def _sha256_of(item: Any) -> str:
+    return json_sha256(dataclasses.asdict(item) if dataclasses.is_dataclass(item) else item)
 
 
 def perplexity(loss: float) -> float:

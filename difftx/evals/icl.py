@@ -48,17 +48,12 @@ class IclItem:
     """A permutation of demonstrations, after which each question of the task is asked."""
 
     task: str
-    number: int  # Index among the items with the same number of demonstrations.
     permutation: tuple[int, ...]  # Indices of the demonstrations, in their order.
     orders: tuple[str, ...]  # Entries of `eval.icl.orders` that produce this permutation.
 
     @property
     def shots(self) -> int:
         return len(self.permutation)
-
-    @property
-    def id(self) -> str:
-        return f"{self.task}/{self.shots}/{self.number}"
 
 
 class IclTask:
@@ -106,10 +101,7 @@ class IclTask:
             for order in self._settings.orders:
                 for permutation in self._permutations(order, shots):
                     orders.setdefault(permutation, []).append(order)
-            items += [
-                IclItem(self.name, number, permutation, tuple(names))
-                for number, (permutation, names) in enumerate(orders.items())
-            ]
+            items += [IclItem(self.name, permutation, tuple(names)) for permutation, names in orders.items()]
         return items
 
     def prompts(self, item: IclItem) -> list[Prompt]:

@@ -15,37 +15,25 @@ from difftx.training.run import Run
 type Numbers = Mapping[str, Number]
 
 
-@dataclasses.dataclass(frozen=True)
-class Item:
-    """A suite to run, and the name of its config."""
-
-    suite: str
-    config: str
-
-    @property
-    def id(self) -> str:
-        return f"{self.suite} {self.config}"
-
-
 def evaluate_inner(
     evaluation: Evaluation, suites: Sequence[str], configs: Mapping[str, Config], what: str
 ) -> dict[str, dict[str, Numbers]]:
     """Return the numbers of each suite with each config, by suite and name of the config."""
     # Items with the same config are adjacent, so that suites share a forward pass over the validation data.
-    items = [Item(suite, config) for config in configs for suite in suites]
+    items = [(suite, config) for config in configs for suite in suites]
 
     @functools.lru_cache(maxsize=1)
     def with_config(name: str) -> Evaluation:
         run = dataclasses.replace(evaluation.run, config=configs[name])
         return Evaluation(run, evaluation.params, evaluation.work)
 
-    def answer(items: Sequence[Item]) -> list[dict[str, dict[str, Any]]]:
-        found = [SUITES[item.suite].evaluate(with_config(item.config)).numbers for item in items]
+    def answer(items: Sequence[tuple[str, str]]) -> list[dict[str, dict[str, Any]]]:
+        found = [SUITES[suite].evaluate(with_config(config)).numbers for suite, config in items]
         return [{name: {"value": float(n), **vars(n)} for name, n in numbers.items()} for numbers in found]
 
     found: dict[str, dict[str, Numbers]] = {}
-    for item, numbers in evaluation.answers(items, answer, what=what, batch_items=1):
-        found.setdefault(item.suite, {})[item.config] = {name: Number(**stored) for name, stored in numbers.items()}
+    for (suite, config), numbers in evaluation.answers(items, answer, what=what, batch_items=1):
+        found.setdefault(suite, {})[config] = {name: Number(**stored) for name, stored in numbers.items()}
     return found
 
 

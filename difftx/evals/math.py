@@ -100,7 +100,6 @@ class Problem:
 class MathItem(Request):
     """The request for an answer to a problem."""
 
-    id: str
     problem: Problem
 
 
@@ -129,7 +128,6 @@ class MathTask:
                     + (f", or use fewer demonstrations than eval.math.shots={settings.shots}" if settings.shots else "")
                 )
             item = MathItem(
-                id=f"{self.name}/{number}",
                 problem=problem,
                 prompt=prompt,
                 new_tokens=min(settings.new_tokens, context_length - len(prompt)),

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 
-from difftx.config import DataConfig
 from difftx.data.bigrams import BigramCounts, as_bigrams, count_bigrams, read_bigrams
 from difftx.data.packing import PackedRows, Row
 from difftx.data.sources import ONLY_SOURCE
@@ -69,7 +68,13 @@ def _score_set(evaluation: Evaluation, name: str, counts: BigramCounts, limit: i
 def training_counts(run: Run) -> BigramCounts:
     """Return the counts of bigrams in the training data, or raise `UserError` if the config does not provide them."""
     text_sets(run, "recall")
-    settings, names = run.config.eval, _trained_on(run.config.data)
+    settings, data = run.config.eval, run.config.data
+    # Sources by name, with their paths, which have a nonzero weight at the start or in a stage of the training.
+    names = {
+        source.name: source.path
+        for i, source in enumerate(data.sources)
+        if source.weight or any(stage.weights[i] for stage in data.stages)
+    } or {ONLY_SOURCE: data.path}
     stores = {name: rows.store for name in names if isinstance(rows := run.data.train[name], PackedRows)}
     if settings.bigrams_path is None:
         on_disk = [name for name in names.values() if name is not None and is_store(name)]
@@ -95,17 +100,6 @@ def training_counts(run: Run) -> BigramCounts:
             f"{counts.min_count - 1}, or count again with a lower --min_count"
         )
     return counts
-
-
-def _trained_on(config: DataConfig) -> dict[str, str | None]:
-    """Return, by name, the paths of sources with a nonzero weight at the start or in a stage of the training."""
-    if not config.sources:
-        return {ONLY_SOURCE: config.path}
-    return {
-        source.name: source.path
-        for i, source in enumerate(config.sources)
-        if source.weight or any(stage.weights[i] for stage in config.stages)
-    }
 
 
 SUITE = Suite(

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from difftx.config import Config
+from difftx.config.affects import Effect
 from difftx.config.eval import EvalConfig
 from difftx.config.fields import entry_type, marks_of, types_of, values_of
 from difftx.config.flag import Flag
@@ -28,7 +29,7 @@ from difftx.training.checkpoint.reading import Checkpoint
 from difftx.training.run import Run
 
 # Entries of `dependencies` that a result records, so that the report can compare those of two runs.
-OPTIONS = ("eval", "extensions", "devices", "revision", "endpoints")
+OPTIONS = ("eval", "extensions", "devices", "revision")
 HEADER_BYTES = 2**20  # Longest first line that identifies a large file.
 
 
@@ -68,15 +69,13 @@ def evaluate(
                 if link := next((p for p in path.parents[:2] if p.is_symlink()), None):
                     raise UserError(f"{link} is a link, behind which no results are written; move the folder there")
                 path.parent.mkdir(parents=True, exist_ok=True)
-            # A suite may resume with the model's answers and ask another judge.
-            of_answers = json_sha256({key: value for key, value in depends.items() if key != "endpoints"})
-            evaluation.journal = ItemJournal(path, of_answers, weights, run.owner)
+            evaluation.journal = ItemJournal(path, digest, weights, run.owner)
             results[name] = result = SUITES[name].evaluate(evaluation)
             if checkpoint is not None:
                 checkpoint.require_unchanged()
             if not is_primary():
                 continue
-            options = {option: depends[option] for option in OPTIONS if option in depends}
+            options = {option: depends[option] for option in OPTIONS}
             content = {"suite": name, "step": step, "settings": digest, "options": options}
             content |= {"valid": run.data.valid_fingerprints} | source | dataclasses.asdict(result)
             content["measures"] = {number: vars(value) for number, value in result.numbers.items()}
@@ -107,36 +106,31 @@ def stored_result(run: Run, suite: str, step: int, part: WeightsPart = "params")
 def dependencies(run: Run, suite: str) -> dict[str, Any]:
     """Return everything, except the parameters, that a suite's result depends on, as JSON."""
     config = run.config
-    settings = with_contents(EvalConfig, values_of(config.eval), fields_of(config, suite))
-    depends: dict[str, Any] = {
+    suites = with_inner(config, suite)
+    devices = [run.mesh.devices.flat[0].device_kind, dict(run.mesh.shape), run.microbatch_rows]
+    return {
         "suite": suite,
-        "eval": settings,
+        "eval": with_contents(EvalConfig, values_of(config.eval), fields_of(config, suite)),
         "model": values_of(config.model),
         "data": run.data.signature,
         "valid": run.data.valid_fingerprints,
         "seed": config.train.seed,
+        "extensions": [extension.sha256 for name in suites if (extension := SUITES.extension_of(name))],
+        "revision": sum(SUITES[name].revision for name in suites),  # It changes with each, as they only increase.
+        "devices": devices if SUITES[suite].measures_device else None,
     }
-    suites = with_inner(config, suite)
-    if extensions := [extension.sha256 for name in suites if (extension := SUITES.extension_of(name))]:
-        depends["extensions"] = extensions
-    # Revisions only increase, so their sum changes with each of them.
-    if revision := sum(SUITES[name].revision for name in suites):
-        depends["revision"] = revision
-    if endpoints := [url for name in suites if (url := SUITES[name].endpoint(config)) is not None]:
-        depends["endpoints"] = endpoints
-    if SUITES[suite].measures_device:
-        device = run.mesh.devices.flat[0].device_kind
-        depends["devices"] = [device, dict(run.mesh.shape), run.microbatch_rows]
-    return depends
 
 
 def with_contents(group: type, values: Mapping[str, Any], fields: Iterable[str]) -> dict[str, Any]:
-    """Return the values of some fields of a group, with the contents of files in place of their paths."""
+    """Return the values of fields of a group that affect results, with the contents of files in place of paths."""
     found = {}
     for name in fields:
         kind, value = types_of(group)[name], values[name]
-        if value is not None and Flag.LOCATION in marks_of(kind):
-            value = _content(value, is_large=Flag.HEADER in marks_of(kind))
+        marks = marks_of(kind)
+        if Effect.NOTHING in marks:
+            continue
+        if value is not None and Flag.LOCATION in marks:
+            value = _content(value, is_large=Flag.HEADER in marks)
         elif dataclasses.is_dataclass(kind):
             value = with_contents(kind, value, value)
         elif entry := entry_type(kind):

@@ -25,10 +25,9 @@ def evaluate(evaluation: Evaluation) -> Result:
         for number, prompt in enumerate(prompts)
     ]
     sampling = Sampling(repetition_penalty=None, temperature=config.eval.sample_temperature, top_k=None, top_p=None)
-    completions = generate(evaluation.lm, requests, sampling)
     samples = [
         {"prompt": run.tokenizer.decode(prompt), "completion": completion.text}
-        for prompt, completion in zip(prompts, completions, strict=True)
+        for prompt, completion in zip(prompts, generate(evaluation.lm, requests, sampling), strict=True)
     ]
     return Result(numbers={"new_tokens": Number(new_tokens, "tokens")}, details={"samples": samples})
 

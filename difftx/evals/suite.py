@@ -21,10 +21,9 @@ class Suite:
     Attributes:
         evaluate: function that runs the suite. `difftx eval --list` prints the first line of its docstring.
         reads: fields of the config group `eval` that the suite reads besides its own. Its own fields have its name, or
-            begin with it and an underscore. A stored result is reused only if the values of all are the same, and the
-            contents of the files that they name (`flag.Location`).
-        endpoint: function that returns the address of a service whose answers the result depends on, or None. A stored
-            result is reused only with the same address.
+            begin with it and an underscore. A stored result is reused only if the values of all are the same, except
+            those that affect no result (`affects.Nothing`), and the contents of the files that they name
+            (`flag.Location`).
         inner: function that returns the names of other suites that this suite runs. It may raise `UserError`.
         check: function that raises `UserError` for a run that the suite cannot evaluate. It is called before training
             and before an evaluation. A suite with `inner` also calls the `check` of these suites.
@@ -42,7 +41,6 @@ class Suite:
 
     evaluate: Callable[[Evaluation], Result]
     reads: tuple[str, ...] = ()
-    endpoint: Callable[[Config], str | None] = lambda config: None
     inner: Callable[[Config], Sequence[str]] = lambda config: ()
     check: Callable[[Run], Any] = lambda run: None
     measures_device: bool = False

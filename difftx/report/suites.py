@@ -100,9 +100,7 @@ def option_notes(runs: Sequence[RunRecord]) -> list[str]:
 
 def _changed_options(first: Result, second: Result) -> dict[str, tuple[str, str]]:
     """Return the values of each option in which two results differ. Options that one does not record are left out."""
-    default: dict[str, Any] = {"revision": 0}  # A result does not record revision 0.
-    recorded = (o if isinstance(o := result.get("options"), dict) else {} for result in (first, second))
-    before, after = (flat(default | options) for options in recorded)
+    before, after = (flat(o) if isinstance(o := result.get("options"), dict) else {} for result in (first, second))
 
     def text(value: Any) -> str:
         """Return a value as JSON, with the first 12 digits of each SHA-256."""

@@ -179,15 +179,11 @@ def test_norms_at_initialization_equal_a_calculation_by_hand(config, text_file, 
 
 def test_gradients_by_rounded_logits_are_refused(config, text_file, tmp_path):
     """Only architectures that subtract have gradients by the logits of A1 and A2."""
-    changes = {"data__path": text_file, "model__attention_logit_bits": "8"}
-    run, transformer = (
-        Run.open(config(name, **changes), tmp_path / name, one_device()) for name in ("diff", "transformer")
-    )
-    evals.check_run(transformer, ["gradients"])
-    with pytest.raises(
-        UserError, match=r"model\.attention_logit_bits=8: the suite 'gradients' .*; leave out the suite"
-    ):
-        evals.check_run(run, ["gradients"])
+    fields = {"data__path": text_file, "model__attention_logit_bits": "8"}
+    runs = [Run.open(config(name, **fields), tmp_path / name, one_device()) for name in ("transformer", "diff")]
+    evals.check_run(runs[0], ["gradients"])
+    with pytest.raises(UserError, match=r"model\.attention_logit_bits=8: the suite 'gradients' .*; leave out"):
+        evals.check_run(runs[1], ["gradients"])
 
 
 def test_initial_configs_of_an_architecture(config):

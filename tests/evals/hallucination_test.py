@@ -9,14 +9,15 @@ import pytest
 from conftest import TINY, child_environment, suite_config
 from helpers.chat_server import KEY, ChatServer, completion, verdict_on
 from helpers.command_server import commands
-from helpers.evals_examples import KINDS, long_bench, set_of, write_lines
+from helpers.evals_answers import Writer
+from helpers.evals_examples import long_bench, set_of, write_lines
 
 from difftx.config.build import override
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
 from difftx.evals import run as evals
-from difftx.evals.hallucination.suite import STOP, HallucinationSet
-from difftx.inference.generate import Completion
+from difftx.evals.hallucination.suite import HallucinationSet
+from difftx.inference.sampling import GREEDY
 from difftx.training.run import Run
 
 QUESTION = re.compile(r"Document:\n(.*)\n\nQuestion: (.*)\nAnswer:$", re.DOTALL)
@@ -47,29 +48,16 @@ def text_of(item):
     return bytes(item.tokens).decode()
 
 
-class Reader:
-    """Replacement for `generate` that reads the text of each prompt and answers by a rule."""
+def replace_model(monkeypatch, answer):
+    """Answer by `answer(document, question)`, or `answer(document)` for a summary."""
 
-    def __init__(self, monkeypatch, answer):
-        self.answer, self.prompts = answer, []
-        monkeypatch.setattr("difftx.evals.hallucination.suite.generate", self)
+    def of_prompt(text):
+        return answer(*(QUESTION.search(text) or SUMMARY.search(text)).groups())
 
-    def __call__(self, lm, requests, sampling, *, stop):
-        assert sampling.temperature == 0
-        completions = []
-        for request in requests:
-            text = bytes(request.prompt).decode(errors="replace")
-            found = QUESTION.search(text) or SUMMARY.search(text)
-            assert stop == STOP[KINDS["qa" if len(found.groups()) == 2 else "news"]]
-            assert len(request.prompt) + request.new_tokens <= lm.context_length
-            self.prompts.append(text)
-            answer = self.answer(*found.groups())
-            ended_by = "stop string" if len(answer) < request.new_tokens else "limit"
-            completions.append(Completion(tokens=list(answer.encode()), text=f" {answer}\n", ended_by=ended_by))
-        return completions
+    return Writer(monkeypatch, "hallucination.suite", of_prompt)
 
 
-def town(document, question=None):
+def town(document):
     return re.search(r"Town\d+", document)[0]
 
 
@@ -121,8 +109,9 @@ def test_numbers_of_known_answers(folder, tmp_path, monkeypatch):
         reply = replies[int(re.search(r"person (\d+)", question)[1])]
         return town(document) if reply is None else reply
 
-    Reader(monkeypatch, answer)
+    model = replace_model(monkeypatch, answer)
     numbers = evaluated(config_of(folder, set_of(folder), set_of(folder, "news")), tmp_path).numbers
+    assert set(model.options) == {(GREEDY, ("\n",)), (GREEDY, ("\n\n",))}
     right = np.mean([len(f"Town{i * 7}") for i in range(10)])
     expected = {
         "accuracy_by_offline_judge": 10 / 30,
@@ -152,7 +141,7 @@ def test_numbers_of_known_answers(folder, tmp_path, monkeypatch):
 
 def test_endpoint_judges_only_answers_that_are_not_empty(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    Reader(monkeypatch, lambda document, question: "" if "person 2" in question else town(document))
+    replace_model(monkeypatch, lambda document, question: "" if "person 2" in question else town(document))
     with ChatServer() as server:
         reach = {"judge__base_url": server.url, "hallucination__judge_model": "gpt-4o"}
         config = config_of(folder, **reach, judge__usd_per_million_tokens_in=1, judge__usd_per_million_tokens_out=2)
@@ -191,11 +180,7 @@ GOOD = {"context": "Some text.", "input": "What?", "answers": ["This"]}
         ([GOOD | {"answers": []}], {}, r"line 1: answers=\[\] must be a text or a list of texts"),
         ([GOOD | {"answers": ["a", " "]}], {}, "line 1: answers=.* must be a text or a list of texts"),
         ([GOOD | {"answers": 7}], {}, "line 1: answers=7 must be text"),
-        (
-            [GOOD | {"input": "?" * 400}],
-            {},
-            "line 1: question, instruction and new_tokens=16 leave 0 tokens of data.se",
-        ),
+        ([GOOD | {"input": "?" * 400}], {}, "line 1: question, .* new_tokens=16 leave 0 tokens of data.sequence_len"),
         ([GOOD], {"new_tokens": 500}, "new_tokens=500 leave 0 tokens of data.sequence_length=512"),
     ],
 )
@@ -208,9 +193,7 @@ def test_mistakes_name_file_and_line(folder, tmp_path, records, changes, message
 
 
 def test_long_documents_can_be_refused(folder):
-    with pytest.raises(
-        UserError, match=r"qa.jsonl.gz: line \d+: the document has 1\d\d tokens, and data.sequence_leng"
-    ):
+    with pytest.raises(UserError, match=r"line \d+: the document has 1\d\d tokens, and data.sequence_length=257"):
         loaded(config_of(folder, window=257, hallucination__long_documents="refuse"))
     loaded(config_of(folder, hallucination__long_documents="refuse"))
 

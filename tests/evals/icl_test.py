@@ -86,17 +86,6 @@ def test_prompts_are_complete_and_have_the_most_demonstrations_that_fit(folder, 
     assert sorted(by_shots) == sorted({*(2**i for i in range(9) if 2**i <= task.most_shots), task.most_shots})
 
 
-def test_the_context_is_filled_to_its_last_token(folder):
-    config = config_of(folder, permutations=1, questions=20)
-    (task,) = loaded(config)
-    prompts = task.prompts(task.items[-1])
-    # The last token of the label is never an input.
-    longest = max(len(p.context) + len(p.question) for p in prompts) + max(map(len, task.labels)) - 1
-    for window, shots in ((longest, task.most_shots), (longest - 1, task.most_shots - 1)):
-        object.__setattr__(config.data, "sequence_length", window)
-        assert loaded(config)[0].most_shots == shots
-
-
 def check_alternation(labels):
     """Check that labels come in rounds of one order. A label that is used up is missing in all later rounds."""
     left, order, at = collections.Counter(labels), list(dict.fromkeys(labels)), 0
@@ -187,7 +176,7 @@ def test_margins_and_curves_by_brute_force(folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("order", ["random", "alternating"])
-@pytest.mark.parametrize("shots", [1, 2, 3, 4])
+@pytest.mark.parametrize("shots", [1, 4])
 def test_few_demonstrations_have_each_permutation_once(folder, order, shots):
     """Compare the orders with all permutations, or with those whose labels alternate.
 

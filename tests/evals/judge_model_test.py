@@ -12,7 +12,7 @@ import types
 
 import pytest
 from conftest import ROOT
-from helpers.chat_server import KEY, USAGE, ChatServer, completion, verdict_on
+from helpers.chat_server import KEY, USAGE, ChatServer, completion
 
 from difftx.config.recipes import load_config
 from difftx.errors import RunError, UserError
@@ -77,30 +77,19 @@ def test_verdicts_come_from_the_endpoint_and_are_requested_once(tmp_path, capsys
     assert all(part in first["messages"][0]["content"] for part in ("Text ", "What ", "- it ", "- or so"))
 
 
-def test_changed_case_model_or_temperature_is_requested_again(tmp_path):
-    with ChatServer() as server:
-        accurate(judge_of(server, tmp_path), CASES[:1])
+def test_another_case_model_temperature_or_endpoint_is_asked(tmp_path):
+    """A slash at the end of the address makes no difference."""
+    with ChatServer() as server, ChatServer(lambda *_: {"reply": completion('{"accurate": true}')}) as other:
+        assert accurate(judge_of(server, tmp_path), CASES[:1]) == [False]
         changed = [CASES[0]._replace(document="Other."), CASES[0]._replace(answer="x"), CASES[0]._replace(question="?")]
         accurate(judge_of(server, tmp_path), changed)
         accurate(judge_of(server, tmp_path, model="o9"), CASES[:1])
         accurate(judge_of(server, tmp_path, temperature=None), CASES[:1])
-        assert len(server.asked) == 6
-    assert "temperature" not in server.asked[-1]
-
-
-def test_another_endpoint_with_a_model_of_the_same_name_is_asked(tmp_path):
-    opposite = {True: '{"accurate": false}', False: '{"accurate": true}'}
-
-    def behave(number, prompt):
-        return {"reply": completion(opposite[json.loads(verdict_on(prompt))["accurate"]])}
-
-    with ChatServer() as server, ChatServer(behave) as other:
-        assert accurate(judge_of(server, tmp_path)) == EXPECTED
-        contrary = [not value for value in EXPECTED]
         for _ in range(2):
-            assert accurate(judge_of(other, tmp_path)) == contrary
-            assert accurate(judge_of(server, tmp_path, base_url=f"{server.url}/")) == EXPECTED
-        assert (len(server.asked), len(other.asked)) == (len(CASES), len(CASES))
+            assert accurate(judge_of(other, tmp_path), CASES[:1]) == [True]
+            assert accurate(judge_of(server, tmp_path, base_url=f"{server.url}/"), CASES[:1]) == [False]
+        assert (len(server.asked), len(other.asked)) == (6, 1)
+    assert "temperature" not in server.asked[-1]
 
 
 FAULTS = [
@@ -212,12 +201,9 @@ def test_persistent_failure_ends_the_suite_without_losing_verdicts(tmp_path, mon
     [
         ("1", None),
         ("Fri, 01 Jan 999999 00:00:00 GMT", None),
-        ("-7", None),
         ("nan", None),
-        ("inf", None),
         ("9" * 5000, None),
         ("9" * 400, r"asks to wait \d+ s, longer than"),
-        ("Fri, 01 Jan 9999 00:00:00 GMT", r"asks to wait \d+ s, longer than"),
         ("3600", "asks to wait 3600 s, longer than"),
     ],
 )
@@ -324,9 +310,10 @@ def test_an_endpoint_that_needs_a_key_names_its_field(tmp_path):
         accurate(judge_of(server, tmp_path, key_variable=None))
 
 
-@pytest.mark.parametrize("shown", [KEY[:12], KEY[5:], f"{KEY[:9]}****{KEY[-7:]}", f"{KEY}{KEY[:6]}", KEY[:-1] + "!"])
-@pytest.mark.parametrize("status", [404, 503, 200])
-def test_parts_of_the_key_are_masked_in_messages(tmp_path, shown, status):
+@pytest.mark.parametrize(
+    ("status", "shown"), [(404, f"{KEY[:9]}****{KEY[-7:]}"), (503, f"{KEY}{KEY[:6]}"), (200, KEY[:-1] + "!")]
+)
+def test_parts_of_the_key_are_masked_in_messages(tmp_path, status, shown):
     how = {"status": status, "reply": {"error": {"message": f"wrong key {shown}, {'x' * 99} {shown}"}}}
     masked = pytest.raises((UserError, RunError), match=r"wrong key \(key\)")
     with ChatServer(lambda number, prompt: how) as server, masked as error:

@@ -4,13 +4,14 @@ Tests that need math-verify are marked `long`, because `make test-long` installs
 not installed.
 """
 
-import gzip
 import json
 import types
 
 import numpy as np
 import pytest
-from conftest import suite_config
+from conftest import suite_config, write_text
+from helpers.evals_answers import Writer
+from helpers.evals_examples import write_lines
 
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
@@ -60,12 +61,6 @@ def math_verify():
     return pytest.importorskip("math_verify", reason="the extra `eval` is not installed")
 
 
-def write(path, records):
-    data = "".join(json.dumps(record) + "\n" for record in records).encode()
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
-    return str(path)
-
-
 def sums(count, first=0):
     return [
         {"question": f"What is {i} and {3 * i}?", "answer": f"{i} + {3 * i} = {4 * i}\n#### {4 * i}"}
@@ -74,15 +69,15 @@ def sums(count, first=0):
 
 
 def task_of(test, **changes):
-    return {"name": "sums", "format": "gsm8k", "test": test, "train": None, "train_format": None} | changes
+    return {"name": "sums", "format": "gsm8k", "test": str(test), "train": None, "train_format": None} | changes
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("math")
-    (folder / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(8000)))
-    write(folder / "test.jsonl.gz", sums(11))
-    write(folder / "train.jsonl", sums(30, 100))
+    write_text(folder / "text.txt")
+    write_lines(folder / "test.jsonl.gz", sums(11))
+    write_lines(folder / "train.jsonl", sums(30, 100))
     return folder
 
 
@@ -104,19 +99,19 @@ def prompts_of(config):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_fields_are_read(tmp_path, name):
     record, (question, solution, answer) = PUBLISHED[name]
-    (problem,) = read_problems(write(tmp_path / "a.jsonl", [record]), name, field="f")
+    (problem,) = read_problems(write_lines(tmp_path / "a.jsonl", [record]), name, field="f")
     assert (problem.question, problem.solution, problem.answer) == (question, solution, answer)
     assert problem.choices == (("shortage", "surplus") if name == "tabmwp" else ())
 
 
 def test_variants_of_published_fields(tmp_path):
     table = PUBLISHED["tabmwp"][0] | {"choices": None, "table_title": "Sales", "answer": "3/4"}
-    (problem,) = read_problems(write(tmp_path / "a.jsonl", [table]), "tabmwp", field="f")
+    (problem,) = read_problems(write_lines(tmp_path / "a.jsonl", [table]), "tabmwp", field="f")
     assert problem.question.splitlines()[0] == "Sales"
     assert (problem.choices, problem.answer, "Options" in problem.question) == ((), "3/4", False)
     # The original MATH has its answers only in the solutions.
     record = {"problem": "A", "solution": "First \\boxed{1}, then \\boxed{\\sqrt{2^{3}}}."}
-    (problem,) = read_problems(write(tmp_path / "b.jsonl", [record]), "math", field="f")
+    (problem,) = read_problems(write_lines(tmp_path / "b.jsonl", [record]), "math", field="f")
     assert problem.answer == "\\sqrt{2^{3}}"
     assert last_boxed("none") is None
     assert last_boxed("open \\boxed{1 + {2}") is None
@@ -134,12 +129,12 @@ def test_variants_of_published_fields(tmp_path):
 )
 def test_mistakes_name_file_and_line(tmp_path, name, change, message):
     record = PUBLISHED[name][0]
-    path = write(tmp_path / "a.jsonl", [record, record | change])
+    path = write_lines(tmp_path / "a.jsonl", [record, record | change])
     with pytest.raises(UserError, match=message):
         read_problems(path, name, field="eval.math.tasks, a.test")
     missing = {field: value for field, value in record.items() if field not in change}
     with pytest.raises(UserError, match="line 1 has no field"):
-        read_problems(write(tmp_path / "b.jsonl", [missing]), name, field="f")
+        read_problems(write_lines(tmp_path / "b.jsonl", [missing]), name, field="f")
 
 
 def test_a_prompt_is_demonstrations_and_a_question(folder):
@@ -163,8 +158,8 @@ def test_a_prompt_is_demonstrations_and_a_question(folder):
 
 
 def test_demonstrations_of_another_format(folder, tmp_path):
-    test = write(tmp_path / "mawps.jsonl", [PUBLISHED["mawps"][0]])
-    train = write(tmp_path / "math.jsonl", [PUBLISHED["math"][0]])
+    test = write_lines(tmp_path / "mawps.jsonl", [PUBLISHED["mawps"][0]])
+    train = write_lines(tmp_path / "math.jsonl", [PUBLISHED["math"][0]])
     task = task_of(test, format="mawps", train=train, train_format="math")
     (prompt,) = prompts_of(config_of(folder, task, shots=1))
     assert prompt.startswith(
@@ -177,10 +172,7 @@ def test_demonstrations_of_another_format(folder, tmp_path):
 def test_demonstrations_that_do_not_exist_or_fit_are_refused(folder):
     for changes, message in [
         ({"shots": 31}, "sums.train=.*train.jsonl has 30 problems, but eval.math.shots=31"),
-        (
-            {"window": 192},
-            r"test.jsonl.gz: line 1: the prompt has \d+ tokens, and .*=192; remove the line, or use fewer",
-        ),
+        ({"window": 192}, r"line 1: the prompt has \d+ tokens, and .*=192; remove the line, or use fewer"),
         ({"window": 60, "shots": 0}, "line 1: the prompt has 60 tokens"),
         ({"window": 32, "shots": 0}, r"line 1: the prompt has 60 tokens, .*=32; remove the line$"),
     ]:
@@ -244,28 +236,14 @@ def evaluated(config, workdir):
     return evals.evaluate(Run.open(config, workdir), None, 3, ["math"])["math"]
 
 
-class Writer:
-    """Replacement for `generate` that reads each question and answers by a rule."""
-
-    def __init__(self, monkeypatch, write):
-        self.write = write
-        monkeypatch.setattr("difftx.evals.math.generate", self)
-
-    def __call__(self, lm, requests, sampling, *, stop):
-        assert stop == STOP
-        completions = []
-        for request in requests:
-            question = bytes(request.prompt).decode().rpartition("Question: ")[2].partition("\nAnswer:")[0]
-            text = self.write(question)
-            tokens = list(text.encode())[: request.new_tokens]
-            ended_by = "limit" if len(tokens) == request.new_tokens else "stop string"
-            completions.append(types.SimpleNamespace(text=bytes(tokens).decode(), tokens=tokens, ended_by=ended_by))
-        return completions
+def replace_model(monkeypatch, answer):
+    """Answer the question of each prompt by `answer(question)`."""
+    return Writer(monkeypatch, "math", lambda text: answer(text.rpartition("Question: ")[2].partition("\nAnswer:")[0]))
 
 
 def published_tasks(folder):
     return [
-        task_of(write(folder / f"{name}.jsonl", [record]), name=name, format=name)
+        task_of(write_lines(folder / f"{name}.jsonl", [record]), name=name, format=name)
         for name, (record, _) in PUBLISHED.items()
     ]
 
@@ -275,7 +253,7 @@ def test_an_oracle_scores_1_in_every_format_and_a_wrong_answer_0(math_verify, fo
     config = config_of(folder, *published_tasks(tmp_path), shots=0, window=1024)
     answers = {question: answer for _, (question, _, answer) in PUBLISHED.values()}
     for answer_to, score in ((answers.get, 1), (lambda question: "1234", 0)):
-        Writer(monkeypatch, lambda question, answer_to=answer_to: f" Well. The answer is {answer_to(question)}.")
+        replace_model(monkeypatch, lambda question, answer_to=answer_to: f"Well. The answer is {answer_to(question)}.")
         result = evaluated(config, tmp_path / f"run{score}")
         assert {name: result.numbers[f"{name}_accuracy"] for name in PUBLISHED} == dict.fromkeys(PUBLISHED, score)
         assert result.numbers["average_accuracy"] == score
@@ -286,13 +264,14 @@ def test_an_oracle_scores_1_in_every_format_and_a_wrong_answer_0(math_verify, fo
 def test_lengths_and_accuracy_of_known_answers(math_verify, folder, tmp_path, monkeypatch):
     """Every third answer is wrong, and answer i takes 20 + 30 i characters, up to the limit."""
 
-    def write(question):
+    def answer(question):
         i = int(question.split()[2])
         return f"{'x' * 30 * i} The answer is {4 * i + (i % 3 == 0):4}."
 
     config = config_of(folder, shots=1, new_tokens=250)
-    Writer(monkeypatch, write)
+    model = replace_model(monkeypatch, answer)
     expected = evaluated(config, tmp_path)
+    assert {stop for _, stop in model.options} == {STOP}
     lengths = np.minimum(20 + 30 * np.arange(11), 250)
     assert expected.numbers == {
         "sums_accuracy": pytest.approx(np.mean([i % 3 != 0 and 20 + 30 * i <= 250 for i in range(11)])),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiktoken
 from conftest import ROOT, TINY
+from helpers.evals_answers import Writer
 from helpers.evals_results import chance_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ from difftx.errors import UserError
 from difftx.evals import run as evals
 from difftx.evals.needle.prompts import TOLERANCE, NeedlePrompts
 from difftx.evals.needle.suite import lwm_share_found, share_found
-from difftx.inference.generate import Completion
+from difftx.inference.sampling import GREEDY
 from difftx.training.run import Run
 
 SENTENCE = re.compile(r"\nThe magic number for (\w+) is (\d{7})\.\n")
@@ -142,24 +143,14 @@ def test_other_needles_are_uniformly_distributed(long, texts):
     assert np.quantile(places, [0.1, 0.25, 0.5, 0.75, 0.9]) == pytest.approx([0.1, 0.25, 0.5, 0.75, 0.9], abs=0.06)
 
 
-class Reader:
-    """Replacement for `generate` that reads the text of each prompt and answers by a rule."""
+def replace_model(monkeypatch, answer):
+    """Answer by `answer(text, numbers, cities)`: the prompt, the number of each city, and the queried cities."""
 
-    def __init__(self, monkeypatch, answer):
-        self.answer, self.prompts = answer, []
-        monkeypatch.setattr("difftx.evals.needle.suite.generate", self)
+    def of_prompt(text):
+        cities = re.findall(r"[A-Z][a-z]+", text.rpartition("Answer:")[2].split(" for ")[1])
+        return answer(text, dict(SENTENCE.findall(text)), cities)
 
-    def __call__(self, lm, requests, sampling, **_):
-        assert sampling.temperature == 0
-        completions = []
-        for request in requests:
-            assert len(request.prompt) + request.new_tokens <= lm.context_length
-            text = lm.tokenizer.decode(request.prompt)
-            self.prompts.append(text)
-            cities = re.findall(r"[A-Z][a-z]+", text.rpartition("Answer:")[2].split(" for ")[1])
-            answer = self.answer(text, dict(SENTENCE.findall(text)), cities)
-            completions.append(Completion(tokens=[], text=f" {answer}.", ended_by="limit"))
-        return completions
+    return Writer(monkeypatch, "needle.suite", of_prompt)
 
 
 def evaluated(long, texts, tmp_path, **changes):
@@ -172,7 +163,7 @@ def evaluated(long, texts, tmp_path, **changes):
 @pytest.mark.long
 def test_an_oracle_scores_1_and_a_uniform_answer_chance(long, texts, tmp_path, monkeypatch):
     sizes = {"cases": cases_of((1, 1), (4, 2), (8, 1)), "lengths": "1024,4096"}
-    Reader(monkeypatch, lambda text, numbers, cities: " and ".join(numbers[city] for city in cities))
+    replace_model(monkeypatch, lambda text, numbers, cities: " and ".join(numbers[city] for city in cities))
     result = evaluated(long, texts, tmp_path / "oracle", **sizes, samples=4)
     assert set(result.numbers.values()) == {1.0}
     assert chance_of(result) == dict.fromkeys(result.numbers, 0.0)
@@ -181,7 +172,7 @@ def test_an_oracle_scores_1_and_a_uniform_answer_chance(long, texts, tmp_path, m
     assert {value for chart in result.charts for row in chart.values for value in row} == {1.0}
 
     rng = np.random.default_rng(0)
-    Reader(monkeypatch, lambda text, numbers, cities: rng.choice(list(numbers.values())))
+    replace_model(monkeypatch, lambda text, numbers, cities: rng.choice(list(numbers.values())))
     result = evaluated(long, texts, tmp_path / "uniform", **sizes, samples=80)
     expected = {"n1_r1": 1.0, "n4_r2": 0.25, "n8_r1": 0.125}
     for name, chance in expected.items():  # 400 prompts each.
@@ -195,8 +186,9 @@ def test_the_heatmap_has_depths_and_lengths_where_they_belong(long, texts, tmp_p
         before = text[: text.index(f"The magic number for {cities[0]} is {numbers[cities[0]]}")]
         return numbers[cities[0]] if len(text) < 2000 and len(before) / len(text) < 0.4 else "0000000"
 
-    Reader(monkeypatch, answer)
+    model = replace_model(monkeypatch, answer)
     result = evaluated(long, texts, tmp_path, cases=cases_of((2, 1)), lengths="4096,1500", samples=3)
+    assert set(model.options) == {(GREEDY, ())}
     table, chart = result.charts
     assert (chart.x, chart.y) == (["1,500", "4,096"], ["0 %", "25 %", "50 %", "75 %", "100 %", "mean"])
     assert chart.values == [[1, 0], [1, 0], [0, 0], [0, 0], [0, 0], [0.4, 0]]
@@ -225,7 +217,10 @@ def test_a_number_counts_if_it_stands_alone_and_for_lwm_anywhere(text, share, lw
     ("changes", "message"),
     [
         ({"lengths": 8192}, "8192 tokens are more than the model's context data.sequence_length=4096"),
-        ({"lengths": 300, "cases": cases_of((8, 1))}, "300 tokens do not hold 8 needles, a question and eval.needle"),
+        (
+            {"lengths": 300, "cases": cases_of((8, 1))},
+            "300 tokens do not hold 8 needles, .*new_tokens=32; use at least 495 ",
+        ),
         ({"cases": cases_of((200, 1))}, "needles=200, and there are 76 cities"),
         ({"haystack": "none"}, "eval.needle.haystack is not set, and no validation set is text"),
         ({"haystack": "no/such.txt"}, "eval.needle.haystack='no/such.txt': no such file"),

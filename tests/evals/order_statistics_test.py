@@ -75,7 +75,7 @@ def test_order_statistics_of_ten_million_values_are_exact(mesh_of):
     assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 200e6
 
 
-@pytest.mark.parametrize("count", [8, 9, 4096, 50_001])
+@pytest.mark.parametrize("count", [9, 50_001])
 def test_masked_values_on_eight_devices(mesh_of, count):
     mesh = mesh_of(data=2, fsdp=2, tensor=2)
     rng = np.random.default_rng(count)

@@ -80,8 +80,8 @@ SYNTHETIC |= {"data__synthetic__vocab_size": 64}
     ("name", "packing", "axes", "options"),
     [
         ("diff", "best_fit", {"context": 2, "tensor": 1, "fsdp": 4}, UNMASKED),
-        ("diff", "concat", {"context": 2, "tensor": 1, "fsdp": 4}, SYNTHETIC),
-        ("diff", "concat", {"context": 2, "tensor": 1, "fsdp": 4}, {}),
+        pytest.param("diff", "concat", {"context": 2, "tensor": 1, "fsdp": 4}, SYNTHETIC, marks=pytest.mark.long),
+        pytest.param("diff", "concat", {"context": 2, "tensor": 1, "fsdp": 4}, {}, marks=pytest.mark.long),
         pytest.param("diff", "concat", {}, OPTIONS, marks=pytest.mark.long),
         pytest.param("zero_branch", "concat", {}, {}, marks=pytest.mark.exhaustive),
         pytest.param("gda", "best_fit", {"data": 2, "fsdp": 2, "tensor": 2}, {}, marks=pytest.mark.exhaustive),
@@ -121,6 +121,7 @@ def test_statistics_equal_those_of_all_values(config, text_file, tmp_path, monke
         assert found == pytest.approx(expected, rel=TOLERANCE)
 
 
+@pytest.mark.long
 def test_logits_that_are_nan_are_the_largest(config, text_file, tmp_path):
     """All values of a broken model count, so that its largest logit is not that of the layers before the fault."""
     made = config("diff", data__path=text_file, eval__outliers__ranks=(1, 10))

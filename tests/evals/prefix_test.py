@@ -85,6 +85,7 @@ def test_the_token_begins_the_demonstrations_and_takes_room(run):
         assert IclTask(narrow, run.config.eval.icl.tasks[0]).most_shots == shots
 
 
+@pytest.mark.long
 def test_the_token_begins_each_request_of_lm_eval_once(run, monkeypatch):
     pytest.importorskip("lm_eval")
     transformers = pytest.importorskip("transformers")
@@ -126,6 +127,7 @@ def test_the_token_begins_each_request_of_lm_eval_once(run, monkeypatch):
     assert {each.stop for each in found} == {("\n", theirs.eos_token)}
 
 
+@pytest.mark.long
 def test_a_special_token_ends_a_text_for_lm_eval(run, monkeypatch):
     pytest.importorskip("lm_eval")
     from lm_eval.api.instance import Instance

@@ -26,7 +26,7 @@ def write_lines(path, records):
     """Write records as JSON lines, compressed if the name ends in .gz, and return the path."""
     data = "".join(json.dumps(record) + "\n" for record in records).encode()
     path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
-    return path
+    return str(path)
 
 
 def task_of(folder, **changes):

@@ -132,7 +132,11 @@ def evaluate(evaluation: Evaluation) -> Result:
     by_layer = {name: np.mean(mean_DL, axis=0) for name, mean_DL in means.items()}
     by_depth = {name: np.mean(mean_DL[:, layers], axis=1) for name, mean_DL in means.items()}
     tokens_per_bin = -(-len(example.tokens) // MAX_BINS)
-    maps = _maps(evaluation, graphdef, example, layers, tokens_per_bin)
+    bins, queries = -(-len(example.tokens) // tokens_per_bin), min(settings.shown_queries, len(example.tokens))
+    batch = _batch(evaluation, [example], decode.rows_for(1, run.mesh), queries)
+    pictures = _draw_rows(graphdef, evaluation.params, batch, tokens_per_bin=tokens_per_bin)
+    # Means over layers of the weights of the example's last tokens, `[C, N]` each.
+    maps = {name: np.mean(np.asarray(x)[layers, 0, :, :bins], axis=0, dtype=np.float64) for name, x in pictures.items()}
     # A reader that attends to all tokens evenly gives each part the weight of its share of the tokens. That of other
     # prompts differs by a few tokens at most, because only the words of their needles differ.
     shares = {part: tokens_of[number] / len(example.tokens) for number, part in enumerate(PARTS)}
@@ -228,18 +232,6 @@ def _parts(prompt: NeedlePrompt) -> np.ndarray:
         for start, stop in spans:
             part_T[start:stop] = PARTS.index(name)
     return part_T
-
-
-def _maps(
-    evaluation: Evaluation, graphdef: nnx.GraphDef, prompt: NeedlePrompt, layers: Sequence[int], tokens_per_bin: int
-) -> dict[str, np.ndarray]:
-    """Return the attention weights of a prompt's last tokens by name, averaged over layers, `[C, N]` each."""
-    run = evaluation.run
-    queries = min(run.config.eval.attention.shown_queries, len(prompt.tokens))
-    bins = -(-len(prompt.tokens) // tokens_per_bin)
-    batch = _batch(evaluation, [prompt], decode.rows_for(1, run.mesh), queries)
-    pictures = _draw_rows(graphdef, evaluation.params, batch, tokens_per_bin=tokens_per_bin)
-    return {name: np.mean(np.asarray(x)[layers, 0, :, :bins], axis=0, dtype=np.float64) for name, x in pictures.items()}
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "l0_share", "compared"))

@@ -113,7 +113,7 @@ class JudgeModel:
     def __init__(self, settings: HallucinationConfig, config: JudgeConfig, path: Path):
         assert settings.judge_model is not None
         self._model, self._temperature, self._config = settings.judge_model, settings.judge_temperature, config
-        self._base_url = endpoint_of(config)
+        self._base_url = config.base_url.rstrip("/")  # With and without a slash, it is the same endpoint.
         # `label` ends the names of the numbers that depend on the judge. Tables and charts show `name`.
         self.label = "judge_" + re.sub(r"[^a-z0-9]+", "_", self._model.lower()).strip("_")
         self.name = f"judge: {self._model}"
@@ -197,11 +197,6 @@ class JudgeModel:
         if price_in is None or price_out is None:
             return None
         return (spent["tokens_in"] * price_in + spent["tokens_out"] * price_out) / 1e6
-
-
-def endpoint_of(config: JudgeConfig) -> str:
-    """Return the address of the judge's endpoint without a trailing slash, so that both spellings are one endpoint."""
-    return config.base_url.rstrip("/")
 
 
 def read_verdict(text: str) -> Verdict | None:

@@ -3,7 +3,7 @@
 import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from difftx.data.records import Record, read_records
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.hallucination import overlap
-from difftx.evals.hallucination.judges import Case, JudgeModel, OfflineJudge, Verdict, endpoint_of
+from difftx.evals.hallucination.judges import Case, JudgeModel, OfflineJudge
 from difftx.evals.result import Heatmap, LineChart, Number, Result
 from difftx.evals.suite import Suite
 from difftx.inference.generate import Request, generate
@@ -26,21 +26,36 @@ type Judge = OfflineJudge | JudgeModel
 type Measures = dict[str, float]
 type Entry = dict[str, Any]  # An item's answer and verdict, as JSON.
 
-# For each kind, LongBench's measure of agreement with a reference: name in the numbers, name in the tables, function.
-AGREEMENT: dict[str, tuple[str, str, Callable[[str, str], float]]] = {
-    "summarisation": ("rouge_l", "ROUGE-L", overlap.rouge_l),
-    "question_answering": ("f1", "F1", overlap.f1),
+
+class Form(NamedTuple):
+    """The prompts of a kind of sets, and LongBench's measure of an answer's agreement with a reference."""
+
+    before: str  # Prompt up to the document.
+    after: str  # Rest of the prompt.
+    stop: str  # String that ends an answer.
+    agreement: str  # Name of the measure in the numbers.
+    label: str  # Name of the measure in the tables.
+    agreement_of: Callable[[str, str], float]
+
+
+FORMS = {
+    "summarisation": Form(
+        "Read the document and summarise it in a few sentences.\n\nDocument:\n",
+        "\n\nSummary of the document:",
+        "\n\n",
+        "rouge_l",
+        "ROUGE-L",
+        overlap.rouge_l,
+    ),
+    "question_answering": Form(
+        "Read the document and answer the question in a few words, from the document alone.\n\nDocument:\n",
+        "\n\nQuestion: {question}\nAnswer:",
+        "\n",
+        "f1",
+        "F1",
+        overlap.f1,
+    ),
 }
-BEFORE = {
-    "summarisation": "Read the document and summarise it in a few sentences.\n\nDocument:\n",
-    "question_answering": "Read the document and answer the question in a few words, from the document alone.\n\n"
-    "Document:\n",
-}
-AFTER = {
-    "summarisation": "\n\nSummary of the document:",
-    "question_answering": "\n\nQuestion: {question}\nAnswer:",
-}
-STOP = {"summarisation": ("\n\n",), "question_answering": ("\n",)}
 MIN_DOCUMENT_TOKENS = 16  # Minimum number of tokens of the document for which a prompt must have room.
 
 
@@ -89,8 +104,9 @@ class HallucinationSet:
         return HallucinationItem(id=name, name=record.name, document=document, question=question, references=references)
 
     def _with_prompt(self, item: HallucinationItem) -> HallucinationItem:
-        before = self._tokenizer.encode_prompt(BEFORE[self.kind])
-        after = self._tokenizer.encode_ordinary(AFTER[self.kind].format(question=item.question), continues=True)
+        form = FORMS[self.kind]
+        before = self._tokenizer.encode_prompt(form.before)
+        after = self._tokenizer.encode_ordinary(form.after.format(question=item.question), continues=True)
         tokens, document = self._tokenizer.encode_ordinary(item.document, continues=True), item.document
         room = self._window - len(before) - len(after) - self.new_tokens
         if room < MIN_DOCUMENT_TOKENS:
@@ -117,9 +133,7 @@ def evaluate(evaluation: Evaluation) -> Result:
     `abstention_rate` and `empty_rate` sum to 1. Numbers named after a kind are means over the sets of that kind.
     """
     sets, judge = sets_and_judge(evaluation.run)
-    entries = {data_set.name: _answered(evaluation, data_set) for data_set in sets}
-    for data_set in sets:
-        _judge(evaluation, judge, data_set, entries[data_set.name])
+    entries = {data_set.name: _entries(evaluation, judge, data_set) for data_set in sets}
     measures = {
         data_set.name: _mean(
             [_measures(data_set.kind, item, entries[data_set.name][item.id], judge) for item in data_set.items]
@@ -144,46 +158,43 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 def sets_and_judge(run: Run) -> tuple[list[HallucinationSet], Judge]:
     """Return the sets and the judge of the config, or raise `UserError` if there is no set or one cannot be used."""
-    settings = run.config.eval.hallucination
+    settings, judge = run.config.eval.hallucination, run.config.eval.judge
     if not settings.sets:
         raise UserError("suite 'hallucination': eval.hallucination.sets is empty; name files, see docs/config.md")
     sets = [HallucinationSet(run, config) for config in settings.sets]
     if settings.judge_model is None:
         return sets, OfflineJudge(settings)
     replies = run.files / "evals" / "hallucination" / "verdicts.jsonl"
-    return sets, JudgeModel(settings, run.config.eval.judge, replies)
+    return sets, JudgeModel(settings, judge, replies)
 
 
-def _answered(evaluation: Evaluation, data_set: HallucinationSet) -> dict[str, Entry]:
+def _entries(evaluation: Evaluation, judge: Judge, data_set: HallucinationSet) -> dict[str, Entry]:
+    """Return answers with verdicts by item. Empty answers count as inaccurate and are not sent to the judge."""
+
     def answer(items: Sequence[HallucinationItem]) -> list[Entry]:
         requests = [Request(prompt=item.tokens, new_tokens=data_set.new_tokens, seed=0) for item in items]
-        completions = generate(evaluation.lm, requests, GREEDY, stop=STOP[data_set.kind])
+        completions = generate(evaluation.lm, requests, GREEDY, stop=(FORMS[data_set.kind].stop,))
         return [
             {"answer": done.text.strip(), "tokens": len(done.tokens), "ended_by": done.ended_by} for done in completions
         ]
 
-    answers = evaluation.answers(data_set.items, answer, what=f"answers to {data_set.name}")
-    return {
-        item.id: {"question": item.question, "references": list(item.references), "document_cut": item.cut, **given}
-        for item, given in answers
-    }
-
-
-def _judge(evaluation: Evaluation, judge: Judge, data_set: HallucinationSet, entries: dict[str, Entry]) -> None:
-    """Add the verdicts to the entries. Empty answers count as inaccurate and are not sent to the judge."""
-    given = [item for item in data_set.items if entries[item.id]["answer"]]
+    answers = list(evaluation.answers(data_set.items, answer, what=f"answers to {data_set.name}"))
     cases = [
-        Case(data_set.kind, item.document, item.question, item.references, entries[item.id]["answer"]) for item in given
+        Case(data_set.kind, item.document, item.question, item.references, given["answer"])
+        for item, given in answers
+        if given["answer"]
     ]
-    judged = decide_on_primary(lambda: judge.verdicts(cases, data_set.name, evaluation.work))
-    verdicts = {item.id: Verdict(*verdict) for item, verdict in zip(given, judged, strict=True)}
-    for name, entry in entries.items():
-        verdict = verdicts.get(name, Verdict(False, "the answer is empty"))
-        entry |= {"judge": judge.name, "accurate": verdict.accurate, "why": verdict.why}
+    judged = iter(decide_on_primary(lambda: judge.verdicts(cases, data_set.name, evaluation.work)))
+    entries = {}
+    for item, given in answers:
+        accurate, why = next(judged) if given["answer"] else (False, "the answer is empty")
+        asked = {"question": item.question, "references": list(item.references), "document_cut": item.cut}
+        entries[item.id] = asked | given | {"judge": judge.name, "accurate": accurate, "why": why}
+    return entries
 
 
 def _measures(kind: str, item: HallucinationItem, entry: Entry, judge: Judge) -> Measures:
-    answer, (agreement, _, agreement_of) = entry["answer"], AGREEMENT[kind]
+    answer, form = entry["answer"], FORMS[kind]
     abstains = overlap.is_abstention(answer)
     is_answered = bool(answer) and not abstains
     measures = {f"accuracy_by_{judge.label}": entry["accurate"]}
@@ -196,7 +207,7 @@ def _measures(kind: str, item: HallucinationItem, entry: Entry, judge: Judge) ->
         "answer_tokens": entry["tokens"],
         "answer_words": len(answer.split()),
         "unfinished_rate": entry["ended_by"] == "limit",
-        agreement: max(agreement_of(answer, reference) for reference in item.references),
+        form.agreement: max(form.agreement_of(answer, reference) for reference in item.references),
         "recall": max(overlap.recall(answer, reference) for reference in item.references),
         "documents_cut": item.cut,
     }
@@ -213,20 +224,19 @@ def _mean(items: Sequence[Measures]) -> Measures:
 
 def _number(measure: str, value: float) -> Number:
     unit = {"answer_tokens": "per answer", "answer_words": "per answer", "recall": ""}.get(measure, "share")
-    is_quality = measure.startswith("accuracy_") or measure in [name for name, _, _ in AGREEMENT.values()]
+    is_quality = measure.startswith("accuracy_") or measure in [form.agreement for form in FORMS.values()]
     return Number(value, unit, "higher" if is_quality else None)
 
 
 def _table(kind: str, names: Sequence[str], measures: dict[str, Measures], judge: Judge) -> Heatmap:
     """Return Table 4 of the paper for the sets of one kind, with rates of answers and agreement with references."""
-    agreement, agreement_label, _ = AGREEMENT[kind]
     rows = {
         f"accuracy_by_{judge.label}": "accuracy",
         f"accuracy_when_answered_by_{judge.label}": "accuracy when answered",
         "answer_rate": "answers",
         "abstention_rate": "abstentions",
         "recall": "recall of the reference",
-        agreement: agreement_label,
+        FORMS[kind].agreement: FORMS[kind].label,
     }
     return Heatmap(
         name=f"hallucination_{kind}",
@@ -259,7 +269,7 @@ def _document(record: Record, field: str) -> str:
 SUITE = Suite(
     evaluate=evaluate,
     check=sets_and_judge,
-    endpoint=lambda config: config.eval.hallucination.judge_model and endpoint_of(config.eval.judge),
+    reads=("judge",),
     title="Hallucinations",
     explanation="Share of summaries and answers that a judge finds accurate, given the document that they are about.",
 )

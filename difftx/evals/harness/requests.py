@@ -7,21 +7,12 @@ from difftx.evals.evaluation import Evaluation
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import Sampling
 from difftx.inference.score import Item, Score, loglikelihoods
-from difftx.json_files import json_sha256
 
 # Number of items in a batch per row of a microbatch. In a larger batch, rows of similar length share a microbatch, but
 # a kill loses the whole batch.
 ITEMS_PER_ROW = 32
 
 type Tokens = tuple[int, ...]
-
-
-class _Pair(Item):
-    """A continuation to score after a context."""
-
-    @property
-    def id(self) -> str:
-        return json_sha256([self.context, self.continuation])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,19 +22,15 @@ class GenerationRequest(Request):
     stop: tuple[str, ...]
     sampling: Sampling
 
-    @property
-    def id(self) -> str:
-        return json_sha256(dataclasses.asdict(self))
-
 
 def score_all(evaluation: Evaluation, pairs: Sequence[tuple[Tokens, Tokens]], *, what: str) -> list[Score]:
     """Score the continuation of each (context, continuation) pair. Both have at least one token."""
     # The continuations of a context stand together, so that it is computed once. The longest context comes first, so
     # that a lack of memory shows immediately.
-    items = [_Pair(*pair) for pair in sorted(set(pairs), key=lambda pair: (-len(pair[0]), pair))]
+    items = [Item(*pair) for pair in sorted(set(pairs), key=lambda pair: (-len(pair[0]), pair))]
     rows = evaluation.run.microbatch_rows
 
-    def answer(batch: Sequence[_Pair]) -> list[Score]:
+    def answer(batch: Sequence[Item]) -> list[Score]:
         return loglikelihoods(evaluation.lm, batch, batch_rows=rows)
 
     answers = evaluation.answers(items, answer, what=what, batch_items=rows * ITEMS_PER_ROW)

@@ -126,7 +126,7 @@ class NeedlePrompts:
         self._settings = settings = settings or run.config.eval.needle
         self._tokenizer = run.tokenizer
         self.text_of = run.tokenizer.decode  # The charts of suite attention decode the tokens of a prompt.
-        self._context_length = context_length = run.config.data.sequence_length
+        context_length = run.config.data.sequence_length
         self.cases, self.depths = settings.cases, settings.depths
         self.lengths = sorted(settings.lengths) or [context_length]
         if self.lengths[-1] > context_length:
@@ -134,9 +134,19 @@ class NeedlePrompts:
                 f"{length_field}: {self.lengths[-1]} tokens are more than the model's context "
                 f"data.sequence_length={context_length}; use at most that"
             )
-        # The longest prompts first: a fix for these is enough for the other cases.
-        for case in sorted(self.cases, key=lambda c: -self._minimum_prompt_tokens(c.needles, c.queries)):
-            self._check_case(case, length_field, case_field)
+        needles = max(case.needles for case in self.cases)
+        if needles > len(CITIES):
+            raise UserError(f"{case_field}: needles={needles}, and there are {len(CITIES)} cities; use fewer")
+        # A fix for the longest prompts is enough for the other cases.
+        longest = max(self.cases, key=self._minimum_prompt_tokens)
+        prompt_tokens, new_tokens = self._minimum_prompt_tokens(longest), settings.new_tokens
+        if self.lengths[0] < prompt_tokens + new_tokens:
+            raise UserError(
+                f"{length_field}: {self.lengths[0]} tokens do not hold {longest.needles} needles, a short text and a "
+                f"question, which take {prompt_tokens}, and eval.needle.new_tokens={new_tokens}; use at least "
+                f"{prompt_tokens + new_tokens} (the model's context is data.sequence_length={context_length}), fewer "
+                f"needles ({case_field}) or fewer new tokens, or leave out the suite"
+            )
         tokens = read_haystack(run, longest=self.lengths[-1])
         self.haystack_tokens = len(tokens)
         self._text = find_boundaries(tokens, run.tokenizer, longest=self.lengths[-1])
@@ -188,38 +198,15 @@ class NeedlePrompts:
         listed = f"{', '.join(cities[:-1])} and {cities[-1]}"
         return self._tokenizer.encode_ordinary(SEVERAL_QUESTIONS.format(cities=listed), continues=True)
 
-    def _check_case(self, case: NeedleCaseConfig, length_field: str, case_field: str) -> None:
-        if case.needles > len(CITIES):
-            raise UserError(f"{case_field}: needles={case.needles}, and there are {len(CITIES)} cities; use fewer")
-        new_tokens, context_length = self._settings.new_tokens, self._context_length
-        least = self._minimum_prompt_tokens
-        needed = least(case.needles, case.queries) + new_tokens
-        if self.lengths[0] >= needed:
-            return
-        fewer = [n for n in range(1, case.needles + 1) if least(n, min(n, case.queries)) < context_length]
-        if needed <= context_length:
-            fix = f"use at least {needed}"
-        elif fewer:
-            needles = f"use {fewer[-1]} needles ({case_field}), and " if fewer[-1] < case.needles else ""
-            room = context_length - least(fewer[-1], min(fewer[-1], case.queries))
-            length = f"{length_field}={context_length}, and " if self.lengths[0] < context_length else ""
-            fix = f"{needles}set {length}eval.needle.new_tokens={min(new_tokens, room)}"
-        else:
-            fix = f"leave out the suite, because the model's context data.sequence_length={context_length} is too short"
-        raise UserError(
-            f"{length_field}: {self.lengths[0]} tokens do not hold {case.needles} needles, a question and "
-            f"eval.needle.new_tokens={new_tokens}; {fix}"
-        )
-
-    def _minimum_prompt_tokens(self, needles: int, queries: int) -> int:
+    def _minimum_prompt_tokens(self, case: NeedleCaseConfig) -> int:
         """Return a number of tokens that suffices for a prompt with the shortest haystack, without its answer.
 
         It counts one token per digit, the most that a number needs.
         """
-        longest = sorted(CITIES, key=lambda city: len(self._needle(city, "")), reverse=True)[:needles]
+        longest = sorted(CITIES, key=lambda city: len(self._needle(city, "")), reverse=True)[: case.needles]
         needle_parts = [self._needle(city, "") for city in longest]
-        parts = [self._tokenizer.prefix, *needle_parts, self._question(longest[:queries])]
-        return sum(map(len, parts)) + needles * DIGITS + MIN_HAYSTACK_TOKENS
+        parts = [self._tokenizer.prefix, *needle_parts, self._question(longest[: case.queries])]
+        return sum(map(len, parts)) + case.needles * DIGITS + MIN_HAYSTACK_TOKENS
 
 
 def find_boundaries(tokens: np.ndarray, tokenizer: Tokenizer, *, longest: int) -> Text:
