@@ -62,7 +62,7 @@ def run_of(lm, workdir):
     workdir.mkdir(exist_ok=True)
     write_run_files(workdir, lm.config)
     values = {array_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(lm.params)}
-    arrays = {name: Streamed(v.shape, len(v), lambda v=v: [v]) for name, v in values.items()}
+    arrays = {name: Streamed(v.shape, len(v), v.__getitem__) for name, v in values.items()}
     save_params(workdir, arrays, lm.config, {"tokenizer": lm.tokenizer.fingerprint})
     return workdir
 
@@ -78,7 +78,7 @@ def rewrite(folder, out, **changes):
     shutil.copy(folder / "config.json", out)
     tensors = tensors_of(folder) | changes
     kept = {name: value for name, value in tensors.items() if value is not None}
-    write_folder(out, {n: Streamed(v.shape, len(v), lambda v=v: [v]) for n, v in kept.items()}, 2**30)
+    write_folder(out, {n: Streamed(v.shape, len(v), v.__getitem__) for n, v in kept.items()}, 2**30)
     return out
 
 

@@ -1,34 +1,21 @@
 """The command `python -m difftx generate`, as a user calls it."""
 
-import argparse
 import json
 
-import jax
 import numpy as np
 import pytest
 from conftest import child_environment
 from helpers.command_server import commands
 from helpers.inference_models import language_model
+from helpers.interop_folders import run_of
 
-from difftx.commands.generate import _read_prompts, main
+from difftx.commands.generate import main
 from difftx.errors import UserError, printable
-from difftx.training.checkpoint.checkpointer import Checkpointer
-from difftx.training.run import write_run_files
-from difftx.training.state import init_state
 
 
 @pytest.fixture
 def workdir(config, mesh_of, tmp_path):
-    """Return a run directory with the files that generation reads, as trained on one device."""
-    lm = language_model(config, mesh_of(), checkpoint__every_steps=1)
-    write_run_files(tmp_path, lm.config)
-    checkpointer = Checkpointer(tmp_path, lm.config.checkpoint)
-    with jax.set_mesh(lm.mesh):
-        state = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), jax.eval_shape(lambda: init_state(lm.config)))
-    loader = {"examples": 0, "signature": {"tokenizer": lm.tokenizer.fingerprint}}
-    checkpointer.save(type(state)(state.step, lm.params, state.opt_state), loader, lm.config)
-    checkpointer.close()
-    return tmp_path
+    return run_of(language_model(config, mesh_of()), tmp_path)
 
 
 def run(devices, *flags):
@@ -37,14 +24,8 @@ def run(devices, *flags):
 
 @pytest.mark.long
 def test_a_prompt_and_a_file_of_prompts_on_other_meshes(workdir):
-    flags = [
-        f"--workdir={workdir}",
-        "--new_tokens=20",
-        "--temperature=1",
-        "--top_p=0.9",
-        "--seed=3",
-        "--stop=\ufffd\ufffd",
-    ]
+    sampling = ["--temperature=1", "--top_p=0.9", "--seed=3"]
+    flags = [f"--workdir={workdir}", "--new_tokens=20", "--stop=\ufffd\ufffd", *sampling]
     result = run(1, *flags, "--prompt=é 1")
     assert result.returncode == 0, result.stderr
     text = result.stdout
@@ -91,18 +72,6 @@ def test_mistakes_in_a_file_of_prompts_name_its_line(tmp_path, lines, message):
     with pytest.raises(UserError, match=message) as error:
         main([f"--workdir={tmp_path}", f"--prompts={path}"])
     assert str(path) in str(error.value)
-
-
-def test_prompts_of_a_file_have_hashes_of_seed_and_index(tmp_path):
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c", "seed": 9}\n')
-    found = []
-    for seed in (2**32 - 1, 0, 1, 2):
-        options = argparse.Namespace(prompt=None, prompts=tmp_path / "prompts.jsonl", seed=seed)
-        *hashed, given = (seed for _, seed in _read_prompts(options))
-        assert hashed == [np.random.SeedSequence([seed, i]).generate_state(1)[0] for i in range(2)]
-        assert given == 9
-        found += hashed
-    assert len(set(found)) == 8
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,8 @@ def test_greedy_equals_a_plain_loop_while_the_cache_grows(config, mesh_of, monke
 @pytest.mark.parametrize(
     ("prompts", "fields"),
     [
-        (PROMPTS[:1], {}),
-        (PROMPTS[1:], {"model__num_kv_heads": 1}),
+        pytest.param(PROMPTS[:1], {}, marks=pytest.mark.long),
+        pytest.param(PROMPTS[1:], {"model__num_kv_heads": 1}, marks=pytest.mark.long),
         pytest.param(PROMPTS[:1], {"model__num_kv_heads": 1, "model__cache__bits": 8}, marks=pytest.mark.long),
     ],
 )

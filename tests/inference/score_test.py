@@ -104,6 +104,7 @@ def test_the_most_likely_label_is_that_of_brute_force(config, mesh_of):
     assert most_likely(lm, prompts, [labels[3], labels[3]], batch_rows=2) == [0] * 4
 
 
+@pytest.mark.long
 def test_bfloat16_does_not_round_the_factor_of_mup(config, mesh_of):
     """The factor, 1 / 3 here, is that of float32. Rounded to bfloat16, it would scale all logits alike."""
     fields = MUP | {"model__mup_base_width": 12, "model__d_model": 36, "model__compute_dtype": "bfloat16"}

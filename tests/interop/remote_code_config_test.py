@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from helpers.cases import marked
-from helpers.interop_folders import export, import_, parameters, refused, rewrite
+from helpers.interop_folders import export, import_, parameters, refused
 from helpers.interop_models import MODELS, NOT_SERVABLE, config_of, exported
 
 from difftx.interop import remote_code_config
@@ -86,17 +86,8 @@ def test_the_model_card_has_the_numbers_of_its_checkpoint(config, mesh_of, tmp_p
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"auto_map": {"AutoModelForCausalLM": "other/repo--evil.Model"}},
-            r"auto_map=.*evil.* cannot be converted; only .*modeling_difftx\.DifftxForCausalLM",
-        ),
+        ({"auto_map": {"AutoModelForCausalLM": "other/repo--evil.Model"}}, r"auto_map=.*evil.* only .*modeling_difftx"),
         ({"architectures": ["LlamaForCausalLM"]}, r"model_type='difftx' cannot be converted; only 'llama' can"),
-        (
-            {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "num_noise_heads": 0}
-            | dict.fromkeys(("architecture", "head_norm", "head_norm_eps", "lambda_bound", "lambda_learned")),
-            r"auto_map=\{.* cannot be converted",
-        ),
-        ({"architectures": [["DifftxForCausalLM"]]}, r"architectures=\['DifftxForCausalLM'\] cannot be converted"),
         ({"architectures": ["DifftxEagerForCausalLM"]}, r"architectures=.*Eager.* only \['DifftxForCausalLM'\] can"),
         ({"architecture": "sink"}, r"config\.json: model\.gda: architecture 'sink' does not use this group"),
         ({"architecture": ["gda"]}, r"config\.json: model\.architecture=\['gda'\]: expected"),
@@ -105,22 +96,14 @@ def test_the_model_card_has_the_numbers_of_its_checkpoint(config, mesh_of, tmp_p
         ({"difftx": GDA | {"num_kv_heads": 1}}, "num_key_value_heads=2 cannot be converted; only 1 can"),
         ({"difftx": GDA | {"head_dim": 8}}, "head_dim=8 cannot be converted; only 16 can"),
         ({"difftx": GDA | {"window": 8}}, "difftx={.*'window': 8.* cannot be converted"),
-        (
-            {"difftx": GDA | {"gda": {"signal_heads": None}}},
-            r"config\.json: model\.gda\.signal_heads=None: architecture",
-        ),
+        ({"difftx": GDA | {"gda": {"signal_heads": None}}}, r"json: model\.gda\.signal_heads=None: architecture"),
         ({"difftx": "gda"}, "difftx='gda': expected an object"),
         ({"num_noise_heads": 3}, "num_noise_heads=3 cannot be converted; only 2 can"),
         ({"num_noise_heads": ABSENT}, "num_noise_heads is missing"),
         ({"hidden_size": "32"}, r"config\.json: model\.d_model='32': expected an integer"),
-        ({"hidden_size": 10**30}, r"an integer of 100 bits"),
-        ({"rms_norm_eps": 0}, r"config\.json: model\.norm_eps=0"),
         ({"lambda_bound": "arctan"}, r"config\.json: model\.lambda_bound='arctan': expected"),
         ({"rope_scaling": LLAMA3}, "rope_parameters=.* cannot be converted; only .*llama3"),
-        ({"attention_multiplier": 2.0}, "attention_multiplier=2.0 cannot be converted"),
-        ({"rope_parameters": {"rope_type": "default"}}, r"rope_parameters=\{'rope_type': 'default'\} cannot be conv"),
         ({"rope_parameters": None, "rope_scaling": LLAMA3}, "rope_parameters=None cannot be converted; only .* can"),
-        ({"attention_bias": "yes"}, r"config\.json: model\.attention_bias='yes'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config=.* cannot be converted"),
         ({"lambda_bound": ABSENT}, r"config\.json: lambda_bound is missing"),
         ({"dex": {"lambda_bound": "tanh"}}, r"model\.lambda_bound=tanh: architecture 'dex' does not use it"),
@@ -133,19 +116,6 @@ def test_configs_that_contradict_themselves(config, tmp_path, changes, message):
     settings = {field: value for field, value in settings.items() if value is not ABSENT}
     (tmp_path / "config.json").write_text(json.dumps(settings))
     refused(tmp_path, tmp_path / "out", message)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model.layers.1.self_attn.lambda_q1": None}, r"no tensor model\.layers\.1\.self_attn\.lambda_q1\."),
-        ({"model.layers.0.self_attn.gate_proj.weight": np.zeros((2, 2), "f4")}, "does not belong to the model that"),
-        ({"model.layers.0.self_attn.q_proj.weight": np.zeros((2, 2), "f4")}, r"has shape \(2, 2\), but config\.json"),
-    ],
-)
-def test_incompatible_tensors_are_refused(config, mesh_of, tmp_path, changes, message):
-    _, _, folder = exported(config, mesh_of(), "gda", tmp_path)
-    refused(rewrite(folder, tmp_path / "source", **changes), tmp_path / "out", message)
 
 
 def test_a_hostile_modelling_file_is_not_executed(config, mesh_of, tmp_path):

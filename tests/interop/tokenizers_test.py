@@ -87,10 +87,8 @@ def test_every_split_of_a_token_is_a_merge(tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda raw: raw["model"].update(type="Unigram"),
         lambda raw: raw["model"]["merges"].pop(),
         lambda raw: raw.update(pre_tokenizer={"type": "Whitespace"}),
-        lambda raw: raw.update(normalizer={"type": "NFC"}),
         lambda raw: raw["added_tokens"][0].update(content="<|begin|>"),
         lambda raw: raw["model"]["vocab"].update({"▁": 300}),
         lambda raw: raw["model"].pop("vocab"),
