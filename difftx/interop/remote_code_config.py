@@ -8,29 +8,21 @@ from typing import Any
 
 from difftx.config import ModelConfig
 from difftx.config.fields import values_of
+from difftx.interop import huggingface
 from difftx.interop.fields import Fields, function_fields, model_of, rope_fields, rope_parameters
 from difftx.model.architectures import ARCHITECTURES, heads_of
 
 MODELING = Path(__file__).with_name("modeling_difftx.py")
 SERVABLE, EAGER = "DifftxForCausalLM", "DifftxEagerForCausalLM"
 OWN = "difftx"  # Field of config.json with the fields of `model` that the others only imply: heads, the own group.
+SAME_NAMES = (
+    *("architecture", "attention_bias", "qk_norm", "head_norm", "head_norm_eps"),
+    *("lambda_init", "lambda_learned", "lambda_bound", "post_scale"),
+)
 NAMES = {
-    "architecture": "architecture",
-    "vocab_size": "vocab_size",
-    "hidden_size": "d_model",
-    "intermediate_size": "mlp_dim",
-    "num_hidden_layers": "num_layers",
-    "rms_norm_eps": "norm_eps",
-    "tie_word_embeddings": "tie_embeddings",
-    "attention_bias": "attention_bias",
-    "qk_norm": "qk_norm",
-    "head_norm": "head_norm",
-    "head_norm_eps": "head_norm_eps",
-    "lambda_init": "lambda_init",
-    "lambda_learned": "lambda_learned",
+    **huggingface.NAMES,
+    **{name: name for name in SAME_NAMES},
     "lambda_std_dev": "lambda_std",
-    "lambda_bound": "lambda_bound",
-    "post_scale": "post_scale",
     "final_logit_softcapping": "logit_soft_cap",  # Gemma's name, which engines read.
 }
 

@@ -1,7 +1,6 @@
 """Folders of models for the tests of `difftx convert`, and conversions of them by the command."""
 
 import base64
-import dataclasses
 import json
 import shutil
 
@@ -89,11 +88,6 @@ def edit_config(folder, out, **changes):
     fields = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({name: value for name, value in fields.items() if type(value) is not object}))
     return out
-
-
-def with_model(config, **changes):
-    """Return the config with other fields of `model`."""
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
 
 
 WORDS = [b"th", b"the", b" the", b"an", b"and", b" t", b" th", b"\xc3\xa9", b"12"]  # é is two bytes.

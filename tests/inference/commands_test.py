@@ -13,17 +13,13 @@ from difftx.commands.generate import main
 from difftx.errors import UserError, printable
 
 
-@pytest.fixture
-def workdir(config, mesh_of, tmp_path):
-    return run_of(language_model(config, mesh_of()), tmp_path)
-
-
 def run(devices, *flags):
     return commands().run(["difftx", "generate", *flags], environment=child_environment(devices))
 
 
 @pytest.mark.long
-def test_a_prompt_and_a_file_of_prompts_on_other_meshes(workdir):
+def test_a_prompt_and_a_file_of_prompts_on_other_meshes(config, mesh_of, tmp_path):
+    workdir = run_of(language_model(config, mesh_of()), tmp_path)
     sampling = ["--temperature=1", "--top_p=0.9", "--seed=3"]
     flags = [f"--workdir={workdir}", "--new_tokens=20", "--stop=\ufffd\ufffd", *sampling]
     result = run(1, *flags, "--prompt=é 1")
@@ -46,11 +42,6 @@ def test_a_prompt_and_a_file_of_prompts_on_other_meshes(workdir):
     assert printable(second["prompt"] + second["completion"]) == text[:-1]  # Only printed text is escaped.
     assert first["ended_by"] in ("limit", "stop string", "end of text")
     assert 0 < first["new_tokens"] <= 20
-
-
-def test_a_prompt_must_fit_the_context(workdir):
-    with pytest.raises(UserError, match=r"--prompt has 200 tokens, and the model.s context data\.sequence_length=128"):
-        main([f"--workdir={workdir}", f"--prompt={'long ' * 40}", "--mesh.fsdp=1", "--mesh.data=8"])
 
 
 @pytest.mark.parametrize(

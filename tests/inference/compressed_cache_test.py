@@ -273,6 +273,7 @@ def test_retrieval_from_a_cache(tmp_path):
         assert numbers[f"icl_{name}_512_tokens"] == pytest.approx(value)
 
 
+@pytest.mark.long
 def test_rows_of_documents_do_not_use_the_compressed_cache(config, text_file, tmp_path):
     """The config is that of a run that generates with a small cache after training on conversations."""
     fields = {"data__path": text_file, "data__sequence_length": 128, "data__document_mask": "true"}

@@ -88,7 +88,7 @@ def test_draws_have_the_oracles_frequencies(sampling):
     seen_V = np.arange(8) % 3 == 0
     same = {"logits_BV": np.tile(logits_V, (rows, 1)), "seen_BV": np.tile(seen_V, (rows, 1))}
     seed_B = np.arange(rows, dtype=np.uint32)
-    tokens = np.asarray(choose(sampling=sampling, seed_B=seed_B, count_B=seed_B.astype(np.int32) % 5, **same))
+    tokens = np.asarray(jax.jit(choose)(sampling=sampling, seed_B=seed_B, count_B=seed_B.astype(np.int32) % 5, **same))
     expected = oracle(logits_V, sampling, np.nonzero(seen_V)[0])
     frequency = np.bincount(tokens, minlength=8) / rows
     deviation = np.sqrt(expected * (1 - expected) / rows)

@@ -11,11 +11,9 @@ from flax import nnx
 from helpers.inference_models import language_model
 from helpers.interop_folders import (
     FIXTURES,
-    edit_config,
     import_,
     parameters,
     refused,
-    rewrite,
     run_of,
     tensors_of,
 )
@@ -133,27 +131,27 @@ def test_split_pairs_neighbouring_key_value_heads(tmp_path, mesh_of, capsys, nam
     d, pairs, R = heads_of(model).d_head, K // 2, H // K
     assert (model.architecture, model.num_heads, heads_of(model).kv_heads) == ("diff", H // 2, pairs)
     assert model.head_norm == "rms_affine"
-    for layer in range(LAYERS):
 
-        def projection(part, *axes, kind="weight", layer=layer):
-            """Return a tensor of the Transformer with these axes in place of the axis of heads and channels."""
-            tensor = tensors[f"model.layers.{layer}.self_attn.{part}_proj.{kind}"]
-            return tensor.reshape(*axes, *tensor.shape[1:])
+    def projection(part, *axes, kind="weight"):
+        """Return a tensor of the Transformer, `[L, …]`, with these axes in place of the axis of heads and channels."""
+        names = [f"model.layers.{layer}.self_attn.{part}_proj.{kind}" for layer in range(LAYERS)]
+        tensor = np.stack([tensors[name] for name in names])
+        return tensor.reshape(LAYERS, *axes, *tensor.shape[2:])
 
-        output_DPGRd = projection("o", D).reshape(D, pairs, 2, R, d)
-        expected = {
-            "query_DHGd": np.einsum("PGRdD->DPRGd", projection("q", pairs, 2, R, d)).reshape(D, H // 2, 2, d),
-            "key_DKGd": np.einsum("PGdD->DPGd", projection("k", pairs, 2, d)),
-            "value_DKE": np.einsum("PED->DPE", projection("v", pairs, 2 * d)),
-            "output_HED": np.einsum("DPGRd->PRGdD", output_DPGRd).reshape(H // 2, 2 * d, D),
-        }
-        if model.attention_bias:
-            query_bias = np.einsum("PGRd->PRGd", projection("q", pairs, 2, R, d, kind="bias"))
-            expected["query_bias"] = query_bias.reshape(H // 2, 2, d)
-            expected["key_bias"] = projection("k", pairs, 2, d, kind="bias")
-            expected["value_bias"] = projection("v", pairs, 2 * d, kind="bias")
-        for parameter, value in expected.items():
-            np.testing.assert_array_equal(new[f"blocks/attention/{parameter}"][layer], value)
+    output_LDPGRd = projection("o", D).reshape(LAYERS, D, pairs, 2, R, d)
+    expected = {
+        "query_DHGd": np.einsum("LPGRdD->LDPRGd", projection("q", pairs, 2, R, d)).reshape(LAYERS, D, H // 2, 2, d),
+        "key_DKGd": np.einsum("LPGdD->LDPGd", projection("k", pairs, 2, d)),
+        "value_DKE": np.einsum("LPED->LDPE", projection("v", pairs, 2 * d)),
+        "output_HED": np.einsum("LDPGRd->LPRGdD", output_LDPGRd).reshape(LAYERS, H // 2, 2 * d, D),
+    }
+    if model.attention_bias:
+        query_bias = np.einsum("LPGRd->LPRGd", projection("q", pairs, 2, R, d, kind="bias"))
+        expected["query_bias"] = query_bias.reshape(LAYERS, H // 2, 2, d)
+        expected["key_bias"] = projection("k", pairs, 2, d, kind="bias")
+        expected["value_bias"] = projection("v", pairs, 2 * d, kind="bias")
+    for parameter, value in expected.items():
+        np.testing.assert_array_equal(new[f"blocks/attention/{parameter}"], value)
 
 
 def entropies(params, model, tokens_T, monkeypatch):
@@ -240,17 +238,6 @@ def test_folders_that_cannot_be_converted(tmp_path):
     flags = ["--differential=dex", "--config.data.path=stdlib"]
     refused(FIXTURES / "diff", out, "architecture='diff': --differential requires a 'transformer'", *flags)
     refused(llama, out, r"num_layers: .* determines this field", *flags, "--config.model.num_layers=2")
-
-
-@pytest.mark.long
-def test_heads_that_cannot_be_paired(tmp_path):
-    tensors = tensors_of(FIXTURES / "llama3")
-    one_head = {name: value[:8] for name, value in tensors.items() if "k_proj" in name or "v_proj" in name}
-    odd = rewrite(FIXTURES / "llama3", tmp_path / "tensors", **one_head)
-    odd = edit_config(odd, tmp_path / "odd", num_key_value_heads=1)
-    message = r"model\.num_kv_heads=1: split makes one head of two .* must be even; use zero-branch or dex"
-    refused(odd, tmp_path / "out", message, "--differential=split")
-    import_(odd, tmp_path / "run", "--differential=zero-branch")
 
 
 @pytest.mark.parametrize(

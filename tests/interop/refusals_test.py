@@ -16,7 +16,6 @@ from helpers.interop_folders import (
     rewrite,
     run_of,
     tensors_of,
-    with_model,
 )
 
 from difftx.config.model import RopeScalingConfig
@@ -205,7 +204,7 @@ SCALING = RopeScalingConfig(factor=2.0)
 )
 def test_models_that_other_formats_do_not_have(config, architecture, format_, changes, refusal):
     with pytest.raises(UserError, match=re.escape(refusal.format("cannot be converted"))):
-        check_representable(with_model(config(architecture), **changes).model, format_)
+        check_representable(config(architecture).but(model=changes).model, format_)
 
 
 def test_a_refused_export_writes_nothing(config, mesh_of, tmp_path):

@@ -63,7 +63,7 @@ def test_transformers_and_an_import_read_an_export_alike(config, tmp_path, famil
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("unigram", {}),
+        pytest.param("unigram", {}, marks=pytest.mark.long),
         ("bpe", {"normalization": "nmt_nfkc"}),
         ("bpe", {"byte_fallback": False}),
         ("bpe", {"add_dummy_prefix": False}),
