@@ -285,5 +285,10 @@ def test_rows_of_documents_do_not_use_the_compressed_cache(config, text_file, tm
     evals.check_run(runs[1], ["loss"])
     plain, compressing = (evals.evaluate(run, params, 0, ["loss"])["loss"].numbers for run in runs)
     assert plain == compressing
+
+
+def test_the_suite_refuses_rows_of_documents(config, text_file, tmp_path):
+    fields = {"data__path": text_file, "data__document_mask": "true", "eval__cache__shares": "0.5"}
+    run = Run.open(config(data__sequence_length=128, **fields), tmp_path, one_device())
     with pytest.raises(UserError, match=r"data\.document_mask=True: .*requires a run with data\.document_mask=False"):
-        evals.check_run(runs[0], ["cache"])
+        evals.check_run(run, ["cache"])
