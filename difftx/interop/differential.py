@@ -131,7 +131,8 @@ def new_params(
         elif name in initial:
             arrays[name] = by_layer(shape, initial[name].__getitem__)
         else:
-            arrays[name] = (by_layer if name.startswith("blocks/") else by_rows)(shape, partial(reader.read, name))
+            copied = by_layer if name.startswith("blocks/") else by_rows
+            arrays[name] = copied(shape, partial(reader.read, name))
     return arrays
 
 

@@ -103,6 +103,7 @@ def test_the_model_card_has_the_numbers_of_its_checkpoint(config, mesh_of, tmp_p
         ({"rope_parameters": None, "rope_scaling": LLAMA3}, "rope_parameters=None cannot be converted; only .* can"),
         ({"quantization_config": {"bits": 4}}, "quantization_config=.* cannot be converted"),
         ({"lambda_bound": ABSENT}, r"config\.json: lambda_bound is missing"),
+        ({"zero_branch": {"num_key_value_heads": 2}}, "num_key_value_heads=2 cannot be converted; only 4 can"),
         ({"dex": {"lambda_bound": "tanh"}}, r"model\.lambda_bound=tanh: architecture 'dex' does not use it"),
     ],
 )
