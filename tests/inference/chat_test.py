@@ -127,6 +127,7 @@ def test_mistakes_are_one_line_and_the_loop_continues(config, mesh_of, line, mes
     assert helped.startswith("/temperature")
 
 
+@pytest.mark.long
 def test_a_file_of_conversations_is_completed_as_the_template_writes_them(config, mesh_of, tmp_path, monkeypatch):
     plain = language_model(config, mesh_of())
     monkeypatch.setattr(load, "load", lambda *_: plain)

@@ -91,6 +91,7 @@ def test_attention_is_that_of_the_forward_pass(trained, architecture, fields):
         assert found.a1.shape == found.a2.shape == (run.config.model.num_heads, length, length)
 
 
+@pytest.mark.long
 def test_the_greedy_text_is_that_of_generate_and_results_are_on_the_host(trained):
     folder, _ = trained("diff")
     run = difftx.load(folder)
