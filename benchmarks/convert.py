@@ -66,7 +66,7 @@ def _write_random_model(folder: Path, layers: int, d_model: int) -> int:
     random, sizes = np.random.default_rng(0), sizes_of(model)
     tensors = {
         name.format(layer=layer): Streamed(
-            shape, shape[0], lambda shape=shape: [random.standard_normal(shape, np.float32)]
+            shape, shape[0], lambda _, shape=shape: random.standard_normal(shape, np.float32)
         )
         for weight in weights_of("diffllama", model)
         for shape in [shape_of(weight.axes, sizes)]

@@ -73,7 +73,7 @@ def suite_config(folder: Path, window: int, **changes: object) -> Config:
     return fit(load_config(f"{ROOT}/configs/quickstart.py:diff", changes))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def config() -> Callable[..., Config]:
     """Return a function from an architecture and overrides, such as `model__d_model=64`, to a tiny config."""
 
@@ -85,7 +85,7 @@ def config() -> Callable[..., Config]:
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def mesh_of() -> Callable[..., jax.sharding.Mesh]:
     """Return a function from axis sizes to a mesh over as many of the eight devices as the sizes require."""
 

@@ -112,4 +112,4 @@ def trace(run: "Run") -> None:
     with one_line_errors(ARCHITECTURES[name]):
         trace_step(run.config, run.mesh)
         if ARCHITECTURES.extension_of(name):  # Tests call those of difftx.
-            trace_inference(run.config, run.mesh)
+            trace_inference(run.config, run.mesh, run.tokenizer)

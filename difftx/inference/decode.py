@@ -256,21 +256,14 @@ def _append(model: Decoder, rows: Rows, token_B: jax.Array, end: jax.Array, samp
     )
 
 
-def trace_inference(config: Config, mesh: jax.sharding.Mesh) -> None:
-    """Trace generation and attention rows, with shapes in place of arrays. Nothing is compiled."""
-    count, model = rows_for(1, mesh), config.model
-    tokens = chunk_for(MIN_CHUNK_TOKENS, count, mesh, model.cache)
-
-    def zeros(*shape: int, dtype: Any = jnp.int32) -> jax.Array:
-        return jnp.zeros((count, *shape), dtype, out_sharding=P(BATCH, *[None] * len(shape)))
+def trace_inference(config: Config, mesh: jax.sharding.Mesh, tokenizer: Tokenizer) -> None:
+    """Trace generation and attention rows, with shapes in place of parameters. Nothing is compiled."""
 
     def call(params: Any) -> None:
-        cache = new_cache(params, config=config, rows=count, capacity=capacity_for(tokens, model.cache))
-        x_BD, tokens_BT, length_B = zeros(model.d_model, dtype=model.compute_dtype), zeros(tokens), zeros()
-        cache, x_BD = _prefill_chunk(params, cache, x_BD, jnp.int32(0), tokens_BT, length_B, config=config)
-        seen_BV, done_B = (zeros(*shape, dtype=bool) for shape in ((model.embeddings,), ()))
-        rows = Rows(cache, x_BD, length_B, seen_BV, zeros(dtype=jnp.uint32), zeros(), zeros(), done_B)
-        _decode_block(params, rows, jnp.ones(model.embeddings, bool), jnp.int32(0), GREEDY, config=config)
+        lm = LanguageModel(config, mesh, params, tokenizer)
+        rows = prefill(lm, [[0]], seeds=[0], limits=[1])
+        _decode_block(lm.weights, rows, lm.allowed, np.int32(0), GREEDY, config=config)
+        tokens_BT = put(mesh, np.zeros((rows_for(1, mesh), MIN_CHUNK_TOKENS), np.int32))
         layout = Layout.of(config.mesh.context_method).with_whole_rows()
         nnx.merge(graph(config, layout), params).attention_rows(tokens_BT, tokens_BT, tuple)
 

@@ -27,7 +27,7 @@ from difftx.data.sources import Sources
 from difftx.errors import UserError
 from difftx.inference.decode import put
 from difftx.interop.fields import heads_from
-from difftx.interop.parameters import by_rows, rearrange, sizes_of
+from difftx.interop.parameters import by_layer, by_rows, rearrange, sizes_of
 from difftx.kernels.rows import AttentionRows
 from difftx.model.abstract import abstract_parameters
 from difftx.model.architectures import heads_of
@@ -125,18 +125,13 @@ def new_params(
     arrays = {}
     for name, shape in shapes.items():
         if name in source_of:
-            layer = partial(_layer_of, reader, transformer, *source_of[name], initial.get(name))
+            read_layer = partial(_layer_of, reader, transformer, *source_of[name], initial.get(name))
+            arrays[name] = by_layer(shape, read_layer)
         elif name in initial:
-            layer = initial[name].__getitem__
-        elif name.startswith("blocks/"):
-            layer = partial(reader.read, name)
+            arrays[name] = by_layer(shape, initial[name].__getitem__)
         else:
-            arrays[name] = by_rows(shape, partial(reader.read, name))
-            continue
-        layers = range(shape[0])
-        arrays[name] = Streamed(
-            shape, 1, lambda layer=layer, layers=layers: (np.asarray(layer(index))[None] for index in layers)
-        )
+            copied = by_layer if name.startswith("blocks/") else by_rows
+            arrays[name] = copied(shape, partial(reader.read, name))
     return arrays
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from difftx.config import Config, ModelConfig
 from difftx.config.affects import Effect
-from difftx.config.build import build_group
+from difftx.config.build import build_group, set_field
 from difftx.config.fields import added_groups, fields_with, flat, options, plain, types_of, values_of
 from difftx.config.model import RopeScalingConfig
 from difftx.errors import UserError
@@ -99,8 +99,7 @@ def with_fields(model: ModelConfig, fields: Mapping[str, Any]) -> ModelConfig:
     architecture, others = fields["architecture"], dict(model.extensions)
     raw = {name: value for name, value in values_of(model).items() if name == architecture or name not in others}
     for field, value in fields.items():
-        group, _, name = field.rpartition(".")
-        (raw.setdefault(group, {}) if group else raw)[name] = plain(value)
+        set_field(raw, field, plain(value))
     return build_group(ModelConfig, raw, "model")
 
 

@@ -66,6 +66,7 @@ class DifftxConfig(PreTrainedConfig):
         "norm": (["hidden_states"], ["hidden_states"]),
     }
 
+    difftx: dict | None = None  # The heads as difftx counts them. Only `difftx convert` reads this field.
     architecture: str = "diff"
     vocab_size: int = 100_288
     hidden_size: int = 2048

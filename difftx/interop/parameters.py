@@ -198,8 +198,8 @@ def export_params(reader: ParamsReader, format_: Format, model: ModelConfig) -> 
             continue
         for layer in range(model.num_layers):
             for index, name in enumerate(weight.names):
-                blocks = partial(_export_layer, reader, model, weight, gain_LE, layer, index)
-                tensors[name.format(layer=layer)] = Streamed(shape, shape[0], blocks)
+                read = partial(_export_layer, reader, model, weight, gain_LE, layer, index)
+                tensors[name.format(layer=layer)] = Streamed(shape, shape[0], lambda _, read=read: read())
     return tensors
 
 
@@ -208,8 +208,9 @@ def _names(weight: Weight, layers: int) -> Iterator[str]:
 
 
 def _require_equal(unembedding: Tensor, embedding: Tensor) -> None:
+    blocks = by_rows(embedding.shape, embedding.read).parts()
     if unembedding.shape != embedding.shape or not all(
-        np.array_equal(unembedding.read(rows), embedding.read(rows)) for rows in _row_blocks(embedding.shape)
+        np.array_equal(unembedding.read(rows), block) for rows, block in blocks
     ):
         raise UserError(
             f"{unembedding.file}: {UNEMBEDDING} differs from {EMBEDDING}, though config.json has "
@@ -218,14 +219,13 @@ def _require_equal(unembedding: Tensor, embedding: Tensor) -> None:
 
 
 def by_rows(shape: tuple[int, ...], read: Callable[[slice], np.ndarray]) -> Streamed:
-    """Return an array that is streamed in blocks of rows, each of which `read` returns."""
-    blocks = _row_blocks(shape)
-    return Streamed(shape, blocks[0].stop, lambda: map(read, blocks))
+    """Return an array that is read in blocks of about `BLOCK_BYTES`."""
+    return Streamed(shape, min(shape[0], max(1, BLOCK_BYTES // (4 * math.prod(shape[1:])))), read)
 
 
-def _row_blocks(shape: tuple[int, ...]) -> list[slice]:
-    rows = max(1, BLOCK_BYTES // (4 * math.prod(shape[1:])))
-    return [slice(start, min(start + rows, shape[0])) for start in range(0, shape[0], rows)]
+def by_layer(shape: tuple[int, ...], read_layer: Callable[[int], np.ndarray]) -> Streamed:
+    """Return an array with a leading axis of layers, given the function that reads one layer."""
+    return Streamed(shape, 1, lambda layers: np.asarray(read_layer(layers.start))[None])
 
 
 def _import(weight: Weight, tensors: Mapping[str, Tensor], layers: int, sizes: Mapping[str, int]) -> Streamed:
@@ -234,27 +234,24 @@ def _import(weight: Weight, tensors: Mapping[str, Tensor], layers: int, sizes: M
         return by_rows(shape, tensors[weight.names[0]].read)
     stack = (len(weight.names),) if len(weight.names) > 1 else ()
 
-    def blocks() -> Iterator[np.ndarray]:
-        for layer in range(layers):
-            parts = [
-                rearrange(tensors[name.format(layer=layer)].read(), weight.axes, weight.our_axes, sizes)
-                for name in weight.names
-            ]
-            yield (np.stack(parts) if stack else parts[0])[None]
+    def layer(index: int) -> np.ndarray:
+        arrays = [tensors[name.format(layer=index)].read() for name in weight.names]
+        arrays = [rearrange(array, weight.axes, weight.our_axes, sizes) for array in arrays]
+        return np.stack(arrays) if stack else arrays[0]
 
-    return Streamed((layers, *stack, *shape), 1, blocks)
+    return by_layer((layers, *stack, *shape), layer)
 
 
 def _export_layer(
     reader: ParamsReader, model: ModelConfig, weight: Weight, gain_LE: np.ndarray | None, layer: int, index: int
-) -> list[np.ndarray]:
-    """Return the tensor `weight.names[index]` of a layer, as a list of one block."""
+) -> np.ndarray:
+    """Return the tensor `weight.names[index]` of a layer."""
     sizes = sizes_of(model)
     if weight.path == GAIN and model.head_norm == "rms":  # The official format requires a gain.
-        return [np.ones(shape_of(weight.axes, sizes), np.float32)]
+        return np.ones(shape_of(weight.axes, sizes), np.float32)
     array = reader.read(weight.path, layer)
     if weight.path == OUTPUT and gain_LE is not None:
         array = array * gain_LE[layer, :, None]  # Fold the gain into W_O, because DiffLlama's norm has none.
     if len(weight.names) > 1:
         array = array[index]
-    return [rearrange(array, weight.our_axes, weight.axes, sizes)]
+    return rearrange(array, weight.our_axes, weight.axes, sizes)

@@ -106,6 +106,6 @@ def _write_file(path: Path, tensors: Mapping[str, Streamed]) -> None:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, tensor in tensors.items():
-            for block in tensor.blocks():
+            for _, block in tensor.parts():
                 file.write(np.ascontiguousarray(block, "<f4").data)
             assert file.tell() == 8 + len(text) + header[name]["data_offsets"][1], name

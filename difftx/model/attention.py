@@ -9,7 +9,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import ClassVar, Literal, NamedTuple
 
 import jax
@@ -95,7 +95,6 @@ class SelfAttention(nnx.Module):
     # Frozen dataclass of the fields that only this class uses: the config group `model.NAME` of an architecture NAME,
     # which is `config.own` here.
     own_config: ClassVar[type | None] = None
-    exported: ClassVar[Mapping[str, str]] = {}  # Field of the exported config.json → field of `config.own`.
     default_head_norm: ClassVar[str] = "none"  # Value of `model.head_norm` unless a config or a caller sets it.
     replaced_heads: ClassVar[int] = 1  # Number of heads of the matched Transformer that one head replaces.
 

@@ -1,12 +1,15 @@
 """Language models with random parameters, their prompts, and logits of a whole row to compare with."""
 
+import types
+
 import jax
 import numpy as np
 from flax import nnx
 
 from difftx.data.tokenizers import load_tokenizer
 from difftx.inference.decode import LanguageModel
-from difftx.training.state import graph, init_state
+from difftx.training.state import graph
+from helpers.evals_params import params_from
 
 TENSOR = {"data": 2, "fsdp": 2, "tensor": 2}
 CONTEXT = {"context": 2, "fsdp": 4}
@@ -22,16 +25,12 @@ def language_model(config, mesh, architecture="diff", **overrides):
 def random_params(c, mesh, *, embedding_scale):
     """Return random parameters, drawn by numpy because compiling an initialisation takes longer than a test."""
     rng = np.random.default_rng(0)
-    with jax.set_mesh(mesh):
-        shapes = jax.eval_shape(lambda: init_state(c).params)
 
-    def draw(path, leaf):
-        scale = embedding_scale if "embedding" in str(path) else 0.3
-        mean = 1.0 if "scale" in str(path) else 0.0
-        value = (mean + scale * rng.normal(size=leaf.shape)).astype(leaf.dtype)
-        return jax.device_put(value, jax.NamedSharding(mesh, leaf.sharding.spec))
+    def draw(path, shape):
+        scale = embedding_scale if "embedding" in path else 0.3
+        return float("scale" in path) + scale * rng.normal(size=shape)  # Gains are around 1.
 
-    return jax.tree.map_with_path(draw, shapes)
+    return params_from(types.SimpleNamespace(config=c, mesh=mesh), draw)
 
 
 def full_logits(lm, mesh, tokens_BT):

@@ -1,7 +1,6 @@
 """Folders of models for the tests of `difftx convert`, and conversions of them by the command."""
 
 import base64
-import dataclasses
 import json
 import shutil
 
@@ -62,7 +61,7 @@ def run_of(lm, workdir):
     workdir.mkdir(exist_ok=True)
     write_run_files(workdir, lm.config)
     values = {array_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(lm.params)}
-    arrays = {name: Streamed(v.shape, len(v), lambda v=v: [v]) for name, v in values.items()}
+    arrays = {name: Streamed(v.shape, len(v), v.__getitem__) for name, v in values.items()}
     save_params(workdir, arrays, lm.config, {"tokenizer": lm.tokenizer.fingerprint})
     return workdir
 
@@ -78,7 +77,7 @@ def rewrite(folder, out, **changes):
     shutil.copy(folder / "config.json", out)
     tensors = tensors_of(folder) | changes
     kept = {name: value for name, value in tensors.items() if value is not None}
-    write_folder(out, {n: Streamed(v.shape, len(v), lambda v=v: [v]) for n, v in kept.items()}, 2**30)
+    write_folder(out, {n: Streamed(v.shape, len(v), v.__getitem__) for n, v in kept.items()}, 2**30)
     return out
 
 
@@ -89,11 +88,6 @@ def edit_config(folder, out, **changes):
     fields = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({name: value for name, value in fields.items() if type(value) is not object}))
     return out
-
-
-def with_model(config, **changes):
-    """Return the config with other fields of `model`."""
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
 
 
 WORDS = [b"th", b"the", b" the", b"an", b"and", b" t", b" th", b"\xc3\xa9", b"12"]  # é is two bytes.

@@ -53,51 +53,45 @@ def check_against_full_pass(lm, one):
                 np.testing.assert_allclose(logits_of(x_BD[b]), expected_NV[at], atol=1e-5)
 
 
+GROUPED = {"model__num_heads": 4, "model__num_kv_heads": 2}
+CAPPED = OPTIONS | {"model__logit_soft_cap": 0.1}
+
+
 @pytest.mark.parametrize(
-    ("architecture", "kv_heads", "sizes", "chunks"),
+    ("architecture", "sizes", "options", "chunks"),
     [
-        pytest.param("diff", None, {}, [16, 128], marks=pytest.mark.long),
-        ("diff", 2, TENSOR, [32]),
-        pytest.param("transformer", None, CONTEXT, [32], marks=pytest.mark.long),
-        pytest.param("transformer", 2, {}, [64], marks=pytest.mark.exhaustive),
+        ("diff", TENSOR, GROUPED, [32]),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [
+                ("diff", {}, {}, [16, 128]),
+                ("transformer", CONTEXT, {}, [32]),
+                # A window of 5 is shorter than most prompts, so that new tokens see only a part of the cache.
+                ("transformer", TENSOR, CAPPED, [32]),
+                ("diff", {}, MUP, [32]),
+                # The layers run in a loop over groups of layers, and decoding does not separate them.
+                ("diff", {}, CAPPED | {"model__num_layers": 12}, [32]),
+                # Training shards rows, so that `context` need not divide the heads.
+                ("diff", {"context": 8}, {"model__num_heads": 2, "mesh__context_method": "zigzag"}, [32]),
+            ]
+        ),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in [
+                ("transformer", {}, GROUPED, [64]),
+                ("diff", {}, CAPPED, [32]),
+                ("diff", {}, {"model__qk_norm": "true"}, [32]),
+                ("diff", {}, {"model__logit_soft_cap": 0.1}, [32]),
+                ("diff", {}, WINDOWS, [32]),
+            ]
+        ),
     ],
 )
-def test_prefill_and_decode_equal_a_full_pass(config, mesh_of, monkeypatch, architecture, kv_heads, sizes, chunks):
-    heads = {"model__num_heads": 4, "model__num_kv_heads": kv_heads}
-    lm = language_model(config, mesh_of(**sizes), architecture, **heads)
+def test_prefill_and_decode_equal_a_full_pass(config, mesh_of, monkeypatch, architecture, sizes, options, chunks):
+    lm = language_model(config, mesh_of(**sizes), architecture, **{"model__num_heads": 4} | options)
     for chunk in chunks:
         monkeypatch.setattr(decode, "chunk_for", lambda *_, chunk=chunk: chunk)
         check_against_full_pass(lm, mesh_of())
-
-
-@pytest.mark.parametrize(
-    ("architecture", "sizes", "options"),
-    [
-        pytest.param("diff", {}, OPTIONS, marks=pytest.mark.exhaustive),
-        pytest.param("transformer", TENSOR, OPTIONS, marks=pytest.mark.long),
-        pytest.param("diff", {}, MUP, marks=pytest.mark.long),
-        *(
-            pytest.param("diff", {}, {name: OPTIONS[name] for name in names}, marks=pytest.mark.exhaustive)
-            for names in (["model__qk_norm"], ["model__logit_soft_cap"], list(WINDOWS))
-        ),
-        # The layers run in a loop over groups of layers, and decoding does not separate them.
-        pytest.param("diff", {}, OPTIONS | {"model__num_layers": 12}, marks=pytest.mark.long),
-    ],
-)
-def test_options_hold_over_the_cache(config, mesh_of, monkeypatch, architecture, sizes, options):
-    """A window of 5 is shorter than most prompts, so that new tokens see only a part of the cache."""
-    options = options | ({"model__logit_soft_cap": 0.1} if "model__logit_soft_cap" in options else {})
-    lm = language_model(config, mesh_of(**sizes), architecture, model__num_heads=4, **options)
-    monkeypatch.setattr(decode, "chunk_for", lambda *_: 32)
-    check_against_full_pass(lm, mesh_of())
-
-
-@pytest.mark.long
-def test_heads_need_not_divide_by_context_if_training_shards_rows(config, mesh_of, monkeypatch):
-    mesh = mesh_of(context=8)
-    lm = language_model(config, mesh, model__num_heads=2, mesh__context_method="zigzag")
-    monkeypatch.setattr(decode, "chunk_for", lambda *_: 32)
-    check_against_full_pass(lm, mesh_of())
 
 
 @pytest.mark.long

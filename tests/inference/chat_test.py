@@ -1,12 +1,10 @@
 """The command `difftx chat`, which compiles its programs once, whatever the user enters."""
 
-import contextlib
 import dataclasses
 import io
 import json
 import sys
 
-import jax
 import numpy as np
 import pytest
 from helpers.inference_models import TENSOR, language_model
@@ -20,28 +18,11 @@ from difftx.inference import cache, decode, load
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY, Sampling
 
-COMPILED = "/jax/core/compile/backend_compile_duration"
 TEMPLATE = (
     "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 HOT = Sampling(repetition_penalty=None, temperature=0.8, top_k=None, top_p=None)
-
-
-@contextlib.contextmanager
-def compilations():
-    """Yield a list of the programs that are compiled or read from the cache of compiled programs."""
-    found = []
-
-    def note(event, seconds, **_):
-        if event == COMPILED:
-            found.append(seconds)
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
-        yield found
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
 
 
 def said(lm, *lines, **options):
@@ -58,12 +39,15 @@ def alone(lm, prompt, seed, tokens=8, sampling=HOT):
 @pytest.mark.long
 def test_nothing_is_compiled_after_the_first_answer(config, mesh_of):
     lm = language_model(config, mesh_of())
-    with compilations() as found:
-        said(lm, "/tokens 40", "/top_p 0.9", "the first line")
-        first = len(found)
-        assert first
-        said(lm, "/tokens 40", "/top_p 0.9", "another", "/temperature 0.3", "line", "/top_p 0.5", "/seed 9", "line")
-        assert len(found) == first
+    said(lm, "/tokens 40", "/top_p 0.9", "the first line")
+    first = programs()
+    said(lm, "/tokens 40", "/top_p 0.9", "another", "/temperature 0.3", "line", "/top_p 0.5", "/seed 9", "line")
+    assert programs() == first
+
+
+def programs():
+    """Return the number of programs that were compiled for each step of generation."""
+    return [step._cache_size() for step in (decode.new_cache, decode._prefill_chunk, decode._decode_block)]
 
 
 @pytest.mark.long
@@ -71,10 +55,10 @@ def test_nothing_is_compiled_after_the_first_answer(config, mesh_of):
 def test_a_completion_compiles_one_program_for_its_tokens(config, mesh_of, sizes):
     """Prompt and new tokens exceed the smallest cache. Growing the cache once compiled a second program."""
     lm = language_model(config, mesh_of(**sizes), data__sequence_length=512, train__global_batch_tokens=4096)
-    before = decode._decode_block._cache_size()
+    before = programs()[2]
     (completion,) = generate(lm, [Request(prompt=[5] * 100, new_tokens=400, seed=0)], HOT)
     assert len(completion.tokens) > cache.UNIT - 100
-    assert decode._decode_block._cache_size() == before + 1
+    assert programs()[2] == before + 1
 
 
 @pytest.mark.long
@@ -89,11 +73,14 @@ def test_answers_are_those_of_generate_and_settings_hold(config, mesh_of):
     assert expected[0] != expected[1]
 
 
-def test_a_conversation_is_written_by_the_template(config, mesh_of):
-    lm = language_model(config, mesh_of())
+def with_template(lm):
     tokenizer = load_tokenizer("bytes")
     tokenizer.chat_template = ChatTemplate(TEMPLATE, {}, "bytes")
-    lm = dataclasses.replace(lm, tokenizer=tokenizer)
+    return dataclasses.replace(lm, tokenizer=tokenizer)
+
+
+def test_a_conversation_is_written_by_the_template(config, mesh_of):
+    lm = with_template(language_model(config, mesh_of()))
     answers = "".join(said(lm, "/tokens 4", "/temperature 0", "a", "b", "/reset", "a", system="S"))
     first = alone(lm, list(b"[system]S[user]a[assistant]"), 0, tokens=4, sampling=GREEDY)
     asked = f"[system]S[user]a[assistant]{first.rstrip()}[user]b[assistant]".encode()
@@ -140,11 +127,10 @@ def test_mistakes_are_one_line_and_the_loop_continues(config, mesh_of, line, mes
     assert helped.startswith("/temperature")
 
 
+@pytest.mark.long
 def test_a_file_of_conversations_is_completed_as_the_template_writes_them(config, mesh_of, tmp_path, monkeypatch):
-    lm = language_model(config, mesh_of())
-    tokenizer = load_tokenizer("bytes")
-    lm = dataclasses.replace(lm, tokenizer=tokenizer)
-    monkeypatch.setattr(load, "load", lambda *_: lm)
+    plain = language_model(config, mesh_of())
+    monkeypatch.setattr(load, "load", lambda *_: plain)
     message = {"role": "user", "content": "a"}
     lines = [{"messages": [message]}, {"prompt": "[user]a[assistant]", "id": 1}]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -152,7 +138,7 @@ def test_a_file_of_conversations_is_completed_as_the_template_writes_them(config
     flags = [f"--prompts={tmp_path / 'prompts.jsonl'}", f"--out={out}", "--temperature=0", "--new_tokens=4"]
     with pytest.raises(UserError, match=r"prompts\.jsonl: line 1: messages needs a chat template, and the tokenizer"):
         generate_command.main([f"--workdir={tmp_path}", *flags])
-    tokenizer.chat_template = ChatTemplate(TEMPLATE, {}, "bytes")
+    monkeypatch.setattr(load, "load", lambda *_: with_template(plain))
     assert generate_command.main([f"--workdir={tmp_path}", *flags]) == 0
     first, second = map(json.loads, out.read_text().splitlines())
     assert (first["messages"], second["id"]) == ([message], 1)

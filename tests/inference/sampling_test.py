@@ -45,15 +45,11 @@ def distribution(logits_BV, sampling):
 
 
 CASES = [
-    settings(),
     settings(0.3),
-    settings(2.0, top_k=5),
     settings(0.7, top_p=0.81),
     settings(1.3, top_k=20, top_p=0.6),
-    settings(top_k=1),
     settings(top_k=1000),
     settings(top_p=1e-6),
-    settings(top_p=1.0),
 ]
 
 
@@ -79,22 +75,20 @@ def test_candidates_equal_the_oracle(sampling):
 
 
 @pytest.mark.parametrize(
-    "sampling", [settings(0.9), settings(1.2, top_k=4, top_p=0.85, repetition_penalty=1.7)], ids=str
+    "sampling",
+    [
+        pytest.param(settings(0.9), marks=pytest.mark.long),
+        settings(1.2, top_k=4, top_p=0.85, repetition_penalty=1.7),
+    ],
+    ids=str,
 )
 def test_draws_have_the_oracles_frequencies(sampling):
     rows = 20_000
     logits_V = np.random.default_rng(1).normal(size=8).astype(np.float32) * 2
     seen_V = np.arange(8) % 3 == 0
-    draw = jax.jit(
-        lambda seeds: choose(
-            jnp.broadcast_to(logits_V, (rows, 8)),
-            sampling,
-            seen_BV=jnp.broadcast_to(seen_V, (rows, 8)),
-            seed_B=seeds,
-            count_B=seeds.astype(jnp.int32) % 5,
-        )
-    )
-    tokens = np.asarray(draw(jnp.arange(rows, dtype=jnp.uint32)))
+    same = {"logits_BV": np.tile(logits_V, (rows, 1)), "seen_BV": np.tile(seen_V, (rows, 1))}
+    seed_B = np.arange(rows, dtype=np.uint32)
+    tokens = np.asarray(jax.jit(choose)(sampling=sampling, seed_B=seed_B, count_B=seed_B.astype(np.int32) % 5, **same))
     expected = oracle(logits_V, sampling, np.nonzero(seen_V)[0])
     frequency = np.bincount(tokens, minlength=8) / rows
     deviation = np.sqrt(expected * (1 - expected) / rows)
@@ -109,14 +103,13 @@ def test_greedy_is_the_most_likely_and_ignores_the_seed():
         assert tokens.tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("temperature", [1e-3, 1e-14, 1e-20, 1e-37, 1.2e-38, 1e-38, 1e-40, 5e-324])
-@pytest.mark.parametrize("limits", [{}, {"top_k": 3, "top_p": 0.9}], ids=str)
-def test_low_temperatures_choose_the_most_likely_token(temperature, limits):
+@pytest.mark.parametrize("temperature", [1e-3, 1e-14, 1.2e-38, 5e-324])
+def test_low_temperatures_choose_the_most_likely_token(temperature):
     """The temperature is an argument of the compiled program, as in generation, where devices flush small numbers."""
     logits_BV = jnp.asarray([[30.0, 70.0, 71.0, -jnp.inf], [-900.0, -901.0, -jnp.inf, -902.0]])
     seeds, counts = jnp.arange(2, dtype=jnp.uint32), jnp.zeros(2, jnp.int32)
     draw = jax.jit(lambda s: choose(logits_BV, s, seen_BV=jnp.zeros((2, 4), bool), seed_B=seeds, count_B=counts))
-    assert draw(settings(temperature, **limits)).tolist() == [2, 0]
+    assert draw(settings(temperature, top_k=3, top_p=0.9)).tolist() == [2, 0]
 
 
 def test_no_two_seeds_and_indices_share_samples():
@@ -129,13 +122,10 @@ def test_no_two_seeds_and_indices_share_samples():
     ("changes", "message"),
     [
         ({"temperature": -1.0}, "temperature=-1.0"),
-        ({"temperature": float("nan")}, "temperature=nan"),
         ({"temperature": 1e39}, r"temperature=1e\+39 must be 0"),
         ({"repetition_penalty": 1e-39}, "repetition_penalty=1e-39 must lie in"),
         ({"top_k": 0}, "top_k=0"),
         ({"top_p": 0.0}, r"top_p=0\.0"),
-        ({"top_p": 1.5}, r"top_p=1\.5"),
-        ({"repetition_penalty": 0.0}, r"repetition_penalty=0\.0"),
     ],
 )
 def test_bad_numbers_are_refused(changes, message):

@@ -65,9 +65,11 @@ def test_scores_equal_brute_force(config, mesh_of, monkeypatch, architecture, si
     assert not all(s.is_greedy for s in actual)
 
 
-def test_contexts_of_one_token_need_nothing_in_the_cache(config, mesh_of):
+def test_few_short_items(config, mesh_of):
+    """Contexts of one token need nothing in the cache."""
     lm = language_model(config, mesh_of())
     items = [Item((256,), (1, 2, 3)), Item((256,), (4,)), Item((7,), (4, 4)), Item((7,), (5,))]
+    items += [Item((1, 2, 3, 4), (5, 6)), Item((1, 2, 3, 4), (7,), (8, 9))]
     expected = [score for score, _, _ in brute_force(lm, mesh_of(), items)]
     assert [s.loglikelihood for s in loglikelihoods(lm, items, batch_rows=4)] == pytest.approx(expected, abs=2e-4)
 
@@ -104,6 +106,7 @@ def test_the_most_likely_label_is_that_of_brute_force(config, mesh_of):
     assert most_likely(lm, prompts, [labels[3], labels[3]], batch_rows=2) == [0] * 4
 
 
+@pytest.mark.long
 def test_bfloat16_does_not_round_the_factor_of_mup(config, mesh_of):
     """The factor, 1 / 3 here, is that of float32. Rounded to bfloat16, it would scale all logits alike."""
     fields = MUP | {"model__mup_base_width": 12, "model__d_model": 36, "model__compute_dtype": "bfloat16"}

@@ -1,5 +1,6 @@
 """`difftx.load`, compared with the suite `loss`, with the attention that suites analyse, and with `generate`."""
 
+import functools
 import re
 import subprocess
 import sys
@@ -7,51 +8,37 @@ import sys
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT, TINY, child_environment
+from conftest import ROOT, TINY, child_environment, write_text
 from flax import nnx
 from helpers.command_server import commands
 from helpers.inference_models import random_params
+from helpers.interop_folders import run_of
+from model import oracle
 
 import difftx
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
-from difftx.inference.decode import model_of
+from difftx.inference.decode import LanguageModel, model_of
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY
 from difftx.model.architectures import ARCHITECTURES
 from difftx.progress import Work
-from difftx.training.checkpoint.checkpointer import Checkpointer
-from difftx.training.run import Run, write_run_files
-from difftx.training.state import init_state
+from difftx.training.run import Run
 
 TEXT = "line 7: the square of 7 is 49."
-# Architecture → the fields that it requires.
-FIELDS = {
-    "gda": {"num_heads": 3, "head_dim": 8, "gda__signal_heads": 3},
-    "gdla": {"gdla__signal_heads": 2},
-    "top_k": {"top_k__k": 4},
-    "zero_branch": {"zero_branch__anneal_steps": 2},
-}
 
 
-@pytest.fixture
-def trained(config, mesh_of, text_file, tmp_path):
-    """Return a function from an architecture to a run with random weights, saved from a mesh of eight devices."""
+@pytest.fixture(scope="module")
+def trained(config, tmp_path_factory):
+    """Return a function from an architecture to the directory and the evaluation of a run with random weights."""
+    text = write_text(tmp_path_factory.mktemp("text") / "text.txt")
 
+    @functools.cache
     def make(architecture, **fields):
-        workdir = tmp_path / architecture
-        c = config(architecture, data__path=text_file, mesh__fsdp=8, **fields)
-        run = Run.open(c, workdir)
-        workdir.mkdir()
-        write_run_files(workdir, c)
-        with jax.set_mesh(run.mesh):
-            shapes = jax.eval_shape(lambda: init_state(c))
-            state = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), shapes)
-        params = random_params(c, run.mesh, embedding_scale=0.02)
-        checkpointer = Checkpointer(workdir, c.checkpoint)
-        loader = {"examples": 0, "signature": run.data.signature}
-        checkpointer.save(type(state)(state.step, params, state.opt_state), loader, c)
-        checkpointer.close()
+        workdir = tmp_path_factory.mktemp(architecture)
+        run = Run.open(config(architecture, data__path=text, mesh__fsdp=8, **fields), workdir)
+        params = random_params(run.config, run.mesh, embedding_scale=0.02)
+        run_of(LanguageModel(run.config, run.mesh, params, run.tokenizer), workdir)
         return workdir, Evaluation(run, params, Work(enabled=False))
 
     return make
@@ -76,7 +63,7 @@ def test_two_runs_in_one_process_give_the_numbers_of_the_suites(trained):
     [
         ("diff", {"model__window": 8, "model__window_pattern": "LG"}),
         *(
-            pytest.param(name, {f"model__{k}": v for k, v in FIELDS.get(name, {}).items()}, marks=pytest.mark.long)
+            pytest.param(name, {"model__head_dim": 8} | oracle.SIZES.get(name, {}), marks=pytest.mark.long)
             for name in ARCHITECTURES
         ),
     ],
@@ -104,6 +91,7 @@ def test_attention_is_that_of_the_forward_pass(trained, architecture, fields):
         assert found.a1.shape == found.a2.shape == (run.config.model.num_heads, length, length)
 
 
+@pytest.mark.long
 def test_the_greedy_text_is_that_of_generate_and_results_are_on_the_host(trained):
     folder, _ = trained("diff")
     run = difftx.load(folder)

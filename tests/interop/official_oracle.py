@@ -14,14 +14,12 @@ from kernels.oracle import softmax_row
 def logits(tensors, config, tokens_T):
     """Return the logits `[T, V]` of one row."""
     w = {name: value.astype(np.float64) for name, value in tensors.items()}
-    attend = diff_attention if config["attention"] == "MultiheadFlashDiff1" else attention
     eps = config["rms_norm_eps"]
     x_TD = w["model.embed_tokens.weight"][tokens_T]
     for layer in range(config["num_layers"]):
-        own = {
-            n.removeprefix(f"model.layers.{layer}."): v for n, v in w.items() if n.startswith(f"model.layers.{layer}.")
-        }
-        x_TD = x_TD + attend(own, config, rms(x_TD, eps) * own["input_layernorm.weight"], layer)
+        prefix = f"model.layers.{layer}."
+        own = {name.removeprefix(prefix): value for name, value in w.items() if name.startswith(prefix)}
+        x_TD = x_TD + attention(own, config, rms(x_TD, eps) * own["input_layernorm.weight"], layer)
         h_TD = rms(x_TD, eps) * own["post_attention_layernorm.weight"]
         gate = h_TD @ own["mlp.gate_proj.weight"].T
         hidden = gate / (1 + np.exp(-gate)) * (h_TD @ own["mlp.up_proj.weight"].T)
@@ -30,40 +28,28 @@ def logits(tensors, config, tokens_T):
     return rms(x_TD, eps) * w["model.norm.weight"] @ unembedding.T
 
 
-def diff_attention(w, config, x_TD, depth):
-    """Return the output of MultiheadFlashDiff1, `[T, D]`."""
-    heads, kv_heads = config["num_heads"], config["num_kv_heads"]
-    d = config["embed_dim"] // heads // 2
+def attention(w, config, x_TD, depth):
+    """Return the output of MultiheadFlashDiff1 or of MultiheadAttention, `[T, D]`."""
+    is_diff = config["attention"] == "MultiheadFlashDiff1"
+    heads, groups, theta = config["num_heads"], 2 if is_diff else 1, config["rope_theta"]
+    d = config["embed_dim"] // heads // groups
     q, k, v = (x_TD @ w[f"self_attn.{name}_proj.weight"].T for name in "qkv")
+    out = []
+    for i in range(heads):
+        kv = i // (heads // config["num_kv_heads"])
+        value = v[:, kv * groups * d : (kv + 1) * groups * d]
+        queries, keys = ([sub_head(x, groups * n + g, d, theta) for g in range(groups)] for x, n in ((q, i), (k, kv)))
+        head = [causal_weights(*pair) @ value for pair in zip(queries, keys, strict=True)]
+        out.append(subtracted(w, depth, *head) if is_diff else head[0])
+    return np.concatenate(out, axis=1) @ w["self_attn.out_proj.weight"].T
+
+
+def subtracted(w, depth, signal, noise):
+    """Return the output of a head of MultiheadFlashDiff1, given A1 V and A2 V."""
     lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth)
     exponents = [w[f"self_attn.lambda_q{g}"] @ w[f"self_attn.lambda_k{g}"] for g in (1, 2)]
     lam = math.exp(exponents[0]) - math.exp(exponents[1]) + lambda_init
-    out = []
-    for i in range(heads):
-        kv = i // (heads // kv_heads)
-        value = v[:, kv * 2 * d : (kv + 1) * 2 * d]
-        weights = [
-            causal_weights(
-                sub_head(q, 2 * i + g, d, config["rope_theta"]), sub_head(k, 2 * kv + g, d, config["rope_theta"])
-            )
-            for g in (0, 1)
-        ]
-        head = rms((weights[0] - lam * weights[1]) @ value, 1e-5) * w["self_attn.subln.weight"]
-        out.append(head * (1 - lambda_init))
-    return np.concatenate(out, axis=1) @ w["self_attn.out_proj.weight"].T
-
-
-def attention(w, config, x_TD, depth):
-    """Return the output of MultiheadAttention, `[T, D]`."""
-    heads, kv_heads = config["num_heads"], config["num_kv_heads"]
-    d = config["embed_dim"] // heads
-    q, k, v = (x_TD @ w[f"self_attn.{name}_proj.weight"].T for name in "qkv")
-    out = []
-    for i in range(heads):
-        kv = i // (heads // kv_heads)
-        theta = config["rope_theta"]
-        out.append(causal_weights(sub_head(q, i, d, theta), sub_head(k, kv, d, theta)) @ v[:, kv * d : (kv + 1) * d])
-    return np.concatenate(out, axis=1) @ w["self_attn.out_proj.weight"].T
+    return rms(signal - lam * noise, 1e-5) * w["self_attn.subln.weight"] * (1 - lambda_init)
 
 
 def sub_head(x, index, d, theta):

@@ -9,7 +9,6 @@ import pytest
 from helpers.inference_models import language_model
 from helpers.interop_folders import (
     FIXTURES,
-    IMPORT,
     edit_config,
     export,
     import_,
@@ -17,10 +16,8 @@ from helpers.interop_folders import (
     rewrite,
     run_of,
     tensors_of,
-    with_model,
 )
 
-from difftx.commands.convert import main
 from difftx.config.model import RopeScalingConfig
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
@@ -40,15 +37,25 @@ QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 Q = "model.layers.1.self_attn.q_proj.weight"
 
 
+BIAS = "model.layers.0.self_attn.q_proj.bias"
+INCOMPLETE = r"model\.safetensors: not a complete safetensors file \(.*\); copy or download it again$"
+
+
 def without_a_shard(out):
     shutil.copytree(GROUPED, out)
     (out / "model-00002-of-00005.safetensors").unlink()
     return out
 
 
+def with_an_index_of_another_folder(out):
+    shutil.copytree(GROUPED, out)
+    index = out / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("model-00001-of-00005.safetensors", "../secret.safetensors"))
+    return out
+
+
 def truncated(out, length):
-    rewrite(GROUPED, out)
-    file = out / "model.safetensors"
+    file = rewrite(GROUPED, out) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:length])
     return out
 
@@ -59,39 +66,34 @@ def with_last_value(out, value):
     return rewrite(GROUPED, out, **{Q: weights})
 
 
-def with_an_index_of_another_folder(out):
-    shutil.copytree(GROUPED, out)
-    index = out / "model.safetensors.index.json"
-    places = json.loads(index.read_text())
-    places["weight_map"][Q] = "../secret.safetensors"
-    index.write_text(json.dumps(places))
-    return out
+def with_tensor(name, value):
+    return lambda out: rewrite(GROUPED, out, **{name: value})
 
 
 def with_fewer_tokens(out):
-    small = {"model.embed_tokens.weight": np.zeros((200, 32), "f4"), "lm_head.weight": np.zeros((200, 32), "f4")}
+    small = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), np.zeros((200, 32), "f4"))
     return edit_config(rewrite(GROUPED, out.with_name("large"), **small), out, vocab_size=200)
 
 
-BIAS = "model.layers.0.self_attn.q_proj.bias"
-INCOMPLETE = r"model\.safetensors: not a complete safetensors file \(.*\); copy or download it again$"
-
-
-def with_tensor(name, value):
-    return lambda out: rewrite(GROUPED, out, **{name: value})
+def with_other_embeddings(out):
+    embedding = tensors_of(FIXTURES / "diff")["model.embed_tokens.weight"]
+    return rewrite(FIXTURES / "diff", out, **{"lm_head.weight": embedding + 1})
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (without_a_shard, r"model-00002-of-00005\.safetensors: not a complete safetensors file \(No such file"),
-        *((lambda out, n=n: truncated(out, n), INCOMPLETE) for n in (0, 7, 100, -1)),
+        *((lambda out, n=n: truncated(out, n), INCOMPLETE) for n in (7, -1)),
         (lambda out: with_last_value(out, np.nan), rf"{Q} has values that are not finite"),
-        (lambda out: with_last_value(out, -np.inf), rf"{Q} has values that are not finite"),
         (with_tensor(Q, np.zeros((32, 31), "f4")), rf"{Q} has shape \(32, 31\), but config\.json implies \(32, 32\)"),
         (with_tensor(Q, None), rf"no tensor {Q}\. Did you mean 'model\.layers\.\d\.self_attn\.\S_proj\.weight'\?"),
         (with_tensor(BIAS, np.zeros(32, "f4")), rf"{BIAS} does not belong to the model that config\.json"),
         (with_fewer_tokens, "model.vocab_size=200 is less than the 257 tokens of data.tokenizer='bytes'"),
+        (
+            with_other_embeddings,
+            r"lm_head\.weight differs from model\.embed_tokens\.weight, though .* to false",
+        ),
         (with_an_index_of_another_folder, r"index\.json: '\.\./secret\.safetensors' is not a file of this folder"),
     ],
 )
@@ -99,14 +101,9 @@ def test_folders_whose_tensors_do_not_fit(tmp_path, make, message):
     refused(make(tmp_path / "source"), tmp_path / "out", message)
 
 
-def test_two_embeddings_of_a_tied_model_must_be_equal(tmp_path):
+def test_a_tied_model_may_have_a_copy_of_its_embedding(tmp_path):
     embedding = tensors_of(FIXTURES / "diff")["model.embed_tokens.weight"]
-    again = rewrite(FIXTURES / "diff", tmp_path / "again", **{"lm_head.weight": embedding})
-    import_(again, tmp_path / "run")
-    other = rewrite(FIXTURES / "diff", tmp_path / "other", **{"lm_head.weight": embedding + 1})
-    refused(
-        other, tmp_path / "out", r"lm_head\.weight differs from model\.embed_tokens\.weight, though .*; set it to false"
-    )
+    import_(rewrite(FIXTURES / "diff", tmp_path / "again", **{"lm_head.weight": embedding}), tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -118,15 +115,11 @@ def test_two_embeddings_of_a_tied_model_must_be_equal(tmp_path):
         ({"auto_map": {"AutoModel": "modeling.M"}}, "auto_map={.*'modeling.M'} cannot be converted"),
         ({"architectures": [["DiffLlamaForCausalLM"]]}, r"architectures=\['DiffLlamaForCausalLM'\] cannot"),
         ({"attention_bias": True}, "attention_bias=True cannot be converted; remove it if it has no effect"),
-        ({"sliding_window": 8}, "sliding_window=8 cannot be converted"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.* cannot be converted"),
-        ({"per_layer_config": {"0": {"intermediate_size": 8}}}, "per_layer_config=.* cannot be converted"),
-        ({"attention_multiplier": 2.0}, "attention_multiplier=2.0 cannot be converted"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' cannot be converted; only 'silu' can"),
         ({"quantization_config": {"bits": 4}}, "quantization_config=.* cannot be converted"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 8.0}}, "rope scaling of type 'yarn' cannot be converted"),
         ({"rope_parameters": LLAMA3 | {"factor": None}}, "'factor': None.* its numbers must be positive"),
-        ({"rope_scaling": LLAMA3 | {"factor": -1}, "rope_parameters": None}, "'factor': -1.* must be positive"),
         ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, r"high_freq_factor=1\.0 must exceed low_freq_factor"),
         (QWEN | {"use_sliding_window": True}, "use_sliding_window=True cannot be"),
         (QWEN | {"num_key_value_heads": ABSENT}, "num_key_value_heads is missing"),
@@ -138,10 +131,7 @@ def test_two_embeddings_of_a_tied_model_must_be_equal(tmp_path):
         ({"rms_norm_eps": float("inf")}, "rms_norm_eps=inf: expected a positive number"),
         ({"num_hidden_layers": 2 * 10**9}, r"no tensor model\.layers\.3\."),
         ({"num_attention_heads": 7}, "num_attention_heads=7 must be even"),
-        ({"num_key_value_heads": 1}, "num_key_value_heads=1 must be even"),
-        ({"rms_norm_eps": None}, "rms_norm_eps=None: expected a positive number"),
         ({"hidden_size": "32"}, "hidden_size='32': expected a count"),
-        ({"vocab_size": 200}, r"embed_tokens\.weight has shape \(260, 32\), but config\.json implies \(200, 32\)"),
     ],
 )
 def test_models_that_difftx_cannot_represent(tmp_path, changes, message):
@@ -166,13 +156,11 @@ def test_a_tokenizer_of_foreign_code(tmp_path, recognised):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            ["--config.model.num_layers=3"],
-            r"--config\.model\.num_layers: .*config\.json determines this field; remove the flag",
-        ),
+        (["--config.model.num_layers=3"], r"model\.num_layers: .*config\.json determines this field; remove the flag"),
         (["--config.model.qk_norm=true"], r"--config\.model\.qk_norm: .*config\.json determines this field"),
         (["--config.model.num_layer=3"], "no such field. Did you mean"),
         (["--step=3"], "--step selects a checkpoint of a run"),
+        (["--to=official"], "exactly one of them must be difftx"),
     ],
 )
 def test_incompatible_flags_are_refused(tmp_path, flags, message):
@@ -185,8 +173,6 @@ def test_output_that_exists_or_has_no_parent(tmp_path):
         import_(GROUPED, tmp_path / "out")
     with pytest.raises(UserError, match="there is no folder"):
         import_(GROUPED, tmp_path / "none" / "out")
-    with pytest.raises(UserError, match="exactly one of them must be difftx"):
-        main(["--from=hf", "--to=official", f"--input={GROUPED}", f"--out={tmp_path / 'x'}", *IMPORT])
 
 
 MUP = {"mup_base_width": 16, "mup_base_layers": 1, "mup_base_head_dim": 8}
@@ -196,46 +182,29 @@ SCALING = RopeScalingConfig(factor=2.0)
 @pytest.mark.parametrize(
     ("architecture", "format_", "changes", "refusal"),
     [
-        ("diff", "diffllama", {"lambda_init": 0.8}, "a DiffLlamaForCausalLM would have None"),
-        ("diff", "diffllama", {"lambda_bound": "tanh"}, "a DiffLlamaForCausalLM would have 'none'"),
-        ("diff", "diffllama", {"attention_logit_bits": 8}, "a DiffLlamaForCausalLM would have None"),
-        ("diff", "diffllama", {"head_norm": "none"}, "a DiffLlamaForCausalLM would have 'rms'"),
-        ("diff", "diffllama", {"head_norm_eps": 1e-6}, "a DiffLlamaForCausalLM would have 1e-05"),
-        ("diff", "diffllama", {"qk_norm": True}, "a DiffLlamaForCausalLM would have False"),
-        ("diff", "diffllama", MUP, "a DiffLlamaForCausalLM would have None"),
-        ("diff", "official", {"head_norm": "scalar"}, "a MultiheadFlashDiff1 would have 'rms_affine'"),
-        ("diff", "official", {"head_norm_eps": 1e-6}, "a MultiheadFlashDiff1 would have 1e-05"),
-        ("diff", "official", {"post_scale": 0.2}, "a MultiheadFlashDiff1 would have None"),
-        ("diff", "official", {"logit_soft_cap": 30.0}, "a MultiheadFlashDiff1 would have None"),
-        ("diff", "official", {"rope_scaling": SCALING}, "a MultiheadFlashDiff1 would have RopeScalingConfig("),
-        ("transformer", "official", {"post_scale": 3.0}, "a MultiheadAttention would have None"),
-        ("transformer", "official", {"head_norm": "rms"}, "a MultiheadAttention would have 'none'"),
-        ("transformer", "official", {"attention_bias": True}, "a MultiheadAttention would have False"),
-        ("transformer", "hf", {"window": 8}, "a DifftxForCausalLM would have None"),
-        ("transformer", "hf", MUP | {"mup_base_head_dim": 16}, "a DifftxForCausalLM would have None"),
-        ("diff", "hf", MUP, "a DifftxForCausalLM would have None"),
-        ("diff", "hf", {"attention_logit_bits": 8}, "a DifftxForCausalLM would have None"),
+        ("diff", "diffllama", {"lambda_init": 0.8}, "lambda_init=0.8 {}: a DiffLlamaForCausalLM would have None"),
+        ("diff", "diffllama", {"attention_logit_bits": 8}, "attention_logit_bits=8 {}: a DiffLlamaForCausalLM would"),
+        ("diff", "diffllama", {"head_norm": "none"}, "head_norm='none' {}: a DiffLlamaForCausalLM would have 'rms'"),
+        ("diff", "official", {"head_norm": "scalar"}, "head_norm='scalar' {}: a MultiheadFlashDiff1 would have 'rms_"),
+        ("diff", "official", {"head_norm_eps": 1e-6}, "head_norm_eps=1e-06 {}: a MultiheadFlashDiff1 would have 1e-05"),
+        ("diff", "official", {"rope_scaling": SCALING}, "would have RopeScalingConfig("),
+        ("diff", "official", {"head_dim": 4}, "head_dim=4: the official code derives it from d_model and num_heads"),
+        ("transformer", "official", {"post_scale": 3.0}, "post_scale=3.0 {}: a MultiheadAttention would have None"),
+        ("transformer", "hf", {"window": 8}, "window=8 {}: a DifftxForCausalLM would have None"),
+        ("diff", "hf", MUP, "mup_base_width=16 {}: a DifftxForCausalLM would have None"),
+        ("diff", "hf", {"attention_logit_bits": 8}, "attention_logit_bits=8 {}: a DifftxForCausalLM would have None"),
+        ("diff_v2", "diffllama", {}, "architecture='diff_v2' {} with --to=diffllama; diff can"),
+        (
+            "gated",
+            "official",
+            {},
+            "architecture='gated' {} with --to=official; diff, transformer can, and --to=hf",
+        ),
     ],
 )
-def test_fields_that_other_formats_do_not_have(config, architecture, format_, changes, refusal):
-    model = with_model(config(architecture), **changes).model
-    name, value = next(iter(changes.items()))
-    with pytest.raises(UserError, match=re.escape(f"model.{name}={value!r} cannot be converted: {refusal}")):
-        check_representable(model, format_)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "format_", "changes", "message"),
-    [
-        ("diff_v2", "diffllama", {}, "model.architecture='diff_v2' cannot be converted with --to=diffllama; diff can"),
-        ("transformer", "diffllama", {}, "--to=diffllama; diff can, and --to=hf converts all"),
-        ("gated", "official", {}, "model.architecture='gated' cannot be converted"),
-        ("diff", "official", {"head_dim": 4}, "the official code derives it from d_model and num_heads"),
-    ],
-)
-def test_models_that_other_formats_do_not_have(config, architecture, format_, changes, message):
-    with pytest.raises(UserError, match=message):
-        check_representable(with_model(config(architecture), **changes).model, format_)
+def test_models_that_other_formats_do_not_have(config, architecture, format_, changes, refusal):
+    with pytest.raises(UserError, match=re.escape(refusal.format("cannot be converted"))):
+        check_representable(config(architecture).but(model=changes).model, format_)
 
 
 def test_a_refused_export_writes_nothing(config, mesh_of, tmp_path):

@@ -1,12 +1,10 @@
 """safetensors files that difftx writes and reads. In parity_test.py, the library reads them."""
 
 import json
-import random
 
 import numpy as np
 import pytest
 
-from difftx.errors import UserError
 from difftx.interop.safetensors import INDEX, read_folder, write_folder
 from difftx.training.checkpoint.weights import Streamed
 
@@ -14,7 +12,7 @@ VALUES = {f"t{i}": np.random.default_rng(i).normal(size=(5 + i, 3)).astype(np.fl
 
 
 def write(folder, shard_bytes):
-    tensors = {n: Streamed(v.shape, len(v), lambda v=v: np.array_split(v, 2)) for n, v in VALUES.items()}
+    tensors = {n: Streamed(v.shape, 3, v.__getitem__) for n, v in VALUES.items()}
     return write_folder(folder, tensors, shard_bytes)
 
 
@@ -32,22 +30,3 @@ def test_files_of_a_limited_size_and_their_index(tmp_path, shard_bytes, count):
     for name, value in VALUES.items():
         np.testing.assert_array_equal(back[name].read(), value)
         np.testing.assert_array_equal(back[name].read(slice(2, 4)), value[2:4])
-
-
-def test_corrupt_header_is_rejected_or_still_valid(tmp_path):
-    (name,) = write(tmp_path, 10**6)
-    whole = (tmp_path / name).read_bytes()
-    length = 8 + int.from_bytes(whole[:8], "little")
-    draw, refused = random.Random(0), []
-    for _ in range(300):
-        corrupt = bytearray(whole)
-        for _ in range(draw.choice([1, 1, 4])):
-            corrupt[draw.randrange(length)] = draw.randrange(256)
-        (tmp_path / name).write_bytes(corrupt)
-        try:
-            for tensor in read_folder(tmp_path).values():
-                tensor.read()
-        except UserError as error:
-            refused.append(str(error))
-    assert len(refused) > 150
-    assert all(name in message for message in refused)

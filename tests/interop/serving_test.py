@@ -3,15 +3,12 @@
 
 import copy
 import importlib
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, child_environment
+from conftest import ROOT
 from helpers.inference_models import full_logits, prompts_of
 from helpers.interop_folders import export
 from helpers.interop_models import MODELS, NOT_SERVABLE, SERVABLE, config_of, exported
@@ -293,9 +290,9 @@ def test_hidden_states_and_attention_weights_are_those_of_classes_of_transformer
 @pytest.mark.parametrize("name", ["diff", "zero_branch", "dex"])
 def test_lambda_stays_float32_in_bfloat16(config, mesh_of, tmp_path, name):
     model = load(exported(config, mesh_of(), name, tmp_path)[2], dtype=torch.bfloat16)
-    dtypes = {name.split(".")[-1]: p.dtype for name, p in model.named_parameters()}
-    expected = {name: torch.float32 if "lambda" in name or name == "progress" else torch.bfloat16 for name in dtypes}
-    assert dtypes == expected
+    for name, parameter in model.named_parameters():
+        is_lambda = "lambda" in name or name.endswith("progress")
+        assert parameter.dtype == (torch.float32 if is_lambda else torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", ["diff", "zero_branch"])
@@ -340,31 +337,6 @@ def test_the_documented_code_loads_without_a_question(config, mesh_of, tmp_path,
     exec(re.search(r"```python\n(.*?)```", Path(page).read_text(), re.DOTALL)[1], loaded)
     assert type(loaded["model"]).__name__ == "DifftxForCausalLM"
     assert loaded["tokenizer"]("a")["input_ids"] == [ord("a")]
-
-
-LOAD_AND_LIST = """
-import json, sys
-executed = set()
-sys.addaudithook(lambda event, given: executed.add(given[0].co_filename) if event == "exec" else None)
-import transformers
-transformers.AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)
-transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
-print(json.dumps(sorted(executed)))
-"""
-
-
-def test_only_the_modelling_file_of_an_export_is_executed(config, mesh_of, tmp_path):
-    folder = exported(config, mesh_of(), "gdla", tmp_path)[2]
-    for name in ("__init__.py", "tokenization_difftx.py", "configuration_difftx.py"):
-        (folder / name).write_text("raise SystemExit('executed')\n")
-    environment = child_environment(1) | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
-    command = [sys.executable, "-c", LOAD_AND_LIST, str(folder)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    ours = [name for name in json.loads(result.stdout.splitlines()[-1]) if name.startswith(str(tmp_path))]
-    # transformers writes empty __init__.py files next to its copy.
-    code = [name for name in ours if Path(name).read_text()]
-    assert [Path(name).name for name in code] == [remote_code_config.MODELING.name]
 
 
 def test_verify_executes_no_code_of_the_folder(config, mesh_of, tmp_path):

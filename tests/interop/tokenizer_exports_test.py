@@ -45,14 +45,14 @@ def test_transformers_and_an_import_read_an_export_alike(config, tmp_path, famil
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "export")
     assert (theirs.eos_token_id, len(theirs)) == (ours.eot_token, ours.n_vocab)
     compared = 0
-    for text in random_strings(300):
+    for text in random_strings(150):
         # LlamaTokenizer leaves out the space that SentencePiece adds before a space.
         if family != "sentencepiece" or not text.startswith((" ", "▁")):
             compared += 1
             ids = theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
             assert ours.encode_ordinary(text) == ids, repr(text)
             assert ours.decode(ids) == theirs.decode(ids), repr(text)
-    assert compared > 240
+    assert compared > 120
     in_transformers.compare_tokenizer(tmp_path / "export", ours)
     (run := tmp_path / "run").mkdir()
     name, back, note = tokenizers.import_tokenizer(tmp_path / "export", run, run, "bytes", None)
@@ -63,7 +63,7 @@ def test_transformers_and_an_import_read_an_export_alike(config, tmp_path, famil
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("unigram", {}),
+        pytest.param("unigram", {}, marks=pytest.mark.long),
         ("bpe", {"normalization": "nmt_nfkc"}),
         ("bpe", {"byte_fallback": False}),
         ("bpe", {"add_dummy_prefix": False}),
@@ -133,17 +133,13 @@ def test_an_import_keeps_the_template_and_the_first_and_last_tokens(tmp_path, na
     [
         ([2, 1], "'<|system|>', '</s>', but difftx ends them at '</s>'; to change that, import again with"),
         (3, "'<|user|>', but difftx ends them at '</s>'"),
-        (1, None),
-        ([1], None),
         ([1, 10**6, -1, "x"], None),
         (None, None),
-        ("no file", None),
     ],
 )
 def test_an_import_names_the_ends_of_the_generation_config(tmp_path, ends, names):
     folder = FAMILIES["byte-level BPE"](tmp_path / "model")
-    if ends != "no file":
-        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     (run := tmp_path / "run").mkdir()
     note = tokenizers.import_tokenizer(folder, run, run, "bytes", None)[2]
     assert f"generation_config.json ends texts at {names}" in note if names else "generation" not in note

@@ -78,7 +78,6 @@ class TopKAttention(Attention):
 
     kernel = "weighted_attention"
     own_config = TopKConfig
-    exported = {"top_k": "k"}  # noqa: RUF012
 
     @classmethod
     def check(cls, config):

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,11 @@ STEP = 0  # Step of a checkpoint that difftx did not train.
 
 @dataclasses.dataclass(frozen=True)
 class Streamed:
-    """A float32 array whose blocks are produced while it is written."""
+    """A float32 array that is read in blocks while it is written."""
 
     shape: tuple[int, ...]
-    rows: int  # Number of rows of a block, along the first axis.
-    blocks: Callable[[], Iterable[np.ndarray]]  # Yields the blocks in order. The last one may be smaller.
+    rows: int  # Number of rows of a block, along the first axis. The last block may be smaller.
+    read: Callable[[slice], np.ndarray]  # Returns some rows.
 
     dtype = np.dtype(np.float32)
 
@@ -43,11 +43,9 @@ class Streamed:
 
     def parts(self) -> Iterator[tuple[slice, np.ndarray]]:
         """Yield the rows and the values of each block."""
-        start = 0
-        for block in self.blocks():
-            yield slice(start, start + len(block)), block
-            start += len(block)
-        assert start == self.shape[0]
+        for start in range(0, self.shape[0], self.rows):
+            rows = slice(start, min(start + self.rows, self.shape[0]))
+            yield rows, self.read(rows)
 
 
 def save_params(workdir: Path, arrays: Mapping[str, Streamed], config: Config, data: dict[str, Any]) -> Manifest:
