@@ -136,7 +136,9 @@ def evaluate(evaluation: Evaluation) -> Result:
     batch = _batch(evaluation, [example], decode.rows_for(1, run.mesh), queries)
     pictures = _draw_rows(graphdef, evaluation.params, batch, tokens_per_bin=tokens_per_bin)
     # Means over layers of the weights of the example's last tokens, `[C, N]` each.
-    maps = {name: np.mean(np.asarray(x)[layers, 0, :, :bins], axis=0, dtype=np.float64) for name, x in pictures.items()}
+    maps: dict[str, np.ndarray] = {
+        name: np.mean(np.asarray(x)[layers, 0, :, :bins], axis=0, dtype=np.float64) for name, x in pictures.items()
+    }
     # A reader that attends to all tokens evenly gives each part the weight of its share of the tokens. That of other
     # prompts differs by a few tokens at most, because only the words of their needles differ.
     shares = {part: tokens_of[number] / len(example.tokens) for number, part in enumerate(PARTS)}
