@@ -3,6 +3,7 @@
 import datetime
 import itertools
 import shlex
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -124,6 +125,9 @@ def _scores(judged: Verdict, metric: Metric) -> Table:
     add(Cell("parameters"), [format_value(count_parameters(model).total) for model in models])
     tokens = [sorted({run.tokens for run in arm.runs}) for arm in arms]
     add(Cell("training tokens"), [" to ".join(map(format_value, of[:: max(len(of) - 1, 1)])) for of in tokens])
+    speeds = [[row["tokens_per_second"] for run in arm.runs for row in run.split("train")] for arm in arms]
+    if all(speeds):
+        add(Cell("speed of training", unit="tokens per second"), format_together(list(map(statistics.median, speeds))))
     return Table(["", *(arm.title for arm in arms)], rows)
 
 

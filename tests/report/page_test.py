@@ -358,6 +358,7 @@ def test_the_table_of_two_runs_has_the_difference_of_the_verdict(tmp_path):
     value, interval = change.removeprefix("– ").split(", ")
     assert f"In nats per token, diff − transformer = {value}, with a 95 % interval of {interval}," in text
     assert found["training tokens"] == ["training", "tokens", "12,288"]
+    assert found["speed of"][-1].startswith("350")  # The median of 100, 200, …, 600.
     assert '<td class="shared" colspan="2">12,288</td>' in table
     # The head norm is a part of the method, and not an inequality of the comparison.
     assert found["head norm"][-2:] == ["none", "rms_affine"]
