@@ -26,23 +26,16 @@ from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import AXES
 
 NAMES = [name for name in ARCHITECTURES if name in {*oracle.SIZES, "diff", "transformer"}]
-# Architectures whose layers are traced, mapped and sharded in the same way as layers of other architectures.
-ALIKE = ("gated", "off_by_one", "sink", "top_k", "signed_mask", "zero_branch", "dex")
+# Architectures whose layers are not traced, mapped and sharded in the same way as those of another one.
+DISTINCT = ["diff", "transformer", "diff_v2", "gda", "gdla"]
 TOLERANCE = 1e-5  # Relative to the largest value, as in tests/model/variants_test.py.
-PLAIN = pytest.param({}, marks=pytest.mark.exhaustive, id="plain")  # Another test covers the defaults.
 ROWS_BTD = np.random.default_rng(4).normal(size=(8, TOKENS, 32)).astype(np.float32)
 IDS_BT = np.sort(np.random.default_rng(5).integers(0, 3, (8, TOKENS))).astype(np.int32)
 
 
 def with_each_name(long, fast):
     """Return cases of a value and an architecture. Only the case of `fast` and "diff" has no mark."""
-    of_long = dict.fromkeys(NAMES, pytest.mark.exhaustive) | {"diff": pytest.mark.long}
-    of_fast = dict.fromkeys(NAMES, pytest.mark.long) | dict.fromkeys(ALIKE, pytest.mark.exhaustive) | {"diff": []}
-    return [
-        pytest.param(value, name, marks=marks[name], id=f"{value}-{name}")
-        for value, marks in ((long, of_long), (fast, of_fast))
-        for name in NAMES
-    ]
+    return marked([(long, "diff"), *((fast, name) for name in DISTINCT)], fast=[(fast, "diff")])
 
 
 apply = jax.jit(lambda layer, x, **options: layer(x, **options))
@@ -88,10 +81,9 @@ def assert_equal_calls(actual, expected):
 
 
 @pytest.mark.parametrize("name", marked(NAMES))
-@pytest.mark.parametrize("options", [PLAIN, pytest.param(OPTIONS, id="options")])
-def test_a_layer_equals_the_decoders_and_the_formula(name, options, mesh_of):
+def test_a_layer_with_options_equals_the_decoders_and_the_formula(name, mesh_of):
     with jax.set_mesh(mesh_of()):
-        model, module, call, _ = layer_of(name, **options)
+        model, module, call, _ = layer_of(name, **OPTIONS)
         expected_BTD = call(X_BTD, 1).out_BTD
         weights = oracle.weights_of(module)
     values = values_of(model)
@@ -140,7 +132,7 @@ def test_segments_are_separate_and_only_distances_between_positions_matter():
     assert np.abs(stretched_BTD - expected_BTD).max() > 1e-3
 
 
-@pytest.mark.parametrize("name", marked(NAMES, fast=[], exhaustive=ALIKE))
+@pytest.mark.parametrize("name", marked(DISTINCT, fast=[]))
 def test_vmap_equals_a_loop(name):
     layer = random_layer(name)
     x_NBTD = ROWS_BTD.reshape(4, 2, TOKENS, 32)
@@ -305,12 +297,9 @@ def test_an_unsuitable_mesh_is_reported_in_one_line(mesh_of):
 
 
 def test_an_import_of_difftx_does_not_import_jax():
-    code = f"""
-import sys, difftx
-assert "jax" not in sys.modules
-from difftx import {", ".join(difftx.__all__)}
-"""
+    code = "import sys, difftx; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    assert all(hasattr(difftx, name) for name in difftx.__all__)
 
 
 def test_the_mesh_axes_are_those_that_the_page_names():

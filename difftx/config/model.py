@@ -177,8 +177,8 @@ class ModelConfig(Extensible, effect=affects.Effect.FUNCTION, chosen_by="archite
     """Dtype of activations and matrix products. Parameters and λ are float32."""
     remat: flag.Preset[flag.Decoder[affects.Rounding[Literal["none", "dots", "full", "offload"]]]] = "dots"
     """Activations of a layer that are saved for the backward pass, which recomputes all others. "none": all outside of
-    kernels. "dots": matrix products. "full": the layer's input. "offload": the layer's input, which is kept in host
-    memory."""
+    kernels. "dots": matrix products and attention. "full": the layer's input. "offload": the layer's input, which is
+    kept in host memory."""
     attention_implementation: affects.Rounding[str] = "auto"
     """Attention kernel. "auto" selects one. "reference" and "xla" support all architectures. "cudnn" supports
     all except `off_by_one`, `sink`, `top_k` and `signed_mask`. "pallas_tpu", "splash_wide", "pallas_gpu" and

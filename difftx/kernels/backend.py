@@ -16,11 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import P, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from difftx.kernels.context import SequenceSharding, automatic_axes, is_explicit_mesh, with_whole_keys
 
 Struct = jax.Array | jax.ShapeDtypeStruct
 WINDOW_SCOPE = "window_"  # Prefix of the name of `window_scope`.
+# Name by which a remat policy refers to what the backward pass of attention reads: rotated queries and keys, the
+# output, and the arrays saved with it. With these, the backward pass does not run the forward kernel again.
+SAVED = "saved_attention"
+CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"  # JAX's primitive of cuDNN's forward pass, which has no such name.
 
 
 class AttentionCall(NamedTuple):
@@ -98,7 +103,8 @@ def _attend(backend, window, sharding, *inputs):
 def _forward(backend, window, sharding, *inputs):
     call = functools.partial(backend.forward, window=window)
     with window_scope(window):
-        out_BTHE, saved = per_shard(call, *inputs, returns_more=True, sharding=sharding)
+        found = per_shard(call, *inputs, returns_more=True, sharding=sharding)
+    out_BTHE, saved = checkpoint_name(found, SAVED)
     return out_BTHE, (*inputs, out_BTHE, saved)
 
 

@@ -17,7 +17,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 
 from difftx.kernels import target
-from difftx.kernels.backend import AttentionCall, difference, pad_to
+from difftx.kernels.backend import SAVED, AttentionCall, difference, pad_to
 from difftx.kernels.pallas_tpu_kernels import tile_side
 
 MAX_SIDE = 512  # Largest side of a tile in tokens, unless a backend names another one.
@@ -76,6 +76,7 @@ def _kernel(X, T, R, side, *, window, is_fused, sharding) -> splash.SplashAttent
         head_shards=1,
         q_seq_shards=1 if sharding is None else sharding.devices,
         block_sizes=splash.BlockSizes(**dict.fromkeys(sides, side), use_fused_bwd_kernel=is_fused),
+        residual_checkpoint_name=SAVED,
         interpret=target.platform() != "tpu",
     )
     if sharding is None:

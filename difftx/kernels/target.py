@@ -14,6 +14,9 @@ _COMPUTE_CAPABILITIES = {
     **dict.fromkeys(("H100", "H200", "H800", "H20"), (9, 0)),
     "B200": (10, 0),
 }
+LARGE_MEMORY_BYTES = 40e9
+# Parts of JAX's names of the kinds of device with at least this memory. "TPU v5" is v5p, and "TPU v5 lite" v5e.
+_LARGE_MEMORY = re.compile("A100|H100|H200|H800|H20|B200|TPU v5(?! lite)|TPU7x")
 
 
 def platform() -> str:
@@ -27,6 +30,14 @@ def device_kind() -> str:
     """Return JAX's name for the kind of the target device, such as "TPU v5" or "NVIDIA H200"."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.device_kind if device is not None else jax.devices()[0].device_kind
+
+
+def has_large_memory() -> bool:
+    """Return whether the target has at least `LARGE_MEMORY_BYTES`. An attached device states what JAX may use."""
+    kind, attached = device_kind(), jax.local_devices()[0]
+    if attached.device_kind == kind:
+        return (attached.memory_stats() or {}).get("bytes_limit", 0) >= LARGE_MEMORY_BYTES
+    return _LARGE_MEMORY.search(kind) is not None
 
 
 def compute_capability(kind: str | None = None) -> tuple[int, int]:

@@ -14,13 +14,13 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-from difftx.kernels.backend import WINDOW_SCOPE, visible_keys
+from difftx.kernels.backend import CUDNN_FORWARD, WINDOW_SCOPE, visible_keys
 
 # Kernel (difftx/kernels/pallas_gpu*.py) → number of matrix products over the causal half of the T × T attention weights
 # of a head. Mosaic GPU kernels carry no cost estimate, and the lengths of their loops are known only on the device.
 MOSAIC_GPU_PRODUCTS = {"difftx_forward": 6, "difftx_dkv": 8, "difftx_dq": 6}
 # The same for JAX's primitives of cuDNN's attention. Forward: S = Q Kᵀ and P V. Backward: S again, dP, dV, dQ and dK.
-CUDNN_PRODUCTS = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
+CUDNN_PRODUCTS = {CUDNN_FORWARD: 2, "dot_product_attention_bwd_wrapper": 5}
 
 
 def executed_flops(jaxpr: core.ClosedJaxpr | core.Jaxpr, window: int | None = None) -> float:

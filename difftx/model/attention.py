@@ -15,6 +15,7 @@ from typing import ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from ml_collections import ConfigDict
 
 from difftx import kernels
@@ -22,6 +23,7 @@ from difftx.config import ModelConfig
 from difftx.config.model import default_specific_fields
 from difftx.errors import UserError, did_you_mean
 from difftx.kernels import cached, weight_functions
+from difftx.kernels.backend import SAVED
 from difftx.kernels.cached import KVCache, SegmentMask
 from difftx.kernels.quantized import rounded
 from difftx.kernels.rows import AttentionRows, attention_rows
@@ -246,7 +248,9 @@ class SelfAttention(nnx.Module):
         """Return queries and keys after the norm of `model.qk_norm`, if any, and the rotary embedding."""
         if self.config.qk_norm:
             q, k = self.query_norm(q), self.key_norm(k)
-        return rotate(q, angles), rotate(k, angles)
+        q, k = rotate(q, angles), rotate(k, angles)
+        # Remat then saves these in place of the projections, which only the backward pass of a norm needs.
+        return (q, k) if self.config.qk_norm else checkpoint_name((q, k), SAVED)
 
     def attend(
         self,

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from difftx.config import ModelConfig
 from difftx.kernels import context
+from difftx.kernels.backend import CUDNN_FORWARD, SAVED
 from difftx.kernels.cached import KVCache, SegmentMask
 from difftx.kernels.rows import AttentionRows
 from difftx.model.architectures import ARCHITECTURES, check_attention
@@ -24,11 +25,20 @@ from difftx.parallel.layout import Layout
 UNROLLED_LAYERS = 8  # Largest number of layers that are compiled one by one.
 LAYER_INPUT = "layer_input"  # Name by which a remat policy refers to the input of a layer.
 
+
+def _saves_products(primitive: Any, *arguments: Any, **params: Any) -> bool:
+    """Return whether the policy "dots" saves the results of an operation: products with weights, and attention."""
+    policies = jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _saves_attention
+    return primitive.name == CUDNN_FORWARD or any(policy(primitive, *arguments, **params) for policy in policies)
+
+
+_saves_attention = jax.checkpoint_policies.save_only_these_names(SAVED)
+
 # `model.remat` selects which values the forward pass saves. The backward pass recomputes all others. "none" has no
 # policy, because a policy that saves everything would also save the attention weights, which `kernels/xla.py`
 # recomputes in chunks.
 REMAT_POLICIES = {
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": _saves_products,
     "full": jax.checkpoint_policies.nothing_saveable,
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],

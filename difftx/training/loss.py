@@ -13,11 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from difftx.data.loader import Batch
+from difftx.kernels import target
 from difftx.model.decoder import Decoder
 from difftx.model.layers import soft_cap
 from difftx.parallel.layout import Layout
 
-CHUNK_LOGITS = 2**26  # Largest number of logits per chunk and device: 256 MiB in float32.
+# Number of logits per chunk and device, about 256 MiB in float32, and 2 GiB on devices with much memory. Each chunk
+# reads and writes the float32 gradient of the table, which takes longer than its products if the chunk has few tokens.
+CHUNK_LOGITS, LARGE_CHUNK_LOGITS = 2**26, 2**29
+CHUNK_MULTIPLE = 256  # Tokens. Products on GPUs and TPUs waste a part of their last tile unless it is full.
 
 
 def batch_loss(model: Decoder, batch: Batch, z_loss: float = 0.0) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
@@ -145,9 +149,15 @@ def _logits(x_CD: jax.Array, table_VD: jax.Array, target_C: jax.Array, logit_sof
     logits_CV = soft_cap(jnp.einsum("CD,VD->CV", x_CD, table_VD, preferred_element_type=jnp.float32), logit_soft_cap)
     first = jax.lax.axis_index("tensor") * table_VD.shape[0]
     is_target_CV = first + jnp.arange(table_VD.shape[0])[None] == target_C[:, None]
-    # Compare with all rows of the table, because the target's row may be on another device.
-    target_logit_C = jax.lax.psum(jnp.sum(jnp.where(is_target_CV, logits_CV, 0.0), axis=-1), "tensor")
-    largest_C = jax.lax.pmax(jnp.max(logits_CV, axis=-1), "tensor")
+    # The target's row may be on another device, so its logit is a sum of zeros and at most one logit. In one reduction
+    # with the maximum, the sum does not read the logits again.
+    largest_C, target_logit_C = jax.lax.reduce(
+        (logits_CV, jnp.where(is_target_CV, logits_CV, 0)),
+        (jnp.float32(-jnp.inf), jnp.float32(0)),
+        lambda a, b: (jnp.maximum(a[0], b[0]), a[1] + b[1]),
+        dimensions=(1,),
+    )
+    largest_C, target_logit_C = jax.lax.pmax(largest_C, "tensor"), jax.lax.psum(target_logit_C, "tensor")
     sum_C = jax.lax.psum(jnp.sum(jnp.exp(logits_CV - largest_C[:, None]), axis=-1), "tensor")
     return logits_CV, largest_C + jnp.log(sum_C), target_logit_C, is_target_CV
 
@@ -155,8 +165,12 @@ def _logits(x_CD: jax.Array, table_VD: jax.Array, target_C: jax.Array, logit_sof
 def _chunks(table_VD: jax.Array, **arrays_BT: jax.Array) -> dict[str, jax.Array]:
     """Split `[B, T, …]` into `[chunks, C, …]`, and pad the last chunk with zeros."""
     N = arrays_BT["target"].size
-    count = -(-N * table_VD.shape[0] // CHUNK_LOGITS)
+    limit = LARGE_CHUNK_LOGITS if target.has_large_memory() else CHUNK_LOGITS
+    count = -(-N * table_VD.shape[0] // limit)
     size = -(-N // count)
+    if count > 1 and size > CHUNK_MULTIPLE:
+        size += -size % CHUNK_MULTIPLE
+        count = -(-N // size)
 
     def split(x_BT: jax.Array) -> jax.Array:
         x_N = x_BT.reshape(N, *x_BT.shape[2:])

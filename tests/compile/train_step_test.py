@@ -19,22 +19,16 @@ from difftx.launch.topology import CUDNN_VERSION, find_devices, parse_topology
 from difftx.parallel.mesh import make_mesh
 from difftx.training.workload import attention_kernel
 
-TRANSFORMER = pytest.param("transformer", marks=pytest.mark.exhaustive)  # Its kernels are JAX's own.
-V6E = pytest.param("v6e:2x2", marks=pytest.mark.exhaustive)  # tpu_compile_test.py compiles its kernels alone.
-TPU_KERNELS = {"diff": ("diff_attention_forward", "diff_attention_dqkv"), "transformer": ("splash",)}
-TPU_BACKENDS = {"diff": "pallas_tpu", "transformer": "splash"}
-
 
 def compiled_step(c, devices) -> str:
     """Return the HLO of the train step on the mesh of the config."""
     return trace_step(c, make_mesh(c.mesh, devices)).lower().compile().as_text()
 
 
-def sharded(config, architecture):
+def sharded(config):
     return config(
-        architecture,
         model__d_model=512,
-        model__num_heads=2 if architecture == "diff" else 4,
+        model__num_heads=2,
         model__compute_dtype="bfloat16",
         model__remat="dots",
         data__sequence_length=1024,
@@ -44,47 +38,43 @@ def sharded(config, architecture):
     )
 
 
-@pytest.mark.parametrize("architecture", ["diff", TRANSFORMER])
-@pytest.mark.parametrize("topology", ["v5p:2x2x1", V6E])
-def test_the_step_on_tpu_has_the_kernels_of_its_architecture(config, architecture, topology):
-    pytest.importorskip("libtpu", reason="libtpu is not installed: nothing can be compiled for TPU")
-    devices = topologies.get_topology_desc(topology, "tpu").devices
-    c = override(sharded(config, architecture), {"model.attention_implementation": TPU_BACKENDS[architecture]})
-    text = compiled_step(c, devices)
-    for kernel in TPU_KERNELS[architecture]:
-        assert kernel in text
+ZIGZAG_ROWS = {
+    "model.remat": "full",
+    "data.sequence_length": "8192",
+    "train.global_batch_tokens": "8192",
+    "data.document_mask": "True",
+    "mesh.fsdp": "1",
+    "mesh.tensor": "1",
+    "mesh.context": "4",
+    "mesh.context_method": "zigzag",
+}
 
 
-@pytest.mark.parametrize("architecture", ["diff", TRANSFORMER])
-@pytest.mark.parametrize("topology", ["v5p:2x2x1", V6E])
-def test_the_step_on_tpu_with_sharded_rows_has_the_kernels_of_its_architecture(config, architecture, topology):
+@pytest.mark.parametrize("fields", [{}, ZIGZAG_ROWS], ids=["whole rows", "sharded rows"])
+def test_the_step_on_tpu_has_the_kernels_of_differential_attention(config, fields):
     pytest.importorskip("libtpu", reason="libtpu is not installed: nothing can be compiled for TPU")
-    devices = topologies.get_topology_desc(topology, "tpu").devices
-    axes = {"mesh__fsdp": 1, "mesh__tensor": 1, "mesh__context": 4, "mesh__context_method": "zigzag"}
-    model = {"model__d_model": 512, "model__num_heads": 2 if architecture == "diff" else 4, "model__remat": "full"}
-    rows = {"data__sequence_length": 8192, "train__global_batch_tokens": 8192, "data__document_mask": True}
-    model |= {"model__compute_dtype": "bfloat16", "model__attention_implementation": TPU_BACKENDS[architecture]}
-    c = config(architecture, **model, **rows, **axes)
+    devices = topologies.get_topology_desc("v5p:2x2x1", "tpu").devices
+    c = override(sharded(config), {"model.attention_implementation": "pallas_tpu"} | fields)
     text = compiled_step(c, devices)
-    for kernel in TPU_KERNELS[architecture]:
-        assert kernel in text
+    assert "diff_attention_forward" in text
+    assert "diff_attention_dqkv" in text
 
 
 @h200.needs_plugin
 def test_the_step_on_hopper_has_all_three_kernels(config):
     devices = h200.mesh((2, 2), ("fsdp", "tensor")).devices.flatten()
-    c = override(sharded(config, "diff"), {"model.attention_implementation": "pallas_gpu"})
+    c = override(sharded(config), {"model.attention_implementation": "pallas_gpu"})
     text = compiled_step(c, devices)
     assert text.count('custom_call_target="mosaic_gpu_v2"') >= 3  # Forward, dK/dV, dQ, and kernels that remat repeats.
 
 
 @h200.needs_plugin
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("kind", ["a100", "b200", pytest.param("l4", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("kind", ["a100", "b200"])
 def test_the_step_on_gpus_without_wgmma_uses_cudnn(config, kind, documents):
     """Ampere, Ada and Blackwell compute attention by cuDNN, also for segments of packed documents."""
     topology = parse_topology(f"{kind}:4")
-    c = sharded(config, "diff")
+    c = sharded(config)
     c = dataclasses.replace(c, data=dataclasses.replace(c.data, document_mask=documents))
     found = estimate(c, find_devices(topology), topology.chip)
     assert found.cudnn
@@ -109,7 +99,7 @@ ZIGZAG = {"mesh.fsdp": "1", "mesh.context": "2", "mesh.context_method": "zigzag"
 )
 def test_the_named_kernel_is_the_one_in_the_step(config, caplog, topology, fields, expected):
     """`attention_kernel` does not trace the step, so its answer is compared with the log of a traced step."""
-    c = override(sharded(config, "diff"), fields)
+    c = override(sharded(config), fields)
     mesh = make_mesh(c.mesh, find_devices(parse_topology(topology)))
     api._log_once.cache_clear()
     with caplog.at_level("INFO", logger=api.log.name), cudnn.checked_for_target(CUDNN_VERSION):

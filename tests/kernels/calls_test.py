@@ -37,7 +37,6 @@ CALLS = {
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
-@pytest.mark.parametrize("backend", ["auto", pytest.param("reference", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     "call",
     [
@@ -45,14 +44,14 @@ CALLS = {
         for name, call in CALLS.items()
     ],
 )
-def test_numpy_arrays_and_vmap(call, backend, dtype):
+def test_numpy_arrays_and_vmap(call, dtype):
     arrays = [x.astype(dtype) for x in ARRAYS]
-    out_BTHE = call(*arrays, **OPTIONS, implementation=backend)
+    out_BTHE = call(*arrays, **OPTIONS)
     assert out_BTHE.dtype == dtype
     assert relative_error(out_BTHE, oracle.diff_attention(*arrays, 0.3, IDS_BT, 5)) < TOLERANCE[dtype]
 
     def loss(arrays, ids_BT):
-        out_BTHE = call(*arrays, segment_ids_BT=ids_BT, window=5, implementation=backend)
+        out_BTHE = call(*arrays, segment_ids_BT=ids_BT, window=5)
         return jnp.sum(jnp.sin(out_BTHE.astype(jnp.float32)))
 
     in_pairs = jax.tree.map(lambda x: x.reshape(4, 2, *x.shape[1:]), (arrays, IDS_BT))

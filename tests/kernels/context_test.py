@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import marked
 from jax import P
 from jax.experimental.pallas import tpu as pltpu
 
@@ -71,29 +72,15 @@ def check(mesh, kind, implementation, *, tokens, zigzag, segments, window=None):
         np.testing.assert_allclose(actual, wanted, atol=2e-5 * np.abs(wanted).max(), rtol=0, err_msg=name)
 
 
-IN_ORDER = pytest.param(False, marks=pytest.mark.exhaustive, id="in order")
-BOTH_ORDERS = pytest.mark.parametrize("zigzag", [IN_ORDER, pytest.param(True, id="zigzag")])
-
-
-@BOTH_ORDERS
-@pytest.mark.parametrize(
-    ("kind", "implementation"),
-    [
-        ("diff", "xla"),
-        pytest.param("softmax", "xla", marks=pytest.mark.long),
-        pytest.param("weighted", "xla", marks=pytest.mark.long),
-        pytest.param("diff", "reference", marks=pytest.mark.exhaustive),
-        pytest.param("weighted", "reference", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_sharded_rows_equal_whole_ones(mesh_of, monkeypatch, kind, implementation, zigzag):
+@pytest.mark.parametrize("kind", marked(["diff", "softmax", "weighted"], fast=["diff"]))
+def test_sharded_rows_equal_whole_ones(mesh_of, monkeypatch, kind):
     monkeypatch.setattr("difftx.kernels.xla.CHUNK_WEIGHTS", 96 * 5)  # Several chunks, one partly filled.
     mesh = mesh_of(context=4, tensor=2)
-    check(mesh, kind, implementation, tokens=96, zigzag=zigzag, segments=True)
+    check(mesh, kind, "xla", tokens=96, zigzag=True, segments=True)
 
 
 @pytest.mark.long
-@BOTH_ORDERS
+@pytest.mark.parametrize("zigzag", [False, True])
 def test_a_window_crosses_the_shards(mesh_of, zigzag):
     check(mesh_of(data=2, context=4), "diff", "xla", tokens=64, zigzag=zigzag, segments=False, window=11)
 
@@ -116,29 +103,22 @@ def test_two_mesh_axes_shard_the_tokens(zigzag):
 
 
 @pytest.mark.interpreter
-@BOTH_ORDERS
-@pytest.mark.parametrize(
-    "segments", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["one document", "documents"]
-)
 @pytest.mark.parametrize("implementation", ["pallas_tpu", "splash_wide", "splash"])
-def test_tpu_kernels_over_sharded_rows(mesh_of, monkeypatch, implementation, zigzag, segments):
-    if not segments:  # Use splash's backward pass for long rows.
+def test_tpu_kernels_over_sharded_rows(mesh_of, monkeypatch, implementation):
+    if implementation == "splash":  # Use its backward pass for long rows.
         monkeypatch.setattr("difftx.kernels.splash.FUSED_TOKENS", 0)
     kind = "softmax" if implementation == "splash" else "diff"
-    check(mesh_of(context=4), kind, implementation, tokens=1024, zigzag=zigzag, segments=segments)
+    check(mesh_of(context=4), kind, implementation, tokens=1024, zigzag=True, segments=True)
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("window", [200, pytest.param(None, marks=pytest.mark.exhaustive)])
-def test_tpu_kernels_with_two_backward_kernels(mesh_of, monkeypatch, window):
+def test_tpu_kernels_with_two_backward_kernels(mesh_of, monkeypatch):
     monkeypatch.setattr("difftx.kernels.pallas_tpu._dq_bytes", lambda _: 2**60)
-    check(mesh_of(context=2), "diff", "pallas_tpu", tokens=1024, zigzag=True, segments=True, window=window)
+    check(mesh_of(context=2), "diff", "pallas_tpu", tokens=1024, zigzag=True, segments=True, window=200)
 
 
 @pytest.mark.interpreter
-@BOTH_ORDERS
-@pytest.mark.parametrize("window", [None, pytest.param(200, marks=pytest.mark.exhaustive)])
-def test_tpu_kernels_with_one_backward_kernel(mesh_of, monkeypatch, window, zigzag):
+def test_tpu_kernels_with_one_backward_kernel(mesh_of, monkeypatch):
     """Run the backward pass in Pallas's interpreter for TPUs.
 
     Unwritten memory is NaN. As on a TPU, a block of dQ that the grid leaves and revisits loses its contents.
@@ -149,10 +129,10 @@ def test_tpu_kernels_with_one_backward_kernel(mesh_of, monkeypatch, window, zigz
     backward = functools.partial(pallas_tpu.backward, interpret=pltpu.InterpretParams())
     interpreted = dataclasses.replace(backends["pallas_tpu"], backward=backward)
     monkeypatch.setitem(backends, "pallas_tpu", interpreted)
-    check(mesh_of(context=2), "diff", "pallas_tpu", tokens=1024, zigzag=zigzag, segments=False, window=window)
+    check(mesh_of(context=2), "diff", "pallas_tpu", tokens=1024, zigzag=True, segments=False)
 
 
-@pytest.mark.parametrize("devices", [3, 8, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 4))])
+@pytest.mark.parametrize("devices", [3, 8])
 def test_text_order_to_zigzag_order_and_back(mesh_of, devices):
     mesh = jax.make_mesh((devices,), ("context",), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:devices])
     x_BT = jnp.arange(4 * devices * 3).reshape(3, 4 * devices)

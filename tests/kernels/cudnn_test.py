@@ -67,7 +67,6 @@ def on_hopper():
 @pytest.mark.parametrize(
     ("attention", "widest", "segments"),
     [
-        pytest.param(cudnn.attention, 32, False, marks=pytest.mark.exhaustive),
         (cudnn.attention, 32, True),
         (cudnn.attention, 16, True),  # V is split.
         (cudnn.diff_attention_wide_values, 32, False),

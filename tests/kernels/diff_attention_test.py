@@ -53,52 +53,27 @@ def output_and_gradients(backend, q, k, v, lam, ids, window):
 CASES = {
     "plain": {},
     "one token": {"T": 1},
-    "T=63": {"T": 63, "B": 1},
-    "T=64": {"T": 64, "B": 1},
     "T=130": {"T": 130, "B": 1, "H": 1, "K": 1},
     "T=1000": {"T": 1000, "B": 1, "H": 1, "K": 1},
-    "grouped queries": {"K": 2},
-    "one key head": {"K": 1},
-    "segments": {"segments": True},
-    "window": {"window": 5},
     "window, segments, groups": {"window": 7, "segments": True, "K": 2, "T": 50},
-    "lambda 0": {"lam": 0.0},
-    "lambda 1": {"lam": 1.0},
-    "lambda negative": {"lam": -0.7},
     "lambda per token": {"lam": "per token", "K": 2},
     "large logits": {"scale": LARGE},
 }
-# Cases whose features other cases cover. They are marked `exhaustive`.
-COVERED_BY_OTHER_CASES = (
-    "T=63",
-    "T=64",
-    "grouped queries",
-    "one key head",
-    "segments",
-    "window",
-    "lambda 0",
-    "lambda 1",
-    "lambda negative",
-)
-RUNS = marked(
-    [(case, "float32") for case in CASES],
-    fast=[(case, "float32") for case in CASES if case not in (*COVERED_BY_OTHER_CASES, "T=1000")],
-    exhaustive=[(case, "float32") for case in COVERED_BY_OTHER_CASES],
-)
+RUNS = marked([(case, "float32") for case in CASES], fast=[(case, "float32") for case in CASES if case != "T=1000"])
 RUNS += [(case, "bfloat16") for case in ("plain", "window, segments, groups", "lambda per token")]
 
 
-def arguments_of(case, dtype, d):
+def arguments_of(case, dtype):
     """Return q, k, v, lam, segment ids and window."""
-    options = CASES[case] | {"dtype": dtype, "d": d}
+    options = CASES[case] | {"dtype": dtype}
     window = options.pop("window", None)
     return *inputs(**options), window
 
 
 @functools.cache  # All backends are compared with the same reference.
-def results_of_reference_in_float32(case, dtype, d):
+def results_of_reference_in_float32(case, dtype):
     """Return the output and gradients of the reference for inputs that are rounded to `dtype`."""
-    q, k, v, *others = arguments_of(case, dtype, d)
+    q, k, v, *others = arguments_of(case, dtype)
     return output_and_gradients("reference", *(jnp.asarray(x, jnp.float32) for x in (q, k, v)), *others)
 
 
@@ -107,19 +82,19 @@ def results_of_reference_in_float32(case, dtype, d):
 @pytest.mark.parametrize(
     "backend",
     [
-        *BACKENDS[:2],
+        pytest.param("reference", marks=pytest.mark.long),  # The oracle of the other backends' gradients.
+        "xla",
         *INTERPRETED,
-        pytest.param("pallas_gpu", marks=[pytest.mark.interpreter, pytest.mark.exhaustive]),
     ],
 )
 def test_output_and_gradients_equal_the_reference(backend, case, dtype):
     tolerance = LARGE_TOLERANCE if CASES[case].get("scale") == LARGE else TOLERANCE[dtype]
-    arguments = arguments_of(case, dtype, WIDTH.get(backend, 8))
+    arguments = arguments_of(case, dtype)
     actual = output_and_gradients(backend, *arguments)
     assert actual[0].dtype == dtype
     assert relative_error(actual[0], oracle.diff_attention(*arguments)) < tolerance
     # The reference gets the same rounded inputs in float32, so the rounding of inputs is not an error of the kernel.
-    expected = results_of_reference_in_float32(case, dtype, WIDTH.get(backend, 8))
+    expected = results_of_reference_in_float32(case, dtype)
     for name, a, e in zip(NAMES, actual, expected, strict=True):
         if np.abs(e).max() > 1e-6:  # With one token, dq and dk are 0: the attention weight is always 1.
             assert relative_error(a, e) < tolerance, name
@@ -142,18 +117,6 @@ def test_running_twice_gives_the_same_bits(backend):
     first, second = (output_and_gradients(backend, *arguments) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.parametrize("backend", ["reference", "xla"])
-def test_a_scalar_lambda_gets_the_sum_of_its_tokens_gradients(backend):
-    q, k, v, lam, _ = inputs()
-
-    def loss(lam):
-        return jnp.sum(kernels.diff_attention(q, k, v, lam, implementation=backend) ** 2)
-
-    scalar, each = (jax.jit(jax.grad(loss))(x) for x in (lam, jnp.full(q.shape[:3], lam)))
-    assert scalar.shape == ()
-    assert float(scalar) == pytest.approx(float(jnp.sum(each)), rel=1e-5)
 
 
 @pytest.mark.long
@@ -197,7 +160,7 @@ def test_softmax_attention_equals_differential_attention_at_lambda_zero(backend,
         assert relative_error(out, expected) < TOLERANCE["float32"]
 
 
-@pytest.mark.parametrize("backend", BACKENDS[:3])
+@pytest.mark.parametrize("backend", BACKENDS[1:3])
 @pytest.mark.parametrize(
     "lam",
     [0.5, 1, True, np.float64(0.5), np.asarray(0.5, jnp.bfloat16), np.float32([0.1, 0.2, 0.3, 0.4]), jnp.bfloat16(0.5)],
@@ -223,8 +186,8 @@ def test_lambda_per_head_and_in_bfloat16_has_a_gradient_under_jit_and_vmap():
     per_token = gradient(jnp.broadcast_to(lam_H, q.shape[:3]), "reference")
     actual = gradient(lam_H, "xla")
     assert relative_error(actual, per_token.sum((0, 1))) < TOLERANCE["float32"]
-    short = gradient(jnp.bfloat16(0.5), "xla")
-    assert short.dtype == jnp.bfloat16
+    short = gradient(jnp.bfloat16(0.5), "xla")  # A scalar gets the sum of its tokens' gradients.
+    assert (short.shape, short.dtype) == ((), jnp.bfloat16)
     assert relative_error(short, gradient(jnp.float32(0.5), "reference")) < 2**-8
     lams = jnp.asarray([0.2, 0.7])
     outs = jax.vmap(lambda lam: kernels.diff_attention(q, k, v, lam, implementation="xla"))(lams)

@@ -105,18 +105,6 @@ def test_chunked_gradients_equal_reference_and_central_differences(name, monkeyp
         assert np.sum(grad * direction) == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-4), i
 
 
-def test_memory_of_a_long_row_is_not_quadratic():
-    T = 16_384
-    q, k, v = (jax.ShapeDtypeStruct((1, T, 1, 64), jnp.bfloat16) for _ in range(3))
-
-    def loss(q, k, v):
-        out = kernels.weighted_attention(weight_functions.softmax_with_sink, q, k, v, weight_argument=jnp.float32(0))
-        return jnp.sum(out.astype(jnp.float32))
-
-    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, k, v).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < T * T  # A quarter of one T × T array in float32.
-
-
 def test_invalid_calls_raise():
     q, k, v, _, _ = inputs("signed")
     with pytest.raises(ValueError, match=r"q \[B, T, H, G, d\]"):

@@ -7,20 +7,20 @@ import pytest
 from conftest import ROOT
 from flax import nnx
 from helpers.model_layers import batch_on, parameters_of
+from helpers.training_updates import shapes_of
 
 from difftx.config.recipes import load_config
+from difftx.data.loader import Batch
+from difftx.kernels import cudnn
+from difftx.launch.arithmetic import executed_flops
+from difftx.launch.topology import CUDNN_VERSION
 from difftx.model.abstract import count_parameters
 from difftx.model.decoder import Decoder
 from difftx.model.flops import flops_per_token
-from difftx.parallel.mesh import make_mesh
+from difftx.parallel.layout import Layout
+from difftx.parallel.mesh import AXES, make_mesh
 from difftx.training.loss import batch_loss
 from difftx.training.state import graph, init_state
-
-MESHES = [
-    pytest.param({"fsdp": 8}, marks=pytest.mark.exhaustive),
-    {"data": 2, "fsdp": 2, "tensor": 2},
-    {"context": 2, "fsdp": 4},
-]
 
 
 def loss_of(c):
@@ -29,11 +29,9 @@ def loss_of(c):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("sizes", MESHES)
-@pytest.mark.parametrize("architecture", ["diff", pytest.param("transformer", marks=pytest.mark.exhaustive)])
-def test_nothing_large_is_replicated(config, mesh_of, architecture, sizes):
+@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"context": 2, "fsdp": 4}])
+def test_nothing_large_is_replicated(config, mesh_of, sizes):
     c = config(
-        architecture,
         model__d_model=256,
         model__mlp_dim=1024,
         model__vocab_size=2048,
@@ -92,6 +90,35 @@ def test_remat_changes_nothing_but_memory(config, mesh_of, remat):
         with jax.set_mesh(mesh):
             results[policy] = jax.jit(jax.grad(loss_of(c)))(parameters_of(c), batch_on(mesh, c))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), results["none"], results[remat])
+
+
+KERNELS = [
+    ("diff", "xla", "cpu"),
+    ("diff", "pallas_tpu", "TPU v5"),
+    ("diff", "splash_wide", "TPU v5"),
+    ("diff", "pallas_gpu", "NVIDIA H100 80GB HBM3"),
+    ("diff", "cudnn_wide", "NVIDIA H100 80GB HBM3"),
+    ("transformer", "cudnn", "NVIDIA H100 80GB HBM3"),
+]
+
+
+@pytest.mark.parametrize(("architecture", "kernel", "kind"), KERNELS)
+def test_the_remat_policy_dots_repeats_no_matrix_product(config, architecture, kernel, kind):
+    """The traced backward pass contains neither the products of linear layers nor the forward kernel again."""
+
+    def flops(remat):
+        options = {"model__attention_implementation": kernel, "model__compute_dtype": "bfloat16"}
+        c = config(architecture, model__d_model=128, model__num_heads=1, model__remat=remat, **options)
+        device = jax.sharding.AbstractDevice(kind, None, {"T": "tpu", "N": "cuda"}.get(kind[0], "cpu"))
+        axes = (jax.sharding.AxisType.Explicit,) * len(AXES)
+        mesh = jax.sharding.AbstractMesh((1,) * len(AXES), AXES, axis_types=axes, abstract_device=device)
+        with jax.sharding.use_abstract_mesh(mesh), cudnn.checked_for_target(CUDNN_VERSION):
+            sharding = jax.NamedSharding(mesh, Layout().act_BT)
+            tokens, mask = (jax.ShapeDtypeStruct((2, 128), t, sharding=sharding) for t in (jnp.int32, jnp.float32))
+            batch = Batch(tokens_BT=tokens, targets_BT=tokens, loss_mask_BT=mask)
+            return executed_flops(jax.jit(jax.grad(loss_of(c))).trace(shapes_of(c), batch).jaxpr)
+
+    assert flops("dots") == flops("none") < flops("full")
 
 
 @pytest.mark.long

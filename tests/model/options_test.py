@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from flax import nnx
+from helpers.cases import marked
 from helpers.inference_models import random_params
-from helpers.model_layers import MUP, OPTIONS, WINDOWS, batch_on
+from helpers.model_layers import MUP, OPTIONS, batch_on
 
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
@@ -21,16 +22,7 @@ from model import oracle
 
 TOLERANCE = 1e-4  # Relative to the derivative or the gradient's norm, for float32 and float64 after four layers.
 CASES = {
-    "none": {},
-    "qk_norm": {"model__qk_norm": "true"},
-    "logit_soft_cap": {"model__logit_soft_cap": 2.0},
-    "z_loss": {"train__z_loss": 0.03},
-    "windows": WINDOWS,
-    "attention_bias": {"model__attention_bias": "true"},
-    "rope_scaling": {name: value for name, value in OPTIONS.items() if "rope_scaling" in name},
-    "a window in all layers": {"model__window": 3},
     "mup": MUP,
-    "all": OPTIONS | {"train__z_loss": 0.03},
     "all, two groups in a loop": OPTIONS
     | {"train__z_loss": 0.03, "model__num_layers": 4, "model__window_pattern": "LG", "model__remat": "full"},
 }
@@ -56,18 +48,8 @@ def plain_loss(params, c, tokens, targets, weight):
     return np.sum(nll * weight) + z_loss, z_loss
 
 
-# The first case has the options of all cases except "mup". variants_test.py tests those of a Transformer's layer.
-IN_CI = ("all, two groups in a loop", "mup")
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        IN_CI[0],
-        pytest.param(IN_CI[1], marks=pytest.mark.long),
-        *(pytest.param(case, marks=pytest.mark.exhaustive) for case in CASES if case not in IN_CI),
-    ],
-)
+# variants_test.py tests the options of a Transformer's layer.
+@pytest.mark.parametrize("case", marked(CASES, fast=["all, two groups in a loop"]))
 @pytest.mark.parametrize("architecture", ["diff", pytest.param("transformer", marks=pytest.mark.long)])
 def test_loss_and_gradients_are_those_of_the_definition(config, mesh_of, architecture, case):
     c = config(architecture, model__num_heads=4, model__num_kv_heads=2, data__sequence_length=16, **CASES[case])

@@ -16,6 +16,7 @@ from helpers.training_updates import updated
 
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
+from difftx.launch.estimate import trace_step
 from difftx.model.architectures import ARCHITECTURES
 from difftx.model.attention import Attention, layer_constants
 from difftx.model.decoder import Decoder
@@ -115,26 +116,11 @@ def test_activations_do_not_depend_on_width_and_depth(mesh_of, architecture):
     assert found["residual"] > 10 * TOLERANCE, found
 
 
-# The test above has a larger width and depth than the first two cases. The test below has those of the last two.
-@pytest.mark.long
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("architecture", ["transformer", "diff"])
-@pytest.mark.parametrize("shape", [{"width": 128}, {"layers": 4}, {"width": 512}, {"layers": 16}])
-def test_activations_at_all_widths_and_depths(mesh_of, architecture, shape):
-    base = coordinates(model_of(architecture), mesh_of(), seeds=24)
-    found = deviations(base, coordinates(model_of(architecture, **shape), mesh_of(), seeds=12))
-    assert max(map(abs, found.values())) < TOLERANCE, found
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("architecture", "options"),
     [
         ("diff", {"optimizer__name": "muon", "optimizer__learning_rate": 4e-3}),
-        # A test below compares untied models with the rules. The norms of queries and keys are as wide as a head, whose
-        # width is constant here.
-        pytest.param("diff", {"model__tie_embeddings": False}, marks=pytest.mark.exhaustive),
-        pytest.param("diff", {"model__qk_norm": True}, marks=pytest.mark.exhaustive),
         ("diff_v2", {}),
     ],
 )
@@ -152,16 +138,14 @@ def test_activations_with_other_optimizers_options_and_architectures(mesh_of, ar
 
 
 def test_base_model_has_the_standard_parametrisation(mesh_of):
-    """Two updates give the same parameters and the same optimizer state, bit for bit."""
-    c, standard = model_of("diff"), model_of("diff", mup=False)
-    found = []
-    with jax.set_mesh(mesh_of()):
-        for config in (c, standard):
-            state, step = jax.jit(lambda config=config: init_state(config))(), jax.jit(make_train_step(config))
-            for _ in range(2):
-                state, _ = step(state, batch_on(mesh_of(), config))
-            found.append(jax.device_get(state))
-    jax.tree.map(np.testing.assert_array_equal, *found)
+    """The programs of the initialisation and of the train step are the same, and so are all bits of their results."""
+
+    def programs(config):
+        with jax.set_mesh(mesh_of()):
+            init = jax.jit(lambda: init_state(config)).lower()
+        return init.as_text(), trace_step(config, mesh_of()).lower().as_text()
+
+    assert programs(model_of("diff")) == programs(model_of("diff", mup=False))
 
 
 @pytest.mark.parametrize("tied", [True, False])
