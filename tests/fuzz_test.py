@@ -266,7 +266,7 @@ def test_a_corrupt_journal_loses_no_rewind(folder, tiny, resign, mutate):
 
     def resume():
         log(file, guard)
-        assert entry in map(without_sha256, parse_json_lines(file.content()))
+        assert entry in map(without_sha256, parse_json_lines(file.content(), dict))
 
     check(folder / "journal.jsonl", (json.dumps(signed(dict(entry))) + "\n").encode(), mutate, resume, resign)
 

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -200,11 +201,11 @@ def test_buckets_of_run_and_data(bucket, doctor):
 def test_speeds_of_a_bucket(bucket, monkeypatch):
     monkeypatch.setattr(health, "FILE_BYTES", 2**20)
     folder, advice = bucket.folder(), []
-    found = examination._storage(folder, advice)
+    found = examination._storage(SimpleNamespace(workdir=folder), advice)
     assert schema_error(found, BUCKET_SCHEMA) is None
     assert sorted(objects.describe_below(folder)) == []
     bucket.plan(kinds=["slow"])
-    slow = examination._storage(folder, advice)
+    slow = examination._storage(SimpleNamespace(workdir=folder), advice)
     assert slow["latency_seconds"] > 0.3
     assert advice[-1].endswith("so checkpoints take long; use a bucket in the region of this machine")
     bucket.plan(kinds=["403"])
@@ -212,7 +213,7 @@ def test_speeds_of_a_bucket(bucket, monkeypatch):
     with findings.part():
         examination._read_speeds(folder / "text")
     with findings.part():
-        examination._storage(folder, advice)
+        examination._storage(SimpleNamespace(workdir=folder), advice)
     assert len(findings.problems) == 2
     assert all("the credentials of this process may not" in line for line in findings.problems)
 

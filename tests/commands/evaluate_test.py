@@ -182,9 +182,9 @@ def test_interrupted_suite_does_not_reuse_answers_of_other_weights(run, monkeypa
 
     def suite(evaluation):
         began.append(evaluation)
-        items = [types.SimpleNamespace(id="a"), types.SimpleNamespace(id="b")]
+        items = ["a", "b"]
         answers = evaluation.answers(
-            items, lambda batch: [asked.append(x.id) or 1 for x in batch], what="items", batch_items=1
+            items, lambda batch: [asked.append(x) or 1 for x in batch], what="items", batch_items=1
         )
         next(answers)
         if len(began) == 1:

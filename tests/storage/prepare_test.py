@@ -170,7 +170,7 @@ def test_mistakes_are_one_line(bucket):
     with open_job(dataclasses.replace(job_in(folder), out=folder / "new"), {}):
         pass
     for flags, message in (
-        ([f"--input={folder}/out", f"--out={folder}/store"], f"--input={folder}/out: no such file, no such folder"),
+        ([f"--input={folder}/out", f"--out={folder}/store"], f"--input='{folder}/out': no such file, no such folder"),
         ([f"--input={folder}/in/*.gz", f"--out={folder}/store"], "no file matches it as a glob"),
         ([f"--input={folder}", f"--out={folder}/store"], "lies in the input"),
         ([f"--input={folder}/in", f"--out={bucket.scheme}://"], "no bucket is named"),
