@@ -257,10 +257,10 @@ class Owner:
 
     `check` raises an error if the process has lost the run. `raise_if_lost` does so too, but only if that is known
     already, so it takes no time. `folder` has the small files of the run: it is the folder of a run on a disk, and a
-    local copy for a run in a bucket (`run_files.py`).
+    local copy for a run in a bucket (`run_files.py`). By default, no file can be read or written there.
     """
 
-    def __init__(self, folder: Path = Path(), check: Callable[[], None] = lambda: None):
+    def __init__(self, folder: Path = Path(os.devnull), check: Callable[[], None] = lambda: None):
         self.folder, self.check = folder, check
         self.raise_if_lost: Callable[[], None] = lambda: None
 

@@ -101,5 +101,6 @@ SUITE = Suite(
     evaluate=evaluate,
     check=long_documents,
     title="Loss by position",
-    explanation="Mean loss over the first tokens of long documents. A model that uses a long context falls further.",
+    explanation="Mean loss over the first tokens of long documents. A model that uses a long context falls further. "
+    "The band of one run is a 95 % interval over documents.",
 )

@@ -17,6 +17,7 @@ from difftx.training.goodput import SECTIONS as WALL_TIME_LABELS
 MAX_POINTS = 300  # Maximum number of points per line. More would enlarge the page without being visible.
 MAX_POINTS_OF_MANY = 100  # Maximum number of points per line in a figure of many lines, such as one per layer.
 MAX_CROSSINGS = 10  # Maximum number of events in the note on the layers whose λ left its useful range.
+LAMBDA = "A differential layer attends with A1 − λ A2, so λ is how much of the second softmax it subtracts."
 DIM = 0.02  # Share of a heatmap's largest value up to which a row counts as empty.
 
 
@@ -117,7 +118,14 @@ def training(arms: Sequence[Arm], colours: Mapping[str, str], metric: Metric) ->
     shown, folded = (shown + norms, raw) if has_spikes else (shown, norms + raw)
     folded = [panel for panel in lambdas if panel not in shown] + folded
     tables = [("Rewinds and stops, from the journal", events)] if events.rows else []
-    return Section(id="training", title="Training", panels=shown, folded=folded, tables=tables)
+    return Section(
+        id="training",
+        title="Training",
+        explanation=LAMBDA if lambdas else "",
+        panels=shown,
+        folded=folded,
+        tables=tables,
+    )
 
 
 def _lambda_panels(run: RunRecord) -> list[Panel]:

@@ -22,6 +22,7 @@ from difftx.report.runs import RunRecord
 VERDICT_SUITE = "loss"  # The verdict and the curves show this suite's numbers.
 MAX_SHOWN_NUMBERS = 15  # A section shows at most this many numbers. The others are in a table that the reader opens.
 MAX_SHOWN_PANELS = 2  # A section shows at most this many figures, and folds the others away.
+BANDS = "Lines are means over the runs of a model. Bands reach from its lowest run to its highest."
 COUNTS = ("tokens", "documents", "demonstrations")  # Units of numbers that describe how much was measured.
 
 Result = Mapping[str, Any]  # A result of a suite, as JSON.
@@ -47,7 +48,11 @@ def suite_sections(arms: Sequence[Arm], colours: Mapping[str, str], *, comparabl
         first = (judged or list(rows))[:MAX_SHOWN_NUMBERS]
         if suite in SUITES and SUITES[suite].charts_show_numbers:
             first = []
-        panels = [Panel(title=chart["title"], chart=chart) for chart in _charts(newest, colours)]
+        has_seeds = any(len(of_arm) > 1 for of_arm in newest.values())
+        panels = []
+        for chart in _charts(newest, colours):
+            has_bands = has_seeds and any(line.get("low") for line in chart.get("series", ()))
+            panels.append(Panel(title=chart["title"], chart=chart, note=BANDS if has_bands else ""))
         main = SUITES[suite].main_charts if suite in SUITES else ()
         shown = [panel for panel in panels if panel.is_informative and (not main or panel.chart["name"] in main)]
         shown = shown[:MAX_SHOWN_PANELS]
@@ -147,8 +152,10 @@ def _numbers(
         rows[name] = row
         judged += [name] if number.better else []
     if at_chance:
-        who = "No model does" if len(arms) > 1 else "The model does not do"
-        basis.append(f"{who} better than chance at: {rows[judged[0]][0].text}. Differences of other numbers say little")
+        who = "No model is" if len(arms) > 1 else "The model is not"
+        basis.append(
+            f"{who} better than chance at {rows[judged[0]][0].text}, so no other row says which model is better"
+        )
     return header, rows, basis, judged
 
 
@@ -281,7 +288,10 @@ def _merged(charts: Mapping[Arm, dict[str, Any]], colours: Mapping[str, str], ar
 
 
 def _mean_chart(charts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the mean of an arm's charts, with bands of 95 % intervals over its runs, or the first if axes differ."""
+    """Return the mean of an arm's charts, with bands over the range of its runs, or the first if axes differ.
+
+    A band of confidence over so few runs would leave the range of a share. Bands of the runs' own charts are included.
+    """
     first = charts[0]
     if len(charts) == 1:
         return first
@@ -294,8 +304,7 @@ def _mean_chart(charts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return first
     series = []
     for lines in zip(*(chart["series"] for chart in charts), strict=True):
-        values = np.array([line["y"] for line in lines], float)
-        mean, half = values.mean(axis=0), np.array([half_width(of_x) for of_x in values.T])
-        band = {} if lines[0].get("is_reference") else {"low": (mean - half).tolist(), "high": (mean + half).tolist()}
-        series.append({**lines[0], "y": mean.tolist(), **band})
+        y, low, high = (np.array([line.get(e) or line["y"] for line in lines], float) for e in ("y", "low", "high"))
+        band = {"low": low.min(axis=0).tolist(), "high": high.max(axis=0).tolist()}
+        series.append({**lines[0], "y": y.mean(axis=0).tolist(), **({} if lines[0].get("is_reference") else band)})
     return {**first, "series": series}

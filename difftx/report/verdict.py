@@ -92,24 +92,25 @@ def interval_text(difference: Difference) -> str:
 
 
 def _compared(baseline: Arm, other: Arm, metric: Metric, difference: Difference | None, how: str) -> tuple[str, str]:
-    """Return a sentence on two arms, and a sentence on their difference."""
+    """Return a sentence on two arms, the better one first, and a sentence on their difference."""
     unit, text = METRIC_UNITS[metric], _text([*baseline.runs, *other.runs])
-    means = [float(np.mean(arm.values(metric))) for arm in (other, baseline)]
-    counts = [len(arm.runs) for arm in (other, baseline)]
-    losses = f"{' and '.join(format_together(means))} {unit}, "
-    losses += "in one run each" if counts == [1, 1] else f"the means over {counts[0]} and {counts[1]} runs"
-    change = signed_change(means[1], means[0])
-    named = f"In {unit}, {other.name} − {baseline.name} = {change}"
-    direction = "lower" if means[0] < means[1] else "higher"
-    order = f"{other.name} has a {direction} validation loss{text} than {baseline.name}"
-    if means[0] == means[1]:
-        order = f"{other.name} and {baseline.name} have the same validation loss{text}"
+    means = {arm: float(np.mean(arm.values(metric))) for arm in (baseline, other)}
+    best, rival = sorted((other, baseline), key=means.__getitem__)
+    counts = [len(arm.runs) for arm in (best, rival)]
+    runs = f"{counts[0]} runs each" if counts[0] == counts[1] else f"{counts[0]} and {counts[1]} runs"
+    basis = f"{unit} ({'one run each' if counts == [1, 1] else f'means over {runs}'}; lower is better)"
+    losses = " and ".join(format_together([means[best], means[rival]]))
+    named = f"In {unit}, {other.name} − {baseline.name} = {signed_change(means[baseline], means[other])}"
     if difference is None:
+        order = f"{best.name} has a lower validation loss{text} than {rival.name}"
+        if means[best] == means[rival]:
+            order = f"{best.name} and {rival.name} have the same validation loss{text}"
         advice = "Train more seeds of both, or see whether the suites agree."
-        return f"{order}: {losses}, but {how}.", f"{named}. {advice}"
-    sentence = f"{order}: {losses}."
+        return f"{order}: {losses} {basis}, but {how}.", f"{named}. {advice}"
+    order = f"{best.name} is better than {rival.name}"
     if difference.low <= 0 <= difference.high:
-        sentence = f"{other.name} and {baseline.name} cannot be told apart: their validation losses{text} are {losses}."
+        order = f"{best.name} and {rival.name} cannot be told apart"
+    sentence = f"{order}: their validation losses{text} are {losses} {basis}."
     if max(counts) > 1 and min(counts) == 2:
         how += ". Two seeds make wide intervals; a third narrows them most"
     return sentence, f"{named}, with a 95 % interval of {interval_text(difference)}, {how}."

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,8 @@ from conftest import ROOT, replace
 
 from difftx.config.recipes import load_config
 from difftx.evals.result import Number
+from difftx.files import make_folder
+from difftx.run_files import small_files
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.metrics import MetricsWriter
 from difftx.training.run import RUN_FORMAT, Run
@@ -89,8 +90,9 @@ def write_result(workdir, suite, step, numbers, charts=(), details=None, options
 def save_run(config, workdir, steps):
     """Create a run directory with checkpoints of these steps, whose parameters differ, and return the run."""
     run = Run.open(config, workdir)
-    Path(workdir).mkdir(parents=True, exist_ok=True)
-    run.write_files()
+    make_folder(workdir)
+    with small_files(workdir) as owner:
+        dataclasses.replace(run, owner=owner).write_files()
     with jax.set_mesh(run.mesh):
         state = jax.jit(lambda: init_state(config))()
         writer = Checkpointer(workdir, replace(config, "checkpoint", keep=9).checkpoint)

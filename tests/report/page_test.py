@@ -410,7 +410,7 @@ def test_different_tokenizers_compare_by_bits_per_byte_only(tmp_path):
         assert f"one and two {note}" in text
     assert "Training loss" not in text
     assert (
-        "two has a higher validation loss on stdlib than one: 0.7500 and 0.5000 bits per byte, in one run each, but"
+        "one has a lower validation loss on stdlib than two: 0.5000 and 0.7500 bits per byte (one run each; lower is"
         in text
     )
     assert "+1.00 (" not in text

@@ -49,9 +49,11 @@ def test_one_run_each_is_paired_over_the_text(tmp_path):
         tuple(runs.items())[::-1],
     ):
         found = judged([baseline, other])
-        direction = {"plain": "lower", "diff": "higher"}[second]
-        assert found.headline.startswith(f"{second} has a {direction} validation loss on stdlib than {first}: ")
-        assert numbers(found.headline) == [float(f"{np.mean(losses):.4g}") for losses in (after, before)]
+        low, high = (float(f"{np.mean(losses):.4g}") for losses in (plain, diff))
+        assert found.headline == (
+            f"plain is better than diff: their validation losses on stdlib are {low} and {high} nats per token "
+            "(one run each; lower is better)."
+        )
         assert found.details[0].startswith(f"In nats per token, {second} − {first} = ")
         value, percent, _, low, high, blocks = numbers(found.details[0])
         gap = np.mean(after) - np.mean(before)
@@ -89,7 +91,7 @@ def test_an_interval_around_zero_is_no_difference(tmp_path):
     found = judged([make(tmp_path / "a", first), make(tmp_path / "b", second, architecture="transformer")])
     low, high = scipy.stats.ttest_rel(second, first).confidence_interval(0.95)
     assert low < 0 < high
-    assert found.headline.startswith("b and a cannot be told apart: their validation losses on stdlib are ")
+    assert re.match("(a and b|b and a) cannot be told apart: their validation losses on stdlib are ", found.headline)
     assert numbers(found.details[0])[3:5] == pytest.approx([low, high], rel=1e-2)
 
 
@@ -103,8 +105,8 @@ def test_interval_over_seeds_replaces_interval_over_text(tmp_path):
     found = judged(runs)
     means = {name: np.mean(of_seeds) for name, of_seeds in losses.items()}
     assert found.headline == (
-        f"diff has a lower validation loss on stdlib than transformer: {means['diff']:.3f} and "
-        f"{means['transformer']:.3f} nats per token, the means over 3 and 3 runs."
+        f"diff is better than transformer: their validation losses on stdlib are {means['diff']:.3f} and "
+        f"{means['transformer']:.3f} nats per token (means over 3 runs each; lower is better)."
     )
     assert [arm.title for arm in found.arms] == ["transformer, mean of 3 runs", "diff, mean of 3 runs"]
     assert numbers(found.details[0])[0] == pytest.approx(means["diff"] - means["transformer"], rel=1e-3)
@@ -118,7 +120,9 @@ def test_interval_over_seeds_replaces_interval_over_text(tmp_path):
     assert numbers(unpaired)[3:] == pytest.approx([welch.low, welch.high, 3, 3], rel=1e-2)
     assert "which are not pairs" in unpaired
     # Two seeds of one arm and one of the other, or one seed twice, give no interval.
-    assert "at least two different seeds of each" in judged(runs[:4]).headline
+    headline = judged(runs[:4]).headline
+    assert "at least two different seeds of each" in headline
+    assert "means over 1 and 3 runs" in headline
     again = make(tmp_path / "again", [2.06] * BLOCKS)
     assert "at least two different seeds" in judged([*runs[:2], runs[3], again]).headline
 
@@ -188,7 +192,7 @@ def test_a_run_that_diverged_after_a_validation_has_no_verdict(tmp_path, metric)
     assert found.details[1:] == ["Run difftx eval --suite=loss on none."]
     # A finite result of a later step counts, and a null of the same step has precedence over the row of the training.
     write_result(b, "loss", 15, {"loss": 2.0, "bits_per_byte": 0.5})
-    assert judged([a, b], metric).headline.startswith("b has a ")
+    assert judged([a, b], metric).headline.startswith("a has a lower ")
     write_result(a, "loss", 12, {"loss": None, "bits_per_byte": None})
     assert judged([a, b], metric).details == ["a: the loss of its last validation, at step 12, is not finite."]
 
@@ -223,7 +227,7 @@ def test_runs_that_began_with_other_weights_are_not_averaged(tmp_path):
         arms = judged([*scratch, *continued, other]).arms
         assert [[record.workdir for record in arm.runs] for arm in arms] == [scratch, continued, [other]]
     found = judged([scratch[0], tmp_path / "checkpoint__init_from1"])
-    assert found.headline.startswith("checkpoint__init_from1 has a higher validation loss on stdlib than scratch0: ")
+    assert found.headline.startswith("scratch0 is better than checkpoint__init_from1: ")
     weights = "scratch0 new ones and checkpoint__init_from1 those of another run"
     assert found.details[1:] == [f"The comparison is unequal in the initial weights: {weights}."]
 
@@ -282,6 +286,6 @@ def test_equal_losses_are_called_equal(tmp_path):
     for folder in runs:
         write_result(folder, "loss", 6, {"loss": 1.1121})  # Without blocks, there is no interval.
     assert judged(runs).headline == (
-        "gda and diff have the same validation loss on stdlib: 1.112 and 1.112 nats per token, "
-        "in one run each, but one run each cannot tell whether that is chance."
+        "gda and diff have the same validation loss on stdlib: 1.112 and 1.112 nats per token "
+        "(one run each; lower is better), but one run each cannot tell whether that is chance."
     )

@@ -262,6 +262,8 @@ SUITE = Suite(
     revision=1,
     title="Attention weights",
     explanation="Where the last token of a prompt looks: at the requested answer, or at irrelevant text (noise). "
-    "Differential attention is meant to move weight from noise to the answer. Chance is even attention to all tokens.",
+    "Differential attention is meant to move weight from noise to the answer. Chance is even attention to all tokens. "
+    "A is the matrix of attention weights. A differential model has A = A1 − λ A2, with two softmax matrices and a "
+    "learned factor λ, so its weights may be negative, and shares are those of |A|.",
     main_charts=("attention_layers: answer", "attention_layers: noise", "attention_layers"),
 )
