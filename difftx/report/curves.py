@@ -15,7 +15,16 @@ from difftx.evals.result import format_together
 from difftx.files import write_atomically
 from difftx.report.arms import Arm, arms_of
 from difftx.report.charts import colours_of, draw, save_figure
-from difftx.report.runs import X_AXES, Metric, RunRecord, XAxis, check_comparable, data_notes, match_runs
+from difftx.report.runs import (
+    X_AXES,
+    Metric,
+    RunRecord,
+    XAxis,
+    baselines_first,
+    check_comparable,
+    data_notes,
+    match_runs,
+)
 
 METRIC_LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
 SMOOTHED_OVER = 21  # Values in the window of `smoothed`.
@@ -34,7 +43,7 @@ def write_curves(
     if not any(run.evaluations(metric) for run in runs) and metric != "loss":
         raise UserError(f"--curves={pattern!r}: no run has a validation in {metric} yet")
     table = [{"run": run.name, **summary(run)} for run in runs]
-    arms = arms_of(runs)
+    arms = arms_of(baselines_first(runs))
     chart = loss_chart(arms, colours_of([arm.name for arm in arms]), metric, against)
     files = save_figure(draw(chart, (9, 5.5)), out / "curves")
     write_atomically(out / "curves.json", json.dumps(table, indent=2) + "\n")

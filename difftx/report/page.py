@@ -20,7 +20,7 @@ from difftx.report import panels
 from difftx.report.charts import colours_of, line_colours, page_figure, short_number
 from difftx.report.curves import summary
 from difftx.report.panels import Cell, Panel, Table
-from difftx.report.runs import X_AXES, Metric, RunRecord, data_notes, different_tokenizers, read_runs
+from difftx.report.runs import X_AXES, Metric, RunRecord, baselines_first, data_notes, different_tokenizers, read_runs
 from difftx.report.suites import option_notes, suite_sections
 from difftx.report.verdict import Verdict, listed, verdict
 from difftx.training.resume import changed_fields
@@ -43,7 +43,7 @@ def write_page(workdirs: Sequence[Path], out: Path) -> Path:
     """
     if len({workdir.resolve() for workdir in workdirs}) < len(workdirs):
         raise UserError(f"--workdir={','.join(map(str, workdirs))}: a run is named twice")
-    runs = sorted(read_runs(workdirs), key=lambda run: run.config.model.architecture != "transformer")
+    runs = baselines_first(read_runs(workdirs))
     with_different_tokenizers = different_tokenizers(runs)
     metric: Metric = "bits_per_byte" if with_different_tokenizers else "loss"
     judged = verdict(runs, metric)

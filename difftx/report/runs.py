@@ -132,6 +132,11 @@ def read_runs(workdirs: Sequence[Path]) -> list[RunRecord]:
     return list(map(_read_run, workdirs, names))
 
 
+def baselines_first(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Return the runs with the Transformers first, so that a model has the same colour in curves and on the page."""
+    return sorted(runs, key=lambda run: run.config.model.architecture != "transformer")
+
+
 def check_comparable(runs: Sequence[RunRecord], metric: Metric) -> None:
     """Raise `UserError` if the metric is the loss in nats per token and two runs have different tokenizers."""
     if metric == "loss" and (pair := different_tokenizers(runs)):
