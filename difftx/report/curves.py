@@ -132,13 +132,17 @@ def loss_chart(
         "x_label": X_AXES[against],
         "y_label": METRIC_LABELS[metric],
         "series": series,
-        "y_limits": _later_limits([line["y"] for line in series]),
+        "y_limits": _later_limits(series),
     }
 
 
-def _later_limits(lines: Sequence[Sequence[float]]) -> tuple[float, float] | None:
-    """Return the ends of a y-axis without the first tenth of each line, whose losses would leave little room."""
-    later = np.concatenate([np.asarray(line[len(line) // 10 :], float) for line in lines])
+def _later_limits(series: Sequence[Mapping[str, Any]]) -> tuple[float, float] | None:
+    """Return the ends of a y-axis without the first losses of each line, which would leave little room for the others.
+
+    These are the first quarter of a training's losses, which fall steeply, and the first tenth of its validations.
+    """
+    skipped = (len(line["y"]) // (4 if line.get("style") == "faint" else 10) for line in series)
+    later = np.concatenate([np.asarray(line["y"][n:], float) for line, n in zip(series, skipped, strict=True)])
     later = later[np.isfinite(later)]
     if not len(later) or not np.ptp(later):
         return None

@@ -152,7 +152,7 @@ def _numbers(
         rows[name] = row
         judged += [name] if number.better else []
     if at_chance:
-        who = "No model is" if len(arms) > 1 else "The model is not"
+        who = "no model is" if len(arms) > 1 else "the model is not"
         basis.append(
             f"{who} better than chance at {rows[judged[0]][0].text}, so no other row says which model is better"
         )

@@ -1,9 +1,10 @@
-"""Signals to a training process."""
+"""Signals to training and to `difftx prepare`."""
 
 import signal
 
 import pytest
 
+from difftx.commands import prepare
 from difftx.parallel import multihost
 from difftx.parallel.multihost import Interrupt
 
@@ -51,3 +52,12 @@ def test_close_restores_the_previous_handlers():
     assert signal.getsignal(signal.SIGTERM) not in before
     interrupt.close()
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+@pytest.mark.usefixtures("interrupt")  # It restores the handlers.
+def test_a_second_signal_ends_prepare_immediately():
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, prepare._interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == [signal.SIG_DFL] * 2

@@ -162,7 +162,7 @@ def test_a_difference_that_says_nothing_has_no_winner(tmp_path, transformer, dif
     results = {"transformer": [(x, []) for x in transformer], "diff": [(x, []) for x in diff]}
     (section,) = sections_of(write_seeds(tmp_path, results)).values()
     assert section.numbers.rows[0][-1].verdict == word
-    assert ("No model is better than chance at loss, so no other row" in section.basis) == is_noted
+    assert ("no model is better than chance at loss, so no other row" in section.basis) == is_noted
 
 
 def test_lines_of_a_chart_of_two_models_become_a_figure_each(tmp_path):

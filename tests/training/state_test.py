@@ -106,6 +106,8 @@ def test_loss_is_the_mean_over_counted_tokens(config, mesh_of):
         step = jax.jit(make_train_step(c))
         _, metrics = step(state, batch)
         after, empty = step(state, dataclasses.replace(batch, loss_mask_BT=0 * batch.loss_mask_BT))
+        huge = state.params | {"final_norm": jax.tree.map(lambda gain_D: 1e25 * gain_D, state.params["final_norm"])}
+        _, overflow = step(dataclasses.replace(state, params=huge), batch)
         logits = jax.jit(lambda params: nnx.merge(graph(c), params)(batch.tokens_BT)[0])(state.params)
     logits = np.asarray(logits, np.float64)
     log_p = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
@@ -113,7 +115,9 @@ def test_loss_is_the_mean_over_counted_tokens(config, mesh_of):
     expected = -np.mean(log_p[rows, columns, np.asarray(batch.targets_BT)[rows, columns]])
     assert float(metrics["loss"]) == pytest.approx(expected, rel=1e-6)
     assert np.isnan(empty["loss"])  # The mean over no token.
+    assert [np.isfinite(overflow[name]) for name in ("loss", "grad_norm")] == [True, False]
     assert empty["skipped"]
+    assert overflow["skipped"]
     jax.tree.map(np.testing.assert_array_equal, (after.params, after.opt_state), (state.params, state.opt_state))
     assert metrics["lambda"].shape == (2,)
 
