@@ -110,7 +110,7 @@ def test_each_source_is_shuffled_and_repeated_independently():
             assert len(set(names[epoch * length : (epoch + 1) * length])) == length
 
 
-@pytest.mark.parametrize("examples", [0, 1, 256, 257, 1025])
+@pytest.mark.parametrize("examples", [0, 1, 256, 257, 1024, 1025])
 def test_changes_of_weights_and_stages_against_a_count_of_rows(examples):
     """Compare what a resumed run is told with the rows that both mixtures read, one after another."""
     rows, block = {}, 32 * BLOCK_ROWS

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import safetensors
 
 from difftx.interop.safetensors import INDEX, read_folder, write_folder
 from difftx.training.checkpoint.weights import Streamed
@@ -25,6 +26,9 @@ def test_files_of_a_limited_size_and_their_index(tmp_path, shard_bytes, count):
     if count > 1:
         total = sum(value.nbytes for value in VALUES.values())
         assert json.loads((tmp_path / INDEX).read_text())["metadata"]["total_size"] == total
+    for file in files:
+        with safetensors.safe_open(tmp_path / file, "numpy") as opened:
+            assert opened.metadata() == {"format": "pt"}  # Without it, transformers refuses the file.
     back = read_folder(tmp_path)
     assert back.keys() == VALUES.keys()
     for name, value in VALUES.items():
