@@ -153,12 +153,14 @@ def test_requirements_of_a_suite_are_checked_before_it_runs(config, text_file, t
                 evals.evaluate(run, None, 0, [suite])
 
 
-def test_a_result_of_another_revision_of_a_suite_is_not_reused(config, text_file, tmp_path, monkeypatch):
+def test_a_result_of_another_revision_or_validation_set_is_not_reused(config, text_file, tmp_path, monkeypatch):
     """A suite that runs others, as `quantize` runs `loss` here, also depends on their revisions."""
     chosen = config(data__path=text_file, eval__quantize__suites="loss", eval__quantize__bits="16")
     run = Run.open(chosen, tmp_path, one_device())
     evals.evaluate(run, params_of(run), 0, ["loss", "quantize"])
     assert evals.stored_result(run, "quantize", 0) is not None
+    other = dataclasses.replace(run.data, valid={"valid": run.data.train["train"]})
+    assert evals.stored_result(dataclasses.replace(run, data=other), "quantize", 0) is None
     loss = SUITES["loss"]
     monkeypatch.setitem(SUITES._entries, "loss", dataclasses.replace(loss, revision=loss.revision + 1))
     assert [evals.stored_result(run, suite, 0) for suite in ("loss", "quantize")] == [None, None]

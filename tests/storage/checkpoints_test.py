@@ -159,6 +159,7 @@ def test_checkpoints_of_another_run_are_put_aside_and_not_taken_back(trainer, sa
     protocol.remove(UNLOCKED, owner.folder / "10")
     with pytest.raises(UserError, match="there are checkpoints, but none verifies"):
         trainer(run_id="a" * 32).newest()
+    assert [(marker.parent.name, steps_in(owner.folder)) for marker in quarantined_in(owner.folder)] == [("20", [])]
     assert trainer(run_id="b" * 32).newest() == 20
 
 
