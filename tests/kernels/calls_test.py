@@ -60,6 +60,21 @@ def test_numpy_arrays_and_vmap(call, dtype):
         assert relative_error(grad.reshape(expected.shape), expected) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("scale", [None, 0.7])
+@pytest.mark.parametrize(("dtype", "atol"), [("float32", 1e-6), ("bfloat16", 3e-2)])
+def test_names_and_scale_are_those_of_jax(scale, dtype, atol):
+    q, k, v = (jnp.asarray(x, dtype) for x in ARRAYS)
+    groups = [{"query": q[..., g, :], "key": k[..., g, :], "value": v} for g in (0, 1)]
+    a1, a2 = (jax.nn.dot_product_attention(**group, is_causal=True, scale=scale) for group in groups)
+    found = kernels.diff_attention(query=q, key=k, value=v, lam=0.3, scale=scale)
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (found, a1 - 0.3 * a2)), atol=atol)
+    one = {name: x[..., :8] for name, x in groups[0].items()}
+    options = {"weight_function": weight_functions.softmax, "scale": scale}
+    for found in (kernels.attention(**one, scale=scale), kernels.weighted_attention(**one, **options)):
+        assert found.dtype == dtype
+        np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (found, a1[..., :8])), atol=atol)
+
+
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_a_batch_without_rows_and_rows_without_tokens_have_empty_results(call):
     mesh = jax.make_mesh((4, 2), ("rows", "tokens"))
