@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from difftx import kernels as kernels
-    from difftx.inference.trained_run import load as load
+    from difftx.api import evaluate as evaluate
+    from difftx.api import load as load
+    from difftx.api import train as train
     from difftx.layer import AttentionLayer as AttentionLayer
     from difftx.layer import DiffAttention as DiffAttention
 
@@ -15,8 +17,10 @@ __version__ = "0.1.0"
 _MODULES = {
     "AttentionLayer": "difftx.layer",
     "DiffAttention": "difftx.layer",
+    "evaluate": "difftx.api",
     "kernels": None,
-    "load": "difftx.inference.trained_run",
+    "load": "difftx.api",
+    "train": "difftx.api",
 }
 __all__ = list(_MODULES)
 

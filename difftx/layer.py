@@ -14,8 +14,9 @@ from difftx.config.build import build_group
 from difftx.config.fields import Flag, fields_with, plain, types_of
 from difftx.errors import UserError, did_you_mean
 from difftx.kernels.context import is_explicit_mesh
+from difftx.kernels.rows import AttentionWeights
 from difftx.model.architectures import ARCHITECTURES, check_attention
-from difftx.model.attention import layer_constants
+from difftx.model.attention import Angles, LayerConstants, layer_constants
 from difftx.model.layers import rotary_angles
 from difftx.parallel.layout import Layout, reshard
 from difftx.parallel.mesh import AXES
@@ -86,6 +87,23 @@ class AttentionLayer(nnx.Module):
                 segment.
             positions: int32 `[B, T]`, for the rotary embedding. None: 0, 1, 2, … in each row.
         """
+        return self.attention(*self._operands(x, positions, segment_ids), segment_ids)[0]
+
+    def attention_weights(
+        self, x: jax.Array, *, segment_ids: jax.Array | None = None, positions: jax.Array | None = None
+    ) -> AttentionWeights:
+        """Return the attention weights A1 and A2, λ, and A1 - λ A2 of all tokens, `[B, H, T, T]` in float32.
+
+        The arguments are those of a call. Their size is quadratic in T, unlike the memory of a call.
+        """
+        operands, (B, T) = self._operands(x, positions, segment_ids), x.shape[:2]
+        queries_BT = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
+        return AttentionWeights.of(self.attention.attention_rows(*operands, segment_ids, queries_BT))
+
+    def _operands(
+        self, x: jax.Array, positions: jax.Array | None, segment_ids: jax.Array | None
+    ) -> tuple[jax.Array, Angles, LayerConstants]:
+        """Check the arguments of a call. Return the first arguments of `SelfAttention`."""
         config, layout = self.attention.config, self.attention.layout
         if layout != Layout.inferred() and layout != _layout():
             raise UserError(
@@ -105,8 +123,7 @@ class AttentionLayer(nnx.Module):
         positions_BT = jnp.arange(x.shape[1])[None] if positions is None else reshard(positions, layout.act_BT)
         angles = rotary_angles(positions_BT, config)
         constants = jax.tree.map(lambda constant_L: constant_L[self.layer - 1], layer_constants(config))
-        constants = dataclasses.replace(constants, window=config.window)
-        return self.attention(x_BTD, angles, constants, segment_ids)[0]
+        return x_BTD, angles, dataclasses.replace(constants, window=config.window)
 
 
 class DiffAttention(AttentionLayer):

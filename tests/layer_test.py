@@ -304,3 +304,25 @@ def test_an_import_of_difftx_does_not_import_jax():
 
 def test_the_mesh_axes_are_those_that_the_page_names():
     assert ", ".join(f"`{axis}`" for axis in AXES[:-1]) + f" and `{AXES[-1]}`" in (ROOT / "docs/layer.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["diff", "transformer"])
+def test_attention_weights_times_values_are_the_output(name):
+    fields = {"head_norm": "none", "window": 5} | ({"post_scale": 1.0, "lambda_std": 0.5} if name == "diff" else {})
+    layer = AttentionLayer(name, 32, 2, rngs=nnx.Rngs(0), **fields)
+    found = jax.jit(lambda layer, x, **ids: layer.attention_weights(x, **ids))(layer, ROWS_BTD, segment_ids=IDS_BT)
+    weights = {key: np.asarray(value[...]) for key, value in vars(layer.attention).items() if hasattr(value, "shape")}
+    value_DHE, output_HED = (next(weights[key] for key in weights if key.startswith(what)) for what in ("val", "out"))
+    v_BSHE = np.einsum("BSD,DHE->BSHE", ROWS_BTD, value_DHE)
+    out_BTD = np.einsum("BHTS,BSHE,HED->BTD", found.difference, v_BSHE, output_HED)
+    assert_close(apply(layer, ROWS_BTD, segment_ids=IDS_BT), out_BTD)
+    distance_TS = np.arange(TOKENS)[:, None] - np.arange(TOKENS)[None]
+    seen_BHTS = (IDS_BT[:, :, None] == IDS_BT[:, None]) & (distance_TS >= 0)[None] & (distance_TS < 5)[None]
+    np.testing.assert_array_equal(found.a1 > 0, np.broadcast_to(seen_BHTS[:, None], found.a1.shape))
+    np.testing.assert_allclose(np.asarray(found.a1).sum(-1), 1, rtol=1e-6)
+    if name == "transformer":
+        assert (found.a2, found.lam) == (None, None)
+        return
+    products = np.exp((weights["lambda_query_Gd"] * weights["lambda_key_Gd"]).sum(-1))
+    np.testing.assert_allclose(found.lam, np.full((8, 2, TOKENS, 1), products[0] - products[1] + 0.2), rtol=1e-5)
+    np.testing.assert_allclose(found.a1 - found.lam * found.a2, found.difference, atol=1e-6)

@@ -70,7 +70,7 @@ def test_the_readme_is_short_and_its_example_runs():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 125
     loaded, code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert {"logits", "attention", "generate"} == {*re.findall(r"= run\.(\w+)", loaded)} <= {*dir(TrainedRun)}
+    assert {"attention", "generate"} == {*re.findall(r"= run\.(\w+)", loaded)} <= {*dir(TrainedRun)}
     assert len([line for line in code.splitlines() if line]) <= 10
     names = {}
     exec(code, names)

@@ -180,11 +180,17 @@ def test_the_notebook_trains_both_models_and_draws_them(tmp_path, monkeypatch):
     nbformat = pytest.importorskip("nbformat", reason="make docs installs the extra docs")
     nbclient = pytest.importorskip("nbclient", reason="make docs installs the extra docs")
     notebook = nbformat.read(DOCS / "first-model.ipynb", as_version=4)
+    assert not any("subprocess" in cell.source for cell in notebook.cells)
     (setting,) = (cell for cell in notebook.cells if cell.source.startswith("STEPS = "))
-    setting.source = 'STEPS = 6\nSIZES = ["--config.model.d_model=32", "--config.eval.loss_tokens=512"]'
+    setting.source = 'STEPS = 6\nFIELDS = {"model": {"d_model": 32}, "loss_tokens": 512}'
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # A reader of the notebook has installed difftx.
     nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    assert any("image/png" in output.get("data", {}) for output in outputs)
-    assert len(losses(tmp_path / "runs" / "notebook" / "transformer")) == 6
-    assert (tmp_path / "runs" / "notebook" / "diff" / "report.html").is_file()
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+    printed = "".join(output.get("text", "") for output in outputs)
+    for name in ("diff", "transformer"):
+        workdir = tmp_path / "runs" / "notebook" / name
+        assert len(losses(workdir)) == 6
+        (loss,) = re.findall(rf"^{name} +loss +([0-9.]+) +nats per token$", printed, re.MULTILINE)
+        stored = json.loads((workdir / "evals" / "loss" / "6.json").read_text())["numbers"]["loss"]
+        assert loss == f"{stored:.5g}"

@@ -1,6 +1,7 @@
 """Evaluate runs: difftx eval --workdir=runs/quickstart/diff --suite=loss,sample."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from difftx.commands.flags import Parser, PathFlag, add_weights_flag
 from difftx.evals import SUITES, check_suites, summary
@@ -46,5 +47,7 @@ def main(arguments: Sequence[str], prog: str = "difftx eval") -> int:
     elif args.workdir is None or not args.suite:
         parser.error("give --workdir and --suite, --curves or --scaling and --out, or --list")
     else:
-        evaluate.run_suites(args, overrides)
+        options: dict[str, Any] = {"steps": args.step, "part": args.weights, "again": args.again, "flags": args}
+        options |= {"trusted": args.trust_run_config, "show": evaluate.show_result}
+        evaluate.run_suites(args.workdir, args.suite.split(","), overrides, **options)
     return 0

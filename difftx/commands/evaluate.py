@@ -9,19 +9,20 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import rich.box
 import rich.console
 import rich.markup
 import rich.table
 
-from difftx.config import Config
+from difftx.config import Config, MeshConfig
 from difftx.config.build import override
 from difftx.config.eval import JudgeConfig
 from difftx.errors import UserError, printable
 from difftx.evals import explanation_of
 from difftx.evals import run as evals
 from difftx.evals.harness.suite import LOCAL_TASKS
-from difftx.evals.result import format_value, read_numbers
+from difftx.evals.result import Number, format_value, read_numbers
 from difftx.evals.throughput import pair
 from difftx.files import UNLOCKED, Owner, list_folder, require_writable, uploaded
 from difftx.json_files import read_json
@@ -30,6 +31,7 @@ from difftx.parallel.mesh import make_mesh
 from difftx.progress import Work
 from difftx.report.runs import printable_json
 from difftx.run_files import small_files
+from difftx.storage.paths import AnyPath
 from difftx.training import kernel_choice
 from difftx.training.checkpoint.checkpointer import Checkpoints
 from difftx.training.checkpoint.manifest import Manifest, WeightsPart
@@ -43,29 +45,55 @@ TRUST = "--trust_run_config"
 PLAIN_TASKS = {path.stem for path in LOCAL_TASKS.glob("[!_]*.yaml")}
 
 
-def run_suites(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
-    """Evaluate steps of a run and print the numbers. If steps cannot be read, raise `UserError` after all others."""
-    workdir, suites = options.workdir, options.suite.split(",")
+def run_suites(
+    workdir: AnyPath,
+    suites: Sequence[str],
+    overrides: Mapping[str, Any],
+    *,
+    steps: str | None = None,
+    part: WeightsPart = "params",
+    again: bool = False,
+    trusted: bool | None = None,
+    flags: argparse.Namespace = multihost.ALONE,
+    devices: Sequence[jax.Device] | None = None,
+    show: Callable[..., None] | None = None,
+) -> dict[int, dict[str, Mapping[str, Number]]]:
+    """Evaluate steps of a run. Return step → suite → name → number, in the primary process.
+
+    If steps cannot be read, raise `UserError` after all others.
+
+    Args:
+        workdir: The directory of the run.
+        suites: Names of the suites.
+        overrides: Fields of the config with other values than those of the run.
+        steps: The steps, as `chosen_steps` reads them. None: the newest valid one.
+        part: The weights of each checkpoint.
+        again: Whether to run suites that have a result.
+        trusted: As in `confirm_outward`.
+        flags: Those of `multihost.add_flags`. All flags must be the same in all processes.
+        devices: The devices of a mesh with one axis, in place of all devices with the mesh of the config.
+        show: Called as `show(run, suite, step, part, fresh=…)` after a suite has a result.
+    """
     config = fit(override(read_config(workdir), overrides))
+    if devices is not None:
+        config = dataclasses.replace(config, mesh=MeshConfig(fsdp=len(devices)))
     compared = pair(config).values() if "throughput" in suites else ()
-    multihost.join(options, config.multihost)
+    multihost.join(flags, config.multihost)
     kernel_choice.choose([config, *compared], recorded_rankings(workdir))
-    agree_on_command(config, options)
-    confirm_outward(config, str(workdir / "config.json"), suites, overrides, trusted=options.trust_run_config)
+    agree_on_command(config, flags)
+    confirm_outward(config, str(workdir / "config.json"), suites, overrides, trusted=trusted)
 
     checkpoints = Checkpoints(workdir)
     files = small_files(workdir) if multihost.is_primary() else contextlib.nullcontext(UNLOCKED)
     with files as owner, Work(enabled=multihost.is_primary()) as work:
-        evaluator = _Evaluator(checkpoints, config, suites, options, owner)
-        if options.step is None and (evaluate := checkpoints.read_newest(evaluator.load)) is not None:
-            evaluate(work)
-            return
-        is_newest = options.step is None
-        available = [] if is_newest else multihost.decide_on_primary(checkpoints.steps)
-        if not available:
+        evaluator = _Evaluator(checkpoints, config, suites, part, again, owner, devices, show)
+        if steps is None and (evaluate := checkpoints.read_newest(evaluator.load)) is not None:
+            return evaluate(work)
+        available = [] if steps is None else multihost.decide_on_primary(checkpoints.steps)
+        if steps is None or not available:
             raise UserError(f"--workdir={workdir}: no checkpoint there yet")
-        chosen = chosen_steps(options.step, available)
-        failed = []
+        chosen = chosen_steps(steps, available)
+        failed, results = [], {}
         for step in work.track(chosen, f"steps of {workdir}", len(chosen)):
             try:
                 evaluate = evaluator.load(checkpoints.read(step))
@@ -73,9 +101,10 @@ def run_suites(options: argparse.Namespace, overrides: Mapping[str, str]) -> Non
                 failed.append(str(error))
                 multihost.print_on_primary(f"{error}; skipped")
             else:
-                evaluate(work)
+                results |= evaluate(work)
     if failed:
         raise UserError(f"{len(failed)} of {len(chosen)} steps were not evaluated: {failed[0]}")
+    return results
 
 
 def chosen_steps(text: str, available: Sequence[int]) -> list[int]:
@@ -102,29 +131,33 @@ class _Evaluator:
     checkpoints: Checkpoints
     config: Config
     suites: Sequence[str]
-    options: argparse.Namespace
+    part: WeightsPart
+    again: bool
     owner: Owner  # Writes the results.
+    devices: Sequence[jax.Device] | None
+    show: Callable[..., None] | None
     run: Run | None = None
     run_config: Config | None = None  # Config of the checkpoint that `run` was opened with.
 
-    def load(self, manifest: Manifest) -> Callable[[Work], None]:
-        """Load a checkpoint. Return a function that runs the suites without a result and prints the numbers of all."""
-        step, suites, part, run = manifest.step, self.suites, self.options.weights, self.run
+    def load(self, manifest: Manifest) -> Callable[[Work], dict[int, dict[str, Mapping[str, Number]]]]:
+        """Load a checkpoint. Return a function that runs the suites without a result, and returns those of all."""
+        step, suites, part, run = manifest.step, self.suites, self.part, self.run
         checkpoint = open_checkpoint(manifest, self.config, part)
         if run is None or self.run_config != checkpoint.config or data_changes(checkpoint, run.data.signature):
             try:
-                fit(checkpoint.config, make_mesh(checkpoint.config.mesh))
+                mesh = make_mesh(checkpoint.config.mesh, self.devices)
+                fit(checkpoint.config, mesh)
             except UserError as error:
                 flags = "--mesh.data=1 --mesh.fsdp=-1 --mesh.context=1 --mesh.tensor=1 --mesh.slices=1"
                 advice = f"If these are not the devices of the training, choose a mesh: {flags}"
                 raise UserError(f"{error}. {advice}") from error
-            self.run = run = dataclasses.replace(open_run(checkpoint, self.checkpoints), owner=self.owner)
+            self.run = run = dataclasses.replace(open_run(checkpoint, self.checkpoints, mesh), owner=self.owner)
             run.check_everywhere(
                 lambda run: evals.check_run(run, suites), lambda run: evals.settings_sha256_by_suite(run, suites)
             )
             self.run_config = checkpoint.config
         done = []
-        if not self.options.again:
+        if not self.again:
             done = multihost.decide_on_primary(lambda: _with_results(run, suites, step, checkpoint))
         todo = [suite for suite in suites if suite not in done]
         if todo:
@@ -132,11 +165,14 @@ class _Evaluator:
             self.checkpoints.require_valid(step)
         params = restore_params(manifest, run.config, run.mesh, part) if todo else None
 
-        def evaluate(work: Work) -> None:
+        def evaluate(work: Work) -> dict[int, dict[str, Mapping[str, Number]]]:
             evals.evaluate(run, params, step, todo, work, checkpoint.weights, checkpoint)
-            if multihost.is_primary():
-                for suite in suites:
-                    _show_result(run, suite, step, part, fresh=suite in todo)
+            results: dict[str, Mapping[str, Number]] = {}
+            for suite in suites if multihost.is_primary() else ():
+                results[suite] = read_numbers(read_json(evals.result_path(run.files, suite, step, part)))
+                if self.show is not None:
+                    self.show(run, suite, step, part, fresh=suite in todo)
+            return {step: results}
 
         return evaluate
 
@@ -187,7 +223,7 @@ def confirm_outward(
         multihost.print_on_primary(f"{TRUST}: {source} is trusted to {effect}")
 
 
-def _show_result(run: Run, suite: str, step: int, part: WeightsPart, *, fresh: bool) -> None:
+def show_result(run: Run, suite: str, step: int, part: WeightsPart, *, fresh: bool) -> None:
     """Print a suite's stored result. Draw its charts if the result is fresh or they do not exist yet."""
     path = evals.result_path(run.files, suite, step, part)
     result, figures = printable_json(read_json(path)), path.with_suffix("")

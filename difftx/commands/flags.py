@@ -137,7 +137,7 @@ def add_config_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", required=True, metavar="NAME[:ARG]|FILE.py[:ARG]|FILE.json", help=text)
 
 
-def config_of(spec: str, overrides: Mapping[str, str]) -> Config:
+def config_of(spec: str, overrides: Mapping[str, Any]) -> Config:
     """Return the config of `--config`, which evaluation may use. See `confirm_outward` about a config in JSON."""
     config = load_config(spec, overrides)
     if is_json(spec):

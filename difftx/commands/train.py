@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import argparse
+
     from difftx.config import Config
+    from difftx.storage.paths import AnyPath
     from difftx.training.run import Run
 
 
@@ -27,10 +30,7 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     parser.add_argument("--allow_config_change", action="store_true", help="resume even if model or data changed")
     multihost.add_flags(parser)
     args, overrides = parser.parse(arguments)
-    check_extras(config := config_of(args.config, overrides))
-    from difftx.training.fit import fit  # The import is slow.
-
-    fit(config)
+    config = checked(config_of(args.config, overrides))
     compilation_cache.enable(config.train.compilation_cache)
     if args.print_config:
         print(config.to_json(), end="")
@@ -41,7 +41,32 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
         require_writable(args.workdir)
     if not args.dry_run:
         console.Output.is_needed = False
+    options = {"began": began, "allow_config_change": args.allow_config_change, "dry_run": args.dry_run}
+    return train(config, args.workdir, args, **options)
 
+
+def checked(config: "Config") -> "Config":
+    """Return the config. Raise `UserError` if its groups do not fit each other, or a suite or a module is missing."""
+    check_extras(config)
+    from difftx.training.fit import fit  # The import is slow.
+
+    return fit(config)
+
+
+def train(
+    config: "Config",
+    workdir: "AnyPath | None",
+    flags: "argparse.Namespace",
+    *,
+    began: float,
+    allow_config_change: bool = False,
+    dry_run: bool = False,
+) -> int:
+    """Join the other processes, check the data and the devices, train, and return the exit code.
+
+    `flags` has those of `multihost.add_flags`. All flags must be the same in all processes. With `dry_run`, nothing is
+    trained, and `workdir` may be None. `began` is the result of `time.perf_counter()` at the start of the process.
+    """
     # Imported after the flags are checked, because the import is slow.
     from difftx.commands.cost import format_cost, format_data
     from difftx.data.tokenizers import with_vocabulary
@@ -49,26 +74,26 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     from difftx.interop import exports
     from difftx.model.architectures import ARCHITECTURES
     from difftx.model.matching import matching_warning
+    from difftx.parallel import multihost
     from difftx.training import kernel_choice, loop
     from difftx.training.run import Run, agree_on_command, fit_to_devices, recorded_rankings
 
     config = with_vocabulary(config)
-    multihost.join(args, config.multihost)
-    kernel_choice.choose([config], recorded_rankings(args.workdir) if args.workdir else {})
-    agree_on_command(config, args)
+    multihost.join(flags, config.multihost)
+    kernel_choice.choose([config], recorded_rankings(workdir) if workdir else {})
+    agree_on_command(config, flags)
     config = fit_to_devices(config)
     multihost.print_on_primary(format_cost(config))
     if warning := matching_warning(config):
         multihost.print_on_primary(warning)
-    run = Run.open(config, args.workdir or Path())
+    run = Run.open(config, workdir or Path())
     check_run(run)
     multihost.print_on_primary(format_data(run))
-    if args.dry_run or ARCHITECTURES.extension_of(config.model.architecture):
+    if dry_run or ARCHITECTURES.extension_of(config.model.architecture):
         trace(run)
-    if args.dry_run:
+    if dry_run:
         return 0
-    options = {"began": began, "allow_config_change": args.allow_config_change}
-    return loop.train(run, evals.evaluate, exports, **options)
+    return loop.train(run, evals.evaluate, exports, began=began, allow_config_change=allow_config_change)
 
 
 def check_extras(config: "Config") -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 from collections.abc import Mapping
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -18,7 +19,7 @@ from ml_collections import ConfigDict, FieldReference
 
 from difftx.config import Config, fields
 from difftx.config.synonyms import field_named
-from difftx.errors import UserError, did_you_mean
+from difftx.errors import UserError, closest, did_you_mean
 from difftx.files import require_local
 from difftx.registry import EXTENSION_HINT
 from difftx.storage.paths import scheme_of
@@ -29,17 +30,49 @@ def config_from_dict(raw: Any) -> Config:
     return build_group(Config, raw, "")
 
 
-def override(config: Config, overrides: Mapping[str, str]) -> Config:
-    """Return the config with some fields replaced by values from the command line, such as `{"mesh.tensor": "4"}`."""
+def override(config: Config, overrides: Mapping[str, Any]) -> Config:
+    """Return the config with some fields replaced, such as `{"mesh.tensor": "4"}`. See `parsed` for the values."""
     raw = fields.values_of(config)
     for field, value in parsed(overrides).items():
         set_field(raw, field, value)
     return config_from_dict(raw)
 
 
-def parsed(overrides: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values of fields, given their texts on the command line, or raise `UserError`."""
-    return {field: fields.plain(parse_text(text, annotation_of(field), field)) for field, text in overrides.items()}
+def parsed(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of fields, given values or their texts on the command line, or raise `UserError`."""
+    found = {}
+    for field, value in overrides.items():
+        read = parse_text if isinstance(value, str) else parse
+        found[field] = fields.plain(read(value, annotation_of(field), field))
+    return found
+
+
+def named_fields(values: Mapping[str, Any], group: type = Config, path: str = "") -> dict[str, Any]:
+    """Return values by full names of fields, given keyword arguments such as `steps=9`, `model={"d_model": 64}`.
+
+    A keyword is a field or a group of `group`, whose full name is `path`, or the last part of a field's name. If fields
+    of several groups have this name, the one with the fewest groups around it is meant. Raise `UserError` for a name
+    that no field or more than one field has.
+    """
+    found = {}
+    for name, value in values.items():
+        kind, full = fields.type_of(group, name), f"{path}.{name}" if path else name
+        if kind is None and "." not in name:
+            same = [field for field, _ in fields.marks(group, path) if field.rpartition(".")[2] == name]
+            nearest = [field for field in same if field.count(".") == min(other.count(".") for other in same)]
+            if len(nearest) > 1:
+                raise UserError(f"{name}={value!r}: {' and '.join(nearest)} have this name; write one of them in full")
+            if not nearest and not path and field_named(name) is None:
+                close = closest(name, {field.rpartition(".")[2] for field, _ in fields.marks(group)})
+                hint = f"Did you mean {close!r}?" if close else "See docs/config.md."
+                raise UserError(f"{name}={value!r}: no such field. {hint}")
+            full = nearest[0] if nearest else full
+        if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+            found |= named_fields(value, kind, full)  # pyrefly: ignore[bad-argument-type]
+        else:
+            annotation_of(full)  # Raises an error if there is no such field.
+            found[full] = os.fspath(value) if isinstance(value, os.PathLike) else value
+    return found
 
 
 def annotation_of(field: str) -> Any:

@@ -9,6 +9,7 @@ import re
 import types
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ml_collections import ConfigDict
 from ml_collections.config_dict import RequiredValueError
@@ -26,7 +27,7 @@ def default_config() -> ConfigDict:
     return defaults_of(Config)
 
 
-def load_config(spec: str, overrides: Mapping[str, str]) -> Config:
+def load_config(spec: str, overrides: Mapping[str, Any]) -> Config:
     """Return the config of a recipe, with overrides applied.
 
     `spec` is `FILE.py` or the name of a recipe of difftx, such as `quickstart`. An appended `:ARG` is the argument of

@@ -11,18 +11,16 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from difftx.data.loader import Batch, ordered_batches, ordered_rows
 from difftx.data.packing import PackedRows, Row, RowSource
 from difftx.errors import UserError
 from difftx.files import UNLOCKED, Owner
 from difftx.inference.decode import LanguageModel
-from difftx.inference.score import row_scores
+from difftx.inference.score import batch_scores, row_scores
 from difftx.json_files import JsonLines, json_sha256
 from difftx.parallel.multihost import decide_on_primary, is_primary
 from difftx.progress import Work
-from difftx.training.loss import token_scores
 from difftx.training.run import Run
 from difftx.training.state import graph
 
@@ -105,7 +103,7 @@ class Evaluation:
     def _scores_of_batches(self, source: RowSource, limit_tokens: int, what: str) -> Iterator[Sequence[np.ndarray]]:
         graphdef, pending = graph(self.run.config), None
         for batch in self.batches(source, limit_tokens, what):
-            scored = _score(graphdef, self.params, batch)
+            scored = batch_scores(graphdef, self.params, batch)
             if pending is not None:  # Fetch the previous batch while the device computes the current one.
                 yield jax.device_get(pending)
             pending = scored
@@ -185,11 +183,3 @@ def require_plain_logits(run: Run, suite: str) -> None:
             f"model.attention_logit_bits={bits}: the suite {suite!r} would measure attention weights without this "
             "rounding; leave out the suite"
         )
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _score(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    model = nnx.merge(graphdef, params)
-    x_BTD, _ = model.hidden(batch.tokens_BT, positions_BT=batch.positions_BT, segment_ids_BT=batch.segment_ids_BT)
-    scores = token_scores(x_BTD, model.unembedding(), batch.targets_BT, logit_soft_cap=model.config.logit_soft_cap)
-    return jax.sharding.reshard(scores, jax.P())  # Replicate them, so that each host can read all of them.

@@ -34,15 +34,15 @@ def load(
     run_config = fit(override(read_config(checkpoints.workdir), overrides))
     multihost.start(processes, run_config.multihost)
     agree_on_command(run_config, processes)
-    return load_model(checkpoints, step, run_config, make_mesh(run_config.mesh), part)
+    return load_model(checkpoints, step, run_config, make_mesh(run_config.mesh), part)[0]
 
 
 def load_model(
     checkpoints: Checkpoints, step: int | None, run_config: Config, mesh: jax.sharding.Mesh, part: WeightsPart
-) -> LanguageModel:
+) -> tuple[LanguageModel, Checkpoint]:
     """Load the model of a checkpoint onto the mesh of `run_config`. The other arguments are those of `load`."""
 
-    def read(checkpoint: Checkpoint) -> LanguageModel:
+    def read(checkpoint: Checkpoint) -> tuple[LanguageModel, Checkpoint]:
         check_model(checkpoint.config, mesh)
         config, tokenizer = multihost.agree(
             "the tokenizer",
@@ -52,7 +52,7 @@ def load_model(
         )
         params = restore_params(checkpoint.manifest, config, mesh, part)
         checkpoint.require_unchanged()
-        return LanguageModel(config, mesh, params, tokenizer)
+        return LanguageModel(config, mesh, params, tokenizer), checkpoint
 
     return read_checkpoint(checkpoints, step, run_config, read, flag="--workdir", part=part)
 

@@ -9,13 +9,15 @@ import collections
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from flax import nnx
 from jax import P
 from jax.sharding import reshard
 
+from difftx.data.loader import Batch
 from difftx.errors import UserError
 from difftx.inference import decode
 from difftx.inference.cache import capacity_for, extend, extend_chunk, write_chunk
@@ -144,6 +146,15 @@ def row_scores(
         chunks.append(of_chunk)
     nll_BT, is_best_BT = (np.concatenate([np.asarray(x) for x in xs], axis=1) for xs in zip(*chunks, strict=True))
     return nll_BT, is_best_BT
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def batch_scores(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """Return what `row_scores` returns for the targets of a batch, without a cache. Call this under the mesh."""
+    model = nnx.merge(graphdef, params)
+    x_BTD, _ = model.hidden(batch.tokens_BT, positions_BT=batch.positions_BT, segment_ids_BT=batch.segment_ids_BT)
+    scores = token_scores(x_BTD, model.unembedding(), batch.targets_BT, logit_soft_cap=model.config.logit_soft_cap)
+    return reshard(scores, P())  # Replicate them, so that each host can read all of them.
 
 
 def _score_branches(lm: LanguageModel, groups: Sequence[list[_Entry]]) -> dict[_Key, Score]:

@@ -1,12 +1,13 @@
-"""A trained run in Python: `difftx.load` and what it returns. Results are arrays of numpy on the host."""
+"""A trained run in Python, which `difftx.load` returns. Results are arrays of numpy on the host."""
 # Axes of arrays: T = tokens of the text, V = vocabulary with its padding, H = heads, D = model width, L = layers,
-#   B = 1 row, C = queries, here all tokens, G = 2 groups (A1 and A2), S = keys
+#   B = rows, C = queries, here all tokens
 
+import collections
 import dataclasses
 import functools
-import os
+import itertools
+import operator
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,58 +15,71 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from difftx.config import Config, MeshConfig
+from difftx.config import Config
+from difftx.data.loader import make_batch
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import UserError
 from difftx.inference.decode import LanguageModel, model_of
 from difftx.inference.generate import Request, generate
-from difftx.inference.load import load_model
 from difftx.inference.sampling import Sampling
-from difftx.kernels.rows import AttentionRows
+from difftx.inference.score import batch_scores
+from difftx.kernels.rows import AttentionWeights
 from difftx.model.attention import LayerConstants, layer_constants
-from difftx.model.decoder import Block
-from difftx.parallel.mesh import make_mesh
-from difftx.registry import load_extensions
-from difftx.storage.paths import path_of
-from difftx.training.checkpoint.checkpointer import Checkpoints
+from difftx.model.decoder import Block, Decoder
+from difftx.parallel.layout import Layout
+from difftx.storage.paths import AnyPath
 from difftx.training.checkpoint.manifest import WeightsPart
-from difftx.training.run import read_config
+from difftx.training.checkpoint.reading import Checkpoint
 from difftx.training.state import graph
 
 MIN_TOKENS = 32  # Texts are padded to a power of two of at least this length, so that few programs are compiled.
+BATCH_TOKENS = 2**16  # Most tokens of a batch of texts that are scored together.
 
-
-@dataclasses.dataclass(frozen=True)
-class AttentionWeights:
-    """Attention weights of one layer for a text, float32 `[H, T, T]` each: heads, queries, keys.
-
-    An architecture that does not subtract has only one attention: `a1` is `difference`, and `a2` and `lam` are None.
-    """
-
-    a1: np.ndarray
-    a2: np.ndarray | None
-    lam: np.ndarray | None  # λ of each head and query, `[H, T, 1]`, so that `a1 - lam * a2` is the difference.
-    difference: np.ndarray  # The weights that multiply the values.
+# A text, or its token ids.
+type Text = str | Sequence[int]
 
 
 class TrainedRun:
-    """The model of a checkpoint on one device, with its config and tokenizer. `difftx.load` returns it.
+    """The model of a checkpoint or of an exported folder on one device, with its config and tokenizer.
 
-    Texts may also be given as token ids. They may have at most `config.data.sequence_length` tokens.
+    `difftx.load` returns it. Texts may also be given as token ids. They may have at most `config.data.sequence_length`
+    tokens.
     """
 
-    def __init__(self, lm: LanguageModel):
-        self._lm = lm
+    def __init__(self, lm: LanguageModel, workdir: AnyPath | None = None, checkpoint: Checkpoint | None = None):
+        self._lm, self.workdir, self._checkpoint = lm, workdir, checkpoint
 
     @property
     def config(self) -> Config:
+        """The config of the training, with a mesh of one device."""
         return self._lm.config
 
     @property
     def tokenizer(self) -> Tokenizer:
+        """The tokenizer, with the methods `encode_prompt(text)` and `decode(ids)`."""
         return self._lm.tokenizer
 
-    def logits(self, text: str | Sequence[int]) -> np.ndarray:
+    @property
+    def step(self) -> int | None:
+        """The step of the checkpoint, or None for an exported folder."""
+        return None if self._checkpoint is None else self._checkpoint.manifest.step
+
+    @property
+    def weights(self) -> WeightsPart:
+        """The weights of the checkpoint: "params", or "ema" for their moving average."""
+        return "params" if self._checkpoint is None else self._checkpoint.part
+
+    @functools.cached_property
+    def model(self) -> Decoder:
+        """The model as a module of Flax NNX: `logits, statistics = run.model(tokens, hook=…)`.
+
+        Its weights are float32, on the first device and without a mesh. JAX transforms it as any tree of arrays.
+        `difftx.model.decoder.Decoder` explains the arguments.
+        """
+        params = jax.tree.map(lambda x: x.addressable_shards[0].data, self._lm.params)  # Without a copy.
+        return nnx.merge(graph(self.config, Layout.inferred()), params)
+
+    def logits(self, text: Text) -> np.ndarray:
         """Return the logits of the token after each token of the text, float32 `[T, V]`.
 
         V is the size of the vocabulary, padded to `config.model.embeddings`. The loss normalises over all of it.
@@ -74,26 +88,51 @@ class TrainedRun:
         with jax.set_mesh(self._lm.mesh):
             return np.array(_logits(graph(self.config), self._lm.params, tokens_1T)[0, :length])
 
-    def attention(self, text: str | Sequence[int], *, layer: int) -> AttentionWeights:
-        """Return the attention weights of a layer, which counts from 1, for all tokens of the text."""
+    def logprobs(self, texts: Sequence[Text]) -> list[np.ndarray]:
+        """Return log p of each token of each text given the tokens before it, in nats: float32 `[T - 1]` per text.
+
+        The first token has no value. A text may have one token more than `config.data.sequence_length`. The values of a
+        validation row are those of the suite `loss`, bit for bit, unless the config sets `data.document_mask` or
+        compresses the cache.
+        """
+        if isinstance(texts, str):
+            raise UserError(f"texts={texts!r} is one text; give a list, such as [text]")
+        limit = self._lm.context_length
+        rows = [self._tokens(text, least=2, most=limit + 1) for text in texts]
+        by_length: dict[int, list[int]] = collections.defaultdict(list)
+        for index, row in enumerate(rows):
+            by_length[self._padded_length(len(row) - 1)].append(index)
+        found: dict[int, np.ndarray] = {}
+        for length, indices in by_length.items():
+            # As many rows as an evaluation on one device, because another number could round otherwise.
+            count = min(self.config.batch_rows // self.config.train.accumulation, max(1, BATCH_TOKENS // length))
+            for batch in itertools.batched(indices, count):
+                arrays: dict[str, np.ndarray] = {"loss_mask": np.ones((count, length), np.float32)}
+                arrays |= {name: np.zeros((count, length), np.int32) for name in ("tokens", "targets")}
+                for place, index in enumerate(batch):
+                    arrays["tokens"][place, : len(rows[index]) - 1] = rows[index][:-1]
+                    arrays["targets"][place, : len(rows[index]) - 1] = rows[index][1:]
+                sharding = jax.NamedSharding(self._lm.mesh, Layout().act_BT)
+                with jax.set_mesh(self._lm.mesh):
+                    scored = batch_scores(graph(self.config), self._lm.params, make_batch(arrays, count, sharding))
+                nll_BT = jax.device_get(scored[0])
+                found |= {index: -nll_BT[place, : len(rows[index]) - 1] for place, index in enumerate(batch)}
+        return [found[index] for index in range(len(rows))]
+
+    def attention(self, text: Text, *, layer: int) -> AttentionWeights:
+        """Return the attention weights `[H, T, T]` of a layer, which counts from 1, as arrays of numpy."""
         c = self.config.model
         if not 1 <= layer <= c.num_layers:
             raise UserError(f"layer={layer} must lie in 1 … {c.num_layers}")
         tokens_1T, length = self._padded(text)
         options: dict[str, Any] = {"config": self.config, "window": c.windows[(layer - 1) % len(c.windows)]}
         with jax.set_mesh(self._lm.mesh):
-            rows = jax.device_get(_attention_rows(self._lm.params, tokens_1T, np.int32(layer - 1), **options))
-        difference_HTT, logits_HGTT = (np.moveaxis(x[0, :length, ..., :length], 0, -2) for x in rows[:2])
-        if rows.lam_BCH is None:
-            return AttentionWeights(difference_HTT, None, None, difference_HTT)
-        a_HGTT = np.exp(logits_HGTT - np.max(logits_HGTT, axis=-1, keepdims=True))
-        a_HGTT /= np.sum(a_HGTT, axis=-1, keepdims=True)
-        lam_HT1 = np.moveaxis(rows.lam_BCH[0, :length], 0, -1)[..., None]
-        return AttentionWeights(a_HGTT[:, 0], a_HGTT[:, 1], lam_HT1, difference_HTT)
+            weights = jax.device_get(_attention(self._lm.params, tokens_1T, np.int32(layer - 1), **options))
+        return jax.tree.map(lambda x_1HTS: x_1HTS[0, :, :length, :length], weights)
 
     def generate(
         self,
-        text: str | Sequence[int],
+        text: Text,
         *,
         new_tokens: int = 64,
         temperature: float = 0.8,
@@ -107,46 +146,30 @@ class TrainedRun:
         Temperature 0 takes the most likely token. The same seed gives the same continuation.
         """
         sampling = Sampling(repetition_penalty=None, temperature=temperature, top_k=top_k, top_p=top_p)
-        request = Request(prompt=self._tokens(text), new_tokens=new_tokens, seed=seed)
+        request = Request(
+            prompt=self._tokens(text, least=1, most=self._lm.context_length), new_tokens=new_tokens, seed=seed
+        )
         return generate(self._lm, [request], sampling, stop=stop)[0].text
 
-    def _tokens(self, text: str | Sequence[int]) -> list[int]:
-        return self.tokenizer.encode_prompt(text) if isinstance(text, str) else list(text)
-
-    def _padded(self, text: str | Sequence[int]) -> tuple[np.ndarray, int]:
-        """Return the tokens as `[1, T]`, padded at the end, where no token attends to them, and their number."""
-        tokens, limit = self._tokens(text), self._lm.context_length
-        if not 0 < len(tokens) <= limit:
-            raise UserError(f"the text has {len(tokens)} tokens; give it 1 to data.sequence_length={limit}")
+    def _tokens(self, text: Text, *, least: int, most: int) -> list[int]:
+        """Return the token ids of a text, or raise `UserError` if their number or an id is not allowed."""
+        tokens = self.tokenizer.encode_prompt(text) if isinstance(text, str) else [*map(operator.index, text)]
+        if not least <= len(tokens) <= most:
+            extra = "" if most == self._lm.context_length else " + 1"
+            limit = f"data.sequence_length{extra}={most}"
+            raise UserError(f"the text has {len(tokens)} tokens; give it {least} to {limit}")
         if not all(0 <= token < self.config.model.embeddings for token in tokens):
             raise UserError(f"the text has token ids outside of 0 … {self.config.model.embeddings - 1}")
-        length = min(limit, max(MIN_TOKENS, 2 ** (len(tokens) - 1).bit_length()))
-        return np.pad(np.array([tokens], np.int32), ((0, 0), (0, length - len(tokens)))), len(tokens)
+        return tokens
 
+    def _padded_length(self, length: int) -> int:
+        return min(self._lm.context_length, max(MIN_TOKENS, 2 ** (length - 1).bit_length()))
 
-def load(
-    path: str | os.PathLike[str],
-    *,
-    step: int | None = None,
-    weights: WeightsPart = "params",
-    extensions: Sequence[str | os.PathLike[str]] = (),
-) -> TrainedRun:
-    """Load the model of a run directory onto the first device. Several runs may be loaded at a time.
-
-    Args:
-        path: The directory of the run, `--workdir` of the training. It may be in a bucket.
-        step: The step of the checkpoint. The default is the newest one that is valid.
-        weights: "params", or "ema" for their moving average.
-        extensions: Your files that the run was trained with, as `--extension` names them.
-
-    Raises:
-        UserError: There is no such run or checkpoint, or an extension that the run needs is not given.
-    """
-    load_extensions(list(map(Path, extensions)))
-    workdir = path_of("path", os.fspath(path))
-    config = dataclasses.replace(read_config(workdir), mesh=MeshConfig(fsdp=1))
-    mesh = make_mesh(config.mesh, jax.local_devices()[:1])
-    return TrainedRun(load_model(Checkpoints(workdir), step, config, mesh, weights))
+    def _padded(self, text: Text) -> tuple[np.ndarray, int]:
+        """Return the tokens as `[1, T]`, padded at the end, where no token attends to them, and their number."""
+        tokens = self._tokens(text, least=1, most=self._lm.context_length)
+        padding = self._padded_length(len(tokens)) - len(tokens)
+        return np.pad(np.array([tokens], np.int32), ((0, 0), (0, padding))), len(tokens)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -155,9 +178,9 @@ def _logits(graphdef: nnx.GraphDef, params: Any, tokens_BT: jax.Array) -> jax.Ar
 
 
 @functools.partial(jax.jit, static_argnames=("config", "window"))
-def _attention_rows(
+def _attention(
     params: Any, tokens_BT: jax.Array, index: jax.Array, *, config: Config, window: int | None
-) -> AttentionRows:
+) -> AttentionWeights:
     """Return the attention weights of all tokens in the layer with this index, whose window is `window`."""
     model = model_of(config, params)
     queries_BC, angles = jnp.arange(tokens_BT.shape[1])[None], model.angles(tokens_BT.shape[1])
@@ -171,4 +194,4 @@ def _attention_rows(
         lambda x_L: jax.lax.dynamic_index_in_dim(x_L, index, keepdims=False), stacked
     )
     constants = dataclasses.replace(constants, window=window)
-    return block.attention.attention_rows(x_BTD, angles, constants, None, queries_BC)
+    return AttentionWeights.of(block.attention.attention_rows(x_BTD, angles, constants, None, queries_BC))

@@ -8,18 +8,21 @@ import shutil
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path, PurePosixPath
 from types import ModuleType
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
 from difftx.config import Config, ModelConfig
-from difftx.config.build import override
+from difftx.config.build import config_from_dict, override
+from difftx.config.fields import values_of
 from difftx.config.model import default_specific_fields
 from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import RunError, UserError
 from difftx.files import write_atomically
+from difftx.inference.decode import LanguageModel
 from difftx.inference.load import read_checkpoint
 from difftx.interop import differential, huggingface, in_transformers, official, remote_code_config, tokenizers
 from difftx.interop.card import write_card, write_generation_config
@@ -32,13 +35,13 @@ from difftx.model.architectures import describe_heads, heads_of
 from difftx.parallel.mesh import batch_shards, make_mesh
 from difftx.run_files import pulled
 from difftx.training.checkpoint.checkpointer import Checkpoints
-from difftx.training.checkpoint.manifest import Manifest, WeightsPart
+from difftx.training.checkpoint.manifest import Manifest, WeightsPart, array_name
 from difftx.training.checkpoint.reading import Checkpoint, open_sources, open_tokenizer
-from difftx.training.checkpoint.restoring import restore_params
+from difftx.training.checkpoint.restoring import on_mesh, restore_params
 from difftx.training.checkpoint.weights import STEP, ParamsReader, save_params
 from difftx.training.fit import fit
 from difftx.training.run import read_config, write_run_files
-from difftx.training.state import graph
+from difftx.training.state import graph, init_params
 
 FORMATS: dict[Format, ModuleType] = {"hf": remote_code_config, "diffllama": huggingface, "official": official}
 PROMPTS = 5  # Fewest prompts whose greedy text is compared.
@@ -65,18 +68,14 @@ def import_run(
     transformers. If `dex_heads` is set, the source's Transformer becomes a model of the architecture of `config`, as by
     `differentialize_run`.
     """
-    path = source / CONFIG
-    is_ours = format_ == "hf" and remote_code_config.is_ours(path)
-    module = huggingface if format_ == "hf" and not is_ours else FORMATS[format_]
-    fields = determined_fields(module, module.read(Fields(path)))
-    if module is huggingface and fields["architecture"] == "diff":
-        format_ = "diffllama"
+    format_, module, described = _read_model(source, format_)
+    fields = determined_fields(module, described)
     chosen = config.model
     if dex_heads is not None:
         fields = default_specific_fields() | fields
         overridden = {name for name in overridden if not is_changeable(name, chosen.architecture)}
     if clash := sorted(fields.keys() & overridden):
-        raise UserError(f"--config.model.{clash[0]}: {path} determines this field; remove the flag")
+        raise UserError(f"--config.model.{clash[0]}: {source / CONFIG} determines this field; remove the flag")
     config = dataclasses.replace(config, model=with_fields(chosen, fields | {"matched": {}}))
     model = config.model if dex_heads is None else differential.new_model(config.model, chosen)
     new = dataclasses.replace(config, model=model)
@@ -97,6 +96,41 @@ def import_run(
         shutil.rmtree(imported)
     write_run_files(folder, new)
     return [f"a run of step {STEP}, {_describe(model)}", note, *lines]
+
+
+def _read_model(source: Path, format_: Format) -> tuple[Format, ModuleType, ModelConfig]:
+    """Return the format of the weights in a model folder, the module of its config.json, and the model."""
+    path = source / CONFIG
+    is_ours = format_ == "hf" and remote_code_config.is_ours(path)
+    module = huggingface if format_ == "hf" and not is_ours else FORMATS[format_]
+    model = module.read(Fields(path))
+    return "diffllama" if module is huggingface and model.architecture == "diff" else format_, module, model
+
+
+def open_folder(source: Path) -> LanguageModel:
+    """Load a model folder for transformers onto the first device, without making it a run.
+
+    The config has the folder's model, tokenizer and length of rows, and computes in bfloat16 only if the folder's
+    weights have this dtype. Raise `UserError` if difftx cannot import the folder.
+    """
+    format_, _, model = _read_model(source, "hf")
+    fields = Fields(source / CONFIG)
+    dtype = fields.get("dtype", str, fields.get("torch_dtype", str, "float32"))
+    model = dataclasses.replace(model, compute_dtype="bfloat16" if dtype == "bfloat16" else "float32")
+    name, tokenizer = tokenizers.open_tokenizer(source)
+    length = fields.get("max_position_embeddings", int)
+    data, train = {"tokenizer": name, "sequence_length": length}, {"global_batch_tokens": length}
+    groups = {"model": values_of(model), "data": data, "train": train, "mesh": {"fsdp": 1}}
+    config = fit(config_from_dict(groups), tokenizer=tokenizer)
+    mesh = make_mesh(config.mesh, jax.local_devices()[:1])
+    arrays = import_params(source, read_folder(source), format_, config.model)
+    with jax.set_mesh(mesh):
+        abstract = on_mesh(jax.eval_shape(lambda: init_params(config)), mesh)
+
+    def param(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        return jax.device_put(np.concatenate([block for _, block in arrays[array_name(path)].parts()]), leaf.sharding)
+
+    return LanguageModel(config, mesh, jax.tree.map_with_path(param, abstract), tokenizer)
 
 
 def differentialize_run(

@@ -82,12 +82,8 @@ def import_tokenizer(
             f"tokenizer: {source} has no {TOKENIZER} or {MODEL}; data.tokenizer={name!r} stays, and must be the model's"
         )
         return name, load_tokenizer(name, end_of_text=end_of_text), note
-    is_plain = settings.keys() <= SETTINGS and settings.get("eos_token", END_OF_TEXT) == END_OF_TEXT
-    if end_of_text is None and is_plain and (source / TOKENIZER).is_file():
-        theirs = read_json(source / TOKENIZER)
-        for known in (BYTES, name):
-            if _is_same(known, theirs):
-                return known, load_tokenizer(known), f"tokenizer: that of the model, data.tokenizer={known!r}"
+    if end_of_text is None and (known := known_tokenizer(source, settings, BYTES, name)):
+        return known, load_tokenizer(known), f"tokenizer: that of the model, data.tokenizer={known!r}"
     try:
         tokenizer = tokenizer_files.load_files(source, field="data.tokenizer", end_of_text=end_of_text)
     except UserError as error:  # Such as a missing library, or no end-of-text token.
@@ -101,6 +97,26 @@ def import_tokenizer(
     _copy_files(tokenizer, folder / COPY)
     kept = f"{out}/{COPY}"
     return kept, tokenizer, f"tokenizer: copied, data.tokenizer={kept!r}{_other_ends(source, tokenizer)}"
+
+
+def known_tokenizer(source: Path, settings: Mapping[str, Any], *names: str) -> str | None:
+    """Return the first of `names`, values of `data.tokenizer`, whose tokenizer a model folder has, or None."""
+    is_plain = settings.keys() <= SETTINGS and settings.get("eos_token", END_OF_TEXT) == END_OF_TEXT
+    if not is_plain or not (source / TOKENIZER).is_file():
+        return None
+    theirs = read_json(source / TOKENIZER)
+    return next((name for name in names if _is_same(name, theirs)), None)
+
+
+def open_tokenizer(source: Path) -> tuple[str, Tokenizer]:
+    """Return the tokenizer of a model folder, and the value of `data.tokenizer` that names it while the folder exists.
+
+    Raise `UserError` if the folder has none that difftx can read.
+    """
+    if not has_tokenizer(source):
+        raise UserError(f"{source} has neither {TOKENIZER} nor {MODEL}; put the files of the model's tokenizer there")
+    known = known_tokenizer(source, tokenizer_files.read_settings(source), BYTES)
+    return known or str(source), load_tokenizer(known or str(source))
 
 
 def _other_ends(source: Path, tokenizer: Tokenizer) -> str:

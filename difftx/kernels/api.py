@@ -115,9 +115,9 @@ BACKENDS = {function: {backend.name: backend for backend in backends} for functi
 
 # The shapes that each function expects.
 _SHAPES = {
-    "diff_attention": "q [B, T, H, 2, d], k [B, S, K, 2, d] and v [B, S, K, 2 d], twice as wide as a sub-head",
-    "attention": "q [B, T, H, d] and k, v [B, S, K, d]",
-    "weighted_attention": "q [B, T, H, G, d], k [B, S, K, G, d] and v [B, S, K, E], or q and k without G",
+    "diff_attention": "query [B, T, H, 2, d], key [B, S, K, 2, d] and value [B, S, K, 2 d], twice as wide as a key",
+    "attention": "query [B, T, H, d] and key, value [B, S, K, d]",
+    "weighted_attention": "query [B, T, H, G, d], key [B, S, K, G, d], value [B, S, K, E], or query and key without G",
 }
 
 log = logging.getLogger(__name__)
@@ -126,11 +126,12 @@ _rankings: dict[str, Ranking] = {}  # The ranking that "auto" follows, by functi
 
 
 def diff_attention(
-    q_BTHGd: jax.Array,
-    k_BSKGd: jax.Array,
-    v_BSKE: jax.Array,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
     lam: jax.typing.ArrayLike,
     *,
+    scale: jax.typing.ArrayLike | None = None,
     segment_ids_BT: jax.Array | None = None,
     window: int | None = None,
     zigzag: bool = False,
@@ -139,12 +140,15 @@ def diff_attention(
     """Compute causal differential attention, (softmax(Q1 K1ᵀ/√d) - λ softmax(Q2 K2ᵀ/√d)) V (arXiv 2410.05258, Eq. 1).
 
     Args:
-        q_BTHGd: Queries, float32 or bfloat16. Index 0 of G holds Q1, index 1 holds Q2.
-        k_BSKGd: Keys, with S = T. Query head n uses key/value head n // (H / K).
-        v_BSKE: Values, twice as wide as a query/key sub-head.
+        query: Queries `[B, T, H, 2, d]`, float32 or bfloat16. Index 0 of the fourth axis holds Q1, index 1 holds Q2.
+        key: Keys `[B, S, K, 2, d]`, with S = T. Query head n uses key/value head n // (H / K).
+        value: Values `[B, S, K, 2 d]`, twice as wide as a query/key sub-head.
         lam: λ as a scalar, per head `[H]`, or per token and head `[B, T, H]`. A Python number or an array of any real
             dtype; the computation uses float32 or wider.
-        segment_ids_BT: Integers. A token attends only to tokens of its own segment. None: each row is one segment.
+        scale: Factor of the logits, a scalar, as in `jax.nn.dot_product_attention`. None: 1/√d. The queries are
+            multiplied by `scale` √d and rounded to their dtype.
+        segment_ids_BT: Integers `[B, T]`. A token attends only to tokens of its own segment. None: each row is one
+            segment.
         window: A token attends to itself and the `window - 1` tokens before it. None: to all tokens up to itself.
         zigzag: Whether rows that are sharded along their tokens are in zig-zag order (`context.to_zigzag`).
         implementation: Name of a backend, or "auto".
@@ -156,23 +160,24 @@ def diff_attention(
         ValueError: Shapes or dtypes do not match, or no backend can serve the call.
     """
     options = {"segment_ids_BT": segment_ids_BT, "window": window, "zigzag": zigzag, "implementation": implementation}
-    return attend("diff_attention", q_BTHGd, k_BSKGd, v_BSKE, lam, **options)
+    return attend("diff_attention", query, key, value, lam, scale=scale, **options)
 
 
-def attention(q_BTHd: jax.Array, k_BSKd: jax.Array, v_BSKd: jax.Array, **options: Any) -> jax.Array:
+def attention(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> jax.Array:
     """Compute causal softmax attention, as used by the baseline Transformer.
 
-    Arguments, keyword arguments and errors are those of `diff_attention`, without groups and λ. The result is
-    `[B, T, H, d]` in the dtype of the values.
+    `query` is `[B, T, H, d]`, and `key` and `value` are `[B, S, K, d]`. Keyword arguments and errors are those of
+    `diff_attention`. The result is `[B, T, H, d]` in the dtype of the values, and that of
+    `jax.nn.dot_product_attention` with `is_causal=True`.
     """
-    return attend("attention", q_BTHd, k_BSKd, v_BSKd, None, **options)
+    return attend("attention", query, key, value, None, **options)
 
 
 def weighted_attention(
     weight_function: WeightFunction,
-    q: jax.Array,
-    k: jax.Array,
-    v_BSKE: jax.Array,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
     *,
     weight_argument: jax.typing.ArrayLike | None = None,
     **options: Any,
@@ -184,16 +189,18 @@ def weighted_attention(
 
     Args:
         weight_function: Function from logits to attention weights, such as `weight_functions.softmax_with_sink`.
-        q: Queries `[B, T, H, d]`, or `[B, T, H, G, d]` with one group per array of logits that `weight_function` takes.
-        k: Keys `[B, S, K, d]` or `[B, S, K, G, d]`.
-        v_BSKE: Values of any width E.
+        query: Queries `[B, T, H, d]`, or `[B, T, H, G, d]` with one group per array of logits that `weight_function`
+            takes.
+        key: Keys `[B, S, K, d]` or `[B, S, K, G, d]`.
+        value: Values `[B, S, K, E]` of any width E.
         weight_argument: Last argument of `weight_function`, such as λ or the logit of a sink, if it takes one: a
             scalar, per head `[H]`, or `[B, T, H]`. A Python number or an array of any real dtype.
 
     Returns:
         `[B, T, H, E]` in the dtype of the values.
     """
-    return attend("weighted_attention", q, k, v_BSKE, weight_argument, weight_function=weight_function, **options)
+    options |= {"weight_function": weight_function}
+    return attend("weighted_attention", query, key, value, weight_argument, **options)
 
 
 def attend(
@@ -204,6 +211,7 @@ def attend(
     weight_argument: jax.typing.ArrayLike | None,
     *,
     weight_function: WeightFunction | None = None,
+    scale: jax.typing.ArrayLike | None = None,
     segment_ids_BT: jax.typing.ArrayLike | None = None,
     window: int | None = None,
     zigzag: bool = False,
@@ -215,6 +223,9 @@ def attend(
     `weight_argument` is λ, and for `attention` it is None.
     """
     q_BTHGd, k_BSKGd = (x[:, :, :, None] if x.ndim == 4 else x for x in (q, k))
+    if scale is not None:  # Backends multiply the logits by 1/√d.
+        factor = jnp.asarray(scale, np.promote_types(q.dtype, jnp.float32)) * q.shape[-1] ** 0.5
+        q_BTHGd = (q_BTHGd.astype(factor.dtype) * factor).astype(q.dtype)
     if segment_ids_BT is not None:
         segment_ids_BT = jnp.asarray(segment_ids_BT)
         if not jnp.issubdtype(segment_ids_BT.dtype, jnp.integer):
@@ -317,7 +328,7 @@ def _check_common(q, k, v, segment_ids_BT, window) -> None:
         raise ValueError(f"{q.shape[2]} query heads cannot share {k.shape[2]} key/value heads; use a multiple")
     dtypes = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
     if not q.dtype == k.dtype == v.dtype or q.dtype not in dtypes:
-        raise ValueError(f"q, k and v must have one floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
+        raise ValueError(f"query, key and value must have one floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
     if segment_ids_BT is not None and segment_ids_BT.shape != q.shape[:2]:
         raise ValueError(f"segment_ids must be [B, T] = {q.shape[:2]}; got {segment_ids_BT.shape}")
     if window is not None and (not isinstance(window, int | np.integer) or window < 1):

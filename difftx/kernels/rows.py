@@ -7,8 +7,9 @@ The result covers all heads but few queries, `[B, C, H, S]`, so its size is line
 #   K = key/value heads, R = H / K = query heads per key/value head,
 #   G = groups (2 for A1 and A2, 1 for softmax attention), d = width of a query/key sub-head
 
+import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,30 @@ class AttentionRows(NamedTuple):
     weights_BCHS: jax.Array  # Attention weights that multiply V, such as A1 - λ A2.
     logits_BCHGS: jax.Array  # Logits of each group after the factor 1/√d. Masked keys have minus infinity.
     lam_BCH: jax.Array | None  # λ of each query if the weights are A1 - λ A2 with A_g = softmax(logits_g), else None.
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionWeights:
+    """Attention weights of one layer, float32, with the axes heads, queries and keys: `[H, T, T]`, or `[B, H, T, T]`.
+
+    An architecture that does not subtract has only one attention: `a1` is `difference`, and `a2` and `lam` are None.
+    """
+
+    a1: Any
+    a2: Any | None
+    lam: Any | None  # λ of each head and query, `[…, H, T, 1]`, so that `a1 - lam * a2` is the difference.
+    difference: Any  # The weights that multiply the values.
+
+    @classmethod
+    def of(cls, rows: AttentionRows) -> "AttentionWeights":
+        """Return the attention weights `[B, H, C, S]` of selected queries."""
+        difference_BHCS = jnp.moveaxis(rows.weights_BCHS, 1, 2)
+        if rows.lam_BCH is None:
+            return cls(difference_BHCS, None, None, difference_BHCS)
+        a_BHGCS = jax.nn.softmax(jnp.moveaxis(rows.logits_BCHGS, 1, 3), axis=-1)
+        lam_BHC1 = jnp.moveaxis(rows.lam_BCH, 1, 2)[..., None]
+        return cls(a_BHGCS[:, :, 0], a_BHGCS[:, :, 1], lam_BHC1, difference_BHCS)
 
 
 def attention_rows(

@@ -20,10 +20,12 @@ from difftx.kernels.rows import AttentionRows
 from difftx.model.architectures import ARCHITECTURES, check_attention
 from difftx.model.attention import Angles, LayerConstants, layer_constants
 from difftx.model.layers import RMSNorm, SwiGLU, rotary_angles, scaled, soft_cap
-from difftx.parallel.layout import Layout
+from difftx.parallel.layout import Layout, reshard
 
 UNROLLED_LAYERS = 8  # Largest number of layers that are compiled one by one.
 LAYER_INPUT = "layer_input"  # Name by which a remat policy refers to the input of a layer.
+# Maps the output of a layer `[B, T, D]` and the index of the layer, from 1, to a new output and a result to keep.
+type Hook = Callable[[jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 
 def _saves_products(primitive: Any, *arguments: Any, **params: Any) -> bool:
@@ -91,19 +93,30 @@ class Decoder(nnx.Module):
             self.unembedding_VD = nnx.Param(init(rngs.params(), shape, jnp.float32, out_sharding=layout.embedding_VD))
 
     def __call__(
-        self, tokens_BT: jax.Array, *, positions_BT: jax.Array | None = None, segment_ids_BT: jax.Array | None = None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        self,
+        tokens_BT: jax.Array,
+        *,
+        positions_BT: jax.Array | None = None,
+        segment_ids_BT: jax.Array | None = None,
+        hook: Hook | None = None,
+    ) -> tuple[jax.Array, dict[str, Any]]:
         """Return float32 logits of the next tokens, `[B, T, V]`, and per-layer statistics by name, `[L]` each.
 
-        All arguments are int32. By default, positions are 0, 1, 2, … in each row, and each row is one segment. A token
-        attends only to tokens of its own segment.
+        All arrays are int32. By default, positions are 0, 1, 2, … in each row, and each row is one segment. A token
+        attends only to tokens of its own segment. `hook` replaces the output of each layer by its first result, under
+        JAX's tracing. Its second results are the statistic "hook", arrays stacked to `[L, …]`.
         """
-        x_BTD, stats = self.hidden(tokens_BT, positions_BT=positions_BT, segment_ids_BT=segment_ids_BT)
+        x_BTD, stats = self.hidden(tokens_BT, positions_BT=positions_BT, segment_ids_BT=segment_ids_BT, hook=hook)
         return self.logits(x_BTD), stats
 
     def hidden(
-        self, tokens_BT: jax.Array, *, positions_BT: jax.Array | None = None, segment_ids_BT: jax.Array | None = None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        self,
+        tokens_BT: jax.Array,
+        *,
+        positions_BT: jax.Array | None = None,
+        segment_ids_BT: jax.Array | None = None,
+        hook: Hook | None = None,
+    ) -> tuple[jax.Array, dict[str, Any]]:
         """Return the normalised output of the last layer, `[B, T, D]`, and per-layer statistics by name, `[L]` each."""
         if self.layout.zigzag:
             if positions_BT is None:
@@ -113,16 +126,22 @@ class Decoder(nnx.Module):
             tokens_BT, positions_BT, segment_ids_BT = jax.tree.map(context.to_zigzag, rows)
         angles = self.angles(tokens_BT.shape[1], positions_BT)
 
-        def layer(x_BTD: jax.Array, block: Block, constants: LayerConstants) -> tuple[jax.Array, dict[str, jax.Array]]:
+        def layer(
+            x_BTD: jax.Array, block: Block, constants: LayerConstants, *index: jax.Array
+        ) -> tuple[jax.Array, dict[str, Any]]:
             x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
-            return block(x_BTD, lambda h_BTD: block.attention(h_BTD, angles, constants, segment_ids_BT))
+            x_BTD, stats = block(x_BTD, lambda h_BTD: block.attention(h_BTD, angles, constants, segment_ids_BT))
+            if hook is not None:
+                x_BTD, stats["hook"] = hook(x_BTD, *index)
+            return x_BTD, stats
 
         if self.config.remat != "none":
             # XLA cannot merge the recomputation with the forward pass across scans. But if an iteration has several
             # layers, XLA could recompute all of them before the last one's backward pass. `prevent_cse` forbids it.
             is_group = len(self.config.windows) > 1
             layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.config.remat], prevent_cse=is_group)
-        x_BTD, stats = self.walk(layer, self.embed(tokens_BT), may_unroll=True)
+        indices_L = () if hook is None else (jnp.arange(1, self.config.num_layers + 1),)
+        x_BTD, stats = self.walk(layer, self.embed(tokens_BT), *indices_L, may_unroll=True)
         x_BTD = self.final_norm(x_BTD)
         return context.from_zigzag(x_BTD) if self.layout.zigzag else x_BTD, stats
 
@@ -239,9 +258,9 @@ class Decoder(nnx.Module):
     def embed(self, tokens_BT: jax.Array) -> jax.Array:
         """Return the input of the first layer, `[B, T, D]`."""
         # The lookup is in float32, because the gradient of a frequent token is a sum of thousands of terms.
-        tokens_BT = jax.sharding.reshard(tokens_BT, self.layout.lookup_BT)
+        tokens_BT = reshard(tokens_BT, self.layout.lookup_BT)
         x_BTD = self.embedding_VD.at[tokens_BT].get(out_sharding=self.layout.lookup_BTD)
-        return jax.sharding.reshard(x_BTD.astype(self.config.compute_dtype), self.layout.act_BTD)
+        return reshard(x_BTD.astype(self.config.compute_dtype), self.layout.act_BTD)
 
 
 def _split_axis(x_L: jax.Array, period: int) -> jax.Array:

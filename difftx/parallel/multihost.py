@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ from difftx.parallel import heartbeat, rendezvous
 from difftx.parallel.heartbeat import host_and_pid, service, unmonitored
 
 REPEAT_SECONDS = 1.0
+ALONE = argparse.Namespace(distributed=False, coordinator=None, processes=None, process=None)  # Flags of one process.
 # Timeout of the other processes while the primary process decides, for example after it has read a checkpoint. If the
 # primary process dies, the heartbeat ends them much earlier.
 DECISION_SECONDS = 24 * 3600.0
@@ -230,6 +232,8 @@ class Interrupt:
         self.ignores_signals = False
         # With several processes, JAX itself handles SIGTERM and makes all processes stop after the same step.
         self._numbers = (signal.SIGTERM, signal.SIGINT) if jax.process_count() == 1 else (signal.SIGINT,)
+        if threading.current_thread() is not threading.main_thread():  # Python handles signals in the main thread.
+            self._numbers = ()
         self._previous = {number: signal.signal(number, self._receive) for number in self._numbers}
 
     def requested(self, step: int) -> bool:

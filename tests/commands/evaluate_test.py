@@ -15,7 +15,7 @@ from helpers.report_runs import save_run
 from helpers.training_checkpoints import flip_a_bit, largest_file
 
 from difftx.commands import evaluate as commands
-from difftx.commands.evaluate import _show_result, chosen_steps, run_suites
+from difftx.commands.evaluate import chosen_steps, run_suites, show_result
 from difftx.commands.flags import Parser
 from difftx.config.recipes import load_config
 from difftx.errors import UNPRINTABLE, UserError
@@ -49,9 +49,8 @@ def run(saved, tmp_path):
 
 
 def evaluate(run, *suites, step=None, again=False, flags=()):
-    flags_of_eval = {"workdir": run.workdir, "suite": ",".join(suites), "step": step, "again": again}
-    options = argparse.Namespace(**vars(ALONE), **flags_of_eval, trust_run_config=False, weights="params")
-    run_suites(options, Parser("difftx eval", None, "eval", "mesh", "model.attention_implementation").overrides(flags))
+    overrides = Parser("difftx eval", None, "eval", "mesh", "model.attention_implementation").overrides(flags)
+    run_suites(run.workdir, suites, overrides, steps=step, again=again, trusted=False, show=show_result)
 
 
 def results(run, suite):
@@ -226,7 +225,7 @@ def test_generated_text_cannot_control_the_terminal(tmp_path, capsys):
     result = {"numbers": {f"{hostile}": 1.0}, "details": {"samples": [{"prompt": hostile, "completion": hostile}]}}
     (tmp_path / "evals" / "sample").mkdir(parents=True)
     (tmp_path / "evals" / "sample" / "3.json").write_text(json.dumps(result | {"charts": []}))
-    _show_result(types.SimpleNamespace(workdir=tmp_path, files=tmp_path), "sample", 3, "params", fresh=True)
+    show_result(types.SimpleNamespace(workdir=tmp_path, files=tmp_path), "sample", 3, "params", fresh=True)
     printed = capsys.readouterr().out
     assert not UNPRINTABLE.search(printed)
     assert printed.count(r"c\x1b]0;t\x07 \x9b31m \u202e [red]") == 3
@@ -241,7 +240,7 @@ def test_numbers_are_printed_as_a_table_with_units(tmp_path, capsys):
     result = {"numbers": numbers, "measures": measures, "details": {}, "charts": []}
     (tmp_path / "evals" / "loss").mkdir(parents=True)
     (tmp_path / "evals" / "loss" / "3.json").write_text(json.dumps(result))
-    _show_result(types.SimpleNamespace(workdir=tmp_path, files=tmp_path), "loss", 3, "params", fresh=True)
+    show_result(types.SimpleNamespace(workdir=tmp_path, files=tmp_path), "loss", 3, "params", fresh=True)
     title, *lines = capsys.readouterr().out.splitlines()
     assert title.startswith("Validation loss (suite loss): ")
     rows = [line.split() for line in lines]

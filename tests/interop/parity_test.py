@@ -9,6 +9,7 @@ from helpers.command_server import run_new
 from helpers.inference_models import language_model
 from helpers.interop_checks import check_attention_weights, check_generation, check_logits
 from helpers.interop_folders import FIXTURES, edit_config, export, import_, run_of, words_file
+from helpers.pages import blocks
 from helpers.tokenizer_files import random_strings
 from model import oracle
 
@@ -172,3 +173,17 @@ def test_texts_have_the_ids_of_tiktoken(tmp_path, name):
         ids = theirs(text, add_special_tokens=False)["input_ids"]
         assert ids == encoding.encode_ordinary(text), repr(text)
         assert theirs.decode(ids, clean_up_tokenization_spaces=False) == text
+
+
+def test_the_page_on_python_trains_an_export_with_trainer(tmp_path, monkeypatch, config, mesh_of):
+    pytest.importorskip("accelerate", reason="make parity installs it, which Trainer needs")
+    lm = language_model(config, mesh_of(fsdp=8), model__d_model=32, model__compute_dtype="float32", mesh__fsdp=8)
+    export(run_of(lm, tmp_path / "run"), tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    (code,) = blocks("python.md", "py")
+    names = {}
+    exec(code.replace('report_to="none"', 'report_to="none", logging_steps=1'), names)
+    losses = [row["loss"] for row in names["trainer"].state.log_history if "loss" in row]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0] - 0.1

@@ -1,6 +1,7 @@
 """Attention functions in other programs than difftx: NumPy arrays, `jax.vmap`, and meshes with automatic axes."""
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +59,23 @@ def test_numpy_arrays_and_vmap(call, dtype):
     grads = jax.jit(jax.vmap(jax.grad(loss)))(*in_pairs)
     for grad, expected in zip(grads, jax.jit(jax.grad(loss))(arrays, IDS_BT), strict=True):
         assert relative_error(grad.reshape(expected.shape), expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("scale", [None, 0.7])
+@pytest.mark.parametrize(("dtype", "atol"), [("float32", 1e-6), ("bfloat16", 3e-2)])
+def test_names_and_scale_are_those_of_jax(scale, dtype, atol):
+    q, k, v = (jnp.asarray(x, dtype) for x in ARRAYS)
+    groups = [{"query": q[..., g, :], "key": k[..., g, :]} for g in (0, 1)]
+    halves = [[{**group, "value": half} for half in (v[..., :8], v[..., 8:])] for group in groups]
+    call = functools.partial(jax.nn.dot_product_attention, is_causal=True, scale=scale)
+    a1, a2 = (np.concatenate([np.float32(call(**half)) for half in group], axis=-1) for group in halves)
+    found = kernels.diff_attention(query=q, key=k, value=v, lam=0.3, scale=scale)
+    np.testing.assert_allclose(np.float32(found), a1 - np.float32(0.3) * a2, atol=atol)
+    options = {"weight_function": weight_functions.softmax, "scale": scale}
+    one = halves[0][0]
+    for found in (kernels.attention(**one, scale=scale), kernels.weighted_attention(**one, **options)):
+        assert found.dtype == dtype
+        np.testing.assert_allclose(np.float32(found), a1[..., :8], atol=atol)
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)

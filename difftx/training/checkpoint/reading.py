@@ -7,6 +7,8 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from difftx.config import Config
 from difftx.config.build import config_from_dict
 from difftx.config.data import DataConfig
@@ -87,14 +89,15 @@ def config_for_reader(trained: Config, run_config: Config) -> Config:
     return config_from_dict(raw)
 
 
-def open_run(checkpoint: Checkpoint, checkpoints: Checkpoints) -> Run:
+def open_run(checkpoint: Checkpoint, checkpoints: Checkpoints, mesh: jax.sharding.Mesh | None = None) -> Run:
     """Open the run of a checkpoint, with the checkpoint's config, except that its training data may have been moved.
 
-    Raise `UserError` if neither location has the data of the training.
+    By default, `mesh` is that of the config over all devices. Raise `UserError` if neither location has the data of the
+    training.
     """
 
     def opened(config: Config) -> Run:
-        run = Run.open(config, checkpoints.workdir)
+        run = Run.open(config, checkpoints.workdir, mesh)
         _require_same_data(checkpoint, run.data)
         return run
 

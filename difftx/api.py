@@ -1,0 +1,138 @@
+"""The functions of `import difftx`: train, load and evaluate models in Python, as the commands do."""
+
+import dataclasses
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from difftx import compilation_cache
+from difftx.commands import train as command
+from difftx.commands.evaluate import run_suites
+from difftx.commands.flags import config_of
+from difftx.config import MeshConfig
+from difftx.config.build import named_fields
+from difftx.errors import EXIT_PREEMPTED, RunError, UserError
+from difftx.evals import check_suites
+from difftx.evals.result import Number
+from difftx.files import downloaded, require_writable, size_of
+from difftx.inference.load import load_model
+from difftx.inference.trained_run import TrainedRun
+from difftx.interop.fields import CONFIG
+from difftx.interop.runs import open_folder
+from difftx.json_files import read_json
+from difftx.parallel import multihost
+from difftx.parallel.mesh import make_mesh
+from difftx.registry import load_extensions
+from difftx.storage.paths import path_of
+from difftx.training.checkpoint.checkpointer import Checkpoints
+from difftx.training.checkpoint.manifest import WeightsPart
+from difftx.training.run import read_config
+
+type PathLike = str | os.PathLike[str]
+
+
+def load(
+    path: PathLike,
+    *,
+    step: int | None = None,
+    weights: WeightsPart = "params",
+    extensions: Sequence[PathLike] = (),
+) -> TrainedRun:
+    """Load a model onto the first device. Several may be loaded at a time.
+
+    Args:
+        path: The directory of a run, `--workdir` of the training, or the folder of a model for transformers, such as an
+            export of `difftx convert`, with its tokenizer. It may be in a bucket.
+        step: The step of the checkpoint. The default is the newest one that is valid.
+        weights: "params", or "ema" for their moving average.
+        extensions: Your files that the run was trained with, as `--extension` names them.
+
+    Raises:
+        UserError: There is no such run or checkpoint, difftx cannot read the model of the folder, or an extension that
+            the run needs is not given.
+    """
+    load_extensions(list(map(Path, extensions)))
+    folder = path_of("path", os.fspath(path))
+    raw = read_json(folder / CONFIG) if size_of(folder / CONFIG) is not None else None
+    if isinstance(raw, dict) and "architectures" in raw:
+        if (step, weights) != (None, "params"):
+            given = f"step={step}" if step is not None else f"weights={weights!r}"
+            raise UserError(
+                f"{given} selects a checkpoint of a run, and {folder} is the folder of a model; leave it out"
+            )
+        with downloaded(folder) as source:
+            return TrainedRun(open_folder(source))
+    config = dataclasses.replace(read_config(folder), mesh=MeshConfig(fsdp=1))
+    mesh = make_mesh(config.mesh, jax.local_devices()[:1])
+    lm, checkpoint = load_model(Checkpoints(folder), step, config, mesh, weights)
+    return TrainedRun(lm, folder, checkpoint)
+
+
+def train(
+    config: PathLike,
+    workdir: PathLike,
+    *,
+    extensions: Sequence[PathLike] = (),
+    allow_config_change: bool = False,
+    **fields: Any,
+) -> TrainedRun:
+    """Train a model on all devices of this process, or resume a run, as `difftx train` does, and load the result.
+
+    Args:
+        config: Name or file of a recipe, or the config.json of a run, as `--config` names it, such as
+            "quickstart:diff".
+        workdir: The directory of the run, in which an earlier call or command may have trained. It may be in a bucket.
+        extensions: Your files with architectures, suites, …, as `--extension` names them.
+        allow_config_change: Whether to resume even if the model or the data have changed.
+        fields: Fields of the config (docs/config.md), by the last part of their names, such as `steps=200`, or in
+            their groups, such as `model={"d_model": 64}`. Values may be texts, as on the command line.
+
+    Raises:
+        UserError: A field, the data or the workdir is not valid.
+        RunError: A signal stopped the training (its checkpoint is saved, and the same call resumes it), or the guards
+            did after too many bad steps.
+    """
+    began = time.perf_counter()
+    load_extensions(list(map(Path, extensions)))
+    folder = path_of("workdir", os.fspath(workdir))
+    made = command.checked(config_of(os.fspath(config), named_fields(fields)))
+    compilation_cache.enable(made.train.compilation_cache)
+    require_writable(folder)
+    code = command.train(made, folder, multihost.ALONE, began=began, allow_config_change=allow_config_change)
+    if code == EXIT_PREEMPTED:
+        raise RunError(f"{folder}: a signal stopped the training; call difftx.train again to continue")
+    if code:
+        raise RunError(f"{folder}: the training stopped after too many bad steps; see journal.jsonl there")
+    return load(folder)
+
+
+def evaluate(
+    run: TrainedRun, suites: str | Sequence[str], *, again: bool = False, **fields: Any
+) -> dict[str, Mapping[str, Number]]:
+    """Evaluate the checkpoint of a run on its device, as `difftx eval` does, and return suite → name → number.
+
+    Results are also written to `evals/` in the directory of the run. A suite with a result for the same weights and
+    settings is not run again.
+
+    Args:
+        run: A run from `difftx.load` or `difftx.train`. The data of its training must exist.
+        suites: Names of suites (docs/suites.md), such as "loss" or ["loss", "position"].
+        again: Whether to run suites that have a result.
+        fields: Fields of the config group `eval`, such as `loss_tokens=4096` or `icl={"tasks": …}`.
+
+    Raises:
+        UserError: A suite or a field is not valid, the run is an exported folder, or the data have changed.
+    """
+    names = suites.split(",") if isinstance(suites, str) else list(suites)
+    check_suites(names)
+    overrides = named_fields({"eval": fields})
+    if run.workdir is None or run.step is None:
+        raise UserError("run: an exported folder has no data to evaluate on; load the run that it was exported from")
+    devices = list(run.model.embedding_VD.devices())
+    options: dict[str, Any] = {"steps": str(run.step), "part": run.weights, "again": again, "devices": devices}
+    (results,) = run_suites(run.workdir, names, overrides, **options).values()
+    return results
