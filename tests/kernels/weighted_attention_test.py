@@ -107,7 +107,7 @@ def test_chunked_gradients_equal_reference_and_central_differences(name, monkeyp
 
 def test_invalid_calls_raise():
     q, k, v, _, _ = inputs("signed")
-    with pytest.raises(ValueError, match=r"q \[B, T, H, G, d\]"):
+    with pytest.raises(ValueError, match=r"query \[B, T, H, G, d\]"):
         kernels.weighted_attention(weight_functions.signed_softmax, q, k[:, :, :, :1], v)
     with pytest.raises(ValueError, match=r"requires a real weight_argument: a scalar, .*; got float32\[3\]"):
         kernels.weighted_attention(weight_functions.difference, q, k, v, weight_argument=jnp.ones(3))
