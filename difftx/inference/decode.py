@@ -28,7 +28,7 @@ from difftx.inference.cache import ROWS, capacity_for, empty_cache, extend, exte
 from difftx.inference.sampling import GREEDY, Sampling, choose
 from difftx.kernels.cached import KVCache
 from difftx.model.abstract import vector_mask
-from difftx.model.decoder import Decoder
+from difftx.model.decoder import Decoder, layer_of
 from difftx.parallel.layout import BATCH, Layout
 from difftx.parallel.mesh import batch_shards
 from difftx.training.state import graph, init_params
@@ -57,10 +57,14 @@ class LanguageModel:
 
     @functools.cached_property
     def weights(self) -> Any:
-        """Parameters in the compute dtype, cast once so that each token reads fewer bytes. Vectors stay float32."""
+        """Parameters for `model_of`, in the compute dtype except for vectors, with arrays of its own for each layer.
+
+        They are cast and separated once. A loop over tokens would copy matrices out of stacked arrays for each token.
+        """
         dtype = self.config.model.compute_dtype
         mask = vector_mask(self.config.model)
-        return jax.tree.map(lambda x, is_vector: x if is_vector else x.astype(dtype), self.params, mask)
+        params = jax.tree.map(lambda x, is_vector: x if is_vector else x.astype(dtype), self.params, mask)
+        return params | {"blocks": _separated(params["blocks"], layers=self.config.model.num_layers)}
 
     @functools.cached_property
     def allowed(self) -> np.ndarray:
@@ -167,14 +171,27 @@ def with_room(lm: LanguageModel, rows: Rows, tokens: int) -> Rows:
     return dataclasses.replace(rows, cache=grow(rows.cache, capacity_for(tokens, lm.config.model.cache)))
 
 
+@functools.partial(jax.jit, static_argnames="layers")
+def _separated(blocks_L: Any, *, layers: int) -> dict[int, Any]:
+    return {i: layer_of(blocks_L, i) for i in range(layers)}
+
+
 @functools.cache
-def _graph(config: Config) -> nnx.GraphDef:
-    return graph(config, Layout.of(config.mesh.context_method).for_inference())
+def _graph(config: Config, is_separated: bool) -> nnx.GraphDef:
+    layout = Layout.of(config.mesh.context_method).for_inference()
+
+    def model() -> Decoder:
+        model = Decoder(config.model, layout, rngs=nnx.Rngs(0))
+        if is_separated:
+            model.separate_layers()
+        return model
+
+    return nnx.graphdef(nnx.eval_shape(model))
 
 
 def model_of(config: Config, params: Any) -> Decoder:
-    """Return the model with the layout for inference. Call this function under jit."""
-    return nnx.merge(_graph(config), params)
+    """Return the model with the layout for inference, under jit. `params` are a model's `params` or `weights`."""
+    return nnx.merge(_graph(config, 0 in params["blocks"]), params)
 
 
 # The jitted functions below use the mesh that their caller sets, and are compiled once per config and shape.
@@ -204,7 +221,6 @@ def _prefill_chunk(params, cache, x_BD, start, tokens_BT, length_B, *, config):
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="rows")
 def _decode_block(params, rows, allowed_V, end, sampling, *, config):
     model = model_of(config, params)
-    model.separate_layers()
     out_BN = jnp.full((rows.done_B.shape[0], BLOCK_TOKENS), NO_TOKEN, jnp.int32, out_sharding=ROWS)
 
     def is_unfinished(carry):

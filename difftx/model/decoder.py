@@ -162,12 +162,8 @@ class Decoder(nnx.Module):
         return self.final_norm(x_BTD), entries
 
     def separate_layers(self) -> None:
-        """Copy the weights of each layer of a shallow model to arrays of their own.
-
-        Call this before a loop over tokens, in which each token would copy them.
-        """
-        if self._is_shallow:
-            self.blocks = nnx.List([_layer_of(self.blocks, i) for i in range(self.config.num_layers)])
+        """Give each layer's weights arrays of their own, as `LanguageModel.weights` has them."""
+        self.blocks = nnx.List([layer_of(self.blocks, i) for i in range(self.config.num_layers)])
 
     def attention_rows[Found](
         self,
@@ -235,7 +231,7 @@ class Decoder(nnx.Module):
 
         if isinstance(self.blocks, nnx.List):
             others_L = constants_L, *inputs_L
-            return group(carry, [(block, *_layer_of(others_L, i)) for i, block in enumerate(self.blocks)])
+            return group(carry, [(block, *layer_of(others_L, i)) for i, block in enumerate(self.blocks)])
         unroll = self.config.num_layers // period if may_unroll and self._is_shallow else 1
         if period == 1:
             stacked_L = self.blocks, dataclasses.replace(constants_L, window=windows[0]), *inputs_L
@@ -285,6 +281,6 @@ def _unstacked[Stacked](stacked_P: Stacked, period: int) -> list[Stacked]:
     return [jax.tree.unflatten(tree, [by_layer[i] for by_layer in unstacked]) for i in range(period)]
 
 
-def _layer_of[Stacked](stacked: Stacked, index: int) -> Stacked:
+def layer_of[Stacked](stacked: Stacked, index: int) -> Stacked:
     """Return one layer's entries of arrays that are stacked along the axis of layers."""
     return jax.tree.map(lambda x: jax.lax.index_in_dim(x, index, keepdims=False), stacked)

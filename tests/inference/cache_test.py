@@ -69,7 +69,7 @@ CAPPED = OPTIONS | {"model__logit_soft_cap": 0.1}
                 # A window of 5 is shorter than most prompts, so that new tokens see only a part of the cache.
                 ("transformer", TENSOR, CAPPED, [32]),
                 ("diff", {}, MUP, [32]),
-                # The layers run in a loop over groups of layers, and decoding does not separate them.
+                # Windows alternate, and in the full pass the layers run in a loop over groups of layers.
                 ("diff", {}, CAPPED | {"model__num_layers": 12}, [32]),
                 # Training shards rows, so that `context` need not divide the heads.
                 ("diff", {"context": 8}, {"model__num_heads": 2, "mesh__context_method": "zigzag"}, [32]),
@@ -99,7 +99,7 @@ def test_casting_the_weights_once_changes_no_bit(config, mesh_of):
     outputs = []
     for name in ("weights", "params"):
         lm = language_model(config, mesh_of(), model__compute_dtype="bfloat16")
-        assert lm.weights["blocks"]["mlp"]["up_DF"].dtype == "bfloat16"
+        assert lm.weights["blocks"][0]["mlp"]["up_DF"].dtype == "bfloat16"
         vars(lm)["weights"] = getattr(lm, name)
         with jax.set_mesh(lm.mesh):
             rows = decode.prefill(lm, prompts_of([20, 5]), seeds=[0, 0], limits=[0, 0])

@@ -3,16 +3,14 @@
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 from helpers.inference_models import CONTEXT, full_logits, language_model
 from helpers.model_layers import MUP, OPTIONS
 
 from difftx.config.model import CacheConfig
 from difftx.errors import UserError
 from difftx.inference import score
-from difftx.inference.decode import padded
+from difftx.inference.decode import model_of, padded
 from difftx.inference.score import Item, Prompt, loglikelihoods, most_likely
-from difftx.training.state import graph
 
 
 def brute_force(lm, mesh, items):
@@ -112,7 +110,7 @@ def test_bfloat16_does_not_round_the_factor_of_mup(config, mesh_of):
     fields = MUP | {"model__mup_base_width": 12, "model__d_model": 36, "model__compute_dtype": "bfloat16"}
     lm = language_model(config, mesh_of(), **fields)
     with jax.set_mesh(lm.mesh):
-        model = nnx.merge(graph(lm.config), lm.weights)
+        model = model_of(lm.config, lm.weights)
         weight_VD = np.asarray(model.embedding_VD[...], np.float64)
         actual_VD = np.asarray(model.unembedding(), np.float64)
     np.testing.assert_allclose(actual_VD, weight_VD / 3, rtol=1e-6)
