@@ -11,6 +11,7 @@ from flax import nnx
 from jax import P
 
 from difftx.config import ModelConfig
+from difftx.kernels import target
 from difftx.model.architectures import heads_of
 from difftx.parallel.layout import Layout
 
@@ -82,6 +83,10 @@ def linear(subscripts: str, x: jax.Array, weight: nnx.Param, sharding: P) -> jax
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _linear(subscripts: str, sharding: P, x: jax.Array, weight: jax.Array) -> jax.Array:
+    if x.shape[1] == 1 and target.platform() == "gpu":
+        # For a single row, XLA would replace the product by a sum over a scaled copy of `weight`, which it may write.
+        x = jnp.pad(x, [(0, 0), (0, 1), *[(0, 0)] * (x.ndim - 2)])
+        return jnp.einsum(subscripts, x, weight, out_sharding=sharding)[:, :1]
     return jnp.einsum(subscripts, x, weight, out_sharding=sharding)
 
 

@@ -1,22 +1,33 @@
-"""The whole train step, compiled for four absent devices, contains the attention kernel of its backend."""
+"""The whole train step and decoding, compiled for absent devices."""
 
 import dataclasses
+import math
 import os
+import re
 from importlib.util import find_spec
 
 os.environ.update(  # Must be set before libtpu loads. Without the last variable, a second process aborts.
     JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1"
 )
 
+import jax
+import jax.numpy as jnp
 import pytest
+from conftest import ROOT
+from jax import P
 from jax.experimental import topologies
 
 from compile import h200
 from difftx.config.build import override
+from difftx.config.recipes import load_config
+from difftx.data.tokenizers import load_tokenizer
+from difftx.inference import decode
+from difftx.inference.sampling import GREEDY
 from difftx.kernels import api, cudnn
 from difftx.launch.estimate import estimate, trace_step
 from difftx.launch.topology import CUDNN_VERSION, find_devices, parse_topology
 from difftx.parallel.mesh import make_mesh
+from difftx.training.state import init_params
 from difftx.training.workload import attention_kernel
 
 
@@ -109,3 +120,31 @@ def test_the_named_kernel_is_the_one_in_the_step(config, caplog, topology, field
         caplog.clear()
         trace_step(c, mesh)
         assert caplog.messages == named
+
+
+@h200.needs_plugin
+@pytest.mark.parametrize("architecture", ["diff", "transformer"])
+def test_a_new_token_copies_no_weights(architecture):
+    c = load_config(f"{ROOT}/configs/diff_3b.py:{architecture}", {"model.num_layers": "9"})
+    mesh = make_mesh(c.mesh, find_devices(parse_topology("h100:1")))
+
+    def on_device(tree):
+        return jax.tree.map(lambda x: h200.struct(mesh, x.shape, x.dtype, x.sharding.spec if x.sharding else P()), tree)
+
+    def rows_and_weights(params):
+        lm = decode.LanguageModel(c, mesh, params, load_tokenizer("bytes"))
+        return decode.prefill(lm, [[0]], seeds=[0], limits=[1]), lm.weights, lm.allowed, jnp.int32(0)
+
+    with jax.set_mesh(mesh):
+        rows, weights, *others = on_device(jax.eval_shape(rows_and_weights, jax.eval_shape(lambda: init_params(c))))
+        lowered = decode._decode_block.lower(weights, rows, *others, GREEDY, config=c)
+        text = lowered.compile().as_text()
+    smallest = min(w.size for w in jax.tree.leaves(weights) if w.dtype == jnp.bfloat16)
+    (body,) = re.findall(r" while\(.*body=%([\w.]+)", text)
+    instructions = text.split(f"%{body} (")[1].split("\n}")[0].splitlines()[1:]
+    made = [
+        re.match(r"\s+(?:ROOT )?%(\S+) = \w+\[([\d,]*)\]\S* (?!get-tuple-element|bitcast)", i) for i in instructions
+    ]
+    sizes = {m[1]: math.prod(map(int, m[2].split(","))) for m in made if m and m[2]}
+    assert len(sizes) > 50
+    assert {name for name, size in sizes.items() if size >= smallest and "scatter" not in name} == set()
