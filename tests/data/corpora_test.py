@@ -121,7 +121,7 @@ STORE = r"is not plain text; make a store of it, `difftx prepare --input=\S+ --t
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("packed.jsonl.gz", gzip.compress(b'{"text": "a"}'), rf"packed\.jsonl\.gz {STORE}"),
+        ("packed.jsonl.gz", gzip.compress(b'{"text": "a"}', mtime=0), rf"packed\.jsonl\.gz {STORE}"),
         ("lines.jsonl", b'{"text": "a"}', rf"lines\.jsonl {STORE}"),
         ("LINES.JSONL", b'{"text": "a"}', rf"LINES\.JSONL {STORE}"),
         (".", None, r"not a finished token store; .*, or name the text files in it, such as '\S+/\*\.txt'"),
