@@ -44,7 +44,7 @@ from difftx.training.workload import attention_kernel
 RUN_FORMAT = 1
 LOCK_WAIT_SECONDS = 60.0
 RANKING_SCHEMA = {"function": str, "conditions": {str: str}, "milliseconds": {str: float}, "rejected": {str: str}}
-RECORDS = ("config.json", "manifest.json", "metrics.jsonl", "journal.jsonl", ".lock")  # On a disk.
+RECORDS = ("config.json", "manifest.json", "metrics.jsonl", ".lock")  # On a disk.
 # Flags that may differ between processes. For config and extension, the contents are compared in place of the paths.
 OWN_FLAGS = ("distributed", "coordinator", "processes", "process", "config", "extension")
 # Settings of JAX and XLA that may differ between processes, because they do not change numbers.

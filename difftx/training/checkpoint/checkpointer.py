@@ -300,17 +300,6 @@ class Checkpointer(Checkpoints):
             if other not in kept:
                 protocol.remove(self._owner, self.folder / str(other))
 
-    def amend(self, step: int, loader: dict[str, Any]) -> None:
-        """Commit a checkpoint again, with another state of the loader. Only the primary process may call this."""
-        protocol.amend(self._owner, self.folder / str(step), loader)
-
-    def remove_after(self, step: int) -> None:
-        """Delete the checkpoints of later steps. Only the primary process may call this."""
-        # Delete the newest checkpoint first. If this is interrupted, the run rewinds again from an older checkpoint.
-        for other in reversed(self.steps()):
-            if other > step:
-                protocol.remove(self._owner, self.folder / str(other))
-
     def wait(self) -> None:
         """Wait for the save in progress and record its result."""
         if self._saving is None:
