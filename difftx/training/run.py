@@ -11,7 +11,7 @@ import shlex
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,16 +83,6 @@ class Run:
             return signature | {f"data: validation set {name}": value for name, value in valid.items()}
 
         return agree("the data", opened, contents, config.multihost.barrier_timeout_seconds)
-
-    def check_everywhere(
-        self, check: Callable[["Run"], object], describe: Callable[["Run"], Mapping[str, Any]]
-    ) -> None:
-        """Call `check` with this run in every process. Raise `UserError` in all processes if it fails in one.
-
-        Also raise `UserError` if the fields of `describe`, such as hashes of files, differ between processes.
-        """
-        timeout = self.config.multihost.barrier_timeout_seconds
-        agree("the checks", lambda: check(self), lambda _: describe(self), timeout)
 
     @property
     def files(self) -> Path:
