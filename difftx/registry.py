@@ -132,7 +132,9 @@ def _own_imports(folder: Path, content: bytes) -> set[Path]:
     absolute = [node for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
     names += [f"{node.module}.{alias.name}" for node in absolute for alias in node.names]
     found: set[Path] = set()
-    for parts in (name.split(".") for name in names if not name.startswith("difftx.")):
+    for parts in (name.split(".") for name in names):
+        if parts[0] == "difftx":
+            continue
         # A module of ext/ may have the name "ext.helper".
         first = parts[parts.index(folder.name) + 1 if folder.name in parts[:-1] else 0]
         found |= {folder / f"{first}.py", *(folder / first).rglob("*.py")}

@@ -179,7 +179,7 @@ def test_modules_that_an_extension_imports_through_a_package_are_recorded(projec
         assert project("ext/arch.py", texts | {name: "RATE = 12\n"}).sha256 != first.sha256
     assert project("ext/arch.py", texts | {"outside.py": "x = 12\n"}) == first
     # Installed packages and difftx are not modules of the extension, even if they are in its folder.
-    own = "import installed, os.path, difftx.config\n"
+    own = "import installed, os.path, difftx, difftx.config\n"
     first = project("own.py", texts | {"own.py": own, "difftx/__init__.py": ""})
     assert first.sha256 == hashlib.sha256(Path(first.path).read_bytes()).hexdigest()
 

@@ -67,7 +67,8 @@ class Goodput:
             elif row["split"] == "train":
                 # The row has the seconds of one step, which stands for all steps since the previous row.
                 unaccounted += row["step_seconds"] * max(row["step"] - last_step, 0)
-            last_step = last_step if row["split"] in EVENTS else row["step"]
+            if row["split"] not in EVENTS:
+                last_step = row["step"]
         lost = unaccounted + sum(newest[name] - kept[name] for name in STEPS)
         earlier = newest | {name: kept[name] for name in STEPS} | {"lost_work": newest["lost_work"] + lost}
         for name, seconds in earlier.items():

@@ -129,7 +129,9 @@ class Training:
         if is_primary():
             run.owner.check()
             remove_later_evaluations(run.files, self._start)
-            for rewind in self._state.guard.rewinds:  # The newest one has no row yet, nor does one with a corrupt row.
+            for (
+                rewind
+            ) in self._state.guard.rewinds:  # The newest rewind has no row yet. A corrupt row has been dropped.
                 if {"split": "rewind", **rewind} not in self._writer.events:
                     self._writer.write("rewind", rewind["step"], rewind)
             run.owner.push()

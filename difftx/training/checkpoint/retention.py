@@ -37,7 +37,7 @@ def steps_to_keep(config: CheckpointConfig, checkpoints: Mapping[int, Manifest],
     # A rewind uses only regular checkpoints, so some of them are kept too.
     regular = [step for step in steps if is_regular(checkpoints[step])]
     kept = newest_and_every(config, steps) | {*regular[-config.keep :]}
-    if config.keep_best is not None:
+    if config.keep_best is not None and steps:
         manifest = checkpoints[steps[-1]]
         basis = {**manifest.config["eval"], VALID: manifest.loader.get("valid")}
         found = {step: number_of(files, step, config.keep_best) for step in reversed(steps)}
