@@ -122,6 +122,16 @@ def test_a_run_without_its_checkpoints_keeps_its_metrics(uninterrupted, tmp_path
     assert "from step 0" in train(text, workdir, train__steps=1, optimizer__warmup_steps=0).stdout
 
 
+@pytest.mark.long
+def test_a_run_killed_before_its_first_checkpoint_starts_again(uninterrupted, tmp_path):
+    text, full_run = uninterrupted
+    killed = command(text, tmp_path / "killed", checkpoint__every_steps=STEPS + 1)
+    assert stop_after(10, signal.SIGKILL, killed, tmp_path / "killed") == -signal.SIGKILL
+    result = train(text, tmp_path / "killed")
+    assert "attempt 2, from step 0" in result.stdout, result.stderr
+    assert train_losses(tmp_path / "killed")[0] == train_losses(full_run)[0]
+
+
 def test_a_finished_run_stays_finished(uninterrupted):
     text, full_run = uninterrupted
     before = train_losses(full_run)[0]
