@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WIDTH = "100"  # Columns of the help texts.
 BEGIN = "<!-- benchmarks/reference_pages.py writes from here -->"
 END = "<!-- to here -->"
-TYPES: dict[Any, str] = {int: "integer", float: "number", str: "text", types.NoneType: "null"}
+TYPES: dict[Any, str] = {int: "integer", float: "number", str: "text", list: "list", types.NoneType: "null"}
 
 COMMANDS_HEADER = """# Commands
 

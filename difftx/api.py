@@ -106,7 +106,9 @@ def train(
     if code == EXIT_PREEMPTED:
         raise RunError(f"{folder}: a signal stopped the training; call difftx.train again to continue")
     if code:
-        raise RunError(f"{folder}: the training stopped after too many bad steps; see journal.jsonl there")
+        raise RunError(
+            f"{folder}: the training stopped after too many bad steps; metrics.jsonl has a row of split stop"
+        )
     return load(folder)
 
 

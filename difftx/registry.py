@@ -28,7 +28,7 @@ class Extension:
     """A user's file that registered at least one entry."""
 
     path: str
-    sha256: str  # Hash of the file, followed by the modules in its folder that it imports.
+    sha256: str  # Hash of the file, and of the modules and packages in its folder that it imports.
 
 
 EXTENSIONS_SHAPE = [{"path": str, "sha256": str}]  # JSON schema of the extensions in a record.
@@ -107,53 +107,38 @@ def extension_of(kind: str, name: str) -> Extension | None:
 
 
 def _extension(path: Path) -> Extension:
-    """Return a user's file with its hashes."""
-    contents, todo = {}, [path]
+    """Return a user's file with the hash of itself, and of what it imports from its folder."""
+    contents, todo = {}, {path}
     while todo:
         file = todo.pop()
         contents[file] = file.read_bytes()
-        todo += [found for found in _own_imports(path.parent, file, contents[file]) if found not in contents]
+        todo |= _own_imports(path.parent, contents[file]) - contents.keys()
     digest = hashlib.sha256(contents.pop(path))
     for file, content in sorted(contents.items()):
         digest.update(f"\n{file.relative_to(path.parent).as_posix()} {len(content)}\n".encode() + content)
     return Extension(str(path), digest.hexdigest())
 
 
-def _own_imports(folder: Path, file: Path, content: bytes) -> Iterator[Path]:
-    """Yield the files of the modules in `folder` that a file in it imports, also those that a function imports later.
+def _own_imports(folder: Path, content: bytes) -> set[Path]:
+    """Return the modules in `folder`, and all files of the packages there, that a file imports at its start or later.
 
     The imports are read from the text. `sys.modules` would add the modules that other extensions have loaded.
     """
-    package = file.relative_to(folder).parent.parts
     try:
-        tree = ast.parse(content)
+        nodes = list(ast.walk(ast.parse(content)))
     except (SyntaxError, ValueError):  # Python has not imported this file. It may never do so.
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names = [tuple(alias.name.split(".")) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) + 1 - node.level] if node.level else ()
-            base += tuple(node.module.split(".")) if node.module else ()
-            names = [(*base, alias.name) for alias in node.names]
-        else:
+        return set()
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    absolute = [node for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    names += [f"{node.module}.{alias.name}" for node in absolute for alias in node.names]
+    found: set[Path] = set()
+    for parts in (name.split(".") for name in names):
+        if parts[0] == "difftx":
             continue
-        parents = dict.fromkeys(name[:end] for name in names for end in range(1, len(name) + 1) if name[0] != "difftx")
-        for name in parents:  # An import of "a.b" runs "a" too.
-            if (found := _file_of(name, folder)) is not None:
-                yield found
-
-
-def _file_of(name: tuple[str, ...], folder: Path) -> Path | None:
-    """Return the file of a module if it is in `folder`, else None."""
-    # A module of this name may have been loaded from elsewhere. A module of ext/ may have the name "ext.helper".
-    loaded = getattr(sys.modules.get(".".join(name)), "__file__", None)
-    for place in (folder, *(place for place in map(Path.resolve, map(Path, sys.path)) if place in folder.parents)):
-        for found in (place.joinpath(*name, "__init__.py"), place.joinpath(*name).with_suffix(".py")):
-            is_loaded = not loaded or found.resolve() == Path(loaded).resolve()
-            if is_loaded and found.is_relative_to(folder) and os.path.isfile(found):  # `Path.is_file` raises errors.
-                return found
-    return None
+        # A module of ext/ may have the name "ext.helper".
+        first = parts[parts.index(folder.name) + 1 if folder.name in parts[:-1] else 0]
+        found |= {folder / f"{first}.py", *(folder / first).rglob("*.py")}
+    return {file for file in found if os.path.isfile(file)}  # `Path.is_file` raises errors.
 
 
 def import_file(path: Path, flag: str) -> types.ModuleType:

@@ -214,9 +214,8 @@ def locked(folder: AnyPath, flag: str, takeover_seconds: float, wait_seconds: fl
 
 
 def _open_lock_file(path: Path) -> TextIO:
-    """Open `.lock`, but not the target of a link, because the file is emptied."""
     try:
-        return open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "a+")
+        return path.open("a+")
     except PermissionError as error:
         raise UserError(
             f"{path}: {error.strerror}; its owner lets others write there with: chmod -R g+w {path.parent}"

@@ -150,13 +150,6 @@ def test_difftx_train_equals_train_py():
     assert json.loads(by_name.stdout)["train"]["steps"] == 777
 
 
-@pytest.mark.long
-def test_a_finished_run_has_nothing_left_to_do(trained):
-    result = run("difftx", "train", "--config=quickstart:diff", *training_in(trained))
-    assert result.returncode == 0, result.stderr
-    assert "step 6" in result.stdout
-
-
 def test_user_errors_of_eval(tmp_path, monkeypatch, capsys):
     """Run the command in this process, which has imported the slow modules."""
     workdir = write_run(tmp_path / "run", tiny("diff", train__steps=3))

@@ -163,47 +163,6 @@ def test_unknown_stores_are_rejected_before_anything_is_written(run, place, tmp_
     assert not list(ROOT.glob("hdfs:*"))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
-def test_a_read_only_file_system(run, tmp_path):
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(tmp_path)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("mounting a file system is not allowed here")
-    try:
-        check(
-            run,
-            [
-                (
-                    ["train.py", "--config=configs/quickstart.py", f"--workdir={tmp_path / 'run'}"],
-                    2,
-                    "Read-only file system",
-                )
-            ],
-        )
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
-
-
-def test_new_interpreters_print_the_same_error(place):
-    for command in (
-        [sys.executable, "train.py", "--config=configs/quickstart.py", f"--workdir={place / 'file'}"],
-        [
-            sys.executable,
-            "-m",
-            "difftx",
-            "sweep",
-            "--config=configs/toy.py",
-            "--grid",
-            "seed=0",
-            f"--out={place / 'file'}",
-        ],
-    ):
-        result = subprocess.run(
-            command, cwd=ROOT, env=child_environment(1), capture_output=True, text=True, timeout=120
-        )
-        line = f"error: {place / 'file'}: Not a directory; name a folder, or a path below one\n"
-        assert (result.returncode, result.stderr) == (2, line)
-
-
 def test_user_errors_name_the_fix(run, place, tmp_path):
     configs = {
         "syntax": "x = 1\ndef get_config(:\n",

@@ -152,8 +152,11 @@ class _Evaluator:
                 advice = f"If these are not the devices of the training, choose a mesh: {flags}"
                 raise UserError(f"{error}. {advice}") from error
             self.run = run = dataclasses.replace(open_run(checkpoint, self.checkpoints, mesh), owner=self.owner)
-            run.check_everywhere(
-                lambda run: evals.check_run(run, suites), lambda run: evals.settings_sha256_by_suite(run, suites)
+            multihost.agree(
+                "the checks",
+                lambda: evals.check_run(run, suites),
+                lambda _: evals.settings_sha256_by_suite(run, suites),
+                run.config.multihost.barrier_timeout_seconds,
             )
             self.run_config = checkpoint.config
         done = []

@@ -113,13 +113,15 @@ def check_run(run: "Run") -> None:
     """Raise `UserError` in every process if a suite, the exports or W&B cannot work, or if their files differ."""
     from difftx.evals import run as evals
     from difftx.interop import exports
-    from difftx.parallel.multihost import is_primary
+    from difftx.parallel.multihost import agree, is_primary
     from difftx.training.trackers import check_wandb
 
     suites, project = run.config.eval.suites, run.config.logging.wandb_project
-    run.check_everywhere(
-        lambda run: (exports.check_run(run), evals.check_run(run, suites), is_primary() and check_wandb(project)),
-        lambda run: evals.settings_sha256_by_suite(run, suites),
+    agree(
+        "the checks",
+        lambda: (exports.check_run(run), evals.check_run(run, suites), is_primary() and check_wandb(project)),
+        lambda _: evals.settings_sha256_by_suite(run, suites),
+        run.config.multihost.barrier_timeout_seconds,
     )
 
 

@@ -149,7 +149,7 @@ def _notes(runs: Sequence[RunRecord], with_different_tokenizers: tuple[str, str]
         notes.append(f"{STDLIB} is the source code of Python's standard library.")
     for run in runs:
         if run.skipped:
-            notes.append(f"{run.name}: {run.skipped} lines of metrics and journal could not be read.")
+            notes.append(f"{run.name}: {run.skipped} lines of metrics.jsonl could not be read.")
         notes += [
             f"{run.name}: evals/{suite}/{step}.json is left out: its weights are not those of checkpoints/{step}. To "
             "evaluate that checkpoint, run "

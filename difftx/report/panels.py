@@ -13,6 +13,7 @@ from difftx.report.curves import METRIC_LABELS, loss_chart, thinned
 from difftx.report.runs import X_AXES, Metric, RunRecord
 from difftx.training import lambda_range
 from difftx.training.goodput import SECTIONS as WALL_TIME_LABELS
+from difftx.training.metrics import EVENTS
 
 MAX_POINTS = 300  # Maximum number of points per line. More would enlarge the page without being visible.
 MAX_POINTS_OF_MANY = 100  # Maximum number of points per line in a figure of many lines, such as one per layer.
@@ -117,7 +118,7 @@ def training(arms: Sequence[Arm], colours: Mapping[str, str], metric: Metric) ->
     has_spikes = any(row.get("skipped") for run in runs for row in run.split("train")) or events.rows
     shown, folded = (shown + norms, raw) if has_spikes else (shown, norms + raw)
     folded = [panel for panel in lambdas if panel not in shown] + folded
-    tables = [("Rewinds and stops, from the journal", events)] if events.rows else []
+    tables = [("Rewinds and stops", events)] if events.rows else []
     return Section(
         id="training",
         title="Training",
@@ -177,12 +178,13 @@ def run_lines(
 
 
 def _events(runs: Sequence[RunRecord]) -> Table:
-    """Return a table of the rewinds and stops in the journals."""
+    """Return a table of the rewinds and stops of the runs."""
     rows = []
     for run in runs:
-        for entry in run.journal:
-            details = [f"{name} {value}" for name, value in entry.items() if name not in ("event", "step")]
-            rows.append([run.name, format_value(entry["step"]), ", ".join([str(entry["event"]), *details])])
+        for row in run.rows:
+            if row["split"] in EVENTS:
+                details = [f"{name} {value}" for name, value in row.items() if name not in ("split", "step")]
+                rows.append([run.name, format_value(row["step"]), ", ".join([row["split"], *details])])
     return Table(["run", "step", "event"], rows)
 
 

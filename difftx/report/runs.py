@@ -13,7 +13,7 @@ import numpy as np
 from difftx.config import Config
 from difftx.errors import UserError, printable
 from difftx.files import matching_folders
-from difftx.json_files import JsonLines, parse_json_lines, read_json
+from difftx.json_files import read_json
 from difftx.model.flops import flops_per_token
 from difftx.registry import require_extensions
 from difftx.run_files import pulled
@@ -44,8 +44,7 @@ class RunRecord:
     steps: int  # Number of steps that config.json sets.
     manifest: dict[str, Any]  # Contents of manifest.json.
     rows: list[dict[str, Any]]  # Rows of metrics.jsonl.
-    journal: list[dict[str, Any]]  # Entries of journal.jsonl. Each has the step and the name of an action of a guard.
-    skipped: int  # Number of invalid lines in metrics.jsonl and journal.jsonl, such as half-written ones.
+    skipped: int  # Number of invalid lines in metrics.jsonl, such as half-written ones.
     results: Results  # Results of all suites, without those that `outdated` lists.
     outdated: list[tuple[str, int]]  # (Suite, step) of results whose weights are not those of the step's checkpoint.
 
@@ -240,8 +239,6 @@ def _read_run(workdir: Path, name: str) -> RunRecord:
         print(printable(f"{path}: skipped {skipped} lines that are not metrics"))
     if not any(row["split"] == "train" for row in rows):
         raise UserError(f"{path}: no training steps in it yet")
-    lines = JsonLines(workdir / "journal.jsonl").content()
-    entries = list(parse_json_lines(lines, {"step": int, "event": object}))
     results, outdated = _read_results(workdir)
     return RunRecord(
         name=name,
@@ -250,8 +247,7 @@ def _read_run(workdir: Path, name: str) -> RunRecord:
         steps=run_config.train.steps,
         manifest=printable_json(manifest),
         rows=[row if row["split"] == "train" else printable_json(row) for row in rows],
-        journal=printable_json([entry for entry in entries if entry is not None]),
-        skipped=skipped + entries.count(None),
+        skipped=skipped,
         results=results,
         outdated=outdated,
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import rich.table
 
-from difftx.training.metrics import metrics_rows
+from difftx.training.metrics import EVENTS, metrics_rows
 
 # Name of each section of the wall time → its label in the table.
 SECTIONS = {
@@ -67,7 +67,8 @@ class Goodput:
             elif row["split"] == "train":
                 # The row has the seconds of one step, which stands for all steps since the previous row.
                 unaccounted += row["step_seconds"] * max(row["step"] - last_step, 0)
-            last_step = row["step"]
+            if row["split"] not in EVENTS:
+                last_step = row["step"]
         lost = unaccounted + sum(newest[name] - kept[name] for name in STEPS)
         earlier = newest | {name: kept[name] for name in STEPS} | {"lost_work": newest["lost_work"] + lost}
         for name, seconds in earlier.items():

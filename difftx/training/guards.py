@@ -11,7 +11,7 @@ A resumed run makes the same decisions as an uninterrupted run, for three reason
 1. No checkpoint is written after a bad step, so a checkpoint never has to store counts of bad steps.
 2. A rewind uses only regular checkpoints (`retention.is_regular`), not one that a signal triggered.
 3. A rewind is a commit: of the earlier checkpoint, with the position in the data after the bad steps. A run that is
-   killed before it reaches the same bad steps and the same rewind again. `journal.jsonl` is a log for people.
+   killed before it reaches the same bad steps and the same rewind again. The row in `metrics.jsonl` is for people.
 """
 
 import collections
@@ -22,7 +22,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from difftx.config import Config, GuardsConfig
-from difftx.json_files import JsonLines, parse_json_lines, with_sha256, without_sha256
 from difftx.parallel.multihost import decide_on_primary, is_primary, print_on_primary
 from difftx.training.checkpoint.checkpointer import Checkpointer
 
@@ -44,15 +43,15 @@ class Rewind:
 
     step: int  # Step of the checkpoint, or 0 for the start of the run.
     examples: int  # Number of the example, counted from the start of the run, with which training continues.
-    cause: dict[str, Any]  # Fields of the journal's entry: reason, bad steps and attempt.
+    cause: dict[str, Any]  # Reason, bad steps and attempt, for the row in metrics.jsonl.
 
     def apply(self, loader: dict[str, Any], earlier: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the state of loader and guard in the checkpoint, after this rewind and `earlier` ones."""
         guard, first = loader["guard"], loader["examples"]
         if guard["rewinds"] and guard["rewinds"][-1]["step"] == self.step:  # An earlier rewind to this checkpoint.
             first = guard["rewinds"][-1]["skipped_examples"][0]
-        entry = {"event": "rewind", "step": self.step, **self.cause, "skipped_examples": [first, self.examples]}
-        rewinds = [*earlier, entry | {"rewinds": len(earlier) + 1}]
+        row = {"step": self.step, **self.cause, "skipped_examples": [first, self.examples]}
+        rewinds = [*earlier, row | {"rewinds": len(earlier) + 1}]
         return loader | {"examples": self.examples, "guard": guard | {"rewinds": rewinds}}
 
 
@@ -64,7 +63,7 @@ class Guard:
         self._losses: collections.deque[float] = collections.deque(maxlen=config.spike_window_steps)
         self._first_bad: int | None = None
         self._skipped = self._spikes = 0  # Numbers of skipped updates and of spikes since the first bad step.
-        self.rewinds: list[dict[str, Any]] = []  # The journal's entries of the run's rewinds so far.
+        self.rewinds: list[dict[str, Any]] = []  # The rows in metrics.jsonl of the run's rewinds so far.
         # First step after which a regular checkpoint was due, even if it was not saved or has been deleted. In a
         # branch, the step at which the branch begins.
         self.first_regular: int | None = None
@@ -110,21 +109,10 @@ class Guard:
         return deviation > 0 and loss - median > threshold * deviation  # A deviation of 0 gives no scale.
 
 
-def log(journal: JsonLines, guard: Guard) -> None:
-    """Add the rewinds of the run that the journal lacks, and drop its corrupt lines then.
-
-    Only the primary process may call this.
-    """
-    lines = parse_json_lines(journal.content(), {"attempt": int})
-    entries = [entry for entry in map(without_sha256, lines) if entry is not None]
-    if missing := [entry for entry in guard.rewinds if entry not in entries]:
-        journal.rewrite(map(with_sha256, sorted([*entries, *missing], key=lambda entry: entry["attempt"])))
-
-
 def decide(
     guard: Guard, config: Config, checkpointer: Checkpointer, examples: int, attempt: int
 ) -> Rewind | dict[str, Any]:
-    """Return the rewind that follows the bad steps, or the entry of the journal for the end of the run.
+    """Return the rewind that follows the bad steps, or the row in metrics.jsonl for the end of the run.
 
     All processes must call this after `guard` has tripped and the last save has ended. `examples` is the number of
     examples that the run had consumed after the last bad step.
@@ -144,14 +132,14 @@ def decide(
             lambda: rewind_target(checkpointer.regular_steps(), bad.first, earliest, from_zero=from_zero)
         )
     where = f"steps {bad.first} to {bad.last}: {bad.reason}"
-    entry = {"reason": bad.reason, "bad_steps": [bad.first, bad.last], "attempt": attempt}
+    row = {"reason": bad.reason, "bad_steps": [bad.first, bad.last], "attempt": attempt}
     if target is None:
         if is_primary():
             print(f"error: {where}; stopped, {why}", file=sys.stderr, flush=True)
-        return {"event": "stop", "step": bad.last} | entry
+        return row | {"step": bad.last}
     skipped_to = examples + config.guards.skip_steps * config.batch_rows
     print_on_primary(f"{where}; rewinding to step {target}; training continues with example {skipped_to}")
-    return Rewind(target, skipped_to, entry | {"attempt": attempt + 1})
+    return Rewind(target, skipped_to, row | {"attempt": attempt + 1})
 
 
 def rewind_target(newest_first: Iterable[int], first_bad: int, earliest: int, *, from_zero: bool) -> int | None:

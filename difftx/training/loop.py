@@ -16,14 +16,13 @@ import rich
 
 from difftx.errors import EXIT_FAILED, EXIT_PREEMPTED
 from difftx.files import resolved
-from difftx.json_files import JsonLines, with_sha256
 from difftx.model.flops import PEAK_FLOPS, flops_per_token
 from difftx.parallel.heartbeat import Monitor
 from difftx.parallel.multihost import Interrupt, agree, barrier, decide_on_primary, is_primary, print_on_primary
 from difftx.progress import Advance, Work
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.goodput import Goodput, format_goodput
-from difftx.training.guards import Guard, log
+from difftx.training.guards import Guard
 from difftx.training.lambda_range import LAMBDA_SPLIT, LambdaRange, lambda_warning
 from difftx.training.metrics import MetricsWriter, read_newest_metrics
 from difftx.training.profile import StepTracer, out_of_memory
@@ -86,7 +85,6 @@ class Training:
         self._interrupt, self._monitor, self._allow_config_change = interrupt, monitor, allow_config_change
         self._barrier_timeout = run.config.multihost.barrier_timeout_seconds
         self._train_step = jax.jit(make_train_step(run.config), donate_argnums=0)
-        self._journal = JsonLines(run.files / "journal.jsonl", run.owner)  # Rewinds and stops, for people.
 
     def run_to_end(self, began: float) -> int:
         """Train, and return the exit code. `began` is the result of `time.perf_counter()` at the start."""
@@ -131,7 +129,11 @@ class Training:
         if is_primary():
             run.owner.check()
             remove_later_evaluations(run.files, self._start)
-            log(self._journal, self._state.guard)
+            for (
+                rewind
+            ) in self._state.guard.rewinds:  # The newest rewind has no row yet. A corrupt row has been dropped.
+                if {"split": "rewind", **rewind} not in self._writer.events:
+                    self._writer.write("rewind", rewind["step"], rewind)
             run.owner.push()
         self._tracer = StepTracer(run.files, config.logging, enabled=is_primary())
         require_equal_replicas(self._state.train.params, "start", self._barrier_timeout)
@@ -257,8 +259,8 @@ class Training:
         if self._state.guard.tripped is not None:
             stop = self._state.act_on_bad_steps(self._writer.attempt)
             code = None if stop is None else EXIT_FAILED
-            if stop is not None and is_primary():
-                self._journal.append([with_sha256(stop)])
+            if stop is not None:
+                self._writer.write("stop", stop["step"], stop)
         elif step < steps:
             what = "checkpoint saved" if saved else "nothing saved between bad steps"
             print_on_primary(f"stopped by a signal at step {step}, {what}; run the same command again to continue")

@@ -29,13 +29,17 @@ SPLIT_FIELDS = {
     "valid": {"suite": str},
     "goodput": {"wall_seconds": int | float},
     LAMBDA_SPLIT: {"layer": int, "value": int | float | None},
+    "rewind": {"reason": str, "bad_steps": list, "skipped_examples": list, "rewinds": int},
+    "stop": {"reason": str, "bad_steps": list},
 }
+EVENTS = ("rewind", "stop")  # Splits of rows for people, which stay when the run returns to an earlier step.
 
 
 class MetricsWriter:
     """A writer of metrics to metrics.jsonl and, if configured, to TensorBoard and Weights & Biases.
 
-    It first deletes the rows of earlier attempts for steps after `start_step`. It does nothing unless `enabled`.
+    It first deletes the rows of earlier attempts for steps after `start_step`, except `EVENTS`. It does nothing unless
+    `enabled`.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class MetricsWriter:
         """
         self.path = folder / "metrics.jsonl"
         self.attempt = 0
+        self.events: list[dict[str, Any]] = []  # Rows of `EVENTS` that were in the file at the start.
         self._owner = owner
         self._file: BinaryIO | None = None
         if not enabled:
@@ -80,7 +85,7 @@ class MetricsWriter:
         self._trackers = Trackers(makers)
 
     def write(self, split: str, step: int, values: Mapping[str, Any]) -> None:
-        """Write one row without buffering. The values are numbers or lists of numbers."""
+        """Write one row without buffering. The values are numbers, lists of numbers, or texts."""
         if self._file is None:
             return
         self._owner.raise_if_lost()
@@ -106,10 +111,12 @@ class MetricsWriter:
             self._trackers.call("close")
 
     def _kept(self, log: JsonLines, start_step: int) -> Iterator[dict[str, Any]]:
-        """Yield the rows up to `start_step`, and set this attempt's number, from 1."""
+        """Yield the events, and the rows up to `start_step`. Set `events`, and this attempt's number, from 1."""
         for row in _parse_rows(log.content()):
             self.attempt = max(self.attempt, 0 if row is None else row["attempt"])
-            if row is not None and row["step"] <= start_step:
+            if row is not None and row["split"] in EVENTS:
+                self.events.append(row)
+            if row is not None and (row["step"] <= start_step or row["split"] in EVENTS):
                 yield row
         self.attempt += 1
 
@@ -149,7 +156,7 @@ def _is_valid_row(row: dict[str, Any]) -> bool:
     if not all(name in row and isinstance(row[name], kind) for name, kind in required.items()):
         return False
     for name, value in row.items():
-        if name not in ("split", "suite"):
+        if name not in ("split", "suite", "reason"):
             for number in value if isinstance(value, list) and not name.endswith("_seconds") else (value,):
                 if number is not None and not (isinstance(number, (int, float)) and -LARGEST <= number <= LARGEST):
                     return False

@@ -18,6 +18,7 @@ from difftx.files import list_folder, resolved, size_of, source_sha256
 from difftx.parallel.multihost import barrier, decide_on_primary, is_primary, print_on_primary
 from difftx.registry import changed_extensions
 from difftx.storage.paths import path_of
+from difftx.training.checkpoint import protocol
 from difftx.training.checkpoint.checkpointer import Checkpointer, Checkpoints
 from difftx.training.checkpoint.manifest import MANIFEST, Manifest, package_versions, read_manifest, why_invalid
 from difftx.training.checkpoint.restoring import config_of, restore_params, restore_state
@@ -82,7 +83,7 @@ class RunState:
         save(self.train, data, self.run.config)
 
     def act_on_bad_steps(self, attempt: int) -> dict[str, Any] | None:
-        """Rewind and return None, or return the journal's entry for the end of the run.
+        """Rewind and return None, or return the row in metrics.jsonl for the end of the run.
 
         A rewind makes an earlier checkpoint the newest one, with the position in the data after the bad steps. All
         processes must call this after the guard has tripped and the last save has ended. This object is invalid then.
@@ -104,10 +105,12 @@ class RunState:
                     "run, so the run cannot return to its start; use a new --workdir"
                 )
             start.save(wait=True)
-        if is_primary():  # A run that is killed in between reaches the same bad steps again.
-            checkpointer.remove_after(step)
-            manifest = read_manifest(checkpointer.folder / str(step))
-            checkpointer.amend(step, decision.apply(manifest.loader, self.guard.rewinds))
+        if is_primary():
+            # A run that is killed in between resumes from an older checkpoint and reaches the same bad steps again.
+            owner, folder = self.run.owner, checkpointer.folder
+            for later in (other for other in reversed(checkpointer.steps()) if other > step):
+                protocol.remove(owner, folder / str(later))
+            protocol.amend(owner, folder / str(step), lambda loader: decision.apply(loader, self.guard.rewinds))
         barrier(f"rewind {len(self.guard.rewinds) + 1}", config.multihost.barrier_timeout_seconds)
         return None
 

@@ -11,7 +11,7 @@ import shlex
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ from difftx.training.workload import attention_kernel
 RUN_FORMAT = 1
 LOCK_WAIT_SECONDS = 60.0
 RANKING_SCHEMA = {"function": str, "conditions": {str: str}, "milliseconds": {str: float}, "rejected": {str: str}}
-RECORDS = ("config.json", "manifest.json", "metrics.jsonl", "journal.jsonl", ".lock")  # On a disk.
+RECORDS = ("config.json", "manifest.json", "metrics.jsonl", ".lock")  # On a disk.
 # Flags that may differ between processes. For config and extension, the contents are compared in place of the paths.
 OWN_FLAGS = ("distributed", "coordinator", "processes", "process", "config", "extension")
 # Settings of JAX and XLA that may differ between processes, because they do not change numbers.
@@ -83,16 +83,6 @@ class Run:
             return signature | {f"data: validation set {name}": value for name, value in valid.items()}
 
         return agree("the data", opened, contents, config.multihost.barrier_timeout_seconds)
-
-    def check_everywhere(
-        self, check: Callable[["Run"], object], describe: Callable[["Run"], Mapping[str, Any]]
-    ) -> None:
-        """Call `check` with this run in every process. Raise `UserError` in all processes if it fails in one.
-
-        Also raise `UserError` if the fields of `describe`, such as hashes of files, differ between processes.
-        """
-        timeout = self.config.multihost.barrier_timeout_seconds
-        agree("the checks", lambda: check(self), lambda _: describe(self), timeout)
 
     @property
     def files(self) -> Path:

@@ -153,7 +153,7 @@ class Run:
         self._frozen: list[subprocess.Popen] = []
         self._starts = 0
         self._known: dict[int, disk.Digests] = {}  # Checkpoints that verified at the last check.
-        self._rewinds = 0  # Number of rewinds in the journal at the last check.
+        self._rewinds = 0  # Number of rewinds in metrics.jsonl at the last check.
         self._corrupt_steps: frozenset[int] = frozenset()  # Steps with corrupt rows in metrics.jsonl.
         self._small_disk: SmallDisk | None = None
         self._reads = failing_reads(folder)
@@ -203,7 +203,7 @@ class Run:
         self._checked = True
         assert int(found[1]) in self._expected, f"started at step {found[1]}, not {self._expected}: {self._log()}"
         self._check_checkpoints()
-        if not self.plan.nan:  # With bad batches, the journal decides which rows stay.
+        if not self.plan.nan:  # With bad batches, rewinds decide which rows stay.
             self._check_metrics(until=int(found[1]))
 
     def _log(self, process: int = 0) -> str:
@@ -537,11 +537,14 @@ class Run:
 
     def _check_checkpoints(self) -> None:
         """Check that no checkpoint that verified is lost, and record those that verify now."""
-        counted = len(records.rewinds(self._workdir))
+        counted = len(records.rows_of(self._workdir / "metrics.jsonl", "rewind"))
         now = disk.verified_contents(self._checkpoints)
         complete = disk.checkpoints_with_right_sizes(self._checkpoints)
         # A running training may have rewound since `counted`. The next check takes that rewind into account again.
-        new = [(entry["step"], entry["bad_steps"][0]) for entry in records.rewinds(self._workdir)[self._rewinds :]]
+        new = [
+            (entry["step"], entry["bad_steps"][0])
+            for entry in records.rows_of(self._workdir / "metrics.jsonl", "rewind")[self._rewinds :]
+        ]
         new += self._unrecorded_rewind(complete)
         back_to = min((target for target, _ in new), default=None)
         # Checkpoints that rewinds have deleted since the last check. Retention counted them until then.
@@ -561,9 +564,9 @@ class Run:
         self._known, self._rewinds = now, counted
 
     def _unrecorded_rewind(self, complete: list[int]) -> list[tuple[int, int]]:
-        """Return the target and the first bad step of a rewind that has begun, and may have no journal entry yet.
+        """Return the target and the first bad step of a rewind that has begun, and may have no row yet.
 
-        A rewind deletes checkpoints before the next attempt writes its entry. The log then shows the bad steps last.
+        A rewind deletes checkpoints before the next attempt writes its row. The log then shows the bad steps last.
         """
         attempt = self._log().rpartition("attempt ")[2]
         skipped = list(map(int, re.findall(r"step (\d+): .*: update skipped", attempt)))
@@ -587,7 +590,7 @@ class Run:
         assert all(any(target.iterdir()) for target in targets), f"what a link led to is gone: {targets}"
         assert self.plan.layout.steps in self._known, f"no checkpoint of the last step: {list(self._known)}"
         self._check_metrics(until=self.plan.layout.steps)
-        records.check_journal(self._workdir, self._uninterrupted)
+        records.check_rewinds(self._workdir, self._uninterrupted)
         records.check_tensorboard(self._workdir, self._uninterrupted)
 
     @contextlib.contextmanager

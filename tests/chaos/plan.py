@@ -84,7 +84,7 @@ UNREADABLE_BY_ERROR = ("EIO while reading", "ESTALE while opening")
 UNREADABLE = (*UNREADABLE_BY_MODE, *UNREADABLE_BY_ERROR)
 INDEX = "truncated packing index"
 CONFIGS = "processes of different configs"
-HARMLESS = ("flipped bit in journal.jsonl", "leftover of a save", "empty step folder", "leftover of a removal")
+HARMLESS = ("leftover of a save", "empty step folder", "leftover of a removal")
 # Corruptions that are dealt first, so that the 40 faults of CI include all of them.
 FIRST = {
     "one": ("unreadable file", "EIO while reading", INDEX),

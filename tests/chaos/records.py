@@ -1,7 +1,5 @@
 """Comparison of the records of a run with those of an uninterrupted run."""
 
-import contextlib
-import hashlib
 import json
 import struct
 from pathlib import Path
@@ -12,7 +10,7 @@ from tensorboardX.proto import event_pb2
 
 # Fields that are compared. The other fields of a row depend on time.
 TRAIN = ("loss", "grad_norm", "learning_rate", "tokens", "lambda", "skipped")
-EVENT = ("event", "step", "reason", "bad_steps", "skipped_examples", "rewinds")
+EVENT = ("split", "step", "reason", "bad_steps", "skipped_examples", "rewinds")
 
 
 def rows_of(metrics: Path, split: str) -> list[dict[str, Any]]:
@@ -61,28 +59,13 @@ def check_metrics(run: Path, uninterrupted: Path, *, until: int, corrupt: frozen
     assert due <= evaluations[0].keys(), f"{run}: no evaluation {sorted(due - evaluations[0].keys())}"
 
 
-def check_journal(run: Path, uninterrupted: Path) -> None:
+def check_rewinds(run: Path, uninterrupted: Path) -> None:
     """Assert that the same steps were bad and the same data were skipped."""
     ours, theirs = (
-        [{name: e.get(name) for name in EVENT} for e in events(workdir)] for workdir in (run, uninterrupted)
+        [{name: row.get(name) for name in EVENT} for split in ("rewind", "stop") for row in rows_of(metrics, split)]
+        for metrics in (run / "metrics.jsonl", uninterrupted / "metrics.jsonl")
     )
-    assert ours == theirs, f"{run}: journal {ours}, uninterrupted {theirs}"
-
-
-def events(workdir: Path) -> list[dict[str, Any]]:
-    """Return the journal's entries, without corrupt lines."""
-    path, found = workdir / "journal.jsonl", []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-            recorded = (entry := json.loads(line)).pop("sha256")
-            if hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest() == recorded:
-                found.append(entry)
-    return found
-
-
-def rewinds(run: Path) -> list[dict[str, Any]]:
-    """Return the journal's entries of rewinds."""
-    return [event for event in events(run) if event["event"] == "rewind"]
+    assert ours == theirs, f"{run}: rewinds and stops {ours}, uninterrupted {theirs}"
 
 
 def check_tensorboard(run: Path, uninterrupted: Path) -> None:

@@ -69,9 +69,9 @@ def write_everything(workdir, architecture, offset):
     goodput = {"train_seconds": 80.0, "data_wait_seconds": 5.0, "save_seconds": 15.0, "wall_seconds": 100.0}
     with (workdir / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"split": "goodput", "step": STEPS, "attempt": 1, **goodput}) + "\n")
+        rewind = {"split": "rewind", "step": 3000, "attempt": 1, "reason": EVIL, "bad_steps": [3005, 3007]}
+        file.write(json.dumps(rewind | {"skipped_examples": [1, 2], "rewinds": 1}) + "\n")
         file.write('{"split": "train", "st')
-    event = {"event": "rewind", "step": 3000, "reason": EVIL, "attempt": 1}
-    (workdir / "journal.jsonl").write_text(json.dumps(event) + "\n")
     for step in (STEPS // 2, STEPS):
         write_result(workdir, "loss", step, {"loss": 2.0 + offset + 100 / step, "bits_per_byte": 0.5 + offset})
     write_result(workdir, "position", STEPS, {"nll": 1.5 + offset}, [LINES])
@@ -291,7 +291,7 @@ def test_the_page_is_small_self_contained_and_complete(report):
         assert code not in text
     ids = re.findall(r' id="([^"]*)"', text)
     assert len(ids) == len(set(ids))  # The clip paths of one figure do not apply to another.
-    assert "diff: 1 lines of metrics and journal could not be read" in text
+    assert "diff: 1 lines of metrics.jsonl could not be read" in text
     assert "model.architecture" in text  # Differs between the configs.
     assert '<td class="better" colspan="1">−0.500 (−33.33%) <span class="word">better</span></td>' in text
     assert '<td class="worse" colspan="1">+0.500 (+20.00%) <span class="word">worse</span></td>' in text
@@ -517,7 +517,7 @@ def test_mistakes_are_named_and_no_page_is_written(tmp_path):
 
 
 def test_control_characters_are_escaped(tmp_path, capsys):
-    """Control characters are escaped in folder names, results, samples, charts and the journal.
+    """Control characters are escaped in folder names, results, samples, charts and reasons of rewinds.
 
     Unpaired surrogates cannot even be encoded.
     """
@@ -526,7 +526,8 @@ def test_control_characters_are_escaped(tmp_path, capsys):
     run = write_run(tmp_path / "run\x1b[31m\u202e", config)
     with (run / "metrics.jsonl").open("a") as file:
         file.write("no metrics\n")
-    (run / "journal.jsonl").write_text(json.dumps({"step": 2, "event": hostile}) + "\n")
+        stop = {"split": "stop", "step": 2, "attempt": 1, "reason": hostile, "bad_steps": [1, 2]}
+        file.write(json.dumps(stop) + "\n")
     labels = dict.fromkeys(("title", "x_label", "y_label"), hostile)
     result = {"numbers": {hostile: 1.0}, "details": {"samples": [{"prompt": hostile, "completion": hostile}]}}
     result["charts"] = [LINES | labels | {"series": [{"name": hostile, "x": [1, 2], "y": [1, 2]}]}]

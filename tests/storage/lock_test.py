@@ -179,58 +179,40 @@ def test_lock_check_after_release_raises(bucket):
         held.check()
 
 
-def test_slow_reads_do_not_delay_a_takeover(monkeypatch):
-    """A waiting process, whose reads take half a second, reads the lock as soon as it may take the lock over."""
-    store = types.SimpleNamespace(written=None)
-    clock = types.SimpleNamespace(now=0.0)
-
-    owner = {"id": "a", "host": "b", "pid": 1, "takeover_seconds": 60}
+@pytest.mark.parametrize(
+    ("owner", "waiting", "read_seconds", "expected"),
+    [
+        # Reads that take half a second delay a takeover by one of them.
+        (60.0, 60.0, 0.5, 60.8),
+        # The owner renews six times within its own time, so a shorter time of the waiting process is not enough.
+        (600.0, 60.0, 0.0, 600.5),
+        (60.0, 600.0, 0.0, 600.5),
+    ],
+)
+def test_a_lock_without_renewals_is_taken_over_after_the_longer_of_both_times(
+    monkeypatch, owner, waiting, read_seconds, expected
+):
+    clock, store = types.SimpleNamespace(now=0.0), types.SimpleNamespace(content=None, written=None)
 
     def sleep(seconds):
         clock.now += seconds + 0.001
 
     def read(path):
-        sleep(0.5)
-        return objects.Stored(json.dumps({"owner": owner}).encode(), b"1")
+        sleep(read_seconds)
+        return None if store.content is None else objects.Stored(store.content, b"1")
 
     def write_if(path, content, generation):
-        store.written = clock.now
-        return b"2"
+        store.content, store.written = content, clock.now
+        return b"1"
 
     store.read_verified, store.write_if = read, write_if
     monkeypatch.setattr(lock_module, "objects", store)
     monkeypatch.setattr(lock_module, "time", types.SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
     monkeypatch.setattr(lock_module, "_now", lambda: clock.now)
-    BucketLock(Path("run/.lock"), "--workdir=run", takeover_seconds=60.0, wait_seconds=0)._acquire()
-    assert 60.5 < store.written < 61.1
-
-
-def test_a_lock_without_renewals_is_taken_over_after_the_longer_of_both_times(monkeypatch):
-    """The owner renews six times within its own time, so a shorter time of the waiting process is not enough."""
-
-    def seconds_until_takeover(owner, waiting):
-        clock = types.SimpleNamespace(now=0.0)
-        store = types.SimpleNamespace(content=None, written=None)
-
-        def sleep(seconds):
-            clock.now += seconds + 0.001
-
-        def write_if(path, content, generation):
-            store.content, store.written = content, clock.now
-            return b"1"
-
-        store.read_verified = lambda path: None if store.content is None else objects.Stored(store.content, b"1")
-        store.write_if = write_if
-        monkeypatch.setattr(lock_module, "objects", store)
-        monkeypatch.setattr(lock_module, "time", types.SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
-        monkeypatch.setattr(lock_module, "_now", lambda: clock.now)
-        BucketLock(Path("run/.lock"), "--workdir=run", takeover_seconds=owner, wait_seconds=0)._acquire()
+    for takeover in (owner, waiting):
         clock.now = 0.0
-        BucketLock(Path("run/.lock"), "--workdir=run", takeover_seconds=waiting, wait_seconds=0)._acquire()
-        return store.written
-
-    assert seconds_until_takeover(owner=600.0, waiting=60.0) == pytest.approx(600, abs=1)
-    assert seconds_until_takeover(owner=60.0, waiting=600.0) == pytest.approx(600, abs=1)
+        BucketLock(Path("run/.lock"), "--workdir=run", takeover_seconds=takeover, wait_seconds=0)._acquire()
+    assert store.written == pytest.approx(expected, abs=0.5)
 
 
 class Store:

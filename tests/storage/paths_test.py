@@ -25,16 +25,6 @@ def test_local_paths_are_pathlib_paths():
         assert path_of("--workdir", text) == Path(text)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("scheme", ["gs", "s3"])
-def test_paths_of_buckets_keep_their_address(scheme):
-    pytest.importorskip({"gs": "gcsfs", "s3": "s3fs"}[scheme])
-    path = path_of("--workdir", f"{scheme}://runs/a/b")
-    assert is_bucket(path)
-    assert str(path / "c") == f"{scheme}://runs/a/b/c"
-    assert (path.name, str(path.parent)) == ("b", f"{scheme}://runs/a")
-
-
 def test_errors_of_one_line(monkeypatch):
     with pytest.raises(UserError, match="--workdir=ftp://a/b: stores of type ftp are not supported; use gs://, s3://"):
         path_of("--workdir", "ftp://a/b")

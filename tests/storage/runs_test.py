@@ -8,15 +8,12 @@ from conftest import ROOT, child_environment, write_text
 from helpers.bucket_runs import run_of, start, train, wait_until
 from helpers.buckets import in_ci_with
 from helpers.command_server import commands
-from helpers.events import events
 
 from difftx.files import list_folder, read_file, write_atomically
 from difftx.json_files import read_json
 from difftx.report.runs import match_runs
-from difftx.run_files import pulled
 from difftx.storage import objects
 from difftx.training.checkpoint.manifest import steps_in
-from difftx.training.metrics import read_metrics
 
 
 @pytest.fixture(scope="session")
@@ -71,23 +68,6 @@ def test_a_run_that_was_killed_is_resumed_bit_for_bit(trained, local_run):
     assert read_json(workdir / "config.json") == read_json(local / "config.json")
     numbers = [read_json(path / "evals" / "loss" / "24.json")["numbers"] for path in (workdir, local)]
     assert numbers[0] == numbers[1]
-
-
-def test_tensorboard_shows_the_rows_of_a_run_that_was_killed(trained):
-    """Read the event files as TensorBoard does: sorted by name. A restart voids the points from its step on."""
-    losses, restarts = {}, []
-    for name in sorted(list_folder(trained / "tensorboard")):
-        for event in events(read_file(trained / "tensorboard" / name)):
-            if event.HasField("session_log"):
-                restarts.append(event.step)
-                losses = {step: loss for step, loss in losses.items() if step < event.step}
-            for value in event.summary.value:
-                if value.tag == "train/loss":
-                    losses[event.step] = value.simple_value
-    rows = [row for row in read_metrics(pulled(trained) / "metrics.jsonl")[0] if row["split"] == "train"]
-    assert losses == {row["step"]: pytest.approx(row["loss"], rel=1e-6) for row in rows}
-    assert sorted(losses) == list(range(1, 25))
-    assert restarts[-1] > 4  # The run was resumed from a checkpoint.
 
 
 @in_ci_with("gs")

@@ -97,21 +97,6 @@ def test_stopped_run_resumes_bit_for_bit(uninterrupted, tmp_path):
 
 
 @pytest.mark.long
-def test_killed_run_resumes_from_its_last_checkpoint(uninterrupted, tmp_path):
-    """As after SIGKILL, metrics.jsonl has rows after the checkpoint and half a line. The resumed run deletes both."""
-    text, full_run = uninterrupted
-    workdir = tmp_path / "killed"
-    assert stop_at(45, text, workdir) == 75
-    newest = max((workdir / "checkpoints").iterdir(), key=lambda p: int(p.name))
-    shutil.rmtree(newest)  # As if the last checkpoint had never been written.
-    with (workdir / "metrics.jsonl").open("a") as file:
-        file.write('{"split": "train", "st')
-    result = train(text, workdir)
-    assert "attempt 2, from step 40" in result.stdout, result.stderr
-    assert train_losses(workdir)[0] == train_losses(full_run)[0]
-
-
-@pytest.mark.long
 def test_a_run_without_its_checkpoints_keeps_its_metrics(uninterrupted, tmp_path):
     text, full_run = uninterrupted
     workdir = tmp_path / "lost"
@@ -242,7 +227,7 @@ def final_state(workdir):
 
 @pytest.mark.long
 @pytest.mark.parametrize("of", ["checkpoint", "run"])
-def test_a_branch_continues_as_its_source_bit_for_bit(uninterrupted, tmp_path, of):
+def test_a_branch_continues_as_its_source_and_resumes_without_it_bit_for_bit(uninterrupted, tmp_path, of):
     text, full_run = uninterrupted
     source, workdir = tmp_path / "source", tmp_path / "branch"
     shutil.copytree(full_run, source)
@@ -254,19 +239,9 @@ def test_a_branch_continues_as_its_source_bit_for_bit(uninterrupted, tmp_path, o
     assert "attempt 1, from step 40 to 60" in result.stdout
     assert rows_after(0, workdir) == rows_after(40, full_run)
     jax.tree.map(np.testing.assert_array_equal, final_state(workdir), final_state(full_run))
-
-
-@pytest.mark.long
-def test_a_branch_resumes_without_its_source_bit_for_bit(uninterrupted, tmp_path):
-    text, full_run = uninterrupted
-    source, workdir = tmp_path / "source", tmp_path / "branch"
-    shutil.copytree(full_run / "checkpoints" / "40", source / "checkpoints" / "40")
-    branch = {"checkpoint__branch_from": source / "checkpoints" / "40"}
-    result = train(text, workdir, **branch)
-    assert result.returncode == 0, result.stderr
     shutil.rmtree(source)
     shutil.rmtree(workdir / "checkpoints" / "60")
-    result = train(text, workdir, **branch)
+    result = train(text, workdir, checkpoint__branch_from=path)
     assert "attempt 2, from step 40 to 60" in result.stdout, result.stderr
     assert rows_after(0, workdir) == rows_after(40, full_run)
 

@@ -63,8 +63,6 @@ def test_retention_keeps_the_steps_of_its_rule(saved, tmp_path, rule, kept):
         ("aaaa", (9, 9, 9, 8), ["20", "40"]),  # And here on fewer tokens.
         ("bbaa", (9, 9, 9, 9), ["30", "40"]),
         ("aaaa", (8, 8, 9, 9), ["30", "40"]),  # The run resumed with another `eval.loss_tokens`.
-        ("bbcc", (9, 9, 9, 9), ["30", "40"]),  # None of the run's own set yet.
-        ("aaaa", (7, 7, 8, 8), ["30", "40"]),
     ],
 )
 def test_the_best_checkpoint_is_one_of_those_that_the_run_itself_has_measured(config, tmp_path, sets, tokens, kept):

@@ -38,6 +38,7 @@ class Checkpoints:
     def __init__(self, workdir: AnyPath, run_id: str | None = None):
         """Open the folder of checkpoints. Those of other runs than `run_id` do not verify, if it is set."""
         self.workdir, self.folder, self._run_id = workdir, resolved(workdir) / "checkpoints", run_id
+        self._verifies_content = True
 
     def steps(self) -> list[int]:
         """Return the steps that have a folder, in ascending order. Their checkpoints may be corrupt."""
@@ -122,9 +123,10 @@ class Checkpoints:
         """Use a quarantined checkpoint again, if this process may, and return its step."""
         return None
 
-    def _why_invalid(self, step: int, *, content: bool = True) -> str | None:
+    def _why_invalid(self, step: int) -> str | None:
+        folder, content = self.folder / str(step), self._verifies_content
         try:
-            return why_invalid(self.folder / str(step), step=step, run_id=self._run_id, content=content)
+            return why_invalid(folder, step=step, run_id=self._run_id, content=content)
         except UnreadableError as error:
             raise UnreadableError(
                 f"{error}; nothing was renamed: run the same command again once it can be read, or put the checkpoint "
@@ -152,6 +154,7 @@ class Checkpointer(Checkpoints):
         """
         super().__init__(workdir, run_id)
         self._config, self._save_seconds, self._owner, self._on_saved = config, save_seconds, owner, on_saved
+        self._verifies_content = config.verify == "checksums"
         self._saves = 0
         self._background = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._saving: tuple[int, concurrent.futures.Future[None]] | None = None
@@ -219,9 +222,6 @@ class Checkpointer(Checkpoints):
                 "restore a checkpoint from a copy, or use a new --workdir"
             )
         return None
-
-    def _why_invalid(self, step: int, *, content: bool = True) -> str | None:
-        return super()._why_invalid(step, content=content and self._config.verify == "checksums")
 
     def save(self, state: TrainState, loader: dict[str, Any], config: Config) -> None:
         """Start to save, and return as soon as the arrays may be donated to the next step.
@@ -298,17 +298,6 @@ class Checkpointer(Checkpoints):
         kept = retention.steps_to_keep(self._config, complete, files)
         for other in complete:
             if other not in kept:
-                protocol.remove(self._owner, self.folder / str(other))
-
-    def amend(self, step: int, loader: dict[str, Any]) -> None:
-        """Commit a checkpoint again, with another state of the loader. Only the primary process may call this."""
-        protocol.amend(self._owner, self.folder / str(step), loader)
-
-    def remove_after(self, step: int) -> None:
-        """Delete the checkpoints of later steps. Only the primary process may call this."""
-        # Delete the newest checkpoint first. If this is interrupted, the run rewinds again from an older checkpoint.
-        for other in reversed(self.steps()):
-            if other > step:
                 protocol.remove(self._owner, self.folder / str(other))
 
     def wait(self) -> None:

@@ -98,13 +98,13 @@ class Save:
             raise RunError(f"{self._folder}: another process has taken over this run, so the checkpoint was not saved")
 
 
-def amend(owner: Owner, folder: AnyPath, loader: dict[str, Any]) -> None:
-    """Commit a checkpoint again, with another state of the loader and the guard, and the same arrays."""
+def amend(owner: Owner, folder: AnyPath, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Commit a checkpoint again, with the same arrays, and the state of loader and guard that `change` returns."""
     path = folder / MANIFEST
     found, content = stored(path), without_sha256(read_json(path))
     if content is None or found is None:
         raise RunError(f"{folder}: the checkpoint does not verify any more")
-    text = json.dumps(with_sha256(content | {"loader": loader}), indent=1) + "\n"
+    text = json.dumps(with_sha256(content | {"loader": change(content["loader"])}), indent=1) + "\n"
     if owner.write_if(path, text.encode(), found.generation) is None:
         raise RunError(f"{folder}: another process has taken over this run")
 

@@ -30,23 +30,19 @@ def newest_and_every(config: CheckpointConfig, steps: Sequence[int]) -> set[int]
 def steps_to_keep(config: CheckpointConfig, checkpoints: Mapping[int, Manifest], files: Path) -> set[int]:
     """Return the steps of the checkpoints that the config keeps. `files` has the small files of the run.
 
-    `checkpoint.keep_best` considers only results that are comparable with a reference basis (`Basis`). The reference is
-    the newest checkpoint: its validation sets and its fields of `eval`. If no result is comparable with it, the
-    reference is the newest result, which is not the first choice, because a user may have evaluated another text.
+    `checkpoint.keep_best` considers only results with the basis (`Basis`) of the newest checkpoint: its validation sets
+    and its fields of `eval`. A user may have evaluated another text.
     """
     steps = sorted(checkpoints)
     # A rewind uses only regular checkpoints, so some of them are kept too.
     regular = [step for step in steps if is_regular(checkpoints[step])]
     kept = newest_and_every(config, steps) | {*regular[-config.keep :]}
-    if config.keep_best is not None:
+    if config.keep_best is not None and steps:
+        manifest = checkpoints[steps[-1]]
+        basis = {**manifest.config["eval"], VALID: manifest.loader.get("valid")}
         found = {step: number_of(files, step, config.keep_best) for step in reversed(steps)}
-        results = {step: result for step, result in found.items() if result is not None}
-        if results:
-            bases = {step: basis for step, (_, basis) in results.items()}
-            manifest = checkpoints[steps[-1]]
-            own = {**manifest.config["eval"], VALID: manifest.loader.get("valid")}
-            basis = own if any(is_comparable(own, each) for each in bases.values()) else next(iter(bases.values()))
-            numbers = {step: number for step, (number, _) in results.items() if is_comparable(basis, bases[step])}
+        numbers = {step: each[0] for step, each in found.items() if each is not None and is_comparable(basis, each[1])}
+        if numbers:
             best = min if config.keep_best_mode == "min" else max
             kept.add(best(numbers, key=numbers.__getitem__))  # Among equally good steps, keep the newest one.
     return kept
