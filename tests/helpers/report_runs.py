@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from conftest import ROOT, replace
 
 from difftx.config.recipes import load_config
-from difftx.evals.result import Number
+from difftx.evals.result import Result
 from difftx.files import make_folder
 from difftx.run_files import small_files
 from difftx.training.checkpoint.checkpointer import Checkpointer
@@ -75,15 +75,12 @@ def write_run(
 
 
 def write_result(workdir, suite, step, numbers, charts=(), details=None, options=None):
-    """Write a result. `options` is what `difftx eval` records of its settings.
-
-    A value in `numbers` that is not a `Number` is one of which nothing else is known.
-    """
+    """Write a result. `options` is what `difftx eval` records of its settings."""
     folder = workdir / "evals" / suite
     folder.mkdir(parents=True, exist_ok=True)
+    numbers = Result(numbers=numbers).numbers
     result = {"suite": suite, "step": step, "numbers": numbers, "charts": list(charts), "details": details or {}}
-    result["measures"] = {name: vars(number) for name, number in dict(numbers).items() if isinstance(number, Number)}
-    result |= {} if options is None else {"options": options}
+    result |= {"measures": {name: vars(number) for name, number in numbers.items()}, "options": options or {}}
     (folder / f"{step}.json").write_text(json.dumps(result))
 
 

@@ -193,7 +193,7 @@ def test_a_run_that_diverged_after_a_validation_has_no_verdict(tmp_path, metric)
     # A finite result of a later step counts, and a null of the same step has precedence over the row of the training.
     write_result(b, "loss", 15, {"loss": 2.0, "bits_per_byte": 0.5})
     assert judged([a, b], metric).headline.startswith("a has a lower ")
-    write_result(a, "loss", 12, {"loss": None, "bits_per_byte": None})
+    write_result(a, "loss", 12, {"loss": math.nan, "bits_per_byte": math.nan})
     assert judged([a, b], metric).details == ["a: the loss of its last validation, at step 12, is not finite."]
 
 
