@@ -150,30 +150,25 @@ def check_comparable(runs: Sequence[RunRecord], metric: Metric) -> None:
 
 def different_tokenizers(runs: Sequence[RunRecord]) -> tuple[str, str] | None:
     """Return the names of two runs with different tokenizers, or None if all runs have the same tokenizer."""
-    tokenizers = [run.manifest.get("data", {}).get("tokenizer") for run in runs]
-    if None in tokenizers:  # The manifest of an imported run has no fingerprint, so compare the tokenizers' names.
-        tokenizers = [run.config.data.tokenizer for run in runs]
-    for run, tokenizer in zip(runs, tokenizers, strict=True):
-        if tokenizer != tokenizers[0]:
-            return runs[0].name, run.name
-    return None
+    first, *others = runs
+    other = next(
+        (run for run in others if run.manifest["data"]["tokenizer"] != first.manifest["data"]["tokenizer"]), None
+    )
+    return None if other is None else (first.name, other.name)
 
 
-def data_content(run: RunRecord) -> dict[str, Any] | None:
-    """Return what identifies the content of each source of the training data, or None if it is not known."""
-    data = run.manifest.get("data", {})
-    return {name: value for name, value in data.items() if name.startswith("source ")} or None
+def data_content(run: RunRecord) -> dict[str, Any]:
+    """Return what identifies the content of each source of the training data."""
+    return {name: value for name, value in run.manifest["data"].items() if name.startswith("source ")}
 
 
 def data_notes(runs: Sequence[RunRecord]) -> list[str]:
     """Return a note, with two runs as examples, for each way in which the runs' data make their losses incomparable."""
     notes = []
     # Another tokenizer changes the tokens of the same text, so that the contents cannot be compared.
-    known = [] if different_tokenizers(runs) else [run for run in runs if data_content(run)]
-    for run in known:
-        if data_content(run) != data_content(known[0]):
-            notes.append(f"{known[0].name} and {run.name} have other data at data.path or data.sources")
-            break
+    others = [] if different_tokenizers(runs) else [r for r in runs if data_content(r) != data_content(runs[0])]
+    if others:
+        notes.append(f"{runs[0].name} and {others[0].name} have other data at data.path or data.sources")
     for field, what in (("data.sequence_length", "tokens per row"), ("eval.loss_tokens", "tokens to validate on")):
         group, name = field.split(".")
         values = {run.name: getattr(getattr(run.config, group), name) for run in runs}

@@ -37,11 +37,11 @@ def write_run(
     layers=0,
     valid_every=3,
     skipped_step=None,
-    text=None,
+    text="x",
 ):
     """Write config, manifest and metrics of `config.train.steps` steps with the given loss, and return the folder.
 
-    `text` is the fingerprint of the training text. Manifests of old runs have none.
+    `text` is the fingerprint of the training text.
     """
     workdir.mkdir(parents=True)
     (workdir / "config.json").write_text(config.to_json())
@@ -51,10 +51,12 @@ def write_run(
         "commit": "0123abc",
         "python": "3.12.1",
         "packages": {"jax": "0.12.0"},
+        "command": "difftx train",
+        "attention_kernel": "xla",
         "devices": {"kind": "cpu", "count": 2, "mesh": {"data": 1, "fsdp": 2}},
         "data": {"tokenizer": tokenizer, "train_tokens": {"text": 1000}, "valid_tokens": {"text": 100}},
     }
-    manifest["data"] |= {} if text is None else {"source train": text}
+    manifest["data"]["source train"] = text
     (workdir / "manifest.json").write_text(json.dumps(manifest))
     writer = MetricsWriter(workdir, dataclasses.replace(config.logging, tensorboard=False), 0)
     for step in range(every, config.train.steps + 1, every):
