@@ -106,9 +106,8 @@ class ChatEndpoint:
             where = "eval.judge.base_url and eval.hallucination.judge_model"
             raise UserError(f"{self.url} refuses the request: {reason}; see {where}")
         if status != 200:
-            wait = response.headers.get(
-                "Retry-After", ""
-            )  # Seconds, or a date, in place of which `backoff_seconds` is.
+            # Seconds, or a date, which is not read: `eval.judge.backoff_seconds` applies.
+            wait = response.headers.get("Retry-After", "")
             raise AttemptError(reason, float(wait) if wait.isdecimal() else 0.0)
         wrong = schema_error(reply, {"choices": [{"message": {"content": str}}]})
         if wrong is not None or not reply["choices"]:  # Some endpoints report errors with status 200.
