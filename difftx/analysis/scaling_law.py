@@ -40,7 +40,7 @@ class PowerLaw:
         """Return the x at which the law reaches a loss, or infinity if it never does."""
         above = np.asarray(loss, float) - self.c
         with np.errstate(divide="ignore", over="ignore"):
-            return np.where(above > 0, (np.maximum(above, 0) / self.a) ** (-1 / np.asarray(self.b)), np.inf)
+            return (np.maximum(above, 0) / self.a) ** (-1 / np.asarray(self.b))  # 0 to a negative power is infinite.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,8 +5,9 @@ import jax
 from difftx.config import Config
 from difftx.config.model import CacheConfig
 from difftx.errors import UserError
+from difftx.evals import SUITES
 from difftx.evals.evaluation import Evaluation
-from difftx.evals.inner import charts_of, check_inner, evaluate_inner, named, require_quantizable
+from difftx.evals.inner import evaluate_inner, require_quantizable
 from difftx.evals.result import Number, Result
 from difftx.evals.suite import Suite
 from difftx.inference.decode import cache_bytes_per_token
@@ -19,21 +20,17 @@ def evaluate(evaluation: Evaluation) -> Result:
     """Run `eval.cache.suites` with keys and values in few bits, and with a part of the tokens."""
     run = evaluation.run
     configs = compressed(run.config)
-    found = evaluate_inner(evaluation, run.config.eval.cache.suites, configs, "suites by cache")
     size = {name: bytes_per_token(evaluation, config) for name, config in configs.items()}
-    numbers = {f"bytes_per_token_{name}": Number(value, "bytes per token", "lower") for name, value in size.items()}
-    texts = {"title": "by the size of the cache", "x_label": "bytes of the cache per token of a full row"}
     ascending = sorted(size, key=size.__getitem__)
     kinds = {
         kind: {name: size[name] for name in ascending if name == WHOLE or name.endswith(ending)}
         for kind, ending in (("fewer bits", "_bits"), ("fewer tokens", "_tokens"))
     }
-    charts = []
-    for suite, by_config in found.items():
-        for config, of_suite in by_config.items():
-            numbers |= named(suite, of_suite, config)
-        charts += charts_of(by_config, suite, "cache", kinds, **texts)
-    return Result(numbers=numbers, details={"recent_share": run.config.eval.cache.recent_share}, charts=charts)
+    texts = {"title": "by the size of the cache", "x_label": "bytes of the cache per token of a full row"}
+    suites, recent_share = run.config.eval.cache.suites, run.config.eval.cache.recent_share
+    of_suites, charts = evaluate_inner(evaluation, suites, configs, kinds, prefix="cache", **texts)
+    numbers = {f"bytes_per_token_{name}": Number(value, "bytes per token", "lower") for name, value in size.items()}
+    return Result(numbers=numbers | of_suites, details={"recent_share": recent_share}, charts=charts)
 
 
 def compressed(config: Config) -> dict[str, Config]:
@@ -58,7 +55,8 @@ def bytes_per_token(evaluation: Evaluation, config: Config) -> float:
 def check(run: Run) -> None:
     """Raise `UserError` for settings or rows that the suite cannot evaluate."""
     compressed(run.config)
-    check_inner(run, run.config.eval.cache.suites)
+    for name in run.config.eval.cache.suites:
+        SUITES[name].check(run)
     if run.config.data.document_mask:
         raise UserError(
             "data.document_mask=True: a compressed cache does not keep the documents of a row apart; it requires a run "

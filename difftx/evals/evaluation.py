@@ -27,39 +27,22 @@ from difftx.training.state import graph
 DECISION_ITEMS = 64  # Most answers per message from the primary process to the others. Answers may be long texts.
 
 
-class ItemJournal:
-    """A file with the answers of finished items, from which an interrupted suite resumes.
+def journal_of(path: Path, settings: str, weights: str | None, owner: Owner = UNLOCKED) -> JsonLines:
+    """Return the journal of the result at `path`: a file with the answers of finished items.
 
-    Each JSON line holds one answer. The file's name depends on settings and weights, so that an evaluation with other
-    ones, which may run at the same time, has another file. Only the primary process reads and writes the file.
+    Its name depends on settings and weights, so that an evaluation with other ones, which may run at the same time, has
+    another file.
     """
-
-    def __init__(self, path: Path, settings: str, weights: str | None, owner: Owner = UNLOCKED):
-        path = path.with_suffix(f".{json_sha256([settings, weights])[:32]}.items.jsonl")
-        self._file = JsonLines(path, owner)
-
-    def start(self, ids: Sequence[str]) -> dict[str, Any]:
-        """Return the stored answers of the items by item id, in every process."""
-        rows = self._file.read({"id": str, "answer": object}) if is_primary() else []
-        stored, answers = {row["id"]: row["answer"] for row in rows}, {}
-        for group in itertools.batched(ids, DECISION_ITEMS):
-            stored_answers = {name: stored[name] for name in group if name in stored}
-            answers |= decide_on_primary(lambda stored_answers=stored_answers: stored_answers)
-        return answers
-
-    def add(self, answers: dict[str, Any]) -> None:
-        """Append answers by item id. They are on disk when the function returns."""
-        if is_primary():
-            self._file.append({"id": name, "answer": answer} for name, answer in answers.items())
-
-    def remove(self) -> None:
-        self._file.remove()
+    return JsonLines(path.with_suffix(f".{json_sha256([settings, weights])[:32]}.items.jsonl"), owner)
 
 
 class Evaluation:
-    """The input of a suite: a run, parameters, a progress display, and a journal if an interrupted suite can resume."""
+    """The input of a suite: a run, parameters, a progress display, and a journal if an interrupted suite can resume.
 
-    def __init__(self, run: Run, params: Any, work: Work, journal: ItemJournal | None = None):
+    Only the primary process reads and writes the journal.
+    """
+
+    def __init__(self, run: Run, params: Any, work: Work, journal: JsonLines | None = None):
         self.run, self.params, self.work, self.journal = run, params, work, journal
         self._valid_nll: dict[str, np.ndarray] = {}
 
@@ -140,8 +123,9 @@ class Evaluation:
         items as a microbatch has rows. Progress is shown under the name `what`. The same settings must always give the
         same items, which are dataclasses or JSON values. Equal items of a suite have the same answer.
         """
-        ids = [_sha256_of(item) for item in items]
-        answers = {} if self.journal is None else self.journal.start(ids)
+        as_json = (dataclasses.asdict(item) if dataclasses.is_dataclass(item) else item for item in items)
+        ids = list(map(json_sha256, as_json))
+        answers = self._stored_answers(ids)
         left = {name: item for name, item in zip(ids, items, strict=True) if name not in answers}
         batches = itertools.batched(left, batch_items or self.run.microbatch_rows)
         with self.work.task(what, len(left)) as advance:
@@ -150,14 +134,21 @@ class Evaluation:
                     batch = next(batches)
                     new_answers = dict(zip(batch, answer_batch([left[new] for new in batch]), strict=True))
                     answers |= new_answers
-                    if self.journal is not None:
-                        self.journal.add(new_answers)
+                    if self.journal is not None and is_primary():
+                        self.journal.append({"id": new, "answer": answer} for new, answer in new_answers.items())
                     advance(len(batch))
                 yield item, answers[name]
 
-
-def _sha256_of(item: Any) -> str:
-    return json_sha256(dataclasses.asdict(item) if dataclasses.is_dataclass(item) else item)
+    def _stored_answers(self, ids: Sequence[str]) -> dict[str, Any]:
+        """Return the answers in the journal by item id, in every process."""
+        if self.journal is None:
+            return {}
+        rows = self.journal.read({"id": str, "answer": object}) if is_primary() else []
+        stored, answers = {row["id"]: row["answer"] for row in rows}, {}
+        for group in itertools.batched(ids, DECISION_ITEMS):
+            of_group = {name: stored[name] for name in group if name in stored}
+            answers |= decide_on_primary(lambda of_group=of_group: of_group)
+        return answers
 
 
 def perplexity(loss: float) -> float:

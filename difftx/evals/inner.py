@@ -10,15 +10,23 @@ from difftx.errors import UserError, did_you_mean
 from difftx.evals import SUITES
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import LineChart, Number, Series
-from difftx.training.run import Run
 
 type Numbers = Mapping[str, Number]
 
 
 def evaluate_inner(
-    evaluation: Evaluation, suites: Sequence[str], configs: Mapping[str, Config], what: str
-) -> dict[str, dict[str, Numbers]]:
-    """Return the numbers of each suite with each config, by suite and name of the config."""
+    evaluation: Evaluation,
+    suites: Sequence[str],
+    configs: Mapping[str, Config],
+    lines: Mapping[str, Mapping[str, float]],
+    **texts: str,
+) -> tuple[dict[str, Number], list[LineChart]]:
+    """Run suites with each config. Return the numbers, and a chart for each number that depends on the config.
+
+    `lines` has the configs of each line, with their positions on the x-axis, in ascending order. A line needs two, and
+    the line "" has the name of its suite. `texts` are the `prefix` of the charts' names, the end of their `title`, and
+    the `x_label`.
+    """
     # Items with the same config are adjacent, so that suites share a forward pass over the validation data.
     items = [(suite, config) for config in configs for suite in suites]
 
@@ -31,10 +39,15 @@ def evaluate_inner(
         found = [SUITES[suite].evaluate(with_config(config)).numbers for suite, config in items]
         return [{name: {"value": float(n), **vars(n)} for name, n in numbers.items()} for numbers in found]
 
-    found: dict[str, dict[str, Numbers]] = {}
-    for (suite, config), numbers in evaluation.answers(items, answer, what=what, batch_items=1):
-        found.setdefault(suite, {})[config] = {name: Number(**stored) for name, stored in numbers.items()}
-    return found
+    by_suite: dict[str, dict[str, Numbers]] = {}
+    for (suite, config), numbers in evaluation.answers(items, answer, what="suites by config", batch_items=1):
+        by_suite.setdefault(suite, {})[config] = {name: Number(**stored) for name, stored in numbers.items()}
+    numbers, charts = {}, []
+    for suite, by_config in by_suite.items():
+        for config, of_suite in by_config.items():
+            numbers |= named(suite, of_suite, config)
+        charts += _charts(by_config, suite, lines, **texts)
+    return numbers, charts
 
 
 def named(suite: str, numbers: Numbers, ending: str = "") -> dict[str, Number]:
@@ -51,12 +64,6 @@ def named(suite: str, numbers: Numbers, ending: str = "") -> dict[str, Number]:
     return found
 
 
-def check_inner(run: Run, names: Sequence[str]) -> None:
-    """Raise `UserError` if one of the suites cannot evaluate the run."""
-    for name in names:
-        SUITES[name].check(run)
-
-
 def require_quantizable(field: str, names: Sequence[str]) -> Sequence[str]:
     """Return the names, or raise `UserError` if one is not that of a suite whose model can be quantised."""
     quantizable = [name for name, suite in SUITES.items() if suite.quantizable]
@@ -66,24 +73,19 @@ def require_quantizable(field: str, names: Sequence[str]) -> Sequence[str]:
     return names
 
 
-def charts_of(
-    by_config: Mapping[str, Numbers], suite: str, prefix: str, lines: Mapping[str, Mapping[str, float]], **texts: str
+def _charts(
+    by_config: Mapping[str, Numbers], suite: str, lines: Mapping[str, Mapping[str, float]], **texts: str
 ) -> list[LineChart]:
-    """Return a chart for each number that depends on the config. Constants, such as numbers of tokens, do not.
-
-    `lines` has the configs of each line, with their positions on the x-axis, in ascending order. A line needs two.
-    `texts` are the end of the charts' `title`, and the `x_label`.
-    """
     charts = []
     for name, number in next(iter(by_config.values())).items():
-        if len({numbers[name] for numbers in by_config.values()}) > 1:
+        if len({numbers[name] for numbers in by_config.values()}) > 1:  # Numbers of tokens, for example, are constant.
             label = name.replace("_", " ")
             series = [
-                Series(name=line, x=list(x_of.values()), y=[by_config[config][name] for config in x_of])
+                Series(name=line or suite, x=list(x_of.values()), y=[by_config[config][name] for config in x_of])
                 for line, x_of in lines.items()
                 if len(x_of) > 1
             ]
             title = f"{label if name == suite else f'{suite}: {label}'} {texts['title']}"
             labels = {"x_label": texts["x_label"], "y_label": number.axis}
-            charts.append(LineChart(name=f"{prefix}_{suite}_{name}", title=title, series=series, **labels))
+            charts.append(LineChart(name=f"{texts['prefix']}_{suite}_{name}", title=title, series=series, **labels))
     return charts

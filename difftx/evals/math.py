@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from difftx.config.eval import MathFormat, MathTaskConfig
+from difftx.config.eval import MathConfig, MathFormat, MathTaskConfig
 from difftx.data.records import Record, read_records
 from difftx.errors import UserError, import_extra
 from difftx.evals import check_suites
@@ -103,59 +103,54 @@ class MathItem(Request):
     problem: Problem
 
 
-class MathTask:
-    """A task's problems with their prompts. The same files, settings and tokenizer always give the same prompts."""
+def items_of(run: Run, config: MathTaskConfig) -> list[MathItem]:
+    """Return the requests of a task. The same files, settings and tokenizer always give the same ones.
 
-    def __init__(self, run: Run, config: MathTaskConfig):
-        """Make the prompts, which share demonstrations, or raise `UserError` for an invalid file or a long prompt."""
-        settings = run.config.eval.math
-        self.name, self._settings = config.name, settings
-        rng = np.random.default_rng(settings.seed)
-        field = f"eval.math.tasks, {config.name}"
-        context = self._demonstrations(config, field, rng)
-        problems = read_problems(config.test, config.format, field=f"{field}.test")
-        if settings.questions is not None:
-            problems = [problems[i] for i in sorted(rng.permutation(len(problems))[: settings.questions])]
-        nudge = NUDGE if settings.chain_of_thought and not settings.shots else ""
-        context_length = run.config.data.sequence_length
-        self.items: list[MathItem] = []
-        for number, problem in enumerate(problems):
-            prompt = run.tokenizer.encode_prompt(f"{context}Question: {problem.question}\nAnswer:{nudge}")
-            if len(prompt) >= context_length:
-                raise UserError(
-                    f"{problem.name}: the prompt has {len(prompt)} tokens, and the model's context "
-                    f"data.sequence_length={context_length}; remove the line"
-                    + (f", or use fewer demonstrations than eval.math.shots={settings.shots}" if settings.shots else "")
-                )
-            item = MathItem(
-                problem=problem,
-                prompt=prompt,
-                new_tokens=min(settings.new_tokens, context_length - len(prompt)),
-                seed=derived_seed(settings.seed, number),
+    All prompts have the same demonstrations. Raise `UserError` for an invalid file or a long prompt.
+    """
+    settings, context_length = run.config.eval.math, run.config.data.sequence_length
+    rng = np.random.default_rng(settings.seed)
+    field = f"eval.math.tasks, {config.name}"
+    context = _demonstrations(settings, config, field, rng)
+    problems = read_problems(config.test, config.format, field=f"{field}.test")
+    if settings.questions is not None:
+        problems = [problems[i] for i in sorted(rng.permutation(len(problems))[: settings.questions])]
+    nudge = NUDGE if settings.chain_of_thought and not settings.shots else ""
+    items = []
+    for number, problem in enumerate(problems):
+        prompt = run.tokenizer.encode_prompt(f"{context}Question: {problem.question}\nAnswer:{nudge}")
+        if len(prompt) >= context_length:
+            raise UserError(
+                f"{problem.name}: the prompt has {len(prompt)} tokens, and the model's context "
+                f"data.sequence_length={context_length}; remove the line"
+                + (f", or use fewer demonstrations than eval.math.shots={settings.shots}" if settings.shots else "")
             )
-            self.items.append(item)
+        new_tokens, seed = min(settings.new_tokens, context_length - len(prompt)), derived_seed(settings.seed, number)
+        items.append(MathItem(problem=problem, prompt=prompt, new_tokens=new_tokens, seed=seed))
+    return items
 
-    def _demonstrations(self, config: MathTaskConfig, field: str, rng: np.random.Generator) -> str:
-        settings, form = self._settings, config.train_format or config.format
-        if not settings.shots or config.train is None:
-            return ""
-        problems = read_problems(config.train, form, field=f"{field}.train")
-        if len(problems) < settings.shots:
-            raise UserError(
-                f"{field}.train={config.train} has {len(problems)} problems, but eval.math.shots={settings.shots}"
-            )
-        chosen = [problems[i] for i in rng.permutation(len(problems))[: settings.shots]]
-        if settings.chain_of_thought and any(problem.solution is None for problem in chosen):
-            raise UserError(
-                f"{field}: format {form!r} has no solutions to show; set train and train_format to a file of a format "
-                "with solutions, or use eval.math.chain_of_thought=false"
-            )
-        text = ""
-        for problem in chosen:
-            reasoning = f"{problem.solution} " if settings.chain_of_thought else ""
-            answer = f"${problem.answer}$" if problem.latex else problem.answer
-            text += f"Question: {problem.question}\nAnswer: {reasoning}The answer is {answer}.\n\n"
-        return text
+
+def _demonstrations(settings: MathConfig, config: MathTaskConfig, field: str, rng: np.random.Generator) -> str:
+    form = config.train_format or config.format
+    if not settings.shots or config.train is None:
+        return ""
+    problems = read_problems(config.train, form, field=f"{field}.train")
+    if len(problems) < settings.shots:
+        raise UserError(
+            f"{field}.train={config.train} has {len(problems)} problems, but eval.math.shots={settings.shots}"
+        )
+    chosen = [problems[i] for i in rng.permutation(len(problems))[: settings.shots]]
+    if settings.chain_of_thought and any(problem.solution is None for problem in chosen):
+        raise UserError(
+            f"{field}: format {form!r} has no solutions to show; set train and train_format to a file of a format "
+            "with solutions, or use eval.math.chain_of_thought=false"
+        )
+    text = ""
+    for problem in chosen:
+        reasoning = f"{problem.solution} " if settings.chain_of_thought else ""
+        answer = f"${problem.answer}$" if problem.latex else problem.answer
+        text += f"Question: {problem.question}\nAnswer: {reasoning}The answer is {answer}.\n\n"
+    return text
 
 
 def read_problems(path: str, name: MathFormat, *, field: str) -> list[Problem]:
@@ -213,28 +208,28 @@ def _scalar(record: Record, field: str) -> str:
 def evaluate(evaluation: Evaluation) -> Result:
     """Generate an answer to each problem, and return each task's numbers and their means over tasks."""
     by_task, details, lines = {}, {}, []
-    for task in open_tasks(evaluation.run):
-        answers = _answers(evaluation, task)
+    for task, items in open_tasks(evaluation.run).items():
+        answers = _answers(evaluation, task, items)
         right = np.array([answer["right"] for _, answer in answers], np.float64)
         lengths = np.array([answer["tokens"] for _, answer in answers], np.float64)
         percentiles = np.percentile(lengths, PERCENTILES).tolist()
-        by_task[task.name] = {
+        by_task[task] = {
             "accuracy": float(np.mean(right)),
             "tokens": float(np.mean(lengths)),  # Mean length of an answer.
             "truncated": float(np.mean([answer["ended_by"] == "limit" for _, answer in answers])),
         }
-        details[task.name] = {
+        details[task] = {
             "problems": len(answers),
             "accuracy_stderr": float(np.std(right, ddof=1)) / math.sqrt(len(right)) if len(right) > 1 else None,
             "tokens_by_percentile": dict(zip(map(str, PERCENTILES), percentiles, strict=True)),
-            "least_tokens_allowed": min(item.new_tokens for item in task.items),
+            "least_tokens_allowed": min(item.new_tokens for item in items),
             "first": [
                 {"problem": item.problem.name, **answer, "right_answer": item.problem.answer}
                 | {"text": answer["text"][:SHOWN_CHARACTERS]}
                 for item, answer in answers[:SHOWN]
             ],
         }
-        lines.append(Series(name=task.name, x=[float(value) for value in PERCENTILES], y=percentiles))
+        lines.append(Series(name=task, x=[float(value) for value in PERCENTILES], y=percentiles))
     averages = {metric: float(np.mean([of_task[metric] for of_task in by_task.values()])) for metric in METRICS}
     numbers = {
         f"{name}_{metric}": Number(of_task[metric], *said)
@@ -247,12 +242,12 @@ def evaluate(evaluation: Evaluation) -> Result:
     return Result(numbers=numbers, details={"tasks": details}, charts=[chart])
 
 
-def open_tasks(run: Run) -> list[MathTask]:
-    """Read the tasks of the config. Raise `UserError` if there is none, one is invalid, or math-verify is missing."""
+def open_tasks(run: Run) -> dict[str, list[MathItem]]:
+    """Return the items of each task. Raise `UserError` if there is none, one is invalid, or math-verify is missing."""
     check_suites(["math"])
     if not run.config.eval.math.tasks:
         raise UserError("suite 'math': eval.math.tasks is empty; set it to files of problems (docs/config.md)")
-    return [MathTask(run, config) for config in run.config.eval.math.tasks]
+    return {config.name: items_of(run, config) for config in run.config.eval.math.tasks}
 
 
 def is_right(text: str, problem: Problem) -> bool:
@@ -290,12 +285,12 @@ def _plain(answer: str) -> str:
     return " ".join(bare.replace("$", "").casefold().split()).rstrip(".")
 
 
-def _answers(evaluation: Evaluation, task: MathTask) -> list[tuple[MathItem, dict[str, Any]]]:
+def _answers(evaluation: Evaluation, task: str, items: Sequence[MathItem]) -> list[tuple[MathItem, dict[str, Any]]]:
     temperature = evaluation.run.config.eval.math.temperature
     sampling = Sampling(repetition_penalty=None, temperature=temperature, top_k=None, top_p=None)
 
-    def answer(items: Sequence[MathItem]) -> list[dict[str, Any]]:
-        completions = generate(evaluation.lm, items, sampling, stop=STOP)
+    def answer(batch: Sequence[MathItem]) -> list[dict[str, Any]]:
+        completions = generate(evaluation.lm, batch, sampling, stop=STOP)
         return [
             {
                 "text": completion.text,
@@ -303,10 +298,10 @@ def _answers(evaluation: Evaluation, task: MathTask) -> list[tuple[MathItem, dic
                 "ended_by": completion.ended_by,
                 "right": is_right(completion.text, item.problem),
             }
-            for item, completion in zip(items, completions, strict=True)
+            for item, completion in zip(batch, completions, strict=True)
         ]
 
-    return list(evaluation.answers(task.items, answer, what=f"problems of {task.name}"))
+    return list(evaluation.answers(items, answer, what=f"problems of {task}"))
 
 
 SUITE = Suite(

@@ -3,8 +3,9 @@
 from typing import Any
 
 from difftx.config import Config
+from difftx.evals import SUITES
 from difftx.evals.evaluation import Evaluation
-from difftx.evals.inner import charts_of, check_inner, evaluate_inner, named, require_quantizable
+from difftx.evals.inner import evaluate_inner, require_quantizable
 from difftx.evals.result import Result
 from difftx.evals.suite import Suite
 from difftx.model.architectures import ARCHITECTURES
@@ -20,16 +21,11 @@ ROUNDED = {
 def evaluate(evaluation: Evaluation) -> Result:
     """Run `eval.quantize.suites` with attention rounded to each of `eval.quantize.bits` (16: not rounded)."""
     config, settings = evaluation.run.config, evaluation.run.config.eval.quantize
-    configs = {str(bits): quantized(config, bits) for bits in settings.bits}
-    found = evaluate_inner(evaluation, settings.suites, configs, "suites by bits")
+    configs = {f"{bits}_bits": quantized(config, bits) for bits in settings.bits}
     all_rounded, one_rounded = ROUNDED[settings.rounded]
     texts = {"title": f"by the bits of {all_rounded}", "x_label": f"bits of {one_rounded}; 16: not quantised"}
-    ascending = {str(bits): float(bits) for bits in sorted(settings.bits)}
-    numbers, charts = {}, []
-    for suite, by_bits in found.items():
-        for bits, of_suite in by_bits.items():
-            numbers |= named(suite, of_suite, f"{bits}_bits")
-        charts += charts_of(by_bits, suite, "quantize", {suite: ascending}, **texts)
+    lines = {"": {f"{bits}_bits": float(bits) for bits in sorted(settings.bits)}}
+    numbers, charts = evaluate_inner(evaluation, settings.suites, configs, lines, prefix="quantize", **texts)
     details = {"rounded": settings.rounded, "granularity": settings.granularity}
     return Result(numbers=numbers, details=details, charts=charts)
 
@@ -51,7 +47,7 @@ def quantized(config: Config, bits: int) -> Config:
 SUITE = Suite(
     evaluate=evaluate,
     inner=lambda config: require_quantizable("eval.quantize.suites", config.eval.quantize.suites),
-    check=lambda run: check_inner(run, run.config.eval.quantize.suites),
+    check=lambda run: [SUITES[name].check(run) for name in run.config.eval.quantize.suites],
     quantizable=False,
     title="Attention in few bits",
     explanation="Other suites with attention rounded to few bits. A robust model changes little from 16 bits to 4.",

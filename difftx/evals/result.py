@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from difftx.errors import UserError
-from difftx.json_files import schema_error
 
 MAX_DECIMALS = 6  # Numbers that need more decimals side by side are formatted one by one.
 
@@ -122,18 +121,8 @@ class Result:
 
 
 def read_numbers(result: Mapping[str, Any]) -> dict[str, Number]:
-    """Return the numbers in a result as JSON. A result from elsewhere may not say what they are."""
-    numbers, said = {}, result.get("measures")
-    if said is None or schema_error(said, {str: {"unit": str, "label": str}}):
-        said = {}
-    for name, value in result["numbers"].items():
-        if isinstance(value, int | float):
-            measure = {"unit": "", "label": "", "better": None, "chance": None} | said.get(name, {})
-            better = measure["better"] if measure["better"] in ("lower", "higher") else None
-            chance = measure["chance"] if isinstance(measure["chance"], int | float) else None
-            label = measure["label"] or name.replace("_", " ")
-            numbers[name] = Number(value, measure["unit"], better, label, chance)
-    return numbers
+    """Return the numbers in a result as JSON."""
+    return {name: Number(value, **result["measures"][name]) for name, value in result["numbers"].items()}
 
 
 def format_value(value: Any) -> str:

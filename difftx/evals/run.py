@@ -17,7 +17,7 @@ from difftx.data.sources import may_be_store, text_files
 from difftx.data.store import META
 from difftx.errors import UserError
 from difftx.evals import SUITES
-from difftx.evals.evaluation import Evaluation, ItemJournal
+from difftx.evals.evaluation import Evaluation, journal_of
 from difftx.evals.result import Result
 from difftx.files import open_file, sha256_of, size_of
 from difftx.json_files import json_sha256, read_json
@@ -69,7 +69,7 @@ def evaluate(
                 if link := next((p for p in path.parents[:2] if p.is_symlink()), None):
                     raise UserError(f"{link} is a link, behind which no results are written; move the folder there")
                 path.parent.mkdir(parents=True, exist_ok=True)
-            evaluation.journal = ItemJournal(path, digest, weights, run.owner)
+            evaluation.journal = journal_of(path, digest, weights, run.owner)
             results[name] = result = SUITES[name].evaluate(evaluation)
             if checkpoint is not None:
                 checkpoint.require_unchanged()

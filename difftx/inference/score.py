@@ -43,11 +43,6 @@ class Item(NamedTuple):
         return self.between + self.continuation
 
 
-# (Index of the context, between, continuation) of an item. The index avoids hashing a long context more than once.
-type _Key = tuple[int, tuple[int, ...], tuple[int, ...]]
-type _Entry = tuple[_Key, Item]
-
-
 class Score(NamedTuple):
     """The likelihood of a continuation."""
 
@@ -66,24 +61,23 @@ def loglikelihoods(lm: LanguageModel, items: Sequence[Item], *, batch_rows: int)
                 f"item {number} has {tokens} tokens, and the model's context data.sequence_length={lm.context_length}; "
                 "shorten it"
             )
-    keys = [(context, item.between, item.continuation) for context, item in zip(_contexts(items), items, strict=True)]
-    alone: list[_Entry] = []
-    short: dict[int, list[_Entry]] = collections.defaultdict(list)
-    for key, item in dict(zip(keys, items, strict=True)).items():  # Equal items are scored once.
-        group = short[key[0]] if len(item.branch) <= BRANCH_TOKENS else alone
-        group.append((key, item))
+    alone: list[Item] = []
+    short: dict[tuple[int, ...], list[Item]] = collections.defaultdict(list)
+    for item in dict.fromkeys(items):  # Equal items are scored once.
+        group = short[item.context] if len(item.branch) <= BRANCH_TOKENS else alone
+        group.append(item)
     shared = [group for group in short.values() if len(group) > 1]
     alone += [group[0] for group in short.values() if len(group) == 1]
     # Batch rows of similar lengths.
-    alone.sort(key=lambda entry: len(entry[1].context) + len(entry[1].branch))
-    shared.sort(key=lambda group: len(group[0][1].context))
-    scores: dict[_Key, Score] = {}
+    alone.sort(key=lambda item: len(item.context) + len(item.branch))
+    shared.sort(key=lambda group: len(group[0].context))
+    scores: dict[Item, Score] = {}
     with jax.set_mesh(lm.mesh):
-        for entries in itertools.batched(alone, batch_rows):
-            scores |= _score_rows(lm, entries)
+        for batch in itertools.batched(alone, batch_rows):
+            scores |= _score_rows(lm, batch)
         for groups in itertools.batched(shared, batch_rows):
             scores |= _score_branches(lm, groups)
-    return [scores[key] for key in keys]
+    return [scores[item] for item in items]
 
 
 class Prompt(NamedTuple):
@@ -103,24 +97,15 @@ def most_likely(
     return np.argmax(by_prompt, axis=1).tolist()
 
 
-def _contexts(items: Sequence[Item]) -> list[int]:
-    """Return the index of each item's context among the distinct contexts."""
-    indices: dict[tuple[int, ...], int] = {}
-    by_identity: dict[int, int] = {}  # Thousands of items may share a long tuple, which should be hashed once.
-    for item in items:
-        if id(item.context) not in by_identity:
-            by_identity[id(item.context)] = indices.setdefault(item.context, len(indices))
-    return [by_identity[id(item.context)] for item in items]
-
-
-def _score_rows(lm: LanguageModel, entries: Sequence[_Entry]) -> dict[_Key, Score]:
+def _score_rows(lm: LanguageModel, items: Sequence[Item]) -> dict[Item, Score]:
     """Score items whose contexts are not shared, with one row per item."""
-    inputs = [[*item.context, *item.branch[:-1]] for _, item in entries]
-    targets, scored = [], {}
-    for row, (key, item) in enumerate(entries):
-        targets.append([*inputs[row][1:], item.continuation[-1]])
-        scored[key] = row, slice(len(item.context) + len(item.between) - 1, len(inputs[row]))
-    return _scores(*row_scores(lm, inputs, targets), scored)
+    inputs = [[*item.context, *item.branch[:-1]] for item in items]
+    targets = [[*item.context[1:], *item.branch] for item in items]
+    spans = {
+        item: (row, slice(len(item.context) + len(item.between) - 1, len(inputs[row])))
+        for row, item in enumerate(items)
+    }
+    return _scores(*row_scores(lm, inputs, targets), spans)
 
 
 def row_scores(
@@ -157,25 +142,25 @@ def batch_scores(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> tuple[jax
     return reshard(scores, P())  # Replicate them, so that each host can read all of them.
 
 
-def _score_branches(lm: LanguageModel, groups: Sequence[list[_Entry]]) -> dict[_Key, Score]:
+def _score_branches(lm: LanguageModel, groups: Sequence[list[Item]]) -> dict[Item, Score]:
     """Score groups of items that share a context, with one row per group."""
     # Each branch begins with the context's last token, because the output there predicts the token after the context.
-    prefixes = [group[0][1].context[:-1] for group in groups]
+    prefixes = [group[0].context[:-1] for group in groups]
     none = [0] * len(groups)
     prefilled = decode.prefill(lm, prefixes, seeds=none, limits=none)
     scores = {}
     for branches_by_row in itertools.zip_longest(*map(_passes, groups), fillvalue=[]):
-        width = max(sum(len(item.branch) for _, item in branches) for branches in branches_by_row)
+        width = max(sum(len(item.branch) for item in branches) for branches in branches_by_row)
         shape = len(prefilled.length_B), max(decode.MIN_CHUNK_TOKENS, 2 ** (width - 1).bit_length())
         tokens_BT, positions_BT, targets_BT, branch_BT = (np.zeros(shape, np.int32) for _ in range(4))
         segment_BT = np.full(shape, EMPTY, np.int32)
-        scored = {}
+        spans = {}
         for row, branches in enumerate(branches_by_row):
             start = 0
-            for branch, (key, item) in enumerate(branches):
+            for branch, item in enumerate(branches):
                 end = start + len(item.branch)
                 span = row, slice(start, end)
-                scored[key] = row, slice(start + len(item.between), end)
+                spans[item] = row, slice(start + len(item.between), end)
                 tokens_BT[span] = (item.context[-1], *item.branch[:-1])
                 targets_BT[span] = item.branch
                 positions_BT[span] = len(item.context) - 1 + np.arange(len(item.branch))
@@ -184,27 +169,27 @@ def _score_branches(lm: LanguageModel, groups: Sequence[list[_Entry]]) -> dict[_
         host = (decode.put(lm.mesh, x) for x in (tokens_BT, positions_BT, segment_BT, branch_BT, targets_BT))
         scores_BT = _score_pass(lm.weights, prefilled.cache, prefilled.length_B, *host, config=lm.config)
         nll_BT, is_best_BT = map(np.asarray, scores_BT)
-        scores |= _scores(nll_BT, is_best_BT, scored)
+        scores |= _scores(nll_BT, is_best_BT, spans)
     return scores
 
 
-def _passes(group: Sequence[_Entry]) -> Iterator[list[_Entry]]:
+def _passes(group: Sequence[Item]) -> Iterator[list[Item]]:
     """Split a group of items into lists whose branches together have at most `BRANCH_TOKENS` tokens."""
-    branches: list[_Entry] = []
+    branches: list[Item] = []
     tokens = 0
-    for key, item in group:
+    for item in group:
         if tokens + len(item.branch) > BRANCH_TOKENS:
             yield branches
             branches, tokens = [], 0
-        branches.append((key, item))
+        branches.append(item)
         tokens += len(item.branch)
     yield branches
 
 
-def _scores(nll_BT: np.ndarray, is_best_BT: np.ndarray, scored: Mapping[_Key, tuple[int, slice]]) -> dict[_Key, Score]:
+def _scores(nll_BT: np.ndarray, is_best_BT: np.ndarray, spans: Mapping[Item, tuple[int, slice]]) -> dict[Item, Score]:
     return {
-        key: Score(-float(np.sum(nll_BT[span], dtype=np.float64)), bool(np.all(is_best_BT[span])))
-        for key, span in scored.items()
+        item: Score(-float(np.sum(nll_BT[span], dtype=np.float64)), bool(np.all(is_best_BT[span])))
+        for item, span in spans.items()
     }
 
 

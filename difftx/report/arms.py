@@ -93,7 +93,4 @@ def training_changes(first: RunRecord, second: RunRecord) -> list[Change]:
 def _differ_in_seeds_only(first: RunRecord, second: RunRecord) -> bool:
     if different_tokenizers([first, second]):  # Equal configs may name files that have changed.
         return False
-    contents = [content for run in (first, second) if (content := data_content(run))]
-    if contents[1:] and contents[0] != contents[1]:
-        return False
-    return not training_changes(first, second)
+    return data_content(first) == data_content(second) and not training_changes(first, second)

@@ -137,9 +137,9 @@ def _once(values: Sequence[str]) -> list[str | Cell]:
 
 
 def _guess(run: RunRecord) -> float | None:
-    """Return the loss of a uniform guess, or None if no result of the suite `loss` has it."""
-    newest = list(run.results.get("loss", {}).values())[-1:]
-    return next((loss.chance for result in newest if (loss := read_numbers(result).get("loss")) is not None), None)
+    """Return the loss of a uniform guess, or None if the run has no result of the suite `loss`."""
+    results = list(run.results.get("loss", {}).values())
+    return read_numbers(results[-1])["loss"].chance if results else None
 
 
 def _notes(runs: Sequence[RunRecord], with_different_tokenizers: tuple[str, str] | None) -> list[str]:
@@ -164,13 +164,11 @@ def _notes(runs: Sequence[RunRecord], with_different_tokenizers: tuple[str, str]
 
 
 def _commands(runs: Sequence[RunRecord], out: Path) -> list[str]:
-    """Return the commands that trained the runs, as far as known, evaluated them, and wrote this page."""
+    """Return the commands that trained the runs, evaluated them, and wrote this page."""
     commands = []
     for run in runs:
-        if isinstance(command := run.manifest.get("command"), str):
-            program, _, flags = command.partition(" ")
-            name = Path(program).name
-            commands.append(f"{SCRIPTS[name]} {flags}".strip() if name in SCRIPTS else command)
+        program, _, flags = run.manifest["command"].partition(" ")
+        commands.append(f"{SCRIPTS.get(Path(program).name, program)} {flags}".strip())
         if run.results:
             commands.append(_command("eval", f"--workdir={run.workdir}", f"--suite={','.join(run.results)}"))
     workdirs = ",".join(str(run.workdir) for run in runs)
@@ -204,8 +202,8 @@ def _header(run: RunRecord) -> dict[str, str]:
     config, manifest = run.config, run.manifest
     train, total = run.split("train"), summary(run)
     rate = flops_per_token(config.model, config.data.sequence_length, causal=False)
-    devices, data = manifest.get("devices", {}), manifest.get("data", {})
-    mesh = ", ".join(f"{axis} {size}" for axis, size in devices.get("mesh", {}).items() if size != 1)
+    devices, data = manifest["devices"], manifest["data"]
+    mesh = ", ".join(f"{axis} {size}" for axis, size in devices["mesh"].items() if size != 1)
     header = {
         "folder": printable(str(run.workdir)),
         "architecture": config.model.architecture,
@@ -215,18 +213,14 @@ def _header(run: RunRecord) -> dict[str, str]:
         "training FLOPs": short_number(rate * run.tokens),
         "training time (h:mm:ss)": str(datetime.timedelta(seconds=round(total["seconds"]))),
         "median tokens per second": f"{total['tokens_per_second']:,.0f}",
+        "devices": f"{devices['count']} × {devices['kind']}" + (f"; mesh {mesh}" if mesh else ""),
+        "attention kernel": manifest["attention_kernel"],
     }
-    if devices:
-        header["devices"] = f"{devices.get('count')} × {devices.get('kind')}" + (f"; mesh {mesh}" if mesh else "")
-    if "attention_kernel" in manifest:
-        header["attention kernel"] = str(manifest["attention_kernel"])
     for name, label in (("train_tokens", "training data"), ("valid_tokens", "validation data")):
-        if isinstance(data.get(name), dict):
-            header[label] = ", ".join(f"{source}: {format_value(count)} tokens" for source, count in data[name].items())
-    header["tokenizer"] = config.data.tokenizer + (f" ({str(data['tokenizer'])[:12]}…)" if "tokenizer" in data else "")
+        header[label] = ", ".join(f"{source}: {format_value(count)} tokens" for source, count in data[name].items())
+    header["tokenizer"] = f"{config.data.tokenizer} ({data['tokenizer'][:12]}…)"
     if "source_weights" in manifest:
-        header["weights at the start"] = str(manifest["source_weights"])
-    header |= {name: str(manifest[name]) for name in ("commit", "python") if manifest.get(name)}
-    if isinstance(manifest.get("packages"), dict):
-        header["packages"] = ", ".join(f"{name} {version}" for name, version in manifest["packages"].items())
+        header["weights at the start"] = manifest["source_weights"]
+    header |= {name: manifest[name] for name in ("commit", "python") if manifest[name]}
+    header["packages"] = ", ".join(f"{name} {version}" for name, version in manifest["packages"].items())
     return header

@@ -13,7 +13,7 @@ import numpy as np
 from difftx.config import Config
 from difftx.errors import UserError, printable
 from difftx.files import matching_folders
-from difftx.json_files import read_json
+from difftx.json_files import read_json, schema_error
 from difftx.model.flops import flops_per_token
 from difftx.registry import require_extensions
 from difftx.run_files import pulled
@@ -24,6 +24,8 @@ from difftx.training.run import read_config, read_run_manifest
 
 Metric = Literal["loss", "bits_per_byte"]
 METRIC_UNITS: dict[Metric, str] = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
+# Schema of a result's file. `evals.evaluate` writes it.
+RESULT_SHAPE = {"numbers": dict, "measures": {str: dict}, "options": dict, "details": dict, "charts": list}
 Results = dict[str, dict[int, dict[str, Any]]]  # Suite → step → result, with suites and steps in ascending order.
 XAxis = Literal["tokens", "flops", "seconds", "steps"]
 X_AXES: dict[XAxis, str] = {
@@ -147,30 +149,25 @@ def check_comparable(runs: Sequence[RunRecord], metric: Metric) -> None:
 
 def different_tokenizers(runs: Sequence[RunRecord]) -> tuple[str, str] | None:
     """Return the names of two runs with different tokenizers, or None if all runs have the same tokenizer."""
-    tokenizers = [run.manifest.get("data", {}).get("tokenizer") for run in runs]
-    if None in tokenizers:  # The manifest of an imported run has no fingerprint, so compare the tokenizers' names.
-        tokenizers = [run.config.data.tokenizer for run in runs]
-    for run, tokenizer in zip(runs, tokenizers, strict=True):
-        if tokenizer != tokenizers[0]:
-            return runs[0].name, run.name
-    return None
+    first, *others = runs
+    other = next(
+        (run for run in others if run.manifest["data"]["tokenizer"] != first.manifest["data"]["tokenizer"]), None
+    )
+    return None if other is None else (first.name, other.name)
 
 
-def data_content(run: RunRecord) -> dict[str, Any] | None:
-    """Return what identifies the content of each source of the training data, or None if it is not known."""
-    data = run.manifest.get("data", {})
-    return {name: value for name, value in data.items() if name.startswith("source ")} or None
+def data_content(run: RunRecord) -> dict[str, Any]:
+    """Return what identifies the content of each source of the training data."""
+    return {name: value for name, value in run.manifest["data"].items() if name.startswith("source ")}
 
 
 def data_notes(runs: Sequence[RunRecord]) -> list[str]:
     """Return a note, with two runs as examples, for each way in which the runs' data make their losses incomparable."""
     notes = []
     # Another tokenizer changes the tokens of the same text, so that the contents cannot be compared.
-    known = [] if different_tokenizers(runs) else [run for run in runs if data_content(run)]
-    for run in known:
-        if data_content(run) != data_content(known[0]):
-            notes.append(f"{known[0].name} and {run.name} have other data at data.path or data.sources")
-            break
+    others = [] if different_tokenizers(runs) else [r for r in runs if data_content(r) != data_content(runs[0])]
+    if others:
+        notes.append(f"{runs[0].name} and {others[0].name} have other data at data.path or data.sources")
     for field, what in (("data.sequence_length", "tokens per row"), ("eval.loss_tokens", "tokens to validate on")):
         group, name = field.split(".")
         values = {run.name: getattr(getattr(run.config, group), name) for run in runs}
@@ -204,9 +201,8 @@ def _read_results(workdir: Path) -> tuple[Results, list[tuple[str, int]]]:
     paths = [path for path in workdir.glob("evals/*/*.json") if re.fullmatch("[0-9]{1,18}", path.stem)]
     for path in sorted(paths, key=lambda path: (path.parent.name, int(path.stem))):
         suite, step, result = path.parent.name, int(path.stem), printable_json(read_json(path))
-        if not isinstance(result, dict) or not isinstance(result.get("numbers"), dict):
-            fix = "delete it, or run the suite again"
-            raise UserError(f"{path}: not the result of a suite, it has no numbers; {fix}")
+        if why := schema_error(result, RESULT_SHAPE):
+            raise UserError(f"{path}: not the result of a suite ({why}); delete it, or run the suite again")
         if weights_of_step(step) in (None, result.get("weights")):
             results.setdefault(suite, {})[step] = result
         else:

@@ -104,8 +104,8 @@ def option_notes(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def _changed_options(first: Result, second: Result) -> dict[str, tuple[str, str]]:
-    """Return the values of each option in which two results differ. Options that one does not record are left out."""
-    before, after = (flat(o) if isinstance(o := result.get("options"), dict) else {} for result in (first, second))
+    """Return the values of each option in which two results differ."""
+    before, after = flat(first["options"]), flat(second["options"])
 
     def text(value: Any) -> str:
         """Return a value as JSON, with the first 12 digits of each SHA-256."""
@@ -206,8 +206,8 @@ def _samples(newest: Newest) -> dict[str, list[tuple[str, str]]]:
     """Return the samples of the first run of each arm, those of the same prompt together."""
     by_prompt: dict[str, list[tuple[str, str]]] = {}
     for arm, ((_, result), *_) in newest.items():
-        for sample in result.get("details", {}).get("samples", []):
-            by_prompt.setdefault(str(sample.get("prompt")), []).append((arm.name, str(sample.get("completion"))))
+        for sample in result["details"].get("samples", []):
+            by_prompt.setdefault(sample["prompt"], []).append((arm.name, sample["completion"]))
     return by_prompt
 
 
@@ -234,7 +234,7 @@ def _charts_over_steps(run: str, results: Results) -> list[Panel]:
     """Return a panel for each line of a chart with `over_steps`. In it, each x, such as a layer, becomes a line."""
     found: dict[tuple[str, str], dict[float, dict[int, float]]] = {}  # (Title, x label) → x → step → y.
     for step, result in results.items():
-        for chart in result.get("charts", []):
+        for chart in result["charts"]:
             for line in chart["series"] if chart.get("over_steps") else []:
                 values = found.setdefault((f"{chart['title']}: {line['name']}", chart["x_label"]), {})
                 for x, y in zip(line["x"], line["y"], strict=True):
@@ -256,7 +256,7 @@ def _charts(newest: Newest, colours: Mapping[str, str]) -> list[dict[str, Any]]:
     """
     by_name: dict[str, dict[Arm, dict[str, Any]]] = {}
     for arm, of_arm in newest.items():
-        by_run = [{chart["name"]: chart for chart in result.get("charts", [])} for _, result in of_arm]
+        by_run = [{chart["name"]: chart for chart in result["charts"]} for _, result in of_arm]
         for name in by_run[0]:
             by_name.setdefault(name, {})[arm] = _mean_chart([charts[name] for charts in by_run if name in charts])
     return [chart for of_name in by_name.values() for chart in _merged(of_name, colours, len(newest))]

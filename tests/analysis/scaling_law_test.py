@@ -58,25 +58,6 @@ def test_matches_have_the_planted_ratio():
     assert (again.x, again.ratio) == pytest.approx((forward.x, forward.ratio))
 
 
-def test_matches_far_outside_the_data_are_extrapolated():
-    x = np.unique(SIZES)
-    diff, reference = (Fit.of(x, law(x), resamples=5, seed=0) for law in (shifted(TRANSFORMER, 0.3), TRANSFORMER))
-    assert not match_at(diff, reference, 6.837e9).extrapolated  # It matches 22.8B, which is less than 2 × 13.1B.
-    assert match_at(diff, reference, 13.083e9).extrapolated  # It matches 43.6B, which is more.
-    assert not reference.extrapolates(26.1e9)
-    assert reference.extrapolates(26.3e9)
-    assert reference.extrapolates(0.41e9)
-
-
-def test_curves_that_never_meet_have_no_match():
-    x = np.unique(SIZES)
-    low = Fit.of(x, TRANSFORMER(x) - 2.0, resamples=5, seed=0)
-    high = Fit.of(x, TRANSFORMER(x), resamples=5, seed=0)
-    assert match_at(low, high, 6.837e9) is None
-    assert TRANSFORMER.inverse(2.2) == np.inf
-    assert TRANSFORMER.inverse(TRANSFORMER(3e9)) == pytest.approx(3e9)
-
-
 def test_the_band_holds_the_law_and_widens_outside_the_data():
     fit = Fit.of(SIZES, noisy(TRANSFORMER, SIZES, np.random.default_rng(3)), resamples=60, seed=0)
     x = np.array([0.2e9, 3e9, 100e9])

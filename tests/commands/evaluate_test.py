@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 from conftest import ROOT, TINY, replace
-from helpers.report_runs import save_run
+from helpers.report_runs import save_run, write_result
 from helpers.training_checkpoints import flip_a_bit, largest_file
 
 from difftx.commands import evaluate as commands
@@ -21,7 +21,7 @@ from difftx.config.recipes import load_config
 from difftx.errors import UNPRINTABLE, UserError
 from difftx.evals import SUITES, loss
 from difftx.evals import run as evals
-from difftx.evals.result import Result
+from difftx.evals.result import Number, Result
 from difftx.training.checkpoint import checkpointer as checkpoint_module
 from difftx.training.checkpoint.manifest import read_manifest
 from difftx.training.checkpoint.reading import open_checkpoint
@@ -222,9 +222,8 @@ def test_charts_are_drawn_next_to_the_result(run, monkeypatch, capsys):
 
 def test_generated_text_cannot_control_the_terminal(tmp_path, capsys):
     hostile = "a\tb\nc\x1b]0;t\x07 \x9b31m \u202e [red]"
-    result = {"numbers": {f"{hostile}": 1.0}, "details": {"samples": [{"prompt": hostile, "completion": hostile}]}}
-    (tmp_path / "evals" / "sample").mkdir(parents=True)
-    (tmp_path / "evals" / "sample" / "3.json").write_text(json.dumps(result | {"charts": []}))
+    samples = [{"prompt": hostile, "completion": hostile}]
+    write_result(tmp_path, "sample", 3, {hostile: 1.0}, details={"samples": samples})
     show_result(types.SimpleNamespace(workdir=tmp_path, files=tmp_path), "sample", 3, "params", fresh=True)
     printed = capsys.readouterr().out
     assert not UNPRINTABLE.search(printed)
@@ -234,12 +233,9 @@ def test_generated_text_cannot_control_the_terminal(tmp_path, capsys):
 def test_numbers_are_printed_as_a_table_with_units(tmp_path, capsys):
     """If the suite states the values of guessing, print them too. Wrap names that are wider than the terminal."""
     long = "a_very_long_name_of_a_task_" * 5 + "accuracy"
-    numbers = {"loss": 2.0654906797921285, "perplexity": 7.889, "documents": 12.0, long: 0.5}
-    measures = {"perplexity": {"unit": "", "better": "lower", "label": ""}}
-    measures["loss"] = {"unit": "nats per token", "better": "lower", "label": "", "chance": 5.575949}
-    result = {"numbers": numbers, "measures": measures, "details": {}, "charts": []}
-    (tmp_path / "evals" / "loss").mkdir(parents=True)
-    (tmp_path / "evals" / "loss" / "3.json").write_text(json.dumps(result))
+    loss = Number(2.0654906797921285, "nats per token", "lower", chance=5.575949)
+    numbers = {"loss": loss, "perplexity": Number(7.889, better="lower"), "documents": 12.0, long: 0.5}
+    write_result(tmp_path, "loss", 3, numbers)
     show_result(types.SimpleNamespace(workdir=tmp_path, files=tmp_path), "loss", 3, "params", fresh=True)
     title, *lines = capsys.readouterr().out.splitlines()
     assert title.startswith("Validation loss (suite loss): ")
@@ -247,7 +243,7 @@ def test_numbers_are_printed_as_a_table_with_units(tmp_path, capsys):
     assert ["number", "value", "by", "guessing", "unit", "better"] in rows
     assert ["loss", "2.0655", "5.5759", "nats", "per", "token", "lower"] in rows
     assert ["perplexity", "7.889", "–", "lower"] in rows
-    assert ["documents", "12", "–"] in rows  # The result does not say what this number is.
+    assert ["documents", "12", "–"] in rows
     assert len({line.index(unit) for line in lines for unit in ("unit", "nats per token") if unit in line}) == 1
     assert max(map(len, lines)) <= 120
     assert long in "".join(line.split()[0] for line in lines if "a_" in line or "accuracy" in line)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from difftx.evals.evaluation import Evaluation, ItemJournal
+from difftx.evals.evaluation import Evaluation, journal_of
 from difftx.progress import Work
 
 
@@ -32,7 +32,7 @@ def run(path, asked, *, settings="s", weights="a/5", items=ITEMS, kill_after=Non
         asked.extend(item.id for item in batch)
         return [answer(item) for item in batch]
 
-    journal = path and ItemJournal(path, settings, weights)
+    journal = path and journal_of(path, settings, weights)
     evaluation = Evaluation(None, None, Work(enabled=False), journal)
     return list(evaluation.answers(items, answer_batch, what="items", batch_items=7))
 

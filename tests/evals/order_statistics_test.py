@@ -75,24 +75,6 @@ def test_order_statistics_of_ten_million_values_are_exact(mesh_of):
     assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 200e6
 
 
-@pytest.mark.parametrize("count", [9, 50_001])
-def test_masked_values_on_eight_devices(mesh_of, count):
-    mesh = mesh_of(data=2, fsdp=2, tensor=2)
-    rng = np.random.default_rng(count)
-    padded = -(-count // 8) * 8
-    sets = {name: mixed(padded) for name in ("a", "b")}
-    masks = {name: rng.permutation(np.arange(padded) < kept) for name, kept in (("a", count), ("b", count - 1))}
-    with jax.set_mesh(mesh):
-        pieces = {name: [(sets[name], masks[name])] for name in sets}
-        ranks = (1, 7, 3)
-        found = order_statistics(counter(mesh, pieces, slots_for(ranks)), list(sets), ranks)
-    for name, of_set in found.items():
-        expected = np.sort(np.abs(sets[name][masks[name]]))
-        assert of_set.count == len(expected)
-        assert of_set.top == {rank: float(expected[-rank]) for rank in ranks}
-        assert of_set.median == np.median(expected.astype(np.float64))
-
-
 def test_counts_above_32_bits(mesh_of):
     """Add 3 values on each of eight devices to a bin that already has a count of 2**32 - 1 there."""
     mesh = mesh_of(fsdp=8)

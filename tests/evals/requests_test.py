@@ -5,7 +5,7 @@ import types
 import numpy as np
 import pytest
 
-from difftx.evals.evaluation import Evaluation, ItemJournal
+from difftx.evals.evaluation import Evaluation, journal_of
 from difftx.evals.harness import requests
 from difftx.evals.harness.requests import GenerationRequest, complete_all, score_all
 from difftx.inference.sampling import GREEDY, Sampling
@@ -18,7 +18,7 @@ WARM = Sampling(repetition_penalty=None, temperature=0.7, top_k=None, top_p=None
 @pytest.fixture
 def evaluation(tmp_path):
     run = types.SimpleNamespace(microbatch_rows=2)
-    evaluation = Evaluation(run, None, Work(enabled=False), ItemJournal(tmp_path / "items.jsonl", "s", None))
+    evaluation = Evaluation(run, None, Work(enabled=False), journal_of(tmp_path / "items.jsonl", "s", None))
     evaluation.lm = None
     return evaluation
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from conftest import ROOT, replace
 
 from difftx.config.recipes import load_config
-from difftx.evals.result import Number
+from difftx.evals.result import Result
 from difftx.files import make_folder
 from difftx.run_files import small_files
 from difftx.training.checkpoint.checkpointer import Checkpointer
@@ -37,11 +37,11 @@ def write_run(
     layers=0,
     valid_every=3,
     skipped_step=None,
-    text=None,
+    text="x",
 ):
     """Write config, manifest and metrics of `config.train.steps` steps with the given loss, and return the folder.
 
-    `text` is the fingerprint of the training text. Manifests of old runs have none.
+    `text` is the fingerprint of the training text.
     """
     workdir.mkdir(parents=True)
     (workdir / "config.json").write_text(config.to_json())
@@ -51,10 +51,12 @@ def write_run(
         "commit": "0123abc",
         "python": "3.12.1",
         "packages": {"jax": "0.12.0"},
+        "command": "difftx train",
+        "attention_kernel": "xla",
         "devices": {"kind": "cpu", "count": 2, "mesh": {"data": 1, "fsdp": 2}},
         "data": {"tokenizer": tokenizer, "train_tokens": {"text": 1000}, "valid_tokens": {"text": 100}},
     }
-    manifest["data"] |= {} if text is None else {"source train": text}
+    manifest["data"]["source train"] = text
     (workdir / "manifest.json").write_text(json.dumps(manifest))
     writer = MetricsWriter(workdir, dataclasses.replace(config.logging, tensorboard=False), 0)
     for step in range(every, config.train.steps + 1, every):
@@ -75,15 +77,12 @@ def write_run(
 
 
 def write_result(workdir, suite, step, numbers, charts=(), details=None, options=None):
-    """Write a result. `options` is what `difftx eval` records of its settings.
-
-    A value in `numbers` that is not a `Number` is one of which nothing else is known.
-    """
+    """Write a result. `options` is what `difftx eval` records of its settings."""
     folder = workdir / "evals" / suite
     folder.mkdir(parents=True, exist_ok=True)
+    numbers = Result(numbers=numbers).numbers
     result = {"suite": suite, "step": step, "numbers": numbers, "charts": list(charts), "details": details or {}}
-    result["measures"] = {name: vars(number) for name, number in dict(numbers).items() if isinstance(number, Number)}
-    result |= {} if options is None else {"options": options}
+    result |= {"measures": {name: vars(number) for name, number in numbers.items()}, "options": options or {}}
     (folder / f"{step}.json").write_text(json.dumps(result))
 
 

@@ -121,12 +121,12 @@ def test_different_tokenizers_do_not_compare_by_loss(config, tmp_path):
 
 
 def test_runs_with_different_data_are_named(config, tmp_path, monkeypatch, capsys):
-    """Each difference has one line, with the first run that has it. A run without a fingerprint may have the same."""
+    """Each difference has one line, with the first run that has it."""
     monkeypatch.setattr(curves, "save_figure", lambda figure, stem: [])
     folder = tmp_path / "runs"
-    write_run(folder / "a", config("diff"), text="x")
+    write_run(folder / "a", config("diff"))
     write_run(folder / "b", config("transformer"))
-    write_run(folder / "c", config("transformer"), text="x")
+    write_run(folder / "c", config("transformer"))
     options = argparse.Namespace(curves=f"{folder}/*", out=tmp_path, metric="loss", against="tokens")
     draw_curves(options)
     assert "note" not in capsys.readouterr().out

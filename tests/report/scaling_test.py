@@ -16,7 +16,6 @@ from difftx.report.runs import match_runs
 from difftx.report.scaling import format_study, write_scaling
 
 SIZES = [0.834e9, 1.410e9, 2.763e9, 6.837e9, 13.083e9]  # Table 10.
-HEADER = ["architecture", "size", "tokens", "loss", "seed"]
 
 
 @pytest.fixture(autouse=True)
@@ -24,9 +23,12 @@ def few_resamples(monkeypatch):
     monkeypatch.setattr("difftx.report.scaling.RESAMPLES", 15)
 
 
-def write_table(path, rows):
+def points_of(path, laws, x, column="size"):
+    """Write a table with a point of each law at each x, a size or a number of tokens, and return its path."""
     with path.open("w", newline="") as file:
-        csv.writer(file).writerows([HEADER, *rows])
+        rows = csv.writer(file)
+        rows.writerow(["architecture", column, {"size": "tokens", "tokens": "size"}[column], "loss", "seed"])
+        rows.writerows([name, value, 1e10, float(law(value)), 0] for name, law in laws.items() for value in x)
     return str(path)
 
 
@@ -53,12 +55,8 @@ def paper_laws():
 
 def test_the_papers_printed_points(tmp_path):
     diff, transformer = paper_laws()
-    rows = [
-        [name, size, 1e10, float(law(size)), 0]
-        for name, law in (("diff", diff), ("transformer", transformer))
-        for size in SIZES
-    ]
-    (study,), files = write_scaling(write_table(tmp_path / "points.csv", rows), tmp_path / "out")
+    table = points_of(tmp_path / "points.csv", {"diff": diff, "transformer": transformer}, SIZES)
+    (study,), files = write_scaling(table, tmp_path / "out")
     drawn = study.drawn["diff"]
     assert (drawn.x, drawn.ratio) == (6.837e9, pytest.approx(0.622, abs=1e-3))
     assert drawn.reference_x == pytest.approx(11.0e9, rel=5e-3)
@@ -72,12 +70,9 @@ def test_the_papers_match_in_tokens(tmp_path):
     """Figure 3b has points every 40B tokens, up to 360B. 160B tokens reach the Transformer's loss after 251B tokens."""
     transformer = PowerLaw(0.45 * 40e9**0.35, 0.35, 2.45)
     diff = PowerLaw(transformer.a * (160 / 251) ** transformer.b, transformer.b, transformer.c)
-    rows = [
-        [name, 3.48e9, tokens, float(law(tokens)), 0]
-        for name, law in (("diff", diff), ("transformer", transformer))
-        for tokens in np.arange(40e9, 361e9, 40e9)
-    ]
-    (study,), files = write_scaling(write_table(tmp_path / "points.csv", rows), tmp_path / "out")
+    laws = {"diff": diff, "transformer": transformer}
+    table = points_of(tmp_path / "points.csv", laws, np.arange(40e9, 361e9, 40e9), "tokens")
+    (study,), files = write_scaling(table, tmp_path / "out")
     match = next(match for match in study.matches["diff"] if match.x == 160e9)
     assert match.reference_x == pytest.approx(251e9, rel=2e-3)
     assert match.ratio == pytest.approx(0.637, abs=1e-3)
@@ -140,12 +135,8 @@ def test_a_validation_by_difftx_eval_is_a_point(config, tmp_path):
 def test_extrapolation_is_marked(tmp_path):
     transformer = PowerLaw(450.0, 0.3, 2.3)
     diff = PowerLaw(transformer.a * 0.05**transformer.b, transformer.b, transformer.c)  # Needs a twentieth of the size.
-    rows = [
-        [name, size, 1e10, float(law(size)), 0]
-        for name, law in (("diff", diff), ("transformer", transformer))
-        for size in SIZES
-    ]
-    (study,), files = write_scaling(write_table(tmp_path / "points.csv", rows), tmp_path / "out")
+    table = points_of(tmp_path / "points.csv", {"diff": diff, "transformer": transformer}, SIZES)
+    (study,), files = write_scaling(table, tmp_path / "out")
     assert study.drawn["diff"].extrapolated is False  # 0.834B matches 16.7B, within 2 × 13.1B.
     assert [match.extrapolated for match in study.matches["diff"] if match.x >= 1.4e9] == [True] * 4
     marks = list(format_study(study)[1].columns[-1].cells)
@@ -162,9 +153,8 @@ def test_extrapolation_is_marked(tmp_path):
 )
 def test_points_without_a_fit_or_a_crossing_are_refused(tmp_path, laws, sizes, message):
     laws = {name: PowerLaw(10.0, 0.3, floor) for name, floor in laws.items()}
-    rows = [[name, size, 1e10, float(law(size)), 0] for name, law in laws.items() for size in SIZES[:sizes]]
     with pytest.raises(UserError, match=message):
-        write_scaling(write_table(tmp_path / "points.csv", rows), tmp_path / "out")
+        write_scaling(points_of(tmp_path / "points.csv", laws, SIZES[:sizes]), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

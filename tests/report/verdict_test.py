@@ -193,7 +193,7 @@ def test_a_run_that_diverged_after_a_validation_has_no_verdict(tmp_path, metric)
     # A finite result of a later step counts, and a null of the same step has precedence over the row of the training.
     write_result(b, "loss", 15, {"loss": 2.0, "bits_per_byte": 0.5})
     assert judged([a, b], metric).headline.startswith("a has a lower ")
-    write_result(a, "loss", 12, {"loss": None, "bits_per_byte": None})
+    write_result(a, "loss", 12, {"loss": math.nan, "bits_per_byte": math.nan})
     assert judged([a, b], metric).details == ["a: the loss of its last validation, at step 12, is not finite."]
 
 
@@ -207,7 +207,7 @@ def test_seeds_on_different_text_have_no_mean(tmp_path):
 
 def test_seeds_of_other_data_are_not_averaged(tmp_path):
     """Runs of equal configs are one arm, unless the data at the path changed between them."""
-    for i, text in enumerate((None, "x", "y", "x")):
+    for i, text in enumerate("xxyx"):
         folder = write_run(tmp_path / f"seed{i}", tiny("diff", train__steps=6, train__seed=i), text=text)
         write_result(folder, "loss", 6, {"loss": 2.0 + i})
     arms = judged([tmp_path / f"seed{i}" for i in range(4)]).arms
