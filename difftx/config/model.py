@@ -14,7 +14,10 @@ FewBits = Annotated[int, Rule(lambda bits: bits in (4, 8), " must be 4 or 8")]
 LogitBits = Annotated[int, Rule(lambda bits: 2 <= bits < 16, " must lie in 2 … 15; None: not quantised")]
 WindowPattern = Annotated[
     str,
-    Rule(lambda text: text and set(text) <= {"L", "G"}, ": write L for a layer with a window and G for one without"),
+    Rule(
+        lambda text: text and set(text) <= {"L", "G", "N"},
+        ": write L for a layer with a window, G for one without, and N for one without window and rotary embedding",
+    ),
 ]
 
 
@@ -124,7 +127,8 @@ class ModelConfig(Extensible, effect=affects.Effect.FUNCTION, chosen_by="archite
     """Number of tokens to which a token attends in layers with a sliding window, itself included. None: no windows."""
     window_pattern: flag.Decoder[affects.Function[WindowPattern]] = "L"
     """Layers with the window (L) and layers without (G), such as "LLLLLG" for 5 of 6 layers as in Gemma 3 (arXiv
-    2503.19786). The pattern repeats over the layers, so its length must divide `num_layers`."""
+    2503.19786). Layers N have neither a window nor a rotary embedding, as one of four layers, "GGGN", in SmolLM 3. The
+    pattern repeats over the layers, so its length must divide `num_layers`."""
     norm_eps: affects.Function[Positive[float]] = 1e-5
     """Epsilon of the RMSNorms before attention, before the MLP and after the last layer, and of `qk_norm`."""
     head_norm: flag.Conversion[affects.Function[Literal["none", "rms", "rms_affine", "scalar", "sigmoid"]]] = (
@@ -201,10 +205,8 @@ class ModelConfig(Extensible, effect=affects.Effect.FUNCTION, chosen_by="archite
 
     def __post_init__(self):
         pattern = self.window_pattern
-        if self.window is None and pattern != "L":
-            raise UserError(
-                f"model.window_pattern={pattern!r} requires model.window; set it, or leave the pattern at 'L'"
-            )
+        if self.window is None and "L" in pattern and pattern != "L":
+            raise UserError(f"model.window_pattern={pattern!r} requires model.window; set it, or write G in place of L")
         if self.window is not None and "L" not in pattern:
             raise UserError(
                 f"model.window={self.window}: model.window_pattern={pattern!r} has no layer L with a window"
@@ -234,6 +236,11 @@ class ModelConfig(Extensible, effect=affects.Effect.FUNCTION, chosen_by="archite
     def windows(self) -> tuple[int | None, ...]:
         """Window of each layer of `window_pattern`, or None for a layer without a window."""
         return tuple(self.window if letter == "L" else None for letter in self.window_pattern)
+
+    @property
+    def rotates(self) -> tuple[bool, ...]:
+        """Whether each layer of `window_pattern` has a rotary embedding."""
+        return tuple(letter != "N" for letter in self.window_pattern)
 
     @property
     def own(self) -> Any:
