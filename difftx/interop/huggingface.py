@@ -1,6 +1,7 @@
 """The config.json of classes that differ from transformers' Llama in few fields, such as Qwen 3 and DiffLlama.
 
-A further class of this kind is a row of `CLASSES`.
+A further class of this kind is a row of `CLASSES`. `MotifForCausalLM` is not in transformers. difftx imports its
+folders, and exports its models as those of all other architectures.
 """
 
 import dataclasses
@@ -12,7 +13,8 @@ from difftx.config import ModelConfig
 from difftx.config.checks import divisors
 from difftx.errors import UserError
 from difftx.interop.fields import CONFIG, Fields, heads_from, is_same, model_of, rope_fields, rope_parameters
-from difftx.model.architectures import heads_of
+from difftx.interop.parameters import Format
+from difftx.model.architectures import ARCHITECTURES, heads_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +49,15 @@ CLASSES = {
         },
         ignored=("sliding_window",),
     ),
+    # `auto_map` names code that is not executed. `fused_rope` selects a kernel, and `expanded` is a record.
+    "MotifForCausalLM": Class(
+        {"architecture": "motif", "head_norm": "rms_affine"},
+        {"hidden_act": "poly_norm", "attn_rms_norm_eps": 1e-5},
+        ignored=("auto_map", "model_type", "sliding_window", "fused_rope", "expanded"),
+    ),
 }
+# Architecture → layout of the weights, where it is not "hf".
+LAYOUTS: dict[str, Format] = {"diff": "diffllama", "motif": "motif"}
 TRANSFORMER: dict[str, Any] = {
     "architecture": "transformer",
     "head_norm": "none",
@@ -72,17 +82,19 @@ def read(fields: Fields) -> ModelConfig:
         raise UserError(f"{path}: architectures={name!r} cannot be converted; only {', '.join(CLASSES)} can")
     described = CLASSES[name]
     fields.assume(described.defaults)
-    fields.require("model_type", _model_type(name))  # It selects the class in transformers.
+    if "model_type" not in described.ignored:
+        fields.require("model_type", _model_type(name))  # It selects the class in transformers.
     fields.require("layer_types", ["full_attention"] * len(fields.get("layer_types", list, [])) or None)
-    fields.require("hidden_act", "silu")
+    fields.require("hidden_act", described.defaults.get("hidden_act", "silu"))
     implied = {**TRANSFORMER, **described.model}
     named = fields.named(NAMES, tie_word_embeddings=False)
+    of_heads = "attn_rms_norm_eps" if "attn_rms_norm_eps" in described.defaults else "rms_norm_eps"
     model = {
         **implied,
         **named,
         **_heads(fields, implied["architecture"], named["d_model"]),
         **rope_fields(fields),
-        "head_norm_eps": named["norm_eps"],  # DiffLlama has only one epsilon.
+        "head_norm_eps": fields.get(of_heads, float),  # DiffLlama has only one epsilon.
     }
     if "sliding_window" in described.defaults:
         model["window"] = fields.read("sliding_window")["sliding_window"]
@@ -94,14 +106,28 @@ def read(fields: Fields) -> ModelConfig:
 
 def _heads(fields: Fields, architecture: str, d_model: int) -> dict[str, Any]:
     """Return the fields of `model` that describe heads."""
-    groups = 2 if architecture == "diff" else 1
+    groups = ARCHITECTURES[architecture].groups
     heads = fields.get("num_attention_heads", int)
     kv_heads = fields.get("num_key_value_heads", int, heads)
     for field, count in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
-        if count % groups:
+        if count % groups and (field, architecture) != ("num_attention_heads", "motif"):
             raise UserError(f"{fields.path}: {field}={count} must be even, since half of the heads are another group")
     head_dim = fields.get("head_dim", int, d_model // heads)
-    return heads_from(d_model, groups, heads // groups, kv_heads // groups, head_dim)
+    if architecture != "motif":
+        return heads_from(d_model, groups, heads // groups, kv_heads // groups, head_dim)
+    fields.require("k_ratio", 1)  # Keys of A1 per key of A2.
+    noise_heads = fields.get("num_noise_heads", int, max(1, heads // 2))  # Motif-2.6B has pairs of heads.
+    signal_heads, rest = divmod(heads - noise_heads, noise_heads)
+    if rest or signal_heads < 1:
+        raise UserError(
+            f"{fields.path}: num_attention_heads={heads} is not num_noise_heads={noise_heads} times an integer above 1"
+        )
+    return {
+        "num_heads": heads - noise_heads,
+        "num_kv_heads": kv_heads // groups,
+        "head_dim": head_dim,
+        "motif": {"signal_heads": signal_heads},
+    }
 
 
 def write(model: ModelConfig) -> dict[str, Any]:

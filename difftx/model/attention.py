@@ -28,8 +28,8 @@ from difftx.kernels.cached import KVCache, SegmentMask
 from difftx.kernels.quantized import rounded
 from difftx.kernels.rows import AttentionRows, attention_rows
 from difftx.kernels.weight_functions import WeightFunction
-from difftx.model.architectures import heads_of
-from difftx.model.layers import HeadNorm, RMSNorm, linear, projection, rotate, vector
+from difftx.model.architectures import ARCHITECTURES, heads_of
+from difftx.model.layers import HeadNorm, RMSNorm, SwiGLU, linear, projection, rotate, vector
 from difftx.parallel.layout import Layout, reshard
 
 Angles = tuple[jax.Array, jax.Array]
@@ -69,10 +69,12 @@ class LayerConstants:
 def layer_constants(config: ModelConfig) -> LayerConstants:
     """Return λ_init = 0.8 - 0.6 exp(-0.3 (l - 1)) and the post-norm scale 1 - λ_init for the layers l = 1, 2, ….
 
-    If `config.lambda_init` or `config.post_scale` is set, that constant replaces the schedule.
+    `SelfAttention.first_layer` replaces 1 as the number of the first layer. If `config.lambda_init` or
+    `config.post_scale` is set, that constant replaces the schedule.
     """
     # Index l - 1 of each layer, or of the layer at the same relative depth in the model of `config.mup_base_layers`.
     layer_L = jnp.arange(config.num_layers, dtype=jnp.float32) / config.depth_ratio
+    layer_L += ARCHITECTURES[config.architecture].first_layer - 1
     lambda_init_L = 0.8 - 0.6 * jnp.exp(-0.3 * layer_L)
     if config.lambda_init is not None:
         lambda_init_L = jnp.full_like(lambda_init_L, config.lambda_init)
@@ -104,6 +106,8 @@ class SelfAttention(nnx.Module):
     own_config: ClassVar[type | None] = None
     default_head_norm: ClassVar[str] = "none"  # Value of `model.head_norm` unless a config or a caller sets it.
     replaced_heads: ClassVar[int] = 1  # Number of heads of the matched Transformer that one head replaces.
+    first_layer: ClassVar[int] = 1  # Number l of the first layer in the schedule of λ_init.
+    mlp: ClassVar[type[SwiGLU]] = SwiGLU  # Class of the MLP in the same layer.
 
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
         self.config, self.layout = config, layout

@@ -17,7 +17,7 @@ from difftx.kernels.cached import KVCache, SegmentMask
 from difftx.kernels.rows import AttentionRows
 from difftx.model.architectures import ARCHITECTURES, check_attention
 from difftx.model.attention import Angles, LayerConstants, layer_constants
-from difftx.model.layers import RMSNorm, SwiGLU, rotary_angles, scaled, soft_cap
+from difftx.model.layers import RMSNorm, rotary_angles, scaled, soft_cap
 from difftx.parallel.layout import Layout, reshard
 
 UNROLLED_LAYERS = 8  # Largest number of layers that are compiled one by one.
@@ -50,13 +50,14 @@ REMAT_POLICIES = {
 
 
 class Block(nnx.Module):
-    """One layer, Y + SwiGLU(RMSNorm(Y)) with Y = X + Attention(RMSNorm(X)) (Eq. 4 of arXiv 2410.05258)."""
+    """One layer, Y + MLP(RMSNorm(Y)) with Y = X + Attention(RMSNorm(X)) (Eq. 4 of arXiv 2410.05258)."""
 
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps, layout)
-        self.attention = ARCHITECTURES[config.architecture](config, layout, rngs=rngs)
+        attention = ARCHITECTURES[config.architecture]
+        self.attention = attention(config, layout, rngs=rngs)
         self.mlp_norm = RMSNorm(config.d_model, config.norm_eps, layout)
-        self.mlp = SwiGLU(config, layout, rngs=rngs)
+        self.mlp = attention.mlp(config, layout, rngs=rngs)
         self.branch_scale = 1 / config.depth_ratio
 
     def __call__[Extra](

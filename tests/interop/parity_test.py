@@ -49,7 +49,7 @@ def test_random_models_have_the_results_of_transformers_and_are_exported_again(m
     assert configs[0].rope_parameters == configs[1].rope_parameters
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", [name for name in CLASSES if hasattr(transformers, name)])
 def test_absent_fields_have_the_values_of_transformers(name):
     """`read` takes these values for fields that config.json leaves out."""
     theirs = getattr(transformers, name.replace("ForCausalLM", "Config"))()

@@ -17,7 +17,7 @@ from model import oracle
 SIZES = {"diff": {"model__num_heads": 4, "model__num_kv_heads": 2}, "transformer": {"model__num_heads": 4}}
 SIZES |= oracle.SIZES
 FAST = ("diff", "diff_v2")  # The λ of diff_v2 depends on the token.
-PAIRS = {"diff", "gda", "diff_v2", "gdla", "diff_fixed_lambda", "zero_branch"}
+PAIRS = {"diff", "gda", "motif", "diff_v2", "gdla", "diff_fixed_lambda", "zero_branch"}
 ROW = 32
 
 

@@ -14,6 +14,7 @@ from difftx.model.architectures import heads_of
 SIZES: dict[str, dict[str, Any]] = {
     "diff_v2": {"model__num_heads": 4, "model__num_kv_heads": 2},
     "gda": {"model__num_heads": 6, "model__gda__signal_heads": 3},
+    "motif": {"model__num_heads": 6, "model__motif__signal_heads": 3},
     "gdla": {
         "model__num_heads": 8,
         "model__gdla__signal_heads": 2,
@@ -112,7 +113,8 @@ def attend(
 
 def lambda_init(model: Any, depth: int) -> float:
     """Return λ_init of layer `depth` + 1, or of the layer at the same relative depth in the base model of µP."""
-    return 0.8 - 0.6 * np.exp(-0.3 * depth * (model.mup_base_layers or model.num_layers) / model.num_layers)
+    depth *= (model.mup_base_layers or model.num_layers) / model.num_layers
+    return 0.8 - 0.6 * np.exp(-0.3 * (depth - (model.architecture == "motif")))
 
 
 def layer(w: dict[str, Any], model: Any, x_TD: np.ndarray, depth: int, *, v2_pairs: str = "neighbours") -> np.ndarray:
@@ -123,7 +125,7 @@ def layer(w: dict[str, Any], model: Any, x_TD: np.ndarray, depth: int, *, v2_pai
     x, H, K, name = np.asarray(x_TD, np.float64), model.num_heads, heads_of(model).kv_heads, model.architecture
     window = model.windows[depth % len(model.windows)]
 
-    if name in ("diff", "gda", "signed_mask", "zero_branch"):
+    if name in ("diff", "gda", "motif", "signed_mask", "zero_branch"):
         return _two_keys(w, model, x, depth, window)
 
     def head(query: int, row: Callable[..., np.ndarray]) -> np.ndarray:
