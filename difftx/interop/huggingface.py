@@ -157,6 +157,7 @@ def _write(name: str, model: ModelConfig) -> dict[str, Any]:
     if "no_rope_layer_interval" in described.defaults:
         repeats = model.num_layers // len(model.rotates)
         special["no_rope_layers"] = [int(rotates) for rotates in model.rotates * repeats]
+        special["pad_token_id"] = None  # The default of the class, 128004, may exceed the vocabulary.
     return {
         "architectures": [name],
         "model_type": _model_type(name),
