@@ -44,7 +44,7 @@ class AttentionLayer(nnx.Module):
         layer: Index l = 1, 2, … of the layer in the model, for λ_init = 0.8 - 0.6 exp(-0.3 (l - 1)).
         fields: Further fields of `ModelConfig`, such as `num_kv_heads`, `head_dim`, `window` or `rope_theta`, and of
             the architecture's own group, such as `signal_heads` of "gda" (docs/config.md). Unless it is given,
-            `head_norm` is "rms_affine" for diff, gda and signed_mask, and "none" for the other architectures.
+            `head_norm` is "rms_affine" for diff, gda, motif and signed_mask, and "none" for the other architectures.
 
     Raises:
         UserError: An argument, or an input of a call, is invalid.

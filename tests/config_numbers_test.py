@@ -74,12 +74,12 @@ def test_heads_that_do_not_divide_a_large_prime_are_rejected_quickly():
 
 
 EVERY = tuple(ARCHITECTURES)
-LEARNED = ("diff", "gda", "zero_branch")
+LEARNED = ("diff", "gda", "zero_branch", "motif")
 READERS = {
-    "lambda_init": ("diff", "gda", "signed_mask", "zero_branch", "dex"),
+    "lambda_init": (*LEARNED, "signed_mask", "dex"),
     "lambda_learned": LEARNED,
     "lambda_std": LEARNED,
-    "lambda_bound": LEARNED,
+    "lambda_bound": ("diff", "gda", "zero_branch"),
     "post_scale": tuple(name for name in EVERY if name not in ("zero_branch", "dex")),
 }
 VALUES = {

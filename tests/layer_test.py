@@ -107,7 +107,7 @@ def test_the_defaults_are_the_first_layer_of_the_paper(name):
     layer = small_layer(name)
     config = layer.attention.config
     weights = oracle.weights_of(layer.attention)
-    assert config.head_norm == ("rms_affine" if name in ("diff", "gda", "signed_mask") else "none")
+    assert config.head_norm == ("rms_affine" if name in ("diff", "gda", "motif", "signed_mask") else "none")
     expected_TD = oracle.layer(weights, config, ROWS_BTD[0], 0)
     assert np.abs(expected_TD).max() > 0.01
     np.testing.assert_allclose(apply(layer, ROWS_BTD)[0], expected_TD, atol=TOLERANCE * np.abs(expected_TD).max())

@@ -14,7 +14,10 @@ FewBits = Annotated[int, Rule(lambda bits: bits in (4, 8), " must be 4 or 8")]
 LogitBits = Annotated[int, Rule(lambda bits: 2 <= bits < 16, " must lie in 2 … 15; None: not quantised")]
 WindowPattern = Annotated[
     str,
-    Rule(lambda text: text and set(text) <= {"L", "G"}, ": write L for a layer with a window and G for one without"),
+    Rule(
+        lambda text: text and set(text) <= {"L", "G", "N"},
+        ": write L for a layer with a window, G for one without, and N for one without window and rotary embedding",
+    ),
 ]
 
 
@@ -89,7 +92,7 @@ class ModelConfig(Extensible, effect=affects.Effect.FUNCTION, chosen_by="archite
 
     architecture: flag.Decoder[affects.Function[str]] = "diff"
     """Attention variant: "diff" (differential attention), "transformer" (softmax attention, the baseline), "diff_v2",
-    "gda", "gdla", "gated", "off_by_one", "sink", "top_k", "signed_mask", "zero_branch", "dex"
+    "gda", "gdla", "gated", "off_by_one", "sink", "top_k", "signed_mask", "zero_branch", "dex", "motif"
     (`difftx/model/variants/`), or one of an extension. An architecture may have a group of its own, such as
     `model.top_k`."""
     vocab_size: flag.Decoder[affects.Shapes[AxisLength | None]] = 100_288
@@ -104,13 +107,14 @@ class ModelConfig(Extensible, effect=affects.Effect.FUNCTION, chosen_by="archite
     many."""
     num_kv_heads: affects.Shapes[AxisLength | None] = None
     """Number of key/value heads for grouped-query attention, counted like `num_heads`. None: one per head, or one
-    per noise head with `gda` and `gdla`."""
+    per noise head with `gda`, `gdla` and `motif`."""
     head_dim: affects.Shapes[AxisLength | None] = None
     """Width d of a query/key sub-head (Eq. 1). None: `d_model` divided by the number of sub-heads. A head of `diff` or
-    `signed_mask` has two sub-heads. In `gda`, each signal head and each noise head is one."""
+    `signed_mask` has two sub-heads. In `gda` and `motif`, each signal head and each noise head is one."""
     mlp_dim: flag.Decoder[affects.Shapes[AxisLength]] = 5440
-    """Hidden width of SwiGLU. The default, 8/3 `d_model` rounded down to a multiple of 64, gives the model sizes of
-    Table 10. 5504, a multiple of 128, costs 1 % more and suits the lanes of a TPU."""
+    """Hidden width of the MLP, which is SwiGLU, or in `motif` SwiGLU with PolyNorm. The default, 8/3 `d_model` rounded
+    down to a multiple of 64, gives the model sizes of Table 10. 5504, a multiple of 128, costs 1 % more and suits the
+    lanes of a TPU."""
     rope_theta: affects.Function[Positive[float]] = 10_000.0
     """Base of the rotary embedding. The paper states only its value at 64K tokens, 640,000."""
     rope_scaling: RopeScalingConfig
@@ -124,7 +128,8 @@ class ModelConfig(Extensible, effect=affects.Effect.FUNCTION, chosen_by="archite
     """Number of tokens to which a token attends in layers with a sliding window, itself included. None: no windows."""
     window_pattern: flag.Decoder[affects.Function[WindowPattern]] = "L"
     """Layers with the window (L) and layers without (G), such as "LLLLLG" for 5 of 6 layers as in Gemma 3 (arXiv
-    2503.19786). The pattern repeats over the layers, so its length must divide `num_layers`."""
+    2503.19786). Layers N have neither a window nor a rotary embedding, as one of four layers, "GGGN", in SmolLM 3. The
+    pattern repeats over the layers, so its length must divide `num_layers`."""
     norm_eps: affects.Function[Positive[float]] = 1e-5
     """Epsilon of the RMSNorms before attention, before the MLP and after the last layer, and of `qk_norm`."""
     head_norm: flag.Conversion[affects.Function[Literal["none", "rms", "rms_affine", "scalar", "sigmoid"]]] = (
@@ -136,7 +141,8 @@ class ModelConfig(Extensible, effect=affects.Effect.FUNCTION, chosen_by="archite
     head_norm_eps: flag.Conversion[affects.Function[Positive[float]]] = 1e-5
     """Epsilon of the head norm."""
     lambda_init: flag.Specific[affects.Function[float | None]] = None
-    """λ_init of all layers. None: 0.8 - 0.6 exp(-0.3 (l - 1)) in layer l = 1, 2, … (§2.1 of the paper)."""
+    """λ_init of all layers. None: 0.8 - 0.6 exp(-0.3 (l - 1)) in layer l = 1, 2, … (§2.1 of the paper). In `motif`, the
+    first layer has l = 0."""
     lambda_learned: flag.Specific[affects.Function[bool]] = True
     """Whether λ is learned. If not, λ = λ_init. For λ = 1, set `lambda_init` = 1 and a `post_scale` such as 0.2, since
     the default factor 1 - λ_init would be 0."""
@@ -147,8 +153,8 @@ class ModelConfig(Extensible, effect=affects.Effect.FUNCTION, chosen_by="archite
     exp(λ_q2·λ_k2), "none": λ = e + λ_init as in the paper; "sigmoid": λ = σ(e + σ⁻¹(λ_init)) in (0, 1); "tanh":
     λ = tanh(e + tanh⁻¹(λ_init)) in (-1, 1)."""
     post_scale: flag.Specific[affects.Function[float | None]] = None
-    """Constant gain: a factor of the heads' outputs after the head norm. None: 1 - λ_init in `diff`, `gda` and
-    `signed_mask` (Eq. 3 of the paper), and 1 in all others. `zero_branch` and `dex` have none."""
+    """Constant gain: a factor of the heads' outputs after the head norm. None: 1 - λ_init in `diff`, `gda`, `motif`
+    and `signed_mask` (Eq. 3 of the paper), and 1 in all others. `zero_branch` and `dex` have none."""
     init: flag.Conversion[affects.Training[Literal["fan_in", "normal"]]] = "fan_in"
     """Initial values of projections. "fan_in": uniform with variance 1 / (3 fan_in), like PyTorch's `Linear` in the
     official code. "normal": normal with mean 0 and standard deviation `init_std`."""
@@ -182,8 +188,8 @@ class ModelConfig(Extensible, effect=affects.Effect.FUNCTION, chosen_by="archite
     attention_implementation: affects.Rounding[str] = "auto"
     """Attention kernel. "auto" selects one. "reference" and "xla" support all architectures. "cudnn" supports
     all except `off_by_one`, `sink`, `top_k` and `signed_mask`. "pallas_tpu", "splash_wide", "pallas_gpu" and
-    "cudnn_wide" support `diff` and `gda`. "splash" (on TPUs) supports `transformer`, `diff_v2`, `gdla`, `gated`,
-    `zero_branch` and `dex`. The ending "_1024" means tiles of up to 1,024 tokens instead of 512."""
+    "cudnn_wide" support `diff`, `gda` and `motif`. "splash" (on TPUs) supports `transformer`, `diff_v2`, `gdla`,
+    `gated`, `zero_branch` and `dex`. The ending "_1024" means tiles of up to 1,024 tokens instead of 512."""
     attention_logit_bits: affects.Function[LogitBits | None] = None
     """Number of bits (2 to 15) to which attention logits are rounded, scaled by their largest magnitude. None: no
     rounding. The suite `quantize` sets this field, which requires the kernel "auto", "reference" or "xla"."""
@@ -201,10 +207,8 @@ class ModelConfig(Extensible, effect=affects.Effect.FUNCTION, chosen_by="archite
 
     def __post_init__(self):
         pattern = self.window_pattern
-        if self.window is None and pattern != "L":
-            raise UserError(
-                f"model.window_pattern={pattern!r} requires model.window; set it, or leave the pattern at 'L'"
-            )
+        if self.window is None and "L" in pattern and pattern != "L":
+            raise UserError(f"model.window_pattern={pattern!r} requires model.window; set it, or write G in place of L")
         if self.window is not None and "L" not in pattern:
             raise UserError(
                 f"model.window={self.window}: model.window_pattern={pattern!r} has no layer L with a window"
@@ -234,6 +238,11 @@ class ModelConfig(Extensible, effect=affects.Effect.FUNCTION, chosen_by="archite
     def windows(self) -> tuple[int | None, ...]:
         """Window of each layer of `window_pattern`, or None for a layer without a window."""
         return tuple(self.window if letter == "L" else None for letter in self.window_pattern)
+
+    @property
+    def rotates(self) -> tuple[bool, ...]:
+        """Whether each layer of `window_pattern` has a rotary embedding."""
+        return tuple(letter != "N" for letter in self.window_pattern)
 
     @property
     def own(self) -> Any:

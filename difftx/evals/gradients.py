@@ -225,7 +225,7 @@ def logit_products(
     S1 and S2 are the logits of A1 and A2 after the factor 1/√d, and `dupdate_BTD` is the gradient of the loss with
     respect to the residual update. Only for classes with `subtracts = True`.
     """
-    q, k, v = attention.operands(x_BTD, angles)
+    q, k, v = attention.operands(x_BTD, angles, constants)
     heads_BTHE = attention.combined(attention.attend(q, k, v, x_BTD, constants, segment_ids_BT), x_BTD)
     _, pullback = jax.vjp(lambda heads_BTHE: attention.output(heads_BTHE, x_BTD, constants), heads_BTHE)
     (dheads_BTHE,) = pullback(dupdate_BTD)

@@ -95,7 +95,7 @@ def _add_batch(
 
     def layer(carry: tuple[jax.Array, Mapping[str, Counts]], block: Block, constants: LayerConstants):
         x_BTD, counts = carry
-        q, k, _ = block.attention.operands(block.attention_norm(x_BTD), angles)
+        q, k, _ = block.attention.operands(block.attention_norm(x_BTD), angles, constants)
         x_BTD, _ = block(x_BTD, lambda h_BTD: block.attention(h_BTD, angles, constants, ids_BT))
         add = functools.partial(jax.shard_map, out_specs=per_device, check_vma=False)
         add_logits = functools.partial(_add_logits, window=constants.window, shared="context" not in over_heads)

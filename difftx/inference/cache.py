@@ -56,8 +56,8 @@ def empty_cache(model: Decoder, rows: int, capacity: int) -> KVCache:
     def entries() -> tuple[jax.Array, jax.Array]:
         angles = model.angles(1)
 
-        def layer(x_BTD: jax.Array, block: Block, _: LayerConstants):
-            return x_BTD, block.attention.operands(x_BTD, angles)[1:]
+        def layer(x_BTD: jax.Array, block: Block, constants: LayerConstants):
+            return x_BTD, block.attention.operands(x_BTD, angles, constants)[1:]
 
         return model.walk(layer, model.embed(jnp.zeros((rows, 1), jnp.int32)))[1]
 

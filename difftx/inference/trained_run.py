@@ -3,7 +3,6 @@
 #   B = rows, C = queries, here all tokens
 
 import collections
-import dataclasses
 import functools
 import itertools
 import operator
@@ -125,7 +124,8 @@ class TrainedRun:
         if not 1 <= layer <= c.num_layers:
             raise UserError(f"layer={layer} must lie in 1 … {c.num_layers}")
         tokens_1T, length = self._padded(text)
-        options: dict[str, Any] = {"config": self.config, "window": c.windows[(layer - 1) % len(c.windows)]}
+        # Layers at the same place of the pattern share a compiled program.
+        options: dict[str, Any] = {"config": self.config, "place": (layer - 1) % len(c.windows)}
         with jax.set_mesh(self._lm.mesh):
             weights = jax.device_get(_attention(self._lm.params, tokens_1T, np.int32(layer - 1), **options))
         return jax.tree.map(lambda x_1HTS: x_1HTS[0, :, :length, :length], weights)
@@ -177,11 +177,9 @@ def _logits(graphdef: nnx.GraphDef, params: Any, tokens_BT: jax.Array) -> jax.Ar
     return nnx.merge(graphdef, params)(tokens_BT)[0]
 
 
-@functools.partial(jax.jit, static_argnames=("config", "window"))
-def _attention(
-    params: Any, tokens_BT: jax.Array, index: jax.Array, *, config: Config, window: int | None
-) -> AttentionWeights:
-    """Return the attention weights of all tokens in the layer with this index, whose window is `window`."""
+@functools.partial(jax.jit, static_argnames=("config", "place"))
+def _attention(params: Any, tokens_BT: jax.Array, index: jax.Array, *, config: Config, place: int) -> AttentionWeights:
+    """Return the attention weights of all tokens in the layer with this index, the layer `place` of the pattern."""
     model = model_of(config, params)
     queries_BC, angles = jnp.arange(tokens_BT.shape[1])[None], model.angles(tokens_BT.shape[1])
 
@@ -193,5 +191,5 @@ def _attention(
     block, constants, x_BTD = jax.tree.map(
         lambda x_L: jax.lax.dynamic_index_in_dim(x_L, index, keepdims=False), stacked
     )
-    constants = dataclasses.replace(constants, window=window)
+    constants = constants.of_layer(config.model, place)
     return AttentionWeights.of(block.attention.attention_rows(x_BTD, angles, constants, None, queries_BC))

@@ -45,6 +45,10 @@ class Fields:
             raise UserError(f"{path}: not an object")
         self._known = {*HARMLESS}
 
+    def assume(self, defaults: Mapping[str, Any]) -> None:
+        """Take default values for absent fields."""
+        self._raw = {**defaults, **self._raw}
+
     def get[T](self, name: str, kind: type[T], default: T | None = None) -> T:
         """Return a field, or `default` if it is absent or null. Raise `UserError` for a wrong type or a number ≤ 0."""
         self._known.add(name)
@@ -131,18 +135,29 @@ def check_model(format_: ModuleType, model: ModelConfig) -> None:
     """Raise `UserError` for a model that a format cannot represent: its config.json is that of another model."""
     written = format_.write(model)
     other = format_.read(Fields(Path(CONFIG), written))
+    for name in _differences(model, other):
+        value, their_value = (operator.attrgetter(name)(each) for each in (model, other))
+        kind = written.get("attention") or written["architectures"][0]
+        raise UserError(f"model.{name}={value!r} cannot be converted: a {kind} would have {their_value!r}")
+
+
+def is_same(model: ModelConfig, other: ModelConfig) -> bool:
+    """Return whether two models compute the same function with the same weights."""
+    return not _differences(model, other)
+
+
+def _differences(model: ModelConfig, other: ModelConfig) -> list[str]:
+    """Return the fields by which two models compute other functions with the same weights."""
     ours, theirs = _canonical(model), _canonical(other)
-    for name in function_fields(model):
-        if ours[name] != theirs[name]:
-            value, their_value = (operator.attrgetter(name)(each) for each in (model, other))
-            kind = written.get("attention") or written["architectures"][0]
-            raise UserError(f"model.{name}={value!r} cannot be converted: a {kind} would have {their_value!r}")
+    return [name for name in function_fields(model) if ours[name] != theirs[name]]
 
 
 def _canonical(model: ModelConfig) -> dict[str, Any]:
     """Return the fields of a model, with one value for all values of the same function."""
     heads, values = heads_of(model), values_of(model)
     values |= flat(values) | {"num_kv_heads": heads.kv_heads, "head_dim": heads.d_head}
+    repeats = model.num_layers // len(model.windows)
+    values |= {"window": model.windows * repeats, "window_pattern": model.rotates * repeats}
     if model.head_norm == "rms_affine":
         values["head_norm"] = "rms"  # `export_params` converts gains.
     elif model.head_norm != "rms":

@@ -1,14 +1,69 @@
-"""The config.json of DiffLlama, Llama and Qwen 2 models."""
+"""The config.json of classes that differ from transformers' Llama in few fields, such as Qwen 3 and DiffLlama.
 
+A further class of this kind is a row of `CLASSES`. `MotifForCausalLM` is not in transformers. difftx imports its
+folders, and exports its models as those of all other architectures.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from difftx.config import ModelConfig
+from difftx.config.checks import divisors
 from difftx.errors import UserError
-from difftx.interop.fields import Fields, heads_from, model_of, rope_fields, rope_parameters
-from difftx.model.architectures import heads_of
+from difftx.interop.fields import CONFIG, Fields, heads_from, is_same, model_of, rope_fields, rope_parameters
+from difftx.interop.parameters import Format
+from difftx.model.architectures import ARCHITECTURES, heads_of
 
-CLASSES = {"DiffLlamaForCausalLM": "diff", "LlamaForCausalLM": "transformer", "Qwen2ForCausalLM": "transformer"}
-QWEN = "Qwen2ForCausalLM"  # A Llama with biases of queries, keys and values, which no field of its config.json states.
+
+@dataclasses.dataclass(frozen=True)
+class Class:
+    """A class by its differences from `LlamaForCausalLM`."""
+
+    # Fields of `model` that the class has, whatever its config.json says.
+    model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # Values of fields that config.json may leave out, as the class of the config has them.
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    ignored: tuple[str, ...] = ()  # Fields of config.json that have no effect.
+
+
+CLASSES = {
+    "LlamaForCausalLM": Class(),
+    "DiffLlamaForCausalLM": Class({"architecture": "diff", "head_norm": "rms"}),
+    "Qwen2ForCausalLM": Class(
+        {"attention_bias": True}, {"num_key_value_heads": 32}, ignored=("sliding_window", "attention_bias")
+    ),
+    "Qwen3ForCausalLM": Class(
+        {"qk_norm": True}, {"num_key_value_heads": 32, "head_dim": 128}, ignored=("sliding_window",)
+    ),
+    # `sliding_window`: the window of all layers, unless it is null.
+    "MistralForCausalLM": Class(defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
+    # Every fourth layer has no rotary embedding, unless `no_rope_layers` has a 1 or a 0 per layer.
+    "SmolLM3ForCausalLM": Class(
+        defaults={
+            "num_key_value_heads": 4,
+            "rope_theta": 2_000_000.0,
+            "tie_word_embeddings": True,
+            "no_rope_layer_interval": 4,
+        },
+        ignored=("sliding_window",),
+    ),
+    # `auto_map` names code that is not executed. `fused_rope` selects a kernel, and `expanded` is a record.
+    "MotifForCausalLM": Class(
+        {"architecture": "motif", "head_norm": "rms_affine"},
+        {"hidden_act": "poly_norm", "attn_rms_norm_eps": 1e-5},
+        ignored=("auto_map", "model_type", "sliding_window", "fused_rope", "expanded"),
+    ),
+}
+# Architecture → layout of the weights, where it is not "hf".
+LAYOUTS: dict[str, Format] = {"diff": "diffllama", "motif": "motif"}
+TRANSFORMER: dict[str, Any] = {
+    "architecture": "transformer",
+    "head_norm": "none",
+    "attention_bias": False,
+    "qk_norm": False,
+}
 NAMES = {
     "vocab_size": "vocab_size",
     "hidden_size": "d_model",
@@ -25,49 +80,87 @@ def read(fields: Fields) -> ModelConfig:
     (name, *_) = fields.get("architectures", list) or ["none"]
     if not isinstance(name, str) or name not in CLASSES:
         raise UserError(f"{path}: architectures={name!r} cannot be converted; only {', '.join(CLASSES)} can")
-    fields.require("model_type", name.removesuffix("ForCausalLM").lower())  # It selects the class in transformers.
+    described = CLASSES[name]
+    fields.assume(described.defaults)
+    if "model_type" not in described.ignored:
+        fields.require("model_type", _model_type(name))  # It selects the class in transformers.
     fields.require("layer_types", ["full_attention"] * len(fields.get("layer_types", list, [])) or None)
-    fields.require("hidden_act", "silu")
-    groups = 2 if CLASSES[name] == "diff" else 1
-    heads = fields.get("num_attention_heads", int)
-    if name == QWEN:
-        fields.read("num_key_value_heads")  # If it is absent, transformers takes 32.
-    kv_heads = fields.get("num_key_value_heads", int, heads)
-    for field, count in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
-        if count % groups:
-            raise UserError(f"{path}: {field}={count} must be even, since each half of the heads is one group")
+    fields.require("hidden_act", described.defaults.get("hidden_act", "silu"))
+    implied = {**TRANSFORMER, **described.model}
     named = fields.named(NAMES, tie_word_embeddings=False)
-    head_dim = fields.get("head_dim", int, named["d_model"] // heads)
+    of_heads = "attn_rms_norm_eps" if "attn_rms_norm_eps" in described.defaults else "rms_norm_eps"
     model = {
-        "architecture": CLASSES[name],
+        **implied,
         **named,
-        **heads_from(named["d_model"], groups, heads // groups, kv_heads // groups, head_dim),
+        **_heads(fields, implied["architecture"], named["d_model"]),
         **rope_fields(fields),
-        "attention_bias": name == QWEN,
-        "head_norm": "rms" if groups == 2 else "none",
-        "head_norm_eps": named["norm_eps"],  # DiffLlama has only one epsilon.
+        "head_norm_eps": fields.get(of_heads, float),  # DiffLlama has only one epsilon.
     }
-    fields.refuse_others(*(("sliding_window", "attention_bias") if name == QWEN else ()))  # Without effect there.
+    if "sliding_window" in described.defaults:
+        model["window"] = fields.read("sliding_window")["sliding_window"]
+    if "no_rope_layer_interval" in described.defaults:
+        model["window_pattern"] = _window_pattern(fields, named["num_layers"])
+    fields.refuse_others(*described.ignored)
     return model_of(path, model)
 
 
+def _heads(fields: Fields, architecture: str, d_model: int) -> dict[str, Any]:
+    """Return the fields of `model` that describe heads."""
+    groups = ARCHITECTURES[architecture].groups
+    heads = fields.get("num_attention_heads", int)
+    kv_heads = fields.get("num_key_value_heads", int, heads)
+    for field, count in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
+        if count % groups and (field, architecture) != ("num_attention_heads", "motif"):
+            raise UserError(f"{fields.path}: {field}={count} must be even, since half of the heads are another group")
+    head_dim = fields.get("head_dim", int, d_model // heads)
+    if architecture != "motif":
+        return heads_from(d_model, groups, heads // groups, kv_heads // groups, head_dim)
+    fields.require("k_ratio", 1)  # Keys of A1 per key of A2.
+    noise_heads = fields.get("num_noise_heads", int, max(1, heads // 2))  # Motif-2.6B has pairs of heads.
+    signal_heads, rest = divmod(heads - noise_heads, noise_heads)
+    if rest or signal_heads < 1:
+        raise UserError(
+            f"{fields.path}: num_attention_heads={heads} is not num_noise_heads={noise_heads} times an integer above 1"
+        )
+    return {
+        "num_heads": heads - noise_heads,
+        "num_kv_heads": kv_heads // groups,
+        "head_dim": head_dim,
+        "motif": {"signal_heads": signal_heads},
+    }
+
+
 def write(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields of config.json that a model determines."""
+    """Return the fields of config.json that a model determines, for the first class that has its function.
+
+    If no class has its function, the fields are those of the first class of its architecture.
+    """
     if model.architecture == "transformer" and model.d_model % model.num_heads:
         raise UserError(
             f"model.d_model={model.d_model}, model.num_heads={model.num_heads}: transformers refuses a Llama whose "
             "hidden size is not a multiple of its number of heads, for every head_dim"
         )
-    heads = heads_of(model)
+    names = [name for name in CLASSES if {**TRANSFORMER, **CLASSES[name].model}["architecture"] == model.architecture]
+    written = [_write(name, model) for name in names]
+    same = (settings for settings in written if is_same(model, read(Fields(Path(CONFIG), settings))))
+    return next(same, written[0])
+
+
+def _write(name: str, model: ModelConfig) -> dict[str, Any]:
+    """Return the fields of config.json for a class."""
+    heads, described = heads_of(model), CLASSES[name]
     special: dict[str, Any] = {"lambda_std_dev": model.lambda_std} if heads.groups == 2 else {"mlp_bias": False}
-    name = next(name for name in CLASSES if CLASSES[name] == model.architecture)
-    if name == "LlamaForCausalLM" and model.attention_bias:
-        name = QWEN
     if (rope := rope_parameters(model))["rope_type"] == "llama3":
         special["rope_scaling"] = rope  # transformers 4 reads this field instead of rope_parameters.
+    if "sliding_window" in described.defaults:
+        special["sliding_window"] = model.window
+    if "no_rope_layer_interval" in described.defaults:
+        repeats = model.num_layers // len(model.rotates)
+        special["no_rope_layers"] = [int(rotates) for rotates in model.rotates * repeats]
+        special["pad_token_id"] = None  # The default of the class, 128004, may exceed the vocabulary.
     return {
         "architectures": [name],
-        "model_type": name.removesuffix("ForCausalLM").lower(),
+        "model_type": _model_type(name),
         **{theirs: getattr(model, ours) for theirs, ours in NAMES.items()},
         "num_attention_heads": heads.groups * model.num_heads,
         "num_key_value_heads": heads.groups * heads.kv_heads,
@@ -81,3 +174,19 @@ def write(model: ModelConfig) -> dict[str, Any]:
         "torch_dtype": "float32",
         **special,
     }
+
+
+def _model_type(name: str) -> str:
+    return name.removesuffix("ForCausalLM").lower()
+
+
+def _window_pattern(fields: Fields, layers: int) -> str:
+    """Return the shortest `model.window_pattern` for the layers without a rotary embedding."""
+    interval = fields.get("no_rope_layer_interval", int)
+    every = [int((layer + 1) % interval != 0) for layer in range(layers)]
+    rotates = fields.get("no_rope_layers", list, every)[:layers]
+    if len(rotates) < layers or not all(rotated in (0, 1) for rotated in rotates):
+        raise UserError(f"{fields.path}: no_rope_layers={rotates}: expected a 1 or a 0 for each of {layers} layers")
+    letters = "".join("G" if rotated else "N" for rotated in rotates)
+    shortest = next(letters[:length] for length in divisors(layers) if letters[:length] * (layers // length) == letters)
+    return "L" if shortest == "G" else shortest

@@ -30,8 +30,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-TWO_KEYS = ("diff", "gda", "signed_mask")  # Architectures whose key/value heads have two keys of width d.
-LAMBDA_VECTORS = ("diff", "gda", "zero_branch")  # Architectures with one λ per layer.
+TWO_KEYS = ("diff", "gda", "motif", "signed_mask")  # Architectures whose key/value heads have two keys of width d.
+LAMBDA_VECTORS = ("diff", "gda", "motif", "zero_branch")  # Architectures with one λ per layer.
 LAMBDA_PROJECTIONS = ("diff_v2", "gdla")  # Architectures with one λ per token and head.
 # Architectures whose attention weights are not a softmax. No engine's attention function computes them.
 EAGER_ONLY = ("top_k", "off_by_one", "sink", "signed_mask")
@@ -100,8 +100,9 @@ class DifftxConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any):
         super().__post_init__(**kwargs)
-        if self.head_norm == "sigmoid" or self.architecture == "dex":
-            self.base_model_tp_plan = {}  # Their factors, one per head, are not sharded.
+        # One factor per head would have to be sharded, and PolyNorm is a norm over the whole hidden width.
+        if self.head_norm == "sigmoid" or self.architecture in ("dex", "motif"):
+            self.base_model_tp_plan = {}
 
 
 class DifftxRMSNorm(nn.Module):
@@ -210,8 +211,8 @@ class DifftxAttention(nn.Module):
             self.head_norm = norm(self.head_dim, config.head_norm_eps)
         elif config.head_norm != "none":
             self.head_norm = DifftxHeadScale(config.head_norm, heads)
-        # The schedule of the paper (arXiv 2410.05258), unless the config has constants.
-        schedule = 0.8 - 0.6 * math.exp(-0.3 * layer_idx)
+        # The schedule of the paper (arXiv 2410.05258), unless the config has constants. Motif counts layers from 0.
+        schedule = 0.8 - 0.6 * math.exp(-0.3 * (layer_idx - (config.architecture == "motif")))
         self.lambda_init = schedule if config.lambda_init is None else config.lambda_init
         usual = 1 - self.lambda_init if config.architecture in TWO_KEYS else 1.0
         self.post_scale = usual if config.post_scale is None else config.post_scale
@@ -313,15 +314,30 @@ class DifftxAttention(nn.Module):
         return bound(change + inverse(initial))
 
 
+class DifftxPolyNorm(nn.Module):
+    """PolyNorm (arXiv 2411.03884): w_1 N(z³) + w_2 N(z²) + w_3 N(z) + b with RMSNorms N without gains, in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3) / 3)
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return PolyNorm of `x` over its last axis."""
+        powers = x.float()[..., None, :] ** torch.tensor([3, 2, 1], device=x.device)[:, None]
+        normalized = powers * torch.rsqrt(powers.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return ((self.weight.float()[:, None] * normalized).sum(-2) + self.bias.float()).to(x.dtype)
+
+
 class DifftxMLP(nn.Module):
-    """The MLP (silu(x W_gate) ∘ x W_up) W_down."""
+    """The MLP (silu(x W_gate) ∘ x W_up) W_down. Motif has PolyNorm in place of silu."""
 
     def __init__(self, config: DifftxConfig):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.act_fn = nn.SiLU()
+        self.act_fn = DifftxPolyNorm() if config.architecture == "motif" else nn.SiLU()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the residual update."""

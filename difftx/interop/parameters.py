@@ -5,7 +5,8 @@ Values stay bit-identical, except where the gain of a head norm is folded into W
 # Axes in names and strings: D = model width, V = vocabulary, F = hidden width of the MLP, L = layers, H = heads,
 # K = key/value heads, G = 2 groups (of the attention weights A1 and A2), d = width of a head's query and key in a
 # group, E = width of a head's output, p = 2 channels that the rotary embedding rotates together, j = d / 2 pairs,
-# A = queries per token, N = noise heads, Q = A / N, R = H / K, o = 1 (an axis that the other layout lacks)
+# A = queries per token, N = noise heads, Q = A / N, R = H / K, c = 3 coefficients of PolyNorm, o = 1 (an axis that the
+# other layout lacks)
 
 import dataclasses
 import math
@@ -22,7 +23,7 @@ from difftx.interop.safetensors import Tensor
 from difftx.model.architectures import ARCHITECTURES, heads_of
 from difftx.training.checkpoint.weights import ParamsReader, Streamed
 
-Format = Literal["hf", "diffllama", "official"]
+Format = Literal["hf", "diffllama", "official", "motif"]
 
 OUTPUT = "blocks/attention/output_HED"
 GAIN = "blocks/attention/head_norm/scale"
@@ -60,9 +61,10 @@ _LAMBDAS = [
 # Axes of `GAIN` in the files of `modeling_difftx.py` and in difftx, for each `model.head_norm` that has parameters.
 _HEAD_NORM = {"rms_affine": ("E", "E"), "scalar": ("o", ""), "sigmoid": ("H", "H o")}
 
-# "hf" is the layout of Llama and of `modeling_difftx.py`, in which `SelfAttention.tensors` describes the attention. In
-# DiffLlama, each group is one half of the heads. In the official code, each head contains both groups, and the rotary
-# embedding rotates neighbouring channels, which are d / 2 apart in difftx.
+# "hf" is the layout of Llama and of `modeling_difftx.py`, in which `SelfAttention.tensors` describes the attention.
+# "motif" differs from it in the name of the head norm. In DiffLlama, each group is one half of the heads. In the
+# official code, each head contains both groups, and the rotary embedding rotates neighbouring channels, which are d / 2
+# apart in difftx.
 _ATTENTION: dict[tuple[Format, str], list[Weight]] = {
     ("diffllama", "diff"): [
         _layer("self_attn.q_proj.weight", "GHd D", "attention/query_DHGd", "D H G d"),
@@ -97,35 +99,35 @@ def architectures_of(format_: Format) -> list[str]:
 
 def weights_of(format_: Format, model: ModelConfig) -> list[Weight]:
     """Return the weights of a model. Outside of attention layers, all formats use Llama's names."""
-    if format_ == "hf":
-        tensors = ARCHITECTURES[model.architecture].tensors(model)
-        attention = [
-            _layer(f"self_attn.{name}", axes, f"attention/{path}", our_axes)
-            for name, (axes, path, our_axes) in tensors.items()
-        ]
+    architecture, is_own = ARCHITECTURES[model.architecture], format_ in ("hf", "motif")
+
+    def layers(module: str, path: str, tensors: Mapping[str, tuple[str, str, str]]) -> list[Weight]:
+        return [_layer(f"{module}.{name}", axes, f"{path}/{ours}", to) for name, (axes, ours, to) in tensors.items()]
+
+    if is_own:
+        attention = layers("self_attn", "attention", architecture.tensors(model))
     else:
         attention = _ATTENTION[format_, model.architecture]
     weights = [
         Weight((EMBEDDING,), "V D", "embedding_VD", "V D"),
         *attention,
-        _layer("mlp.gate_proj.weight", "F D", "mlp/gate_DF", "D F"),
-        _layer("mlp.up_proj.weight", "F D", "mlp/up_DF", "D F"),
-        _layer("mlp.down_proj.weight", "D F", "mlp/down_FD", "F D"),
+        *layers("mlp", "mlp", architecture.mlp.tensors()),
         _layer("input_layernorm.weight", "D", "attention_norm/scale", "D"),
         _layer("post_attention_layernorm.weight", "D", "mlp_norm/scale", "D"),
         Weight(("model.norm.weight",), "D", "final_norm/scale", "D"),
     ]
     if model.attention_bias:
         weights += map(_bias, attention[:3])
-    if format_ == "hf":
+    if is_own:
         if model.qk_norm:
             weights.append(_layer("self_attn.q_norm.weight", "d", "attention/query_norm/scale", "d"))
             weights.append(_layer("self_attn.k_norm.weight", "d", "attention/key_norm/scale", "d"))
-        if model.architecture in ("diff", "gda", "zero_branch") and model.lambda_learned:
+        if "lambda_learned" in architecture.fields and model.lambda_learned:
             weights += _LAMBDAS
         if model.head_norm in _HEAD_NORM:
             axes, our_axes = _HEAD_NORM[model.head_norm]
-            weights.append(_layer("self_attn.head_norm.weight", axes, GAIN.removeprefix("blocks/"), our_axes))
+            name = "subln" if format_ == "motif" else "head_norm"
+            weights.append(_layer(f"self_attn.{name}.weight", axes, GAIN.removeprefix("blocks/"), our_axes))
     if not model.tie_embeddings:
         weights.append(Weight((UNEMBEDDING,), "V D", "unembedding_VD", "V D"))
     return weights
@@ -147,7 +149,7 @@ def sizes_of(model: ModelConfig) -> dict[str, int]:
     if noise_heads:
         sizes |= {"N": noise_heads, "Q": heads.query_heads // noise_heads}
     sizes |= {"A": heads.query_heads, "E": heads.d_value, "R": model.num_heads // heads.kv_heads}
-    return sizes | {"G": 2, "d": d, "p": 2, "j": d // 2, "o": 1}
+    return sizes | {"G": 2, "d": d, "p": 2, "j": d // 2, "c": 3, "o": 1}
 
 
 def shape_of(axes: str, sizes: Mapping[str, int]) -> tuple[int, ...]:

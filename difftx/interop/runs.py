@@ -69,6 +69,8 @@ def import_run(
     `differentialize_run`.
     """
     format_, module, described = _read_model(source, format_)
+    if verify and format_ == "motif":
+        raise UserError("--verify: transformers has no MotifForCausalLM, and difftx executes no code of a folder")
     fields = determined_fields(module, described)
     chosen = config.model
     if dex_heads is not None:
@@ -104,7 +106,7 @@ def _read_model(source: Path, format_: Format) -> tuple[Format, ModuleType, Mode
     is_ours = format_ == "hf" and remote_code_config.is_ours(path)
     module = huggingface if format_ == "hf" and not is_ours else FORMATS[format_]
     model = module.read(Fields(path))
-    return "diffllama" if module is huggingface and model.architecture == "diff" else format_, module, model
+    return huggingface.LAYOUTS.get(model.architecture, format_) if module is huggingface else format_, module, model
 
 
 def open_folder(source: Path) -> LanguageModel:

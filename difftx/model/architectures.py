@@ -33,6 +33,7 @@ ARCHITECTURES: Registry["type[SelfAttention]"] = Registry(
         "signed_mask": "difftx.model.variants.differential:SignedMaskAttention",
         "zero_branch": "difftx.model.variants.converted:ZeroBranchAttention",
         "dex": "difftx.model.variants.converted:DexAttention",
+        "motif": "difftx.model.variants.motif:MotifAttention",
     },
 )
 

@@ -28,8 +28,8 @@ from difftx.kernels.cached import KVCache, SegmentMask
 from difftx.kernels.quantized import rounded
 from difftx.kernels.rows import AttentionRows, attention_rows
 from difftx.kernels.weight_functions import WeightFunction
-from difftx.model.architectures import heads_of
-from difftx.model.layers import HeadNorm, RMSNorm, linear, projection, rotate, vector
+from difftx.model.architectures import ARCHITECTURES, heads_of
+from difftx.model.layers import HeadNorm, RMSNorm, SwiGLU, linear, projection, rotate, vector
 from difftx.parallel.layout import Layout, reshard
 
 Angles = tuple[jax.Array, jax.Array]
@@ -56,18 +56,25 @@ class LayerConstants:
 
     lambda_init: jax.Array
     post_scale: jax.Array  # Factor after the head norm. By default 1 - λ_init, which would be zero for λ_init = 1.
-    # A token attends to itself and the `window - 1` tokens before it. None: to all tokens up to itself. `Decoder` sets
-    # the window of each layer.
+    # A token attends to itself and the `window - 1` tokens before it. None: to all tokens up to itself.
     window: int | None = dataclasses.field(default=None, metadata={"static": True})
+    rotates: bool = dataclasses.field(default=True, metadata={"static": True})  # Whether there is a rotary embedding.
+
+    def of_layer(self, config: ModelConfig, index: int) -> "LayerConstants":
+        """Return the constants with the window and the rotary embedding of the layer at an index, from 0."""
+        place = index % len(config.windows)
+        return dataclasses.replace(self, window=config.windows[place], rotates=config.rotates[place])
 
 
 def layer_constants(config: ModelConfig) -> LayerConstants:
     """Return λ_init = 0.8 - 0.6 exp(-0.3 (l - 1)) and the post-norm scale 1 - λ_init for the layers l = 1, 2, ….
 
-    If `config.lambda_init` or `config.post_scale` is set, that constant replaces the schedule.
+    `SelfAttention.first_layer` replaces 1 as the number of the first layer. If `config.lambda_init` or
+    `config.post_scale` is set, that constant replaces the schedule.
     """
     # Index l - 1 of each layer, or of the layer at the same relative depth in the model of `config.mup_base_layers`.
     layer_L = jnp.arange(config.num_layers, dtype=jnp.float32) / config.depth_ratio
+    layer_L += ARCHITECTURES[config.architecture].first_layer - 1
     lambda_init_L = 0.8 - 0.6 * jnp.exp(-0.3 * layer_L)
     if config.lambda_init is not None:
         lambda_init_L = jnp.full_like(lambda_init_L, config.lambda_init)
@@ -99,6 +106,8 @@ class SelfAttention(nnx.Module):
     own_config: ClassVar[type | None] = None
     default_head_norm: ClassVar[str] = "none"  # Value of `model.head_norm` unless a config or a caller sets it.
     replaced_heads: ClassVar[int] = 1  # Number of heads of the matched Transformer that one head replaces.
+    first_layer: ClassVar[int] = 1  # Number l of the first layer in the schedule of λ_init.
+    mlp: ClassVar[type[SwiGLU]] = SwiGLU  # Class of the MLP in the same layer.
 
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
         self.config, self.layout = config, layout
@@ -182,7 +191,7 @@ class SelfAttention(nnx.Module):
         self, x_BTD: jax.Array, angles: Angles, constants: LayerConstants, segment_ids_BT: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the residual update `[B, T, D]` and the statistics of the layer, one float32 scalar each."""
-        heads_BTHE = self.attend(*self.operands(x_BTD, angles), x_BTD, constants, segment_ids_BT)
+        heads_BTHE = self.attend(*self.operands(x_BTD, angles, constants), x_BTD, constants, segment_ids_BT)
         heads_BTHE = self.combined(heads_BTHE, x_BTD)
         return self.output(heads_BTHE, x_BTD, constants), self.statistics(x_BTD, constants)
 
@@ -194,7 +203,7 @@ class SelfAttention(nnx.Module):
         The entries are `(k, v)` of the new tokens. If the cache evicts tokens, the attention mass per new token
         `[B, T, K]` and per slot `[B, K, S]` follows, as `cached.weighted_attention` returns it.
         """
-        q, k, v = self.operands(x_BTD, angles)
+        q, k, v = self.operands(x_BTD, angles, constants)
         options = {"weight_argument": self.weight_argument(constants, x_BTD), "window": constants.window}
         function = self._configured_weight_function()
         heads_BTHE, mass = cached.weighted_attention(function, q, k, v, cache, segments, **options)
@@ -209,13 +218,17 @@ class SelfAttention(nnx.Module):
         queries_BC: jax.Array,
     ) -> AttentionRows:
         """Return the attention weights of the queries at the positions `queries_BC`."""
-        q, k, _ = self.operands(x_BTD, angles)
+        q, k, _ = self.operands(x_BTD, angles, constants)
         weight_function, q, k, weight_argument = self.attention_weight_inputs(q, k, x_BTD, constants)
         options = {"weight_argument": weight_argument, "segment_ids_BT": segment_ids_BT, "window": constants.window}
         return attention_rows(weight_function, q, k, queries_BC, **options)
 
-    def operands(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def operands(
+        self, x_BTD: jax.Array, angles: Angles, constants: LayerConstants
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries `[B, T, H, G, d]`, keys and values of `project`, sharded as `attend` expects them."""
+        if not constants.rotates:
+            angles = (jnp.ones_like(angles[0]), jnp.zeros_like(angles[1]))  # The angle 0 for each token.
         q, k, v = self.project(x_BTD, angles)
         if (bits := self.config.attention_operand_bits) is not None:
             q, k, v = (rounded(x, bits) for x in (q, k, v))

@@ -2,8 +2,6 @@
 # Axes: B = batch, T = tokens, C = selected queries, D = model width, V = vocabulary, L = layers, K = key/value heads,
 #   N = groups of layers, P = layers of a group
 
-import dataclasses
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,7 +17,7 @@ from difftx.kernels.cached import KVCache, SegmentMask
 from difftx.kernels.rows import AttentionRows
 from difftx.model.architectures import ARCHITECTURES, check_attention
 from difftx.model.attention import Angles, LayerConstants, layer_constants
-from difftx.model.layers import RMSNorm, SwiGLU, rotary_angles, scaled, soft_cap
+from difftx.model.layers import RMSNorm, rotary_angles, scaled, soft_cap
 from difftx.parallel.layout import Layout, reshard
 
 UNROLLED_LAYERS = 8  # Largest number of layers that are compiled one by one.
@@ -52,13 +50,14 @@ REMAT_POLICIES = {
 
 
 class Block(nnx.Module):
-    """One layer, Y + SwiGLU(RMSNorm(Y)) with Y = X + Attention(RMSNorm(X)) (Eq. 4 of arXiv 2410.05258)."""
+    """One layer, Y + MLP(RMSNorm(Y)) with Y = X + Attention(RMSNorm(X)) (Eq. 4 of arXiv 2410.05258)."""
 
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps, layout)
-        self.attention = ARCHITECTURES[config.architecture](config, layout, rngs=rngs)
+        attention = ARCHITECTURES[config.architecture]
+        self.attention = attention(config, layout, rngs=rngs)
         self.mlp_norm = RMSNorm(config.d_model, config.norm_eps, layout)
-        self.mlp = SwiGLU(config, layout, rngs=rngs)
+        self.mlp = attention.mlp(config, layout, rngs=rngs)
         self.branch_scale = 1 / config.depth_ratio
 
     def __call__[Extra](
@@ -217,15 +216,14 @@ class Decoder(nnx.Module):
         `inputs_L` are trees of arrays `[L, …]`. With `may_unroll`, a shallow model without remat is unrolled: a scan
         would copy the values saved for the backward pass into stacked arrays, which took a third of a step on CPUs.
         Otherwise, compile time must not grow with depth. As windows are static, an iteration of the scan applies a
-        group of layers, one for each letter of the pattern.
+        group of layers, one for each letter of `model.window_pattern`.
         """
-        windows, constants_L = self.config.windows, layer_constants(self.config)
-        period = len(windows)
+        constants_L, period = layer_constants(self.config), len(self.config.windows)
 
         def group(carry: Any, layers: Iterable[Any]) -> tuple[Any, Any]:
             outputs = []
-            for (block, constants, *others), window in zip(layers, itertools.cycle(windows), strict=False):
-                carry, output = layer(carry, block, dataclasses.replace(constants, window=window), *others)
+            for index, (block, constants, *others) in enumerate(layers):
+                carry, output = layer(carry, block, constants.of_layer(self.config, index), *others)
                 outputs.append(output)
             return carry, jax.tree.map(lambda *by_layer: jnp.stack(by_layer), *outputs)
 
@@ -234,7 +232,7 @@ class Decoder(nnx.Module):
             return group(carry, [(block, *layer_of(others_L, i)) for i, block in enumerate(self.blocks)])
         unroll = self.config.num_layers // period if may_unroll and self._is_shallow else 1
         if period == 1:
-            stacked_L = self.blocks, dataclasses.replace(constants_L, window=windows[0]), *inputs_L
+            stacked_L = self.blocks, constants_L.of_layer(self.config, 0), *inputs_L
             return jax.lax.scan(lambda carry, of_layer: layer(carry, *of_layer), carry, stacked_L, unroll=unroll)
         stacked_NP = jax.tree.map(lambda x_L: _split_axis(x_L, period), (self.blocks, constants_L, *inputs_L))
         carry, outputs_NP = jax.lax.scan(

@@ -25,7 +25,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the normalised `x`, in the dtype of `x`."""
-        return _scaled(_normalized(x, self.eps), self.scale[...])
+        return _scaled(normalized(x, self.eps), self.scale[...])
 
 
 class HeadNorm(nnx.Module):
@@ -44,14 +44,15 @@ class HeadNorm(nnx.Module):
     def __call__(self, heads_BTHE: jax.Array) -> jax.Array:
         """Return the normalised outputs of the heads, in their dtype."""
         if self.kind in ("rms", "rms_affine"):
-            heads_BTHE = _normalized(heads_BTHE, self.eps)
+            heads_BTHE = normalized(heads_BTHE, self.eps)
         if not hasattr(self, "scale"):
             return heads_BTHE
         scale = self.scale[...]
         return _scaled(heads_BTHE, jax.nn.sigmoid(scale) if self.kind == "sigmoid" else scale)
 
 
-def _normalized(x: jax.Array, eps: float) -> jax.Array:
+def normalized(x: jax.Array, eps: float) -> jax.Array:
+    """Return `x` divided by the root of its mean square over the last axis, computed in float32, in its dtype."""
     x_f32 = x.astype(jnp.float32)
     return (x_f32 * jax.lax.rsqrt(jnp.mean(x_f32**2, axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
@@ -70,10 +71,23 @@ class SwiGLU(nnx.Module):
         self.up_DF = projection(config, (D, F), 1, layout.mlp_in_DF, rngs=rngs)
         self.down_FD = projection(config, (F, D), 1, layout.mlp_out_FD, rngs=rngs, output=True)
 
+    @classmethod
+    def tensors(cls) -> dict[str, tuple[str, str, str]]:
+        """Return the weights as `SelfAttention.tensors` does."""
+        return {
+            "gate_proj.weight": ("F D", "gate_DF", "D F"),
+            "up_proj.weight": ("F D", "up_DF", "D F"),
+            "down_proj.weight": ("D F", "down_FD", "F D"),
+        }
+
+    def activation(self, gate_BTF: jax.Array) -> jax.Array:
+        """Return the factor of `x W_up`, given `x W_gate`."""
+        return jax.nn.silu(gate_BTF)
+
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         gate_BTF = linear("BTD,DF->BTF", x_BTD, self.gate_DF, self.layout.act_BTF)
         up_BTF = linear("BTD,DF->BTF", x_BTD, self.up_DF, self.layout.act_BTF)
-        return linear("BTF,FD->BTD", jax.nn.silu(gate_BTF) * up_BTF, self.down_FD, self.layout.act_BTD)
+        return linear("BTF,FD->BTD", self.activation(gate_BTF) * up_BTF, self.down_FD, self.layout.act_BTD)
 
 
 def linear(subscripts: str, x: jax.Array, weight: nnx.Param, sharding: P) -> jax.Array:

@@ -60,7 +60,7 @@ def _check_groups(config: Config) -> None:
     if model.window is not None and model.window >= data.sequence_length:
         raise UserError(
             f"model.window={model.window} is not less than data.sequence_length={data.sequence_length}, so it would "
-            "hide no token; use a smaller number, or none"
+            "hide no token; use a smaller number, none, or longer rows"
         )
     if (profiled := config.logging.profile_steps) and sum(profiled) - 1 > train.steps:
         raise UserError(

@@ -23,6 +23,8 @@ MODELS = {
     "dex": ("dex", HEADS | {"head_norm": "none", "dex__anneal_steps": 7}),
     "dex_normed": ("dex", {"num_heads": 4, "head_norm": "rms_affine", "lambda_init": 0.5}),
     "gda": ("gda", {"num_heads": 6, "gda__signal_heads": 3, "qk_norm": "true"}),
+    "motif": ("motif", {"num_heads": 6, "motif__signal_heads": 3}),
+    "motif_pairs": ("motif", HEADS | {"motif__signal_heads": 1, "tie_embeddings": "false"}),
     "diff_v2": ("diff_v2", HEADS | {"qk_norm": "true"}),
     "gdla": (
         "gdla",

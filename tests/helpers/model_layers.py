@@ -1,6 +1,5 @@
 """Decoders, layers and batches with random numbers."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -87,7 +86,7 @@ def layer_of(name, **overrides):
         """Return the layer's output `[B, T, D]`."""
         angles = rotary_angles(jnp.arange(TOKENS)[None], model)
         constants = jax.tree.map(lambda a: a[layer], layer_constants(model))
-        constants = dataclasses.replace(constants, window=model.windows[0])  # Callers use layers with the first window.
+        constants = constants.of_layer(model, 0)  # Callers use layers with the first window.
         return nnx.merge(graphdef, state)(x_BTD, angles, constants, ids_BT)[0]
 
     @jax.jit

@@ -61,7 +61,7 @@ def test_two_runs_in_one_process_give_the_numbers_of_the_suites(trained):
 @pytest.mark.parametrize(
     ("architecture", "fields"),
     [
-        ("diff", {"model__window": 8, "model__window_pattern": "LG"}),
+        ("diff", {"model__window": 8, "model__window_pattern": "LN"}),
         *(
             pytest.param(name, {"model__head_dim": 8} | oracle.SIZES.get(name, {}), marks=pytest.mark.long)
             for name in ARCHITECTURES

@@ -16,7 +16,7 @@ from difftx.training.checkpoint.manifest import read_manifest
 from difftx.training.run import read_config
 from interop import official_oracle
 
-MODELS = ["diff", "diff_grouped", "llama", "llama3", "qwen2"]
+MODELS = ["diff", "diff_grouped", "llama", "llama3", "qwen2", "qwen3", "mistral", "smollm3"]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,9 @@ def expected(name):
     return np.load(FIXTURES / name / "expected.npz")
 
 
-@pytest.mark.parametrize("name", marked(MODELS, fast=["diff_grouped", "llama3", "qwen2"]))
+@pytest.mark.parametrize(
+    "name", marked(MODELS, fast=["diff_grouped", "llama3", "qwen2", "qwen3", "mistral", "smollm3"])
+)
 def test_logits_are_those_of_transformers(imported, mesh_of, name):
     check_logits(imported(name), expected(name), mesh_of())
 
@@ -41,18 +43,23 @@ def test_both_attention_weights_are_the_halves_of_eager_attentions(imported, nam
     check_attention_weights(imported(name), expected(name))
 
 
-@pytest.mark.parametrize("name", marked(MODELS, fast=[], exhaustive=["llama", "llama3", "diff"]))
+@pytest.mark.parametrize("name", marked(MODELS, fast=[], exhaustive=["llama", "llama3", "diff", "qwen3"]))
 def test_greedy_generation_is_that_of_transformers(imported, mesh_of, name):
     check_generation(imported(name), expected(name), mesh_of())
 
 
-@pytest.mark.parametrize("name", marked(MODELS, fast=["diff", "qwen2"]))
+@pytest.mark.parametrize("name", marked(MODELS, fast=["diff", "qwen2", "qwen3", "mistral", "smollm3"]))
 def test_round_trip_is_bit_for_bit(imported, mesh_of, tmp_path, name):
     format_ = "diffllama" if name.startswith("diff") else "hf"
     original, back = tensors_of(FIXTURES / name), tensors_of(export(imported(name), tmp_path / "back", format_=format_))
     assert original.keys() == back.keys()
     for tensor, value in original.items():
         np.testing.assert_array_equal(back[tensor].view(np.uint32), value.view(np.uint32))
+    classes = [
+        json.loads((folder / "config.json").read_text())["architectures"]
+        for folder in (FIXTURES / name, tmp_path / "back")
+    ]
+    assert classes[0] == classes[1]
     again = import_(tmp_path / "back", tmp_path / "again")
     old, new = (parameters(workdir, mesh_of())[1] for workdir in (imported(name), again))
     jax.tree.map(np.testing.assert_array_equal, old, new)

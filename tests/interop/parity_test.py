@@ -2,13 +2,14 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 from conftest import TINY, write_text
 from helpers.command_server import run_new
 from helpers.inference_models import language_model
 from helpers.interop_checks import check_attention_weights, check_generation, check_logits
-from helpers.interop_folders import FIXTURES, edit_config, export, import_, run_of, words_file
+from helpers.interop_folders import FIXTURES, edit_config, export, import_, run_of, tensors_of, words_file
 from helpers.pages import blocks
 from helpers.tokenizer_files import random_strings
 from model import oracle
@@ -17,6 +18,7 @@ from difftx.data.sources import load_sources
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import RunError, UnreadableError
 from difftx.interop import in_transformers, runs, tokenizers
+from difftx.interop.huggingface import CLASSES
 from difftx.model.layers import rotary_angles
 from difftx.training.checkpoint.manifest import read_manifest
 from difftx.training.run import read_config
@@ -24,11 +26,11 @@ from difftx.training.run import read_config
 torch = pytest.importorskip("torch", reason="make parity installs torch and transformers")
 transformers = pytest.importorskip("transformers")
 
+from interop.fixtures.make import MODELS, write_model  # noqa: E402 (imports torch)
 
-@pytest.mark.parametrize("name", ["diff", "diff_grouped", "llama", "llama3", "qwen2"])
+
+@pytest.mark.parametrize("name", MODELS)
 def test_random_models_have_the_results_of_transformers_and_are_exported_again(mesh_of, tmp_path, capsys, name):
-    from interop.fixtures.make import write_model
-
     write_model(name, 11, tmp_path / "hf")
     workdir = import_(tmp_path / "hf", tmp_path / "run", "--verify", "--config.mesh.fsdp=8")
     theirs = np.load(tmp_path / "hf" / "expected.npz")
@@ -39,11 +41,26 @@ def test_random_models_have_the_results_of_transformers_and_are_exported_again(m
         check_attention_weights(workdir, theirs)
     export(workdir, tmp_path / "out", "--verify", format_=format_)
     assert capsys.readouterr().out.count("verified: logits of") == 2
+    before, after = (tensors_of(tmp_path / folder) for folder in ("hf", "out"))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
     configs = [transformers.AutoConfig.from_pretrained(tmp_path / folder) for folder in ("hf", "out")]
-    assert configs[0].architectures == configs[1].architectures
+    # Without a window, a Mistral is a Llama.
+    assert configs[1].architectures == (["LlamaForCausalLM"] if name == "mistral_full" else configs[0].architectures)
     assert configs[0].rope_parameters == configs[1].rope_parameters
 
 
+@pytest.mark.parametrize("name", [name for name in CLASSES if hasattr(transformers, name)])
+def test_absent_fields_have_the_values_of_transformers(name):
+    """`read` takes these values for fields that config.json leaves out."""
+    theirs = getattr(transformers, name.replace("ForCausalLM", "Config"))()
+    width = theirs.hidden_size // theirs.num_attention_heads
+    ours = {"num_key_value_heads": theirs.num_attention_heads, "head_dim": width, "tie_word_embeddings": False}
+    ours |= {"rope_theta": 10_000.0} | CLASSES[name].defaults
+    found = {field: getattr(theirs, field, width) for field in ours if field != "rope_theta"}
+    assert found | {"rope_theta": theirs.rope_parameters["rope_theta"]} == ours
+
+
+ABSENT = object()
 LLAMA3 = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0}
 LLAMA3 |= {"original_max_position_embeddings": 16}
 
@@ -59,6 +76,10 @@ LLAMA3 |= {"original_max_position_embeddings": 16}
         ("qwen2", {"rope_scaling": LLAMA3, "layer_types": None, "use_mrope": False}),
         ("qwen2", {"sliding_window": 4, "attention_bias": True, "max_window_layers": 1, "torch_dtype": "float16"}),
         ("diff", {"head_dim": None, "num_key_value_heads": None, "rope_parameters": None}),
+        ("qwen3", {"rope_scaling": LLAMA3 | {"rope_theta": 50.0}, "sliding_window": 4, "attention_bias": False}),
+        ("mistral", {"rope_parameters": ABSENT, "rope_theta": 7.0, "max_window_layers": 1}),
+        ("smollm3", {"rope_parameters": ABSENT, "no_rope_layers": None, "no_rope_layer_interval": 3}),
+        ("smollm3", {"no_rope_layer_interval": 3, "sliding_window": 4}),
     ],
 )
 def test_fields_with_two_spellings_are_resolved_as_in_transformers(mesh_of, tmp_path, name, changes):
@@ -85,11 +106,9 @@ def test_frequencies_of_llama_3_1(tmp_path, config):
     assert factor == 1
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen2"])
+@pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3"])
 @pytest.mark.parametrize("method", ["zero-branch", "dex", "split"])
 def test_differential_model_of_imported_weights_is_exported(tmp_path, mesh_of, capsys, name, method):
-    from interop.fixtures.make import write_model
-
     write_model(name, 13, tmp_path / "hf")
     heads = ["--dex_heads=all"] if method == "dex" else []
     flags = [f"--differential={method}", "--verify", "--config.mesh.fsdp=8", *heads]

@@ -21,6 +21,9 @@ SIZES = {
     "TinyLlama": 1_100_048_384,
     "Qwen2.5-0.5B": 494_032_768,
     "Llama-3.2-1B": 1_235_814_400,
+    "Qwen3-0.6B": 596_049_920,
+    "Mistral-7B-v0.1": 7_241_732_096,
+    "SmolLM3-3B": 3_075_098_624,
 }
 
 
@@ -36,6 +39,9 @@ def test_the_model_has_the_published_size_and_rotary_embedding(name):
     scaling = published.get("rope_scaling")
     assert model.rope_scaling.factor == (scaling["factor"] if scaling else 1)
     assert model.attention_bias == (name == "Qwen2.5-0.5B")
+    assert model.qk_norm == (name == "Qwen3-0.6B")
+    assert model.window == (4096 if name == "Mistral-7B-v0.1" else None)
+    assert model.window_pattern == ("GGGN" if name == "SmolLM3-3B" else "L")
 
 
 @pytest.mark.parametrize("name", marked(SIZES, fast=["SmolLM2-135M"]))

@@ -34,6 +34,9 @@ LLAMA3 = {
 }
 ABSENT = object()
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
 Q = "model.layers.1.self_attn.q_proj.weight"
 
 
@@ -110,7 +113,7 @@ def test_a_tied_model_may_have_a_copy_of_its_embedding(tmp_path):
     ("changes", "message"),
     [
         # No hint: another model has another class, so renaming the class would not help.
-        ({"architectures": ["MistralForCausalLM"]}, "'MistralForCausalLM' cannot be converted; only .*, .* can$"),
+        ({"architectures": ["GemmaForCausalLM"]}, "'GemmaForCausalLM' cannot be converted; only .*, .* can$"),
         ({"model_type": "llama"}, "model_type='llama' cannot be converted; only 'diffllama' can"),
         ({"auto_map": {"AutoModel": "modeling.M"}}, "auto_map={.*'modeling.M'} cannot be converted"),
         ({"architectures": [["DiffLlamaForCausalLM"]]}, r"architectures=\['DiffLlamaForCausalLM'\] cannot"),
@@ -122,7 +125,13 @@ def test_a_tied_model_may_have_a_copy_of_its_embedding(tmp_path):
         ({"rope_parameters": LLAMA3 | {"factor": None}}, "'factor': None.* its numbers must be positive"),
         ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, r"high_freq_factor=1\.0 must exceed low_freq_factor"),
         (QWEN | {"use_sliding_window": True}, "use_sliding_window=True cannot be"),
-        (QWEN | {"num_key_value_heads": ABSENT}, "num_key_value_heads is missing"),
+        (QWEN | {"num_key_value_heads": 0}, "num_key_value_heads=0: expected a count"),
+        (QWEN3 | {"attention_bias": True}, "attention_bias=True cannot be converted; remove it"),
+        (MISTRAL | {"sliding_window": 0}, r"config\.json: model\.window=0 must be positive"),
+        (MISTRAL | {"layer_types": ["sliding_attention"] * 3}, "layer_types=.* cannot be converted"),
+        (SMOLLM3 | {"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\]: expected a 1 or a 0 for each of 3 layers"),
+        (SMOLLM3 | {"no_rope_layers": [1, 0, "0"]}, "expected a 1 or a 0 for each of 3 layers"),
+        (SMOLLM3 | {"use_sliding_window": True, "sliding_window": 4}, "use_sliding_window=True cannot be converted"),
         # transformers takes rope_scaling, though the folder has rope_parameters too.
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling of type 'linear' cannot"),
         ({"rope_parameters": {"rope_type": "default", "factor": 8.0}}, "factor=8.0 cannot be converted with rope type"),
@@ -190,7 +199,8 @@ SCALING = RopeScalingConfig(factor=2.0)
         ("diff", "official", {"rope_scaling": SCALING}, "would have RopeScalingConfig("),
         ("diff", "official", {"head_dim": 4}, "head_dim=4: the official code derives it from d_model and num_heads"),
         ("transformer", "official", {"post_scale": 3.0}, "post_scale=3.0 {}: a MultiheadAttention would have None"),
-        ("transformer", "hf", {"window": 8}, "window=8 {}: a DifftxForCausalLM would have None"),
+        ("transformer", "hf", {"window": 8, "qk_norm": True}, "window=8 {}: a DifftxForCausalLM would have None"),
+        ("diff", "hf", {"window_pattern": "GN"}, "window_pattern='GN' {}: a DifftxForCausalLM would have 'L'"),
         ("diff", "hf", MUP, "mup_base_width=16 {}: a DifftxForCausalLM would have None"),
         ("diff", "hf", {"attention_logit_bits": 8}, "attention_logit_bits=8 {}: a DifftxForCausalLM would have None"),
         ("diff_v2", "diffllama", {}, "architecture='diff_v2' {} with --to=diffllama; diff can"),

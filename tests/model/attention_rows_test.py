@@ -1,7 +1,5 @@
 """Attention weights of selected queries, compared with their formulas."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +17,7 @@ from model import oracle
 SIZES = {"diff": {"model__num_heads": 4, "model__num_kv_heads": 2}, "transformer": {"model__num_heads": 4}}
 SIZES |= oracle.SIZES
 FAST = ("diff", "diff_v2")  # The λ of diff_v2 depends on the token.
-PAIRS = {"diff", "gda", "diff_v2", "gdla", "diff_fixed_lambda", "zero_branch"}
+PAIRS = {"diff", "gda", "motif", "diff_v2", "gdla", "diff_fixed_lambda", "zero_branch"}
 ROW = 32
 
 
@@ -54,7 +52,7 @@ def test_weights_of_a_layer_equal_the_formula(name, monkeypatch, mesh_of):
         queries_BC = np.array([[TOKENS - 1, 0, 7], [4, 11, 5]], np.int32)
         angles = rotary_angles(jnp.arange(TOKENS)[None], model)
         constants = jax.tree.map(lambda a: a[1], layer_constants(model))
-        constants = dataclasses.replace(constants, window=model.windows[0])
+        constants = constants.of_layer(model, 0)
         rows = jax.jit(lambda s, x, q: nnx.merge(graphdef, s).attention_rows(x, angles, constants, None, q))(
             state, x_BTD, queries_BC
         )

@@ -19,7 +19,7 @@ def test_sums_equal_those_of_dense_attention(name, mesh_of):
         model, module, *_ = layer_of(name, **OPTIONS)
         angles = rotary_angles(jnp.arange(TOKENS)[None], model)
         constants = jax.tree.map(lambda a: a[1], layer_constants(model))
-    constants = type(constants)(constants.lambda_init, constants.post_scale, model.windows[0])
+    constants = constants.of_layer(model, 0)
     ids_BT = np.repeat([[0] * 7 + [1] * (TOKENS - 7)], 2, axis=0)
     dupdate_BTD = np.random.default_rng(1).normal(size=X_BTD.shape).astype(np.float32)
     ago_TT = np.subtract.outer(np.arange(TOKENS), np.arange(TOKENS))
@@ -28,7 +28,7 @@ def test_sums_equal_those_of_dense_attention(name, mesh_of):
 
         @jax.jit
         def inputs_and_sums(module, dupdate_BTD):
-            q, k, v_BTKE = module.operands(X_BTD, angles)
+            q, k, v_BTKE = module.operands(X_BTD, angles, constants)
             _, *inputs = module.attention_weight_inputs(q, k, X_BTD, constants)
             return (*inputs, v_BTKE), logit_products(module, X_BTD, angles, constants, ids_BT, dupdate_BTD)
 

@@ -24,7 +24,7 @@ TOLERANCE = 1e-4  # Relative to the derivative or the gradient's norm, for float
 CASES = {
     "mup": MUP,
     "all, two groups in a loop": OPTIONS
-    | {"train__z_loss": 0.03, "model__num_layers": 4, "model__window_pattern": "LG", "model__remat": "full"},
+    | {"train__z_loss": 0.03, "model__num_layers": 4, "model__window_pattern": "LN", "model__remat": "full"},
 }
 
 

@@ -14,6 +14,7 @@ from difftx.model.architectures import heads_of
 SIZES: dict[str, dict[str, Any]] = {
     "diff_v2": {"model__num_heads": 4, "model__num_kv_heads": 2},
     "gda": {"model__num_heads": 6, "model__gda__signal_heads": 3},
+    "motif": {"model__num_heads": 6, "model__motif__signal_heads": 3},
     "gdla": {
         "model__num_heads": 8,
         "model__gdla__signal_heads": 2,
@@ -85,11 +86,13 @@ def head_norm(head_TE: np.ndarray, head: int, w: dict[str, Any], model: Any) -> 
 
 
 def position_encoded(
-    w: dict[str, Any], model: Any, q_Td: np.ndarray, k_Td: np.ndarray
+    w: dict[str, Any], model: Any, q_Td: np.ndarray, k_Td: np.ndarray, depth: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return a query and a key of each token after the norm of `model.qk_norm`, if any, and the rotary embedding."""
+    """Return a query and a key of each token after the norm of `model.qk_norm` and the rotary embedding, if any."""
     if model.qk_norm:
         q_Td, k_Td = rms(q_Td, w["query_norm"]), rms(k_Td, w["key_norm"])
+    if model.window_pattern[depth % len(model.window_pattern)] == "N":
+        return q_Td, k_Td
     return turned(q_Td, model), turned(k_Td, model)
 
 
@@ -110,7 +113,8 @@ def attend(
 
 def lambda_init(model: Any, depth: int) -> float:
     """Return λ_init of layer `depth` + 1, or of the layer at the same relative depth in the base model of µP."""
-    return 0.8 - 0.6 * np.exp(-0.3 * depth * (model.mup_base_layers or model.num_layers) / model.num_layers)
+    depth *= (model.mup_base_layers or model.num_layers) / model.num_layers
+    return 0.8 - 0.6 * np.exp(-0.3 * (depth - (model.architecture == "motif")))
 
 
 def layer(w: dict[str, Any], model: Any, x_TD: np.ndarray, depth: int, *, v2_pairs: str = "neighbours") -> np.ndarray:
@@ -121,7 +125,7 @@ def layer(w: dict[str, Any], model: Any, x_TD: np.ndarray, depth: int, *, v2_pai
     x, H, K, name = np.asarray(x_TD, np.float64), model.num_heads, heads_of(model).kv_heads, model.architecture
     window = model.windows[depth % len(model.windows)]
 
-    if name in ("diff", "gda", "signed_mask", "zero_branch"):
+    if name in ("diff", "gda", "motif", "signed_mask", "zero_branch"):
         return _two_keys(w, model, x, depth, window)
 
     def head(query: int, row: Callable[..., np.ndarray]) -> np.ndarray:
@@ -130,7 +134,7 @@ def layer(w: dict[str, Any], model: Any, x_TD: np.ndarray, depth: int, *, v2_pai
             x @ w[f"{name}_{axes}"][:, index] + (w[f"{name}_bias"][index] if model.attention_bias else 0)
             for name, axes, index in (("query", "DHd", query), ("key", "DKd", kv), ("value", "DKd", kv))
         )
-        return attend(row, [position_encoded(w, model, q, k)], v, window)
+        return attend(row, [position_encoded(w, model, q, k, depth)], v, window)
 
     def subtracted(signal: int, noise: int, i: int) -> np.ndarray:
         lam_T1 = sigmoid(x @ w["lambda_DH"][:, i])[:, None]
@@ -194,7 +198,7 @@ def _two_keys(w, model, x, depth, window) -> np.ndarray:
             q_Td, k_Td = x @ w["query_DHGd"][:, group, query], x @ w["key_DKGd"][:, kv, g]
             if model.attention_bias:
                 q_Td, k_Td = q_Td + w["query_bias"][group, query], k_Td + w["key_bias"][kv, g]
-            pairs.append(position_encoded(w, model, q_Td, k_Td))
+            pairs.append(position_encoded(w, model, q_Td, k_Td, depth))
         v_TE = x @ w["value_DKE"][:, kv] + (w["value_bias"][kv] if model.attention_bias else 0)
         head = attend(row, pairs, v_TE, window)
         heads.append(head if is_zero_branch else (1 - lam_init) * head_norm(head, i, w, model))

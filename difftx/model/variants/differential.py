@@ -95,7 +95,7 @@ class DiffAttentionV2(Attention):
 
 
 class GdaConfig(Group):
-    """Settings of the architecture gda."""
+    """Settings of the architectures gda and motif."""
 
     signal_heads: affects.Shapes[Positive[int] | None] = None
     """Number of signal heads per noise head. `num_heads` counts the signal heads."""
@@ -193,8 +193,8 @@ class GroupedDiffAttention(DiffAttention):
         group = GDA_SIGNAL_HEADS + 1
         if heads % group:  # Heads of another number would have another width.
             raise UserError(
-                f"architecture 'gda': groups of {GDA_SIGNAL_HEADS} signal heads and a noise head do not divide the "
-                f"{heads} heads of the Transformer; use a multiple of {group}"
+                f"architecture {c.model.architecture!r}: groups of {GDA_SIGNAL_HEADS} signal heads and a noise head do "
+                f"not divide the {heads} heads of the Transformer; use a multiple of {group}"
             )
         c.model.num_heads = GDA_SIGNAL_HEADS * (heads // group)
         c.model[c.model.architecture] = {"signal_heads": GDA_SIGNAL_HEADS}
