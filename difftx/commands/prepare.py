@@ -25,7 +25,7 @@ from difftx.commands.flags import (
 from difftx.config.fields import UnitHalfOpen
 from difftx.data.prepare import assembly
 from difftx.data.prepare.job import Job, describe, input_states, open_job, pinned_commit, with_states
-from difftx.data.prepare.readers import HALF_PAIR, Fields, Source, sources_of
+from difftx.data.prepare.readers import HALF_PAIR, TOKEN_FILES, Fields, Source, sources_of
 from difftx.data.prepare.workers import BeamWorkers, Workers
 from difftx.data.store import SPLITS, read_meta
 from difftx.errors import EXIT_PREEMPTED, RunError, UserError, printable
@@ -48,6 +48,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", action=PathFlag, required=True, help="folder of the store, also in a bucket")
     most = "tokens of --input to read, such as 2e9; the input after them is not fetched; default: all"
     parser.add_argument("--max_tokens", action=CheckedFlag, read=_token_count, help=most)
+    dtype = "dtype of files of raw ids, .bin without .idx, as nanoGPT writes them"
+    parser.add_argument("--bin_dtype", choices=("uint16", "uint32"), help=dtype)
     parser.add_argument("--valid_input", help="separate validation text; no other documents are then held out")
     share = "share of documents held out (%(default)s)"
     parser.add_argument("--valid_fraction", action=value_flag(UnitHalfOpen), default=0.01, help=share)
@@ -144,6 +146,9 @@ def _sources(job: Job) -> list[Source]:
                 raise UserError(f"--out={job.out}: lies in the input {pattern}; choose a folder outside of it")
             found = sources_of(pattern, valid=valid, first_index=len(sources), commit=commit)
             sources += [each if valid else dataclasses.replace(each, max_tokens=job.max_tokens) for each in found]
+    if any(source.kind in TOKEN_FILES for source in sources):
+        ids = {"end_of_text": job.loaded_tokenizer.eot_token, "bin_dtype": job.bin_dtype}
+        sources = [dataclasses.replace(each, **ids) for each in sources]
     if len(sources) == 1 and sources[0].kind == "texts" and len(sources[0].files) == 1 and job.valid_fraction:
         text = f"{sources[0].files[0]}: a single text: its last {job.valid_fraction:.2%} is held out for validation"
         print(printable(text))

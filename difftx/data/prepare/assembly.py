@@ -16,6 +16,7 @@ import numpy as np
 from difftx.data.blocks import BlockHasher
 from difftx.data.prepare.job import Job
 from difftx.data.prepare.readers import Conversation, Document, Source, Unit
+from difftx.data.prepare.token_files import Tokens
 from difftx.data.store import SPLITS, shard_file, write_meta
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import RunError, UserError
@@ -97,6 +98,9 @@ def encode_unit(job: Job, unit: Unit) -> UnitSummary:
 
 def _documents(job: Job, unit: Unit) -> Iterator[Document | UserError]:
     """Yield the documents of a unit. A conversation becomes one document per message of the assistant."""
+    if isinstance(unit.content, Tokens):
+        yield from unit.content.documents(job.fields, job.loaded_tokenizer)
+        return
     for document in unit.content.documents(job.fields):
         if isinstance(document, Conversation):
             yield from document.documents(job.loaded_tokenizer.require_chat_template("--messages_field"), job.date)
@@ -111,6 +115,8 @@ def _encode(tokenizer: Tokenizer, document: Document) -> tuple[np.ndarray, np.nd
     prompt. The names of special tokens are ordinary text, except where a chat template has written them.
     """
     prompt, text = document.prompt, document.text
+    if document.ids is not None:
+        return np.array(tokenizer.prefix, np.uint32), document.ids
     if document.is_chat:
         ids = tokenizer.encode_chat(prompt), tokenizer.encode_chat(text, continues=True)
         return np.array(ids[0], np.uint32), np.array(ids[1], np.uint32)

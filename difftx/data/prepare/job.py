@@ -48,6 +48,7 @@ class Job:
     end_of_text: str | None  # Name of the end-of-text token, for tokenizers whose files do not name one.
     fields: Fields
     date: Date = None
+    bin_dtype: str | None = None  # Dtype of .bin files without .idx.
     max_tokens: int | None = None  # Largest number of tokens of `input`, with duplicates. No more is read.
     valid_fraction: float  # Share of the documents to hold out for validation, chosen by their hashes.
     shard_tokens: int  # Number of tokens per shard. The last document of a shard may exceed it.
@@ -120,7 +121,7 @@ def describe(job: Job, sources: Sequence[Source], files: dict[str, list[Any]]) -
             "shard_tokens": job.shard_tokens,
         }
         | ({"extensions": extensions} if extensions else {})
-        | {name: value for name in ("max_tokens",) if (value := getattr(job, name)) is not None}
+        | {name: value for name in ("max_tokens", "bin_dtype") if (value := getattr(job, name)) is not None}
         | commits
         | _messages(job),
         "versions": {library: importlib.metadata.version(library)},

@@ -18,7 +18,7 @@ from typing import Any
 from difftx.data import records
 from difftx.data.chat_template import ChatTemplate, Date
 from difftx.errors import UserError, import_extra, printable
-from difftx.files import open_file
+from difftx.files import open_file, size_of
 from difftx.registry import Registry
 from difftx.storage import hub
 from difftx.storage.hub import HubFile
@@ -30,6 +30,7 @@ UNITS = 64  # Fewest units for `--max_tokens`, so that little is read beyond the
 # Files of a data set's folder on the Hub that are not data. The library `datasets` leaves them out too.
 DESCRIPTIONS = {"README.md", "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
 HUGGING_FACE = "hf:"
+TOKEN_FILES = ("npy", "bin")  # Endings of files with token ids.
 COLON = re.compile(r":(?![^\[]*\])")  # Not in brackets, because a split may be a slice such as "train[:10%]".
 # Half of a surrogate pair, which UTF-8 cannot encode. Python puts one into a path for each byte that is not UTF-8.
 HALF_PAIR = re.compile("[\ud800-\udfff]")
@@ -61,6 +62,7 @@ class Document:
     id: str | None
     prompt: str = ""
     is_chat: bool = False  # Whether a chat template wrote prompt and text, so that they name special tokens.
+    ids: Any = None  # The ids of the text, uint32, if they come from a token file.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +83,8 @@ class Conversation:
             yield UserError(f"{self.record_name()}: {error}")
 
 
-type Content = Lines | Texts | Rows  # The method `documents` yields a `UserError` for each unreadable document.
+# `Lines`, `Texts`, `Rows`, or `Tokens`. The method `documents` yields a `UserError` for each unreadable document.
+type Content = Any
 type Found = Document | Conversation | UserError
 
 
@@ -188,6 +191,8 @@ class Source:
     valid: bool  # Whether the source is validation text.
     held_out: float | None = None  # Share at the end of a single text that is validation text.
     max_tokens: int | None = None  # `Job.max_tokens` for training text.
+    end_of_text: int | None = None  # Id that ends documents, for token files.
+    bin_dtype: str | None = None  # Dtype of a .bin file without .idx.
     state: str = ""  # Text that changes with the files, from `with_states`.
 
     @property
@@ -221,6 +226,7 @@ READERS: Registry[Callable[[Source, Fields, int], Iterator[Chunk]]] = Registry(
     {
         **dict.fromkeys(("jsonl", "ndjson", "json"), "difftx.data.prepare.readers:_read_lines"),
         "parquet": "difftx.data.prepare.readers:_read_parquet",
+        **dict.fromkeys(TOKEN_FILES, "difftx.data.prepare.token_files:read_tokens"),
     },
 )
 
@@ -238,12 +244,25 @@ def sources_of(pattern: str, *, valid: bool, first_index: int, commit: str | Non
     for file, size in files.items():
         ending = Path(file.stem if file.suffix.lower() in records.OPENERS else file.name).suffix.removeprefix(".")
         kind = next((name for name in (ending, ending.lower()) if name in READERS), "texts")
-        if sources and kind == "texts" == sources[-1].kind and sources[-1].size < UNIT_BYTES:
+        if kind == "bin":
+            sources.append(Source(first_index + len(sources), kind, (file, *_index_of(file, files)), size, valid))
+        elif ending == "idx" and any(each.suffix == ".bin" and each.stem == file.stem for each in files):
+            continue  # It belongs to a .bin file.
+        elif sources and kind == "texts" == sources[-1].kind and sources[-1].size < UNIT_BYTES:
             group = sources[-1]  # Small texts are read together, as one source.
             sources[-1] = dataclasses.replace(group, files=(*group.files, file), size=group.size + size)
         else:
             sources.append(Source(first_index + len(sources), kind, (file,), size, valid))
     return sources
+
+
+def _index_of(file: InputFile, files: Iterable[InputFile]) -> Iterator[InputFile]:
+    """Yield the .idx file of a .bin file, if there is one."""
+    if isinstance(file, HubFile):
+        name = f"{str(file).removesuffix('.bin')}.idx"
+        yield from (each for each in files if str(each) == name)
+    elif size_of(file.with_suffix(".idx")) is not None:
+        yield file.with_suffix(".idx")
 
 
 def _input_files(pattern: str, flag: str, commit: str | None) -> dict[InputFile, int]:
