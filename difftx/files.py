@@ -366,7 +366,7 @@ def retry_read[T](path: Path, read: Callable[[], T]) -> T:
 def open_file(path: AnyPath | hub.HubFile) -> io.BufferedReader:
     """Open a file for reading, from the start or from any position. Raise `UserError` if it is a device or a FIFO."""
     if isinstance(path, hub.HubFile):
-        return io.BufferedReader(hub.open_file(path), hub.REQUEST_BYTES)
+        return io.BufferedReader(hub.HubReader(path), hub.REQUEST_BYTES)
     return open_object(path) if is_bucket(path) else open(path, "rb", opener=_open_regular)
 
 

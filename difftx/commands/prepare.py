@@ -13,16 +13,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from difftx.commands.flags import (
-    CheckedFlag,
-    CountFlag,
-    Parser,
-    PathFlag,
-    add_extension_flag,
-    prepare_process,
-    value_flag,
-)
-from difftx.config.fields import UnitHalfOpen
+from difftx.commands.flags import CountFlag, Parser, PathFlag, add_extension_flag, prepare_process, value_flag
+from difftx.config.fields import Positive, UnitHalfOpen
 from difftx.data.prepare import assembly
 from difftx.data.prepare.job import Job, describe, input_states, open_job, pinned_commit, with_states
 from difftx.data.prepare.readers import HALF_PAIR, TOKEN_FILES, Fields, Source, sources_of
@@ -47,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--end_of_text", help="end-of-text token, if the files of the tokenizer do not name it")
     parser.add_argument("--out", action=PathFlag, required=True, help="folder of the store, also in a bucket")
     most = "tokens of --input to read, such as 2e9; the input after them is not fetched; default: all"
-    parser.add_argument("--max_tokens", action=CheckedFlag, read=_token_count, help=most)
+    parser.add_argument("--max_tokens", action=value_flag(Positive[float]), help=most)
     dtype = "dtype of files of raw ids, .bin without .idx, as nanoGPT writes them"
     parser.add_argument("--bin_dtype", choices=("uint16", "uint32"), help=dtype)
     parser.add_argument("--valid_input", help="separate validation text; no other documents are then held out")
@@ -70,6 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     _check(options)
     prepare_process(options)
     require_writable(options.out)
+    options.max_tokens = options.max_tokens and int(options.max_tokens)
     names = {field.name for field in dataclasses.fields(Job)}
     job = Job(
         fields=Fields(options.text_field, options.id_field, options.prompt_field, options.messages_field),
@@ -86,20 +79,14 @@ def _check(options: argparse.Namespace) -> None:
             raise UserError(f"--{name}={value}: not UTF-8; rename it, or name a link to it")
     if options.extension and options.runner != LOCAL:
         raise UserError(f"--extension={options.extension[0]}: only --runner={LOCAL} reads with extensions")
+    if options.max_tokens is not None and options.max_tokens % 1:
+        raise UserError(f"--max_tokens={options.max_tokens}: must be a whole number, such as 100000 or 2e9")
     if options.max_tokens is not None and options.runner != LOCAL:
         raise UserError(f"--max_tokens={options.max_tokens}: only --runner={LOCAL} reads a part of the input")
     if options.messages_field is not None and options.prompt_field is not None:
         raise UserError("--messages_field and --prompt_field are both set; a conversation has its own prompts")
     if options.date is not None and options.messages_field is None:
         raise UserError(f"--date={options.date:%Y-%m-%d}: only chat templates write dates; set --messages_field too")
-
-
-def _token_count(flag: str, text: str) -> int:
-    """Return a number of tokens, which may be written as 2e9."""
-    with contextlib.suppress(ValueError):
-        if float(text).is_integer() and float(text) > 0:
-            return int(float(text))
-    raise UserError(f"{flag}={text}: must be a positive whole number, such as 100000 or 2e9")
 
 
 def prepare(job: Job) -> int:

@@ -35,7 +35,7 @@ TOO_LONG = f"is longer than the {MAX_DOCUMENT_BYTES:,} bytes that a document may
 
 def open_stream(file: AnyPath | HubFile, stored: BinaryIO | None = None) -> BinaryIO:
     """Open a file, or take its open content `stored`, and decompress it if the suffix is .gz, .zst or .xz."""
-    opener = OPENERS.get(file.suffix.lower())
+    opener = OPENERS.get(Path(str(file)).suffix.lower())
     if opener is None:
         return stored or open_file(file)
     return cast(BinaryIO, opener(stored or (file if isinstance(file, Path) else open_file(file)), "rb"))

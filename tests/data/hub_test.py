@@ -1,12 +1,12 @@
 """`difftx prepare` from a Hugging Face Hub of this machine, with real requests, kills and faults."""
 
+import contextlib
 import io
 import json
 import random
 import time
 
 import pytest
-from conftest import ROOT
 from helpers.command_server import commands
 from helpers.data_prepare import tree
 from helpers.hub_server import HubServer, hub_environment
@@ -82,7 +82,10 @@ def write_files(folder, files):
         (folder / name).write_bytes(content)
 
 
-@pytest.mark.parametrize("tokens", [400_000, 1_000_000, None])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize("tokens", [400_000, pytest.param(1_000_000, marks=LONG), pytest.param(None, marks=LONG)])
 def test_little_more_is_fetched_than_the_text_that_the_store_holds(server, prepare, tables, tmp_path, tokens):
     commit = server.add("datasets", "org/tables", tables | {"README.md": b"# A data set"})
     most = [] if tokens is None else [f"--max_tokens={tokens:.0e}" if tokens == 1_000_000 else f"--max_tokens={tokens}"]
@@ -109,6 +112,7 @@ def test_little_more_is_fetched_than_the_text_that_the_store_holds(server, prepa
     assert splits(tmp_path / "store") == splits(tmp_path / "local")
 
 
+@LONG
 def test_a_killed_call_resumes_at_its_commit_and_fetches_only_the_rest(server, prepare, tables, tmp_path):
     commit = server.add("datasets", "org/kill", tables)
     command = ["difftx", "prepare", *FLAGS, "--input=hf://datasets/org/kill/**/*.parquet", "--max_tokens=900000"]
@@ -151,16 +155,13 @@ def test_a_killed_call_resumes_at_its_commit_and_fetches_only_the_rest(server, p
     assert read_meta(tmp_path / "other")["source"]["input_commit"] != commit
 
 
-def test_lines_and_texts_of_a_folder_and_of_both_inputs(server, prepare, tmp_path):
+def test_lines_and_texts_of_both_inputs(server, prepare, tmp_path):
     lines = b"".join(json.dumps({"text": f"line {row} " * 9}).encode() + b"\n" for row in range(500))
     files = {"train/a b.jsonl": lines, "train/b.txt": b"plain text " * 50, "valid/v.txt": b"held out " * 50}
-    server.add(
-        "datasets", "org/lines", files | {"train/.hidden": b"x", "train/README.md": b"# Card"}, branch="refs/pr/1"
-    )
+    server.add("datasets", "org/lines", files | {"train/.hidden": b"x"}, branch="refs/pr/1")
     address = "hf://datasets/org/lines@refs/pr/1"
-    made = prepare(f"--input={address}/train", f"--valid_input={address}/valid/*", f"--out={tmp_path}/store")
+    made = prepare(f"--input={address}/train/**", f"--valid_input={address}/valid/v.txt", f"--out={tmp_path}/store")
     assert made.returncode == 0, made.stderr
-    assert "left out of the folder, because they describe data sets: hf://datasets/org/lines@" in made.stdout
     write_files(tmp_path, files)
     local = prepare(f"--input={tmp_path}/train", f"--valid_input={tmp_path}/valid", f"--out={tmp_path}/local")
     assert local.returncode == 0, local.stderr
@@ -195,7 +196,7 @@ def test_a_large_row_group_is_read_by_parts(monkeypatch):
             reads.append(size)
             return super().read(size)
 
-    monkeypatch.setattr(hub, "open_file", lambda _: Counted(content))
+    monkeypatch.setattr(hub, "HubReader", lambda _: Counted(content))
     monkeypatch.setattr(hub, "REQUEST_BYTES", 2**17)
     monkeypatch.setattr(readers, "UNIT_BYTES", 2**18)
     name = HubFile("org/name", "0" * 40, "a.parquet", len(content), "")
@@ -210,5 +211,94 @@ def test_a_large_row_group_is_read_by_parts(monkeypatch):
     assert sum(reads) < 0.6 * len(content)  # The first row group is passed over.
 
 
-def test_the_page_of_the_address_is_in_the_documentation():
-    assert "hf://datasets/ORG/NAME@REVISION" in (ROOT / "docs/tutorials/own-text.md").read_text()
+# --input after hf://, faults, further flags or variables, and the line that names field, value and fix.
+REFUSED = {
+    "no name": ("datasets/org", {}, [], "write hf://datasets/ORG/NAME@REVISION/PATTERN, such as"),
+    "a model": ("org/bad/**", {}, [], "write hf://datasets/ORG/NAME@REVISION/PATTERN, such as"),
+    "a bucket": ("buckets/org/bad/**", {}, [], "write hf://datasets/ORG/NAME@REVISION/PATTERN, such as"),
+    "odd name": ("datasets/org/b..ad/**", {}, [], "Cannot have -- or .. in repo_id"),
+    "unknown": ("datasets/org/none/**", {}, [], "the hub shows no org/none to this account; check the name; if it is"),
+    "revision": ("datasets/org/bad@v9/**", {}, [], "org/bad has no revision 'v9'; name a branch, a tag or a commit"),
+    "folder": ("datasets/org/bad/none/*", {}, [], "org/bad has no such file or folder; check the path"),
+    "pattern": ("datasets/org/bad/**/*.csv", {}, [], "no file of commit "),
+    "gated": ("datasets/org/bad/**", {"tree": "GatedRepo"}, [], "access to org/bad is restricted; accept its terms on"),
+    "forbidden": (
+        "datasets/org/bad/a.txt",
+        {"resolve": 401},
+        [],
+        "log in with `hf auth login`, and give the token acc",
+    ),
+    "broken hub": (
+        "datasets/org/bad/**",
+        {"api/datasets": 500},
+        [],
+        "the hub cannot be used (HTTP 500); run the same c",
+    ),
+    "no ranges": (
+        "datasets/org/bad/a.txt",
+        {"resolve": lambda data: data * 2},
+        [],
+        "the hub sent 36 bytes in place of",
+    ),
+    "not JSON": ("datasets/org/bad/a.txt", {"tree": lambda _: b"<html>"}, [], "the hub cannot be used ("),
+    "no table": ("datasets/org/bad/no.parquet", {}, [], "no.parquet: not readable as Parquet ("),
+    "cut table": ("datasets/org/bad/cut.parquet", {}, [], "cut.parquet: not readable as Parquet ("),
+    "damaged page": (
+        "datasets/org/bad/flipped.parquet",
+        {},
+        [],
+        "flipped.parquet: not readable as Parquet (could not ve",
+    ),
+    "no text": (
+        "datasets/org/bad/good.parquet",
+        {},
+        ["--text_field=body"],
+        "row 0: no field 'body'; its fields: 'text';",
+    ),
+    "no part": (
+        "datasets/org/bad/**",
+        {},
+        ["--max_tokens=9", "--runner=direct"],
+        "--max_tokens=9: only --runner=local",
+    ),
+    "offline": (
+        "datasets/org/bad/**",
+        {},
+        {"HF_HUB_OFFLINE": "1"},
+        "HF_HUB_OFFLINE forbids requests to the hub; unset",
+    ),
+    "no network": ("datasets/org/bad/**", {}, {"HF_ENDPOINT": "http://127.0.0.1:9"}, "the hub cannot be used (["),
+}
+
+
+@pytest.fixture(scope="module")
+def bad(server, request):
+    """Add a repository with broken files."""
+    files = {"a.txt": b"text of 18 letters", "no.parquet": b"PAR1 and no table PAR1"}
+    with contextlib.suppress(pytest.skip.Exception):
+        content = request.getfixturevalue("tables")["data/0.parquet"]
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        file = io.BytesIO()
+        parquet.write_table(pyarrow.table({"text": texts(0)}), file, write_page_checksum=True, compression="none")
+        good = file.getvalue()
+        flipped = bytearray(good)
+        flipped[len(good) // 2] ^= 1
+        files |= {"cut.parquet": content[:-9], "good.parquet": good, "flipped.parquet": bytes(flipped)}
+    server.add("datasets", "org/bad", files)
+    return files
+
+
+@LONG
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_broken_data_set_ends_in_one_line(prepare, server, bad, tmp_path, case):
+    address, faults, more, message = REFUSED[case]
+    if address.endswith(".parquet") and address.rpartition("/")[2] not in bad:
+        pytest.skip("needs the extra parquet")
+    server.faults = faults
+    flags, changes = (more, {}) if isinstance(more, list) else ([], more)
+    result = prepare(f"--input=hf://{address}", f"--out={tmp_path}/store", *flags, **changes)
+    assert result.returncode in (1, 2), result.stderr
+    assert "Traceback" not in result.stderr
+    [line] = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert message in line
+    assert not (tmp_path / "store" / "meta.json").exists()

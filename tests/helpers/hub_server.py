@@ -3,6 +3,7 @@
 Only https://huggingface.co can tell whether its replies have this form, which is that of huggingface_hub 2.4.
 """
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -35,10 +36,12 @@ class HubServer(ThreadingHTTPServer):
         """Forget the requests and the faults."""
         self.requests: list[str] = []  # "METHOD path".
         self.ranges: list[tuple[str, int, int]] = []  # File, first byte and end of each range that was sent.
-        self.faults: dict[str, object] = {}  # Pattern of a path → status, statuses, or a function of content.
+        self.faults: dict[str, object] = {}  # Pattern of a path → status, statuses, code, or function of content.
         self.pause_after: int | None = None  # Number of ranges after which requests wait until `reset`.
         self.paused = threading.Event()
         self.resumed = threading.Event()
+        self.uploads: dict[str, bytes] = {}
+        self.on_commit = lambda files: files  # What a commit makes of its files.
 
     def add(self, kind, name, files, *, private=False, branch="main"):
         """Add a commit with files, and return its hash. The branch then names it."""
@@ -65,18 +68,21 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         path, _, _ = self.path.partition("?")
+        self.change = bytes  # Of the content of a reply.
         self.server.requests.append(f"{self.command} {path}")
         fault = next((each for pattern, each in self.server.faults.items() if re.search(pattern, path)), None)
         if isinstance(fault, list):  # One status per request.
             fault = fault.pop(0) if fault else None
-        if isinstance(fault, int):
-            return self.reply(fault, {"error": "planted"})
+        if isinstance(fault, (int, str)):  # A status, or the code of an error.
+            code = {"X-Error-Code": fault} if isinstance(fault, str) else {}
+            return self.reply(403 if code else fault, {"error": "planted"}, code)
+        self.change = fault or (lambda data: data)
         if found := re.fullmatch(r"/api/(datasets|models)/([^/]+/[^/]+)(?:/revision/([^/]+))?", path):
             return self.info(*found.groups())
         if found := re.fullmatch(r"/api/(datasets|models)/([^/]+/[^/]+)/tree/([^/]+)(?:/(.+))?", path):
             return self.tree(*found.groups())
         if found := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
-            return self.file("datasets" if found[1] else "models", *found.groups()[1:], fault)
+            return self.file("datasets" if found[1] else "models", *found.groups()[1:])
         return self.write(path, body)
 
     do_HEAD = do_POST = do_PUT = do_GET
@@ -122,7 +128,7 @@ class Handler(BaseHTTPRequestHandler):
             headers = {"Link": f'<{address}>; rel="next"'}
         self.reply(200, page, headers)
 
-    def file(self, kind, name, revision, path, fault):
+    def file(self, kind, name, revision, path):
         if not ((repository := self.repository(kind, name)) and (commit := self.commit(repository, revision))):
             return
         path = urllib.parse.unquote(path)
@@ -141,15 +147,57 @@ class Handler(BaseHTTPRequestHandler):
                 self.server.resumed.wait(60)
                 return
             self.server.ranges.append((path, start, end))
-        data = data[start:end]
-        self.reply(status, fault(data) if fault else data, headers)
+        self.reply(status, data[start:end], headers)
 
     def write(self, path, body):
         """Create a repository, or add files to it, as `HfApi.upload_folder` does without Xet."""
-        self.reply(404, {"error": f"no such endpoint: {path}"})
+        server = self.server
+        if path == "/api/repos/create":
+            request = json.loads(body)
+            name = "/".join(filter(None, (request.get("organization"), request["name"])))
+            exists = ("models", name) in server.repositories
+            if not exists:
+                private = request.get("private") or request.get("visibility") == "private"
+                server.add("models", name, {".gitattributes": b"*"}, private=bool(private))
+            return self.reply(409 if exists else 200, {"url": f"{server.endpoint}/{name}"})
+        if path == "/api/validate-yaml":
+            return self.reply(200, {"errors": [], "warnings": []})
+        if re.fullmatch(r"/api/models/([^/]+/[^/]+)/preupload/main", path):
+            names = [each["path"] for each in json.loads(body)["files"]]
+            modes = [
+                {"path": n, "uploadMode": "lfs" if n.endswith(LARGE) else "regular", "shouldIgnore": False}
+                for n in names
+            ]
+            return self.reply(200, {"files": modes})
+        if path.endswith("/info/lfs/objects/batch"):
+            found = [
+                each | {"actions": {"upload": {"href": f"{server.endpoint}/upload/{each['oid']}", "header": {}}}}
+                for each in json.loads(body)["objects"]
+            ]
+            return self.reply(200, {"transfer": "basic", "objects": found})
+        if found := re.fullmatch(r"/upload/(\w+)", path):
+            server.uploads[found[1]] = body
+            return self.reply(200, {})
+        if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/commit/main", path):
+            repository = server.repositories["models", found[1]]
+            files = dict(repository["commits"][repository["branches"]["main"]])
+            for line in map(json.loads, body.splitlines()):
+                value = line["value"]
+                if line["key"] == "file":
+                    files[value["path"]] = base64.b64decode(value["content"])
+                elif line["key"] == "lfsFile":
+                    files[value["path"]] = server.uploads[value["oid"]]
+                elif line["key"] == "deletedFile":
+                    del files[value["path"]]
+            commit = server.add("models", found[1], server.on_commit(files))
+            return self.reply(
+                200,
+                {"success": True, "commitOid": commit, "commitUrl": f"{server.endpoint}/{found[1]}/commit/{commit}"},
+            )
+        return self.reply(404, {"error": f"no such endpoint: {path}"})
 
     def reply(self, status, content, headers=None):
-        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        data = self.change(content if isinstance(content, bytes) else json.dumps(content).encode())
         with contextlib.suppress(ConnectionError):  # Of a client that was killed.
             self.send_response(status)
             for name, value in ({"Content-Length": str(len(data))} | (headers or {})).items():

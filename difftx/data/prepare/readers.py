@@ -6,7 +6,6 @@ The main process reads and decompresses a unit, and a worker parses it into docu
 import bisect
 import dataclasses
 import functools
-import glob
 import io
 import itertools
 import json
@@ -242,42 +241,28 @@ def sources_of(pattern: str, *, valid: bool, first_index: int, commit: str | Non
     files = _input_files(pattern, "--valid_input" if valid else "--input", commit)
     sources: list[Source] = []
     for file, size in files.items():
-        ending = Path(file.stem if file.suffix.lower() in records.OPENERS else file.name).suffix.removeprefix(".")
+        name = Path(str(file))
+        ending = (Path(name.stem) if name.suffix.lower() in records.OPENERS else name).suffix.removeprefix(".")
         kind = next((name for name in (ending, ending.lower()) if name in READERS), "texts")
-        if kind == "bin":
-            sources.append(Source(first_index + len(sources), kind, (file, *_index_of(file, files)), size, valid))
-        elif ending == "idx" and any(each.suffix == ".bin" and each.stem == file.stem for each in files):
-            continue  # It belongs to a .bin file.
-        elif sources and kind == "texts" == sources[-1].kind and sources[-1].size < UNIT_BYTES:
+        if ending == "idx":  # It belongs to a .bin file.
+            continue
+        if sources and kind == "texts" == sources[-1].kind and sources[-1].size < UNIT_BYTES:
             group = sources[-1]  # Small texts are read together, as one source.
             sources[-1] = dataclasses.replace(group, files=(*group.files, file), size=group.size + size)
         else:
-            sources.append(Source(first_index + len(sources), kind, (file,), size, valid))
+            parts = [file]
+            if kind == "bin" and not isinstance(file, HubFile) and size_of(file.with_suffix(".idx")) is not None:
+                parts.append(file.with_suffix(".idx"))
+            sources.append(Source(first_index + len(sources), kind, tuple(parts), size, valid))
     return sources
 
 
-def _index_of(file: InputFile, files: Iterable[InputFile]) -> Iterator[InputFile]:
-    """Yield the .idx file of a .bin file, if there is one."""
-    if isinstance(file, HubFile):
-        name = f"{str(file).removesuffix('.bin')}.idx"
-        yield from (each for each in files if str(each) == name)
-    elif size_of(file.with_suffix(".idx")) is not None:
-        yield file.with_suffix(".idx")
-
-
-def _input_files(pattern: str, flag: str, commit: str | None) -> dict[InputFile, int]:
+def _input_files(pattern: str, flag: str, commit: str | None) -> dict[Any, int]:
     """Return the size of each file of a path, folder or glob. In folders, files that describe data are left out."""
-    sizes: dict[Any, int]
-    in_folder: list[Any]
     if pattern.startswith(hub.SCHEME):
-        listed = hub.list_files(flag, pattern, commit)
-        sizes = {file: file.size for file in listed}
-        is_folder = not glob.has_magic(pattern) and not pattern.endswith(listed[0].path)
-        in_folder = listed if is_folder else []
-    else:
-        path, found = path_of(flag, pattern), records.files_of(pattern, flag)
-        sizes, in_folder = found, [file for file in found if path in file.parents]
-    if descriptions := [file for file in in_folder if file.name in DESCRIPTIONS]:
+        return {file: file.size for file in hub.list_files(flag, pattern, commit)}
+    sizes, path = records.files_of(pattern, flag), path_of(flag, pattern)
+    if descriptions := [file for file in sizes if path in file.parents and file.name in DESCRIPTIONS]:
         line = f"left out of the folder, because they describe data sets: {', '.join(map(str, descriptions))}"
         print(printable(f"{flag}={pattern}: {line}; a glob reads them"))
     return {file: size for file, size in sizes.items() if file not in descriptions}
@@ -371,7 +356,7 @@ def _read_parquet(source: Source, fields: Fields, position: int) -> Iterator[Chu
         file, options = source.files[0], {"page_checksum_verification": True}
         if isinstance(file, HubFile):
             # Otherwise, pyarrow would read the column of a row group at once, however large it is.
-            table = parquet.ParquetFile(hub.open_file(file), buffer_size=hub.REQUEST_BYTES, pre_buffer=False, **options)
+            table = parquet.ParquetFile(hub.HubReader(file), buffer_size=hub.REQUEST_BYTES, pre_buffer=False, **options)
         else:
             table = parquet.ParquetFile(open_file(file) if is_bucket(file) else file, **options)
         total, names = table.metadata.num_rows, table.schema_arrow.names

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
@@ -18,16 +19,6 @@ from difftx.files import open_file
 INDEX_MAGIC, INDEX_HEADER = b"MMIDIDX\0\0", struct.Struct("<9sQBQQ")
 INDEX_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 NPY_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """Where the ids of a token file are."""
-
-    dtype: np.dtype
-    start: int  # Byte at which the ids start.
-    count: int  # Number of ids.
-    ends: np.ndarray  # Index of the id after each document that the file names.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,33 +60,33 @@ def read_tokens(source: Source, fields: Fields, position: int) -> Iterator[Chunk
     file = source.files[0]
     try:
         with open_file(file) as stream:
-            layout = _layout(source, stream)
+            dtype, first, total, all_ends = _layout(source, stream)
             length = usual = max(1, source.unit_bytes // 4)
-            while position < layout.count:
-                stop = min(position + length, layout.count)
-                ids = _read(file, stream, layout, position, stop)
-                first, last = np.searchsorted(layout.ends, (position, stop), side="right")
-                named = [*(layout.ends[first:last] - position), *([len(ids)] if stop == layout.count else [])]
-                ends = np.union1d(np.flatnonzero(ids == source.end_of_text) + 1, np.array(named, np.int64))
+            while position < total:
+                stop = min(position + length, total)
+                stream.seek(first + position * dtype.itemsize)
+                ids = np.frombuffer(stream.read((stop - position) * dtype.itemsize), dtype)
+                named = slice(*np.searchsorted(all_ends, (position, stop), side="right"))
+                ends = np.union1d(np.flatnonzero(ids == source.end_of_text) + 1, all_ends[named] - position)
                 if not len(ends):
                     if 4 * length >= records.MAX_DOCUMENT_BYTES:
                         raise UserError(f"{file}: the document at id {position} {records.TOO_LONG}")
                     length = min(2 * length, records.MAX_DOCUMENT_BYTES // 4)
                     continue
                 count, length = int(ends[-1]), usual
-                yield Tokens(file, position, ids[:count], ends), position + count, count * layout.dtype.itemsize
+                yield Tokens(file, position, ids[:count], ends), position + count, count * dtype.itemsize
                 position += count
-            if not layout.count:
+            if not total:
                 raise UserError(f"{file}: the file has no ids")
     except UserError as error:
         yield unreadable(file, str(error), source.size)
 
 
-def _layout(source: Source, stream: BinaryIO) -> Layout:
-    """Return the layout of a token file, or raise `UserError`."""
+def _layout(source: Source, stream: BinaryIO) -> tuple[np.dtype, int, int, np.ndarray]:
+    """Return dtype, first byte and number of the ids of a token file, and the end of each document that it names."""
     file, index = source.files[0], source.files[1:]
     start, ends = 0, np.array([], np.int64)
-    if file.suffix.lower() in records.OPENERS:
+    if Path(str(file)).suffix.lower() in records.OPENERS:
         raise UserError(f"{file}: token files are read by parts; decompress it")
     if source.kind == "npy":
         try:
@@ -116,7 +107,7 @@ def _layout(source: Source, stream: BinaryIO) -> Layout:
     if source.size != start + count * dtype.itemsize:
         expected = f"{start + count * dtype.itemsize:,} bytes for {count:,} ids of {dtype.name}"
         raise UserError(f"{file}: {source.size:,} bytes, not {expected}; copy the file again, or check its dtype")
-    return Layout(dtype, start, count, ends)
+    return dtype, start, count, np.union1d(ends, [count])
 
 
 def _read_index(index: InputFile) -> tuple[np.dtype, np.ndarray]:
@@ -140,11 +131,3 @@ def _read_index(index: InputFile) -> tuple[np.dtype, np.ndarray]:
     except (ValueError, KeyError, OverflowError, struct.error) as error:
         raise UserError(f"{index}: not a complete index of Megatron ({error}); copy or write it again") from error
     return dtype, starts[bounds[1:]]
-
-
-def _read(file: InputFile, stream: BinaryIO, layout: Layout, first: int, stop: int) -> np.ndarray:
-    stream.seek(layout.start + first * layout.dtype.itemsize)
-    data = stream.read((stop - first) * layout.dtype.itemsize)
-    if len(data) != (stop - first) * layout.dtype.itemsize:
-        raise UserError(f"{file}: shortened while it was read; run the same command again")
-    return np.frombuffer(data, layout.dtype)

@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import math
 import multiprocessing
+import operator
 import os
 import re
 import shlex
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from difftx.data.prepare.assembly import Shard, UnitSummary, encode_unit, finished_units, units_to_do, write_shard
+from difftx.data.prepare.assembly import Shard, encode_unit, finished_units, units_to_do, write_shard
 from difftx.data.prepare.job import Job
 from difftx.data.prepare.readers import Source, Unit
 from difftx.errors import UserError, import_extra
@@ -39,9 +40,10 @@ class Workers(contextlib.AbstractContextManager):
     def encode_units(self, sources: Sequence[Source]) -> None:
         """Tokenise the units that have no file yet. This process reads them, and the workers tokenise them."""
         finished = finished_units(self._job, sources)
-        limit = math.inf if self._job.max_tokens is None else self._job.max_tokens
-        size = self._job.max_tokens or max(1, sum(source.size for source in sources))
-        what = f"{size / 1e6:,.1f} MB" if self._job.max_tokens is None else f"{size:,} tokens"
+        most = self._job.max_tokens
+        limit = math.inf if most is None else most
+        size = most or max(1, sum(source.size for source in sources))
+        what = f"{size / 1e6:,.1f} MB" if most is None else f"{size:,} tokens"
         line = f"{{share:.0%}} of {what}, {{text}}, {{seconds:,.0f}} s left"
         training = {source.index for source in sources if not source.valid}
         counted = 0  # Tokens of finished training units, in the order of the input.
@@ -61,18 +63,16 @@ class Workers(contextlib.AbstractContextManager):
             # A unit has at most about `unit_bytes` tokens, so all units in progress are needed.
             return (limit - counted) / sources[-1].unit_bytes
 
-        def progress(done: UnitSummary) -> int:
-            return done.input_bytes if self._job.max_tokens is None else done.tokens * (done.source in training)
-
-        before = sum(progress(done) for summaries in finished.values() for done in summaries)
+        amount = operator.attrgetter("input_bytes" if most is None else "tokens")
+        before = sum(amount(done) for summaries in finished.values() for done in summaries)
         text_bytes, tokens, start = 0, 0, time.monotonic()
-        with Work() as work, work.task("tokenising", size, done=min(before, size), line=line) as advance:
+        with Work() as work, work.task("tokenising", size, done=before, line=line) as advance:
             for done in self._map(encode_unit, units(), room):
                 text_bytes += done.text_bytes
                 tokens += done.tokens
                 counted += done.tokens * (done.source in training)
                 seconds = max(time.monotonic() - start, 1e-9)
-                advance(progress(done), f"{text_bytes / seconds / 1e6:.1f} MB/s, {tokens / seconds:,.0f} tokens/s")
+                advance(amount(done), f"{text_bytes / seconds / 1e6:.1f} MB/s, {tokens / seconds:,.0f} tokens/s")
                 for problem in done.problems:
                     work.note(f"left out: {problem}")
 
