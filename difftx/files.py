@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from difftx.errors import UnreadableError, UserError, note_copy
-from difftx.storage import objects
+from difftx.storage import hub, objects
 from difftx.storage.paths import AnyPath, BucketPath, is_bucket, path_of
 from difftx.storage.reading import open_object
 
@@ -363,8 +363,10 @@ def retry_read[T](path: Path, read: Callable[[], T]) -> T:
     raise AssertionError("The last attempt returns or raises.")
 
 
-def open_file(path: AnyPath) -> io.BufferedReader:
+def open_file(path: AnyPath | hub.HubFile) -> io.BufferedReader:
     """Open a file for reading, from the start or from any position. Raise `UserError` if it is a device or a FIFO."""
+    if isinstance(path, hub.HubFile):
+        return io.BufferedReader(hub.HubReader(path), hub.REQUEST_BYTES)
     return open_object(path) if is_bucket(path) else open(path, "rb", opener=_open_regular)
 
 

@@ -5,21 +5,36 @@ hf is a model folder for transformers, diffllama is a DiffLlama, and official is
 """
 
 import argparse
+import functools
 import importlib.util
-from collections.abc import Mapping, Sequence
-from typing import Any
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from difftx.commands.flags import CountFlag, Parser, PathFlag, add_weights_flag
 from difftx.config import Config
 from difftx.config.recipes import load_config
-from difftx.errors import UserError, install_hint, printable
-from difftx.files import downloaded, list_folder, require_writable
+from difftx.data.tokenizer_files import FILES
+from difftx.errors import RunError, UserError, install_hint, note_copy, printable
+from difftx.files import downloaded, list_folder, require_writable, write_atomically
 from difftx.folders import is_taken, new_folder
 from difftx.interop import SHARD_MIB
+from difftx.storage import hub
 from difftx.storage.paths import is_bucket
+
+if TYPE_CHECKING:
+    from difftx.training.checkpoint.reading import Checkpoint
 
 OURS = "difftx"
 FORMATS = (OURS, "hf", "official")  # "hf" reads DiffLlama too.
+# Files to download of a model, as `save_pretrained` of transformers names them.
+MODEL_FILES = ["config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors"]
+MODEL_FILES += ["model.safetensors.index.json", *FILES]
+SOURCE = "source.json"  # File of a run that was made from a model of the hub.
 METHODS = {"zero-branch": "zero_branch", "dex": "dex", "split": "diff"}  # Value of --differential → architecture.
 
 
@@ -29,7 +44,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--from", dest="source", required=True, choices=FORMATS, help="format of --input")
     parser.add_argument("--to", dest="target", required=True, choices=(*FORMATS, "diffllama"), help="format of --out")
     parser.add_argument(
-        "--input", action=PathFlag, required=True, metavar="DIR", help="run directory, or folder of a model"
+        "--input",
+        action=PathFlag,
+        required=True,
+        metavar="DIR",
+        help="run directory, or folder of a model; with --from=hf, also a model of the hub, ORG/NAME[@REVISION]",
     )
     parser.add_argument("--out", action=PathFlag, required=True, metavar="DIR", help="new folder")
     parser.add_argument("--step", type=int, help="step of the run's checkpoint; default: the newest")
@@ -42,6 +61,8 @@ def main(arguments: Sequence[str]) -> int:
     chosen = "heads that dex corrects: the half of each layer with the highest entropy on data.path, or all"
     parser.add_argument("--dex_heads", choices=("entropy", "all"), default="entropy", help=chosen)
     how = "compare logits and greedy text with the package transformers; both models must fit in memory"
+    where = "upload the folder of --to=hf to this private repository of the hub, after it was compared with the run"
+    parser.add_argument("--push", metavar="ORG/NAME", help=where)
     parser.add_argument("--verify", action="store_true", help=how)
     options, overrides = parser.parse(arguments)
     given = {name.split(".")[1] for name in overrides if name.startswith("model.")}
@@ -51,10 +72,22 @@ def main(arguments: Sequence[str]) -> int:
     config = _checked(options, overrides)
 
     # Imported after the flags are checked, because the import is slow.
+    from difftx.inference.load import read_checkpoint
     from difftx.interop import runs
     from difftx.training.checkpoint.checkpointer import Checkpoints
+    from difftx.training.run import read_config
 
     step, part, verify = options.step, options.weights, options.verify
+    source, record = options.input, None
+    if _is_on_hub(options):
+        source, record = _download(str(options.input))
+
+    def read[T](at: int | None, function: "Callable[[Checkpoint], T]") -> T:
+        run = Checkpoints(options.input)
+        return read_checkpoint(run, at, read_config(run.workdir), function, flag="--input", part=part)
+
+    if options.push:
+        step = read(step, lambda checkpoint: checkpoint.manifest.step)
     with new_folder(options.out, "config.json") as folder:
         if options.source == options.target:
             run = Checkpoints(options.input)
@@ -63,26 +96,68 @@ def main(arguments: Sequence[str]) -> int:
             size = options.shard_mib * 2**20
             form: dict[str, Any] = {"step": step, "format_": options.target, "shard_bytes": size, "part": part}
             lines = runs.export_run(Checkpoints(options.input), folder, str(options.out), **form, verify=verify)
+            if options.push:
+                read(step, functools.partial(_require_equal, folder))
         else:
             heads = options.dex_heads if options.differential else None
             form = {"format_": options.source, "config": config, "overridden": given, "dex_heads": heads}
             out = str(options.out if is_bucket(options.out) else options.out.absolute())  # The config names its files.
-            with downloaded(options.input) as source:
-                lines = runs.import_run(source, folder, out, **form, verify=verify)
+            with downloaded(source) as local:
+                lines = runs.import_run(local, folder, out, **form, verify=verify)
+            if record is not None:
+                write_atomically(folder / SOURCE, json.dumps(record, indent=2) + "\n")
+                lines.append(f"made from {record['repository']} at commit {record['commit']}")
+    if options.push:
+        lines.append(f"pushed to {hub.push(f'--push={options.push}', options.push, options.out)}")
     print(*map(printable, [f"{options.out}: {lines[0]}", *lines[1:]]), sep="\n")
     return 0
+
+
+def _is_on_hub(options: argparse.Namespace) -> bool:
+    """Return whether --input is the name of a model of the hub, and not a folder here."""
+    name = re.fullmatch(r"[\w.-]+/[\w.-]+(@.+)?", str(options.input))
+    return options.source == "hf" and name is not None and not options.input.is_dir()
+
+
+def _download(name: str) -> tuple[Path, dict[str, Any]]:
+    """Download config, tokenizer and weights of a model of the hub. Return the folder, and a record of its origin."""
+    repository, _, revision = name.partition("@")
+    where = f"--input={name} is no folder here"
+    try:
+        hub.library()
+    except UserError as error:
+        raise UserError(f"{where}; to download it from the hub, install the extra hub: {error}") from error
+    folder, commit = hub.download(where, repository, revision or None, MODEL_FILES)
+    note_copy(str(folder), f"{repository}@{commit[:12]}")
+    return folder, {"repository": repository, "revision": revision or None, "commit": commit}
+
+
+def _require_equal(folder: Path, checkpoint: "Checkpoint") -> None:
+    """Read an exported folder as an import does, and raise `RunError` if a value is not that of the checkpoint."""
+    from difftx.interop.parameters import import_params
+    from difftx.interop.safetensors import read_folder
+    from difftx.training.checkpoint.weights import ParamsReader
+
+    reader = ParamsReader(checkpoint.manifest, checkpoint.part)
+    for path, array in import_params(folder, read_folder(folder), "hf", checkpoint.config.model).items():
+        for rows, block in array.parts():
+            if not np.array_equal(block, reader.read(path, rows)):
+                raise RunError(f"{folder}: {path} differs from the checkpoint; nothing was pushed; {hub.AGAIN}")
 
 
 def _checked(options: argparse.Namespace, overrides: Mapping[str, str]) -> Config | None:
     """Check the flags. Return the config of the new run for an import, or None if `--input` is a run."""
     _check_formats(options)
-    if not (list_folder(options.input) if is_bucket(options.input) else options.input.is_dir()):
+    is_folder = list_folder(options.input) if is_bucket(options.input) else options.input.is_dir()
+    if not is_folder and not _is_on_hub(options):
         raise UserError(f"--input={options.input}: no such folder")
     if is_taken(options.out, "config.json"):
         raise UserError(f"--out={options.out} exists already; name a new folder")
     if not is_bucket(options.out) and not options.out.absolute().parent.is_dir():
         raise UserError(f"--out={options.out}: there is no folder {options.out.absolute().parent}")
     require_writable(options.out)
+    if options.push and (options.target != "hf" or is_bucket(options.out)):
+        raise UserError(f"--push={options.push} requires --to=hf and a local --out, whose files it uploads")
     if options.verify:
         _require_transformers({options.source, options.target})
     if options.source != OURS:

@@ -14,14 +14,15 @@ import sys
 from collections.abc import Sequence
 
 from difftx.commands.flags import CountFlag, Parser, PathFlag, add_extension_flag, prepare_process, value_flag
-from difftx.config.fields import UnitHalfOpen
+from difftx.config.fields import Positive, UnitHalfOpen
 from difftx.data.prepare import assembly
-from difftx.data.prepare.job import Job, describe, input_states, open_job, with_states
-from difftx.data.prepare.readers import HALF_PAIR, Fields, Source, sources_of
+from difftx.data.prepare.job import Job, describe, input_states, open_job, pinned_commit, with_states
+from difftx.data.prepare.readers import HALF_PAIR, TOKEN_FILES, Fields, Source, sources_of
 from difftx.data.prepare.workers import BeamWorkers, Workers
 from difftx.data.store import SPLITS, read_meta
 from difftx.errors import EXIT_PREEMPTED, RunError, UserError, printable
 from difftx.files import is_below, require_writable
+from difftx.storage import hub
 from difftx.storage.paths import path_of
 
 LOCAL = "local"
@@ -32,10 +33,15 @@ def main(arguments: Sequence[str]) -> int:
     processors = getattr(os, "process_cpu_count", os.cpu_count)() or 1  # Available CPUs; all CPUs before Python 3.13.
     parser = Parser("difftx prepare", "Tokenise text into a store.")
     paths = "file, folder or glob, also in a bucket, gs://… or s3://…"
-    parser.add_argument("--input", required=True, help=f"{paths}; or hf:NAME[:SPLIT[:CONFIG]]")
+    on_hub = "hf://datasets/ORG/NAME@REVISION/GLOB, which is streamed, or hf:NAME[:SPLIT[:CONFIG]]"
+    parser.add_argument("--input", required=True, help=f"{paths}; or on the Hugging Face Hub: {on_hub}")
     parser.add_argument("--tokenizer", required=True, help="as data.tokenizer: a name, a file or a folder")
     parser.add_argument("--end_of_text", help="end-of-text token, if the files of the tokenizer do not name it")
     parser.add_argument("--out", action=PathFlag, required=True, help="folder of the store, also in a bucket")
+    most = "tokens of --input to read, such as 2e9; the input after them is not fetched; default: all"
+    parser.add_argument("--max_tokens", action=value_flag(Positive[float]), help=most)
+    dtype = "dtype of files of raw ids, .bin without .idx, as nanoGPT writes them"
+    parser.add_argument("--bin_dtype", choices=("uint16", "uint32"), help=dtype)
     parser.add_argument("--valid_input", help="separate validation text; no other documents are then held out")
     share = "share of documents held out (%(default)s)"
     parser.add_argument("--valid_fraction", action=value_flag(UnitHalfOpen), default=0.01, help=share)
@@ -56,6 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     _check(options)
     prepare_process(options)
     require_writable(options.out)
+    options.max_tokens = options.max_tokens and int(options.max_tokens)
     names = {field.name for field in dataclasses.fields(Job)}
     job = Job(
         fields=Fields(options.text_field, options.id_field, options.prompt_field, options.messages_field),
@@ -72,6 +79,10 @@ def _check(options: argparse.Namespace) -> None:
             raise UserError(f"--{name}={value}: not UTF-8; rename it, or name a link to it")
     if options.extension and options.runner != LOCAL:
         raise UserError(f"--extension={options.extension[0]}: only --runner={LOCAL} reads with extensions")
+    if options.max_tokens is not None and options.max_tokens % 1:
+        raise UserError(f"--max_tokens={options.max_tokens}: must be a whole number, such as 100000 or 2e9")
+    if options.max_tokens is not None and options.runner != LOCAL:
+        raise UserError(f"--max_tokens={options.max_tokens}: only --runner={LOCAL} reads a part of the input")
     if options.messages_field is not None and options.prompt_field is not None:
         raise UserError("--messages_field and --prompt_field are both set; a conversation has its own prompts")
     if options.date is not None and options.messages_field is None:
@@ -114,9 +125,17 @@ def _sources(job: Job) -> list[Source]:
     sources: list[Source] = []
     for pattern, valid in ((job.valid_input, True), (job.input, False)):
         if pattern is not None:
-            if is_below(job.out, path_of("--valid_input" if valid else "--input", pattern)):
+            flag = "valid_input" if valid else "input"
+            commit = None
+            if pattern.startswith(hub.SCHEME):
+                commit = pinned_commit(job, flag)
+            elif is_below(job.out, path_of(f"--{flag}", pattern)):
                 raise UserError(f"--out={job.out}: lies in the input {pattern}; choose a folder outside of it")
-            sources += sources_of(pattern, valid=valid, first_index=len(sources))
+            found = sources_of(pattern, valid=valid, first_index=len(sources), commit=commit)
+            sources += [each if valid else dataclasses.replace(each, max_tokens=job.max_tokens) for each in found]
+    if any(source.kind in TOKEN_FILES for source in sources):
+        ids = {"end_of_text": job.loaded_tokenizer.eot_token, "bin_dtype": job.bin_dtype}
+        sources = [dataclasses.replace(each, **ids) for each in sources]
     if len(sources) == 1 and sources[0].kind == "texts" and len(sources[0].files) == 1 and job.valid_fraction:
         text = f"{sources[0].files[0]}: a single text: its last {job.valid_fraction:.2%} is held out for validation"
         print(printable(text))

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, cast
 from difftx.errors import UserError, did_you_mean, read_error
 from difftx.files import open_file
 from difftx.storage import objects
+from difftx.storage.hub import HubFile
 from difftx.storage.paths import AnyPath, BucketPath, is_bucket, path_of
 
 if sys.version_info >= (3, 14):
@@ -32,9 +33,9 @@ MAX_DOCUMENT_BYTES = 2**30  # Maximum size of a decompressed line or text file. 
 TOO_LONG = f"is longer than the {MAX_DOCUMENT_BYTES:,} bytes that a document may have; split it"
 
 
-def open_stream(file: AnyPath, stored: BinaryIO | None = None) -> BinaryIO:
+def open_stream(file: AnyPath | HubFile, stored: BinaryIO | None = None) -> BinaryIO:
     """Open a file, or take its open content `stored`, and decompress it if the suffix is .gz, .zst or .xz."""
-    opener = OPENERS.get(file.suffix.lower())
+    opener = OPENERS.get(Path(str(file)).suffix.lower())
     if opener is None:
         return stored or open_file(file)
     return cast(BinaryIO, opener(stored or (file if isinstance(file, Path) else open_file(file)), "rb"))
@@ -82,7 +83,7 @@ def files_of(pattern: str, field: str) -> dict[AnyPath, int]:
     return sizes
 
 
-def why_unreadable(file: AnyPath, error: BaseException) -> str:
+def why_unreadable(file: AnyPath | HubFile, error: BaseException) -> str:
     """Return a message that names a file and the cause of `error`, which is one of `READ_ERRORS`."""
     if isinstance(error, OSError) and error.strerror:
         return f"{file}: cannot be read ({error.strerror})"

@@ -30,7 +30,7 @@ ONLY_SOURCE, ONLY_SET = "train", "valid"  # Names of the training and validation
 # Folders that the corpus "stdlib" excludes: tests, installed packages, character tables, and generated text.
 STDLIB_WITHOUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
 # Suffixes of files that only `difftx prepare` reads. `.json` is missing, because such a file may be plain text.
-NOT_PLAIN_TEXT = (*OPENERS, ".jsonl", ".ndjson", ".parquet")
+NOT_PLAIN_TEXT = (*OPENERS, ".jsonl", ".ndjson", ".parquet", ".npy", ".bin")
 # Longer texts are split at line ends, so that even a single file yields training and validation documents.
 DOCUMENT_BYTES = 65_536
 

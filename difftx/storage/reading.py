@@ -7,6 +7,7 @@ import io
 import os
 import time
 from collections.abc import Buffer, Callable, Iterable, Iterator
+from typing import Any
 
 from difftx.errors import UnreadableError, UserError
 from difftx.storage import objects
@@ -39,13 +40,13 @@ def open_object(path: BucketPath) -> io.BufferedReader:
     found = objects.describe(path)
     if found is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    return io.BufferedReader(_ObjectReader(path, found.size), BUFFER_BYTES)
+    return io.BufferedReader(ObjectReader(path, found.size), BUFFER_BYTES)
 
 
-class _ObjectReader(io.RawIOBase):
+class ObjectReader(io.RawIOBase):
     """An object of a known size, read by ranges."""
 
-    def __init__(self, path: BucketPath, size: int):
+    def __init__(self, path: Any, size: int):
         self.name = str(path)
         self._path, self._size, self._position = path, size, 0
         self._generation: bytes | None = None

@@ -6,6 +6,7 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 from difftx.data.blocks import BlockHasher
 from difftx.data.prepare.job import Job
 from difftx.data.prepare.readers import Conversation, Document, Source, Unit
+from difftx.data.prepare.token_files import Tokens
 from difftx.data.store import SPLITS, shard_file, write_meta
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import RunError, UserError
@@ -34,8 +36,9 @@ type Selection = tuple[AnyPath, np.ndarray]  # File of a unit, and mask of the u
 class UnitSummary:
     """Counts and problems of a tokenised unit, which are saved in its file."""
 
-    end: int  # `end`, `last` and `input_bytes` are copies of the fields of `Unit`.
+    end: int  # `end`, `last`, `source` and `input_bytes` are copies of the fields of `Unit`.
     last: bool
+    source: int
     input_bytes: int
     text_bytes: int
     tokens: int
@@ -76,7 +79,8 @@ def encode_unit(job: Job, unit: Unit) -> UnitSummary:
     tokens = np.concatenate([*parts, np.array([], np.uint32)]).astype(job.dtype, copy=False)
     sizes = np.array([len(d.utf8) for d in documents], np.int64)
     ids = "".join(json.dumps(d.id, ensure_ascii=False) + "\n" for d in documents if job.fields.id is not None)
-    summary = UnitSummary(unit.end, unit.last, unit.input_bytes, int(sizes.sum()), len(tokens), empty, problems)
+    copies = unit.end, unit.last, unit.source, unit.input_bytes
+    summary = UnitSummary(*copies, int(sizes.sum()), len(tokens), empty, problems)
     with new_file(unit_file(job, unit.source, unit.index, unit.state)) as file:
         np.savez(
             file,
@@ -94,6 +98,9 @@ def encode_unit(job: Job, unit: Unit) -> UnitSummary:
 
 def _documents(job: Job, unit: Unit) -> Iterator[Document | UserError]:
     """Yield the documents of a unit. A conversation becomes one document per message of the assistant."""
+    if isinstance(unit.content, Tokens):
+        yield from unit.content.documents(job.fields, job.loaded_tokenizer)
+        return
     for document in unit.content.documents(job.fields):
         if isinstance(document, Conversation):
             yield from document.documents(job.loaded_tokenizer.require_chat_template("--messages_field"), job.date)
@@ -108,6 +115,8 @@ def _encode(tokenizer: Tokenizer, document: Document) -> tuple[np.ndarray, np.nd
     prompt. The names of special tokens are ordinary text, except where a chat template has written them.
     """
     prompt, text = document.prompt, document.text
+    if document.ids is not None:
+        return np.array(tokenizer.prefix, np.uint32), document.ids
     if document.is_chat:
         ids = tokenizer.encode_chat(prompt), tokenizer.encode_chat(text, continues=True)
         return np.array(ids[0], np.uint32), np.array(ids[1], np.uint32)
@@ -191,7 +200,8 @@ def make_plan(job: Job, sources: Sequence[Source]) -> Plan:
     Only the first of several equal documents is kept. Validation inputs come first, so the validation split keeps a
     document that is also in the training input. The plan takes about 100 bytes of memory per document.
     """
-    units, from_valid, lengths, hashes, problems, empty = [], [], [], [], [], 0
+    units, from_valid, lengths, hashes, problems, empty, tokens = [], [], [], [], [], 0, 0
+    largest = math.inf if job.max_tokens is None else job.max_tokens
     for source, file, archive in _archives(job, sources):
         summary = _summary(archive)
         lengths.append(archive["lengths"])
@@ -200,11 +210,21 @@ def make_plan(job: Job, sources: Sequence[Source]) -> Plan:
         units.append((file, len(lengths[-1])))
         problems += summary.problems
         empty += summary.empty
+        tokens += 0 if source.valid else summary.tokens
+        if tokens >= largest:
+            break
     if problems and not job.skip_unreadable:  # An earlier call had --on_error=skip.
         raise UserError(f"{problems[0]}; {HOW_TO_SKIP}")
     if not sum(map(len, lengths)):
         raise UserError("the input has no documents")
     length, hash_, valid = np.concatenate(lengths), np.concatenate(hashes), np.concatenate(from_valid)
+    # Documents are in the order of the input, so those beyond the largest number of tokens are the last.
+    fits = np.cumsum(np.where(valid, 0, length)) <= largest
+    if not (fits & ~valid).any() and tokens > largest:
+        first_length = length[~valid][0]
+        raise UserError(f"--max_tokens={job.max_tokens}: the first document has {first_length} tokens; give more")
+    documents, count = len(length), int(fits.sum())
+    length, hash_, valid = length[:count], hash_[:count], valid[:count]
     if job.valid_fraction and not any(source.valid for source in sources):
         valid = _held_out(hash_[:, 0], job.valid_fraction)
     first = _first_occurrences(hash_)
@@ -217,8 +237,8 @@ def make_plan(job: Job, sources: Sequence[Source]) -> Plan:
     for split, in_split in zip(SPLITS, (~valid, valid), strict=True):
         kept = first & in_split
         starts = np.cumsum(length[kept]) - length[kept]
-        shard_of = np.full(len(length), -1)
-        shard_of[kept] = np.unique(starts // job.shard_tokens, return_inverse=True)[1]
+        shard_of = np.full(documents, -1)
+        shard_of[:count][kept] = np.unique(starts // job.shard_tokens, return_inverse=True)[1]
         plan.shards.extend(_shards_of(split, units, shard_of))
         plan.duplicates[split] = int((~first & in_split).sum())
     return plan

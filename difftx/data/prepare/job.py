@@ -24,6 +24,7 @@ from difftx.folders import remove_folder
 from difftx.json_files import json_sha256, read_record, write_record
 from difftx.run_files import locked
 from difftx.storage import objects
+from difftx.storage.hub import HubFile
 from difftx.storage.paths import AnyPath, BucketPath, is_bucket
 
 STATES = "sha256_of_names_sizes_and_times"  # Field of meta.json.
@@ -47,6 +48,8 @@ class Job:
     end_of_text: str | None  # Name of the end-of-text token, for tokenizers whose files do not name one.
     fields: Fields
     date: Date = None
+    bin_dtype: str | None = None  # Dtype of .bin files without .idx.
+    max_tokens: int | None = None  # Largest number of tokens of `input`, with duplicates. No more is read.
     valid_fraction: float  # Share of the documents to hold out for validation, chosen by their hashes.
     shard_tokens: int  # Number of tokens per shard. The last document of a shard may exceed it.
     skip_unreadable: bool  # Whether to leave out unreadable documents instead of raising an error.
@@ -89,6 +92,12 @@ def describe(job: Job, sources: Sequence[Source], files: dict[str, list[Any]]) -
     readers = {READERS.extension_of(source.kind) for source in sources}
     extensions = sorted(extension.sha256 for extension in readers if extension)
     library = job.loaded_tokenizer.library
+    # All sources of an input are of one commit.
+    commits = {
+        f"{'valid_input' if source.valid else 'input'}_commit": file.commit
+        for source in sources
+        if isinstance(file := source.files[0], HubFile)
+    }
     return {
         "format": FORMAT,
         "tokenizer": {
@@ -112,9 +121,20 @@ def describe(job: Job, sources: Sequence[Source], files: dict[str, list[Any]]) -
             "shard_tokens": job.shard_tokens,
         }
         | ({"extensions": extensions} if extensions else {})
+        | {name: value for name in ("max_tokens", "bin_dtype") if (value := getattr(job, name)) is not None}
+        | commits
         | _messages(job),
         "versions": {library: importlib.metadata.version(library)},
     }
+
+
+def pinned_commit(job: Job, flag: str) -> str | None:
+    """Return the commit of an input on the hub that the store, or its unfinished run, was made from, or None."""
+    meta = read_meta(job.out) if is_store(job.out) else None
+    if meta is None and size_of(job.journal) is not None:
+        meta = read_record(job.journal)
+    before = meta["source"] if meta else {}
+    return before.get(f"{flag}_commit") if before.get(flag) == getattr(job, flag) else None
 
 
 def _messages(job: Job) -> dict[str, str]:
@@ -136,6 +156,8 @@ def input_states(sources: Sequence[Source]) -> dict[str, list[Any]]:
         for file in source.files:
             if source.kind == "hf":
                 states[str(file)] = [load_hugging_face(str(file))._fingerprint]
+            elif isinstance(file, HubFile):
+                states[str(file)] = [file.size, file.content]  # A commit does not change.
             elif is_bucket(file):
                 in_folders.setdefault(file.parent, []).append(file)
             else:

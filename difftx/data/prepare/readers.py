@@ -3,6 +3,7 @@
 The main process reads and decompresses a unit, and a worker parses it into documents.
 """
 
+import bisect
 import dataclasses
 import functools
 import io
@@ -16,18 +17,24 @@ from typing import Any
 from difftx.data import records
 from difftx.data.chat_template import ChatTemplate, Date
 from difftx.errors import UserError, import_extra, printable
-from difftx.files import open_file
+from difftx.files import open_file, size_of
 from difftx.registry import Registry
+from difftx.storage import hub
+from difftx.storage.hub import HubFile
 from difftx.storage.paths import AnyPath, is_bucket, path_of
 from difftx.storage.reading import map_ahead
 
 UNIT_BYTES = 4 * 2**20
+UNITS = 64  # Fewest units for `--max_tokens`, so that little is read beyond them.
 # Files of a data set's folder on the Hub that are not data. The library `datasets` leaves them out too.
 DESCRIPTIONS = {"README.md", "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
 HUGGING_FACE = "hf:"
+TOKEN_FILES = ("npy", "bin")  # Endings of files with token ids.
 COLON = re.compile(r":(?![^\[]*\])")  # Not in brackets, because a split may be a slice such as "train[:10%]".
 # Half of a surrogate pair, which UTF-8 cannot encode. Python puts one into a path for each byte that is not UTF-8.
 HALF_PAIR = re.compile("[\ud800-\udfff]")
+
+type InputFile = AnyPath | HubFile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +61,7 @@ class Document:
     id: str | None
     prompt: str = ""
     is_chat: bool = False  # Whether a chat template wrote prompt and text, so that they name special tokens.
+    ids: Any = None  # The ids of the text, uint32, if they come from a token file.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +82,8 @@ class Conversation:
             yield UserError(f"{self.record_name()}: {error}")
 
 
-type Content = Lines | Texts | Rows  # The method `documents` yields a `UserError` for each unreadable document.
+# `Lines`, `Texts`, `Rows`, or `Tokens`. The method `documents` yields a `UserError` for each unreadable document.
+type Content = Any
 type Found = Document | Conversation | UserError
 
 
@@ -82,7 +91,7 @@ type Found = Document | Conversation | UserError
 class Lines:
     """Whole lines of JSON from byte `start` of a decompressed file. Each line that is not blank is a document."""
 
-    file: AnyPath
+    file: InputFile
     start: int
     data: bytes
 
@@ -122,7 +131,7 @@ class Lines:
 class Texts:
     """Text files, each of which is a document with its path as id."""
 
-    files: tuple[tuple[AnyPath, bytes | UserError], ...]  # Path and content of each file, or the error of reading it.
+    files: tuple[tuple[InputFile, bytes | UserError], ...]  # Path and content of each file, or the error of reading it.
     start: int = 0  # Byte at which the content starts in its file. It is not 0 for the held-out end of a single file.
 
     def documents(self, fields: Fields) -> Iterator[Found]:
@@ -176,11 +185,19 @@ class Source:
 
     index: int
     kind: str  # "texts", "hf", or a name in `READERS`.
-    files: tuple[AnyPath, ...]  # Paths. For "hf", the only entry is NAME[:SPLIT[:CONFIG]].
+    files: tuple[InputFile, ...]  # Paths. For "hf", the only entry is NAME[:SPLIT[:CONFIG]].
     size: int  # Size on disk in bytes.
     valid: bool  # Whether the source is validation text.
     held_out: float | None = None  # Share at the end of a single text that is validation text.
+    max_tokens: int | None = None  # `Job.max_tokens` for training text.
+    end_of_text: int | None = None  # Id that ends documents, for token files.
+    bin_dtype: str | None = None  # Dtype of a .bin file without .idx.
     state: str = ""  # Text that changes with the files, from `with_states`.
+
+    @property
+    def unit_bytes(self) -> int:
+        """Size of a unit of text in bytes. A unit has about as many tokens, or fewer."""
+        return UNIT_BYTES if self.max_tokens is None else max(1, min(UNIT_BYTES, self.max_tokens // UNITS))
 
     def units(self, fields: Fields, position: int = 0, index: int = 0) -> Iterator[Unit]:
         """Read and yield unit `index`, which starts at `position`, and all later units."""
@@ -195,9 +212,9 @@ class Source:
         try:
             yield from read(self, fields, position)
         except records.READ_ERRORS as error:  # The documents before it are kept, and the last chunk is the error.
-            yield _unreadable(self.files[0], records.why_unreadable(self.files[0], error))
+            yield unreadable(self.files[0], records.why_unreadable(self.files[0], error))
         except UnicodeDecodeError as error:  # From `datasets`, or from a reader of an extension.
-            yield _unreadable(self.files[0], f"{self.files[0]}: the file has text that is not UTF-8 ({error.reason})")
+            yield unreadable(self.files[0], f"{self.files[0]}: the file has text that is not UTF-8 ({error.reason})")
 
 
 # Readers, keyed by the ending of the file's name. Files with other endings are texts. A reader receives a source, the
@@ -208,30 +225,42 @@ READERS: Registry[Callable[[Source, Fields, int], Iterator[Chunk]]] = Registry(
     {
         **dict.fromkeys(("jsonl", "ndjson", "json"), "difftx.data.prepare.readers:_read_lines"),
         "parquet": "difftx.data.prepare.readers:_read_parquet",
+        **dict.fromkeys(TOKEN_FILES, "difftx.data.prepare.token_files:read_tokens"),
     },
 )
 
 
-def sources_of(pattern: str, *, valid: bool, first_index: int) -> list[Source]:
-    """List the sources of a file, folder, glob or `hf:` name, in the order of the paths."""
-    if pattern.startswith(HUGGING_FACE):
+def sources_of(pattern: str, *, valid: bool, first_index: int, commit: str | None = None) -> list[Source]:
+    """List the sources of a file, folder, glob, `hf:` name or `hf://` address, in the order of the paths.
+
+    `commit` replaces the revision of an address.
+    """
+    if pattern.startswith(HUGGING_FACE) and not pattern.startswith(hub.SCHEME):
         name = pattern.removeprefix(HUGGING_FACE)
         return [Source(first_index, "hf", (Path(name),), load_hugging_face(name).data.nbytes, valid)]
-    files = _input_files(pattern, "--valid_input" if valid else "--input")
+    files = _input_files(pattern, "--valid_input" if valid else "--input", commit)
     sources: list[Source] = []
     for file, size in files.items():
-        ending = (Path(file.stem) if file.suffix.lower() in records.OPENERS else file).suffix.removeprefix(".")
+        name = Path(str(file))
+        ending = (Path(name.stem) if name.suffix.lower() in records.OPENERS else name).suffix.removeprefix(".")
         kind = next((name for name in (ending, ending.lower()) if name in READERS), "texts")
+        if ending == "idx":  # It belongs to a .bin file.
+            continue
         if sources and kind == "texts" == sources[-1].kind and sources[-1].size < UNIT_BYTES:
             group = sources[-1]  # Small texts are read together, as one source.
             sources[-1] = dataclasses.replace(group, files=(*group.files, file), size=group.size + size)
         else:
-            sources.append(Source(first_index + len(sources), kind, (file,), size, valid))
+            parts = [file]
+            if kind == "bin" and not isinstance(file, HubFile) and size_of(file.with_suffix(".idx")) is not None:
+                parts.append(file.with_suffix(".idx"))
+            sources.append(Source(first_index + len(sources), kind, tuple(parts), size, valid))
     return sources
 
 
-def _input_files(pattern: str, flag: str) -> dict[AnyPath, int]:
+def _input_files(pattern: str, flag: str, commit: str | None) -> dict[Any, int]:
     """Return the size of each file of a path, folder or glob. In folders, files that describe data are left out."""
+    if pattern.startswith(hub.SCHEME):
+        return {file: file.size for file in hub.list_files(flag, pattern, commit)}
     sizes, path = records.files_of(pattern, flag), path_of(flag, pattern)
     if descriptions := [file for file in sizes if path in file.parents and file.name in DESCRIPTIONS]:
         line = f"left out of the folder, because they describe data sets: {', '.join(map(str, descriptions))}"
@@ -256,7 +285,7 @@ def _read_lines(source: Source, fields: Fields, position: int) -> Iterator[Chunk
     with open_file(file) as stored, records.open_stream(file, stored) as stream:
         stream.seek(position)
         before = stored.tell()
-        while data := stream.read(UNIT_BYTES):
+        while data := stream.read(source.unit_bytes):
             last = data.rfind(b"\n") + 1  # Start of the last line.
             data += stream.readline(records.MAX_DOCUMENT_BYTES - (len(data) - last) + 1)
             if len(data) - last > records.MAX_DOCUMENT_BYTES and not data.endswith(b"\n"):
@@ -264,18 +293,18 @@ def _read_lines(source: Source, fields: Fields, position: int) -> Iterator[Chunk
                 name = whole.line_name(data.count(b"\n", 0, last))
                 if whole.data:
                     yield whole, position + last, stored.tell() - before
-                yield _unreadable(file, f"{name} {records.TOO_LONG}; the lines after it are not read")
+                yield unreadable(file, f"{name} {records.TOO_LONG}; the lines after it are not read")
                 return
             end, read = position + len(data), stored.tell() - before
             yield Lines(file, position, data), end, read
             position, before = end, before + read
         if not position:
-            yield _unreadable(file, f"{file}: the file is empty", source.size)
+            yield unreadable(file, f"{file}: the file is empty", source.size)
 
 
 def _read_texts(source: Source, fields: Fields, position: int) -> Iterator[Chunk]:
     # `position` is the index of a file.
-    def read(file: AnyPath) -> bytes | OSError:
+    def read(file: InputFile) -> bytes | OSError:
         try:
             with open_file(file) as stream:
                 # Compression never lengthens a text to twice its size.
@@ -293,12 +322,12 @@ def _read_texts(source: Source, fields: Fields, position: int) -> Iterator[Chunk
             data = data or UserError(f"{file}: too short to hold some out; give more, or --valid_fraction=0")
         contents.append((file, data))
         size += len(data) if isinstance(data, bytes) else 0
-        if size >= UNIT_BYTES or end == len(source.files):
+        if size >= source.unit_bytes or end == len(source.files):
             yield Texts(tuple(contents), start), end, source.size * len(contents) // len(source.files)
             contents, size = [], 0
 
 
-def _decompressed_text(file: AnyPath, stored: bytes | OSError) -> bytes | UserError:
+def _decompressed_text(file: InputFile, stored: bytes | OSError) -> bytes | UserError:
     """Return the text of a file from its bytes, or from the error of reading them."""
     try:
         if isinstance(stored, OSError):
@@ -324,18 +353,28 @@ def validation_start(text: bytes, share: float) -> int:
 def _read_parquet(source: Source, fields: Fields, position: int) -> Iterator[Chunk]:
     pyarrow, parquet = import_extra("pyarrow", "parquet"), import_extra("pyarrow.parquet", "parquet")
     try:
-        file = source.files[0]
-        table = parquet.ParquetFile(open_file(file) if is_bucket(file) else file)
+        file, options = source.files[0], {"page_checksum_verification": True}
+        if isinstance(file, HubFile):
+            # Otherwise, pyarrow would read the column of a row group at once, however large it is.
+            table = parquet.ParquetFile(hub.HubReader(file), buffer_size=hub.REQUEST_BYTES, pre_buffer=False, **options)
+        else:
+            table = parquet.ParquetFile(open_file(file) if is_bucket(file) else file, **options)
         total, names = table.metadata.num_rows, table.schema_arrow.names
-        rows = _rows_without_a_field(names, total)
+        counts = [table.metadata.row_group(index).num_rows for index in range(table.num_row_groups)]
+        starts = [0, *itertools.accumulate(counts)]
+        first = bisect.bisect_right(starts, position) - 1  # Row group of the first row.
+        rows = _rows_without_a_field(names, total - position)
         if set(fields.names) <= set(names):
             # Few rows at a time, because a small file may hold rows of megabytes.
-            batches = table.iter_batches(batch_size=64, columns=fields.names)
-            rows = itertools.chain.from_iterable(map(_rows_of_batch, batches))
-        yield from read_rows(source, itertools.islice(rows, position, None), position, total, fields)
+            groups = range(first, table.num_row_groups)
+            batches = table.iter_batches(batch_size=64, row_groups=groups, columns=fields.names)
+            rows = itertools.islice(
+                itertools.chain.from_iterable(map(_rows_of_batch, batches)), position - starts[first], None
+            )
+        yield from read_rows(source, rows, position, total, fields)
     except (pyarrow.ArrowException, OSError) as error:
         reason = next(iter(str(error).splitlines()), "")
-        yield _unreadable(source.files[0], f"{source.files[0]}: not readable as Parquet ({reason})")
+        yield unreadable(source.files[0], f"{source.files[0]}: not readable as Parquet ({reason})")
 
 
 def _rows_of_batch(batch: Any) -> list[dict[str, Any]]:
@@ -370,7 +409,7 @@ def _rows_without_a_field(names: Iterable[str], count: int) -> Iterator[dict[str
 def read_rows(
     source: Source, rows: Iterator[dict[str, Any]], position: int, total: int, fields: Fields
 ) -> Iterator[Chunk]:
-    """Group the rows of a table into chunks of about `UNIT_BYTES` of text.
+    """Group the rows of a table into chunks of about `Source.unit_bytes` of text.
 
     `rows` are all rows from row `position` on, each a dictionary from field names to values. `total` is the number of
     rows in the whole table. `source`, `position` and `fields` are the arguments of the reader.
@@ -381,17 +420,17 @@ def read_rows(
     for row in rows:
         batch.append(row)
         size += len(str(row.get(fields.messages or fields.text, "")))
-        if size >= UNIT_BYTES:
+        if size >= source.unit_bytes:
             end = position + len(batch)
             yield Rows(name, position, tuple(batch)), end, source.size * len(batch) // total
             batch, size, position = [], 0, end
     if batch:
         yield Rows(name, position, tuple(batch)), position + len(batch), source.size * len(batch) // total
     elif not position:
-        yield _unreadable(source.files[0], f"{name}: the table has no rows", source.size)
+        yield unreadable(source.files[0], f"{name}: the table has no rows", source.size)
 
 
-def _unreadable(file: AnyPath, reason: str, input_bytes: int = 0) -> Chunk:
+def unreadable(file: InputFile, reason: str, input_bytes: int = 0) -> Chunk:
     """Return a chunk that stands for a file, or for the rest of it, that cannot be read."""
     # Nothing of the source is read after this chunk, so its `end`, 0, is not used.
     return Texts(((file, UserError(reason)),)), 0, input_bytes

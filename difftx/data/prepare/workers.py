@@ -3,7 +3,9 @@
 import collections
 import concurrent.futures
 import contextlib
+import math
 import multiprocessing
+import operator
 import os
 import re
 import shlex
@@ -16,7 +18,7 @@ from typing import Any
 
 from difftx.data.prepare.assembly import Shard, encode_unit, finished_units, units_to_do, write_shard
 from difftx.data.prepare.job import Job
-from difftx.data.prepare.readers import Source
+from difftx.data.prepare.readers import Source, Unit
 from difftx.errors import UserError, import_extra
 from difftx.progress import Work
 
@@ -38,16 +40,39 @@ class Workers(contextlib.AbstractContextManager):
     def encode_units(self, sources: Sequence[Source]) -> None:
         """Tokenise the units that have no file yet. This process reads them, and the workers tokenise them."""
         finished = finished_units(self._job, sources)
-        before = [summary.input_bytes for summaries in finished.values() for summary in summaries]
-        size = max(1, sum(source.size for source in sources))
-        line = f"{{share:.0%}} of {size / 1e6:,.1f} MB, {{text}}, {{seconds:,.0f}} s left"
+        most = self._job.max_tokens
+        limit = math.inf if most is None else most
+        size = most or max(1, sum(source.size for source in sources))
+        what = f"{size / 1e6:,.1f} MB" if most is None else f"{size:,} tokens"
+        line = f"{{share:.0%}} of {what}, {{text}}, {{seconds:,.0f}} s left"
+        training = {source.index for source in sources if not source.valid}
+        counted = 0  # Tokens of finished training units, in the order of the input.
+
+        def units() -> Iterator[Unit]:
+            nonlocal counted
+            for source in sources:  # Those of the validation input are the first.
+                counted += sum(done.tokens for done in finished[source.index] if not source.valid)
+                if counted >= limit:
+                    return
+                for unit in units_to_do(self._job, [source], finished):
+                    yield unit
+                    if counted >= limit:
+                        return
+
+        def room() -> float:
+            # A unit has at most about `unit_bytes` tokens, so all units in progress are needed.
+            return (limit - counted) / sources[-1].unit_bytes
+
+        amount = operator.attrgetter("input_bytes" if most is None else "tokens")
+        before = sum(amount(done) for summaries in finished.values() for done in summaries)
         text_bytes, tokens, start = 0, 0, time.monotonic()
-        with Work() as work, work.task("tokenising", size, done=sum(before), line=line) as advance:
-            for done in self._map(encode_unit, units_to_do(self._job, sources, finished)):
+        with Work() as work, work.task("tokenising", size, done=before, line=line) as advance:
+            for done in self._map(encode_unit, units(), room):
                 text_bytes += done.text_bytes
                 tokens += done.tokens
+                counted += done.tokens * (done.source in training)
                 seconds = max(time.monotonic() - start, 1e-9)
-                advance(done.input_bytes, f"{text_bytes / seconds / 1e6:.1f} MB/s, {tokens / seconds:,.0f} tokens/s")
+                advance(amount(done), f"{text_bytes / seconds / 1e6:.1f} MB/s, {tokens / seconds:,.0f} tokens/s")
                 for problem in done.problems:
                     work.note(f"left out: {problem}")
 
@@ -56,14 +81,22 @@ class Workers(contextlib.AbstractContextManager):
         for _ in self._map(write_shard, shards):
             pass
 
-    def _map[Task, Result](self, function: Callable[[Job, Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
-        """Yield the results in the order of the tasks, so that the error of the first failed task is raised."""
+    def _map[Task, Result](
+        self,
+        function: Callable[[Job, Task], Result],
+        tasks: Iterable[Task],
+        room: Callable[[], float] = lambda: math.inf,
+    ) -> Iterator[Result]:
+        """Yield the results in the order of the tasks, so that the error of the first failed task is raised.
+
+        The next task is read when fewer than `room()` tasks are in progress.
+        """
         pending: collections.deque[concurrent.futures.Future[Result]] = collections.deque()
         try:
             for task in tasks:
                 pending.append(self._pool.submit(function, self._job, task))
                 # A task may hold a whole unit of text, so at most two tasks per worker are in memory.
-                if len(pending) == 2 * self._job.workers:
+                while pending and len(pending) >= min(2 * self._job.workers, room()):
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
