@@ -29,6 +29,7 @@ from difftx.kernels import api
 from difftx.kernels.backend import Ranking
 from difftx.launch import health
 from difftx.launch.jobs import GRACE_SECONDS
+from difftx.launch.topology import take_gpu_memory
 from difftx.model.abstract import count_parameters
 from difftx.model.architectures import describe_heads
 from difftx.model.flops import PEAK_FLOPS, flops_per_token, format_bytes
@@ -88,7 +89,7 @@ class Findings:
 
 def examine(options: argparse.Namespace, config: Config | None) -> Findings:
     """Examine this machine, and the others of the job, for a config or for a default one."""
-    gpus, findings = kernel_measurement.gpu_identity(), Findings()
+    gpus, share, findings = kernel_measurement.gpu_identity(), take_gpu_memory(), Findings()
     findings.software = {"python": platform.python_version(), "system": platform.platform(), **package_versions()}
     findings.folders = {
         "compiled programs": os.environ.get("JAX_COMPILATION_CACHE_DIR"),
@@ -108,6 +109,7 @@ def examine(options: argparse.Namespace, config: Config | None) -> Findings:
         "count": jax.device_count(),
         "processes": jax.process_count(),
         "driver": gpus or jax.devices()[0].client.platform_version.splitlines()[0],
+        "memory_share": None if gpus is None else float(share),
         "memory_bytes": (device.memory_stats() or {}).get("bytes_limit", machine_memory),
         "dtype": shown.model.compute_dtype,
         "matmul_flops": health.matmul_flops(shown.model.compute_dtype, size),
@@ -283,10 +285,11 @@ def show(findings: Findings) -> None:
         ]
 
     measured = findings.devices
+    share = "" if measured["memory_share"] is None else f", {measured['memory_share']:.0%} of the GPU's"
     devices = {
         "devices": f"{measured['count']} × {measured['kind']}, {measured['processes']} processes",
         "driver": measured["driver"],
-        "memory": f"{measured['memory_bytes'] / 2**30:.1f} GiB",
+        "memory": f"{measured['memory_bytes'] / 2**30:.1f} GiB{share}",
         f"matrix products ({measured['dtype']})": f"{measured['matmul_flops'] / 1e12:,.3f} TFLOP/s",
     }
     rates = {"memory bandwidth": measured["memory_bandwidth"]}

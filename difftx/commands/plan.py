@@ -20,7 +20,7 @@ from difftx.config.recipes import load_config
 from difftx.data.tokenizers import with_vocabulary
 from difftx.errors import UserError
 from difftx.files import write_atomically
-from difftx.launch.topology import GIB, Topology, find_devices, parse_topology, prepare
+from difftx.launch.topology import GIB, GPU_MEMORY_SHARE, GPUS, Topology, find_devices, parse_topology, prepare
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--topology", required=True, help=topologies)
     parser.add_argument("--search", action="store_true", help="try remat policies, accumulation and meshes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the numbers")
-    memory = "memory per device in GiB; default: that of its kind"
+    memory = f"memory per device in GiB; default: that of its kind, or {GPU_MEMORY_SHARE} of a GPU's"
     parser.add_argument("--hbm_gib", action=value_flag(Positive[float]), help=memory)
     share = Annotated[float, Rule(lambda share: 0 < share <= 1, " must be positive and at most 1")]
     speed = "assumed share of the largest speed"
@@ -43,8 +43,8 @@ def main(arguments: Sequence[str]) -> int:
     config = with_slices(with_vocabulary(load_config(args.config, overrides)), topology)
     prepare(topology)
     chip = topology.chip
-    if args.hbm_gib is not None:
-        chip = dataclasses.replace(chip, hbm_bytes=args.hbm_gib * GIB)
+    usable = chip.hbm_bytes * (GPU_MEMORY_SHARE if topology.kind in GPUS else 1)
+    chip = dataclasses.replace(chip, hbm_bytes=usable if args.hbm_gib is None else args.hbm_gib * GIB)
 
     # Imported after the flags are checked, because the import is slow.
     from rich.console import Console

@@ -72,6 +72,7 @@ def train(
     from difftx.data.tokenizers import with_vocabulary
     from difftx.evals import run as evals
     from difftx.interop import exports
+    from difftx.launch.topology import take_gpu_memory
     from difftx.model.architectures import ARCHITECTURES
     from difftx.model.matching import matching_warning
     from difftx.parallel import multihost
@@ -79,6 +80,7 @@ def train(
     from difftx.training.run import Run, agree_on_command, fit_to_devices, recorded_rankings
 
     config = with_vocabulary(config)
+    take_gpu_memory()
     multihost.join(flags, config.multihost)
     kernel_choice.choose([config], recorded_rankings(workdir) if workdir else {})
     agree_on_command(config, flags)

@@ -62,6 +62,9 @@ class OptimizerConfig(fields.Extensible, effect=affects.Effect.TRAINING):
     """Decay rate of Adam's second moment."""
     eps: affects.Training[Positive[float]] = 1e-8
     """Term added to the denominator of Adam's update."""
+    moment_dtype: affects.Training[Literal["float32", "bfloat16"]] = "float32"
+    """Format of the moments of AdamW and the momentum of Muon between updates. "bfloat16" saves 4 bytes of memory per
+    parameter with AdamW. The moments are then rounded stochastically, so that their expected values are exact."""
     weight_decay: affects.Training[NotNegative[float]] = 0.05
     """Decoupled weight decay, which is multiplied by the learning rate."""
     clip_norm: affects.Training[Positive[float] | None] = 1.0

@@ -14,6 +14,15 @@ if TYPE_CHECKING:
     import jax
 
 GIB = 2**30
+# Share of a GPU's memory that a training takes at its start. JAX takes 0.75, which leaves 20 GB of an H100 unused. The
+# rest is for CUDA, cuDNN, cuBLAS and NCCL, which allocate their own memory.
+GPU_MEMORY_SHARE = 0.92
+
+
+def take_gpu_memory() -> str:
+    """Return the share of each GPU's memory that JAX takes when it opens them. Set it unless the user has."""
+    older = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")  # JAX accepts either name, but not both.
+    return older or os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(GPU_MEMORY_SHARE))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ SCHEMA = {
         "count": int,
         "processes": int,
         "driver": str,
+        "memory_share": float,
         "memory_bytes": int,
         "dtype": str,
         "matmul_flops": float,

@@ -58,6 +58,7 @@ def test_the_command_needs_no_variable_of_jax():
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "1 × NVIDIA A100-SXM4-80GB" in result.stdout
+    assert "of 68.5 GiB" in result.stdout  # The 92 % of 80 GB that a training takes.
 
 
 def test_traffic_inside_and_between_slices():

@@ -122,6 +122,23 @@ def run_script(file):
     return subprocess.run(["bash", file], timeout=60, check=False).returncode
 
 
+@pytest.mark.parametrize("launcher", ["slurm", "jobset-gpu"])
+def test_xla_knows_the_flags_of_jobs_on_gpus(launcher, stubs, write, monkeypatch):
+    """A process with a flag that XLA does not know ends when it opens its devices."""
+    job, report = write(launcher), "import jax, os; jax.devices(); print(os.environ['XLA_FLAGS'])"
+    monkeypatch.setenv("XLA_FLAGS", mine := "--xla_gpu_enable_latency_hiding_scheduler=false")
+    command, variables = ["bash", job], {}
+    if launcher == "slurm":
+        stubs.put("srun", f"#!{sys.executable}\n{report}\n")
+    else:
+        (group,) = yaml.safe_load(job.read_text())["spec"]["replicatedJobs"]
+        (container,) = group["template"]["spec"]["template"]["spec"]["containers"]
+        command, variables = [sys.executable, "-c", report], {v["name"]: v["value"] for v in container["env"]}
+    found = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=True).stdout
+    assert found.rstrip().endswith(mine) == (launcher == "slurm")  # The last value of a flag counts.
+    assert "--xla_gpu_enable_pipelined_all_gather=true" in found
+
+
 @pytest.mark.parametrize(
     ("codes", "starts", "end"),
     marked([("75 75 0", 3, 0), ("2", 1, 2), ("1", 1, 1)], fast=[("75 75 0", 3, 0)], exhaustive=[("1", 1, 1)]),

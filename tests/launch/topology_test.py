@@ -1,13 +1,26 @@
 """Topologies of absent devices, and their peak FLOPs."""
 
+import argparse
 import sys
 
 import jax
 import pytest
+from jaxlib import xla_client
 
+from difftx.commands import train
 from difftx.errors import UserError, install_hint
-from difftx.launch.topology import CHIPS, GPUS, Topology, find_devices, gpu_target, parse_topology, prepare
+from difftx.launch.topology import (
+    CHIPS,
+    GPU_MEMORY_SHARE,
+    GPUS,
+    Topology,
+    find_devices,
+    gpu_target,
+    parse_topology,
+    prepare,
+)
 from difftx.model.flops import PEAK_FLOPS
+from difftx.parallel import multihost
 
 
 @pytest.mark.parametrize(
@@ -59,6 +72,29 @@ def test_virtual_cpus_share_the_memory_of_the_host():
     two, eight = (parse_topology(f"cpu:{n}").chip.hbm_bytes for n in (2, 8))
     assert two == 4 * eight
     assert find_devices(parse_topology("cpu:3")) == jax.devices()[:3]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("XLA_CLIENT_MEM_FRACTION", ".5"), ("XLA_PYTHON_CLIENT_MEM_FRACTION", ".5"), ("XLA_CLIENT_MEM_FRACTION", None)],
+)
+def test_training_opens_gpus_with_the_share_of_memory_that_plan_counts(config, monkeypatch, name, value):
+    """JAX's own reader of the variables returns the share, which the user's variable overrides."""
+
+    def join(*_):
+        shares.append(xla_client.generate_pjrt_gpu_plugin_options()["memory_fraction"])
+        raise UserError("stopped")
+
+    shares = []
+    for variable in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.setenv(variable, "")  # Restores the variable after the test, too.
+        monkeypatch.delenv(variable)
+    if value is not None:
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(multihost, "join", join)
+    with pytest.raises(UserError, match="stopped"):
+        train.train(config(), None, argparse.Namespace(), began=0)
+    assert shares == [GPU_MEMORY_SHARE if value is None else 0.5]
 
 
 def test_every_kind_has_a_peak():

@@ -51,8 +51,8 @@ def train(c, mesh, steps):
 
 @pytest.mark.long
 def test_meshes_give_the_same_losses_and_read_each_others_checkpoints(config, mesh_of, tmp_path):
-    """The state has the moments of Muon and an average of the weights."""
-    c = config(train__steps=20, optimizer__name="muon", train__ema_decay=0.9)
+    """The state has the moments of Muon, in bfloat16, and an average of the weights."""
+    c = config(train__steps=20, optimizer__name="muon", optimizer__moment_dtype="bfloat16", train__ema_decay=0.9)
     runs = {name: train(c, mesh_of(**sizes), 20) for name, sizes in MESHES.items()}
     expected = runs["1"][1]
     assert expected[-1, 0] < expected[0, 0]

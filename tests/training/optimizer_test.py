@@ -5,13 +5,15 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers.model_layers import batch_on
 from helpers.training_updates import by_name, random_tree, shapes_of, updated
+from jax import P
 
 from difftx.errors import UserError
 from difftx.model.abstract import count_parameters
-from difftx.training.optimizer import decay_mask, learning_rate, make_optimizer
+from difftx.training.optimizer import decay_mask, learning_rate, make_optimizer, stochastically_rounded
 from difftx.training.state import init_state, make_train_step, state_bytes
 
 STEPS, WARMUP, DECAY, PEAK, FINAL = 100, 10, 25, 1e-2, 1e-3
@@ -274,3 +276,42 @@ def test_state_bytes_include_the_optimizer_state(config, optimizer):
     assert state_bytes(c) == 4 * (sizes.total + moments[optimizer] + 3)  # 3: the step and two counts of updates.
     averaged = config(optimizer__name=optimizer, train__ema_decay=0.9)
     assert state_bytes(averaged) == state_bytes(c) + 4 * sizes.total
+    halved = config(optimizer__name=optimizer, optimizer__moment_dtype="bfloat16")
+    assert state_bytes(halved) == state_bytes(c) - 2 * moments[optimizer]
+
+
+@pytest.mark.parametrize("sharding", [{}, {"fsdp": 4, "tensor": 2}])
+def test_moments_in_bfloat16_have_the_expected_values_of_float64(config, mesh_of, sharding):
+    """Constant gradients change a second moment by 0.1 % per update at most, and rounding to nearest would stop it."""
+    updates, b1, b2 = 300, 0.9, 0.999
+    c = config(optimizer__moment_dtype="bfloat16", optimizer__b2=b2, optimizer__clip_norm=None)
+    with jax.set_mesh(mesh_of(**sharding)):
+        optimizer, normal = make_optimizer(c, {"w": True}), np.random.default_rng(0).normal(size=(64, 256))
+        grads = {"w": jnp.asarray(normal, jnp.float32, out_sharding=P("fsdp", "tensor"))}
+        state, update = jax.jit(optimizer.init)(grads), jax.jit(optimizer.update)
+        for _ in range(updates):
+            _, state = update(grads, state, grads)
+    g = np.float64(grads["w"])
+    for name, expected in {"mu": (1 - b1**updates) * g, "nu": (1 - b2**updates) * g**2}.items():
+        moment = optax.tree.get(state, name)["w"]
+        assert (moment.dtype, moment.sharding) == (jnp.bfloat16, grads["w"].sharding)
+        ratio = np.float64(moment) / expected
+        # An error of rounding lasts 1 / (1 - b) updates, so relative errors are about 0.002 √(1 / (1 - b)) / 2.
+        assert abs(ratio.mean() - 1) < 5 * ratio.std() / np.sqrt(ratio.size), (name, ratio.mean())
+        assert ratio.std() < {"mu": 0.006, "nu": 0.04}[name]
+
+
+def test_stochastic_rounding_is_unbiased():
+    """Each number goes to one of its neighbours, and their mean is the number. Numbers of bfloat16 do not change."""
+    draws = 20_000
+    x = np.random.default_rng(0).normal(size=200).astype(np.float32)
+    x[:2] = 1.5, 0
+    rounded = jax.vmap(stochastically_rounded, (None, 0))(x, jax.random.split(jax.random.key(0), draws))
+    assert rounded.dtype == jnp.bfloat16
+    found = np.float64(rounded)
+    towards_0 = (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    away = ((x.view(np.uint32) & np.uint32(0xFFFF0000)) + np.uint32(0x10000)).view(np.float32)
+    assert ((found == towards_0) | (found == away)).all()
+    np.testing.assert_array_equal(found[:, :2], np.broadcast_to(x[:2], (draws, 2)))
+    gap = np.abs(np.float64(away) - towards_0)
+    assert (np.abs(found.mean(axis=0) - x) <= 5 * gap * 0.5 / np.sqrt(draws)).all()
