@@ -103,13 +103,13 @@ def _forward_call(q_BTHGd, k_BSKGd, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, win
     logit_scale = width**-0.5 * LOG2_E  # The factor log2(e) is included because the kernel computes exp2, not exp.
 
     def kernel(
-        q_gmem, k_gmem, v_gmem, lam_gmem, marks_gmem, keys_gmem, out_gmem, out2_gmem, lse_gmem, smem, barriers,
+        cta, q_gmem, k_gmem, v_gmem, lam_gmem, marks_gmem, keys_gmem, out_gmem, out2_gmem, lse_gmem, smem, barriers,
     ):  # fmt: skip
         k_smem, weighted_out2_smem = smem.k_or_weighted_out2
         warpgroup = lax.axis_index("warpgroup")
-        sequence, head = lax.axis_index("sequence"), lax.axis_index("head")
+        sequence, head = cta.sequence, cta.head
         kv_head = lax.div(head, group)
-        q_tile = q_tiles - 1 - lax.axis_index("tile")  # Query tiles with the most keys start first.
+        q_tile = q_tiles - 1 - cta.tile  # Query tiles with the most keys start first.
         queries = tiles.rows_of(q_tile)
         first, full = keys_gmem[sequence, q_tile, 0], keys_gmem[sequence, q_tile, 1]
         hide = functools.partial(tiles.hide, marks_gmem.at[sequence], window=window, queries_in_rows=True)
@@ -216,6 +216,7 @@ def _forward_call(q_BTHGd, k_BSKGd, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, win
         kernel,
         *(q_BTHGd, k_BSKGd, v_BSKE, lam_BHT, marks_BXT, keys_BN2),
         grid=(batch, heads, q_tiles),
+        row_bytes=4 * length * width * dtype.itemsize // group,  # K1, K2 and V, which are as wide as two of K1.
         out_type=(out, out, lse),
         buffers={
             "q": tiles.buffer((GROUPS, TILE, width), dtype),

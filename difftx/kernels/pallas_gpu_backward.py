@@ -55,10 +55,9 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
     group = heads // kv_heads
     scale = width**-0.5
 
-    def kernel(gmem, queries_gmem, dk_gmem, dv_gmem, smem, barriers):  # noqa: C901 - Nested functions count.
+    def kernel(cta, gmem, queries_gmem, dk_gmem, dv_gmem, smem, barriers):  # noqa: C901 - Nested functions count.
         warpgroup = lax.axis_index("warpgroup")
-        sequence, kv_head = lax.axis_index("sequence"), lax.axis_index("head")
-        k_tile = lax.axis_index("tile")  # Key tiles with the most queries start first.
+        sequence, kv_head, k_tile = cta  # Key tiles with the most queries start first.
         full, end = queries_gmem[sequence, k_tile, 0], queries_gmem[sequence, k_tile, 1]
         hide = functools.partial(tiles.hide, gmem.marks_BXT.at[sequence], window=window, queries_in_rows=False)
         steps_per_head = end - k_tile
@@ -177,6 +176,7 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
         inputs,
         queries_BN2,
         grid=(batch, kv_heads, length // TILE),
+        row_bytes=4 * length * width * dtype.itemsize * group,  # Q1, Q2 and dO of all heads that read these keys.
         out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.k_BSKGd, inputs.v_BSKE)),
         buffers={
             "k": tiles.buffer((GROUPS, TILE, width), dtype),
@@ -209,11 +209,11 @@ def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901 - Nested func
     q_tiles, group = length // TILE, heads // inputs.k_BSKGd.shape[2]
     scale = width**-0.5
 
-    def kernel(gmem, keys_gmem, dq_gmem, smem, barriers):
+    def kernel(cta, gmem, keys_gmem, dq_gmem, smem, barriers):
         warpgroup = lax.axis_index("warpgroup")
-        sequence, head = lax.axis_index("sequence"), lax.axis_index("head")
+        sequence, head = cta.sequence, cta.head
         kv_head = lax.div(head, group)
-        q_tile = q_tiles - 1 - lax.axis_index("tile")  # Query tiles with the most keys start first.
+        q_tile = q_tiles - 1 - cta.tile  # Query tiles with the most keys start first.
         queries = tiles.rows_of(q_tile)
         first, full = keys_gmem[sequence, q_tile, 0], keys_gmem[sequence, q_tile, 1]
         hide = functools.partial(tiles.hide, gmem.marks_BXT.at[sequence], window=window, queries_in_rows=True)
@@ -302,6 +302,7 @@ def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901 - Nested func
         inputs,
         keys_BN2,
         grid=(batch, heads, q_tiles),
+        row_bytes=4 * length * width * dtype.itemsize // group,  # K1, K2 and V.
         out_type=jax.ShapeDtypeStruct(inputs.q_BTHGd.shape, dtype),
         buffers={
             "q": tiles.buffer((GROUPS, TILE, width), dtype),
