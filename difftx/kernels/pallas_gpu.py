@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from difftx.kernels import pallas_gpu_tiles as tiles
 from difftx.kernels import target
 from difftx.kernels.backend import AttentionCall, ShardedArrays, deltas, pad_to
-from difftx.kernels.pallas_gpu_backward import Inputs, dkv_call, dq_call
+from difftx.kernels.pallas_gpu_backward import Inputs, dkv_call, dq_call, fold
 from difftx.kernels.pallas_gpu_tiles import GROUPS, LOG2_E, MASKED, MATRIX, PRODUCER, ROWS, STAGES, TILE
 
 REGISTERS = tiles.Registers(softmax=240, producer=24)
@@ -70,12 +70,12 @@ def backward(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT, out_BTHE, saved,
     length = q_BTHGd.shape[1]
     pad, marks_BXT, keys_BN2, queries_BN2 = _whole_tiles(q_BTHGd.shape, segment_ids_BT, window=window)
     lam_BHT = jnp.moveaxis(lam_BTH, 1, 2)
-    weight_BHGT = pad(jnp.stack([jnp.ones_like(lam_BHT), -lam_BHT], axis=2), axis=3)
+    weight_BHGT = jnp.stack([jnp.ones_like(lam_BHT), -lam_BHT], axis=2)
     delta_BHGT = jnp.stack([delta1_BTH, delta2_BTH], axis=1).transpose(0, 3, 1, 2)
     scale = q_BTHGd.shape[-1] ** -0.5
-    stats_BHXGT = pad(jnp.stack([lse_BHGT * LOG2_E, delta_BHGT * scale], axis=2), axis=4)
-    # Padded queries contribute exact zeros (dO = 0, weight = 0). Causality hides padded keys from all real queries.
-    inputs = Inputs(pad(q_BTHGd), pad(k_BSKGd), pad(v_BSKE), pad(dout_BTHE), stats_BHXGT, weight_BHGT, marks_BXT)
+    stats_BHXGT = pad(jnp.stack([fold(lse_BHGT * LOG2_E, weight_BHGT), delta_BHGT * scale], axis=2), axis=4)
+    # Padded queries contribute exact zeros (dO = 0, delta = 0). Causality hides padded keys from all real queries.
+    inputs = Inputs(pad(q_BTHGd), pad(k_BSKGd), pad(v_BSKE), pad(dout_BTHE), stats_BHXGT, marks_BXT)
     static = {"window": window, "interpret": tiles.interpret_params(interpret)}
     dk_BSKGd, dv_BSKE = dkv_call(inputs, queries_BN2, **static)
     dq_BTHGd = dq_call(inputs, keys_BN2, **static)

@@ -12,7 +12,7 @@ Both kernels compute the logits and dP. Together they need 28·T²·d FLOPs per 
 """
 # Axes: B = batch, T = query tokens, padded to whole tiles, S = key tokens (= T), H = query heads,
 #   K = key/value heads, G = 2 groups (A1 and A2), d = query/key width, E = 2·d = value width, N = T // TILE = tiles,
-#   X in `stats` = base-2 log-sum-exp and delta/√d, X in `marks` = position and, if there are segments, segment id
+#   X in `stats` = LSE of `fold` and delta/√d, X in `marks` = position and, if there are segments, segment id
 
 import functools
 from typing import NamedTuple
@@ -32,6 +32,25 @@ DKV_REGISTERS = tiles.Registers(softmax=152, producer=200)
 DQ_REGISTERS = tiles.Registers(softmax=184, producer=136)
 
 
+def fold(lse, weight):
+    """Return LSE - log2|W|, so that exp2(logits - result) = |W|·P. Its lowest bit is 1 where W < 0.
+
+    The kernels then read no W. The bit changes P by a relative error of at most 2⁻²³·|LSE|.
+    """
+    bits = lax.bitcast_convert_type(lse - jnp.log2(jnp.abs(weight)), jnp.int32)  # Infinity where W = 0, so P = 0.
+    return lax.bitcast_convert_type(bits & ~1 | (weight < 0), jnp.float32)
+
+
+def sign_bits(folded):
+    """Return an int32 whose highest bit is the sign of the W in `folded`."""
+    return lax.shift_left(lax.bitcast_convert_type(folded, jnp.int32), 31)
+
+
+def flip_sign(values, bits):
+    """Negate float32 `values` where the highest bit of `bits` is 1."""
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(values, jnp.int32) ^ bits, jnp.float32)
+
+
 class Inputs(NamedTuple):
     """Arrays in global memory that both kernels read."""
 
@@ -40,7 +59,6 @@ class Inputs(NamedTuple):
     v_BSKE: jax.Array
     dout_BTHE: jax.Array
     stats_BHXGT: jax.Array
-    weight_BHGT: jax.Array  # The factors W of the module docstring: 1 and -λ.
     marks_BXT: jax.Array
 
 
@@ -80,9 +98,7 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
                     lse = plgpu.load(smem.stats.at[slot, LSE, warpgroup], layout=COLUMNS)
                     p = jnp.exp2(logits * (scale * LOG2_E) - tiles.down(lse, logits))
                     p = hide(p, 0.0, q_tile, k_tile, needed=(q_tile == k_tile) | (q_tile >= full))
-                    # Read W from L2. At d = 128, shared memory has no space for it.
-                    weight_gmem = gmem.weight_BHGT.at[sequence, head, warpgroup, tiles.rows_of(q_tile)]
-                    p = p * tiles.down(plgpu.load(weight_gmem, layout=COLUMNS, optimized=False), p)
+                    p = flip_sign(p, tiles.down(sign_bits(lse), p))
                     plgpu.barrier_wait(barriers.p_free)
                     smem.p[warpgroup] = p.astype(dtype)
                     plgpu.commit_smem()
@@ -225,7 +241,6 @@ def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901 - Nested func
 
             lse = tiles.load_rows(gmem.stats_BHXGT.at[sequence, head, LSE, warpgroup, queries])
             scaled_delta = tiles.load_rows(gmem.stats_BHXGT.at[sequence, head, DELTA, warpgroup, queries])
-            weight = tiles.load_rows(gmem.weight_BHGT.at[sequence, head, warpgroup, queries])
             plgpu.barrier_wait(barriers.q_ready)
 
             q = tiles.to_registers(smem.q.at[warpgroup], interpret)
@@ -238,7 +253,6 @@ def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901 - Nested func
                     logits = tiles.product(q, smem.k.at[slot, warpgroup].T)
                     p = jnp.exp2(logits * (scale * LOG2_E) - tiles.across(lse, logits))
                     p = hide(p, 0.0, q_tile, k_tile, needed=(k_tile < full) | (k_tile == q_tile))
-                    p = p * tiles.across(weight, p)
                     plgpu.barrier_wait(barriers.dp_ready.at[dp_slot])
                     dp = plgpu.load(smem.dp.at[dp_slot], layout=MATRIX)
                     tiles.arrive_if(i + 2 < steps, barriers.dp_free.at[dp_slot])
@@ -251,6 +265,7 @@ def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901 - Nested func
                 return dq_acc[...]
 
             dq = pl.run_scoped(accumulate, plgpu.ACC((TILE, width), jnp.float32))
+            dq = flip_sign(dq, tiles.across(sign_bits(lse), dq))
             tiles.write(dq, smem.q.at[warpgroup], dq_gmem.at[sequence, queries, head, warpgroup])
             plgpu.wait_smem_to_gmem(0)
 
