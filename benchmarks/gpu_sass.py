@@ -10,7 +10,8 @@ the diagonal.
 
 The floors of a kernel are the clocks per pair of tiles that one unit of an SM is busy. The largest floor bounds the
 kernel. "alone" is the time of one loop iteration if no other warpgroup uses the SM: instructions issue in order after
-their stall counts and scoreboards, matrix products run one after another, and barriers are always open.
+their stall counts and scoreboards, matrix products run one after another, and barriers are always open. "model" is the
+time of `benchmarks/gpu_model.py` for all warpgroups together. Its milliseconds include the starts and ends of CTAs.
 
 For each kernel, the script prints the counts of its main loops, and then its floors in clocks and in milliseconds.
 """
@@ -36,6 +37,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402, F401 - It overwrites MOSAIC_GPU_CUDA_ROOT.
 
+from benchmarks import gpu_model  # noqa: E402
 from difftx.kernels import pallas_gpu  # noqa: E402
 from difftx.kernels.pallas_gpu_tiles import GROUPS, TILE  # noqa: E402
 from difftx.launch.topology import find_devices, parse_topology  # noqa: E402
@@ -43,19 +45,14 @@ from difftx.launch.topology import find_devices, parse_topology  # noqa: E402
 BATCH = 4
 TOKENS = 4096
 HEADS = 12
-SMS = 132  # Streaming multiprocessors of an H100 or H200.
-# An assumption, as in benchmarks/records/2026-11-23_gpu_sass.md, because the clock under load was not measured.
-# NVIDIA's peak FLOP/s correspond to 1.83 GHz, and the largest clock is 1.98 GHz.
-CLOCK_HZ = 1.755e9
 MMA_PER_CLOCK = 2048  # Multiply-adds in bfloat16 of an SM: 989.4 TFLOP/s at 132 SMs and 1.83 GHz, NVIDIA's H100 SXM.
-SHARED_BYTES_PER_CLOCK = 128
 MUFU_CLOCKS = 8  # Clocks of an instruction of a warp: each of the 4 partitions of an SM computes 4 lanes per clock.
-L2_BYTES_PER_S = 6.65e12  # Measured on an H100: openxla/xla, xla/service/gpu/model/gpu_dot_fusion_cost_model.cc.
 # Estimates of clocks from issue to result of instructions that set a scoreboard. Operands are in the SM or in L2.
 LATENCY = {"MUFU": 22, "SHFL": 24, "LDS": 30, "LD": 260, "LDG": 260}
 OTHER_LATENCY = 20
 HGMMA_LATENCY = 32  # From the last product of a group to the end of the wait for it.
 
+MODELS = {"difftx_forward": gpu_model.forward, "difftx_dkv": gpu_model.dkv, "difftx_dq": gpu_model.dq}
 # The number of warpgroups that run each main loop, in the order of the code.
 LOOPS = {
     "difftx_forward": {"softmax": GROUPS, "loads": 1},
@@ -200,16 +197,21 @@ def print_kernel(name, width):
     # Q, K or V tiles of one step: two tiles of width d and one of width 2d, in bfloat16.
     loaded = TILE * 4 * width * 2
     busy = collections.defaultdict(float)
-    busy["L2"] = loaded * SMS / L2_BYTES_PER_S * CLOCK_HZ
-    busy["shared memory"] = loaded / SHARED_BYTES_PER_CLOCK
+    busy["L2"] = loaded / gpu_model.L2_BYTES_PER_CLOCK
+    busy["shared memory"] = loaded / gpu_model.SHARED_BYTES_PER_CLOCK
+    computed = []  # Clocks per iteration in which a loop with products waits for none of them.
     for (loop, warpgroups), body in zip(LOOPS[name].items(), bodies, strict=True):
         count = collections.Counter(x.name for x in body)
-        busy["tensor"] += warpgroups * sum(x.tensor_clocks for x in body)
-        busy["shared memory"] += warpgroups * sum(x.shared_bytes for x in body) / SHARED_BYTES_PER_CLOCK
+        tensor = sum(x.tensor_clocks for x in body)
+        busy["tensor"] += warpgroups * tensor
+        busy["shared memory"] += warpgroups * sum(x.shared_bytes for x in body) / gpu_model.SHARED_BYTES_PER_CLOCK
         busy["exp2"] += warpgroups * MUFU_CLOCKS * count["MUFU"]
         busy["issue"] += warpgroups * len(body)
         busy[f"alone, {loop}"] = clocks_alone(body)
+        if tensor:
+            computed.append(busy[f"alone, {loop}"] - tensor)
         print_loop(loop, warpgroups, body)
+    busy["model"] = gpu_model.clocks_per_step(MODELS[name](width, *computed), loaded=loaded)
     return busy
 
 
@@ -259,12 +261,12 @@ def main():
     os.environ["MOSAIC_GPU_CUDA_ROOT"] = str(pathlib.Path(nvdisasm).parents[1])
     compile_kernels(width)
     floors = {name: print_kernel(name, width) for name in LOOPS}
-    tiles = TOKENS // TILE
-    steps = BATCH * HEADS * tiles * (tiles + 1) // 2 / SMS
+    shape = gpu_model.Shape(batch=BATCH, heads=HEADS, tokens=TOKENS)
     print(f"\nD = {width}, clocks per pair of tiles, and ms at B = {BATCH}, T = {TOKENS}, H = {HEADS}, causal:")
     for name, busy in floors.items():
         for unit, clocks in busy.items():
-            print(f"  {name:15s} {unit:18s} {clocks:7.0f} {clocks * steps / CLOCK_HZ * 1e3:8.2f} ms")
+            ms = shape.milliseconds(clocks, ctas=unit == "model")
+            print(f"  {name:15s} {unit:18s} {clocks:7.0f} {ms:8.2f} ms")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from difftx.kernels import pallas_gpu_tiles as tiles
 from difftx.kernels import target
 from difftx.kernels.backend import AttentionCall, ShardedArrays, deltas, pad_to
-from difftx.kernels.pallas_gpu_backward import Inputs, dkv_call, dq_call
+from difftx.kernels.pallas_gpu_backward import Inputs, dkv_call, dq_call, fold
 from difftx.kernels.pallas_gpu_tiles import GROUPS, LOG2_E, MASKED, MATRIX, PRODUCER, ROWS, STAGES, TILE
 
 REGISTERS = tiles.Registers(softmax=240, producer=24)
@@ -70,12 +70,12 @@ def backward(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT, out_BTHE, saved,
     length = q_BTHGd.shape[1]
     pad, marks_BXT, keys_BN2, queries_BN2 = _whole_tiles(q_BTHGd.shape, segment_ids_BT, window=window)
     lam_BHT = jnp.moveaxis(lam_BTH, 1, 2)
-    weight_BHGT = pad(jnp.stack([jnp.ones_like(lam_BHT), -lam_BHT], axis=2), axis=3)
+    weight_BHGT = jnp.stack([jnp.ones_like(lam_BHT), -lam_BHT], axis=2)
     delta_BHGT = jnp.stack([delta1_BTH, delta2_BTH], axis=1).transpose(0, 3, 1, 2)
     scale = q_BTHGd.shape[-1] ** -0.5
-    stats_BHXGT = pad(jnp.stack([lse_BHGT * LOG2_E, delta_BHGT * scale], axis=2), axis=4)
-    # Padded queries contribute exact zeros (dO = 0, weight = 0). Causality hides padded keys from all real queries.
-    inputs = Inputs(pad(q_BTHGd), pad(k_BSKGd), pad(v_BSKE), pad(dout_BTHE), stats_BHXGT, weight_BHGT, marks_BXT)
+    stats_BHXGT = pad(jnp.stack([fold(lse_BHGT * LOG2_E, weight_BHGT), delta_BHGT * scale], axis=2), axis=4)
+    # Padded queries contribute exact zeros (dO = 0, delta = 0). Causality hides padded keys from all real queries.
+    inputs = Inputs(pad(q_BTHGd), pad(k_BSKGd), pad(v_BSKE), pad(dout_BTHE), stats_BHXGT, marks_BXT)
     static = {"window": window, "interpret": tiles.interpret_params(interpret)}
     dk_BSKGd, dv_BSKE = dkv_call(inputs, queries_BN2, **static)
     dq_BTHGd = dq_call(inputs, keys_BN2, **static)
@@ -103,13 +103,13 @@ def _forward_call(q_BTHGd, k_BSKGd, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, win
     logit_scale = width**-0.5 * LOG2_E  # The factor log2(e) is included because the kernel computes exp2, not exp.
 
     def kernel(
-        q_gmem, k_gmem, v_gmem, lam_gmem, marks_gmem, keys_gmem, out_gmem, out2_gmem, lse_gmem, smem, barriers,
+        cta, q_gmem, k_gmem, v_gmem, lam_gmem, marks_gmem, keys_gmem, out_gmem, out2_gmem, lse_gmem, smem, barriers,
     ):  # fmt: skip
         k_smem, weighted_out2_smem = smem.k_or_weighted_out2
         warpgroup = lax.axis_index("warpgroup")
-        sequence, head = lax.axis_index("sequence"), lax.axis_index("head")
+        sequence, head = cta.sequence, cta.head
         kv_head = lax.div(head, group)
-        q_tile = q_tiles - 1 - lax.axis_index("tile")  # Query tiles with the most keys start first.
+        q_tile = q_tiles - 1 - cta.tile  # Query tiles with the most keys start first.
         queries = tiles.rows_of(q_tile)
         first, full = keys_gmem[sequence, q_tile, 0], keys_gmem[sequence, q_tile, 1]
         hide = functools.partial(tiles.hide, marks_gmem.at[sequence], window=window, queries_in_rows=True)
@@ -216,6 +216,7 @@ def _forward_call(q_BTHGd, k_BSKGd, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, win
         kernel,
         *(q_BTHGd, k_BSKGd, v_BSKE, lam_BHT, marks_BXT, keys_BN2),
         grid=(batch, heads, q_tiles),
+        row_bytes=4 * length * width * dtype.itemsize // group,  # K1, K2 and V, which are as wide as two of K1.
         out_type=(out, out, lse),
         buffers={
             "q": tiles.buffer((GROUPS, TILE, width), dtype),

@@ -12,7 +12,7 @@ Both kernels compute the logits and dP. Together they need 28·T²·d FLOPs per 
 """
 # Axes: B = batch, T = query tokens, padded to whole tiles, S = key tokens (= T), H = query heads,
 #   K = key/value heads, G = 2 groups (A1 and A2), d = query/key width, E = 2·d = value width, N = T // TILE = tiles,
-#   X in `stats` = base-2 log-sum-exp and delta/√d, X in `marks` = position and, if there are segments, segment id
+#   X in `stats` = LSE of `fold` and delta/√d, X in `marks` = position and, if there are segments, segment id
 
 import functools
 from typing import NamedTuple
@@ -32,6 +32,25 @@ DKV_REGISTERS = tiles.Registers(softmax=152, producer=200)
 DQ_REGISTERS = tiles.Registers(softmax=184, producer=136)
 
 
+def fold(lse, weight):
+    """Return LSE - log2|W|, so that exp2(logits - result) = |W|·P. Its lowest bit is 1 where W < 0.
+
+    The kernels then read no W. The bit changes P by a relative error of at most 2⁻²³·|LSE|.
+    """
+    bits = lax.bitcast_convert_type(lse - jnp.log2(jnp.abs(weight)), jnp.int32)  # Infinity where W = 0, so P = 0.
+    return lax.bitcast_convert_type(bits & ~1 | (weight < 0), jnp.float32)
+
+
+def sign_bits(folded):
+    """Return an int32 whose highest bit is the sign of the W in `folded`."""
+    return lax.shift_left(lax.bitcast_convert_type(folded, jnp.int32), 31)
+
+
+def flip_sign(values, bits):
+    """Negate float32 `values` where the highest bit of `bits` is 1."""
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(values, jnp.int32) ^ bits, jnp.float32)
+
+
 class Inputs(NamedTuple):
     """Arrays in global memory that both kernels read."""
 
@@ -40,7 +59,6 @@ class Inputs(NamedTuple):
     v_BSKE: jax.Array
     dout_BTHE: jax.Array
     stats_BHXGT: jax.Array
-    weight_BHGT: jax.Array  # The factors W of the module docstring: 1 and -λ.
     marks_BXT: jax.Array
 
 
@@ -55,10 +73,9 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
     group = heads // kv_heads
     scale = width**-0.5
 
-    def kernel(gmem, queries_gmem, dk_gmem, dv_gmem, smem, barriers):  # noqa: C901 - Nested functions count.
+    def kernel(cta, gmem, queries_gmem, dk_gmem, dv_gmem, smem, barriers):  # noqa: C901 - Nested functions count.
         warpgroup = lax.axis_index("warpgroup")
-        sequence, kv_head = lax.axis_index("sequence"), lax.axis_index("head")
-        k_tile = lax.axis_index("tile")  # Key tiles with the most queries start first.
+        sequence, kv_head, k_tile = cta  # Key tiles with the most queries start first.
         full, end = queries_gmem[sequence, k_tile, 0], queries_gmem[sequence, k_tile, 1]
         hide = functools.partial(tiles.hide, gmem.marks_BXT.at[sequence], window=window, queries_in_rows=False)
         steps_per_head = end - k_tile
@@ -81,9 +98,7 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
                     lse = plgpu.load(smem.stats.at[slot, LSE, warpgroup], layout=COLUMNS)
                     p = jnp.exp2(logits * (scale * LOG2_E) - tiles.down(lse, logits))
                     p = hide(p, 0.0, q_tile, k_tile, needed=(q_tile == k_tile) | (q_tile >= full))
-                    # Read W from L2. At d = 128, shared memory has no space for it.
-                    weight_gmem = gmem.weight_BHGT.at[sequence, head, warpgroup, tiles.rows_of(q_tile)]
-                    p = p * tiles.down(plgpu.load(weight_gmem, layout=COLUMNS, optimized=False), p)
+                    p = flip_sign(p, tiles.down(sign_bits(lse), p))
                     plgpu.barrier_wait(barriers.p_free)
                     smem.p[warpgroup] = p.astype(dtype)
                     plgpu.commit_smem()
@@ -177,6 +192,7 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
         inputs,
         queries_BN2,
         grid=(batch, kv_heads, length // TILE),
+        row_bytes=4 * length * width * dtype.itemsize * group,  # Q1, Q2 and dO of all heads that read these keys.
         out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.k_BSKGd, inputs.v_BSKE)),
         buffers={
             "k": tiles.buffer((GROUPS, TILE, width), dtype),
@@ -209,11 +225,11 @@ def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901 - Nested func
     q_tiles, group = length // TILE, heads // inputs.k_BSKGd.shape[2]
     scale = width**-0.5
 
-    def kernel(gmem, keys_gmem, dq_gmem, smem, barriers):
+    def kernel(cta, gmem, keys_gmem, dq_gmem, smem, barriers):
         warpgroup = lax.axis_index("warpgroup")
-        sequence, head = lax.axis_index("sequence"), lax.axis_index("head")
+        sequence, head = cta.sequence, cta.head
         kv_head = lax.div(head, group)
-        q_tile = q_tiles - 1 - lax.axis_index("tile")  # Query tiles with the most keys start first.
+        q_tile = q_tiles - 1 - cta.tile  # Query tiles with the most keys start first.
         queries = tiles.rows_of(q_tile)
         first, full = keys_gmem[sequence, q_tile, 0], keys_gmem[sequence, q_tile, 1]
         hide = functools.partial(tiles.hide, gmem.marks_BXT.at[sequence], window=window, queries_in_rows=True)
@@ -225,7 +241,6 @@ def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901 - Nested func
 
             lse = tiles.load_rows(gmem.stats_BHXGT.at[sequence, head, LSE, warpgroup, queries])
             scaled_delta = tiles.load_rows(gmem.stats_BHXGT.at[sequence, head, DELTA, warpgroup, queries])
-            weight = tiles.load_rows(gmem.weight_BHGT.at[sequence, head, warpgroup, queries])
             plgpu.barrier_wait(barriers.q_ready)
 
             q = tiles.to_registers(smem.q.at[warpgroup], interpret)
@@ -238,7 +253,6 @@ def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901 - Nested func
                     logits = tiles.product(q, smem.k.at[slot, warpgroup].T)
                     p = jnp.exp2(logits * (scale * LOG2_E) - tiles.across(lse, logits))
                     p = hide(p, 0.0, q_tile, k_tile, needed=(k_tile < full) | (k_tile == q_tile))
-                    p = p * tiles.across(weight, p)
                     plgpu.barrier_wait(barriers.dp_ready.at[dp_slot])
                     dp = plgpu.load(smem.dp.at[dp_slot], layout=MATRIX)
                     tiles.arrive_if(i + 2 < steps, barriers.dp_free.at[dp_slot])
@@ -251,6 +265,7 @@ def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901 - Nested func
                 return dq_acc[...]
 
             dq = pl.run_scoped(accumulate, plgpu.ACC((TILE, width), jnp.float32))
+            dq = flip_sign(dq, tiles.across(sign_bits(lse), dq))
             tiles.write(dq, smem.q.at[warpgroup], dq_gmem.at[sequence, queries, head, warpgroup])
             plgpu.wait_smem_to_gmem(0)
 
@@ -302,6 +317,7 @@ def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901 - Nested func
         inputs,
         keys_BN2,
         grid=(batch, heads, q_tiles),
+        row_bytes=4 * length * width * dtype.itemsize // group,  # K1, K2 and V.
         out_type=jax.ShapeDtypeStruct(inputs.q_BTHGd.shape, dtype),
         buffers={
             "q": tiles.buffer((GROUPS, TILE, width), dtype),
