@@ -19,7 +19,7 @@ from difftx.model.attention import LayerConstants
 from difftx.model.decoder import Block, Decoder
 from difftx.parallel.layout import BATCH
 
-UNIT = 256  # Smallest number of slots per row. All numbers are powers of two, so that few programs are compiled.
+UNIT = 256  # Smallest number of slots per row.
 ROWS = P(BATCH, None)
 
 
@@ -33,9 +33,18 @@ class Entries(NamedTuple):
     mass_LBKS: jax.Array | None = None
 
 
+def rounded_up(tokens: int, unit: int) -> int:
+    """Return a multiple of `unit` from few sizes, of which most are at most a quarter above `tokens`.
+
+    Each size is compiled. From 8 units on, there are four sizes per power of two.
+    """
+    step = max(unit, 2 ** (tokens - 1).bit_length() // 8)
+    return max(1, -(-tokens // step)) * step
+
+
 def capacity_for(tokens: int, config: CacheConfig) -> int:
-    """Return the number of slots per row of a cache for rows of up to `tokens` tokens: a power of two, or the limit."""
-    slots = max(UNIT, 2 ** (tokens - 1).bit_length())
+    """Return the number of slots per row of a cache for rows of up to `tokens` tokens, or the limit."""
+    slots = rounded_up(tokens, UNIT)
     return slots if config.tokens is None else min(slots, config.tokens)
 
 
@@ -71,7 +80,7 @@ def empty_cache(model: Decoder, rows: int, capacity: int) -> KVCache:
 
 def extend(
     model: Decoder,
-    cache: KVCache,
+    cache: KVCache | None,
     used_B: jax.Array,
     tokens_BT: jax.Array,
     positions_BT: jax.Array,
@@ -81,9 +90,10 @@ def extend(
     """Return the last layer's normalised output `[B, T, D]` for new tokens, and what to write to the cache.
 
     A new token of segment 0 attends to the first `used_B` slots of its row and to earlier new tokens of its branch.
-    Padding tokens have the segment `EMPTY`.
+    Padding tokens have the segment `EMPTY`. Without a cache, the tokens must be whole prompts.
     """
-    cached_BS = jnp.where(jnp.arange(capacity_of(cache))[None] < used_B[:, None], 0, EMPTY)
+    slots = 0 if cache is None else capacity_of(cache)
+    cached_BS = jnp.where(jnp.arange(slots)[None] < used_B[:, None], 0, EMPTY)
     branch_BT = jnp.zeros_like(segment_BT) if branch_BT is None else branch_BT
     position_BT = jnp.broadcast_to(positions_BT, segment_BT.shape)
     segments = SegmentMask(segment_BT, branch_BT, position_BT, cached_BS)
@@ -92,7 +102,7 @@ def extend(
 
 
 def extend_chunk(
-    model: Decoder, cache: KVCache, start: jax.Array, tokens_BT: jax.Array, length_B: jax.Array
+    model: Decoder, cache: KVCache | None, start: jax.Array, tokens_BT: jax.Array, length_B: jax.Array
 ) -> tuple[jax.Array, Entries]:
     """Call `extend` for the tokens of each row from position `start` on. Tokens beyond `length_B` are padding."""
     positions_1T = start + jnp.arange(tokens_BT.shape[1])[None]

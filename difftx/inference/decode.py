@@ -2,7 +2,10 @@
 
 The prompts of a batch may differ in length. Token i of a row has position i and is in slot i of the row's cache. Short
 prompts are padded with tokens to which no other token attends, and new tokens overwrite this padding. The numbers of
-rows, of slots and of tokens in a chunk are powers of two, so that few programs are compiled.
+rows, of slots and of tokens are rounded up, so that few programs are compiled.
+
+A prompt passes through the model as a row of the training does, and fills the cache at the end. If the cache compresses
+keys and values, a prompt enters it chunk by chunk instead, because its later tokens must attend to compressed ones.
 
 Rows are sharded over the mesh axes `data` and `fsdp`, heads over `tensor`. Prefer `tensor` for generation, because
 weights that are sharded over `fsdp` are gathered for every token.
@@ -24,7 +27,18 @@ from jax.sharding import reshard
 from difftx.config import Config
 from difftx.config.model import CacheConfig
 from difftx.data.tokenizer import Tokenizer
-from difftx.inference.cache import ROWS, capacity_for, empty_cache, extend, extend_chunk, grow, write_chunk, write_token
+from difftx.inference.cache import (
+    ROWS,
+    capacity_for,
+    capacity_of,
+    empty_cache,
+    extend,
+    extend_chunk,
+    grow,
+    rounded_up,
+    write_chunk,
+    write_token,
+)
 from difftx.inference.sampling import GREEDY, Sampling, choose
 from difftx.kernels.cached import KVCache
 from difftx.model.abstract import vector_mask
@@ -33,12 +47,11 @@ from difftx.parallel.layout import BATCH, Layout
 from difftx.parallel.mesh import batch_shards
 from difftx.training.state import graph, init_params
 
-PREFILL_TOKENS = 256  # Most tokens per row in a prefill chunk. Chunks of short prompts are smaller.
-CHUNK_WEIGHTS = 2**22  # Most attention weights per head in a chunk (16 MiB in float32). Limits chunks of long prompts.
-MIN_CHUNK_TOKENS = 32  # Minimum number of tokens per row in a chunk.
+MIN_CHUNK_TOKENS = 32  # Minimum number of tokens per row in a program for prompts.
 BLOCK_TOKENS = 16  # Tokens decoded on the device before the host prints text and checks for stop strings.
 ROOM_TOKENS = 1024  # Most new tokens that a cache has room for at first. Programs are compiled again when it grows.
 NO_TOKEN = -1  # Fills a block's entries after the end of a row.
+NO_ROW = -1  # Row that keeps its request when others are replaced.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,21 +108,13 @@ def rows_for(requests: int, mesh: jax.sharding.Mesh) -> int:
     return batch_shards(mesh) * 2 ** (per_shard - 1).bit_length()
 
 
-def chunk_for(longest: int, rows: int, mesh: jax.sharding.Mesh, config: CacheConfig) -> int:
-    """Return the number of tokens per row in a prefill chunk, a power of two, for rows of up to `longest` tokens."""
-    fitting = CHUNK_WEIGHTS // (rows // batch_shards(mesh) * capacity_for(longest, config))
-    largest = min(PREFILL_TOKENS, 2 ** fitting.bit_length() // 2)
-    chunk = max(MIN_CHUNK_TOKENS, min(largest, 2 ** (longest - 1).bit_length()))
-    return min(chunk, config.chunk_tokens) if config.compresses else chunk
-
-
 def padded(
     rows: Sequence[Sequence[int]], mesh: jax.sharding.Mesh, config: CacheConfig
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Pad rows to whole chunks. Return the int32 tokens `[B, T]` and lengths `[B]`, and the tokens per chunk."""
     longest = max(1, *map(len, rows))
     count = rows_for(len(rows), mesh)
-    chunk = chunk_for(longest, count, mesh, config)
+    chunk = config.chunk_tokens if config.compresses else rounded_up(longest, MIN_CHUNK_TOKENS)
     tokens_BT = np.zeros((count, -(-longest // chunk) * chunk), np.int32)
     length_B = np.zeros(count, np.int32)
     for row, tokens in enumerate(rows):
@@ -166,6 +171,29 @@ def next_tokens(lm: LanguageModel, rows: Rows, sampling: Sampling) -> tuple[Rows
     return rows, np.asarray(token_BN)
 
 
+def replaced(lm: LanguageModel, rows: Rows, new: Rows, places: Sequence[int]) -> Rows:
+    """Return the rows with the first rows of `new` in their `places`."""
+    capacity = max(capacity_of(x.cache) for x in (rows, new))
+    rows, new = (dataclasses.replace(x, cache=grow(x.cache, capacity)) for x in (rows, new))
+    source_B = np.full(len(rows.done_B), NO_ROW, np.int32)
+    source_B[list(places)] = np.arange(len(places))
+    return _replaced(rows, new, put(lm.mesh, source_B))
+
+
+@functools.partial(jax.jit, donate_argnames="rows")
+def _replaced(rows: Rows, new: Rows, source_B: jax.Array) -> Rows:
+    """Return the rows with row `source_B[b]` of `new` in place of row b, unless it is `NO_ROW`."""
+
+    def merged(axis: int, old: jax.Array, new: jax.Array) -> jax.Array:
+        found = new.at[(slice(None),) * axis + (source_B,)].get(mode="clip", out_sharding=jax.typeof(old).sharding)
+        is_new_B = jnp.expand_dims(source_B != NO_ROW, [i for i in range(old.ndim) if i != axis])
+        return jnp.where(is_new_B, found, old)
+
+    cache = jax.tree.map(functools.partial(merged, 1), rows.cache, new.cache)
+    others = jax.tree.map(functools.partial(merged, 0), *(dataclasses.replace(x, cache=()) for x in (rows, new)))
+    return dataclasses.replace(others, cache=cache)
+
+
 def with_room(lm: LanguageModel, rows: Rows, tokens: int) -> Rows:
     """Return the rows with their cache enlarged, if necessary, to at least `tokens` slots per row."""
     return dataclasses.replace(rows, cache=grow(rows.cache, capacity_for(tokens, lm.config.model.cache)))
@@ -181,7 +209,9 @@ def _graph(config: Config, is_separated: bool) -> nnx.GraphDef:
     layout = Layout.of(config.mesh.context_method).for_inference()
 
     def model() -> Decoder:
-        model = Decoder(config.model, layout, rngs=nnx.Rngs(0))
+        # A kernel that the config names may not serve prompts of any length.
+        free = dataclasses.replace(config.model, attention_implementation="auto")
+        model = Decoder(free, layout, rngs=nnx.Rngs(0))
         if is_separated:
             model.separate_layers()
         return model
@@ -211,7 +241,8 @@ def cache_bytes_per_token(config: Config, params: Any) -> float:
 @functools.partial(jax.jit, static_argnames="config", donate_argnames=("cache", "x_BD"))
 def _prefill_chunk(params, cache, x_BD, start, tokens_BT, length_B, *, config):
     """Add a chunk to the cache. Replace `x_BD` by the new output in rows whose last token is in the chunk."""
-    new_BTD, entries = extend_chunk(model_of(config, params), cache, start, tokens_BT, length_B)
+    attended = cache if config.model.cache.compresses else None  # Otherwise, the chunk is the whole prompt.
+    new_BTD, entries = extend_chunk(model_of(config, params), attended, start, tokens_BT, length_B)
     last_B = length_B - 1 - start
     new_BD = jnp.take_along_axis(new_BTD, last_B[:, None, None], axis=1, mode="clip")[:, 0]
     is_here_B1 = ((last_B >= 0) & (last_B < tokens_BT.shape[1]))[:, None]

@@ -1,6 +1,7 @@
-"""Generation of text for a batch of prompts. The text can be streamed while it is generated."""
+"""Generation of text for prompts. The text can be streamed while it is generated."""
 
 import codecs
+import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -11,7 +12,7 @@ import numpy as np
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import UserError
 from difftx.inference import decode
-from difftx.inference.decode import LanguageModel
+from difftx.inference.decode import LanguageModel, Rows
 from difftx.inference.sampling import Sampling
 
 
@@ -40,29 +41,45 @@ def generate(
     *,
     stop: Sequence[str] = (),
     on_text: Callable[[int, str], None] = lambda index, text: None,
+    batch_rows: int | None = None,
 ) -> list[Completion]:
-    """Complete all requests in one batch. A text ends before the first string of `stop`, as `TextStream` finds it.
+    """Complete all requests. A text ends before the first string of `stop`, as `TextStream` finds it.
 
-    After each block of tokens, `on_text(index, text)` is called with the new text of each request.
+    After each block of tokens, `on_text(index, text)` is called with the new text of each request. At most `batch_rows`
+    requests (None: all) are in the batch at a time. When half of its rows have ended, waiting requests replace them.
     """
     for index, request in enumerate(requests):
         check(lm, request, f"prompt {index}")
-    prompts = [request.prompt for request in requests]
-    seeds, limits = [request.seed for request in requests], [request.new_tokens for request in requests]
     texts = [_RowText(lm, request, stop) for request in requests]
+    waiting = collections.deque(range(len(requests)))
+
+    def prefilled(count: int) -> tuple[list[int], Rows]:
+        """Return the next `count` requests at most, and their rows."""
+        taken = [waiting.popleft() for _ in range(min(count, len(waiting)))]
+        new = [requests[index] for index in taken]
+        room = max(len(r.prompt) + min(r.new_tokens, decode.ROOM_TOKENS) for r in new)
+        seeds, limits = [r.seed for r in new], [r.new_tokens for r in new]
+        return taken, decode.prefill(lm, [r.prompt for r in new], seeds=seeds, limits=limits, room=room)
+
     with jax.set_mesh(lm.mesh):
-        room = max(len(r.prompt) + min(r.new_tokens, decode.ROOM_TOKENS) for r in requests)
-        rows = decode.prefill(lm, prompts, seeds=seeds, limits=limits, room=room)
-        while not all(text.ended_by for text in texts):
-            rows = decode.with_room(lm, rows, max(text.room() for text in texts if not text.ended_by))
+        active, rows = prefilled(batch_rows or len(requests))  # The request of each row.
+        while waiting or not all(texts[index].ended_by for index in active):
+            ended = [row for row, index in enumerate(active) if texts[index].ended_by]
+            if waiting and 2 * len(ended) >= len(active):
+                taken, new_rows = prefilled(len(ended))
+                places = dict(zip(ended, taken, strict=False))
+                active = [places.get(row, index) for row, index in enumerate(active)]
+                rows = decode.replaced(lm, rows, new_rows, list(places))
+            unfinished = [index for index in active if not texts[index].ended_by]
+            rows = decode.with_room(lm, rows, max(texts[index].room() for index in unfinished))
             rows, token_BN = decode.next_tokens(lm, rows, sampling)
-            for index, text in enumerate(texts):
-                if not text.ended_by and (new := text.add(token_BN[index].tolist())):
+            for row, index in enumerate(active):
+                if not texts[index].ended_by and (new := texts[index].add(token_BN[row].tolist())):
                     on_text(index, new)
-            if any(text.ended_by == "stop string" for text in texts):
+            if any(texts[index].ended_by == "stop string" for index in active):
                 # The device detects the end-of-text token and the limit, but not stop strings.
                 done_B = np.ones(len(token_BN), bool)
-                done_B[: len(texts)] = [bool(text.ended_by) for text in texts]
+                done_B[: len(active)] = [bool(texts[index].ended_by) for index in active]
                 rows = dataclasses.replace(rows, done_B=decode.put(lm.mesh, done_B))
     return [text.completion() for text in texts]
 

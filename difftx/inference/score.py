@@ -114,7 +114,7 @@ def row_scores(
     """Return -log p of each target, given the tokens up to its input, and whether no token is more likely, `[B, T]`.
 
     Rows may differ in length. The results beyond the end of a row, and beyond the last row, have no meaning. The tokens
-    pass through the cache in chunks, so a compressed cache changes the result. Call this function under the mesh.
+    pass through a compressed cache in chunks, which changes the result. Call this function under the mesh.
     """
     compression = lm.config.model.cache
     tokens_BT, length_B, chunk = decode.padded(inputs, lm.mesh, compression)
@@ -122,8 +122,9 @@ def row_scores(
     targets_BT = np.zeros_like(tokens_BT)
     for row, of_row in enumerate(targets):
         targets_BT[row, : len(of_row)] = of_row
-    cache = decode.new_cache(lm.weights, config=lm.config, rows=rows, capacity=capacity_for(length, compression))
-    chunks = []
+    cache, chunks = None, []
+    if compression.compresses:
+        cache = decode.new_cache(lm.weights, config=lm.config, rows=rows, capacity=capacity_for(length, compression))
     for start in range(0, length, chunk):
         columns = slice(start, start + chunk)
         host = (decode.put(lm.mesh, x) for x in (tokens_BT[:, columns], length_B, targets_BT[:, columns]))
@@ -208,7 +209,9 @@ def _token_scores(params, x_BTD, targets_BT, config) -> tuple[jax.Array, jax.Arr
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
 def _score_chunk(params, cache, start, tokens_BT, length_B, targets_BT, *, config):
     x_BTD, entries = extend_chunk(decode.model_of(config, params), cache, start, tokens_BT, length_B)
-    return write_chunk(cache, entries, start, config.model.cache), _token_scores(params, x_BTD, targets_BT, config)
+    if cache is not None:
+        cache = write_chunk(cache, entries, start, config.model.cache)
+    return cache, _token_scores(params, x_BTD, targets_BT, config)
 
 
 @functools.partial(jax.jit, static_argnames="config")

@@ -196,17 +196,21 @@ class SelfAttention(nnx.Module):
         return self.output(heads_BTHE, x_BTD, constants), self.statistics(x_BTD, constants)
 
     def extend(
-        self, x_BTD: jax.Array, angles: Angles, constants: LayerConstants, cache: KVCache, segments: SegmentMask
+        self, x_BTD: jax.Array, angles: Angles, constants: LayerConstants, cache: KVCache | None, segments: SegmentMask
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Return the residual update `[B, T, D]` of new tokens, which also attend to cached tokens, and cache entries.
 
-        The entries are `(k, v)` of the new tokens. If the cache evicts tokens, the attention mass per new token
-        `[B, T, K]` and per slot `[B, K, S]` follows, as `cached.weighted_attention` returns it.
+        Without a cache, the new tokens are whole prompts, which pass through the kernel of the training. The entries
+        are `(k, v)` of the new tokens. If the cache evicts tokens, the attention mass per new token `[B, T, K]` and per
+        slot `[B, K, S]` follows, as `cached.weighted_attention` returns it.
         """
         q, k, v = self.operands(x_BTD, angles, constants)
-        options = {"weight_argument": self.weight_argument(constants, x_BTD), "window": constants.window}
-        function = self._configured_weight_function()
-        heads_BTHE, mass = cached.weighted_attention(function, q, k, v, cache, segments, **options)
+        if cache is None:
+            heads_BTHE, mass = self.attend(q, k, v, x_BTD, constants, segments.segment_BT), ()
+        else:
+            options = {"weight_argument": self.weight_argument(constants, x_BTD), "window": constants.window}
+            function = self._configured_weight_function()
+            heads_BTHE, mass = cached.weighted_attention(function, q, k, v, cache, segments, **options)
         return self.output(self.combined(heads_BTHE, x_BTD), x_BTD, constants), (k, v, *mass)
 
     def attention_rows(

@@ -145,16 +145,16 @@ class Decoder(nnx.Module):
         return context.from_zigzag(x_BTD) if self.layout.zigzag else x_BTD, stats
 
     def extend(
-        self, tokens_BT: jax.Array, *, positions_BT: jax.Array, cache: KVCache, segments: SegmentMask
+        self, tokens_BT: jax.Array, *, positions_BT: jax.Array, cache: KVCache | None, segments: SegmentMask
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Return the normalised output `[B, T, D]` for new tokens, and what `SelfAttention.extend` returns, `[L, …]`.
 
         The new tokens attend to each other and to cached tokens as far as `segments` allows. `cache` holds the cached
-        keys and values of all layers, stacked along a leading axis L.
+        keys and values of all layers, stacked along a leading axis L. It is None for whole prompts.
         """
         angles = self.angles(tokens_BT.shape[1], positions_BT)
 
-        def layer(x_BTD: jax.Array, block: Block, constants: LayerConstants, cache: KVCache):
+        def layer(x_BTD: jax.Array, block: Block, constants: LayerConstants, cache: KVCache | None):
             return block(x_BTD, lambda h_BTD: block.attention.extend(h_BTD, angles, constants, cache, segments))
 
         x_BTD, entries = self.walk(layer, self.embed(tokens_BT), cache, may_unroll=True)

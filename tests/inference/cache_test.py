@@ -58,40 +58,38 @@ CAPPED = OPTIONS | {"model__logit_soft_cap": 0.1}
 
 
 @pytest.mark.parametrize(
-    ("architecture", "sizes", "options", "chunks"),
+    ("architecture", "sizes", "options"),
     [
-        ("diff", TENSOR, GROUPED, [32]),
+        ("diff", TENSOR, GROUPED),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in [
-                ("diff", {}, {}, [16, 128]),
-                ("transformer", CONTEXT, {}, [32]),
+                ("diff", {}, {}),
+                ("transformer", CONTEXT, {}),
                 # A window of 5 is shorter than most prompts, so that new tokens see only a part of the cache.
-                ("transformer", TENSOR, CAPPED, [32]),
-                ("diff", {}, MUP, [32]),
+                ("transformer", TENSOR, CAPPED),
+                ("diff", {}, MUP),
                 # Windows alternate, and in the full pass the layers run in a loop over groups of layers.
-                ("diff", {}, CAPPED | {"model__num_layers": 12}, [32]),
+                ("diff", {}, CAPPED | {"model__num_layers": 12}),
                 # Training shards rows, so that `context` need not divide the heads.
-                ("diff", {"context": 8}, {"model__num_heads": 2, "mesh__context_method": "zigzag"}, [32]),
+                ("diff", {"context": 8}, {"model__num_heads": 2, "mesh__context_method": "zigzag"}),
             ]
         ),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in [
-                ("transformer", {}, GROUPED, [64]),
-                ("diff", {}, CAPPED, [32]),
-                ("diff", {}, {"model__qk_norm": "true"}, [32]),
-                ("diff", {}, {"model__logit_soft_cap": 0.1}, [32]),
-                ("diff", {}, WINDOWS, [32]),
+                ("transformer", {}, GROUPED),
+                ("diff", {}, CAPPED),
+                ("diff", {}, {"model__qk_norm": "true"}),
+                ("diff", {}, {"model__logit_soft_cap": 0.1}),
+                ("diff", {}, WINDOWS),
             ]
         ),
     ],
 )
-def test_prefill_and_decode_equal_a_full_pass(config, mesh_of, monkeypatch, architecture, sizes, options, chunks):
+def test_prefill_and_decode_equal_a_full_pass(config, mesh_of, architecture, sizes, options):
     lm = language_model(config, mesh_of(**sizes), architecture, **{"model__num_heads": 4} | options)
-    for chunk in chunks:
-        monkeypatch.setattr(decode, "chunk_for", lambda *_, chunk=chunk: chunk)
-        check_against_full_pass(lm, mesh_of())
+    check_against_full_pass(lm, mesh_of())
 
 
 @pytest.mark.long

@@ -55,6 +55,30 @@ def test_one_row_or_key_of_a_model_with_a_pattern_of_windows(config, mesh_of, pr
         assert len(completion.tokens) == 20
 
 
+@pytest.mark.parametrize("sizes", [{}, pytest.param(TENSOR, marks=pytest.mark.long), {"fsdp": 4}])
+def test_rows_that_have_ended_are_replaced_by_waiting_requests(config, mesh_of, monkeypatch, sizes):
+    monkeypatch.setattr(cache, "UNIT", 16)  # The caches of old and of new rows differ in size.
+    lm = language_model(config, mesh_of(**sizes))
+    limits, batches = [40, 2, 30, 5, 17, 1, 60], []
+    many = [Request(prompt=[i + 1] * (3 * i + 1), new_tokens=limit, seed=i) for i, limit in enumerate(limits)]
+    expected = [generate(lm, [request], HOT)[0] for request in many]
+    prefill = decode.prefill
+
+    def counted(lm, prompts, **options):
+        batches.append(len(prompts))
+        return prefill(lm, prompts, **options)
+
+    monkeypatch.setattr(decode, "prefill", counted)
+    pieces = [""] * len(many)
+
+    def on_text(index, text):
+        pieces[index] += text
+
+    assert generate(lm, many, HOT, batch_rows=3, on_text=on_text) == expected
+    assert pieces == [completion.text for completion in expected]
+    assert (batches[0], sum(batches), len(batches) > 2) == (3, 7, True)
+
+
 @pytest.mark.long
 def test_a_rows_samples_follow_its_seed_and_not_its_batch_or_mesh(config, mesh_of):
     lm = language_model(config, mesh_of())
@@ -110,9 +134,10 @@ def test_invalid_requests_raise(config, mesh_of):
 
 
 def test_sizes_are_rounded_so_that_few_programs_are_compiled(mesh_of):
-    assert [cache.capacity_for(n, CacheConfig()) for n in (0, 256, 257, 4096, 4097)] == [256, 256, 512, 4096, 8192]
+    assert [cache.capacity_for(n, CacheConfig()) for n in (0, 256, 257, 1100, 4096, 4097)] == [
+        *(256, 256, 512, 1280, 4096, 5120)
+    ]
     assert [decode.rows_for(n, mesh_of(fsdp=2)) for n in (1, 2, 3, 5, 16)] == [2, 2, 4, 8, 16]
-    chunks = [decode.chunk_for(n, 1, mesh_of(), CacheConfig()) for n in (1, 32, 33, 200, 5000, 2**16)]
-    assert chunks == [32, 32, 64, 256, 256, 64]
-    assert decode.chunk_for(4096, 16, mesh_of(), CacheConfig()) == 64
-    assert decode.chunk_for(4096, 16, mesh_of(fsdp=4), CacheConfig()) == 256
+    for config, expected in [(CacheConfig(), [32, 32, 64, 320, 1280]), (CacheConfig(bits=8), [32, 32, 64, 288, 1056])]:
+        prompts = [[1] * n for n in (1, 32, 33, 260, 1030)]
+        assert [decode.padded([prompt], mesh_of(), config)[0].shape[1] for prompt in prompts] == expected
