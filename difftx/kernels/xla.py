@@ -3,6 +3,8 @@
 Memory is linear in the length of a row, because the queries are processed in chunks, and the backward pass recomputes
 the attention weights of each chunk. Differential attention recomputes them from saved log-sum-exps. It subtracts the
 attention weights, P1 - λ P2, in float32 before the product with V, so one product suffices instead of two.
+
+The causal mask hides the keys of a row's second half from the queries of the first half, so those logits are left out.
 """
 # Axes: B = batch, T = query tokens, S = key tokens, N = chunks, C = query tokens of a chunk,
 #   H = query heads, K = key/value heads, R = H / K = query heads per key/value head, G = groups (2 for A1 and A2),
@@ -23,6 +25,9 @@ from difftx.kernels.weight_functions import MASKED
 
 # Largest number of attention weights of one head in a chunk, 4 MiB in float32. A row of 1,024 tokens is one chunk.
 CHUNK_WEIGHTS = 2**20
+# Shortest row whose queries are split into two spans, which save a quarter of the logits. Four spans would save three
+# eighths, but with smaller products: on CPUs a step took as long, and longer to compile.
+SPLIT_TOKENS = 128
 
 # The result of a `dot_general` has the batch axes first, then the free axes of one operand, then those of the other.
 # `jnp.einsum` transposes it if the subscripts name another order. With the orders of axes below, neither JAX nor XLA's
@@ -38,18 +43,25 @@ def forward(
     Softmax attention has one group, and `lam_BTH` is None.
     """
     B, T, H, G, _ = q_BTHGd.shape
+    K, dtype = k_BSKGd.shape[2], v_BSKE.dtype
 
-    def chunk(arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
-        logits_BKRCS = masked_logits(arrays, k_BSKGd, segment_ids_BT, window)
-        p_BKRCS, lse_BKRC = zip(*map(_softmax, logits_BKRCS), strict=True)
-        weights_BKRCS = _weighted_sum(p_BKRCS, arrays, k_BSKGd.shape[2]).astype(v_BSKE.dtype)
-        out_BKRCE = einsum("BSKE,BKRCS->BKRCE", v_BSKE, weights_BKRCS).astype(v_BSKE.dtype)
-        lse_BKRCG = jnp.stack(lse_BKRC, axis=-1)
-        return jnp.moveaxis(out_BKRCE, 3, 1), jnp.moveaxis(lse_BKRCG, 3, 1)
+    def chunk(keys: slice, arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+        logits_BKRCS = masked_logits(arrays, k_BSKGd, segment_ids_BT, window, keys)
+        exp_BKRCS, total_BKRC1, lse_BKRC = zip(*map(_exp, logits_BKRCS), strict=True)
+        # P1's denominator divides the output, which has fewer elements than the weights.
+        weights_BKRCS = exp_BKRCS[0]
+        if G == 2:
+            lam_BKRC1 = split_heads(arrays["lam"], K)[..., None]
+            weights_BKRCS -= lam_BKRC1 * (total_BKRC1[0] / total_BKRC1[1]) * exp_BKRCS[1]
+        out_BKRCE = einsum("BSKE,BKRCS->BKRCE", v_BSKE[:, keys], weights_BKRCS.astype(dtype)) / total_BKRC1[0]
+        return jnp.moveaxis(out_BKRCE.astype(dtype), 3, 1), jnp.moveaxis(jnp.stack(lse_BKRC, axis=-1), 3, 1)
 
-    out, lse = jax.lax.map(chunk, chunks(segment_ids_BT, sharding, q=q_BTHGd, lam=lam_BTH))
-    lse_BTHG = joined(lse, T).reshape(B, T, H, G)
-    return joined(out, T).reshape(B, T, H, -1), ShardedArrays(by_token=(lse_BTHG,))
+    spans = []
+    for queries, keys in _spans(T, window, sharding):
+        arrays = chunks(segment_ids_BT, sharding, queries=queries, q=q_BTHGd, lam=lam_BTH)
+        spans.append(jax.lax.map(functools.partial(chunk, keys), arrays))
+    out_BTKRE, lse_BTKRG = _joined_spans(spans, T)
+    return out_BTKRE.reshape(B, T, H, -1), ShardedArrays(by_token=(lse_BTKRG.reshape(B, T, H, G),))
 
 
 def backward(
@@ -59,42 +71,51 @@ def backward(
 
     P1 and P2 are the attention weights of the two groups, S1 and S2 their logits. Both groups share dP = dO Vᵀ and
     dV = (P1 - λ P2)ᵀ dO. With D_m = rowsum(P_m ∘ dP), the other gradients are dS1 = P1 ∘ (dP - D1),
-    dS2 = -λ P2 ∘ (dP - D2) and dλ = -D2. D_m does not require the output, because a chunk covers all keys.
+    dS2 = -λ P2 ∘ (dP - D2) and dλ = -D2. Since rowsum(O ∘ dO) = D1 - λ D2, only D2 needs a sum over the keys.
     """
-    del out_BTHE
     B, T, H, G, d = q_BTHGd.shape
     K, dtype = k_BSKGd.shape[2], q_BTHGd.dtype
 
-    def chunk(carry: tuple[jax.Array, jax.Array], arrays: dict[str, Any]):
+    def chunk(keys: slice, carry: tuple[jax.Array, jax.Array], arrays: dict[str, Any]):
         dk_BSKGd, dv_BSKE = carry
         lse_BKRCG = split_heads(arrays["lse"], K)
         q_BKRCGd = split_heads(arrays["q"], K)
         dout_BKRCE = split_heads(arrays["dout"], K)
         p_BKRCS = [
             jnp.exp(logits_BKRCS - lse_BKRCG[..., g, None])
-            for g, logits_BKRCS in enumerate(masked_logits(arrays, k_BSKGd, segment_ids_BT, window))
+            for g, logits_BKRCS in enumerate(masked_logits(arrays, k_BSKGd, segment_ids_BT, window, keys))
         ]
-        weights_BKRCS = _weighted_sum(p_BKRCS, arrays, K).astype(dtype)
-        dv_BKES = einsum("BKRCS,BKRCE->BKES", weights_BKRCS, dout_BKRCE)
-        dp_BKRCS = einsum("BSKE,BKRCE->BKRCS", v_BSKE, dout_BKRCE)
-        factors = [d**-0.5] if G == 1 else [d**-0.5, -(d**-0.5) * split_heads(arrays["lam"], K)[..., None]]
-        dq_BKRCd, dk_BKdS, deltas_BKRC1 = [], [], []
-        for g, factor in enumerate(factors):
-            deltas_BKRC1.append(jnp.sum(p_BKRCS[g] * dp_BKRCS, axis=-1, keepdims=True))
-            ds_BKRCS = (factor * p_BKRCS[g] * (dp_BKRCS - deltas_BKRC1[g])).astype(dtype)
+        dp_BKRCS = einsum("BSKE,BKRCE->BKRCS", v_BSKE[:, keys], dout_BKRCE)
+        out_BKRCE = split_heads(arrays["out"], K).astype(jnp.float32)
+        weights_BKRCS, factors = p_BKRCS[0], [d**-0.5]
+        deltas_BKRC1, dlam_BCKR = [jnp.sum(out_BKRCE * dout_BKRCE, axis=-1, keepdims=True)], None
+        if G == 2:
+            lam_BKRC1 = split_heads(arrays["lam"], K)[..., None]
+            weights_BKRCS -= lam_BKRC1 * p_BKRCS[1]
+            factors.append(-(d**-0.5) * lam_BKRC1)
+            deltas_BKRC1.append(jnp.sum(p_BKRCS[1] * dp_BKRCS, axis=-1, keepdims=True))
+            deltas_BKRC1[0] += lam_BKRC1 * deltas_BKRC1[1]
+            dlam_BCKR = -jnp.moveaxis(deltas_BKRC1[1][..., 0], 3, 1)
+        dv_BKES = einsum("BKRCS,BKRCE->BKES", weights_BKRCS.astype(dtype), dout_BKRCE)
+        dq_BKRCd, dk_BKdS = [], []
+        for g in range(G):
+            ds_BKRCS = (factors[g] * p_BKRCS[g] * (dp_BKRCS - deltas_BKRC1[g])).astype(dtype)
             dk_BKdS.append(einsum("BKRCS,BKRCd->BKdS", ds_BKRCS, q_BKRCGd[..., g, :]))
-            dq_BKRCd.append(einsum("BSKd,BKRCS->BKRCd", k_BSKGd[..., g, :], ds_BKRCS).astype(dtype))
-        dk_BSKGd += jnp.moveaxis(jnp.stack(dk_BKdS, axis=2), 4, 1)
-        dv_BSKE += jnp.moveaxis(dv_BKES, 3, 1)
-        dq_BCKRGd = jnp.moveaxis(jnp.stack(dq_BKRCd, axis=4), 3, 1)
-        dlam_BCKR = None if G == 1 else -jnp.moveaxis(deltas_BKRC1[1][..., 0], 3, 1)
-        return (dk_BSKGd, dv_BSKE), (dq_BCKRGd, dlam_BCKR)
+            dq_BKRCd.append(einsum("BSKd,BKRCS->BKRCd", k_BSKGd[:, keys, :, g], ds_BKRCS).astype(dtype))
+        dk_BSKGd = dk_BSKGd.at[:, keys].add(jnp.moveaxis(jnp.stack(dk_BKdS, axis=2), 4, 1))
+        dv_BSKE = dv_BSKE.at[:, keys].add(jnp.moveaxis(dv_BKES, 3, 1))
+        return (dk_BSKGd, dv_BSKE), (jnp.moveaxis(jnp.stack(dq_BKRCd, axis=4), 3, 1), dlam_BCKR)
 
-    zeros = (jnp.zeros_like(k_BSKGd, jnp.float32), jnp.zeros_like(v_BSKE, jnp.float32))
-    all_chunks = chunks(segment_ids_BT, sharding, q=q_BTHGd, lam=lam_BTH, lse=saved.by_token[0], dout=dout_BTHE)
-    (dk_BSKGd, dv_BSKE), (dq, dlam) = jax.lax.scan(chunk, zeros, all_chunks)
-    dlam_BTH = None if dlam is None else joined(dlam, T).reshape(B, T, H)
-    dq_BTHGd = joined(dq, T).reshape(q_BTHGd.shape)
+    carry, spans = (jnp.zeros_like(k_BSKGd, jnp.float32), jnp.zeros_like(v_BSKE, jnp.float32)), []
+    by_query = {"q": q_BTHGd, "lam": lam_BTH, "lse": saved.by_token[0], "out": out_BTHE, "dout": dout_BTHE}
+    for queries, keys in _spans(T, window, sharding):
+        arrays = chunks(segment_ids_BT, sharding, queries=queries, **by_query)
+        carry, span = jax.lax.scan(functools.partial(chunk, keys), carry, arrays)
+        spans.append(span)
+    dk_BSKGd, dv_BSKE = carry
+    dq_BTKRGd, dlam_BTKR = _joined_spans(spans, T)
+    dlam_BTH = None if dlam_BTKR is None else dlam_BTKR.reshape(B, T, H)
+    dq_BTHGd = dq_BTKRGd.reshape(q_BTHGd.shape)
     return dq_BTHGd, dk_BSKGd.astype(k_BSKGd.dtype), dv_BSKE.astype(v_BSKE.dtype), dlam_BTH
 
 
@@ -122,45 +143,44 @@ def weighted_attention(
 
 
 def masked_logits(
-    arrays: dict[str, Any], k_BSKGd: jax.Array, segment_ids_BT: jax.Array | None, window: int | None
+    arrays: dict[str, Any],
+    k_BSKGd: jax.Array,
+    segment_ids_BT: jax.Array | None,
+    window: int | None,
+    keys: slice = slice(None),
 ) -> list[jax.Array]:
     """Return the scaled and masked logits of one chunk of queries for each group, float32 `[B, K, R, C, S]`.
 
-    The groups are separate arrays, because stacking them copies all logits.
+    `keys` are the keys which the queries can see. The groups are separate arrays, because stacking them copies all
+    logits.
     """
     S, K, G, d = k_BSKGd.shape[1:]
+    k_BSKGd = k_BSKGd[:, keys]
     # The barrier makes the mask depend on the queries. Otherwise JAX would compute the masks of all chunks, T × T in
     # size, once before the scan over layers.
     arrays = jax.lax.optimization_barrier(
         {name: arrays[name] for name in ("q", "position", "segment") if name in arrays}
     )
     q_BKRCGd, position_C = split_heads(arrays["q"], K), arrays["position"]
-    query_C1, key_1S = position_C[:, None], jnp.arange(S)[None]
+    query_C1, key_1S = position_C[:, None], jnp.arange(S)[keys][None]
     seen_BCS = (key_1S <= query_C1)[None]
     if window is not None:
         seen_BCS &= (query_C1 - key_1S < window)[None]
     if segment_ids_BT is not None:
-        seen_BCS = seen_BCS & (arrays["segment"][:, :, None] == segment_ids_BT[:, None, :])
+        seen_BCS = seen_BCS & (arrays["segment"][:, :, None] == segment_ids_BT[:, None, keys])
     logits_BKRCS = [einsum("BSKd,BKRCd->BKRCS", k_BSKGd[..., g, :], q_BKRCGd[..., g, :]) * d**-0.5 for g in range(G)]
     return [jnp.where(seen_BCS[:, None, None], one_BKRCS, MASKED) for one_BKRCS in logits_BKRCS]
 
 
-def _softmax(logits_BKRCS: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the softmax over the keys, `[B, K, R, C, S]`, and the log-sum-exps, `[B, K, R, C]`.
+def _exp(logits_BKRCS: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return exp(logits - maximum), its sum over the keys, `[B, K, R, C, 1]`, and the log-sum-exps, `[B, K, R, C]`.
 
     Each exponential is computed once. With `jax.nn.logsumexp`, XLA computes it again for the weights.
     """
     largest_BKRC1 = jnp.max(logits_BKRCS, axis=-1, keepdims=True)
     exp_BKRCS = jnp.exp(logits_BKRCS - largest_BKRC1)
     total_BKRC1 = jnp.sum(exp_BKRCS, axis=-1, keepdims=True)
-    return exp_BKRCS / total_BKRC1, (jnp.log(total_BKRC1) + largest_BKRC1)[..., 0]
-
-
-def _weighted_sum(p_BKRCS: Sequence[jax.Array], arrays: dict[str, Any], kv_heads: int) -> jax.Array:
-    """Return P1 - λ P2, or P1 for softmax attention, which has no λ."""
-    if "lam" not in arrays:
-        return p_BKRCS[0]
-    return p_BKRCS[0] - split_heads(arrays["lam"], kv_heads)[..., None] * p_BKRCS[1]
+    return exp_BKRCS, total_BKRC1, (jnp.log(total_BKRC1) + largest_BKRC1)[..., 0]
 
 
 def split_heads(x_BCH: jax.Array, kv_heads: int) -> jax.Array:
@@ -169,33 +189,45 @@ def split_heads(x_BCH: jax.Array, kv_heads: int) -> jax.Array:
     return jnp.moveaxis(x_BCH.reshape(B, C, kv_heads, H // kv_heads, *others), 1, 3)
 
 
+def _spans(tokens: int, window: int | None, sharding: SequenceSharding | None) -> list[tuple[slice, slice]]:
+    """Return spans of queries, and the keys that each of them can see. The shards of a row are not split further."""
+    if sharding is not None or tokens < SPLIT_TOKENS:
+        return [(slice(None), slice(None))]
+    half = tokens // 2
+    first_key = 0 if window is None else max(0, half - window + 1)
+    return [(slice(half), slice(half)), (slice(half, None), slice(first_key, None))]
+
+
 def chunks(
     segment_ids_BS: jax.Array | None,
     sharding: SequenceSharding | None,
     groups: int = 1,
     /,
+    *,
+    queries: slice = slice(None),
     **arrays_BT: jax.Array | None,
 ) -> dict[str, Any]:
     """Split arrays `[B, T, …]` with one entry per query into chunks `[N, B, C, …]`. Zeros pad the last chunk.
 
-    One array must be "q". The result also has the positions of the queries in their rows, "position" `[N, C]`, and
-    "segment" `[N, B, C]` if there are segment ids. A chunk has at most `CHUNK_WEIGHTS` / `groups` pairs of tokens.
+    `queries` selects a part of the queries. One array must be "q". The result also has the positions of the queries in
+    their rows, "position" `[N, C]`, and "segment" `[N, B, C]` if there are segment ids. A chunk has at most
+    `CHUNK_WEIGHTS` / `groups` pairs of tokens.
     """
     present = {name: x_BT for name, x_BT in arrays_BT.items() if x_BT is not None}
     T = present["q"].shape[1]
     keys = T if sharding is None else T * sharding.devices
-    size = min(T, max(1, CHUNK_WEIGHTS // (keys * groups)))
-    count = -(-T // size)
-    position_T = jnp.arange(T) if sharding is None else sharding.positions(T)
+    position_T = (jnp.arange(T) if sharding is None else sharding.positions(T))[queries]
+    size = min(position_T.size, max(1, CHUNK_WEIGHTS // (keys * groups)))
+    count = -(-position_T.size // size)
 
     def in_chunks(x_BT: jax.Array) -> jax.Array:
         padded = pad_to(x_BT, count * size, axis=1)
         return jnp.moveaxis(padded.reshape(x_BT.shape[0], count, size, *x_BT.shape[2:]), 1, 0)
 
-    arrays: dict[str, Any] = {name: in_chunks(x_BT) for name, x_BT in present.items()}
+    arrays: dict[str, Any] = {name: in_chunks(x_BT[:, queries]) for name, x_BT in present.items()}
     arrays["position"] = in_chunks(position_T[None])[:, 0]
     if segment_ids_BS is not None:
-        arrays["segment"] = in_chunks(segment_ids_BS if sharding is None else segment_ids_BS[:, position_T])
+        arrays["segment"] = in_chunks(segment_ids_BS[:, queries] if sharding is None else segment_ids_BS[:, position_T])
     return arrays
 
 
@@ -203,3 +235,13 @@ def joined(x_NBC: jax.Array, tokens: int) -> jax.Array:
     """Concatenate chunks `[N, B, C, …]` to `[B, T, …]` and drop the padding."""
     x_BNC = jnp.moveaxis(x_NBC, 0, 1)
     return x_BNC.reshape(x_BNC.shape[0], -1, *x_BNC.shape[3:])[:, :tokens]
+
+
+def _joined_spans(spans: Sequence[Any], tokens: int) -> Any:
+    """Concatenate the arrays of spans, each in chunks `[N, B, C, …]`, to `[B, T, …]`."""
+    lengths = [tokens] if len(spans) == 1 else [tokens // 2, tokens - tokens // 2]
+    in_order = [
+        jax.tree.map(functools.partial(joined, tokens=length), span)
+        for span, length in zip(spans, lengths, strict=True)
+    ]
+    return jax.tree.map(lambda *x_BT: jnp.concatenate(x_BT, axis=1), *in_order)

@@ -119,13 +119,13 @@ def test_running_twice_gives_the_same_bits(backend):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("elements", [40, 33 * 33 - 1])
-def test_chunks_do_not_change_the_result(monkeypatch, elements):
-    arguments = (*inputs(lam="per token", segments=True, K=2), 9)
+@pytest.mark.parametrize(("window", "elements", "split"), [(9, 33 * 40, 20), (None, 33 * 5, 20), (9, 40, 99)])
+def test_chunks_and_spans_do_not_change_the_result(monkeypatch, window, elements, split):
+    arguments = (*inputs(lam="per token", segments=True, K=2), window)
     whole = output_and_gradients("xla", *arguments)
     jax.clear_caches()
     monkeypatch.setattr(xla, "CHUNK_WEIGHTS", elements)
+    monkeypatch.setattr(xla, "SPLIT_TOKENS", split)
     for name, a, b in zip(NAMES, output_and_gradients("xla", *arguments), whole, strict=True):
         assert relative_error(a, b) < TOLERANCE["float32"], name
     jax.clear_caches()
