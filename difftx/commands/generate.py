@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -139,15 +140,15 @@ def _complete_file(
     options: argparse.Namespace,
 ) -> None:
     """Complete all prompts. Write the completions to --out or stdout, in the order of the prompts."""
-    from difftx.inference.generate import generate
+    from difftx.inference.generate import REQUESTS_PER_ROW, generate
 
-    # Put prompts of similar lengths into a batch, because a batch takes as long as its longest row.
+    # Put prompts of similar lengths into a batch, because the longest one determines the size of its cache.
     order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt))
     done: dict[int, dict[str, Any]] = {}
     with Work(enabled=multihost.is_primary()) as work, work.task("prompts", len(requests)) as advance:
-        for start in range(0, len(order), options.batch_rows):
-            batch = order[start : start + options.batch_rows]
-            completions = generate(lm, [requests[i] for i in batch], sampling, stop=options.stop)
+        for batch in itertools.batched(order, options.batch_rows * REQUESTS_PER_ROW):
+            rows = options.batch_rows
+            completions = generate(lm, [requests[i] for i in batch], sampling, stop=options.stop, batch_rows=rows)
             for i, completion in zip(batch, completions, strict=True):
                 done[i] = records[i].values | {
                     "seed": requests[i].seed,

@@ -21,7 +21,7 @@ from difftx.evals import check_suites
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Better, LineChart, Number, Result, Series
 from difftx.evals.suite import Suite
-from difftx.inference.generate import Request, generate
+from difftx.inference.generate import REQUESTS_PER_ROW, Request, generate
 from difftx.inference.sampling import Sampling, derived_seed
 from difftx.storage.paths import path_of
 from difftx.training.run import Run
@@ -288,9 +288,10 @@ def _plain(answer: str) -> str:
 def _answers(evaluation: Evaluation, task: str, items: Sequence[MathItem]) -> list[tuple[MathItem, dict[str, Any]]]:
     temperature = evaluation.run.config.eval.math.temperature
     sampling = Sampling(repetition_penalty=None, temperature=temperature, top_k=None, top_p=None)
+    rows = evaluation.run.microbatch_rows
 
     def answer(batch: Sequence[MathItem]) -> list[dict[str, Any]]:
-        completions = generate(evaluation.lm, batch, sampling, stop=STOP)
+        completions = generate(evaluation.lm, batch, sampling, stop=STOP, batch_rows=rows)
         return [
             {
                 "text": completion.text,
@@ -301,7 +302,8 @@ def _answers(evaluation: Evaluation, task: str, items: Sequence[MathItem]) -> li
             for item, completion in zip(batch, completions, strict=True)
         ]
 
-    return list(evaluation.answers(items, answer, what=f"problems of {task}"))
+    what, batch_items = f"problems of {task}", rows * REQUESTS_PER_ROW
+    return list(evaluation.answers(items, answer, what=what, batch_items=batch_items))
 
 
 SUITE = Suite(

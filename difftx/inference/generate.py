@@ -15,6 +15,10 @@ from difftx.inference import decode
 from difftx.inference.decode import LanguageModel, Rows
 from difftx.inference.sampling import Sampling
 
+# Requests per row of the batch in a call of `generate` by commands and suites. Rows that end early are refilled, but a
+# kill loses the whole call.
+REQUESTS_PER_ROW = 4
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
