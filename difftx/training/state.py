@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 
 from difftx.config import Config
 from difftx.data.loader import Batch
-from difftx.model.abstract import one_abstract_device
+from difftx.model.abstract import one_abstract_device, vector_mask
 from difftx.model.decoder import Decoder
 from difftx.parallel.layout import BATCH, Layout
 from difftx.training.loss import batch_loss
@@ -98,20 +98,21 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
         return (nll, z_loss), stats, grads
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        params = _cast_layers(config, state.params)
         if config.train.accumulation == 1:
-            (nll, z_loss), stats, grads = sums_and_grad(state.params, batch)
+            (nll, z_loss), stats, grads = sums_and_grad(params, batch)
         else:
 
             def add(total: Any, microbatch: Batch):
-                sums, stats, grads = sums_and_grad(state.params, microbatch)
-                return jax.tree.map(jnp.add, total, (sums, grads)), stats
+                sums, stats, grads = sums_and_grad(params, microbatch)
+                return jax.tree.map(lambda total, x: total + x.astype(total.dtype), total, (sums, grads)), stats
 
             zero = ((jnp.zeros(()), jnp.zeros(())), jax.tree.map(jnp.zeros_like, state.params))
             microbatches = split_microbatches(batch, config.train.accumulation)
             ((nll, z_loss), grads), stats = jax.lax.scan(add, zero, microbatches)
             stats = jax.tree.map(lambda s: jnp.mean(s, axis=0), stats)
         tokens = jnp.sum(batch.loss_mask_BT)
-        grads = jax.tree.map(lambda g: g / jnp.maximum(tokens, 1.0), grads)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32) / jnp.maximum(tokens, 1.0), grads)
         loss, grad_norm = nll / tokens, optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         # optax requires implicit promotion of dtypes.
@@ -137,6 +138,18 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
         return TrainState(state.step + 1, params, opt_state, ema), metrics
 
     return step
+
+
+def _cast_layers(config: Config, params: Any) -> Any:
+    """Return the parameters with the layers' matrices in the compute dtype.
+
+    A layer casts them anyway, so their gradients have this dtype, and no result changes. The stacked gradients of all
+    layers then take half of the memory that they would take in float32.
+    """
+    dtype, mask = config.model.compute_dtype, vector_mask(config.model)["blocks"]
+    return params | {
+        "blocks": jax.tree.map(lambda x, is_vector: x if is_vector else x.astype(dtype), params["blocks"], mask)
+    }
 
 
 def updated_average(average: Any, params: Any, decay: float, updates: jax.Array) -> Any:

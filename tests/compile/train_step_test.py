@@ -26,6 +26,7 @@ from difftx.inference.sampling import GREEDY
 from difftx.kernels import api, cudnn
 from difftx.launch.estimate import estimate, trace_step
 from difftx.launch.topology import CUDNN_VERSION, find_devices, parse_topology
+from difftx.model.abstract import vector_mask
 from difftx.parallel.mesh import make_mesh
 from difftx.training.state import init_params
 from difftx.training.workload import attention_kernel
@@ -77,6 +78,21 @@ def test_the_step_on_hopper_has_all_three_kernels(config):
     c = override(sharded(config), {"model.attention_implementation": "pallas_gpu"})
     text = compiled_step(c, devices)
     assert text.count('custom_call_target="mosaic_gpu_v2"') >= 3  # Forward, dK/dV, dQ, and kernels that remat repeats.
+
+
+@h200.needs_plugin
+def test_the_loops_over_layers_have_matrices_and_their_gradients_in_bfloat16(config):
+    c = override(sharded(config), {"mesh.fsdp": "1", "mesh.tensor": "1", "model.num_layers": "9"})
+    text = compiled_step(c, devices := find_devices(parse_topology("h100:1")))
+    layer_loops = [line for line in text.splitlines() if " while(" in line and "bf16[9," in line]
+    assert len(layer_loops) == 2  # Forward and backward.
+    with jax.set_mesh(make_mesh(c.mesh, devices)):
+        weights = jax.eval_shape(lambda: init_params(c))["blocks"]
+    is_vector = jax.tree.leaves(vector_mask(c.model)["blocks"])
+    for weight in [w for w, is_vector in zip(jax.tree.leaves(weights), is_vector, strict=True) if not is_vector]:
+        shape = ",".join(map(str, weight.shape))
+        assert all(f"bf16[{shape}]" in loop for loop in layer_loops)
+        assert not any(f"f32[{shape}]" in loop for loop in layer_loops)
 
 
 @h200.needs_plugin
