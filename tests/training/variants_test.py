@@ -29,7 +29,7 @@ FOUR_KV_HEADS = {"model__num_heads": 12}  # Four devices share the KV heads. By 
 # The output of a token that sees only itself is tanh(z) v. Its head norm hardly depends on z, so the float32 gradient
 # of a small z is ill-conditioned. A large epsilon reduces the errors from 1e-4 to 1e-5.
 LARGE_HEAD_NORM_EPS = {"model__head_norm_eps": 1.0}
-OF_VARIANT = {"gda": FOUR_KV_HEADS, "signed_mask": LARGE_HEAD_NORM_EPS}
+OF_VARIANT = {"gda": FOUR_KV_HEADS, "motif": FOUR_KV_HEADS, "signed_mask": LARGE_HEAD_NORM_EPS}
 ROWS, TOKENS = 2, 7
 
 
