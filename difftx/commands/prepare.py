@@ -82,7 +82,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.max_tokens is not None and options.max_tokens % 1:
         raise UserError(f"--max_tokens={options.max_tokens}: must be a whole number, such as 100000 or 2e9")
     if options.max_tokens is not None and options.runner != LOCAL:
-        raise UserError(f"--max_tokens={options.max_tokens}: only --runner={LOCAL} reads a part of the input")
+        raise UserError(f"--max_tokens={options.max_tokens:.0f}: only --runner={LOCAL} reads a part of the input")
     if options.messages_field is not None and options.prompt_field is not None:
         raise UserError("--messages_field and --prompt_field are both set; a conversation has its own prompts")
     if options.date is not None and options.messages_field is None:

@@ -217,7 +217,7 @@ REFUSED = {
     "a model": ("org/bad/**", {}, [], "write hf://datasets/ORG/NAME@REVISION/PATTERN, such as"),
     "a bucket": ("buckets/org/bad/**", {}, [], "write hf://datasets/ORG/NAME@REVISION/PATTERN, such as"),
     "odd name": ("datasets/org/b..ad/**", {}, [], "Cannot have -- or .. in repo_id"),
-    "unknown": ("datasets/org/none/**", {}, [], "the hub shows no org/none to this account; check the name; if it is"),
+    "unknown": ("datasets/org/none/**", {}, [], "the hub shows no org/none to this account; check the name, or log"),
     "revision": ("datasets/org/bad@v9/**", {}, [], "org/bad has no revision 'v9'; name a branch, a tag or a commit"),
     "folder": ("datasets/org/bad/none/*", {}, [], "org/bad has no such file or folder; check the path"),
     "pattern": ("datasets/org/bad/**/*.csv", {}, [], "no file of commit "),
@@ -226,7 +226,7 @@ REFUSED = {
         "datasets/org/bad/a.txt",
         {"resolve": 401},
         [],
-        "log in with `hf auth login`, and give the token acc",
+        "(HTTP 401); log in with `hf auth login`, and check",
     ),
     "broken hub": (
         "datasets/org/bad/**",

@@ -353,12 +353,11 @@ def validation_start(text: bytes, share: float) -> int:
 def _read_parquet(source: Source, fields: Fields, position: int) -> Iterator[Chunk]:
     pyarrow, parquet = import_extra("pyarrow", "parquet"), import_extra("pyarrow.parquet", "parquet")
     try:
-        file, options = source.files[0], {"page_checksum_verification": True}
-        if isinstance(file, HubFile):
-            # Otherwise, pyarrow would read the column of a row group at once, however large it is.
-            table = parquet.ParquetFile(hub.HubReader(file), buffer_size=hub.REQUEST_BYTES, pre_buffer=False, **options)
-        else:
-            table = parquet.ParquetFile(open_file(file) if is_bucket(file) else file, **options)
+        file: Any = source.files[0]
+        opened = hub.HubReader(file) if isinstance(file, HubFile) else open_file(file) if is_bucket(file) else file
+        # Without a buffer, pyarrow would read the column of a row group as a whole, however large it is.
+        options = {"buffer_size": hub.REQUEST_BYTES, "pre_buffer": False, "page_checksum_verification": True}
+        table = parquet.ParquetFile(opened, **options)
         total, names = table.metadata.num_rows, table.schema_arrow.names
         counts = [table.metadata.row_group(index).num_rows for index in range(table.num_row_groups)]
         starts = [0, *itertools.accumulate(counts)]
