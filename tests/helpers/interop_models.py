@@ -50,10 +50,15 @@ def config_of(config, name):
     return config(architecture, **{f"model__{field}": value for field, value in fields.items()})
 
 
-def exported(config, mesh, name, folder, format_="hf"):
-    """Return the model, the directory of its run, and the exported folder."""
+def exported(config, mesh, name, folder, format_="hf", value_width=None):
+    """Return the model, the directory of its run, and the exported folder.
+
+    `value_width` replaces the width of the heads of values.
+    """
     architecture, fields = MODELS[name]
     fields = {"compute_dtype": "float32"} | fields
+    if value_width is not None:
+        fields |= {"head_dim": value_width // (2 if architecture in ("diff", "gda") else 1)}
     lm = language_model(config, mesh, architecture, **{f"model__{field}": value for field, value in fields.items()})
     folder.mkdir(exist_ok=True)
     workdir = run_of(lm, folder / "run")

@@ -1,0 +1,95 @@
+"""Exported folders in vLLM, on the CPU. Run with `make engines`."""
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from helpers.inference_models import prompts_of
+from helpers.interop_folders import export
+from helpers.interop_models import SERVABLE, exported
+
+import difftx
+from difftx.inference.generate import Request, generate
+from difftx.inference.sampling import GREEDY
+
+PYTHON = os.environ.get("ENGINES_PYTHON", "")
+pytestmark = pytest.mark.skipif(not PYTHON, reason="make engines installs vLLM, and runs these tests with it")
+
+PROMPTS = prompts_of(range(3, 23))
+NEW_TOKENS = 24
+END_OF_TEXT = 256  # All tokens of text are smaller.
+BFLOAT16 = ("diff", "zero_branch", "dex")  # Models with λ vectors or λ.
+TWO = {"distributed_executor_backend": "mp"}
+SHARDED = {
+    "two pipeline stages": ("diff", TWO | {"pipeline_parallel_size": 2}),
+    "two tensor-parallel ranks": ("zero_branch", TWO | {"tensor_parallel_size": 2}),
+}
+
+
+@pytest.fixture(scope="session")
+def greedy(config, mesh_of, tmp_path_factory):
+    """Return difftx's greedy tokens by model, and the results of vLLM by task, from one process."""
+    folder = tmp_path_factory.mktemp("engines")
+    ours, tasks = {}, {}
+
+    def add(task, name, **options):
+        where = {"folder": str(folder / name / "hf"), "prompts": PROMPTS, "new_tokens": NEW_TOKENS}
+        tasks[task] = where | {"vocabulary": END_OF_TEXT + 1, "options": {"dtype": "float32"} | options}
+
+    for name in (*SERVABLE, "top_k"):
+        # vLLM's attention on CPUs has heads of 32 channels, and no narrower ones.
+        lm, _, _ = exported(config, mesh_of(), name, folder / name, value_width=32)
+        requests = [Request(prompt=prompt, new_tokens=NEW_TOKENS, seed=0) for prompt in PROMPTS]
+        ours[name] = [completion.tokens for completion in generate(lm, requests, GREEDY)]
+        add(name, name)
+    for name in BFLOAT16:
+        add(f"{name} in bfloat16", name, dtype="bfloat16")
+    for task, (name, options) in SHARDED.items():
+        add(task, name, **options)
+    (folder / "tasks.json").write_text(json.dumps(tasks))
+    command = [PYTHON, Path(__file__).with_name("in_vllm.py"), folder / "tasks.json", folder / "results.json"]
+    subprocess.run(command, check=True, cwd=folder)
+    return ours, json.loads((folder / "results.json").read_text())
+
+
+@pytest.mark.parametrize("task", [*SERVABLE, *SHARDED])
+def test_vllm_writes_the_greedy_text_of_difftx(greedy, task):
+    ours, results = greedy
+    theirs = [[token for token in tokens if token != END_OF_TEXT] for tokens in results[task]["tokens"]]
+    assert theirs == ours[SHARDED.get(task, (task,))[0]]
+    assert sum(map(len, theirs)) > 10 * len(theirs)
+
+
+@pytest.mark.parametrize("name", BFLOAT16)
+def test_vllm_keeps_lambda_in_float32(greedy, name):
+    dtypes = greedy[1][f"{name} in bfloat16"]["dtypes"]
+    kept = {name for name, dtype in dtypes.items() if dtype == "torch.float32"}
+    assert kept == {name for name in dtypes if "lambda" in name or name.endswith("progress")} != set()
+    assert {dtypes[name] for name in dtypes.keys() - kept} == {"torch.bfloat16"}
+
+
+def test_vllm_refuses_a_model_that_is_not_servable(greedy):
+    assert "attention" in greedy[1]["top_k"]["error"]
+
+
+def test_the_documented_command_serves_the_texts_of_difftx(tmp_path):
+    """Compare texts of a trained model by the script for GPUs, with the command of docs/serving.md."""
+    difftx.train("quickstart:diff", tmp_path / "run", steps=30)
+    folder = export(tmp_path / "run", tmp_path / "mine-hf")
+    page = (ROOT / "docs" / "serving.md").read_text()
+    (serve,) = (line for line in page.splitlines() if line.startswith("vllm serve"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = [sys.executable, ROOT / "benchmarks" / "served_texts.py", folder.name, f"--port={port}", "--"]
+    command = [Path(PYTHON).with_name("vllm"), *shlex.split(serve)[1:], "--dtype=float32", "--max-model-len=256"]
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    done = subprocess.run([*script, *command], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+    assert "20 of 20 greedy texts are equal" in done.stdout
+    assert done.returncode == 0
