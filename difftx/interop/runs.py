@@ -70,7 +70,8 @@ def import_run(
     """
     format_, module, described = _read_model(source, format_)
     if verify and format_ == "motif":
-        raise UserError("--verify: transformers has no MotifForCausalLM, and difftx executes no code of a folder")
+        why = "transformers has no MotifForCausalLM, and difftx executes no code of a folder"
+        raise UserError(f"--verify: {why}; leave the flag out")
     fields = determined_fields(module, described)
     chosen = config.model
     if dex_heads is not None:

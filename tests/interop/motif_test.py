@@ -49,7 +49,8 @@ MODELS = {
     "motif_2": TINY
     | {"num_attention_heads": 20, "num_key_value_heads": 4, "num_noise_heads": 4, "k_ratio": 1, "head_dim": 6},
 }
-# From the models' pages. Published totals are 2.6 and 12.7 billion.
+# Sizes of Motif-2.6B and Motif-2-12.7B, whose published totals are 2.6 and 12.7 billion. mlx-motif states the widths of
+# the projections. The vocabulary is not in the sources of these tests.
 PUBLISHED = {
     2_597_218_432: COMMON
     | {"vocab_size": 219_520, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 32}
