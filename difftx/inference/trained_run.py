@@ -106,11 +106,11 @@ class TrainedRun:
             # As many rows as an evaluation on one device, because another number could round otherwise.
             count = min(self.config.batch_rows // self.config.train.accumulation, max(1, BATCH_TOKENS // length))
             for batch in itertools.batched(indices, count):
-                arrays: dict[str, np.ndarray] = {"loss_mask": np.ones((count, length), np.float32)}
-                arrays |= {name: np.zeros((count, length), np.int32) for name in ("tokens", "targets")}
+                tokens_BT = np.zeros((count, length + 1), np.int32)
                 for place, index in enumerate(batch):
-                    arrays["tokens"][place, : len(rows[index]) - 1] = rows[index][:-1]
-                    arrays["targets"][place, : len(rows[index]) - 1] = rows[index][1:]
+                    tokens_BT[place, : len(rows[index])] = rows[index]
+                arrays = {"tokens": tokens_BT[:, :-1], "targets": tokens_BT[:, 1:]}
+                arrays["loss_mask"] = np.ones((count, length), np.float32)
                 sharding = jax.NamedSharding(self._lm.mesh, Layout().act_BT)
                 with jax.set_mesh(self._lm.mesh):
                     scored = batch_scores(graph(self.config), self._lm.params, make_batch(arrays, count, sharding))

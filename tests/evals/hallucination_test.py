@@ -6,9 +6,8 @@ import types
 
 import numpy as np
 import pytest
-from conftest import TINY, child_environment, suite_config
-from helpers.chat_server import KEY, ChatServer, completion, verdict_on
-from helpers.command_server import commands
+from conftest import suite_config
+from helpers.chat_server import KEY, ChatServer
 from helpers.evals_answers import Writer
 from helpers.evals_examples import long_bench, set_of, write_lines
 
@@ -204,47 +203,3 @@ def test_a_judge_without_a_key_is_refused(folder, tmp_path, monkeypatch):
     run = Run.open(override(config, {"eval.hallucination.judge_model": "gpt-4o"}), tmp_path)
     with pytest.raises(UserError, match=r"eval.judge.key_variable='OPENAI_API_KEY': this environment variable is not"):
         evals.check_run(run, ["hallucination"])
-
-
-@pytest.mark.long
-def test_eval_killed_while_it_judges_pays_for_nothing_twice(folder, tmp_path):
-    """Send SIGKILL to a real process with a real checkpoint and server, and run the same command again."""
-    environment = child_environment(1) | {"OPENAI_API_KEY": KEY}
-
-    fields = TINY | {"data.sequence_length": 256, "train.steps": 2, "train.global_batch_tokens": 2048}
-    fields |= {"data.path": f"{folder}/text.txt", "eval.loss_tokens": 512, "optimizer.warmup_steps": 1}
-    flags = [f"--config.{name}={value}" for name, value in fields.items()]
-    train = ["train.py", "--config=configs/quickstart.py:diff", f"--workdir={tmp_path}/run", *flags]
-    done = commands().run(train, environment=environment)
-    assert done.returncode == 0, done.stderr
-
-    def behave(number, prompt):
-        return {"hang": True} if number == 5 else {"reply": completion(verdict_on(prompt))}
-
-    with ChatServer(behave) as server:
-        settings = {"hallucination.sets": json.dumps([set_of(folder, new_tokens=8)]), "hallucination.samples": 12}
-        settings |= {"hallucination.judge_model": "gpt-4o", "judge.base_url": server.url, "judge.concurrency": 1}
-        evaluate = ["eval.py", f"--workdir={tmp_path}/run", "--suite=hallucination"]
-        evaluate += [f"--eval.{name}={value}" for name, value in settings.items()]
-        log = tmp_path / "killed.log"
-        process = commands().start(evaluate, stdout=log, stderr=log, environment=environment)
-        assert server.reached.wait(300), log.read_text()
-        process.kill()
-        process.wait()
-        printed = log.read_text()
-        charged = dict(server.charged)
-        assert len(charged) == 5
-        server.behave = lambda number, prompt: None
-        done = commands().run(evaluate, environment=environment)
-        assert done.returncode == 0, done.stderr
-        result = json.loads((tmp_path / "run" / "evals" / "hallucination" / "2.json").read_text())
-        entries = list(result["details"]["sets"]["qa"].values())
-        given = [entry for entry in entries if entry["answer"]]
-        assert len(entries) == 12
-        assert len({body["messages"][0]["content"] for body in server.asked}) == len(server.asked) - 1 == len(given)
-        assert set(server.charged.values()) == {1}
-        assert f"{len(given)} verdicts, {len(given) - 5} of them to be asked" in done.stdout
-        assert "qa_accuracy_by_judge_gpt_4o" in done.stdout
-        printed += done.stdout + done.stderr
-    written = [path.read_bytes().decode(errors="replace") for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    assert KEY not in printed + "".join(written)

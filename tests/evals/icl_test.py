@@ -120,27 +120,6 @@ def evaluated(config, workdir):
     return evals.evaluate(Run.open(config, workdir), None, 3, ["icl"])["icl"]
 
 
-def test_an_oracle_scores_1_and_a_uniform_answer_chance(folder, tmp_path, monkeypatch):
-    tasks = [task_of(folder), task_of(folder, name="fine", label="fine")]
-    config = config_of(folder, *tasks, permutations=3, questions=60)
-    answers = {record["text"]: record for record in examples(60, 1)}
-    Chooser(monkeypatch, lambda seen, question, names: answers[question]["fine" if len(names) > 6 else "coarse"])
-    result = evaluated(config, tmp_path / "oracle")
-    for task in ("trec", "fine"):
-        for order in ("random", "alternating"):
-            assert result.numbers[f"{task}_{order}_accuracy"] == 1
-            assert result.numbers[f"{task}_{order}_margin"] == 0
-    assert result.numbers["trec_shots"] == result.details["tasks"]["trec"]["shots_that_fit"] > 10
-    assert result.details["tasks"]["fine"]["labels"] > 12
-
-    rng = np.random.default_rng(0)
-    config = config_of(folder, permutations=40, questions=60, shots=10)
-    Chooser(monkeypatch, lambda seen, question, names: rng.choice(names))
-    result = evaluated(config, tmp_path / "uniform")
-    for order in ("random", "alternating"):  # 2,400 answers each.
-        assert result.numbers[f"trec_{order}_accuracy"] == pytest.approx(1 / 6, abs=4 * np.sqrt(5 / 36 / 2400))
-
-
 def test_margins_and_curves_by_brute_force(folder, tmp_path, monkeypatch):
     """The model always repeats the label of the first demonstration, so only the order matters."""
     Chooser(monkeypatch, lambda seen, question, names: seen[0][1])

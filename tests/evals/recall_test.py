@@ -68,21 +68,6 @@ def test_hits_are_those_of_brute_force(tmp_path_factory, documents, packing, doc
         assert is_hit(rows[i], counts_of(train), limit, END).tolist() == expected
 
 
-def test_hits_are_repeated_bigrams_that_are_rare_in_training():
-    """The documents are 1 2 1 2 1 END and 1 2 3 END. With a mask, hits repeat "1 2" or "2 1" of their own document."""
-    documents = [[1, 2, 1, 2, 1, END], [1, 2, 3, END]]
-    store = TokenStore(np.array([*documents[0], *documents[1]], np.uint16), np.array([0, 6, 10], np.uint64))
-
-    def hits(train, limit, **options):
-        row = PackedRows(store, sequence_length=9, packing="concat", cache_path="", **options)[0]
-        return np.flatnonzero(is_hit(row, counts_of(train), limit, END)).tolist()
-
-    assert hits({}, 0, document_mask=True) == [2, 3]
-    assert hits({}, 0, document_mask=False) == [2, 3, 6]  # "1 2" is in the first document, too.
-    assert hits({(1, 2): 5}, 5, document_mask=False) == [2, 3, 6]
-    assert hits({(1, 2): 6}, 5, document_mask=False) == [3]  # "1 2" is too frequent in the training text.
-
-
 @pytest.mark.parametrize(("packing", "document_mask"), [("concat", False), ("best_fit", True)])
 def test_both_slices_by_brute_force(config, tmp_path, monkeypatch, packing, document_mask):
     for i in range(60):

@@ -3,15 +3,11 @@
 import json
 
 import pytest
-from conftest import ROOT, TINY, child_environment
-from helpers.command_server import commands
 from helpers.evals_params import one_device, random_params
 from helpers.evals_results import chance_of
-from helpers.report_runs import save_run
 
 from difftx.commands.data import main as data_command
 from difftx.commands.prepare import main as prepare
-from difftx.config.recipes import load_config
 from difftx.errors import UserError
 from difftx.evals import held_out
 from difftx.evals import run as evals
@@ -125,24 +121,3 @@ def test_training_documents_are_refused(config, stores, tmp_path, monkeypatch, c
 def test_only_suites_of_text_run_on_the_test_text(config):
     with pytest.raises(UserError, match=r"eval\.test\.suites"):
         config(eval__test__suites="sample")
-
-
-@pytest.mark.long
-def test_the_suite_test_evaluates_the_text_of_its_path(stores, tmp_path):
-    changes = {"data.path": str(stores / "valid"), "eval.loss_tokens": "500", "mesh.fsdp": "8"}
-    run = save_run(load_config(f"{ROOT}/configs/quickstart.py:diff", TINY | changes), tmp_path / "run", (6,))
-
-    def evaluate(*flags):
-        return commands().run(["eval.py", f"--workdir={run.workdir}", *flags], environment=child_environment(8))
-
-    mistake = evaluate("--suite=test")
-    assert mistake.returncode == 2
-    assert "eval.test.path is not set" in mistake.stderr
-    for suite in ("loss", "test"):
-        done = evaluate(f"--suite={suite}", f"--eval.test.path={stores / 'test'}")
-        assert done.returncode == 0, done.stderr
-    loss, test = (json.loads((run.workdir / "evals" / suite / "6.json").read_text()) for suite in ("loss", "test"))
-    assert loss["numbers"]["loss"] != test["numbers"]["loss_loss"]
-    assert (list(loss["details"]["sets"]), list(test["details"]["loss"]["sets"])) == (["valid"], ["test"])
-    again = evaluate("--suite=loss,test", f"--eval.test.path={stores / 'test'}")
-    assert again.stdout.count("was made with the same settings") == 2

@@ -1,15 +1,12 @@
 """Quantised caches and caches that evict tokens, compared with numpy, and the suite that measures them."""
 
-import json
 import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import suite_config, write_text
 from helpers.cases import marked
-from helpers.evals_examples import examples, task_of, write_lines
 from helpers.evals_params import one_device, random_params
 from jax.sharding import reshard
 
@@ -246,31 +243,6 @@ def test_short_rows_are_compressed_in_small_chunks(config, text_file, tmp_path):
     assert found[32]["loss_loss_4_bits"] == pytest.approx(found[32]["loss_loss_whole"], rel=1e-6)
     assert abs(found[4]["loss_loss_4_bits"] - found[4]["loss_loss_whole"]) > 1e-5
     assert abs(found[4]["loss_loss_8_tokens"] - found[4]["loss_loss_whole"]) > 1e-5
-
-
-@pytest.mark.long
-def test_retrieval_from_a_cache(tmp_path):
-    """Run the suites needle and icl, which docs/suites.md recommends for the suite cache."""
-    write_lines(tmp_path / "train.jsonl.gz", examples(100, 0))
-    write_lines(tmp_path / "test.jsonl", examples(40, 1))
-    write_text(tmp_path / "text.txt")
-    changes = {
-        "mesh.fsdp": 1, "eval.cache.suites": "needle,icl", "eval.cache.shares": "1,0.5", "eval.cache.bits": "4",
-        "eval.icl.tasks": json.dumps([task_of(tmp_path)]), "eval.icl.questions": 4, "eval.icl.permutations": 1,
-        "eval.needle.samples": 1, "eval.needle.depths": "0.5", "eval.needle.new_tokens": 4,
-        "eval.needle.cases": json.dumps([{"needles": 2, "queries": 1}]),
-    }  # fmt: skip
-    run = Run.open(suite_config(tmp_path, 512, **changes), tmp_path / "run", one_device())
-    params = random_params(run)
-    plain = evals.evaluate(run, params, 0, ["needle", "icl"])
-    numbers = evals.evaluate(run, params, 0, ["cache"])["cache"].numbers
-    for suite, result in plain.items():
-        for name, value in result.numbers.items():
-            assert numbers[f"{suite}_{name}_whole"] == value
-            assert {f"{suite}_{name}_{cache}" for cache in ("4_bits", "512_tokens", "256_tokens")} <= numbers.keys()
-    # All tokens are kept, so only the order of sums differs.
-    for name, value in plain["icl"].numbers.items():
-        assert numbers[f"icl_{name}_512_tokens"] == pytest.approx(value)
 
 
 @pytest.mark.long
