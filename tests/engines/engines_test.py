@@ -32,6 +32,14 @@ SHARDED = {
 }
 
 
+def environment(folder):
+    """Return the environment of vLLM: 1 GiB of cache and one thread per process, and modelling files in `folder`."""
+    cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    # Each process would compile vLLM's and torch's modules again, for 20 s.
+    files = {"HF_MODULES_CACHE": str(folder / "modules"), "PYTHONDONTWRITEBYTECODE": ""}
+    return os.environ | cpu | files | {"VLLM_NO_USAGE_STATS": "1"}
+
+
 @pytest.fixture(scope="session")
 def greedy(config, mesh_of, tmp_path_factory):
     """Return difftx's greedy tokens by model, and the results of vLLM by task, from one process."""
@@ -54,7 +62,7 @@ def greedy(config, mesh_of, tmp_path_factory):
         add(task, name, **options)
     (folder / "tasks.json").write_text(json.dumps(tasks))
     command = [PYTHON, Path(__file__).with_name("in_vllm.py"), folder / "tasks.json", folder / "results.json"]
-    subprocess.run(command, check=True, cwd=folder)
+    subprocess.run(command, check=True, cwd=folder, env=environment(folder))
     return ours, json.loads((folder / "results.json").read_text())
 
 
@@ -89,7 +97,7 @@ def test_the_documented_command_serves_the_texts_of_difftx(tmp_path):
         port = free.getsockname()[1]
     script = [sys.executable, ROOT / "benchmarks" / "served_texts.py", folder.name, f"--port={port}", "--"]
     command = [Path(PYTHON).with_name("vllm"), *shlex.split(serve)[1:], "--dtype=float32", "--max-model-len=256"]
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    done = subprocess.run([*script, *command], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+    options = {"cwd": tmp_path, "env": environment(tmp_path), "stdout": subprocess.PIPE, "text": True}
+    done = subprocess.run([*script, *command], **options)
     assert "20 of 20 greedy texts are equal" in done.stdout
     assert done.returncode == 0
