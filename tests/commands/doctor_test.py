@@ -35,7 +35,7 @@ SCHEMA = {
         "count": int,
         "processes": int,
         "driver": str,
-        "memory_share": float,
+        "memory_share": object,  # A number on GPUs, and null elsewhere.
         "memory_bytes": int,
         "dtype": str,
         "matmul_flops": float,
