@@ -109,8 +109,8 @@ class TrainedRun:
                 tokens_BT = np.zeros((count, length + 1), np.int32)
                 for place, index in enumerate(batch):
                     tokens_BT[place, : len(rows[index])] = rows[index]
-                arrays = {"tokens": tokens_BT[:, :-1], "targets": tokens_BT[:, 1:]}
-                arrays["loss_mask"] = np.ones((count, length), np.float32)
+                mask_BT = np.ones((count, length), np.float32)
+                arrays = {"tokens": tokens_BT[:, :-1], "targets": tokens_BT[:, 1:], "loss_mask": mask_BT}
                 sharding = jax.NamedSharding(self._lm.mesh, Layout().act_BT)
                 with jax.set_mesh(self._lm.mesh):
                     scored = batch_scores(graph(self.config), self._lm.params, make_batch(arrays, count, sharding))
