@@ -98,11 +98,13 @@ FAULTS = [
     {"half": True},
     {"status": 429, "headers": {"Retry-After": "0"}},
     {"status": 429, "headers": {"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"}},
+    {"status": 429, "headers": {"Retry-After": "soon"}},
     {"status": 503, "reply": b"<html>busy, " + KEY.encode() + b"</html>"},
     {"status": 500, "reply": [1]},
     {"status": 529, "reply": {"error": "overloaded"}},
     {"reply": b'{"choices": [{"mess'},
     {"reply": b"\xff\xfe"},
+    {"reply": b"[" * 100_000},
     {"reply": {"choices": []}},
     {"reply": {"error": {"message": f"busy, {KEY}"}}},
     {"reply": completion(None)},
@@ -198,7 +200,10 @@ def test_persistent_failure_ends_the_suite_without_losing_verdicts(tmp_path, mon
     ("wait", "why"),  # Why the wait is refused, or None if the request is repeated.
     [
         ("1", None),
-        ("Fri, 01 Jan 2100 00:00:00 GMT", None),
+        ("Fri, 01 Jan 999999 00:00:00 GMT", None),
+        ("nan", None),
+        ("9" * 5000, None),
+        ("9" * 400, r"asks to wait \d+ s, longer than"),
         ("3600", "asks to wait 3600 s, longer than"),
     ],
 )
@@ -216,13 +221,21 @@ def test_retry_after_is_respected_ignored_or_refused(tmp_path, wait, why):
             assert server.arrived[1] - server.arrived[0] >= (wait == "1")
 
 
-def test_a_response_that_does_not_end_is_aborted(tmp_path):
-    with ChatServer(lambda number, prompt: {"drip": True}) as server:
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        *((part, r"no complete answer within 0\.5 s") for part in ("header", "body", "unsized_body")),
+        ("flood", "the response has more than 8 MiB"),
+    ],
+)
+def test_a_response_that_does_not_end_is_aborted(tmp_path, part, message):
+    with ChatServer(lambda number, prompt: {"drip": part}) as server:
         began = time.monotonic()
-        with pytest.raises(RunError, match=r"attempts=1 failed, the last: no complete answer within 0\.5 s"):
-            accurate(judge_of(server, tmp_path, attempts=1, timeout_seconds=0.5), CASES[:1])
-        assert 0.5 <= time.monotonic() - began < 10
+        with pytest.raises(RunError, match=f"attempts=1 failed, the last: {message}"):
+            accurate(judge_of(server, tmp_path, attempts=1, timeout_seconds=20 if part == "flood" else 0.5), CASES[:1])
+        assert part == "flood" or 0.5 <= time.monotonic() - began < 10
         assert server.reached.wait(10)  # The connection is closed, too.
+    assert 1 < server.dripped < 32 * 2**20  # Socket buffers may hold data in flight.
 
 
 HOSTILE = "\x1b]0;title\x07 \x9b31m \x7f \u202e"
@@ -256,8 +269,8 @@ def test_permanent_errors_are_not_retried_and_show_no_key(tmp_path, capfd, caplo
     assert not (tmp_path / "verdicts.jsonl").exists()
 
 
-ELSEWHERE = ["judge.example", "10.0.0.1", "127.0.0.1.example", "localhost.example", "0.0.0.0", "[fe80::1]"]
-WITHIN = ["http://localhost:1/v1", "http://127.3.2.1/v1", "http://[::1]:8/v1"]
+ELSEWHERE = ["judge.example", "169.254.169.254", "10.0.0.1", "127.0.0.1.example", "localhost.example", "0.0.0.0"]
+ELSEWHERE += ["[fe80::1]", "127.1"]
 
 
 @pytest.mark.parametrize(
@@ -269,9 +282,9 @@ WITHIN = ["http://localhost:1/v1", "http://127.3.2.1/v1", "http://[::1]:8/v1"]
         ),
         *(
             ({"key_variable": name}, rf"key_variable='{name}': only a variable whose name ends in _KEY")
-            for name in ("HOME", "KEYS", "MY_KEY_FILE")
+            for name in ("HOME", "DATABASE_URL", "AWS_SESSION", "KEYS", "MY_KEY_FILE", "PASSWORD")
         ),
-        *(({"key": key}, "is not set to a key") for key in (None, "  ", "sk é", "sk-1 sk-2")),
+        *(({"key": key}, "is not set to a key") for key in (None, "", "  ", "sk-1\nsk-2", "sk é", "sk-1 sk-2")),
     ],
 )
 def test_a_key_is_sent_only_over_https_and_from_a_variable_for_keys(monkeypatch, changes, message):
@@ -291,6 +304,18 @@ def test_a_key_is_sent_only_over_https_and_from_a_variable_for_keys(monkeypatch,
 def test_an_endpoint_that_needs_a_key_names_its_field(tmp_path):
     with ChatServer() as server, pytest.raises(UserError, match=r"without a key; set eval.judge.key_variable"):
         accurate(judge_of(server, tmp_path, key_variable=None))
+
+
+@pytest.mark.parametrize(
+    ("status", "shown"), [(404, f"{KEY[:9]}****{KEY[-7:]}"), (503, f"{KEY}{KEY[:6]}"), (200, KEY[:-1] + "!")]
+)
+def test_parts_of_the_key_are_masked_in_messages(tmp_path, status, shown):
+    how = {"status": status, "reply": {"error": {"message": f"wrong key {shown}, {'x' * 99} {shown}"}}}
+    masked = pytest.raises((UserError, RunError), match=r"wrong key \(key\)")
+    with ChatServer(lambda number, prompt: how) as server, masked as error:
+        accurate(judge_of(server, tmp_path, attempts=1), CASES[:1])
+    text = str(error.value)
+    assert not any(KEY[at : at + 6] in text for at in range(len(KEY) - 5))
 
 
 def test_a_proxy_does_not_see_a_request_within_this_machine(tmp_path, monkeypatch):
@@ -343,6 +368,9 @@ def test_replies_without_usage_are_reported(tmp_path, capsys):
         ('{"accurate": true', None),
         ("[true]", None),
         ("", None),
+        ("{" * 2**20, None),  # Quadratic time would be minutes.
+        ('{"a":' * 2**20, None),
+        ("{" * 2**20 + '{"accurate": true}' + "{" * 8000, (True, "")),
     ],
 )
 def test_verdict_is_extracted_from_surrounding_text(text, verdict):

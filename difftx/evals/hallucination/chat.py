@@ -1,6 +1,8 @@
 """A client of OpenAI's chat completions API, with retries, a rate limit, and error messages that hide the key."""
 
 import asyncio
+import itertools
+import json
 import os
 import re
 import threading
@@ -8,6 +10,7 @@ import time
 import urllib.parse
 from collections.abc import Callable
 from concurrent.futures import CancelledError
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import httpx2
@@ -16,10 +19,13 @@ from difftx.config.eval import JudgeConfig
 from difftx.errors import RunError, UserError
 from difftx.json_files import schema_error
 
+MAX_RESPONSE_BYTES = 8 * 2**20  # Maximum size of a response. A chat completion takes some KiB.
 RETRIED_STATUS = {408, 409, 425, 429}  # HTTP status codes that are retried. All codes from 500 on are retried too.
 MAX_REASON_CHARACTERS = 200  # Maximum number of characters of an endpoint's text that a message quotes.
+MAX_EXAMINED_CHARACTERS = 4096  # An endpoint's text is truncated to this length before the key is masked.
 KEY_NAME = re.compile("_(KEY|TOKEN)$")  # Only environment variables with such names may be sent to an endpoint.
 LOOPBACK = re.compile(r"localhost|127(\.\d{1,3}){3}|::1")  # Hosts within this machine.
+SHORTEST_PART = 6  # Parts of the key of at least this length are masked. Shorter ones, such as "sk-", are harmless.
 RESUMES = "earlier answers are kept; run the same command again to resume"
 
 
@@ -76,27 +82,27 @@ class ChatEndpoint:
             raise
 
     def masked(self, text: str) -> str:
-        """Return a text with the key masked, since a server may repeat the key in its answer."""
-        return text if self._key is None else text.replace(self._key, "(key)")
+        """Return a text with the key and long parts of it masked, since a server may repeat the key in its answer."""
+        key = self._key or ""
+        size = min(SHORTEST_PART, len(key))
+        starts = (at for at in range(len(text) - size + 1) if text[at : at + size] in key)
+        hidden = {at + i for at in starts for i in range(size)}
+        parts = itertools.groupby(enumerate(text), lambda place: place[0] in hidden)
+        return "".join("(key)" if is_hidden else "".join(letter for _, letter in part) for is_hidden, part in parts)
 
     def brief(self, text: str) -> str:
         """Return the beginning of a text for a message, with the key masked."""
-        return " ".join(self.masked(text).split())[:MAX_REASON_CHARACTERS]
+        return " ".join(self.masked(text[:MAX_EXAMINED_CHARACTERS]).split())[:MAX_REASON_CHARACTERS]
 
     def _reply(self, body: dict[str, Any]) -> tuple[str, int | None, int | None]:
         """Send a request once. Raise `AttemptError` if another attempt may succeed, else `UserError`."""
+        response, content = asyncio.run(self._post(body))
         try:
-            response = asyncio.run(self._post(body))
-        except TimeoutError as error:
-            raise AttemptError(f"no complete answer within {self._config.timeout_seconds:g} s", 0.0) from error
-        except (OSError, httpx2.HTTPError) as error:
-            raise AttemptError(self.brief(f"{type(error).__name__}: {error}"), 0.0) from error
-        try:
-            reply = response.json()
-        except ValueError:
+            reply = json.loads(content)
+        except (ValueError, RecursionError):
             reply = {}
         has_message = schema_error(reply, {"error": {"message": str}}) is None
-        text = reply["error"]["message"] if has_message else response.text
+        text = reply["error"]["message"] if has_message else content.decode(errors="replace")
         status, reason = response.status_code, f"HTTP {response.status_code}: {self.brief(text) or 'no message'}"
         if status in (401, 403):
             key = f"the key in the environment variable {self._config.key_variable}"
@@ -106,9 +112,7 @@ class ChatEndpoint:
             where = "eval.judge.base_url and eval.hallucination.judge_model"
             raise UserError(f"{self.url} refuses the request: {reason}; see {where}")
         if status != 200:
-            # Seconds, or a date, which is not read: `eval.judge.backoff_seconds` applies.
-            wait = response.headers.get("Retry-After", "")
-            raise AttemptError(reason, float(wait) if wait.isdecimal() else 0.0)
+            raise AttemptError(reason, _retry_after(response.headers.get("Retry-After", "")))
         wrong = schema_error(reply, {"choices": [{"message": {"content": str}}]})
         if wrong is not None or not reply["choices"]:  # Some endpoints report errors with status 200.
             raise AttemptError(f"the reply is not a chat completion, {wrong or 'choices: empty'}: {reason}", 0.0)
@@ -117,13 +121,27 @@ class ChatEndpoint:
             return text, None, None
         return text, usage["prompt_tokens"], usage["completion_tokens"]
 
-    async def _post(self, body: dict[str, Any]) -> httpx2.Response:
-        """Send a request. The deadline covers the whole response, which the timeouts of httpx do not."""
-        headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
+    async def _post(self, body: dict[str, Any]) -> tuple[httpx2.Response, bytes]:
+        """Return the response and its content, or raise `AttemptError` if it is incomplete in time or too large."""
+        # Refuse compression: a small compressed response could expand to any size.
+        headers = {"Accept-Encoding": "identity"}
+        if self._key is not None:
+            headers["Authorization"] = f"Bearer {self._key}"
         # Ignore proxy settings for http within this machine: a proxy would receive the key unencrypted.
-        client = httpx2.AsyncClient(headers=headers, trust_env=not self._is_local, verify=self._tls, timeout=None)
-        async with asyncio.timeout(self._config.timeout_seconds), client:
-            return await client.post(self.url, json=body)
+        options = {"trust_env": not self._is_local, "verify": self._tls, "timeout": None}
+        client = httpx2.AsyncClient(headers=headers, **options)
+        content, seconds = b"", self._config.timeout_seconds
+        try:
+            async with asyncio.timeout(seconds), client, client.stream("POST", self.url, json=body) as response:
+                async for part in response.aiter_raw():
+                    content += part
+                    if len(content) > MAX_RESPONSE_BYTES:
+                        raise AttemptError(f"the response has more than {MAX_RESPONSE_BYTES / 2**20:g} MiB", 0.0)
+        except TimeoutError as error:
+            raise AttemptError(f"no complete answer within {seconds:g} s", 0.0) from error
+        except (OSError, httpx2.HTTPError) as error:
+            raise AttemptError(self.brief(f"{type(error).__name__}: {error}"), 0.0) from error
+        return response, content
 
     def _await_turn(self) -> None:
         """Wait until the rate limit and the endpoint's Retry-After allow a request, and count the request."""
@@ -156,3 +174,12 @@ def _key(variable: str | None) -> str | None:
             "it to the key of eval.judge.base_url, or set the field to none for an endpoint that needs no key"
         )
     return key
+
+
+def _retry_after(value: str) -> float:
+    """Return the seconds to wait for a Retry-After header, or 0 if it is neither a number nor a date."""
+    try:
+        wait = int(value) if value.isdecimal() else parsedate_to_datetime(value).timestamp() - time.time()
+    except (ValueError, OverflowError):  # Also for huge numbers.
+        return 0.0
+    return float(min(max(wait, 0), 10**9))
