@@ -271,6 +271,7 @@ def test_permanent_errors_are_not_retried_and_show_no_key(tmp_path, capfd, caplo
 
 ELSEWHERE = ["judge.example", "169.254.169.254", "10.0.0.1", "127.0.0.1.example", "localhost.example", "0.0.0.0"]
 ELSEWHERE += ["[fe80::1]", "127.1"]
+WITHIN = ["http://localhost:1/v1", "http://127.3.2.1/v1", "http://[::1]:8/v1"]
 
 
 @pytest.mark.parametrize(
