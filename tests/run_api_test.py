@@ -85,7 +85,7 @@ def test_a_signal_stops_the_training_and_the_same_call_resumes_it(run, folder, m
     resumed = trained(folder, "stopped")
     jax.tree.map(np.testing.assert_array_equal, resumed._lm.params, run._lm.params)
     monkeypatch.setattr(loop, "train", lambda *args, **options: 1)
-    with pytest.raises(RunError, match="stopped after too many bad steps; see journal"):
+    with pytest.raises(RunError, match="stopped after too many bad steps; metrics"):
         trained(folder, "stopped")
 
 

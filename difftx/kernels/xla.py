@@ -86,9 +86,9 @@ def backward(
             for g, logits_BKRCS in enumerate(masked_logits(arrays, k_BSKGd, segment_ids_BT, window, keys))
         ]
         dp_BKRCS = einsum("BSKE,BKRCE->BKRCS", v_BSKE[:, keys], dout_BKRCE)
-        out_BKRCE = split_heads(arrays["out"], K).astype(jnp.float32)
+        out_BKRCE, wide_dout_BKRCE = (split_heads(arrays[name], K).astype(jnp.float32) for name in ("out", "dout"))
         weights_BKRCS, factors = p_BKRCS[0], [d**-0.5]
-        deltas_BKRC1, dlam_BCKR = [jnp.sum(out_BKRCE * dout_BKRCE, axis=-1, keepdims=True)], None
+        deltas_BKRC1, dlam_BCKR = [jnp.sum(out_BKRCE * wide_dout_BKRCE, axis=-1, keepdims=True)], None
         if G == 2:
             lam_BKRC1 = split_heads(arrays["lam"], K)[..., None]
             weights_BKRCS -= lam_BKRC1 * p_BKRCS[1]

@@ -9,11 +9,14 @@ from conftest import ROOT
 VOCABULARIES = ROOT.parent / "shared" / "tiktoken"
 
 
-@pytest.fixture
-def tiktoken_cache(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def tiktoken_cache(tmp_path_factory):
     """Give tiktoken a cache that holds its vocabularies, so that it downloads nothing. Skip the test without them."""
     if not VOCABULARIES.is_dir():
         pytest.skip("needs the vocabularies of ../shared/tiktoken")
-    shutil.copytree(VOCABULARIES, tmp_path / "cache", copy_function=shutil.copyfile)
-    os.chmod(tmp_path / "cache", 0o755)  # The original may be read-only, and tiktoken writes to its cache.
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    cache = tmp_path_factory.mktemp("tiktoken") / "cache"
+    shutil.copytree(VOCABULARIES, cache, copy_function=shutil.copyfile)
+    os.chmod(cache, 0o755)  # The original may be read-only, and tiktoken writes to its cache.
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TIKTOKEN_CACHE_DIR", str(cache))
+        yield

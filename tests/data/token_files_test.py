@@ -70,6 +70,8 @@ FOLDERS = {"byte-level BPE": FAMILIES["byte-level BPE"], "with a prefix": prefix
 def from_text(request, texts, tmp_path_factory):
     """Return the name of a tokenizer, the ids of each document, and the store that `prepare` makes of the texts."""
     folder, name = tmp_path_factory.mktemp("text"), request.param
+    if name == "cl100k_base":
+        request.getfixturevalue("tiktoken_cache")
     if name in FOLDERS:
         FOLDERS[name](folder / "tokenizer")
         name = str(folder / "tokenizer")

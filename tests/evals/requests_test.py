@@ -54,7 +54,7 @@ def test_each_pair_is_scored_once_next_to_those_of_its_context(evaluation, monke
 def test_texts_are_generated_once_each_with_their_own_options(evaluation, monkeypatch):
     asked = []
 
-    def generate(lm, batch, sampling, *, stop):
+    def generate(lm, batch, sampling, *, stop, batch_rows):
         found = [str((r.prompt, r.new_tokens, r.seed, sampling, stop)) for r in batch]
         asked.extend(found)
         return [types.SimpleNamespace(text=text) for text in found]

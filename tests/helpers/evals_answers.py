@@ -13,7 +13,7 @@ class Writer:
         self.answer, self.prompts, self.options = answer, [], []
         monkeypatch.setattr(f"difftx.evals.{module}.generate", self)
 
-    def __call__(self, lm, requests, sampling, *, stop=()):
+    def __call__(self, lm, requests, sampling, *, stop=(), batch_rows=None):
         self.options.append((sampling, stop))
         completions = []
         for request in requests:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import io
+import itertools
 import re
 import shlex
 import tomllib
@@ -122,7 +123,8 @@ def check_python(words: list[str], folder: Path) -> None:
         # A study has the flags of `study_parser`, which is in a module of its own.
         for module in re.findall(r"^from studies\.(\w+) import", text, re.MULTILINE):
             text += (ROOT / "studies" / f"{module}.py").read_text()
-        for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
+        own = itertools.takewhile(lambda word: word != "--", words)  # Then the command of another program follows.
+        for flag in (word.partition("=")[0] for word in own if word.startswith("--")):
             assert f'"{flag}"' in text, f"{path} has no {flag}"
 
 
