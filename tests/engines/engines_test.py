@@ -83,7 +83,7 @@ def test_vllm_keeps_lambda_in_float32(greedy, name):
 
 
 def test_vllm_refuses_a_model_that_is_not_servable(greedy):
-    assert "attention" in greedy[1]["top_k"]["error"]
+    assert "architecture 'top_k' is not servable" in greedy[1]["top_k"]["error"]
 
 
 def test_the_documented_command_serves_the_texts_of_difftx(tmp_path):
