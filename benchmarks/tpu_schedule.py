@@ -44,7 +44,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (  # noqa: E402
 
 from difftx.kernels import pallas_tpu, pallas_tpu_kernels  # noqa: E402
 
-TOPOLOGIES = {"v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+TOPOLOGIES = {"v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
 TOKENS = 4096
 HEADS = 2
 SLOTS = ("MXU", "XLU", "VALU", "EUP", "VLOAD", "VSTORE", "VSTORE:SPILL")
@@ -128,7 +128,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--d", type=int, default=128, help="sub-head width")
     parser.add_argument("--side", type=int, default=512, help="tile side in tokens")
-    parser.add_argument("--chips", default="v5p,v6e")
+    parser.add_argument("--chips", default="v5p,v6e,7x")
     args = parser.parse_args()
 
     # Clear the flag MASKED of all visits, so that the masked branch is not compiled into the kernel.
