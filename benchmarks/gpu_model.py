@@ -31,6 +31,7 @@ CTA_SECONDS = 2e-6  # Start and end of a CTA, in which no tile is computed: an e
 TILE = 64
 
 type Program = Iterator[tuple]
+type Kernel = Callable[[int], list[Program]]  # Number of steps → the programs of the warpgroups.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,7 +131,7 @@ def clocks(programs: list[Program], *, written_share: float) -> float:
     return sm.now
 
 
-def clocks_per_step(programs_of: Callable[[int], list[Program]], *, loaded: int, steps: int = 40) -> float:
+def clocks_per_step(programs_of: Kernel, *, loaded: int, steps: int = 40) -> float:
     """Return the clocks of a step in the middle of a long loop. `loaded` are the bytes that TMA writes per step."""
     result = 2000.0
     for _ in range(4):  # The share of TMA's writes depends on the time.
@@ -140,12 +141,13 @@ def clocks_per_step(programs_of: Callable[[int], list[Program]], *, loaded: int,
     return result
 
 
-def _multiply(duration: float, share: float, event: object) -> Program:
+def multiply(duration: float, share: float, event: object) -> Program:
+    """Start a matrix product and wait for it."""
     yield "product", duration, share, event
     yield "wait", event
 
 
-def _loads(stages: int, steps: int, tiles: dict[str, int], readers: int = 2) -> Program:
+def loads(stages: int, steps: int, tiles: dict[str, int], readers: int = 2) -> Program:
     """Fill the buffers of each array in `tiles`, {name: bytes}, when all readers have signalled that they are free."""
     for i in range(steps):
         for name, size in tiles.items():
@@ -155,28 +157,39 @@ def _loads(stages: int, steps: int, tiles: dict[str, int], readers: int = 2) -> 
             yield "load", (name, i), size
 
 
-def forward(width: int, softmax: float, *, stages: int = 2) -> Callable[[int], list[Program]]:
-    """Return the programs of the forward kernel of 2026-11-26. `softmax` are the clocks that it computes per step."""
+def forward(width: int, during: float, after: float, *, stages: int, sharing: int = 2) -> Kernel:
+    """Return the programs of the forward kernel, of which `sharing` CTAs load each tile together.
+
+    It computes `during` clocks of a step while P·V is in flight, and then `after` clocks.
+    """
     unit = 2 * width  # Clocks of a product of 64 x 64 x `width`.
 
     def warpgroup(m: int, steps: int) -> Program:
         yield "wait", ("k", 0)
-        yield from _multiply(unit, 0.5, ("logits", m))
+        yield from multiply(unit, 0.5, ("logits", m, 0))
         yield "signal", ("k", "free", m, 0)
-        for i in range(steps):
-            yield "compute", softmax
-            yield "wait", ("v", i)
-            if i + 1 < steps:
-                yield "wait", ("k", i + 1)
-            yield from _multiply(3 * unit, 0.5, ("products", m, i))
-            yield "signal", ("v", "free", m, i)
+        yield "compute", during
+        yield "wait", ("v", 0)
+        for i in range(steps - 1):
+            yield "wait", ("k", i + 1)
+            yield "product", unit, 0.5, ("logits", m, i + 1)
+            yield "product", 2 * unit, 0.5, ("output", m, i)
+            yield "wait", ("logits", m, i + 1)
+            yield "compute", during
+            yield "wait", ("v", i + 1)
+            if i + 2 < steps:
+                yield "wait", ("k", i + 2)
+            yield "wait", ("output", m, i)
             yield "signal", ("k", "free", m, i + 1)
+            yield "signal", ("v", "free", m, i)
+            yield "compute", after
+        yield from multiply(2 * unit, 0.5, ("output", m, steps - 1))
 
-    size = TILE * 2 * width * 2
-    return lambda steps: [warpgroup(0, steps), warpgroup(1, steps), _loads(stages, steps, {"k": size, "v": size})]
+    size = TILE * 2 * width * 2 // sharing
+    return lambda steps: [warpgroup(0, steps), warpgroup(1, steps), loads(stages, steps, {"k": size, "v": size})]
 
 
-def dkv(width: int, softmax: float, producer: float, *, stages: int = 2) -> Callable[[int], list[Program]]:
+def dkv(width: int, softmax: float, producer: float, *, stages: int) -> Kernel:
     """Return the programs of the dK/dV kernel. `softmax` and `producer` are the clocks that they compute per step."""
     unit, size = 2 * width, TILE * 2 * width * 2
     store_p, load_dp, move_dp, load_p = 64, 128, 128, 128  # Clocks to move tiles between registers and shared memory.
@@ -184,7 +197,7 @@ def dkv(width: int, softmax: float, producer: float, *, stages: int = 2) -> Call
     def warpgroup(m: int, steps: int) -> Program:
         for i in range(steps):
             yield "wait", ("q", i)
-            yield from _multiply(unit, 1.0, ("logits", m, i))
+            yield from multiply(unit, 1.0, ("logits", m, i))
             yield "compute", softmax / 2
             if i:
                 yield "wait", ("p", "free", i - 1)
@@ -194,7 +207,7 @@ def dkv(width: int, softmax: float, producer: float, *, stages: int = 2) -> Call
             yield "move", load_dp
             yield "signal", ("dp", "free", m, i)
             yield "compute", softmax / 2 - store_p - load_dp
-            yield from _multiply(unit, 0.5, ("dk", m, i))
+            yield from multiply(unit, 0.5, ("dk", m, i))
             yield "signal", ("q", "free", m, i)
 
     def producing(steps: int) -> Program:
@@ -203,7 +216,7 @@ def dkv(width: int, softmax: float, producer: float, *, stages: int = 2) -> Call
             yield "load", ("dout", i), size
         for i in range(steps):
             yield "wait", ("dout", i)
-            yield from _multiply(2 * unit, 1.0, ("product dp", i))
+            yield from multiply(2 * unit, 1.0, ("product dp", i))
             if i:
                 yield "wait", ("dp", "free", 0, i - 1)
                 yield "wait", ("dp", "free", 1, i - 1)
@@ -220,14 +233,14 @@ def dkv(width: int, softmax: float, producer: float, *, stages: int = 2) -> Call
             yield "move", load_p
             yield "compute", producer / 2 - load_p
             yield "signal", ("p", "free", i)
-            yield from _multiply(2 * unit, 0.5, ("dv", i))
+            yield from multiply(2 * unit, 0.5, ("dv", i))
             if i + stages < steps:
                 yield "load", ("dout", i + stages), size
 
     return lambda steps: [warpgroup(0, steps), warpgroup(1, steps), producing(steps)]
 
 
-def dq(width: int, softmax: float, producer: float, *, stages: int = 2) -> Callable[[int], list[Program]]:
+def dq(width: int, softmax: float, producer: float, *, stages: int) -> Kernel:
     """Return the programs of the dQ kernel. `softmax` and `producer` are the clocks that they compute per step."""
     unit, size = 2 * width, TILE * 2 * width * 2
     load_dp, store_dp = 128, 128
@@ -235,13 +248,13 @@ def dq(width: int, softmax: float, producer: float, *, stages: int = 2) -> Calla
     def warpgroup(m: int, steps: int) -> Program:
         for i in range(steps):
             yield "wait", ("k", i)
-            yield from _multiply(unit, 0.5, ("logits", m, i))
+            yield from multiply(unit, 0.5, ("logits", m, i))
             yield "compute", softmax / 2
             yield "wait", ("dp", i)
             yield "move", load_dp
             yield "signal", ("dp", "free", m, i)
             yield "compute", softmax / 2 - load_dp
-            yield from _multiply(unit, 0.5, ("dq", m, i))
+            yield from multiply(unit, 0.5, ("dq", m, i))
             yield "signal", ("k", "free", m, i)
 
     def producing(steps: int) -> Program:
@@ -250,7 +263,7 @@ def dq(width: int, softmax: float, producer: float, *, stages: int = 2) -> Calla
             yield "load", ("k", i), size
         for i in range(steps):
             yield "wait", ("v", i)
-            yield from _multiply(2 * unit, 0.5, ("product dp", i))
+            yield from multiply(2 * unit, 0.5, ("product dp", i))
             if i + stages < steps:
                 yield "load", ("v", i + stages), size
             if i >= 2:

@@ -27,6 +27,10 @@ from difftx.kernels import pallas_gpu_tiles as tiles
 from difftx.kernels.pallas_gpu_tiles import COLUMNS, GROUPS, LOG2_E, MATRIX, PRODUCER, STAGES, TILE, WARPGROUPS
 
 LSE, DELTA = 0, 1  # Indices along X in `stats`.
+# Barriers of one array keep their phases in one register, and the softmax warpgroups of dK/dV have none to spare. So
+# barriers that the same warpgroups wait for are in one array, with these indices.
+P_READY, DP_FREE = 0, 1
+P_FREE, DP_READY = 0, 1
 
 DKV_REGISTERS = tiles.Registers(softmax=152, producer=200)
 DQ_REGISTERS = tiles.Registers(softmax=184, producer=136)
@@ -62,6 +66,11 @@ class Inputs(NamedTuple):
     marks_BXT: jax.Array
 
 
+def dkv_stages(width):
+    """Return the number of buffers per array in the dK/dV kernel. At d = 128, a third does not fit."""
+    return 3 if width <= 64 else STAGES
+
+
 def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested functions count.
     """Compute dK and dV, with one CTA per (sequence, key/value head, key tile).
 
@@ -72,6 +81,7 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
     kv_heads, value_width, dtype = inputs.k_BSKGd.shape[2], inputs.v_BSKE.shape[-1], inputs.q_BTHGd.dtype
     group = heads // kv_heads
     scale = width**-0.5
+    stages = dkv_stages(width)
 
     def kernel(cta, gmem, queries_gmem, dk_gmem, dv_gmem, smem, barriers):  # noqa: C901 - Nested functions count.
         warpgroup = lax.axis_index("warpgroup")
@@ -90,39 +100,39 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
             plgpu.barrier_wait(barriers.kv_ready)
 
             def accumulate(dk_acc):
-                def step(i, head_and_tile):
-                    head, q_tile = head_and_tile
-                    slot = lax.rem(i, STAGES)
+                def step(i, left):  # `left` counts the query tiles of a head down.
+                    q_tile = k_tile + steps_per_head - left
+                    slot = lax.rem(i, stages)
                     plgpu.barrier_wait(barriers.q_ready.at[slot])
                     logits = tiles.product(smem.k.at[warpgroup], smem.q.at[slot, warpgroup].T)
                     lse = plgpu.load(smem.stats.at[slot, LSE, warpgroup], layout=COLUMNS)
                     p = jnp.exp2(logits * (scale * LOG2_E) - tiles.down(lse, logits))
-                    p = hide(p, 0.0, q_tile, k_tile, needed=(q_tile == k_tile) | (q_tile >= full))
                     p = flip_sign(p, tiles.down(sign_bits(lse), p))
-                    plgpu.barrier_wait(barriers.p_free)
+                    p = hide(p, 0.0, q_tile, k_tile, needed=(left == steps_per_head) | (left <= end - full))
+                    plgpu.barrier_wait(barriers.p_free_or_dp_ready.at[P_FREE])
                     smem.p[warpgroup] = p.astype(dtype)
                     plgpu.commit_smem()
-                    plgpu.barrier_arrive(barriers.p_ready)
+                    plgpu.barrier_arrive(barriers.p_ready_or_dp_free.at[P_READY])
                     scaled_delta = plgpu.load(smem.stats.at[slot, DELTA, warpgroup], layout=COLUMNS)
-                    plgpu.barrier_wait(barriers.dp_ready)
+                    plgpu.barrier_wait(barriers.p_free_or_dp_ready.at[DP_READY])
                     dp = plgpu.load(smem.dp, layout=MATRIX)
-                    tiles.arrive_if(i + 1 < steps, barriers.dp_free)
+                    tiles.arrive_if(i + 1 < steps, barriers.p_ready_or_dp_free.at[DP_FREE])
                     ds = (p * (dp * scale - tiles.down(scaled_delta, dp))).astype(dtype)
                     ds = tiles.as_operand(ds, smem.staging, warpgroup)
                     plgpu.wgmma(dk_acc, ds, smem.q.at[slot, warpgroup])
                     plgpu.wgmma_wait(0)
                     tiles.arrive_if(i + 1 < steps, barriers.q_free.at[slot])
 
-                    last = q_tile + 1 == end
-                    return head + last.astype(jnp.int32), jnp.where(last, k_tile, q_tile + 1)
+                    return jnp.where(left == 1, steps_per_head, left - 1)
 
-                lax.fori_loop(0, steps, step, head_and_query_tile(0))
+                lax.fori_loop(0, steps, step, steps_per_head)
                 return dk_acc[...]
 
             dk = pl.run_scoped(accumulate, plgpu.ACC((TILE, width), jnp.float32))
-            keys = tiles.rows_of(k_tile)
-            tiles.write(dk, smem.k.at[warpgroup], dk_gmem.at[sequence, keys, kv_head, warpgroup])
-            plgpu.wait_smem_to_gmem(0)
+            # The producer copies dK to global memory: these warpgroups have no registers for its address.
+            smem.k[warpgroup] = dk.astype(dtype)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(barriers.dk_ready)
 
         @pl.when(warpgroup == PRODUCER)
         def producer_warpgroup():
@@ -133,7 +143,7 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
             plgpu.copy_gmem_to_smem(gmem.v_BSKE.at[sequence, keys, kv_head], smem.v, barriers.kv_ready)
 
             def load_q(i):
-                slot = lax.rem(i, STAGES)
+                slot = lax.rem(i, stages)
                 head, q_tile = head_and_query_tile(i)
                 for m in range(GROUPS):
                     q_gmem = gmem.q_BTHGd.at[sequence, tiles.rows_of(q_tile), head, m]
@@ -142,48 +152,51 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
                 plgpu.copy_gmem_to_smem(stats_gmem, smem.stats.at[slot], barriers.q_ready.at[slot])
 
             def load_dout(i):
-                slot = lax.rem(i, STAGES)
+                slot = lax.rem(i, stages)
                 head, q_tile = head_and_query_tile(i)
                 dout_gmem = gmem.dout_BTHE.at[sequence, tiles.rows_of(q_tile), head]
                 plgpu.copy_gmem_to_smem(dout_gmem, smem.dout.at[slot], barriers.dout_ready.at[slot])
 
-            @pl.loop(0, lax.min(steps, STAGES))
+            @pl.loop(0, lax.min(steps, stages))
             def _(i):
                 load_q(i)
                 load_dout(i)
 
             plgpu.barrier_wait(barriers.kv_ready)
-            plgpu.barrier_arrive(barriers.p_free)
+            plgpu.barrier_arrive(barriers.p_free_or_dp_ready.at[P_FREE])
 
             def accumulate(dv_acc):
                 @pl.loop(0, steps)
                 def _(i):
-                    slot = lax.rem(i, STAGES)
+                    slot = lax.rem(i, stages)
                     plgpu.barrier_wait(barriers.dout_ready.at[slot])
                     dp = tiles.product(smem.v, smem.dout.at[slot].T)
-                    pl.when(i > 0)(lambda: plgpu.barrier_wait(barriers.dp_free))
+                    pl.when(i > 0)(lambda: plgpu.barrier_wait(barriers.p_ready_or_dp_free.at[DP_FREE]))
                     smem.dp[...] = dp
                     plgpu.commit_smem()
-                    plgpu.barrier_arrive(barriers.dp_ready)
+                    plgpu.barrier_arrive(barriers.p_free_or_dp_ready.at[DP_READY])
 
                     @pl.when(i > 0)
                     def refill_q():
-                        plgpu.barrier_wait(barriers.q_free.at[lax.rem(i - 1, STAGES)])
-                        pl.when(i - 1 + STAGES < steps)(lambda: load_q(i - 1 + STAGES))
+                        plgpu.barrier_wait(barriers.q_free.at[lax.rem(i - 1, stages)])
+                        pl.when(i - 1 + stages < steps)(lambda: load_q(i - 1 + stages))
 
-                    plgpu.barrier_wait(barriers.p_ready)
+                    plgpu.barrier_wait(barriers.p_ready_or_dp_free.at[P_READY])
                     p = plgpu.load(smem.p.at[0], layout=MATRIX)
                     p = p + plgpu.load(smem.p.at[1], layout=MATRIX)
-                    tiles.arrive_if(i + 1 < steps, barriers.p_free)
+                    tiles.arrive_if(i + 1 < steps, barriers.p_free_or_dp_ready.at[P_FREE])
                     p = tiles.as_operand(p, smem.staging, PRODUCER)
                     plgpu.wgmma(dv_acc, p, smem.dout.at[slot])
                     plgpu.wgmma_wait(0)
-                    pl.when(i + STAGES < steps)(lambda: load_dout(i + STAGES))
+                    pl.when(i + stages < steps)(lambda: load_dout(i + stages))
 
                 return dv_acc[...]
 
             dv = pl.run_scoped(accumulate, plgpu.ACC((TILE, value_width), jnp.float32))
             tiles.write(dv, smem.v, dv_gmem.at[sequence, keys, kv_head])
+            plgpu.barrier_wait(barriers.dk_ready)
+            for m in range(GROUPS):
+                plgpu.copy_smem_to_gmem(smem.k.at[m], dk_gmem.at[sequence, keys, kv_head, m])
             plgpu.wait_smem_to_gmem(0)
 
     return tiles.launch(
@@ -197,22 +210,21 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
         buffers={
             "k": tiles.buffer((GROUPS, TILE, width), dtype),
             "v": tiles.buffer((TILE, value_width), dtype),
-            "q": tiles.buffer((STAGES, GROUPS, TILE, width), dtype),
-            "dout": tiles.buffer((STAGES, TILE, value_width), dtype),
+            "q": tiles.buffer((stages, GROUPS, TILE, width), dtype),
+            "dout": tiles.buffer((stages, TILE, value_width), dtype),
             "p": tiles.buffer((GROUPS, TILE, TILE), dtype),
             "dp": tiles.buffer((TILE, TILE), jnp.float32),
-            "stats": plgpu.SMEM((STAGES, 2, GROUPS, TILE), jnp.float32),
+            "stats": plgpu.SMEM((stages, 2, GROUPS, TILE), jnp.float32),
             "staging": tiles.buffer((WARPGROUPS, TILE, TILE), dtype) if interpret else None,
         },
         barriers={
             "kv_ready": plgpu.Barrier(num_arrivals=GROUPS + 1),  # Two copies of K, one of V.
-            "q_ready": plgpu.Barrier(num_arrivals=GROUPS + 1, num_barriers=STAGES),  # Two copies of Q, one of `stats`.
-            "dout_ready": plgpu.Barrier(num_barriers=STAGES),
-            "q_free": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
-            "p_ready": plgpu.Barrier(num_arrivals=GROUPS),
-            "p_free": plgpu.Barrier(),
-            "dp_ready": plgpu.Barrier(),
-            "dp_free": plgpu.Barrier(num_arrivals=GROUPS),
+            "q_ready": plgpu.Barrier(num_arrivals=GROUPS + 1, num_barriers=stages),  # Two copies of Q, one of `stats`.
+            "dout_ready": plgpu.Barrier(num_barriers=stages),
+            "q_free": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
+            "p_ready_or_dp_free": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=2),
+            "p_free_or_dp_ready": plgpu.Barrier(num_barriers=2),
+            "dk_ready": plgpu.Barrier(num_arrivals=GROUPS),
         },
         interpret=interpret,
     )

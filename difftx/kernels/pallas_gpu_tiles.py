@@ -9,18 +9,22 @@ X_free tells the writer that the buffer may be filled again.
 
 import collections
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, nvvm, vector
 
 from difftx.kernels import target
 
 TILE = 64  # Tokens in a tile. One wgmma computes 64 rows, and 64 values in bfloat16 fill a swizzled row of 128 bytes.
-STAGES = 2  # Number of buffers per array for TMA loads. A third does not fit into shared memory at d = 128.
+STAGES = 2  # Number of buffers per array for TMA loads in the backward pass. At d = 128, a third does not fit.
 GROUPS = 2  # Number of groups of queries and keys. Each group has its own softmax.
 PRODUCER = 2  # Index of the producer warpgroup.
 WARPGROUPS = 3  # Warpgroups per CTA. A fourth would limit each thread to 128 registers at the start of the kernel.
@@ -129,6 +133,21 @@ def down(column_values, like):
     return lax.broadcast_in_dim(column_values, like.shape, [1])
 
 
+@plgpu.inline_mgpu(arg_types=(ROWS,), return_type=plgpu.ShapeDtypeStruct((), jnp.bool_, plgpu.Layout.WG_SPLAT))
+def _any_in_warp(_, rows):
+    """Return whether any row of this warp is true. Warps may differ, so this is not uniform in the warpgroup."""
+    value = functools.reduce(arith.ori, rows.registers.flat)
+    if isinstance(value.type, ir.VectorType):
+        value = vector.extract(value, [], [0])
+    all_lanes = arith.constant(ir.IntegerType.get_signless(32), 0xFFFFFFFF)
+    return mgpu.FragmentedArray.splat(nvvm.vote_sync(all_lanes, value, "any"), (), is_signed=False)
+
+
+def any_in_warp(rows, interpret):
+    """Return whether any of a warp's rows is true. The interpreter, which has no warps, tests all rows of the tile."""
+    return rows.any() if interpret else _any_in_warp(rows)
+
+
 def arrive_if(condition, barrier):
     """Arrive at a barrier if `condition`: a later step waits on it. A kernel must not end with a pending arrival."""
     pl.when(condition)(lambda: plgpu.barrier_arrive(barrier))
@@ -226,7 +245,7 @@ class CTA(NamedTuple):
 
     sequence: Any
     head: Any
-    tile: Any
+    tile: Any  # If the grid has clusters, all CTAs of a cluster have the same value.
 
 
 def grid_of(rows, tiles, *, row_bytes):
@@ -240,11 +259,11 @@ def grid_of(rows, tiles, *, row_bytes):
     return rows // group, tiles, group
 
 
-def launch(name, kernel, *operands, grid, row_bytes, out_type, buffers, barriers, interpret):
+def launch(name, kernel, *operands, grid, row_bytes, out_type, buffers, barriers, interpret, cluster=None):
     """Run `kernel(cta, *operands, *outputs, smem, barriers)` in each CTA of a grid (sequences, heads, tiles).
 
-    The CTAs of one (sequence, head) read `row_bytes` together. `smem` and `barriers` are named tuples. Their fields are
-    the keys of the dictionaries `buffers` and `barriers`.
+    With `cluster`, {axis: CTAs}, each element of the grid is a cluster. The CTAs of a (sequence, head) read `row_bytes`
+    together. `smem` and `barriers` are named tuples. Their fields are the keys of `buffers` and `barriers`.
     """
     sequences, heads, tiles = grid
     scratch = [collections.namedtuple("Scratch", fields)(**fields) for fields in (buffers, barriers)]  # pyrefly: ignore
@@ -261,8 +280,11 @@ def launch(name, kernel, *operands, grid, row_bytes, out_type, buffers, barriers
         grid_names=("row_group", "tile", "row"),
         num_threads=WARPGROUPS,
         thread_name="warpgroup",
+        cluster=tuple((cluster or {}).values()),
+        cluster_names=tuple(cluster or {}),
         scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        # No kernel reduces across warps, which would need scratch memory.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=interpret,
         kernel_name=name,
     )(*operands)
