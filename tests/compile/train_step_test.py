@@ -151,7 +151,7 @@ def test_a_new_token_copies_no_weights(architecture):
         lm = decode.LanguageModel(c, mesh, params, load_tokenizer("bytes"))
         return decode.prefill(lm, [[0]], seeds=[0], limits=[1]), lm.weights, lm.allowed, jnp.int32(0)
 
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), cudnn.checked_for_target(91900):
         rows, weights, *others = on_device(jax.eval_shape(rows_and_weights, jax.eval_shape(lambda: init_params(c))))
         lowered = decode._decode_block.lower(weights, rows, *others, GREEDY, config=c)
         text = lowered.compile().as_text()
