@@ -426,7 +426,7 @@ def test_texts_are_generated(lm_eval, folder, own_tasks, tmp_path, monkeypatch):
 
     asked = []
 
-    def oracle(lm, batch, sampling, *, stop):
+    def oracle(lm, batch, sampling, *, stop, batch_rows):
         assert stop == ("\n", "<|endoftext|>")
         assert sampling.temperature == 0
         asked.extend(bytes(request.prompt).decode() for request in batch)
