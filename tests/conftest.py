@@ -49,7 +49,7 @@ gc.set_threshold(200_000, 50, 1000)  # Collections of JAX's many objects took a 
 compilation_cache.enable()  # All tests, and the processes that they start, share the user's cache.
 
 ROOT = Path(__file__).parent.parent
-pytest_plugins = ["helpers.buckets"]
+pytest_plugins = ["helpers.buckets", "helpers.hub_server"]
 
 TINY = {
     "model.d_model": "32",

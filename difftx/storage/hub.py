@@ -38,7 +38,7 @@ class HubFile:
 
 
 def library() -> Any:
-    """Import `huggingface_hub`."""
+    """Import and return `huggingface_hub`, of the extra `hub`."""
     return import_extra("huggingface_hub", "hub")
 
 
@@ -129,7 +129,7 @@ def push(where: str, repository: str, folder: Path) -> str:
 
 @contextlib.contextmanager
 def explained(where: str, repository: str, revision: str | None = None, again: str = AGAIN) -> Iterator[None]:
-    """Turn the errors of the library into one line. `where` is the flag or file, and `again` says how to repeat."""
+    """Turn the errors of the library into one line. `where` is the flag or file, and `again` the fix."""
     errors = import_extra("huggingface_hub.errors", "hub")
     import httpx2
 

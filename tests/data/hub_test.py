@@ -1,6 +1,7 @@
 """`difftx prepare` from a Hugging Face Hub of this machine, with real requests, kills and faults."""
 
 import contextlib
+import functools
 import io
 import json
 import random
@@ -9,7 +10,7 @@ import time
 import pytest
 from helpers.command_server import commands
 from helpers.data_prepare import tree
-from helpers.hub_server import HubServer, hub_environment
+from helpers.hub_server import hub_environment
 
 from difftx.data.prepare import readers
 from difftx.data.prepare.readers import Fields, Source
@@ -22,23 +23,9 @@ ROWS, GROUP = 1200, 200  # Rows per file, and per row group.
 FLAGS = ["--tokenizer=bytes", "--workers=1", "--valid_fraction=0.1", "--shard_tokens=100000"]
 
 
-@pytest.fixture(scope="module")
-def server():
-    with HubServer() as started:
-        yield started
-        started.shutdown()
-
-
 @pytest.fixture
-def prepare(server, tmp_path):
-    """Return a function that runs the command with a hub. The hub's counters start at 0."""
-    server.reset()
-
-    def run(*flags, **changes):
-        environment = hub_environment(server, tmp_path / "home", **changes)
-        return commands().run(["difftx", "prepare", *FLAGS, *flags], environment=environment)
-
-    return run
+def prepare(run_with_hub):
+    return functools.partial(run_with_hub, "difftx", "prepare", *FLAGS)
 
 
 def texts(seed):
@@ -86,8 +73,8 @@ LONG = pytest.mark.long
 
 
 @pytest.mark.parametrize("tokens", [400_000, pytest.param(1_000_000, marks=LONG), pytest.param(None, marks=LONG)])
-def test_little_more_is_fetched_than_the_text_that_the_store_holds(server, prepare, tables, tmp_path, tokens):
-    commit = server.add("datasets", "org/tables", tables | {"README.md": b"# A data set"})
+def test_little_more_is_fetched_than_the_text_that_the_store_holds(hub_server, prepare, tables, tmp_path, tokens):
+    commit = hub_server.add("datasets", "org/tables", tables | {"README.md": b"# A data set"})
     most = [] if tokens is None else [f"--max_tokens={tokens:.0e}" if tokens == 1_000_000 else f"--max_tokens={tokens}"]
     made = prepare("--input=hf://datasets/org/tables@main/**/*.parquet", f"--out={tmp_path}/store", *most)
     assert made.returncode == 0, made.stderr
@@ -98,10 +85,10 @@ def test_little_more_is_fetched_than_the_text_that_the_store_holds(server, prepa
     text_chunks = {name: chunks(content) for name, content in tables.items()}
     all_chunks = [chunk for each in text_chunks.values() for chunk in each]
     needed = sum(end - start for start, end in all_chunks[: -(-needed_rows // GROUP)])
-    assert needed <= server.fetched <= 1.2 * needed
-    assert server.fetched < 0.4 * sum(map(len, tables.values()))
+    assert needed <= hub_server.fetched <= 1.2 * needed
+    assert hub_server.fetched < 0.4 * sum(map(len, tables.values()))
     # Each range lies in text, or is the end of a file.
-    for name, start, end in server.ranges:
+    for name, start, end in hub_server.ranges:
         assert end == len(tables[name]) or any(a <= start and end <= b for a, b in text_chunks[name]), (start, end)
     counts = read_meta(tmp_path / "store")["splits"]
     assert sum(each["documents"] for each in counts.values()) == (needed_rows if tokens is None else needed_rows - 1)
@@ -113,52 +100,52 @@ def test_little_more_is_fetched_than_the_text_that_the_store_holds(server, prepa
 
 
 @LONG
-def test_a_killed_call_resumes_at_its_commit_and_fetches_only_the_rest(server, prepare, tables, tmp_path):
-    commit = server.add("datasets", "org/kill", tables)
+def test_a_killed_call_resumes_at_its_commit_and_fetches_only_the_rest(hub_server, prepare, tables, tmp_path):
+    commit = hub_server.add("datasets", "org/kill", tables)
     command = ["difftx", "prepare", *FLAGS, "--input=hf://datasets/org/kill/**/*.parquet", "--max_tokens=900000"]
-    environment = hub_environment(server, tmp_path / "home")
+    environment = hub_environment(hub_server, tmp_path / "home")
     sound = commands().run([*command, f"--out={tmp_path}/sound"], environment=environment)
     assert sound.returncode == 0, sound.stderr
-    once = server.fetched
+    once = hub_server.fetched
     fetched = []
     for ranges in (4, 4, None):
-        server.reset()
-        server.pause_after = ranges
+        hub_server.reset()
+        hub_server.pause_after = ranges
         started = commands().start(
             [*command, f"--out={tmp_path}/out"], environment=environment, stderr=tmp_path / "err"
         )
         if ranges is None:
             assert started.wait() == 0, (tmp_path / "err").read_text()
         else:
-            assert server.paused.wait(60)
+            assert hub_server.paused.wait(60)
             units = tmp_path / "out" / ".prepare" / "units"
             count = -1  # Wait until the worker has tokenised what was fetched.
             while count < (count := len(list(units.glob("*.npz")))) or not count:
                 time.sleep(0.5)
             started.kill()
             started.wait()
-            server.resumed.set()
-        fetched.append(server.fetched)
-        server.add("datasets", "org/kill", {"data/other.parquet": tables["data/1.parquet"]})  # The branch moves on.
+            hub_server.resumed.set()
+        fetched.append(hub_server.fetched)
+        hub_server.add("datasets", "org/kill", {"data/other.parquet": tables["data/1.parquet"]})  # The branch moves on.
     assert splits(tmp_path / "out") == splits(tmp_path / "sound")
     assert read_meta(tmp_path / "out")["source"]["input_commit"] == commit
     # Each call repeats the end of a file and, at most, the row groups that were in progress.
     assert fetched[-1] < 0.7 * once
     assert sum(fetched) < 1.7 * once
     # The finished store is of the commit of its first call. Another store is of the branch's.
-    server.reset()
+    hub_server.reset()
     again = commands().run([*command, f"--out={tmp_path}/out"], environment=environment)
     assert again.returncode == 0, again.stderr
-    assert not server.ranges
+    assert not hub_server.ranges
     other = commands().run([*command, f"--out={tmp_path}/other"], environment=environment)
     assert other.returncode == 0, other.stderr
     assert read_meta(tmp_path / "other")["source"]["input_commit"] != commit
 
 
-def test_lines_and_texts_of_both_inputs(server, prepare, tmp_path):
+def test_lines_and_texts_of_both_inputs(hub_server, prepare, tmp_path):
     lines = b"".join(json.dumps({"text": f"line {row} " * 9}).encode() + b"\n" for row in range(500))
     files = {"train/a b.jsonl": lines, "train/b.txt": b"plain text " * 50, "valid/v.txt": b"held out " * 50}
-    server.add("datasets", "org/lines", files | {"train/.hidden": b"x"}, branch="refs/pr/1")
+    hub_server.add("datasets", "org/lines", files | {"train/.hidden": b"x"}, branch="refs/pr/1")
     address = "hf://datasets/org/lines@refs/pr/1"
     made = prepare(f"--input={address}/train/**", f"--valid_input={address}/valid/v.txt", f"--out={tmp_path}/store")
     assert made.returncode == 0, made.stderr
@@ -170,13 +157,13 @@ def test_lines_and_texts_of_both_inputs(server, prepare, tmp_path):
     assert source["input_commit"] == source["valid_input_commit"]
 
 
-def test_a_busy_hub_is_asked_again_and_a_short_reply_is_refused(server, prepare, tmp_path):
-    server.add("datasets", "org/busy", {"a.txt": b"one text " * 99})
-    server.faults = {"resolve": [503, 429]}
+def test_a_busy_hub_is_asked_again_and_a_short_reply_is_refused(hub_server, prepare, tmp_path):
+    hub_server.add("datasets", "org/busy", {"a.txt": b"one text " * 99})
+    hub_server.faults = {"resolve": [503, 429]}
     flags = ["--input=hf://datasets/org/busy/a.txt", f"--out={tmp_path}/store"]
     assert prepare(*flags).returncode == 0
-    server.reset()
-    server.faults = {"resolve": lambda data: data[:-1]}
+    hub_server.reset()
+    hub_server.faults = {"resolve": lambda data: data[:-1]}
     short = prepare(*flags[:1], f"--out={tmp_path}/other")
     assert short.returncode == 1
     assert "the hub sent 890 bytes in place of bytes 0 to 891; run the same command again" in short.stderr
@@ -272,7 +259,7 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def bad(server, request):
+def bad(hub_server, request):
     """Add a repository with broken files."""
     files = {"a.txt": b"text of 18 letters", "no.parquet": b"PAR1 and no table PAR1"}
     with contextlib.suppress(pytest.skip.Exception):
@@ -284,17 +271,17 @@ def bad(server, request):
         flipped = bytearray(good)
         flipped[len(good) // 2] ^= 1
         files |= {"cut.parquet": content[:-9], "good.parquet": good, "flipped.parquet": bytes(flipped)}
-    server.add("datasets", "org/bad", files)
+    hub_server.add("datasets", "org/bad", files)
     return files
 
 
 @LONG
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_broken_data_set_ends_in_one_line(prepare, server, bad, tmp_path, case):
+def test_a_broken_data_set_ends_in_one_line(prepare, hub_server, bad, tmp_path, case):
     address, faults, more, message = REFUSED[case]
     if address.endswith(".parquet") and address.rpartition("/")[2] not in bad:
         pytest.skip("needs the extra parquet")
-    server.faults = faults
+    hub_server.faults = faults
     flags, changes = (more, {}) if isinstance(more, list) else ([], more)
     result = prepare(f"--input=hf://{address}", f"--out={tmp_path}/store", *flags, **changes)
     assert result.returncode in (1, 2), result.stderr

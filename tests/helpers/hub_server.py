@@ -12,7 +12,10 @@ import threading
 import urllib.parse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import pytest
 from conftest import child_environment
+
+from helpers.command_server import commands
 
 LARGE = (".parquet", ".safetensors", ".bin", ".jsonl")  # Endings of files with a SHA-256, as in Git LFS.
 
@@ -198,7 +201,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def reply(self, status, content, headers=None):
         data = self.change(content if isinstance(content, bytes) else json.dumps(content).encode())
-        with contextlib.suppress(ConnectionError):  # Of a client that was killed.
+        with contextlib.suppress(ConnectionError):  # A killed client has closed the connection.
             self.send_response(status)
             for name, value in ({"Content-Length": str(len(data))} | (headers or {})).items():
                 self.send_header(name, value)
@@ -215,3 +218,22 @@ def hub_environment(server, home, **changes):
     """Return the environment of a command that uses a hub, with the folder `home` for its cache and account."""
     own = {"HF_ENDPOINT": server.endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home), "HF_TOKEN": "hf_test"}
     return child_environment(1) | own | {"HF_HUB_DISABLE_XET": "1", "NO_PROXY": "*"} | changes
+
+
+@pytest.fixture(scope="module")
+def hub_server():
+    with HubServer() as started:
+        yield started
+        started.shutdown()
+
+
+@pytest.fixture
+def run_with_hub(hub_server, tmp_path):
+    """Return a function that runs a command with the hub, whose counters start at 0."""
+    hub_server.reset()
+
+    def run(*words, **changes):
+        environment = hub_environment(hub_server, tmp_path / "home", **changes)
+        return commands().run(list(map(str, words)), environment=environment)
+
+    return run

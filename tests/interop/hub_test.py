@@ -1,12 +1,13 @@
 """`difftx convert` from and to a Hugging Face Hub of this machine."""
 
+import functools
 import json
 
 import jax
 import numpy as np
 import pytest
 from helpers.command_server import commands
-from helpers.hub_server import HubServer, hub_environment
+from helpers.hub_server import hub_environment
 from helpers.inference_models import language_model
 from helpers.interop_folders import FIXTURES, IMPORT, import_, parameters, run_of
 
@@ -19,23 +20,9 @@ OTHERS = {"README.md": b"# Card", "onnx/model.safetensors": b"o" * 99, "consolid
 OTHERS |= {"pytorch_model.bin": b"p" * 99, "modeling.py": b"print('never executed')"}
 
 
-@pytest.fixture(scope="module")
-def server():
-    with HubServer() as started:
-        yield started
-        started.shutdown()
-
-
 @pytest.fixture
-def convert(server, tmp_path):
-    """Return a function that runs the command with a hub."""
-    server.reset()
-
-    def run(*flags, **changes):
-        environment = hub_environment(server, tmp_path / "home", **changes)
-        return commands().run(["difftx", "convert", *map(str, flags)], environment=environment)
-
-    return run
+def convert(run_with_hub):
+    return functools.partial(run_with_hub, "difftx", "convert")
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +31,8 @@ def trained(config, mesh_of, tmp_path_factory):
     return run_of(lm, tmp_path_factory.mktemp("trained") / "run")
 
 
-def files_of(server, name):
-    repository = server.repositories["models", name]
+def files_of(hub_server, name):
+    repository = hub_server.repositories["models", name]
     return repository["commits"][repository["branches"]["main"]]
 
 
@@ -54,9 +41,9 @@ def error_of(result):
     return line
 
 
-def test_a_model_is_imported_by_name_at_a_commit(server, convert, tmp_path, mesh_of):
-    commit = server.add("models", "org/model", GROUPED | OTHERS, branch="v1")
-    server.add("models", "org/model", {"config.json": b"{}"})  # The default branch has another model.
+def test_a_model_is_imported_by_name_at_a_commit(hub_server, convert, tmp_path, mesh_of):
+    commit = hub_server.add("models", "org/model", GROUPED | OTHERS, branch="v1")
+    hub_server.add("models", "org/model", {"config.json": b"{}"})  # The default branch has another model.
     out = tmp_path / "run"
     result = convert("--from=hf", "--to=difftx", "--input=org/model@v1", f"--out={out}", *IMPORT)
     assert result.returncode == 0, result.stderr
@@ -66,34 +53,36 @@ def test_a_model_is_imported_by_name_at_a_commit(server, convert, tmp_path, mesh
         "revision": "v1",
         "commit": commit,
     }
-    assert {name for name, _, _ in server.ranges} == set(GROUPED)
+    assert {name for name, _, _ in hub_server.ranges} == set(GROUPED)
     local = import_(FIXTURES / "diff_grouped", tmp_path / "local")
     jax.tree.map(np.testing.assert_array_equal, parameters(out, mesh_of())[1], parameters(local, mesh_of())[1])
     assert not (local / "source.json").exists()
     # The cache of the library has the files.
-    server.reset()
+    hub_server.reset()
     again = convert("--from=hf", "--to=difftx", f"--input=org/model@{commit}", f"--out={tmp_path}/again", *IMPORT)
     assert again.returncode == 0, again.stderr
-    assert not server.ranges
+    assert not hub_server.ranges
 
 
-def test_an_export_is_pushed_to_a_private_repository(server, convert, trained, tmp_path):
+def test_an_export_is_pushed_to_a_private_repository(hub_server, convert, trained, tmp_path):
     for out in ("first", "second"):
         flags = ["--from=difftx", "--to=hf", f"--input={trained}", f"--out={tmp_path}/{out}", "--push=me/model"]
         result = convert(*flags, *(["--shard_mib=1000"] if out == "first" else []))
         assert result.returncode == 0, result.stderr
-        commit = server.repositories["models", "me/model"]["branches"]["main"]
-        assert result.stdout.splitlines()[-1] == f"pushed to {server.endpoint}/me/model/tree/{commit}"
-        pushed = dict(files_of(server, "me/model"))
+        commit = hub_server.repositories["models", "me/model"]["branches"]["main"]
+        assert result.stdout.splitlines()[-1] == f"pushed to {hub_server.endpoint}/me/model/tree/{commit}"
+        pushed = dict(files_of(hub_server, "me/model"))
         assert pushed.pop(".gitattributes") == b"*"
         assert pushed == {path.name: path.read_bytes() for path in (tmp_path / out).iterdir()}
-        server.add("models", "me/model", files_of(server, "me/model") | {"old.safetensors": b"old"}, private=True)
-    assert server.repositories["models", "me/model"]["private"]
+        hub_server.add(
+            "models", "me/model", files_of(hub_server, "me/model") | {"old.safetensors": b"old"}, private=True
+        )
+    assert hub_server.repositories["models", "me/model"]["private"]
     back = convert("--from=hf", "--to=difftx", f"--input=me/model@{commit}", f"--out={tmp_path}/back", *IMPORT)
     assert back.returncode == 0, back.stderr
 
 
-def test_nothing_is_pushed_if_the_folder_differs_from_the_run(server, convert, trained, tmp_path, monkeypatch):
+def test_nothing_is_pushed_if_the_folder_differs_from_the_run(hub_server, convert, trained, tmp_path, monkeypatch):
     """A wrong value in the written file is found, although its size and names are right."""
     from difftx.commands.convert import main
     from difftx.interop import runs
@@ -147,17 +136,17 @@ IMPORTS = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", IMPORTS)
-def test_a_model_that_cannot_be_imported_ends_in_one_line(server, convert, tmp_path, case):
+def test_a_model_that_cannot_be_imported_ends_in_one_line(hub_server, convert, tmp_path, case):
     name, files, faults, message = IMPORTS[case]
     changes = {key: faults[key] for key in faults if key.startswith("HF_")}
-    server.repositories.pop(("models", "org/bad"), None)
-    server.add("models", "org/bad", files)
-    server.faults = {key: faults[key] for key in faults.keys() - changes.keys()}
+    hub_server.repositories.pop(("models", "org/bad"), None)
+    hub_server.add("models", "org/bad", files)
+    hub_server.faults = {key: faults[key] for key in faults.keys() - changes.keys()}
     result = convert("--from=hf", "--to=difftx", f"--input={name}", f"--out={tmp_path}/run", *IMPORT, **changes)
     assert result.returncode in (1, 2), result.stderr
     assert message in error_of(result)
     assert not (tmp_path / "run").exists()
-    assert not {name for name, _, _ in server.ranges} - set(GROUPED)
+    assert not {name for name, _, _ in hub_server.ranges} - set(GROUPED)
 
 
 PUSHES = {
@@ -187,13 +176,13 @@ PUSHES = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", PUSHES)
-def test_a_push_that_fails_ends_in_one_line(server, convert, trained, tmp_path, case):
+def test_a_push_that_fails_ends_in_one_line(hub_server, convert, trained, tmp_path, case):
     name, flags, faults, message = PUSHES[case]
-    server.repositories.pop(("models", "me/bad"), None)
-    server.add("models", "me/public", {"README.md": b"# Card"})
+    hub_server.repositories.pop(("models", "me/bad"), None)
+    hub_server.add("models", "me/public", {"README.md": b"# Card"})
     if change := faults.get("on_commit"):
-        server.on_commit = lambda files: files | {"model.safetensors": change(files["model.safetensors"])}
-    server.faults = {key: fault for key, fault in faults.items() if key != "on_commit"}
+        hub_server.on_commit = lambda files: files | {"model.safetensors": change(files["model.safetensors"])}
+    hub_server.faults = {key: fault for key, fault in faults.items() if key != "on_commit"}
     flags = {"--from": "difftx", "--to": "hf", "--input": trained, "--out": tmp_path / "out"} | flags
     result = convert(*(f"{flag}={value}" for flag, value in flags.items()), f"--push={name}")
     assert result.returncode in (1, 2), result.stderr
@@ -202,17 +191,17 @@ def test_a_push_that_fails_ends_in_one_line(server, convert, trained, tmp_path, 
 
 
 @pytest.mark.long
-def test_a_download_that_was_killed_resumes(server, convert, tmp_path):
-    server.add("models", "org/kill", GROUPED)
+def test_a_download_that_was_killed_resumes(hub_server, convert, tmp_path):
+    hub_server.add("models", "org/kill", GROUPED)
     flags = ["difftx", "convert", "--from=hf", "--to=difftx", "--input=org/kill", f"--out={tmp_path}/run", *IMPORT]
-    environment = hub_environment(server, tmp_path / "home")
-    server.pause_after = 4
+    environment = hub_environment(hub_server, tmp_path / "home")
+    hub_server.pause_after = 4
     started = commands().start(flags, environment=environment)
-    assert server.paused.wait(60)
+    assert hub_server.paused.wait(60)
     started.kill()
     started.wait()
-    server.resumed.set()
-    server.reset()
+    hub_server.resumed.set()
+    hub_server.reset()
     result = commands().run(flags, environment=environment)
     assert result.returncode == 0, result.stderr
-    assert 0 < len(server.ranges) < len(GROUPED)
+    assert 0 < len(hub_server.ranges) < len(GROUPED)
