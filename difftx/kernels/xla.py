@@ -59,8 +59,8 @@ def forward(
     spans = []
     for queries, keys in _spans(T, window, sharding):
         arrays = chunks(segment_ids_BT, sharding, queries=queries, q=q_BTHGd, lam=lam_BTH)
-        spans.append(jax.lax.map(functools.partial(chunk, keys), arrays))
-    out_BTKRE, lse_BTKRG = _joined_spans(spans, T)
+        spans.append(_joined_chunks(jax.lax.map(functools.partial(chunk, keys), arrays), T, queries))
+    out_BTKRE, lse_BTKRG = _joined_spans(spans)
     return out_BTKRE.reshape(B, T, H, -1), ShardedArrays(by_token=(lse_BTKRG.reshape(B, T, H, G),))
 
 
@@ -111,9 +111,9 @@ def backward(
     for queries, keys in _spans(T, window, sharding):
         arrays = chunks(segment_ids_BT, sharding, queries=queries, **by_query)
         carry, span = jax.lax.scan(functools.partial(chunk, keys), carry, arrays)
-        spans.append(span)
+        spans.append(_joined_chunks(span, T, queries))
     dk_BSKGd, dv_BSKE = carry
-    dq_BTKRGd, dlam_BTKR = _joined_spans(spans, T)
+    dq_BTKRGd, dlam_BTKR = _joined_spans(spans)
     dlam_BTH = None if dlam_BTKR is None else dlam_BTKR.reshape(B, T, H)
     dq_BTHGd = dq_BTKRGd.reshape(q_BTHGd.shape)
     return dq_BTHGd, dk_BSKGd.astype(k_BSKGd.dtype), dv_BSKE.astype(v_BSKE.dtype), dlam_BTH
@@ -237,11 +237,11 @@ def joined(x_NBC: jax.Array, tokens: int) -> jax.Array:
     return x_BNC.reshape(x_BNC.shape[0], -1, *x_BNC.shape[3:])[:, :tokens]
 
 
-def _joined_spans(spans: Sequence[Any], tokens: int) -> Any:
-    """Concatenate the arrays of spans, each in chunks `[N, B, C, …]`, to `[B, T, …]`."""
-    lengths = [tokens] if len(spans) == 1 else [tokens // 2, tokens - tokens // 2]
-    in_order = [
-        jax.tree.map(functools.partial(joined, tokens=length), span)
-        for span, length in zip(spans, lengths, strict=True)
-    ]
-    return jax.tree.map(lambda *x_BT: jnp.concatenate(x_BT, axis=1), *in_order)
+def _joined_chunks(in_chunks: Any, tokens: int, queries: slice) -> Any:
+    """Call `joined` for each array of a tree, whose chunks are those of a part of `tokens` queries."""
+    return jax.tree.map(functools.partial(joined, tokens=len(range(tokens)[queries])), in_chunks)
+
+
+def _joined_spans(spans: Sequence[Any]) -> Any:
+    """Concatenate trees of arrays `[B, T, …]` along T."""
+    return jax.tree.map(lambda *x_BT: jnp.concatenate(x_BT, axis=1), *spans)
