@@ -13,19 +13,17 @@ scores each different text with difftx. The exit code is 1 if a token is less li
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # The engine needs the memory of the GPU.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import httpx2
 import numpy as np
 
 import difftx
@@ -40,23 +38,17 @@ TOLERANCE_NATS = 0.1
 START_SECONDS = 1800  # Engines compile and load for minutes.
 
 
-def ask(url: str, body: dict[str, Any] | None = None) -> Any:
-    """Return the JSON that a server answers, or None without a body."""
-    data = json.dumps(body).encode() if body else None
-    request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=600) as answer:
-        return json.load(answer) if body else None
-
-
 def wait_for(url: str, engine: subprocess.Popen) -> None:
     """Return when the engine answers, or exit if its process ends or does not answer in time."""
     for _ in range(START_SECONDS):
         if engine.poll() is not None:
             sys.exit(f"the engine ended with exit code {engine.returncode} before it answered")
         try:
-            return ask(f"{url}/health")
-        except (urllib.error.URLError, ConnectionError):
-            time.sleep(1)
+            if httpx2.get(f"{url}/health").is_success:
+                return
+        except httpx2.HTTPError:
+            pass
+        time.sleep(1)
     sys.exit(f"the engine did not answer within {START_SECONDS} s")
 
 
@@ -70,7 +62,10 @@ def choices_of(folder: str, port: int, new_tokens: int, command: list[str]) -> l
     try:
         wait_for(url, engine)
         body = {"model": folder, "max_tokens": new_tokens, "temperature": 0}
-        return [ask(f"{url}/v1/completions", body | {"prompt": prompt})["choices"][0] for prompt in PROMPTS]
+        answers = [
+            httpx2.post(f"{url}/v1/completions", json=body | {"prompt": prompt}, timeout=600) for prompt in PROMPTS
+        ]
+        return [answer.raise_for_status().json()["choices"][0] for answer in answers]
     finally:
         engine.terminate()
         engine.wait(120)
