@@ -1,26 +1,29 @@
 """Compare the speed of difftx on this machine with transformers on torch, and with nanodo's Transformer.
 
 python benchmarks/peers.py [--sizes=quickstart,19m] [--rounds=7] [--steps=N] [--torch=.venv-parity/bin/python]
-    [--nanodo=FOLDER] [--only=NAME,…]
+    [--nanodo=FOLDER] [--only=NAME,…] [--isa=avx2]
 
 Each model has a process of its own. The processes take turns, so a change in the machine's speed affects all of them:
-in each round, each process trains and then generates. All models have the same shapes, float32 weights and activations,
-AdamW with weight decay and clipping, random tokens, and the same number of threads. The first round is not counted.
-difftx's processes ask Linux for huge pages, as its commands do. With GLIBC_TUNABLES=glibc.malloc.hugetlb=1 all
-processes do.
+in each round, each process trains and then generates, while the others are stopped. All models have the same shapes,
+float32 weights and activations, AdamW with weight decay and clipping, random tokens, and the same number of threads.
+The first round is not counted. difftx's processes ask Linux for huge pages, as its commands do. With
+GLIBC_TUNABLES=glibc.malloc.hugetlb=1 all processes do. --isa=avx2 tells XLA, oneDNN and torch to use AVX2 only, as on
+most laptops.
 
 `make .venv-parity/.installed` installs torch and transformers, and --nanodo names a clone of nanodo. The benchmark
 prints the peers that it cannot find.
 
-The table of a size has tokens/s of training and of generation (one row, with a cache), ratios to difftx's model of the
-same architecture, the peak resident memory after training, and the time from the start of the process to the end of its
-first step.
+The table of a size has the tokens/s of training, of a prompt of 2,048 tokens until its first new token, and of
+generation (one row, with a cache, 256 tokens after a prompt of 16), ratios to difftx's model of the same architecture,
+the peak resident memory, and the time from the start of the process to the end of its first step. transformers
+generates with its default cache in eager mode, and with a static cache if compiled.
 """
 
 import argparse
 import dataclasses
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -42,8 +45,19 @@ from difftx.interop.fields import config_json
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKERS = Path(__file__).parent / "peer_workers"
+LONG_PROMPT = 2048
 PROMPT_TOKENS = 16
 NEW_TOKENS = 256
+# Switches of XLA, of oneDNN and MKL below torch, and of torch's own kernels.
+ISAS = {
+    "avx2": {
+        "XLA_FLAGS": "--xla_cpu_max_isa=AVX2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+    }
+}
+EXTENSIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 SHAPES = {"data.sequence_length": "256", "train.global_batch_tokens": "2048"}
 SMALL = {"model.compute_dtype": "float32", "model.remat": "none", "data.path": "none", "data.tokenizer": "bytes"}
 # Size → recipe with a place for the architecture, changed fields, and steps of a round.
@@ -66,13 +80,14 @@ class Contestant:
 class Worker:
     """The process of a contestant, and its times."""
 
-    def __init__(self, contestant: Contestant):
+    def __init__(self, contestant: Contestant, variables: dict[str, str]):
         self.contestant = contestant
         self.train_rates: list[float] = []  # Tokens/s of each round.
+        self.prompt_rates: list[float] = []  # Tokens/s of a prompt, in each round.
         self.generate_rates: list[float] = []  # New tokens/s of each round.
         self.peak_bytes = 0  # Peak resident memory.
         began = time.perf_counter()
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"} | variables
         if path := contestant.task.get("path"):
             environment["PYTHONPATH"] = path
         command = [*contestant.command, json.dumps(contestant.task)]
@@ -83,12 +98,20 @@ class Worker:
         first = self._answer()
         self.first_step_seconds = time.perf_counter() - began
         self.parameters, self.generates = first["parameters"], first["generates"]
+        self._process.send_signal(signal.SIGSTOP)
 
-    def ask(self, verb: str, count: int = 0) -> dict[str, Any]:
-        """Send one line to the worker, such as "train 20", and return its answer."""
+    def ask(self, verb: str, *counts: int) -> dict[str, Any]:
+        """Send one line to the worker, such as "train 20", and return its answer. It is stopped before and after."""
         assert self._process.stdin is not None
-        print(verb, count, file=self._process.stdin, flush=True)
-        return self._answer()
+        self._process.send_signal(signal.SIGCONT)
+        print(verb, *counts, file=self._process.stdin, flush=True)
+        answer = self._answer()
+        self._process.send_signal(signal.SIGSTOP)
+        return answer
+
+    def rate(self, tokens: int, verb: str, *counts: int) -> float:
+        """Return the tokens/s of an order of so many tokens."""
+        return tokens / self.ask(verb, *counts)["seconds"]
 
     def close(self) -> None:
         """End the process."""
@@ -146,7 +169,6 @@ def _shared(config: Config) -> dict[str, Any]:
         "rows": config.batch_rows,
         "length": config.data.sequence_length,
         "threads": len(os.sched_getaffinity(0)),
-        "prompt_tokens": PROMPT_TOKENS,
         "optimizer": settings,
     }
 
@@ -158,23 +180,27 @@ def _nanodo_task(config: Config, folder: Path) -> dict[str, Any]:
     return {"path": str(folder), "model": sizes | {"V": model.embeddings, "F": 3 * model.mlp_dim // 2}}
 
 
-def measure(size: str, entries: list[Contestant], *, rounds: int, steps: int) -> list[Worker]:
-    """Start all workers one after another, and let them take turns."""
-    workers = []
+def measure(
+    size: str, entries: list[Contestant], *, rounds: int, steps: int, variables: dict[str, str]
+) -> list[Worker]:
+    """Start all workers one after another, with more environment variables, and let them take turns."""
+    workers: list[Worker] = []
     try:
         for contestant in entries:
-            workers.append(Worker(contestant))
+            workers.append(Worker(contestant, variables))
             print(f"{size}: {contestant.name} started", file=sys.stderr, flush=True)
         tokens = entries[0].task["rows"] * entries[0].task["length"]
         for number in range(rounds + 1):
             for worker in workers[number % len(workers) :] + workers[: number % len(workers)]:
-                seconds = worker.ask("train", steps if number else 2)["seconds"]
-                if number:  # The round before the first one warms up.
-                    worker.train_rates.append(tokens * steps / seconds)
+                count = steps if number else 2  # The round before the first one warms up, and is not counted.
+                rates = [(worker.train_rates, worker.rate(tokens * count, "train", count))]
                 if worker.generates:
-                    seconds = worker.ask("generate", NEW_TOKENS)["seconds"]
-                    if number:
-                        worker.generate_rates.append(NEW_TOKENS / seconds)
+                    rates.append((worker.prompt_rates, worker.rate(LONG_PROMPT, "generate", LONG_PROMPT, 1)))
+                    rates.append(
+                        (worker.generate_rates, worker.rate(NEW_TOKENS, "generate", PROMPT_TOKENS, NEW_TOKENS))
+                    )
+                for collected, rate in rates if number else ():
+                    collected.append(rate)
             print(f"{size}: round {number} of {rounds}", file=sys.stderr, flush=True)
         for worker in workers:
             worker.peak_bytes = worker.ask("memory")["peak_bytes"]
@@ -202,6 +228,8 @@ def format_table(title: str, workers: list[Worker]) -> rich.table.Table:
         "parameters",
         "training tokens/s (range)",
         "difftx ÷ it",
+        "prompt tokens/s (range)",
+        "difftx ÷ it",
         "generation tokens/s (range)",
         "difftx ÷ it",
         "peak memory MiB",
@@ -216,6 +244,8 @@ def format_table(title: str, workers: list[Worker]) -> rich.table.Table:
             f"{worker.parameters:,}",
             _rate(worker.train_rates),
             _ratio(own.train_rates, worker.train_rates),
+            _rate(worker.prompt_rates),
+            _ratio(own.prompt_rates, worker.prompt_rates),
             _rate(worker.generate_rates),
             _ratio(own.generate_rates, worker.generate_rates),
             f"{worker.peak_bytes / 2**20:,.0f}",
@@ -232,26 +262,31 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="steps of a round (default: by size)")
     parser.add_argument("--torch", type=Path, default=ROOT / ".venv-parity/bin/python", help="Python with transformers")
     parser.add_argument("--nanodo", type=Path, help="folder of a clone of nanodo")
+    parser.add_argument("--isa", choices=ISAS, help="the newest vector extension to use (default: all that there are)")
     parser.add_argument("--only", help="only models whose names contain one of these texts")
     args = parser.parse_args()
-    console = rich.console.Console(width=180)
+    variables = ISAS.get(args.isa, {})
+    flags = Path("/proc/cpuinfo").read_text().split()
+    extensions = args.isa or "+".join(name for name in EXTENSIONS if name in flags)
+    console = rich.console.Console(width=220)
     for size in args.sizes.split(","):
         entries = contestants(size, args.torch, args.nanodo)
         if args.only:
             entries = [entry for entry in entries if any(part in entry.name for part in args.only.split(","))]
         steps = args.steps or SIZES[size][2]
         load = os.getloadavg()[0]
-        workers = measure(size, entries, rounds=args.rounds, steps=steps)
+        workers = measure(size, entries, rounds=args.rounds, steps=steps, variables=variables)
         task = entries[0].task
-        shape = f"{task['rows']} rows of {task['length']}, float32, {task['threads']} threads"
+        shape = f"{task['rows']} rows of {task['length']}, float32, {task['threads']} threads with {extensions}"
         title = f"{size}: {shape}; median of {args.rounds} rounds of {steps} steps; load before {load:.1f}"
         console.print(format_table(title, workers))
         ours = {worker.contestant.architecture: worker for worker in workers if "difftx" in worker.contestant.name}
         if {"diff", "transformer"} <= ours.keys():
             diff, transformer = ours["diff"], ours["transformer"]
             training = _ratio(diff.train_rates, transformer.train_rates)
+            prompt = _ratio(diff.prompt_rates, transformer.prompt_rates)
             generation = _ratio(diff.generate_rates, transformer.generate_rates)
-            console.print(f"difftx, diff ÷ transformer: training {training}, generation {generation}")
+            console.print(f"difftx, diff ÷ transformer: training {training}, prompt {prompt}, generation {generation}")
     return 0
 
 

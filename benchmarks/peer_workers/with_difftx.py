@@ -18,22 +18,22 @@ from difftx.model.abstract import count_parameters
 
 
 def main() -> None:
-    """Serve the task: fields `config`, `overrides` and `prompt_tokens`."""
+    """Serve the task: fields `config` and `overrides`."""
     task = Task()
     config = load_config(task.config, task.overrides)
     contestant = prepare(config)
     tokenizer = load_tokenizer(config.data.tokenizer)
-    longer = load_config(task.config, task.overrides | {"data.sequence_length": "512"})  # Prompt and new tokens fit.
+    longer = load_config(task.config, task.overrides | {"data.sequence_length": "2304"})  # Prompt and new tokens fit.
     models: list[LanguageModel] = []
 
-    def generate_tokens(count: int) -> None:
+    def generate_tokens(prompt: int, new: int) -> None:
         if not models:
             params = jax.tree.map(jax.numpy.copy, contestant.state.params)  # The train step donates its own.
             models.append(LanguageModel(longer, contestant.mesh, params, tokenizer))
             models[0].allowed[tokenizer.eot_token] = False
-        request = Request(prompt=[1] * task.prompt_tokens, new_tokens=count, seed=0)
+        request = Request(prompt=[1] * prompt, new_tokens=new, seed=0)
         (completion,) = generate(models[0], [request], GREEDY)
-        assert len(completion.tokens) == count, completion
+        assert len(completion.tokens) == new, completion
 
     serve(contestant.run, generate_tokens, count_parameters(config.model).total)
 

@@ -35,16 +35,22 @@ def main() -> None:
             optimizer.step()
         loss.item()
 
-    @torch.inference_mode()
-    def generate(count: int) -> None:
-        model.eval()
-        prompt = torch.ones((1, task.prompt_tokens), dtype=torch.long)
-        lengths = {"min_new_tokens": count, "max_new_tokens": count}
-        mask = torch.ones_like(prompt)
-        out = model.generate(prompt, attention_mask=mask, do_sample=False, use_cache=True, pad_token_id=0, **lengths)
-        assert out.shape[1] == task.prompt_tokens + count
+    # `generate` compiles the step of a token only with a static cache, and on CPUs only if told so.
+    compiling = transformers.CompileConfig()
+    compiling._compile_all_devices = True
+    compiled = {"cache_implementation": "static", "compile_config": compiling}
 
-    serve(train, None if task.compile else generate, sum(weight.numel() for weight in model.parameters()))
+    @torch.inference_mode()
+    def generate(prompt: int, new: int) -> None:
+        model.eval()
+        ids = torch.ones((1, prompt), dtype=torch.long)
+        lengths = {"min_new_tokens": new, "max_new_tokens": new}
+        how = compiled if task.compile and new > 1 else {}
+        mask = torch.ones_like(ids)
+        out = model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, **how, **lengths)
+        assert out.shape[1] == prompt + new
+
+    serve(train, generate, sum(weight.numel() for weight in model.parameters()))
 
 
 main()

@@ -20,10 +20,11 @@ class Task:
             setattr(self, name, value)
 
 
-def serve(train: Callable[[int], object], generate: Callable[[int], object] | None, parameters: int) -> None:
-    """Take the first step, then do what the parent asks for: `train STEPS`, `generate TOKENS`, or `memory`.
+def serve(train: Callable[[int], object], generate: Callable[[int, int], object] | None, parameters: int) -> None:
+    """Take the first step, then do what the parent asks for: `train STEPS`, `generate PROMPT NEW`, or `memory`.
 
-    `train` returns after the last of its steps is done, and `generate` after its last new token.
+    `train` returns after the last of its steps is done, and `generate` after the last of NEW tokens that follow a
+    prompt of PROMPT tokens.
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # What libraries print must not mix with the answers.
@@ -34,12 +35,12 @@ def serve(train: Callable[[int], object], generate: Callable[[int], object] | No
     train(1)
     answer(parameters=parameters, generates=generate is not None)
     for line in sys.stdin:
-        verb, count = line.split()
+        verb, *counts = line.split()
         if verb == "memory":
             answer(peak_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
             continue
-        work = train if verb == "train" else generate
+        work = {"train": train, "generate": generate}[verb]
         assert work is not None
         began = time.perf_counter()
-        work(int(count))
+        work(*map(int, counts))
         answer(seconds=time.perf_counter() - began)
