@@ -193,7 +193,8 @@ def _differences_and_slopes(differences: Mapping[tuple[str, str], Differences], 
 def _size_contrasts_table(family: Sequence[SizeContrast]) -> str:
     rows = []
     for contrast, (value, p) in zip(family, tested([contrast.values for contrast in family]), strict=True):
-        rows.append([contrast.title, contrast.measured, signed(value), p_text(p), _verdict(contrast, value, p)])
+        verdict = marked(_verdict(contrast, value, p), p)
+        rows.append([contrast.title, contrast.measured, signed(value), p_text(p), verdict])
     return markdown(["contrast", "at", "bits per byte", "p, corrected", "verdict"], rows)
 
 
