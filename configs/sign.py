@@ -56,7 +56,7 @@ ARMS = {
     "uniform": Arm("diff_uniform", {**LEARNED, **USED_PARAMETERS}),
     **{
         f"fixed_{lam:g}": Arm("diff", {"lambda_learned": False, "lambda_init": lam, "post_scale": controls.MEAN_FACTOR})
-        for lam in (-0.6, -0.3, 0.3, 0.6, 1.0)
+        for lam in (-0.6, -0.3, 0.0, 0.3, 0.6, 1.0)
     },
 }
 
