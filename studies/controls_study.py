@@ -4,7 +4,8 @@
 
 The models have 0.15M parameters. The questions:
 
-1. Norm, gain or second attention map: which part of differential attention changes the loss on novels or helps on recall?
+1. Norm, gain or second attention map: which part of differential attention changes the loss on novels, or helps on
+   recall?
 2. Does the need for a long warm-up depend on the model and on the optimizer?
 3. Does another λ (bounded, slower or decayed) change the loss?
 4. Do the differences between architectures change with the size of the model and the number of tokens? Some of these

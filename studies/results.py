@@ -307,7 +307,6 @@ def draw_figures(collected: Mapping[str, Sequence[Record]], suffix: str) -> None
     on_recall = joined(collected, "question-1-recall+question-6+question-6-more")
     recipe = toy.get_config("books-diff")
     draw_family(collected["question-1-again"], "again", path("results_again"))
-    draw_solved(collected["question-1-recall"], path("results_solved"))
     draw_family(
         joined(collected, "question-1-novels+question-2"), "warmup", path("results_optimizer_family"), by_effect=True
     )

@@ -81,11 +81,6 @@ def sizes_table(records: Sequence[Record], task: str) -> str:
     return markdown(["tokens per parameter", "tokens", f"`{REFERENCE}`", *pairs], rows) + provenance(records)
 
 
-def size_difference_text(records: Sequence[Record], task: str, arm: str, tokens: str) -> str:
-    """Return an arm's difference from the Transformer after `tokens` per parameter, with its interval."""
-    return signed(estimate([*differences_by_length(records, task, arm)[int(tokens)].values()]))
-
-
 def size_rates_table(records: Sequence[Record], task: str) -> str:
     """Return a table of the learning rates of a size: a row for each length, and a column for each arm."""
     return _lengths_table(records, task, lambda runs: f"{runs[-1]['learning_rate']:g}")
@@ -238,7 +233,6 @@ def sizes_later_table(records: Sequence[Record], task: str) -> str:
 
 PLACEHOLDERS = {
     "sizes": sizes_table,
-    "size_difference": size_difference_text,
     "size_seconds": size_seconds_table,
     "step_times": step_times_table,
     "step_time": step_time_text,
