@@ -27,10 +27,6 @@ from difftx.kernels import pallas_gpu_tiles as tiles
 from difftx.kernels.pallas_gpu_tiles import COLUMNS, GROUPS, LOG2_E, MATRIX, PRODUCER, STAGES, TILE, WARPGROUPS
 
 LSE, DELTA = 0, 1  # Indices along X in `stats`.
-# Barriers of one array keep their phases in one register, and the softmax warpgroups of dK/dV have none to spare. So
-# barriers that the same warpgroups wait for are in one array, with these indices.
-P_READY, DP_FREE = 0, 1
-P_FREE, DP_READY = 0, 1
 
 DKV_REGISTERS = tiles.Registers(softmax=152, producer=200)
 DQ_REGISTERS = tiles.Registers(softmax=184, producer=136)
@@ -100,39 +96,37 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
             plgpu.barrier_wait(barriers.kv_ready)
 
             def accumulate(dk_acc):
-                def step(i, left):  # `left` counts the query tiles of a head down.
-                    q_tile = k_tile + steps_per_head - left
+                def step(i, q_tile):
                     slot = lax.rem(i, stages)
                     plgpu.barrier_wait(barriers.q_ready.at[slot])
                     logits = tiles.product(smem.k.at[warpgroup], smem.q.at[slot, warpgroup].T)
                     lse = plgpu.load(smem.stats.at[slot, LSE, warpgroup], layout=COLUMNS)
                     p = jnp.exp2(logits * (scale * LOG2_E) - tiles.down(lse, logits))
                     p = flip_sign(p, tiles.down(sign_bits(lse), p))
-                    p = hide(p, 0.0, q_tile, k_tile, needed=(left == steps_per_head) | (left <= end - full))
-                    plgpu.barrier_wait(barriers.p_free_or_dp_ready.at[P_FREE])
+                    p = hide(p, 0.0, q_tile, k_tile, needed=(q_tile == k_tile) | (q_tile >= full))
+                    plgpu.barrier_wait(barriers.p_free)
                     smem.p[warpgroup] = p.astype(dtype)
                     plgpu.commit_smem()
-                    plgpu.barrier_arrive(barriers.p_ready_or_dp_free.at[P_READY])
+                    plgpu.barrier_arrive(barriers.p_ready)
                     scaled_delta = plgpu.load(smem.stats.at[slot, DELTA, warpgroup], layout=COLUMNS)
-                    plgpu.barrier_wait(barriers.p_free_or_dp_ready.at[DP_READY])
+                    plgpu.barrier_wait(barriers.dp_ready)
                     dp = plgpu.load(smem.dp, layout=MATRIX)
-                    tiles.arrive_if(i + 1 < steps, barriers.p_ready_or_dp_free.at[DP_FREE])
+                    tiles.arrive_if(i + 1 < steps, barriers.dp_free)
                     ds = (p * (dp * scale - tiles.down(scaled_delta, dp))).astype(dtype)
                     ds = tiles.as_operand(ds, smem.staging, warpgroup)
                     plgpu.wgmma(dk_acc, ds, smem.q.at[slot, warpgroup])
                     plgpu.wgmma_wait(0)
                     tiles.arrive_if(i + 1 < steps, barriers.q_free.at[slot])
 
-                    return jnp.where(left == 1, steps_per_head, left - 1)
+                    return jnp.where(q_tile + 1 == end, k_tile, q_tile + 1)
 
-                lax.fori_loop(0, steps, step, steps_per_head)
+                lax.fori_loop(0, steps, step, k_tile)
                 return dk_acc[...]
 
             dk = pl.run_scoped(accumulate, plgpu.ACC((TILE, width), jnp.float32))
-            # The producer copies dK to global memory: these warpgroups have no registers for its address.
-            smem.k[warpgroup] = dk.astype(dtype)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(barriers.dk_ready)
+            keys = tiles.rows_of(k_tile)
+            tiles.write(dk, smem.k.at[warpgroup], dk_gmem.at[sequence, keys, kv_head, warpgroup])
+            plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == PRODUCER)
         def producer_warpgroup():
@@ -163,7 +157,7 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
                 load_dout(i)
 
             plgpu.barrier_wait(barriers.kv_ready)
-            plgpu.barrier_arrive(barriers.p_free_or_dp_ready.at[P_FREE])
+            plgpu.barrier_arrive(barriers.p_free)
 
             def accumulate(dv_acc):
                 @pl.loop(0, steps)
@@ -171,20 +165,20 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
                     slot = lax.rem(i, stages)
                     plgpu.barrier_wait(barriers.dout_ready.at[slot])
                     dp = tiles.product(smem.v, smem.dout.at[slot].T)
-                    pl.when(i > 0)(lambda: plgpu.barrier_wait(barriers.p_ready_or_dp_free.at[DP_FREE]))
+                    pl.when(i > 0)(lambda: plgpu.barrier_wait(barriers.dp_free))
                     smem.dp[...] = dp
                     plgpu.commit_smem()
-                    plgpu.barrier_arrive(barriers.p_free_or_dp_ready.at[DP_READY])
+                    plgpu.barrier_arrive(barriers.dp_ready)
 
                     @pl.when(i > 0)
                     def refill_q():
                         plgpu.barrier_wait(barriers.q_free.at[lax.rem(i - 1, stages)])
                         pl.when(i - 1 + stages < steps)(lambda: load_q(i - 1 + stages))
 
-                    plgpu.barrier_wait(barriers.p_ready_or_dp_free.at[P_READY])
+                    plgpu.barrier_wait(barriers.p_ready)
                     p = plgpu.load(smem.p.at[0], layout=MATRIX)
                     p = p + plgpu.load(smem.p.at[1], layout=MATRIX)
-                    tiles.arrive_if(i + 1 < steps, barriers.p_free_or_dp_ready.at[P_FREE])
+                    tiles.arrive_if(i + 1 < steps, barriers.p_free)
                     p = tiles.as_operand(p, smem.staging, PRODUCER)
                     plgpu.wgmma(dv_acc, p, smem.dout.at[slot])
                     plgpu.wgmma_wait(0)
@@ -194,9 +188,6 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
 
             dv = pl.run_scoped(accumulate, plgpu.ACC((TILE, value_width), jnp.float32))
             tiles.write(dv, smem.v, dv_gmem.at[sequence, keys, kv_head])
-            plgpu.barrier_wait(barriers.dk_ready)
-            for m in range(GROUPS):
-                plgpu.copy_smem_to_gmem(smem.k.at[m], dk_gmem.at[sequence, keys, kv_head, m])
             plgpu.wait_smem_to_gmem(0)
 
     return tiles.launch(
@@ -212,8 +203,8 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
             "v": tiles.buffer((TILE, value_width), dtype),
             "q": tiles.buffer((stages, GROUPS, TILE, width), dtype),
             "dout": tiles.buffer((stages, TILE, value_width), dtype),
-            "p": tiles.buffer((GROUPS, TILE, TILE), dtype),
-            "dp": tiles.buffer((TILE, TILE), jnp.float32),
+            "p": tiles.exchange((GROUPS, TILE, TILE), dtype),
+            "dp": tiles.exchange((TILE, TILE), jnp.float32),
             "stats": plgpu.SMEM((stages, 2, GROUPS, TILE), jnp.float32),
             "staging": tiles.buffer((WARPGROUPS, TILE, TILE), dtype) if interpret else None,
         },
@@ -222,9 +213,10 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
             "q_ready": plgpu.Barrier(num_arrivals=GROUPS + 1, num_barriers=stages),  # Two copies of Q, one of `stats`.
             "dout_ready": plgpu.Barrier(num_barriers=stages),
             "q_free": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
-            "p_ready_or_dp_free": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=2),
-            "p_free_or_dp_ready": plgpu.Barrier(num_barriers=2),
-            "dk_ready": plgpu.Barrier(num_arrivals=GROUPS),
+            "p_ready": plgpu.Barrier(num_arrivals=GROUPS),
+            "p_free": plgpu.Barrier(),
+            "dp_ready": plgpu.Barrier(),
+            "dp_free": plgpu.Barrier(num_arrivals=GROUPS),
         },
         interpret=interpret,
     )

@@ -80,6 +80,15 @@ def buffer(shape, dtype):
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
+def exchange(shape, dtype):
+    """Return a buffer in shared memory that warpgroups, but neither TMA nor wgmma, write and read as MATRIX.
+
+    A warp moves 8 x 8 values at a time, which are contiguous here. So there are no bank conflicts, and the addresses of
+    a thread differ by constants: it keeps one in a register, not one for each swizzled column of a tile.
+    """
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 8)),))
+
+
 def rows_of(tile):
     """Return the slice of a sequence that the tile with index `tile` covers."""
     return pl.ds(tile * TILE, TILE)
