@@ -16,6 +16,7 @@ benchmarks/records/2026-11-26_h100_first_run.md compares the times of these kern
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -161,7 +162,8 @@ def _forward_call(  # noqa: C901 - Nested functions count.
             def add_product(out, p, v_smem):
                 """Return out + P·V."""
                 if smem.p is None:
-                    return pl.run_state(lambda out_acc: plgpu.wgmma(out_acc, p, v_smem))(plgpu.ACC.init(out))
+                    start: Any = plgpu.ACC.init(out)  # JAX declares a reference, from which run_state makes an array.
+                    return pl.run_state(lambda out_acc: plgpu.wgmma(out_acc, p, v_smem))(start)
                 smem.p[warpgroup] = p  # The interpreter supports neither operands in registers nor initial values.
                 plgpu.commit_smem()
                 return out + tiles.product(smem.p.at[warpgroup], v_smem)

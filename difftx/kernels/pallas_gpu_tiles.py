@@ -142,7 +142,7 @@ def down(column_values, like):
     return lax.broadcast_in_dim(column_values, like.shape, [1])
 
 
-@plgpu.inline_mgpu(arg_types=(ROWS,), return_type=plgpu.ShapeDtypeStruct((), jnp.bool_, plgpu.Layout.WG_SPLAT))
+@plgpu.inline_mgpu(arg_types=(ROWS,), return_type=plgpu.ShapeDtypeStruct((), np.dtype(bool), plgpu.Layout.WG_SPLAT))
 def _any_in_warp(_, rows):
     """Return whether any row of this warp is true. Warps may differ, so this is not uniform in the warpgroup."""
     value = functools.reduce(arith.ori, rows.registers.flat)
