@@ -168,6 +168,7 @@ def test_mistakes_are_one_line(run, folder, tmp_path):
         (lambda: difftx.train("quickstrat", tmp_path / "run"), "no such recipe. Did you mean 'quickstart'?"),
         (lambda: difftx.load(tmp_path / "none"), "no config.json there, so it is not a run"),
         (lambda: difftx.load(run.workdir, step=5), "5"),
+        (lambda: difftx.load(run.workdir, extensions="own.py"), "extensions='own.py' is one path; give a list, such"),
         (lambda: difftx.evaluate(run, "lose"), "lose"),
         (lambda: difftx.evaluate(run, "loss", lost_tokens=3), "eval.lost_tokens: no such field. Did you mean"),
         (lambda: run.logprobs(TEXT), "is one text; give a list, such as [text]"),
