@@ -36,6 +36,8 @@ SHARDED = {
 def environment(folder):
     """Return the environment of vLLM: 1 GiB of cache and one thread per process, and modelling files in `folder`."""
     cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    # Tensor-parallel ranks would compile part of the embedding, on a busy machine for longer than vLLM waits (300 s).
+    cpu |= {"TORCHDYNAMO_DISABLE": "1"}
     # Each process would compile vLLM's and torch's modules again, for 20 s.
     files = {"HF_MODULES_CACHE": str(folder / "modules"), "PYTHONDONTWRITEBYTECODE": ""}
     return os.environ | cpu | files | {"VLLM_NO_USAGE_STATS": "1"}
