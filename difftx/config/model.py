@@ -181,6 +181,10 @@ class ModelConfig(Extensible, effect=affects.Effect.FUNCTION, chosen_by="archite
     same, because rates do not transfer between heads of different widths."""
     compute_dtype: flag.Decoder[flag.Kernel[affects.Training[Literal["float32", "bfloat16"]]]] = "bfloat16"
     """Dtype of activations and matrix products. Parameters and λ are float32."""
+    matmul: affects.Training[Literal["compute_dtype", "fp8", "int8"]] = "compute_dtype"
+    """Precision of the products with the weights of attention and MLP. "compute_dtype": as all other products. "fp8":
+    e4m3, and e5m2 for gradients. "int8": 8-bit integers, except in the gradients of weights. Both have a scale per row
+    and per column, which each product computes. CPUs emulate them; other devices must have units for them."""
     remat: flag.Preset[flag.Decoder[affects.Rounding[Literal["none", "dots", "full", "offload"]]]] = "dots"
     """Activations of a layer that are saved for the backward pass, which recomputes all others. "none": all outside of
     kernels. "dots": matrix products and attention. "full": the layer's input. "offload": the layer's input, which is

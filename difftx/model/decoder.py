@@ -18,6 +18,7 @@ from difftx.kernels.rows import AttentionRows
 from difftx.model.architectures import ARCHITECTURES, check_attention
 from difftx.model.attention import Angles, LayerConstants, layer_constants
 from difftx.model.layers import RMSNorm, rotary_angles, scaled, soft_cap
+from difftx.model.products import PRODUCT
 from difftx.parallel.layout import Layout, reshard
 
 UNROLLED_LAYERS = 8  # Largest number of layers that are compiled one by one.
@@ -28,11 +29,11 @@ type Hook = Callable[[jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 def _saves_products(primitive: Any, *arguments: Any, **params: Any) -> bool:
     """Return whether the policy "dots" saves the results of an operation: products with weights, and attention."""
-    policies = jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _saves_attention
+    policies = jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _saves_named
     return primitive.name == CUDNN_FORWARD or any(policy(primitive, *arguments, **params) for policy in policies)
 
 
-_saves_attention = jax.checkpoint_policies.save_only_these_names(SAVED)
+_saves_named = jax.checkpoint_policies.save_only_these_names(SAVED, PRODUCT)
 
 # `model.remat` selects which values the forward pass saves. The backward pass recomputes all others. "none" has no
 # policy, because a policy that saves everything would also save the attention weights, which `kernels/xla.py`
