@@ -17,7 +17,7 @@ from difftx.kernels.cached import KVCache, SegmentMask
 from difftx.kernels.rows import AttentionRows
 from difftx.model.architectures import ARCHITECTURES, check_attention
 from difftx.model.attention import Angles, LayerConstants, layer_constants
-from difftx.model.layers import RMSNorm, rotary_angles, scaled, soft_cap
+from difftx.model.layers import RMSNorm, observed, rotary_angles, scaled, soft_cap
 from difftx.model.products import PRODUCT
 from difftx.parallel.layout import Layout, reshard
 
@@ -220,6 +220,8 @@ class Decoder(nnx.Module):
         group of layers, one for each letter of `model.window_pattern`.
         """
         constants_L, period = layer_constants(self.config), len(self.config.windows)
+        if self.config.matmul_ranges:
+            layer = _with_static_scales(layer)
 
         def group(carry: Any, layers: Iterable[Any]) -> tuple[Any, Any]:
             outputs = []
@@ -256,6 +258,18 @@ class Decoder(nnx.Module):
         tokens_BT = reshard(tokens_BT, self.layout.lookup_BT)
         x_BTD = self.embedding_VD.at[tokens_BT].get(out_sharding=self.layout.lookup_BTD)
         return reshard(x_BTD.astype(self.config.compute_dtype), self.layout.act_BTD)
+
+
+def _with_static_scales(layer: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a layer whose products have the ranges in its constants, in their order."""
+
+    def scaled_layer(carry: Any, block: Block, constants: LayerConstants, *others: Any) -> Any:
+        assert constants.ranges_P is not None
+        ranges = iter(jnp.unstack(constants.ranges_P))
+        with observed(lambda *_: next(ranges)):
+            return layer(carry, block, constants, *others)
+
+    return scaled_layer
 
 
 def _split_axis(x_L: jax.Array, period: int) -> jax.Array:

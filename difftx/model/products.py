@@ -6,6 +6,7 @@ its scales, so they are not a state of the training, and no row of X affects ano
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -34,34 +35,84 @@ PRECISIONS = {
     # SwitchBack (arXiv 2304.13013) and MaxText leave this product in 16 bits too.
     "int8": Precision(jnp.int8, jnp.int8, False),
 }
+# `model.matmul` → dtype of rounded weights in products that are otherwise in the compute dtype.
+ROUNDED_WEIGHTS = {"int8_weights": jnp.int8, "int4_weights": jnp.int4}
+GROUP = 128  # Inputs of an output that share a scale, in int4.
 
 
-def quantize(x: jax.Array, axes: tuple[int, ...], dtype: Any) -> tuple[jax.Array, jax.Array]:
+def quantize(
+    x: jax.Array, axes: tuple[int, ...], dtype: Any, largest_x: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Return `x` as numbers of a dtype and their float32 scale, which has size 1 along `axes`.
 
-    If a number is not finite, neither is its scale, so a product has such numbers too.
+    If a number is not finite, neither is its scale, so a product has such numbers too. `largest_x` is the largest
+    magnitude for a static scale, a scalar. Larger numbers are clipped.
     """
     info = (jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype)
     largest, x = float(info.max), x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), axis=axes, keepdims=True) / largest
+    if largest_x is not None:
+        scale = jnp.full_like(scale, largest_x / largest)
     # A subnormal scale has few digits, so that a quotient may exceed the largest number.
     codes = jnp.clip(x / jnp.where(scale > 0, scale, 1), -largest, largest)
     return (jnp.round(codes) if jnp.issubdtype(dtype, jnp.integer) else codes).astype(dtype), scale
 
 
+def group_size(inputs: int, dtype: Any) -> int:
+    """Return the number of consecutive inputs of an output that share a scale.
+
+    In int4, these are `GROUP` inputs, or fewer if that does not divide their number. In int8, they are all inputs.
+    """
+    return math.gcd(inputs, GROUP) if dtype == jnp.int4 else inputs
+
+
+def groups_of(weight: jax.Array, inputs: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Return a weight `[inputs…, outputs…]` as numbers `[groups, inputs of a group, outputs…]`, and their scales.
+
+    `inputs` is the number of its input axes.
+    """
+    count, outputs = math.prod(weight.shape[:inputs]), weight.shape[inputs:]
+    size = group_size(count, dtype)
+    spec = None
+    if is_explicit_mesh():
+        of_outputs = jax.typeof(weight).sharding.spec[inputs:]
+        weight = jax.sharding.reshard(weight, P(*[None] * inputs, *of_outputs))
+        spec = P(None, None, *of_outputs)
+    return quantize(jnp.reshape(weight, (count // size, size, *outputs), out_sharding=spec), (1,), dtype)
+
+
+def rounded_weight(weight: jax.Array, inputs: int, dtype: Any) -> jax.Array:
+    """Return a weight after `groups_of` and back, in float32. Its gradient is that of the weight itself."""
+    codes, scale = groups_of(weight, inputs, dtype)
+    spec = jax.typeof(weight).sharding.spec if is_explicit_mesh() else None
+    of_inputs = None if spec is None else P(*[None] * inputs, *spec[inputs:])
+    rounded = jnp.reshape(codes.astype(jnp.float32) * scale, weight.shape, out_sharding=of_inputs)
+    rounded = rounded if spec is None else jax.sharding.reshard(rounded, spec)
+    # The straight-through estimator (arXiv 1308.3432). The difference is 0 in the forward pass.
+    weight = weight.astype(jnp.float32)
+    return jax.lax.stop_gradient(rounded) + (weight - jax.lax.stop_gradient(weight))
+
+
 def product(
-    subscripts: str, left: jax.Array, right: jax.Array, dtypes: tuple[Any, Any], sharding: P | jax.NamedSharding
+    subscripts: str,
+    left: jax.Array,
+    right: jax.Array,
+    dtypes: tuple[Any, Any],
+    sharding: P | jax.NamedSharding,
+    largest_left: jax.Array | None = None,
 ) -> jax.Array:
     """Return `jnp.einsum(subscripts, left, right)` of operands rounded to `dtypes`, in float32 with this sharding.
 
     The axes of the result must be those of `left` and then those of `right`, without the contracted ones.
+    `largest_left` makes the scale of `left` static.
     """
     left_axes, right_axes, _ = subscripts.replace("->", ",").split(",")
     shared = set(left_axes) & set(right_axes)
     in_left, in_right = (
         tuple(names.index(axis) for axis in left_axes if axis in shared) for names in (left_axes, right_axes)
     )
-    (left, left_scale), (right, right_scale) = map(quantize, (left, right), (in_left, in_right), dtypes)
+    left, left_scale = quantize(left, in_left, dtypes[0], largest_left)
+    right, right_scale = quantize(right, in_right, dtypes[1])
     kind = jnp.int32 if jnp.issubdtype(left.dtype, jnp.integer) else jnp.float32
     axes = (in_left, in_right), ((), ())
     out = jax.lax.dot_general(left, right, axes, preferred_element_type=kind, out_sharding=sharding)

@@ -1,5 +1,7 @@
 """Products with weights in 8 bits (`model.matmul`), against NumPy."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -18,8 +20,8 @@ from difftx.launch.estimate import trace_step
 from difftx.model.abstract import count_parameters
 from difftx.model.architectures import heads_of
 from difftx.model.decoder import REMAT_POLICIES
-from difftx.model.layers import linear
-from difftx.model.products import PRECISIONS
+from difftx.model.layers import linear, multiply
+from difftx.model.products import PRECISIONS, ROUNDED_WEIGHTS, rounded_weight
 from difftx.training.fit import check_products
 from difftx.training.state import init_state, make_train_step
 
@@ -104,6 +106,38 @@ def test_an_identity_returns_the_rounded_input_and_whole_numbers_are_exact():
         np.testing.assert_array_equal(linear("BTD,DF->BTF", whole, identity, P()), whole)
         found = linear("BTD,DF->BTF", x, identity, P())
     np.testing.assert_allclose(found, rounded(x, -1, np.int8), rtol=2**-23)
+
+
+@pytest.mark.parametrize("matmul", PRECISIONS)
+def test_a_static_scale_clips_larger_inputs(matmul):
+    rng, dtype = np.random.default_rng(0), FORMATS[matmul][0]
+    x, weight = (np.float32(rng.normal(size=shape)) for shape in ((2, 3, 64), (64, 5)))
+    with jax.set_mesh(one_device()):
+        found = multiply(matmul, "BTD,DF->BTF", jnp.asarray(x), jnp.asarray(weight), P(), jnp.float32(1.5))
+    # A further number of 1.5 makes the scale of each row the static one.
+    clipped = np.append(np.clip(x, -1.5, 1.5), np.full((2, 3, 1), 1.5, np.float32), axis=-1)
+    x_hat = rounded(clipped, -1, dtype)[..., :-1]
+    np.testing.assert_allclose(found, x_hat @ rounded(weight, 0, dtype), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("inputs", "shape"), [(1, (256, 3, 5)), (2, (4, 96, 6)), (1, (40, 7))])
+@pytest.mark.parametrize(("matmul", "levels"), [("int8_weights", 127), ("int4_weights", 7)])
+def test_weights_alone_are_rounded_and_gradients_pass(mesh_of, matmul, levels, inputs, shape):
+    """Inputs and outputs are sharded, and groups of 128 inputs span several devices."""
+    weight = np.float32(np.random.default_rng(0).normal(size=shape))
+    count = math.prod(shape[:inputs])
+    groups = weight.reshape(count // (size := math.gcd(count, 128) if levels == 7 else count), size, -1)
+    scale = np.abs(groups).max(1, keepdims=True) / np.float32(levels)
+    expected = (np.rint(groups / scale) * scale).reshape(shape)
+    mesh = mesh_of(fsdp=4, tensor=2)
+    with jax.set_mesh(mesh):
+        spec = P("fsdp", *[None] * (len(shape) - 1))
+        placed = jax.device_put(weight, jax.NamedSharding(mesh, spec))
+        found, vjp = jax.vjp(lambda w: rounded_weight(w, inputs, ROUNDED_WEIGHTS[matmul]), placed)
+        (gradient,) = vjp(found)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_array_equal(gradient, found)
+    assert jax.typeof(found).sharding.spec == spec
 
 
 @pytest.mark.parametrize("matmul", PRECISIONS)
