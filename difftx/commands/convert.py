@@ -63,6 +63,8 @@ def main(arguments: Sequence[str]) -> int:
     how = "compare logits and greedy text with the package transformers; both models must fit in memory"
     where = "upload the folder of --to=hf to this private repository of the hub, after it was compared with the run"
     parser.add_argument("--push", metavar="ORG/NAME", help=where)
+    rounded = "round the weights of attention and MLP, in the format of compressed-tensors; requires --to=hf"
+    parser.add_argument("--quantize", choices=("int8", "int4"), help=rounded)
     parser.add_argument("--verify", action="store_true", help=how)
     options, overrides = parser.parse(arguments)
     given = {name.split(".")[1] for name in overrides if name.startswith("model.")}
@@ -95,7 +97,8 @@ def main(arguments: Sequence[str]) -> int:
         elif config is None:
             size = options.shard_mib * 2**20
             form: dict[str, Any] = {"step": step, "format_": options.target, "shard_bytes": size, "part": part}
-            lines = runs.export_run(Checkpoints(options.input), folder, str(options.out), **form, verify=verify)
+            form |= {"verify": verify, "bits": options.quantize}
+            lines = runs.export_run(Checkpoints(options.input), folder, str(options.out), **form)
             if options.push:
                 read(step, functools.partial(_require_equal, folder))
         else:
@@ -158,8 +161,10 @@ def _checked(options: argparse.Namespace, overrides: Mapping[str, str]) -> Confi
     require_writable(options.out)
     if options.push and (options.target != "hf" or is_bucket(options.out)):
         raise UserError(f"--push={options.push} requires --to=hf and a local --out, whose files it uploads")
+    if options.quantize and (options.target != "hf" or options.push):
+        raise UserError(f"--quantize={options.quantize} requires --to=hf, and no --push; upload the folder yourself")
     if options.verify:
-        _require_transformers({options.source, options.target})
+        _require_transformers({options.source, options.target}, options.quantize is not None)
     if options.source != OURS:
         if options.step is not None:
             raise UserError("--step selects a checkpoint of a run; it requires --from=difftx")
@@ -185,11 +190,12 @@ def _check_formats(options: argparse.Namespace) -> None:
         raise UserError(f"{both}: exactly one of them must be {OURS}, unless --differential is set")
 
 
-def _require_transformers(formats: set[str]) -> None:
+def _require_transformers(formats: set[str], quantized: bool) -> None:
     if formats == {OURS}:
         raise UserError("--verify compares with the package transformers; it requires --from=hf or --to=hf")
     if "official" in formats:
         raise UserError("--verify compares with the package transformers, which has no model of the official layout")
-    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    packages = ("torch", "transformers", *(["compressed_tensors"] if quantized else []))
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"--verify requires {' and '.join(missing)}: {install_hint('parity')}")

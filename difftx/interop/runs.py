@@ -26,6 +26,7 @@ from difftx.inference.decode import LanguageModel
 from difftx.inference.load import read_checkpoint
 from difftx.interop import differential, huggingface, in_transformers, official, remote_code_config, tokenizers
 from difftx.interop.card import write_card, write_generation_config
+from difftx.interop.compressed import Bits, compress
 from difftx.interop.differential import Heads, is_changeable
 from difftx.interop.fields import CONFIG, Fields, check_model, config_json, determined_fields, with_fields
 from difftx.interop.parameters import Format, architectures_of, export_params, import_params
@@ -244,14 +245,16 @@ def export_run(
     shard_bytes: int,
     verify: bool,
     part: WeightsPart,
+    bits: Bits | None = None,
 ) -> list[str]:
     """Write weights of the checkpoint that `read_checkpoint` selects to `folder`, later `out`. Return messages."""
 
     def export(checkpoint: Checkpoint) -> list[str]:
         _empty(folder)
-        lines = write_export(checkpoint, str(run.workdir), pulled(run.workdir), folder, out, format_, shard_bytes)
+        lines = write_export(checkpoint, str(run.workdir), pulled(run.workdir), folder, out, format_, shard_bytes, bits)
         if verify:
-            lines.append(compare_logits(folder, checkpoint.manifest, checkpoint.config, part))
+            config = checkpoint.config if bits is None else checkpoint.config.but(model={"matmul": f"{bits}_weights"})
+            lines.append(compare_logits(folder, checkpoint.manifest, config, part))
             if tokenizers.has_tokenizer(folder):
                 lines.append(in_transformers.compare_tokenizer(folder, open_tokenizer(checkpoint)[1]))
         checkpoint.require_unchanged()
@@ -261,17 +264,27 @@ def export_run(
 
 
 def write_export(
-    checkpoint: Checkpoint, workdir: str, files: Path, folder: Path, out: str, format_: Format, shard_bytes: int
+    checkpoint: Checkpoint,
+    workdir: str,
+    files: Path,
+    folder: Path,
+    out: str,
+    format_: Format,
+    shard_bytes: int,
+    bits: Bits | None = None,
 ) -> list[str]:
     """Write a checkpoint of `workdir` to `folder`, which is later renamed to `out`. Return messages.
 
-    `files` has the small files of the run.
+    `files` has the small files of the run. The weights of products are rounded to `bits`, unless these are None.
     """
     step, model, part = checkpoint.manifest.step, checkpoint.config.model, checkpoint.part
     module = check_representable(model, format_)
     config, tokenizer = open_tokenizer(checkpoint)
-    shards = write_folder(folder, export_params(ParamsReader(checkpoint.manifest, part), format_, model), shard_bytes)
+    tensors = export_params(ParamsReader(checkpoint.manifest, part), format_, model)
     settings = config_json(module, config, tokenizer.eot_token)
+    if bits is not None:
+        tensors, settings["quantization_config"] = compress(tensors, bits)
+    shards = write_folder(folder, tensors, shard_bytes)
     write_atomically(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
     note = tokenizers.export_tokenizer(config, tokenizer, folder, settings.get("model_type"))
     if module is remote_code_config:
@@ -280,6 +293,7 @@ def write_export(
         write_generation_config(folder, tokenizer, model.embeddings)
         flags = {"from": "difftx", "to": format_, "input": workdir, "out": out, "step": step}
         flags |= {"weights": part} if part != "params" else {}
+        flags |= {"quantize": bits} if bits is not None else {}
         command = ["python", "-m", "difftx", "convert", *(f"--{name}={flags[name]}" for name in flags)]
         write_card(folder, PurePosixPath(out).name, settings, checkpoint, files, command)
     written = shards[0] if len(shards) == 1 else f"{len(shards)} safetensors files"

@@ -142,6 +142,8 @@ def test_the_bound_is_the_slowest_of_arithmetic_collectives_and_state(estimated)
     slow = dataclasses.replace(fast, interconnect=1.0)
     assert slow.bound.step_seconds == sent
     assert slow.bound.days == pytest.approx(e.steps * sent / 86_400)
+    half = dataclasses.replace(fast, low_precision_flops=e.executed_flops / 2, low_precision_peak=2e12)
+    assert half.bound.arithmetic_seconds == pytest.approx(0.75 * e.executed_flops / 1e12)
     assert dataclasses.replace(fast, hbm_bandwidth=1.0).bound.step_seconds == e.argument_bytes + e.output_bytes
 
 

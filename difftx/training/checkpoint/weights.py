@@ -29,17 +29,20 @@ STEP = 0  # Step of a checkpoint that difftx did not train.
 
 @dataclasses.dataclass(frozen=True)
 class Streamed:
-    """A float32 array that is read in blocks while it is written."""
+    """An array, usually float32, that is read in blocks while it is written."""
 
     shape: tuple[int, ...]
     rows: int  # Number of rows of a block, along the first axis. The last block may be smaller.
     read: Callable[[slice], np.ndarray]  # Returns some rows.
-
-    dtype = np.dtype(np.float32)
+    dtype: np.dtype = np.dtype(np.float32)  # noqa: RUF009 (immutable)
 
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
 
     def parts(self) -> Iterator[tuple[slice, np.ndarray]]:
         """Yield the rows and the values of each block."""
