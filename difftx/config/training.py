@@ -3,7 +3,17 @@
 from typing import Annotated, Literal
 
 from difftx.config import affects, fields, flag
-from difftx.config.fields import AxisLength, Group, NotNegative, Positive, Rule, Seed, UnitHalfOpen, UnitOpen
+from difftx.config.fields import (
+    AxisLength,
+    Group,
+    NotNegative,
+    Positive,
+    Rule,
+    Seed,
+    Unique,
+    UnitHalfOpen,
+    UnitOpen,
+)
 from difftx.errors import UserError
 
 Steps = Annotated[
@@ -90,6 +100,14 @@ class TrainConfig(Group):
     ema_decay: affects.Training[UnitOpen | None] = None
     """Decay rate per update of an exponential moving average of the weights. The flag --weights=ema of `difftx
     eval`, `difftx generate` and `difftx convert` selects it. None: no average."""
+    trainable: affects.Training[Unique[tuple[str, ...]]] = ()
+    """Paths of the parameters that train, such as "blocks/attention/lambda_*", where * stands for any text. All others
+    are frozen: they have neither gradients nor moments. Empty: all parameters, or with `lora_rank` the adapters."""
+    lora_rank: affects.Training[AxisLength | None] = None
+    """Rank of an adapter A B that is added to each weight W of attention and MLP (LoRA, arXiv 2106.09685). Checkpoints
+    have W, A and B, and their readers compute with the merged weight. None: no adapters."""
+    lora_alpha: affects.Training[Positive[float]] = 16.0
+    """The factor of an adapter is `lora_alpha` / `lora_rank`."""
     z_loss: affects.Training[NotNegative[float]] = 0.0
     """Coefficient of the z-loss, the mean of log² Z over the tokens of the loss. Z is the denominator of the softmax
     over the vocabulary. PaLM has 1e-4 (arXiv 2204.02311). `loss` in `metrics.jsonl` does not contain the z-loss."""

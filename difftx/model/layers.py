@@ -13,6 +13,7 @@ from jax import P
 from difftx.config import ModelConfig
 from difftx.kernels import target
 from difftx.model.architectures import heads_of
+from difftx.model.lora import Adapted
 from difftx.parallel.layout import Layout
 
 
@@ -91,8 +92,20 @@ class SwiGLU(nnx.Module):
 
 
 def linear(subscripts: str, x: jax.Array, weight: nnx.Param, sharding: P) -> jax.Array:
-    """Return `jnp.einsum(subscripts, x, weight)` with this sharding, in the dtype of `x`."""
-    return _linear(subscripts, sharding, x, weight.astype(x.dtype))
+    """Return `jnp.einsum(subscripts, x, weight)` with this sharding, in the dtype of `x`.
+
+    The value of `weight` may be an `Adapted` (model/lora.py).
+    """
+    if not isinstance(adapted := weight.get_value(), Adapted):
+        return _linear(subscripts, sharding, x, weight.astype(x.dtype))
+    base, a, b = (each.astype(x.dtype) for each in (adapted.weight, adapted.a, adapted.b))
+    x_axes, weight_axes, out_axes = subscripts.replace("->", ",").split(",")
+    batch = [axis for axis in out_axes if axis not in weight_axes]
+    inputs, outputs = ("".join(axis for axis in weight_axes if (axis in x_axes) is of_x) for of_x in (True, False))
+    low_axes, low_sharding = "".join((*batch, "z")), P(*(sharding[out_axes.index(axis)] for axis in batch), None)
+    low = _linear(f"{x_axes},{inputs}z->{low_axes}", low_sharding, x, a)
+    change = _linear(f"{low_axes},z{outputs}->{out_axes}", sharding, low, b)
+    return _linear(subscripts, sharding, x, base) + adapted.scale * change
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -29,6 +29,7 @@ from difftx.training.profile import StepTracer, out_of_memory
 from difftx.training.resume import restore
 from difftx.training.run import Run
 from difftx.training.state import Metrics, make_train_step
+from difftx.training.trainable import merged
 
 PROGRESS_LABEL = "{what} {done}/{total}"
 # Path in `evals/` of a suite's result, journal or figure, of a step.
@@ -205,7 +206,8 @@ class Training:
             weights = self._checkpointer.weights_id(step)
             self._run.owner.check()
             try:
-                results = self._evaluate_suites(self._run, state.train.params, step, suites, work, weights)
+                params = merged(state.train.params, self._config.train)
+                results = self._evaluate_suites(self._run, params, step, suites, work, weights)
             except Exception:
                 # A restart from an earlier checkpoint would fail at the same evaluation again, so save this step. With
                 # several processes, those that have not failed still wait in the evaluation and cannot take part.

@@ -150,7 +150,7 @@ def _initial(run: Run, checkpointer: Checkpointer) -> RunState:
     state, weights = jit_init(init_state, run.config), None
     if (source := run.config.checkpoint.init_from) is not None:
         params, weights = _read_source("init_from", source, functools.partial(_params_in, run))
-        state = dataclasses.replace(state, params=params)
+        state = dataclasses.replace(state, params=state.params | params)  # Adapters are new.
     return RunState(run, checkpointer, state, 0, _loader(run), Guard(run.config.guards), weights)
 
 
