@@ -198,6 +198,9 @@ class CheckpointConfig(Group):
 
     every_steps: affects.Nothing[Positive[int]] = 1000
     """Number of steps between checkpoints. The last step and a SIGTERM also write one."""
+    every_minutes: affects.Nothing[Positive[float] | None] = None
+    """Number of minutes after which a rolling checkpoint is written if there was no other. A kill then loses at most
+    about this time. The next checkpoint replaces it, once it is complete. None: no rolling checkpoint."""
     keep: affects.Nothing[Positive[int]] = 3
     """Number of newest checkpoints to keep. The same number at multiples of `every_steps` is kept too."""
     keep_every_steps: affects.Nothing[Positive[int] | None] = None

@@ -18,7 +18,7 @@ from difftx.errors import EXIT_FAILED, EXIT_PREEMPTED
 from difftx.files import resolved
 from difftx.model.flops import PEAK_FLOPS, flops_per_token
 from difftx.parallel.heartbeat import Monitor
-from difftx.parallel.multihost import Interrupt, agree, barrier, decide_on_primary, is_primary, print_on_primary
+from difftx.parallel.multihost import Interrupt, Notice, agree, barrier, decide_on_primary, is_primary, print_on_primary
 from difftx.progress import Advance, Work
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.goodput import Goodput, format_goodput
@@ -162,13 +162,17 @@ class Training:
             task = display.task("step", steps, done=self._start, label=PROGRESS_LABEL, line=PROGRESS_LINE)
             reporter = Reporter(self._run, self._writer, display, stack.enter_context(task), guard)
             self._export(reporter, display, only_if_absent=True)
+            rolling = Notice()
             while state.step < steps and guard.tripped is None and not interrupt.requested(state.step):
                 self._take_step(reporter)
                 if state.step % config.eval.every_steps == 0 or state.step == steps:
                     self._evaluate(reporter, display)
+                is_due = config.checkpoint.every_minutes and rolling.takes_effect(self._checkpointer.is_due, state.step)
                 if state.step % config.checkpoint.every_steps == 0:
                     self._save(reporter)
                     self._export(reporter, display)
+                elif is_due and state.step < steps:
+                    self._save(reporter, rolling=True)
             reporter.flush()
             self._goodput.switch("save")
             # The last step is saved even if it is bad, because a run is finished once it has that step's checkpoint.
@@ -224,17 +228,17 @@ class Training:
         self._write_goodput()
         reporter.restart_clock()
 
-    def _save(self, reporter: "Reporter") -> None:
+    def _save(self, reporter: "Reporter", *, rolling: bool = False) -> None:
         state, step = self._state, self._state.step
         require_equal_replicas(state.train.params, f"checkpoint of step {step}", self._barrier_timeout)
         # Flush before the save, so that metrics.jsonl has all steps up to the checkpoint.
         reporter.flush()
         self._write_goodput()
-        if state.guard.first_regular is None:
+        if state.guard.first_regular is None and not rolling:
             state.guard.first_regular = step
         if state.guard.last_step_is_good:
             with self._goodput.section("save"):
-                state.save()
+                state.save(rolling=rolling)
         reporter.restart_clock()
 
     def _export(self, reporter: "Reporter", display: Work, *, only_if_absent: bool = False) -> None:

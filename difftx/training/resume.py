@@ -22,6 +22,7 @@ from difftx.training.checkpoint import protocol
 from difftx.training.checkpoint.checkpointer import Checkpointer, Checkpoints
 from difftx.training.checkpoint.manifest import MANIFEST, Manifest, package_versions, read_manifest, why_invalid
 from difftx.training.checkpoint.restoring import config_of, restore_params, restore_state
+from difftx.training.checkpoint.retention import ROLLING
 from difftx.training.fit import fit
 from difftx.training.guards import Guard, decide
 from difftx.training.optimizer import learning_rate
@@ -75,10 +76,10 @@ class RunState:
     guard: Guard
     source_weights: str | None  # Identifier of the parameters from `checkpoint.init_from`. None for new parameters.
 
-    def save(self, *, wait: bool = False) -> None:
-        """Save a checkpoint, in the background unless `wait` is True."""
+    def save(self, *, wait: bool = False, rolling: bool = False) -> None:
+        """Save a checkpoint, in the background unless `wait` is True. The next one replaces a `rolling` one."""
         data = self.loader.state() | {"guard": self.guard.state(), "source_weights": self.source_weights}
-        data |= {"valid": self.run.data.valid_fingerprints}
+        data |= {"valid": self.run.data.valid_fingerprints} | ({ROLLING: True} if rolling else {})
         save = self.checkpointer.save_and_wait if wait else self.checkpointer.save
         save(self.train, data, self.run.config)
 
