@@ -11,6 +11,7 @@ from difftx.config.fields import (
     Rule,
     Seed,
     Unique,
+    UnitClosed,
     UnitHalfOpen,
     UnitOpen,
 )
@@ -111,6 +112,14 @@ class TrainConfig(Group):
     z_loss: affects.Training[NotNegative[float]] = 0.0
     """Coefficient of the z-loss, the mean of log² Z over the tokens of the loss. Z is the denominator of the softmax
     over the vocabulary. PaLM has 1e-4 (arXiv 2204.02311). `loss` in `metrics.jsonl` does not contain the z-loss."""
+    teacher: flag.Bucket[flag.Resume[affects.Training[str | None]]] = None
+    """Path of a checkpoint, or of a run with checkpoints, whose model is the teacher. The loss is then (1 - w) NLL +
+    w t² KL(teacher ‖ model), with w = `distill_weight` and the temperature t = `distill_temperature` (arXiv
+    1503.02531). None: no teacher."""
+    distill_weight: affects.Training[UnitClosed] = 0.5
+    """Weight of the teacher in the loss."""
+    distill_temperature: affects.Training[Positive[float]] = 1.0
+    """Divisor of both models' logits in the KL divergence."""
     seed: flag.Seed[affects.Training[Seed]] = 0
     """Random seed of the initial parameters."""
     kernel_choice: affects.Rounding[Literal["measured", "fixed"]] = "measured"

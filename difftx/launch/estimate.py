@@ -29,6 +29,7 @@ from difftx.parallel.mesh import make_mesh
 from difftx.training.checkpoint.restoring import on_mesh
 from difftx.training.fit import fit
 from difftx.training.state import init_state, make_train_step
+from difftx.training.teacher import abstract_teacher
 from difftx.training.workload import attention_kernel
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -142,7 +143,8 @@ def trace_step(config: Config, mesh: jax.sharding.Mesh) -> jax.stages.Traced:
         batch = Batch(
             tokens_BT=tokens, targets_BT=tokens, loss_mask_BT=mask, segment_ids_BT=documents, positions_BT=documents
         )
-        return jax.jit(make_train_step(config), donate_argnums=0).trace(state, batch)
+        teacher, *params = abstract_teacher(config, mesh) or (None,)
+        return jax.jit(make_train_step(config, teacher), donate_argnums=0).trace(state, batch, *params)
 
 
 def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estimate:

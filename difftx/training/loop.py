@@ -1,6 +1,7 @@
 """The training loop, which starts again from an earlier checkpoint after too many bad steps."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import re
@@ -29,6 +30,7 @@ from difftx.training.profile import StepTracer, out_of_memory
 from difftx.training.resume import restore
 from difftx.training.run import Run
 from difftx.training.state import Metrics, make_train_step
+from difftx.training.teacher import Teacher, read_teacher
 from difftx.training.trainable import merged
 
 PROGRESS_LABEL = "{what} {done}/{total}"
@@ -57,7 +59,9 @@ def train(
     try:
         run.check_records()
         with run.lock() as run, Monitor(run.config.multihost) as monitor, jax.set_mesh(run.mesh):
-            training = Training(run, evaluate, exports, interrupt, monitor, allow_config_change)
+            if (teacher := read_teacher(run)) is not None:
+                run = dataclasses.replace(run, teacher=teacher.weights)
+            training = Training(run, teacher, evaluate, exports, interrupt, monitor, allow_config_change)
             return training.run_to_end(time.perf_counter() if began is None else began)
     except jax.errors.JaxRuntimeError as error:
         if explanation := out_of_memory(run, error):
@@ -76,6 +80,7 @@ class Training:
     def __init__(
         self,
         run: Run,
+        teacher: Teacher | None,
         evaluate: Callable[..., Mapping[str, Any]],
         exports: ModuleType | None,
         interrupt: Interrupt,
@@ -85,7 +90,8 @@ class Training:
         self._run, self._config, self._evaluate_suites, self._exports = run, run.config, evaluate, exports
         self._interrupt, self._monitor, self._allow_config_change = interrupt, monitor, allow_config_change
         self._barrier_timeout = run.config.multihost.barrier_timeout_seconds
-        self._train_step = jax.jit(make_train_step(run.config), donate_argnums=0)
+        config, params = (None, ()) if teacher is None else (teacher.config, (teacher.params,))
+        self._train_step, self._teacher = jax.jit(make_train_step(run.config, config), donate_argnums=0), params
 
     def run_to_end(self, began: float) -> int:
         """Train, and return the exit code. `began` is the result of `time.perf_counter()` at the start."""
@@ -146,7 +152,7 @@ class Training:
         """Compile the train step in all processes, before one of them runs it and waits for the others."""
         display = Work(enabled=is_primary(), is_output=True)
         with display, self._goodput.section("compile"), display.wait("compiling the train step (first time only)"):
-            self._train_step.lower(self._state.train, self._state.loader.abstract_batch()).compile()
+            self._train_step.lower(self._state.train, self._state.loader.abstract_batch(), *self._teacher).compile()
             # Compilation may take much longer in one process. The heartbeat detects a process that died or froze.
             barrier("compiled train step", max(self._barrier_timeout, self._config.multihost.watchdog_seconds))
         self._monitor.beat(self._start)
@@ -192,7 +198,7 @@ class Training:
         self._tracer.start(state.step + 1, reporter.wait)
         # Raise an error for an accidental transfer between host and device, because it would stall all devices.
         with jax.transfer_guard("disallow"), jax.profiler.StepTraceAnnotation("train", step_num=state.step + 1):
-            state.train, metrics = self._train_step(state.train, batch)
+            state.train, metrics = self._train_step(state.train, batch, *self._teacher)
         state.step += 1
         self._monitor.beat(state.step)
         reporter.push(state.step, metrics, state.loader.tokens, data_wait)

@@ -20,7 +20,7 @@ from difftx.model.abstract import one_abstract_device, vector_mask
 from difftx.model.decoder import Decoder
 from difftx.model.lora import LORA
 from difftx.parallel.layout import BATCH, Layout
-from difftx.training.loss import batch_loss
+from difftx.training.loss import batch_distilled_loss, batch_loss
 from difftx.training.optimizer import learning_rate, make_optimizer, updates_made
 from difftx.training.trainable import join, new_adapters, split, with_adapters
 
@@ -89,8 +89,10 @@ def state_bytes(config: Config) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
-def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+def make_train_step(config: Config, teacher: Config | None = None) -> Callable[..., tuple[TrainState, Metrics]]:
     """Return the pure function `step(state, batch) -> (state, metrics)`, to be jitted with the state donated.
+
+    With the config of a teacher, `step(state, batch, teacher_params)` adds the metric "teacher_kl".
 
     The loss is the mean over the tokens in the loss mask. The sum over all microbatches is divided once, so that tokens
     have equal weights even if the masks of microbatches differ in size. If the loss or the norm of the gradient is not
@@ -99,33 +101,39 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
     """
     graphdef, optimizer, schedule = graph(config), make_optimizer(config), learning_rate(config)
 
-    def sums_and_grad(params: Any, batch: Batch):
-        """Return the sums of the NLL and of the z-loss, the statistics of the layers, and the gradient."""
+    teacher_graph = None if teacher is None else graph(teacher, Layout.of(config.mesh.context_method))
+
+    def sums_and_grad(params: Any, batch: Batch, teacher_params: Any):
+        """Return the sums of NLL, z-loss and (with a teacher) KL, the statistics of the layers, and the gradient."""
         train, frozen = split(config, params)
 
         def loss_of(train: Any):
-            model = nnx.merge(graphdef, with_adapters(join(train, frozen), config.train))
-            loss, z_loss, stats = batch_loss(model, batch, config.train.z_loss)
-            return loss, (loss - z_loss, z_loss, stats)
+            model, c = nnx.merge(graphdef, with_adapters(join(train, frozen), config.train)), config.train
+            if teacher_graph is not None:
+                of_teacher = nnx.merge(teacher_graph, teacher_params), c.distill_weight, c.distill_temperature
+                loss, sums, stats = batch_distilled_loss(model, batch, c.z_loss, *of_teacher)
+                return loss, (sums, stats)
+            loss, z_loss, stats = batch_loss(model, batch, c.z_loss)
+            return loss, ((loss - z_loss, z_loss), stats)
 
-        grads, (nll, z_loss, stats) = jax.grad(loss_of, has_aux=True)(train)
-        return (nll, z_loss), stats, grads
+        grads, (sums, stats) = jax.grad(loss_of, has_aux=True)(train)
+        return sums, stats, grads
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, batch: Batch, teacher_params: Any = None) -> tuple[TrainState, Metrics]:
         params, (before, frozen) = _cast_layers(config, state.params), split(config, state.params)
         if config.train.accumulation == 1:
-            (nll, z_loss), stats, grads = sums_and_grad(params, batch)
+            sums, stats, grads = sums_and_grad(params, batch, teacher_params)
         else:
 
             def add(total: Any, microbatch: Batch):
-                sums, stats, grads = sums_and_grad(params, microbatch)
+                sums, stats, grads = sums_and_grad(params, microbatch, teacher_params)
                 return jax.tree.map(lambda total, x: total + x.astype(total.dtype), total, (sums, grads)), stats
 
-            zero = ((jnp.zeros(()), jnp.zeros(())), jax.tree.map(jnp.zeros_like, before))
+            zero = ((jnp.zeros(()),) * (2 if teacher is None else 3), jax.tree.map(jnp.zeros_like, before))
             microbatches = split_microbatches(batch, config.train.accumulation)
-            ((nll, z_loss), grads), stats = jax.lax.scan(add, zero, microbatches)
+            (sums, grads), stats = jax.lax.scan(add, zero, microbatches)
             stats = jax.tree.map(lambda s: jnp.mean(s, axis=0), stats)
-        tokens = jnp.sum(batch.loss_mask_BT)
+        (nll, z_loss, *kl), tokens = sums, jnp.sum(batch.loss_mask_BT)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / jnp.maximum(tokens, 1.0), grads)
         loss, grad_norm = nll / tokens, optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -149,6 +157,8 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
         }
         if config.train.z_loss:
             metrics["z_loss"] = z_loss / tokens
+        if kl:
+            metrics["teacher_kl"] = kl[0] / tokens
         return TrainState(state.step + 1, join(params, frozen), opt_state, ema), metrics
 
     return step
