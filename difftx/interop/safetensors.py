@@ -87,7 +87,7 @@ def write_folder(folder: Path, tensors: Mapping[str, Streamed], shard_bytes: int
     count = len(shards)
     files = [FILE] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
     for file, shard in zip(files, shards, strict=True):
-        _write_file(folder / file, shard)
+        write_tensors(folder / file, shard)
     if count > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())
         file_of = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
@@ -96,7 +96,8 @@ def write_folder(folder: Path, tensors: Mapping[str, Streamed], shard_bytes: int
     return files
 
 
-def _write_file(path: Path, tensors: Mapping[str, Streamed]) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Streamed]) -> None:
+    """Write tensors as float32 to one file."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires this entry.
     end = 0
     for name, tensor in tensors.items():

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import rich.table
+from jax.interpreters import partial_eval
 
 from difftx.config import Config
 from difftx.data.loader import Batch
@@ -28,6 +29,7 @@ from difftx.parallel.mesh import make_mesh
 from difftx.training.checkpoint.restoring import on_mesh
 from difftx.training.fit import fit
 from difftx.training.state import init_state, make_train_step
+from difftx.training.teacher import abstract_teacher
 from difftx.training.workload import attention_kernel
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -144,7 +146,8 @@ def trace_step(config: Config, mesh: jax.sharding.Mesh) -> jax.stages.Traced:
         batch = Batch(
             tokens_BT=tokens, targets_BT=tokens, loss_mask_BT=mask, segment_ids_BT=documents, positions_BT=documents
         )
-        return jax.jit(make_train_step(config), donate_argnums=0).trace(state, batch)
+        teacher, *params = abstract_teacher(config, mesh) or (None,)
+        return jax.jit(make_train_step(config, teacher), donate_argnums=0).trace(state, batch, *params)
 
 
 def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estimate:
@@ -156,6 +159,9 @@ def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estim
         with cudnn.checked_for_target(CUDNN_VERSION):
             traced = trace_step(config, mesh)
             compiled = traced.lower().compile()
+            # Like XLA, leave out gradients that nothing uses: those of frozen parameters.
+            program = traced.jaxpr.jaxpr
+            executed, _ = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))
             attention = attention_kernel(config, mesh)
     except jax.errors.JaxRuntimeError as error:
         raise _does_not_fit(str(error)) or error from None
@@ -180,8 +186,8 @@ def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estim
         code_bytes=memory.generated_code_size_in_bytes,
         capacity_bytes=chip.hbm_bytes,
         compile_seconds=seconds,
-        executed_flops=executed_flops(traced.jaxpr),
-        low_precision_flops=executed_flops(traced.jaxpr, only_8_bits=True),
+        executed_flops=executed_flops(executed),
+        low_precision_flops=executed_flops(executed, only_8_bits=True),
         model_flops=tokens * flops_per_token(config.model, length, causal=False),
         model_flops_causal=tokens * flops_per_token(config.model, length, causal=True),
         peak_flops=(peak := PEAK_FLOPS.get(kind)),

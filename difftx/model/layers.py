@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from difftx.config import ModelConfig
 from difftx.kernels import target
 from difftx.model.architectures import heads_of
+from difftx.model.lora import Adapted
 from difftx.model.products import COMPUTE_DTYPE, PRECISIONS, PRODUCT, ROUNDED_WEIGHTS, product, rounded_weight
 from difftx.parallel.layout import Layout
 
@@ -113,11 +114,23 @@ def observed(observer: Observer) -> Iterator[None]:
 def linear(subscripts: str, x: jax.Array, weight: nnx.Param, sharding: P) -> jax.Array:
     """Return `jnp.einsum(subscripts, x, weight)` with this sharding, in the dtype of `x`.
 
-    The weight, if `projection` has made it, states the precision of the product: `model.matmul`.
+    The weight, if `projection` has made it, states the precision of the product: `model.matmul`. Its value may be an
+    `Adapted` (model/lora.py), whose change is in the dtype of `x`.
     """
     matmul, observer = weight.get_metadata().get("matmul", COMPUTE_DTYPE), _OBSERVER.get()
-    largest = None if observer is None else observer(subscripts, x, weight[...], sharding)
-    return multiply(matmul, subscripts, x, weight[...], sharding, largest)
+    adapted = value if isinstance(value := weight.get_value(), Adapted) else None
+    base = adapted.weight if adapted else weight[...]
+    largest = None if observer is None else observer(subscripts, x, base, sharding)
+    out = multiply(matmul, subscripts, x, base, sharding, largest)
+    if adapted is None:
+        return out
+    x_axes, weight_axes, out_axes = subscripts.replace("->", ",").split(",")
+    batch = [axis for axis in out_axes if axis not in weight_axes]
+    inputs, outputs = ("".join(axis for axis in weight_axes if (axis in x_axes) is of_x) for of_x in (True, False))
+    low_axes, low_sharding = "".join((*batch, "z")), P(*(sharding[out_axes.index(axis)] for axis in batch), None)
+    low = multiply(COMPUTE_DTYPE, f"{x_axes},{inputs}z->{low_axes}", x, adapted.a, low_sharding)
+    change = multiply(COMPUTE_DTYPE, f"{low_axes},z{outputs}->{out_axes}", low, adapted.b, sharding)
+    return out + adapted.scale * change
 
 
 def multiply(
